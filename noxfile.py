@@ -49,13 +49,19 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the fast tests, those without the marker `slow`."""
-    session.run("python", "-m", "pytest", "-n", "2", "-m", "not slow", *session.posargs)
+    """Run the fast tests of the library."""
+    session.run("python", "-m", "pytest", "-n", "2", "-m", "not slow and not satellite", *session.posargs)
+
+
+@nox.session
+def satellites(session: nox.Session) -> None:
+    """Run the fast tests of the benchmarks, the course, the site and the reward server."""
+    session.run("python", "-m", "pytest", "-n", "2", "-m", "satellite and not slow", *session.posargs)
 
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Run the slow tests, those that `tests` leaves out."""
+    """Run the slow tests."""
     session.run("python", "-m", "pytest", "-n", "2", "-m", "slow", *session.posargs)
 
 

@@ -1,6 +1,6 @@
 """Turning points under reward noise: false calls, misses, and the error of the credit, measured and as derived.
 
-    python benchmarks/detection.py              # about ten minutes on one core; keeps the trajectories
+    python benchmarks/detection.py              # about six minutes on one core; keeps the trajectories
     python benchmarks/detection.py --report     # table and figure again, from results/detection.json
 
 TP-GRPO on both worlds with the soft reward, before and after a short training (mixture 10, shapes 12 iterations); 18 prompts x 16

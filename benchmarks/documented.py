@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flowrl.plots.report import result_blocks
-from flowrl.training.results import MethodSummary, load_comparison, summarise
+from flowrl.training.results import ArmSummary, load_comparison, summarise
 
 DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = re.compile(r"^flowrl compare --world mixture --methods (?P<methods>[\w -]+) --seeds 0 1 2$", re.MULTILINE)
@@ -26,7 +26,7 @@ FIRST_RESULT = ("final reward", "minus the baseline", "collapsed seeds", "NFE to
 """Columns of the table in docs/start/first-result.md."""
 
 
-def sentence(summary: MethodSummary) -> str:
+def sentence(summary: ArmSummary) -> str:
     """The result of a method, as the page of its paper states it."""
     collapsed = f"{summary.collapsed} of {summary.seeds} runs" if summary.collapsed else "no run"
     return (
@@ -42,7 +42,7 @@ def papers() -> dict[Path, str]:
     return {page: command["methods"].split()[-1] for page, command in found.items() if command}
 
 
-def renewed(summaries: Mapping[str, MethodSummary]) -> dict[Path, str]:
+def renewed(summaries: Mapping[str, ArmSummary]) -> dict[Path, str]:
     """Every page with the numbers of `summaries`."""
     pages = {page: SENTENCE.sub(sentence(summaries[method]), page.read_text()) for page, method in papers().items()}
     first = DOCS / "start" / "first-result.md"
@@ -68,7 +68,7 @@ def main() -> int:
         out = f"{folder}/comparison"
         command = ["compare", "--world", "mixture", "--methods", *methods, "--seeds", "0", "1", "2", "--out", out]
         subprocess.run([sys.executable, "-m", "flowrl", *command], check=True)
-        summaries = {summary.method: summary for summary in summarise(load_comparison(Path(out)))}
+        summaries = {summary.arm: summary for summary in summarise(load_comparison(Path(out)))}
     changed = {page: text for page, text in renewed(summaries).items() if text != page.read_text()}
     for page, text in changed.items():
         for old, new in zip(page.read_text().splitlines(), text.splitlines(), strict=True):

@@ -37,7 +37,7 @@ from safetensors.torch import load_file
 
 from flowrl.io import write_json
 from flowrl.policies import Memory
-from flowrl.policies.load import family_of
+from flowrl.policies.families import family_of
 from flowrl.rollout import EVALUATION_SEED
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.plan import memory, memory_text, plan, plan_text

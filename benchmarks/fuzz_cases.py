@@ -58,7 +58,7 @@ SETTINGS = {
     "world": "mixture", "task": "direction", "iterations": 2, "groups": 2, "group_size": 3, "num_steps": 4, "window": "0:3",
     "eval_every": 1, "eval_samples": 4, "eval_steps": 2, "checkpoint_every": 1,
 }  # fmt: skip
-RULE = "import pathlib\npathlib.Path('CANARY').touch()\nclass Part:\n    def assign(self, rewards, schedule): return rewards\n"
+RULE = "import pathlib\npathlib.Path('CANARY').touch()\nclass Part:\n    def assign(self, values, decisions): return values\n"
 PROMPTS = [
     {"prompt": "two dogs", "tag": "counting", "include": [{"class": "dog", "count": 2}], "exclude": [{"class": "cat"}]},
     {"prompt": "a red cup", "include": [{"class": "bench"}, {"class": "cup", "color": "red", "position": ["left of", 0]}]},
@@ -69,7 +69,7 @@ PROMPTS = [
 def make_seeds(folder: Path) -> None:
     """The valid files: a comparison with one finished run, prompts, presets, weights, a reward table and lines of results."""
     config = RunConfig.of(**SETTINGS)
-    comparison = CompareConfig(config, ("flow-grpo",), (0,))
+    comparison = CompareConfig(config, {"flow-grpo": {"method": "flow-grpo"}}, (0,))
     write_json(folder / "config.json", comparison.as_dict())
     run = folder / "runs" / run_folder("flow-grpo", 0)
     Run(config, run).execute()
@@ -136,7 +136,7 @@ def read_config(path: Path) -> None:
 
 def read_comparison(path: Path) -> None:
     comparison = load_comparison(path.parent)
-    if comparison.methods:
+    if comparison.arms:
         summarise(comparison)
 
 
@@ -224,6 +224,6 @@ KINDS = (
     Kind("prompts: JSON lines", "prompts.jsonl", change.mixed(change.lines_changed), read_prompts, 2),
     Kind("reward table: CSV", "rewards.csv", change.mixed(change.table_changed), read_rewards, 2),
     Kind("bench: lines of results", "results.jsonl", change.mixed(change.lines_changed), read_results),
-    Kind("bench: samples.json", "samples.json", JSON, lambda path: SamplesFile(path).any_code(), 0.5),
+    Kind("bench: samples.json", "samples.json", JSON, lambda path: SamplesFile(path).observed(), 0.5),
     Kind("bench: memory.json", "memory.json", JSON, lambda path: kept_memory(path, None), 0.5),
 )  # fmt: skip

@@ -216,7 +216,7 @@ def table_changed(data: bytes, draw: random.Random) -> bytes:
         elif kind == "longer":
             row.append("1")
         elif row and rows[0]:
-            rows[0][draw.randrange(len(rows[0]))] = draw.choice(("prompt", "member", "", "R0", "1"))
+            rows[0][draw.randrange(len(rows[0]))] = draw.choice(("prompt", "member", "", "R0", "value_0", "1"))
     file = io.StringIO()
     csv.writer(file, delimiter=draw.choice(",,,;\t"), quoting=draw.choice((csv.QUOTE_MINIMAL, csv.QUOTE_ALL))).writerows(rows)
     return file.getvalue().encode(draw.choice(("utf-8", "utf-8", "utf-8-sig", "utf-16", "latin-1")), "replace")

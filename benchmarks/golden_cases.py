@@ -148,7 +148,7 @@ TURNS = (
 DEPTH = "depth-relative(scope={}, std={}, backup={}, clamp=5.0, probe='{}')".format
 SIBLINGS = "sibling-relative(normalise=true, leave_one_out=false, clamp=5.0, probe='{}')".format
 BRANCH = "branch(children={}, weight={}, mean={})".format
-COMB = "comb(branches={}, count=1, low=0, strides={}, weight=leaf, mean=leaf)".format
+COMB = "comb(branches={}, count={}, low=0, strides={}, weight=leaf, mean=leaf)".format
 SUBSTEPS = "substeps(count=5, every=1, solver=euler)"
 COMPLETION = "completion(every=1, solver=euler)"
 ROOTED = BRANCH("(1, 2, 2)", "leaf", "leaf")
@@ -178,8 +178,8 @@ CREDIT = {
     "noise-weighted": "weighted(weights=noise, std=group, clamp=5.0)",
     "dense-grpo": DENSE(COMPLETION),
     "branch-grpo": DEPTH("tree", "sample", "mean", BRANCH("(1, 1, 2, 1, 2)", "leaf", "leaf")),
-    "tempflow-grpo": f'weighted(weights=noise, rule="{SIBLINGS(COMB(3, "(1,)"))}")',
-    "granular-grpo": SIBLINGS(COMB(1, "(1, 2, 3)")),
+    "tempflow-grpo": f'weighted(weights=noise, rule="{SIBLINGS(COMB(2, "none", "(1,)"))}")',
+    "granular-grpo": SIBLINGS(COMB(1, 1, "(1, 2, 3)")),
     "tree-grpo": f"backed-up(backup=softmax, clamp=5.0, probe='{ROOTED}')",
 }
 KERNEL = ("sampler", "noise_level", "window")
@@ -195,7 +195,7 @@ SAMPLING = {
     "noise-weighted": ("cps", 0.7, "1:4", "independent", 4),
     "dense-grpo": ("ddim-sde", 0.7, "all", "independent", 4),
     "branch-grpo": ("dance-sde", 0.3, "all", "shared", 8),
-    "tempflow-grpo": ("flow-sde", 0.7, "all-but-last", "independent", 6),
+    "tempflow-grpo": ("flow-sde", 0.7, "all-but-last", "independent", 10),
     "granular-grpo": ("flow-sde", 0.7, "0:3", "shared", 9),
     "tree-grpo": ("flow-sde", 0.7, "random:3:0.5", "shared", 8),
 }

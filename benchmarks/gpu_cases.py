@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.policies import DECODER, SD3, Architecture, Family, Flux, architecture
+from flowrl.policies import ARCHITECTURES, DECODER, SD3, Architecture, Family, Flux
 from flowrl.testing import tiny
 
 METHODS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
@@ -75,7 +75,7 @@ def random_pipeline(name: str, device: str, dtype: torch.dtype, known: Architect
     with torch.device(device):
         decoder = diffusers.AutoencoderKL(**DECODER, **scale).eval()
     with default_dtype(dtype):
-        transformer = (known or architecture(name)).build(device)
+        transformer = (known or ARCHITECTURES[name]).build(device)
     pipeline = diffusers.StableDiffusion3Pipeline if sd3 else diffusers.FluxPipeline
     encoders = {f"{part}{n}": None for part in ("text_encoder", "tokenizer") for n in ("", "_2", *("_3",) * sd3)}
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**grid)

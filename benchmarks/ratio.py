@@ -33,10 +33,9 @@ from torch.nn import functional
 from flowrl.flow.gaussian import log_prob, log_prob_without_constants, sample
 from flowrl.io import write_json
 from flowrl.plots.style import save
+from flowrl.policies.families import SD3, Flux
 from flowrl.policies.family import DTYPES
-from flowrl.policies.flux import Flux
 from flowrl.policies.pipeline import PipelinePolicy
-from flowrl.policies.sd3 import SD3
 from flowrl.protocols import Sampler
 from flowrl.samplers import CPS, DDIMSDE, DanceSDE, FixedWindow, FlowSDE, Windowed, windowed
 from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3

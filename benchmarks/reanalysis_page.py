@@ -57,7 +57,7 @@ def page_arms(details: str) -> dict[str, dict[str, Settings]]:
                 continue
             numbers = dict(pair.rsplit(" ", 1) for pair in text.removesuffix(" (not searched)").split(", "))
             settings: dict[str, Any] = {n: value(v) for n, v in numbers.items() if n in DEFAULTS[world]}
-            settings["rule"] = given.get("credit") or given["method"]
+            settings["rule"] = given.get("method") or given["credit"]
             if "loss" in given:
                 settings["loss"] = given["loss"].format(**numbers)
             if "group_size" in given:

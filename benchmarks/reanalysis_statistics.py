@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from scipy.optimize import isotonic_regression
 
-from flowrl.training.format import FORMAT, OLDER, current
+from flowrl.training.format import from_older
 
 Values = NDArray[np.float64]
 Settings = Mapping[str, Any]
@@ -78,10 +78,12 @@ class Run(NamedTuple):
 def read_runs(path: Path) -> list[Run]:
     runs = []
     for line in map(json.loads, path.read_text("utf-8").splitlines()):
-        config = current(line["config"], OLDER if line["format"] == 2 else FORMAT)
+        config = line["config"]
         settings = {name: value for name, value in config.items() if not isinstance(value, dict)}
         for group in (group for group in config.values() if isinstance(group, dict)):
             settings |= group
+        if line["format"] == 2:
+            settings["window"] = from_older("window", settings["window"])
         settings["rule"] = settings["credit"] or settings["method"]
         curve = np.array(line["curve"], dtype=float)
         runs.append(Run(settings["world"], (line["seed"], settings["task"]), settings, curve))

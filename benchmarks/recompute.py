@@ -12,10 +12,10 @@ def z(y, axes, mask):  # population std over `mask` [prompt, member, decision]
     return ((y - mean(y)) / (mean((y - mean(y)).square()).sqrt() + 1e-4)).clamp(-5, 5)
 
 
-def siblings(v, mask, t):  # a comb of one decision, whose noise weight is 1
-    start = t["tree.parent"][t["tree.paths"][:, t["steps"][0] + 1]]
-    same = (start[:, None] == start[None])[None] & mask[:, None, :, 0]
-    return z(v[:, None, :, -1].expand_as(same), 2, same).diagonal(dim1=1, dim2=2)[..., None]
+def siblings(v, mask, t):  # a comb: draws of one state are compared; weighted by noise
+    start = t["tree.parent"][t["tree.paths"][:, [step + 1 for step in t["steps"]]]]
+    same = (start[:, None] == start[None])[None] & mask[:, None]
+    return z(v[:, None, :, -1:].expand_as(same), 2, same).diagonal(dim1=1, dim2=2).mT * t["std"] / t["std"].mean()
 
 
 def turning(v, mask, t):  # consistent, balanced over the batch, decision by decision
@@ -44,7 +44,7 @@ RULES["moving-whole"] = RULES["moving-paused"] = lambda v, mask, t: z(v.diff(dim
 def difference(run, old, new):  # the largest, at trained decisions; rules that are not in RULES did not change
     steps = old["drawn"].any(0).nonzero().flatten().tolist()
     mask = old["drawn"][:, steps] & (old["valid"] & (old["valid"].sum(1, keepdim=True) > 1))[..., None]
-    given, tables = (old["values"][..., [*steps, -1]], mask), {**old, "steps": steps, "std": old["std"][steps]}
+    given, tables = (old["values"][..., [*steps, -1]].double(), mask), {**old, "steps": steps, "std": old["std"][steps]}
     found = RULES[run](*given, tables) if run in RULES else old["advantages"][..., steps]
     counted = (new["weights"] > 0) & (torch.tensor(run in RULES) | (old["weights"][..., steps] > 0))
     return float((found - new["advantages"])[counted].abs().max())

@@ -36,9 +36,9 @@ BASELINES = ("moving_average", "value_tracker", "gdpo", "weighted")
 DETECTION = ("detection", "turn_probability", "likely_turns", "clear_swings", "large_aggregates")
 LOSS = ("values", "weights", "loss_batch", "forward_batch")
 SAMPLING = ("sampling", "solvers", "EVALUATION_SEED", "SOLVERS")
-COMBINED = ("combine", "groups", "diversity", "contract")
-CHECKS = ("evaluation", "heldout", "monitors", "nonfinite", "memory")
-HELPERS = ("io", "workers", "signals", "imports", "text", "transfer")
+COMBINED = ("combine", "diversity", "contract")
+CHECKS = ("evaluation", "heldout", "monitors", "observers", "nonfinite", "memory")
+HELPERS = ("io", "workers", "signals", "imports", "transfer")
 PAGES = (
     Page("types", "Data types: prompts, trajectories, batches", ("types", "prompt")),
     Page("experience", "Decisions, the record of an iteration, credit", ("experience",)),
@@ -68,14 +68,14 @@ PAGES = (
     Page("policies", "Policies: SD3, FLUX, Qwen-Image, Wan", ("policies",)),
     Page("policies-small", "Small networks: a tiny SD3, a Gaussian mixture", ("policies",), ("small_sd3", "mixture")),
     Page("policies-family", "Model families and LoRA", ("policies",), ("family", "lora", "LORA_TARGETS")),
-    Page("policies-memory", "Memory and sizes of models", ("policies",), ("architectures", "memory", "ARCHITECTURES", "DECODER")),
+    Page("policies-memory", "Memory and sizes of models", ("policies",), ("memory", "ARCHITECTURES", "DECODER")),
     Page("worlds", "Worlds: built-in tasks, tasks from a model", ("worlds",)),
     Page("training", "Training: trainer, batches, optimizer", ("training",)),
     Page("training-config", "Settings as data classes: RunConfig", ("training",), ("config",)),
     Page("training-policy", "Settings of the model: PolicyConfig", ("training",), ("PolicyConfig",)),
     Page("training-runs", "Runs, presets, plans and comparisons", ("training",), ("build", "run", "presets", "plan", "compare")),
     Page("training-files", "Checkpoints, results, logs", ("training",), ("checkpoint", "results", "format", "logging", "card")),
-    Page("training-checks", "Evaluation, warnings, non-finite values", ("training",), CHECKS),
+    Page("training-checks", "Evaluation, warnings, observers, non-finite values", ("training",), CHECKS),
     Page("diagnostics", "Diagnostics: comparison of weights, statistics", ("diagnostics",)),
     Page("testing", "Contract tests", ("testing",)),
     Page("plots", "Figures and reports", ("plots",)),
@@ -84,7 +84,7 @@ PAGES = (
     Page("distributed", "Several processes: collectives, FSDP2", ("distributed",)),
     Page("helpers", "Files, worker processes, signals, texts", HELPERS),
 )  # fmt: skip
-NOT_PYTHON = {"cli", "commands", "launch", "data"}
+NOT_PYTHON = {"cli", "commands", "data"}
 """Parts of flowrl whose interface is the command line, or files."""
 
 

@@ -24,7 +24,8 @@ _HOMES = {
     "make_trainer": "flowrl.training.build",
     "make_world": "flowrl.training.build",
     "world": "flowrl.worlds.base",
-    "PolicyOptions": "flowrl.worlds.base",
+    "World": "flowrl.protocols",
+    "PolicyOptions": "flowrl.protocols",
     "preset": "flowrl.training.config",
     "Prompt": "flowrl.types",
     "Schedule": "flowrl.types",
@@ -32,6 +33,7 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from flowrl.methods import METHODS, Method
+    from flowrl.protocols import PolicyOptions, World
     from flowrl.training.build import make_method, make_policy, make_reward, make_trainer, make_world
     from flowrl.training.compare import CompareConfig, compare
     from flowrl.training.config import RunConfig, preset
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from flowrl.training.run import Run
     from flowrl.training.trainer import Trainer
     from flowrl.types import Prompt, Schedule
-    from flowrl.worlds.base import PolicyOptions, world
+    from flowrl.worlds.base import world
 
 __all__ = [
     "METHODS",
@@ -51,6 +53,7 @@ __all__ = [
     "RunConfig",
     "Schedule",
     "Trainer",
+    "World",
     "__version__",
     "compare",
     "evaluate",

@@ -116,7 +116,7 @@ KINDS: dict[str, Kind] = {
             "clipscore": "flowrl.rewards.clip:CLIPScore",
             "frame-mean": "flowrl.rewards.video:FrameMean",
             "geneval": "flowrl.rewards.geneval:GenEval",
-            "group-sum": "flowrl.rewards.groups:GroupSum",
+            "group-sum": "flowrl.rewards.combine:GroupSum",
             "hpsv2.1": "flowrl.rewards.clip:HPSv21",
             "jpeg-compressibility": "flowrl.rewards.images:JPEGCompressibility",
             "jpeg-incompressibility": "flowrl.rewards.images:JPEGIncompressibility",
@@ -124,7 +124,7 @@ KINDS: dict[str, Kind] = {
             "ocr": "flowrl.rewards.ocr:OCR",
             "pickscore": "flowrl.rewards.clip:PickScore",
             "weighted-sum": "flowrl.rewards.combine:WeightedSum",
-            "win-rate": "flowrl.rewards.groups:WinRate",
+            "win-rate": "flowrl.rewards.combine:WinRate",
         },
         ("flowrl.protocols:RewardModel", "flowrl.protocols:GroupReward"),
         "a method `score(images, prompts)`, or `score_groups(images, prompts)` and an attribute `evaluation`",
@@ -140,6 +140,16 @@ KINDS: dict[str, Kind] = {
         ("flowrl.protocols:Features",),
         "a method `__call__(images)` that returns [sample, feature]",
     ),
+    "observer": Kind(
+        "observer",
+        "flowrl.observers",
+        {
+            "budget": "flowrl.training.observers:Budget",
+            "stop-on-collapse": "flowrl.training.observers:StopOnCollapse",
+        },
+        ("flowrl.protocols:Observer",),
+        "an attribute `fields` and a method `observe(record)`",
+    ),
     "times": Kind(
         "distribution of training times",
         "flowrl.times",
@@ -152,5 +162,16 @@ KINDS: dict[str, Kind] = {
         },
         ("flowrl.forward:TimeDraw",),
         "methods `draws(schedule)` and `draw(schedule, samples, generator)`",
+    ),
+    "world": Kind(
+        "world",
+        "flowrl.worlds",
+        {
+            "shapes": "flowrl.worlds.base:ShapesWorld",
+            "mixture": "flowrl.worlds.base:MixtureWorld",
+        },
+        ("flowrl.protocols:World",),
+        "attributes `name`, `tasks`, `forms` and `elements` and methods `prompts(task, part)`, `parse(text)`, `reward(form)` and "
+        "`policy(options)`",
     ),
 }

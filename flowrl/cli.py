@@ -22,7 +22,7 @@ from flowrl.sources import summary
 
 COMMANDS = {
     "compare": ("flowrl.commands.runs:Compare", "Compare credit rules: train every method with every seed, write a report."),
-    "train": ("flowrl.commands.runs:Train", "Train one method with one seed, on a built-in world or a diffusers model."),
+    "train": ("flowrl.commands.runs:Train", "Train one method with one seed, on a world or a diffusers model."),
     "evaluate": ("flowrl.commands.evaluate:Evaluate", "Score base and trained weights on the same prompts and noise."),
     "sample": ("flowrl.commands.models:Sample", "Sample images for prompts from the base model or a finished run."),
     "parts": (

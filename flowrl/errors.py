@@ -88,15 +88,26 @@ def part_errors() -> Iterator[None]:
     except FlowrlError:
         raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, OSError) and error.errno in (errno.EIO, errno.EROFS, *FULL):
-            raise  # an error of the disk
-        frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_foreign(frame)]
-        if not frames:
+        place = "" if is_disk_error(error) else foreign_call(error)
+        if not place:
             raise
-        (outer, _), (inner, line) = frames[0], frames[-1]
-        owner = f"{type(outer.f_locals['self']).__name__}." if "self" in outer.f_locals else ""
-        call, place = f"{owner}{outer.f_code.co_name}", f"{inner.f_code.co_filename}, line {line}"
-        raise PartError(f"{call} ({place}) failed: {type(error).__name__}: {error}") from error
+        raise PartError(f"{place} failed: {type(error).__name__}: {error}") from error
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """Whether the disk is full, read-only or damaged."""
+    return isinstance(error, OSError) and error.errno in (errno.EIO, errno.EROFS, *FULL)
+
+
+def foreign_call(error: BaseException) -> str:
+    """The call of code outside flowrl that raised `error`, with file and line, as in "MyRule.assign (my.py, line 3)"; "" if
+    flowrl's own code raised it."""
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_foreign(frame)]
+    if not frames:
+        return ""
+    (outer, _), (inner, line) = frames[0], frames[-1]
+    owner = f"{type(outer.f_locals['self']).__name__}." if "self" in outer.f_locals else ""
+    return f"{owner}{outer.f_code.co_name} ({inner.f_code.co_filename}, line {line})"
 
 
 def _is_foreign(frame: FrameType) -> bool:

@@ -1,4 +1,4 @@
-"""The record of one iteration, the decisions that it credits, and the credit that a rule gives.
+"""The record of one iteration, the decisions that it credits, the credit that a rule gives, and what observers exchange.
 
 Further axis names:
 
@@ -10,14 +10,16 @@ decision+1  columns of a value table: column k < D is the value of the state tha
 ==========  =====================================================================================
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowrl.errors import ConfigError
+from flowrl.options import checked_options
 from flowrl.prompt import Prompt
 from flowrl.tree import Tree
 from flowrl.types import Condition, Schedule, Trajectories, checked
@@ -25,6 +27,10 @@ from flowrl.types import Condition, Schedule, Trajectories, checked
 ValueTable = Float[Tensor, "prompt member decision+1"]
 CreditTable = Float[Tensor, "prompt member decision"]
 Mask = Bool[Tensor, "prompt member decision"]
+LARGER = ("trajectories", "log_probs", "condition")
+"""The fields of an `Experience` that exist on request only."""
+FIELDS = ("metrics", "history", "prompts", "values", "parts", "valid", "decisions", "advantages", "weights", *LARGER)
+"""The fields of a `Record`."""
 
 
 @checked
@@ -127,7 +133,8 @@ class Decisions:
 class Experience:
     """The record of one iteration, of all groups of all processes.
 
-    The last three fields are None unless the rule's attribute `reads_fields`, a tuple of names, contains them.
+    The last three fields are None unless they are requested: by the rule's attribute `reads_fields`, a tuple of names, by the
+    `fields` of an observer, or by `Trainer.recorded`. A rule receives only those that it requests itself.
 
     Args:
         prompts: one prompt per group.
@@ -150,6 +157,10 @@ class Experience:
     log_probs: CreditTable | None = None
     condition: Condition | None = None
 
+    def only(self, fields: Collection[str]) -> "Experience":
+        """The record without those of the `LARGER` fields that `fields` does not contain."""
+        return replace(self, **{name: None for name in LARGER if name not in fields})
+
 
 @dataclass(frozen=True)
 class Credit:
@@ -163,3 +174,59 @@ class Credit:
 
     advantages: CreditTable
     weights: CreditTable | None = None
+
+
+class Record:
+    """An iteration as an observer sees it: `iteration`, and the fields that the observer declares (`FIELDS`).
+
+    Tensors are in main memory and of all processes. Other fields raise `AttributeError`. For a test of an observer:
+    ``observer.observe(Record(3, values=..., metrics={"reward_mean": 0.5}))``.
+
+    Args:
+        iteration: its number, from 1.
+        **fields: fields by name.
+    """
+
+    iteration: int
+    metrics: Mapping[str, Any]
+    """The row of metrics.jsonl, with the evaluation if there was one."""
+    history: Sequence[Mapping[str, Any]]
+    """The earlier rows; the first is the untrained model's."""
+    prompts: Sequence[Prompt]
+    """One prompt per group."""
+    values: ValueTable
+    parts: Mapping[str, ValueTable]
+    valid: Bool[Tensor, "prompt member"]
+    decisions: Decisions
+    advantages: CreditTable
+    weights: CreditTable
+    """Weight of each transition in the loss (`flowrl.rollout.transition_weights`)."""
+    trajectories: Trajectories
+    log_probs: CreditTable
+    condition: Condition
+
+    def __init__(self, iteration: int, **fields: Any) -> None:
+        self.__dict__.update(fields, iteration=iteration)
+
+    def __getattr__(self, name: str) -> Any:
+        declared = tuple(field for field in vars(self) if field != "iteration")
+        hint = f": the observer declares fields = {declared}; add {name!r}" if name in FIELDS else ""
+        raise AttributeError(f"the record has no {name}{hint}")
+
+
+@checked_options
+@dataclass(frozen=True)
+class Actions:
+    """What an observer requests after an iteration.
+
+    Args:
+        stop: the reason to end the run now, as if this iteration were the last; empty to continue.
+        keep: write a checkpoint of this iteration, and never delete it for newer ones.
+        warn: text of a warning.
+        metrics: numbers for metrics.jsonl and the tracker, which are called OBSERVER/NAME there; null if not finite.
+    """
+
+    stop: str = ""
+    keep: bool = False
+    warn: str = ""
+    metrics: Mapping[str, Any] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -76,18 +77,26 @@ def within(value: Any, bounds: Sequence[Any]) -> bool:
     return all(compared[type(bound)](bound) for bound in bounds if type(bound) in compared)
 
 
+def allowed(value: Any, hint: Any) -> bool:
+    """Whether `value` is of the type and within the bounds that `hint` annotates."""
+    kind, bounds = split(hint)
+    if get_origin(kind) in (Union, UnionType):
+        return any(allowed(value, one) for one in get_args(kind))
+    return fits(value, kind) and within(value, bounds)
+
+
 def checked_options(part: C) -> C:
-    """Class decorator: building `part` with an option of another type than annotated raises `ConfigError` with the option, its
-    value and what is allowed."""
+    """Class decorator: building `part` with an option of another type than annotated, or outside its annotated range,
+    raises `ConfigError` with the option, its value and what is allowed."""
     build, hints = cast(Any, part).__init__, {}
     signature = inspect.signature(build)
 
     @functools.wraps(build)
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
         if not hints:
-            hints.update(get_type_hints(build))
+            hints.update(get_type_hints(build, include_extras=True))
         for name, value in list(signature.bind_partial(self, *arguments, **options).arguments.items())[1:]:
-            if name in hints and not fits(value, hints[name]):
+            if name in hints and not allowed(value, hints[name]):
                 raise ConfigError(f"{part.__name__}.{name} = {value!r:.200} is not allowed; allowed: {words(hints[name])}")
         build(self, *arguments, **options)
 

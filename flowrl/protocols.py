@@ -5,13 +5,14 @@ The protocols of forward-process losses are defined in `flowrl.forward`, next to
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from flowrl.experience import Credit, Decisions, Experience, ValueTable
+from flowrl.experience import Actions, Credit, Decisions, Experience, Record, ValueTable
 from flowrl.forward import ForwardLoss as ForwardLoss
 from flowrl.forward import TimeDraw as TimeDraw
 from flowrl.probes import Probe
@@ -40,13 +41,16 @@ __all__ = [
     "ForwardLoss",
     "GroupReward",
     "MultistepSolver",
+    "Observer",
     "PolicyExtras",
     "PolicyLoss",
+    "PolicyOptions",
     "RewardModel",
     "Sampler",
     "Stateful",
     "TimeDraw",
     "Window",
+    "World",
     "extras",
 ]
 
@@ -122,20 +126,6 @@ class PolicyExtras(FlowPolicy, Protocol):
 
     def guided(self, guidance: float) -> AbstractContextManager[None]:
         """Within this context `guidance_scale` is `guidance`."""
-        ...
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks of the network, for probes with a block cache."""
-        ...
-
-    def block_cache(self) -> AbstractContextManager[Callable[[bool], None]]:
-        """Within this context `switch`, which it yields, selects what calls of `velocity` compute.
-
-        After `switch(False)` they compute the first block only and add to its output what the other
-        blocks added in the last call after `switch(True)`, which had the same rows. It starts at
-        True.
-        """
         ...
 
     def warm(self, prompts: Sequence[Prompt]) -> None:
@@ -411,7 +401,10 @@ CreditRule = CreditAssigner | ExperienceCredit
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A part with memory across iterations (for example a running baseline); checkpoints contain its state."""
+    """A credit rule or an observer with memory across iterations (for example a running baseline).
+
+    Checkpoints contain its state.
+    """
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """The memory as named tensors."""
@@ -456,4 +449,143 @@ class PolicyLoss(Protocol):
 
     def loss(self, batch: LossBatch) -> LossResult:
         """The loss over one batch of transitions."""
+        ...
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Looks at every iteration of a run; it may add metrics, warn, keep a checkpoint, or stop the run.
+
+    Contract: it does not change the record. It is built and called in the main process only. An exception is a warning, once per
+    observer, unless the setting `strict` is true.
+
+    Credit rules, losses, rewards and samplers may have metrics of their own without an observer: an optional method `metrics()`
+    returns numbers by name. It is called in the main process after each iteration, and the numbers are called KIND/NAME in
+    metrics.jsonl, as in credit/baseline.
+    """
+
+    @property
+    def fields(self) -> Sequence[str]:
+        """The fields of the record that it reads (`flowrl.experience.FIELDS`); only these are gathered."""
+        ...
+
+    def observe(self, record: Record) -> Actions | None:
+        """Look at an iteration after its update.
+
+        Args:
+            record: the iteration.
+
+        Returns:
+            Actions; None for none.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """Options of a world's policy. A policy without LoRA (arXiv 2106.09685), or with one precision, ignores the others.
+
+    Args:
+        lora_rank: rank of the LoRA.
+        lora_alpha: alpha of the LoRA, which scales it by alpha / rank.
+        seed: seed of the initial values of what is trained.
+        device: name of the device.
+        dtype: type of the base weights.
+        base_weights: file that replaces the world's own weights; empty for these.
+    """
+
+    lora_rank: int = 8
+    lora_alpha: float = 16.0
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+    base_weights: str = ""
+
+
+@runtime_checkable
+class World(Protocol):
+    """Prompts, rewards and a policy that fit together: all that a run needs besides a method.
+
+    Contract: every call returns the same for the same arguments, whatever the state of the global
+    generators, since each process of a comparison makes the world anew; nothing is trained on the
+    held-out prompts.
+
+    Optional attributes: `defaults`, settings by name that replace the defaults of a run, as in
+    ``{"iterations": 40}``; without it, the method's published window and clip apply, the clip scaled
+    to `elements`. `qualities`, makers of rewards by name that are only measured
+    (`--heldout-rewards NAME`). `imports`, names of modules that the policy needs, which a comparison imports once.
+    `points` = True if samples are points [sample, 2, 1, 1] and no images: rewards that read images
+    are then refused.
+    """
+
+    @property
+    def name(self) -> str:
+        """The world's name in tables and messages."""
+        ...
+
+    @property
+    def tasks(self) -> Sequence[str]:
+        """Names of the tasks, one or more; the first is the default."""
+        ...
+
+    @property
+    def forms(self) -> Sequence[str]:
+        """Names of the forms of the reward, one or more, all of which evaluations measure; the first is the default."""
+        ...
+
+    @property
+    def elements(self) -> int:
+        """Numbers in a latent, to which published clips are scaled; 0: clips stay as published."""
+        ...
+
+    def prompts(self, task: str, part: str) -> Sequence[Prompt]:
+        """The prompts of a task.
+
+        Args:
+            task: one of `tasks`.
+            part: "train" or "heldout".
+
+        Returns:
+            One or more prompts, in a fixed order.
+        """
+        ...
+
+    def parse(self, text: str) -> Prompt:
+        """The prompt that a user's text means, with the metadata that the rewards read.
+
+        Args:
+            text: the words.
+
+        Returns:
+            The prompt, whose text is `text`.
+
+        Raises:
+            ConfigError: the world does not understand the text.
+        """
+        ...
+
+    def reward(self, form: str) -> RewardModel:
+        """A reward of single samples.
+
+        Args:
+            form: one of `forms`.
+
+        Returns:
+            The reward.
+        """
+        ...
+
+    def policy(self, options: PolicyOptions) -> FlowPolicy:
+        """A new untrained policy, which shares no parameters with earlier ones.
+
+        Args:
+            options: seed, device and LoRA.
+
+        Returns:
+            The policy, in whose `latent_shape` there are `elements` numbers.
+
+        Raises:
+            ConfigError: an option is not allowed.
+            CheckpointError: the weights are missing or damaged.
+        """
         ...

@@ -1,8 +1,8 @@
 """Parts by name: built-in parts, plug-ins, and classes in a user's file; `flowrl.specs` describes the notation.
 
 A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.probes``, ``flowrl.samplers``,
-``flowrl.windows``, ``flowrl.rewards``, ``flowrl.losses`` and ``flowrl.features``, each a class (or a function) that builds the
-part from keyword options.
+``flowrl.windows``, ``flowrl.rewards``, ``flowrl.losses``, ``flowrl.features``, ``flowrl.times``, ``flowrl.worlds`` and
+``flowrl.observers``, each a class (or a function) that builds the part from keyword options.
 """
 
 import difflib
@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +28,7 @@ from flowrl.plugins import package_of, plugin
 from flowrl.sources import summary
 from flowrl.specs import NESTED, Spec, parse_spec
 
-__all__ = ["Kind", "available", "build", "files_of", "find_maker", "options_of", "summary_of"]
+__all__ = ["Kind", "available", "build", "check_part", "files_of", "find_maker", "options_of", "summary_of"]
 
 Maker = Callable[..., Any]
 
@@ -36,7 +37,7 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
     """The part that a spec describes.
 
     Args:
-        kind: credit, probe, sampler, window, loss, reward or features.
+        kind: a name of `KINDS`.
         spec: name, file or module of the part, with options (see `flowrl.specs`).
         **defaults: options for parts that have them, unless `spec` sets them.
 
@@ -69,11 +70,40 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{kind}: building {spec} failed: {type(error).__name__}: {error}") from error
-    if not isinstance(part, entry.protocol_types()):
-        raise ConfigError(f"{kind}: {head} is not a {entry.noun}; it needs {entry.needs}")
+    check_part(kind, part, head)
     if kind == "credit":
         resolve_name("flowrl.credit.table:check_signature")(part)
     return part
+
+
+def check_part(kind: str, part: Any, name: str = "") -> None:
+    """Check that an object is a part of some kind.
+
+    Args:
+        kind: a name of `KINDS`.
+        part: the object.
+        name: its name in the message; empty for that of its class.
+
+    Raises:
+        ConfigError: it lacks a member of the kind's protocols, which the message names if there is one protocol.
+    """
+    entry = KINDS[kind]
+    if not isinstance(part, entry.protocol_types()):
+        lacking = _lacking(kind, lambda member: hasattr(part, member))
+        raise ConfigError(f"{kind}: {name or type(part).__name__} is not a {entry.noun}; it needs {entry.needs}{lacking}")
+
+
+def _lacking(kind: str, has: Callable[[str], bool]) -> str:
+    """Words for the members of the only protocol of `kind` that a part lacks."""
+    first, *others = KINDS[kind].protocol_types()
+    missing = [] if others else [f"`{name}`" for name in _members(first) if not has(name)]
+    return f", and has no {', '.join(missing)}" if missing else ""
+
+
+def _members(protocol: type, kinds: tuple[type, ...] = (property, types.FunctionType)) -> list[str]:
+    """Names of a protocol's methods and properties."""
+    found = {name: value for base in protocol.__mro__ for name, value in vars(base).items() if isinstance(value, kinds)}
+    return [name for name in found if name == "__call__" or not name.startswith("_")]
 
 
 def _require_maker(kind: str, head: str, maker: Any) -> None:
@@ -88,14 +118,16 @@ def _require_maker(kind: str, head: str, maker: Any) -> None:
         except (NameError, TypeError):  # annotations that cannot be resolved
             made = None
     bodies = [vars(base) for base in made.__mro__] if isinstance(made, type) else []
+
+    def has(name: str) -> bool:
+        return any(name in body or name in body.get("__annotations__", ()) for body in bodies)
+
     for protocol in KINDS[kind].protocol_types() if bodies else ():
-        methods = [name for base in protocol.__mro__ for name, value in vars(base).items() if inspect.isfunction(value)]
-        needed = {name for name in methods if name in ("__call__",) or not name.startswith("_")}
-        if all(any(name in body or name in body.get("__annotations__", ()) for body in bodies) for name in needed):
+        if all(has(name) for name in _members(protocol, (types.FunctionType,))):
             return
     entry = KINDS[kind]
-    how = "as a class, or as a function annotated to return one"
-    raise ConfigError(f"{kind}: {head} is not a {entry.noun}; it needs {entry.needs}, {how}")
+    how = (_lacking(kind, has) if bodies else "") or ", as a class, or as a function annotated to return one"
+    raise ConfigError(f"{kind}: {head} is not a {entry.noun}; it needs {entry.needs}{how}")
 
 
 def available(kind: str) -> dict[str, str]:
@@ -123,16 +155,16 @@ def options_of(kind: str, name: str) -> dict[str, Any]:
     """The options of a part and their defaults (`inspect.Parameter.empty` if there is none).
 
     Args:
-        kind: credit, probe, sampler, window, loss, reward or features.
-        name: a name of `available`.
+        kind: a name of `KINDS`.
+        name: a name of `available`, or of a class in a file or a module.
 
     Returns:
         Defaults by name of the option.
 
     Raises:
-        ConfigError: the name is unknown, or its plug-in cannot be loaded.
+        ConfigError: the name is unknown, or the part cannot be imported.
     """
-    parameters = _parameters(_by_name(kind, name))
+    parameters = _parameters(find_maker(kind, Spec(name, {})))
     return {} if parameters is None else {n: p.default for n, p in parameters.items()}
 
 
@@ -140,7 +172,7 @@ def summary_of(kind: str, name: str) -> str:
     """The first line of a part's documentation; the part is imported only if its source does not have it.
 
     Args:
-        kind: credit, probe, sampler, window, loss, reward or features.
+        kind: a name of `KINDS`.
         name: a name of `available`.
 
     Returns:
@@ -182,7 +214,7 @@ def find_maker(kind: str, spec: Spec) -> Maker:
     """The class or function that builds the part; `build` calls it.
 
     Args:
-        kind: credit, probe, sampler, window, loss, reward or features.
+        kind: a name of `KINDS`.
         spec: the parsed spec.
 
     Returns:
@@ -210,7 +242,7 @@ def files_of(kind: str, spec: Spec) -> list[Path]:
     """The files that define a part: its own, or that of a module's or a plug-in's class and the module's.
 
     Args:
-        kind: credit, probe, sampler, window, loss, reward or features.
+        kind: a name of `KINDS`.
         spec: the parsed spec.
 
     Returns:

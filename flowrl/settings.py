@@ -162,6 +162,21 @@ def read_settings(path: Path, kind: type) -> SettingsFile:
     return SettingsFile(reader.settings(reader.mapping(root, "settings"), "settings"), when, reader.mapping(root, "about"))
 
 
+def read_arms(path: Path, kind: type) -> dict[str, dict[str, Any]]:
+    """Settings of `kind` by the names of arms: the entry ``arms`` of a YAML or JSON file at `path`, without groups.
+
+    Raises `ConfigError` as `read_settings` does.
+    """
+    root, node = load_document(path)
+    reader = _Reader(path, kind, node)
+    if not isinstance(root, dict) or list(root) != ["arms"]:
+        raise reader.error((), "write 'arms:', and below it lines of 'name: {setting: value}'")
+    return {
+        str(name): reader.arm("arms", str(name), {} if settings is None else settings)
+        for name, settings in reader.mapping(root, "arms").items()
+    }
+
+
 @dataclass(frozen=True)
 class _Reader:
     """Checks the settings of one file, and finds the line of an error."""
@@ -194,6 +209,17 @@ class _Reader:
                 home = owners(self.kind).get(name)
                 hint = f"{name} belongs below '{home}:'" if home else unknown(str(name), [*own], "group or setting")
                 raise self.error([*section, name], hint)
+        return found
+
+    def arm(self, section: str, arm: str, values: Any) -> dict[str, Any]:
+        """Settings without groups, every one checked against its class."""
+        home, groups, found = owners(self.kind), groups_of(self.kind), {}
+        if not isinstance(values, dict):
+            raise self.error([section, arm], f"{arm} must hold lines of 'setting: value', not {values!r:.60}")
+        for name, value in values.items():
+            if name not in home:
+                raise self.error([section, arm, str(name)], unknown(str(name), home))
+            found |= self._checked(groups.get(home[name], self.kind), name, value, section, arm)
         return found
 
     def _checked(self, group: type, name: str, value: Any, *place: str) -> dict[str, Any]:

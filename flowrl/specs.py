@@ -76,7 +76,18 @@ def parse_spec(spec: str, kind: str = "part") -> Spec:
 
 
 def parse_options(text: str, noun: str) -> dict[str, Any]:
-    """The values in ``option=value, ...``. Raises `ConfigError`, which names the `noun` and the place, if it cannot be read."""
+    """The values in ``option=value, ...``.
+
+    Args:
+        text: the options.
+        noun: what they belong to, for the message.
+
+    Returns:
+        The values by option; a part is a text.
+
+    Raises:
+        ConfigError: the text cannot be read; the message names the place.
+    """
     reader = _Reader(text, noun, 0)
     options = reader.options("")
     reader.end()
@@ -187,7 +198,7 @@ class _Reader:
             if self.text[self.at : self.at + 1] != ":":
                 raise self.error("':'")
             self.at += 1
-            found[name] = self.value()
+            found[int(name) if key and name.isdecimal() else name] = self.value()
             self.separated("}")
         return found
 

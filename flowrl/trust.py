@@ -15,7 +15,7 @@ from flowrl.specs import Spec, parse_spec
 
 PARTS = {
     "credit": "credit", "sampler": "sampler", "window": "window", "loss": "loss", "reward": "reward", "heldout_rewards": "reward",
-    "diversity": "features",
+    "diversity": "features", "world": "world", "observe": "observer",
 }  # fmt: skip
 """The settings with specs of parts, and the kind of these parts."""
 OWN_PACKAGES = ("flowrl", "flowrl_bench", "flowrl_course")
@@ -31,13 +31,20 @@ HUB_FILE = re.compile(r"[\w.-]+/[\w.-]+:[\w./+-]+\.safetensors")
 def parts_in(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Spec]]:
     """Setting, kind and spec of every part in `settings` (without groups), and of the parts in their options."""
     for setting, kind in PARTS.items():
-        value = settings.get(setting) or ()
-        todo = [(kind, text) for text in ((value,) if isinstance(value, str) else value)]
+        todo = [(kind, text) for text in _specs(settings, setting)]
         while todo:
             kind_of_part, text = todo.pop(0)
             spec = parse_spec(text, setting)
             todo += spec.nested()
             yield setting, kind_of_part, spec
+
+
+def _specs(settings: Mapping[str, Any], setting: str) -> tuple[str, ...]:
+    """The specs of a setting; none for a world given as an object, or for that of a model."""
+    value = settings.get(setting) or ()
+    if setting == "world" and (value == "model" or not isinstance(value, str)):
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
 
 
 def own_parts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Spec]]:
@@ -65,8 +72,7 @@ def own_text(runs: Iterable[Mapping[str, Any]]) -> str:
 def untrusted(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """(setting, its content, the risk) for every setting that needs the user's consent."""
     for setting in PARTS:
-        value = settings.get(setting) or ()
-        for text in (value,) if isinstance(value, str) else value:
+        for text in _specs(settings, setting):
             for content, risk in _risks(parse_spec(text, setting)):
                 yield setting, content, risk
     backend = settings.get("attention_backend")

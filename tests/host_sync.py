@@ -3,6 +3,7 @@
 On a GPU PyTorch's own check is used. On the CPU nothing has to wait, so a dispatch mode looks for the operations that would.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +11,13 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZE_DEPENDS_ON_VALUES = ("nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount")
 READS_A_VALUE = ("_local_scalar_dense", "is_nonzero", "equal", "allclose")
+FACTORIES = (torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn, torch.zeros)
+LIBRARIES = ("torch", "diffusers", "transformers", "peft", "einops")
 COPIES_TO_THE_HOST = ("cpu", "numpy", "tolist", "__array__")
 
 
@@ -26,6 +30,16 @@ class _NoHostSync(TorchDispatchMode):
         reason = _waits(func, args, kwargs or {})
         if reason:
             raise HostSyncError(f"{func}: {reason}")
+        return func(*args, **(kwargs or {}))
+
+
+class _OnDevice(TorchFunctionMode):
+    """Refuses tensors that a line of flowrl, or of a test, makes without saying on which device."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        module = sys._getframe(1).f_globals["__name__"].partition(".")[0]
+        if func in FACTORIES and "device" not in (kwargs or {}) and module not in LIBRARIES:
+            raise HostSyncError(f"{func.__name__} without a device makes a tensor on the host")
         return func(*args, **(kwargs or {}))
 
 
@@ -80,7 +94,7 @@ def no_host_sync(device: torch.device | str) -> Iterator[None]:
         return to(tensor, *given, **named)
 
     patches = [patch.object(Tensor, name, refused(name)) for name in COPIES_TO_THE_HOST] + [patch.object(Tensor, "to", to_device)]
-    with _NoHostSync():
+    with _NoHostSync(), _OnDevice():
         for one in patches:
             one.start()
         try:

@@ -158,8 +158,9 @@ def test_tensors_of_another_shape_or_type_are_refused(tensor, tmp_path):
     ("text", "reason"),
     [
         ("a\xe9,1".encode("latin-1"), "r.csv cannot be read: UnicodeDecodeError"), ("x" * 200_000 + ",1", "line 1: field larger"),
-        ("prompt,member,R0,R1\na,b,1,2\na,b,1,3\n", "line 3: the member 'b' of this prompt is there twice"),
-        ("prompt,prompt,R0,R1\na,b,1,2\n", "the column prompt is there twice"), ('"1,2\n3,4\n', "line 2: unexpected end of data"),
+        ("prompt,member,value_0,reward\na,b,1,2\na,b,1,3\n", "line 3: the member 'b' of this prompt is there twice"),
+        ("prompt,prompt,value_0,reward\na,b,1,2\n", "the column prompt is there twice"),
+        ('"1,2\n3,4\n', "line 2: unexpected end of data"),
     ],
 )  # fmt: skip
 def test_tables_that_are_no_csv_are_refused(text, reason, tmp_path):
@@ -168,8 +169,8 @@ def test_tables_that_are_no_csv_are_refused(text, reason, tmp_path):
 
 
 def test_a_table_from_a_spreadsheet_is_read(tmp_path):
-    found = read_rewards(written(tmp_path / "r.csv", b"\xef\xbb\xbfprompt,R0,R1\r\na,1,2\r\na,3,4\r\n"))
-    assert found.rewards.tolist() == [[[1.0, 2.0], [3.0, 4.0]]] and found.prompts == ("a",)
+    found = read_rewards(written(tmp_path / "r.csv", b"\xef\xbb\xbfprompt,Value_0,Reward\r\na,1,2\r\na,3,4\r\n"))
+    assert found.values.tolist() == [[[1.0, 2.0], [3.0, 4.0]]] and found.prompts == ("a",)
 
 
 def test_half_a_surrogate_pair_or_a_name_given_twice_is_no_prompt(tmp_path):

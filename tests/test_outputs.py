@@ -8,6 +8,7 @@ import pytest
 from flowrl.cli import main
 from flowrl.errors import ConfigError, PartError
 from flowrl.io import new_folder, require_new_file
+from flowrl.training.arms import method_arms
 from flowrl.training.compare import CompareConfig, compare
 from flowrl.training.config import preset
 from flowrl.training.run import Run
@@ -110,7 +111,7 @@ def test_a_start_that_fails_leaves_nothing_and_does_not_block_the_next(least: in
         Run(bad, out).execute()
     assert not (tmp_path / "new").exists()
     with pytest.raises(Exception, match="out of memory"):
-        compare(CompareConfig(bad, ("flow-grpo",), (0,)), out, workers=1)
+        compare(CompareConfig(bad, method_arms(("flow-grpo",)), (0,)), out, workers=1)
     assert not (tmp_path / "new").exists()
     out.mkdir(parents=True)
     with pytest.raises(Exception, match="out of memory"):

@@ -19,6 +19,7 @@ import pytest
 
 from flowrl.cli import main
 from flowrl.signals import STOPPING, ignore_stops, on_stop
+from flowrl.training.arms import method_arms
 from flowrl.training.compare import CompareConfig
 from flowrl.training.config import preset
 
@@ -186,7 +187,7 @@ def test_a_comparison_pauses_until_its_last_line_and_is_then_complete(text: str,
     out = tmp_path / "out"
     out.mkdir()
     (out / "config.json").write_text("{}")
-    compared = CompareConfig(CONFIG, ("flow-grpo",), (0,))
+    compared = CompareConfig(CONFIG, method_arms(("flow-grpo",)), (0,))
     # the report first: its module imports the other names
     monkeypatch.setattr("flowrl.plots.report.write_report", lambda folder: folder / "report.html")
     monkeypatch.setattr("flowrl.training.compare.load_compare", lambda path, trust: compared)

@@ -85,8 +85,9 @@ def write_hostile(finished: Path, folder: Path, setting: str, spec: str) -> Path
     """A copy of the comparison, with the setting in every settings file; a list of specs for a setting that is a list."""
     shutil.copytree(finished, folder)
     run = folder / "runs" / "flow-grpo-seed0"
-    value: Any = [spec] if setting == "heldout_rewards" else spec
-    group = {"reward": "environment"} | dict.fromkeys(("credit", "sampler", "loss", "window"), "algorithm")
+    value: Any = [spec] if setting in ("heldout_rewards", "observe") else spec
+    group = dict.fromkeys(("reward", "world"), "environment") | {"observe": "logging"}
+    group |= dict.fromkeys(("credit", "sampler", "loss", "window"), "algorithm")
     group = group.get(setting, "evaluation")
     for path in (folder / "config.json", run / "config.json"):
         values = json.loads(path.read_text())
@@ -164,12 +165,14 @@ def test_a_hostile_comparison_executes_nothing(finished: Path, canary: Path, tmp
     spec = f"{tmp_path}/evil.py:Evil"
     for change in (
         {"credit": [spec], "methods": ["flow-grpo", "Evil"]},
-        {"method_settings": {"flow-grpo": {"loss": spec}}},
-        {"method_settings": {"tp-grpo": {"loss": f"flowrl.methods:named_method(credit='{spec}')"}}},
+        {"arms": {"flow-grpo": {}, "evil": {"loss": spec}}},
+        {"methods": ["flow-grpo"], "method_settings": {"flow-grpo": {"loss": spec}}},
+        {"methods": ["tp-grpo"], "method_settings": {"tp-grpo": {"loss": f"flowrl.methods:named_method(credit='{spec}')"}}},
     ):
+        changed = {name: value for name, value in values.items() if name != "arms"} | change  # also as earlier versions wrote it
         with pytest.raises(ConfigError, match=r"names .*(evil\.py:Evil|named_method): code, which"):
-            CompareConfig.from_dict({**values, **change}).allowed()
-        (tmp_path / "config.json").write_text(json.dumps({**values, **change}))
+            CompareConfig.from_dict(changed).jobs()
+        (tmp_path / "config.json").write_text(json.dumps(changed))
         read = load_compare(tmp_path / "config.json")
         for use in (read.allowed, read.descriptions, lambda read=read: compare(read, tmp_path / "new")):
             with pytest.raises(ConfigError, match=r"trust=True in Python"):
@@ -238,14 +241,14 @@ def test_a_module_of_our_own_needs_trust_only_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_option_of_a_built_in_part_names_code(kind: str) -> None:
     """In a file, under every name that an option has, and under one that none has."""
-    settings_of = {kind: setting for setting, kind in PARTS.items()} | {"probe": "credit"}
+    settings_of = {kind: setting for setting, kind in PARTS.items()} | {"probe": "credit", "times": "loss"}
     texts = ("evil.py:Evil", "evil_module:Evil", "flowrl.methods:awm", "clipped(reward='x.py:A')")
     for name in available(kind):
         for option, text in product({*options_of(kind, name), "nothing"}, texts):
             spec = f"{name}({option}={text!r})"
-            spec = f"uniform(probe={spec!r})" if kind == "probe" else spec
+            spec = {"probe": f"uniform(probe={spec!r})", "times": f"awm(times={spec!r})"}.get(kind, spec)
             with pytest.raises(ConfigError, match=rf"mine: {settings_of[kind]} names .*--trust"):
-                trusted({settings_of[kind]: (spec,)}, "mine")
+                trusted({settings_of[kind]: spec}, "mine")
 
 
 TEXTS = [name for name, value in RunConfig().flat().items() if isinstance(value, str | tuple)]
@@ -367,7 +370,8 @@ def test_nothing_is_called_that_is_not_a_part(kind: str, spec: str, tmp_path: Pa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"is not a .*; it needs .*annotated to return one|has no option|has no class|building functools:partial failed",
+        match=r"is not a .*; it needs .*(annotated to return one|, and has no `)|has no option|has no class|"
+        r"building functools:partial failed|cannot be read",
     ):
         build(kind, spec)
     assert list(tmp_path.iterdir()) == []

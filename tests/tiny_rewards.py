@@ -26,33 +26,20 @@ def tiny_clip(folder: Path, seed: int = 0, size: int = 32) -> Path:
     return folder
 
 
-def tiny_detector(folder: Path, masks: bool, seed: int = 0) -> Path:
-    """Write a COCO detector to `folder` and return it: Mask2Former (`masks`), else RT-DETR, for images of 64 pixels."""
+def tiny_detector(folder: Path, seed: int = 0) -> Path:
+    """Write a Mask2Former of COCO objects for images of 64 pixels to `folder`; returns it."""
     transformers: Any = import_module("transformers")
-    labels = dict(enumerate(("person", "cat", "dog", "mouse")))
+    swin = transformers.SwinConfig(
+        image_size=64, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    config = transformers.Mask2FormerConfig(
+        backbone_config=swin, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=16,
+        encoder_layers=1, decoder_layers=2, num_attention_heads=2, dim_feedforward=16, num_queries=6,
+        id2label=dict(enumerate(("person", "cat", "dog", "mouse"))),
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if masks:
-            swin = transformers.SwinConfig(
-                image_size=64, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2,
-                out_features=["stage1", "stage2", "stage3", "stage4"],
-            )  # fmt: skip
-            config = transformers.Mask2FormerConfig(
-                backbone_config=swin, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=16,
-                encoder_layers=1, decoder_layers=2, num_attention_heads=2, dim_feedforward=16, num_queries=6, id2label=labels,
-            )  # fmt: skip
-            transformers.Mask2FormerForUniversalSegmentation(config).save_pretrained(folder)
-            transformers.Mask2FormerImageProcessorPil(size={"height": 64, "width": 64}).save_pretrained(folder)
-            return folder
-        resnet = transformers.RTDetrResNetConfig(
-            embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], layer_type="basic",
-            out_features=["stage2", "stage3", "stage4"],
-        )  # fmt: skip
-        config = transformers.RTDetrConfig(
-            backbone_config=resnet, encoder_hidden_dim=16, encoder_in_channels=[8, 16, 16], encoder_ffn_dim=16,
-            encoder_attention_heads=2, encoder_layers=1, d_model=16, decoder_in_channels=[16, 16, 16], decoder_ffn_dim=16,
-            decoder_attention_heads=2, decoder_layers=1, num_queries=6, num_denoising=0, id2label=labels,
-        )  # fmt: skip
-        transformers.RTDetrForObjectDetection(config).save_pretrained(folder)
-        transformers.RTDetrImageProcessorPil(size={"height": 64, "width": 64}).save_pretrained(folder)
-        return folder
+        transformers.Mask2FormerForUniversalSegmentation(config).save_pretrained(folder)
+    transformers.Mask2FormerImageProcessorPil(size={"height": 64, "width": 64}).save_pretrained(folder)
+    return folder

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 from annotated_types import Ge
@@ -52,7 +52,7 @@ class ComputingOptions:
     """Latents per network call and images decoded at a time."""
     device: str = ""
     """cpu or cuda [default: cuda for a model if there is a GPU]."""
-    dtype: str = ""
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """float32, bfloat16 or float16 [default: the run's, else bfloat16 on cuda and float32 on the CPU]."""
 
 
@@ -74,7 +74,7 @@ class Evaluate:
     reward: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME, NAME(option=value) or path/to/file.py:Class; repeat the option for several rewards. Default: the run's."""
     limit: Whole = 0
-    """Number of prompts, the first of the file; 0 = all (of a built-in world: as many as the run evaluated)."""
+    """Number of prompts, the first of the file; 0 = all (of a run without a model: as many as it evaluated)."""
     shown: Whole = 8
     """Prompts in grid.png."""
     out: Path | None = None
@@ -127,6 +127,7 @@ def _run_setup(args: Evaluate) -> _Setup:
     from flowrl.rewards import evaluation_reward
     from flowrl.training.build import load_trained, make_reward, make_world, policy_options
     from flowrl.training.config import load_config
+    from flowrl.worlds.base import prompts_of
 
     if not (args.weights / "config.json").is_file():
         raise ConfigError(f"weights: {args.weights} is not the folder of a run; for a LoRA or a transformer give its --model too")
@@ -141,12 +142,12 @@ def _run_setup(args: Evaluate) -> _Setup:
     config = config.replace(**changes, reward_noise=0.0, reward_bias=0.0, device=_device(args, bool(config.policy.model)))
     environment, options = config.environment, config.policy
     world = make_world(config)
-    built_in = not options.model
+    is_model = bool(options.model)
     if args.prompts:
         prompts = prompts_from(args.prompts)
-        prompts = [world.parse(prompt.text) for prompt in prompts] if built_in else prompts
-    else:  # all of a model's held-out prompts, as many as the run evaluated of a built-in world's
-        prompts = world.prompts(environment.task, "heldout")[: config.evaluation.eval_samples if built_in else None]
+        prompts = prompts if is_model else [world.parse(prompt.text) for prompt in prompts]
+    else:  # all of a model's held-out prompts, as many as the run evaluated of another world's
+        prompts = prompts_of(world, environment.task, "heldout")[: None if is_model else config.evaluation.eval_samples]
     if args.reward:
         rewards = _named_rewards(args, options.device)
     elif environment.reward:
@@ -156,10 +157,10 @@ def _run_setup(args: Evaluate) -> _Setup:
     else:
         rewards = {form: world.reward(form) for form in world.forms}
     prompts = prompts[: args.limit or None]
-    cached = config if built_in else config.replace(prompt_cache=_cache_size(prompts))
+    cached = config.replace(prompt_cache=_cache_size(prompts)) if is_model else config
     policy = make_world(cached).policy(policy_options(config))
     facts = {
-        "base": options.model or f"{environment.world}/{environment.task}",
+        "base": options.model or environment.subject,
         "method": config.algorithm.method,
         "guidance": options.guidance_scale,
         "resolution": options.resolution if options.model else None,

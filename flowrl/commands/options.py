@@ -12,7 +12,8 @@ import tyro
 
 from flowrl.commands.help_texts import argument
 from flowrl.settings import fields_of, flat, groups_of
-from flowrl.training.config import RunConfig, preset
+from flowrl.training.config import Preset, RunConfig
+from flowrl.training.presets import combine
 
 
 def options_class(name: str, without: Sequence[str] = ()) -> type[Any]:
@@ -70,16 +71,23 @@ def base_of(arguments: Sequence[str]) -> RunConfig:
     except argparse.ArgumentError:  # an option without its value: the command's own parser says so
         return RunConfig()
     chosen = {name: getattr(found, name) for name in ("world", "model", "method") if getattr(found, name)}
-    planned, published = "--plan" in arguments, found.settings == "published"
-    named = preset(found.preset or "default", trust=True)  # options only: nothing is built
-    return named.apply(planned=planned, published=published, **chosen)
+    start = unchecked_preset(found.preset or "default", "--trust" in arguments)
+    return start.apply(planned="--plan" in arguments, published=found.settings == "published", **chosen)
+
+
+def unchecked_preset(name: str, trust: bool) -> Preset:
+    """The preset before its settings are checked; without `trust`, nothing is built from them."""
+    return Preset(name, combine(name, RunConfig).settings, trust)
 
 
 LONGEST_NAME = 120
 """Characters of a run's name; settings that do not fit are counted."""
 NAMED = ("method", "task", "model", "seed")
 """Settings that every name has in its own way."""
-UNNAMED = ("credit", "world", "device", "tracker", "checkpoint_every", "keep_checkpoints", "prompt_cache", "decode_batch")
+UNNAMED = (
+    "credit", "world", "device", "tracker", "checkpoint_every", "keep_checkpoints", "prompt_cache", "decode_batch",
+    "observe", "save_experience", "strict",
+)  # fmt: skip
 """Settings that no name has: where and how a run computes rather than what."""
 
 

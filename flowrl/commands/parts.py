@@ -13,15 +13,15 @@ from flowrl.errors import ConfigError, FlowrlError, require
 from flowrl.registry import KINDS, available, documentation_of, options_of, shadowed, summary_of
 from flowrl.settings import unknown
 
-OPTIONS = {"features": "diversity", "probe": "credit", "times": "loss"}
+OPTIONS = {"features": "diversity", "probe": "credit", "times": "loss", "observer": "observe"}
 """Kinds of parts whose option of `flowrl train` has another name; a probe and training times are options of parts."""
 WITHIN = {"probe": "--credit 'RULE(probe={})'", "times": "--loss 'LOSS(times={})'"}
 
 
 @dataclass(frozen=True)
 class Parts:
-    """List the credit rules, probes, samplers, windows, losses, rewards and features, plug-ins too, or describe one with its
-    options.
+    """List the credit rules, probes, samplers, windows, losses, rewards, features and observers, plug-ins too, or describe one
+    with its options.
 
     Examples: flowrl parts
 
@@ -31,7 +31,7 @@ class Parts:
     name: tyro.conf.Positional[str] = ""
     """A part to describe: its documentation, and its options with their defaults. Left out: list all, a line each."""
     kind: str = ""
-    """credit, probe, sampler, window, loss, reward, features, times or all: list only these, with their options."""
+    """credit, probe, sampler, window, loss, reward, features, observer, times or all: list only these, with their options."""
 
     def main(self) -> int:
         """Print the list, or one part."""

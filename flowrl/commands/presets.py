@@ -40,7 +40,7 @@ class Presets:
     def main(self) -> int:
         """Print."""
         if self.accelerate:
-            print(Path(str(resources.files("flowrl") / "launch" / f"{self.accelerate}.yaml")))
+            print(Path(str(resources.files("flowrl") / "data" / "launch" / f"{self.accelerate}.yaml")))
             return 0
         if not self.name:
             print(listing(columns()))

@@ -34,10 +34,10 @@ FELL = "!"
 """Mark of a run whose reward has fallen back (`flowrl.training.monitors.collapse`)."""
 COMMAND = re.compile(r"(?:^|(?<=: ))flowrl [a-z].*$")
 """The part of a line to be copied into a shell."""
-LEAST_METHOD = 12
-"""Columns of a terminal that names of methods get at least; longer ones take several lines."""
+LEAST_ARM = 12
+"""Columns of a terminal that names of arms get at least; longer ones take several lines."""
 SEEDS_SHOWN = 8
-"""Seeds of a method up to which each has a symbol of its own in the live table."""
+"""Seeds of an arm up to which each has a symbol of its own in the live table."""
 BAR, BAR_FROM = 20, 100
 """Columns of a bar, and of a terminal from which the live table has bars."""
 
@@ -54,9 +54,9 @@ class Display:
         self.live: Live | None = None
         checkpoints = {name: Checkpoints(out / "runs" / name).names() for name in self.jobs}
         self.kept = {name: int(names[-1]) for name, names in checkpoints.items() if names}
-        works, methods = {name: work_of(self.jobs[name]) for name in start_order(self.jobs)}, self._methods()
-        self.remaining = Remaining(works, methods, worker_count(workers, len(works)), self.kept)
-        self.labels = {name: run_label(job.algorithm.method, job.seed) for name, job in self.jobs.items()}
+        works, self.arms = {name: work_of(self.jobs[name]) for name in start_order(self.jobs)}, config.arm_of()
+        self.remaining = Remaining(works, self.arms, worker_count(workers, len(works)), self.kept)
+        self.labels = {name: run_label(self.arms[name], job.seed) for name, job in self.jobs.items()}
         self.resumed = (out / "config.json").exists()
         self.recorded = {name: _recorded(out / "runs" / name, self.kept.get(name, 0)) for name in self.jobs}
         self.states: Mapping[str, Mapping[str, Any]] = {}
@@ -64,20 +64,31 @@ class Display:
         self.warned = set[tuple[str, str]]()
         self.fell = set[str]()
 
-    def _methods(self) -> dict[str, str]:
-        """The method of every run, in the order of the configuration."""
-        return {name: job.algorithm.method for name, job in self.jobs.items()}
-
     def start(self, out: Path) -> None:
-        """Print what is compared and where the results go."""
-        run = self.config.run
+        """Print what is compared, the costs of an iteration, and where the results go."""
+        from flowrl.training.results import difference
+
+        run, arms = self.config.run, self.config.examples()
+        first = next(iter(arms.values()))
+        rewards = dict.fromkeys(config.environment.reward or config.environment.reward_form for config in arms.values())
+        sizes = {arm: _size(config) for arm, config in arms.items()}
+        equal = len(set(sizes.values())) == 1
         self.say(
-            f"Comparing {', '.join(self.config.names())} on {run.environment.world}/{run.environment.task} "
-            f"({run.environment.reward_form} reward), "
+            f"Comparing {', '.join(arms)} on {first.policy.model or first.environment.subject} "
+            f"({' and '.join(rewards)} reward{'s' if len(rewards) > 1 else ''}), "
             f"seeds {', '.join(map(str, self.config.seeds))}: "
-            f"{run.iterations} iterations of {run.rollout.groups} x {run.rollout.group_size} samples"
+            f"{sizes[next(iter(arms))] if equal else 'arms of different sizes'}"
             f"{own_text(job.flat() for job in self.jobs.values())}"
         )
+        for arm, settings in self.config.arms.items():
+            found = difference(arm, {name: value for name, value in settings.items() if value != run.flat()[name]})
+            if found:
+                self.say(f"{arm}: {found}")
+        costs = [
+            f"{arm} {'unknown' if plan is None else f'{plan.nfe:,} + {plan.train_nfe:,}'}{'' if equal else f' ({sizes[arm]})'}"
+            for arm, plan in self.config.costs().items()
+        ]
+        self.say(f"Network evaluations of an iteration, sampling and probes + update: {'; '.join(costs)}")
         for text in shadowed():
             self.say(f"Warning: {text}")
         self.say(f"Results in {out}; Ctrl-C pauses; --resume continues")
@@ -150,28 +161,28 @@ class Display:
                 self.say(f"{line}, reward fell back" if name in self.fell else line)
 
     def table(self, states: Mapping[str, Mapping[str, Any]]) -> Group:
-        """A row per method: the state of its seeds, iterations, rewards as means over the seeds, and network evaluations."""
+        """A row per arm: the state of its seeds, iterations, rewards as means over the seeds, and network evaluations."""
         heads = ("seeds", "iterations", "training\nreward", "held-out\nreward", "NFE")
-        methods, rows = self._methods(), dict[str, list[str]]()
+        rows = dict[str, list[str]]()
         bars = dict[str, ProgressBar]()
-        for method in dict.fromkeys(methods.values()):
-            runs = {name: self.recorded[name] | dict(state) for name, state in states.items() if methods[name] == method}
+        for arm in self.config.arms:
+            runs = {name: self.recorded[name] | dict(state) for name, state in states.items() if self.arms[name] == arm}
             done = sum(self._done(name, state) for name, state in runs.items())
             total = sum(self.jobs[name].iterations for name in runs)
             numbers = [_mean(runs, "reward"), _mean(runs, "heldout"), f"{sum(s.get('nfe_total', 0) for s in runs.values()):,}"]
-            rows[method] = [_symbols(runs, self.fell), f"{done}/{total}", *numbers]
-            bars[method] = ProgressBar(total, done, width=BAR)
+            rows[arm] = [_symbols(runs, self.fell), f"{done}/{total}", *numbers]
+            bars[arm] = ProgressBar(total, done, width=BAR)
         widths = [max(map(len, [*head.split("\n"), *cells])) for head, *cells in zip(heads, *rows.values(), strict=True)]
         wide = self.console.width >= BAR_FROM
         room = self.console.width - sum(width + 2 for width in widths) - 2 - (BAR + 2) * wide
         table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-        table.add_column("method", overflow="fold", vertical="bottom", max_width=max(LEAST_METHOD, room))
+        table.add_column("arm", overflow="fold", vertical="bottom", max_width=max(LEAST_ARM, room))
         for place, head in enumerate(heads):
             table.add_column(head, justify="right" if place else "left", no_wrap=True, vertical="bottom")
             if place == 1 and wide:
                 table.add_column("", vertical="bottom")
-        for method, cells in rows.items():
-            table.add_row(escape(method), *cells[:2], *([bars[method]] if wide else []), *cells[2:])
+        for arm, cells in rows.items():
+            table.add_row(escape(arm), *cells[:2], *([bars[arm]] if wide else []), *cells[2:])
         elapsed = f"{_clock(time.monotonic() - self.started)} elapsed"
         key = [f"{symbol} {name}" for name, symbol in SYMBOLS.items() if name in map(_kind, states.values())]
         key += [f"{FELL} reward fell back"] if self.fell else []
@@ -191,6 +202,11 @@ class Display:
         self.say(f"All columns: {out / 'table.txt'}")
         since = " since it was resumed" if self.resumed else ""
         return f"Finished in {_clock(time.monotonic() - self.started)}{since}. Report: {report}"
+
+
+def _size(config: "RunConfig") -> str:
+    count = f"{config.iterations} iteration{'s' if config.iterations > 1 else ''}"
+    return f"{count} of {config.rollout.groups} x {config.rollout.group_size} samples"
 
 
 def _fitted(text: str, width: int) -> list[str]:

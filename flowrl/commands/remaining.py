@@ -54,8 +54,8 @@ class _Progress:
 class Remaining:
     """Estimates the seconds until all runs are finished.
 
-    `works` are the runs in the order in which they start, `kinds` their methods, `workers` the runs at a time. The seconds per
-    network evaluation are those of the method's own runs after a whole period of evaluations, and until then those of all
+    `works` are the runs in the order in which they start, `kinds` their arms, `workers` the runs at a time. The seconds per
+    network evaluation are those of the arm's own runs after a whole period of evaluations, and until then those of all
     runs. A run that has not begun takes the mean time to start in addition. Runs are assigned to workers as they get free.
     """
 

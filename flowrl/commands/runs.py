@@ -5,7 +5,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,38 +15,53 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from flowrl.commands.layout import columns, hanging
-from flowrl.commands.options import base_of, changes, options_class, options_with, run_name, typed_command
+from flowrl.commands.options import (
+    base_of,
+    changes,
+    options_class,
+    options_with,
+    run_name,
+    typed_command,
+    unchecked_preset,
+)
 from flowrl.errors import require
 from flowrl.imports import import_modules
 from flowrl.options import Count, Seed, Workers
 from flowrl.registry import shadowed
 from flowrl.signals import ignore_stops, on_stop
-from flowrl.training.config import RunConfig, load_config, preset
-from flowrl.training.presets import MODEL_ONLY, method_overrides, origins
+from flowrl.training.config import RunConfig, load_config
+from flowrl.training.presets import method_overrides, origins
 from flowrl.trust import own_text, trust_option, trusted
 
 if TYPE_CHECKING:
     from flowrl.training.compare import CompareConfig
 
 
+PAPERS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
+"""The methods of a comparison for which no arm is given."""
 PLAN_INDENT = 21
 """Columns of the labels of a plan."""
-MODEL_SETTINGS = ("model", "tracker", *MODEL_ONLY)
 TrainOptions = options_class("TrainOptions")
-CompareOptions = options_class("CompareOptions", ("method", "credit", "seed", *MODEL_SETTINGS))
+CompareOptions = options_class("CompareOptions", ("method", "credit", "seed", "tracker"))
 
 
-def start_of(name: str, options: Any, settings: str, planned: bool = False) -> RunConfig:
-    """The run of preset `name` for the method, and the world or the model, that the options name; nothing is built from it."""
-    model, method = getattr(options.policy, "model", ""), getattr(options.algorithm, "method", "")
-    chosen = {"model": model} if model else {"world": options.environment.world}
+def start_of(name: str, options: Any, settings: str, trust: bool, planned: bool = False) -> RunConfig:
+    """The run of preset `name` for the method, and the world or the model, that the options name; without `trust`, nothing in
+    the preset is built."""
+    model, method = options.policy.model, getattr(options.algorithm, "method", "")
+    start, world = unchecked_preset(name, trust), options.environment.world
+    chosen = {"model": model} if model else {"world": world} if start.changes.get("world") != world else {}
     chosen |= {"method": method} if method else {}
-    return preset(name, trust=True).apply(planned=planned, published=settings == "published", **chosen)
+    return start.apply(planned=planned, published=settings == "published", **chosen)
 
 
 def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool) -> RunConfig:
-    """The settings `base` of preset `name` with the `chosen` ones, which are the user's own word, on top."""
-    trusted({setting: value for setting, value in base.flat().items() if setting not in chosen}, name, trust)
+    """The settings `base` of preset `name` with the `chosen` ones and the world, which are the user's own word, on top."""
+    own, values = unchecked_preset(name, trust).changes, base.flat()
+    named = {setting: values[setting] for setting in own if setting not in chosen}
+    if own.get("world") != values["world"]:
+        named.pop("world", None)
+    trusted(named, name, trust)
     return base.replace(**chosen)
 
 
@@ -95,18 +110,28 @@ def _interrupted_once() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Compare:
-    """Compare credit rules on a built-in world: train every method with every seed, print a table, write report.html.
+    """Compare arms, each a method or any other difference in settings: train every arm with every seed, print a table, write
+    report.html.
 
-    Example: flowrl compare --task text --seeds 0 1 --credit my_rules.py:MyRule --out runs/mine
+    Example: flowrl compare --task text --seeds 0 1 --arm "base:" --arm "gspo: loss=my_loss.py:GSPO, clip_range=0.1"
     """
 
-    methods: tuple[str, ...] = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
-    """Built-in methods: flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, branch-grpo,
-    tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm, dgpo. The first is the baseline."""
-    seeds: tuple[Seed, ...] = (0, 1, 2)
-    """One run per method and seed."""
+    methods: tuple[str, ...] = PAPERS
+    """Methods, each an arm: flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, branch-grpo,
+    tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm, dgpo. The first arm of all is the baseline. With `arm` or
+    `arms`, the default is none."""
+    arm: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """An arm as "NAME: setting=value, ..."; can be repeated. The settings are the options below, `method` and `credit`, with
+    underscores; "NAME:" has no difference."""
+    arms: Path | None = None
+    """A YAML file with further arms: below "arms:", lines of "NAME: {setting: value}"."""
     credit: tuple[str, ...] = ()
-    """Credit rules to add: path/to/file.py:Class, NAME or NAME(option=value); `flowrl parts` lists names."""
+    """Credit rules, each an arm after the others: path/to/file.py:Class, NAME or NAME(option=value), as `flowrl parts` lists."""
+    seeds: tuple[Seed, ...] = (0, 1, 2)
+    """One run per arm and seed."""
+    equal_cost: bool = False
+    """Train every arm for as many iterations as need the network evaluations of the baseline's run (sampling, probes and
+    update)."""
     preset: str = "default"
     """default (about five minutes on 2 cores), long (about 15 minutes per method) or tiny (seconds, for a first look)."""
     settings: Literal["world", "published"] = "world"
@@ -121,7 +146,7 @@ class Compare:
     workers: Workers = 0
     """Runs at a time; 0 = one per core. Every run uses one thread, so the numbers do not depend on this."""
     trust: bool = False
-    """Run code that the settings file of `resume`, `config` or `preset` names, and use its addresses and keys."""
+    """Run code that the file of `resume`, `config`, `preset` or `arms` names, and use its addresses and keys."""
     changed_code: bool = False
     """With `resume`: go on although the files of your own parts have changed since the start."""
     trial: bool = True
@@ -131,23 +156,32 @@ class Compare:
     @staticmethod
     def defaults(arguments: Sequence[str]) -> "Compare":
         """The options start from the settings of the chosen preset and world."""
-        return Compare(run=options_with(CompareOptions, base_of(arguments)))
+        given = any(text.partition("=")[0] in ("--arm", "--arms") for text in arguments)
+        return Compare(() if given else PAPERS, run=options_with(CompareOptions, base_of(arguments)))
 
     def configuration(self) -> "CompareConfig":
         """The comparison that these options describe."""
+        from flowrl.training.arms import credit_arms, load_arms, method_arms, parse_arm, together
         from flowrl.training.compare import CompareConfig, load_compare
 
         if self.config is not None:
             return dataclasses.replace(load_compare(self.config, self.trust), command=typed_command())
-        base = start_of(self.preset, self.run, self.settings)
+        base = start_of(self.preset, self.run, self.settings, self.trust)
         chosen = changes(self.run, base)
         run = with_options(self.preset, base, chosen, self.trust)
-        own = {}
-        for method in self.methods:
-            needed = method_overrides(self.preset, base.environment.world, method, self.settings == "published")
-            own[method] = {name: value for name, value in needed.items() if name not in chosen}
-        named = {method: settings for method, settings in own.items() if settings}
-        return CompareConfig(run, self.methods, self.seeds, self.credit, self.preset, typed_command(), named)
+        file = load_arms(self.arms, self.trust) if self.arms else {}
+        given = together(method_arms(self.methods), *map(parse_arm, self.arm), file, credit_arms(self.credit))
+        arms = {name: {**self._needed(settings, base, chosen), **settings} for name, settings in given.items()}
+        found = CompareConfig(run, arms, self.seeds, self.preset, typed_command())
+        return found.equal_cost() if self.equal_cost else found
+
+    def _needed(self, settings: Mapping[str, Any], base: RunConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """What the preset needs for an arm's method, without options and the settings that `base` has already."""
+        if not isinstance(settings.get("method"), str):
+            return {}
+        world, usual = base.environment.world, base.flat()
+        needed = method_overrides(self.preset, world, settings["method"], self.settings == "published")
+        return {name: value for name, value in needed.items() if name not in chosen and value != usual[name]}
 
     def main(self) -> int:
         """Run, show, report."""
@@ -158,8 +192,8 @@ class Compare:
 
         out = self.resume or self.out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
         config = load_compare(out / "config.json", self.trust) if self.resume else self.configuration()
-        device_of(config.run.policy.device)
-        config.jobs()
+        for device in {job.policy.device for job in config.jobs().values()}:
+            device_of(device)
         if self.resume is None:
             require_free(out)
         from flowrl.commands.progress import Display
@@ -171,7 +205,8 @@ class Compare:
             return f"flowrl compare --resume {shlex.quote(str(out))}{words}"
 
         display = Display(config, out, self.workers)
-        work = partial(compare, config, out, self.resume is not None, self.workers, display.watch, self.changed_code, self.trial)
+        more = {"changed_code": self.changed_code, "trial": self.trial}
+        work = partial(compare, config, out, self.resume is not None, self.workers, display.watch, **more)
         with _interrupted_once(), disk_errors(out, lambda: "Finished runs and checkpoints are kept", again):
             try:
                 display.start(out)
@@ -197,7 +232,7 @@ def _draw_proxy(out: Path) -> Path | None:
     from flowrl.training.results import load_run
 
     run = load_run(out)
-    figure = proxy_and_heldout({run.method: [run]})
+    figure = proxy_and_heldout({run.arm: [run]})
     if figure is None:
         return None
     save(figure, out / "proxy.png", dpi=130)
@@ -206,7 +241,7 @@ def _draw_proxy(out: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Train:
-    """Train one method with one seed, on a built-in world or on a diffusers model of your own.
+    """Train one method with one seed, on a built-in world, a world of your own or a diffusers model.
 
     Examples: flowrl train --method tp-grpo --task text --iterations 40
 
@@ -250,9 +285,9 @@ class Train:
 
     def configuration(self) -> RunConfig:
         """The settings of the run to go on with or to repeat, or else the preset's with the given ones on top."""
-        from flowrl.training.compare import rule_name
+        from flowrl.training.arms import rule_name
 
-        base = start_of(self.preset, self.run, self.settings, self.plan)
+        base = start_of(self.preset, self.run, self.settings, self.trust, self.plan)
         chosen = changes(self.run, base)
         for name, source in (("resume", self.resume), ("config", self.config)):
             given = ", ".join(f"--{setting.replace('_', '-')}" for setting in chosen)
@@ -270,7 +305,7 @@ class Train:
         source = self.resume or self.config
         if source is not None:
             return dict.fromkeys(RunConfig().flat(), str(source))
-        base = start_of(self.preset, self.run, self.settings, self.plan)
+        base = start_of(self.preset, self.run, self.settings, self.trust, self.plan)
         world = "model" if base.policy.model else base.environment.world
         method, chosen = base.algorithm.method, tuple(changes(self.run, base))
         return origins(self.preset, RunConfig, world, method, chosen, self.settings == "published")
@@ -292,7 +327,7 @@ class Train:
 
         require(not self.start or self.resume is not None, "from", self.start, "given with --resume DIR only")
         config = self.configuration()
-        name = run_name(config, None if self.config else start_of(self.preset, self.run, self.settings))
+        name = run_name(config, None if self.config else start_of(self.preset, self.run, self.settings, self.trust))
         out = self.resume or self.out or Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")
         check(config)
         require(
@@ -314,7 +349,7 @@ class Train:
                 say = partial(print, flush=True) if distributed.is_main else lambda text: None
                 out = distributed.gather(out)[0]  # the clock in its name may differ
                 several = f", {distributed.world_size} processes" if distributed.world_size > 1 else ""
-                subject = config.policy.model or f"{config.environment.world}/{config.environment.task}"
+                subject = config.policy.model or config.environment.subject
                 rule = f" with credit {config.algorithm.credit}" if config.algorithm.credit else ""
                 own = own_text([config.flat()])
                 say(f"{config.algorithm.method}{rule} on {subject}, seed {config.seed}{several}{own} -> {out}")

@@ -11,7 +11,7 @@ from flowrl.training.results import Comparison, RunRecord, mean_curve, short, su
 
 X_LABELS = {"iteration": "iteration", "nfe_total": "network evaluations while sampling", "seconds_total": "training seconds"}
 PHASES = {"rollout": "#3f444d", "reward": "#8a8f98", "update": "#d5d8de"}
-"""Greys: colours belong to methods."""
+"""Greys: colours belong to arms."""
 NARROW = 4.4
 """Inches of a narrow figure's width."""
 Runs = Mapping[str, Sequence[RunRecord]]
@@ -20,7 +20,7 @@ Runs = Mapping[str, Sequence[RunRecord]]
 def curves(comparison: Comparison, metric: str = "reward", narrow: bool = False) -> Figure | None:
     """An evaluation metric against iterations, network evaluations and seconds.
 
-    Up to `MOST_TOGETHER` methods share three axes. With more, each method has an axis, with the other methods in grey, against
+    Up to `MOST_TOGETHER` arms share three axes. With more, each arm has an axis, with the other arms in grey, against
     iterations and network evaluations.
 
     Args:
@@ -31,20 +31,22 @@ def curves(comparison: Comparison, metric: str = "reward", narrow: bool = False)
     Returns:
         The figure; None if no run contains the metric.
     """
-    runs = {method: comparison.of(method) for method in comparison.methods}
-    if not any(run.curve("iteration", metric)[1] for some in runs.values() for run in some):
+    runs = {arm: comparison.of(arm) for arm in comparison.arms}
+    path = comparison.metric if metric == "reward" else (metric,)
+    if not any(run.curve("iteration", *path)[1] for some in runs.values() for run in some):
         return None
     form = comparison.config["run"]["environment"]["reward_form"]
     label = f"held-out reward ({form})" if metric == "reward" else f"held-out {metric} success"
-    baseline = mean_curve(comparison.of(comparison.baseline), "iteration", metric)[1]
+    label = label if len(path) == 1 else f"held out: {short(path[-1])}"
+    baseline = mean_curve(comparison.of(comparison.baseline), "iteration", *path)[1]
     level = baseline[-1] if baseline else None
     if len(runs) > MOST_TOGETHER:
-        return _curve_panels(runs, metric, label, level, 2 if narrow else 4)
+        return _curve_panels(runs, path, label, level, 2 if narrow else 4)
     figure = Figure(figsize=(NARROW, 8.5) if narrow else (12.5, 4.3), layout="constrained")
     panels = figure.subplots(3, 1, sharey=True) if narrow else figure.subplots(1, 3, sharey=True)
     for axes, x in zip(panels, X_LABELS, strict=True):
-        for method in runs:
-            _draw(axes, runs, method, x, (metric,))
+        for arm in runs:
+            _draw(axes, runs, arm, x, path)
         _finish(axes, x, level)
         clean(axes)
     for axes in panels if narrow else panels[:1]:
@@ -53,14 +55,14 @@ def curves(comparison: Comparison, metric: str = "reward", narrow: bool = False)
     return figure
 
 
-def _curve_panels(runs: Runs, metric: str, label: str, level: float | None, columns: int) -> Figure:
-    """A block of panels for each horizontal axis, one panel per method."""
+def _curve_panels(runs: Runs, path: Sequence[str], label: str, level: float | None, columns: int) -> Figure:
+    """A block of panels for each horizontal axis, one panel per arm."""
     rows, blocks = -(-len(runs) // columns), list(X_LABELS)[:2]
     size = (3.125 * columns if columns > 2 else NARROW, 2.1 * rows * len(blocks) + 0.5 * len(blocks))
     figure = Figure(figsize=size, layout="constrained")
     parts = figure.subfigures(len(blocks), 1, squeeze=False).flatten()
     for part, x in zip(parts, blocks, strict=True):
-        panels = multiples(part, list(runs), lambda axes, name, own, x=x: _draw(axes, runs, name, x, (metric,), own), columns)
+        panels = multiples(part, list(runs), lambda axes, name, own, x=x: _draw(axes, runs, name, x, path, own), columns)
         for axes in panels:
             _finish(axes, x, level, label=False)
         part.supxlabel(X_LABELS[x], fontsize=10)
@@ -68,13 +70,13 @@ def _curve_panels(runs: Runs, metric: str, label: str, level: float | None, colu
     return figure
 
 
-def _draw(axes: Axes, runs: Runs, method: str, x: str, path: Sequence[str], own: bool = True) -> None:
+def _draw(axes: Axes, runs: Runs, arm: str, x: str, path: Sequence[str], own: bool = True) -> None:
     """Thin lines for the seeds if there are several, and a thick line for their mean; only the mean if grey."""
-    some, shade = runs[method], colour(method, list(runs))
+    some, shade = runs[arm], colour(arm, list(runs))
     for run in some if own and len(some) > 1 else ():
         axes.plot(*run.curve(x, *path), color=shade, alpha=0.3, linewidth=1)
     if own:
-        style = {"color": shade, "linewidth": 2.2, "marker": marker(method, list(runs)), "markersize": 4, "zorder": 3}
+        style = {"color": shade, "linewidth": 2.2, "marker": marker(arm, list(runs)), "markersize": 4, "zorder": 3}
         xs, ys = mean_curve(some, x, *path)
         axes.plot(xs, ys, markevery=max(1, len(xs) // 10), **style)
     else:
@@ -96,10 +98,10 @@ def _finish(axes: Axes, x: str, level: float | None, label: bool = True) -> None
         axes.set_xlabel(X_LABELS[x])
 
 
-def _key(figure: Figure, methods: Sequence[str], baseline: str, columns: int) -> None:
-    """Lines and markers of the methods above the panels."""
-    handles = [figure.axes[0].plot([], [], color=colour(m, methods), linewidth=2.2, marker=marker(m, methods), label=m)[0]
-               for m in methods]  # fmt: skip
+def _key(figure: Figure, arms: Sequence[str], baseline: str, columns: int) -> None:
+    """Lines and markers of the arms above the panels."""
+    handles = [figure.axes[0].plot([], [], color=colour(m, arms), linewidth=2.2, marker=marker(m, arms), label=m)[0]
+               for m in arms]  # fmt: skip
     if baseline:
         text = f"final value of {baseline}"
         handles += figure.axes[0].plot([], [], color="#8a8f98", linestyle="--", linewidth=1, label=text)
@@ -107,7 +109,7 @@ def _key(figure: Figure, methods: Sequence[str], baseline: str, columns: int) ->
 
 
 def phases(comparison: Comparison, narrow: bool = False) -> Figure:
-    """Mean seconds of an iteration by phase, one bar per method.
+    """Mean seconds of an iteration by phase, one bar per arm.
 
     Args:
         comparison: the comparison.
@@ -126,7 +128,7 @@ def phases(comparison: Comparison, narrow: bool = False) -> Figure:
             axes.barh(row, width, left=left, height=0.7, color=shade, label=phase if row == 0 else None)
             left += width
         axes.annotate(f"{left:.3g} s", (left, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set_yticks(range(len(summaries)), [s.method for s in summaries])
+    axes.set_yticks(range(len(summaries)), [s.arm for s in summaries])
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("seconds per iteration")
@@ -138,8 +140,8 @@ def phases(comparison: Comparison, narrow: bool = False) -> Figure:
 def proxy_and_heldout(runs: Runs) -> Figure | None:
     """The proxy, every held-out reward and the diversity over iterations, and each held-out metric against the proxy.
 
-    `runs` by method. In the plots against the proxy, a hollow point marks the untrained model and a filled one the last
-    evaluation. With more than `MOST_TOGETHER` methods, each has a panel with the others in grey. None if no run contains a
+    `runs` by arm. In the plots against the proxy, a hollow point marks the untrained model and a filled one the last
+    evaluation. With more than `MOST_TOGETHER` arms, each has a panel with the others in grey. None if no run contains a
     held-out reward or a diversity.
     """
     every = [run for some in runs.values() for run in some]
@@ -155,21 +157,21 @@ def proxy_and_heldout(runs: Runs) -> Figure | None:
     grid = figure.subplots(2, 1 + len(columns), squeeze=False)
     grid[0, 0].set_title("proxy (trained on)", fontweight="bold")
     for axes, path in zip(grid[0], (proxy, *columns.values()), strict=True):
-        for method in runs:
-            _draw(axes, runs, method, "iteration", path)
+        for arm in runs:
+            _draw(axes, runs, arm, "iteration", path)
         _finish(axes, "iteration", None)
         clean(axes)
     for place, (label, path) in enumerate(columns.items(), 1):
         grid[0, place].set_title(label if path == ("diversity",) else f"held out: {label}")
-        for method in runs:
-            _against(grid[1, place], runs, method, proxy, path)
+        for arm in runs:
+            _against(grid[1, place], runs, arm, proxy, path)
         grid[1, place].set(xlabel="proxy", ylabel=label)
         clean(grid[1, place])
     key = grid[1, 0]
     key.set_axis_off()
-    for method in runs:
-        shade, shape = colour(method, list(runs)), marker(method, list(runs))
-        key.plot([], [], color=shade, linewidth=2.2, marker=shape, markersize=4, label=method)
+    for arm in runs:
+        shade, shape = colour(arm, list(runs)), marker(arm, list(runs))
+        key.plot([], [], color=shade, linewidth=2.2, marker=shape, markersize=4, label=arm)
     for name, face in (("untrained", "white"), ("last evaluation", SOFT)):
         key.plot([], [], marker="o", markersize=8, markerfacecolor=face, markeredgecolor=SOFT, linestyle="none", label=name)
     key.legend(loc="center", frameon=False, fontsize=9)
@@ -177,7 +179,7 @@ def proxy_and_heldout(runs: Runs) -> Figure | None:
 
 
 def _proxy_panels(runs: Runs, proxy: Sequence[str], columns: Mapping[str, tuple[str, ...]]) -> Figure:
-    """A block of panels per metric over iterations, and one against the proxy; one panel per method."""
+    """A block of panels per metric over iterations, and one against the proxy; one panel per arm."""
     rows = -(-len(runs) // 4)
     blocks = [(None, "proxy (trained on)", proxy), *((None, label, path) for label, path in columns.items())]
     blocks += [(proxy, label, path) for label, path in columns.items()]
@@ -194,10 +196,10 @@ def _proxy_panels(runs: Runs, proxy: Sequence[str], columns: Mapping[str, tuple[
     return figure
 
 
-def _against(axes: Axes, runs: Runs, method: str, proxy: Sequence[str], path: Sequence[str], own: bool = True) -> None:
+def _against(axes: Axes, runs: Runs, arm: str, proxy: Sequence[str], path: Sequence[str], own: bool = True) -> None:
     """Draw the mean over seeds of the metric at `path` against that of the proxy, at the iterations with both."""
-    shade = colour(method, list(runs)) if own else PALE
-    x_at, y_at = (dict(zip(*mean_curve(runs[method], "iteration", *metric), strict=True)) for metric in (proxy, path))
+    shade = colour(arm, list(runs)) if own else PALE
+    x_at, y_at = (dict(zip(*mean_curve(runs[arm], "iteration", *metric), strict=True)) for metric in (proxy, path))
     shared = [at for at in x_at if at in y_at]
     xs, ys = [x_at[at] for at in shared], [y_at[at] for at in shared]
     axes.plot(xs, ys, color=shade, linewidth=1.6 if own else 1, marker="." if own else "", markersize=5)

@@ -33,7 +33,8 @@ NOTICEABLE = 0.02
 LEAST_RANGE = 0.1
 """Smallest range of rewards on an axis, so that rounding does not look like a change."""
 RIM, REACH = 2.75, 3.3
-"""Radius at which the directions of prompts are written in the 2-D world, and half the width of its panels."""
+"""Radius at which the directions of prompts are written in the 2-D world, and half the width of its panels; those of other points
+are as wide as the points need."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,25 @@ class TrajectoryRecord:
 
 
 def _images(path: Path, name: str, count: int) -> Tensor:
-    """Images [count, 3, height, width] or points [count, 2, 1, 1] from a safetensors file. Raises `CheckpointError`."""
+    """`drawable` samples from a safetensors file. Raises `CheckpointError`."""
     found = read_tensors(path, {name: (count, None, None, None)})[name]
-    if found.shape[1:] != (2, 1, 1) and (found.shape[1] != 3 or 0 in found.shape):
+    if 0 in found.shape:
         raise CheckpointError(f"{path}: tensor {name!r} has shape {list(found.shape)}: neither images nor points")
-    return found
+    return drawable(found)
+
+
+def drawable(samples: Tensor) -> Tensor:
+    """Samples [sample, channel, height, width] as they are drawn: points [sample, 2, 1, 1] and images of three channels as they
+    are, the mean over other channels in grey, and a vector [sample, channel, 1, 1] as a row of pixels."""
+    if _are_points(samples) or samples.shape[-3] == 3:
+        return samples
+    if samples.shape[-2:] == (1, 1):
+        samples = samples.transpose(-3, -1)
+    return samples.mean(-3, keepdim=True).expand(*samples.shape[:-3], 3, *samples.shape[-2:])
+
+
+def _are_points(samples: Tensor) -> bool:
+    return samples.shape[-3:] == (2, 1, 1)
 
 
 def _aspect(images: Tensor) -> float:
@@ -104,7 +119,7 @@ def _show(axes: Axes, image: Tensor) -> None:
 
 
 def _points(axes: Axes, points: Tensor, title: str, shade: str = INK, prompts: Sequence[str] = ()) -> None:
-    """Samples of the 2-D world; with their `prompts`, a line from each to its target, the directions written outside."""
+    """Samples that are points; with `prompts` of the 2-D world, a line from each to its target, the directions outside."""
     aims = {text: target(Prompt(text)) for text in dict.fromkeys(prompts) if _is_direction(text)}
     for point, text in zip(points[:, :, 0, 0].tolist(), prompts, strict=True) if prompts else ():
         if text in aims:
@@ -114,7 +129,9 @@ def _points(axes: Axes, points: Tensor, title: str, shade: str = INK, prompts: S
         place = (RIM / RADIUS * aim[0], RIM / RADIUS * aim[1])
         axes.annotate(f"{angle_of(text):g}°", place, color=SOFT, fontsize=8, ha="center", va="center")
     axes.scatter(points[:, 0, 0, 0], points[:, 1, 0, 0], color=shade, s=16, zorder=3)
-    axes.set(xlim=(-REACH, REACH), ylim=(-REACH, REACH), aspect="equal", xticks=(-2, 0, 2), yticks=(-2, 0, 2))
+    if aims or not prompts:
+        axes.set(xlim=(-REACH, REACH), ylim=(-REACH, REACH), xticks=(-2, 0, 2), yticks=(-2, 0, 2))
+    axes.set(aspect="equal")
     axes.set_title(title, color=INK, fontsize=10, fontweight="bold")
     clean(axes)
 
@@ -140,14 +157,20 @@ def _point_panels(panels: Sequence[tuple[str, Tensor, str]], prompts: Sequence[s
     return figure
 
 
-def _finished(comparison: Comparison, methods: Sequence[str]) -> list[RunRecord]:
-    """The first finished run of each method."""
-    found = [next((run for run in comparison.of(method) if run.finished), None) for method in methods]
+def _finished(comparison: Comparison) -> list[RunRecord]:
+    """The first finished run of each arm."""
+    found = [next((run for run in comparison.of(arm) if run.finished), None) for arm in comparison.arms]
     return [run for run in found if run is not None]
 
 
+def shows_points(comparison: Comparison) -> bool:
+    """Whether the samples of the finished runs are points."""
+    runs = _finished(comparison)[:1]
+    return any(_are_points(read_tensors(run.folder / "samples.safetensors", {"after": (None,) * 4})["after"]) for run in runs)
+
+
 def samples(comparison: Comparison, narrow: bool = False) -> Figure | None:
-    """The same prompts and noise before training and after each method (first seed). None if no run has finished.
+    """The same prompts and noise before training and after each arm (first seed). None if no run has finished.
 
     Args:
         comparison: the comparison.
@@ -156,7 +179,7 @@ def samples(comparison: Comparison, narrow: bool = False) -> Figure | None:
     Returns:
         The figure.
     """
-    runs = _finished(comparison, comparison.methods)
+    runs = _finished(comparison)
     if not runs:
         return None
     first: SamplesRecord = read_json(runs[0].folder / "samples.json", SamplesRecord)
@@ -167,8 +190,8 @@ def samples(comparison: Comparison, narrow: bool = False) -> Figure | None:
         if record.prompts != prompts or images["after"].shape != (rows[0][1] if rows else images["before"]).shape:
             raise ConfigError(f"{run.folder / 'samples.json'}: other samples than those of {runs[0].folder}")
         rows = rows or [("base model", images["before"], record.reward_before, INK)]
-        rows.append((run.method, images["after"], record.reward_after, colour(run.method, comparison.config["methods"])))
-    if rows[0][1].shape[-1] == 1:
+        rows.append((run.arm, images["after"], record.reward_after, colour(run.arm, list(comparison.config["arms"]))))
+    if _are_points(rows[0][1]):
         panels = [(name, points, shade) for name, points, _, shade in rows]
         return _point_panels(panels, prompts, 2 if narrow else PANELS)
     figure = Figure(figsize=(1.5 * _aspect(rows[0][1]) * len(prompts), 1.75 * len(rows) + 0.3), layout="constrained")
@@ -217,7 +240,7 @@ def trajectory(comparison: Comparison, narrow: bool = False) -> Figure | None:
     run, record = found
     completions = _images(run.folder / "trajectory.safetensors", "images", len(record.rewards))
     table, rewards, steps = torch.tensor(record.members)[None], record.rewards, _steps(record)
-    has_images, nodes = completions.shape[-1] > 1, len(rewards)
+    has_images, nodes = not _are_points(completions), len(rewards)
     shown = has_images and not narrow
     figure = Figure(figsize=(4.4, 5.2) if narrow else (11, 6.4 if shown else 4.9), layout="constrained")
     ratios = [1.0, 2.2, 1.3] if shown else [2.2, 1.3]
@@ -238,7 +261,7 @@ def trajectory(comparison: Comparison, narrow: bool = False) -> Figure | None:
         label = name if turns else None
         curve.scatter(turns, heights, s=size, facecolors="none", edgecolors=shade, linewidths=width, zorder=5, label=label)
     curve.set_ylabel("estimated final reward")
-    title = f'Trajectory of {run_label(run.method, run.seed)}, after training: "{record.prompt}"'
+    title = f'Trajectory of {run_label(run.arm, run.seed)}, after training: "{record.prompt}"'
     figure.suptitle(textwrap.fill(title, 50) if narrow else title, fontsize=10, x=0.01, ha="left")
     figure.legend(loc="outside lower left", ncols=2 if narrow else 5, frameon=False, fontsize=9, markerscale=0.6)
     bars = figure.add_subplot(layout[-1, :], sharex=curve)
@@ -260,7 +283,7 @@ def base_and_trained(found: WeightComparison) -> Figure:
     """The first prompts' images from base and trained weights with their scores; two scatter plots in the 2-D world."""
     sides = {"base": found.base, "trained": found.trained}
     shown = len(found.base.shown)
-    if found.base.shown.shape[-1] == 1:
+    if _are_points(found.base.shown):
         figure = Figure(figsize=(6.6, 3.4), layout="constrained")
         for axes, (name, side) in zip(figure.subplots(1, 2), sides.items(), strict=True):
             _points(axes, side.shown, name, prompts=found.prompts[:shown])
@@ -270,7 +293,7 @@ def base_and_trained(found: WeightComparison) -> Figure:
     for i, part in enumerate(figure.subfigures(rows, COLUMNS, squeeze=False).flatten()[:shown]):
         part.suptitle(textwrap.fill(found.prompts[i], 52, max_lines=2, placeholder=" ..."), fontsize=8.5)
         for axes, (name, side) in zip(part.subplots(1, 2), sides.items(), strict=True):
-            _show(axes, side.shown[i])
+            _show(axes, drawable(side.shown[i]))
             axes.set_xlabel(f"{name}: " + ", ".join(f"{float(scores[i, 0]):.3g}" for scores in side.scores.values()), fontsize=8)
     return figure
 
@@ -287,7 +310,8 @@ def image_grid(images: Tensor, scores: Tensor, prompts: Sequence[str]) -> Figure
         The figure.
     """
     rows, columns = images.shape[:2]
-    if images.shape[-1] == 1:
+    images = drawable(images)
+    if _are_points(images):
         figure = Figure(figsize=(2.8 * rows, 3.0), layout="constrained")
         for axes, points, text in zip(figure.subplots(1, rows, squeeze=False)[0], images, prompts, strict=True):
             _points(axes, points, text, prompts=[text] * len(points))

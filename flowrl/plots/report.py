@@ -15,13 +15,13 @@ from rich.table import Table
 from flowrl.diagnostics.weight_comparison import WeightComparison
 from flowrl.io import write_bytes, write_json
 from flowrl.plots.figures import curves, phases, proxy_and_heldout
-from flowrl.plots.image_grids import NOTICEABLE, base_and_trained, samples, trajectory
+from flowrl.plots.image_grids import NOTICEABLE, base_and_trained, samples, shows_points, trajectory
 from flowrl.plots.pages import render
 from flowrl.plots.style import MOST_TOGETHER, colour, png
 from flowrl.training.presets import MODEL_ONLY
-from flowrl.training.results import Comparison, Mean, MethodSummary, load_comparison, summarise, summary_values
+from flowrl.training.results import ArmSummary, Comparison, Mean, load_comparison, short, summarise, summary_values
 
-Row = tuple[str, Callable[[MethodSummary], str]]
+Row = tuple[str, Callable[[ArmSummary], str]]
 REWARD_ROWS: tuple[Row, ...] = (
     ("final reward", lambda s: s.final.text()),
     ("minus the baseline", lambda s: _lead(s)),
@@ -44,12 +44,12 @@ COST_ROWS: tuple[Row, ...] = (
     ("s/iteration: reward", lambda s: f"{s.seconds_reward:.2f}"),
     ("s/iteration: update", lambda s: f"{s.seconds_update:.2f}"),
 )
-"""Rows of the results tables: the label, and the cell of a method."""
+"""Rows of the results tables: the label, and the cell of an arm."""
 PRINTED = ("final reward", "minus the baseline", "collapsed seeds", "NFE to baseline", "lowest of a seed")
 """Columns that are printed; the last ones are left out if the terminal is too narrow, all but `LEAST_PRINTED`."""
 LEAST_PRINTED = 3
-LEAST_METHOD = 12
-"""Columns of a terminal that names of methods get at least; longer ones take several lines."""
+LEAST_ARM = 12
+"""Columns of a terminal that names of arms get at least; longer ones take several lines."""
 
 
 def _reached(value: float | None, digits: str) -> str:
@@ -68,14 +68,14 @@ def verdict(lead: Mean) -> str:
     return "▲" if lead.mean > lead.half else "▼" if lead.mean < -lead.half else UNDECIDED
 
 
-def _lead(summary: MethodSummary) -> str:
+def _lead(summary: ArmSummary) -> str:
     """The mean lead with its interval and the symbol of the verdict; empty for the baseline."""
     lead = summary.lead
     return f"{lead.text(sign=True)} {verdict(lead)}".rstrip() if lead.mean or lead.half > 0 else ""
 
 
-def result_blocks(summaries: Sequence[MethodSummary]) -> dict[str, list[tuple[str, list[str]]]]:
-    """The results tables by their titles, as lists of columns: the label, and a cell per method."""
+def result_blocks(summaries: Sequence[ArmSummary]) -> dict[str, list[tuple[str, list[str]]]]:
+    """The results tables by their titles, as lists of columns: the label, and a cell per arm."""
     names = dict.fromkeys(name for summary in summaries for name in summary.heldout)
     heldout: list[Row] = [(name, lambda s, name=name: s.heldout[name].text() if name in s.heldout else "-") for name in names]
     blocks: dict[str, Sequence[Row]] = {
@@ -85,43 +85,44 @@ def result_blocks(summaries: Sequence[MethodSummary]) -> dict[str, list[tuple[st
     return {title: [(name, list(map(cell, summaries))) for name, cell in rows] for title, rows in blocks.items() if rows}
 
 
-def table_rows(summaries: Sequence[MethodSummary]) -> list[tuple[str, list[str]]]:
-    """All columns of the results: the label, and a cell per method."""
+def table_rows(summaries: Sequence[ArmSummary]) -> list[tuple[str, list[str]]]:
+    """All columns of the results: the label, and a cell per arm."""
     return [column for columns in result_blocks(summaries).values() for column in columns]
 
 
-def print_table(summaries: Sequence[MethodSummary], console: Console) -> None:
-    """Print the most important results as one table with a row per method, and what its symbols mean.
+def print_table(summaries: Sequence[ArmSummary], console: Console) -> None:
+    """Print the most important results as one table with a row per arm, what its symbols mean, and the settings in which
+    the arms differ.
 
     ± is half the width of a 95% interval. Columns at the right are left out if the terminal is too narrow.
 
     Args:
-        summaries: the methods' results.
+        summaries: the arms' results.
         console: where to print.
     """
     found = {name: cells for name, cells in table_rows(summaries) if any(cells)}
     names = [name for name in PRINTED if name in found]
-    left = max([len("method"), *(len(summary.method) for summary in summaries)])
+    left = max([len("arm"), *(len(summary.arm) for summary in summaries)])
 
     def room() -> int:
         return console.width - 2 - sum(_column_width(name, found[name]) + 2 for name in names)
 
     while room() < left and len(names) > LEAST_PRINTED:
         names.pop()
-    console.print(_table(summaries, [(name, found[name]) for name in names], max(LEAST_METHOD, min(left, room()))))
-    for line in _symbols_used([found[name] for name in names]):
+    console.print(_table(summaries, [(name, found[name]) for name in names], max(LEAST_ARM, min(left, room()))))
+    for line in [*_symbols_used([found[name] for name in names]), *_differences(summaries)]:
         console.print(line, highlight=False, markup=False)
 
 
-def _table(summaries: Sequence[MethodSummary], columns: Sequence[tuple[str, Sequence[str]]], left: int) -> Table:
-    """A row per method, whose names have `left` characters on a line."""
+def _table(summaries: Sequence[ArmSummary], columns: Sequence[tuple[str, Sequence[str]]], left: int) -> Table:
+    """A row per arm, whose names have `left` characters on a line."""
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-    table.add_column("method", overflow="fold", vertical="bottom", max_width=left)
+    table.add_column("arm", overflow="fold", vertical="bottom", max_width=left)
     for name, cells in columns:
         heading = textwrap.fill(name, _column_width(name, cells), break_long_words=False, break_on_hyphens=False)
         table.add_column(escape(heading), justify="right", no_wrap=True, vertical="bottom")
     for row, summary in enumerate(summaries):
-        table.add_row(escape(summary.method), *(escape(cells[row]) for _, cells in columns))
+        table.add_row(escape(summary.arm), *(escape(cells[row]) for _, cells in columns))
     return table
 
 
@@ -132,28 +133,38 @@ def _symbols_used(columns: Sequence[Sequence[str]]) -> list[str]:
     return ["; ".join(used)] if used else []
 
 
+def _differences(summaries: Sequence[ArmSummary]) -> list[str]:
+    """A line per arm on the settings in which arms differ; none for a method by its own name."""
+    return [f"{summary.arm}: {summary.difference}" for summary in summaries if summary.difference]
+
+
 def _column_width(name: str, cells: Sequence[str]) -> int:
     """The column width in characters for one-line cells below a heading that may break between words."""
     return max(map(len, [*name.split(), *cells]))
 
 
-def table_text(summaries: Sequence[MethodSummary]) -> str:
-    """All results as plain text in one table, with a line per method however long."""
+def table_text(summaries: Sequence[ArmSummary]) -> str:
+    """All results as plain text in one table, with a line per arm however long."""
     columns = table_rows(summaries)
-    left = max([len("method"), *(len(summary.method) for summary in summaries)])
+    left = max([len("arm"), *(len(summary.arm) for summary in summaries)])
     width = left + 4 + sum(_column_width(name, cells) + 4 for name, cells in columns)
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(_table(summaries, columns, left))
-    lines = [*console.export_text().splitlines(), *_symbols_used([cells for _, cells in columns]), INTERVALS]
+    lines = [
+        *console.export_text().splitlines(),
+        *_symbols_used([cells for _, cells in columns]),
+        INTERVALS,
+        *_differences(summaries),
+    ]
     return "\n".join(map(str.rstrip, lines)).strip("\n") + "\n"
 
 
 INTERVALS = "±: half of the 95% interval over seeds (Student's t)"
 
 
-def collapse_text(summaries: Sequence[MethodSummary]) -> str:
-    """The methods with collapsed seeds, "" if there are none: "Collapsed: tp-grpo 2 of 3 seeds"."""
-    found = [f"{s.method} {s.collapsed} of {s.seeds} seed{'s' if s.seeds > 1 else ''}" for s in summaries if s.collapsed]
+def collapse_text(summaries: Sequence[ArmSummary]) -> str:
+    """The arms with collapsed seeds, "" if there are none: "Collapsed: tp-grpo 2 of 3 seeds"."""
+    found = [f"{s.arm} {s.collapsed} of {s.seeds} seed{'s' if s.seeds > 1 else ''}" for s in summaries if s.collapsed]
     return f"Collapsed: {', '.join(found)}" if found else ""
 
 
@@ -162,35 +173,45 @@ MACHINE_SPREAD = {"mixture": 0.009, "shapes": 0.009}
 the three papers' methods, from 30 runs in two dimensions and from the default comparison of images."""
 
 
-def headline(comparison: Comparison, summaries: Sequence[MethodSummary]) -> str:
-    """The result in a few sentences: every method's difference in final reward from the baseline, and its reliability.
+def headline(comparison: Comparison, summaries: Sequence[ArmSummary]) -> str:
+    """The result in a few sentences: every arm's difference in final reward from the baseline, and its reliability.
 
     Args:
         comparison: the comparison.
-        summaries: the methods' results.
+        summaries: the arms' results.
 
     Returns:
         The text.
     """
     if not summaries:
         return "No run has been evaluated yet."
-    base = next((s for s in summaries if s.method == comparison.baseline), summaries[0])
+    base = next((s for s in summaries if s.arm == comparison.baseline), summaries[0])
     several = min(summary.seeds for summary in summaries) > 1
-    texts = [f"The held-out reward of {base.method} changes from {base.base.mean:.3f} to {base.final.text()}"]
+    what = (
+        "The held-out reward"
+        if comparison.metric == ("reward",)
+        else f"The arms are trained on different rewards. The held-out {short(comparison.metric[-1])}"
+    )
+    texts = [f"{what} of {_named(base)} changes from {base.base.mean:.3f} to {base.final.text()}"]
     others = [summary for summary in summaries if summary is not base]
     for other in others if len(others) < MOST_TOGETHER else ():
         gap = other.lead.mean
-        end = f"{other.method} ends {abs(gap):.3f} {'above' if gap >= 0 else 'below'} it"
+        end = f"{_named(other)} ends {abs(gap):.3f} {'above' if gap >= 0 else 'below'} it"
         if several and not math.isnan(other.lead.half):
             end += f" (95% interval {gap - other.lead.half:+.3f} to {gap + other.lead.half:+.3f})"
         texts.append(end)
     if len(others) >= MOST_TOGETHER and several:
-        groups = {symbol: [s.method for s in others if verdict(s.lead) == symbol] for symbol in VERDICTS}
+        groups = {symbol: [s.arm for s in others if verdict(s.lead) == symbol] for symbol in VERDICTS}
         names = {symbol: ", ".join(some) if some else "none" for symbol, some in groups.items()}
         texts.append(f"above it by the 95% intervals: {names['▲']}")
         texts += [f"below it: {names['▼']}", f"not distinguishable from it: {names[UNDECIDED]}"]
     seeds = f"{base.seeds} seeds." if several else "With one seed, the interval is unknown."
     return f"{'; '.join(texts)}. {seeds}{_machine(comparison, [s.lead.mean for s in summaries if s is not base])}"
+
+
+def _named(summary: ArmSummary) -> str:
+    """The name of an arm with the settings in which it differs."""
+    return f"{summary.arm} ({summary.difference})" if summary.difference else summary.arm
 
 
 def _machine(comparison: Comparison, leads: Sequence[float]) -> str:
@@ -209,7 +230,8 @@ def write_report(folder: Path) -> Path:
     """Write summary.json, table.txt, the figures (PNG) and report.html of the comparison in `folder`; returns the page's path."""
     comparison = load_comparison(folder)
     summaries, config = summarise(comparison), comparison.config
-    algorithm = config["run"]["algorithm"]
+    shared = comparison.shared
+    algorithm = shared["algorithm"]
     images = {name: png(figure) for name, figure in _figures(comparison).items() if figure is not None} if summaries else {}
     for name, image in images.items():
         write_bytes(folder / f"{name}.png", image)
@@ -218,15 +240,16 @@ def write_report(folder: Path) -> Path:
     page = render(
         "report.html.j2",
         comparison=comparison,
+        run=shared,
         headline=headline(comparison, summaries),
-        unfinished=len(config["methods"]) * len(config["seeds"]) - sum(run.finished for run in comparison.runs),
-        colours={summary.method: colour(summary.method, config["methods"]) for summary in summaries},
+        unfinished=len(config["arms"]) * len(config["seeds"]) - sum(run.finished for run in comparison.runs),
+        colours={summary.arm: colour(summary.arm, list(config["arms"])) for summary in summaries},
         blocks=result_blocks(summaries) if summaries else {},
-        model_only=() if config["run"].get("policy", {}).get("model") else MODEL_ONLY,
+        model_only=() if shared["environment"]["world"] == "model" else MODEL_ONLY,
         of_methods=[name for name, value in algorithm.items() if value == "" or (name in NUMBERS and not value)],
         verdicts=VERDICTS,
-        points=config["run"]["environment"]["world"] == "mixture",
-        every=config["run"]["evaluation"]["eval_every"],
+        points=shows_points(comparison),
+        every=shared["evaluation"]["eval_every"],
         many=len(summaries) > MOST_TOGETHER,
         images=images,
         noticeable=NOTICEABLE,
@@ -237,7 +260,7 @@ def write_report(folder: Path) -> Path:
 
 
 def _figures(comparison: Comparison) -> dict[str, Figure | None]:
-    runs = {method: comparison.of(method) for method in comparison.methods}
+    runs = {arm: comparison.of(arm) for arm in comparison.arms}
     return {
         "curves": curves(comparison),
         "strict": curves(comparison, "strict"),
@@ -253,14 +276,13 @@ NARROW_DPI = 170
 
 def _narrow(comparison: Comparison, drawn: Collection[str]) -> dict[str, Figure | None]:
     """Figures of the page on a phone instead of those of the same names in `drawn`; the others are scaled."""
-    points = comparison.config["run"]["environment"]["world"] == "mixture"
     found: dict[str, Callable[[], Figure | None]] = {
         "curves": lambda: curves(comparison, narrow=True),
         "strict": lambda: curves(comparison, "strict", narrow=True),
         "trajectory": lambda: trajectory(comparison, narrow=True),
         "phases": lambda: phases(comparison, narrow=True),
     }
-    found |= {"samples": lambda: samples(comparison, narrow=True)} if points else {}
+    found |= {"samples": lambda: samples(comparison, narrow=True)} if shows_points(comparison) else {}
     return {name: draw() for name, draw in found.items() if name in drawn}
 
 

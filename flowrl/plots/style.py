@@ -45,61 +45,61 @@ matplotlib.rcParams.update(
 )
 
 
-def colour(method: str, methods: Sequence[str] = ()) -> str:
-    """The method's colour; methods without a fixed colour take those of `OTHERS` in order.
+def colour(arm: str, arms: Sequence[str] = ()) -> str:
+    """The arm's colour; arms without a fixed colour take those of `OTHERS` in order.
 
     Args:
-        method: name of the method.
-        methods: all methods of the figure.
+        arm: name of the arm.
+        arms: all arms of the figure.
 
     Returns:
         A colour of matplotlib.
     """
-    if method in COLOURS:
-        return COLOURS[method]
-    unknown = [m for m in methods if m not in COLOURS]
-    return OTHERS[unknown.index(method) % len(OTHERS)] if method in unknown else OTHERS[0]
+    if arm in COLOURS:
+        return COLOURS[arm]
+    unknown = [m for m in arms if m not in COLOURS]
+    return OTHERS[unknown.index(arm) % len(OTHERS)] if arm in unknown else OTHERS[0]
 
 
-def marker(method: str, methods: Sequence[str]) -> str:
-    """The method's marker, by its position in `methods`.
+def marker(arm: str, arms: Sequence[str]) -> str:
+    """The arm's marker, by its position in `arms`.
 
     Args:
-        method: name of the method.
-        methods: all methods of the figure.
+        arm: name of the arm.
+        arms: all arms of the figure.
 
     Returns:
         A marker of matplotlib.
     """
-    return MARKERS[list(methods).index(method) % len(MARKERS)]
+    return MARKERS[list(arms).index(arm) % len(MARKERS)]
 
 
-def multiples(figure: Any, methods: Sequence[str], draw: Callable[[Axes, str, bool], None], columns: int = 4) -> list[Axes]:
-    """One panel per method with the same axes, each method on top of the others in grey.
+def multiples(figure: Any, arms: Sequence[str], draw: Callable[[Axes, str, bool], None], columns: int = 4) -> list[Axes]:
+    """One panel per arm with the same axes, each arm on top of the others in grey.
 
     Args:
         figure: a figure or subfigure.
-        methods: names of the methods.
-        draw: called as `draw(axes, method, own)`; `own` selects the method's colour instead of grey.
+        arms: names of the arms.
+        draw: called as `draw(axes, arm, own)`; `own` selects the arm's colour instead of grey.
         columns: panels per row.
 
     Returns:
         The panels.
     """
-    columns = min(columns, len(methods))
-    rows = -(-len(methods) // columns)
+    columns = min(columns, len(arms))
+    rows = -(-len(arms) // columns)
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     panels = list(grid.flatten())
-    for axes, method in zip(panels, methods, strict=False):
-        for other in (*(name for name in methods if name != method), method):
-            draw(axes, other, other == method)
-        axes.set_title(method, color=INK, fontweight="bold", fontsize=9.5)
+    for axes, arm in zip(panels, arms, strict=False):
+        for other in (*(name for name in arms if name != arm), arm):
+            draw(axes, other, other == arm)
+        axes.set_title(arm, color=INK, fontweight="bold", fontsize=9.5)
         clean(axes)
     for place, axes in enumerate(panels):
-        axes.tick_params(labelbottom=place + columns >= len(methods))
-    for axes in panels[len(methods) :]:
+        axes.tick_params(labelbottom=place + columns >= len(arms))
+    for axes in panels[len(arms) :]:
         axes.set_visible(False)
-    return panels[: len(methods)]
+    return panels[: len(arms)]
 
 
 def clean(axes: Axes) -> None:

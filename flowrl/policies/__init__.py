@@ -1,6 +1,6 @@
 """Policies, which own a network: the closed-form mixture, the small built-in model, and diffusers' pipelines."""
 
-from flowrl.policies.architectures import ARCHITECTURES, DECODER, Architecture, Size, architecture, architecture_of
+from flowrl.policies.families import SD3, Flux, QwenImage, Wan, family_of
 from flowrl.policies.family import (
     DTYPES,
     Family,
@@ -12,21 +12,26 @@ from flowrl.policies.family import (
     resolution_shift,
     unpacked,
 )
-from flowrl.policies.flux import Flux
-from flowrl.policies.load import family_of, load_policy
+from flowrl.policies.load import load_policy
 from flowrl.policies.lora import LORA_TARGETS, Adapters
-from flowrl.policies.memory import Memory, StorageCounter, count_memory
+from flowrl.policies.memory import (
+    ARCHITECTURES,
+    DECODER,
+    Architecture,
+    Memory,
+    Size,
+    StorageCounter,
+    architecture_of,
+    count_memory,
+)
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.pipeline import PipelinePolicy, compile_blocks, has_compiled_blocks
-from flowrl.policies.qwen_image import QwenImage
-from flowrl.policies.sd3 import SD3
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
-from flowrl.policies.wan import Wan
 
 __all__ = [
     "ARCHITECTURES", "DECODER", "DTYPES", "LORA_TARGETS", "SD3", "Adapters", "Architecture", "Family", "Flux",
     "Memory", "MixturePolicy", "ModelOptions", "PipelinePolicy", "QwenImage", "Size", "SmallSD3", "SmallSD3Config",
-    "SmallSD3Policy", "StorageCounter", "Wan", "architecture", "architecture_of", "compile_blocks",
+    "SmallSD3Policy", "StorageCounter", "Wan", "architecture_of", "compile_blocks",
     "count_memory", "decode_scaled", "device_of", "family_of", "has_compiled_blocks", "linear_guidance", "load_policy",
     "packed_shape", "resolution_shift", "unpacked",
 ]  # fmt: skip

@@ -5,16 +5,19 @@ The built-in families are `sd3`, `flux`, `qwen_image` and `wan`; docs/model-fami
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol, cast
 
 import torch
+from annotated_types import Ge, Gt, Le
 from einops import rearrange
 from torch import Tensor
 
 from flowrl.errors import require
+from flowrl.options import Count
+from flowrl.settings import settings_group
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Precisions by their names in settings."""
 
 
@@ -76,9 +79,18 @@ class Family(Protocol):
         ...
 
 
-def pixels_per_latent(pipe: Any) -> int:
-    """Pixels per latent along a side of the image."""
-    return getattr(pipe, "vae_scale_factor", None) or pipe.vae_scale_factor_spatial
+def latent_size(pipe: Any, height: int, width: int) -> tuple[int, int]:
+    """Height and width of the latent image."""
+    factor = getattr(pipe, "vae_scale_factor", None) or pipe.vae_scale_factor_spatial
+    return height // factor, width // factor
+
+
+def latent_shape(pipe: Any, family: Family, height: int, width: int, frames: int) -> tuple[int, ...]:
+    """The shape of the latent of an image or video."""
+    if hasattr(family, "video_shape"):
+        return cast(Any, family).video_shape(pipe, height, width, frames)
+    require(frames == 1, "num_frames", frames, f"1: a {family.pipeline} makes images")
+    return family.latent_shape(pipe, height, width)
 
 
 def linear_guidance(away: Tensor, towards: Tensor, scale: float) -> Tensor:
@@ -114,6 +126,12 @@ def resolution_shift(scheduler: Any, tokens: int, largest: float) -> float:
     return least + (most - least) * (tokens - low) / (high - low)
 
 
+def require_multiples(height: int, width: int, unit: int, largest: int = 2**30) -> None:
+    """Raise `ConfigError` for a side that is not a multiple of `unit` or larger than `largest`."""
+    for name, value in (("height", height), ("width", width)):
+        require(value % unit == 0 and value <= largest, name, value, f"a multiple of {unit}, at most {largest}")
+
+
 def packed_shape(pipe: Any, height: int, width: int) -> tuple[int, int]:
     """Shape of a latent whose tokens are its 2 x 2 patches.
 
@@ -129,8 +147,7 @@ def packed_shape(pipe: Any, height: int, width: int) -> tuple[int, int]:
         ConfigError: the image is not divisible into patches.
     """
     unit = 2 * pipe.vae_scale_factor
-    for name, value in (("height", height), ("width", width)):
-        require(value % unit == 0, name, value, f"a multiple of {unit}")
+    require_multiples(height, width, unit)
     return ((height // unit) * (width // unit), pipe.transformer.config.in_channels)
 
 
@@ -160,7 +177,14 @@ def decode_scaled(vae: Any, latent: Tensor) -> Tensor:
     return vae.decode(latent / vae.config.scaling_factor + (vae.config.shift_factor or 0.0), return_dict=False)[0]
 
 
-@dataclass(frozen=True)
+def decode_standardised(vae: Any, latent: Tensor) -> Tensor:
+    """Pixels in about [-1, 1] from latents of a video autoencoder [sample, channel, frame, height, width]:
+    z std + mean, decoded."""
+    std, mean = (latent.new_tensor(v).view(-1, 1, 1, 1) for v in (vae.config.latents_std, vae.config.latents_mean))
+    return vae.decode(latent * std + mean, return_dict=False)[0]
+
+
+@settings_group
 class ModelOptions:
     """Options of a policy over a pipeline. Sizes in pixels; the defaults are Flow-GRPO's for SD3.5-Medium (arXiv 2505.05470).
 
@@ -173,28 +197,28 @@ class ModelOptions:
         lora_alpha: alpha of the LoRA, which scales it by alpha / rank.
 
     Raises:
-        ConfigError: an option is out of range, or two options contradict each other.
+        ConfigError: an option is out of range.
     """
 
-    height: int = 512
-    width: int = 512
-    num_frames: int = 1
+    height: Count = 512
+    width: Count = 512
+    num_frames: Count = 1
     """Frames of a video (Wan: 1 more than a multiple of 4); 1 for models of images."""
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     """Precision of the frozen weights and of the network's arithmetic (autocast): float32, bfloat16 or float16. Trained weights,
     velocities, latents and everything computed from them are float32. Use bfloat16 for training on a GPU; float16 needs a scaled
     loss (the run's `loss_scale`), or small gradients vanish."""
-    guidance_scale: float = 1.0
+    guidance_scale: Annotated[float, Ge(1)] = 1.0
     """Classifier-free guidance s: v = v_neg + s (v_prompt - v_neg), for Qwen-Image rescaled to the norm of v_prompt, in rollouts
     and updates alike; 1 = off (half the cost)."""
     negative_prompt: str = ""
-    guidance_gradient: str = "both"
+    guidance_gradient: Literal["both", "prompt"] = "both"
     """both, or prompt: v_neg is computed without a gradient (less memory; the values are the same)."""
-    tuning: str = "lora"
+    tuning: Literal["lora", "full", "nothing"] = "lora"
     """lora, full (all weights of the transformer) or nothing."""
-    lora_rank: int = 32
-    lora_alpha: float = 64.0
+    lora_rank: Count = 32
+    lora_alpha: Annotated[float, Gt(0)] = 64.0
     lora_targets: tuple[str, ...] = ()
     """Ends of the names of the layers that get a LoRA; empty: the family's default."""
     adapter: str = ""
@@ -207,38 +231,23 @@ class ModelOptions:
     """Full fine-tuning: keep a frozen copy of the transformer in `dtype`, for a KL to the base model."""
     gradient_checkpointing: bool = False
     """Gradient checkpointing: recompute activations in the backward pass instead of storing them."""
-    max_sequence_length: int = 0
+    max_sequence_length: Annotated[int, Ge(0), Le(512)] = 0
     """Tokens of the T5 encoder, or of the family's only encoder; 0: the family's default."""
     attention_backend: str = ""
     """diffusers' name of the attention kernels, as in _native_cudnn or flash (`set_attention_backend`); empty: diffusers'
     default, with which PyTorch chooses. All kernels give the same result up to rounding."""
-    decode_batch: int = 8
+    decode_batch: Count = 8
     """Latents per call of the image decoder."""
-    decode_dtype: str = "float32"
+    decode_dtype: Dtype = "float32"
     """Precision of the image decoder; images are float32 in any case. bfloat16 is faster and rounds colours slightly."""
     compile: str = ""
     """Backend (inductor) that compiles the transformer's blocks; empty: off. The first call of every shape is slow. Sampling and
     training are then different programs, so the ratio of the first update differs from 1 by rounding."""
-    prompt_cache: int = 2048
+    prompt_cache: Count = 2048
     """Number of prompts whose embeddings are kept in main memory (SD3.5: 2.7 MB each in bfloat16 at 256 T5 tokens; FLUX and
     Wan: 4 MB at 512). Those of further prompts are kept in a temporary folder."""
     seed: int = 0
     """Seed of the LoRA's initial matrices."""
-
-    def __post_init__(self) -> None:
-        for name in ("height", "width", "num_frames", "lora_rank", "decode_batch", "prompt_cache"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        require(self.adapter_name.isidentifier(), "adapter_name", self.adapter_name, "letters, digits and _")
-        fits = self.tuning == "lora" or not self.frozen_adapters
-        require(fits, "frozen_adapters", self.frozen_adapters, "left out unless tuning is lora: make them part of the weights")
-        require(self.lora_alpha > 0, "lora_alpha", self.lora_alpha, "above 0")
-        length = self.max_sequence_length
-        require(0 <= length <= 512, "max_sequence_length", length, "1 to 512, or 0 for the family's own")
-        for name in ("dtype", "decode_dtype"):
-            require(getattr(self, name) in DTYPES, name, getattr(self, name), f"one of {', '.join(DTYPES)}")
-        require(self.guidance_scale >= 1, "guidance_scale", self.guidance_scale, "1 (off) or more")
-        for name, choices in (("guidance_gradient", ("both", "prompt")), ("tuning", ("lora", "full", "nothing"))):
-            require(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
 
 
 def device_of(name: str | torch.device) -> torch.device:

@@ -1,39 +1,17 @@
 """Loading a policy from a model's folder, or from its name on the Hugging Face Hub."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError, require
-from flowrl.plugins import plugin
+from flowrl.policies.families import family_of
 from flowrl.policies.family import DTYPES, Family, ModelOptions
-from flowrl.policies.flux import Flux
 from flowrl.policies.pipeline import PipelinePolicy
-from flowrl.policies.qwen_image import QwenImage
-from flowrl.policies.sd3 import SD3
-from flowrl.policies.wan import Wan
 from flowrl.reading import reading
-
-FAMILIES: dict[str, Callable[[], Family]] = {
-    "StableDiffusion3Pipeline": SD3, "FluxPipeline": Flux, "QwenImagePipeline": QwenImage,
-    "WanPipeline": Wan,
-}  # fmt: skip
-"""Built-in families by the class of their pipeline; a package adds one by an entry point of that name in `flowrl.families`."""
-
-
-def family_of(pipeline: str) -> Family:
-    """The family of a diffusers pipeline class. Raises `ConfigError` that lists the available ones."""
-    if pipeline in FAMILIES:
-        return FAMILIES[pipeline]()
-    point = plugin("flowrl.families", pipeline, "model family")
-    if point is not None:
-        return point.load()()
-    known = ", ".join([*FAMILIES, *entry_points(group="flowrl.families").names])
-    raise ConfigError(f"model: no family for a {pipeline}; known: {known}. docs/model-families.md explains how to add one")
 
 
 def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Family | None = None) -> PipelinePolicy:
@@ -63,14 +41,14 @@ def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Fami
             f"model: {model!r} is no folder with a model_index.json, and cannot be loaded from the Hub under this name "
             f"({error}){hint}"
         ) from error
-    chosen = family or family_of(name)
-    _require_data_only(model, index, type(chosen).__module__.partition(".")[0])
+    family = family or family_of(name)
+    _require_data_only(model, index, type(family).__module__.partition(".")[0])
     network = "float32" if options.tuning == "full" else options.dtype
     dtypes = {"default": DTYPES[options.dtype], "transformer": DTYPES[network], "vae": DTYPES["float32"]}
     with reading(f"model: the {name} in {model!r}"):
         networks = {part: _complete(model, part, index[part], dtypes[part]) for part in ("transformer", "vae")}
         pipe = getattr(diffusers, name).from_pretrained(model, use_safetensors=True, dtype=dtypes, **networks)
-    return PipelinePolicy(pipe, chosen, options)
+    return PipelinePolicy(pipe, family, options)
 
 
 def _complete(model: str, part: str, entry: Sequence[str], dtype: Any) -> Any:

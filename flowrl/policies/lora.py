@@ -1,17 +1,17 @@
 """LoRA (arXiv 2106.09685) on a diffusers transformer: adapters are added, selected, disabled, merged, saved and loaded."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl.distributed import full, is_sharded_network
-from flowrl.errors import CheckpointError, ConfigError
+from flowrl.errors import CheckpointError, ConfigError, require
+from flowrl.reading import reading
 
 LORA_TARGETS = tuple(
     f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -52,19 +52,18 @@ class Adapters:
         name: str = "default",
         frozen: Sequence[str] = (),
     ) -> None:
-        if set(getattr(network, "peft_config", None) or ()) - set(frozen):
+        self.network = network
+        if set(self.names) - set(frozen):
             raise ConfigError(HAS_ADAPTERS)
-        self.network, self.name, self.frozen = network, name, tuple(frozen)
+        self.name, self.frozen = name, tuple(frozen)
         self.active: tuple[str, ...] = ()
         self.layers: list[Any] = []
-        self._casts = False
         self.add(name, rank, alpha, targets, seed)
-        self.train(name, frozen)
 
     @property
     def names(self) -> tuple[str, ...]:
         """All adapters of the network, active or not."""
-        return tuple(self.network.peft_config)
+        return tuple(getattr(self.network, "peft_config", None) or ())
 
     @property
     def rank(self) -> int:
@@ -79,28 +78,23 @@ class Adapters:
         from peft import LoraConfig
         from peft.tuners.lora import LoraLayer
 
-        if name in (getattr(self.network, "peft_config", None) or ()):
-            raise ConfigError(f"adapter name = {name!r} is not allowed: the model has one of this name")
-        names = [layer for layer, _ in self.network.named_modules()]
-        idle = [end for end in targets if not any(layer == end or layer.endswith(f".{end}") for layer in names)]
-        if idle:
-            raise ConfigError(f"lora_targets = {tuple(targets)!r} is not allowed: no layer's name ends with {' or '.join(idle)}")
+        fits = name.isidentifier() and name not in self.names
+        require(fits, "adapter_name", name, "letters, digits and _, and no name of another adapter")
+        kinds = (torch.nn.Linear, LoraLayer)
+        layers = [f".{layer}" for layer, module in self.network.named_modules() if isinstance(module, kinds)]
+        idle = [end for end in targets if not any(layer.endswith(f".{end}") for layer in layers)]
+        require(not idle, "lora_targets", tuple(targets), f"linear layers; no linear layer's name ends with {' or '.join(idle)}")
         lora: Any = LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=list(targets))  # pyright: ignore[reportArgumentType]
-        try:
-            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-                torch.manual_seed(seed)
-                self.network.add_adapter(lora, adapter_name=name)
-        except ValueError as error:
-            allowed = f"names of linear layers ({error})"
-            raise ConfigError(f"lora_targets = {tuple(targets)!r} is not allowed; allowed: {allowed}") from error
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            torch.manual_seed(seed)
+            self.network.add_adapter(lora, adapter_name=name)
         self.layers = [module for module in self.network.modules() if isinstance(module, LoraLayer)]
+        for layer in self.layers:
+            layer._cast_input_dtype = _cast_unless_autocast
         for parameter in self._matrices().values():
             parameter.data = parameter.data.float()
-        if self._casts:
-            self.cast_by_autocast()
-        if name != self.name:
-            self.train(self.name, self.frozen)
+        self.train(self.name, self.frozen)
 
     def train(self, name: str, frozen: Sequence[str] = ()) -> None:
         """Train the adapter `name`, keep `frozen` active but fixed (in the reference too), and deactivate all others.
@@ -109,10 +103,8 @@ class Adapters:
         names.
         """
         for chosen in (name, *frozen):
-            if chosen not in self.names:
-                raise ConfigError(f"adapter {chosen!r} is not allowed; allowed: {', '.join(self.names)}")
-        if name in frozen:
-            raise ConfigError(f"adapter {name!r} is not allowed: it cannot be trained and frozen")
+            require(chosen in self.names, "adapter", chosen, ", ".join(self.names))
+        require(name not in frozen, "adapter", name, "one that is not frozen: it cannot be trained and frozen")
         self.name, self.frozen = name, tuple(frozen)
         for matrix, parameter in self._matrices().items():
             parameter.requires_grad_(f".{name}." in matrix)
@@ -165,16 +157,6 @@ class Adapters:
                 layer.get_base_layer().weight.data = data
                 layer._disable_adapters = False
 
-    def cast_by_autocast(self) -> None:
-        """Under autocast, pass activations to A without PEFT's cast to float32, which autocast would revert; results are equal.
-
-        Without autocast PEFT's cast remains. The decision is made at every call, because gradient checkpointing recomputes
-        activations later, under the autocast of the original call.
-        """
-        self._casts = True
-        for layer in self.layers:
-            layer._cast_input_dtype = MethodType(_cast_unless_autocast, layer)
-
     def tensors(self) -> dict[str, Tensor]:
         """A and (alpha / rank) B of the trained adapter, under PEFT's names.
 
@@ -182,8 +164,8 @@ class Adapters:
         """
         from peft import get_peft_model_state_dict
 
-        found: Mapping[str, Tensor] = get_peft_model_state_dict(self.network, adapter_name=self.name)
-        parts = {n: full(t.detach()) for n, t in found.items()}
+        state: Any = get_peft_model_state_dict(self.network, adapter_name=self.name)
+        parts = {n: full(t.detach()) for n, t in state.items()}
         return {n: (t * self._scale if "lora_B" in n else t).cpu().contiguous() for n, t in parts.items()}
 
     @property
@@ -198,30 +180,37 @@ class Adapters:
         """
         from peft import set_peft_model_state_dict
 
-        if not path.exists():
-            raise CheckpointError(f"adapter: {path} does not exist")
-        try:
+        with _readable("adapter", path):
             state, metadata = pipeline.lora_state_dict(str(path), return_lora_metadata=True, use_safetensors=True)
-        except Exception as error:
-            raise CheckpointError(f"adapter: {path} cannot be read as a LoRA in safetensors: {error}") from error
-        metadata = metadata or {}
-        alpha = metadata.get(f"{PREFIX}lora_alpha", metadata.get("lora_alpha"))
-        file_scale = 1.0 if alpha is None else alpha / metadata.get(f"{PREFIX}r", metadata.get("r", self.rank))
-        found = {name.removeprefix(PREFIX): tensor.float() for name, tensor in state.items()}
-        own = self.tensors()
-        if {n: t.shape for n, t in found.items()} != {n: t.shape for n, t in own.items()}:
-            ranks = sorted({t.shape[0] for n, t in found.items() if "lora_A" in n})
+        metadata = {name.removeprefix(PREFIX): value for name, value in (metadata or {}).items()}
+        file_scale = metadata["lora_alpha"] / metadata.get("r", self.rank) if "lora_alpha" in metadata else 1.0
+        state = {name.removeprefix(PREFIX): tensor.float() for name, tensor in state.items()}
+        expected = {n: t.shape for n, t in self.tensors().items()}
+        if {n: t.shape for n, t in state.items()} != expected:
+            ranks = sorted({t.shape[0] for n, t in state.items() if "lora_A" in n})
             raise CheckpointError(
-                f"adapter: {path} has {len(found)} tensors of rank {ranks}; the model's adapter has {len(own)} of rank "
+                f"adapter: {path} has {len(state)} tensors of rank {ranks}; the model's adapter has {len(expected)} of rank "
                 f"{self.rank}: choose the same rank and targets"
             )
-        scaled = {n: t * (file_scale / self._scale) if "lora_B" in n else t for n, t in found.items()}
+        scaled = {n: t * (file_scale / self._scale) if "lora_B" in n else t for n, t in state.items()}
         set_peft_model_state_dict(self.network, scaled, adapter_name=self.name)
 
 
-def _cast_unless_autocast(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """PEFT's `_cast_input_dtype`; unchanged under autocast, which casts by itself."""
-    return x if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
+def _cast_unless_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """PEFT's `_cast_input_dtype`, but none under autocast, which would revert the cast to A's float32.
+
+    Decided at every call: gradient checkpointing recomputes under the autocast of the original call.
+    """
+    return x if x.dtype == dtype or torch.is_autocast_enabled(x.device.type) else x.to(dtype)
+
+
+@contextmanager
+def _readable(field: str, path: Path) -> Iterator[None]:
+    """Raise `CheckpointError` if the LoRA at `path` does not exist or cannot be read within this context."""
+    if not path.exists():
+        raise CheckpointError(f"{field}: {path} does not exist")
+    with reading(f"{field}: LoRA {path}", CheckpointError):
+        yield
 
 
 def load_frozen_adapters(pipe: Any, specs: Sequence[str]) -> tuple[str, ...]:
@@ -237,11 +226,7 @@ def load_frozen_adapters(pipe: Any, specs: Sequence[str]) -> tuple[str, ...]:
         name, path = spec.split("=", 1) if "=" in spec else (f"frozen{number}", spec)
         if not name.isidentifier() or name in names:
             raise ConfigError(f"frozen_adapters: name {name!r} is not allowed; allowed: letters, digits and _, each name once")
-        if not Path(path).exists():
-            raise CheckpointError(f"frozen_adapters: {path} does not exist")
-        try:
+        with _readable("frozen_adapters", Path(path)):
             pipe.load_lora_weights(path, adapter_name=name, use_safetensors=True)
-        except Exception as error:
-            raise CheckpointError(f"frozen_adapters: {path} cannot be read as a LoRA for this model: {error}") from error
         names.append(name)
     return tuple(names)

@@ -1,4 +1,4 @@
-"""The GPU memory that a model needs, counted without a GPU.
+"""Architectures of published models and of a model's folder, and the GPU memory that they need, counted without a GPU.
 
 The network is built on PyTorch's "meta" device (shapes only). A micro-batch of training, a call of sampling and a batch of
 decoding run there, while the storage of every tensor is counted at allocation and release. The counts do not include what exists
@@ -7,10 +7,16 @@ real runs.
 """
 
 import gc
+import json
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,10 +26,193 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from flowrl.errors import require
-from flowrl.policies.architectures import Architecture, Size, architecture
+from flowrl.policies.families import SD3, Flux, QwenImage, Wan
+from flowrl.policies.family import DTYPES, Family, latent_shape, latent_size
 from flowrl.policies.lora import Adapters
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DECODER: dict[str, Any] = {
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "sample_size": 1024,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+"""The image decoder of SD3, SD3.5 and FLUX.1, an `AutoencoderKL`."""
+FLUX_ENCODERS = 4_762_310_656 + 123_650_304
+"""Parameters of T5 v1.1 XXL's encoder and of CLIP ViT-L/14's text encoder."""
+SD3_ENCODERS = FLUX_ENCODERS + 694_659_840
+"""Parameters of these and of OpenCLIP ViT-bigG/14's text encoder."""
+QWEN_ENCODER = 8_292_166_656
+"""Parameters of Qwen2.5-VL-7B with its vision tower, which the pipeline also loads."""
+WAN_ENCODER = 5_680_910_336
+"""Parameters of UMT5 XXL's encoder."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Size of an image or a video.
+
+    Args:
+        height: height in pixels.
+        width: width in pixels.
+        frames: number of frames; 1 for an image.
+    """
+
+    height: int
+    width: int
+    frames: int = 1
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A transformer, the lengths of its prompts, and its image decoder.
+
+    Settings that are left out have the defaults of diffusers' classes, which are the published ones of
+    FLUX.1, Qwen-Image and Wan 2.1.
+
+    Args:
+        family: the model family.
+        transformer: class of the transformer in diffusers.
+        config: settings of the transformer.
+        encoder_parameters: number of parameters of all text encoders.
+        prompt_tokens: length of a prompt for the encoder whose length `max_sequence_length` sets (T5,
+            Qwen2.5-VL, UMT5).
+        clip_tokens: length of a prompt for CLIP; 0 if its tokens are not part of the embedding.
+        decoder_class: class of the image decoder in diffusers.
+        decoder: settings of the image decoder.
+    """
+
+    family: Family
+    transformer: str
+    config: Mapping[str, Any]
+    encoder_parameters: int
+    prompt_tokens: int = 512
+    clip_tokens: int = 0
+    decoder_class: str = "AutoencoderKL"
+    decoder: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text_tokens(self) -> int:
+        """The length of a prompt's embedding."""
+        return self.clip_tokens + self.prompt_tokens
+
+    @property
+    def text_width(self) -> int:
+        """The width of a prompt's embedding."""
+        config = self.pipeline.transformer.config
+        return config.get("joint_attention_dim") or config["text_dim"]
+
+    @cached_property
+    def pipeline(self) -> Any:
+        """The pipeline on "meta", without text encoders."""
+        diffusers = import_module("diffusers")
+        names = [(name, name.replace("text_encoder", "tokenizer")) for name in self.family.encoders]
+        return getattr(diffusers, self.family.pipeline)(
+            transformer=self.build(),
+            vae=self.build_decoder(),
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+            **dict.fromkeys(sum(names, ())),
+        )
+
+    def latent_shape(self, size: Size) -> tuple[int, ...]:
+        """The shape of one latent."""
+        return latent_shape(self.pipeline, self.family, size.height, size.width, size.frames)
+
+    def inputs(self, rows: int, size: Size, precision: torch.dtype) -> tuple[Any, ...]:
+        """The arguments of `Family.velocity` after the transformer for `rows` latents, on "meta".
+
+        The mask of padded prompts, one byte per token, is left out.
+        """
+
+        def shaped(*shape: int) -> Tensor:
+            return torch.empty(rows, *shape, device="meta", dtype=precision)
+
+        embeddings = {
+            "words": shaped(self.text_tokens, self.text_width),
+            "pooled": shaped(self.pipeline.transformer.config.get("pooled_projection_dim", 0)),
+            "mask": None,
+        }
+        image = latent_size(self.pipeline, size.height, size.width)
+        return shaped(*self.latent_shape(size)), shaped(), embeddings, image
+
+    def build(self, device: str = "meta") -> Any:
+        """The transformer with random weights on `device`; on "meta" it takes no memory."""
+        with torch.device(device):
+            return getattr(import_module("diffusers"), self.transformer)(**self.config)
+
+    def build_decoder(self, device: str = "meta") -> Any:
+        """The image decoder, in the same way."""
+        with torch.device(device):
+            return getattr(import_module("diffusers"), self.decoder_class)(**self.decoder)
+
+    @staticmethod
+    def of_folder(folder: Path) -> "Architecture":
+        """The architecture of the pipeline in `folder`, from its JSON files and its encoders' headers.
+
+        Raises `OSError`, `KeyError` or `ValueError` if files are missing or have another form.
+        """
+        transformer, decoder = (json.loads((folder / part / "config.json").read_text()) for part in ("transformer", "vae"))
+        tokenizer = json.loads((folder / "tokenizer/tokenizer_config.json").read_text())
+        known = {known.transformer: known for known in ARCHITECTURES.values()}[transformer["_class_name"]]
+        return replace(
+            known,
+            config={name: value for name, value in transformer.items() if not name.startswith("_")},
+            clip_tokens=tokenizer["model_max_length"] if known.clip_tokens else 0,
+            encoder_parameters=sum(map(_elements, folder.glob("text_encoder*/*.safetensors"))),
+            decoder={name: value for name, value in decoder.items() if not name.startswith("_")},
+        )
+
+
+def _sd35(layers: int, **config: Any) -> Architecture:
+    """SD3.5; a layer more is a head of 64 channels more."""
+    sizes = {"num_layers": layers, "num_attention_heads": layers, "caption_projection_dim": 64 * layers}
+    config = {**sizes, "qk_norm": "rms_norm", "pooled_projection_dim": 2048, **config}
+    return Architecture(SD3(), "SD3Transformer2DModel", config, SD3_ENCODERS, 256, 77, decoder=DECODER)
+
+
+def _flux(distilled: bool) -> Architecture:
+    config = {"num_layers": 19, "num_single_layers": 38, "pooled_projection_dim": 768, "guidance_embeds": distilled}
+    return Architecture(Flux(), "FluxTransformer2DModel", config, FLUX_ENCODERS, decoder=DECODER)
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "sd3.5-medium": _sd35(24, pos_embed_max_size=384, dual_attention_layers=tuple(range(13))),
+    "sd3.5-large": _sd35(38, pos_embed_max_size=192),
+    "flux.1-dev": _flux(True),
+    "flux.1-schnell": _flux(False),
+    "qwen-image": Architecture(
+        QwenImage(), "QwenImageTransformer2DModel", {}, QWEN_ENCODER, decoder_class="AutoencoderKLQwenImage"
+    ),
+    "wan2.1-t2v-1.3b": Architecture(
+        Wan(),
+        "WanTransformer3DModel",
+        {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960},
+        WAN_ENCODER,
+        decoder_class="AutoencoderKLWan",
+    ),
+}
+"""The published architectures by name."""
+
+
+def architecture_of(model: str) -> Architecture | None:
+    """The architecture of the pipeline in the folder `model`, or of a model whose name determines it."""
+    if (Path(model) / "model_index.json").is_file():
+        with suppress(OSError, KeyError, ValueError):
+            return Architecture.of_folder(Path(model))
+    name = model.lower().rstrip("/").removesuffix("-diffusers")
+    return next((known for end, known in ARCHITECTURES.items() if name.endswith(end.removeprefix("sd"))), None)
+
+
+def _elements(file: Path) -> int:
+    """Numbers in a safetensors file, from its header."""
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
 OPTIMIZER_BYTES = 4 * (1 + 1 + 2 + 1)
 """Bytes per trained weight: the float32 weight, its gradient, AdamW's two moments, the averaged weight."""
 
@@ -105,58 +294,53 @@ def count_memory(
         The memory of each part in bytes.
 
     Raises:
-        ConfigError: the model or a dtype is unknown.
+        ConfigError: the model is unknown.
     """
-    for name, value in (("dtype", dtype), ("decode_dtype", decode_dtype)):
-        require(value in DTYPE_BYTES, name, value, f"one of {', '.join(DTYPE_BYTES)}")
-    known = architecture(model) if isinstance(model, str) else model
-    pixels = resolution if isinstance(resolution, Size) else Size(resolution, resolution)
-    network, precision, size = known.build(), getattr(torch, dtype), DTYPE_BYTES[dtype]
+    known = architecture_of(model) if isinstance(model, str) else model
+    require(known is not None, "model", model, f"one of {', '.join(ARCHITECTURES)}, or a folder")
+    assert known is not None
+    size = resolution if isinstance(resolution, Size) else Size(resolution, resolution)
+    decoder, latents = known.build_decoder(), min(decode_batch, images or decode_batch)
+    nn.Module.to(decoder, DTYPES[decode_dtype])
+    latent, _, _, image = known.inputs(latents, size, DTYPES[decode_dtype])
+    with torch.no_grad():
+        decode = _peak(lambda: known.family.decode(SimpleNamespace(vae=decoder), latent, image), decoder)
+    network, precision = known.build(), DTYPES[dtype]
     parameters = sum(p.numel() for p in network.parameters())
     nn.Module.to(network, precision)  # diffusers' `to` warns of layers to keep in float32 even if there are none
     network.requires_grad_(full)
     if not full:
-        Adapters(network, rank, float(rank), targets or known.lora_targets, seed=0)
+        Adapters(network, rank, float(rank), targets or known.family.lora_targets, seed=0)
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
     for parameter in network.parameters():
         parameter.data = parameter.data.to(precision)  # as autocast computes
     if checkpointing:
         network.enable_gradient_checkpointing()
     network.train()
-    with _flash_attention():
-        update = _peak(lambda: _step(network, known.inputs(update_rows, pixels, precision)), network)
-        with torch.no_grad():
-            rollout = _peak(lambda: network(**known.inputs(rollout_rows, pixels, precision)), network)
-    decoder, decode = _decoder(known, pixels, min(decode_batch, images or decode_batch), getattr(torch, decode_dtype))
-    scored = 4 * 3 * pixels.height * pixels.width * pixels.frames * images
-    cast = trained * size if dtype != "float32" else 0
+
+    def call(rows: int) -> Tensor:
+        inputs.append(known.inputs(rows, size, precision))  # kept until the end
+        return known.family.velocity(network, *inputs[-1])
+
+    inputs: list[Any] = []
+    update = _peak(lambda: call(update_rows).float().square().mean().backward(), network)
+    inputs.clear()
+    with torch.no_grad():
+        rollout = _peak(lambda: call(rollout_rows), network)
+    scored = 4 * 3 * size.height * size.width * size.frames * images
+    cast = trained * precision.itemsize if dtype != "float32" else 0
     buffers = sum(b.numel() for b in network.buffers())
-    frozen = (0 if full and not reference else parameters + buffers) * size + (buffers * 4 if full else 0)
+    frozen = (0 if full and not reference else parameters + buffers) * precision.itemsize + (buffers * 4 if full else 0)
     return Memory(
         parameters=parameters,
         trained_parameters=trained,
-        weights=frozen + decoder,
+        weights=frozen + sum(p.numel() * p.itemsize for p in decoder.parameters()),
         trained=trained * OPTIMIZER_BYTES,
-        update=max(update - trained * size, 0) + cast,  # without the gradients, which `trained` includes
+        update=max(update - trained * precision.itemsize, 0) + cast,  # without the gradients, which `trained` includes
         rollout=rollout + cast,
         decode=max(decode + scored, 2 * scored),  # the images so far; at the end they are joined, which copies them
-        encoders=known.encoder_parameters * size,
+        encoders=known.encoder_parameters * precision.itemsize,
     )
-
-
-def _decoder(known: Architecture, size: Size, rows: int, precision: torch.dtype) -> tuple[int, int]:
-    """Bytes of the image decoder's weights, and the peak that decoding `rows` latents adds."""
-    decoder = known.build_decoder()
-    nn.Module.to(decoder, precision)
-    latent = known.latent_image(rows, size, precision)
-    with torch.no_grad(), _flash_attention():
-        peak = _peak(lambda: decoder.decode(latent), decoder)
-    return sum(p.numel() * p.itemsize for p in decoder.parameters()), peak
-
-
-def _step(network: Any, inputs: Mapping[str, Any]) -> None:
-    """Forward and backward pass of a loss; the inputs are kept until the end."""
-    network(**inputs)[0].float().square().mean().backward()
 
 
 @contextmanager
@@ -199,17 +383,17 @@ class StorageCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, then count new storages."""
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(found):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
             if isinstance(tensor, Tensor):
                 self.add(tensor)
-        return found
+        return result
 
     def add_all(self) -> None:
         """Count all tensors that Python's garbage collector tracks."""
-        for thing in gc.get_objects():
-            if issubclass(type(thing), Tensor):
-                self.add(thing)
+        for item in gc.get_objects():
+            if issubclass(type(item), Tensor):
+                self.add(item)
 
     def add(self, tensor: Tensor) -> None:
         """Count the storage of `tensor` unless it counts already."""
@@ -229,7 +413,7 @@ class StorageCounter(TorchDispatchMode):
 
 
 def _peak(work: Callable[[], Any], network: Any) -> int:
-    with StorageCounter("meta", network) as counter:
+    with _flash_attention(), StorageCounter("meta", network) as counter:
         work()
     for parameter in network.parameters():
         parameter.grad = None

@@ -34,7 +34,8 @@ class MixturePolicy:
         seed: int = 0,
         device: str | torch.device = "cpu",
     ) -> None:
-        device = device_of(device)
+        self.device = device = device_of(device)
+        self.latent_shape = (2, 1, 1)  # a point
         self.mixture = GaussianMixture(mixture.means.to(device), mixture.std, mixture.weights.to(device))
         self.direction = direction
         with torch.random.fork_rng(devices=[]):
@@ -45,18 +46,7 @@ class MixturePolicy:
         nn.init.zeros_(self.net[-1].weight)  # pyright: ignore[reportArgumentType]
         nn.init.zeros_(self.net[-1].bias)  # pyright: ignore[reportArgumentType]
         self.net.to(device)
-        self._device = device
         self._base_only = False
-
-    @property
-    def latent_shape(self) -> tuple[int, ...]:
-        """(2, 1, 1): a point."""
-        return (2, 1, 1)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the network."""
-        return self._device
 
     @property
     def velocity_network(self) -> nn.Module:
@@ -65,14 +55,13 @@ class MixturePolicy:
 
     def schedule(self, steps: int) -> Schedule:
         """The even grid."""
-        grid = uniform_schedule(steps)
-        return Schedule(grid.times.to(self._device))
+        return uniform_schedule(steps).to(self.device)
 
     def encode(self, prompts: Sequence[Prompt]) -> Condition:
         """(cos, sin) of each prompt's direction."""
         angles = [math.radians(self.direction(prompt.text)) for prompt in prompts]
         rows = [[math.cos(a), math.sin(a)] for a in angles]
-        return Condition({"direction": torch.tensor(rows, device=self._device)})
+        return Condition({"direction": torch.tensor(rows, device=self.device)})
 
     def velocity(self, latent: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
         """v_exact + net, float32."""

@@ -3,10 +3,10 @@
 import copy
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,7 @@ from torch import Tensor, nn
 from flowrl.distributed import full_tensors, is_sharded_network
 from flowrl.errors import ConfigError, require
 from flowrl.policies.attention import set_attention_backend
-from flowrl.policies.block_cache import FirstBlockCache, blocks_of
-from flowrl.policies.family import (
-    DTYPES,
-    Family,
-    ModelOptions,
-    device_of,
-    linear_guidance,
-    pixels_per_latent,
-)
+from flowrl.policies.family import DTYPES, Family, ModelOptions, device_of, latent_shape, latent_size, linear_guidance
 from flowrl.policies.lora import Adapters, load_frozen_adapters
 from flowrl.policies.prompt_cache import PromptCache
 from flowrl.types import Condition, Prompt, Schedule
@@ -36,7 +28,9 @@ class PipelinePolicy:
 
     The transformer and the image decoder move to `options.device`. The text encoders stay in main memory and move to the device
     only to embed new prompts. The reference is the network with its adapter disabled, or a frozen copy. `adapters` (None unless a
-    LoRA is trained) adds further adapters and selects which are trained and active.
+    LoRA is trained) adds further adapters and selects which are trained and active. `latent_shape` is [channel, height, width]
+    (SD3), [token, channel] of 2 x 2 patches (FLUX, Qwen-Image) or [channel, frame, height, width] (Wan), `latent_size` the height
+    and width of the latent image, an eighth of the image's for the built-in families.
 
     Args:
         pipe: the pipeline. The policy trains its transformer or adds an adapter to it, so it has the current weights.
@@ -45,24 +39,22 @@ class PipelinePolicy:
     """
 
     def __init__(self, pipe: Any, family: Family, options: ModelOptions = ModelOptions()) -> None:
-        found = type(pipe).__name__
-        require(found == family.pipeline, "pipeline", found, family.pipeline)
+        require(type(pipe).__name__ == family.pipeline, "pipeline", type(pipe).__name__, family.pipeline)
         _require_rgb(pipe)
         self.pipe, self.family, self.options = pipe, family, options
-        self._device = device_of(options.device)
+        self.device = device_of(options.device)
         self.dtype = DTYPES[options.dtype]
         self.transformer: Any = pipe.transformer
-        _place(self.transformer, self._device, torch.float32 if options.tuning == "full" else self.dtype)
+        self.velocity_network: nn.Module = pipe.transformer
+        _place(self.transformer, self.device, torch.float32 if options.tuning == "full" else self.dtype)
         if options.attention_backend:
-            set_attention_backend(self.transformer, options.attention_backend, self._device, self.dtype)
-        _place(pipe.vae, self._device, DTYPES[options.decode_dtype])
-        self._latent_shape = _latent_shape(pipe, family, options)
-        self._size = (options.height // pixels_per_latent(pipe), options.width // pixels_per_latent(pipe))
+            set_attention_backend(self.transformer, options.attention_backend, self.device, self.dtype)
+        _place(pipe.vae, self.device, DTYPES[options.decode_dtype])
+        self.latent_shape = latent_shape(pipe, family, options.height, options.width, options.num_frames)
+        self.latent_size = latent_size(pipe, options.height, options.width)
         self._scheduler = _own_scheduler(pipe)
-        self.prompts = PromptCache(self._embed, self._device, options.prompt_cache, self.dtype)
-        self._guidance = options.guidance_scale
-        self._one_call = options.guidance_gradient == "both"
-        self._guide = getattr(family, "guide", linear_guidance)
+        self.prompts = PromptCache(self._embed, self.device, options.prompt_cache, self.dtype)
+        self.guidance_scale = options.guidance_scale
         self.adapters: Adapters | None = None
         self._copy: Any = None
         self._released = False
@@ -71,63 +63,41 @@ class PipelinePolicy:
 
     def _prepare_training(self) -> None:
         options = self.options
+        fits = options.tuning == "lora" or not options.frozen_adapters
+        require(fits, "frozen_adapters", options.frozen_adapters, "left out unless tuning is lora: make them part of the weights")
         if options.tuning == "lora":
             targets = options.lora_targets or self.family.lora_targets
             frozen = load_frozen_adapters(self.pipe, options.frozen_adapters)
-            name, size = options.adapter_name, (options.lora_rank, options.lora_alpha)
-            self.adapters = Adapters(self.transformer, *size, targets, options.seed, name, frozen)
-            if self.dtype != torch.float32:
-                self.adapters.cast_by_autocast()
+            self.adapters = Adapters(
+                self.transformer, options.lora_rank, options.lora_alpha, targets, options.seed, options.adapter_name, frozen
+            )
             if options.adapter:
                 self.adapters.load(Path(options.adapter), type(self.pipe))
         elif options.tuning == "full":
             if options.keep_reference:
                 self._copy = copy.deepcopy(self.transformer)
-                _place(self._copy, self._device, self.dtype)
+                _place(self._copy, self.device, self.dtype)
             self.transformer.requires_grad_(True)
         self.checkpoint_gradients(options.gradient_checkpointing)
         if options.compile:
-            for network in (self.transformer, self._copy):
+            for network in filter(None, (self.transformer, self._copy)):
                 compile_blocks(network, options.compile)
 
     def checkpoint_gradients(self, on: bool) -> None:
         """Set whether the backward pass recomputes activations; the gradient is the same."""
-        if on:
-            self.transformer.enable_gradient_checkpointing()
-        elif self.transformer.is_gradient_checkpointing:
-            self.transformer.disable_gradient_checkpointing()
-
-    @property
-    def latent_shape(self) -> tuple[int, ...]:
-        """[channel, height, width] (SD3), [token, channel] of 2 x 2 patches (FLUX, Qwen-Image) or [channel, frame, height, width]
-        (Wan)."""
-        return self._latent_shape
-
-    @property
-    def latent_size(self) -> tuple[int, int]:
-        """Height and width of the latent image, an eighth of the image's for the built-in families."""
-        return self._size
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the network."""
-        return self._device
-
-    @property
-    def velocity_network(self) -> nn.Module:
-        """The transformer."""
-        return self.transformer
+        network = self.transformer
+        (network.enable_gradient_checkpointing if on else network.disable_gradient_checkpointing)()
 
     def schedule(self, steps: int) -> Schedule:
         """The pipeline's own grid for this image size, float32."""
         require(steps >= 1, "steps", steps, "1 or more")
-        self.family.set_timesteps(self._scheduler, steps, self._latent_shape, self.pipe)
-        return Schedule(self._scheduler.sigmas.float().to(self._device), self._scheduler.timesteps.float().to(self._device))
+        self.family.set_timesteps(self._scheduler, steps, self.latent_shape, self.pipe)
+        return Schedule(self._scheduler.sigmas.float(), self._scheduler.timesteps.float()).to(self.device)
 
     def encode(self, prompts: Sequence[Prompt]) -> Condition:
         """One number per prompt, which `velocity` looks up in the cache of embeddings."""
         known = self.prompts.numbers([*(prompt.text for prompt in prompts), self.options.negative_prompt])
-        numbers = torch.tensor(known, device=self._device)
+        numbers = torch.tensor(known, device=self.device)
         return Condition({"prompt": numbers[:-1], "negative": numbers[-1:].expand(len(prompts))}, frozenset(known))
 
     def warm(self, prompts: Sequence[Prompt]) -> None:
@@ -150,11 +120,11 @@ class PipelinePolicy:
         encoders = [encoder for name in self.family.encoders if (encoder := getattr(self.pipe, name)) is not None]
         tokens = self.options.max_sequence_length or self.family.text_tokens
         for encoder in encoders:
-            encoder.eval().requires_grad_(False).to(self._device)
+            encoder.eval().requires_grad_(False).to(self.device)
         try:
             for text in texts:
                 with torch.no_grad():
-                    row = self.family.encode(self.pipe, text, tokens, self._device)
+                    row = self.family.encode(self.pipe, text, tokens, self.device)
                 yield row
         finally:
             for encoder in encoders:
@@ -163,64 +133,40 @@ class PipelinePolicy:
     def velocity(self, latent: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
         """The network's estimate of v = eps - x_0, float32; with classifier-free guidance (two evaluations) if it is on."""
         prompt, keys = condition.tensors["prompt"], condition.keys
-        if self._guidance == 1:
+        if self.guidance_scale == 1:
             return self._call(latent, timestep, prompt, keys)
         negative = condition.tensors["negative"]
-        if not self._one_call:
+        if self.options.guidance_gradient == "both":
+            both = self._call(torch.cat([latent] * 2), timestep.repeat(2), torch.cat([negative, prompt]), keys)
+            away, towards = both.chunk(2)
+        else:
             with torch.no_grad():
                 away = self._call(latent, timestep, negative, keys)
             towards = self._call(latent, timestep, prompt, keys)
-        else:
-            both = self._call(torch.cat([latent] * 2), timestep.repeat(2), torch.cat([negative, prompt]), keys)
-            away, towards = both.chunk(2)
-        return self._guide(away, towards, self._guidance)
+        return getattr(self.family, "guide", linear_guidance)(away, towards, self.guidance_scale)
 
     def _call(self, latent: Tensor, timestep: Tensor, numbers: Tensor, keys: frozenset[int]) -> Tensor:
         rows = self.prompts.rows(numbers, keys)
-        with self._arithmetic():
-            return self.family.velocity(self._active, latent.to(self.dtype), timestep, rows, self._size).float()
-
-    def _arithmetic(self) -> AbstractContextManager[Any]:
-        """Autocast if the network is narrower than float32."""
         narrow = self.dtype != torch.float32
-        return torch.autocast(self._device.type, dtype=self.dtype) if narrow else nullcontext()
+        with torch.autocast(self.device.type, dtype=self.dtype) if narrow else nullcontext():
+            return self.family.velocity(self._active, latent.to(self.dtype), timestep, rows, self.latent_size).float()
 
     @contextmanager
     def guided(self, guidance: float) -> Iterator[None]:
         """Within this context the guidance scale is `guidance`, for example to evaluate with another scale than in training."""
         require(guidance >= 1, "guidance_scale", guidance, "1 (off) or more")
-        kept, self._guidance = self._guidance, guidance
+        kept, self.guidance_scale = self.guidance_scale, guidance
         try:
             yield
         finally:
-            self._guidance = kept
-
-    @property
-    def guidance_scale(self) -> float:
-        """The current scale."""
-        return self._guidance
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of the transformer."""
-        return len(blocks_of(self.transformer))
-
-    @contextmanager
-    def block_cache(self) -> Iterator[Callable[[bool], None]]:
-        """See `PolicyExtras`; with guidance, one call contains the rows of both prompts."""
-        with FirstBlockCache().installed(blocks_of(self._active)) as switch:
-            kept, self._one_call = self._one_call, True
-            try:
-                yield switch
-            finally:
-                self._one_call = kept
+            self.guidance_scale = kept
 
     def decode(self, latent: Tensor) -> Tensor:
         """Images [sample, 3, height, width] or videos [sample, frame, 3, height, width] in [0, 1], `decode_batch` at a time."""
         images, dtype = [], DTYPES[self.options.decode_dtype]
         with torch.no_grad():
             for part in latent.to(dtype).split(self.options.decode_batch):
-                pixels = self.family.decode(self.pipe, part, self._size).float()
+                pixels = self.family.decode(self.pipe, part, self.latent_size).float()
                 images.append((pixels / 2 + 0.5).clamp(0, 1).contiguous())
         return torch.cat(images)
 
@@ -245,10 +191,8 @@ class PipelinePolicy:
     def frozen(self) -> Iterator[None]:
         """No gradients. The adapter is merged into the weights of a float32 network, but not of a narrower one: rounding W + BA
         would make the sampling policy different from the trained policy."""
-        merge: AbstractContextManager[None] = nullcontext()
-        if self.adapters is not None and self.dtype == torch.float32:
-            merge = self.adapters.merged()
-        with torch.no_grad(), merge:
+        merge = self.adapters is not None and self.dtype == torch.float32
+        with torch.no_grad(), cast(Adapters, self.adapters).merged() if merge else nullcontext():
             yield
 
     def save(self, folder: Path) -> None:
@@ -276,21 +220,10 @@ def _full_network(network: Any) -> Any:
     """`network`; if its weights are sharded, a copy in the main process's main memory, and None in the other processes."""
     if not is_sharded_network(network):
         return network
-    tensors = full_tensors(network.state_dict())
-    if not tensors:
-        return None
-    copied = type(network).from_config(network.config)
-    copied.load_state_dict(tensors)
-    return copied
-
-
-def _latent_shape(pipe: Any, family: Family, options: ModelOptions) -> tuple[int, ...]:
-    """The shape of a latent image or video of the size in `options`."""
-    video_shape = getattr(family, "video_shape", None)
-    if video_shape is not None:
-        return video_shape(pipe, options.height, options.width, options.num_frames)
-    require(options.num_frames == 1, "num_frames", options.num_frames, f"1: a {family.pipeline} makes images")
-    return family.latent_shape(pipe, options.height, options.width)
+    if tensors := full_tensors(network.state_dict()):
+        network = type(network).from_config(network.config)
+        network.load_state_dict(tensors)
+    return network if tensors else None
 
 
 def _require_rgb(pipe: Any) -> None:
@@ -322,19 +255,24 @@ def _own_scheduler(pipe: Any) -> Any:
     """
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-    found, config = pipe.scheduler, pipe.scheduler.config
-    if isinstance(found, FlowMatchEulerDiscreteScheduler):
+    kind, config = type(pipe.scheduler), pipe.scheduler.config
+    if issubclass(kind, FlowMatchEulerDiscreteScheduler):
         return FlowMatchEulerDiscreteScheduler.from_config(config)
     allowed = "FlowMatchEulerDiscreteScheduler, or one with flow sigmas and a flow_shift"
-    require(bool(config.get("use_flow_sigmas")) and "flow_shift" in config, "scheduler", type(found).__name__, allowed)
+    require(bool(config.get("use_flow_sigmas")) and "flow_shift" in config, "scheduler", kind.__name__, allowed)
     return FlowMatchEulerDiscreteScheduler(config["num_train_timesteps"], shift=config["flow_shift"])
+
+
+def _blocks(network: Any) -> list[nn.Module]:
+    """The entries of the module lists at the top of a transformer, its blocks, in order."""
+    return [block for child in network.children() if isinstance(child, nn.ModuleList) for block in child]
 
 
 def compile_blocks(network: Any, backend: str) -> None:
     """Compile in place every entry of the module lists at the top of `network`: a transformer's blocks.
 
     Args:
-        network: the transformer; None: nothing is compiled.
+        network: the transformer.
         backend: name of a backend of torch.compile.
 
     Raises:
@@ -342,14 +280,11 @@ def compile_blocks(network: Any, backend: str) -> None:
     """
     allowed = torch.compiler.list_backends(exclude_tags=())
     require(backend in allowed, "compile", backend, f"a backend of torch.compile ({', '.join(allowed)}), or empty for off")
-    if network is None:
-        return
-    limit = torch._dynamo.config
-    limit.recompile_limit = max(limit.recompile_limit, COMPILED_VERSIONS)
-    for block in blocks_of(network):
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_VERSIONS)
+    for block in _blocks(network):
         block.compile(backend=backend)
 
 
 def has_compiled_blocks(network: nn.Module) -> bool:
     """Whether `compile_blocks` has compiled `network`."""
-    return any(block._compiled_call_impl is not None for block in blocks_of(network))
+    return any(block._compiled_call_impl is not None for block in _blocks(network))

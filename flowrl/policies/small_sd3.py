@@ -1,7 +1,7 @@
 """The built-in image policy: diffusers' SD3 transformer class at a size that a laptop can train."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from flowrl.errors import require
-from flowrl.policies.block_cache import FirstBlockCache, blocks_of
 from flowrl.policies.family import device_of
 from flowrl.policies.lora import LORA_TARGETS, Adapters
 from flowrl.types import Condition, Prompt, Schedule
@@ -177,35 +176,20 @@ class SmallSD3Policy:
         require(rank >= 0, "lora rank", rank, "0 or more")
         from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-        self.network = network.to(device_of(device)).eval().requires_grad_(False)
+        self.device = device_of(device)
+        self.network = network.to(self.device).eval().requires_grad_(False)
+        self.velocity_network: nn.Module = network.transformer
+        self.latent_shape = (network.config.channels, network.config.grid, network.config.grid)
         self.tokenise = tokenise
         self.dtype = dtype
-        config = network.config
-        self._latent_shape = (config.channels, config.grid, config.grid)
-        self._scheduler = FlowMatchEulerDiscreteScheduler(shift=config.shift)
+        self._scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=network.config.shift)
         self._adapters = Adapters(self.network.transformer, rank, alpha, LORA_TARGETS, seed) if rank else None
-
-    @property
-    def latent_shape(self) -> tuple[int, ...]:
-        """(channels, grid, grid)."""
-        return self._latent_shape
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the network."""
-        return self.network.autoencoder.shift.device
-
-    @property
-    def velocity_network(self) -> nn.Module:
-        """The transformer."""
-        return self.network.transformer
 
     def schedule(self, steps: int) -> Schedule:
         """The grid of diffusers' `FlowMatchEulerDiscreteScheduler`, float32."""
         require(steps >= 1, "steps", steps, "1 or more")
         self._scheduler.set_timesteps(steps, device=self.device)
-        grid: Any = self._scheduler
-        return Schedule(grid.sigmas.float().to(self.device), grid.timesteps.float().to(self.device))
+        return Schedule(self._scheduler.sigmas.float(), self._scheduler.timesteps.float()).to(self.device)
 
     def encode(self, prompts: Sequence[Prompt]) -> Condition:
         """Word embeddings [prompt, word, dim]."""
@@ -215,19 +199,9 @@ class SmallSD3Policy:
 
     def velocity(self, latent: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
         """v = eps - x_0 of the network, in float32; under autocast if the policy's dtype is narrower."""
-        if self.dtype == torch.float32:
-            return self.network.velocity(latent, timestep, condition.tensors["words"])
-        with torch.autocast(self.device.type, dtype=self.dtype):
+        narrow = self.dtype != torch.float32
+        with torch.autocast(self.device.type, dtype=self.dtype) if narrow else nullcontext():
             return self.network.velocity(latent, timestep, condition.tensors["words"]).float()
-
-    @property
-    def blocks(self) -> int:
-        """Layers of the transformer."""
-        return len(blocks_of(self.network.transformer))
-
-    def block_cache(self) -> AbstractContextManager[Callable[[bool], None]]:
-        """See `PolicyExtras`."""
-        return FirstBlockCache().installed(blocks_of(self.network.transformer))
 
     def decode(self, latent: Tensor) -> Tensor:
         """Images [sample, 3, 64, 64] in [0, 1]."""

@@ -59,16 +59,9 @@ class Grid:
 class NetworkUse:
     """How a probe calls the network; the trajectories' own evaluations are never affected.
 
-    With `cache` = c > 1, the first of every c consecutive evaluations of a solution computes all blocks of the transformer. The
-    others compute only the first block and add to its output what the remaining blocks added then, at the cost of 1 / blocks of
-    an evaluation. Every start node then has separate calls. Source: first-block cache as in diffusers' `apply_first_block_cache`.
-    There a threshold on the change of the first block's output over the whole batch decides; here the evaluations are fixed, so
-    cost and result do not depend on the batch.
-
     Args:
         dtype: "own", or "bfloat16": under autocast; weights keep their precision, and a narrower network is not changed.
         guidance: "own", or "off": without classifier-free guidance, which halves an evaluation; needs a guidance scale above 1.
-        cache: c; 1: off.
 
     Raises:
         ConfigError: a field is out of range.
@@ -76,24 +69,15 @@ class NetworkUse:
 
     dtype: Literal["own", "bfloat16"] = "own"
     guidance: Literal["own", "off"] = "own"
-    cache: int = 1
 
     def __post_init__(self) -> None:
         require(self.dtype in ("own", "bfloat16"), "dtype", self.dtype, "'own' or 'bfloat16'")
         require(self.guidance in ("own", "off"), "guidance", self.guidance, "'own' or 'off'")
-        require(self.cache >= 1, "cache", self.cache, "1 (off) or more evaluations")
 
-    def share(self, blocks: int | None, reuse: bool = False) -> float:
-        """The cost of a call in network evaluations of the policy; with `reuse` it computes only the first of `blocks` blocks."""
-        passes = 1 if self.guidance == "own" else 0.5
-        if not reuse:
-            return passes
-        require(blocks is not None, "cache", self.cache, "1 (off) for a network whose number of blocks is not known")
-        return passes / (blocks or 1)
-
-    def reuses(self, evaluation: int) -> bool:
-        """Whether evaluation number `evaluation` (from 1; number 0 is the rollout's own) computes the first block only."""
-        return (evaluation - 1) % self.cache > 0
+    @property
+    def share(self) -> float:
+        """The cost of a call in network evaluations of the policy."""
+        return 1 if self.guidance == "own" else 0.5
 
 
 @dataclass(frozen=True)
@@ -105,14 +89,12 @@ class Shape:
         schedule: the time grid.
         tree: which states the trajectories of a group share.
         nodes: the nodes to be estimated (see `Probing`).
-        blocks: number of blocks of the network; None: unknown.
     """
 
     groups: int
     schedule: Schedule
     tree: Tree
     nodes: Sequence[int]
-    blocks: int | None = None
 
     @property
     def rows(self) -> list[int]:
@@ -225,11 +207,10 @@ class Probing(Protocol):
         """
         ...
 
-    def velocity(self, latents: Tensor, timestep: Tensor, reuse: bool = False) -> Tensor:
+    def velocity(self, latents: Tensor, timestep: Tensor) -> Tensor:
         """The network's output at `latents` [row, *latent], `timestep` = 1000 t [row]; float32.
 
-        The call has the settings of the probe's `network` and is counted. With `reuse` only the first block is computed; the last
-        call without `reuse` must have had the same rows.
+        The call has the settings of the probe's `network` and is counted.
         """
         ...
 

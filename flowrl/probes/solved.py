@@ -43,7 +43,6 @@ class ODEProbe(Probe, ABC):
             arXiv 2211.01095) or unipc (arXiv 2302.04867).
         dtype: see `NetworkUse`; the first velocity is always the rollout's.
         guidance: see `NetworkUse`.
-        cache: see `NetworkUse`.
 
     Raises:
         ConfigError: a field is out of range.
@@ -55,7 +54,6 @@ class ODEProbe(Probe, ABC):
     solver: Solver = "euler"
     dtype: Literal["own", "bfloat16"] = "own"
     guidance: Literal["own", "off"] = "own"
-    cache: int = 1
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -63,7 +61,6 @@ class ODEProbe(Probe, ABC):
         require(0 < self.fraction <= 1, f"{name}.fraction", self.fraction, "above 0, at most 1")
         require(self.control in ("tweedie", "uniform"), f"{name}.control", self.control, "'tweedie' or 'uniform'")
         require(self.solver in get_args(Solver), f"{name}.solver", self.solver, f"one of {', '.join(get_args(Solver))}")
-        require(self.cache >= 1, f"{name}.cache", self.cache, "1 (off) or more")
         _ = self.network
 
     def __repr__(self) -> str:
@@ -73,7 +70,7 @@ class ODEProbe(Probe, ABC):
     @property
     def network(self) -> NetworkUse:
         """How the network is called."""
-        return NetworkUse(self.dtype, self.guidance, self.cache)
+        return NetworkUse(self.dtype, self.guidance)
 
     @abstractmethod
     def grid(self, schedule: Schedule, node: int) -> Grid:
@@ -135,7 +132,7 @@ class ODEProbe(Probe, ABC):
         return mean + place / len(scored.nodes) * (scored.final - mean)
 
     def cost(self, shape: Shape) -> Cost:
-        """Solutions from all nodes advance together; with `cache` those from one node at a time."""
+        """Solutions from all nodes advance together."""
         nodes, counts = shape.nodes[:: self.every], shape.rows
         all_members = shape.groups * shape.members
         chosen = shape.groups * (self._count(shape.members) if self.fraction < 1 else shape.members)
@@ -148,12 +145,9 @@ class ODEProbe(Probe, ABC):
         if self.ahead(shape.nodes):
             return [Call(rows[node], step=step) for node in rows for step in range(node + 1, steps)]
         lengths = {node: self.evaluations(steps, node) for node in rows}
-        if self.cache == 1:
-            last, share = max(lengths.values(), default=0), self.network.share(shape.blocks)
-            together = [sum(rows[node] for node in rows if lengths[node] > number) for number in range(1, last)]
-            return [Call(found, share) for found in together]
-        one_by_one = [(node, self.network.reuses(number)) for node in rows for number in range(1, lengths[node])]
-        return [Call(rows[node], self.network.share(shape.blocks, reuse)) for node, reuse in one_by_one]
+        last = max(lengths.values(), default=0)
+        together = [sum(rows[node] for node in rows if lengths[node] > number) for number in range(1, last)]
+        return [Call(count, self.network.share) for count in together]
 
 
 def split_evenly(values: Mapping[int, Tensor], scored: Scored) -> dict[int, Tensor]:
@@ -185,7 +179,6 @@ class Substeps(ODEProbe):
         solver: see `ODEProbe`.
         dtype: see `NetworkUse`.
         guidance: see `NetworkUse`.
-        cache: see `NetworkUse`.
 
     Raises:
         ConfigError: a field is out of range.
@@ -233,7 +226,6 @@ class Completion(ODEProbe):
         solver: see `ODEProbe`.
         dtype: see `NetworkUse`.
         guidance: see `NetworkUse`.
-        cache: see `NetworkUse`.
 
     Raises:
         ConfigError: a field is out of range.

@@ -1,5 +1,6 @@
 """Training prompts in a reproducible order."""
 
+import copy
 from collections.abc import Sequence
 
 from flowrl.errors import ConfigError
@@ -37,7 +38,6 @@ class PromptStream:
 
     def upcoming(self, count: int) -> list[Prompt]:
         """The distinct prompts among the next `count`, in order; the position does not change."""
-        ahead = PromptStream(self.prompts, 0)
-        ahead.generator.set_state(self.generator.get_state())
-        ahead.order = list(self.order)
+        ahead = copy.copy(self)
+        ahead.generator, ahead.order = self.generator.clone_state(), list(self.order)
         return list({prompt.text: prompt for prompt in ahead.take(count)}.values())

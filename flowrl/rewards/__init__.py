@@ -1,26 +1,29 @@
 """Reward models that do not belong to a world, wrappers around rewards, and feature spaces for diversity."""
 
 from flowrl.rewards.clip import Aesthetic, CLIPScore, HPSv21, PickScore
-from flowrl.rewards.combine import Clipped, FunctionReward, NoisyReward, WeightedSum, weighted_total
-from flowrl.rewards.contract import (
-    ComponentScores,
-    check_group_scores,
-    check_scores,
-    component_methods,
-    is_remote,
-    marks_invalid,
+from flowrl.rewards.combine import (
+    Clipped,
+    FunctionReward,
+    GroupSum,
+    NoisyReward,
+    WeightedSum,
+    WinRate,
+    evaluation_reward,
+    require_single,
+    weighted_total,
+    win_rates,
 )
+from flowrl.rewards.contract import ComponentScores, check_group_scores, check_scores, component_methods
 from flowrl.rewards.diversity import ClipFeatures, LatentFeatures, PixelFeatures, group_features, pairwise_diversity
 from flowrl.rewards.geneval import GenEval
-from flowrl.rewards.groups import GroupSum, WinRate, evaluation_reward, require_single, win_rates
 from flowrl.rewards.images import Images, JPEGCompressibility, JPEGIncompressibility, to_pillow
 from flowrl.rewards.ocr import OCR
-from flowrl.rewards.video import FrameMean, Motion, Videos, stills
+from flowrl.rewards.video import FrameMean, Motion, stills
 
 __all__ = [
     "OCR", "Aesthetic", "CLIPScore", "ClipFeatures", "Clipped", "ComponentScores", "FrameMean", "FunctionReward", "GenEval",
-    "GroupSum", "HPSv21", "Images", "JPEGCompressibility", "JPEGIncompressibility", "LatentFeatures", "Motion", "NoisyReward",
-    "PickScore", "PixelFeatures", "Videos", "WeightedSum", "WinRate", "check_group_scores", "check_scores", "component_methods",
-    "evaluation_reward", "group_features", "is_remote", "marks_invalid", "pairwise_diversity", "require_single", "stills",
+    "GroupSum", "HPSv21", "Images", "JPEGCompressibility", "JPEGIncompressibility", "LatentFeatures", "Motion",
+    "NoisyReward", "PickScore", "PixelFeatures", "WeightedSum", "WinRate", "check_group_scores", "check_scores",
+    "component_methods", "evaluation_reward", "group_features", "pairwise_diversity", "require_single", "stills",
     "to_pillow", "weighted_total", "win_rates",
 ]  # fmt: skip

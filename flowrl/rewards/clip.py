@@ -10,74 +10,62 @@ published code. Prompts are truncated to 77 tokens. Features are normalised and 
 network.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
+from annotated_types import Gt
 from jaxtyping import Float
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowrl.errors import ConfigError, require
-from flowrl.options import checked_options
+from flowrl.errors import require
+from flowrl.options import Count, checked_options
 from flowrl.rewards.images import Images, to_pillow
 from flowrl.rewards.weights import (
     DATA_ONLY,
-    DTYPES,
+    Precision,
     affine_map,
     from_open_clip,
-    frozen_on,
     load_network,
     loading,
     read_weights,
-    require_tokenizer,
 )
 from flowrl.types import Prompt
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 """Channel means and standard deviations of CLIP's training data (arXiv 2103.00020, public code)."""
 TOKENS = 77
+FeatureRows = Float[Tensor, "sample feature"]
+Pixels = Float[Tensor, "sample 3 size size"]
 
 
-def clip_pixels(images: Images, size: int = 224, letterbox: bool = False) -> Float[Tensor, "sample 3 size size"]:
+def clip_pixels(images: Images, size: int = 224, letterbox: bool = False) -> Pixels:
     """The network's input: 8 bits, `size` x `size` (bicubic, antialiased), (x - mean) / std. On the CPU.
 
-    The shorter side is resized to `size` and the centre is cropped; with `letterbox` the longer side is, and black bars fill the
-    rest.
+    The shorter side is resized to `size` and the centre is cropped; with `letterbox` the longer side
+    is, and black bars fill the rest.
     """
-    resize = _letterbox if letterbox else _crop_centre
-    squares = (resize(image, size) for image in to_pillow(images))
-    rows = [torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(size, size, 3) for square in squares]
-    levels = torch.stack(rows).permute(0, 3, 1, 2).float() / 255
+    squares = np.stack([np.asarray(_square(image, size, letterbox)) for image in to_pillow(images)])
+    levels = torch.from_numpy(squares).permute(0, 3, 1, 2).float() / 255
     return (levels - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
 
 
-def _crop_centre(image: "Image", size: int) -> "Image":
-    """The shorter side resized to `size`, the longer one cropped to it."""
-    from PIL.Image import Resampling
-
-    width, height = image.size
-    short = min(width, height)
-    wide, high = (size * width // short, size * height // short)
-    left, top = round((wide - size) / 2), round((high - size) / 2)
-    return image.resize((wide, high), Resampling.BICUBIC).crop((left, top, left + size, top + size))
-
-
-def _letterbox(image: "Image", size: int) -> "Image":
-    """The longer side resized to `size`; black above and below, or left and right."""
-    from PIL.Image import Resampling, new
-
-    scale = size / max(image.size)
-    wide, high = (max(1, round(side * scale)) for side in image.size)
-    square = new("RGB", (size, size))
-    square.paste(image.resize((wide, high), Resampling.BICUBIC), ((size - wide) // 2, (size - high) // 2))
-    return square
+def _square(image: Image.Image, size: int, letterbox: bool) -> Image.Image:
+    """The image with its shorter (`letterbox`: longer) side resized to `size`, the other one cropped (filled with black)."""
+    if letterbox:  # as open_clip rounds
+        scale = size / max(image.size)
+        wide, high = (max(1, round(side * scale)) for side in image.size)
+        left, top = -((size - wide) // 2), -((size - high) // 2)
+    else:  # as torchvision rounds
+        wide, high = (size * side // min(image.size) for side in image.size)
+        left, top = round((wide - size) / 2), round((high - size) / 2)
+    return image.resize((wide, high), Image.Resampling.BICUBIC).crop((left, top, left + size, top + size))
 
 
 @dataclass(frozen=True)
@@ -93,42 +81,34 @@ class Encoder:
         """Height and width of the network's input."""
         return self.model.config.vision_config.image_size
 
-    @property
-    def scale(self) -> float:
-        """The learned exp(logit_scale), 100 for OpenAI's models."""
-        return float(self.model.logit_scale.detach().float().exp())
-
     @torch.no_grad()
-    def images(self, images: Images, letterbox: bool = False) -> Float[Tensor, "sample feature"]:
+    def images(self, images: Images, letterbox: bool = False) -> FeatureRows:
         """Features of the images, of length 1; `letterbox` as in `clip_pixels`."""
         return torch.cat([self.features(clip_pixels(piece, self.size, letterbox)) for piece in images.split(self.batch)])
 
     @torch.no_grad()
-    def features(self, pixels: Float[Tensor, "sample 3 size size"]) -> Float[Tensor, "sample feature"]:
+    def features(self, pixels: Pixels) -> FeatureRows:
         """Features of the output of `clip_pixels`, of length 1."""
-        weight = self.model.visual_projection.weight
-        return _features(self.model.get_image_features(pixel_values=pixels.to(weight.device, weight.dtype)))
+        return _normalised(self.model.get_image_features(pixel_values=pixels.to(self.model.device, self.model.dtype)))
 
     @torch.no_grad()
-    def texts(self, texts: Sequence[str]) -> Float[Tensor, "sample feature"]:
+    def texts(self, texts: Sequence[str]) -> FeatureRows:
         """Features of the texts, of length 1; equal texts are encoded once."""
-        distinct = list(dict.fromkeys(texts))
-        device, rows = self.model.visual_projection.weight.device, []
+        distinct, rows = list(dict.fromkeys(texts)), []
         for start in range(0, len(distinct), self.batch):
             piece = distinct[start : start + self.batch]
             tokens = self.tokenizer(piece, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
-            rows.append(_features(self.model.get_text_features(**tokens.to(device))))
-        place = {text: i for i, text in enumerate(distinct)}
-        return torch.cat(rows)[[place[text] for text in texts]]
+            rows.append(_normalised(self.model.get_text_features(**tokens.to(self.model.device))))
+        return torch.cat(rows)[[distinct.index(text) for text in texts]]
 
     def cosines(self, images: Images, texts: Sequence[str], letterbox: bool = False) -> Float[Tensor, " sample"]:
         """Cosine of every image's features with those of its text; `letterbox` as in `clip_pixels`."""
         return (self.images(images, letterbox) * self.texts(texts)).sum(1)
 
 
-def _features(found: Any) -> Tensor:
-    """Normalised features; transformers 5 wraps them in an output object."""
-    features = found if isinstance(found, Tensor) else found.pooler_output
+def _normalised(output: Any) -> Tensor:
+    """Features of length 1; transformers 5 wraps them in an output object."""
+    features = output if isinstance(output, Tensor) else output.pooler_output
     return F.normalize(features.float(), dim=1).cpu()
 
 
@@ -140,34 +120,25 @@ def load_encoder(
 
     `tokenizer`: folder or name of the tokenizer; "" for the model's. `weights`: a file in open_clip's format that replaces the
     model's weights; only the model's configuration is then read. Raises `ConfigError` for a model that cannot be loaded or lacks
-    weights, a tokenizer of another model, a device that does not exist, or an unknown precision.
+    weights, a tokenizer of another model, or a device that does not exist.
     """
-    with loading(model, tokenizer, dtype, batch):
+    with loading(model):
         from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 
         words = AutoTokenizer.from_pretrained(tokenizer or model, **DATA_ONLY)
         if weights:
-            network: Any = _converted(CLIPModel(CLIPConfig.from_pretrained(model, **DATA_ONLY)), weights).to(DTYPES[dtype])
+            network: Any = CLIPModel(CLIPConfig.from_pretrained(model, **DATA_ONLY))
+            network.load_state_dict(from_open_clip(read_weights(weights)))
+            network = network.eval().requires_grad_(False).to(device, getattr(torch, dtype))
         else:
-            network = load_network(CLIPModel, model, dtype)
-        require_tokenizer(words, network.config.text_config.vocab_size, tokenizer or model)
-    return Encoder(frozen_on(network, device), words, batch)
-
-
-def _converted(network: Any, weights: str) -> Any:
-    """`network` with the weights of a file in open_clip's format."""
-    wanted, found = network.state_dict(), from_open_clip(read_weights(weights))
-    wrong = sorted(name for name in wanted.keys() | found.keys() if _shape(wanted, name) != _shape(found, name))
-    if wrong:
-        raise ConfigError(
-            f"weights: {weights} does not fit the model: {len(wrong)} entries are missing or differ, such as {wrong[0]}"
-        )
-    network.load_state_dict(found)
-    return network
-
-
-def _shape(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
-    return tuple(tensors[name].shape) if name in tensors and not name.endswith("position_ids") else None
+            network = load_network(CLIPModel, model, device, dtype)
+    vocabulary = network.config.text_config.vocab_size
+    # From a folder without a vocabulary transformers makes a tokenizer of two special tokens, which
+    # encodes all texts alike.
+    fits = vocabulary / 2 <= len(words) <= vocabulary
+    needed = f"the folder of a tokenizer for {vocabulary} pieces of text (this one has {len(words)})"
+    require(fits, "tokenizer", tokenizer or model, needed)
+    return Encoder(network, words, batch)
 
 
 @lru_cache(maxsize=4)
@@ -175,9 +146,24 @@ def _head(place: str) -> tuple[Tensor, Tensor]:
     return affine_map(read_weights(place))
 
 
+@dataclass(frozen=True)
+class ClipNetwork:
+    """The options of everything that uses a CLIP model; some have a `tokenizer` or `weights` of their own."""
+
+    model: str
+    device: str = "cpu"
+    dtype: Precision = "float32"
+    batch: Count = 32
+
+    def load(self) -> Encoder:
+        """The network, loaded at the first call."""
+        tokenizer, weights = (getattr(self, option, "") for option in ("tokenizer", "weights"))
+        return load_encoder(self.model, tokenizer, self.device, self.dtype, self.batch, weights)
+
+
 @checked_options
 @dataclass(frozen=True)
-class PickScore:
+class PickScore(ClipNetwork):
     """exp(logit_scale) cos(image, prompt) of a CLIP ViT-H/14 trained on human preferences; about 17 to 24.
 
     Source: Pick-a-Pic (arXiv 2305.01569), the model card's code; its probability that one of two images is preferred is the
@@ -185,10 +171,10 @@ class PickScore:
 
     Args:
         model: the model's folder, or its name on the Hub.
-        tokenizer: the tokenizer's folder, or its name on the Hub.
         device: name of the device.
         dtype: precision of the network.
         batch: images or texts per network call.
+        tokenizer: the tokenizer's folder, or its name on the Hub.
         form: "exact", or "released": divided by 26, as in Flow-GRPO's public code, about 0.65 to 0.9. The division changes the
             advantages of groups whose scores hardly differ, because 1e-4 is added to the std.
 
@@ -198,39 +184,29 @@ class PickScore:
 
     model: str = "yuvalkirstain/PickScore_v1"
     tokenizer: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-    device: str = "cpu"
-    dtype: str = "float32"
-    batch: int = 32
-    form: str = "exact"
-
-    def __post_init__(self) -> None:
-        require(self.form in ("exact", "released"), "form", self.form, "exact or released")
-
-    def load(self) -> Encoder:
-        """The network, loaded at the first call."""
-        return load_encoder(self.model, self.tokenizer, self.device, self.dtype, self.batch)
+    form: Literal["exact", "released"] = "exact"
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
         encoder = self.load()
-        scale = encoder.scale / (26 if self.form == "released" else 1)
+        scale = float(encoder.model.logit_scale.float().exp()) / (26 if self.form == "released" else 1)
         return scale * encoder.cosines(images, [prompt.text for prompt in prompts])
 
 
 @checked_options
 @dataclass(frozen=True)
-class CLIPScore:
+class CLIPScore(ClipNetwork):
     """`weight` max(0, cos(image, `prefix` + prompt)) with OpenAI's CLIP ViT-B/32; in practice about 0.4 to 1.
 
     Source: CLIPScore (arXiv 2104.08718), equation 1: weight 2.5, prefix "A photo depicts" and a space. Weights: MIT.
 
     Args:
         model: the model's folder, or its name on the Hub.
-        prefix: text before the prompt.
-        weight: factor of the cosine, above 0.
         device: name of the device.
         dtype: precision of the network.
         batch: images or texts per network call.
+        prefix: text before the prompt.
+        weight: factor of the cosine, above 0.
 
     Raises:
         ConfigError: `weight` is not above 0. `load` and `score` also raise it if the model cannot be loaded.
@@ -238,17 +214,8 @@ class CLIPScore:
 
     model: str = "openai/clip-vit-base-patch32"
     prefix: str = "A photo depicts "
-    weight: float = 2.5
-    device: str = "cpu"
-    dtype: str = "float32"
-    batch: int = 64
-
-    def __post_init__(self) -> None:
-        require(self.weight > 0, "weight", self.weight, "above 0")
-
-    def load(self) -> Encoder:
-        """The network, loaded at the first call."""
-        return load_encoder(self.model, "", self.device, self.dtype, self.batch)
+    weight: Annotated[float, Gt(0)] = 2.5
+    batch: Count = 64
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample] in [0, `weight`]."""
@@ -259,7 +226,7 @@ class CLIPScore:
 
 @checked_options
 @dataclass(frozen=True)
-class Aesthetic:
+class Aesthetic(ClipNetwork):
     """Predicted human rating of the image from 1 to 10: a linear head on CLIP ViT-L/14's features, independent of the prompt.
 
     The published head is five linear layers without activations between them, which is one affine map. Source: LAION's improved
@@ -268,24 +235,21 @@ class Aesthetic:
 
     Args:
         model: the model's folder, or its name on the Hub.
-        head: file with the head's layers (``layers.N.weight`` and ``bias``, or ``weight`` and ``bias``), or ``REPOSITORY:FILE``
-            on the Hub; safetensors or PyTorch's format, read without running code.
         device: name of the device.
         dtype: precision of the network.
         batch: images per network call.
+        head: file with the head's layers (``layers.N.weight`` and ``bias``, or ``weight`` and ``bias``), or ``REPOSITORY:FILE``
+            on the Hub; safetensors or PyTorch's format, read without running code.
     """
 
     model: str = "openai/clip-vit-large-patch14"
     head: str = "trl-lib/ddpo-aesthetic-predictor:aesthetic-model.pth"
-    device: str = "cpu"
-    dtype: str = "float32"
-    batch: int = 32
 
     def load(self) -> Encoder:
         """The network, loaded with the head at the first call."""
-        encoder = load_encoder(self.model, "", self.device, self.dtype, self.batch)
-        features, wanted = encoder.model.config.projection_dim, _head(self.head)[0].shape[0]
-        require(wanted == features, "head", self.head, f"a head for {features} features")
+        encoder = super().load()
+        features = encoder.model.config.projection_dim
+        require(len(_head(self.head)[0]) == features, "head", self.head, f"a head for {features} features")
         return encoder
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
@@ -297,29 +261,22 @@ class Aesthetic:
 
 @checked_options
 @dataclass(frozen=True)
-class HPSv21:
+class HPSv21(ClipNetwork):
     """cos(image, prompt) of a CLIP ViT-H/14 trained on human preferences (HPS v2.1); about 0.2 to 0.35.
 
     Source: HPS v2 (arXiv 2306.09341) and its public code, which letterboxes images that are not square. Weights: Apache-2.0.
 
     Args:
         model: folder or name on the Hub of a model with the same architecture.
-        weights: the published file in open_clip's format, or ``REPOSITORY:FILE`` on the Hub, which replaces the weights of
-            `model`; read without running code. "" if `model` is a folder with HPS v2.1 in transformers' format.
         device: name of the device.
         dtype: precision of the network.
         batch: images or texts per network call.
+        weights: the published file in open_clip's format, or ``REPOSITORY:FILE`` on the Hub, which replaces the weights of
+            `model`; read without running code. "" if `model` is a folder with HPS v2.1 in transformers' format.
     """
 
     model: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     weights: str = "xswu/HPSv2:HPS_v2.1_compressed.pt"
-    device: str = "cpu"
-    dtype: str = "float32"
-    batch: int = 32
-
-    def load(self) -> Encoder:
-        """The network, loaded at the first call."""
-        return load_encoder(self.model, "", self.device, self.dtype, self.batch, self.weights)
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""

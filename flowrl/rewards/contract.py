@@ -1,4 +1,4 @@
-"""The contract of a reward's scores: one finite number per image, NaN only from a reward that marks invalid samples."""
+"""The contract of a reward's scores: a finite number per image, NaN only from a reward that marks invalid samples."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,16 +11,8 @@ from flowrl.protocols import AnyReward, GroupReward
 from flowrl.types import Prompt, tensor_problem
 
 __all__ = [
-    "ComponentScores",
-    "check_group_scores",
-    "check_score_shape",
-    "check_scores",
-    "component_methods",
-    "is_remote",
-    "marks_invalid",
-]
-
-ComponentMethods = tuple[Callable[[Tensor, Sequence[Prompt]], Mapping[str, Tensor]], Callable[[Mapping[str, Tensor]], Tensor]]
+    "ComponentScores", "check_group_scores", "check_scores", "component_methods", "is_remote", "marks_invalid",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,20 +33,27 @@ class ComponentScores:
         return torch.stack([values.isnan() for values in (self.total, *self.parts.values())]).any(0)
 
 
-def is_remote(reward: object) -> bool:
-    """Whether a server computes this reward or one of its components (`flowrl.serving.client`)."""
+def _declares(reward: object, mark: str) -> bool:
+    """The attribute `mark` of a reward; without one, whether any reward inside it (in a sum or a wrapper) declares it."""
+    own = getattr(reward, mark, None)
+    if own is not None:
+        return bool(own)
     models = getattr(reward, "models", None)
     inside = [*(models.values() if isinstance(models, Mapping) else ()), *(getattr(reward, n, None) for n in ("reward", "model"))]
-    rewards = [part for part in inside if hasattr(part, "score") or hasattr(part, "score_groups")]
-    return getattr(reward, "remote", False) is True or any(map(is_remote, rewards))
+    return any(_declares(part, mark) for part in inside if hasattr(part, "score") or hasattr(part, "score_groups"))
+
+
+def is_remote(reward: object) -> bool:
+    """Whether a server computes this reward or one of its components (`flowrl.serving.client`)."""
+    return _declares(reward, "remote")
 
 
 def marks_invalid(reward: AnyReward) -> bool:
-    """Whether NaN from this reward marks a sample as invalid; see `protocols.RewardModel`."""
-    return bool(getattr(reward, "marks_invalid", False))
+    """Whether NaN from this reward, or from a reward inside it, marks a sample as invalid; see `protocols.RewardModel`."""
+    return _declares(reward, "marks_invalid")
 
 
-def component_methods(reward: AnyReward) -> ComponentMethods | None:
+def component_methods(reward: AnyReward) -> tuple[Callable[..., Mapping[str, Tensor]], Callable[..., Tensor]] | None:
     """The methods of a reward with named components, or None for other rewards.
 
     Returns:
@@ -65,37 +64,47 @@ def component_methods(reward: AnyReward) -> ComponentMethods | None:
     return None if parts is None or total is None else (parts, total)
 
 
-def check_scores(scores: object, prompts: Sequence[Prompt], origin: str, allow_invalid: bool = False) -> Tensor:
-    """`scores` unchanged, if they are a tensor [sample] of numbers that are finite in float32.
+def check_scores(
+    scores: object, prompts: Sequence[Prompt], origin: str, allow_invalid: bool = False, members: int | None = None
+) -> Tensor:
+    """`scores` unchanged, if they are a tensor of numbers that are finite in float32, one per image.
 
     Args:
         scores: what a reward returned for as many images as `prompts`.
         prompts: the prompts of the images; the message quotes the first one with a bad score.
         origin: what returned the scores, the subject of the message.
         allow_invalid: whether NaN is allowed, as the mark of an invalid sample.
+        members: number of images per prompt of a group reward; None: one score per prompt.
 
     Returns:
-        The scores [sample].
+        The scores [sample], or [prompt, member] of a group reward.
 
     Raises:
         RewardContractError: the type or the shape is wrong, or a value is not finite.
     """
-    values = check_score_shape(scores, len(prompts), origin)
-    in_float32 = values.detach().float()
+    if not isinstance(scores, Tensor):
+        raise RewardContractError(f"{origin} returned a {type(scores).__name__}; a torch.Tensor is required")
+    if tensor_problem(scores):
+        raise RewardContractError(f"{origin} returned scores in a tensor that {tensor_problem(scores)}")
+    shape = (len(prompts),) if members is None else (len(prompts), members)
+    if scores.shape != shape:
+        images = f"{len(prompts)} images" if members is None else f"{len(prompts)} groups of {members} images"
+        raise RewardContractError(f"{origin} returned shape {tuple(scores.shape)} for {images}; allowed: {shape}")
+    in_float32 = scores.detach().float()
     bad = torch.isinf(in_float32) if allow_invalid else ~torch.isfinite(in_float32)
     if bool(bad.any()):
-        first = int(bad.nonzero()[0])
+        sample, text = int(bad.flatten().nonzero()[0]), prompts[int(bad.nonzero()[0, 0])].text
         raise RewardContractError(
-            f"{origin} returned {int(bad.sum())} of {len(prompts)} values that are not finite, the first at sample {first} "
-            f"(prompt {prompts[first].text!r}); scores must be finite"
+            f"{origin} returned {int(bad.sum())} of {bad.numel()} values that are not finite, the first at sample {sample} "
+            f"(prompt {text!r}); scores must be finite"
         )
-    return values
+    return scores
 
 
 def check_group_scores(
     scores: object, prompts: Sequence[Prompt], members: int, origin: str, allow_invalid: bool = False
 ) -> Tensor:
-    """`scores` unchanged, if they are a tensor [prompt, member] of numbers that are finite in float32.
+    """`check_scores` for a group reward.
 
     Args:
         scores: what a group reward returned.
@@ -110,32 +119,4 @@ def check_group_scores(
     Raises:
         RewardContractError: the type or the shape is wrong, or a value is not finite.
     """
-    if isinstance(scores, Tensor) and not tensor_problem(scores) and scores.shape != (len(prompts), members):
-        found = f"{tuple(scores.shape)} for {len(prompts)} groups of {members} images"
-        raise RewardContractError(f"{origin} returned shape {found}; allowed: [prompt, member] = ({len(prompts)}, {members})")
-    flat = scores.flatten() if isinstance(scores, Tensor) and not tensor_problem(scores) else scores
-    repeated = [prompt for prompt in prompts for _ in range(members)]
-    return check_scores(flat, repeated, origin, allow_invalid).view(len(prompts), members)
-
-
-def check_score_shape(scores: object, count: int, origin: str) -> Tensor:
-    """`scores` unchanged, if they are a tensor with one entry per image.
-
-    Args:
-        scores: what a reward returned.
-        count: number of images.
-        origin: what returned the scores, the subject of the message.
-
-    Returns:
-        The scores [sample].
-
-    Raises:
-        RewardContractError: the type or the shape is wrong.
-    """
-    if not isinstance(scores, Tensor):
-        raise RewardContractError(f"{origin} returned a {type(scores).__name__}; a torch.Tensor of shape [sample] is required")
-    if tensor_problem(scores):
-        raise RewardContractError(f"{origin} returned scores in a tensor that {tensor_problem(scores)}")
-    if scores.shape != (count,):
-        raise RewardContractError(f"{origin} returned shape {tuple(scores.shape)} for {count} images; allowed: ({count},)")
-    return scores
+    return check_scores(scores, prompts, origin, allow_invalid, members)

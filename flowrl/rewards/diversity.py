@@ -12,8 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.errors import RewardError, require
-from flowrl.options import checked_options
+from flowrl.options import Count, checked_options
 from flowrl.protocols import Features
+from flowrl.rewards.clip import ClipNetwork
 from flowrl.rewards.images import Images
 from flowrl.types import checked
 
@@ -27,8 +28,7 @@ def pairwise_diversity(features: Float[Tensor, "prompt member feature"]) -> Floa
     """
     members = features.shape[1]
     require(members >= 2, "members", members, "2 or more: one sample has no pair")
-    distances = [torch.nn.functional.pdist(group) for group in features.double().cpu()]
-    return torch.stack([pairs.mean() for pairs in distances])
+    return torch.stack([torch.nn.functional.pdist(group).mean() for group in features.double().cpu()])
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,15 @@ class PixelFeatures:
 
 
 @dataclass(frozen=True)
-class LatentFeatures:
+class LatentFeatures(PixelFeatures):
     """As `PixelFeatures`, for the latents before decoding."""
 
     reads_latents: ClassVar[bool] = True
 
-    def __call__(self, latents: Tensor) -> Tensor:
-        """[sample, value]."""
-        return PixelFeatures()(latents)
-
 
 @checked_options
 @dataclass(frozen=True)
-class ClipFeatures:
+class ClipFeatures(ClipNetwork):
     """CLIP's image features, of length 1: the distance is sqrt(2 - 2 cos), 0 to 2, and reflects content rather than noise.
 
     Images are preprocessed as in `flowrl.rewards.clip`.
@@ -70,15 +66,11 @@ class ClipFeatures:
     """
 
     model: str = "openai/clip-vit-base-patch32"
-    device: str = "cpu"
-    dtype: str = "float32"
-    batch: int = 64
+    batch: Count = 64
 
     def __call__(self, images: Images) -> Tensor:
         """[sample, feature]."""
-        from flowrl.rewards.clip import load_encoder
-
-        return load_encoder(self.model, "", self.device, self.dtype, self.batch).images(images)
+        return self.load().images(images)
 
 
 def group_features(features: Features, images: Tensor, latents: Tensor, groups: Sequence[int]) -> Tensor:
@@ -96,11 +88,10 @@ def group_features(features: Features, images: Tensor, latents: Tensor, groups: 
     Raises:
         RewardError: `features` does not return one finite vector per sample.
     """
-    found = features(latents if getattr(features, "reads_latents", False) else images)
-    name = type(features).__name__
-    if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != len(images):
-        returned = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    vectors, name = features(latents if getattr(features, "reads_latents", False) else images), type(features).__name__
+    if not isinstance(vectors, Tensor) or vectors.ndim != 2 or len(vectors) != len(images):
+        returned = tuple(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
         raise RewardError(f"diversity: {name} returned {returned} for {len(images)} samples; allowed: a tensor [sample, feature]")
-    if not bool(found.isfinite().all()):
+    if not bool(vectors.isfinite().all()):
         raise RewardError(f"diversity: {name} returned values that are not finite")
-    return found.detach().float().unflatten(0, tuple(groups))
+    return vectors.detach().float().unflatten(0, tuple(groups))

@@ -5,31 +5,32 @@ compare both with the request.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
+from annotated_types import Ge, Lt
 from jaxtyping import Bool, Float
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowrl.errors import ConfigError, RewardError, require
-from flowrl.options import checked_options
-from flowrl.prompts.geneval import COLOURS, Clause, Request, request_of
+from flowrl.errors import ConfigError, RewardError
+from flowrl.options import Count, checked_options
+from flowrl.prompts.geneval import COLOURS, Request, request_of
 from flowrl.rewards.clip import Encoder, clip_pixels, load_encoder
 from flowrl.rewards.images import Images, to_pillow
-from flowrl.rewards.weights import DATA_ONLY, frozen_on, load_network, loading
+from flowrl.rewards.weights import DATA_ONLY, Precision, load_network, loading
 from flowrl.types import Prompt
 
-SEGMENTERS = ("mask2former", "maskformer")
 RENAMED = {
     "mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard", "motorbike": "motorcycle",
     "aeroplane": "airplane", "sofa": "couch", "pottedplant": "potted plant", "diningtable": "dining table", "tvmonitor": "tv",
 }  # fmt: skip
 """Labels of COCO detectors that have other names in GenEval."""
-FORMS = ("strict", "partial", "released")
 MOST_OBJECTS = 16
 """Largest number of objects of a class that are considered."""
 MARGIN = 0.1
@@ -39,18 +40,23 @@ GREY = 0x99 / 255
 TEMPLATES = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {name}", "a photo of a {colour} object")
 
 
+Mask = Bool[Tensor, "height width"]
+
+
 @dataclass(frozen=True)
 class Detection:
-    """An object: its class, the detector's score, its box (left, top, right, bottom) in pixels, and its mask if there is one."""
+    """An object: its class, the detector's score, its box (left, top, right, bottom) in pixels, and its mask."""
 
     name: str
     score: float
-    box: tuple[float, float, float, float]
-    mask: Bool[Tensor, "height width"] | None = None
+    box: tuple[float, ...]
+    mask: Mask
 
 
-Found = dict[str, list[Detection]]
+Picture = Float[Tensor, "channel height width"]
+Detections = Mapping[str, list[Detection]]
 """Detections by class."""
+Threshold = Annotated[float, Ge(0), Lt(1)]
 ColoursOf = Callable[[Sequence[Detection], str], list[str]]
 """From objects and their class to the colour of each."""
 
@@ -73,8 +79,8 @@ class GenEval:
             fraction of objects with the colour, or 1 if all are in position, and 0 unless the number is exact. "released",
             Flow-GRPO's server: as "partial", but the first term may be negative (-14 for 16 objects instead of one), and a wrong
             position counts as a 0 and a 1.
-        model: Mask2Former (GenEval's detector) or any object detector of transformers with the same classes; other detectors need
-            other thresholds.
+        model: Mask2Former (GenEval's detector) or another instance segmentation model of transformers with the same
+            classes; other models need other thresholds.
         clip: the CLIP model for colours.
         threshold: smallest score of an object, in [0, 1).
         counting_threshold: this score if the request's tag is "counting", in [0, 1).
@@ -86,19 +92,14 @@ class GenEval:
         ConfigError: a field is out of range. `load` and `score` also raise it if a model cannot be loaded.
     """
 
-    form: str = "strict"
+    form: Literal["strict", "partial", "released"] = "strict"
     model: str = "facebook/mask2former-swin-small-coco-instance"
     clip: str = "openai/clip-vit-large-patch14"
-    threshold: float = 0.3
-    counting_threshold: float = 0.9
+    threshold: Threshold = 0.3
+    counting_threshold: Threshold = 0.9
     device: str = "cpu"
-    dtype: str = "float32"
-    batch: int = 8
-
-    def __post_init__(self) -> None:
-        require(self.form in FORMS, "form", self.form, f"one of {', '.join(FORMS)}")
-        for name in ("threshold", "counting_threshold"):
-            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
+    dtype: Precision = "float32"
+    batch: Count = 8
 
     def load(self) -> "Detector":
         """The detector, loaded with the CLIP model for colours at the first call."""
@@ -111,91 +112,76 @@ class GenEval:
         requests = [_request(prompt, detector.names) for prompt in prompts]
         if any(clause.colour for request in requests for clause in request.include):
             self._encoder()  # a wrong folder raises here, not at the first object with a colour
-        found = detector.find(images, min(self.threshold, self.counting_threshold))
-        compare = {"strict": strict_score, "partial": partial_score, "released": released_score}[self.form]
+        detections = detector.find(images, min(self.threshold, self.counting_threshold))
         scores = []
-        for image, objects, request in zip(images, found, requests, strict=True):
+        for image, objects, request in zip(images, detections, requests, strict=True):
             limit = self.counting_threshold if request.tag == "counting" else self.threshold
             names = {clause.name for clause in (*request.include, *request.exclude)}
-            by_class = {name: of_class(objects, name, limit, MOST_OBJECTS) for name in names}
-            scores.append(compare(request, by_class, self._colours(image)))
+            by_class = {name: of_class(objects, name, limit) for name in names}
+
+            def colours(objects: Sequence[Detection], name: str, image: Tensor = image) -> list[str]:
+                return object_colours(self._encoder(), image, objects, name)
+
+            if self.form == "strict":
+                scores.append(strict_score(request, by_class, colours))
+            else:
+                scores.append(partial_score(request, by_class, colours, self.form == "released"))
         return torch.tensor(scores)
-
-    def _colours(self, image: Float[Tensor, "channel height width"]) -> ColoursOf:
-        def colours(objects: Sequence[Detection], name: str) -> list[str]:
-            return object_colours(self._encoder(), image, objects, name)
-
-        return colours
 
     def _encoder(self) -> Encoder:
         return load_encoder(self.clip, "", self.device, self.dtype)
 
 
-def of_class(objects: Sequence[Detection], name: str, threshold: float, most: int) -> list[Detection]:
-    """The objects of a class with a score above `threshold`, highest scores first, at most `most`."""
-    return [detection for detection in objects if detection.name == name and detection.score > threshold][:most]
+def of_class(objects: Sequence[Detection], name: str, threshold: float) -> list[Detection]:
+    """The `MOST_OBJECTS` objects of a class with the highest scores above `threshold`."""
+    return [detection for detection in objects if detection.name == name and detection.score > threshold][:MOST_OBJECTS]
 
 
-def strict_score(request: Request, found: Found, colours: ColoursOf) -> float:
+def strict_score(request: Request, detections: Detections, colours: ColoursOf) -> float:
     """GenEval's verdict, 1 or 0; see `GenEval`."""
     matched: list[list[Detection]] = []
     for clause in request.include:
-        objects = found.get(clause.name, [])[: clause.count]
+        objects = detections.get(clause.name, [])[: clause.count]
         if len(objects) < clause.count:
             return 0.0
         if clause.colour and colours(objects, clause.name).count(clause.colour) < clause.count:
             return 0.0
-        if clause.position and not _in_position(clause, objects, matched[clause.target]):
+        if clause.position and not _in_position(clause.position[0], objects, matched[clause.position[1]]):
             return 0.0
         matched.append(objects)
-    return float(all(len(found.get(clause.name, [])) < clause.count for clause in request.exclude))
+    return float(all(len(detections.get(clause.name, [])) < clause.count for clause in request.exclude))
 
 
-def partial_score(request: Request, found: Found, colours: ColoursOf) -> float:
-    """Partial credit in [0, 1]; see `GenEval`."""
+def partial_score(request: Request, detections: Detections, colours: ColoursOf, released: bool = False) -> float:
+    """Partial credit in [0, 1], or that of Flow-GRPO's reward server, at most 1; see `GenEval`."""
     entries: list[float] = []
     matched: list[list[Detection] | None] = []
     for clause in request.include:
-        objects = found.get(clause.name, [])
-        entries.append(max(0.0, 1 - abs(len(objects) - clause.count) / clause.count))
+        objects = detections.get(clause.name, [])
+        number = 1 - abs(len(objects) - clause.count) / clause.count
+        entries.append(number if released else max(0.0, number))
         good = len(objects) == clause.count
+        if released and not good:
+            # the server scores a single 0 for colour and position
+            entries += [0.0] if clause.colour or clause.position else []
+            matched.append(None)
+            continue
         if clause.colour:
             right = colours(objects, clause.name).count(clause.colour) if good else 0
             entries.append(right / clause.count)
             good = good and right == clause.count
-        if clause.position:
-            target = matched[clause.target]
-            good = good and target is not None and _in_position(clause, objects, target)
-            entries.append(float(good))
+        if clause.position and (good or not released):
+            relation, target = clause.position[0], matched[clause.position[1]]
+            good = good and target is not None and _in_position(relation, objects, target)
+            # the server adds a 1 even to a wrong position
+            entries += [0.0, 1.0] if released and target is not None and not good else [float(good)]
         matched.append(objects if good else None)
     return sum(entries) / len(entries)
 
 
-def released_score(request: Request, found: Found, colours: ColoursOf) -> float:
-    """Partial credit of Flow-GRPO's reward server, at most 1; see `GenEval`."""
-    entries: list[float] = []
-    matched: list[list[Detection] | None] = []
-    for clause in request.include:
-        objects = found.get(clause.name, [])
-        entries.append(1 - abs(len(objects) - clause.count) / clause.count)
-        good = len(objects) == clause.count
-        if not good and (clause.colour or clause.position):
-            entries.append(0.0)
-        if good and clause.colour:
-            right = colours(objects, clause.name).count(clause.colour)
-            entries.append(right / clause.count)
-            good = right == clause.count
-        if good and clause.position:
-            target = matched[clause.target]
-            good = target is not None and _in_position(clause, objects, target)
-            entries += [1.0] if good else [0.0] if target is None else [0.0, 1.0]
-        matched.append(objects if good else None)
-    return sum(entries) / len(entries)
-
-
-def _in_position(clause: Clause, objects: Sequence[Detection], targets: Sequence[Detection]) -> bool:
-    """Whether all objects are in the clause's position relative to all targets."""
-    return all(clause.position in relations(one.box, other.box) for one in objects for other in targets)
+def _in_position(relation: str, objects: Sequence[Detection], targets: Sequence[Detection]) -> bool:
+    """Whether all objects are in a relation to all targets."""
+    return all(relation in relations(item.box, target.box) for item in objects for target in targets)
 
 
 def relations(a: Sequence[float], b: Sequence[float]) -> set[str]:
@@ -204,19 +190,18 @@ def relations(a: Sequence[float], b: Sequence[float]) -> set[str]:
     Let d = centre_a - centre_b. The part of |d| beyond 0.1 of the sum of both boxes' sizes, with the sign of d and divided by
     |d|, must exceed 0.5 along an axis.
     """
-    offset = [(a[i] + a[i + 2] - b[i] - b[i + 2]) / 2 for i in (0, 1)]
-    sizes = [abs(a[i + 2] - a[i]) + abs(b[i + 2] - b[i]) for i in (0, 1)]
-    beyond = [math.copysign(max(abs(d) - MARGIN * size, 0.0), d) for d, size in zip(offset, sizes, strict=True)]
-    if all(abs(d) < 1e-3 for d in beyond):
+    first, second = np.reshape(a, (2, 2)), np.reshape(b, (2, 2))
+    offset = (first.sum(0) - second.sum(0)) / 2
+    sizes = np.ptp(first, 0) + np.ptp(second, 0)
+    beyond = np.sign(offset) * np.maximum(np.abs(offset) - MARGIN * sizes, 0)
+    if (np.abs(beyond) < 1e-3).all():
         return set()
-    across, down = (d / math.hypot(*offset) for d in beyond)
+    across, down = beyond / math.hypot(*offset)
     checks = {"left of": across < -0.5, "right of": across > 0.5, "above": down < -0.5, "below": down > 0.5}
     return {name for name, holds in checks.items() if holds}
 
 
-def object_colours(
-    encoder: Encoder, image: Float[Tensor, "channel height width"], objects: Sequence[Detection], name: str
-) -> list[str]:
+def object_colours(encoder: Encoder, image: Picture, objects: Sequence[Detection], name: str) -> list[str]:
     """The most likely of ten colours for each object: CLIP features of its crop against the mean features of the templates."""
     if not objects:
         return []
@@ -226,27 +211,20 @@ def object_colours(
     return [COLOURS[i] for i in (encoder.features(pixels) @ classes.T).argmax(1).tolist()]
 
 
-def _crop(image: Float[Tensor, "channel height width"], detection: Detection) -> Tensor:
+def _crop(image: Picture, detection: Detection) -> Tensor:
     """The object's box, grey outside its mask; at least a pixel wide and high."""
-    if detection.mask is not None:
-        image = torch.where(detection.mask.to(image.device), image, torch.full_like(image, GREY))
-    height, width = image.shape[-2:]
+    image = torch.where(detection.mask.to(image.device), image, GREY)
     box = [round(edge) for edge in detection.box]
-    left, top = min(max(box[0], 0), width - 1), min(max(box[1], 0), height - 1)
-    right, bottom = min(max(box[2], left + 1), width), min(max(box[3], top + 1), height)
-    return image[:, top:bottom, left:right]
+    top, left = (min(max(edge, 0), size - 1) for edge, size in zip(box[1::-1], image.shape[-2:], strict=True))
+    return image[:, top : max(box[3], top + 1), left : max(box[2], left + 1)]
 
 
 def _request(prompt: Prompt, known: Sequence[str]) -> Request:
     """The prompt's request; its classes must be among those `known` to the detector."""
-    if "include" not in prompt.metadata:
-        raise RewardError(
-            f'geneval: the prompt {prompt.text!r} has no request; give prompts as JSON lines with an entry "include"'
-        )
     try:
         request = request_of(prompt.metadata)
     except ConfigError as error:
-        raise RewardError(f"geneval: the prompt {prompt.text!r}: {error}") from error
+        raise RewardError(f"geneval: the prompt {prompt.text!r} {error}; give prompts as JSON lines") from error
     for clause in (*request.include, *request.exclude):
         if clause.name not in known:
             raise RewardError(f"geneval: the detector has no class {clause.name!r}; allowed: {', '.join(known[:100])}")
@@ -262,73 +240,44 @@ class Detector:
     batch: int
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The detector's classes."""
-        return tuple(RENAMED.get(str(name), str(name)) for name in self.model.config.id2label.values())
+    def names(self) -> list[str]:
+        """The detector's classes; the index is the detector's label."""
+        return [RENAMED.get(name, name) for name in map(str, self.model.config.id2label.values())]
 
     @torch.no_grad()
     def find(self, images: Images, threshold: float) -> list[list[Detection]]:
         """The objects in every image with a score of at least `threshold`, highest scores first."""
-        found: list[list[Detection]] = []
-        weight = next(self.model.parameters())
+        detections: list[list[Detection]] = []
         for piece in images.split(self.batch):
-            inputs = self.processor(images=to_pillow(piece), return_tensors="pt").to(weight.device)
-            inputs["pixel_values"] = inputs["pixel_values"].to(weight.dtype)
-            sizes = [(piece.shape[-2], piece.shape[-1])] * len(piece)
+            inputs = self.processor(images=to_pillow(piece), return_tensors="pt").to(self.model.device, self.model.dtype)
             outputs = self.model(**{name: inputs[name] for name in ("pixel_values", "pixel_mask") if name in inputs})
-            if self.model.config.model_type in SEGMENTERS:
-                results = self.processor.post_process_instance_segmentation(
-                    _floats(outputs), threshold=threshold, target_sizes=sizes, return_binary_maps=True
-                )
-                found += [self._from_masks(result) for result in results]
-            else:
-                results = self.processor.post_process_object_detection(_floats(outputs), threshold=threshold, target_sizes=sizes)
-                found += [self._from_boxes(result) for result in results]
-        return [sorted(objects, key=lambda detection: -detection.score) for objects in found]
-
-    def _from_boxes(self, result: dict[str, Tensor]) -> list[Detection]:
-        rows = zip(result["labels"].tolist(), result["scores"].tolist(), result["boxes"].tolist(), strict=True)
-        return [Detection(self._name(label), score, (box[0], box[1], box[2], box[3])) for label, score, box in rows]
-
-    def _from_masks(self, result: dict[str, Any]) -> list[Detection]:
-        segments = result["segments_info"]
-        masks = result["segmentation"].bool().cpu() if segments else ()
-        return [
-            Detection(self._name(segment["label_id"]), segment["score"], box_of(mask), mask)
-            for segment, mask in zip(segments, masks, strict=True)
-        ]
-
-    def _name(self, label: int) -> str:
-        name = str(self.model.config.id2label[label])
-        return RENAMED.get(name, name)
+            for name, value in outputs.items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    outputs[name] = value.float()
+            results = self.processor.post_process_instance_segmentation(
+                outputs, threshold=threshold, target_sizes=[tuple(piece.shape[-2:])] * len(piece), return_binary_maps=True
+            )
+            for result in results:
+                # without a segment the second is a map of -1
+                pairs = zip(result["segments_info"], result["segmentation"].bool().cpu(), strict=False)
+                objects = [Detection(self.names[s["label_id"]], s["score"], box_of(mask), mask) for s, mask in pairs]
+                detections.append(sorted(objects, key=lambda detection: -detection.score))
+        return detections
 
 
 @lru_cache(maxsize=2)
 def load_detector(model: str, device: str = "cpu", dtype: str = "float32", batch: int = 8) -> Detector:
     """The detector in the folder `model`, or of that name on the Hub, loaded once per setting.
 
-    An instance segmentation model (Mask2Former) or any of transformers' object detectors. Raises `ConfigError` for a model that
-    cannot be loaded or lacks weights, a device that does not exist, or an unknown precision.
+    Raises `ConfigError` for a model that cannot be loaded or lacks weights, or a device that does not exist.
     """
-    with loading(model, "", dtype, batch):
-        from transformers import AutoConfig, AutoImageProcessor, AutoModelForObjectDetection, AutoModelForUniversalSegmentation
+    with loading(model):
+        from transformers import AutoImageProcessor, AutoModelForUniversalSegmentation
 
-        kind = AutoConfig.from_pretrained(model, **DATA_ONLY).model_type
-        loader: Any = AutoModelForUniversalSegmentation if kind in SEGMENTERS else AutoModelForObjectDetection
-        network = load_network(loader, model, dtype)
-        processor = AutoImageProcessor.from_pretrained(model, **DATA_ONLY)
-    return Detector(frozen_on(network, device), processor, batch)
+        network = load_network(AutoModelForUniversalSegmentation, model, device, dtype)
+        return Detector(network, AutoImageProcessor.from_pretrained(model, **DATA_ONLY), batch)
 
 
-def _floats(outputs: Any) -> Any:
-    """The outputs converted to float32."""
-    for name, value in list(outputs.items()):
-        if isinstance(value, Tensor) and value.is_floating_point():
-            outputs[name] = value.float()
-    return outputs
-
-
-def box_of(mask: Bool[Tensor, "height width"]) -> tuple[float, float, float, float]:
+def box_of(mask: Mask) -> tuple[float, ...]:
     """The smallest box (left, top, right, bottom) around a mask; right and bottom are exclusive."""
-    rows, columns = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
-    return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)
+    return tuple(map(float, Image.fromarray(mask.numpy()).getbbox() or (0, 0, 0, 0)))

@@ -6,19 +6,19 @@ The JPEG rewards need no network and show within minutes whether training works.
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, Le
 from jaxtyping import Float, UInt8
+from PIL import Image
 from torch import Tensor
 
-from flowrl.errors import ConfigError, RewardError, require
+from flowrl.errors import RewardError
 from flowrl.options import checked_options
 from flowrl.types import Prompt
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
+Quality = Annotated[int, Ge(1), Le(95)]
 Images = Float[Tensor, "sample channel height width"]
 """Images in [0, 1]."""
 
@@ -30,8 +30,10 @@ def to_bytes(images: Images) -> UInt8[Tensor, "sample height width channel"]:
 
 
 def to_rgb(images: Images) -> Float[Tensor, "sample 3 height width"]:
-    """The images with three channels: a single one is repeated, a fourth dropped. Raises `RewardError` for two channels, and for
-    videos."""
+    """The images with three channels: a single one is repeated, a fourth dropped.
+
+    Raises `RewardError` for two channels, and for videos.
+    """
     if images.ndim != 4:
         raise RewardError(f"this reward scores images, and got videos {list(images.shape)}; frame-mean(reward=...) scores frames")
     channels = images.shape[1]
@@ -40,12 +42,8 @@ def to_rgb(images: Images) -> Float[Tensor, "sample 3 height width"]:
     return images.expand(-1, 3, -1, -1) if channels == 1 else images[:, :3]
 
 
-def to_pillow(images: Images) -> "list[Image]":
-    """The images as Pillow's RGB images (`to_rgb`). Raises `ConfigError` if Pillow is not installed."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ConfigError('this reward needs Pillow: pip install -e ".[rewards]"') from error
+def to_pillow(images: Images) -> list[Image.Image]:
+    """The images as Pillow's RGB images (`to_rgb`)."""
     return [Image.fromarray(array) for array in to_bytes(to_rgb(images)).numpy()]
 
 
@@ -54,18 +52,20 @@ def to_pillow(images: Images) -> "list[Image]":
 class JPEGIncompressibility:
     """Size in kilobytes (1000 bytes) of the image as a JPEG file of `quality`; more detail scores higher.
 
-    Pillow's encoder with its default settings. Source: DDPO (arXiv 2305.13301), its public code: quality 95. Raises
-    `ConfigError` for a quality outside 1 to 95.
+    Pillow's encoder with its default settings. Source: DDPO (arXiv 2305.13301), its public code:
+    quality 95. Raises `ConfigError` for a quality outside 1 to 95.
     """
 
-    quality: int = 95
-
-    def __post_init__(self) -> None:
-        require(1 <= self.quality <= 95, "quality", self.quality, "1 to 95")
+    quality: Quality = 95
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Kilobytes [sample]."""
-        return torch.tensor([_kilobytes(image, self.quality) for image in to_pillow(images)])
+        return torch.tensor([self._kilobytes(image) for image in to_pillow(images)])
+
+    def _kilobytes(self, image: Image.Image) -> float:
+        buffer = io.BytesIO()
+        image.save(buffer, format="JPEG", quality=self.quality)
+        return buffer.tell() / 1000
 
 
 @checked_options
@@ -76,17 +76,8 @@ class JPEGCompressibility:
     Source: DDPO (arXiv 2305.13301). Flow-GRPO's public code divides by 500, which is a constant weight.
     """
 
-    quality: int = 95
-
-    def __post_init__(self) -> None:
-        require(1 <= self.quality <= 95, "quality", self.quality, "1 to 95")
+    quality: Quality = 95
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Minus the kilobytes [sample]."""
         return -JPEGIncompressibility(self.quality).score(images, prompts)
-
-
-def _kilobytes(image: "Image", quality: int) -> float:
-    buffer = io.BytesIO()
-    image.save(buffer, format="JPEG", quality=quality)
-    return buffer.tell() / 1000

@@ -1,22 +1,24 @@
 """Agreement of the text in an image with the text in its prompt."""
 
+import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Le
+from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
-from flowrl.errors import ConfigError, RewardError, require
-from flowrl.options import checked_options
+from flowrl.errors import ConfigError, RewardError
+from flowrl.options import Whole, checked_options
 from flowrl.rewards.images import Images, to_bytes, to_rgb
-from flowrl.text import edit_distance, quoted_text
 from flowrl.types import Prompt
 
-FORMS = ("exact", "released")
+QUOTED = re.compile(r'"([^"]+)"|„([^“”]+)[“”]|“([^”]+)”|«([^»]+)»|「([^」]+)」')
 
 
 @checked_options
@@ -45,16 +47,10 @@ class OCR:
         ConfigError: a field is out of range.
     """
 
-    form: str = "exact"
-    confidence: float = 0.5
-    side: int = 736
-    threads: int = 0
-
-    def __post_init__(self) -> None:
-        require(self.form in FORMS, "form", self.form, f"one of {', '.join(FORMS)}")
-        require(0 <= self.confidence <= 1, "confidence", self.confidence, "in [0, 1]")
-        require(self.side >= 32, "side", self.side, "32 pixels or more")
-        require(self.threads >= 0, "threads", self.threads, "0 (all cores) or more")
+    form: Literal["exact", "released"] = "exact"
+    confidence: Annotated[float, Ge(0), Le(1)] = 0.5
+    side: Annotated[int, Ge(32)] = 736
+    threads: Whole = 0
 
     def load(self) -> Any:
         """The recogniser, loaded at the first call."""
@@ -64,14 +60,20 @@ class OCR:
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample] in [0, 1]."""
         targets = [target_text(prompt, self.form) for prompt in prompts]
-        found = self.read(images)
-        return torch.tensor([text_score(f, t, self.form) for f, t in zip(found, targets, strict=True)])
+        pairs = zip(self.read(images), targets, strict=True)
+        return torch.tensor([text_score(read, target, self.form) for read, target in pairs])
 
     def read(self, images: Images) -> list[str]:
         """The recognised text of each image."""
         engine = self.load()
         blue_first = to_bytes(to_rgb(images)).flip(-1).numpy()
         return [" ".join(engine(array).txts or ()) for array in blue_first]
+
+
+def quoted_text(prompt: str, first: bool = False) -> str:
+    """The text in quotation marks ("...", “...”, „...“, «...», 「...」): the `first`, or all joined by spaces."""
+    texts = [match[match.lastindex or 0] for match in QUOTED.finditer(prompt)]
+    return " ".join(texts[:1] if first else texts)
 
 
 def target_text(prompt: Prompt, form: str = "exact") -> str:
@@ -84,15 +86,15 @@ def target_text(prompt: Prompt, form: str = "exact") -> str:
     return text
 
 
-def text_score(found: str, target: str, form: str = "exact") -> float:
+def text_score(read: str, target: str, form: str = "exact") -> float:
     """max(0, 1 - edit distance / length of `target`) in a `form` of `OCR`."""
     if form == "released":
-        found, target = found.replace(" ", "").lower(), target.replace(" ", "").lower()
-        if target in found:
+        read, target = read.replace(" ", "").lower(), target.replace(" ", "").lower()
+        if target in read:
             return 1.0
     else:
-        found, target = _plain(found), _plain(target)
-    return max(0.0, 1 - edit_distance(found, target) / len(target))
+        read, target = _plain(read), _plain(target)
+    return max(0.0, 1 - Levenshtein.distance(read, target) / len(target))
 
 
 def _plain(text: str) -> str:
@@ -107,13 +109,7 @@ def _engine(confidence: float, side: int, threads: int) -> Any:
         import_module("onnxruntime")
     except ImportError as error:
         raise ConfigError('ocr: RapidOCR is not installed: pip install -e ".[rewards]"') from error
-    count = threads or -1
-    return rapidocr.RapidOCR(
-        params={
-            "Global.log_level": "critical",
-            "Global.text_score": confidence,
-            "Det.limit_side_len": side,
-            "EngineConfig.onnxruntime.intra_op_num_threads": count,
-            "EngineConfig.onnxruntime.inter_op_num_threads": count,
-        }
-    )
+    params = {"Global.log_level": "critical", "Global.text_score": confidence, "Det.limit_side_len": side}
+    for pool in ("intra", "inter"):
+        params[f"EngineConfig.onnxruntime.{pool}_op_num_threads"] = threads or -1
+    return rapidocr.RapidOCR(params=params)

@@ -2,21 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.errors import RewardError, require
-from flowrl.options import checked_options
+from flowrl.errors import RewardError
+from flowrl.options import Count, checked_options
 from flowrl.protocols import RewardModel
-from flowrl.rewards.contract import check_score_shape, marks_invalid
+from flowrl.rewards.contract import check_scores, marks_invalid
 from flowrl.types import ImagesOrVideos, Prompt
 
-Videos = Float[Tensor, "sample frame channel height width"]
-"""Videos in [0, 1]."""
-POSITIONS = ("first", "middle", "last", "all")
-SHOWN = ("first", "middle", "last")
+Frames = Literal["first", "middle", "last", "all"] | Count
 
 
 def is_video(images: Tensor) -> bool:
@@ -24,11 +22,11 @@ def is_video(images: Tensor) -> bool:
     return images.ndim == 5
 
 
-def chosen_frames(frames: str | int, count: int) -> list[int]:
+def chosen_frames(frames: Frames, count: int) -> list[int]:
     """The indices among `count` frames that `frames` selects.
 
-    first, middle (the earlier one of two), last, all, or a number k of frames at equal distances, rounded, including the first
-    and the last (k = 1: the middle one; all if there are fewer).
+    first, middle (the earlier one of two), last, all, or a number k of frames at equal distances,
+    rounded, including the first and the last (k = 1: the middle one; all if there are fewer).
     """
     named = {"first": [0], "middle": [(count - 1) // 2], "last": [count - 1], "all": list(range(count)), 1: [(count - 1) // 2]}
     if frames in named:
@@ -53,25 +51,16 @@ class FrameMean:
     """
 
     reward: RewardModel
-    frames: str | int = "all"
-
-    def __post_init__(self) -> None:
-        known = self.frames in POSITIONS or (isinstance(self.frames, int) and self.frames >= 1)
-        require(known, "frames", self.frames, f"{', '.join(POSITIONS)}, or a number of frames, 1 or more")
-
-    @property
-    def marks_invalid(self) -> bool:
-        """Whether the reward may mark frames invalid."""
-        return marks_invalid(self.reward)
+    frames: Frames = "all"
 
     def score(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Tensor:
-        """Scores [sample]. Raises `RewardContractError` if the reward returns anything but one number per frame."""
+        """Scores [sample]. Raises `RewardContractError` if the reward breaks its contract on the frames."""
         videos = images if is_video(images) else images.unsqueeze(1)
         chosen = chosen_frames(self.frames, videos.shape[1])
         repeated = [prompt for prompt in prompts for _ in chosen]
         scores = self.reward.score(videos[:, chosen].flatten(0, 1), repeated)
         origin = f"the reward {type(self.reward).__name__} of frame-mean"
-        return check_score_shape(scores, len(repeated), origin).view(len(prompts), -1).mean(1)
+        return check_scores(scores, repeated, origin, marks_invalid(self.reward)).view(len(prompts), -1).mean(1)
 
 
 @dataclass(frozen=True)
@@ -94,5 +83,5 @@ def stills(images: ImagesOrVideos) -> Float[Tensor, "sample channel height side"
     """Images for display: images unchanged, and videos as their first, middle and last frames from left to right."""
     if not is_video(images):
         return images
-    chosen = sorted({chosen_frames(position, images.shape[1])[0] for position in SHOWN})
+    chosen = sorted({chosen_frames(frame, images.shape[1])[0] for frame in ("first", "middle", "last")})
     return torch.cat(images[:, chosen].unbind(1), dim=-1)

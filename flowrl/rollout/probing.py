@@ -2,8 +2,8 @@
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,9 +28,6 @@ def check_network(use: NetworkUse, policy: FlowPolicy) -> None:
         guided = extras(policy, "guided", "guidance_scale")
         fits = guided is not None and guided.guidance_scale != 1
         require(fits, "guidance of the probe", use.guidance, f"own: not applicable, {name} samples without guidance")
-    if use.cache > 1:
-        fits = extras(policy, "block_cache", "blocks") is not None
-        require(fits, "cache of the probe", use.cache, f"1 (off): not applicable, {name} is no transformer of diffusers")
 
 
 def own_generator(generator: torch.Generator) -> torch.Generator:
@@ -42,10 +39,7 @@ def own_generator(generator: torch.Generator) -> torch.Generator:
 
 @dataclass(frozen=True)
 class ProbeRun:
-    """`flowrl.probes.Probing`, whose docstrings define each member.
-
-    `renew(all)` sets whether the next network calls compute all blocks; None without a block cache.
-    """
+    """`flowrl.probes.Probing`, whose docstrings define each member."""
 
     policy: FlowPolicy
     sampler: Sampler
@@ -60,7 +54,6 @@ class ProbeRun:
     usage: Usage
     max_batch: int
     network: NetworkUse
-    renew: Callable[[bool], None] | None
 
     @property
     def groups(self) -> int:
@@ -83,18 +76,15 @@ class ProbeRun:
             x, velocity = x[prompt, units], velocity[prompt, units]
         return x.flatten(0, 1), velocity.flatten(0, 1)
 
-    def velocity(self, latents: Tensor, timestep: Tensor, reuse: bool = False) -> Tensor:
+    def velocity(self, latents: Tensor, timestep: Tensor) -> Tensor:
         """The network, counted."""
         require(len(latents) % self.groups == 0, "latents", len(latents), f"equally many for each of {self.groups} prompts")
         condition = self.condition.repeat(len(latents) // self.groups)
-        return self._velocity(latents, timestep, condition, reuse)
+        return self._velocity(latents, timestep, condition)
 
-    def _velocity(self, latents: Tensor, timestep: Tensor, condition: Condition, reuse: bool = False) -> Tensor:
-        blocks = getattr(self.policy, "blocks", None)
-        if self.renew is not None:
-            self.renew(not reuse)
-        share = self.network.share(blocks, reuse)
+    def _velocity(self, latents: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
         with self._precision():
+            share = self.network.share
             return self.usage.velocity(self.policy, latents, timestep, condition, self.max_batch, share).float()
 
     def _precision(self) -> Any:
@@ -104,12 +94,10 @@ class ProbeRun:
     def solve(
         self, grids: Mapping[int, Grid], solver: Solver = "euler", members: Mapping[int, Tensor | None] | None = None
     ) -> dict[int, Tensor]:
-        """The ends of the ODE: all nodes together, or with a block cache one at a time."""
+        """The ends of the ODE, all nodes together."""
         solutions = {node: self._solution(node, grid, solver, (members or {}).get(node)) for node, grid in grids.items()}
-        if self.renew is None:
-            self._advance(list(solutions.values()))
-            return {node: solution.x for node, solution in solutions.items()}
-        return {node: self._piece_by_piece(solution) for node, solution in solutions.items()}
+        self._advance(list(solutions.values()))
+        return {node: solution.x for node, solution in solutions.items()}
 
     def _solution(self, node: int, grid: Grid, solver: Solver, members: Tensor | None) -> "Solution":
         x, velocity = self.start(node, members)
@@ -125,22 +113,9 @@ class ProbeRun:
                 torch.cat([solution.x for solution in left]),
                 torch.cat([solution.timestep(number) for solution in left]),
                 Condition.cat([solution.condition for solution in left]),
-                self.network.reuses(number),
             )
             for solution, part in zip(left, velocity.split([len(solution.x) for solution in left]), strict=True):
                 solution.step(number, part)
-
-    def _piece_by_piece(self, whole: "Solution") -> Tensor:
-        """The end of a solution, in pieces of at most `max_batch` rows, one after the other: a block cache has the rows of one
-        call.
-        """
-        calls, ends = self.usage.calls, []
-        for index in torch.arange(len(whole.x), device=whole.x.device).split(self.max_batch):
-            piece = whole.rows(index)
-            self.usage.calls = calls
-            self._advance([piece])
-            ends.append(piece.x)
-        return torch.cat(ends)
 
     def continued(self, node: int, count: int) -> Tensor:
         """Stochastic continuations."""
@@ -183,24 +158,16 @@ class Solution:
         """Advance with the velocity of evaluation `number`."""
         self.x = self.steps.step(number, velocity, self.x)
 
-    def rows(self, index: Tensor) -> "Solution":
-        """Some rows of a solution without steps."""
-        return Solution(self.x[index], self.velocity[index], self.grid, self.solver, self.condition.take(index))
-
 
 def _euler(grid: Grid) -> SolverSteps:
     """Euler's method, whose state is x alone."""
     return SolverSteps(list(range(len(grid.lengths))), lambda number, velocity, x: x - grid.lengths[number] * velocity)
 
 
-@contextmanager
-def _network(use: NetworkUse, policy: FlowPolicy) -> Iterator[Callable[[bool], None] | None]:
-    """The policy as a probe uses it; yields the switch of the block cache."""
-    with ExitStack() as stack:
-        if use.guidance == "off" and (guided := extras(policy, "guided")) is not None:
-            stack.enter_context(guided.guided(1.0))
-        cached = extras(policy, "block_cache") if use.cache > 1 else None
-        yield None if cached is None else stack.enter_context(cached.block_cache())
+def _guidance(use: NetworkUse, policy: FlowPolicy) -> AbstractContextManager[None]:
+    """The policy's guidance as a probe uses it."""
+    guided = extras(policy, "guided") if use.guidance == "off" else None
+    return nullcontext() if guided is None else guided.guided(1.0)
 
 
 def estimates(
@@ -224,7 +191,7 @@ def estimates(
     name = f"{type(probe).__name__}.estimate"
     final = trajectories.images_latent
     given = [trajectories.states, trajectories.outputs, final, *condition.tensors.values(), *completed.values()]
-    with _network(probe.network, policy) as renew:
+    with _guidance(probe.network, policy):
         run = ProbeRun(
             policy,
             sampler,
@@ -239,7 +206,6 @@ def estimates(
             usage,
             max_batch,
             probe.network,
-            renew,
         )
         with inputs_unchanged(name, ProbeError, *given):
             found = dict(probe.estimate(run))

@@ -18,9 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from flowrl.protocols import RewardModel
-from flowrl.rewards.combine import WeightedSum
+from flowrl.rewards.combine import WeightedSum, require_single
 from flowrl.rewards.contract import ComponentScores
-from flowrl.rewards.groups import require_single
 from flowrl.serving.batching import Batcher, Metrics, is_transient
 from flowrl.serving.gate import Gate, error_response
 from flowrl.serving.openapi import ERRORS, SCORE_REQUEST, HealthResponse, InfoResponse, render_page

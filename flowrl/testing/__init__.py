@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowrl.protocols import FlowPolicy
-from flowrl.testing import credit, forward_loss, group_reward, loss, policy, probe, reward, sampler, solver, window
+from flowrl.testing import credit, forward_loss, group_reward, loss, policy, probe, reward, sampler, solver, window, world
 from flowrl.testing._cases import (
     credit_case,
     group_reward_case,
@@ -27,6 +27,7 @@ from flowrl.testing._cases import (
     sampler_case,
     solver_case,
     window_case,
+    world_case,
 )
 from flowrl.testing.findings import ContractAdvice, ContractBroken, Finding, Findings, maker
 from flowrl.testing.reward import Examples
@@ -61,6 +62,7 @@ __all__ = [
     "check_sampler",
     "check_solver",
     "check_window",
+    "check_world",
     "credit_contract",
     "forward_loss_contract",
     "group_reward_contract",
@@ -79,6 +81,7 @@ __all__ = [
     "tiny_wan",
     "tiny_wan_policy",
     "window_contract",
+    "world_contract",
 ]
 
 TestFunction = Callable[..., None]
@@ -264,6 +267,22 @@ def probe_contract(part: Any, policy: FlowPolicy | None = None, members: int = 4
     return probe.CONTRACT.as_test(probe_case(part, policy, members), without)
 
 
+def world_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
+    """A pytest function that checks a world against the contract of `World`.
+
+    Args:
+        part: the world: an object (not copied), a class, or a function that makes it.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        The function, with one pytest case per promise.
+
+    Raises:
+        ConfigError: pytest is not installed, or an option is not allowed.
+    """
+    return world.CONTRACT.as_test(world_case(part), without)
+
+
 def check_credit(rule: Any, decisions: int | None = None, without: Sequence[str] = ()) -> Findings:
     """Check a credit rule against the contract of `CreditAssigner` or `ExperienceCredit`; for notebooks and scripts.
 
@@ -436,3 +455,19 @@ def check_policy(
         ConfigError: an option is not allowed.
     """
     return policy.CONTRACT.findings(policy_case(part, prompts, tolerance), without)
+
+
+def check_world(part: Any, without: Sequence[str] = ()) -> Findings:
+    """Check a world against the contract of `World`, with its policy and its rewards; for notebooks and scripts.
+
+    Args:
+        part: as in `world_contract`.
+        without: names of promises that the part breaks on purpose.
+
+    Returns:
+        One finding per promise.
+
+    Raises:
+        ConfigError: an option is not allowed.
+    """
+    return world.CONTRACT.findings(world_case(part), without)

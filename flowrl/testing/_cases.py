@@ -5,7 +5,7 @@ from typing import Any
 
 from flowrl.errors import require
 from flowrl.protocols import FlowPolicy
-from flowrl.testing import credit, group_reward, policy, probe, reward, sampler, solver, window
+from flowrl.testing import credit, group_reward, policy, probe, reward, sampler, solver, window, world
 from flowrl.testing.findings import maker
 from flowrl.testing.reward import Examples
 from flowrl.types import Prompt
@@ -57,3 +57,8 @@ def policy_case(part: Any, prompts: Sequence[Prompt | str], tolerance: float) ->
     require(tolerance > 0, "tolerance", tolerance, "above 0")
     chosen, make = policy.prompts_of(prompts), maker(part, share=True)
     return lambda: policy.Case(make(), chosen, tolerance)
+
+
+def world_case(part: Any) -> Callable[[], world.Case]:
+    make = maker(part, share=True)
+    return lambda: world.Case(make())

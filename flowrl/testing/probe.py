@@ -91,8 +91,8 @@ class Case:
 
 
 def small_policy(use: NetworkUse) -> FlowPolicy:
-    """A mixture of Gaussians with a small network; for probes without guidance or with a block cache a tiny SD3 with guidance."""
-    if use.guidance == "off" or use.cache > 1:
+    """A mixture of Gaussians with a small network; for probes without guidance a tiny SD3 with guidance."""
+    if use.guidance == "off":
         return tiny_sd3_policy(replace(TINY, guidance_scale=2.0))
     policy = MixturePolicy(GaussianMixture(torch.tensor([[1.0, 0.0], [-1.0, 0.5]]), 0.2, torch.tensor([0.4, 0.6])), float)
     generator = torch.Generator().manual_seed(0)
@@ -103,9 +103,8 @@ def small_policy(use: NetworkUse) -> FlowPolicy:
 
 def cost_of(case: Case, trial: Trial) -> Cost:
     """The cost that the probe declares for a trial."""
-    policy, path = case.network, trial.result.trajectories
-    blocks = getattr(policy, "blocks", None)
-    cost = case.probe.cost(Shape(len(PROMPTS), path.schedule, path.tree, trial.result.nodes, blocks))
+    path = trial.result.trajectories
+    cost = case.probe.cost(Shape(len(PROMPTS), path.schedule, path.tree, trial.result.nodes))
     if cost is None:
         raise ContractBroken("`cost` returns None, so `flowrl train --plan` cannot count the evaluations")
     return cost

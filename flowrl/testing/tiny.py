@@ -12,11 +12,8 @@ from typing import Any
 
 import torch
 
-from flowrl.policies.flux import Flux
+from flowrl.policies.families import SD3, Flux, QwenImage, Wan
 from flowrl.policies.pipeline import ModelOptions, PipelinePolicy
-from flowrl.policies.qwen_image import QwenImage
-from flowrl.policies.sd3 import SD3
-from flowrl.policies.wan import Wan
 
 TINY = ModelOptions(height=16, width=16, lora_rank=4, lora_alpha=8.0, max_sequence_length=24)
 """Options that fit the tiny pipelines."""

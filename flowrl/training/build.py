@@ -24,6 +24,8 @@ from flowrl.protocols import (
     GroupReward,
     MultistepSolver,
     PolicyLoss,
+    PolicyOptions,
+    World,
 )
 from flowrl.registry import KINDS, build, find_maker
 from flowrl.rewards import NoisyReward
@@ -34,21 +36,21 @@ from flowrl.training.checkpoint import load_weights
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.heldout import make_heldout_metrics
 from flowrl.training.trainer import Trainer, loss_guidance
-from flowrl.worlds.base import PolicyOptions, World, check_hash, model_world, world
+from flowrl.worlds.base import ModelWorld, check_hash, check_policy, prompts_of, world
 
 
 def make_world(config: RunConfig) -> World:
-    """The world by name, or the world of a model, its prompts and its reward.
+    """The world that `world` names or is, or the world of a model, its prompts and its reward.
 
     Raises `ConfigError` for a task or a form that the world does not have.
     """
     config = config.allowed()
     environment, model = config.environment, config.policy.model
-    chosen = world(environment.world) if not model else model_world(
+    chosen = world(environment.world) if not model else ModelWorld(
         model, environment.prompts, environment.heldout_prompts, environment.reward, model_options(config)
     )  # fmt: skip
     tasks, forms = chosen.tasks, chosen.forms
-    require(environment.task in tasks, f"task of world {environment.world}", environment.task, f"one of {', '.join(tasks)}")
+    require(environment.task in tasks, f"task of world {chosen.name}", environment.task, f"one of {', '.join(tasks)}")
     require(environment.reward_form in forms, "reward_form", environment.reward_form, f"one of {', '.join(forms)}")
     return chosen
 
@@ -56,8 +58,8 @@ def make_world(config: RunConfig) -> World:
 def run_method(config: RunConfig) -> Method:
     """The method by name, as published, with the run's credit rule, kernel, window, loss and numbers in place of its own.
 
-    A `noise_level` or `clip_range` of 0 is the method's. In a built-in world the method's clip is that for the elements of the
-    world's latents (`Method.clip_for`). Raises `ConfigError` for an unknown part, or for a policy loss with a method that needs a
+    A `noise_level` or `clip_range` of 0 is the method's, the clip that for the elements of the world's latents
+    (`Method.clip_for`). Raises `ConfigError` for an unknown part, or for a policy loss with a method that needs a
     forward-process loss.
     """
     config = config.allowed()
@@ -149,7 +151,9 @@ def check(config: RunConfig) -> None:
     if config.environment.reward:
         find_maker("reward", parse_spec(config.environment.reward, "reward"))
     make_heldout_metrics(config, world)
-    if config.policy.base_weights:
+    for spec in config.logging.observe:
+        find_maker("observer", parse_spec(spec, "observe"))
+    if config.policy.base_weights and config.environment.world in KINDS["world"].built_in:
         check_hash(Path(config.policy.base_weights))
 
 
@@ -172,7 +176,7 @@ def make_trainer(config: RunConfig, distributed: Distributed = Distributed(), wo
     Args:
         config: the run.
         distributed: the processes.
-        world: the world that provides policy, reward and prompts; None for the run's.
+        world: a world that replaces that of the settings; None for this one.
 
     Returns:
         The trainer.
@@ -180,10 +184,30 @@ def make_trainer(config: RunConfig, distributed: Distributed = Distributed(), wo
     Raises:
         ConfigError: a setting is not allowed, or the trajectories do not fit into main memory.
     """
-    world, method = world or make_world(config), make_method(config)
+    config = config if world is None else config.replace(world=world)
+    return trainer_in(make_world(config), config, distributed)
+
+
+def trainer_in(world: World, config: RunConfig, distributed: Distributed = Distributed()) -> Trainer:
+    """`make_trainer` in a world that is already made.
+
+    Args:
+        world: the run's world.
+        config: the run.
+        distributed: the processes.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        ConfigError: a setting is not allowed, the policy or the prompts do not fit, or the trajectories do not fit into memory.
+    """
+    method = make_method(config)
     reward = make_reward(config)  # before the policy: its errors should not wait for a large model
-    prompts = world.prompts(config.environment.task, "train")
+    prompts = prompts_of(world, config.environment.task, "train")
+    prompts_of(world, config.environment.task, "heldout")
     policy = world.policy(policy_options(config))
+    check_policy(world, policy)
     require_room(config, policy.latent_shape, distributed.world_size)
     trainer = Trainer(policy, method, reward, prompts, config, distributed)
     find_batches(trainer)

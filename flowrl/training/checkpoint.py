@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,11 +159,11 @@ class Checkpoints:
         """The file of checkpoint `name`."""
         return self.folder / f"{name}.safetensors"
 
-    def save(self, checkpoint: Checkpoint, iteration: int) -> None:
-        """Write the checkpoint of `iteration`, then delete all but the newest `keep`."""
+    def save(self, checkpoint: Checkpoint, iteration: int, kept: Collection[int] = ()) -> None:
+        """Write the checkpoint of `iteration`, then delete all but the newest `keep`, and those of the iterations `kept`."""
         name = f"{iteration:06d}"
         save_checkpoint(self.path(name), checkpoint)
-        others = [other for other in self.names() if other != name]
+        others = [other for other in self.names() if other != name and int(other) not in kept]
         self._delete([*map(self.path, others[: max(0, len(others) - self.keep + 1)]), *self.folder.glob("*.tmp")])
 
     def forget_after(self, name: str) -> None:

@@ -1,11 +1,11 @@
-"""A comparison: every method with every seed, one process per core, resumable."""
+"""A comparison: every arm with every seed, one process per core, resumable."""
 
 import inspect
 import platform
 import shlex
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,113 +14,128 @@ from flowrl.io import folder_lock, new_folder, write_json
 from flowrl.methods import METHODS
 from flowrl.plugins import versions
 from flowrl.probes import NoProbe
+from flowrl.protocols import World
 from flowrl.reading import as_kind, load_document, reading
 from flowrl.registry import build
-from flowrl.specs import identity
-from flowrl.training.build import check, make_method, method_parts
+from flowrl.training.arms import Arms, arm_run, check_arms, of_arm
+from flowrl.training.build import check, make_method, make_world, method_parts
 from flowrl.training.config import RunConfig
-from flowrl.training.format import FORMAT, FORWARD, OLDER, OWN_WORDS, check_format, current
+from flowrl.training.format import FORMAT, check_format, current_comparison
+from flowrl.training.plan import Plan, plan
 from flowrl.training.results import has_progress, holds, run_folder
 from flowrl.training.run import Run
 from flowrl.training.trial import try_parts
-from flowrl.trust import trust_option, trusted
+from flowrl.trust import code_of, trust_option, trusted
 from flowrl.workers import Worker, run_jobs, usable_cores
-
-LONGEST = 200
-"""Bytes in the name of a run's folder; file systems allow 255."""
-IMPORTS = {"shapes": ("diffusers.models.transformers.transformer_sd3", "peft")}
-"""Modules that a world's policy imports when it is built."""
-PAPERS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """A comparison of methods x seeds with equal settings.
+    """A comparison of arms x seeds.
 
     Args:
-        run: settings of all runs.
-        methods: names of methods.
+        run: the settings that arms do not change.
+        arms: the settings of each arm by its name, named without their groups; the first arm is the baseline. `method_arms` and
+            `credit_arms` make those of methods and of credit rules.
         seeds: one or more seeds.
-        credit: further credit rules by spec (`flowrl.registry`).
         preset: name of the preset, for the record.
         command: the command line, for the record.
-        method_settings: settings by method, in addition to `run`.
 
     Raises:
-        ConfigError: there are no methods or seeds, or one of them occurs twice.
+        ConfigError: there are no arms or seeds, a seed occurs twice, or an arm is not allowed (`arms.check_arms`).
     """
 
     run: RunConfig
-    methods: tuple[str, ...] = PAPERS
+    arms: Arms
     seeds: tuple[int, ...] = (0, 1, 2)
-    credit: tuple[str, ...] = ()
     preset: str = "default"
     command: str = ""
-    method_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require(len(self.methods) + len(self.credit) >= 1, "methods", self.methods, "one or more methods")
+        require(len(self.arms) >= 1, "arms", self.arms, "one or more, such as those of methods or credit rules")
         require(len(self.seeds) >= 1, "seeds", self.seeds, "one or more seeds")
-        names = self.names()
-        require(len(set(self.methods)) == len(self.methods), "methods", self.methods, "each method once")
         require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "each seed once")
-        known: dict[str, str] = {}
-        for spec in self.credit:
-            same = known.setdefault(identity(spec), spec)
-            require(same is spec, "credit", spec, f"another rule: this is the one of {same!r}; name each rule once")
-        specs: dict[str, str] = {name: f"the method {name}" for name in self.methods}
-        for spec in self.credit:
-            other = specs.setdefault(rule_name(spec), spec)
-            require(other is spec, "credit", spec, f"a rule with a name of its own, which is not that of {other}: rename a class")
-        folders: dict[str, str] = {}
-        for name in names:
-            folder = run_folder(name, max(self.seeds)).casefold()
-            require(len(folder.encode()) <= LONGEST, "methods", name, f"a name for a folder, of {LONGEST} bytes or fewer")
-            other = folders.setdefault(folder, name)
-            require(other is name, "methods", name, f"a rule whose folder is not that of {other!r}, {folder}")
+        check_arms(self.run, self.arms, self.seeds)
+        plain = {
+            arm: {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+            for arm, settings in self.arms.items()
+        }
+        object.__setattr__(self, "arms", plain)
 
-    def names(self) -> list[str]:
-        """Names of the methods in tables: built-in names, then the added rules (a file's rule by its class)."""
-        return [*self.methods, *map(rule_name, self.credit)]
+    def arm_of(self) -> dict[str, str]:
+        """The arm of every run by the run's folder name."""
+        return {run_folder(arm, seed): arm for seed in self.seeds for arm in self.arms}
 
     def jobs(self) -> dict[str, RunConfig]:
         """Run configurations by folder name; building them checks every method and setting."""
-        specs = [(name, "") for name in self.methods] + [(rule_name(spec), spec) for spec in self.credit]
         result = {}
         for seed in self.seeds:
-            for name, credit in specs:
-                config = self.run.replace(method=name, credit=credit, seed=seed, **self.method_settings.get(name, {}))
-                check(config)
-                result[run_folder(name, seed)] = config
+            for arm, settings in self.arms.items():
+                config = arm_run(self.run, settings).replace(seed=seed)
+                if settings.keys() <= {"method"}:
+                    check(config)
+                else:
+                    with of_arm(arm):
+                        check(config)
+                result[run_folder(arm, seed)] = config
         return result
+
+    def examples(self) -> dict[str, RunConfig]:
+        """The run of the first seed by arm."""
+        return {arm: arm_run(self.run, settings).replace(seed=self.seeds[0]) for arm, settings in self.arms.items()}
+
+    def descriptions(self) -> dict[str, str]:
+        """The first line of the docstring of every arm's credit rule if it names one, else of its method; "" without one."""
+        self.allowed()
+        found = {}
+        for arm, config in self.examples().items():
+            credit, method = config.algorithm.credit, config.algorithm.method
+            found[arm] = _first_line(type(build("credit", credit)) if credit else METHODS.get(method))
+        return found
 
     def allowed(self) -> None:
         """Raise `ConfigError` if the comparison was read without trust and has settings that need consent (`flowrl.trust`)."""
-        for settings in (self.run.flat(), *({"credit": spec} for spec in self.credit), *self.method_settings.values()):
-            trusted(settings, self.run.source, not self.run.source)
-
-    def descriptions(self) -> dict[str, str]:
-        """The first line of the docstring of every method, and of the class of every added rule; "" without a docstring."""
-        self.allowed()
-        rules = {rule_name(spec): type(build("credit", spec)) for spec in self.credit}
-        return {name: _first_line(rules.get(name) or METHODS.get(name)) for name in self.names()}
+        for settings in (self.run.flat(), *self.arms.values()):
+            trusted(dict(settings), self.run.source, not self.run.source)
 
     def parts(self) -> dict[str, dict[str, str]]:
-        """What every method consists of in this comparison (`flowrl.training.build.method_parts`)."""
-        seed = self.seeds[0]
-        return {name: method_parts(self.jobs()[run_folder(name, seed)]) for name in self.names()}
+        """What every arm's method consists of in this comparison (`flowrl.training.build.method_parts`)."""
+        return {arm: method_parts(config) for arm, config in self.examples().items()}
+
+    def costs(self) -> dict[str, Plan | None]:
+        """The plan of an iteration by arm; None for an arm whose probe does not state its cost."""
+        return {arm: _plan(config) for arm, config in self.examples().items()}
+
+    def equal_cost(self) -> "CompareConfig":
+        """This comparison with as many iterations of each arm as need the network evaluations of the baseline's run.
+
+        Evaluations of sampling, probes and update count alike, those with guidance twice; held-out evaluations do not count.
+
+        Raises:
+            ConfigError: an arm sets `iterations`, or the cost of a probe is unknown.
+        """
+        costs, arms = self.costs(), dict[str, Mapping[str, Any]]()
+        total = 0.0
+        for arm, settings in self.arms.items():
+            found = costs[arm]
+            with of_arm(arm):
+                given = settings.get("iterations")
+                require(given is None, "iterations", given, "left out: they are chosen so that all arms cost the same")
+                if found is None:
+                    raise ConfigError("its probe does not state its cost, so that the cost of an iteration is unknown")
+            total = total or self.run.iterations * found.passes
+            iterations = max(1, round(total / found.passes))
+            arms[arm] = {**settings, **({} if iterations == self.run.iterations else {"iterations": iterations})}
+        return replace(self, arms=arms)
 
     def as_dict(self) -> dict[str, Any]:
         """The content of config.json, which `from_dict` reads."""
         return {
             "format": FORMAT,
-            "methods": self.names(),
+            "arms": self.arms,
             "seeds": list(self.seeds),
-            "credit": list(self.credit),
-            "baseline": self.names()[0],
             "preset": self.preset,
             "command": self.command,
-            "method_settings": self.method_settings,
             "versions": versions(),
             "hardware": f"{usable_cores()} CPU cores ({platform.machine()}), Python {platform.python_version()}",
             "run": self.run.as_dict(),
@@ -128,43 +143,32 @@ class CompareConfig:
 
     @staticmethod
     def from_dict(values: dict[str, Any], trust: bool = False, source: Path | str = "config.json") -> "CompareConfig":
-        """The inverse of `as_dict`.
+        """The inverse of `as_dict`; also reads what earlier versions wrote.
 
         Raises `ConfigError` if entries are missing. Without `trust`, parts are built only from settings that the file `source`
         may contain (`allowed`).
         """
-        missing = sorted({"methods", "seeds", "run"} - set(values))
+        check_format(source, values)
+        values = current_comparison(values, source)
+        missing = sorted({"arms", "seeds", "run"} - set(values))
         if missing:
             raise ConfigError(f"config: no entry {', '.join(missing)}; a comparison's config.json is needed")
-        check_format(source, values)
-        older = values.get("format", OLDER) == OLDER
-        values = current(values, values.get("format", OLDER), source)
-        if older:  # the run's words for sampler and loss had another meaning for these methods
-            own = {name: dict.fromkeys(OWN_WORDS, "") for name in values["methods"] if name in FORWARD}
-            given = values.get("method_settings", {})
-            values = values | {"method_settings": given | {name: {**own[name], **given.get(name, {})} for name in own}}
-        credit, run = tuple(values.get("credit", ())), RunConfig.from_dict(values["run"], trust, source)
-        return CompareConfig(
-            run,
-            tuple(values["methods"][: len(values["methods"]) - len(credit)]),
-            tuple(values["seeds"]),
-            credit,
-            values.get("preset", "default"),
-            values.get("command", ""),
-            values.get("method_settings", {}),
-        )
+        run = RunConfig.from_dict(values["run"], trust, source)
+        preset, command = values.get("preset", "default"), values.get("command", "")
+        return CompareConfig(run, values["arms"], tuple(values["seeds"]), preset, command)
+
+
+def _plan(config: RunConfig) -> Plan | None:
+    try:
+        return plan(config)
+    except ConfigError:
+        return None
 
 
 def _first_line(part: Any) -> str:
     """The first line of a docstring; "" without one, also if a data class has made one of its fields."""
     line = (inspect.getdoc(part) or "").partition("\n")[0].strip()
     return "" if line.startswith(f"{getattr(part, '__name__', '')}(") else line.rstrip(".")
-
-
-def rule_name(spec: str) -> str:
-    """A rule's name in tables: its spec, without the path of a file."""
-    path, mark, rest = spec.partition(".py:")
-    return rest if mark and "(" not in path else spec
 
 
 Watcher = Callable[[dict[str, dict[str, Any]]], None]
@@ -196,6 +200,7 @@ def compare(
     workers: int = 0,
     watch: Watcher | None = None,
     changed_code: bool = False,
+    world: World | None = None,
     trial: bool = True,
 ) -> bool:
     """Run all jobs in `out`/runs, resumable.
@@ -209,6 +214,7 @@ def compare(
         workers: number of processes; 0: one per core, at most 16.
         watch: called with the states of all jobs.
         changed_code: as for `Run`.
+        world: as for `Run`; the processes get copies.
         trial: as for `Run`.
 
     Returns:
@@ -223,9 +229,11 @@ def compare(
         return any(map(has_progress, out.glob("runs/*")))
 
     config.allowed()
+    if world is not None:
+        config = replace(config, run=config.run.replace(world=world))
     if not resume:
         require_free(out)
-    with folder_lock(out) if resume else new_folder(out, "comparison", lambda folder: holds(folder, "methods"), started):
+    with folder_lock(out) if resume else new_folder(out, "comparison", lambda folder: holds(folder, "arms", "methods"), started):
         return _compare(config, out, resume, workers, watch, changed_code, trial)
 
 
@@ -257,7 +265,8 @@ def _compare(
         if isinstance(done, str):
             received(name, {"warning": f"the run failed: {done}", "kinds": ["failed"]})
 
-    on_cpu = config.run.policy.device == "cpu"  # forks of a process that has used a GPU cannot use it
+    arms = config.arm_of()
+    on_cpu = all(job.policy.device == "cpu" for job in jobs.values())  # forks of a process that has used a GPU cannot use it
     completed = run_jobs(
         _run_job,
         {name: (jobs[name], out / "runs" / name, resume, changed_code, trial) for name in start_order(jobs)},
@@ -265,16 +274,17 @@ def _compare(
         finished=finished,
         received=received,
         watch=lambda: watch(states) if watch else None,
-        describe=lambda name: f"the run {_label(jobs[name])}",
-        preload=("flowrl.training.compare", *IMPORTS.get(config.run.environment.world, ())) if on_cpu else (),
+        describe=lambda name: f"the run {run_label(arms[name], jobs[name].seed)}",
+        preload=("flowrl.training.compare", *getattr(make_world(next(iter(jobs.values()))), "imports", ())) if on_cpu else (),
     )
     failed = {name: text for name, text in ended.items() if isinstance(text, str)}
     if failed and completed:
         name, text = next(iter(failed.items()))
         words = "".join({trust_option(jobs[one].flat()) for one in failed})
-        words += " --changed-code" if any(jobs[one].algorithm.credit for one in failed) else ""
+        words += " --changed-code" if any(code_of(jobs[one].flat()) for one in failed) else ""
+        label = run_label(arms[name], jobs[name].seed)
         raise PartError(
-            f"{len(failed)} of {len(jobs)} runs failed, and the others are complete. {_label(jobs[name])}: {text}. Correct the "
+            f"{len(failed)} of {len(jobs)} runs failed, and the others are complete. {label}: {text}. Correct the "
             f"cause, then run the missing ones with: flowrl compare --resume {shlex.quote(str(out))}{words}"
         )
     return completed and not failed and all(ended.values())
@@ -284,17 +294,13 @@ def run_label(name: str, seed: int) -> str:
     """Name of a run in tables, figures and messages.
 
     Args:
-        name: name of the method.
+        name: name of the arm.
         seed: seed of the run.
 
     Returns:
         The name.
     """
     return f"{name}, seed {seed}"
-
-
-def _label(config: RunConfig) -> str:
-    return run_label(config.algorithm.method, config.seed)
 
 
 def start_order(jobs: dict[str, RunConfig]) -> list[str]:
@@ -323,12 +329,13 @@ def load_compare(path: Path, trust: bool = False) -> CompareConfig:
 
 @dataclass(frozen=True)
 class _File:
-    """The entries of a comparison's config.json, all optional here."""
+    """The entries of a comparison's config.json, all optional here; those of earlier versions at the end."""
 
-    methods: list[str] = field(default_factory=list)
+    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=list)
-    credit: list[str] = field(default_factory=list)
     preset: str = ""
     command: str = ""
-    method_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
+    methods: list[str] = field(default_factory=list)
+    credit: list[str] = field(default_factory=list)
+    method_settings: dict[str, dict[str, Any]] = field(default_factory=dict)

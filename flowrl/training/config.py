@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, PlainValidator, model_validator
 
-from flowrl.errors import require
+from flowrl.errors import ConfigError, require
 from flowrl.options import Count, Seed, Whole
 from flowrl.reading import load_document, reading
 from flowrl.settings import flat, groups_of, nested, read_settings, read_values, replaced, settings_group
 from flowrl.training.format import FORMAT, check_format, current, format_of, refuse_older
-from flowrl.training.presets import MODEL_DEFAULTS, MODEL_ONLY, WORLD_DEFAULTS, accelerator_defaults, combine, method_overrides
-from flowrl.trust import trusted
+from flowrl.training.presets import MODEL_DEFAULTS, MODEL_ONLY, accelerator_defaults, combine, method_overrides, world_defaults
+from flowrl.trust import trusted, untrusted
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Decay = Annotated[float, Ge(0), Lt(1)]
@@ -31,12 +31,25 @@ class Batches:
     """Latents per network call without gradients."""
 
 
+def _world(value: Any) -> Any:
+    """A text, or a world as an object."""
+    if isinstance(value, str) and value:
+        return value
+    from flowrl.worlds.base import world
+
+    try:
+        return world(value)
+    except ConfigError as error:
+        raise ValueError(error) from error
+
+
 @settings_group
 class EnvironmentConfig:
     """The task: prompts and a reward."""
 
-    world: Literal["shapes", "mixture", "model"] = "shapes"
-    """shapes (text to image), mixture (two dimensions), or model (see `model`)."""
+    world: Annotated[str, PlainValidator(_world)] = "shapes"
+    """shapes (text to image), mixture (two dimensions), a plug-in, path/to/file.py:Class, or model (see `model`). In Python also
+    an object (`flowrl.protocols.World`)."""
     task: str = "compositional"
     """compositional, text or preference (shapes); direction (mixture); prompts (model)."""
     reward_form: str = "soft"
@@ -52,6 +65,16 @@ class EnvironmentConfig:
     list, as in compositional[0:500] (also text, images), or a dataset: hf:NAME[:SPLIT[:COLUMN]], a folder or .parquet."""
     heldout_prompts: str = ""
     """Evaluation prompts for `model`, in the same forms as `prompts`; default: the training prompts."""
+
+    @property
+    def world_name(self) -> str:
+        """The text in `world`, or the name of the object there."""
+        return self.world if isinstance(self.world, str) else cast(Any, self.world).name
+
+    @property
+    def subject(self) -> str:
+        """World and task on one line; of a world in a file without the file's folder."""
+        return f"{self.world_name.rpartition('/')[2]}/{self.task}"
 
 
 @settings_group
@@ -81,8 +104,8 @@ class AlgorithmConfig:
     clipped(kl=without_delta); a plug-in or a file; or diffusion-nft, awm or dgpo. The methods of these names allow no policy
     loss."""
     clip_range: Annotated[float, Ge(0)] = 0.0
-    """Largest |ratio - 1|; beyond it a transition has no gradient (losses that clip). 0 = the method's, in a built-in world
-    for the elements of its latents."""
+    """Largest |ratio - 1|; beyond it a transition has no gradient (losses that clip). 0 = the method's, for the elements of
+    the world's latents."""
     kl_weight: float = 0.0
     """Weight of the KL to the base model in the loss (beta in the papers)."""
     drop_zero_advantages: bool = False
@@ -158,7 +181,7 @@ class PolicyConfig:
     model: str = ""
     """Train this model instead of a built-in one: the folder of a diffusers pipeline, or its name on the Hub."""
     base_weights: str = ""
-    """Base weights of a built-in world other than the shipped ones (made by `flowrl pretrain`)."""
+    """Base weights of the world's policy other than its own; for shapes made by `flowrl pretrain`."""
     device: str = "cpu"
     """cpu, cuda or cuda:NUMBER."""
     dtype: Precision = "float32"
@@ -239,7 +262,7 @@ class EvaluationConfig:
 
 @settings_group
 class LoggingConfig:
-    """Trackers and checkpoints."""
+    """Trackers, checkpoints, observers and recorded data."""
 
     tracker: Literal["auto", "none", "tensorboard", "wandb", "trackio"] = "auto"
     """none, tensorboard, wandb or trackio; auto is tensorboard for `model` if it is installed, and none otherwise."""
@@ -247,6 +270,14 @@ class LoggingConfig:
     """Iterations between checkpoints; one is always written at the end and on Ctrl-C."""
     keep_checkpoints: Count = 1
     """Number of newest checkpoints to keep; an older one is deleted when the newer is complete."""
+    observe: tuple[str, ...] = ()
+    """Observers, called after every iteration: stop-on-collapse(drop=0.3), budget(nfe=100000), a plug-in or
+    path/to/file.py:Class."""
+    save_experience: Whole = 0
+    """Iterations between tables of prompts, rewards, advantages and weights per sample in the run's folder experience/; 0 = no
+    tables."""
+    strict: bool = False
+    """End the run if an observer raises an exception, instead of printing a warning."""
 
 
 @settings_group
@@ -277,7 +308,7 @@ class RunConfig:
         require((world == "model") == is_model, "world", world, "model if `model` is given, and only then")
         chosen = flat(self)
         for name in MODEL_ONLY if not is_model else ("base_weights",):
-            missing, own = "left out without a `model`: built-in worlds have no such setting", "left out: a `model` has its own"
+            missing, own = "left out without a `model`: other worlds have no such setting", "left out: a `model` has its own"
             need = own if is_model else missing
             require(chosen[name] == DEFAULTS[name], name, chosen[name], need)
         return self
@@ -321,8 +352,10 @@ class RunConfig:
         return flat(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Groups of plain values, for JSON and YAML."""
-        return nested(self)
+        """Groups of plain values, for JSON and YAML; a world that is an object is recorded by its name."""
+        values = nested(self)
+        values["environment"]["world"] = self.environment.world_name
+        return values
 
 
 DEFAULTS = {item.name: item.default for group in groups_of(RunConfig).values() for item in fields(cast(Any, group))}
@@ -336,7 +369,8 @@ def load_config(path: Path, trust: bool = False, planned: bool = False) -> RunCo
     found = format_of(path, values)
     with reading(path):
         settings = current(read_settings(path, RunConfig).settings, found, path)
-        return replace(Preset(str(path), settings).apply(planned=planned), source="" if trust else str(path))
+        run = Preset(str(path), settings, trust).apply(planned=planned)
+        return replace(run, source="" if trust else str(path))
 
 
 @dataclass(frozen=True)
@@ -347,6 +381,8 @@ class Preset:
     """Name of the preset."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Settings that differ from the defaults."""
+    trust: bool = False
+    """Whether a user's world that the settings name may be built, for its own defaults."""
 
     def apply(self, *, planned: bool = False, published: bool = False, **changes: Any) -> RunConfig:
         """The run with this preset's settings, then `changes`, on the defaults of the world or of models. Without a device, a
@@ -355,7 +391,10 @@ class Preset:
         chosen = {**self.changes, **changes}
         method, world = chosen.get("method", DEFAULTS["method"]), chosen.get("world", DEFAULTS["world"])
         world = "model" if chosen.get("model") else world
-        base: dict[str, Any] = WORLD_DEFAULTS.get(world, {})
+        base: dict[str, Any] = {}
+        allowed = "world" in changes or self.trust or not any(untrusted({"world": world}))
+        if allowed and not chosen.keys() >= DEFAULTS.keys():  # of a complete file, the world is not built
+            base = world_defaults(world)
         if chosen.get("model"):
             accelerator = accelerator_defaults(chosen.get("device", "cuda"), planned)
             if not accelerator and "device" not in chosen and "dtype" not in changes:
@@ -368,4 +407,4 @@ class Preset:
 def preset(name: str, trust: bool = False) -> Preset:
     """A preset by `name`, a .yaml file, or several of them separated by commas (see `flowrl.training.presets`). Raises
     `ConfigError` for an unknown name and, without `trust`, for settings that need the user's consent (`flowrl.trust`)."""
-    return Preset(name, trusted(combine(name, RunConfig).settings, name, trust))
+    return Preset(name, trusted(combine(name, RunConfig).settings, name, trust), trust)

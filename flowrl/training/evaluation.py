@@ -15,13 +15,12 @@ from flowrl.distributed import Distributed
 from flowrl.errors import RewardError
 from flowrl.io import write_bytes, write_json
 from flowrl.probes import Completion, Tweedie
-from flowrl.protocols import FlowPolicy, RewardModel
+from flowrl.protocols import FlowPolicy, RewardModel, World
 from flowrl.rewards import stills
 from flowrl.rollout import EVALUATION_SEED, Groups, ImageBatch, Usage, initial_noise, rollout, sample_images, score, score_rollout
 from flowrl.training.heldout import HeldoutMetrics
 from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
-from flowrl.worlds.base import World
 
 CUSTOM = "custom reward"
 """The key of a training reward that is not one of the world's forms."""

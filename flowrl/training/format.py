@@ -93,6 +93,39 @@ def _converted(settings: Any, changes: dict[str, None]) -> Any:
     return result
 
 
+def current_comparison(values: dict[str, Any], source: object = "") -> dict[str, Any]:
+    """The content of a comparison's config.json with its arms in the entry "arms".
+
+    Earlier versions wrote `methods` (the names of all arms), `credit` (the rules of the last of them) and `method_settings`.
+
+    Args:
+        values: the content.
+        source: as in `current`.
+
+    Returns:
+        The content in the present form.
+    """
+    found = values.get("format", OLDER if "methods" in values else FORMAT)
+    values = current(values, found, source)
+    if "arms" in values or "methods" not in values:
+        return values
+    values = {**values}
+    names, specs, given = values.pop("methods"), values.pop("credit", ()), values.pop("method_settings", {})
+    rules = dict(zip(names[len(names) - len(specs) :], specs, strict=False))
+    # the run's words for sampler and loss had another meaning for these methods
+    own = dict.fromkeys(OWN_WORDS, "") if found == OLDER else {}
+    values["arms"] = {
+        name: {
+            "method": name,
+            **({"credit": rules[name]} if name in rules else {}),
+            **(own if name in FORWARD else {}),
+            **given.get(name, {}),
+        }
+        for name in names
+    }
+    return values
+
+
 @cache
 def _tell(line: str) -> None:
     """Print `line` on standard error, once per process."""

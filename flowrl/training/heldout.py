@@ -13,14 +13,13 @@ from torch import Tensor
 
 from flowrl.distributed import Distributed
 from flowrl.errors import RewardError, require
-from flowrl.protocols import Features, RewardModel
+from flowrl.protocols import Features, RewardModel, World
 from flowrl.registry import KINDS, build
 from flowrl.rewards import FunctionReward, NoisyReward, require_single
 from flowrl.rewards.diversity import group_features, pairwise_diversity
 from flowrl.rollout import ImageBatch, score
 from flowrl.training.config import RunConfig
 from flowrl.types import Prompt
-from flowrl.worlds.base import World
 
 _LOG = logging.getLogger(__name__)
 DIVERSITY_SEED = 20241
@@ -172,15 +171,17 @@ def make_heldout_metrics(config: RunConfig, world: World) -> HeldoutMetrics | No
 
 
 def _heldout_reward(spec: str, config: RunConfig, world: World) -> RewardModel:
-    if spec in world.qualities:
-        return world.qualities[spec]()
+    qualities = getattr(world, "qualities", {})
+    if spec in qualities:
+        return qualities[spec]()
     if spec in world.forms and not config.policy.model:
         return world.reward(spec)
     name = spec.partition("(")[0].strip()
     reads_images = name in KINDS["reward"].built_in and name not in COMBINATIONS
-    available = ", ".join([*world.forms, *world.qualities])
+    available = ", ".join([*world.forms, *qualities])
     allowed = f"{available} or path/to/file.py:Class; {name} scores images, and the {world.name} world has points"
-    require(world.name != "mixture" or not reads_images, "heldout_rewards", spec, allowed)
+    points = getattr(world, "points", False)
+    require(not points or not reads_images, "heldout_rewards", spec, allowed)
     return require_single(build("reward", spec, device=config.policy.device), "heldout_rewards", spec)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flowrl.policies.sd3 import SD3
+from flowrl.policies.families import SD3
 from flowrl.protocols import ExperienceCredit, GroupReward, Stateful
 from flowrl.training.trainer import Trainer
 

@@ -15,7 +15,6 @@ from flowrl.flow import uniform_schedule
 from flowrl.forward import guidance_passes
 from flowrl.methods import Method
 from flowrl.policies import Memory, Size, architecture_of, count_memory
-from flowrl.policies.small_sd3 import SmallSD3Config
 from flowrl.probes import Cost, Probe, Shape, whole
 from flowrl.protocols import ForwardLoss
 from flowrl.rollout.loss_batch import Rows, minibatch_rows, weighted_rows
@@ -189,7 +188,7 @@ def _shape(config: RunConfig, method: Method) -> Shape:
     trained = _decisions(config, method).trained
     asked = read_columns(method.credit, trained).tolist()
     nodes = [step for step, needed in zip(tree.drawn_steps, asked, strict=False) if needed]
-    return Shape(config.rollout.groups, grid, tree, nodes, _blocks(config))
+    return Shape(config.rollout.groups, grid, tree, nodes)
 
 
 def _rollout(shape: Shape, probe: Probe) -> tuple[list[tuple[int, float]], int]:
@@ -210,14 +209,6 @@ def _cost(shape: Shape, probe: Probe) -> Cost:
     if cost is None:
         raise ConfigError(f"{type(probe).__name__} has no method `cost`, so the evaluations of its rollouts cannot be planned")
     return cost
-
-
-def _blocks(config: RunConfig) -> int | None:
-    """Blocks of the network, if they are known without loading it."""
-    if config.policy.model:
-        known = architecture_of(config.policy.model)
-        return known and sum(known.config.get(name, 0) for name in ("num_layers", "num_single_layers"))
-    return SmallSD3Config.layers if config.environment.world == "shapes" else None
 
 
 def plan_text(found: Plan, config: RunConfig, origins: Mapping[str, str] = MappingProxyType({})) -> str:

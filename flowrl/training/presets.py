@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import ConfigError
+from flowrl.errors import ConfigError, require
 from flowrl.reading import load_document
 from flowrl.settings import read_settings
 from flowrl.training.format import current, format_of
@@ -51,8 +51,9 @@ WORLD_DEFAULTS: dict[str, dict[str, Any]] = {
         "eval_samples": 384,
     },
 }
-"""Changes to the defaults by world; the window is for methods without one of their own (`OWN_WINDOWS`). Ten steps of
-DPM-Solver++ give scores like twenty Euler steps in half the time (soft reward .744 and .751 before training, 384 samples)."""
+"""Changes to the defaults by built-in world, here and not in `World.defaults`, so that the help needs no torch. The window is
+for methods without one of their own (`OWN_WINDOWS`). Ten steps of DPM-Solver++ give scores like twenty Euler steps in half the
+time (soft reward .744 and .751 before training, 384 samples)."""
 
 MODEL_DEFAULTS: dict[str, Any] = {
     "world": "model", "task": "prompts", "reward_form": "reward", "num_steps": 10, "minibatches": 2,
@@ -67,34 +68,66 @@ MODEL_DEFAULTS: dict[str, Any] = {
 OWN_WINDOWS = ("branch-grpo", "granular-grpo", "tree-grpo")
 """Methods whose published window is another than all steps but the last; that of a world or a preset does not replace it."""
 
+
+def world_defaults(world: Any) -> dict[str, Any]:
+    """Changes to the defaults in a world: those of `WORLD_DEFAULTS`, or the world's first task and form and its own `defaults`.
+
+    Args:
+        world: the setting `world`: a spec, which is built, or an object.
+
+    Returns:
+        Settings; none for "model".
+
+    Raises:
+        ConfigError: the world cannot be built, or its defaults name a world or a model.
+    """
+    if world == "model" or (isinstance(world, str) and world in WORLD_DEFAULTS):
+        return WORLD_DEFAULTS.get(world, {})
+    from flowrl.worlds.base import world as find
+
+    found = find(world)
+    own = dict(getattr(found, "defaults", {}))
+    require(not {"world", "model"} & own.keys(), f"defaults of world {found.name}", own, "settings other than world and model")
+    return {"task": found.tasks[0], "reward_form": found.forms[0], **own}
+
+
+def _name(world: Any) -> str:
+    """The world's name."""
+    if isinstance(world, str) and world in WORLD_DEFAULTS:
+        return world
+    from flowrl.worlds.base import world as find
+
+    return find(world).name
+
+
 METHOD_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "shapes": {"tempflow-grpo": {"groups": 6, "group_size": 30}},
     "mixture": {"tempflow-grpo": {"groups": 6, "group_size": 30}},
     "model": {"tempflow-grpo": {"group_size": 54}},
     "tiny": {
-        "awm": {"loss": "awm(times='stratified(count=2)')"},
+        "awm": {"loss": "awm(times=stratified(count=2))"},
         "branch-grpo": {
-            "credit": "depth-relative(scope=tree, std=sample, probe='branch(children=(1, 2))')",
+            "credit": "depth-relative(scope=tree, std=sample, probe=branch(children=(1, 2)))",
             "group_size": 4,
         },
-        "dgpo": {"loss": "dgpo(beta_dpo=1.0, sample_from=none, times='steps(count=2, steps=3)')"},
+        "dgpo": {"loss": "dgpo(beta_dpo=1.0, sample_from=none, times=steps(count=2, steps=3))"},
         "granular-grpo": {"window": "0:2"},
         "tempflow-grpo": {
-            "credit": "weighted(rule=\"sibling-relative(probe='comb(branches=2)')\")",
+            "credit": "weighted(rule=sibling-relative(probe=comb(branches=2)))",
             "group_size": 4,
         },
         "tree-grpo": {"group_size": 4},
     },
 }
-"""Changes by world, or for the preset tiny, that a method's groups, trees and times need."""
+"""Changes by world (others: those of model), or for the preset tiny, that a method's groups, trees and times need."""
 
 
-def method_overrides(preset: str, world: str, method: str, published: bool = False) -> dict[str, Any]:
+def method_overrides(preset: str, world: Any, method: str, published: bool = False) -> dict[str, Any]:
     """The changes that a method needs to the settings of a built-in preset.
 
     Args:
         preset: name of the preset; a preset that contains a file needs none.
-        world: the world's name, or "model".
+        world: the setting `world`, or "model".
         method: name of the method.
         published: use the method's published window and clip instead of those of the world.
 
@@ -108,17 +141,18 @@ def method_overrides(preset: str, world: str, method: str, published: bool = Fal
     found: dict[str, Any] = {"window": ""} if own else {}
     if published:
         found["clip_range"] = 0.0
-    return {**found, **METHOD_SETTINGS.get("tiny" if "tiny" in names else world, {}).get(method, {})}
+    key = "tiny" if "tiny" in names else world if isinstance(world, str) and world in METHOD_SETTINGS else "model"
+    return {**found, **METHOD_SETTINGS[key].get(method, {})}
 
 
-def origins(preset: str, schema: type, world: str, method: str, chosen: Sequence[str], published: bool = False) -> dict[str, str]:
+def origins(preset: str, schema: type, world: Any, method: str, chosen: Sequence[str], published: bool = False) -> dict[str, str]:
     """Where the settings of a run come from, by setting: the world's or models' defaults, presets, what the method needs of them,
     or an option.
 
     Args:
         preset: name of the preset.
         schema: class of the settings.
-        world: the world's name, or "model".
+        world: the setting `world`, or "model".
         method: name of the method.
         chosen: settings that options set.
         published: as in `method_overrides`.
@@ -126,8 +160,8 @@ def origins(preset: str, schema: type, world: str, method: str, chosen: Sequence
     Returns:
         Origins; settings without one have their default.
     """
-    base = MODEL_DEFAULTS if world == "model" else WORLD_DEFAULTS.get(world, {})
-    found = dict.fromkeys(base, "models" if world == "model" else f"world {world}")
+    base = MODEL_DEFAULTS if world == "model" else world_defaults(world)
+    found = dict.fromkeys(base, "models" if world == "model" else f"world {_name(world)}")
     found |= {name: f"preset {piece}" for name, piece in combine(preset, schema).origins.items()}
     found |= dict.fromkeys(method_overrides(preset, world, method, published), f"{preset}, for {method}")
     return found | dict.fromkeys(chosen, "option")
@@ -138,7 +172,7 @@ MODEL_ONLY = (
     "tuning", "adapter", "frozen_adapters", "lora_targets", "prompt_cache", "decode_batch", "decode_dtype", "attention_backend",
     "max_sequence_length", "gradient_checkpointing", "train_guidance_scale", "reference_guidance_scale",
 )  # fmt: skip
-"""Settings without effect on a built-in world."""
+"""Settings of a model only."""
 
 
 def accelerator_defaults(device: str = "cuda", planned: bool = False) -> dict[str, Any]:

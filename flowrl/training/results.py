@@ -4,8 +4,9 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,19 +16,31 @@ from flowrl.diagnostics.curves import first_reached
 from flowrl.diagnostics.statistics import collapsed, mean
 from flowrl.errors import ConfigError
 from flowrl.reading import as_kind, parse_json, read_json, reading
-from flowrl.training.format import check_format
+from flowrl.training.format import check_format, current_comparison
+
+REWARDS = ("reward", "reward_form")
+"""Settings of the training reward: where they differ, so does what an evaluation calls the reward."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run: its `method` and `seed`, its `folder`, `rows` (one per iteration; row 0: untrained), and whether it has
-    `finished`."""
+    """One run: its `arm` (of a run by itself: its method) and `seed`, its `folder`, `rows` (one per iteration; row 0: untrained),
+    whether it has `finished`, and the `config` in its config.json."""
 
-    method: str
+    arm: str
     seed: int
     folder: Path
     rows: tuple[dict[str, Any], ...]
     finished: bool
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The run's settings without their groups, except the seed."""
+        found: dict[str, Any] = {}
+        for name, value in self.config.items():
+            found |= value if isinstance(value, dict) else {name: value}
+        return {name: value for name, value in found.items() if name not in ("seed", "format")}
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -71,26 +84,58 @@ class Comparison:
     runs: tuple[RunRecord, ...]
 
     @property
-    def methods(self) -> list[str]:
-        """Methods with at least one evaluated run, in the order of the configuration."""
-        return [m for m in self.config["methods"] if self.of(m)]
+    def arms(self) -> list[str]:
+        """Arms with at least one evaluated run, in the order of the configuration."""
+        return [arm for arm in self.config["arms"] if self.of(arm)]
 
     @property
     def baseline(self) -> str:
-        """The method that all others are compared with."""
-        return self.config.get("baseline") or self.config["methods"][0]
+        """The arm that all others are compared with."""
+        return next(iter(self.config["arms"]))
 
-    def of(self, method: str) -> list[RunRecord]:
-        """The method's runs with at least one evaluation, in the order of the seeds."""
-        return [run for run in self.runs if run.method == method and run.evaluations]
+    def of(self, arm: str) -> list[RunRecord]:
+        """The arm's runs with at least one evaluation, in the order of the seeds."""
+        return [run for run in self.runs if run.arm == arm and run.curve("iteration", *self.metric)[1]]
+
+    @cached_property
+    def differences(self) -> dict[str, dict[str, Any]]:
+        """By arm, the settings in which the runs of the arms differ."""
+        settings = {run.arm: run.settings for run in self.runs}
+        names = dict.fromkeys(name for values in settings.values() for name in values)
+        first = next(iter(settings.values()), {})
+        differ = [name for name in names if any(values.get(name) != first.get(name) for values in settings.values())]
+        return {arm: {name: values.get(name) for name in differ} for arm, values in settings.items()}
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The settings of all runs, in their groups, without `differences`."""
+        known, differ = self.runs[0].settings if self.runs else {}, next(iter(self.differences.values()), {})
+
+        def common(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {
+                name: common(value) if isinstance(value, dict) else known.get(name, value)
+                for name, value in values.items()
+                if name not in differ
+            }
+
+        return common(self.config["run"])
+
+    @property
+    def metric(self) -> tuple[str, ...]:
+        """The path of the metric by which the arms are compared: the reward, or the first held-out reward if the arms are trained
+        on different rewards."""
+        differ = next(iter(self.differences.values()), {})
+        heldout = self.config["run"].get("evaluation", {}).get("heldout_rewards", ()) if differ.keys() & set(REWARDS) else ()
+        return ("heldout", heldout[0]) if heldout else ("reward",)
 
 
-def load_run(folder: Path) -> RunRecord:
-    """Read a run folder; an incomplete last line is ignored.
+def load_run(folder: Path, arm: str = "") -> RunRecord:
+    """Read a run folder, of a comparison's `arm`; an incomplete last line is ignored.
 
     Raises `ConfigError` if `folder` is not the folder of a run, or a line of metrics.jsonl is not a row of a run.
     """
-    check_format(folder / "config.json", _config(folder, "run"))
+    settings = _config(folder, "run")
+    check_format(folder / "config.json", settings)
     config: _RunFile = _config(folder, "run", _RunFile)
     path, rows = folder / "metrics.jsonl", list[dict[str, Any]]()
     with reading(path):
@@ -105,7 +150,8 @@ def load_run(folder: Path) -> RunRecord:
         with reading(f"{path}, line {number}"):
             as_kind(row, MetricsRow)
         rows.append(row)
-    return RunRecord(config.algorithm.method, config.seed, folder, tuple(rows), (folder / "done.json").exists())
+    done = (folder / "done.json").exists()
+    return RunRecord(arm or config.algorithm.method, config.seed, folder, tuple(rows), done, settings)
 
 
 def _config(folder: Path, kind: str, content: Any = Any) -> Any:
@@ -151,18 +197,19 @@ class MetricsRow:
 class _ComparisonFile:
     """The entries of a comparison's config.json that are read."""
 
-    methods: Annotated[list[str], Len(1)]
+    arms: Annotated[dict[str, dict[str, Any]], Len(1)]
     seeds: list[int]
-    baseline: str = ""
+    run: dict[str, Any]
 
 
-def holds(folder: Path, entry: str) -> bool:
-    """Whether config.json in `folder` was written by flowrl and has `entry`: "algorithm" for a run, "methods" for a
-    comparison."""
+def holds(folder: Path, *entries: str) -> bool:
+    """Whether config.json in `folder` was written by flowrl and has one of `entries`: "algorithm" for a run, "arms" (in earlier
+    versions "methods") for a comparison."""
     try:
-        return entry in read_json(folder / "config.json", dict[str, Any])
+        found = read_json(folder / "config.json", dict[str, Any])
     except ConfigError:
         return False
+    return any(entry in found for entry in entries)
 
 
 def has_progress(folder: Path) -> bool:
@@ -173,17 +220,23 @@ def has_progress(folder: Path) -> bool:
 
 
 def run_folder(name: str, seed: int) -> str:
-    """Folder name of the run of method `name` with `seed` in a comparison, valid on every operating system."""
+    """Folder name of the run of arm `name` with `seed` in a comparison, valid on every operating system."""
     return re.sub(r"[^\w.=,-]+", "_", name).strip("_") + f"-seed{seed}"
 
 
 def load_comparison(folder: Path) -> Comparison:
     """Read a comparison folder, finished or not. Raises `ConfigError` if `folder` is not the folder of a comparison."""
-    found: _ComparisonFile = _config(folder, "comparison", _ComparisonFile)
-    folders = dict.fromkeys(folder / "runs" / run_folder(name, seed) for name in found.methods for seed in found.seeds)
-    with reading(folder / "config.json"):  # a name may be too long for the file system
-        started = [f for f in folders if (f / "metrics.jsonl").exists()]
-    return Comparison(folder, _config(folder, "comparison"), tuple(map(load_run, started)))
+    path = folder / "config.json"
+    with reading(path):
+        config = current_comparison(_config(folder, "comparison", dict[str, Any]))
+        try:
+            found: _ComparisonFile = as_kind(config, _ComparisonFile)
+        except ValueError as error:
+            raise ConfigError(f"{folder} is not the folder of a comparison: {str(error)[:200]}") from error
+    folders = {folder / "runs" / run_folder(name, seed): name for name in found.arms for seed in found.seeds}
+    with reading(path):  # a name may be too long for the file system
+        started = {place: name for place, name in folders.items() if (place / "metrics.jsonl").exists()}
+    return Comparison(folder, config, tuple(load_run(place, name) for place, name in started.items()))
 
 
 @dataclass(frozen=True)
@@ -222,11 +275,11 @@ class Change:
 
 
 @dataclass(frozen=True)
-class MethodSummary:
-    """One column of the results table: evaluation rewards (held-out prompts, ODE sampler, averaged weights) and costs.
+class ArmSummary:
+    """One row of the results table: evaluation rewards (held-out prompts, ODE sampler, averaged weights) and costs.
 
     Args:
-        method: name of the method.
+        arm: name of the arm.
         seeds: number of seeds.
         base: reward before training.
         final: reward at the last evaluation.
@@ -245,9 +298,10 @@ class MethodSummary:
         seconds_reward: seconds of an iteration's scoring.
         seconds_update: seconds of an iteration's update.
         heldout: changes of the proxy, the held-out rewards and the diversity by label.
+        settings: the settings in which arms differ.
     """
 
-    method: str
+    arm: str
     seeds: int
     base: Mean
     final: Mean
@@ -266,6 +320,24 @@ class MethodSummary:
     seconds_reward: float
     seconds_update: float
     heldout: dict[str, Change] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def difference(self) -> str:
+        """`settings` as text, without empty ones and without a method that gave the arm its name."""
+        return difference(self.arm, self.settings)
+
+
+def difference(arm: str, settings: Mapping[str, Any]) -> str:
+    """The `settings` of an `arm` as text, without empty ones and without a method that gave the arm its name."""
+    named = {
+        name: value for name, value in settings.items() if (name, value) != ("method", arm) and value not in ("", [], (), None)
+    }
+    return ", ".join(f"{name}={_plain(value)}" for name, value in named.items())
+
+
+def _plain(value: Any) -> str:
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
 def _heldout(runs: Sequence[RunRecord]) -> dict[str, Change]:
@@ -299,24 +371,24 @@ def mean_curve(runs: Sequence[RunRecord], x: str, *path: str) -> tuple[list[floa
     return means[0], means[1]
 
 
-def summarise(comparison: Comparison) -> list[MethodSummary]:
-    """One summary per evaluated method."""
-    baseline = mean_curve(comparison.of(comparison.baseline), "iteration")[1]
-    finals = {run.seed: run.curve("iteration")[1][-1] for run in comparison.of(comparison.baseline)}
+def summarise(comparison: Comparison) -> list[ArmSummary]:
+    """One summary per evaluated arm."""
+    metric = comparison.metric
+    baseline = mean_curve(comparison.of(comparison.baseline), "iteration", *metric)[1]
+    finals = {run.seed: run.curve("iteration", *metric)[1][-1] for run in comparison.of(comparison.baseline)}
     target = baseline[-1] if baseline and baseline[-1] > baseline[0] else math.inf  # no target without a gain
     result = []
-    for method in comparison.methods:
-        runs = comparison.of(method)
-        rewards = [run.curve("iteration")[1] for run in runs]
-        reached = {
-            x: _finite(float(first_reached(*mean_curve(runs, x), target))) for x in ("iteration", "nfe_total", "seconds_total")
-        }
+    for arm in comparison.arms:
+        runs = comparison.of(arm)
+        rewards = [run.curve("iteration", *metric)[1] for run in runs]
+        axes = ("iteration", "nfe_total", "seconds_total")
+        reached = {x: _finite(float(first_reached(*mean_curve(runs, x, *metric), target))) for x in axes}
         per_run = {key: statistics.fmean(run.mean(key) for run in runs) for key in ("nfe", "calls", "reward_calls", "train_nfe")}
         samples = statistics.fmean(run.mean("trajectories") for run in runs)
         phases = {p: statistics.fmean(run.mean("phases", p) for run in runs) for p in ("rollout", "reward", "update")}
         result.append(
-            MethodSummary(
-                method=method,
+            ArmSummary(
+                arm=arm,
                 seeds=len(runs),
                 base=mean_of([r[0] for r in rewards]),
                 final=mean_of([r[-1] for r in rewards]),
@@ -335,6 +407,7 @@ def summarise(comparison: Comparison) -> list[MethodSummary]:
                 seconds_reward=phases["reward"],
                 seconds_update=phases["update"],
                 heldout=_heldout(runs),
+                settings=comparison.differences[arm],
             )
         )
     return result
@@ -344,6 +417,6 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def summary_values(summaries: Sequence[MethodSummary]) -> list[dict[str, Any]]:
+def summary_values(summaries: Sequence[ArmSummary]) -> list[dict[str, Any]]:
     """Plain values for JSON (NaN becomes null)."""
     return json.loads(json.dumps([asdict(s) for s in summaries]).replace("NaN", "null"))

@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,12 +16,12 @@ from flowrl.distributed import Distributed, full_tensors
 from flowrl.errors import CheckpointError, ConfigError, part_errors
 from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
 from flowrl.plugins import versions
-from flowrl.protocols import FlowPolicy, extras
+from flowrl.protocols import FlowPolicy, Observer, World, extras
 from flowrl.reading import as_kind, read_json, read_tensors, reading
 from flowrl.rewards import evaluation_reward
 from flowrl.settings import settings_text
 from flowrl.training import logging as lines
-from flowrl.training.build import make_reward, make_trainer, make_world, policy_options
+from flowrl.training.build import make_reward, make_world, policy_options, trainer_in
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.evaluation import Evaluation, evaluate, write_trajectory
@@ -31,11 +31,11 @@ from flowrl.training.logging import Journal
 from flowrl.training.memory import memory_notices, out_of_memory
 from flowrl.training.monitors import Notice, limits_of, notices
 from flowrl.training.nonfinite import NonFiniteError
+from flowrl.training.observers import Observers
 from flowrl.training.results import MetricsRow, has_progress, holds
 from flowrl.training.trainer import Trainer
 from flowrl.training.trial import reward_trial, try_parts
 from flowrl.trust import check_code, record_code
-from flowrl.worlds.base import World
 
 TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
 Report = Callable[[dict[str, Any]], None]
@@ -54,7 +54,9 @@ class Run:
 
     The folder gets config.json (and .yaml), metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/
     and, at the end, samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline
-    also in lora/ or full/, in diffusers' format) and done.json. Every process executes the run; only the main process writes and
+    also in lora/ or full/, in diffusers' format) and done.json. With `save_experience` it also gets experience/
+    (`flowrl.training.observers.SaveExperience`). A run that an observer stops ends in the same way; done.json and the last row
+    then have the reason ("stopped"). Every process executes the run; only the main process writes and
     reports. If one process is asked to stop, all pause.
 
     Args:
@@ -65,6 +67,8 @@ class Run:
         shared: a folder in which the runs of a comparison store the evaluation of the untrained model, which is the same for all.
         distributed: the processes.
         changed_code: continue although the files of the run's own parts have changed since it was started.
+        observers: observers besides those of the setting `observe`; give them again when the run is resumed.
+        world: a world, as an object, that replaces that of the settings; to resume such a run it is needed again.
         trial: try the user's own parts before a new run, or with `changed_code` (`flowrl.training.trial`).
     """
 
@@ -75,17 +79,24 @@ class Run:
     shared: Path | None = None
     distributed: Distributed = Distributed()
     changed_code: bool = False
+    observers: Sequence[Observer] = ()
+    world: World | None = None
     trial: bool = True
     parts_tried: bool = field(default=False, init=False)
     _heldout: HeldoutMetrics | None = field(default=None, init=False, repr=False)
+    _stopped: str = field(default="", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.world is not None:
+            self.config = self.config.replace(world=self.world)
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
         """Train to the end; with `resume`, from the last checkpoint or from the checkpoint `start`, whose successors are then
-        deleted.
+        deleted; a run that an observer stopped at `start` then continues.
 
-        Returns True when the run is finished, False when `stop` paused it. Raises a part's `FlowrlError`, `CheckpointError` for a
-        damaged checkpoint, `DiskError` for a full disk, and `NonFiniteError` for a loss that is not finite (its data are then in
-        failure/). If another process executes the run, a `ConfigError` names it.
+        Returns True when the run is finished or an observer has stopped it, False when `stop` paused it. Raises a part's
+        `FlowrlError`, `CheckpointError` for a damaged checkpoint, `DiskError` for a full disk, and `NonFiniteError` for a loss
+        that is not finite (its data are then in failure/). If another process executes the run, a `ConfigError` names it.
         """
         self.config = self.config.allowed()
         full = disk_errors(self.folder, self._checkpoints.newest, lambda: to_resume(self.folder))
@@ -117,14 +128,16 @@ class Run:
                 check_code(self.folder, self.config.flat(), self.changed_code)
         if resume:
             self.config = self._with_found_batches()
+        observers = Observers(self.config, self.folder, self.observers, self.distributed)
         world = make_world(self.config)
         self._heldout = make_heldout_metrics(self.config, world)
-        trainer = make_trainer(self.config, self.distributed, world)
+        trainer = trainer_in(world, self.config, self.distributed)
         found, self.config, policy = trainer.config != self.config, trainer.config, trainer.policy
         if self.trial and not resume and self.distributed.is_main:
             trainer.collector.inspect = reward_trial(self.config, trainer.reward, self._warn_of_trial)
-        trainer.on_phase = lambda phase: self._tell({"phase": phase})
-        rows = self._restore(trainer, start) if resume else []
+        trainer.on_phase, trainer.recorded = lambda phase: self._tell({"phase": phase}), observers.recorded
+        rows = self._restore(trainer, observers, start) if resume else []
+        self._stopped = rows[-1].get("stopped", "") if rows and not start else ""
         journal = Journal(self.config, self.folder, trainer.done)
         if self.distributed.is_main and (found or not rows):
             self._write_settings()
@@ -134,34 +147,27 @@ class Run:
         if (embedding := extras(policy, "warm")) is not None:
             self._tell({"phase": "prompts"})
             embedding.warm(trainer.prompts.upcoming((self.config.iterations - trainer.done) * self.config.rollout.groups))
-        latest = self._train(trainer, world, rows, journal)
-        if trainer.done == self.config.iterations:
+        latest = self._train(trainer, world, rows, journal, observers)
+        if self._ended(trainer):
             self._finish(trainer, world, latest or self._evaluate(trainer, world))
         journal.finish()
-        return trainer.done == self.config.iterations
+        return self._ended(trainer)
 
-    def _train(self, trainer: Trainer, world: World, rows: list[dict[str, Any]], journal: Journal) -> Evaluation | None:
+    def _ended(self, trainer: Trainer) -> bool:
+        return trainer.done == self.config.iterations or bool(self._stopped)
+
+    def _train(
+        self, trainer: Trainer, world: World, rows: list[dict[str, Any]], journal: Journal, observers: Observers
+    ) -> Evaluation | None:
         """Iterations to the end or to a pause; returns the evaluation of the last iteration if it had one."""
         latest: Evaluation | None = None
         limits = limits_of(trainer)
         found = memory_notices(trainer) if trainer.policy.device.type == "cuda" and trainer.done < self.config.iterations else []
         self._warn(found)
-        while trainer.done < self.config.iterations:
-            before = trainer.small_state()
-            try:
-                row = trainer.iteration()
-            except NonFiniteError as error:
-                raise error.saved(self.folder / "failure") from error
-            except (Exception, SystemExit):
-                self._save_before(trainer, before, rows)
-                raise
-            for name in TOTALS:
-                row[f"{name}_total"] = rows[-1][f"{name}_total"] + row[name]
-            due = trainer.done % self.config.evaluation.eval_every == 0 or trainer.done == self.config.iterations
-            latest = self._evaluate(trainer, world) if due else None
-            row["evaluation"] = latest.row(self.config.environment.reward_form) if latest else None
+        while not self._ended(trainer):
+            row, latest, observed = self._iterate(trainer, world, rows, observers)
             rows.append(row)
-            new = notices(rows, limits)
+            new = notices(rows, limits) + observed
             if found or new:
                 row["warnings"] = [notice.as_dict() for notice in (*found, *new)]
             found = []
@@ -169,24 +175,58 @@ class Run:
             journal.row(row, latest)
             self._warn(new)
             self._tell({"iteration": trainer.done, "reward": row["reward_mean"], "nfe_total": row["nfe_total"], **_heldout(row)})
-            paused = self.distributed.any(trainer.done < self.config.iterations and self.stop())
-            if paused or trainer.done % self.config.logging.checkpoint_every == 0 or trainer.done == self.config.iterations:
-                state = trainer.state(copied=False)
-                if self.distributed.is_main:
-                    self._checkpoints.save(replace(state, values={**state.values, "rows": rows}), trainer.done)
+            paused = self.distributed.any(not self._ended(trainer) and self.stop())
+            due = trainer.done % self.config.logging.checkpoint_every == 0 or "kept" in row
+            if paused or due or self._ended(trainer):
+                self._save(trainer.state(copied=False), trainer, rows, observers)
             if paused:
                 return latest
         return latest
 
-    def _save_before(self, trainer: Trainer, before: Checkpoint, rows: list[dict[str, Any]]) -> None:
+    def _iterate(
+        self, trainer: Trainer, world: World, rows: list[dict[str, Any]], observers: Observers
+    ) -> tuple[dict[str, Any], Evaluation | None, list[Notice]]:
+        """One iteration: its row, its evaluation if it has one, and the observers' warnings. Its record ends here."""
+        before = trainer.small_state()
+        try:
+            iteration = trainer.iteration()
+        except NonFiniteError as error:
+            raise error.saved(self.folder / "failure") from error
+        except (Exception, SystemExit):
+            self._save_before(trainer, before, rows, observers)
+            raise
+        row: dict[str, Any] = dict(iteration)
+        for name in TOTALS:
+            row[f"{name}_total"] = rows[-1][f"{name}_total"] + row[name]
+        last = trainer.done == self.config.iterations
+        due = trainer.done % self.config.evaluation.eval_every == 0 or last
+        latest = self._evaluate(trainer, world) if due else None
+        row["evaluation"] = latest.row(self.config.environment.reward_form) if latest else None
+        decided = observers.observe(trainer, iteration, row, rows)
+        row |= decided.metrics | ({"kept": True} if decided.keep else {})
+        if decided.stop and not last:
+            self._stopped = row["stopped"] = decided.stop
+            latest = latest or self._evaluate(trainer, world)
+            row["evaluation"] = latest.row(self.config.environment.reward_form)
+            text = f"stopped after iteration {trainer.done} of {self.config.iterations} by {decided.stop}"
+            decided.warnings.append(Notice("stopped", text))
+        return row, latest, decided.warnings
+
+    def _save(self, state: Checkpoint, trainer: Trainer, rows: list[dict[str, Any]], observers: Observers) -> None:
+        """Write `state`, the rows and the observers' state as the checkpoint of this iteration."""
+        if self.distributed.is_main:
+            whole = Checkpoint({**state.tensors, **observers.state()}, {**state.values, "rows": rows})
+            self._checkpoints.save(whole, trainer.done, {row["iteration"] for row in rows if "kept" in row})
+
+    def _save_before(self, trainer: Trainer, before: Checkpoint, rows: list[dict[str, Any]], observers: Observers) -> None:
         """After a failure before the first update of an iteration, save a checkpoint of its beginning, so that no result is
         lost.
         """
         if trainer.updated or trainer.done == 0 or self.distributed.world_size > 1:
             return
         state = trainer.state(copied=False)
-        values = {**state.values, **before.values, "rows": rows}
-        self._checkpoints.save(Checkpoint({**state.tensors, **before.tensors}, values), trainer.done)
+        whole = Checkpoint({**state.tensors, **before.tensors}, {**state.values, **before.values})
+        self._save(whole, trainer, rows, observers)
 
     def _warn(self, found: list[Notice]) -> None:
         if found:
@@ -252,7 +292,7 @@ class Run:
         if self.distributed.is_main:
             lines.append(self.folder / "metrics.jsonl", row)
 
-    def _restore(self, trainer: Trainer, start: str) -> list[dict[str, Any]]:
+    def _restore(self, trainer: Trainer, observers: Observers, start: str) -> list[dict[str, Any]]:
         """Rows up to the last checkpoint (or `start`); later rows will be computed again. Without a checkpoint the run starts
         anew.
         """
@@ -269,6 +309,7 @@ class Run:
         rows: list[dict[str, Any]] = []
         with self.distributed.shared_errors():
             if self.distributed.is_main:
+                observers.restore(checkpoint.tensors if checkpoint else {}, trainer.done)
                 rows = self._rewind(checkpoint, start)
         return self.distributed.gather(rows)[0]
 
@@ -312,7 +353,8 @@ class Run:
             }
             write_json(self.folder / "samples.json", samples)
             self._export(self.folder, trainer, world)
-            write_json(self.folder / "done.json", {"iterations": trainer.done})
+            stopped = {"stopped": self._stopped} if self._stopped else {}
+            write_json(self.folder / "done.json", {"iterations": trainer.done, **stopped})
         elif self.distributed.sharded:  # the main process alone can neither call the network nor gather its weights
             with TemporaryDirectory() as scratch:
                 self._export(Path(scratch), trainer, world)

@@ -4,7 +4,7 @@ prompts -> trajectories + estimates -> values [prompt, member, decision+1] -> ad
 -> update
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -54,10 +54,28 @@ def overlaps_rewards(config: RunConfig, reward: AnyReward) -> bool:
     return chosen == "true" or (chosen == "auto" and config.rollout.chunk >= 1 and is_remote(reward))
 
 
+class Iteration(dict[str, Any]):
+    """The metrics of one iteration as plain values by name, with its record. Tensors are in main memory.
+
+    Args:
+        metrics: the metrics.
+        experience: the values [prompt, member, decision+1], the decisions, and those of its larger fields that
+            `Trainer.recorded` contains.
+        credit: the rule's advantages and weights [prompt, member, decision].
+        weights: weight of each transition in the loss [prompt, member, decision].
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], experience: Experience, credit: Credit, weights: Tensor) -> None:
+        super().__init__(metrics)
+        self.experience, self.credit, self.weights = experience, credit, weights
+
+
 class Trainer:
     """Fine-tunes a policy; independent of the method.
 
-    Call `iteration()` once per iteration; it returns the metrics of that iteration as plain values. Within `averaged()` the
+    Call `iteration()` once per iteration; it returns the metrics of that iteration, and its record. The trainer itself keeps no
+    record. `recorded` names the larger fields of the record (`flowrl.experience.LARGER`) that are gathered besides those that
+    the rule reads, as in ``trainer.recorded = ("log_probs",)``. Within `averaged()` the
     policy has its EMA weights. `state()` and `restore()` make a run resumable bit for bit on the CPU. `iteration` raises
     `NonFiniteError` if a loss or gradient is not finite, and `CreditError` or `RewardError` if a part breaks its contract; the
     weights are then those of the last complete update.
@@ -93,14 +111,15 @@ class Trainer:
             overlaps_rewards(config, reward), rollout.offload,
         )  # fmt: skip
         self.done, self.updated = 0, False
+        self.recorded: Collection[str] = ()
         self.on_phase: Callable[[str], None] = lambda phase: None
 
     def use_batches(self, config: RunConfig) -> None:
         """Use the sizes of `config`, whose other settings must equal those of the trainer as far as they change results."""
         self.config, self.collector.max_batch = config, config.batches.max_batch
 
-    def iteration(self) -> dict[str, Any]:
-        """One pass from prompts to updated weights; returns its metrics."""
+    def iteration(self) -> Iteration:
+        """One pass from prompts to updated weights; returns its metrics and its record."""
         usage, clock, self.updated = Usage(), Clock(self.on_phase, "rollout"), False
 
         # Rollout: this process's trajectories [sample, node, *latent], values of all groups [prompt, member, decision+1].
@@ -114,7 +133,7 @@ class Trainer:
 
         # Credit: advantages and weights [prompt, member, decision]; what the reward marked invalid has weight 0.
         experience = self.experience(prompts, condition, sampler, collected)
-        credit = credit_of(self.method.credit, experience)
+        credit = credit_of(self.method.credit, experience.only(self.rule_fields))
         weights = transition_weights(credit, experience.decisions, self.config.algorithm.drop_zero_advantages)
 
         # Update: one optimizer step per mini-batch. Micro-batches are transitions of this process, or (image, drawn time) rows;
@@ -145,7 +164,7 @@ class Trainer:
         self.done += 1
         used = experience.decisions.mask.any(-1)
         parts = {name: float(table[..., -1].nanmean()) for name, table in experience.parts.items()}
-        return {
+        row = {
             "iteration": self.done,
             **reward_metrics(experience.values),
             **({"parts": parts} if parts else {}),
@@ -162,6 +181,12 @@ class Trainer:
             "zero_rows": sum(one.zeros for one in rows),
             "abs_advantage": float(credit.advantages[experience.decisions.mask].abs().mean()),
         }
+        return Iteration(row, experience.only(self.recorded), credit, weights)
+
+    @property
+    def rule_fields(self) -> Collection[str]:
+        """The larger fields of the record that the credit rule reads."""
+        return getattr(self.method.credit, "reads_fields", ())
 
     def draw_sampler(self) -> AnySampler:
         """This iteration's sampler; a random or sliding window is drawn once for all groups."""
@@ -182,13 +207,13 @@ class Trainer:
     def experience(
         self, prompts: Sequence[Prompt], condition: Condition, sampler: AnySampler, collected: Collected
     ) -> Experience:
-        """The record of the iteration, in main memory, with those of its larger fields that the rule reads."""
+        """The record of the iteration, in main memory, with the larger fields that the rule or `recorded` names."""
         path, values = collected.rollout.trajectories, collected.values
         forward = isinstance(self.method.loss, ForwardLoss)
         trained = None if forward else self.trained_steps(path.stds).tolist()
         decisions = Decisions.of(path.schedule, path.stds, path.tree, usable(values.valid), trained)
         experience = Experience(prompts, values.total, decisions, values.valid, values.parts)
-        fields = getattr(self.method.credit, "reads_fields", ())
+        fields = {*self.rule_fields, *self.recorded}
         if not fields:
             return experience
         found: dict[str, Any] = {}
@@ -199,7 +224,10 @@ class Trainer:
         if "log_probs" in fields:
             found["log_probs"] = torch.cat(self.distributed.gather(log_probs(sampler, own)))
         if "condition" in fields:
-            found["condition"] = condition
+            # a copy: the policy may keep these tensors for later iterations
+            found["condition"] = Condition(
+                {name: tensor.to("cpu", copy=True) for name, tensor in condition.tensors.items()}, condition.keys
+            )
         return replace(experience, **found)
 
     def set_learning_rate(self) -> None:

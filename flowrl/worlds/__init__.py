@@ -1,6 +1,7 @@
-"""Worlds: prompts, rewards and a policy that fit together, built in or around a diffusers model."""
+"""Worlds: prompts, rewards and a policy that fit together, built in, a user's, or around a diffusers model."""
 
+from flowrl.protocols import PolicyOptions, World
 from flowrl.worlds import mixture
-from flowrl.worlds.base import WORLDS, PolicyOptions, World, model_world, world
+from flowrl.worlds.base import MixtureWorld, ModelWorld, ShapesWorld, world
 
-__all__ = ["WORLDS", "PolicyOptions", "World", "mixture", "model_world", "world"]
+__all__ = ["MixtureWorld", "ModelWorld", "PolicyOptions", "ShapesWorld", "World", "mixture", "world"]

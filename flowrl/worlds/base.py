@@ -1,8 +1,9 @@
-"""Worlds: prompts, rewards and a policy that fit together; built-in ones by name, and a diffusers model as a world."""
+"""Worlds: prompts, rewards and a policy that fit together; built-in ones by name, a user's, and a diffusers model as a world."""
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
 from importlib import resources
 from pathlib import Path
@@ -18,62 +19,15 @@ from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
 from flowrl.prompts import prompts_from
-from flowrl.protocols import FlowPolicy, RewardModel
+from flowrl.protocols import FlowPolicy, PolicyOptions, RewardModel, World
 from flowrl.reading import read_json
-from flowrl.registry import build
+from flowrl.registry import build, check_part
 from flowrl.rewards import evaluation_reward
+from flowrl.specs import parse_spec
 from flowrl.types import Prompt
-from flowrl.worlds import mixture as mixture_world
+from flowrl.worlds import mixture
 from flowrl.worlds.shapes import scene, verifier
 from flowrl.worlds.shapes.verifier import QUALITIES, ShapesQuality
-
-
-@dataclass(frozen=True)
-class PolicyOptions:
-    """Options of a world's policy, with LoRA (arXiv 2106.09685).
-
-    Args:
-        lora_rank: rank of the LoRA.
-        lora_alpha: alpha of the LoRA, which scales it by alpha / rank.
-        seed: seed of the adapters.
-        device: name of the device.
-        dtype: type of the base weights.
-        base_weights: file that replaces the shipped weights; empty for the shipped ones.
-    """
-
-    lora_rank: int = 8
-    lora_alpha: float = 16.0
-    seed: int = 0
-    device: str = "cpu"
-    dtype: str = "float32"
-    base_weights: str = ""
-
-
-@dataclass(frozen=True)
-class World:
-    """Prompts, rewards and a policy that fit together.
-
-    Args:
-        name: name of the world.
-        tasks: names of its tasks.
-        forms: names of the forms of its scores.
-        prompts: makes the prompts of (task, "train" or "heldout").
-        parse: makes a prompt from a text.
-        reward: makes the reward of a form for single samples, which evaluations use.
-        policy: makes the policy.
-        qualities: makers of rewards by name, which are only measured and never trained on.
-        elements: numbers in a latent; 0 for a model, whose methods have their published clip.
-    """
-
-    name: str
-    tasks: tuple[str, ...]
-    forms: tuple[str, ...]
-    prompts: Callable[[str, str], list[Prompt]]
-    parse: Callable[[str], Prompt]
-    reward: Callable[[str], RewardModel]
-    policy: Callable[[PolicyOptions], FlowPolicy]
-    qualities: Mapping[str, Callable[[], RewardModel]] = field(default_factory=dict)
-    elements: int = 0
 
 
 def weights_path() -> Path:
@@ -98,57 +52,69 @@ def check_hash(path: Path) -> None:
         )
 
 
-def _shapes_policy(options: PolicyOptions) -> FlowPolicy:
-    path = Path(options.base_weights) if options.base_weights else weights_path()
-    check_hash(path)
-    network = SmallSD3(SmallSD3Config(len(scene.VOCABULARY), scene.MAX_WORDS, grid=scene.GRID))
-    try:
-        network.load_state_dict(load_file(path))
-    except (SafetensorError, RuntimeError) as error:
-        raise CheckpointError(f"weights: {path} does not contain the shapes world's model: {str(error)[:200]}") from error
-    dtype = getattr(torch, options.dtype)
-    return SmallSD3Policy(network, scene.tokenise, options.lora_rank, options.lora_alpha, options.seed, options.device, dtype)
+class ShapesWorld:
+    """Text to image: scenes of coloured shapes and letters on a 4x4 lattice, 64 x 64 pixels, scored by a verifier."""
+
+    name = "shapes"
+    tasks = scene.TASKS
+    forms = verifier.FORMS
+    elements = SmallSD3Config.channels * scene.GRID**2
+    imports = ("diffusers.models.transformers.transformer_sd3", "peft")
+    qualities: Mapping[str, Callable[[], RewardModel]] = {name: partial(ShapesQuality, name) for name in QUALITIES}
+
+    def prompts(self, task: str, part: str) -> list[Prompt]:
+        """Training or held-out requests, in words."""
+        return [request.prompt() for request in scene.split(task)[part]]
+
+    def parse(self, text: str) -> Prompt:
+        """A request in words. Raises `ConfigError` for other words."""
+        return scene.parse(text).prompt()
+
+    def reward(self, form: str) -> RewardModel:
+        """The verifier's score."""
+        return verifier.ShapesReward(form)
+
+    def policy(self, options: PolicyOptions) -> FlowPolicy:
+        """The small SD3 with the shipped weights and a LoRA. Raises `CheckpointError` for missing or damaged weights."""
+        path = Path(options.base_weights) if options.base_weights else weights_path()
+        check_hash(path)
+        network = SmallSD3(SmallSD3Config(len(scene.VOCABULARY), scene.MAX_WORDS, grid=scene.GRID))
+        try:
+            network.load_state_dict(load_file(path))
+        except (SafetensorError, RuntimeError) as error:
+            raise CheckpointError(f"weights: {path} does not contain the shapes world's model: {str(error)[:200]}") from error
+        dtype = getattr(torch, options.dtype)
+        return SmallSD3Policy(network, scene.tokenise, options.lora_rank, options.lora_alpha, options.seed, options.device, dtype)
 
 
-def _mixture_policy(options: PolicyOptions) -> FlowPolicy:
-    return MixturePolicy(mixture_world.ring(), mixture_world.angle_of, seed=options.seed, device=options.device)
+class MixtureWorld:
+    """Two dimensions: eight modes on a circle, prompts that name a direction, rewards in closed form."""
+
+    name = "mixture"
+    tasks = mixture.TASKS
+    forms = mixture.FORMS
+    elements = 2
+    points = True
+    qualities: Mapping[str, Callable[[], RewardModel]] = {"density": mixture.DensityReward}
+
+    def prompts(self, task: str, part: str) -> list[Prompt]:
+        """Training or held-out directions, in words."""
+        return mixture.split(task)[part]
+
+    def parse(self, text: str) -> Prompt:
+        """A direction in words. Raises `ConfigError` for other words."""
+        return Prompt(text, {"angle": mixture.angle_of(text)})
+
+    def reward(self, form: str) -> RewardModel:
+        """Closeness to the direction's target."""
+        return mixture.DirectionReward(form)
+
+    def policy(self, options: PolicyOptions) -> FlowPolicy:
+        """The exact velocity plus a small network."""
+        return MixturePolicy(mixture.ring(), mixture.angle_of, seed=options.seed, device=options.device)
 
 
-WORLDS: dict[str, World] = {
-    "shapes": World(
-        "shapes",
-        scene.TASKS,
-        verifier.FORMS,
-        lambda task, part: [request.prompt() for request in scene.split(task)[part]],
-        lambda text: scene.parse(text).prompt(),
-        verifier.ShapesReward,
-        _shapes_policy,
-        {name: partial(ShapesQuality, name) for name in QUALITIES},
-        SmallSD3Config.channels * scene.GRID**2,
-    ),
-    "mixture": World(
-        "mixture",
-        mixture_world.TASKS,
-        mixture_world.FORMS,
-        lambda task, part: mixture_world.split(task)[part],
-        lambda text: Prompt(text, {"angle": mixture_world.angle_of(text)}),
-        mixture_world.DirectionReward,
-        _mixture_policy,
-        {"density": mixture_world.DensityReward},
-        2,
-    ),
-}
-"""The built-in worlds by name."""
-
-
-def world(name: str) -> World:
-    """A built-in world. Raises `ConfigError` for an unknown name."""
-    if name not in WORLDS:
-        raise ConfigError(f"unknown world {name!r}; allowed: {', '.join(WORLDS)}")
-    return WORLDS[name]
-
-
-def model_world(model: str, prompts: str, heldout_prompts: str, reward: str, options: ModelOptions) -> World:
+class ModelWorld:
     """The world of a run that trains a diffusers pipeline.
 
     Its only task is "prompts", its only form of the reward "reward". The prompt files are read immediately. Reward and policy
@@ -161,28 +127,114 @@ def model_world(model: str, prompts: str, heldout_prompts: str, reward: str, opt
         reward: spec of the reward.
         options: options of the policy.
 
+    Raises:
+        ConfigError: `prompts` or `reward` is empty, or a file of prompts cannot be read.
+    """
+
+    name = "model"
+    tasks = ("prompts",)
+    forms = ("reward",)
+    elements = 0
+
+    def __init__(self, model: str, prompts: str, heldout_prompts: str, reward: str, options: ModelOptions) -> None:
+        allowed = "a text file with a prompt per line, or a dataset (--prompts FILE or hf:NAME)"
+        require(bool(prompts), "prompts", prompts, allowed)
+        require(bool(reward), "reward", reward, "NAME of a reward or path/to/file.py:Class: a model has none of its own")
+        self._model, self._spec, self._options = model, reward, options
+        self._training = prompts_from(prompts)
+        self._heldout = prompts_from(heldout_prompts) if heldout_prompts else self._training
+        self._reward: RewardModel | None = None
+
+    def prompts(self, task: str, part: str) -> list[Prompt]:
+        """The prompts of the training or the held-out file."""
+        return list(self._heldout if part == "heldout" else self._training)
+
+    def parse(self, text: str) -> Prompt:
+        """Any text."""
+        return Prompt(text)
+
+    def reward(self, form: str) -> RewardModel:
+        """The reward of the run, loaded once."""
+        if self._reward is None:
+            self._reward = evaluation_reward(build("reward", self._spec, device=self._options.device))
+        return self._reward
+
+    def policy(self, options: PolicyOptions) -> FlowPolicy:
+        """The pipeline's transformer, as a policy."""
+        shared = {name: getattr(options, name) for name in ("lora_rank", "lora_alpha", "seed", "device", "dtype")}
+        return load_policy(self._model, replace(self._options, **shared))
+
+
+def world(named: str | World) -> World:
+    """A world by name, from a plug-in or a user's file, or given as an object; files are loaded again after a change only.
+
+    Args:
+        named: NAME, NAME(option=value) or path/to/file.py:Class; or the world itself.
+
     Returns:
         The world.
 
     Raises:
-        ConfigError: `prompts` or `reward` is empty, or a file of prompts cannot be read.
+        ConfigError: the name is unknown, the file cannot be loaded, or a member of the world is missing or of another type.
     """
-    allowed = "a text file with a prompt per line, or a dataset (--prompts FILE or hf:NAME)"
-    require(bool(prompts), "prompts", prompts, allowed)
-    require(bool(reward), "reward", reward, "NAME of a reward or path/to/file.py:Class: a model has none of its own")
-    training = prompts_from(prompts)
-    heldout = prompts_from(heldout_prompts) if heldout_prompts else training
+    if not isinstance(named, str):
+        check_part("world", named)
+        return _checked(named)
+    file = parse_spec(named, "world").file
+    if file is None or not file.is_file():
+        return _built(named, None, 0)
+    return _built(named, file.resolve(), file.stat().st_mtime_ns)
 
-    def make_policy(chosen: PolicyOptions) -> FlowPolicy:
-        shared = {name: getattr(chosen, name) for name in ("lora_rank", "lora_alpha", "seed", "device", "dtype")}
-        return load_policy(model, replace(options, **shared))
 
-    return World(
-        "model",
-        ("prompts",),
-        ("reward",),
-        lambda task, part: list(heldout if part == "heldout" else training),
-        Prompt,
-        cache(lambda form: evaluation_reward(build("reward", reward, device=options.device))),
-        make_policy,
-    )
+@cache
+def _built(spec: str, file: Path | None, changed: int) -> World:
+    return _checked(build("world", spec))
+
+
+def _checked(found: World) -> World:
+    """The world. Raises `ConfigError` for a member of another type than `World` says."""
+    label = type(found).__name__
+    require(isinstance(found.name, str) and bool(found.name), f"world: {label}.name", found.name, "a text")
+    for member in ("tasks", "forms"):
+        names = getattr(found, member)
+        fits = isinstance(names, list | tuple) and len(names) > 0 and all(isinstance(name, str) and name for name in names)
+        require(fits, f"world: {label}.{member}", names, "a tuple of one or more names, as in ('direction',)")
+    whole = isinstance(found.elements, int) and not isinstance(found.elements, bool) and found.elements >= 0
+    require(whole, f"world: {label}.elements", found.elements, "the count of numbers in a latent, or 0 for unscaled clips")
+    for member in ("defaults", "qualities"):
+        given = getattr(found, member, {})
+        fits = isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+        require(fits, f"world: {label}.{member}", given, "a mapping by name")
+    return found
+
+
+def check_policy(found: World, policy: FlowPolicy) -> None:
+    """Check that the policy of a world is a policy and has latents of `World.elements` numbers.
+
+    Args:
+        found: the world.
+        policy: what its method `policy` has returned.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    missing = [name for name in POLICY if not hasattr(policy, name)]
+    if missing:
+        what = f"policy(options) has returned a {type(policy).__name__}, which is not a policy"
+        raise ConfigError(f"world {found.name}: {what}: it has no {', '.join(f'`{name}`' for name in missing)}")
+    shape, wanted = policy.latent_shape, found.elements
+    fits = not wanted or math.prod(shape) == wanted
+    require(fits, f"elements of world {found.name}", wanted, f"{math.prod(shape)}, for the policy's latents of shape {shape}")
+
+
+POLICY = ("device", "latent_shape", "schedule", "encode", "velocity", "decode", "trainable", "reference", "frozen")
+"""The members of a `FlowPolicy`."""
+
+
+def prompts_of(found: World, task: str, part: str) -> list[Prompt]:
+    """The prompts of a task. Raises `ConfigError` unless there are one or more."""
+    prompts = list(found.prompts(task, part))
+    need = "one or more flowrl.Prompt"
+    wrong = next((prompt for prompt in prompts if not isinstance(prompt, Prompt)), None)
+    require(len(prompts) > 0 and wrong is None, f"{part} prompts of world {found.name}", wrong or prompts, need)
+    return prompts

@@ -10,7 +10,7 @@ import pytest
 from bench_lines import FAST, FLAT, SLOW, fake_line
 from flowrl_bench.arms import ARMS
 from flowrl_bench.catalogue import CLAIMS
-from flowrl_bench.claims import KL_WEIGHTS, Claim
+from flowrl_bench.claims import KL_WEIGHTS, SEEDS, Claim
 from flowrl_bench.claims_details import FRONTIERS, details_page
 from flowrl_bench.claims_figures import METHOD_COLOURS, colour, frontier, leads, survival_levels, survivals
 from flowrl_bench.claims_page import (
@@ -30,6 +30,7 @@ from flowrl_bench.leads import LEADS, UNIFORM
 from flowrl_bench.main_comparison import answers, arms_of, choice, lead_table
 from flowrl_bench.page import Document, Image, Items, Table
 from flowrl_bench.results_file import ResultsFile, SamplesFile, joined, make_line
+from flowrl_bench.suite import needed
 from flowrl_bench.tables import (
     DEPENDS,
     MAIN,
@@ -192,9 +193,15 @@ class TestPage:
         assert f"\n\n{DEFINITIONS}\n\n" in (ROOT / "docs/claims.md").read_text()
 
     @pytest.mark.slow
+    def test_the_published_runs_are_those_of_the_present_claims(self) -> None:
+        """A changed arm or default would leave published runs without a claim, or ask for others."""
+        wanted = needed(CLAIMS, "all", SEEDS)
+        assert ResultsFile(ROOT / "benchmarks/results/claims.jsonl").read(wanted, any_code=True)
+
+    @pytest.mark.slow
     def test_the_published_page_is_generated(self) -> None:
         path = ROOT / "benchmarks/results/claims.jsonl"
-        samples = SamplesFile(path.with_name("claims-samples.json")).read()
+        samples = SamplesFile(path.with_name("claims-samples.json")).read(any_code=True)
         lines = joined(ResultsFile(path).read(any_code=True), samples)
         defaults = ResultsFile(default_lines(path)).read(any_code=True)
         inputs = Inputs(judge_all(CLAIMS, lines), lines, path, defaults, read_calibration(path))

@@ -13,6 +13,7 @@ from flowrl_bench.suite import _differences, _named
 
 from flowrl.credit import RandomCredit, TurningPoint
 from flowrl.errors import ConfigError
+from flowrl.experience import Decisions
 from flowrl.testing import credit_contract
 from flowrl.training.build import make_trainer
 
@@ -28,8 +29,8 @@ from flowrl.probes import NoProbe
 class Mine:
     probe = NoProbe()
 
-    def assign(self, rewards, schedule=None):
-        drawn = torch.rand(rewards.shape[0], rewards.shape[1], rewards.shape[2] - 1) - 0.5
+    def assign(self, values, decisions):
+        drawn = torch.rand(decisions.mask.shape) - 0.5
         return drawn * (1 + random.random()) * (1 + numpy.random.rand())
 """
 
@@ -90,21 +91,21 @@ class TestRuns:
         with pytest.raises(ConfigError, match="reward_noise"):
             small_run(reward_noise=-1.0)
 
-    def test_fresh_noise_corrupts_only_the_first_node(self) -> None:
+    def test_fresh_noise_corrupts_only_the_first_values(self) -> None:
         table = torch.rand(2, 4, 6, generator=torch.Generator().manual_seed(0))
 
         class Shown:
             probe = TurningPoint().probe
 
-            def assign(self, rewards, schedule=None):
-                self.rewards = rewards
-                return rewards.diff(dim=-1)
+            def assign(self, values, decisions):
+                self.values = values
+                return values.diff(dim=-1)
 
         shown = Shown()
-        FreshNoiseFault(shown).assign(table)
-        assert torch.equal(shown.rewards[..., 1:], table[..., 1:])
-        assert torch.equal(shown.rewards[..., 0].sort(1).values, table[..., 0].sort(1).values)
-        assert not torch.equal(shown.rewards[..., 0], table[..., 0])
+        FreshNoiseFault(shown).assign(table, Decisions.like(table))
+        assert torch.equal(shown.values[..., 1:], table[..., 1:])
+        assert torch.equal(shown.values[..., 0].sort(1).values, table[..., 0].sort(1).values)
+        assert not torch.equal(shown.values[..., 0], table[..., 0])
 
 
 def trainer_of(seed=0, **changes):

@@ -152,8 +152,8 @@ def test_training_runs_are_compares_defaults_evaluated_at_both_ends() -> None:
 
 def test_tables_say_what_is_not_applicable() -> None:
     cells = judged(cells_of({GOOD: (0.5, 10.0)}), 50)
-    table = credit_table(cells["mixture", "after"], {"gains, Substeps(5), first-block cache": "no"}, ("probe",))
-    assert any("first-block cache | not applicable" in line for line in table) and len({line.count("|") for line in table}) == 1
+    table = credit_table(cells["mixture", "after"], {"gains, Substeps(5), no guidance": "no"}, ("probe",))
+    assert any("no guidance | not applicable" in line for line in table) and len({line.count("|") for line in table}) == 1
     assert len({line.count("|") for line in compact_table(cells, {}, ("method", "probe"))}) == 1
     lines = {**lines_of({REFERENCE: [0.9, 0.9]}), ("mixture", POOR, 0): {"not_applicable": "no"}}
     assert len({line.count("|") for line in train_table(lines)}) == 1

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from bench_lines import SMALL, fake_line, here, rule_file
 from flowrl_bench import rule_plan, tune
-from flowrl_bench.arms import ARMS, SHORT, WORLDS, tuned
+from flowrl_bench.arms import ARMS, SHORT, WORLDS, Arm, own_arm, tuned
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.measurements import measure
@@ -84,9 +84,11 @@ class TestPlan:
         assert [(p.world, p.budget, p.seeds) for p in make_parts()] == [("mixture", 12, 20), ("shapes", 6, 8)]
         assert [(p.world, p.budget, p.seeds) for p in make_parts(True)] == [("mixture", 6, 8), ("shapes", 0, 4)]
         assert make_parts(True, "shapes", 4, 3) == [Part("shapes", 3, 4, ("uniform",))]
-        for options, name in (({"world": "x"}, "world"), ({"seeds": 1}, "seeds"), ({"budget": -2}, "budget")):
+        for options, name in (({"seeds": 1}, "seeds"), ({"budget": -2}, "budget")):
             with pytest.raises(ConfigError, match=f"{name} = .* is not allowed"):
                 make_parts(**options)
+        with pytest.raises(ConfigError, match="unknown world 'x'"):
+            make_parts(world="x")
 
 
 class TestTime:
@@ -294,7 +296,9 @@ class TestFolder:
 
         monkeypatch.setattr(Suite, "execute", execute)
 
-    def bench(self, spec: str, seeds: int = 2, out: Path | None = None, budget: int = 0, say: Callable = lambda _: None) -> int:
+    def bench(
+        self, spec: str | Arm, seeds: int = 2, out: Path | None = None, budget: int = 0, say: Callable = lambda _: None
+    ) -> int:
         """How many runs of the results were made."""
         before = len(self.made)
         finished = bench_rule(spec, [Part("mixture", budget, seeds)], out, 1, say=say)
@@ -310,6 +314,40 @@ class TestFolder:
         assert row.count("+0.000 no difference") >= 2
         assert "8 runs to make in runs/rule-Copy: about 28 seconds; Ctrl-C pauses" in text
         assert self.bench("my.py:Copy") == 0 and self.bench("my.py:Copy", 3) == 4
+
+    def test_an_arm_with_a_loss_of_its_own(self, tmp_path: Path) -> None:
+        """It runs in a folder of its name, found again by other spellings of its parts, and by no other settings."""
+        (tmp_path / "my.py").write_text("from flowrl.losses import ClippedLoss\n\n\nclass Copy(ClippedLoss):\n    pass\n")
+        said: list[str] = []
+        arm = own_arm("copy", {"loss": "my.py:Copy(kl='without_delta')"})
+        assert set(arm.knobs) == {"learning_rate", "clip_range", "noise_level"}
+        assert self.bench(arm, budget=2, say=said.append) == 2 * 4
+        lines = [json.loads(text) for text in Path("runs/rule-copy/results.jsonl").read_text().splitlines()]
+        losses = [line["config"]["algorithm"]["loss"] for line in lines]
+        assert losses.count("my.py:Copy(kl='without_delta')") == 2 and losses.count("") == 6
+        page = Path("runs/rule-copy/rule.md").read_text()
+        assert "The rule is `loss=my.py:Copy(kl='without_delta')`" in page and "microscope" not in page
+        assert self.bench(own_arm("copy", {"loss": f"{tmp_path}/my.py:Copy(kl=without_delta)"}), budget=2) == 0
+        with pytest.raises(ConfigError, match=r"another rule, loss=my\.py:Copy\(.*\): choose another --out"):
+            self.bench(own_arm("copy", {"loss": "my.py:Copy"}), budget=2)
+        with (tmp_path / "my.py").open("a") as file:
+            file.write("# changed\n")
+        with pytest.raises(ConfigError, match=r"before its file was changed: choose another --out"):
+            self.bench(arm, budget=2)
+
+    def test_numbers_that_an_arm_sets_are_not_searched(self) -> None:
+        arm = own_arm("near", {"kl_weight": 0.1, "clip_range": 0.05})
+        assert set(arm.knobs) == {"learning_rate", "noise_level"}
+        bench = Bench(arm, [Part("mixture", 0, 2)])
+        runs = [run for (_, name, _), run in bench.runs() if name == "near"]
+        assert [(run.algorithm.kl_weight, run.algorithm.clip_range) for run in runs if run] == [(0.1, 0.05)] * 2
+        assert {run.optim.learning_rate for run in runs if run} == {tuned("mixture", "uniform")["learning_rate"]}
+
+    def test_a_folder_of_an_earlier_version_names_its_rule_by_its_lines(self, tmp_path: Path) -> None:
+        rule_file(tmp_path / "my.py")
+        assert self.bench("my.py:Mine") == 8
+        Path("runs/rule-Mine/arm.json").unlink()
+        assert self.bench("./my.py:Mine") == 0
 
     def test_search_pause_and_resume(self, tmp_path: Path) -> None:
         rule_file(tmp_path / "my.py")

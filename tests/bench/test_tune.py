@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from bench_lines import here
 from flowrl_bench import tune
-from flowrl_bench.arms import ARMS, WORLDS, Arm, named_arm
+from flowrl_bench.arms import ARMS, WORLDS, Arm, named_arm, own_arm, own_arms
 from flowrl_bench.tune import SEEDS, Point, Search, Trial, best, choices, chosen, proposals
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,12 +74,12 @@ class TestArms:
         config = arm.run("mixture", arm.values("mixture", {"clip": 1}))
         assert config.algorithm.loss == "awm(clip=3, kl_weight=0.001)"
 
-    def test_larger_groups_cost_what_gains_cost(self) -> None:
+    def test_larger_groups_cost_what_turning_points_cost(self) -> None:
         """Sampling and update of an iteration in network evaluations, to within 2 percent."""
         from flowrl_bench.measurements import measure
 
         totals = []
-        for name in ("stepwise gains", "uniform, larger groups"):
+        for name in ("turning points", "uniform, larger groups"):
             found = measure(ARMS[name].run("mixture", ARMS[name].values("mixture", {}), iterations=1, eval_samples=18))
             assert found is not None
             totals.append(found["totals"]["nfe"] + found["totals"]["train_nfe"])
@@ -92,8 +92,49 @@ class TestArms:
         with pytest.raises(ConfigError, match=r"method = 'nothing' is not allowed; allowed: .*uniform"):
             named_arm("nothing")
 
+    @pytest.mark.parametrize(
+        ("settings", "knobs"),
+        [
+            ({"loss": "gspo"}, {"clip_range", "learning_rate", "noise_level"}),
+            ({"loss": "policy-gradient"}, {"learning_rate", "noise_level"}),
+            ({"loss": "gspo", "clip_range": 0.1}, {"learning_rate", "noise_level"}),
+            ({"method": "diffusion-nft"}, {"learning_rate"}),
+        ],
+    )
+    def test_an_arm_is_searched_by_the_numbers_that_it_has(self, settings: dict[str, object], knobs: set[str]) -> None:
+        assert set(own_arm("mine", settings).knobs) == knobs
+
+    @pytest.mark.parametrize(
+        ("settings", "told"),
+        [
+            ({}, "settings that differ from those of 'uniform'"),
+            ({"los": "gspo"}, r"arm 'mine': unknown setting 'los' \(did you mean 'loss'"),
+            ({"iterations": 80}, "arm 'mine': iterations = 80 is not allowed; allowed: left out"),
+            ({"world": "shapes"}, "arm 'mine': world = 'shapes' is not allowed"),
+            ({"loss": "gspx"}, "arm 'mine': unknown loss 'gspx'"),
+        ],
+    )
+    def test_arms_that_are_refused(self, settings: dict[str, object], told: str) -> None:
+        with pytest.raises(ConfigError, match=told):
+            own_arm("mine", settings)
+        with pytest.raises(ConfigError, match="arm = 'uniform' is not allowed"):
+            own_arm("uniform", {"loss": "gspo"})
+
+    def test_arms_of_the_command(self, tmp_path: Path) -> None:
+        (tmp_path / "arms.yaml").write_text("arms: {file: {kl_weight: 0.1}}")
+        found = own_arms(["gspo: loss=gspo"], tmp_path / "arms.yaml")
+        assert [(arm.name, dict(arm.settings)) for arm in found] == [("gspo", {"loss": "gspo"}), ("file", {"kl_weight": 0.1})]
+
 
 class TestLog:
+    def test_runs_of_another_arm_of_the_name_do_not_count(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(tune.SHORT, "mixture", {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2})
+        monkeypatch.setattr(tune, "run_jobs", here)
+        one, other = (Search(own_arm("mine", {"kl_weight": weight}), "mixture", 2) for weight in (0.1, 0.2))
+        assert tune.tune([one], tmp_path / "tuning.jsonl", "-")
+        lines = [json.loads(text) for text in (tmp_path / "tuning.jsonl").read_text().splitlines()]
+        assert len(one.scores(lines)) == 2 and other.scores(lines) == {}
+
     def test_the_log_is_complete_and_goes_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(tune.SHORT, "mixture", {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2})
         search, log = Search(Arm("uniform", {"method": "flow-grpo"}), "mixture", 4), tmp_path / "tuning.jsonl"

@@ -7,16 +7,16 @@ import documented
 import pytest
 
 from flowrl.methods import METHODS
-from flowrl.training.results import Mean, MethodSummary
+from flowrl.training.results import ArmSummary, Mean
 
 
-def summary(method: str, **known: object) -> MethodSummary:
+def summary(method: str, **known: object) -> ArmSummary:
     """Results with these values; the others are 0."""
     zeros = {
         entry.name: Mean(0.0, 0.0) if entry.name in ("base", "final", "lead", "final_strict") else 0.0
-        for entry in fields(MethodSummary)
+        for entry in fields(ArmSummary)
     }
-    return MethodSummary(**{**zeros, "method": method, "heldout": {}, **known})  # pyright: ignore[reportArgumentType]
+    return ArmSummary(**{**zeros, "arm": method, "heldout": {}, "settings": {}, **known})  # pyright: ignore[reportArgumentType]
 
 
 def test_every_method_with_a_page_has_a_command_and_a_result() -> None:
@@ -28,10 +28,10 @@ def test_every_method_with_a_page_has_a_command_and_a_result() -> None:
 
 
 def test_a_result_becomes_the_sentence_of_the_page() -> None:
-    page = documented.DOCS / "papers" / "dense-grpo.md"
+    page = documented.DOCS / "papers" / "granular-grpo.md"
     known = summary(
-        "dense-grpo", seeds=3, base=Mean(0.187, 0.0), final=Mean(0.937, 0.219), worst=0.836, collapsed=1, nfe_per_trajectory=45.0,
-        train_nfe_per_trajectory=5.0,
+        "granular-grpo", seeds=3, base=Mean(0.187, 0.0), final=Mean(0.869, 0.326), worst=0.718, collapsed=1,
+        nfe_per_trajectory=4.0, train_nfe_per_trajectory=0.1,
     )  # fmt: skip
     assert documented.sentence(known) in page.read_text()
 

@@ -154,8 +154,8 @@ def test_every_method_runs_in_both_worlds(tmp_path):
 def tables(tmp_path, monkeypatch, capsys):
     """The tables of both iterations of a training on the 2-D world."""
     for owner, name in (
-        (trainer, "minibatch_pairs"),
-        (trainer, "forward_pairs"),
+        (trainer, "minibatch_rows"),
+        (trainer, "forward_rows"),
         (trainer.Trainer, "loss_batches"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # restored after the test
@@ -176,10 +176,10 @@ def tables(tmp_path, monkeypatch, capsys):
 
 def test_advantages_follow_from_the_tables_of_an_iteration(tables):
     for one in tables(**METHODS["flow-grpo"]):
-        trained = one["drawn"].expand_as(one["weights"])
-        assert trained.any() and torch.equal(one["weights"] > 0, trained)
+        shape = (*one["rewards"].shape, int(one["drawn"].any(0).sum()))
+        assert shape[-1] == 4 and one["weights"].shape == shape and bool((one["weights"] > 0).all())
         scores = zscore(one["rewards"][..., None], over=("member",), clamp=5.0)
-        assert torch.equal(one["advantages"], scores.where(trained, 0.0))
+        assert torch.equal(one["advantages"], scores.expand(shape))
         assert torch.equal(one["values"][..., -1], one["rewards"])
         assert float(one["weights"].sum()) == pytest.approx(POINTS["minibatches"])
 
@@ -190,9 +190,11 @@ def test_states_and_log_probabilities_fit_the_schedule(tables):
         states, moved = one["states"], one["times"].diff()[ode, None, None, None]
         expected = states[:, :, ode] + moved * one["velocities"][:, :, ode]
         torch.testing.assert_close(states[:, :, ode + 1], expected)
-        assert torch.equal(one["log_probs"].isfinite(), one["drawn"].expand_as(one["log_probs"]))
-        squared = -2 * one["log_probs"] - 2 * one["std"].log() - math.log(2 * math.pi)
-        squared = squared[..., one["std"] > 0]  # of noise, a mean over two elements
+        drawn = one["std"] > 0
+        assert torch.equal(one["drawn"], drawn.expand_as(one["drawn"]))
+        assert one["log_probs"].shape[-1] == int(drawn.sum()) and bool(one["log_probs"].isfinite().all())
+        # of noise, a mean over two elements
+        squared = -2 * one["log_probs"] - 2 * one["std"][drawn].log() - math.log(2 * math.pi)
         assert float(squared.mean()) == pytest.approx(1, abs=4 / math.sqrt(squared.numel()))
 
 

@@ -9,8 +9,8 @@ BUG = {
     "meaning": "Every gain is zero.",
     "source": "",
     "file": "flowrl/credit/stepwise.py",
-    "find": "increments = gains(rewards)",
-    "replace": "increments = 0 * gains(rewards)",
+    "find": "increments = gains(values)",
+    "replace": "increments = 0 * gains(values)",
     "tests": ["tests/credit/test_credit.py"],
 }
 
@@ -43,5 +43,5 @@ def test_missing_keys_repeated_ids_and_texts_that_do_not_occur_once_are_named():
     assert mistakes([short]) == named
     assert mistakes([BUG, BUG]) == ["credit: zero-gain: id is not unique"] * 2
     assert not unplantable(BUG)
-    assert "occurs 0 times" in unplantable(BUG | {"find": "increment = gains(reward)"})
+    assert "occurs 0 times" in unplantable(BUG | {"find": "increment = gains(value)"})
     assert "does not exist" in unplantable(BUG | {"file": "flowrl/credit/none.py"})

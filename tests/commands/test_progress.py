@@ -13,9 +13,10 @@ from flowrl.commands.progress import Display
 from flowrl.commands.remaining import Remaining, Work, duration, makespan, work_of
 from flowrl.io import write_json
 from flowrl.plots.report import print_table
+from flowrl.training.arms import credit_arms, method_arms
 from flowrl.training.compare import CompareConfig
 from flowrl.training.config import preset
-from flowrl.training.results import Change, Mean, MethodSummary
+from flowrl.training.results import ArmSummary, Change, Mean
 
 
 class Simulation:
@@ -117,7 +118,7 @@ def display(tmp_path, width, seeds=3):
     run = preset("tiny").apply(world="mixture", task="direction")
     file = io.StringIO()
     console = Console(file=file, width=width, force_terminal=True, color_system=None)
-    return Display(CompareConfig(run, methods, tuple(range(seeds))), tmp_path, 2, console), file
+    return Display(CompareConfig(run, method_arms(methods), tuple(range(seeds))), tmp_path, 2, console), file
 
 
 @pytest.mark.parametrize("width", [80, 140])
@@ -139,7 +140,7 @@ def test_the_live_table_fits_the_terminal(tmp_path, width, seeds):
 def summary(method, count):
     mean = Mean(0.512, 0.123)
     heldout = {f"held out: reward {i}": Change(mean, mean) for i in range(count)}
-    return MethodSummary(method, 3, mean, mean, mean, 0.4, 1, mean, 4.0, 1e7, None, 45.4, 14, 10, 5, 0.1, 0.2, 0.3, heldout)
+    return ArmSummary(method, 3, mean, mean, mean, 0.4, 1, mean, 4.0, 1e7, None, 45.4, 14, 10, 5, 0.1, 0.2, 0.3, heldout)
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])
@@ -152,7 +153,7 @@ def test_the_results_fit_the_terminal_in_one_table(width, methods, heldout):
     assert max(map(len, text.splitlines())) <= width and "…" not in text
     for cell in (" 0.512 ± 0.123", "+0.512 ± 0.123 ▲", "1 of 3", "10,000,000"):
         assert text.count(cell) == methods, cell
-    assert text.count("method ") == 1 and text.count("▲ above the baseline") == 1 and "▼" not in text and "○" not in text
+    assert text.count(" arm ") == 1 and text.count("▲ above the baseline") == 1 and "▼" not in text and "○" not in text
     assert text.count("0.400") == methods * (width > 80)
 
 
@@ -174,7 +175,7 @@ def test_headings_of_the_live_table_are_whole_whatever_the_names(tmp_path, width
     run, file = preset("tiny").apply(world="mixture", task="direction", iterations=200), io.StringIO()
     specs = tuple(f"{rule}:RelativeGainOfTheWholeTrajectory(temperature={t})" for t in (0.25, 0.75))
     console = Console(file=file, width=width, force_terminal=True, color_system=None)
-    shown = Display(CompareConfig(run, ("flow-grpo",), (0, 1, 2), specs), tmp_path, 2, console)
+    shown = Display(CompareConfig(run, method_arms(("flow-grpo",)) | credit_arms(specs), (0, 1, 2)), tmp_path, 2, console)
     state = {"phase": "rollout", "iteration": 1, "reward": 0.5, "heldout": 0.6, "nfe_total": 123456789}
     console.print(shown.table(dict.fromkeys(shown.jobs, state)))
     text = file.getvalue()

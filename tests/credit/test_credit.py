@@ -493,9 +493,10 @@ def test_credit_is_a_credit() -> None:
         credit_of(MyRecordRule(torch.zeros(3, 5, COUNT)), record(table(0)))  # pyright: ignore[reportArgumentType]
 
 
-def test_credit_outside_the_mask_is_0_whatever_the_rule_returns() -> None:
+@pytest.mark.parametrize("outside", [torch.nan, 1.0])
+def test_credit_outside_the_mask_is_0_whatever_the_rule_returns(outside: float) -> None:
     mask = torch.rand(3, 5, COUNT, generator=torch.Generator().manual_seed(0)) > 0.3
-    found = torch.full((3, 5, COUNT), 2.0).masked_fill(~mask, torch.nan).requires_grad_()
+    found = torch.full((3, 5, COUNT), 2.0).masked_fill(~mask, outside).requires_grad_()
     shown = record(table(0), masked(table(0), mask))
     for rule in (MyRule(found), MyRecordRule(Credit(found, found / 4))):
         got = credit_of(rule, shown)  # pyright: ignore[reportArgumentType]

@@ -13,6 +13,7 @@ from flowrl.credit import GDPO, Pruned, Uniform, ValueTracker, Weighted, credit_
 from flowrl.credit.value_tracker import Tracked, text_key
 from flowrl.errors import ConfigError, CreditError
 from flowrl.experience import Decisions
+from flowrl.methods import flow_grpo, try_credit
 from flowrl.probes import NoProbe
 from flowrl.registry import build
 from flowrl.types import Prompt
@@ -131,6 +132,13 @@ def test_equal_prompts_of_one_table_are_one_visit():
         once = credit(whole, [rewards[0] + rewards[1]], [FOX])
         assert torch.equal(twice.flatten(), once.flatten())
     assert tracked(split, FOX) == tracked(whole, FOX)
+
+
+def test_a_trial_is_not_remembered():
+    rule, values = ValueTracker(), table((1.0, 2.0), (3.0, 5.0))
+    rule.assign(values, Decisions.like(values))
+    try_credit(replace(flow_grpo(), credit=rule), torch.full((4,), 0.5), 3)
+    assert not rule.memory
 
 
 def test_the_state_restores_the_memory_and_takes_32_bytes_per_prompt():

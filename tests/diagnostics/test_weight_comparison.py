@@ -119,8 +119,8 @@ def test_whole_transformers_can_be_compared_too(folder, tmp_path):
 
 def test_every_prompt_is_embedded_once_for_both_weights(folder, tmp_path, monkeypatch):
     """However many prompts the run kept in training: here fewer than it has. The text encoders visit the device once."""
+    from flowrl.policies.families import SD3
     from flowrl.policies.prompt_cache import PromptCache
-    from flowrl.policies.sd3 import SD3
 
     shutil.copytree(folder / "run", tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -128,7 +128,7 @@ def test_every_prompt_is_embedded_once_for_both_weights(folder, tmp_path, monkey
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     texts, encode, warm, visits = [], SD3.encode, PromptCache.warm, []
     monkeypatch.setattr(SD3, "encode", lambda self, pipe, text, *more: (texts.append(text), encode(self, pipe, text, *more))[1])
-    monkeypatch.setattr(PromptCache, "warm", lambda self, given: (visits.append(self.misses), warm(self, given))[1])
+    monkeypatch.setattr(PromptCache, "warm", lambda self, given: (visits.append(len(self._numbers)), warm(self, given))[1])
     common = ["--reward", f"{folder}/reward.py:Redness", "--num-steps", "1", "--count", "2", "--batch", "2"]
     lora = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.txt"), *SIZES]
     for weights, more in ((tmp_path / "run", ["--trust"]), (folder / "run" / "lora", lora)):

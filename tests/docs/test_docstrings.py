@@ -30,7 +30,7 @@ PACKAGES = (
     "testing", "serving", "types", "protocols", "errors", "experience", "registry", "io", "distributed", "workers",
 )  # fmt: skip
 BRIEF = (
-    "methods", "training", "plots", "settings", "specs", "options", "plugins", "reading", "trust", "text", "tree", "forward",
+    "methods", "training", "plots", "settings", "specs", "options", "plugins", "reading", "trust", "tree", "forward",
     "transfer", "prompt", "sources", "signals", "imports",
 )  # fmt: skip
 """Packages and modules in which backticks in the text suffice, as for errors and messages."""

@@ -14,7 +14,7 @@ from loading import load
 
 from flowrl.cli import load_command, run_command
 from flowrl.registry import build
-from flowrl.settings import read_settings
+from flowrl.settings import read_arms, read_settings
 from flowrl.training.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +50,9 @@ def flowrl_commands(page: Path) -> Iterator[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
+    for text in blocks(page, "python"):  # the help of a world of the page is that world's
+        if file := re.match(r"# (\w+\.py)\n", text):
+            (tmp_path / file[1]).write_text(text)
     for arguments in flowrl_commands(page):
         for file in arguments:
             if file.endswith((".yaml", ".json")):
@@ -98,7 +101,8 @@ def test_python_compiles_and_imports_public_names(page: Path, public: set[str]) 
 def test_settings_are_valid(page: Path, tmp_path: Path) -> None:
     for text in blocks(page, "yaml"):
         (tmp_path / "settings.yaml").write_text(text)
-        read_settings(tmp_path / "settings.yaml", RunConfig)
+        read = read_arms if text.startswith("arms:") else read_settings
+        read(tmp_path / "settings.yaml", RunConfig)
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
@@ -155,7 +159,8 @@ class TestReadmeInCI:
         found = readme.blocks((ROOT / "README.md").read_text())
         assert sum(bool(block.commands) for block in found) == len(found) - sum(block.marker == "skip" for block in found)
         assert "pip install" in found[0].commands[0] and "#" not in found[0].commands[0]
-        assert any(command.endswith('-m pytest -n 2 -m "not slow"') for block in found for command in block.commands)
+        tests = '-m pytest -n 2 -m "not slow and not satellite"'
+        assert any(command.endswith(tests) for block in found for command in block.commands)
 
     def test_markers(self, readme: ModuleType) -> None:
         bash = "```bash\na b  # why\nc \\\n  d\n```\n"

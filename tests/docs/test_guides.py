@@ -1,12 +1,20 @@
 """The parts that the guides show keep the promises that the guides tell to check."""
 
+import json
 import re
 import runpy
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from flowrl.testing import check_credit, check_forward_loss, check_loss, check_reward, check_sampler, check_solver
+from flowrl.cli import main
+from flowrl.experience import Record
+from flowrl.testing import check_credit, check_forward_loss, check_loss, check_reward, check_sampler, check_solver, check_world
+from flowrl.training.build import make_trainer
+from flowrl.training.config import preset
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 
@@ -20,6 +28,7 @@ GUIDES = Path(__file__).parents[2] / "docs" / "guides"
         ("sampler", "Jitter", check_sampler),
         ("sampler", "AdamsBashforth", check_solver),
         ("reward", "Sharpness", check_reward),
+        ("world", "World", check_world),
     ],
 )
 def test_a_guides_part_keeps_its_promises(guide: str, name: str, check, tmp_path: Path) -> None:
@@ -39,3 +48,59 @@ def test_the_tree_rule_of_the_page_about_extensions_keeps_its_promises(tmp_path:
     (tmp_path / "my_tree_rules.py").write_text(text)
     found = check_credit(runpy.run_path(str(tmp_path / "my_tree_rules.py"))["DiscountedSiblings"]())
     assert found.ok, str(found)
+
+
+def python_blocks(guide: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (GUIDES / f"{guide}.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_observers_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's file, command and Python, in the order of the page; the command with the smallest settings, to the end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    observers, table, *rest = python_blocks("observe")
+    (tmp_path / "my_observers.py").write_text(observers)
+    (command,) = re.findall(r"^```bash\nflowrl (.*?)^```", (GUIDES / "observe.md").read_text(), re.DOTALL | re.MULTILINE)
+    words = shlex.split(command.replace("\\\n", " ").replace("40", "12").replace("patience=3", "patience=99"))
+    assert main([*words, "--preset", "tiny", "--strict"]) == 0
+    rows = [json.loads(line) for line in Path("runs/observed/metrics.jsonl").read_text().splitlines()]
+    assert rows[1]["AdvantageByDecision/decision_0"] > 0 and len(rows) == 13
+    rewards = [row["evaluation"]["reward"] for row in rows if row["evaluation"]]
+    bests = [i for i in range(1, len(rewards)) if rewards[i] > max(rewards[:i])]
+    assert [row["iteration"] for row in rows if row.get("kept")] == [2 * i for i in bests]
+    for block in rest:
+        exec(block, {})
+    assert Path("runs/in-python/experience/000001.csv").exists()
+    pytest.importorskip("pandas")
+    found: dict[str, Any] = {}
+    exec(table, found)
+    assert len(found["samples"]) == rows[1]["trajectories"] and len(found["by_decision"]) == 2
+
+
+def test_the_stopping_rule_of_the_guide_stops(tmp_path: Path) -> None:
+    (tmp_path / "my_observers.py").write_text(python_blocks("observe")[0])
+    rule = runpy.run_path(str(tmp_path / "my_observers.py"))["Plateau"](patience=2)
+    rows = [{"evaluation": reward and {"reward": reward}} for reward in (0.5, 0.6, None, 0.4, 0.5)]
+    actions = [rule.observe(Record(i, metrics=rows[i], history=rows[:i])) for i in range(1, 5)]
+    assert [one and (one.keep, bool(one.stop)) for one in actions] == [(True, False), None, (False, False), (False, True)]
+
+
+def test_the_page_by_hand_computes_what_the_trainer_does() -> None:
+    (block,) = python_blocks("by-hand")
+    names: dict[str, Any] = {}
+    exec(block, names)
+    rows = re.findall(r"^\| `(.*?)` \|.*\| ([\d, ]+) \|$", (GUIDES / "by-hand.md").read_text(), re.MULTILINE)
+    assert len(rows) > 10
+    for name, shape in rows:
+        value = eval(name, names)
+        assert list(value.shape if isinstance(value, torch.Tensor) else [len(value)]) == json.loads(f"[{shape}]"), name
+    config = preset("tiny").apply(
+        world="mixture", credit="stepwise-gain", window="2:7", num_steps=10, groups=3, group_size=4, initial_noise="independent"
+    )
+    trainer = make_trainer(config)
+    trainer.generator.manual_seed(0)
+    trainer.prompts.take = lambda count: names["prompts"][:count]
+    iteration = trainer.iteration()
+    assert torch.equal(iteration.experience.values, names["values"].total)
+    assert torch.equal(iteration.credit.advantages, names["credit"].advantages) and iteration.credit.advantages.any()
+    assert torch.equal(iteration.weights, names["weights"])

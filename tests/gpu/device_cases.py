@@ -1,26 +1,21 @@
 """Trainers of small models on any device, for tests whose bodies run on the CPU and on a GPU."""
 
-from dataclasses import replace
-
 import torch
+from family_cases import CASES as MODELS
+from family_cases import REDNESS
 
-from flowrl.rewards import FunctionReward
-from flowrl.testing.tiny import TINY, TINY_VIDEO, tiny_flux_policy, tiny_qwen_image_policy, tiny_sd3_policy, tiny_wan_policy
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
 
-MODELS = {"sd3": tiny_sd3_policy, "flux": tiny_flux_policy, "qwen-image": tiny_qwen_image_policy, "wan": tiny_wan_policy}
 PROMPTS = [Prompt(text) for text in ("three red circles", "a dog", "a small house")]
-REDNESS = FunctionReward(lambda images, prompts: (2 * images[..., 0, :, :] - images.sum(-3)).flatten(1).mean(1))
-"""Of images or videos: red minus the sum of green and blue."""
 SMALL = dict(groups=2, group_size=3, num_steps=4, minibatches=2, micro_batch=5, learning_rate=1e-3, window=":-1")
 
 
 def model_policy(name, device, **options):
     """The tiny pipeline `name` on `device`, with an adapter that is not zero."""
-    policy = MODELS[name](replace(TINY_VIDEO if name == "wan" else TINY, device=device, **options))
+    policy = MODELS[name].policy(device=device, **options)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in policy.trainable().values():
@@ -28,11 +23,11 @@ def model_policy(name, device, **options):
     return policy
 
 
-def model_trainer(name, device, dtype="float32", guidance_scale=1.0, reward=REDNESS, options=(), **changes):
+def model_trainer(name, device, dtype="float32", guidance_scale=1.0, options=(), **changes):
     """A trainer of the tiny pipeline `name`."""
     config = preset("tiny").apply(dtype=dtype, **{**SMALL, **changes})
     policy = model_policy(name, device, dtype=dtype, guidance_scale=guidance_scale, **dict(options))
-    return Trainer(policy, make_method(config), reward, PROMPTS, config)
+    return Trainer(policy, make_method(config), REDNESS, PROMPTS, config)
 
 
 def world_trainer(name, device, **changes):

@@ -1,8 +1,7 @@
 """Every tensor, generator and index where it belongs, in the right precision; the same bodies run on the CPU and on a GPU."""
 
 from contextlib import nullcontext
-from copy import copy
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from tiny_rewards import tiny_clip
 
 from flowrl.policies import DTYPES
 from flowrl.registry import build
-from flowrl.rollout import initial_noise, sample_images
+from flowrl.rollout import Usage, initial_noise, sample_images
 from flowrl.rollout.loss_batch import LossBatches
 from flowrl.transfer import copies_done, to_device, to_main_memory
 
@@ -123,57 +122,32 @@ def test_a_device_draws_the_images_of_the_cpu(name, dtype, device):
 def test_a_device_has_the_gradients_of_the_cpu(name, device):
     """Of one loss on the same trajectories, moved from the CPU to the device."""
     trainer, gradients = model_trainer(name, "cpu", method="flow-grpo"), []
-    groups, sampler = trainer.groups, trainer.draw_sampler()
-    noise = groups.noise(trainer.policy.latent_shape, torch.Generator().manual_seed(0))
-    condition = trainer.policy.encode(PROMPTS[:2])
-    found = trainer.collector.collect(
-        PROMPTS[:2],
-        condition,
-        noise,
-        sampler,
-        torch.Generator().manual_seed(1),
-        __import__("flowrl").rollout.Usage(),
-        lambda phase: None,
-    )
-    path = found.rollout.trajectories
-    count = len(path.tree.drawn_steps)
-    sample, column = torch.arange(6), torch.arange(6) % count
-    for here in ("cpu", device):
-        policy = model_policy(name, here)
-        moved = replace(
-            path,
-            states=path.states.to(here),
-            outputs=path.outputs.to(here),
-            schedule=path.schedule.to(here),
-            stds=path.stds.to(here),
-        )
-        advantages = torch.linspace(-1, 1, 6 * count, device=here).view(6, count)
-        batches = LossBatches(
-            policy, sampler, replace(found.rollout, trajectories=moved), policy.encode(PROMPTS[:2]), advantages,
-            torch.ones_like(advantages),
-        )  # fmt: skip
-        trainer.method.loss.loss(batches.of(sample.to(here), column.to(here))).loss.backward()
-        found_here = [p.grad.flatten().cpu() for p in policy.trainable().values() if p.grad is not None]
-        gradients.append(torch.cat(found_here))  # the text stream's last projections reach no image in Qwen-Image
+    sampler, prompts, generator = trainer.draw_sampler(), PROMPTS[:2], torch.Generator().manual_seed(0)
+    noise = trainer.groups.noise(trainer.policy.latent_shape, generator)
+    condition = trainer.policy.encode(prompts)
+    result = trainer.collector.collect(prompts, condition, noise, sampler, generator, Usage(), lambda phase: None).rollout
+    path, count = result.trajectories, len(result.trajectories.tree.drawn_steps)
+    for place in ("cpu", device):
+        policy = model_policy(name, place)
+        tensors = {part: getattr(path, part).to(place) for part in ("states", "outputs", "schedule", "stds")}
+        advantages = torch.linspace(-1, 1, 6 * count, device=place).view(6, count)
+        on_device, weights = replace(result, trajectories=replace(path, **tensors)), torch.ones_like(advantages)
+        batches = LossBatches(policy, sampler, on_device, policy.encode(prompts), advantages, weights)
+        index = torch.arange(6, device=place)
+        trainer.method.loss.loss(batches.of(index, index % count)).loss.backward()
+        # the text stream's last projections reach no image in Qwen-Image
+        gradients.append(flat(p.grad for p in policy.trainable().values() if p.grad is not None))
     assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < (1e-5 if device == "cpu" else 1e-2)
 
 
-def test_text_encoders_visit_the_device_and_leave_it(device):
-    policy = model_policy("sd3", device)
-    seen, encode = set(), type(policy.family).encode
-
-    class Family:
-        def __getattr__(self, name):
-            return getattr(kept, name)
-
-        def encode(self, pipe, text, tokens, where):
-            seen.update(kinds(*pipe.text_encoder_3.parameters()) | {torch.device(where).type})
-            return encode(kept, pipe, text, tokens, where)
-
-    kept, policy.family = policy.family, Family()
+def test_text_encoders_visit_the_device_and_leave_it(device, monkeypatch):
+    policy, seen = model_policy("sd3", device), set()
+    encode, encoder = type(policy.family).encode, policy.pipe.text_encoder_3
+    monkeypatch.setattr(
+        type(policy.family), "encode", lambda *given: (seen.update(kinds(*encoder.parameters())), encode(*given))[1]
+    )
     policy.encode(PROMPTS)
-    assert seen == {device}
-    assert kinds(*policy.pipe.text_encoder_3.parameters()) == {"cpu"}
+    assert seen == {device} and kinds(*encoder.parameters()) == {"cpu"}
 
 
 def test_a_reward_scores_on_the_device(device, tmp_path):
@@ -196,14 +170,3 @@ def test_copies_to_main_memory_and_back_keep_the_values(device):
     with no_host_sync(device) if device == "cuda" else nullcontext():
         back = to_device(kept[index], torch.device(device))
     assert back.device.type == device and torch.equal(back, values[index.to(device)])
-
-
-def test_prompts_are_embedded_once_for_all_members_and_iterations(device):
-    trainer = model_trainer("sd3", device, groups=3)
-    texts, encode = [], trainer.policy.family.encode
-    family = replace(trainer.policy.family) if is_dataclass(trainer.policy.family) else copy(trainer.policy.family)
-    object.__setattr__(family, "encode", lambda pipe, text, *more: (texts.append(text), encode(pipe, text, *more))[1])
-    trainer.policy.family = family
-    for _ in range(2):
-        trainer.iteration()
-    assert sorted(texts) == sorted(["", *(prompt.text for prompt in PROMPTS)])

@@ -9,17 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from device_cases import PROMPTS, any_trainer, assert_same, flat, model_trainer
+from device_cases import MODELS, PROMPTS, any_trainer, assert_same, flat, model_trainer
 from safetensors.torch import load_file
 
-import flowrl.launch
+import flowrl
 from flowrl.cli import main
 from flowrl.policies import DTYPES
-from flowrl.testing.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 from flowrl.training.config import preset
 from flowrl.training.run import Run
 
-PIPELINES = {"sd3": tiny_sd3, "flux": tiny_flux, "qwen-image": tiny_qwen_image, "wan": tiny_wan}
 BRIGHT = "class Bright:\n    def score(self, images, prompts):\n        return images.flatten(1).mean(1)\n"
 SIZES = dict(
     resolution=16, max_sequence_length=24, groups=2, group_size=3, num_steps=3, minibatches=2, iterations=3, checkpoint_every=1,
@@ -29,7 +27,7 @@ SIZES = dict(
 
 
 def config_of(name, device, dtype, folder):
-    PIPELINES[name]().save_pretrained(folder / "model")
+    MODELS[name].make().save_pretrained(folder / "model")
     (folder / "prompts.txt").write_text("\n".join(prompt.text for prompt in PROMPTS))
     (folder / "bright.py").write_text(BRIGHT)
     files = dict(model=str(folder / "model"), prompts=str(folder / "prompts.txt"), reward=f"{folder}/bright.py:Bright")
@@ -37,7 +35,7 @@ def config_of(name, device, dtype, folder):
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(name, marks=[] if name == "bfloat16" else pytest.mark.slow) for name in DTYPES])
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_paused_run_goes_on_as_a_whole_one_and_is_evaluated(name, dtype, device, tmp_path):
     config = config_of(name, device, dtype, tmp_path)
     Run(config, tmp_path / "whole").execute()
@@ -54,7 +52,7 @@ def test_a_paused_run_goes_on_as_a_whole_one_and_is_evaluated(name, dtype, devic
     assert found["prompts"] == len(PROMPTS) and found["dtype"] == dtype and found["device"] == device
 
 
-@pytest.mark.parametrize("name", ["mixture", "shapes", *PIPELINES])
+@pytest.mark.parametrize("name", ["mixture", "shapes", *MODELS])
 def test_a_checkpoint_restores_weights_moments_and_generators(name, device):
     """The state is in main memory; the generator goes on with the same noise."""
     trainer, again = (any_trainer(name, device, method="stepwise-flow-grpo", iterations=3) for _ in range(2))
@@ -73,20 +71,12 @@ def test_a_checkpoint_restores_weights_moments_and_generators(name, device):
 
 def launched(config, folder, words):
     """`flowrl train` in two processes, by a shipped config file of Accelerate."""
-    file = Path(flowrl.launch.__file__).parent / f"{config}.yaml"
+    file = Path(flowrl.__file__).parent / "data" / "launch" / f"{config}.yaml"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    launcher = [
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(file),
-        "--num_processes",
-        "2",
-        "--main_process_port",
-        port,
-    ]
+    options = ["--config_file", str(file), "--num_processes", "2", "--main_process_port", port]
+    launcher = ["-m", "accelerate.commands.launch", *options]
     command = [sys.executable, *launcher, "-m", "flowrl", "train", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, check=False)
 

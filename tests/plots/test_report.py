@@ -20,6 +20,7 @@ from flowrl.plots.image_grids import image_grid, trajectory
 from flowrl.plots.pages import inline, markdown_code, render
 from flowrl.plots.report import collapse_text, headline, table_rows, table_text, write_evaluation, write_report
 from flowrl.plots.style import save, spread_labels
+from flowrl.training.arms import credit_arms, method_arms
 from flowrl.training.compare import CompareConfig, run_label
 from flowrl.training.config import preset
 from flowrl.training.presets import MODEL_ONLY
@@ -75,7 +76,7 @@ def test_summary_numbers_worked_out_by_hand():
         record("fast", 0, [0.4, 0.8, 0.8]),
         record("fast", 1, [0.4, 0.8, 0.7]),
     )
-    config = {"methods": ["base", "fast"], "seeds": [0, 1], "run": {"environment": {"world": "shapes"}}}
+    config = {"arms": {"base": {}, "fast": {}}, "seeds": [0, 1], "run": {"environment": {"world": "shapes"}}}
     base, fast = summarise(Comparison(Path("."), config, runs))
     assert base.final.mean == pytest.approx(0.7) and base.final.half == pytest.approx(12.7062 * 0.1, rel=1e-4)  # t of 1 degree
     assert base.lead == Mean(0.0, 0.0) and base.worst == 0.6
@@ -103,13 +104,13 @@ def test_means_over_seeds_use_the_iterations_of_all_runs():
     assert mean_curve([first, second], "iteration", "heldout", "ocr") == ([0.0, 2.0], [1.5, 4.0])
     assert mean_curve([first, second], "seconds_total", "heldout", "ocr") == ([0.0, 6.0], [1.5, 4.0])
     assert mean_curve([first, second], "nfe_total", "missing") == ([], [])
-    (summary,) = summarise(Comparison(Path("."), {"methods": ["a"], "seeds": [0, 1], "run": {}}, (first, second)))
+    (summary,) = summarise(Comparison(Path("."), {"arms": {"a": {}}, "seeds": [0, 1], "run": {}}, (first, second)))
     assert summary.heldout["held out: ocr"].text() == "1.500 to 4.000 ± 12.706"
     assert ("held out: ocr", ["1.500 to 4.000 ± 12.706"]) in table_rows([summary]) and "held out: ocr" in table_text([summary])
 
 
 def test_the_headline_has_intervals_and_the_machine_spread():
-    config = {"methods": ["base", "fast"], "seeds": [0, 1], "run": {"environment": {"world": "shapes"}}}
+    config = {"arms": {"base": {}, "fast": {}}, "seeds": [0, 1], "run": {"environment": {"world": "shapes"}}}
     finals = {("base", 0): 0.5, ("base", 1): 0.6, ("fast", 0): 0.9, ("fast", 1): 0.98}
     runs = [record(name, seed, [0.1, final]) for (name, seed), final in finals.items()]
     comparison = Comparison(Path("."), config, tuple(runs))
@@ -126,7 +127,12 @@ def test_the_headline_has_intervals_and_the_machine_spread():
 
 
 def test_a_report_can_be_written_before_any_run_has_finished(tmp_path):
-    config = CompareConfig(preset("tiny").apply(), seeds=(0,), command='flowrl compare --out "<script>"')
+    config = CompareConfig(
+        preset("tiny").apply(),
+        method_arms(("flow-grpo", "dense-grpo", "tp-grpo")),
+        (0,),
+        command='flowrl compare --out "<script>"',
+    )
     (tmp_path / "config.json").write_text(json.dumps(config.as_dict()))
     page = write_report(tmp_path).read_text()
     assert "No run has been evaluated yet" in page and "<script>" not in page
@@ -140,8 +146,9 @@ def test_a_report_can_be_written_before_any_run_has_finished(tmp_path):
 
 def comparison_folder(folder, names, world="mixture"):
     """Files as `flowrl compare` writes them, with values chosen by hand."""
-    config = CompareConfig(preset("tiny").apply(world=world, task="direction"), seeds=(0, 1), command=f"flowrl {EVIL}")
-    values = config.as_dict() | {"methods": names, "baseline": names[0], "hardware": EVIL}
+    run = preset("tiny").apply(world=world, task="direction")
+    config = CompareConfig(run, method_arms(("flow-grpo",)), (0, 1), command=f"flowrl {EVIL}")
+    values = config.as_dict() | {"arms": method_arms(names), "hardware": EVIL}
     (folder / "config.json").write_text(json.dumps(values))
     for number, (name, seed) in enumerate((n, s) for n in names for s in (0, 1)):
         run = folder / "runs" / run_folder(name, seed)
@@ -196,7 +203,9 @@ def test_rules_are_described_and_settings_of_models_left_out(tmp_path):
 def test_the_first_lines_of_docstrings_describe_the_methods(tmp_path):
     (tmp_path / "rules.py").write_text(RULES)
     specs = tuple(f"{tmp_path}/rules.py:{name}" for name in ("Own(a=2.0)", "Bare"))
-    found = CompareConfig(preset("tiny").apply(world="mixture"), ("dense-grpo",), (0,), specs).descriptions()
+    found = CompareConfig(
+        preset("tiny").apply(world="mixture"), method_arms(("dense-grpo",)) | credit_arms(specs), (0,)
+    ).descriptions()
     assert found["Own(a=2.0)"] == "Gains, doubled" and found["Bare"] == "" and "gains of ODE completions" in found["dense-grpo"]
 
 
@@ -207,7 +216,7 @@ def test_the_trajectory_is_the_one_that_changes_most_and_flat_ones_have_no_turni
 
     def drawn(values, name="flow-grpo"):
         for run in comparison.runs:
-            own = values if run_label(run.method, run.seed) == f"{name}, seed 1" else flat
+            own = values if run_label(run.arm, run.seed) == f"{name}, seed 1" else flat
             record = {"prompt": "p", "chosen": 0, "rewards": own, "members": [own], "tweedie": own}
             (run.folder / "trajectory.json").write_text(json.dumps(record))
         return [trajectory(comparison, narrow) for narrow in (False, True)]
@@ -222,12 +231,12 @@ def test_the_trajectory_is_the_one_that_changes_most_and_flat_ones_have_no_turni
 
 
 def test_table_txt_is_one_table_with_a_legend_of_its_symbols():
-    config = {"methods": ["base", "fast"], "seeds": [0, 1], "run": {"environment": {"world": "shapes"}}}
+    config = {"arms": {"base": {}, "fast": {}}, "seeds": [0, 1], "run": {"environment": {"world": "shapes"}}}
     finals = {("base", 0): 0.5, ("base", 1): 0.6, ("fast", 0): 0.9, ("fast", 1): 0.98}
     runs = tuple(record(name, seed, [0.1, final]) for (name, seed), final in finals.items())
     summaries = summarise(Comparison(Path("."), config, runs))
     lines = table_text(summaries).splitlines()
-    assert sum(line.startswith(" fast ") for line in lines) == 1 and sum("method" in line for line in lines) == 1
+    assert sum(line.startswith(" fast ") for line in lines) == 1 and sum(line.startswith(" arm ") for line in lines) == 1
     (row,) = (line for line in lines if line.startswith(" fast "))
     assert all(cells[1] in row for _, cells in table_rows(summaries))
     assert lines[-2] == "▲ above the baseline" and "○" not in "".join(lines) and lines[-1].startswith("±: half")
@@ -238,7 +247,7 @@ def test_table_txt_is_one_table_with_a_legend_of_its_symbols():
 
 def test_many_methods_are_named_in_the_headline():
     names = [f"rule-{i}" for i in range(5)]
-    config = {"methods": names, "seeds": [0, 1], "run": {"environment": {"world": "shapes"}}}
+    config = {"arms": {name: {} for name in names}, "seeds": [0, 1], "run": {"environment": {"world": "shapes"}}}
     finals = (0.5, 0.9, 0.1, 0.91, 0.5)
     runs = tuple(record(n, s, [0.1, f + s / 100]) for n, f in zip(names, finals, strict=True) for s in (0, 1))
     runs = (*runs[:-2], record("rule-4", 0, [0.1, 0.4]), record("rule-4", 1, [0.1, 0.6]))
@@ -293,7 +302,7 @@ def test_the_page_of_an_evaluation(channels, tmp_path):
 @pytest.mark.parametrize("methods", [1, 2, 7])
 def test_curves_can_be_drawn_whatever_the_values(rewards, methods):
     names = [f"rule {i}" for i in range(methods)]
-    config = {"methods": names, "seeds": [0], "run": {"environment": {"reward_form": "soft"}}}
+    config = {"arms": {name: {} for name in names}, "seeds": [0], "run": {"environment": {"reward_form": "soft"}}}
     comparison = Comparison(Path("."), config, tuple(record(name, 0, rewards) for name in names))
     for figure in (curves(comparison), curves(comparison, "strict"), phases(comparison)):
         assert figure is not None

@@ -1,4 +1,4 @@
-"""Rewards that run for real: JPEG sizes and reading text, on rendered pictures."""
+"""Rewards of images and videos that need no weights: JPEG sizes, text that is read, frames, motion."""
 
 import io
 
@@ -10,53 +10,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
-from flowrl.errors import ConfigError, RewardError
+from flowrl.errors import ConfigError, RewardContractError, RewardError
 from flowrl.registry import build
-from flowrl.rewards.images import JPEGCompressibility, JPEGIncompressibility, to_bytes, to_pillow
-from flowrl.rewards.ocr import OCR, target_text, text_score
-from flowrl.testing import reward_contract
-from flowrl.text import quoted_text
+from flowrl.rewards import OCR, FrameMean, FunctionReward, JPEGCompressibility, JPEGIncompressibility, Motion, WeightedSum, stills
+from flowrl.rewards.images import to_bytes, to_pillow
+from flowrl.rewards.ocr import quoted_text, target_text, text_score
+from flowrl.rewards.video import chosen_frames
+from flowrl.testing import check_reward, reward_contract
 from flowrl.types import Prompt
 
-
-def picture(text, size=(320, 160), height=36):
-    """Dark blue text on a light ground, [3, height, width]."""
-    image = Image.new("RGB", size, (240, 230, 200))
-    font = ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", height)
-    ImageDraw.Draw(image).text((20, 50), text, fill=(20, 30, 90), font=font)
-    return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1).float() / 255
+TWO = [Prompt("a"), Prompt("b")]
 
 
-def flat_and_busy():
-    generator = torch.Generator().manual_seed(0)
-    return torch.stack([torch.full((3, 64, 64), 0.5), torch.rand(3, 64, 64, generator=generator)])
-
-
-def test_bytes_round_and_clamp():
+def test_bytes_round_and_clamp_and_channels_keep_their_order():
     levels = torch.tensor([0.0, 0.4999 / 255, 0.5001 / 255, 1.0, 1.7, -3.0]).view(1, 1, 1, 6)
     assert to_bytes(levels).flatten().tolist() == [0, 0, 1, 255, 255, 0]
-
-
-def test_channels_stay_in_their_order():
-    red = torch.zeros(1, 3, 2, 2)
-    red[:, 0] = 1
-    assert to_pillow(red)[0].getpixel((0, 0)) == (255, 0, 0)
+    assert to_pillow(torch.tensor([1.0, 0.0, 0.2]).view(1, 3, 1, 1))[0].getpixel((0, 0)) == (255, 0, 51)
     assert to_pillow(torch.full((1, 1, 2, 2), 0.2))[0].getpixel((1, 1)) == (51, 51, 51)
 
 
 def test_jpeg_size_is_that_of_the_file():
-    images = flat_and_busy()
-    sizes = JPEGIncompressibility().score(images, [Prompt("x")] * 2)
-    file = io.BytesIO()
-    Image.fromarray((images[1] * 255).round().byte().permute(1, 2, 0).numpy()).save(file, format="JPEG", quality=95)
-    assert float(sizes[1]) == pytest.approx(len(file.getvalue()) / 1000)
-    assert float(sizes[1]) > 3 * float(sizes[0])
-    assert torch.equal(JPEGCompressibility().score(images, [Prompt("x")] * 2), -sizes)
-    assert float(JPEGIncompressibility(50).score(images, [Prompt("x")] * 2)[1]) < 0.6 * float(sizes[1])
-
-
-def test_jpeg_quality_is_checked():
-    with pytest.raises(ConfigError, match="quality = 100 is not allowed; allowed: 1 to 95"):
+    noise = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0))
+    images, file = torch.stack([torch.full((3, 64, 64), 0.5), noise]), io.BytesIO()
+    sizes = JPEGIncompressibility().score(images, TWO)
+    Image.fromarray((noise * 255).round().byte().permute(1, 2, 0).numpy()).save(file, format="JPEG", quality=95)
+    assert float(sizes[1]) == pytest.approx(len(file.getvalue()) / 1000) and float(sizes[1]) > 3 * float(sizes[0])
+    assert torch.equal(JPEGCompressibility().score(images, TWO), -sizes)
+    assert float(JPEGIncompressibility(50).score(images, TWO)[1]) < 0.6 * float(sizes[1])
+    with pytest.raises(ConfigError, match=r"quality = 100 is not allowed; allowed: a whole number in \[1, 95\]"):
         build("reward", "jpeg-compressibility(quality=100)")
 
 
@@ -81,65 +62,119 @@ def test_quoted_text(prompt, text):
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted", "exact", "released"),
+    ("read", "target", "exact", "released"),
     [
-        ("Hello World", "hello world", 1.0, 1.0),
-        ("HelloWorld", "Hello World", 1.0, 1.0),
+        ("HelloWorld", "hello world", 1.0, 1.0),
         ("Helo World", "Hello World", 0.9, 0.9),
         ("", "Hello", 0.0, 0.0),
         ("OPEN 24", "OPEN", 0.5, 1.0),
         ("something else altogether", "OPEN", 0.0, 0.0),
         ("O\tPEN", "OPEN", 1.0, 0.75),
+        ("\ufb01sh", "fish", 1.0, 0.5),  # a ligature
     ],
 )
-def test_text_score(found, wanted, exact, released):
+def test_text_score(read, target, exact, released):
     """The released form finds a text anywhere, and ignores spaces and case only."""
-    assert text_score(found, wanted) == pytest.approx(exact)
-    assert text_score(found, wanted, "released") == pytest.approx(released)
-
-
-def test_the_released_form_wants_the_first_text_only():
-    prompt = Prompt('"ONE" above "TWO"', {"text": "THREE"})
-    assert (target_text(prompt), target_text(prompt, "released")) == ("ONE TWO", "ONE")
-    assert target_text(Prompt("a sign", {"text": "THREE"}), "released") == "THREE"
-    with pytest.raises(ConfigError, match="form = 'loose' is not allowed; allowed: one of exact, released"):
-        OCR(form="loose")
+    assert text_score(read, target) == pytest.approx(exact)
+    assert text_score(read, target, "released") == pytest.approx(released)
 
 
 @given(st.text(max_size=12), st.text(alphabet="abcXYZ 19", min_size=1, max_size=12).filter(str.strip))
-def test_text_score_lies_between_0_and_1(found, wanted):
-    score = text_score(found, wanted)
-    assert 0 <= score <= 1
-    assert (score == 1) == ("".join(found.casefold().split()) == "".join(wanted.casefold().split())) or not found.isascii()
-    assert text_score(wanted, wanted) == 1
+def test_text_score_is_1_for_equal_texts_only(read, target):
+    score, plain = text_score(read, target), ["".join(text.casefold().split()) for text in (read, target)]
+    assert 0 <= score <= 1 and text_score(target, target) == 1
+    assert (score == 1) == (plain[0] == plain[1]) or not read.isascii()
 
 
-def test_a_prompt_without_text_is_refused():
+def test_targets_of_a_prompt():
+    prompt = Prompt('"ONE" above "TWO"', {"text": "THREE"})
+    assert (target_text(prompt), target_text(prompt, "released")) == ("ONE TWO", "ONE")
+    assert target_text(Prompt("a sign", {"text": "THREE"}), "released") == "THREE"
     with pytest.raises(RewardError, match="has no text to render"):
         OCR().score(torch.zeros(1, 3, 8, 8), [Prompt("a fox")])
 
 
-class TestReader:
-    """The real reader with its real models, offline."""
+def drawn(text, size=(320, 160), height=36):
+    """Dark blue text on a light ground, [3, height, width]."""
+    image = Image.new("RGB", size, (240, 230, 200))
+    font = ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", height)
+    ImageDraw.Draw(image).text((20, 50), text, fill=(20, 30, 90), font=font)
+    return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1).float() / 255
 
-    @pytest.fixture(autouse=True)
-    def _reader(self):
-        pytest.importorskip("rapidocr")
-        pytest.importorskip("onnxruntime")
 
-    def test_reads_what_is_drawn(self):
-        texts = ["Hello World", "OPEN 24", "K72", ""]
-        images = torch.stack([picture(text) for text in texts])
-        wanted = ['"Hello World"', '"OPEN"', '"K27"', '"nothing"']
-        reader = build("reward", "ocr(threads=1, side=160)")
-        assert [text.replace(" ", "") for text in reader.read(images)] == ["HelloWorld", "OPEN24", "K72", ""]
-        scores = reader.score(images, [Prompt(f"a sign that says {text}") for text in wanted])
-        assert torch.allclose(scores, torch.tensor([1.0, 0.5, 1 / 3, 0.0]))
-        assert float(OCR(form="released", threads=1).score(images[1:2], [Prompt('the word "OPEN", not "SHUT"')])) == 1.0
+def test_the_real_reader_reads_what_is_drawn():
+    pytest.importorskip("rapidocr")
+    images = torch.stack([drawn(text) for text in ("Hello World", "OPEN 24", "K72", "")])
+    reader = build("reward", "ocr(threads=1, side=160)")
+    assert [text.replace(" ", "") for text in reader.read(images)] == ["HelloWorld", "OPEN24", "K72", ""]
+    scores = reader.score(images, [Prompt(f'a "{text}" sign') for text in ("Hello World", "OPEN", "K27", "nothing")])
+    assert torch.allclose(scores, torch.tensor([1.0, 0.5, 1 / 3, 0.0]))
+    released = build("reward", "ocr(form=released, threads=1, side=160)")
+    assert float(released.score(images[1:2], [Prompt('the word "OPEN", not "SHUT"')])) == 1.0
+    images = torch.stack([drawn(text, (128, 96), 32) for text in ("ABC", "cat")])
+    found = check_reward(OCR(side=96, threads=1), (images, [Prompt('"ABC"'), Prompt('"cut"')]))
+    assert found.ok, found
 
-    def test_keeps_the_contract(self):
-        from flowrl.testing import check_reward
 
-        images = torch.stack([picture(text, (128, 96), 32) for text in ("ABC", "cat")])
-        found = check_reward(OCR(side=96, threads=1), (images, [Prompt('"ABC"'), Prompt('"cut"')]))
-        assert found.ok, found
+# --- videos ---------------------------------------------------------------------------------------------------------
+
+
+def videos():
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(4, 5, 3, 8, 8, generator=generator), [Prompt(f"video {i}") for i in range(4)]
+
+
+BRIGHT = FunctionReward(lambda images, prompts: images.mean((1, 2, 3)) + torch.tensor([float(p.text[-1]) for p in prompts]))
+
+test_frame_mean = reward_contract(FrameMean(BRIGHT, 2), videos)
+test_frame_mean_of_images = reward_contract(FrameMean(JPEGIncompressibility()))
+test_a_sum = reward_contract(WeightedSum({"look": FrameMean(BRIGHT, "first"), "motion": Motion()}, {"motion": 2.0}), videos)
+
+
+@pytest.mark.parametrize(
+    ("frames", "count", "chosen"),
+    [
+        ("first", 5, [0]), ("middle", 5, [2]), ("middle", 4, [1]), ("last", 5, [4]), ("all", 3, [0, 1, 2]), (1, 5, [2]),
+        (3, 5, [0, 2, 4]), (9, 33, [0, 4, 8, 12, 16, 20, 24, 28, 32]), (8, 3, [0, 1, 2]), (3, 1, [0]),
+    ],
+)  # fmt: skip
+def test_frames_are_chosen(frames, count, chosen):
+    """Nine of 33 are every fourth, as Flow-GRPO's video OCR reads."""
+    assert chosen_frames(frames, count) == chosen
+
+
+def test_every_frame_has_its_videos_prompt_and_an_invalid_frame_makes_the_video_invalid():
+    images, prompts = videos()
+    expected = images[:, [0, 2, 4]].flatten(1).mean(1) + torch.arange(4)
+    torch.testing.assert_close(FrameMean(BRIGHT, 3).score(images, prompts), expected)
+    marks = torch.tensor([1.0, 1.0, 1.0, torch.nan, 1.0, 1.0, 1.0, 1.0])
+    reward = FrameMean(FunctionReward(lambda images, prompts: marks, marks_invalid=True), 2)
+    assert reward.score(images, prompts).isnan().tolist() == [False, True, False, False]
+    with pytest.raises(RewardContractError, match="FunctionReward of frame-mean returned 1 of 8 values that are not finite"):
+        FrameMean(FunctionReward(lambda images, prompts: marks), 2).score(images, prompts)
+
+
+def test_motion_by_hand():
+    images = torch.zeros(2, 3, 3, 2, 2)
+    images[0, 1], images[1, 2] = 1.0, 0.5
+    assert Motion().score(images, TWO).tolist() == [1.0, 0.25]
+    with pytest.raises(RewardError, match="motion scores videos of two frames or more"):
+        Motion().score(images[:, 0], TWO)
+
+
+def test_stills_are_the_first_middle_and_last_frame_side_by_side():
+    images = torch.arange(5.0).view(1, 5, 1, 1, 1).expand(2, 5, 3, 4, 6)
+    shown = stills(images)
+    assert shown.shape == (2, 3, 4, 18) and shown[0, 0, 0].tolist() == [0.0] * 6 + [2.0] * 6 + [4.0] * 6
+    assert [stills(images[:, :count]).shape[-1] for count in (1, 2, 4)] == [6, 12, 18]
+    assert torch.equal(stills(images[:, 0]), images[:, 0])
+
+
+def test_specs_of_video_rewards():
+    spec = "weighted-sum(models={'look': 'frame-mean(reward=pickscore, frames=3)', 'motion': 'motion'}, weights={'motion': 10})"
+    assert build("reward", spec).models["look"].frames == 3
+    for frames in (0, "second"):
+        with pytest.raises(ConfigError, match=f"frames = {frames!r} is not allowed; allowed: one of first, middle, last, all or"):
+            FrameMean(BRIGHT, frames)
+    with pytest.raises(RewardError, match=r"scores images, and got videos \[4, 5, 3, 8, 8\]; frame-mean"):
+        JPEGIncompressibility().score(*videos())

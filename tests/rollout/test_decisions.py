@@ -11,7 +11,7 @@ from flowrl.flow import uniform_schedule
 from flowrl.losses import ClippedLoss
 from flowrl.methods import Method
 from flowrl.probes import Completion, NoProbe, Substeps, Tweedie
-from flowrl.rewards import FunctionReward
+from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import Groups, Usage, log_probs, rollout, score_rollout
 from flowrl.samplers import DanceSDE, FixedWindow, FlowSDE, Windowed
 from flowrl.training.build import make_trainer
@@ -124,6 +124,21 @@ def test_the_gain_of_a_decision_spans_the_ode_steps_up_to_the_next():
             end = path.at(node) - path.schedule.times[node] * slope
             expected = REWARD.score(end, [PROMPTS[0]] * 12).view(2, 6)
             torch.testing.assert_close(record.values[..., column], expected, atol=1e-5, rtol=0)
+
+
+def test_a_sample_that_is_invalid_in_one_value_has_none():
+    """In one component at one state: the total and all components are NaN at every decision."""
+    result = walk(with_draws(COARSE), Completion())[0]
+
+    def marked(images, prompts):
+        finished = len(images) == 12  # estimates have batches of their own
+        return images.flatten(1).sum(1) if finished else torch.where(torch.arange(len(images)) == 15, torch.nan, 1.0)
+
+    reward = WeightedSum({"all": REWARD, "some": FunctionReward(marked, marks_invalid=True)})
+    found = score_rollout(Straight(), reward, result, PROMPTS)
+    assert found.valid.tolist() == [[True, True, True, False, True, True], [True] * 6]
+    for values in (found.total, *found.parts.values()):
+        assert bool(values[0, 3].isnan().all()) and bool(values[found.valid].isfinite().all())
 
 
 # --- which columns are estimated -------------------------------------------------------------------------------------

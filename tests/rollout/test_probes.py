@@ -17,7 +17,7 @@ from flowrl.probes import Completion, Estimate, Key, NetworkUse, NoProbe, Probe,
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, group_tree, rollout, score_rollout
 from flowrl.samplers import FlowSDE, Windowed, transition_stds
-from flowrl.testing import TINY, tiny_flux_policy, tiny_sd3_policy
+from flowrl.testing import TINY, tiny_sd3_policy
 from flowrl.testing.probe import small_policy
 from flowrl.types import Condition, Prompt
 
@@ -63,11 +63,11 @@ def table_of(policy, probe, **options):
     return score_rollout(policy, REWARD, run(policy, probe, **options)[0], PROMPTS).total
 
 
-def shape_of(steps=10, members=1, blocks=None, sampler=AllButLast(FlowSDE(0.7)), shared=False):
+def shape_of(steps=10, members=1, sampler=AllButLast(FlowSDE(0.7)), shared=False):
     schedule = uniform_schedule(steps)
     stds = transition_stds(sampler, schedule)
     tree = group_tree(stds, Groups(1, members, shared), NoProbe(), torch.Generator())
-    return Shape(1, schedule, tree, tree.drawn_steps, blocks)
+    return Shape(1, schedule, tree, tree.drawn_steps)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,6 @@ def shape_of(steps=10, members=1, blocks=None, sampler=AllButLast(FlowSDE(0.7)),
         (Substeps(5, every=2), 30, 4, 5),
         (Substeps(5, every=2, dtype="bfloat16"), 30, 4, 5),
         (Substeps(5, guidance="off"), 28, 4, 9),
-        (Substeps(5, cache=2), 10 + 9 * (2 + 2 / 24), 36, 9),
-        (Substeps(5, cache=2, guidance="off"), 10 + 9 * (2 + 2 / 24) / 2, 36, 9),
         (Completion(), 55, 0, 9),
         (Completion(together=False), 55, 9, 9),
         (Completion(every=2), 35, 0, 5),
@@ -92,7 +90,7 @@ def shape_of(steps=10, members=1, blocks=None, sampler=AllButLast(FlowSDE(0.7)),
     ids=repr,
 )
 def test_costs_of_one_trajectory_of_ten_steps(probe, nfe, calls, images):
-    cost = probe.cost(shape_of(blocks=24))
+    cost = probe.cost(shape_of())
     assert 10 + cost.nfe == pytest.approx(nfe) and cost.images == images
     assert sum(call.step is None for call in cost.calls) == calls
 
@@ -156,7 +154,10 @@ def test_the_solution_of_dpm_starts_with_a_step_of_order_one():
 
 
 @pytest.mark.parametrize("probe", [Substeps(3), Completion()], ids=repr)
-@pytest.mark.parametrize("sampler", [AllButLast(FlowSDE(0.7)), Windowed(FlowSDE(0.7), range(2, 7))])
+@pytest.mark.parametrize(
+    "sampler",
+    [AllButLast(FlowSDE(0.7)), Windowed(FlowSDE(0.7), range(2, 7)), Windowed(FlowSDE(0.7), (1, 2, 4, 5, 8))],
+)
 @pytest.mark.parametrize("shared", [False, True])
 def test_gains_of_every_second_decision_are_split_evenly(probe, sampler, shared):
     policy = small_policy(NetworkUse())
@@ -201,6 +202,14 @@ def test_the_mean_over_all_subsets_is_the_full_table(control):
     torch.testing.assert_close(same, full.expand_as(same))  # a perfect control has no variance
 
 
+def test_the_uniform_control_grows_evenly_over_the_decisions():
+    final, chosen, nodes = torch.tensor([[0.0, 1.0, 2.0, 5.0]]), torch.tensor([[0, 1]]), (1, 2, 6)
+    scored = Scored({node: torch.zeros(1, 2) for node in nodes}, final, nodes, dict.fromkeys(nodes, chosen))
+    found = Substeps(3, fraction=0.5, control="uniform").rewards(scored)
+    for place, node in enumerate(nodes):  # members 2 and 3 were not drawn; the group's mean is 2
+        assert found[node][0, 2:].tolist() == pytest.approx([2.0, 2.0 + place / 3 * 3.0])
+
+
 def test_drawn_subsets_are_unbiased(monkeypatch):
     """Mean gains of 300 draws against those of all members: 48 z-scores below 6, a false alarm of 1e-7; the weights matter."""
     policy, draws = small_policy(NetworkUse()), 300
@@ -234,9 +243,8 @@ CHEAP = [
     Substeps(3, solver="unipc"),
     Substeps(3, dtype="bfloat16"),
     Substeps(4, guidance="off"),
-    Substeps(4, cache=2),
     Substeps(4, fraction=0.5),
-    Completion(cache=3, guidance="off"),
+    Completion(guidance="off"),
     Completion(fraction=0.5, dtype="bfloat16", solver="heun"),
 ]
 
@@ -249,7 +257,6 @@ def test_trajectories_and_final_rewards_are_the_same_bit_for_bit(guidance_gradie
         torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(1))
     plain = run(policy, NoProbe(), members=2, steps=4)[0]
     final = score_rollout(policy, REWARD, plain, PROMPTS).total[..., -1]
-    forwards = [vars(block).get("forward") for block in policy.transformer.transformer_blocks]
     x, t, condition = torch.randn(2, *policy.latent_shape), torch.full((2,), 500.0), policy.encode(PROMPTS)
     trained = policy.velocity(x, t, condition)
     for probe in CHEAP if guidance_gradient == "both" else CHEAP[-4:]:
@@ -258,36 +265,7 @@ def test_trajectories_and_final_rewards_are_the_same_bit_for_bit(guidance_gradie
             assert torch.equal(getattr(found.trajectories, part), getattr(plain.trajectories, part)), (probe, part)
         assert torch.equal(score_rollout(policy, REWARD, found, PROMPTS).total[..., -1], final), probe
         assert torch.equal(policy.velocity(x, t, condition), trained), probe
-    assert [vars(block).get("forward") for block in policy.transformer.transformer_blocks] == forwards
     assert policy.guidance_scale == 3.0
-
-
-@pytest.mark.parametrize("make", [tiny_sd3_policy, tiny_flux_policy])
-def test_a_block_cache_reuses_what_the_other_blocks_added(make):
-    """At the same input the reused output is the computed one; at another it is the first block's plus what was added before."""
-    policy = make(TINY)
-    x, t, condition = torch.randn(2, *policy.latent_shape), torch.full((2,), 500.0), policy.encode(PROMPTS)
-    with torch.no_grad():
-        plain, other = policy.velocity(x, t, condition), policy.velocity(x + 0.1, t, condition)
-        with policy.block_cache() as switch:
-            computed = policy.velocity(x, t, condition)
-            switch(False)
-            again, near = policy.velocity(x, t, condition), policy.velocity(x + 0.1, t, condition)
-            switch(True)
-            renewed = policy.velocity(x + 0.1, t, condition)
-        after = policy.velocity(x, t, condition)
-    assert torch.equal(computed, plain) and torch.equal(after, plain) and torch.equal(renewed, other)
-    torch.testing.assert_close(again, plain, atol=1e-5, rtol=1e-5)
-    assert 1e-4 < float((near - other).abs().max()) < float((plain - other).abs().max()) + 0.5
-
-
-def test_a_block_cache_does_not_compute_the_other_blocks(monkeypatch):
-    policy, calls = tiny_sd3_policy(TINY), []
-    for number, block in enumerate(policy.transformer.transformer_blocks):
-        block.attn.register_forward_pre_hook(lambda module, given, number=number: calls.append(number))
-    run(policy, Substeps(5, cache=2), members=2, steps=2)
-    own, nodes = 2, 1
-    assert calls.count(0) == own + nodes * 4 and calls.count(1) == own + nodes * 2
 
 
 def test_probes_without_guidance_take_the_unguided_velocity():
@@ -305,7 +283,6 @@ def test_probes_without_guidance_take_the_unguided_velocity():
     ("probe", "policy", "words"),
     [
         (Substeps(guidance="off"), "mixture", "not applicable, MixturePolicy samples without guidance"),
-        (Completion(cache=2), "mixture", "not applicable, MixturePolicy is no transformer of diffusers"),
         (Substeps(guidance="off"), "sd3", "not applicable, PipelinePolicy samples without guidance"),
     ],
 )

@@ -15,6 +15,7 @@ from flowrl.losses import ClippedLoss, PolicyGradientLoss
 from flowrl.methods import Method
 from flowrl.probes import Branch, NoProbe
 from flowrl.rewards import Clipped, FunctionReward, NoisyReward, WeightedSum
+from flowrl.rewards.contract import marks_invalid
 from flowrl.rollout import score, transition_weights, usable
 from flowrl.samplers import FixedWindow, FlowSDE
 from flowrl.testing import check_reward
@@ -183,10 +184,10 @@ def test_marks_pass_through_combinations():
     dark = FunctionReward(lambda i, p: torch.where(i.mean((1, 2, 3)) > 0.5, i.mean((1, 2, 3)), NAN), marks_invalid=True)
     plain = FunctionReward(lambda i, p: i.amax((1, 2, 3)))
     for reward in (WeightedSum({"a": dark, "b": plain}), NoisyReward(dark, 0.1), Clipped(dark, high=0.7), dark):
-        assert reward.marks_invalid and check_reward(reward).ok
+        assert marks_invalid(reward) and check_reward(reward).ok
         images = torch.stack([torch.zeros(3, 4, 4), torch.ones(3, 4, 4)])
         assert reward.score(images, [Prompt("x")] * 2).isnan().tolist() == [True, False]
-    assert not WeightedSum({"b": plain}).marks_invalid
+    assert not marks_invalid(WeightedSum({"b": plain})) and not marks_invalid(Clipped(plain, high=0.7))
     assert check_reward(FunctionReward(dark.function)).broken
 
 
@@ -209,6 +210,16 @@ def test_training_leaves_them_out_and_counts_them():
     found = evaluate(policy, world, config.environment.task, config.environment.reward_form, 4, 2, reward=reward)
     assert found.custom_reward is not None and not math.isnan(found.custom_reward)
     assert found.image_scores.isnan().sum() == 2
+
+
+def test_groups_with_one_valid_sample_are_not_trained():
+    """Every third of 6 samples in groups of 2 is invalid: only the third group is left, with its penalty."""
+    config = preset("tiny").apply(world="mixture", groups=3, group_size=2, kl_weight=0.1)
+    world = make_world(config)
+    prompts, reward = world.prompts(config.environment.task, "train"), Unsure(make_reward(config))
+    row = Trainer(world.policy(policy_options(config)), make_method(config), reward, prompts, config).iteration()
+    stochastic = int((trial_stds(config) > 0).sum())
+    assert (row["invalid"], row["train_nfe"]) == (2, 2 * stochastic * 2)
 
 
 def test_without_marks_nothing_changes():
@@ -261,6 +272,11 @@ def test_a_batch_without_any_advantage_changes_nothing():
     assert (row["dropped"], row["train_nfe"], row["abs_advantage"]) == (8, 0, 0.0) and "loss" not in row
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.parameters, strict=True)) and not trainer.optimizer.state
     assert [notice.kind for notice in notices([row, again], Limits())] == ["no-update"]
+
+
+def test_invalid_samples_are_not_counted_as_dropped():
+    row, _ = dropping(True, lambda prompts: Unsure(equal_for_one(prompts)))
+    assert (row["invalid"], row["dropped"]) == (3, 3)  # of the second group's samples three are valid
 
 
 def test_one_trained_decision_with_an_advantage_is_enough():

@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import flowrl.launch
+import flowrl
 from flowrl import distributed as module
 from flowrl.commands.runs import asked_to_stop
 from flowrl.distributed import Assignment, Distributed, OtherProcessError, assignment, full_tensors, is_sharded
-from flowrl.errors import ConfigError, RewardError, TrainingError
+from flowrl.errors import ConfigError, PartError, RewardError, TrainingError
+from flowrl.experience import Actions
 from flowrl.rewards import FunctionReward
 from flowrl.training import batches
 from flowrl.training.build import make_method, make_reward, make_world, policy_options, trained_policy
@@ -62,6 +63,7 @@ CASES |= {  # copies after one step are a quarter new: neither the current weigh
     "dgpo": FORWARD.replace(method="dgpo", loss="dgpo(beta_dpo=1.0, decay=(0, 0.75, 0.75), sample_from=1)", minibatches=2),
 }
 RESUMED = MIXTURE.replace(iterations=3, checkpoint_every=1)
+OBSERVED = RESUMED.replace(checkpoint_every=9, save_experience=1)
 REDNESS = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3)))
 
 
@@ -320,9 +322,42 @@ def everything(distributed, tell, folder):
         tell(name, run.execute())
     for name, some in (("one-two", distributed), ("one-sharded", replace(distributed, sharded=True))):
         tell(name, Run(RESUMED, folder / name, distributed=some).execute(resume=True))
+    tell("observed", observed(distributed, folder / "observed"))
     if distributed.rank == 1:
         raise OSError("the disk is full")
     distributed.gather(None)
+
+
+class Observes:
+    """Sums of every field that processes gather; it keeps one checkpoint and stops the run, or raises an exception."""
+
+    fields = ("values", "advantages", "weights", "log_probs", "trajectories")
+
+    def __init__(self, fails=False):
+        self.fails, self.calls = fails, 0
+
+    def observe(self, record):
+        self.calls += 1
+        if self.fails:
+            raise ValueError("made up")
+        tensors = {name: getattr(record, name) for name in self.fields[:-1]} | {"states": record.trajectories.states}
+        sums = {name: tensor.nan_to_num().abs().double().sum() for name, tensor in tensors.items()}
+        stop = "enough" if record.iteration == 2 else ""
+        return Actions(stop=stop, keep=record.iteration == 1, metrics=sums | {"samples": len(record.trajectories.states)})
+
+
+def observed(distributed, folder):
+    """Whether the run ended, and the calls of its observer, in this process; the error if one fails in a strict run."""
+    observer = Observes()
+    ended = Run(OBSERVED, folder, distributed=distributed, observers=(observer,)).execute()
+    try:
+        strict = OBSERVED.replace(strict=True)
+        Run(strict, folder.with_name("strict"), distributed=distributed, observers=(Observes(fails=True),)).execute()
+    except TrainingError as error:
+        return ended, observer.calls, f"{type(error).__name__}: {error}"
+    except PartError as error:
+        return ended, observer.calls, f"PartError: {error}"
+    return ended, observer.calls, "nothing"
 
 
 def stuck(distributed, tell, folder):
@@ -398,6 +433,7 @@ def two(tmp_path_factory):
         Run(RESUMED, folder / name, stop=lambda: True).execute()
     found = lives(everything, folder)
     assert all("one-sharded" in told for told in found), found
+    found[0]["folder"] = str(folder)
     for name in ("two-one", "sharded-one"):
         assert Run(RESUMED, folder / name).execute(resume=True)
     found[0]["resumed"] = {
@@ -436,6 +472,24 @@ def test_a_gradient_that_overflows_in_one_shard_skips_the_step_in_all_processes(
 def test_a_run_resumes_on_another_number_of_processes(two):
     assert {name: worst for name, worst in two[0]["resumed"].items() if not worst < 1e-6} == {}
     assert [two[0][name] for name in ("two-one", "sharded-one", "one-two", "one-sharded")] == [False, False, True, True]
+
+
+def test_observers_see_the_groups_of_all_processes_and_decide_in_the_first(two, tmp_path):
+    ended = [told["observed"] for told in two]
+    assert [found[:2] for found in ended] == [[True, 2], [True, 0]]
+    assert ended[0][2].startswith("PartError: observer Observes, Observes.observe (") and "ValueError: made up" in ended[0][2]
+    assert ended[1][2].startswith("OtherProcessError: process 0 of 2 failed: PartError: observer Observes")
+    together, alone = Path(two[0]["folder"]) / "observed", tmp_path / "observed"
+    assert Run(OBSERVED, alone, observers=(Observes(),)).execute()
+    rows = [metrics(folder) for folder in (together, alone)]
+    assert rows[0][-1]["stopped"] == "Observes: enough" and rows[0][-1]["Observes/samples"] == 3
+    sums = [[row.pop(name) for row in found[1:] for name in sorted(row) if "/" in name] for found in rows]
+    assert sums[0] == pytest.approx(sums[1], rel=1e-5) and len(sums[0]) == 12
+    assert largest_difference(*rows) < 1e-6
+    for kind, names in (("checkpoints", ["000001", "000002"]), ("experience", ["000001", "000001", "000002", "000002"])):
+        assert sorted(path.stem for path in (together / kind).iterdir()) == names
+    tables = [(folder / "experience" / "000001.csv").read_text() for folder in (together, alone)]
+    assert len(tables[0].splitlines()) == len(tables[1].splitlines()) == 1 + 3 * 4
 
 
 def test_an_error_in_one_process_stops_all_and_names_it(two):
@@ -501,7 +555,7 @@ class Deadly:
 
 def launch(config, folder, arguments):
     """`flowrl train` on two CPU processes by a shipped config file."""
-    file = Path(flowrl.launch.__file__).parent / f"{config}.yaml"
+    file = Path(flowrl.__file__).parent / "data" / "launch" / f"{config}.yaml"
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes", "2"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -534,7 +588,7 @@ def test_a_killed_process_ends_the_run_by_name_and_the_run_resumes(tmp_path):
 def test_config_files_are_accelerates(name):
     from accelerate.commands.config.config_args import load_config_from_file
 
-    config = load_config_from_file(str(Path(flowrl.launch.__file__).parent / f"{name}.yaml"))
+    config = load_config_from_file(str(Path(flowrl.__file__).parent / "data" / "launch" / f"{name}.yaml"))
     assert config.mixed_precision == "no" and config.num_processes == 8
     assert (config.distributed_type == "FSDP") == (name != "ddp")
     if name != "ddp":

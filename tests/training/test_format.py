@@ -17,6 +17,7 @@ from flowrl.io import write_json
 from flowrl.registry import build
 from flowrl.samplers import trained_steps
 from flowrl.settings import settings_text
+from flowrl.training.arms import method_arms
 from flowrl.training.compare import CompareConfig, load_compare
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.format import FORMAT, OLDER, from_older, to_older
@@ -188,14 +189,15 @@ def test_a_run_of_the_older_format_is_resumed(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_comparison_of_the_older_format_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = preset("tiny").apply(world="mixture", window="0:3")
-    config = CompareConfig(run, ("flow-grpo", "tp-grpo"), (0,), method_settings={"tp-grpo": {"window": "1:3"}})
+    config = CompareConfig(run, method_arms(("flow-grpo",)) | {"tp-grpo": {"method": "tp-grpo", "window": "1:3"}}, (0,))
     values = json.loads(json.dumps(config.as_dict()))
     write_json(tmp_path / "config.json", values)
     assert load_compare(tmp_path / "config.json") == config
     assert capsys.readouterr().err == ""
     del values["format"]  # there was none
     values["run"]["algorithm"] |= {"window": "0:3", "trained_steps": "all"}
-    values["method_settings"]["tp-grpo"]["window"] = "1:2"
+    del values["arms"]
+    values |= {"methods": ["flow-grpo", "tp-grpo"], "credit": [], "method_settings": {"tp-grpo": {"window": "1:2"}}}
     write_json(tmp_path / "config.json", values)
     assert load_compare(tmp_path / "config.json") == config
     assert "window 1:2 is now 1:3" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from small_run import SMALL, numbers
 from flowrl.cli import main
 from flowrl.commands.runs import Compare
 from flowrl.errors import DiskError
+from flowrl.training.arms import method_arms
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.compare import CompareConfig, compare
 from flowrl.training.config import load_config
@@ -140,7 +141,7 @@ def test_a_disk_that_fills_at_any_operation_of_a_report_leaves_the_old_or_the_ne
 ):
     """Of a comparison whose runs are all complete: `--resume` draws the report."""
     out = tmp_path / "out"
-    assert compare(CompareConfig(SMALL, ("flow-grpo",), (0,)), out)
+    assert compare(CompareConfig(SMALL, method_arms(("flow-grpo",)), (0,)), out)
     assert main(["compare", "--resume", str(out)]) == 0
     new, run = files(out), numbers(out / "runs" / "flow-grpo-seed0")
     old = {name: data if name == "config.json" else b"old" for name, data in new.items()}

@@ -5,6 +5,7 @@ import math
 import pickle
 import re
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from torch.nn import functional
 from flowrl.cli import main
 from flowrl.commands.progress import warning_text
 from flowrl.errors import TrainingError
+from flowrl.experience import Credit
 from flowrl.losses import ClippedLoss
 from flowrl.rewards import FunctionReward
+from flowrl.rollout.loss_batch import MicroBatch
 from flowrl.samplers import FixedWindow, FlowSDE
 from flowrl.testing.tiny import TINY as TINY_MODEL
 from flowrl.testing.tiny import tiny_sd3_policy
@@ -37,7 +40,7 @@ from flowrl.training.monitors import (
     step_share,
     zero_spread,
 )
-from flowrl.training.nonfinite import NonFiniteError, culprit
+from flowrl.training.nonfinite import NonFiniteCheck, NonFiniteError, culprit
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
 from flowrl.types import Gaussian, LossBatch, Prompt
@@ -66,6 +69,11 @@ def test_groups_of_equal_rewards(values, fires):
     found = zero_spread(rows(zero_spread_groups=values), Limits())
     assert (found is not None) == fires
     assert found is None or ("reward_form soft" in found.text and "%" in found.text)
+
+
+def test_a_rule_that_remembers_prompts_is_warned_only_if_all_groups_are_equal():
+    found = {credit: limits_of(trainer(TINY.replace(credit=credit))).zero_spread for credit in ("uniform", "value-tracker")}
+    assert found == {"uniform": 0.5, "value-tracker": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -380,6 +388,14 @@ def test_without_a_broken_term_it_is_the_loss_itself():
     found = culprit(batch())
     assert found.term == "loss" and found.bad.tolist() == [True, True, True, False]
     assert culprit(batch(reference=None)).term == "loss"
+
+
+def test_a_process_names_the_prompts_of_its_own_samples():
+    batches = SimpleNamespace(of=lambda sample, column: batch(), origin=lambda sample, column: (column, column))
+    record, credit = SimpleNamespace(values=torch.zeros(2, 4, 2)), Credit(torch.zeros(2, 4, 1))
+    check = NonFiniteCheck(1, [Prompt("first"), Prompt("second")], record, credit, ClippedLoss(), batches, first=4)
+    with pytest.raises(NonFiniteError, match="Prompts: 'second'"):
+        check.losses([{"loss": math.nan}], [MicroBatch(torch.arange(4), torch.zeros(4).long(), 1.0)])
 
 
 def test_a_network_that_breaks_in_the_update_is_named_with_step_and_prompt(tmp_path):

@@ -16,10 +16,10 @@ from flowrl.training.compare import CompareConfig
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.format import current
 from flowrl.training.presets import METHOD_SETTINGS, OWN_WINDOWS, WORLD_DEFAULTS, shipped
-from flowrl.worlds.base import WORLDS
+from flowrl.worlds.base import world as named_world
 
 NUMBERS = {"clip_range": 0.01, "kl_weight": 0.0}
-WORLDS_AND_METHODS = [(world, name) for world in WORLDS for name in METHODS]
+WORLDS_AND_METHODS = [(world, name) for world in WORLD_DEFAULTS for name in METHODS]
 REASONS = {
     ("tp-grpo", "sampler"): "the released script samples with CPS; here comparisons share Flow-SDE",
     ("granular-grpo", "window"): "the first half of 16 steps; the method has that of 10",
@@ -57,7 +57,7 @@ def test_published_settings_have_the_published_window_and_the_clip_scaled_to_the
     found = run_method(preset("default").apply(world=world, method=name, published=True))
     assert found.window == published.window
     if hasattr(published.loss, "clip_range"):
-        expected = published.loss.clip_range * (65_536 / WORLDS[world].elements) ** 0.5
+        expected = published.loss.clip_range * (65_536 / named_world(world).elements) ** 0.5
         assert found.loss.clip_range == pytest.approx(expected)
 
 
@@ -154,8 +154,9 @@ def test_words_of_the_older_format_keep_their_meaning():
     found = current(older, "flowrl-run-2")
     assert found["sampler"] == "flow-sde" and found["loss"] == "clipped"
     assert run_method(RunConfig.of(**found, noise_level=0.7)).sampler == FlowSDE(0.7)
-    comparison = CompareConfig(RunConfig.of(sampler="flow-sde", loss="clipped"), ("flow-grpo", "dgpo")).as_dict()
-    comparison["format"] = "flowrl-run-2"
+    comparison = CompareConfig(RunConfig.of(sampler="flow-sde", loss="clipped"), {"any": {}}).as_dict()
+    del comparison["arms"]
+    comparison |= {"format": "flowrl-run-2", "methods": ["flow-grpo", "dgpo"]}
     comparison["run"]["algorithm"] |= {"window": "2:5", "trained_steps": "all"}
     read = CompareConfig.from_dict(comparison)
-    assert read.method_settings == {"dgpo": {"sampler": "", "loss": ""}}
+    assert read.arms == {"flow-grpo": {"method": "flow-grpo"}, "dgpo": {"method": "dgpo", "sampler": "", "loss": ""}}

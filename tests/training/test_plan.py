@@ -48,16 +48,6 @@ def test_a_run_records_what_the_plan_counts(changes, tmp_path):
     assert (row["zero_rows"] > 0) == ("branch(" in config.algorithm.credit)  # alone among its siblings a step gains nothing
 
 
-def test_a_block_cache_counts_fractions(tmp_path):
-    """Four layers: of 4 new evaluations from each of 2 nodes, 2 compute all of them and 2 one, in calls of their own."""
-    small = {"groups": 1, "group_size": 2, "iterations": 1, "num_steps": 3, "eval_samples": 2, "eval_steps": 2,
-             "initial_noise": "independent", "window": ":-1"}  # fmt: skip
-    config = preset("tiny").apply(world="shapes", credit="stepwise-gain(probe='substeps(cache=2)')", **small)
-    row, found = (Run(config, tmp_path / "run").execute(), load_run(tmp_path / "run").rows[1])[1], plan(config)
-    assert found.nfe == 2 * (3 + 2 * (2 + 2 / 4)) == 16 and found.sequential_calls == 3 + 2 * 4
-    assert (row["nfe"], row["calls"], row["reward_calls"]) == (found.nfe, found.sequential_calls, found.reward_calls)
-
-
 def test_the_arithmetic_of_the_published_batch():
     """Flow-GRPO for SD3.5-Medium: 48 groups of 24, 10 steps, 9 of them trained, two updates, guidance, KL, 32 processes."""
     config = preset("sd3.5-medium,flow-grpo,geneval").apply(groups=48)

@@ -69,7 +69,7 @@ SPLITS = "children={0: 2, 3: 2, 6: 2, 9: 2}"
 
 
 def dgpo_loss(beta, clip, sample_from, steps):
-    times = f"times='steps(count=4, steps={steps})'"
+    times = f"times=steps(count=4, steps={steps})"
     return f"dgpo(beta_dpo={beta}, clip={clip}, decay=(1, 0.001, 0.3), sample_from={sample_from}, {times})"
 
 
@@ -88,20 +88,20 @@ METHODS = {
     },
     BRANCH: {
         **TREE_CODE, "sampler": "dance-sde", "noise_level": 0.3, "window": ":", "clip_range": 1e-3, "group_size": 16,
-        "num_steps": 20, "credit": f"depth-relative(scope=tree, std=sample, probe='branch({SPLITS}, weight=edge)')",
+        "num_steps": 20, "credit": f"depth-relative(scope=tree, std=sample, probe=branch({SPLITS}, weight=edge))",
     },
     TEMPFLOW: {
         **FLOW_CODE, "initial_noise": "independent", "window": ":-1", "trained_steps": ":", "loss": "clipped",
         "kl_weight": 0.004, "group_size": 54, "num_steps": 10,
-        "credit": "weighted(weights=noise, rule=\"sibling-relative(probe='comb(branches=6)')\")",
+        "credit": "weighted(weights=noise, rule=sibling-relative(probe=comb(branches=6)))",
     },
     GRANULAR: {
         **TREE_CODE, "window": "0:8", "group_size": 36, "num_steps": 16,
-        "credit": "sibling-relative(probe='comb(branches=12, count=1, strides=(1, 2, 3))')",
+        "credit": "sibling-relative(probe=comb(branches=12, count=1, strides=(1, 2, 3)))",
     },
     TREE: {
         **TREE_CODE, "window": "random(size=3, geometric=0.5)", "group_size": 27, "num_steps": 10,
-        "credit": "backed-up(backup=softmax, probe='branch(children=(3, 3, 3))')",
+        "credit": "backed-up(backup=softmax, probe=branch(children=(3, 3, 3)))",
     },
     NFT: {
         **FORWARD_CODE, "loss": "diffusion-nft(beta=1.0, advantage_clip=5.0, decay=(0, 0.001, 0.5))", "kl_weight": 1e-4,
@@ -111,7 +111,7 @@ METHODS = {
         **FORWARD_CODE, "sampler": "multistep(solver=sa, tau=0.4)", "kl_weight": 1e-3, "num_steps": 14, "ema_decay": 0.99,
         "guidance_scale": 1.0,
         "loss": "awm(weight=ghuber, power=0.25, clip=1.0, average_weight=1.0, decay=(0, 0.001, 0.3), "
-                "times='stratified(count=6)')",
+                "times=stratified(count=6))",
     },
     DGPO: {
         **FORWARD_CODE, "loss": dgpo_loss(100.0, 0.01, 200, 7), "kl_weight": 0.02, "group_size": 16, "num_steps": 10,
@@ -161,7 +161,7 @@ CROSSED_EXACT = {
     (FLOW,): {**EXACT_FLOW, "credit": "uniform"},
     (STEPWISE,): EXACT_FLOW,
     (TURNING,): {"credit": "turning-point", "loss": "clipped"},
-    (BRANCH,): {"credit": f"depth-relative(scope=tree, std=sample, probe='branch({SPLITS})')"},
+    (BRANCH,): {"credit": f"depth-relative(scope=tree, std=sample, probe=branch({SPLITS}))"},
     (FLOW, SD3): {"kl_weight": 0.0091},
     (STEPWISE, SD3): {"kl_weight": 0.0091},
     (FLOW, SD3, PICKSCORE): {"kl_weight": 0.0023},
@@ -370,7 +370,7 @@ def tiny(tmp_path_factory):
     tiny_flux().save_pretrained(root / FLUX)
     tiny_qwen_image().save_pretrained(root / QWEN)
     tiny_wan().save_pretrained(root / WAN)
-    clip, detector = tiny_clip(root / "clip"), tiny_detector(root / "detector", masks=False)
+    clip, detector = tiny_clip(root / "clip"), tiny_detector(root / "detector")
     (root / "length.py").write_text(
         "class Score:\n    def score(self, images, prompts):\n        return images.flatten(1).mean(1) + len(prompts[0].text)\n"
     )
@@ -508,10 +508,9 @@ def test_names_that_do_not_exist_or_do_not_combine():
         preset("ocr,geneval")
     with pytest.raises(ConfigError, match=r"none\.yaml does not exist"):
         preset("ocr,none.yaml")
-    with pytest.raises(ConfigError, match="unknown generator 'poems'"):
-        prompts_from("poems[0:3]")
-    with pytest.raises(ConfigError, match="START below END"):
-        prompts_from("text[3:3]")
+    for source in ("poems[0:3]", "text[3:3]"):
+        with pytest.raises(ConfigError, match="START below END of compositional, text, images"):
+            prompts_from(source)
 
 
 def test_values_survive_yaml(tmp_path):

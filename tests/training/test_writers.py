@@ -15,6 +15,7 @@ import pytest
 from flowrl.cli import main
 from flowrl.errors import ConfigError
 from flowrl.io import folder_lock
+from flowrl.training.arms import credit_arms, method_arms
 from flowrl.training.compare import CompareConfig, compare
 from flowrl.training.config import preset
 from flowrl.training.run import Run
@@ -44,7 +45,7 @@ def lines_of(run: Path) -> int:
 
 def test_the_folder_of_a_run_or_a_comparison_has_one_writer(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    comparison = CompareConfig(TINY, ("flow-grpo",), (0,))
+    comparison = CompareConfig(TINY, method_arms(("flow-grpo",)), (0,))
     told = rf"out is being written by process {os.getpid()} on .* \(`the first`, since 20"
     with folder_lock(out, "the first"):
         for resume in (False, True):
@@ -139,14 +140,15 @@ def test_workers_end_with_the_comparison(number: str, group: bool, tmp_path: Pat
 def test_two_names_never_share_a_folder(credit: tuple[str, ...]) -> None:
     """Two spellings of one rule are not two methods, and no run is counted as two."""
     with pytest.raises(
-        ConfigError, match=r"(credit|methods) = .* is not allowed; allowed: (another rule|a rule whose folder|a name|each)"
+        ConfigError,
+        match=r"arm = .* is not allowed; allowed: (settings that differ from|a name whose folder|a name for a folder)",
     ):
-        CompareConfig(TINY, ("flow-grpo",), (0,), credit)
+        CompareConfig(TINY, method_arms(("flow-grpo",)) | credit_arms(credit), (0,))
 
 
 def test_rules_that_differ_are_compared() -> None:
     rules = ("turning-point(consistent=False)", "turning-point(consistent=True)", "gdpo", "a.py:Rule", "b.py:Other")
-    assert len(CompareConfig(TINY, ("flow-grpo",), (0, 1), rules).names()) == 6
+    assert len(CompareConfig(TINY, method_arms(("flow-grpo",)) | credit_arms(rules), (0, 1)).arm_of()) == 12
 
 
 CODE = """
@@ -187,7 +189,7 @@ def test_a_resume_after_the_code_has_changed_asks(tmp_path: Path, capsys) -> Non
 def test_a_comparison_asks_about_changed_code_too(tmp_path: Path, capsys) -> None:
     rules, out = tmp_path / "rules.py", tmp_path / "out"
     rules.write_text(CODE)
-    comparison = CompareConfig(TINY, ("flow-grpo",), (0,), (f"{rules}:Mine",))
+    comparison = CompareConfig(TINY, method_arms(("flow-grpo",)) | credit_arms((f"{rules}:Mine",)), (0,))
     assert compare(comparison, out, workers=1)
     (out / "runs" / "Mine-seed0" / "done.json").unlink()
     rules.write_text(CODE + "# changed\n")

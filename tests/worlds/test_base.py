@@ -106,6 +106,23 @@ def test_a_killed_run_resumes_to_the_same_weights(folder, monkeypatch):
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
+def test_compare_methods_on_a_model(folder, capsys):
+    out = str(folder / "cmp")
+    options = [word for word in arguments(folder)[1:] if word not in ("--out", str(folder / "run"))]
+    compared = ["compare", *options, "--methods", "flow-grpo", "tp-grpo", "--seeds", "0", "--workers", "1", "--out", out]
+    assert main(compared) == 0
+    assert f"Comparing flow-grpo, tp-grpo on {folder / 'model'} (reward reward)" in capsys.readouterr().out
+    run = folder / "cmp" / "runs" / "tp-grpo-seed0"
+    assert load_run(run).finished and (run / "lora").is_dir()
+    assert f"on the model {folder / 'model'}, task prompts" in (folder / "cmp" / "report.html").read_text()
+    whole = load_file(run / "weights.safetensors")
+    (run / "done.json").unlink()
+    assert main(["compare", "--resume", out]) == 2
+    assert main(["compare", "--resume", out, "--trust", "--workers", "1"]) == 0
+    again = load_file(run / "weights.safetensors")
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
 def test_full_fine_tuning_of_flux_against_its_reference(folder):
     tiny_flux().save_pretrained(folder / "model")
     assert main(arguments(folder, "--tuning", "full", "--kl-weight", "0.1", "--learning-rate", "0.001")) == 0

@@ -33,7 +33,7 @@ from flowrl import Prompt, RunConfig, Trainer
 from flowrl.flow import log_prob
 from flowrl.losses import ClippedLoss
 from flowrl.methods import flow_grpo, tp_grpo
-from flowrl.policies import LORA_TARGETS, ModelOptions, architecture, load_policy
+from flowrl.policies import ARCHITECTURES, LORA_TARGETS, ModelOptions, load_policy
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, integrate, rollout
 from flowrl.samplers import FlowSDE, Windowed
@@ -42,7 +42,7 @@ from flowrl_course import lesson_10 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, OTHERS, ImageRow, clean, panels, show_images
 
 warnings.filterwarnings("ignore")
-networks = {name: architecture(name).build("meta") for name in ("sd3.5-medium", "flux.1-dev")}
+networks = {name: ARCHITECTURES[name].build("meta") for name in ("sd3.5-medium", "flux.1-dev")}
 
 
 def attention_layers(network):
@@ -101,7 +101,7 @@ policy = load()
 print(f"options:    {base.height} x {base.width} pixels, {base.dtype}, LoRA of rank {base.lora_rank}")
 print("one latent:", policy.latent_shape, "  trained:", f"{sum(p.numel() for p in policy.trainable().values()):,} numbers")
 print("condition: ", {name: tuple(t.shape) for name, t in policy.encode(PROMPTS).tensors.items()}, "for", len(PROMPTS), "prompts")
-real = architecture("sd3.5-medium")
+real = ARCHITECTURES["sd3.5-medium"]
 embedding = real.text_tokens * real.text_width * 2  # bytes in bfloat16
 print(
     f"SD3.5 at full size: {real.text_tokens} tokens of {real.text_width:,} numbers are {embedding / 1e6:.1f} MB a prompt, {embedding * 48 * 24 / 1e9:.1f} GB for 48 x 24 samples"

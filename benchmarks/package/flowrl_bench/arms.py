@@ -1,26 +1,46 @@
 """The arms of the tuned comparison: each method's settings, and its searched numbers."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from flowrl.errors import ConfigError, require
 from flowrl.methods import METHODS
-from flowrl.training.build import check
-from flowrl.training.compare import rule_name
+from flowrl.registry import options_of
+from flowrl.specs import parse_options, parse_spec
+from flowrl.training.arms import check_arms, credit_arms, load_arms, of_arm, parse_arm, rule_name, together
+from flowrl.training.build import check, make_loss, run_method
 from flowrl.training.config import RunConfig, preset
 from flowrl_bench.digest import MEASURED
 
 _EULER = {"eval_steps": 20, "eval_solver": "euler"}
 _DPM = {"eval_steps": 10, "eval_solver": "dpm++"}
 WORLDS: dict[str, dict[str, Any]] = {
-    "mixture": {"world": "mixture", "task": "direction", "iterations": 40, "eval_every": 2, "eval_samples": 768, **_EULER},
-    "shapes": {"world": "shapes", "task": "compositional", "iterations": 24, "eval_every": 4, "eval_samples": 768, **_DPM},
+    "mixture": {
+        "world": "mixture",
+        "task": "direction",
+        "window": "0:5",
+        "iterations": 40,
+        "eval_every": 2,
+        "eval_samples": 768,
+        **_EULER,
+    },
+    "shapes": {
+        "world": "shapes",
+        "task": "compositional",
+        "window": "2:7",
+        "iterations": 24,
+        "eval_every": 4,
+        "eval_samples": 768,
+        **_DPM,
+    },
 }
-"""Settings that all compared runs of a world share, besides the defaults; image runs are made for two further tasks."""
+"""Settings that all compared runs of a world share, besides the defaults; image runs are made for two further tasks.
+
+The window is also that of methods with a published window of their own."""
 TASKS: dict[str, tuple[str, ...]] = {"mixture": ("direction",), "shapes": ("compositional", "text", "preference")}
 SHORT: dict[str, dict[str, Any]] = {
     "mixture": {"eval_every": 4, "eval_samples": 384},
@@ -34,21 +54,69 @@ for half the cost."""
 class Knob:
     """A number that is searched on the grid start * factor^k: a setting of the run, or a name in braces in a spec.
 
-    `start` has the start per world.
+    `start` has the start per world; in a world of the user's it is `elsewhere` of a run of uniform credit.
     """
 
     factor: float
     start: Mapping[str, float]
+    elsewhere: Callable[[RunConfig], float] | None = None
 
     def value(self, world: str, level: int) -> float:
         """The value at a level, to three digits."""
-        return float(f"{self.start[world] * self.factor**level:.3g}")
+        start = self.start.get(world, next(iter(self.start.values())))
+        if world not in self.start and self.elsewhere is not None:
+            start = self.elsewhere(preset("default").apply(**settings_of(world)))
+        return float(f"{start * self.factor**level:.3g}")
 
 
-CLIP = Knob(3.0, {"mixture": 2e-2, "shapes": 2e-3})
+def settings_of(world: str) -> dict[str, Any]:
+    """The settings that all runs in a world share: of `WORLDS`, of a user's world by its spec, or of a model, which is written as
+    ``model(model=PATH, prompts=FILE, ...)``."""
+    if world in WORLDS:
+        return WORLDS[world]
+    spec = parse_spec(world, "world")
+    return dict(spec.options) if spec.name == "model" else {"world": world}
+
+
+def short_name(world: str) -> str:
+    """A world on a line of text: a model without its settings."""
+    return f"model {settings_of(world)['model']}" if world.startswith("model(") else world
+
+
+def world_label(world: str) -> str:
+    """A world in words."""
+    known = {"mixture": "2-D world", "shapes": "image world"}
+    return known.get(world) or (short_name(world) if world.startswith("model(") else f"world {world.rpartition('/')[2]}")
+
+
+def chosen_worlds(world: str, model: str = "", prompts: str = "", reward: str = "", settings: str = "") -> list[str]:
+    """The worlds that options name: those of `WORLDS` for "all", one of them, a user's by its spec, or a model with its prompts,
+    its reward and further `settings` as ``option=value, ...``. Raises `ConfigError` for a world or settings that do not exist."""
+    if model:
+        given = {"model": model, "prompts": prompts, "reward": reward, **parse_options(settings, "set")}
+        world = f"model({', '.join(f'{name}={value!r}' for name, value in given.items() if value != '')})"
+    else:
+        alone = prompts or reward or settings
+        require(not alone, "prompts, reward, set", alone, "given with --model only")
+    if world == "all":
+        return list(WORLDS)
+    if world not in WORLDS:
+        check(preset("default").apply(**settings_of(world)))
+    return [world]
+
+
+def _own_clip(run: RunConfig) -> float:
+    return float(getattr(make_loss(run), "clip_range", 0.0))
+
+
+def _own_rate(run: RunConfig) -> float:
+    return run.optim.learning_rate
+
+
+CLIP = Knob(3.0, {"mixture": 2e-2, "shapes": 2e-3}, _own_clip)
 """The clip range of log-ratios grows with the square root of the latent's dimension at equal KL: 1e-4 at d = 65,536 is
 1.8e-2 at d = 2, and images of this world are near 1e-3."""
-RATE = Knob(2.0, {"mixture": 2e-2, "shapes": 4e-3})
+RATE = Knob(2.0, {"mixture": 2e-2, "shapes": 4e-3}, _own_rate)
 NOISE = Knob(1.4, {"mixture": 0.7, "shapes": 0.7})
 POLICY: dict[str, Knob] = {"clip_range": CLIP, "learning_rate": RATE, "noise_level": NOISE}
 """Of every method that trains on the steps of a stochastic sampler."""
@@ -87,7 +155,7 @@ class Arm:
         """The settings of a run with these values of the knobs."""
         found, used = dict[str, Any](), set[str]()
         for name, setting in self.settings.items():
-            chosen = setting[world] if isinstance(setting, Mapping) else setting
+            chosen = setting.get(world, setting["shapes"]) if isinstance(setting, Mapping) else setting
             if isinstance(chosen, str) and "{" in chosen:
                 used |= {knob for knob in self.knobs if f"{{{knob}}}" in chosen}
                 chosen = chosen.format(**{knob: format(values[knob], "g") for knob in self.knobs})
@@ -96,7 +164,7 @@ class Arm:
 
     def run(self, world: str, values: Mapping[str, float], **more: Any) -> RunConfig:
         """The run in a world."""
-        return preset("default").apply(**{**WORLDS[world], **self.changes(world, values), **more})
+        return preset("default").apply(**{**settings_of(world), **self.changes(world, values), **more})
 
 
 BOTH = ("mixture", "shapes")
@@ -112,7 +180,7 @@ _ARMS = (
     Arm("turning points", {"method": "tp-grpo"}, worlds=BOTH),
     Arm("turning points at random steps", {"credit": "turning-point(where=random)"}, worlds=BOTH, control=True),
     Arm("increments alone", {"credit": "turning-point(where='none')"}, worlds=BOTH, same="dense-grpo"),
-    Arm("branch-grpo", {"method": "branch-grpo"}, worlds=BOTH),
+    Arm("branch-grpo", {"method": "branch-grpo", "sampler": "flow-sde"}, worlds=BOTH),
     Arm(
         "diffusion-nft",
         {"method": "diffusion-nft", "loss": "diffusion-nft(beta={beta})"},
@@ -139,7 +207,8 @@ _ARMS = (
     Arm("true advantages", {"credit": "stepwise-gain(probe='continuation:8')"}, control=True),
 )
 ARMS: dict[str, Arm] = {arm.name: arm for arm in _ARMS}
-"""The compared arms. "uniform, larger groups" has as many network evaluations per iteration as stepwise gains."""
+"""The compared arms. "uniform, larger groups" has as many network evaluations per iteration as turning points in the 2-D
+world, and an eighth more in the image world."""
 
 
 TUNED = Path(__file__).parent / "tuned.json"
@@ -149,6 +218,11 @@ TUNED = Path(__file__).parent / "tuned.json"
 def tuned(world: str, arm: str) -> dict[str, float]:
     """The values found for an arm in a world; the start of the grid without a search."""
     return _tuned().get(world, {}).get(arm) or ARMS[arm].values(world, {})
+
+
+def in_world(arm: Arm, world: str) -> bool:
+    """Whether an arm is compared in a world."""
+    return world in arm.worlds or world not in WORLDS
 
 
 def is_tuned(world: str, arm: str) -> bool:
@@ -171,11 +245,43 @@ def named_arm(name: str) -> Arm:
     if name in METHODS:
         return Arm(name, {"method": name}, worlds=BOTH)
     require("{" not in name, "method", name, "a method, a credit rule's spec, or one of " + ", ".join(ARMS))
-    arm = Arm(rule_name(name), {"credit": name, "method": rule_name(name)}, worlds=BOTH)
     try:
-        check(arm.run("mixture", arm.values("mixture", {})))
+        return own_arm(rule_name(name), credit_arms([name])[rule_name(name)])
     except ConfigError as error:
         raise ConfigError(
             f"method = {name!r} is not allowed; allowed: {', '.join(ARMS)}, a method, or a credit rule's spec: {error}"
         ) from error
-    return arm
+
+
+def own_arm(name: str, settings: Mapping[str, Any]) -> Arm:
+    """An arm of one's own, as in `flowrl compare --arm`, in both worlds.
+
+    The knobs are those of `POLICY` that `settings` do not set and that its kernel or its loss has.
+
+    Raises `ConfigError` for a name of `ARMS`, or if the settings are not allowed or are those of uniform credit.
+    """
+    require(name not in ARMS, "arm", name, "a name that is not one of " + ", ".join(ARMS))
+    arm = Arm(name, settings, {knob: value for knob, value in POLICY.items() if knob not in settings}, BOTH)
+    for world in BOTH:
+        base = ARMS["uniform"].run(world, {}, heldout_rewards=("soft",))  # rewards may differ: all arms have the world's scores
+        check_arms(base, {"uniform": {}, name: settings}, (0,))
+    with of_arm(name):
+        given = settings.get("iterations")
+        require(given is None, "iterations", given, "left out: all arms have those of the benchmark")
+        run = arm.run("mixture", arm.values("mixture", {}))
+        check(run)
+    has = {"clip_range": ("loss", run_method(run).loss), "noise_level": ("sampler", run_method(run).sampler)}
+    without = [knob for knob, (kind, part) in has.items() if not (hasattr(part, knob) or _accepts(kind, settings, knob))]
+    return replace(arm, knobs={knob: value for knob, value in arm.knobs.items() if knob not in without})
+
+
+def _accepts(kind: str, settings: Mapping[str, Any], option: str) -> bool:
+    """Whether the part of a `kind` that `settings` name has an `option`, under whatever attribute it keeps the value."""
+    spec = settings.get(kind)
+    return bool(spec) and option in options_of(kind, parse_spec(spec, kind).name)
+
+
+def own_arms(texts: Sequence[str], file: Path | None = None, trust: bool = False) -> list[Arm]:
+    """The arms of `texts` ("NAME: setting=value, ...") and of a YAML file, as `flowrl compare` reads them."""
+    given = together(*map(parse_arm, texts), load_arms(file, trust) if file else {})
+    return [own_arm(name, settings) for name, settings in given.items()]

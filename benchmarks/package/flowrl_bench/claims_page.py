@@ -42,7 +42,7 @@ DEFINITIONS = (
     "The runs use the definitions of version 0.1: credit rules count ODE steps as steps, and a "
     "network evaluation is one forward pass, with or without its gradient. In the image runs "
     "TP-GRPO's rule for the first step was inactive: it applies to step 0 only, and their "
-    "stochastic steps are 2 to 4."
+    "stochastic steps are 2 to 6."
 )
 """Also in the README, next to the same numbers."""
 MAIN_TEXT = (

@@ -88,7 +88,7 @@ class Claims:
         if finished and (self.look or not self.judge):
             observed = {key: config for key, config in needed_samples(chosen, seeds).items() if key in lines}
             finished = complete_samples(samples, observed, self.workers, _counter("samples"))
-        lines = joined(lines, samples.read())
+        lines = joined(lines, samples.read(any_code=self.judge))
         judged = judge_all(CLAIMS, lines)
         defaults = ResultsFile(default_lines(self.out)).read(any_code=True)
         inputs = Inputs(judged, lines, self.out, defaults, read_calibration(self.out))
@@ -103,15 +103,32 @@ class Claims:
 
 @dataclass(frozen=True)
 class Tune:
-    """Find each method's best learning rate, clip and noise level, with the same number of short runs for every method.
+    """Find each arm's best learning rate, clip and noise level, with the same number of short runs for every arm.
 
-    Example: flowrl bench tune flow-grpo tp-grpo my_rules.py:MyRule --world mixture
+    Examples: flowrl bench tune flow-grpo tp-grpo my_rules.py:MyRule --world mixture
+
+    flowrl bench tune --arm "gspo: loss=my_loss.py:GSPO"
     """
 
     methods: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Methods or arms by name, or credit rules as path/to/file.py:Class or NAME(option=value); default: all compared arms."""
+    """Methods or arms by name, or credit rules as path/to/file.py:Class or NAME(option=value); default: all compared arms,
+    or none with `arm` or `arms`."""
+    arm: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """An arm of your own as "NAME: setting=value, ..."; can be repeated. Numbers that it sets are not searched."""
+    arms: Path | None = None
+    """A YAML file with further arms: below "arms:", lines of "NAME: {setting: value}"."""
+    trust: bool = False
+    """Run code that the file of `arms` names, and use its addresses and keys."""
     world: str = "mixture"
-    """mixture (two dimensions), shapes (images) or all."""
+    """mixture (two dimensions), shapes (images), all (both), or a world of yours: path/to/file.py:Class or a plug-in."""
+    model: str = ""
+    """A diffusers model instead of a world: its folder, with `prompts` and `reward`."""
+    prompts: str = ""
+    """Prompts of the model's runs, as for `flowrl train`."""
+    reward: str = ""
+    """Reward of the model's runs, as for `flowrl train`."""
+    set: str = ""
+    """Further settings of the model's runs, as in "resolution=512, guidance_scale=4.5"."""
     budget: Count = 12
     """Runs per method and world, a third of them for two finalists with further seeds."""
     out: Path = Path("runs/tuning.jsonl")
@@ -125,20 +142,21 @@ class Tune:
 
     def main(self) -> int:
         """Search, print and save the choices."""
-        from flowrl_bench.arms import ARMS, WORLDS, named_arm
+        from flowrl_bench.arms import ARMS, chosen_worlds, in_world, named_arm, own_arms, short_name
         from flowrl_bench.tune import Search, choices, save, tune
 
-        require(self.world in ("all", *WORLDS), "world", self.world, "mixture, shapes or all")
-        arms = [named_arm(name) for name in self.methods or ARMS]
-        worlds = [world for world in WORLDS if self.world in ("all", world)]
-        searches = [Search(arm, world, self.budget) for world in worlds for arm in arms if world in arm.worlds]
+        worlds = chosen_worlds(self.world, self.model, self.prompts, self.reward, self.set)
+        own = own_arms(self.arm, self.arms, self.trust)
+        arms = [*(named_arm(name) for name in self.methods or (ARMS if not own else ())), *own]
+        names = [arm.name for arm in arms]
+        require(len(set(names)) == len(names), "arm", names, "each name once")
+        searches = [Search(arm, world, self.budget) for world in worlds for arm in arms if in_world(arm, world)]
         total = self.budget * len(searches)
 
         def progress(line: Mapping[str, Any], done: int) -> None:
             values = ", ".join(f"{name} {value:g}" for name, value in line["values"].items())
-            print(
-                f"{done}/{total} {line['world']}, {line['arm']}, {values}, seed {line['seed']}: {line['score']:.3f}", flush=True
-            )
+            place = f"{done}/{total} {short_name(line['world'])}, {line['arm']}"
+            print(f"{place}, {values}, seed {line['seed']}: {line['score']:.3f}", flush=True)
 
         command = shlex.join(["flowrl", *sys.argv[1:]])
         finished = self.show or tune(searches, self.out, command, self.workers, progress)
@@ -152,21 +170,38 @@ class Tune:
 
 @dataclass(frozen=True)
 class Rule:
-    """Tune a credit rule of your own and compare it with tuned baselines, in about 30 minutes on 2 cores (--quick: 8).
+    """Tune a credit rule or another arm of your own and compare it with tuned baselines (30 minutes on 2 cores; --quick: 8).
 
-    Example: flowrl bench rule my_rules.py:MyRule
+    Examples: flowrl bench rule my_rules.py:MyRule
+
+    flowrl bench rule --arm "gspo: loss=my_loss.py:GSPO"
     """
 
-    rule: tyro.conf.Positional[str]
-    """path/to/file.py:Class, NAME or NAME(option=value)."""
+    rule: tyro.conf.Positional[str] = ""
+    """A credit rule: path/to/file.py:Class, NAME or NAME(option=value)."""
+    arm: str = ""
+    """Instead of a rule, an arm as "NAME: setting=value, ...". Numbers that it sets are not searched."""
+    arms: Path | None = None
+    """Instead of a rule, a YAML file with one arm: below "arms:", "NAME: {setting: value}"."""
+    trust: bool = False
+    """Run code that the file of `arms` names, and use its addresses and keys."""
     quick: bool = False
     """Fewer runs of the search and fewer seeds; in the image world no search, and uniform credit as the only baseline."""
     world: str = "all"
-    """mixture (two dimensions), shapes (images) or all."""
+    """mixture (two dimensions), shapes (images), all (both), or a world of yours: path/to/file.py:Class or a plug-in. In yours
+    the baselines are tuned, too."""
+    model: str = ""
+    """A diffusers model instead of a world: its folder, with `prompts` and `reward`."""
+    prompts: str = ""
+    """Prompts of the model's runs, as for `flowrl train`."""
+    reward: str = ""
+    """Reward of the model's runs, as for `flowrl train`."""
+    set: str = ""
+    """Further settings of the model's runs, as in "resolution=512, guidance_scale=4.5"."""
     seeds: Annotated[int, Ge(0), Le(1000)] = 0
-    """Seeds per arm and world; 0 = 20 in two dimensions and 8 for images (--quick: 8 and 4)."""
+    """Seeds per arm and world; 0 = 20 in two dimensions and 8 elsewhere (--quick: 8 and 4)."""
     budget: Annotated[int, Ge(-1), Le(200)] = -1
-    """Runs of the search for the rule's settings per world (0: none); -1 = 12 in 2-D and 6 for images (--quick: 6, 0)."""
+    """Runs of the search per world (0: none); -1 = 12, and 6 for images (--quick: 6, and 0 for images)."""
     out: Path | None = None
     """Folder of the results and the page; default: runs/rule-NAME. Runs that it has are not made again."""
     workers: Workers = 0
@@ -174,12 +209,18 @@ class Rule:
 
     def main(self) -> int:
         """Tune, run, judge, write."""
+        from flowrl_bench.arms import chosen_worlds, own_arms
         from flowrl_bench.rule_bench import bench_rule
         from flowrl_bench.rule_plan import make_parts
 
-        parts = make_parts(self.quick, self.world, self.seeds, self.budget)
+        given = [*([self.rule] if self.rule else []), *own_arms([self.arm] if self.arm else [], self.arms, self.trust)]
+        names = [one if isinstance(one, str) else one.name for one in given]
+        require(len(given) == 1, "rule", names, "a credit rule, or one arm by --arm or --arms")
+        worlds = chosen_worlds(self.world, self.model, self.prompts, self.reward, self.set)
+        world = self.world if self.world == "all" and not self.model else worlds[0]
+        parts = make_parts(self.quick, world, self.seeds, self.budget)
         command = shlex.join(["flowrl", *sys.argv[1:]])
-        return 0 if bench_rule(self.rule, parts, self.out, self.workers, self.quick, command) else 130
+        return 0 if bench_rule(given[0], parts, self.out, self.workers, self.quick, command) else 130
 
 
 @dataclass(frozen=True)

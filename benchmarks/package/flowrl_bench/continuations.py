@@ -79,7 +79,8 @@ def _require_two(continuations: int) -> None:
 
 def _walkers(setting: Setting, seed: int, usage: Usage, max_batch: int) -> Walkers:
     next_nodes = partial(draw, generator=torch.Generator().manual_seed(seed))
-    return Walkers(setting.policy, setting.sampler, setting.schedule, setting.stds, next_nodes, usage, max_batch)
+    drawn = (setting.stds > 0).tolist()
+    return Walkers(setting.policy, setting.sampler, setting.schedule, drawn, next_nodes, usage, max_batch)
 
 
 def continuation_rewards(

@@ -210,7 +210,7 @@ def _spelled(config: RunConfig) -> dict[str, Any]:
 
 
 def own_files(config: RunConfig) -> list[Path]:
-    """The files with the run's rule, reward, sampler and loss, and with the parts of these, unless the code's digest has them.
+    """The files with the run's world, rule, reward, sampler and loss, and their parts, unless the code's digest has them.
 
     For `path/to/file.py:Class` that file; for `package.module:Class` and a plug-in's name the file that defines the class, and
     the module's own. Not covered: what these files import or read, and classes without Python source.
@@ -218,7 +218,8 @@ def own_files(config: RunConfig) -> list[Path]:
     algorithm, reward = config.algorithm, config.environment.reward
     chosen = {kind: getattr(algorithm, kind) for kind in ("credit", "sampler", "window", "loss")}
     found: dict[Path, None] = {}
-    for kind, spec in {**chosen, "reward": reward}.items():
+    world = {} if config.environment.world == "model" else {"world": config.environment.world}
+    for kind, spec in {**chosen, "reward": reward, **world}.items():
         for part, parsed in _parts(kind, spec):
             found |= dict.fromkeys(files_of(part, parsed))
     covered = {path.resolve() for path in imported()} if found else set()

@@ -32,7 +32,9 @@ SMALLEST_OF: dict[str, float] = {
 
 
 def column(line: Line, name: str) -> list[float]:
-    """A column of the learning curve."""
+    """A column of the learning curve; of a form that the run's world does not have, the reward."""
+    if name in CURVE[5:8] and all(row[CURVE.index(name)] is None for row in line["curve"]):
+        name = "reward"
     place = CURVE.index(name)
     return [math.nan if row[place] is None else float(row[place]) for row in line["curve"]]
 

@@ -58,7 +58,8 @@ def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict
     """Train by `config` and return plain numbers; None if `stop` ended the run. On one machine, a config determines all but the
     seconds.
 
-    curve: rows of `CURVE`. quality: mean log-density of held-out ODE samples under the data (2-D world only, else null);
+    curve: rows of `CURVE`; null for a form that the world does not have. quality: mean log-density of held-out ODE samples under
+    the data (2-D world only, else null);
     diversity: mean distance between two samples of a prompt (likewise). gains: mean |g_k| per decision in the first and the
     last quarter of training, if the rule reads the values of all of them. seconds: processor time of one thread, so that other
     work on the machine does not count.
@@ -101,7 +102,7 @@ def _evaluated(trainer: Trainer, world: World, totals: Mapping[str, float]) -> l
         quality, diversity = _plausible(trainer.policy, world, trainer.config)
     forms = (trainer.config.environment.reward_form, "strict", "graded", "soft")
     spent = (totals["nfe"], totals["train_nfe"], totals["seconds"])
-    return [trainer.done, *spent, *(scores[form] for form in forms), quality, diversity]
+    return [trainer.done, *spent, *(scores.get(form) for form in forms), quality, diversity]
 
 
 def _scores(trainer: Trainer, world: World) -> dict[str, float]:

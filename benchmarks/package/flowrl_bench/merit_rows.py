@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flowrl.training.config import RunConfig, preset
+from flowrl.training.presets import WORLD_DEFAULTS
 from flowrl_bench.digest import MEASURED
 
 Kind = Literal["method", "probe", "tree rule", "ceiling", "run"]
@@ -35,18 +36,22 @@ class Row:
         return self.kind != "run"
 
     def run(self, world: str, **changes: Any) -> RunConfig:
-        """The default run of a world with this rule, as `flowrl compare` sets it up."""
-        return preset("default").apply(world=world, **{**HELD_OUT, **self.settings, **changes})
+        """The default run of a world with this rule, in the world's window even if the method has its own."""
+        shared = {**HELD_OUT, "window": WORLD_DEFAULTS[world]["window"]}
+        return preset("default").apply(world=world, **{**shared, **self.settings, **changes})
 
 
-SMALLER: dict[str, dict[str, Any]] = {name: {**settings, "group_size": 12} for name, settings in MEASURED.items()}
-"""Methods with the settings of the first results, in groups of 12 as the others."""
+CHANGES: dict[str, dict[str, Any]] = {
+    "branch-grpo": {"sampler": "flow-sde"},
+    **{name: {**settings, "group_size": 12} for name, settings in MEASURED.items()},
+}
+"""Changes to methods: all rows have the same kernel, and groups of 12."""
 
 
 def _methods() -> Iterator[Row]:
     papers = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo", "branch-grpo", "tempflow-grpo", "granular-grpo", "tree-grpo")
     for name in papers:
-        yield Row(name, "method", {"method": name, **SMALLER.get(name, {})})
+        yield Row(name, "method", {"method": name, **CHANGES.get(name, {})})
 
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -74,7 +79,6 @@ PROBES: dict[str, str] = {
     "Substeps(5), half of the members, uniform control": "substeps(count=5,fraction=0.5,control=uniform)",
     "Substeps(5), bfloat16": "substeps(count=5,dtype=bfloat16)",
     "Substeps(5), no guidance": "substeps(count=5,guidance=off)",
-    "Substeps(5), first-block cache": "substeps(count=5,cache=2)",
     "Completion": "completion",
     "Completion, every second node": "completion(every=2)",
 }

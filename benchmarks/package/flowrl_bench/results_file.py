@@ -6,10 +6,11 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flowrl.errors import ConfigError, FlowrlError
@@ -108,10 +109,10 @@ def make_line(
     return {**head, **(made or stamp()), "config": config.as_dict(), **found}
 
 
-def without_rules(config: RunConfig, *rules: str) -> dict[str, Any]:
-    """The settings of a run, without a credit rule that is one of `rules` or `OWN_RULES`."""
-    settings = config.flat()
-    if settings["credit"] in (*rules, *OWN_RULES):
+def without_rules(config: RunConfig, own: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """The settings of a run, without those of an arm that the user has named, and without a credit rule of `OWN_RULES`."""
+    settings = {name: value for name, value in config.flat().items() if name not in own or value != own[name]}
+    if settings.get("credit") in OWN_RULES:
         del settings["credit"]
     return settings
 
@@ -122,8 +123,8 @@ class ResultsFile:
 
     path: Path
     trust: bool = False
-    rule: str = ""
-    """A credit rule that the user has named: lines may contain it. With `trust` they may contain any code."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of an arm or a world that the user has named: lines may contain them. With `trust` they may contain any code."""
 
     def read(self, allowed: Mapping[str, Any] | None = None, any_code: bool = False) -> dict[str, dict[str, Any]]:
         """Lines by id. Raises `ConfigError` for lines of code with other numbers (by the golden run), of settings outside
@@ -152,7 +153,7 @@ class ResultsFile:
     def settings(self, line: Mapping[str, Any]) -> RunConfig:
         """The settings of a line. Raises `ConfigError` for those that do not exist, and for code that is not trusted."""
         config = RunConfig.from_dict(line["config"], trust=True)
-        trusted(without_rules(config, self.rule), self.path, self.trust)
+        trusted(without_rules(config, self.own), self.path, self.trust)
         return config
 
     def _require_settings(self, line: Mapping[str, Any], where: str, allowed: Mapping[str, Any] | None) -> None:
@@ -266,17 +267,17 @@ class SamplesFile:
 
     path: Path
 
-    def read(self) -> dict[str, dict[str, Any]]:
-        """All rows. Raises `ConfigError` for a file of another kind, or one that other code has observed."""
-        rows, code = self.any_code()
-        if rows and code != observer():
+    def read(self, any_code: bool = False) -> dict[str, dict[str, Any]]:
+        """All rows. Raises `ConfigError` for a file of another kind or, without `any_code`, one that other code has observed."""
+        rows, code = self.observed()
+        if rows and code != observer() and not any_code:
             raise ConfigError(
                 f"samples: {self.path} was observed by other code ({code or 'unknown'}; expected {observer()}): "
                 f"delete the file, or measure it again with --look"
             )
         return rows
 
-    def any_code(self) -> tuple[dict[str, dict[str, Any]], str]:
+    def observed(self) -> tuple[dict[str, dict[str, Any]], str]:
         """All rows, and the digest of the code that observed them."""
         if not self.path.exists():
             return {}, ""

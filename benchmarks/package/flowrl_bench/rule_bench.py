@@ -1,4 +1,4 @@
-"""`flowrl bench rule`: a credit rule of your own is tuned and compared with tuned baselines in both worlds."""
+"""`flowrl bench rule`: a credit rule or another arm of your own is tuned and compared with tuned baselines in both worlds."""
 
 import shlex
 import textwrap
@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.training.build import make_method
-from flowrl.training.compare import rule_name
 from flowrl.training.config import RunConfig
 from flowrl.workers import worker_count
-from flowrl_bench.arms import BOTH, SHORT, Arm, tuned
+from flowrl_bench.arms import SHORT, WORLDS, Arm, settings_of, tuned, world_label
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.page import require_page
 from flowrl_bench.remaining import duration
 from flowrl_bench.results_file import ResultsFile
-from flowrl_bench.rule_names import RESULTS, TUNING, known_spelling, named_rules, results_folder
-from flowrl_bench.rule_page import TITLE, WORLD_NAMES, World, judged, rule_page, sentence, terminal
-from flowrl_bench.rule_plan import BASELINES, START, Clock, Cost, Key, Part, costs
+from flowrl_bench.rule_names import RESULTS, TUNING, keep_arm, known_arm, results_folder, settings_text
+from flowrl_bench.rule_page import TITLE, World, judged, rule_page, sentence, terminal
+from flowrl_bench.rule_plan import START, Clock, Cost, Key, Part, costs
 from flowrl_bench.suite import Suite
 from flowrl_bench.tune import chosen, tune
 
@@ -29,31 +28,41 @@ Say = Callable[[str], None]
 class Bench:
     """A comparison in a folder: what it holds, what is missing, and how long that takes.
 
-    Raises `CreditError` if the rule breaks its contract (it is tried on random tables), and `ConfigError` if its name is a
+    `rule` is the spec of a credit rule, or any other arm (`flowrl_bench.arms.own_arm`).
+
+    Raises `CreditError` if a rule breaks its contract (it is tried on random tables), and `ConfigError` if its name is a
     baseline's, or the folder has runs of another rule, of the rule before its file was changed, or of code with other numbers.
     """
 
-    def __init__(self, spec: str, parts: Sequence[Part], out: Path | None = None, workers: int = 0) -> None:
+    def __init__(self, rule: str | Arm, parts: Sequence[Part], out: Path | None = None, workers: int = 0) -> None:
         worker_count(workers, 1)
-        named_rules([spec], BASELINES)
-        self.folder = out or results_folder(spec)
-        self.spec = known_spelling(spec, self.folder)
-        (self.name,) = named_rules([self.spec], BASELINES)
+        self.folder = out or results_folder(rule)
+        self.arm = known_arm(rule, self.folder)
+        self.name, self.text = self.arm.name, settings_text(self.arm.settings)
         require_page(self.folder, "rule", TITLE)
-        self.arm = Arm(self.name, {"credit": self.spec, "method": rule_name(self.spec)}, worlds=BOTH)
         self.parts, self.workers = list(parts), workers
-        self.tuning, self.results = (ResultsFile(self.folder / name, rule=self.spec) for name in (TUNING, RESULTS))
+        named = {name: value for part in parts if part.world not in WORLDS for name, value in settings_of(part.world).items()}
+        files = (ResultsFile(self.folder / name, own={**named, **self.arm.settings}) for name in (TUNING, RESULTS))
+        self.tuning, self.results = files
         for part in self.parts:
             make_method(self.arm.run(part.world, self.arm.values(part.world, {})))
-        self.searches = [search for part in self.parts if (search := part.search(self.arm))]
-        self.command = shlex.join(["flowrl", "bench", "rule", self.spec, "--out", str(self.folder)])
+        self.searches = [search for part in self.parts for search in part.searches(self.arm)]
+        self.command = shlex.join(["flowrl", "bench", "rule", *self._words(rule), "--out", str(self.folder)])
         self.tuning.read()
         self.results.read()
 
+    def _words(self, rule: str | Arm) -> list[str]:
+        return [self.text] if isinstance(rule, str) else ["--arm", f"{self.name}: {self.text}"]
+
     def values(self, part: Part) -> dict[str, float] | None:
         """The values at which the rule runs: found by its search (None: unfinished), else uniform credit's."""
-        search = part.search(self.arm)
-        return chosen(search, self.tuning.unchecked()) if search else tuned(part.world, "uniform")
+        search, usual = part.search(self.arm), tuned(part.world, "uniform")
+        return chosen(search, self.tuning.unchecked()) if search else {knob: usual[knob] for knob in self.arm.knobs}
+
+    def baselines(self, part: Part) -> dict[str, dict[str, float] | None]:
+        """The values of the baselines that are searched here, by name (None: unfinished)."""
+        lines = self.tuning.unchecked()
+        return {search.arm.name: chosen(search, lines) for search in part.searches(self.arm) if search.arm is not self.arm}
 
     def trials(self, part: Part) -> tuple[tuple[dict[str, float], float], ...]:
         """The values and the score of every run of the part's search, in the order of the runs."""
@@ -64,17 +73,19 @@ class Bench:
     def runs(self) -> Iterator[tuple[Key, RunConfig | None]]:
         """World, arm and seed of every run of the results, and its settings, if they are known."""
         for part in self.parts:
-            values = self.values(part)
-            for name, runs in part.arms(self.arm, values or self.arm.values(part.world, {})).items():
+            values, searched = self.values(part), self.baselines(part)
+            known = {self.name: values, **searched}
+            at = {name: found for name, found in searched.items() if found}
+            for name, runs in part.arms(self.arm, values or self.arm.values(part.world, {}), at).items():
                 for run in runs:
-                    yield (part.world, name, run.seed), run if values or name != self.name else None
+                    yield (part.world, name, run.seed), run if known.get(name, True) else None
 
-    def missing(self) -> tuple[dict[str, int], list[Key]]:
+    def missing(self) -> tuple[dict[tuple[str, str], int], list[Key]]:
         """The number of runs that each search has to make, and the runs of the results that are missing."""
         lines, done = self.tuning.unchecked(), self.results.read()
-        searches = {search.world: search.budget - len(search.scores(lines)) for search in self.searches}
+        searches = {(s.world, s.arm.name): s.budget - len(s.scores(lines)) for s in self.searches}
         results = [key for key, run in self.runs() if run is None or config_id(run) not in done]
-        return {world: count for world, count in searches.items() if count}, results
+        return {key: count for key, count in searches.items() if count}, results
 
     def examples(self) -> dict[tuple[str, str], RunConfig]:
         """A run of the results by world and arm, as long as all others."""
@@ -85,9 +96,9 @@ class Bench:
         """What is missing, with its expected time."""
         (searches, results), examples = self.missing(), self.examples()
         seconds = {key: cost[key].of(examples[key]) for key in cost}
-        short = {world: cost[world, self.name].of(examples[world, self.name].replace(**SHORT[world])) for world in searches}
+        short = {key: cost[key].of(examples[key].replace(**SHORT.get(key[0], {}))) for key in searches}
         return Clock(
-            {world: [short[world]] * count for world, count in searches.items()},
+            {key: [short[key]] * count for key, count in searches.items()},
             {key: seconds[key[:2]] for key in sorted(results, key=lambda key: key[2])},
             self.workers,
         )
@@ -97,7 +108,8 @@ class Bench:
         searches, results = self.missing()
         if not searches and not results:
             return True
-        arms = dict.fromkeys([*((world, self.name) for world in searches), *(key[:2] for key in results)])
+        keep_arm(self.folder, self.arm)
+        arms = dict.fromkeys([*searches, *(key[:2] for key in results)])
         say(f"Timing {len(arms)} arms ...")
         examples = self.examples()
         cost = costs({key: examples[key] for key in arms}, self.workers)
@@ -111,10 +123,13 @@ class Bench:
             return f"about {duration(clock.seconds(time.monotonic() - started - START))} left"
 
         def searched(line: Mapping[str, Any], done: int) -> None:
-            clock.searched(line["world"])
+            clock.searched((line["world"], line["arm"]))
             values = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in line["values"].items())
             place = f"{done}/{sum(search.budget for search in self.searches)}"
-            say(f"search {place}, {WORLD_NAMES[line['world']]}, {values}, seed {line['seed']}: {line['score']:.3f}; {left()}")
+            arm = "" if line["arm"] == self.name else f"{line['arm']}, "
+            say(
+                f"search {place}, {world_label(line['world'])}, {arm}{values}, seed {line['seed']}: {line['score']:.3f}; {left()}"
+            )
 
         if searches and not tune(self.searches, self.tuning.path, self.command, self.workers, searched):
             return False
@@ -123,7 +138,7 @@ class Bench:
         def finished(place: int, count: int, line: Mapping[str, Any]) -> None:
             (world, arm, seed), _ = keys[line["id"]]
             clock.finished((world, arm, seed))
-            say(f"{place}/{count} {WORLD_NAMES[world]}, {arm}, seed {seed}; {left()}")
+            say(f"{place}/{count} {world_label(world)}, {arm}, seed {seed}; {left()}")
 
         runs = {key: run for key, (_, run) in keys.items()}
         allowed = {**{line.get("id", ""): None for line in self.results.unchecked()}, **runs}
@@ -133,21 +148,22 @@ class Bench:
         """The worlds with two or more seeds that all arms have, judged."""
         lines, found = self.results.read(), []
         for part in self.parts:
-            values = self.values(part)
-            if values is None:
+            values, searched = self.values(part), self.baselines(part)
+            own = {name: found for name, found in searched.items() if found}
+            if values is None or len(own) < len(searched):
                 continue
-            arms = {name: [lines.get(config_id(run)) for run in runs] for name, runs in part.arms(self.arm, values).items()}
+            arms = {name: [lines.get(config_id(run)) for run in runs] for name, runs in part.arms(self.arm, values, own).items()}
             whole = [place for place in range(part.seeds) if all(of[place] is not None for of in arms.values())]
             if len(whole) < 2:
                 continue
             runs = {name: {part.task: [line for place in whole if (line := of[place])]} for name, of in arms.items()}
-            at = {**{name: tuned(part.world, name) for name in part.baselines}, self.name: values}
+            at = {**{name: own.get(name) or tuned(part.world, name) for name in part.baselines}, self.name: values}
             found.append(World(part, Evidence(runs, tuple(part.numbers[place] for place in whole)), at, self.trials(part)))
         return judged(self.name, found) if found else []
 
 
 def bench_rule(
-    spec: str,
+    rule: str | Arm,
     parts: Sequence[Part],
     out: Path | None = None,
     workers: int = 0,
@@ -159,12 +175,12 @@ def bench_rule(
 
     Runs that the folder has are used, whatever path the rule was named by then. Raises what `Bench` raises.
     """
-    bench = Bench(spec, parts, out, workers)
+    bench = Bench(rule, parts, out, workers)
     command = command or bench.command
     finished = bench.execute(say)
     worlds = bench.worlds()
     if worlds:
-        written = rule_page(bench.name, bench.spec, worlds, bench.parts, quick, command).write(bench.folder, "rule")
+        written = rule_page(bench.name, bench.text, worlds, bench.parts, quick, command).write(bench.folder, "rule")
         say("\n" + "\n".join(textwrap.fill(sentence(bench.name, world), 80) for world in worlds))
         say("\n" + terminal(bench.name, worlds))
         say(f"\nWrote {', '.join(map(str, written))}")

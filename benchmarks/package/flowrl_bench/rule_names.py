@@ -1,17 +1,24 @@
-"""The names of a credit rule and the folder of its results, chosen so that no two rules share one."""
+"""The names of credit rules and other arms and the folders of their results, chosen so that no two share one."""
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flowrl.errors import ConfigError
+from flowrl.io import write_json
+from flowrl.reading import read_json
 from flowrl.specs import identity
-from flowrl.training.compare import rule_name
+from flowrl.training.arms import arm_run, credit_arms, meaning, rule_name
+from flowrl.training.config import RunConfig
+from flowrl.training.results import difference
+from flowrl_bench.arms import Arm, own_arm
 from flowrl_bench.digest import config_id
 from flowrl_bench.results_file import ResultsFile
+from flowrl_bench.rule_plan import BASELINES
 
-TUNING, RESULTS = "tuning.jsonl", "results.jsonl"
-"""The files of a rule's folder that hold runs."""
+TUNING, RESULTS, ARM = "tuning.jsonl", "results.jsonl", "arm.json"
+"""The files of a rule's folder that hold runs, and the settings of the arm."""
 
 
 def _with_file(spec: str) -> str:
@@ -47,36 +54,62 @@ def named_rules(specs: Sequence[str], taken: Collection[str] = ()) -> dict[str, 
     return named
 
 
-def _specs(folder: Path) -> list[str]:
-    """The rules that have runs in a folder, as their lines spell them; lines of baselines name a method and no rule."""
+def _held(folder: Path) -> dict[str, Any] | None:
+    """The settings of the arm that has results in a folder; earlier versions, whose lines name a credit rule, wrote no `ARM`."""
+    if (folder / ARM).exists():
+        return read_json(folder / ARM, dict[str, Any])
     lines = [line for name in (TUNING, RESULTS) for line in ResultsFile(folder / name).unchecked()]
     specs = (line.get("config", {}).get("algorithm", {}).get("credit") for line in lines)
-    return list(dict.fromkeys(spec for spec in specs if spec))
+    spec = next(filter(None, specs), "")
+    return credit_arms([spec])[rule_name(spec)] if spec else None
 
 
-def results_folder(spec: str, root: Path = Path("runs")) -> Path:
-    """`root`/rule-NAME; if another rule's results are there, with the file's name too, or its whole path."""
-    folders = [root / ("rule-" + re.sub(r"[^\w.=,-]+", "_", name(spec)).strip("_")) for name in _NAMES]
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two arms have the same settings, in whatever spelling of their parts."""
+    return meaning(arm_run(RunConfig(), one)) == meaning(arm_run(RunConfig(), other))
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """The settings of an arm: of a credit rule alone its spec."""
+    return settings["credit"] if settings.keys() == {"method", "credit"} else difference("", settings)
+
+
+def results_folder(rule: str | Arm, root: Path = Path("runs")) -> Path:
+    """`root`/rule-NAME for an arm or a rule's spec; if another rule's results are there, with its file's name, or its path."""
+    names = [name(rule) for name in _NAMES] if isinstance(rule, str) else [rule.name]
+    settings = credit_arms([rule])[rule_name(rule)] if isinstance(rule, str) else rule.settings
+    folders = [root / ("rule-" + re.sub(r"[^\w.=,-]+", "_", name).strip("_")) for name in names]
 
     def free(folder: Path) -> bool:
-        return all(identity(other) == identity(spec) for other in _specs(folder))
+        held = _held(folder)
+        return held is None or _same(held, settings)
 
     return next(filter(free, folders), folders[-1])
 
 
-def known_spelling(spec: str, folder: Path) -> str:
-    """The spelling of the rule `spec` in a folder's results; `spec` itself if they have no runs of it.
+def known_arm(rule: str | Arm, folder: Path) -> Arm:
+    """The arm `rule`, or that of a rule's spec, with the spellings of a folder's results if they have runs of it.
 
-    Raises `ConfigError` if they have runs of another rule, or of this one before its file was changed.
+    Raises `ConfigError` if they have runs of another arm, or of this one before a file of its parts was changed; or if the name
+    is that of a baseline.
     """
-    instead = f"choose another --out, or delete {TUNING} and {RESULTS} in {folder} to start again"
-    for known in _specs(folder):
-        if identity(known) != identity(spec):
-            raise ConfigError(f"results: {folder} holds runs of another rule, {known}: {instead}")
-        for name in (TUNING, RESULTS):
-            file = ResultsFile(folder / name, rule=known)
-            mine = [line for line in file.unchecked() if line["config"]["algorithm"]["credit"] == known]
-            if any(config_id(file.settings(line)) != line["id"] for line in mine):
-                raise ConfigError(f"results: {folder} holds runs of {spec} from before its file was changed: {instead}")
-        return known
-    return spec
+    if isinstance(rule, str):
+        named_rules([rule], BASELINES)
+    name, settings = ("", credit_arms([rule])[rule_name(rule)]) if isinstance(rule, str) else (rule.name, rule.settings)
+    held, instead = _held(folder), f"choose another --out, or delete {TUNING} and {RESULTS} in {folder} to start again"
+    if held is not None and not _same(held, settings):
+        raise ConfigError(f"results: {folder} holds runs of another rule, {settings_text(held)}: {instead}")
+    for file in (ResultsFile(folder / place, own=held or {}) for place in (TUNING, RESULTS)):
+        if any(config_id(file.settings(line)) != line["id"] for line in file.unchecked()):
+            raise ConfigError(
+                f"results: {folder} holds runs of {settings_text(settings)} from before its file was changed: {instead}"
+            )
+    settings = held or settings
+    if isinstance(rule, str):
+        (name,) = named_rules([settings["credit"]], BASELINES)
+    return own_arm(name, settings)
+
+
+def keep_arm(folder: Path, arm: Arm) -> None:
+    """Write the settings of the arm whose results the folder will hold."""
+    write_json(folder / ARM, dict(arm.settings))

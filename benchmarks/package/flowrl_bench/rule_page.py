@@ -1,6 +1,7 @@
 """What a comparison of a rule with tuned baselines has found: a sentence per world, tables for a terminal, and a page."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,18 +10,17 @@ from matplotlib.figure import Figure
 
 from flowrl.diagnostics.statistics import mean
 from flowrl.plots.style import OTHERS, clean, marker
-from flowrl_bench.arms import is_tuned
+from flowrl_bench.arms import WORLDS, is_tuned, world_label
 from flowrl_bench.claims_figures import METHOD_COLOURS
 from flowrl_bench.evidence import Evidence, Line, curve, spent
 from flowrl_bench.page import Document, Image, Table
-from flowrl_bench.rule_plan import FULL, Part
+from flowrl_bench.rule_plan import Part, usual
 from flowrl_bench.statistics import Curve, detectable
 from flowrl_bench.tune import BUDGET
 from flowrl_bench.verdicts import ALIKE, ALPHA, BETTER, UNDECIDED, WORSE, Compare, Comparison, by_seed, judge_family
 
 TITLE = " against tuned baselines"
 """The end of the page's title."""
-WORLD_NAMES = {"mixture": "2-D world", "shapes": "image world"}
 BUDGETS = {"updates": "area", "evaluations": "reward at equal nfe", "seconds": "reward at equal seconds"}
 """The measure at equal budgets; evaluations of the network include those of the update, seconds are the processor's."""
 AXES = {"updates": ("updates", 1.0), "evaluations": ("nfe", 1e3), "seconds": ("seconds", 1.0)}
@@ -53,11 +53,13 @@ class World:
     @property
     def name(self) -> str:
         """The world and the number of seeds in words."""
-        return f"{WORLD_NAMES[self.part.world]}, {len(self.evidence.seeds)} seeds"
+        return f"{world_label(self.part.world)}, {len(self.evidence.seeds)} seeds"
 
     def untuned(self, rule: str) -> list[str]:
         """The arms whose settings were not searched in this world."""
-        return [arm for arm in self.evidence.runs if not (self.part.budget if arm == rule else is_tuned(self.part.world, arm))]
+        searched = {rule} if self.part.world in WORLDS else set(self.evidence.runs)
+        known = {arm: bool(self.part.budget) if arm in searched else is_tuned(self.part.world, arm) for arm in self.evidence.runs}
+        return [arm for arm in known if not known[arm]]
 
 
 def judged(rule: str, worlds: Sequence[World]) -> list[World]:
@@ -109,7 +111,7 @@ def _searched(rule: str, world: World) -> str:
     held = [knob for knob in knobs if len({values[knob] for values, _ in world.search}) == 1]
     points = len({tuple(values.items()) for values, _ in world.search})
     scores = [score for _, score in world.search]
-    where = f"The search for {rule}'s settings in the {WORLD_NAMES[world.part.world]}"
+    where = f"The search for {rule}'s settings in the {world_label(world.part.world)}"
     kept = f", all with the same {_listed([_words(knob) for knob in held])}" if held else ""
     return f"{where} made {len(world.search)} runs of {points} settings{kept}; their mean rewards are {_range(scores)}."
 
@@ -154,7 +156,7 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], parts: Sequence[Par
         if searched := _searched(rule, world):
             page.text(searched)
         if untuned := world.untuned(rule):
-            page.text(f"Not tuned in the {WORLD_NAMES[world.part.world]}: {_listed(untuned)}. {_untuned_note(rule, untuned)}")
+            page.text(f"Not tuned in the {world_label(world.part.world)}: {_listed(untuned)}. {_untuned_note(rule, untuned)}")
     if quick:
         page.text(_left_out(parts))
     for world in worlds:
@@ -173,7 +175,8 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], parts: Sequence[Par
         "third of the runs of a search repeats the two best settings. Network evaluations are those of sampling, scoring "
         "and the update; calls of the reward model are not among them, and a rule that scores every node has one per node."
     )
-    page.text(f"Made by `{made}`. `flowrl bench microscope --rules '{spec}'` compares the rule's credit with the true advantage.")
+    own = " compares the rule's credit with the true advantage." if "=" not in spec.partition("(")[0] else ""
+    page.text(f"Made by `{made}`." + (f" `flowrl bench microscope --rules '{spec}'`{own}" if own else ""))
     return page
 
 
@@ -187,14 +190,14 @@ def _left_out(parts: Sequence[Part]) -> str:
     """What the quick comparison leaves out of the full one."""
     found = []
     for part in parts:
-        full, words = FULL[part.world], []
+        full, words = usual(part.world, False), []
         if part.budget < full.budget:
             words.append(f"{full.budget - part.budget} of {full.budget} runs of the search")
         if part.seeds < full.seeds:
             words.append(f"{full.seeds - part.seeds} of {full.seeds} seeds")
         words += [f"the baseline {name}" for name in full.baselines if name not in part.baselines]
         if words:
-            found.append(f"in the {WORLD_NAMES[part.world]} {_listed(words)}")
+            found.append(f"in the {world_label(part.world)} {_listed(words)}")
     return f"`--quick` leaves out, {'; '.join(found)}." if found else ""
 
 
@@ -217,7 +220,9 @@ def _section(page: Document, rule: str, world: World) -> None:
     )
     page.blocks.append(Table(head, [_finding_row(finding) for finding in world.findings]))
     shown = f"Learning curves at equal updates, network evaluations and processor seconds, {world.name}"
-    page.blocks.append(Image(f"rule-{world.part.world}", curves_figure(arms, world.part.task), shown))
+    page.blocks.append(
+        Image(f"rule-{re.sub(r'[^a-z0-9]+', '-', world.part.world.lower())}", curves_figure(arms, world.part.task), shown)
+    )
     page.text(f"{shown}: the mean over seeds, and the band of its 95% interval.")
     page.blocks.append(_settings(world, rule))
     if world.search:

@@ -5,12 +5,13 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from flowrl.errors import require
-from flowrl.training.config import RunConfig
+from flowrl.training.config import RunConfig, preset
 from flowrl.workers import Worker, run_jobs, worker_count
-from flowrl_bench.arms import ARMS, SHORT, TASKS, WORLDS, Arm, tuned
+from flowrl_bench.arms import ARMS, SHORT, TASKS, WORLDS, Arm, chosen_worlds, settings_of, tuned
 from flowrl_bench.measurements import measure
 from flowrl_bench.tune import Search
 
@@ -30,7 +31,8 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Part:
-    """What is made in a world: `budget` runs of the rule's search (0: none), and `seeds` runs of the rule and each baseline."""
+    """What is made in a world: `budget` runs of the rule's search (0: none), and `seeds` runs of the rule and each baseline. In a
+    world of the user's, the baselines are searched, too."""
 
     world: str
     budget: int
@@ -46,18 +48,29 @@ class Part:
         """The search for the rule's settings."""
         return Search(rule, self.world, self.budget) if self.budget else None
 
-    def arms(self, rule: Arm, values: Mapping[str, float]) -> dict[str, list[RunConfig]]:
-        """The runs of the baselines and of the rule at `values`, a list over seeds each, by the arm's name."""
-        chosen = {**{name: (ARMS[name], tuned(self.world, name)) for name in self.baselines}, rule.name: (rule, values)}
+    def searches(self, rule: Arm) -> list[Search]:
+        """The searches for the settings of the rule and, in a world of the user's, of the baselines."""
+        others = [ARMS[name] for name in self.baselines] if self.world not in WORLDS else []
+        return [search for arm in (rule, *others) if (search := self.search(arm))]
+
+    def arms(
+        self, rule: Arm, values: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]] = MappingProxyType({})
+    ) -> dict[str, list[RunConfig]]:
+        """The runs of the baselines, at the settings in `baselines` or those found before, and of the rule at `values`, a list
+        over seeds each, by the arm's name."""
+        at_baselines = {name: (ARMS[name], baselines.get(name) or tuned(self.world, name)) for name in self.baselines}
+        chosen = {**at_baselines, rule.name: (rule, values)}
         return {
-            name: [arm.run(self.world, at, **LENGTH[self.world], seed=seed) for seed in self.numbers]
+            name: [arm.run(self.world, at, **LENGTH.get(self.world, {}), seed=seed) for seed in self.numbers]
             for name, (arm, at) in chosen.items()
         }
 
     @property
     def task(self) -> str:
         """The world's task."""
-        return TASKS[self.world][0]
+        return (
+            TASKS[self.world][0] if self.world in TASKS else preset("default").apply(**settings_of(self.world)).environment.task
+        )
 
 
 FULL = {"mixture": Part("mixture", 12, 20), "shapes": Part("shapes", 6, 8)}
@@ -65,12 +78,17 @@ QUICK = {"mixture": Part("mixture", 6, 8), "shapes": Part("shapes", 0, 4, ("unif
 """The parts of the usual and the quick comparison: by the costs of single runs 21 to 25 and 4 to 6 minutes on two idle cores."""
 
 
+def usual(world: str, quick: bool) -> Part:
+    """The usual or the quick comparison in a world."""
+    known = QUICK if quick else FULL
+    return known[world] if world in known else Part(world, 6, 4, ("uniform",)) if quick else Part(world, 12, 8)
+
+
 def make_parts(quick: bool = False, world: str = "all", seeds: int = 0, budget: int = -1) -> list[Part]:
     """The parts of a comparison. `seeds`: of every world, 0 for the usual number; `budget`: likewise, -1 for the usual one."""
-    require(world in ("all", *WORLDS), "world", world, "mixture, shapes or all")
     require(seeds == 0 or 2 <= seeds <= 1000, "seeds", seeds, "2 to 1000, or 0 for the usual number")
     require(-1 <= budget <= 200, "budget", budget, "0 to 200 runs, or -1 for the usual number")
-    parts = [part for part in (QUICK if quick else FULL).values() if world in ("all", part.world)]
+    parts = [usual(one, quick) for one in chosen_worlds(world)]
     return [Part(p.world, p.budget if budget < 0 else budget, seeds or p.seeds, p.baselines) for p in parts]
 
 
@@ -99,7 +117,7 @@ def probe(worker: Worker | None, config: RunConfig) -> Cost:
 
     Processor seconds of iterations and of the rest (two evaluations), both times the ratio of wall-clock to processor seconds.
     """
-    settings = PROBES[config.environment.world]
+    settings = PROBES.get(config.environment.world, {"iterations": 2, "eval_samples": config.evaluation.eval_samples})
     measure(config.replace(iterations=1, eval_every=1, eval_samples=36))
     started, before = time.monotonic(), time.process_time()
     found = measure(config.replace(**settings, eval_every=settings["iterations"]))
@@ -127,13 +145,13 @@ def makespan(jobs: Sequence[float], workers: int) -> float:
 
 @dataclass
 class Clock:
-    """Expected remaining time. `searches`: expected seconds of the missing runs of each search, by world; `results`: those of the
-    other runs, in order. Searches come first; the runs of one search follow each other on one worker.
+    """Expected remaining time. `searches`: expected seconds of the missing runs of each search, by its key; `results`: those of
+    the other runs, in order. Searches come first; the runs of one search follow each other on one worker.
 
     After a part of the work, what is left is expected to take as much longer than planned as the finished part did.
     """
 
-    searches: dict[str, list[float]]
+    searches: dict[Any, list[float]]
     results: dict[Key, float]
     workers: int = 0
     _total: float = field(init=False)
@@ -146,9 +164,9 @@ class Clock:
         first = makespan(chains, worker_count(self.workers, max(1, len(chains))))
         return first + makespan(list(self.results.values()), worker_count(self.workers, max(1, len(self.results))))
 
-    def searched(self, world: str) -> None:
+    def searched(self, search: Any) -> None:
         """Record a finished run of a search."""
-        self.searches[world].pop(0)
+        self.searches[search].pop(0)
 
     def finished(self, key: Key) -> None:
         """Record another finished run."""

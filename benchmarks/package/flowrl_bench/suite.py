@@ -133,7 +133,7 @@ def complete_samples(
     if not runs:
         return True
     with file_lock(file.path, "samples of flowrl bench claims"):
-        rows, code = file.any_code()
+        rows, code = file.observed()
         rows = rows if code == observer() else {}
         missing = {key: (config,) for key, config in runs.items() if key not in rows}
         total = len(rows) + len(missing)

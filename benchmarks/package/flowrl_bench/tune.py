@@ -18,7 +18,7 @@ from flowrl.errors import require
 from flowrl.io import file_lock, write_json
 from flowrl.reading import read_json
 from flowrl.workers import Worker, run_jobs
-from flowrl_bench.arms import SHORT, Arm
+from flowrl_bench.arms import SHORT, Arm, short_name
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import column
 from flowrl_bench.measurements import measure
@@ -110,19 +110,21 @@ class Search:
     def config(self, trial: Trial) -> Any:
         """The settings of a run of the search."""
         point, seed = trial
-        return self.arm.run(self.world, self.values(point), **SHORT[self.world], seed=seed)
+        return self.arm.run(self.world, self.values(point), **SHORT.get(self.world, {}), seed=seed)
 
     def values(self, point: Point) -> dict[str, float]:
         """The knobs' values at a point."""
         return self.arm.values(self.world, dict(zip(self.arm.knobs, point, strict=True)))
 
+    def made(self, line: Mapping[str, Any]) -> bool:
+        """Whether `line` is a run of this search: of this arm with these settings, and not of another of its name."""
+        trial = tuple(line["point"]), line["seed"]
+        named = (line["arm"], line["world"], len(trial[0])) == (self.arm.name, self.world, len(self.arm.knobs))
+        return named and line["id"] == config_id(self.config(trial))
+
     def scores(self, lines: Sequence[Mapping[str, Any]]) -> dict[Trial, float]:
         """The scores of the search's runs among `lines`, in the order in which they were proposed."""
-        mine = {
-            (tuple(line["point"]), line["seed"]): score_of(line)
-            for line in lines
-            if (line["arm"], line["world"]) == (self.arm.name, self.world)
-        }
+        mine = {(tuple(line["point"]), line["seed"]): score_of(line) for line in lines if self.made(line)}
         found: dict[Trial, float] = {}
         while (trial := next(proposals(found, len(self.arm.knobs), self.budget), None)) in mine:
             assert trial is not None
@@ -195,14 +197,15 @@ def choices(searches: Sequence[Search], path: Path) -> str:
     lines, texts = ResultsFile(path).unchecked(), []
     for search in searches:
         scores, values = search.scores(lines), chosen(search, lines)
+        place = f"{short_name(search.world)}, {search.arm.name}"
         if values is None:
-            texts.append(f"{search.world}, {search.arm.name}: {search.budget - len(scores)} of {search.budget} runs are missing")
+            texts.append(f"{place}: {search.budget - len(scores)} of {search.budget} runs are missing")
             continue
         further = [score for (point, seed), score in scores.items() if point == best(scores) and seed != SEEDS[0]]
         mine = further or [max(scores.values())]
         found = ", ".join(f"{name} {value:g}" for name, value in values.items())
         range_ = f"{np.mean(mine):.3f} ({min(mine):.3f} to {max(mine):.3f}, {len(mine)} seeds)"
-        texts.append(f"{search.world}, {search.arm.name}: {found}; mean reward over training {range_}")
+        texts.append(f"{place}: {found}; mean reward over training {range_}")
     return "\n".join(texts)
 
 

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from einops import rearrange
 from numpy.typing import NDArray
+from rapidfuzz.distance.Levenshtein import distance as edit_distance
 from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl.errors import RewardError, require
-from flowrl.text import edit_distance
 from flowrl.types import Prompt
 from flowrl.worlds.shapes.render import BACKGROUND, PALETTE, SIZE, split_cells, template_bank
 from flowrl.worlds.shapes.scene import (

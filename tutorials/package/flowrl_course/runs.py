@@ -1,5 +1,6 @@
 """Short training runs, kept in memory: seconds each in the 2-D world, about half a minute with images."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,7 +88,7 @@ class Trained:
     """A policy with the averaged weights of a run, the metrics of every iteration, and the held-out evaluation of the weights."""
 
     policy: FlowPolicy
-    metrics: list[dict[str, Any]]
+    metrics: Sequence[Mapping[str, Any]]
     evaluation: Evaluation
 
     def curve(self, metric: str) -> list[float]:

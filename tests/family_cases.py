@@ -1,0 +1,83 @@
+"""The built-in model families as tiny random pipelines of the real classes, and their own plain pipelines' images."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from flowrl.losses import ClippedLoss
+from flowrl.methods import flow_grpo
+from flowrl.policies import SD3, Flux, ModelOptions, PipelinePolicy, QwenImage, Wan
+from flowrl.rewards import FunctionReward
+from flowrl.rollout import Usage, integrate
+from flowrl.samplers import FlowSDE
+from flowrl.testing.tiny import TINY, TINY_VIDEO, tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
+from flowrl.training.config import preset
+from flowrl.training.trainer import Trainer
+from flowrl.types import Prompt
+
+TEXTS = ["three red circles", "a dog"]
+PROMPTS = [Prompt(text) for text in TEXTS]
+TIME = torch.full((2,), 600.0)
+STEPS = 4
+REDNESS = FunctionReward(lambda images, prompts: (2 * images[..., 0, :, :] - images.sum(-3)).flatten(1).mean(1))
+"""Of images or videos: red minus the sum of green and blue."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family, its tiny pipeline, and the plain pipeline's name for classifier-free guidance."""
+
+    make: Any
+    family: Any
+    scale: str = "true_cfg_scale"
+    plain: dict[str, Any] = field(default_factory=dict)
+    options: ModelOptions = TINY
+
+    def policy(self, pipe=None, **changes) -> PipelinePolicy:
+        return PipelinePolicy(pipe or self.make(), self.family, replace(self.options, **changes))
+
+    def picture(self, pipe, noise, guidance=1.0, steps=STEPS, **changes):
+        """The plain pipeline's own images or videos."""
+        pipe.set_progress_bar_config(disable=True)
+        settings = dict(height=16, width=16, max_sequence_length=24, negative_prompt=["blurry"] * 2, output_type="pt")
+        output = pipe(
+            TEXTS, latents=noise, num_inference_steps=steps, **{**settings, **self.plain, self.scale: guidance, **changes}
+        )
+        return output.frames if hasattr(output, "frames") else output.images
+
+
+CASES = {
+    "sd3": Case(tiny_sd3, SD3(), "guidance_scale"),
+    "flux": Case(tiny_flux, Flux(), plain={"guidance_scale": 3.5}),
+    "qwen-image": Case(tiny_qwen_image, QwenImage()),
+    "wan": Case(tiny_wan, Wan(), "guidance_scale", {"num_frames": 5}, TINY_VIDEO),
+}
+
+
+def noise_of(policy, count=2):
+    return torch.randn(count, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+
+
+def velocity(policy):
+    return policy.velocity(noise_of(policy), TIME, policy.encode(PROMPTS))
+
+
+def draw(policy, noise=None, steps=STEPS):
+    noise = noise_of(policy) if noise is None else noise
+    return policy.decode(integrate(policy, policy.schedule(steps), policy.encode(PROMPTS), noise, Usage()))
+
+
+def fill(policy, seed=1, std=0.15):
+    """`policy` with an adapter that shows in an image."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in policy.trainable().values():
+        torch.nn.init.normal_(parameter, std=std, generator=generator)
+    return policy
+
+
+def trainer_of(policy, method=flow_grpo, **changes):
+    config = preset("tiny").apply(
+        **{"num_steps": STEPS, "groups": 2, "group_size": 3, "minibatches": 1, "learning_rate": 1e-2, **changes}
+    )
+    return Trainer(policy, method(FlowSDE(0.7), ClippedLoss(clip_range=1e-2, kl_weight=0.1)), REDNESS, PROMPTS, config)
