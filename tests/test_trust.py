@@ -174,7 +174,7 @@ def test_a_hostile_comparison_executes_nothing(finished: Path, canary: Path, tmp
             CompareConfig.from_dict(changed).jobs()
         (tmp_path / "config.json").write_text(json.dumps(changed))
         read = load_compare(tmp_path / "config.json")
-        for use in (read.jobs, read.descriptions, lambda read=read: compare(read, tmp_path / "new")):
+        for use in (read.allowed, read.descriptions, lambda read=read: compare(read, tmp_path / "new")):
             with pytest.raises(ConfigError, match=r"trust=True in Python"):
                 use()
         assert load_compare(tmp_path / "config.json", trust=True).run.algorithm.method == "flow-grpo"

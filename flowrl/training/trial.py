@@ -49,7 +49,7 @@ def try_parts(configs: Iterable[RunConfig], warn: Warn = lambda text: None, seco
         ConfigError: a part breaks a promise; the message names the part, what was found and what is expected.
     """
     tried, deadline = set[tuple[str, str]](), time.monotonic() + seconds
-    for config in configs:
+    for config in (one.allowed() for one in configs):
         for setting, kind, spec in own_parts(config.flat()):
             if (setting, spec.text) not in tried and setting in ("loss", "sampler", "window", "credit"):
                 tried.add((setting, spec.text))

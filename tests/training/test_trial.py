@@ -232,6 +232,6 @@ def test_a_comparison_says_what_was_not_tried(mine: Path, tmp_path: Path, monkey
     monkeypatch.setattr("flowrl.training.trial.SECONDS", 0.0)
     monkeypatch.setattr("flowrl.training.compare.try_parts", lambda jobs, warn: warn("loss: 3 of 3 promises were not tried"))
     seen: list[str] = []
-    config = CompareConfig(TINY, ("flow-grpo",), (0,))
+    config = CompareConfig(TINY, {"base": {}}, (0,))
     compare(config, tmp_path / "out", workers=1, watch=lambda states: seen.extend(s.get("warning", "") for s in states.values()))
     assert "loss: 3 of 3 promises were not tried" in seen
