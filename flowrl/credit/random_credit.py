@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ def with_seed(rule: Any, seed: int) -> Any:
     if isinstance(rule, RandomCredit):
         return replace(rule, seed=seed % 10**12) if rule.seed is None else rule
     inner = getattr(rule, "rule", None)
-    if not is_dataclass(rule) or isinstance(rule, type) or inner is None:
+    if inner is None or not is_dataclass(rule):
         return rule
-    changed: Any = {"rule": with_seed(inner, seed)}
-    return rule if changed["rule"] is inner else replace(rule, **changed)
+    changed, whole = with_seed(inner, seed), cast(Any, rule)
+    return rule if changed is inner else replace(whole, rule=changed)
