@@ -114,15 +114,12 @@ class CompareConfig:
         Raises:
             ConfigError: an arm sets `iterations`, or the cost of a probe is unknown.
         """
-        costs, arms = self.costs(), dict[str, Mapping[str, Any]]()
-        total = 0.0
+        runs, arms, total = self.examples(), dict[str, Mapping[str, Any]](), 0.0
         for arm, settings in self.arms.items():
-            found = costs[arm]
             with of_arm(arm):
                 given = settings.get("iterations")
                 require(given is None, "iterations", given, "left out: they are chosen so that all arms cost the same")
-                if found is None:
-                    raise ConfigError("its probe does not state its cost, so that the cost of an iteration is unknown")
+                found = plan(runs[arm])
             total = total or self.run.iterations * found.passes
             iterations = max(1, round(total / found.passes))
             arms[arm] = {**settings, **({} if iterations == self.run.iterations else {"iterations": iterations})}

@@ -154,7 +154,7 @@ def test_a_comparison_of_earlier_versions_has_arms() -> None:
 def test_every_arm_needs_trust() -> None:
     values = configured(base={}, mine={"sampler": "evil.py:Evil"}).as_dict()
     with pytest.raises(ConfigError, match=r"sampler names evil\.py:Evil: code"):
-        CompareConfig.from_dict(values)
+        CompareConfig.from_dict(values).allowed()
     assert CompareConfig.from_dict(values, trust=True).arms["mine"] == {"sampler": "evil.py:Evil"}
 
 
@@ -174,7 +174,7 @@ def test_equal_cost_scales_the_iterations() -> None:
 def test_the_command_orders_methods_arms_and_credit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[CompareConfig] = []
 
-    def kept(config: CompareConfig, *_: Any) -> bool:
+    def kept(config: CompareConfig, *_: Any, **__: Any) -> bool:
         found.append(config)
         return False
 
