@@ -33,6 +33,7 @@ from flowrl.training.build import check, load_trained, make_policy, make_trainer
 from flowrl.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, save_weights
 from flowrl.training.compare import CompareConfig, load_compare
 from flowrl.training.config import RunConfig, load_config, preset
+from flowrl.training.observers import Observers
 from flowrl.training.results import load_comparison, load_run, run_folder, summarise
 from flowrl.training.run import Run
 from flowrl.trust import check_code
@@ -158,7 +159,9 @@ def _trainer() -> Any:
 
 
 def read_checkpoint(path: Path) -> None:
-    Run(RunConfig.of(**SETTINGS), path.parents[1])._restore(_trainer(), "")  # pyright: ignore[reportPrivateUsage]
+    run = Run(RunConfig.of(**SETTINGS), path.parents[1])
+    observers = Observers(run.config, run.folder, (), run.distributed)
+    run._restore(_trainer(), observers, "")  # pyright: ignore[reportPrivateUsage]
 
 
 @cache

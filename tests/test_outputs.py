@@ -59,7 +59,7 @@ FILES = {
 }
 TAKEN = {
     "sample": ["mine.png", "run/samples.json", "file/x.png", "run", "x.mine", "x" * 300 + ".png"],
-    "explain": ["mine.png", "file/x.png", "run", "x" * 300 + ".png"],
+    "explain": ["mine.png", "file/x.png", "x" * 300 + ".png"],
     "prompts": ["mine.jsonl", "prompts.jsonl", "file/x.jsonl", "run"],
     "pretrain": ["mine.safetensors", "run/weights.safetensors", "file/x.safetensors", "run"],
     "microscope": ["run/config.json", "mine.jsonl", "file", "file/x.jsonl", "run", "notes/pages/m.jsonl", "notes/html/m.jsonl"],

@@ -191,7 +191,7 @@ def test_a_comparison_pauses_until_its_last_line_and_is_then_complete(text: str,
     # the report first: its module imports the other names
     monkeypatch.setattr("flowrl.plots.report.write_report", lambda folder: folder / "report.html")
     monkeypatch.setattr("flowrl.training.compare.load_compare", lambda path, trust: compared)
-    monkeypatch.setattr("flowrl.training.compare.compare", lambda *_: text != "Paused")
+    monkeypatch.setattr("flowrl.training.compare.compare", lambda *_, **__: text != "Paused")
     monkeypatch.setattr("flowrl.training.results.load_comparison", lambda folder: None)
     monkeypatch.setattr("flowrl.training.results.summarise", lambda comparison: [])
     code, shown = shown_with(text, number, ["compare", "--resume", str(out)], monkeypatch)

@@ -449,7 +449,7 @@ def pays_the_better_member(case: Case) -> str | None:
     for _, members, decisions in case.sizes:
         rise = torch.linspace(0.0, 1.0, members)[:, None] * torch.linspace(0.0, 1.0, decisions + 1)
         total = case.credit(case.filled(rise[None]))[0, ..., 0].sum(dim=-1)
-        tables, upside_down = tables + 1, upside_down + bool((total.diff() <= 0).all())
+        tables, upside_down = tables + 1, upside_down + bool((total.diff() <= 0).all() and total[-1] < total[0])
         if not float(total[-1]) > float(total[0]):
             found = f"rising from 0 to 1 gets {float(total[-1]):.3g} in all {decisions} decisions"
             found = f"{found}, staying at 0 {float(total[0]):.3g}"

@@ -99,7 +99,7 @@ def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
     [
         (["compare", "--methods", "ppo"], "unknown method 'ppo'; allowed: flow-grpo"),
         (["compare", "--task", "poetry"], "compositional, text, preference"),
-        (["compare", "--world", "mars"], "shapes, mixture"),
+        (["compare", "--world", "mars"], "mixture, shapes"),
         (["compare", "--num-steps", "-3"], "steps = -3"),
         (["compare", "--group-size", "1"], "group_size = 1 is not allowed; allowed: a whole number, 2 or more"),
         (["compare", "--noise-level", "-1"], "noise_level = -1.0"),

@@ -285,7 +285,6 @@ RULES = {
     ],
     "pays_the_better_member": [
         faulty_rule(lambda v, d: -dense(v, d)),
-        faulty_rule(lambda v, d: torch.zeros(d.mask.shape)),
     ],
 }
 ADVICE = {

@@ -143,7 +143,7 @@ def test_samplers(part: Any, promise: Any) -> None:
 @pytest.mark.parametrize("promise", window.CONTRACT.promises, ids=lambda p: p.name)
 @pytest.mark.parametrize("part", WINDOWS, ids=name_of)
 def test_windows(part: Any, promise: Any) -> None:
-    promise.check(part)
+    promise.check(window.Case(part))
 
 
 def test_samplers_without_noise_keep_all_promises_but_that_of_decisions() -> None:

@@ -314,7 +314,7 @@ def test_parts_may_have_metrics(tmp_path: Path) -> None:
     file.write_text(PARTS)
     chosen = {"credit": "Rule", "loss": "Loss", "sampler": "Kernel", "reward": "Reward"}
     config = RUN.replace(**{setting: f"{file}:{name}" for setting, name in chosen.items()})
-    assert Run(config, tmp_path / "run").execute()
+    assert Run(config, tmp_path / "run", trial=False).execute()  # which would score some images again
     rows = rows_of(tmp_path / "run")[1:]
     assert all((row["credit/baseline"], row["loss/rows"], row["sampler/level"]) == (0.5, 7, 0.7) for row in rows)
     assert [row.get("reward/calls") for row in rows] == [1, 2, None, None]

@@ -101,7 +101,7 @@ def test_a_part_that_breaks_is_named(bad, tmp_path):
     part = {bad.kind: f"{tmp_path}/part.py:Part"}
     config = preset("tiny").apply(world="mixture", iterations=1, window="0:3", **part)
     with pytest.raises(FlowrlError) as caught:
-        Run(config, tmp_path / "run").execute()
+        Run(config, tmp_path / "run", trial=False).execute()
     assert re.search(bad.message, str(caught.value)), str(caught.value)
 
 
@@ -141,7 +141,7 @@ def test_an_iteration_that_fails_in_its_rollout_loses_nothing(tmp_path):
     assert Run(config, tmp_path / "whole").execute()
     part.write_text(FAILS.format(4))
     with pytest.raises(FlowrlError, match="the server has gone"):
-        Run(config, tmp_path / "run").execute()
+        Run(config, tmp_path / "run", trial=False).execute()
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert len(saved) == 1 and saved[0].startswith("000004")
     part.write_text(FAILS.format(999))
@@ -164,10 +164,10 @@ def test_a_comparison_survives_a_failing_run(tmp_path, capsys):
         "--credit",
         f"{tmp_path}/part.py:Part",
     ]
-    words += ["--seeds", "0", "--iterations", "9", "--workers", "1", "--out", str(tmp_path / "out")]
+    words += ["--seeds", "0", "--iterations", "9", "--workers", "1", "--no-trial", "--out", str(tmp_path / "out")]
     assert main(words) == 1
     said = capsys.readouterr().err
     assert "1 of 2 runs failed, and the others are complete" in said and "AssertionError: gone" in said
     assert (tmp_path / "out" / "runs" / "flow-grpo-seed0" / "done.json").exists()
     (tmp_path / "part.py").write_text(rule.replace("< 8", "< 800"))
-    assert main(["compare", "--resume", str(tmp_path / "out"), "--trust", "--changed-code"]) == 0
+    assert main(["compare", "--resume", str(tmp_path / "out"), "--trust", "--changed-code", "--no-trial"]) == 0

@@ -90,7 +90,6 @@ FAULTS = [
     ("loss", "Ascent", "Ascent.*'starts_as_the_policy_gradient'.*is pushed the wrong way"),
     ("sampler", "Biased", "Biased.*'moves_along_the_path'.*instead of"),
     ("credit", "Upside", "Upside.*'pays_the_better_member'.*Is a sign wrong"),
-    ("credit", "Zeros", "Zeros.*'pays_the_better_member'.*rising from 0 to 1 gets 0"),
     ("credit", "gdpo(rule={})", "Upside.*'pays_the_better_member'"),
     ("credit", "stepwise-gain(probe={})", "Careless.*'does_not_depend_on_chunks'.*the value table"),
     ("window", "Drawn", "Drawn.*'draws_reproducibly'.*second call"),
@@ -145,6 +144,13 @@ def test_a_faulty_part_stops_a_comparison(setting: str, part: str, mine: Path, t
     assert error.count("\n") == 1 and f"{part} failed the trial" in error and "--no-trial" in error
     assert not (tmp_path / "out").exists()
     assert main([*command, "--no-trial"]) == 0
+
+
+def test_a_rule_that_pays_nothing_is_a_warning(mine: Path) -> None:
+    """It may pay other decisions than those that are tried."""
+    notes: list[str] = []
+    try_parts([TINY.replace(credit=f"{mine}:Zeros")], notes.append)
+    assert any("Zeros" in note and "rising from 0 to 1 gets 0" in note for note in notes), notes
 
 
 def test_a_random_reward_is_a_warning(mine: Path, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_a_python_object(how: str, tmp_path: Path) -> None:
 
 
 def test_a_comparison_of_a_python_object(tmp_path: Path) -> None:
-    config = CompareConfig(preset("tiny").apply(world="mixture"), ("flow-grpo",), (0,))
+    config = CompareConfig(preset("tiny").apply(world="mixture"), {"flow-grpo": {}}, (0,))
     assert compare(config, tmp_path / "cmp", workers=1, world=MixtureWorld())
     assert json.loads((tmp_path / "cmp/config.json").read_text())["run"]["environment"]["world"] == "mixture"
 

@@ -1,5 +1,6 @@
 """`flowrl explain`."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class Explain:
         decisions = Decisions.like(table.values, stds.tolist())
         shown = [explain(build("credit", spec), table, decisions, spec) for spec in self.rules]
         parts = [(one, prompt) for one in shown for prompt in range(len(table.prompts))]
-        first = self.out / "explain.png" if self.out.is_dir() or not self.out.suffix else self.out
+        first = self.out / "explain.png" if os.path.isdir(self.out) or not self.out.suffix else self.out
         numbered = [first.with_stem(f"{first.stem}-{number + 1}") for number in range(len(parts))]
         paths = numbered if len(parts) > 1 else [first]
         for path in paths:
