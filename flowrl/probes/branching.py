@@ -65,7 +65,9 @@ class Branch(Branching):
         allowed = "a number of children, 1 or more, for every stochastic step, one per step in a tuple, or {step: number}"
         listed = (self.children,) if isinstance(self.children, int) else self.children
         given = dict(listed) if isinstance(listed, Mapping) else dict(enumerate(listed))
-        require(all(step >= 0 and count >= 1 for step, count in given.items()), "Branch.children", self.children, allowed)
+        whole = all(type(number) is int for pair in given.items() for number in pair)
+        fits = whole and all(step >= 0 and count >= 1 for step, count in given.items())
+        require(fits, "Branch.children", self.children, allowed)
         require(self.weight in ("leaf", "edge"), "Branch.weight", self.weight, "'leaf' or 'edge'")
         require(self.mean in ("leaf", "child"), "Branch.mean", self.mean, "'leaf' or 'child'")
 

@@ -123,8 +123,10 @@ def check_rank(rule: Any) -> None:
     sorting = "one argsort gives the first, the second, ...; the rank of a member is the argsort of that argsort"
     _refuse_wrong_ranks(made, sorting)
     last = "with NoProbe() all columns but the last are NaN: rank values[..., -1]"
+    upside_down = "the best member has the lowest rank here; higher rewards are better"
     hints = {
         "gives_a_silent_group_zero": ties,
+        "pays_the_better_member": upside_down,
         "reads_only_what_its_probe_fills": last,
         "treats_members_alike": sorting,
         **rules.MASKED,
@@ -132,7 +134,7 @@ def check_rank(rule: Any) -> None:
     rules.check_contract(made, hints)
     expect(isinstance(made.probe, NoProbe), "the probe costs network evaluations that a rank of R does not need: NoProbe()")
     mistakes = {
-        "the best member has the lowest rank here; higher rewards are better": lambda table: -_rank_credit(table),
+        upside_down: lambda table: -_rank_credit(table),
         "the ranks are centred but not normalised: take the z-score over the members": (
             lambda table: _every_decision(_ranks(table[..., -1]) - 2.0, table)
         ),
