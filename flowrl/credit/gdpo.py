@@ -71,14 +71,16 @@ class GDPO:
         return self._sum({"reward": self.rule.assign(values, decisions)}, decisions)
 
     def credit(self, experience: Experience) -> Credit:
-        """Advantages from the value table of each component."""
+        """Advantages from the value table of each component; of the weights that `rule` gives, the smallest."""
         parts = experience.parts or {"reward": experience.values}
         unknown = sorted(set(self.weights or {}) - set(parts))
         if unknown:
             raise CreditError(f"GDPO.weights names rewards {', '.join(unknown)}; there are {', '.join(parts)}")
         each = {name: replace(experience, values=table, parts={}) for name, table in parts.items()}
-        credited = {name: credit_of(self.rule, one).advantages for name, one in each.items()}
-        return Credit(self._sum(credited, experience.decisions))
+        credits = {name: credit_of(self.rule, one) for name, one in each.items()}
+        weights = [one.weights for one in credits.values() if one.weights is not None]
+        advantages = self._sum({name: one.advantages for name, one in credits.items()}, experience.decisions)
+        return Credit(advantages, torch.stack(weights).amin(0) if weights else None)
 
     def _sum(self, advantages: Mapping[str, Tensor], decisions: Decisions) -> Tensor:
         weights = self.weights or {}

@@ -28,8 +28,9 @@ from flowrl.credit import (
     zscore,
 )
 from flowrl.errors import ConfigError, CreditError
-from flowrl.experience import Decisions
+from flowrl.experience import Credit, Decisions, Experience
 from flowrl.probes import Completion, NoProbe, Substeps, Tweedie
+from flowrl.prompt import Prompt
 from flowrl.protocols import CreditAssigner
 from flowrl.registry import build
 
@@ -224,6 +225,26 @@ def test_gdpo_by_hand() -> None:
     torch.testing.assert_close(scaled, double / (double.std(unbiased=False) + 1e-4))
     summed = {"a": 0.01 * parts["a"] + parts["b"]}
     assert float((credit(Uniform(), summed["a"])[0, 0, 0] - 1.2245).abs()) < 1e-3  # b decides alone
+
+
+class Halved(Uniform):
+    """Its weights are 1/2 where the reward is above 1, and 1 elsewhere."""
+
+    def credit(self, experience: Experience) -> Credit:
+        advantages = self.assign(experience.values, experience.decisions)
+        above = (experience.values[..., -1:] > 1).expand_as(advantages)
+        return Credit(advantages, torch.where(above, 0.5, 1.0))
+
+
+def test_gdpo_keeps_the_weights_of_its_rule() -> None:
+    values = torch.rand(1, 3, 5) * 0.5
+    first, second = values.clone(), values.clone()
+    first[0, 0, -1] = second[0, 2, -1] = 2.0
+    decisions = Decisions.like(values)
+    valid = torch.ones(1, 3, dtype=torch.bool)
+    record = Experience([Prompt("a")], first + second, decisions, valid, {"first": first, "second": second})
+    found = GDPO(Halved()).credit(record)
+    assert found.weights is not None and found.weights[0, :, 0].tolist() == [0.5, 1.0, 0.5]
 
 
 @given(seeds, st.floats(0.01, 100))
