@@ -1,11 +1,13 @@
-"""Development targets, shared by contributors, `.ci/run` and the GitHub workflow. `nox -l` lists them.
+"""Development targets, shared by contributors, `.ci/run` and the GitHub workflow. `nox -l` lists
+them.
 
 All sessions run in the active environment. Install the project there first:
 
     pip install -e ".[dev,tutorials,docs]" -c constraints.txt
 
-By default nox would create one environment per session and install torch in each. Only `wheel` creates an environment.
-Arguments after `--` are passed to the tool that a session runs, as in `nox -s tests -- -k golden`.
+By default nox would create one environment per session and install torch in each. Only `wheel`
+creates an environment. Arguments after `--` are passed to the tool that a session runs, as in `nox
+-s tests -- -k golden`.
 """
 
 import os
@@ -22,7 +24,8 @@ PROGRAMS = "Scripts" if os.name == "nt" else "bin"
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "types", "tests"]
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in two processes; one thread each keeps their sums reproducible
+# tests run in two processes; one thread each keeps their sums reproducible
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
@@ -50,13 +53,17 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the fast tests of the library."""
-    session.run("python", "-m", "pytest", "-n", "2", "-m", "not slow and not satellite", *session.posargs)
+    session.run(
+        "python", "-m", "pytest", "-n", "2", "-m", "not slow and not satellite", *session.posargs
+    )
 
 
 @nox.session
 def satellites(session: nox.Session) -> None:
     """Run the fast tests of the benchmarks, the course, the site and the reward server."""
-    session.run("python", "-m", "pytest", "-n", "2", "-m", "satellite and not slow", *session.posargs)
+    session.run(
+        "python", "-m", "pytest", "-n", "2", "-m", "satellite and not slow", *session.posargs
+    )
 
 
 @nox.session
@@ -68,7 +75,17 @@ def slow(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation; a warning is an error."""
-    session.run("sphinx-build", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build/html", *session.posargs)
+    session.run(
+        "sphinx-build",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-b",
+        "html",
+        "docs",
+        "docs/_build/html",
+        *session.posargs,
+    )
 
 
 @nox.session
@@ -79,10 +96,13 @@ def tutorials(session: nox.Session) -> None:
 
 @nox.session
 def wheel(session: nox.Session) -> None:
-    """Build the packages, install the wheel into a fresh environment outside the clone, and run a tiny comparison there."""
+    """Build the packages, install the wheel into a fresh environment outside the clone, and run a
+    tiny comparison there.
+    """
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        session.run("python", "-m", "build", "--outdir", str(work / "dist"))  # the sdist, then the wheel from it
+        # the sdist, then the wheel from it
+        session.run("python", "-m", "build", "--outdir", str(work / "dist"))
         (built,) = (work / "dist").glob("*.whl")
         missing = sorted(packaged_files() - set(zipfile.ZipFile(built).namelist()))
         if missing:
@@ -92,19 +112,27 @@ def wheel(session: nox.Session) -> None:
 
 @nox.session
 def lowest(session: nox.Session) -> None:
-    """Install the lowest versions that pyproject.toml allows into a fresh environment, and run a tiny comparison there."""
+    """Install the lowest versions that pyproject.toml allows into a fresh environment, and run a
+    tiny comparison there.
+    """
     with tempfile.TemporaryDirectory() as folder:
         compare_elsewhere(session, Path(folder), str(ROOT), "constraints-lowest.txt")
 
 
 def compare_elsewhere(session: nox.Session, work: Path, package: str, constraints: str) -> None:
-    """Install `package` into a new environment in `work`, and run `flowrl compare --preset tiny` there."""
+    """Install `package` into a new environment in `work`, and run `flowrl compare --preset tiny`
+    there.
+    """
     programs, alone = work / "venv" / PROGRAMS, {"PYTHONPATH": None}
     session.run("python", "-m", "venv", str(work / "venv"))
     with session.chdir(work):
         python, flowrl = str(programs / "python"), str(programs / "flowrl")
-        session.run(python, "-m", "pip", "install", "-q", package, "-c", str(ROOT / constraints), env=alone)
-        session.run(flowrl, "compare", "--preset", "tiny", "--seeds", "0", "--out", "run", env=alone)
+        session.run(
+            python, "-m", "pip", "install", "-q", package, "-c", str(ROOT / constraints), env=alone
+        )
+        session.run(
+            flowrl, "compare", "--preset", "tiny", "--seeds", "0", "--out", "run", env=alone
+        )
     report = work / "run" / "report.html"
     if not report.is_file() or report.stat().st_size == 0:
         session.error("flowrl compare wrote no report.html")
@@ -112,7 +140,18 @@ def compare_elsewhere(session: nox.Session, work: Path, package: str, constraint
 
 def packaged_files() -> set[str]:
     """Names that the wheel must contain: every file of its packages, data files included."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
+        "targets"
+    ]["wheel"]
     packages = [ROOT / name for name in settings["packages"]]
-    files = [(file, package.parent) for package in packages for file in package.rglob("*") if file.is_file()]
-    return {file.relative_to(parent).as_posix() for file, parent in files if "__pycache__" not in file.parts}
+    files = [
+        (file, package.parent)
+        for package in packages
+        for file in package.rglob("*")
+        if file.is_file()
+    ]
+    return {
+        file.relative_to(parent).as_posix()
+        for file, parent in files
+        if "__pycache__" not in file.parts
+    }

@@ -1,10 +1,12 @@
-"""Run README.md's code blocks in order, each install line in a fresh environment, as its readers would.
+"""Run README.md's code blocks in order, each install line in a fresh environment, as its readers
+would.
 
     python .ci/readme.py FOLDER          # FOLDER: new; it gets a clean clone and the environments
     python .ci/readme.py --list          # what would run
 
-Bash blocks run line by line. A Python block whose first line is a comment with a file's name becomes that file; others are run.
-A marker above a block changes what CI runs there; at most four are allowed, and all are printed:
+Bash blocks run line by line. A Python block whose first line is a comment with a file's name
+becomes that file; others are run. A marker above a block changes what CI runs there; at most four
+are allowed, and all are printed:
 
     <!-- ci: skip: REASON -->                    leaves the block out
     <!-- ci: add OPTIONS: REASON -->             appends options to the block's last command
@@ -48,19 +50,26 @@ class Block:
             written = f"cat > {file} <<'END_OF_BLOCK'\n{self.text}END_OF_BLOCK"
             return [written] if name else [written, f"python {file}"]
         joined = self.text.replace("\\\n", " ").splitlines()
-        lines = [line for line in (re.sub(r"(^|\s)#.*", "", line).strip() for line in joined) if line]
+        lines = [
+            line for line in (re.sub(r"(^|\s)#.*", "", line).strip() for line in joined) if line
+        ]
         if self.marker.startswith("add"):
             lines[-1] += self.marker.removeprefix("add")
         return lines
 
 
 def blocks(text: str) -> list[Block]:
-    """The bash and Python blocks of a page. Raises `ValueError` for a marker that cannot be read or stands elsewhere."""
+    """The bash and Python blocks of a page. Raises `ValueError` for a marker that cannot be read or
+    stands elsewhere.
+    """
     found = []
     for above, language, body in BLOCK.findall(text):
         markers = MARKER.findall(above)
         if len(markers) != above.count("<!-- ci:") or len(markers) > 1:
-            raise ValueError(f"one marker per block, <!-- ci: skip: REASON --> or <!-- ci: add OPTIONS: REASON -->: {above}")
+            raise ValueError(
+                "one marker per block, <!-- ci: skip: REASON --> or <!-- ci: add OPTIONS: REASON"
+                f" -->: {above}"
+            )
         marker, _, reason = markers[0] if markers else ("", "", "")
         if language in ("bash", "python"):
             found.append(Block(language, body, marker, reason))
@@ -70,7 +79,9 @@ def blocks(text: str) -> list[Block]:
     if len(marked) != text.count("<!-- ci:"):
         raise ValueError("a marker `<!-- ci:` does not stand directly above a code block")
     if len(marked) > MOST_MARKERS:
-        raise ValueError(f"{len(marked)} blocks are reduced or skipped; at most {MOST_MARKERS} are allowed")
+        raise ValueError(
+            f"{len(marked)} blocks are reduced or skipped; at most {MOST_MARKERS} are allowed"
+        )
     return found
 
 
@@ -86,15 +97,23 @@ def describe(found: list[Block]) -> str:
 
 
 def run(command: str, folder: Path, environment: Path) -> float:
-    """Run a bash command in `folder` with the programs of `environment`; its seconds. Raises `SystemExit` if it fails."""
+    """Run a bash command in `folder` with the programs of `environment`; its seconds. Raises
+    `SystemExit` if it fails.
+    """
     print(f"== README: {command.splitlines()[0]}", flush=True)
     variables = {
-        **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")},
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+        },
         "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
     began = time.monotonic()
-    status = subprocess.run(["bash", "-c", command], cwd=folder, env=variables, stdin=subprocess.DEVNULL, check=False).returncode
+    status = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=variables, stdin=subprocess.DEVNULL, check=False
+    ).returncode
     if status:
         raise SystemExit(f"README: exit status {status}: {command}")
     return time.monotonic() - began
@@ -114,7 +133,10 @@ def main() -> None:
     for command in (command for block in found for command in block.commands):
         if "pip install" in command:
             environments += 1
-            subprocess.run([sys.executable, "-m", "venv", str(work / f"environment-{environments}")], check=True)
+            subprocess.run(
+                [sys.executable, "-m", "venv", str(work / f"environment-{environments}")],
+                check=True,
+            )
         if not environments:
             raise SystemExit(f"README: a command before the first install line: {command}")
         seconds[command.splitlines()[0]] = run(command, clone, work / f"environment-{environments}")

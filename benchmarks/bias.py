@@ -1,12 +1,15 @@
-"""The bias of every credit rule's gradient, measured on the 2-D world against the gradient of the expected reward.
+"""The bias of every credit rule's gradient, measured on the 2-D world against the gradient of the
+expected reward.
 
     python benchmarks/bias.py                     # about 10 minutes on one core; resumable
     python benchmarks/bias.py --report            # the table again
 
-The policy is the exact mixture velocity plus its small network, with weights perturbed by N(0, 0.1^2) so that it is at no
-optimum. Flow-SDE (a = 0.7) on all steps but the last; soft reward; 18 prompts x 8 samples per batch. The true gradient is that
-through the stochastic steps, which is all that a policy gradient can estimate; the fraction that belongs to the last step is
-stated with the table. Both lengths are corrected for the noise of finitely many batches, so a cosine can be slightly above 1.
+The policy is the exact mixture velocity plus its small network, with weights perturbed by N(0,
+0.1^2) so that it is at no optimum. Flow-SDE (a = 0.7) on all steps but the last; soft reward; 18
+prompts x 8 samples per batch. The true gradient is that through the stochastic steps, which is all
+that a policy gradient can estimate; the fraction that belongs to the last step is stated with the
+table. Both lengths are corrected for the noise of finitely many batches, so a cosine can be
+slightly above 1.
 """
 
 import argparse
@@ -19,7 +22,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from flowrl_bench.gradients import Alignment, RawCredit, Setting, alignment, pathwise_gradients, policy_gradients
+from flowrl_bench.gradients import (
+    Alignment,
+    RawCredit,
+    Setting,
+    alignment,
+    pathwise_gradients,
+    policy_gradients,
+)
 from torch import Tensor
 
 from flowrl.credit import GDPO, MovingAverageGain, StepwiseGain, TurningPoint, Uniform, Weighted
@@ -87,35 +97,49 @@ def setting(seed: int) -> Setting:
         for parameter in policy.trainable().values():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     prompts = mixture.prompts("direction", "train")
-    return Setting(policy, Windowed(FlowSDE(0.7), range(9)), policy.schedule(10), mixture.reward("soft"), prompts)
+    return Setting(
+        policy,
+        Windowed(FlowSDE(0.7), range(9)),
+        policy.schedule(10),
+        mixture.reward("soft"),
+        prompts,
+    )
 
 
 def measure(name: str, batches: int, seed: int, truths: Tensor) -> Alignment:
     """One rule."""
     entry = RULES[name]
-    found = policy_gradients(setting(seed), entry.make(), batches, GROUP_SIZE, entry.shared_noise, seed=seed + 1000)
+    found = policy_gradients(
+        setting(seed), entry.make(), batches, GROUP_SIZE, entry.shared_noise, seed=seed + 1000
+    )
     return alignment(found, truths)
 
 
 def table(results: dict[str, dict]) -> str:
     """Markdown."""
     lines = [
-        "| rule | cosine to the true gradient | scale | relative bias | signal to noise of a batch |",
+        (
+            "| rule | cosine to the true gradient | scale | relative bias | signal to noise of a"
+            " batch |"
+        ),
         "|---|---|---|---|---|",
     ]
     for name, row in results.items():
         low, high = row["cosine_interval"]
         below, above = row["scale_interval"]
         lines.append(
-            f"| {name} | {row['cosine']:.3f} [{low:.3f}, {high:.3f}] | {row['scale']:.2f} [{below:.2f}, {above:.2f}] "
-            f"| {row['relative_bias']:.2f} | {row['signal_to_noise']:.2f} |"
+            f"| {name} | {row['cosine']:.3f} [{low:.3f}, {high:.3f}] | {row['scale']:.2f}"
+            f" [{below:.2f}, {above:.2f}] | {row['relative_bias']:.2f} |"
+            f" {row['signal_to_noise']:.2f} |"
         )
     return "\n".join(lines)
 
 
 def main() -> None:
     """Measure what is missing, write JSON and Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=150)
     parser.add_argument("--truth-batches", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
@@ -134,15 +158,25 @@ def main() -> None:
     missing = [name for name in RULES if name not in results]
     if missing and not options.report:
         started = time.monotonic()
-        truths = pathwise_gradients(setting(options.seed), options.truth_batches, 400, options.seed, decisions_only=True)
+        truths = pathwise_gradients(
+            setting(options.seed), options.truth_batches, 400, options.seed, decisions_only=True
+        )
         whole = pathwise_gradients(setting(options.seed), options.truth_batches, 400, options.seed)
         reached = {
-            "share of the last, deterministic step": 1 - float(truths.mean(0) @ whole.mean(0) / whole.mean(0).square().sum()),
+            "share of the last, deterministic step": (
+                1 - float(truths.mean(0) @ whole.mean(0) / whole.mean(0).square().sum())
+            ),
         }
-        print(f"true gradient: norm {float(truths.mean(0).norm()):.4f}, {time.monotonic() - started:.0f} s", flush=True)
+        print(
+            f"true gradient: norm {float(truths.mean(0).norm()):.4f},"
+            f" {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
         for number, name in enumerate(missing, 1):
             results[name] = asdict(measure(name, options.batches, options.seed, truths))
-            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+            commit = subprocess.run(
+                ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+            ).stdout.strip()
             record = {
                 "command": "python benchmarks/bias.py",
                 "commit": commit,
@@ -154,13 +188,20 @@ def main() -> None:
             }
             write_json(options.out, record)
             took = time.monotonic() - started
-            print(f"{number}/{len(missing)} {took:.0f} s {name}: cosine {results[name]['cosine']:.3f}", flush=True)
+            print(
+                f"{number}/{len(missing)} {took:.0f} s {name}: cosine"
+                f" {results[name]['cosine']:.3f}",
+                flush=True,
+            )
     text = table({name: results[name] for name in RULES if name in results})
     record = json.loads(options.out.read_text())
     lost = record["share of the last, deterministic step"]
     settings["fraction of the whole gradient in the last step"] = round(lost, 3)
     listed = "; ".join(f"{name} {value}" for name, value in settings.items())
-    head = f"# Bias of the credit rules\n\n{__doc__ or ''}\n{listed}. 95% intervals by jackknife over batches.\n\n"
+    head = (
+        f"# Bias of the credit rules\n\n{__doc__ or ''}\n{listed}. 95% intervals by jackknife over"
+        " batches.\n\n"
+    )
     options.out.with_suffix(".md").write_text(head + text + "\n")
     print(text)
 

@@ -1,9 +1,11 @@
-"""What the shape checks cost: seconds of a TP-GRPO iteration with and without them, in alternating fresh processes.
+"""What the shape checks cost: seconds of a TP-GRPO iteration with and without them, in alternating
+fresh processes.
 
     python benchmarks/checks.py
 
-Prints the mean cost of a checked call times the number of checked calls in an iteration, as a share of the iteration; the
-difference of whole iterations is printed too, but is smaller than their noise.
+Prints the mean cost of a checked call times the number of checked calls in an iteration, as a share
+of the iteration; the difference of whole iterations is printed too, but is smaller than their
+noise.
 """
 
 import os
@@ -71,7 +73,15 @@ print(best)
 def run(code: str, checks: str) -> float:
     """The number that `code` prints, with the checks on ("1") or off ("0")."""
     environment = {**os.environ, "FLOWRL_TYPECHECK": checks}
-    return float(subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True).stdout)
+    return float(
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+    )
 
 
 def main() -> None:
@@ -85,7 +95,10 @@ def main() -> None:
     calls = run(COUNT, "1")
     print(f"iteration without checks {off:.3f} s, with {on:.3f} s (medians of 3 processes)")
     share = calls * per_call / off
-    print(f"{calls:.0f} checked calls x {per_call * 1e6:.0f} us = {calls * per_call:.4f} s = {share:.2%} of an iteration")
+    print(
+        f"{calls:.0f} checked calls x {per_call * 1e6:.0f} us = {calls * per_call:.4f} s ="
+        f" {share:.2%} of an iteration"
+    )
 
 
 if __name__ == "__main__":

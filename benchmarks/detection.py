@@ -1,14 +1,17 @@
-"""Turning points under reward noise: false calls, misses, and the error of the credit, measured and as derived.
+"""Turning points under reward noise: false calls, misses, and the error of the credit, measured and
+as derived.
 
     python benchmarks/detection.py              # about six minutes on one core; keeps the trajectories
     python benchmarks/detection.py --report     # table and figure again, from results/detection.json
 
-TP-GRPO on both worlds with the soft reward, before and after a short training (mixture 10, shapes 12 iterations); 18 prompts x 16
-trajectories per seed, which are scored once. This table [prompt, member, decision+1] is the truth. Normal noise is then added to
-it many times. Windows of 10 steps: 0:9, TP-GRPO's (the last step is deterministic), and 2:7, the default of the worlds.
+TP-GRPO on both worlds with the soft reward, before and after a short training (mixture 10, shapes
+12 iterations); 18 prompts x 16 trajectories per seed, which are scored once. This table [prompt,
+member, decision+1] is the truth. Normal noise is then added to it many times. Windows of 10 steps:
+0:9, TP-GRPO's (the last step is deterministic), and 2:7, the default of the worlds.
 
-Prediction: `flowrl.credit.expected_calls` of every true trajectory. Measurement and prediction are of the same trajectories, so
-they differ by the finite number of draws only; z is their difference in standard errors over draws. Every row has its own noise.
+Prediction: `flowrl.credit.expected_calls` of every true trajectory. Measurement and prediction are
+of the same trajectories, so they differ by the finite number of draws only; z is their difference
+in standard errors over draws. Every row has its own noise.
 """
 
 import argparse
@@ -26,7 +29,15 @@ from flowrl_bench.results_file import provenance
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flowrl.credit import ExpectedCalls, TurningPoint, expected_calls, gains, process_rewards, turn_probability, turning_points
+from flowrl.credit import (
+    ExpectedCalls,
+    TurningPoint,
+    expected_calls,
+    gains,
+    process_rewards,
+    turn_probability,
+    turning_points,
+)
 from flowrl.credit.turning_point import deciding_columns
 from flowrl.experience import Decisions
 from flowrl.io import write_json
@@ -53,7 +64,8 @@ EDGES = [0.25 * i for i in range(17)]
 """Of the smallest difference that decides a call, in units of the noise; the last bin is open."""
 
 
-# --- trajectories ---------------------------------------------------------------------------------------------------------
+# --- trajectories
+# --------------------------------------------------------------------------------------------------
 
 
 def sample_table(trainer: Trainer, seed: int) -> Tensor:
@@ -65,9 +77,16 @@ def sample_table(trainer: Trainer, seed: int) -> Tensor:
     groups = Groups(PROMPTS, MEMBERS)
     noise = groups.noise(policy.latent_shape, generator)
     result = rollout(
-        policy, trainer.draw_sampler(), trainer.schedule, policy.encode(prompts), noise, generator, groups, Completion(),
+        policy,
+        trainer.draw_sampler(),
+        trainer.schedule,
+        policy.encode(prompts),
+        noise,
+        generator,
+        groups,
+        Completion(),
         max_batch=MAX_BATCH,
-    )  # fmt: skip
+    )
     return score_rollout(policy, world.reward("soft"), result, prompts).total
 
 
@@ -76,9 +95,15 @@ def tables_of(world: str, window: str, seed: int, folder: Path) -> dict[str, Ten
     path = folder / f"{world}-{window.replace(':', '_')}-{seed}.safetensors"
     if not path.exists():
         started = time.process_time()
-        settings = {"method": "tp-grpo", "window": window, "reward_form": "soft", "iterations": ITERATIONS[world]}
+        settings = {
+            "method": "tp-grpo",
+            "window": window,
+            "reward_form": "soft",
+            "iterations": ITERATIONS[world],
+        }
         run = preset("default").apply(world=world, seed=seed, **settings)
-        with reproducible("detection", world, to_older("window", window), seed):  # the seeds of the first results
+        # the seeds of the first results
+        with reproducible("detection", world, to_older("window", window), seed):
             trainer = make_trainer(run)
             made = {"before": sample_table(trainer, seed)}
             for _ in range(run.iterations):
@@ -91,12 +116,16 @@ def tables_of(world: str, window: str, seed: int, folder: Path) -> dict[str, Ten
     return load_file(path)
 
 
-# --- measured and predicted -----------------------------------------------------------------------------------------------
+# --- measured and predicted
+# -----------------------------------------------------------------------------------------------
 
 
-def totals(called: Tensor, error: Tensor, variance: Tensor, expected: ExpectedCalls) -> dict[str, Tensor]:
-    """Per trajectory: calls, false ones, misses. Of a decision's reward: its error in the direction of the noise-free reward,
-    summed over turning points and over other decisions, and its variance."""
+def totals(
+    called: Tensor, error: Tensor, variance: Tensor, expected: ExpectedCalls
+) -> dict[str, Tensor]:
+    """Per trajectory: calls, false ones, misses. Of a decision's reward: its error in the direction
+    of the noise-free reward, summed over turning points and over other decisions, and its variance.
+    """
     turns, error = expected.turns, error * expected.rewards.sign()
     sums = {
         "called": called,
@@ -117,15 +146,21 @@ def noisy_tables(table: Tensor, noise: float, draws: int, seed: int) -> Iterator
 
 
 def compare(table: Tensor, noise: float, consistent: bool, seed: int) -> dict[str, Any]:
-    """One row: measured over `DRAWS` draws, with standard errors, and predicted. The measured variance is that around the
-    predicted mean, which the errors check."""
+    """One row: measured over `DRAWS` draws, with standard errors, and predicted. The measured
+    variance is that around the predicted mean, which the errors check.
+    """
     true = table.double()
     expected = expected_calls(true, noise, consistent)
     found: dict[str, list[Tensor]] = {}
     for noisy in noisy_tables(true, noise, DRAWS, seed):
         called = turning_points(noisy, consistent)
         rewards = process_rewards(noisy, called)
-        drawn = totals(called.double(), rewards - expected.rewards, (rewards - expected.mean).square(), expected)
+        drawn = totals(
+            called.double(),
+            rewards - expected.rewards,
+            (rewards - expected.mean).square(),
+            expected,
+        )
         for name, value in drawn.items():
             found.setdefault(name, []).append(value)
     predicted = totals(expected.called, expected.bias, expected.variance, expected)
@@ -134,7 +169,9 @@ def compare(table: Tensor, noise: float, consistent: bool, seed: int) -> dict[st
         "reward at turns": float((expected.rewards.abs() * expected.turns).sum(-1).mean()),
         "increments' variance": 2 * noise**2 * expected.turns.shape[-1],
         "measured": {name: float(torch.stack(values).mean()) for name, values in found.items()},
-        "error": {name: float(torch.stack(values).std() / DRAWS**0.5) for name, values in found.items()},
+        "error": {
+            name: float(torch.stack(values).std() / DRAWS**0.5) for name, values in found.items()
+        },
         "predicted": {name: float(value) for name, value in predicted.items()},
     }
 
@@ -146,11 +183,14 @@ def curve(table: Tensor) -> dict[str, list[float]]:
     return {name: [float(values.sum(-1).mean()) for values in some] for name, some in per.items()}
 
 
-# --- what a call is worth, and the criterion ------------------------------------------------------------------------------
+# --- what a call is worth, and the criterion
+# ------------------------------------------------------------------------------
 
 
 def smallest_difference(values: Tensor) -> Tensor:
-    """Per decision, the smallest of |d_{k-1}|, |d_k|, |R - V_{k+1}| and |D|; at decision 0 without d_{k-1}."""
+    """Per decision, the smallest of |d_{k-1}|, |d_k|, |R - V_{k+1}| and |D|; at decision 0 without
+    d_{k-1}.
+    """
     column = deciding_columns(values)
     before = (column["x"] - column["w"]).abs()
     before[..., 0] = torch.inf
@@ -159,30 +199,47 @@ def smallest_difference(values: Tensor) -> Tensor:
 
 
 def calibration(table: Tensor, noise: float, seed: int) -> dict[str, list[Any]]:
-    """Consistent calls by their smallest difference (`EDGES`): their number, the fraction of real ones (true turning points of
-    the same direction), and the mean probability of that with a flat prior."""
+    """Consistent calls by their smallest difference (`EDGES`): their number, the fraction of real
+    ones (true turning points of the same direction), and the mean probability of that with a flat
+    prior.
+    """
     true = table.double()
     turns, edges = turning_points(true), torch.tensor(EDGES[1:])
     sums = torch.zeros(3, len(EDGES), dtype=torch.float64)
     for noisy in noisy_tables(true, noise, CRITERION_DRAWS, seed):
         called = turning_points(noisy)
         real = (turns & (gains(noisy) * gains(true) > 0))[called].double()
-        place = torch.bucketize((smallest_difference(noisy)[called] / noise).float(), edges, right=True)
-        values = torch.stack([torch.ones_like(real), real, turn_probability(noisy, called, noise)[called]])
+        place = torch.bucketize(
+            (smallest_difference(noisy)[called] / noise).float(), edges, right=True
+        )
+        values = torch.stack(
+            [torch.ones_like(real), real, turn_probability(noisy, called, noise)[called]]
+        )
         sums.index_add_(1, place, values)
     counts, *others = sums.tolist()
-    fractions = [[value / count if count else None for value, count in zip(row, counts, strict=True)] for row in others]
+    fractions = [
+        [value / count if count else None for value, count in zip(row, counts, strict=True)]
+        for row in others
+    ]
     return {"calls": counts, "real": fractions[0], "flat prior": fractions[1]}
 
 
 def criteria(table: Tensor, noise: float, seed: int) -> list[dict[str, Any]]:
-    """By confidence: calls per trajectory, false and missed ones, root mean squared error of the decision's reward in units of
-    the noise, and the correlation of the advantages (no balancing) with those of the noise-free table. Last, the same for
-    increments alone."""
+    """By confidence: calls per trajectory, false and missed ones, root mean squared error of the
+    decision's reward in units of the noise, and the correlation of the advantages (no balancing)
+    with those of the noise-free table. Last, the same for increments alone.
+    """
     true, decisions = table.double(), Decisions.like(table)
     turns = turning_points(true)
-    rewards, target = process_rewards(true, turns), TurningPoint(balance=None).assign(true, decisions)
-    rules = {str(c): TurningPoint(balance=None, reward_noise=noise, confidence=c) for c in CONFIDENCES if c is not None}
+    rewards, target = (
+        process_rewards(true, turns),
+        TurningPoint(balance=None).assign(true, decisions),
+    )
+    rules = {
+        str(c): TurningPoint(balance=None, reward_noise=noise, confidence=c)
+        for c in CONFIDENCES
+        if c is not None
+    }
     rules = {"None": TurningPoint(balance=None), **rules, "increments": TurningPoint(where="none")}
     rows = []
     for name, rule in rules.items():
@@ -191,13 +248,21 @@ def criteria(table: Tensor, noise: float, seed: int) -> list[dict[str, Any]]:
             called = rule.selected(noisy)
             error = (process_rewards(noisy, called) - rewards).square().mean()
             pair = torch.stack([rule.assign(noisy, decisions).flatten(), target.flatten()])
-            counts = [part.double().sum(-1).mean() for part in (called, called & ~turns, turns & ~called)]
+            counts = [
+                part.double().sum(-1).mean() for part in (called, called & ~turns, turns & ~called)
+            ]
             sums += torch.stack([*counts, error, torch.corrcoef(pair)[0, 1]]) / CRITERION_DRAWS
         called, false, missed, error, correlation = sums.tolist()
-        rows.append({
-            "confidence": name, "called": called, "false": false, "missed": missed, "rms error / noise": error**0.5 / noise,
-            "correlation": correlation,
-        })  # fmt: skip
+        rows.append(
+            {
+                "confidence": name,
+                "called": called,
+                "false": false,
+                "missed": missed,
+                "rms error / noise": error**0.5 / noise,
+                "correlation": correlation,
+            }
+        )
     return rows
 
 
@@ -205,23 +270,34 @@ def cell(world: str, window: str, stage: str, table: Tensor, seed: int) -> dict[
     """Everything of one world, window and stage; `seed` is that of its noise."""
     key = {"world": world, "window": window, "stage": stage}
     rows = [
-        {**key, "noise": noise, "consistent": consistent} | compare(table, noise, consistent, seed + number)
+        {**key, "noise": noise, "consistent": consistent}
+        | compare(table, noise, consistent, seed + number)
         for number, (noise, consistent) in enumerate(product(LEVELS, (True, False)))
     ]
-    kept = [{**key, "noise": noise, **row} for noise in LEVELS for row in criteria(table, noise, seed)]
+    kept = [
+        {**key, "noise": noise, **row} for noise in LEVELS for row in criteria(table, noise, seed)
+    ]
     found: dict[str, Any] = {"rows": rows, "criteria": kept}
     if window == "0:9":
-        found["calibration"] = [{**key, "noise": noise, **calibration(table, noise, seed)} for noise in LEVELS]
+        found["calibration"] = [
+            {**key, "noise": noise, **calibration(table, noise, seed)} for noise in LEVELS
+        ]
         size = float(gains(table).abs().mean())
-        found["curves"] = [{**key, "mean |d|": size, "turns": rows[0]["turns"], "noise": CURVE, **curve(table)}]
+        found["curves"] = [
+            {**key, "mean |d|": size, "turns": rows[0]["turns"], "noise": CURVE, **curve(table)}
+        ]
     return found
 
 
 def main() -> None:
     """Measure what is missing, write JSON, Markdown and the figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--work", type=Path, default=Path("runs/detection"), help="folder of the true reward tables")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/detection"), help="folder of the true reward tables"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--figure", type=Path, default=FIGURE)
     parser.add_argument("--report", action="store_true")
@@ -229,15 +305,27 @@ def main() -> None:
     torch.set_num_threads(1)
     if not options.report:
         record: dict[str, Any] = {
-            "command": "python benchmarks/detection.py", **provenance(), "seeds": options.seeds, "prompts": PROMPTS,
-            "members": MEMBERS, "draws": DRAWS, "criterion_draws": CRITERION_DRAWS, "edges": EDGES, "iterations": ITERATIONS,
-        }  # fmt: skip
+            "command": "python benchmarks/detection.py",
+            **provenance(),
+            "seeds": options.seeds,
+            "prompts": PROMPTS,
+            "members": MEMBERS,
+            "draws": DRAWS,
+            "criterion_draws": CRITERION_DRAWS,
+            "edges": EDGES,
+            "iterations": ITERATIONS,
+        }
         for number, (world, window, stage) in enumerate(product(WORLDS, WINDOWS, STAGES)):
-            table = torch.cat([tables_of(world, window, seed, options.work)[stage] for seed in options.seeds])
+            table = torch.cat(
+                [tables_of(world, window, seed, options.work)[stage] for seed in options.seeds]
+            )
             started = time.process_time()
             for name, rows in cell(world, window, stage, table, 80_000 + 100 * number).items():
                 record.setdefault(name, []).extend(rows)
-            print(f"{world} {window} {stage}: {time.process_time() - started:.0f} processor seconds", flush=True)
+            print(
+                f"{world} {window} {stage}: {time.process_time() - started:.0f} processor seconds",
+                flush=True,
+            )
         write_json(options.out, record)
     report(json.loads(options.out.read_text()), options.out.with_suffix(".md"), options.figure)
 

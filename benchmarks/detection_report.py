@@ -23,14 +23,16 @@ def report(record: dict[str, Any], page: Path, figure: Path) -> None:
 def tables(record: dict[str, Any]) -> str:
     """Markdown."""
     z = z_scores(record)
-    iterations = ", ".join(f"{count} iterations ({WORLDS[world]})" for world, count in record["iterations"].items())
+    iterations = ", ".join(
+        f"{count} iterations ({WORLDS[world]})" for world, count in record["iterations"].items()
+    )
     seeds = ", ".join(map(str, record["seeds"]))
     made = (
-        f"Made by `{record['command']}`; commit {record['commit']}; {record['hardware']}; seeds {seeds}; "
-        f"{len(record['seeds']) * record['prompts'] * record['members']} trajectories per world, window and stage; "
-        f"{record['draws']} draws of the noise; after {iterations}. "
-        f"Measured / predicted. All {len(z)} pairs of numbers: mean square of z {np.mean(z**2):.2f}, "
-        f"largest |z| {np.max(abs(z)):.1f}."
+        f"Made by `{record['command']}`; commit {record['commit']}; {record['hardware']}; seeds"
+        f" {seeds}; {len(record['seeds']) * record['prompts'] * record['members']} trajectories per"
+        f" world, window and stage; {record['draws']} draws of the noise; after {iterations}."
+        f" Measured / predicted. All {len(z)} pairs of numbers: mean square of z"
+        f" {np.mean(z**2):.2f}, largest |z| {np.max(abs(z)):.1f}."
     )
     parts = [made]
     for consistent, title in ((True, "Consistent rule"), (False, "Plain rule")):
@@ -49,15 +51,21 @@ def tables(record: dict[str, Any]) -> str:
 def z_scores(record: dict[str, Any]) -> Any:
     """(measured - predicted) / standard error of every number that varies between draws."""
     rows = record["rows"]
-    pairs = [(row["measured"][k] - row["predicted"][k], row["error"][k]) for row in rows for k in row["error"]]
+    pairs = [
+        (row["measured"][k] - row["predicted"][k], row["error"][k])
+        for row in rows
+        for k in row["error"]
+    ]
     return np.array([difference / error for difference, error in pairs if error > 0])
 
 
 def compared(rows: list[dict[str, Any]]) -> str:
     """One line per world, window, stage and noise."""
     lines = [
-        "| world | window | stage | noise | true turning points | called | of these false | missed "
-        "| bias at turning points | variance / increments' |",
+        (
+            "| world | window | stage | noise | true turning points | called | of these false |"
+            " missed | bias at turning points | variance / increments' |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -65,9 +73,19 @@ def compared(rows: list[dict[str, Any]]) -> str:
         kinds = [row["measured"], row["predicted"]]
         cells.append(" / ".join(f"{100 * kind['false'] / kind['called']:.1f}%" for kind in kinds))
         cells.append(" / ".join(f"{100 * kind['missed'] / row['turns']:.1f}%" for kind in kinds))
-        cells.append(" / ".join(f"{100 * kind['bias at turns'] / row['reward at turns']:.1f}%" for kind in kinds))
+        cells.append(
+            " / ".join(
+                f"{100 * kind['bias at turns'] / row['reward at turns']:.1f}%" for kind in kinds
+            )
+        )
         cells.append(" / ".join(f"{kind['variance'] / row[VARIANCE]:.3f}" for kind in kinds))
-        place = (WORLDS[row["world"]], row["window"], row["stage"], f"{row['noise']:g}", f"{row['turns']:.3f}")
+        place = (
+            WORLDS[row["world"]],
+            row["window"],
+            row["stage"],
+            f"{row['noise']:g}",
+            f"{row['turns']:.3f}",
+        )
         lines.append(f"| {' | '.join((*place, *cells))} |")
     return "\n".join(lines)
 
@@ -78,8 +96,10 @@ VARIANCE = "increments' variance"
 def criterion(rows: list[dict[str, Any]]) -> str:
     """One line per world, window, stage, noise and confidence."""
     lines = [
-        "| world | window | stage | noise | rule | called | of these false | missed per trajectory | rms error / noise "
-        "| correlation |",
+        (
+            "| world | window | stage | noise | rule | called | of these false | missed per"
+            " trajectory | rms error / noise | correlation |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     names = {"None": "no criterion", "increments": "increments alone"}
@@ -88,7 +108,13 @@ def criterion(rows: list[dict[str, Any]]) -> str:
         rule = names.get(row["confidence"], f"confidence {row['confidence']}")
         false = f"{100 * row['false'] / row['called']:.0f}%" if row["called"] > 0.002 else "-"
         correlation = f"{row['correlation']:.3f}"
-        numbers = (f"{row['called']:.3f}", false, f"{row['missed']:.3f}", f"{row['rms error / noise']:.2f}", correlation)
+        numbers = (
+            f"{row['called']:.3f}",
+            false,
+            f"{row['missed']:.3f}",
+            f"{row['rms error / noise']:.2f}",
+            correlation,
+        )
         lines.append(f"| {' | '.join((*place, rule, *numbers))} |")
     return "\n".join(lines)
 
@@ -96,7 +122,10 @@ def criterion(rows: list[dict[str, Any]]) -> str:
 def bins(record: dict[str, Any]) -> str:
     """Fractions of real calls by smallest difference, and the flat prior's."""
     edges = record["edges"]
-    heads = [f"{edges[k]:g} to {edges[k + 2]:g}" if k + 2 < len(edges) else f"{edges[k]:g} and more" for k in STARTS]
+    heads = [
+        f"{edges[k]:g} to {edges[k + 2]:g}" if k + 2 < len(edges) else f"{edges[k]:g} and more"
+        for k in STARTS
+    ]
     lines = [
         f"| smallest difference / noise | {' | '.join(heads)} |",
         "|---" * (len(heads) + 1) + "|",
@@ -108,7 +137,9 @@ def bins(record: dict[str, Any]) -> str:
             for start in STARTS:
                 calls = np.array(row["calls"][start : start + 2])
                 values = np.nan_to_num(np.array(row[kind][start : start + 2], float))
-                cells.append(f"{(calls * values).sum() / calls.sum():.2f}" if calls.sum() >= ENOUGH else "-")
+                cells.append(
+                    f"{(calls * values).sum() / calls.sum():.2f}" if calls.sum() >= ENOUGH else "-"
+                )
             lines.append(f"| {name}: {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -118,7 +149,9 @@ STARTS = range(0, 17, 2)
 
 
 def draw(record: dict[str, Any]) -> Any:
-    """Densities over the noise, of both worlds before training; the fraction of real calls by smallest difference."""
+    """Densities over the noise, of both worlds before training; the fraction of real calls by
+    smallest difference.
+    """
     figure = plt.figure(figsize=(9, 7.2), layout="constrained")
     grid = figure.add_gridspec(2, 2)
     axes = [figure.add_subplot(grid[0, column]) for column in range(2)]
@@ -135,14 +168,22 @@ def densities(axes: Any, record: dict[str, Any], world: str) -> None:
     noise, called = np.array(row["noise"]), np.array(row["called"])
     real = called - np.array(row["false"])
     axes.fill_between(noise, 0, real, color=COLOURS["tp-grpo"], alpha=0.35, linewidth=0)
-    axes.fill_between(noise, real, called, color=COLOURS["stepwise-flow-grpo"], alpha=0.22, linewidth=0)
+    axes.fill_between(
+        noise, real, called, color=COLOURS["stepwise-flow-grpo"], alpha=0.22, linewidth=0
+    )
     axes.plot(noise, called, color=INK, linewidth=2)
     axes.axhline(row["turns"], color=INK, linewidth=1, linestyle="--")
     for one in record["rows"]:
         wanted = (world, "0:9", "before", True)
         if (one["world"], one["window"], one["stage"], one["consistent"]) == wanted:
             found = one["measured"]
-            axes.plot([one["noise"]] * 2, [found["called"], found["called"] - found["false"]], "o", color=INK, markersize=5)
+            axes.plot(
+                [one["noise"]] * 2,
+                [found["called"], found["called"] - found["false"]],
+                "o",
+                color=INK,
+                markersize=5,
+            )
     axes.set_xscale("log")
     axes.set_xlim(noise[0], noise[-1])
     axes.set_ylim(0, 1.9)
@@ -157,7 +198,9 @@ def densities(axes: Any, record: dict[str, Any], world: str) -> None:
 
 
 def calibration(axes: Any, record: dict[str, Any]) -> None:
-    """The fraction of real calls by the smallest difference that decides them, and the flat prior's expectation."""
+    """The fraction of real calls by the smallest difference that decides them, and the flat prior's
+    expectation.
+    """
     edges = np.array(record["edges"])
     middle = edges + 0.125
     colours = {"mixture": COLOURS["flow-grpo"], "shapes": COLOURS["stepwise-flow-grpo"]}
@@ -168,11 +211,24 @@ def calibration(axes: Any, record: dict[str, Any]) -> None:
         fill = colours[row["world"]] if row["stage"] == "before" else "white"
         name = f"{WORLDS[row['world']]}, {row['stage']}, {row['noise']:g}"
         axes.plot(
-            middle[shown], np.array(row["real"], float)[shown], style, color=colours[row["world"]], marker="o", markersize=4,
-            markerfacecolor=fill, linewidth=1.2, label=name,
-        )  # fmt: skip
+            middle[shown],
+            np.array(row["real"], float)[shown],
+            style,
+            color=colours[row["world"]],
+            marker="o",
+            markersize=4,
+            markerfacecolor=fill,
+            linewidth=1.2,
+            label=name,
+        )
         if row["world"] == "shapes" and row["stage"] == "before" and row["noise"] == 0.1:
-            axes.plot(middle[shown], np.array(row["flat prior"], float)[shown], color=INK, linewidth=2, label="flat prior")
+            axes.plot(
+                middle[shown],
+                np.array(row["flat prior"], float)[shown],
+                color=INK,
+                linewidth=2,
+                label="flat prior",
+            )
     axes.axvline(2, color="#8a8f98", linewidth=1, linestyle=":")
     axes.axhline(0.5, color="#8a8f98", linewidth=1, linestyle=":")
     axes.set_ylim(0, 1)

@@ -1,10 +1,12 @@
-"""Makes the 2-D numbers of the pages about papers and of the first result again, by the command on each page.
+"""Makes the 2-D numbers of the pages about papers and of the first result again, by the command on
+each page.
 
     python benchmarks/documented.py            # a few minutes; rewrites what differs
     python benchmarks/documented.py --check    # changes nothing; exit status 1 if a number differs
 
-Runs `flowrl compare --world mixture --seeds 0 1 2` with the methods of all pages at once: a method's numbers do not depend on the
-methods compared with it. They depend on the kind of processor (docs/papers/index.md).
+Runs `flowrl compare --world mixture --seeds 0 1 2` with the methods of all pages at once: a
+method's numbers do not depend on the methods compared with it. They depend on the kind of processor
+(docs/papers/index.md).
 """
 
 import argparse
@@ -19,8 +21,13 @@ from flowrl.plots.report import result_blocks
 from flowrl.training.results import ArmSummary, load_comparison, summarise
 
 DOCS = Path(__file__).parents[1] / "docs"
-COMMAND = re.compile(r"^flowrl compare --world mixture --methods (?P<methods>[\w -]+) --seeds 0 1 2$", re.MULTILINE)
-SENTENCE = re.compile(r"raises the held-out reward from .+? network evaluations per trajectory .+? for the update", re.DOTALL)
+COMMAND = re.compile(
+    r"^flowrl compare --world mixture --methods (?P<methods>[\w -]+) --seeds 0 1 2$", re.MULTILINE
+)
+SENTENCE = re.compile(
+    r"raises the held-out reward from .+? network evaluations per trajectory .+? for the update",
+    re.DOTALL,
+)
 ROW = re.compile(r"^\| (?P<method>[\w-]+) \| \d.*\|$", re.MULTILINE)
 FIRST_RESULT = ("final reward", "minus the baseline", "collapsed seeds", "NFE to baseline")
 """Columns of the table in docs/start/first-result.md."""
@@ -30,26 +37,41 @@ def sentence(summary: ArmSummary) -> str:
     """The result of a method, as the page of its paper states it."""
     collapsed = f"{summary.collapsed} of {summary.seeds} runs" if summary.collapsed else "no run"
     return (
-        f"raises the held-out reward from {summary.base.mean:.3f} to {summary.final.text()} (mean and half of the 95% interval, "
-        f"{summary.seeds} seeds; lowest seed {summary.worst:.3f}; {collapsed} collapsed)\nwith {summary.nfe_per_trajectory:.1f} "
-        f"network evaluations per trajectory for sampling and probes and {summary.train_nfe_per_trajectory:.1f} for the update"
+        f"raises the held-out reward from {summary.base.mean:.3f} to {summary.final.text()} (mean"
+        f" and half of the 95% interval, {summary.seeds} seeds; lowest seed {summary.worst:.3f};"
+        f" {collapsed} collapsed)\nwith {summary.nfe_per_trajectory:.1f} network evaluations per"
+        f" trajectory for sampling and probes and {summary.train_nfe_per_trajectory:.1f} for the"
+        " update"
     )
 
 
 def papers() -> dict[Path, str]:
     """The method of every page that has the command: the last one that the command names."""
-    found = {page: COMMAND.search(page.read_text()) for page in sorted((DOCS / "papers").glob("*.md"))}
+    found = {
+        page: COMMAND.search(page.read_text()) for page in sorted((DOCS / "papers").glob("*.md"))
+    }
     return {page: command["methods"].split()[-1] for page, command in found.items() if command}
 
 
 def renewed(summaries: Mapping[str, ArmSummary]) -> dict[Path, str]:
     """Every page with the numbers of `summaries`."""
-    pages = {page: SENTENCE.sub(sentence(summaries[method]), page.read_text()) for page, method in papers().items()}
+    pages = {
+        page: SENTENCE.sub(sentence(summaries[method]), page.read_text())
+        for page, method in papers().items()
+    }
     first = DOCS / "start" / "first-result.md"
     names = [*map(str, dict.fromkeys(match["method"] for match in ROW.finditer(first.read_text())))]
-    columns = dict(column for block in result_blocks([summaries[name] for name in names]).values() for column in block)
-    cells = {name: [columns[column][at] for column in FIRST_RESULT] for at, name in enumerate(names)}
-    pages[first] = ROW.sub(lambda row: _row([row["method"], *cells[row["method"]]]), first.read_text())
+    columns = dict(
+        column
+        for block in result_blocks([summaries[name] for name in names]).values()
+        for column in block
+    )
+    cells = {
+        name: [columns[column][at] for column in FIRST_RESULT] for at, name in enumerate(names)
+    }
+    pages[first] = ROW.sub(
+        lambda row: _row([row["method"], *cells[row["method"]]]), first.read_text()
+    )
     return pages
 
 
@@ -60,13 +82,27 @@ def _row(cells: Sequence[str]) -> str:
 
 def main() -> int:
     """Run the comparison and compare or rewrite the pages."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="change nothing, print what differs")
     check = parser.parse_args().check
     methods = dict.fromkeys(["flow-grpo", *papers().values()])
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/comparison"
-        command = ["compare", "--world", "mixture", "--methods", *methods, "--seeds", "0", "1", "2", "--out", out]
+        command = [
+            "compare",
+            "--world",
+            "mixture",
+            "--methods",
+            *methods,
+            "--seeds",
+            "0",
+            "1",
+            "2",
+            "--out",
+            out,
+        ]
         subprocess.run([sys.executable, "-m", "flowrl", *command], check=True)
         summaries = {summary.arm: summary for summary in summarise(load_comparison(Path(out)))}
     changed = {page: text for page, text in renewed(summaries).items() if text != page.read_text()}

@@ -1,9 +1,11 @@
-"""`flowrl train` while the bytes of its tensors and its seconds are counted by phase; a child process of benchmarks/full_size.py.
+"""`flowrl train` while the bytes of its tensors and its seconds are counted by phase; a child
+process of benchmarks/full_size.py.
 
     python benchmarks/full_size_train.py REPORT.json THREADS KILL_AFTER [options of flowrl train]
 
-Two things differ from the command: it computes on THREADS threads, and the trajectory record at the end has one member instead of
-twelve. With KILL_AFTER above 0 the process kills itself after that iteration's line in metrics.jsonl, before its checkpoint.
+Two things differ from the command: it computes on THREADS threads, and the trajectory record at the
+end has one member instead of twelve. With KILL_AFTER above 0 the process kills itself after that
+iteration's line in metrics.jsonl, before its checkpoint.
 """
 
 import json
@@ -28,7 +30,9 @@ from flowrl.training.evaluation import write_trajectory
 
 @dataclass
 class PhaseMeter:
-    """Seconds and tensor bytes of a run's phases: the most at once, and what was there at the start."""
+    """Seconds and tensor bytes of a run's phases: the most at once, and what was there at the
+    start.
+    """
 
     file: Path
     kill_after: int = 0
@@ -52,7 +56,11 @@ class PhaseMeter:
         if self.phases:
             last = self.phases[-1]
             own = time.process_time() - last.pop("processor_start")
-            last |= {"seconds": now - last.pop("start"), "processor": own, "peak": self.counter.largest}
+            last |= {
+                "seconds": now - last.pop("start"),
+                "processor": own,
+                "peak": self.counter.largest,
+            }
         self.counter.add_all()
         self.counter.largest = self.counter.now
         clocks = {"start": time.perf_counter(), "processor_start": time.process_time()}

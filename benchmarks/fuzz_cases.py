@@ -44,7 +44,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file: where it is in the folder of seeds, how it is changed, and how it is read. `share`: of the inputs."""
+    """A kind of file: where it is in the folder of seeds, how it is changed, and how it is read.
+    `share`: of the inputs.
+    """
 
     name: str
     place: str
@@ -56,19 +58,44 @@ class Kind:
 
 
 SETTINGS = {
-    "world": "mixture", "task": "direction", "iterations": 2, "groups": 2, "group_size": 3, "num_steps": 4, "window": "0:3",
-    "eval_every": 1, "eval_samples": 4, "eval_steps": 2, "checkpoint_every": 1,
-}  # fmt: skip
-RULE = "import pathlib\npathlib.Path('CANARY').touch()\nclass Part:\n    def assign(self, values, decisions): return values\n"
+    "world": "mixture",
+    "task": "direction",
+    "iterations": 2,
+    "groups": 2,
+    "group_size": 3,
+    "num_steps": 4,
+    "window": "0:3",
+    "eval_every": 1,
+    "eval_samples": 4,
+    "eval_steps": 2,
+    "checkpoint_every": 1,
+}
+RULE = (
+    "import pathlib\npathlib.Path('CANARY').touch()\nclass Part:\n    def assign(self, values,"
+    " decisions): return values\n"
+)
 PROMPTS = [
-    {"prompt": "two dogs", "tag": "counting", "include": [{"class": "dog", "count": 2}], "exclude": [{"class": "cat"}]},
-    {"prompt": "a red cup", "include": [{"class": "bench"}, {"class": "cup", "color": "red", "position": ["left of", 0]}]},
+    {
+        "prompt": "two dogs",
+        "tag": "counting",
+        "include": [{"class": "dog", "count": 2}],
+        "exclude": [{"class": "cat"}],
+    },
+    {
+        "prompt": "a red cup",
+        "include": [
+            {"class": "bench"},
+            {"class": "cup", "color": "red", "position": ["left of", 0]},
+        ],
+    },
     {"prompt": "ein Haus über dem Fluß", "number": 1.5, "flags": [True, None]},
-]  # fmt: skip
+]
 
 
 def make_seeds(folder: Path) -> None:
-    """The valid files: a comparison with one finished run, prompts, presets, weights, a reward table and lines of results."""
+    """The valid files: a comparison with one finished run, prompts, presets, weights, a reward
+    table and lines of results.
+    """
     config = RunConfig.of(**SETTINGS)
     comparison = CompareConfig(config, {"flow-grpo": {"method": "flow-grpo"}}, (0,))
     write_json(folder / "config.json", comparison.as_dict())
@@ -76,10 +103,20 @@ def make_seeds(folder: Path) -> None:
     Run(config, run).execute()
     write_json(run / "code.json", {"credit: rule.py:Rule": "0" * 64})
     score = {"base": 0.1, "trained": 0.2, "difference": 0.1, "low": 0.0, "high": 0.2, "wins": 0.5}
-    facts = {"command": "flowrl evaluate --weights runs/a", "prompts": 4, "count": 2, "scores": {"pickscore": score}, "each": []}
+    facts = {
+        "command": "flowrl evaluate --weights runs/a",
+        "prompts": 4,
+        "count": 2,
+        "scores": {"pickscore": score},
+        "each": [],
+    }
     write_json(run / "evaluation" / "evaluation.json", facts)
-    (folder / "prompts.txt").write_text("# a comment\na house\n\na tree by a lake\nFluß\n", encoding="utf-8")
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in PROMPTS), encoding="utf-8")
+    (folder / "prompts.txt").write_text(
+        "# a comment\na house\n\na tree by a lake\nFluß\n", encoding="utf-8"
+    )
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in PROMPTS), encoding="utf-8"
+    )
     (folder / "rewards.csv").write_text(EXAMPLE, encoding="utf-8")
     shutil.copy(ROOT / "flowrl" / "presets" / "methods" / "tp-grpo.yaml", folder / "preset.yaml")
     for suffix in (".safetensors", ".json"):
@@ -97,7 +134,9 @@ def make_seeds(folder: Path) -> None:
     tiny_sd3().save_pretrained(folder / "model")
 
 
-def rehashed(write: Callable[[Path, dict[str, torch.Tensor], random.Random], None]) -> change.Mutation:
+def rehashed(
+    write: Callable[[Path, dict[str, torch.Tensor], random.Random], None],
+) -> change.Mutation:
     """A mutation whose file has the right hash: `write` makes it from the changed tensors."""
 
     def mutation(data: bytes, draw: random.Random) -> bytes:
@@ -172,7 +211,9 @@ def _policy() -> Any:
 def read_base(path: Path) -> None:
     place = path.with_suffix(".safetensors")
     if path.suffix == ".safetensors" and path.is_file():
-        write_json(place.with_suffix(".json"), {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
+        write_json(
+            place.with_suffix(".json"), {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        )
     world("shapes").policy(PolicyOptions(base_weights=str(place)))
 
 
@@ -184,7 +225,10 @@ def read_prompts(path: Path) -> None:
 
 
 def read_model(path: Path) -> None:
-    load_policy(str(next(folder for folder in path.parents if folder.name == "model")), ModelOptions(height=16, width=16))
+    load_policy(
+        str(next(folder for folder in path.parents if folder.name == "model")),
+        ModelOptions(height=16, width=16),
+    )
 
 
 def read_figure(draw: Callable[[Any], object], path: Path) -> None:
@@ -201,32 +245,111 @@ RUN = f"runs/{run_folder('flow-grpo', 0)}"
 JSON, TENSORS = change.mixed(change.json_changed), change.mixed(change.safetensors_changed)
 KINDS = (
     Kind("run: config.json", f"{RUN}/config.json", JSON, read_config, 2),
-    Kind("run: config.yaml", f"{RUN}/config.yaml", change.mixed(change.yaml_changed), read_config, 2),
-    Kind("preset: YAML", "preset.yaml", change.mixed(change.yaml_changed), lambda path: preset(str(path)).apply(), 2),
+    Kind(
+        "run: config.yaml", f"{RUN}/config.yaml", change.mixed(change.yaml_changed), read_config, 2
+    ),
+    Kind(
+        "preset: YAML",
+        "preset.yaml",
+        change.mixed(change.yaml_changed),
+        lambda path: preset(str(path)).apply(),
+        2,
+    ),
     Kind("comparison: config.json", "config.json", JSON, read_comparison),
-    Kind("comparison: config.json, to repeat", "config.json", JSON, lambda path: load_compare(path).allowed()),
-    Kind("run: metrics.jsonl", f"{RUN}/metrics.jsonl", change.mixed(change.lines_changed), read_run),
-    Kind("run: code.json", f"{RUN}/code.json", JSON, lambda path: check_code(path.parent, RunConfig().flat(), True), 0.5),
+    Kind(
+        "comparison: config.json, to repeat",
+        "config.json",
+        JSON,
+        lambda path: load_compare(path).allowed(),
+    ),
+    Kind(
+        "run: metrics.jsonl", f"{RUN}/metrics.jsonl", change.mixed(change.lines_changed), read_run
+    ),
+    Kind(
+        "run: code.json",
+        f"{RUN}/code.json",
+        JSON,
+        lambda path: check_code(path.parent, RunConfig().flat(), True),
+        0.5,
+    ),
     Kind("run: samples.json", f"{RUN}/samples.json", JSON, partial(read_figure, samples), 0.5),
-    Kind("run: samples.safetensors", f"{RUN}/samples.safetensors", TENSORS, partial(read_figure, samples), 0.5),
-    Kind("run: trajectory.json", f"{RUN}/trajectory.json", JSON, partial(read_figure, trajectory), 0.5),
-    Kind("run: trajectory.safetensors", f"{RUN}/trajectory.safetensors", TENSORS, partial(read_figure, trajectory), 0.5),
+    Kind(
+        "run: samples.safetensors",
+        f"{RUN}/samples.safetensors",
+        TENSORS,
+        partial(read_figure, samples),
+        0.5,
+    ),
+    Kind(
+        "run: trajectory.json",
+        f"{RUN}/trajectory.json",
+        JSON,
+        partial(read_figure, trajectory),
+        0.5,
+    ),
+    Kind(
+        "run: trajectory.safetensors",
+        f"{RUN}/trajectory.safetensors",
+        TENSORS,
+        partial(read_figure, trajectory),
+        0.5,
+    ),
     Kind("run: evaluation.json", f"{RUN}/evaluation/evaluation.json", JSON, read_card),
-    Kind("run: weights.safetensors", f"{RUN}/weights.safetensors", change.mixed(change.safetensors_changed, rehashed(_weights)),
-         lambda path: load_trained(_policy(), path.parent), 2),
-    Kind("run: checkpoint", f"{RUN}/checkpoints/000002.safetensors", change.mixed(rehashed(_checkpoint)),
-         read_checkpoint, 2),
-    Kind("base weights", "base.safetensors", change.mixed(change.safetensors_changed, rehashed(_base)), read_base, 0.5),
+    Kind(
+        "run: weights.safetensors",
+        f"{RUN}/weights.safetensors",
+        change.mixed(change.safetensors_changed, rehashed(_weights)),
+        lambda path: load_trained(_policy(), path.parent),
+        2,
+    ),
+    Kind(
+        "run: checkpoint",
+        f"{RUN}/checkpoints/000002.safetensors",
+        change.mixed(rehashed(_checkpoint)),
+        read_checkpoint,
+        2,
+    ),
+    Kind(
+        "base weights",
+        "base.safetensors",
+        change.mixed(change.safetensors_changed, rehashed(_base)),
+        read_base,
+        0.5,
+    ),
     Kind("base weights: card", "base.json", JSON, read_base, 0.5),
-    Kind("head of a reward: safetensors", "head.safetensors", TENSORS, lambda path: read_weights(str(path))),
-    Kind("head of a reward: PyTorch", "head.pth", change.mixed(), lambda path: read_weights(str(path)), 0.5),
+    Kind(
+        "head of a reward: safetensors",
+        "head.safetensors",
+        TENSORS,
+        lambda path: read_weights(str(path)),
+    ),
+    Kind(
+        "head of a reward: PyTorch",
+        "head.pth",
+        change.mixed(),
+        lambda path: read_weights(str(path)),
+        0.5,
+    ),
     Kind("model: model_index.json", "model/model_index.json", JSON, read_model, 0.3, "model"),
     Kind("model: config.json", "model/transformer/config.json", JSON, read_model, 0.3, "model"),
-    Kind("model: weights", "model/transformer/diffusion_pytorch_model.safetensors", TENSORS, read_model, 0.3, "model"),
+    Kind(
+        "model: weights",
+        "model/transformer/diffusion_pytorch_model.safetensors",
+        TENSORS,
+        read_model,
+        0.3,
+        "model",
+    ),
     Kind("prompts: text", "prompts.txt", change.mixed(), read_prompts),
-    Kind("prompts: JSON lines", "prompts.jsonl", change.mixed(change.lines_changed), read_prompts, 2),
+    Kind(
+        "prompts: JSON lines", "prompts.jsonl", change.mixed(change.lines_changed), read_prompts, 2
+    ),
     Kind("reward table: CSV", "rewards.csv", change.mixed(change.table_changed), read_rewards, 2),
-    Kind("bench: lines of results", "results.jsonl", change.mixed(change.lines_changed), read_results),
-    Kind("bench: samples.json", "samples.json", JSON, lambda path: SamplesFile(path).observed(), 0.5),
+    Kind(
+        "bench: lines of results", "results.jsonl", change.mixed(change.lines_changed), read_results
+    ),
+    Kind(
+        "bench: samples.json", "samples.json", JSON, lambda path: SamplesFile(path).observed(), 0.5
+    ),
     Kind("bench: memory.json", "memory.json", JSON, lambda path: kept_memory(path, None), 0.5),
-)  # fmt: skip
+)

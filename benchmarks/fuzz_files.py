@@ -1,11 +1,13 @@
-"""Damaged and hostile files, given to every reader of files: each must read the file or refuse it by name.
+"""Damaged and hostile files, given to every reader of files: each must read the file or refuse it
+by name.
 
     python benchmarks/fuzz_files.py [--inputs 10000] [--seed 0] [--only KIND] [--out FILE]
 
-Valid files of a tiny run (`fuzz_cases`) are changed (`fuzz_mutations`) and read in one forked process per kind of file. A reader
-must return, or raise a `FlowrlError` that names the file in at most 2,000 characters, within 2 seconds of CPU time and 500 MB. It
-must run no code, import nothing that the file names, and open no connection. Prints a table and exits 1 if there is a problem.
-The same seed gives the same changes; the measured seconds in metrics.jsonl differ between runs.
+Valid files of a tiny run (`fuzz_cases`) are changed (`fuzz_mutations`) and read in one forked
+process per kind of file. A reader must return, or raise a `FlowrlError` that names the file in at
+most 2,000 characters, within 2 seconds of CPU time and 500 MB. It must run no code, import nothing
+that the file names, and open no connection. Prints a table and exits 1 if there is a problem. The
+same seed gives the same changes; the measured seconds in metrics.jsonl differ between runs.
 """
 
 import argparse
@@ -37,9 +39,18 @@ from flowrl.errors import FlowrlError
 TABLE = ROOT / "benchmarks" / "results" / "fuzz_files.md"
 SECONDS, MEGABYTES, CHARACTERS, HANG = 2.0, 500, 2000, 20
 EVENTS = {
-    "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "subprocess.Popen", "pickle.find_class",
-    "socket.connect", "socket.getaddrinfo", "webbrowser.open",
-}  # fmt: skip
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.fork",
+    "os.forkpty",
+    "subprocess.Popen",
+    "pickle.find_class",
+    "socket.connect",
+    "socket.getaddrinfo",
+    "webbrowser.open",
+}
 """Audit events that no reader may cause."""
 
 
@@ -60,14 +71,18 @@ class Found:
 
 
 class Watch:
-    """Records forbidden audit events while it is on. Hooks cannot be removed, so there is one per process."""
+    """Records forbidden audit events while it is on. Hooks cannot be removed, so there is one per
+    process.
+    """
 
     def __init__(self) -> None:
         self.on, self.seen = False, list[str]()
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.on and (event in EVENTS or (event == "import" and str(arguments[0]).startswith(change.CANARY))):
+        if self.on and (
+            event in EVENTS or (event == "import" and str(arguments[0]).startswith(change.CANARY))
+        ):
             self.seen.append(f"{event} {arguments!r:.100}")
 
 
@@ -122,13 +137,24 @@ def judge(kind: Kind, path: Path, canary: Path, found: Found) -> str:
     except BaseException as other:
         error = other
         place = traceback.extract_tb(other.__traceback__)[-1]
-        own = next((f for f in reversed(traceback.extract_tb(other.__traceback__)) if "/flowrl" in f.filename), place)
-        problem = f"{type(other).__name__}: {str(other)[:150]} ({Path(own.filename).name}:{own.lineno})"
+        own = next(
+            (
+                f
+                for f in reversed(traceback.extract_tb(other.__traceback__))
+                if "/flowrl" in f.filename
+            ),
+            place,
+        )
+        problem = (
+            f"{type(other).__name__}: {str(other)[:150]} ({Path(own.filename).name}:{own.lineno})"
+        )
     finally:
         watch().on = False
     seconds = time.process_time() - started
     found.slowest = max(found.slowest, seconds)
-    found.memory = max(found.memory, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024)
+    found.memory = max(
+        found.memory, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
+    )
     if seconds > SECONDS and not problem:
         problem = f"{seconds:.1f} s of CPU time"
     if watch().seen or canary.exists():
@@ -142,13 +168,19 @@ def judge(kind: Kind, path: Path, canary: Path, found: Found) -> str:
 
 
 def fuzz(kind: Kind, seeds: Path, inputs: int, seed: int, keep: Path | None = None) -> Found:
-    """Read `inputs` changed files of a kind; files that led to a problem are copied to the folder `keep`."""
+    """Read `inputs` changed files of a kind; files that led to a problem are copied to the folder
+    `keep`.
+    """
     found = Found()
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch) / "work"
         shutil.copytree(seeds, work)
         path, data = work / kind.place, (work / kind.place).read_bytes()
-        others = [file.read_bytes() for file in sorted(seeds.rglob("*")) if file.is_file() and file.stat().st_size < 100_000]
+        others = [
+            file.read_bytes()
+            for file in sorted(seeds.rglob("*"))
+            if file.is_file() and file.stat().st_size < 100_000
+        ]
         with contextlib.chdir(work), importable(work):
             judge(kind, path, work / "CANARY", Found())  # imports and caches
             problem = judge(kind, path, work / "CANARY", Found())
@@ -176,7 +208,9 @@ def importable(folder: Path) -> Iterator[None]:
 
 
 def put(path: Path, data: bytes, others: Sequence[bytes], kind: Kind, draw: random.Random) -> None:
-    """Write the next input to `path`: changed bytes, or seldom no file, a folder, or a link to nothing."""
+    """Write the next input to `path`: changed bytes, or seldom no file, a folder, or a link to
+    nothing.
+    """
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
     special = draw.random()
     if special < 0.005:
@@ -184,7 +218,9 @@ def put(path: Path, data: bytes, others: Sequence[bytes], kind: Kind, draw: rand
     elif special < 0.01:
         path.symlink_to("nowhere")
     elif special > 0.015:  # else: no file
-        path.write_bytes(change.spliced(data, others, draw) if special < 0.05 else kind.mutate(data, draw))
+        path.write_bytes(
+            change.spliced(data, others, draw) if special < 0.05 else kind.mutate(data, draw)
+        )
 
 
 def shared_out(inputs: int, kinds: Sequence[Kind] = KINDS) -> dict[str, int]:
@@ -194,7 +230,9 @@ def shared_out(inputs: int, kinds: Sequence[Kind] = KINDS) -> dict[str, int]:
 
 
 def forked(kind: Kind, seeds: Path, inputs: int, seed: int, keep: Path | None) -> Found:
-    """`fuzz` in a process of its own, so that a crash of the interpreter is a problem like the others."""
+    """`fuzz` in a process of its own, so that a crash of the interpreter is a problem like the
+    others.
+    """
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=lambda: sending.send(fuzz(kind, seeds, inputs, seed, keep)))
@@ -242,11 +280,17 @@ Changes that leave a valid file, such as another number, are accepted.
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--inputs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="kinds whose name contains this text")
-    parser.add_argument("--out", type=Path, help=f"write the table to this file (the committed one: {TABLE.relative_to(ROOT)})")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help=f"write the table to this file (the committed one: {TABLE.relative_to(ROOT)})",
+    )
     parser.add_argument("--keep", type=Path, help="folder for the inputs that led to a problem")
     options = parser.parse_args()
     torch.set_num_threads(1)

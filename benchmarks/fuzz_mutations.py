@@ -1,4 +1,6 @@
-"""Mutations of files: bytes, JSON values, YAML, tables and safetensors. All draw from a seeded generator alone."""
+"""Mutations of files: bytes, JSON values, YAML, tables and safetensors. All draw from a seeded
+generator alone.
+"""
 
 import contextlib
 import csv
@@ -31,33 +33,127 @@ class Touch:
 
 
 TOKENS = (
-    b"\0", b"\xef\xbb\xbf", b"\xff\xfe", b"\xe9", b"\xed\xa0\x80", b"\r", b"\r\n", b"\t", b"\x1b[31m", b'"', b"'", b"{", b"}",
-    b"[", b"]", b",", b":", b"NaN", b"-Infinity", b"1e999", b"-1", b"9" * 5000, b"[" * 100, b"[" * 100_000, b'{"a":' * 3000,
-    b"\\ud800", b"\\u0000", b"null", b"true", b"# ", b"\n", b"\xe2\x80\xa8", b"x" * 200_000, b"../../", b"0x10", b"1_0",
+    b"\0",
+    b"\xef\xbb\xbf",
+    b"\xff\xfe",
+    b"\xe9",
+    b"\xed\xa0\x80",
+    b"\r",
+    b"\r\n",
+    b"\t",
+    b"\x1b[31m",
+    b'"',
+    b"'",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b"NaN",
+    b"-Infinity",
+    b"1e999",
+    b"-1",
+    b"9" * 5000,
+    b"[" * 100,
+    b"[" * 100_000,
+    b'{"a":' * 3000,
+    b"\\ud800",
+    b"\\u0000",
+    b"null",
+    b"true",
+    b"# ",
+    b"\n",
+    b"\xe2\x80\xa8",
+    b"x" * 200_000,
+    b"../../",
+    b"0x10",
+    b"1_0",
     b"[/red]",
-)  # fmt: skip
+)
 YAML_TOKENS = (
-    b"!!python/object/apply:os.system ['touch CANARY']\n", b"!!python/name:os.system\n", b"!!int ''\n", b"!!bool maybe\n",
-    b"!!timestamp x\n", b"!!binary '%'\n", b"!!float ''\n", b"!!set {a, b}\n", b"!!omap [a]\n", b"!unknown x\n", b"? [a]\n: b\n",
-    b"? {a: b}\n: c\n", b"&a [*a, *a]\n", b"*missing\n", b"<<: {a: 1}\n", b"a: &a [1, 1]\nb: [*a, *a]\n", b"---\n", b"...\n",
-    b"%YAML 9.9\n", b"- " * 500 + b"\n", b"2001-99-99\n", b"190:20:30.15\n", b"1:60" * 100 + b"\n", b"0b_\n", b"+_\n", b".\n",
-    b"a: &x0 [lol]\n" + b"".join(b"a%d: &x%d [%s]\n" % (i, i, b", ".join([b"*x%d" % (i - 1)] * 9)) for i in range(1, 30)),
-)  # fmt: skip
+    b"!!python/object/apply:os.system ['touch CANARY']\n",
+    b"!!python/name:os.system\n",
+    b"!!int ''\n",
+    b"!!bool maybe\n",
+    b"!!timestamp x\n",
+    b"!!binary '%'\n",
+    b"!!float ''\n",
+    b"!!set {a, b}\n",
+    b"!!omap [a]\n",
+    b"!unknown x\n",
+    b"? [a]\n: b\n",
+    b"? {a: b}\n: c\n",
+    b"&a [*a, *a]\n",
+    b"*missing\n",
+    b"<<: {a: 1}\n",
+    b"a: &a [1, 1]\nb: [*a, *a]\n",
+    b"---\n",
+    b"...\n",
+    b"%YAML 9.9\n",
+    b"- " * 500 + b"\n",
+    b"2001-99-99\n",
+    b"190:20:30.15\n",
+    b"1:60" * 100 + b"\n",
+    b"0b_\n",
+    b"+_\n",
+    b".\n",
+    b"a: &x0 [lol]\n"
+    + b"".join(
+        b"a%d: &x%d [%s]\n" % (i, i, b", ".join([b"*x%d" % (i - 1)] * 9)) for i in range(1, 30)
+    ),
+)
 
 
 def hostile(draw: random.Random) -> Any:
     """A value that a file's writer did not foresee."""
     kinds: tuple[Callable[[], Any], ...] = (
-        lambda: draw.choice((None, True, False, 0, 1, -1, 2, 1.5, -0.0, "", [], {}, "yes", "1e-3", "nan")),
-        lambda: draw.choice((math.nan, math.inf, -math.inf, 1e308, 5e-324, 2**63, 2**64, 10**30, -(10**400), 10**4000)),
         lambda: draw.choice(
-            ("\ud800", "\0", "a\0b", "../../x", "/dev/null", "~", "[bold]x[/bold]", "\x1b[31m", "a\nb", "x" * 100_000)
+            (None, True, False, 0, 1, -1, 2, 1.5, -0.0, "", [], {}, "yes", "1e-3", "nan")
         ),
         lambda: draw.choice(
-            (f"{CANARY}.py:Part", f"{CANARY}:Part", "os:system", "os:system(command='touch CANARY')", "a(b)+(c)")
+            (
+                math.nan,
+                math.inf,
+                -math.inf,
+                1e308,
+                5e-324,
+                2**63,
+                2**64,
+                10**30,
+                -(10**400),
+                10**4000,
+            )
         ),
         lambda: draw.choice(
-            ("judge(url='http://127.0.0.1:9/', key='HOME')", "remote(url='http://127.0.0.1:9/')", "a" * 300 + "(")
+            (
+                "\ud800",
+                "\0",
+                "a\0b",
+                "../../x",
+                "/dev/null",
+                "~",
+                "[bold]x[/bold]",
+                "\x1b[31m",
+                "a\nb",
+                "x" * 100_000,
+            )
+        ),
+        lambda: draw.choice(
+            (
+                f"{CANARY}.py:Part",
+                f"{CANARY}:Part",
+                "os:system",
+                "os:system(command='touch CANARY')",
+                "a(b)+(c)",
+            )
+        ),
+        lambda: draw.choice(
+            (
+                "judge(url='http://127.0.0.1:9/', key='HOME')",
+                "remote(url='http://127.0.0.1:9/')",
+                "a" * 300 + "(",
+            )
         ),
         lambda: nested(draw.choice((3, 60, 250))),
         lambda: {f"name {i}": i for i in range(draw.choice((1, 2000)))},
@@ -75,7 +171,9 @@ def nested(depth: int) -> Any:
 
 
 def changed_value(value: Any, draw: random.Random) -> Any:
-    """`value` with one to three of its parts, at any depth, replaced, removed, repeated, renamed or added."""
+    """`value` with one to three of its parts, at any depth, replaced, removed, repeated, renamed or
+    added.
+    """
     root = [json.loads(json.dumps(value))]
     for _ in range(draw.randint(1, 3)):
         places = list(places_in(root))
@@ -87,7 +185,9 @@ def changed_value(value: Any, draw: random.Random) -> Any:
             other, place = draw.choice(places)
             owner[key] = json.loads(json.dumps(other[place]))
         elif kind == "rename" and isinstance(owner, dict):
-            owner[draw.choice((key + "x", key[:-1], key.upper(), "__init__", "format", ""))] = owner.pop(key)
+            owner[draw.choice((key + "x", key[:-1], key.upper(), "__init__", "format", ""))] = (
+                owner.pop(key)
+            )
         elif kind == "add" and isinstance(owner[key], dict):
             owner[key][draw.choice(("x", "format", "prompt", "seed", "id"))] = hostile(draw)
         else:
@@ -109,7 +209,9 @@ def bytes_changed(data: bytes, draw: random.Random) -> bytes:
     found = bytearray(data)
     for _ in range(draw.randint(1, 4)):
         at, length = draw.randint(0, len(found)), draw.choice((1, 2, 8, 100, 1000))
-        kind = draw.choice(("flip", "flip", "cut", "double", "token", "token", "truncate", "noise", "whole"))
+        kind = draw.choice(
+            ("flip", "flip", "cut", "double", "token", "token", "truncate", "noise", "whole")
+        )
         if kind == "flip" and at < len(found):
             found[at] ^= draw.randint(1, 255)
         elif kind == "cut":
@@ -130,13 +232,26 @@ def bytes_changed(data: bytes, draw: random.Random) -> bytes:
 def whole(data: bytes, draw: random.Random) -> bytes:
     """Another encoding of the file, or another file."""
     text = data.decode("utf-8", "replace")
-    return draw.choice((
-        b"", b"\n", b"\xef\xbb\xbf" + data, text.encode("utf-16"), text.encode("utf-32"),
-        text.encode("latin-1", "replace") + b"\xe9", b"\x1f\x8b" + data,
-        data.replace(b"\n", b"\r\n"), data.replace(b"\n", b"\r"), data + data, data[::-1], draw.randbytes(500),
-        b"PK\x03\x04" + data,
-        pickle.dumps(Touch("CANARY")), b"\x89PNG\r\n\x1a\n" + data, b"\0" * 1000,
-    ))  # fmt: skip
+    return draw.choice(
+        (
+            b"",
+            b"\n",
+            b"\xef\xbb\xbf" + data,
+            text.encode("utf-16"),
+            text.encode("utf-32"),
+            text.encode("latin-1", "replace") + b"\xe9",
+            b"\x1f\x8b" + data,
+            data.replace(b"\n", b"\r\n"),
+            data.replace(b"\n", b"\r"),
+            data + data,
+            data[::-1],
+            draw.randbytes(500),
+            b"PK\x03\x04" + data,
+            pickle.dumps(Touch("CANARY")),
+            b"\x89PNG\r\n\x1a\n" + data,
+            b"\0" * 1000,
+        )
+    )
 
 
 def json_changed(data: bytes, draw: random.Random) -> bytes:
@@ -172,7 +287,9 @@ def yaml_changed(data: bytes, draw: random.Random) -> bytes:
         values = changed_value(yaml.safe_load(data), draw)
         if len(json.dumps(values)) < 60_000:
             with contextlib.suppress(RecursionError):
-                return yaml.safe_dump(values, allow_unicode=draw.random() < 0.5).encode("utf-8", "surrogatepass")
+                return yaml.safe_dump(values, allow_unicode=draw.random() < 0.5).encode(
+                    "utf-8", "surrogatepass"
+                )
             return json.dumps(values).encode()  # JSON is YAML
     lines = data.splitlines(keepends=True)
     at, token = draw.randrange(len(lines)), draw.choice(YAML_TOKENS)
@@ -216,16 +333,35 @@ def table_changed(data: bytes, draw: random.Random) -> bytes:
         elif kind == "longer":
             row.append("1")
         elif row and rows[0]:
-            rows[0][draw.randrange(len(rows[0]))] = draw.choice(("prompt", "member", "", "R0", "value_0", "1"))
+            rows[0][draw.randrange(len(rows[0]))] = draw.choice(
+                ("prompt", "member", "", "R0", "value_0", "1")
+            )
     file = io.StringIO()
-    csv.writer(file, delimiter=draw.choice(",,,;\t"), quoting=draw.choice((csv.QUOTE_MINIMAL, csv.QUOTE_ALL))).writerows(rows)
-    return file.getvalue().encode(draw.choice(("utf-8", "utf-8", "utf-8-sig", "utf-16", "latin-1")), "replace")
+    csv.writer(
+        file,
+        delimiter=draw.choice(",,,;\t"),
+        quoting=draw.choice((csv.QUOTE_MINIMAL, csv.QUOTE_ALL)),
+    ).writerows(rows)
+    return file.getvalue().encode(
+        draw.choice(("utf-8", "utf-8", "utf-8-sig", "utf-16", "latin-1")), "replace"
+    )
 
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.int8)
+DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.int8,
+)
 
 
-def tensors_changed(tensors: dict[str, torch.Tensor], draw: random.Random) -> dict[str, torch.Tensor]:
+def tensors_changed(
+    tensors: dict[str, torch.Tensor], draw: random.Random
+) -> dict[str, torch.Tensor]:
     """Tensors of another type or shape, not finite, missing, renamed or too many."""
     found = dict(tensors)
     for _ in range(draw.randint(1, 2)):
@@ -251,7 +387,9 @@ def tensors_changed(tensors: dict[str, torch.Tensor], draw: random.Random) -> di
         elif kind == "drop":
             del found[name]
         elif kind == "rename":
-            found[draw.choice((name + "x", "", "__metadata", "../x", "\0", name.upper()))] = found.pop(name)
+            found[draw.choice((name + "x", "", "__metadata", "../x", "\0", name.upper()))] = (
+                found.pop(name)
+            )
         elif kind == "more":
             found["another"] = torch.zeros(3)
         else:
@@ -265,7 +403,18 @@ def safetensors_changed(data: bytes, draw: random.Random) -> bytes:
     head, body = data[8 : 8 + length], data[8 + length :]
     kind = draw.choice(("length", "header", "header", "tensors", "tensors", "offsets"))
     if kind == "length":
-        lengths = (0, 1, length - 1, length + 1, len(data), 2**31, 2**60, 2**63, 2**64 - 1, 100_000_001)
+        lengths = (
+            0,
+            1,
+            length - 1,
+            length + 1,
+            len(data),
+            2**31,
+            2**60,
+            2**63,
+            2**64 - 1,
+            100_000_001,
+        )
         return draw.choice(lengths).to_bytes(8, "little") + head + body
     if kind == "tensors":
         return save(tensors_changed(load(data), draw), json.loads(head).get("__metadata__"))
@@ -284,7 +433,9 @@ Mutation = Callable[[bytes, random.Random], bytes]
 
 
 def mixed(*own: Mutation) -> Mutation:
-    """`own` mutations of a kind of file in two of three cases, changes of bytes in the others and sometimes afterwards."""
+    """`own` mutations of a kind of file in two of three cases, changes of bytes in the others and
+    sometimes afterwards.
+    """
 
     def change(data: bytes, draw: random.Random) -> bytes:
         mutation = draw.choice(own) if own and draw.random() < 0.67 else bytes_changed

@@ -1,23 +1,26 @@
-"""The published models at full size on one GPU: how long rollout and update take, and how much of the GPU they use.
+"""The published models at full size on one GPU: how long rollout and update take, and how much of
+the GPU they use.
 
     python benchmarks/gpu.py --out results            # SD3.5-Medium and FLUX.1-dev, three methods, every optimisation on and off
     python benchmarks/gpu.py --models sd3.5-medium --variants none --minutes 8
     python benchmarks/gpu.py --tiny                   # end to end on the CPU in under a minute; its figures mean nothing
 
-The transformers and image decoders have the published sizes and random weights: nothing is downloaded. Text encoders are left
-out; prompts are noise of the shape of their embeddings, which are cached in training anyway. Everything else is what `flowrl
-train` does: the trainer, the method, a LoRA of rank 32 on all attention, AdamW, images decoded and scored (by their
-brightness, so the reward costs nothing).
+The transformers and image decoders have the published sizes and random weights: nothing is
+downloaded. Text encoders are left out; prompts are noise of the shape of their embeddings, which
+are cached in training anyway. Everything else is what `flowrl train` does: the trainer, the method,
+a LoRA of rank 32 on all attention, AdamW, images decoded and scored (by their brightness, so the
+reward costs nothing).
 
-Columns. rollout, score (decoding) and update: seconds of an iteration, the fastest of --repeats. images/s: trajectories over all
-of it. pairs/s: (trajectory, step) pairs over the update. GB: most memory at a time. use: useful floating-point operations of the
-transformer (counted; recomputation under gradient checkpointing is not useful) over seconds and over the ceiling, which is the
-best matrix product of the same precision, measured just before on the same GPU (or CPU threads); a share above 100% is an error.
-other: share of the phase in which the network did not work.
+Columns. rollout, score (decoding) and update: seconds of an iteration, the fastest of --repeats.
+images/s: trajectories over all of it. pairs/s: (trajectory, step) pairs over the update. GB: most
+memory at a time. use: useful floating-point operations of the transformer (counted; recomputation
+under gradient checkpointing is not useful) over seconds and over the ceiling, which is the best
+matrix product of the same precision, measured just before on the same GPU (or CPU threads); a share
+above 100% is an error. other: share of the phase in which the network did not work.
 
-Variants change one setting of the base each; `--set` changes the base. Every configuration is one line of OUT/gpu.jsonl, so a
-stopped benchmark goes on where it was (finished lines of the same code, settings and device are not made again); OUT/gpu.json has
-everything.
+Variants change one setting of the base each; `--set` changes the base. Every configuration is one
+line of OUT/gpu.jsonl, so a stopped benchmark goes on where it was (finished lines of the same code,
+settings and device are not made again); OUT/gpu.json has everything.
 """
 
 import argparse
@@ -36,7 +39,15 @@ from typing import Any
 
 import torch
 from gpu_cases import METHODS, MODELS, Case, RandomEmbeddings, Setting, cases, parse_changes
-from gpu_compute import LARGE, Meter, MeteredFamily, NetworkCost, matrix_product_ceiling, network_cost, share_of_ceiling
+from gpu_compute import (
+    LARGE,
+    Meter,
+    MeteredFamily,
+    NetworkCost,
+    matrix_product_ceiling,
+    network_cost,
+    share_of_ceiling,
+)
 
 from flowrl import Prompt, Trainer, preset
 from flowrl.policies import DTYPES, ModelOptions, PipelinePolicy
@@ -52,11 +63,19 @@ def build(case: Case, device: str) -> tuple[PipelinePolicy, Meter, NetworkCost]:
     """The policy with a meter around its network, and what an evaluation costs."""
     model, setting = MODELS[case.model], case.setting
     options = ModelOptions(
-        height=setting.resolution, width=setting.resolution, device=device, dtype=setting.dtype, guidance_scale=setting.guidance,
-        lora_rank=setting.rank, lora_alpha=2.0 * setting.rank,
-        gradient_checkpointing=setting.checkpointing, compile=setting.compile,
-        decode_batch=setting.decode_batch, decode_dtype=setting.decode_dtype, attention_backend=setting.attention,
-    )  # fmt: skip
+        height=setting.resolution,
+        width=setting.resolution,
+        device=device,
+        dtype=setting.dtype,
+        guidance_scale=setting.guidance,
+        lora_rank=setting.rank,
+        lora_alpha=2.0 * setting.rank,
+        gradient_checkpointing=setting.checkpointing,
+        compile=setting.compile,
+        decode_batch=setting.decode_batch,
+        decode_dtype=setting.decode_dtype,
+        attention_backend=setting.attention,
+    )
     pipe = model.pipeline(device, DTYPES[setting.dtype])
     policy = PipelinePolicy(pipe, RandomEmbeddings(model.family, model.tokens), options)  # pyright: ignore[reportArgumentType]
     condition = policy.encode([Prompt("a prompt")])
@@ -71,23 +90,41 @@ def run_config(case: Case) -> RunConfig:
     """The settings of the trainer."""
     setting = case.setting
     return preset("default").apply(
-        method=case.method, groups=setting.prompts, group_size=setting.members, num_steps=setting.steps,
+        method=case.method,
+        groups=setting.prompts,
+        group_size=setting.members,
+        num_steps=setting.steps,
         minibatches=setting.updates,
-        window=":-1", micro_batch=setting.micro_batch, max_batch=setting.max_batch, learning_rate=3e-4,
-        clip_range=1e-4, ema_decay=0.9,
-        kl_weight=setting.kl_weight, dtype=setting.dtype, offload=setting.offload, iterations=1000,
-    )  # fmt: skip
+        window=":-1",
+        micro_batch=setting.micro_batch,
+        max_batch=setting.max_batch,
+        learning_rate=3e-4,
+        clip_range=1e-4,
+        ema_decay=0.9,
+        kl_weight=setting.kl_weight,
+        dtype=setting.dtype,
+        offload=setting.offload,
+        iterations=1000,
+    )
 
 
-def measure(case: Case, device: str, repeats: int, ceiling: float, left: Callable[[], float]) -> dict[str, Any]:
-    """One unmeasured iteration (start-up, compilation), then the fastest of up to `repeats`, as many as the time allows."""
+def measure(
+    case: Case, device: str, repeats: int, ceiling: float, left: Callable[[], float]
+) -> dict[str, Any]:
+    """One unmeasured iteration (start-up, compilation), then the fastest of up to `repeats`, as
+    many as the time allows.
+    """
     setting = case.setting
     policy, meter, cost = build(case, device)
     config = run_config(case)
-    trainer = Trainer(policy, make_method(config), BRIGHTNESS, [Prompt(f"prompt {n}") for n in range(16)], config)
+    trainer = Trainer(
+        policy, make_method(config), BRIGHTNESS, [Prompt(f"prompt {n}") for n in range(16)], config
+    )
     trainer.on_phase = meter.phase
     if not setting.fused:
-        trainer.optimizer = torch.optim.AdamW(trainer.parameters, config.optim.learning_rate, foreach=False)
+        trainer.optimizer = torch.optim.AdamW(
+            trainer.parameters, config.optim.learning_rate, foreach=False
+        )
     found: list[dict[str, Any]] = []
     for _ in range(repeats + 1):
         meter.work.clear()
@@ -101,10 +138,17 @@ def measure(case: Case, device: str, repeats: int, ceiling: float, left: Callabl
             break
     timed = found[1:] or found
     best = min(timed, key=lambda line: line["seconds"])
-    return {**best, "warm": len(found) > 1, "repeats": len(timed), "all_seconds": [line["seconds"] for line in found]}
+    return {
+        **best,
+        "warm": len(found) > 1,
+        "repeats": len(timed),
+        "all_seconds": [line["seconds"] for line in found],
+    }
 
 
-def summary(case: Case, meter: Meter, cost: NetworkCost, ceiling: float, seconds: float) -> dict[str, Any]:
+def summary(
+    case: Case, meter: Meter, cost: NetworkCost, ceiling: float, seconds: float
+) -> dict[str, Any]:
     """The figures of one iteration."""
     setting = case.setting
     trajectories = setting.prompts * setting.members
@@ -137,7 +181,9 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def attempt(case: Case, device: str, repeats: int, ceiling: float, left: Callable[[], float]) -> dict[str, Any]:
+def attempt(
+    case: Case, device: str, repeats: int, ceiling: float, left: Callable[[], float]
+) -> dict[str, Any]:
     """`measure`, or what went wrong: running out of memory is a result too."""
     try:
         return measure(case, device, repeats, ceiling, left)
@@ -154,10 +200,20 @@ def environment(device: str) -> dict[str, Any]:
     packages = ("torch", "diffusers", "peft", "transformers", "triton")
     cuda = torch.cuda.get_device_properties(0) if device.startswith("cuda") else None
     return {
-        "device": cuda.name if cuda else f"CPU ({platform.machine()}), {torch.get_num_threads()} threads, {usable_cores()} cores",
+        "device": (
+            cuda.name
+            if cuda
+            else (
+                f"CPU ({platform.machine()}), {torch.get_num_threads()} threads, {usable_cores()}"
+                " cores"
+            )
+        ),
         "memory_gigabytes": cuda.total_memory / 1e9 if cuda else None,
         "driver": _driver() if cuda else None,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in packages},
+        },
         "code": _code(),
     }
 
@@ -190,7 +246,19 @@ def _code() -> str:
     return total.hexdigest()[:16]
 
 
-COLUMNS = ("model", "method", "variant", "rollout", "score", "update", "images/s", "pairs/s", "GB", "use: rollout", "use: update")
+COLUMNS = (
+    "model",
+    "method",
+    "variant",
+    "rollout",
+    "score",
+    "update",
+    "images/s",
+    "pairs/s",
+    "GB",
+    "use: rollout",
+    "use: update",
+)
 COLUMNS = (*COLUMNS, "other: rollout", "other: update")
 
 
@@ -200,7 +268,10 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     widths = [max(len(row[k]) for row in rows) for k in range(len(COLUMNS))]
     shown = []
     for row in rows:
-        cells = (cell.ljust(w) if k < 3 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        cells = (
+            cell.ljust(w) if k < 3 else cell.rjust(w)
+            for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
         shown.append("  ".join(cells).rstrip())
     return "\n".join([shown[0], "-" * len(shown[0]), *shown[1:]])
 
@@ -212,7 +283,11 @@ def _cells(line: dict[str, Any]) -> tuple[str, ...]:
         return (*head, line["error"], *("",) * (len(COLUMNS) - 4))
     phases, peak = line["phases"], line["peak_gigabytes"]
     seconds = tuple(f"{phases[name]['seconds']:.2f}" for name in ("rollout", "reward", "update"))
-    shares = [f"{100 * phases[name][what]:.1f}%" for what in ("use", "other") for name in ("rollout", "update")]
+    shares = [
+        f"{100 * phases[name][what]:.1f}%"
+        for what in ("use", "other")
+        for name in ("rollout", "update")
+    ]
     rates = (f"{line['images_per_second']:.2f}", f"{line['pairs_per_second']:.1f}", f"{peak:.1f}")
     return (*head, *seconds, *rates, *shares)
 
@@ -229,60 +304,118 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def ceilings(device: str, dtypes: Sequence[str]) -> dict[str, float]:
-    """Operations per second of the best matrix product, by precision, on the threads that the work will have."""
+    """Operations per second of the best matrix product, by precision, on the threads that the work
+    will have.
+    """
     cpu = device == "cpu"
     sizes = (512, LARGE) if cpu else (LARGE, 4096, 8192, 16384)
-    return {d: matrix_product_ceiling(torch.device(device), DTYPES[d], sizes, 0.1 if cpu else 1.0) for d in dtypes}
+    return {
+        d: matrix_product_ceiling(torch.device(device), DTYPES[d], sizes, 0.1 if cpu else 1.0)
+        for d in dtypes
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is not measured yet; write and print everything."""
     args = parse(arguments)
     device = args.device or ("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
-    models = args.models or (["tiny-sd3", "tiny-flux"] if args.tiny else ["sd3.5-medium", "flux.1-dev"])
+    models = args.models or (
+        ["tiny-sd3", "tiny-flux"] if args.tiny else ["sd3.5-medium", "flux.1-dev"]
+    )
     end = time.monotonic() + 60 * args.minutes
     todo = list(cases(models, args.methods, args.variants, parse_changes(args.set)))
     where = environment(device)
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "gpu.jsonl"
-    kept = {json.dumps(line["case"], sort_keys=True): line for line in read_lines(file) if line["where"] == where}
+    kept = {
+        json.dumps(line["case"], sort_keys=True): line
+        for line in read_lines(file)
+        if line["where"] == where
+    }
     limits = ceilings(device, sorted({case.setting.dtype for case in todo}))
     for name, limit in limits.items():
         print(f"ceiling {name}: {limit / 1e12:.3g} TFLOP/s on {where['device']}", file=sys.stderr)
     lines = []
     for number, case in enumerate(todo, 1):
         key = json.dumps(asdict(case), sort_keys=True)
-        line, label = kept.get(key), f"[{number}/{len(todo)}] {case.model} {case.method} {case.variant}"
+        line, label = (
+            kept.get(key),
+            f"[{number}/{len(todo)}] {case.model} {case.method} {case.variant}",
+        )
         if line is None or line.get("retry"):
             if time.monotonic() > end:
-                print(f"{label}: not measured, the time is up; the same command goes on here", file=sys.stderr)
+                print(
+                    f"{label}: not measured, the time is up; the same command goes on here",
+                    file=sys.stderr,
+                )
                 continue
             start = time.monotonic()
-            found = attempt(case, device, args.repeats, limits[case.setting.dtype], lambda: end - time.monotonic())
-            line = {"case": asdict(case), "where": where, "ceiling": limits[case.setting.dtype], **found}
+            found = attempt(
+                case,
+                device,
+                args.repeats,
+                limits[case.setting.dtype],
+                lambda: end - time.monotonic(),
+            )
+            line = {
+                "case": asdict(case),
+                "where": where,
+                "ceiling": limits[case.setting.dtype],
+                **found,
+            }
             with file.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")
-            outcome = line.get("detail", "") if "error" in line else f"{line['seconds']:.2f} s an iteration"
+            outcome = (
+                line.get("detail", "")
+                if "error" in line
+                else f"{line['seconds']:.2f} s an iteration"
+            )
             print(
-                f"{label}: {line.get('error', '')} {outcome} (took {time.monotonic() - start:.0f} s)", file=sys.stderr, flush=True
+                f"{label}: {line.get('error', '')} {outcome} (took"
+                f" {time.monotonic() - start:.0f} s)",
+                file=sys.stderr,
+                flush=True,
             )
         lines.append(line)
-    command = shlex.join(["python", "benchmarks/gpu.py", *(sys.argv[1:] if arguments is None else arguments)])
+    command = shlex.join(
+        ["python", "benchmarks/gpu.py", *(sys.argv[1:] if arguments is None else arguments)]
+    )
     whole = {"command": command, **where, "ceilings": limits, "lines": lines}
     (args.out / "gpu.json").write_text(json.dumps(whole, indent=1) + "\n")
-    print(f"{where['device']}, torch {where['versions']['torch']}, {len(lines)} of {len(todo)} configurations")
+    print(
+        f"{where['device']}, torch {where['versions']['torch']}, {len(lines)} of {len(todo)}"
+        " configurations"
+    )
     print(table(lines))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="default: sd3.5-medium flux.1-dev")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, help="default: sd3.5-medium flux.1-dev"
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--variants", default="all", help="all, none, or names separated by commas (of the first method)")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help=f"of the base: {', '.join(asdict(Setting()))}")
-    parser.add_argument("--repeats", type=int, default=2, help="measured iterations, after one that is not")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no further configuration after this time")
+    parser.add_argument(
+        "--variants",
+        default="all",
+        help="all, none, or names separated by commas (of the first method)",
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"of the base: {', '.join(asdict(Setting()))}",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="measured iterations, after one that is not"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="begin no further configuration after this time"
+    )
     parser.add_argument("--device", default="", help="default: cuda where there is one")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")

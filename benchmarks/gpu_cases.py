@@ -1,4 +1,6 @@
-"""What benchmarks/gpu.py measures: models at full size and tiny ones, a base setting each, and one change at a time."""
+"""What benchmarks/gpu.py measures: models at full size and tiny ones, a base setting each, and one
+change at a time.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +20,9 @@ METHODS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 
 @dataclass(frozen=True)
 class Setting:
-    """What is varied. Sizes per network call are in latents, twice as many with guidance above 1."""
+    """What is varied. Sizes per network call are in latents, twice as many with guidance above
+    1.
+    """
 
     prompts: int = 1
     members: int = 24
@@ -42,7 +46,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Model:
-    """How a model is built: (device, dtype of the network) -> pipeline, its family, and its base setting."""
+    """How a model is built: (device, dtype of the network) -> pipeline, its family, and its base
+    setting.
+    """
 
     pipeline: Callable[[str, torch.dtype], Any]
     family: SD3 | Flux
@@ -61,15 +67,22 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(kept)
 
 
-def random_pipeline(name: str, device: str, dtype: torch.dtype, known: Architecture | None = None) -> Any:
-    """The pipeline of an architecture with random weights, without text encoders (see `RandomEmbeddings`).
+def random_pipeline(
+    name: str, device: str, dtype: torch.dtype, known: Architecture | None = None
+) -> Any:
+    """The pipeline of an architecture with random weights, without text encoders (see
+    `RandomEmbeddings`).
 
-    `known`: a variant of the architecture `name`. The image decoder has the published size. Weights are made on `device` in
-    `dtype` at once: FLUX.1 in bfloat16 never takes more than 24 GB.
+    `known`: a variant of the architecture `name`. The image decoder has the published size. Weights
+    are made on `device` in `dtype` at once: FLUX.1 in bfloat16 never takes more than 24 GB.
     """
     diffusers = import_module("diffusers")
     sd3 = name.startswith("sd3")
-    scale = {"scaling_factor": 1.5305, "shift_factor": 0.0609} if sd3 else {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+    scale = (
+        {"scaling_factor": 1.5305, "shift_factor": 0.0609}
+        if sd3
+        else {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+    )
     grid = {"use_dynamic_shifting": True, "shift": 3.0, "base_shift": 0.5, "max_shift": 1.15}
     grid = {"flux.1-dev": grid, "flux.1-schnell": {"shift": 1.0}}.get(name, {"shift": 3.0})
     with torch.device(device):
@@ -77,15 +90,21 @@ def random_pipeline(name: str, device: str, dtype: torch.dtype, known: Architect
     with default_dtype(dtype):
         transformer = (known or ARCHITECTURES[name]).build(device)
     pipeline = diffusers.StableDiffusion3Pipeline if sd3 else diffusers.FluxPipeline
-    encoders = {f"{part}{n}": None for part in ("text_encoder", "tokenizer") for n in ("", "_2", *("_3",) * sd3)}
+    encoders = {
+        f"{part}{n}": None
+        for part in ("text_encoder", "tokenizer")
+        for n in ("", "_2", *("_3",) * sd3)
+    }
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**grid)
     return pipeline(transformer=transformer, vae=decoder, scheduler=scheduler, **encoders)
 
 
 class RandomEmbeddings:
-    """`family` with noise of the true shape as embeddings: words [tokens, width] and pooled [width], float32.
+    """`family` with noise of the true shape as embeddings: words [tokens, width] and pooled
+    [width], float32.
 
-    `tokens` is the length of the whole embedding (SD3: CLIP's and T5's together). Equal texts have equal embeddings.
+    `tokens` is the length of the whole embedding (SD3: CLIP's and T5's together). Equal texts have
+    equal embeddings.
     """
 
     def __init__(self, family: Family, tokens: int) -> None:
@@ -94,20 +113,42 @@ class RandomEmbeddings:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.family, name)
 
-    def encode(self, pipe: Any, text: str, tokens: int, device: torch.device) -> Mapping[str, Tensor]:
+    def encode(
+        self, pipe: Any, text: str, tokens: int, device: torch.device
+    ) -> Mapping[str, Tensor]:
         """The embeddings of one prompt; `tokens` (of T5 alone) is not used."""
         config = pipe.transformer.config
         generator = torch.Generator().manual_seed(int.from_bytes(text.encode()[-7:], "big"))
         words = torch.randn(self.tokens, config.joint_attention_dim, generator=generator)
-        return {"words": words, "pooled": torch.randn(config.pooled_projection_dim, generator=generator)}
+        return {
+            "words": words,
+            "pooled": torch.randn(config.pooled_projection_dim, generator=generator),
+        }
 
 
-SMALL = Setting(members=3, steps=4, resolution=16, rank=4, dtype="bfloat16", max_batch=6, micro_batch=4, decode_batch=4)
+SMALL = Setting(
+    members=3,
+    steps=4,
+    resolution=16,
+    rank=4,
+    dtype="bfloat16",
+    max_batch=6,
+    micro_batch=4,
+    decode_batch=4,
+)
 MODELS = {
     "sd3.5-medium": Model(partial(random_pipeline, "sd3.5-medium"), SD3(), 333, Setting()),
-    "sd3.5-large": Model(partial(random_pipeline, "sd3.5-large"), SD3(), 333, Setting(members=12, max_batch=12, micro_batch=4)),
+    "sd3.5-large": Model(
+        partial(random_pipeline, "sd3.5-large"),
+        SD3(),
+        333,
+        Setting(members=12, max_batch=12, micro_batch=4),
+    ),
     "flux.1-dev": Model(
-        partial(random_pipeline, "flux.1-dev"), Flux(), 512, Setting(members=12, steps=6, max_batch=12, micro_batch=4)
+        partial(random_pipeline, "flux.1-dev"),
+        Flux(),
+        512,
+        Setting(members=12, steps=6, max_batch=12, micro_batch=4),
     ),
     "tiny-sd3": Model(lambda device, dtype: tiny.tiny_sd3(), SD3(), 64, SMALL),
     "tiny-flux": Model(lambda device, dtype: tiny.tiny_flux(), Flux(), 24, SMALL),
@@ -117,10 +158,16 @@ MODELS = {
 def variants(base: Setting, compiler: str) -> dict[str, dict[str, Any]]:
     """One change of the base each, by name."""
     compiled = "" if base.compile else compiler
-    kernels = ("_native_cudnn", "_native_flash", "_native_math") if compiler == "inductor" else ("_native_math",)
+    kernels = (
+        ("_native_cudnn", "_native_flash", "_native_math")
+        if compiler == "inductor"
+        else ("_native_math",)
+    )
     return {
         "base": {},
-        f"checkpointing {'off' if base.checkpointing else 'on'}": {"checkpointing": not base.checkpointing},
+        f"checkpointing {'off' if base.checkpointing else 'on'}": {
+            "checkpointing": not base.checkpointing
+        },
         f"compile {compiled or 'off'}": {"compile": compiled},
         "micro-batch 1": {"micro_batch": 1},
         f"micro-batch {base.micro_batch * 2}": {"micro_batch": base.micro_batch * 2},
@@ -147,12 +194,17 @@ class Case:
     setting: Setting
 
 
-def cases(models: Sequence[str], methods: Sequence[str], chosen: str, changes: dict[str, Any]) -> Iterator[Case]:
-    """For every model the methods with its base, then the first method with every variant ("all", "none" or names)."""
+def cases(
+    models: Sequence[str], methods: Sequence[str], chosen: str, changes: dict[str, Any]
+) -> Iterator[Case]:
+    """For every model the methods with its base, then the first method with every variant ("all",
+    "none" or names).
+    """
     for model in models:
         base = replace(MODELS[model].base, **changes)
         yield from (Case(model, method, "base", base) for method in methods)
-        compiler = "eager" if model.startswith("tiny") else "inductor"  # which takes minutes on a CPU
+        # which takes minutes on a CPU
+        compiler = "eager" if model.startswith("tiny") else "inductor"
         for name, change in variants(base, compiler).items():
             wanted = chosen == "all" or name in chosen.split(",")
             if change and wanted:

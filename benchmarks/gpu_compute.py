@@ -1,4 +1,6 @@
-"""Measurements of a policy's network while the code around it runs unchanged: operations, time by phase, memory."""
+"""Measurements of a policy's network while the code around it runs unchanged: operations, time by
+phase, memory.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -16,11 +18,13 @@ from flowrl.policies import LORA_TARGETS, Adapters, Family, PipelinePolicy
 
 @dataclass(frozen=True)
 class NetworkCost:
-    """Floating-point operations (a multiplication and an addition count as two) of one evaluation of one latent.
+    """Floating-point operations (a multiplication and an addition count as two) of one evaluation
+    of one latent.
 
-    Matrix products, convolutions and attention are counted, as is usual for model FLOP utilisation; norms, activations and the
-    image decoder are not. `backward` is the additional work for a gradient of the trained parameters: with a LoRA it has no
-    weight gradients of frozen layers. Recomputation that saves memory (gradient checkpointing, attention) is not part of either.
+    Matrix products, convolutions and attention are counted, as is usual for model FLOP utilisation;
+    norms, activations and the image decoder are not. `backward` is the additional work for a
+    gradient of the trained parameters: with a LoRA it has no weight gradients of frozen layers.
+    Recomputation that saves memory (gradient checkpointing, attention) is not part of either.
     """
 
     forward: int
@@ -30,14 +34,21 @@ class NetworkCost:
 def network_cost(policy: PipelinePolicy, rows: Mapping[str, Tensor]) -> NetworkCost:
     """Counted by PyTorch's counter on a copy of the policy's transformer on the "meta" device.
 
-    `rows` are the embeddings of one prompt, [1, ...]. All operations are linear in the number of latents, so one is enough.
+    `rows` are the embeddings of one prompt, [1, ...]. All operations are linear in the number of
+    latents, so one is enough.
     """
     with torch.device("meta"):
         twin: Any = type(policy.transformer).from_config(policy.transformer.config)
     options = policy.options
     twin.requires_grad_(options.tuning == "full")
     if options.tuning == "lora":
-        Adapters(twin, options.lora_rank, options.lora_alpha, options.lora_targets or LORA_TARGETS, options.seed)
+        Adapters(
+            twin,
+            options.lora_rank,
+            options.lora_alpha,
+            options.lora_targets or LORA_TARGETS,
+            options.seed,
+        )
     shaped = {name: torch.empty(row.shape, device="meta") for name, row in rows.items()}
     latent = torch.empty((1, *policy.latent_shape), device="meta")
     with FlopCounterMode(display=False) as counter:
@@ -50,17 +61,27 @@ def network_cost(policy: PipelinePolicy, rows: Mapping[str, Tensor]) -> NetworkC
 
 
 LARGE = 2048
-"""Side of a matrix that keeps all threads or the whole GPU busy; smaller products alone underrate the device."""
+"""Side of a matrix that keeps all threads or the whole GPU busy; smaller products alone underrate
+the device.
+"""
 
 
-def matrix_product_ceiling(device: torch.device, dtype: torch.dtype, sizes: Sequence[int], seconds: float = 0.5) -> float:
-    """Floating-point operations per second of square matrix products of random numbers: the best of `sizes`, each measured for
-    about `seconds` after a warm-up: the upper bound for a network of such products alone, on as many threads as PyTorch has now.
-    A processor without instructions for `dtype` multiplies in it up to fifty times slower than in float32, whose ceiling is then
-    returned. Raises `ValueError` unless one size is `LARGE` or more."""
+def matrix_product_ceiling(
+    device: torch.device, dtype: torch.dtype, sizes: Sequence[int], seconds: float = 0.5
+) -> float:
+    """Floating-point operations per second of square matrix products of random numbers: the best of
+    `sizes`, each measured for about `seconds` after a warm-up: the upper bound for a network of
+    such products alone, on as many threads as PyTorch has now. A processor without instructions for
+    `dtype` multiplies in it up to fifty times slower than in float32, whose ceiling is then
+    returned. Raises `ValueError` unless one size is `LARGE` or more.
+    """
     if max(sizes) < LARGE:
-        raise ValueError(f"sizes {tuple(sizes)}: one must be {LARGE:,} or more, or the ceiling is too low")
-    if device.type == "cpu" and _small_product_seconds(dtype) > _small_product_seconds(torch.float32):
+        raise ValueError(
+            f"sizes {tuple(sizes)}: one must be {LARGE:,} or more, or the ceiling is too low"
+        )
+    if device.type == "cpu" and _small_product_seconds(dtype) > _small_product_seconds(
+        torch.float32
+    ):
         dtype = torch.float32
     best = 0.0
     for size in sizes:
@@ -72,13 +93,16 @@ def matrix_product_ceiling(device: torch.device, dtype: torch.dtype, sizes: Sequ
 
 
 def share_of_ceiling(operations: float, seconds: float, ceiling: float) -> float:
-    """The share of the ceiling that work of so many operations reached. Raises `ValueError` for one above 1, which is impossible:
-    something else slowed the ceiling's measurement down, or it ran on fewer threads."""
+    """The share of the ceiling that work of so many operations reached. Raises `ValueError` for one
+    above 1, which is impossible:
+    something else slowed the ceiling's measurement down, or it ran on fewer threads.
+    """
     share = operations / seconds / ceiling if seconds else 0.0
     if share > 1:
         raise ValueError(
-            f"use of {share:.0%} is impossible: the work did {operations / seconds / 1e9:.0f} GFLOP/s, its ceiling was measured "
-            f"at {ceiling / 1e9:.0f} ({torch.get_num_threads()} threads); measure again while nothing else runs"
+            f"use of {share:.0%} is impossible: the work did {operations / seconds / 1e9:.0f}"
+            f" GFLOP/s, its ceiling was measured at {ceiling / 1e9:.0f} ({torch.get_num_threads()}"
+            " threads); measure again while nothing else runs"
         )
     return share
 
@@ -108,8 +132,10 @@ def synchronise(device: torch.device) -> None:
 
 @dataclass
 class PhaseWork:
-    """The work of one phase: wall-clock `seconds`, those in which the network worked, latents evaluated without a gradient
-    (`sampled`) and with one (`trained`), and the peak memory in bytes (`peak_memory`)."""
+    """The work of one phase: wall-clock `seconds`, those in which the network worked, latents
+    evaluated without a gradient (`sampled`) and with one (`trained`), and the peak memory in bytes
+    (`peak_memory`).
+    """
 
     seconds: float = 0.0
     network_seconds: float = 0.0
@@ -124,11 +150,12 @@ class PhaseWork:
 
 @dataclass
 class Meter:
-    """A stopwatch around a family's network, by phases; call `phase(name)` at the start of each and `phase("")` at the end.
+    """A stopwatch around a family's network, by phases; call `phase(name)` at the start of each and
+    `phase("")` at the end.
 
-    On a GPU the network's time is taken between events in its own queue, so that measuring does not slow it down; only the start
-    and the end of a phase synchronise. A backward pass counts from the gradient of the network's output to the last of the
-    watched parameters' gradients.
+    On a GPU the network's time is taken between events in its own queue, so that measuring does not
+    slow it down; only the start and the end of a phase synchronise. A backward pass counts from the
+    gradient of the network's output to the last of the watched parameters' gradients.
     """
 
     device: torch.device
@@ -194,7 +221,12 @@ class MeteredFamily:
         return getattr(self.family, name)
 
     def velocity(
-        self, transformer: Any, latent: Tensor, timestep: Tensor, rows: Mapping[str, Tensor], size: tuple[int, int]
+        self,
+        transformer: Any,
+        latent: Tensor,
+        timestep: Tensor,
+        rows: Mapping[str, Tensor],
+        size: tuple[int, int],
     ) -> Tensor:
         """The family's own."""
         start = self.meter.mark()

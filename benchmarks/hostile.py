@@ -1,10 +1,12 @@
-"""Bad input, generated from the settings' own schema and tried on every command, file format and the Python API.
+"""Bad input, generated from the settings' own schema and tried on every command, file format and
+the Python API.
 
     python benchmarks/hostile.py [--only CLASS ...] [--out FILE] [--show N]
 
-An input is handled *clearly* if there is exactly one message that names what was wrong, the exit code is 2, nothing is written,
-no traceback is printed and it takes less than ten seconds. In Python it is one `FlowrlError`. Every case runs in a process of its
-own (forked after the imports) in an empty folder, which is compared with its copy afterwards. Writes a table of classes.
+An input is handled *clearly* if there is exactly one message that names what was wrong, the exit
+code is 2, nothing is written, no traceback is printed and it takes less than ten seconds. In Python
+it is one `FlowrlError`. Every case runs in a process of its own (forked after the imports) in an
+empty folder, which is compared with its copy afterwards. Writes a table of classes.
 """
 
 import argparse
@@ -98,11 +100,15 @@ def snapshot(root: Path) -> dict[str, str]:
     found = {}
     for path in sorted(root.rglob("*")):
         regular = path.is_file() and not path.is_symlink()
-        found[str(path.relative_to(root))] = hashlib.sha256(path.read_bytes()).hexdigest() if regular else "-"
+        found[str(path.relative_to(root))] = (
+            hashlib.sha256(path.read_bytes()).hexdigest() if regular else "-"
+        )
     return found
 
 
-def judged(case: Case, status: int | None, output: str, before: dict[str, str], after: dict[str, str]) -> str:
+def judged(
+    case: Case, status: int | None, output: str, before: dict[str, str], after: dict[str, str]
+) -> str:
     """What is wrong with how an input was handled; "" if nothing is."""
     if status is None:
         return "hangs or starts work"
@@ -149,7 +155,10 @@ def shown(rows: list[dict[str, object]]) -> str:
     lines = [f"{'class':34s} {'tried':>6s} {'clear':>6s} {'slowest':>8s}  problems"]
     for row in rows:
         problems = ", ".join(f"{name} {count}" for name, count in dict(row["problems"]).items())  # type: ignore[call-overload]
-        lines.append(f"{row['class']:34s} {row['tried']:6d} {row['clear']:6d} {row['slowest_seconds']:7.1f}s  {problems}")
+        lines.append(
+            f"{row['class']:34s} {row['tried']:6d} {row['clear']:6d} {row['slowest_seconds']:7.1f}s"
+            f"  {problems}"
+        )
     total, clear = (sum(int(str(row[key])) for row in rows) for key in ("tried", "clear"))
     return "\n".join([*lines, f"{'all':34s} {total:6d} {clear:6d}"])
 
@@ -164,13 +173,19 @@ def progress(cases: list[Case], try_one: Callable[[Case], Outcome]) -> Iterator[
 
 def main() -> int:
     """Try all cases, print the table; exit 1 if one input was not handled clearly."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", default=(), help="classes to try")
     parser.add_argument("--out", type=Path, help="write the table as JSON")
     parser.add_argument("--show", type=int, default=20, help="print so many of the unclear cases")
-    parser.add_argument("--every", type=int, default=1, help="try every n-th case of each class only")
+    parser.add_argument(
+        "--every", type=int, default=1, help="try every n-th case of each class only"
+    )
     args = parser.parse_args()
-    cases = [case for case in all_cases() if not args.only or case.family in args.only][:: args.every]
+    cases = [case for case in all_cases() if not args.only or case.family in args.only][
+        :: args.every
+    ]
     outcomes = list(progress(cases, tried))
     unclear = [outcome for outcome in outcomes if outcome.problem]
     for outcome in unclear[: args.show]:

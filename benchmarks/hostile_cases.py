@@ -1,5 +1,6 @@
-"""The bad inputs of `hostile.py`: values generated from the schema of the settings and from the options of all parts."""
-# ruff: noqa: E501  (tables of inputs)
+"""The bad inputs of `hostile.py`: values generated from the schema of the settings and from the
+options of all parts.
+"""
 
 import dataclasses
 import json
@@ -21,8 +22,16 @@ from flowrl.settings import fields_of, groups_of, owners
 from flowrl.specs import parse_spec
 from flowrl.training.config import RunConfig
 
-for _name in ("training.compare", "plots.report", "plots.figures", "worlds.mixture", "serving.command", "diagnostics"):
-    import_module(f"flowrl.{_name}")  # before the processes fork, so that a case takes a fraction of a second
+for _name in (
+    "training.compare",
+    "plots.report",
+    "plots.figures",
+    "worlds.mixture",
+    "serving.command",
+    "diagnostics",
+):
+    # before the processes fork, so that a case takes a fraction of a second
+    import_module(f"flowrl.{_name}")
 for _name in ("command", "explain_command", "pretrain", "claims_page", "rule_bench"):
     import_module(f"flowrl_bench.{_name}")
 
@@ -35,7 +44,9 @@ def _nothing(root: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One bad input: its class, what it is, one of the words that the message must contain, and how it is tried."""
+    """One bad input: its class, what it is, one of the words that the message must contain, and how
+    it is tried.
+    """
 
     family: str
     label: str
@@ -45,7 +56,9 @@ class Case:
 
 
 def make_sandbox(root: Path) -> None:
-    """The folder that a case starts in: prompts, a foreign folder, and a file where a folder is expected."""
+    """The folder that a case starts in: prompts, a foreign folder, and a file where a folder is
+    expected.
+    """
     root.mkdir()
     (root / "prompts.txt").write_text("three red circles\nblue square left of green triangle\n")
     (root / "mine.txt").write_text("a file of the user's own\n")
@@ -53,7 +66,9 @@ def make_sandbox(root: Path) -> None:
     (root / "foreign" / "thesis.tex").write_text("years of work\n")
 
 
-def command(family: str, words: str | list[str], *named: str, prepare: Callable[[Path], None] = _nothing) -> Case:
+def command(
+    family: str, words: str | list[str], *named: str, prepare: Callable[[Path], None] = _nothing
+) -> Case:
     """A command line that must be refused."""
     arguments = shlex.split(words) if isinstance(words, str) else words
     label = "flowrl " + shlex.join(argument[:60] for argument in arguments)
@@ -75,10 +90,15 @@ def python(family: str, label: str, call: Callable[[], Any], *named: str) -> Cas
 
 
 def bad_values(kind: Any, bounds: list[Any]) -> Values:
-    """Texts for the command line and values for Python and files that are not allowed for a setting of this type."""
+    """Texts for the command line and values for Python and files that are not allowed for a setting
+    of this type.
+    """
     found: Values = []
     if kind is int:
-        found = [(text, text) for text in ("x", "", "1.5", "nan", "1e-3", "½")] + [("4.5", 4.5), ("inf", float("inf"))]
+        found = [(text, text) for text in ("x", "", "1.5", "nan", "1e-3", "½")] + [
+            ("4.5", 4.5),
+            ("inf", float("inf")),
+        ]
         found += [("10000000000000000000000000", 10**25), ("-1000000000000", -(10**12))]
     elif kind is float:
         found = [(text, text) for text in ("x", "", "1,5", "1e-3e", "½")]
@@ -86,7 +106,9 @@ def bad_values(kind: Any, bounds: list[Any]) -> Values:
     elif kind is bool:
         found = [("yes!", "yes"), ("2", 2), ("", "")]
     elif get_origin(kind) is Literal:
-        found = [(text, text) for text in ("nope", "", str(get_args(kind)[0]).upper() + "!", "☃")] + [("1", 1)]
+        found = [
+            (text, text) for text in ("nope", "", str(get_args(kind)[0]).upper() + "!", "☃")
+        ] + [("1", 1)]
     for bound in bounds:
         limit = next(getattr(bound, key) for key in ("ge", "gt", "le", "lt") if hasattr(bound, key))
         beyond = {Ge: -1, Gt: 0, Le: 1, Lt: 0}[type(bound)]
@@ -95,28 +117,123 @@ def bad_values(kind: Any, bounds: list[Any]) -> Values:
 
 
 SPECS = (
-    "nope", "nope(", "nope)", "uniform(a)+(b)", "uniform(std=)", "uniform(std=nope)", "uniform(std=1)", "uniform(clamp=nan)",
-    "uniform(clamp=2,clamp=3)", "uniform(batch)", "uniform(**{})", "uniform(*[])", "uniform(std=__import__('os'))", "no.py:Rule",
-    "mine.txt:Rule", "foreign:Rule", ":", "a:", ":b", "()", " ", "uniform" * 4000, "[red]uniform[/red]", "\x00", "☃",
-    "uniform(std='" + "x" * 3000 + "')", "uniform(probe=substeps:0)", "uniform(probe=substeps:-1)", "stepwise-gain(probe=none)",
-)  # fmt: skip
+    "nope",
+    "nope(",
+    "nope)",
+    "uniform(a)+(b)",
+    "uniform(std=)",
+    "uniform(std=nope)",
+    "uniform(std=1)",
+    "uniform(clamp=nan)",
+    "uniform(clamp=2,clamp=3)",
+    "uniform(batch)",
+    "uniform(**{})",
+    "uniform(*[])",
+    "uniform(std=__import__('os'))",
+    "no.py:Rule",
+    "mine.txt:Rule",
+    "foreign:Rule",
+    ":",
+    "a:",
+    ":b",
+    "()",
+    " ",
+    "uniform" * 4000,
+    "[red]uniform[/red]",
+    "\x00",
+    "☃",
+    "uniform(std='" + "x" * 3000 + "')",
+    "uniform(probe=substeps:0)",
+    "uniform(probe=substeps:-1)",
+    "stepwise-gain(probe=none)",
+)
 TEXTS: dict[str, tuple[str, ...]] = {
     "credit": SPECS,
     "method": ("nope", " ", "☃", "flow-grpo,tp-grpo", "FLOW-GRPO!", "\x00"),
-    "loss": ("nope", "clipped(clip_range=-1)", "clipped(clip_range=nan)", "clipped(kl=no)", "clipped(kl=1)", "clipped(", " ",
-             "clipped(kl_weight='x')", "clipped(log_prob=None)", "uniform", "flow-sde", "no.py:Loss", "clipped(x=1)"),
-    "sampler": ("nope", "ode", "flow-sde(noise_level=-1)", "flow-sde(noise_level=nan)", "flow-sde(noise_level='a')", "cps(x=1)", " ",
-                "no.py:Sampler", "uniform", "flow-sde(", "☃"),
-    "window": ("nope", "0:0", "-1:2", "9:9", "random(size=0)", "random(size=99)", "sliding(size=0)", "sliding(size=2,stride=0)", "1",
-               "all", "a:b", " ", "2:5:7:9", "random:", "0:1000000000000000000000", "1.5:2", "nan:1", "random:3", "random()",
-               "no.py:Window"),
-    "trained_steps": ("nope", "0:0", "9:9", "random(fraction=0)", "random(fraction=2)", "random(fraction=nan)", "all", " ",
-                      "random(fraction=-1)", "random:0.5", "random()"),
+    "loss": (
+        "nope",
+        "clipped(clip_range=-1)",
+        "clipped(clip_range=nan)",
+        "clipped(kl=no)",
+        "clipped(kl=1)",
+        "clipped(",
+        " ",
+        "clipped(kl_weight='x')",
+        "clipped(log_prob=None)",
+        "uniform",
+        "flow-sde",
+        "no.py:Loss",
+        "clipped(x=1)",
+    ),
+    "sampler": (
+        "nope",
+        "ode",
+        "flow-sde(noise_level=-1)",
+        "flow-sde(noise_level=nan)",
+        "flow-sde(noise_level='a')",
+        "cps(x=1)",
+        " ",
+        "no.py:Sampler",
+        "uniform",
+        "flow-sde(",
+        "☃",
+    ),
+    "window": (
+        "nope",
+        "0:0",
+        "-1:2",
+        "9:9",
+        "random(size=0)",
+        "random(size=99)",
+        "sliding(size=0)",
+        "sliding(size=2,stride=0)",
+        "1",
+        "all",
+        "a:b",
+        " ",
+        "2:5:7:9",
+        "random:",
+        "0:1000000000000000000000",
+        "1.5:2",
+        "nan:1",
+        "random:3",
+        "random()",
+        "no.py:Window",
+    ),
+    "trained_steps": (
+        "nope",
+        "0:0",
+        "9:9",
+        "random(fraction=0)",
+        "random(fraction=2)",
+        "random(fraction=nan)",
+        "all",
+        " ",
+        "random(fraction=-1)",
+        "random:0.5",
+        "random()",
+    ),
     "task": ("nope", " ", "☃", "COMPOSITIONAL!"),
     "reward_form": ("nope", " ", "☃"),
-    "reward": ("nope", "ocr(confidence=nan)", "ocr(confidence='x')", "clipped", "clipped(reward=nope)", "weighted-sum", " ", "☃",
-               "weighted-sum(models=3)", "weighted-sum(models={'a':'nope'})", "no.py:Reward", "jpeg-compressibility(quality=-1)",
-               "jpeg-compressibility(quality='x')", "remote(url='nonsense')", "remote(url='')", "remote(url=3)", "uniform"),
+    "reward": (
+        "nope",
+        "ocr(confidence=nan)",
+        "ocr(confidence='x')",
+        "clipped",
+        "clipped(reward=nope)",
+        "weighted-sum",
+        " ",
+        "☃",
+        "weighted-sum(models=3)",
+        "weighted-sum(models={'a':'nope'})",
+        "no.py:Reward",
+        "jpeg-compressibility(quality=-1)",
+        "jpeg-compressibility(quality='x')",
+        "remote(url='nonsense')",
+        "remote(url='')",
+        "remote(url=3)",
+        "uniform",
+    ),
     "prompts": ("prompts.txt", "nope.txt", "foreign"),
     "heldout_prompts": ("prompts.txt", "nope.txt", "foreign"),
     "base_weights": ("nope.safetensors", "mine.txt", "foreign", "\x00"),
@@ -126,7 +243,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "diversity": ("nope", "pixels(x=1)", "no.py:F", " ", "☃", "pixels("),
     "heldout_rewards": ("nope", "no.py:R", "ocr(x=1)", " ", "☃"),
     "lora_targets": ("nope", " "),
-}  # fmt: skip
+}
 """Texts that are not allowed, for the settings that are texts; on the built-in worlds."""
 
 
@@ -145,12 +262,19 @@ def fields() -> Iterator[tuple[str, str, Any, list[Any]]]:
         for item in fields_of(kind):
             if item.name not in groups_of(RunConfig):
                 info = cast(Any, kind).__pydantic_fields__[item.name]
-                yield group, item.name, info.annotation, [b for b in info.metadata if isinstance(b, Ge | Gt | Le | Lt)]
+                yield (
+                    group,
+                    item.name,
+                    info.annotation,
+                    [b for b in info.metadata if isinstance(b, Ge | Gt | Le | Lt)],
+                )
 
 
 def setting_cases() -> Iterator[Case]:
     """Every setting with every bad value: as an option, in YAML, in JSON and in Python."""
-    refused = {"method", "credit", "seed"} | set(load_command_settings("train")) - set(load_command_settings("compare"))
+    refused = {"method", "credit", "seed"} | set(load_command_settings("train")) - set(
+        load_command_settings("compare")
+    )
     for group, name, kind, bounds in fields():
         option = "--" + name.replace("_", "-")
         values = bad_values(kind, bounds)
@@ -158,7 +282,11 @@ def setting_cases() -> Iterator[Case]:
         for text, _ in [*values, *texts]:
             if kind is not bool:
                 yield command(
-                    "train: option", ["train", "--out", "new", f"{option}={text}"], name, *KNOWN_AS.get(name, ()), *_options(text)
+                    "train: option",
+                    ["train", "--out", "new", f"{option}={text}"],
+                    name,
+                    *KNOWN_AS.get(name, ()),
+                    *_options(text),
                 )
         for text, _ in [*values[:3], *texts[:4]]:
             if kind is not bool and name not in refused:
@@ -170,11 +298,23 @@ def setting_cases() -> Iterator[Case]:
                     *_options(text),
                 )
         for _, value in values:
-            yield python("Python: setting", f"RunConfig.of({name}={value!r:.40})", _of(name, value), name)
+            yield python(
+                "Python: setting", f"RunConfig.of({name}={value!r:.40})", _of(name, value), name
+            )
             yield _from_file("YAML: setting", "mine.yaml", group, name, value)
             yield _from_file("JSON: setting", "mine.json", group, name, value)
-        for value in (None, *([] if get_origin(kind) is tuple else [[]]), {}, [[1]], b"x", object, 3j):
-            yield python("Python: setting", f"RunConfig.of({name}={value!r:.40})", _of(name, value), name)
+        for value in (
+            None,
+            *([] if get_origin(kind) is tuple else [[]]),
+            {},
+            [[1]],
+            b"x",
+            object,
+            3j,
+        ):
+            yield python(
+                "Python: setting", f"RunConfig.of({name}={value!r:.40})", _of(name, value), name
+            )
     for name in ("nope", "lr", "members", "", "☃", "__class__"):
         yield python("Python: setting", f"RunConfig.of({name}=1)", _of(name, 1), name)
 
@@ -186,7 +326,11 @@ def load_command_settings(name: str) -> list[str]:
     found = []
     for item in dataclasses.fields(cast(Any, kind)):
         inside = getattr(item.type, "__origin__", item.type)
-        found += [inner.name for inner in dataclasses.fields(inside)] if dataclasses.is_dataclass(inside) else [item.name]
+        found += (
+            [inner.name for inner in dataclasses.fields(inside)]
+            if dataclasses.is_dataclass(inside)
+            else [item.name]
+        )
     return found
 
 
@@ -199,7 +343,11 @@ def _from_file(family: str, file: str, group: str, name: str, value: Any) -> Cas
     content: Any = {group: {name: value}} if group else {name: value}
 
     def prepare(root: Path) -> None:
-        text = json.dumps(content) if file.endswith(".json") else yaml.safe_dump(content, allow_unicode=True)
+        text = (
+            json.dumps(content)
+            if file.endswith(".json")
+            else yaml.safe_dump(content, allow_unicode=True)
+        )
         (root / file).write_text(text)
 
     option = "--config" if file.endswith(".json") else "--preset"
@@ -208,19 +356,54 @@ def _from_file(family: str, file: str, group: str, name: str, value: Any) -> Cas
 
 
 def part_cases() -> Iterator[Case]:
-    """Every option of every part that is built in, with values of other types, in a spec and in Python."""
+    """Every option of every part that is built in, with values of other types, in a spec and in
+    Python.
+    """
     for kind in KINDS:
         for name in (name for name, origin in available(kind).items() if origin == "flowrl"):
             options = options_of(kind, name)
             for option, default in options.items():
                 for value in _bad_for(option, default):
                     spec = f"{name}({option}={value!r})"
-                    yield python(f"parts: {kind} by spec", spec[:90], _build(kind, spec), option, name)
-                    yield python(f"parts: {kind} in Python", spec[:90], _make(kind, name, option, value), option, name)
-            for spec in (f"{name}(nope=1)", f"{name}(", f"{name})", f"{name}(1)", f"{name}(a)(b)", f"{name}(class=1)"):
+                    yield python(
+                        f"parts: {kind} by spec", spec[:90], _build(kind, spec), option, name
+                    )
+                    yield python(
+                        f"parts: {kind} in Python",
+                        spec[:90],
+                        _make(kind, name, option, value),
+                        option,
+                        name,
+                    )
+            for spec in (
+                f"{name}(nope=1)",
+                f"{name}(",
+                f"{name})",
+                f"{name}(1)",
+                f"{name}(a)(b)",
+                f"{name}(class=1)",
+            ):
                 yield python(f"parts: {kind} by spec", spec, _build(kind, spec), name)
-        for spec in ("", " ", "nope", "a:b:c", "os:system", "json:dumps", "no.py:X", "(", ")", "\n", "☃(a=1)"):
-            yield python(f"parts: {kind} by spec", repr(spec), _build(kind, spec), kind.rstrip("s"), spec or kind)
+        for spec in (
+            "",
+            " ",
+            "nope",
+            "a:b:c",
+            "os:system",
+            "json:dumps",
+            "no.py:X",
+            "(",
+            ")",
+            "\n",
+            "☃(a=1)",
+        ):
+            yield python(
+                f"parts: {kind} by spec",
+                repr(spec),
+                _build(kind, spec),
+                kind.rstrip("s"),
+                spec or kind,
+            )
 
 
 def _bad_for(option: str, default: Any) -> list[Any]:
@@ -228,7 +411,11 @@ def _bad_for(option: str, default: Any) -> list[Any]:
     if isinstance(default, bool):
         return ["yes", 2, "", [1], {"a": 1}]
     if isinstance(default, int):
-        return ["x", "", 1.5, [1], {"a": 1}, True] if option != "seed" else ["x", "", 1.5, [1], 2**64, -1]
+        return (
+            ["x", "", 1.5, [1], {"a": 1}, True]
+            if option != "seed"
+            else ["x", "", 1.5, [1], 2**64, -1]
+        )
     if isinstance(default, float):
         return ["x", "", [1.0], {"a": 1}, True]
     if isinstance(default, str):
@@ -241,121 +428,279 @@ def _build(kind: str, spec: str) -> Callable[[], Any]:
 
 
 NEEDED: dict[tuple[str, str], dict[str, Any]] = {
-    ("reward", "judge"): {"url": "http://localhost:1/v1", "model": "m"}, ("reward", "remote"): {"url": "http://localhost:1"},
-    ("reward", "remote-sum"): {"url": "http://localhost:1"}, ("reward", "frame-mean"): {"reward": JPEGCompressibility()},
+    ("reward", "judge"): {"url": "http://localhost:1/v1", "model": "m"},
+    ("reward", "remote"): {"url": "http://localhost:1"},
+    ("reward", "remote-sum"): {"url": "http://localhost:1"},
+    ("reward", "frame-mean"): {"reward": JPEGCompressibility()},
     ("reward", "clipped"): {"reward": JPEGCompressibility()},
     ("reward", "weighted-sum"): {"models": {"a": JPEGCompressibility()}},
-}  # fmt: skip
+}
 """Options without which a part cannot be built."""
 
 
 def _make(kind: str, name: str, option: str, value: Any) -> Callable[[], Any]:
-    return lambda: find_maker(kind, parse_spec(name, kind))(**{**NEEDED.get((kind, name), {}), option: value})
+    return lambda: find_maker(kind, parse_spec(name, kind))(
+        **{**NEEDED.get((kind, name), {}), option: value}
+    )
 
 
 def command_cases() -> Iterator[Case]:
     """Options of the other commands, unknown commands and options, and contradictions."""
     family = "command line"
     for words, named in (
-        ("nope", "nope"), ("trian", "trian"), ("--nope", "nope"), ("train --nope 1", "nope"), ("train extra", "extra"),
-        ("train --seed", "seed"), ("train --preset nope", "nope"), ("train --preset tiny,tiny,nope", "nope"),
-        ("train --preset sd3.5-medium,flux.1-dev", "models"), ("train --world nope", "world"), ("train --world", "world"),
-        ("train --out new --world model", "world"), ("train --out new --model nope", "prompts"),
-        ("train --out new --from 000001", "from"), ("train --out new --processes 2", "processes"),
-        ("train --resume nope", "nope"), ("train --resume foreign", "foreign"), ("train --config nope.json", "nope.json"),
-        ("train --config foreign", "foreign"), ("train --config mine.txt", "mine.txt"), ("train --preset mine.yaml", "mine.yaml"),
-        ("train --resume a --config b", "config"), ("train --out new --seed 1 --seed x", "seed"),
+        ("nope", "nope"),
+        ("trian", "trian"),
+        ("--nope", "nope"),
+        ("train --nope 1", "nope"),
+        ("train extra", "extra"),
+        ("train --seed", "seed"),
+        ("train --preset nope", "nope"),
+        ("train --preset tiny,tiny,nope", "nope"),
+        ("train --preset sd3.5-medium,flux.1-dev", "models"),
+        ("train --world nope", "world"),
+        ("train --world", "world"),
+        ("train --out new --world model", "world"),
+        ("train --out new --model nope", "prompts"),
+        ("train --out new --from 000001", "from"),
+        ("train --out new --processes 2", "processes"),
+        ("train --resume nope", "nope"),
+        ("train --resume foreign", "foreign"),
+        ("train --config nope.json", "nope.json"),
+        ("train --config foreign", "foreign"),
+        ("train --config mine.txt", "mine.txt"),
+        ("train --preset mine.yaml", "mine.yaml"),
+        ("train --resume a --config b", "config"),
+        ("train --out new --seed 1 --seed x", "seed"),
         ("train --out new --world mixture --prompts prompts.txt", "prompts"),
         ("train --out new --world mixture --guidance-scale 4", "guidance"),
-        ("train --out new --adapter x", "adapter"), ("train --out new --resolution 64", "resolution"),
-        ("compare --methods nope", "nope"), ("compare --methods", "methods"), ("compare --seeds x", "seeds"),
-        ("compare --seeds", "seeds"), ("compare --seeds -1", "seed"), ("compare --seeds 0 0", "seed"),
-        ("compare --seeds 18446744073709551616", "seed"), ("compare --methods tp-grpo tp-grpo", "tp-grpo"),
-        ("compare --workers -1", "workers"), ("compare --workers 1.5", "workers"), ("compare --workers 100000000", "workers"),
-        ("compare --credit nope", "nope"), ("compare --credit no.py:X", "no.py"), ("compare --credit uniform uniform", "uniform"),
-        ("compare --preset nope", "nope"), ("compare --resume nope", "nope"), ("compare --resume foreign", "foreign"),
-        ("compare --config foreign", "foreign"), ("compare --config nope.json", "nope.json"), ("compare --world model", "world"),
-        ("evaluate", "weights"), ("evaluate --weights nope", "nope"), ("evaluate --weights foreign", "foreign"),
-        ("evaluate --weights mine.txt", "mine.txt"), ("evaluate --weights foreign --model nope", "prompts"),
+        ("train --out new --adapter x", "adapter"),
+        ("train --out new --resolution 64", "resolution"),
+        ("compare --methods nope", "nope"),
+        ("compare --methods", "methods"),
+        ("compare --seeds x", "seeds"),
+        ("compare --seeds", "seeds"),
+        ("compare --seeds -1", "seed"),
+        ("compare --seeds 0 0", "seed"),
+        ("compare --seeds 18446744073709551616", "seed"),
+        ("compare --methods tp-grpo tp-grpo", "tp-grpo"),
+        ("compare --workers -1", "workers"),
+        ("compare --workers 1.5", "workers"),
+        ("compare --workers 100000000", "workers"),
+        ("compare --credit nope", "nope"),
+        ("compare --credit no.py:X", "no.py"),
+        ("compare --credit uniform uniform", "uniform"),
+        ("compare --preset nope", "nope"),
+        ("compare --resume nope", "nope"),
+        ("compare --resume foreign", "foreign"),
+        ("compare --config foreign", "foreign"),
+        ("compare --config nope.json", "nope.json"),
+        ("compare --world model", "world"),
+        ("evaluate", "weights"),
+        ("evaluate --weights nope", "nope"),
+        ("evaluate --weights foreign", "foreign"),
+        ("evaluate --weights mine.txt", "mine.txt"),
+        ("evaluate --weights foreign --model nope", "prompts"),
         ("evaluate --weights foreign --model nope --prompts prompts.txt", "reward"),
         ("evaluate --weights foreign --model nope --prompts prompts.txt --reward nope", "nope"),
-        ("evaluate --weights foreign --model nope --prompts nope.txt --reward jpeg-compressibility", "nope.txt"),
-        ("sample --weights nope", "nope"), ("sample --weights foreign", "foreign"), ("sample --count 0", "count"),
-        ("sample --count -1", "count"), ("sample --count x", "count"), ("sample --num-steps 0", "num_steps"),
-        ("sample --num-steps -1", "num_steps"), ("sample --seed -1", "seed"), ("sample --seed 18446744073709551616", "seed"),
-        ("sample --world nope", "world"), ("sample --prompts", "prompts"), ("sample --prompts ''", "prompt"),
-        ("sample --prompts nonsense", "nonsense"), ("sample --out mine.txt", "out"), ("sample --out foreign", "foreign"),
-        ("sample --out mine.txt/x.png", "mine.txt"), ("sample --count 1000000000000", "count"), ("sample --out x.nope", "x.nope"),
-        ("explain nope", "nope"), ("explain --rewards nope.csv", "nope.csv"), ("explain --rewards mine.txt", "mine.txt"),
-        ("explain --rewards foreign", "foreign"), ("explain --noise-level nan", "noise_level"), ("explain --noise-level -1", "noise"),
-        ("explain --sampler nope", "nope"), ("explain --out foreign", "foreign"), ("explain --out mine.txt/x.png", "mine.txt"),
-        ("explain --out mine.txt", "mine.txt"), ("explain ''", "credit"),
-        ("parts nope", "nope"), ("parts --kind nope", "nope"), ("presets nope", "nope"), ("presets a,b,c,d", "a"),
-        ("presets sd3.5-medium,sd3.5-medium", "sd3.5-medium"), ("prompts", "compositional"), ("prompts nope", "nope"),
-        ("prompts text --count 0", "count"), ("prompts text --count -5", "count"), ("prompts text --count x", "count"),
-        ("prompts text --count 100000000000", "count"), ("prompts text --seed -1", "seed"),
-        ("prompts text --seed 18446744073709551616", "seed"), ("prompts text --file mine.txt", "mine.txt"),
-        ("prompts text --file foreign", "foreign"), ("prompts text --file mine.txt/x.jsonl", "mine.txt"),
-        ("prompts check --file nope.jsonl", "nope.jsonl"), ("prompts check --file foreign", "foreign"),
-        ("serve-reward", "reward"), ("serve-reward nope", "nope"), ("serve-reward jpeg-compressibility --port -1", "port"),
-        ("serve-reward jpeg-compressibility --port 99999", "port"), ("serve-reward jpeg-compressibility --max-batch 0", "max_batch"),
-        ("serve-reward jpeg-compressibility --wait nan", "wait"), ("serve-reward jpeg-compressibility --wait -1", "wait"),
+        (
+            "evaluate --weights foreign --model nope --prompts nope.txt --reward jpeg-compressibility",
+            "nope.txt",
+        ),
+        ("sample --weights nope", "nope"),
+        ("sample --weights foreign", "foreign"),
+        ("sample --count 0", "count"),
+        ("sample --count -1", "count"),
+        ("sample --count x", "count"),
+        ("sample --num-steps 0", "num_steps"),
+        ("sample --num-steps -1", "num_steps"),
+        ("sample --seed -1", "seed"),
+        ("sample --seed 18446744073709551616", "seed"),
+        ("sample --world nope", "world"),
+        ("sample --prompts", "prompts"),
+        ("sample --prompts ''", "prompt"),
+        ("sample --prompts nonsense", "nonsense"),
+        ("sample --out mine.txt", "out"),
+        ("sample --out foreign", "foreign"),
+        ("sample --out mine.txt/x.png", "mine.txt"),
+        ("sample --count 1000000000000", "count"),
+        ("sample --out x.nope", "x.nope"),
+        ("explain nope", "nope"),
+        ("explain --rewards nope.csv", "nope.csv"),
+        ("explain --rewards mine.txt", "mine.txt"),
+        ("explain --rewards foreign", "foreign"),
+        ("explain --noise-level nan", "noise_level"),
+        ("explain --noise-level -1", "noise"),
+        ("explain --sampler nope", "nope"),
+        ("explain --out foreign", "foreign"),
+        ("explain --out mine.txt/x.png", "mine.txt"),
+        ("explain --out mine.txt", "mine.txt"),
+        ("explain ''", "credit"),
+        ("parts nope", "nope"),
+        ("parts --kind nope", "nope"),
+        ("presets nope", "nope"),
+        ("presets a,b,c,d", "a"),
+        ("presets sd3.5-medium,sd3.5-medium", "sd3.5-medium"),
+        ("prompts", "compositional"),
+        ("prompts nope", "nope"),
+        ("prompts text --count 0", "count"),
+        ("prompts text --count -5", "count"),
+        ("prompts text --count x", "count"),
+        ("prompts text --count 100000000000", "count"),
+        ("prompts text --seed -1", "seed"),
+        ("prompts text --seed 18446744073709551616", "seed"),
+        ("prompts text --file mine.txt", "mine.txt"),
+        ("prompts text --file foreign", "foreign"),
+        ("prompts text --file mine.txt/x.jsonl", "mine.txt"),
+        ("prompts check --file nope.jsonl", "nope.jsonl"),
+        ("prompts check --file foreign", "foreign"),
+        ("serve-reward", "reward"),
+        ("serve-reward nope", "nope"),
+        ("serve-reward jpeg-compressibility --port -1", "port"),
+        ("serve-reward jpeg-compressibility --port 99999", "port"),
+        ("serve-reward jpeg-compressibility --max-batch 0", "max_batch"),
+        ("serve-reward jpeg-compressibility --wait nan", "wait"),
+        ("serve-reward jpeg-compressibility --wait -1", "wait"),
         ("serve-reward jpeg-compressibility --host nope.invalid", "nope.invalid"),
-        ("serve-reward jpeg-compressibility --max-body 0", "max_body"), ("serve-reward jpeg-compressibility --max-samples -1", "max"),
+        ("serve-reward jpeg-compressibility --max-body 0", "max_body"),
+        ("serve-reward jpeg-compressibility --max-samples -1", "max"),
         ("serve-reward jpeg-compressibility --token-file nope", "nope"),
         ("serve-reward jpeg-compressibility --tls-certificate nope", "tls"),
-        ("serve-reward jpeg-compressibility --score-seconds nan", "score_seconds"), ("serve-reward pickscore", "pickscore"),
-        ("pretrain --updates 0", "updates"), ("pretrain --updates x", "updates"), ("pretrain --seed -1", "seed"),
-        ("pretrain --threads 0", "threads"), ("pretrain --out foreign", "foreign"), ("pretrain --out mine.txt/x.safetensors", "mine.txt"),
-        ("bench", "claims"), ("bench nope", "nope"), ("bench claims --only nope", "nope"), ("bench claims --world nope", "world"),
-        ("bench claims --workers -1", "workers"), ("bench claims --minutes nan", "minutes"), ("bench claims --minutes -1", "minutes"),
-        ("bench rule", "rule"), ("bench rule nope", "nope"), ("bench rule no.py:X", "no.py"),
-        ("bench microscope --rules nope", "nope"), ("bench microscope --out mine.txt/x", "mine.txt"),
-        ("bench microscope --rules no.py:X", "no.py"), ("env extra", "extra"),
-    ):  # fmt: skip
+        ("serve-reward jpeg-compressibility --score-seconds nan", "score_seconds"),
+        ("serve-reward pickscore", "pickscore"),
+        ("pretrain --updates 0", "updates"),
+        ("pretrain --updates x", "updates"),
+        ("pretrain --seed -1", "seed"),
+        ("pretrain --threads 0", "threads"),
+        ("pretrain --out foreign", "foreign"),
+        ("pretrain --out mine.txt/x.safetensors", "mine.txt"),
+        ("bench", "claims"),
+        ("bench nope", "nope"),
+        ("bench claims --only nope", "nope"),
+        ("bench claims --world nope", "world"),
+        ("bench claims --workers -1", "workers"),
+        ("bench claims --minutes nan", "minutes"),
+        ("bench claims --minutes -1", "minutes"),
+        ("bench rule", "rule"),
+        ("bench rule nope", "nope"),
+        ("bench rule no.py:X", "no.py"),
+        ("bench microscope --rules nope", "nope"),
+        ("bench microscope --out mine.txt/x", "mine.txt"),
+        ("bench microscope --rules no.py:X", "no.py"),
+        ("env extra", "extra"),
+    ):
         yield command(family, words, named)
     for name in ("compare", "train"):
-        for out in ("", "mine.txt", "foreign", "foreign/thesis.tex/x", "/proc/x", "x" * 300, "\x00", "mine.txt/x"):
-            yield command("outputs", [name, "--preset", "tiny", f"--out={out}"], "out", out or "out")
+        for out in (
+            "",
+            "mine.txt",
+            "foreign",
+            "foreign/thesis.tex/x",
+            "/proc/x",
+            "x" * 300,
+            "\x00",
+            "mine.txt/x",
+        ):
+            yield command(
+                "outputs", [name, "--preset", "tiny", f"--out={out}"], "out", out or "out"
+            )
 
 
 def file_cases() -> Iterator[Case]:
     """Files that are broken or hostile: settings, prompts, tables of rewards."""
     settings: dict[str, tuple[str, str]] = {
-        "empty": ("", "empty"), "text": ("hello", "groups"), "list": ("- 1\n- 2\n", "groups"), "tab": ("a:\n\t- b", "mine.yaml"),
-        "unclosed": ("rollout: {groups: 4", "mine.yaml"), "twice": ("seed: 1\nseed: 2\n", "seed"), "tag": ("seed: !!python/object:os.system x", "mine.yaml"),
-        "alias": ("a: &a [x, x, x]\n" + "".join(f"{chr(98 + k)}: &{chr(98 + k)} [*{chr(97 + k)}, *{chr(97 + k)}]\n" for k in range(20)), "mine.yaml"),
-        "deep": ("{a: " * 3000 + "1" + "}" * 3000, "mine.yaml"), "binary": ("\x80\x81", "mine.yaml"), "nul": ("seed: \x00", "mine.yaml"),
-        "flat": ("learning_rate: 1e-3\n", "learning_rate"), "unknown": ("rollout: {nope: 1}", "nope"), "null": ("rollout: null", "rollout"),
-        "merge": ("rollout:\n  <<: {groups: 4}\n  nope: 1\n", "nope"), "self": ("&a [*a]", "mine.yaml"), "number key": ("1: 2", "1"),
-        "module": ("algorithm: {credit: 'os:system'}", "credit"), "code": ("algorithm: {credit: 'no.py:X'}", "credit"),
-    }  # fmt: skip
+        "empty": ("", "empty"),
+        "text": ("hello", "groups"),
+        "list": ("- 1\n- 2\n", "groups"),
+        "tab": ("a:\n\t- b", "mine.yaml"),
+        "unclosed": ("rollout: {groups: 4", "mine.yaml"),
+        "twice": ("seed: 1\nseed: 2\n", "seed"),
+        "tag": ("seed: !!python/object:os.system x", "mine.yaml"),
+        "alias": (
+            "a: &a [x, x, x]\n"
+            + "".join(
+                f"{chr(98 + k)}: &{chr(98 + k)} [*{chr(97 + k)}, *{chr(97 + k)}]\n"
+                for k in range(20)
+            ),
+            "mine.yaml",
+        ),
+        "deep": ("{a: " * 3000 + "1" + "}" * 3000, "mine.yaml"),
+        "binary": ("\x80\x81", "mine.yaml"),
+        "nul": ("seed: \x00", "mine.yaml"),
+        "flat": ("learning_rate: 1e-3\n", "learning_rate"),
+        "unknown": ("rollout: {nope: 1}", "nope"),
+        "null": ("rollout: null", "rollout"),
+        "merge": ("rollout:\n  <<: {groups: 4}\n  nope: 1\n", "nope"),
+        "self": ("&a [*a]", "mine.yaml"),
+        "number key": ("1: 2", "1"),
+        "module": ("algorithm: {credit: 'os:system'}", "credit"),
+        "code": ("algorithm: {credit: 'no.py:X'}", "credit"),
+    }
     for label, (text, named) in settings.items():
         for suffix in ("yaml", "json"):
             name = f"mine.{suffix}"
             option = "--preset" if suffix == "yaml" else "--config"
             words = ["train", "--out", "new", option, name]
             prepare = _write(name, text)
-            yield Case("files: settings", f"{label} as {suffix}", (named, name), lambda root, w=words: main(w), prepare)
+            yield Case(
+                "files: settings",
+                f"{label} as {suffix}",
+                (named, name),
+                lambda root, w=words: main(w),
+                prepare,
+            )
     for label, text in {
-        "empty": "", "blank": "\n\n\n", "latin-1": "caf\xe9", "binary": "\x80\x00\xff", "bad json": "{", "list": "[1]\n", "number": "3\n",
-        "no prompt": '{"text": "a"}\n', "number prompt": '{"prompt": 3}\n', "empty prompt": '{"prompt": ""}\n', "deep": "[" * 100000,
+        "empty": "",
+        "blank": "\n\n\n",
+        "latin-1": "caf\xe9",
+        "binary": "\x80\x00\xff",
+        "bad json": "{",
+        "list": "[1]\n",
+        "number": "3\n",
+        "no prompt": '{"text": "a"}\n',
+        "number prompt": '{"prompt": 3}\n',
+        "empty prompt": '{"prompt": ""}\n',
+        "deep": "[" * 100000,
         "bad metadata": '{"prompt": "a", "tag": "counting", "include": 3}\n',
-    }.items():  # fmt: skip
+    }.items():
         words = ["prompts", "check", "--file", "p.jsonl"]
-        yield Case("files: prompts", label, ("p.jsonl",), lambda root, w=words: main(w), _write("p.jsonl", text))
+        yield Case(
+            "files: prompts",
+            label,
+            ("p.jsonl",),
+            lambda root, w=words: main(w),
+            _write("p.jsonl", text),
+        )
     for label, text in {
-        "empty": "", "header": "a,b\n", "words": "x,y,z\n1,2,a\n", "ragged": "0,1\n1,2,3\n", "nan": "0,nan,1\n1,2,3\n", "one": "1\n",
-        "one line": "1,2,3\n", "inf": "0,inf\n1,2\n", "latin-1": "\xe9,1\n2,3\n", "binary": "\x80\x00\n", "huge": "1" * 200_000 + ",1\n",
-        "huge number": "1e999,1\n2,3\n", "semicolons": "1;2;3\n4;5;6\n", "member twice": "prompt,member,n0,n1\n0,0,1,2\n0,0,1,2\n",
-    }.items():  # fmt: skip
+        "empty": "",
+        "header": "a,b\n",
+        "words": "x,y,z\n1,2,a\n",
+        "ragged": "0,1\n1,2,3\n",
+        "nan": "0,nan,1\n1,2,3\n",
+        "one": "1\n",
+        "one line": "1,2,3\n",
+        "inf": "0,inf\n1,2\n",
+        "latin-1": "\xe9,1\n2,3\n",
+        "binary": "\x80\x00\n",
+        "huge": "1" * 200_000 + ",1\n",
+        "huge number": "1e999,1\n2,3\n",
+        "semicolons": "1;2;3\n4;5;6\n",
+        "member twice": "prompt,member,n0,n1\n0,0,1,2\n0,0,1,2\n",
+    }.items():
         words = ["explain", "--rewards", "t.csv", "--out", "t.png"]
-        yield Case("files: reward tables", label, ("t.csv", "rewards"), lambda root, w=words: main(w), _write("t.csv", text))
+        yield Case(
+            "files: reward tables",
+            label,
+            ("t.csv", "rewards"),
+            lambda root, w=words: main(w),
+            _write("t.csv", text),
+        )
 
 
 def _write(name: str, text: str) -> Callable[[Path], None]:
     def prepare(root: Path) -> None:
-        (root / name).write_bytes(text.encode("latin-1") if all(ord(letter) < 256 for letter in text) else text.encode())
+        (root / name).write_bytes(
+            text.encode("latin-1") if all(ord(letter) < 256 for letter in text) else text.encode()
+        )
 
     return prepare
 

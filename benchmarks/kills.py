@@ -1,13 +1,16 @@
-"""Kill `flowrl train` and `flowrl compare` again and again, resume them, and compare with uninterrupted runs.
+"""Kill `flowrl train` and `flowrl compare` again and again, resume them, and compare with
+uninterrupted runs.
 
     python benchmarks/kills.py [--kills 100] [--seed 0] [--minutes 30] [--out FILE]
 
-The real commands run as processes of a session of their own. A signal goes to the command alone or to its whole process group, as
-from a terminal, at a moment aimed at a phase: an evaluation, the writing of a checkpoint, the writing of results or the drawing
-of the report, or any moment between the start and the end. After each kill the exit code must be a documented one, every
-process gone, every lock free, nothing written by a process without the lock, and every checkpoint and run complete. Then
-the work is resumed, killed again, and in the end its weights and metrics must be those of the undisturbed run, bit for bit.
-Needs Linux. Writes a table and a JSON file next to it; exit code 1 if anything failed.
+The real commands run as processes of a session of their own. A signal goes to the command alone or
+to its whole process group, as from a terminal, at a moment aimed at a phase: an evaluation, the
+writing of a checkpoint, the writing of results or the drawing of the report, or any moment between
+the start and the end. After each kill the exit code must be a documented one, every process gone,
+every lock free, nothing written by a process without the lock, and every checkpoint and run
+complete. Then the work is resumed, killed again, and in the end its weights and metrics must be
+those of the undisturbed run, bit for bit. Needs Linux. Writes a table and a JSON file next to it;
+exit code 1 if anything failed.
 """
 
 import argparse
@@ -40,31 +43,46 @@ Command: `python benchmarks/kills.py --kills {planned} --seed {seed}`.
 
 
 def planned(kills: int, seed: int) -> dict[str, list[Kill]]:
-    """Three quarters of train, one of compare; phases in turn within a run, each signal to each target equally often."""
+    """Three quarters of train, one of compare; phases in turn within a run, each signal to each
+    target equally often.
+    """
     plan = {}
     for command, count in (("train", kills - kills // 4), ("compare", kills // 4)):
         pairs = [(name, target) for name in SIGNALS for target in ("process", "group")]
         random.Random(f"{seed} {command}").shuffle(pairs)
-        # The pair moves on by one more after each round of phases, so that every phase meets every signal and target.
+        # The pair moves on by one more after each round of phases, so that every phase meets every
+        # signal and target.
         plan[command] = [
-            Kill(command, PHASES[command][number % 4], *pairs[(number + number // 8) % 8]) for number in range(count)
+            Kill(command, PHASES[command][number % 4], *pairs[(number + number // 8) % 8])
+            for number in range(count)
         ]
     return plan
 
 
-def tried(kills: dict[str, list[Kill]], folder: Path, seed: int, per_run: int = 4, minutes: float = 30.0) -> list[Killed]:
-    """Kill as planned, `per_run` times before a run may end: two trainings at a time, or one comparison with its two workers."""
+def tried(
+    kills: dict[str, list[Kill]], folder: Path, seed: int, per_run: int = 4, minutes: float = 30.0
+) -> list[Killed]:
+    """Kill as planned, `per_run` times before a run may end: two trainings at a time, or one
+    comparison with its two workers.
+    """
     deadline, found = time.monotonic() + 60 * minutes, list[Killed]()
     for command, waiting in kills.items():
         if not waiting:
             continue
-        whole, start, count = Subject(command, folder / f"{command}-whole", random.Random(seed)), time.monotonic(), 0
+        whole, start, count = (
+            Subject(command, folder / f"{command}-whole", random.Random(seed)),
+            time.monotonic(),
+            0,
+        )
         if problems := whole.completed():
             raise RuntimeError(f"{command} fails undisturbed: {problems}")
         seconds = time.monotonic() - start
         with ThreadPoolExecutor(2 if command == "train" else 1) as pool:
             while waiting and time.monotonic() < deadline:
-                futures, parts = [], [waiting[first : first + per_run] for first in range(0, len(waiting), per_run)]
+                futures, parts = (
+                    [],
+                    [waiting[first : first + per_run] for first in range(0, len(waiting), per_run)],
+                )
                 for number, part in enumerate(parts, count):
                     draw = random.Random(f"{seed} {command} {number}")
                     subject = Subject(command, folder / f"{command}-{number}", draw, seconds)
@@ -73,7 +91,11 @@ def tried(kills: dict[str, list[Kill]], folder: Path, seed: int, per_run: int = 
                 found += [result for part in results for result in part]
                 count += len(parts)
                 # A command that ended before its phase came gives no kill: again in a new run.
-                waiting = [kill for part, done in zip(parts, results, strict=True) for kill in missed(part, done)]
+                waiting = [
+                    kill
+                    for part, done in zip(parts, results, strict=True)
+                    for kill in missed(part, done)
+                ]
     return found
 
 
@@ -83,7 +105,9 @@ def missed(part: list[Kill], done: list[Killed]) -> list[Kill]:
 
 
 def killed(subject: Subject, whole: Subject, part: list[Kill], deadline: float) -> list[Killed]:
-    """Kill `subject` as in `part`, resume it to its end, and compare it with `whole`; nothing after the `deadline`."""
+    """Kill `subject` as in `part`, resume it to its end, and compare it with `whole`; nothing after
+    the `deadline`.
+    """
     if time.monotonic() > deadline:
         return []
     results = [result for kill in part if (result := subject.kill(kill))]
@@ -91,18 +115,29 @@ def killed(subject: Subject, whole: Subject, part: list[Kill], deadline: float) 
     ours, theirs = (runs_of(each.command, each.out) for each in (subject, whole))
     same = not problems and len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=False):
-        same = same and (one.name == other.name or subject.command == "train") and numbers(one) == numbers(other)
+        same = (
+            same
+            and (one.name == other.name or subject.command == "train")
+            and numbers(one) == numbers(other)
+        )
     for result in results:
         result.resumed_the_same = same
     if results:
         results[-1].problems += problems
-    print(f"{subject.out.name}: {len(results)} kills, {'the same' if same else f'DIFFERENT {problems}'}", flush=True)
+    print(
+        f"{subject.out.name}: {len(results)} kills,"
+        f" {'the same' if same else f'DIFFERENT {problems}'}",
+        flush=True,
+    )
     return results
 
 
 def table(found: list[Killed]) -> list[str]:
     """A row per command, signal and target, and a row per command and phase."""
-    rows = ["| command | signal or phase | sent to | kills | exit codes | with problems | slowest end (s) | the same |"]
+    rows = [
+        "| command | signal or phase | sent to | kills | exit codes | with problems | slowest end"
+        " (s) | the same |"
+    ]
     rows.append("| --- | --- | --- | ---: | --- | ---: | ---: | ---: |")
     for key in ("signal", "phase"):
         groups = defaultdict[tuple[str, ...], list[Killed]](list)
@@ -111,29 +146,56 @@ def table(found: list[Killed]) -> list[str]:
             where = (kill.signal, kill.target) if key == "signal" else (kill.phase, "either")
             groups[kill.command, *where].append(result)
         for names, results in sorted(groups.items()):
-            codes = ", ".join(f"{code}: {n}" for code, n in Counter(result.code for result in results).most_common())
-            wrong, slowest = sum(bool(result.problems) for result in results), max(result.seconds for result in results)
+            codes = ", ".join(
+                f"{code}: {n}"
+                for code, n in Counter(result.code for result in results).most_common()
+            )
+            wrong, slowest = (
+                sum(bool(result.problems) for result in results),
+                max(result.seconds for result in results),
+            )
             same = sum(result.resumed_the_same for result in results)
-            rows.append(f"| {' | '.join(names)} | {len(results)} | {codes} | {wrong} | {slowest:.1f} | {same} |")
+            rows.append(
+                f"| {' | '.join(names)} | {len(results)} | {codes} | {wrong} | {slowest:.1f} |"
+                f" {same} |"
+            )
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=30.0, help="no run is started later than this")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="no run is started later than this"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kills.md")
     options = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a child inherits what is ignored here
+    # a child inherits what is ignored here
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="flowrl-kills-") as folder:
-        found = tried(planned(options.kills, options.seed), Path(folder), options.seed, minutes=options.minutes)
+        found = tried(
+            planned(options.kills, options.seed),
+            Path(folder),
+            options.seed,
+            minutes=options.minutes,
+        )
     failed = [result for result in found if result.problems or not result.resumed_the_same]
-    counts = {"kills": len(found), "unfinished": sum(result.unfinished > 0 for result in found), "failed": len(failed)}
+    counts = {
+        "kills": len(found),
+        "unfinished": sum(result.unfinished > 0 for result in found),
+        "failed": len(failed),
+    }
     rows = "\n".join(table(found))
-    options.out.write_text(TEXT.format(**counts, planned=options.kills, seed=options.seed, table=rows))
-    options.out.with_suffix(".json").write_text(json.dumps([asdict(result) for result in found], indent=1) + "\n")
+    options.out.write_text(
+        TEXT.format(**counts, planned=options.kills, seed=options.seed, table=rows)
+    )
+    options.out.with_suffix(".json").write_text(
+        json.dumps([asdict(result) for result in found], indent=1) + "\n"
+    )
     print(rows, *(json.dumps(asdict(result)) for result in failed), sep="\n")
     return int(bool(failed) or not found)
 

@@ -1,4 +1,6 @@
-"""One training or comparison of kills.py: started, killed in a phase, judged, and resumed to its end."""
+"""One training or comparison of kills.py: started, killed in a phase, judged, and resumed to its
+end.
+"""
 
 import contextlib
 import json
@@ -19,10 +21,17 @@ from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.results import load_run
 
 SETTINGS = (
-    "--preset tiny --world mixture --task direction --iterations 12 --checkpoint-every 2 --eval-every 2 --eval-samples 1500"
+    "--preset tiny --world mixture --task direction --iterations 12 --checkpoint-every 2"
+    " --eval-every 2 --eval-samples 1500"
 )
-COMMANDS = {"train": SETTINGS, "compare": f"{SETTINGS} --methods flow-grpo dance-grpo --seeds 0 1 --workers 2"}
-PHASES = {"train": ("evaluation", "checkpoint", "any", "results"), "compare": ("evaluation", "checkpoint", "any", "report")}
+COMMANDS = {
+    "train": SETTINGS,
+    "compare": f"{SETTINGS} --methods flow-grpo dance-grpo --seeds 0 1 --workers 2",
+}
+PHASES = {
+    "train": ("evaluation", "checkpoint", "any", "results"),
+    "compare": ("evaluation", "checkpoint", "any", "report"),
+}
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT")
 GONE = 5.0
 """Seconds after the end of a command in which its last process must be gone."""
@@ -56,7 +65,11 @@ class Killed:
 
 def runs_of(command: str, out: Path) -> list[Path]:
     """The folders of the single runs in `out`."""
-    return [out] if command == "train" else sorted(path for path in out.glob("runs/*") if path.is_dir())
+    return (
+        [out]
+        if command == "train"
+        else sorted(path for path in out.glob("runs/*") if path.is_dir())
+    )
 
 
 def session(leader: int) -> list[int]:
@@ -85,7 +98,11 @@ def numbers(run: Path) -> tuple[str, bytes]:
 
     def timeless(value: object) -> object:
         if isinstance(value, dict):
-            return {key: timeless(entry) for key, entry in value.items() if key not in ("seconds", "seconds_total", "phases")}
+            return {
+                key: timeless(entry)
+                for key, entry in value.items()
+                if key not in ("seconds", "seconds_total", "phases")
+            }
         return value
 
     rows = [timeless(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -93,7 +110,9 @@ def numbers(run: Path) -> tuple[str, bytes]:
 
 
 class Subject:
-    """One training or comparison that is killed and resumed in `out`; `seconds` is how long it takes undisturbed."""
+    """One training or comparison that is killed and resumed in `out`; `seconds` is how long it
+    takes undisturbed.
+    """
 
     def __init__(self, command: str, out: Path, draw: random.Random, seconds: float = 0.0) -> None:
         self.command, self.out, self.draw, self.seconds = command, out, draw, seconds
@@ -102,7 +121,11 @@ class Subject:
     def start(self) -> subprocess.Popen[bytes]:
         """Start it, or go on if it has begun."""
         resumed = (self.out / "config.json").exists()
-        words = ["--resume", str(self.out)] if resumed else [*COMMANDS[self.command].split(), "--out", str(self.out)]
+        words = (
+            ["--resume", str(self.out)]
+            if resumed
+            else [*COMMANDS[self.command].split(), "--out", str(self.out)]
+        )
         if resumed and self.command == "compare":
             words += ["--workers", "2"]
         arguments = [sys.executable, "-m", "flowrl", self.command, *words]
@@ -126,22 +149,36 @@ class Subject:
             if phase == "any":
                 return time.monotonic() > moment
             if phase == "checkpoint":
-                return any(path.name.endswith(".tmp") for run in runs_of(self.command, self.out) for path in _checkpoints(run))
+                return any(
+                    path.name.endswith(".tmp")
+                    for run in runs_of(self.command, self.out)
+                    for path in _checkpoints(run)
+                )
             if phase == "report":  # it is drawn once all runs are done
-                return sum((run / "done.json").exists() for run in runs_of(self.command, self.out)) == 4
+                return (
+                    sum((run / "done.json").exists() for run in runs_of(self.command, self.out))
+                    == 4
+                )
             found = files_of(self.out)
             new = {Path(name) for name, state in found.items() if before.get(name) != state}
             if phase == "evaluation":
                 changes -= any(path.name == "metrics.jsonl" for path in new)
                 before = found
                 return changes <= 0
-            return any(len(path.parts) == 1 and path.name.startswith(("samples", "trajectory", "weights")) for path in new)
+            return any(
+                len(path.parts) == 1 and path.name.startswith(("samples", "trajectory", "weights"))
+                for path in new
+            )
 
         while not reached():
             if process.poll() is not None or time.monotonic() > start + PATIENCE:
                 return False
             time.sleep(0.0005 if phase == "checkpoint" else 0.003)
-        time.sleep({"evaluation": self.draw.uniform(0, 0.1), "report": self.draw.uniform(0, 1.0)}.get(phase, 0.0))
+        time.sleep(
+            {"evaluation": self.draw.uniform(0, 0.1), "report": self.draw.uniform(0, 1.0)}.get(
+                phase, 0.0
+            )
+        )
         return process.poll() is None
 
     def kill(self, kill: Kill) -> Killed | None:
@@ -149,9 +186,15 @@ class Subject:
         process = self.start()
         try:
             if not self.due(kill.phase, process):
-                return None if self.ended(process) == 0 else Killed(kill, process.returncode, 0, 0, [self.said()])
+                return (
+                    None
+                    if self.ended(process) == 0
+                    else Killed(kill, process.returncode, 0, 0, [self.said()])
+                )
             began = time.monotonic()
-            (os.killpg if kill.target == "group" else os.kill)(process.pid, getattr(signal, kill.signal))
+            (os.killpg if kill.target == "group" else os.kill)(
+                process.pid, getattr(signal, kill.signal)
+            )
             code = self.ended(process)
             result = Killed(kill, code, 0, 0)
             result.problems += self.second_writers(process.pid)
@@ -175,8 +218,14 @@ class Subject:
         return self.log.read_text(errors="replace")[-800:]
 
     def second_writers(self, leader: int) -> list[str]:
-        """Wait until all processes are gone. A folder is locked here once that can be done; nothing may then change."""
-        deadline, held, problems = time.monotonic() + GONE, dict[Path, dict[str, tuple[int, int]]](), list[str]()
+        """Wait until all processes are gone. A folder is locked here once that can be done; nothing
+        may then change.
+        """
+        deadline, held, problems = (
+            time.monotonic() + GONE,
+            dict[Path, dict[str, tuple[int, int]]](),
+            list[str](),
+        )
         with contextlib.ExitStack() as locks:
             while True:
                 left = session(leader)
@@ -184,7 +233,11 @@ class Subject:
                     with contextlib.suppress(FlowrlError):
                         if folder.exists():
                             locks.enter_context(folder_lock(folder))
-                            held[folder] = files_of(folder) if folder != self.out or self.command == "train" else {}
+                            held[folder] = (
+                                files_of(folder)
+                                if folder != self.out or self.command == "train"
+                                else {}
+                            )
                 if not left or time.monotonic() > deadline:
                     break
                 time.sleep(0.02)
@@ -197,12 +250,21 @@ class Subject:
         return problems
 
     def wrong_exit(self, kill: Kill, code: int | None) -> Iterator[str]:
-        """A command that is asked to stop pauses with 130 and says how to go on, or has just been completed. Before its work
-        begins, while Python imports, a signal may end it as it ends any process."""
+        """A command that is asked to stop pauses with 130 and says how to go on, or has just been
+        completed. Before its work begins, while Python imports, a signal may end it as it ends any
+        process.
+        """
         number, shown = getattr(signal, kill.signal), self.said()
         flat = " ".join(shown.split())
-        early, done = flat in ("", "flowrl: interrupted"), "done.json" if self.command == "train" else "report.html"
-        allowed = {-number} if kill.signal == "SIGKILL" else {130, 0} | ({-number} if early else set[int]())
+        early, done = (
+            flat in ("", "flowrl: interrupted"),
+            "done.json" if self.command == "train" else "report.html",
+        )
+        allowed = (
+            {-number}
+            if kill.signal == "SIGKILL"
+            else {130, 0} | ({-number} if early else set[int]())
+        )
         if code not in allowed:
             yield f"exit code {code}: {shown}"
         if code == 0 and not (self.out / done).exists():
@@ -210,7 +272,12 @@ class Subject:
         if "Traceback" in shown:
             yield f"traceback: {shown}"
         begun = (self.out / "config.json").exists()
-        if code == 130 and begun and not early and f"--resume {shlex.quote(str(self.out))}" not in flat:
+        if (
+            code == 130
+            and begun
+            and not early
+            and f"--resume {shlex.quote(str(self.out))}" not in flat
+        ):
             yield f"does not say how to resume: {shown}"
 
     def damaged(self) -> Iterator[str]:

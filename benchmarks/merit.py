@@ -1,13 +1,15 @@
-"""The merit of credit rules on trees and of cheap probes: agreement with the true advantage, cost, and training runs.
+"""The merit of credit rules on trees and of cheap probes: agreement with the true advantage, cost,
+and training runs.
 
     python benchmarks/merit.py              # agreement and cost of all rows; about 15 minutes on two cores
     python benchmarks/merit.py --train      # training runs of methods and probes; about 40 minutes on two cores
     python benchmarks/merit.py --report     # the tables again, from what is there
     python benchmarks/merit.py --quick --out FOLDER      # tiny sizes, to try the command
 
-All of these go on where they were stopped. Results of single jobs are kept in runs/merit (`--work`) until the tables are made,
-those of training runs are lines of merit-train.jsonl. Written are results/merit.json, results/merit.md and docs/branching.md,
-with `--out` all in that folder. Network evaluations (NFE) are per trajectory, without guidance.
+All of these go on where they were stopped. Results of single jobs are kept in runs/merit (`--work`)
+until the tables are made, those of training runs are lines of merit-train.jsonl. Written are
+results/merit.json, results/merit.md and docs/branching.md, with `--out` all in that folder. Network
+evaluations (NFE) are per trajectory, without guidance.
 """
 
 import argparse
@@ -44,7 +46,11 @@ HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "branching.md"
 COMMANDS = "`python benchmarks/merit.py` and `python benchmarks/merit.py --train`"
 
-KINDS = {"Methods": ("method",), "Probes of stepwise gains": ("probe", "ceiling"), "Rules on trees": ("tree rule",)}
+KINDS = {
+    "Methods": ("method",),
+    "Probes of stepwise gains": ("probe", "ceiling"),
+    "Rules on trees": ("tree rule",),
+}
 
 TEXT = """# Branching and cheap probes: what a step's credit is worth, and what it costs
 
@@ -104,29 +110,47 @@ seeds, widened for their small number. Seconds are those of one core.
 def sizes_text(quick: bool, looks: Mapping[str, int]) -> str:
     """How much was measured."""
     found = [
-        f"{NAMES[world]}: {looks.get(world, 0)} look(s) of {size.prompts} prompts x {size.members} trajectories"
+        f"{NAMES[world]}: {looks.get(world, 0)} look(s) of {size.prompts} prompts x {size.members}"
+        " trajectories"
         for world, size in sizes(quick).items()
     ]
     return "; ".join(found) + "."
 
 
-def write(folder: Path, page: Path, work: Path, wanted: list[Job], quick: bool, command: str) -> None:
+def write(
+    folder: Path, page: Path, work: Path, wanted: list[Job], quick: bool, command: str
+) -> None:
     """merit.json, merit.md and the page."""
     sums, lines = read_sums(work, wanted, quick), read_lines(folder / "merit-train.jsonl")
     if sums:
         cells, left_out = judged(sums), not_applicable(sums)
         found = verdicts(cells, lines)
         made = {"command": command, "code": code_digest(), **provenance()}
-        looks = {world: max(len(row["sums"]) for (place, _), rows in sums.items() if place == world for row in rows.values())
-                 for world in {place for place, _ in sums}}  # fmt: skip
-        write_json(folder / "merit.json", record(cells, left_out, found, lines, {**made, "looks": looks}, quick))
+        looks = {
+            world: max(
+                len(row["sums"])
+                for (place, _), rows in sums.items()
+                if place == world
+                for row in rows.values()
+            )
+            for world in {place for place, _ in sums}
+        }
+        write_json(
+            folder / "merit.json",
+            record(cells, left_out, found, lines, {**made, "looks": looks}, quick),
+        )
         training = "\n".join(train_table(lines))
         full = [full_text(cells, left_out), "## Training runs", training]
-        (folder / "merit.md").write_text("\n\n".join([f"# The merit of rules and probes\n\n{__doc__}", *full]) + "\n")
-        tables = "\n\n".join(
-            f"### {title}\n\n" + "\n".join(compact_table(cells, left_out, kinds)) for title, kinds in KINDS.items()
+        (folder / "merit.md").write_text(
+            "\n\n".join([f"# The merit of rules and probes\n\n{__doc__}", *full]) + "\n"
         )
-        continuations = " (2-D world) or ".join(str(size.continuations) for size in sizes(quick).values())
+        tables = "\n\n".join(
+            f"### {title}\n\n" + "\n".join(compact_table(cells, left_out, kinds))
+            for title, kinds in KINDS.items()
+        )
+        continuations = " (2-D world) or ".join(
+            str(size.continuations) for size in sizes(quick).values()
+        )
         page.write_text(
             TEXT.format(
                 commands=COMMANDS,
@@ -143,50 +167,85 @@ def write(folder: Path, page: Path, work: Path, wanted: list[Job], quick: bool, 
         )
 
 
-def full_text(cells: Mapping[Cell, Sequence[Judged]], left_out: Mapping[tuple[str, str], str]) -> str:
+def full_text(
+    cells: Mapping[Cell, Sequence[Judged]], left_out: Mapping[tuple[str, str], str]
+) -> str:
     """All columns of all cells."""
     parts = []
     for (world, stage), rows in cells.items():
         skipped = {name: why for (place, name), why in left_out.items() if place == world}
         for title, kinds in KINDS.items():
-            parts += [f"## {title}: {NAMES[world]}, {stage} training", "\n".join(credit_table(rows, skipped, kinds))]
+            parts += [
+                f"## {title}: {NAMES[world]}, {stage} training",
+                "\n".join(credit_table(rows, skipped, kinds)),
+            ]
     return "\n\n".join(parts)
 
 
 def record(
-    cells: Mapping[Cell, Sequence[Judged]], left_out: Mapping[tuple[str, str], str], found: Sequence[Any],
-    lines: Mapping[Any, Mapping[str, Any]], made: Mapping[str, Any], quick: bool,
-) -> dict[str, Any]:  # fmt: skip
+    cells: Mapping[Cell, Sequence[Judged]],
+    left_out: Mapping[tuple[str, str], str],
+    found: Sequence[Any],
+    lines: Mapping[Any, Mapping[str, Any]],
+    made: Mapping[str, Any],
+    quick: bool,
+) -> dict[str, Any]:
     """What merit.json holds."""
     return {
-        **made, "sizes": {world: asdict(size) for world, size in sizes(quick).items()}, "margin": MARGIN,
+        **made,
+        "sizes": {world: asdict(size) for world, size in sizes(quick).items()},
+        "margin": MARGIN,
         "cells": [
-            {"world": world, "stage": stage, "rows": [one.as_dict() for one in rows]} for (world, stage), rows in cells.items()
+            {"world": world, "stage": stage, "rows": [one.as_dict() for one in rows]}
+            for (world, stage), rows in cells.items()
         ],
-        "not_applicable": [{"world": world, "row": row, "why": why} for (world, row), why in left_out.items()],
+        "not_applicable": [
+            {"world": world, "row": row, "why": why} for (world, row), why in left_out.items()
+        ],
         "verdicts": [{**asdict(one), "recommended": one.recommended} for one in found],
         "training": [{**asdict(one), "learns": one.learns} for one in learned(lines)[0]],
-    }  # fmt: skip
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing, then write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--train", action="store_true", help="make the training runs")
     parser.add_argument("--report", action="store_true", help="measure nothing, write the tables")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the command; needs --out")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes, to try the command; needs --out"
+    )
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of training runs")
-    parser.add_argument("--looks", type=int, default=0, help="seeds of trajectories in each cell; 0: the world's default")
+    parser.add_argument(
+        "--looks",
+        type=int,
+        default=0,
+        help="seeds of trajectories in each cell; 0: the world's default",
+    )
     parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=list(WORLDS))
     parser.add_argument("--rows", nargs="+", default=[], help="of training runs; default: all")
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
-    parser.add_argument("--out", type=Path, default=None, help="folder of the results; default: benchmarks/results")
-    parser.add_argument("--work", type=Path, default=Path("runs") / "merit", help="folder of the results of single jobs")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="folder of the results; default: benchmarks/results"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("runs") / "merit",
+        help="folder of the results of single jobs",
+    )
     options = parser.parse_args(arguments)
     if options.quick and options.out is None:
         parser.error("--quick needs --out: its numbers are no results")
-    command = shlex.join(["python", "benchmarks/merit.py", *(sys.argv[1:] if arguments is None else arguments)])
-    folder, page = options.out or HERE / "results", options.out / "branching.md" if options.out else PAGE
+    command = shlex.join(
+        ["python", "benchmarks/merit.py", *(sys.argv[1:] if arguments is None else arguments)]
+    )
+    folder, page = (
+        options.out or HERE / "results",
+        options.out / "branching.md" if options.out else PAGE,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     wanted, done = list(jobs(options.quick, options.looks, tuple(options.worlds))), True
 
@@ -195,10 +254,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if options.train:
         runs = train_jobs(options.seeds, options.rows, options.worlds)
-        done = train(folder / "merit-train.jsonl", runs, options.workers, options.quick, command, progress)
+        done = train(
+            folder / "merit-train.jsonl", runs, options.workers, options.quick, command, progress
+        )
     elif not options.report:
         done = study(options.work, wanted, options.workers, options.quick, progress)
-    write(folder, page, options.work, list(jobs(options.quick, max(options.looks, 8))), options.quick, command)
+    write(
+        folder,
+        page,
+        options.work,
+        list(jobs(options.quick, max(options.looks, 8))),
+        options.quick,
+        command,
+    )
     return 0 if done else 130
 
 

@@ -1,16 +1,18 @@
-"""Mutation testing of the mathematics: does a test fail if flow/, samplers/, credit/ or losses/ are changed?
+"""Mutation testing of the mathematics: does a test fail if flow/, samplers/, credit/ or losses/ are
+changed?
 
     pip install cosmic-ray
     python benchmarks/mutation.py --workers 2            # resumable: lines in --out are not run again; takes hours on two cores
     python benchmarks/mutation.py --sample 300           # a random part
     python benchmarks/mutation.py --report               # writes benchmarks/results/mutation.md from the lines
 
-cosmic-ray makes the mutants (one changed operator, number, constant or decorator each). Every mutant is written into a copy of
-the library, and a forked process, which has imported torch and pytest already, runs the tests of its package until one fails.
-Mutants that differ only in type annotations are left out. A run past its time limit counts as killed.
+cosmic-ray makes the mutants (one changed operator, number, constant or decorator each). Every
+mutant is written into a copy of the library, and a forked process, which has imported torch and
+pytest already, runs the tests of its package until one fails. Mutants that differ only in type
+annotations are left out. A run past its time limit counts as killed.
 
-This script does not use the pool of `flowrl.workers`: a worker must never import flowrl itself, since beartype would take its
-classes for those of a mutant.
+This script does not use the pool of `flowrl.workers`: a worker must never import flowrl itself,
+since beartype would take its classes for those of a mutant.
 """
 
 import argparse
@@ -36,33 +38,64 @@ ROOMS = ("flow", "samplers", "credit", "losses")
 SHARED = ("test_settings.py", "test_doors.py", "testing/test_contracts.py")
 TESTS = {
     "flow": (
-        "flow/test_flow.py", "flow/test_mixture.py", "test_settings.py", "samplers/test_samplers.py", "losses/test_losses.py",
-        "samplers/test_marginals.py", "samplers/test_convergence.py", "rollout/test_solvers.py",
+        "flow/test_flow.py",
+        "flow/test_mixture.py",
+        "test_settings.py",
+        "samplers/test_samplers.py",
+        "losses/test_losses.py",
+        "samplers/test_marginals.py",
+        "samplers/test_convergence.py",
+        "rollout/test_solvers.py",
     ),
     "samplers": (
-        *SHARED, "samplers/test_samplers.py", "samplers/test_windows.py", "samplers/test_convergence.py",
+        *SHARED,
+        "samplers/test_samplers.py",
+        "samplers/test_windows.py",
+        "samplers/test_convergence.py",
         "samplers/test_marginals.py",
     ),
     "credit": (*SHARED, "credit/test_credit.py", "credit/test_credit_variants.py"),
     "losses": (*SHARED, "losses/test_losses.py", "losses/test_losses_variants.py"),
-}  # fmt: skip
+}
 """Test files by package."""
 SELECT = {"samplers": "samplers", "credit": "credit_rules", "losses": "losses"}
 """The part of test_contracts that concerns a package."""
 TIME_LIMIT = 180
 BINARY = {
-    "Add": ("Sub",), "Sub": ("Add",), "Mul": ("Div",), "Div": ("Mul",), "Pow": ("Mul",), "FloorDiv": ("Div",), "Mod": ("Mul",),
-    "BitAnd": ("BitOr",), "BitOr": ("BitAnd",),
-}  # fmt: skip
+    "Add": ("Sub",),
+    "Sub": ("Add",),
+    "Mul": ("Div",),
+    "Div": ("Mul",),
+    "Pow": ("Mul",),
+    "FloorDiv": ("Div",),
+    "Mod": ("Mul",),
+    "BitAnd": ("BitOr",),
+    "BitOr": ("BitAnd",),
+}
 COMPARISON = {
-    "Lt": ("LtE", "Gt"), "Gt": ("GtE", "Lt"), "LtE": ("Lt",), "GtE": ("Gt",), "Eq": ("NotEq",), "NotEq": ("Eq",),
-    "Is": ("IsNot",), "IsNot": ("Is",),
-}  # fmt: skip
+    "Lt": ("LtE", "Gt"),
+    "Gt": ("GtE", "Lt"),
+    "LtE": ("Lt",),
+    "GtE": ("Gt",),
+    "Eq": ("NotEq",),
+    "NotEq": ("Eq",),
+    "Is": ("IsNot",),
+    "IsNot": ("Is",),
+}
 OTHERS = (
-    "AddNot", "NumberReplacer", "RemoveDecorator", "ReplaceAndWithOr", "ReplaceOrWithAnd", "ReplaceFalseWithTrue",
-    "ReplaceTrueWithFalse", "ReplaceUnaryOperator_Delete_Not", "ReplaceUnaryOperator_Delete_USub",
-    "ReplaceUnaryOperator_Delete_Invert", "ReplaceUnaryOperator_USub_UAdd", "ZeroIterationForLoop",
-)  # fmt: skip
+    "AddNot",
+    "NumberReplacer",
+    "RemoveDecorator",
+    "ReplaceAndWithOr",
+    "ReplaceOrWithAnd",
+    "ReplaceFalseWithTrue",
+    "ReplaceTrueWithFalse",
+    "ReplaceUnaryOperator_Delete_Not",
+    "ReplaceUnaryOperator_Delete_USub",
+    "ReplaceUnaryOperator_Delete_Invert",
+    "ReplaceUnaryOperator_USub_UAdd",
+    "ZeroIterationForLoop",
+)
 
 
 def operators() -> list[str]:
@@ -90,7 +123,11 @@ def bare(source: str) -> str:
     """The syntax tree without annotations, as text; module-level type aliases go too."""
     tree = _Bare().visit(ast.parse(source))
     aliases = ("Literal[", "Float[", "Bool[", "Callable[")
-    tree.body = [n for n in tree.body if not (isinstance(n, ast.Assign) and ast.unparse(n.value).startswith(aliases))]
+    tree.body = [
+        n
+        for n in tree.body
+        if not (isinstance(n, ast.Assign) and ast.unparse(n.value).startswith(aliases))
+    ]
     return ast.dump(tree)
 
 
@@ -117,7 +154,13 @@ def mutants() -> list[dict[str, str]]:
                     place = f"{path.relative_to(ROOT)}: {old} -> {new}"
                     key = hashlib.sha256(f"{name} {occurrence} {mutated}".encode()).hexdigest()[:16]
                     found.append(
-                        {"key": key, "room": room, "file": str(path.relative_to(ROOT)), "place": place, "source": mutated}
+                        {
+                            "key": key,
+                            "room": room,
+                            "file": str(path.relative_to(ROOT)),
+                            "place": place,
+                            "source": mutated,
+                        }
                     )
     return found
 
@@ -132,16 +175,27 @@ def _difference(before: str, after: str) -> tuple[str, str]:
 
 
 PRELOADED = (
-    "pytest", "hypothesis", "jaxtyping", "beartype", "einops", "safetensors.torch", "rich.table", "tyro",
-    "matplotlib.figure", "peft",
-    "diffusers.models.transformers.transformer_sd3", "diffusers.schedulers.scheduling_flow_match_euler_discrete",
-)  # fmt: skip
+    "pytest",
+    "hypothesis",
+    "jaxtyping",
+    "beartype",
+    "einops",
+    "safetensors.torch",
+    "rich.table",
+    "tyro",
+    "matplotlib.figure",
+    "peft",
+    "diffusers.models.transformers.transformer_sd3",
+    "diffusers.schedulers.scheduling_flow_match_euler_discrete",
+)
 
 _copy: Path | None = None
 
 
 def _prepare() -> None:
-    """In a worker: a copy of the library and its tests, and one import of everything that does not change (never flowrl)."""
+    """In a worker: a copy of the library and its tests, and one import of everything that does not
+    change (never flowrl).
+    """
     global _copy
     import importlib
 
@@ -199,7 +253,10 @@ def _run_tests(copy: Path, room: str) -> None:
         quiet = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no"]
         for name in TESTS[room]:
             chosen = ["-k", SELECT[room]] if name.endswith("test_contracts.py") else []
-            skip = ["--deselect", "tests/test_doors.py::test_parts_conform_to_their_protocols_statically"]
+            skip = [
+                "--deselect",
+                "tests/test_doors.py::test_parts_conform_to_their_protocols_statically",
+            ]
             code = int(pytest.main([*quiet, *skip, *chosen, f"tests/{name}"]))
             if code != 0:
                 break
@@ -220,15 +277,29 @@ def report(out: Path, lines: list[dict[str, str]], known: set[str]) -> None:
     """Write the table of rooms and the list of survivors."""
     reasons = json.loads(REASONS.read_text()) if REASONS.exists() else {}
     lines = [line for line in lines if line["key"] in known]
-    text = ["# Mutants killed", "", "Made by `python benchmarks/mutation.py --report`; outcomes in mutation.jsonl.", ""]
-    text += ["| package | mutants | killed | timed out | survived | fraction killed |", "|---|---|---|---|---|---|"]
+    text = [
+        "# Mutants killed",
+        "",
+        "Made by `python benchmarks/mutation.py --report`; outcomes in mutation.jsonl.",
+        "",
+    ]
+    text += [
+        "| package | mutants | killed | timed out | survived | fraction killed |",
+        "|---|---|---|---|---|---|",
+    ]
     for room in (*ROOMS, "all"):
         counts = Counter(line["outcome"] for line in lines if room in ("all", line["room"]))
         total = sum(counts.values())
         share = (counts["killed"] + counts["timeout"]) / max(1, total)
-        text.append(f"| {room} | {total} | {counts['killed']} | {counts['timeout']} | {counts['survived']} | {share:.1%} |")
+        text.append(
+            f"| {room} | {total} | {counts['killed']} | {counts['timeout']} | {counts['survived']}"
+            f" | {share:.1%} |"
+        )
     missing = len(known) - len(lines)
-    rest = f"{missing} of {len(known)} mutants have not been run; those that were are the first of a fixed random order."
+    rest = (
+        f"{missing} of {len(known)} mutants have not been run; those that were are the first of a"
+        " fixed random order."
+    )
     text += ["", rest if missing else "Every mutant was run.", "", "## Survivors", ""]
     for line in sorted((x for x in lines if x["outcome"] == "survived"), key=lambda x: x["place"]):
         text.append(f"- `{line['place']}`: {reasons.get(line['place'], 'no reason known')}")
@@ -241,7 +312,13 @@ def unchanged_passes() -> bool:
     _prepare()
     for room in ROOMS:
         path = sorted((ROOT / "flowrl" / room).glob("*.py"))[-1]
-        same = {"key": "", "room": room, "file": str(path.relative_to(ROOT)), "place": "", "source": path.read_text()}
+        same = {
+            "key": "",
+            "room": room,
+            "file": str(path.relative_to(ROOT)),
+            "place": "",
+            "source": path.read_text(),
+        }
         if _try(same)["outcome"] != "survived":
             print(f"the tests of {room} fail without a mutation", flush=True)
             return False
@@ -250,12 +327,21 @@ def unchanged_passes() -> bool:
 
 def main() -> None:
     """Run what has not been run, or write the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/mutation.jsonl")
     parser.add_argument("--workers", type=int, default=usable_cores())
     parser.add_argument("--room", choices=ROOMS, default=None)
-    parser.add_argument("--sample", type=int, default=0, help="run only the first N of all mutants in a fixed random order")
-    parser.add_argument("--again", action="store_true", help="run survivors again (after tests were added)")
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=0,
+        help="run only the first N of all mutants in a fixed random order",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="run survivors again (after tests were added)"
+    )
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
     everything = mutants()
@@ -275,7 +361,10 @@ def main() -> None:
     counts: Counter[str] = Counter()
     started = time.monotonic()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.workers, mp_context=context, initializer=_prepare) as pool, open(options.out, "a") as file:
+    with (
+        ProcessPoolExecutor(options.workers, mp_context=context, initializer=_prepare) as pool,
+        open(options.out, "a") as file,
+    ):
         for future in as_completed([pool.submit(_try, mutant) for mutant in todo]):
             line = future.result()
             file.write(json.dumps(line) + "\n")
@@ -285,7 +374,10 @@ def main() -> None:
             if line["outcome"] == "survived" or number % 25 == 0:
                 left = (time.monotonic() - started) / number * (len(todo) - number)
                 shown = line["place"] if line["outcome"] == "survived" else ""
-                print(f"{number}/{len(todo)} {dict(counts)} {left / 60:.0f} min left {shown}", flush=True)
+                print(
+                    f"{number}/{len(todo)} {dict(counts)} {left / 60:.0f} min left {shown}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

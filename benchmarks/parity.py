@@ -1,17 +1,20 @@
-"""Training iterations recorded from the published code, replayed by the trainer: prints how far every quantity is from theirs.
+"""Training iterations recorded from the published code, replayed by the trainer: prints how far
+every quantity is from theirs.
 
     python benchmarks/parity.py              # all recordings in tests/golden_*, about a minute
     python benchmarks/parity.py --data DIR   # other folders of the same format (their READMEs)
 
-A replay gives the trainer the recorded weights, prompt embeddings, noise, rewards and order of samples, and settings that mean
-what the published settings mean. It compares trajectories, log-probabilities, ratios, advantages, losses, every gradient and the
-weights after the optimizer's step.
+A replay gives the trainer the recorded weights, prompt embeddings, noise, rewards and order of
+samples, and settings that mean what the published settings mean. It compares trajectories,
+log-probabilities, ratios, advantages, losses, every gradient and the weights after the optimizer's
+step.
 
-difference: the largest absolute difference over the largest recorded value. Four quantities have other units. Losses of
-micro-batches are relative to the largest advantage. The mean loss is absolute, because its terms cancel. Clipped pairs are
-shares. Weights are in learning rates, and compared where the gradient is above 1e-5 or exactly 0: Adam's first step has full
-length however small the gradient is, so that rounding decides the others. Of forward processes, losses of micro-batches are
-relative to the largest loss of a row, and copies of the weights absolute.
+difference: the largest absolute difference over the largest recorded value. Four quantities have
+other units. Losses of micro-batches are relative to the largest advantage. The mean loss is
+absolute, because its terms cancel. Clipped pairs are shares. Weights are in learning rates, and
+compared where the gradient is above 1e-5 or exactly 0: Adam's first step has full length however
+small the gradient is, so that rounding decides the others. Of forward processes, losses of
+micro-batches are relative to the largest loss of a row, and copies of the weights absolute.
 
 SKIPPED rows name recorded tensors that are not compared, with the reason. FAILED rows have a
 difference beyond its tolerance, or the error that ended the replay; the exit status is then 1.
@@ -55,15 +58,40 @@ DATA = Path(__file__).parents[1] / "tests" / "golden_iteration"
 FOLDERS = DATA, DATA.parent / "golden_forward", DATA.parent / "golden_trees"
 PLAIN, NOTE = "plain", "this is not the released code but formulas in plain torch (parity_plain.py)"
 TOLERANCES = {
-    "times": 1e-6, "standard deviations": 1e-6, "latents": 1e-5, "velocities (RMS)": 1e-5, "completions": 1e-5,
-    "means": 1e-5, "log-probabilities": 1e-6, "ratios": 1e-6, "clipped pairs": 0.0, "process rewards": 1e-6, "advantages": 1e-6,
-    "policy loss / advantage": 1e-6, "loss / advantage": 1e-6, "mean loss": 1e-7, "KL": 2e-6, "gradients": 2e-5,
-    "gradient norm": 2e-5, "weights / learning rate": 1e-3, "weights of rows": 1e-6, "matching errors": 1e-5,
-    "squared distances": 1e-5, "ratios of errors": 1e-5, "row losses": 1e-5, "group sums": 1e-4, "group weights": 1e-5,
-    "loss of micro-batches": 1e-5, "velocities": 1e-5, "copies of the weights": 2e-7, "training times": 1e-6,
+    "times": 1e-6,
+    "standard deviations": 1e-6,
+    "latents": 1e-5,
+    "velocities (RMS)": 1e-5,
+    "completions": 1e-5,
+    "means": 1e-5,
+    "log-probabilities": 1e-6,
+    "ratios": 1e-6,
+    "clipped pairs": 0.0,
+    "process rewards": 1e-6,
+    "advantages": 1e-6,
+    "policy loss / advantage": 1e-6,
+    "loss / advantage": 1e-6,
+    "mean loss": 1e-7,
+    "KL": 2e-6,
+    "gradients": 2e-5,
+    "gradient norm": 2e-5,
+    "weights / learning rate": 1e-3,
+    "weights of rows": 1e-6,
+    "matching errors": 1e-5,
+    "squared distances": 1e-5,
+    "ratios of errors": 1e-5,
+    "row losses": 1e-5,
+    "group sums": 1e-4,
+    "group weights": 1e-5,
+    "loss of micro-batches": 1e-5,
+    "velocities": 1e-5,
+    "copies of the weights": 2e-7,
+    "training times": 1e-6,
     "clipped gradients": 2e-5,
-}  # fmt: skip
-"""Quantity -> largest difference. The recordings' README has the rounding that these leave room for."""
+}
+"""Quantity -> largest difference. The recordings' README has the rounding that these leave room
+for.
+"""
 
 
 @dataclass(frozen=True)
@@ -97,32 +125,46 @@ class Row:
 
 
 def flow_grpo(recording: Recording) -> dict[str, Any]:
-    """The settings that are Flow-GRPO's published code, in addition to those that are read from the recording."""
+    """The settings that are Flow-GRPO's published code, in addition to those that are read from the
+    recording.
+    """
     whole = recording.meta["case"]["config"]["sample"]["global_std"]
     return {
-        "method": "flow-grpo", "sampler": "flow-sde", "window": ":", "trained_steps": ":-1",
-        "credit": f"uniform(std={'batch' if whole else 'group'})", "loss": "clipped(kl=without_delta)",
+        "method": "flow-grpo",
+        "sampler": "flow-sde",
+        "window": ":",
+        "trained_steps": ":-1",
+        "credit": f"uniform(std={'batch' if whole else 'group'})",
+        "loss": "clipped(kl=without_delta)",
         "guidance_gradient": "prompt",
-    }  # fmt: skip
+    }
 
 
 def tp_grpo(recording: Recording) -> dict[str, Any]:
     """The settings that are TP-GRPO's published code, with the flags of its launch script."""
     return {
-        "method": "tp-grpo", "sampler": "cps", "window": ":", "credit": "turning-point(balance=trend, balance_scope=prompt)",
-        "loss": "clipped(log_prob=released_cps)", "guidance_gradient": "both",
-    }  # fmt: skip
+        "method": "tp-grpo",
+        "sampler": "cps",
+        "window": ":",
+        "credit": "turning-point(balance=trend, balance_scope=prompt)",
+        "loss": "clipped(log_prob=released_cps)",
+        "guidance_gradient": "both",
+    }
 
 
 UNIFORM_RULES = {
-    "advantages_global_std": "uniform(std=batch)", "advantages_group_std": "uniform(std=group)",
-    "zero_group_advantages_global_std": "uniform(std=batch)", "zero_group_advantages_group_std": "uniform(std=group)",
-}  # fmt: skip
+    "advantages_global_std": "uniform(std=batch)",
+    "advantages_group_std": "uniform(std=group)",
+    "zero_group_advantages_global_std": "uniform(std=batch)",
+    "zero_group_advantages_group_std": "uniform(std=group)",
+}
 TURNING_POINT_RULES = {
     "launch/advantages": "turning-point(balance=trend, balance_scope=prompt)",
     "launch_one_batch_of_8/advantages": "turning-point(balance=trend, balance_scope=batch)",
     "launch_unbalanced/advantages": "turning-point(balance=none)",
-    "launch_keep_main/advantages": "turning-point(balance=trend, balance_scope=prompt, combine=add)",
+    "launch_keep_main/advantages": (
+        "turning-point(balance=trend, balance_scope=prompt, combine=add)"
+    ),
 }
 """Recorded advantages -> the credit rule that reproduces them."""
 
@@ -135,7 +177,9 @@ def replay_iterations(
     changes: Mapping[str, Any],
     updates: Sequence[str],
 ) -> Iterator[Difference]:
-    """State, quantity and difference of everything that was recorded of a method with trajectories and ratios."""
+    """State, quantity and difference of everything that was recorded of a method with trajectories
+    and ratios.
+    """
 
     def replayed(name: str) -> Iterator[Difference]:
         update = RecordedUpdate.of(recording, name)
@@ -167,12 +211,19 @@ NOT_COMPARED: Mapping[str, Sequence[str]] = {
     "SA-Solver, which is not replayed": ("sampling/*",),
     "penalties of weight 0, which are not evaluated": ("update/*/kl", "update/*/ema_kl"),
     "parts of compared quantities": (
-        "trajectory_*/std_dev_t", "credit/*_list", "credit/delta_global", "inputs/step_index",
-        "update_*/micro/approx_kl", "update_*/micro/clipfrac_?t_one", "update/*/micro/clipfrac",
-        "update/*/micro/*_loss", "update/*/sample_weight", "update/*/weight_????tive",
+        "trajectory_*/std_dev_t",
+        "credit/*_list",
+        "credit/delta_global",
+        "inputs/step_index",
+        "update_*/micro/approx_kl",
+        "update_*/micro/clipfrac_?t_one",
+        "update/*/micro/clipfrac",
+        "update/*/micro/*_loss",
+        "update/*/sample_weight",
+        "update/*/weight_????tive",
         "update/*/v_*_draw0_*",
     ),
-}  # fmt: skip
+}
 """Reason -> recorded tensors, as FILE/NAME, that no replay reads."""
 
 
@@ -181,28 +232,58 @@ def trajectory_differences(recording: Recording, found: Replay) -> Iterator[tupl
     recorded = recording.tensors(f"trajectory_{recording.case}")
     path = found.trainer.collected.rollout.trajectories
     schedule, steps = path.schedule, recorded["log_probs"].shape[1]
-    yield "times", max(distance(schedule.times, recorded["sigmas"]), distance(schedule.network_timesteps, recorded["timesteps"]))
+    yield (
+        "times",
+        max(
+            distance(schedule.times, recorded["sigmas"]),
+            distance(schedule.network_timesteps, recorded["timesteps"]),
+        ),
+    )
     yield "standard deviations", distance(path.stds[:steps], recorded["transition_std"])
-    pairs = [("latents", path.nodes), ("latents_node9", path.nodes[:, 9]), ("final", path.nodes[:, -1])]
-    known = [(ours[:, : recorded[name].shape[1]], recorded[name]) for name, ours in pairs if name in recorded]
+    pairs = [
+        ("latents", path.nodes),
+        ("latents_node9", path.nodes[:, 9]),
+        ("final", path.nodes[:, -1]),
+    ]
+    known = [
+        (ours[:, : recorded[name].shape[1]], recorded[name])
+        for name, ours in pairs
+        if name in recorded
+    ]
     yield "latents", max(distance(*pair) for pair in known)
     rms = path.velocities[:, :steps].flatten(2).square().mean(2).sqrt()
     yield "velocities (RMS)", distance(rms, recorded["guided_velocity_rms"])
-    sample, step = torch.cartesian_prod(torch.arange(len(path.nodes)), torch.arange(steps)).unbind(1)
+    sample, step = torch.cartesian_prod(torch.arange(len(path.nodes)), torch.arange(steps)).unbind(
+        1
+    )
     sampler = found.trainer.draw_sampler()
-    gaussian = sampler.transition(path.nodes[sample, step], path.velocities[sample, step], schedule, step)
-    density = log_prob_without_constants if "released_cps" in found.trainer.config.algorithm.loss else log_prob
+    gaussian = sampler.transition(
+        path.nodes[sample, step], path.velocities[sample, step], schedule, step
+    )
+    density = (
+        log_prob_without_constants
+        if "released_cps" in found.trainer.config.algorithm.loss
+        else log_prob
+    )
     ours = density(gaussian, path.nodes[sample, step + 1]).view(-1, steps)
     yield "log-probabilities", distance(ours, recorded["log_probs"])
     if "mean_samples_0_4" in recorded:
-        yield "means", distance(gaussian.mean.unflatten(0, (-1, steps))[::4], recorded["mean_samples_0_4"])
+        yield (
+            "means",
+            distance(gaussian.mean.unflatten(0, (-1, steps))[::4], recorded["mean_samples_0_4"]),
+        )
     if "completions_samples_0_4" in recorded:
         finished, *unfinished = torch.cat(list(found.decoded)).unflatten(0, (-1, len(path.nodes)))
         decoded = torch.stack([*unfinished, finished])
-        yield "completions", distance(decoded[1:, ::4].transpose(0, 1), recorded["completions_samples_0_4"])
+        yield (
+            "completions",
+            distance(decoded[1:, ::4].transpose(0, 1), recorded["completions_samples_0_4"]),
+        )
 
 
-def update_differences(recording: Recording, update: RecordedUpdate, found: Replay) -> Iterator[tuple[str, float]]:
+def update_differences(
+    recording: Recording, update: RecordedUpdate, found: Replay
+) -> Iterator[tuple[str, float]]:
     """What `update` recorded."""
     tables, kept, drawn = update.tables, update.kept, found.trainer.record.decisions.step.tolist()
     trained = [drawn.index(step) for step in recording.meta["case"]["trained_steps"]]
@@ -219,33 +300,61 @@ def update_differences(recording: Recording, update: RecordedUpdate, found: Repl
     yield "log-probabilities", distance(ours("log_prob")[kept], tables["log_prob"])
     yield "ratios", distance(ours("ratio_mean")[kept], tables["ratio"])
     yield "clipped pairs", distance(micro("clip_fraction"), tables["micro/clipfrac"], 1.0)
-    yield "policy loss / advantage", distance(micro("policy_loss"), tables["micro/policy_loss"], largest)
+    yield (
+        "policy loss / advantage",
+        distance(micro("policy_loss"), tables["micro/policy_loss"], largest),
+    )
     yield "loss / advantage", distance(micro("loss"), tables["micro/loss"], largest)
     if tables["micro/kl_loss"].any():
         yield "KL", distance(micro("kl"), tables["micro/kl_loss"])
     yield "mean loss", abs(found.metrics["loss"] - float(tables["micro/loss"].mean()))
-    yield from step_differences(found.trainer.optimizer_steps, update.steps, recording.meta["optimizer"]["lr"])
+    yield from step_differences(
+        found.trainer.optimizer_steps, update.steps, recording.meta["optimizer"]["lr"]
+    )
 
 
-def credit_differences(recording: Recording, rules: Mapping[str, str]) -> Iterator[tuple[str, str, float]]:
+def credit_differences(
+    recording: Recording, rules: Mapping[str, str]
+) -> Iterator[tuple[str, str, float]]:
     """Variants of the advantages, from the recorded value table alone."""
     recorded = recording.tensors("credit")
     for name, spec in rules.items():
-        known = value_table(recorded[f"{ZERO_GROUP}_rewards" if name.startswith(ZERO_GROUP) else "rewards"])
-        values = known if known.shape[-1] > 1 else known.repeat(1, 1, 2)  # a rule needs one decision
+        known = value_table(
+            recorded[f"{ZERO_GROUP}_rewards" if name.startswith(ZERO_GROUP) else "rewards"]
+        )
+        # a rule needs one decision
+        values = known if known.shape[-1] > 1 else known.repeat(1, 1, 2)
         rule: Any = build("credit", spec)
         advantages = rule.assign(values, Decisions.like(values)).flatten(0, 1)
         state = f"credit {name.removesuffix('/advantages')}"
-        yield state, "advantages", distance(advantages, recorded[name].view(len(advantages), -1)[:, : advantages.shape[1]])
+        yield (
+            state,
+            "advantages",
+            distance(
+                advantages, recorded[name].view(len(advantages), -1)[:, : advantages.shape[1]]
+            ),
+        )
         if isinstance(rule, TurningPoint):
-            process = process_rewards(values, rule.selected(values), add=rule.combine == "add").flatten(0, 1)
-            yield state, "process rewards", distance(process, recorded[name.replace("advantages", "process_rewards")])
+            process = process_rewards(
+                values, rule.selected(values), add=rule.combine == "add"
+            ).flatten(0, 1)
+            yield (
+                state,
+                "process rewards",
+                distance(process, recorded[name.replace("advantages", "process_rewards")]),
+            )
 
 
 def parity(
-    data: Path = DATA, methods: Sequence[str] = (), cases: Sequence[str] = (), updates: Sequence[str] = (), **changes: Any
+    data: Path = DATA,
+    methods: Sequence[str] = (),
+    cases: Sequence[str] = (),
+    updates: Sequence[str] = (),
+    **changes: Any,
 ) -> Iterator[Row]:
-    """The comparisons with all recordings in `data`, or some of them; `changes` are settings that replace the published ones."""
+    """The comparisons with all recordings in `data`, or some of them; `changes` are settings that
+    replace the published ones.
+    """
     places = [path for path in data.glob("*") if path.is_dir() or path.suffix == ".safetensors"]
     with tempfile.TemporaryDirectory(prefix="parity-") as work:
         for method in methods or sorted({path.stem for path in places} - {"common"}):
@@ -294,7 +403,9 @@ def plain(cases: Sequence[str] = tuple(CASES), **changes: Any) -> Iterator[Row]:
 
 
 def print_rows(rows: Sequence[Row], console: Console) -> None:
-    """The table of all comparisons, the largest difference of every quantity, and what is not the trainer's."""
+    """The table of all comparisons, the largest difference of every quantity, and what is not the
+    trainer's.
+    """
     state = Column("state", no_wrap=True)
     quantity = Column("quantity, or reason", overflow="fold", min_width=24)
     columns = "method", "model", state, quantity, "difference", "tolerance", Column(min_width=7)
@@ -308,7 +419,10 @@ def print_rows(rows: Sequence[Row], console: Console) -> None:
     methods = list(dict.fromkeys(row.method for row in rows if row.compared))
     largest = Table("quantity", *methods, "tolerance", box=SIMPLE_HEAD, pad_edge=False)
     for quantity, tolerance in TOLERANCES.items():
-        cells = [[row.difference for row in rows if (row.method, row.quantity) == (method, quantity)] for method in methods]
+        cells = [
+            [row.difference for row in rows if (row.method, row.quantity) == (method, quantity)]
+            for method in methods
+        ]
         if any(cells):
             shown = [f"{max(cell):.1e}" if cell else "-" for cell in cells]
             largest.add_row(quantity, *shown, f"{tolerance:.0e}")
@@ -329,7 +443,9 @@ def print_rows(rows: Sequence[Row], console: Console) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     shown = ", ".join(folder.name for folder in FOLDERS)
     about = f"folders of recordings, default {shown} in {DATA.parent}"
     parser.add_argument("--data", type=Path, nargs="+", default=FOLDERS, metavar="DIR", help=about)

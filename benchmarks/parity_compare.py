@@ -27,7 +27,9 @@ def attempt(state: str, differences: Iterable[Difference]) -> Iterator[Differenc
 
 
 def distance(ours: Tensor, recorded: Tensor, scale: float = 0.0) -> float:
-    """Largest absolute difference over `scale` (0: the largest recorded value); infinite if the shapes differ."""
+    """Largest absolute difference over `scale` (0: the largest recorded value); infinite if the
+    shapes differ.
+    """
     if ours.shape != recorded.shape:
         return float("inf")
     largest = float((ours.double() - recorded.double()).abs().max().nan_to_num(float("inf")))
@@ -47,14 +49,21 @@ def step_differences(
         recorded, after = below(tensors, "grad"), below(tensors, "weights_after")
         if recorded:
             scale = max(float(gradient.abs().max()) for gradient in recorded.values())
-            gradients += [distance(step.gradients[name], gradient, scale) for name, gradient in recorded.items()]
+            gradients += [
+                distance(step.gradients[name], gradient, scale)
+                for name, gradient in recorded.items()
+            ]
             gradients += [float("inf")] * (step.gradients.keys() != recorded.keys())
         norms.append(distance(torch.tensor(step.norm), tensors["grad_norm"]))
         if clipped := below(tensors, "clipped"):
             scale = max(float(gradient.abs().max()) for gradient in clipped.values())
             shortened += [distance(step.clipped[name], g, scale) for name, g in clipped.items()]
         clear = clear_gradients(steps[: number + 1], least)
-        weights += [distance(step.weights[n][clear[n]], w[clear[n]], learning_rate) for n, w in after.items() if clear[n].any()]
+        weights += [
+            distance(step.weights[n][clear[n]], w[clear[n]], learning_rate)
+            for n, w in after.items()
+            if clear[n].any()
+        ]
     if gradients:
         yield "gradients", max(gradients)
     yield "gradient norm", max(norms)

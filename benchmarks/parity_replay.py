@@ -1,4 +1,6 @@
-"""A recorded training iteration, replayed by the trainer, which gets the recorded weights, embeddings, noise, rewards, order."""
+"""A recorded training iteration, replayed by the trainer, which gets the recorded weights,
+embeddings, noise, rewards, order.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -7,7 +9,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from parity_recording import FACTOR, WITHOUT_KL, RecordedUpdate, Recording, Tensors, below, pipeline_folder
+from parity_recording import (
+    FACTOR,
+    WITHOUT_KL,
+    RecordedUpdate,
+    Recording,
+    Tensors,
+    below,
+    pipeline_folder,
+)
 from torch import Tensor
 
 from flowrl import Prompt, Trainer
@@ -30,7 +40,9 @@ from flowrl.types import Gaussian, LossBatch, LossResult, Trajectories, Unit
 
 @dataclass(frozen=True)
 class RecordedNoise(Groups):
-    """Groups whose noise is given: `initial` [sample, *latent] and `steps` [sample, step, *latent], used step by step."""
+    """Groups whose noise is given: `initial` [sample, *latent] and `steps` [sample, step, *latent],
+    used step by step.
+    """
 
     initial: Tensor = field(kw_only=True)
     steps: Tensor = field(kw_only=True)
@@ -48,7 +60,9 @@ class RecordedNoise(Groups):
 
 
 class RecordedReward:
-    """Reads scores from a table [prompt, member, decision+1]: the finished images of a prompt come first, then by column."""
+    """Reads scores from a table [prompt, member, decision+1]: the finished images of a prompt come
+    first, then by column.
+    """
 
     def __init__(self, table: Tensor, prompts: Sequence[Prompt]) -> None:
         scores = table.roll(1, 2).transpose(1, 2).flatten(1).tolist()
@@ -61,7 +75,9 @@ class RecordedReward:
 
 @dataclass
 class PairValues:
-    """A loss that keeps what it computes for every (trajectory, decision) pair by itself: `rows`, one value per pair and name."""
+    """A loss that keeps what it computes for every (trajectory, decision) pair by itself: `rows`,
+    one value per pair and name.
+    """
 
     inner: PolicyLoss
     rows: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -89,7 +105,11 @@ class PairValues:
                 result = self.inner.loss(pair)
                 released = getattr(self.inner, "log_prob", "exact") == "released_cps"
                 density = log_prob_without_constants if released else log_prob
-                values = {**result.metrics, "loss": result.loss, "log_prob": density(pair.new, pair.next_node)}
+                values = {
+                    **result.metrics,
+                    "loss": result.loss,
+                    "log_prob": density(pair.new, pair.next_node),
+                }
                 for name, value in values.items():
                     self.rows.setdefault(name, []).append(value.reshape(()))
         return self.inner.loss(batch)
@@ -107,7 +127,9 @@ class OptimizerStep:
 
 
 class ReplayTrainer(Trainer):
-    """The trainer with a given order of samples and, off policy, given weights for the update; keeps what passes through."""
+    """The trainer with a given order of samples and, off policy, given weights for the update;
+    keeps what passes through.
+    """
 
     collected: Collected
     record: Experience
@@ -124,18 +146,36 @@ class ReplayTrainer(Trainer):
     @property
     def weights(self) -> dict[str, Tensor]:
         """The trained weights under PEFT's names."""
-        return {peft_name(name): parameter for name, parameter in zip(self.names, self.parameters, strict=True)}
+        return {
+            peft_name(name): parameter
+            for name, parameter in zip(self.names, self.parameters, strict=True)
+        }
 
     def resume(self, weights: Tensors, copies: Mapping[str, Tensors], steps: int) -> None:
-        """Go on from these weights and copies of the weights after `steps` optimizer steps, as from a checkpoint."""
+        """Go on from these weights and copies of the weights after `steps` optimizer steps, as from
+        a checkpoint.
+        """
         state = self.state()
-        for prefix, given in {"weight": weights, **{f"copy.{name}": copy for name, copy in copies.items()}}.items():
-            state.tensors.update({f"{prefix}.{name}": given[peft_name(name)] for name in self.names})
-        state.values.update({f"copy.{name}.current": copy is weights for name, copy in copies.items()}, optimizer_steps=steps)
+        for prefix, given in {
+            "weight": weights,
+            **{f"copy.{name}": copy for name, copy in copies.items()},
+        }.items():
+            state.tensors.update(
+                {f"{prefix}.{name}": given[peft_name(name)] for name in self.names}
+            )
+        state.values.update(
+            {f"copy.{name}.current": copy is weights for name, copy in copies.items()},
+            optimizer_steps=steps,
+        )
         self.restore(state)
 
     def loss_batches(
-        self, sampler: Sampler, collected: Collected, experience: Experience, credit: Credit, weights: Tensor
+        self,
+        sampler: Sampler,
+        collected: Collected,
+        experience: Experience,
+        credit: Credit,
+        weights: Tensor,
     ) -> tuple[LossBatches | ForwardBatches, list[Rows]]:
         """Keeps the record and the advantages [sample, decision]."""
         self.record, self.advantages = experience, credit.advantages.flatten(0, 1)
@@ -146,8 +186,12 @@ class ReplayTrainer(Trainer):
         others = [sample for sample in range(self.groups.samples) if sample not in self.given_order]
         return torch.cat([self.given_order, torch.tensor(others, dtype=torch.int64)])
 
-    def minibatches(self, rows: Sequence[Rows], collected: Collected) -> Iterator[tuple[list[MicroBatch], Rows]]:
-        """Keeps the trajectories and the pairs. The update starts from the given weights, if there are any."""
+    def minibatches(
+        self, rows: Sequence[Rows], collected: Collected
+    ) -> Iterator[tuple[list[MicroBatch], Rows]]:
+        """Keeps the trajectories and the pairs. The update starts from the given weights, if there
+        are any.
+        """
         self.collected = collected
         with torch.no_grad():
             for name, weight in self.given_weights.items():
@@ -156,7 +200,9 @@ class ReplayTrainer(Trainer):
             self.pairs += minibatch
             yield minibatch, of
 
-    def optimizer_step(self, minibatch: Sequence[MicroBatch], check: NonFiniteCheck, metrics: LossMetrics) -> None:
+    def optimizer_step(
+        self, minibatch: Sequence[MicroBatch], check: NonFiniteCheck, metrics: LossMetrics
+    ) -> None:
         """Keeps the gradients, their norm and the weights."""
         gradients = self.gradients()
         super().optimizer_step(minibatch, check, metrics)
@@ -180,7 +226,9 @@ class KeptBatches(ForwardBatches):
     def of(self, sample: Tensor, draw: Tensor, shared: object = None) -> ForwardBatch:
         """The batch of these rows."""
         batch = super().of(sample, draw, shared)
-        self.kept.append((sample * self.times.shape[1] + draw, replace(batch, new=batch.new.detach())))
+        self.kept.append(
+            (sample * self.times.shape[1] + draw, replace(batch, new=batch.new.detach()))
+        )
         return batch
 
     def prepare(self, minibatch: Sequence[MicroBatch]) -> None:
@@ -193,7 +241,10 @@ class KeptBatches(ForwardBatches):
         """All rows as the loss has seen them, sample by sample."""
         order = torch.cat([number for number, _ in self.kept]).argsort()
         batches = [replace(batch, pooled=None) for _, batch in self.kept]
-        columns = {field.name: [getattr(batch, field.name) for batch in batches] for field in fields(ForwardBatch)}
+        columns = {
+            field.name: [getattr(batch, field.name) for batch in batches]
+            for field in fields(ForwardBatch)
+        }
         whole = {name: torch.cat(column) for name, column in columns.items() if None not in column}
         return ForwardBatch(**whole).rows(order)
 
@@ -213,13 +264,22 @@ class ForwardTrainer(ReplayTrainer):
         return self.times, 0
 
     def loss_batches(
-        self, sampler: Sampler, collected: Collected, experience: Experience, credit: Credit, weights: Tensor
+        self,
+        sampler: Sampler,
+        collected: Collected,
+        experience: Experience,
+        credit: Credit,
+        weights: Tensor,
     ) -> tuple[LossBatches | ForwardBatches, list[Rows]]:
-        """Puts the given latents at the ends of the trajectories, and the given noise into the batches."""
+        """Puts the given latents at the ends of the trajectories, and the given noise into the
+        batches.
+        """
         self.sampled = path = collected.rollout.trajectories
         states = path.states.clone()
         states[:, path.tree.at(path.schedule.steps)] = self.finished.unflatten(0, (len(states), -1))
-        given = replace(collected, rollout=replace(collected.rollout, trajectories=replace(path, states=states)))
+        given = replace(
+            collected, rollout=replace(collected.rollout, trajectories=replace(path, states=states))
+        )
         made, rows = super().loss_batches(sampler, given, experience, credit, weights)
         assert isinstance(made, ForwardBatches)
         self.batches = KeptBatches(made, self.noise)
@@ -236,7 +296,9 @@ def peft_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Replay:
-    """A replayed iteration: the trainer, the values of its pairs, the latents that were decoded, in order, and its metrics."""
+    """A replayed iteration: the trainer, the values of its pairs, the latents that were decoded, in
+    order, and its metrics.
+    """
 
     trainer: ReplayTrainer
     values: PairValues
@@ -244,17 +306,26 @@ class Replay:
     metrics: Mapping[str, Any]
 
     def table(self, name: str) -> Tensor:
-        """`name` of every trained pair, [sample, decision]; NaN for the others, and for all if the loss does not compute it."""
+        """`name` of every trained pair, [sample, decision]; NaN for the others, and for all if the
+        loss does not compute it.
+        """
         trainer = self.trainer
         found = torch.full_like(trainer.advantages, float("nan"))
-        sample, column = (torch.cat([getattr(micro, axis) for micro in trainer.pairs]) for axis in ("sample", "column"))
+        sample, column = (
+            torch.cat([getattr(micro, axis) for micro in trainer.pairs])
+            for axis in ("sample", "column")
+        )
         if name in self.values.rows:
             found[sample, column] = torch.stack(self.values.rows[name])
         return found
 
 
-def replay(recording: Recording, update: RecordedUpdate, settings: Mapping[str, Any], work: Path) -> Replay:
-    """One iteration of the trainer with the recorded inputs. `settings` are the method's; `work` keeps the model's files."""
+def replay(
+    recording: Recording, update: RecordedUpdate, settings: Mapping[str, Any], work: Path
+) -> Replay:
+    """One iteration of the trainer with the recorded inputs. `settings` are the method's; `work`
+    keeps the model's files.
+    """
     config = run_config(recording, update, work).replace(**settings)
     method, decoded = make_method(config), []
     values, policy = PairValues(method.loss), recorded_policy(recording, config, decoded)
@@ -264,8 +335,12 @@ def replay(recording: Recording, update: RecordedUpdate, settings: Mapping[str, 
     return Replay(trainer, values, decoded, trainer.iteration())
 
 
-def recorded_policy(recording: Recording, config: RunConfig, decoded: list[Tensor]) -> PipelinePolicy:
-    """The recorded model, which looks the recorded embeddings up, and keeps the latents that it decodes, to black images."""
+def recorded_policy(
+    recording: Recording, config: RunConfig, decoded: list[Tensor]
+) -> PipelinePolicy:
+    """The recorded model, which looks the recorded embeddings up, and keeps the latents that it
+    decodes, to black images.
+    """
     policy = make_policy(config)
     assert isinstance(policy, PipelinePolicy)
     give_embeddings(policy.pipe, recording.inputs, make_world(config).prompts("prompts", "train"))
@@ -298,11 +373,21 @@ def base_config(recording: Recording, work: Path) -> RunConfig:
     """The model, its prompts and groups: one iteration with a given reward."""
     meta, lora, folder = recording.meta, recording.meta["lora"], pipeline_folder(recording, work)
     return RunConfig.of(
-        world="model", task="prompts", reward_form="reward", model=str(folder), adapter=str(folder / "lora.safetensors"),
-        prompts=str(folder / "prompts.txt"), reward="recorded", resolution=FACTOR * meta["latent"][-1], iterations=1,
-        groups=meta["prompts"], group_size=meta["members"], lora_rank=lora["r"], lora_alpha=float(lora["lora_alpha"]),
+        world="model",
+        task="prompts",
+        reward_form="reward",
+        model=str(folder),
+        adapter=str(folder / "lora.safetensors"),
+        prompts=str(folder / "prompts.txt"),
+        reward="recorded",
+        resolution=FACTOR * meta["latent"][-1],
+        iterations=1,
+        groups=meta["prompts"],
+        group_size=meta["members"],
+        lora_rank=lora["r"],
+        lora_alpha=float(lora["lora_alpha"]),
         ema_decay=0.0,
-    )  # fmt: skip
+    )
 
 
 def run_config(recording: Recording, update: RecordedUpdate, work: Path) -> RunConfig:
@@ -310,18 +395,28 @@ def run_config(recording: Recording, update: RecordedUpdate, work: Path) -> RunC
     meta, case = recording.meta, recording.meta["case"]
     training, optimizer = case["config"]["train"], meta["optimizer"]
     return base_config(recording, work).replace(
-        num_steps=meta["steps"], guidance_scale=case["guidance"], lora_targets=tuple(case["target_modules"]),
-        noise_level=case["config"]["sample"]["noise_level"], clip_range=training["clip_range"],
-        kl_weight=0.0 if update.name.endswith(WITHOUT_KL) else training["beta"], drop_zero_advantages=True,
-        learning_rate=optimizer["lr"], betas=tuple(optimizer["betas"]), weight_decay=optimizer["weight_decay"],
-        max_grad_norm=optimizer["max_grad_norm"], minibatches=len(update.steps), micro_batch=24,
-    )  # fmt: skip
+        num_steps=meta["steps"],
+        guidance_scale=case["guidance"],
+        lora_targets=tuple(case["target_modules"]),
+        noise_level=case["config"]["sample"]["noise_level"],
+        clip_range=training["clip_range"],
+        kl_weight=0.0 if update.name.endswith(WITHOUT_KL) else training["beta"],
+        drop_zero_advantages=True,
+        learning_rate=optimizer["lr"],
+        betas=tuple(optimizer["betas"]),
+        weight_decay=optimizer["weight_decay"],
+        max_grad_norm=optimizer["max_grad_norm"],
+        minibatches=len(update.steps),
+        micro_batch=24,
+    )
 
 
 def give_embeddings(pipe: Any, inputs: Tensors, prompts: Sequence[Prompt]) -> None:
     """Let the pipeline "embed" prompts by looking them up."""
     names = ("prompt_embeds", "pooled_prompt_embeds")
-    known = {prompt.text: [inputs[name][i : i + 1] for name in names] for i, prompt in enumerate(prompts)}
+    known = {
+        prompt.text: [inputs[name][i : i + 1] for name in names] for i, prompt in enumerate(prompts)
+    }
     known[""] = [inputs[f"negative_{name}"] for name in names]
 
     def encode_prompt(text: str, *_: Any, **__: Any) -> tuple[Tensor, None, Tensor, None]:

@@ -4,7 +4,8 @@
     python benchmarks/planted_bugs.py --rooms credit losses    # print the table of some rooms
     python benchmarks/planted_bugs.py --workers 2              # all; writes benchmarks/results/planted_bugs.md
 
-`benchmarks/planted_bugs/ROOM.yaml` holds a list of bugs, most of them faults that the history of this repository has seen:
+`benchmarks/planted_bugs/ROOM.yaml` holds a list of bugs, most of them faults that the history of
+this repository has seen:
 
     - id: stepwise-joint-std             # unique
       meaning: what goes wrong, in terms of behaviour
@@ -16,8 +17,9 @@
         ...
       tests: [tests/credit/test_credit.py::test_x]    # fail with the bug; [] if no test is known
 
-Every bug is planted in a copy of the tracked files. A forked process, which has imported torch and pytest but never flowrl,
-runs the bug's tests. A run past the time limit counts as killed. A test that cannot be collected kills nothing.
+Every bug is planted in a copy of the tracked files. A forked process, which has imported torch and
+pytest but never flowrl, runs the bug's tests. A run past the time limit counts as killed. A test
+that cannot be collected kills nothing.
 """
 
 import argparse

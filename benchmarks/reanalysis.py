@@ -1,8 +1,9 @@
 """An analysis of the credit-rule comparison that shares no code with `flowrl_bench`.
 
-It finds the runs of every arm in the published lines by the settings that the details print, computes every comparison by the
-definitions of ``docs/verdicts.md`` (``reanalysis_statistics.py``), and compares the results with the published pages to the
-printed precision. The exit status is 1 if a number differs. A second; no network evaluations.
+It finds the runs of every arm in the published lines by the settings that the details print,
+computes every comparison by the definitions of ``docs/verdicts.md`` (``reanalysis_statistics.py``),
+and compares the results with the published pages to the printed precision. The exit status is 1 if
+a number differs. A second; no network evaluations.
 
     python benchmarks/reanalysis.py --all
 """
@@ -17,12 +18,25 @@ from pathlib import Path
 import numpy as np
 from reanalysis_page import WORLDS, Part, Row, page_arms, page_parts, table
 from reanalysis_robustness import lines as robustness
-from reanalysis_statistics import AXES, Comparison, Results, by_seed, compare, holm, read_runs, t_test, wilson
+from reanalysis_statistics import (
+    AXES,
+    Comparison,
+    Results,
+    by_seed,
+    compare,
+    holm,
+    read_runs,
+    t_test,
+    wilson,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 MISSING = "too few runs yet"
 RULES = {"uniform": "flow-grpo", "stepwise": "stepwise-flow-grpo", "turning points": "tp-grpo"}
-ARMS = {"stepwise": "asks: stepwise gains against uniform", "turning points": "asks: turning points against uniform"}
+ARMS = {
+    "stepwise": "asks: stepwise gains against uniform",
+    "turning points": "asks: turning points against uniform",
+}
 
 
 def family(claim: str, page: str) -> str:
@@ -42,7 +56,9 @@ Leads = dict[tuple[str, str], str]
 
 
 def claim_rows(details: str, page: str, results: Results) -> tuple[list[Row], Leads]:
-    """Every row of the claims' tables, with Holm's correction over the family's rows; and leads as the first page prints them."""
+    """Every row of the claims' tables, with Holm's correction over the family's rows; and leads as
+    the first page prints them.
+    """
     families: dict[str, list[tuple[Part, Comparison | None]]] = defaultdict(list)
     for part in page_parts(details):
         runs = {name: results.find(part.world, settings) for name, settings in part.arms.items()}
@@ -62,7 +78,14 @@ def claim_rows(details: str, page: str, results: Results) -> tuple[list[Row], Le
                 own += f"{', p < .001' if p < 0.001 else f', p {p:.6f}'} {symbol}"
                 rows.append(Row(part.claim, what, f"{numbers} {alone[-1]}", own))
             else:
-                rows.append(Row(part.claim, f"{what} (the p-value is not compared)", numbers.split(", p")[0], own))
+                rows.append(
+                    Row(
+                        part.claim,
+                        f"{what} (the p-value is not compared)",
+                        numbers.split(", p")[0],
+                        own,
+                    )
+                )
             counts = f"{part.seeds} seeds, {wins}", f"{found.seeds} seeds, {100 * found.won:.0f}%"
             rows.append(Row(part.claim, f"{what}: seeds won", *counts))
             if part.claim == "train-short" or part.claim.startswith("lead-"):
@@ -79,25 +102,57 @@ def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterat
         for cells in table(page.split(f"### {title}\n")[1].split("\n##")[0]):
             name = cells[0].removesuffix(" (control)").split(" = ")[0]
             claim = {"uniform", "uniform, larger groups", name}
-            keys = set.intersection(*(set(results.find(world, settings[world][arm])) for arm in claim))
-            runs = {key: run for key, run in results.find(world, settings[world][name]).items() if key in keys}
+            keys = set.intersection(
+                *(set(results.find(world, settings[world][arm])) for arm in claim)
+            )
+            runs = {
+                key: run
+                for key, run in results.find(world, settings[world][name]).items()
+                if key in keys
+            }
             areas = by_seed({key: run.area() for key, run in runs.items()})
-            asks = [f"asks: {name} against uniform (mean reward over {budget})" for budget in budgets]
+            asks = [
+                f"asks: {name} against uniform (mean reward over {budget})" for budget in budgets
+            ]
             own = [leads.get((world, rule), "-") for rule in asks]
-            larger = leads.get((world, f"asks: {name} against uniform, larger groups (mean reward over equal NFE)"), "-")
+            larger = leads.get(
+                (
+                    world,
+                    f"asks: {name} against uniform, larger groups (mean reward over equal NFE)",
+                ),
+                "-",
+            )
             lost = f"{sum(run.collapsed for run in runs.values())} of {len(runs)}"
-            mine = (cells[0], str(len(areas)), interval(t_test(areas)), *own, lost, f"{areas.min():.6f}", larger)
+            mine = (
+                cells[0],
+                str(len(areas)),
+                interval(t_test(areas)),
+                *own,
+                lost,
+                f"{areas.min():.6f}",
+                larger,
+            )
             yield from cell_rows(f"main comparison, {label}", cells, mine)
             if "(control)" not in cells[0] and own[0] != "-":
-                for words, found in zip(("per update", "per evaluation", "per second"), own, strict=True):
+                for words, found in zip(
+                    ("per update", "per evaluation", "per second"), own, strict=True
+                ):
                     verdicts[words][found[0]] += 1
         for words, counts in verdicts.items():
-            if counts.total() == len(PAPERS):  # the page counts methods where there are others than the papers'
+            # the page counts methods where there are others than the papers'
+            if counts.total() == len(PAPERS):
                 continue
-            answer = re.search(rf"credit {words}\?\*\* .*?{title}: .*?Of all (\d+) methods, ([^;.]+)", page)
+            answer = re.search(
+                rf"credit {words}\?\*\* .*?{title}: .*?Of all (\d+) methods, ([^;.]+)", page
+            )
             printed = ", ".join([answer[1], *re.findall(r"\d+", answer[2])]) if answer else "none"
             counted = [counts.total(), *(counts[symbol] for symbol in "▲▼=?" if counts[symbol])]
-            yield Row("answers", f"{label}, {words}: methods, by verdict", printed, ", ".join(map(str, counted)))
+            yield Row(
+                "answers",
+                f"{label}, {words}: methods, by verdict",
+                printed,
+                ", ".join(map(str, counted)),
+            )
 
 
 PAPERS = ("stepwise gains", "turning points")
@@ -123,46 +178,88 @@ def cell_rows(place: str, cells: Sequence[str], mine: Sequence[str]) -> Iterator
         yield Row(place, f"{cells[0]}, cell {number}", page, own)
 
 
-def default_rows(page: str, details: str, results: Results, older: Results, leads: Leads) -> Iterator[Row]:
-    """Headlines at default settings: the seeds of the question `tuning` if it has runs, else those of the older file."""
+def default_rows(
+    page: str, details: str, results: Results, older: Results, leads: Leads
+) -> Iterator[Row]:
+    """Headlines at default settings: the seeds of the question `tuning` if it has runs, else those
+    of the older file.
+    """
     tuning = {part.world: part.arms for part in page_parts(details) if part.claim == "tuning"}
     found: list[tuple[Row, Comparison]] = []
     for says, label, _, *cells in table(page.split("## What survives")[1].split("\n## ")[0]):
         world, rule = WORLDS[label], next((name for name in ARMS if name in says), "")
-        arms = (f"{rule}, defaults", "uniform, defaults") if rule and world in tuning else ("arm", "than")
+        arms = (
+            (f"{rule}, defaults", "uniform, defaults")
+            if rule and world in tuning
+            else ("arm", "than")
+        )
         if not rule:
             short = {"window": ":-1", "eval_steps": 40, "rule": "flow-grpo"}
-            runs = {arm: older.find(world, {**short, "num_steps": steps}) for arm, steps in zip(arms, (10, 40), strict=True)}
+            runs = {
+                arm: older.find(world, {**short, "num_steps": steps})
+                for arm, steps in zip(arms, (10, 40), strict=True)
+            }
         elif world in tuning:
             runs = {name: results.find(world, arm) for name, arm in tuning[world].items()}
         else:
-            runs = {arm: older.find(world, {"rule": RULES[name]}) for arm, name in zip(arms, (rule, "uniform"), strict=True)}
+            runs = {
+                arm: older.find(world, {"rule": RULES[name]})
+                for arm, name in zip(arms, (rule, "uniform"), strict=True)
+            }
         tuned = ARMS.get(rule, "expects better: 10 steps against 40 steps")
         for column, budget in enumerate(list(AXES)[:2]):
             own = compare(f"asks: {arms[0]} against {arms[1]} (mean reward over {budget})", runs)
             if own and cells[column] not in ("-", MISSING):
-                found.append((Row("default settings", f"{says}, {label}, {budget}", cells[column], ""), own))
+                found.append(
+                    (Row("default settings", f"{says}, {label}, {budget}", cells[column], ""), own)
+                )
             mine = leads.get((world, f"{tuned} (mean reward over {budget})"), cells[column + 2])
-            yield Row("default settings", f"{says}, {label}, {budget}, tuned", cells[column + 2], mine)
+            yield Row(
+                "default settings", f"{says}, {label}, {budget}, tuned", cells[column + 2], mine
+            )
     for (row, own), p in zip(found, holm([own.test.p for _, own in found]), strict=True):
         yield row._replace(own=f"{own.verdict(p, 'asks')} {interval(own.test)}")
 
 
 def all_rows(results: Path, docs: Path) -> list[Row]:
     """Every number that is compared."""
-    page, details = ((docs / name).read_text("utf-8").replace("\xa0", " ") for name in ("claims.md", "claims/details.md"))
-    runs, older = (Results(read_runs(file)) for file in (results, results.with_name("claims-default-settings.jsonl")))
+    page, details = (
+        (docs / name).read_text("utf-8").replace("\xa0", " ")
+        for name in ("claims.md", "claims/details.md")
+    )
+    runs, older = (
+        Results(read_runs(file))
+        for file in (results, results.with_name("claims-default-settings.jsonl"))
+    )
     rows, leads = claim_rows(details, page, runs)
     rows += [*main_rows(page, details, runs, leads), *spread_rows(details, runs)]
     return [*rows, *default_rows(page, details, runs, older, leads)]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/claims.jsonl", help="the published lines")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="the folder with claims.md and claims/details.md")
-    parser.add_argument("--all", action="store_true", help="print every number, not only those that differ")
-    parser.add_argument("--robustness", action="store_true", help="print other tests of the 2-D main comparison instead")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=ROOT / "benchmarks/results/claims.jsonl",
+        help="the published lines",
+    )
+    parser.add_argument(
+        "--docs",
+        type=Path,
+        default=ROOT / "docs",
+        help="the folder with claims.md and claims/details.md",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="print every number, not only those that differ"
+    )
+    parser.add_argument(
+        "--robustness",
+        action="store_true",
+        help="print other tests of the 2-D main comparison instead",
+    )
     given = parser.parse_args()
     if given.robustness:
         arms = page_arms((given.docs / "claims/details.md").read_text("utf-8"))["mixture"]
@@ -171,7 +268,10 @@ def main() -> int:
     rows = all_rows(given.results, given.docs)
     differing = [row for row in rows if not row.agrees]
     for row in rows if given.all else differing:
-        print(f"{' ' if row.agrees else '!'} {row.place:<34} {row.what}\n      page {row.page}\n      own  {row.own}")
+        print(
+            f"{' ' if row.agrees else '!'} {row.place:<34} {row.what}\n      page {row.page}\n     "
+            f" own  {row.own}"
+        )
     print(f"{len(rows)} entries of the pages compared, {len(differing)} differ")
     return 1 if differing else 0
 

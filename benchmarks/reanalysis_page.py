@@ -25,11 +25,16 @@ class Row(NamedTuple):
         if re.sub(NUMBER, "", self.page) != re.sub(NUMBER, "", self.own) or len(pages) != len(owns):
             return False
         within = (0.5 * 10.0 ** -len(page.split(".")[1]) + 1e-9 for page in pages)
-        return all(abs(float(page) - float(own)) <= half for page, own, half in zip(pages, owns, within, strict=True))
+        return all(
+            abs(float(page) - float(own)) <= half
+            for page, own, half in zip(pages, owns, within, strict=True)
+        )
 
 
 class Part(NamedTuple):
-    """A row of a claim's table: the rule in words, the settings of the claim's arms, and what the page reports."""
+    """A row of a claim's table: the rule in words, the settings of the claim's arms, and what the
+    page reports.
+    """
 
     claim: str
     world: str
@@ -50,13 +55,19 @@ def page_arms(details: str) -> dict[str, dict[str, Settings]]:
     """Settings by world and arm, from the table *Settings of the arms*."""
     arms: dict[str, dict[str, Settings]] = {"mixture": {}, "shapes": {}}
     table = details.split("## Settings of the arms")[1].split("\n## ")[0]
-    for name, fixed, *tuned in re.findall(r"^\| (.+?) \| (`.+?) \| (.+?) \| (.+?) \|$", table, re.M):
+    for name, fixed, *tuned in re.findall(
+        r"^\| (.+?) \| (`.+?) \| (.+?) \| (.+?) \|$", table, re.M
+    ):
         given = dict(re.findall(r"`(\w+)` = `(.+?)`(?:; |$)", fixed))
         for world, text in zip(arms, tuned, strict=True):
             if text == "-":
                 continue
-            numbers = dict(pair.rsplit(" ", 1) for pair in text.removesuffix(" (not searched)").split(", "))
-            settings: dict[str, Any] = {n: value(v) for n, v in numbers.items() if n in DEFAULTS[world]}
+            numbers = dict(
+                pair.rsplit(" ", 1) for pair in text.removesuffix(" (not searched)").split(", ")
+            )
+            settings: dict[str, Any] = {
+                n: value(v) for n, v in numbers.items() if n in DEFAULTS[world]
+            }
             settings["rule"] = given.get("method") or given["credit"]
             if "loss" in given:
                 settings["loss"] = given["loss"].format(**numbers)
@@ -69,7 +80,10 @@ def page_arms(details: str) -> dict[str, dict[str, Settings]]:
 
 def flags(text: str) -> Settings:
     words = shlex.split(text.strip("`"))
-    named = {n.removeprefix("--").replace("-", "_"): value(v) for n, v in zip(words[::2], words[1::2], strict=True)}
+    named = {
+        n.removeprefix("--").replace("-", "_"): value(v)
+        for n, v in zip(words[::2], words[1::2], strict=True)
+    }
     return {"rule" if name == "credit" else name: found for name, found in named.items()}
 
 
@@ -82,11 +96,17 @@ def page_parts(details: str) -> Iterator[Part]:
         assert stated, f"{claim}: no rule"
         named, _, common = stated[2].partition(". All: ")
         members = re.findall(r"(?:^|; )(.+?) = \*(.+?)\*(?: with `(.+?)`)?(?=;|$)", named)
-        for label, seeds, block in re.findall(r"^(2-D world|Image world), (\d+) seeds?: .+\n((?:\n?\|.+\n)+)", section, re.M):
+        for label, seeds, block in re.findall(
+            r"^(2-D world|Image world), (\d+) seeds?: .+\n((?:\n?\|.+\n)+)", section, re.M
+        ):
             world = WORLDS[label.replace("Image", "image")]
-            chosen = {name: {**arms[world][base], **flags(common), **flags(changes)} for name, base, changes in members}
+            chosen = {
+                name: {**arms[world][base], **flags(common), **flags(changes)}
+                for name, base, changes in members
+            }
             rows = [row.strip("| ") for row in block.splitlines() if row.startswith("|")][2:]
-            for rule, row in zip(stated[1].split("; "), rows, strict=False):  # rows of single tasks follow
+            # rows of single tasks follow
+            for rule, row in zip(stated[1].split("; "), rows, strict=False):
                 yield Part(claim, world, int(seeds), chosen, rule, row)
 
 

@@ -1,4 +1,6 @@
-"""The definitions of ``docs/verdicts.md``, written a second time with numpy and scipy only, for ``reanalysis.py``."""
+"""The definitions of ``docs/verdicts.md``, written a second time with numpy and scipy only, for
+``reanalysis.py``.
+"""
 
 import json
 import re
@@ -18,12 +20,26 @@ Values = NDArray[np.float64]
 Settings = Mapping[str, Any]
 Key = tuple[int, str]
 DEFAULTS: dict[str, dict[str, Any]] = {  # of settings that a search or an arm changes
-    "mixture": {"learning_rate": 0.02, "clip_range": 0.002, "noise_level": 0.7, "loss": "clipped", "group_size": 12},
-    "shapes": {"learning_rate": 0.004, "clip_range": 0.002, "noise_level": 0.7, "loss": "clipped", "group_size": 12},
+    "mixture": {
+        "learning_rate": 0.02,
+        "clip_range": 0.002,
+        "noise_level": 0.7,
+        "loss": "clipped",
+        "group_size": 12,
+    },
+    "shapes": {
+        "learning_rate": 0.004,
+        "clip_range": 0.002,
+        "noise_level": 0.7,
+        "loss": "clipped",
+        "group_size": 12,
+    },
 }
 IGNORED = {"seed", "task", "method", "credit", "rule", "overlap_rewards", "world"}
 UPDATE, SAMPLING, TRAINING, SECONDS, REWARD = 0, 1, 2, 3, 7
-"""Columns of a line's curve. Network evaluations are SAMPLING (with scoring) + TRAINING; evaluating the curve costs none."""
+"""Columns of a line's curve. Network evaluations are SAMPLING (with scoring) + TRAINING; evaluating
+the curve costs none.
+"""
 AXES = {"training": "updates", "equal NFE": "NFE", "equal seconds": "seconds"}
 NUMBER = r"[-+]?\d+\.\d+"
 SMALLEST, RATIO, RATE = 0.02, float(np.log(1.1)), 0.1
@@ -45,12 +61,18 @@ class Run(NamedTuple):
     @property
     def trajectories(self) -> int:
         """Trajectories sampled for training."""
-        return int(self.settings["iterations"]) * int(self.settings["groups"]) * int(self.settings["group_size"])
+        return (
+            int(self.settings["iterations"])
+            * int(self.settings["groups"])
+            * int(self.settings["group_size"])
+        )
 
     @property
     def collapsed(self) -> bool:
         """Whether the run ends below its best, or below its start."""
-        return bool(self.rewards[-1] < self.rewards.max() - 0.1 or self.rewards[-1] < self.rewards[0] - 0.02)
+        return bool(
+            self.rewards[-1] < self.rewards.max() - 0.1 or self.rewards[-1] < self.rewards[0] - 0.02
+        )
 
     def budgets(self, axis: str) -> Values:
         """Updates, network evaluations or seconds spent at the evaluations."""
@@ -66,7 +88,9 @@ class Run(NamedTuple):
         return float(np.trapezoid(np.interp(points, x, self.rewards), points) / end)
 
     def rise(self) -> Values:
-        """Monotone rewards up to a collapse: the first evaluation after the best mean of three that is 0.1 below that mean."""
+        """Monotone rewards up to a collapse: the first evaluation after the best mean of three that
+        is 0.1 below that mean.
+        """
         y = self.rewards
         smooth = np.array([y[0], *((y[:-2] + y[1:-1] + y[2:]) / 3), (y[-2] + 2 * y[-1]) / 3])
         best = int(smooth.argmax())
@@ -91,7 +115,9 @@ def read_runs(path: Path) -> list[Run]:
 
 
 class Results:
-    """The runs of a file, found by settings; those that are not named have the file's most frequent value in that world."""
+    """The runs of a file, found by settings; those that are not named have the file's most frequent
+    value in that world.
+    """
 
     def __init__(self, runs: list[Run]) -> None:
         self.runs: dict[str, list[Run]] = defaultdict(list)
@@ -107,7 +133,9 @@ class Results:
         }
 
     def find(self, world: str, settings: Settings) -> dict[Key, Run]:
-        """The runs with these settings, by seed and task, of the seeds that have runs of all tasks."""
+        """The runs with these settings, by seed and task, of the seeds that have runs of all
+        tasks.
+        """
         wanted = {**self.usual.get(world, {}), **DEFAULTS[world], **settings}
         name = world + json.dumps(wanted, sort_keys=True)
         if name not in self.found:
@@ -119,7 +147,9 @@ class Results:
         for run in self.runs[world]:
             if all(run.settings.get(name) == value for name, value in wanted.items()):
                 if run.key in found:
-                    raise ValueError(f"two runs of seed and task {run.key} have the settings {wanted}")
+                    raise ValueError(
+                        f"two runs of seed and task {run.key} have the settings {wanted}"
+                    )
                 found[run.key] = run
         tasks = Counter(seed for seed, _ in found)  # a seed counts once all its tasks are there
         return {key: run for key, run in found.items() if tasks[key[0]] == max(tasks.values())}
@@ -139,11 +169,18 @@ def t_test(values: Values, null: float = 0.0) -> Test:
     if error == 0:
         return Test(mean, mean, mean, float(mean == null))
     half = stats.t.ppf(0.975, len(values) - 1) * error
-    return Test(mean, mean - half, mean + half, 2 * float(stats.t.sf(abs(mean - null) / error, len(values) - 1)))
+    return Test(
+        mean,
+        mean - half,
+        mean + half,
+        2 * float(stats.t.sf(abs(mean - null) / error, len(values) - 1)),
+    )
 
 
 def bonett_price(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> Test:
-    """Difference of paired rates: a run is added to both kinds of discordant pairs, then a normal interval and test."""
+    """Difference of paired rates: a run is added to both kinds of discordant pairs, then a normal
+    interval and test.
+    """
     n = len(first) + 2
     more, less = ((first & ~second).sum() + 1) / n, ((second & ~first).sum() + 1) / n
     middle, error = more - less, ((more + less - (more - less) ** 2) / n) ** 0.5
@@ -183,12 +220,18 @@ def log_ratio(first: Run, second: Run, axis: str) -> float:
 def by_seed(pairs: Mapping[Key, float]) -> Values:
     """Tasks averaged within the seed."""
     return np.array(
-        [np.mean([v for k, v in pairs.items() if k[0] == seed]) for seed in sorted({k[0] for k in pairs})], np.float64
+        [
+            np.mean([v for k, v in pairs.items() if k[0] == seed])
+            for seed in sorted({k[0] for k in pairs})
+        ],
+        np.float64,
     )
 
 
 class Comparison(NamedTuple):
-    """`test` of first minus second (of log ratios); `sign` is -1 if less is better; `null` and `smallest` in the same unit."""
+    """`test` of first minus second (of log ratios); `sign` is -1 if less is better; `null` and
+    `smallest` in the same unit.
+    """
 
     test: Test
     seeds: int
@@ -223,16 +266,25 @@ def lead(first: Run, second: Run, measure: str) -> float:
 
 
 def compare(rule: str, runs: Mapping[str, Mapping[Key, Run]]) -> Comparison | None:
-    """A rule over the runs that all arms of its claim have; None for a measure that is not covered."""
+    """A rule over the runs that all arms of its claim have; None for a measure that is not
+    covered.
+    """
     keys = sorted(set.intersection(*(set(found) for found in runs.values())))
     arms = {name: [found[key] for key in keys] for name, found in runs.items()}
     two = re.fullmatch(
-        r"\S.*?: (.+) against (.+) \((mean reward over .+|final reward|collapse rate|.+ to equal rewards, ratio)\)", rule
+        r"\S.*?: (.+) against (.+) \((mean reward over .+|final reward|collapse rate|.+ to equal"
+        r" rewards, ratio)\)",
+        rule,
     )
     four = re.fullmatch(r"\S.*?: the lead of (.+) over (.+) against that of (.+) over (.+)", rule)
     if four:
         leads = [
-            by_seed({key: lead(a, b, "mean reward over training") for key, a, b in zip(keys, arms[x], arms[y], strict=True)})
+            by_seed(
+                {
+                    key: lead(a, b, "mean reward over training")
+                    for key, a, b in zip(keys, arms[x], arms[y], strict=True)
+                }
+            )
             for x, y in (four.groups()[:2], four.groups()[2:])
         ]
         return Comparison(t_test(leads[0] - leads[1]), len(leads[0]), won(leads[0] - leads[1]))
@@ -243,7 +295,9 @@ def compare(rule: str, runs: Mapping[str, Mapping[Key, Run]]) -> Comparison | No
         down = [np.array([run.collapsed for run in side]) for side in (first, second)]
         wins = won(by_seed(dict(zip(keys, down[1] * 1.0 - down[0], strict=True))))
         return Comparison(bonett_price(*down), len({seed for seed, _ in keys}), wins, -1, RATE)
-    values = by_seed({key: lead(a, b, measure) for key, a, b in zip(keys, first, second, strict=True)})
+    values = by_seed(
+        {key: lead(a, b, measure) for key, a, b in zip(keys, first, second, strict=True)}
+    )
     log = measure.endswith("ratio")
     sign, smallest, null = (-1, RATIO, 0.0) if log else (1, SMALLEST, 0.0)
     if limit := re.match(rf"expects better than ({NUMBER}) of it", rule):
@@ -252,7 +306,9 @@ def compare(rule: str, runs: Mapping[str, Mapping[Key, Run]]) -> Comparison | No
         null = -sign * smallest
     if rule.startswith("expects no difference"):
         null = float(np.copysign(smallest, values.mean()))
-    return Comparison(t_test(values, null), len(values), won(sign * values), sign, smallest, null, log)
+    return Comparison(
+        t_test(values, null), len(values), won(sign * values), sign, smallest, null, log
+    )
 
 
 def won(values: Values) -> float:

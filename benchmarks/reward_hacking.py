@@ -6,8 +6,9 @@ task     the task's own soft reward: the control, in which no metric should dive
 bright   the task's reward plus 40 times the mean pixel value (--reward-bias 40): a biased judge
 jpeg     minus the size as a JPEG file (--reward jpeg-compressibility): the classic of DDPO (arXiv 2305.13301)
 
-Compositional task, Flow-GRPO, 16 iterations of the default settings, 96 held-out samples, an evaluation every second iteration.
-Held out: strict success, palette, clarity and balance (`flowrl.worlds.shapes.verifier`); diversity of 8 samples of 8 prompts.
+Compositional task, Flow-GRPO, 16 iterations of the default settings, 96 held-out samples, an
+evaluation every second iteration. Held out: strict success, palette, clarity and balance
+(`flowrl.worlds.shapes.verifier`); diversity of 8 samples of 8 prompts.
 """
 
 import argparse
@@ -36,8 +37,12 @@ PROXIES: dict[str, dict[str, Any]] = {
 }
 HELDOUT = ("strict", "palette", "clarity", "balance")
 SHARED: dict[str, Any] = {
-    "iterations": 16, "eval_every": 2, "eval_samples": 96, "heldout_rewards": HELDOUT, "diversity": "pixels",
-}  # fmt: skip
+    "iterations": 16,
+    "eval_every": 2,
+    "eval_samples": 96,
+    "heldout_rewards": HELDOUT,
+    "diversity": "pixels",
+}
 COLUMNS = {
     "proxy": ("proxy",),
     "held out: strict success": ("heldout", "strict"),
@@ -48,38 +53,60 @@ SHADES = {"task": "#0072B2", "bright": "#D55E00", "jpeg": "#7A5195"}
 
 
 def make(proxy: str, seed: int, folder: Path) -> None:
-    """Make one run, or resume it, unless it is finished. Its processor seconds are written to cpu.json."""
+    """Make one run, or resume it, unless it is finished. Its processor seconds are written to
+    cpu.json.
+    """
     if (folder / "cpu.json").exists():
         return
     began = time.process_time()
-    Run(preset("default").apply(seed=seed, **SHARED, **PROXIES[proxy]), folder).execute((folder / "metrics.jsonl").exists())
-    (folder / "cpu.json").write_text(json.dumps({"cpu_seconds": time.process_time() - began, "commit": commit()}))
+    Run(preset("default").apply(seed=seed, **SHARED, **PROXIES[proxy]), folder).execute(
+        (folder / "metrics.jsonl").exists()
+    )
+    (folder / "cpu.json").write_text(
+        json.dumps({"cpu_seconds": time.process_time() - began, "commit": commit()})
+    )
     print(f"{proxy}, seed {seed}: {time.process_time() - began:.0f} processor seconds", flush=True)
 
 
 def commit() -> str:
     """The state of the sources."""
-    return subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
 
 
 def figure(runs: dict[str, list[RunRecord]]) -> Figure:
-    """A row per proxy: the proxy, two held-out rewards and the diversity over iterations; images before and after."""
+    """A row per proxy: the proxy, two held-out rewards and the diversity over iterations; images
+    before and after.
+    """
     drawn = Figure(figsize=(15, 2.9 * len(runs)), layout="constrained")
-    grid = drawn.add_gridspec(len(runs), len(COLUMNS) + 2, width_ratios=[1] * len(COLUMNS) + [0.8, 0.8])
+    grid = drawn.add_gridspec(
+        len(runs), len(COLUMNS) + 2, width_ratios=[1] * len(COLUMNS) + [0.8, 0.8]
+    )
     lows = {label: _range(runs, path) for label, path in COLUMNS.items() if label != "proxy"}
     for row, (proxy, some) in enumerate(runs.items()):
         for column, (label, path) in enumerate(COLUMNS.items()):
             axes = drawn.add_subplot(grid[row, column])
             for run in some:
-                axes.plot(*run.curve("iteration", *path), color=SHADES[proxy], linewidth=2, marker="o", markersize=3.5)
+                axes.plot(
+                    *run.curve("iteration", *path),
+                    color=SHADES[proxy],
+                    linewidth=2,
+                    marker="o",
+                    markersize=3.5,
+                )
             if label in lows:
                 axes.set_ylim(*lows[label])
-            axes.set_title(label if column else f"proxy: {proxy}", fontweight="normal" if column else "bold")
+            axes.set_title(
+                label if column else f"proxy: {proxy}", fontweight="normal" if column else "bold"
+            )
             if row == len(runs) - 1:
                 axes.set_xlabel("iteration")
             clean(axes)
         images = load_file(some[0].folder / "samples.safetensors")
-        for column, (name, title) in enumerate({"before": "untrained", "after": "after 16 iterations"}.items(), len(COLUMNS)):
+        for column, (name, title) in enumerate(
+            {"before": "untrained", "after": "after 16 iterations"}.items(), len(COLUMNS)
+        ):
             axes = drawn.add_subplot(grid[row, column])
             axes.imshow(_sheet(images[name][:4]).numpy(), interpolation="nearest")
             axes.set_title(title)
@@ -88,7 +115,12 @@ def figure(runs: dict[str, list[RunRecord]]) -> Figure:
 
 
 def _range(runs: dict[str, list[RunRecord]], path: tuple[str, ...]) -> tuple[float, float]:
-    values = [value for some in runs.values() for run in some for value in run.curve("iteration", *path)[1]]
+    values = [
+        value
+        for some in runs.values()
+        for run in some
+        for value in run.curve("iteration", *path)[1]
+    ]
     pad = 0.06 * (max(values) - min(values))
     return min(values) - pad, max(values) + pad
 
@@ -104,9 +136,15 @@ def table(runs: dict[str, list[RunRecord]]) -> str:
     """First, highest and last values, means over seeds."""
     lines = ["| proxy | | untrained | best | at iteration | last |", "|---|---|---|---|---|---|"]
     for proxy, some in runs.items():
-        for label, path in {"proxy": ("proxy",), **{n: ("heldout", n) for n in HELDOUT}, "diversity": ("diversity",)}.items():
+        for label, path in {
+            "proxy": ("proxy",),
+            **{n: ("heldout", n) for n in HELDOUT},
+            "diversity": ("diversity",),
+        }.items():
             curves = [run.curve("iteration", *path) for run in some]
-            mean = [statistics.fmean(values) for values in zip(*(ys for _, ys in curves), strict=True)]
+            mean = [
+                statistics.fmean(values) for values in zip(*(ys for _, ys in curves), strict=True)
+            ]
             best = max(range(len(mean)), key=lambda i: mean[i])
             shown = f"{mean[0]:.3f} | {mean[best]:.3f} | {curves[0][0][best]:.0f} | {mean[-1]:.3f}"
             lines.append(f"| {proxy if label == 'proxy' else ''} | {label} | {shown} |")
@@ -114,18 +152,31 @@ def table(runs: dict[str, list[RunRecord]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=Path("runs/reward-hacking"), help="folder of the runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/reward-hacking"), help="folder of the runs"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    folders = {proxy: [options.runs / f"{proxy}-{seed}" for seed in options.seeds] for proxy in PROXIES}
+    folders = {
+        proxy: [options.runs / f"{proxy}-{seed}" for seed in options.seeds] for proxy in PROXIES
+    }
     for number, seed in enumerate(options.seeds):
         for proxy in PROXIES:
             make(proxy, seed, folders[proxy][number])
     runs = {proxy: [load_run(folder) for folder in some] for proxy, some in folders.items()}
-    made = [json.loads((folder / "cpu.json").read_text()) for some in folders.values() for folder in some]
-    seconds, commits = [one["cpu_seconds"] for one in made], ", ".join(sorted({one["commit"] for one in made}))
+    made = [
+        json.loads((folder / "cpu.json").read_text())
+        for some in folders.values()
+        for folder in some
+    ]
+    seconds, commits = (
+        [one["cpu_seconds"] for one in made],
+        ", ".join(sorted({one["commit"] for one in made})),
+    )
     record = {
         "commit": commits,
         "torch": torch.__version__,
@@ -134,7 +185,10 @@ def main() -> None:
         "cpu_seconds": [round(value, 1) for value in seconds],
         "settings": {proxy: {**SHARED, **changes} for proxy, changes in PROXIES.items()},
         "evaluations": {
-            proxy: [[{"iteration": row["iteration"], **row["evaluation"]} for row in run.evaluations] for run in some]
+            proxy: [
+                [{"iteration": row["iteration"], **row["evaluation"]} for row in run.evaluations]
+                for run in some
+            ]
             for proxy, some in runs.items()
         },
     }
@@ -142,10 +196,13 @@ def main() -> None:
     RESULTS.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     figure(runs).savefig(RESULTS.with_suffix(".png"), dpi=80, facecolor="white")
     head = (
-        f"Means over seeds {', '.join(map(str, options.seeds))}; {min(seconds):.0f} to {max(seconds):.0f} processor seconds a run"
+        f"Means over seeds {', '.join(map(str, options.seeds))}; {min(seconds):.0f} to"
+        f" {max(seconds):.0f} processor seconds a run"
     )
     page = "# Reward hacking with three proxies\n\n"
-    page += f"`python benchmarks/reward_hacking.py` (commit {commits}, torch {torch.__version__}).\n\n"
+    page += (
+        f"`python benchmarks/reward_hacking.py` (commit {commits}, torch {torch.__version__}).\n\n"
+    )
     page += f"<!-- figures -->\n{head}.\n\n{table(runs)}\n"
     RESULTS.with_suffix(".md").write_text(page)
     print(page)

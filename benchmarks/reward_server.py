@@ -3,14 +3,17 @@
     python benchmarks/reward_server.py                  # about six minutes; writes benchmarks/results/reward_server.*
     python benchmarks/reward_server.py --report         # writes the page again
 
-Three parts, each against a server in a process of its own (`flowrl serve-reward`), over the loopback:
+Three parts, each against a server in a process of its own (`flowrl serve-reward`), over the
+loopback:
 
 fuzz   10,000 requests made by Hypothesis: damaged PNG and safetensors files, wrong counts, shapes and types, bad JSON, damaged
-       multipart bodies, other methods and paths, and bytes that are no HTTP. No response may be an error of the server itself
-       (status 500 and more), every refusal must be typed JSON, and the server must score correctly afterwards.
+       multipart bodies, other methods and paths, and bytes that are no HTTP. No response may be an
+       error of the server itself (status 500 and more), every refusal must be typed JSON, and the
+       server must score correctly afterwards.
 load   64 clients (threads of two processes), each with its own connection, one minute of requests of 1 to 8 images. A score
        encodes its sample and its client, so that a lost, repeated or swapped one is visible.
-kills  the same for half a minute, while the server is killed (SIGKILL) five seconds after every start and restarted at once.
+kills  the same for half a minute, while the server is killed (SIGKILL) five seconds after every
+start and restarted at once.
 """
 
 import argparse
@@ -38,7 +41,9 @@ def measure_fuzz(count: int, folder: Path) -> dict[str, Any]:
     found = {
         "requests": sum(seen.values()),
         "seconds": round(time.monotonic() - began, 1),
-        "by status": {str(status) if status else "no HTTP": number for status, number in sorted(seen.items())},
+        "by status": {
+            str(status) if status else "no HTTP": number for status, number in sorted(seen.items())
+        },
         "answers of 500 and more": sum(number for status, number in seen.items() if status >= 500),
         "errors in the server's log": (folder / "log").read_text().count("Traceback"),
         "memory held afterwards, bytes": int(server.metrics()["flowrl_reward_memory_bytes"]),
@@ -53,7 +58,9 @@ def measure_load(seconds: float, folder: Path, kill_every: float = 0.0) -> dict[
     if not kill_every:
         metrics = server.metrics()
         calls = metrics["flowrl_reward_batch_samples_count"]
-        found["samples in a call of the model, mean"] = round(metrics["flowrl_reward_batch_samples_sum"] / calls, 1)
+        found["samples in a call of the model, mean"] = round(
+            metrics["flowrl_reward_batch_samples_sum"] / calls, 1
+        )
     server.end()
     return found
 
@@ -86,11 +93,21 @@ def page(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=10_000, help="fuzzed requests")
-    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of load; half as many with kills")
-    parser.add_argument("--only", choices=("fuzz", "load", "kills"), help="measure one part again and keep the other results")
-    parser.add_argument("--report", action="store_true", help="write the page from the results again")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="seconds of load; half as many with kills"
+    )
+    parser.add_argument(
+        "--only",
+        choices=("fuzz", "load", "kills"),
+        help="measure one part again and keep the other results",
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="write the page from the results again"
+    )
     options = parser.parse_args()
     path = RESULTS.with_suffix(".json")
     results = json.loads(path.read_text())["results"] if path.exists() else {}
@@ -102,15 +119,23 @@ def main() -> None:
         }
         for part in () if options.report else (options.only,) if options.only else parts:
             words = ["git", "rev-parse", "--short", "HEAD"]
-            commit = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+            commit = subprocess.run(
+                words, capture_output=True, text=True, check=False
+            ).stdout.strip()
             results[part] = {**parts[part](), "commit": commit}
             record = {
-                "command": f"python benchmarks/reward_server.py --requests {options.requests} --seconds {options.seconds:g}",
+                "command": (
+                    f"python benchmarks/reward_server.py --requests {options.requests} --seconds"
+                    f" {options.seconds:g}"
+                ),
                 "versions": {
                     "python": platform.python_version(),
                     **{n: version(n) for n in ("fastapi", "uvicorn", "httpx", "tenacity", "torch")},
                 },
-                "hardware": f"{usable_cores()} cores of {platform.machine()}, shared by server, clients and other work",
+                "hardware": (
+                    f"{usable_cores()} cores of {platform.machine()}, shared by server, clients and"
+                    " other work"
+                ),
                 "results": results,
             }
             path.write_text(json.dumps(record, indent=1) + "\n")

@@ -81,8 +81,14 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Its counters."""
-        text = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False).text
-        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if not line.startswith("#")}
+        text = httpx.get(
+            f"{self.url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False
+        ).text
+        return {
+            line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+            for line in text.splitlines()
+            if not line.startswith("#")
+        }
 
 
 def one_client(number: int, reward: RemoteReward, end: float, record: dict[str, Any]) -> None:
@@ -93,10 +99,15 @@ def one_client(number: int, reward: RemoteReward, end: float, record: dict[str, 
         numbers = [(number * 2**18 + count + i) % 2**24 for i in range(size)]
         count += size
         began = time.monotonic()
-        scores = reward.score(torch.cat([numbered_image(n) for n in numbers]), [Prompt("p", {"sample": n}) for n in numbers])
+        scores = reward.score(
+            torch.cat([numbered_image(n) for n in numbers]),
+            [Prompt("p", {"sample": n}) for n in numbers],
+        )
         record["seconds"].append(time.monotonic() - began)
         record["samples"] += size
-        record["wrong"] += sum(a != b for a, b in zip(scores.tolist(), map(float, numbers), strict=True))
+        record["wrong"] += sum(
+            a != b for a, b in zip(scores.tolist(), map(float, numbers), strict=True)
+        )
 
 
 def many_clients(first: int, count: int, url: str, seconds: float, folder: str, pipe: Any) -> None:
@@ -108,7 +119,9 @@ def many_clients(first: int, count: int, url: str, seconds: float, folder: str, 
     def work(number: int) -> None:
         mine: dict[str, Any] = {"seconds": [], "samples": 0, "wrong": 0}
         try:
-            one_client(number, RemoteReward(url, token_file=f"{folder}/token", backoff=0.2), end, mine)
+            one_client(
+                number, RemoteReward(url, token_file=f"{folder}/token", backoff=0.2), end, mine
+            )
         except Exception as error:
             record["failed"] += 1
             print(f"client {number}: {error}", file=sys.stderr)
@@ -126,13 +139,18 @@ def many_clients(first: int, count: int, url: str, seconds: float, folder: str, 
 
 
 def load(server: Server, clients: int, seconds: float, kill_every: float = 0.0) -> dict[str, Any]:
-    """Requests of `clients` clients for `seconds`; `kill_every` so many seconds the server is killed and restarted."""
+    """Requests of `clients` clients for `seconds`; `kill_every` so many seconds the server is
+    killed and restarted.
+    """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     began, kills = time.monotonic(), 0
     half = clients // 2
     workers = [
-        context.Process(target=many_clients, args=(i * half, half, server.url, seconds, str(server.folder), there))
+        context.Process(
+            target=many_clients,
+            args=(i * half, half, server.url, seconds, str(server.folder), there),
+        )
         for i in range(2)
     ]
     for worker in workers:
@@ -146,7 +164,9 @@ def load(server: Server, clients: int, seconds: float, kill_every: float = 0.0) 
     for worker in workers:
         worker.join()
     waits = sorted(second for record in records for second in record["seconds"])
-    totals = collections.Counter({name: sum(r[name] for r in records) for name in ("samples", "wrong", "failed")})
+    totals = collections.Counter(
+        {name: sum(r[name] for r in records) for name in ("samples", "wrong", "failed")}
+    )
     cuts = statistics.quantiles(waits, n=100)
     return {
         "clients": clients,

@@ -1,4 +1,5 @@
-"""The processes of speed.py that measure inside: CPU seconds of iterations by phase, and of options with and without.
+"""The processes of speed.py that measure inside: CPU seconds of iterations by phase, and of options
+with and without.
 
     python speed_child.py iterations WORLD COUNT    # {"METHOD, PHASE": seconds}, with the flowrl that is imported: any commit
     python speed_child.py options REPEATS           # {"OPTION": [[seconds without, seconds with], ...]}
@@ -19,9 +20,20 @@ import torch
 METHODS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 SIZES = {
     "shapes": {"groups": 4, "group_size": 6, "num_steps": 10},
-    "mixture": {"world": "mixture", "task": "direction", "groups": 16, "group_size": 12, "num_steps": 10},
+    "mixture": {
+        "world": "mixture",
+        "task": "direction",
+        "groups": 16,
+        "group_size": 12,
+        "num_steps": 10,
+    },
 }
-FORMER = {"groups": "prompts", "group_size": "members", "num_steps": "steps", "minibatches": "updates"}
+FORMER = {
+    "groups": "prompts",
+    "group_size": "members",
+    "num_steps": "steps",
+    "minibatches": "updates",
+}
 """Names of settings at 6704dec."""
 
 
@@ -34,7 +46,9 @@ def trainer(method: str, **settings: Any) -> Any:
     try:
         from flowrl.training.build import make_trainer
     except ImportError:
-        config: Any = preset("default").apply(**{FORMER.get(name, name): value for name, value in chosen.items()})
+        config: Any = preset("default").apply(
+            **{FORMER.get(name, name): value for name, value in chosen.items()}
+        )
         world = config.make_world()
         policy, prompts = world.policy(config.policy_options()), world.prompts(config.task, "train")
         return Trainer(policy, config.make_method(), config.make_reward(), prompts, config)
@@ -60,7 +74,9 @@ def iterations(world: str, count: int) -> dict[str, float]:
         for _ in range(count):
             trained.iteration()
         enter("")
-    return {name: round(seconds, 4) for name, seconds in found.items() if not name.endswith("reward")}
+    return {
+        name: round(seconds, 4) for name, seconds in found.items() if not name.endswith("reward")
+    }
 
 
 def cpu(work: Callable[[], Any]) -> float:
@@ -73,7 +89,9 @@ def cpu(work: Callable[[], Any]) -> float:
 def updates(trained: Any) -> float:
     """CPU seconds of the update of an iteration."""
     marks: list[float] = []
-    trained.on_phase = lambda phase: marks.append(time.process_time()) if phase == "update" else None
+    trained.on_phase = lambda phase: (
+        marks.append(time.process_time()) if phase == "update" else None
+    )
     trained.iteration()
     return time.process_time() - marks[0]
 
@@ -105,20 +123,25 @@ def zero_pairs() -> Pair:
 
     def batches(sampler: Any, collected: Any, advantages: Any, used: Any) -> Any:
         if every["pair"]:
-            advantages = torch.where(advantages == 0, torch.full_like(advantages, 1e-12), advantages)
+            advantages = torch.where(
+                advantages == 0, torch.full_like(advantages, 1e-12), advantages
+            )
         return known(sampler, collected, advantages, used)
 
     trained.loss_batches = batches
 
     def measured(pair: bool) -> float:
         every["pair"] = pair
-        return updates(trained) + updates(trained)  # two iterations: groups of equal rewards are not in every one
+        # two iterations: groups of equal rewards are not in every one
+        return updates(trained) + updates(trained)
 
     return lambda: measured(True), lambda: measured(False)
 
 
 def automatic_batches() -> Pair:
-    usual, found = (trainer("flow-grpo", **SIZES["shapes"], micro_batch=size) for size in (256, "auto"))
+    usual, found = (
+        trainer("flow-grpo", **SIZES["shapes"], micro_batch=size) for size in (256, "auto")
+    )
     return lambda: updates(usual), lambda: updates(found)
 
 
@@ -162,4 +185,8 @@ def averages() -> Pair:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     what, *rest = sys.argv[1:]
-    print(json.dumps(iterations(rest[0], int(rest[1])) if what == "iterations" else options(int(rest[0]))))
+    print(
+        json.dumps(
+            iterations(rest[0], int(rest[1])) if what == "iterations" else options(int(rest[0]))
+        )
+    )

@@ -1,7 +1,8 @@
 """Forward and training evaluations per second of the shapes world's network at batch 128.
 
 python benchmarks/throughput.py                # one process with a thread per core
-python benchmarks/throughput.py --processes 2  # like `flowrl compare`: processes of one thread, sum of their rates
+python benchmarks/throughput.py --processes 2  # like `flowrl compare`: processes of one thread, sum
+of their rates
 """
 
 import argparse
@@ -42,12 +43,21 @@ def measure(worker: Worker | None = None) -> tuple[tuple[float, float], tuple[fl
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=0, help="processes of one thread each; 0 = one with all threads")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=0,
+        help="processes of one thread each; 0 = one with all threads",
+    )
     count = parser.parse_args().processes
     if count:
         found: dict[int, tuple] = {}
-        run_jobs(measure, {number: () for number in range(count)}, count, finished=found.__setitem__)
+        run_jobs(
+            measure, {number: () for number in range(count)}, count, finished=found.__setitem__
+        )
         results, shown = list(found.values()), f"{count} processes of one thread"
     else:
         results, shown = [measure()], f"{torch.get_num_threads()} threads"

@@ -1,14 +1,17 @@
-"""Translates the released codes' clips and KL weights into flowrl's exact definitions, per sampler and grid.
+"""Translates the released codes' clips and KL weights into flowrl's exact definitions, per sampler
+and grid.
 
     python benchmarks/translation.py             # seconds; prints the tables of docs/presets.md
 
-Model: an update changes the velocity by independent numbers of root mean square u per latent element, equal at every step. Step i
-then moves the transition's mean by a_i u, with the slope a_i = |d mean / d v|. With the step's std k_i and d latent elements, the
-exact log-ratio of a sampled node is normal with mean -q and variance 2 q / d; q = (a_i u / k_i)^2 / 2 is the KL per element.
-Released forms: CPS's log-probability is the exact one times 2 k_i^2; Flow-SDE's KL is the exact one times Delta_i.
+Model: an update changes the velocity by independent numbers of root mean square u per latent
+element, equal at every step. Step i then moves the transition's mean by a_i u, with the slope a_i =
+|d mean / d v|. With the step's std k_i and d latent elements, the exact log-ratio of a sampled node
+is normal with mean -q and variance 2 q / d; q = (a_i u / k_i)^2 / 2 is the KL per element. Released
+forms: CPS's log-probability is the exact one times 2 k_i^2; Flow-SDE's KL is the exact one times
+Delta_i.
 
-Rules. KL weight: the penalty, a mean over the trained steps, stays equal. Clip: at the u at which the released form clips 20% of
-the pairs of the steps that both train, the exact form clips 20% too.
+Rules. KL weight: the penalty, a mean over the trained steps, stays equal. Clip: at the u at which
+the released form clips 20% of the pairs of the steps that both train, the exact form clips 20% too.
 """
 
 import argparse
@@ -19,7 +22,9 @@ from statistics import NormalDist, mean
 
 import numpy as np
 import torch
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
+    FlowMatchEulerDiscreteScheduler,
+)
 from torch import Tensor
 
 from flowrl.policies.family import resolution_shift
@@ -43,18 +48,26 @@ def sd3_grid(steps: int = 10) -> Schedule:
 
 
 def flux_grid(steps: int = 6, tokens: int = 1024) -> Schedule:
-    """The grid of FLUX.1-dev's scheduler, shifted by the number of image tokens (1,024 at 512 pixels)."""
+    """The grid of FLUX.1-dev's scheduler, shifted by the number of image tokens (1,024 at 512
+    pixels).
+    """
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=resolution_shift(scheduler, tokens, 1.15))  # pyright: ignore[reportArgumentType]
+    scheduler.set_timesteps(
+        sigmas=np.linspace(1.0, 1 / steps, steps), mu=resolution_shift(scheduler, tokens, 1.15)
+    )  # pyright: ignore[reportArgumentType]
     return Schedule(torch.as_tensor(scheduler.sigmas, dtype=torch.float32))
 
 
 def qwen_grid(steps: int = 10, tokens: int = 1024) -> Schedule:
-    """The grid of Qwen-Image's scheduler, shifted by the number of image tokens and stretched to .02 before the last step."""
+    """The grid of Qwen-Image's scheduler, shifted by the number of image tokens and stretched to
+    .02 before the last step.
+    """
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
     )
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=resolution_shift(scheduler, tokens, 1.15))  # pyright: ignore[reportArgumentType]
+    scheduler.set_timesteps(
+        sigmas=np.linspace(1.0, 1 / steps, steps), mu=resolution_shift(scheduler, tokens, 1.15)
+    )  # pyright: ignore[reportArgumentType]
     return Schedule(torch.as_tensor(scheduler.sigmas, dtype=torch.float32))
 
 
@@ -72,8 +85,9 @@ class Steps:
         return (self.slope / self.std) ** 2 / 2
 
     def squares(self, trained: Sequence[int], released: bool = False) -> Tensor:
-        """Squared gradient norms of the `trained` steps' policy terms (at equal advantages, on policy), up to one factor;
-        `released`: with CPS's released log-probability."""
+        """Squared gradient norms of the `trained` steps' policy terms (at equal advantages, on
+        policy), up to one factor; `released`: with CPS's released log-probability.
+        """
         scale = 2 * self.std**2 if released else torch.ones_like(self.std)
         return (self.kl * scale**2)[list(trained)]
 
@@ -84,16 +98,27 @@ class Steps:
 
 def steps_of(sampler: Sampler, schedule: Schedule) -> Steps:
     """Slopes, stds and lengths of `sampler` on `schedule`, from its own transitions."""
-    index, zero, one = torch.arange(schedule.steps), torch.zeros(schedule.steps, 1), torch.ones(schedule.steps, 1)
+    index, zero, one = (
+        torch.arange(schedule.steps),
+        torch.zeros(schedule.steps, 1),
+        torch.ones(schedule.steps, 1),
+    )
     moved, still = (sampler.transition(zero, velocity, schedule, index) for velocity in (one, zero))
     slope = (moved.mean - still.mean).abs().flatten()
     return Steps(slope.double(), still.std.double(), schedule.deltas.double())
 
 
 def clipped(
-    steps: Steps, trained: Sequence[int], change: float, clip: float, released: bool, elements: int = ELEMENTS
+    steps: Steps,
+    trained: Sequence[int],
+    change: float,
+    clip: float,
+    released: bool,
+    elements: int = ELEMENTS,
 ) -> list[float]:
-    """The fraction of pairs whose log-ratio leaves +-`clip` at each trained step, for a velocity change u = `change`."""
+    """The fraction of pairs whose log-ratio leaves +-`clip` at each trained step, for a velocity
+    change u = `change`.
+    """
     found = []
     for step in trained:
         scale = 2 * float(steps.std[step]) ** 2 if released else 1.0
@@ -103,7 +128,9 @@ def clipped(
     return found
 
 
-def bisect(rising: Callable[[float], float], target: float, low: float = 1e-12, high: float = 1e3) -> float:
+def bisect(
+    rising: Callable[[float], float], target: float, low: float = 1e-12, high: float = 1e3
+) -> float:
     """Where the rising function has the value `target`."""
     for _ in range(200):
         middle = math.sqrt(low * high)
@@ -112,39 +139,63 @@ def bisect(rising: Callable[[float], float], target: float, low: float = 1e-12, 
 
 
 def exact_clip(
-    steps: Steps, published: float, trained: Sequence[int], fraction: float = CLIPPED, elements: int = ELEMENTS
+    steps: Steps,
+    published: float,
+    trained: Sequence[int],
+    fraction: float = CLIPPED,
+    elements: int = ELEMENTS,
 ) -> float:
-    """The clip of the exact log-ratio that cuts as many pairs of `trained` as `published` cuts of the released CPS form."""
+    """The clip of the exact log-ratio that cuts as many pairs of `trained` as `published` cuts of
+    the released CPS form.
+    """
     change = bisect(lambda u: mean(clipped(steps, trained, u, published, True, elements)), fraction)
     return bisect(lambda c: -mean(clipped(steps, trained, change, c, False, elements)), -fraction)
 
 
-def exact_kl_weight(steps: Steps, published: float, before: Sequence[int], after: Sequence[int], released: bool) -> float:
-    """The weight with which the exact KL, a mean over the steps `after`, is as large as the released one over `before`."""
+def exact_kl_weight(
+    steps: Steps, published: float, before: Sequence[int], after: Sequence[int], released: bool
+) -> float:
+    """The weight with which the exact KL, a mean over the steps `after`, is as large as the
+    released one over `before`.
+    """
     known = steps.kl * steps.delta if released else steps.kl
     return published * float(known[list(before)].mean() / steps.kl[list(after)].mean())
 
 
 def policy_scale(steps: Steps, before: Sequence[int], after: Sequence[int]) -> float:
-    """The gradient norm of the policy term, a mean over the steps `after`, over the released CPS form's over `before`."""
-    exact, released = steps.squares(after).sum().sqrt(), steps.squares(before, released=True).sum().sqrt()
+    """The gradient norm of the policy term, a mean over the steps `after`, over the released CPS
+    form's over `before`.
+    """
+    exact, released = (
+        steps.squares(after).sum().sqrt(),
+        steps.squares(before, released=True).sum().sqrt(),
+    )
     return float(exact / released) * len(before) / len(after)
 
 
 def report(name: str, steps: Steps, trained: Sequence[int], released: bool) -> None:
-    """One line per trained step; with `released`, the shares and the clip of the released CPS form too."""
+    """One line per trained step; with `released`, the shares and the clip of the released CPS form
+    too.
+    """
     print(f"\n{name}: shares of the squared gradient norm of the policy term")
-    print("  step     std   slope   1/Delta  exact share" + "  released share  exact clip of 1e-5" * released)
+    print(
+        "  step     std   slope   1/Delta  exact share"
+        + "  released share  exact clip of 1e-5" * released
+    )
     shares, theirs = steps.shares(trained), steps.shares(trained, released=True)
     for row, step in enumerate(trained):
-        std, slope, delta = (float(values[step]) for values in (steps.std, steps.slope, steps.delta))
+        std, slope, delta = (
+            float(values[step]) for values in (steps.std, steps.slope, steps.delta)
+        )
         more = f"{theirs[row]:16.4f}{1e-5 / (2 * std**2):20.1e}" if released else ""
         print(f"  {step:4d} {std:7.4f} {slope:7.4f} {1 / delta:9.2f}{shares[row]:13.4f}{more}")
 
 
 def main() -> int:
     """Print the tables and the translated numbers."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     flow, cps = steps_of(FlowSDE(0.7), sd3_grid()), steps_of(CPS(0.7), sd3_grid())
     flux, qwen = steps_of(CPS(0.7), flux_grid()), steps_of(CPS(0.7), qwen_grid())
     wan = steps_of(CPS(0.7), sd3_grid(20))
@@ -153,24 +204,52 @@ def main() -> int:
     report("SD3.5, 10 steps, CPS 0.7", cps, nine, released=True)
     report("SD3.5, 10 steps, CPS 0.7, without step 8", cps, eight, released=True)
     report("FLUX.1-dev, 6 steps, CPS 0.7", flux, five, released=True)
-    report("Qwen-Image, 10 steps, Flow-SDE 1.2", steps_of(FlowSDE(1.2), qwen_grid()), range(10), released=False)
+    report(
+        "Qwen-Image, 10 steps, Flow-SDE 1.2",
+        steps_of(FlowSDE(1.2), qwen_grid()),
+        range(10),
+        released=False,
+    )
     report("Qwen-Image, 10 steps, CPS 0.7", qwen, nine, released=True)
     report("Wan 2.1, 20 steps, CPS 0.7", wan, range(19), released=True)
     print("\nKL weights for the exact KL")
     for published in (0.04, 0.01):
-        print(f"  SD3.5, Flow-SDE, {published:g} without Delta: {exact_kl_weight(flow, published, nine, nine, True):.2g}")
+        print(
+            f"  SD3.5, Flow-SDE, {published:g} without Delta:"
+            f" {exact_kl_weight(flow, published, nine, nine, True):.2g}"
+        )
     for name, steps in (("SD3.5", cps), ("Qwen-Image", qwen)):
-        print(f"  {name}, CPS, 1e-4 over steps 0-8, now over 0-7: {exact_kl_weight(steps, 1e-4, nine, eight, False):.2g}")
-    print(f"  Wan 2.1, CPS, 1e-4 over steps 0-18, now over 0-17: {exact_kl_weight(wan, 1e-4, range(19), range(18), False):.2g}")
+        print(
+            f"  {name}, CPS, 1e-4 over steps 0-8, now over 0-7:"
+            f" {exact_kl_weight(steps, 1e-4, nine, eight, False):.2g}"
+        )
+    print(
+        "  Wan 2.1, CPS, 1e-4 over steps 0-18, now over 0-17:"
+        f" {exact_kl_weight(wan, 1e-4, range(19), range(18), False):.2g}"
+    )
     print("\nclips for the exact log-probability, 1e-5 as released (CPS)")
-    forms = (("SD3.5, steps 0-7", cps, eight), ("FLUX.1-dev, steps 0-4", flux, five), ("Qwen-Image, steps 0-7", qwen, eight))
+    forms = (
+        ("SD3.5, steps 0-7", cps, eight),
+        ("FLUX.1-dev, steps 0-4", flux, five),
+        ("Qwen-Image, steps 0-7", qwen, eight),
+    )
     for name, steps, trained in forms:
-        clips = ", ".join(f"{exact_clip(steps, 1e-5, trained, f):.2g} at {f:.0%}" for f in (0.05, 0.1, CLIPPED, 0.5))
+        clips = ", ".join(
+            f"{exact_clip(steps, 1e-5, trained, f):.2g} at {f:.0%}"
+            for f in (0.05, 0.1, CLIPPED, 0.5)
+        )
         print(f"  {name}: {clips} of the pairs clipped")
-    clips = ", ".join(f"{exact_clip(wan, 1e-5, range(18), f, WAN_ELEMENTS):.2g} at {f:.0%}" for f in (0.05, 0.1, CLIPPED, 0.5))
+    clips = ", ".join(
+        f"{exact_clip(wan, 1e-5, range(18), f, WAN_ELEMENTS):.2g} at {f:.0%}"
+        for f in (0.05, 0.1, CLIPPED, 0.5)
+    )
     print(f"  Wan 2.1, steps 0-17: {clips} of the pairs clipped")
     print("\ngradient norm of the policy term, exact over released (CPS)")
-    scales = {"SD3.5": (cps, nine, eight), "FLUX.1-dev": (flux, five, five), "Qwen-Image": (qwen, nine, eight)}
+    scales = {
+        "SD3.5": (cps, nine, eight),
+        "FLUX.1-dev": (flux, five, five),
+        "Qwen-Image": (qwen, nine, eight),
+    }
     scales["Wan 2.1"] = (wan, range(19), range(18))
     print("  " + ", ".join(f"{name} {policy_scale(*given):.1f}" for name, given in scales.items()))
     return 0

@@ -30,7 +30,8 @@ nb_merge_streams = True
 nb_code_prompt_show = "Show the code"
 nb_code_prompt_hide = "Hide the code"
 exclude_patterns = ["_build"]
-suppress_warnings = ["mystnb.unknown_mime_type", "ref.python"]  # names of axes in shapes look like references
+# names of axes in shapes look like references
+suppress_warnings = ["mystnb.unknown_mime_type", "ref.python"]
 
 default_role = "code"
 autodoc_member_order = "bysource"
@@ -43,7 +44,10 @@ html_title = "flowrl"
 html_static_path = ["_static", "../benchmarks/package/flowrl_bench/templates/sort.js"]
 html_js_files = [("sort.js", {"defer": "defer"})]
 html_css_files = ["flowrl.css"]
-html_theme_options = {"navigation_with_keys": True, "light_css_variables": {"color-brand-primary": "#0072B2"}}
+html_theme_options = {
+    "navigation_with_keys": True,
+    "light_css_variables": {"color-brand-primary": "#0072B2"},
+}
 
 
 SYMBOL = r"(?<![\w.])[A-Za-z]_(?:\{[^{}]+\}|[A-Za-z0-9])(?!\w)"
@@ -52,14 +56,21 @@ SYMBOLS = rf"{SYMBOL}(?: [-+=] {SYMBOL})*"
 
 
 def typeset(text: str) -> str:
-    """`text`, which is no code, in reStructuredText: symbols as formulas, signs that mean something there escaped."""
+    """`text`, which is no code, in reStructuredText: symbols as formulas, signs that mean something
+    there escaped.
+    """
     if re.fullmatch(SYMBOLS, text):
         return rf"\ :math:`{text}`\ "
     words = re.split(r"((?<![\w*])\*\w+\*(?![\w*]))", text)  # *emphasis* of a word remains
-    return "".join(word if k % 2 else re.sub(r"([*|\\]|_(?=\W|$))", r"\\\1", word) for k, word in enumerate(words))
+    return "".join(
+        word if k % 2 else re.sub(r"([*|\\]|_(?=\W|$))", r"\\\1", word)
+        for k, word in enumerate(words)
+    )
 
 
-def plain(app: object, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+def plain(
+    app: object, what: str, name: str, thing: object, options: object, lines: list[str]
+) -> None:
     """Our docstrings are plain text with `code`; see `typeset`."""
     in_table = in_block = False
     for number, line in enumerate(lines):
@@ -68,23 +79,35 @@ def plain(app: object, what: str, name: str, thing: object, options: object, lin
         in_block = in_block and (line == "" or line.startswith(" "))
         if not in_table and not in_block:
             parts = re.split(rf"(``.*?``|`[^`]*`|{SYMBOLS})", line)
-            lines[number] = "".join(part if part.startswith("`") else typeset(part) for part in parts)
+            lines[number] = "".join(
+                part if part.startswith("`") else typeset(part) for part in parts
+            )
         if line.rstrip().endswith("::"):
             in_block = True
         if line == "":
             in_table = False
-    if what in ("function", "method", "class"):  # sections such as Args; napoleon's own hook would read "type: text" in others
-        lines[:] = napoleon.GoogleDocstring(lines, napoleon.Config(napoleon_use_rtype=False), what=what).lines()
+    if what in (
+        "function",
+        "method",
+        "class",
+    ):  # sections such as Args; napoleon's own hook would read "type: text" in others
+        lines[:] = napoleon.GoogleDocstring(
+            lines, napoleon.Config(napoleon_use_rtype=False), what=what
+        ).lines()
     with_formula(name, lines)
 
 
-def skip(app: object, what: str, name: str, thing: object, skipped: bool, options: object) -> bool | None:
+def skip(
+    app: object, what: str, name: str, thing: object, skipped: bool, options: object
+) -> bool | None:
     """Decorators that a module only borrows are not its members."""
     return True if name == "promise" else None
 
 
 def formula(writer: object, node: object) -> None:
-    """A formula as LaTeX. _static/formulas.js draws it in the browser with a copy of KaTeX, without a network."""
+    """A formula as LaTeX. _static/formulas.js draws it in the browser with a copy of KaTeX, without
+    a network.
+    """
     tag = "div" if node.tagname == "math_block" else "span"
     writer.body.append(f'<{tag} class="math notranslate">{html.escape(node.astext())}</{tag}>')
     raise nodes.SkipNode
@@ -92,7 +115,9 @@ def formula(writer: object, node: object) -> None:
 
 def add_katex(app: object, page: str, template: str, context: object, tree: object) -> None:
     """KaTeX on the pages that have a formula."""
-    if tree is not None and any(True for _ in tree.findall(lambda node: isinstance(node, nodes.math | nodes.math_block))):
+    if tree is not None and any(
+        True for _ in tree.findall(lambda node: isinstance(node, nodes.math | nodes.math_block))
+    ):
         app.add_css_file("katex/katex.min.css")
         for name in ("katex/katex.min.js", "formulas.js"):
             app.add_js_file(name, loading_method="defer")
@@ -101,15 +126,21 @@ def add_katex(app: object, page: str, template: str, context: object, tree: obje
 LONG = 45
 """Characters in a cell from which its column gets a least width."""
 WIDE = 1.7
-"""Width over height from which a figure of a lesson has several panels; it then keeps a legible size on a phone and scrolls."""
+"""Width over height from which a figure of a lesson has several panels; it then keeps a legible
+size on a phone and scrolls.
+"""
 INTERVAL = re.compile(r"(\[[-+.\d]+,) (?=[-+.\d]+\])")
 
 
 def mark_tables(app: object, tree: object, page: str) -> None:
-    """Classes for flowrl.css: `long` on the cells of columns with long texts, `two` on tables with two columns, `many` on those
-    with three or more. Intervals such as [0.1, 0.2] stay in one line."""
+    """Classes for flowrl.css: `long` on the cells of columns with long texts, `two` on tables with
+    two columns, `many` on those with three or more. Intervals such as [0.1, 0.2] stay in one line.
+    """
     for table in tree.findall(nodes.table):
-        rows = [[cell for cell in row if isinstance(cell, nodes.entry)] for row in table.findall(nodes.row)]
+        rows = [
+            [cell for cell in row if isinstance(cell, nodes.entry)]
+            for row in table.findall(nodes.row)
+        ]
         count = max(map(len, rows))
         table["classes"] += ["two"] * (count == 2) + ["many"] * (count >= 3)
         for column in range(count):
@@ -118,7 +149,9 @@ def mark_tables(app: object, tree: object, page: str) -> None:
                 for cell in cells:
                     cell["classes"].append("long")
         for text in list(table.findall(nodes.Text)):
-            if INTERVAL.search(text) and not isinstance(text.parent, nodes.math | nodes.math_block | nodes.literal):
+            if INTERVAL.search(text) and not isinstance(
+                text.parent, nodes.math | nodes.math_block | nodes.literal
+            ):
                 text.parent.replace(text, nodes.Text(INTERVAL.sub("\\1\u00a0", text)))
 
 
@@ -130,8 +163,14 @@ def mark_wide_figures(app: object, tree: object, page: str) -> None:
             if file.suffix == ".png" and file.is_file():
                 start = file.read_bytes()[16:24]  # width and height, from the header of the format
                 width, height = (int.from_bytes(start[k : k + 4], "big") for k in (0, 4))
-                several = width > 1100 if not page.startswith("course/") else width > 700 and width >= WIDE * height
-                image["classes"] += ["tall" if file.name == "report.png" else "wide"] if several else []
+                several = (
+                    width > 1100
+                    if not page.startswith("course/")
+                    else width > 700 and width >= WIDE * height
+                )
+                image["classes"] += (
+                    ["tall" if file.name == "report.png" else "wide"] if several else []
+                )
                 break
 
 

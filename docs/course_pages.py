@@ -1,5 +1,6 @@
-"""The pages of the course: notebooks with solutions, in which hints, solutions and explanations are folded, with links and with
-alternative texts of figures."""
+"""The pages of the course: notebooks with solutions, in which hints, solutions and explanations are
+folded, with links and with alternative texts of figures.
+"""
 
 import ast
 import re
@@ -19,7 +20,9 @@ def repository(root: Path) -> str:
 
 
 def links(name: str, address: str) -> str:
-    """A line of links to the other versions of a lesson; Colab and Binder only if the address is on GitHub."""
+    """A line of links to the other versions of a lesson; Colab and Binder only if the address is on
+    GitHub.
+    """
     files = "../../tutorials"
     found = [
         f"{{download}}`Notebook for students <{files}/student/{name}>`",
@@ -39,41 +42,64 @@ LABELS = {"xlabel": "x axis", "set_xlabel": "x axis", "ylabel": "y axis", "set_y
 
 
 def labels_in(code: str) -> list[str]:
-    """Docstrings of its functions, titles and names of axes that the code of a figure has as plain strings, once each."""
+    """Docstrings of its functions, titles and names of axes that the code of a figure has as plain
+    strings, once each.
+    """
     found: list[tuple[bool, str]] = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.FunctionDef) and (documentation := ast.get_docstring(node)):
-            found.append((False, documentation.splitlines()[0].rstrip(".")))
+            found.append((False, " ".join(documentation.partition("\n\n")[0].split()).rstrip(".")))
         if isinstance(node, ast.Call):
             named = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            pairs = [(word.arg or "", word.value) for word in node.keywords] + [(named, value) for value in node.args[:1]]
+            pairs = [(word.arg or "", word.value) for word in node.keywords] + [
+                (named, value) for value in node.args[:1]
+            ]
             pairs += [("title", value) for value in node.args[1:2] if named == "plane"]
             for name, value in pairs:
-                if isinstance(value, ast.Constant) and isinstance(value.value, str) and (name in TITLES or name in LABELS):
+                if (
+                    isinstance(value, ast.Constant)
+                    and isinstance(value.value, str)
+                    and (name in TITLES or name in LABELS)
+                ):
                     text = re.sub(r"[$\\{}]", "", value.value)
-                    found.append((name in LABELS, f"{LABELS[name]}: {text}" if name in LABELS else text))
+                    found.append(
+                        (name in LABELS, f"{LABELS[name]}: {text}" if name in LABELS else text)
+                    )
     return [text for _, text in dict.fromkeys(sorted(found, key=lambda entry: entry[0]))]
 
 
 def alternative(code: str, before: str, heading: str) -> str:
-    """Alternative text of the figures of a code cell: the labels in the code; without any, the last sentence of the text before
-    that announces a figure, or the heading of the section."""
+    """Alternative text of the figures of a code cell: the labels in the code; without any, the last
+    sentence of the text before that announces a figure, or the heading of the section.
+    """
     heading = re.sub(r"[$\\]", "", heading)
     if labels := labels_in(code):
         return f"Figure: {'; '.join(labels)} ({heading})"
     text = re.sub(r"[*`$\\]", "", " ".join(before.split()))
     sentences = re.split(r"(?<=[.:?]) ", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
-    announcing = [sentence for sentence in sentences if re.search(r"\b(figure|animation|images)\b", sentence)]
-    return f"Figure: {announcing[-1]} ({heading})" if announcing else f"Figure made by the code of the section: {heading}"
+    announcing = [
+        sentence for sentence in sentences if re.search(r"\b(figure|animation|images)\b", sentence)
+    ]
+    return (
+        f"Figure: {announcing[-1]} ({heading})"
+        if announcing
+        else f"Figure made by the code of the section: {heading}"
+    )
 
 
 def has_figure(cell: Notebook) -> bool:
     """Whether the outputs of a code cell contain an image."""
-    return any(kind.startswith("image/") for output in cell.get("outputs", []) for kind in output.get("data", {}))
+    return any(
+        kind.startswith("image/")
+        for output in cell.get("outputs", [])
+        for kind in output.get("data", {})
+    )
 
 
 def page(notebook: Notebook, name: str, address: str) -> Notebook:
-    """The notebook with folded hints, solutions and explanations, alternative texts, and the links below the opening text."""
+    """The notebook with folded hints, solutions and explanations, alternative texts, and the links
+    below the opening text.
+    """
     cells, heading, before = [], "", ""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
@@ -85,10 +111,14 @@ def page(notebook: Notebook, name: str, address: str) -> Notebook:
         title, word = next((FOLDED[tag] for tag in tags if tag in FOLDED), ("", ""))
         if title:
             text = re.sub(rf"^\*\*{word}\.\*\*\s*", "", cell.source)
-            cell.source = f'<details class="course"><summary>{title}</summary>\n\n{text}\n\n</details>'
+            cell.source = (
+                f'<details class="course"><summary>{title}</summary>\n\n{text}\n\n</details>'
+            )
         elif "solution" in tags:
             cell.metadata["tags"] = [*tags, "hide-input"]
-            cell.metadata.setdefault("mystnb", {}).update(code_prompt_show="Solution", code_prompt_hide="Solution")
+            cell.metadata.setdefault("mystnb", {}).update(
+                code_prompt_show="Solution", code_prompt_hide="Solution"
+            )
         cells.append(cell)
     versions = nbformat.v4.new_markdown_cell(links(name, address), id=f"{name[:2]}-links")
     notebook.cells = [*cells[:1], versions, *cells[1:]]
@@ -96,7 +126,9 @@ def page(notebook: Notebook, name: str, address: str) -> Notebook:
 
 
 def write_course(docs: Path) -> None:
-    """Write docs/course/NN_name.ipynb for every lesson; a page whose content is unchanged keeps its time."""
+    """Write docs/course/NN_name.ipynb for every lesson; a page whose content is unchanged keeps its
+    time.
+    """
     root, target = docs.parent, docs / "course"
     target.mkdir(exist_ok=True)
     stored = {path.name: path for path in (root / "tutorials").glob("[0-9][0-9]_*.ipynb")}

@@ -1,7 +1,8 @@
 """flowrl: reinforcement learning for flow-matching image models.
 
-Packages: `samplers` (transition kernels), `credit` (credit assignment over denoising steps), `losses`, `rollout` (trajectories
-and reward tables), `methods` (papers as compositions), `worlds`, `training`. The names below are imported at their first use.
+Packages: `samplers` (transition kernels), `credit` (credit assignment over denoising steps),
+`losses`, `rollout` (trajectories and reward tables), `methods` (papers as compositions), `worlds`,
+`training`. The names below are imported at their first use.
 """
 
 from importlib import import_module
@@ -34,7 +35,13 @@ _HOMES = {
 if TYPE_CHECKING:
     from flowrl.methods import METHODS, Method
     from flowrl.protocols import PolicyOptions, World
-    from flowrl.training.build import make_method, make_policy, make_reward, make_trainer, make_world
+    from flowrl.training.build import (
+        make_method,
+        make_policy,
+        make_reward,
+        make_trainer,
+        make_world,
+    )
     from flowrl.training.compare import CompareConfig, compare
     from flowrl.training.config import RunConfig, preset
     from flowrl.training.evaluation import evaluate

@@ -8,11 +8,14 @@ import sys
 
 
 def entry() -> None:
-    """Run the command line and exit. Ctrl-C is one line and exit code 130 from here on; all else is imported below."""
+    """Run the command line and exit. Ctrl-C is one line and exit code 130 from here on; all else is
+    imported below.
+    """
     try:
         from flowrl.signals import ignore_stops, leave, watch_output
 
-        gc.freeze()  # as `import_modules` does: 0.8 s of the processor time of a comparison and its report
+        # as `import_modules` does: 0.8 s of the processor time of a comparison and its report
+        gc.freeze()
         atexit.register(ignore_stops)  # the first to be registered is the last to run
         watch_output()
         from flowrl.cli import run

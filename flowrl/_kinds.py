@@ -7,7 +7,8 @@ from pkgutil import resolve_name
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of part. Makers and protocols are written ``module:name`` and imported at their first use.
+    """A kind of part. Makers and protocols are written ``module:name`` and imported at their first
+    use.
 
     Args:
         noun: name of the kind in messages.
@@ -77,7 +78,8 @@ KINDS: dict[str, Kind] = {
             "multistep": "flowrl.samplers.multistep:Multistep",
         },
         ("flowrl.protocols:Sampler", "flowrl.protocols:MultistepSolver"),
-        "a method `transition(latent, velocity, schedule, step)`, or `grid(schedule)` and `solution(schedule, draw)`",
+        "a method `transition(latent, velocity, schedule, step)`, or `grid(schedule)` and"
+        " `solution(schedule, draw)`",
     ),
     "window": Kind(
         "window",
@@ -105,7 +107,8 @@ KINDS: dict[str, Kind] = {
             "policy-gradient": "flowrl.losses.policy_gradient:PolicyGradientLoss",
         },
         ("flowrl.protocols:PolicyLoss", "flowrl.protocols:ForwardLoss"),
-        "attributes `needs_reference`, `unit` and `trains_zero_advantages` and a method `loss(batch)`",
+        "attributes `needs_reference`, `unit` and `trains_zero_advantages` and a method"
+        " `loss(batch)`",
     ),
     "reward": Kind(
         "reward",
@@ -127,7 +130,8 @@ KINDS: dict[str, Kind] = {
             "win-rate": "flowrl.rewards.combine:WinRate",
         },
         ("flowrl.protocols:RewardModel", "flowrl.protocols:GroupReward"),
-        "a method `score(images, prompts)`, or `score_groups(images, prompts)` and an attribute `evaluation`",
+        "a method `score(images, prompts)`, or `score_groups(images, prompts)` and an attribute"
+        " `evaluation`",
     ),
     "features": Kind(
         "feature space",
@@ -171,7 +175,7 @@ KINDS: dict[str, Kind] = {
             "mixture": "flowrl.worlds.base:MixtureWorld",
         },
         ("flowrl.protocols:World",),
-        "attributes `name`, `tasks`, `forms` and `elements` and methods `prompts(task, part)`, `parse(text)`, `reward(form)` and "
-        "`policy(options)`",
+        "attributes `name`, `tasks`, `forms` and `elements` and methods `prompts(task, part)`,"
+        " `parse(text)`, `reward(form)` and `policy(options)`",
     ),
 }

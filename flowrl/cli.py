@@ -21,20 +21,38 @@ from flowrl.signals import READER_ENDED, reader_ended, same_handlers
 from flowrl.sources import summary
 
 COMMANDS = {
-    "compare": ("flowrl.commands.runs:Compare", "Compare credit rules: train every method with every seed, write a report."),
-    "train": ("flowrl.commands.runs:Train", "Train one method with one seed, on a world or a diffusers model."),
-    "evaluate": ("flowrl.commands.evaluate:Evaluate", "Score base and trained weights on the same prompts and noise."),
-    "sample": ("flowrl.commands.models:Sample", "Sample images for prompts from the base model or a finished run."),
+    "compare": (
+        "flowrl.commands.runs:Compare",
+        "Compare credit rules: train every method with every seed, write a report.",
+    ),
+    "train": (
+        "flowrl.commands.runs:Train",
+        "Train one method with one seed, on a world or a diffusers model.",
+    ),
+    "evaluate": (
+        "flowrl.commands.evaluate:Evaluate",
+        "Score base and trained weights on the same prompts and noise.",
+    ),
+    "sample": (
+        "flowrl.commands.models:Sample",
+        "Sample images for prompts from the base model or a finished run.",
+    ),
     "parts": (
         "flowrl.commands.parts:Parts",
         "List credit rules, samplers, losses and rewards, or describe one (`flowrl parts NAME`).",
     ),
     "presets": (
         "flowrl.commands.presets:Presets",
-        "List the presets, print one next to the published values or as YAML, or find Accelerate's configurations.",
+        (
+            "List the presets, print one next to the published values or as YAML, or find"
+            " Accelerate's configurations."
+        ),
     ),
     "prompts": ("flowrl.commands.prompts:Prompts", "Make or check a file of prompts."),
-    "env": ("flowrl.commands.env:Env", "Print versions, cores and, with --devices, GPUs, as needed in a bug report."),
+    "env": (
+        "flowrl.commands.env:Env",
+        "Print versions, cores and, with --devices, GPUs, as needed in a bug report.",
+    ),
 }
 """Built-in commands: where their class is, and a line for the list."""
 
@@ -48,29 +66,45 @@ GROUPS = {
 DESCRIPTION = """\
 usage: flowrl COMMAND [OPTIONS]
 
-Reinforcement learning for flow-matching image models: compare the credit rules of Flow-GRPO, Stepwise-Flow-GRPO, TP-GRPO and
-others with your own. Start with `flowrl compare`."""
+Reinforcement learning for flow-matching image models: compare the credit rules of Flow-GRPO,
+Stepwise-Flow-GRPO, TP-GRPO and others with your own. Start with `flowrl compare`."""
 
 
 def plugins() -> dict[str, EntryPoint]:
-    """The commands of installed packages: entry points in the group ``flowrl.commands``, each a tyro data class with `main`."""
-    return {point.name: point for point in sorted(entry_points(group="flowrl.commands"), key=lambda point: point.name)}
+    """The commands of installed packages: entry points in the group ``flowrl.commands``, each a
+    tyro data class with `main`.
+    """
+    return {
+        point.name: point
+        for point in sorted(entry_points(group="flowrl.commands"), key=lambda point: point.name)
+    }
 
 
 def overview() -> str:
     """What bare `flowrl` prints."""
-    width, groups = columns(), {title: [(name, COMMANDS[name][1]) for name in names] for title, names in GROUPS.items()}
+    width, groups = (
+        columns(),
+        {title: [(name, COMMANDS[name][1]) for name in names] for title, names in GROUPS.items()},
+    )
     for name, point in plugins().items():
         groups.setdefault(f"from {package_of(point)}", []).append((name, summary(point.value)))
     longest = max(len(name) for rows in groups.values() for name, _ in rows)
     lines = wrapped(DESCRIPTION, width)
     for title, rows in groups.items():
-        lines += ["", f"{title}:", *listed([(f"{name:{longest}s}", text) for name, text in rows], width)]
-    return "\n".join([*lines, "", "flowrl COMMAND --help lists the options of a command; flowrl --version."])
+        lines += [
+            "",
+            f"{title}:",
+            *listed([(f"{name:{longest}s}", text) for name, text in rows], width),
+        ]
+    return "\n".join(
+        [*lines, "", "flowrl COMMAND --help lists the options of a command; flowrl --version."]
+    )
 
 
 def load_command(name: str) -> Any:
-    """The class of a command. Raises `ConfigError` for an unknown one, a name of two packages, or a failed import."""
+    """The class of a command. Raises `ConfigError` for an unknown one, a name of two packages, or a
+    failed import.
+    """
     if name in COMMANDS:
         module, _, attribute = COMMANDS[name][0].partition(":")
         return getattr(import_module(module), attribute)
@@ -84,7 +118,9 @@ def load_command(name: str) -> Any:
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Parse and run one command. A class that has `defaults(arguments)` says what its options start from."""
+    """Parse and run one command. A class that has `defaults(arguments)` says what its options start
+    from.
+    """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(overview())
         return 0
@@ -93,7 +129,9 @@ def run_command(arguments: Sequence[str]) -> int:
         return 0
     for text in arguments:
         if "\0" in text:
-            raise ConfigError(f"{text!r:.200} contains a NUL character, which no option, file or prompt may have")
+            raise ConfigError(
+                f"{text!r:.200} contains a NUL character, which no option, file or prompt may have"
+            )
     import tyro
 
     from flowrl.commands.help_texts import with_help
@@ -102,7 +140,9 @@ def run_command(arguments: Sequence[str]) -> int:
     command = with_help(load_command(name))
     start = {"default": command.defaults(rest)} if hasattr(command, "defaults") else {}
     try:
-        parsed = tyro.cli(command, prog=f"flowrl {name}", args=rest, config=(tyro.conf.OmitArgPrefixes,), **start)
+        parsed = tyro.cli(
+            command, prog=f"flowrl {name}", args=rest, config=(tyro.conf.OmitArgPrefixes,), **start
+        )
     except SystemExit:  # --help, or a wrong option
         sys.stdout.flush()
         raise
@@ -117,10 +157,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line, and never print a traceback. Returns 2 for bad input, 1 for a run that failed, 130 after Ctrl-C,
-    141 if the reader of the output ended first (`| head`).
+    """Run a command line, and never print a traceback. Returns 2 for bad input, 1 for a run that
+    failed, 130 after Ctrl-C, 141 if the reader of the output ended first (`| head`).
 
-    Foreseen errors print one message. The traceback of any other is saved, and the message says where.
+    Foreseen errors print one message. The traceback of any other is saved, and the message says
+    where.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
@@ -145,9 +186,17 @@ def run(arguments: Sequence[str]) -> int:
 
 
 USERS_OWN = (
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.EEXIST,
-    errno.ELOOP, *FULL,
-)  # fmt: skip
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENOENT,
+    errno.EEXIST,
+    errno.ELOOP,
+    *FULL,
+)
 """What a file system answers to paths that cannot be read or written."""
 
 
@@ -159,8 +208,8 @@ def report_unforeseen(error: BaseException) -> int:
     with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
         file.write(f"{words}\nflowrl {__version__}, Python {sys.version}\n\n{text}")
     print(
-        f"flowrl: unexpected error: {type(error).__name__}: {str(error)[:500]}\n"
-        f"The traceback is in {path}; please report it together with the output of `flowrl env --devices`.",
+        f"flowrl: unexpected error: {type(error).__name__}: {str(error)[:500]}\nThe traceback is in"
+        f" {path}; please report it together with the output of `flowrl env --devices`.",
         file=sys.stderr,
     )
     return 1

@@ -1,4 +1,6 @@
-"""Errors that a user can fix: each message names the wrong value, its location and the allowed values."""
+"""Errors that a user can fix: each message names the wrong value, its location and the allowed
+values.
+"""
 
 import errno
 import sysconfig
@@ -11,7 +13,9 @@ from types import FrameType
 
 
 class FlowrlError(Exception):
-    """Base of every error that flowrl raises on purpose; the command line prints it and returns its `exit_code`."""
+    """Base of every error that flowrl raises on purpose; the command line prints it and returns its
+    `exit_code`.
+    """
 
     exit_code = 2
 
@@ -21,7 +25,9 @@ class ConfigError(FlowrlError, ValueError):
 
 
 class CheckpointError(FlowrlError):
-    """A checkpoint or weight file is missing, truncated, of another program, or does not match its recorded hash."""
+    """A checkpoint or weight file is missing, truncated, of another program, or does not match its
+    recorded hash.
+    """
 
 
 class DiskError(FlowrlError):
@@ -31,11 +37,15 @@ class DiskError(FlowrlError):
 
 
 class RewardError(FlowrlError):
-    """A reward model returns no scores: it refuses a prompt or an image, cannot be reached, or broke its contract."""
+    """A reward model returns no scores: it refuses a prompt or an image, cannot be reached, or
+    broke its contract.
+    """
 
 
 class RewardContractError(RewardError):
-    """The scores of a reward model break its contract: wrong type, wrong shape, or a value that is not finite."""
+    """The scores of a reward model break its contract: wrong type, wrong shape, or a value that is
+    not finite.
+    """
 
 
 class CreditError(FlowrlError):
@@ -43,7 +53,9 @@ class CreditError(FlowrlError):
 
 
 class ProbeError(FlowrlError):
-    """A probe broke its contract: it changed its input, or its estimates are not latents of unfinished nodes."""
+    """A probe broke its contract: it changed its input, or its estimates are not latents of
+    unfinished nodes.
+    """
 
 
 class TrainingError(FlowrlError):
@@ -53,7 +65,9 @@ class TrainingError(FlowrlError):
 
 
 class PartError(FlowrlError):
-    """A part that is not flowrl's own (a rule, reward, loss, sampler or world) raised an exception, or `SystemExit`."""
+    """A part that is not flowrl's own (a rule, reward, loss, sampler or world) raised an exception,
+    or `SystemExit`.
+    """
 
     exit_code = 1
 
@@ -82,7 +96,9 @@ def require(condition: bool, field: str, value: object, allowed: str) -> None:
 
 @contextmanager
 def part_errors() -> Iterator[None]:
-    """Convert exceptions of code outside flowrl into a `PartError` that names the part, the call and the line."""
+    """Convert exceptions of code outside flowrl into a `PartError` that names the part, the call
+    and the line.
+    """
     try:
         yield
     except FlowrlError:
@@ -100,9 +116,14 @@ def is_disk_error(error: BaseException) -> bool:
 
 
 def foreign_call(error: BaseException) -> str:
-    """The call of code outside flowrl that raised `error`, with file and line, as in "MyRule.assign (my.py, line 3)"; "" if
-    flowrl's own code raised it."""
-    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_foreign(frame)]
+    """The call of code outside flowrl that raised `error`, with file and line, as in "MyRule.assign
+    (my.py, line 3)"; "" if flowrl's own code raised it.
+    """
+    frames = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if _is_foreign(frame)
+    ]
     if not frames:
         return ""
     (outer, _), (inner, line) = frames[0], frames[-1]
@@ -111,11 +132,23 @@ def foreign_call(error: BaseException) -> str:
 
 
 def _is_foreign(frame: FrameType) -> bool:
-    """Whether a frame belongs neither to flowrl nor to a library; packages with parts of flowrl are not libraries."""
-    file, module = Path(frame.f_code.co_filename), str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    """Whether a frame belongs neither to flowrl nor to a library; packages with parts of flowrl are
+    not libraries.
+    """
+    file, module = (
+        Path(frame.f_code.co_filename),
+        str(frame.f_globals.get("__name__", "")).partition(".")[0],
+    )
     if module in ("flowrl", "flowrl_bench", "flowrl_course") or not file.exists():
         return False
-    if not any(file.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")):
+    if not any(
+        file.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")
+    ):
         return True
-    offered = [point for group in entry_points().groups if group.startswith("flowrl.") for point in entry_points(group=group)]
+    offered = [
+        point
+        for group in entry_points().groups
+        if group.startswith("flowrl.")
+        for point in entry_points(group=group)
+    ]
     return any(point.module.partition(".")[0] == module for point in offered)

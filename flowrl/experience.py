@@ -1,4 +1,5 @@
-"""The record of one iteration, the decisions that it credits, the credit that a rule gives, and what observers exchange.
+"""The record of one iteration, the decisions that it credits, the credit that a rule gives, and
+what observers exchange.
 
 Further axis names:
 
@@ -29,7 +30,18 @@ CreditTable = Float[Tensor, "prompt member decision"]
 Mask = Bool[Tensor, "prompt member decision"]
 LARGER = ("trajectories", "log_probs", "condition")
 """The fields of an `Experience` that exist on request only."""
-FIELDS = ("metrics", "history", "prompts", "values", "parts", "valid", "decisions", "advantages", "weights", *LARGER)
+FIELDS = (
+    "metrics",
+    "history",
+    "prompts",
+    "values",
+    "parts",
+    "valid",
+    "decisions",
+    "advantages",
+    "weights",
+    *LARGER,
+)
 """The fields of a `Record`."""
 
 
@@ -38,8 +50,8 @@ FIELDS = ("metrics", "history", "prompts", "values", "parts", "valid", "decision
 class Decisions:
     """The axis of credit: the drawn transitions of an iteration.
 
-    If no transition was drawn (deterministic and multistep samplers), the only decision is the draw of the initial noise: step
-    -1, time 1, delta 0, std 1.
+    If no transition was drawn (deterministic and multistep samplers), the only decision is the draw
+    of the initial noise: step -1, time 1, delta 0, std 1.
 
     Args:
         step: index of the transition on the schedule [decision].
@@ -47,9 +59,10 @@ class Decisions:
         delta: t at its start minus t at its end [decision].
         std: standard deviation of the transition [decision].
         trained: whether it enters the loss [decision].
-        drawn: whether a member's transition was drawn [member, decision]; in a comb each member has one drawn transition.
-        mask: valid x drawn x trained [prompt, member, decision]. Means, standard deviations and counts of a rule are over these
-            entries; all others have advantage and weight 0.
+        drawn: whether a member's transition was drawn [member, decision]; in a comb each member has
+            one drawn transition.
+        mask: valid x drawn x trained [prompt, member, decision]. Means, standard deviations and
+            counts of a rule are over these entries; all others have advantage and weight 0.
         tree: the tree of a branching probe; None for other groups.
     """
 
@@ -97,13 +110,19 @@ class Decisions:
         return Decisions(step, time, delta, std, kept, drawn, mask, tree if tree.branched else None)
 
     @staticmethod
-    def like(values: ValueTable, stds: Sequence[float] | None = None, times: Sequence[float] | None = None) -> "Decisions":
-        """Decisions that fit a value table: all drawn, trained and valid, on an even time grid unless `times` are given.
+    def like(
+        values: ValueTable,
+        stds: Sequence[float] | None = None,
+        times: Sequence[float] | None = None,
+    ) -> "Decisions":
+        """Decisions that fit a value table: all drawn, trained and valid, on an even time grid
+        unless `times` are given.
 
         Args:
             values: a value table; only its shape is used.
             stds: standard deviations [decision]; None for 0.7 sqrt(delta).
-            times: t at the start of each decision [decision], descending; the last one ends at t = 0.
+            times: t at the start of each decision [decision], descending; the last one ends at t =
+                0.
 
         Raises:
             ConfigError: the table has no decision, or a length differs.
@@ -133,18 +152,20 @@ class Decisions:
 class Experience:
     """The record of one iteration, of all groups of all processes.
 
-    The last three fields are None unless they are requested: by the rule's attribute `reads_fields`, a tuple of names, by the
-    `fields` of an observer, or by `Trainer.recorded`. A rule receives only those that it requests itself.
+    The last three fields are None unless they are requested: by the rule's attribute
+    `reads_fields`, a tuple of names, by the `fields` of an observer, or by `Trainer.recorded`. A
+    rule receives only those that it requests itself.
 
     Args:
         prompts: one prompt per group.
-        values: the value table [prompt, member, decision+1]; NaN in columns that no probe evaluated, and for invalid samples.
+        values: the value table [prompt, member, decision+1]; NaN in columns that no probe
+            evaluated, and for invalid samples.
         decisions: the axis of the table.
         valid: False for samples that the reward could not judge [prompt, member].
         parts: a value table for each component of a composite reward.
         trajectories: all states and velocities.
-        log_probs: log-probabilities of the transitions under the policy that drew them, mean over latent elements [prompt,
-            member, decision]; NaN where nothing was drawn.
+        log_probs: log-probabilities of the transitions under the policy that drew them, mean over
+            latent elements [prompt, member, decision]; NaN where nothing was drawn.
         condition: the prompts' embeddings, one row per prompt.
     """
 
@@ -168,8 +189,8 @@ class Credit:
 
     Args:
         advantages: [prompt, member, decision].
-        weights: the rule's factor of each transition in the loss, in [0, 1] [prompt, member, decision]; None for 1. Only ratios
-            matter, because the loss is a weighted mean.
+        weights: the rule's factor of each transition in the loss, in [0, 1] [prompt, member,
+            decision]; None for 1. Only ratios matter, because the loss is a weighted mean.
     """
 
     advantages: CreditTable
@@ -177,9 +198,11 @@ class Credit:
 
 
 class Record:
-    """An iteration as an observer sees it: `iteration`, and the fields that the observer declares (`FIELDS`).
+    """An iteration as an observer sees it: `iteration`, and the fields that the observer declares
+    (`FIELDS`).
 
-    Tensors are in main memory and of all processes. Other fields raise `AttributeError`. For a test of an observer:
+    Tensors are in main memory and of all processes. Other fields raise `AttributeError`. For a test
+    of an observer:
     ``observer.observe(Record(3, values=..., metrics={"reward_mean": 0.5}))``.
 
     Args:
@@ -210,7 +233,9 @@ class Record:
 
     def __getattr__(self, name: str) -> Any:
         declared = tuple(field for field in vars(self) if field != "iteration")
-        hint = f": the observer declares fields = {declared}; add {name!r}" if name in FIELDS else ""
+        hint = (
+            f": the observer declares fields = {declared}; add {name!r}" if name in FIELDS else ""
+        )
         raise AttributeError(f"the record has no {name}{hint}")
 
 
@@ -223,7 +248,8 @@ class Actions:
         stop: the reason to end the run now, as if this iteration were the last; empty to continue.
         keep: write a checkpoint of this iteration, and never delete it for newer ones.
         warn: text of a warning.
-        metrics: numbers for metrics.jsonl and the tracker, which are called OBSERVER/NAME there; null if not finite.
+        metrics: numbers for metrics.jsonl and the tracker, which are called OBSERVER/NAME there;
+            null if not finite.
     """
 
     stop: str = ""

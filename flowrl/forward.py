@@ -1,7 +1,9 @@
-"""The interface of forward-process losses: batches of (sample, drawn time) rows, and copies of the weights.
+"""The interface of forward-process losses: batches of (sample, drawn time) rows, and copies of the
+weights.
 
-A forward-process loss regresses the velocity at noised finished images: x_t = (1-t) x_0 + t eps with a training time t and
-fresh noise eps, target v* = eps - x_0. It needs neither trajectories nor transition probabilities. The contract is `ForwardLoss`.
+A forward-process loss regresses the velocity at noised finished images: x_t = (1-t) x_0 + t eps
+with a training time t and fresh noise eps, target v* = eps - x_0. It needs neither trajectories nor
+transition probabilities. The contract is `ForwardLoss`.
 """
 
 import math
@@ -24,24 +26,27 @@ Noise = Literal["each", "group", "group-all-times", "path"]
 @checked
 @dataclass(frozen=True)
 class ForwardBatch(LossRows):
-    """The input of a forward-process loss. A row is one (sample, drawn time); rows are the axis `sample` in the shapes.
+    """The input of a forward-process loss. A row is one (sample, drawn time); rows are the axis
+    `sample` in the shapes.
 
-    No latents are needed: the error of the clean estimate is x_0_hat - x_0 = -t (v - target). Rows of equal (group, time) are a
-    group, rows of equal `sample` a trajectory.
+    No latents are needed: the error of the clean estimate is x_0_hat - x_0 = -t (v - target). Rows
+    of equal (group, time) are a group, rows of equal `sample` a trajectory.
 
     Args:
         time: t in (0, 1] [sample].
         target: eps - x_0 of the row's state x_t [sample, *latent].
         new: the current network's velocity, which carries the gradient.
         advantages: advantages [sample].
-        weight: weights of the mean over rows, 0 or more [sample]; rows of weight 0 contribute neither value nor gradient.
+        weight: weights of the mean over rows, 0 or more [sample]; rows of weight 0 contribute
+            neither value nor gradient.
         group: index of the row's prompt in the whole iteration.
         sample: index of the row's trajectory in the whole iteration.
         old: velocity of the copy `old`; None for a loss that does not declare it.
         average: velocity of the copy `average`; None for a loss that does not declare it.
         reference: the frozen base model's velocity; None for a loss that does not declare it.
-        pooled: for a loss whose `unit` is not "transition", the mean of its `row_terms` over the unit of each row, if the trainer
-            has computed it; None if the batch contains whole units.
+        pooled: for a loss whose `unit` is not "transition", the mean of its `row_terms` over the
+            unit of each row, if the trainer has computed it; None if the batch contains whole
+            units.
     """
 
     time: PerSample
@@ -62,11 +67,14 @@ class ForwardBatch(LossRows):
         return self.new
 
     def velocity_of(self, name: Literal["old", "average", "reference"], loss: object) -> Latents:
-        """The velocity of the network `name`, without gradient. Raises `ConfigError`, which names the `loss`, if the batch has
-        none."""
+        """The velocity of the network `name`, without gradient. Raises `ConfigError`, which names
+        the `loss`, if the batch has none.
+        """
         velocity = getattr(self, name)
         if velocity is None:
-            raise ConfigError(f"{type(loss).__name__} needs ForwardBatch.{name}, which is None: set it")
+            raise ConfigError(
+                f"{type(loss).__name__} needs ForwardBatch.{name}, which is None: set it"
+            )
         return velocity.detach()
 
 
@@ -88,7 +96,12 @@ class Guidance:
     def __post_init__(self) -> None:
         for name in ("train", "reference"):
             scale = getattr(self, name)
-            require(scale == 0 or 1 <= scale < math.inf, f"{name}_guidance_scale", scale, "1 (off) or more, or 0 (as sampled)")
+            require(
+                scale == 0 or 1 <= scale < math.inf,
+                f"{name}_guidance_scale",
+                scale,
+                "1 (off) or more, or 0 (as sampled)",
+            )
 
     def scales(self, own: float) -> tuple[float, float]:
         """Both scales, for a policy that samples with the scale `own`."""
@@ -96,8 +109,8 @@ class Guidance:
         return train, self.reference or train
 
     def evaluations(self, networks: int, reference: bool, own: float) -> float:
-        """The cost of a row with `networks` networks and the base model if `reference`, in evaluations, which are velocities with
-        scale `own`.
+        """The cost of a row with `networks` networks and the base model if `reference`, in
+        evaluations, which are velocities with scale `own`.
 
         A velocity takes two passes with guidance and one without.
         """
@@ -113,10 +126,11 @@ def guidance_passes(scale: float) -> int:
 @checked_options
 @dataclass(frozen=True)
 class Decay:
-    """The decay of a copy of the weights: copy <- d copy + (1-d) weights, d = min((s - start) rate, cap), 0 up to s = start.
+    """The decay of a copy of the weights: copy <- d copy + (1-d) weights, d = min((s - start) rate,
+    cap), 0 up to s = start.
 
-    s is the number of optimizer steps, including the current one. `Decay()` is a plain copy; `Decay(0, d, d)` has a constant d
-    from the first step on.
+    s is the number of optimizer steps, including the current one. `Decay()` is a plain copy;
+    `Decay(0, d, d)` has a constant d from the first step on.
 
     Args:
         start: optimizer steps with d = 0, 0 or more.
@@ -132,8 +146,18 @@ class Decay:
     cap: float = 0.0
 
     def __post_init__(self) -> None:
-        require(math.isfinite(self.start) and self.start >= 0, "Decay.start", self.start, "0 or more optimizer steps")
-        require(math.isfinite(self.rate) and self.rate >= 0, "Decay.rate", self.rate, "finite and 0 or more")
+        require(
+            math.isfinite(self.start) and self.start >= 0,
+            "Decay.start",
+            self.start,
+            "0 or more optimizer steps",
+        )
+        require(
+            math.isfinite(self.rate) and self.rate >= 0,
+            "Decay.rate",
+            self.rate,
+            "finite and 0 or more",
+        )
         require(0 <= self.cap < 1, "Decay.cap", self.cap, "0 or more and below 1")
 
     def at(self, steps: int) -> float:
@@ -148,8 +172,10 @@ class WeightCopy:
 
     Args:
         decay: its decay.
-        every: update it after every optimizer step ("update"), or after an iteration's last step ("iteration").
-        sample_from: sample trajectories with this copy after so many optimizer steps; 0: always, None: never.
+        every: update it after every optimizer step ("update"), or after an iteration's last step
+            ("iteration").
+        sample_from: sample trajectories with this copy after so many optimizer steps; 0: always,
+            None: never.
         evaluated: whether batches contain its velocity; False for a copy that only samples.
 
     Raises:
@@ -163,14 +189,21 @@ class WeightCopy:
 
     def __post_init__(self) -> None:
         begin = self.sample_from
-        require(begin is None or begin >= 0, "WeightCopy.sample_from", begin, "0 or more optimizer steps, or None")
+        require(
+            begin is None or begin >= 0,
+            "WeightCopy.sample_from",
+            begin,
+            "0 or more optimizer steps, or None",
+        )
 
 
 @runtime_checkable
 class TimeDraw(Protocol):
-    """Draws the training times of a forward-process loss for a whole iteration; `flowrl.flow` has the published kinds.
+    """Draws the training times of a forward-process loss for a whole iteration; `flowrl.flow` has
+    the published kinds.
 
-    Contract: times are in (0, 1], float32, on the generator's device; all randomness comes from the generator.
+    Contract: times are in (0, 1], float32, on the generator's device; all randomness comes from the
+    generator.
     """
 
     def draws(self, schedule: Schedule) -> int:
@@ -193,23 +226,27 @@ class TimeDraw(Protocol):
 
 @runtime_checkable
 class ForwardLoss(Protocol):
-    """A pure function of velocities at noised finished images, advantages and weights to a scalar: the weighted mean over rows.
+    """A pure function of velocities at noised finished images, advantages and weights to a scalar:
+    the weighted mean over rows.
 
-    It needs no transition probabilities, so any sampler can be used, also a deterministic one. It declares what the trainer
-    prepares:
+    It needs no transition probabilities, so any sampler can be used, also a deterministic one. It
+    declares what the trainer prepares:
 
-    - `times` and `noise`: the training times of every sample, and which rows share the noise eps: "each" row has its own, the
-      members of a "group" share it at each time, or at all times ("group-all-times"). With "path" there is no fresh noise: a
-      row is the state of the sample's own trajectory at the time's step, with eps = (x_t - (1-t) x_0) / t.
-    - `copies`: the copies of the weights, by the field of `ForwardBatch` for their velocity, "old" or "average".
+    - `times` and `noise`: the training times of every sample, and which rows share the noise eps:
+      "each" row has its own, the members of a "group" share it at each time, or at all times
+      ("group-all-times"). With "path" there is no fresh noise: a row is the state of the sample's
+      own trajectory at the time's step, with eps = (x_t - (1-t) x_0) / t.
+    - `copies`: the copies of the weights, by the field of `ForwardBatch` for their velocity, "old"
+      or "average".
     - `needs_reference`: whether the loss needs the frozen base model's velocity.
     - `unit`: what one call needs. If not "transition", the loss has a method `row_terms`, as a
       `protocols.PolicyLoss` may have one.
 
-    Contract: rows of weight 0 contribute neither value nor gradient; only `new` takes a gradient; the order of rows has no
-    effect. If new, old, average and reference are equal, the gradient of each row is its advantage times a positive multiple
-    of the gradient of its error |v - v*|^2, which does not depend on the advantages. With `unit` = "group" and advantages
-    that sum to 0 over a group, the weights of its errors in the gradient sum to 0, too.
+    Contract: rows of weight 0 contribute neither value nor gradient; only `new` takes a gradient;
+    the order of rows has no effect. If new, old, average and reference are equal, the gradient of
+    each row is its advantage times a positive multiple of the gradient of its error |v - v*|^2,
+    which does not depend on the advantages. With `unit` = "group" and advantages that sum to 0 over
+    a group, the weights of its errors in the gradient sum to 0, too.
     """
 
     @property
@@ -229,7 +266,9 @@ class ForwardLoss(Protocol):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether `ForwardBatch.reference` must be set (costs one more network evaluation per row)."""
+        """Whether `ForwardBatch.reference` must be set (costs one more network evaluation per
+        row).
+        """
         ...
 
     @property

@@ -1,4 +1,6 @@
-"""Atomic files (written to a temporary name, flushed to the disk, and renamed), and locks that name their holder."""
+"""Atomic files (written to a temporary name, flushed to the disk, and renamed), and locks that name
+their holder.
+"""
 
 import errno
 import json
@@ -36,7 +38,8 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically: write, fsync, rename, fsync the folder. A failed write leaves only the old file.
+    """Write a file atomically: write, fsync, rename, fsync the folder. A failed write leaves only
+    the old file.
 
     Args:
         path: the file.
@@ -67,7 +70,9 @@ def write_file(path: Path, data: bytes) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
+    descriptor = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666
+    )
     try:
         left = memoryview(data)
         while left:
@@ -95,7 +100,8 @@ def disk_errors(folder: Path, kept: Callable[[], str], again: Callable[[], str])
     Args:
         folder: the folder that is written.
         kept: a sentence about what is stored already.
-        again: the command to resume with; without a config.json in `folder`, the command of this process is shown.
+        again: the command to resume with; without a config.json in `folder`, the command of this
+            process is shown.
 
     Raises:
         DiskError: the disk is full or read-only.
@@ -104,14 +110,22 @@ def disk_errors(folder: Path, kept: Callable[[], str], again: Callable[[], str])
         yield
     except Exception as error:
         # safetensors raises another class, with the error number in its text
-        full = error.errno in (*FULL, errno.EROFS) if isinstance(error, OSError) else "os error 28" in str(error)
+        full = (
+            error.errno in (*FULL, errno.EROFS)
+            if isinstance(error, OSError)
+            else "os error 28" in str(error)
+        )
         if not full or isinstance(error, FlowrlError):
             raise
         there = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
-        where, reason = getattr(error, "filename", None) or folder, getattr(error, "strerror", "No space left on device")
+        where, reason = (
+            getattr(error, "filename", None) or folder,
+            getattr(error, "strerror", "No space left on device"),
+        )
         raise DiskError(
-            f"disk: {where} cannot be written: {reason}. {kept()}; {shutil.disk_usage(there).free / 1e6:,.1f} MB are free. "
-            f"Make room, then: {again() if (folder / 'config.json').exists() else command_line()}"
+            f"disk: {where} cannot be written: {reason}. {kept()};"
+            f" {shutil.disk_usage(there).free / 1e6:,.1f} MB are free. Make room, then:"
+            f" {again() if (folder / 'config.json').exists() else command_line()}"
         ) from error
 
 
@@ -132,15 +146,16 @@ def refused(error: Exception, message: str) -> FlowrlError:
 def file_lock(path: Path, work: str) -> Iterator[None]:
     """A context in which other processes cannot write a file; reading needs no lock.
 
-    The lock is PATH.lock, which the operating system releases in any case when the process ends; PATH.lock.json names the holder
-    and its `work`.
+    The lock is PATH.lock, which the operating system releases in any case when the process ends;
+    PATH.lock.json names the holder and its `work`.
 
     Args:
         path: the file.
         work: description of the work, for the message of other processes.
 
     Raises:
-        ConfigError: another process (named in the message) has the lock, or the folder cannot be written.
+        ConfigError: another process (named in the message) has the lock, or the folder cannot be
+            written.
     """
     with _lock(path, f"{path}.lock", work):
         yield
@@ -162,10 +177,13 @@ def folder_lock(folder: Path, work: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def new_folder(folder: Path, kind: str, made: Callable[[Path], bool], kept: Callable[[], bool]) -> Iterator[None]:
+def new_folder(
+    folder: Path, kind: str, made: Callable[[Path], bool], kept: Callable[[], bool]
+) -> Iterator[None]:
     """Lock a folder for a new run or report, and clean up after an error.
 
-    If the block raises, its new files are removed, unless results are to be kept, or the disk failed and the run can be resumed.
+    If the block raises, its new files are removed, unless results are to be kept, or the disk
+    failed and the run can be resumed.
 
     Args:
         folder: the folder.
@@ -177,22 +195,40 @@ def new_folder(folder: Path, kind: str, made: Callable[[Path], bool], kept: Call
         ConfigError: the folder has other content, which is left unchanged, or cannot be used.
     """
     try:
-        require(not folder.is_file(), "out", str(folder), "a folder that may be new; this is a file")
-        require(folder.resolve() != Path.cwd(), "out", str(folder), "a folder of its own; this is the current one")
-        missing, had_lock = [place for place in (folder, *folder.parents) if not place.exists()], (folder / LOCK).exists()
+        require(
+            not folder.is_file(), "out", str(folder), "a folder that may be new; this is a file"
+        )
+        require(
+            folder.resolve() != Path.cwd(),
+            "out",
+            str(folder),
+            "a folder of its own; this is the current one",
+        )
+        missing, had_lock = (
+            [place for place in (folder, *folder.parents) if not place.exists()],
+            (folder / LOCK).exists(),
+        )
     except OSError as error:
-        raise refused(error, f"out: {folder} cannot be used: {error.strerror}; choose another folder") from error
+        raise refused(
+            error, f"out: {folder} cannot be used: {error.strerror}; choose another folder"
+        ) from error
     try:
         with folder_lock(folder):
             before = {path.name for path in folder.iterdir()} | {LOCK}
-            halves = {name for name in before if re.fullmatch(r".+\.\d+\.tmp", name)}  # of `write_bytes`, by a killed process
+            # of `write_bytes`, by a killed process
+            halves = {name for name in before if re.fullmatch(r".+\.\d+\.tmp", name)}
             if before - {LOCK, f"{LOCK}.json"} - halves and not made(folder):
-                raise ConfigError(f"out: {folder} contains other files than a {kind} of flowrl; choose another folder")
+                raise ConfigError(
+                    f"out: {folder} contains other files than a {kind} of flowrl; choose another"
+                    " folder"
+                )
             try:
                 yield
             except BaseException as error:
                 stays = kept() or (isinstance(error, OSError) and made(folder))
-                for path in () if stays else [path for path in folder.iterdir() if path.name not in before]:
+                for path in (
+                    () if stays else [path for path in folder.iterdir() if path.name not in before]
+                ):
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
                 raise
     except BaseException:
@@ -204,7 +240,9 @@ def new_folder(folder: Path, kind: str, made: Callable[[Path], bool], kept: Call
         raise
 
 
-def require_new_file(path: Path, made: Callable[[bytes], bool] = lambda data: False, option: str = "out") -> None:
+def require_new_file(
+    path: Path, made: Callable[[bytes], bool] = lambda data: False, option: str = "out"
+) -> None:
     """Check at the start of a command that its result can be written; nothing is left on the disk.
 
     Args:
@@ -217,7 +255,10 @@ def require_new_file(path: Path, made: Callable[[bytes], bool] = lambda data: Fa
     """
     try:
         require(not path.is_dir(), option, str(path), "a file; this is a folder")
-        fine, missing = not path.exists() or made(path.read_bytes()), [place for place in path.parents if not place.exists()]
+        fine, missing = (
+            not path.exists() or made(path.read_bytes()),
+            [place for place in path.parents if not place.exists()],
+        )
         probe = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -229,7 +270,10 @@ def require_new_file(path: Path, made: Callable[[bytes], bool] = lambda data: Fa
     except OSError as error:
         raise refused(error, f"{option}: {path} cannot be written: {error.strerror}") from error
     if not fine:
-        raise ConfigError(f"{option}: {path} exists and is not from this command; choose another name, or delete it")
+        raise ConfigError(
+            f"{option}: {path} exists and is not from this command; choose another name, or"
+            " delete it"
+        )
 
 
 def command_line() -> str:
@@ -246,12 +290,20 @@ def _lock(path: Path, name: str, work: str) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise ConfigError(
-            f"{path} is being written by {_holder(holder)}; wait until it has ended or choose another --out"
+            f"{path} is being written by {_holder(holder)}; wait until it has ended or choose"
+            " another --out"
         ) from error
     except OSError as error:
-        raise refused(error, f"{path} cannot be locked ({error.strerror}); choose another --out") from error
+        raise refused(
+            error, f"{path} cannot be locked ({error.strerror}); choose another --out"
+        ) from error
     try:
-        who = {"process": os.getpid(), "machine": platform.node(), "work": work, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        who = {
+            "process": os.getpid(),
+            "machine": platform.node(),
+            "work": work,
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
         with suppress(OSError):  # a full disk must not keep the lock from working
             for half in holder.parent.glob(f"{holder.name}.*.tmp"):  # of a killed process
                 half.unlink()
@@ -269,5 +321,8 @@ def _holder(path: Path) -> str:
     """The holder that `file_lock` has recorded."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(path.read_text())
-        return f"process {found['process']} on {found['machine']} (`{found['work']}`, since {found['since']})"
+        return (
+            f"process {found['process']} on {found['machine']} (`{found['work']}`, since"
+            f" {found['since']})"
+        )
     return "another process"

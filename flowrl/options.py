@@ -1,7 +1,7 @@
 """Options of parts and commands: types and ranges as annotated, checked in one place.
 
-Parts are checked at construction, from Python and from a spec (`checked_options`), commands after parsing (`check_ranges`).
-Ranges are those of `annotated_types`, as in ``Annotated[int, Ge(1)]``.
+Parts are checked at construction, from Python and from a spec (`checked_options`), commands after
+parsing (`check_ranges`). Ranges are those of `annotated_types`, as in ``Annotated[int, Ge(1)]``.
 """
 
 import functools
@@ -10,7 +10,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from annotated_types import Ge, Gt, Le, Lt
 from beartype import BeartypeConf
@@ -25,7 +35,12 @@ Whole = Annotated[int, Ge(0), Le(10**9)]
 Seed = Annotated[int, Ge(0), Le(MAX_SEED)]
 Workers = Annotated[int, Ge(0), Le(1024)]
 
-WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+}
 TOWER = BeartypeConf(is_pep484_tower=True)
 
 
@@ -38,7 +53,9 @@ def words(kind: Any, bounds: Sequence[Any] = ()) -> str:
         first, *more = get_args(kind)
         return "a list of texts" if first is str else f"{len(more) + 1} values, each {words(first)}"
     if kind not in WORDS and type(None) in get_args(kind):
-        return " or ".join([words(one) for one in get_args(kind) if one is not type(None)] + ["None"])
+        return " or ".join(
+            [words(one) for one in get_args(kind) if one is not type(None)] + ["None"]
+        )
     if get_origin(kind) is Union:
         return " or ".join(words(one) for one in get_args(kind))
     return (WORDS.get(kind) or f"a {getattr(kind, '__name__', kind)}") + _range(bounds)
@@ -63,17 +80,28 @@ def split(kind: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether `value` is of type `kind`: integers are numbers, Booleans are neither, and NaN is not a number."""
+    """Whether `value` is of type `kind`: integers are numbers, Booleans are neither, and NaN is not
+    a number.
+    """
     if get_origin(kind) is Mapping:  # the part checks its entries
         return isinstance(value, Mapping)
     if isinstance(value, bool) or (isinstance(value, float) and math.isnan(value)):
-        return isinstance(value, bool) and is_bearable(value, kind) and not is_bearable(2, kind, conf=TOWER)
+        return (
+            isinstance(value, bool)
+            and is_bearable(value, kind)
+            and not is_bearable(2, kind, conf=TOWER)
+        )
     return is_bearable(value, kind, conf=TOWER)
 
 
 def within(value: Any, bounds: Sequence[Any]) -> bool:
     """Whether `value` is within all `bounds`."""
-    compared = {Ge: lambda b: value >= b.ge, Gt: lambda b: value > b.gt, Le: lambda b: value <= b.le, Lt: lambda b: value < b.lt}
+    compared = {
+        Ge: lambda b: value >= b.ge,
+        Gt: lambda b: value > b.gt,
+        Le: lambda b: value <= b.le,
+        Lt: lambda b: value < b.lt,
+    }
     return all(compared[type(bound)](bound) for bound in bounds if type(bound) in compared)
 
 
@@ -86,8 +114,9 @@ def allowed(value: Any, hint: Any) -> bool:
 
 
 def checked_options(part: C) -> C:
-    """Class decorator: building `part` with an option of another type than annotated, or outside its annotated range,
-    raises `ConfigError` with the option, its value and what is allowed."""
+    """Class decorator: building `part` with an option of another type than annotated, or outside
+    its annotated range, raises `ConfigError` with the option, its value and what is allowed.
+    """
     build, hints = cast(Any, part).__init__, {}
     signature = inspect.signature(build)
 
@@ -95,9 +124,14 @@ def checked_options(part: C) -> C:
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
         if not hints:
             hints.update(get_type_hints(build, include_extras=True))
-        for name, value in list(signature.bind_partial(self, *arguments, **options).arguments.items())[1:]:
+        for name, value in list(
+            signature.bind_partial(self, *arguments, **options).arguments.items()
+        )[1:]:
             if name in hints and not allowed(value, hints[name]):
-                raise ConfigError(f"{part.__name__}.{name} = {value!r:.200} is not allowed; allowed: {words(hints[name])}")
+                raise ConfigError(
+                    f"{part.__name__}.{name} = {value!r:.200} is not allowed; allowed:"
+                    f" {words(hints[name])}"
+                )
         build(self, *arguments, **options)
 
     cast(Any, part).__init__ = __init__
@@ -105,7 +139,9 @@ def checked_options(part: C) -> C:
 
 
 def check_ranges(command: Any) -> None:
-    """Raise `ConfigError` for a number in a parsed command, or in a command within it, that is outside its annotated range."""
+    """Raise `ConfigError` for a number in a parsed command, or in a command within it, that is
+    outside its annotated range.
+    """
     hints = get_type_hints(type(command), include_extras=True)
     for item in fields(command):
         value, (kind, bounds) = getattr(command, item.name), split(hints[item.name])
@@ -117,7 +153,21 @@ def check_ranges(command: Any) -> None:
             elif isinstance(number, int | float) and found:
                 one, limits = found[0]
                 if math.isnan(number) or not within(number, limits):
-                    raise ConfigError(f"{item.name} = {number!r} is not allowed; allowed: {words(one, limits)}")
+                    raise ConfigError(
+                        f"{item.name} = {number!r} is not allowed; allowed: {words(one, limits)}"
+                    )
 
 
-__all__ = ["WORDS", "Count", "Seed", "Whole", "Workers", "check_ranges", "checked_options", "fits", "split", "within", "words"]
+__all__ = [
+    "WORDS",
+    "Count",
+    "Seed",
+    "Whole",
+    "Workers",
+    "check_ranges",
+    "checked_options",
+    "fits",
+    "split",
+    "within",
+    "words",
+]

@@ -1,4 +1,6 @@
-"""Installed packages: their versions, and their entry points (parts, model families and commands)."""
+"""Installed packages: their versions, and their entry points (parts, model families and
+commands).
+"""
 
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
@@ -9,12 +11,16 @@ from flowrl.errors import ConfigError
 def plugin(group: str, name: str, noun: str) -> EntryPoint | None:
     """The entry point `name` of `group`; None if no package declares it.
 
-    Raises `ConfigError` with the packages if several declare different objects; its message describes the name as a `noun`.
+    Raises `ConfigError` with the packages if several declare different objects; its message
+    describes the name as a `noun`.
     """
     points = list(entry_points(group=group, name=name))
     if len({point.value for point in points}) > 1:
         owners = ", ".join(sorted(package_of(point) for point in points))
-        raise ConfigError(f"{noun} {name!r} is offered by several installed packages: {owners}; remove all but one")
+        raise ConfigError(
+            f"{noun} {name!r} is offered by several installed packages: {owners}; remove all"
+            " but one"
+        )
     return points[0] if points else None
 
 

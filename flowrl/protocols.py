@@ -1,6 +1,8 @@
-"""The interfaces between packages, as protocols. Their docstrings are the contract, which `flowrl.testing` checks.
+"""The interfaces between packages, as protocols. Their docstrings are the contract, which
+`flowrl.testing` checks.
 
-The protocols of forward-process losses are defined in `flowrl.forward`, next to their batches, and exported here.
+The protocols of forward-process losses are defined in `flowrl.forward`, next to their batches, and
+exported here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +59,9 @@ __all__ = [
 
 @runtime_checkable
 class FlowPolicy(Protocol):
-    """A network with its trainable parameters, as a conditional velocity field with a schedule and a decoder."""
+    """A network with its trainable parameters, as a conditional velocity field with a schedule and
+    a decoder.
+    """
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
@@ -91,7 +95,9 @@ class FlowPolicy(Protocol):
         ...
 
     def decode(self, latent: Latents) -> ImagesOrVideos:
-        """Images in [0, 1]; samples of a video model always have a frame axis before the channels."""
+        """Images in [0, 1]; samples of a video model always have a frame axis before the
+        channels.
+        """
         ...
 
     def trainable(self) -> Mapping[str, torch.nn.Parameter]:
@@ -103,7 +109,9 @@ class FlowPolicy(Protocol):
         ...
 
     def frozen(self) -> AbstractContextManager[None]:
-        """Within this context weights do not change, so a policy may merge its adapters for speed. No gradients."""
+        """Within this context weights do not change, so a policy may merge its adapters for speed.
+        No gradients.
+        """
         ...
 
 
@@ -164,12 +172,16 @@ def extras(policy: FlowPolicy, *members: str) -> PolicyExtras | None:
 class Sampler(Protocol):
     """A transition kernel: a pure function from (node, velocity) to a Gaussian over the next node.
 
-    Contract: computed in float32 whatever the input's precision; `step` may differ per sample; std 0 means "not a decision"
-    and is returned where the kernel is deterministic; the gradient flows through the mean only.
+    Contract: computed in float32 whatever the input's precision; `step` may differ per sample; std
+    0 means "not a decision" and is returned where the kernel is deterministic; the gradient flows
+    through the mean only.
     """
 
-    def transition(self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex) -> Gaussian:
-        """The Gaussian over node ``step + 1`` given the latent at node ``step`` and the velocity there.
+    def transition(
+        self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
+    ) -> Gaussian:
+        """The Gaussian over node ``step + 1`` given the latent at node ``step`` and the velocity
+        there.
 
         Args:
             latent: node `step` [sample, *latent].
@@ -185,7 +197,9 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class Window(Protocol):
-    """The stochastic steps of an iteration, the same for all groups; the other steps are ODE steps."""
+    """The stochastic steps of an iteration, the same for all groups; the other steps are ODE
+    steps.
+    """
 
     def steps(self, count: int, generator: torch.Generator, iteration: int = 0) -> Sequence[int]:
         """The stochastic steps of `iteration`.
@@ -206,21 +220,24 @@ class Window(Protocol):
 
 @runtime_checkable
 class MultistepSolver(Protocol):
-    """A sampler whose steps use the velocities of earlier steps, for losses without log-probabilities.
+    """A sampler whose steps use the velocities of earlier steps, for losses without
+    log-probabilities.
 
     No step is a decision, also if the solver draws noise. The members of a group need different
     initial noise, since they would otherwise be equal unless the solver draws.
 
-    Contract: the number of steps stays; the last time is 0; samples do not influence each other; all
-    randomness comes from `draw`. If the network predicts the same clean image everywhere, that is,
-    v = (x - x_0) / t, the end is x_0.
+    Contract: the number of steps stays; the last time is 0; samples do not influence each other;
+    all randomness comes from `draw`. If the network predicts the same clean image everywhere, that
+    is, v = (x - x_0) / t, the end is x_0.
     """
 
     def grid(self, schedule: Schedule) -> Schedule:
         """The solver's grid for the policy's `schedule`, with as many steps; often the same."""
         ...
 
-    def solution(self, schedule: Schedule, draw: Callable[[Latents], Latents]) -> Callable[[int, Latents, Latents], Latents]:
+    def solution(
+        self, schedule: Schedule, draw: Callable[[Latents], Latents]
+    ) -> Callable[[int, Latents, Latents], Latents]:
         """A new solution, whose history is empty.
 
         Args:
@@ -229,8 +246,8 @@ class MultistepSolver(Protocol):
 
         Returns:
             A function `step(number, velocity, x)`, which is called once for each point of the grid
-            before the last, in order. It returns the state at point `number` + 1 from the state x at
-            point `number` and the network's velocity there [sample, *latent].
+            before the last, in order. It returns the state at point `number` + 1 from the state x
+            at point `number` and the network's velocity there [sample, *latent].
         """
         ...
 
@@ -243,25 +260,29 @@ AnySampler = Sampler | MultistepSolver
 class RewardModel(Protocol):
     """Maps images and prompts to numbers.
 
-    Contract: images are [sample, channel, height, width] in [0, 1]; higher is better; the result is finite, one number per
-    sample, in order, and does not depend on the other samples of the batch. For a video model they are videos [sample, frame,
-    channel, height, width], all frames in order; a reward for images scores them inside `rewards.FrameMean`. A reward that cannot
-    score its input raises `RewardError`.
+    Contract: images are [sample, channel, height, width] in [0, 1]; higher is better; the result is
+    finite, one number per sample, in order, and does not depend on the other samples of the batch.
+    For a video model they are videos [sample, frame, channel, height, width], all frames in order;
+    a reward for images scores them inside `rewards.FrameMean`. A reward that cannot score its input
+    raises `RewardError`.
 
-    A model with a true attribute `marks_invalid` may return NaN for a sample that cannot be judged, for example after an unusable
-    answer of a judge. Such a sample is left out of credit and training, and counted ("invalid" in the metrics). A group with
-    fewer than two valid samples is left out completely. An infinite score, or NaN from any other model, is an error.
+    A model with a true attribute `marks_invalid` may return NaN for a sample that cannot be judged,
+    for example after an unusable answer of a judge. Such a sample is left out of credit and
+    training, and counted ("invalid" in the metrics). A group with fewer than two valid samples is
+    left out completely. An infinite score, or NaN from any other model, is an error.
 
     Optional methods of a reward with named components, which are logged and may be credited
     separately: `parts(images, prompts)` returns every component's scores [sample] before weighting,
-    by name, and `total(parts)` the reward [sample]. `score` equals ``total(parts(images, prompts))``.
+    by name, and `total(parts)` the reward [sample]. `score` equals ``total(parts(images,
+    prompts))``.
     """
 
     def score(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Tensor:
         """Score samples.
 
         Args:
-            images: images [sample, channel, height, width] or videos [sample, frame, channel, height, width] in [0, 1].
+            images: images [sample, channel, height, width] or videos [sample, frame, channel,
+                height, width] in [0, 1].
             prompts: one prompt per sample.
 
         Returns:
@@ -275,17 +296,19 @@ class RewardModel(Protocol):
 
 @runtime_checkable
 class GroupReward(Protocol):
-    """Maps the samples of whole groups to numbers by comparing the members of a group with each other.
+    """Maps the samples of whole groups to numbers by comparing the members of a group with each
+    other.
 
-    It replaces a `RewardModel` in training. It compares all members of a prompt: the finished images, or the estimates of one
-    unfinished node. Numbers of different nodes are not on one scale: a gain is a change of rank within the group. Chunks and
-    processes never split a group.
+    It replaces a `RewardModel` in training. It compares all members of a prompt: the finished
+    images, or the estimates of one unfinished node. Numbers of different nodes are not on one
+    scale: a gain is a change of rank within the group. Chunks and processes never split a group.
 
-    Contract: images are [prompt, member, channel, height, width] in [0, 1], or videos [prompt, member, frame, ...], with one
-    prompt per group and any number of members from 2; higher is better; the result is finite, [prompt, member]. Permuting the
-    members of a group permutes its numbers; equal images in a group get equal numbers; a group's numbers do not depend on other
-    groups. NaN is allowed as for a `RewardModel` with `marks_invalid`: a sample that cannot be judged is then not compared with
-    the others of its group.
+    Contract: images are [prompt, member, channel, height, width] in [0, 1], or videos [prompt,
+    member, frame, ...], with one prompt per group and any number of members from 2; higher is
+    better; the result is finite, [prompt, member]. Permuting the members of a group permutes its
+    numbers; equal images in a group get equal numbers; a group's numbers do not depend on other
+    groups. NaN is allowed as for a `RewardModel` with `marks_invalid`: a sample that cannot be
+    judged is then not compared with the others of its group.
 
     Optional methods of a reward with named components: `group_parts(images, prompts)` returns every
     component's scores [prompt, member] before weighting, by name, and `total(parts)` the reward,
@@ -294,15 +317,17 @@ class GroupReward(Protocol):
 
     @property
     def evaluation(self) -> RewardModel:
-        """A reward of single samples for evaluations. The mean of a comparison within groups, such as a win rate, does not rise
-        when all samples improve."""
+        """A reward of single samples for evaluations. The mean of a comparison within groups, such
+        as a win rate, does not rise when all samples improve.
+        """
         ...
 
     def score_groups(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Score the samples of groups.
 
         Args:
-            images: images [prompt, member, channel, height, width] in [0, 1], or videos [prompt, member, frame, ...].
+            images: images [prompt, member, channel, height, width] in [0, 1], or videos [prompt,
+                member, frame, ...].
             prompts: one prompt per group.
 
         Returns:
@@ -319,8 +344,8 @@ AnyReward = RewardModel | GroupReward
 class Features(Protocol):
     """A feature space for diversity: any callable from images to vectors with meaningful distances.
 
-    With a true attribute `reads_latents` it receives latents instead. The images of a video model are videos. Contract: finite,
-    one row per sample, in order.
+    With a true attribute `reads_latents` it receives latents instead. The images of a video model
+    are videos. Contract: finite, one row per sample, in order.
     """
 
     def __call__(self, images: ImagesOrVideos, /) -> Tensor:
@@ -332,16 +357,18 @@ class Features(Protocol):
 class CreditAssigner(Protocol):
     """A function from a value table to a table of advantages.
 
-    `probe` declares how unfinished states are scored. Column k < D of the table is the value of the state from which decision k
-    starts, column D the reward of the final image.
+    `probe` declares how unfinished states are scored. Column k < D of the table is the value of the
+    state from which decision k starts, column D the reward of the final image.
 
-    Contract: the result is finite at the entries of `decisions.mask`; every mean, standard deviation and count is over these
-    entries; invariant to a constant added to all values; equivariant to permuting members; 0 for a group of equal values.
-    The trainer sets advantages outside the mask to 0, so a rule may compute with NaN there.
+    Contract: the result is finite at the entries of `decisions.mask`; every mean, standard
+    deviation and count is over these entries; invariant to a constant added to all values;
+    equivariant to permuting members; 0 for a group of equal values. The trainer sets advantages
+    outside the mask to 0, so a rule may compute with NaN there.
 
-    Optional attributes: `shared_noise` = True starts the members of a group from the same noise. `reads(trained)` returns the
-    columns [decision+1] (Boolean) that the credit of the `trained` decisions [decision] reads; the probe evaluates no others.
-    Without it, all columns are evaluated.
+    Optional attributes: `shared_noise` = True starts the members of a group from the same noise.
+    `reads(trained)` returns the columns [decision+1] (Boolean) that the credit of the `trained`
+    decisions [decision] reads; the probe evaluates no others. Without it, all columns are
+    evaluated.
     """
 
     @property
@@ -353,7 +380,8 @@ class CreditAssigner(Protocol):
         """Credit every decision of every trajectory.
 
         Args:
-            values: value table [prompt, member, decision+1]; NaN in columns that no probe evaluated.
+            values: value table [prompt, member, decision+1]; NaN in columns that no probe
+                evaluated.
             decisions: the axis of credit, with the mask.
 
         Returns:
@@ -369,9 +397,10 @@ class CreditAssigner(Protocol):
 class ExperienceCredit(Protocol):
     """A credit rule that reads more than the value table, or returns weights.
 
-    Contract: as for a `CreditAssigner`, whose optional attributes apply. `credit` is called once per iteration, in every process
-    with the same record. The attribute `reads_fields`, a tuple of "trajectories", "log_probs" and "condition", lists the fields
-    of the record that the rule needs besides the tables. A memory that is keyed by prompt uses the prompt's text. If a rule has
+    Contract: as for a `CreditAssigner`, whose optional attributes apply. `credit` is called once
+    per iteration, in every process with the same record. The attribute `reads_fields`, a tuple of
+    "trajectories", "log_probs" and "condition", lists the fields of the record that the rule needs
+    besides the tables. A memory that is keyed by prompt uses the prompt's text. If a rule has
     `assign`, too, tools that have a table only call that.
     """
 
@@ -417,11 +446,13 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class PolicyLoss(Protocol):
-    """A pure function of Gaussians, advantages and weights to a scalar: the weighted mean over transitions.
+    """A pure function of Gaussians, advantages and weights to a scalar: the weighted mean over
+    transitions.
 
-    Contract: transitions of weight 0 contribute neither to the loss nor to the gradient; on the first update of an iteration (new
-    = behaviour) every ratio is 1 and the gradient is the policy gradient of mean(A log pi); the order of rows has no effect.
-    Unless `trains_zero_advantages`, units whose advantages are all 0 have no gradient, so the trainer does not evaluate them.
+    Contract: transitions of weight 0 contribute neither to the loss nor to the gradient; on the
+    first update of an iteration (new = behaviour) every ratio is 1 and the gradient is the policy
+    gradient of mean(A log pi); the order of rows has no effect. Unless `trains_zero_advantages`,
+    units whose advantages are all 0 have no gradient, so the trainer does not evaluate them.
 
     Optional: `one_advantage` = True refuses credit that differs between the steps of a trajectory.
     A loss that depends on a mean over its `unit` has a method `row_terms(batch)`, which returns the
@@ -434,7 +465,9 @@ class PolicyLoss(Protocol):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether `LossBatch.reference` must be filled (costs one more network evaluation per transition)."""
+        """Whether `LossBatch.reference` must be filled (costs one more network evaluation per
+        transition).
+        """
         ...
 
     @property
@@ -454,19 +487,22 @@ class PolicyLoss(Protocol):
 
 @runtime_checkable
 class Observer(Protocol):
-    """Looks at every iteration of a run; it may add metrics, warn, keep a checkpoint, or stop the run.
+    """Looks at every iteration of a run; it may add metrics, warn, keep a checkpoint, or stop the
+    run.
 
-    Contract: it does not change the record. It is built and called in the main process only. An exception is a warning, once per
-    observer, unless the setting `strict` is true.
+    Contract: it does not change the record. It is built and called in the main process only. An
+    exception is a warning, once per observer, unless the setting `strict` is true.
 
-    Credit rules, losses, rewards and samplers may have metrics of their own without an observer: an optional method `metrics()`
-    returns numbers by name. It is called in the main process after each iteration, and the numbers are called KIND/NAME in
-    metrics.jsonl, as in credit/baseline.
+    Credit rules, losses, rewards and samplers may have metrics of their own without an observer: an
+    optional method `metrics()` returns numbers by name. It is called in the main process after each
+    iteration, and the numbers are called KIND/NAME in metrics.jsonl, as in credit/baseline.
     """
 
     @property
     def fields(self) -> Sequence[str]:
-        """The fields of the record that it reads (`flowrl.experience.FIELDS`); only these are gathered."""
+        """The fields of the record that it reads (`flowrl.experience.FIELDS`); only these are
+        gathered.
+        """
         ...
 
     def observe(self, record: Record) -> Actions | None:
@@ -483,7 +519,8 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """Options of a world's policy. A policy without LoRA (arXiv 2106.09685), or with one precision, ignores the others.
+    """Options of a world's policy. A policy without LoRA (arXiv 2106.09685), or with one precision,
+    ignores the others.
 
     Args:
         lora_rank: rank of the LoRA.
@@ -511,11 +548,11 @@ class World(Protocol):
     held-out prompts.
 
     Optional attributes: `defaults`, settings by name that replace the defaults of a run, as in
-    ``{"iterations": 40}``; without it, the method's published window and clip apply, the clip scaled
-    to `elements`. `qualities`, makers of rewards by name that are only measured
-    (`--heldout-rewards NAME`). `imports`, names of modules that the policy needs, which a comparison imports once.
-    `points` = True if samples are points [sample, 2, 1, 1] and no images: rewards that read images
-    are then refused.
+    ``{"iterations": 40}``; without it, the method's published window and clip apply, the clip
+    scaled to `elements`. `qualities`, makers of rewards by name that are only measured
+    (`--heldout-rewards NAME`). `imports`, names of modules that the policy needs, which a
+    comparison imports once. `points` = True if samples are points [sample, 2, 1, 1] and no images:
+    rewards that read images are then refused.
     """
 
     @property
@@ -530,7 +567,9 @@ class World(Protocol):
 
     @property
     def forms(self) -> Sequence[str]:
-        """Names of the forms of the reward, one or more, all of which evaluations measure; the first is the default."""
+        """Names of the forms of the reward, one or more, all of which evaluations measure; the
+        first is the default.
+        """
         ...
 
     @property

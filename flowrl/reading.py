@@ -1,4 +1,6 @@
-"""Reading of files: JSON, YAML, text and safetensors with a checked content, and errors that name the file and the place."""
+"""Reading of files: JSON, YAML, text and safetensors with a checked content, and errors that name
+the file and the place.
+"""
 
 import json
 import math
@@ -26,7 +28,9 @@ DIGITS = 20
 
 @contextmanager
 def reading(path: Path | str, kind: type[FlowrlError] = ConfigError) -> Iterator[None]:
-    """A context that converts errors in the content of the file `path` into a `kind` of error that names the file."""
+    """A context that converts errors in the content of the file `path` into a `kind` of error that
+    names the file.
+    """
     from safetensors import SafetensorError
 
     try:
@@ -38,10 +42,20 @@ def reading(path: Path | str, kind: type[FlowrlError] = ConfigError) -> Iterator
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         place = ".".join(map(str, problem["loc"]))[:100]
-        raise kind(f"{path}: {f'{place}: ' if place else ''}{problem['msg']}, not {problem['input']!r:.60}") from error
+        raise kind(
+            f"{path}: {f'{place}: ' if place else ''}{problem['msg']}, not {problem['input']!r:.60}"
+        ) from error
     except OSError as error:
         raise kind(f"{path} cannot be read: {str(error.strerror or error)[:200]}") from error
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, SafetensorError) as error:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
         raise kind(f"{path} cannot be read: {type(error).__name__}: {str(error)[:200]}") from error
 
 
@@ -52,13 +66,17 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path, kind: Any = Any, error: type[FlowrlError] = ConfigError) -> Any:
-    """The content of the JSON file at `path` as a `kind`: any type that pydantic checks, such as a data class. Raises `error`."""
+    """The content of the JSON file at `path` as a `kind`: any type that pydantic checks, such as a
+    data class. Raises `error`.
+    """
     with reading(path, error):
         return as_kind(parse_json(path.read_bytes()), kind)
 
 
 def as_kind(value: Any, kind: Any) -> Any:
-    """A `value` from JSON as a `kind`; types are not converted, further entries are ignored. Raises `ValueError`."""
+    """A `value` from JSON as a `kind`; types are not converted, further entries are ignored. Raises
+    `ValueError`.
+    """
     return value if kind is Any else _adapter(kind).validate_json(json.dumps(value), strict=True)
 
 
@@ -77,15 +95,22 @@ def is_kind(value: Any, kind: Any) -> bool:
 
 
 def parse_json(data: str | bytes, finite: bool = False) -> Any:
-    """The JSON value in `data` (UTF-8, with or without a byte order mark). NaN and Infinity are allowed unless `finite`.
+    """The JSON value in `data` (UTF-8, with or without a byte order mark). NaN and Infinity are
+    allowed unless `finite`.
 
-    Raises `ValueError` if `data` is not JSON, an object has an entry twice, the depth exceeds `DEPTH`, or a whole number has more
-    than 64 bits or a text half a surrogate pair.
+    Raises `ValueError` if `data` is not JSON, an object has an entry twice, the depth exceeds
+    `DEPTH`, or a whole number has more than 64 bits or a text half a surrogate pair.
     """
     text = data.decode("utf-8-sig") if isinstance(data, bytes) else data.removeprefix("\ufeff")
     try:
         number = _finite if finite else float
-        value = json.loads(text, object_pairs_hook=_once, parse_int=_whole, parse_float=number, parse_constant=number)
+        value = json.loads(
+            text,
+            object_pairs_hook=_once,
+            parse_int=_whole,
+            parse_float=number,
+            parse_constant=number,
+        )
     except RecursionError as error:
         raise ValueError(f"nested deeper than {DEPTH} levels") from error
     layer, levels = _inside([value]), 0
@@ -93,7 +118,9 @@ def parse_json(data: str | bytes, finite: bool = False) -> Any:
         levels += 1
         if levels > DEPTH:
             raise ValueError(f"nested deeper than {DEPTH} levels")
-        layer = _inside(value for part in layer for value in (part.values() if isinstance(part, dict) else part))
+        layer = _inside(
+            value for part in layer for value in (part.values() if isinstance(part, dict) else part)
+        )
     if "\\ud" in text.lower():
         json.dumps(value, ensure_ascii=False).encode()
     return value
@@ -103,7 +130,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1):.60} is set twice")
+        raise ValueError(
+            f"{next(name for name in names if names.count(name) > 1):.60} is set twice"
+        )
     return found
 
 
@@ -124,9 +153,12 @@ def _whole(digits: str) -> int:
 
 
 def read_tensors(
-    path: Path, shapes: Mapping[str, tuple[int | None, ...]], kind: type[FlowrlError] = CheckpointError
+    path: Path,
+    shapes: Mapping[str, tuple[int | None, ...]],
+    kind: type[FlowrlError] = CheckpointError,
 ) -> "dict[str, Tensor]":
-    """The tensors of the safetensors file at `path`, which must contain floating-point tensors of the names and `shapes` (None:
+    """The tensors of the safetensors file at `path`, which must contain floating-point tensors of
+    the names and `shapes` (None:
     any size).
 
     Raises an error of class `kind`.
@@ -138,20 +170,30 @@ def read_tensors(
     for name, shape in shapes.items():
         tensor = found.get(name)
         size = None if tensor is None or not tensor.is_floating_point() else tuple(tensor.shape)
-        if size is None or len(size) != len(shape) or any(fit not in (None, n) for fit, n in zip(shape, size, strict=True)):
+        if (
+            size is None
+            or len(size) != len(shape)
+            or any(fit not in (None, n) for fit, n in zip(shape, size, strict=True))
+        ):
             there = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             wanted = ", ".join("any" if fit is None else str(fit) for fit in shape)
-            raise CheckpointError(f"{path}: tensor {name!r} is {there}; allowed: floating-point numbers [{wanted}]")
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is {there}; allowed: floating-point numbers [{wanted}]"
+            )
     return found
 
 
 def load_document(path: Path) -> tuple[Any, yaml.Node | None]:
-    """The content of a YAML or JSON file, and the tree with its lines. Raises `ConfigError` with the place of an error."""
+    """The content of a YAML or JSON file, and the tree with its lines. Raises `ConfigError` with
+    the place of an error.
+    """
     if not path.exists():
         raise ConfigError(f"config: the file {path} does not exist")
     text = read_text(path)
     if len(text) > LONGEST:
-        raise ConfigError(f"config: {path} has {len(text):,} characters; a file of settings may have {LONGEST:,}")
+        raise ConfigError(
+            f"config: {path} has {len(text):,} characters; a file of settings may have {LONGEST:,}"
+        )
     if path.suffix == ".json":
         try:
             return parse_json(text), None
@@ -167,7 +209,10 @@ def load_document(path: Path) -> tuple[Any, yaml.Node | None]:
             raise
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"config: {path}{place}, is not YAML: {str(getattr(error, 'problem', None) or error)[:200]}") from error
+        raise ConfigError(
+            f"config: {path}{place}, is not YAML:"
+            f" {str(getattr(error, 'problem', None) or error)[:200]}"
+        ) from error
 
 
 LONGEST = 100_000
@@ -177,7 +222,8 @@ NODES = 10_000
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader with the numbers of YAML 1.2: ``1e-4`` is a number, which PyYAML reads as a text.
+    """A YAML loader with the numbers of YAML 1.2: ``1e-4`` is a number, which PyYAML reads as a
+    text.
 
     At most `DEPTH` levels and `NODES` values; the values of an alias count at every use.
     """
@@ -188,20 +234,32 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """The next node of the tree."""
-        mark, is_alias, before = self.peek_event().start_mark, self.check_event(yaml.AliasEvent), self.nodes
+        mark, is_alias, before = (
+            self.peek_event().start_mark,
+            self.check_event(yaml.AliasEvent),
+            self.nodes,
+        )
         self.level, self.nodes = self.level + 1, self.nodes + 1
         node = super().compose_node(parent, index) if self.level <= DEPTH else None
         self.level -= 1
         if is_alias and node is not None:
-            self.nodes += self.sizes.get(id(node), NODES)  # an alias inside its own value is endless
+            # an alias inside its own value is endless
+            self.nodes += self.sizes.get(id(node), NODES)
         self.sizes[id(node)] = self.nodes - before
         if node is None or self.nodes > NODES:
-            raise ComposerError(None, None, f"more than {DEPTH} levels, or {NODES:,} values with those of aliases", mark)
+            raise ComposerError(
+                None,
+                None,
+                f"more than {DEPTH} levels, or {NODES:,} values with those of aliases",
+                mark,
+            )
         return node
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+\Z"), list("-+0123456789.")
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+\Z"),
+    list("-+0123456789."),
 )
 
 
@@ -211,7 +269,9 @@ def _refuse_repeats(path: Path, node: yaml.Node | None) -> None:
         for key, value in node.value:
             name = str(getattr(key, "value", key))
             if name in seen:
-                raise ConfigError(f"config: {path}, line {key.start_mark.line + 1}: {name:.60} is set twice")
+                raise ConfigError(
+                    f"config: {path}, line {key.start_mark.line + 1}: {name:.60} is set twice"
+                )
             seen.add(name)
             _refuse_repeats(path, value)
     for inside in node.value if isinstance(node, yaml.SequenceNode) else ():

@@ -1,8 +1,10 @@
-"""Parts by name: built-in parts, plug-ins, and classes in a user's file; `flowrl.specs` describes the notation.
+"""Parts by name: built-in parts, plug-ins, and classes in a user's file; `flowrl.specs` describes
+the notation.
 
-A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.probes``, ``flowrl.samplers``,
-``flowrl.windows``, ``flowrl.rewards``, ``flowrl.losses``, ``flowrl.features``, ``flowrl.times``, ``flowrl.worlds`` and
-``flowrl.observers``, each a class (or a function) that builds the part from keyword options.
+A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.probes``,
+``flowrl.samplers``, ``flowrl.windows``, ``flowrl.rewards``, ``flowrl.losses``, ``flowrl.features``,
+``flowrl.times``, ``flowrl.worlds`` and ``flowrl.observers``, each a class (or a function) that
+builds the part from keyword options.
 """
 
 import difflib
@@ -25,10 +27,19 @@ from flowrl._kinds import KINDS as KINDS
 from flowrl._kinds import Kind as Kind
 from flowrl.errors import ConfigError, FlowrlError, require
 from flowrl.plugins import package_of, plugin
-from flowrl.sources import summary
+from flowrl.sources import first_paragraph, summary
 from flowrl.specs import NESTED, Spec, parse_spec
 
-__all__ = ["Kind", "available", "build", "check_part", "files_of", "find_maker", "options_of", "summary_of"]
+__all__ = [
+    "Kind",
+    "available",
+    "build",
+    "check_part",
+    "files_of",
+    "find_maker",
+    "options_of",
+    "summary_of",
+]
 
 Maker = Callable[..., Any]
 
@@ -45,7 +56,8 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
         The part.
 
     Raises:
-        ConfigError: the name or an option is unknown, a file is missing, the part raises, or it is of another kind.
+        ConfigError: the name or an option is unknown, a file is missing, the part raises, or it is
+            of another kind.
     """
     entry = KINDS[kind]
     parsed = parse_spec(spec, kind)
@@ -55,13 +67,26 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
     parameters = _parameters(maker)
     unknown = sorted(set(parsed.options) - set(parameters)) if parameters is not None else []
     if unknown:
-        raise ConfigError(f"{kind}: {head} has no option {', '.join(unknown)}; allowed: {', '.join(parameters or ()) or 'none'}")
-    chosen = {name: value for name, value in defaults.items() if parameters is not None and name in parameters}
+        raise ConfigError(
+            f"{kind}: {head} has no option {', '.join(unknown)}; allowed:"
+            f" {', '.join(parameters or ()) or 'none'}"
+        )
+    chosen = {
+        name: value
+        for name, value in defaults.items()
+        if parameters is not None and name in parameters
+    }
     chosen |= {name: _convert(name, value, defaults) for name, value in parsed.options.items()}
     needed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    missing = [n for n, p in (parameters or {}).items() if p.default is p.empty and p.kind in needed and n not in chosen]
+    missing = [
+        n
+        for n, p in (parameters or {}).items()
+        if p.default is p.empty and p.kind in needed and n not in chosen
+    ]
     if missing:
-        raise ConfigError(f"{kind}: {head} needs {', '.join(missing)}, as in {head}({missing[0]}=...)")
+        raise ConfigError(
+            f"{kind}: {head} needs {', '.join(missing)}, as in {head}({missing[0]}=...)"
+        )
     for name in parsed.options:
         _require_number(f"{kind}: {head}: {name}", chosen[name], (parameters or {}).get(name))
     try:
@@ -69,7 +94,9 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
     except FlowrlError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{kind}: building {spec} failed: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{kind}: building {spec} failed: {type(error).__name__}: {error}"
+        ) from error
     check_part(kind, part, head)
     if kind == "credit":
         resolve_name("flowrl.credit.table:check_signature")(part)
@@ -85,12 +112,16 @@ def check_part(kind: str, part: Any, name: str = "") -> None:
         name: its name in the message; empty for that of its class.
 
     Raises:
-        ConfigError: it lacks a member of the kind's protocols, which the message names if there is one protocol.
+        ConfigError: it lacks a member of the kind's protocols, which the message names if there is
+            one protocol.
     """
     entry = KINDS[kind]
     if not isinstance(part, entry.protocol_types()):
         lacking = _lacking(kind, lambda member: hasattr(part, member))
-        raise ConfigError(f"{kind}: {name or type(part).__name__} is not a {entry.noun}; it needs {entry.needs}{lacking}")
+        raise ConfigError(
+            f"{kind}: {name or type(part).__name__} is not a {entry.noun}; it needs"
+            f" {entry.needs}{lacking}"
+        )
 
 
 def _lacking(kind: str, has: Callable[[str], bool]) -> str:
@@ -102,12 +133,18 @@ def _lacking(kind: str, has: Callable[[str], bool]) -> str:
 
 def _members(protocol: type, kinds: tuple[type, ...] = (property, types.FunctionType)) -> list[str]:
     """Names of a protocol's methods and properties."""
-    found = {name: value for base in protocol.__mro__ for name, value in vars(base).items() if isinstance(value, kinds)}
+    found = {
+        name: value
+        for base in protocol.__mro__
+        for name, value in vars(base).items()
+        if isinstance(value, kinds)
+    }
     return [name for name in found if name == "__call__" or not name.startswith("_")]
 
 
 def _require_maker(kind: str, head: str, maker: Any) -> None:
-    """Raise `ConfigError` unless `maker` is a class with the methods of `kind`, or a function annotated to return one.
+    """Raise `ConfigError` unless `maker` is a class with the methods of `kind`, or a function
+    annotated to return one.
 
     This check comes before any call, so a name such as ``os:system`` is not executed.
     """
@@ -126,12 +163,16 @@ def _require_maker(kind: str, head: str, maker: Any) -> None:
         if all(has(name) for name in _members(protocol, (types.FunctionType,))):
             return
     entry = KINDS[kind]
-    how = (_lacking(kind, has) if bodies else "") or ", as a class, or as a function annotated to return one"
+    how = (
+        _lacking(kind, has) if bodies else ""
+    ) or ", as a class, or as a function annotated to return one"
     raise ConfigError(f"{kind}: {head} is not a {entry.noun}; it needs {entry.needs}{how}")
 
 
 def available(kind: str) -> dict[str, str]:
-    """The names of a kind that `build` accepts, each with its source: "flowrl", or the package whose plug-in it is."""
+    """The names of a kind that `build` accepts, each with its source: "flowrl", or the package
+    whose plug-in it is.
+    """
     found = dict.fromkeys(KINDS[kind].built_in, "flowrl")
     for point in entry_points(group=KINDS[kind].group):
         found.setdefault(point.name, package_of(point))
@@ -142,11 +183,14 @@ def shadowed() -> list[str]:
     """A line per plug-in that has the name of a built-in part, which is used in its place."""
     found = []
     for entry in KINDS.values():
-        points = [point for point in entry_points(group=entry.group) if point.name in entry.built_in]
+        points = [
+            point for point in entry_points(group=entry.group) if point.name in entry.built_in
+        ]
         for point in points:
             found.append(
-                f"{package_of(point)} offers a {entry.noun} {point.name!r} ({point.value}), which is never used by this "
-                f"name, that of a built-in one: use {point.value}, or rename it"
+                f"{package_of(point)} offers a {entry.noun} {point.name!r} ({point.value}), which"
+                f" is never used by this name, that of a built-in one: use {point.value}, or"
+                " rename it"
             )
     return found
 
@@ -169,7 +213,8 @@ def options_of(kind: str, name: str) -> dict[str, Any]:
 
 
 def summary_of(kind: str, name: str) -> str:
-    """The first line of a part's documentation; the part is imported only if its source does not have it.
+    """The first line of a part's documentation; the part is imported only if its source does not
+    have it.
 
     Args:
         kind: a name of `KINDS`.
@@ -183,7 +228,7 @@ def summary_of(kind: str, name: str) -> str:
     """
     point = None if name in KINDS[kind].built_in else plugin(KINDS[kind].group, name, kind)
     documented = summary(KINDS[kind].built_in[name] if point is None else point.value)
-    return documented or (inspect.getdoc(_by_name(kind, name)) or "").partition("\n")[0]
+    return documented or first_paragraph(documentation_of(kind, name))
 
 
 def documentation_of(kind: str, name: str) -> str:
@@ -192,7 +237,9 @@ def documentation_of(kind: str, name: str) -> str:
 
 
 def _convert(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
-    """The value of an option; specs of other parts are built, and rewards within a reward get its defaults."""
+    """The value of an option; specs of other parts are built, and rewards within a reward get its
+    defaults.
+    """
     kind = NESTED.get(name)
     if kind == "probe" and value is None:  # the bare word none
         value = "none"
@@ -200,7 +247,10 @@ def _convert(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
         return value
     inherited = defaults if kind == "reward" else {}
     if isinstance(value, dict):
-        return {key: build(kind, spec, **inherited) if isinstance(spec, str) else spec for key, spec in value.items()}
+        return {
+            key: build(kind, spec, **inherited) if isinstance(spec, str) else spec
+            for key, spec in value.items()
+        }
     return build(kind, value, **inherited) if isinstance(value, str) else value
 
 
@@ -232,14 +282,17 @@ def find_maker(kind: str, spec: Spec) -> Maker:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         reason = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{kind}: the module {module_name!r} cannot be imported: {reason}") from error
+        raise ConfigError(
+            f"{kind}: the module {module_name!r} cannot be imported: {reason}"
+        ) from error
     if not hasattr(module, name):
         raise ConfigError(f"{kind}: the module {module_name} has no class {name!r}")
     return getattr(module, name)
 
 
 def files_of(kind: str, spec: Spec) -> list[Path]:
-    """The files that define a part: its own, or that of a module's or a plug-in's class and the module's.
+    """The files that define a part: its own, or that of a module's or a plug-in's class and the
+    module's.
 
     Args:
         kind: a name of `KINDS`.
@@ -256,7 +309,9 @@ def files_of(kind: str, spec: Spec) -> list[Path]:
         maker = find_maker(kind, spec)
         while isinstance(maker, partial):
             maker = maker.func
-        module = sys.modules.get(spec.name.partition(":")[0]) or sys.modules.get(getattr(maker, "__module__", ""))
+        module = sys.modules.get(spec.name.partition(":")[0]) or sys.modules.get(
+            getattr(maker, "__module__", "")
+        )
         files = (inspect.getsourcefile(maker), getattr(module, "__file__", None))
     except Exception:  # a third party's module may raise anything
         return []
@@ -276,22 +331,42 @@ def _from_file(kind: str, path: Path, name: str) -> Maker:
         with _neighbours(path.resolve().parent):
             module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{kind}: importing {path} failed: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{kind}: importing {path} failed: {type(error).__name__}: {error}"
+        ) from error
     if not hasattr(module, name):
-        names = ", ".join(sorted(n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__))
-        raise ConfigError(f"{kind}: {path} has no class {name!r}; it defines {names or 'no classes'}")
+        names = ", ".join(
+            sorted(
+                n
+                for n, v in vars(module).items()
+                if isinstance(v, type) and v.__module__ == module.__name__
+            )
+        )
+        raise ConfigError(
+            f"{kind}: {path} has no class {name!r}; it defines {names or 'no classes'}"
+        )
     return getattr(module, name)
 
 
 @contextmanager
 def _neighbours(folder: Path) -> Iterator[None]:
-    """Within this context the modules in `folder` can be imported by name, also if another folder's of the same name are known.
+    """Within this context the modules in `folder` can be imported by name, also if another folder's
+    of the same name are known.
 
-    Afterwards the other modules have their names again; the folder is the last on the import path, for imports in functions.
+    Afterwards the other modules have their names again; the folder is the last on the import path,
+    for imports in functions.
     """
-    found = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
-    names = {name for name in found - sys.stdlib_module_names - {"__main__"} if not _is_in(sys.modules.get(name), folder)}
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names}
+    found = {path.stem for path in folder.glob("*.py")} | {
+        path.parent.name for path in folder.glob("*/__init__.py")
+    }
+    names = {
+        name
+        for name in found - sys.stdlib_module_names - {"__main__"}
+        if not _is_in(sys.modules.get(name), folder)
+    }
+    hidden = {
+        name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names
+    }
     sys.path.insert(0, str(folder))
     try:
         yield
@@ -311,7 +386,9 @@ def _is_in(module: ModuleType | None, folder: Path) -> bool:
 
 
 def _by_name(kind: str, name: str) -> Maker:
-    """A built-in maker, else the plug-in of that name; a name that two packages declare is an error."""
+    """A built-in maker, else the plug-in of that name; a name that two packages declare is an
+    error.
+    """
     entry = KINDS[kind]
     if name in entry.built_in:
         return resolve_name(entry.built_in[name])
@@ -322,12 +399,18 @@ def _by_name(kind: str, name: str) -> Maker:
         known = sorted(available(kind))
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"unknown {entry.noun} {name!r}; allowed: {', '.join(known)}, or path/to/file.py:Class{hint}")
+        raise ConfigError(
+            f"unknown {entry.noun} {name!r}; allowed: {', '.join(known)}, or"
+            f" path/to/file.py:Class{hint}"
+        )
     try:
         return point.load()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        message = f"{kind} {name!r}: its plug-in {package_of(point)} ({point.value}) cannot be loaded: {reason}"
+        message = (
+            f"{kind} {name!r}: its plug-in {package_of(point)} ({point.value}) cannot be loaded:"
+            f" {reason}"
+        )
         raise ConfigError(message) from error
 
 

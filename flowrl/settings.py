@@ -1,8 +1,9 @@
 """Settings as checked data classes: one schema for Python, YAML, JSON and the command line.
 
-`settings_group` makes a frozen data class whose fields pydantic checks at construction: types are not converted (except
-integers to floats), numbers are finite, and ranges are annotations. A run's settings are a group of groups; the names of all
-fields are unique across groups, so a setting can be given without its group (`flat`, `replaced`).
+`settings_group` makes a frozen data class whose fields pydantic checks at construction: types are
+not converted (except integers to floats), numbers are finite, and ranges are annotations. A run's
+settings are a group of groups; the names of all fields are unique across groups, so a setting can
+be given without its group (`flat`, `replaced`).
 """
 
 import difflib
@@ -28,12 +29,17 @@ STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", use_attrib
 
 @dataclass_transform(frozen_default=True)
 def settings_group(group: C) -> C:
-    """Class decorator: a frozen data class that raises `ConfigError` with the field, its value and what is allowed."""
+    """Class decorator: a frozen data class that raises `ConfigError` with the field, its value and
+    what is allowed.
+    """
     checked: Any = checked_dataclass(group, frozen=True, config=STRICT)  # pyright: ignore[reportCallIssue, reportArgumentType]
     build = checked.__init__
 
     def __init__(self: Any, *arguments: Any, **values: Any) -> None:
-        tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        tuples = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
         try:
             build(self, *arguments, **tuples)
         except ValidationError as error:
@@ -55,7 +61,9 @@ def _words(group: type, error: ValidationError) -> str:
 
 
 def unknown(name: str, known: Any, what: str = "setting") -> str:
-    """The message for the unknown `name` of a `what`, with the `known` names and the most similar one."""
+    """The message for the unknown `name` of a `what`, with the `known` names and the most similar
+    one.
+    """
     close = difflib.get_close_matches(name, list(known), n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     return f"unknown {what} {name!r:.100}{hint}; allowed: {', '.join(sorted(known))}"
@@ -74,7 +82,11 @@ def fields_of(settings: Any) -> list[Field[Any]]:
 
 def groups_of(settings: Any) -> dict[str, type]:
     """The groups of a settings class (or value) by the name of their field."""
-    return {item.name: cast(type, item.type) for item in fields(settings) if hasattr(item.type, "__pydantic_fields__")}
+    return {
+        item.name: cast(type, item.type)
+        for item in fields(settings)
+        if hasattr(item.type, "__pydantic_fields__")
+    }
 
 
 def owners(settings: Any) -> dict[str, str]:
@@ -89,7 +101,8 @@ def owners(settings: Any) -> dict[str, str]:
 def flat(settings: Any) -> dict[str, Any]:
     """All settings by their own names."""
     return {
-        name: getattr(getattr(settings, group) if group else settings, name) for name, group in owners(type(settings)).items()
+        name: getattr(getattr(settings, group) if group else settings, name)
+        for name, group in owners(type(settings)).items()
     }
 
 
@@ -99,7 +112,9 @@ def nested(settings: Any) -> dict[str, Any]:
 
 
 def grouped(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of `kind` with `values` by name, sorted into their groups. Raises `ConfigError` for an unknown name."""
+    """The settings of `kind` with `values` by name, sorted into their groups. Raises `ConfigError`
+    for an unknown name.
+    """
     home, result = owners(kind), {}
     for name, value in values.items():
         if name not in home:
@@ -112,7 +127,11 @@ def grouped(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 def replaced(settings: T, values: Mapping[str, Any]) -> T:
     """`settings` changed by `values`, named without their groups. Raises `ConfigError`."""
     changed, groups = grouped(type(settings), values), groups_of(settings)
-    inside = {name: replace(getattr(settings, name), **changed[name]) for name in changed if name in groups}
+    inside = {
+        name: replace(getattr(settings, name), **changed[name])
+        for name in changed
+        if name in groups
+    }
     return replace(cast(Any, settings), **{**changed, **inside})
 
 
@@ -122,7 +141,8 @@ class SettingsFile:
 
     Args:
         settings: settings by name.
-        when: further settings by the name of another preset that is also chosen, in the file's order.
+        when: further settings by the name of another preset that is also chosen, in the file's
+            order.
         about: facts about the file.
     """
 
@@ -132,7 +152,9 @@ class SettingsFile:
 
 
 def read_values(values: Any, kind: type) -> dict[str, Any]:
-    """The settings of `kind` by name, from groups of plain `values` (the inverse of `nested`). Raises `ConfigError`."""
+    """The settings of `kind` by name, from groups of plain `values` (the inverse of `nested`).
+    Raises `ConfigError`.
+    """
     return _Reader(None, kind, None).settings(values)
 
 
@@ -142,28 +164,44 @@ SECTIONS = ("about", "settings", "with")
 def read_settings(path: Path, kind: type) -> SettingsFile:
     """Read settings of `kind` from a YAML (.yaml, .yml) or JSON file at `path`.
 
-    The file has groups of ``name: value``, or a preset file's sections ``about``, ``settings`` and ``with``. Numbers may be
-    written as ``1e-4``. Raises `ConfigError` with the file, the line, the setting and what is allowed, also for names that occur
-    twice.
+    The file has groups of ``name: value``, or a preset file's sections ``about``, ``settings`` and
+    ``with``. Numbers may be written as ``1e-4``. Raises `ConfigError` with the file, the line, the
+    setting and what is allowed, also for names that occur twice.
     """
     root, node = load_document(path)
     reader = _Reader(path, kind, node)
     if root is None:
-        raise reader.error((), "the file is empty; write groups of settings, as in 'rollout: {groups: 4}'")
+        raise reader.error(
+            (), "the file is empty; write groups of settings, as in 'rollout: {groups: 4}'"
+        )
     if not isinstance(root, dict):
-        raise reader.error((), f"a file of settings holds groups of them, as in 'rollout: {{groups: 4}}', not {root!r:.60}")
+        raise reader.error(
+            (),
+            "a file of settings holds groups of them, as in 'rollout: {groups: 4}', not"
+            f" {root!r:.60}",
+        )
     root.pop("format", None)  # checked by the caller
     if not set(root) & set(SECTIONS):
         return SettingsFile(reader.settings(root), {}, {})
     for name in root:
         if name not in SECTIONS:
-            raise reader.error([name], f"{unknown(name, SECTIONS, 'section')} (settings go below 'settings:')")
-    when = {str(other): reader.settings(values, "with", str(other)) for other, values in reader.mapping(root, "with").items()}
-    return SettingsFile(reader.settings(reader.mapping(root, "settings"), "settings"), when, reader.mapping(root, "about"))
+            raise reader.error(
+                [name], f"{unknown(name, SECTIONS, 'section')} (settings go below 'settings:')"
+            )
+    when = {
+        str(other): reader.settings(values, "with", str(other))
+        for other, values in reader.mapping(root, "with").items()
+    }
+    return SettingsFile(
+        reader.settings(reader.mapping(root, "settings"), "settings"),
+        when,
+        reader.mapping(root, "about"),
+    )
 
 
 def read_arms(path: Path, kind: type) -> dict[str, dict[str, Any]]:
-    """Settings of `kind` by the names of arms: the entry ``arms`` of a YAML or JSON file at `path`, without groups.
+    """Settings of `kind` by the names of arms: the entry ``arms`` of a YAML or JSON file at `path`,
+    without groups.
 
     Raises `ConfigError` as `read_settings` does.
     """
@@ -189,25 +227,37 @@ class _Reader:
         """The entries of a section; empty if it is missing."""
         found = root.get(section, {})
         if not isinstance(found, dict):
-            raise self.error([section], f"{section} must be lines of 'name: value', not {found!r:.60}")
+            raise self.error(
+                [section], f"{section} must be lines of 'name: value', not {found!r:.60}"
+            )
         return found
 
     def settings(self, values: Any, *section: str) -> dict[str, Any]:
         """Settings by their own names, every group checked against its class."""
         groups, own, found = groups_of(self.kind), {item.name for item in fields_of(self.kind)}, {}
         if not isinstance(values, dict):
-            raise self.error(section, f"{'/'.join(section)} must hold groups of settings, not {values!r:.60}".strip())
+            raise self.error(
+                section,
+                f"{'/'.join(section)} must hold groups of settings, not {values!r:.60}".strip(),
+            )
         for name, value in values.items():
             if name in groups:
                 if not isinstance(value, dict):
-                    raise self.error([*section, name], f"{name} must hold lines of 'name: value', not {value!r:.60}")
+                    raise self.error(
+                        [*section, name],
+                        f"{name} must hold lines of 'name: value', not {value!r:.60}",
+                    )
                 for inside, setting in value.items():
                     found |= self._checked(groups[name], str(inside), setting, *section, name)
             elif name in own:
                 found |= self._checked(self.kind, name, value, *section)
             else:
                 home = owners(self.kind).get(name)
-                hint = f"{name} belongs below '{home}:'" if home else unknown(str(name), [*own], "group or setting")
+                hint = (
+                    f"{name} belongs below '{home}:'"
+                    if home
+                    else unknown(str(name), [*own], "group or setting")
+                )
                 raise self.error([*section, name], hint)
         return found
 
@@ -215,7 +265,9 @@ class _Reader:
         """Settings without groups, every one checked against its class."""
         home, groups, found = owners(self.kind), groups_of(self.kind), {}
         if not isinstance(values, dict):
-            raise self.error([section, arm], f"{arm} must hold lines of 'setting: value', not {values!r:.60}")
+            raise self.error(
+                [section, arm], f"{arm} must hold lines of 'setting: value', not {values!r:.60}"
+            )
         for name, value in values.items():
             if name not in home:
                 raise self.error([section, arm, str(name)], unknown(str(name), home))
@@ -223,8 +275,9 @@ class _Reader:
         return found
 
     def _checked(self, group: type, name: str, value: Any, *place: str) -> dict[str, Any]:
-        """One setting, checked separately, so that the error has its line; conditions on several settings are checked when the
-        run is built."""
+        """One setting, checked separately, so that the error has its line; conditions on several
+        settings are checked when the run is built.
+        """
         known = cast(Any, group).__pydantic_fields__
         if name not in known:
             home = owners(self.kind).get(name)
@@ -232,9 +285,16 @@ class _Reader:
             raise self.error([*place, name], hint)
         kind, node = known[name].annotation, self._entry([*place, name])[1]
         if kind is str and isinstance(node, yaml.ScalarNode) and not isinstance(value, str):
-            value = node.value if value is not None else ""  # 0:9 and 12 are texts if the setting is a text
+            # 0:9 and 12 are texts if the setting is a text
+            value = node.value if value is not None else ""
         if get_origin(kind) is tuple:
-            value = tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
+            value = (
+                tuple(value)
+                if isinstance(value, list)
+                else (value,)
+                if isinstance(value, str)
+                else value
+            )
         checked: Any = Annotated[kind, *known[name].metadata] if known[name].metadata else kind
         try:
             TypeAdapter(checked, config=RULES).validate_python(value)
@@ -244,10 +304,19 @@ class _Reader:
         return {name: value}
 
     def _entry(self, place: Sequence[str]) -> tuple[int | None, yaml.Node | None]:
-        """The line and the node of the entry at `place`, or of the innermost group on the way to it."""
+        """The line and the node of the entry at `place`, or of the innermost group on the way to
+        it.
+        """
         line, node = None, self.node
         for key in place:
-            entry = next((pair for pair in getattr(node, "value", ()) if getattr(pair[0], "value", None) == str(key)), None)
+            entry = next(
+                (
+                    pair
+                    for pair in getattr(node, "value", ())
+                    if getattr(pair[0], "value", None) == str(key)
+                ),
+                None,
+            )
             if entry is None:
                 break
             line, node = entry[0].start_mark.line + 1, entry[1]
@@ -260,7 +329,10 @@ class _Reader:
         line = self._entry(place)[0]
         if self.node is None and place:
             lines = read_text(self.path).splitlines()
-            line = next((number for number, text in enumerate(lines, start=1) if f'"{place[-1]}"' in text), None)
+            line = next(
+                (number for number, text in enumerate(lines, start=1) if f'"{place[-1]}"' in text),
+                None,
+            )
         return ConfigError(f"config: {self.path}{f', line {line}' if line else ''}: {message}")
 
 

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+STOPPING = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
 """Ctrl-C, the signal of launchers and clusters, and that of a closed terminal."""
 NOHUP = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 """Whether this process was started with SIGHUP ignored, as by nohup."""
@@ -65,10 +67,12 @@ def watch_output() -> None:
 
 @contextmanager
 def on_stop(handle: Callable[[int], None]) -> Iterator[None]:
-    """Call `handle(number)` when a signal of `STOPPING` arrives, in the main thread; other threads receive none.
+    """Call `handle(number)` when a signal of `STOPPING` arrives, in the main thread; other threads
+    receive none.
 
-    After SIGHUP the terminal is gone, so the output of this process is dropped. Under nohup SIGHUP remains ignored. The previous
-    handlers are restored at the end of the block, unless `ignore_stops` was called in it.
+    After SIGHUP the terminal is gone, so the output of this process is dropped. Under nohup SIGHUP
+    remains ignored. The previous handlers are restored at the end of the block, unless
+    `ignore_stops` was called in it.
     """
     terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
@@ -81,7 +85,10 @@ def on_stop(handle: Callable[[int], None]) -> Iterator[None]:
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in STOPPING:
-            if number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) is not signal.SIG_IGN:
+            if (
+                number in (signal.SIGINT, signal.SIGTERM)
+                or signal.getsignal(number) is not signal.SIG_IGN
+            ):
                 previous[number] = signal.signal(number, react)
     try:
         yield
@@ -92,10 +99,11 @@ def on_stop(handle: Callable[[int], None]) -> Iterator[None]:
 
 
 def ignore_stops() -> None:
-    """Ignore signals of `STOPPING` from now on: the work is complete or paused, and the exit code must report it.
+    """Ignore signals of `STOPPING` from now on: the work is complete or paused, and the exit code
+    must report it.
 
-    For the end of a command, before its last line. `flowrl.cli.main` restores the handlers of its caller, and `leave` ends the
-    process.
+    For the end of a command, before its last line. `flowrl.cli.main` restores the handlers of its
+    caller, and `leave` ends the process.
     """
     if threading.current_thread() is threading.main_thread():
         for number in STOPPING:
@@ -116,7 +124,8 @@ def same_handlers() -> Iterator[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with exit code `code`, even if a signal of `STOPPING` ends its wait for threads.
+    """End the process with exit code `code`, even if a signal of `STOPPING` ends its wait for
+    threads.
 
     Under nohup SIGHUP remains ignored.
     """

@@ -1,4 +1,6 @@
-"""The docstring of a definition, read from its module's source without an import, so that a list of parts does not need torch."""
+"""The docstring of a definition, read from its module's source without an import, so that a list of
+parts does not need torch.
+"""
 
 import ast
 import inspect
@@ -8,20 +10,28 @@ from pathlib import Path
 
 
 def summary(place: str) -> str:
-    """The first line of the documentation of ``package.module:name``, or "" if the source does not have it.
+    """The first paragraph of the documentation of ``package.module:name`` in one line, or "" if the
+    source does not have it.
 
     `name` is a class, a function, or a value with a string below it.
     """
     module, _, name = place.partition(":")
     try:
         file = _file_of(module)
-        return "" if file is None else _documented(file).get(name, "").partition("\n")[0]
+        return "" if file is None else first_paragraph(_documented(file).get(name, ""))
     except (ValueError, OSError, SyntaxError):
         return ""
 
 
+def first_paragraph(documentation: str) -> str:
+    """The first paragraph of a docstring in one line."""
+    return " ".join(documentation.partition("\n\n")[0].split())
+
+
 def _file_of(module: str) -> Path | None:
-    """The Python file of a module, found from its top-level package, because finding a submodule imports its packages."""
+    """The Python file of a module, found from its top-level package, because finding a submodule
+    imports its packages.
+    """
     package, *inside = module.split(".")
     spec = find_spec(package)
     if spec is None or spec.origin is None:
@@ -39,7 +49,11 @@ def _documented(file: Path) -> dict[str, str]:
     for node, following in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             found[node.name] = ast.get_docstring(node) or ""
-        elif isinstance(node, ast.Assign) and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+        elif (
+            isinstance(node, ast.Assign)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+        ):
             text = inspect.cleandoc(str(following.value.value))
             found |= {target.id: text for target in node.targets if isinstance(target, ast.Name)}
     return found

@@ -1,9 +1,11 @@
 """The notation of parts in settings and on the command line.
 
-A part is written as ``NAME``, ``path/to/file.py:Class`` or ``package.module:Class``; options as in ``NAME(option=value)``.
-A value is a number, a word, a quoted text, ``none``, ``true``, ``false``, a list, a dictionary, or another part, as in
-``weighted(rule=sibling-relative(probe=comb(branches=6)))`` and ``weighted-sum(models={pick: pickscore, text: ocr})``.
-``NAME:N`` is ``NAME(count=N)``, as in ``substeps:5``. A window may also be a Python slice of the steps, as in ``2:7``.
+A part is written as ``NAME``, ``path/to/file.py:Class`` or ``package.module:Class``; options as in
+``NAME(option=value)``. A value is a number, a word, a quoted text, ``none``, ``true``, ``false``, a
+list, a dictionary, or another part, as in
+``weighted(rule=sibling-relative(probe=comb(branches=6)))`` and ``weighted-sum(models={pick:
+pickscore, text: ocr})``. ``NAME:N`` is ``NAME(count=N)``, as in ``substeps:5``. A window may also
+be a Python slice of the steps, as in ``2:7``.
 """
 
 import ast
@@ -16,8 +18,13 @@ from typing import Any
 from flowrl.errors import ConfigError
 
 NESTED = {
-    "rule": "credit", "sampler": "sampler", "reward": "reward", "models": "reward", "probe": "probe", "times": "times",
-}  # fmt: skip
+    "rule": "credit",
+    "sampler": "sampler",
+    "reward": "reward",
+    "models": "reward",
+    "probe": "probe",
+    "times": "times",
+}
 """Options that contain other parts, and the kind of these parts."""
 DEEPEST = 50
 WORD = re.compile(r"[\w.:/+~@\\-]+(?: +[\w.:/+~@\\-]+)*")
@@ -58,17 +65,24 @@ class Spec:
 
 
 def parse_spec(spec: str, kind: str = "part") -> Spec:
-    """The name and options in `spec`. Raises `ConfigError`, which names its `kind` and the place, if it cannot be read."""
+    """The name and options in `spec`. Raises `ConfigError`, which names its `kind` and the place,
+    if it cannot be read.
+    """
     fixed = parse_slice(spec) if kind == "window" else None
     if fixed is not None:
         return Spec("fixed", {"start": fixed.start, "stop": fixed.stop}, spec)
     head, bracket, _ = spec.partition("(")
     name = head.strip()
     if not name or ")" in name:
-        raise ConfigError(f"{kind} = {spec!r} is not allowed: write NAME, NAME(option=value, ...) or path/to/file.py:Class")
+        raise ConfigError(
+            f"{kind} = {spec!r} is not allowed: write NAME, NAME(option=value, ...) or"
+            " path/to/file.py:Class"
+        )
     if not bracket:
         counted = re.fullmatch(r"([\w.-]+):(\d+)", name)
-        return Spec(counted[1], {"count": int(counted[2])}, spec) if counted else Spec(name, {}, spec)
+        return (
+            Spec(counted[1], {"count": int(counted[2])}, spec) if counted else Spec(name, {}, spec)
+        )
     reader = _Reader(spec, kind, len(head) + 1)
     options = reader.options(")")
     reader.end()
@@ -95,23 +109,35 @@ def parse_options(text: str, noun: str) -> dict[str, Any]:
 
 
 def parse_slice(text: str) -> slice | None:
-    """The Python slice START:STOP that `text` contains, as in ``2:7``, ``:-1`` or ``:``; None if it is not a slice."""
+    """The Python slice START:STOP that `text` contains, as in ``2:7``, ``:-1`` or ``:``; None if it
+    is not a slice.
+    """
     match = re.fullmatch(r"(-?\d{1,9})?:(-?\d{1,9})?", text.strip(), flags=re.ASCII)
     return match and slice(*(None if end is None else int(end) for end in match.groups()))
 
 
 def identity(spec: str) -> str:
-    """A key that all spellings of one part share: a file's resolved path and class (or the name), and its options in order."""
+    """A key that all spellings of one part share: a file's resolved path and class (or the name),
+    and its options in order.
+    """
     parsed = parse_spec(spec)
 
     def plain(option: str, value: Any) -> Any:
         if option not in NESTED or not isinstance(value, str | dict):
             return value
         inner = value.items() if isinstance(value, dict) else [("", value)]
-        return sorted((str(name), identity(text) if isinstance(text, str) else repr(text)) for name, text in inner)
+        return sorted(
+            (str(name), identity(text) if isinstance(text, str) else repr(text))
+            for name, text in inner
+        )
 
-    head = f"{parsed.file.resolve()}:{parsed.name.rpartition(':')[2]}" if parsed.file else parsed.name
-    return f"{head} {sorted((option, repr(plain(option, value))) for option, value in parsed.options.items())}"
+    head = (
+        f"{parsed.file.resolve()}:{parsed.name.rpartition(':')[2]}" if parsed.file else parsed.name
+    )
+    options = sorted(
+        (option, repr(plain(option, value))) for option, value in parsed.options.items()
+    )
+    return f"{head} {options}"
 
 
 @dataclass
@@ -124,7 +150,9 @@ class _Reader:
     depth: int = 0
 
     def options(self, closing: str) -> dict[str, Any]:
-        """``option=value, ...`` up to the `closing` bracket ("" for the end of the text), which is consumed."""
+        """``option=value, ...`` up to the `closing` bracket ("" for the end of the text), which is
+        consumed.
+        """
         found: dict[str, Any] = {}
         while not self.closed(closing):
             key = KEY.match(self.text, self.at)
@@ -235,4 +263,6 @@ class _Reader:
     def error(self, expected: str) -> ConfigError:
         rest = self.text[self.at : self.at + 20]
         place = f"at character {self.at + 1}, before {rest!r}" if rest else "at its end"
-        return ConfigError(f"{self.kind} = {self.text!r:.200} cannot be read: {expected} is expected {place}")
+        return ConfigError(
+            f"{self.kind} = {self.text!r:.200} cannot be read: {expected} is expected {place}"
+        )

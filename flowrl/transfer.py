@@ -5,8 +5,9 @@ from torch import Tensor
 
 
 def to_main_memory(tensor: Tensor) -> Tensor:
-    """`tensor` in main memory. From CUDA it is copied to pinned memory after the queued work: call `copies_done` before the host
-    reads it."""
+    """`tensor` in main memory. From CUDA it is copied to pinned memory after the queued work: call
+    `copies_done` before the host reads it.
+    """
     if not tensor.is_cuda:
         return tensor.cpu()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -20,8 +21,9 @@ def copies_done(device: torch.device) -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`. A transfer from main memory to CUDA uses pinned memory, which PyTorch keeps until the copy is
-    done."""
+    """`tensor` on `device`. A transfer from main memory to CUDA uses pinned memory, which PyTorch
+    keeps until the copy is done.
+    """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

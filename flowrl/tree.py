@@ -1,4 +1,6 @@
-"""The states that the trajectories of a group share: independent ones, a common start, or the branches of a tree."""
+"""The states that the trajectories of a group share: independent ones, a common start, or the
+branches of a tree.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -20,20 +22,23 @@ Weight = Literal["leaf", "edge"]
 class Tree:
     """The states of one group and their parents; every group of an iteration has the same tree.
 
-    A *unit* is a distinct state; units are numbered by node. The value of a unit in a branched tree is a mean over the members
-    behind it. In the update, a parent is evaluated once for all its children.
+    A *unit* is a distinct state; units are numbered by node. The value of a unit in a branched tree
+    is a mean over the members behind it. In the update, a parent is evaluated once for all its
+    children.
 
     Args:
         parent: the unit from which each unit was reached [unit]; -1 for initial noise.
         node: node of each unit on the time grid [unit].
-        drawn: whether each unit was drawn from the sampler's distribution [unit], so that the edge into it is a decision; other
-            edges are ODE steps.
-        paths: the units of each member's trajectory [member, node], one member per leaf; at nodes that an ODE step skips, the
-            unit before.
-        branched: whether this is the tree of a branching probe and not a plain group, whose members at most share their initial
-            noise.
-        mean: mean over the members behind a unit ("leaf"), or recursively over its children ("child").
-        weight: a decision counts once per member behind it ("leaf": the loss is the mean over trajectories) or once ("edge").
+        drawn: whether each unit was drawn from the sampler's distribution [unit], so that the edge
+            into it is a decision; other edges are ODE steps.
+        paths: the units of each member's trajectory [member, node], one member per leaf; at nodes
+            that an ODE step skips, the unit before.
+        branched: whether this is the tree of a branching probe and not a plain group, whose members
+            at most share their initial noise.
+        mean: mean over the members behind a unit ("leaf"), or recursively over its children
+            ("child").
+        weight: a decision counts once per member behind it ("leaf": the loss is the mean over
+            trajectories) or once ("edge").
     """
 
     parent: Int[Tensor, " unit"]
@@ -44,7 +49,9 @@ class Tree:
     mean: Mean = "leaf"
     weight: Weight = "leaf"
     strides: Int[Tensor, " member"] | None = None
-    """Nodes per ODE step by which each member is finished, if there are several strides (`flowrl.probes.Comb`)."""
+    """Nodes per ODE step by which each member is finished, if there are several strides
+    (`flowrl.probes.Comb`).
+    """
 
     @property
     def steps(self) -> int:
@@ -63,7 +70,9 @@ class Tree:
 
     @cached_property
     def counts(self) -> list[int]:
-        """n_i, the number of units at each node. A rollout evaluates the network sum_{i < T} n_i times for a group."""
+        """n_i, the number of units at each node. A rollout evaluates the network sum_{i < T} n_i
+        times for a group.
+        """
         nodes = self.node.tolist()
         return [nodes.count(node) for node in range(self.steps + 1)]
 
@@ -81,7 +90,10 @@ class Tree:
             if parent >= 0:
                 found[nodes[parent]].setdefault((nodes[unit], drawn[unit]), []).append(unit)
         return [
-            [edges_of(n, d, units, [parents[unit] - self.at(node).start for unit in units]) for (n, d), units in kinds.items()]
+            [
+                edges_of(n, d, units, [parents[unit] - self.at(node).start for unit in units])
+                for (n, d), units in kinds.items()
+            ]
             for node, kinds in enumerate(found)
         ]
 
@@ -124,15 +136,19 @@ class Tree:
         return sorted({node - 1 for node in self.node[self.drawn].tolist()})
 
     def values(self, rewards: Float[Tensor, "prompt member"]) -> Float[Tensor, "prompt unit"]:
-        """V of every unit from the rewards of the finished trajectories; invalid ones (NaN) are left out.
+        """V of every unit from the rewards of the finished trajectories; invalid ones (NaN) are
+        left out.
 
-        `mean` = "leaf": the mean over the members that pass the unit. "child": recursively the mean over the unit's children.
-        Both are unbiased estimates of the value if the shape of the tree does not depend on the samples; they are equal if all
-        children of a node have equally many members. NaN for a unit without a valid member.
+        `mean` = "leaf": the mean over the members that pass the unit. "child": recursively the mean
+        over the unit's children. Both are unbiased estimates of the value if the shape of the tree
+        does not depend on the samples; they are equal if all children of a node have equally many
+        members. NaN for a unit without a valid member.
         """
-        valid, exact = rewards.isfinite(), rewards.double()  # float64: rounding does not depend on the number of prompts
+        # float64: rounding does not depend on the number of prompts
+        valid, exact = rewards.isfinite(), rewards.double()
         reached = self.passes.to(exact)
-        first = exact.nan_to_num().gather(1, valid.to(torch.uint8).argmax(1, keepdim=True))  # equal rewards: no rounding
+        # equal rewards: no rounding
+        first = exact.nan_to_num().gather(1, valid.to(torch.uint8).argmax(1, keepdim=True))
         found = ((exact - first).nan_to_num() @ reached) / (valid.to(exact) @ reached)
         found = (first + (found if self.mean == "leaf" else self._child_means(found))).to(rewards)
         alone = self.leaves == 1  # its value is that reward, without rounding
@@ -147,19 +163,29 @@ class Tree:
                     values[:, unit] = children.nanmean(1)
         return values
 
-    def value_table(self, values: Float[Tensor, "prompt unit"]) -> Float[Tensor, "prompt member decision+1"]:
-        """Values of units as a value table: the values of the states that a member's decisions start from, and of its leaf."""
+    def value_table(
+        self, values: Float[Tensor, "prompt unit"]
+    ) -> Float[Tensor, "prompt member decision+1"]:
+        """Values of units as a value table: the values of the states that a member's decisions
+        start from, and of its leaf.
+        """
         return values[:, self.paths[:, [*self.drawn_steps, self.steps]]]
 
-    def decision_table(self, units: Float[Tensor, "prompt unit"]) -> Float[Tensor, "prompt member decision"]:
-        """Numbers of drawn units as a table of the decisions that led to them; 0 where a member's transition was not drawn."""
+    def decision_table(
+        self, units: Float[Tensor, "prompt unit"]
+    ) -> Float[Tensor, "prompt member decision"]:
+        """Numbers of drawn units as a table of the decisions that led to them; 0 where a member's
+        transition was not drawn.
+        """
         table = units[:, self.paths[:, [step + 1 for step in self.drawn_steps]]]
         return torch.where(self.decisions[:, self.drawn_steps], table, torch.zeros_like(table))
 
     @cached_property
     def decision_of(self) -> Int[Tensor, " unit"]:
         """The index of the decision that led to each drawn unit; -1 for the others."""
-        found = [self.drawn_steps.index(node - 1) if drawn else -1 for node, drawn in self._arrivals]
+        found = [
+            self.drawn_steps.index(node - 1) if drawn else -1 for node, drawn in self._arrivals
+        ]
         return torch.tensor(found)
 
     @property
@@ -171,10 +197,11 @@ class Tree:
         table: Float[Tensor, "prompt member decision"],
         mask: Bool[Tensor, "prompt member decision"] | None = None,
     ) -> Float[Tensor, "prompt unit"]:
-        """For each drawn unit, the mean of `table` at the decision that led to it, over the members that pass it.
+        """For each drawn unit, the mean of `table` at the decision that led to it, over the members
+        that pass it.
 
-        The inverse of `decision_table`. Equal numbers have this mean without rounding. NaN for units without such a member
-        within `mask`, 0 for units that were not drawn.
+        The inverse of `decision_table`. Equal numbers have this mean without rounding. NaN for
+        units without such a member within `mask`, 0 for units that were not drawn.
         """
         place = self.decision_of.clamp(min=0)
         among = self.passes.expand(len(table), -1, -1)
@@ -208,15 +235,20 @@ class Edges:
 
 
 def edges_of(node: int, drawn: bool, units: list[int], parents: list[int]) -> Edges:
-    """Edges to `units` of `node`, each from the unit in `parents`; `drawn` if they are decisions."""
+    """Edges to `units` of `node`, each from the unit in `parents`; `drawn` if they are
+    decisions.
+    """
     distinct = sorted(set(parents))
     place = [distinct.index(parent) for parent in parents]
     in_order = place == list(range(len(distinct)))
-    return Edges(node, drawn, torch.tensor(units), torch.tensor(distinct), torch.tensor(place), in_order)
+    return Edges(
+        node, drawn, torch.tensor(units), torch.tensor(distinct), torch.tensor(place), in_order
+    )
 
 
 Visits = Sequence[tuple[int, Hashable]]
-"""The states of one member: nodes in order, each with a key that members in the same state share."""
+"""The states of one member: nodes in order, each with a key that members in the same state share.
+"""
 
 
 def tree_of(
@@ -228,13 +260,19 @@ def tree_of(
 ) -> Tree:
     """The tree of the members with the states `visits`, one unit per distinct state.
 
-    Every member starts at node 0 and ends at the same last node. `drawn` selects the states (node, key) that were drawn from the
-    sampler; `mean`, `weight` and `branched` are those of `Tree`.
+    Every member starts at node 0 and ends at the same last node. `drawn` selects the states (node,
+    key) that were drawn from the sampler; `mean`, `weight` and `branched` are those of `Tree`.
     """
     last = visits[0][-1][0]
-    fits = all(path[0][0] == 0 and path[-1][0] == last and list(dict(path)) == sorted(dict(path)) for path in visits)
+    fits = all(
+        path[0][0] == 0 and path[-1][0] == last and list(dict(path)) == sorted(dict(path))
+        for path in visits
+    )
     require(
-        fits, "tree: nodes", [[node for node, _ in path] for path in visits], f"from 0 to {last}, ascending, for every member"
+        fits,
+        "tree: nodes",
+        [[node for node, _ in path] for path in visits],
+        f"from 0 to {last}, ascending, for every member",
     )
     states: dict[tuple[int, Hashable], int] = {}
     for node in range(last + 1):
@@ -253,12 +291,17 @@ def tree_of(
 
 
 @cache
-def plain_tree(members: int, steps: int, decisions: tuple[int, ...], shared_noise: bool = False) -> Tree:
-    """Independent trajectories; with `shared_noise` from the same initial noise, so that they differ only after the first
-    decision."""
+def plain_tree(
+    members: int, steps: int, decisions: tuple[int, ...], shared_noise: bool = False
+) -> Tree:
+    """Independent trajectories; with `shared_noise` from the same initial noise, so that they
+    differ only after the first decision.
+    """
     shared_until = min(decisions, default=steps) if shared_noise else -1
 
     def path(member: int) -> Visits:
         return [(node, 0 if node <= shared_until else member) for node in range(steps + 1)]
 
-    return tree_of([path(m) for m in range(members)], lambda node, _: node - 1 in decisions, branched=False)
+    return tree_of(
+        [path(m) for m in range(members)], lambda node, _: node - 1 in decisions, branched=False
+    )

@@ -1,4 +1,6 @@
-"""Settings in a file that need the user's consent (SECURITY.md has the reasons), and checks for changed code."""
+"""Settings in a file that need the user's consent (SECURITY.md has the reasons), and checks for
+changed code.
+"""
 
 import hashlib
 import re
@@ -14,9 +16,16 @@ from flowrl.registry import KINDS, available, files_of
 from flowrl.specs import Spec, parse_spec
 
 PARTS = {
-    "credit": "credit", "sampler": "sampler", "window": "window", "loss": "loss", "reward": "reward", "heldout_rewards": "reward",
-    "diversity": "features", "world": "world", "observe": "observer",
-}  # fmt: skip
+    "credit": "credit",
+    "sampler": "sampler",
+    "window": "window",
+    "loss": "loss",
+    "reward": "reward",
+    "heldout_rewards": "reward",
+    "diversity": "features",
+    "world": "world",
+    "observe": "observer",
+}
 """The settings with specs of parts, and the kind of these parts."""
 OWN_PACKAGES = ("flowrl", "flowrl_bench", "flowrl_course")
 OUTSIDE = ("url", "key", "token_file", "certificate")
@@ -29,7 +38,9 @@ HUB_FILE = re.compile(r"[\w.-]+/[\w.-]+:[\w./+-]+\.safetensors")
 
 
 def parts_in(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Spec]]:
-    """Setting, kind and spec of every part in `settings` (without groups), and of the parts in their options."""
+    """Setting, kind and spec of every part in `settings` (without groups), and of the parts in
+    their options.
+    """
     for setting, kind in PARTS.items():
         todo = [(kind, text) for text in _specs(settings, setting)]
         while todo:
@@ -48,10 +59,16 @@ def _specs(settings: Mapping[str, Any], setting: str) -> tuple[str, ...]:
 
 
 def own_parts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Spec]]:
-    """As `parts_in`, of the user's parts only: those in files, in modules and of plug-ins, without flowrl's own."""
+    """As `parts_in`, of the user's parts only: those in files, in modules and of plug-ins, without
+    flowrl's own.
+    """
     for setting, kind, spec in parts_in(settings):
         if spec.file is None and ":" not in spec.name:
-            point = None if spec.name in KINDS[kind].built_in else plugin(KINDS[kind].group, spec.name, kind)
+            point = (
+                None
+                if spec.name in KINDS[kind].built_in
+                else plugin(KINDS[kind].group, spec.name, kind)
+            )
             module = "flowrl" if point is None else point.value
         else:
             module = "" if spec.file is not None else spec.name
@@ -60,7 +77,9 @@ def own_parts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Spec]]:
 
 
 def own_text(runs: Iterable[Mapping[str, Any]]) -> str:
-    """The user's parts in the settings of `runs`, as in "; your parts: credit my_rules.py:MyRule"; a plug-in with its package."""
+    """The user's parts in the settings of `runs`, as in "; your parts: credit my_rules.py:MyRule";
+    a plug-in with its package.
+    """
     found = []
     for settings in runs:
         for setting, kind, spec in own_parts(settings):
@@ -116,8 +135,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def trusted(settings: dict[str, Any], source: object, trust: bool = False) -> dict[str, Any]:
-    """`settings` (without groups). Raises `ConfigError` if the file `source` contains settings that are not allowed without
-    `trust`.
+    """`settings` (without groups). Raises `ConfigError` if the file `source` contains settings that
+    are not allowed without `trust`.
 
     A file may name built-in parts and installed plug-ins, at any depth of their options. Code in a
     file or a module (also of flowrl), addresses, keys and pickled weights need `trust`: `--trust`
@@ -127,8 +146,8 @@ def trusted(settings: dict[str, Any], source: object, trust: bool = False) -> di
         found = [] if trust else list(untrusted(settings))
     for setting, named, what in found:
         raise ConfigError(
-            f"{source}: {setting} names {named}: {what}. If you trust this file and what it names, add --trust "
-            "(trust=True in Python)"
+            f"{source}: {setting} names {named}: {what}. If you trust this file and what it names,"
+            " add --trust (trust=True in Python)"
         )
     return settings
 
@@ -143,7 +162,8 @@ NAME = "code.json"
 
 
 def code_of(settings: Mapping[str, Any]) -> dict[str, str]:
-    """SHA-256 by "setting: part" of parts in files, in modules and of plug-ins; flowrl's own parts have none.
+    """SHA-256 by "setting: part" of parts in files, in modules and of plug-ins; flowrl's own parts
+    have none.
 
     Files that these files import or read are not included.
     """
@@ -151,7 +171,9 @@ def code_of(settings: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for setting, kind, spec in own_parts(settings):
         files = [path.resolve() for path in files_of(kind, spec)]
-        data = [path.read_bytes() for path in files if path.is_file() and own.isdisjoint(path.parents)]
+        data = [
+            path.read_bytes() for path in files if path.is_file() and own.isdisjoint(path.parents)
+        ]
         if data:
             found[f"{setting}: {spec.name}"] = hashlib.sha256(b"".join(data)).hexdigest()
     return found
@@ -165,8 +187,9 @@ def record_code(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def check_code(folder: Path, settings: Mapping[str, Any], changed_code: bool) -> None:
-    """Raise `ConfigError` if code in `settings` has changed since `folder`/code.json; with `changed_code` record the new code
-    instead."""
+    """Raise `ConfigError` if code in `settings` has changed since `folder`/code.json; with
+    `changed_code` record the new code instead.
+    """
     if not (folder / NAME).exists():
         return
     recorded: dict[str, str] = read_json(folder / NAME, dict[str, str])
@@ -174,7 +197,7 @@ def check_code(folder: Path, settings: Mapping[str, Any], changed_code: bool) ->
     changed = [name for name in recorded if found.get(name) != recorded[name]]
     if changed and not changed_code:
         raise ConfigError(
-            f"{folder}: code has changed since the run was started: {'; '.join(changed)}. Restore it, or resume with the new "
-            "code: add --changed-code (changed_code=True in Python)"
+            f"{folder}: code has changed since the run was started: {'; '.join(changed)}. Restore"
+            " it, or resume with the new code: add --changed-code (changed_code=True in Python)"
         )
     record_code(folder, settings)

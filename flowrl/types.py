@@ -38,16 +38,22 @@ Latents = Float[Tensor, "sample *latent"]
 ImagesOrVideos = Float[Tensor, "sample *frame channel height width"]
 PerSample = Float[Tensor, " sample"]
 StepIndex = Int[Tensor, " sample"]
-"""Annotations of most signatures. Functions that are `checked` compare them with their arguments at every call."""
+"""Annotations of most signatures. Functions that are `checked` compare them with their arguments at
+every call.
+"""
 
-CHECKS_ON = os.environ.get("FLOWRL_TYPECHECK", "1") != "0" and os.environ.get("JAXTYPING_DISABLE", "0") != "1"
+CHECKS_ON = (
+    os.environ.get("FLOWRL_TYPECHECK", "1") != "0"
+    and os.environ.get("JAXTYPING_DISABLE", "0") != "1"
+)
 
 
 def checked(thing: T) -> T:
     """Check the jaxtyping annotations of a function (or data class) at every call.
 
-    Used only for the interfaces between packages. A call costs about 20 microseconds; ``FLOWRL_TYPECHECK=0`` (or jaxtyping's own
-    ``JAXTYPING_DISABLE=1``) in the environment before the import removes the check.
+    Used only for the interfaces between packages. A call costs about 20 microseconds;
+    ``FLOWRL_TYPECHECK=0`` (or jaxtyping's own ``JAXTYPING_DISABLE=1``) in the environment before
+    the import removes the check.
     """
     if not CHECKS_ON:
         return thing
@@ -89,7 +95,8 @@ class Schedule:
 
     Args:
         times: t_0 = 1 > t_1 > ... > t_T = 0 [node].
-        timesteps: the network's time input at each step [step]; None for ``1000 * times[:-1]``, as in diffusers.
+        timesteps: the network's time input at each step [step]; None for ``1000 * times[:-1]``, as
+            in diffusers.
 
     Raises:
         ConfigError: the times do not decrease strictly within [0, 1], or a length differs.
@@ -108,7 +115,9 @@ class Schedule:
         require(in_range, "schedule.times", times.tolist(), "within [0, 1]")
         given = self.timesteps
         fits = given is None or len(given) == self.steps
-        require(fits, "schedule.timesteps", None if given is None else len(given), f"{self.steps} steps")
+        require(
+            fits, "schedule.timesteps", None if given is None else len(given), f"{self.steps} steps"
+        )
 
     def to(self, device: torch.device | str) -> "Schedule":
         """The same grid on `device`."""
@@ -155,8 +164,9 @@ class Condition:
 
     Args:
         tensors: named tensors whose first axis is [prompt] or [sample].
-        keys: the prompts to which rows may refer (a superset for a selection of rows). With these, a policy that stores
-            embeddings elsewhere can look them up without reading a tensor from the device.
+        keys: the prompts to which rows may refer (a superset for a selection of rows). With these,
+            a policy that stores embeddings elsewhere can look them up without reading a tensor from
+            the device.
     """
 
     tensors: Mapping[str, Tensor]
@@ -168,7 +178,9 @@ class Condition:
 
     def repeat(self, times: int) -> "Condition":
         """Every row repeated `times` times, adjacent: [prompt] -> [prompt x member]."""
-        return Condition({name: t.repeat_interleave(times, dim=0) for name, t in self.tensors.items()}, self.keys)
+        return Condition(
+            {name: t.repeat_interleave(times, dim=0) for name, t in self.tensors.items()}, self.keys
+        )
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
@@ -178,17 +190,21 @@ class Condition:
         """Concatenate along the first axis."""
         names = conditions[0].tensors
         keys = frozenset().union(*(c.keys for c in conditions))
-        return Condition({name: torch.cat([c.tensors[name] for c in conditions]) for name in names}, keys)
+        return Condition(
+            {name: torch.cat([c.tensors[name] for c in conditions]) for name in names}, keys
+        )
 
 
 @checked
 @dataclass(frozen=True)
 class Trajectories:
-    """A batch of sampled trajectories: every distinct state once, and the network's output there. Float32, detached.
+    """A batch of sampled trajectories: every distinct state once, and the network's output there.
+    Float32, detached.
 
     Args:
         states: states of the units of `tree` [prompt, unit, *latent].
-        outputs: velocities at all units except the leaves, which come last [prompt, inner, *latent].
+        outputs: velocities at all units except the leaves, which come last [prompt, inner,
+            *latent].
         schedule: the time grid.
         tree: which states the trajectories of a group share.
         stds: standard deviations of the sampler's transitions [step]; 0 = deterministic.
@@ -206,7 +222,9 @@ class Trajectories:
     def __post_init__(self) -> None:
         tree, steps = self.tree, self.schedule.steps
         inner = tree.at(tree.steps).start
-        found = f"{self.states.shape[1]} states and {self.outputs.shape[1]} velocities, {steps} steps"
+        found = (
+            f"{self.states.shape[1]} states and {self.outputs.shape[1]} velocities, {steps} steps"
+        )
         fits = tree.steps == steps and len(self.stds) == steps
         fits = fits and self.states.shape[1] == tree.units and self.outputs.shape[1] == inner
         wanted = f"{tree.units} states, {inner} velocities and {tree.steps} steps, as in the tree"
@@ -229,7 +247,9 @@ class Trajectories:
     @property
     def velocities(self) -> Float[Tensor, "sample step *latent"]:
         """The network's outputs along every trajectory, copied."""
-        return self.outputs[:, to_device(self.tree.paths[:, :-1], self.outputs.device)].flatten(0, 1)
+        return self.outputs[:, to_device(self.tree.paths[:, :-1], self.outputs.device)].flatten(
+            0, 1
+        )
 
     @property
     def images_latent(self) -> Latents:
@@ -238,8 +258,9 @@ class Trajectories:
 
 
 Unit = Literal["transition", "trajectory", "group"]
-"""What a loss needs in one batch: single rows, all rows of a trajectory, or all members of a group at one time. A row is a
-transition or, for a forward-process loss, a (trajectory, drawn time)."""
+"""What a loss needs in one batch: single rows, all rows of a trajectory, or all members of a group
+at one time. A row is a transition or, for a forward-process loss, a (trajectory, drawn time).
+"""
 
 
 class LossRows:
@@ -249,25 +270,40 @@ class LossRows:
         """The numbers that identify the unit of each row in `unit_means`."""
         batch = cast(Any, self)
         row = torch.arange(len(batch.time), device=batch.time.device)
-        return {"transition": (row,), "trajectory": (batch.sample,), "group": (batch.group, batch.time)}[unit]
+        return {
+            "transition": (row,),
+            "trajectory": (batch.sample,),
+            "group": (batch.group, batch.time),
+        }[unit]
 
     def rows(self, index: Tensor | slice) -> Self:
         """The rows `index` of every field; gradients reach this batch's tensors."""
-        found = {field.name: getattr(self, field.name) for field in fields(cast(Any, self)) if field.name != "velocity"}
-        return type(self)(**{name: value[index] for name, value in found.items() if value is not None})
+        found = {
+            field.name: getattr(self, field.name)
+            for field in fields(cast(Any, self))
+            if field.name != "velocity"
+        }
+        return type(self)(
+            **{name: value[index] for name, value in found.items() if value is not None}
+        )
 
     @property
     def mask(self) -> NoReturn:
         """The former name. Raises `ConfigError` with the replacement."""
         name = type(self).__name__
-        raise ConfigError(f"{name}.mask is now {name}.weight, and the loss a weighted mean: mask = batch.weight > 0 keeps a mask")
+        raise ConfigError(
+            f"{name}.mask is now {name}.weight, and the loss a weighted mean: mask = batch.weight >"
+            " 0 keeps a mask"
+        )
 
 
 def unit_means(values: PerSample, units: Sequence[Tensor], weight: PerSample) -> PerSample:
-    """For each row, the weighted mean of `values` over the rows that agree with it in all of `units`; 0 if their weights are 0.
+    """For each row, the weighted mean of `values` over the rows that agree with it in all of
+    `units`; 0 if their weights are 0.
 
-    Compares every row with every other, so the host does not wait for the device; meant for up to a few thousand rows. A trainer
-    whose units are spread over micro-batches calls it on all their rows at once.
+    Compares every row with every other, so the host does not wait for the device; meant for up to a
+    few thousand rows. A trainer whose units are spread over micro-batches calls it on all their
+    rows at once.
 
     Args:
         values: the values [sample]; those of weight 0 may be NaN.
@@ -288,23 +324,24 @@ def unit_means(values: PerSample, units: Sequence[Tensor], weight: PerSample) ->
 @checked
 @dataclass(frozen=True)
 class LossBatch(LossRows):
-    """The input of a policy loss. A row is a transition, that is a trajectory at a step; rows are the axis `sample` in the
-    shapes.
+    """The input of a policy loss. A row is a transition, that is a trajectory at a step; rows are
+    the axis `sample` in the shapes.
 
     Args:
         new: the current policy's transition, whose mean carries the gradient.
         behaviour: the transition from which `next_node` was sampled.
         next_node: the sampled latents [sample, *latent].
         advantages: advantages [sample].
-        weight: weights of the mean over rows, 0 or more [sample]. Rows of weight 0 contribute neither value nor gradient; their
-            other fields may be NaN.
+        weight: weights of the mean over rows, 0 or more [sample]. Rows of weight 0 contribute
+            neither value nor gradient; their other fields may be NaN.
         delta: the step's Delta = t_i - t_{i+1} [sample].
         sample: index of the row's trajectory in the whole iteration.
         group: index of the row's prompt in the whole iteration.
         step: index of the step on the schedule [sample].
         time: t_i, at which the transition starts [sample].
         reference: the frozen base model's transition; None unless the loss needs it.
-        velocity: the network's outputs behind `new`, one per distinct state, if known; losses do not need them.
+        velocity: the network's outputs behind `new`, one per distinct state, if known; losses do
+            not need them.
         pooled: as in `forward.ForwardBatch`, for a loss whose `unit` is not "transition".
 
     Raises:
@@ -330,7 +367,12 @@ class LossBatch(LossRows):
             gaussian = getattr(self, name)
             if gaussian is not None:
                 shape, wanted = tuple(gaussian.mean.shape), tuple(self.next_node.shape)
-                require(shape == wanted, f"loss batch: {name}.mean", shape, f"[sample, *latent] = {wanted}, as next_node")
+                require(
+                    shape == wanted,
+                    f"loss batch: {name}.mean",
+                    shape,
+                    f"[sample, *latent] = {wanted}, as next_node",
+                )
 
 
 @dataclass(frozen=True)
@@ -340,7 +382,8 @@ class LossResult:
     Args:
         loss: a scalar to differentiate.
         metrics: detached weighted means over the rows.
-        policy_term: `loss` without the penalty, with its graph, for a loss with both; step shares are measured on it.
+        policy_term: `loss` without the penalty, with its graph, for a loss with both; step shares
+            are measured on it.
     """
 
     loss: Tensor

@@ -1,4 +1,6 @@
-"""Jobs in worker processes: one torch thread each, with results and messages passed on as they arrive."""
+"""Jobs in worker processes: one torch thread each, with results and messages passed on as they
+arrive.
+"""
 
 import gc
 import math
@@ -44,12 +46,16 @@ class Worker:
     lock: Any
 
     def send(self, message: Any) -> None:
-        """Send a message (anything that can be pickled) to the parent, which receives it before the job's result."""
+        """Send a message (anything that can be pickled) to the parent, which receives it before the
+        job's result.
+        """
         with self.lock:
             self.messages.send((self.key, message))
 
     def stopped(self) -> bool:
-        """Whether the job should end soon: the parent was interrupted, another job failed, or the parent is gone."""
+        """Whether the job should end soon: the parent was interrupted, another job failed, or the
+        parent is gone.
+        """
         parent = multiprocessing.parent_process()
         return self.stop.is_set() or (parent is not None and not parent.is_alive())
 
@@ -71,11 +77,14 @@ def worker_count(workers: int, jobs: int) -> int:
     return max(1, min(jobs, workers or min(usable_cores(), MOST_WORKERS)))
 
 
-def usable_cores(cgroup: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
-    """The number of cores that this process may use: those of its affinity, or fewer under a container's quota.
+def usable_cores(
+    cgroup: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """The number of cores that this process may use: those of its affinity, or fewer under a
+    container's quota.
 
-    The quota is that of the process's control group or of a parent group: cpu.max (version 2), or cpu.cfs_quota_us over
-    cpu.cfs_period_us (version 1). A fraction of a core counts as a core.
+    The quota is that of the process's control group or of a parent group: cpu.max (version 2), or
+    cpu.cfs_quota_us over cpu.cfs_period_us (version 1). A fraction of a core counts as a core.
 
     Args:
         cgroup: the file with the process's control groups.
@@ -84,15 +93,19 @@ def usable_cores(cgroup: Path = Path("/proc/self/cgroup"), mounted: Path = Path(
     Returns:
         The number of cores, 1 or more.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quotas = [quota for folder in _cpu_groups(cgroup, mounted) for quota in _quota(folder)]
     return max(1, min([cores, *map(math.ceil, quotas)]))
 
 
 def _cpu_groups(cgroup: Path, mounted: Path) -> Iterator[Path]:
-    """Folders of the control groups that limit this process, from the innermost to the root; none without control groups.
+    """Folders of the control groups that limit this process, from the innermost to the root; none
+    without control groups.
 
-    In a container the process's group is often the root of the mounted folder, whatever path /proc contains.
+    In a container the process's group is often the root of the mounted folder, whatever path /proc
+    contains.
     """
     lines = [line.split(":", 2) for line in _text(cgroup).splitlines() if line.count(":") >= 2]
     for number, controllers, path in lines:
@@ -100,13 +113,19 @@ def _cpu_groups(cgroup: Path, mounted: Path) -> Iterator[Path]:
             continue
         for root in [mounted] if number == "0" else [mounted / controllers, mounted / "cpu"]:
             inside = root / path.strip("/")
-            yield from (inside, *(folder for folder in inside.parents if folder.is_relative_to(root)))
+            yield from (
+                inside,
+                *(folder for folder in inside.parents if folder.is_relative_to(root)),
+            )
 
 
 def _quota(folder: Path) -> list[float]:
     """The cores that a control group may use; empty without a readable limit."""
-    words = _text(folder / "cpu.max").split() or [_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-    if len(words) != 2 or not all(word.isdecimal() and int(word) > 0 for word in words):  # "max", -1
+    words = _text(folder / "cpu.max").split() or [
+        _text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
+    ]
+    # "max", -1
+    if len(words) != 2 or not all(word.isdecimal() and int(word) > 0 for word in words):
         return []
     return [int(words[0]) / int(words[1])]
 
@@ -130,14 +149,16 @@ def run_jobs(
     describe: Callable[[Any], str] = str,
     preload: Sequence[str] = (),
 ) -> bool:
-    """Call `function(worker, *arguments)` for every job, in the order of `jobs`, in worker processes.
+    """Call `function(worker, *arguments)` for every job, in the order of `jobs`, in worker
+    processes.
 
-    Ctrl-C, SIGTERM and SIGHUP pause: running jobs are stopped through `Worker.stopped`, and their results are passed on. If this
-    process is killed, its workers end within a second or two. The first error stops all jobs.
+    Ctrl-C, SIGTERM and SIGHUP pause: running jobs are stopped through `Worker.stopped`, and their
+    results are passed on. If this process is killed, its workers end within a second or two. The
+    first error stops all jobs.
 
-    On Linux one process imports the modules of `preload` once, and the workers are its forks, which saves processor time and
-    memory. It is this process if it has a single thread. Otherwise a server process is started, which keeps the environment
-    variables of the first such call.
+    On Linux one process imports the modules of `preload` once, and the workers are its forks, which
+    saves processor time and memory. It is this process if it has a single thread. Otherwise a
+    server process is started, which keeps the environment variables of the first such call.
 
     Args:
         function: an importable function of a module.
@@ -155,7 +176,8 @@ def run_jobs(
 
     Raises:
         FlowrlError: a job raised it.
-        RuntimeError: a job raised another error, or a worker process was killed; the message names the job.
+        RuntimeError: a job raised another error, or a worker process was killed; the message names
+            the job.
     """
     count, deadline = worker_count(workers, len(jobs)), time.monotonic() + seconds
     context = _context(preload)
@@ -180,14 +202,18 @@ def run_jobs(
             raise KeyboardInterrupt
 
     others, lock = set(multiprocessing.active_children()), context.Lock()
-    with ProcessPoolExecutor(count, context, _start, (stop, outbox, lock)) as pool, on_stop(interrupt):
+    with (
+        ProcessPoolExecutor(count, context, _start, (stop, outbox, lock)) as pool,
+        on_stop(interrupt),
+    ):
         try:
             while waiting or running:
                 while waiting and len(running) < count and time.monotonic() < deadline:
                     key, arguments = waiting.pop()
                     with _signals_blocked():
                         running[pool.submit(_call, function, key, arguments)] = key
-                        pool.submit(_nothing)  # concurrent.futures monitors a process only from the next call on
+                        # concurrent.futures monitors a process only from the next call on
+                        pool.submit(_nothing)
                 if not running:
                     return False
                 pass_on()
@@ -203,22 +229,24 @@ def run_jobs(
                     inbox.recv()  # a full pipe would keep a worker from ending
             raise
         finally:
-            if _is_broken(pool):  # its other workers ignore the SIGTERM with which it would end them
+            # its other workers ignore the SIGTERM with which it would end them
+            if _is_broken(pool):
                 for process in set(multiprocessing.active_children()) - others:
                     process.kill()
     return True
 
 
 def _context(preload: Sequence[str]) -> BaseContext:
-    """The start method of worker processes: spawned, or with `preload` forked from this process or from a server that has
-    imported it.
+    """The start method of worker processes: spawned, or with `preload` forked from this process or
+    from a server that has imported it.
 
-    A fork has only the thread that forked, and locks of other threads remain locked: a pool of OpenMP then hangs. Threads are
-    therefore counted by the system, before and after the imports.
+    A fork has only the thread that forked, and locks of other threads remain locked: a pool of
+    OpenMP then hangs. Threads are therefore counted by the system, before and after the imports.
     """
     if not preload or sys.platform != "linux":
         return multiprocessing.get_context("spawn")
-    if _has_one_thread():  # no second import in a server: 2.9 s of processor time for a comparison in the shapes world
+    # no second import in a server: 2.9 s of processor time for a comparison in the shapes world
+    if _has_one_thread():
         import_modules(*preload)
         if _has_one_thread():
             return multiprocessing.get_context("fork")
@@ -245,9 +273,11 @@ _parts: list[Any] = []
 
 
 def _start(*parts: Any) -> None:
-    """Prepare a worker process: it ignores signals, because the parent controls pauses, and ends with the parent.
+    """Prepare a worker process: it ignores signals, because the parent controls pauses, and ends
+    with the parent.
 
-    A fork of the parent prints past a progress display, and its garbage collection ignores inherited objects.
+    A fork of the parent prints past a progress display, and its garbage collection ignores
+    inherited objects.
     """
     global _parts
     _parts = list(parts)
@@ -263,9 +293,13 @@ def _start(*parts: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent has ended for any reason; the last checkpoint is always complete."""
+    """End this process when its parent has ended for any reason; the last checkpoint is always
+    complete.
+    """
     parent, started_by = multiprocessing.parent_process(), os.getppid()
-    while parent is not None and os.getppid() == started_by and not wait_for([parent.sentinel], 1.0):
+    while (
+        parent is not None and os.getppid() == started_by and not wait_for([parent.sentinel], 1.0)
+    ):
         pass
     os._exit(1)
 
@@ -274,14 +308,18 @@ def _nothing() -> None:
     """A job that does nothing."""
 
 
-def _call(function: Callable[..., Any], key: Hashable, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+def _call(
+    function: Callable[..., Any], key: Hashable, arguments: tuple[Any, ...]
+) -> tuple[bool, Any]:
     """(whether the job ran, its result); in a worker process."""
     worker = Worker(key, *_parts)
     return (False, None) if worker.stopped() else (True, function(worker, *arguments))
 
 
 def _outcome(future: Future[Any], name: str, names: str, paused: bool) -> tuple[bool, Any]:
-    """The result of `_call` for the job `name`, one of the running `names`. During a pause, a killed worker is not an error."""
+    """The result of `_call` for the job `name`, one of the running `names`. During a pause, a
+    killed worker is not an error.
+    """
     try:
         return future.result()
     except FlowrlError:
@@ -289,15 +327,18 @@ def _outcome(future: Future[Any], name: str, names: str, paused: bool) -> tuple[
     except BrokenExecutor as error:
         if paused:
             return False, None
-        raise RuntimeError(f"a worker process was killed (out of memory?) while these jobs ran: {names}") from error
+        raise RuntimeError(
+            f"a worker process was killed (out of memory?) while these jobs ran: {names}"
+        ) from error
     except Exception as error:
         raise RuntimeError(f"{name} failed: {error!r}") from error
 
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Processes started in this context never receive a signal of `STOPPING`, not even during imports: the parent controls
-    pauses."""
+    """Processes started in this context never receive a signal of `STOPPING`, not even during
+    imports: the parent controls pauses.
+    """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return

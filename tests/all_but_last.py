@@ -15,6 +15,10 @@ class AllButLast:
 
     sampler: Sampler
 
-    def transition(self, latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor) -> Gaussian:
+    def transition(
+        self, latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor
+    ) -> Gaussian:
         """The Gaussian over node `step + 1`."""
-        return Windowed(self.sampler, range(schedule.steps - 1)).transition(latent, velocity, schedule, step)
+        return Windowed(self.sampler, range(schedule.steps - 1)).transition(
+            latent, velocity, schedule, step
+        )

@@ -1,4 +1,6 @@
-"""For the tests of the benchmark suite: tiny runs, and lines with given learning curves instead of measured ones."""
+"""For the tests of the benchmark suite: tiny runs, and lines with given learning curves instead of
+measured ones.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -13,29 +15,54 @@ from flowrl_bench.verdicts import Parts
 from flowrl.training.config import RunConfig
 
 
-def fake_line(rewards: list[float], nfe: float = 100.0, seconds: float = 1.0, **extra: float) -> dict:
+def fake_line(
+    rewards: list[float], nfe: float = 100.0, seconds: float = 1.0, **extra: float
+) -> dict:
     """A line whose curve has one evaluation per iteration, costing `nfe` and `seconds` each."""
     rows = []
     for i, reward in enumerate(rewards):
-        row = dict.fromkeys(CURVE, 0.0) | {"iteration": i, "nfe": nfe * i, "seconds": seconds * i, "strict": reward / 2}
+        row = dict.fromkeys(CURVE, 0.0) | {
+            "iteration": i,
+            "nfe": nfe * i,
+            "seconds": seconds * i,
+            "strict": reward / 2,
+        }
         rows.append(
-            [({**row, "reward": reward, "soft": reward, "quality": -reward, "diversity": 1.0} | extra)[name] for name in CURVE]
+            [
+                (
+                    {**row, "reward": reward, "soft": reward, "quality": -reward, "diversity": 1.0}
+                    | extra
+                )[name]
+                for name in CURVE
+            ]
         )
     seen = {"quality": -2.0, "points": 2.5, "null": 2.0}
     return {
         "curve": rows,
-        "totals": {"nfe": 100.0, "train_nfe": 1.0, "calls": 4.0, "reward_calls": 2.0, "trajectories": 4, "seconds": 9.0},
+        "totals": {
+            "nfe": 100.0,
+            "train_nfe": 1.0,
+            "calls": 4.0,
+            "reward_calls": 2.0,
+            "trajectories": 4,
+            "seconds": 9.0,
+        },
         "phases": {"rollout": 1.0, "reward": 0.1, "update": 0.5},
         "gains": [[0.4, 0.2, 0.1], [0.1, 0.1, 0.1]],
         "samples": {"final": rewards[-1], "before": seen, "after": seen},
-    }  # fmt: skip
+    }
 
 
 def fake_evidence(seeds: int = 8, spread: float = 0.0, **arms: list[float]) -> Evidence:
     """Arms with the given rewards along training, and noise of `spread` on every seed's curve."""
     generator = np.random.default_rng(0)
     runs = {
-        arm: {"task": [fake_line([r + spread * float(generator.normal()) for r in rewards]) for _ in range(seeds)]}
+        arm: {
+            "task": [
+                fake_line([r + spread * float(generator.normal()) for r in rewards])
+                for _ in range(seeds)
+            ]
+        }
         for arm, rewards in arms.items()
     }
     return Evidence(runs, tuple(range(seeds)))
@@ -45,9 +72,15 @@ SLOW, FAST, FLAT = [0.0, 0.2, 0.4, 0.6], [0.0, 0.5, 0.6, 0.7], [0.0, 0.01, 0.0, 
 
 SMALL = {
     "arm": "uniform",
-    "iterations": 1, "groups": 2, "group_size": 3, "eval_every": 1, "eval_samples": 6, "eval_steps": 4, "num_steps": 5,
+    "iterations": 1,
+    "groups": 2,
+    "group_size": 3,
+    "eval_every": 1,
+    "eval_samples": 6,
+    "eval_steps": 4,
+    "num_steps": 5,
     "window": "0:3",
-}  # fmt: skip
+}
 
 
 def small_run(seed: int = 0, **changes) -> RunConfig:
@@ -59,9 +92,11 @@ def small_line(seed: int = 0, **changes) -> dict:
     """A tiny run's line with an invented result."""
     row = dict.fromkeys(CURVE, 0.5) | {"iteration": 1, "seconds": 9.0}
     found = {
-        "curve": [[row[name] for name in CURVE]], "totals": {"nfe": 3.0, "seconds": 9.0},
-        "phases": {"rollout": 1.0}, "gains": None,
-    }  # fmt: skip
+        "curve": [[row[name] for name in CURVE]],
+        "totals": {"nfe": 3.0, "seconds": 9.0},
+        "phases": {"rollout": 1.0},
+        "gains": None,
+    }
     return make_line(small_run(seed, **changes), found, "-")
 
 

@@ -19,18 +19,24 @@ settings.load_profile("flowrl")
 
 
 SATELLITES = ("bench", "benchmarks", "course", "docs", "serving")
-"""Folders with the tests of what imports the library, which a change of the library rarely breaks."""
+"""Folders with the tests of what imports the library, which a change of the library rarely breaks.
+"""
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark the tests of `SATELLITES`, and leave out those that need more GPUs than there are: the marker `gpu` asks for one,
-    `gpu(2)` for two."""
+    """Mark the tests of `SATELLITES`, and leave out those that need more GPUs than there are: the
+    marker `gpu` asks for one, `gpu(2)` for two.
+    """
     for item in items:
         if item.path.relative_to(Path(__file__).parent).parts[0] in SATELLITES:
             item.add_marker("satellite")
     there = torch.cuda.device_count()
-    needed = [(mark.args or (1,))[0] if (mark := item.get_closest_marker("gpu")) else 0 for item in items]
-    config.hook.pytest_deselected(items=[item for item, count in zip(items, needed, strict=True) if count > there])
+    needed = [
+        (mark.args or (1,))[0] if (mark := item.get_closest_marker("gpu")) else 0 for item in items
+    ]
+    config.hook.pytest_deselected(
+        items=[item for item, count in zip(items, needed, strict=True) if count > there]
+    )
     items[:] = [item for item, count in zip(items, needed, strict=True) if count <= there]
 
 

@@ -13,8 +13,10 @@ TAKING_SPACE = ("write", "fsync", "replace", "rename", "mkdir")
 
 
 class FailingDisk:
-    """Counts changes of the disk. The `at`-th one fails as `mode` says: "error" raises once, "full" raises from then on where
-    space is taken, "before" and "after" end the process before or after it, "half" in the middle of a write."""
+    """Counts changes of the disk. The `at`-th one fails as `mode` says: "error" raises once, "full"
+    raises from then on where space is taken, "before" and "after" end the process before or after
+    it, "half" in the middle of a write.
+    """
 
     def __init__(self, monkeypatch, mode, at):
         self.mode, self.at, self.count, self.dead, self.fired = mode, at, 0, False, False
@@ -43,5 +45,7 @@ class FailingDisk:
 
     def due(self, name, arguments):
         if self.mode == "full":
-            return self.count >= self.at and (name in TAKING_SPACE or (name == "open" and arguments[1] & os.O_CREAT))
+            return self.count >= self.at and (
+                name in TAKING_SPACE or (name == "open" and arguments[1] & os.O_CREAT)
+            )
         return self.count == self.at

@@ -1,4 +1,6 @@
-"""The built-in model families as tiny random pipelines of the real classes, and their own plain pipelines' images."""
+"""The built-in model families as tiny random pipelines of the real classes, and their own plain
+pipelines' images.
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +22,9 @@ TEXTS = ["three red circles", "a dog"]
 PROMPTS = [Prompt(text) for text in TEXTS]
 TIME = torch.full((2,), 600.0)
 STEPS = 4
-REDNESS = FunctionReward(lambda images, prompts: (2 * images[..., 0, :, :] - images.sum(-3)).flatten(1).mean(1))
+REDNESS = FunctionReward(
+    lambda images, prompts: (2 * images[..., 0, :, :] - images.sum(-3)).flatten(1).mean(1)
+)
 """Of images or videos: red minus the sum of green and blue."""
 
 
@@ -40,9 +44,18 @@ class Case:
     def picture(self, pipe, noise, guidance=1.0, steps=STEPS, **changes):
         """The plain pipeline's own images or videos."""
         pipe.set_progress_bar_config(disable=True)
-        settings = dict(height=16, width=16, max_sequence_length=24, negative_prompt=["blurry"] * 2, output_type="pt")
+        settings = dict(
+            height=16,
+            width=16,
+            max_sequence_length=24,
+            negative_prompt=["blurry"] * 2,
+            output_type="pt",
+        )
         output = pipe(
-            TEXTS, latents=noise, num_inference_steps=steps, **{**settings, **self.plain, self.scale: guidance, **changes}
+            TEXTS,
+            latents=noise,
+            num_inference_steps=steps,
+            **{**settings, **self.plain, self.scale: guidance, **changes},
         )
         return output.frames if hasattr(output, "frames") else output.images
 
@@ -65,7 +78,9 @@ def velocity(policy):
 
 def draw(policy, noise=None, steps=STEPS):
     noise = noise_of(policy) if noise is None else noise
-    return policy.decode(integrate(policy, policy.schedule(steps), policy.encode(PROMPTS), noise, Usage()))
+    return policy.decode(
+        integrate(policy, policy.schedule(steps), policy.encode(PROMPTS), noise, Usage())
+    )
 
 
 def fill(policy, seed=1, std=0.15):
@@ -78,6 +93,19 @@ def fill(policy, seed=1, std=0.15):
 
 def trainer_of(policy, method=flow_grpo, **changes):
     config = preset("tiny").apply(
-        **{"num_steps": STEPS, "groups": 2, "group_size": 3, "minibatches": 1, "learning_rate": 1e-2, **changes}
+        **{
+            "num_steps": STEPS,
+            "groups": 2,
+            "group_size": 3,
+            "minibatches": 1,
+            "learning_rate": 1e-2,
+            **changes,
+        }
     )
-    return Trainer(policy, method(FlowSDE(0.7), ClippedLoss(clip_range=1e-2, kl_weight=0.1)), REDNESS, PROMPTS, config)
+    return Trainer(
+        policy,
+        method(FlowSDE(0.7), ClippedLoss(clip_range=1e-2, kl_weight=0.1)),
+        REDNESS,
+        PROMPTS,
+        config,
+    )

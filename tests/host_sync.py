@@ -1,6 +1,8 @@
-"""Fails on host synchronisation: operations for which the host waits until the device has finished all work under way.
+"""Fails on host synchronisation: operations for which the host waits until the device has finished
+all work under way.
 
-On a GPU PyTorch's own check is used. On the CPU nothing has to wait, so a dispatch mode looks for the operations that would.
+On a GPU PyTorch's own check is used. On the CPU nothing has to wait, so a dispatch mode looks for
+the operations that would.
 """
 
 import sys
@@ -14,9 +16,27 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SIZE_DEPENDS_ON_VALUES = ("nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount")
+SIZE_DEPENDS_ON_VALUES = (
+    "nonzero",
+    "masked_select",
+    "_unique",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
+)
 READS_A_VALUE = ("_local_scalar_dense", "is_nonzero", "equal", "allclose")
-FACTORIES = (torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn, torch.zeros)
+FACTORIES = (
+    torch.arange,
+    torch.empty,
+    torch.eye,
+    torch.full,
+    torch.linspace,
+    torch.ones,
+    torch.rand,
+    torch.randn,
+    torch.zeros,
+)
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "einops")
 COPIES_TO_THE_HOST = ("cpu", "numpy", "tolist", "__array__")
 
@@ -44,7 +64,9 @@ class _OnDevice(TorchFunctionMode):
 
 
 class HostSyncs(TorchDispatchMode):
-    """Counts the operations within it for which the host would wait, by name; `Tensor.cpu` and `numpy` are no operations."""
+    """Counts the operations within it for which the host would wait, by name; `Tensor.cpu` and
+    `numpy` are no operations.
+    """
 
     def __init__(self):
         super().__init__()
@@ -60,17 +82,22 @@ def _waits(func, args, kwargs):
     name = func.__name__.partition(".")[0]
     if name in READS_A_VALUE or name in SIZE_DEPENDS_ON_VALUES:
         return "the host reads a value or a size that depends on values"
-    if name in ("index", "index_put", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1]):
+    if name in ("index", "index_put", "index_put_") and any(
+        i is not None and i.dtype == torch.bool for i in args[1]
+    ):
         return "a boolean mask becomes indices, whose number the host needs"
     if name == "repeat_interleave" and kwargs.get("output_size") is None:
         return "the host needs the sum of the repeats"
-    return "a number or a list is copied to the device and waited for" if name == "lift_fresh" else ""
+    return (
+        "a number or a list is copied to the device and waited for" if name == "lift_fresh" else ""
+    )
 
 
 @contextmanager
 def no_host_sync(device: torch.device | str) -> Iterator[None]:
-    """Within this context an operation on `device` that the host must wait for raises: a `HostSyncError` on the CPU, PyTorch's
-    `RuntimeError` on a GPU."""
+    """Within this context an operation on `device` that the host must wait for raises: a
+    `HostSyncError` on the CPU, PyTorch's `RuntimeError` on a GPU.
+    """
     if torch.device(device).type == "cuda":
         kept = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
@@ -93,7 +120,9 @@ def no_host_sync(device: torch.device | str) -> Iterator[None]:
             raise HostSyncError("Tensor.to('cpu'): the values are copied to the host")
         return to(tensor, *given, **named)
 
-    patches = [patch.object(Tensor, name, refused(name)) for name in COPIES_TO_THE_HOST] + [patch.object(Tensor, "to", to_device)]
+    patches = [patch.object(Tensor, name, refused(name)) for name in COPIES_TO_THE_HOST] + [
+        patch.object(Tensor, "to", to_device)
+    ]
     with _NoHostSync(), _OnDevice():
         for one in patches:
             one.start()

@@ -1,4 +1,6 @@
-"""The policy of the recordings of forward-process methods, for tests of what surrounds their losses."""
+"""The policy of the recordings of forward-process methods, for tests of what surrounds their
+losses.
+"""
 
 from pathlib import Path
 
@@ -24,10 +26,17 @@ class Recorded:
         (self.recording,) = Recording.every(FORWARD, method)
         folder, lora = pipeline_folder(self.recording, work), self.recording.meta["lora"]
         config = RunConfig.of(
-            world="model", task="prompts", reward_form="reward", model=str(folder), adapter=str(folder / "lora.safetensors"),
-            prompts=str(folder / "prompts.txt"), reward="recorded", resolution=64, lora_rank=lora["r"],
+            world="model",
+            task="prompts",
+            reward_form="reward",
+            model=str(folder),
+            adapter=str(folder / "lora.safetensors"),
+            prompts=str(folder / "prompts.txt"),
+            reward="recorded",
+            resolution=64,
+            lora_rank=lora["r"],
             lora_alpha=float(lora["lora_alpha"]),
-        )  # fmt: skip
+        )
         policy, prompts = make_policy(config), make_world(config).prompts("prompts", "train")
         assert isinstance(policy, PipelinePolicy)
         give_embeddings(policy.pipe, self.recording.inputs, prompts)

@@ -1,4 +1,6 @@
-"""For the tests of the reward server: a server in a thread, a reward that counts its calls, numbered images."""
+"""For the tests of the reward server: a server in a thread, a reward that counts its calls,
+numbered images.
+"""
 
 import contextlib
 import socket
@@ -27,13 +29,17 @@ class Function:
     def score(self, images, prompts):
         self.sizes.append(len(images))
         assert len(images) == len(prompts)
-        return images.flatten(1).amax(1) if self.function is None else self.function(images, prompts)
+        return (
+            images.flatten(1).amax(1) if self.function is None else self.function(images, prompts)
+        )
 
 
 def echo(images, prompts):
     """The number in the image, if the prompt names the same one, else -1."""
     found = (images.flatten(1).amax(1) * 2**24).round()
-    return torch.where(found == torch.tensor([float(p.metadata["sample"]) for p in prompts]), found, -1.0)
+    return torch.where(
+        found == torch.tensor([float(p.metadata["sample"]) for p in prompts]), found, -1.0
+    )
 
 
 @contextlib.contextmanager
@@ -54,12 +60,19 @@ def served(reward, settings=None, certificate=None, key=None):
 
 
 def numbered(numbers):
-    return torch.cat([fuzzing.numbered_image(n) for n in numbers]), [Prompt("p", {"sample": n}) for n in numbers]
+    return torch.cat([fuzzing.numbered_image(n) for n in numbers]), [
+        Prompt("p", {"sample": n}) for n in numbers
+    ]
 
 
 def post(url, attempt, **options):
     with httpx.Client(base_url=url, trust_env=False, timeout=20) as client:
-        return client.request(attempt.method, attempt.path, content=attempt.body, headers={**attempt.headers, **options})
+        return client.request(
+            attempt.method,
+            attempt.path,
+            content=attempt.body,
+            headers={**attempt.headers, **options},
+        )
 
 
 def refused(answer, status, code):
@@ -81,8 +94,10 @@ def marking(function):
 
 @contextlib.contextmanager
 def scripted(*script):
-    """A server that answers its requests by `script` in turn: bytes to send, then the connection is closed; or a function of the
-    request's id and the number of images that gives the scores as JSON text. Its last entry serves all further requests."""
+    """A server that answers its requests by `script` in turn: bytes to send, then the connection is
+    closed; or a function of the request's id and the number of images that gives the scores as JSON
+    text. Its last entry serves all further requests.
+    """
     counts = []
 
     def answer(connection):
@@ -97,10 +112,15 @@ def scripted(*script):
             number = len(counts)
             counts.append(number)
             step = script[min(number, len(script) - 1)]
-            name = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"x-request-id"))[14:].decode()
+            name = next(
+                line for line in head.split(b"\r\n") if line.lower().startswith(b"x-request-id")
+            )[14:].decode()
             if callable(step):
                 text = step(name)
-                step = f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n{text}".encode()
+                step = (
+                    f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\nConnection:"
+                    f" close\r\n\r\n{text}".encode()
+                )
             if isinstance(step, float):
                 time.sleep(step)
                 return

@@ -21,9 +21,19 @@ def numbers(folder):
     """What must not depend on interruptions."""
     rows = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():
-        row = {k: v for k, v in json.loads(line).items() if k not in ("seconds", "seconds_total", "phases")}
+        row = {
+            k: v
+            for k, v in json.loads(line).items()
+            if k not in ("seconds", "seconds_total", "phases")
+        }
         if row["evaluation"]:
             row["evaluation"].pop("seconds")
         rows.append(row)
-    files = ("weights.safetensors", "samples.safetensors", "samples.json", "trajectory.json", "trajectory.safetensors")
+    files = (
+        "weights.safetensors",
+        "samples.safetensors",
+        "samples.json",
+        "trajectory.json",
+        "trajectory.safetensors",
+    )
     return json.dumps(rows), *((folder / name).read_bytes() for name in files)

@@ -1,4 +1,6 @@
-"""What costs time, counted instead of timed: network calls, rows, synchronisations, compilations, and imports at the start."""
+"""What costs time, counted instead of timed: network calls, rows, synchronisations, compilations,
+and imports at the start.
+"""
 
 import json
 import subprocess
@@ -26,20 +28,40 @@ REDNESS = FunctionReward(lambda images, prompts: (2 * images[:, 0] - images.sum(
 def trainer(method, compiled="", reward=REDNESS, **changes):
     """Of a tiny pipeline of SD3's classes; two mini-batches per iteration."""
     settings = dict(
-        groups=GROUPS, group_size=MEMBERS, num_steps=STEPS, minibatches=2, micro_batch=MICRO, learning_rate=1e-3, kl_weight=0.1,
+        groups=GROUPS,
+        group_size=MEMBERS,
+        num_steps=STEPS,
+        minibatches=2,
+        micro_batch=MICRO,
+        learning_rate=1e-3,
+        kl_weight=0.1,
         window=":-1",
-    )  # fmt: skip
+    )
     config = preset("tiny").apply(method=method, **{**settings, **changes})
-    return Trainer(tiny_sd3_policy(replace(TINY, compile=compiled)), make_method(config), reward, PROMPTS, config)
+    return Trainer(
+        tiny_sd3_policy(replace(TINY, compile=compiled)),
+        make_method(config),
+        reward,
+        PROMPTS,
+        config,
+    )
 
 
 def evaluations(trained):
-    """Rows of every network call of an iteration: (while sampling and probing, with gradients, of the reference)."""
+    """Rows of every network call of an iteration: (while sampling and probing, with gradients, of
+    the reference).
+    """
     rows, velocity = {"sampling": [], "update": [], "reference": []}, trained.policy.velocity
     state = {"updating": False}
 
     def counted(latents, *given):
-        phase = "update" if torch.is_grad_enabled() else "reference" if state["updating"] else "sampling"
+        phase = (
+            "update"
+            if torch.is_grad_enabled()
+            else "reference"
+            if state["updating"]
+            else "sampling"
+        )
         rows[phase].append(len(latents))
         return velocity(latents, *given)
 
@@ -54,28 +76,38 @@ def evaluations(trained):
     ("method", "sampling"),
     [
         ("flow-grpo", [SAMPLES] * STEPS),
-        # one noise per group, then estimates of the 3 nodes from which decisions start, the first of them one per group
+        # one noise per group, then estimates of the 3 nodes from which decisions start, the first
+        # of them one per group
         ("stepwise-flow-grpo", [GROUPS, *[SAMPLES] * (STEPS - 1), *[2 * SAMPLES + GROUPS] * STEPS]),
-        ("tp-grpo", [SAMPLES, 2 * SAMPLES, 3 * SAMPLES, 4 * SAMPLES]),  # completions run along with the later steps
+        # completions run along with the later steps
+        ("tp-grpo", [SAMPLES, 2 * SAMPLES, 3 * SAMPLES, 4 * SAMPLES]),
     ],
 )
 @pytest.mark.parametrize("kl_weight", [0.0, 0.1])
 def test_network_calls_and_rows_of_an_iteration(method, sampling, kl_weight):
-    """Every (trajectory, decision) is evaluated once for the policy and, if there is a KL, once for the reference."""
-    found, pairs = evaluations(trainer(method, kl_weight=kl_weight)), [5, 4, 5, 4]  # 2 mini-batches of 3 samples x 3 steps
+    """Every (trajectory, decision) is evaluated once for the policy and, if there is a KL, once for
+    the reference.
+    """
+    # 2 mini-batches of 3 samples x 3 steps
+    found, pairs = evaluations(trainer(method, kl_weight=kl_weight)), [5, 4, 5, 4]
     assert found == {"sampling": sampling, "update": pairs, "reference": pairs if kl_weight else []}
 
 
 def test_transitions_without_an_advantage_are_no_rows():
-    """Advantages are 0 in a group of equal rewards, and for the middle one of the rewards 1, 2 and 3."""
-    one_group = FunctionReward(lambda images, prompts: torch.tensor([float(p.text == "a dog") for p in prompts]).cumsum(0))
+    """Advantages are 0 in a group of equal rewards, and for the middle one of the rewards 1, 2 and
+    3.
+    """
+    one_group = FunctionReward(
+        lambda images, prompts: torch.tensor([float(p.text == "a dog") for p in prompts]).cumsum(0)
+    )
     rows = evaluations(trainer("flow-grpo", reward=one_group, kl_weight=0.0))["update"]
     assert sum(rows) == 2 * (STEPS - 1)
 
 
 SYNCHRONISATIONS = {"flow-grpo": 104, "stepwise-flow-grpo": 114, "tp-grpo": 116}
-"""Of an iteration of two mini-batches, as counted when this was written; fewer are welcome. Operations on credit and rows, which
-are in main memory, count as well."""
+"""Of an iteration of two mini-batches, as counted when this was written; fewer are welcome.
+Operations on credit and rows, which are in main memory, count as well.
+"""
 
 
 @pytest.mark.parametrize("method", SYNCHRONISATIONS)
@@ -90,21 +122,29 @@ def test_synchronisations_grow_with_neither_steps_nor_micro_batches(method):
     usual = count()
     assert usual <= SYNCHRONISATIONS[method] and count(micro_batch=2) == usual
     assert count(num_steps=2 * STEPS) <= usual + 2  # lists of indices, once per probe
-    assert count(minibatches=4) <= usual + 2 * 19  # rows, metrics and the gradient's norm of a mini-batch
+    # rows, metrics and the gradient's norm of a mini-batch
+    assert count(minibatches=4) <= usual + 2 * 19
 
 
 @pytest.mark.parametrize(
-    "method", [name if name == "tp-grpo" else pytest.param(name, marks=pytest.mark.slow) for name in SYNCHRONISATIONS]
+    "method",
+    [
+        name if name == "tp-grpo" else pytest.param(name, marks=pytest.mark.slow)
+        for name in SYNCHRONISATIONS
+    ],
 )
 def test_nothing_is_compiled_after_the_first_iteration(method):
-    """Rollout, probing and update of blocks that are compiled, with batches of other sizes in every phase."""
+    """Rollout, probing and update of blocks that are compiled, with batches of other sizes in every
+    phase.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     trained, graphs = trainer(method, compiled="eager"), []
     for _ in range(3):
         trained.iteration()
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert graphs == [6, 6, 6]  # two kinds of blocks: one size, any size, and any size with gradients
+    # two kinds of blocks: one size, any size, and any size with gradients
+    assert graphs == [6, 6, 6]
 
 
 START = """
@@ -119,9 +159,15 @@ print(json.dumps([sum(name.startswith("flowrl") for name in new), sorted(package
 """
 
 
-@pytest.mark.parametrize(("line", "own", "packages"), [("--help", 11, 12), ("parts", 16, 14), ("compare --help", 24, 18)])
+@pytest.mark.parametrize(
+    ("line", "own", "packages"), [("--help", 11, 12), ("parts", 16, 14), ("compare --help", 24, 18)]
+)
 def test_modules_that_are_imported_at_the_start(line, own, packages):
-    """Modules of flowrl and packages of others, counted when this was written, with two packages for other versions of these."""
-    found = subprocess.run([sys.executable, "-c", START, *line.split()], capture_output=True, text=True, check=True)
+    """Modules of flowrl and packages of others, counted when this was written, with two packages
+    for other versions of these.
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", START, *line.split()], capture_output=True, text=True, check=True
+    )
     modules, others = json.loads(found.stdout)
     assert modules <= own and len(others) <= packages, others

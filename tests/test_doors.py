@@ -1,4 +1,6 @@
-"""Tensors of the wrong shape are refused where they enter a room, with a message that names the axis."""
+"""Tensors of the wrong shape are refused where they enter a room, with a message that names the
+axis.
+"""
 
 import re
 import subprocess
@@ -28,7 +30,9 @@ STEP = torch.zeros(4, dtype=torch.long)
 
 
 def path(states=44, velocities=40, prompts=1, stds=STDS) -> Trajectories:
-    return Trajectories(torch.zeros(1, states, 2), torch.zeros(prompts, velocities, 2), GRID, TREE, stds)
+    return Trajectories(
+        torch.zeros(1, states, 2), torch.zeros(prompts, velocities, 2), GRID, TREE, stds
+    )
 
 
 def credited(shape: tuple[int, ...]) -> object:
@@ -40,17 +44,28 @@ def credited(shape: tuple[int, ...]) -> object:
 
     values = torch.zeros(2, 3, 11)
     rule: Any = Mine()
-    return credit_of(rule, Experience([Prompt("a")] * 2, values, TEN, torch.ones(2, 3, dtype=torch.bool)))
+    return credit_of(
+        rule, Experience([Prompt("a")] * 2, values, TEN, torch.ones(2, 3, dtype=torch.bool))
+    )
 
 
 def batch(**changes) -> LossBatch:
-    good = {"new": PAIR, "behaviour": PAIR, "next_node": torch.zeros(4, 2), "advantages": torch.zeros(4), "weight": torch.ones(4)}
+    good = {
+        "new": PAIR,
+        "behaviour": PAIR,
+        "next_node": torch.zeros(4, 2),
+        "advantages": torch.zeros(4),
+        "weight": torch.ones(4),
+    }
     places = {"sample": STEP, "group": STEP, "step": STEP, "time": torch.ones(4)}
     return LossBatch(**{**good, "delta": torch.ones(4), **places, **changes})
 
 
 DOORS: dict[str, tuple[Callable[[], object], str]] = {
-    "a state missing": (lambda: path(states=43), r"43 states and 40 velocities.*44 states, 40 velocities and 10 steps"),
+    "a state missing": (
+        lambda: path(states=43),
+        r"43 states and 40 velocities.*44 states, 40 velocities and 10 steps",
+    ),
     "a velocity too many": (lambda: path(velocities=41), r"40 velocities"),
     "prompts differ": (lambda: path(prompts=2), r"outputs[\s\S]*prompt=1"),
     "stds for nodes": (lambda: path(stds=torch.ones(11)), r"44 states, 40 velocities and 10 steps"),
@@ -62,12 +77,18 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: TurningPoint().assign(torch.zeros(2, 3, 11, 1), TEN),
         r"decision\+1\] = \(2, 3, 11\).* got torch.float32 \(2, 3, 11, 1\)",
     ),
-    "no decision": (lambda: Decisions.like(torch.zeros(2, 3, 1)), r"shape \(2, 3, 1\) has no decision"),
+    "no decision": (
+        lambda: Decisions.like(torch.zeros(2, 3, 1)),
+        r"shape \(2, 3, 1\) has no decision",
+    ),
     "values and decisions differ": (
         lambda: StepwiseGain().assign(torch.rand(2, 3, 10), TEN),
         r"\[prompt, member, decision\+1\] = \(2, 3, 11\).* got torch.float32 \(2, 3, 10\)",
     ),
-    "a mask of other decisions": (lambda: replace(TEN, mask=torch.ones(2, 3, 9).bool()), r"'mask'[\s\S]*decision=10"),
+    "a mask of other decisions": (
+        lambda: replace(TEN, mask=torch.ones(2, 3, 9).bool()),
+        r"'mask'[\s\S]*decision=10",
+    ),
     "columns for decisions": (
         lambda: credited((2, 3, 11)),
         r"Mine.assign returned shape \(2, 3, 11\), not \[prompt, member, decision\] = \(2, 3, 10\)",
@@ -76,11 +97,26 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: credited((3, 2, 10)),
         r"Mine.assign returned shape \(3, 2, 10\), not \[prompt, member, decision\] = \(2, 3, 10\)",
     ),
-    "std per element": (lambda: Gaussian(torch.zeros(4, 2), torch.ones(4, 2)), r"'std'[\s\S]*'sample'"),
-    "std of other samples": (lambda: Gaussian(torch.zeros(4, 2), torch.ones(3)), r"'std'[\s\S]*sample=4"),
-    "advantages per step": (lambda: batch(advantages=torch.zeros(4, 10)), r"'advantages'[\s\S]*'sample'"),
-    "a mask for weights": (lambda: batch(weight=torch.ones(4, dtype=torch.bool)), r"'weight'[\s\S]*Float"),
-    "other latents": (lambda: batch(next_node=torch.zeros(4, 3)), r"new.mean.*\[sample, \*latent\] = \(4, 3\)"),
+    "std per element": (
+        lambda: Gaussian(torch.zeros(4, 2), torch.ones(4, 2)),
+        r"'std'[\s\S]*'sample'",
+    ),
+    "std of other samples": (
+        lambda: Gaussian(torch.zeros(4, 2), torch.ones(3)),
+        r"'std'[\s\S]*sample=4",
+    ),
+    "advantages per step": (
+        lambda: batch(advantages=torch.zeros(4, 10)),
+        r"'advantages'[\s\S]*'sample'",
+    ),
+    "a mask for weights": (
+        lambda: batch(weight=torch.ones(4, dtype=torch.bool)),
+        r"'weight'[\s\S]*Float",
+    ),
+    "other latents": (
+        lambda: batch(next_node=torch.zeros(4, 3)),
+        r"new.mean.*\[sample, \*latent\] = \(4, 3\)",
+    ),
     "velocity of other samples": (
         lambda: CPS().transition(torch.zeros(4, 2), torch.zeros(3, 2), GRID, STEP),
         r"'velocity'[\s\S]*sample=4",
@@ -93,7 +129,10 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Schedule(GRID.times, timesteps=torch.ones(11)),
         r"timesteps = 11 is not allowed; allowed: 10 steps",
     ),
-    "times that rise": (lambda: Schedule(GRID.times.flip(0)), r"schedule.times.*strictly decreasing"),
+    "times that rise": (
+        lambda: Schedule(GRID.times.flip(0)),
+        r"schedule.times.*strictly decreasing",
+    ),
 }
 
 
@@ -140,14 +179,27 @@ def policies(one: MixturePolicy, other: SmallSD3Policy) -> list[FlowPolicy]:
 
 
 def test_parts_conform_to_their_protocols_statically(tmp_path: Path) -> None:
-    """basedpyright accepts every built-in part as its protocol, and refuses parts of another kind."""
+    """basedpyright accepts every built-in part as its protocol, and refuses parts of another
+    kind.
+    """
     pytest.importorskip("basedpyright")
     good, bad = tmp_path / "good.py", tmp_path / "bad.py"
     good.write_text(CONFORMANCE)
-    imports = ["from flowrl.losses import ClippedLoss", "from flowrl.protocols import CreditAssigner"]
+    imports = [
+        "from flowrl.losses import ClippedLoss",
+        "from flowrl.protocols import CreditAssigner",
+    ]
     bad.write_text("\n".join([*imports, "rule: CreditAssigner = ClippedLoss()", ""]))
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
-    check = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "-p", str(tmp_path)]
+    check = [
+        sys.executable,
+        "-m",
+        "basedpyright",
+        "--pythonpath",
+        sys.executable,
+        "-p",
+        str(tmp_path),
+    ]
     done = subprocess.run(check, capture_output=True, text=True)
     assert "bad.py:3" in done.stdout, done.stdout
     assert '"assign" is not present' in done.stdout

@@ -1,4 +1,6 @@
-"""Damaged and hostile files are read or refused by name, and run nothing; files with one fault are refused for that fault."""
+"""Damaged and hostile files are read or refused by name, and run nothing; files with one fault are
+refused for that fault.
+"""
 
 import json
 import os
@@ -41,7 +43,10 @@ def test_no_reader_crashes_or_runs_code(kind, seeds):
 
 def test_the_same_seed_makes_the_same_inputs():
     def made(seed):
-        return [fuzz_mutations.json_changed(b'{"a": [1, {"b": 2}]}', random.Random(f"{seed} {i}")) for i in range(20)]
+        return [
+            fuzz_mutations.json_changed(b'{"a": [1, {"b": 2}]}', random.Random(f"{seed} {i}"))
+            for i in range(20)
+        ]
 
     assert made(1) == made(1) != made(2)
 
@@ -69,15 +74,21 @@ def touch(path):
 @pytest.mark.parametrize(
     ("reader", "problem"),
     [
-        (crash, "KeyError: 'boom'"), (connect, "subprocess.Popen"), (touch, "code was run"), (shout, "a message of"),
-        (anonymous, "the file is not named"), (lambda path: os._exit(7), "exit code 7"),
+        (crash, "KeyError: 'boom'"),
+        (connect, "subprocess.Popen"),
+        (touch, "code was run"),
+        (shout, "a message of"),
+        (anonymous, "the file is not named"),
+        (lambda path: os._exit(7), "exit code 7"),
         (lambda path: [n * n for n in range(10**9)], "MemoryError|not done"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_reader_is_found(reader, problem, tmp_path):
     (tmp_path / "file").write_text("text")
     reads = iter([lambda path: None] * 2)  # the valid file is read twice
-    kind = fuzz_cases.Kind("bad", "file", fuzz_mutations.mixed(), lambda path: next(reads, reader)(path))
+    kind = fuzz_cases.Kind(
+        "bad", "file", fuzz_mutations.mixed(), lambda path: next(reads, reader)(path)
+    )
     found = fuzz_files.forked(kind, tmp_path, 1, 0, None)
     assert len(found.problems) == 1
     assert any(text in found.problems[0] for text in problem.split("|"))
@@ -91,11 +102,15 @@ def written(path, content):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('{"a": 1, "a": 2}', "a is set twice"), ("[" * (DEPTH + 1) + "]" * (DEPTH + 1), "nested deeper than 50"),
-        ("[" * 100_000, "nested deeper than 50"), ("9" * 400, "more than 64 bits"), ('"\\ud800"', "surrogates not allowed"),
-        (b"\xff\xfe{}", "codec can't decode"), ("", "Expecting value"),
+        ('{"a": 1, "a": 2}', "a is set twice"),
+        ("[" * (DEPTH + 1) + "]" * (DEPTH + 1), "nested deeper than 50"),
+        ("[" * 100_000, "nested deeper than 50"),
+        ("9" * 400, "more than 64 bits"),
+        ('"\\ud800"', "surrogates not allowed"),
+        (b"\xff\xfe{}", "codec can't decode"),
+        ("", "Expecting value"),
     ],
-)  # fmt: skip
+)
 def test_json_that_python_would_read_or_crash_on_is_refused(text, reason, tmp_path):
     path = written(tmp_path / "a.json", text)
     with pytest.raises(ConfigError, match=reason) as caught:
@@ -113,19 +128,26 @@ def test_json_keeps_what_python_writes(tmp_path):
 
 
 def bomb(levels):
-    lines = ["a0: &a0 [1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels))]
+    lines = [
+        "a0: &a0 [1]",
+        *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels)),
+    ]
     return "\n".join(lines)
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (bomb(30), f"line 5, is not YAML: .*{NODES:,} values with those of aliases"), ("a: &a [*a]", "line 1, is not YAML"),
-        ("a: " + "[" * 60 + "]" * 60, "more than 50 levels"), ("a: !!int ''", "is not YAML"), ("a: !!bool maybe", "is not YAML"),
-        ("a: !!python/object/apply:os.system ['true']", "could not determine"), ("a: [{b: 1, b: 2}]", "b is set twice"),
+        (bomb(30), f"line 5, is not YAML: .*{NODES:,} values with those of aliases"),
+        ("a: &a [*a]", "line 1, is not YAML"),
+        ("a: " + "[" * 60 + "]" * 60, "more than 50 levels"),
+        ("a: !!int ''", "is not YAML"),
+        ("a: !!bool maybe", "is not YAML"),
+        ("a: !!python/object/apply:os.system ['true']", "could not determine"),
+        ("a: [{b: 1, b: 2}]", "b is set twice"),
         ("#" * 100_001, "100,001 characters"),
     ],
-)  # fmt: skip
+)
 def test_yaml_of_any_kind_is_refused_with_its_line(text, reason, tmp_path):
     with pytest.raises(ConfigError, match=reason):
         load_document(written(tmp_path / "a.yaml", text))
@@ -137,7 +159,10 @@ def test_yaml_with_a_few_aliases_is_read(tmp_path):
 
 
 def test_errors_of_a_file_name_it_once():
-    with pytest.raises(CheckpointError, match=r"^file\.x cannot be read: KeyError: 'a'$"), reading("file.x", CheckpointError):
+    with (
+        pytest.raises(CheckpointError, match=r"^file\.x cannot be read: KeyError: 'a'$"),
+        reading("file.x", CheckpointError),
+    ):
         raise KeyError("a")
     with pytest.raises(ConfigError, match=r"^file\.x: bad$"), reading("file.x", CheckpointError):
         raise ConfigError("bad")
@@ -146,36 +171,49 @@ def test_errors_of_a_file_name_it_once():
 
 
 @pytest.mark.parametrize(
-    "tensor", [torch.zeros(2, 3), torch.zeros(2, 3, 4, dtype=torch.int64), torch.zeros(1, 3, 4)], ids=["dims", "type", "size"]
+    "tensor",
+    [torch.zeros(2, 3), torch.zeros(2, 3, 4, dtype=torch.int64), torch.zeros(1, 3, 4)],
+    ids=["dims", "type", "size"],
 )
 def test_tensors_of_another_shape_or_type_are_refused(tensor, tmp_path):
     path = written(tmp_path / "a.safetensors", save({"images": tensor}))
-    with pytest.raises(CheckpointError, match=r"a\.safetensors: tensor 'images' is torch.*allowed: .* \[2, any, any\]"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"a\.safetensors: tensor 'images' is torch.*allowed: .* \[2, any, any\]",
+    ):
         read_tensors(path, {"images": (2, None, None)})
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("a\xe9,1".encode("latin-1"), "r.csv cannot be read: UnicodeDecodeError"), ("x" * 200_000 + ",1", "line 1: field larger"),
-        ("prompt,member,value_0,reward\na,b,1,2\na,b,1,3\n", "line 3: the member 'b' of this prompt is there twice"),
+        ("a\xe9,1".encode("latin-1"), "r.csv cannot be read: UnicodeDecodeError"),
+        ("x" * 200_000 + ",1", "line 1: field larger"),
+        (
+            "prompt,member,value_0,reward\na,b,1,2\na,b,1,3\n",
+            "line 3: the member 'b' of this prompt is there twice",
+        ),
         ("prompt,prompt,value_0,reward\na,b,1,2\n", "the column prompt is there twice"),
         ('"1,2\n3,4\n', "line 2: unexpected end of data"),
     ],
-)  # fmt: skip
+)
 def test_tables_that_are_no_csv_are_refused(text, reason, tmp_path):
     with pytest.raises(ConfigError, match=reason):
         read_rewards(written(tmp_path / "r.csv", text))
 
 
 def test_a_table_from_a_spreadsheet_is_read(tmp_path):
-    found = read_rewards(written(tmp_path / "r.csv", b"\xef\xbb\xbfprompt,Value_0,Reward\r\na,1,2\r\na,3,4\r\n"))
+    found = read_rewards(
+        written(tmp_path / "r.csv", b"\xef\xbb\xbfprompt,Value_0,Reward\r\na,1,2\r\na,3,4\r\n")
+    )
     assert found.values.tolist() == [[[1.0, 2.0], [3.0, 4.0]]] and found.prompts == ("a",)
 
 
 def test_half_a_surrogate_pair_or_a_name_given_twice_is_no_prompt(tmp_path):
     with pytest.raises(ConfigError, match=r"line 1 .*surrogates.*line 2 .*prompt is set twice"):
-        load_prompts(written(tmp_path / "p.jsonl", '{"prompt": "\\ud800"}\n{"prompt": "a", "prompt": "b"}\n'))
+        load_prompts(
+            written(tmp_path / "p.jsonl", '{"prompt": "\\ud800"}\n{"prompt": "a", "prompt": "b"}\n')
+        )
 
 
 def test_a_torn_last_line_is_ignored_and_another_bad_line_is_refused(seeds, tmp_path):
@@ -200,5 +238,7 @@ def test_a_pipeline_with_missing_weights_is_refused(tmp_path):
     tensors = load_file(path)
     name = sorted(tensors)[0]
     save_file({key: value for key, value in tensors.items() if key != name}, path)
-    with pytest.raises(ConfigError, match=f"files of the transformer in .* lack 1 weights, such as {name}"):
+    with pytest.raises(
+        ConfigError, match=f"files of the transformer in .* lack 1 weights, such as {name}"
+    ):
         load_policy(str(tmp_path / "model"), TINY)

@@ -24,7 +24,10 @@ os._exit(9)
 def test_only_one_process_has_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     with file_lock(path, "flowrl bench one"):
-        holder = rf"results\.jsonl is being written by process {os.getpid()} on .* \(`flowrl bench one`, since 20"
+        holder = (
+            rf"results\.jsonl is being written by process {os.getpid()} on .* \(`flowrl bench one`,"
+            r" since 20"
+        )
         with pytest.raises(ConfigError, match=holder), file_lock(path, "flowrl bench other"):
             pass
     with pytest.raises(KeyError), file_lock(path, "fails"):
@@ -44,5 +47,8 @@ def test_a_lock_is_released_with_its_process(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be locked"), file_lock(tmp_path / "file" / "results.jsonl", "x"):
+    with (
+        pytest.raises(ConfigError, match="cannot be locked"),
+        file_lock(tmp_path / "file" / "results.jsonl", "x"),
+    ):
         pass

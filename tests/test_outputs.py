@@ -1,4 +1,6 @@
-"""What flowrl did not make is never written over, outputs are tried before the work, and a failed start leaves nothing."""
+"""What flowrl did not make is never written over, outputs are tried before the work, and a failed
+start leaves nothing.
+"""
 
 import json
 from pathlib import Path
@@ -31,7 +33,9 @@ def made(tmp_path_factory) -> Path:
     options = ["--methods", "flow-grpo", "--seeds", "0", "--workers", "1"]
     assert main(["compare", *TINY, *options, "--out", str(root / "comparison")]) == 0
     assert main(["train", *TINY, "--out", str(root / "run")]) == 0
-    assert main(["evaluate", "--weights", str(root / "run"), "--limit", "1", "--num-steps", "2"]) == 0
+    assert (
+        main(["evaluate", "--weights", str(root / "run"), "--limit", "1", "--num-steps", "2"]) == 0
+    )
     assert main(["prompts", "text", "--count", "3", "--file", str(root / "prompts.jsonl")]) == 0
     (root / "notes").mkdir()
     (root / "notes" / "mine.txt").write_text("mine")
@@ -40,16 +44,38 @@ def made(tmp_path_factory) -> Path:
 
 
 def content(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
 
 
 FOLDERS = {
-    "train": (["train", *TINY], ["comparison", "run", "run/evaluation", "notes", "file", "file/x", "notes/mine.txt"]),
-    "compare": (["compare", *TINY], ["comparison", "run", "run/evaluation", "notes", "file", "file/x"]),
-    "evaluate": (["evaluate", "--weights", "run", "--limit", "1"], ["comparison", "run", "notes", "file", "file/x"]),
+    "train": (
+        ["train", *TINY],
+        ["comparison", "run", "run/evaluation", "notes", "file", "file/x", "notes/mine.txt"],
+    ),
+    "compare": (
+        ["compare", *TINY],
+        ["comparison", "run", "run/evaluation", "notes", "file", "file/x"],
+    ),
+    "evaluate": (
+        ["evaluate", "--weights", "run", "--limit", "1"],
+        ["comparison", "run", "notes", "file", "file/x"],
+    ),
 }
 FILES = {
-    "sample": ["sample", "--prompts", "three red circles", "--count", "1", "--num-steps", "1", "--out"],
+    "sample": [
+        "sample",
+        "--prompts",
+        "three red circles",
+        "--count",
+        "1",
+        "--num-steps",
+        "1",
+        "--out",
+    ],
     "explain": ["explain", "uniform", "--out"],
     "prompts": ["prompts", "text", "--count", "2", "--file"],
     "pretrain": ["pretrain", "--updates", "1", "--out"],
@@ -62,7 +88,15 @@ TAKEN = {
     "explain": ["mine.png", "file/x.png", "x" * 300 + ".png"],
     "prompts": ["mine.jsonl", "prompts.jsonl", "file/x.jsonl", "run"],
     "pretrain": ["mine.safetensors", "run/weights.safetensors", "file/x.safetensors", "run"],
-    "microscope": ["run/config.json", "mine.jsonl", "file", "file/x.jsonl", "run", "notes/pages/m.jsonl", "notes/html/m.jsonl"],
+    "microscope": [
+        "run/config.json",
+        "mine.jsonl",
+        "file",
+        "file/x.jsonl",
+        "run",
+        "notes/pages/m.jsonl",
+        "notes/html/m.jsonl",
+    ],
     "claims": ["file", "notes/pages", "notes/html"],
     "rule": ["notes/pages", "notes/html"],
 }
@@ -71,8 +105,12 @@ CASES += [(name, taken) for name, others in TAKEN.items() for taken in others]
 
 
 @pytest.mark.parametrize(("name", "taken"), CASES)
-def test_nothing_of_others_is_written_over(name: str, taken: str, made: Path, monkeypatch, capsys) -> None:
-    """One error before the work (minutes for `pretrain` and the microscope), and every byte is as it was."""
+def test_nothing_of_others_is_written_over(
+    name: str, taken: str, made: Path, monkeypatch, capsys
+) -> None:
+    """One error before the work (minutes for `pretrain` and the microscope), and every byte is as
+    it was.
+    """
     monkeypatch.chdir(made)
     for path in ("mine.png", "mine.jsonl", "mine.json", "mine.safetensors"):
         (made / path).write_text("mine")
@@ -85,24 +123,54 @@ def test_nothing_of_others_is_written_over(name: str, taken: str, made: Path, mo
     assert main([*command, taken]) == 2
     error = capsys.readouterr().err
     assert error.startswith(
-        ("flowrl: error: out", "flowrl: error: file", "flowrl: error: page", f"flowrl: error: {taken} cannot be locked")
+        (
+            "flowrl: error: out",
+            "flowrl: error: file",
+            "flowrl: error: page",
+            f"flowrl: error: {taken} cannot be locked",
+        )
     ), error
     assert error.count("\n") == 1 and taken.split("/")[0][:20] in error
     assert content(made) == before
 
 
-def test_what_the_same_command_has_made_is_replaced(made: Path, tmp_path: Path, monkeypatch) -> None:
+def test_what_the_same_command_has_made_is_replaced(
+    made: Path, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     sample = [*FILES["sample"], "sample.png"]
-    assert main(sample) == main(sample) == main([*FILES["explain"], "e.png"]) == main([*FILES["explain"], "e.png"]) == 0
+    assert (
+        main(sample)
+        == main(sample)
+        == main([*FILES["explain"], "e.png"])
+        == main([*FILES["explain"], "e.png"])
+        == 0
+    )
     assert main([*FILES["prompts"], "p.jsonl"]) == main([*FILES["prompts"], "p.jsonl"]) == 0
-    again = ["evaluate", "--weights", str(made / "run"), "--limit", "1", "--num-steps", "2", "--out", "e"]
+    again = [
+        "evaluate",
+        "--weights",
+        str(made / "run"),
+        "--limit",
+        "1",
+        "--num-steps",
+        "2",
+        "--out",
+        "e",
+    ]
     assert main(again) == main(again) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["e", "e.png", "p.jsonl", "sample.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "e",
+        "e.png",
+        "p.jsonl",
+        "sample.png",
+    ]
 
 
 @pytest.mark.parametrize("least", [4, 6])
-def test_a_start_that_fails_leaves_nothing_and_does_not_block_the_next(least: int, tmp_path: Path) -> None:
+def test_a_start_that_fails_leaves_nothing_and_does_not_block_the_next(
+    least: int, tmp_path: Path
+) -> None:
     """In the evaluation of 4 samples before training, or in the first iteration, of 6."""
     (tmp_path / "reward.py").write_text(REWARD.replace("LEAST", str(least)))
     out = tmp_path / "new" / "deep" / "out"
@@ -127,7 +195,9 @@ def test_a_start_that_was_killed_may_be_repeated(tmp_path: Path) -> None:
     (out / "config.json").write_text(json.dumps(CONFIG.as_dict()))
     (out / "metrics.jsonl").write_text('{"iteration": 0}\n')
     assert Run(CONFIG, out).execute()
-    with pytest.raises(ConfigError, match="already holds a run; choose another folder or resume it"):
+    with pytest.raises(
+        ConfigError, match="already holds a run; choose another folder or resume it"
+    ):
         Run(CONFIG, out).execute()
 
 

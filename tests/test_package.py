@@ -18,8 +18,26 @@ from jaxtyping import TypeCheckError
 import flowrl
 from flowrl.credit import GDPO, StepwiseGain, TurningPoint, Uniform, ValueTracker, Weighted
 from flowrl.losses import ClippedLoss, GRPOGuard
-from flowrl.protocols import CreditAssigner, ExperienceCredit, FlowPolicy, PolicyLoss, RewardModel, Sampler, Window
-from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FixedWindow, FlowSDE, RandomWindow, SlidingWindow, Windowed
+from flowrl.protocols import (
+    CreditAssigner,
+    ExperienceCredit,
+    FlowPolicy,
+    PolicyLoss,
+    RewardModel,
+    Sampler,
+    Window,
+)
+from flowrl.samplers import (
+    CPS,
+    DDIMSDE,
+    ODE,
+    DanceSDE,
+    FixedWindow,
+    FlowSDE,
+    RandomWindow,
+    SlidingWindow,
+    Windowed,
+)
 from flowrl.types import CHECKS_ON
 from flowrl.worlds.mixture import DirectionReward
 from flowrl.worlds.shapes.verifier import ShapesReward
@@ -27,14 +45,21 @@ from flowrl.worlds.shapes.verifier import ShapesReward
 
 def python(code, **environment):
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout.split()
 
 
 def test_the_version_is_written_once():
     root = Path(__file__).parents[1]
-    assert tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["version"]["path"] == "flowrl/__init__.py"
+    assert (
+        tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["version"]["path"]
+        == "flowrl/__init__.py"
+    )
     assert yaml.safe_load((root / "CITATION.cff").read_text())["version"] == flowrl.__version__
 
 
@@ -46,12 +71,23 @@ def test_the_repository_has_one_address():
 
 
 def test_the_lowest_versions_are_the_lower_bounds():
-    """constraints-lowest.txt, which `nox -s lowest` installs; of torch only one version has a CPU build everywhere."""
+    """constraints-lowest.txt, which `nox -s lowest` installs; of torch only one version has a CPU
+    build everywhere.
+    """
     root = Path(__file__).parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    bounds = [*project["dependencies"], *(bound for extra in project["optional-dependencies"].values() for bound in extra)]
-    lowest = {tuple(line.split("==")) for line in (root / "constraints-lowest.txt").read_text().split("\n") if "==" in line}
-    assert {tuple(bound.split(">=")) for bound in bounds if ">=" in bound} - lowest == {("torch", "2.11")}
+    bounds = [
+        *project["dependencies"],
+        *(bound for extra in project["optional-dependencies"].values() for bound in extra),
+    ]
+    lowest = {
+        tuple(line.split("=="))
+        for line in (root / "constraints-lowest.txt").read_text().split("\n")
+        if "==" in line
+    }
+    assert {tuple(bound.split(">=")) for bound in bounds if ">=" in bound} - lowest == {
+        ("torch", "2.11")
+    }
     assert "torch==2.13.0" in (root / "constraints.txt").read_text()
 
 
@@ -59,14 +95,24 @@ def test_the_readme_is_short():
     """Outside of code and tables no line is longer than 120 characters."""
     lines = (Path(__file__).parents[1] / "README.md").read_text().splitlines()
     assert len(lines) <= 130
-    fenced = [line for number, line in enumerate(lines) if sum(other.startswith("```") for other in lines[:number]) % 2 == 0]
+    fenced = [
+        line
+        for number, line in enumerate(lines)
+        if sum(other.startswith("```") for other in lines[:number]) % 2 == 0
+    ]
     assert not [line for line in fenced if len(line) > 120 and not line.startswith("|")]
 
 
 def test_importing_costs_little_beyond_torch():
     """Processor seconds, so that a busy machine does not matter."""
-    code = "import torch, time, sys; t = time.process_time(); import flowrl; first = time.process_time() - t; "
-    code += "import flowrl.samplers, flowrl.credit, flowrl.losses; print(first, time.process_time() - t, "
+    code = (
+        "import torch, time, sys; t = time.process_time(); import flowrl; first ="
+        " time.process_time() - t; "
+    )
+    code += (
+        "import flowrl.samplers, flowrl.credit, flowrl.losses; print(first, time.process_time()"
+        " - t, "
+    )
     code += "*[m for m in ('diffusers', 'transformers', 'peft', 'matplotlib') if m in sys.modules])"
     runs = [python(code) for _ in range(2)]
     assert all(heavy == [] for _, _, *heavy in runs)
@@ -106,24 +152,43 @@ def test_wrong_axes_are_refused_at_the_door():
 
 
 def test_the_switch_turns_the_checks_off():
-    code = "import torch; from flowrl.types import Gaussian; print(type(Gaussian(torch.zeros(2, 3), torch.zeros(5))).__name__)"
+    code = (
+        "import torch; from flowrl.types import Gaussian; print(type(Gaussian(torch.zeros(2, 3),"
+        " torch.zeros(5))).__name__)"
+    )
     assert python(code, FLOWRL_TYPECHECK="0") == ["Gaussian"]
     with pytest.raises(subprocess.CalledProcessError):
         python(code, FLOWRL_TYPECHECK="1")
 
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("flow", "samplers", "credit", "losses", "rewards", "policies", "prompts", "worlds", "rollout", "testing", "diagnostics")
+ROOMS = (
+    "flow",
+    "samplers",
+    "credit",
+    "losses",
+    "rewards",
+    "policies",
+    "prompts",
+    "worlds",
+    "rollout",
+    "testing",
+    "diagnostics",
+)
 
 
 def documented_constants(room):
-    """The names that are assigned at the top of a room's modules and followed by a string, alone or in a run of assignments."""
+    """The names that are assigned at the top of a room's modules and followed by a string, alone or
+    in a run of assignments.
+    """
     found = set()
     for path in (ROOT / "flowrl" / room).rglob("*.py"):
         waiting = set()
         for statement in ast.parse(path.read_text()).body:
             if isinstance(statement, ast.Assign | ast.AnnAssign):
-                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                targets = (
+                    statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                )
                 waiting |= {target.id for target in targets if isinstance(target, ast.Name)}
             elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 found |= waiting
@@ -139,13 +204,19 @@ def test_public_names_exist_and_are_documented(room):
     for name in module.__all__:
         thing = getattr(module, name)
         own = inspect.isclass(thing) or inspect.isroutine(thing) or isinstance(thing, ModuleType)
-        documented = own and thing.__doc__ and not thing.__doc__.startswith(f"{name}(")  # as data classes make it
-        assert documented or name in constants, f"flowrl.{room}.{name} has no docstring, and no string below it"
+        # as data classes make it
+        documented = own and thing.__doc__ and not thing.__doc__.startswith(f"{name}(")
+        assert documented or name in constants, (
+            f"flowrl.{room}.{name} has no docstring, and no string below it"
+        )
 
 
 def test_the_names_of_a_room_do_not_load_heavy_packages():
     code = f"import sys, {', '.join(f'flowrl.{room}' for room in ROOMS)}; "
-    code += "print(*[m for m in ('diffusers', 'transformers', 'peft', 'matplotlib', 'datasets', 'scipy') if m in sys.modules])"
+    code += (
+        "print(*[m for m in ('diffusers', 'transformers', 'peft', 'matplotlib', 'datasets',"
+        " 'scipy') if m in sys.modules])"
+    )
     assert python(code) == []
 
 
@@ -159,8 +230,24 @@ def test_satellites_use_public_names(folder):
     for path in (ROOT / folder).rglob("*.py"):
         for statement in ast.walk(ast.parse(path.read_text())):
             parts = (getattr(statement, "module", None) or "").split(".")
-            if isinstance(statement, ast.ImportFrom) and parts[0] == "flowrl" and parts[1:2] and parts[1] in ROOMS:
-                packages = [import_module(".".join(parts[:depth])) for depth in range(2, len(parts) + 1)]
-                public = {name for package in packages if hasattr(package, "__path__") for name in package.__all__}
-                private += [f"{path.name}: {statement.module}.{a.name}" for a in statement.names if a.name not in public]
+            if (
+                isinstance(statement, ast.ImportFrom)
+                and parts[0] == "flowrl"
+                and parts[1:2]
+                and parts[1] in ROOMS
+            ):
+                packages = [
+                    import_module(".".join(parts[:depth])) for depth in range(2, len(parts) + 1)
+                ]
+                public = {
+                    name
+                    for package in packages
+                    if hasattr(package, "__path__")
+                    for name in package.__all__
+                }
+                private += [
+                    f"{path.name}: {statement.module}.{a.name}"
+                    for a in statement.names
+                    if a.name not in public
+                ]
     assert not private

@@ -1,4 +1,6 @@
-"""Defaults, limits and doors of every part: what a published setting is, where it ends, and that nothing changes afterwards."""
+"""Defaults, limits and doors of every part: what a published setting is, where it ends, and that
+nothing changes afterwards.
+"""
 
 import dataclasses
 import inspect
@@ -36,22 +38,57 @@ from flowrl.flow import (
     uniform_schedule,
 )
 from flowrl.flow.mixture import GaussianMixture
-from flowrl.losses import AWM, DGPO, ClippedLoss, DiffusionNFT, FlowDPPO, GRPOGuard, PolicyGradientLoss
+from flowrl.losses import (
+    AWM,
+    DGPO,
+    ClippedLoss,
+    DiffusionNFT,
+    FlowDPPO,
+    GRPOGuard,
+    PolicyGradientLoss,
+)
 from flowrl.probes import Completion, NoProbe, Substeps, Tweedie
-from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FixedWindow, FlowSDE, RandomWindow, SlidingWindow, Windowed
+from flowrl.samplers import (
+    CPS,
+    DDIMSDE,
+    ODE,
+    DanceSDE,
+    FixedWindow,
+    FlowSDE,
+    RandomWindow,
+    SlidingWindow,
+    Windowed,
+)
 from flowrl.samplers._kernels import StepTimes, coefficient_preserving_mean
 from flowrl.types import CHECKS_ON
 
 DEFAULTS: dict[type, dict[str, Any]] = {
     Uniform: {"std": "group", "clamp": 5.0, "probe": NoProbe()},
     Weighted: {"weights": "noise", "rule": None, "std": "group", "clamp": 5.0, "probe": NoProbe()},
-    StepwiseGain: {"normalise": "joint", "lam": 0.0, "gamma": 1.0, "pool": "prompt", "clamp": 5.0, "probe": Substeps(5)},
+    StepwiseGain: {
+        "normalise": "joint",
+        "lam": 0.0,
+        "gamma": 1.0,
+        "pool": "prompt",
+        "clamp": 5.0,
+        "probe": Substeps(5),
+    },
     MovingAverageGain: {"decay": 0.9, "clamp": 5.0, "probe": Substeps(5)},
     ValueTracker: {"decay": 0.9, "std": "prompt", "clamp": 5.0},
     TurningPoint: {
-        "consistent": True, "balance": "aggregate", "balance_scope": "batch", "first_step": True, "normalise": "step",
-        "where": "turning", "min_size": 0.0, "confidence": 0.0, "reward_noise": 0.0, "combine": "replace", "seed": 0,
-        "clamp": 5.0, "probe": Completion(),
+        "consistent": True,
+        "balance": "aggregate",
+        "balance_scope": "batch",
+        "first_step": True,
+        "normalise": "step",
+        "where": "turning",
+        "min_size": 0.0,
+        "confidence": 0.0,
+        "reward_noise": 0.0,
+        "combine": "replace",
+        "seed": 0,
+        "clamp": 5.0,
+        "probe": Completion(),
     },
     GDPO: {"rule": Uniform(), "weights": None, "batch": True},
     FlowSDE: {"noise_level": 0.7},
@@ -64,30 +101,55 @@ DEFAULTS: dict[type, dict[str, Any]] = {
     FlowDPPO: {"bound": 1e-5, "kl_weight": 0.0, "kl": "exact"},
     PolicyGradientLoss: {"kl_weight": 0.0, "kl": "exact"},
     DiffusionNFT: {
-        "beta": 1.0, "advantage_clip": 5.0, "kl_weight": 1e-4, "error": "normalised", "mode": "all",
-        "decay": (0, 0.001, 0.5), "times": PermutedTimes(0.99), "noise": "each",
+        "beta": 1.0,
+        "advantage_clip": 5.0,
+        "kl_weight": 1e-4,
+        "error": "normalised",
+        "mode": "all",
+        "decay": (0, 0.001, 0.5),
+        "times": PermutedTimes(0.99),
+        "noise": "each",
     },
     AWM: {
-        "weight": "ghuber", "power": 0.25, "clip": 1.0, "ratio": "exp_first", "advantage_clip": 5.0, "advantage_scale": 1.0,
-        "kl_weight": 1e-3, "average_weight": 1.0, "kl": "uniform", "off_policy": False, "decay": (0, 0.001, 0.3),
-        "times": StratifiedTimes(6, "without", 0.9), "noise": "each",
+        "weight": "ghuber",
+        "power": 0.25,
+        "clip": 1.0,
+        "ratio": "exp_first",
+        "advantage_clip": 5.0,
+        "advantage_scale": 1.0,
+        "kl_weight": 1e-3,
+        "average_weight": 1.0,
+        "kl": "uniform",
+        "off_policy": False,
+        "decay": (0, 0.001, 0.3),
+        "times": StratifiedTimes(6, "without", 0.9),
+        "noise": "each",
     },
     DGPO: {
-        "beta_dpo": 100.0, "clip": 0.01, "clip_kl": False, "kl_weight": 0.02, "anchor": "reference",
-        "decay": (1, 0.001, 0.3), "sample_from": 200, "times": DrawnSteps(4, 7), "noise": "group",
+        "beta_dpo": 100.0,
+        "clip": 0.01,
+        "clip_kl": False,
+        "kl_weight": 0.02,
+        "anchor": "reference",
+        "decay": (1, 0.001, 0.3),
+        "sample_from": 200,
+        "times": DrawnSteps(4, 7),
+        "noise": "group",
     },
     PermutedTimes: {"fraction": 0.99, "shared": False},
     StratifiedTimes: {"count": 6, "first": "without", "fraction": 0.9, "shared": False},
     UniformTimes: {"count": 6, "low": 0.2, "high": 1.0, "shift": 3.0, "shared": False},
     LogitNormalTimes: {"count": 6, "mean": 0.0, "std": 1.0, "shift": 3.0, "shared": False},
     DrawnSteps: {"count": 4, "steps": 7, "shared": True},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("part", DEFAULTS, ids=lambda part: part.__name__)
 def test_defaults_are_the_documented_ones(part: type) -> None:
     made = part()
-    assert {name: getattr(made, name) for name in inspect.signature(part).parameters} == DEFAULTS[part]
+    assert {name: getattr(made, name) for name in inspect.signature(part).parameters} == DEFAULTS[
+        part
+    ]
 
 
 def test_defaults_of_windows_and_functions() -> None:
@@ -107,15 +169,24 @@ def test_defaults_of_windows_and_functions() -> None:
         (GaussianMixture.ring, {"modes": 8, "radius": 2.0, "std": 0.25}),
     ):
         parameters = inspect.signature(function).parameters.items()
-        assert {n: p.default for n, p in parameters if p.default is not inspect.Parameter.empty} == expected
+        assert {
+            n: p.default for n, p in parameters if p.default is not inspect.Parameter.empty
+        } == expected
 
 
 @pytest.mark.parametrize(
     "part",
-    [*(kind() for kind in DEFAULTS if kind not in (MovingAverageGain, ValueTracker)), Windowed(CPS(), range(1)), FixedWindow(1),
-     RandomWindow(1), SlidingWindow(1), GaussianMixture.ring(), StepTimes(torch.ones(1), torch.zeros(1))],
+    [
+        *(kind() for kind in DEFAULTS if kind not in (MovingAverageGain, ValueTracker)),
+        Windowed(CPS(), range(1)),
+        FixedWindow(1),
+        RandomWindow(1),
+        SlidingWindow(1),
+        GaussianMixture.ring(),
+        StepTimes(torch.ones(1), torch.zeros(1)),
+    ],
     ids=lambda part: type(part).__name__,
-)  # fmt: skip
+)
 def test_parts_are_values_that_cannot_be_changed(part: Any) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         part.anything = 1
@@ -188,8 +259,12 @@ LIMITS: list[tuple[type, str, list[Any], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("part", "option", "allowed", "refused"), LIMITS, ids=lambda x: getattr(x, "__name__", None))
-def test_options_end_where_they_should(part: type, option: str, allowed: list[Any], refused: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("part", "option", "allowed", "refused"), LIMITS, ids=lambda x: getattr(x, "__name__", None)
+)
+def test_options_end_where_they_should(
+    part: type, option: str, allowed: list[Any], refused: list[Any]
+) -> None:
     for value in allowed:
         assert getattr(part(**{option: value}), option) == value
     for value in refused:
@@ -202,7 +277,12 @@ def test_windows_end_where_they_should() -> None:
     generator = torch.Generator()
     x, step = torch.zeros(4, 2), torch.arange(4)
     assert (Windowed(FlowSDE(), range(4)).transition(x, x, schedule, step).std > 0).all()
-    assert (Windowed(FlowSDE(), range(3, 4)).transition(x, x, schedule, step).std > 0).tolist() == [False, False, False, True]
+    assert (Windowed(FlowSDE(), range(3, 4)).transition(x, x, schedule, step).std > 0).tolist() == [
+        False,
+        False,
+        False,
+        True,
+    ]
     assert list(RandomWindow(2, low=1, high=3).steps(4, generator)) == [1, 2]
     assert list(RandomWindow(4).steps(4, generator)) == [0, 1, 2, 3]
     assert list(RandomWindow(1, low=3).steps(4, generator)) == [3]
@@ -227,7 +307,11 @@ def test_windows_end_where_they_should() -> None:
 
 
 @pytest.mark.skipif(not CHECKS_ON, reason="shape checks are switched off")
-@pytest.mark.parametrize("kind", [kind for kind in DEFAULTS if not hasattr(kind, "draws")], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind in DEFAULTS if not hasattr(kind, "draws")],
+    ids=lambda kind: kind.__name__,
+)
 def test_every_part_checks_its_door(kind: type) -> None:
     """A tensor without the axes that a part needs is refused before any arithmetic."""
     part, flat = kind(), torch.zeros(3)
@@ -238,7 +322,9 @@ def test_every_part_checks_its_door(kind: type) -> None:
         elif hasattr(part, "loss"):
             part.loss(flat)
         else:
-            part.transition(torch.zeros(3, 2), torch.zeros(2, 2), uniform_schedule(3), torch.zeros(3).long())
+            part.transition(
+                torch.zeros(3, 2), torch.zeros(2, 2), uniform_schedule(3), torch.zeros(3).long()
+            )
 
     inner = Uniform if kind in (Weighted, GDPO) else kind
     with pytest.raises((TypeCheckError, CreditError), match=inner.__name__):
@@ -248,7 +334,9 @@ def test_every_part_checks_its_door(kind: type) -> None:
 @pytest.mark.skipif(not CHECKS_ON, reason="shape checks are switched off")
 def test_windowed_checks_its_door() -> None:
     with pytest.raises(TypeCheckError, match="Windowed"):
-        Windowed(CPS(), range(1)).transition(torch.zeros(3, 2), torch.zeros(2, 2), uniform_schedule(3), torch.zeros(3).long())
+        Windowed(CPS(), range(1)).transition(
+            torch.zeros(3, 2), torch.zeros(2, 2), uniform_schedule(3), torch.zeros(3).long()
+        )
 
 
 def test_missing_values_are_named_by_column() -> None:
@@ -256,18 +344,26 @@ def test_missing_values_are_named_by_column() -> None:
     decisions = Decisions.like(values)
     values[1, 2, 3] = math.nan
     with pytest.raises(
-        CreditError, match=r"needs a finite value in column 3 of 0\.\.4: roll out with the probe Substeps\(count=5\)"
+        CreditError,
+        match=(
+            r"needs a finite value in column 3 of 0\.\.4: roll out with the probe"
+            r" Substeps\(count=5\)"
+        ),
     ):
         StepwiseGain().assign(values, decisions)
     values[0, 0, 0] = math.inf
-    with pytest.raises(CreditError, match=r"in columns 0, 3 of 0\.\.4: roll out with the probe Completion"):
+    with pytest.raises(
+        CreditError, match=r"in columns 0, 3 of 0\.\.4: roll out with the probe Completion"
+    ):
         TurningPoint().assign(values, decisions)
     with pytest.raises(CreditError, match=r"Uniform needs a finite value in column 4 of 0\.\.4"):
         Uniform().assign(torch.full((2, 3, 5), math.nan), decisions)
 
 
 def test_noise_larger_than_there_is_leaves_no_old_noise() -> None:
-    """Rounding may put sigma a little above s: the share of old noise is then 0, not the root of a negative number."""
+    """Rounding may put sigma a little above s: the share of old noise is then 0, not the root of a
+    negative number.
+    """
     times = StepTimes(torch.tensor([0.5]), torch.tensor([0.3]))
     x, v = torch.tensor([[1.0]]), torch.tensor([[2.0]])
     clean = 1.0 - 0.5 * 2.0
@@ -286,6 +382,10 @@ def test_trajectories_that_cannot_fit_are_refused_with_their_size():
 
     config = preset("tiny").apply(world="mixture", groups=10**6, group_size=10**5)
     with pytest.raises(
-        ConfigError, match=r"groups = 1000000 is not allowed; allowed: 1000000 x 100000 samples of 4 steps take .* GB, and"
+        ConfigError,
+        match=(
+            r"groups = 1000000 is not allowed; allowed: 1000000 x 100000 samples of 4 steps take .*"
+            r" GB, and"
+        ),
     ):
         make_trainer(config)

@@ -1,4 +1,5 @@
-"""Ctrl-C, SIGTERM and SIGHUP while Python imports, around the last line of a command, and until its process ends.
+"""Ctrl-C, SIGTERM and SIGHUP while Python imports, around the last line of a command, and until its
+process ends.
 
 Readers of the output that end before the command.
 """
@@ -30,9 +31,9 @@ pytestmark = [
 
 CONFIG = preset("tiny").apply(world="mixture", task="direction")
 OPTIONS = ["--preset", "tiny", "--world", "mixture", "--task", "direction"]
-MODULE, _, FUNCTION = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"][
-    "flowrl"
-].partition(":")
+MODULE, _, FUNCTION = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())[
+    "project"
+]["scripts"]["flowrl"].partition(":")
 CONSOLE = f"from {MODULE} import {FUNCTION}\nsys.exit({FUNCTION}())"
 AS_MODULE = "import runpy\nrunpy.run_module('flowrl', run_name='__main__', alter_sys=True)"
 INTERRUPT = """
@@ -47,15 +48,28 @@ sys.argv = ["flowrl", "env"]
 
 
 def python(script: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.parametrize("start", [CONSOLE, AS_MODULE], ids=["console script", "python -m"])
 def test_an_interrupt_while_flowrl_imports_is_one_line(start: str) -> None:
-    modules = ("flowrl.signals", "flowrl.cli", "flowrl.settings", "pydantic", "tyro", "flowrl.commands.env")
+    modules = (
+        "flowrl.signals",
+        "flowrl.cli",
+        "flowrl.settings",
+        "pydantic",
+        "tyro",
+        "flowrl.commands.env",
+    )
     processes = {name: python(INTERRUPT.format(name) + start) for name in modules}
     for name, process in processes.items():
-        assert (*process.communicate(timeout=120), process.returncode) == ("", "flowrl: interrupted\n", 130), name
+        assert (*process.communicate(timeout=120), process.returncode) == (
+            "",
+            "flowrl: interrupted\n",
+            130,
+        ), name
 
 
 AT_EXIT = """
@@ -77,9 +91,13 @@ sys.argv = ["flowrl", "--version"]
 
 
 def test_a_command_that_is_complete_ends_with_its_own_exit_code() -> None:
-    """Also if a thread of a user's part keeps the process from ending: there the signal ends it at once."""
+    """Also if a thread of a user's part keeps the process from ending: there the signal ends it at
+    once.
+    """
     scripts = [
-        script.format(int(number), "time.sleep(200)") + CONSOLE for script in (AT_EXIT, IN_A_THREAD) for number in STOPPING
+        script.format(int(number), "time.sleep(200)") + CONSOLE
+        for script in (AT_EXIT, IN_A_THREAD)
+        for number in STOPPING
     ]
     for script, process in {script: python(script) for script in scripts}.items():
         shown, errors = process.communicate(timeout=120)
@@ -138,7 +156,10 @@ flowrl.cli.run_command = fail
 
 def test_an_error_without_a_reader_keeps_its_message_and_exit_code() -> None:
     process = without_reader("-c", FAILS)
-    assert (process.communicate(timeout=120)[1], process.returncode) == ("flowrl: error: wrong\n", 2)
+    assert (process.communicate(timeout=120)[1], process.returncode) == (
+        "flowrl: error: wrong\n",
+        2,
+    )
     process = without_reader("-c", FAILS, stderr=subprocess.STDOUT)
     assert process.wait(120) == 2
 
@@ -172,7 +193,9 @@ class Signalling(io.StringIO):
 
 
 def shown_with(text: str, number: int, command: list[str], monkeypatch) -> tuple[int, str]:
-    """Exit code and output of a command at which `number` arrives; the handlers must be as before."""
+    """Exit code and output of a command at which `number` arrives; the handlers must be as
+    before.
+    """
     before, out = [signal.getsignal(each) for each in STOPPING], Signalling(text, number)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", out)
@@ -183,7 +206,9 @@ def shown_with(text: str, number: int, command: list[str], monkeypatch) -> tuple
 
 @pytest.mark.parametrize("number", STOPPING)
 @pytest.mark.parametrize("text", ["Comparing", "Writing the report", "Finished", "Paused"])
-def test_a_comparison_pauses_until_its_last_line_and_is_then_complete(text: str, number: int, tmp_path, monkeypatch) -> None:
+def test_a_comparison_pauses_until_its_last_line_and_is_then_complete(
+    text: str, number: int, tmp_path, monkeypatch
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "config.json").write_text("{}")
@@ -199,20 +224,30 @@ def test_a_comparison_pauses_until_its_last_line_and_is_then_complete(text: str,
     if text == "Finished":
         assert (code, last.partition(" in ")[0]) == (0, "Finished") and last.endswith("report.html")
     else:
-        assert (code, last) == (130, f"Paused; nothing is lost. Go on with: flowrl compare --resume {out}")
+        assert (code, last) == (
+            130,
+            f"Paused; nothing is lost. Go on with: flowrl compare --resume {out}",
+        )
     assert sum(line.startswith(("Paused", "Finished")) for line in shown.splitlines()) == 1
 
 
-def test_a_comparison_that_is_stopped_before_its_first_run_does_not_say_how_to_resume(tmp_path, monkeypatch) -> None:
+def test_a_comparison_that_is_stopped_before_its_first_run_does_not_say_how_to_resume(
+    tmp_path, monkeypatch
+) -> None:
     command = ["compare", *OPTIONS, "--out", str(tmp_path / "out")]
     code, shown = shown_with("Comparing", signal.SIGTERM, command, monkeypatch)
-    assert (code, shown.splitlines()[-1]) == (130, "Stopped before the first run; nothing was written.")
+    assert (code, shown.splitlines()[-1]) == (
+        130,
+        "Stopped before the first run; nothing was written.",
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", STOPPING)
 @pytest.mark.parametrize("text", ["iteration   2", "Proxy and held-out", "Done"])
-def test_a_training_whose_last_iteration_is_done_ends_as_usual(text: str, number: int, tmp_path, monkeypatch) -> None:
+def test_a_training_whose_last_iteration_is_done_ends_as_usual(
+    text: str, number: int, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr("flowrl.commands.runs._draw_proxy", lambda out: out / "proxy.png")
     command = ["train", *OPTIONS, "--iterations", "2", "--out", str(tmp_path / "out")]
     code, shown = shown_with(text, number, command, monkeypatch)
@@ -227,7 +262,10 @@ def test_the_line_before_is_a_pause(text: str, tmp_path, monkeypatch) -> None:
         monkeypatch.setattr("flowrl.training.run.Run.execute", lambda *_: False)
     command = ["train", *OPTIONS, "--iterations", "2", "--out", str(out)]
     code, shown = shown_with(text, signal.SIGINT, command, monkeypatch)
-    assert (code, shown.splitlines()[-1]) == (130, f"Paused; nothing is lost. Go on with: flowrl train --resume {out}")
+    assert (code, shown.splitlines()[-1]) == (
+        130,
+        f"Paused; nothing is lost. Go on with: flowrl train --resume {out}",
+    )
 
 
 def test_stops_stay_ignored_after_a_block_but_not_after_main() -> None:
@@ -241,5 +279,7 @@ def test_stops_stay_ignored_after_a_block_but_not_after_main() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert len(caught) == 1
     finally:
-        for number, handler in zip(STOPPING, (signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL), strict=True):
+        for number, handler in zip(
+            STOPPING, (signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL), strict=True
+        ):
             signal.signal(number, handler)

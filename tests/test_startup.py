@@ -9,7 +9,18 @@ import pytest
 
 from flowrl.cli import COMMANDS, plugins
 
-HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "jaxtyping", "matplotlib", "numpy", "scipy", "pandas")
+HEAVY = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "peft",
+    "accelerate",
+    "jaxtyping",
+    "matplotlib",
+    "numpy",
+    "scipy",
+    "pandas",
+)
 CODE = """
 import contextlib, io, json, sys
 with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
@@ -22,14 +33,28 @@ OURS = [name for name, point in plugins().items() if point.value.startswith("flo
 
 def imported(*words: str) -> list[str]:
     """The heavy packages that a command imports, which must print something."""
-    done = subprocess.run([sys.executable, "-c", CODE, json.dumps(HEAVY), *words], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, json.dumps(HEAVY), *words],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     length, found = json.loads(done.stdout)
     assert length > 10, done.stderr
     return found
 
 
 @pytest.mark.parametrize(
-    "line", ["", "--help", "--version", "env", "parts", "presets", "presets sd3.5-medium,tp-grpo,ocr,exact --yaml"]
+    "line",
+    [
+        "",
+        "--help",
+        "--version",
+        "env",
+        "parts",
+        "presets",
+        "presets sd3.5-medium,tp-grpo,ocr,exact --yaml",
+    ],
 )
 def test_what_prints_and_ends_imports_nothing_heavy(line: str) -> None:
     assert imported(*line.split()) == []

@@ -1,4 +1,6 @@
-"""Somebody else's folders and files: what they name is not run, called, imported, sent or unpickled without the user's word."""
+"""Somebody else's folders and files: what they name is not run, called, imported, sent or unpickled
+without the user's word.
+"""
 
 import dataclasses
 import json
@@ -25,7 +27,14 @@ from flowrl.rewards import Aesthetic, PickScore
 from flowrl.specs import NESTED
 from flowrl.testing.tiny import TINY, tiny_sd3
 from flowrl.training import build as training_build
-from flowrl.training.build import check, make_method, make_policy, make_reward, make_trainer, make_world
+from flowrl.training.build import (
+    check,
+    make_method,
+    make_policy,
+    make_reward,
+    make_trainer,
+    make_world,
+)
 from flowrl.training.compare import CompareConfig, compare, load_compare
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.plan import plan
@@ -39,9 +48,13 @@ TINY_MIXTURE = ["--preset", "tiny", "--world", "mixture", "--task", "direction"]
 
 @pytest.fixture
 def canary(tmp_path: Path, monkeypatch) -> Path:
-    """The file that hostile code would write: the file evil.py and the module evil_module write it when they are imported."""
+    """The file that hostile code would write: the file evil.py and the module evil_module write it
+    when they are imported.
+    """
     path = tmp_path / "canary"
-    code = f"from pathlib import Path\nPath({str(path)!r}).write_text('ran')\nclass Evil:\n    pass\n"
+    code = (
+        f"from pathlib import Path\nPath({str(path)!r}).write_text('ran')\nclass Evil:\n    pass\n"
+    )
     (tmp_path / "evil.py").write_text(code)
     (tmp_path / "evil_module.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -53,7 +66,23 @@ def canary(tmp_path: Path, monkeypatch) -> Path:
 def finished(tmp_path_factory) -> Path:
     """A comparison of one finished run, of the 2-D world."""
     out = tmp_path_factory.mktemp("finished") / "out"
-    assert main(["compare", *TINY_MIXTURE, "--methods", "flow-grpo", "--seeds", "0", "--workers", "1", "--out", str(out)]) == 0
+    assert (
+        main(
+            [
+                "compare",
+                *TINY_MIXTURE,
+                "--methods",
+                "flow-grpo",
+                "--seeds",
+                "0",
+                "--workers",
+                "1",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     return out
 
 
@@ -63,8 +92,14 @@ SPECS = {
     "command": ("os:system(command='touch {folder}/canary')", "os:system"),
     "process": ("subprocess:run(args=['touch', '{folder}/canary'])", "subprocess:run"),
     "nested": ('weighted(rule="{folder}/evil.py:Evil")', "evil.py:Evil"),
-    "in a sum": ("weighted-sum(models={{'a': '{folder}/evil.py:Evil'}}, weights={{'a': 1}})", "evil.py:Evil"),
-    "deep": ("clipped(reward=\"clipped(reward='{folder}/evil.py:Evil', low=0, high=1)\", low=0, high=1)", "evil.py:Evil"),
+    "in a sum": (
+        "weighted-sum(models={{'a': '{folder}/evil.py:Evil'}}, weights={{'a': 1}})",
+        "evil.py:Evil",
+    ),
+    "deep": (
+        "clipped(reward=\"clipped(reward='{folder}/evil.py:Evil', low=0, high=1)\", low=0, high=1)",
+        "evil.py:Evil",
+    ),
     "own function": (
         "flowrl.methods:named_method(name='x', credit='{folder}/evil.py:Evil')",
         "named_method",
@@ -82,7 +117,9 @@ SPECS = {
 
 
 def write_hostile(finished: Path, folder: Path, setting: str, spec: str) -> Path:
-    """A copy of the comparison, with the setting in every settings file; a list of specs for a setting that is a list."""
+    """A copy of the comparison, with the setting in every settings file; a list of specs for a
+    setting that is a list.
+    """
     shutil.copytree(finished, folder)
     run = folder / "runs" / "flow-grpo-seed0"
     value: Any = [spec] if setting in ("heldout_rewards", "observe") else spec
@@ -105,8 +142,12 @@ HOSTILE_SETTINGS += [(setting, "file") for setting in PARTS]
 
 
 @pytest.mark.parametrize(("setting", "name"), HOSTILE_SETTINGS)
-def test_a_hostile_run_executes_nothing(setting: str, name: str, finished: Path, canary: Path, tmp_path: Path, capsys) -> None:
-    """Every command that reads somebody else's settings: one error that names the setting, the value, the file and --trust."""
+def test_a_hostile_run_executes_nothing(
+    setting: str, name: str, finished: Path, canary: Path, tmp_path: Path, capsys
+) -> None:
+    """Every command that reads somebody else's settings: one error that names the setting, the
+    value, the file and --trust.
+    """
     out, new, (spec, word) = tmp_path / "hostile", str(tmp_path / "new"), SPECS[name]
     run = write_hostile(finished, out, setting, spec.format(folder=tmp_path))
     before = sorted(out.rglob("*"))
@@ -121,13 +162,17 @@ def test_a_hostile_run_executes_nothing(setting: str, name: str, finished: Path,
         ["sample", "--weights", str(run), "--out", f"{new}.png"],
         ["evaluate", "--weights", str(run), "--out", new],
     ):
-        if "--preset" in command and (setting == "window" or (command[0], setting) == ("compare", "credit")):
+        if "--preset" in command and (
+            setting == "window" or (command[0], setting) == ("compare", "credit")
+        ):
             continue  # preset tiny sets the window, a comparison the rule
         assert main(command) == 2, command
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and error.startswith("flowrl: error: "), error
         assert all(found in error for found in (setting, word, "--trust", str(out))), error
-    assert not canary.exists() and not list(tmp_path.glob("new*")) and sorted(out.rglob("*")) == before
+    assert (
+        not canary.exists() and not list(tmp_path.glob("new*")) and sorted(out.rglob("*")) == before
+    )
 
 
 def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(
@@ -159,7 +204,9 @@ def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(
     assert not canary.exists()
 
 
-def test_a_hostile_comparison_executes_nothing(finished: Path, canary: Path, tmp_path: Path) -> None:
+def test_a_hostile_comparison_executes_nothing(
+    finished: Path, canary: Path, tmp_path: Path
+) -> None:
     """The entries that only a comparison has."""
     values = json.loads((finished / "config.json").read_text())
     spec = f"{tmp_path}/evil.py:Evil"
@@ -167,17 +214,29 @@ def test_a_hostile_comparison_executes_nothing(finished: Path, canary: Path, tmp
         {"credit": [spec], "methods": ["flow-grpo", "Evil"]},
         {"arms": {"flow-grpo": {}, "evil": {"loss": spec}}},
         {"methods": ["flow-grpo"], "method_settings": {"flow-grpo": {"loss": spec}}},
-        {"methods": ["tp-grpo"], "method_settings": {"tp-grpo": {"loss": f"flowrl.methods:named_method(credit='{spec}')"}}},
+        {
+            "methods": ["tp-grpo"],
+            "method_settings": {
+                "tp-grpo": {"loss": f"flowrl.methods:named_method(credit='{spec}')"}
+            },
+        },
     ):
-        changed = {name: value for name, value in values.items() if name != "arms"} | change  # also as earlier versions wrote it
+        # also as earlier versions wrote it
+        changed = {name: value for name, value in values.items() if name != "arms"} | change
         with pytest.raises(ConfigError, match=r"names .*(evil\.py:Evil|named_method): code, which"):
             CompareConfig.from_dict(changed).jobs()
         (tmp_path / "config.json").write_text(json.dumps(changed))
         read = load_compare(tmp_path / "config.json")
-        for use in (read.allowed, read.descriptions, lambda read=read: compare(read, tmp_path / "new")):
+        for use in (
+            read.allowed,
+            read.descriptions,
+            lambda read=read: compare(read, tmp_path / "new"),
+        ):
             with pytest.raises(ConfigError, match=r"trust=True in Python"):
                 use()
-        assert load_compare(tmp_path / "config.json", trust=True).run.algorithm.method == "flow-grpo"
+        assert (
+            load_compare(tmp_path / "config.json", trust=True).run.algorithm.method == "flow-grpo"
+        )
     assert not canary.exists()
 
 
@@ -193,7 +252,9 @@ def test_a_hostile_comparison_executes_nothing(finished: Path, canary: Path, tmp
 def test_results_of_somebody_else_execute_nothing(
     setting: str, name: str, word: str, canary: Path, tmp_path: Path, capsys
 ) -> None:
-    """A line of `flowrl bench` that could be read otherwise: of this code, and with the id of its settings."""
+    """A line of `flowrl bench` that could be read otherwise: of this code, and with the id of its
+    settings.
+    """
     from flowrl_bench.results_file import OWN_RULES, ResultsFile, make_line
 
     own = (f"{OWN_RULES[0]}(rule='{{folder}}/evil.py:Evil')",)
@@ -241,12 +302,17 @@ def test_a_module_of_our_own_needs_trust_only_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_option_of_a_built_in_part_names_code(kind: str) -> None:
     """In a file, under every name that an option has, and under one that none has."""
-    settings_of = {kind: setting for setting, kind in PARTS.items()} | {"probe": "credit", "times": "loss"}
+    settings_of = {kind: setting for setting, kind in PARTS.items()} | {
+        "probe": "credit",
+        "times": "loss",
+    }
     texts = ("evil.py:Evil", "evil_module:Evil", "flowrl.methods:awm", "clipped(reward='x.py:A')")
     for name in available(kind):
         for option, text in product({*options_of(kind, name), "nothing"}, texts):
             spec = f"{name}({option}={text!r})"
-            spec = {"probe": f"uniform(probe={spec!r})", "times": f"awm(times={spec!r})"}.get(kind, spec)
+            spec = {"probe": f"uniform(probe={spec!r})", "times": f"awm(times={spec!r})"}.get(
+                kind, spec
+            )
             with pytest.raises(ConfigError, match=rf"mine: {settings_of[kind]} names .*--trust"):
                 trusted({settings_of[kind]: spec}, "mine")
 
@@ -360,18 +426,34 @@ def test_kernels_from_the_hub_need_trust(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["os:system(command='touch canary')", "subprocess:run(args=['touch', 'canary'])", "shutil:rmtree(path='.')",
-             "pathlib:Path", "builtins:exec(source='open(\"canary\", \"w\")')", "functools:partial", "time:sleep(seconds=99)",
-             "flowrl.cli:entry", "flowrl.io:write_bytes(path='canary', data=b'')", "sys:exit", "sys:modules"],
-)  # fmt: skip
+    "spec",
+    [
+        "os:system(command='touch canary')",
+        "subprocess:run(args=['touch', 'canary'])",
+        "shutil:rmtree(path='.')",
+        "pathlib:Path",
+        'builtins:exec(source=\'open("canary", "w")\')',
+        "functools:partial",
+        "time:sleep(seconds=99)",
+        "flowrl.cli:entry",
+        "flowrl.io:write_bytes(path='canary', data=b'')",
+        "sys:exit",
+        "sys:modules",
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_called_that_is_not_a_part(kind: str, spec: str, tmp_path: Path, monkeypatch) -> None:
+def test_nothing_is_called_that_is_not_a_part(
+    kind: str, spec: str, tmp_path: Path, monkeypatch
+) -> None:
     """Even the user's own word calls no function that does not promise to build a part."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"is not a .*; it needs .*(annotated to return one|, and has no `)|has no option|has no class|"
-        r"building functools:partial failed|cannot be read",
+        match=(
+            r"is not a .*; it needs .*(annotated to return one|, and has no `)|has no option|has no"
+            r" class|"
+            r"building functools:partial failed|cannot be read"
+        ),
     ):
         build(kind, spec)
     assert list(tmp_path.iterdir()) == []
@@ -394,30 +476,50 @@ def unsaid():
 
 
 def test_the_users_own_rule_needs_one_word_to_go_on(tmp_path: Path, capsys) -> None:
-    """A run that was started with a file on the command line goes on with --trust, and its messages say so."""
+    """A run that was started with a file on the command line goes on with --trust, and its messages
+    say so.
+    """
     (tmp_path / "rules.py").write_text(RULE)
     out, again = tmp_path / "run", tmp_path / "again"
-    assert main(["train", *TINY_MIXTURE, "--credit", f"{tmp_path}/rules.py:Mine", "--out", str(out)]) == 0
+    assert (
+        main(["train", *TINY_MIXTURE, "--credit", f"{tmp_path}/rules.py:Mine", "--out", str(out)])
+        == 0
+    )
     assert f"flowrl sample --weights {out} --trust" in capsys.readouterr().out
     assert main(["train", "--resume", str(out)]) == 2
     assert main(["train", "--resume", str(out), "--trust"]) == 0
-    assert main(["train", "--config", str(out / "config.yaml"), "--out", str(again), "--trust"]) == 0
-    assert load_config(out / "config.json").algorithm.credit.endswith(":Mine")  # reading runs nothing
-    for read in (load_config(out / "config.json"), RunConfig.from_dict(load_config(out / "config.json").as_dict())):
+    assert (
+        main(["train", "--config", str(out / "config.yaml"), "--out", str(again), "--trust"]) == 0
+    )
+    # reading runs nothing
+    assert load_config(out / "config.json").algorithm.credit.endswith(":Mine")
+    for read in (
+        load_config(out / "config.json"),
+        RunConfig.from_dict(load_config(out / "config.json").as_dict()),
+    ):
         with pytest.raises(ConfigError, match="credit names"):
             make_method(read)
     assert type(make_method(load_config(out / "config.json", trust=True)).credit).__name__ == "Mine"
     with pytest.raises(ConfigError, match="credit names"):
         preset(str(out / "config.yaml"))
     capsys.readouterr()
-    chosen = ["--preset", f"{out / 'config.yaml'}", "--credit", "uniform", "--out", str(tmp_path / "other")]
+    chosen = [
+        "--preset",
+        f"{out / 'config.yaml'}",
+        "--credit",
+        "uniform",
+        "--out",
+        str(tmp_path / "other"),
+    ]
     assert main(["train", *chosen]) == 0  # the option replaces what the file names
 
 
 def test_functions_that_promise_a_part_may_build_it(tmp_path: Path) -> None:
     (tmp_path / "rules.py").write_text(RULE)
     assert type(build("credit", f"{tmp_path}/rules.py:made(scale=2)")).__name__ == "Mine"
-    with pytest.raises(ConfigError, match=r"unsaid is not a credit rule; .*annotated to return one"):
+    with pytest.raises(
+        ConfigError, match=r"unsaid is not a credit rule; .*annotated to return one"
+    ):
         build("credit", f"{tmp_path}/rules.py:unsaid")
 
 
@@ -450,18 +552,24 @@ def set_component(folder: Path, name: str, value: Any) -> None:
 
 def pickled_transformer(folder: Path) -> None:
     (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
-    (folder / "transformer" / "diffusion_pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder.parent / "canary")))
+    (folder / "transformer" / "diffusion_pytorch_model.bin").write_bytes(
+        pickle.dumps(Bomb(folder.parent / "canary"))
+    )
 
 
 def pickled_encoder(folder: Path) -> None:
     (folder / "text_encoder" / "model.safetensors").unlink()
-    (folder / "text_encoder" / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder.parent / "canary")))
+    (folder / "text_encoder" / "pytorch_model.bin").write_bytes(
+        pickle.dumps(Bomb(folder.parent / "canary"))
+    )
 
 
 def auto_map(folder: Path) -> None:
     config = folder / "text_encoder" / "config.json"
     values = json.loads(config.read_text())
-    config.write_text(json.dumps({**values, "auto_map": {"AutoModel": "evil_part.Evil"}, "model_type": "evil"}))
+    config.write_text(
+        json.dumps({**values, "auto_map": {"AutoModel": "evil_part.Evil"}, "model_type": "evil"})
+    )
     (folder / "text_encoder" / "evil_part.py").write_text((folder.parent / "evil.py").read_text())
 
 
@@ -482,7 +590,9 @@ def auto_map(folder: Path) -> None:
         lambda folder: set_component(folder, "_class_name", "evil_module.Evil"),
     ],
 )
-def test_a_hostile_pipeline_executes_nothing(change: Any, model: Path, canary: Path, tmp_path: Path) -> None:
+def test_a_hostile_pipeline_executes_nothing(
+    change: Any, model: Path, canary: Path, tmp_path: Path
+) -> None:
     change(shutil.copytree(model, tmp_path / "model"))
     with pytest.raises(ConfigError, match=r"^model: "):
         load_policy(str(tmp_path / "model"), TINY)
@@ -505,8 +615,16 @@ def test_a_hostile_reward_model_executes_nothing(canary: Path, tmp_path: Path, m
     mapped = shutil.copytree(whole, tmp_path / "mapped")
     for name in ("config.json", "tokenizer_config.json"):
         values = json.loads((mapped / name).read_text())
-        classes = {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
-        unknown = {"model_type": "evil"} if name == "config.json" else {"tokenizer_class": "EvilTokenizer"}
+        classes = {
+            "AutoConfig": "evil.Evil",
+            "AutoModel": "evil.Evil",
+            "AutoTokenizer": ["evil.Evil", None],
+        }
+        unknown = (
+            {"model_type": "evil"}
+            if name == "config.json"
+            else {"tokenizer_class": "EvilTokenizer"}
+        )
         (mapped / name).write_text(json.dumps({**values, **unknown, "auto_map": classes}))
     shutil.copy(tmp_path / "evil.py", mapped / "evil.py")
     with suppress(ConfigError):  # it may also be read as what it is without the code
@@ -515,32 +633,58 @@ def test_a_hostile_reward_model_executes_nothing(canary: Path, tmp_path: Path, m
 
 
 def test_a_pickled_head_executes_nothing(canary: Path, tmp_path: Path) -> None:
-    """Single files in PyTorch's format may be named by the user; what they may contain is tensors."""
+    """Single files in PyTorch's format may be named by the user; what they may contain is
+    tensors.
+    """
     whole = tiny_clip(tmp_path / "clip")
     (tmp_path / "head.pth").write_bytes(pickle.dumps(Bomb(canary)))
     with pytest.raises(ConfigError, match="is no file of tensors"):
-        Aesthetic(str(whole), head=str(tmp_path / "head.pth")).score(torch.rand(1, 3, 40, 40), [Prompt("a fox")])
+        Aesthetic(str(whole), head=str(tmp_path / "head.pth")).score(
+            torch.rand(1, 3, 40, 40), [Prompt("a fox")]
+        )
     assert not canary.exists()
 
 
 @pytest.mark.parametrize("setting", [setting for setting in PARTS if setting != "window"])
-def test_a_read_run_builds_nothing_that_needs_trust(setting: str, finished: Path, canary: Path, tmp_path: Path) -> None:
-    """Whoever builds, also of a changed copy; settings in place of the file's are the user's own word."""
-    path = write_hostile(finished, tmp_path / "hostile", setting, f"{tmp_path}/evil.py:Evil") / "config.json"
+def test_a_read_run_builds_nothing_that_needs_trust(
+    setting: str, finished: Path, canary: Path, tmp_path: Path
+) -> None:
+    """Whoever builds, also of a changed copy; settings in place of the file's are the user's own
+    word.
+    """
+    path = (
+        write_hostile(finished, tmp_path / "hostile", setting, f"{tmp_path}/evil.py:Evil")
+        / "config.json"
+    )
     config = load_config(path)
-    copies = (config, config.replace(seed=1), dataclasses.replace(config, seed=1), pickle.loads(pickle.dumps(config)))
-    assert all(copy.source == str(path) for copy in copies) and config == load_config(path, trust=True)
+    copies = (
+        config,
+        config.replace(seed=1),
+        dataclasses.replace(config, seed=1),
+        pickle.loads(pickle.dumps(config)),
+    )
+    assert all(copy.source == str(path) for copy in copies) and config == load_config(
+        path, trust=True
+    )
     for read in copies:
         builders = (make_world, make_method, make_reward, make_policy, make_trainer, check, plan)
-        for build_from in (*builders, lambda read: Run(read, tmp_path / "run").execute(), lambda read: try_parts([read])):
-            with pytest.raises(ConfigError, match=rf"hostile/.*config.json: {setting} names .*--trust"):
+        for build_from in (
+            *builders,
+            lambda read: Run(read, tmp_path / "run").execute(),
+            lambda read: try_parts([read]),
+        ):
+            with pytest.raises(
+                ConfigError, match=rf"hostile/.*config.json: {setting} names .*--trust"
+            ):
                 build_from(read)
     assert not canary.exists() and not (tmp_path / "run").exists()
     make_method(config.replace(**{setting: RunConfig().flat()[setting]}))
 
 
 def test_a_run_in_python_is_the_users_own_word(canary: Path, tmp_path: Path) -> None:
-    config = preset("tiny").apply(world="mixture", task="direction", credit=f"{tmp_path}/evil.py:Evil")
+    config = preset("tiny").apply(
+        world="mixture", task="direction", credit=f"{tmp_path}/evil.py:Evil"
+    )
     with pytest.raises(ConfigError, match="Evil is not a credit rule"):
         Run(config, tmp_path / "run").execute()
     assert canary.exists() and not (tmp_path / "run").exists()

@@ -26,12 +26,22 @@ def test_results_and_messages_arrive_and_workers_have_one_thread() -> None:
         messages.append((key, len(message), key in found))
 
     completed = run_jobs(
-        worker_jobs.describe, jobs, 2, finished=found.__setitem__, received=received, watch=lambda: calls.append(len(found))
+        worker_jobs.describe,
+        jobs,
+        2,
+        finished=found.__setitem__,
+        received=received,
+        watch=lambda: calls.append(len(found)),
     )
-    assert completed and {key: value["argument"] for key, value in found.items()} == {"a": 1, "b": 2, "c": 3}
+    assert completed and {key: value["argument"] for key, value in found.items()} == {
+        "a": 1,
+        "b": 2,
+        "c": 3,
+    }
     assert {value["threads"] for value in found.values()} == {1}
     assert os.getpid() not in {value["process"] for value in found.values()}
-    assert sorted(messages) == [(key, length, False) for key in jobs for length in (7, 200_000)]  # all before the results
+    # all before the results
+    assert sorted(messages) == [(key, length, False) for key in jobs for length in (7, 200_000)]
     assert calls[-1] == 3
 
 
@@ -56,9 +66,15 @@ ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers start anew")
-@pytest.mark.parametrize(("threads", "own"), [("preload", "True"), ("preload-with-threads", "False")])
-def test_workers_with_preloaded_modules_are_forks_of_a_process_that_has_imported_them(threads: str, own: str) -> None:
-    """Which modules they have, in a program that has none of them; that process is their parent if it has one thread."""
+@pytest.mark.parametrize(
+    ("threads", "own"), [("preload", "True"), ("preload-with-threads", "False")]
+)
+def test_workers_with_preloaded_modules_are_forks_of_a_process_that_has_imported_them(
+    threads: str, own: str
+) -> None:
+    """Which modules they have, in a program that has none of them; that process is their parent if
+    it has one thread.
+    """
     words = [sys.executable, worker_jobs.__file__, threads]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=ONE_THREAD)
     assert done.stdout.split() == ["True", "[True,", "True]", "1", own], done.stderr[-2000:]
@@ -72,7 +88,9 @@ def runs(process: str) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers start anew")
 def test_forked_workers_end_with_a_killed_parent_and_leave_its_locks_free(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, worker_jobs.__file__, "lock", str(tmp_path)], env=ONE_THREAD)
+    process = subprocess.Popen(
+        [sys.executable, worker_jobs.__file__, "lock", str(tmp_path)], env=ONE_THREAD
+    )
     try:
         deadline = time.monotonic() + 120
         while len(workers := list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
@@ -93,7 +111,13 @@ def test_an_interrupt_in_a_callback_pauses_and_keeps_results() -> None:
         raise KeyboardInterrupt
 
     found = {}
-    assert not run_jobs(worker_jobs.until_stopped, {"a": (), "b": ()}, 1, finished=found.__setitem__, received=interrupt)
+    assert not run_jobs(
+        worker_jobs.until_stopped,
+        {"a": (), "b": ()},
+        1,
+        finished=found.__setitem__,
+        received=interrupt,
+    )
     assert found == {"a": "stopped"}
 
 
@@ -101,8 +125,12 @@ def test_an_interrupt_in_a_callback_pauses_and_keeps_results() -> None:
 def test_an_interrupt_while_workers_start_is_a_pause() -> None:
     """0.2 s after the process exists, the worker is importing torch; the job then never starts."""
     words = [sys.executable, str(Path(worker_jobs.__file__)), "0.2"]
-    found = subprocess.run(words, capture_output=True, text=True, start_new_session=True, timeout=300)
-    assert found.stdout.strip() == "False {} worker_jobs.py" and "Traceback" not in found.stderr, found.stderr[-2000:]
+    found = subprocess.run(
+        words, capture_output=True, text=True, start_new_session=True, timeout=300
+    )
+    assert found.stdout.strip() == "False {} worker_jobs.py" and "Traceback" not in found.stderr, (
+        found.stderr[-2000:]
+    )
 
 
 def test_no_job_starts_after_the_time_is_up() -> None:
@@ -112,7 +140,11 @@ def test_no_job_starts_after_the_time_is_up() -> None:
 
 
 def test_how_many() -> None:
-    assert worker_count(0, 100) == min(usable_cores(), MOST_WORKERS) and worker_count(3, 2) == 2 and worker_count(1, 0) == 1
+    assert (
+        worker_count(0, 100) == min(usable_cores(), MOST_WORKERS)
+        and worker_count(3, 2) == 2
+        and worker_count(1, 0) == 1
+    )
     with pytest.raises(ConfigError, match="workers = -1 is not allowed; allowed: 1 or more, or 0"):
         worker_count(-1, 3)
 
@@ -122,7 +154,9 @@ AFFINITY = 6
 
 def cores(tmp_path: Path, monkeypatch, cgroup: str, files: dict[str, str]) -> int:
     """`usable_cores` of a process in these control groups, with an affinity of 6 cores."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(AFFINITY)), raising=False)
+    monkeypatch.setattr(
+        os, "sched_getaffinity", lambda process: set(range(AFFINITY)), raising=False
+    )
     (tmp_path / "cgroup").write_text(cgroup)
     for name, content in files.items():
         (tmp_path / "mounted" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -143,16 +177,33 @@ V1 = "12:pids:/docker/a\n4:cpu,cpuacct:/docker/a\n1:name=systemd:/docker/a\n"
         ("0::/a/b\n", {"a/b/cpu.max": "10000 100000\n"}, 1),
         ("0::/a/b\n", {"a/b/cpu.max": "900000 100000\n"}, AFFINITY),
         ("0::/a/b\n", {"a/b/cpu.max": "400000 100000\n", "a/cpu.max": "150000 50000\n"}, 3),
-        ("0::/a/b\n", {"cpu.max": "200000 100000\n"}, 2),  # a container: the own group is what is mounted
+        # a container: the own group is what is mounted
+        ("0::/a/b\n", {"cpu.max": "200000 100000\n"}, 2),
         ("0::/\n", {"cpu.max": "200000 100000\n"}, 2),
         ("0::/a/b\n", {"a/b/cpu.max": "what is this\n"}, AFFINITY),
-        (V1, {"cpu,cpuacct/docker/a/cpu.cfs_quota_us": "300000\n", "cpu,cpuacct/docker/a/cpu.cfs_period_us": "100000\n"}, 3),
+        (
+            V1,
+            {
+                "cpu,cpuacct/docker/a/cpu.cfs_quota_us": "300000\n",
+                "cpu,cpuacct/docker/a/cpu.cfs_period_us": "100000\n",
+            },
+            3,
+        ),
         (V1, {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
         (V1, {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, AFFINITY),
-        (V1, {"pids/docker/a/cpu.cfs_quota_us": "100000\n", "pids/docker/a/cpu.cfs_period_us": "100000\n"}, AFFINITY),
+        (
+            V1,
+            {
+                "pids/docker/a/cpu.cfs_quota_us": "100000\n",
+                "pids/docker/a/cpu.cfs_period_us": "100000\n",
+            },
+            AFFINITY,
+        ),
     ],
 )
-def test_cores_are_those_of_affinity_and_quota(cgroup, files, expected, tmp_path: Path, monkeypatch) -> None:
+def test_cores_are_those_of_affinity_and_quota(
+    cgroup, files, expected, tmp_path: Path, monkeypatch
+) -> None:
     assert cores(tmp_path, monkeypatch, cgroup, files) == expected
 
 

@@ -61,12 +61,19 @@ def interrupt_everything(delay: float) -> None:
     os.killpg(0, signal.SIGINT)
 
 
-if __name__ == "__main__":  # a script with its own process group: sys.argv says when the interrupt comes
+# a script with its own process group: sys.argv says when the interrupt comes
+if __name__ == "__main__":
     if sys.argv[1] in ("preload", "preload-with-threads"):
         if sys.argv[1] != "preload":
             threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
         seen: dict[str, tuple[bool, int]] = {}
-        done = run_jobs(preloaded, {"a": (), "b": ()}, 2, finished=seen.__setitem__, preload=("xml.dom.minidom",))
+        done = run_jobs(
+            preloaded,
+            {"a": (), "b": ()},
+            2,
+            finished=seen.__setitem__,
+            preload=("xml.dom.minidom",),
+        )
         servers = {server for _, server in seen.values()}
         print(done, [there for there, _ in seen.values()], len(servers), os.getpid() in servers)
         sys.exit()

@@ -2,12 +2,13 @@
 
     python tutorials/build.py              # all lessons: execute, write both versions
     python tutorials/build.py --only 01    # some lessons
-    python tutorials/build.py --text       # only prose changed: keep the stored outputs, write all versions
+    python tutorials/build.py --text       # only prose changed: keep outputs, write all versions
     python tutorials/build.py --check      # write nothing; fail if a notebook or an output is stale
 
-tutorials/source/NN_name.py (jupytext, percent format) is the source. tutorials/NN_name.ipynb has the solutions and stored
-outputs; tutorials/student/NN_name.ipynb has starting cells, and each hint and solution folded; tutorials/colab/NN_name.ipynb is
-the student's version with a first cell that installs flowrl. docs/writing-lessons.md describes the format.
+tutorials/source/NN_name.py (jupytext, percent format) is the source. tutorials/NN_name.ipynb has
+the solutions and stored outputs; tutorials/student/NN_name.ipynb has starting cells, and each hint
+and solution folded; tutorials/colab/NN_name.ipynb is the student's version with a first cell that
+installs flowrl. docs/writing-lessons.md describes the format.
 """
 
 import argparse
@@ -36,12 +37,15 @@ ROLES = ("exercise", "hint", "solution", "explanation", "expected")
 NUMBER = r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?"
 RANGE = rf"{NUMBER}\.\.{NUMBER}"
 NOTE = (
-    "> **How to work.** Replace the dots, then run the check below. If it fails, read its message, then the folded hint, then "
-    "the folded solution. Later cells may use your answer: an error about `ellipsis` means that an exercise above is not "
-    "answered. To continue without an answer, copy the solution into the starting cell."
+    "> **How to work.** Replace the dots, then run the check below. If it fails, read its message,"
+    " then the folded hint, then the folded solution. Later cells may use your answer: an error"
+    " about `ellipsis` means that an exercise above is not answered. To continue without an answer,"
+    " copy the solution into the starting cell."
 )
 SHARP = "--InlineBackend.figure_formats=retina"
-"""Argument of the kernel: figures have two pixels per point, and the notebook stores the width in points."""
+"""Argument of the kernel: figures have two pixels per point, and the notebook stores the width in
+points.
+"""
 SETUP = '# Installs flowrl in this Colab session.\n%pip install -q "flowrl-lab @ git+{address}"'
 
 Notebook = nbformat.NotebookNode
@@ -49,9 +53,16 @@ Notebook = nbformat.NotebookNode
 
 def sources(only: list[str]) -> list[Path]:
     """Source files, all or those whose name starts with one of `only`."""
-    found = [p for p in sorted((HERE / "source").glob("[0-9][0-9]_*.py")) if not only or p.name.startswith(tuple(only))]
+    found = [
+        p
+        for p in sorted((HERE / "source").glob("[0-9][0-9]_*.py"))
+        if not only or p.name.startswith(tuple(only))
+    ]
     if not found:
-        raise SystemExit(f"no lesson starts with {', '.join(only)}; there are {[p.name for p in (HERE / 'source').glob('*.py')]}")
+        raise SystemExit(
+            f"no lesson starts with {', '.join(only)}; there are"
+            f" {[p.name for p in (HERE / 'source').glob('*.py')]}"
+        )
     return found
 
 
@@ -72,7 +83,9 @@ def read(source: Path) -> Notebook:
         elif cells and cells[-1].cell_type == "code" and role(cells[-1]) is None:
             cells[-1].metadata["expected"] = cell.source
         else:
-            raise SystemExit(f"{source.name}: an expected output must follow its code cell:\n{cell.source[:200]}")
+            raise SystemExit(
+                f"{source.name}: an expected output must follow its code cell:\n{cell.source[:200]}"
+            )
     notebook.cells = cells
     return notebook
 
@@ -81,7 +94,11 @@ def finish(notebook: Notebook, name: str) -> Notebook:
     """The same cell ids and metadata every time."""
     notebook.metadata = nbformat.from_dict(
         {
-            "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+            "kernelspec": {
+                "display_name": "Python 3 (ipykernel)",
+                "language": "python",
+                "name": "python3",
+            },
             "language_info": {"name": "python"},
         }
     )
@@ -111,17 +128,25 @@ def solved(source: Path) -> Notebook:
 
 
 def expected_outputs(source: Path) -> list[str | None]:
-    """The expected output of every cell of the version with solutions; None if the cell has none."""
-    return [cell.metadata.get("expected") for cell in read(source).cells if role(cell) != "exercise"]
+    """The expected output of every cell of the version with solutions; None if the cell has
+    none.
+    """
+    return [
+        cell.metadata.get("expected") for cell in read(source).cells if role(cell) != "exercise"
+    ]
 
 
 def folded(title: str, text: str) -> Notebook:
     """A Markdown cell with a title that opens the text."""
-    return nbformat.v4.new_markdown_cell(f"<details><summary><b>{title}</b></summary>\n\n{text}\n\n</details>")
+    return nbformat.v4.new_markdown_cell(
+        f"<details><summary><b>{title}</b></summary>\n\n{text}\n\n</details>"
+    )
 
 
 def student(source: Path) -> Notebook:
-    """The version with starting cells; after each check the hint is folded, then the solution with its explanation."""
+    """The version with starting cells; after each check the hint is folded, then the solution with
+    its explanation.
+    """
     notebook, cells, hints, held = read(source), [], [], []
     for cell in notebook.cells:
         if role(cell) == "solution":
@@ -137,7 +162,10 @@ def student(source: Path) -> Notebook:
         else:
             cells.append(cell)
     if held or hints:
-        raise SystemExit(f"{source.name}: a hint or solution has no explanation cell after it:\n{(hints + held)[0][:200]}")
+        raise SystemExit(
+            f"{source.name}: a hint or solution has no explanation cell after"
+            f" it:\n{(hints + held)[0][:200]}"
+        )
     cells[0].source += f"\n\n{NOTE}"
     notebook.cells = cells
     return finish(notebook, source.stem)
@@ -145,7 +173,9 @@ def student(source: Path) -> Notebook:
 
 def address() -> str:
     """The repository's address, from pyproject.toml."""
-    return tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    return tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]["urls"][
+        "Repository"
+    ]
 
 
 def colab(source: Path) -> Notebook:
@@ -160,10 +190,23 @@ BEGINNINGS = {"student": student, "colab": colab}
 
 
 def execute(notebook: Notebook, name: str) -> float:
-    """Run a notebook in place with strict checks; returns the CPU seconds of its process. Exits if a cell fails."""
-    os.environ.update({"FLOWRL_COURSE": "strict", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"})
+    """Run a notebook in place with strict checks; returns the CPU seconds of its process. Exits if
+    a cell fails.
+    """
+    os.environ.update(
+        {
+            "FLOWRL_COURSE": "strict",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONHASHSEED": "0",
+        }
+    )
     notebook.cells.append(nbformat.v4.new_code_cell("import time\nprint(time.process_time())"))
-    options = {"timeout": 5 * LIMIT_SECONDS, "kernel_name": "python3", "resources": {"metadata": {"path": str(HERE)}}}
+    options = {
+        "timeout": 5 * LIMIT_SECONDS,
+        "kernel_name": "python3",
+        "resources": {"metadata": {"path": str(HERE)}},
+    }
     try:
         NotebookClient(notebook, extra_arguments=[SHARP], **options).execute()
     except CellExecutionError as error:
@@ -172,16 +215,22 @@ def execute(notebook: Notebook, name: str) -> float:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [o for o in _merged(cell.outputs) if o.get("name") != "stderr"]
-            for data in (output.data for output in cell.outputs if "image/png" in output.get("data", {})):
+            for data in (
+                output.data for output in cell.outputs if "image/png" in output.get("data", {})
+            ):
                 data["image/png"] = in_palette(data["image/png"])
     finish(notebook, name)
     return seconds
 
 
 def in_palette(png: str) -> str:
-    """A figure, a PNG file in base64, in 256 colours: a third of the size, with errors of at most 6% of a channel."""
+    """A figure, a PNG file in base64, in 256 colours: a third of the size, with errors of at most
+    6% of a channel.
+    """
     with Image.open(io.BytesIO(base64.b64decode(png))) as image:
-        small = image.convert("RGB").quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        small = image.convert("RGB").quantize(
+            256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+        )
     file = io.BytesIO()
     small.save(file, "PNG", optimize=True)
     return base64.b64encode(file.getvalue()).decode()
@@ -191,7 +240,11 @@ def _merged(outputs: list[Notebook]) -> list[Notebook]:
     """Adjacent pieces of one stream joined: where a stream is cut depends on timing."""
     merged: list[Notebook] = []
     for output in outputs:
-        if merged and output.output_type == "stream" == merged[-1].output_type and output.name == merged[-1].name:
+        if (
+            merged
+            and output.output_type == "stream" == merged[-1].output_type
+            and output.name == merged[-1].name
+        ):
             merged[-1].text += output.text
         else:
             merged.append(deepcopy(output))
@@ -206,17 +259,25 @@ def text_of(cell: Notebook) -> str:
             parts.append(output.text)
         else:
             data = output.get("data", {})
-            parts.append("<image>" if any(kind.startswith("image/") for kind in data) else str(data.get("text/plain", "")))
+            parts.append(
+                "<image>"
+                if any(kind.startswith("image/") for kind in data)
+                else str(data.get("text/plain", ""))
+            )
     return "\n".join(parts)
 
 
 def differs(expected: str, output: str) -> str | None:
     """How an output differs from the expected one; None if it does not.
 
-    The texts must be equal except for white space. A number must be inside its range if `expected` gives one as `low..high`.
-    Otherwise integers must be equal, and other numbers and percentages within `TOLERANCE` (relative) or a unit of the last digit.
+    The texts must be equal except for white space. A number must be inside its range if `expected`
+    gives one as `low..high`. Otherwise integers must be equal, and other numbers and percentages
+    within `TOLERANCE` (relative) or a unit of the last digit.
     """
-    wanted, got = list(re.finditer(f"{RANGE}|{NUMBER}", expected)), list(re.finditer(NUMBER, output))
+    wanted, got = (
+        list(re.finditer(f"{RANGE}|{NUMBER}", expected)),
+        list(re.finditer(NUMBER, output)),
+    )
     if re.sub(f"{RANGE}|{NUMBER}", "#", expected).split() != re.sub(NUMBER, "#", output).split():
         return f"text {expected[:200]!r} became {output[:200]!r}"
     for a, b in zip(wanted, got, strict=True):
@@ -246,13 +307,23 @@ def _limits(expected: str, percent: bool) -> tuple[float, float]:
 
 def unexpected(name: str, notebook: Notebook, expected: list[str | None]) -> list[str]:
     """The outputs of a notebook that differ from their cell's expected output."""
-    pairs = [(cell, text) for cell, text in zip(notebook.cells, expected, strict=True) if text is not None]
+    pairs = [
+        (cell, text)
+        for cell, text in zip(notebook.cells, expected, strict=True)
+        if text is not None
+    ]
     found = [(cell, differs(text, text_of(cell))) for cell, text in pairs]
-    return [f"{name}, cell {cell.id}: unexpected output: {problem}" for cell, problem in found if problem]
+    return [
+        f"{name}, cell {cell.id}: unexpected output: {problem}"
+        for cell, problem in found
+        if problem
+    ]
 
 
 def stale(stored: Path, fresh: Notebook, expected: list[str | None]) -> list[str]:
-    """What is out of date in the stored version with solutions; `fresh` is that version executed now."""
+    """What is out of date in the stored version with solutions; `fresh` is that version executed
+    now.
+    """
     if not stored.is_file():
         return [f"{stored.name} does not exist"]
     old = nbformat.read(stored, as_version=4)
@@ -285,12 +356,21 @@ def stale_beginnings(source: Path) -> list[str]:
 
 
 def retext(source: Path) -> None:
-    """Write all versions with the stored outputs; exits if a code cell differs from the stored one."""
+    """Write all versions with the stored outputs; exits if a code cell differs from the stored
+    one.
+    """
     notebook, target = solved(source), HERE / f"{source.stem}.ipynb"
-    stored = [cell for cell in nbformat.read(target, as_version=4).cells if cell.cell_type == "code"]
-    for new, old in zip_longest([cell for cell in notebook.cells if cell.cell_type == "code"], stored):
+    stored = [
+        cell for cell in nbformat.read(target, as_version=4).cells if cell.cell_type == "code"
+    ]
+    for new, old in zip_longest(
+        [cell for cell in notebook.cells if cell.cell_type == "code"], stored
+    ):
         if new is None or old is None or new.source != old.source:
-            raise SystemExit(f"{source.name}: a code cell changed, so execute the lesson:\n{(new or old).source[:200]}")
+            raise SystemExit(
+                f"{source.name}: a code cell changed, so execute the"
+                f" lesson:\n{(new or old).source[:200]}"
+            )
         new.outputs = old.outputs
     target.write_text(nbformat.writes(finish(notebook, source.stem)))
     write_beginnings(source)
@@ -305,7 +385,9 @@ def build(source: Path, check: bool) -> tuple[str, list[str]]:
     target = HERE / f"{source.stem}.ipynb"
     size = len(nbformat.writes(notebook).encode())
     if seconds > LIMIT_SECONDS:
-        problems.append(f"{source.stem} computes for {seconds:.0f} s; at most {LIMIT_SECONDS} are allowed")
+        problems.append(
+            f"{source.stem} computes for {seconds:.0f} s; at most {LIMIT_SECONDS} are allowed"
+        )
     if size > LIMIT_BYTES:
         problems.append(f"{target.name} has {size:,} bytes; at most {LIMIT_BYTES:,} are allowed")
     if exercises < 3:
@@ -315,17 +397,41 @@ def build(source: Path, check: bool) -> tuple[str, list[str]]:
     else:
         target.write_text(nbformat.writes(notebook))
         write_beginnings(source)
-    return f"{source.stem:<28} {seconds:6.0f} s {exercises:4d} exercises {size / 1000:7.0f} kB", problems
+    return (
+        f"{source.stem:<28} {seconds:6.0f} s {exercises:4d} exercises {size / 1000:7.0f} kB",
+        problems,
+    )
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Build the notebooks of the course, or check that they are up to date.")
-    parser.add_argument("--only", nargs="*", default=[], help="lessons by the beginning of their names, such as 01 04")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a notebook or an output is stale")
-    parser.add_argument("--students", action="store_true", help="write the versions without outputs only; execute nothing")
-    parser.add_argument("--text", action="store_true", help="write all versions with the stored outputs; fails if code changed")
-    parser.add_argument("--jobs", type=int, default=2, help="lessons executed at a time (one thread each)")
+    parser = argparse.ArgumentParser(
+        description="Build the notebooks of the course, or check that they are up to date."
+    )
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[],
+        help="lessons by the beginning of their names, such as 01 04",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit with 1 if a notebook or an output is stale",
+    )
+    parser.add_argument(
+        "--students",
+        action="store_true",
+        help="write the versions without outputs only; execute nothing",
+    )
+    parser.add_argument(
+        "--text",
+        action="store_true",
+        help="write all versions with the stored outputs; fails if code changed",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="lessons executed at a time (one thread each)"
+    )
     options = parser.parse_args()
     if options.students or options.text:
         for source in sources(options.only):
@@ -333,7 +439,9 @@ def main() -> None:
         return
     problems: list[str] = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for line, wrong in pool.map(lambda source: build(source, options.check), sources(options.only)):
+        for line, wrong in pool.map(
+            lambda source: build(source, options.check), sources(options.only)
+        ):
             print(line, flush=True)
             problems += wrong
     for problem in problems:

@@ -1,4 +1,6 @@
-"""Imported by every Python process that speed.py starts: a flowrl module from a tree other than FLOWRL_TREE ends the process."""
+"""Imported by every Python process that speed.py starts: a flowrl module from a tree other than
+FLOWRL_TREE ends the process.
+"""
 
 import os
 import sys
@@ -9,7 +11,9 @@ OURS = ("flowrl", "flowrl_bench", "flowrl_course")
 
 
 class Origin:
-    """The first finder, so that no editable installation comes before it. Forks inherit it, other processes import it anew."""
+    """The first finder, so that no editable installation comes before it. Forks inherit it, other
+    processes import it anew.
+    """
 
     @staticmethod
     def find_spec(name, path=None, target=None):
@@ -20,7 +24,11 @@ class Origin:
         if spec is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         if spec.origin is not None and not os.path.realpath(spec.origin).startswith(TREE + os.sep):
-            print(f"{name} is imported from {spec.origin}, not from {TREE}", file=sys.stderr, flush=True)
+            print(
+                f"{name} is imported from {spec.origin}, not from {TREE}",
+                file=sys.stderr,
+                flush=True,
+            )
             os._exit(97)
         return spec
 

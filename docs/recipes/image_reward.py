@@ -1,6 +1,8 @@
-"""ImageReward-v1.0 as a reward, for an environment of its own: its package requires older versions of transformers.
+"""ImageReward-v1.0 as a reward, for an environment of its own: its package requires older versions
+of transformers.
 
-In the environment of the reward (--no-deps, because serving does not need the versions of transformers that flowrl requires):
+In the environment of the reward (--no-deps, because serving does not need the versions of
+transformers that flowrl requires):
 
     python3.11 -m venv ~/image-reward && . ~/image-reward/bin/activate
     pip install image-reward==1.5 'transformers<4.48'
@@ -32,8 +34,9 @@ from flowrl.types import Prompt
 class ImageRewardScore:
     """Human preference, standardised over its training data: about -2 to 2, higher is better.
 
-    Source: ImageReward (arXiv 2304.05977) and its public code, which resizes images to 224 pixels and cuts prompts after 35
-    tokens. Weights (Apache-2.0, 1.8 GB) are downloaded at the first score. `model`: a name that the package knows, or a file.
+    Source: ImageReward (arXiv 2304.05977) and its public code, which resizes images to 224 pixels
+    and cuts prompts after 35 tokens. Weights (Apache-2.0, 1.8 GB) are downloaded at the first
+    score. `model`: a name that the package knows, or a file.
     """
 
     model: str = "ImageReward-v1.0"
@@ -53,6 +56,7 @@ def _load(model: str, device: str) -> Any:
         package = import_module("ImageReward")
     except ImportError as error:
         raise ConfigError(
-            f"image_reward: the package image-reward cannot be imported ({error}); see the head of its file"
+            f"image_reward: the package image-reward cannot be imported ({error}); see the head of"
+            " its file"
         ) from error
     return package.load(model, device=device)

@@ -1,4 +1,6 @@
-"""The model card of a run: what was trained and on what, the measured scores, and how to use and repeat it."""
+"""The model card of a run: what was trained and on what, the measured scores, and how to use and
+repeat it.
+"""
 
 import json
 import re
@@ -21,9 +23,11 @@ HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 def write_card(folder: Path) -> None:
-    """Write README.md to the folder of a finished run of a model, and to lora/ or full/ together with the files it refers to.
+    """Write README.md to the folder of a finished run of a model, and to lora/ or full/ together
+    with the files it refers to.
 
-    Scores come from metrics.jsonl and, if `flowrl evaluate` has written it, evaluation/evaluation.json; nothing is measured.
+    Scores come from metrics.jsonl and, if `flowrl evaluate` has written it,
+    evaluation/evaluation.json; nothing is measured.
     """
     config = load_config(folder / "config.json")
     text = card_text(folder, config)
@@ -32,7 +36,12 @@ def write_card(folder: Path) -> None:
     if not weights.is_dir():
         return
     write_bytes(weights / "README.md", text.replace(f"]({config.policy.tuning}/", "](").encode())
-    for name in ("config.yaml", "samples/over-time.png", "samples/prompts.txt", "evaluation/grid.png"):
+    for name in (
+        "config.yaml",
+        "samples/over-time.png",
+        "samples/prompts.txt",
+        "evaluation/grid.png",
+    ):
         if (folder / name).exists():
             write_bytes(weights / name, (folder / name).read_bytes())
 
@@ -53,7 +62,10 @@ def card_text(folder: Path, config: RunConfig) -> str:
         heldout_prompts=without_folders(config.environment.heldout_prompts),
         guidance=_guidance(config),
         scores={
-            without_folders(config.environment.reward) if name == "reward" else name: (before[name], after[name])
+            without_folders(config.environment.reward) if name == "reward" else name: (
+                before[name],
+                after[name],
+            )
             for name in measured
         },
         last=last,
@@ -66,12 +78,22 @@ def card_text(folder: Path, config: RunConfig) -> str:
 
 def _header(config: RunConfig, base: str) -> dict[str, Any]:
     relation = (
-        {"base_model": base, "base_model_relation": "adapter" if config.policy.tuning == "lora" else "finetune"} if base else {}
+        {
+            "base_model": base,
+            "base_model_relation": "adapter" if config.policy.tuning == "lora" else "finetune",
+        }
+        if base
+        else {}
     )
     made = "video" if config.policy.num_frames > 1 else "image"
     lora = ["lora"] if config.policy.tuning == "lora" else []
     tags = ["diffusers", *lora, "reinforcement-learning", "flow-matching", config.algorithm.method]
-    return {**relation, "library_name": "diffusers", "pipeline_tag": f"text-to-{made}", "tags": tags}
+    return {
+        **relation,
+        "library_name": "diffusers",
+        "pipeline_tag": f"text-to-{made}",
+        "tags": tags,
+    }
 
 
 def _evaluation(path: Path) -> dict[str, Any] | None:
@@ -92,7 +114,9 @@ class _Difference:
     high: float | None
 
     def __post_init__(self) -> None:
-        require((self.low is None) == (self.high is None), "low", self.low, "a number if `high` is one")
+        require(
+            (self.low is None) == (self.high is None), "low", self.low, "a number if `high` is one"
+        )
 
 
 @dataclass(frozen=True)
@@ -123,11 +147,18 @@ def without_folders(text: str) -> str:
 
 
 def _guidance(config: RunConfig) -> str:
-    """The arguments of classifier-free guidance. Their names and defaults differ: in FLUX `guidance_scale` is an input of the
-    network."""
+    """The arguments of classifier-free guidance. Their names and defaults differ: in FLUX
+    `guidance_scale` is an input of the network.
+    """
     index = Path(config.policy.model) / "model_index.json"
-    name = str(read_json(index, dict[str, Any]).get("_class_name", "")) if index.is_file() else config.policy.model
+    name = (
+        str(read_json(index, dict[str, Any]).get("_class_name", ""))
+        if index.is_file()
+        else config.policy.model
+    )
     scale, negative = config.policy.guidance_scale, json.dumps(config.policy.negative_prompt)
     if any(family in name.lower() for family in ("flux", "qwen")):
         return f", true_cfg_scale={scale}, negative_prompt={negative}" if scale != 1 else ""
-    return f", guidance_scale={scale}" + (f", negative_prompt={negative}" if config.policy.negative_prompt else "")
+    return f", guidance_scale={scale}" + (
+        f", negative_prompt={negative}" if config.policy.negative_prompt else ""
+    )

@@ -8,9 +8,19 @@ from flowrl.plugins import versions
 from flowrl.workers import usable_cores
 
 PACKAGES = (
-    "flowrl-lab", "torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "jaxtyping", "beartype", "tyro",
-    "pydantic", "numpy",
-)  # fmt: skip
+    "flowrl-lab",
+    "torch",
+    "diffusers",
+    "transformers",
+    "peft",
+    "accelerate",
+    "safetensors",
+    "jaxtyping",
+    "beartype",
+    "tyro",
+    "pydantic",
+    "numpy",
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,11 @@ class Env:
 def environment() -> dict[str, str]:
     """Packages, system and processors."""
     cores = f"{usable_cores()} of {os.cpu_count()}"
-    return versions(PACKAGES) | {"Python": platform.python_version(), "system": platform.platform(), "CPU cores": cores}
+    return versions(PACKAGES) | {
+        "Python": platform.python_version(),
+        "system": platform.platform(),
+        "CPU cores": cores,
+    }
 
 
 def devices() -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""Help of options: from the strings below a command's fields, and without defaults that mean "not given"."""
+"""Help of options: from the strings below a command's fields, and without defaults that mean "not
+given".
+"""
 
 import ast
 import dataclasses
@@ -14,9 +16,11 @@ ARGUMENT: Any = type(tyro.conf.arg(help=""))
 
 
 def with_help(command: type) -> Any:
-    """`command`, a data class, with the string below each field as the help of its option; so too in its groups and subcommands.
+    """`command`, a data class, with the string below each field as the help of its option; so too
+    in its groups and subcommands.
 
-    tyro keeps the break before an indented line of such a string, so that a terminal shows lines that end early.
+    tyro keeps the break before an indented line of such a string, so that a terminal shows lines
+    that end early.
     """
     for kind in command.__mro__:
         if dataclasses.is_dataclass(kind):
@@ -36,8 +40,16 @@ def _describe(kind: type) -> None:
         return
     hints, lines = kind.__annotations__, body.body if isinstance(body, ast.ClassDef) else []
     for node, below in pairwise(lines):
-        name = node.target.id if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) else ""
-        text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
+        name = (
+            node.target.id
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+            else ""
+        )
+        text = (
+            below.value.value
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            else None
+        )
         if (
             isinstance(text, str)
             and name in hints
@@ -47,14 +59,17 @@ def _describe(kind: type) -> None:
 
 
 def argument(text: str, annotation: Any) -> Any:
-    """tyro's description of an option; None and the empty string, which mean that it was not given, are not shown as its default.
+    """tyro's description of an option; None and the empty string, which mean that it was not given,
+    are not shown as its default.
 
     The value of an option that may be None is shown by the name of its other type.
     """
     if get_args(annotation) and hasattr(annotation, "__metadata__"):  # Annotated[type, its range]
         annotation = get_args(annotation)[0]
     kinds = [_plain(kind) for kind in get_args(annotation) if kind is not NoneType]
-    metavar = kinds[0].__name__.upper() if NoneType in get_args(annotation) and len(kinds) == 1 else None
+    metavar = (
+        kinds[0].__name__.upper() if NoneType in get_args(annotation) and len(kinds) == 1 else None
+    )
     return tyro.conf.arg(help=" ".join(text.split()), metavar=metavar, help_behavior_hint=_default)
 
 

@@ -24,11 +24,14 @@ SHAPES_PROMPTS = (
 class Sample:
     """Draw images for prompts from the base model, or from a finished run, as one PNG grid.
 
-    Example: flowrl sample --prompts "three red circles" 'text "K72"' --weights runs/mine/runs/flow-grpo-seed0
+    Example: flowrl sample --prompts "three red circles" 'text "K72"' --weights
+    runs/mine/runs/flow-grpo-seed0
     """
 
     prompts: tuple[str, ...] | None = None
-    """Prompts in the world's language; default: four of the world's held-out prompts, or for shapes one of every kind."""
+    """Prompts in the world's language; default: four of the world's held-out prompts, or for shapes
+    one of every kind.
+    """
     weights: Path | None = None
     """Folder of a finished run; without it, the base model."""
     out: Path = Path("samples.png")
@@ -53,7 +56,12 @@ class Sample:
         from flowrl.rewards import stills
         from flowrl.rollout import initial_noise, sample_images, score
 
-        require(self.prompts is None or len(self.prompts) >= 1, "prompts", self.prompts, "one or more prompts")
+        require(
+            self.prompts is None or len(self.prompts) >= 1,
+            "prompts",
+            self.prompts,
+            "one or more prompts",
+        )
         require_figure(self.out)
         policy, reward, prompts, max_batch = self._load()
         repeated = [prompt for prompt in prompts for _ in range(self.count)]
@@ -64,12 +72,17 @@ class Sample:
             scores.append(score(reward, batch.images, batch.prompts).cpu())
         shape = (len(prompts), self.count)
         texts = [prompt.text for prompt in prompts]
-        save(image_grid(torch.cat(images).unflatten(0, shape), torch.cat(scores).view(shape), texts), self.out)
+        save(
+            image_grid(torch.cat(images).unflatten(0, shape), torch.cat(scores).view(shape), texts),
+            self.out,
+        )
         print(f"Wrote {self.out}: {len(prompts)} prompts x {self.count} images")
         return 0
 
     def _load(self) -> "tuple[FlowPolicy, RewardModel, list[Prompt], int]":
-        """The base model or the run's, the reward, the prompts, and the largest batch; `ConfigError` for unknown words."""
+        """The base model or the run's, the reward, the prompts, and the largest batch;
+        `ConfigError` for unknown words.
+        """
         from flowrl.protocols import PolicyOptions
         from flowrl.training.build import make_world, trained_policy
         from flowrl.worlds.base import check_policy, prompts_of, world
@@ -80,9 +93,15 @@ class Sample:
             check_policy(chosen, policy)
         else:
             policy, config = trained_policy(self.weights, trust=self.trust)
-            chosen = make_world(config.replace(device=str(policy.device)))  # the device of the training may not exist here
+            # the device of the training may not exist here
+            chosen = make_world(config.replace(device=str(policy.device)))
             task, max_batch = config.environment.task, config.batches.max_batch
         texts = SHAPES_PROMPTS if self.prompts is None and chosen.name == "shapes" else self.prompts
         heldout = prompts_of(chosen, task, "heldout")[:4] if texts is None else []
         prompts = heldout or [chosen.parse(text) for text in texts or ()]
-        return policy, chosen.reward("soft" if "soft" in chosen.forms else chosen.forms[0]), prompts, max_batch
+        return (
+            policy,
+            chosen.reward("soft" if "soft" in chosen.forms else chosen.forms[0]),
+            prompts,
+            max_batch,
+        )

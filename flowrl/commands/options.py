@@ -17,15 +17,25 @@ from flowrl.training.presets import combine
 
 
 def options_class(name: str, without: Sequence[str] = ()) -> type[Any]:
-    """A plain copy of `RunConfig` and its groups, `without` some settings: types and help, no checks of ranges.
+    """A plain copy of `RunConfig` and its groups, `without` some settings: types and help, no
+    checks of ranges.
 
-    The values are checked when `RunConfig` is built from them, so that a bad one gives the same message as in Python or YAML.
+    The values are checked when `RunConfig` is built from them, so that a bad one gives the same
+    message as in Python or YAML.
     """
     columns = _options(RunConfig, without)
     for group, kind in groups_of(RunConfig).items():
-        options = dataclasses.make_dataclass(f"{name}{kind.__name__}", _options(kind, without), frozen=True)
+        options = dataclasses.make_dataclass(
+            f"{name}{kind.__name__}", _options(kind, without), frozen=True
+        )
         options.__doc__ = kind.__doc__
-        columns.append((group, Annotated[options, tyro.conf.arg(name=group)], dataclasses.field(default_factory=options)))
+        columns.append(
+            (
+                group,
+                Annotated[options, tyro.conf.arg(name=group)],
+                dataclasses.field(default_factory=options),
+            )
+        )
     return dataclasses.make_dataclass(name, columns, frozen=True)
 
 
@@ -47,8 +57,12 @@ def options_with(kind: type[Any], base: RunConfig) -> Any:
     for item in dataclasses.fields(kind):
         group: Any = getattr(item.type, "__origin__", item.type)
         if hasattr(group, "__dataclass_fields__"):
-            groups[item.name] = group(**{inside.name: values[inside.name] for inside in dataclasses.fields(group)})
-    own = {item.name: values[item.name] for item in dataclasses.fields(kind) if item.name not in groups}
+            groups[item.name] = group(
+                **{inside.name: values[inside.name] for inside in dataclasses.fields(group)}
+            )
+    own = {
+        item.name: values[item.name] for item in dataclasses.fields(kind) if item.name not in groups
+    }
     return kind(**own, **groups)
 
 
@@ -61,18 +75,26 @@ def changes(options: Any, base: RunConfig) -> dict[str, Any]:
 
 
 def base_of(arguments: Sequence[str]) -> RunConfig:
-    """The run that the options start from: that of `--preset`, `--settings`, `--world`, `--model` and `--method`, found before
-    the others are read. With `--plan`, it is that of a machine with a GPU."""
+    """The run that the options start from: that of `--preset`, `--settings`, `--world`, `--model`
+    and `--method`, found before the others are read. With `--plan`, it is that of a machine with a
+    GPU.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("preset", "settings", "world", "model", "method"):
         parser.add_argument(f"--{name}")
     try:
-        found, _ = parser.parse_known_args([text.replace("_", "-", 1) if text.startswith("--") else text for text in arguments])
+        found, _ = parser.parse_known_args(
+            [text.replace("_", "-", 1) if text.startswith("--") else text for text in arguments]
+        )
     except argparse.ArgumentError:  # an option without its value: the command's own parser says so
         return RunConfig()
-    chosen = {name: getattr(found, name) for name in ("world", "model", "method") if getattr(found, name)}
+    chosen = {
+        name: getattr(found, name) for name in ("world", "model", "method") if getattr(found, name)
+    }
     start = unchecked_preset(found.preset or "default", "--trust" in arguments)
-    return start.apply(planned="--plan" in arguments, published=found.settings == "published", **chosen)
+    return start.apply(
+        planned="--plan" in arguments, published=found.settings == "published", **chosen
+    )
 
 
 def unchecked_preset(name: str, trust: bool) -> Preset:
@@ -85,19 +107,32 @@ LONGEST_NAME = 120
 NAMED = ("method", "task", "model", "seed")
 """Settings that every name has in its own way."""
 UNNAMED = (
-    "credit", "world", "device", "tracker", "checkpoint_every", "keep_checkpoints", "prompt_cache", "decode_batch",
-    "observe", "save_experience", "strict",
-)  # fmt: skip
+    "credit",
+    "world",
+    "device",
+    "tracker",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "prompt_cache",
+    "decode_batch",
+    "observe",
+    "save_experience",
+    "strict",
+)
 """Settings that no name has: where and how a run computes rather than what."""
 
 
 def run_name(config: RunConfig, base: RunConfig | None = None) -> str:
-    """The method, the task or the model, the settings in which `config` differs from `base`, and the seed, as in
-    ``tp-grpo,text,learning_rate=0.001,seed=1``; valid in a file system."""
+    """The method, the task or the model, the settings in which `config` differs from `base`, and
+    the seed, as in ``tp-grpo,text,learning_rate=0.001,seed=1``; valid in a file system.
+    """
     subject = config.policy.model.rstrip("/").rpartition("/")[2] or config.environment.task
     values, usual = flat(config), flat(config if base is None else base)
-    changed = [f"{name}={_short(value)}" for name, value in values.items()
-               if value != usual[name] and name not in (*NAMED, *UNNAMED)]  # fmt: skip
+    changed = [
+        f"{name}={_short(value)}"
+        for name, value in values.items()
+        if value != usual[name] and name not in (*NAMED, *UNNAMED)
+    ]
     parts = [_short(config.algorithm.method), _short(subject)]
     seed = f"seed={config.seed}"
     while changed and len(",".join([*parts, changed[0], seed])) <= LONGEST_NAME:

@@ -43,9 +43,13 @@ BAR, BAR_FROM = 20, 100
 
 
 class Display:
-    """Progress of a comparison: a live table on a terminal, otherwise lines at iterations 1, 5, 10, ... of a run."""
+    """Progress of a comparison: a live table on a terminal, otherwise lines at iterations 1, 5, 10,
+    ... of a run.
+    """
 
-    def __init__(self, config: "CompareConfig", out: Path, workers: int = 0, console: Console | None = None) -> None:
+    def __init__(
+        self, config: "CompareConfig", out: Path, workers: int = 0, console: Console | None = None
+    ) -> None:
         from flowrl.training.checkpoint import Checkpoints
         from flowrl.training.compare import run_label, start_order
 
@@ -54,11 +58,18 @@ class Display:
         self.live: Live | None = None
         checkpoints = {name: Checkpoints(out / "runs" / name).names() for name in self.jobs}
         self.kept = {name: int(names[-1]) for name, names in checkpoints.items() if names}
-        works, self.arms = {name: work_of(self.jobs[name]) for name in start_order(self.jobs)}, config.arm_of()
+        works, self.arms = (
+            {name: work_of(self.jobs[name]) for name in start_order(self.jobs)},
+            config.arm_of(),
+        )
         self.remaining = Remaining(works, self.arms, worker_count(workers, len(works)), self.kept)
-        self.labels = {name: run_label(self.arms[name], job.seed) for name, job in self.jobs.items()}
+        self.labels = {
+            name: run_label(self.arms[name], job.seed) for name, job in self.jobs.items()
+        }
         self.resumed = (out / "config.json").exists()
-        self.recorded = {name: _recorded(out / "runs" / name, self.kept.get(name, 0)) for name in self.jobs}
+        self.recorded = {
+            name: _recorded(out / "runs" / name, self.kept.get(name, 0)) for name in self.jobs
+        }
         self.states: Mapping[str, Mapping[str, Any]] = {}
         self.printed: dict[str, int] = {}
         self.warned = set[tuple[str, str]]()
@@ -70,7 +81,9 @@ class Display:
 
         run, arms = self.config.run, self.config.examples()
         first = next(iter(arms.values()))
-        rewards = dict.fromkeys(config.environment.reward or config.environment.reward_form for config in arms.values())
+        rewards = dict.fromkeys(
+            config.environment.reward or config.environment.reward_form for config in arms.values()
+        )
         sizes = {arm: _size(config) for arm, config in arms.items()}
         equal = len(set(sizes.values())) == 1
         self.say(
@@ -81,20 +94,26 @@ class Display:
             f"{own_text(job.flat() for job in self.jobs.values())}"
         )
         for arm, settings in self.config.arms.items():
-            found = difference(arm, {name: value for name, value in settings.items() if value != run.flat()[name]})
+            found = difference(
+                arm, {name: value for name, value in settings.items() if value != run.flat()[name]}
+            )
             if found:
                 self.say(f"{arm}: {found}")
-        costs = [
-            f"{arm} {'unknown' if plan is None else f'{plan.nfe:,} + {plan.train_nfe:,}'}{'' if equal else f' ({sizes[arm]})'}"
-            for arm, plan in self.config.costs().items()
-        ]
-        self.say(f"Network evaluations of an iteration, sampling and probes + update: {'; '.join(costs)}")
+        costs = []
+        for arm, plan in self.config.costs().items():
+            cost = "unknown" if plan is None else f"{plan.nfe:,} + {plan.train_nfe:,}"
+            costs.append(f"{arm} {cost}{'' if equal else f' ({sizes[arm]})'}")
+        self.say(
+            f"Network evaluations of an iteration, sampling and probes + update: {'; '.join(costs)}"
+        )
         for text in shadowed():
             self.say(f"Warning: {text}")
         self.say(f"Results in {out}; Ctrl-C pauses; --resume continues")
 
     def say(self, text: str) -> None:
-        """Print a line; on a terminal it is broken between words, and a command begins a line and is not broken."""
+        """Print a line; on a terminal it is broken between words, and a command begins a line and
+        is not broken.
+        """
         for line in _fitted(text, self.console.width) if self.console.is_terminal else [text]:
             self.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
@@ -111,7 +130,9 @@ class Display:
 
     def _live(self, work: Callable[[], T]) -> T:
         waiting = {name: {"phase": "waiting"} for name in self.jobs}
-        with Live(self.table(waiting), console=self.console, auto_refresh=False, transient=True) as self.live:
+        with Live(
+            self.table(waiting), console=self.console, auto_refresh=False, transient=True
+        ) as self.live:
             return work()
 
     def watch(self, states: dict[str, dict[str, Any]]) -> None:
@@ -137,7 +158,11 @@ class Display:
 
     def _done(self, name: str, state: Mapping[str, Any]) -> int:
         """Iterations that the run has completed, those of its checkpoint included."""
-        return self.jobs[name].iterations if state["phase"] == "done" else state.get("iteration", 0) or self.kept.get(name, 0)
+        return (
+            self.jobs[name].iterations
+            if state["phase"] == "done"
+            else state.get("iteration", 0) or self.kept.get(name, 0)
+        )
 
     def _overall(self, states: Mapping[str, Mapping[str, Any]]) -> str:
         return f"{self._count(states)} iterations, left: {duration(self.remaining.seconds())}"
@@ -157,36 +182,60 @@ class Display:
                 reward = f"{known['reward']:.3f}" if "reward" in known else "-"
                 numbers = f"reward {reward:>5s}  NFE {known.get('nfe_total', 0):>9,d}"
                 count = f"iteration {self._done(name, state):3d}/{self.jobs[name].iterations}"
-                line = f"{self.labels[name]:28s} {state['phase']:10s} {count}  {numbers}  {self._overall(states)}"
+                line = (
+                    f"{self.labels[name]:28s} {state['phase']:10s} {count}  {numbers} "
+                    f" {self._overall(states)}"
+                )
                 self.say(f"{line}, reward fell back" if name in self.fell else line)
 
     def table(self, states: Mapping[str, Mapping[str, Any]]) -> Group:
-        """A row per arm: the state of its seeds, iterations, rewards as means over the seeds, and network evaluations."""
+        """A row per arm: the state of its seeds, iterations, rewards as means over the seeds, and
+        network evaluations.
+        """
         heads = ("seeds", "iterations", "training\nreward", "held-out\nreward", "NFE")
         rows = dict[str, list[str]]()
         bars = dict[str, ProgressBar]()
         for arm in self.config.arms:
-            runs = {name: self.recorded[name] | dict(state) for name, state in states.items() if self.arms[name] == arm}
+            runs = {
+                name: self.recorded[name] | dict(state)
+                for name, state in states.items()
+                if self.arms[name] == arm
+            }
             done = sum(self._done(name, state) for name, state in runs.items())
             total = sum(self.jobs[name].iterations for name in runs)
-            numbers = [_mean(runs, "reward"), _mean(runs, "heldout"), f"{sum(s.get('nfe_total', 0) for s in runs.values()):,}"]
+            numbers = [
+                _mean(runs, "reward"),
+                _mean(runs, "heldout"),
+                f"{sum(s.get('nfe_total', 0) for s in runs.values()):,}",
+            ]
             rows[arm] = [_symbols(runs, self.fell), f"{done}/{total}", *numbers]
             bars[arm] = ProgressBar(total, done, width=BAR)
-        widths = [max(map(len, [*head.split("\n"), *cells])) for head, *cells in zip(heads, *rows.values(), strict=True)]
+        widths = [
+            max(map(len, [*head.split("\n"), *cells]))
+            for head, *cells in zip(heads, *rows.values(), strict=True)
+        ]
         wide = self.console.width >= BAR_FROM
         room = self.console.width - sum(width + 2 for width in widths) - 2 - (BAR + 2) * wide
         table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
         table.add_column("arm", overflow="fold", vertical="bottom", max_width=max(LEAST_ARM, room))
         for place, head in enumerate(heads):
-            table.add_column(head, justify="right" if place else "left", no_wrap=True, vertical="bottom")
+            table.add_column(
+                head, justify="right" if place else "left", no_wrap=True, vertical="bottom"
+            )
             if place == 1 and wide:
                 table.add_column("", vertical="bottom")
         for arm, cells in rows.items():
             table.add_row(escape(arm), *cells[:2], *([bars[arm]] if wide else []), *cells[2:])
         elapsed = f"{_clock(time.monotonic() - self.started)} elapsed"
-        key = [f"{symbol} {name}" for name, symbol in SYMBOLS.items() if name in map(_kind, states.values())]
+        key = [
+            f"{symbol} {name}"
+            for name, symbol in SYMBOLS.items()
+            if name in map(_kind, states.values())
+        ]
         key += [f"{FELL} reward fell back"] if self.fell else []
-        return Group(table, Text(f"{self._overall(states)}, {elapsed}"), Text("  ".join(key), style="dim"))
+        return Group(
+            table, Text(f"{self._overall(states)}, {elapsed}"), Text("  ".join(key), style="dim")
+        )
 
     def finish(self, out: Path) -> str:
         """Write the report and print the results table; returns the last line to print."""
@@ -210,7 +259,9 @@ def _size(config: "RunConfig") -> str:
 
 
 def _fitted(text: str, width: int) -> list[str]:
-    """`text` in lines of at most `width` columns, broken between words; a command (`COMMAND`) is a line of its own."""
+    """`text` in lines of at most `width` columns, broken between words; a command (`COMMAND`) is a
+    line of its own.
+    """
     lines = list[str]()
     for line in text.splitlines():
         command = COMMAND.search(line) if len(line) > width else None
@@ -221,7 +272,9 @@ def _fitted(text: str, width: int) -> list[str]:
 
 
 def _recorded(folder: Path, kept: int) -> dict[str, Any]:
-    """What a continued run has reached, as its messages call it; `kept` iterations if it is not finished."""
+    """What a continued run has reached, as its messages call it; `kept` iterations if it is not
+    finished.
+    """
     from flowrl.training.results import load_run
 
     try:
@@ -229,7 +282,10 @@ def _recorded(folder: Path, kept: int) -> dict[str, Any]:
     except FlowrlError:
         return {}
     rows = [row for row in run.rows if run.finished or row["iteration"] <= kept]
-    rewards, heldout = ([row[key] for row in rows if row.get(key) is not None] for key in ("reward_mean", "evaluation"))
+    rewards, heldout = (
+        [row[key] for row in rows if row.get(key) is not None]
+        for key in ("reward_mean", "evaluation")
+    )
     found: dict[str, Any] = {"nfe_total": rows[-1]["nfe_total"]} if rows else {}
     found |= {"reward": rewards[-1]} if rewards else {}
     return found | ({"heldout": heldout[-1]["reward"]} if heldout else {})
@@ -248,11 +304,17 @@ def _kind(state: Mapping[str, Any]) -> str:
 
 
 def _symbols(runs: Mapping[str, Mapping[str, Any]], fell: Set[str]) -> str:
-    """A symbol per seed with a mark for those whose reward fell back, or their numbers if there are many."""
+    """A symbol per seed with a mark for those whose reward fell back, or their numbers if there are
+    many.
+    """
     kinds = {name: _kind(state) for name, state in runs.items()}
     if len(kinds) <= SEEDS_SHOWN:
         return " ".join(SYMBOLS[kind] + FELL * (name in fell) for name, kind in kinds.items())
-    counts = [f"{symbol}{list(kinds.values()).count(kind)}" for kind, symbol in SYMBOLS.items() if kind in kinds.values()]
+    counts = [
+        f"{symbol}{list(kinds.values()).count(kind)}"
+        for kind, symbol in SYMBOLS.items()
+        if kind in kinds.values()
+    ]
     return " ".join([*counts, *([f"{FELL}{len(fell & set(runs))}"] if fell & set(runs) else [])])
 
 
@@ -264,12 +326,18 @@ def _mean(runs: Mapping[str, Mapping[str, Any]], key: str) -> str:
 def _clock(seconds: float) -> str:
     """Hours, minutes and seconds."""
     minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+    return (
+        f"{minutes}:{rest:02d}"
+        if minutes < 60
+        else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+    )
 
 
 def warning_text(warnings: str, run: str = "") -> str:
     """A line per warning."""
-    return "\n".join(f"Warning{f' ({run})' if run else ''}: {text}" for text in warnings.splitlines())
+    return "\n".join(
+        f"Warning{f' ({run})' if run else ''}: {text}" for text in warnings.splitlines()
+    )
 
 
 def train_line(out: Path, config: "RunConfig") -> Callable[[dict[str, Any]], None]:
@@ -286,12 +354,19 @@ def train_line(out: Path, config: "RunConfig") -> Callable[[dict[str, Any]], Non
         row = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
         elapsed = _clock(time.monotonic() - started)
         line = (
-            f"iteration {row['iteration']:3d}/{config.iterations}  reward {row['reward_mean']:.3f}  NFE {row['nfe_total']:>9,d}"
+            f"iteration {row['iteration']:3d}/{config.iterations}  reward {row['reward_mean']:.3f} "
+            f" NFE {row['nfe_total']:>9,d}"
         )
-        line += f"  {elapsed}, left: {duration(remaining.seconds())}" if row["iteration"] < config.iterations else f"  {elapsed}"
+        line += (
+            f"  {elapsed}, left: {duration(remaining.seconds())}"
+            if row["iteration"] < config.iterations
+            else f"  {elapsed}"
+        )
         if row["evaluation"]:
             strict = row["evaluation"].get("strict")
-            line += f"  held out: reward {row['evaluation']['reward']:.3f}" + ("" if strict is None else f", strict {strict:.3f}")
+            line += f"  held out: reward {row['evaluation']['reward']:.3f}" + (
+                "" if strict is None else f", strict {strict:.3f}"
+            )
             line += _heldout(row["evaluation"])
         print(line, flush=True)
 
@@ -302,7 +377,13 @@ def _heldout(evaluation: dict[str, Any]) -> str:
     """The held-out rewards and the diversity of an evaluation."""
     from flowrl.training.results import short
 
-    found = {short(name): value for name, value in evaluation.get("heldout", {}).items() if name != "strict"}
+    found = {
+        short(name): value
+        for name, value in evaluation.get("heldout", {}).items()
+        if name != "strict"
+    }
     if "diversity" in evaluation:
         found["diversity"] = evaluation["diversity"]
-    return "".join(f", {name} {'failed' if value is None else f'{value:.3f}'}" for name, value in found.items())
+    return "".join(
+        f", {name} {'failed' if value is None else f'{value:.3f}'}" for name, value in found.items()
+    )

@@ -9,7 +9,13 @@ from annotated_types import Ge, Le
 
 from flowrl.errors import require
 from flowrl.options import Seed
-from flowrl.prompts import compositional_prompts, image_prompts, load_prompts, text_prompts, write_prompts
+from flowrl.prompts import (
+    compositional_prompts,
+    image_prompts,
+    load_prompts,
+    text_prompts,
+    write_prompts,
+)
 
 
 @dataclass(frozen=True)
@@ -22,10 +28,13 @@ class Prompts:
     """
 
     kind: tyro.conf.Positional[Literal["compositional", "text", "images", "check"]]
-    """compositional (GenEval's requests), text (texts in quotation marks, for OCR), images (general prompts) or check
-    (summarise a file)."""
+    """compositional (GenEval's requests), text (texts in quotation marks, for OCR), images (general
+    prompts) or check (summarise a file).
+    """
     file: Path = Path("prompts.jsonl")
-    """The file to write, or to check: .jsonl, text with a prompt a line, or a dataset (hf:NAME[:SPLIT[:COLUMN]])."""
+    """The file to write, or to check: .jsonl, text with a prompt a line, or a dataset
+    (hf:NAME[:SPLIT[:COLUMN]]).
+    """
     count: Annotated[int, Ge(1), Le(10**6)] = 500
     """How many prompts to make."""
     seed: Seed = 0
@@ -34,8 +43,14 @@ class Prompts:
     def main(self) -> int:
         """Write or check."""
         if self.kind != "check":
-            require(self.file.suffix == ".jsonl", "file", str(self.file), "a name that ends in .jsonl")
-            makers = {"compositional": compositional_prompts, "text": text_prompts, "images": image_prompts}
+            require(
+                self.file.suffix == ".jsonl", "file", str(self.file), "a name that ends in .jsonl"
+            )
+            makers = {
+                "compositional": compositional_prompts,
+                "text": text_prompts,
+                "images": image_prompts,
+            }
             write_prompts(self.file, makers[self.kind](self.count, self.seed))
         found = load_prompts(self.file)
         kinds = sorted({str(prompt.metadata.get("tag", "")) for prompt in found.prompts} - {""})

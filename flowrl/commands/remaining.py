@@ -9,12 +9,16 @@ from flowrl.errors import ConfigError
 from flowrl.training.config import RunConfig
 
 GRADIENT = 3.0
-"""Cost of a network evaluation with a gradient, in evaluations without one: a backward pass costs about two forward passes."""
+"""Cost of a network evaluation with a gradient, in evaluations without one: a backward pass costs
+about two forward passes.
+"""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Costs of a run in network evaluations: of one iteration and of one evaluation, and when evaluations are due."""
+    """Costs of a run in network evaluations: of one iteration and of one evaluation, and when
+    evaluations are due.
+    """
 
     iterations: int
     iteration: float
@@ -22,14 +26,18 @@ class Work:
     eval_every: int
 
     def between(self, first: int, last: int) -> float:
-        """Cost of the iterations after `first` up to `last`, with the evaluations that are due after them."""
+        """Cost of the iterations after `first` up to `last`, with the evaluations that are due
+        after them.
+        """
         due = last // self.eval_every - first // self.eval_every
         due += last == self.iterations and last > first and last % self.eval_every != 0
         return (last - first) * self.iteration + due * self.evaluation
 
 
 def work_of(config: RunConfig) -> Work:
-    """The work that `config` plans (`flowrl.training.plan`); equal iterations if a probe does not state its cost."""
+    """The work that `config` plans (`flowrl.training.plan`); equal iterations if a probe does not
+    state its cost.
+    """
     from flowrl.training.plan import plan
 
     try:
@@ -54,9 +62,10 @@ class _Progress:
 class Remaining:
     """Estimates the seconds until all runs are finished.
 
-    `works` are the runs in the order in which they start, `kinds` their arms, `workers` the runs at a time. The seconds per
-    network evaluation are those of the arm's own runs after a whole period of evaluations, and until then those of all
-    runs. A run that has not begun takes the mean time to start in addition. Runs are assigned to workers as they get free.
+    `works` are the runs in the order in which they start, `kinds` their arms, `workers` the runs at
+    a time. The seconds per network evaluation are those of the arm's own runs after a whole period
+    of evaluations, and until then those of all runs. A run that has not begun takes the mean time
+    to start in addition. Runs are assigned to workers as they get free.
     """
 
     works: Mapping[str, Work]
@@ -74,7 +83,9 @@ class Remaining:
         self._runs.setdefault(name, _Progress(now, -1, 0, now, now))
 
     def reached(self, name: str, iteration: int) -> None:
-        """The run `name` has completed `iteration`, counted from 1; a continued run begins with a higher one."""
+        """The run `name` has completed `iteration`, counted from 1; a continued run begins with a
+        higher one.
+        """
         self.began(name)
         run, now = self._runs[name], self.clock()
         if run.start < 0:
@@ -89,7 +100,10 @@ class Remaining:
 
     def seconds(self) -> float | None:
         """Seconds until the last run ends; None before two iterations of a run have been timed."""
-        rates = {kind: self._rate([n for n in self._runs if self.kinds[n] == kind], True) for kind in set(self.kinds.values())}
+        rates = {
+            kind: self._rate([n for n in self._runs if self.kinds[n] == kind], True)
+            for kind in set(self.kinds.values())
+        }
         common = self._rate(list(self._runs), False)
         if common is None:
             return 0.0 if set(self.works) <= self._ended else None
@@ -100,7 +114,9 @@ class Remaining:
             if name in self._ended:
                 continue
             if run is None:
-                waiting.append(starts + rate * work.between(self.kept.get(name, 0), work.iterations))
+                waiting.append(
+                    starts + rate * work.between(self.kept.get(name, 0), work.iterations)
+                )
             elif run.start < 0:
                 left = rate * work.between(self.kept.get(name, 0), work.iterations)
                 going.append(max(0.0, starts - (now - run.began)) + left)
@@ -111,11 +127,20 @@ class Remaining:
         return makespan(going, waiting, self.workers)
 
     def _rate(self, names: Sequence[str], whole: bool) -> float | None:
-        """Seconds per network evaluation over the timed iterations of `names`; None if there are too few."""
+        """Seconds per network evaluation over the timed iterations of `names`; None if there are
+        too few.
+        """
         timed = [name for name in names if self._runs[name].start >= 0]
         if whole:
-            timed = [name for name in timed if self._iterations(name) >= min(self.works[name].eval_every, self._most(name))]
-        done = sum(self.works[name].between(self._runs[name].start, self._runs[name].done) for name in timed)
+            timed = [
+                name
+                for name in timed
+                if self._iterations(name) >= min(self.works[name].eval_every, self._most(name))
+            ]
+        done = sum(
+            self.works[name].between(self._runs[name].start, self._runs[name].done)
+            for name in timed
+        )
         seconds = sum(self._runs[name].latest - self._runs[name].first for name in timed)
         return seconds / done if done and seconds > 0 else None
 
@@ -126,17 +151,28 @@ class Remaining:
         return self.works[name].iterations - 1
 
     def _mean_start(self) -> float:
-        """Mean seconds from a run's start to the end of its first iteration, less that iteration: imports, row 0."""
+        """Mean seconds from a run's start to the end of its first iteration, less that iteration:
+        imports, row 0.
+        """
         found = []
         for name, run in self._runs.items():
             if run.start >= 0:
                 rate = self._rate([name], False) or 0.0
-                found.append(max(0.0, run.first - run.began - rate * self.works[name].between(run.start - 1, run.start)))
+                found.append(
+                    max(
+                        0.0,
+                        run.first
+                        - run.began
+                        - rate * self.works[name].between(run.start - 1, run.start),
+                    )
+                )
         return sum(found) / len(found) if found else 0.0
 
 
 def makespan(going: Sequence[float], waiting: Sequence[float], workers: int) -> float:
-    """Time at which the last job ends when `workers` take the `waiting` jobs in order as those that are `going` end."""
+    """Time at which the last job ends when `workers` take the `waiting` jobs in order as those that
+    are `going` end.
+    """
     ends = [0.0] * max(0, workers - len(going)) + list(going)
     heapq.heapify(ends)
     last = max([0.0, *going])
@@ -148,7 +184,9 @@ def makespan(going: Sequence[float], waiting: Sequence[float], workers: int) -> 
 
 
 def duration(seconds: float | None) -> str:
-    """About how long: "under 10 s", "about 40 s", "about 12 min", "about 3.5 h"; "unknown yet" for None."""
+    """About how long: "under 10 s", "about 40 s", "about 12 min", "about 3.5 h"; "unknown yet" for
+    None.
+    """
     if seconds is None:
         return "unknown yet"
     if seconds < 10:

@@ -62,9 +62,13 @@ class BackedUp:
 
     def credit(self, experience: Experience) -> Credit:
         """Advantages, with the record's log-probabilities."""
-        return Credit(self._advantages(experience.values, experience.decisions, experience.log_probs))
+        return Credit(
+            self._advantages(experience.values, experience.decisions, experience.log_probs)
+        )
 
-    def _advantages(self, values: ValueTable, decisions: Decisions, log_probs: CreditTable | None) -> CreditTable:
+    def _advantages(
+        self, values: ValueTable, decisions: Decisions, log_probs: CreditTable | None
+    ) -> CreditTable:
         tree = branched_tree(decisions, "BackedUp")
         require_columns(values, decisions, self, last_column(decisions.mask))
         members = decisions.mask.any(-1, keepdim=True)
@@ -72,5 +76,7 @@ class BackedUp:
         leaves = scores.masked_fill(~members, torch.nan)[..., 0]
         weights = leaves.new_zeros(len(leaves), tree.units)
         if self.backup == "softmax":
-            weights = unit_log_probs(log_probs, decisions, tree, "BackedUp(backup='softmax')").to(leaves)
+            weights = unit_log_probs(log_probs, decisions, tree, "BackedUp(backup='softmax')").to(
+                leaves
+            )
         return tree.decision_table(backed_up(leaves, tree, weights))

@@ -79,14 +79,20 @@ class DepthRelative:
 
     def credit(self, experience: Experience) -> Credit:
         """Advantages, with the record's log-probabilities."""
-        return Credit(self._advantages(experience.values, experience.decisions, experience.log_probs))
+        return Credit(
+            self._advantages(experience.values, experience.decisions, experience.log_probs)
+        )
 
-    def _advantages(self, values: ValueTable, decisions: Decisions, log_probs: CreditTable | None) -> CreditTable:
+    def _advantages(
+        self, values: ValueTable, decisions: Decisions, log_probs: CreditTable | None
+    ) -> CreditTable:
         tree, mask = branched_tree(decisions, "DepthRelative"), decisions.mask
         require_columns(values, decisions, self, next_columns(mask) | last_column(mask))
         states = unit_values(values, decisions, tree)
         if self.backup == "softmax":
-            weights = unit_log_probs(log_probs, decisions, tree, "DepthRelative(backup='softmax')").to(states)
+            weights = unit_log_probs(
+                log_probs, decisions, tree, "DepthRelative(backup='softmax')"
+            ).to(states)
             members = mask.any(-1)
             final = centred(values[..., -1], ("member",), members).masked_fill(~members, torch.nan)
             states = backed_up(final, tree, weights).masked_fill(states.isnan(), torch.nan)

@@ -57,24 +57,30 @@ class ExpectedCalls:
         return self.mean - self.rewards
 
 
-def expected_calls(values: ValueTable, noise: float, consistent: bool = True, first_step: bool = True) -> ExpectedCalls:
-    """Calls and missed turning points if independent N(0, noise^2) is added to the true value V_j of every column.
+def expected_calls(
+    values: ValueTable, noise: float, consistent: bool = True, first_step: bool = True
+) -> ExpectedCalls:
+    """Calls and missed turning points if independent N(0, noise^2) is added to the true value V_j
+    of every column.
 
-    Write d_k = V_{k+1} - V_k, D = R - V_0 and F = R - V_{k+1}, with R the last of the values and n the number of
-    decisions. In units of the noise, the noisy (d_{k-1}, d_k, F, D) are normal around the true ones with covariance ::
+    Write d_k = V_{k+1} - V_k, D = R - V_0 and F = R - V_{k+1}, with R the last of the values and n
+    the number of decisions. In units of the noise, the noisy (d_{k-1}, d_k, F, D) are normal around
+    the true ones with covariance ::
 
-        [[2, -1, 0, a], [-1, 2, -1, b], [0, -1, 2, 1], [a, b, 1, 2]],  a = 1 if k = 1 else 0,  b = 1 if k = n - 1 else 0,
+        [[2, -1, 0, a], [-1, 2, -1, b], [0, -1, 2, 1], [a, b, 1, 2]]
+        a = 1 if k = 1 else 0,  b = 1 if k = n - 1 else 0,
 
-    where F is 0 if k = n - 1. A decision is called if their signs are (-, +, +, +) or the opposite (`consistent`); the
-    plain rule leaves out F. Decision 0 is called if d_0 and F, or under the plain rule d_0 and D, have the same sign.
-    `order_moments` computes the probability P(V) of the first case and the moments of the noise in this case. The second
-    case is the first case of -V. Let C be 1 if the decision is called and 0 if not. With noisy differences in the
-    brackets ::
+    where F is 0 if k = n - 1. A decision is called if their signs are (-, +, +, +) or the opposite
+    (`consistent`); the plain rule leaves out F. Decision 0 is called if d_0 and F, or under the
+    plain rule d_0 and D, have the same sign. `order_moments` computes the probability P(V) of the
+    first case and the moments of the noise in this case. The second case is the first case of -V.
+    Let C be 1 if the decision is called and 0 if not. With noisy differences in the brackets ::
 
-        called = P(V) + P(-V),   mean = d_k + E[C (F)],   E[r_k^2] = d_k^2 + 2 noise^2 + E[C (d_k + F)^2 - C (d_k)^2]
+        called = P(V) + P(-V),   mean = d_k + E[C (F)]
+        E[r_k^2] = d_k^2 + 2 noise^2 + E[C (d_k + F)^2 - C (d_k)^2]
 
-    The error of `called` is below 1e-9; those of `mean` and `variance` are below 1e-8 in units of max(`noise`, |R - V_k|)
-    and its square. Definitions: TP-GRPO (arXiv 2602.06422).
+    The error of `called` is below 1e-9; those of `mean` and `variance` are below 1e-8 in units of
+    max(`noise`, |R - V_k|) and its square. Definitions: TP-GRPO (arXiv 2602.06422).
 
     Args:
         values: table of true values V [prompt, member, decision+1].
@@ -97,11 +103,17 @@ def expected_calls(values: ValueTable, noise: float, consistent: bool = True, fi
         orders = turn_orders(k == 0, consistent, k <= 1, k == last) if k > 0 or first_step else ()
         means = {letter: table[..., k].flatten() for letter, table in letters.items()}
         found.append(_moments(means, orders, k == last))
-    called, mean, variance = (torch.stack(parts, -1).view(turns.shape) for parts in zip(*found, strict=True))
-    return ExpectedCalls(turns, called, process_rewards(true, turns), mean * noise, variance * noise**2)
+    called, mean, variance = (
+        torch.stack(parts, -1).view(turns.shape) for parts in zip(*found, strict=True)
+    )
+    return ExpectedCalls(
+        turns, called, process_rewards(true, turns), mean * noise, variance * noise**2
+    )
 
 
-def _moments(means: dict[str, Tensor], orders: tuple[str, ...], at_end: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _moments(
+    means: dict[str, Tensor], orders: tuple[str, ...], at_end: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Probability of a call, mean and variance of the decision's reward [entry], in units of the
     noise.
 
@@ -123,6 +135,14 @@ def _moments(means: dict[str, Tensor], orders: tuple[str, ...], at_end: bool) ->
         follow, both = signed["z"] - signed["y"], signed["z"] + signed["y"] - 2 * signed["x"]
         called = called + p
         long_term = long_term + sign * (follow * p + z - y)
-        square = square + follow * both * p + follow * (z + y - 2 * x) + both * (z - y) + zz - yy - 2 * (xz - xy)
+        square = (
+            square
+            + follow * both * p
+            + follow * (z + y - 2 * x)
+            + both * (z - y)
+            + zz
+            - yy
+            - 2 * (xz - xy)
+        )
     mean = increment + long_term
     return called, mean, increment.square() + 2.0 + square - mean.square()

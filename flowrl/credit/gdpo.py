@@ -71,19 +71,29 @@ class GDPO:
         return self._sum({"reward": self.rule.assign(values, decisions)}, decisions)
 
     def credit(self, experience: Experience) -> Credit:
-        """Advantages from the value table of each component; of the weights that `rule` gives, the smallest."""
+        """Advantages from the value table of each component; of the weights that `rule` gives, the
+        smallest.
+        """
         parts = experience.parts or {"reward": experience.values}
         unknown = sorted(set(self.weights or {}) - set(parts))
         if unknown:
-            raise CreditError(f"GDPO.weights names rewards {', '.join(unknown)}; there are {', '.join(parts)}")
+            raise CreditError(
+                f"GDPO.weights names rewards {', '.join(unknown)}; there are {', '.join(parts)}"
+            )
         each = {name: replace(experience, values=table, parts={}) for name, table in parts.items()}
         credits = {name: credit_of(self.rule, one) for name, one in each.items()}
         weights = [one.weights for one in credits.values() if one.weights is not None]
-        advantages = self._sum({name: one.advantages for name, one in credits.items()}, experience.decisions)
+        advantages = self._sum(
+            {name: one.advantages for name, one in credits.items()}, experience.decisions
+        )
         return Credit(advantages, torch.stack(weights).amin(0) if weights else None)
 
     def _sum(self, advantages: Mapping[str, Tensor], decisions: Decisions) -> Tensor:
         weights = self.weights or {}
         weighted = [float(weights.get(name, 1.0)) * table for name, table in advantages.items()]
         total = torch.stack(weighted).sum(dim=0)
-        return total / (total[decisions.mask].std(unbiased=False) + STD_EPSILON) if self.batch else total
+        return (
+            total / (total[decisions.mask].std(unbiased=False) + STD_EPSILON)
+            if self.batch
+            else total
+        )

@@ -78,7 +78,9 @@ class MovingAverageGain:
         seen = mask.any(0).any(0).tolist()
         known = self.baseline
         before = [known.get(time, new) for time, new in zip(times, mean, strict=True)]
-        advantages = zscore(increments - increments.new_tensor(before), over, clamp=self.clamp, mask=mask)
+        advantages = zscore(
+            increments - increments.new_tensor(before), over, clamp=self.clamp, mask=mask
+        )
         for time, old, new, counted in zip(times, before, mean, seen, strict=True):
             if counted:
                 known[time] = self.decay * old + (1.0 - self.decay) * new

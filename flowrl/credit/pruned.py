@@ -71,7 +71,9 @@ class Pruned:
             "a credit rule",
         )
         branching = isinstance(self.rule.probe, Branching)
-        require(branching, "Pruned.rule.probe", self.rule.probe, "a branching probe: Branch or Comb")
+        require(
+            branching, "Pruned.rule.probe", self.rule.probe, "a branching probe: Branch or Comb"
+        )
         require(all(step >= 0 for step in self.steps), "Pruned.steps", self.steps, "0 or more each")
         require(
             self.every is None or self.every >= 1,
@@ -86,7 +88,9 @@ class Pruned:
             "from 0 to the first of `steps`",
         )
         require(0 < self.ratio <= 1, "Pruned.ratio", self.ratio, "in (0, 1]")
-        require(self.until is None or self.until >= 0, "Pruned.until", self.until, "0 or more, or None")
+        require(
+            self.until is None or self.until >= 0, "Pruned.until", self.until, "0 or more, or None"
+        )
 
     @property
     def probe(self) -> Probe:
@@ -118,9 +122,13 @@ class Pruned:
         """The credit of `rule`, with weight 0 for pruned decisions; counts the iteration."""
         found = credit_of(self.rule, experience)
         assert found.weights is not None
-        return Credit(found.advantages, found.weights * self._kept(found.advantages, experience.decisions))
+        return Credit(
+            found.advantages, found.weights * self._kept(found.advantages, experience.decisions)
+        )
 
-    def _kept(self, advantages: CreditTable, decisions: Decisions) -> Bool[Tensor, "prompt member decision"]:
+    def _kept(
+        self, advantages: CreditTable, decisions: Decisions
+    ) -> Bool[Tensor, "prompt member decision"]:
         """Which decisions of an iteration are trained on; counts the iteration."""
         tree = branched_tree(decisions, "Pruned")
         now, self.iteration = self.iteration, self.iteration + 1
@@ -133,7 +141,9 @@ class Pruned:
             return kept
         last = tree.drawn_steps.index(split)
         if self.released:
-            kept[..., last + 1 :] = self._decisions(advantages[..., last + 1 :], kept[..., last + 1 :])
+            kept[..., last + 1 :] = self._decisions(
+                advantages[..., last + 1 :], kept[..., last + 1 :]
+            )
         else:
             worth = advantages[..., last].masked_fill(~decisions.mask.any(-1), -torch.inf)
             kept[..., last + 1 :] &= self._branches(worth, tree.paths[:, split])[..., None]
@@ -175,7 +185,9 @@ class Pruned:
                 worth[*place][candidates[*place]],
                 candidates[*place].nonzero().flatten(),
             )
-            order = branch.argsort(descending=True, stable=True)[: max(1, int(self.ratio * len(branch)))]
+            order = branch.argsort(descending=True, stable=True)[
+                : max(1, int(self.ratio * len(branch)))
+            ]
             kept[*place, choice[order]] = True
         return kept
 
@@ -191,7 +203,13 @@ class Pruned:
         """Continue from `state_dict`."""
         self.iteration = int(state.get("iteration", torch.tensor(0)))
         if isinstance(self.rule, Stateful):
-            self.rule.load_state_dict({n.removeprefix("rule."): value for n, value in state.items() if n.startswith("rule.")})
+            self.rule.load_state_dict(
+                {
+                    n.removeprefix("rule."): value
+                    for n, value in state.items()
+                    if n.startswith("rule.")
+                }
+            )
 
 
 def _last_split(tree: Tree) -> int | None:

@@ -64,7 +64,9 @@ class RandomCredit:
 
 
 def with_seed(rule: Any, seed: int) -> Any:
-    """A rule whose random credit without a seed has this one, also within other rules (their option `rule`)."""
+    """A rule whose random credit without a seed has this one, also within other rules (their option
+    `rule`).
+    """
     if isinstance(rule, RandomCredit):
         return replace(rule, seed=seed % 10**12) if rule.seed is None else rule
     inner = getattr(rule, "rule", None)

@@ -93,7 +93,9 @@ class StepwiseGain:
         )
         require(0.0 <= self.lam <= 1.0, "StepwiseGain.lam", self.lam, "within [0, 1]")
         require(0.0 <= self.gamma <= 1.0, "StepwiseGain.gamma", self.gamma, "within [0, 1]")
-        require(self.pool in ("prompt", "batch"), "StepwiseGain.pool", self.pool, "'prompt' or 'batch'")
+        require(
+            self.pool in ("prompt", "batch"), "StepwiseGain.pool", self.pool, "'prompt' or 'batch'"
+        )
         require_clamp("StepwiseGain", self.clamp)
 
     def reads(self, trained: Tensor) -> Tensor:

@@ -105,13 +105,17 @@ def masked_std(values: Tensor, over: Sequence[str], mask: Tensor) -> Tensor:
 
 
 def centred(values: Tensor, over: Sequence[str], mask: Tensor) -> Tensor:
-    """`values` minus their mean over `mask`; exactly 0 if they are all equal, and outside the mask."""
+    """`values` minus their mean over `mask`; exactly 0 if they are all equal, and outside the
+    mask.
+    """
     shifted = (values - first_of(values, over, mask)).masked_fill(~mask, 0.0)
     return (shifted - masked_mean(shifted, over, mask)).masked_fill(~mask, 0.0)
 
 
 def first_of(values: Tensor, over: Sequence[str], mask: Tensor) -> Tensor:
-    """The first value within `mask` along the axes `over`, which are kept; 0 without such a value."""
+    """The first value within `mask` along the axes `over`, which are kept; 0 without such a
+    value.
+    """
     dims, count = _dims(over), len(over)
     ends = tuple(range(-count, 0))
     rows, among = (t.movedim(dims, ends).flatten(-count) for t in (values, mask.expand_as(values)))
@@ -162,11 +166,15 @@ def read_columns(rule: CreditRule, trained: Bool[Tensor, "*group decision"]) -> 
         return trained.any(-1, keepdim=True).repeat_interleave(trained.shape[-1] + 1, -1)
     found, shape = reads(trained), (*trained.shape[:-1], trained.shape[-1] + 1)
     if not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != shape:
-        raise CreditError(f"{type(rule).__name__}.reads returned {_shown(found)}, not a Boolean tensor {shape}")
+        raise CreditError(
+            f"{type(rule).__name__}.reads returned {_shown(found)}, not a Boolean tensor {shape}"
+        )
     return found
 
 
-def require_columns(values: ValueTable, decisions: Decisions, rule: CreditRule, columns: Tensor | None = None) -> None:
+def require_columns(
+    values: ValueTable, decisions: Decisions, rule: CreditRule, columns: Tensor | None = None
+) -> None:
     """Check a rule's input.
 
     Args:
@@ -182,15 +190,16 @@ def require_columns(values: ValueTable, decisions: Decisions, rule: CreditRule, 
     name, wanted = type(rule).__name__, (*decisions.mask.shape[:2], len(decisions) + 1)
     if tuple(values.shape) != wanted or not values.is_floating_point():
         raise CreditError(
-            f"{name} needs values [prompt, member, decision+1] = {wanted}, of floating point, for these decisions; "
-            f"got {_shown(values)}"
+            f"{name} needs values [prompt, member, decision+1] = {wanted}, of floating point, for"
+            f" these decisions; got {_shown(values)}"
         )
     columns = read_columns(rule, decisions.mask) if columns is None else columns
     missing = (columns & ~values.isfinite()).flatten(0, 1).any(0).nonzero().flatten().tolist()
     if missing:
         raise CreditError(
-            f"{name} needs a finite value in column{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of "
-            f"0..{len(decisions)}: roll out with the probe {rule.probe} (the rule's `probe`) to fill them"
+            f"{name} needs a finite value in column{'s' * (len(missing) > 1)}"
+            f" {', '.join(map(str, missing))} of 0..{len(decisions)}: roll out with the probe"
+            f" {rule.probe} (the rule's `probe`) to fill them"
         )
 
 
@@ -243,21 +252,31 @@ def credit_of(rule: CreditRule, experience: Experience) -> Credit:
     values, decisions = experience.values, experience.decisions
     records = hasattr(rule, "credit")
     call = f"{type(rule).__name__}.{'credit' if records else 'assign'}"
-    own = [getattr(decisions, name) for name in ("step", "time", "delta", "std", "trained", "drawn", "mask")]
+    own = [
+        getattr(decisions, name)
+        for name in ("step", "time", "delta", "std", "trained", "drawn", "mask")
+    ]
     parts = [table for table in experience.parts.values() if table is not values]
     with inputs_unchanged(call, CreditError, values, *parts, *own):
         found: Any = rule.credit(experience) if records else rule.assign(values, decisions)  # pyright: ignore
     if records and not isinstance(found, Credit):
-        raise CreditError(f"{call} returned a {type(found).__name__}, not a flowrl.experience.Credit")
+        raise CreditError(
+            f"{call} returned a {type(found).__name__}, not a flowrl.experience.Credit"
+        )
     credit = found if records else Credit(cast(Tensor, found))
     advantages = _checked_table(credit.advantages, decisions.mask, f"{call} returned")
     if credit.weights is None:
         return Credit(advantages, decisions.mask.to(advantages))
     weights = _checked_table(credit.weights, decisions.mask, f"{call} returned weights:")
     if float(weights.min()) < 0 or float(weights.max()) > 1:
-        raise CreditError(f"{call} returned weights from {weights.min():g} to {weights.max():g}, not within [0, 1]")
+        raise CreditError(
+            f"{call} returned weights from {weights.min():g} to {weights.max():g}, not within"
+            " [0, 1]"
+        )
     if decisions.mask.any() and not weights.any():
-        raise CreditError(f"{call} returned weights of 0 for all decisions, so nothing is left to train on")
+        raise CreditError(
+            f"{call} returned weights of 0 for all decisions, so nothing is left to train on"
+        )
     return Credit(advantages, weights)
 
 
@@ -270,17 +289,24 @@ def _checked_table(found: object, mask: Mask, what: str) -> Tensor:
     if tensor_problem(found):
         raise CreditError(f"{what} a tensor that {tensor_problem(found)}")
     if found.shape != mask.shape:
-        raise CreditError(f"{what} shape {tuple(found.shape)}, not [prompt, member, decision] = {tuple(mask.shape)}")
+        raise CreditError(
+            f"{what} shape {tuple(found.shape)}, not [prompt, member, decision] ="
+            f" {tuple(mask.shape)}"
+        )
     if not found.is_floating_point():
         raise CreditError(f"{what} dtype {found.dtype}, not a floating-point tensor")
     bad = (mask & ~found.isfinite()).nonzero()
     if len(bad):
         raise CreditError(
-            f"{what} {len(bad)} values that are not finite, the first at (prompt, member, decision) = "
-            f"{tuple(bad[0].tolist())}; columns that the rule's probe does not fill are NaN"
+            f"{what} {len(bad)} values that are not finite, the first at (prompt, member, decision)"
+            f" = {tuple(bad[0].tolist())}; columns that the rule's probe does not fill are NaN"
         )
     return found.detach().masked_fill(~mask, 0.0)
 
 
 def _shown(found: object) -> str:
-    return f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    return (
+        f"{found.dtype} {tuple(found.shape)}"
+        if isinstance(found, Tensor)
+        else f"a {type(found).__name__}"
+    )

@@ -66,7 +66,8 @@ def turning_points(values: ValueTable, consistent: bool = True, first_step: bool
     turns[..., 1:] = (along[..., :-1] < 0) & (along[..., 1:] > 0)
     turns[..., 0] = along[..., 0] > 0
     if consistent:
-        # At decision 0 this alone is enough: if its gain and what follows agree, the trend has their sign too.
+        # At decision 0 this alone is enough: if its gain and what follows agree, the trend has
+        # their sign too.
         turns = turns & (step_sign * follow_sign > 0)
     if not first_step:
         turns[..., 0] = False
@@ -81,9 +82,12 @@ def deciding_columns(table: Tensor) -> Mapping[str, Tensor]:
     """
     x = table[..., :-1]
     return {
-        "v": table[..., :1].expand_as(x), "w": torch.cat([table[..., :1], x[..., :-1]], dim=-1), "x": x,
-        "y": table[..., 1:], "z": table[..., -1:].expand_as(x),
-    }  # fmt: skip
+        "v": table[..., :1].expand_as(x),
+        "w": torch.cat([table[..., :1], x[..., :-1]], dim=-1),
+        "x": x,
+        "y": table[..., 1:],
+        "z": table[..., -1:].expand_as(x),
+    }
 
 
 def turn_orders(first: bool, consistent: bool, at_start: bool, at_end: bool) -> tuple[str, ...]:
@@ -124,7 +128,9 @@ def process_rewards(values: ValueTable, selected: Steps, add: bool = False) -> C
     return torch.where(selected, long_term, increments)
 
 
-def balanced(values: ValueTable, turns: Steps, by: Balance = "aggregate", scope: BalanceScope = "batch") -> Steps:
+def balanced(
+    values: ValueTable, turns: Steps, by: Balance = "aggregate", scope: BalanceScope = "batch"
+) -> Steps:
     """The turning points that remain after both signs are reduced to the same number.
 
     Let n+ and n- be the numbers of positive and negative turning points within a `scope`. If both
@@ -155,7 +161,9 @@ def balanced(values: ValueTable, turns: Steps, by: Balance = "aggregate", scope:
     return torch.stack([_balanced_scope(*prompt) for prompt in zip(turns, size, strict=True)])
 
 
-def _balanced_scope(turns: Bool[Tensor, "*entry"], size: Float[Tensor, "*entry"]) -> Bool[Tensor, "*entry"]:
+def _balanced_scope(
+    turns: Bool[Tensor, "*entry"], size: Float[Tensor, "*entry"]
+) -> Bool[Tensor, "*entry"]:
     """Balance the entries of one scope, signed and ranked by `size`; entries of size 0 have no sign
     and remain.
     """
@@ -163,10 +171,14 @@ def _balanced_scope(turns: Bool[Tensor, "*entry"], size: Float[Tensor, "*entry"]
     count = min(int(positive.sum()), int(negative.sum()))
     if count == 0:
         return turns
-    return _largest(positive, size, count) | _largest(negative, -size, count) | (turns & (size == 0))
+    return (
+        _largest(positive, size, count) | _largest(negative, -size, count) | (turns & (size == 0))
+    )
 
 
-def _largest(candidates: Bool[Tensor, "*entry"], size: Float[Tensor, "*entry"], count: int) -> Bool[Tensor, "*entry"]:
+def _largest(
+    candidates: Bool[Tensor, "*entry"], size: Float[Tensor, "*entry"], count: int
+) -> Bool[Tensor, "*entry"]:
     """The `count` largest of the `candidates`; of equals the later decision (the last axis), then
     the later sample.
     """
@@ -210,7 +222,9 @@ def clear_swings(values: ValueTable, confidence: float, mask: Mask | None = None
     return increments.abs() >= confidence * spread
 
 
-def turn_probability(values: ValueTable, turns: Steps, noise: float, consistent: bool = True) -> CreditTable:
+def turn_probability(
+    values: ValueTable, turns: Steps, noise: float, consistent: bool = True
+) -> CreditTable:
     """The probability that a decision of `turns` is a turning point of the same direction in the
     values without noise.
 
@@ -234,16 +248,24 @@ def turn_probability(values: ValueTable, turns: Steps, noise: float, consistent:
     zero = torch.arange(turns.shape[-1], device=turns.device).expand_as(turns)[turns] == 0
     found = torch.zeros(len(zero), dtype=torch.float64, device=turns.device)
     for first, at_start, at_end in product((True, False), repeat=3):
-        case = (zero == first) & ((known["w"] == known["v"]) == at_start) & ((known["y"] == known["z"]) == at_end)
+        case = (
+            (zero == first)
+            & ((known["w"] == known["v"]) == at_start)
+            & ((known["y"] == known["z"]) == at_end)
+        )
         orders = turn_orders(first, consistent, at_start, at_end)
         if orders and bool(case.any()):
-            found[case] = order_moments({letter: (direction * value)[case] for letter, value in known.items()}, orders)[0]
+            found[case] = order_moments(
+                {letter: (direction * value)[case] for letter, value in known.items()}, orders
+            )[0]
     table = torch.zeros(turns.shape, dtype=torch.float64, device=turns.device)
     table[turns] = found
     return table
 
 
-def likely_turns(values: ValueTable, turns: Steps, noise: float, confidence: float, consistent: bool = True) -> Steps:
+def likely_turns(
+    values: ValueTable, turns: Steps, noise: float, confidence: float, consistent: bool = True
+) -> Steps:
     """The entries of `turns` that are real with probability Phi(`confidence`) or more, given the
     reward's `noise`.
 
@@ -266,7 +288,9 @@ def likely_turns(values: ValueTable, turns: Steps, noise: float, confidence: flo
     return turns & (turn_probability(values, turns, noise, consistent) >= least)
 
 
-def random_steps(values: ValueTable, selected: Steps, seed: int = 0, mask: Mask | None = None) -> Steps:
+def random_steps(
+    values: ValueTable, selected: Steps, seed: int = 0, mask: Mask | None = None
+) -> Steps:
     """As many decisions per trajectory as in `selected`, at positions independent of the sizes and
     signs of the values.
 
@@ -294,7 +318,9 @@ def random_steps(values: ValueTable, selected: Steps, seed: int = 0, mask: Mask 
             digest = hashlib.sha256(repr((seed, order)).encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
             known[order] = torch.randperm(count, generator=generator).tolist()
-    places = torch.tensor([known[tuple(order)] for order in orders], device=selected.device).view(selected.shape)
+    places = torch.tensor([known[tuple(order)] for order in orders], device=selected.device).view(
+        selected.shape
+    )
     if mask is not None:
         places = places.masked_fill(~mask, count).argsort(-1).argsort(-1)
     return places < selected.sum(dim=-1, keepdim=True)
@@ -375,7 +401,9 @@ class TurningPoint:
             "'step' or 'joint'",
         )
         places = ("turning", "random", "none")
-        require(self.where in places, "TurningPoint.where", self.where, "'turning', 'random' or 'none'")
+        require(
+            self.where in places, "TurningPoint.where", self.where, "'turning', 'random' or 'none'"
+        )
         require(
             self.combine in ("replace", "add"),
             "TurningPoint.combine",
@@ -427,5 +455,7 @@ class TurningPoint:
         """Advantages [prompt, member, decision]."""
         require_columns(values, decisions, self)
         over = ("member",) if self.normalise == "step" else ("member", "decision")
-        processed = process_rewards(values, self.selected(values, decisions.mask), add=self.combine == "add")
+        processed = process_rewards(
+            values, self.selected(values, decisions.mask), add=self.combine == "add"
+        )
         return zscore(processed, over, clamp=self.clamp, mask=decisions.mask)

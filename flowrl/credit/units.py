@@ -42,7 +42,10 @@ def branched_tree(decisions: Decisions, rule: str) -> Tree:
         CreditError: there is none.
     """
     if decisions.tree is None:
-        raise CreditError(f"{rule} needs decisions with a branched tree, got none: roll out with the rule's `probe`")
+        raise CreditError(
+            f"{rule} needs decisions with a branched tree, got none: roll out with the rule's"
+            " `probe`"
+        )
     return decisions.tree
 
 
@@ -85,7 +88,9 @@ def group_deviations(values: Units, group: Int[Tensor, " unit"]) -> Units:
     """
     known, count, place = _counted(values, group)
     order = torch.arange(values.shape[1]).expand_as(place).masked_fill(~known, values.shape[1] - 1)
-    first = torch.full_like(count, values.shape[1] - 1, dtype=torch.long).scatter_reduce(1, place, order, "amin")
+    first = torch.full_like(count, values.shape[1] - 1, dtype=torch.long).scatter_reduce(
+        1, place, order, "amin"
+    )
     shifted = (values - values.gather(1, first.gather(1, place))).masked_fill(~known, 0.0)
     means = _sums(shifted, place) / count.clamp(min=1)
     return (shifted - means.gather(1, place)).masked_fill(~known, 0.0)
@@ -122,7 +127,9 @@ def group_zscore(
         scores = numerator / ((squares / count.clamp(min=1)).sqrt() + STD_EPSILON)
     else:
         spread = (squares / others).sqrt()
-        scores = torch.where(spread >= SILENT_STD, numerator / (spread + 1e-8), torch.zeros_like(values))
+        scores = torch.where(
+            spread >= SILENT_STD, numerator / (spread + 1e-8), torch.zeros_like(values)
+        )
     return scores if clamp is None else scores.clamp(-clamp, clamp)
 
 
@@ -155,7 +162,9 @@ def backed_up(leaves: Float[Tensor, "prompt member"], tree: Tree, log_probs: Uni
     reached = (~leaves.isnan()).to(leaves) @ tree.passes.to(leaves) > 0
     family = torch.where(tree.parent >= 0, tree.parent, tree.units).expand_as(reached)
     scores = log_probs.masked_fill(~reached, -torch.inf)
-    highest = scores.new_full((len(scores), tree.units + 1), -torch.inf).scatter_reduce(1, family, scores, "amax")
+    highest = scores.new_full((len(scores), tree.units + 1), -torch.inf).scatter_reduce(
+        1, family, scores, "amax"
+    )
     weights = (scores - highest.gather(1, family)).exp().masked_fill(~reached, 0.0)
     total = torch.zeros_like(highest).scatter_add(1, family, weights).gather(1, family)
     weights = weights / total.masked_fill(~reached, 1.0)
@@ -167,7 +176,9 @@ def backed_up(leaves: Float[Tensor, "prompt member"], tree: Tree, log_probs: Uni
     return found
 
 
-def unit_log_probs(log_probs: CreditTable | None, decisions: Decisions, tree: Tree, rule: str) -> Units:
+def unit_log_probs(
+    log_probs: CreditTable | None, decisions: Decisions, tree: Tree, rule: str
+) -> Units:
     """The log-probability of the transition into each unit, the mean over latent elements.
 
     It is 0 for units that were not drawn, and NaN for those that no member with an entry in the
@@ -199,7 +210,9 @@ class Example:
     values: ValueTable
     decisions: Decisions
 
-    def experience(self, seed: int = 0, parts: Mapping[str, ValueTable] | None = None) -> Experience:
+    def experience(
+        self, seed: int = 0, parts: Mapping[str, ValueTable] | None = None
+    ) -> Experience:
         """A record with this table, for rules with a method `credit`.
 
         Log-probabilities, states, velocities and embeddings are random numbers drawn from `seed`;
@@ -214,27 +227,37 @@ class Example:
         steps = [step for step in decisions.step.tolist() if step >= 0]
         tree = decisions.tree or plain_tree(members, max(steps, default=0) + 1, tuple(steps))
         inner = tree.at(tree.steps).start
-        states, outputs = (torch.randn(prompts, n, 1, 2, 2, generator=generator) for n in (tree.units, inner))
-        log_probs = torch.randn(prompts, tree.units, generator=generator)[:, tree.paths[:, (decisions.step + 1).tolist()]]
+        states, outputs = (
+            torch.randn(prompts, n, 1, 2, 2, generator=generator) for n in (tree.units, inner)
+        )
+        log_probs = torch.randn(prompts, tree.units, generator=generator)[
+            :, tree.paths[:, (decisions.step + 1).tolist()]
+        ]
         times, stds = {0: 1.0, tree.steps: 0.0}, torch.zeros(tree.steps)
         for k, step in enumerate(steps):
             start, length = float(decisions.time[k]), float(decisions.delta[k])
             times |= {step: start, step + 1: start - length}
             stds[step] = decisions.std[k]
-        grid = np.interp(range(tree.steps + 1), sorted(times), [times[node] for node in sorted(times)])
+        grid = np.interp(
+            range(tree.steps + 1), sorted(times), [times[node] for node in sorted(times)]
+        )
         return Experience(
             prompts=[Prompt(f"prompt {row}") for row in range(prompts)],
             values=self.values,
             decisions=decisions,
             valid=decisions.mask.any(-1),
             parts=parts or {},
-            trajectories=Trajectories(states, outputs, Schedule(torch.tensor(grid).float()), tree, stds),
+            trajectories=Trajectories(
+                states, outputs, Schedule(torch.tensor(grid).float()), tree, stds
+            ),
             log_probs=log_probs.masked_fill(~decisions.drawn | (decisions.step < 0), torch.nan),
             condition=Condition({"embedding": torch.randn(prompts, 4, generator=generator)}),
         )
 
 
-def example(values: ValueTable, probe: Probe, decisions: Decisions | None = None, seed: int = 0) -> Example:
+def example(
+    values: ValueTable, probe: Probe, decisions: Decisions | None = None, seed: int = 0
+) -> Example:
     """The value table that a rollout with `probe` would give, for testing a rule without a rollout.
 
     For a branching probe, a tree is drawn from `seed`. The rewards of finished images are kept; the
@@ -280,7 +303,9 @@ def on_tree(final: Float[Tensor, "prompt member"], decisions: Decisions, tree: T
         tree: the tree.
     """
     kept = torch.isin(decisions.step, torch.tensor(tree.drawn_steps))
-    axis = {name: getattr(decisions, name)[kept] for name in ("step", "time", "delta", "std", "trained")}
+    axis = {
+        name: getattr(decisions, name)[kept] for name in ("step", "time", "delta", "std", "trained")
+    }
     drawn = tree.decisions[:, tree.drawn_steps]
     mask = final.isfinite()[..., None] & drawn & axis["trained"]
     return Example(

@@ -50,7 +50,11 @@ class Weighted:
 
     def __post_init__(self) -> None:
         allowed = "'noise', a tuple of one finite number per decision, or a function of the time"
-        numbers = isinstance(self.weights, tuple) and len(self.weights) > 0 and all(map(math.isfinite, self.weights))
+        numbers = (
+            isinstance(self.weights, tuple)
+            and len(self.weights) > 0
+            and all(map(math.isfinite, self.weights))
+        )
         fits = numbers or callable(self.weights) or self.weights == "noise"
         require(fits, "Weighted.weights", self.weights, allowed)
         require(self.std in ("group", "batch"), "Weighted.std", self.std, "'group' or 'batch'")
@@ -102,6 +106,10 @@ class Weighted:
         else:
             weights = decisions.std / decisions.std[decisions.trained].mean()
         if weights.shape != (len(decisions),):
-            found = f"{len(weights)} weights" if weights.ndim == 1 else f"weights {tuple(weights.shape)}"
+            found = (
+                f"{len(weights)} weights"
+                if weights.ndim == 1
+                else f"weights {tuple(weights.shape)}"
+            )
             raise CreditError(f"Weighted has {found}, but the table has {len(decisions)} decisions")
         return advantages * weights.to(advantages)

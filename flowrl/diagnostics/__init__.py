@@ -2,10 +2,31 @@
 
 from flowrl.diagnostics.curves import Values, first_reached
 from flowrl.diagnostics.memory import peak_memory, peak_memory_during, reset_peak_memory
-from flowrl.diagnostics.statistics import COLLAPSE, LEVEL, Estimate, Inference, collapsed, mean, t_interval
+from flowrl.diagnostics.statistics import (
+    COLLAPSE,
+    LEVEL,
+    Estimate,
+    Inference,
+    collapsed,
+    mean,
+    t_interval,
+)
 from flowrl.diagnostics.weight_comparison import WeightComparison, compare_weights, load_weights
 
 __all__ = [
-    "COLLAPSE", "LEVEL", "Estimate", "Inference", "Values", "WeightComparison", "collapsed", "compare_weights", "first_reached",
-    "load_weights", "mean", "peak_memory", "peak_memory_during", "reset_peak_memory", "t_interval",
-]  # fmt: skip
+    "COLLAPSE",
+    "LEVEL",
+    "Estimate",
+    "Inference",
+    "Values",
+    "WeightComparison",
+    "collapsed",
+    "compare_weights",
+    "first_reached",
+    "load_weights",
+    "mean",
+    "peak_memory",
+    "peak_memory_during",
+    "reset_peak_memory",
+    "t_interval",
+]

@@ -19,7 +19,8 @@ def first_reached(xs: Sequence[float], ys: Sequence[float], target: ArrayLike) -
         target: one target, or an array of targets.
 
     Returns:
-        Positions of the shape of `target`; infinite if the curve, which may have no points, does not reach the target.
+        Positions of the shape of `target`; infinite if the curve, which may have no points, does
+        not reach the target.
     """
     x, y, goal = np.asarray(xs, float), np.asarray(ys, float), np.asarray(target, float)
     if not len(y):

@@ -7,7 +7,9 @@ import torch
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes: of PyTorch's tensors on a GPU since `reset_peak_memory`, of this process on the CPU since its start."""
+    """Peak bytes: of PyTorch's tensors on a GPU since `reset_peak_memory`, of this process on the
+    CPU since its start.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource  # not on Windows

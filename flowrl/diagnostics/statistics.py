@@ -45,7 +45,8 @@ class Inference(Estimate):
         value: the estimate.
         low: lower end of the interval, as in `Estimate`.
         high: upper end of the interval.
-        p: two-sided p-value of the null hypothesis, by default that the value is 0; NaN for fewer than 2 seeds.
+        p: two-sided p-value of the null hypothesis, by default that the value is 0; NaN for fewer
+            than 2 seeds.
     """
 
     p: float = math.nan
@@ -53,12 +54,15 @@ class Inference(Estimate):
     def exponential(self) -> "Inference":
         """The estimate of a ratio from that of its logarithm."""
         with np.errstate(over="ignore"):
-            value, low, high = (float(np.exp(number)) for number in (self.value, self.low, self.high))
+            value, low, high = (
+                float(np.exp(number)) for number in (self.value, self.low, self.high)
+            )
         return Inference(value, low, high, self.p)
 
 
 def mean(values: ArrayLike, null: float = 0.0) -> Inference:
-    """The mean of independent values with its t interval, and the two-sided p value of a null hypothesis.
+    """The mean of independent values with its t interval, and the two-sided p value of a null
+    hypothesis.
 
     Args:
         values: independent values [seed].
@@ -75,7 +79,9 @@ def mean(values: ArrayLike, null: float = 0.0) -> Inference:
     value = float(found.mean())
     if found.size < 2:
         return Inference(value, -math.inf, math.inf)
-    return t_interval(value, value, float(found.std(ddof=1)) / math.sqrt(found.size), found.size - 1, null)
+    return t_interval(
+        value, value, float(found.std(ddof=1)) / math.sqrt(found.size), found.size - 1, null
+    )
 
 
 def t_interval(value: float, centre: float, error: float, freedom: float, null: float) -> Inference:
@@ -95,10 +101,17 @@ def t_interval(value: float, centre: float, error: float, freedom: float, null: 
 
     reach = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
     distance = abs(centre - null)
-    p = float(2 * stats.t.sf(distance / error, freedom)) if error > 1e-15 else float(distance <= 1e-12)
+    p = (
+        float(2 * stats.t.sf(distance / error, freedom))
+        if error > 1e-15
+        else float(distance <= 1e-12)
+    )
     return Inference(value, centre - reach, centre + reach, p)
 
 
 def collapsed(rewards: Sequence[float]) -> bool:
-    """Whether a run ends more than `COLLAPSE` below its best reward, or more than `BELOW_START` below its first."""
-    return rewards[-1] < max(max(rewards) - COLLAPSE, rewards[0] - BELOW_START) - 1e-9  # not by rounding
+    """Whether a run ends more than `COLLAPSE` below its best reward, or more than `BELOW_START`
+    below its first.
+    """
+    # not by rounding
+    return rewards[-1] < max(max(rewards) - COLLAPSE, rewards[0] - BELOW_START) - 1e-9

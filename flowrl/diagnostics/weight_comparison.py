@@ -1,4 +1,6 @@
-"""Base against trained weights: images of the same prompts from the same noise, and score differences with intervals."""
+"""Base against trained weights: images of the same prompts from the same noise, and score
+differences with intervals.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +21,8 @@ from flowrl.types import Prompt
 
 @dataclass(frozen=True)
 class ScoreDifference:
-    """Means over prompts of a score before and after training, and of the difference with its 95% interval.
+    """Means over prompts of a score before and after training, and of the difference with its 95%
+    interval.
 
     Args:
         base: mean score with the base weights.
@@ -46,7 +49,8 @@ class ScoreDifference:
 class SamplingSettings:
     """Settings of sampling for a comparison of weights.
 
-    The noise of an image depends only on `seed`, the prompt's position in the list, `count` and the image's number.
+    The noise of an image depends only on `seed`, the prompt's position in the list, `count` and the
+    image's number.
 
     Args:
         steps: number of ODE steps.
@@ -72,8 +76,8 @@ class SamplingSettings:
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
 
     def noise(self, policy: FlowPolicy, prompts: int) -> Iterator[Tensor]:
-        """One latent per image, in order of the prompts, each from a separate CPU generator, so that the batch size has no
-        effect.
+        """One latent per image, in order of the prompts, each from a separate CPU generator, so
+        that the batch size has no effect.
         """
         for number in range(prompts * self.count):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
@@ -100,42 +104,69 @@ def sample_and_score(
     how: SamplingSettings,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ScoredImages:
-    """Sample images of all prompts and score each batch by all rewards; `progress` gets the finished and the total images."""
+    """Sample images of all prompts and score each batch by all rewards; `progress` gets the
+    finished and the total images.
+    """
     require(len(prompts) >= 1, "prompts", len(prompts), "one or more")
     require(len(rewards) >= 1, "rewards", tuple(rewards), "one or more")
     scores: dict[str, list[Tensor]] = {name: [] for name in rewards}
     shown: list[Tensor] = []
     repeated, done = [prompt for prompt in prompts for _ in range(how.count)], 0
-    for batch in sample_images(policy, repeated, how.noise(policy, len(prompts)), how.steps, how.solver, how.batch):
+    for batch in sample_images(
+        policy, repeated, how.noise(policy, len(prompts)), how.steps, how.solver, how.batch
+    ):
         for name, reward in rewards.items():
             scores[name].append(score(reward, batch.images, batch.prompts, invalid=True).cpu())
         numbers = range(done, done + len(batch.prompts))
-        firsts = [number - done for number in numbers if number % how.count == 0 and number < how.shown * how.count]
+        firsts = [
+            number - done
+            for number in numbers
+            if number % how.count == 0 and number < how.shown * how.count
+        ]
         shown += list(stills(batch.images[firsts]).cpu())
         done = numbers.stop
         progress(done, len(repeated))
         del batch  # before the next one is sampled
-    tables = {name: torch.cat(found).view(len(prompts), how.count) for name, found in scores.items()}
+    tables = {
+        name: torch.cat(found).view(len(prompts), how.count) for name, found in scores.items()
+    }
     return ScoredImages(tables, torch.stack(shown))
 
 
 def compare_scores(base: Tensor, trained: Tensor) -> ScoreDifference:
-    """Paired comparison of scores [prompt, count]: images of one prompt are averaged, prompts are the independent units.
+    """Paired comparison of scores [prompt, count]: images of one prompt are averaged, prompts are
+    the independent units.
 
-    The interval is Student's t for the mean of the prompts' differences. It covers other prompts of this kind, not other training
-    seeds. Pairs with an invalid (NaN) score are left out. Raises `ConfigError` if no pair is left.
+    The interval is Student's t for the mean of the prompts' differences. It covers other prompts of
+    this kind, not other training seeds. Pairs with an invalid (NaN) score are left out. Raises
+    `ConfigError` if no pair is left.
     """
     valid = base.isfinite() & trained.isfinite()
     kept = valid.any(1)
     if not bool(kept.any()):
-        raise ConfigError("evaluate: the reward marked an image of every pair invalid; there is nothing to compare")
+        raise ConfigError(
+            "evaluate: the reward marked an image of every pair invalid; there is nothing to"
+            " compare"
+        )
     weight = valid[kept].double()
-    before, after = ((torch.where(valid, t, 0.0)[kept].double() * weight).sum(1) / weight.sum(1) for t in (base, trained))
+    before, after = (
+        (torch.where(valid, t, 0.0)[kept].double() * weight).sum(1) / weight.sum(1)
+        for t in (base, trained)
+    )
     difference = after - before
     found, n = mean(difference.tolist()), len(difference)
     low, high = (found.low, found.high) if n > 1 else (math.nan, math.nan)
     better = float((difference > 0).double().mean())
-    return ScoreDifference(float(before.mean()), float(after.mean()), found.value, low, high, better, n, int((~valid).sum()))
+    return ScoreDifference(
+        float(before.mean()),
+        float(after.mean()),
+        found.value,
+        low,
+        high,
+        better,
+        n,
+        int((~valid).sum()),
+    )
 
 
 @dataclass(frozen=True)
@@ -159,17 +190,31 @@ class WeightComparison:
     facts: dict[str, Any]
 
     def values(self) -> dict[str, Any]:
-        """Plain values for JSON: `facts`, settings, differences, and every prompt with its mean scores (null: invalid)."""
+        """Plain values for JSON: `facts`, settings, differences, and every prompt with its mean
+        scores (null: invalid).
+        """
         sides = (self.base.scores, self.trained.scores)
         each = [
             {
                 "prompt": text,
-                "scores": {name: [_number(float(side[name][i].nanmean())) for side in sides] for name in self.scores},
+                "scores": {
+                    name: [_number(float(side[name][i].nanmean())) for side in sides]
+                    for name in self.scores
+                },
             }
             for i, text in enumerate(self.prompts)
         ]
-        scores = {name: {k: _number(v) for k, v in asdict(found).items()} for name, found in self.scores.items()}
-        return {**self.facts, "prompts": len(self.prompts), **asdict(self.how), "scores": scores, "each": each}
+        scores = {
+            name: {k: _number(v) for k, v in asdict(found).items()}
+            for name, found in self.scores.items()
+        }
+        return {
+            **self.facts,
+            "prompts": len(self.prompts),
+            **asdict(self.how),
+            "scores": scores,
+            "each": each,
+        }
 
 
 def _number(value: float) -> float | None:
@@ -185,7 +230,8 @@ def compare_weights(
     facts: dict[str, Any],
     progress: Callable[[str, int, int], None] = lambda weights, done, total: None,
 ) -> WeightComparison:
-    """Sample and score with the base weights of `policy`, and again after `load_trained` has replaced them.
+    """Sample and score with the base weights of `policy`, and again after `load_trained` has
+    replaced them.
 
     Args:
         policy: the policy with the base weights.
@@ -199,11 +245,17 @@ def compare_weights(
     Returns:
         Scores and images of both weights.
     """
-    base = sample_and_score(policy, prompts, rewards, how, lambda done, total: progress("base", done, total))
+    base = sample_and_score(
+        policy, prompts, rewards, how, lambda done, total: progress("base", done, total)
+    )
     load_trained()
-    trained = sample_and_score(policy, prompts, rewards, how, lambda done, total: progress("trained", done, total))
+    trained = sample_and_score(
+        policy, prompts, rewards, how, lambda done, total: progress("trained", done, total)
+    )
     scores = {name: compare_scores(base.scores[name], trained.scores[name]) for name in rewards}
-    return WeightComparison(scores, base, trained, tuple(prompt.text for prompt in prompts), how, facts)
+    return WeightComparison(
+        scores, base, trained, tuple(prompt.text for prompt in prompts), how, facts
+    )
 
 
 def load_weights(policy: Any, folder: Path) -> None:
@@ -220,24 +272,46 @@ def load_weights(policy: Any, folder: Path) -> None:
 
     try:
         if (folder / "transformer").is_dir():
-            whole = type(policy.transformer).from_pretrained(folder, subfolder="transformer", use_safetensors=True)
+            whole = type(policy.transformer).from_pretrained(
+                folder, subfolder="transformer", use_safetensors=True
+            )
             policy.transformer.load_state_dict(whole.state_dict())
         else:
-            place = (str(folder.parent), {"weight_name": folder.name}) if folder.is_file() else (str(folder), {})
+            place = (
+                (str(folder.parent), {"weight_name": folder.name})
+                if folder.is_file()
+                else (str(folder), {})
+            )
             policy.pipe.load_lora_weights(place[0], use_safetensors=True, **place[1])
-            _require_all_loaded(policy, policy.pipe.lora_state_dict(place[0], use_safetensors=True, **place[1]))
+            _require_all_loaded(
+                policy, policy.pipe.lora_state_dict(place[0], use_safetensors=True, **place[1])
+            )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"weights: {folder} holds no LoRA and no transformer for this model ({first[:200]})") from error
+        raise CheckpointError(
+            f"weights: {folder} holds no LoRA and no transformer for this model ({first[:200]})"
+        ) from error
 
 
 def _require_all_loaded(policy: Any, state: Any) -> None:
-    """Raise `ValueError` if layers of a LoRA are not in the model: diffusers ignores them silently."""
+    """Raise `ValueError` if layers of a LoRA are not in the model: diffusers ignores them
+    silently.
+    """
     tensors = state[0] if isinstance(state, tuple) else state
-    wanted = {name.removeprefix("transformer.") for name in tensors if "lora_A" in name and not name.startswith("text_encoder")}
-    layers = {name for name, module in policy.transformer.named_modules() if hasattr(module, "lora_A") and len(module.lora_A)}
+    wanted = {
+        name.removeprefix("transformer.")
+        for name in tensors
+        if "lora_A" in name and not name.startswith("text_encoder")
+    }
+    layers = {
+        name
+        for name, module in policy.transformer.named_modules()
+        if hasattr(module, "lora_A") and len(module.lora_A)
+    }
     lost = sorted(name for name in wanted if name.partition(".lora_A")[0] not in layers)
     if lost or not wanted:
         raise ValueError(
-            f"{len(lost)} of its {len(wanted)} layers are not in the model, such as {lost[0]}" if lost else "no LoRA layers"
+            f"{len(lost)} of its {len(wanted)} layers are not in the model, such as {lost[0]}"
+            if lost
+            else "no LoRA layers"
         )

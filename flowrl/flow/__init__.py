@@ -1,4 +1,6 @@
-"""Pure maths of flow matching: time grids, training times, the interpolant and its estimates, Gaussians, a Gaussian mixture."""
+"""Pure maths of flow matching: time grids, training times, the interpolant and its estimates,
+Gaussians, a Gaussian mixture.
+"""
 
 from flowrl.flow.gaussian import kl, kl_without_delta, log_prob, log_prob_without_constants, sample
 from flowrl.flow.mixture import GaussianMixture
@@ -11,10 +13,31 @@ from flowrl.flow.path import (
     uniform_schedule,
     velocity_target,
 )
-from flowrl.flow.times import DrawnSteps, LogitNormalTimes, PermutedTimes, StratifiedTimes, UniformTimes
+from flowrl.flow.times import (
+    DrawnSteps,
+    LogitNormalTimes,
+    PermutedTimes,
+    StratifiedTimes,
+    UniformTimes,
+)
 
 __all__ = [
-    "DrawnSteps", "GaussianMixture", "LogitNormalTimes", "PermutedTimes", "StratifiedTimes", "UniformTimes", "expand",
-    "interpolate", "kl", "kl_without_delta", "log_prob", "log_prob_without_constants", "noise_estimate", "sample",
-    "shifted_schedule", "tweedie", "uniform_schedule", "velocity_target",
-]  # fmt: skip
+    "DrawnSteps",
+    "GaussianMixture",
+    "LogitNormalTimes",
+    "PermutedTimes",
+    "StratifiedTimes",
+    "UniformTimes",
+    "expand",
+    "interpolate",
+    "kl",
+    "kl_without_delta",
+    "log_prob",
+    "log_prob_without_constants",
+    "noise_estimate",
+    "sample",
+    "shifted_schedule",
+    "tweedie",
+    "uniform_schedule",
+    "velocity_target",
+]

@@ -1,8 +1,8 @@
 """Diagonal Gaussians over the next node: sampling, log-density and divergence.
 
-Every reduction is a *mean* over the latent elements (not a sum), as in the public Flow-GRPO code (arXiv 2505.05470), so
-a policy ratio does not depend on the resolution. A step with std 0 is not a decision: its log-density and divergence are
-exactly 0, with zero and finite gradients.
+Every reduction is a *mean* over the latent elements (not a sum), as in the public Flow-GRPO code
+(arXiv 2505.05470), so a policy ratio does not depend on the resolution. A step with std 0 is not a
+decision: its log-density and divergence are exactly 0, with zero and finite gradients.
 """
 
 import math
@@ -16,11 +16,15 @@ from flowrl.types import Gaussian, Latents, PerSample
 _HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 
 
-def sample(gaussian: Gaussian, generator: torch.Generator, first: int = 0, of: int | None = None) -> Latents:
-    """Draw mean + std * eps with eps from `generator`: float32 and detached; exactly the mean where std is 0.
+def sample(
+    gaussian: Gaussian, generator: torch.Generator, first: int = 0, of: int | None = None
+) -> Latents:
+    """Draw mean + std * eps with eps from `generator`: float32 and detached; exactly the mean where
+    std is 0.
 
-    If `of` is given, noise is drawn for `of` samples, and the rows from `first` on are used. A part of a batch then gets the
-    same noise as in the whole batch, and the generator ends in the same state.
+    If `of` is given, noise is drawn for `of` samples, and the rows from `first` on are used. A part
+    of a batch then gets the same noise as in the whole batch, and the generator ends in the same
+    state.
 
     Args:
         gaussian: the distribution of the next node, with mean [sample, *latent] and std [sample].
@@ -40,10 +44,11 @@ def sample(gaussian: Gaussian, generator: torch.Generator, first: int = 0, of: i
 
 
 def log_prob(gaussian: Gaussian, x: Latents) -> PerSample:
-    """Log-density per element: mean over elements of -(x - mu)^2 / (2 std^2) - log std - log(2 pi)/2, shape [sample].
+    """Log-density per element: mean over elements of -(x - mu)^2 / (2 std^2) - log std - log(2
+    pi)/2, shape [sample].
 
-    `x` is a constant (detached): the gradient reaches the mean only. 0 where std is 0. Source: Flow-GRPO (arXiv
-    2505.05470), public code.
+    `x` is a constant (detached): the gradient reaches the mean only. 0 where std is 0. Source:
+    Flow-GRPO (arXiv 2505.05470), public code.
 
     Args:
         gaussian: the distribution of the next node, with mean [sample, *latent] and std [sample].
@@ -61,8 +66,9 @@ def log_prob(gaussian: Gaussian, x: Latents) -> PerSample:
 def log_prob_without_constants(gaussian: Gaussian, x: Latents) -> PerSample:
     """Mean over elements of -(x - mu)^2, shape [sample]; 0 where std is 0.
 
-    Not a log-density: relative to `log_prob` its gradient is scaled by 2 std^2, which differs per step. Kept for parity
-    with the released code of Coefficients-Preserving Sampling (arXiv 2509.05952).
+    Not a log-density: relative to `log_prob` its gradient is scaled by 2 std^2, which differs per
+    step. Kept for parity with the released code of Coefficients-Preserving Sampling (arXiv
+    2509.05952).
 
     Args:
         gaussian: the distribution of the next node, with mean [sample, *latent] and std [sample].
@@ -75,12 +81,14 @@ def log_prob_without_constants(gaussian: Gaussian, x: Latents) -> PerSample:
 
 
 def kl(p: Gaussian, q: Gaussian) -> PerSample:
-    """KL(p || q) per element for equal stds: mean over elements of (mu_p - mu_q)^2 / (2 std_p^2), shape [sample].
+    """KL(p || q) per element for equal stds: mean over elements of (mu_p - mu_q)^2 / (2 std_p^2),
+    shape [sample].
 
     The gradient reaches both means. 0 where std is 0. Source: Flow-GRPO (arXiv 2505.05470).
 
     Args:
-        p: the first distribution, with mean [sample, *latent] and std [sample]; its std enters the formula.
+        p: the first distribution, with mean [sample, *latent] and std [sample]; its std enters the
+            formula.
         q: the second distribution; only its mean is used.
 
     Returns:
@@ -90,10 +98,11 @@ def kl(p: Gaussian, q: Gaussian) -> PerSample:
 
 
 def kl_without_delta(p: Gaussian, q: Gaussian, delta: PerSample) -> PerSample:
-    """Mean over elements of (mu_p - mu_q)^2 / (2 sigma^2) with sigma^2 = std_p^2 / Delta, shape [sample].
+    """Mean over elements of (mu_p - mu_q)^2 / (2 sigma^2) with sigma^2 = std_p^2 / Delta, shape
+    [sample].
 
-    This is `kl` times the step length, a weighting that the released Flow-GRPO code (arXiv 2505.05470) applies to
-    Flow-SDE; kept for parity. 0 where std is 0.
+    This is `kl` times the step length, a weighting that the released Flow-GRPO code (arXiv
+    2505.05470) applies to Flow-SDE; kept for parity. 0 where std is 0.
 
     Args:
         p: the first distribution, with mean [sample, *latent] and std [sample].
@@ -112,8 +121,12 @@ def _safe_std(gaussian: Gaussian) -> Tensor:
 
 
 def _mean_squared_distance(gaussian: Gaussian, x: Tensor) -> Tensor:
-    """Mean over latent elements of (x - mu)^2, shape [sample]; 0 with zero gradient where std is 0."""
+    """Mean over latent elements of (x - mu)^2, shape [sample]; 0 with zero gradient where std
+    is 0.
+    """
     difference = x.float() - gaussian.mean.float()
-    difference = torch.where(expand(gaussian.std > 0, difference), difference, torch.zeros_like(difference))
+    difference = torch.where(
+        expand(gaussian.std > 0, difference), difference, torch.zeros_like(difference)
+    )
     squared = difference.square()
     return squared if squared.ndim == 1 else squared.flatten(1).mean(dim=1)

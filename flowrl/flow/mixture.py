@@ -1,4 +1,6 @@
-"""A Gaussian mixture as data: velocity, marginal and Tweedie estimate in closed form, the ground truth of the 2-D world."""
+"""A Gaussian mixture as data: velocity, marginal and Tweedie estimate in closed form, the ground
+truth of the 2-D world.
+"""
 
 from dataclasses import dataclass
 
@@ -27,13 +29,19 @@ class GaussianMixture:
     def ring(modes: int = 8, radius: float = 2.0, std: float = 0.25) -> "GaussianMixture":
         """Equal modes on a circle in the plane."""
         angle = torch.arange(modes) * (2 * torch.pi / modes)
-        return GaussianMixture(radius * torch.stack([angle.cos(), angle.sin()], 1), std, torch.full((modes,), 1 / modes))
+        return GaussianMixture(
+            radius * torch.stack([angle.cos(), angle.sin()], 1),
+            std,
+            torch.full((modes,), 1 / modes),
+        )
 
     def variance(self, t: Tensor) -> Tensor:
         """c_t of every sample: [sample] -> [sample]."""
         return (1 - t).square() * self.std**2 + t.square()
 
-    def log_marginal(self, x: Float[Tensor, "sample dim"], t: Float[Tensor, " sample"]) -> Float[Tensor, " sample"]:
+    def log_marginal(
+        self, x: Float[Tensor, "sample dim"], t: Float[Tensor, " sample"]
+    ) -> Float[Tensor, " sample"]:
         """log p_t(x)."""
         return torch.logsumexp(self._log_joint(x, t), dim=1)
 
@@ -41,9 +49,15 @@ class GaussianMixture:
         variance = self.variance(t)[:, None]
         gap = x[:, None] - (1 - t)[:, None, None] * self.means
         dim = x.shape[1]
-        return self.weights.log() - gap.square().sum(-1) / (2 * variance) - 0.5 * dim * (2 * torch.pi * variance).log()
+        return (
+            self.weights.log()
+            - gap.square().sum(-1) / (2 * variance)
+            - 0.5 * dim * (2 * torch.pi * variance).log()
+        )
 
-    def clean_and_noise(self, x: Float[Tensor, "sample dim"], t: Float[Tensor, " sample"]) -> tuple[Tensor, Tensor]:
+    def clean_and_noise(
+        self, x: Float[Tensor, "sample dim"], t: Float[Tensor, " sample"]
+    ) -> tuple[Tensor, Tensor]:
         """E[x_0 | x_t = x] (the Tweedie estimate) and E[eps | x_t = x], both [sample, dim]."""
         posterior = torch.softmax(self._log_joint(x, t), dim=1)[..., None]
         gap = (x[:, None] - (1 - t)[:, None, None] * self.means) / self.variance(t)[:, None, None]
@@ -51,7 +65,9 @@ class GaussianMixture:
         noise = t[:, None, None] * gap
         return (posterior * clean).sum(1), (posterior * noise).sum(1)
 
-    def velocity(self, x: Float[Tensor, "sample dim"], t: Float[Tensor, " sample"]) -> Float[Tensor, "sample dim"]:
+    def velocity(
+        self, x: Float[Tensor, "sample dim"], t: Float[Tensor, " sample"]
+    ) -> Float[Tensor, "sample dim"]:
         """v = E[eps - x_0 | x_t = x], finite for every t in [0, 1]."""
         clean, noise = self.clean_and_noise(x, t)
         return noise - clean
@@ -59,10 +75,14 @@ class GaussianMixture:
     def sample(self, count: int, generator: torch.Generator) -> Float[Tensor, "sample dim"]:
         """Draws of x_0."""
         mode = torch.multinomial(self.weights, count, replacement=True, generator=generator)
-        return self.means[mode] + self.std * torch.randn(count, self.means.shape[1], generator=generator)
+        return self.means[mode] + self.std * torch.randn(
+            count, self.means.shape[1], generator=generator
+        )
 
     def expected_bump(self, target: Float[Tensor, " dim"], width: float) -> float:
         """E exp(-|x_0 - target|^2 / (2 width^2)) under the data, in closed form."""
         total, dim = self.std**2 + width**2, self.means.shape[1]
-        bumps = (width**2 / total) ** (dim / 2) * torch.exp(-(self.means - target).square().sum(1) / (2 * total))
+        bumps = (width**2 / total) ** (dim / 2) * torch.exp(
+            -(self.means - target).square().sum(1) / (2 * total)
+        )
         return float((self.weights * bumps).sum())

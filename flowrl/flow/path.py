@@ -1,7 +1,9 @@
-"""The straight path between data and noise: time grids, the interpolant, and the estimates of its ends from a velocity.
+"""The straight path between data and noise: time grids, the interpolant, and the estimates of its
+ends from a velocity.
 
-x_t = (1-t) x_0 + t eps and v = dx/dt = eps - x_0, from t = 1 (noise) to t = 0 (data). Source: Lipman et al. 2023 (arXiv
-2210.02747), Liu et al. 2023 (arXiv 2209.03003). Times are [sample], latents and velocities [sample, *latent].
+x_t = (1-t) x_0 + t eps and v = dx/dt = eps - x_0, from t = 1 (noise) to t = 0 (data). Source:
+Lipman et al. 2023 (arXiv 2210.02747), Liu et al. 2023 (arXiv 2209.03003). Times are [sample],
+latents and velocities [sample, *latent].
 """
 
 import math
@@ -14,19 +16,24 @@ from flowrl.types import Latents, PerSample, Schedule
 
 
 def uniform_schedule(steps: int) -> Schedule:
-    """The uniform grid t_j = 1 - j/T with T = `steps` transitions. Raises `ConfigError` for fewer than one step."""
+    """The uniform grid t_j = 1 - j/T with T = `steps` transitions. Raises `ConfigError` for fewer
+    than one step.
+    """
     return shifted_schedule(steps, shift=1.0)
 
 
 def shifted_schedule(steps: int, shift: float = 3.0) -> Schedule:
-    """The uniform grid shifted towards noise: t <- shift t / (1 + (shift - 1) t), T = `steps` transitions.
+    """The uniform grid shifted towards noise: t <- shift t / (1 + (shift - 1) t), T = `steps`
+    transitions.
 
-    This is the closed form (Esser et al. 2024, arXiv 2403.03206, section 5.3.2); diffusers' schedulers shift a slightly
-    different base grid, so models loaded from diffusers must take their grid from their scheduler.
+    This is the closed form (Esser et al. 2024, arXiv 2403.03206, section 5.3.2); diffusers'
+    schedulers shift a slightly different base grid, so models loaded from diffusers must take their
+    grid from their scheduler.
 
     Args:
         steps: number of transitions T, 1 or more.
-        shift: the shift, above 0 and dimensionless; 1 keeps the grid uniform, 3 is the value of DanceGRPO and SD3.
+        shift: the shift, above 0 and dimensionless; 1 keeps the grid uniform, 3 is the value of
+            DanceGRPO and SD3.
 
     Returns:
         A schedule with times [step + 1] from 1 to 0, float32.
@@ -41,7 +48,8 @@ def shifted_schedule(steps: int, shift: float = 3.0) -> Schedule:
 
 
 def expand(values: PerSample, like: Latents) -> Tensor:
-    """`values` [sample] viewed as [sample, 1, ..., 1], so that it broadcasts over the latent axes of `like`.
+    """`values` [sample] viewed as [sample, 1, ..., 1], so that it broadcasts over the latent axes
+    of `like`.
 
     Args:
         values: one value per sample [sample].

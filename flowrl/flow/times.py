@@ -1,8 +1,10 @@
-"""Training times of forward-process losses, drawn for a whole iteration: t in (0, 1], shape [sample, draw].
+"""Training times of forward-process losses, drawn for a whole iteration: t in (0, 1], shape
+[sample, draw].
 
-Each kind turns uniform numbers into times (`times`), and `draw` takes these numbers from a generator for all samples of the
-iteration at once. Results therefore do not depend on micro-batches or processes. With `shared`, one row is drawn for all
-samples. Times of the grid are the network's own, t_i = timesteps_i / 1000. The order of a sample's times has no meaning.
+Each kind turns uniform numbers into times (`times`), and `draw` takes these numbers from a
+generator for all samples of the iteration at once. Results therefore do not depend on micro-batches
+or processes. With `shared`, one row is drawn for all samples. Times of the grid are the network's
+own, t_i = timesteps_i / 1000. The order of a sample's times has no meaning.
 """
 
 import math
@@ -59,8 +61,8 @@ def _require_shift(kind: str, shift: float) -> None:
 class PermutedTimes:
     """The first floor(`fraction` T) of the grid's T times in random order.
 
-    With the default fraction and T = 10 these are all but one. Source: DiffusionNFT's code (arXiv 2509.16117), a permutation for
-    each sample.
+    With the default fraction and T = 10 these are all but one. Source: DiffusionNFT's code (arXiv
+    2509.16117), a permutation for each sample.
 
     Args:
         fraction: fraction of the grid's times to use, in (0, 1].
@@ -74,7 +76,9 @@ class PermutedTimes:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        require(0 < self.fraction <= 1, "PermutedTimes.fraction", self.fraction, "above 0 and at most 1")
+        require(
+            0 < self.fraction <= 1, "PermutedTimes.fraction", self.fraction, "above 0 and at most 1"
+        )
 
     def draws(self, schedule: Schedule) -> int:
         """Times per sample: floor(`fraction` T), at least 1."""
@@ -92,14 +96,17 @@ class PermutedTimes:
 @checked_options
 @dataclass(frozen=True)
 class StratifiedTimes:
-    """`count` times of the grid, one from each of `count` equal parts of the steps before step floor(`fraction` T).
+    """`count` times of the grid, one from each of `count` equal parts of the steps before step
+    floor(`fraction` T).
 
-    Source: AWM's code (arXiv 2509.25050), time types discrete, discrete_wo_init (published) and discrete_with_init; there the
-    times are drawn once per micro-batch. `draw` raises `ConfigError` if a part contains no step.
+    Source: AWM's code (arXiv 2509.25050), time types discrete, discrete_wo_init (published) and
+    discrete_with_init; there the times are drawn once per micro-batch. `draw` raises `ConfigError`
+    if a part contains no step.
 
     Args:
         count: times per sample.
-        first: first step of the parts: 0 ("drawn") or 1 ("without"); "with" always takes step 0 and draws the other count - 1.
+        first: first step of the parts: 0 ("drawn") or 1 ("without"); "with" always takes step 0 and
+            draws the other count - 1.
         fraction: fraction of the steps to draw from, in (0, 1].
         shared: draw the times once for all samples.
 
@@ -113,14 +120,21 @@ class StratifiedTimes:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        require(0 < self.fraction <= 1, "StratifiedTimes.fraction", self.fraction, "above 0 and at most 1")
+        require(
+            0 < self.fraction <= 1,
+            "StratifiedTimes.fraction",
+            self.fraction,
+            "above 0 and at most 1",
+        )
 
     def draws(self, schedule: Schedule) -> int:
         """Times per sample: `count`."""
         return self.count
 
     def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
-        """Times [row, draw] from one uniform number per draw; the first is not used if step 0 is always taken."""
+        """Times [row, draw] from one uniform number per draw; the first is not used if step 0 is
+        always taken.
+        """
         always, begin = self.first == "with", int(self.first != "drawn")
         parts, steps = self.count - always, math.floor(self.fraction * schedule.steps) - begin
         most = f"{steps + always} or fewer for a grid of {schedule.steps} steps"
@@ -139,7 +153,8 @@ class StratifiedTimes:
 @checked_options
 @dataclass(frozen=True)
 class UniformTimes:
-    """`count` stratified times, uniform in [`low`, `high`], then shifted: shift t / (1 + (shift - 1) t).
+    """`count` stratified times, uniform in [`low`, `high`], then shifted: shift t / (1 + (shift -
+    1) t).
 
     Source: AWM's code (arXiv 2509.25050), time type uniform.
 
@@ -162,7 +177,12 @@ class UniformTimes:
 
     def __post_init__(self) -> None:
         require(0 < self.low < 1, "UniformTimes.low", self.low, "above 0 and below 1")
-        require(self.low < self.high <= 1, "UniformTimes.high", self.high, f"above low = {self.low} and at most 1")
+        require(
+            self.low < self.high <= 1,
+            "UniformTimes.high",
+            self.high,
+            f"above low = {self.low} and at most 1",
+        )
         _require_shift("UniformTimes", self.shift)
 
     def draws(self, schedule: Schedule) -> int:
@@ -181,9 +201,11 @@ class UniformTimes:
 @checked_options
 @dataclass(frozen=True)
 class LogitNormalTimes:
-    """`count` stratified times with a normally distributed logit, then shifted as in `UniformTimes`.
+    """`count` stratified times with a normally distributed logit, then shifted as in
+    `UniformTimes`.
 
-    Source: AWM's code (arXiv 2509.25050), time type logit_normal; there the times are drawn once per micro-batch.
+    Source: AWM's code (arXiv 2509.25050), time type logit_normal; there the times are drawn once
+    per micro-batch.
 
     Args:
         count: times per sample.
@@ -204,7 +226,12 @@ class LogitNormalTimes:
 
     def __post_init__(self) -> None:
         require(math.isfinite(self.mean), "LogitNormalTimes.mean", self.mean, "finite")
-        require(math.isfinite(self.std) and self.std > 0, "LogitNormalTimes.std", self.std, "finite and above 0")
+        require(
+            math.isfinite(self.std) and self.std > 0,
+            "LogitNormalTimes.std",
+            self.std,
+            "finite and above 0",
+        )
         _require_shift("LogitNormalTimes", self.shift)
 
     def draws(self, schedule: Schedule) -> int:
@@ -226,9 +253,9 @@ class LogitNormalTimes:
 class DrawnSteps:
     """`count` times of the grid's first `steps` steps, drawn without replacement.
 
-    Late times are left out because few-step samples have artefacts there, which training would reproduce. Source: DGPO (arXiv
-    2510.08425) and its code: 4 of the first 7 of 10 steps; for GenEval, 4 of the first 5. `draw` raises `ConfigError` if the grid
-    has fewer than `steps` steps.
+    Late times are left out because few-step samples have artefacts there, which training would
+    reproduce. Source: DGPO (arXiv 2510.08425) and its code: 4 of the first 7 of 10 steps; for
+    GenEval, 4 of the first 5. `draw` raises `ConfigError` if the grid has fewer than `steps` steps.
 
     Args:
         count: times per sample, at most `steps`.
@@ -244,7 +271,12 @@ class DrawnSteps:
     shared: bool = True
 
     def __post_init__(self) -> None:
-        require(self.count <= self.steps, "DrawnSteps.count", self.count, f"at most steps = {self.steps}")
+        require(
+            self.count <= self.steps,
+            "DrawnSteps.count",
+            self.count,
+            f"at most steps = {self.steps}",
+        )
 
     def draws(self, schedule: Schedule) -> int:
         """Times per sample: `count`."""
@@ -252,7 +284,12 @@ class DrawnSteps:
 
     def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
         """Times [row, draw]; the order of `steps` uniform numbers selects the steps."""
-        require(self.steps <= schedule.steps, "DrawnSteps.steps", self.steps, f"at most the grid's {schedule.steps} steps")
+        require(
+            self.steps <= schedule.steps,
+            "DrawnSteps.steps",
+            self.steps,
+            f"at most the grid's {schedule.steps} steps",
+        )
         return _grid_times(schedule)[uniforms.argsort(dim=1)[:, : self.count]]
 
     def draw(self, schedule: Schedule, samples: int, generator: torch.Generator) -> Tensor:

@@ -1,5 +1,5 @@
-"""Losses, one file each: pure functions of Gaussians (policy losses) or velocities (forward-process losses), advantages and
-weights.
+"""Losses, one file each: pure functions of Gaussians (policy losses) or velocities (forward-process
+losses), advantages and weights.
 """
 
 from flowrl.losses.awm import AWM
@@ -13,5 +13,13 @@ from flowrl.losses.nft import DiffusionNFT
 from flowrl.losses.policy_gradient import PolicyGradientLoss
 
 __all__ = [
-    "AWM", "DGPO", "GSPO", "ClippedLoss", "DiffusionNFT", "FlowDPPO", "GRPOGuard", "KLPenalty", "PolicyGradientLoss",
-]  # fmt: skip
+    "AWM",
+    "DGPO",
+    "GSPO",
+    "ClippedLoss",
+    "DiffusionNFT",
+    "FlowDPPO",
+    "GRPOGuard",
+    "KLPenalty",
+    "PolicyGradientLoss",
+]

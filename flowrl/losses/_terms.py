@@ -1,4 +1,6 @@
-"""Shared code of the policy losses: counted transitions, the clipped surrogate, the reference penalty, metrics."""
+"""Shared code of the policy losses: counted transitions, the clipped surrogate, the reference
+penalty, metrics.
+"""
 
 import math
 from collections.abc import Callable
@@ -22,17 +24,23 @@ def exact_kl(new: Gaussian, reference: Gaussian, delta: PerSample) -> PerSample:
 
 
 KL_FORMS: dict[str, Divergence] = {"exact": exact_kl, "without_delta": kl_without_delta}
-"""How the divergence from the reference is computed: exactly, or without the step length (parity with released code)."""
+"""How the divergence from the reference is computed: exactly, or without the step length (parity
+with released code).
+"""
 
 
 def counted(batch: LossBatch) -> LossBatch:
     """`batch` with weight 0 for deterministic transitions (behaviour std 0), too.
 
-    Rows of weight 0 get std 0 and advantage 0, so their densities, divergences and policy terms are exactly 0, with zero
-    gradients. Selecting the rows would make the host wait for the device in every micro-batch.
+    Rows of weight 0 get std 0 and advantage 0, so their densities, divergences and policy terms are
+    exactly 0, with zero gradients. Selecting the rows would make the host wait for the device in
+    every micro-batch.
     """
     counts = (batch.weight > 0) & (batch.behaviour.std > 0)
-    behaviour, reference = _only(batch.behaviour, counts), batch.reference and _only(batch.reference, counts)
+    behaviour, reference = (
+        _only(batch.behaviour, counts),
+        batch.reference and _only(batch.reference, counts),
+    )
     return replace(
         batch,
         new=_only(batch.new, counts),
@@ -51,15 +59,23 @@ def log_ratio(rows: LossBatch) -> PerSample:
 
 
 def over_units(values: PerSample, rows: LossBatch | ForwardBatch, unit: Unit) -> PerSample:
-    """The mean of `values` over each row's unit, or `pooled`, with the row's share of its gradient."""
+    """The mean of `values` over each row's unit, or `pooled`, with the row's share of its
+    gradient.
+    """
     each = values.detach()
-    pooled = unit_means(each, rows.units(unit), rows.weight) if rows.pooled is None else rows.pooled.detach()
+    pooled = (
+        unit_means(each, rows.units(unit), rows.weight)
+        if rows.pooled is None
+        else rows.pooled.detach()
+    )
     return pooled + (values - each)
 
 
 def surrogate(ratio: PerSample, advantages: PerSample, clip_range: float) -> PerSample:
     """max(-A ratio, -A clip(ratio, 1 - c, 1 + c)). Source: PPO (arXiv 1707.06347, equation 7)."""
-    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip_range, 1.0 + clip_range))
+    return torch.maximum(
+        -advantages * ratio, -advantages * ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
+    )
 
 
 def beyond(ratio: PerSample, clip_range: float) -> Bool[Tensor, " sample"]:
@@ -75,7 +91,8 @@ def combine(
     kl_weight: float,
     divergence: Divergence = exact_kl,
 ) -> LossResult:
-    """Weighted mean of `policy_terms` plus `kl_weight` times that of the divergence from the reference, with the usual metrics.
+    """Weighted mean of `policy_terms` plus `kl_weight` times that of the divergence from the
+    reference, with the usual metrics.
 
     `clipped`: rows at the border of the trust region; their fraction is the metric clip_fraction.
     """
@@ -96,7 +113,10 @@ def combine(
         metrics["kl"] = penalty.detach()
         loss = loss + kl_weight * penalty if kl_weight > 0 else loss
     elif kl_weight > 0:
-        raise ConfigError(f"kl_weight = {kl_weight!r} needs LossBatch.reference, which is None: fill it, or set kl_weight = 0")
+        raise ConfigError(
+            f"kl_weight = {kl_weight!r} needs LossBatch.reference, which is None: fill it, or set"
+            " kl_weight = 0"
+        )
     return LossResult(loss=loss, metrics=metrics, policy_term=policy_loss)
 
 
@@ -113,7 +133,9 @@ def require_kl(loss: str, kl_weight: float, form: str) -> None:
 
 def require_weight(loss: str, option: str, weight: float) -> None:
     """Raise `ConfigError` unless the `weight` of a penalty is finite and 0 or more."""
-    require(math.isfinite(weight) and weight >= 0, f"{loss}.{option}", weight, "finite and 0 or more")
+    require(
+        math.isfinite(weight) and weight >= 0, f"{loss}.{option}", weight, "finite and 0 or more"
+    )
 
 
 def require_positive(loss: str, option: str, value: float) -> None:
@@ -128,5 +150,7 @@ def mean_over(values: PerSample, weight: PerSample) -> Tensor:
 
 
 def _only(gaussian: Gaussian, counts: Bool[Tensor, " sample"]) -> Gaussian:
-    """`gaussian` with std 0 where `counts` is False; the std is a constant of the sampler and takes no gradient."""
+    """`gaussian` with std 0 where `counts` is False; the std is a constant of the sampler and takes
+    no gradient.
+    """
     return Gaussian(mean=gaussian.mean, std=gaussian.std.detach().masked_fill(~counts, 0.0))

@@ -1,4 +1,6 @@
-"""Advantage-weighted matching (AWM): the matching loss as a log-likelihood, weighted by advantages."""
+"""Advantage-weighted matching (AWM): the matching loss as a log-likelihood, weighted by
+advantages.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,36 +26,41 @@ class AWM:
 
     max(-A rho, -A clip(rho, 1-c, 1+c)), rho = exp(log p - log p_old), plus distances of velocities.
 
-    Means over rows. The distances are kl_weight |v - v_ref|^2 from the base model and average_weight |v - v_avg|^2 from an
-    average of the weights, means over latent elements. log p is minus a weighted matching error, with l = mean over latent
-    elements of (v - v*)^2. With one update per iteration, as published, rho = 1 exactly unless `off_policy`, and the policy
-    gradient is that of -A log p. While the average network's decay is 0 it equals the current weights, and its penalty has no
-    gradient.
+    Means over rows. The distances are kl_weight |v - v_ref|^2 from the base model and
+    average_weight |v - v_avg|^2 from an average of the weights, means over latent elements. log p
+    is minus a weighted matching error, with l = mean over latent elements of (v - v*)^2. With one
+    update per iteration, as published, rho = 1 exactly unless `off_policy`, and the policy gradient
+    is that of -A log p. While the average network's decay is 0 it equals the current weights, and
+    its penalty has no gradient.
 
-    Published: ghuber with p 0.25, c 1, average_weight 1, kl_weight 0.001 (GenEval), 0.003 (OCR), 1e-4 (PickScore), 6 of 14 times
-    per sample (`flow.StratifiedTimes`; there, one draw per micro-batch), sampling without guidance by SA-Solver in 14 steps,
-    advantages divided by the standard deviation of the batch (``uniform(std=batch)``), AdamW at 3e-4, one update per iteration,
-    LoRA rank 32; the first two iterations do not train. Another implementation uses a clip of 1e-5 and average_weight 0.1 against
-    collapse.
+    Published: ghuber with p 0.25, c 1, average_weight 1, kl_weight 0.001 (GenEval), 0.003 (OCR),
+    1e-4 (PickScore), 6 of 14 times per sample (`flow.StratifiedTimes`; there, one draw per
+    micro-batch), sampling without guidance by SA-Solver in 14 steps, advantages divided by the
+    standard deviation of the batch (``uniform(std=batch)``), AdamW at 3e-4, one update per
+    iteration, LoRA rank 32; the first two iterations do not train. Another implementation uses a
+    clip of 1e-5 and average_weight 0.1 against collapse.
 
-    Metrics: policy_loss, ratio_mean, ratio_deviation, ratio_distance, clip_fraction, matching (l), kl and average_kl if their
-    weights are above 0. `loss` raises `ConfigError` if a velocity is missing. Source: AWM (arXiv 2509.25050) and its public code
-    (commit be51372).
+    Metrics: policy_loss, ratio_mean, ratio_deviation, ratio_distance, clip_fraction, matching (l),
+    kl and average_kl if their weights are above 0. `loss` raises `ConfigError` if a velocity is
+    missing. Source: AWM (arXiv 2509.25050) and its public code (commit be51372).
 
     Args:
-        weight: log p: "uniform": -l; "t": -t l; "t2": -t^2 l; "huber": -t (sqrt(l + 1e-10) - 1e-5); "ghuber": -(t/p) ((l +
-            1e-10)^p - 1e-10^p).
+        weight: log p: "uniform": -l; "t": -t l; "t2": -t^2 l; "huber": -t (sqrt(l + 1e-10) - 1e-5);
+            "ghuber": -(t/p) ((l + 1e-10)^p - 1e-10^p).
         power: p of "ghuber", above 0.
         clip: c; with 1 only ratios above 2 are clipped.
-        ratio: "exp_first": one ratio per row; "sum_first": one per sample, of the mean log p over its times, which needs all
-            times of a sample (see `protocols.PolicyLoss`).
+        ratio: "exp_first": one ratio per row; "sum_first": one per sample, of the mean log p over
+            its times, which needs all times of a sample (see `protocols.PolicyLoss`).
         advantage_clip: advantages are clipped to +- this value and divided by it.
         advantage_scale: factor of the clipped advantages.
         kl_weight: weight of the distance from the base model, 0 or more.
         average_weight: weight of the distance from the average network, 0 or more.
-        kl: "elbo" multiplies both squared distances by (1 - min(t, 0.99)) / (0.98 t); "uniform" by 1.
-        off_policy: form the ratio against the average network, which then samples, instead of the iteration's initial weights.
-        decay: (start, rate, cap) of the average network, as in `forward.Decay`; updated once per iteration.
+        kl: "elbo" multiplies both squared distances by (1 - min(t, 0.99)) / (0.98 t); "uniform" by
+            1.
+        off_policy: form the ratio against the average network, which then samples, instead of the
+            iteration's initial weights.
+        decay: (start, rate, cap) of the average network, as in `forward.Decay`; updated once per
+            iteration.
         times: the training times.
         noise: which rows share their noise (see `forward.ForwardLoss`).
 
@@ -88,7 +95,9 @@ class AWM:
         old = {} if self.off_policy else {"old": WeightCopy()}
         if not self.off_policy and self.average_weight == 0:
             return old
-        return old | {"average": WeightCopy(Decay(*self.decay), sample_from=0 if self.off_policy else None)}
+        return old | {
+            "average": WeightCopy(Decay(*self.decay), sample_from=0 if self.off_policy else None)
+        }
 
     @property
     def needs_reference(self) -> bool:
@@ -107,15 +116,21 @@ class AWM:
             return -time * ((error + TINY).sqrt() - TINY**0.5)
         if self.weight == "ghuber":
             return -(time / self.power) * ((error + TINY).pow(self.power) - TINY**self.power)
-        return -{"uniform": torch.ones_like(time), "t": time, "t2": time.square()}[self.weight] * error
+        return (
+            -{"uniform": torch.ones_like(time), "t": time, "t2": time.square()}[self.weight] * error
+        )
 
     def scaled(self, advantages: PerSample) -> PerSample:
         """The advantages that weight the rows."""
-        return advantages.clamp(-self.advantage_clip, self.advantage_clip) * (self.advantage_scale / self.advantage_clip)
+        return advantages.clamp(-self.advantage_clip, self.advantage_clip) * (
+            self.advantage_scale / self.advantage_clip
+        )
 
     def _log_ratio(self, rows: ForwardBatch) -> PerSample:
         old = rows.velocity_of("average" if self.off_policy else "old", self)
-        return self.log_prob(rows.new, rows.target, rows.time) - self.log_prob(old, rows.target, rows.time)
+        return self.log_prob(rows.new, rows.target, rows.time) - self.log_prob(
+            old, rows.target, rows.time
+        )
 
     @torch.no_grad()
     def row_terms(self, batch: ForwardBatch) -> PerSample:
@@ -127,14 +142,23 @@ class AWM:
         """The scalar loss over the rows of `batch`, and its metrics."""
         rows = counted_rows(batch)
         log_ratio = self._log_ratio(rows)
-        if self.ratio == "sum_first":  # the value of the mean over times, and each time's share of its gradient
+        # the value of the mean over times, and each time's share of its gradient
+        if self.ratio == "sum_first":
             log_ratio = over_units(log_ratio, rows, "trajectory")
         ratio = log_ratio.exp()
         terms = surrogate(ratio, self.scaled(rows.advantages), self.clip)
         scale = elbo_weight(rows.time) if self.kl == "elbo" else 1.0
         penalties = {}
         if self.kl_weight > 0:
-            penalties["kl"] = self.kl_weight, scale * matching(rows.new, rows.velocity_of("reference", self))
+            penalties["kl"] = (
+                self.kl_weight,
+                scale * matching(rows.new, rows.velocity_of("reference", self)),
+            )
         if self.average_weight > 0:
-            penalties["average_kl"] = self.average_weight, scale * matching(rows.new, rows.velocity_of("average", self))
-        return combine_rows(rows, terms, penalties, ratio_metrics(ratio, beyond(ratio, self.clip), rows.weight))
+            penalties["average_kl"] = (
+                self.average_weight,
+                scale * matching(rows.new, rows.velocity_of("average", self)),
+            )
+        return combine_rows(
+            rows, terms, penalties, ratio_metrics(ratio, beyond(ratio, self.clip), rows.weight)
+        )

@@ -22,36 +22,43 @@ from flowrl.types import LossResult, PerSample, Unit, checked, unit_means
 class DGPO:
     """Forward-process loss of DGPO: group preferences by flow-matching losses.
 
-    sigmoid(S) A l(v) + kl_weight |v - v_ref|^2, S = beta_dpo E_group[A (l(v) - l(v_anchor))], detached.
+    sigmoid(S) A l(v) + kl_weight |v - v_ref|^2, S = beta_dpo E_group[A (l(v) - l(v_anchor))],
+    detached.
 
-    The mean over rows; l = mean over latent elements of (v - v*)^2. A group is the rows of one prompt at one time, which share
-    their noise. The gradient is that of -log sigmoid(-S) / beta_dpo, the paper's Equation 17 with lambda_t and T absorbed:
-    `beta_dpo` changes the sharpness of the sigmoid, not the scale of the gradient. If advantages sum to 0 over a group, so do the
-    weights of its errors. Invalid samples must therefore be left out before advantages are computed, and advantages must not be
-    clamped: ``uniform(std=batch, clamp=none)``.
+    The mean over rows; l = mean over latent elements of (v - v*)^2. A group is the rows of one
+    prompt at one time, which share their noise. The gradient is that of -log sigmoid(-S) /
+    beta_dpo, the paper's Equation 17 with lambda_t and T absorbed:
+    `beta_dpo` changes the sharpness of the sigmoid, not the scale of the gradient. If advantages
+    sum to 0 over a group, so do the weights of its errors. Invalid samples must therefore be left
+    out before advantages are computed, and advantages must not be clamped: ``uniform(std=batch,
+    clamp=none)``.
 
-    S needs whole groups: in one batch, or by two passes (see `protocols.PolicyLoss`). Guidance of the velocities is a setting of
-    the run: `train_guidance_scale` 1 as published; `reference_guidance_scale` for a guided reference (kl_cfg). The start of
-    `decay` is 1 because the released code does not count the current step.
+    S needs whole groups: in one batch, or by two passes (see `protocols.PolicyLoss`). Guidance of
+    the velocities is a setting of the run: `train_guidance_scale` 1 as published;
+    `reference_guidance_scale` for a guided reference (kl_cfg). The start of `decay` is 1 because
+    the released code does not count the current step.
 
-    Published otherwise: beta_dpo 100 (PickScore 10), clip 0.01 (PickScore 0.05), kl_weight 0.02 (PickScore 0.001), 4 of the first
-    7 of 10 times (GenEval 5), sampling by DPM-Solver++ with guidance 4.5 although training has none, AdamW at 3e-4, one update
-    per iteration, LoRA rank 64.
+    Published otherwise: beta_dpo 100 (PickScore 10), clip 0.01 (PickScore 0.05), kl_weight 0.02
+    (PickScore 0.001), 4 of the first 7 of 10 times (GenEval 5), sampling by DPM-Solver++ with
+    guidance 4.5 although training has none, AdamW at 3e-4, one update per iteration, LoRA rank 64.
 
-    Metrics: policy_loss, ratio_mean, ratio_deviation, ratio_distance and clip_fraction (of rho, if clipping is on), group_weight
-    (sigmoid(S)), matching (l), kl if kl_weight > 0. `loss` raises `ConfigError` if a velocity is missing. Source: DGPO (arXiv
-    2510.08425, Equation 17) and its public code (commit 01ceb4b).
+    Metrics: policy_loss, ratio_mean, ratio_deviation, ratio_distance and clip_fraction (of rho, if
+    clipping is on), group_weight (sigmoid(S)), matching (l), kl if kl_weight > 0. `loss` raises
+    `ConfigError` if a velocity is missing. Source: DGPO (arXiv 2510.08425, Equation 17) and its
+    public code (commit 01ceb4b).
 
     Args:
         beta_dpo: sharpness of the preference, above 0.
-        clip: c: with rho = exp(l_old - l), rows with A > 0 and rho > 1+c, or A <= 0 and rho < 1-c, have no policy gradient; None:
-            off.
+        clip: c: with rho = exp(l_old - l), rows with A > 0 and rho > 1+c, or A <= 0 and rho < 1-c,
+            have no policy gradient; None: off.
         clip_kl: clipped rows have no gradient from the penalty either.
         kl_weight: weight of the distance from the base model, 0 or more.
-        anchor: v_anchor: the base model ("reference") or the copy `old` (released use_ema_ref, with beta_dpo 2000 to 5000 and
-            clip 1e-5 to 1e-4).
-        decay: (start, rate, cap) of the copy `old`, as in `forward.Decay`; updated at every optimizer step.
-        sample_from: the copy `old` samples after this many optimizer steps (published: 200, GenEval 500); None: never.
+        anchor: v_anchor: the base model ("reference") or the copy `old` (released use_ema_ref, with
+            beta_dpo 2000 to 5000 and clip 1e-5 to 1e-4).
+        decay: (start, rate, cap) of the copy `old`, as in `forward.Decay`; updated at every
+            optimizer step.
+        sample_from: the copy `old` samples after this many optimizer steps (published: 200, GenEval
+            500); None: never.
         times: the training times, the same for all samples of a group.
         noise: which rows share their noise (see `forward.ForwardLoss`).
 
@@ -74,7 +81,12 @@ class DGPO:
         require_weight("DGPO", "kl_weight", self.kl_weight)
         if self.clip is not None:
             require_positive("DGPO", "clip", self.clip)
-        require(getattr(self.times, "shared", True), "DGPO.times", self.times, "shared=True: a group needs equal times")
+        require(
+            getattr(self.times, "shared", True),
+            "DGPO.times",
+            self.times,
+            "shared=True: a group needs equal times",
+        )
         WeightCopy(Decay(*self.decay), sample_from=self.sample_from)
 
     @property
@@ -97,20 +109,31 @@ class DGPO:
     def row_terms(self, batch: ForwardBatch) -> PerSample:
         """beta_dpo A (l - l_anchor) of each row; its mean over a group is S."""
         rows = counted_rows(batch)
-        gap = matching(rows.new, rows.target) - matching(rows.velocity_of(self.anchor, self), rows.target)
+        gap = matching(rows.new, rows.target) - matching(
+            rows.velocity_of(self.anchor, self), rows.target
+        )
         return self.beta_dpo * rows.advantages * gap
 
     @checked
     def loss(self, batch: ForwardBatch) -> LossResult:
         """The scalar loss over the rows of `batch`, and its metrics."""
         rows, pooled = counted_rows(batch), batch.pooled
-        total = unit_means(self.row_terms(batch), rows.units("group"), rows.weight) if pooled is None else pooled
+        total = (
+            unit_means(self.row_terms(batch), rows.units("group"), rows.weight)
+            if pooled is None
+            else pooled
+        )
         weight = total.detach().sigmoid()
-        error, metrics = matching(rows.new, rows.target), {"group_weight": mean_over(weight, rows.weight)}
+        error, metrics = (
+            matching(rows.new, rows.target),
+            {"group_weight": mean_over(weight, rows.weight)},
+        )
         new = rows.new
         if self.clip is not None:
             ratio = (matching(rows.velocity_of("old", self), rows.target) - error.detach()).exp()
-            clipped = torch.where(rows.advantages > 0, ratio > 1.0 + self.clip, ratio < 1.0 - self.clip)
+            clipped = torch.where(
+                rows.advantages > 0, ratio > 1.0 + self.clip, ratio < 1.0 - self.clip
+            )
             metrics |= ratio_metrics(ratio, clipped, rows.weight)
             error = torch.where(clipped, error.detach(), error)
             if self.clip_kl:

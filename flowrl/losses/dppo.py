@@ -18,20 +18,23 @@ from flowrl.types import LossBatch, LossResult, Unit, checked
 class FlowDPPO:
     """GRPO's loss without transitions that have moved too far.
 
-    mean of -A ratio + beta KL(new || reference), without transitions that are too far and would move further away.
+    mean of -A ratio + beta KL(new || reference), without transitions that are too far and would
+    move further away.
 
-    A transition is dropped (no loss, no gradient; it still counts in the mean) if its KL(behaviour || new), a mean over latent
-    elements, exceeds `bound` and the update would move away from the behaviour policy: A > 0 and ratio > 1, or A < 0 and
-    ratio < 1. The KL of two Gaussians of equal std is exact; the ratio of a single sample has sampling noise.
+    A transition is dropped (no loss, no gradient; it still counts in the mean) if its KL(behaviour
+    || new), a mean over latent elements, exceeds `bound` and the update would move away from the
+    behaviour policy: A > 0 and ratio > 1, or A < 0 and ratio < 1. The KL of two Gaussians of equal
+    std is exact; the ratio of a single sample has sampling noise.
 
-    The default bound is that of the authors' code (kl_mask_threshold, also a mean over elements, for SD3.5-Medium at 512 pixels).
-    At a KL of K, the log-ratio of one sample of d elements has a standard deviation of sqrt(2 K / d), so a clip c corresponds to
-    K = c^2 d / 2. That is 3e-4 both for c = 1e-4 at SD3.5's latents (d = 65,536) and for c = 2e-3 in the built-in image world (d
-    = 128). The published bound is tighter than both; small worlds may need `bound` = 3e-4.
+    The default bound is that of the authors' code (kl_mask_threshold, also a mean over elements,
+    for SD3.5-Medium at 512 pixels). At a KL of K, the log-ratio of one sample of d elements has a
+    standard deviation of sqrt(2 K / d), so a clip c corresponds to K = c^2 d / 2. That is 3e-4 both
+    for c = 1e-4 at SD3.5's latents (d = 65,536) and for c = 2e-3 in the built-in image world (d =
+    128). The published bound is tighter than both; small worlds may need `bound` = 3e-4.
 
-    Metrics as in `ClippedLoss`; clip_fraction and mask_fraction are both the fraction of dropped rows. `loss` raises
-    `ConfigError` if `kl_weight` > 0 and the batch has no reference. Source: Flow-DPPO (arXiv 2606.11025, equations 14 and 18) and
-    its public code.
+    Metrics as in `ClippedLoss`; clip_fraction and mask_fraction are both the fraction of dropped
+    rows. `loss` raises `ConfigError` if `kl_weight` > 0 and the batch has no reference. Source:
+    Flow-DPPO (arXiv 2606.11025, equations 14 and 18) and its public code.
 
     Args:
         bound: largest KL per latent element, above 0.
@@ -47,7 +50,12 @@ class FlowDPPO:
     kl: Literal["exact", "without_delta"] = "exact"
 
     def __post_init__(self) -> None:
-        require(math.isfinite(self.bound) and self.bound > 0, "FlowDPPO.bound", self.bound, "finite and above 0")
+        require(
+            math.isfinite(self.bound) and self.bound > 0,
+            "FlowDPPO.bound",
+            self.bound,
+            "finite and above 0",
+        )
         require_kl("FlowDPPO", self.kl_weight, self.kl)
 
     @property
@@ -74,4 +82,6 @@ class FlowDPPO:
         dropped = far & (rows.advantages * (ratio.detach() - 1.0) > 0)
         terms = torch.where(dropped, torch.zeros_like(ratio), -rows.advantages * ratio)
         result = combine(rows, ratio, terms, dropped, self.kl_weight, KL_FORMS[self.kl])
-        return replace(result, metrics={**result.metrics, "mask_fraction": result.metrics["clip_fraction"]})
+        return replace(
+            result, metrics={**result.metrics, "mask_fraction": result.metrics["clip_fraction"]}
+        )

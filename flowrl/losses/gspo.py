@@ -25,17 +25,20 @@ from flowrl.types import LossBatch, LossResult, PerSample, Unit, checked
 class GSPO:
     """Group sequence policy optimisation: GRPO's clipped loss with one ratio per trajectory.
 
-    mean of max(-A s, -A clip(s, 1-c, 1+c)) + beta KL(new || reference), s = exp(mean over the trajectory of log ratio).
+    mean of max(-A s, -A clip(s, 1-c, 1+c)) + beta KL(new || reference), s = exp(mean over the
+    trajectory of log ratio).
 
-    s is the geometric mean of the ratios of the trajectory's transitions, with their weights, so all of a trajectory's
-    transitions are clipped or none is. On policy the gradient is that of `ClippedLoss`. The noise of the mean of n log-ratios is
-    about sqrt(n) times smaller than that of one, so the same clip is wider than for single transitions.
+    s is the geometric mean of the ratios of the trajectory's transitions, with their weights, so
+    all of a trajectory's transitions are clipped or none is. On policy the gradient is that of
+    `ClippedLoss`. The noise of the mean of n log-ratios is about sqrt(n) times smaller than that of
+    one, so the same clip is wider than for single transitions.
 
-    Needs one advantage per trajectory: a rule that credits its steps differently is refused. Needs whole trajectories in a
-    micro-batch, or two passes (see `protocols.PolicyLoss`).
+    Needs one advantage per trajectory: a rule that credits its steps differently is refused. Needs
+    whole trajectories in a micro-batch, or two passes (see `protocols.PolicyLoss`).
 
-    Metrics as in `ClippedLoss`, of s. `loss` raises `ConfigError` if `kl_weight` > 0 and the batch has no reference. Source: GSPO
-    (arXiv 2507.18071, equations 5 to 7; published for language models with ranges of 3e-4 below and 4e-4 above 1).
+    Metrics as in `ClippedLoss`, of s. `loss` raises `ConfigError` if `kl_weight` > 0 and the batch
+    has no reference. Source: GSPO (arXiv 2507.18071, equations 5 to 7; published for language
+    models with ranges of 3e-4 below and 4e-4 above 1).
 
     Args:
         clip_range: c in (0, 1).
@@ -85,4 +88,6 @@ class GSPO:
         rows = counted(batch)
         ratio = over_units(log_ratio(rows), rows, self.unit).exp()
         terms = surrogate(ratio, rows.advantages, self.clip_range)
-        return combine(rows, ratio, terms, beyond(ratio, self.clip_range), self.kl_weight, KL_FORMS[self.kl])
+        return combine(
+            rows, ratio, terms, beyond(ratio, self.clip_range), self.kl_weight, KL_FORMS[self.kl]
+        )

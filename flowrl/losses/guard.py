@@ -4,7 +4,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrl.flow.gaussian import kl
-from flowrl.losses._terms import KL_FORMS, beyond, combine, counted, log_ratio, require_clip, require_kl, surrogate
+from flowrl.losses._terms import (
+    KL_FORMS,
+    beyond,
+    combine,
+    counted,
+    log_ratio,
+    require_clip,
+    require_kl,
+    surrogate,
+)
 from flowrl.options import checked_options
 from flowrl.types import LossBatch, LossResult, Unit, checked
 
@@ -14,13 +23,16 @@ from flowrl.types import LossBatch, LossResult, Unit, checked
 class GRPOGuard:
     """Clipped loss with a normalised ratio and equally weighted steps.
 
-    log ratio = std (logp - logp_old + |mu - mu_old|^2 / (2 std^2)), means over latent elements, with the transition's std. The
-    added term cancels the negative mean of the plain log-ratio, and the factor std equalises its spread over the steps. Each
-    clipped term max(-A ratio, -A clip(ratio, 1-c, 1+c)) is divided by its step length Delta. On policy the gradient is therefore
-    the policy gradient with step weights std / Delta. The KL to the reference is not divided by Delta.
+    log ratio = std (logp - logp_old + |mu - mu_old|^2 / (2 std^2)), means over latent elements,
+    with the transition's std. The added term cancels the negative mean of the plain log-ratio, and
+    the factor std equalises its spread over the steps. Each clipped term max(-A ratio, -A
+    clip(ratio, 1-c, 1+c)) is divided by its step length Delta. On policy the gradient is therefore
+    the policy gradient with step weights std / Delta. The KL to the reference is not divided by
+    Delta.
 
-    Metrics as in `ClippedLoss`, of the normalised ratio; policy_loss includes the division by Delta. `loss` raises `ConfigError`
-    if `kl_weight` > 0 and the batch has no reference. Source: GRPO-Guard (arXiv 2510.22319).
+    Metrics as in `ClippedLoss`, of the normalised ratio; policy_loss includes the division by
+    Delta. `loss` raises `ConfigError` if `kl_weight` > 0 and the batch has no reference. Source:
+    GRPO-Guard (arXiv 2510.22319).
 
     Args:
         clip_range: c in (0, 1).
@@ -60,4 +72,6 @@ class GRPOGuard:
         rows = counted(batch)
         ratio = (rows.behaviour.std * (log_ratio(rows) + kl(rows.new, rows.behaviour))).exp()
         terms = surrogate(ratio, rows.advantages, self.clip_range) / rows.delta
-        return combine(rows, ratio, terms, beyond(ratio, self.clip_range), self.kl_weight, KL_FORMS[self.kl])
+        return combine(
+            rows, ratio, terms, beyond(ratio, self.clip_range), self.kl_weight, KL_FORMS[self.kl]
+        )

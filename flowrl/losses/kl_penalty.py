@@ -6,7 +6,15 @@ from typing import Literal
 import torch
 
 from flowrl.flow.gaussian import kl
-from flowrl.losses._terms import KL_FORMS, combine, counted, log_ratio, mean_over, require_kl, require_positive
+from flowrl.losses._terms import (
+    KL_FORMS,
+    combine,
+    counted,
+    log_ratio,
+    mean_over,
+    require_kl,
+    require_positive,
+)
 from flowrl.options import checked_options
 from flowrl.types import LossBatch, LossResult, Unit, checked
 
@@ -14,16 +22,20 @@ from flowrl.types import LossBatch, LossResult, Unit, checked
 @checked_options
 @dataclass(frozen=True)
 class KLPenalty:
-    """The policy gradient's surrogate with a penalty on the distance from the behaviour policy, and no clip.
+    """The policy gradient's surrogate with a penalty on the distance from the behaviour policy, and
+    no clip.
 
-    mean of -A ratio + coefficient KL(new || behaviour) + beta KL(new || reference), ratio = exp(logp - logp_old).
+    mean of -A ratio + coefficient KL(new || behaviour) + beta KL(new || reference), ratio =
+    exp(logp - logp_old).
 
-    The KL of two Gaussians of equal std is exact and symmetric, so this is PPO's KL(old || new). It pulls back every transition,
-    also those of advantage 0; at the first update of an iteration it is 0 with gradient 0. Alone, a transition of advantage A
-    moves its mean by A / `coefficient` standard deviations per element, at any resolution.
+    The KL of two Gaussians of equal std is exact and symmetric, so this is PPO's KL(old || new). It
+    pulls back every transition, also those of advantage 0; at the first update of an iteration it
+    is 0 with gradient 0. Alone, a transition of advantage A moves its mean by A / `coefficient`
+    standard deviations per element, at any resolution.
 
-    Metrics as in `ClippedLoss`, with clip_fraction 0; approx_kl is the penalty without its coefficient. `loss` raises
-    `ConfigError` if `kl_weight` > 0 and the batch has no reference. Source: PPO (arXiv 1707.06347, equation 8, fixed beta).
+    Metrics as in `ClippedLoss`, with clip_fraction 0; approx_kl is the penalty without its
+    coefficient. `loss` raises `ConfigError` if `kl_weight` > 0 and the batch has no reference.
+    Source: PPO (arXiv 1707.06347, equation 8, fixed beta).
 
     Args:
         coefficient: weight of the divergence from the behaviour policy, above 0.
@@ -63,6 +75,8 @@ class KLPenalty:
         rows = counted(batch)
         ratio = log_ratio(rows).exp()
         never = torch.zeros_like(ratio, dtype=torch.bool)
-        result = combine(rows, ratio, -rows.advantages * ratio, never, self.kl_weight, KL_FORMS[self.kl])
+        result = combine(
+            rows, ratio, -rows.advantages * ratio, never, self.kl_weight, KL_FORMS[self.kl]
+        )
         divergence = mean_over(kl(rows.new, rows.behaviour), rows.weight)
         return replace(result, loss=result.loss + self.coefficient * divergence)

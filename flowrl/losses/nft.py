@@ -1,4 +1,6 @@
-"""DiffusionNFT: regress two mixtures of the old and the new velocity, one towards good and one away from bad images."""
+"""DiffusionNFT: regress two mixtures of the old and the new velocity, one towards good and one away
+from bad images.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,32 +24,37 @@ class DiffusionNFT:
 
     (c/beta) [r e(v+)/w+ + (1-r) e(v-)/w-] + kl_weight |v - v_ref|^2, v+ and v- around v_old.
 
-    The mean over rows. v+ = v_old + beta (v - v_old) and v- = v_old - beta (v - v_old). e is a mean squared error over latent
-    elements. The optimality r = 1/2 + clip(A, -c, c) / (2c) weights the positive branch.
+    The mean over rows. v+ = v_old + beta (v - v_old) and v- = v_old - beta (v - v_old). e is a mean
+    squared error over latent elements. The optimality r = 1/2 + clip(A, -c, c) / (2c) weights the
+    positive branch.
 
-    If w+ = w- = w, the policy term is (t^2/w) [(c/beta) l(v_old) + 2 A <v_old - v*, v - v_old> + c beta |v - v_old|^2] (means
-    over elements, |A| <= c). At v = v_old its value does not depend on rewards; its gradient does, and is proportional to A. The
-    proximal term also applies to rows of advantage 0.
+    If w+ = w- = w, the policy term is (t^2/w) [(c/beta) l(v_old) + 2 A <v_old - v*, v - v_old> + c
+    beta |v - v_old|^2] (means over elements, |A| <= c). At v = v_old its value does not depend on
+    rewards; its gradient does, and is proportional to A. The proximal term also applies to rows of
+    advantage 0.
 
-    Published: `decay` (0, 0.001, 0.5) for GenEval, PickScore and several rewards, (75, 0.0075, 0.999) for OCR; beta 1 (OCR and
-    several rewards 0.1), kl_weight 1e-4, sampling without guidance by DPM-Solver++ of order 2 in 10 steps, advantages divided by
-    the standard deviation of the batch (``uniform(std=batch)``), AdamW at 3e-4, one update per iteration (OCR 2), LoRA rank 32.
+    Published: `decay` (0, 0.001, 0.5) for GenEval, PickScore and several rewards, (75, 0.0075,
+    0.999) for OCR; beta 1 (OCR and several rewards 0.1), kl_weight 1e-4, sampling without guidance
+    by DPM-Solver++ of order 2 in 10 steps, advantages divided by the standard deviation of the
+    batch (``uniform(std=batch)``), AdamW at 3e-4, one update per iteration (OCR 2), LoRA rank 32.
     The released loss is a float64 sum of float16 velocities; here everything is float32.
 
-    Metrics: policy_loss, positive and negative (the two branches), old_distance (|v - v_old|^2), matching (|v - v*|^2), kl if
-    kl_weight > 0. `loss` raises `ConfigError` if a velocity is missing. Source: DiffusionNFT (arXiv 2509.16117, Theorem 3.2) and
-    its public code (commit 24af555).
+    Metrics: policy_loss, positive and negative (the two branches), old_distance (|v - v_old|^2),
+    matching (|v - v*|^2), kl if kl_weight > 0. `loss` raises `ConfigError` if a velocity is
+    missing. Source: DiffusionNFT (arXiv 2509.16117, Theorem 3.2) and its public code (commit
+    24af555).
 
     Args:
         beta: distance of the two branches from v_old, above 0.
         advantage_clip: c, above 0.
         kl_weight: weight of the distance from the base model, 0 or more.
-        error: "normalised": e = t^2 |v+- - v*|^2 of the clean estimate, divided by w+- = t mean |v+- - v*| (detached, at least
-            1e-5), as in the released code; "velocity": r |v+ - v*|^2 + (1-r) |v- - v*|^2, the paper's Theorem 3.2, without w and
-            c/beta.
-        mode: the released adv_mode: all advantages, only positive or only negative ones, 1 if positive else 0 ("one_only"), or
-            signs.
-        decay: (start, rate, cap) of the old network, as in `forward.Decay`; it is updated once per iteration, and samples.
+        error: "normalised": e = t^2 |v+- - v*|^2 of the clean estimate, divided by w+- = t mean
+            |v+- - v*| (detached, at least 1e-5), as in the released code; "velocity": r |v+ - v*|^2
+            + (1-r) |v- - v*|^2, the paper's Theorem 3.2, without w and c/beta.
+        mode: the released adv_mode: all advantages, only positive or only negative ones, 1 if
+            positive else 0 ("one_only"), or signs.
+        decay: (start, rate, cap) of the old network, as in `forward.Decay`; it is updated once per
+            iteration, and samples.
         times: the training times.
         noise: which rows share their noise (see `forward.ForwardLoss`).
 
@@ -117,7 +124,14 @@ class DiffusionNFT:
         terms = scale * (r * positive + (1.0 - r) * negative)
         penalties = {}
         if self.kl_weight > 0:
-            penalties["kl"] = self.kl_weight, matching(rows.new, rows.velocity_of("reference", self))
-        found = {"positive": positive, "negative": negative, "old_distance": matching(rows.new, old)}
+            penalties["kl"] = (
+                self.kl_weight,
+                matching(rows.new, rows.velocity_of("reference", self)),
+            )
+        found = {
+            "positive": positive,
+            "negative": negative,
+            "old_distance": matching(rows.new, old),
+        }
         metrics = {name: mean_over(value.detach(), rows.weight) for name, value in found.items()}
         return combine_rows(rows, terms, penalties, metrics)

@@ -18,12 +18,13 @@ class PolicyGradientLoss:
 
     mean of -A log pi(x_next) + beta KL(new || reference).
 
-    Unbiased on policy only, that is for one mini-batch per iteration (`minibatches` = 1). Further updates on the same
-    trajectories are biased, and no term limits the distance from the behaviour policy. On policy its gradient equals that of
-    `ClippedLoss`.
+    Unbiased on policy only, that is for one mini-batch per iteration (`minibatches` = 1). Further
+    updates on the same trajectories are biased, and no term limits the distance from the behaviour
+    policy. On policy its gradient equals that of `ClippedLoss`.
 
-    Metrics as in `ClippedLoss`, with clip_fraction 0. `loss` raises `ConfigError` if `kl_weight` > 0 and the batch has no
-    reference. Source: REINFORCE (Williams 1992) on the denoising process, as DDPO-SF (arXiv 2305.13301).
+    Metrics as in `ClippedLoss`, with clip_fraction 0. `loss` raises `ConfigError` if `kl_weight` >
+    0 and the batch has no reference. Source: REINFORCE (Williams 1992) on the denoising process, as
+    DDPO-SF (arXiv 2305.13301).
 
     Args:
         kl_weight: beta, 0 or more.
@@ -61,4 +62,6 @@ class PolicyGradientLoss:
         density = log_prob(rows.new, rows.next_node)
         ratio = (density.detach() - log_prob(rows.behaviour, rows.next_node)).exp()
         never = torch.zeros_like(ratio, dtype=torch.bool)
-        return combine(rows, ratio, -rows.advantages * density, never, self.kl_weight, KL_FORMS[self.kl])
+        return combine(
+            rows, ratio, -rows.advantages * density, never, self.kl_weight, KL_FORMS[self.kl]
+        )

@@ -9,7 +9,11 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from flowrl.plots.style import MOST_TOGETHER, PALE, SOFT, clean, colour, marker, multiples
 from flowrl.training.results import Comparison, RunRecord, mean_curve, short, summarise
 
-X_LABELS = {"iteration": "iteration", "nfe_total": "network evaluations while sampling", "seconds_total": "training seconds"}
+X_LABELS = {
+    "iteration": "iteration",
+    "nfe_total": "network evaluations while sampling",
+    "seconds_total": "training seconds",
+}
 PHASES = {"rollout": "#3f444d", "reward": "#8a8f98", "update": "#d5d8de"}
 """Greys: colours belong to arms."""
 NARROW = 4.4
@@ -20,8 +24,8 @@ Runs = Mapping[str, Sequence[RunRecord]]
 def curves(comparison: Comparison, metric: str = "reward", narrow: bool = False) -> Figure | None:
     """An evaluation metric against iterations, network evaluations and seconds.
 
-    Up to `MOST_TOGETHER` arms share three axes. With more, each arm has an axis, with the other arms in grey, against
-    iterations and network evaluations.
+    Up to `MOST_TOGETHER` arms share three axes. With more, each arm has an axis, with the other
+    arms in grey, against iterations and network evaluations.
 
     Args:
         comparison: the comparison.
@@ -55,14 +59,24 @@ def curves(comparison: Comparison, metric: str = "reward", narrow: bool = False)
     return figure
 
 
-def _curve_panels(runs: Runs, path: Sequence[str], label: str, level: float | None, columns: int) -> Figure:
+def _curve_panels(
+    runs: Runs, path: Sequence[str], label: str, level: float | None, columns: int
+) -> Figure:
     """A block of panels for each horizontal axis, one panel per arm."""
     rows, blocks = -(-len(runs) // columns), list(X_LABELS)[:2]
-    size = (3.125 * columns if columns > 2 else NARROW, 2.1 * rows * len(blocks) + 0.5 * len(blocks))
+    size = (
+        3.125 * columns if columns > 2 else NARROW,
+        2.1 * rows * len(blocks) + 0.5 * len(blocks),
+    )
     figure = Figure(figsize=size, layout="constrained")
     parts = figure.subfigures(len(blocks), 1, squeeze=False).flatten()
     for part, x in zip(parts, blocks, strict=True):
-        panels = multiples(part, list(runs), lambda axes, name, own, x=x: _draw(axes, runs, name, x, path, own), columns)
+        panels = multiples(
+            part,
+            list(runs),
+            lambda axes, name, own, x=x: _draw(axes, runs, name, x, path, own),
+            columns,
+        )
         for axes in panels:
             _finish(axes, x, level, label=False)
         part.supxlabel(X_LABELS[x], fontsize=10)
@@ -71,12 +85,20 @@ def _curve_panels(runs: Runs, path: Sequence[str], label: str, level: float | No
 
 
 def _draw(axes: Axes, runs: Runs, arm: str, x: str, path: Sequence[str], own: bool = True) -> None:
-    """Thin lines for the seeds if there are several, and a thick line for their mean; only the mean if grey."""
+    """Thin lines for the seeds if there are several, and a thick line for their mean; only the mean
+    if grey.
+    """
     some, shade = runs[arm], colour(arm, list(runs))
     for run in some if own and len(some) > 1 else ():
         axes.plot(*run.curve(x, *path), color=shade, alpha=0.3, linewidth=1)
     if own:
-        style = {"color": shade, "linewidth": 2.2, "marker": marker(arm, list(runs)), "markersize": 4, "zorder": 3}
+        style = {
+            "color": shade,
+            "linewidth": 2.2,
+            "marker": marker(arm, list(runs)),
+            "markersize": 4,
+            "zorder": 3,
+        }
         xs, ys = mean_curve(some, x, *path)
         axes.plot(xs, ys, markevery=max(1, len(xs) // 10), **style)
     else:
@@ -100,12 +122,20 @@ def _finish(axes: Axes, x: str, level: float | None, label: bool = True) -> None
 
 def _key(figure: Figure, arms: Sequence[str], baseline: str, columns: int) -> None:
     """Lines and markers of the arms above the panels."""
-    handles = [figure.axes[0].plot([], [], color=colour(m, arms), linewidth=2.2, marker=marker(m, arms), label=m)[0]
-               for m in arms]  # fmt: skip
+    handles = [
+        figure.axes[0].plot(
+            [], [], color=colour(m, arms), linewidth=2.2, marker=marker(m, arms), label=m
+        )[0]
+        for m in arms
+    ]
     if baseline:
         text = f"final value of {baseline}"
-        handles += figure.axes[0].plot([], [], color="#8a8f98", linestyle="--", linewidth=1, label=text)
-    figure.legend(handles=handles, loc="outside upper left", ncols=min(len(handles), columns), frameon=False)
+        handles += figure.axes[0].plot(
+            [], [], color="#8a8f98", linestyle="--", linewidth=1, label=text
+        )
+    figure.legend(
+        handles=handles, loc="outside upper left", ncols=min(len(handles), columns), frameon=False
+    )
 
 
 def phases(comparison: Comparison, narrow: bool = False) -> Figure:
@@ -119,15 +149,26 @@ def phases(comparison: Comparison, narrow: bool = False) -> Figure:
         The figure.
     """
     summaries = summarise(comparison)
-    figure = Figure(figsize=(NARROW if narrow else 9, 0.9 + 0.45 * len(summaries)), layout="constrained")
+    figure = Figure(
+        figsize=(NARROW if narrow else 9, 0.9 + 0.45 * len(summaries)), layout="constrained"
+    )
     axes = figure.subplots()
     for row, summary in enumerate(summaries):
         left = 0.0
         for phase, shade in PHASES.items():
             width = getattr(summary, f"seconds_{phase}")
-            axes.barh(row, width, left=left, height=0.7, color=shade, label=phase if row == 0 else None)
+            axes.barh(
+                row, width, left=left, height=0.7, color=shade, label=phase if row == 0 else None
+            )
             left += width
-        axes.annotate(f"{left:.3g} s", (left, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.annotate(
+            f"{left:.3g} s",
+            (left, row),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
     axes.set_yticks(range(len(summaries)), [s.arm for s in summaries])
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
@@ -138,16 +179,21 @@ def phases(comparison: Comparison, narrow: bool = False) -> Figure:
 
 
 def proxy_and_heldout(runs: Runs) -> Figure | None:
-    """The proxy, every held-out reward and the diversity over iterations, and each held-out metric against the proxy.
+    """The proxy, every held-out reward and the diversity over iterations, and each held-out metric
+    against the proxy.
 
-    `runs` by arm. In the plots against the proxy, a hollow point marks the untrained model and a filled one the last
-    evaluation. With more than `MOST_TOGETHER` arms, each has a panel with the others in grey. None if no run contains a
-    held-out reward or a diversity.
+    `runs` by arm. In the plots against the proxy, a hollow point marks the untrained model and a
+    filled one the last evaluation. With more than `MOST_TOGETHER` arms, each has a panel with the
+    others in grey. None if no run contains a held-out reward or a diversity.
     """
     every = [run for some in runs.values() for run in some]
     names = list(dict.fromkeys(name for run in every for name in run.heldout_rewards))
     columns = {short(name): ("heldout", name) for name in names} | {"diversity": ("diversity",)}
-    columns = {label: path for label, path in columns.items() if any(run.curve("iteration", *path)[1] for run in every)}
+    columns = {
+        label: path
+        for label, path in columns.items()
+        if any(run.curve("iteration", *path)[1] for run in every)
+    }
     if not columns:
         return None
     proxy = ("proxy",) if names else ("reward",)
@@ -173,38 +219,81 @@ def proxy_and_heldout(runs: Runs) -> Figure | None:
         shade, shape = colour(arm, list(runs)), marker(arm, list(runs))
         key.plot([], [], color=shade, linewidth=2.2, marker=shape, markersize=4, label=arm)
     for name, face in (("untrained", "white"), ("last evaluation", SOFT)):
-        key.plot([], [], marker="o", markersize=8, markerfacecolor=face, markeredgecolor=SOFT, linestyle="none", label=name)
+        key.plot(
+            [],
+            [],
+            marker="o",
+            markersize=8,
+            markerfacecolor=face,
+            markeredgecolor=SOFT,
+            linestyle="none",
+            label=name,
+        )
     key.legend(loc="center", frameon=False, fontsize=9)
     return figure
 
 
-def _proxy_panels(runs: Runs, proxy: Sequence[str], columns: Mapping[str, tuple[str, ...]]) -> Figure:
-    """A block of panels per metric over iterations, and one against the proxy; one panel per arm."""
+def _proxy_panels(
+    runs: Runs, proxy: Sequence[str], columns: Mapping[str, tuple[str, ...]]
+) -> Figure:
+    """A block of panels per metric over iterations, and one against the proxy; one panel per
+    arm.
+    """
     rows = -(-len(runs) // 4)
-    blocks = [(None, "proxy (trained on)", proxy), *((None, label, path) for label, path in columns.items())]
+    blocks = [
+        (None, "proxy (trained on)", proxy),
+        *((None, label, path) for label, path in columns.items()),
+    ]
     blocks += [(proxy, label, path) for label, path in columns.items()]
     figure = Figure(figsize=(12.5, (2.0 * rows + 0.5) * len(blocks)), layout="constrained")
-    for part, (against, label, path) in zip(figure.subfigures(len(blocks), 1, squeeze=False).flatten(), blocks, strict=True):
+    for part, (against, label, path) in zip(
+        figure.subfigures(len(blocks), 1, squeeze=False).flatten(), blocks, strict=True
+    ):
         if against is None:
-            panels = multiples(part, list(runs), lambda axes, m, own, path=path: _draw(axes, runs, m, "iteration", path, own))
+            panels = multiples(
+                part,
+                list(runs),
+                lambda axes, m, own, path=path: _draw(axes, runs, m, "iteration", path, own),
+            )
             for axes in panels:
                 _finish(axes, "iteration", None, label=False)
         else:
-            multiples(part, list(runs), lambda axes, m, own, path=path: _against(axes, runs, m, proxy, path, own))
+            multiples(
+                part,
+                list(runs),
+                lambda axes, m, own, path=path: _against(axes, runs, m, proxy, path, own),
+            )
         part.supxlabel("iteration" if against is None else "proxy", fontsize=10)
         part.supylabel(label, fontsize=10)
     return figure
 
 
-def _against(axes: Axes, runs: Runs, arm: str, proxy: Sequence[str], path: Sequence[str], own: bool = True) -> None:
-    """Draw the mean over seeds of the metric at `path` against that of the proxy, at the iterations with both."""
+def _against(
+    axes: Axes, runs: Runs, arm: str, proxy: Sequence[str], path: Sequence[str], own: bool = True
+) -> None:
+    """Draw the mean over seeds of the metric at `path` against that of the proxy, at the iterations
+    with both.
+    """
     shade = colour(arm, list(runs)) if own else PALE
-    x_at, y_at = (dict(zip(*mean_curve(runs[arm], "iteration", *metric), strict=True)) for metric in (proxy, path))
+    x_at, y_at = (
+        dict(zip(*mean_curve(runs[arm], "iteration", *metric), strict=True))
+        for metric in (proxy, path)
+    )
     shared = [at for at in x_at if at in y_at]
     xs, ys = [x_at[at] for at in shared], [y_at[at] for at in shared]
-    axes.plot(xs, ys, color=shade, linewidth=1.6 if own else 1, marker="." if own else "", markersize=5)
+    axes.plot(
+        xs, ys, color=shade, linewidth=1.6 if own else 1, marker="." if own else "", markersize=5
+    )
     if own:
-        axes.plot(xs[:1], ys[:1], marker="o", markersize=9, markerfacecolor="white", markeredgecolor=shade, linestyle="none")
+        axes.plot(
+            xs[:1],
+            ys[:1],
+            marker="o",
+            markersize=9,
+            markerfacecolor="white",
+            markeredgecolor=shade,
+            linestyle="none",
+        )
         axes.plot(xs[-1:], ys[-1:], marker="o", markersize=9, color=shade, linestyle="none")
     axes.margins(0.12)
     axes.xaxis.set_major_locator(MaxNLocator(4))

@@ -1,4 +1,6 @@
-"""Figures of samples: before and after training, along one trajectory, base against trained weights, and plain grids."""
+"""Figures of samples: before and after training, along one trajectory, base against trained
+weights, and plain grids.
+"""
 
 import math
 import textwrap
@@ -29,12 +31,15 @@ COLUMNS = 2
 PANELS = 5
 """Panels of points per row."""
 NOTICEABLE = 0.02
-"""Smallest change of a sample's reward that is marked by a symbol: ▲ for an increase, ▼ for a decrease."""
+"""Smallest change of a sample's reward that is marked by a symbol: ▲ for an increase, ▼ for a
+decrease.
+"""
 LEAST_RANGE = 0.1
 """Smallest range of rewards on an axis, so that rounding does not look like a change."""
 RIM, REACH = 2.75, 3.3
-"""Radius at which the directions of prompts are written in the 2-D world, and half the width of its panels; those of other points
-are as wide as the points need."""
+"""Radius at which the directions of prompts are written in the 2-D world, and half the width of its
+panels; those of other points are as wide as the points need.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,12 @@ class SamplesRecord:
 
     def __post_init__(self) -> None:
         counts = {len(self.prompts), len(self.reward_before), len(self.reward_after)}
-        require(len(counts) == 1 and self.prompts != [], "prompts", len(self.prompts), "one or more, with as many rewards")
+        require(
+            len(counts) == 1 and self.prompts != [],
+            "prompts",
+            len(self.prompts),
+            "one or more, with as many rewards",
+        )
 
 
 @dataclass(frozen=True)
@@ -90,13 +100,17 @@ def _images(path: Path, name: str, count: int) -> Tensor:
     """`drawable` samples from a safetensors file. Raises `CheckpointError`."""
     found = read_tensors(path, {name: (count, None, None, None)})[name]
     if 0 in found.shape:
-        raise CheckpointError(f"{path}: tensor {name!r} has shape {list(found.shape)}: neither images nor points")
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has shape {list(found.shape)}: neither images nor points"
+        )
     return drawable(found)
 
 
 def drawable(samples: Tensor) -> Tensor:
-    """Samples [sample, channel, height, width] as they are drawn: points [sample, 2, 1, 1] and images of three channels as they
-    are, the mean over other channels in grey, and a vector [sample, channel, 1, 1] as a row of pixels."""
+    """Samples [sample, channel, height, width] as they are drawn: points [sample, 2, 1, 1] and
+    images of three channels as they are, the mean over other channels in grey, and a vector
+    [sample, channel, 1, 1] as a row of pixels.
+    """
     if _are_points(samples) or samples.shape[-3] == 3:
         return samples
     if samples.shape[-2:] == (1, 1):
@@ -118,16 +132,28 @@ def _show(axes: Axes, image: Tensor) -> None:
     axes.set(xticks=[], yticks=[])
 
 
-def _points(axes: Axes, points: Tensor, title: str, shade: str = INK, prompts: Sequence[str] = ()) -> None:
-    """Samples that are points; with `prompts` of the 2-D world, a line from each to its target, the directions outside."""
+def _points(
+    axes: Axes, points: Tensor, title: str, shade: str = INK, prompts: Sequence[str] = ()
+) -> None:
+    """Samples that are points; with `prompts` of the 2-D world, a line from each to its target, the
+    directions outside.
+    """
     aims = {text: target(Prompt(text)) for text in dict.fromkeys(prompts) if _is_direction(text)}
     for point, text in zip(points[:, :, 0, 0].tolist(), prompts, strict=True) if prompts else ():
         if text in aims:
-            axes.plot((point[0], aims[text][0]), (point[1], aims[text][1]), color=PALE, linewidth=1, zorder=1)
+            axes.plot(
+                (point[0], aims[text][0]),
+                (point[1], aims[text][1]),
+                color=PALE,
+                linewidth=1,
+                zorder=1,
+            )
     for text, aim in aims.items():
         axes.scatter(*aim, marker="+", color=SOFT, s=30, linewidths=1, zorder=2)
         place = (RIM / RADIUS * aim[0], RIM / RADIUS * aim[1])
-        axes.annotate(f"{angle_of(text):g}°", place, color=SOFT, fontsize=8, ha="center", va="center")
+        axes.annotate(
+            f"{angle_of(text):g}°", place, color=SOFT, fontsize=8, ha="center", va="center"
+        )
     axes.scatter(points[:, 0, 0, 0], points[:, 1, 0, 0], color=shade, s=16, zorder=3)
     if aims or not prompts:
         axes.set(xlim=(-REACH, REACH), ylim=(-REACH, REACH), xticks=(-2, 0, 2), yticks=(-2, 0, 2))
@@ -144,7 +170,9 @@ def _is_direction(text: str) -> bool:
         return False
 
 
-def _point_panels(panels: Sequence[tuple[str, Tensor, str]], prompts: Sequence[str], columns: int) -> Figure:
+def _point_panels(
+    panels: Sequence[tuple[str, Tensor, str]], prompts: Sequence[str], columns: int
+) -> Figure:
     """Points in a panel per (title, points, colour)."""
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
@@ -159,18 +187,26 @@ def _point_panels(panels: Sequence[tuple[str, Tensor, str]], prompts: Sequence[s
 
 def _finished(comparison: Comparison) -> list[RunRecord]:
     """The first finished run of each arm."""
-    found = [next((run for run in comparison.of(arm) if run.finished), None) for arm in comparison.arms]
+    found = [
+        next((run for run in comparison.of(arm) if run.finished), None) for arm in comparison.arms
+    ]
     return [run for run in found if run is not None]
 
 
 def shows_points(comparison: Comparison) -> bool:
     """Whether the samples of the finished runs are points."""
     runs = _finished(comparison)[:1]
-    return any(_are_points(read_tensors(run.folder / "samples.safetensors", {"after": (None,) * 4})["after"]) for run in runs)
+    return any(
+        _are_points(
+            read_tensors(run.folder / "samples.safetensors", {"after": (None,) * 4})["after"]
+        )
+        for run in runs
+    )
 
 
 def samples(comparison: Comparison, narrow: bool = False) -> Figure | None:
-    """The same prompts and noise before training and after each arm (first seed). None if no run has finished.
+    """The same prompts and noise before training and after each arm (first seed). None if no run
+    has finished.
 
     Args:
         comparison: the comparison.
@@ -186,21 +222,46 @@ def samples(comparison: Comparison, narrow: bool = False) -> Figure | None:
     prompts, rows = first.prompts, list[tuple[str, Tensor, list[float], str]]()
     for run in runs:
         record: SamplesRecord = read_json(run.folder / "samples.json", SamplesRecord)
-        images = {name: _images(run.folder / "samples.safetensors", name, len(prompts)) for name in ("before", "after")}
-        if record.prompts != prompts or images["after"].shape != (rows[0][1] if rows else images["before"]).shape:
-            raise ConfigError(f"{run.folder / 'samples.json'}: other samples than those of {runs[0].folder}")
+        images = {
+            name: _images(run.folder / "samples.safetensors", name, len(prompts))
+            for name in ("before", "after")
+        }
+        if (
+            record.prompts != prompts
+            or images["after"].shape != (rows[0][1] if rows else images["before"]).shape
+        ):
+            raise ConfigError(
+                f"{run.folder / 'samples.json'}: other samples than those of {runs[0].folder}"
+            )
         rows = rows or [("base model", images["before"], record.reward_before, INK)]
-        rows.append((run.arm, images["after"], record.reward_after, colour(run.arm, list(comparison.config["arms"]))))
+        rows.append(
+            (
+                run.arm,
+                images["after"],
+                record.reward_after,
+                colour(run.arm, list(comparison.config["arms"])),
+            )
+        )
     if _are_points(rows[0][1]):
         panels = [(name, points, shade) for name, points, _, shade in rows]
         return _point_panels(panels, prompts, 2 if narrow else PANELS)
-    figure = Figure(figsize=(1.5 * _aspect(rows[0][1]) * len(prompts), 1.75 * len(rows) + 0.3), layout="constrained")
+    figure = Figure(
+        figsize=(1.5 * _aspect(rows[0][1]) * len(prompts), 1.75 * len(rows) + 0.3),
+        layout="constrained",
+    )
     grid = figure.subplots(len(rows), len(prompts), squeeze=False)
     for axes_row, (name, images, scores, shade) in zip(grid, rows, strict=True):
         for axes, image, value, before in zip(axes_row, images, scores, rows[0][2], strict=True):
             _show(axes, image)
-            symbol = " ▲" if value > before + NOTICEABLE else " ▼" if value < before - NOTICEABLE else ""
-            axes.set_xlabel(f"{value:.2f}{symbol}", fontsize=9, color=INK, fontweight="bold" if symbol else "normal")
+            symbol = (
+                " ▲" if value > before + NOTICEABLE else " ▼" if value < before - NOTICEABLE else ""
+            )
+            axes.set_xlabel(
+                f"{value:.2f}{symbol}",
+                fontsize=9,
+                color=INK,
+                fontweight="bold" if symbol else "normal",
+            )
         axes_row[0].set_ylabel(name, color=shade, fontweight="bold", fontsize=9)
     for axes, text in zip(grid[0], prompts, strict=True):
         words = text.split()
@@ -222,10 +283,11 @@ def _steps(record: TrajectoryRecord) -> list[float]:
 
 
 def trajectory(comparison: Comparison, narrow: bool = False) -> Figure | None:
-    """Rewards along one trajectory (ODE completions and one-step estimates), its gains and its turning points.
+    """Rewards along one trajectory (ODE completions and one-step estimates), its gains and its
+    turning points.
 
-    The trajectory is the one with the largest changes among the finished runs. If none of its gains reaches `NOTICEABLE`, no
-    turning point is marked.
+    The trajectory is the one with the largest changes among the finished runs. If none of its gains
+    reaches `NOTICEABLE`, no turning point is marked.
 
     Args:
         comparison: the comparison.
@@ -242,7 +304,9 @@ def trajectory(comparison: Comparison, narrow: bool = False) -> Figure | None:
     table, rewards, steps = torch.tensor(record.members)[None], record.rewards, _steps(record)
     has_images, nodes = not _are_points(completions), len(rewards)
     shown = has_images and not narrow
-    figure = Figure(figsize=(4.4, 5.2) if narrow else (11, 6.4 if shown else 4.9), layout="constrained")
+    figure = Figure(
+        figsize=(4.4, 5.2) if narrow else (11, 6.4 if shown else 4.9), layout="constrained"
+    )
     ratios = [1.0, 2.2, 1.3] if shown else [2.2, 1.3]
     layout = figure.add_gridspec(len(ratios), nodes, height_ratios=ratios)
     for node in range(nodes) if shown else ():
@@ -251,25 +315,74 @@ def trajectory(comparison: Comparison, narrow: bool = False) -> Figure | None:
         axes.set_title(f"{rewards[node]:.2f}", fontsize=9)
     curve = figure.add_subplot(layout[-2, :])
     for place, values in enumerate(table[0]):
-        curve.plot(range(nodes), values, color=PALE, linewidth=0.8, label="rest of the group" if place == 0 else None)
+        curve.plot(
+            range(nodes),
+            values,
+            color=PALE,
+            linewidth=0.8,
+            label="rest of the group" if place == 0 else None,
+        )
     curve.plot(range(nodes), rewards, color=INK, marker="o", linewidth=2.5, label="ODE completion")
-    curve.plot(range(nodes), record.tweedie, color=SOFT, linestyle=":", linewidth=2, label="one-step estimate")
-    rings = {"turning point": (False, SOFT, 130, 1.2), "consistent turning point": (True, INK, 260, 2.6)}
-    for name, (consistent, shade, size, width) in rings.items() if max(map(abs, steps)) >= NOTICEABLE else ():
-        turns = turning_points(table, consistent=consistent, first_step=True)[0, record.chosen].nonzero().flatten().tolist()
+    curve.plot(
+        range(nodes),
+        record.tweedie,
+        color=SOFT,
+        linestyle=":",
+        linewidth=2,
+        label="one-step estimate",
+    )
+    rings = {
+        "turning point": (False, SOFT, 130, 1.2),
+        "consistent turning point": (True, INK, 260, 2.6),
+    }
+    for name, (consistent, shade, size, width) in (
+        rings.items() if max(map(abs, steps)) >= NOTICEABLE else ()
+    ):
+        turns = (
+            turning_points(table, consistent=consistent, first_step=True)[0, record.chosen]
+            .nonzero()
+            .flatten()
+            .tolist()
+        )
         heights = [rewards[step] for step in turns]
         label = name if turns else None
-        curve.scatter(turns, heights, s=size, facecolors="none", edgecolors=shade, linewidths=width, zorder=5, label=label)
+        curve.scatter(
+            turns,
+            heights,
+            s=size,
+            facecolors="none",
+            edgecolors=shade,
+            linewidths=width,
+            zorder=5,
+            label=label,
+        )
     curve.set_ylabel("estimated final reward")
     title = f'Trajectory of {run_label(run.arm, run.seed)}, after training: "{record.prompt}"'
     figure.suptitle(textwrap.fill(title, 50) if narrow else title, fontsize=10, x=0.01, ha="left")
-    figure.legend(loc="outside lower left", ncols=2 if narrow else 5, frameon=False, fontsize=9, markerscale=0.6)
+    figure.legend(
+        loc="outside lower left",
+        ncols=2 if narrow else 5,
+        frameon=False,
+        fontsize=9,
+        markerscale=0.6,
+    )
     bars = figure.add_subplot(layout[-1, :], sharex=curve)
     faces = [SOFT if gain >= 0 else "white" for gain in steps]
-    bars.bar([i + 0.5 for i in range(nodes - 1)], steps, width=0.8, color=faces, edgecolor=SOFT, linewidth=1)
+    bars.bar(
+        [i + 0.5 for i in range(nodes - 1)],
+        steps,
+        width=0.8,
+        color=faces,
+        edgecolor=SOFT,
+        linewidth=1,
+    )
     bars.axhline(0, color=INK, linewidth=0.8)
     end = "image" if has_images else "sample"
-    bars.set(xlabel=f"state before decision 0 to {nodes - 2}, and the {end}", ylabel="gain of the decision", xticks=range(nodes))
+    bars.set(
+        xlabel=f"state before decision 0 to {nodes - 2}, and the {end}",
+        ylabel="gain of the decision",
+        xticks=range(nodes),
+    )
     for axes in (curve, bars):
         clean(axes)
         axes.set_xlim(-0.3, nodes - 0.7)
@@ -280,7 +393,9 @@ def trajectory(comparison: Comparison, narrow: bool = False) -> Figure | None:
 
 
 def base_and_trained(found: WeightComparison) -> Figure:
-    """The first prompts' images from base and trained weights with their scores; two scatter plots in the 2-D world."""
+    """The first prompts' images from base and trained weights with their scores; two scatter plots
+    in the 2-D world.
+    """
     sides = {"base": found.base, "trained": found.trained}
     shown = len(found.base.shown)
     if _are_points(found.base.shown):
@@ -291,10 +406,16 @@ def base_and_trained(found: WeightComparison) -> Figure:
     rows = -(-shown // COLUMNS)
     figure = Figure(figsize=(3.7 * COLUMNS, 2.5 * rows), layout="constrained")
     for i, part in enumerate(figure.subfigures(rows, COLUMNS, squeeze=False).flatten()[:shown]):
-        part.suptitle(textwrap.fill(found.prompts[i], 52, max_lines=2, placeholder=" ..."), fontsize=8.5)
+        part.suptitle(
+            textwrap.fill(found.prompts[i], 52, max_lines=2, placeholder=" ..."), fontsize=8.5
+        )
         for axes, (name, side) in zip(part.subplots(1, 2), sides.items(), strict=True):
             _show(axes, drawable(side.shown[i]))
-            axes.set_xlabel(f"{name}: " + ", ".join(f"{float(scores[i, 0]):.3g}" for scores in side.scores.values()), fontsize=8)
+            axes.set_xlabel(
+                f"{name}: "
+                + ", ".join(f"{float(scores[i, 0]):.3g}" for scores in side.scores.values()),
+                fontsize=8,
+            )
     return figure
 
 
@@ -313,11 +434,15 @@ def image_grid(images: Tensor, scores: Tensor, prompts: Sequence[str]) -> Figure
     images = drawable(images)
     if _are_points(images):
         figure = Figure(figsize=(2.8 * rows, 3.0), layout="constrained")
-        for axes, points, text in zip(figure.subplots(1, rows, squeeze=False)[0], images, prompts, strict=True):
+        for axes, points, text in zip(
+            figure.subplots(1, rows, squeeze=False)[0], images, prompts, strict=True
+        ):
             _points(axes, points, text, prompts=[text] * len(points))
         return figure
     figure = Figure(figsize=(1.25 * _aspect(images) * columns, 1.62 * rows), layout="constrained")
-    for row, (cells, text) in enumerate(zip(figure.subplots(rows, columns, squeeze=False), prompts, strict=True)):
+    for row, (cells, text) in enumerate(
+        zip(figure.subplots(rows, columns, squeeze=False), prompts, strict=True)
+    ):
         for axes, image, value in zip(cells, images[row], scores[row], strict=True):
             _show(axes, image)
             axes.set_xlabel(f"{float(value):.2f}", fontsize=8)

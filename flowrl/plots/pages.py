@@ -1,4 +1,6 @@
-"""Pages from jinja2 templates, with every value escaped. All HTML pages extend ``base.html.j2`` and thus share one style."""
+"""Pages from jinja2 templates, with every value escaped. All HTML pages extend ``base.html.j2`` and
+thus share one style.
+"""
 
 import base64
 import re
@@ -13,9 +15,10 @@ if TYPE_CHECKING:
 def render(template: str, package: str = "flowrl.plots", **values: Any) -> str:
     """Render `template` from the folder ``templates`` of `package`.
 
-    Templates of other packages can extend ``base.html.j2`` and import ``macros.html.j2`` (figures, tables, lists of settings).
-    Filters: ``inline`` formats `code`, *emphasis* and links to pages, ``data_uri`` embeds a PNG, ``code`` writes Markdown code.
-    Values are escaped in HTML; in Markdown (``.md.j2``) they are not, so write them with ``code``.
+    Templates of other packages can extend ``base.html.j2`` and import ``macros.html.j2`` (figures,
+    tables, lists of settings). Filters: ``inline`` formats `code`, *emphasis* and links to pages,
+    ``data_uri`` embeds a PNG, ``code`` writes Markdown code. Values are escaped in HTML; in
+    Markdown (``.md.j2``) they are not, so write them with ``code``.
 
     Args:
         template: file name of the template.
@@ -35,7 +38,9 @@ def render(template: str, package: str = "flowrl.plots", **values: Any) -> str:
 def _environment(package: str) -> "Environment":
     from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
-    loader = ChoiceLoader([PackageLoader(name) for name in dict.fromkeys((package, "flowrl.plots"))])
+    loader = ChoiceLoader(
+        [PackageLoader(name) for name in dict.fromkeys((package, "flowrl.plots"))]
+    )
     environment = Environment(
         loader=loader,
         autoescape=lambda name: name is None or not name.endswith(".md.j2"),
@@ -49,11 +54,15 @@ def _environment(package: str) -> "Environment":
 
 
 def inline(text: str) -> "Markup":
-    """HTML of a line of text with `code`, *emphasis* and [links](to/other-pages.md#part) as in Markdown; pages are HTML files."""
+    """HTML of a line of text with `code`, *emphasis* and [links](to/other-pages.md#part) as in
+    Markdown; pages are HTML files.
+    """
     from markupsafe import Markup, escape
 
     emphasised = re.sub(r"(?<![\w*])\*(\w[^*`]*\w)\*(?![\w*])", r"<em>\1</em>", str(escape(text)))
-    linked = re.sub(r"\[([^\[\]]+)\]\(([\w./-]+)\.md(#[\w-]+)?\)", r'<a href="\2.html\3">\1</a>', emphasised)
+    linked = re.sub(
+        r"\[([^\[\]]+)\]\(([\w./-]+)\.md(#[\w-]+)?\)", r'<a href="\2.html\3">\1</a>', emphasised
+    )
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", linked))
 
 

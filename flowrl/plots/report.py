@@ -19,7 +19,15 @@ from flowrl.plots.image_grids import NOTICEABLE, base_and_trained, samples, show
 from flowrl.plots.pages import render
 from flowrl.plots.style import MOST_TOGETHER, colour, png
 from flowrl.training.presets import MODEL_ONLY
-from flowrl.training.results import ArmSummary, Comparison, Mean, load_comparison, short, summarise, summary_values
+from flowrl.training.results import (
+    ArmSummary,
+    Comparison,
+    Mean,
+    load_comparison,
+    short,
+    summarise,
+    summary_values,
+)
 
 Row = tuple[str, Callable[[ArmSummary], str]]
 REWARD_ROWS: tuple[Row, ...] = (
@@ -45,8 +53,16 @@ COST_ROWS: tuple[Row, ...] = (
     ("s/iteration: update", lambda s: f"{s.seconds_update:.2f}"),
 )
 """Rows of the results tables: the label, and the cell of an arm."""
-PRINTED = ("final reward", "minus the baseline", "collapsed seeds", "NFE to baseline", "lowest of a seed")
-"""Columns that are printed; the last ones are left out if the terminal is too narrow, all but `LEAST_PRINTED`."""
+PRINTED = (
+    "final reward",
+    "minus the baseline",
+    "collapsed seeds",
+    "NFE to baseline",
+    "lowest of a seed",
+)
+"""Columns that are printed; the last ones are left out if the terminal is too narrow, all but
+`LEAST_PRINTED`.
+"""
 LEAST_PRINTED = 3
 LEAST_ARM = 12
 """Columns of a terminal that names of arms get at least; longer ones take several lines."""
@@ -57,12 +73,18 @@ def _reached(value: float | None, digits: str) -> str:
 
 
 UNDECIDED = "○"
-VERDICTS = {"▲": "above the baseline", "▼": "below it", UNDECIDED: "undecided: the 95% interval contains 0"}
+VERDICTS = {
+    "▲": "above the baseline",
+    "▼": "below it",
+    UNDECIDED: "undecided: the 95% interval contains 0",
+}
 """Symbols of a lead: of its interval, not of its mean."""
 
 
 def verdict(lead: Mean) -> str:
-    """The symbol of `VERDICTS` for a difference from the baseline, "" without an interval or for the baseline itself."""
+    """The symbol of `VERDICTS` for a difference from the baseline, "" without an interval or for
+    the baseline itself.
+    """
     if math.isnan(lead.half) or (lead.mean == 0 and lead.half == 0):
         return ""
     return "▲" if lead.mean > lead.half else "▼" if lead.mean < -lead.half else UNDECIDED
@@ -77,12 +99,21 @@ def _lead(summary: ArmSummary) -> str:
 def result_blocks(summaries: Sequence[ArmSummary]) -> dict[str, list[tuple[str, list[str]]]]:
     """The results tables by their titles, as lists of columns: the label, and a cell per arm."""
     names = dict.fromkeys(name for summary in summaries for name in summary.heldout)
-    heldout: list[Row] = [(name, lambda s, name=name: s.heldout[name].text() if name in s.heldout else "-") for name in names]
+    heldout: list[Row] = [
+        (name, lambda s, name=name: s.heldout[name].text() if name in s.heldout else "-")
+        for name in names
+    ]
     blocks: dict[str, Sequence[Row]] = {
-        "Rewards": REWARD_ROWS, "Proxy and held-out metrics": heldout,
-        "Cost until the baseline is reached": TO_BASELINE_ROWS, "Cost of an iteration": COST_ROWS,
-    }  # fmt: skip
-    return {title: [(name, list(map(cell, summaries))) for name, cell in rows] for title, rows in blocks.items() if rows}
+        "Rewards": REWARD_ROWS,
+        "Proxy and held-out metrics": heldout,
+        "Cost until the baseline is reached": TO_BASELINE_ROWS,
+        "Cost of an iteration": COST_ROWS,
+    }
+    return {
+        title: [(name, list(map(cell, summaries))) for name, cell in rows]
+        for title, rows in blocks.items()
+        if rows
+    }
 
 
 def table_rows(summaries: Sequence[ArmSummary]) -> list[tuple[str, list[str]]]:
@@ -91,10 +122,11 @@ def table_rows(summaries: Sequence[ArmSummary]) -> list[tuple[str, list[str]]]:
 
 
 def print_table(summaries: Sequence[ArmSummary], console: Console) -> None:
-    """Print the most important results as one table with a row per arm, what its symbols mean, and the settings in which
-    the arms differ.
+    """Print the most important results as one table with a row per arm, what its symbols mean, and
+    the settings in which the arms differ.
 
-    ± is half the width of a 95% interval. Columns at the right are left out if the terminal is too narrow.
+    ± is half the width of a 95% interval. Columns at the right are left out if the terminal is too
+    narrow.
 
     Args:
         summaries: the arms' results.
@@ -109,17 +141,25 @@ def print_table(summaries: Sequence[ArmSummary], console: Console) -> None:
 
     while room() < left and len(names) > LEAST_PRINTED:
         names.pop()
-    console.print(_table(summaries, [(name, found[name]) for name in names], max(LEAST_ARM, min(left, room()))))
+    console.print(
+        _table(
+            summaries, [(name, found[name]) for name in names], max(LEAST_ARM, min(left, room()))
+        )
+    )
     for line in [*_symbols_used([found[name] for name in names]), *_differences(summaries)]:
         console.print(line, highlight=False, markup=False)
 
 
-def _table(summaries: Sequence[ArmSummary], columns: Sequence[tuple[str, Sequence[str]]], left: int) -> Table:
+def _table(
+    summaries: Sequence[ArmSummary], columns: Sequence[tuple[str, Sequence[str]]], left: int
+) -> Table:
     """A row per arm, whose names have `left` characters on a line."""
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.add_column("arm", overflow="fold", vertical="bottom", max_width=left)
     for name, cells in columns:
-        heading = textwrap.fill(name, _column_width(name, cells), break_long_words=False, break_on_hyphens=False)
+        heading = textwrap.fill(
+            name, _column_width(name, cells), break_long_words=False, break_on_hyphens=False
+        )
         table.add_column(escape(heading), justify="right", no_wrap=True, vertical="bottom")
     for row, summary in enumerate(summaries):
         table.add_row(escape(summary.arm), *(escape(cells[row]) for _, cells in columns))
@@ -139,7 +179,9 @@ def _differences(summaries: Sequence[ArmSummary]) -> list[str]:
 
 
 def _column_width(name: str, cells: Sequence[str]) -> int:
-    """The column width in characters for one-line cells below a heading that may break between words."""
+    """The column width in characters for one-line cells below a heading that may break between
+    words.
+    """
     return max(map(len, [*name.split(), *cells]))
 
 
@@ -164,17 +206,24 @@ INTERVALS = "±: half of the 95% interval over seeds (Student's t)"
 
 def collapse_text(summaries: Sequence[ArmSummary]) -> str:
     """The arms with collapsed seeds, "" if there are none: "Collapsed: tp-grpo 2 of 3 seeds"."""
-    found = [f"{s.arm} {s.collapsed} of {s.seeds} seed{'s' if s.seeds > 1 else ''}" for s in summaries if s.collapsed]
+    found = [
+        f"{s.arm} {s.collapsed} of {s.seeds} seed{'s' if s.seeds > 1 else ''}"
+        for s in summaries
+        if s.collapsed
+    ]
     return f"Collapsed: {', '.join(found)}" if found else ""
 
 
 MACHINE_SPREAD = {"mixture": 0.009, "shapes": 0.009}
-"""Difference of the mean final reward of three seeds between an AMD EPYC and an Intel Xeon, by world: the root mean square over
-the three papers' methods, from 30 runs in two dimensions and from the default comparison of images."""
+"""Difference of the mean final reward of three seeds between an AMD EPYC and an Intel Xeon, by
+world: the root mean square over the three papers' methods, from 30 runs in two dimensions and from
+the default comparison of images.
+"""
 
 
 def headline(comparison: Comparison, summaries: Sequence[ArmSummary]) -> str:
-    """The result in a few sentences: every arm's difference in final reward from the baseline, and its reliability.
+    """The result in a few sentences: every arm's difference in final reward from the baseline, and
+    its reliability.
 
     Args:
         comparison: the comparison.
@@ -190,7 +239,10 @@ def headline(comparison: Comparison, summaries: Sequence[ArmSummary]) -> str:
     what = (
         "The held-out reward"
         if comparison.metric == ("reward",)
-        else f"The arms are trained on different rewards. The held-out {short(comparison.metric[-1])}"
+        else (
+            "The arms are trained on different rewards. The held-out"
+            f" {short(comparison.metric[-1])}"
+        )
     )
     texts = [f"{what} of {_named(base)} changes from {base.base.mean:.3f} to {base.final.text()}"]
     others = [summary for summary in summaries if summary is not base]
@@ -201,12 +253,17 @@ def headline(comparison: Comparison, summaries: Sequence[ArmSummary]) -> str:
             end += f" (95% interval {gap - other.lead.half:+.3f} to {gap + other.lead.half:+.3f})"
         texts.append(end)
     if len(others) >= MOST_TOGETHER and several:
-        groups = {symbol: [s.arm for s in others if verdict(s.lead) == symbol] for symbol in VERDICTS}
+        groups = {
+            symbol: [s.arm for s in others if verdict(s.lead) == symbol] for symbol in VERDICTS
+        }
         names = {symbol: ", ".join(some) if some else "none" for symbol, some in groups.items()}
         texts.append(f"above it by the 95% intervals: {names['▲']}")
         texts += [f"below it: {names['▼']}", f"not distinguishable from it: {names[UNDECIDED]}"]
     seeds = f"{base.seeds} seeds." if several else "With one seed, the interval is unknown."
-    return f"{'; '.join(texts)}. {seeds}{_machine(comparison, [s.lead.mean for s in summaries if s is not base])}"
+    return (
+        f"{'; '.join(texts)}."
+        f" {seeds}{_machine(comparison, [s.lead.mean for s in summaries if s is not base])}"
+    )
 
 
 def _named(summary: ArmSummary) -> str:
@@ -227,12 +284,18 @@ NUMBERS = ("noise_level", "clip_range")
 
 
 def write_report(folder: Path) -> Path:
-    """Write summary.json, table.txt, the figures (PNG) and report.html of the comparison in `folder`; returns the page's path."""
+    """Write summary.json, table.txt, the figures (PNG) and report.html of the comparison in
+    `folder`; returns the page's path.
+    """
     comparison = load_comparison(folder)
     summaries, config = summarise(comparison), comparison.config
     shared = comparison.shared
     algorithm = shared["algorithm"]
-    images = {name: png(figure) for name, figure in _figures(comparison).items() if figure is not None} if summaries else {}
+    images = (
+        {name: png(figure) for name, figure in _figures(comparison).items() if figure is not None}
+        if summaries
+        else {}
+    )
     for name, image in images.items():
         write_bytes(folder / f"{name}.png", image)
     write_json(folder / "summary.json", summary_values(summaries))
@@ -242,18 +305,27 @@ def write_report(folder: Path) -> Path:
         comparison=comparison,
         run=shared,
         headline=headline(comparison, summaries),
-        unfinished=len(config["arms"]) * len(config["seeds"]) - sum(run.finished for run in comparison.runs),
+        unfinished=len(config["arms"]) * len(config["seeds"])
+        - sum(run.finished for run in comparison.runs),
         colours={summary.arm: colour(summary.arm, list(config["arms"])) for summary in summaries},
         blocks=result_blocks(summaries) if summaries else {},
         model_only=() if shared["environment"]["world"] == "model" else MODEL_ONLY,
-        of_methods=[name for name, value in algorithm.items() if value == "" or (name in NUMBERS and not value)],
+        of_methods=[
+            name
+            for name, value in algorithm.items()
+            if value == "" or (name in NUMBERS and not value)
+        ],
         verdicts=VERDICTS,
         points=shows_points(comparison),
         every=shared["evaluation"]["eval_every"],
         many=len(summaries) > MOST_TOGETHER,
         images=images,
         noticeable=NOTICEABLE,
-        narrow={name: png(figure, NARROW_DPI) for name, figure in _narrow(comparison, images).items() if figure is not None},
+        narrow={
+            name: png(figure, NARROW_DPI)
+            for name, figure in _narrow(comparison, images).items()
+            if figure is not None
+        },
     )
     write_bytes(folder / "report.html", page.encode())
     return folder / "report.html"
@@ -275,19 +347,24 @@ NARROW_DPI = 170
 
 
 def _narrow(comparison: Comparison, drawn: Collection[str]) -> dict[str, Figure | None]:
-    """Figures of the page on a phone instead of those of the same names in `drawn`; the others are scaled."""
+    """Figures of the page on a phone instead of those of the same names in `drawn`; the others are
+    scaled.
+    """
     found: dict[str, Callable[[], Figure | None]] = {
         "curves": lambda: curves(comparison, narrow=True),
         "strict": lambda: curves(comparison, "strict", narrow=True),
         "trajectory": lambda: trajectory(comparison, narrow=True),
         "phases": lambda: phases(comparison, narrow=True),
     }
-    found |= {"samples": lambda: samples(comparison, narrow=True)} if shows_points(comparison) else {}
+    found |= (
+        {"samples": lambda: samples(comparison, narrow=True)} if shows_points(comparison) else {}
+    )
     return {name: draw() for name, draw in found.items() if name in drawn}
 
 
 def write_evaluation(found: WeightComparison, folder: Path, html: bool) -> None:
-    """Write evaluation.json and grid.png, and report.html with the scores, the images and the prompts with the largest changes.
+    """Write evaluation.json and grid.png, and report.html with the scores, the images and the
+    prompts with the largest changes.
 
     Args:
         found: the comparison of weights.
@@ -298,7 +375,9 @@ def write_evaluation(found: WeightComparison, folder: Path, html: bool) -> None:
     write_bytes(folder / "grid.png", image)
     write_json(folder / "evaluation.json", found.values())
     if html:
-        page = render("evaluation.html.j2", found=found, image=image, changes=largest_changes(found))
+        page = render(
+            "evaluation.html.j2", found=found, image=image, changes=largest_changes(found)
+        )
         write_bytes(folder / "report.html", page.encode())
 
 
@@ -313,7 +392,9 @@ def largest_changes(found: WeightComparison, count: int = 5) -> list[tuple[str, 
         Pairs (prompt, formatted change).
     """
     name = next(iter(found.scores))
-    change = (found.trained.scores[name].nanmean(1) - found.base.scores[name].nanmean(1)).nan_to_num(0.0)
+    change = (
+        found.trained.scores[name].nanmean(1) - found.base.scores[name].nanmean(1)
+    ).nan_to_num(0.0)
     order = change.argsort(descending=True).tolist()
     chosen = dict.fromkeys([*order[:count], *order[-count:]])
     return [(found.prompts[i], f"{float(change[i]):+.4f}") for i in chosen]

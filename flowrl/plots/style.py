@@ -1,4 +1,6 @@
-"""Style of all figures (colour-blind safe colours, axes, label positions), and saving them as PNG."""
+"""Style of all figures (colour-blind safe colours, axes, label positions), and saving them as
+PNG.
+"""
 
 import io
 from collections.abc import Callable, Sequence
@@ -29,7 +31,9 @@ PALE = "#c9ccd3"
 MARKERS = "osD^vP*X"
 """Markers of the methods in their order, so that curves differ in more than their colour."""
 MOST_TOGETHER = 4
-"""The largest number of methods that share one axis; with more, each method has a panel (`multiples`)."""
+"""The largest number of methods that share one axis; with more, each method has a panel
+(`multiples`).
+"""
 
 matplotlib.rcParams.update(
     {
@@ -74,7 +78,9 @@ def marker(arm: str, arms: Sequence[str]) -> str:
     return MARKERS[list(arms).index(arm) % len(MARKERS)]
 
 
-def multiples(figure: Any, arms: Sequence[str], draw: Callable[[Axes, str, bool], None], columns: int = 4) -> list[Axes]:
+def multiples(
+    figure: Any, arms: Sequence[str], draw: Callable[[Axes, str, bool], None], columns: int = 4
+) -> list[Axes]:
     """One panel per arm with the same axes, each arm on top of the others in grey.
 
     Args:
@@ -110,7 +116,8 @@ def clean(axes: Axes) -> None:
 
 
 def spread_labels(values: Sequence[float], low: float, high: float, gap: float) -> list[float]:
-    """Heights of labels near `values`, at least `gap` apart if they fit, so that labels do not overlap.
+    """Heights of labels near `values`, at least `gap` apart if they fit, so that labels do not
+    overlap.
 
     Args:
         values: preferred heights.
@@ -146,7 +153,8 @@ def png(figure: Figure, dpi: int = 130) -> bytes:
     """
     buffer = io.BytesIO()
     figure.set(dpi=dpi, facecolor="white")
-    FigureCanvasAgg(figure).print_png(buffer, metadata=MADE)  # savefig draws twice: the same file for 1.3 times the time
+    # savefig draws twice: the same file for 1.3 times the time
+    FigureCanvasAgg(figure).print_png(buffer, metadata=MADE)
     return buffer.getvalue()
 
 
@@ -155,9 +163,16 @@ MADE = {"Software": "flowrl"}
 
 
 def require_figure(path: Path) -> None:
-    """Raise `ConfigError` unless a figure can be written to `path`, which is new or a PNG of this package."""
+    """Raise `ConfigError` unless a figure can be written to `path`, which is new or a PNG of this
+    package.
+    """
     formats = FigureCanvasBase.get_supported_filetypes()
-    require(path.suffix[1:].lower() in formats, "out", str(path), f"a name that ends in .png or another of {', '.join(formats)}")
+    require(
+        path.suffix[1:].lower() in formats,
+        "out",
+        str(path),
+        f"a name that ends in .png or another of {', '.join(formats)}",
+    )
     require_new_file(path, is_own)
 
 

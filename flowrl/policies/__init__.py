@@ -1,4 +1,6 @@
-"""Policies, which own a network: the closed-form mixture, the small built-in model, and diffusers' pipelines."""
+"""Policies, which own a network: the closed-form mixture, the small built-in model, and diffusers'
+pipelines.
+"""
 
 from flowrl.policies.families import SD3, Flux, QwenImage, Wan, family_of
 from flowrl.policies.family import (
@@ -29,9 +31,36 @@ from flowrl.policies.pipeline import PipelinePolicy, compile_blocks, has_compile
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
 
 __all__ = [
-    "ARCHITECTURES", "DECODER", "DTYPES", "LORA_TARGETS", "SD3", "Adapters", "Architecture", "Family", "Flux",
-    "Memory", "MixturePolicy", "ModelOptions", "PipelinePolicy", "QwenImage", "Size", "SmallSD3", "SmallSD3Config",
-    "SmallSD3Policy", "StorageCounter", "Wan", "architecture_of", "compile_blocks",
-    "count_memory", "decode_scaled", "device_of", "family_of", "has_compiled_blocks", "linear_guidance", "load_policy",
-    "packed_shape", "resolution_shift", "unpacked",
-]  # fmt: skip
+    "ARCHITECTURES",
+    "DECODER",
+    "DTYPES",
+    "LORA_TARGETS",
+    "SD3",
+    "Adapters",
+    "Architecture",
+    "Family",
+    "Flux",
+    "Memory",
+    "MixturePolicy",
+    "ModelOptions",
+    "PipelinePolicy",
+    "QwenImage",
+    "Size",
+    "SmallSD3",
+    "SmallSD3Config",
+    "SmallSD3Policy",
+    "StorageCounter",
+    "Wan",
+    "architecture_of",
+    "compile_blocks",
+    "count_memory",
+    "decode_scaled",
+    "device_of",
+    "family_of",
+    "has_compiled_blocks",
+    "linear_guidance",
+    "load_policy",
+    "packed_shape",
+    "resolution_shift",
+    "unpacked",
+]

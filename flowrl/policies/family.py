@@ -1,6 +1,7 @@
 """Model families as a protocol, and the options of a policy over a pipeline.
 
-The built-in families are `sd3`, `flux`, `qwen_image` and `wan`; docs/model-families.md explains how to add one.
+The built-in families are `sd3`, `flux`, `qwen_image` and `wan`; docs/model-families.md explains how
+to add one.
 """
 
 import re
@@ -17,15 +18,20 @@ from flowrl.options import Count
 from flowrl.settings import settings_group
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 """Precisions by their names in settings."""
 
 
 class Family(Protocol):
-    """The differences between model families: the names of a pipeline's components, and the call of its transformer.
+    """The differences between model families: the names of a pipeline's components, and the call of
+    its transformer.
 
-    Optional methods: a family of videos has `video_shape(pipe, height, width, frames)`, the shape of
-    one latent; it raises `ConfigError` for a size or length that is not supported. A family with
+    Optional methods: a family of videos has `video_shape(pipe, height, width, frames)`, the shape
+    of one latent; it raises `ConfigError` for a size or length that is not supported. A family with
     another guidance than `linear_guidance` has `guide(away, towards, scale)`: the guided velocity
     from that of the negative prompt and that of the prompt, float32 [sample, *latent].
     """
@@ -51,31 +57,46 @@ class Family(Protocol):
         ...
 
     def latent_shape(self, pipe: Any, height: int, width: int) -> tuple[int, ...]:
-        """Shape of one latent. Raises `ConfigError` for a size that the pipeline does not support."""
+        """Shape of one latent. Raises `ConfigError` for a size that the pipeline does not
+        support.
+        """
         ...
 
-    def set_timesteps(self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any) -> None:
-        """Set the pipeline's own grid of `steps` steps, with its resolution-dependent shift, in `scheduler`."""
+    def set_timesteps(
+        self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any
+    ) -> None:
+        """Set the pipeline's own grid of `steps` steps, with its resolution-dependent shift, in
+        `scheduler`.
+        """
         ...
 
-    def encode(self, pipe: Any, text: str, tokens: int, device: torch.device) -> Mapping[str, Tensor]:
+    def encode(
+        self, pipe: Any, text: str, tokens: int, device: torch.device
+    ) -> Mapping[str, Tensor]:
         """The embeddings of one prompt, without a prompt axis.
 
-        If prompts differ in shape, they are padded with zeros at the end to a common shape. A mask of ones among the tensors
-        marks the entries that are not padding.
+        If prompts differ in shape, they are padded with zeros at the end to a common shape. A mask
+        of ones among the tensors marks the entries that are not padding.
         """
         ...
 
     def velocity(
-        self, transformer: Any, latent: Tensor, timestep: Tensor, rows: Mapping[str, Tensor], size: tuple[int, int]
+        self,
+        transformer: Any,
+        latent: Tensor,
+        timestep: Tensor,
+        rows: Mapping[str, Tensor],
+        size: tuple[int, int],
     ) -> Tensor:
-        """v at `latent` [sample, *latent] in the network's precision; `timestep` = 1000 t [sample], `size` = height, width of the
-        latent image, `rows` the embeddings [sample, ...]."""
+        """v at `latent` [sample, *latent] in the network's precision; `timestep` = 1000 t [sample],
+        `size` = height, width of the latent image, `rows` the embeddings [sample, ...].
+        """
         ...
 
     def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
-        """Pixels [sample, 3, height, width] (videos: [sample, frame, 3, height, width]) in about [-1, 1] from latents
-        [sample, *latent] in the decoder's precision."""
+        """Pixels [sample, 3, height, width] (videos: [sample, frame, 3, height, width]) in about
+        [-1, 1] from latents [sample, *latent] in the decoder's precision.
+        """
         ...
 
 
@@ -85,7 +106,9 @@ def latent_size(pipe: Any, height: int, width: int) -> tuple[int, int]:
     return height // factor, width // factor
 
 
-def latent_shape(pipe: Any, family: Family, height: int, width: int, frames: int) -> tuple[int, ...]:
+def latent_shape(
+    pipe: Any, family: Family, height: int, width: int, frames: int
+) -> tuple[int, ...]:
     """The shape of the latent of an image or video."""
     if hasattr(family, "video_shape"):
         return cast(Any, family).video_shape(pipe, height, width, frames)
@@ -108,7 +131,8 @@ def linear_guidance(away: Tensor, towards: Tensor, scale: float) -> Tensor:
 
 
 def resolution_shift(scheduler: Any, tokens: int, largest: float) -> float:
-    """mu, linear in the number of image tokens between the sizes in the scheduler's config (arXiv 2403.03206, 5.3.2).
+    """mu, linear in the number of image tokens between the sizes in the scheduler's config (arXiv
+    2403.03206, 5.3.2).
 
     The grid is then sigma = e^mu / (e^mu + 1 / sigma' - 1).
 
@@ -129,7 +153,12 @@ def resolution_shift(scheduler: Any, tokens: int, largest: float) -> float:
 def require_multiples(height: int, width: int, unit: int, largest: int = 2**30) -> None:
     """Raise `ConfigError` for a side that is not a multiple of `unit` or larger than `largest`."""
     for name, value in (("height", height), ("width", width)):
-        require(value % unit == 0 and value <= largest, name, value, f"a multiple of {unit}, at most {largest}")
+        require(
+            value % unit == 0 and value <= largest,
+            name,
+            value,
+            f"a multiple of {unit}, at most {largest}",
+        )
 
 
 def packed_shape(pipe: Any, height: int, width: int) -> tuple[int, int]:
@@ -174,19 +203,27 @@ def decode_scaled(vae: Any, latent: Tensor) -> Tensor:
     Returns:
         Pixels in about [-1, 1], [sample, channel, height, width].
     """
-    return vae.decode(latent / vae.config.scaling_factor + (vae.config.shift_factor or 0.0), return_dict=False)[0]
+    return vae.decode(
+        latent / vae.config.scaling_factor + (vae.config.shift_factor or 0.0), return_dict=False
+    )[0]
 
 
 def decode_standardised(vae: Any, latent: Tensor) -> Tensor:
-    """Pixels in about [-1, 1] from latents of a video autoencoder [sample, channel, frame, height, width]:
-    z std + mean, decoded."""
-    std, mean = (latent.new_tensor(v).view(-1, 1, 1, 1) for v in (vae.config.latents_std, vae.config.latents_mean))
+    """Pixels in about [-1, 1] from latents of a video autoencoder [sample, channel, frame, height,
+    width]:
+    z std + mean, decoded.
+    """
+    std, mean = (
+        latent.new_tensor(v).view(-1, 1, 1, 1)
+        for v in (vae.config.latents_std, vae.config.latents_mean)
+    )
     return vae.decode(latent * std + mean, return_dict=False)[0]
 
 
 @settings_group
 class ModelOptions:
-    """Options of a policy over a pipeline. Sizes in pixels; the defaults are Flow-GRPO's for SD3.5-Medium (arXiv 2505.05470).
+    """Options of a policy over a pipeline. Sizes in pixels; the defaults are Flow-GRPO's for
+    SD3.5-Medium (arXiv 2505.05470).
 
     Args:
         height: height of the image.
@@ -206,15 +243,19 @@ class ModelOptions:
     """Frames of a video (Wan: 1 more than a multiple of 4); 1 for models of images."""
     device: str = "cpu"
     dtype: Dtype = "float32"
-    """Precision of the frozen weights and of the network's arithmetic (autocast): float32, bfloat16 or float16. Trained weights,
-    velocities, latents and everything computed from them are float32. Use bfloat16 for training on a GPU; float16 needs a scaled
-    loss (the run's `loss_scale`), or small gradients vanish."""
+    """Precision of the frozen weights and of the network's arithmetic (autocast): float32, bfloat16
+    or float16. Trained weights, velocities, latents and everything computed from them are float32.
+    Use bfloat16 for training on a GPU; float16 needs a scaled loss (the run's `loss_scale`), or
+    small gradients vanish.
+    """
     guidance_scale: Annotated[float, Ge(1)] = 1.0
-    """Classifier-free guidance s: v = v_neg + s (v_prompt - v_neg), for Qwen-Image rescaled to the norm of v_prompt, in rollouts
-    and updates alike; 1 = off (half the cost)."""
+    """Classifier-free guidance s: v = v_neg + s (v_prompt - v_neg), for Qwen-Image rescaled to the
+    norm of v_prompt, in rollouts and updates alike; 1 = off (half the cost).
+    """
     negative_prompt: str = ""
     guidance_gradient: Literal["both", "prompt"] = "both"
-    """both, or prompt: v_neg is computed without a gradient (less memory; the values are the same)."""
+    """both, or prompt: v_neg is computed without a gradient (less memory; the values are the same).
+    """
     tuning: Literal["lora", "full", "nothing"] = "lora"
     """lora, full (all weights of the transformer) or nothing."""
     lora_rank: Count = 32
@@ -226,36 +267,60 @@ class ModelOptions:
     adapter_name: str = "default"
     """The name of the trained adapter."""
     frozen_adapters: tuple[str, ...] = ()
-    """Further LoRAs, as NAME=PATH or PATH, which are active in sampling, training and the reference, but not trained."""
+    """Further LoRAs, as NAME=PATH or PATH, which are active in sampling, training and the
+    reference, but not trained.
+    """
     keep_reference: bool = True
-    """Full fine-tuning: keep a frozen copy of the transformer in `dtype`, for a KL to the base model."""
+    """Full fine-tuning: keep a frozen copy of the transformer in `dtype`, for a KL to the base
+    model.
+    """
     gradient_checkpointing: bool = False
-    """Gradient checkpointing: recompute activations in the backward pass instead of storing them."""
+    """Gradient checkpointing: recompute activations in the backward pass instead of storing them.
+    """
     max_sequence_length: Annotated[int, Ge(0), Le(512)] = 0
     """Tokens of the T5 encoder, or of the family's only encoder; 0: the family's default."""
     attention_backend: str = ""
-    """diffusers' name of the attention kernels, as in _native_cudnn or flash (`set_attention_backend`); empty: diffusers'
-    default, with which PyTorch chooses. All kernels give the same result up to rounding."""
+    """diffusers' name of the attention kernels, as in _native_cudnn or flash
+    (`set_attention_backend`); empty: diffusers' default, with which PyTorch chooses. All kernels
+    give the same result up to rounding.
+    """
     decode_batch: Count = 8
     """Latents per call of the image decoder."""
     decode_dtype: Dtype = "float32"
-    """Precision of the image decoder; images are float32 in any case. bfloat16 is faster and rounds colours slightly."""
+    """Precision of the image decoder; images are float32 in any case. bfloat16 is faster and rounds
+    colours slightly.
+    """
     compile: str = ""
-    """Backend (inductor) that compiles the transformer's blocks; empty: off. The first call of every shape is slow. Sampling and
-    training are then different programs, so the ratio of the first update differs from 1 by rounding."""
+    """Backend (inductor) that compiles the transformer's blocks; empty: off. The first call of
+    every shape is slow. Sampling and training are then different programs, so the ratio of the
+    first update differs from 1 by rounding.
+    """
     prompt_cache: Count = 2048
-    """Number of prompts whose embeddings are kept in main memory (SD3.5: 2.7 MB each in bfloat16 at 256 T5 tokens; FLUX and
-    Wan: 4 MB at 512). Those of further prompts are kept in a temporary folder."""
+    """Number of prompts whose embeddings are kept in main memory (SD3.5: 2.7 MB each in bfloat16 at
+    256 T5 tokens; FLUX and Wan: 4 MB at 512). Those of further prompts are kept in a temporary
+    folder.
+    """
     seed: int = 0
     """Seed of the LoRA's initial matrices."""
 
 
 def device_of(name: str | torch.device) -> torch.device:
-    """The device `name`: cpu, cuda, or cuda:NUMBER. Raises `ConfigError` for any other name, or a GPU that does not exist."""
-    require(re.fullmatch(r"cpu|cuda(:\d{1,3})?", str(name)) is not None, "device", str(name), "cpu, cuda or cuda:NUMBER")
+    """The device `name`: cpu, cuda, or cuda:NUMBER. Raises `ConfigError` for any other name, or a
+    GPU that does not exist.
+    """
+    require(
+        re.fullmatch(r"cpu|cuda(:\d{1,3})?", str(name)) is not None,
+        "device",
+        str(name),
+        "cpu, cuda or cuda:NUMBER",
+    )
     device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        allowed = f"cpu: PyTorch {torch.__version__} sees no GPU" if count == 0 else f"cuda:0 to cuda:{count - 1}, or cpu"
+        allowed = (
+            f"cpu: PyTorch {torch.__version__} sees no GPU"
+            if count == 0
+            else f"cuda:0 to cuda:{count - 1}, or cpu"
+        )
         require((device.index or 0) < count, "device", str(name), allowed)
     return device

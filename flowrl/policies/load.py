@@ -14,10 +14,13 @@ from flowrl.policies.pipeline import PipelinePolicy
 from flowrl.reading import reading
 
 
-def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Family | None = None) -> PipelinePolicy:
+def load_policy(
+    model: str, options: ModelOptions = ModelOptions(), family: Family | None = None
+) -> PipelinePolicy:
     """A policy from a diffusers pipeline.
 
-    Weights are read from safetensors only. Frozen weights get `options.dtype`, and those of the image decoder float32.
+    Weights are read from safetensors only. Frozen weights get `options.dtype`, and those of the
+    image decoder float32.
 
     Args:
         model: folder of the pipeline, or its name on the Hub (from the local cache, or downloaded).
@@ -36,52 +39,87 @@ def load_policy(model: str, options: ModelOptions = ModelOptions(), family: Fami
         name = str(index.pop("_class_name"))
     except (OSError, KeyError, ValueError, TypeError) as error:
         offline = os.environ.get("HF_HUB_OFFLINE", "0") in ("1", "true", "TRUE", "ON", "YES")
-        hint = "; only the local cache was searched: HF_HUB_OFFLINE=0 allows downloads" if offline else ""
+        hint = (
+            "; only the local cache was searched: HF_HUB_OFFLINE=0 allows downloads"
+            if offline
+            else ""
+        )
         raise ConfigError(
-            f"model: {model!r} is no folder with a model_index.json, and cannot be loaded from the Hub under this name "
-            f"({error}){hint}"
+            f"model: {model!r} is no folder with a model_index.json, and cannot be loaded from the"
+            f" Hub under this name ({error}){hint}"
         ) from error
     family = family or family_of(name)
     _require_data_only(model, index, type(family).__module__.partition(".")[0])
     network = "float32" if options.tuning == "full" else options.dtype
-    dtypes = {"default": DTYPES[options.dtype], "transformer": DTYPES[network], "vae": DTYPES["float32"]}
+    dtypes = {
+        "default": DTYPES[options.dtype],
+        "transformer": DTYPES[network],
+        "vae": DTYPES["float32"],
+    }
     with reading(f"model: the {name} in {model!r}"):
-        networks = {part: _complete(model, part, index[part], dtypes[part]) for part in ("transformer", "vae")}
-        pipe = getattr(diffusers, name).from_pretrained(model, use_safetensors=True, dtype=dtypes, **networks)
+        networks = {
+            part: _complete(model, part, index[part], dtypes[part])
+            for part in ("transformer", "vae")
+        }
+        pipe = getattr(diffusers, name).from_pretrained(
+            model, use_safetensors=True, dtype=dtypes, **networks
+        )
     return PipelinePolicy(pipe, family, options)
 
 
 def _complete(model: str, part: str, entry: Sequence[str], dtype: Any) -> Any:
-    """A network of the pipeline with every weight from its files; diffusers would fill missing weights with random numbers."""
-    require(isinstance(entry, list | tuple), f"model: {part} in the model_index.json of {model!r}", entry, "[LIBRARY, CLASS]")
+    """A network of the pipeline with every weight from its files; diffusers would fill missing
+    weights with random numbers.
+    """
+    require(
+        isinstance(entry, list | tuple),
+        f"model: {part} in the model_index.json of {model!r}",
+        entry,
+        "[LIBRARY, CLASS]",
+    )
     kind = getattr(import_module(entry[0]), entry[1])
-    network, info = kind.from_pretrained(model, subfolder=part, use_safetensors=True, torch_dtype=dtype, output_loading_info=True)
+    network, info = kind.from_pretrained(
+        model, subfolder=part, use_safetensors=True, torch_dtype=dtype, output_loading_info=True
+    )
     missing = info["missing_keys"]
     if missing:
-        raise ConfigError(f"model: the files of the {part} in {model!r} lack {len(missing)} weights, such as {missing[0]}")
+        raise ConfigError(
+            f"model: the files of the {part} in {model!r} lack {len(missing)} weights, such as"
+            f" {missing[0]}"
+        )
     return network
 
 
 def _require_data_only(model: str, index: Mapping[str, Any], package: str) -> None:
-    """Raise `ConfigError` for a component that is no model, scheduler or tokenizer of diffusers, transformers or `package`.
+    """Raise `ConfigError` for a component that is no model, scheduler or tokenizer of diffusers,
+    transformers or `package`.
 
-    diffusers imports whatever library model_index.json names, and any Python file next to a component.
+    diffusers imports whatever library model_index.json names, and any Python file next to a
+    component.
     """
     diffusers, transformers = import_module("diffusers"), import_module("transformers")
     kinds: Any = (
-        diffusers.ModelMixin, diffusers.SchedulerMixin, transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase,
-        transformers.ImageProcessingMixin, transformers.FeatureExtractionMixin, transformers.ProcessorMixin,
-    )  # fmt: skip
+        diffusers.ModelMixin,
+        diffusers.SchedulerMixin,
+        transformers.PreTrainedModel,
+        transformers.PreTrainedTokenizerBase,
+        transformers.ImageProcessingMixin,
+        transformers.FeatureExtractionMixin,
+        transformers.ProcessorMixin,
+    )
     for name, value in index.items():
         if not isinstance(value, list | tuple) or list(value) == [None, None]:
             continue
         library, made = (*map(str, value), "", "")[:2]
         known = library in ("diffusers", "transformers") or library.partition(".")[0] == package
-        found = getattr(import_module(library), made, None) if known and find_spec(library) else None
+        found = (
+            getattr(import_module(library), made, None) if known and find_spec(library) else None
+        )
         if not (isinstance(found, type) and issubclass(found, kinds)):
             allowed = "a model, scheduler or tokenizer of diffusers or transformers"
             raise ConfigError(
-                f"model: {name} in the model_index.json of {model!r} is {library:.60}.{made:.60}; allowed: {allowed}"
+                f"model: {name} in the model_index.json of {model!r} is {library:.60}.{made:.60};"
+                f" allowed: {allowed}"
             )
     for path in Path(model).glob("**/*.py"):
         raise ConfigError(f"model: {path} is code; a model's folder must contain data only")

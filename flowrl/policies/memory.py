@@ -1,9 +1,11 @@
-"""Architectures of published models and of a model's folder, and the GPU memory that they need, counted without a GPU.
+"""Architectures of published models and of a model's folder, and the GPU memory that they need,
+counted without a GPU.
 
-The network is built on PyTorch's "meta" device (shapes only). A micro-batch of training, a call of sampling and a batch of
-decoding run there, while the storage of every tensor is counted at allocation and release. The counts do not include what exists
-only on a real device: the libraries' work space, and the allocator's unused reserve. `benchmarks/full_size.py` compares them with
-real runs.
+The network is built on PyTorch's "meta" device (shapes only). A micro-batch of training, a call of
+sampling and a batch of decoding run there, while the storage of every tensor is counted at
+allocation and release. The counts do not include what exists only on a real device: the libraries'
+work space, and the allocator's unused reserve. `benchmarks/full_size.py` compares them with real
+runs.
 """
 
 import gc
@@ -70,16 +72,16 @@ class Size:
 class Architecture:
     """A transformer, the lengths of its prompts, and its image decoder.
 
-    Settings that are left out have the defaults of diffusers' classes, which are the published ones of
-    FLUX.1, Qwen-Image and Wan 2.1.
+    Settings that are left out have the defaults of diffusers' classes, which are the published ones
+    of FLUX.1, Qwen-Image and Wan 2.1.
 
     Args:
         family: the model family.
         transformer: class of the transformer in diffusers.
         config: settings of the transformer.
         encoder_parameters: number of parameters of all text encoders.
-        prompt_tokens: length of a prompt for the encoder whose length `max_sequence_length` sets (T5,
-            Qwen2.5-VL, UMT5).
+        prompt_tokens: length of a prompt for the encoder whose length `max_sequence_length` sets
+            (T5, Qwen2.5-VL, UMT5).
         clip_tokens: length of a prompt for CLIP; 0 if its tokens are not part of the embedding.
         decoder_class: class of the image decoder in diffusers.
         decoder: settings of the image decoder.
@@ -150,13 +152,19 @@ class Architecture:
 
     @staticmethod
     def of_folder(folder: Path) -> "Architecture":
-        """The architecture of the pipeline in `folder`, from its JSON files and its encoders' headers.
+        """The architecture of the pipeline in `folder`, from its JSON files and its encoders'
+        headers.
 
         Raises `OSError`, `KeyError` or `ValueError` if files are missing or have another form.
         """
-        transformer, decoder = (json.loads((folder / part / "config.json").read_text()) for part in ("transformer", "vae"))
+        transformer, decoder = (
+            json.loads((folder / part / "config.json").read_text())
+            for part in ("transformer", "vae")
+        )
         tokenizer = json.loads((folder / "tokenizer/tokenizer_config.json").read_text())
-        known = {known.transformer: known for known in ARCHITECTURES.values()}[transformer["_class_name"]]
+        known = {known.transformer: known for known in ARCHITECTURES.values()}[
+            transformer["_class_name"]
+        ]
         return replace(
             known,
             config={name: value for name, value in transformer.items() if not name.startswith("_")},
@@ -168,13 +176,24 @@ class Architecture:
 
 def _sd35(layers: int, **config: Any) -> Architecture:
     """SD3.5; a layer more is a head of 64 channels more."""
-    sizes = {"num_layers": layers, "num_attention_heads": layers, "caption_projection_dim": 64 * layers}
+    sizes = {
+        "num_layers": layers,
+        "num_attention_heads": layers,
+        "caption_projection_dim": 64 * layers,
+    }
     config = {**sizes, "qk_norm": "rms_norm", "pooled_projection_dim": 2048, **config}
-    return Architecture(SD3(), "SD3Transformer2DModel", config, SD3_ENCODERS, 256, 77, decoder=DECODER)
+    return Architecture(
+        SD3(), "SD3Transformer2DModel", config, SD3_ENCODERS, 256, 77, decoder=DECODER
+    )
 
 
 def _flux(distilled: bool) -> Architecture:
-    config = {"num_layers": 19, "num_single_layers": 38, "pooled_projection_dim": 768, "guidance_embeds": distilled}
+    config = {
+        "num_layers": 19,
+        "num_single_layers": 38,
+        "pooled_projection_dim": 768,
+        "guidance_embeds": distilled,
+    }
     return Architecture(Flux(), "FluxTransformer2DModel", config, FLUX_ENCODERS, decoder=DECODER)
 
 
@@ -184,7 +203,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "flux.1-dev": _flux(True),
     "flux.1-schnell": _flux(False),
     "qwen-image": Architecture(
-        QwenImage(), "QwenImageTransformer2DModel", {}, QWEN_ENCODER, decoder_class="AutoencoderKLQwenImage"
+        QwenImage(),
+        "QwenImageTransformer2DModel",
+        {},
+        QWEN_ENCODER,
+        decoder_class="AutoencoderKLQwenImage",
     ),
     "wan2.1-t2v-1.3b": Architecture(
         Wan(),
@@ -198,30 +221,40 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture_of(model: str) -> Architecture | None:
-    """The architecture of the pipeline in the folder `model`, or of a model whose name determines it."""
+    """The architecture of the pipeline in the folder `model`, or of a model whose name determines
+    it.
+    """
     if (Path(model) / "model_index.json").is_file():
         with suppress(OSError, KeyError, ValueError):
             return Architecture.of_folder(Path(model))
     name = model.lower().rstrip("/").removesuffix("-diffusers")
-    return next((known for end, known in ARCHITECTURES.items() if name.endswith(end.removeprefix("sd"))), None)
+    return next(
+        (known for end, known in ARCHITECTURES.items() if name.endswith(end.removeprefix("sd"))),
+        None,
+    )
 
 
 def _elements(file: Path) -> int:
     """Numbers in a safetensors file, from its header."""
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return sum(
+        math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+    )
 
 
 OPTIMIZER_BYTES = 4 * (1 + 1 + 2 + 1)
-"""Bytes per trained weight: the float32 weight, its gradient, AdamW's two moments, the averaged weight."""
+"""Bytes per trained weight: the float32 weight, its gradient, AdamW's two moments, the averaged
+weight.
+"""
 
 
 @dataclass(frozen=True)
 class Memory:
     """Memory in bytes, except for the two numbers of parameters.
 
-    `update`, `rollout`, `decode` and `encoders` occur one after the other, so their memory does not add up.
+    `update`, `rollout`, `decode` and `encoders` occur one after the other, so their memory does not
+    add up.
 
     Args:
         parameters: number of parameters.
@@ -304,10 +337,13 @@ def count_memory(
     nn.Module.to(decoder, DTYPES[decode_dtype])
     latent, _, _, image = known.inputs(latents, size, DTYPES[decode_dtype])
     with torch.no_grad():
-        decode = _peak(lambda: known.family.decode(SimpleNamespace(vae=decoder), latent, image), decoder)
+        decode = _peak(
+            lambda: known.family.decode(SimpleNamespace(vae=decoder), latent, image), decoder
+        )
     network, precision = known.build(), DTYPES[dtype]
     parameters = sum(p.numel() for p in network.parameters())
-    nn.Module.to(network, precision)  # diffusers' `to` warns of layers to keep in float32 even if there are none
+    # diffusers' `to` warns of layers to keep in float32 even if there are none
+    nn.Module.to(network, precision)
     network.requires_grad_(full)
     if not full:
         Adapters(network, rank, float(rank), targets or known.family.lora_targets, seed=0)
@@ -330,22 +366,27 @@ def count_memory(
     scored = 4 * 3 * size.height * size.width * size.frames * images
     cast = trained * precision.itemsize if dtype != "float32" else 0
     buffers = sum(b.numel() for b in network.buffers())
-    frozen = (0 if full and not reference else parameters + buffers) * precision.itemsize + (buffers * 4 if full else 0)
+    frozen = (0 if full and not reference else parameters + buffers) * precision.itemsize + (
+        buffers * 4 if full else 0
+    )
     return Memory(
         parameters=parameters,
         trained_parameters=trained,
         weights=frozen + sum(p.numel() * p.itemsize for p in decoder.parameters()),
         trained=trained * OPTIMIZER_BYTES,
-        update=max(update - trained * precision.itemsize, 0) + cast,  # without the gradients, which `trained` includes
+        # without the gradients, which `trained` includes
+        update=max(update - trained * precision.itemsize, 0) + cast,
         rollout=rollout + cast,
-        decode=max(decode + scored, 2 * scored),  # the images so far; at the end they are joined, which copies them
+        # the images so far; at the end they are joined, which copies them
+        decode=max(decode + scored, 2 * scored),
         encoders=known.encoder_parameters * precision.itemsize,
     )
 
 
 @contextmanager
 def _flash_attention() -> Iterator[None]:
-    """Attention as GPUs compute it, without the matrix of weights, which the plain formula on "meta" would store.
+    """Attention as GPUs compute it, without the matrix of weights, which the plain formula on
+    "meta" would store.
 
     A function mode does not work: it is off while checkpointing recomputes activations.
     """
@@ -366,8 +407,8 @@ def _flash_attention() -> Iterator[None]:
 class StorageCounter(TorchDispatchMode):
     """Bytes of the live tensors (`now`) and the largest sum so far (`largest`).
 
-    Every storage that an operation returns within this context counts once, until it is freed; `add_all` counts existing
-    storages.
+    Every storage that an operation returns within this context counts once, until it is freed;
+    `add_all` counts existing storages.
 
     Args:
         kind: type of the device whose memory is counted.

@@ -14,9 +14,11 @@ from flowrl.types import Condition, Prompt, Schedule
 
 
 class MixturePolicy:
-    """`FlowPolicy` with v(x, t, c) = v_exact(x, t) + net(x, t, c); net is 0 at the start, so the policy starts exact.
+    """`FlowPolicy` with v(x, t, c) = v_exact(x, t) + net(x, t, c); net is 0 at the start, so the
+    policy starts exact.
 
-    Latents are [sample, 2, 1, 1]. The condition is the cosine and sine of the prompt's direction. The reference is v_exact alone.
+    Latents are [sample, 2, 1, 1]. The condition is the cosine and sine of the prompt's direction.
+    The reference is v_exact alone.
 
     Args:
         mixture: the data.
@@ -36,12 +38,18 @@ class MixturePolicy:
     ) -> None:
         self.device = device = device_of(device)
         self.latent_shape = (2, 1, 1)  # a point
-        self.mixture = GaussianMixture(mixture.means.to(device), mixture.std, mixture.weights.to(device))
+        self.mixture = GaussianMixture(
+            mixture.means.to(device), mixture.std, mixture.weights.to(device)
+        )
         self.direction = direction
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.net = nn.Sequential(
-                nn.Linear(2 + 3 + 2, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, 2)
+                nn.Linear(2 + 3 + 2, hidden),
+                nn.SiLU(),
+                nn.Linear(hidden, hidden),
+                nn.SiLU(),
+                nn.Linear(hidden, 2),
             )
         nn.init.zeros_(self.net[-1].weight)  # pyright: ignore[reportArgumentType]
         nn.init.zeros_(self.net[-1].bias)  # pyright: ignore[reportArgumentType]
@@ -68,7 +76,14 @@ class MixturePolicy:
         x, t = latent.flatten(1).float(), timestep / 1000.0
         velocity = self.mixture.velocity(x, t)
         if not self._base_only:
-            features = torch.cat([x, torch.stack([t, (4 * t).sin(), (4 * t).cos()], 1), condition.tensors["direction"]], 1)
+            features = torch.cat(
+                [
+                    x,
+                    torch.stack([t, (4 * t).sin(), (4 * t).cos()], 1),
+                    condition.tensors["direction"],
+                ],
+                1,
+            )
             velocity = velocity + self.net(features)
         return velocity.view(latent.shape)
 

@@ -1,4 +1,6 @@
-"""Prompt embeddings: computed once, stored in main memory or on disk, and moved to the device when a network call needs them."""
+"""Prompt embeddings: computed once, stored in main memory or on disk, and moved to the device when
+a network call needs them.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,17 +16,21 @@ from torch.nn.utils.rnn import pad_sequence
 from flowrl.errors import ConfigError
 
 Encode = Callable[[Sequence[str]], Iterable[Mapping[str, Tensor]]]
-"""From texts to one mapping of named tensors per text, without a prompt axis; an iterator that embeds one text at a time."""
+"""From texts to one mapping of named tensors per text, without a prompt axis; an iterator that
+embeds one text at a time.
+"""
 
 
 @dataclass
 class PromptCache:
-    """Embeddings by integer number, so that a `Condition` carries a number per sample instead of megabytes.
+    """Embeddings by integer number, so that a `Condition` carries a number per sample instead of
+    megabytes.
 
     `encode` embeds new texts; no text is embedded twice. The first `limit` embeddings are stored in
-    main memory, later ones in a temporary folder (`TMPDIR`), which is deleted at the end. Those of the
-    latest call are also on `device`, padded with zeros at the end of their first axis to a common
-    length, floating-point tensors in `dtype`. Raises `ConfigError` if the folder cannot be written.
+    main memory, later ones in a temporary folder (`TMPDIR`), which is deleted at the end. Those of
+    the latest call are also on `device`, padded with zeros at the end of their first axis to a
+    common length, floating-point tensors in `dtype`. Raises `ConfigError` if the folder cannot be
+    written.
     """
 
     encode: Encode
@@ -50,13 +56,17 @@ class PromptCache:
         new = [text for text in dict.fromkeys(texts) if text not in self._numbers]
         for text, row in zip(new, self.encode(new) if new else (), strict=True):
             tensors = {name: tensor.detach().cpu() for name, tensor in row.items()}
-            self._stored.append(tensors if len(self._stored) < self.limit else self._on_disk(tensors))
+            self._stored.append(
+                tensors if len(self._stored) < self.limit else self._on_disk(tensors)
+            )
             self._numbers[text] = len(self._stored) - 1
 
     def rows(self, numbers: Tensor, among: frozenset[int] = frozenset()) -> dict[str, Tensor]:
-        """The embeddings under `numbers` [sample], a tensor on the device; every result has [sample] as its first axis.
+        """The embeddings under `numbers` [sample], a tensor on the device; every result has
+        [sample] as its first axis.
 
-        `among` lists the numbers that may occur. If it is empty, they are read from the device, which synchronises with it.
+        `among` lists the numbers that may occur. If it is empty, they are read from the device,
+        which synchronises with it.
         """
         needed = among or frozenset(numbers.tolist())
         if not needed <= self._on_device:  # a condition of an earlier call
@@ -68,21 +78,35 @@ class PromptCache:
         """Fill the tables on the device."""
         stored = [self._stored[number] for number in numbers]
         rows = [load_file(row) if isinstance(row, Path) else row for row in stored]
-        tables = {name: pad_sequence([row[name] for row in rows], batch_first=True) for name in rows[0]}
-        self._table = {name: t.to(self.device, self.dtype if t.is_floating_point() else None) for name, t in tables.items()}
+        tables = {
+            name: pad_sequence([row[name] for row in rows], batch_first=True) for name in rows[0]
+        }
+        self._table = {
+            name: t.to(self.device, self.dtype if t.is_floating_point() else None)
+            for name, t in tables.items()
+        }
         places = torch.zeros(len(self._stored), dtype=torch.int64)
         places[list(numbers)] = torch.arange(len(numbers))
         self._places, self._on_device = places.to(self.device), numbers
 
     def _on_disk(self, tensors: Mapping[str, Tensor]) -> Path:
         """Write an embedding, and return its file."""
-        self._folder = self._folder or TemporaryDirectory(prefix="flowrl-prompts-", ignore_cleanup_errors=True)
+        self._folder = self._folder or TemporaryDirectory(
+            prefix="flowrl-prompts-", ignore_cleanup_errors=True
+        )
         path = Path(self._folder.name, f"{len(self._stored)}.safetensors")
         try:
-            save_file({name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}, path)
+            save_file(
+                {
+                    name: tensor.clone(memory_format=torch.contiguous_format)
+                    for name, tensor in tensors.items()
+                },
+                path,
+            )
         except (OSError, SafetensorError) as error:
             raise ConfigError(
-                f"prompt_cache = {self.limit}: the embeddings of further prompts cannot be written to {path.parent} "
-                f"({error}); set TMPDIR to a folder with more room, or a larger prompt_cache for more main memory"
+                f"prompt_cache = {self.limit}: the embeddings of further prompts cannot be written"
+                f" to {path.parent} ({error}); set TMPDIR to a folder with more room, or a larger"
+                " prompt_cache for more main memory"
             ) from error
         return path

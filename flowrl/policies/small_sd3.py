@@ -47,9 +47,11 @@ class SmallSD3Config:
 
 
 class WordEncoder(nn.Module):
-    """The text encoder: word and position embeddings and a small transformer; the pooled embedding is the mean.
+    """The text encoder: word and position embeddings and a small transformer; the pooled embedding
+    is the mean.
 
-    A word's output therefore depends on its role in the sentence (the subject of "left of", for example), as in CLIP and T5.
+    A word's output therefore depends on its role in the sentence (the subject of "left of", for
+    example), as in CLIP and T5.
     """
 
     def __init__(self, vocabulary: int, words: int, dim: int, layers: int) -> None:
@@ -57,7 +59,9 @@ class WordEncoder(nn.Module):
         self.word = nn.Embedding(vocabulary, dim)
         self.position = nn.Parameter(torch.randn(words, dim))
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(dim, 4, 4 * dim, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(
+                dim, 4, 4 * dim, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            )
             for _ in range(layers)
         )
         self.norm = nn.LayerNorm(dim)
@@ -71,10 +75,11 @@ class WordEncoder(nn.Module):
 
 
 class CellAutoencoder(nn.Module):
-    """Images [sample, 3, grid*cell, grid*cell] in [0, 1] <-> latents [sample, channels, grid, grid] of unit scale.
+    """Images [sample, 3, grid*cell, grid*cell] in [0, 1] <-> latents [sample, channels, grid, grid]
+    of unit scale.
 
-    A two-layer network encodes each cell separately. `shift` and `scale` [channels] give the latents of the world's images mean 0
-    and standard deviation 1, as a flow-matching model expects.
+    A two-layer network encodes each cell separately. `shift` and `scale` [channels] give the
+    latents of the world's images mean 0 and standard deviation 1, as a flow-matching model expects.
     """
 
     shift: Tensor
@@ -84,8 +89,12 @@ class CellAutoencoder(nn.Module):
         super().__init__()
         pixels = 3 * cell * cell
         self.grid, self.cell = grid, cell
-        self.encoder = nn.Sequential(nn.Linear(pixels, hidden), nn.GELU(), nn.Linear(hidden, channels))
-        self.decoder = nn.Sequential(nn.Linear(channels, hidden), nn.GELU(), nn.Linear(hidden, pixels), nn.Sigmoid())
+        self.encoder = nn.Sequential(
+            nn.Linear(pixels, hidden), nn.GELU(), nn.Linear(hidden, channels)
+        )
+        self.decoder = nn.Sequential(
+            nn.Linear(channels, hidden), nn.GELU(), nn.Linear(hidden, pixels), nn.Sigmoid()
+        )
         self.register_buffer("shift", torch.zeros(channels))
         self.register_buffer("scale", torch.ones(channels))
 
@@ -118,7 +127,9 @@ class SmallSD3(nn.Module):
 
         self.config = config
         width = config.heads * config.head_dim
-        self.words = WordEncoder(config.vocabulary, config.words, config.text_dim, config.text_layers)
+        self.words = WordEncoder(
+            config.vocabulary, config.words, config.text_dim, config.text_layers
+        )
         self.transformer = SD3Transformer2DModel(
             sample_size=config.grid,
             patch_size=1,
@@ -135,7 +146,9 @@ class SmallSD3(nn.Module):
         self.autoencoder = CellAutoencoder(config.channels, config.grid, config.cell)
 
     def velocity(self, latent: Tensor, timestep: Tensor, words: Tensor) -> Tensor:
-        """v at `latent` [sample, channel, grid, grid], `timestep` = 1000 t [sample], `words` [sample, word, dim]."""
+        """v at `latent` [sample, channel, grid, grid], `timestep` = 1000 t [sample], `words`
+        [sample, word, dim].
+        """
         return self.transformer(
             hidden_states=latent,
             encoder_hidden_states=words,
@@ -148,7 +161,8 @@ class SmallSD3(nn.Module):
 class SmallSD3Policy:
     """`FlowPolicy` over a `SmallSD3` network with a PEFT LoRA adapter on its attention projections.
 
-    The adapter starts at zero, so the policy starts as the base model. The reference is the network with the adapter disabled.
+    The adapter starts at zero, so the policy starts as the base model. The reference is the network
+    with the adapter disabled.
 
     Args:
         network: the networks with base weights.
@@ -174,7 +188,9 @@ class SmallSD3Policy:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         require(rank >= 0, "lora rank", rank, "0 or more")
-        from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+        from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
+            FlowMatchEulerDiscreteScheduler,
+        )
 
         self.device = device_of(device)
         self.network = network.to(self.device).eval().requires_grad_(False)
@@ -183,13 +199,17 @@ class SmallSD3Policy:
         self.tokenise = tokenise
         self.dtype = dtype
         self._scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=network.config.shift)
-        self._adapters = Adapters(self.network.transformer, rank, alpha, LORA_TARGETS, seed) if rank else None
+        self._adapters = (
+            Adapters(self.network.transformer, rank, alpha, LORA_TARGETS, seed) if rank else None
+        )
 
     def schedule(self, steps: int) -> Schedule:
         """The grid of diffusers' `FlowMatchEulerDiscreteScheduler`, float32."""
         require(steps >= 1, "steps", steps, "1 or more")
         self._scheduler.set_timesteps(steps, device=self.device)
-        return Schedule(self._scheduler.sigmas.float(), self._scheduler.timesteps.float()).to(self.device)
+        return Schedule(self._scheduler.sigmas.float(), self._scheduler.timesteps.float()).to(
+            self.device
+        )
 
     def encode(self, prompts: Sequence[Prompt]) -> Condition:
         """Word embeddings [prompt, word, dim]."""
@@ -198,7 +218,9 @@ class SmallSD3Policy:
             return Condition({"words": self.network.words(ids)})
 
     def velocity(self, latent: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
-        """v = eps - x_0 of the network, in float32; under autocast if the policy's dtype is narrower."""
+        """v = eps - x_0 of the network, in float32; under autocast if the policy's dtype is
+        narrower.
+        """
         narrow = self.dtype != torch.float32
         with torch.autocast(self.device.type, dtype=self.dtype) if narrow else nullcontext():
             return self.network.velocity(latent, timestep, condition.tensors["words"]).float()
@@ -215,11 +237,16 @@ class SmallSD3Policy:
     @contextmanager
     def reference(self) -> Iterator[None]:
         """The base model: adapters disabled, no gradients."""
-        with torch.no_grad(), nullcontext() if self._adapters is None else self._adapters.disabled():
+        with (
+            torch.no_grad(),
+            nullcontext() if self._adapters is None else self._adapters.disabled(),
+        ):
             yield
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """No gradients, and the adapter merged into the weights, so that a call costs as much as the base model's."""
+        """No gradients, and the adapter merged into the weights, so that a call costs as much as
+        the base model's.
+        """
         with torch.no_grad(), nullcontext() if self._adapters is None else self._adapters.merged():
             yield

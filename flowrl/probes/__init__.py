@@ -1,4 +1,6 @@
-"""Probes: how a rollout scores unfinished states for a credit rule. docs/guides/extend.md explains how to write one."""
+"""Probes: how a rollout scores unfinished states for a credit rule. docs/guides/extend.md explains
+how to write one.
+"""
 
 from flowrl.probes.base import (
     Call,
@@ -19,6 +21,25 @@ from flowrl.probes.branching import Branch, Branching, Comb
 from flowrl.probes.solved import Completion, Continuation, ODEProbe, Substeps, Tweedie
 
 __all__ = [
-    "Branch", "Branching", "Call", "Comb", "Completion", "Continuation", "Cost", "Estimate", "Grid", "Key", "NetworkUse",
-    "NoProbe", "ODEProbe", "Probe", "Probing", "Scored", "Shape", "Solver", "Substeps", "Tweedie", "whole",
-]  # fmt: skip
+    "Branch",
+    "Branching",
+    "Call",
+    "Comb",
+    "Completion",
+    "Continuation",
+    "Cost",
+    "Estimate",
+    "Grid",
+    "Key",
+    "NetworkUse",
+    "NoProbe",
+    "ODEProbe",
+    "Probe",
+    "Probing",
+    "Scored",
+    "Shape",
+    "Solver",
+    "Substeps",
+    "Tweedie",
+    "whole",
+]

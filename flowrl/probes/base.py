@@ -1,4 +1,6 @@
-"""The interface of probes: how a rollout scores unfinished states for a credit rule, and the cost of these scores."""
+"""The interface of probes: how a rollout scores unfinished states for a credit rule, and the cost
+of these scores.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +23,8 @@ Solver = Literal["euler", "heun", "dpm++", "unipc"]
 class Estimate:
     """Final latents estimated from one node, to be decoded and scored.
 
-    Every group has equally many rows: one (a state that its members share), one per member, or one for each of its `members`.
+    Every group has equally many rows: one (a state that its members share), one per member, or one
+    for each of its `members`.
 
     Args:
         latents: estimated final latents [row, *latent], prompt-major.
@@ -37,7 +40,9 @@ class Estimate:
         """The estimates of `count` of the `groups`, from index `first` on."""
         rows = len(self.latents) // groups
         members = None if self.members is None else self.members[first : first + count]
-        return replace(self, latents=self.latents[first * rows : (first + count) * rows], members=members)
+        return replace(
+            self, latents=self.latents[first * rows : (first + count) * rows], members=members
+        )
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,10 @@ class NetworkUse:
     """How a probe calls the network; the trajectories' own evaluations are never affected.
 
     Args:
-        dtype: "own", or "bfloat16": under autocast; weights keep their precision, and a narrower network is not changed.
-        guidance: "own", or "off": without classifier-free guidance, which halves an evaluation; needs a guidance scale above 1.
+        dtype: "own", or "bfloat16": under autocast; weights keep their precision, and a narrower
+            network is not changed.
+        guidance: "own", or "off": without classifier-free guidance, which halves an evaluation;
+            needs a guidance scale above 1.
 
     Raises:
         ConfigError: a field is out of range.
@@ -141,7 +148,9 @@ class Cost:
 
 
 def whole(evaluations: float) -> float:
-    """A number of network evaluations without rounding errors from sums of fractions; an integer if possible."""
+    """A number of network evaluations without rounding errors from sums of fractions; an integer if
+    possible.
+    """
     found = round(float(evaluations), 6)
     return int(found) if found == int(found) else found
 
@@ -154,7 +163,8 @@ class Scored:
         rewards: rewards [prompt, row] by key of the estimate.
         final: rewards of the finished trajectories [prompt, member].
         nodes: the nodes to be estimated, in order (see `Probing`).
-        members: indices [prompt, chosen] of the rows' members, for keys with estimates of some members only.
+        members: indices [prompt, chosen] of the rows' members, for keys with estimates of some
+            members only.
     """
 
     rewards: Mapping[Key, Float[Tensor, "prompt row"]]
@@ -172,18 +182,22 @@ class Scored:
 
 
 class Probing(Protocol):
-    """The input of a probe: the finished trajectories, which it must not change, and the network with a count of its
-    evaluations.
+    """The input of a probe: the finished trajectories, which it must not change, and the network
+    with a count of its evaluations.
     """
 
     @property
     def trajectories(self) -> Trajectories:
-        """States, the rollout's velocities, the time grid, and the tree of the states that a group shares."""
+        """States, the rollout's velocities, the time grid, and the tree of the states that a group
+        shares.
+        """
         ...
 
     @property
     def nodes(self) -> Sequence[int]:
-        """The nodes to be estimated, in order: those from which the decisions start whose values the credit rule reads."""
+        """The nodes to be estimated, in order: those from which the decisions start whose values
+        the credit rule reads.
+        """
         ...
 
     @property
@@ -202,8 +216,8 @@ class Probing(Protocol):
         ...
 
     def start(self, node: int, members: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """States of a node and the rollout's velocities there [row, *latent]: one row per distinct state, or for each of
-        `members` [prompt, chosen].
+        """States of a node and the rollout's velocities there [row, *latent]: one row per distinct
+        state, or for each of `members` [prompt, chosen].
         """
         ...
 
@@ -215,58 +229,83 @@ class Probing(Protocol):
         ...
 
     def solve(
-        self, grids: Mapping[int, Grid], solver: Solver = "euler", members: Mapping[int, Tensor | None] | None = None
+        self,
+        grids: Mapping[int, Grid],
+        solver: Solver = "euler",
+        members: Mapping[int, Tensor | None] | None = None,
     ) -> Mapping[int, Tensor]:
-        """The ends of the ODE from nodes, each on its own grid, in as few calls as possible; the first velocity is the rollout's.
+        """The ends of the ODE from nodes, each on its own grid, in as few calls as possible; the
+        first velocity is the rollout's.
 
-        `members` by node: as in `start`."""
+        `members` by node: as in `start`.
+        """
         ...
 
     def continued(self, node: int, count: int) -> Tensor:
-        """Final latents [sample x count, *latent] of `count` stochastic continuations of every trajectory from `node`."""
+        """Final latents [sample x count, *latent] of `count` stochastic continuations of every
+        trajectory from `node`.
+        """
         ...
 
     def rand(self, *shape: int) -> Tensor:
-        """Uniform random numbers [prompt, *shape] that do not depend on which groups share a process or a chunk."""
+        """Uniform random numbers [prompt, *shape] that do not depend on which groups share a
+        process or a chunk.
+        """
         ...
 
     def draw(self, gaussian: Gaussian) -> Tensor:
-        """A draw per row of `gaussian`, with the same independence. Neither method changes the generator of the trajectories."""
+        """A draw per row of `gaussian`, with the same independence. Neither method changes the
+        generator of the trajectories.
+        """
         ...
 
 
 class Probe:
-    """How a rollout scores unfinished states for a credit rule. To write a probe, derive a class with `estimate`.
+    """How a rollout scores unfinished states for a credit rule. To write a probe, derive a class
+    with `estimate`.
 
-    A probe may be approximate: its results enter only the value table's columns before the last. Trajectories, the rewards of
-    finished images and the evaluations of the update are computed without it, and are bit for bit the same with any probe. (Nodes
-    in `ahead` are the exception: they make the rollout's calls larger, which may change the last bits.)
+    A probe may be approximate: its results enter only the value table's columns before the last.
+    Trajectories, the rewards of finished images and the evaluations of the update are computed
+    without it, and are bit for bit the same with any probe. (Nodes in `ahead` are the exception:
+    they make the rollout's calls larger, which may change the last bits.)
     `flowrl.testing.check_probe` checks this contract. Options are the fields of a data class.
     """
 
     @property
     def network(self) -> NetworkUse:
-        """How the network is called; the rollout raises `ConfigError` before its first call if the policy does not support it."""
+        """How the network is called; the rollout raises `ConfigError` before its first call if the
+        policy does not support it.
+        """
         return NetworkUse()
 
     def ahead(self, nodes: Sequence[int]) -> Sequence[int]:
-        """Those of the `nodes` to be estimated from which the rollout follows the ODE within its own calls."""
+        """Those of the `nodes` to be estimated from which the rollout follows the ODE within its
+        own calls.
+        """
         return ()
 
     def estimate(self, run: Probing) -> Mapping[Key, Estimate]:
-        """Final latents by node (or by further keys, for `rewards`), estimated from the finished trajectories in `run`."""
+        """Final latents by node (or by further keys, for `rewards`), estimated from the finished
+        trajectories in `run`.
+        """
         return {}
 
     def rewards(self, scored: Scored) -> Mapping[int, Float[Tensor, "prompt member"]]:
-        """Values by node, from the rewards of the estimates; by default those of the estimates whose key is a node."""
+        """Values by node, from the rewards of the estimates; by default those of the estimates
+        whose key is a node.
+        """
         return {key: scored.at(key) for key in scored.rewards if isinstance(key, int)}
 
     def fills(self, decisions: int) -> Sequence[int]:
-        """The columns of a value table of `decisions` decisions for which `rewards` has values; by default all but the last."""
+        """The columns of a value table of `decisions` decisions for which `rewards` has values; by
+        default all but the last.
+        """
         return range(decisions)
 
     def cost(self, shape: Shape) -> Cost | None:
-        """The calls of `estimate` and the number of scored images, for `flowrl train --plan`; None if unknown."""
+        """The calls of `estimate` and the number of scored images, for `flowrl train --plan`; None
+        if unknown.
+        """
         return None
 
 

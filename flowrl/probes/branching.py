@@ -17,16 +17,25 @@ from flowrl.tree import Mean, Tree, Visits, Weight, tree_of
 class Branching(Probe, ABC):
     """A probe that scores unfinished states by branches of the trajectories.
 
-    Such a rollout has as many leaves as the group has members. R_j of a member is the value of its state at node j: the mean
-    reward of the leaves behind this state (`flowrl.tree.Tree.values`). The subclass defines how the tree branches.
+    Such a rollout has as many leaves as the group has members. R_j of a member is the value of its
+    state at node j: the mean reward of the leaves behind this state (`flowrl.tree.Tree.values`).
+    The subclass defines how the tree branches.
     """
 
     @abstractmethod
-    def tree(self, steps: int, decisions: Sequence[int], members: int, shared_noise: bool, generator: torch.Generator) -> Tree:
+    def tree(
+        self,
+        steps: int,
+        decisions: Sequence[int],
+        members: int,
+        shared_noise: bool,
+        generator: torch.Generator,
+    ) -> Tree:
         """The tree of an iteration, the same for every group, with one leaf per member.
 
-        `decisions` are the sampler's stochastic steps among `steps`. A tree that changes between iterations is drawn from
-        `generator`. Raises `ConfigError` if the number of members does not fit.
+        `decisions` are the sampler's stochastic steps among `steps`. A tree that changes between
+        iterations is drawn from `generator`. Raises `ConfigError` if the number of members does not
+        fit.
         """
 
     def cost(self, shape: Shape) -> Cost:
@@ -37,19 +46,21 @@ class Branching(Probe, ABC):
 @checked_options
 @dataclass(frozen=True)
 class Branch(Branching):
-    """At some stochastic steps the trajectory continues as several trajectories; at all other steps, as one.
+    """At some stochastic steps the trajectory continues as several trajectories; at all other
+    steps, as one.
 
-    A group has members / (product of the children) trees, each with its own initial noise. With shared noise it has one tree,
-    which branches further at its first stochastic step. All stochastic steps are decisions, also those without branches. A group
-    takes as many network evaluations as it has distinct states before the last node. `tree` raises `ConfigError` if a step is not
-    stochastic or the group size is not a multiple of the leaves.
+    A group has members / (product of the children) trees, each with its own initial noise. With
+    shared noise it has one tree, which branches further at its first stochastic step. All
+    stochastic steps are decisions, also those without branches. A group takes as many network
+    evaluations as it has distinct states before the last node. `tree` raises `ConfigError` if a
+    step is not stochastic or the group size is not a multiple of the leaves.
 
-    Source: BranchGRPO (arXiv 2509.06040), binary splits at steps 0, 3, 6, 9 of 20; TreeGRPO (arXiv 2512.08153), three children
-    at each of three consecutive stochastic steps.
+    Source: BranchGRPO (arXiv 2509.06040), binary splits at steps 0, 3, 6, 9 of 20; TreeGRPO (arXiv
+    2512.08153), three children at each of three consecutive stochastic steps.
 
     Args:
-        children: number of children by step; or a tuple for the first stochastic steps in order, wherever they are; or one number
-            for every stochastic step.
+        children: number of children by step; or a tuple for the first stochastic steps in order,
+            wherever they are; or one number for every stochastic step.
         weight: weight of a decision in the loss (see `flowrl.tree.Tree`).
         mean: mean over leaves or children (see `flowrl.tree.Tree`).
 
@@ -62,7 +73,10 @@ class Branch(Branching):
     mean: Mean = "leaf"
 
     def __post_init__(self) -> None:
-        allowed = "a number of children, 1 or more, for every stochastic step, one per step in a tuple, or {step: number}"
+        allowed = (
+            "a number of children, 1 or more, for every stochastic step, one per step in a tuple,"
+            " or {step: number}"
+        )
         listed = (self.children,) if isinstance(self.children, int) else self.children
         given = dict(listed) if isinstance(listed, Mapping) else dict(enumerate(listed))
         whole = all(type(number) is int for pair in given.items() for number in pair)
@@ -71,17 +85,40 @@ class Branch(Branching):
         require(self.weight in ("leaf", "edge"), "Branch.weight", self.weight, "'leaf' or 'edge'")
         require(self.mean in ("leaf", "child"), "Branch.mean", self.mean, "'leaf' or 'child'")
 
-    def tree(self, steps: int, decisions: Sequence[int], members: int, shared_noise: bool, generator: torch.Generator) -> Tree:
+    def tree(
+        self,
+        steps: int,
+        decisions: Sequence[int],
+        members: int,
+        shared_noise: bool,
+        generator: torch.Generator,
+    ) -> Tree:
         """The same tree every iteration."""
         children = self._children(decisions)
         odd = sorted(set(children) - set(decisions))
-        require(not odd, "Branch.children at steps", odd, f"stochastic steps of the sampler: {list(decisions)}")
+        require(
+            not odd,
+            "Branch.children at steps",
+            odd,
+            f"stochastic steps of the sampler: {list(decisions)}",
+        )
         product = math.prod(children.values())
-        require(members % product == 0, "group_size", members, f"a multiple of {product}, the leaves of a tree of {self}")
+        require(
+            members % product == 0,
+            "group_size",
+            members,
+            f"a multiple of {product}, the leaves of a tree of {self}",
+        )
         if shared_noise and decisions:
             children[decisions[0]] = children.get(decisions[0], 1) * (members // product)
-        behind = [math.prod(count for step, count in children.items() if step >= node) for node in range(steps + 1)]
-        visits = [[(node, member // behind[node]) for node in range(steps + 1)] for member in range(members)]
+        behind = [
+            math.prod(count for step, count in children.items() if step >= node)
+            for node in range(steps + 1)
+        ]
+        visits = [
+            [(node, member // behind[node]) for node in range(steps + 1)]
+            for member in range(members)
+        ]
         return tree_of(visits, lambda node, _: node - 1 in decisions, self.mean, self.weight)
 
     def _children(self, decisions: Sequence[int]) -> dict[int, int]:
@@ -98,23 +135,26 @@ class Branch(Branching):
 @checked_options
 @dataclass(frozen=True)
 class Comb(Branching):
-    """A trunk of ODE steps; at some steps `branches` draws from the sampler, each finished by the ODE.
+    """A trunk of ODE steps; at some steps `branches` draws from the sampler, each finished by the
+    ODE.
 
-    A group has members / (branches x steps x strides) trunks, each with its own initial noise (with shared noise: one, with more
-    branches). The only decisions are the draws at the branches. Network evaluations of a trunk with steps M: (last of M) + 1 +
-    branches sum_{k in M} [1 + sum_s (ceil((T - k - 1) / s) - 1)]. `tree` raises `ConfigError` if the group size is not a multiple
-    of the leaves or no stochastic step is in range.
+    A group has members / (branches x steps x strides) trunks, each with its own initial noise (with
+    shared noise: one, with more branches). The only decisions are the draws at the branches.
+    Network evaluations of a trunk with steps M: (last of M) + 1 + branches sum_{k in M} [1 + sum_s
+    (ceil((T - k - 1) / s) - 1)]. `tree` raises `ConfigError` if the group size is not a multiple of
+    the leaves or no stochastic step is in range.
 
-    Source: TempFlow-GRPO (arXiv 2508.04324), one stride; the paper does not specify which steps an iteration uses. Granular-GRPO
-    (arXiv 2510.01982), strides 1, 2, 3.
+    Source: TempFlow-GRPO (arXiv 2508.04324), one stride; the paper does not specify which steps an
+    iteration uses. Granular-GRPO (arXiv 2510.01982), strides 1, 2, 3.
 
     Args:
         branches: draws per step.
-        count: number of steps, drawn anew every iteration and the same for all groups; None: all in range.
+        count: number of steps, drawn anew every iteration and the same for all groups; None: all in
+            range.
         low: first step in range.
         high: end of the range; None: the number of steps.
-        strides: every branch is finished once per stride s, by ODE steps of s nodes (the last may be shorter); the network's
-            output at the branch's first state is shared.
+        strides: every branch is finished once per stride s, by ODE steps of s nodes (the last may
+            be shorter); the network's output at the branch's first state is shared.
         weight: weight of a decision in the loss (see `flowrl.tree.Tree`).
         mean: mean over leaves or children (see `flowrl.tree.Tree`).
 
@@ -135,15 +175,34 @@ class Comb(Branching):
             value = getattr(self, name)
             require(value is None or value >= 1, f"Comb.{name}", value, "1 or more")
         require(self.low >= 0, "Comb.low", self.low, "0 or more")
-        require(self.high is None or self.high > self.low, "Comb.high", self.high, f"above low = {self.low}, or None")
-        fits = (
-            len(self.strides) > 0 and all(stride >= 1 for stride in self.strides) and len(set(self.strides)) == len(self.strides)
+        require(
+            self.high is None or self.high > self.low,
+            "Comb.high",
+            self.high,
+            f"above low = {self.low}, or None",
         )
-        require(fits, "Comb.strides", self.strides, "one or more different numbers of nodes, each 1 or more")
+        fits = (
+            len(self.strides) > 0
+            and all(stride >= 1 for stride in self.strides)
+            and len(set(self.strides)) == len(self.strides)
+        )
+        require(
+            fits,
+            "Comb.strides",
+            self.strides,
+            "one or more different numbers of nodes, each 1 or more",
+        )
         require(self.weight in ("leaf", "edge"), "Comb.weight", self.weight, "'leaf' or 'edge'")
         require(self.mean in ("leaf", "child"), "Comb.mean", self.mean, "'leaf' or 'child'")
 
-    def tree(self, steps: int, decisions: Sequence[int], members: int, shared_noise: bool, generator: torch.Generator) -> Tree:
+    def tree(
+        self,
+        steps: int,
+        decisions: Sequence[int],
+        members: int,
+        shared_noise: bool,
+        generator: torch.Generator,
+    ) -> Tree:
         """The tree of an iteration; `generator` draws the steps if `count` is given."""
         high = steps if self.high is None else self.high
         within = [step for step in decisions if self.low <= step < high]
@@ -154,18 +213,37 @@ class Comb(Branching):
             order = torch.randperm(len(within), generator=generator, device=generator.device)
             within = sorted(within[i] for i in order[:count].tolist())
         each = self.branches * count * len(self.strides)
-        require(members % each == 0, "group_size", members, f"a multiple of {each}, the leaves of a trunk of {self}")
+        require(
+            members % each == 0,
+            "group_size",
+            members,
+            f"a multiple of {each}, the leaves of a trunk of {self}",
+        )
         trunks = members // each
         branches, trunks = (self.branches * trunks, 1) if shared_noise else (self.branches, trunks)
 
         def visits(trunk: int, step: int, branch: int, stride: int) -> Visits:
-            later = [*range(step + 1 + stride, steps, stride), *([steps] if step + 1 < steps else [])]
+            later = [
+                *range(step + 1 + stride, steps, stride),
+                *([steps] if step + 1 < steps else []),
+            ]
             passed = [(node, ("trunk", trunk)) for node in range(step + 1)]
-            return [*passed, *((node, (trunk, step, branch, *later[:i])) for i, node in enumerate([step + 1, *later]))]
+            return [
+                *passed,
+                *(
+                    (node, (trunk, step, branch, *later[:i]))
+                    for i, node in enumerate([step + 1, *later])
+                ),
+            ]
 
-        found = [visits(*each) for each in product(range(trunks), within, range(branches), self.strides)]
+        found = [
+            visits(*each) for each in product(range(trunks), within, range(branches), self.strides)
+        ]
         tree = tree_of(
-            found, lambda node, key: isinstance(key, tuple) and key[0] != "trunk" and len(key) == 3, self.mean, self.weight
+            found,
+            lambda node, key: isinstance(key, tuple) and key[0] != "trunk" and len(key) == 3,
+            self.mean,
+            self.weight,
         )
         several = torch.tensor(self.strides).repeat(len(found) // len(self.strides))
         return replace(tree, strides=several) if len(self.strides) > 1 else tree

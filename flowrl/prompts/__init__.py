@@ -6,6 +6,16 @@ from flowrl.prompts.geneval import Clause, Request, request_of
 from flowrl.prompts.stream import PromptStream
 
 __all__ = [
-    "Clause", "PromptFile", "PromptStream", "Request", "compositional_prompts", "image_prompts", "load_prompts", "prompts_from",
-    "read_prompts", "request_of", "text_prompts", "write_prompts",
-]  # fmt: skip
+    "Clause",
+    "PromptFile",
+    "PromptStream",
+    "Request",
+    "compositional_prompts",
+    "image_prompts",
+    "load_prompts",
+    "prompts_from",
+    "read_prompts",
+    "request_of",
+    "text_prompts",
+    "write_prompts",
+]

@@ -1,6 +1,8 @@
-"""Prompts from files: a prompt per line, JSON lines with metadata (such as GenEval's), or a Hugging Face dataset.
+"""Prompts from files: a prompt per line, JSON lines with metadata (such as GenEval's), or a Hugging
+Face dataset.
 
-Datasets (`hf:NAME[:SPLIT[:COLUMN]]`, folders, .parquet, .arrow, .csv and .json files) need the extra `datasets`.
+Datasets (`hf:NAME[:SPLIT[:COLUMN]]`, folders, .parquet, .arrow, .csv and .json files) need the
+extra `datasets`.
 """
 
 import json
@@ -58,7 +60,13 @@ class PromptFile:
         if self.blank:
             remarks.append(f"{self.path}: blank {self.unit}s {_first(map(str, self.blank), ', ')}")
         if self.repeated:
-            pairs = _first((f"{self.unit} {line} repeats {self.unit} {first}" for line, first in self.repeated), "; ")
+            pairs = _first(
+                (
+                    f"{self.unit} {line} repeats {self.unit} {first}"
+                    for line, first in self.repeated
+                ),
+                "; ",
+            )
             remarks.append(f"{self.path}: {pairs}; repeated prompts are drawn more often")
         return remarks
 
@@ -71,10 +79,12 @@ def _first(texts: Iterable[str], separator: str) -> str:
 
 
 def prompts_from(source: str) -> list[Prompt]:
-    """The prompts in the file `source`, or those of a generator, as in ``text[0:500]``: the first 500 of its list.
+    """The prompts in the file `source`, or those of a generator, as in ``text[0:500]``: the first
+    500 of its list.
 
-    ``text[500:600]`` are the next 100, all different from the first 500, for example for evaluation. A generator's list is always
-    the same (seed 0). Raises `ConfigError` for an unknown generator or an empty slice, and as `read_prompts` does for a file.
+    ``text[500:600]`` are the next 100, all different from the first 500, for example for
+    evaluation. A generator's list is always the same (seed 0). Raises `ConfigError` for an unknown
+    generator or an empty slice, and as `read_prompts` does for a file.
     """
     match = re.fullmatch(r"([\w-]+)\[(\d+):(\d+)\]", source)
     if match is None or Path(source).exists():
@@ -103,19 +113,25 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
     Raises:
         ConfigError: the file cannot be written, or exists with different content.
     """
-    text = "".join(json.dumps({**prompt.metadata, "prompt": prompt.text}, ensure_ascii=False) + "\n" for prompt in prompts)
+    text = "".join(
+        json.dumps({**prompt.metadata, "prompt": prompt.text}, ensure_ascii=False) + "\n"
+        for prompt in prompts
+    )
     require_new_file(path, lambda data: data == text.encode(), "file")
     write_bytes(path, text.encode())
 
 
 def load_prompts(path: Path) -> PromptFile:
-    """The prompts of a text file (one per line; lines that start with # are comments), of a .jsonl file, or of a dataset.
+    """The prompts of a text file (one per line; lines that start with # are comments), of a .jsonl
+    file, or of a dataset.
 
-    JSON lines are objects with an entry "prompt". Their other entries are the prompt's metadata; an entry "include" among them
-    must be a request in GenEval's form (`flowrl.prompts.geneval`). A dataset is NAME[:SPLIT[:COLUMN]], NAME being a name on the
-    Hub, a folder (written by `save_to_disk`, or with data files) or a file. SPLIT defaults to train, or the only split; COLUMN
-    to the first of `TEXT_COLUMNS`. Its other columns become metadata if they contain text, numbers, truth values, or lists and
-    objects of these. Raises `ConfigError` that names the file and every bad line (the first five).
+    JSON lines are objects with an entry "prompt". Their other entries are the prompt's metadata; an
+    entry "include" among them must be a request in GenEval's form (`flowrl.prompts.geneval`). A
+    dataset is NAME[:SPLIT[:COLUMN]], NAME being a name on the Hub, a folder (written by
+    `save_to_disk`, or with data files) or a file. SPLIT defaults to train, or the only split;
+    COLUMN to the first of `TEXT_COLUMNS`. Its other columns become metadata if they contain text,
+    numbers, truth values, or lists and objects of these. Raises `ConfigError` that names the file
+    and every bad line (the first five).
     """
     if str(path).startswith(DATASET_PREFIX) or path.suffix in DATASET_FORMATS or path.is_dir():
         return _collect(path, _dataset_prompts(str(path)), lambda prompt: prompt, "row")
@@ -123,8 +139,12 @@ def load_prompts(path: Path) -> PromptFile:
     return _collect(path, lines, _from_json if path.suffix == ".jsonl" else _from_text, "line")
 
 
-def _collect(path: Path, rows: Iterable[T], parse: Callable[[T], Prompt | None], unit: str) -> PromptFile:
-    """The prompts of the rows; a row without a text is blank. Raises `ConfigError` that lists the bad rows."""
+def _collect(
+    path: Path, rows: Iterable[T], parse: Callable[[T], Prompt | None], unit: str
+) -> PromptFile:
+    """The prompts of the rows; a row without a text is blank. Raises `ConfigError` that lists the
+    bad rows.
+    """
     prompts: list[Prompt] = []
     first: dict[str, int] = {}
     blank, repeated, faults = [], [], []
@@ -142,7 +162,9 @@ def _collect(path: Path, rows: Iterable[T], parse: Callable[[T], Prompt | None],
             blank.append(number)
             continue
         prompts.append(prompt)
-        earlier = first.setdefault(json.dumps([prompt.text, dict(prompt.metadata)], sort_keys=True), number)
+        earlier = first.setdefault(
+            json.dumps([prompt.text, dict(prompt.metadata)], sort_keys=True), number
+        )
         if earlier != number:
             repeated.append((number, earlier))
     if faults:
@@ -172,11 +194,16 @@ def _from_json(line: str) -> Prompt:
 
 
 def _dataset_prompts(spec: str) -> list[Prompt]:
-    """The prompt in every row of ``[hf:]NAME[:SPLIT[:COLUMN]]``; an empty cell is a prompt without a text."""
+    """The prompt in every row of ``[hf:]NAME[:SPLIT[:COLUMN]]``; an empty cell is a prompt without
+    a text.
+    """
     try:
         datasets: Any = import_module("datasets")
     except ImportError as error:
-        message = f"prompts: {spec} needs the package datasets; install it with: pip install -e '.[datasets]'"
+        message = (
+            f"prompts: {spec} needs the package datasets; install it with: pip install -e"
+            " '.[datasets]'"
+        )
         raise ConfigError(message) from error
     name, split, column = spec.removeprefix(DATASET_PREFIX), "", ""
     if not Path(name or ":").exists():  # the name of a file may contain colons
@@ -185,32 +212,58 @@ def _dataset_prompts(spec: str) -> list[Prompt]:
     # datasets takes a bare name for a reader of the current folder's files; version 4.0 unpickles
     # them for "pandas".
     known = (path.exists() or "/" in name) and ":" not in column
-    require(known, "prompts", spec, f"{DATASET_PREFIX}OWNER/NAME[:SPLIT[:COLUMN]], or a path instead of OWNER/NAME")
+    require(
+        known,
+        "prompts",
+        spec,
+        f"{DATASET_PREFIX}OWNER/NAME[:SPLIT[:COLUMN]], or a path instead of OWNER/NAME",
+    )
     try:
         if any((path / marker).exists() for marker in ("state.json", "dataset_dict.json")):
             splits: Any = datasets.load_from_disk(name)
         elif path.is_file():
-            splits = datasets.load_dataset((DATASET_FORMATS | {".jsonl": "json"})[path.suffix], data_files=name)
+            splits = datasets.load_dataset(
+                (DATASET_FORMATS | {".jsonl": "json"})[path.suffix], data_files=name
+            )
         else:
             splits = datasets.load_dataset(str(path.resolve()) if path.exists() else name)
         if not isinstance(splits, dict):
             splits = {str(splits.split or "train"): splits}
-        split = split or ("train" if "train" in splits else next(iter(splits)) if len(splits) == 1 else "")
-        require(split in splits, "split of prompts", split, f"one of {', '.join(map(str, splits))}, as in hf:{name}:SPLIT")
-        table = splits[split]
-        column = column or next((known for known in TEXT_COLUMNS if known in table.column_names), "")
-        texts = [key for key, feature in table.features.items() if getattr(feature, "dtype", "") in ("string", "large_string")]
-        require(
-            column in texts, "column of prompts", column, f"one with text ({', '.join(texts)}), as in hf:{name}:{split}:COLUMN"
+        split = split or (
+            "train" if "train" in splits else next(iter(splits)) if len(splits) == 1 else ""
         )
-        kept = [key for key, feature in table.features.items() if key == column or _is_plain(feature)]
+        require(
+            split in splits,
+            "split of prompts",
+            split,
+            f"one of {', '.join(map(str, splits))}, as in hf:{name}:SPLIT",
+        )
+        table = splits[split]
+        column = column or next(
+            (known for known in TEXT_COLUMNS if known in table.column_names), ""
+        )
+        texts = [
+            key
+            for key, feature in table.features.items()
+            if getattr(feature, "dtype", "") in ("string", "large_string")
+        ]
+        require(
+            column in texts,
+            "column of prompts",
+            column,
+            f"one with text ({', '.join(texts)}), as in hf:{name}:{split}:COLUMN",
+        )
+        kept = [
+            key for key, feature in table.features.items() if key == column or _is_plain(feature)
+        ]
         rows = list(table.select_columns(kept))  # the library detects damaged files only here
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"prompts: {spec} cannot be read as a dataset ({type(error).__name__}: {' '.join(str(error).split())[:200]}); is the "
-            "name right? The command line is offline unless HF_HUB_OFFLINE=0 is set"
+            f"prompts: {spec} cannot be read as a dataset ({type(error).__name__}:"
+            f" {' '.join(str(error).split())[:200]}); is the name right? The command line is"
+            " offline unless HF_HUB_OFFLINE=0 is set"
         ) from error
     return [Prompt((row.pop(column) or "").strip(), _without_none(row)) for row in rows]
 
@@ -222,7 +275,9 @@ def _is_plain(feature: Any) -> bool:
     kind = type(feature).__name__
     if kind in ("List", "LargeList"):
         return _is_plain(feature.feature)
-    return kind == "Value" and bool(re.fullmatch(r"(large_)?string|bool|null|u?int\d+|float\d+", feature.dtype))
+    return kind == "Value" and bool(
+        re.fullmatch(r"(large_)?string|bool|null|u?int\d+|float\d+", feature.dtype)
+    )
 
 
 def _without_none(value: Any) -> Any:

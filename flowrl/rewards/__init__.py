@@ -1,4 +1,6 @@
-"""Reward models that do not belong to a world, wrappers around rewards, and feature spaces for diversity."""
+"""Reward models that do not belong to a world, wrappers around rewards, and feature spaces for
+diversity.
+"""
 
 from flowrl.rewards.clip import Aesthetic, CLIPScore, HPSv21, PickScore
 from flowrl.rewards.combine import (
@@ -13,17 +15,55 @@ from flowrl.rewards.combine import (
     weighted_total,
     win_rates,
 )
-from flowrl.rewards.contract import ComponentScores, check_group_scores, check_scores, component_methods
-from flowrl.rewards.diversity import ClipFeatures, LatentFeatures, PixelFeatures, group_features, pairwise_diversity
+from flowrl.rewards.contract import (
+    ComponentScores,
+    check_group_scores,
+    check_scores,
+    component_methods,
+)
+from flowrl.rewards.diversity import (
+    ClipFeatures,
+    LatentFeatures,
+    PixelFeatures,
+    group_features,
+    pairwise_diversity,
+)
 from flowrl.rewards.geneval import GenEval
 from flowrl.rewards.images import Images, JPEGCompressibility, JPEGIncompressibility, to_pillow
 from flowrl.rewards.ocr import OCR
 from flowrl.rewards.video import FrameMean, Motion, stills
 
 __all__ = [
-    "OCR", "Aesthetic", "CLIPScore", "ClipFeatures", "Clipped", "ComponentScores", "FrameMean", "FunctionReward", "GenEval",
-    "GroupSum", "HPSv21", "Images", "JPEGCompressibility", "JPEGIncompressibility", "LatentFeatures", "Motion",
-    "NoisyReward", "PickScore", "PixelFeatures", "WeightedSum", "WinRate", "check_group_scores", "check_scores",
-    "component_methods", "evaluation_reward", "group_features", "pairwise_diversity", "require_single", "stills",
-    "to_pillow", "weighted_total", "win_rates",
-]  # fmt: skip
+    "OCR",
+    "Aesthetic",
+    "CLIPScore",
+    "ClipFeatures",
+    "Clipped",
+    "ComponentScores",
+    "FrameMean",
+    "FunctionReward",
+    "GenEval",
+    "GroupSum",
+    "HPSv21",
+    "Images",
+    "JPEGCompressibility",
+    "JPEGIncompressibility",
+    "LatentFeatures",
+    "Motion",
+    "NoisyReward",
+    "PickScore",
+    "PixelFeatures",
+    "WeightedSum",
+    "WinRate",
+    "check_group_scores",
+    "check_scores",
+    "component_methods",
+    "evaluation_reward",
+    "group_features",
+    "pairwise_diversity",
+    "require_single",
+    "stills",
+    "to_pillow",
+    "weighted_total",
+    "win_rates",
+]

@@ -1,4 +1,6 @@
-"""Rewards made from other rewards: weighted sums, win rates in a group, limits and noise; and functions as rewards."""
+"""Rewards made from other rewards: weighted sums, win rates in a group, limits and noise; and
+functions as rewards.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,20 +32,34 @@ def weighted_total(parts: Mapping[str, Tensor], weights: Mapping[str, float]) ->
     Returns:
         The weighted sum, of the shape of the scores.
     """
-    return torch.stack([float(weights.get(name, 1.0)) * values for name, values in parts.items()]).sum(dim=0)
+    return torch.stack(
+        [float(weights.get(name, 1.0)) * values for name, values in parts.items()]
+    ).sum(dim=0)
 
 
 @dataclass(frozen=True)
 class RewardSum:
-    """Named rewards with weights, which are finite numbers for some of them; what `WeightedSum` and `GroupSum` share."""
+    """Named rewards with weights, which are finite numbers for some of them; what `WeightedSum` and
+    `GroupSum` share.
+    """
 
     models: Mapping[str, Any]
     weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        fits = set(self.weights) <= set(self.models) and all(allowed(weight, Finite) for weight in self.weights.values())
-        names = f"finite numbers for some of the models {', '.join(self.models)}, of which there is one or more"
-        require(len(self.models) > 0 and fits, f"{type(self).__name__}.weights", dict(self.weights), names)
+        fits = set(self.weights) <= set(self.models) and all(
+            allowed(weight, Finite) for weight in self.weights.values()
+        )
+        names = (
+            f"finite numbers for some of the models {', '.join(self.models)}, of which there is one"
+            " or more"
+        )
+        require(
+            len(self.models) > 0 and fits,
+            f"{type(self).__name__}.weights",
+            dict(self.weights),
+            names,
+        )
 
     def total(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The weighted sum of `parts`."""
@@ -55,9 +71,9 @@ class RewardSum:
 class WeightedSum(RewardSum):
     """R = sum_k w_k R^(k) over named reward models.
 
-    `parts` returns the unweighted scores of every component: the trainer logs them, and a rule such as
-    `credit.GDPO` normalises each component separately. A sample that one of the models marks invalid
-    is invalid.
+    `parts` returns the unweighted scores of every component: the trainer logs them, and a rule such
+    as `credit.GDPO` normalises each component separately. A sample that one of the models marks
+    invalid is invalid.
 
     Args:
         models: reward models of single samples, by name.
@@ -72,13 +88,20 @@ class WeightedSum(RewardSum):
     def __post_init__(self) -> None:
         super().__post_init__()
         compared = [name for name, model in self.models.items() if isinstance(model, GroupReward)]
-        singles = "rewards of single samples; group-sum adds them to rewards that compare the members of a group"
+        singles = (
+            "rewards of single samples; group-sum adds them to rewards that compare the members of"
+            " a group"
+        )
         require(not compared, "WeightedSum.models", compared, singles)
 
     def parts(self, images: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        """Every component's scores [sample], unweighted. Raises `RewardContractError` naming a wrong component."""
+        """Every component's scores [sample], unweighted. Raises `RewardContractError` naming a
+        wrong component.
+        """
         return {
-            name: check_scores(model.score(images, prompts), prompts, f"reward {name!r}", marks_invalid(model))
+            name: check_scores(
+                model.score(images, prompts), prompts, f"reward {name!r}", marks_invalid(model)
+            )
             for name, model in self.models.items()
         }
 
@@ -89,10 +112,11 @@ class WeightedSum(RewardSum):
 
 @checked
 def win_rates(scores: Float[Tensor, "prompt member"]) -> Float[Tensor, "prompt member"]:
-    """w_i = 1/(M-1) sum_{j != i} (1 if s_i > s_j, 1/2 if s_i = s_j, else 0) over the M members of each prompt; in [0, 1].
+    """w_i = 1/(M-1) sum_{j != i} (1 if s_i > s_j, 1/2 if s_i = s_j, else 0) over the M members of
+    each prompt; in [0, 1].
 
-    The mean of a group is 1/2. NaN marks invalid members: their rate is NaN, and M counts the others. The rate of a single valid
-    member is NaN.
+    The mean of a group is 1/2. NaN marks invalid members: their rate is NaN, and M counts the
+    others. The rate of a single valid member is NaN.
     """
     mine, other, judged = scores[:, :, None], scores[:, None, :], ~scores.isnan()
     wins = (mine > other).sum(2) + 0.5 * (mine == other).sum(2) - 0.5  # each is equal to itself
@@ -103,15 +127,16 @@ def win_rates(scores: Float[Tensor, "prompt member"]) -> Float[Tensor, "prompt m
 @checked_options
 @dataclass(frozen=True)
 class WinRate:
-    """R_i = the fraction of the other members of the group with a lower score than sample i; a tie counts 1/2.
+    """R_i = the fraction of the other members of the group with a lower score than sample i; a tie
+    counts 1/2.
 
-    `reward` scores each sample separately. Only the order of the scores within a group matters, not their scale, and an outlier
-    does not widen the group's std. The rates of a group of M have mean 1/2 and, without ties, the population variance (M+1) / (12
-    (M-1)), so every group has the same weight in training. M (M-1) / 2 comparisons of M scores. Evaluations measure `reward`
-    itself.
+    `reward` scores each sample separately. Only the order of the scores within a group matters, not
+    their scale, and an outlier does not widen the group's std. The rates of a group of M have mean
+    1/2 and, without ties, the population variance (M+1) / (12 (M-1)), so every group has the same
+    weight in training. M (M-1) / 2 comparisons of M scores. Evaluations measure `reward` itself.
 
-    Source: Pref-GRPO (arXiv 2508.20751), in which a vision-language model judges pairs of images. `score_groups` raises
-    `RewardError` for groups of one sample.
+    Source: Pref-GRPO (arXiv 2508.20751), in which a vision-language model judges pairs of images.
+    `score_groups` raises `RewardError` for groups of one sample.
     """
 
     reward: RewardModel
@@ -124,7 +149,10 @@ class WinRate:
     def score_groups(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Win rates [prompt, member]."""
         if images.shape[1] < 2:
-            raise RewardError("win-rate compares the samples of a prompt, but groups have one sample; allowed: 2 or more")
+            raise RewardError(
+                "win-rate compares the samples of a prompt, but groups have one sample; allowed: 2"
+                " or more"
+            )
         return win_rates(scores_of_members(self.reward, images, prompts, "the reward of win-rate"))
 
 
@@ -133,9 +161,9 @@ class WinRate:
 class GroupSum(RewardSum):
     """R = sum_k w_k R^(k) over named rewards, some of which compare the members of a group.
 
-    Components are logged and may be credited separately, as in `WeightedSum`. Evaluations measure the
-    weighted sum of the components' `evaluation` rewards, whose scales may differ from those of win
-    rates; add the components as held-out rewards to log each.
+    Components are logged and may be credited separately, as in `WeightedSum`. Evaluations measure
+    the weighted sum of the components' `evaluation` rewards, whose scales may differ from those of
+    win rates; add the components as held-out rewards to log each.
 
     Args:
         models: rewards of groups or of single samples, by name.
@@ -150,30 +178,45 @@ class GroupSum(RewardSum):
     @property
     def evaluation(self) -> RewardModel:
         """The weighted sum of the components' evaluation rewards."""
-        return WeightedSum({name: evaluation_reward(model) for name, model in self.models.items()}, self.weights)
+        return WeightedSum(
+            {name: evaluation_reward(model) for name, model in self.models.items()}, self.weights
+        )
 
     def group_parts(self, images: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        """Every component's scores [prompt, member], unweighted. Raises `RewardContractError` naming a wrong one."""
-        return {name: scores_of_members(model, images, prompts, f"reward {name!r}") for name, model in self.models.items()}
+        """Every component's scores [prompt, member], unweighted. Raises `RewardContractError`
+        naming a wrong one.
+        """
+        return {
+            name: scores_of_members(model, images, prompts, f"reward {name!r}")
+            for name, model in self.models.items()
+        }
 
     def score_groups(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """The weighted sum [prompt, member]."""
         return self.total(self.group_parts(images, prompts))
 
 
-def scores_of_members(reward: AnyReward, images: Tensor, prompts: Sequence[Prompt], origin: str) -> Tensor:
-    """Scores [prompt, member] by a reward of either kind, checked; `origin` is the subject of the error's message."""
+def scores_of_members(
+    reward: AnyReward, images: Tensor, prompts: Sequence[Prompt], origin: str
+) -> Tensor:
+    """Scores [prompt, member] by a reward of either kind, checked; `origin` is the subject of the
+    error's message.
+    """
     members = images.shape[1]
     if isinstance(reward, GroupReward):
         scores = reward.score_groups(images, prompts)
         return check_scores(scores, prompts, origin, marks_invalid(reward), members)
     repeated = [prompt for prompt in prompts for _ in range(members)]
-    scores = check_scores(reward.score(images.flatten(0, 1), repeated), repeated, origin, marks_invalid(reward))
+    scores = check_scores(
+        reward.score(images.flatten(0, 1), repeated), repeated, origin, marks_invalid(reward)
+    )
     return scores.view(len(prompts), members)
 
 
 def evaluation_reward(reward: AnyReward) -> RewardModel:
-    """The reward of single samples for evaluations: `reward` itself, or the `evaluation` of a group reward."""
+    """The reward of single samples for evaluations: `reward` itself, or the `evaluation` of a group
+    reward.
+    """
     return reward.evaluation if isinstance(reward, GroupReward) else reward
 
 
@@ -193,8 +236,9 @@ def require_single(reward: AnyReward, name: str, spec: str) -> RewardModel:
     """
     if isinstance(reward, GroupReward):
         raise ConfigError(
-            f"{name} = {spec!r:.500} is not allowed: {type(reward).__name__} compares members of a group; allowed: a reward of "
-            f"single samples, such as the {type(reward.evaluation).__name__} by which this one is evaluated"
+            f"{name} = {spec!r:.500} is not allowed: {type(reward).__name__} compares members of a"
+            " group; allowed: a reward of single samples, such as the"
+            f" {type(reward.evaluation).__name__} by which this one is evaluated"
         )
     return reward
 
@@ -233,7 +277,8 @@ class FunctionReward:
 
     Args:
         function: scores images [sample, channel, height, width] in [0, 1] and as many prompts.
-        marks_invalid: NaN marks samples that cannot be judged and are left out (`protocols.RewardModel`).
+        marks_invalid: NaN marks samples that cannot be judged and are left out
+            (`protocols.RewardModel`).
     """
 
     function: Callable[[Tensor, Sequence[Prompt]], Tensor]
@@ -247,11 +292,12 @@ class FunctionReward:
 @checked_options
 @dataclass(frozen=True)
 class NoisyReward:
-    """R + `std` e + `bias` m, e standard normal, m the mean of the image's values (a bias towards bright images).
+    """R + `std` e + `bias` m, e standard normal, m the mean of the image's values (a bias towards
+    bright images).
 
-    The noise is a fixed pseudo-random function of the image and `seed`: the same image gets the same
-    score, as from a deterministic but unreliable judge. Scores do not depend on the batch, and a
-    resumed run gets the same noise. The noise of different images is practically independent.
+    The noise is a fixed pseudo-random function of the image and `seed`: the same image gets the
+    same score, as from a deterministic but unreliable judge. Scores do not depend on the batch, and
+    a resumed run gets the same noise. The noise of different images is practically independent.
 
     Args:
         model: the reward model R.
@@ -270,12 +316,22 @@ class NoisyReward:
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
-        noise = pseudo_normal(images, self.seed).to(images.device, torch.float32) if self.std > 0 else 0.0
-        return self.model.score(images, prompts) + self.std * noise + self.bias * images.flatten(1).mean(1)
+        noise = (
+            pseudo_normal(images, self.seed).to(images.device, torch.float32)
+            if self.std > 0
+            else 0.0
+        )
+        return (
+            self.model.score(images, prompts)
+            + self.std * noise
+            + self.bias * images.flatten(1).mean(1)
+        )
 
 
 def pseudo_normal(images: Tensor, seed: int = 0) -> Float[Tensor, " sample"]:
-    """A pseudo-random N(0, 1) number per image, which depends only on the image's values and `seed`."""
+    """A pseudo-random N(0, 1) number per image, which depends only on the image's values and
+    `seed`.
+    """
     flat = images.detach().flatten(1).double().cpu()
     generator = torch.Generator().manual_seed(seed)
     directions = torch.rand(flat.shape[1], 2, generator=generator, dtype=torch.float64) + 0.5

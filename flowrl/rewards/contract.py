@@ -1,4 +1,6 @@
-"""The contract of a reward's scores: a finite number per image, NaN only from a reward that marks invalid samples."""
+"""The contract of a reward's scores: a finite number per image, NaN only from a reward that marks
+invalid samples.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +13,13 @@ from flowrl.protocols import AnyReward, GroupReward
 from flowrl.types import Prompt, tensor_problem
 
 __all__ = [
-    "ComponentScores", "check_group_scores", "check_scores", "component_methods", "is_remote", "marks_invalid",
-]  # fmt: skip
+    "ComponentScores",
+    "check_group_scores",
+    "check_scores",
+    "component_methods",
+    "is_remote",
+    "marks_invalid",
+]
 
 
 @dataclass(frozen=True)
@@ -34,13 +41,22 @@ class ComponentScores:
 
 
 def _declares(reward: object, mark: str) -> bool:
-    """The attribute `mark` of a reward; without one, whether any reward inside it (in a sum or a wrapper) declares it."""
+    """The attribute `mark` of a reward; without one, whether any reward inside it (in a sum or a
+    wrapper) declares it.
+    """
     own = getattr(reward, mark, None)
     if own is not None:
         return bool(own)
     models = getattr(reward, "models", None)
-    inside = [*(models.values() if isinstance(models, Mapping) else ()), *(getattr(reward, n, None) for n in ("reward", "model"))]
-    return any(_declares(part, mark) for part in inside if hasattr(part, "score") or hasattr(part, "score_groups"))
+    inside = [
+        *(models.values() if isinstance(models, Mapping) else ()),
+        *(getattr(reward, n, None) for n in ("reward", "model")),
+    ]
+    return any(
+        _declares(part, mark)
+        for part in inside
+        if hasattr(part, "score") or hasattr(part, "score_groups")
+    )
 
 
 def is_remote(reward: object) -> bool:
@@ -49,11 +65,15 @@ def is_remote(reward: object) -> bool:
 
 
 def marks_invalid(reward: AnyReward) -> bool:
-    """Whether NaN from this reward, or from a reward inside it, marks a sample as invalid; see `protocols.RewardModel`."""
+    """Whether NaN from this reward, or from a reward inside it, marks a sample as invalid; see
+    `protocols.RewardModel`.
+    """
     return _declares(reward, "marks_invalid")
 
 
-def component_methods(reward: AnyReward) -> tuple[Callable[..., Mapping[str, Tensor]], Callable[..., Tensor]] | None:
+def component_methods(
+    reward: AnyReward,
+) -> tuple[Callable[..., Mapping[str, Tensor]], Callable[..., Tensor]] | None:
     """The methods of a reward with named components, or None for other rewards.
 
     Returns:
@@ -65,9 +85,14 @@ def component_methods(reward: AnyReward) -> tuple[Callable[..., Mapping[str, Ten
 
 
 def check_scores(
-    scores: object, prompts: Sequence[Prompt], origin: str, allow_invalid: bool = False, members: int | None = None
+    scores: object,
+    prompts: Sequence[Prompt],
+    origin: str,
+    allow_invalid: bool = False,
+    members: int | None = None,
 ) -> Tensor:
-    """`scores` unchanged, if they are a tensor of numbers that are finite in float32, one per image.
+    """`scores` unchanged, if they are a tensor of numbers that are finite in float32, one per
+    image.
 
     Args:
         scores: what a reward returned for as many images as `prompts`.
@@ -83,26 +108,40 @@ def check_scores(
         RewardContractError: the type or the shape is wrong, or a value is not finite.
     """
     if not isinstance(scores, Tensor):
-        raise RewardContractError(f"{origin} returned a {type(scores).__name__}; a torch.Tensor is required")
+        raise RewardContractError(
+            f"{origin} returned a {type(scores).__name__}; a torch.Tensor is required"
+        )
     if tensor_problem(scores):
-        raise RewardContractError(f"{origin} returned scores in a tensor that {tensor_problem(scores)}")
+        raise RewardContractError(
+            f"{origin} returned scores in a tensor that {tensor_problem(scores)}"
+        )
     shape = (len(prompts),) if members is None else (len(prompts), members)
     if scores.shape != shape:
-        images = f"{len(prompts)} images" if members is None else f"{len(prompts)} groups of {members} images"
-        raise RewardContractError(f"{origin} returned shape {tuple(scores.shape)} for {images}; allowed: {shape}")
+        images = (
+            f"{len(prompts)} images"
+            if members is None
+            else f"{len(prompts)} groups of {members} images"
+        )
+        raise RewardContractError(
+            f"{origin} returned shape {tuple(scores.shape)} for {images}; allowed: {shape}"
+        )
     in_float32 = scores.detach().float()
     bad = torch.isinf(in_float32) if allow_invalid else ~torch.isfinite(in_float32)
     if bool(bad.any()):
         sample, text = int(bad.flatten().nonzero()[0]), prompts[int(bad.nonzero()[0, 0])].text
         raise RewardContractError(
-            f"{origin} returned {int(bad.sum())} of {bad.numel()} values that are not finite, the first at sample {sample} "
-            f"(prompt {text!r}); scores must be finite"
+            f"{origin} returned {int(bad.sum())} of {bad.numel()} values that are not finite, the"
+            f" first at sample {sample} (prompt {text!r}); scores must be finite"
         )
     return scores
 
 
 def check_group_scores(
-    scores: object, prompts: Sequence[Prompt], members: int, origin: str, allow_invalid: bool = False
+    scores: object,
+    prompts: Sequence[Prompt],
+    members: int,
+    origin: str,
+    allow_invalid: bool = False,
 ) -> Tensor:
     """`check_scores` for a group reward.
 

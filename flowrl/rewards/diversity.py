@@ -1,6 +1,7 @@
 """Diversity of the samples of one prompt: the mean distance of pairs in a feature space.
 
-A policy that has collapsed to one high-scoring image per prompt keeps its score; its diversity falls.
+A policy that has collapsed to one high-scoring image per prompt keeps its score; its diversity
+falls.
 """
 
 from collections.abc import Sequence
@@ -20,22 +21,30 @@ from flowrl.types import checked
 
 
 @checked
-def pairwise_diversity(features: Float[Tensor, "prompt member feature"]) -> Float[Tensor, " prompt"]:
-    """D = 2 / (M (M - 1)) sum_{i<j} |f_i - f_j| over the M members of each prompt: the mean Euclidean distance of its pairs.
+def pairwise_diversity(
+    features: Float[Tensor, "prompt member feature"],
+) -> Float[Tensor, " prompt"]:
+    """D = 2 / (M (M - 1)) sum_{i<j} |f_i - f_j| over the M members of each prompt: the mean
+    Euclidean distance of its pairs.
 
-    Pairs of a sample with itself are excluded, so D is an unbiased estimate of E|f(X) - f(X')| for independent samples X, X' of
-    the prompt (a U-statistic): its expectation does not depend on the number of samples. 0 if all samples are equal. Float64.
+    Pairs of a sample with itself are excluded, so D is an unbiased estimate of E|f(X) - f(X')| for
+    independent samples X, X' of the prompt (a U-statistic): its expectation does not depend on the
+    number of samples. 0 if all samples are equal. Float64.
     """
     members = features.shape[1]
     require(members >= 2, "members", members, "2 or more: one sample has no pair")
-    return torch.stack([torch.nn.functional.pdist(group).mean() for group in features.double().cpu()])
+    return torch.stack(
+        [torch.nn.functional.pdist(group).mean() for group in features.double().cpu()]
+    )
 
 
 @dataclass(frozen=True)
 class PixelFeatures:
-    """The image's values, divided by the root of their number: distances are root mean square differences per value.
+    """The image's values, divided by the root of their number: distances are root mean square
+    differences per value.
 
-    They are 0 to 1 for images in [0, 1]; for the mixture world's points they are distances in the plane divided by sqrt(2).
+    They are 0 to 1 for images in [0, 1]; for the mixture world's points they are distances in the
+    plane divided by sqrt(2).
     """
 
     def __call__(self, images: Images) -> Tensor:
@@ -54,7 +63,8 @@ class LatentFeatures(PixelFeatures):
 @checked_options
 @dataclass(frozen=True)
 class ClipFeatures(ClipNetwork):
-    """CLIP's image features, of length 1: the distance is sqrt(2 - 2 cos), 0 to 2, and reflects content rather than noise.
+    """CLIP's image features, of length 1: the distance is sqrt(2 - 2 cos), 0 to 2, and reflects
+    content rather than noise.
 
     Images are preprocessed as in `flowrl.rewards.clip`.
 
@@ -73,11 +83,14 @@ class ClipFeatures(ClipNetwork):
         return self.load().images(images)
 
 
-def group_features(features: Features, images: Tensor, latents: Tensor, groups: Sequence[int]) -> Tensor:
+def group_features(
+    features: Features, images: Tensor, latents: Tensor, groups: Sequence[int]
+) -> Tensor:
     """Features of the samples, arranged by group.
 
     Args:
-        features: the feature model; it receives the latents if its attribute `reads_latents` is true, else the images.
+        features: the feature model; it receives the latents if its attribute `reads_latents` is
+            true, else the images.
         images: images [sample, channel, height, width] in [0, 1], in prompt-major order.
         latents: the latents of the images [sample, *latent].
         groups: (prompts, members).
@@ -88,10 +101,16 @@ def group_features(features: Features, images: Tensor, latents: Tensor, groups: 
     Raises:
         RewardError: `features` does not return one finite vector per sample.
     """
-    vectors, name = features(latents if getattr(features, "reads_latents", False) else images), type(features).__name__
+    vectors, name = (
+        features(latents if getattr(features, "reads_latents", False) else images),
+        type(features).__name__,
+    )
     if not isinstance(vectors, Tensor) or vectors.ndim != 2 or len(vectors) != len(images):
         returned = tuple(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
-        raise RewardError(f"diversity: {name} returned {returned} for {len(images)} samples; allowed: a tensor [sample, feature]")
+        raise RewardError(
+            f"diversity: {name} returned {returned} for {len(images)} samples; allowed: a tensor"
+            " [sample, feature]"
+        )
     if not bool(vectors.isfinite().all()):
         raise RewardError(f"diversity: {name} returned values that are not finite")
     return vectors.detach().float().unflatten(0, tuple(groups))

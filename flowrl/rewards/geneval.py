@@ -1,7 +1,8 @@
-"""Whether an image shows the objects, numbers, colours and positions that its prompt requests: GenEval's score.
+"""Whether an image shows the objects, numbers, colours and positions that its prompt requests:
+GenEval's score.
 
-A detector finds the objects (`load_detector`), a CLIP model classifies their colours, and `strict_score` or `partial_score`
-compare both with the request.
+A detector finds the objects (`load_detector`), a CLIP model classifies their colours, and
+`strict_score` or `partial_score` compare both with the request.
 """
 
 import math
@@ -27,17 +28,30 @@ from flowrl.rewards.weights import DATA_ONLY, Precision, load_network, loading
 from flowrl.types import Prompt
 
 RENAMED = {
-    "mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard", "motorbike": "motorcycle",
-    "aeroplane": "airplane", "sofa": "couch", "pottedplant": "potted plant", "diningtable": "dining table", "tvmonitor": "tv",
-}  # fmt: skip
+    "mouse": "computer mouse",
+    "remote": "tv remote",
+    "keyboard": "computer keyboard",
+    "motorbike": "motorcycle",
+    "aeroplane": "airplane",
+    "sofa": "couch",
+    "pottedplant": "potted plant",
+    "diningtable": "dining table",
+    "tvmonitor": "tv",
+}
 """Labels of COCO detectors that have other names in GenEval."""
 MOST_OBJECTS = 16
 """Largest number of objects of a class that are considered."""
 MARGIN = 0.1
-"""Fraction of both objects' sizes by which their centres must be apart for one to be left of, or above, the other."""
+"""Fraction of both objects' sizes by which their centres must be apart for one to be left of, or
+above, the other.
+"""
 GREY = 0x99 / 255
 """The background of an object while its colour is classified."""
-TEMPLATES = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {name}", "a photo of a {colour} object")
+TEMPLATES = (
+    "a photo of a {colour} {name}",
+    "a photo of a {colour}-colored {name}",
+    "a photo of a {colour} object",
+)
 
 
 Mask = Bool[Tensor, "height width"]
@@ -45,7 +59,9 @@ Mask = Bool[Tensor, "height width"]
 
 @dataclass(frozen=True)
 class Detection:
-    """An object: its class, the detector's score, its box (left, top, right, bottom) in pixels, and its mask."""
+    """An object: its class, the detector's score, its box (left, top, right, bottom) in pixels, and
+    its mask.
+    """
 
     name: str
     score: float
@@ -64,23 +80,28 @@ ColoursOf = Callable[[Sequence[Detection], str], list[str]]
 @checked_options
 @dataclass(frozen=True)
 class GenEval:
-    """Objects found by a detector, compared with the request in the prompt's metadata (`flowrl.prompts.geneval`).
+    """Objects found by a detector, compared with the request in the prompt's metadata
+    (`flowrl.prompts.geneval`).
 
-    An object counts if its score is above the threshold. Overlapping objects all count (the limit in GenEval's code is 1.0, no
-    limit). Colours: zero-shot classification of the object on grey by CLIP, ten colours with three templates each.
+    An object counts if its score is above the threshold. Overlapping objects all count (the limit
+    in GenEval's code is 1.0, no limit). Colours: zero-shot classification of the object on grey by
+    CLIP, ten colours with three templates each.
 
-    `score` raises `RewardError` for a prompt without a request, or with a class that the detector does not have. Source: GenEval
-    (arXiv 2310.11513) and its public code; released: Flow-GRPO's (arXiv 2505.05470) reward server.
+    `score` raises `RewardError` for a prompt without a request, or with a class that the detector
+    does not have. Source: GenEval (arXiv 2310.11513) and its public code; released: Flow-GRPO's
+    (arXiv 2505.05470) reward server.
 
     Args:
-        form: "strict", GenEval's verdict: 1 if for every clause at least `count` objects of its class are found, the `count` of
-            them with the highest scores have its colour and its position, and no excluded number is reached; else 0. "partial", a
-            mean over entries: max(0, 1 - |found - count| / count) for every clause; for a requested colour or position, the
-            fraction of objects with the colour, or 1 if all are in position, and 0 unless the number is exact. "released",
-            Flow-GRPO's server: as "partial", but the first term may be negative (-14 for 16 objects instead of one), and a wrong
-            position counts as a 0 and a 1.
-        model: Mask2Former (GenEval's detector) or another instance segmentation model of transformers with the same
-            classes; other models need other thresholds.
+        form: "strict", GenEval's verdict: 1 if for every clause at least `count` objects of its
+            class are found, the `count` of them with the highest scores have its colour and its
+            position, and no excluded number is reached; else 0. "partial", a mean over entries:
+            max(0, 1 - |found - count| / count) for every clause; for a requested colour or
+            position, the fraction of objects with the colour, or 1 if all are in position, and 0
+            unless the number is exact. "released", Flow-GRPO's server: as "partial", but the first
+            term may be negative (-14 for 16 objects instead of one), and a wrong position counts as
+            a 0 and a 1.
+        model: Mask2Former (GenEval's detector) or another instance segmentation model of
+            transformers with the same classes; other models need other thresholds.
         clip: the CLIP model for colours.
         threshold: smallest score of an object, in [0, 1).
         counting_threshold: this score if the request's tag is "counting", in [0, 1).
@@ -89,7 +110,8 @@ class GenEval:
         batch: images per network call.
 
     Raises:
-        ConfigError: a field is out of range. `load` and `score` also raise it if a model cannot be loaded.
+        ConfigError: a field is out of range. `load` and `score` also raise it if a model cannot be
+            loaded.
     """
 
     form: Literal["strict", "partial", "released"] = "strict"
@@ -119,7 +141,9 @@ class GenEval:
             names = {clause.name for clause in (*request.include, *request.exclude)}
             by_class = {name: of_class(objects, name, limit) for name in names}
 
-            def colours(objects: Sequence[Detection], name: str, image: Tensor = image) -> list[str]:
+            def colours(
+                objects: Sequence[Detection], name: str, image: Tensor = image
+            ) -> list[str]:
                 return object_colours(self._encoder(), image, objects, name)
 
             if self.form == "strict":
@@ -134,7 +158,9 @@ class GenEval:
 
 def of_class(objects: Sequence[Detection], name: str, threshold: float) -> list[Detection]:
     """The `MOST_OBJECTS` objects of a class with the highest scores above `threshold`."""
-    return [detection for detection in objects if detection.name == name and detection.score > threshold][:MOST_OBJECTS]
+    return [
+        detection for detection in objects if detection.name == name and detection.score > threshold
+    ][:MOST_OBJECTS]
 
 
 def strict_score(request: Request, detections: Detections, colours: ColoursOf) -> float:
@@ -146,13 +172,19 @@ def strict_score(request: Request, detections: Detections, colours: ColoursOf) -
             return 0.0
         if clause.colour and colours(objects, clause.name).count(clause.colour) < clause.count:
             return 0.0
-        if clause.position and not _in_position(clause.position[0], objects, matched[clause.position[1]]):
+        if clause.position and not _in_position(
+            clause.position[0], objects, matched[clause.position[1]]
+        ):
             return 0.0
         matched.append(objects)
-    return float(all(len(detections.get(clause.name, [])) < clause.count for clause in request.exclude))
+    return float(
+        all(len(detections.get(clause.name, [])) < clause.count for clause in request.exclude)
+    )
 
 
-def partial_score(request: Request, detections: Detections, colours: ColoursOf, released: bool = False) -> float:
+def partial_score(
+    request: Request, detections: Detections, colours: ColoursOf, released: bool = False
+) -> float:
     """Partial credit in [0, 1], or that of Flow-GRPO's reward server, at most 1; see `GenEval`."""
     entries: list[float] = []
     matched: list[list[Detection] | None] = []
@@ -181,13 +213,17 @@ def partial_score(request: Request, detections: Detections, colours: ColoursOf, 
 
 def _in_position(relation: str, objects: Sequence[Detection], targets: Sequence[Detection]) -> bool:
     """Whether all objects are in a relation to all targets."""
-    return all(relation in relations(item.box, target.box) for item in objects for target in targets)
+    return all(
+        relation in relations(item.box, target.box) for item in objects for target in targets
+    )
 
 
 def relations(a: Sequence[float], b: Sequence[float]) -> set[str]:
-    """The position of box a relative to box b: none, one or two of "left of", "right of", "above" and "below".
+    """The position of box a relative to box b: none, one or two of "left of", "right of", "above"
+    and "below".
 
-    Let d = centre_a - centre_b. The part of |d| beyond 0.1 of the sum of both boxes' sizes, with the sign of d and divided by
+    Let d = centre_a - centre_b. The part of |d| beyond 0.1 of the sum of both boxes' sizes, with
+    the sign of d and divided by
     |d|, must exceed 0.5 along an axis.
     """
     first, second = np.reshape(a, (2, 2)), np.reshape(b, (2, 2))
@@ -197,17 +233,32 @@ def relations(a: Sequence[float], b: Sequence[float]) -> set[str]:
     if (np.abs(beyond) < 1e-3).all():
         return set()
     across, down = beyond / math.hypot(*offset)
-    checks = {"left of": across < -0.5, "right of": across > 0.5, "above": down < -0.5, "below": down > 0.5}
+    checks = {
+        "left of": across < -0.5,
+        "right of": across > 0.5,
+        "above": down < -0.5,
+        "below": down > 0.5,
+    }
     return {name for name, holds in checks.items() if holds}
 
 
-def object_colours(encoder: Encoder, image: Picture, objects: Sequence[Detection], name: str) -> list[str]:
-    """The most likely of ten colours for each object: CLIP features of its crop against the mean features of the templates."""
+def object_colours(
+    encoder: Encoder, image: Picture, objects: Sequence[Detection], name: str
+) -> list[str]:
+    """The most likely of ten colours for each object: CLIP features of its crop against the mean
+    features of the templates.
+    """
     if not objects:
         return []
-    texts = [template.format(colour=colour, name=name) for colour in COLOURS for template in TEMPLATES]
-    classes = F.normalize(encoder.texts(texts).view(len(COLOURS), len(TEMPLATES), -1).mean(1), dim=1)
-    pixels = torch.cat([clip_pixels(_crop(image, detection)[None], encoder.size) for detection in objects])
+    texts = [
+        template.format(colour=colour, name=name) for colour in COLOURS for template in TEMPLATES
+    ]
+    classes = F.normalize(
+        encoder.texts(texts).view(len(COLOURS), len(TEMPLATES), -1).mean(1), dim=1
+    )
+    pixels = torch.cat(
+        [clip_pixels(_crop(image, detection)[None], encoder.size) for detection in objects]
+    )
     return [COLOURS[i] for i in (encoder.features(pixels) @ classes.T).argmax(1).tolist()]
 
 
@@ -215,7 +266,9 @@ def _crop(image: Picture, detection: Detection) -> Tensor:
     """The object's box, grey outside its mask; at least a pixel wide and high."""
     image = torch.where(detection.mask.to(image.device), image, GREY)
     box = [round(edge) for edge in detection.box]
-    top, left = (min(max(edge, 0), size - 1) for edge, size in zip(box[1::-1], image.shape[-2:], strict=True))
+    top, left = (
+        min(max(edge, 0), size - 1) for edge, size in zip(box[1::-1], image.shape[-2:], strict=True)
+    )
     return image[:, top : max(box[3], top + 1), left : max(box[2], left + 1)]
 
 
@@ -224,10 +277,15 @@ def _request(prompt: Prompt, known: Sequence[str]) -> Request:
     try:
         request = request_of(prompt.metadata)
     except ConfigError as error:
-        raise RewardError(f"geneval: the prompt {prompt.text!r} {error}; give prompts as JSON lines") from error
+        raise RewardError(
+            f"geneval: the prompt {prompt.text!r} {error}; give prompts as JSON lines"
+        ) from error
     for clause in (*request.include, *request.exclude):
         if clause.name not in known:
-            raise RewardError(f"geneval: the detector has no class {clause.name!r}; allowed: {', '.join(known[:100])}")
+            raise RewardError(
+                f"geneval: the detector has no class {clause.name!r}; allowed:"
+                f" {', '.join(known[:100])}"
+            )
     return request
 
 
@@ -249,27 +307,42 @@ class Detector:
         """The objects in every image with a score of at least `threshold`, highest scores first."""
         detections: list[list[Detection]] = []
         for piece in images.split(self.batch):
-            inputs = self.processor(images=to_pillow(piece), return_tensors="pt").to(self.model.device, self.model.dtype)
-            outputs = self.model(**{name: inputs[name] for name in ("pixel_values", "pixel_mask") if name in inputs})
+            inputs = self.processor(images=to_pillow(piece), return_tensors="pt").to(
+                self.model.device, self.model.dtype
+            )
+            outputs = self.model(
+                **{name: inputs[name] for name in ("pixel_values", "pixel_mask") if name in inputs}
+            )
             for name, value in outputs.items():
                 if isinstance(value, Tensor) and value.is_floating_point():
                     outputs[name] = value.float()
             results = self.processor.post_process_instance_segmentation(
-                outputs, threshold=threshold, target_sizes=[tuple(piece.shape[-2:])] * len(piece), return_binary_maps=True
+                outputs,
+                threshold=threshold,
+                target_sizes=[tuple(piece.shape[-2:])] * len(piece),
+                return_binary_maps=True,
             )
             for result in results:
                 # without a segment the second is a map of -1
-                pairs = zip(result["segments_info"], result["segmentation"].bool().cpu(), strict=False)
-                objects = [Detection(self.names[s["label_id"]], s["score"], box_of(mask), mask) for s, mask in pairs]
+                pairs = zip(
+                    result["segments_info"], result["segmentation"].bool().cpu(), strict=False
+                )
+                objects = [
+                    Detection(self.names[s["label_id"]], s["score"], box_of(mask), mask)
+                    for s, mask in pairs
+                ]
                 detections.append(sorted(objects, key=lambda detection: -detection.score))
         return detections
 
 
 @lru_cache(maxsize=2)
-def load_detector(model: str, device: str = "cpu", dtype: str = "float32", batch: int = 8) -> Detector:
+def load_detector(
+    model: str, device: str = "cpu", dtype: str = "float32", batch: int = 8
+) -> Detector:
     """The detector in the folder `model`, or of that name on the Hub, loaded once per setting.
 
-    Raises `ConfigError` for a model that cannot be loaded or lacks weights, or a device that does not exist.
+    Raises `ConfigError` for a model that cannot be loaded or lacks weights, or a device that does
+    not exist.
     """
     with loading(model):
         from transformers import AutoImageProcessor, AutoModelForUniversalSegmentation

@@ -1,4 +1,5 @@
-"""Images in 8 bits per channel, as other programs read them, and rewards for their size as JPEG files.
+"""Images in 8 bits per channel, as other programs read them, and rewards for their size as JPEG
+files.
 
 The JPEG rewards need no network and show within minutes whether training works.
 """
@@ -24,7 +25,9 @@ Images = Float[Tensor, "sample channel height width"]
 
 
 def to_bytes(images: Images) -> UInt8[Tensor, "sample height width channel"]:
-    """round(255 x) of images in [0, 1] (values outside are clamped), on the CPU, with the channels last."""
+    """round(255 x) of images in [0, 1] (values outside are clamped), on the CPU, with the channels
+    last.
+    """
     levels = (images.detach().float().nan_to_num(0.0).clamp(0, 1) * 255).round()
     return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
 
@@ -35,7 +38,10 @@ def to_rgb(images: Images) -> Float[Tensor, "sample 3 height width"]:
     Raises `RewardError` for two channels, and for videos.
     """
     if images.ndim != 4:
-        raise RewardError(f"this reward scores images, and got videos {list(images.shape)}; frame-mean(reward=...) scores frames")
+        raise RewardError(
+            f"this reward scores images, and got videos {list(images.shape)};"
+            " frame-mean(reward=...) scores frames"
+        )
     channels = images.shape[1]
     if channels not in (1, 3, 4):
         raise RewardError(f"this reward needs images with 1 channel or 3, not {channels}")
@@ -50,7 +56,8 @@ def to_pillow(images: Images) -> list[Image.Image]:
 @checked_options
 @dataclass(frozen=True)
 class JPEGIncompressibility:
-    """Size in kilobytes (1000 bytes) of the image as a JPEG file of `quality`; more detail scores higher.
+    """Size in kilobytes (1000 bytes) of the image as a JPEG file of `quality`; more detail scores
+    higher.
 
     Pillow's encoder with its default settings. Source: DDPO (arXiv 2305.13301), its public code:
     quality 95. Raises `ConfigError` for a quality outside 1 to 95.
@@ -71,9 +78,11 @@ class JPEGIncompressibility:
 @checked_options
 @dataclass(frozen=True)
 class JPEGCompressibility:
-    """-(size in kilobytes) as a JPEG file of `quality`; plain images score higher. See `JPEGIncompressibility`.
+    """-(size in kilobytes) as a JPEG file of `quality`; plain images score higher. See
+    `JPEGIncompressibility`.
 
-    Source: DDPO (arXiv 2305.13301). Flow-GRPO's public code divides by 500, which is a constant weight.
+    Source: DDPO (arXiv 2305.13301). Flow-GRPO's public code divides by 500, which is a constant
+    weight.
     """
 
     quality: Quality = 95

@@ -24,23 +24,26 @@ QUOTED = re.compile(r'"([^"]+)"|„([^“”]+)[“”]|“([^”]+)”|«([^»]
 @checked_options
 @dataclass(frozen=True)
 class OCR:
-    """max(0, 1 - N_e / N_ref), N_e the edit distance between recognised and target text, N_ref the target's length.
+    """max(0, 1 - N_e / N_ref), N_e the edit distance between recognised and target text, N_ref the
+    target's length.
 
-    The target is the text in quotation marks in the prompt, or else the entry "text" of its metadata. Recognised passages are
-    joined from top to bottom. The recogniser is RapidOCR (PP-OCR, Latin and Chinese script, Apache-2.0), whose package contains
-    its models, so nothing is downloaded.
+    The target is the text in quotation marks in the prompt, or else the entry "text" of its
+    metadata. Recognised passages are joined from top to bottom. The recogniser is RapidOCR (PP-OCR,
+    Latin and Chinese script, Apache-2.0), whose package contains its models, so nothing is
+    downloaded.
 
-    `score` raises `RewardError` for a prompt without a target, and `ConfigError` if RapidOCR is not installed. Source: Flow-GRPO
-    (arXiv 2505.05470), visual text rendering.
+    `score` raises `RewardError` for a prompt without a target, and `ConfigError` if RapidOCR is not
+    installed. Source: Flow-GRPO (arXiv 2505.05470), visual text rendering.
 
     Args:
-        form: "exact": white space, case and Unicode's compatible forms are ignored, and a superfluous letter costs as much as a
-            missing one. "released": as in Flow-GRPO's public code, an image that contains the target scores 1 regardless of other
-            text, only the first text in quotation marks counts, and only spaces and case are ignored.
-        confidence: passages recognised with a lower confidence are left out, in [0, 1]. The released code keeps all passages from
-            PaddleOCR 2, which drops those below 0.5.
-        side: images whose shorter side has fewer pixels are enlarged for the detector, 32 or more; smaller values are faster and
-            miss small letters.
+        form: "exact": white space, case and Unicode's compatible forms are ignored, and a
+            superfluous letter costs as much as a missing one. "released": as in Flow-GRPO's public
+            code, an image that contains the target scores 1 regardless of other text, only the
+            first text in quotation marks counts, and only spaces and case are ignored.
+        confidence: passages recognised with a lower confidence are left out, in [0, 1]. The
+            released code keeps all passages from PaddleOCR 2, which drops those below 0.5.
+        side: images whose shorter side has fewer pixels are enlarged for the detector, 32 or more;
+            smaller values are faster and miss small letters.
         threads: number of threads; 0: one per core.
 
     Raises:
@@ -71,17 +74,22 @@ class OCR:
 
 
 def quoted_text(prompt: str, first: bool = False) -> str:
-    """The text in quotation marks ("...", “...”, „...“, «...», 「...」): the `first`, or all joined by spaces."""
+    """The text in quotation marks ("...", “...”, „...“, «...», 「...」): the `first`, or all joined
+    by spaces.
+    """
     texts = [match[match.lastindex or 0] for match in QUOTED.finditer(prompt)]
     return " ".join(texts[:1] if first else texts)
 
 
 def target_text(prompt: Prompt, form: str = "exact") -> str:
     """The text that an image of `prompt` should contain. Raises `RewardError` if there is none."""
-    text = quoted_text(prompt.text, first=form == "released") or str(prompt.metadata.get("text", ""))
+    text = quoted_text(prompt.text, first=form == "released") or str(
+        prompt.metadata.get("text", "")
+    )
     if not _plain(text):
         raise RewardError(
-            f'ocr: the prompt {prompt.text!r} has no text to render; put it in quotation marks, as in a sign that says "OPEN"'
+            f"ocr: the prompt {prompt.text!r} has no text to render; put it in quotation marks, as"
+            ' in a sign that says "OPEN"'
         )
     return text
 
@@ -109,7 +117,11 @@ def _engine(confidence: float, side: int, threads: int) -> Any:
         import_module("onnxruntime")
     except ImportError as error:
         raise ConfigError('ocr: RapidOCR is not installed: pip install -e ".[rewards]"') from error
-    params = {"Global.log_level": "critical", "Global.text_score": confidence, "Det.limit_side_len": side}
+    params = {
+        "Global.log_level": "critical",
+        "Global.text_score": confidence,
+        "Det.limit_side_len": side,
+    }
     for pool in ("intra", "inter"):
         params[f"EngineConfig.onnxruntime.{pool}_op_num_threads"] = threads or -1
     return rapidocr.RapidOCR(params=params)

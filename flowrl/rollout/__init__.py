@@ -1,4 +1,6 @@
-"""Sampling trajectories and images, and scoring unfinished states: batched, with every network call counted."""
+"""Sampling trajectories and images, and scoring unfinished states: batched, with every network call
+counted.
+"""
 
 from flowrl.rollout.estimates import Walkers, continued
 from flowrl.rollout.forward_batch import ForwardBatches

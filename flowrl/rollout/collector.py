@@ -1,4 +1,6 @@
-"""One iteration's trajectories and rewards: rolled out and scored in chunks, which are then joined."""
+"""One iteration's trajectories and rewards: rolled out and scored in chunks, which are then
+joined.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +25,8 @@ class Collected:
     """The trajectories and rewards of an iteration.
 
     Args:
-        rollout: trajectories of the groups that this process rolled out, starting at `assignment.first`, without estimates.
+        rollout: trajectories of the groups that this process rolled out, starting at
+            `assignment.first`, without estimates.
         condition: the condition of these groups.
         values: the value tables of all groups of all processes.
         assignment: the groups of this process.
@@ -48,7 +51,9 @@ class Collected:
         return slice(first, first + self.assignment.count * members)
 
     def owned(self, sample: Tensor, assignment: Assignment) -> Tensor:
-        """Mask of those of `sample` (indices among all samples) that belong to the process with this `assignment`."""
+        """Mask of those of `sample` (indices among all samples) that belong to the process with
+        this `assignment`.
+        """
         own, members = assignment.own, self.rollout.groups.members
         return (sample >= own.start * members) & (sample < own.stop * members)
 
@@ -57,8 +62,9 @@ class Collected:
 class Collector:
     """Rolls out this process's groups and scores them.
 
-    A chunk draws the noise of the whole iteration from the same generator state and takes its rows, so neither the chunk size nor
-    the number of processes changes a group's noise. Network outputs may differ in their last bits, because the batches differ.
+    A chunk draws the noise of the whole iteration from the same generator state and takes its rows,
+    so neither the chunk size nor the number of processes changes a group's noise. Network outputs
+    may differ in their last bits, because the batches differ.
 
     Args:
         policy: the policy.
@@ -69,8 +75,8 @@ class Collector:
         distributed: the processes.
         max_batch: largest number of latents per network call.
         chunk: groups per chunk; 0: all at once.
-        overlap: compute rewards in a second thread while the next chunk is rolled out. The policy's `decode` and the reward then
-            run in parallel with `velocity`; the results are the same.
+        overlap: compute rewards in a second thread while the next chunk is rolled out. The policy's
+            `decode` and the reward then run in parallel with `velocity`; the results are the same.
         offload: keep trajectories in main memory until the update.
         inspect: called once, with the images, prompts and scores of the next batch.
     """
@@ -100,9 +106,9 @@ class Collector:
     ) -> Collected:
         """Roll out and score all groups.
 
-        `noise` [sample, *latent] and `condition` [prompt] are of all groups. `usage` is set to the costs of all processes.
-        `enter` is called with "rollout" and "reward" when these phases begin. `columns`: see `rollout`. An error of a part is
-        raised in every process.
+        `noise` [sample, *latent] and `condition` [prompt] are of all groups. `usage` is set to the
+        costs of all processes. `enter` is called with "rollout" and "reward" when these phases
+        begin. `columns`: see `rollout`. An error of a part is raised in every process.
         """
         assigned, members = self.distributed.assign(self.groups.prompts), self.groups.members
         start = generator.get_state()
@@ -117,14 +123,26 @@ class Collector:
                 rows = torch.arange(first, first + count, device=self.policy.device)
                 part = noise[first * members : (first + count) * members]
                 result = rollout(
-                    self.policy, sampler, self.schedule, condition.take(rows), part, generator,
-                    self.groups.part(first, count), self.probe, usage, self.max_batch, columns,
-                )  # fmt: skip
+                    self.policy,
+                    sampler,
+                    self.schedule,
+                    condition.take(rows),
+                    part,
+                    generator,
+                    self.groups.part(first, count),
+                    self.probe,
+                    usage,
+                    self.max_batch,
+                    columns,
+                )
                 done.append(self._kept(result))
                 own = assigned.own_within(first, count)
                 if own:
                     enter("reward" if not self.overlap else "rollout")
-                    owned, texts = result.part(own.start - first, len(own)), prompts[own.start : own.stop]
+                    owned, texts = (
+                        result.part(own.start - first, len(own)),
+                        prompts[own.start : own.stop],
+                    )
                     jobs.append(background.submit(self._score, owned, texts, scored))
             enter("reward")
             own_tables = [job() for job in jobs]
@@ -133,7 +151,9 @@ class Collector:
         usage.reward_calls += sum(calls for _, calls in gathered)
         copies_done(self.policy.device)
         path = _joined([result.trajectories for result in done])
-        rows = torch.arange(assigned.first, assigned.first + assigned.count, device=self.policy.device)
+        rows = torch.arange(
+            assigned.first, assigned.first + assigned.count, device=self.policy.device
+        )
         values = Values.cat([table for tables, _ in gathered for table in tables])
         groups = self.groups.part(assigned.first, assigned.count)
         return Collected(Rollout(path, {}, groups), condition.take(rows), values, assigned)
@@ -146,12 +166,16 @@ class Collector:
         """`result` without the estimates, in main memory if `offload` is set."""
         path = result.trajectories
         if self.offload:
-            path = replace(path, states=to_main_memory(path.states), outputs=to_main_memory(path.outputs))
+            path = replace(
+                path, states=to_main_memory(path.states), outputs=to_main_memory(path.outputs)
+            )
         return Rollout(path, {}, result.groups)
 
 
 class _Background:
-    """Runs jobs in order in a second thread, with this thread's device and number of threads; or immediately in this thread."""
+    """Runs jobs in order in a second thread, with this thread's device and number of threads; or
+    immediately in this thread.
+    """
 
     def __init__(self, on: bool) -> None:
         threads = torch.get_num_threads()
@@ -192,5 +216,7 @@ def _joined(paths: Sequence[Trajectories]) -> Trajectories:
     """The trajectories concatenated along the prompts."""
     if len(paths) == 1:
         return paths[0]
-    states, outputs = (torch.cat([getattr(path, name) for path in paths]) for name in ("states", "outputs"))
+    states, outputs = (
+        torch.cat([getattr(path, name) for path in paths]) for name in ("states", "outputs")
+    )
     return replace(paths[0], states=states, outputs=outputs)

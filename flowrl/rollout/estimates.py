@@ -34,10 +34,13 @@ class Walkers:
     max_batch: int = 1024
 
 
-def continued(walkers: Walkers, nodes: Tensor, start: int, condition: Condition, count: int) -> Tensor:
+def continued(
+    walkers: Walkers, nodes: Tensor, start: int, condition: Condition, count: int
+) -> Tensor:
     """Final latents of `count` independent continuations from each of `nodes`.
 
-    Takes `count` (T - `start`) network evaluations per sample. Gradients are computed if they are enabled in the caller.
+    Takes `count` (T - `start`) network evaluations per sample. Gradients are computed if they are
+    enabled in the caller.
 
     Args:
         walkers: policy, sampler, schedule, draws and counters.
@@ -54,6 +57,8 @@ def continued(walkers: Walkers, nodes: Tensor, start: int, condition: Condition,
     for i in range(start, schedule.steps):
         timestep = schedule.network_timesteps[i].expand(len(x))
         velocity = walkers.usage.velocity(walkers.policy, x, timestep, rows, walkers.max_batch)
-        gaussian = walkers.sampler.transition(x, velocity, schedule, torch.full((len(x),), i, device=x.device))
+        gaussian = walkers.sampler.transition(
+            x, velocity, schedule, torch.full((len(x),), i, device=x.device)
+        )
         x = walkers.draw(gaussian) if drawn[i] else gaussian.mean
     return x

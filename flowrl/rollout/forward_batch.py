@@ -1,4 +1,6 @@
-"""From finished images to the input of a forward-process loss: micro-batches of (sample, drawn time) rows."""
+"""From finished images to the input of a forward-process loss: micro-batches of (sample, drawn
+time) rows.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,14 @@ from flowrl.experience import Decisions
 from flowrl.flow.path import expand
 from flowrl.forward import ForwardBatch, Guidance, WeightCopy
 from flowrl.protocols import FlowPolicy, ForwardLoss, extras
-from flowrl.rollout.loss_batch import MicroBatch, Rows, in_units, pooled_means, unit_key, weighted_rows
+from flowrl.rollout.loss_batch import (
+    MicroBatch,
+    Rows,
+    in_units,
+    pooled_means,
+    unit_key,
+    weighted_rows,
+)
 from flowrl.rollout.rollout import Groups, Rollout
 from flowrl.transfer import to_device
 from flowrl.types import Condition, Schedule
@@ -38,23 +47,32 @@ def step_of(times: Tensor, schedule: Schedule) -> Tensor:
 
 
 def credited(times: Tensor, decisions: Decisions) -> Tensor:
-    """The decision whose credit a row at each of `times` takes: the last one whose time is not below the row's, or the first one
-    if all are below.
+    """The decision whose credit a row at each of `times` takes: the last one whose time is not
+    below the row's, or the first one if all are below.
     """
     starts = to_device(decisions.time, times.device)
     return ((starts >= times[..., None] - 1e-6).sum(-1) - 1).clamp(min=0)
 
 
 def training_noise(
-    loss: ForwardLoss, groups: Groups, shape: Sequence[int], draws: int, seed: int, device: torch.device
+    loss: ForwardLoss,
+    groups: Groups,
+    shape: Sequence[int],
+    draws: int,
+    seed: int,
+    device: torch.device,
 ) -> Tensor:
     """The noise of every row of `groups` [sample, draw, *latent], shared as the loss declares.
 
-    Every sample or group has its own generator, seeded by its index among all and the iteration's `seed`, so its noise does not
-    depend on chunks or processes.
+    Every sample or group has its own generator, seeded by its index among all and the iteration's
+    `seed`, so its noise does not depend on chunks or processes.
     """
     shared = loss.noise != "each"
-    first, count = (groups.first, groups.prompts) if shared else (groups.first * groups.members, groups.samples)
+    first, count = (
+        (groups.first, groups.prompts)
+        if shared
+        else (groups.first * groups.members, groups.samples)
+    )
     columns = 1 if loss.noise == "group-all-times" else draws
     generator, found = torch.Generator(device), []
     for number in range(first, first + count):
@@ -66,12 +84,13 @@ def training_noise(
 
 @dataclass
 class ForwardBatches:
-    """Makes the batches of a forward-process loss from the finished latents of a rollout. Samples are numbered within this
-    process.
+    """Makes the batches of a forward-process loss from the finished latents of a rollout. Samples
+    are numbered within this process.
 
-    A row has the advantage of the decision that `credited` assigns to its time, so rules that credit decisions weight times.
-    This is a heuristic: unless the loss's `noise` is "path", the regressed states are noised images, not those that the decisions
-    reached. A rule with equal credit for all decisions gives the papers' losses.
+    A row has the advantage of the decision that `credited` assigns to its time, so rules that
+    credit decisions weight times. This is a heuristic: unless the loss's `noise` is "path", the
+    regressed states are noised images, not those that the decisions reached. A rule with equal
+    credit for all decisions gives the papers' losses.
 
     Args:
         policy: the policy.
@@ -88,7 +107,8 @@ class ForwardBatches:
         pooled: means over units that are spread over micro-batches; set by `prepare`.
 
     Raises:
-        ConfigError: the policy does not support the guidance, or the trajectories do not fit the loss's noise.
+        ConfigError: the policy does not support the guidance, or the trajectories do not fit the
+            loss's noise.
     """
 
     policy: FlowPolicy
@@ -111,14 +131,21 @@ class ForwardBatches:
         self.sampled = 1.0 if self._extras is None else self._extras.guidance_scale
         scales = self.guidance.scales(self.sampled)
         fits = self._extras is not None or scales == (1.0, 1.0)
-        require(fits, "guidance of the loss", scales, f"1: {type(self.policy).__name__} has no guidance")
+        require(
+            fits, "guidance of the loss", scales, f"1: {type(self.policy).__name__} has no guidance"
+        )
         if self.loss.noise == "path":
             if path.tree.branched:
-                raise ConfigError('noise = "path" is not allowed on branched trajectories; allowed: each, group, group-all-times')
+                raise ConfigError(
+                    'noise = "path" is not allowed on branched trajectories; allowed: each, group,'
+                    " group-all-times"
+                )
             self.times = path.schedule.times[self.steps]
         else:
             draws = self.times.shape[1]
-            self.noise = training_noise(self.loss, groups, self.images.shape[1:], draws, self.seed, self.images.device)
+            self.noise = training_noise(
+                self.loss, groups, self.images.shape[1:], draws, self.seed, self.images.device
+            )
         self.steps = self.steps.to(self.images.device)
         self.columns = credited(self.times, self.decisions).to(self.images.device)
 
@@ -127,11 +154,11 @@ class ForwardBatches:
 
     @property
     def passes(self) -> float:
-        """Network evaluations of a row with the current weights: the current network, the reference, and copies with other
-        weights.
+        """Network evaluations of a row with the current weights: the current network, the
+        reference, and copies with other weights.
 
-        Twice as many if rows of a unit are in several micro-batches. With another guidance than in sampling, fractions or
-        multiples (`Guidance.evaluations`).
+        Twice as many if rows of a unit are in several micro-batches. With another guidance than in
+        sampling, fractions or multiples (`Guidance.evaluations`).
         """
         copies = sum(one.copy.evaluated and not one.is_current for one in self.copies.values())
         found = self.guidance.evaluations(1 + copies, self.loss.needs_reference, self.sampled)
@@ -141,7 +168,9 @@ class ForwardBatches:
         return nullcontext() if self._extras is None else self._extras.guided(scale)
 
     def prepare(self, minibatch: Sequence[MicroBatch]) -> None:
-        """Compute, before a mini-batch, the means over units that are spread over micro-batches, with the current weights."""
+        """Compute, before a mini-batch, the means over units that are spread over micro-batches,
+        with the current weights.
+        """
         self.pooled = None  # `of` must not use the means of the last mini-batch
         self.pooled = pooled_means(self.loss, self.of, minibatch, self.times)
 
@@ -157,9 +186,15 @@ class ForwardBatches:
         """The batch of these rows; indices of equal length."""
         path, members, there = self.rollout.trajectories, self.rollout.groups.members, self._there
         sample, draw = sample.to(self.images.device), draw.to(self.images.device)
-        image, step, column = there(self.images[sample]), self.steps[sample, draw], self.columns[sample, draw]
+        image, step, column = (
+            there(self.images[sample]),
+            self.steps[sample, draw],
+            self.columns[sample, draw],
+        )
         if self.loss.noise == "path":
-            stored = path.states[sample // members, to_device(path.tree.paths, sample.device)[sample % members, step]]
+            stored = path.states[
+                sample // members, to_device(path.tree.paths, sample.device)[sample % members, step]
+            ]
         else:
             stored = self.noise[sample, draw]
         stored, sample, draw, column = map(there, (stored, sample, draw, column))
@@ -172,7 +207,8 @@ class ForwardBatches:
         timestep, rows = 1000.0 * time, self.condition.take(group)
         others: dict[str, Tensor] = {}
         trained, reference = self.guidance.scales(self.sampled)
-        with torch.no_grad(), self._guided(trained):  # before the current network: its graph must not contain other weights
+        # before the current network: its graph must not contain other weights
+        with torch.no_grad(), self._guided(trained):
             for name, copy in self.copies.items():
                 if copy.copy.evaluated and not copy.is_current:
                     with copy.weights():
@@ -182,7 +218,8 @@ class ForwardBatches:
                 others["reference"] = self.policy.velocity(state, timestep, rows)
         with self._guided(trained):
             new = self.policy.velocity(state, timestep, rows)
-        new = new.view_as(new)  # a gradient taken here does not run the hooks of the network's output (FSDP2's)
+        # a gradient taken here does not run the hooks of the network's output (FSDP2's)
+        new = new.view_as(new)
         for name, copy in self.copies.items():
             if copy.copy.evaluated and copy.is_current:
                 others[name] = new.detach()
@@ -200,8 +237,11 @@ class ForwardBatches:
         )
 
 
-def forward_rows(parts: Sequence[Tensor], loss: ForwardLoss, weights: Tensor, members: int) -> list[Rows]:
-    """The rows of each mini-batch: all drawn times of its samples `parts[k]` whose weight [sample, draw] is above 0.
+def forward_rows(
+    parts: Sequence[Tensor], loss: ForwardLoss, weights: Tensor, members: int
+) -> list[Rows]:
+    """The rows of each mini-batch: all drawn times of its samples `parts[k]` whose weight [sample,
+    draw] is above 0.
 
     Rows of a unit of the loss are adjacent, in the mini-batch of the first of them.
     """

@@ -14,8 +14,8 @@ from flowrl.types import Gaussian
 class Groups:
     """`prompts` x `members` samples, prompt-major.
 
-    `part` selects some of the groups for a separate rollout. All noise is drawn for the whole and sliced, so a group's noise does
-    not depend on which groups share its process or its chunk.
+    `part` selects some of the groups for a separate rollout. All noise is drawn for the whole and
+    sliced, so a group's noise does not depend on which groups share its process or its chunk.
 
     Args:
         prompts: number of groups.
@@ -38,7 +38,12 @@ class Groups:
         require(self.prompts >= 1, "prompts", self.prompts, "1 or more")
         require(self.members >= 1, "members", self.members, "1 or more")
         fits = self.first == 0 if self.of is None else 0 <= self.first <= self.of - self.prompts
-        require(fits, "first", self.first, f"so that {self.prompts} groups lie within the {self.of or self.prompts} there are")
+        require(
+            fits,
+            "first",
+            self.first,
+            f"so that {self.prompts} groups lie within the {self.of or self.prompts} there are",
+        )
 
     def part(self, first: int, count: int) -> "Groups":
         """`count` of these groups, from index `first` on."""
@@ -52,17 +57,23 @@ class Groups:
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """x_T of every sample, [sample, *latent], on the generator's device."""
         rows = 1 if self.shared_noise else self.members
-        noise = torch.randn(((self.of or self.prompts) * rows, *shape), generator=generator, device=generator.device)
+        noise = torch.randn(
+            ((self.of or self.prompts) * rows, *shape), generator=generator, device=generator.device
+        )
         noise = noise[self.first * rows : (self.first + self.prompts) * rows]
         return noise.repeat_interleave(self.members, dim=0) if self.shared_noise else noise
 
     def rand(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Uniform random numbers [prompt, *shape]."""
-        numbers = torch.rand((self.of or self.prompts, *shape), generator=generator, device=generator.device)
+        numbers = torch.rand(
+            (self.of or self.prompts, *shape), generator=generator, device=generator.device
+        )
         return numbers[self.first : self.first + self.prompts]
 
     def draw(self, gaussian: Gaussian, generator: torch.Generator) -> Tensor:
-        """A draw per row of `gaussian`, which has equally many rows for every group, prompt-major."""
+        """A draw per row of `gaussian`, which has equally many rows for every group,
+        prompt-major.
+        """
         rows = len(gaussian.mean) // self.prompts
         return draw(gaussian, generator, self.first * rows, (self.of or self.prompts) * rows)
 

@@ -16,7 +16,16 @@ from flowrl.rollout.collector import Collected
 from flowrl.rollout.rollout import Rollout
 from flowrl.transfer import to_device
 from flowrl.tree import Tree
-from flowrl.types import Condition, Gaussian, LossBatch, LossResult, Unit, inputs_unchanged, tensor_problem, unit_means
+from flowrl.types import (
+    Condition,
+    Gaussian,
+    LossBatch,
+    LossResult,
+    Unit,
+    inputs_unchanged,
+    tensor_problem,
+    unit_means,
+)
 
 
 @dataclass(frozen=True)
@@ -27,8 +36,10 @@ class Rows:
         sample: indices of the samples [row], among all samples.
         column: indices of the decisions [row]; for forward-process losses, of the drawn times.
         weight: weights in the mean [row].
-        unit: rows with the same number are adjacent and stay in one micro-batch if they fit; None: every row is separate.
-        shared: the rows of a unit need one network evaluation together, as they start from one state.
+        unit: rows with the same number are adjacent and stay in one micro-batch if they fit; None:
+            every row is separate.
+        shared: the rows of a unit need one network evaluation together, as they start from one
+            state.
         left_out: sum of the weights of further rows that the mean includes, whose gradient is 0.
         zeros: number of these rows.
     """
@@ -65,8 +76,8 @@ class Rows:
         return self.evaluated + self.left_out
 
     def without_zeros(self, advantages: Tensor) -> "Rows":
-        """The rows whose advantage [sample, decision] is not 0, as part of the same mean; whole units, unless they are only
-        shared states.
+        """The rows whose advantage [sample, decision] is not 0, as part of the same mean; whole
+        units, unless they are only shared states.
 
         The first row if there are none, because the optimizer also steps on gradients of 0.
         """
@@ -75,7 +86,9 @@ class Rows:
             kept = torch.isin(self.unit, self.unit[kept])
         kept[0] |= ~kept.any()
         found = self[kept]
-        return replace(found, left_out=self.evaluated - found.evaluated, zeros=len(self) - len(found))
+        return replace(
+            found, left_out=self.evaluated - found.evaluated, zeros=len(self) - len(found)
+        )
 
     @property
     def evaluations(self) -> int:
@@ -90,7 +103,9 @@ class Rows:
         return int(self.unit.unique_consecutive(return_counts=True)[1].max())
 
     def pieces(self, size: int) -> Iterator["Rows"]:
-        """The rows in order, at most `size` network evaluations at a time, with whole units if `size` allows."""
+        """The rows in order, at most `size` network evaluations at a time, with whole units if
+        `size` allows.
+        """
         lengths, filled = [0], 0
         for count in self._counts():
             cost = 1 if self.shared else count
@@ -112,13 +127,16 @@ class Rows:
         return self.unit.unique_consecutive(return_counts=True)[1].tolist()
 
 
-def minibatch_rows(parts: Sequence[Tensor], weights: Tensor, tree: Tree, unit: Unit = "transition") -> list[Rows]:
+def minibatch_rows(
+    parts: Sequence[Tensor], weights: Tensor, tree: Tree, unit: Unit = "transition"
+) -> list[Rows]:
     """The transitions of each mini-batch: those of weight above 0.
 
-    Without branches these are the decisions of the samples `parts[k]`. In a branched tree all transitions from one state are in
-    the same mini-batch. States are ordered by the first trajectory that contains them, so that every mini-batch has all depths,
-    and mini-batches have about the same number of transitions. With another `unit` than "transition" it is the loss's units
-    that stay whole, instead of the states.
+    Without branches these are the decisions of the samples `parts[k]`. In a branched tree all
+    transitions from one state are in the same mini-batch. States are ordered by the first
+    trajectory that contains them, so that every mini-batch has all depths, and mini-batches have
+    about the same number of transitions. With another `unit` than "transition" it is the loss's
+    units that stay whole, instead of the states.
 
     Args:
         parts: sample indices [sample] of each mini-batch.
@@ -154,15 +172,21 @@ def unit_key(unit: Unit, members: int) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda sample, column: sample // members * (int(column.max()) + 1) + column
 
 
-def in_units(parts: Sequence[Rows], key: Callable[[Tensor, Tensor], Tensor], shared: bool = False) -> list[Rows]:
+def in_units(
+    parts: Sequence[Rows], key: Callable[[Tensor, Tensor], Tensor], shared: bool = False
+) -> list[Rows]:
     """The rows, divided into as many mini-batches of about equally many rows.
 
-    Units, which `key(sample, column)` identifies, stay whole. They are ordered by their smallest sample index.
+    Units, which `key(sample, column)` identifies, stay whole. They are ordered by their smallest
+    sample index.
     """
     if not parts or not any(map(len, parts)):
         return list(parts)
     device = parts[0].sample.device
-    sample, column, weight = (torch.cat([getattr(rows, name) for rows in parts]).cpu() for name in ("sample", "column", "weight"))
+    sample, column, weight = (
+        torch.cat([getattr(rows, name) for rows in parts]).cpu()
+        for name in ("sample", "column", "weight")
+    )
     unit = key(sample, column)
     by_number = sample.argsort(stable=True)
     first = torch.empty_like(by_number)
@@ -190,16 +214,17 @@ def _first(keys: Tensor) -> Tensor:
 class MicroBatch:
     """Rows of one micro-batch.
 
-    Indices are stored where the trajectories are, in main memory if they are offloaded, so the host can read the rows without
-    waiting for the device.
+    Indices are stored where the trajectories are, in main memory if they are offloaded, so the host
+    can read the rows without waiting for the device.
 
     Args:
         sample: indices of the samples [row], among those that this process rolled out.
         column: indices of the decisions or drawn times [row].
-        weight: sum of its rows' weights / that of its mini-batch (`Rows.total`) over all processes, so that the weighted sum of
-            mean losses is the mean over the mini-batch. 0 is padding: sharded weights need equally many network calls in all
-            processes.
-        shared: the first row of every distinct state, and the index of its state for every row; None if no row shares one.
+        weight: sum of its rows' weights / that of its mini-batch (`Rows.total`) over all processes,
+            so that the weighted sum of mean losses is the mean over the mini-batch. 0 is padding:
+            sharded weights need equally many network calls in all processes.
+        shared: the first row of every distinct state, and the index of its state for every row;
+            None if no row shares one.
         whole: no unit of the mini-batch is spread over micro-batches.
     """
 
@@ -210,7 +235,9 @@ class MicroBatch:
     whole: bool = True
 
 
-def micro_batches(rows: Rows, size: int, collected: Collected, distributed: Distributed) -> list[MicroBatch]:
+def micro_batches(
+    rows: Rows, size: int, collected: Collected, distributed: Distributed
+) -> list[MicroBatch]:
     """This process's rows of a mini-batch, at most `size` network evaluations at a time."""
     own = rows[collected.owned(rows.sample, collected.assignment)]
     device = collected.rollout.trajectories.states.device
@@ -221,9 +248,16 @@ def micro_batches(rows: Rows, size: int, collected: Collected, distributed: Dist
     ]
     if distributed.sharded:
         groups = collected.rollout.groups
-        assigned = [distributed.assign(groups.of or groups.prompts, rank) for rank in range(distributed.world_size)]
-        counts = [len(list(rows[collected.owned(rows.sample, one)].pieces(size))) for one in assigned]
-        padding = MicroBatch(rows.sample.new_zeros(1).to(device), rows.column[:1].to(device), 0.0, whole=whole)
+        assigned = [
+            distributed.assign(groups.of or groups.prompts, rank)
+            for rank in range(distributed.world_size)
+        ]
+        counts = [
+            len(list(rows[collected.owned(rows.sample, one)].pieces(size))) for one in assigned
+        ]
+        padding = MicroBatch(
+            rows.sample.new_zeros(1).to(device), rows.column[:1].to(device), 0.0, whole=whole
+        )
         found += [padding] * (max(counts) - len(found))
     return found
 
@@ -240,9 +274,10 @@ def _micro_batch(rows: Rows, first: int, weight: float, whole: bool = True) -> M
 class LossBatches:
     """Makes loss batches from trajectories.
 
-    The batch of (`sample[k]`, `column[k]`) has any mixture of decisions; the current policy's transitions carry the gradient. One
-    network evaluation per row, or per state of a micro-batch whose rows share theirs; two with the reference. Trajectories
-    in main memory are copied to the policy's device.
+    The batch of (`sample[k]`, `column[k]`) has any mixture of decisions; the current policy's
+    transitions carry the gradient. One network evaluation per row, or per state of a micro-batch
+    whose rows share theirs; two with the reference. Trajectories in main memory are copied to the
+    policy's device.
 
     Args:
         policy: the policy.
@@ -268,14 +303,17 @@ class LossBatches:
 
     @property
     def passes(self) -> int:
-        """Network evaluations of a state: by the current network and, with the reference, by the base model.
+        """Network evaluations of a state: by the current network and, with the reference, by the
+        base model.
 
         Twice as many if rows of a unit are in several micro-batches.
         """
         return (1 + self.with_reference) * (2 if self.pooled is not None else 1)
 
     def prepare(self, minibatch: Sequence[MicroBatch]) -> None:
-        """Compute, before a mini-batch, the means over units that are spread over micro-batches, with the current weights."""
+        """Compute, before a mini-batch, the means over units that are spread over micro-batches,
+        with the current weights.
+        """
         self.pooled = None
         if self.loss is not None:
             self.pooled = pooled_means(self.loss, self.of, minibatch, self.advantages)
@@ -291,7 +329,9 @@ class LossBatches:
 
     @cached_property
     def _paths(self) -> Tensor:
-        return to_device(self.rollout.trajectories.tree.paths, self.rollout.trajectories.states.device)
+        return to_device(
+            self.rollout.trajectories.tree.paths, self.rollout.trajectories.states.device
+        )
 
     def __post_init__(self) -> None:
         path = self.rollout.trajectories
@@ -300,14 +340,23 @@ class LossBatches:
     def _there(self, stored: Tensor) -> Tensor:
         return to_device(stored, self.advantages.device)
 
-    def of(self, sample: Tensor, column: Tensor, shared: tuple[Tensor, Tensor] | None = None) -> LossBatch:
+    def of(
+        self, sample: Tensor, column: Tensor, shared: tuple[Tensor, Tensor] | None = None
+    ) -> LossBatch:
         """The batch of these rows; indices of equal length. `shared`: see `MicroBatch`."""
-        path, schedule, paths, there = self.rollout.trajectories, self.rollout.trajectories.schedule, self._paths, self._there
+        path, schedule, paths, there = (
+            self.rollout.trajectories,
+            self.rollout.trajectories.schedule,
+            self._paths,
+            self._there,
+        )
         sample, column = sample.to(path.states.device), column.to(path.states.device)
         step = self._steps[column]
         group, member = sample // len(paths), sample % len(paths)
         following = there(path.states[group, paths[member, step + 1]])
-        rows, place = (slice(None), slice(None)) if shared is None else (shared[0], there(shared[1]))
+        rows, place = (
+            (slice(None), slice(None)) if shared is None else (shared[0], there(shared[1]))
+        )
         of, at = group[rows], step[rows]
         unit = paths[member[rows], at]
         node, sampled = there(path.states[of, unit]), there(path.outputs[of, unit])
@@ -316,10 +365,13 @@ class LossBatches:
 
         def distributions(velocity: Tensor) -> Gaussian:
             gaussian = self.sampler.transition(node, velocity, schedule, at)
-            return gaussian if shared is None else Gaussian(gaussian.mean[place], gaussian.std[place])
+            return (
+                gaussian if shared is None else Gaussian(gaussian.mean[place], gaussian.std[place])
+            )
 
         velocity = self.policy.velocity(node, timestep, condition)
-        velocity = velocity.view_as(velocity)  # a gradient taken here does not run the hooks of the network's output (FSDP2's)
+        # a gradient taken here does not run the hooks of the network's output (FSDP2's)
+        velocity = velocity.view_as(velocity)
         new = distributions(velocity)
         behaviour = distributions(sampled)
         reference: Gaussian | None = None
@@ -350,17 +402,25 @@ def pooled_means(
     minibatch: Sequence[MicroBatch],
     table: Tensor,
 ) -> Tensor | None:
-    """The means of the loss's `row_terms` over the unit of every row of a mini-batch, in a table like `table` [sample, column].
+    """The means of the loss's `row_terms` over the unit of every row of a mini-batch, in a table
+    like `table` [sample, column].
 
-    None if the loss's units are rows, or if no unit is spread over micro-batches. `of` makes the batch of (sample, column) rows.
-    Raises `ConfigError` if units are spread and the loss has no method `row_terms`.
+    None if the loss's units are rows, or if no unit is spread over micro-batches. `of` makes the
+    batch of (sample, column) rows. Raises `ConfigError` if units are spread and the loss has no
+    method `row_terms`.
     """
     if loss.unit == "transition" or all(micro.whole for micro in minibatch):
         return None
     row_terms = getattr(loss, "row_terms", None)
     if row_terms is None:
-        found = f"{type(loss).__name__} needs a whole {loss.unit} in a micro-batch, and some have more rows"
-        raise ConfigError(f"{found}: raise micro_batch, or give the loss a method row_terms(batch) (protocols.PolicyLoss)")
+        found = (
+            f"{type(loss).__name__} needs a whole {loss.unit} in a micro-batch, and some have more"
+            " rows"
+        )
+        raise ConfigError(
+            f"{found}: raise micro_batch, or give the loss a method row_terms(batch)"
+            " (protocols.PolicyLoss)"
+        )
     rows: list[Sequence[Tensor]] = []
     with torch.no_grad():
         for micro in minibatch:
@@ -368,21 +428,33 @@ def pooled_means(
             weight = batch.weight if micro.weight > 0 else torch.zeros_like(batch.weight)
             places = [to_device(index, table.device) for index in (micro.sample, micro.column)]
             rows.append((*places, row_terms(batch), weight, *batch.units(loss.unit)))
-        sample, column, terms, weight, *units = (torch.cat(column) for column in zip(*rows, strict=True))
+        sample, column, terms, weight, *units = (
+            torch.cat(column) for column in zip(*rows, strict=True)
+        )
         means, kept = unit_means(terms, units, weight), weight > 0
     return torch.zeros_like(table).index_put_((sample[kept], column[kept]), means[kept].to(table))
 
 
 def checked_loss(loss: PolicyLoss | ForwardLoss, batch: LossBatch | ForwardBatch) -> LossResult:
-    """The result of `loss` for the batch. Raises `TrainingError` unless its loss is a differentiable scalar."""
+    """The result of `loss` for the batch. Raises `TrainingError` unless its loss is a
+    differentiable scalar.
+    """
     call = f"{type(loss).__name__}.loss"
     given = batch.target if isinstance(batch, ForwardBatch) else batch.next_node
     with inputs_unchanged(call, TrainingError, batch.advantages, given, batch.weight):
         result = cast(Any, loss).loss(batch)
     value = getattr(result, "loss", None)
     if not isinstance(result, LossResult) or not isinstance(value, Tensor):
-        raise TrainingError(f"{call} returned a {type(result).__name__}; a LossResult with a scalar tensor `loss` is required")
-    problem = tensor_problem(value) or ("" if value.numel() == 1 and value.requires_grad else "is no scalar with a gradient")
+        raise TrainingError(
+            f"{call} returned a {type(result).__name__}; a LossResult with a scalar tensor `loss`"
+            " is required"
+        )
+    problem = tensor_problem(value) or (
+        "" if value.numel() == 1 and value.requires_grad else "is no scalar with a gradient"
+    )
     if problem:
-        raise TrainingError(f"{call} returned a loss that {problem}; shape {tuple(value.shape)}, {value.dtype}, {value.device}")
+        raise TrainingError(
+            f"{call} returned a loss that {problem}; shape {tuple(value.shape)}, {value.dtype},"
+            f" {value.device}"
+        )
     return result

@@ -1,4 +1,6 @@
-"""Metrics of an iteration: seconds by phase, statistics of its rewards, and means of the loss's metrics."""
+"""Metrics of an iteration: seconds by phase, statistics of its rewards, and means of the loss's
+metrics.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +39,8 @@ class Clock:
 
 
 def reward_metrics(values: Tensor) -> dict[str, Any]:
-    """Statistics of the finished images' rewards, and of the gains if every column was scored; without invalid samples.
+    """Statistics of the finished images' rewards, and of the gains if every column was scored;
+    without invalid samples.
 
     `values` is [prompt, member, decision+1].
     """
@@ -57,30 +60,41 @@ def reward_metrics(values: Tensor) -> dict[str, Any]:
     return metrics
 
 
-def step_gradients(result: LossResult, batch: LossBatch | ForwardBatch, step: Tensor, steps: int) -> Tensor:
-    """Per step, the sum over its rows of the squared norm of d(policy term) / d(velocity), shape [steps].
+def step_gradients(
+    result: LossResult, batch: LossBatch | ForwardBatch, step: Tensor, steps: int
+) -> Tensor:
+    """Per step, the sum over its rows of the squared norm of d(policy term) / d(velocity), shape
+    [steps].
 
-    This is the backward pass of the policy term, without the penalty and without a loss scale, up to the network's output. It is
-    exact for any loss and sampler, takes a few element-wise operations on latents, and does not synchronise. For a loss without a
-    separate policy term, this is the gradient of the whole loss. Call it before `backward`.
+    This is the backward pass of the policy term, without the penalty and without a loss scale, up
+    to the network's output. It is exact for any loss and sampler, takes a few element-wise
+    operations on latents, and does not synchronise. For a loss without a separate policy term, this
+    is the gradient of the whole loss. Call it before `backward`.
     """
     term = result.loss if result.policy_term is None else result.policy_term
     found = torch.zeros(steps, dtype=torch.float64, device=step.device)
     if batch.velocity is None:
         return found
     (gradient,) = torch.autograd.grad(term, batch.velocity, retain_graph=True, allow_unused=True)
-    return found if gradient is None else found.index_add_(0, step, gradient.double().flatten(1).square().sum(1))
+    return (
+        found
+        if gradient is None
+        else found.index_add_(0, step, gradient.double().flatten(1).square().sum(1))
+    )
 
 
 class LossMetrics:
-    """Means of the loss and its metrics over all evaluated rows of an iteration, and the largest "ratio_deviation".
+    """Means of the loss and its metrics over all evaluated rows of an iteration, and the largest
+    "ratio_deviation".
 
-    `add` takes a micro-batch's result without waiting for the device, `take` fetches all of a mini-batch at once, and `merge`
-    adds the mini-batch's rows of all processes.
+    `add` takes a micro-batch's result without waiting for the device, `take` fetches all of a
+    mini-batch at once, and `merge` adds the mini-batch's rows of all processes.
 
-    "ratio_noise" and "ratio_noise_mean" are the largest and the mean |ratio - 1| of the first mini-batch: the policy has not
-    changed yet, so only rounding changes a ratio from 1. "step_shares" [step] is each step's fraction of the policy term: the sum
-    of `step_gradients` over the rows and updates of the iteration, divided by its sum over steps (0 if there is no gradient).
+    "ratio_noise" and "ratio_noise_mean" are the largest and the mean |ratio - 1| of the first
+    mini-batch: the policy has not changed yet, so only rounding changes a ratio from 1.
+    "step_shares" [step] is each step's fraction of the policy term: the sum of `step_gradients`
+    over the rows and updates of the iteration, divided by its sum over steps (0 if there is no
+    gradient).
     """
 
     def __init__(self, steps: int) -> None:
@@ -92,22 +106,32 @@ class LossMetrics:
         self._values: list[Tensor] = []
 
     def add(
-        self, weight: float, result: LossResult, batch: LossBatch | ForwardBatch, step: Tensor, evaluated: float = 1.0
+        self,
+        weight: float,
+        result: LossResult,
+        batch: LossBatch | ForwardBatch,
+        step: Tensor,
+        evaluated: float = 1.0,
     ) -> None:
         """Add a micro-batch's loss and metrics, before its backward pass.
 
-        `weight` is its fraction of the iteration's weights, and `step` the rows' steps; a micro-batch of weight 0 is ignored.
-        `evaluated` is the fraction of its mini-batch's weights over which the means are taken.
+        `weight` is its fraction of the iteration's weights, and `step` the rows' steps; a
+        micro-batch of weight 0 is ignored. `evaluated` is the fraction of its mini-batch's weights
+        over which the means are taken.
         """
         if weight > 0:
             named = {"loss": result.loss.detach(), **result.metrics}
             self._names = [*named, *map(_square, range(self.steps))]
             self._weights.append(weight / evaluated)
             values = torch.stack([value.detach().double().reshape(()) for value in named.values()])
-            self._values.append(torch.cat([values, weight**2 * step_gradients(result, batch, step, self.steps)]))
+            self._values.append(
+                torch.cat([values, weight**2 * step_gradients(result, batch, step, self.steps)])
+            )
 
     def take(self) -> list[Row]:
-        """One row per micro-batch since the last call: "weight", "loss", the loss's metrics and the steps' squared gradients."""
+        """One row per micro-batch since the last call: "weight", "loss", the loss's metrics and the
+        steps' squared gradients.
+        """
         values = torch.stack(self._values).tolist() if self._values else []
         named = [dict(zip(self._names, row, strict=True)) for row in values]
         rows = [{"weight": weight, **row} for weight, row in zip(self._weights, named, strict=True)]
@@ -119,7 +143,9 @@ class LossMetrics:
         every = [row for part in rows for row in part]
         for row in every:
             squares = [row.pop(_square(i)) for i in range(self.steps)]
-            self._squares = [before + new for before, new in zip(self._squares, squares, strict=True)]
+            self._squares = [
+                before + new for before, new in zip(self._squares, squares, strict=True)
+            ]
             for key, value in row.items():
                 if key == "ratio_deviation":
                     self._raise("ratio_deviation", value)
@@ -128,8 +154,12 @@ class LossMetrics:
                 elif key != "weight":
                     self.means[key] = self.means.get(key, 0.0) + value * row["weight"]
         if self.merged == 0 and "ratio_distance" in self.means:
-            self.means["ratio_noise_mean"] = self.means["ratio_distance"] / sum(row["weight"] for row in every)
-        self.means["step_shares"] = [square / (sum(self._squares) or 1.0) for square in self._squares]
+            self.means["ratio_noise_mean"] = self.means["ratio_distance"] / sum(
+                row["weight"] for row in every
+            )
+        self.means["step_shares"] = [
+            square / (sum(self._squares) or 1.0) for square in self._squares
+        ]
         self.merged += 1
 
     def _raise(self, key: str, value: float) -> None:

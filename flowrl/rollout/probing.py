@@ -1,4 +1,6 @@
-"""The input of a probe after the trajectories are complete: their states, the network, and a separate generator."""
+"""The input of a probe after the trajectories are complete: their states, the network, and a
+separate generator.
+"""
 
 import ctypes
 import hashlib
@@ -27,11 +29,18 @@ def check_network(use: NetworkUse, policy: FlowPolicy) -> None:
     if use.guidance == "off":
         guided = extras(policy, "guided", "guidance_scale")
         fits = guided is not None and guided.guidance_scale != 1
-        require(fits, "guidance of the probe", use.guidance, f"own: not applicable, {name} samples without guidance")
+        require(
+            fits,
+            "guidance of the probe",
+            use.guidance,
+            f"own: not applicable, {name} samples without guidance",
+        )
 
 
 def own_generator(generator: torch.Generator) -> torch.Generator:
-    """A generator for the probe, seeded by the state of the trajectories' generator, which does not change."""
+    """A generator for the probe, seeded by the state of the trajectories' generator, which does not
+    change.
+    """
     state = generator.get_state()  # bytes in main memory, whatever the generator's device
     digest = hashlib.sha256(ctypes.string_at(state.data_ptr(), state.numel())).digest()
     return torch.Generator(generator.device).manual_seed(int.from_bytes(digest[:7]))
@@ -71,35 +80,52 @@ class ProbeRun:
         at = tree.at(node)
         x, velocity = path.states[:, at], path.outputs[:, at]
         if members is not None:
-            units = to_device(tree.paths[:, node] - at.start, x.device)[to_device(members, x.device)]
+            units = to_device(tree.paths[:, node] - at.start, x.device)[
+                to_device(members, x.device)
+            ]
             prompt = torch.arange(len(x), device=x.device)[:, None]
             x, velocity = x[prompt, units], velocity[prompt, units]
         return x.flatten(0, 1), velocity.flatten(0, 1)
 
     def velocity(self, latents: Tensor, timestep: Tensor) -> Tensor:
         """The network, counted."""
-        require(len(latents) % self.groups == 0, "latents", len(latents), f"equally many for each of {self.groups} prompts")
+        require(
+            len(latents) % self.groups == 0,
+            "latents",
+            len(latents),
+            f"equally many for each of {self.groups} prompts",
+        )
         condition = self.condition.repeat(len(latents) // self.groups)
         return self._velocity(latents, timestep, condition)
 
     def _velocity(self, latents: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
         with self._precision():
             share = self.network.share
-            return self.usage.velocity(self.policy, latents, timestep, condition, self.max_batch, share).float()
+            return self.usage.velocity(
+                self.policy, latents, timestep, condition, self.max_batch, share
+            ).float()
 
     def _precision(self) -> Any:
         narrow = self.network.dtype == "bfloat16"
         return torch.autocast(self.policy.device.type, torch.bfloat16) if narrow else nullcontext()
 
     def solve(
-        self, grids: Mapping[int, Grid], solver: Solver = "euler", members: Mapping[int, Tensor | None] | None = None
+        self,
+        grids: Mapping[int, Grid],
+        solver: Solver = "euler",
+        members: Mapping[int, Tensor | None] | None = None,
     ) -> dict[int, Tensor]:
         """The ends of the ODE, all nodes together."""
-        solutions = {node: self._solution(node, grid, solver, (members or {}).get(node)) for node, grid in grids.items()}
+        solutions = {
+            node: self._solution(node, grid, solver, (members or {}).get(node))
+            for node, grid in grids.items()
+        }
         self._advance(list(solutions.values()))
         return {node: solution.x for node, solution in solutions.items()}
 
-    def _solution(self, node: int, grid: Grid, solver: Solver, members: Tensor | None) -> "Solution":
+    def _solution(
+        self, node: int, grid: Grid, solver: Solver, members: Tensor | None
+    ) -> "Solution":
         x, velocity = self.start(node, members)
         return Solution(x, velocity, grid, solver, self.condition.repeat(len(x) // self.groups))
 
@@ -107,14 +133,18 @@ class ProbeRun:
         """Advance the solutions to their ends, all unfinished ones in one call."""
         for solution in solutions:
             solution.step(0, solution.velocity)
-        for number in range(1, max((len(solution.steps.points) for solution in solutions), default=0)):
+        for number in range(
+            1, max((len(solution.steps.points) for solution in solutions), default=0)
+        ):
             left = [solution for solution in solutions if number < len(solution.steps.points)]
             velocity = self._velocity(
                 torch.cat([solution.x for solution in left]),
                 torch.cat([solution.timestep(number) for solution in left]),
                 Condition.cat([solution.condition for solution in left]),
             )
-            for solution, part in zip(left, velocity.split([len(solution.x) for solution in left]), strict=True):
+            for solution, part in zip(
+                left, velocity.split([len(solution.x) for solution in left]), strict=True
+            ):
                 solution.step(number, part)
 
     def continued(self, node: int, count: int) -> Tensor:
@@ -125,7 +155,15 @@ class ProbeRun:
     @cached_property
     def _walkers(self) -> Walkers:
         path = self.trajectories
-        return Walkers(self.policy, self.sampler, path.schedule, self.stochastic, self.draw, self.usage, self.max_batch)
+        return Walkers(
+            self.policy,
+            self.sampler,
+            path.schedule,
+            self.stochastic,
+            self.draw,
+            self.usage,
+            self.max_batch,
+        )
 
     def rand(self, *shape: int) -> Tensor:
         """Uniform random numbers."""
@@ -148,7 +186,11 @@ class Solution:
     steps: SolverSteps = field(init=False)
 
     def __post_init__(self) -> None:
-        self.steps = _euler(self.grid) if self.solver == "euler" else solver_steps(self.solver, Schedule(self.grid.times.cpu()))
+        self.steps = (
+            _euler(self.grid)
+            if self.solver == "euler"
+            else solver_steps(self.solver, Schedule(self.grid.times.cpu()))
+        )
 
     def timestep(self, number: int) -> Tensor:
         """The network's time input of evaluation `number` [row]."""
@@ -161,7 +203,10 @@ class Solution:
 
 def _euler(grid: Grid) -> SolverSteps:
     """Euler's method, whose state is x alone."""
-    return SolverSteps(list(range(len(grid.lengths))), lambda number, velocity, x: x - grid.lengths[number] * velocity)
+    return SolverSteps(
+        list(range(len(grid.lengths))),
+        lambda number, velocity, x: x - grid.lengths[number] * velocity,
+    )
 
 
 def _guidance(use: NetworkUse, policy: FlowPolicy) -> AbstractContextManager[None]:
@@ -190,7 +235,13 @@ def estimates(
     """
     name = f"{type(probe).__name__}.estimate"
     final = trajectories.images_latent
-    given = [trajectories.states, trajectories.outputs, final, *condition.tensors.values(), *completed.values()]
+    given = [
+        trajectories.states,
+        trajectories.outputs,
+        final,
+        *condition.tensors.values(),
+        *completed.values(),
+    ]
     with _guidance(probe.network, policy):
         run = ProbeRun(
             policy,
@@ -228,6 +279,6 @@ def _check(name: str, key: Any, estimate: Any, run: ProbeRun) -> None:
     allowed = sorted(layout.prompts * estimate.copies * count for count in each)
     if rows not in allowed or tuple(estimate.latents.shape[1:]) != latent:
         raise ProbeError(
-            f"{name} returned latents of shape {tuple(estimate.latents.shape)} for node {node}; allowed: "
-            f"{' or '.join(map(str, allowed))} rows of {latent}"
+            f"{name} returned latents of shape {tuple(estimate.latents.shape)} for node {node};"
+            f" allowed: {' or '.join(map(str, allowed))} rows of {latent}"
         )

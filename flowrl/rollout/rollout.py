@@ -1,4 +1,6 @@
-"""Trajectories and the final states of their unfinished nodes, in as few network calls as possible."""
+"""Trajectories and the final states of their unfinished nodes, in as few network calls as
+possible.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,8 +43,12 @@ class Rollout:
         """`count` of its groups, from index `first` on."""
         path, groups, chosen = self.trajectories, self.groups, slice(first, first + count)
         part = replace(path, states=path.states[chosen], outputs=path.outputs[chosen])
-        estimates = {key: one.part(first, count, groups.prompts) for key, one in self.estimates.items()}
-        return replace(self, trajectories=part, estimates=estimates, groups=groups.part(first, count))
+        estimates = {
+            key: one.part(first, count, groups.prompts) for key, one in self.estimates.items()
+        }
+        return replace(
+            self, trajectories=part, estimates=estimates, groups=groups.part(first, count)
+        )
 
 
 def rollout(
@@ -58,7 +64,8 @@ def rollout(
     max_batch: int = 1024,
     columns: Tensor | None = None,
 ) -> Rollout:
-    """Sample one trajectory per row of `noise`, and estimate final images from the states at which decisions start.
+    """Sample one trajectory per row of `noise`, and estimate final images from the states at which
+    decisions start.
 
     Network evaluations per trajectory with T steps, all decisions, and independent noise: T without
     a probe, T T' with `Substeps(T')` in T + T' - 1 calls, T (T + 1) / 2 with `Completion` in T
@@ -78,7 +85,8 @@ def rollout(
         groups: number of prompts and of members, and whether members share their initial noise.
         probe: how unfinished states are estimated.
         usage: counters of network evaluations, which are updated; None for new ones.
-        max_batch: largest number of latents per network call; results depend on it only by float rounding.
+        max_batch: largest number of latents per network call; results depend on it only by float
+            rounding.
         columns: the columns of the value table to be estimated [decision+1], Boolean; None for all.
 
     Returns:
@@ -92,18 +100,37 @@ def rollout(
     require(isinstance(probe, Probe), "probe", probe, allowed)
     check_network(probe.network, policy)
     require(max_batch >= 1, "max_batch", max_batch, "1 or more")
-    require(len(noise) == groups.samples, "noise rows", len(noise), f"prompts x members = {groups.samples}")
+    require(
+        len(noise) == groups.samples,
+        "noise rows",
+        len(noise),
+        f"prompts x members = {groups.samples}",
+    )
     stds = transition_stds(sampler, schedule).cpu()
     if isinstance(sampler, MultistepSolver):
         grid = sampler.grid(schedule)
         kept = isinstance(grid, Schedule) and grid.steps == schedule.steps
-        require(kept, f"{type(sampler).__name__}.grid", grid, f"a Schedule of {schedule.steps} steps")
+        require(
+            kept, f"{type(sampler).__name__}.grid", grid, f"a Schedule of {schedule.steps} steps"
+        )
         schedule = grid
         sampler = _Solution(sampler.solution(grid, lambda x: groups.normal(x, generator)))
     tree = group_tree(stds, groups, probe, generator)
     asked = [True] * len(tree.drawn_steps) if columns is None else columns.tolist()
     nodes = [step for step, needed in zip(tree.drawn_steps, asked, strict=False) if needed]
-    walk = _Walk(policy, sampler, schedule, tree, stds, nodes, condition, generator, groups, usage or Usage(), max_batch)
+    walk = _Walk(
+        policy,
+        sampler,
+        schedule,
+        tree,
+        stds,
+        nodes,
+        condition,
+        generator,
+        groups,
+        usage or Usage(),
+        max_batch,
+    )
     with policy.frozen(), torch.no_grad():
         starts = noise.float().unflatten(0, (groups.prompts, -1))
         return walk.run(torch.stack([starts[:, member] for member in tree.first_members], 1), probe)
@@ -138,7 +165,9 @@ def group_tree(stds: Tensor, groups: Groups, probe: Probe, generator: torch.Gene
 
 @dataclass
 class _Walk:
-    """One rollout in progress: the arguments of `rollout`, bundled, with the nodes to be estimated."""
+    """One rollout in progress: the arguments of `rollout`, bundled, with the nodes to be
+    estimated.
+    """
 
     policy: FlowPolicy
     sampler: Sampler
@@ -153,8 +182,8 @@ class _Walk:
     max_batch: int
 
     def run(self, x: Tensor, probe: Probe) -> Rollout:
-        """One batched call per step for all states of a node and all running completions. `x` is the noise of the roots
-        [prompt, root, *latent].
+        """One batched call per step for all states of a node and all running completions. `x` is
+        the noise of the roots [prompt, root, *latent].
         """
         steps, completing = self.schedule.steps, set(probe.ahead(self.nodes))
         _ = self.tree.edges  # before the device is busy
@@ -172,7 +201,9 @@ class _Walk:
                 pieces.setdefault(node, []).append(piece)
             outputs.append(velocity)
         states.append(_in_order(pieces.pop(steps)))
-        trajectories = Trajectories(torch.cat(states, 1), torch.cat(outputs, 1), self.schedule, self.tree, self.stds)
+        trajectories = Trajectories(
+            torch.cat(states, 1), torch.cat(outputs, 1), self.schedule, self.tree, self.stds
+        )
         found = estimates(
             probe,
             self.policy,
@@ -192,36 +223,50 @@ class _Walk:
     def __post_init__(self) -> None:
         self.stochastic = (self.stds > 0).tolist()
 
-    def _velocities(self, x: Tensor, step: int, running: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
-        """Velocities of the states at a node and, in the same call, of the completions started before it."""
+    def _velocities(
+        self, x: Tensor, step: int, running: Mapping[int, Tensor]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Velocities of the states at a node and, in the same call, of the completions started
+        before it.
+        """
         latents = [x.flatten(0, 1), *running.values()]
         conditions = [self.condition.repeat(len(part) // self.groups.prompts) for part in latents]
         batch = torch.cat(latents)
         timestep = self.schedule.network_timesteps[step].expand(len(batch))
-        velocity = self.usage.velocity(self.policy, batch, timestep, Condition.cat(conditions), self.max_batch)
+        velocity = self.usage.velocity(
+            self.policy, batch, timestep, Condition.cat(conditions), self.max_batch
+        )
         first, *others = velocity.split([len(part) for part in latents])
         return first.view_as(x), dict(zip(running, others, strict=True))
 
     def _children(self, x: Tensor, velocity: Tensor, step: int) -> Iterator[tuple[int, "Piece"]]:
-        """The states that follow from those of a node, with their node: draws from the sampler, its deterministic steps, and ODE
-        steps, which may skip nodes.
+        """The states that follow from those of a node, with their node: draws from the sampler, its
+        deterministic steps, and ODE steps, which may skip nodes.
         """
         for edges in self.tree.edges[step]:
             if edges.drawn or (edges.node == step + 1 and not self.stochastic[step]):
                 gaussian = self._transition(x, velocity, step, edges)
-                following = self.groups.draw(gaussian, self.generator) if edges.drawn else gaussian.mean
+                following = (
+                    self.groups.draw(gaussian, self.generator) if edges.drawn else gaussian.mean
+                )
             else:
                 length = self.schedule.times[edges.node] - self.schedule.times[step]
-                following = (x + length * velocity)[:, to_device(edges.parents[edges.place], x.device)].flatten(0, 1)
+                following = (x + length * velocity)[
+                    :, to_device(edges.parents[edges.place], x.device)
+                ].flatten(0, 1)
             yield edges.node, Piece(edges.units, following.unflatten(0, (self.groups.prompts, -1)))
 
     def _transition(self, x: Tensor, velocity: Tensor, step: int, edges: Edges) -> Gaussian:
-        """The sampler's distributions over the children of states [prompt, unit, *latent] along `edges`."""
+        """The sampler's distributions over the children of states [prompt, unit, *latent] along
+        `edges`.
+        """
         if len(edges.parents) < x.shape[1]:
             chosen = to_device(edges.parents, x.device)
             x, velocity = x[:, chosen], velocity[:, chosen]
         index = torch.full((x.shape[0] * x.shape[1],), step, device=x.device)
-        gaussian = self.sampler.transition(x.flatten(0, 1), velocity.flatten(0, 1), self.schedule, index)
+        gaussian = self.sampler.transition(
+            x.flatten(0, 1), velocity.flatten(0, 1), self.schedule, index
+        )
         if edges.in_order:
             return gaussian
         place = to_device(edges.place, x.device)
@@ -236,10 +281,14 @@ class _Solution:
     step: Callable[[int, Tensor, Tensor], Tensor]
     number: int = 0
 
-    def transition(self, latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor) -> Gaussian:
+    def transition(
+        self, latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor
+    ) -> Gaussian:
         """The next state, with std 0."""
         if self.number == schedule.steps:
-            raise ProbeError("a multistep solver has no continuations; use a probe that solves the ODE")
+            raise ProbeError(
+                "a multistep solver has no continuations; use a probe that solves the ODE"
+            )
         following = self.step(self.number, velocity, latent)
         self.number += 1
         return Gaussian(following, latent.new_zeros(len(latent)))
@@ -270,15 +319,20 @@ def log_probs(sampler: AnySampler, trajectories: Trajectories) -> Tensor:
         trajectories: the trajectories.
 
     Returns:
-        Means over latent elements [prompt, member, decision], in main memory; NaN where nothing was drawn.
+        Means over latent elements [prompt, member, decision], in main memory; NaN where nothing was
+        drawn.
     """
     path, tree = trajectories, trajectories.tree
-    if isinstance(sampler, MultistepSolver) or not tree.drawn_steps:  # the decision is the initial noise
+    # the decision is the initial noise
+    if isinstance(sampler, MultistepSolver) or not tree.drawn_steps:
         return torch.full((len(path.states), tree.members, 1), torch.nan)
     columns = []
     for step in tree.drawn_steps:
         units = tree.paths[:, step]
-        latent, velocity = (table[:, to_device(units, table.device)].flatten(0, 1) for table in (path.states, path.outputs))
+        latent, velocity = (
+            table[:, to_device(units, table.device)].flatten(0, 1)
+            for table in (path.states, path.outputs)
+        )
         index = torch.full((len(latent),), step, device=latent.device)
         gaussian = sampler.transition(latent, velocity, path.schedule, index)
         density = log_prob(gaussian, path.at(step + 1)).unflatten(0, (-1, tree.members)).cpu()

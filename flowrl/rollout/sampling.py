@@ -34,7 +34,10 @@ class ImageBatch:
     def cat(batches: Iterable["ImageBatch"]) -> "ImageBatch":
         """Concatenate along the samples."""
         found = list(batches)
-        images, latents = torch.cat([batch.images for batch in found]), torch.cat([batch.latents for batch in found])
+        images, latents = (
+            torch.cat([batch.images for batch in found]),
+            torch.cat([batch.latents for batch in found]),
+        )
         return ImageBatch(images, latents, [prompt for batch in found for prompt in batch.prompts])
 
     def __getitem__(self, samples: slice) -> "ImageBatch":
@@ -65,12 +68,14 @@ def sample_images(
 ) -> Iterator[ImageBatch]:
     """Solve the probability-flow ODE from `noise` for every prompt and decode the result.
 
-    A policy with text encoders embeds all prompts before the first batch. Images are on the policy's device.
+    A policy with text encoders embeds all prompts before the first batch. Images are on the
+    policy's device.
 
     Args:
         policy: the policy that computes velocities and decodes.
         prompts: one prompt per sample.
-        noise: one latent per prompt: a tensor [sample, *latent], or an iterator that draws latents when they are needed.
+        noise: one latent per prompt: a tensor [sample, *latent], or an iterator that draws latents
+            when they are needed.
         num_steps: number of steps of the policy's schedule.
         solver: name of the solver (see `solve`).
         max_batch: largest number of samples per batch.
@@ -88,15 +93,33 @@ def sample_images(
     for start in range(0, len(prompts), max_batch):
         batch = prompts[start : start + max_batch]
         drawn = list(islice(latents, len(batch)))
-        require(len(drawn) == len(batch), "noise", start + len(drawn), f"one latent for each of the {len(prompts)} prompts")
+        require(
+            len(drawn) == len(batch),
+            "noise",
+            start + len(drawn),
+            f"one latent for each of the {len(prompts)} prompts",
+        )
         yield _sampled(policy, batch, solver, schedule, torch.stack(drawn), max_batch)
 
 
 def _sampled(
-    policy: FlowPolicy, prompts: Sequence[Prompt], solver: str, schedule: Schedule, noise: Tensor, max_batch: int
+    policy: FlowPolicy,
+    prompts: Sequence[Prompt],
+    solver: str,
+    schedule: Schedule,
+    noise: Tensor,
+    max_batch: int,
 ) -> ImageBatch:
-    """One batch, in a function of its own: a variable of the generator would keep the batch on the device until the next one is
-    sampled.
+    """One batch, in a function of its own: a variable of the generator would keep the batch on the
+    device until the next one is sampled.
     """
-    final = solve(solver, policy, schedule, policy.encode(prompts), noise.to(policy.device), Usage(), max_batch)
+    final = solve(
+        solver,
+        policy,
+        schedule,
+        policy.encode(prompts),
+        noise.to(policy.device),
+        Usage(),
+        max_batch,
+    )
     return ImageBatch(policy.decode(final), final, prompts)

@@ -1,4 +1,6 @@
-"""Deterministic samples: the probability-flow ODE by Euler's method or a solver of diffusers, with counted network calls."""
+"""Deterministic samples: the probability-flow ODE by Euler's method or a solver of diffusers, with
+counted network calls.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,26 +35,43 @@ class Usage:
     reward_calls: int = 0
 
     def velocity(
-        self, policy: FlowPolicy, latent: Tensor, timestep: Tensor, condition: Condition, max_batch: int, share: float = 1
+        self,
+        policy: FlowPolicy,
+        latent: Tensor,
+        timestep: Tensor,
+        condition: Condition,
+        max_batch: int,
+        share: float = 1,
     ) -> Tensor:
-        """`policy.velocity` in chunks of at most `max_batch`, counted as `share` of an evaluation per latent."""
+        """`policy.velocity` in chunks of at most `max_batch`, counted as `share` of an evaluation
+        per latent.
+        """
         self.nfe += len(latent) * share
         self.calls += 1
         if len(latent) <= max_batch:
             return policy.velocity(latent, timestep, condition)
         pieces = torch.arange(len(latent), device=latent.device).split(max_batch)
         parts = zip(latent.split(max_batch), timestep.split(max_batch), pieces, strict=True)
-        return torch.cat([policy.velocity(part, time, condition.take(index)) for part, time, index in parts])
+        return torch.cat(
+            [policy.velocity(part, time, condition.take(index)) for part, time, index in parts]
+        )
 
 
 def solve(
-    solver: str, policy: FlowPolicy, schedule: Schedule, condition: Condition, noise: Tensor, usage: Usage, max_batch: int = 1024
+    solver: str,
+    policy: FlowPolicy,
+    schedule: Schedule,
+    condition: Condition,
+    noise: Tensor,
+    usage: Usage,
+    max_batch: int = 1024,
 ) -> Tensor:
     """The last node of the probability-flow ODE from `noise`.
 
-    "euler": `integrate`, T evaluations, order 1. "heun" (FlowMatchHeunDiscreteScheduler): 2 T - 1, order 2. "dpm++"
-    (DPMSolverMultistepScheduler, arXiv 2211.01095) and "unipc" (UniPCMultistepScheduler, arXiv 2302.04867): T, order 2, exact if
-    the clean estimate is constant along the trajectory. "sa" (`SASolver` with tau 0, on the grid of `sa_schedule`): the same.
+    "euler": `integrate`, T evaluations, order 1. "heun" (FlowMatchHeunDiscreteScheduler): 2 T - 1,
+    order 2. "dpm++" (DPMSolverMultistepScheduler, arXiv 2211.01095) and "unipc"
+    (UniPCMultistepScheduler, arXiv 2302.04867): T, order 2, exact if the clean estimate is constant
+    along the trajectory. "sa" (`SASolver` with tau 0, on the grid of `sa_schedule`): the same.
 
     Args:
         solver: "euler", "heun", "dpm++", "unipc" or "sa".
@@ -85,7 +104,12 @@ def solve(
 
 
 def integrate(
-    policy: FlowPolicy, schedule: Schedule, condition: Condition, noise: Tensor, usage: Usage, max_batch: int = 1024
+    policy: FlowPolicy,
+    schedule: Schedule,
+    condition: Condition,
+    noise: Tensor,
+    usage: Usage,
+    max_batch: int = 1024,
 ) -> Tensor:
     """The last node of Euler's method on the policy's schedule. T network evaluations per sample.
 
@@ -103,7 +127,9 @@ def integrate(
     x = noise.float()
     with policy.frozen(), torch.no_grad():
         for i in range(schedule.steps):
-            velocity = usage.velocity(policy, x, schedule.network_timesteps[i].expand(len(x)), condition, max_batch)
+            velocity = usage.velocity(
+                policy, x, schedule.network_timesteps[i].expand(len(x)), condition, max_batch
+            )
             x = ode_step(schedule, x, velocity, i)
     return x
 
@@ -118,8 +144,9 @@ def ode_step(schedule: Schedule, x: Tensor, velocity: Tensor, step: int) -> Tens
 class SolverSteps:
     """A solver on one grid; every solution needs its own.
 
-    `points` [evaluation] are the grid's points at which the solver needs velocities, in order. `step(number, velocity, x)`
-    returns the state for the next evaluation (or the end), from evaluation `number` at x.
+    `points` [evaluation] are the grid's points at which the solver needs velocities, in order.
+    `step(number, velocity, x)` returns the state for the next evaluation (or the end), from
+    evaluation `number` at x.
     """
 
     points: list[int]
@@ -134,7 +161,9 @@ def solver_steps(solver: str, schedule: Schedule) -> SolverSteps:
 
 
 def _heun(times: Tensor) -> SolverSteps:
-    from diffusers.schedulers.scheduling_flow_match_heun_discrete import FlowMatchHeunDiscreteScheduler
+    from diffusers.schedulers.scheduling_flow_match_heun_discrete import (
+        FlowMatchHeunDiscreteScheduler,
+    )
 
     steps = len(times) - 1
     scheduler: Any = FlowMatchHeunDiscreteScheduler()

@@ -27,7 +27,11 @@ Inspect = Callable[[Tensor, Sequence[Prompt], Tensor], None]
 
 
 def score(
-    reward: RewardModel, images: Tensor, prompts: Sequence[Prompt], usage: Usage | None = None, invalid: bool = False
+    reward: RewardModel,
+    images: Tensor,
+    prompts: Sequence[Prompt],
+    usage: Usage | None = None,
+    invalid: bool = False,
 ) -> Tensor:
     """Scores in float32 and without gradients, checked to be one finite number per image.
 
@@ -42,7 +46,8 @@ def score(
         Scores [sample], float32, detached.
 
     Raises:
-        RewardContractError: type or shape is wrong, a score is not finite, or the reward changed `images` in place.
+        RewardContractError: type or shape is wrong, a score is not finite, or the reward changed
+            `images` in place.
     """
     allowed = invalid and marks_invalid(reward)
     name = f"{type(reward).__name__}.score"
@@ -58,7 +63,8 @@ class Values:
     """A value table, and the same for every component of a composite reward (`flowrl.experience`).
 
     Args:
-        total: [prompt, member, decision+1]; NaN in columns that were not estimated, and for invalid samples.
+        total: [prompt, member, decision+1]; NaN in columns that were not estimated, and for invalid
+            samples.
         parts: a table [prompt, member, decision+1] per component; empty for other rewards.
         valid: False where the reward marked the sample invalid in any column [prompt, member].
     """
@@ -70,8 +76,12 @@ class Values:
     @staticmethod
     def cat(tables: Sequence["Values"]) -> "Values":
         """Concatenate along the prompts."""
-        parts = {name: torch.cat([table.parts[name] for table in tables]) for name in tables[0].parts}
-        total, valid = (torch.cat([getattr(t, name) for t in tables]) for name in ("total", "valid"))
+        parts = {
+            name: torch.cat([table.parts[name] for table in tables]) for name in tables[0].parts
+        }
+        total, valid = (
+            torch.cat([getattr(t, name) for t in tables]) for name in ("total", "valid")
+        )
         return Values(total, parts, valid)
 
 
@@ -86,13 +96,15 @@ def score_rollout(
 ) -> Values:
     """The value table of a rollout, in total and for each component of a composite reward.
 
-    Column D is the score of the finished trajectory, column k < D that of the estimate from the state at which decision k starts,
-    averaged over its copies, or the value that the probe computes from such scores. Columns without an estimate are NaN. On a
-    branched tree, column k is the value of this state (`flowrl.tree.Tree.values`).
+    Column D is the score of the finished trajectory, column k < D that of the estimate from the
+    state at which decision k starts, averaged over its copies, or the value that the probe computes
+    from such scores. Columns without an estimate are NaN. On a branched tree, column k is the value
+    of this state (`flowrl.tree.Tree.values`).
 
-    A `GroupReward` compares the members of a group: their finished images, and at a probed node their estimates of that node
-    (copy k is compared with copy k). A state that a group shares counts as one image per member. A batch has whole groups, even
-    if a group is larger than `max_batch`.
+    A `GroupReward` compares the members of a group: their finished images, and at a probed node
+    their estimates of that node (copy k is compared with copy k). A state that a group shares
+    counts as one image per member. A batch has whole groups, even if a group is larger than
+    `max_batch`.
 
     Args:
         policy: the policy, which decodes latents.
@@ -118,9 +130,12 @@ def score_rollout(
     keys = sorted(result.estimates, key=lambda key: ("", key) if isinstance(key, int) else key)
     scored = [Estimate(path.images_latent), *(result.estimates[key] for key in keys)]
     latents = [_by_copy(one, groups) if compared else one.latents for one in scored]
-    owners = [prompt for rows in latents for prompt in prompts for _ in range(len(rows) // groups.prompts)]
+    owners = [
+        prompt for rows in latents for prompt in prompts for _ in range(len(rows) // groups.prompts)
+    ]
     flat, finished = torch.cat(latents), len(latents[0])
-    # Finished images have batches of their own, so that no probe changes the last bit of their rewards.
+    # Finished images have batches of their own, so that no probe changes the last bit of their
+    # rewards.
     size = max(max_batch // groups.members, 1) * groups.members if compared else max_batch
     pieces = [*torch.arange(finished).split(size), *torch.arange(finished, len(flat)).split(size)]
     columns: dict[str, list[Tensor]] = {}
@@ -139,7 +154,9 @@ def score_rollout(
     tables, filled = {}, [-1]
     for name, column in columns.items():
         each = torch.cat(column).split([len(rows) for rows in latents])
-        final, *rewards = (_mean(*pair, groups, compared) for pair in zip(each, scored, strict=True))
+        final, *rewards = (
+            _mean(*pair, groups, compared) for pair in zip(each, scored, strict=True)
+        )
         tables[name], filled = _table(result, dict(zip(keys, rewards, strict=True)), final)
     valid = torch.stack([~table[..., filled].isnan().any(-1) for table in tables.values()]).all(0)
     for table in tables.values():
@@ -155,15 +172,19 @@ def _mean(scores: Tensor, estimate: Estimate, groups: Groups, compared: bool) ->
 
 
 def _by_copy(estimate: Estimate, groups: Groups) -> Tensor:
-    """Latents [prompt x member x copy] as [prompt x copy x member], so that latents to compare are adjacent; a state that a group
-    shares is repeated for every member.
+    """Latents [prompt x member x copy] as [prompt x copy x member], so that latents to compare are
+    adjacent; a state that a group shares is repeated for every member.
     """
     found = estimate.latents.unflatten(0, (groups.prompts, -1, estimate.copies)).transpose(1, 2)
     return found.expand(-1, -1, groups.members, *found.shape[3:]).flatten(0, 2)
 
 
-def _table(result: Rollout, rewards: Mapping[Key, Tensor], final: Tensor) -> tuple[Tensor, list[int]]:
-    """The value table from the rewards [prompt, row] of the estimates and of the finished images, and its filled columns."""
+def _table(
+    result: Rollout, rewards: Mapping[Key, Tensor], final: Tensor
+) -> tuple[Tensor, list[int]]:
+    """The value table from the rewards [prompt, row] of the estimates and of the finished images,
+    and its filled columns.
+    """
     groups, tree = result.groups, result.trajectories.tree
     final = final.expand(-1, groups.members)
     if tree.branched:
@@ -186,8 +207,9 @@ _TOTAL = ""
 def score_components(
     reward: RewardModel, images: Tensor, prompts: Sequence[Prompt], usage: Usage | None = None
 ) -> ComponentScores:
-    """The total score and every component, each checked as by `score`. NaN is allowed only from a reward with `marks_invalid`. A
-    composite reward is evaluated once; other rewards have no components.
+    """The total score and every component, each checked as by `score`. NaN is allowed only from a
+    reward with `marks_invalid`. A composite reward is evaluated once; other rewards have no
+    components.
 
     Args:
         reward: the reward model.
@@ -212,7 +234,9 @@ def score_components(
         total = check_scores(methods[1](parts), prompts, f"{name}.total", allowed)
     if usage is not None:
         usage.reward_calls += len(prompts)
-    return ComponentScores(total.detach().float(), {key: values.detach().float() for key, values in parts.items()})
+    return ComponentScores(
+        total.detach().float(), {key: values.detach().float() for key, values in parts.items()}
+    )
 
 
 def score_group_components(
@@ -220,15 +244,24 @@ def score_group_components(
 ) -> ComponentScores:
     """As `score_components`, for a reward that compares the members of groups.
 
-    `images` [sample, ...] are of whole groups, one group after the other, with one prompt per group; scores are [sample].
+    `images` [sample, ...] are of whole groups, one group after the other, with one prompt per
+    group; scores are [sample].
     """
-    name, allowed, members = type(reward).__name__, marks_invalid(reward), len(images) // len(prompts)
+    name, allowed, members = (
+        type(reward).__name__,
+        marks_invalid(reward),
+        len(images) // len(prompts),
+    )
     together, parts = images.unflatten(0, (len(prompts), members)), {}
     with torch.no_grad(), inputs_unchanged(f"{name}.score_groups", RewardContractError, images):
         if (methods := component_methods(reward)) is not None:
             for key, values in methods[0](together, prompts).items():
-                parts[key] = check_group_scores(values, prompts, members, f"{name}.group_parts()[{key!r}]", allowed)
-            total = check_group_scores(methods[1](parts), prompts, members, f"{name}.total", allowed)
+                parts[key] = check_group_scores(
+                    values, prompts, members, f"{name}.group_parts()[{key!r}]", allowed
+                )
+            total = check_group_scores(
+                methods[1](parts), prompts, members, f"{name}.total", allowed
+            )
         else:
             found = reward.score_groups(together, prompts)
             total = check_group_scores(found, prompts, members, f"{name}.score_groups", allowed)

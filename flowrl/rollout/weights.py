@@ -1,4 +1,6 @@
-"""The weight of each transition in the loss: one table, from validity, the rule's factors and the method's conventions."""
+"""The weight of each transition in the loss: one table, from validity, the rule's factors and the
+method's conventions.
+"""
 
 import torch
 from jaxtyping import Bool
@@ -27,12 +29,16 @@ def usable(valid: Bool[Tensor, "prompt member"]) -> Bool[Tensor, "prompt member"
     return used
 
 
-def transition_weights(credit: Credit, decisions: Decisions, drop_zero: bool = False) -> CreditTable:
-    """mask x convention x the rule's factor: the weight of each transition in the loss, which is a weighted mean.
+def transition_weights(
+    credit: Credit, decisions: Decisions, drop_zero: bool = False
+) -> CreditTable:
+    """mask x convention x the rule's factor: the weight of each transition in the loss, which is a
+    weighted mean.
 
-    Conventions: in a tree that counts edges (`flowrl.tree.Tree.weight`) a transition that n members share counts 1 / n for each
-    of them. With `drop_zero` a member whose advantages are 0 at every trained decision has weight 0, its KL included, as in
-    Flow-GRPO's public code (arXiv 2505.05470).
+    Conventions: in a tree that counts edges (`flowrl.tree.Tree.weight`) a transition that n members
+    share counts 1 / n for each of them. With `drop_zero` a member whose advantages are 0 at every
+    trained decision has weight 0, its KL included, as in Flow-GRPO's public code (arXiv
+    2505.05470).
 
     Args:
         credit: advantages and the rule's factors.

@@ -1,4 +1,6 @@
-"""Shared code of the kernels: the two forms of a stochastic transition mean (kernels differ in sigma), and step times."""
+"""Shared code of the kernels: the two forms of a stochastic transition mean (kernels differ in
+sigma), and step times.
+"""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +12,15 @@ from torch import Tensor
 from flowrl.errors import ConfigError, require
 from flowrl.flow import expand, noise_estimate, tweedie
 from flowrl.protocols import AnySampler, MultistepSolver
-from flowrl.types import Gaussian, Latents, PerSample, Schedule, StepIndex, inputs_unchanged, tensor_problem
+from flowrl.types import (
+    Gaussian,
+    Latents,
+    PerSample,
+    Schedule,
+    StepIndex,
+    inputs_unchanged,
+    tensor_problem,
+)
 
 
 @dataclass(frozen=True)
@@ -34,10 +44,11 @@ def step_times(schedule: Schedule, step: StepIndex, device: torch.device) -> Ste
 
 
 def sde_mean(latent: Latents, velocity: Latents, times: StepTimes, sigma: PerSample) -> Latents:
-    """One Euler-Maruyama step of the reverse SDE: x (1 - sigma^2 Delta / (2t)) - v (1 + sigma^2 (1-t) / (2t)) Delta.
+    """One Euler-Maruyama step of the reverse SDE: x (1 - sigma^2 Delta / (2t)) - v (1 + sigma^2
+    (1-t) / (2t)) Delta.
 
-    Equals x - Delta v + (sigma^2 / 2) Delta score with score = -(x + (1-t) v) / t. Source: Flow-GRPO (arXiv 2505.05470,
-    section on ODE-to-SDE).
+    Equals x - Delta v + (sigma^2 / 2) Delta score with score = -(x + (1-t) v) / t. Source:
+    Flow-GRPO (arXiv 2505.05470, section on ODE-to-SDE).
     """
     t, delta = times.t, times.delta
     half_rate = sigma.square() / (2.0 * t)
@@ -46,11 +57,14 @@ def sde_mean(latent: Latents, velocity: Latents, times: StepTimes, sigma: PerSam
     return keep * latent - drift * velocity
 
 
-def coefficient_preserving_mean(latent: Latents, velocity: Latents, times: StepTimes, sigma: PerSample) -> Latents:
+def coefficient_preserving_mean(
+    latent: Latents, velocity: Latents, times: StepTimes, sigma: PerSample
+) -> Latents:
     """(1-s) x0_hat + sqrt(s^2 - sigma^2) eps_hat, for 0 <= sigma <= s.
 
-    After adding noise of standard deviation sigma, the noise coefficient is s again, so the sample has the interpolant's
-    marginal. Source: CPS (arXiv 2509.05952), after DDIM (arXiv 2010.02502, equation 12).
+    After adding noise of standard deviation sigma, the noise coefficient is s again, so the sample
+    has the interpolant's marginal. Source: CPS (arXiv 2509.05952), after DDIM (arXiv 2010.02502,
+    equation 12).
     """
     clean, noise = tweedie(latent, velocity, times.t), noise_estimate(latent, velocity, times.t)
     kept_noise = (times.s.square() - sigma.square()).clamp(min=0.0).sqrt()
@@ -65,9 +79,11 @@ def require_noise_level(kernel: str, noise_level: float, most: float = math.inf)
 
 
 def transition_stds(sampler: AnySampler, schedule: Schedule) -> Float[Tensor, " step"]:
-    """The transition's std at every step of `schedule`, shape [step], on the schedule's device; 0 = not a decision.
+    """The transition's std at every step of `schedule`, shape [step], on the schedule's device; 0 =
+    not a decision.
 
-    Evaluates the sampler's `transition` on zeros, so that the formula exists only once; 0 for a `MultistepSolver`.
+    Evaluates the sampler's `transition` on zeros, so that the formula exists only once; 0 for a
+    `MultistepSolver`.
 
     Args:
         sampler: the sampler; its std must not depend on the latent.
@@ -81,14 +97,20 @@ def transition_stds(sampler: AnySampler, schedule: Schedule) -> Float[Tensor, " 
     device, call = schedule.times.device, f"{type(sampler).__name__}.transition"
     zeros = torch.zeros(schedule.steps, 1, device=device)
     with inputs_unchanged(call, ConfigError, zeros):
-        found = sampler.transition(zeros, zeros, schedule, torch.arange(schedule.steps, device=device))
+        found = sampler.transition(
+            zeros, zeros, schedule, torch.arange(schedule.steps, device=device)
+        )
     return checked_gaussian(found, call).std
 
 
 def checked_gaussian(found: object, call: str) -> Gaussian:
-    """What a sampler's `call` returned. Raises `ConfigError` unless it is a Gaussian with values."""
+    """What a sampler's `call` returned. Raises `ConfigError` unless it is a Gaussian with
+    values.
+    """
     if not isinstance(found, Gaussian):
-        raise ConfigError(f"{call} returned a {type(found).__name__}; a Gaussian(mean, std) is required")
+        raise ConfigError(
+            f"{call} returned a {type(found).__name__}; a Gaussian(mean, std) is required"
+        )
     problem = tensor_problem(found.mean) or tensor_problem(found.std)
     if problem:
         raise ConfigError(f"{call} returned a tensor that {problem}")

@@ -16,8 +16,8 @@ class DanceSDE:
 
     Euler-Maruyama step with a constant sigma = eta = `noise_level` >= 0 and std = eta sqrt(Delta).
 
-    Source: DanceGRPO (arXiv 2505.07818) and its public code. Raises `ConfigError` for a negative or infinite noise
-    level.
+    Source: DanceGRPO (arXiv 2505.07818) and its public code. Raises `ConfigError` for a negative or
+    infinite noise level.
     """
 
     noise_level: float = 0.3
@@ -26,7 +26,9 @@ class DanceSDE:
         require_noise_level("DanceSDE", self.noise_level)
 
     @checked
-    def transition(self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex) -> Gaussian:
+    def transition(
+        self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
+    ) -> Gaussian:
         """The Gaussian over node `step + 1`: mean [sample, *latent] and std [sample], float32."""
         times = step_times(schedule, step, latent.device)
         sigma = torch.full_like(times.t, self.noise_level)

@@ -14,9 +14,10 @@ from flowrl.samplers.sa_solver import SASolver, sa_schedule
 from flowrl.types import Schedule
 
 NEAREST_TO_NOISE = 1.0 - 1e-5
-"""Largest time of diffusers' solvers, whose half log signal-to-noise ratio is infinite at t = 1. The
-network still gets t = 1; the first step treats pure noise as a state at this time. diffusers' own
-grids start at 0.999, which leaves an error that no number of steps removes."""
+"""Largest time of diffusers' solvers, whose half log signal-to-noise ratio is infinite at t = 1.
+The network still gets t = 1; the first step treats pure noise as a state at this time. diffusers'
+own grids start at 0.999, which leaves an error that no number of steps removes.
+"""
 
 
 @checked_options
@@ -26,13 +27,13 @@ class Multistep:
 
     The first two are diffusers' schedulers. SA-Solver (`SASolver`) uses the grid `sa_schedule`.
 
-    Sources: arXiv 2211.01095, 2302.04867 and 2309.05019. DiffusionNFT (arXiv 2509.16117) and DGPO (arXiv 2510.08425) sample by
-    DPM-Solver++, AWM (arXiv 2509.25050) by SA-Solver.
+    Sources: arXiv 2211.01095, 2302.04867 and 2309.05019. DiffusionNFT (arXiv 2509.16117) and DGPO
+    (arXiv 2510.08425) sample by DPM-Solver++, AWM (arXiv 2509.25050) by SA-Solver.
 
     Args:
         solver: "dpm++" (DPM-Solver++), "unipc" (UniPC) or "sa" (SA-Solver).
-        tau: noise of SA-Solver on steps that end at times in [0.3, 0.9] (AWM's noise_level); 0: the ODE, as for the other
-            solvers.
+        tau: noise of SA-Solver on steps that end at times in [0.3, 0.9] (AWM's noise_level); 0: the
+            ODE, as for the other solvers.
 
     Raises:
         ConfigError: `tau` is negative or infinite, or above 0 with another solver.
@@ -61,7 +62,9 @@ class Multistep:
         from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
         kind = DPMSolverMultistepScheduler if self.solver == "dpm++" else UniPCMultistepScheduler
-        scheduler = kind(use_flow_sigmas=True, prediction_type="flow_prediction", final_sigmas_type="zero")
+        scheduler = kind(
+            use_flow_sigmas=True, prediction_type="flow_prediction", final_sigmas_type="zero"
+        )
         scheduler.set_timesteps(schedule.steps)
         scheduler.sigmas = times.clamp(max=NEAREST_TO_NOISE)
         return scheduler_steps(scheduler, times[:-1])
@@ -69,7 +72,8 @@ class Multistep:
 
 def scheduler_steps(scheduler: Any, times: Tensor) -> Callable[[int, Tensor, Tensor], Tensor]:
     """The steps of a diffusers scheduler with its own sigmas; `times` [evaluation] name them."""
-    # Distinct timesteps and a start at the first; otherwise a scheduler looks steps up by their value.
+    # Distinct timesteps and a start at the first; otherwise a scheduler looks steps up by their
+    # value.
     scheduler.timesteps = times * 1000.0
     scheduler.set_begin_index(0)
 

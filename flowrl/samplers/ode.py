@@ -13,10 +13,14 @@ from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 class ODE:
     """Deterministic sampling.
 
-    Mean x - Delta v, std 0: no step is a decision. Source: flow matching (arXiv 2210.02747), Euler's method."""
+    Mean x - Delta v, std 0: no step is a decision. Source: flow matching (arXiv 2210.02747),
+    Euler's method.
+    """
 
     @checked
-    def transition(self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex) -> Gaussian:
+    def transition(
+        self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
+    ) -> Gaussian:
         """Node `step + 1`: mean [sample, *latent] and std 0 [sample], float32."""
         times = step_times(schedule, step, latent.device)
         mean = latent.float() - expand(times.delta, latent) * velocity.float()

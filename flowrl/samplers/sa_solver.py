@@ -1,4 +1,6 @@
-"""SA-Solver: a stochastic Adams method of order 2, as predictor and corrector, on the grid of AWM's released code."""
+"""SA-Solver: a stochastic Adams method of order 2, as predictor and corrector, on the grid of AWM's
+released code.
+"""
 
 import math
 from collections.abc import Callable
@@ -16,36 +18,44 @@ NOISY_TIMES = (0.3, 0.9)
 
 
 def sa_schedule(schedule: Schedule) -> Schedule:
-    """`schedule` with two other times: the first is 0.999, and the last before 0 is half of the one before it.
+    """`schedule` with two other times: the first is 0.999, and the last before 0 is half of the one
+    before it.
 
-    The second change keeps the last steps short in log signal-to-noise ratio: a scheduler with a shift ends at about 0.009, and
-    the extrapolation over the step to that time is unstable. The network receives the new times. Source: AWM's code (arXiv
-    2509.25050, commit be51372).
+    The second change keeps the last steps short in log signal-to-noise ratio: a scheduler with a
+    shift ends at about 0.009, and the extrapolation over the step to that time is unstable. The
+    network receives the new times. Source: AWM's code (arXiv 2509.25050, commit be51372).
     """
     times, timesteps = schedule.times.clone(), schedule.network_timesteps.clone()
     if schedule.steps >= 2:
         times[-2] = times[-3] / 2
     times[0] = torch.maximum(times.new_tensor(FIRST_TIME), (1 + times[1]) / 2)
     changed = times[:-1] != schedule.times[:-1]
-    return replace(schedule, times=times, timesteps=torch.where(changed, 1000.0 * times[:-1], timesteps))
+    return replace(
+        schedule, times=times, timesteps=torch.where(changed, 1000.0 * times[:-1], timesteps)
+    )
 
 
 @dataclass
 class SASolver:
-    """One solution on `times` [point], descending to 0; `draw(x)` gives standard normal noise of the shape of x.
+    """One solution on `times` [point], descending to 0; `draw(x)` gives standard normal noise of
+    the shape of x.
 
-    With lambda = log((1-t) / t), h = lambda_t - lambda_s, k = 1 + tau^2 and clean estimates x0_s = x_s - s v_s, the state at t is
+    With lambda = log((1-t) / t), h = lambda_t - lambda_s, k = 1 + tau^2 and clean estimates x0_s =
+    x_s - s v_s, the state at t is
 
-        (t/s) exp(-tau^2 h) x_s + (1-t) [(1 - exp(-k h)) x0_s + (k h^2 / 2) D] + t sqrt(1 - exp(-2 tau^2 h)) eps.
+        (t/s) exp(-tau^2 h) x_s + (1-t) [(1 - exp(-k h)) x0_s + (k h^2 / 2) D] + t sqrt(1 - exp(-2
+        tau^2 h)) eps.
 
-    The predictor uses the slope D between the clean estimates at s and at the point before; D = 0 at the first point. Once v_t is
-    known at the predicted state, the corrector repeats the step with the slope between s and t and the same eps; the state at the
-    second point is not corrected. The clean estimate at the last point before 0 is the result. tau is constant on times in [0.3,
-    0.9] and 0 elsewhere; eps is drawn for steps with tau > 0 only. With tau = 0 this is a solver of the ODE.
+    The predictor uses the slope D between the clean estimates at s and at the point before; D = 0
+    at the first point. Once v_t is known at the predicted state, the corrector repeats the step
+    with the slope between s and t and the same eps; the state at the second point is not corrected.
+    The clean estimate at the last point before 0 is the result. tau is constant on times in [0.3,
+    0.9] and 0 elsewhere; eps is drawn for steps with tau > 0 only. With tau = 0 this is a solver of
+    the ODE.
 
-    Source: SA-Solver (arXiv 2309.05019), data prediction with the rescaled coefficients of its Appendix D, as in AWM's code.
-    diffusers' SASolverScheduler has the same coefficients, but takes tau at the beginning of a step, corrects the second point
-    and draws its own noise.
+    Source: SA-Solver (arXiv 2309.05019), data prediction with the rescaled coefficients of its
+    Appendix D, as in AWM's code. diffusers' SASolverScheduler has the same coefficients, but takes
+    tau at the beginning of a step, corrects the second point and draws its own noise.
     """
 
     times: Tensor
@@ -57,14 +67,19 @@ class SASolver:
     _noise: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._points = self.times.tolist()  # once: a number of the device makes the host wait for it
+        # once: a number of the device makes the host wait for it
+        self._points = self.times.tolist()
 
     def step(self, number: int, velocity: Tensor, x: Tensor) -> Tensor:
-        """The predicted state at point `number` + 1, from the predicted state x at point `number` and the velocity there."""
+        """The predicted state at point `number` + 1, from the predicted state x at point `number`
+        and the velocity there.
+        """
         clean = x - self.times[number] * velocity
         if number == len(self._points) - 2:
             return clean
-        slope = (clean - self._clean) / self._length(number - 1) if number >= 1 else torch.zeros_like(x)
+        slope = (
+            (clean - self._clean) / self._length(number - 1) if number >= 1 else torch.zeros_like(x)
+        )
         if number >= 2:
             x = self._moved(number - 1, self._clean, slope)
         self._start, self._clean = x, clean
@@ -73,10 +88,21 @@ class SASolver:
 
     def _moved(self, number: int, clean: Tensor, slope: Tensor) -> Tensor:
         """The step from point `number`, whose corrected state is `_start`."""
-        s, t, h, noisy = self._points[number], self._points[number + 1], self._length(number), self._tau(number) ** 2
+        s, t, h, noisy = (
+            self._points[number],
+            self._points[number + 1],
+            self._length(number),
+            self._tau(number) ** 2,
+        )
         weight = -math.expm1(-(1 + noisy) * h)
-        moved = t / s * math.exp(-noisy * h) * self._start + (1 - t) * (weight * clean + (1 + noisy) * h**2 / 2 * slope)
-        return moved if self._noise is None else moved + t * math.sqrt(-math.expm1(-2 * noisy * h)) * self._noise
+        moved = t / s * math.exp(-noisy * h) * self._start + (1 - t) * (
+            weight * clean + (1 + noisy) * h**2 / 2 * slope
+        )
+        return (
+            moved
+            if self._noise is None
+            else moved + t * math.sqrt(-math.expm1(-2 * noisy * h)) * self._noise
+        )
 
     def _length(self, number: int) -> float:
         """h of the step from point `number`."""

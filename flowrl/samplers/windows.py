@@ -1,7 +1,7 @@
 """Which steps are stochastic: any kernel on some of the steps, the ODE on the others.
 
-The steps are the same for every sample of an iteration. Steps drawn per sample would add their own variance to the rewards of a
-group, so random windows are drawn once per iteration.
+The steps are the same for every sample of an iteration. Steps drawn per sample would add their own
+variance to the rewards of a group, so random windows are drawn once per iteration.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,8 @@ class Windowed:
 
     Args:
         sampler: the kernel of the stochastic steps.
-        steps: indices of the stochastic steps, from 0; a transition raises `ConfigError` if the schedule lacks one of them.
+        steps: indices of the stochastic steps, from 0; a transition raises `ConfigError` if the
+            schedule lacks one of them.
 
     Raises:
         ConfigError: `steps` is empty, or contains a negative number.
@@ -45,16 +46,21 @@ class Windowed:
         require(fits, "Windowed.steps", self.steps, "one or more step indices, each 0 or more")
 
     @checked
-    def transition(self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex) -> Gaussian:
+    def transition(
+        self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
+    ) -> Gaussian:
         """The Gaussian over node `step + 1`: the kernel's, or the ODE's with std 0."""
         fits = max(self.steps) < schedule.steps
         require(fits, "Windowed.steps", self.steps, f"within the schedule's {schedule.steps} steps")
         call = f"{type(self.sampler).__name__}.transition"
         with inputs_unchanged(call, ConfigError, latent, velocity):
-            stochastic = checked_gaussian(self.sampler.transition(latent, velocity, schedule, step), call)
+            stochastic = checked_gaussian(
+                self.sampler.transition(latent, velocity, schedule, step), call
+            )
         deterministic = ODE().transition(latent, velocity, schedule, step)
         inside = torch.zeros_like(step, dtype=torch.bool)
-        for chosen in self.steps:  # without a tensor of the steps, whose copy to a GPU would wait for it
+        # without a tensor of the steps, whose copy to a GPU would wait for it
+        for chosen in self.steps:
             inside |= step == chosen
         inside = inside.to(stochastic.std.device)
         mean = torch.where(expand(inside, stochastic.mean), stochastic.mean, deterministic.mean)
@@ -71,7 +77,8 @@ def windowed(
     """The sampler of an iteration: the kernel on the window's steps, the ODE on the others.
 
     Args:
-        sampler: the kernel; a multistep solver, which has no stochastic steps of its own, is returned as it is.
+        sampler: the kernel; a multistep solver, which has no stochastic steps of its own, is
+            returned as it is.
         window: the stochastic steps.
         count: number of steps of the schedule.
         generator: the source of the window's draw.
@@ -93,13 +100,14 @@ def windowed(
 class FixedWindow:
     """The steps [`start`:`stop`], with the meaning of a Python slice; written `START:STOP`.
 
-    `FixedWindow()` has all steps, `FixedWindow(2, 7)` steps 2 to 6. `FixedWindow(stop=-1)` has all but the last, as in the
-    public code of Flow-GRPO (arXiv 2505.05470). `steps` raises `ConfigError` if the schedule is too short for the window, or if
-    no step is inside.
+    `FixedWindow()` has all steps, `FixedWindow(2, 7)` steps 2 to 6. `FixedWindow(stop=-1)` has all
+    but the last, as in the public code of Flow-GRPO (arXiv 2505.05470). `steps` raises
+    `ConfigError` if the schedule is too short for the window, or if no step is inside.
 
     Args:
         start: first stochastic step; None for 0. Negative numbers count from the end.
-        stop: the step after the last stochastic one; None for the number of steps. Negative numbers count from the end.
+        stop: the step after the last stochastic one; None for the number of steps. Negative numbers
+            count from the end.
     """
 
     start: int | None = None
@@ -117,16 +125,18 @@ class FixedWindow:
 @checked_options
 @dataclass(frozen=True)
 class RandomWindow:
-    """`size` neighbouring steps within steps [`low`, `high`), whose start is drawn anew every iteration.
+    """`size` neighbouring steps within steps [`low`, `high`), whose start is drawn anew every
+    iteration.
 
-    `steps` raises `ConfigError` if the window does not fit the schedule. Sources: Flow-GRPO-Fast (public code of arXiv
-    2505.05470), uniform; TreeGRPO (arXiv 2512.08153), geometric with r = 0.5.
+    `steps` raises `ConfigError` if the window does not fit the schedule. Sources: Flow-GRPO-Fast
+    (public code of arXiv 2505.05470), uniform; TreeGRPO (arXiv 2512.08153), geometric with r = 0.5.
 
     Args:
         size: number of stochastic steps, 1 or more.
         low: first possible start, 0 or more.
         high: end of the range of steps; None for the schedule's number of steps.
-        geometric: r in (0, 1): the start `low` + i has a probability proportional to r^i; None: all starts are equally likely.
+        geometric: r in (0, 1): the start `low` + i has a probability proportional to r^i; None: all
+            starts are equally likely.
 
     Raises:
         ConfigError: a field is out of range.
@@ -139,12 +149,22 @@ class RandomWindow:
 
     def __post_init__(self) -> None:
         fits = self.geometric is None or 0 < self.geometric < 1
-        require(fits, "RandomWindow.geometric", self.geometric, "in (0, 1), or None for equally likely starts")
+        require(
+            fits,
+            "RandomWindow.geometric",
+            self.geometric,
+            "in (0, 1), or None for equally likely starts",
+        )
         require(self.size >= 1, "RandomWindow.size", self.size, "1 or more steps")
         require(self.low >= 0, "RandomWindow.low", self.low, "0 or more")
         if self.high is not None:
             least = self.low + self.size
-            require(self.high >= least, "RandomWindow.high", self.high, f"low + size = {least} or more, or None")
+            require(
+                self.high >= least,
+                "RandomWindow.high",
+                self.high,
+                f"low + size = {least} or more, or None",
+            )
 
     def steps(self, count: int, generator: torch.Generator, iteration: int = 0) -> Sequence[int]:
         """This iteration's steps; the same generator state gives the same steps."""
@@ -154,9 +174,13 @@ class RandomWindow:
         require(self.low + self.size <= high, "RandomWindow.size", self.size, room)
         last_start = high - self.size
         if self.geometric is None:
-            start = torch.randint(self.low, last_start + 1, (), generator=generator, device=generator.device)
+            start = torch.randint(
+                self.low, last_start + 1, (), generator=generator, device=generator.device
+            )
         else:
-            chances = self.geometric ** torch.arange(last_start - self.low + 1, device=generator.device)
+            chances = self.geometric ** torch.arange(
+                last_start - self.low + 1, device=generator.device
+            )
             start = self.low + torch.multinomial(chances, 1, generator=generator)
         return range(int(start), int(start) + self.size)
 
@@ -164,13 +188,16 @@ class RandomWindow:
 @checked_options
 @dataclass(frozen=True)
 class SlidingWindow:
-    """`size` neighbouring steps, the first from step 0, which move by `stride` every `every` iterations.
+    """`size` neighbouring steps, the first from step 0, which move by `stride` every `every`
+    iterations.
 
-    The last position ends with the schedule, even if the stride does not divide the distance. Early steps, which determine the
-    layout, are trained first. `steps` raises `ConfigError` if the window does not fit the schedule.
+    The last position ends with the schedule, even if the stride does not divide the distance. Early
+    steps, which determine the layout, are trained first. `steps` raises `ConfigError` if the window
+    does not fit the schedule.
 
-    Source: MixGRPO (arXiv 2507.21802), progressive sliding window, published with size 4, stride 1 and every 25 on 25 steps. By
-    default its public code stops at the end, and its window shrinks there; this window keeps its size.
+    Source: MixGRPO (arXiv 2507.21802), progressive sliding window, published with size 4, stride 1
+    and every 25 on 25 steps. By default its public code stops at the end, and its window shrinks
+    there; this window keeps its size.
 
     Args:
         size: number of stochastic steps, 1 or more.
@@ -189,12 +216,21 @@ class SlidingWindow:
 
     def __post_init__(self) -> None:
         for name in ("size", "stride", "every"):
-            require(getattr(self, name) >= 1, f"SlidingWindow.{name}", getattr(self, name), "1 or more")
-        require(self.at_end in ("wrap", "stay"), "SlidingWindow.at_end", self.at_end, "'wrap' or 'stay'")
+            require(
+                getattr(self, name) >= 1, f"SlidingWindow.{name}", getattr(self, name), "1 or more"
+            )
+        require(
+            self.at_end in ("wrap", "stay"), "SlidingWindow.at_end", self.at_end, "'wrap' or 'stay'"
+        )
 
     def starts(self, count: int) -> list[int]:
         """The positions of the window, in order, on a schedule of `count` steps."""
-        require(self.size <= count, "SlidingWindow.size", self.size, f"at most the schedule's {count} steps")
+        require(
+            self.size <= count,
+            "SlidingWindow.size",
+            self.size,
+            f"at most the schedule's {count} steps",
+        )
         last = count - self.size
         return [*range(0, last, self.stride), last]
 
@@ -207,16 +243,18 @@ class SlidingWindow:
 
 
 TRAINED_STEPS = (
-    "a slice START:STOP, as in : (all), :-1 (all but the last) or 2:7, or random(fraction=...) in (0, 1], drawn every iteration"
+    "a slice START:STOP, as in : (all), :-1 (all but the last) or 2:7, or random(fraction=...) in"
+    " (0, 1], drawn every iteration"
 )
 
 
 def trained_steps(spec: str, stds: Tensor, generator: torch.Generator) -> Int[Tensor, " step"]:
     """Indices of the stochastic steps that enter the loss, in order, selected by `spec`.
 
-    random(fraction=f) draws floor(f n) of the n stochastic steps, at least one, uniformly. One draw serves all samples of an
-    iteration; DanceGRPO (arXiv 2505.07818, public code: `timestep_fraction` 0.6) draws separately for each sample. Flow-GRPO's
-    code samples with noise at all steps and trains all but the last.
+    random(fraction=f) draws floor(f n) of the n stochastic steps, at least one, uniformly. One draw
+    serves all samples of an iteration; DanceGRPO (arXiv 2505.07818, public code:
+    `timestep_fraction` 0.6) draws separately for each sample. Flow-GRPO's code samples with noise
+    at all steps and trains all but the last.
 
     Args:
         spec: a slice of the schedule's steps, or random(fraction=...) (see `TRAINED_STEPS`).
@@ -231,17 +269,32 @@ def trained_steps(spec: str, stds: Tensor, generator: torch.Generator) -> Int[Te
     """
     noisy = (stds > 0).nonzero().flatten()
     if len(noisy) == 0:
-        raise ConfigError("the sampler has no stochastic step on this schedule: there is no log-probability to train on")
+        raise ConfigError(
+            "the sampler has no stochastic step on this schedule: there is no log-probability to"
+            " train on"
+        )
     fixed, fraction = parse_slice(spec), 1.0
     if fixed is None:
         parsed = parse_spec(spec, "trained_steps")
         known = parsed.name == "random" and parsed.options.keys() == {"fraction"}
         fraction = parsed.options["fraction"] if known else 0
-        require(type(fraction) in (int, float) and 0 < fraction <= 1, "trained_steps", spec, TRAINED_STEPS)
+        require(
+            type(fraction) in (int, float) and 0 < fraction <= 1,
+            "trained_steps",
+            spec,
+            TRAINED_STEPS,
+        )
     start, stop, _ = (fixed or slice(None)).indices(len(stds))
     steps = noisy[(noisy >= start) & (noisy < stop)]
-    require(len(steps) > 0, "trained_steps", spec, f"at least one of the stochastic steps {noisy.tolist()}")
+    require(
+        len(steps) > 0,
+        "trained_steps",
+        spec,
+        f"at least one of the stochastic steps {noisy.tolist()}",
+    )
     if fixed is None:
-        order = torch.randperm(len(steps), generator=generator, device=generator.device).to(steps.device)
+        order = torch.randperm(len(steps), generator=generator, device=generator.device).to(
+            steps.device
+        )
         steps = steps[order[: max(1, int(fraction * len(steps)))]].sort().values
     return steps

@@ -1,7 +1,8 @@
-"""A reward model behind HTTP: receives images (PNG or safetensors) and prompts (JSON), returns scores. Needs the extra `server`.
+"""A reward model behind HTTP: receives images (PNG or safetensors) and prompts (JSON), returns
+scores. Needs the extra `server`.
 
-`create_app` makes the application for any ASGI server, `serve` runs it with uvicorn, and `flowrl serve-reward` serves a reward
-by name. The client is the reward `remote` (`flowrl.serving.client`).
+`create_app` makes the application for any ASGI server, `serve` runs it with uvicorn, and `flowrl
+serve-reward` serves a reward by name. The client is the reward `remote` (`flowrl.serving.client`).
 
 Names are imported at their first use, so `flowrl serve-reward --help` works without the extra.
 """
@@ -16,7 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Listener", "ServerLimits", "ServerSettings", "create_app", "make_server", "serve"]
 
-_MODULES = {"create_app": "app", "ServerLimits": "server_settings", "ServerSettings": "server_settings"}
+_MODULES = {
+    "create_app": "app",
+    "ServerLimits": "server_settings",
+    "ServerSettings": "server_settings",
+}
 
 
 def __getattr__(name: str) -> Any:

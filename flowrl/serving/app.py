@@ -1,4 +1,6 @@
-"""The application: POST /v1/score, GET /v1/info, /health, /metrics, /openapi.json, and /docs, a page with the schema."""
+"""The application: POST /v1/score, GET /v1/info, /health, /metrics, /openapi.json, and /docs, a
+page with the schema.
+"""
 
 import asyncio
 import contextlib
@@ -44,10 +46,19 @@ class RewardServer:
         self.metrics = Metrics()
         self.memory = MemoryBudget(self.limits.memory_bytes)
         self.weights = _component_weights(reward)
-        self.batcher = Batcher(reward, self.metrics, settings.max_batch, settings.wait, self.limits.queue, settings.merge)
+        self.batcher = Batcher(
+            reward,
+            self.metrics,
+            settings.max_batch,
+            settings.wait,
+            self.limits.queue,
+            settings.merge,
+        )
 
     async def score(self, request: Request) -> bytes:
-        """The body of the response. Raises `RequestError`, or `ClientDisconnect` if the client has disconnected."""
+        """The body of the response. Raises `RequestError`, or `ClientDisconnect` if the client has
+        disconnected.
+        """
         weights = self._requested_weights(request)
         with RequestMemory(self.memory) as memory:
             images, prompts = await read_request(request, self.limits, memory)
@@ -55,7 +66,9 @@ class RewardServer:
         return encode_scores(_request_id(request), scores, weights)
 
     def _requested_weights(self, request: Request) -> dict[str, float] | None:
-        """The weights of the components if the query requests them. Raises `RequestError` if the reward has none."""
+        """The weights of the components if the query requests them. Raises `RequestError` if the
+        reward has none.
+        """
         value = request.query_params.get("parts", "false").lower()
         if value not in ("true", "false", "1", "0"):
             raise RequestError(422, "bad_query", "parts must be true or false")
@@ -66,11 +79,15 @@ class RewardServer:
         return self.weights
 
     async def _wait(self, request: Request, future: "Future[ComponentScores]") -> ComponentScores:
-        """The scores. Raises `RequestError` (504) after the time limit, `ClientDisconnect` if the client has disconnected."""
+        """The scores. Raises `RequestError` (504) after the time limit, `ClientDisconnect` if the
+        client has disconnected.
+        """
         scores = asyncio.wrap_future(future)
         gone = asyncio.ensure_future(_disconnected(request))
         try:
-            done, _ = await asyncio.wait({scores, gone}, timeout=self.limits.score_seconds, return_when="FIRST_COMPLETED")
+            done, _ = await asyncio.wait(
+                {scores, gone}, timeout=self.limits.score_seconds, return_when="FIRST_COMPLETED"
+            )
             if scores in done:
                 return scores.result()
             if gone in done:
@@ -129,14 +146,21 @@ def create_app(reward: RewardModel, settings: ServerSettings | None = None) -> F
 
 
 def _add_score(app: FastAPI, server: RewardServer) -> None:
-    @app.post("/v1/score", response_model=ScoreResponse, responses=ERRORS, openapi_extra=SCORE_REQUEST, summary="Score images")
+    @app.post(
+        "/v1/score",
+        response_model=ScoreResponse,
+        responses=ERRORS,
+        openapi_extra=SCORE_REQUEST,
+        summary="Score images",
+    )
     async def score(request: Request) -> Response:
         """Send one prompt per image and the images; get one number per image, in the same order.
 
-        If the reward cannot judge an image, its score is `null`, and `invalid` is true. `?parts=true` adds the components of a
-        weighted sum.
+        If the reward cannot judge an image, its score is `null`, and `invalid` is true.
+        `?parts=true` adds the components of a weighted sum.
 
-        `curl -F 'prompts=[{"text": "a red circle"}]' -F png=@image.png -H "Authorization: Bearer TOKEN" URL/v1/score`
+        `curl -F 'prompts=[{"text": "a red circle"}]' -F png=@image.png -H "Authorization: Bearer
+        TOKEN" URL/v1/score`
         """
         began, status = time.monotonic(), 499  # client disconnected
         try:
@@ -155,23 +179,41 @@ def _add_score(app: FastAPI, server: RewardServer) -> None:
 def _add_status(app: FastAPI, server: RewardServer) -> None:
     settings = server.settings
 
-    @app.get("/health", response_model=HealthResponse, responses={503: {"model": HealthResponse}}, summary="Is it working?")
+    @app.get(
+        "/health",
+        response_model=HealthResponse,
+        responses={503: {"model": HealthResponse}},
+        summary="Is it working?",
+    )
     async def health() -> JSONResponse:
         """Needs no token."""
         status = server.health()
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
-    @app.get("/v1/info", response_model=InfoResponse, responses={401: ERRORS[401]}, summary="What is served")
+    @app.get(
+        "/v1/info",
+        response_model=InfoResponse,
+        responses={401: ERRORS[401]},
+        summary="What is served",
+    )
     async def info() -> JSONResponse:
         """The reward and the limits."""
         found = {"reward": settings.name, "version": API_VERSION, "max_batch": settings.max_batch}
         components = {} if server.weights is None else {"components": server.weights}
         return JSONResponse({**found, **components, "limits": asdict(settings.limits)})
 
-    @app.get("/metrics", response_class=PlainTextResponse, responses={401: ERRORS[401]}, summary="Metrics for Prometheus")
+    @app.get(
+        "/metrics",
+        response_class=PlainTextResponse,
+        responses={401: ERRORS[401]},
+        summary="Metrics for Prometheus",
+    )
     async def metrics() -> Response:
         """Requests by status, samples, sizes and seconds of the model's calls, queue and memory."""
-        return Response(server.metrics.text(server.batcher.waiting, server.memory.used), media_type=CONTENT_TYPE_LATEST)
+        return Response(
+            server.metrics.text(server.batcher.waiting, server.memory.used),
+            media_type=CONTENT_TYPE_LATEST,
+        )
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
@@ -187,19 +229,24 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_exception(_: Request, error: HTTPException) -> Response:
-        response = error_response(RequestError(error.status_code, "no_such_endpoint", str(error.detail)))
+        response = error_response(
+            RequestError(error.status_code, "no_such_endpoint", str(error.detail))
+        )
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
     async def server_failure(request: Request, error: Exception) -> Response:
-        failure = RequestError(500, "server_failed", f"the server failed ({type(error).__name__})", is_transient(error))
+        failure = RequestError(
+            500, "server_failed", f"the server failed ({type(error).__name__})", is_transient(error)
+        )
         failure.__cause__ = error
         return error_response(_logged(request, failure))
 
 
 def _logged(request: Request, error: RequestError) -> RequestError:
-    """The error that the client receives: for a failure of the reward or the server, its class and an id.
+    """The error that the client receives: for a failure of the reward or the server, its class and
+    an id.
 
     The text, which may contain paths and other internals, is logged under this id.
     """
@@ -207,7 +254,8 @@ def _logged(request: Request, error: RequestError) -> RequestError:
     if error.status >= 500:
         logger.error("request %s: %s", name, error.message, exc_info=cause)
     elif error.code == "reward_refused":
-        logger.warning("request %s: %s: %s", name, error.message, repr(cause)[:2000])  # repr: a prompt forges no lines
+        # repr: a prompt forges no lines
+        logger.warning("request %s: %s: %s", name, error.message, repr(cause)[:2000])
     if not error.code.startswith(("reward_", "server_")):
         return error
     message = f"{error.message}; the server's log has the reason under request {name}"

@@ -1,4 +1,6 @@
-"""The scoring thread, which merges simultaneous requests into one call of the reward model, and a server's metrics."""
+"""The scoring thread, which merges simultaneous requests into one call of the reward model, and a
+server's metrics.
+"""
 
 import threading
 import time
@@ -24,21 +26,43 @@ SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 
 
 class Metrics:
-    """Requests by status, scored samples, calls of the model with their sizes and seconds, for Prometheus."""
+    """Requests by status, scored samples, calls of the model with their sizes and seconds, for
+    Prometheus.
+    """
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
         self._started = time.monotonic()
-        self._requests = Counter("flowrl_reward_requests", "Requests for scores", ["status"], registry=registry)
+        self._requests = Counter(
+            "flowrl_reward_requests", "Requests for scores", ["status"], registry=registry
+        )
         self._samples = Counter("flowrl_reward_samples", "Scored images", registry=registry)
-        self._invalid = Counter("flowrl_reward_invalid", "Images that the reward marked invalid", registry=registry)
-        self._uptime = Gauge("flowrl_reward_uptime_seconds", "Seconds since the start", registry=registry)
-        self._waiting = Gauge("flowrl_reward_waiting_samples", "Images in the queue", registry=registry)
-        self._memory = Gauge("flowrl_reward_memory_bytes", "Bytes of all requests in memory", registry=registry)
-        batch, model, request = "Images in a call of the model", "Seconds of a call of the model", "Seconds of a request"
-        self._batch_samples = Histogram("flowrl_reward_batch_samples", batch, buckets=BATCH_BUCKETS, registry=registry)
-        self._model_seconds = Histogram("flowrl_reward_model_seconds", model, buckets=SECONDS_BUCKETS, registry=registry)
-        self._request_seconds = Histogram("flowrl_reward_request_seconds", request, buckets=SECONDS_BUCKETS, registry=registry)
+        self._invalid = Counter(
+            "flowrl_reward_invalid", "Images that the reward marked invalid", registry=registry
+        )
+        self._uptime = Gauge(
+            "flowrl_reward_uptime_seconds", "Seconds since the start", registry=registry
+        )
+        self._waiting = Gauge(
+            "flowrl_reward_waiting_samples", "Images in the queue", registry=registry
+        )
+        self._memory = Gauge(
+            "flowrl_reward_memory_bytes", "Bytes of all requests in memory", registry=registry
+        )
+        batch, model, request = (
+            "Images in a call of the model",
+            "Seconds of a call of the model",
+            "Seconds of a request",
+        )
+        self._batch_samples = Histogram(
+            "flowrl_reward_batch_samples", batch, buckets=BATCH_BUCKETS, registry=registry
+        )
+        self._model_seconds = Histogram(
+            "flowrl_reward_model_seconds", model, buckets=SECONDS_BUCKETS, registry=registry
+        )
+        self._request_seconds = Histogram(
+            "flowrl_reward_request_seconds", request, buckets=SECONDS_BUCKETS, registry=registry
+        )
 
     def count_request(self, status: int, seconds: float) -> None:
         """Count an answered request."""
@@ -53,7 +77,9 @@ class Metrics:
         self._model_seconds.observe(seconds)
 
     def text(self, waiting_samples: int, memory_bytes: int) -> bytes:
-        """All metrics in Prometheus' text format, with the current length of the queue and the current memory."""
+        """All metrics in Prometheus' text format, with the current length of the queue and the
+        current memory.
+        """
         self._uptime.set(time.monotonic() - self._started)
         self._waiting.set(waiting_samples)
         self._memory.set(memory_bytes)
@@ -78,8 +104,9 @@ class ScoringJob:
 class Batcher:
     """Scores jobs in a separate thread, in order of arrival.
 
-    A call of the model has images of one shape, from one or several jobs. Larger jobs are split. If a shared call fails, its jobs
-    are scored separately, so that an error reaches only the request that causes it.
+    A call of the model has images of one shape, from one or several jobs. Larger jobs are split. If
+    a shared call fails, its jobs are scored separately, so that an error reaches only the request
+    that causes it.
 
     Args:
         model: the reward model.
@@ -87,7 +114,8 @@ class Batcher:
         max_batch: largest number of images per call.
         wait: seconds that a call with fewer images waits for more jobs.
         queue: largest number of queued images.
-        merge: whether jobs share calls; if not, scores do not depend on the traffic, not even in the last digit.
+        merge: whether jobs share calls; if not, scores do not depend on the traffic, not even in
+            the last digit.
     """
 
     def __init__(
@@ -116,7 +144,12 @@ class Batcher:
                 raise RequestError(503, "stopping", "the server is stopping", retry=True)
             waiting = self.waiting
             if waiting and waiting + len(prompts) > self.queue:
-                raise RequestError(503, "busy", f"{waiting} samples wait already; allowed: {self.queue}", retry=True)
+                raise RequestError(
+                    503,
+                    "busy",
+                    f"{waiting} samples wait already; allowed: {self.queue}",
+                    retry=True,
+                )
             self._jobs.append(job)
             self._changed.notify()
         return job.future
@@ -145,7 +178,9 @@ class Batcher:
             self._changed.notify()
         for job in left:
             if job.future.set_running_or_notify_cancel():
-                job.future.set_exception(RequestError(503, "stopping", "the server is stopping", retry=True))
+                job.future.set_exception(
+                    RequestError(503, "stopping", "the server is stopping", retry=True)
+                )
 
     def _work(self) -> None:
         while True:
@@ -172,7 +207,9 @@ class Batcher:
             return self._take_jobs()
 
     def _take_jobs(self) -> list[ScoringJob]:
-        """The first job, and all of its shape that fit into the same call; cancelled jobs are dropped."""
+        """The first job, and all of its shape that fit into the same call; cancelled jobs are
+        dropped.
+        """
         chosen: list[ScoringJob] = []
         kept: deque[ScoringJob] = deque()
         count = 0
@@ -196,7 +233,8 @@ class Batcher:
         try:
             images = jobs[0].images if len(jobs) == 1 else torch.cat([job.images for job in jobs])
             scores = self._call(images, [prompt for job in jobs for prompt in job.prompts])
-        except BaseException as error:  # no exception of a model, not even SystemExit, may end the thread
+        # no exception of a model, not even SystemExit, may end the thread
+        except BaseException as error:
             if len(jobs) > 1:
                 for job in jobs:
                     self._score([job])
@@ -211,7 +249,9 @@ class Batcher:
             start = stop
 
     def _call(self, images: Tensor, prompts: list[Prompt]) -> ComponentScores:
-        """The checked scores of any number of images, at most `max_batch` in a call of the model, on the CPU."""
+        """The checked scores of any number of images, at most `max_batch` in a call of the model,
+        on the CPU.
+        """
         pieces: list[ComponentScores] = []
         for start in range(0, len(prompts), self.max_batch):
             piece = prompts[start : start + self.max_batch]
@@ -220,18 +260,30 @@ class Batcher:
             # copies, because a model may return the same tensor at every call
             parts = {name: values.to("cpu", copy=True) for name, values in found.parts.items()}
             pieces.append(ComponentScores(found.total.to("cpu", copy=True), parts))
-            self.metrics.count_batch(len(piece), time.monotonic() - began, int(pieces[-1].invalid.sum()))
-        parts = {name: torch.cat([piece.parts[name] for piece in pieces]) for name in pieces[0].parts}
+            self.metrics.count_batch(
+                len(piece), time.monotonic() - began, int(pieces[-1].invalid.sum())
+            )
+        parts = {
+            name: torch.cat([piece.parts[name] for piece in pieces]) for name in pieces[0].parts
+        }
         return ComponentScores(torch.cat([piece.total for piece in pieces]), parts)
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Whether the same call may succeed later: out of memory, connection failure or time-out, directly or as the stated cause.
+    """Whether the same call may succeed later: out of memory, connection failure or time-out,
+    directly or as the stated cause.
 
     Every other exception counts as the result of these inputs, which a repetition would not change.
     """
     for _ in range(10):  # an error can be its own cause
-        if isinstance(error, ValueError | FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError):
+        if isinstance(
+            error,
+            ValueError
+            | FileNotFoundError
+            | PermissionError
+            | NotADirectoryError
+            | IsADirectoryError,
+        ):
             return False
         if isinstance(error, OSError | MemoryError | torch.OutOfMemoryError | TransientError):
             return True
@@ -240,12 +292,16 @@ def is_transient(error: BaseException | None) -> bool:
 
 
 def _request_error(error: BaseException) -> RequestError:
-    """The response to an exception in the model; a deliberate refusal by the model is the request's fault (422)."""
+    """The response to an exception in the model; a deliberate refusal by the model is the request's
+    fault (422).
+    """
     kind, transient = type(error).__name__, is_transient(error)
     if isinstance(error, RewardContractError):
         failure = RequestError(500, "reward_broken", "the scores of the reward break its contract")
     elif isinstance(error, FlowrlError) and not transient:
-        failure = RequestError(422, "reward_refused", f"the reward refuses these prompts or images ({kind})")
+        failure = RequestError(
+            422, "reward_refused", f"the reward refuses these prompts or images ({kind})"
+        )
     else:
         failure = RequestError(500, "reward_failed", f"the reward failed ({kind})", retry=transient)
     failure.__cause__ = error

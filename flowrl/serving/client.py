@@ -40,24 +40,28 @@ MAX_BACKOFF = 20.0
 
 @dataclass(frozen=True)
 class RemoteReward:
-    """Scores from the reward server at `url` (docs/guides/reward-server.md), in the order of the images.
+    """Scores from the reward server at `url` (docs/guides/reward-server.md), in the order of the
+    images.
 
-    An attempt fails if the server cannot be reached, answers with a temporary error (500, 503, ...), sends nothing for `timeout`
-    seconds, or its response is cut off. The next attempt follows after `backoff` seconds, doubled each time up to 20, minus a
-    random part of up to a half; a longer pause in the server's Retry-After header takes precedence.
+    An attempt fails if the server cannot be reached, answers with a temporary error (500, 503,
+    ...), sends nothing for `timeout` seconds, or its response is cut off. The next attempt follows
+    after `backoff` seconds, doubled each time up to 20, minus a random part of up to a half; a
+    longer pause in the server's Retry-After header takes precedence.
 
-    `score` raises `RewardError` after `retries` repetitions of a request, or if the next pause would end after `deadline`. The
-    trainer then stops with its last checkpoint, and the run can be resumed when the server is available. Permanent errors raise
-    it immediately: a wrong token, an untrusted certificate, a request that is too large, a prompt that the reward refuses, or
-    scores that break the contract (a wrong count, NaN). A sample that the served reward marks as invalid is NaN here
-    (`protocols.RewardModel`).
+    `score` raises `RewardError` after `retries` repetitions of a request, or if the next pause
+    would end after `deadline`. The trainer then stops with its last checkpoint, and the run can be
+    resumed when the server is available. Permanent errors raise it immediately: a wrong token, an
+    untrusted certificate, a request that is too large, a prompt that the reward refuses, or scores
+    that break the contract (a wrong count, NaN). A sample that the served reward marks as invalid
+    is NaN here (`protocols.RewardModel`).
 
-    Metadata must be JSON; data classes in them become objects, and tuples lists. There is no option for the token itself, because
-    a run records its options.
+    Metadata must be JSON; data classes in them become objects, and tuples lists. There is no option
+    for the token itself, because a run records its options.
 
     Args:
         url: address of the server.
-        images: "safetensors": float32, with the same scores as in process; "png": 8 bits per channel, much smaller.
+        images: "safetensors": float32, with the same scores as in process; "png": 8 bits per
+            channel, much smaller.
         batch: images per request.
         concurrency: simultaneous requests, over connections that stay open.
         timeout: longest wait for data, in seconds.
@@ -87,19 +91,38 @@ class RemoteReward:
 
     def __post_init__(self) -> None:
         check_endpoint("remote", self.url)
-        require(self.images in ("safetensors", "png"), "remote.images", self.images, "safetensors or png")
+        require(
+            self.images in ("safetensors", "png"),
+            "remote.images",
+            self.images,
+            "safetensors or png",
+        )
         for name in ("batch", "concurrency"):
             require(getattr(self, name) >= 1, f"remote.{name}", getattr(self, name), "1 or more")
         for name in ("timeout", "deadline"):
             value = getattr(self, name)
-            require(math.isfinite(value) and value > 0, f"remote.{name}", value, "a positive number of seconds")
+            require(
+                math.isfinite(value) and value > 0,
+                f"remote.{name}",
+                value,
+                "a positive number of seconds",
+            )
         require(self.retries >= 0, "remote.retries", self.retries, "0 or more")
-        require(math.isfinite(self.backoff) and self.backoff >= 0, "remote.backoff", self.backoff, "0 seconds or more")
-        pool = Connections("remote", self.url, self.concurrency, TOKEN_VARIABLE, self.token_file, self.certificate)
+        require(
+            math.isfinite(self.backoff) and self.backoff >= 0,
+            "remote.backoff",
+            self.backoff,
+            "0 seconds or more",
+        )
+        pool = Connections(
+            "remote", self.url, self.concurrency, TOKEN_VARIABLE, self.token_file, self.certificate
+        )
         object.__setattr__(self, "_connections", pool)
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[sample, channel, height, width] and as many prompts -> [sample], on the images' device. Raises `RewardError`."""
+        """[sample, channel, height, width] and as many prompts -> [sample], on the images' device.
+        Raises `RewardError`.
+        """
         totals = [scores.total for scores, _ in self._score(images, prompts)]
         return torch.cat([torch.empty(0), *totals]).to(images.device)
 
@@ -107,23 +130,26 @@ class RemoteReward:
         """Close the connections; the next call opens new ones."""
         self._connections.close()
 
-    def _score(self, images: Tensor, prompts: Sequence[Prompt], with_parts: bool = False) -> list[Scored]:
+    def _score(
+        self, images: Tensor, prompts: Sequence[Prompt], with_parts: bool = False
+    ) -> list[Scored]:
         """The scores of every request, in the order of the images."""
         if images.ndim != 4 or len(images) != len(prompts):
             raise RewardError(
-                f"remote: got images {tuple(images.shape)} and {len(prompts)} prompts; allowed: as many images as "
-                "prompts; of videos, frames inside frame-mean(reward=remote(...))"
+                f"remote: got images {tuple(images.shape)} and {len(prompts)} prompts; allowed: as"
+                " many images as prompts; of videos, frames inside frame-mean(reward=remote(...))"
             )
         return _Call(self, time.monotonic() + self.deadline, with_parts).score(images, prompts)
 
 
 @dataclass(frozen=True)
 class RemoteSum(RemoteReward):
-    """A `remote` reward for a server of a weighted sum, with logged components that may be credited separately.
+    """A `remote` reward for a server of a weighted sum, with logged components that may be credited
+    separately.
 
-    A reward with components: `parts` are the scores of the components, `total` applies the server's weights. `parts` raises
-    `RewardError` if the server has no `weighted-sum`, or if its components or weights change between two calls (after a restart
-    with others); otherwise as `RemoteReward`.
+    A reward with components: `parts` are the scores of the components, `total` applies the server's
+    weights. `parts` raises `RewardError` if the server has no `weighted-sum`, or if its components
+    or weights change between two calls (after a restart with others); otherwise as `RemoteReward`.
 
     Args:
         url: see `RemoteReward`.
@@ -146,23 +172,32 @@ class RemoteSum(RemoteReward):
         for scores, weights in self._score(images, prompts, with_parts=True):
             known = self._weights or weights
             if weights != known:
-                raise RewardError(f"remote-sum: the weights at {self.url} were {known}, and are {weights} now")
+                raise RewardError(
+                    f"remote-sum: the weights at {self.url} were {known}, and are {weights} now"
+                )
             self._weights.update(known)
             pieces.append(scores.parts)
-        return {n: torch.cat([torch.empty(0), *(piece[n] for piece in pieces)]).to(images.device) for n in self._weights}
+        return {
+            n: torch.cat([torch.empty(0), *(piece[n] for piece in pieces)]).to(images.device)
+            for n in self._weights
+        }
 
     def total(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The weighted sum of `parts` from this server."""
         unknown = sorted(set(parts) - set(self._weights))
         if unknown:
             known = ", ".join(self._weights) or "none yet"
-            raise RewardError(f"remote-sum: components {', '.join(unknown)}; the server has {known}")
+            raise RewardError(
+                f"remote-sum: components {', '.join(unknown)}; the server has {known}"
+            )
         return weighted_total(parts, self._weights)
 
 
 @dataclass
 class _Call:
-    """The requests of one call of a reward, with a common deadline (monotonic seconds). If one fails, all stop."""
+    """The requests of one call of a reward, with a common deadline (monotonic seconds). If one
+    fails, all stop.
+    """
 
     reward: RemoteReward
     deadline: float
@@ -187,7 +222,8 @@ class _Call:
                     except BaseException as error:
                         future.set_exception(error)
 
-        for _ in range(min(self.reward.concurrency, len(pieces))):  # daemons: an interrupted program need not wait for them
+        # daemons: an interrupted program need not wait for them
+        for _ in range(min(self.reward.concurrency, len(pieces))):
             threading.Thread(target=work, name="flowrl-remote", daemon=True).start()
         try:
             done, _ = wait(futures, return_when="FIRST_EXCEPTION")
@@ -202,7 +238,9 @@ class _Call:
         import httpx
         import tenacity
 
-        form = httpx.Request("POST", self.reward.url, files=encode_request(images, prompts, self.reward.images))
+        form = httpx.Request(
+            "POST", self.reward.url, files=encode_request(images, prompts, self.reward.images)
+        )
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(TransientError),
             wait=self._pause,
@@ -214,12 +252,16 @@ class _Call:
         return retrying(self._attempt, form.read(), form.headers["Content-Type"], prompts)
 
     def _pause(self, state: "RetryCallState") -> float:
-        """Seconds before the next attempt. The jitter does not use Python's global random numbers, because results must not
-        depend on it."""
+        """Seconds before the next attempt. The jitter does not use Python's global random numbers,
+        because results must not depend on it.
+        """
         from tenacity import wait_exponential
 
         longest = wait_exponential(multiplier=self.reward.backoff, max=MAX_BACKOFF)(state)
-        return max(longest * random.SystemRandom().uniform(0.5, 1.0), getattr(last_error(state), "retry_after", 0.0))
+        return max(
+            longest * random.SystemRandom().uniform(0.5, 1.0),
+            getattr(last_error(state), "retry_after", 0.0),
+        )
 
     def _sleep(self, seconds: float) -> None:
         if self.stopped.wait(seconds):
@@ -227,15 +269,21 @@ class _Call:
 
     def _give_up(self, state: "RetryCallState") -> NoReturn:
         error, attempts = last_error(state), state.attempt_number
-        pause = f" (the next attempt was due {state.upcoming_sleep:.0f} seconds later)" if attempts <= self.reward.retries else ""
+        pause = (
+            f" (the next attempt was due {state.upcoming_sleep:.0f} seconds later)"
+            if attempts <= self.reward.retries
+            else ""
+        )
         raise RewardError(
-            f"remote: the reward server at {self.reward.url} gave no scores in {attempts} attempts over "
-            f"{state.seconds_since_start or 0:.0f} seconds{pause}; the last error: {error}. "
-            "Start the server again, then resume the run from its last checkpoint"
+            f"remote: the reward server at {self.reward.url} gave no scores in {attempts} attempts"
+            f" over {state.seconds_since_start or 0:.0f} seconds{pause}; the last error: {error}."
+            " Start the server again, then resume the run from its last checkpoint"
         ) from error
 
     def _attempt(self, body: bytes, content_type: str, prompts: Sequence[Prompt]) -> Scored:
-        """One HTTP request. Raises `TransientError` for temporary failures, `RewardError` for others."""
+        """One HTTP request. Raises `TransientError` for temporary failures, `RewardError` for
+        others.
+        """
         reward, request_id = self.reward, uuid.uuid4().hex
         seconds = min(reward.timeout, max(self.deadline - time.monotonic(), 0.001))
         path = "/v1/score?parts=true" if self.with_parts else "/v1/score"
@@ -244,15 +292,35 @@ class _Call:
         answer = reward._connections.post(path, body, headers, seconds, max_bytes)
         if answer.status != 200:
             raise self._status_error(answer)
-        return decode_scores(answer.content, request_id, prompts, f"remote: the reward server at {reward.url}", self.with_parts)
+        return decode_scores(
+            answer.content,
+            request_id,
+            prompts,
+            f"remote: the reward server at {reward.url}",
+            self.with_parts,
+        )
 
     def _status_error(self, answer: Answer) -> Exception:
         """The error for a response without scores."""
         status, error = answer.status, decode_error(answer.content)
-        reason = f"status {status}" + (f", {error.code[:100]}: {error.message[:1000]}" if error else "")
+        reason = f"status {status}" + (
+            f", {error.code[:100]}: {error.message[:1000]}" if error else ""
+        )
         if status in (408, 425, 429) or status >= 500 if error is None else error.retry:
             return TransientError(reason, answer.retry_after)
-        hint = f"; set {TOKEN_VARIABLE} or token_file to the server's token" if status == 401 else ""
-        hint = f"; lower remote's batch (now {self.reward.batch}) or raise the server's limits" if status == 413 else hint
-        hint = "; use remote instead of remote-sum for the total alone" if error and error.code == "no_parts" else hint
-        return RewardError(f"remote: the reward server at {self.reward.url} refuses: {reason}{hint}")
+        hint = (
+            f"; set {TOKEN_VARIABLE} or token_file to the server's token" if status == 401 else ""
+        )
+        hint = (
+            f"; lower remote's batch (now {self.reward.batch}) or raise the server's limits"
+            if status == 413
+            else hint
+        )
+        hint = (
+            "; use remote instead of remote-sum for the total alone"
+            if error and error.code == "no_parts"
+            else hint
+        )
+        return RewardError(
+            f"remote: the reward server at {self.reward.url} refuses: {reason}{hint}"
+        )

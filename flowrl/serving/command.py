@@ -16,14 +16,17 @@ from flowrl.serving.server_settings import TOKEN_VARIABLE, tls_context
 
 @dataclass(frozen=True)
 class ServeReward:
-    """Serve a reward over HTTP, for runs on other machines or in other environments (docs/guides/reward-server.md).
+    """Serve a reward over HTTP, for runs on other machines or in other environments
+    (docs/guides/reward-server.md).
 
-    If other machines can connect, a token is required: from --token-file, from FLOWRL_REWARD_TOKEN, or generated and printed.
-    Example: flowrl serve-reward "pickscore(device='cuda')" --host 0.0.0.0 --port 8000
+    If other machines can connect, a token is required: from --token-file, from FLOWRL_REWARD_TOKEN,
+    or generated and printed. Example: flowrl serve-reward "pickscore(device='cuda')" --host 0.0.0.0
+    --port 8000
     """
 
     reward: tyro.conf.Positional[str]
-    """NAME, NAME(option=value) or path/to/file.py:Class; `flowrl parts --kind reward` lists names."""
+    """NAME, NAME(option=value) or path/to/file.py:Class; `flowrl parts --kind reward` lists names.
+    """
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
     port: Annotated[int, Ge(0), Le(65535)] = 8000
@@ -41,7 +44,9 @@ class ServeReward:
     wait: Annotated[float, Ge(0), Le(60)] = 0.005
     """Seconds that an incomplete call waits for more requests."""
     merge: bool = True
-    """Whether requests share calls. If not, scores do not depend on the traffic, not even in the last digit."""
+    """Whether requests share calls. If not, scores do not depend on the traffic, not even in the
+    last digit.
+    """
     max_body: Count = 256
     """Largest size of a request in MiB."""
     max_samples: Count = 1024
@@ -58,7 +63,10 @@ class ServeReward:
         try:
             from flowrl.serving import Listener, ServerLimits, ServerSettings, serve
         except ImportError as error:
-            message = f"serve-reward needs the extra 'server' ({error}); install it with: pip install -e '.[server]'"
+            message = (
+                f"serve-reward needs the extra 'server' ({error}); install it with: pip install -e"
+                " '.[server]'"
+            )
             raise ConfigError(message) from error
         from flowrl.registry import build
         from flowrl.rewards import require_single
@@ -78,7 +86,8 @@ class ServeReward:
                 token = secrets.token_urlsafe(32)
                 print(f"Token for this server's clients: {TOKEN_VARIABLE}={token}")
             settings = ServerSettings(
-                name=self.reward.partition("(")[0].rpartition(":")[2],  # without options and paths, which clients do not need
+                # without options and paths, which clients do not need
+                name=self.reward.partition("(")[0].rpartition(":")[2],
                 token=token,
                 any_host=self.no_token,
                 names=(self.host,),
@@ -94,12 +103,21 @@ class ServeReward:
         return 0
 
     def _check(self) -> None:
-        """Raise `ConfigError` for options with which a server cannot start, before anything is imported or opened."""
-        require(bool(self.host), "host", self.host, "an address or a name of this machine; 0.0.0.0 for all")
+        """Raise `ConfigError` for options with which a server cannot start, before anything is
+        imported or opened.
+        """
+        require(
+            bool(self.host),
+            "host",
+            self.host,
+            "an address or a name of this machine; 0.0.0.0 for all",
+        )
         certificate, key = self.tls_certificate, self.tls_key
         together = (certificate is None) == (key is None)
         given = ("tls_key", key) if certificate is None else ("tls_certificate", certificate)
-        require(together, given[0], str(given[1]), "tls_certificate and tls_key together, or neither")
+        require(
+            together, given[0], str(given[1]), "tls_certificate and tls_key together, or neither"
+        )
         if certificate is None or key is None:
             return
         try:
@@ -107,13 +125,21 @@ class ServeReward:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             allowed = "a certificate chain and its key without a passphrase, both PEM"
-            message = f"tls_certificate, tls_key: {certificate} and {key} cannot be used ({reason}); allowed: {allowed}"
+            message = (
+                f"tls_certificate, tls_key: {certificate} and {key} cannot be used ({reason});"
+                f" allowed: {allowed}"
+            )
             raise ConfigError(message) from error
 
     def _token(self) -> str:
         """The token from the file or the environment; "" if there is none."""
         if self.no_token:
-            require(self.token_file is None, "token_file", str(self.token_file), "left out with --no-token")
+            require(
+                self.token_file is None,
+                "token_file",
+                str(self.token_file),
+                "left out with --no-token",
+            )
             return ""
         if self.token_file is None:
             return os.environ.get(TOKEN_VARIABLE, "").strip()

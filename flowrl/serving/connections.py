@@ -1,6 +1,8 @@
-"""HTTP connections of the rewards with an endpoint, `remote` and `judge`: requests bounded in time and size, without redirects.
+"""HTTP connections of the rewards with an endpoint, `remote` and `judge`: requests bounded in time
+and size, without redirects.
 
-Needs httpx and tenacity (`pip install -e '.[remote]'`), which are imported when a reward is first used.
+Needs httpx and tenacity (`pip install -e '.[remote]'`), which are imported when a reward is first
+used.
 """
 
 import os
@@ -40,7 +42,9 @@ def check_endpoint(name: str, url: str) -> None:
     require(good, f"{name}.url", url, "http://HOST:PORT or https://HOST:PORT")
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
-        raise ConfigError(f"{name} needs {', '.join(missing)}; install the extra with: pip install -e '.[remote]'")
+        raise ConfigError(
+            f"{name} needs {', '.join(missing)}; install the extra with: pip install -e '.[remote]'"
+        )
 
 
 def last_error(state: "RetryCallState") -> BaseException | None:
@@ -64,16 +68,19 @@ class Answer:
 
     @property
     def retry_after(self) -> float:
-        """The pause that the server requests, in seconds; 0 without one. A date in Retry-After is ignored."""
+        """The pause that the server requests, in seconds; 0 without one. A date in Retry-After is
+        ignored.
+        """
         seconds = self.headers.get("Retry-After", "").strip()
         return float(seconds) if seconds.isdecimal() and len(seconds) < 6 else 0.0
 
 
 class Connections:
-    """The connection pool of a reward; a process that forks or unpickles the reward opens a new pool.
+    """The connection pool of a reward; a process that forks or unpickles the reward opens a new
+    pool.
 
-    A bearer token is sent with every request. Redirects are not followed, so it is sent only to `url`; the environment's proxies
-    are not used.
+    A bearer token is sent with every request. Redirects are not followed, so it is sent only to
+    `url`; the environment's proxies are not used.
 
     Args:
         name: name of the reward, for messages.
@@ -84,7 +91,15 @@ class Connections:
         certificate: file with the trusted certificates (PEM); "" for the system's.
     """
 
-    def __init__(self, name: str, url: str, limit: int, variable: str = "", token_file: str = "", certificate: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        limit: int,
+        variable: str = "",
+        token_file: str = "",
+        certificate: str = "",
+    ) -> None:
         self._settings = (name, url, limit, variable, token_file, certificate)
         self._lock = threading.Lock()
         self._client: httpx.Client | None = None
@@ -93,11 +108,13 @@ class Connections:
     def __reduce__(self) -> tuple[Any, ...]:
         return Connections, self._settings
 
-    def post(self, path: str, body: bytes, headers: Mapping[str, str], seconds: float, max_bytes: int) -> Answer:
+    def post(
+        self, path: str, body: bytes, headers: Mapping[str, str], seconds: float, max_bytes: int
+    ) -> Answer:
         """The response to one request within `seconds`, of at most `max_bytes` bytes.
 
-        Raises `TransientError` for temporary failures, and `RewardError` for an untrusted certificate, an invalid URL or a larger
-        response.
+        Raises `TransientError` for temporary failures, and `RewardError` for an untrusted
+        certificate, an invalid URL or a larger response.
         """
         import httpx
 
@@ -112,9 +129,17 @@ class Connections:
         except (httpx.TransportError, httpx.StreamError) as error:
             if _is_certificate_error(error):
                 hint = "give the authority's, or the server's own if it is self-signed, as "
-                hint += "certificate='ca.pem'" if name == "remote" else "SSL_CERT_FILE in the environment"
-                raise RewardError(f"{name}: the certificate of {url} is not trusted ({error}); {hint}") from error
-            raise TransientError(f"the connection failed ({type(error).__name__}: {error})") from error
+                hint += (
+                    "certificate='ca.pem'"
+                    if name == "remote"
+                    else "SSL_CERT_FILE in the environment"
+                )
+                raise RewardError(
+                    f"{name}: the certificate of {url} is not trusted ({error}); {hint}"
+                ) from error
+            raise TransientError(
+                f"the connection failed ({type(error).__name__}: {error})"
+            ) from error
         except (httpx.InvalidURL, UnicodeError) as error:
             raise RewardError(f"{name}: {url} is not a valid URL: {error}") from error
         return Answer(response.status_code, response.headers, content)
@@ -134,7 +159,9 @@ class Connections:
             self._client = None
 
 
-def _open_client(name: str, url: str, limit: int, variable: str, token_file: str, certificate: str) -> "httpx.Client":
+def _open_client(
+    name: str, url: str, limit: int, variable: str, token_file: str, certificate: str
+) -> "httpx.Client":
     import httpx
 
     headers = {"Accept-Encoding": "identity", "User-Agent": "flowrl"}
@@ -142,11 +169,17 @@ def _open_client(name: str, url: str, limit: int, variable: str, token_file: str
     if token:
         headers["Authorization"] = f"Bearer {token}"
     try:  # reading the system's certificates is slow, and http does not need them
-        trusted = ssl.create_default_context(cafile=certificate or None) if url.startswith("https://") else False
+        trusted = (
+            ssl.create_default_context(cafile=certificate or None)
+            if url.startswith("https://")
+            else False
+        )
     except OSError as error:
         raise ConfigError(f"{name}.certificate: {certificate} cannot be read: {error}") from error
     limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit)
-    return httpx.Client(headers=headers, verify=trusted, limits=limits, follow_redirects=False, trust_env=False)
+    return httpx.Client(
+        headers=headers, verify=trusted, limits=limits, follow_redirects=False, trust_env=False
+    )
 
 
 def _read_token(name: str, file: str) -> str:
@@ -157,7 +190,9 @@ def _read_token(name: str, file: str) -> str:
 
 
 def _is_certificate_error(error: BaseException | None) -> bool:
-    """Whether a certificate that cannot be verified caused `error`, so that further attempts would fail, too."""
+    """Whether a certificate that cannot be verified caused `error`, so that further attempts would
+    fail, too.
+    """
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return True
@@ -166,12 +201,16 @@ def _is_certificate_error(error: BaseException | None) -> bool:
 
 
 def _read_bounded(chunks: Iterator[bytes], max_bytes: int, ends: float, name: str) -> bytes:
-    """The whole body. Raises `RewardError` beyond `max_bytes` bytes and `TransientError` after the monotonic time `ends`."""
+    """The whole body. Raises `RewardError` beyond `max_bytes` bytes and `TransientError` after the
+    monotonic time `ends`.
+    """
     content = bytearray()
     for chunk in chunks:
         content += chunk
         if len(content) > max_bytes:
-            raise RewardError(f"{name}: the response is larger than {max_bytes} bytes; is this the right server?")
+            raise RewardError(
+                f"{name}: the response is larger than {max_bytes} bytes; is this the right server?"
+            )
         if time.monotonic() > ends:
             raise TransientError("the response came too slowly")
     return bytes(content)

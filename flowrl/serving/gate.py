@@ -34,11 +34,13 @@ def _is_address(host: str) -> bool:
 class AccessCheck:
     """Authorisation of requests.
 
-    With a token: compares the SHA-256 of bearer tokens in constant time, so that not even the token's length leaks.
+    With a token: compares the SHA-256 of bearer tokens in constant time, so that not even the
+    token's length leaks.
 
-    Without a token: a web page must not use the server through the browser of a user who can connect. The headers `Origin` and
-    `Sec-Fetch-Site` exclude pages of other sites. The `Host` excludes a page whose name was rebound to this machine: it must be
-    an address or name of the loopback. With `ServerSettings.any_host`, it may also be any address, a name without a dot, this
+    Without a token: a web page must not use the server through the browser of a user who can
+    connect. The headers `Origin` and `Sec-Fetch-Site` exclude pages of other sites. The `Host`
+    excludes a page whose name was rebound to this machine: it must be an address or name of the
+    loopback. With `ServerSettings.any_host`, it may also be any address, a name without a dot, this
     machine's name, or one of `names`.
     """
 
@@ -55,25 +57,39 @@ class AccessCheck:
         scheme, _, token = headers.get("authorization", "").encode("latin-1").partition(b" ")
         same = hmac.compare_digest(hashlib.sha256(token.strip()).digest(), self._digest)
         if scheme.lower() != b"bearer" or not same:
-            raise RequestError(401, "wrong_token", "the token is missing or wrong; send it as Authorization: Bearer TOKEN")
+            raise RequestError(
+                401,
+                "wrong_token",
+                "the token is missing or wrong; send it as Authorization: Bearer TOKEN",
+            )
 
     def _check_page(self, headers: Headers) -> None:
         host = headers.get("host", "").lower()
         found = HOST.fullmatch(host)
         if found is None or not self._serves(found[1].strip("[]")):
-            message = "without a token only requests to the server's own address are served, such as localhost or 127.0.0.1"
+            message = (
+                "without a token only requests to the server's own address are served, such as"
+                " localhost or 127.0.0.1"
+            )
             raise RequestError(421, "wrong_host", message)
-        foreign = any(origin.lower() not in (f"http://{host}", f"https://{host}") for origin in headers.getlist("origin"))
+        foreign = any(
+            origin.lower() not in (f"http://{host}", f"https://{host}")
+            for origin in headers.getlist("origin")
+        )
         if foreign or set(headers.getlist("sec-fetch-site")) - {"none", "same-origin"}:
-            raise RequestError(403, "web_page", "without a token the server refuses requests from web pages")
+            raise RequestError(
+                403, "web_page", "without a token the server refuses requests from web pages"
+            )
 
     def _serves(self, name: str) -> bool:
-        return is_loopback(name) or (self._any_host and (_is_address(name) or "." not in name or name in self._names))
+        return is_loopback(name) or (
+            self._any_host and (_is_address(name) or "." not in name or name in self._names)
+        )
 
 
 class Gate:
-    """ASGI middleware that refuses requests with an ambiguous length, without access, or beyond the limit of simultaneous
-    requests.
+    """ASGI middleware that refuses requests with an ambiguous length, without access, or beyond the
+    limit of simultaneous requests.
 
     `/health` is always served. Refused requests for scores are counted in `metrics`.
 
@@ -85,7 +101,11 @@ class Gate:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
-        self._access, self._most, self._underway = AccessCheck(settings), settings.limits.connections, 0
+        self._access, self._most, self._underway = (
+            AccessCheck(settings),
+            settings.limits.connections,
+            0,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request, or respond with a refusal."""
@@ -107,18 +127,28 @@ class Gate:
 
     def _admit(self, headers: Headers, path: str) -> None:
         """Raise `RequestError` unless the request is admitted."""
-        if "transfer-encoding" in headers and "content-length" in headers:  # a proxy might find another end of the body
-            raise RequestError(400, "two_lengths", "the request has both Content-Length and Transfer-Encoding")
+        # a proxy might find another end of the body
+        if "transfer-encoding" in headers and "content-length" in headers:
+            raise RequestError(
+                400, "two_lengths", "the request has both Content-Length and Transfer-Encoding"
+            )
         if path == "/health":
             return
         self._access.check(headers)
         if self._underway >= self._most:
-            raise RequestError(503, "busy", f"{self._underway} requests are underway; allowed: {self._most}", retry=True)
+            raise RequestError(
+                503,
+                "busy",
+                f"{self._underway} requests are underway; allowed: {self._most}",
+                retry=True,
+            )
 
 
 def error_response(error: RequestError) -> Response:
     """The response for `error`; after an ambiguous length the connection is closed."""
     headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(error.status, {})
     headers |= {"Connection": "close"} if error.code == "two_lengths" else {}
-    body = ErrorResponse(error=ErrorDetail(code=error.code, message=error.message, retry=error.retry))
+    body = ErrorResponse(
+        error=ErrorDetail(code=error.code, message=error.message, retry=error.retry)
+    )
     return Response(body.model_dump_json(), error.status, headers, "application/json")

@@ -1,4 +1,5 @@
-"""A vision-language model as a judge, behind any endpoint with OpenAI's chat protocol (vLLM, SGLang, ...).
+"""A vision-language model as a judge, behind any endpoint with OpenAI's chat protocol (vLLM,
+SGLang, ...).
 
 Requires the extra `remote`; see `flowrl.serving.connections`.
 """
@@ -32,10 +33,12 @@ QUESTION = """A picture was made for this caption: [{prompt}]
 Judge it by two criteria.
 1. Alignment: are the objects, their numbers, attributes and relations those of the caption?
 2. Quality: is the picture clear, detailed, natural in its colours, and without artefacts?
-Think briefly, then end with one line: Final Score: X, where X is a number from {low:g} (bad) to {high:g} (perfect)."""
+Think briefly, then end with one line: Final Score: X, where X is a number from {low:g} (bad) \
+to {high:g} (perfect)."""
 SCORE = re.compile(
     r"final\s+score\s*\**\s*:\s*\**\s*"
-    r"(-?\d+(?:\.\d+)?)(?![\d.,]*\d)(?!\s*(?:[-\u2013~]|to\b)\s*\d)(?!\s*%)"  # no 3,5, no 1-5 or 1 to 5, no 4%
+    # no 3,5, no 1-5 or 1 to 5, no 4%
+    r"(-?\d+(?:\.\d+)?)(?![\d.,]*\d)(?!\s*(?:[-\u2013~]|to\b)\s*\d)(?!\s*%)"
     r"\s*(?:(?:/|out\s+of)\s*(\d+(?:\.\d+)?))?",
     re.IGNORECASE,
 )
@@ -55,9 +58,10 @@ class _Unusable(RewardError):
 class Judge:
     """The judge's score divided by `high`: with the defaults 0.2 (bad) to 1 (perfect).
 
-    Every image is one request at temperature 0, with the image as PNG. The answer must contain "Final Score: X" with one X from
-    `low` to `high`. An attempt fails without a connection, without an answer within `timeout` seconds, at an overloaded server,
-    or by an unusable answer. The next attempt follows after `pause`, 2 `pause`, ... seconds, or a longer pause that the endpoint
+    Every image is one request at temperature 0, with the image as PNG. The answer must contain
+    "Final Score: X" with one X from `low` to `high`. An attempt fails without a connection, without
+    an answer within `timeout` seconds, at an overloaded server, or by an unusable answer. The next
+    attempt follows after `pause`, 2 `pause`, ... seconds, or a longer pause that the endpoint
     requests, up to `timeout`. After `attempts` failures `score` raises `RewardError`.
 
     The question follows UnifiedReward (arXiv 2503.05236), as in Flow-GRPO's public code.
@@ -73,8 +77,10 @@ class Judge:
         pause: first pause between attempts, in seconds.
         workers: simultaneous requests.
         tokens: largest length of an answer.
-        key: environment variable with the endpoint's key, which is sent only to `url` and never shown.
-        mark_invalid: mark a sample whose last answer was unusable as invalid instead of raising an error.
+        key: environment variable with the endpoint's key, which is sent only to `url` and never
+            shown.
+        mark_invalid: mark a sample whose last answer was unusable as invalid instead of raising an
+            error.
 
     Raises:
         ConfigError: an option is out of range, or the extra `remote` is not installed.
@@ -96,13 +102,17 @@ class Judge:
 
     def __post_init__(self) -> None:
         check_endpoint("judge", self.url)
-        require("{prompt}" in self.question, "question", self.question, "a text with {prompt} in it")
+        require(
+            "{prompt}" in self.question, "question", self.question, "a text with {prompt} in it"
+        )
         require(0 <= self.low < self.high, "low, high", (self.low, self.high), "0 <= low < high")
         for name in ("attempts", "workers", "tokens"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         require(self.timeout > 0, "timeout", self.timeout, "above 0")
         require(self.pause >= 0, "pause", self.pause, "0 or more")
-        object.__setattr__(self, "_connections", Connections("judge", self.url, self.workers, self.key))
+        object.__setattr__(
+            self, "_connections", Connections("judge", self.url, self.workers, self.key)
+        )
 
     @property
     def marks_invalid(self) -> bool:
@@ -125,7 +135,9 @@ class Judge:
             if self.mark_invalid and isinstance(last, _Unusable):
                 return float("nan")
             tried = f"after {self.attempts} attempts at {self.url}"
-            raise RewardError(f"judge: no score for the prompt {prompt.text!r} {tried}: {last}") from last
+            raise RewardError(
+                f"judge: no score for the prompt {prompt.text!r} {tried}: {last}"
+            ) from last
 
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type((TransientError, _Unusable)),
@@ -146,20 +158,31 @@ class Judge:
         image.save(buffer, format="PNG")
         encoded = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
         values = {"{prompt}": prompt.text, "{low:g}": f"{self.low:g}", "{high:g}": f"{self.high:g}"}
-        question = re.sub(r"\{prompt\}|\{low:g\}|\{high:g\}", lambda match: values[match[0]], self.question)
-        content = [{"type": "image_url", "image_url": {"url": encoded}}, {"type": "text", "text": question}]
+        question = re.sub(
+            r"\{prompt\}|\{low:g\}|\{high:g\}", lambda match: values[match[0]], self.question
+        )
+        content = [
+            {"type": "image_url", "image_url": {"url": encoded}},
+            {"type": "text", "text": question},
+        ]
         messages = [{"role": "user", "content": content}]
-        return json.dumps({"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.tokens}).encode()
+        return json.dumps(
+            {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.tokens}
+        ).encode()
 
     def _request(self, body: bytes) -> str:
-        """The text of the answer. Raises `TransientError` for temporary failures and `RewardError` for others."""
+        """The text of the answer. Raises `TransientError` for temporary failures and `RewardError`
+        for others.
+        """
         headers = {"Content-Type": "application/json"}
         answer = self._connections.post("/chat/completions", body, headers, self.timeout, MAX_BYTES)
         if answer.status in TRANSIENT_STATUS:
             raise TransientError(f"HTTP error {answer.status}", answer.retry_after)
         if 300 <= answer.status < 400:
             target = answer.headers.get("Location", "nowhere")
-            raise RewardError(f"judge: {self.url} redirects to {target}; redirects are not followed, change url")
+            raise RewardError(
+                f"judge: {self.url} redirects to {target}; redirects are not followed, change url"
+            )
         if not 200 <= answer.status < 300:
             raise RewardError(f"judge: {self.url} answered with HTTP error {answer.status}")
         try:
@@ -173,7 +196,8 @@ class Judge:
 
 
 def parse_score(answer: str, low: float, high: float) -> float:
-    """The number after "Final Score:" in an answer, such as "Final Score: 4", "**Final Score:** 4.5/5" or "4 out of 5".
+    """The number after "Final Score:" in an answer, such as "Final Score: 4", "**Final Score:**
+    4.5/5" or "4 out of 5".
 
     A range ("1-5"), a decimal comma and a percentage do not count as numbers.
 
@@ -186,13 +210,15 @@ def parse_score(answer: str, low: float, high: float) -> float:
         The score in [`low`, `high`].
 
     Raises:
-        RewardError: there is no number, there are different numbers, or the number is out of range or relative to another
-            maximum.
+        RewardError: there is no number, there are different numbers, or the number is out of range
+            or relative to another maximum.
     """
     found = {(float(number), float(of) if of else high) for number, of in SCORE.findall(answer)}
     shown = answer if len(answer) <= 120 else f"...{answer[-120:]}"
     if len(found) != 1:
-        raise _Unusable(f'the answer {shown!r} has {"no" if not found else "more than one"} "Final Score: X"')
+        raise _Unusable(
+            f'the answer {shown!r} has {"no" if not found else "more than one"} "Final Score: X"'
+        )
     score, of = found.pop()
     if of != high or not low <= score <= high:
         raise _Unusable(f"the answer {shown!r} has a score that is not from {low:g} to {high:g}")

@@ -1,4 +1,6 @@
-"""The description of the API: types of the responses, the OpenAPI schema of a request, and the page at /docs."""
+"""The description of the API: types of the responses, the OpenAPI schema of a request, and the page
+at /docs.
+"""
 
 import json
 from functools import partial
@@ -16,14 +18,18 @@ class InfoResponse(BaseModel):
     reward: str
     version: str = Field(description="of this API")
     max_batch: int = Field(description="Images in one call of the model")
-    components: dict[str, float] | None = Field(None, description="Of a weighted sum: the weight of every component")
+    components: dict[str, float] | None = Field(
+        None, description="Of a weighted sum: the weight of every component"
+    )
     limits: dict[str, float]
 
 
 class HealthResponse(BaseModel):
     """Whether the server scores requests."""
 
-    status: str = Field(description="ok; or stuck: a call of the model takes longer than the limit; or stopped")
+    status: str = Field(
+        description="ok; or stuck: a call of the model takes longer than the limit; or stopped"
+    )
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -56,8 +62,10 @@ _FORM: dict[str, Any] = {
         "safetensors": {
             "type": "string",
             "format": "binary",
-            "description": "A safetensors file with one tensor, images [sample, channel, height, width]: "
-            "float32, float16 or bfloat16 in [0, 1], or uint8 (value / 255)",
+            "description": (
+                "A safetensors file with one tensor, images [sample, channel, height, width]: "
+                "float32, float16 or bfloat16 in [0, 1], or uint8 (value / 255)"
+            ),
         },
         "png": {
             "type": "array",
@@ -74,7 +82,9 @@ SCORE_REQUEST: dict[str, Any] = {
             "in": "query",
             "required": False,
             "schema": {"type": "boolean", "default": False},
-            "description": "true: also send every component of a weighted sum; other rewards answer 422",
+            "description": (
+                "true: also send every component of a weighted sum; other rewards answer 422"
+            ),
         }
     ],
     "requestBody": {
@@ -82,7 +92,10 @@ SCORE_REQUEST: dict[str, Any] = {
         "content": {
             "multipart/form-data": {
                 "schema": _FORM,
-                "encoding": {"prompts": {"contentType": "application/json"}, "png": {"contentType": "image/png"}},
+                "encoding": {
+                    "prompts": {"contentType": "application/json"},
+                    "png": {"contentType": "image/png"},
+                },
             }
         },
     },
@@ -91,4 +104,9 @@ SCORE_REQUEST: dict[str, Any] = {
 
 def render_page(document: dict[str, Any]) -> str:
     """An OpenAPI document as one HTML page without scripts, which works without a network."""
-    return render("openapi.html.j2", "flowrl.serving", document=document, to_json=partial(json.dumps, indent=2))
+    return render(
+        "openapi.html.j2",
+        "flowrl.serving",
+        document=document,
+        to_json=partial(json.dumps, indent=2),
+    )

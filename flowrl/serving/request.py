@@ -1,4 +1,6 @@
-"""From an HTTP request to images and prompts: the memory budget, the multipart form and its limits."""
+"""From an HTTP request to images and prompts: the memory budget, the multipart form and its
+limits.
+"""
 
 import asyncio
 import logging
@@ -12,7 +14,13 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from torch import Tensor
 
 from flowrl.serving.server_settings import ServerLimits
-from flowrl.serving.wire_format import WireFormatError, decode_pngs, decode_prompts, decode_safetensors, png_size
+from flowrl.serving.wire_format import (
+    WireFormatError,
+    decode_pngs,
+    decode_prompts,
+    decode_safetensors,
+    png_size,
+)
 from flowrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -47,7 +55,12 @@ class MemoryBudget:
         """Count `amount` bytes. Raises `RequestError` (503) beyond the limit."""
         with self._lock:
             if self.used + amount > self.limit:
-                raise RequestError(503, "busy", f"requests take {self.used} bytes; allowed: {self.limit}", retry=True)
+                raise RequestError(
+                    503,
+                    "busy",
+                    f"requests take {self.used} bytes; allowed: {self.limit}",
+                    retry=True,
+                )
             self.used += amount
 
     def release(self, amount: int) -> None:
@@ -57,15 +70,22 @@ class MemoryBudget:
 
 
 class RequestMemory:
-    """The bytes that one request has reserved in a `MemoryBudget`; leaving the context releases all of them."""
+    """The bytes that one request has reserved in a `MemoryBudget`; leaving the context releases all
+    of them.
+    """
 
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget, self._reserved = budget, 0
 
     def reserve(self, amount: int) -> None:
-        """Reserve `amount` more bytes. Raises `RequestError`: 413 if this request alone needs more than the limit, else 503."""
+        """Reserve `amount` more bytes. Raises `RequestError`: 413 if this request alone needs more
+        than the limit, else 503.
+        """
         if self._reserved + amount > self._budget.limit:
-            message = f"the request needs more than {self._budget.limit} bytes of memory; send fewer or smaller images"
+            message = (
+                f"the request needs more than {self._budget.limit} bytes of memory; send fewer or"
+                " smaller images"
+            )
             raise RequestError(413, "too_much_memory", message)
         self._budget.reserve(amount)
         self._reserved += amount
@@ -79,7 +99,8 @@ class RequestMemory:
 
 
 class MultipartForm:
-    """Collects the parts of one multipart/form-data body (RFC 7578) in memory; call `write` for every chunk, then `finish`.
+    """Collects the parts of one multipart/form-data body (RFC 7578) in memory; call `write` for
+    every chunk, then `finish`.
 
     Args:
         content_type: the request's Content-Type.
@@ -87,10 +108,13 @@ class MultipartForm:
         max_bytes: largest size of a part, for some names.
 
     Raises:
-        RequestError: 415 for another type. `write` and `finish` raise 400 or 413 with the fault of the body.
+        RequestError: 415 for another type. `write` and `finish` raise 400 or 413 with the fault of
+            the body.
     """
 
-    def __init__(self, content_type: str, max_parts: Mapping[str, int], max_bytes: Mapping[str, int]) -> None:
+    def __init__(
+        self, content_type: str, max_parts: Mapping[str, int], max_bytes: Mapping[str, int]
+    ) -> None:
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary", b"")
         if kind != b"multipart/form-data" or not 1 <= len(boundary) <= 70:
@@ -100,7 +124,12 @@ class MultipartForm:
         self._parts: dict[str, list[bytes]] = {name: [] for name in max_parts}
         self._complete = False
         self._name = ""
-        self._data, self._header, self._value, self._disposition = bytearray(), bytearray(), bytearray(), b""
+        self._data, self._header, self._value, self._disposition = (
+            bytearray(),
+            bytearray(),
+            bytearray(),
+            b"",
+        )
         callbacks: MultipartCallbacks = {
             "on_part_begin": self._part_begin,
             "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
@@ -118,7 +147,9 @@ class MultipartForm:
         try:
             self._parser.write(chunk)
         except FormParserError as error:
-            raise RequestError(400, "bad_multipart", f"the multipart body cannot be read: {error}") from error
+            raise RequestError(
+                400, "bad_multipart", f"the multipart body cannot be read: {error}"
+            ) from error
 
     def finish(self) -> dict[str, list[bytes]]:
         """The contents of the parts by name, in the order of the body."""
@@ -139,16 +170,26 @@ class MultipartForm:
         _, options = parse_options_header(self._disposition)
         name = self._name = options.get(b"name", b"").decode("latin-1")
         if name not in self._parts:
-            raise RequestError(400, "unknown_part", f"unknown part {name[:40]!r}; allowed: {', '.join(self._parts)}")
+            raise RequestError(
+                400,
+                "unknown_part",
+                f"unknown part {name[:40]!r}; allowed: {', '.join(self._parts)}",
+            )
         most = self._max_parts[name]
         if len(self._parts[name]) >= most:
-            raise RequestError(413, "too_many_parts", f"more than {most} part{'s' if most > 1 else ''} called {name!r}")
+            raise RequestError(
+                413,
+                "too_many_parts",
+                f"more than {most} part{'s' if most > 1 else ''} called {name!r}",
+            )
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
         self._data += data[start:end]
         most = self._max_bytes.get(self._name)
         if most is not None and len(self._data) > most:
-            raise RequestError(413, "part_too_large", f"the part {self._name!r} is larger than {most} bytes")
+            raise RequestError(
+                413, "part_too_large", f"the part {self._name!r} is larger than {most} bytes"
+            )
 
     def _part_end(self) -> None:
         self._parts[self._name].append(bytes(self._data))
@@ -158,8 +199,12 @@ class MultipartForm:
         self._complete = True
 
 
-async def read_request(request: Request, limits: ServerLimits, memory: RequestMemory) -> tuple[Tensor, Sequence[Prompt]]:
-    """Images [sample, channel, height, width] and as many prompts, within `limits`. Raises `RequestError`."""
+async def read_request(
+    request: Request, limits: ServerLimits, memory: RequestMemory
+) -> tuple[Tensor, Sequence[Prompt]]:
+    """Images [sample, channel, height, width] and as many prompts, within `limits`. Raises
+    `RequestError`.
+    """
     try:
         async with asyncio.timeout(limits.body_seconds):
             parts = await _receive_form(request, limits, memory)
@@ -172,28 +217,46 @@ async def read_request(request: Request, limits: ServerLimits, memory: RequestMe
         raise RequestError(422, error.code, str(error)) from error
 
 
-async def _receive_form(request: Request, limits: ServerLimits, memory: RequestMemory) -> dict[str, list[bytes]]:
+async def _receive_form(
+    request: Request, limits: ServerLimits, memory: RequestMemory
+) -> dict[str, list[bytes]]:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > limits.body_bytes:
-        raise RequestError(413, "body_too_large", f"the body has {announced[:20]} bytes; allowed: {limits.body_bytes}")
+        raise RequestError(
+            413,
+            "body_too_large",
+            f"the body has {announced[:20]} bytes; allowed: {limits.body_bytes}",
+        )
     max_parts = {"prompts": 1, "safetensors": 1, "png": limits.samples}
-    form = MultipartForm(request.headers.get("content-type", ""), max_parts, {"prompts": limits.prompts_bytes})
+    form = MultipartForm(
+        request.headers.get("content-type", ""), max_parts, {"prompts": limits.prompts_bytes}
+    )
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > limits.body_bytes:
-            raise RequestError(413, "body_too_large", f"the body has more than {limits.body_bytes} bytes")
+            raise RequestError(
+                413, "body_too_large", f"the body has more than {limits.body_bytes} bytes"
+            )
         memory.reserve(len(chunk))
         form.write(chunk)
     return form.finish()
 
 
-def _decode(parts: Mapping[str, Sequence[bytes]], limits: ServerLimits, memory: RequestMemory) -> tuple[Tensor, Sequence[Prompt]]:
+def _decode(
+    parts: Mapping[str, Sequence[bytes]], limits: ServerLimits, memory: RequestMemory
+) -> tuple[Tensor, Sequence[Prompt]]:
     pngs, tensors = parts["png"], parts["safetensors"]
     if not parts["prompts"]:
-        raise RequestError(422, "no_prompts", "the part 'prompts' is missing: a JSON list, one object per image")
+        raise RequestError(
+            422, "no_prompts", "the part 'prompts' is missing: a JSON list, one object per image"
+        )
     if bool(pngs) == bool(tensors):
-        raise RequestError(422, "no_images", "the images are missing: send them in parts 'png' or in one part 'safetensors'")
+        raise RequestError(
+            422,
+            "no_images",
+            "the images are missing: send them in parts 'png' or in one part 'safetensors'",
+        )
     prompts = decode_prompts(parts["prompts"][0])
     _check_samples(len(prompts), limits)
     if pngs:
@@ -207,15 +270,25 @@ def _decode(parts: Mapping[str, Sequence[bytes]], limits: ServerLimits, memory: 
         _check_pixels(images.shape[3], images.shape[2], limits)
         _check_samples(len(images), limits)
     if len(images) != len(prompts):
-        raise RequestError(422, "wrong_count", f"{len(images)} images and {len(prompts)} prompts; allowed: as many of each")
+        raise RequestError(
+            422,
+            "wrong_count",
+            f"{len(images)} images and {len(prompts)} prompts; allowed: as many of each",
+        )
     return images, prompts
 
 
 def _check_samples(count: int, limits: ServerLimits) -> None:
     if count > limits.samples:
-        raise RequestError(413, "too_many_samples", f"{count} samples in one request; allowed: 1 to {limits.samples}")
+        raise RequestError(
+            413,
+            "too_many_samples",
+            f"{count} samples in one request; allowed: 1 to {limits.samples}",
+        )
 
 
 def _check_pixels(width: int, height: int, limits: ServerLimits) -> None:
     if width * height > limits.pixels:
-        raise RequestError(413, "too_many_pixels", f"images of {width} x {height}; allowed: {limits.pixels} pixels")
+        raise RequestError(
+            413, "too_many_pixels", f"images of {width} x {height}; allowed: {limits.pixels} pixels"
+        )

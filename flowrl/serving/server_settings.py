@@ -15,8 +15,8 @@ TOKEN_VARIABLE = "FLOWRL_REWARD_TOKEN"
 class ServerLimits:
     """Bounds of a reward server; each is positive and finite. Raises `ConfigError` otherwise.
 
-    Bodies that are being received and images that wait for their scores together take at most `memory_bytes`. Further requests
-    are refused with a status that tells the client to retry (503).
+    Bodies that are being received and images that wait for their scores together take at most
+    `memory_bytes`. Further requests are refused with a status that tells the client to retry (503).
     """
 
     body_bytes: int = 256 * 2**20
@@ -32,10 +32,13 @@ class ServerLimits:
     queue: int = 8192
     """Images that wait for their scores at the same time."""
     connections: int = 512
-    """Simultaneous open connections, and simultaneous requests. For a further connection, the one that has been idle longest is
-    closed; a further request is refused with 503."""
+    """Simultaneous open connections, and simultaneous requests. For a further connection, the one
+    that has been idle longest is closed; a further request is refused with 503.
+    """
     header_seconds: float = 10.0
-    """Seconds from the connection (or the first byte of a later request) to the end of the request's headers."""
+    """Seconds from the connection (or the first byte of a later request) to the end of the
+    request's headers.
+    """
     body_seconds: float = 60.0
     """Seconds from the headers to the last byte of the body."""
     score_seconds: float = 300.0
@@ -44,7 +47,12 @@ class ServerLimits:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            require(math.isfinite(value) and value > 0, f"ServerLimits.{item.name}", value, "positive and finite")
+            require(
+                math.isfinite(value) and value > 0,
+                f"ServerLimits.{item.name}",
+                value,
+                "positive and finite",
+            )
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,9 @@ class ServerSettings:
     wait: float = 0.005
     """Seconds that an incomplete call waits for more requests."""
     merge: bool = True
-    """Whether requests share calls. If not, scores do not depend on the traffic, not even in the last digit."""
+    """Whether requests share calls. If not, scores do not depend on the traffic, not even in the
+    last digit.
+    """
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,6 @@
-"""The application under uvicorn: an open socket, limits on slow and idle connections, an orderly shutdown."""
+"""The application under uvicorn: an open socket, limits on slow and idle connections, an orderly
+shutdown.
+"""
 
 import asyncio
 import socket
@@ -58,7 +60,10 @@ class Listener:
 
 
 def make_server(
-    reward: RewardModel, settings: ServerSettings, certificate: Path | None = None, key: Path | None = None
+    reward: RewardModel,
+    settings: ServerSettings,
+    certificate: Path | None = None,
+    key: Path | None = None,
 ) -> uvicorn.Server:
     """A uvicorn server for the socket of a `Listener`, which can run in any thread.
 
@@ -87,15 +92,22 @@ def make_server(
         proxy_headers=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=30,
-        backlog=128,  # also accepted at once; closing idle connections in between stays within the usual limit of 1024 files
+        # also accepted at once; closing idle connections in between stays within the usual limit of
+        # 1024 files
+        backlog=128,
     )
     return uvicorn.Server(config)
 
 
 def serve(
-    reward: RewardModel, settings: ServerSettings, listener: Listener, certificate: Path | None = None, key: Path | None = None
+    reward: RewardModel,
+    settings: ServerSettings,
+    listener: Listener,
+    certificate: Path | None = None,
+    key: Path | None = None,
 ) -> None:
-    """Serve until the process receives SIGINT or SIGTERM; running requests then have half a minute to finish.
+    """Serve until the process receives SIGINT or SIGTERM; running requests then have half a minute
+    to finish.
 
     Args:
         reward: the reward model.
@@ -105,7 +117,12 @@ def serve(
         key: file of the certificate's private key.
     """
     if not settings.token and not listener.loopback:
-        require(settings.any_host, "token", "", "a token, or any_host=True to serve everyone who can reach this machine")
+        require(
+            settings.any_host,
+            "token",
+            "",
+            "a token, or any_host=True to serve everyone who can reach this machine",
+        )
     make_server(reward, settings, certificate, key).run(sockets=[listener.socket])
 
 
@@ -114,10 +131,12 @@ CLOSE_SECONDS = 1.0
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol with a time limit for the headers of a request, and a limit on connections.
+    """uvicorn's HTTP/1.1 protocol with a time limit for the headers of a request, and a limit on
+    connections.
 
-    uvicorn's `limit_concurrency` refuses requests because of idle connections; here these are closed instead. uvicorn
-    also counts a TLS connection only after its handshake; here the handshake (with `tls`) is within both limits.
+    uvicorn's `limit_concurrency` refuses requests because of idle connections; here these are
+    closed instead. uvicorn also counts a TLS connection only after its handshake; here the
+    handshake (with `tls`) is within both limits.
     """
 
     header_seconds = 10.0
@@ -130,21 +149,29 @@ class LimitedProtocol(H11Protocol):
     """Data received after the handshake's, while it is in progress."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer. Turn off Nagle's algorithm, which would delay the second packet of a response by 40 ms."""
+        """Start the timer. Turn off Nagle's algorithm, which would delay the second packet of a
+        response by 40 ms.
+        """
         super().connection_made(transport)
         self._make_room()
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._timer = self.loop.call_later(self.header_seconds, self._time_out)
         if self.tls is not None:
             transport.pause_reading()
-            self._early, self._handshake = b"", self.loop.create_task(self._start_tls(transport, self.tls))
+            self._early, self._handshake = (
+                b"",
+                self.loop.create_task(self._start_tls(transport, self.tls)),
+            )
 
     async def _start_tls(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
-        """Continue over TLS. A connection whose handshake fails or is given up is closed without a response, as it has no request
-        yet."""
+        """Continue over TLS. A connection whose handshake fails or is given up is closed without a
+        response, as it has no request yet.
+        """
         secure = None
         with suppress(OSError):
-            secure = await self.loop.start_tls(transport, self, tls, server_side=True, ssl_handshake_timeout=self.header_seconds)
+            secure = await self.loop.start_tls(
+                transport, self, tls, server_side=True, ssl_handshake_timeout=self.header_seconds
+            )
         early, self._early = self._early, None
         if secure is None or secure.is_closing():
             self._stop_timer()
@@ -156,7 +183,9 @@ class LimitedProtocol(H11Protocol):
             self.data_received(early)
 
     def data_received(self, data: bytes) -> None:
-        """Stop the timer when the headers are complete; start it with the first bytes of another request."""
+        """Stop the timer when the headers are complete; start it with the first bytes of another
+        request.
+        """
         if self._early is not None:
             self._early += data
             return
@@ -169,7 +198,9 @@ class LimitedProtocol(H11Protocol):
             self._timer = self.loop.call_later(self.header_seconds, self._time_out)
 
     def shutdown(self) -> None:
-        """Close an idle connection at once: over TLS, a clean close would wait for the peer, which is idle, too."""
+        """Close an idle connection at once: over TLS, a clean close would wait for the peer, which
+        is idle, too.
+        """
         super().shutdown()
         if self.transport.is_closing():
             self.loop.call_later(CLOSE_SECONDS, self.transport.abort)
@@ -184,7 +215,9 @@ class LimitedProtocol(H11Protocol):
         self.send_400_response("Unsupported upgrade request.")
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not HTTP. If they are in the body of a request, that request has ended without a response."""
+        """Answer bytes that are not HTTP. If they are in the body of a request, that request has
+        ended without a response.
+        """
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -194,7 +227,9 @@ class LimitedProtocol(H11Protocol):
             self.transport.close()
 
     def _make_room(self) -> None:
-        """If there are too many connections, close the one without a request that has been idle longest."""
+        """If there are too many connections, close the one without a request that has been idle
+        longest.
+        """
         self._active = self.loop.time()
         if len(self.connections) <= self.most_connections:
             return

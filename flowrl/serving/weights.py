@@ -7,7 +7,8 @@ from flowrl.errors import ConfigError, FlowrlError
 
 
 def load_weights(reward: object) -> None:
-    """Call `load()` of a reward, if it has one, and of the rewards among the fields of a data class such as `WeightedSum`.
+    """Call `load()` of a reward, if it has one, and of the rewards among the fields of a data class
+    such as `WeightedSum`.
 
     Raises `ConfigError` if that fails.
     """

@@ -5,19 +5,33 @@ In a test file, two lines make one pytest case per promise::
     from flowrl.testing import credit_contract
     test_my_rule = credit_contract(MyRule())
 
-In a notebook, ``check_credit(MyRule())`` lists which promises are kept. The argument is an object (copied for every promise), a
-class, or a function that makes a part. A failure names the promise, the observed value, and the usual cause. If a basic promise
-is broken (shape, randomness), promises that would fail for the same reason are not tried.
+In a notebook, ``check_credit(MyRule())`` lists which promises are kept. The argument is an object
+(copied for every promise), a class, or a function that makes a part. A failure names the promise,
+the observed value, and the usual cause. If a basic promise is broken (shape, randomness), promises
+that would fail for the same reason are not tried.
 
-`without` names promises that a part breaks on purpose. Only the functions that end in ``_contract`` need pytest; they raise
-`ConfigError` if it is not installed. Before a run, `flowrl.training.trial` checks the user's own parts with this package.
+`without` names promises that a part breaks on purpose. Only the functions that end in ``_contract``
+need pytest; they raise `ConfigError` if it is not installed. Before a run, `flowrl.training.trial`
+checks the user's own parts with this package.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowrl.protocols import FlowPolicy
-from flowrl.testing import credit, forward_loss, group_reward, loss, policy, probe, reward, sampler, solver, window, world
+from flowrl.testing import (
+    credit,
+    forward_loss,
+    group_reward,
+    loss,
+    policy,
+    probe,
+    reward,
+    sampler,
+    solver,
+    window,
+    world,
+)
 from flowrl.testing._cases import (
     credit_case,
     group_reward_case,
@@ -88,11 +102,15 @@ TestFunction = Callable[..., None]
 PROMPTS = ("a red fox", "two blue cars", "a house", "the sea at night")
 
 
-def credit_contract(rule: Any, decisions: int | None = None, without: Sequence[str] = ()) -> TestFunction:
-    """A pytest function that checks a credit rule against the contract of `CreditAssigner` or `ExperienceCredit`.
+def credit_contract(
+    rule: Any, decisions: int | None = None, without: Sequence[str] = ()
+) -> TestFunction:
+    """A pytest function that checks a credit rule against the contract of `CreditAssigner` or
+    `ExperienceCredit`.
 
     Args:
-        rule: the credit rule: an object (copied for every promise), a class, or a function that makes it.
+        rule: the credit rule: an object (copied for every promise), a class, or a function that
+            makes it.
         decisions: number of decisions, if the rule requires one; None for several.
         without: names of promises that the part breaks on purpose.
 
@@ -109,7 +127,8 @@ def sampler_contract(part: Any, steps: int = 10, without: Sequence[str] = ()) ->
     """A pytest function that checks a sampler against the contract of `Sampler`.
 
     Args:
-        part: the sampler: an object (copied for every promise), a class, or a function that makes it.
+        part: the sampler: an object (copied for every promise), a class, or a function that makes
+            it.
         steps: number of steps of the grids.
         without: names of promises that the part breaks on purpose.
 
@@ -126,7 +145,8 @@ def solver_contract(part: Any, steps: int = 10, without: Sequence[str] = ()) -> 
     """A pytest function that checks a solver against the contract of `MultistepSolver`.
 
     Args:
-        part: the solver: an object (copied for every promise), a class, or a function that makes it.
+        part: the solver: an object (copied for every promise), a class, or a function that makes
+            it.
         steps: number of steps of the grids.
         without: names of promises that the part breaks on purpose.
 
@@ -143,7 +163,8 @@ def window_contract(part: Any, steps: int = 20, without: Sequence[str] = ()) -> 
     """A pytest function that checks a window against the contract of `Window`.
 
     Args:
-        part: the window: an object (copied for every promise), a class, or a function that makes it.
+        part: the window: an object (copied for every promise), a class, or a function that makes
+            it.
         steps: number of steps of the grids, which the window must fit.
         without: names of promises that the part breaks on purpose.
 
@@ -160,7 +181,8 @@ def loss_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
     """A pytest function that checks a policy loss against the contract of `PolicyLoss`.
 
     Args:
-        part: the policy loss: an object (copied for every promise), a class, or a function that makes it.
+        part: the policy loss: an object (copied for every promise), a class, or a function that
+            makes it.
         without: names of promises that the part breaks on purpose.
 
     Returns:
@@ -176,7 +198,8 @@ def forward_loss_contract(part: Any, without: Sequence[str] = ()) -> TestFunctio
     """A pytest function that checks a forward-process loss against the contract of `ForwardLoss`.
 
     Args:
-        part: the forward-process loss: an object (copied for every promise), a class, or a function that makes it.
+        part: the forward-process loss: an object (copied for every promise), a class, or a function
+            that makes it.
         without: names of promises that the part breaks on purpose.
 
     Returns:
@@ -189,14 +212,17 @@ def forward_loss_contract(part: Any, without: Sequence[str] = ()) -> TestFunctio
 
 
 def reward_contract(
-    part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()
+    part: Any,
+    examples: Examples | Callable[[], Examples] | None = None,
+    without: Sequence[str] = (),
 ) -> TestFunction:
     """A pytest function that checks a reward model against the contract of `RewardModel`.
 
     Args:
         part: the reward model: an object (not copied), a class, or a function that makes it.
-        examples: images [sample, channel, height, width] or videos [sample, frame, ...] in [0, 1] and as many prompts, two or
-            more; or a function that makes them; None: smooth random images of 32x32 with plain prompts.
+        examples: images [sample, channel, height, width] or videos [sample, frame, ...] in [0, 1]
+            and as many prompts, two or more; or a function that makes them; None: smooth random
+            images of 32x32 with plain prompts.
         without: names of promises that the part breaks on purpose.
 
     Returns:
@@ -209,14 +235,17 @@ def reward_contract(
 
 
 def group_reward_contract(
-    part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()
+    part: Any,
+    examples: Examples | Callable[[], Examples] | None = None,
+    without: Sequence[str] = (),
 ) -> TestFunction:
     """A pytest function that checks a group reward against the contract of `GroupReward`.
 
     Args:
         part: the group reward: an object (not copied), a class, or a function that makes it.
-        examples: images [prompt, member, channel, height, width], or videos, with two or more prompts of three or more members,
-            and the prompts; or a function that makes them; None: smooth random images of 32x32.
+        examples: images [prompt, member, channel, height, width], or videos, with two or more
+            prompts of three or more members, and the prompts; or a function that makes them; None:
+            smooth random images of 32x32.
         without: names of promises that the part breaks on purpose.
 
     Returns:
@@ -229,15 +258,19 @@ def group_reward_contract(
 
 
 def policy_contract(
-    part: Any, prompts: Sequence[Prompt | str] = PROMPTS, tolerance: float = 1e-4, without: Sequence[str] = ()
+    part: Any,
+    prompts: Sequence[Prompt | str] = PROMPTS,
+    tolerance: float = 1e-4,
+    without: Sequence[str] = (),
 ) -> TestFunction:
     """A pytest function that checks a policy against the contract of `FlowPolicy`.
 
     Args:
-        part: the policy: an object (not copied; the checks restore what they change), a class, or a function that makes it.
+        part: the policy: an object (not copied; the checks restore what they change), a class, or a
+            function that makes it.
         prompts: two or more prompts that the policy accepts.
-        tolerance: largest rounding difference of velocities that must be equal, relative to the largest velocity (about 1e-2 for
-            a network in bfloat16).
+        tolerance: largest rounding difference of velocities that must be equal, relative to the
+            largest velocity (about 1e-2 for a network in bfloat16).
         without: names of promises that the part breaks on purpose.
 
     Returns:
@@ -249,7 +282,9 @@ def policy_contract(
     return policy.CONTRACT.as_test(policy_case(part, prompts, tolerance), without)
 
 
-def probe_contract(part: Any, policy: FlowPolicy | None = None, members: int = 4, without: Sequence[str] = ()) -> TestFunction:
+def probe_contract(
+    part: Any, policy: FlowPolicy | None = None, members: int = 4, without: Sequence[str] = ()
+) -> TestFunction:
     """A pytest function that checks a probe against the contract of `flowrl.probes.Probe`.
 
     Args:
@@ -284,7 +319,8 @@ def world_contract(part: Any, without: Sequence[str] = ()) -> TestFunction:
 
 
 def check_credit(rule: Any, decisions: int | None = None, without: Sequence[str] = ()) -> Findings:
-    """Check a credit rule against the contract of `CreditAssigner` or `ExperienceCredit`; for notebooks and scripts.
+    """Check a credit rule against the contract of `CreditAssigner` or `ExperienceCredit`; for
+    notebooks and scripts.
 
     Args:
         rule: as in `credit_contract`.
@@ -367,7 +403,9 @@ def check_loss(part: Any, without: Sequence[str] = ()) -> Findings:
     return loss.CONTRACT.findings(maker(part), without)
 
 
-def check_probe(part: Any, policy: FlowPolicy | None = None, members: int = 4, without: Sequence[str] = ()) -> Findings:
+def check_probe(
+    part: Any, policy: FlowPolicy | None = None, members: int = 4, without: Sequence[str] = ()
+) -> Findings:
     """Check a probe against the contract of `flowrl.probes.Probe`; for notebooks and scripts.
 
     Args:
@@ -386,7 +424,8 @@ def check_probe(part: Any, policy: FlowPolicy | None = None, members: int = 4, w
 
 
 def check_forward_loss(part: Any, without: Sequence[str] = ()) -> Findings:
-    """Check a forward-process loss against the contract of `ForwardLoss`; for notebooks and scripts.
+    """Check a forward-process loss against the contract of `ForwardLoss`; for notebooks and
+    scripts.
 
     Args:
         part: as in `forward_loss_contract`.
@@ -401,7 +440,11 @@ def check_forward_loss(part: Any, without: Sequence[str] = ()) -> Findings:
     return forward_loss.CONTRACT.findings(maker(part), without)
 
 
-def check_reward(part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()) -> Findings:
+def check_reward(
+    part: Any,
+    examples: Examples | Callable[[], Examples] | None = None,
+    without: Sequence[str] = (),
+) -> Findings:
     """Check a reward model against the contract of `RewardModel`; for notebooks and scripts.
 
     Args:
@@ -419,7 +462,9 @@ def check_reward(part: Any, examples: Examples | Callable[[], Examples] | None =
 
 
 def check_group_reward(
-    part: Any, examples: Examples | Callable[[], Examples] | None = None, without: Sequence[str] = ()
+    part: Any,
+    examples: Examples | Callable[[], Examples] | None = None,
+    without: Sequence[str] = (),
 ) -> Findings:
     """Check a group reward against the contract of `GroupReward`; for notebooks and scripts.
 
@@ -438,7 +483,10 @@ def check_group_reward(
 
 
 def check_policy(
-    part: Any, prompts: Sequence[Prompt | str] = PROMPTS, tolerance: float = 1e-4, without: Sequence[str] = ()
+    part: Any,
+    prompts: Sequence[Prompt | str] = PROMPTS,
+    tolerance: float = 1e-4,
+    without: Sequence[str] = (),
 ) -> Findings:
     """Check a policy against the contract of `FlowPolicy`; for notebooks and scripts.
 
@@ -458,7 +506,8 @@ def check_policy(
 
 
 def check_world(part: Any, without: Sequence[str] = ()) -> Findings:
-    """Check a world against the contract of `World`, with its policy and its rewards; for notebooks and scripts.
+    """Check a world against the contract of `World`, with its policy and its rewards; for notebooks
+    and scripts.
 
     Args:
         part: as in `world_contract`.

@@ -1,11 +1,23 @@
-"""Cases of the contract tests: the checked arguments of the functions of `flowrl.testing`, and a maker of the part."""
+"""Cases of the contract tests: the checked arguments of the functions of `flowrl.testing`, and a
+maker of the part.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowrl.errors import require
 from flowrl.protocols import FlowPolicy
-from flowrl.testing import credit, group_reward, policy, probe, reward, sampler, solver, window, world
+from flowrl.testing import (
+    credit,
+    group_reward,
+    policy,
+    probe,
+    reward,
+    sampler,
+    solver,
+    window,
+    world,
+)
 from flowrl.testing.findings import maker
 from flowrl.testing.reward import Examples
 from flowrl.types import Prompt
@@ -41,19 +53,25 @@ def probe_case(part: Any, policy: FlowPolicy | None, members: int) -> Callable[[
     return lambda: probe.Case(make(), policy, members)
 
 
-def reward_case(part: Any, examples: Examples | Callable[[], Examples] | None) -> Callable[[], reward.Case]:
+def reward_case(
+    part: Any, examples: Examples | Callable[[], Examples] | None
+) -> Callable[[], reward.Case]:
     images, prompts = reward.examples_of(examples)
     make = maker(part, share=True)
     return lambda: reward.Case(make(), images, prompts)
 
 
-def group_reward_case(part: Any, examples: Examples | Callable[[], Examples] | None) -> Callable[[], group_reward.Case]:
+def group_reward_case(
+    part: Any, examples: Examples | Callable[[], Examples] | None
+) -> Callable[[], group_reward.Case]:
     images, prompts = group_reward.examples_of(examples)
     make = maker(part, share=True)
     return lambda: group_reward.Case(make(), images, prompts)
 
 
-def policy_case(part: Any, prompts: Sequence[Prompt | str], tolerance: float) -> Callable[[], policy.Case]:
+def policy_case(
+    part: Any, prompts: Sequence[Prompt | str], tolerance: float
+) -> Callable[[], policy.Case]:
     require(tolerance > 0, "tolerance", tolerance, "above 0")
     chosen, make = policy.prompts_of(prompts), maker(part, share=True)
     return lambda: policy.Case(make(), chosen, tolerance)

@@ -37,7 +37,9 @@ EQUAL_REWARDS = (0.0, 0.3, -3.3, 1000.1, 12345.678, 1e6 / 3)
 
 @dataclass(frozen=True)
 class Case:
-    """A credit rule, the number of decisions that it requires (None: any), and whether all records have all members."""
+    """A credit rule, the number of decisions that it requires (None: any), and whether all records
+    have all members.
+    """
 
     rule: Any
     decisions: int | None = None
@@ -51,7 +53,9 @@ class Case:
         """Prompts, members and decisions of the tables to try."""
         if isinstance(self.rule.probe, Branching):
             return tree_sizes(self.rule.probe, self.decisions)
-        return SIZES if self.decisions is None else tuple((p, m, self.decisions) for p, m, _ in SIZES)
+        return (
+            SIZES if self.decisions is None else tuple((p, m, self.decisions) for p, m, _ in SIZES)
+        )
 
     def records(self, seeds: int = 1, dtype: torch.dtype = torch.float32) -> Iterator[Experience]:
         """Random records without ties, filled as by the rule's probe: whole ones, and with members
@@ -81,7 +85,9 @@ class Case:
         prompts, members, decisions = record.decisions.mask.shape
         out = torch.arange(prompts)[:, None] * (record.decisions.tree is None) + seed + 1
         trained = (torch.arange(decisions) != decisions // 2) | (decisions == 1)
-        return left_out(record, (torch.arange(members) == out % members) & (members > 2), trained, self.rule)
+        return left_out(
+            record, (torch.arange(members) == out % members) & (members > 2), trained, self.rule
+        )
 
     def credit(self, record: Experience) -> Tensor:
         """Advantages and weights [prompt, member, decision, 2] of a copy of the rule, so that a
@@ -106,12 +112,17 @@ def credited(rule: Any, record: Experience) -> Tensor:
 
 def same(got: Tensor, expected: Tensor, what: str, hint: str, tolerance: float = 2e-4) -> None:
     """Check that advantages and weights are equal up to rounding."""
-    findings.same(got, expected, f"{what}, the credit", hint, tolerance, lambda index: _at(index, got))
+    findings.same(
+        got, expected, f"{what}, the credit", hint, tolerance, lambda index: _at(index, got)
+    )
 
 
 def _at(index: tuple[int, ...], credit: Tensor) -> str:
     kind = ("advantage", "weight")[index[3]]
-    return f" ({kind}) at (prompt, member, decision) = {index[:3]} of a table {tuple(credit.shape[:3])}"
+    return (
+        f" ({kind}) at (prompt, member, decision) = {index[:3]} of a table"
+        f" {tuple(credit.shape[:3])}"
+    )
 
 
 def checked(case: Case, record: Experience, hint: str = "") -> Tensor:
@@ -123,7 +134,8 @@ def checked(case: Case, record: Experience, hint: str = "") -> Tensor:
 
 
 @promise(
-    "it has `assign(values, decisions)` or `credit(experience)`, and `probe` is a flowrl.probes.Probe, such as NoProbe()",
+    "it has `assign(values, decisions)` or `credit(experience)`, and `probe` is a"
+    " flowrl.probes.Probe, such as NoProbe()",
     basic=True,
 )
 def declares_a_probe(case: Case) -> None:
@@ -135,7 +147,9 @@ def declares_a_probe(case: Case) -> None:
     hint = " Write an object, with brackets." if isinstance(probe, type) else ""
     expect(isinstance(probe, Probe) and type(probe) is not Probe, f"`probe` is {probe!r}.{hint}")
     methods = [name for name in ("assign", "credit") if callable(getattr(case.rule, name, None))]
-    expect(len(methods) > 0, "there is no method `assign(values, decisions)` or `credit(experience)`")
+    expect(
+        len(methods) > 0, "there is no method `assign(values, decisions)` or `credit(experience)`"
+    )
     try:
         check_signature(case.rule)
     except ConfigError as error:
@@ -159,8 +173,14 @@ def _written_once(table: Tensor) -> Tensor:
 def leaves_its_input_alone(case: Case) -> None:
     for record in case.records():
         rule = copy.deepcopy(case.rule)
-        with unchanged({"the values [prompt, member, decision+1]": record.values, **_parts(record)}):
-            found = rule.credit(record) if hasattr(rule, "credit") else rule.assign(record.values, record.decisions)
+        with unchanged(
+            {"the values [prompt, member, decision+1]": record.values, **_parts(record)}
+        ):
+            found = (
+                rule.credit(record)
+                if hasattr(rule, "credit")
+                else rule.assign(record.values, record.decisions)
+            )
             tables = (found.advantages, found.weights) if isinstance(found, Credit) else (found,)
             for table in tables:
                 if isinstance(table, Tensor) and table.is_floating_point():
@@ -178,12 +198,15 @@ def _parts(record: Experience) -> dict[str, Any]:
 
 
 @promise(
-    "advantages are a floating-point tensor [prompt, member, decision], finite within the mask; weights are in [0, 1]",
+    "advantages are a floating-point tensor [prompt, member, decision], finite within the mask;"
+    " weights are in [0, 1]",
     basic=True,
 )
 def returns_advantages_per_decision(case: Case) -> None:
     for prompts, members, decisions in case.sizes:
-        values = torch.rand(prompts, members, decisions + 1, generator=torch.Generator().manual_seed(decisions))
+        values = torch.rand(
+            prompts, members, decisions + 1, generator=torch.Generator().manual_seed(decisions)
+        )
         record = case.filled(values)
         whole = record if record.decisions.tree is not None else replace(record, values=values)
         checked(case, whole)
@@ -195,16 +218,23 @@ def returns_advantages_per_decision(case: Case) -> None:
 )
 def reads_only_what_its_probe_fills(case: Case) -> None:
     for size, (prompts, members, decisions) in enumerate(case.sizes):
-        values = torch.rand(prompts, members, decisions + 1, generator=torch.Generator().manual_seed(size))
+        values = torch.rand(
+            prompts, members, decisions + 1, generator=torch.Generator().manual_seed(size)
+        )
         checked(case, case.filled(values), "Declare the probe whose columns you read.")
 
 
 @promise("the same table gives the same advantages", basic=True)
 def is_deterministic(case: Case) -> None:
     for prompts, members, decisions in case.sizes:
-        record = case.filled(torch.rand(prompts, members, decisions + 1, generator=torch.Generator().manual_seed(2)))
+        record = case.filled(
+            torch.rand(prompts, members, decisions + 1, generator=torch.Generator().manual_seed(2))
+        )
         first, second = twice(lambda record=record: case.credit(record))
-        hint = "Draw nothing from torch's global generator: seed one of your own from the table or the rule."
+        hint = (
+            "Draw nothing from torch's global generator: seed one of your own from the table or the"
+            " rule."
+        )
         same(second, first, "in a second call", hint, 0.0)
 
 
@@ -214,11 +244,15 @@ def is_deterministic(case: Case) -> None:
 )
 def reads_nothing_outside_the_mask(case: Case) -> None:
     for size, (prompts, members, decisions) in enumerate(case.sizes):
-        values = torch.rand(prompts, members, decisions + 1, generator=torch.Generator().manual_seed(size))
+        values = torch.rand(
+            prompts, members, decisions + 1, generator=torch.Generator().manual_seed(size)
+        )
         record = case.without(case.filled(values))
         mask, trained = record.decisions.mask, record.decisions.trained
         unread = ~mask.any(-1, keepdim=True) | ~read_columns(case.rule, trained)
-        hint = "Take every mean, std and count over decisions.mask, and list the columns in `reads`."
+        hint = (
+            "Take every mean, std and count over decisions.mask, and list the columns in `reads`."
+        )
         expected = checked(case, record, hint)
         for name, fill in (
             ("NaN", torch.full_like(values, torch.nan)),
@@ -229,13 +263,18 @@ def reads_nothing_outside_the_mask(case: Case) -> None:
             same(checked(case, other, hint), expected, f"with {name} there", hint, 0.0)
 
 
-@promise("a member outside the mask gives the others the same credit as a table without this member")
+@promise(
+    "a member outside the mask gives the others the same credit as a table without this member"
+)
 def leaves_out_masked_members(case: Case) -> None:
     hint = "Take every mean, std and count over decisions.mask."
     for size, (prompts, members, decisions) in enumerate(case.sizes):
-        values = torch.rand(prompts, members, decisions + 1, generator=torch.Generator().manual_seed(size)).double()
+        values = torch.rand(
+            prompts, members, decisions + 1, generator=torch.Generator().manual_seed(size)
+        ).double()
         record = case.filled(values)
-        for member in {0, members // 2} if members > 2 else ():  # a group of one is a promise of its own
+        # a group of one is a promise of its own
+        for member in {0, members // 2} if members > 2 else ():
             every = torch.ones(len(record.decisions), dtype=torch.bool)
             out = (torch.arange(members) == member).expand(prompts, -1)
             masked = left_out(record, out, every, case.rule)
@@ -270,7 +309,9 @@ def ignores_a_constant(case: Case) -> None:
 @promise("permuting the members of the groups (and the paths of a tree) permutes the advantages")
 def treats_members_alike(case: Case) -> None:
     for seed, record in enumerate(case.records(seeds=3)):
-        order = torch.randperm(record.values.shape[1], generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(
+            record.values.shape[1], generator=torch.Generator().manual_seed(seed)
+        )
         what = f"with the members in the order {order.tolist()}"
         hint = "Does the place of a member in its group matter, or is an axis mixed up?"
         same(case.credit(of_members(record, order)), case.credit(record)[:, order], what, hint)
@@ -303,19 +344,32 @@ def gives_a_silent_group_zero(case: Case) -> str | None:
                 got = case.credit(table)
                 wanted = got.clone()
                 wanted[-1, ..., 0] = 0.0
-                hint = "Subtract the group's own mean before dividing; subtract one of its rewards before that mean is taken, so "
+                hint = (
+                    "Subtract the group's own mean before dividing; subtract one of its rewards"
+                    " before that mean is taken, so "
+                )
                 hint += "that equal rewards leave exact zeros."
-                same(got, wanted, f"with rewards of {value:g} in the whole group ({name})", hint, 0.0)
+                same(
+                    got, wanted, f"with rewards of {value:g} in the whole group ({name})", hint, 0.0
+                )
     for seed, (prompts, members, decisions) in enumerate(case.sizes):
-        values = torch.rand(prompts, members, decisions + 1, generator=torch.Generator().manual_seed(seed))
+        values = torch.rand(
+            prompts, members, decisions + 1, generator=torch.Generator().manual_seed(seed)
+        )
         values[..., -1] = 0.5
         largest = float(case.credit(case.filled(values)).abs().max())
         if largest > 100:
-            return f"equal final rewards after unequal estimates give an advantage of {largest:.3g}; clamp it, as zscore does"
+            return (
+                f"equal final rewards after unequal estimates give an advantage of {largest:.3g};"
+                " clamp it, as zscore does"
+            )
     return None
 
 
-@promise("advantages stay finite for rewards of 0 and 1, of 1e-6 and of 1e6, for outliers and for a group of one")
+@promise(
+    "advantages stay finite for rewards of 0 and 1, of 1e-6 and of 1e6, for outliers and for a"
+    " group of one"
+)
 def survives_extremes(case: Case) -> None:
     lonely_group = () if isinstance(case.rule.probe, Branching) else ((2, 1, case.sizes[0][2]),)
     for seed, (prompts, members, decisions) in enumerate((*case.sizes, *lonely_group)):
@@ -335,7 +389,9 @@ def survives_extremes(case: Case) -> None:
             record, what = case.filled(values), f"Rewards {name} in a table {tuple(values.shape)}"
             checked(case, record, f"{what}. Add a small constant to every std that you divide by.")
             everything = torch.ones(len(record.decisions), dtype=torch.bool)
-            alone = left_out(record, (torch.arange(members) > 0).expand(prompts, -1), everything, case.rule)
+            alone = left_out(
+                record, (torch.arange(members) > 0).expand(prompts, -1), everything, case.rule
+            )
             checked(
                 case,
                 alone,
@@ -356,21 +412,28 @@ def accepts_double_precision(case: Case) -> None:
         )
 
 
-@promise("a memory is kept by state_dict and load_state_dict: a restored rule continues with the same numbers")
+@promise(
+    "a memory is kept by state_dict and load_state_dict: a restored rule continues with the same"
+    " numbers"
+)
 def keeps_its_memory(case: Case) -> None:
     rule, fresh = case.rule, copy.deepcopy(case.rule)
     record, *others = (t for number, t in enumerate(case.records(seeds=4)) if number < 4)
     for other in others:
         credited(rule, other)
     if not (hasattr(rule, "state_dict") or hasattr(rule, "load_state_dict")):
-        hint = "A rule with memory needs state_dict() and load_state_dict(state), or a resumed run differs."
+        hint = (
+            "A rule with memory needs state_dict() and load_state_dict(state), or a resumed run"
+            " differs."
+        )
         same(credited(rule, record), credited(fresh, record), "after other tables", hint, 0.0)
         return
     state = rule.state_dict()
     odd = [name for name, value in state.items() if not isinstance(value, Tensor)]
     expect(
         not odd,
-        f"state_dict() has {', '.join(map(repr, odd))}, not a tensor: checkpoints contain tensors only",
+        f"state_dict() has {', '.join(map(repr, odd))}, not a tensor: checkpoints contain tensors"
+        " only",
     )
     fresh.load_state_dict(state)
     expected = credited(rule, record)
@@ -384,7 +447,10 @@ def keeps_its_memory(case: Case) -> None:
     )
 
 
-@promise("a rule with `credit` follows the prompts' texts: a memory has no relation to the place of a prompt")
+@promise(
+    "a rule with `credit` follows the prompts' texts: a memory has no relation to the place of a"
+    " prompt"
+)
 def follows_prompts(case: Case) -> str | None:
     if not hasattr(case.rule, "credit"):
         return INAPPLICABLE
@@ -408,7 +474,10 @@ def follows_prompts(case: Case) -> str | None:
     return None
 
 
-@promise("a rule with `credit` and `assign` gives the same advantages by both, or `assign` raises a CreditError")
+@promise(
+    "a rule with `credit` and `assign` gives the same advantages by both, or `assign` raises a"
+    " CreditError"
+)
 def agrees_with_its_assign(case: Case) -> str | None:
     if not (hasattr(case.rule, "credit") and hasattr(case.rule, "assign")):
         return INAPPLICABLE
@@ -429,7 +498,9 @@ def agrees_with_its_assign(case: Case) -> str | None:
     return None
 
 
-@promise("a rule with `credit` gives advantages [prompt, member, decision] for a reward with components")
+@promise(
+    "a rule with `credit` gives advantages [prompt, member, decision] for a reward with components"
+)
 def credits_components(case: Case) -> str | None:
     if not hasattr(case.rule, "credit"):
         return INAPPLICABLE
@@ -442,14 +513,18 @@ def credits_components(case: Case) -> str | None:
 
 
 @promise(
-    "of members whose rewards rise by different amounts, the one with the highest rise gets more credit than the one with none"
+    "of members whose rewards rise by different amounts, the one with the highest rise gets more"
+    " credit than the one with none"
 )
 def pays_the_better_member(case: Case) -> str | None:
     failures, tables, upside_down = [], 0, 0
     for _, members, decisions in case.sizes:
         rise = torch.linspace(0.0, 1.0, members)[:, None] * torch.linspace(0.0, 1.0, decisions + 1)
         total = case.credit(case.filled(rise[None]))[0, ..., 0].sum(dim=-1)
-        tables, upside_down = tables + 1, upside_down + bool((total.diff() <= 0).all() and total[-1] < total[0])
+        tables, upside_down = (
+            tables + 1,
+            upside_down + bool((total.diff() <= 0).all() and total[-1] < total[0]),
+        )
         if not float(total[-1]) > float(total[0]):
             found = f"rising from 0 to 1 gets {float(total[-1]):.3g} in all {decisions} decisions"
             found = f"{found}, staying at 0 {float(total[0]):.3g}"

@@ -34,7 +34,9 @@ class Case:
         """Noise [sample, *latent]."""
         return torch.randn(SAMPLES, *latent, generator=torch.Generator().manual_seed(0))
 
-    def solution(self, x: Tensor, network: Network, rows: slice = slice(None), steps: int = 0) -> "Solution":
+    def solution(
+        self, x: Tensor, network: Network, rows: slice = slice(None), steps: int = 0
+    ) -> "Solution":
         """A solution from the samples `rows` of the initial noise x."""
         return Solution(self.solver, shifted_schedule(steps or self.steps), x, network, rows)
 
@@ -42,7 +44,9 @@ class Case:
 class Solution:
     """States [point, sample, *latent] of a solution, one more for every call of `advance`."""
 
-    def __init__(self, solver: Any, schedule: Schedule, x: Tensor, network: Network, rows: slice) -> None:
+    def __init__(
+        self, solver: Any, schedule: Schedule, x: Tensor, network: Network, rows: slice
+    ) -> None:
         self.whole, self.rows, self.network, self.draws = x, rows, network, 0
         self.grid = solver.grid(schedule)
         self.states = [x[rows]]
@@ -86,7 +90,9 @@ def keeps_the_number_of_steps(case: Case) -> None:
             grid = case.solver.grid(schedule)
         expect(isinstance(grid, Schedule), f"grid returned a {type(grid).__name__}, not a Schedule")
         expect(grid.steps == steps, f"the grid of {steps} steps has {grid.steps}")
-        expect(float(grid.times[-1]) == 0, f"the grid ends at time {float(grid.times[-1]):.3g}, not 0")
+        expect(
+            float(grid.times[-1]) == 0, f"the grid ends at time {float(grid.times[-1]):.3g}, not 0"
+        )
 
 
 @promise("a step returns states like x, float32 and finite, for latents with any axes", basic=True)
@@ -117,7 +123,9 @@ def starts_anew(case: Case) -> None:
     same(second.states[-1], first.states[-1], "in a second solution, the end", hint)
 
 
-@promise("if the network predicts the same clean image everywhere, v = (x - x_0) / t, the end is x_0")
+@promise(
+    "if the network predicts the same clean image everywhere, v = (x - x_0) / t, the end is x_0"
+)
 def ends_at_the_predicted_image(case: Case) -> None:
     clean = torch.rand(SAMPLES, 3, 4, 4, generator=torch.Generator().manual_seed(1))
     found = case.solution(case.start(), lambda x, time: (x - clean) / time).finish()

@@ -1,4 +1,6 @@
-"""Records for the contract tests of credit rules: sizes, parts, permutations, and members left out."""
+"""Records for the contract tests of credit rules: sizes, parts, permutations, and members left
+out.
+"""
 
 from dataclasses import replace
 
@@ -103,7 +105,9 @@ def left_out(record: Experience, members: Tensor, trained: Tensor, rule: CreditR
     decisions = replace(record.decisions, trained=record.decisions.trained & trained)
     valid = record.valid & ~members
     if decisions.tree is not None:
-        shown = on_tree(record.values[..., -1].masked_fill(members, torch.nan), decisions, decisions.tree)
+        shown = on_tree(
+            record.values[..., -1].masked_fill(members, torch.nan), decisions, decisions.tree
+        )
         return replace(record, values=shown.values, decisions=shown.decisions, valid=valid)
     mask = decisions.mask & valid[..., None] & decisions.trained
     unread = ~read_columns(rule, decisions.trained) | members[..., None]

@@ -1,7 +1,9 @@
-"""Randomly initialised pipelines of the real diffusers and transformers classes, small enough for tests and lessons.
+"""Randomly initialised pipelines of the real diffusers and transformers classes, small enough for
+tests and lessons.
 
-Their images are noise, but tokenizers, text encoders, transformer, image decoder and scheduler are of the real classes: they can
-be saved, loaded and get a LoRA like the published models. Nothing is downloaded.
+Their images are noise, but tokenizers, text encoders, transformer, image decoder and scheduler are
+of the real classes: they can be saved, loaded and get a LoRA like the published models. Nothing is
+downloaded.
 """
 
 from collections.abc import Iterator
@@ -22,16 +24,35 @@ TINY_VIDEO = replace(TINY, num_frames=5)
 CLIP_TOKENS = 40
 WIDTH = 32
 TEMPLATE_WORDS = (
-    "system", "user", "assistant", "Describe", "Ġthe", "Ġimage", "Ġby", "Ġdetailing", "Ġcolor", "Ġshape", "Ġsize", "Ġtexture",
-    "Ġquantity", "Ġtext", "Ġspatial", "Ġrelationships", "Ġof", "Ġobjects", "Ġand", "Ġbackground",
-)  # fmt: skip
+    "system",
+    "user",
+    "assistant",
+    "Describe",
+    "Ġthe",
+    "Ġimage",
+    "Ġby",
+    "Ġdetailing",
+    "Ġcolor",
+    "Ġshape",
+    "Ġsize",
+    "Ġtexture",
+    "Ġquantity",
+    "Ġtext",
+    "Ġspatial",
+    "Ġrelationships",
+    "Ġof",
+    "Ġobjects",
+    "Ġand",
+    "Ġbackground",
+)
 """Words of Qwen-Image's template; Ġ is a space before the word, in byte-level tokenizers."""
 
 
 def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
     """A `StableDiffusion3Pipeline` with a two-layer transformer, 2 x 2 patches and shift 3.
 
-    As in SD3.5-Medium, queries and keys are normalised, and the first layer has a second self-attention of the image.
+    As in SD3.5-Medium, queries and keys are normalised, and the first layer has a second
+    self-attention of the image.
 
     Args:
         seed: seed of the random weights.
@@ -42,11 +63,20 @@ def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
     """
     with _seeded(seed):
         transformer = _diffusers().SD3Transformer2DModel(
-            sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16,
-            num_attention_heads=2, joint_attention_dim=2 * WIDTH, caption_projection_dim=32, pooled_projection_dim=2 * WIDTH,
-            pos_embed_max_size=16, qk_norm="rms_norm",
+            sample_size=8,
+            patch_size=2,
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=2 * WIDTH,
+            caption_projection_dim=32,
+            pooled_projection_dim=2 * WIDTH,
+            pos_embed_max_size=16,
+            qk_norm="rms_norm",
             dual_attention_layers=() if large else (0,),
-        )  # fmt: skip
+        )
         return _diffusers().StableDiffusion3Pipeline(
             transformer=transformer,
             scheduler=_scheduler(shift=3.0),
@@ -65,16 +95,25 @@ def tiny_flux(seed: int = 0, distilled: bool = True) -> Any:
 
     Args:
         seed: seed of the random weights.
-        distilled: give the transformer an input for a guidance scale, as in FLUX.1-dev (FLUX.1-schnell has none).
+        distilled: give the transformer an input for a guidance scale, as in FLUX.1-dev
+            (FLUX.1-schnell has none).
 
     Returns:
         The pipeline.
     """
     with _seeded(seed):
         transformer = _diffusers().FluxTransformer2DModel(
-            patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-            joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH, guidance_embeds=distilled, axes_dims_rope=(4, 6, 6),
-        )  # fmt: skip
+            patch_size=1,
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=WIDTH,
+            pooled_projection_dim=WIDTH,
+            guidance_embeds=distilled,
+            axes_dims_rope=(4, 6, 6),
+        )
         return _diffusers().FluxPipeline(
             transformer=transformer,
             scheduler=_scheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15),
@@ -87,36 +126,80 @@ def tiny_flux(seed: int = 0, distilled: bool = True) -> Any:
 
 
 def tiny_qwen_image(seed: int = 0) -> Any:
-    """A `QwenImagePipeline` with two blocks and Qwen-Image's shifts: by resolution, and to .02 as the last time before 0."""
+    """A `QwenImagePipeline` with two blocks and Qwen-Image's shifts: by resolution, and to .02 as
+    the last time before 0.
+    """
     with _seeded(seed):
         transformer = _diffusers().QwenImageTransformer2DModel(
-            patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
-            joint_attention_dim=WIDTH, axes_dims_rope=(4, 6, 6),
-        )  # fmt: skip
-        decoder = _diffusers().AutoencoderKLQwenImage(
-            base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False],
-            latents_mean=(-0.8, 0.1, -0.2, 1.0), latents_std=(2.8, 1.5, 2.3, 1.2),
-        ).eval()  # fmt: skip
+            patch_size=2,
+            in_channels=16,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=WIDTH,
+            axes_dims_rope=(4, 6, 6),
+        )
+        decoder = (
+            _diffusers()
+            .AutoencoderKLQwenImage(
+                base_dim=8,
+                z_dim=4,
+                dim_mult=[1, 2],
+                num_res_blocks=1,
+                temperal_downsample=[False],
+                latents_mean=(-0.8, 0.1, -0.2, 1.0),
+                latents_std=(2.8, 1.5, 2.3, 1.2),
+            )
+            .eval()
+        )
         scheduler = _scheduler(
-            use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
+            use_dynamic_shifting=True,
+            base_shift=0.5,
+            max_shift=0.9,
+            max_image_seq_len=8192,
+            shift_terminal=0.02,
         )
         tokenizer = _qwen_tokenizer()
-        return _diffusers().QwenImagePipeline(scheduler, decoder, _qwen_vl(len(tokenizer)), tokenizer, transformer)
+        return _diffusers().QwenImagePipeline(
+            scheduler, decoder, _qwen_vl(len(tokenizer)), tokenizer, transformer
+        )
 
 
 def tiny_wan(seed: int = 0) -> Any:
-    """A `WanPipeline` with two blocks, shift 3, a video decoder that halves each side twice, and four frames per latent frame."""
+    """A `WanPipeline` with two blocks, shift 3, a video decoder that halves each side twice, and
+    four frames per latent frame.
+    """
     with _seeded(seed):
         transformer = _diffusers().WanTransformer3DModel(
-            patch_size=(1, 2, 2), in_channels=4, out_channels=4, num_layers=2, attention_head_dim=12, num_attention_heads=2,
-            text_dim=WIDTH, freq_dim=32, ffn_dim=32,
-        )  # fmt: skip
-        decoder = _diffusers().AutoencoderKLWan(
-            base_dim=8, z_dim=4, dim_mult=[1, 1, 2], num_res_blocks=1, temperal_downsample=[True, True],
-            latents_mean=(-0.8, 0.1, -0.2, 1.0), latents_std=(2.8, 1.5, 2.3, 1.2), scale_factor_temporal=4,
-            scale_factor_spatial=4,
-        ).eval()  # fmt: skip
-        return _diffusers().WanPipeline(_tokenizer(clip=False), _umt5(WIDTH), decoder, _scheduler(shift=3.0), transformer)
+            patch_size=(1, 2, 2),
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=12,
+            num_attention_heads=2,
+            text_dim=WIDTH,
+            freq_dim=32,
+            ffn_dim=32,
+        )
+        decoder = (
+            _diffusers()
+            .AutoencoderKLWan(
+                base_dim=8,
+                z_dim=4,
+                dim_mult=[1, 1, 2],
+                num_res_blocks=1,
+                temperal_downsample=[True, True],
+                latents_mean=(-0.8, 0.1, -0.2, 1.0),
+                latents_std=(2.8, 1.5, 2.3, 1.2),
+                scale_factor_temporal=4,
+                scale_factor_spatial=4,
+            )
+            .eval()
+        )
+        return _diffusers().WanPipeline(
+            _tokenizer(clip=False), _umt5(WIDTH), decoder, _scheduler(shift=3.0), transformer
+        )
 
 
 def tiny_sd3_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
@@ -189,11 +272,25 @@ def _scheduler(**settings: Any) -> Any:
 
 def _decoder(channels: int) -> Any:
     """An image decoder that halves each side."""
-    return _diffusers().AutoencoderKL(
-        in_channels=3, out_channels=3, down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 16), layers_per_block=1, latent_channels=channels, norm_num_groups=4, sample_size=16,
-        use_quant_conv=False, use_post_quant_conv=False, scaling_factor=1.5305, shift_factor=0.0609,
-    ).eval()  # fmt: skip
+    return (
+        _diffusers()
+        .AutoencoderKL(
+            in_channels=3,
+            out_channels=3,
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            block_out_channels=(8, 16),
+            layers_per_block=1,
+            latent_channels=channels,
+            norm_num_groups=4,
+            sample_size=16,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+            scaling_factor=1.5305,
+            shift_factor=0.0609,
+        )
+        .eval()
+    )
 
 
 def _clip(projected: bool) -> Any:
@@ -201,10 +298,17 @@ def _clip(projected: bool) -> Any:
 
     names = _tokenizer(clip=True)
     config = CLIPTextConfig(
-        vocab_size=len(names), hidden_size=WIDTH, intermediate_size=64, projection_dim=WIDTH, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=CLIP_TOKENS, bos_token_id=names.bos_token_id,
-        eos_token_id=names.eos_token_id, pad_token_id=names.pad_token_id,
-    )  # fmt: skip
+        vocab_size=len(names),
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        projection_dim=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=CLIP_TOKENS,
+        bos_token_id=names.bos_token_id,
+        eos_token_id=names.eos_token_id,
+        pad_token_id=names.pad_token_id,
+    )
     return (CLIPTextModelWithProjection if projected else CLIPTextModel)(config).eval()
 
 
@@ -223,9 +327,16 @@ def _umt5(width: int) -> Any:
 def _t5_sizes(width: int) -> dict[str, Any]:
     names = _tokenizer(clip=False)
     return {
-        "vocab_size": len(names), "d_model": width, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2,
-        "feed_forward_proj": "gated-gelu", "pad_token_id": names.pad_token_id, "eos_token_id": names.eos_token_id,
-    }  # fmt: skip
+        "vocab_size": len(names),
+        "d_model": width,
+        "d_kv": 16,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 2,
+        "feed_forward_proj": "gated-gelu",
+        "pad_token_id": names.pad_token_id,
+        "eos_token_id": names.eos_token_id,
+    }
 
 
 def _tokenizer(clip: bool) -> Any:
@@ -234,7 +345,9 @@ def _tokenizer(clip: bool) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     special = ["<|startoftext|>", "<|endoftext|>"] if clip else ["<pad>", "</s>"]
-    vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocabulary = {
+        token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
@@ -255,18 +368,33 @@ def _qwen_vl(vocabulary: int) -> Any:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     text = {
-        "vocab_size": vocabulary, "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": 0,
+        "vocab_size": vocabulary,
+        "hidden_size": WIDTH,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "bos_token_id": None,
+        "eos_token_id": 0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-    }  # fmt: skip
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": WIDTH}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)).eval()
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": WIDTH,
+    }
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    ).eval()
 
 
 def _qwen_tokenizer() -> Any:
     """A token per byte, and one per word of the pipeline's template.
 
-    The template then has 34 tokens before the prompt, as with the published vocabulary; the pipeline drops this number of tokens.
+    The template then has 34 tokens before the prompt, as with the published vocabulary; the
+    pipeline drops this number of tokens.
     """
     from tokenizers import pre_tokenizers
     from transformers import Qwen2Tokenizer
@@ -279,4 +407,6 @@ def _qwen_tokenizer() -> Any:
                 vocabulary.append(word[:end])
                 merges.append((word[: end - 1], word[end - 1]))
     numbers = {token: i for i, token in enumerate(vocabulary)}
-    return Qwen2Tokenizer(numbers, merges, additional_special_tokens=special[1:], model_max_length=2048)
+    return Qwen2Tokenizer(
+        numbers, merges, additional_special_tokens=special[1:], model_max_length=2048
+    )

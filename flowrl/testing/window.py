@@ -29,13 +29,18 @@ def steps_of(case: Case, iteration: int, seed: int) -> list[int]:
     return list(case.window.steps(case.steps, torch.Generator().manual_seed(seed), iteration))
 
 
-@promise("it returns one or more different steps in ascending order, from 0 to the number of steps - 1", basic=True)
+@promise(
+    "it returns one or more different steps in ascending order, from 0 to the number of steps - 1",
+    basic=True,
+)
 def returns_steps(case: Case) -> None:
     for iteration in range(ITERATIONS):
         found = steps_of(case, iteration, seed=iteration)
         ordered = found == sorted(set(found)) and all(type(step) is int for step in found)
         fits = len(found) > 0 and found[0] >= 0 and found[-1] < case.steps
-        expect(ordered and fits, f"the steps of iteration {iteration} among {case.steps} are {found}")
+        expect(
+            ordered and fits, f"the steps of iteration {iteration} among {case.steps} are {found}"
+        )
 
 
 @promise("the same generator state and iteration give the same steps, with no other randomness")

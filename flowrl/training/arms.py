@@ -1,4 +1,6 @@
-"""Arms of a comparison: names, each with the settings in which its runs differ from those of the other arms."""
+"""Arms of a comparison: names, each with the settings in which its runs differ from those of the
+other arms.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +35,12 @@ def credit_arms(specs: Sequence[str]) -> dict[str, dict[str, Any]]:
     for spec in specs:
         name = rule_name(spec)
         other = found.get(name, {}).get("credit", "")
-        require(not other, "credit", spec, f"a rule with a name of its own, which is not that of {other}: rename a class")
+        require(
+            not other,
+            "credit",
+            spec,
+            f"a rule with a name of its own, which is not that of {other}: rename a class",
+        )
         found[name] = {"method": name, "credit": spec}
     return found
 
@@ -45,10 +52,17 @@ def rule_name(spec: str) -> str:
 
 
 def parse_arm(text: str) -> dict[str, dict[str, Any]]:
-    """The arm that ``NAME: setting=value, ...`` describes; nothing after the colon: no difference."""
+    """The arm that ``NAME: setting=value, ...`` describes; nothing after the colon: no
+    difference.
+    """
     name, colon, options = text.partition(":")
     name = name.strip()
-    require(bool(name and colon) and "=" not in name, "arm", text, "'NAME: setting=value, ...', or 'NAME:' for no difference")
+    require(
+        bool(name and colon) and "=" not in name,
+        "arm",
+        text,
+        "'NAME: setting=value, ...', or 'NAME:' for no difference",
+    )
     return {name: parse_options(options, f"arm {name!r}")}
 
 
@@ -76,7 +90,9 @@ def together(*several: Arms) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for arms in several:
         for name, settings in arms.items():
-            require(name not in found, "arm", name, "a name of its own: there are two arms of this name")
+            require(
+                name not in found, "arm", name, "a name of its own: there are two arms of this name"
+            )
             found[name] = dict(settings)
     return found
 
@@ -91,7 +107,9 @@ def of_arm(name: str) -> Iterator[None]:
 
 
 def arm_run(run: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """The run `run` with the `settings` of an arm. A method has its own credit rule unless `credit` gives another."""
+    """The run `run` with the `settings` of an arm. A method has its own credit rule unless `credit`
+    gives another.
+    """
     own = {"credit": ""} if "method" in settings else {}
     return run.replace(**{**own, **settings})
 
@@ -105,21 +123,35 @@ def check_arms(run: RunConfig, arms: Arms, seeds: Sequence[int]) -> None:
         seeds: the seeds.
 
     Raises:
-        ConfigError: an unknown setting, a value that is not allowed, arms with equal settings or the same folder, or arms with
-            different evaluations.
+        ConfigError: an unknown setting, a value that is not allowed, arms with equal settings or
+            the same folder, or arms with different evaluations.
     """
     runs = dict[str, RunConfig]()
     for name, settings in arms.items():
-        require(name.isprintable() and name == name.strip() != "", "arm", name, "a name on one line")
+        require(
+            name.isprintable() and name == name.strip() != "", "arm", name, "a name on one line"
+        )
         with of_arm(name):
-            require("seed" not in settings, "seed", settings.get("seed"), "left out: every arm has all seeds")
+            require(
+                "seed" not in settings,
+                "seed",
+                settings.get("seed"),
+                "left out: every arm has all seeds",
+            )
             runs[name] = arm_run(run, settings)
     folders, known = dict[str, str](), dict[str, str]()
     for name, config in runs.items():
         folder = run_folder(name, max(seeds)).casefold()
-        require(len(folder.encode()) <= LONGEST, "arm", name, f"a name for a folder, of {LONGEST} bytes or fewer")
+        require(
+            len(folder.encode()) <= LONGEST,
+            "arm",
+            name,
+            f"a name for a folder, of {LONGEST} bytes or fewer",
+        )
         other = folders.setdefault(folder, name)
-        require(other is name, "arm", name, f"a name whose folder is not that of {other!r}, {folder}")
+        require(
+            other is name, "arm", name, f"a name whose folder is not that of {other!r}, {folder}"
+        )
         with of_arm(name):
             other = known.setdefault(meaning(config), name)
         require(other is name, "arm", name, f"settings that differ from those of {other!r}")
@@ -127,16 +159,26 @@ def check_arms(run: RunConfig, arms: Arms, seeds: Sequence[int]) -> None:
 
 
 def meaning(config: RunConfig) -> str:
-    """A text that runs with equal settings share: other spellings of a part, and the label of a credit rule, do not count."""
+    """A text that runs with equal settings share: other spellings of a part, and the label of a
+    credit rule, do not count.
+    """
     settings = config.flat()
     for name in PARTS:
         if isinstance(settings[name], str) and settings[name]:
             settings[name] = identity(settings[name])
-    return repr({name: value for name, value in settings.items() if name != "method" or not _is_label(config)})
+    return repr(
+        {
+            name: value
+            for name, value in settings.items()
+            if name != "method" or not _is_label(config)
+        }
+    )
 
 
 def _is_label(config: RunConfig) -> bool:
-    return bool(config.algorithm.credit) and config.algorithm.method == rule_name(config.algorithm.credit)
+    return bool(config.algorithm.credit) and config.algorithm.method == rule_name(
+        config.algorithm.credit
+    )
 
 
 def _check_evaluation(runs: Mapping[str, Mapping[str, Any]]) -> None:
@@ -144,10 +186,20 @@ def _check_evaluation(runs: Mapping[str, Mapping[str, Any]]) -> None:
     baseline = next(iter(runs))
     for name, settings in runs.items():
         for setting in COMMON:
-            allowed = f"{runs[baseline][setting]!r}, as for {baseline!r}: arms are compared by the same evaluation"
+            allowed = (
+                f"{runs[baseline][setting]!r}, as for {baseline!r}: arms are compared by the same"
+                " evaluation"
+            )
             with of_arm(name):
-                require(settings[setting] == runs[baseline][setting], setting, settings[setting], allowed)
+                require(
+                    settings[setting] == runs[baseline][setting],
+                    setting,
+                    settings[setting],
+                    allowed,
+                )
     rewards = {tuple(settings[name] for name in REWARDS) for settings in runs.values()}
     given = runs[baseline]["heldout_rewards"]
-    need = "one or more: arms that are trained on different rewards are compared by the first of them"
+    need = (
+        "one or more: arms that are trained on different rewards are compared by the first of them"
+    )
     require(len(rewards) == 1 or len(given) > 0, "heldout_rewards", given, need)

@@ -1,10 +1,12 @@
-"""Automatic `micro_batch` and `max_batch`: sizes measured at the start of a run whose settings are auto.
+"""Automatic `micro_batch` and `max_batch`: sizes measured at the start of a run whose settings are
+auto.
 
-Sizes double from 1, or grow to the largest size that is predicted to fit from the memory of the last two, while a step raises the
-network evaluations per second by a factor of `GAIN` or more. A fraction `HEADROOM` of a GPU's memory stays free for image
-decoding, the reward's network and fragmentation, which are not measured. On the CPU only the speed counts. The sizes change
-results only by float rounding. The run's config.json and config.yaml contain the sizes, so a resumed or repeated run uses the
-same.
+Sizes double from 1, or grow to the largest size that is predicted to fit from the memory of the
+last two, while a step raises the network evaluations per second by a factor of `GAIN` or more. A
+fraction `HEADROOM` of a GPU's memory stays free for image decoding, the reward's network and
+fragmentation, which are not measured. On the CPU only the speed counts. The sizes change results
+only by float rounding. The run's config.json and config.yaml contain the sizes, so a resumed or
+repeated run uses the same.
 """
 
 import math
@@ -78,10 +80,11 @@ class Growth:
 def find_batches(trainer: Trainer) -> None:
     """Replace the auto sizes in `trainer.config` by measured ones.
 
-    If `micro_batch` is auto and gradient checkpointing is on, it is switched off unless memory limits the size without it and the
-    size with it gives more evaluations per second. All processes call this and get the same sizes, determined by the slowest
-    process and the one with the least free memory. Uses a separate generator and leaves no gradient. Raises `TrainingError` if
-    not even a batch of 1 fits.
+    If `micro_batch` is auto and gradient checkpointing is on, it is switched off unless memory
+    limits the size without it and the size with it gives more evaluations per second. All processes
+    call this and get the same sizes, determined by the slowest process and the one with the least
+    free memory. Uses a separate generator and leaves no gradient. Raises `TrainingError` if not
+    even a batch of 1 fits.
     """
     config, policy = trainer.config, trainer.policy
     if "auto" not in (config.optim.micro_batch, config.rollout.max_batch):
@@ -91,7 +94,9 @@ def find_batches(trainer: Trainer) -> None:
     if config.optim.micro_batch == "auto":
         limit = math.ceil(samples * config.rollout.num_steps / config.optim.minibatches)
         found = None
-        switch = extras(policy, "checkpoint_gradients") if config.policy.gradient_checkpointing else None
+        switch = (
+            extras(policy, "checkpoint_gradients") if config.policy.gradient_checkpointing else None
+        )
         for on in (False, True) if switch else (config.policy.gradient_checkpointing,):
             if found is None or found.full:
                 if switch:
@@ -104,7 +109,9 @@ def find_batches(trainer: Trainer) -> None:
             switch.checkpoint_gradients(bool(changes["gradient_checkpointing"]))
         changes["micro_batch"] = _size("micro_batch", found)
     if config.rollout.max_batch == "auto":
-        changes["max_batch"] = _size("max_batch", grow(trainer, False, max(samples, config.evaluation.eval_samples)))
+        changes["max_batch"] = _size(
+            "max_batch", grow(trainer, False, max(samples, config.evaluation.eval_samples))
+        )
     if policy.device.type == "cuda":
         torch.cuda.empty_cache()
     trainer.use_batches(config.replace(**changes))
@@ -113,8 +120,9 @@ def find_batches(trainer: Trainer) -> None:
 def _size(setting: str, found: Growth) -> int:
     if found.best is None:
         raise TrainingError(
-            f"{setting} auto: not even a batch of 1 fits into {1 - HEADROOM:.0%} of the GPU's memory. Use "
-            "gradient_checkpointing, a smaller resolution, lora_rank or dtype, chunk 1 or offload, or a smaller model"
+            f"{setting} auto: not even a batch of 1 fits into {1 - HEADROOM:.0%} of the GPU's"
+            " memory. Use gradient_checkpointing, a smaller resolution, lora_rank or dtype, chunk"
+            " 1 or offload, or a smaller model"
         )
     return found.best.batch
 
@@ -147,22 +155,32 @@ def grow(trainer: Trainer, train: bool, limit: int) -> Growth:
         batch = min(2 * batch, most)
 
 
-def _together(trainer: Trainer, batch: int, train: bool, before: Peak | None) -> tuple[Trial | None, Peak | None]:
-    """The trial of `batch` in all processes (None if it does not fit in one), and this process's peak.
+def _together(
+    trainer: Trainer, batch: int, train: bool, before: Peak | None
+) -> tuple[Trial | None, Peak | None]:
+    """The trial of `batch` in all processes (None if it does not fit in one), and this process's
+    peak.
 
-    `before` is the peak of the previous batch. The first prediction is a line through the memory in use without a call, and
-    therefore too large rather than too small.
+    `before` is the peak of the previous batch. The first prediction is a line through the memory in
+    use without a call, and therefore too large rather than too small.
     """
     distributed = trainer.distributed
     own: tuple[float, int | None] | None = None
     with distributed.shared_errors():
         try:
-            now, there = measured(trainer, batch, train), room(trainer.policy.device) - later_bytes(trainer)
+            now, there = (
+                measured(trainer, batch, train),
+                room(trainer.policy.device) - later_bytes(trainer),
+            )
         except torch.OutOfMemoryError as error:
             drop_gradients(trainer)
-            if distributed.sharded and distributed.world_size > 1:  # the other processes wait inside the network
+            # the other processes wait inside the network
+            if distributed.sharded and distributed.world_size > 1:
                 setting = "micro_batch" if train else "max_batch"
-                text = f"{setting} auto: memory ran out at {batch}; choose a smaller {setting}, or gradient_checkpointing"
+                text = (
+                    f"{setting} auto: memory ran out at {batch}; choose a smaller {setting}, or"
+                    " gradient_checkpointing"
+                )
                 raise TrainingError(text) from error
         else:
             peak = Peak(batch, now.bytes)
@@ -174,11 +192,16 @@ def _together(trainer: Trainer, batch: int, train: bool, before: Peak | None) ->
     if len(known) < len(parts):
         return None, before
     fits = [batch if most < batch else most for _, most in known if most is not None]
-    return Trial(batch, batch / max(seconds for seconds, _ in known), min(fits, default=None)), before
+    return (
+        Trial(batch, batch / max(seconds for seconds, _ in known), min(fits, default=None)),
+        before,
+    )
 
 
 def room(device: torch.device) -> float:
-    """Bytes that this process may use: free memory and PyTorch's reserve, less the headroom. Infinite on the CPU."""
+    """Bytes that this process may use: free memory and PyTorch's reserve, less the headroom.
+    Infinite on the CPU.
+    """
     if device.type != "cuda":
         return math.inf
     free, total = torch.cuda.mem_get_info(device)
@@ -186,7 +209,8 @@ def room(device: torch.device) -> float:
 
 
 def measured(trainer: Trainer, batch: int, train: bool) -> Measured:
-    """Peak memory (0 on the CPU, whose peak cannot be reset) and time of the fastest of several network calls.
+    """Peak memory (0 on the CPU, whose peak cannot be reset) and time of the fastest of several
+    network calls.
 
     Args:
         trainer: the trainer.
@@ -200,7 +224,11 @@ def measured(trainer: Trainer, batch: int, train: bool) -> Measured:
     if batch == 1:
         velocities(trainer, 1, train)  # allocates permanent memory: handles, workspaces, prompts
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    peak = peak_memory_during(lambda: velocities(trainer, batch, train), device) if device.type == "cuda" else 0
+    peak = (
+        peak_memory_during(lambda: velocities(trainer, batch, train), device)
+        if device.type == "cuda"
+        else 0
+    )
     return Measured(held, peak, min(_seconds(trainer, batch, train) for _ in range(REPEATS)))
 
 

@@ -1,4 +1,6 @@
-"""Copies of the trained weights that follow them slowly: the old policy and the averages of a forward-process loss."""
+"""Copies of the trained weights that follow them slowly: the old policy and the averages of a
+forward-process loss.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -18,11 +20,13 @@ from flowrl.training.optim import update_average, weights_replaced
 class Behaviour(CopiedWeights):
     """A copy of a policy's parameters that follows them as declared.
 
-    The trainer calls `after_update` after every step that the optimizer has taken and `after_iteration` at the end of an
-    iteration, both with the number of steps so far. Within `weights` the policy has the copy's weights.
+    The trainer calls `after_update` after every step that the optimizer has taken and
+    `after_iteration` at the end of an iteration, both with the number of steps so far. Within
+    `weights` the policy has the copy's weights.
 
-    `is_current`: the copy equals the policy's weights, because it is new, or its decay was 0 and no step has followed. Its
-    velocity is then the current one without gradient and needs no evaluation. `state` and `restore` as for the trainer.
+    `is_current`: the copy equals the policy's weights, because it is new, or its decay was 0 and no
+    step has followed. Its velocity is then the current one without gradient and needs no
+    evaluation. `state` and `restore` as for the trainer.
 
     Args:
         name: name of the copy.
@@ -31,7 +35,13 @@ class Behaviour(CopiedWeights):
         parameters: the trained parameters by name.
     """
 
-    def __init__(self, name: str, copy: WeightCopy, policy: FlowPolicy, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        name: str,
+        copy: WeightCopy,
+        policy: FlowPolicy,
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
         self.name, self.copy, self.policy = name, copy, policy
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.values = [parameter.detach().clone() for parameter in self.parameters]
@@ -60,7 +70,9 @@ class Behaviour(CopiedWeights):
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Within this context the policy has the copy's weights; nothing is replaced if they are current."""
+        """Within this context the policy has the copy's weights; nothing is replaced if they are
+        current.
+        """
         if self.is_current:
             yield
             return
@@ -79,18 +91,29 @@ class Behaviour(CopiedWeights):
         return in_own_memory(state, self.values) if copied else state
 
     def restore(self, checkpoint: Checkpoint, distributed: Distributed = Distributed()) -> None:
-        """Continue from `state()`, in place, with the main process's checkpoint. Raises `ConfigError` if it does not contain this
-        copy.
+        """Continue from `state()`, in place, with the main process's checkpoint. Raises
+        `ConfigError` if it does not contain this copy.
         """
         prefix = f"copy.{self.name}."
-        found = {name.removeprefix(prefix): t for name, t in checkpoint.tensors.items() if name.startswith(prefix)}
+        found = {
+            name.removeprefix(prefix): t
+            for name, t in checkpoint.tensors.items()
+            if name.startswith(prefix)
+        }
         with distributed.shared_errors():
-            for name, value in zip(self.names, self.values, strict=True) if distributed.is_main else ():
+            for name, value in (
+                zip(self.names, self.values, strict=True) if distributed.is_main else ()
+            ):
                 if name not in found or found[name].shape != value.shape:
-                    raise ConfigError(f"checkpoint: no copy {self.name!r} of {name}; it belongs to another loss or model")
+                    raise ConfigError(
+                        f"checkpoint: no copy {self.name!r} of {name}; it belongs to another loss"
+                        " or model"
+                    )
         with torch.no_grad():
             load_full_tensors(dict(zip(self.names, self.values, strict=True)), found, distributed)
-        self.is_current = bool(distributed.gather(checkpoint.values.get(f"{prefix}current", False))[0])
+        self.is_current = bool(
+            distributed.gather(checkpoint.values.get(f"{prefix}current", False))[0]
+        )
 
 
 class Copies:
@@ -102,14 +125,23 @@ class Copies:
         parameters: the trained parameters by name.
     """
 
-    def __init__(self, loss: PolicyLoss | ForwardLoss, policy: FlowPolicy, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        loss: PolicyLoss | ForwardLoss,
+        policy: FlowPolicy,
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
         declared = loss.copies if isinstance(loss, ForwardLoss) else {}
-        self.by_name = {name: Behaviour(name, copy, policy, parameters) for name, copy in declared.items()}
+        self.by_name = {
+            name: Behaviour(name, copy, policy, parameters) for name, copy in declared.items()
+        }
         self.steps = 0
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Within this context the policy has the weights for sampling: its own, or those of a copy."""
+        """Within this context the policy has the weights for sampling: its own, or those of a
+        copy.
+        """
         chosen = [copy for copy in self.by_name.values() if copy.samples(self.steps)]
         with chosen[0].weights() if chosen else nullcontext():
             yield

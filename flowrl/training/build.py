@@ -1,4 +1,6 @@
-"""From settings to parts: worlds, methods, rewards, policies, trainers and the policies of finished runs."""
+"""From settings to parts: worlds, methods, rewards, policies, trainers and the policies of finished
+runs.
+"""
 
 import math
 import os
@@ -46,24 +48,46 @@ def make_world(config: RunConfig) -> World:
     """
     config = config.allowed()
     environment, model = config.environment, config.policy.model
-    chosen = world(environment.world) if not model else ModelWorld(
-        model, environment.prompts, environment.heldout_prompts, environment.reward, model_options(config)
-    )  # fmt: skip
+    chosen = (
+        world(environment.world)
+        if not model
+        else ModelWorld(
+            model,
+            environment.prompts,
+            environment.heldout_prompts,
+            environment.reward,
+            model_options(config),
+        )
+    )
     tasks, forms = chosen.tasks, chosen.forms
-    require(environment.task in tasks, f"task of world {chosen.name}", environment.task, f"one of {', '.join(tasks)}")
-    require(environment.reward_form in forms, "reward_form", environment.reward_form, f"one of {', '.join(forms)}")
+    require(
+        environment.task in tasks,
+        f"task of world {chosen.name}",
+        environment.task,
+        f"one of {', '.join(tasks)}",
+    )
+    require(
+        environment.reward_form in forms,
+        "reward_form",
+        environment.reward_form,
+        f"one of {', '.join(forms)}",
+    )
     return chosen
 
 
 def run_method(config: RunConfig) -> Method:
-    """The method by name, as published, with the run's credit rule, kernel, window, loss and numbers in place of its own.
+    """The method by name, as published, with the run's credit rule, kernel, window, loss and
+    numbers in place of its own.
 
-    A `noise_level` or `clip_range` of 0 is the method's, the clip that for the elements of the world's latents
-    (`Method.clip_for`). Raises `ConfigError` for an unknown part, or for a policy loss with a method that needs a
-    forward-process loss.
+    A `noise_level` or `clip_range` of 0 is the method's, the clip that for the elements of the
+    world's latents (`Method.clip_for`). Raises `ConfigError` for an unknown part, or for a policy
+    loss with a method that needs a forward-process loss.
     """
     config = config.allowed()
-    chosen, known = config.algorithm, world(config.environment.world).elements if not config.policy.model else 0
+    chosen, known = (
+        config.algorithm,
+        world(config.environment.world).elements if not config.policy.model else 0,
+    )
     method = named_method(chosen.method, chosen.credit)
     noise = {"noise_level": chosen.noise_level} if chosen.noise_level > 0 else {}
     clip = chosen.clip_range or method.clip_for(known or method.elements)
@@ -74,36 +98,55 @@ def run_method(config: RunConfig) -> Method:
     if chosen.loss:
         loss = build("loss", chosen.loss, **options)
     fits = isinstance(loss, ForwardLoss) or not isinstance(method.loss, ForwardLoss)
-    require(fits, "loss", chosen.loss, f"a forward-process loss with {chosen.method}, as in {chosen.method}")
+    require(
+        fits,
+        "loss",
+        chosen.loss,
+        f"a forward-process loss with {chosen.method}, as in {chosen.method}",
+    )
     window = build("window", chosen.window) if chosen.window else method.window
     shared = method.shared_noise
     if chosen.initial_noise != "auto":
         shared = chosen.initial_noise == "shared"
     credit = with_seed(method.credit, config.seed)
-    return replace(method, sampler=sampler, window=window, loss=loss, credit=credit, shared_noise=shared)
+    return replace(
+        method, sampler=sampler, window=window, loss=loss, credit=credit, shared_noise=shared
+    )
 
 
 def make_method(config: RunConfig) -> Method:
     """The method of a run (`run_method`); its rule is applied to a random table as a check.
 
-    Raises `ConfigError` if no step is stochastic or none is trained, or for an unknown part; `CreditError` if the rule breaks its
-    contract.
+    Raises `ConfigError` if no step is stochastic or none is trained, or for an unknown part;
+    `CreditError` if the rule breaks its contract.
     """
     algorithm, method = config.algorithm, run_method(config)
     stds = trial_stds(config)
     if isinstance(method.loss, ForwardLoss):
-        method.loss.times.draw(uniform_schedule(config.rollout.num_steps), 1, torch.Generator().manual_seed(0))
-        require(algorithm.trained_steps == ":", "trained_steps", algorithm.trained_steps, "':': this loss draws training times")
+        method.loss.times.draw(
+            uniform_schedule(config.rollout.num_steps), 1, torch.Generator().manual_seed(0)
+        )
+        require(
+            algorithm.trained_steps == ":",
+            "trained_steps",
+            algorithm.trained_steps,
+            "':': this loss draws training times",
+        )
         loss_guidance(config)
     else:
-        allowed = "left out: log-probabilities are those of the velocities that sample; a forward-process loss may train others"
+        allowed = (
+            "left out: log-probabilities are those of the velocities that sample; a forward-process"
+            " loss may train others"
+        )
         for name in ("train_guidance_scale", "reference_guidance_scale"):
             require(getattr(config.policy, name) == 0, name, getattr(config.policy, name), allowed)
         first_trained_steps(config)
     check_per_step(method.credit, stds, part_text("sampler", method.sampler))
     trained = None if isinstance(method.loss, ForwardLoss) else first_trained_steps(config)
     tried = try_credit(method, stds, config.rollout.group_size, trained)
-    check_one_advantage(method.loss, method.credit, tried.credit.advantages, tried.experience.decisions.mask)
+    check_one_advantage(
+        method.loss, method.credit, tried.credit.advantages, tried.experience.decisions.mask
+    )
     return method
 
 
@@ -130,7 +173,9 @@ def make_loss(config: RunConfig) -> PolicyLoss | ForwardLoss:
 
 
 def make_reward(config: RunConfig) -> AnyReward:
-    """The training reward: `reward`, or the task's reward in `reward_form`, with the run's noise and bias."""
+    """The training reward: `reward`, or the task's reward in `reward_form`, with the run's noise
+    and bias.
+    """
     environment = config.allowed().environment
     if environment.reward:
         model: AnyReward = build("reward", environment.reward, device=config.policy.device)
@@ -140,12 +185,17 @@ def make_reward(config: RunConfig) -> AnyReward:
         return model
     if isinstance(model, GroupReward):
         noise, name = (environment.reward_noise, environment.reward_bias), type(model).__name__
-        raise ConfigError(f"reward_noise, reward_bias = {noise} are not allowed; allowed: 0 with {name}, which compares samples")
+        raise ConfigError(
+            f"reward_noise, reward_bias = {noise} are not allowed; allowed: 0 with {name}, which"
+            " compares samples"
+        )
     return NoisyReward(model, environment.reward_noise, environment.reward_bias, config.seed)
 
 
 def check(config: RunConfig) -> None:
-    """Raise an error if the world, the method or a name of a reward in `config` is not allowed; builds no network."""
+    """Raise an error if the world, the method or a name of a reward in `config` is not allowed;
+    builds no network.
+    """
     world = make_world(config)
     make_method(config)
     if config.environment.reward:
@@ -167,11 +217,16 @@ def make_policy(config: RunConfig, device: str = "") -> FlowPolicy:
     Returns:
         The policy.
     """
-    return make_world(config).policy(replace(policy_options(config), device=device or config.policy.device))
+    return make_world(config).policy(
+        replace(policy_options(config), device=device or config.policy.device)
+    )
 
 
-def make_trainer(config: RunConfig, distributed: Distributed = Distributed(), world: World | None = None) -> Trainer:
-    """A trainer of `config`, in whose own `config` the auto sizes are replaced by measured ones (`training.batches`).
+def make_trainer(
+    config: RunConfig, distributed: Distributed = Distributed(), world: World | None = None
+) -> Trainer:
+    """A trainer of `config`, in whose own `config` the auto sizes are replaced by measured ones
+    (`training.batches`).
 
     Args:
         config: the run.
@@ -188,7 +243,9 @@ def make_trainer(config: RunConfig, distributed: Distributed = Distributed(), wo
     return trainer_in(make_world(config), config, distributed)
 
 
-def trainer_in(world: World, config: RunConfig, distributed: Distributed = Distributed()) -> Trainer:
+def trainer_in(
+    world: World, config: RunConfig, distributed: Distributed = Distributed()
+) -> Trainer:
     """`make_trainer` in a world that is already made.
 
     Args:
@@ -200,7 +257,8 @@ def trainer_in(world: World, config: RunConfig, distributed: Distributed = Distr
         The trainer.
 
     Raises:
-        ConfigError: a setting is not allowed, the policy or the prompts do not fit, or the trajectories do not fit into memory.
+        ConfigError: a setting is not allowed, the policy or the prompts do not fit, or the
+            trajectories do not fit into memory.
     """
     method = make_method(config)
     reward = make_reward(config)  # before the policy: its errors should not wait for a large model
@@ -215,7 +273,8 @@ def trainer_in(world: World, config: RunConfig, distributed: Distributed = Distr
 
 
 def require_room(config: RunConfig, latent_shape: Sequence[int], processes: int) -> None:
-    """Check that the trajectories (nodes and velocities in float32) fit into this machine's main memory.
+    """Check that the trajectories (nodes and velocities in float32) fit into this machine's main
+    memory.
 
     Args:
         config: the run.
@@ -226,8 +285,19 @@ def require_room(config: RunConfig, latent_shape: Sequence[int], processes: int)
         ConfigError: the trajectories are too large.
     """
     rollout = config.rollout
-    needed = 4 * math.prod(latent_shape) * rollout.groups * rollout.group_size * (2 * rollout.num_steps + 1) // processes
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else needed
+    needed = (
+        4
+        * math.prod(latent_shape)
+        * rollout.groups
+        * rollout.group_size
+        * (2 * rollout.num_steps + 1)
+        // processes
+    )
+    there = (
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if hasattr(os, "sysconf")
+        else needed
+    )
     sizes = f"{rollout.groups} x {rollout.group_size} samples of {rollout.num_steps} steps"
     found = f"{sizes} take {needed / 1e9:.3g} GB, and the machine has {there / 1e9:.3g} GB"
     require(needed <= there, "groups", rollout.groups, found)
@@ -237,15 +307,30 @@ def model_options(config: RunConfig) -> ModelOptions:
     """The policy options of the run's diffusers pipeline."""
     p = config.policy
     return ModelOptions(
-        height=p.resolution, width=p.width or p.resolution, num_frames=p.num_frames, guidance_scale=p.guidance_scale,
-        tuning=p.tuning, negative_prompt=p.negative_prompt, guidance_gradient=p.guidance_gradient, lora_targets=p.lora_targets,
-        prompt_cache=p.prompt_cache, adapter=p.adapter,
-        max_sequence_length=p.max_sequence_length, gradient_checkpointing=p.gradient_checkpointing,
-        keep_reference=make_loss(config).needs_reference, lora_rank=p.lora_rank, lora_alpha=p.lora_alpha, seed=config.seed,
-        device=p.device, dtype=p.dtype, frozen_adapters=tuple(filter(None, p.frozen_adapters.split(","))),
+        height=p.resolution,
+        width=p.width or p.resolution,
+        num_frames=p.num_frames,
+        guidance_scale=p.guidance_scale,
+        tuning=p.tuning,
+        negative_prompt=p.negative_prompt,
+        guidance_gradient=p.guidance_gradient,
+        lora_targets=p.lora_targets,
+        prompt_cache=p.prompt_cache,
+        adapter=p.adapter,
+        max_sequence_length=p.max_sequence_length,
+        gradient_checkpointing=p.gradient_checkpointing,
+        keep_reference=make_loss(config).needs_reference,
+        lora_rank=p.lora_rank,
+        lora_alpha=p.lora_alpha,
+        seed=config.seed,
+        device=p.device,
+        dtype=p.dtype,
+        frozen_adapters=tuple(filter(None, p.frozen_adapters.split(","))),
         attention_backend=p.attention_backend,
-        compile="inductor" if p.compile else "", decode_batch=p.decode_batch, decode_dtype=p.decode_dtype,
-    )  # fmt: skip
+        compile="inductor" if p.compile else "",
+        decode_batch=p.decode_batch,
+        decode_dtype=p.decode_dtype,
+    )
 
 
 def policy_options(config: RunConfig) -> PolicyOptions:
@@ -255,7 +340,8 @@ def policy_options(config: RunConfig) -> PolicyOptions:
 
 
 def trial_stds(config: RunConfig) -> torch.Tensor:
-    """The sampler's standard deviations on an even grid [step], for checks before anything is built.
+    """The sampler's standard deviations on an even grid [step], for checks before anything is
+    built.
 
     Raises `ConfigError` without a stochastic step, unless the loss needs none.
     """
@@ -264,10 +350,15 @@ def trial_stds(config: RunConfig) -> torch.Tensor:
     stds = even_stds(count, first)
     if isinstance(method.loss, ForwardLoss):
         return stds
-    need = "a stochastic sampler: the loss needs log-probabilities, and a step of the ODE or of a multistep solver has none"
+    need = (
+        "a stochastic sampler: the loss needs log-probabilities, and a step of the ODE or of a"
+        " multistep solver has none"
+    )
     fits = not isinstance(method.sampler, ODE | MultistepSolver)
     require(fits, "sampler", part_text("sampler", method.sampler), need)
-    require(bool((stds > 0).any()), "window", config.algorithm.window, "at least one stochastic step")
+    require(
+        bool((stds > 0).any()), "window", config.algorithm.window, "at least one stochastic step"
+    )
     return stds
 
 
@@ -277,8 +368,16 @@ def first_trained_steps(config: RunConfig) -> torch.Tensor:
     Raises `ConfigError` if there are none, or if a later iteration may have none.
     """
     chosen = config.algorithm.trained_steps
-    fits = isinstance(run_method(config).window, FixedWindow) or parse_slice(chosen) in (None, slice(None))
-    require(fits, "trained_steps", chosen, "':' or random(fraction=...) with a window that changes between iterations")
+    fits = isinstance(run_method(config).window, FixedWindow) or parse_slice(chosen) in (
+        None,
+        slice(None),
+    )
+    require(
+        fits,
+        "trained_steps",
+        chosen,
+        "':' or random(fraction=...) with a window that changes between iterations",
+    )
     return trained_steps(chosen, trial_stds(config), torch.Generator())
 
 
@@ -288,8 +387,13 @@ def window_text(config: RunConfig) -> str:
     if isinstance(method.sampler, MultistepSolver):
         return f"none ({count} steps of a multistep solver)"
     steps = method.window.steps(count, torch.Generator().manual_seed(0))
-    runs = [step for step in steps if step - 1 not in steps], [step for step in steps if step + 1 not in steps]
-    listed = ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in zip(*runs, strict=True))
+    runs = (
+        [step for step in steps if step - 1 not in steps],
+        [step for step in steps if step + 1 not in steps],
+    )
+    listed = ", ".join(
+        f"{first}-{last}" if first < last else str(first) for first, last in zip(*runs, strict=True)
+    )
     plural = "s" if len(steps) > 1 else ""
     found = f"step{plural} {listed} of {count}"
     if not isinstance(method.window, FixedWindow):
@@ -298,7 +402,9 @@ def window_text(config: RunConfig) -> str:
 
 
 def method_parts(config: RunConfig) -> dict[str, str]:
-    """What the run's method consists of, by setting: the parts as specifications, the numbers, and the initial noise."""
+    """What the run's method consists of, by setting: the parts as specifications, the numbers, and
+    the initial noise.
+    """
     method, chosen = run_method(config), config.algorithm
     clip = getattr(method.loss, "clip_range", None)
     return {
@@ -313,8 +419,14 @@ def method_parts(config: RunConfig) -> dict[str, str]:
 
 
 def method_text(config: RunConfig, origins: Mapping[str, str]) -> str:
-    """`method_parts` of the run `config` with the origin of each: that in `origins`, by setting, or the method."""
-    values = {"sampler": config.algorithm.sampler, "window": config.algorithm.window, "credit": config.algorithm.credit}
+    """`method_parts` of the run `config` with the origin of each: that in `origins`, by setting, or
+    the method.
+    """
+    values = {
+        "sampler": config.algorithm.sampler,
+        "window": config.algorithm.window,
+        "credit": config.algorithm.credit,
+    }
     values |= {"loss": config.algorithm.loss, "clip_range": config.algorithm.clip_range}
     values |= {"initial_noise": config.algorithm.initial_noise.replace("auto", "")}
     found = []
@@ -325,15 +437,25 @@ def method_text(config: RunConfig, origins: Mapping[str, str]) -> str:
 
 
 def part_text(kind: str, part: object, without: Sequence[str] = ()) -> str:
-    """A `part` of some `kind` as its specification `without` some options, as in "flow-sde(noise_level=0.7)"; the class of a part
-    without a name.
+    """A `part` of some `kind` as its specification `without` some options, as in
+    "flow-sde(noise_level=0.7)"; the class of a part without a name.
     """
     if isinstance(part, FixedWindow):
-        return f"{'' if part.start is None else part.start}:{'' if part.stop is None else part.stop}"
+        return (
+            f"{'' if part.start is None else part.start}:{'' if part.stop is None else part.stop}"
+        )
     named = {made.rpartition(":")[2]: name for name, made in KINDS[kind].built_in.items()}
     name = named.get(type(part).__name__, type(part).__name__)
-    values = [item for item in fields(part) if item.init and item.name not in without] if is_dataclass(part) else []
-    changed = [item for item in values if getattr(part, item.name) != item.default or item.name == "noise_level"]
+    values = (
+        [item for item in fields(part) if item.init and item.name not in without]
+        if is_dataclass(part)
+        else []
+    )
+    changed = [
+        item
+        for item in values
+        if getattr(part, item.name) != item.default or item.name == "noise_level"
+    ]
     listed = ", ".join(f"{item.name}={_value(getattr(part, item.name))}" for item in changed)
     return f"{name}({listed})" if listed else name
 
@@ -356,12 +478,15 @@ def even_stds(steps: int, sampler: AnySampler) -> torch.Tensor:
     return transition_stds(sampler, grid)
 
 
-def trained_policy(folder: Path, device: str = "", trust: bool = False) -> tuple[FlowPolicy, RunConfig]:
+def trained_policy(
+    folder: Path, device: str = "", trust: bool = False
+) -> tuple[FlowPolicy, RunConfig]:
     """The policy of a finished run with its averaged weights.
 
     Args:
         folder: the run's folder.
-        device: name of the device; empty for the CPU, or for a model for the run's device if CUDA is available.
+        device: name of the device; empty for the CPU, or for a model for the run's device if CUDA
+            is available.
         trust: allow settings that name code (see `load_config`).
 
     Returns:
@@ -373,7 +498,8 @@ def trained_policy(folder: Path, device: str = "", trust: bool = False) -> tuple
     """
     if not (folder / "weights.safetensors").is_file():
         raise CheckpointError(
-            f"weights: {folder / 'weights.safetensors'} does not exist; {folder} must be the folder of a finished run"
+            f"weights: {folder / 'weights.safetensors'} does not exist; {folder} must be the folder"
+            " of a finished run"
         )
     config = load_config(folder / "config.json", trust)
     own = config.policy.device if config.policy.model and torch.cuda.is_available() else "cpu"
@@ -394,8 +520,12 @@ def load_trained(policy: FlowPolicy, folder: Path) -> None:
     """
     path = folder / "weights.safetensors"
     tensors, named = load_weights(path), policy.trainable()
-    if {name: parameter.shape for name, parameter in named.items()} != {name: t.shape for name, t in tensors.items()}:
-        raise CheckpointError(f"weights: {path} does not hold the weights that {folder / 'config.json'} describes")
+    if {name: parameter.shape for name, parameter in named.items()} != {
+        name: t.shape for name, t in tensors.items()
+    }:
+        raise CheckpointError(
+            f"weights: {path} does not hold the weights that {folder / 'config.json'} describes"
+        )
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(tensors[name])

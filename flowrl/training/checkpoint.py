@@ -1,4 +1,6 @@
-"""Checkpoints: one safetensors file each, written atomically (a temporary name in the same folder, fsync, rename)."""
+"""Checkpoints: one safetensors file each, written atomically (a temporary name in the same folder,
+fsync, rename).
+"""
 
 import hashlib
 import json
@@ -24,7 +26,9 @@ FORMAT = "flowrl-checkpoint-4"
 
 
 def to_resume(run: Path) -> str:
-    """The command that resumes the run in the folder `run`, with --trust if its settings need it."""
+    """The command that resumes the run in the folder `run`, with --trust if its settings need
+    it.
+    """
     option = ""
     with suppress(FlowrlError):
         option = trust_option(load_config(run / "config.json").flat())
@@ -45,15 +49,19 @@ class Checkpoint:
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint atomically: an old file remains until the new one is complete and on the disk.
+    """Write a checkpoint atomically: an old file remains until the new one is complete and on the
+    disk.
 
-    The metadata of the safetensors file contain the format, the plain values as JSON, and a hash of values and tensors.
+    The metadata of the safetensors file contain the format, the plain values as JSON, and a hash of
+    values and tensors.
 
     Args:
         path: the file.
         checkpoint: the checkpoint.
     """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
+    tensors = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()
+    }
     values = json.dumps(checkpoint.values)
     data = save(tensors, {"format": FORMAT, "values": values, "sha256": _hash(tensors, values)})
     if not path.parent.exists():
@@ -63,7 +71,8 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write trained weights as a safetensors file, with a hash of names, types, shapes and values in its metadata.
+    """Write trained weights as a safetensors file, with a hash of names, types, shapes and values
+    in its metadata.
 
     Args:
         path: the file.
@@ -74,7 +83,9 @@ def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """The inverse of `save_weights`. Raises `CheckpointError` for a file that was changed or cannot be read."""
+    """The inverse of `save_weights`. Raises `CheckpointError` for a file that was changed or cannot
+    be read.
+    """
     try:
         data = path.read_bytes()
         tensors = load(data)
@@ -82,7 +93,9 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"weights: {path} cannot be read: {error}") from error
     if recorded != _hash(tensors, ""):
-        raise CheckpointError(f"weights: {path} does not match its own hash; it was changed after it was written")
+        raise CheckpointError(
+            f"weights: {path} does not match its own hash; it was changed after it was written"
+        )
     return tensors
 
 
@@ -92,7 +105,9 @@ def _card(data: bytes) -> dict[str, str]:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read the checkpoint in the file `path`. Raises `CheckpointError` with the reason if it cannot be used."""
+    """Read the checkpoint in the file `path`. Raises `CheckpointError` with the reason if it cannot
+    be used.
+    """
     if not path.is_file():
         raise CheckpointError(f"checkpoint: {path} does not exist")
     try:
@@ -102,17 +117,23 @@ def load_checkpoint(path: Path) -> Checkpoint:
         if card["format"] != FORMAT:
             raise _other_version(path, card["format"])
         if card["sha256"] != _hash(tensors, card["values"]):
-            raise CheckpointError(f"checkpoint: {path} does not match its own hash; it was changed after it was written")
+            raise CheckpointError(
+                f"checkpoint: {path} does not match its own hash; it was changed after it was"
+                " written"
+            )
         return Checkpoint(tensors, json.loads(card["values"]))
     except OSError as error:
         raise CheckpointError(f"checkpoint: {path} cannot be read: {error}") from error
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"checkpoint: {path} is not a flowrl checkpoint ({type(error).__name__}: {error})") from error
+        raise CheckpointError(
+            f"checkpoint: {path} is not a flowrl checkpoint ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _other_version(path: Path, found: str) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint: {path} was written by another version of flowrl (format {found!r}; this version reads {FORMAT!r})"
+        f"checkpoint: {path} was written by another version of flowrl (format {found!r}; this"
+        f" version reads {FORMAT!r})"
     )
 
 
@@ -128,8 +149,8 @@ def _hash(tensors: Mapping[str, Tensor], values: str) -> str:
 class Checkpoints:
     """The checkpoints of a run: `run`/checkpoints/000010.safetensors after iteration 10, and so on.
 
-    `save` deletes an old checkpoint only when a newer one is complete and on the disk. After the first save a complete checkpoint
-    exists at all times.
+    `save` deletes an old checkpoint only when a newer one is complete and on the disk. After the
+    first save a complete checkpoint exists at all times.
 
     Args:
         run: the run's folder.
@@ -145,7 +166,9 @@ class Checkpoints:
         return self.run / "checkpoints"
 
     def names(self) -> list[str]:
-        """Names, oldest first. Raises `CheckpointError` for checkpoints of an older version, which were folders."""
+        """Names, oldest first. Raises `CheckpointError` for checkpoints of an older version, which
+        were folders.
+        """
         for card in self.folder.glob("*/checkpoint.json"):
             raise _other_version(card.parent, "flowrl-checkpoint-3 or older")
         return sorted((path.stem for path in self.folder.glob("[0-9]*.safetensors")), key=int)
@@ -160,11 +183,18 @@ class Checkpoints:
         return self.folder / f"{name}.safetensors"
 
     def save(self, checkpoint: Checkpoint, iteration: int, kept: Collection[int] = ()) -> None:
-        """Write the checkpoint of `iteration`, then delete all but the newest `keep`, and those of the iterations `kept`."""
+        """Write the checkpoint of `iteration`, then delete all but the newest `keep`, and those of
+        the iterations `kept`.
+        """
         name = f"{iteration:06d}"
         save_checkpoint(self.path(name), checkpoint)
         others = [other for other in self.names() if other != name and int(other) not in kept]
-        self._delete([*map(self.path, others[: max(0, len(others) - self.keep + 1)]), *self.folder.glob("*.tmp")])
+        self._delete(
+            [
+                *map(self.path, others[: max(0, len(others) - self.keep + 1)]),
+                *self.folder.glob("*.tmp"),
+            ]
+        )
 
     def forget_after(self, name: str) -> None:
         """Delete checkpoints newer than `name`, the newest first, so that a crash leaves no gap."""
@@ -179,21 +209,28 @@ class Checkpoints:
     def load(self, name: str = "") -> Checkpoint:
         """Checkpoint `name`, or the newest.
 
-        Raises `CheckpointError` if it is missing or damaged, with the command that resumes from an earlier complete one.
+        Raises `CheckpointError` if it is missing or damaged, with the command that resumes from an
+        earlier complete one.
         """
         names = self.names()
         if not names or (name and name not in names):
             there = f"; there are {', '.join(names)}" if names else ""
-            raise CheckpointError(f"checkpoint: there is no checkpoint {name or 'at all'} in {self.run}{there}")
+            raise CheckpointError(
+                f"checkpoint: there is no checkpoint {name or 'at all'} in {self.run}{there}"
+            )
         chosen = name or names[-1]
         try:
             return load_checkpoint(self.path(chosen))
         except CheckpointError as error:
             earlier = next(filter(self._complete, reversed(names[: names.index(chosen)])), None)
             advice = (
-                f"There is no earlier one in {self.run} (keep_checkpoints = {self.keep}; 2 or more keeps some)"
+                f"There is no earlier one in {self.run} (keep_checkpoints = {self.keep}; 2 or more"
+                " keeps some)"
                 if earlier is None
-                else f"Checkpoint {earlier} is complete; resume from it with: {to_resume(self.run)} --from {earlier}"
+                else (
+                    f"Checkpoint {earlier} is complete; resume from it with: {to_resume(self.run)}"
+                    f" --from {earlier}"
+                )
             )
             raise CheckpointError(f"{error}. {advice}") from error
 
@@ -249,10 +286,14 @@ def training_state(
     numbers: dict[str, Any] = {}
     if optimizer.state:  # if it is empty, PyTorch would take a step to fill it
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state: Any = get_optimizer_state_dict(as_module(parameters.values()), optimizer, options=options).get("state", {})
+        state: Any = get_optimizer_state_dict(
+            as_module(parameters.values()), optimizer, options=options
+        ).get("state", {})
         for i, name in enumerate(parameters):
             for key, value in state.get(str(i), {}).items():
-                (tensors if isinstance(value, Tensor) else numbers)[f"optimizer.{key}.{name}"] = value
+                (tensors if isinstance(value, Tensor) else numbers)[f"optimizer.{key}.{name}"] = (
+                    value
+                )
     state = Checkpoint(tensors, {"optimizer": numbers})
     if not copied:
         return state
@@ -284,32 +325,51 @@ def restore_training_state(
         for name, parameter in parameters.items() if distributed.is_main else ():
             found = checkpoint.tensors.get(f"weight.{name}")
             if found is None or found.shape != parameter.shape:
-                raise ConfigError(f"checkpoint: no weight {name} of shape {tuple(parameter.shape)}; it belongs to another run")
-    for prefix, tensors in (("weight", parameters), ("average", dict(zip(parameters, average, strict=True)))):
-        values = {name.removeprefix(f"{prefix}."): value for name, value in checkpoint.tensors.items()}
+                raise ConfigError(
+                    f"checkpoint: no weight {name} of shape {tuple(parameter.shape)}; it belongs to"
+                    " another run"
+                )
+    for prefix, tensors in (
+        ("weight", parameters),
+        ("average", dict(zip(parameters, average, strict=True))),
+    ):
+        values = {
+            name.removeprefix(f"{prefix}."): value for name, value in checkpoint.tensors.items()
+        }
         load_full_tensors(tensors, values, distributed)
     _restore_optimizer(checkpoint, parameters, optimizer, distributed)
 
 
 def _restore_optimizer(
-    checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, distributed: Distributed
+    checkpoint: Checkpoint,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    distributed: Distributed,
 ) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     state: dict[str, dict[str, Any]] = {}
     numbers = {name: str(i) for i, name in enumerate(parameters)}
-    everything = {**checkpoint.tensors, **checkpoint.values.get("optimizer", {})} if distributed.is_main else {}
+    everything = (
+        {**checkpoint.tensors, **checkpoint.values.get("optimizer", {})}
+        if distributed.is_main
+        else {}
+    )
     for full_name, value in everything.items():
         prefix, _, rest = full_name.partition(".")
         key, _, name = rest.partition(".")
         if prefix == "optimizer":
-            state.setdefault(numbers[name], {})[key] = value.clone() if isinstance(value, Tensor) else value
+            state.setdefault(numbers[name], {})[key] = (
+                value.clone() if isinstance(value, Tensor) else value
+            )
     with_state = distributed.gather(set(state))[0]
     optimizer.zero_grad()
     if with_state:
         group: dict[str, Any] = {**optimizer.param_groups[0], "params": list(numbers.values())}
         given: Any = {"state": state, "param_groups": [group]} if distributed.is_main else {}
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed.world_size > 1, strict=False)
+        options = StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=distributed.world_size > 1, strict=False
+        )
         set_optimizer_state_dict(as_module(parameters.values()), optimizer, given, options=options)
     for number, parameter in zip(numbers.values(), parameters.values(), strict=True):
         if number not in with_state:

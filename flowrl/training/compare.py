@@ -17,6 +17,7 @@ from flowrl.probes import NoProbe
 from flowrl.protocols import World
 from flowrl.reading import as_kind, load_document, reading
 from flowrl.registry import build
+from flowrl.sources import first_paragraph
 from flowrl.training.arms import Arms, arm_run, check_arms, of_arm
 from flowrl.training.build import check, make_method, make_world, method_parts
 from flowrl.training.config import RunConfig
@@ -35,14 +36,15 @@ class CompareConfig:
 
     Args:
         run: the settings that arms do not change.
-        arms: the settings of each arm by its name, named without their groups; the first arm is the baseline. `method_arms` and
-            `credit_arms` make those of methods and of credit rules.
+        arms: the settings of each arm by its name, named without their groups; the first arm is the
+            baseline. `method_arms` and `credit_arms` make those of methods and of credit rules.
         seeds: one or more seeds.
         preset: name of the preset, for the record.
         command: the command line, for the record.
 
     Raises:
-        ConfigError: there are no arms or seeds, a seed occurs twice, or an arm is not allowed (`arms.check_arms`).
+        ConfigError: there are no arms or seeds, a seed occurs twice, or an arm is not allowed
+            (`arms.check_arms`).
     """
 
     run: RunConfig
@@ -52,12 +54,20 @@ class CompareConfig:
     command: str = ""
 
     def __post_init__(self) -> None:
-        require(len(self.arms) >= 1, "arms", self.arms, "one or more, such as those of methods or credit rules")
+        require(
+            len(self.arms) >= 1,
+            "arms",
+            self.arms,
+            "one or more, such as those of methods or credit rules",
+        )
         require(len(self.seeds) >= 1, "seeds", self.seeds, "one or more seeds")
         require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "each seed once")
         check_arms(self.run, self.arms, self.seeds)
         plain = {
-            arm: {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+            arm: {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in settings.items()
+            }
             for arm, settings in self.arms.items()
         }
         object.__setattr__(self, "arms", plain)
@@ -82,24 +92,35 @@ class CompareConfig:
 
     def examples(self) -> dict[str, RunConfig]:
         """The run of the first seed by arm."""
-        return {arm: arm_run(self.run, settings).replace(seed=self.seeds[0]) for arm, settings in self.arms.items()}
+        return {
+            arm: arm_run(self.run, settings).replace(seed=self.seeds[0])
+            for arm, settings in self.arms.items()
+        }
 
     def descriptions(self) -> dict[str, str]:
-        """The first line of the docstring of every arm's credit rule if it names one, else of its method; "" without one."""
+        """The first line of the docstring of every arm's credit rule if it names one, else of its
+        method; "" without one.
+        """
         self.allowed()
         found = {}
         for arm, config in self.examples().items():
             credit, method = config.algorithm.credit, config.algorithm.method
-            found[arm] = _first_line(type(build("credit", credit)) if credit else METHODS.get(method))
+            found[arm] = _first_line(
+                type(build("credit", credit)) if credit else METHODS.get(method)
+            )
         return found
 
     def allowed(self) -> None:
-        """Raise `ConfigError` if the comparison was read without trust and has settings that need consent (`flowrl.trust`)."""
+        """Raise `ConfigError` if the comparison was read without trust and has settings that need
+        consent (`flowrl.trust`).
+        """
         for settings in (self.run.flat(), *self.arms.values()):
             trusted(dict(settings), self.run.source, not self.run.source)
 
     def parts(self) -> dict[str, dict[str, str]]:
-        """What every arm's method consists of in this comparison (`flowrl.training.build.method_parts`)."""
+        """What every arm's method consists of in this comparison
+        (`flowrl.training.build.method_parts`).
+        """
         return {arm: method_parts(config) for arm, config in self.examples().items()}
 
     def costs(self) -> dict[str, Plan | None]:
@@ -107,9 +128,11 @@ class CompareConfig:
         return {arm: _plan(config) for arm, config in self.examples().items()}
 
     def equal_cost(self) -> "CompareConfig":
-        """This comparison with as many iterations of each arm as need the network evaluations of the baseline's run.
+        """This comparison with as many iterations of each arm as need the network evaluations of
+        the baseline's run.
 
-        Evaluations of sampling, probes and update count alike, those with guidance twice; held-out evaluations do not count.
+        Evaluations of sampling, probes and update count alike, those with guidance twice; held-out
+        evaluations do not count.
 
         Raises:
             ConfigError: an arm sets `iterations`, or the cost of a probe is unknown.
@@ -118,11 +141,19 @@ class CompareConfig:
         for arm, settings in self.arms.items():
             with of_arm(arm):
                 given = settings.get("iterations")
-                require(given is None, "iterations", given, "left out: they are chosen so that all arms cost the same")
+                require(
+                    given is None,
+                    "iterations",
+                    given,
+                    "left out: they are chosen so that all arms cost the same",
+                )
                 found = plan(runs[arm])
             total = total or self.run.iterations * found.passes
             iterations = max(1, round(total / found.passes))
-            arms[arm] = {**settings, **({} if iterations == self.run.iterations else {"iterations": iterations})}
+            arms[arm] = {
+                **settings,
+                **({} if iterations == self.run.iterations else {"iterations": iterations}),
+            }
         return replace(self, arms=arms)
 
     def as_dict(self) -> dict[str, Any]:
@@ -134,22 +165,29 @@ class CompareConfig:
             "preset": self.preset,
             "command": self.command,
             "versions": versions(),
-            "hardware": f"{usable_cores()} CPU cores ({platform.machine()}), Python {platform.python_version()}",
+            "hardware": (
+                f"{usable_cores()} CPU cores ({platform.machine()}), Python"
+                f" {platform.python_version()}"
+            ),
             "run": self.run.as_dict(),
         }
 
     @staticmethod
-    def from_dict(values: dict[str, Any], trust: bool = False, source: Path | str = "config.json") -> "CompareConfig":
+    def from_dict(
+        values: dict[str, Any], trust: bool = False, source: Path | str = "config.json"
+    ) -> "CompareConfig":
         """The inverse of `as_dict`; also reads what earlier versions wrote.
 
-        Raises `ConfigError` if entries are missing. Without `trust`, parts are built only from settings that the file `source`
-        may contain (`allowed`).
+        Raises `ConfigError` if entries are missing. Without `trust`, parts are built only from
+        settings that the file `source` may contain (`allowed`).
         """
         check_format(source, values)
         values = current_comparison(values, source)
         missing = sorted({"arms", "seeds", "run"} - set(values))
         if missing:
-            raise ConfigError(f"config: no entry {', '.join(missing)}; a comparison's config.json is needed")
+            raise ConfigError(
+                f"config: no entry {', '.join(missing)}; a comparison's config.json is needed"
+            )
         run = RunConfig.from_dict(values["run"], trust, source)
         preset, command = values.get("preset", "default"), values.get("command", "")
         return CompareConfig(run, values["arms"], tuple(values["seeds"]), preset, command)
@@ -163,18 +201,34 @@ def _plan(config: RunConfig) -> Plan | None:
 
 
 def _first_line(part: Any) -> str:
-    """The first line of a docstring; "" without one, also if a data class has made one of its fields."""
-    line = (inspect.getdoc(part) or "").partition("\n")[0].strip()
+    """The first paragraph of a docstring; "" without one, also if a data class has made one of its
+    fields.
+    """
+    line = first_paragraph(inspect.getdoc(part) or "")
     return "" if line.startswith(f"{getattr(part, '__name__', '')}(") else line.rstrip(".")
 
 
 Watcher = Callable[[dict[str, dict[str, Any]]], None]
-"""Called about twice a second with the state of every job: {"phase", "iteration", "reward", "nfe_total", "seconds"}."""
+"""Called about twice a second with the state of every job: {"phase", "iteration", "reward",
+"nfe_total", "seconds"}.
+"""
 
 
-def _run_job(worker: Worker, config: RunConfig, folder: Path, resume: bool, changed_code: bool, trial: bool) -> bool | str:
-    """Whether the run is finished, or the message of the error that ended it; the other runs continue."""
-    run = Run(config, folder, worker.send, worker.stopped, shared=folder.parent, changed_code=changed_code, trial=trial)
+def _run_job(
+    worker: Worker, config: RunConfig, folder: Path, resume: bool, changed_code: bool, trial: bool
+) -> bool | str:
+    """Whether the run is finished, or the message of the error that ended it; the other runs
+    continue.
+    """
+    run = Run(
+        config,
+        folder,
+        worker.send,
+        worker.stopped,
+        shared=folder.parent,
+        changed_code=changed_code,
+        trial=trial,
+    )
     run.parts_tried = True
     try:
         return run.execute(resume)
@@ -187,7 +241,10 @@ def _run_job(worker: Worker, config: RunConfig, folder: Path, resume: bool, chan
 def require_free(out: Path) -> None:
     """Raise `ConfigError` if `out` holds a comparison that has begun."""
     if any(map(has_progress, out.glob("runs/*"))):
-        raise ConfigError(f"out: {out} already holds a comparison; choose another folder, or continue it with --resume {out}")
+        raise ConfigError(
+            f"out: {out} already holds a comparison; choose another folder, or continue it with"
+            f" --resume {out}"
+        )
 
 
 def compare(
@@ -215,10 +272,12 @@ def compare(
         trial: as for `Run`.
 
     Returns:
-        Whether all runs are finished; False if Ctrl-C paused them. `resume` then continues with the same results.
+        Whether all runs are finished; False if Ctrl-C paused them. `resume` then continues with the
+        same results.
 
     Raises:
-        ConfigError: another process works in `out`, which the message names, or `out` contains another comparison.
+        ConfigError: another process works in `out`, which the message names, or `out` contains
+            another comparison.
         PartError: some runs failed.
     """
 
@@ -230,12 +289,22 @@ def compare(
         config = replace(config, run=config.run.replace(world=world))
     if not resume:
         require_free(out)
-    with folder_lock(out) if resume else new_folder(out, "comparison", lambda folder: holds(folder, "arms", "methods"), started):
+    with (
+        folder_lock(out)
+        if resume
+        else new_folder(out, "comparison", lambda folder: holds(folder, "arms", "methods"), started)
+    ):
         return _compare(config, out, resume, workers, watch, changed_code, trial)
 
 
 def _compare(
-    config: CompareConfig, out: Path, resume: bool, workers: int, watch: Watcher | None, changed_code: bool, trial: bool
+    config: CompareConfig,
+    out: Path,
+    resume: bool,
+    workers: int,
+    watch: Watcher | None,
+    changed_code: bool,
+    trial: bool,
 ) -> bool:
     jobs = config.jobs()
     notes: list[str] = []
@@ -244,11 +313,20 @@ def _compare(
     if not resume:
         written = {"descriptions": config.descriptions(), "parts": config.parts()}
         write_json(out / "config.json", config.as_dict() | written)
-    states: dict[str, dict[str, Any]] = {name: {"phase": "waiting", "iteration": 0} for name in jobs}
+    states: dict[str, dict[str, Any]] = {
+        name: {"phase": "waiting", "iteration": 0} for name in jobs
+    }
     if notes and watch:
         first = next(iter(jobs))
         watch(
-            states | {first: {**states[first], "warning": "\n".join(notes), "kinds": [f"trial {n}" for n in range(len(notes))]}}
+            states
+            | {
+                first: {
+                    **states[first],
+                    "warning": "\n".join(notes),
+                    "kinds": [f"trial {n}" for n in range(len(notes))],
+                }
+            }
         )
     ended: dict[str, bool | str] = {}
 
@@ -258,21 +336,34 @@ def _compare(
 
     def finished(name: str, done: bool | str) -> None:
         ended[name] = done
-        received(name, {"phase": "failed" if isinstance(done, str) else "done" if done else "paused"})
+        received(
+            name, {"phase": "failed" if isinstance(done, str) else "done" if done else "paused"}
+        )
         if isinstance(done, str):
             received(name, {"warning": f"the run failed: {done}", "kinds": ["failed"]})
 
     arms = config.arm_of()
-    on_cpu = all(job.policy.device == "cpu" for job in jobs.values())  # forks of a process that has used a GPU cannot use it
+    # forks of a process that has used a GPU cannot use it
+    on_cpu = all(job.policy.device == "cpu" for job in jobs.values())
     completed = run_jobs(
         _run_job,
-        {name: (jobs[name], out / "runs" / name, resume, changed_code, trial) for name in start_order(jobs)},
+        {
+            name: (jobs[name], out / "runs" / name, resume, changed_code, trial)
+            for name in start_order(jobs)
+        },
         workers,
         finished=finished,
         received=received,
         watch=lambda: watch(states) if watch else None,
         describe=lambda name: f"the run {run_label(arms[name], jobs[name].seed)}",
-        preload=("flowrl.training.compare", *getattr(make_world(next(iter(jobs.values()))), "imports", ())) if on_cpu else (),
+        preload=(
+            (
+                "flowrl.training.compare",
+                *getattr(make_world(next(iter(jobs.values()))), "imports", ()),
+            )
+            if on_cpu
+            else ()
+        ),
     )
     failed = {name: text for name, text in ended.items() if isinstance(text, str)}
     if failed and completed:
@@ -281,8 +372,9 @@ def _compare(
         words += " --changed-code" if any(code_of(jobs[one].flat()) for one in failed) else ""
         label = run_label(arms[name], jobs[name].seed)
         raise PartError(
-            f"{len(failed)} of {len(jobs)} runs failed, and the others are complete. {label}: {text}. Correct the "
-            f"cause, then run the missing ones with: flowrl compare --resume {shlex.quote(str(out))}{words}"
+            f"{len(failed)} of {len(jobs)} runs failed, and the others are complete. {label}:"
+            f" {text}. Correct the cause, then run the missing ones with: flowrl compare --resume"
+            f" {shlex.quote(str(out))}{words}"
         )
     return completed and not failed and all(ended.values())
 
@@ -326,7 +418,9 @@ def load_compare(path: Path, trust: bool = False) -> CompareConfig:
 
 @dataclass(frozen=True)
 class _File:
-    """The entries of a comparison's config.json, all optional here; those of earlier versions at the end."""
+    """The entries of a comparison's config.json, all optional here; those of earlier versions at
+    the end.
+    """
 
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=list)

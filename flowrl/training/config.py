@@ -1,4 +1,6 @@
-"""The settings of a run: frozen groups of checked fields, presets, and their file form. `flowrl.training.build` uses them."""
+"""The settings of a run: frozen groups of checked fields, presets, and their file form.
+`flowrl.training.build` uses them.
+"""
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -10,15 +12,33 @@ from pydantic import BeforeValidator, PlainValidator, model_validator
 from flowrl.errors import ConfigError, require
 from flowrl.options import Count, Seed, Whole
 from flowrl.reading import load_document, reading
-from flowrl.settings import flat, groups_of, nested, read_settings, read_values, replaced, settings_group
+from flowrl.settings import (
+    flat,
+    groups_of,
+    nested,
+    read_settings,
+    read_values,
+    replaced,
+    settings_group,
+)
 from flowrl.training.format import FORMAT, check_format, current, format_of, refuse_older
-from flowrl.training.presets import MODEL_DEFAULTS, MODEL_ONLY, accelerator_defaults, combine, method_overrides, world_defaults
+from flowrl.training.presets import (
+    MODEL_DEFAULTS,
+    MODEL_ONLY,
+    accelerator_defaults,
+    combine,
+    method_overrides,
+    world_defaults,
+)
 from flowrl.trust import trusted, untrusted
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Decay = Annotated[float, Ge(0), Lt(1)]
 Batch = Count | Literal["auto"]
-Switch = Annotated[Literal["auto", "true", "false"], BeforeValidator(lambda v: str(v).lower() if isinstance(v, bool) else v)]
+Switch = Annotated[
+    Literal["auto", "true", "false"],
+    BeforeValidator(lambda v: str(v).lower() if isinstance(v, bool) else v),
+]
 
 
 @dataclass(frozen=True)
@@ -48,23 +68,30 @@ class EnvironmentConfig:
     """The task: prompts and a reward."""
 
     world: Annotated[str, PlainValidator(_world)] = "shapes"
-    """shapes (text to image), mixture (two dimensions), a plug-in, path/to/file.py:Class, or model (see `model`). In Python also
-    an object (`flowrl.protocols.World`)."""
+    """shapes (text to image), mixture (two dimensions), a plug-in, path/to/file.py:Class, or model
+    (see `model`). In Python also an object (`flowrl.protocols.World`).
+    """
     task: str = "compositional"
     """compositional, text or preference (shapes); direction (mixture); prompts (model)."""
     reward_form: str = "soft"
     """strict (0/1), graded (partial credit) or soft (continuous); reward (model)."""
     reward: str = ""
-    """A reward that replaces the task's: NAME, NAME(option=value) or path/to/file.py:Class; `flowrl parts` lists names."""
+    """A reward that replaces the task's: NAME, NAME(option=value) or path/to/file.py:Class; `flowrl
+    parts` lists names.
+    """
     reward_noise: Annotated[float, Ge(0)] = 0.0
     """Standard deviation of the noise added to every training score; evaluation has none."""
     reward_bias: float = 0.0
     """Weight of the mean pixel value added to every training score; evaluation has none."""
     prompts: str = ""
-    """Training prompts for `model`: a text file with a prompt per line, .jsonl with "prompt" and metadata, a slice of a generated
-    list, as in compositional[0:500] (also text, images), or a dataset: hf:NAME[:SPLIT[:COLUMN]], a folder or .parquet."""
+    """Training prompts for `model`: a text file with a prompt per line, .jsonl with "prompt" and
+    metadata, a slice of a generated list, as in compositional[0:500] (also text, images), or a
+    dataset: hf:NAME[:SPLIT[:COLUMN]], a folder or .parquet.
+    """
     heldout_prompts: str = ""
-    """Evaluation prompts for `model`, in the same forms as `prompts`; default: the training prompts."""
+    """Evaluation prompts for `model`, in the same forms as `prompts`; default: the training
+    prompts.
+    """
 
     @property
     def world_name(self) -> str:
@@ -82,34 +109,47 @@ class AlgorithmConfig:
     """The method: sampling of trajectories, credit of steps, and loss."""
 
     method: str = "flow-grpo"
-    """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, branch-grpo, tempflow-grpo,
-    granular-grpo, tree-grpo, diffusion-nft, awm or dgpo; with `credit`, the name in tables."""
+    """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, branch-grpo,
+    tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm or dgpo; with `credit`, the name in
+    tables.
+    """
     credit: str = ""
-    """A credit rule that replaces the method's: NAME, NAME(option=value) or path/to/file.py:Class."""
+    """A credit rule that replaces the method's: NAME, NAME(option=value) or path/to/file.py:Class.
+    """
     sampler: str = ""
-    """Transition kernel; empty: the method's. flow-sde, dance-sde, cps, ddim-sde or, for forward-process losses, ode or
-    multistep; a plug-in; path/to/file.py:Class."""
+    """Transition kernel; empty: the method's. flow-sde, dance-sde, cps, ddim-sde or, for
+    forward-process losses, ode or multistep; a plug-in; path/to/file.py:Class.
+    """
     noise_level: Annotated[float, Ge(0)] = 0.0
-    """The kernel's noise: a of flow-sde and ddim-sde, eta of dance-sde and cps; 0 = the method's, or the kernel's default."""
+    """The kernel's noise: a of flow-sde and ddim-sde, eta of dance-sde and cps; 0 = the method's,
+    or the kernel's default.
+    """
     window: str = ""
-    """Stochastic steps; empty: the method's. A Python slice, as in 2:7 (steps 2 to 6), : (all) or :-1 (all but the last); or
-    random(size=3), random(size=3, high=5, geometric=0.5), sliding(size=4, stride=1, every=25), a plug-in or
-    path/to/file.py:Class."""
+    """Stochastic steps; empty: the method's. A Python slice, as in 2:7 (steps 2 to 6), : (all) or
+    :-1 (all but the last); or random(size=3), random(size=3, high=5, geometric=0.5),
+    sliding(size=4, stride=1, every=25), a plug-in or path/to/file.py:Class.
+    """
     trained_steps: str = ":"
-    """Stochastic steps that enter the loss: a Python slice of the steps, or random(fraction=0.6), drawn every iteration."""
+    """Stochastic steps that enter the loss: a Python slice of the steps, or random(fraction=0.6),
+    drawn every iteration.
+    """
     initial_noise: Literal["auto", "shared", "independent"] = "auto"
     """Initial noise within a group: auto (as the method requires), shared or independent."""
     loss: str = ""
-    """Loss; empty: the method's. clipped, gspo, kl-penalty, grpo-guard, flow-dppo or policy-gradient, with options as in
-    clipped(kl=without_delta); a plug-in or a file; or diffusion-nft, awm or dgpo. The methods of these names allow no policy
-    loss."""
+    """Loss; empty: the method's. clipped, gspo, kl-penalty, grpo-guard, flow-dppo or
+    policy-gradient, with options as in clipped(kl=without_delta); a plug-in or a file; or
+    diffusion-nft, awm or dgpo. The methods of these names allow no policy loss.
+    """
     clip_range: Annotated[float, Ge(0)] = 0.0
-    """Largest |ratio - 1|; beyond it a transition has no gradient (losses that clip). 0 = the method's, for the elements of
-    the world's latents."""
+    """Largest |ratio - 1|; beyond it a transition has no gradient (losses that clip). 0 = the
+    method's, for the elements of the world's latents.
+    """
     kl_weight: float = 0.0
     """Weight of the KL to the base model in the loss (beta in the papers)."""
     drop_zero_advantages: bool = False
-    """Leave samples whose advantage is 0 at every trained step out of the loss, its mean and the KL."""
+    """Leave samples whose advantage is 0 at every trained step out of the loss, its mean and the
+    KL.
+    """
 
     @model_validator(mode="after")
     def _consistent(self) -> "AlgorithmConfig":
@@ -128,18 +168,30 @@ class RolloutConfig:
     num_steps: Annotated[int, Ge(1), Le(10**5)] = 10
     """Denoising steps during training."""
     max_batch: Batch = 512
-    """Latents per network call without gradients; auto: measured at the start (`flowrl.training.batches`)."""
+    """Latents per network call without gradients; auto: measured at the start
+    (`flowrl.training.batches`).
+    """
     chunk: Whole = 0
     """Groups rolled out at a time by each process, to save memory; 0 = all."""
     overlap_rewards: Switch = "auto"
-    """Score finished chunks during the rollout of the next one: true (needs a `chunk`), false, or auto: with remote rewards."""
+    """Score finished chunks during the rollout of the next one: true (needs a `chunk`), false, or
+    auto: with remote rewards.
+    """
     offload: bool = False
     """Store the trajectories in main memory between rollout and update."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "RolloutConfig":
-        need = "with `chunk` 1 or more only: a chunk's rewards are computed during the next one's rollout"
-        require(self.chunk >= 1 or self.overlap_rewards != "true", "overlap_rewards", self.overlap_rewards, need)
+        need = (
+            "with `chunk` 1 or more only: a chunk's rewards are computed during the next one's"
+            " rollout"
+        )
+        require(
+            self.chunk >= 1 or self.overlap_rewards != "true",
+            "overlap_rewards",
+            self.overlap_rewards,
+            need,
+        )
         return self
 
 
@@ -170,7 +222,12 @@ class OptimConfig:
 
     @model_validator(mode="after")
     def _consistent(self) -> "OptimConfig":
-        require(self.loss_scale == 0 or self.loss_scale >= 1, "loss_scale", self.loss_scale, "1 or more, or 0 for none")
+        require(
+            self.loss_scale == 0 or self.loss_scale >= 1,
+            "loss_scale",
+            self.loss_scale,
+            "1 or more, or 0 for none",
+        )
         return self
 
 
@@ -179,13 +236,18 @@ class PolicyConfig:
     """The trained network."""
 
     model: str = ""
-    """Train this model instead of a built-in one: the folder of a diffusers pipeline, or its name on the Hub."""
+    """Train this model instead of a built-in one: the folder of a diffusers pipeline, or its name
+    on the Hub.
+    """
     base_weights: str = ""
-    """Base weights of the world's policy other than its own; for shapes made by `flowrl pretrain`."""
+    """Base weights of the world's policy other than its own; for shapes made by `flowrl pretrain`.
+    """
     device: str = "cpu"
     """cpu, cuda or cuda:NUMBER."""
     dtype: Precision = "float32"
-    """Precision of the network: float32, bfloat16 or float16 (transition mathematics is always float32)."""
+    """Precision of the network: float32, bfloat16 or float16 (transition mathematics is always
+    float32).
+    """
     tuning: Literal["lora", "full"] = "lora"
     """Trained weights of `model`: lora or full."""
     lora_rank: Count = 8
@@ -193,13 +255,20 @@ class PolicyConfig:
     lora_alpha: Annotated[float, Gt(0)] = 16.0
     """Alpha of the LoRA: its product is scaled by alpha / rank."""
     lora_targets: tuple[str, ...] = ()
-    """Ends of the names of the layers of `model` that get a LoRA, as in attn.to_q; none: the attention layers."""
+    """Ends of the names of the layers of `model` that get a LoRA, as in attn.to_q; none: the
+    attention layers.
+    """
     adapter: str = ""
-    """LoRA that `model` starts from (a file or folder that diffusers reads; `lora_rank` must be the file's)."""
+    """LoRA that `model` starts from (a file or folder that diffusers reads; `lora_rank` must be the
+    file's).
+    """
     frozen_adapters: str = ""
-    """LoRAs of `model` that are active but not trained: files or folders, as PATH or NAME=PATH, separated by commas."""
+    """LoRAs of `model` that are active but not trained: files or folders, as PATH or NAME=PATH,
+    separated by commas.
+    """
     resolution: Annotated[int, Ge(1), Le(2**14)] = 512
-    """Height of the images or videos of `model` in pixels, and their width unless `width` is given."""
+    """Height of the images or videos of `model` in pixels, and their width unless `width` is given.
+    """
     width: Annotated[int, Ge(0), Le(2**14)] = 0
     """Width in pixels; 0 = `resolution`."""
     num_frames: Annotated[int, Ge(1), Le(2**12)] = 1
@@ -207,28 +276,41 @@ class PolicyConfig:
     guidance_scale: Annotated[float, Ge(1)] = 1.0
     """Classifier-free guidance of `model` in sampling, training and evaluation; 1 = off."""
     train_guidance_scale: Annotated[float, Ge(0)] = 0.0
-    """Guidance of the velocities in a forward-process loss; 1 = off (conditional velocities); 0 = `guidance_scale`."""
+    """Guidance of the velocities in a forward-process loss; 1 = off (conditional velocities); 0 =
+    `guidance_scale`.
+    """
     reference_guidance_scale: Annotated[float, Ge(0)] = 0.0
-    """Guidance of the base model's velocity in a forward-process loss; 0 = `train_guidance_scale`."""
+    """Guidance of the base model's velocity in a forward-process loss; 0 = `train_guidance_scale`.
+    """
     negative_prompt: str = ""
     """Negative prompt of the guidance of `model`."""
     guidance_gradient: Literal["both", "prompt"] = "both"
-    """Branches of the guidance that the gradient flows through: both, or prompt (without the negative prompt's)."""
+    """Branches of the guidance that the gradient flows through: both, or prompt (without the
+    negative prompt's).
+    """
     max_sequence_length: Annotated[int, Ge(0), Le(512)] = 0
-    """Prompt length of the T5 encoder of `model`, or of its only encoder, in tokens; 0 = the pipeline's default."""
+    """Prompt length of the T5 encoder of `model`, or of its only encoder, in tokens; 0 = the
+    pipeline's default.
+    """
     prompt_cache: Count = 2048
-    """Prompt embeddings of `model` in main memory; further ones are stored in a temporary folder."""
+    """Prompt embeddings of `model` in main memory; further ones are stored in a temporary folder.
+    """
     gradient_checkpointing: bool = False
-    """Recompute activations of `model` in the backward pass: less memory, one more forward pass. With `micro_batch` auto it is
-    switched off if the memory suffices."""
+    """Recompute activations of `model` in the backward pass: less memory, one more forward pass.
+    With `micro_batch` auto it is switched off if the memory suffices.
+    """
     attention_backend: str = ""
-    """Kernels of the attention of `model` by diffusers' name, as in _native_cudnn or flash; none: diffusers' default."""
+    """Kernels of the attention of `model` by diffusers' name, as in _native_cudnn or flash; none:
+    diffusers' default.
+    """
     decode_batch: Count = 8
     """Latents of `model` per call of its image decoder."""
     decode_dtype: Precision = "float32"
     """Precision of the image decoder of `model`."""
     compile: bool = False
-    """Compile the network's blocks with torch.compile: a minute or more at the start, faster calls afterwards."""
+    """Compile the network's blocks with torch.compile: a minute or more at the start, faster calls
+    afterwards.
+    """
 
 
 @settings_group
@@ -244,10 +326,13 @@ class EvaluationConfig:
     eval_solver: Literal["euler", "heun", "dpm++", "unipc", "sa"] = "euler"
     """euler, heun (two evaluations per step), dpm++, unipc or sa."""
     heldout_rewards: tuple[str, ...] = ()
-    """Rewards that are evaluated but never trained on: names as for `reward`; also strict, graded, soft, palette, balance and
-    clarity (shapes), or strict, graded, soft and density (mixture)."""
+    """Rewards that are evaluated but never trained on: names as for `reward`; also strict, graded,
+    soft, palette, balance and clarity (shapes), or strict, graded, soft and density (mixture).
+    """
     diversity: str = ""
-    """Features in which the diversity of one prompt's samples is evaluated: pixels, latents, clip, or path/to/file.py:Class."""
+    """Features in which the diversity of one prompt's samples is evaluated: pixels, latents, clip,
+    or path/to/file.py:Class.
+    """
     diversity_prompts: Annotated[int, Ge(1), Le(10**6)] = 8
     """Held-out prompts whose samples are compared for `diversity`."""
     diversity_samples: Annotated[int, Ge(2), Le(10**5)] = 8
@@ -265,17 +350,21 @@ class LoggingConfig:
     """Trackers, checkpoints, observers and recorded data."""
 
     tracker: Literal["auto", "none", "tensorboard", "wandb", "trackio"] = "auto"
-    """none, tensorboard, wandb or trackio; auto is tensorboard for `model` if it is installed, and none otherwise."""
+    """none, tensorboard, wandb or trackio; auto is tensorboard for `model` if it is installed, and
+    none otherwise.
+    """
     checkpoint_every: Count = 10
     """Iterations between checkpoints; one is always written at the end and on Ctrl-C."""
     keep_checkpoints: Count = 1
     """Number of newest checkpoints to keep; an older one is deleted when the newer is complete."""
     observe: tuple[str, ...] = ()
-    """Observers, called after every iteration: stop-on-collapse(drop=0.3), budget(nfe=100000), a plug-in or
-    path/to/file.py:Class."""
+    """Observers, called after every iteration: stop-on-collapse(drop=0.3), budget(nfe=100000), a
+    plug-in or path/to/file.py:Class.
+    """
     save_experience: Whole = 0
-    """Iterations between tables of prompts, rewards, advantages and weights per sample in the run's folder experience/; 0 = no
-    tables."""
+    """Iterations between tables of prompts, rewards, advantages and weights per sample in the run's
+    folder experience/; 0 = no tables.
+    """
     strict: bool = False
     """End the run if an observer raises an exception, instead of printing a warning."""
 
@@ -284,8 +373,8 @@ class LoggingConfig:
 class RunConfig:
     """All settings of a training run. The defaults are the five-minute preset on the shapes world.
 
-    `RunConfig.of(groups=4, learning_rate=1e-3)` and `config.replace(seed=1)` name settings without their groups. Raises
-    `ConfigError` naming the setting, its value and what is allowed.
+    `RunConfig.of(groups=4, learning_rate=1e-3)` and `config.replace(seed=1)` name settings without
+    their groups. Raises `ConfigError` naming the setting, its value and what is allowed.
     """
 
     seed: Seed = 0
@@ -300,15 +389,25 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     source: str = field(default="", repr=False, compare=False)
-    """No setting: the file that was read without trust; code that the settings name is then not run (`allowed`)."""
+    """No setting: the file that was read without trust; code that the settings name is then not run
+    (`allowed`).
+    """
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
         is_model, world = bool(self.policy.model), self.environment.world
-        require((world == "model") == is_model, "world", world, "model if `model` is given, and only then")
+        require(
+            (world == "model") == is_model,
+            "world",
+            world,
+            "model if `model` is given, and only then",
+        )
         chosen = flat(self)
         for name in MODEL_ONLY if not is_model else ("base_weights",):
-            missing, own = "left out without a `model`: other worlds have no such setting", "left out: a `model` has its own"
+            missing, own = (
+                "left out without a `model`: other worlds have no such setting",
+                "left out: a `model` has its own",
+            )
             need = own if is_model else missing
             require(chosen[name] == DEFAULTS[name], name, chosen[name], need)
         return self
@@ -323,48 +422,69 @@ class RunConfig:
         return replaced(self, settings)
 
     def allowed(self, unused: tuple[str, ...] = ()) -> "RunConfig":
-        """The run, to build its parts. Raises `ConfigError` if it was read without trust and has settings with code, addresses
-        and similar entries that need the user's consent (`flowrl.trust`), except those that the caller replaces (`unused`)."""
+        """The run, to build its parts. Raises `ConfigError` if it was read without trust and has
+        settings with code, addresses and similar entries that need the user's consent
+        (`flowrl.trust`), except those that the caller replaces (`unused`).
+        """
         if self.source:
-            trusted({name: value for name, value in self.flat().items() if name not in unused}, self.source)
+            trusted(
+                {name: value for name, value in self.flat().items() if name not in unused},
+                self.source,
+            )
         return replace(self, source="") if self.source else self
 
     @staticmethod
     def from_dict(values: Any, trust: bool = False, source: object = "config.json") -> "RunConfig":
-        """The inverse of `as_dict`. Raises `ConfigError` for unknown or invalid settings. Without `trust`, parts are built only
-        from settings that need no consent (`allowed`); the message names the `source`."""
+        """The inverse of `as_dict`. Raises `ConfigError` for unknown or invalid settings. Without
+        `trust`, parts are built only from settings that need no consent (`allowed`); the message
+        names the `source`.
+        """
         check_format("config.json", values)
         if isinstance(values, dict):
             values = current({**values}, values.get("format", FORMAT))
             values.pop("format", None)
-        return replace(RunConfig.of(**read_values(values, RunConfig)), source="" if trust else str(source))
+        return replace(
+            RunConfig.of(**read_values(values, RunConfig)), source="" if trust else str(source)
+        )
 
     @property
     def batches(self) -> Batches:
-        """The sizes as numbers. Until `make_trainer` has measured them, auto counts as the CPU's default, of a model or of a
-        built-in world."""
+        """The sizes as numbers. Until `make_trainer` has measured them, auto counts as the CPU's
+        default, of a model or of a built-in world.
+        """
         known: Any = MODEL_DEFAULTS if self.policy.model else DEFAULTS
         micro, most = self.optim.micro_batch, self.rollout.max_batch
-        return Batches(known["micro_batch"] if micro == "auto" else micro, known["max_batch"] if most == "auto" else most)
+        return Batches(
+            known["micro_batch"] if micro == "auto" else micro,
+            known["max_batch"] if most == "auto" else most,
+        )
 
     def flat(self) -> dict[str, Any]:
         """All settings by their own names."""
         return flat(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Groups of plain values, for JSON and YAML; a world that is an object is recorded by its name."""
+        """Groups of plain values, for JSON and YAML; a world that is an object is recorded by its
+        name.
+        """
         values = nested(self)
         values["environment"]["world"] = self.environment.world_name
         return values
 
 
-DEFAULTS = {item.name: item.default for group in groups_of(RunConfig).values() for item in fields(cast(Any, group))}
+DEFAULTS = {
+    item.name: item.default
+    for group in groups_of(RunConfig).values()
+    for item in fields(cast(Any, group))
+}
 
 
 def load_config(path: Path, trust: bool = False, planned: bool = False) -> RunConfig:
-    """The run that the config.json or config.yaml at `path` describes; other settings have their defaults (`planned`: see
-    `Preset.apply`). Raises `ConfigError` if the file cannot be read. Without `trust`, building a part raises it for settings that
-    need the user's consent (`flowrl.trust`)."""
+    """The run that the config.json or config.yaml at `path` describes; other settings have their
+    defaults (`planned`: see `Preset.apply`). Raises `ConfigError` if the file cannot be read.
+    Without `trust`, building a part raises it for settings that need the user's consent
+    (`flowrl.trust`).
+    """
     values, _ = load_document(path)
     found = format_of(path, values)
     with reading(path):
@@ -385,15 +505,21 @@ class Preset:
     """Whether a user's world that the settings name may be built, for its own defaults."""
 
     def apply(self, *, planned: bool = False, published: bool = False, **changes: Any) -> RunConfig:
-        """The run with this preset's settings, then `changes`, on the defaults of the world or of models. Without a device, a
-        model trains on CUDA, or without CUDA in float32; `planned` plans for CUDA. With `published`, the method has its
-        published window and clip, unless `changes` or a file sets them."""
+        """The run with this preset's settings, then `changes`, on the defaults of the world or of
+        models. Without a device, a model trains on CUDA, or without CUDA in float32; `planned`
+        plans for CUDA. With `published`, the method has its published window and clip, unless
+        `changes` or a file sets them.
+        """
         chosen = {**self.changes, **changes}
-        method, world = chosen.get("method", DEFAULTS["method"]), chosen.get("world", DEFAULTS["world"])
+        method, world = (
+            chosen.get("method", DEFAULTS["method"]),
+            chosen.get("world", DEFAULTS["world"]),
+        )
         world = "model" if chosen.get("model") else world
         base: dict[str, Any] = {}
         allowed = "world" in changes or self.trust or not any(untrusted({"world": world}))
-        if allowed and not chosen.keys() >= DEFAULTS.keys():  # of a complete file, the world is not built
+        # of a complete file, the world is not built
+        if allowed and not chosen.keys() >= DEFAULTS.keys():
             base = world_defaults(world)
         if chosen.get("model"):
             accelerator = accelerator_defaults(chosen.get("device", "cuda"), planned)
@@ -401,10 +527,14 @@ class Preset:
                 chosen.pop("dtype", None)
             base = {**MODEL_DEFAULTS, **accelerator}
         preset = {name: value for name, value in chosen.items() if name not in changes}
-        return RunConfig.of(**{**base, **preset, **method_overrides(self.name, world, method, published), **changes})
+        return RunConfig.of(
+            **{**base, **preset, **method_overrides(self.name, world, method, published), **changes}
+        )
 
 
 def preset(name: str, trust: bool = False) -> Preset:
-    """A preset by `name`, a .yaml file, or several of them separated by commas (see `flowrl.training.presets`). Raises
-    `ConfigError` for an unknown name and, without `trust`, for settings that need the user's consent (`flowrl.trust`)."""
+    """A preset by `name`, a .yaml file, or several of them separated by commas (see
+    `flowrl.training.presets`). Raises `ConfigError` for an unknown name and, without `trust`, for
+    settings that need the user's consent (`flowrl.trust`).
+    """
     return Preset(name, trusted(combine(name, RunConfig).settings, name, trust), trust)

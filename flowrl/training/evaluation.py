@@ -1,4 +1,6 @@
-"""Evaluation: ODE samples of the current weights for fixed held-out prompts and noise, and the trajectory record of a run."""
+"""Evaluation: ODE samples of the current weights for fixed held-out prompts and noise, and the
+trajectory record of a run.
+"""
 
 import itertools
 import time
@@ -17,7 +19,17 @@ from flowrl.io import write_bytes, write_json
 from flowrl.probes import Completion, Tweedie
 from flowrl.protocols import FlowPolicy, RewardModel, World
 from flowrl.rewards import stills
-from flowrl.rollout import EVALUATION_SEED, Groups, ImageBatch, Usage, initial_noise, rollout, sample_images, score, score_rollout
+from flowrl.rollout import (
+    EVALUATION_SEED,
+    Groups,
+    ImageBatch,
+    Usage,
+    initial_noise,
+    rollout,
+    sample_images,
+    score,
+    score_rollout,
+)
 from flowrl.training.heldout import HeldoutMetrics
 from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
@@ -51,10 +63,15 @@ class Evaluation:
     @property
     def incomplete(self) -> bool:
         """Whether a held-out metric could not be measured."""
-        return None in (*self.heldout.get("heldout", {}).values(), self.heldout.get("diversity", 0.0))
+        return None in (
+            *self.heldout.get("heldout", {}).values(),
+            self.heldout.get("diversity", 0.0),
+        )
 
     def row(self, form: str) -> dict[str, Any]:
-        """The entries of a metrics line; "reward" is the trained score: that of the form, or the custom reward."""
+        """The entries of a metrics line; "reward" is the trained score: that of the form, or the
+        custom reward.
+        """
         reward = self.scores[form] if self.custom_reward is None else self.custom_reward
         return {"reward": reward, **self.scores, "seconds": self.seconds, **self.heldout}
 
@@ -75,9 +92,10 @@ def evaluate(
 ) -> Evaluation:
     """Sample images of the held-out prompts with the current weights and score them.
 
-    At most `max_batch` samples are on the device at a time: each batch is encoded, sampled, decoded and scored before the next.
-    The noise is the same in every evaluation. The processes divide the samples; all get the full result. Means are over the
-    samples that the reward has not marked invalid.
+    At most `max_batch` samples are on the device at a time: each batch is encoded, sampled, decoded
+    and scored before the next. The noise is the same in every evaluation. The processes divide the
+    samples; all get the full result. Means are over the samples that the reward has not marked
+    invalid.
 
     Args:
         policy: the policy.
@@ -115,10 +133,16 @@ def evaluate(
         some = slice(rows.start, rows.stop)
         noise = initial_noise(policy, len(prompts), seed)[some]
         batches = sample_images(policy, prompts[some], noise, steps, solver, max_batch)
-        return map(lambda batch, first: batch[max(0, own - first) :], batches, itertools.count(rows.start, max_batch))
+        return map(
+            lambda batch, first: batch[max(0, own - first) :],
+            batches,
+            itertools.count(rows.start, max_batch),
+        )
 
     def measure(batch: ImageBatch) -> None:
-        """Score a batch, and keep its images that are among the first `keep`; nothing of it stays on the device."""
+        """Score a batch, and keep its images that are among the first `keep`; nothing of it stays
+        on the device.
+        """
         if not batch.prompts:
             return
         for name, model in models.items():
@@ -134,7 +158,9 @@ def evaluate(
         for batch in sample(prompts, EVALUATION_SEED, rows, share.own.start):
             measure(batch)
             del batch  # before the next one is sampled
-    parts = distributed.gather(({name: torch.cat(found) for name, found in measured.items()}, torch.cat(shown)))
+    parts = distributed.gather(
+        ({name: torch.cat(found) for name, found in measured.items()}, torch.cat(shown))
+    )
     scores = {name: torch.cat([some[name] for some, _ in parts]) for name in models}
     images = torch.cat([some for _, some in parts if len(some)])
     means = {name: _mean(scores[name], name) for name in world.forms}
@@ -143,7 +169,9 @@ def evaluate(
     found: dict[str, Any] = {}
     if heldout_metrics is not None and columns is not None:
         found = heldout_metrics.measure(columns, heldout, sample, distributed)
-    return Evaluation(means, seconds, images, scores[training][:keep], prompts[:keep], custom, found)
+    return Evaluation(
+        means, seconds, images, scores[training][:keep], prompts[:keep], custom, found
+    )
 
 
 def _mean(scores: Tensor, name: str) -> float:
@@ -154,10 +182,11 @@ def _mean(scores: Tensor, name: str) -> float:
 
 
 def write_trajectory(folder: Path, trainer: Trainer, world: World, members: int = 12) -> None:
-    """Write trajectory.json: values along the trajectories of one group, by ODE completion from the start of every decision.
+    """Write trajectory.json: values along the trajectories of one group, by ODE completion from the
+    start of every decision.
 
-    The member with the largest changes of reward is "chosen". The file also contains its rewards by one-step (Tweedie) estimates,
-    and trajectory.safetensors contains the images of its completions.
+    The member with the largest changes of reward is "chosen". The file also contains its rewards by
+    one-step (Tweedie) estimates, and trajectory.safetensors contains the images of its completions.
 
     Args:
         folder: the folder for the files.
@@ -175,12 +204,23 @@ def write_trajectory(folder: Path, trainer: Trainer, world: World, members: int 
     for probe in (Completion(), Tweedie()):
         generator.set_state(start)
         result = rollout(
-            policy, sampler, trainer.schedule, policy.encode([prompt]), noise, generator, groups, probe, Usage(),
+            policy,
+            sampler,
+            trainer.schedule,
+            policy.encode([prompt]),
+            noise,
+            generator,
+            groups,
+            probe,
+            Usage(),
             trainer.config.batches.max_batch,
-        )  # fmt: skip
+        )
         table = score_rollout(policy, trainer.reward, result, [prompt]).total[0]
-        tables.append(torch.where(table.isnan(), table[:, -1:], table))  # without decisions the ODE leads to the image
-        starts = [result.estimates[node].latents for node in result.nodes] or [result.trajectories.images_latent]
+        # without decisions the ODE leads to the image
+        tables.append(torch.where(table.isnan(), table[:, -1:], table))
+        starts = [result.estimates[node].latents for node in result.nodes] or [
+            result.trajectories.images_latent
+        ]
         latents = latents or [*starts, result.trajectories.images_latent]
     chosen = int(tables[0].diff(dim=1).abs().sum(1).nan_to_num(-1.0).argmax())
     record = {

@@ -14,7 +14,9 @@ from flowrl.specs import parse_slice
 FORMAT = "flowrl-run-3"
 """The format of a run's config.json, which its entry "format" names."""
 OLDER = "flowrl-run-2"
-"""The format whose `window` and `trained_steps` were written START:SIZE, all, random:SIZE and so on."""
+"""The format whose `window` and `trained_steps` were written START:SIZE, all, random:SIZE and so
+on.
+"""
 COMMENT = "All settings of this run; repeat it with"
 """The beginning of a run's config.yaml. In the older format this file has no entry "format"."""
 STEPS = ("window", "trained_steps")
@@ -38,9 +40,13 @@ def check_format(path: Path | str, values: Any) -> None:
         return
     if {"members", "lr"} <= set(values):
         raise ConfigError(
-            f"config: {path} was written by flowrl 0.1 with flat settings; this version reads settings in groups ({FORMAT!r})"
+            f"config: {path} was written by flowrl 0.1 with flat settings; this version reads"
+            f" settings in groups ({FORMAT!r})"
         )
-    found, known = values.get("format", FORMAT), f"{FORMAT!r} or {OLDER!r}, which this version of flowrl reads"
+    found, known = (
+        values.get("format", FORMAT),
+        f"{FORMAT!r} or {OLDER!r}, which this version of flowrl reads",
+    )
     require(found in (FORMAT, OLDER), f"config: {path}: format", found, known)
 
 
@@ -62,7 +68,8 @@ def current(settings: Any, found: str, source: object = "") -> Any:
     Args:
         settings: settings, at any depth of groups.
         found: their format.
-        source: the file, which a line on standard error names if a setting is converted; "" for no line.
+        source: the file, which a line on standard error names if a setting is converted; "" for no
+            line.
 
     Returns:
         The settings.
@@ -89,14 +96,17 @@ def _converted(settings: Any, changes: dict[str, None]) -> Any:
         elif settings.get("method") in FORWARD and OWN_WORDS.get(name) == value:
             result[name] = ""
         if isinstance(value, str) and result[name] != value:
-            changes[f"{name} {value} is now {result[name] or 'empty (the method has its own)'}"] = None
+            changes[f"{name} {value} is now {result[name] or 'empty (the method has its own)'}"] = (
+                None
+            )
     return result
 
 
 def current_comparison(values: dict[str, Any], source: object = "") -> dict[str, Any]:
     """The content of a comparison's config.json with its arms in the entry "arms".
 
-    Earlier versions wrote `methods` (the names of all arms), `credit` (the rules of the last of them) and `method_settings`.
+    Earlier versions wrote `methods` (the names of all arms), `credit` (the rules of the last of
+    them) and `method_settings`.
 
     Args:
         values: the content.
@@ -110,7 +120,11 @@ def current_comparison(values: dict[str, Any], source: object = "") -> dict[str,
     if "arms" in values or "methods" not in values:
         return values
     values = {**values}
-    names, specs, given = values.pop("methods"), values.pop("credit", ()), values.pop("method_settings", {})
+    names, specs, given = (
+        values.pop("methods"),
+        values.pop("credit", ()),
+        values.pop("method_settings", {}),
+    )
     rules = dict(zip(names[len(names) - len(specs) :], specs, strict=False))
     # the run's words for sampler and loss had another meaning for these methods
     own = dict.fromkeys(OWN_WORDS, "") if found == OLDER else {}
@@ -133,7 +147,8 @@ def _tell(line: str) -> None:
 
 
 def from_older(setting: str, text: str) -> str:
-    """The value `text` of the `setting` window or trained_steps in the older format, as it is written now.
+    """The value `text` of the `setting` window or trained_steps in the older format, as it is
+    written now.
 
     A `text` that the older format does not allow is returned unchanged.
     """
@@ -156,7 +171,9 @@ def from_older(setting: str, text: str) -> str:
 
 
 def to_older(setting: str, text: str) -> str:
-    """The inverse of `from_older` for a `setting`; a `text` that the older format cannot express is returned unchanged."""
+    """The inverse of `from_older` for a `setting`; a `text` that the older format cannot express is
+    returned unchanged.
+    """
     fixed = parse_slice(text)
     if fixed is not None:
         start, stop = fixed.start or 0, fixed.stop
@@ -174,12 +191,20 @@ def to_older(setting: str, text: str) -> str:
         middle = [options.get("stride", "1")] if options else []
         return ":".join(["sliding", first, *middle, *last])
     known = options.keys() <= ({"high", "geometric"} if setting == "window" else set())
-    fits = known and all((name == "geometric") == ("." in number) for name, number in options.items())
-    return ":".join(["random", first, *options.values()]) if part.group(1) == "random" and fits else text
+    fits = known and all(
+        (name == "geometric") == ("." in number) for name, number in options.items()
+    )
+    return (
+        ":".join(["random", first, *options.values()])
+        if part.group(1) == "random" and fits
+        else text
+    )
 
 
 def refuse_older(settings: Mapping[str, str]) -> None:
-    """Raise `ConfigError`, which shows the new spelling, if a value of `settings` is a word of the older format only."""
+    """Raise `ConfigError`, which shows the new spelling, if a value of `settings` is a word of the
+    older format only.
+    """
     for name, text in settings.items():
         new = from_older(name, text)
         older = new != text and parse_slice(text) is None

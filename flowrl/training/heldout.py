@@ -1,6 +1,8 @@
-"""Held-out rewards and diversity, which no training reward optimises and which therefore reveal reward hacking.
+"""Held-out rewards and diversity, which no training reward optimises and which therefore reveal
+reward hacking.
 
-If a measurement fails (missing weights, an unavailable server), a warning is logged and the metric is `None`; the run continues.
+If a measurement fails (missing weights, an unavailable server), a warning is logged and the metric
+is `None`; the run continues.
 """
 
 import logging
@@ -24,18 +26,22 @@ from flowrl.types import Prompt
 _LOG = logging.getLogger(__name__)
 DIVERSITY_SEED = 20241
 COMBINATIONS = ("weighted-sum", "clipped", "frame-mean", "group-sum", "win-rate")
-"""Built-in rewards whose input is that of their components; all other built-in rewards read images."""
+"""Built-in rewards whose input is that of their components; all other built-in rewards read images.
+"""
 
 SampleRows = Callable[[Sequence[Prompt], int, range, int], Iterator[ImageBatch]]
-"""From all prompts, a noise seed and indices of some of them: the samples of these indices, batch by batch. Those below the last
-argument are sampled, because all processes make equally many network calls, but not returned."""
+"""From all prompts, a noise seed and indices of some of them: the samples of these indices, batch
+by batch. Those below the last argument are sampled, because all processes make equally many network
+calls, but not returned.
+"""
 
 
 @dataclass(frozen=True)
 class HeldoutMetrics:
     """Held-out rewards, and the diversity of samples.
 
-    `noise`, `bias` and `seed` are the errors of the training reward (`rewards.NoisyReward`), which other scores do not include.
+    `noise`, `bias` and `seed` are the errors of the training reward (`rewards.NoisyReward`), which
+    other scores do not include.
 
     Args:
         rewards: held-out rewards by name.
@@ -60,13 +66,18 @@ class HeldoutMetrics:
         return HeldoutColumns(self)
 
     def measure(
-        self, columns: "HeldoutColumns", heldout: Sequence[Prompt], sample: SampleRows, distributed: Distributed
+        self,
+        columns: "HeldoutColumns",
+        heldout: Sequence[Prompt],
+        sample: SampleRows,
+        distributed: Distributed,
     ) -> dict[str, Any]:
         """The entries of a metrics line. The processes divide the work; all get the full result.
 
-        `columns` are of this process's evaluation samples. "proxy": the mean training reward with its errors. "heldout": each
-        held-out reward's mean over valid samples. "diversity": the mean over prompts of `rewards.diversity.pairwise_diversity` of
-        further samples, which `sample` draws for the prompts `heldout`.
+        `columns` are of this process's evaluation samples. "proxy": the mean training reward with
+        its errors. "heldout": each held-out reward's mean over valid samples. "diversity": the mean
+        over prompts of `rewards.diversity.pairwise_diversity` of further samples, which `sample`
+        draws for the prompts `heldout`.
         """
         with distributed.shared_errors():
             diversity = self._diversity(heldout, sample, distributed)
@@ -74,15 +85,24 @@ class HeldoutMetrics:
         parts = distributed.gather((columns.proxy.values, rewards, diversity))
         found: dict[str, Any] = {}
         if self.rewards:
-            found["proxy"] = float(torch.cat([proxy for proxy, _, _ in parts if proxy is not None]).nanmean())
+            found["proxy"] = float(
+                torch.cat([proxy for proxy, _, _ in parts if proxy is not None]).nanmean()
+            )
             found["heldout"] = {
-                name: _mean_or_none(f"held-out reward {name}", [scores[name] for _, scores, _ in parts]) for name in self.rewards
+                name: _mean_or_none(
+                    f"held-out reward {name}", [scores[name] for _, scores, _ in parts]
+                )
+                for name in self.rewards
             }
         if self.features is not None:
-            found["diversity"] = _mean_or_none("diversity", [diversity for _, _, diversity in parts])
+            found["diversity"] = _mean_or_none(
+                "diversity", [diversity for _, _, diversity in parts]
+            )
         return found
 
-    def _diversity(self, heldout: Sequence[Prompt], sample: SampleRows, distributed: Distributed) -> Tensor | None:
+    def _diversity(
+        self, heldout: Sequence[Prompt], sample: SampleRows, distributed: Distributed
+    ) -> Tensor | None:
         """Diversity of this process's prompts [prompt]; None if the features failed."""
         if self.features is None:
             return None
@@ -93,15 +113,25 @@ class HeldoutMetrics:
 
         for batch in sample(repeated, DIVERSITY_SEED, rows, share.own.start * self.samples):
             if batch.prompts:
-                column.add(lambda b=batch: group_features(features, b.images, b.latents, (len(b.prompts), 1)))
+                column.add(
+                    lambda b=batch: group_features(
+                        features, b.images, b.latents, (len(b.prompts), 1)
+                    )
+                )
             del batch
         found = column.values
-        return found if found is None or not share.own else pairwise_diversity(found.view(len(share.own), self.samples, -1))
+        return (
+            found
+            if found is None or not share.own
+            else pairwise_diversity(found.view(len(share.own), self.samples, -1))
+        )
 
 
 @dataclass
 class _Column:
-    """A measurement of samples, batch by batch, on the CPU. After a failure, logged as a warning, its values are None."""
+    """A measurement of samples, batch by batch, on the CPU. After a failure, logged as a warning,
+    its values are None.
+    """
 
     name: str
     parts: list[Tensor] | None = field(default_factory=list)
@@ -130,15 +160,23 @@ class HeldoutColumns:
         self.rewards = {name: _Column(f"held-out reward {name}") for name in metrics.rewards}
 
     def add(self, batch: ImageBatch, training_scores: Tensor) -> None:
-        """Score a batch with the error-free `training_scores` [sample]. A held-out reward that has failed is not called again."""
+        """Score a batch with the error-free `training_scores` [sample]. A held-out reward that has
+        failed is not called again.
+        """
         m = self.metrics
         if not m.rewards:
             return
-        known = FunctionReward(lambda images, _: training_scores.to(images.device), marks_invalid=True)
-        proxy = score(NoisyReward(known, m.noise, m.bias, m.seed), batch.images, batch.prompts, invalid=True)
+        known = FunctionReward(
+            lambda images, _: training_scores.to(images.device), marks_invalid=True
+        )
+        proxy = score(
+            NoisyReward(known, m.noise, m.bias, m.seed), batch.images, batch.prompts, invalid=True
+        )
         self.proxy.add(lambda: proxy)
         for name, model in m.rewards.items():
-            self.rewards[name].add(lambda model=model: score(model, batch.images, batch.prompts, invalid=True))
+            self.rewards[name].add(
+                lambda model=model: score(model, batch.images, batch.prompts, invalid=True)
+            )
 
 
 def make_heldout_metrics(config: RunConfig, world: World) -> HeldoutMetrics | None:
@@ -158,7 +196,11 @@ def make_heldout_metrics(config: RunConfig, world: World) -> HeldoutMetrics | No
     evaluation, environment = config.evaluation, config.environment
     if not evaluation.heldout_rewards and not evaluation.diversity:
         return None
-    features = build("features", evaluation.diversity, device=config.policy.device) if evaluation.diversity else None
+    features = (
+        build("features", evaluation.diversity, device=config.policy.device)
+        if evaluation.diversity
+        else None
+    )
     return HeldoutMetrics(
         {spec: _heldout_reward(spec, config, world) for spec in evaluation.heldout_rewards},
         features,
@@ -179,14 +221,21 @@ def _heldout_reward(spec: str, config: RunConfig, world: World) -> RewardModel:
     name = spec.partition("(")[0].strip()
     reads_images = name in KINDS["reward"].built_in and name not in COMBINATIONS
     available = ", ".join([*world.forms, *qualities])
-    allowed = f"{available} or path/to/file.py:Class; {name} scores images, and the {world.name} world has points"
+    allowed = (
+        f"{available} or path/to/file.py:Class; {name} scores images, and the {world.name} world"
+        " has points"
+    )
     points = getattr(world, "points", False)
     require(not points or not reads_images, "heldout_rewards", spec, allowed)
-    return require_single(build("reward", spec, device=config.policy.device), "heldout_rewards", spec)
+    return require_single(
+        build("reward", spec, device=config.policy.device), "heldout_rewards", spec
+    )
 
 
 def _mean_or_none(name: str, parts: Sequence[Tensor | None]) -> float | None:
-    """The mean over the valid values of all processes; None if a process failed, or with a warning if no value is valid."""
+    """The mean over the valid values of all processes; None if a process failed, or with a warning
+    if no value is valid.
+    """
     values = [part for part in parts if part is not None]
     if len(values) < len(parts):
         return None
@@ -198,4 +247,6 @@ def _mean_or_none(name: str, parts: Sequence[Tensor | None]) -> float | None:
 
 
 def _warn(name: str, error: Exception) -> None:
-    _LOG.warning("%s could not be measured and is left out: %s: %s", name, type(error).__name__, error)
+    _LOG.warning(
+        "%s could not be measured and is left out: %s: %s", name, type(error).__name__, error
+    )

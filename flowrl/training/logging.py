@@ -1,4 +1,6 @@
-"""The output of a run in progress: Accelerate's trackers (TensorBoard, W&B, trackio), and sample strips as PNG files."""
+"""The output of a run in progress: Accelerate's trackers (TensorBoard, W&B, trackio), and sample
+strips as PNG files.
+"""
 
 import importlib
 import io
@@ -33,13 +35,20 @@ def tracker_name(config: RunConfig) -> str:
     if config.logging.tracker == "auto":
         return "tensorboard" if config.policy.model and find_spec("tensorboard") else "none"
     if config.logging.tracker != "none":
-        found, name = find_spec(config.logging.tracker) is not None, config.logging.tracker  # which is also its package's
-        require(found, "tracker", name, f"a tracker that is installed (pip install {name}), auto or none")
+        # which is also its package's
+        found, name = find_spec(config.logging.tracker) is not None, config.logging.tracker
+        require(
+            found,
+            "tracker",
+            name,
+            f"a tracker that is installed (pip install {name}), auto or none",
+        )
     return config.logging.tracker
 
 
 def scalars(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of a metrics row by name: groups become "group/name", lists "name/0", "name/1", ...
+    """The numbers of a metrics row by name: groups become "group/name", lists "name/0", "name/1",
+    ...
 
     Args:
         row: the row.
@@ -62,9 +71,9 @@ def scalars(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 class Journal:
     """Logs a run to its tracker and as images; inactive in all processes but the first.
 
-    The tracker gets every number, the settings, and a strip of the first held-out samples. A model's run also writes the strips
-    as PNG files in samples/, and samples/over-time.png. The tracker starts at the first row, so a run that cannot start leaves no
-    files.
+    The tracker gets every number, the settings, and a strip of the first held-out samples. A
+    model's run also writes the strips as PNG files in samples/, and samples/over-time.png. The
+    tracker starts at the first row, so a run that cannot start leaves no files.
 
     Args:
         config: the run.
@@ -79,23 +88,29 @@ class Journal:
         self._tracker: Any = None
 
     def row(self, row: Mapping[str, Any], evaluation: Evaluation | None = None) -> None:
-        """Log one row of metrics.jsonl, with the images of its evaluation; the untrained model's (row 0) are those in
-        before.safetensors.
+        """Log one row of metrics.jsonl, with the images of its evaluation; the untrained model's
+        (row 0) are those in before.safetensors.
         """
         step = int(row["iteration"])
         if self.name != "none":
             self._tracker = self._tracker or self._start()
-            self._tracker.log({name: value for name, value in scalars(row).items() if name != "iteration"}, step=step)
+            self._tracker.log(
+                {name: value for name, value in scalars(row).items() if name != "iteration"},
+                step=step,
+            )
         if not self.keeps_images:
             return
         images = None if evaluation is None else evaluation.images
         if step == 0:
-            images = read_tensors(self.folder / "before.safetensors", {"images": (None,) * 4})["images"]
+            images = read_tensors(self.folder / "before.safetensors", {"images": (None,) * 4})[
+                "images"
+            ]
         if images is not None and images.shape[1] == 3:
             self._show(images, step)
         if evaluation is not None and self.config.policy.model:
             texts = "".join(f"{prompt.text}\n" for prompt in evaluation.prompts)
-            write_bytes(self.folder / "samples" / "prompts.txt", texts.encode())  # from left to right
+            # from left to right
+            write_bytes(self.folder / "samples" / "prompts.txt", texts.encode())
 
     def _show(self, images: Tensor, step: int) -> None:
         sheet = strip(images)
@@ -115,10 +130,14 @@ class Journal:
         elif self.name == "wandb":
             self._tracker.log_images({"samples": [pixels]}, step=step)
         else:
-            self._tracker.log({"samples": importlib.import_module("trackio").Image(pixels)}, step=step)
+            self._tracker.log(
+                {"samples": importlib.import_module("trackio").Image(pixels)}, step=step
+            )
 
     def _start(self) -> Any:
-        """The tracker, initialised with the settings. On a resumed run it continues after iteration `done`."""
+        """The tracker, initialised with the settings. On a resumed run it continues after iteration
+        `done`.
+        """
         from accelerate.state import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -132,10 +151,15 @@ class Journal:
         try:
             tracker.start()
             settings = self.config.flat() | method_parts(self.config)
-            plain = {name: ", ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in settings.items()}
+            plain = {
+                name: ", ".join(map(str, value)) if isinstance(value, tuple) else value
+                for name, value in settings.items()
+            }
             tracker.store_init_configuration(plain)  # TensorBoard takes no lists
         except Exception as error:
-            raise ConfigError(f"tracker: {self.name} cannot start: {error}; --tracker none switches it off") from error
+            raise ConfigError(
+                f"tracker: {self.name} cannot start: {error}; --tracker none switches it off"
+            ) from error
         return tracker
 
     def finish(self) -> None:
@@ -171,8 +195,8 @@ def _line(row: Row) -> str:
 def restore(path: Path, recorded: Sequence[Row]) -> str:
     """Rewrite a metrics file so that it contains exactly the rows that a checkpoint recorded.
 
-    A crash leaves a file that ends early or within a line, which is completed without a message. A file with other content is
-    kept as metrics.damaged.jsonl.
+    A crash leaves a file that ends early or within a line, which is completed without a message. A
+    file with other content is kept as metrics.damaged.jsonl.
 
     Args:
         path: the file.
@@ -193,8 +217,9 @@ def _difference(path: Path, text: str, recorded: Sequence[Row]) -> str:
     for number, (line, row) in enumerate(zip(lines, recorded, strict=False), start=1):
         if line != _line(row) and not (number == len(lines) and _line(row).startswith(line)):
             return (
-                f"{path}: line {number} is not what the checkpoint recorded. Lines 1 to {len(recorded)} were written again from "
-                "the checkpoint; the other file is kept as metrics.damaged.jsonl"
+                f"{path}: line {number} is not what the checkpoint recorded. Lines 1 to"
+                f" {len(recorded)} were written again from the checkpoint; the other file is kept"
+                " as metrics.damaged.jsonl"
             )
     return ""
 
@@ -212,7 +237,8 @@ MOST_ROWS = 16
 def strip(images: Tensor, side: int = SIDE) -> Image.Image:
     """Images side by side.
 
-    Small images are enlarged by an integer factor, large ones reduced by antialiased bicubic interpolation.
+    Small images are enlarged by an integer factor, large ones reduced by antialiased bicubic
+    interpolation.
 
     Args:
         images: images [sample, 3, height, width] in [0, 1].
@@ -246,7 +272,8 @@ def write_image(path: Path, image: Image.Image) -> None:
 
 
 def over_time(folder: Path) -> Image.Image | None:
-    """The strips ``iteration-NUMBER.png`` in `folder` at half size, one below the other, with their iterations on the left.
+    """The strips ``iteration-NUMBER.png`` in `folder` at half size, one below the other, with their
+    iterations on the left.
 
     At most `MOST_ROWS`, including the first and the last; None if there are none.
     """
@@ -254,12 +281,20 @@ def over_time(folder: Path) -> Image.Image | None:
     if not files:
         return None
     chosen = np.linspace(0, len(files) - 1, min(len(files), MOST_ROWS)).round().astype(int)
-    rows = {int(files[i].stem.partition("-")[2]): ImageOps.scale(Image.open(files[i]), 0.5) for i in chosen}
-    width, height = max(row.width for row in rows.values()), sum(row.height + GAP for row in rows.values()) - GAP
+    rows = {
+        int(files[i].stem.partition("-")[2]): ImageOps.scale(Image.open(files[i]), 0.5)
+        for i in chosen
+    }
+    width, height = (
+        max(row.width for row in rows.values()),
+        sum(row.height + GAP for row in rows.values()) - GAP,
+    )
     sheet = Image.new("RGB", (MARGIN + width, height), "white")
     pen, font, top = ImageDraw.Draw(sheet), ImageFont.load_default(size=15), 0
     for iteration, row in rows.items():
-        pen.text((6, top + row.height // 2), f"it. {iteration}", fill="black", font=font, anchor="lm")
+        pen.text(
+            (6, top + row.height // 2), f"it. {iteration}", fill="black", font=font, anchor="lm"
+        )
         sheet.paste(row, (MARGIN, top))
         top += row.height + GAP
     return sheet

@@ -1,4 +1,6 @@
-"""The memory probe: predicts whether a run's batches fit on its device, from small batches before the first iteration."""
+"""The memory probe: predicts whether a run's batches fit on its device, from small batches before
+the first iteration.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -29,7 +31,8 @@ class Peak:
 
 
 def predicted_bytes(small: Peak, large: Peak, batch: int) -> float:
-    """Memory at `batch` by a line through two measurements; with a negative slope, the larger measurement.
+    """Memory at `batch` by a line through two measurements; with a negative slope, the larger
+    measurement.
 
     Args:
         small: measurement of a small batch.
@@ -60,7 +63,9 @@ def largest_batch(small: Peak, large: Peak, room: float) -> int | None:
     return max(0, int((room - (large.bytes - slope * large.batch)) // slope))
 
 
-def memory(setting: str, chosen: int, small: Peak, large: Peak, room: float, later: float = 0.0) -> Notice | None:
+def memory(
+    setting: str, chosen: int, small: Peak, large: Peak, room: float, later: float = 0.0
+) -> Notice | None:
     """A warning if a batch size is predicted to exceed the memory.
 
     Args:
@@ -85,7 +90,8 @@ def memory(setting: str, chosen: int, small: Peak, large: Peak, room: float, lat
     )
     return Notice(
         "memory",
-        f"{setting} {chosen} will need about {needed / 1e9:.1f} GB of GPU memory, and {room / 1e9:.1f} GB are there: {advice}",
+        f"{setting} {chosen} will need about {needed / 1e9:.1f} GB of GPU memory, and"
+        f" {room / 1e9:.1f} GB are there: {advice}",
     )
 
 
@@ -101,15 +107,17 @@ def cuda_room() -> float:
 
 @contextmanager
 def out_of_memory() -> Iterator[None]:
-    """A context that turns a GPU's "out of memory" into a `TrainingError` with settings that need less memory."""
+    """A context that turns a GPU's "out of memory" into a `TrainingError` with settings that need
+    less memory.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise TrainingError(
-            f"GPU memory ran out: {str(error).splitlines()[0]} Take a smaller micro_batch (updates), max_batch (sampling) or "
-            "decode_batch (images), gradient_checkpointing, chunk 1 or offload; to go on from a checkpoint, write them into "
-            "the run's "
-            "config.json before --resume"
+            f"GPU memory ran out: {str(error).splitlines()[0]} Take a smaller micro_batch"
+            " (updates), max_batch (sampling) or decode_batch (images), gradient_checkpointing,"
+            " chunk 1 or offload; to go on from a checkpoint, write them into the run's"
+            " config.json before --resume"
         ) from error
 
 
@@ -118,11 +126,11 @@ def memory_notices(
     peak: Callable[[Callable[[], None], torch.device], int] = peak_memory_during,
     room: Callable[[], float] = cuda_room,
 ) -> list[Notice]:
-    """Warnings if `micro_batch` (velocities with a gradient) or `max_batch` (without) will not fit; makes four small network
-    calls.
+    """Warnings if `micro_batch` (velocities with a gradient) or `max_batch` (without) will not fit;
+    makes four small network calls.
 
-    Uses a separate generator and leaves no gradient, so the run's results do not change. Image decoding is not measured. All
-    processes call this and get the warnings of all.
+    Uses a separate generator and leaves no gradient, so the run's results do not change. Image
+    decoding is not measured. All processes call this and get the warnings of all.
 
     Args:
         trainer: the trainer.
@@ -137,11 +145,15 @@ def memory_notices(
     """
     with trainer.distributed.shared_errors():
         found = _own_memory_notices(trainer, peak, room)
-    return list(dict.fromkeys(notice for part in trainer.distributed.gather(found) for notice in part))
+    return list(
+        dict.fromkeys(notice for part in trainer.distributed.gather(found) for notice in part)
+    )
 
 
 def _own_memory_notices(
-    trainer: Trainer, peak: Callable[[Callable[[], None], torch.device], int], room: Callable[[], float]
+    trainer: Trainer,
+    peak: Callable[[Callable[[], None], torch.device], int],
+    room: Callable[[], float],
 ) -> list[Notice]:
     config, later, found = trainer.config, later_bytes(trainer), []
     for setting, chosen, train in (
@@ -153,14 +165,24 @@ def _own_memory_notices(
             try:
                 velocities(trainer, 1, train)  # allocates permanent memory: handles, workspaces
                 peaks = [
-                    Peak(batch, peak(lambda batch=batch, train=train: velocities(trainer, batch, train), trainer.policy.device))
+                    Peak(
+                        batch,
+                        peak(
+                            lambda batch=batch, train=train: velocities(trainer, batch, train),
+                            trainer.policy.device,
+                        ),
+                    )
                     for batch in (small, large)
                 ]
             except torch.OutOfMemoryError as error:
                 drop_gradients(trainer)
                 less = "Use 1, gradient_checkpointing or a smaller model"
-                text = f"{setting} {chosen} will not fit: a batch of {large} is too much already. {less}"
-                if trainer.distributed.world_size > 1:  # with sharded weights the other processes wait inside the network
+                text = (
+                    f"{setting} {chosen} will not fit: a batch of {large} is too much already."
+                    f" {less}"
+                )
+                # with sharded weights the other processes wait inside the network
+                if trainer.distributed.world_size > 1:
                     raise TrainingError(text) from error
                 found.append(Notice("memory", text))
                 continue
@@ -172,11 +194,13 @@ def _own_memory_notices(
 
 
 def later_bytes(trainer: Trainer) -> float:
-    """Bytes that training will need in addition: this process's trajectories (nodes and velocities in float32), AdamW's
-    moments.
+    """Bytes that training will need in addition: this process's trajectories (nodes and velocities
+    in float32), AdamW's moments.
     """
     config = trainer.config
-    groups = 0 if config.rollout.offload else trainer.distributed.assign(config.rollout.groups).count
+    groups = (
+        0 if config.rollout.offload else trainer.distributed.assign(config.rollout.groups).count
+    )
     latents = groups * config.rollout.group_size * (2 * config.rollout.num_steps + 1)
     each = 8.0 if config.optim.optimizer == "adamw" else 2.0
     moments = 0.0 if trainer.optimizer.state else each * sum(p.numel() for p in trainer.parameters)
@@ -195,7 +219,9 @@ def velocities(trainer: Trainer, batch: int, train: bool) -> None:
     generator = torch.Generator(policy.device).manual_seed(0)
     latent = torch.randn(batch, *policy.latent_shape, generator=generator, device=policy.device)
     timestep = trainer.schedule.network_timesteps[:1].to(policy.device).expand(batch)
-    rows: Condition = policy.encode(trainer.prompts.prompts[:1]).take(torch.zeros(batch, dtype=torch.long, device=policy.device))
+    rows: Condition = policy.encode(trainer.prompts.prompts[:1]).take(
+        torch.zeros(batch, dtype=torch.long, device=policy.device)
+    )
     if not train:
         with policy.frozen():
             policy.velocity(latent, timestep, rows)

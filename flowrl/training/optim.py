@@ -1,4 +1,6 @@
-"""From gradients to one step of the optimizer: preparing the policy, scaling the loss, clipping, and averaging the weights."""
+"""From gradients to one step of the optimizer: preparing the policy, scaling the loss, clipping,
+and averaging the weights.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,11 +20,16 @@ OPTIMIZERS = ("adamw", "adamw-8bit")
 
 
 def make_optimizer(
-    name: str, parameters: Sequence[nn.Parameter], lr: float, betas: tuple[float, float], weight_decay: float
+    name: str,
+    parameters: Sequence[nn.Parameter],
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
 ) -> torch.optim.Optimizer:
     """AdamW (arXiv 1711.05101); "adamw-8bit" stores both moments in 8 bits (arXiv 2110.02861).
 
-    On CUDA "adamw" updates all parameters in one fused kernel. "adamw-8bit" quantises only tensors of 4,096 elements or more.
+    On CUDA "adamw" updates all parameters in one fused kernel. "adamw-8bit" quantises only tensors
+    of 4,096 elements or more.
 
     Args:
         name: "adamw" or "adamw-8bit".
@@ -35,22 +42,29 @@ def make_optimizer(
         The optimizer.
 
     Raises:
-        ConfigError: the name is unknown, or the package bitsandbytes, which "adamw-8bit" needs, is missing.
+        ConfigError: the name is unknown, or the package bitsandbytes, which "adamw-8bit" needs, is
+            missing.
     """
     require(name in OPTIMIZERS, "optimizer", name, f"one of {', '.join(OPTIMIZERS)}")
     if name == "adamw":
-        fused = all(parameter.is_cuda for parameter in parameters) or None  # None: PyTorch's choice, which is a loop on the CPU
-        return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused)
+        # None: PyTorch's choice, which is a loop on the CPU
+        fused = all(parameter.is_cuda for parameter in parameters) or None
+        return torch.optim.AdamW(
+            parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused
+        )
     try:
         bitsandbytes: Any = import_module("bitsandbytes")
     except ImportError as error:
         raise ConfigError(
-            "optimizer = 'adamw-8bit' needs the package bitsandbytes: pip install bitsandbytes, or adamw"
+            "optimizer = 'adamw-8bit' needs the package bitsandbytes: pip install bitsandbytes, or"
+            " adamw"
         ) from error
     return bitsandbytes.optim.AdamW8bit(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
-def prepare_policy(policy: FlowPolicy, distributed: Distributed, compiled: bool) -> Mapping[str, nn.Parameter]:
+def prepare_policy(
+    policy: FlowPolicy, distributed: Distributed, compiled: bool
+) -> Mapping[str, nn.Parameter]:
     """Send the main process's weights to all processes; shard and compile the network if required.
 
     A network whose blocks are compiled already (`policies.compile_blocks`) is not compiled again.
@@ -64,14 +78,19 @@ def prepare_policy(policy: FlowPolicy, distributed: Distributed, compiled: bool)
         The trained parameters by name.
 
     Raises:
-        ConfigError: sharding or compilation is required and the policy has no `velocity_network`, or compilation is required
-            on the CPU and there is no C++ compiler.
+        ConfigError: sharding or compilation is required and the policy has no `velocity_network`,
+            or compilation is required on the CPU and there is no C++ compiler.
     """
     distributed.broadcast([parameter.data for parameter in policy.trainable().values()])
     found = extras(policy, "velocity_network")
     for name, wanted in (("compile", compiled), ("sharded weights", distributed.sharded)):
         fits = not wanted or found is not None
-        require(fits, name, True, f"for a policy with a velocity_network, which {type(policy).__name__} lacks")
+        require(
+            fits,
+            name,
+            True,
+            f"for a policy with a velocity_network, which {type(policy).__name__} lacks",
+        )
     if compiled and policy.device.type == "cpu":
         _require_compiler()
     if found is not None and distributed.sharded:
@@ -87,15 +106,20 @@ def _require_compiler() -> None:
     try:
         cpp_builder.get_cpp_compiler()
     except RuntimeError as error:
-        allowed = "with a C++ compiler, which torch.compile needs on the CPU: install g++, or name one in CXX"
+        allowed = (
+            "with a C++ compiler, which torch.compile needs on the CPU: install g++, or name one"
+            " in CXX"
+        )
         raise ConfigError(f"compile = True is only allowed {allowed}") from error
 
 
 class LossScaler:
-    """`torch.amp.GradScaler`, which scales the loss so that small gradients survive float16 (arXiv 1710.03740).
+    """`torch.amp.GradScaler`, which scales the loss so that small gradients survive float16 (arXiv
+    1710.03740).
 
-    A step whose gradients are not finite is skipped, counted in `skipped`, and halves the scale; 2,000 finite steps in a row
-    double it. All processes decide alike: replicated gradients are summed before, and PyTorch reduces the flag of sharded ones.
+    A step whose gradients are not finite is skipped, counted in `skipped`, and halves the scale;
+    2,000 finite steps in a row double it. All processes decide alike: replicated gradients are
+    summed before, and PyTorch reduces the flag of sharded ones.
 
     Args:
         init_scale: initial scale; 0: the loss is not scaled and every step is taken.
@@ -103,8 +127,11 @@ class LossScaler:
     """
 
     def __init__(self, init_scale: float, device: torch.device) -> None:
-        self.scaler = torch.amp.GradScaler(device.type, init_scale=init_scale or 1.0, enabled=init_scale > 0)
-        self.scaler.scale(torch.zeros((), device=device))  # initialised by the first loss, which a process may not have
+        self.scaler = torch.amp.GradScaler(
+            device.type, init_scale=init_scale or 1.0, enabled=init_scale > 0
+        )
+        # initialised by the first loss, which a process may not have
+        self.scaler.scale(torch.zeros((), device=device))
         self.skipped = 0
 
     @property
@@ -122,15 +149,21 @@ class LossScaler:
         return self.scaler.scale(loss)
 
     def clip(self, optimizer: torch.optim.Optimizer, largest: float) -> float:
-        """Undo the scale of the gradients and clip them to the norm `largest`; returns their norm before."""
+        """Undo the scale of the gradients and clip them to the norm `largest`; returns their norm
+        before.
+        """
         self.scaler.unscale_(optimizer)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         return float(full(nn.utils.clip_grad_norm_(parameters, largest)))
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take the optimizer's step unless a gradient is not finite; returns whether it was taken. Without scaling it always is.
+        """Take the optimizer's step unless a gradient is not finite; returns whether it was taken.
+        Without scaling it always is.
 
-        Raises `TrainingError` if gradients are not finite at scale 1: float16's range is then not the reason.
+        Raises `TrainingError` if gradients are not finite at scale 1: float16's range is then not
+        the reason.
         """
         before = self.value
         self.scaler.step(optimizer)
@@ -139,7 +172,8 @@ class LossScaler:
             return True
         if before <= 1:
             raise TrainingError(
-                "the gradient is not finite although the loss scale has come down to 1: lower learning_rate, or use bfloat16"
+                "the gradient is not finite although the loss scale has come down to 1: lower"
+                " learning_rate, or use bfloat16"
             )
         self.skipped += 1
         return False
@@ -151,12 +185,17 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue from `state_dict()`; the state of a run without scaling has no effect."""
         if self.enabled and state:
-            self.scaler.load_state_dict({name: value for name, value in state.items() if name != "skipped"})
+            self.scaler.load_state_dict(
+                {name: value for name, value in state.items() if name != "skipped"}
+            )
             self.skipped = int(state["skipped"])
 
 
-def update_average(average: Sequence[Tensor], parameters: Sequence[nn.Parameter], decay: float) -> None:
-    """The exponential moving average of the weights, in place: average <- decay average + (1 - decay) weight.
+def update_average(
+    average: Sequence[Tensor], parameters: Sequence[nn.Parameter], decay: float
+) -> None:
+    """The exponential moving average of the weights, in place: average <- decay average + (1 -
+    decay) weight.
 
     On CUDA one kernel updates many tensors.
 
@@ -169,8 +208,11 @@ def update_average(average: Sequence[Tensor], parameters: Sequence[nn.Parameter]
 
 
 @contextmanager
-def weights_replaced(policy: FlowPolicy, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
-    """A context in which parameters have other values. Sharded parameters keep their memory; the values are copied.
+def weights_replaced(
+    policy: FlowPolicy, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]
+) -> Iterator[None]:
+    """A context in which parameters have other values. Sharded parameters keep their memory; the
+    values are copied.
 
     Args:
         policy: the policy.
@@ -187,7 +229,9 @@ def weights_replaced(policy: FlowPolicy, parameters: Sequence[nn.Parameter], val
         put(policy, parameters, kept)
 
 
-def _point(policy: FlowPolicy, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+def _point(
+    policy: FlowPolicy, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]
+) -> None:
     for parameter, value in zip(parameters, values, strict=True):
         parameter.data = value
 

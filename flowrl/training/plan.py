@@ -1,4 +1,6 @@
-"""The cost of one iteration, counted before anything is loaded: rows, batches, network evaluations."""
+"""The cost of one iteration, counted before anything is loaded: rows, batches, network
+evaluations.
+"""
 
 import math
 from collections.abc import Mapping
@@ -30,9 +32,10 @@ from flowrl.tree import Tree, plain_tree
 class Plan:
     """Counts of one iteration.
 
-    Processes roll out whole groups, `groups_per_process` each until all are distributed. The rows of an update are drawn at
-    random from all trajectories, and a process differentiates its own. A forward-process loss may have another guidance than the
-    samples (`forward.Guidance`): its velocities are then fractions or multiples of an evaluation.
+    Processes roll out whole groups, `groups_per_process` each until all are distributed. The rows
+    of an update are drawn at random from all trajectories, and a process differentiates its own. A
+    forward-process loss may have another guidance than the samples (`forward.Guidance`): its
+    velocities are then fractions or multiples of an evaluation.
 
     Args:
         trajectories: number of trajectories.
@@ -45,15 +48,17 @@ class Plan:
         processes: number of processes.
         idle: processes without a group, which wait for the others.
         groups_per_process: groups of a process; the last ones may have fewer.
-        evaluations_per_update_and_process: mean over updates, for a process with its full number of groups.
+        evaluations_per_update_and_process: mean over updates, for a process with its full number of
+            groups.
         micro_batches_per_update: backward passes of an optimizer step in a process.
         rows_per_micro_batch: latents per network call in training.
-        nfe: network evaluations of the rollout and its probe (`Probe.cost`), without guidance; calls that compute less count
-            fractions.
+        nfe: network evaluations of the rollout and its probe (`Probe.cost`), without guidance;
+            calls that compute less count fractions.
         sequential_calls: sequential network calls of the rollout.
         calls_of_a_process: network calls of a process, split by `max_batch`.
         rows_per_call: latents per network call in sampling.
-        velocities: evaluations of a state in the update: 1, and 1 for the base model if its KL is used.
+        velocities: evaluations of a state in the update: 1, and 1 for the base model if its KL is
+            used.
         train_nfe: network evaluations of the update, without guidance.
         gradient_nfe: those of `train_nfe` with a gradient.
         passes_per_evaluation: 2 with classifier-free guidance, else 1.
@@ -91,8 +96,9 @@ class Plan:
 def plan(config: RunConfig, processes: int = 1) -> Plan:
     """The cost of one iteration of a run.
 
-    The batch is that of the whole run: more processes divide it. `nfe`, `train_nfe`, `sequential_calls` and `reward_calls` are
-    the numbers that a run records in metrics.jsonl, unless a reward marks samples invalid.
+    The batch is that of the whole run: more processes divide it. `nfe`, `train_nfe`,
+    `sequential_calls` and `reward_calls` are the numbers that a run records in metrics.jsonl,
+    unless a reward marks samples invalid.
 
     Args:
         config: the run.
@@ -105,7 +111,12 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
         ConfigError: a setting is not allowed, or the probe's cost is unknown.
     """
     require(processes >= 1, "processes", processes, "1 or more")
-    method, rollout, optim, evaluation = make_method(config), config.rollout, config.optim, config.evaluation
+    method, rollout, optim, evaluation = (
+        make_method(config),
+        config.rollout,
+        config.optim,
+        config.evaluation,
+    )
     groups = math.ceil(rollout.groups / processes)
     decisions = _decisions(config, method)
     own, networks = config.policy.guidance_scale, 1
@@ -120,15 +131,26 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     share = max(map(len, minibatches)) / samples
     shape = _shape(config, method)
     calls, reward_calls = _rollout(shape, method.credit.probe)
-    own_calls = [latents for latents, _ in _rollout(replace(shape, groups=groups), method.credit.probe)[0]]
+    own_calls = [
+        latents for latents, _ in _rollout(replace(shape, groups=groups), method.credit.probe)[0]
+    ]
     nfe = whole(sum(latents * part for latents, part in calls))
     per_process = math.ceil(evaluations * share * groups / rollout.groups)
-    guidance, reference, passes = loss_guidance(config), method.loss.needs_reference, guidance_passes(own)
+    guidance, reference, passes = (
+        loss_guidance(config),
+        method.loss.needs_reference,
+        guidance_passes(own),
+    )
     unit = {"transition": 1, "trajectory": count, "group": rollout.group_size}[method.loss.unit]
-    twice = 1 + (unit > config.batches.micro_batch)  # the means of units that are spread over micro-batches
+    # the means of units that are spread over micro-batches
+    twice = 1 + (unit > config.batches.micro_batch)
     train_nfe = whole(evaluations * guidance.evaluations(networks, reference, own) * twice)
-    branches = guidance_passes(guidance.scales(own)[0]) if config.policy.guidance_gradient == "both" else 1
-    solver = 2 * evaluation.eval_steps - 1 if evaluation.eval_solver == "heun" else evaluation.eval_steps
+    branches = (
+        guidance_passes(guidance.scales(own)[0]) if config.policy.guidance_gradient == "both" else 1
+    )
+    solver = (
+        2 * evaluation.eval_steps - 1 if evaluation.eval_solver == "heun" else evaluation.eval_steps
+    )
     return Plan(
         trajectories=samples,
         trained_steps=count,
@@ -145,8 +167,13 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
         rows_per_micro_batch=min(config.batches.micro_batch, per_process) * branches,
         nfe=nfe,
         sequential_calls=len(calls),
-        calls_of_a_process=sum(math.ceil(latents / config.batches.max_batch) for latents in own_calls),
-        rows_per_call=min(config.batches.max_batch, max(*own_calls, evaluation.eval_samples // processes)) * passes,
+        calls_of_a_process=sum(
+            math.ceil(latents / config.batches.max_batch) for latents in own_calls
+        ),
+        rows_per_call=min(
+            config.batches.max_batch, max(*own_calls, evaluation.eval_samples // processes)
+        )
+        * passes,
         velocities=evaluations * (networks + reference),
         train_nfe=train_nfe,
         gradient_nfe=whole(evaluations * guidance.evaluations(1, False, own)),
@@ -158,16 +185,23 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
 
 
 def _tree(config: RunConfig, method: Method) -> Tree:
-    """The tree of the first iteration's groups; a tree that changes between iterations is one draw."""
+    """The tree of the first iteration's groups; a tree that changes between iterations is one
+    draw.
+    """
     rollout = config.rollout
     groups = Groups(rollout.groups, rollout.group_size, method.shared_noise)
-    return group_tree(trial_stds(config), groups, method.credit.probe, torch.Generator().manual_seed(0))
+    return group_tree(
+        trial_stds(config), groups, method.credit.probe, torch.Generator().manual_seed(0)
+    )
 
 
 def _decisions(config: RunConfig, method: Method) -> Decisions:
     """The decisions of one group in the first iteration."""
     grid, tree = uniform_schedule(config.rollout.num_steps), _tree(config, method)
-    forward, valid = isinstance(method.loss, ForwardLoss), torch.ones(1, tree.members, dtype=torch.bool)
+    forward, valid = (
+        isinstance(method.loss, ForwardLoss),
+        torch.ones(1, tree.members, dtype=torch.bool),
+    )
     trained = None if forward else first_trained_steps(config).tolist()
     return Decisions.of(grid, trial_stds(config), tree, valid, trained)
 
@@ -192,8 +226,8 @@ def _shape(config: RunConfig, method: Method) -> Shape:
 
 
 def _rollout(shape: Shape, probe: Probe) -> tuple[list[tuple[int, float]], int]:
-    """Network calls of `rollout.rollout`, each with its rows and their fraction of an evaluation, and the number of scored
-    images.
+    """Network calls of `rollout.rollout`, each with its rows and their fraction of an evaluation,
+    and the number of scored images.
     """
     calls, cost = [(rows, 1.0) for rows in shape.rows[:-1]], _cost(shape, probe)
     for call in cost.calls:
@@ -207,11 +241,16 @@ def _rollout(shape: Shape, probe: Probe) -> tuple[list[tuple[int, float]], int]:
 def _cost(shape: Shape, probe: Probe) -> Cost:
     cost = probe.cost(shape)
     if cost is None:
-        raise ConfigError(f"{type(probe).__name__} has no method `cost`, so the evaluations of its rollouts cannot be planned")
+        raise ConfigError(
+            f"{type(probe).__name__} has no method `cost`, so the evaluations of its rollouts"
+            " cannot be planned"
+        )
     return cost
 
 
-def plan_text(found: Plan, config: RunConfig, origins: Mapping[str, str] = MappingProxyType({})) -> str:
+def plan_text(
+    found: Plan, config: RunConfig, origins: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """The plan as text, as ``flowrl train --plan`` prints it.
 
     Args:
@@ -226,49 +265,85 @@ def plan_text(found: Plan, config: RunConfig, origins: Mapping[str, str] = Mappi
     guidance = f" x {p.passes_per_evaluation} (guidance)" if p.passes_per_evaluation > 1 else ""
     networks = p.velocities // p.evaluations if p.evaluations else 1
     loss = make_method(config).loss
-    others = ["base model"] * loss.needs_reference + ["copies of the weights"] * (networks > 1 + loss.needs_reference)
+    others = ["base model"] * loss.needs_reference + ["copies of the weights"] * (
+        networks > 1 + loss.needs_reference
+    )
     kl = f" x {networks} ({', '.join(['network', *others])})" if networks > 1 else ""
     if (config.policy.train_guidance_scale, config.policy.reference_guidance_scale) != (0, 0):
         train, reference = loss_guidance(config).scales(config.policy.guidance_scale)
-        kl += f", guidance {train:g}" + (f" and {reference:g} of the base model" if reference != train else "")
+        kl += f", guidance {train:g}" + (
+            f" and {reference:g} of the base model" if reference != train else ""
+        )
     shared = f", on {p.evaluations:,} distinct states" if p.evaluations < p.rows else ""
     kind, mean = "states" if shared else "rows", " (on average)" if p.processes > 1 else ""
     whole = p.rows == p.trajectories * p.trained_steps
     counted = (
-        f"{p.trajectories:,} trajectories x {p.trained_steps} trained steps of {rollout.num_steps}" if whole else "decisions"
+        f"{p.trajectories:,} trajectories x {p.trained_steps} trained steps of {rollout.num_steps}"
+        if whole
+        else "decisions"
     )
     micro = _batch(config.optim.micro_batch, config.batches.micro_batch)
     most = _batch(rollout.max_batch, config.batches.max_batch)
     idle = f", {p.idle} of {p.processes} processes have none and wait" if p.idle else ""
     lines = [
-        f"{config.algorithm.method}: one iteration of {config.iterations}, "
-        f"{p.processes} process{'es' if p.processes > 1 else ''}, {config.policy.dtype} on {config.policy.device}",
-        f"  trajectories       {rollout.groups} groups x {rollout.group_size} members = {p.trajectories:,}; a process rolls out "
-        f"{p.groups_per_process} whole group{'s' if p.groups_per_process > 1 else ''}{idle}",
+        (
+            f"{config.algorithm.method}: one iteration of {config.iterations}, {p.processes}"
+            f" process{'es' if p.processes > 1 else ''}, {config.policy.dtype} on"
+            f" {config.policy.device}"
+        ),
+        (
+            f"  trajectories       {rollout.groups} groups x {rollout.group_size} members ="
+            f" {p.trajectories:,}; a process rolls out {p.groups_per_process} whole"
+            f" group{'s' if p.groups_per_process > 1 else ''}{idle}"
+        ),
         f"  method             {method_text(config, origins)}",
         f"  rows               {counted} = {p.rows:,}{shared}",
-        f"  optimizer steps    {p.updates}, each on the mean over {p.trajectories_per_update:,} trajectories = "
-        f"{p.rows_per_update:,} rows",
-        f"  backward passes    {p.evaluations_per_update_and_process:,} {kind} a process{mean} / "
-        f"micro_batch {micro} = {p.micro_batches_per_update} an optimizer step, of "
-        f"{p.rows_per_micro_batch} network rows",
-        f"  rollout            {p.nfe:,} network evaluations ({p.nfe / p.trajectories:.1f} a trajectory) in {p.sequential_calls} "
-        f"sequential calls; split by max_batch {most}: {p.calls_of_a_process} a process",
-        f"  update             {p.evaluations:,} {kind}{kl} = {p.train_nfe:,} network evaluations, "
-        f"{p.gradient_nfe:,} of them with gradients",
-        f"  network in all     ({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes",
-        f"  reward             {p.reward_calls:,} images scored ({p.reward_calls / p.trajectories:.1f} a trajectory)",
-        f"  evaluation         {evaluation.eval_samples} samples every {evaluation.eval_every} iterations: {p.evaluation_nfe:,} "
-        f"network evaluations{guidance}",
-        f"  in all             {config.iterations * p.updates:,} optimizer steps, "
-        f"{config.iterations * p.trajectories:,} trajectories, {config.iterations * p.passes:,} forward passes in training",
+        (
+            f"  optimizer steps    {p.updates}, each on the mean over {p.trajectories_per_update:,}"
+            f" trajectories = {p.rows_per_update:,} rows"
+        ),
+        (
+            f"  backward passes    {p.evaluations_per_update_and_process:,} {kind} a process{mean}"
+            f" / micro_batch {micro} = {p.micro_batches_per_update} an optimizer step, of"
+            f" {p.rows_per_micro_batch} network rows"
+        ),
+        (
+            f"  rollout            {p.nfe:,} network evaluations ({p.nfe / p.trajectories:.1f} a"
+            f" trajectory) in {p.sequential_calls} sequential calls; split by max_batch {most}:"
+            f" {p.calls_of_a_process} a process"
+        ),
+        (
+            f"  update             {p.evaluations:,} {kind}{kl} = {p.train_nfe:,} network"
+            f" evaluations, {p.gradient_nfe:,} of them with gradients"
+        ),
+        (
+            f"  network in all     ({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward"
+            " passes"
+        ),
+        (
+            f"  reward             {p.reward_calls:,} images scored"
+            f" ({p.reward_calls / p.trajectories:.1f} a trajectory)"
+        ),
+        (
+            f"  evaluation         {evaluation.eval_samples} samples every {evaluation.eval_every}"
+            f" iterations: {p.evaluation_nfe:,} network evaluations{guidance}"
+        ),
+        (
+            f"  in all             {config.iterations * p.updates:,} optimizer steps,"
+            f" {config.iterations * p.trajectories:,} trajectories,"
+            f" {config.iterations * p.passes:,} forward passes in training"
+        ),
     ]
     return "\n".join(lines)
 
 
 def _batch(setting: int | str, counted: int) -> str:
     """A batch size, or the counted size in place of one that the run will measure."""
-    return str(setting) if setting == counted else f"{setting} (measured at the start; counted as {counted})"
+    return (
+        str(setting)
+        if setting == counted
+        else f"{setting} (measured at the start; counted as {counted})"
+    )
 
 
 SCORED_TOGETHER = 512
@@ -292,16 +367,32 @@ def memory(found: Plan, config: RunConfig) -> Memory | None:
     if policy.max_sequence_length:
         known = replace(known, prompt_tokens=policy.max_sequence_length)
     method = make_method(config)
-    images = min(SCORED_TOGETHER, math.ceil(found.reward_calls * found.groups_per_process / rollout.groups))
+    images = min(
+        SCORED_TOGETHER, math.ceil(found.reward_calls * found.groups_per_process / rollout.groups)
+    )
     size = Size(policy.resolution, policy.width or policy.resolution, policy.num_frames)
     counted = count_memory(
-        known, size, found.rows_per_micro_batch, found.rows_per_call, policy.lora_rank, policy.dtype,
-        policy.gradient_checkpointing, policy.tuning == "full", policy.decode_batch, method.loss.needs_reference, images,
-        policy.decode_dtype, policy.lora_targets,
-    )  # fmt: skip
+        known,
+        size,
+        found.rows_per_micro_batch,
+        found.rows_per_call,
+        policy.lora_rank,
+        policy.dtype,
+        policy.gradient_checkpointing,
+        policy.tuning == "full",
+        policy.decode_batch,
+        method.loss.needs_reference,
+        images,
+        policy.decode_dtype,
+        policy.lora_targets,
+    )
     latent = 4 * math.prod(known.latent_shape(size))
     tree = _tree(config, method)
-    stored = tree.units + tree.at(tree.steps).start if tree.branched else rollout.group_size * (2 * rollout.num_steps + 1)
+    stored = (
+        tree.units + tree.at(tree.steps).start
+        if tree.branched
+        else rollout.group_size * (2 * rollout.num_steps + 1)
+    )
     nodes = 0 if rollout.offload else found.groups_per_process * stored
     return replace(counted, trajectories=nodes * latent)
 
@@ -320,15 +411,25 @@ def memory_text(found: Plan, config: RunConfig) -> str:
     if counted is None:
         return ""
     lines = [
-        f"memory of a process, counted on the architecture of {Path(policy.model).name} in {policy.dtype}, not measured; "
-        "GB = 10^9 bytes",
-        f"  always             {_gb(counted.weights)} frozen weights + {_gb(counted.trained)} for "
-        f"{counted.trained_parameters:,} trained ones",
+        (
+            f"memory of a process, counted on the architecture of {Path(policy.model).name} in"
+            f" {policy.dtype}, not measured; GB = 10^9 bytes"
+        ),
+        (
+            f"  always             {_gb(counted.weights)} frozen weights + {_gb(counted.trained)}"
+            f" for {counted.trained_parameters:,} trained ones"
+        ),
         f"  trajectories       {_gb(counted.trajectories)} (nodes and velocities, float32)",
-        f"  and one of         {_gb(counted.update)} micro-batch of {found.rows_per_micro_batch} rows, {_gb(counted.rollout)} "
-        f"sampling {found.rows_per_call} rows, {_gb(counted.decode)} decoding {policy.decode_batch} images at a time, "
-        f"{_gb(counted.encoders)} text encoders",
-        f"  at most            {_gb(counted.peak)}, without the reward's network, CUDA's work space and the allocator's reserve",
+        (
+            f"  and one of         {_gb(counted.update)} micro-batch of"
+            f" {found.rows_per_micro_batch} rows, {_gb(counted.rollout)} sampling"
+            f" {found.rows_per_call} rows, {_gb(counted.decode)} decoding {policy.decode_batch}"
+            f" images at a time, {_gb(counted.encoders)} text encoders"
+        ),
+        (
+            f"  at most            {_gb(counted.peak)}, without the reward's network, CUDA's work"
+            " space and the allocator's reserve"
+        ),
     ]
     if policy.device != "cpu" and not torch.cuda.is_available():
         lines.append("  counted for a machine with a GPU; this machine has none")

@@ -1,7 +1,8 @@
-"""Preset files: a model, a method and a task that combine to a run, as in ``sd3.5-medium,tp-grpo,ocr``, and published values.
+"""Preset files: a model, a method and a task that combine to a run, as in
+``sd3.5-medium,tp-grpo,ocr``, and published values.
 
-Clips, KL weights and rules of the method files are the published ones, with the definitions of the released code.
-``sd3.5-medium,tp-grpo,ocr,exact`` has flowrl's definitions and translated numbers.
+Clips, KL weights and rules of the method files are the published ones, with the definitions of the
+released code. ``sd3.5-medium,tp-grpo,ocr,exact`` has flowrl's definitions and translated numbers.
 """
 
 import difflib
@@ -19,17 +20,25 @@ from flowrl.settings import read_settings
 from flowrl.training.format import current, format_of
 
 KINDS = ("models", "methods", "tasks", "definitions")
-"""The folders of preset files, in the order in which they are applied; later settings override earlier ones."""
+"""The folders of preset files, in the order in which they are applied; later settings override
+earlier ones.
+"""
 
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
     "long": {"iterations": 75, "learning_rate": 3e-3, "final_learning_rate": 0.2},
     "tiny": {
-        "iterations": 2, "groups": 2, "group_size": 3, "num_steps": 4, "eval_every": 1, "eval_samples": 4,
-        "eval_steps": 4, "window": "1:3",
+        "iterations": 2,
+        "groups": 2,
+        "group_size": 3,
+        "num_steps": 4,
+        "eval_every": 1,
+        "eval_samples": 4,
+        "eval_steps": 4,
+        "window": "1:3",
     },
-}  # fmt: skip
+}
 """Changes to the defaults, by name, for the built-in worlds."""
 
 WORLD_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -51,26 +60,48 @@ WORLD_DEFAULTS: dict[str, dict[str, Any]] = {
         "eval_samples": 384,
     },
 }
-"""Changes to the defaults by built-in world, here and not in `World.defaults`, so that the help needs no torch. The window is
-for methods without one of their own (`OWN_WINDOWS`). Ten steps of DPM-Solver++ give scores like twenty Euler steps in half the
-time (soft reward .744 and .751 before training, 384 samples)."""
+"""Changes to the defaults by built-in world, here and not in `World.defaults`, so that the help
+needs no torch. The window is for methods without one of their own (`OWN_WINDOWS`). Ten steps of
+DPM-Solver++ give scores like twenty Euler steps in half the time (soft reward .744 and .751 before
+training, 384 samples).
+"""
 
 MODEL_DEFAULTS: dict[str, Any] = {
-    "world": "model", "task": "prompts", "reward_form": "reward", "num_steps": 10, "minibatches": 2,
-    "learning_rate": 3e-4, "lora_rank": 32, "lora_alpha": 64.0, "ema_decay": 0.987,
-    "betas": (0.9, 0.999), "groups": 4, "group_size": 24, "micro_batch": 8, "max_batch": 16, "iterations": 300, "eval_every": 20,
-    "eval_samples": 32, "eval_steps": 40, "gradient_checkpointing": True,
-}  # fmt: skip
-"""Steps, mini-batches, AdamW, LoRA and group size of Flow-GRPO for SD3.5-Medium (arXiv 2505.05470). The average decays by
-0.987 per update, in Flow-GRPO by 0.9 every 8 updates. 4 groups per iteration for one GPU, in Flow-GRPO 48."""
+    "world": "model",
+    "task": "prompts",
+    "reward_form": "reward",
+    "num_steps": 10,
+    "minibatches": 2,
+    "learning_rate": 3e-4,
+    "lora_rank": 32,
+    "lora_alpha": 64.0,
+    "ema_decay": 0.987,
+    "betas": (0.9, 0.999),
+    "groups": 4,
+    "group_size": 24,
+    "micro_batch": 8,
+    "max_batch": 16,
+    "iterations": 300,
+    "eval_every": 20,
+    "eval_samples": 32,
+    "eval_steps": 40,
+    "gradient_checkpointing": True,
+}
+"""Steps, mini-batches, AdamW, LoRA and group size of Flow-GRPO for SD3.5-Medium (arXiv 2505.05470).
+The average decays by 0.987 per update, in Flow-GRPO by 0.9 every 8 updates. 4 groups per iteration
+for one GPU, in Flow-GRPO 48.
+"""
 
 
 OWN_WINDOWS = ("branch-grpo", "granular-grpo", "tree-grpo")
-"""Methods whose published window is another than all steps but the last; that of a world or a preset does not replace it."""
+"""Methods whose published window is another than all steps but the last; that of a world or a
+preset does not replace it.
+"""
 
 
 def world_defaults(world: Any) -> dict[str, Any]:
-    """Changes to the defaults in a world: those of `WORLD_DEFAULTS`, or the world's first task and form and its own `defaults`.
+    """Changes to the defaults in a world: those of `WORLD_DEFAULTS`, or the world's first task and
+    form and its own `defaults`.
 
     Args:
         world: the setting `world`: a spec, which is built, or an object.
@@ -87,7 +118,12 @@ def world_defaults(world: Any) -> dict[str, Any]:
 
     found = find(world)
     own = dict(getattr(found, "defaults", {}))
-    require(not {"world", "model"} & own.keys(), f"defaults of world {found.name}", own, "settings other than world and model")
+    require(
+        not {"world", "model"} & own.keys(),
+        f"defaults of world {found.name}",
+        own,
+        "settings other than world and model",
+    )
     return {"task": found.tasks[0], "reward_form": found.forms[0], **own}
 
 
@@ -119,10 +155,14 @@ METHOD_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "tree-grpo": {"group_size": 4},
     },
 }
-"""Changes by world (others: those of model), or for the preset tiny, that a method's groups, trees and times need."""
+"""Changes by world (others: those of model), or for the preset tiny, that a method's groups, trees
+and times need.
+"""
 
 
-def method_overrides(preset: str, world: Any, method: str, published: bool = False) -> dict[str, Any]:
+def method_overrides(
+    preset: str, world: Any, method: str, published: bool = False
+) -> dict[str, Any]:
     """The changes that a method needs to the settings of a built-in preset.
 
     Args:
@@ -141,13 +181,26 @@ def method_overrides(preset: str, world: Any, method: str, published: bool = Fal
     found: dict[str, Any] = {"window": ""} if own else {}
     if published:
         found["clip_range"] = 0.0
-    key = "tiny" if "tiny" in names else world if isinstance(world, str) and world in METHOD_SETTINGS else "model"
+    key = (
+        "tiny"
+        if "tiny" in names
+        else world
+        if isinstance(world, str) and world in METHOD_SETTINGS
+        else "model"
+    )
     return {**found, **METHOD_SETTINGS[key].get(method, {})}
 
 
-def origins(preset: str, schema: type, world: Any, method: str, chosen: Sequence[str], published: bool = False) -> dict[str, str]:
-    """Where the settings of a run come from, by setting: the world's or models' defaults, presets, what the method needs of them,
-    or an option.
+def origins(
+    preset: str,
+    schema: type,
+    world: Any,
+    method: str,
+    chosen: Sequence[str],
+    published: bool = False,
+) -> dict[str, str]:
+    """Where the settings of a run come from, by setting: the world's or models' defaults, presets,
+    what the method needs of them, or an option.
 
     Args:
         preset: name of the preset.
@@ -163,15 +216,34 @@ def origins(preset: str, schema: type, world: Any, method: str, chosen: Sequence
     base = MODEL_DEFAULTS if world == "model" else world_defaults(world)
     found = dict.fromkeys(base, "models" if world == "model" else f"world {_name(world)}")
     found |= {name: f"preset {piece}" for name, piece in combine(preset, schema).origins.items()}
-    found |= dict.fromkeys(method_overrides(preset, world, method, published), f"{preset}, for {method}")
+    found |= dict.fromkeys(
+        method_overrides(preset, world, method, published), f"{preset}, for {method}"
+    )
     return found | dict.fromkeys(chosen, "option")
 
 
 MODEL_ONLY = (
-    "prompts", "heldout_prompts", "resolution", "width", "num_frames", "guidance_scale", "negative_prompt", "guidance_gradient",
-    "tuning", "adapter", "frozen_adapters", "lora_targets", "prompt_cache", "decode_batch", "decode_dtype", "attention_backend",
-    "max_sequence_length", "gradient_checkpointing", "train_guidance_scale", "reference_guidance_scale",
-)  # fmt: skip
+    "prompts",
+    "heldout_prompts",
+    "resolution",
+    "width",
+    "num_frames",
+    "guidance_scale",
+    "negative_prompt",
+    "guidance_gradient",
+    "tuning",
+    "adapter",
+    "frozen_adapters",
+    "lora_targets",
+    "prompt_cache",
+    "decode_batch",
+    "decode_dtype",
+    "attention_backend",
+    "max_sequence_length",
+    "gradient_checkpointing",
+    "train_guidance_scale",
+    "reference_guidance_scale",
+)
 """Settings of a model only."""
 
 
@@ -231,7 +303,9 @@ class Combined:
 def shipped() -> dict[str, dict[str, Path]]:
     """The files inside the package by folder and name."""
     root = Path(str(resources.files("flowrl") / "presets"))
-    return {kind: {path.stem: path for path in sorted((root / kind).glob("*.yaml"))} for kind in KINDS}
+    return {
+        kind: {path.stem: path for path in sorted((root / kind).glob("*.yaml"))} for kind in KINDS
+    }
 
 
 def combinations() -> list[str]:
@@ -242,11 +316,12 @@ def combinations() -> list[str]:
 def combine(name: str, schema: type) -> Combined:
     """Combine presets.
 
-    Model, method, task and definition files are applied in this order, then the settings that they have for each other, then
-    built-in presets and the user's files in the given order.
+    Model, method, task and definition files are applied in this order, then the settings that they
+    have for each other, then built-in presets and the user's files in the given order.
 
     Args:
-        name: shipped files by name, names of `PRESETS`, or paths of .yaml files, separated by commas.
+        name: shipped files by name, names of `PRESETS`, or paths of .yaml files, separated by
+            commas.
         schema: class of the settings.
 
     Returns:
@@ -260,7 +335,9 @@ def combine(name: str, schema: type) -> Combined:
         same = [piece.name for piece in pieces if piece.origin == kind]
         if len(same) > 1:
             raise ConfigError(f"preset: {' and '.join(same)} are both {kind}; choose one of them")
-    ordered = sorted(pieces, key=lambda piece: KINDS.index(piece.origin) if piece.origin in KINDS else len(KINDS))
+    ordered = sorted(
+        pieces, key=lambda piece: KINDS.index(piece.origin) if piece.origin in KINDS else len(KINDS)
+    )
     settings, origins = {}, {}
     for layer in _layers(ordered):
         settings |= layer.settings
@@ -284,20 +361,29 @@ def _layers(pieces: Sequence[Piece]) -> list[Piece]:
 def _piece(name: str, schema: type) -> Piece:
     if name in PRESETS:
         return Piece(name, "built-in", PRESETS[name])
-    kind, path = next(((kind, files[name]) for kind, files in shipped().items() if name in files), ("file", Path(name)))
+    kind, path = next(
+        ((kind, files[name]) for kind, files in shipped().items() if name in files),
+        ("file", Path(name)),
+    )
     if kind != "file" or path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise ConfigError(f"preset: the file {name} does not exist")
         older = format_of(path, load_document(path)[0])
         found = read_settings(path, schema)
-        return Piece(name, kind, current(found.settings, older, path), current(found.when, older, path), found.about)
+        return Piece(
+            name,
+            kind,
+            current(found.settings, older, path),
+            current(found.when, older, path),
+            found.about,
+        )
     lists = [", ".join(PRESETS), *(", ".join(files) for files in shipped().values())]
     known = [*PRESETS, *(stem for files in shipped().values() for stem in files)]
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise ConfigError(
-        f"unknown preset {name!r}{hint}; allowed: {'; '.join(lists)}; several separated by commas, as in {combinations()[-1]}; "
-        "or a .yaml file"
+        f"unknown preset {name!r}{hint}; allowed: {'; '.join(lists)}; several separated by commas,"
+        f" as in {combinations()[-1]}; or a .yaml file"
     )
 
 
@@ -326,15 +412,20 @@ class Published:
 
 
 def published(found: Combined) -> list[Published]:
-    """All settings of `found` with the published values for its pieces (``presets/published.yaml``).
+    """All settings of `found` with the published values for its pieces
+    (``presets/published.yaml``).
 
-    An entry of the file applies to all combinations that contain the pieces it names; later entries override earlier ones.
-    Settings from the user's files have that file as the reason for a difference.
+    An entry of the file applies to all combinations that contain the pieces it names; later entries
+    override earlier ones. Settings from the user's files have that file as the reason for a
+    difference.
     """
     chosen, known, reasons, unpublished = {piece.name for piece in found.pieces}, {}, {}, ""
     for entry in published_values()["entries"]:
         if set(filter(None, entry["for"].split(","))) <= chosen:
-            known |= {name: (*values, entry.get("source", "")) for name, values in entry.get("values", {}).items()}
+            known |= {
+                name: (*values, entry.get("source", ""))
+                for name, values in entry.get("values", {}).items()
+            }
             reasons |= entry.get("why", {})
             unpublished = entry.get("unpublished", unpublished)
     own = {piece.name for piece in found.pieces if piece.origin not in KINDS}
@@ -344,11 +435,21 @@ def published(found: Combined) -> list[Published]:
         ours, value = (tuple(v) if isinstance(v, list) else v for v in (ours, value))
         why = reasons.get(name, unpublished if value is None else "")
         why = f"set by {found.origins[name]}" if found.origins[name] in own else why
-        rows.append(Published(name, ours, value, f"{source}: {place}" if place else "", "" if ours == value else why))
+        rows.append(
+            Published(
+                name,
+                ours,
+                value,
+                f"{source}: {place}" if place else "",
+                "" if ours == value else why,
+            )
+        )
     return rows
 
 
 @cache
 def published_values() -> dict[str, Any]:
-    """The content of ``presets/published.yaml``: `sources` by short name, and `entries` of published values and reasons."""
+    """The content of ``presets/published.yaml``: `sources` by short name, and `entries` of
+    published values and reasons.
+    """
     return load_document(Path(str(resources.files("flowrl") / "presets" / "published.yaml")))[0]

@@ -19,13 +19,15 @@ from flowrl.reading import as_kind, parse_json, read_json, reading
 from flowrl.training.format import check_format, current_comparison
 
 REWARDS = ("reward", "reward_form")
-"""Settings of the training reward: where they differ, so does what an evaluation calls the reward."""
+"""Settings of the training reward: where they differ, so does what an evaluation calls the reward.
+"""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run: its `arm` (of a run by itself: its method) and `seed`, its `folder`, `rows` (one per iteration; row 0: untrained),
-    whether it has `finished`, and the `config` in its config.json."""
+    """One run: its `arm` (of a run by itself: its method) and `seed`, its `folder`, `rows` (one per
+    iteration; row 0: untrained), whether it has `finished`, and the `config` in its config.json.
+    """
 
     arm: str
     seed: int
@@ -50,14 +52,23 @@ class RunRecord:
     @property
     def heldout_rewards(self) -> list[str]:
         """Names of the held-out rewards that the evaluations contain."""
-        return list(dict.fromkeys(name for row in self.evaluations for name in row["evaluation"].get("heldout", {})))
+        return list(
+            dict.fromkeys(
+                name for row in self.evaluations for name in row["evaluation"].get("heldout", {})
+            )
+        )
 
     def curve(self, x: str, *path: str) -> tuple[list[float], list[float]]:
-        """`x` (iteration, nfe_total or seconds_total) and the metric at `path` within each evaluation that contains it.
+        """`x` (iteration, nfe_total or seconds_total) and the metric at `path` within each
+        evaluation that contains it.
 
-        `path` is for example ("strict",), ("proxy",), ("diversity",) or ("heldout", NAME); the default is the reward.
+        `path` is for example ("strict",), ("proxy",), ("diversity",) or ("heldout", NAME); the
+        default is the reward.
         """
-        points = [(float(row[x]), _number(row["evaluation"], path or ("reward",))) for row in self.evaluations]
+        points = [
+            (float(row[x]), _number(row["evaluation"], path or ("reward",)))
+            for row in self.evaluations
+        ]
         found = [(at, value) for at, value in points if value is not None]
         return [at for at, _ in found], [value for _, value in found]
 
@@ -95,7 +106,9 @@ class Comparison:
 
     def of(self, arm: str) -> list[RunRecord]:
         """The arm's runs with at least one evaluation, in the order of the seeds."""
-        return [run for run in self.runs if run.arm == arm and run.curve("iteration", *self.metric)[1]]
+        return [
+            run for run in self.runs if run.arm == arm and run.curve("iteration", *self.metric)[1]
+        ]
 
     @cached_property
     def differences(self) -> dict[str, dict[str, Any]]:
@@ -103,13 +116,22 @@ class Comparison:
         settings = {run.arm: run.settings for run in self.runs}
         names = dict.fromkeys(name for values in settings.values() for name in values)
         first = next(iter(settings.values()), {})
-        differ = [name for name in names if any(values.get(name) != first.get(name) for values in settings.values())]
-        return {arm: {name: values.get(name) for name in differ} for arm, values in settings.items()}
+        differ = [
+            name
+            for name in names
+            if any(values.get(name) != first.get(name) for values in settings.values())
+        ]
+        return {
+            arm: {name: values.get(name) for name in differ} for arm, values in settings.items()
+        }
 
     @property
     def shared(self) -> dict[str, Any]:
         """The settings of all runs, in their groups, without `differences`."""
-        known, differ = self.runs[0].settings if self.runs else {}, next(iter(self.differences.values()), {})
+        known, differ = (
+            self.runs[0].settings if self.runs else {},
+            next(iter(self.differences.values()), {}),
+        )
 
         def common(values: Mapping[str, Any]) -> dict[str, Any]:
             return {
@@ -122,17 +144,23 @@ class Comparison:
 
     @property
     def metric(self) -> tuple[str, ...]:
-        """The path of the metric by which the arms are compared: the reward, or the first held-out reward if the arms are trained
-        on different rewards."""
+        """The path of the metric by which the arms are compared: the reward, or the first held-out
+        reward if the arms are trained on different rewards.
+        """
         differ = next(iter(self.differences.values()), {})
-        heldout = self.config["run"].get("evaluation", {}).get("heldout_rewards", ()) if differ.keys() & set(REWARDS) else ()
+        heldout = (
+            self.config["run"].get("evaluation", {}).get("heldout_rewards", ())
+            if differ.keys() & set(REWARDS)
+            else ()
+        )
         return ("heldout", heldout[0]) if heldout else ("reward",)
 
 
 def load_run(folder: Path, arm: str = "") -> RunRecord:
     """Read a run folder, of a comparison's `arm`; an incomplete last line is ignored.
 
-    Raises `ConfigError` if `folder` is not the folder of a run, or a line of metrics.jsonl is not a row of a run.
+    Raises `ConfigError` if `folder` is not the folder of a run, or a line of metrics.jsonl is not a
+    row of a run.
     """
     settings = _config(folder, "run")
     check_format(folder / "config.json", settings)
@@ -151,7 +179,9 @@ def load_run(folder: Path, arm: str = "") -> RunRecord:
             as_kind(row, MetricsRow)
         rows.append(row)
     done = (folder / "done.json").exists()
-    return RunRecord(arm or config.algorithm.method, config.seed, folder, tuple(rows), done, settings)
+    return RunRecord(
+        arm or config.algorithm.method, config.seed, folder, tuple(rows), done, settings
+    )
 
 
 def _config(folder: Path, kind: str, content: Any = Any) -> Any:
@@ -182,9 +212,10 @@ class _Scores:
 
 @dataclass(frozen=True)
 class MetricsRow:
-    """The entries of every line of metrics.jsonl: the `iteration` (0: the untrained model), network evaluations (`nfe_total`) and
-    training seconds (`seconds_total`) so far, the scores of the `evaluation` if there was one, and the number of
-    `trajectories`."""
+    """The entries of every line of metrics.jsonl: the `iteration` (0: the untrained model), network
+    evaluations (`nfe_total`) and training seconds (`seconds_total`) so far, the scores of the
+    `evaluation` if there was one, and the number of `trajectories`.
+    """
 
     iteration: int
     nfe_total: float
@@ -203,8 +234,9 @@ class _ComparisonFile:
 
 
 def holds(folder: Path, *entries: str) -> bool:
-    """Whether config.json in `folder` was written by flowrl and has one of `entries`: "algorithm" for a run, "arms" (in earlier
-    versions "methods") for a comparison."""
+    """Whether config.json in `folder` was written by flowrl and has one of `entries`: "algorithm"
+    for a run, "arms" (in earlier versions "methods") for a comparison.
+    """
     try:
         found = read_json(folder / "config.json", dict[str, Any])
     except ConfigError:
@@ -213,35 +245,55 @@ def holds(folder: Path, *entries: str) -> bool:
 
 
 def has_progress(folder: Path) -> bool:
-    """Whether the run in `folder` has an iteration, a checkpoint or a saved failure, which a new run would overwrite."""
+    """Whether the run in `folder` has an iteration, a checkpoint or a saved failure, which a new
+    run would overwrite.
+    """
     metrics = folder / "metrics.jsonl"
-    found = any((folder / "checkpoints").glob("*")) or any((folder / name).exists() for name in ("failure", "done.json"))
+    found = any((folder / "checkpoints").glob("*")) or any(
+        (folder / name).exists() for name in ("failure", "done.json")
+    )
     return found or (metrics.exists() and metrics.read_bytes().count(b"\n") > 1)
 
 
 def run_folder(name: str, seed: int) -> str:
-    """Folder name of the run of arm `name` with `seed` in a comparison, valid on every operating system."""
+    """Folder name of the run of arm `name` with `seed` in a comparison, valid on every operating
+    system.
+    """
     return re.sub(r"[^\w.=,-]+", "_", name).strip("_") + f"-seed{seed}"
 
 
 def load_comparison(folder: Path) -> Comparison:
-    """Read a comparison folder, finished or not. Raises `ConfigError` if `folder` is not the folder of a comparison."""
+    """Read a comparison folder, finished or not. Raises `ConfigError` if `folder` is not the folder
+    of a comparison.
+    """
     path = folder / "config.json"
     with reading(path):
         config = current_comparison(_config(folder, "comparison", dict[str, Any]))
         try:
             found: _ComparisonFile = as_kind(config, _ComparisonFile)
         except ValueError as error:
-            raise ConfigError(f"{folder} is not the folder of a comparison: {str(error)[:200]}") from error
-    folders = {folder / "runs" / run_folder(name, seed): name for name in found.arms for seed in found.seeds}
+            raise ConfigError(
+                f"{folder} is not the folder of a comparison: {str(error)[:200]}"
+            ) from error
+    folders = {
+        folder / "runs" / run_folder(name, seed): name
+        for name in found.arms
+        for seed in found.seeds
+    }
     with reading(path):  # a name may be too long for the file system
-        started = {place: name for place, name in folders.items() if (place / "metrics.jsonl").exists()}
-    return Comparison(folder, config, tuple(load_run(place, name) for place, name in started.items()))
+        started = {
+            place: name for place, name in folders.items() if (place / "metrics.jsonl").exists()
+        }
+    return Comparison(
+        folder, config, tuple(load_run(place, name) for place, name in started.items())
+    )
 
 
 @dataclass(frozen=True)
 class Mean:
-    """`mean` over seeds, and `half` the width of its 95% interval (Student's t; NaN for a single seed)."""
+    """`mean` over seeds, and `half` the width of its 95% interval (Student's t; NaN for a single
+    seed).
+    """
 
     mean: float
     half: float
@@ -255,7 +307,9 @@ class Mean:
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """The mean of `values` with half of its t interval (`flowrl.diagnostics.mean`); NaN for no value."""
+    """The mean of `values` with half of its t interval (`flowrl.diagnostics.mean`); NaN for no
+    value.
+    """
     if not values:
         return Mean(math.nan, math.nan)
     found = mean(values)
@@ -264,19 +318,24 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 @dataclass(frozen=True)
 class Change:
-    """A metric at the first (`before`) and at the last evaluation (`after`) that contains it, over seeds."""
+    """A metric at the first (`before`) and at the last evaluation (`after`) that contains it, over
+    seeds.
+    """
 
     before: Mean
     after: Mean
 
     def text(self) -> str:
         """'0.712 to 0.934 ± 0.013'."""
-        return f"{self.before.mean:.3f} to {self.after.text()}" if self.before.text() != "-" else "-"
+        return (
+            f"{self.before.mean:.3f} to {self.after.text()}" if self.before.text() != "-" else "-"
+        )
 
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """One row of the results table: evaluation rewards (held-out prompts, ODE sampler, averaged weights) and costs.
+    """One row of the results table: evaluation rewards (held-out prompts, ODE sampler, averaged
+    weights) and costs.
 
     Args:
         arm: name of the arm.
@@ -287,7 +346,8 @@ class ArmSummary:
         worst: lowest final reward of a seed.
         collapsed: number of collapsed seeds.
         final_strict: success rate by the strict score.
-        to_baseline_iterations: where the mean curve over seeds first reaches the baseline's final mean reward; None: not reached.
+        to_baseline_iterations: where the mean curve over seeds first reaches the baseline's final
+            mean reward; None: not reached.
         to_baseline_nfe: the same point in network evaluations of the rollout.
         to_baseline_seconds: the same point in seconds.
         nfe_per_trajectory: network evaluations of the rollout per trajectory.
@@ -324,14 +384,20 @@ class ArmSummary:
 
     @property
     def difference(self) -> str:
-        """`settings` as text, without empty ones and without a method that gave the arm its name."""
+        """`settings` as text, without empty ones and without a method that gave the arm its
+        name.
+        """
         return difference(self.arm, self.settings)
 
 
 def difference(arm: str, settings: Mapping[str, Any]) -> str:
-    """The `settings` of an `arm` as text, without empty ones and without a method that gave the arm its name."""
+    """The `settings` of an `arm` as text, without empty ones and without a method that gave the arm
+    its name.
+    """
     named = {
-        name: value for name, value in settings.items() if (name, value) != ("method", arm) and value not in ("", [], (), None)
+        name: value
+        for name, value in settings.items()
+        if (name, value) != ("method", arm) and value not in ("", [], (), None)
     }
     return ", ".join(f"{name}={_plain(value)}" for name, value in named.items())
 
@@ -348,7 +414,9 @@ def _heldout(runs: Sequence[RunRecord]) -> dict[str, Change]:
         **{f"held out: {short(name)}": ("heldout", name) for name in names},
         "diversity": ("diversity",),
     }
-    found = {label: [run.curve("iteration", *path)[1] for run in runs] for label, path in paths.items()}
+    found = {
+        label: [run.curve("iteration", *path)[1] for run in runs] for label, path in paths.items()
+    }
     return {
         label: Change(mean_of([c[0] for c in curves if c]), mean_of([c[-1] for c in curves if c]))
         for label, curves in found.items()
@@ -357,17 +425,32 @@ def _heldout(runs: Sequence[RunRecord]) -> dict[str, Change]:
 
 
 def short(spec: str) -> str:
-    """Label of a reward spec in figures and tables: without folders and without options longer than 24 characters."""
+    """Label of a reward spec in figures and tables: without folders and without options longer than
+    24 characters.
+    """
     head, bracket, rest = spec.partition("(")
     head = head.rpartition("/")[2]
     return head + (f"({rest}" if bracket and len(rest) <= 24 else "(...)" if bracket else "")
 
 
 def mean_curve(runs: Sequence[RunRecord], x: str, *path: str) -> tuple[list[float], list[float]]:
-    """`RunRecord.curve` of `x` and `path` averaged over seeds, at the iterations that all `runs` have evaluated."""
-    tables = [dict(zip(run.curve("iteration", *path)[0], zip(*run.curve(x, *path), strict=True), strict=True)) for run in runs]
+    """`RunRecord.curve` of `x` and `path` averaged over seeds, at the iterations that all `runs`
+    have evaluated.
+    """
+    tables = [
+        dict(
+            zip(
+                run.curve("iteration", *path)[0],
+                zip(*run.curve(x, *path), strict=True),
+                strict=True,
+            )
+        )
+        for run in runs
+    ]
     shared = sorted(set.intersection(*map(set, tables))) if tables else []
-    means = [[statistics.fmean(table[at][axis] for table in tables) for at in shared] for axis in (0, 1)]
+    means = [
+        [statistics.fmean(table[at][axis] for table in tables) for at in shared] for axis in (0, 1)
+    ]
     return means[0], means[1]
 
 
@@ -375,27 +458,47 @@ def summarise(comparison: Comparison) -> list[ArmSummary]:
     """One summary per evaluated arm."""
     metric = comparison.metric
     baseline = mean_curve(comparison.of(comparison.baseline), "iteration", *metric)[1]
-    finals = {run.seed: run.curve("iteration", *metric)[1][-1] for run in comparison.of(comparison.baseline)}
-    target = baseline[-1] if baseline and baseline[-1] > baseline[0] else math.inf  # no target without a gain
+    finals = {
+        run.seed: run.curve("iteration", *metric)[1][-1]
+        for run in comparison.of(comparison.baseline)
+    }
+    # no target without a gain
+    target = baseline[-1] if baseline and baseline[-1] > baseline[0] else math.inf
     result = []
     for arm in comparison.arms:
         runs = comparison.of(arm)
         rewards = [run.curve("iteration", *metric)[1] for run in runs]
         axes = ("iteration", "nfe_total", "seconds_total")
-        reached = {x: _finite(float(first_reached(*mean_curve(runs, x, *metric), target))) for x in axes}
-        per_run = {key: statistics.fmean(run.mean(key) for run in runs) for key in ("nfe", "calls", "reward_calls", "train_nfe")}
+        reached = {
+            x: _finite(float(first_reached(*mean_curve(runs, x, *metric), target))) for x in axes
+        }
+        per_run = {
+            key: statistics.fmean(run.mean(key) for run in runs)
+            for key in ("nfe", "calls", "reward_calls", "train_nfe")
+        }
         samples = statistics.fmean(run.mean("trajectories") for run in runs)
-        phases = {p: statistics.fmean(run.mean("phases", p) for run in runs) for p in ("rollout", "reward", "update")}
+        phases = {
+            p: statistics.fmean(run.mean("phases", p) for run in runs)
+            for p in ("rollout", "reward", "update")
+        }
         result.append(
             ArmSummary(
                 arm=arm,
                 seeds=len(runs),
                 base=mean_of([r[0] for r in rewards]),
                 final=mean_of([r[-1] for r in rewards]),
-                lead=mean_of([r[-1] - finals[run.seed] for run, r in zip(runs, rewards, strict=True) if run.seed in finals]),
+                lead=mean_of(
+                    [
+                        r[-1] - finals[run.seed]
+                        for run, r in zip(runs, rewards, strict=True)
+                        if run.seed in finals
+                    ]
+                ),
                 worst=min(r[-1] for r in rewards),
                 collapsed=sum(map(collapsed, rewards)),
-                final_strict=mean_of([last for run in runs for last in run.curve("iteration", "strict")[1][-1:]]),
+                final_strict=mean_of(
+                    [last for run in runs for last in run.curve("iteration", "strict")[1][-1:]]
+                ),
                 to_baseline_iterations=reached["iteration"],
                 to_baseline_nfe=reached["nfe_total"],
                 to_baseline_seconds=reached["seconds_total"],

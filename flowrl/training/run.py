@@ -1,4 +1,6 @@
-"""One training run in a folder: metrics line by line, checkpoints, samples, and a recorded trajectory."""
+"""One training run in a folder: metrics line by line, checkpoints, samples, and a recorded
+trajectory.
+"""
 
 import hashlib
 import json
@@ -39,8 +41,9 @@ from flowrl.trust import check_code, record_code
 
 TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
 Report = Callable[[dict[str, Any]], None]
-"""Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes, and with {"warning"}, whose
-"kinds" are those of its lines (`flowrl.training.monitors.KINDS`)."""
+"""Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes,
+and with {"warning"}, whose "kinds" are those of its lines (`flowrl.training.monitors.KINDS`).
+"""
 
 
 def _heldout(row: dict[str, Any]) -> dict[str, Any]:
@@ -52,24 +55,30 @@ def _heldout(row: dict[str, Any]) -> dict[str, Any]:
 class Run:
     """A run in a folder.
 
-    The folder gets config.json (and .yaml), metrics.jsonl (a line per iteration; line 0 is the untrained model), checkpoints/
-    and, at the end, samples.*, trajectory.*, weights.safetensors (the averaged trainable weights; those of a diffusers pipeline
-    also in lora/ or full/, in diffusers' format) and done.json. With `save_experience` it also gets experience/
-    (`flowrl.training.observers.SaveExperience`). A run that an observer stops ends in the same way; done.json and the last row
-    then have the reason ("stopped"). Every process executes the run; only the main process writes and
-    reports. If one process is asked to stop, all pause.
+    The folder gets config.json (and .yaml), metrics.jsonl (a line per iteration; line 0 is the
+    untrained model), checkpoints/ and, at the end, samples.*, trajectory.*, weights.safetensors
+    (the averaged trainable weights; those of a diffusers pipeline also in lora/ or full/, in
+    diffusers' format) and done.json. With `save_experience` it also gets experience/
+    (`flowrl.training.observers.SaveExperience`). A run that an observer stops ends in the same way;
+    done.json and the last row then have the reason ("stopped"). Every process executes the run;
+    only the main process writes and reports. If one process is asked to stop, all pause.
 
     Args:
         config: the settings.
         folder: the run's folder.
         report: called with the state of the run.
         stop: whether the run should pause.
-        shared: a folder in which the runs of a comparison store the evaluation of the untrained model, which is the same for all.
+        shared: a folder in which the runs of a comparison store the evaluation of the untrained
+            model, which is the same for all.
         distributed: the processes.
-        changed_code: continue although the files of the run's own parts have changed since it was started.
-        observers: observers besides those of the setting `observe`; give them again when the run is resumed.
-        world: a world, as an object, that replaces that of the settings; to resume such a run it is needed again.
-        trial: try the user's own parts before a new run, or with `changed_code` (`flowrl.training.trial`).
+        changed_code: continue although the files of the run's own parts have changed since it was
+            started.
+        observers: observers besides those of the setting `observe`; give them again when the run is
+            resumed.
+        world: a world, as an object, that replaces that of the settings; to resume such a run it is
+            needed again.
+        trial: try the user's own parts before a new run, or with `changed_code`
+            (`flowrl.training.trial`).
     """
 
     config: RunConfig
@@ -91,12 +100,13 @@ class Run:
             self.config = self.config.replace(world=self.world)
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
-        """Train to the end; with `resume`, from the last checkpoint or from the checkpoint `start`, whose successors are then
-        deleted; a run that an observer stopped at `start` then continues.
+        """Train to the end; with `resume`, from the last checkpoint or from the checkpoint `start`,
+        whose successors are then deleted; a run that an observer stopped at `start` then continues.
 
-        Returns True when the run is finished or an observer has stopped it, False when `stop` paused it. Raises a part's
-        `FlowrlError`, `CheckpointError` for a damaged checkpoint, `DiskError` for a full disk, and `NonFiniteError` for a loss
-        that is not finite (its data are then in failure/). If another process executes the run, a `ConfigError` names it.
+        Returns True when the run is finished or an observer has stopped it, False when `stop`
+        paused it. Raises a part's `FlowrlError`, `CheckpointError` for a damaged checkpoint,
+        `DiskError` for a full disk, and `NonFiniteError` for a loss that is not finite (its data
+        are then in failure/). If another process executes the run, a `ConfigError` names it.
         """
         self.config = self.config.allowed()
         full = disk_errors(self.folder, self._checkpoints.newest, lambda: to_resume(self.folder))
@@ -109,12 +119,19 @@ class Run:
             return self._execute(resume, start)
 
     def _new_folder(self) -> AbstractContextManager[None]:
-        """A context: a start that fails before its first iteration leaves no files, and one that was killed by then may be
-        repeated.
+        """A context: a start that fails before its first iteration leaves no files, and one that
+        was killed by then may be repeated.
         """
         if has_progress(self.folder):
-            raise ConfigError(f"out: {self.folder} already holds a run; choose another folder or resume it")
-        return new_folder(self.folder, "run", lambda folder: holds(folder, "algorithm"), lambda: has_progress(self.folder))
+            raise ConfigError(
+                f"out: {self.folder} already holds a run; choose another folder or resume it"
+            )
+        return new_folder(
+            self.folder,
+            "run",
+            lambda folder: holds(folder, "algorithm"),
+            lambda: has_progress(self.folder),
+        )
 
     @property
     def _checkpoints(self) -> Checkpoints:
@@ -134,8 +151,13 @@ class Run:
         trainer = trainer_in(world, self.config, self.distributed)
         found, self.config, policy = trainer.config != self.config, trainer.config, trainer.policy
         if self.trial and not resume and self.distributed.is_main:
-            trainer.collector.inspect = reward_trial(self.config, trainer.reward, self._warn_of_trial)
-        trainer.on_phase, trainer.recorded = lambda phase: self._tell({"phase": phase}), observers.recorded
+            trainer.collector.inspect = reward_trial(
+                self.config, trainer.reward, self._warn_of_trial
+            )
+        trainer.on_phase, trainer.recorded = (
+            lambda phase: self._tell({"phase": phase}),
+            observers.recorded,
+        )
         rows = self._restore(trainer, observers, start) if resume else []
         self._stopped = rows[-1].get("stopped", "") if rows and not start else ""
         journal = Journal(self.config, self.folder, trainer.done)
@@ -146,7 +168,11 @@ class Run:
             journal.row(rows[0])
         if (embedding := extras(policy, "warm")) is not None:
             self._tell({"phase": "prompts"})
-            embedding.warm(trainer.prompts.upcoming((self.config.iterations - trainer.done) * self.config.rollout.groups))
+            embedding.warm(
+                trainer.prompts.upcoming(
+                    (self.config.iterations - trainer.done) * self.config.rollout.groups
+                )
+            )
         latest = self._train(trainer, world, rows, journal, observers)
         if self._ended(trainer):
             self._finish(trainer, world, latest or self._evaluate(trainer, world))
@@ -157,12 +183,23 @@ class Run:
         return trainer.done == self.config.iterations or bool(self._stopped)
 
     def _train(
-        self, trainer: Trainer, world: World, rows: list[dict[str, Any]], journal: Journal, observers: Observers
+        self,
+        trainer: Trainer,
+        world: World,
+        rows: list[dict[str, Any]],
+        journal: Journal,
+        observers: Observers,
     ) -> Evaluation | None:
-        """Iterations to the end or to a pause; returns the evaluation of the last iteration if it had one."""
+        """Iterations to the end or to a pause; returns the evaluation of the last iteration if it
+        had one.
+        """
         latest: Evaluation | None = None
         limits = limits_of(trainer)
-        found = memory_notices(trainer) if trainer.policy.device.type == "cuda" and trainer.done < self.config.iterations else []
+        found = (
+            memory_notices(trainer)
+            if trainer.policy.device.type == "cuda" and trainer.done < self.config.iterations
+            else []
+        )
         self._warn(found)
         while not self._ended(trainer):
             row, latest, observed = self._iterate(trainer, world, rows, observers)
@@ -174,7 +211,14 @@ class Run:
             self._append(row)
             journal.row(row, latest)
             self._warn(new)
-            self._tell({"iteration": trainer.done, "reward": row["reward_mean"], "nfe_total": row["nfe_total"], **_heldout(row)})
+            self._tell(
+                {
+                    "iteration": trainer.done,
+                    "reward": row["reward_mean"],
+                    "nfe_total": row["nfe_total"],
+                    **_heldout(row),
+                }
+            )
             paused = self.distributed.any(not self._ended(trainer) and self.stop())
             due = trainer.done % self.config.logging.checkpoint_every == 0 or "kept" in row
             if paused or due or self._ended(trainer):
@@ -186,7 +230,9 @@ class Run:
     def _iterate(
         self, trainer: Trainer, world: World, rows: list[dict[str, Any]], observers: Observers
     ) -> tuple[dict[str, Any], Evaluation | None, list[Notice]]:
-        """One iteration: its row, its evaluation if it has one, and the observers' warnings. Its record ends here."""
+        """One iteration: its row, its evaluation if it has one, and the observers' warnings. Its
+        record ends here.
+        """
         before = trainer.small_state()
         try:
             iteration = trainer.iteration()
@@ -208,19 +254,30 @@ class Run:
             self._stopped = row["stopped"] = decided.stop
             latest = latest or self._evaluate(trainer, world)
             row["evaluation"] = latest.row(self.config.environment.reward_form)
-            text = f"stopped after iteration {trainer.done} of {self.config.iterations} by {decided.stop}"
+            text = (
+                f"stopped after iteration {trainer.done} of {self.config.iterations} by"
+                f" {decided.stop}"
+            )
             decided.warnings.append(Notice("stopped", text))
         return row, latest, decided.warnings
 
-    def _save(self, state: Checkpoint, trainer: Trainer, rows: list[dict[str, Any]], observers: Observers) -> None:
+    def _save(
+        self, state: Checkpoint, trainer: Trainer, rows: list[dict[str, Any]], observers: Observers
+    ) -> None:
         """Write `state`, the rows and the observers' state as the checkpoint of this iteration."""
         if self.distributed.is_main:
-            whole = Checkpoint({**state.tensors, **observers.state()}, {**state.values, "rows": rows})
-            self._checkpoints.save(whole, trainer.done, {row["iteration"] for row in rows if "kept" in row})
+            whole = Checkpoint(
+                {**state.tensors, **observers.state()}, {**state.values, "rows": rows}
+            )
+            self._checkpoints.save(
+                whole, trainer.done, {row["iteration"] for row in rows if "kept" in row}
+            )
 
-    def _save_before(self, trainer: Trainer, before: Checkpoint, rows: list[dict[str, Any]], observers: Observers) -> None:
-        """After a failure before the first update of an iteration, save a checkpoint of its beginning, so that no result is
-        lost.
+    def _save_before(
+        self, trainer: Trainer, before: Checkpoint, rows: list[dict[str, Any]], observers: Observers
+    ) -> None:
+        """After a failure before the first update of an iteration, save a checkpoint of its
+        beginning, so that no result is lost.
         """
         if trainer.updated or trainer.done == 0 or self.distributed.world_size > 1:
             return
@@ -246,12 +303,18 @@ class Run:
         write_bytes(self.folder / "config.yaml", settings_text(values, comment).encode())
 
     def _with_found_batches(self) -> RunConfig:
-        """The run with the auto sizes from its config.json, so that a resumed run uses the same sizes."""
+        """The run with the auto sizes from its config.json, so that a resumed run uses the same
+        sizes.
+        """
         found: dict[str, Any] = {}
         with self.distributed.shared_errors():
             if self.distributed.is_main and (self.folder / "config.json").exists():
                 recorded = load_config(self.folder / "config.json")
-                found = {name: value for name, value in recorded.flat().items() if self.config.flat()[name] == "auto"}
+                found = {
+                    name: value
+                    for name, value in recorded.flat().items()
+                    if self.config.flat()[name] == "auto"
+                }
                 if "micro_batch" in found:
                     found["gradient_checkpointing"] = recorded.policy.gradient_checkpointing
         return self.config.replace(**self.distributed.gather(found)[0])
@@ -273,10 +336,17 @@ class Run:
             self.report(state)
 
     def _untrained(self, policy: FlowPolicy, world: World) -> tuple[bytes, dict[str, float]]:
-        """First samples (safetensors) and scores of the model before training, computed once per evaluation setting."""
+        """First samples (safetensors) and scores of the model before training, computed once per
+        evaluation setting.
+        """
         c = self.config
         values = c.as_dict()
-        settings = [values["environment"], values["policy"], values["evaluation"], c.seed if c.environment.reward_noise else 0]
+        settings = [
+            values["environment"],
+            values["policy"],
+            values["evaluation"],
+            c.seed if c.environment.reward_noise else 0,
+        ]
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
         kept = None if self.shared is None else self.shared / f"untrained-{key}.safetensors"
         if kept is not None and kept.exists() and kept.with_suffix(".json").exists():
@@ -293,8 +363,8 @@ class Run:
             lines.append(self.folder / "metrics.jsonl", row)
 
     def _restore(self, trainer: Trainer, observers: Observers, start: str) -> list[dict[str, Any]]:
-        """Rows up to the last checkpoint (or `start`); later rows will be computed again. Without a checkpoint the run starts
-        anew.
+        """Rows up to the last checkpoint (or `start`); later rows will be computed again. Without a
+        checkpoint the run starts anew.
         """
         kept = self._checkpoints
         checkpoint: Checkpoint | None = None
@@ -332,10 +402,18 @@ class Run:
         if c.environment.reward and not c.policy.model:  # the only reward of a model's world
             own = evaluation_reward(make_reward(c.replace(reward_noise=0.0, reward_bias=0.0)))
         return evaluate(
-            policy, world, c.environment.task, c.environment.reward_form, c.evaluation.eval_samples, c.evaluation.eval_steps,
+            policy,
+            world,
+            c.environment.task,
+            c.environment.reward_form,
+            c.evaluation.eval_samples,
+            c.evaluation.eval_steps,
             c.batches.max_batch,
-            reward=own, solver=c.evaluation.eval_solver, heldout_metrics=self._heldout, distributed=self.distributed,
-        )  # fmt: skip
+            reward=own,
+            solver=c.evaluation.eval_solver,
+            heldout_metrics=self._heldout,
+            distributed=self.distributed,
+        )
 
     def _evaluate(self, trainer: Trainer, world: World) -> Evaluation:
         self._tell({"phase": "evaluation"})
@@ -345,7 +423,10 @@ class Run:
     def _finish(self, trainer: Trainer, world: World, after: Evaluation) -> None:
         before = self._before(world)
         if self.distributed.is_main:
-            write_bytes(self.folder / "samples.safetensors", save({"before": before["images"], "after": after.images}))
+            write_bytes(
+                self.folder / "samples.safetensors",
+                save({"before": before["images"], "after": after.images}),
+            )
             samples = {
                 "prompts": [prompt.text for prompt in after.prompts],
                 "reward_before": before["scores"].tolist(),
@@ -355,12 +436,15 @@ class Run:
             self._export(self.folder, trainer, world)
             stopped = {"stopped": self._stopped} if self._stopped else {}
             write_json(self.folder / "done.json", {"iterations": trainer.done, **stopped})
-        elif self.distributed.sharded:  # the main process alone can neither call the network nor gather its weights
+        # the main process alone can neither call the network nor gather its weights
+        elif self.distributed.sharded:
             with TemporaryDirectory() as scratch:
                 self._export(Path(scratch), trainer, world)
 
     def _before(self, world: World) -> dict[str, torch.Tensor]:
-        """The untrained model's samples and scores; computed again if the file is missing or damaged."""
+        """The untrained model's samples and scores; computed again if the file is missing or
+        damaged.
+        """
         path, found = self.folder / "before.safetensors", None
         if self.distributed.is_main:
             with suppress(CheckpointError):

@@ -1,7 +1,7 @@
 """The trainer: one iteration, from prompts to a weight update, readable from top to bottom.
 
-prompts -> trajectories + estimates -> values [prompt, member, decision+1] -> advantages and weights [prompt, member, decision]
--> update
+prompts -> trajectories + estimates -> values [prompt, member, decision+1] -> advantages and weights
+[prompt, member, decision] -> update
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,24 +24,45 @@ from flowrl.rewards.contract import is_remote
 from flowrl.rollout import Groups, Usage, log_probs, transition_weights, usable
 from flowrl.rollout.collector import Collected, Collector
 from flowrl.rollout.forward_batch import ForwardBatches, credited, forward_rows
-from flowrl.rollout.loss_batch import LossBatches, MicroBatch, Rows, checked_loss, micro_batches, minibatch_rows
+from flowrl.rollout.loss_batch import (
+    LossBatches,
+    MicroBatch,
+    Rows,
+    checked_loss,
+    micro_batches,
+    minibatch_rows,
+)
 from flowrl.rollout.metrics import Clock, LossMetrics, reward_metrics
 from flowrl.samplers import trained_steps, transition_stds, windowed
 from flowrl.training.behaviour import Copies
-from flowrl.training.checkpoint import PER_PARAMETER, Checkpoint, restore_training_state, training_state
+from flowrl.training.checkpoint import (
+    PER_PARAMETER,
+    Checkpoint,
+    restore_training_state,
+    training_state,
+)
 from flowrl.training.config import RunConfig
 from flowrl.training.nonfinite import NonFiniteCheck
-from flowrl.training.optim import LossScaler, make_optimizer, prepare_policy, update_average, weights_replaced
+from flowrl.training.optim import (
+    LossScaler,
+    make_optimizer,
+    prepare_policy,
+    update_average,
+    weights_replaced,
+)
 from flowrl.types import Condition, Prompt
 
 
 def loss_guidance(config: RunConfig) -> Guidance:
-    """The guidance of a forward-process loss. Raises `ConfigError` for a scale that is not allowed."""
+    """The guidance of a forward-process loss. Raises `ConfigError` for a scale that is not
+    allowed.
+    """
     return Guidance(config.policy.train_guidance_scale, config.policy.reference_guidance_scale)
 
 
 def overlaps_rewards(config: RunConfig, reward: AnyReward) -> bool:
-    """Whether a chunk is scored during the rollout of the next one; auto: if there are chunks and a server computes the reward.
+    """Whether a chunk is scored during the rollout of the next one; auto: if there are chunks and a
+    server computes the reward.
 
     Args:
         config: the run.
@@ -51,21 +72,26 @@ def overlaps_rewards(config: RunConfig, reward: AnyReward) -> bool:
         Whether rollout and scoring overlap.
     """
     chosen = config.rollout.overlap_rewards
-    return chosen == "true" or (chosen == "auto" and config.rollout.chunk >= 1 and is_remote(reward))
+    return chosen == "true" or (
+        chosen == "auto" and config.rollout.chunk >= 1 and is_remote(reward)
+    )
 
 
 class Iteration(dict[str, Any]):
-    """The metrics of one iteration as plain values by name, with its record. Tensors are in main memory.
+    """The metrics of one iteration as plain values by name, with its record. Tensors are in main
+    memory.
 
     Args:
         metrics: the metrics.
-        experience: the values [prompt, member, decision+1], the decisions, and those of its larger fields that
-            `Trainer.recorded` contains.
+        experience: the values [prompt, member, decision+1], the decisions, and those of its larger
+            fields that `Trainer.recorded` contains.
         credit: the rule's advantages and weights [prompt, member, decision].
         weights: weight of each transition in the loss [prompt, member, decision].
     """
 
-    def __init__(self, metrics: Mapping[str, Any], experience: Experience, credit: Credit, weights: Tensor) -> None:
+    def __init__(
+        self, metrics: Mapping[str, Any], experience: Experience, credit: Credit, weights: Tensor
+    ) -> None:
         super().__init__(metrics)
         self.experience, self.credit, self.weights = experience, credit, weights
 
@@ -73,12 +99,13 @@ class Iteration(dict[str, Any]):
 class Trainer:
     """Fine-tunes a policy; independent of the method.
 
-    Call `iteration()` once per iteration; it returns the metrics of that iteration, and its record. The trainer itself keeps no
-    record. `recorded` names the larger fields of the record (`flowrl.experience.LARGER`) that are gathered besides those that
-    the rule reads, as in ``trainer.recorded = ("log_probs",)``. Within `averaged()` the
-    policy has its EMA weights. `state()` and `restore()` make a run resumable bit for bit on the CPU. `iteration` raises
-    `NonFiniteError` if a loss or gradient is not finite, and `CreditError` or `RewardError` if a part breaks its contract; the
-    weights are then those of the last complete update.
+    Call `iteration()` once per iteration; it returns the metrics of that iteration, and its record.
+    The trainer itself keeps no record. `recorded` names the larger fields of the record
+    (`flowrl.experience.LARGER`) that are gathered besides those that the rule reads, as in
+    ``trainer.recorded = ("log_probs",)``. Within `averaged()` the policy has its EMA weights.
+    `state()` and `restore()` make a run resumable bit for bit on the CPU. `iteration` raises
+    `NonFiniteError` if a loss or gradient is not finite, and `CreditError` or `RewardError` if a
+    part breaks its contract; the weights are then those of the last complete update.
 
     Args:
         policy: the policy.
@@ -90,9 +117,14 @@ class Trainer:
     """
 
     def __init__(
-        self, policy: FlowPolicy, method: Method, reward: AnyReward, prompts: Sequence[Prompt], config: RunConfig,
+        self,
+        policy: FlowPolicy,
+        method: Method,
+        reward: AnyReward,
+        prompts: Sequence[Prompt],
+        config: RunConfig,
         distributed: Distributed = Distributed(),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.policy, self.method, self.reward, self.config = policy, method, reward, config
         self.distributed = distributed
         rollout, optim = config.rollout, config.optim
@@ -103,46 +135,70 @@ class Trainer:
         named = prepare_policy(policy, distributed, config.policy.compile)
         self.names, self.parameters = list(named), list(named.values())
         self.average = [parameter.detach().clone() for parameter in self.parameters]
-        self.optimizer = make_optimizer(optim.optimizer, self.parameters, optim.learning_rate, optim.betas, optim.weight_decay)
-        self.scaler = LossScaler(optim.loss_scale if config.policy.dtype == "float16" else 0.0, policy.device)
+        self.optimizer = make_optimizer(
+            optim.optimizer, self.parameters, optim.learning_rate, optim.betas, optim.weight_decay
+        )
+        self.scaler = LossScaler(
+            optim.loss_scale if config.policy.dtype == "float16" else 0.0, policy.device
+        )
         self.copies = Copies(method.loss, policy, named)
         self.collector = Collector(
-            policy, reward, self.schedule, self.groups, method.credit.probe, distributed, config.batches.max_batch, rollout.chunk,
-            overlaps_rewards(config, reward), rollout.offload,
-        )  # fmt: skip
+            policy,
+            reward,
+            self.schedule,
+            self.groups,
+            method.credit.probe,
+            distributed,
+            config.batches.max_batch,
+            rollout.chunk,
+            overlaps_rewards(config, reward),
+            rollout.offload,
+        )
         self.done, self.updated = 0, False
         self.recorded: Collection[str] = ()
         self.on_phase: Callable[[str], None] = lambda phase: None
 
     def use_batches(self, config: RunConfig) -> None:
-        """Use the sizes of `config`, whose other settings must equal those of the trainer as far as they change results."""
+        """Use the sizes of `config`, whose other settings must equal those of the trainer as far as
+        they change results.
+        """
         self.config, self.collector.max_batch = config, config.batches.max_batch
 
     def iteration(self) -> Iteration:
         """One pass from prompts to updated weights; returns its metrics and its record."""
         usage, clock, self.updated = Usage(), Clock(self.on_phase, "rollout"), False
 
-        # Rollout: this process's trajectories [sample, node, *latent], values of all groups [prompt, member, decision+1].
+        # Rollout: this process's trajectories [sample, node, *latent], values of all groups
+        # [prompt, member, decision+1].
         prompts = self.prompts.take(self.config.rollout.groups)
         condition = self.policy.encode(prompts)
         noise = self.groups.noise(self.policy.latent_shape, self.generator)
         sampler = self.draw_sampler()
         columns = self.asked_columns(sampler)
         with self.copies.sampling():
-            collected = self.collector.collect(prompts, condition, noise, sampler, self.generator, usage, clock.enter, columns)
+            collected = self.collector.collect(
+                prompts, condition, noise, sampler, self.generator, usage, clock.enter, columns
+            )
 
-        # Credit: advantages and weights [prompt, member, decision]; what the reward marked invalid has weight 0.
+        # Credit: advantages and weights [prompt, member, decision]; what the reward marked invalid
+        # has weight 0.
         experience = self.experience(prompts, condition, sampler, collected)
         credit = credit_of(self.method.credit, experience.only(self.rule_fields))
-        weights = transition_weights(credit, experience.decisions, self.config.algorithm.drop_zero_advantages)
+        weights = transition_weights(
+            credit, experience.decisions, self.config.algorithm.drop_zero_advantages
+        )
 
-        # Update: one optimizer step per mini-batch. Micro-batches are transitions of this process, or (image, drawn time) rows;
-        # the weighted sum of their mean losses, over all processes, is the mean over the mini-batch.
+        # Update: one optimizer step per mini-batch. Micro-batches are transitions of this process,
+        # or (image, drawn time) rows;
+        # the weighted sum of their mean losses, over all processes, is the mean over the
+        # mini-batch.
         clock.enter("update")
         self.set_learning_rate()
         loss, metrics, train_nfe = self.method.loss, LossMetrics(self.schedule.steps), 0
         batches, rows = self.loss_batches(sampler, collected, experience, credit, weights)
-        check = NonFiniteCheck(self.done + 1, prompts, experience, credit, loss, batches, collected.samples.start)
+        check = NonFiniteCheck(
+            self.done + 1, prompts, experience, credit, loss, batches, collected.samples.start
+        )
         for minibatch, of in self.minibatches(rows, collected):
             self.optimizer.zero_grad()
             with self.distributed.shared_errors():
@@ -169,7 +225,11 @@ class Trainer:
             **reward_metrics(experience.values),
             **({"parts": parts} if parts else {}),
             "invalid": int((~experience.valid).sum()),
-            **({"dropped": int((used & ~(weights > 0).any(-1)).sum())} if self.config.algorithm.drop_zero_advantages else {}),
+            **(
+                {"dropped": int((used & ~(weights > 0).any(-1)).sum())}
+                if self.config.algorithm.drop_zero_advantages
+                else {}
+            ),
             "trajectories": self.groups.samples,
             "nfe": usage.nfe,
             "calls": usage.calls,
@@ -191,23 +251,38 @@ class Trainer:
     def draw_sampler(self) -> AnySampler:
         """This iteration's sampler; a random or sliding window is drawn once for all groups."""
         method = self.method
-        return windowed(method.sampler, method.window, self.schedule.steps, self.generator, self.done)
+        return windowed(
+            method.sampler, method.window, self.schedule.steps, self.generator, self.done
+        )
 
     def asked_columns(self, sampler: AnySampler) -> Tensor | None:
-        """The columns of the value table that the rule reads [decision+1], Boolean; None for all of them.
+        """The columns of the value table that the rule reads [decision+1], Boolean; None for all of
+        them.
 
         Random trained steps are drawn after the rollout, so all columns are evaluated for them.
         """
         rule, spec = self.method.credit, self.config.algorithm.trained_steps
-        if not hasattr(rule, "reads") or "random" in spec or isinstance(self.method.loss, ForwardLoss):
+        if (
+            not hasattr(rule, "reads")
+            or "random" in spec
+            or isinstance(self.method.loss, ForwardLoss)
+        ):
             return None
         stds = transition_stds(sampler, self.schedule).cpu()
-        return read_columns(rule, torch.isin((stds > 0).nonzero().flatten(), self.trained_steps(stds)))
+        return read_columns(
+            rule, torch.isin((stds > 0).nonzero().flatten(), self.trained_steps(stds))
+        )
 
     def experience(
-        self, prompts: Sequence[Prompt], condition: Condition, sampler: AnySampler, collected: Collected
+        self,
+        prompts: Sequence[Prompt],
+        condition: Condition,
+        sampler: AnySampler,
+        collected: Collected,
     ) -> Experience:
-        """The record of the iteration, in main memory, with the larger fields that the rule or `recorded` names."""
+        """The record of the iteration, in main memory, with the larger fields that the rule or
+        `recorded` names.
+        """
         path, values = collected.rollout.trajectories, collected.values
         forward = isinstance(self.method.loss, ForwardLoss)
         trained = None if forward else self.trained_steps(path.stds).tolist()
@@ -219,38 +294,53 @@ class Trainer:
         found: dict[str, Any] = {}
         own = collected.own()
         if "trajectories" in fields:
-            states, outputs = (torch.cat(self.distributed.gather(table.cpu())) for table in (own.states, own.outputs))
+            states, outputs = (
+                torch.cat(self.distributed.gather(table.cpu()))
+                for table in (own.states, own.outputs)
+            )
             found["trajectories"] = replace(own, states=states, outputs=outputs)
         if "log_probs" in fields:
             found["log_probs"] = torch.cat(self.distributed.gather(log_probs(sampler, own)))
         if "condition" in fields:
             # a copy: the policy may keep these tensors for later iterations
             found["condition"] = Condition(
-                {name: tensor.to("cpu", copy=True) for name, tensor in condition.tensors.items()}, condition.keys
+                {name: tensor.to("cpu", copy=True) for name, tensor in condition.tensors.items()},
+                condition.keys,
             )
         return replace(experience, **found)
 
     def set_learning_rate(self) -> None:
-        """Set the learning rate: linear from `learning_rate` to `learning_rate` x `final_learning_rate` over the run."""
+        """Set the learning rate: linear from `learning_rate` to `learning_rate` x
+        `final_learning_rate` over the run.
+        """
         optim, left = self.config.optim, 1 - self.done / self.config.iterations
         factor = optim.final_learning_rate + (1 - optim.final_learning_rate) * left
         self.optimizer.param_groups[0]["lr"] = optim.learning_rate * factor
 
     def trained_steps(self, stds: Tensor) -> Tensor:
-        """The steps of this iteration's loss (`samplers.trained_steps`); random steps are drawn once for all groups."""
+        """The steps of this iteration's loss (`samplers.trained_steps`); random steps are drawn
+        once for all groups.
+        """
         return trained_steps(self.config.algorithm.trained_steps, stds, self.generator)
 
     def loss_batches(
-        self, sampler: AnySampler, collected: Collected, experience: Experience, credit: Credit, weights: Tensor
+        self,
+        sampler: AnySampler,
+        collected: Collected,
+        experience: Experience,
+        credit: Credit,
+        weights: Tensor,
     ) -> tuple[LossBatches | ForwardBatches, list[Rows]]:
         """A maker of the loss's batches, and the rows of each mini-batch among all processes.
 
-        Trajectories with a weight above 0 are split into mini-batches in random order, the same in every process; rows that
-        belong together, such as those of a branched tree, in the order of their indices. Rows of advantage 0 are not evaluated if
-        the loss declares that they have no gradient.
+        Trajectories with a weight above 0 are split into mini-batches in random order, the same in
+        every process; rows that belong together, such as those of a branched tree, in the order of
+        their indices. Rows of advantage 0 are not evaluated if the loss declares that they have no
+        gradient.
         """
         rollout, condition, loss = collected.rollout, collected.condition, self.method.loss
-        advantages, weights = credit.advantages.flatten(0, 1), weights.flatten(0, 1)  # in main memory
+        # in main memory
+        advantages, weights = credit.advantages.flatten(0, 1), weights.flatten(0, 1)
         own, device = collected.samples, self.policy.device
         credited_here = advantages[own].to(device), weights[own].to(device)
         if isinstance(loss, ForwardLoss):
@@ -261,40 +351,70 @@ class Trainer:
             mine, copies = times[collected.samples], self.copies.by_name
             guidance = loss_guidance(self.config)
             batches = ForwardBatches(
-                self.policy, loss, rollout, condition, *credited_here, mine, experience.decisions, seed, copies, guidance
+                self.policy,
+                loss,
+                rollout,
+                condition,
+                *credited_here,
+                mine,
+                experience.decisions,
+                seed,
+                copies,
+                guidance,
             )
         else:
             assert isinstance(sampler, Sampler), "log-probabilities need a kernel"
             parts = self.draw_parts(weights)
-            check_one_advantage(loss, self.method.credit, credit.advantages, experience.decisions.mask)
+            check_one_advantage(
+                loss, self.method.credit, credit.advantages, experience.decisions.mask
+            )
             rows = minibatch_rows(parts, weights, rollout.trajectories.tree, loss.unit)
             if not loss.trains_zero_advantages:
                 rows = [one.without_zeros(advantages) for one in rows if len(one)]
-            batches = LossBatches(self.policy, sampler, rollout, condition, *credited_here, loss.needs_reference, loss)
+            batches = LossBatches(
+                self.policy, sampler, rollout, condition, *credited_here, loss.needs_reference, loss
+            )
         return batches, [one for one in rows if len(one)]
 
     def draw_parts(self, weights: Tensor) -> Sequence[Tensor]:
-        """The samples of each mini-batch: those with a weight above 0 [sample, decision], in random order."""
+        """The samples of each mini-batch: those with a weight above 0 [sample, decision], in random
+        order.
+        """
         order = self.draw_order().cpu()
         order = order[(weights > 0).any(1)[order]]
         return order.chunk(self.config.optim.minibatches) if len(order) else ()
 
     def draw_times(self, loss: ForwardLoss) -> tuple[Tensor, int]:
-        """The times [sample, draw] of all samples of this iteration, and the seed of their noise."""
+        """The times [sample, draw] of all samples of this iteration, and the seed of their
+        noise.
+        """
         times = loss.times.draw(self.schedule, self.groups.samples, self.generator)
-        return times, int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
+        return times, int(
+            torch.randint(2**62, (), generator=self.generator, device=self.generator.device)
+        )
 
-    def minibatches(self, rows: Sequence[Rows], collected: Collected) -> Iterator[tuple[list[MicroBatch], Rows]]:
+    def minibatches(
+        self, rows: Sequence[Rows], collected: Collected
+    ) -> Iterator[tuple[list[MicroBatch], Rows]]:
         """This process's micro-batches of each mini-batch, and the rows of all processes in it."""
         for one in rows:
-            yield micro_batches(one, self.config.batches.micro_batch, collected, self.distributed), one
+            yield (
+                micro_batches(one, self.config.batches.micro_batch, collected, self.distributed),
+                one,
+            )
 
     def draw_order(self) -> Tensor:
         """This iteration's order of all samples, a random permutation."""
-        return torch.randperm(self.groups.samples, generator=self.generator, device=self.policy.device)
+        return torch.randperm(
+            self.groups.samples, generator=self.generator, device=self.policy.device
+        )
 
-    def optimizer_step(self, minibatch: Sequence[MicroBatch], check: NonFiniteCheck, metrics: LossMetrics) -> None:
-        """Sum the gradients over the processes, clip, step and average; a step with overflowed float16 gradients is skipped."""
+    def optimizer_step(
+        self, minibatch: Sequence[MicroBatch], check: NonFiniteCheck, metrics: LossMetrics
+    ) -> None:
+        """Sum the gradients over the processes, clip, step and average; a step with overflowed
+        float16 gradients is skipped.
+        """
         self.distributed.all_reduce_gradients(self.parameters)
         norm = self.scaler.clip(self.optimizer, self.config.optim.max_grad_norm)
         if not self.scaler.enabled:
@@ -315,7 +435,8 @@ class Trainer:
             yield
 
     def state(self, copied: bool = True) -> Checkpoint:
-        """Weights, averages, optimizer, generators, the prompt order, and the credit rule's memory if it has one, in main memory.
+        """Weights, averages, optimizer, generators, the prompt order, and the credit rule's memory
+        if it has one, in main memory.
 
         With `copied` False, tensors that are in main memory already are not copied, and updates
         change them: for a caller that writes them at once. Other processes than the main one get
@@ -327,29 +448,50 @@ class Trainer:
         if not self.distributed.is_main:
             return state
         small = self.small_state()
-        return Checkpoint({**state.tensors, **copies.tensors, **small.tensors}, {**state.values, **copies.values, **small.values})
+        return Checkpoint(
+            {**state.tensors, **copies.tensors, **small.tensors},
+            {**state.values, **copies.values, **small.values},
+        )
 
     def small_state(self) -> Checkpoint:
         """The part of `state` whose size does not depend on the model."""
-        tensors = {"generator": self.generator.get_state(), "prompts.generator": self.prompts.generator.get_state()}
+        tensors = {
+            "generator": self.generator.get_state(),
+            "prompts.generator": self.prompts.generator.get_state(),
+        }
         if isinstance(self.method.credit, Stateful):
-            tensors |= {f"credit.{name}": tensor.clone() for name, tensor in self.method.credit.state_dict().items()}
-        values = {"done": self.done, "order": list(self.prompts.order), "loss_scale": self.scaler.state_dict()}
+            tensors |= {
+                f"credit.{name}": tensor.clone()
+                for name, tensor in self.method.credit.state_dict().items()
+            }
+        values = {
+            "done": self.done,
+            "order": list(self.prompts.order),
+            "loss_scale": self.scaler.state_dict(),
+        }
         return Checkpoint(tensors, values)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from `state()`, on any number of processes. All processes call this; only the main process's checkpoint is
-        used.
+        """Continue from `state()`, on any number of processes. All processes call this; only the
+        main process's checkpoint is used.
 
         Raises `ConfigError` if it belongs to other weights.
         """
         named = dict(zip(self.names, self.parameters, strict=True))
         restore_training_state(checkpoint, named, self.average, self.optimizer, self.distributed)
         self.copies.restore(checkpoint, self.distributed)
-        small = {name: tensor for name, tensor in checkpoint.tensors.items() if not name.startswith(PER_PARAMETER)}
+        small = {
+            name: tensor
+            for name, tensor in checkpoint.tensors.items()
+            if not name.startswith(PER_PARAMETER)
+        }
         tensors, values = self.distributed.gather((small, checkpoint.values))[0]
         if isinstance(self.method.credit, Stateful):
-            memory = {name.removeprefix("credit."): t for name, t in tensors.items() if name.startswith("credit.")}
+            memory = {
+                name.removeprefix("credit."): t
+                for name, t in tensors.items()
+                if name.startswith("credit.")
+            }
             self.method.credit.load_state_dict(memory)
         self.scaler.load_state_dict(values["loss_scale"])
         self.generator.set_state(tensors["generator"])

@@ -1,7 +1,17 @@
-"""Worlds: prompts, rewards and a policy that fit together, built in, a user's, or around a diffusers model."""
+"""Worlds: prompts, rewards and a policy that fit together, built in, a user's, or around a
+diffusers model.
+"""
 
 from flowrl.protocols import PolicyOptions, World
 from flowrl.worlds import mixture
 from flowrl.worlds.base import MixtureWorld, ModelWorld, ShapesWorld, world
 
-__all__ = ["MixtureWorld", "ModelWorld", "PolicyOptions", "ShapesWorld", "World", "mixture", "world"]
+__all__ = [
+    "MixtureWorld",
+    "ModelWorld",
+    "PolicyOptions",
+    "ShapesWorld",
+    "World",
+    "mixture",
+    "world",
+]

@@ -1,4 +1,5 @@
-"""The 2-D world: eight modes on a circle, prompts that name a direction, rewards in closed form. An experiment takes seconds.
+"""The 2-D world: eight modes on a circle, prompts that name a direction, rewards in closed form. An
+experiment takes seconds.
 
 Its images are points: [sample, 2, 1, 1], not restricted to [0, 1].
 """
@@ -38,7 +39,9 @@ def ring() -> GaussianMixture:
 
 
 def angle_of(text: str) -> float:
-    """The direction, in degrees, of a prompt such as 'towards 45 degrees'. Raises `ConfigError` for other words."""
+    """The direction, in degrees, of a prompt such as 'towards 45 degrees'. Raises `ConfigError` for
+    other words.
+    """
     words = text.split()
     try:
         if words[0] == "towards" and words[-1] == "degrees" and len(words) == 3:
@@ -56,7 +59,9 @@ def target(prompt: Prompt) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class DirectionReward:
-    """Closeness to the target point. soft: exp(-d^2 / (2 WIDTH^2)); strict: d < 0.8; graded: 1, 0.5 (d < 1.6) or 0."""
+    """Closeness to the target point. soft: exp(-d^2 / (2 WIDTH^2)); strict: d < 0.8; graded: 1, 0.5
+    (d < 1.6) or 0.
+    """
 
     form: str = "soft"
 
@@ -66,7 +71,10 @@ class DirectionReward:
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Points [sample, 2, 1, 1] and as many prompts -> [sample]."""
         if images.shape[1:] != (2, 1, 1) or len(images) != len(prompts):
-            raise RewardError(f"DirectionReward needs [sample, 2, 1, 1] and as many prompts, got {tuple(images.shape)}")
+            raise RewardError(
+                "DirectionReward needs [sample, 2, 1, 1] and as many prompts, got"
+                f" {tuple(images.shape)}"
+            )
         targets = torch.tensor([target(prompt) for prompt in prompts], device=images.device)
         distance = (images.flatten(1) - targets).norm(dim=1)
         if self.form == "soft":
@@ -77,10 +85,11 @@ class DirectionReward:
 
 @dataclass(frozen=True)
 class DensityReward:
-    """log p(point) under the world's data, in nats: how typical a point is of the data, independent of the prompt.
+    """log p(point) under the world's data, in nats: how typical a point is of the data, independent
+    of the prompt.
 
-    -1.1 at a mode's centre, -5.3 on the circle halfway between two modes. Maximising closeness to a prompt's direction lowers the
-    density if no mode has that direction.
+    -1.1 at a mode's centre, -5.3 on the circle halfway between two modes. Maximising closeness to a
+    prompt's direction lowers the density if no mode has that direction.
     """
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:

@@ -1,4 +1,6 @@
-"""The catalogue: rules use arms that exist, arms are different runs, and runs are shared between claims."""
+"""The catalogue: rules use arms that exist, arms are different runs, and runs are shared between
+claims.
+"""
 
 import pytest
 from bench_lines import arms_of
@@ -33,7 +35,9 @@ class TestCatalogue:
 
     def test_the_main_comparison_has_every_arm_in_each_of_its_worlds(self) -> None:
         assert len(LEADS) == len(ARMS) - 1
-        for claim, arm in zip(LEADS, (arm for name, arm in ARMS.items() if name != UNIFORM), strict=True):
+        for claim, arm in zip(
+            LEADS, (arm for name, arm in ARMS.items() if name != UNIFORM), strict=True
+        ):
             assert {UNIFORM, arm.name} <= set(claim.arms) and set(claim.worlds) == set(arm.worlds)
 
     def test_seeds_are_those_that_no_search_has_used(self) -> None:

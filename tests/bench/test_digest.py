@@ -1,4 +1,6 @@
-"""What a result is bound to: the code's digest, the golden run, the settings, and the user's own files."""
+"""What a result is bound to: the code's digest, the golden run, the settings, and the user's own
+files.
+"""
 
 import json
 import subprocess
@@ -10,7 +12,15 @@ import pytest
 from bench_lines import SMALL, small_run
 from flowrl_bench import digest
 from flowrl_bench.arms import ARMS, tuned
-from flowrl_bench.digest import PACKAGES, config_id, definitions, golden_run, imported, own_files, same_golden
+from flowrl_bench.digest import (
+    PACKAGES,
+    config_id,
+    definitions,
+    golden_run,
+    imported,
+    own_files,
+    same_golden,
+)
 from flowrl_bench.results_file import ResultsFile
 
 from flowrl.methods import METHODS
@@ -73,14 +83,18 @@ class TestDefinitions:
             ("from flowrl.text import short", "from flowrl.words import short"),
             ('__all__ = ["Shape", "area"]\n', ""),
         ],
-    )  # fmt: skip
-    def test_docstrings_comments_formatting_and_module_names_do_not_count(self, before: str, after: str) -> None:
+    )
+    def test_docstrings_comments_formatting_and_module_names_do_not_count(
+        self, before: str, after: str
+    ) -> None:
         assert before in CODE
         assert definitions(CODE.replace(before, after)) == definitions(CODE)
 
     def test_a_definition_may_move_to_another_module(self) -> None:
         head, body = CODE.rsplit("def area(", 1)
-        moved = "from flowrl.other import Shape\nfrom flowrl.types import Prompt\n\n\ndef area(" + body
+        moved = (
+            "from flowrl.other import Shape\nfrom flowrl.types import Prompt\n\n\ndef area(" + body
+        )
         assert digest_of(head, moved) == digest_of(moved, head) == definitions(CODE)
 
     @pytest.mark.parametrize(
@@ -139,16 +153,27 @@ print(json.dumps(sorted(seen)))
 @pytest.mark.slow
 def test_every_file_that_a_run_executes_is_in_the_digest() -> None:
     """One tiny run of each world and task under the interpreter's own profiler."""
-    found = subprocess.run([sys.executable, "-c", EXECUTED, json.dumps(SMALL)], capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", EXECUTED, json.dumps(SMALL)], capture_output=True, text=True
+    )
     assert found.returncode == 0, found.stderr[-2000:]
     executed = {Path(name) for name in json.loads(found.stdout.splitlines()[-1])}
-    assert {"trainer.py", "mixture.py", "measurements.py", "negative_controls.py"} <= {path.name for path in executed}
+    assert {"trainer.py", "mixture.py", "measurements.py", "negative_controls.py"} <= {
+        path.name for path in executed
+    }
     assert len(executed) > 40
-    assert executed - {PACKAGES["flowrl_bench"] / name for name in ("arms.py", "claims.py")} <= imported()
+    assert (
+        executed - {PACKAGES["flowrl_bench"] / name for name in ("arms.py", "claims.py")}
+        <= imported()
+    )
 
 
 def test_the_digest_leaves_out_what_no_run_imports() -> None:
-    names = {path.relative_to(PACKAGES["flowrl"]).parts[0] for path in imported() if path.is_relative_to(PACKAGES["flowrl"])}
+    names = {
+        path.relative_to(PACKAGES["flowrl"]).parts[0]
+        for path in imported()
+        if path.is_relative_to(PACKAGES["flowrl"])
+    }
     assert {"training", "credit", "rollout", "worlds"} <= names
     assert not names & {"plots", "commands", "serving", "testing", "cli.py"}
     own = {path.name for path in imported() if path.is_relative_to(PACKAGES["flowrl_bench"])}
@@ -159,7 +184,9 @@ def test_golden_runs_agree_up_to_rounding() -> None:
     found = golden_run()
     assert len(found) == 3 * len(METHODS) and same_golden(found, found)
     assert same_golden(found, [value + 5e-5 for value in found])
-    assert not same_golden(found, [*found[:-1], found[-1] + 1e-2]) and not same_golden(found, found[:-1])
+    assert not same_golden(found, [*found[:-1], found[-1] + 1e-2]) and not same_golden(
+        found, found[:-1]
+    )
 
 
 class TestIds:
@@ -172,9 +199,14 @@ class TestIds:
         sys.modules.pop(path.stem, None)
 
     @pytest.mark.parametrize(
-        "spec", ["{path}:Mine", "{stem}:Mine", "flowrl_bench.negative_controls:FreshNoiseFault(rule='{path}:Mine')",
-                 "flowrl_bench.negative_controls:FreshNoiseFault(rule='{stem}:Mine')"],
-    )  # fmt: skip
+        "spec",
+        [
+            "{path}:Mine",
+            "{stem}:Mine",
+            "flowrl_bench.negative_controls:FreshNoiseFault(rule='{path}:Mine')",
+            "flowrl_bench.negative_controls:FreshNoiseFault(rule='{stem}:Mine')",
+        ],
+    )
     def test_files_of_rules_are_part_of_the_id(self, module: Path, spec: str) -> None:
         config = small_run(credit=spec.format(path=module, stem=module.stem))
         before = config_id(config)
@@ -185,7 +217,10 @@ class TestIds:
         assert config_id(config) == before
 
     def test_files_of_the_other_parts_are_part_of_the_id(self, module: Path) -> None:
-        module.write_text("from flowrl.losses import ClippedLoss as L\nfrom flowrl.samplers import FlowSDE as S\nR = dict\n")
+        module.write_text(
+            "from flowrl.losses import ClippedLoss as L\nfrom flowrl.samplers import FlowSDE as"
+            " S\nR = dict\n"
+        )
         for config in (
             small_run(loss=f"{module}:L"),
             small_run(sampler=f"{module}:S"),
@@ -195,7 +230,9 @@ class TestIds:
             module.write_text(module.read_text() + "#\n")
             assert config_id(config) != before
 
-    def test_a_class_that_a_module_only_imports_is_followed_to_its_file(self, module: Path, tmp_path: Path) -> None:
+    def test_a_class_that_a_module_only_imports_is_followed_to_its_file(
+        self, module: Path, tmp_path: Path
+    ) -> None:
         door = tmp_path / f"door_{tmp_path.name}.py"
         door.write_text(f"from {module.stem} import Mine\n")
         config = small_run(credit=f"{door.stem}:Mine")
@@ -206,8 +243,12 @@ class TestIds:
         assert len({before, between, config_id(config)}) == 3
 
     def test_published_runs_keep_their_ids(self) -> None:
-        """Built-in parts add nothing to an id, nor does a part of the project that is in the code's digest."""
-        path = Path(__file__).parents[2] / "benchmarks" / "results" / "claims-default-settings.jsonl"
+        """Built-in parts add nothing to an id, nor does a part of the project that is in the code's
+        digest.
+        """
+        path = (
+            Path(__file__).parents[2] / "benchmarks" / "results" / "claims-default-settings.jsonl"
+        )
         results = ResultsFile(path)
         read = [(line, json.dumps(line)) for line in results.unchecked()]
         lines = [line for line, text in read if "FreshNoiseFault" in text or line["seed"] == 0]
@@ -215,21 +256,34 @@ class TestIds:
         for line in lines:
             assert config_id(results.settings(line)) == line["id"]
 
-    def test_runs_of_one_drawn_step_keep_their_ids_and_the_released_method_has_another(self) -> None:
-        found = [line for line in ResultsFile(RESULTS / "claims.jsonl").unchecked() if is_method(line, "tempflow-grpo")]
+    def test_runs_of_one_drawn_step_keep_their_ids_and_the_released_method_has_another(
+        self,
+    ) -> None:
+        found = [
+            line
+            for line in ResultsFile(RESULTS / "claims.jsonl").unchecked()
+            if is_method(line, "tempflow-grpo")
+        ]
         assert len(found) == 15
         for line in found:
             config = ResultsFile(RESULTS / "claims.jsonl").settings(line)
             assert config.algorithm.credit == digest.ONE_STEP and config_id(config) == line["id"]
         values, seed = tuned("mixture", "tempflow-grpo"), found[0]["seed"]
-        ids = {config_id(ARMS["tempflow-grpo"].run("mixture", values, seed=line["seed"])) for line in found}
+        ids = {
+            config_id(ARMS["tempflow-grpo"].run("mixture", values, seed=line["seed"]))
+            for line in found
+        }
         assert ids & {line["id"] for line in found}
-        assert config_id(ARMS["tempflow-grpo"].run("mixture", values, seed=seed, credit="")) not in ids
+        assert (
+            config_id(ARMS["tempflow-grpo"].run("mixture", values, seed=seed, credit="")) not in ids
+        )
 
     def test_code_of_the_project_outside_of_the_digest_counts_as_the_users(self) -> None:
         """Otherwise a rule of the course could change without a trace."""
         assert own_files(small_run(credit="flowrl_bench.negative_controls:FreshNoiseFault")) == []
-        assert [path.name for path in own_files(small_run(credit="flowrl_course.runs:Curve"))] == ["runs.py"]
+        assert [path.name for path in own_files(small_run(credit="flowrl_course.runs:Curve"))] == [
+            "runs.py"
+        ]
 
     def test_a_spec_that_cannot_be_read_has_no_files(self) -> None:
         assert digest._parts("credit", "nothing(") == ()

@@ -20,7 +20,9 @@ def test_the_example_shows_the_rule_at_work() -> None:
     assert shown.selected is not None
     assert shown.selected.nonzero().tolist() == [[0, 0, 2], [0, 1, 2]]
     assert shown.consistent.nonzero().tolist() == [[0, 0, 2], [0, 1, 2], [0, 2, 0]]
-    torch.testing.assert_close(shown.advantages, TurningPoint().assign(shown.values, Decisions.like(shown.values)))
+    torch.testing.assert_close(
+        shown.advantages, TurningPoint().assign(shown.values, Decisions.like(shown.values))
+    )
     text = str(shown)
     assert re.search(r"a +value V +0\.500 +0\.400 +0\.300 +0\.450 +0\.600", text)
     assert "[x]+0.150" in text
@@ -102,13 +104,17 @@ def test_bad_tables_name_the_line(text: str, words: str) -> None:
 
 def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rewards.csv"
-    file.write_text("prompt,member,value_0,value_1,reward\ncat,x,0,1,2\ncat,y,0,2,1\ndog,x,1,1,0\ndog,y,1,0,1\n")
+    file.write_text(
+        "prompt,member,value_0,value_1,reward\ncat,x,0,1,2\ncat,y,0,2,1\ndog,x,1,1,0\ndog,y,1,0,1\n"
+    )
     out = tmp_path / "figure.png"
     rules = ["stepwise-gain(normalise=step)", "weighted(weights=noise)"]
     assert main(["explain", *rules, "--rewards", str(file), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "cat: stepwise-gain(normalise=step)" in printed
-    assert [(tmp_path / f"figure-{n}.png").stat().st_size > 5000 for n in (1, 2, 3, 4)] == [True] * 4
+    assert [(tmp_path / f"figure-{n}.png").stat().st_size > 5000 for n in (1, 2, 3, 4)] == [
+        True
+    ] * 4
     values = parse_rewards(file.read_text()).values
     first = StepwiseGain(normalise="step").assign(values, Decisions.like(values))[0, 0, 0]
     assert f"{float(first):+.3f}" in printed and "columns read as" not in printed
@@ -118,8 +124,17 @@ def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     command = ["explain", "uniform", "--rewards", str(file), "--out", str(out), "--decisions", "1"]
     assert main(command) == 0
     assert "columns read as" not in capsys.readouterr().out
-    assert main(["explain", "uniform", "stepwise-gain", "--out", str(tmp_path / "new" / "folder")]) == 0
-    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == ["explain-1.png", "explain-2.png"]
-    assert main(["explain", "uniform", "--out", str(tmp_path)]) == 0 and (tmp_path / "explain.png").exists()
+    assert (
+        main(["explain", "uniform", "stepwise-gain", "--out", str(tmp_path / "new" / "folder")])
+        == 0
+    )
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == [
+        "explain-1.png",
+        "explain-2.png",
+    ]
+    assert (
+        main(["explain", "uniform", "--out", str(tmp_path)]) == 0
+        and (tmp_path / "explain.png").exists()
+    )
     assert main(["explain", "uniform", "--rewards", str(tmp_path / "none.csv")]) == 2
     assert "does not exist" in capsys.readouterr().err

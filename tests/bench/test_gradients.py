@@ -1,7 +1,8 @@
-"""Policy gradients of un-normalised credit against the gradient of the expected reward, on the 2-D world.
+"""Policy gradients of un-normalised credit against the gradient of the expected reward, on the 2-D
+world.
 
-Estimates are compared along the true gradient and along each parameter tensor's piece of it: 7 directions, |z| < 5 in each. A
-correct estimator fails that for 4e-6 of all seeds; seeds are fixed.
+Estimates are compared along the true gradient and along each parameter tensor's piece of it: 7
+directions, |z| < 5 in each. A correct estimator fails that for 4e-6 of all seeds; seeds are fixed.
 """
 
 import math
@@ -41,7 +42,9 @@ def setting() -> Setting:
         for parameter in policy.trainable().values():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     prompts = mixture.prompts("direction", "train")
-    return Setting(policy, AllButLast(FlowSDE(0.7)), policy.schedule(10), mixture.reward("soft"), prompts)
+    return Setting(
+        policy, AllButLast(FlowSDE(0.7)), policy.schedule(10), mixture.reward("soft"), prompts
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,9 @@ def truths(setting: Setting) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def directions(setting: Setting) -> torch.Tensor:
-    """[direction, parameter] from trajectories of their own: the gradient, and its piece in each tensor."""
+    """[direction, parameter] from trajectories of their own: the gradient, and its piece in each
+    tensor.
+    """
     whole = pathwise_gradients(setting, 5, 200, seed=99, decisions_only=True).mean(0)
     rows, start = [whole], 0
     for parameter in setting.parameters:
@@ -62,7 +67,9 @@ def directions(setting: Setting) -> torch.Tensor:
     return torch.stack([row / row.norm() for row in rows])
 
 
-def z_scores(estimates: torch.Tensor, truths: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+def z_scores(
+    estimates: torch.Tensor, truths: torch.Tensor, directions: torch.Tensor
+) -> torch.Tensor:
     """Difference of the means in units of its standard error, per direction."""
     a, b = estimates @ directions.T, truths @ directions.T
     error = (a.var(0) / len(a) + b.var(0) / len(b)).sqrt()
@@ -72,7 +79,9 @@ def z_scores(estimates: torch.Tensor, truths: torch.Tensor, directions: torch.Te
 def finite_differences(
     setting: Setting, direction: torch.Tensor, step: float, batches: int, repeats: int, seed: int
 ) -> torch.Tensor:
-    """(R(theta + h u) - R(theta - h u)) / (2 h) along u = `direction` [parameter] with common noise, [batch]."""
+    """(R(theta + h u) - R(theta - h u)) / (2 h) along u = `direction` [parameter] with common
+    noise, [batch].
+    """
     offsets = direction.split([p.numel() for p in setting.parameters])
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -101,7 +110,9 @@ def test_the_pathwise_gradient_is_the_finite_difference(setting, directions) -> 
 
 
 def test_a_deterministic_step_is_beyond_a_policy_gradient(setting, truths, directions) -> None:
-    """The last step is an ODE step here; what the weights do in it is missing from every policy gradient."""
+    """The last step is an ODE step here; what the weights do in it is missing from every policy
+    gradient.
+    """
     whole = pathwise_gradients(setting, 25, 200)
     share = 1 - float((truths.mean(0) @ directions[0]) / (whole.mean(0) @ directions[0]))
     assert 0.03 < share < 0.15
@@ -176,7 +187,9 @@ class StepWeights:
 
 
 def test_every_loss_starts_with_the_policy_gradient_of_the_world(setting) -> None:
-    """On policy, in the parameters of the 2-D policy: all losses agree, GRPO-Guard with the step weights std / Delta."""
+    """On policy, in the parameters of the 2-D policy: all losses agree, GRPO-Guard with the step
+    weights std / Delta.
+    """
 
     def gradient(loss, weights=1.0):
         rule = StepWeights(torch.as_tensor(weights))
@@ -195,23 +208,42 @@ def untrained() -> Setting:
     """The policy is the exact velocity of its data and the reference."""
     mixture = world("mixture")
     policy = mixture.policy(PolicyOptions())
-    return Setting(policy, Multistep(), policy.schedule(10), mixture.reward("soft"), mixture.prompts("direction", "train"))
+    return Setting(
+        policy,
+        Multistep(),
+        policy.schedule(10),
+        mixture.reward("soft"),
+        mixture.prompts("direction", "train"),
+    )
 
 
-def test_at_the_reference_dgpo_has_half_of_the_gradient_of_matching_weighted_by_advantages(untrained) -> None:
+def test_at_the_reference_dgpo_has_half_of_the_gradient_of_matching_weighted_by_advantages(
+    untrained,
+) -> None:
     """S = 0, so every weight is A / 2; the same times, noise and images by the same seed."""
     times = DrawnSteps(4, 7)
-    weighted = AWM(weight="uniform", advantage_clip=100.0, advantage_scale=100.0, kl_weight=0, average_weight=0, times=times,
-                   noise="group")  # fmt: skip
+    weighted = AWM(
+        weight="uniform",
+        advantage_clip=100.0,
+        advantage_scale=100.0,
+        kl_weight=0,
+        average_weight=0,
+        times=times,
+        noise="group",
+    )
     usage = Usage()
     awm = forward_gradients(untrained, Uniform(), weighted, 2, 6, seed=1, usage=usage)
-    dgpo = forward_gradients(untrained, Uniform(), DGPO(clip=None, kl_weight=0.0, times=times), 2, 6, seed=1)
+    dgpo = forward_gradients(
+        untrained, Uniform(), DGPO(clip=None, kl_weight=0.0, times=times), 2, 6, seed=1
+    )
     torch.testing.assert_close(2 * dgpo, awm, atol=1e-6, rtol=1e-4)
     assert float((awm[0] - awm[1]).norm()) > 0.1 * float(awm[0].norm())
     assert usage.nfe == 2 * 18 * 6 * 10
 
 
-def test_at_the_exact_velocity_weighted_matching_points_along_the_expected_reward(untrained) -> None:
+def test_at_the_exact_velocity_weighted_matching_points_along_the_expected_reward(
+    untrained,
+) -> None:
     """The truth is the gradient of the ODE's reward; measured cosine 0.95."""
     truths = pathwise_gradients(replace(untrained, sampler=ODE()), 15, 100)
     loss = AWM(weight="t2", kl_weight=0, average_weight=0)

@@ -1,4 +1,6 @@
-"""Measured runs, and the samples of stochastic samplers by which claims about samplers and turning points are judged."""
+"""Measured runs, and the samples of stochastic samplers by which claims about samplers and turning
+points are judged.
+"""
 
 import random
 
@@ -7,7 +9,14 @@ import pytest
 import torch
 from bench_lines import SMALL, small_run
 from flowrl_bench.claims import make_run
-from flowrl_bench.measurements import CURVE, log_density, measure, observe, observe_run, reproducible
+from flowrl_bench.measurements import (
+    CURVE,
+    log_density,
+    measure,
+    observe,
+    observe_run,
+    reproducible,
+)
 from flowrl_bench.negative_controls import FreshNoiseFault
 from flowrl_bench.suite import _differences, _named
 
@@ -18,7 +27,8 @@ from flowrl.testing import credit_contract
 from flowrl.training.build import make_trainer
 
 test_random_credit = credit_contract(
-    RandomCredit(), without=("leaves_out_masked_members", "pays_the_better_member", "treats_prompts_alike")
+    RandomCredit(),
+    without=("leaves_out_masked_members", "pays_the_better_member", "treats_prompts_alike"),
 )
 DRAWS = """
 import random
@@ -42,9 +52,13 @@ def seed_everything(seed: int) -> None:
 
 
 class TestRuns:
-    @pytest.mark.parametrize(("world", "task"), [("mixture", "direction"), ("shapes", "compositional")])
+    @pytest.mark.parametrize(
+        ("world", "task"), [("mixture", "direction"), ("shapes", "compositional")]
+    )
     def test_the_same_run_gives_the_same_numbers(self, world: str, task: str) -> None:
-        config = make_run(world, task, 0, {**SMALL, "credit": "turning-point(where=random)", "reward_noise": 0.1})
+        config = make_run(
+            world, task, 0, {**SMALL, "credit": "turning-point(where=random)", "reward_noise": 0.1}
+        )
         found = []
         for other in (1, 2):
             seed_everything(other)
@@ -117,13 +131,19 @@ class TestSamples:
         """The untrained policy is the same for all seeds, so only the sampling differs."""
         found = torch.tensor([observe(trainer_of(seed), samples=8)["quality"] for seed in range(8)])
         assert found.unique().numel() == 8
-        error = 1.0 / (8 * 18) ** 0.5  # the log-density of a two-dimensional Gaussian's own samples has standard deviation 1
-        assert 0.4 * error < float(found.std()) < 2.5 * error  # a standard deviation of 8: outside less than once in 1,000
+        # the log-density of a two-dimensional Gaussian's own samples has standard deviation 1
+        error = 1.0 / (8 * 18) ** 0.5
+        # a standard deviation of 8: outside less than once in 1,000
+        assert 0.4 * error < float(found.std()) < 2.5 * error
 
     def test_the_quality_of_a_fine_sampler_is_that_of_the_data(self) -> None:
-        """Euler-Maruyama with 40 steps and the exact velocity; the false-alarm rate is that of 4 standard errors."""
+        """Euler-Maruyama with 40 steps and the exact velocity; the false-alarm rate is that of 4
+        standard errors.
+        """
         trainer = trainer_of(num_steps=40)
-        data = trainer.policy.mixture.sample(20_000, torch.Generator().manual_seed(0)).reshape(-1, 2, 1, 1)
+        data = trainer.policy.mixture.sample(20_000, torch.Generator().manual_seed(0)).reshape(
+            -1, 2, 1, 1
+        )
         error = 1.0 / (18 * 32) ** 0.5
         quality = observe(trainer, samples=32)["quality"]
         assert quality == pytest.approx(log_density(trainer.policy, data), abs=4 * error + 0.03)
@@ -137,7 +157,11 @@ class TestSamples:
         config = small_run(window=":-1")
         found = observe_run(None, config)
         assert found["final"] == measure(config)["curve"][-1][CURVE.index("soft")]
-        assert found["before"] != found["after"] and set(found["after"]) == {"quality", "points", "null"}
+        assert found["before"] != found["after"] and set(found["after"]) == {
+            "quality",
+            "points",
+            "null",
+        }
 
     def test_only_the_two_dimensional_world_can_be_observed(self) -> None:
         trainer = trainer_of()

@@ -1,4 +1,6 @@
-"""The study of merit: rows and costs by their formulas, verdicts from known numbers, and a small session."""
+"""The study of merit: rows and costs by their formulas, verdicts from known numbers, and a small
+session.
+"""
 
 import json
 from dataclasses import replace
@@ -7,8 +9,25 @@ from pathlib import Path
 import merit as script
 import pytest
 import torch
-from flowrl_bench.merit import Costs, Size, layout_of, layouts, look_seeds, merit, setting_of, structure
-from flowrl_bench.merit_page import MARGIN, compact_table, credit_table, judged, recommendation, train_table, verdicts
+from flowrl_bench.merit import (
+    Costs,
+    Size,
+    layout_of,
+    layouts,
+    look_seeds,
+    merit,
+    setting_of,
+    structure,
+)
+from flowrl_bench.merit_page import (
+    MARGIN,
+    compact_table,
+    credit_table,
+    judged,
+    recommendation,
+    train_table,
+    verdicts,
+)
 from flowrl_bench.merit_rows import PROBES, REFERENCE, ROWS, SHAPES, WORLDS
 from flowrl_bench.merit_train import learned, sampling_nfe, train_config, train_jobs
 from flowrl_bench.true_advantage import Look
@@ -22,14 +41,19 @@ from flowrl.training.plan import plan
 def test_rows_are_the_defaults_with_another_rule(world: str) -> None:
     assert ROWS[REFERENCE].run(world) == ROWS[REFERENCE].run(world, method="stepwise-flow-grpo")
     assert isinstance(make_method(ROWS[REFERENCE].run(world)).credit.probe, Substeps)
-    assert {row.settings.get("method") for row in ROWS.values() if row.kind == "method"} >= set(SHAPES)
+    assert {row.settings.get("method") for row in ROWS.values() if row.kind == "method"} >= set(
+        SHAPES
+    )
     assert sum(row.kind == "probe" for row in ROWS.values()) == len(PROBES) - 1
     for name in SHAPES:  # a named method's trajectories are those of the rules on its tree
-        assert layout_of(make_method(ROWS[name].run(world))) == layout_of(make_method(ROWS[f"gain, tree of {name}"].run(world)))
+        assert layout_of(make_method(ROWS[name].run(world))) == layout_of(
+            make_method(ROWS[f"gain, tree of {name}"].run(world))
+        )
 
 
 FORMULAS = {
-    # sampling, probe, update, decisions per trajectory: 16 groups of 12, T = 10, shapes with stochastic steps 2 to 6
+    # sampling, probe, update, decisions per trajectory: 16 groups of 12, T = 10, shapes with
+    # stochastic steps 2 to 6
     "flow-grpo": (10, 0, 5, 5),
     "stepwise-flow-grpo": (3 / 12 + 7, 4 * (1 / 12 + 4), 5, 5),
     "tp-grpo": (10, 7 + 6 + 5 + 4 + 3, 5, 5),
@@ -63,9 +87,22 @@ def test_a_drawn_tree_is_seen_at_every_stochastic_step() -> None:
     setting = setting_of("mixture", 0, make_trainer(ROWS["flow-grpo"].run("mixture")).policy, 2)
     size = Size(2, 12, 2, 1)
     seeds = look_seeds(setting, False, Comb(6, count=1), size, 3)
-    trees = [Look(setting, 12, seed).trajectories(False, Comb(6, count=1)).trajectories.tree for seed in seeds]
-    assert [sorted({int(node) - 1 for node in tree.node[tree.drawn]}) for tree in trees] == [[0], [1], [2], [3], [4]]
-    assert look_seeds(setting, False, Branch((2,)), size, 3) == look_seeds(setting, True, NoProbe(), size, 3) == [3]
+    trees = [
+        Look(setting, 12, seed).trajectories(False, Comb(6, count=1)).trajectories.tree
+        for seed in seeds
+    ]
+    assert [sorted({int(node) - 1 for node in tree.node[tree.drawn]}) for tree in trees] == [
+        [0],
+        [1],
+        [2],
+        [3],
+        [4],
+    ]
+    assert (
+        look_seeds(setting, False, Branch((2,)), size, 3)
+        == look_seeds(setting, True, NoProbe(), size, 3)
+        == [3]
+    )
 
 
 def test_merit_is_the_squared_correlation_per_evaluation() -> None:
@@ -75,24 +112,46 @@ def test_merit_is_the_squared_correlation_per_evaluation() -> None:
 
 
 def sums_of(noise: float, seed: int = 0) -> torch.Tensor:
-    """Sums of credit = truth + noise on 40 groups of 12 members and 5 steps, without noise of the truth."""
+    """Sums of credit = truth + noise on 40 groups of 12 members and 5 steps, without noise of the
+    truth.
+    """
     truth = torch.randn(40, 12, 5, generator=torch.Generator().manual_seed(1)).double()
-    credit = truth + noise * torch.randn(40, 12, 5, generator=torch.Generator().manual_seed(seed + 10)).double()
+    credit = (
+        truth
+        + noise
+        * torch.randn(40, 12, 5, generator=torch.Generator().manual_seed(seed + 10)).double()
+    )
     one, zero = torch.ones_like(truth), torch.zeros_like(truth)
-    columns = [one, credit, truth, credit**2, truth**2, credit * truth, zero, one, (credit.sign() == truth.sign()).double()]
+    columns = [
+        one,
+        credit,
+        truth,
+        credit**2,
+        truth**2,
+        credit * truth,
+        zero,
+        one,
+        (credit.sign() == truth.sign()).double(),
+    ]
     return torch.stack(columns, -1).sum(1)
 
 
 def cells_of(probes: dict[str, tuple[float, float]]):
-    """Two worlds, two stages: rows by name with the noise of their credit and the evaluations of their probe."""
+    """Two worlds, two stages: rows by name with the noise of their credit and the evaluations of
+    their probe.
+    """
     rows = {REFERENCE: (0.5, 40.0), **probes}
     found = {
         name: {
-            "sums": [sums_of(noise, seed) for seed in (0, 1)], "steps": list(range(5)),
-            "costs": [{"sampling": 10.0, "probe": probe, "update": 5.0, "decisions": 5.0, "seconds": 0.01}] * 2,
+            "sums": [sums_of(noise, seed) for seed in (0, 1)],
+            "steps": list(range(5)),
+            "costs": [
+                {"sampling": 10.0, "probe": probe, "update": 5.0, "decisions": 5.0, "seconds": 0.01}
+            ]
+            * 2,
         }
         for name, (noise, probe) in rows.items()
-    }  # fmt: skip
+    }
     return {(world, stage): found for world in WORLDS for stage in ("before", "after")}
 
 
@@ -101,27 +160,51 @@ def lines_of(finals: dict[str, list[float]]):
     rest = {"sampling": 10.0, "probe": 0.0, "update": 5.0, "seconds": 1.0}
     return {
         (world, row, seed): {"base": 0.2, "final": final, **rest}
-        for world in WORLDS for row, found in finals.items() for seed, final in enumerate(found)
-    }  # fmt: skip
+        for world in WORLDS
+        for row, found in finals.items()
+        for seed, final in enumerate(found)
+    }
 
 
 GOOD, CHEAP, POOR = (
-    "gains, Substeps(5), every second node", "gains, Substeps(3), every second node", "gains, Tweedie",
-)  # fmt: skip
+    "gains, Substeps(5), every second node",
+    "gains, Substeps(3), every second node",
+    "gains, Tweedie",
+)
 
 
 def test_a_probe_is_recommended_if_it_is_cheap_and_agrees_and_trains() -> None:
-    cells = judged(cells_of({GOOD: (0.5, 10.0), CHEAP: (0.45, 14.0), POOR: (1.5, 0.0), "gains, Completion": (0.4, 45.0)}), 200)
-    steady = {REFERENCE: [0.9, 0.91, 0.9, 0.92], GOOD: [0.9, 0.9, 0.91, 0.92], POOR: [0.3, 0.1, 0.4, 0.3]}
+    cells = judged(
+        cells_of(
+            {
+                GOOD: (0.5, 10.0),
+                CHEAP: (0.45, 14.0),
+                POOR: (1.5, 0.0),
+                "gains, Completion": (0.4, 45.0),
+            }
+        ),
+        200,
+    )
+    steady = {
+        REFERENCE: [0.9, 0.91, 0.9, 0.92],
+        GOOD: [0.9, 0.9, 0.91, 0.92],
+        POOR: [0.3, 0.1, 0.4, 0.3],
+    }
     found = {one.row: one for one in verdicts(cells, lines_of(steady))}
     assert found[GOOD].recommended and found[GOOD].share == {"mixture": 0.4, "shapes": 0.4}
     assert found[CHEAP].reaches and found[CHEAP].trained is None and not found[CHEAP].recommended
     assert not found[POOR].reaches and found[POOR].trained is False
     assert "110% of the evaluations, 2-D world" in found["gains, Completion"].why
-    assert GOOD in recommendation(list(found.values())) and "40%" in recommendation(list(found.values()))
+    assert GOOD in recommendation(list(found.values())) and "40%" in recommendation(
+        list(found.values())
+    )
     collapses = verdicts(cells, lines_of({**steady, GOOD: [0.5, 0.5, 0.51, 0.5]}))
-    assert not any(one.recommended for one in collapses) and recommendation(collapses).startswith("No probe")
-    falls = {one.row: one for one in verdicts(cells, lines_of({**steady, GOOD: [0.9, 0.9, 0.19, 0.92]}))}
+    assert not any(one.recommended for one in collapses) and recommendation(collapses).startswith(
+        "No probe"
+    )
+    falls = {
+        one.row: one for one in verdicts(cells, lines_of({**steady, GOOD: [0.9, 0.9, 0.19, 0.92]}))
+    }
     assert falls[GOOD].trained is False and "does not learn, shapes world" in falls[GOOD].why
 
 
@@ -135,7 +218,15 @@ def test_the_difference_to_the_reference_is_paired() -> None:
 
 
 def test_learning_needs_every_seed_and_the_interval() -> None:
-    found, _ = learned(lines_of({REFERENCE: [0.9, 0.91, 0.9, 0.92], GOOD: [0.6, 0.7, 0.19, 0.65], POOR: [0.21, 0.2, 0.2, 0.22]}))
+    found, _ = learned(
+        lines_of(
+            {
+                REFERENCE: [0.9, 0.91, 0.9, 0.92],
+                GOOD: [0.6, 0.7, 0.19, 0.65],
+                POOR: [0.21, 0.2, 0.2, 0.22],
+            }
+        )
+    )
     by_row = {one.row: one for one in found if one.world == "shapes"}
     assert by_row[REFERENCE].learns and by_row[REFERENCE].gain.value == pytest.approx(0.705)
     assert not by_row[GOOD].learns and by_row[GOOD].worst == pytest.approx(-0.01)
@@ -147,13 +238,23 @@ def test_training_runs_are_compares_defaults_evaluated_at_both_ends() -> None:
     assert (run.seed, run.iterations, run.evaluation.eval_every) == (3, 12, 12)
     assert run.replace(seed=0, eval_every=2) == ROWS[REFERENCE].run("shapes")
     jobs = train_jobs(2, (REFERENCE, POOR), ("mixture",))
-    assert jobs == [("mixture", REFERENCE, 0), ("mixture", POOR, 0), ("mixture", REFERENCE, 1), ("mixture", POOR, 1)]
+    assert jobs == [
+        ("mixture", REFERENCE, 0),
+        ("mixture", POOR, 0),
+        ("mixture", REFERENCE, 1),
+        ("mixture", POOR, 1),
+    ]
 
 
 def test_tables_say_what_is_not_applicable() -> None:
     cells = judged(cells_of({GOOD: (0.5, 10.0)}), 50)
-    table = credit_table(cells["mixture", "after"], {"gains, Substeps(5), no guidance": "no"}, ("probe",))
-    assert any("no guidance | not applicable" in line for line in table) and len({line.count("|") for line in table}) == 1
+    table = credit_table(
+        cells["mixture", "after"], {"gains, Substeps(5), no guidance": "no"}, ("probe",)
+    )
+    assert (
+        any("no guidance | not applicable" in line for line in table)
+        and len({line.count("|") for line in table}) == 1
+    )
     assert len({line.count("|") for line in compact_table(cells, {}, ("method", "probe"))}) == 1
     lines = {**lines_of({REFERENCE: [0.9, 0.9]}), ("mixture", POOR, 0): {"not_applicable": "no"}}
     assert len({line.count("|") for line in train_table(lines)}) == 1
@@ -161,7 +262,17 @@ def test_tables_say_what_is_not_applicable() -> None:
 
 @pytest.mark.slow
 def test_the_command_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
-    told = ["--quick", "--out", str(tmp_path), "--work", str(tmp_path / "work"), "--worlds", "mixture", "--workers", "1"]
+    told = [
+        "--quick",
+        "--out",
+        str(tmp_path),
+        "--work",
+        str(tmp_path / "work"),
+        "--worlds",
+        "mixture",
+        "--workers",
+        "1",
+    ]
     assert script.main([*told, "--looks", "1"]) == 0
     kept = sorted((tmp_path / "work").glob("*.json"))
     assert len(kept) == 2 * len(layouts("mixture"))
@@ -169,10 +280,27 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     kept[0].unlink()
     assert script.main([*told, "--looks", "1"]) == 0
     assert [path for path in kept if path.stat().st_mtime_ns != before[path]] == kept[:1]
-    assert script.main([*told, "--train", "--seeds", "2", "--rows", REFERENCE, "gains, Substeps(5), no guidance"]) == 0
+    assert (
+        script.main(
+            [
+                *told,
+                "--train",
+                "--seeds",
+                "2",
+                "--rows",
+                REFERENCE,
+                "gains, Substeps(5), no guidance",
+            ]
+        )
+        == 0
+    )
     found = json.loads((tmp_path / "merit.json").read_text())
     assert {cell["stage"] for cell in found["cells"]} == {"before", "after"}
     assert {row["row"] for row in found["not_applicable"]} >= {"gains, Substeps(5), no guidance"}
     assert [(one["row"], one["seeds"]) for one in found["training"]] == [(REFERENCE, 2)]
     page = (tmp_path / "branching.md").read_text()
-    assert "## Recommendation" in page and "stepwise-flow-grpo" in page and (tmp_path / "merit.md").exists()
+    assert (
+        "## Recommendation" in page
+        and "stepwise-flow-grpo" in page
+        and (tmp_path / "merit.md").exists()
+    )

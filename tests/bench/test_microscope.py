@@ -36,7 +36,9 @@ from flowrl.rewards import NoisyReward
 from flowrl.training.build import make_trainer, make_world
 from flowrl.training.trainer import Trainer
 
-SMALL = Size(2, 3, 8, 4, {"during": 1, "after": 2}, 3, 2, looks=2, run={"groups": 2, "group_size": 3})
+SMALL = Size(
+    2, 3, 8, 4, {"during": 1, "after": 2}, 3, 2, looks=2, run={"groups": 2, "group_size": 3}
+)
 GAINS = {"stepwise gains": "stepwise-gain", "random": "random", "uniform": "uniform"}
 BEFORE, SHARED = (Cell("mixture", "", "before", noise, 0) for noise in ("independent", "shared"))
 
@@ -59,12 +61,16 @@ def setting_in(cell: Cell, trainer: Trainer) -> Setting:
 
 def plain(line: dict) -> dict:
     """Without what depends on the time."""
-    return json.loads(json.dumps({name: value for name, value in line.items() if name != "seconds"}))
+    return json.loads(
+        json.dumps({name: value for name, value in line.items() if name != "seconds"})
+    )
 
 
 class TestCells:
     def test_rows_are_those_of_a_comparison_step_by_step(self) -> None:
-        """The same numbers from `Look.credit` and `compare_credit`, under both rewards, with noise, on both kinds."""
+        """The same numbers from `Look.credit` and `compare_credit`, under both rewards, with noise,
+        on both kinds.
+        """
         for cell in (BEFORE, SHARED):
             line, shared = line_of(cell), cell.noise == "shared"
             run = run_of("mixture", "", 0, SMALL)
@@ -79,30 +85,49 @@ class TestCells:
                 credit = look.credit(build("credit", "stepwise-gain"), shared, seen)
                 report = compare_credit(credit.advantages, truth)
                 row = row_of(line, form, "stepwise gains", noise)
-                assert row["correlation"] == pytest.approx(report.overall.correlation.value, abs=1e-5)
+                assert row["correlation"] == pytest.approx(
+                    report.overall.correlation.value, abs=1e-5
+                )
                 assert row["nfe"] == pytest.approx(credit.nfe_per_trajectory)
-                assert np.allclose(row["sums"], credit_sums(credit.advantages, truth).sum((0, 1)).tolist(), rtol=1e-6)
+                assert np.allclose(
+                    row["sums"],
+                    credit_sums(credit.advantages, truth).sum((0, 1)).tolist(),
+                    rtol=1e-6,
+                )
                 expected = [step.correlation.value for step in report.per_step]
                 assert np.allclose(row["steps"], expected, atol=1e-3)
 
     def test_own_and_common_trajectories_differ(self) -> None:
-        """All rules of a cell see the same trajectories; cells of the other kind see others: there, members of a group share the
-        value of the first node, so the first step's advantages have mean 0."""
+        """All rules of a cell see the same trajectories; cells of the other kind see others: there,
+        members of a group share the value of the first node, so the first step's advantages have
+        mean 0.
+        """
         one, other = line_of(BEFORE), line_of(SHARED)
         for line in (one, other):
-            truth_sums = {tuple(row["sums"][i] for i in (0, 2, 4, 6)) for row in line["rows"] if row["form"] == "soft"}
+            truth_sums = {
+                tuple(row["sums"][i] for i in (0, 2, 4, 6))
+                for row in line["rows"]
+                if row["form"] == "soft"
+            }
             assert len(truth_sums) == 1  # count, sum, square and error of the truth
-        assert row_of(one, "soft", "stepwise gains")["sums"] != row_of(other, "soft", "stepwise gains")["sums"]
+        assert (
+            row_of(one, "soft", "stepwise gains")["sums"]
+            != row_of(other, "soft", "stepwise gains")["sums"]
+        )
         setting_nodes = []
         for cell in (BEFORE, SHARED):
             trainer = make_trainer(run_of("mixture", "", 0, SMALL))
             setting = setting_in(cell, trainer)
             nodes = Look(setting, 3, 10_000).trajectories(cell.noise == "shared").trajectories.nodes
             setting_nodes.append(nodes[:3, 0])
-        assert bool((setting_nodes[1] == setting_nodes[1][0]).all()) and not torch.equal(*setting_nodes)
+        assert bool((setting_nodes[1] == setting_nodes[1][0]).all()) and not torch.equal(
+            *setting_nodes
+        )
 
     def test_looks_have_other_policies_and_trajectories(self) -> None:
-        after = [line_of(Cell("mixture", "flow-grpo", "after", "independent", look)) for look in (0, 1)]
+        after = [
+            line_of(Cell("mixture", "flow-grpo", "after", "independent", look)) for look in (0, 1)
+        ]
         assert after[0]["truth"] != after[1]["truth"]
         assert line_of(BEFORE)["truth"] != line_of(replace(BEFORE, look=1))["truth"]
 
@@ -118,10 +143,15 @@ class TestCells:
         assert np.mean(row["groups"]) == pytest.approx(row["correlation"], abs=0.3)
 
     def test_the_second_measurement_agrees(self) -> None:
-        """Without correction and from other seeds: within the spread of two looks of 216 trajectories."""
+        """Without correction and from other seeds: within the spread of two looks of 216
+        trajectories.
+        """
         size = replace(microscope.SIZES["mixture"], first=48, prompts=12)
         rules = {"one-step gains": "stepwise-gain(probe=tweedie)", "uniform": "uniform"}
-        first, again = (line_of(Cell("mixture", "", "before", noise, 0), size, rules) for noise in ("independent", "check"))
+        first, again = (
+            line_of(Cell("mixture", "", "before", noise, 0), size, rules)
+            for noise in ("independent", "check")
+        )
         for form, tolerance in (("soft", 0.1), ("strict", 0.15)):
             for rule in rules:
                 one, other = (row_of(line, form, rule)["correlation"] for line in (first, again))
@@ -139,7 +169,9 @@ class TestStudy:
         assert seconds_left(study, lines) == pytest.approx(0.0, abs=1e-6)
 
     def test_resumption_gives_the_same_lines(self, study: Study, tmp_path: Path) -> None:
-        """After a loss of half of the lines and in the middle of another, only these are made again."""
+        """After a loss of half of the lines and in the middle of another, only these are made
+        again.
+        """
         texts = study.path.read_bytes().splitlines(keepends=True)
         path = tmp_path / "half.jsonl"
         path.write_bytes(b"".join(texts[: len(texts) // 2]) + texts[len(texts) // 2][:50])
@@ -150,18 +182,27 @@ class TestStudy:
         assert {key: plain(line)["rows"] for key, line in resumed.read().items()} == {
             key: plain(line)["rows"] for key, line in whole.items()
         }
-        assert path.read_bytes().splitlines(keepends=True)[: len(texts) // 2] == texts[: len(texts) // 2]
+        assert (
+            path.read_bytes().splitlines(keepends=True)[: len(texts) // 2]
+            == texts[: len(texts) // 2]
+        )
         assert resumed.execute(1, lambda done, total, line: pytest.fail("nothing is missing"))
 
     def test_more_looks_add_to_the_file(self, study: Study) -> None:
         fewer = replace(study, sizes={"mixture": replace(SMALL, looks=1)})
         more = replace(study, sizes={"mixture": replace(SMALL, looks=3)})
         assert fewer.read().keys() == study.read().keys() == more.read().keys()
-        assert seconds_left(fewer, fewer.read()) == pytest.approx(0.0, abs=1e-6) and seconds_left(more, more.read()) > 0
+        assert (
+            seconds_left(fewer, fewer.read()) == pytest.approx(0.0, abs=1e-6)
+            and seconds_left(more, more.read()) > 0
+        )
 
     @pytest.mark.parametrize(
         "changes",
-        [{"rules": {**GAINS, "more": "weighted"}}, {"sizes": {"mixture": replace(SMALL, continuations=8)}}],
+        [
+            {"rules": {**GAINS, "more": "weighted"}},
+            {"sizes": {"mixture": replace(SMALL, continuations=8)}},
+        ],
         ids=["rules", "sizes"],
     )
     def test_lines_of_other_settings_are_refused(self, study: Study, changes) -> None:
@@ -193,8 +234,13 @@ class TestStudy:
 
     def test_the_estimate_follows_what_cells_took(self, study: Study) -> None:
         lines = study.read()
-        part = {key: {**line, "seconds": 10 * line["seconds"]} for key, line in list(lines.items())[:5]}
-        slow, usual = seconds_left(study, part), seconds_left(study, {key: lines[key] for key in part})
+        part = {
+            key: {**line, "seconds": 10 * line["seconds"]} for key, line in list(lines.items())[:5]
+        }
+        slow, usual = (
+            seconds_left(study, part),
+            seconds_left(study, {key: lines[key] for key in part}),
+        )
         assert slow == pytest.approx(10 * usual)
 
 
@@ -221,7 +267,9 @@ class Mine:
         "found = None": "NoneType",
     }.items(),
 )
-def test_a_broken_rule_is_refused_before_and_in_a_cell(tmp_path: Path, how: str, message: str) -> None:
+def test_a_broken_rule_is_refused_before_and_in_a_cell(
+    tmp_path: Path, how: str, message: str
+) -> None:
     path = tmp_path / "my.py"
     path.write_text(BROKEN.replace("BREAK", how))
     with pytest.raises(CreditError, match=f"rule 'x': Mine.assign.*{message}"):
@@ -241,10 +289,16 @@ def test_rules_that_branch_are_refused() -> None:
         check_rules({"x": "nothing"}, SMALL)
 
 
-def synthetic(count: int, seed: int, strength: tuple[float, ...], members: int = 12) -> tuple[dict, torch.Tensor]:
-    """A line with groups of known correlations: credit = c A* + sqrt(1 - c^2) noise, the noise shared between rules."""
+def synthetic(
+    count: int, seed: int, strength: tuple[float, ...], members: int = 12
+) -> tuple[dict, torch.Tensor]:
+    """A line with groups of known correlations: credit = c A* + sqrt(1 - c^2) noise, the noise
+    shared between rules.
+    """
     generator = torch.Generator().manual_seed(seed)
-    exact, common = (torch.randn(count, members, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    exact, common = (
+        torch.randn(count, members, 5, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     errors = torch.full_like(exact, 0.5)
     found = exact + 0.5 * torch.randn(exact.shape, generator=generator, dtype=torch.float64)
     state = torch.zeros(count, members, 6)
@@ -253,13 +307,22 @@ def synthetic(count: int, seed: int, strength: tuple[float, ...], members: int =
     for place, c in enumerate(strength):
         own = torch.randn(exact.shape, generator=generator, dtype=torch.float64)
         credit = c * exact + math.sqrt(1 - c**2) * (0.6 * common + 0.8 * own)
-        rows.append({"form": "soft", "noise": 0.0, "rule": str(place), **microscope.agreement_row(credit, truth)})
+        rows.append(
+            {
+                "form": "soft",
+                "noise": 0.0,
+                "rule": str(place),
+                **microscope.agreement_row(credit, truth),
+            }
+        )
     return {"cell": {"look": seed}, "rows": rows, "trajectories": count * members}, exact
 
 
 class TestNumbers:
     def test_intervals_over_looks_cover(self) -> None:
-        """Of 200 studies of 4 looks about 95% hold the true correlation; fewer than 178 has probability 2e-4."""
+        """Of 200 studies of 4 looks about 95% hold the true correlation; fewer than 178 has
+        probability 2e-4.
+        """
         covered = 0
         for number in range(200):
             looks = [synthetic(4, 4 * number + look, (0.5,))[0] for look in range(4)]
@@ -288,7 +351,9 @@ class TestNumbers:
         values = np.random.default_rng(0).normal(size=7).tolist()
         found = jackknife(lambda chosen: float(np.mean(chosen)), values)
         reach = 2.4469 * np.std(values, ddof=1) / math.sqrt(7)
-        assert found.value == pytest.approx(np.mean(values)) and found.high - found.value == pytest.approx(reach, rel=1e-4)
+        assert found.value == pytest.approx(
+            np.mean(values)
+        ) and found.high - found.value == pytest.approx(reach, rel=1e-4)
 
     def test_pairs_are_looks_that_both_cells_have(self) -> None:
         looks = [synthetic(6, seed, (0.5, 0.5))[0] for seed in range(3)]
@@ -297,15 +362,20 @@ class TestNumbers:
 
     @pytest.mark.slow
     def test_the_estimated_number_of_groups_has_its_power(self) -> None:
-        """Correlations 0.60 and 0.52: of 300 studies with the estimated number of groups, 80% find the difference; the limits
-        are 3.5 standard errors, and 6 points more for the error of the estimated spread."""
+        """Correlations 0.60 and 0.52: of 300 studies with the estimated number of groups, 80% find
+        the difference; the limits are 3.5 standard errors, and 6 points more for the error of the
+        estimated spread.
+        """
 
         pilot = synthetic(400, 1, (0.60, 0.52))[0]
         count = groups_needed(spread_of([pilot], "soft", "0", "1"), size=0.08)
         assert 5 < count < 200
         found = 0
         for seed in range(300):
-            one, other = (row_of(synthetic(count, 1000 + seed, (0.60, 0.52))[0], "soft", rule)["groups"] for rule in "01")
+            one, other = (
+                row_of(synthetic(count, 1000 + seed, (0.60, 0.52))[0], "soft", rule)["groups"]
+                for rule in "01"
+            )
             gap = np.subtract(one, other)
             found += mean(gap).p < 0.05 and gap.mean() > 0
         assert 0.66 < found / 300 < 0.94
@@ -322,8 +392,14 @@ def test_the_page_has_its_parts(study: Study, tmp_path: Path) -> None:
     text = page[0].read_text()
     assert text.startswith(f"# {TITLE}\n\n1. ") and len(text.split()) < 1800
     for name in ("correlations", "stages"):
-        assert (tmp_path / "microscope" / f"{name}.png").stat().st_size > 10_000 and f"](microscope/{name}.png)" in text
-    assert text.index("## Trajectories that a verdict needs") < text.index("## Method") < text.index("## Provenance")
+        assert (
+            tmp_path / "microscope" / f"{name}.png"
+        ).stat().st_size > 10_000 and f"](microscope/{name}.png)" in text
+    assert (
+        text.index("## Trajectories that a verdict needs")
+        < text.index("## Method")
+        < text.index("## Provenance")
+    )
     lines = Lines(found)
     shown = over_looks(lines.of("mixture"), "soft", "uniform").text(2)
     assert shown in text and text.count("| uniform |") == 2
@@ -340,20 +416,42 @@ class TestMicroscopeCommand:
     def test_results_and_page_go_where_the_options_say(self, tmp_path: Path, capsys) -> None:
         mine = rule_file(tmp_path / "v1.py")
         options = ["--quick", "--world", "mixture", "--looks", "1", "--workers", "1"]
-        command = ["bench", "microscope", *options, "--rules", f"{mine}:Mine", "--out", "results/m.jsonl", "--page", "docs"]
+        command = [
+            "bench",
+            "microscope",
+            *options,
+            "--rules",
+            f"{mine}:Mine",
+            "--out",
+            "results/m.jsonl",
+            "--page",
+            "docs",
+        ]
         assert main(command) == 0
         shown = capsys.readouterr().out
         count = len(list(cells("mixture", 0)))
-        assert f"{count} of {count} cells to measure in results/m.jsonl; about " in shown and "Mine" in shown
-        assert f"{count}/{count} mixture, after tp-grpo, shared, look 0; about 0 seconds left" in shown
+        assert (
+            f"{count} of {count} cells to measure in results/m.jsonl; about " in shown
+            and "Mine" in shown
+        )
+        assert (
+            f"{count}/{count} mixture, after tp-grpo, shared, look 0; about 0 seconds left" in shown
+        )
         lines = read_lines(Path("results/m.jsonl"))
         assert {row["rule"] for row in lines[0]["rows"]} == {*GAINS, "Mine"}
         assert {"code", "commit", "versions", "hardware", "golden", "command"} <= set(lines[0])
         page = Path("docs/microscope.md").read_text()
-        assert "| Mine |" in page and lines[0]["commit"] in page and Path("docs/microscope.html").exists()
+        assert (
+            "| Mine |" in page
+            and lines[0]["commit"] in page
+            and Path("docs/microscope.html").exists()
+        )
         made = Path("results/m.jsonl").read_bytes()
         assert main(command) == 0
-        assert "cells to measure" not in capsys.readouterr().out and Path("results/m.jsonl").read_bytes() == made
+        assert (
+            "cells to measure" not in capsys.readouterr().out
+            and Path("results/m.jsonl").read_bytes() == made
+        )
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -366,7 +464,9 @@ class TestMicroscopeCommand:
             (["--out", "folder"], "out = 'folder' is not allowed; allowed: a file NAME.jsonl"),
         ],
     )
-    def test_errors_are_one_line(self, tmp_path: Path, capsys, options: list[str], message: str) -> None:
+    def test_errors_are_one_line(
+        self, tmp_path: Path, capsys, options: list[str], message: str
+    ) -> None:
         rule_file(tmp_path / "my.py", steps="(steps + 1)")
         assert main(["bench", "microscope", *options]) == 2
         assert message in capsys.readouterr().err
@@ -374,6 +474,13 @@ class TestMicroscopeCommand:
 
 
 def test_the_published_sizes_are_those_of_the_estimate() -> None:
-    assert {world for world, _ in microscope_study.SECONDS} == set(microscope.SIZES) == set(microscope.WORLDS)
-    assert all(size.first % 4 == 0 and size.first >= 8 for size in (*microscope.SIZES.values(), *microscope.QUICK.values()))
+    assert (
+        {world for world, _ in microscope_study.SECONDS}
+        == set(microscope.SIZES)
+        == set(microscope.WORLDS)
+    )
+    assert all(
+        size.first % 4 == 0 and size.first >= 8
+        for size in (*microscope.SIZES.values(), *microscope.QUICK.values())
+    )
     check_rules(RULES, microscope.SIZES["mixture"])

@@ -1,4 +1,6 @@
-"""The recomputation of changed rules: exact tables pass, and a fault in a changed or an unchanged rule is reported."""
+"""The recomputation of changed rules: exact tables pass, and a fault in a changed or an unchanged
+rule is reported.
+"""
 
 import subprocess
 import sys
@@ -12,7 +14,9 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "recompute.py"
 
 
 def folder_of(root: Path, run: str, fault: float) -> Path:
-    """One iteration of both sides: 6 steps, of which 1 to 3 are drawn; the credit is that of joint gains."""
+    """One iteration of both sides: 6 steps, of which 1 to 3 are drawn; the credit is that of joint
+    gains.
+    """
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(2, 4, 7, generator=generator)
     gains = values[..., [1, 2, 3, -1]].diff(dim=-1)
@@ -24,7 +28,14 @@ def folder_of(root: Path, run: str, fault: float) -> Path:
     wide = torch.zeros(2, 4, 6)
     wide[..., 1:4] = joint
     valid, std = torch.ones(2, 4, dtype=torch.bool), drawn[0].float()
-    tables = {"values": values, "drawn": drawn, "valid": valid, "std": std, "weights": weights, "advantages": wide}
+    tables = {
+        "values": values,
+        "drawn": drawn,
+        "valid": valid,
+        "std": std,
+        "weights": weights,
+        "advantages": wide,
+    }
     joint = joint.clone()
     joint[1, 2, 0] += fault
     current = {"advantages": joint, "weights": weights[..., 1:4].contiguous()}

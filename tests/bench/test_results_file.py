@@ -1,4 +1,6 @@
-"""What a results file promises: every line is what it says it is, and none is lost or mixed with other code's."""
+"""What a results file promises: every line is what it says it is, and none is lost or mixed with
+other code's.
+"""
 
 import json
 import os
@@ -43,15 +45,29 @@ class TestLines:
         import peft
 
         line = small_line()
-        entries = {"id", "code", "golden", "rules", "commit", "versions", "hardware", "seed", "command", "config"}
+        entries = {
+            "id",
+            "code",
+            "golden",
+            "rules",
+            "commit",
+            "versions",
+            "hardware",
+            "seed",
+            "command",
+            "config",
+        }
         assert entries <= set(line) and json.loads(json.dumps(line)) == line
-        assert line["versions"]["peft"] == peft.__version__  # it draws and merges the adapters of the image world
+        # it draws and merges the adapters of the image world
+        assert line["versions"]["peft"] == peft.__version__
 
     def test_a_line_keeps_what_was_so_before_its_run(self) -> None:
         line = make_line(small_run(), {}, "-", "an id", {**stamp(), "code": "before"})
         assert (line["id"], line["code"], line["rules"]) == ("an id", "before", rules_digest())
 
-    def test_code_that_changes_during_a_run_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_code_that_changes_during_a_run_is_noticed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         config = small_run()
         require_unchanged(config, config_id(config), code_digest())
         monkeypatch.setattr(results_file, "code_digest_now", lambda: "0123456789abcdef")
@@ -64,7 +80,9 @@ class TestReading:
         assert seeds(file) == [0, 1]
         assert set(file.read()) == {config_id(small_run(seed)) for seed in (0, 1)}
 
-    def test_other_code_with_the_same_numbers_goes_on(self, file: ResultsFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_other_code_with_the_same_numbers_goes_on(
+        self, file: ResultsFile, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(results_file, "code_digest", lambda: "0123456789abcdef")
         file.append(small_line(2))
         lines = file.read()
@@ -75,7 +93,9 @@ class TestReading:
     ) -> None:
         golden = results_file.golden_run()
         monkeypatch.setattr(results_file, "golden_run", lambda: (golden[0] + 1, *golden[1:]))
-        with pytest.raises(ConfigError, match=r"line 1 .* other numbers in the golden run \(.* torch"):
+        with pytest.raises(
+            ConfigError, match=r"line 1 .* other numbers in the golden run \(.* torch"
+        ):
             file.read()
         assert len(file.read(any_code=True)) == 2
         file.append(small_line(2))
@@ -83,7 +103,9 @@ class TestReading:
             file.read(any_code=True)
 
     def test_the_rules_of_the_claims_need_no_trust(self, tmp_path: Path) -> None:
-        """All that they name by module, and nothing else; the command that repeats a run says so."""
+        """All that they name by module, and nothing else; the command that repeats a run says
+        so.
+        """
         arms = [arm for claim in CLAIMS.values() for arm in claim.arms.values()]
         assert {arm["credit"] for arm in arms if any(untrusted(arm))} == set(OWN_RULES)
         other = OWN_RULES[0].replace("FreshNoiseFault", "TurningPoint")
@@ -101,7 +123,9 @@ class TestReading:
             file.read({config_id(small_run(0)): None})
 
     def test_a_changed_line_is_refused(self, file: ResultsFile) -> None:
-        file.path.write_text(file.path.read_text().replace('"learning_rate": 0.02', '"learning_rate": 0.03', 1))
+        file.path.write_text(
+            file.path.read_text().replace('"learning_rate": 0.02', '"learning_rate": 0.03', 1)
+        )
         with pytest.raises(ConfigError, match=r"line 1 .* does not hold the settings"):
             file.read()
 
@@ -117,14 +141,21 @@ class TestReading:
             ("", "is not JSON"),
         ],
     )
-    def test_foreign_lines_are_one_clear_error(self, file: ResultsFile, text: str, message: str) -> None:
+    def test_foreign_lines_are_one_clear_error(
+        self, file: ResultsFile, text: str, message: str
+    ) -> None:
         file.path.write_text(f"{text}\n" + file.path.read_text())
         for any_code in (False, True):
             with pytest.raises(ConfigError, match=rf"line 1 of .*results\.jsonl {message}"):
                 file.read(any_code=any_code)
 
-    @pytest.mark.parametrize("config", [{"nothing": 1}, {"optim": {"learning_rate": "x"}}, {"iterations": None}, {"lr": 0.1}])
-    def test_settings_that_cannot_be_read_name_their_line(self, file: ResultsFile, config: dict) -> None:
+    @pytest.mark.parametrize(
+        "config",
+        [{"nothing": 1}, {"optim": {"learning_rate": "x"}}, {"iterations": None}, {"lr": 0.1}],
+    )
+    def test_settings_that_cannot_be_read_name_their_line(
+        self, file: ResultsFile, config: dict
+    ) -> None:
         file.append({**small_line(2), "config": config})
         with pytest.raises(ConfigError, match=r"line 3 of .* has settings that cannot be read"):
             file.read()
@@ -138,11 +169,15 @@ class TestWriting:
         assert seeds(file) == [0, 1, 2]
 
     @pytest.mark.parametrize("tail", [b'{"format": 2, "id"', b"\0\0\0\0", "é".encode()[:1]])
-    def test_a_torn_last_line_is_cut_off_and_the_others_stay(self, file: ResultsFile, tail: bytes, monkeypatch) -> None:
+    def test_a_torn_last_line_is_cut_off_and_the_others_stay(
+        self, file: ResultsFile, tail: bytes, monkeypatch
+    ) -> None:
         whole = file.path.read_bytes()
         file.path.write_bytes(whole + tail)
         assert seeds(file) == [0, 1]
-        monkeypatch.setattr(Path, "write_bytes", lambda *_: pytest.fail("the whole file is written anew"))
+        monkeypatch.setattr(
+            Path, "write_bytes", lambda *_: pytest.fail("the whole file is written anew")
+        )
         file.append(small_line(2))
         assert file.path.read_bytes().startswith(whole) and seeds(file) == [0, 1, 2]
 
@@ -154,7 +189,9 @@ class TestWriting:
         with pytest.raises(ConfigError, match=r"line 1 .* is not JSON"):
             file.read()
 
-    def test_a_full_disk_takes_no_line_away(self, file: ResultsFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_full_disk_takes_no_line_away(
+        self, file: ResultsFile, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         whole, write = file.path.read_bytes(), os.write
 
         def full(handle: int, data: bytes) -> int:
@@ -174,7 +211,10 @@ class TestSamples:
     def test_only_the_observed_run_is_joined(self) -> None:
         row = {"final": 0.25}
         line = {"curve": [[0.0] * 7 + [0.25, 0.0, 0.0]]}
-        assert joined({"a": line, "b": line}, {"a": row}) == {"a": {**line, "samples": row}, "b": line}
+        assert joined({"a": line, "b": line}, {"a": row}) == {
+            "a": {**line, "samples": row},
+            "b": line,
+        }
         with pytest.raises(ConfigError, match="delete the file of samples"):
             joined({"a": {"curve": [[0.0] * 7 + [0.25 + 1e-7, 0.0, 0.0]]}}, {"a": row})
 
@@ -192,11 +232,15 @@ class TestSamples:
         file.write({"a": {"final": 0.0}})
         assert file.read() == {"a": {"final": 0.0}}
         file.path.write_text(json.dumps({"rows": {"a": {"final": 0.0}}, **other}))
-        with pytest.raises(ConfigError, match=r"samples\.json was observed by other code .* --look"):
+        with pytest.raises(
+            ConfigError, match=r"samples\.json was observed by other code .* --look"
+        ):
             file.read()
         assert file.read(any_code=True) == {"a": {"final": 0.0}}
 
-    def test_the_observer_is_its_code_and_its_numbers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_observer_is_its_code_and_its_numbers(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         before = observer()
         monkeypatch.setattr(measurements, "SAMPLES", 64)
         assert observer() != before

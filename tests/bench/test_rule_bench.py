@@ -1,4 +1,6 @@
-"""A rule of your own against tuned baselines: its name and folder, what is refused, the runs, their time, verdicts and page."""
+"""A rule of your own against tuned baselines: its name and folder, what is refused, the runs, their
+time, verdicts and page.
+"""
 
 import json
 import re
@@ -20,7 +22,19 @@ from flowrl_bench.results_file import make_line
 from flowrl_bench.rule_bench import Bench, bench_rule
 from flowrl_bench.rule_names import identity, named_rules, results_folder
 from flowrl_bench.rule_page import World, judged, rule_page, sentence, terminal
-from flowrl_bench.rule_plan import BASELINES, FULL, PROBES, QUICK, Clock, Cost, Key, Part, make_parts, makespan, probe
+from flowrl_bench.rule_plan import (
+    BASELINES,
+    FULL,
+    PROBES,
+    QUICK,
+    Clock,
+    Cost,
+    Key,
+    Part,
+    make_parts,
+    makespan,
+    probe,
+)
 from flowrl_bench.suite import Suite
 from flowrl_bench.verdicts import ALIKE, BETTER, UNDECIDED, WORSE
 from hypothesis import given
@@ -34,19 +48,27 @@ from flowrl.training.config import RunConfig
 class TestNames:
     def test_a_rule_is_called_by_its_class(self) -> None:
         assert named_rules(["a/v1.py:Mine", "weighted", "package.module:Other"], RULES) == {
-            "Mine": "a/v1.py:Mine", "weighted": "weighted", "package.module:Other": "package.module:Other",
-        }  # fmt: skip
+            "Mine": "a/v1.py:Mine",
+            "weighted": "weighted",
+            "package.module:Other": "package.module:Other",
+        }
 
     def test_one_class_in_two_files(self) -> None:
         specs = ["v1.py:Mine", "sub/v2.py:Mine", "sub/v2.py:Mine(scale=2)"]
         assert list(named_rules(specs)) == ["v1:Mine", "v2:Mine", "Mine(scale=2)"]
         assert list(named_rules(["a/v.py:Mine", "b/v.py:Mine"])) == ["a/v.py:Mine", "b/v.py:Mine"]
-        assert list(named_rules(["v1:Mine", "v1.py:Mine", "b/v2.py:Mine"])) == ["v1:Mine", "v1.py:Mine", "v2:Mine"]
+        assert list(named_rules(["v1:Mine", "v1.py:Mine", "b/v2.py:Mine"])) == [
+            "v1:Mine",
+            "v1.py:Mine",
+            "v2:Mine",
+        ]
 
     def test_a_class_that_is_called_like_a_built_in_rule(self) -> None:
         assert named_rules(["x.py:uniform"], RULES) == {"x:uniform": "x.py:uniform"}
 
-    @pytest.mark.parametrize("specs", [["uniform"], ["weighted", "weighted"], ["x.py:Mine", "./x.py:Mine"]])
+    @pytest.mark.parametrize(
+        "specs", [["uniform"], ["weighted", "weighted"], ["x.py:Mine", "./x.py:Mine"]]
+    )
     def test_what_cannot_be_told_apart_is_refused(self, specs: list[str]) -> None:
         with pytest.raises(ConfigError, match=r"rule = .* is not allowed"):
             named_rules(specs, RULES)
@@ -58,7 +80,9 @@ class TestNames:
         others = ("my.py:Mine(scale=2)", "my.py:Other", "sub/my.py:Mine", "weighted")
         assert len({identity(spec) for spec in (*spellings, *others)}) == 5
 
-    def test_a_baseline_is_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_baseline_is_refused(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert main(["bench", "rule", "uniform", "--out", str(tmp_path)]) == 2
         assert "rule = 'uniform' is not allowed" in capsys.readouterr().err
 
@@ -66,23 +90,37 @@ class TestNames:
 class TestPlan:
     @pytest.mark.parametrize("part", [*FULL.values(), *QUICK.values()])
     def test_all_arms_have_the_same_budget_and_seeds(self, part: Part) -> None:
-        """Everything is equal but the method and what was tuned; no search and no other result has the seeds."""
+        """Everything is equal but the method and what was tuned; no search and no other result has
+        the seeds.
+        """
         rule = replace(ARMS["stepwise gains"], name="mine")
         arms = part.arms(rule, tuned(part.world, "uniform"))
-        assert set(arms) == {*part.baselines, "mine"} and part.numbers == tuple(range(200, 200 + part.seeds))
+        assert set(arms) == {*part.baselines, "mine"} and part.numbers == tuple(
+            range(200, 200 + part.seeds)
+        )
         for place in range(part.seeds):
             left = []
             for runs in arms.values():
                 flat = runs[place].flat()
                 tuned_names = ("method", "credit", "clip_range", "learning_rate", "noise_level")
-                left.append({name: value for name, value in flat.items() if name not in tuned_names})
+                left.append(
+                    {name: value for name, value in flat.items() if name not in tuned_names}
+                )
             assert all(one == left[0] for one in left)
         for name in part.baselines:
-            assert {arms[name][0].flat()[knob] for knob in tuned(part.world, name)} == set(tuned(part.world, name).values())
+            assert {arms[name][0].flat()[knob] for knob in tuned(part.world, name)} == set(
+                tuned(part.world, name).values()
+            )
 
     def test_options(self) -> None:
-        assert [(p.world, p.budget, p.seeds) for p in make_parts()] == [("mixture", 12, 20), ("shapes", 6, 8)]
-        assert [(p.world, p.budget, p.seeds) for p in make_parts(True)] == [("mixture", 6, 8), ("shapes", 0, 4)]
+        assert [(p.world, p.budget, p.seeds) for p in make_parts()] == [
+            ("mixture", 12, 20),
+            ("shapes", 6, 8),
+        ]
+        assert [(p.world, p.budget, p.seeds) for p in make_parts(True)] == [
+            ("mixture", 6, 8),
+            ("shapes", 0, 4),
+        ]
         assert make_parts(True, "shapes", 4, 3) == [Part("shapes", 3, 4, ("uniform",))]
         for options, name in (({"seeds": 1}, "seeds"), ({"budget": -2}, "budget")):
             with pytest.raises(ConfigError, match=f"{name} = .* is not allowed"):
@@ -101,7 +139,11 @@ class TestTime:
 
     def test_by_hand(self) -> None:
         assert makespan([3.0, 2.0, 2.0, 1.0], 2) == 4.0
-        clock = Clock({"mixture": [1.0, 1.0], "shapes": [4.0]}, {("mixture", "a", 200): 3.0, ("mixture", "a", 201): 2.0}, 2)
+        clock = Clock(
+            {"mixture": [1.0, 1.0], "shapes": [4.0]},
+            {("mixture", "a", 200): 3.0, ("mixture", "a", 201): 2.0},
+            2,
+        )
         assert clock.seconds() == 4.0 + 3.0
         clock.searched("shapes")
         assert clock.seconds() == 2.0 + 3.0
@@ -111,13 +153,23 @@ class TestTime:
     @pytest.mark.parametrize("speed", [0.85, 1.0, 1.2])
     @pytest.mark.parametrize("workers", [1, 2, 4])
     def test_the_estimate_is_within_a_quarter(self, workers: int, speed: float) -> None:
-        """Simulated: every run takes its cost times the machine's `speed` times noise of 20%, from the first run on; the estimate
-        is updated on the way, and ends at 0."""
+        """Simulated: every run takes its cost times the machine's `speed` times noise of 20%, from
+        the first run on; the estimate is updated on the way, and ends at 0.
+        """
         generator = np.random.default_rng(7)
-        cost = {("mixture", "uniform"): 3.0, ("mixture", "mine"): 4.0, ("shapes", "uniform"): 45.0, ("shapes", "mine"): 70.0}
+        cost = {
+            ("mixture", "uniform"): 3.0,
+            ("mixture", "mine"): 4.0,
+            ("shapes", "uniform"): 45.0,
+            ("shapes", "mine"): 70.0,
+        }
         searches = {"mixture": [2.0] * 12, "shapes": [55.0] * 6}
         keys: list[Key] = [(world, arm, seed) for seed in range(200, 208) for world, arm in cost]
-        clock = Clock({k: list(v) for k, v in searches.items()}, {key: cost[key[0], key[1]] for key in keys}, workers)
+        clock = Clock(
+            {k: list(v) for k, v in searches.items()},
+            {key: cost[key[0], key[1]] for key in keys},
+            workers,
+        )
 
         def took(seconds: float) -> float:
             return seconds * speed * float(generator.lognormal(0.0, 0.2))
@@ -139,19 +191,26 @@ class TestTime:
         assert clock.seconds(elapsed) == 0.0
 
     def test_a_probe_predicts_a_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A recorded run whose iterations take 2 s and whose evaluations take 3 s per 100 samples, at any length."""
+        """A recorded run whose iterations take 2 s and whose evaluations take 3 s per 100 samples,
+        at any length.
+        """
         ticks = [0.0]
-        monkeypatch.setattr(rule_plan.time, "monotonic", lambda: 1.5 * ticks[0])  # another process has a third of the core
+        # another process has a third of the core
+        monkeypatch.setattr(rule_plan.time, "monotonic", lambda: 1.5 * ticks[0])
         monkeypatch.setattr(rule_plan.time, "process_time", lambda: ticks[0])
 
         def recorded(config: RunConfig) -> dict:
             evaluations = 1 + -(-config.iterations // config.evaluation.eval_every)
-            ticks[0] += 2.0 * config.iterations + 0.03 * config.evaluation.eval_samples * evaluations
+            ticks[0] += (
+                2.0 * config.iterations + 0.03 * config.evaluation.eval_samples * evaluations
+            )
             return {"totals": {"seconds": 2.0 * config.iterations}}
 
         monkeypatch.setattr(rule_plan, "measure", recorded)
         for world in WORLDS:
-            config = Part(world, 0, 2).arms(ARMS["stepwise gains"], tuned(world, "uniform"))["uniform"][0]
+            config = Part(world, 0, 2).arms(ARMS["stepwise gains"], tuned(world, "uniform"))[
+                "uniform"
+            ][0]
             found = probe(None, config)
             assert found.iteration == pytest.approx(3.0) and found.sample == pytest.approx(0.045)
             started = 1.5 * ticks[0]
@@ -160,15 +219,25 @@ class TestTime:
 
 
 def world_of(
-    spread: float = 0.0, seeds: int = 8, seed: int = 0, world: str = "mixture", nfe: float = 100.0, **arms: float
+    spread: float = 0.0,
+    seeds: int = 8,
+    seed: int = 0,
+    world: str = "mixture",
+    nfe: float = 100.0,
+    **arms: float,
 ) -> World:
-    """Arms whose reward rises at once to a level with noise of `spread` per run; evaluations of "mine" cost `nfe`."""
+    """Arms whose reward rises at once to a level with noise of `spread` per run; evaluations of
+    "mine" cost `nfe`.
+    """
     generator = np.random.default_rng(seed)
     part = replace(FULL[world], seeds=seeds)
     runs = {}
     for arm, level in arms.items():
         lines = [
-            fake_line([level + spread * float(generator.normal())] * 5, nfe if arm == "mine" else 100.0) for _ in range(seeds)
+            fake_line(
+                [level + spread * float(generator.normal())] * 5, nfe if arm == "mine" else 100.0
+            )
+            for _ in range(seeds)
         ]
         runs[arm.replace("_", " ")] = {part.task: lines}
     part = replace(part, baselines=tuple(arm for arm in runs if arm != "mine"))
@@ -177,25 +246,39 @@ def world_of(
 
 class TestFindings:
     def test_a_known_effect_is_found(self) -> None:
-        (found,) = judged("mine", [world_of(0.01, uniform=0.4, stepwise_gains=0.6, turning_points=0.501, mine=0.5)])
+        (found,) = judged(
+            "mine",
+            [world_of(0.01, uniform=0.4, stepwise_gains=0.6, turning_points=0.501, mine=0.5)],
+        )
         sizes = {(f.baseline, f.budget): f.comparison.size for f in found.findings}
         assert {sizes["uniform", b] for b in ("updates", "evaluations", "seconds")} == {BETTER}
-        assert {sizes["stepwise gains", b] for b in ("updates", "evaluations", "seconds")} == {WORSE}
-        assert {sizes["turning points", b] for b in ("updates", "evaluations", "seconds")} == {ALIKE}
+        assert {sizes["stepwise gains", b] for b in ("updates", "evaluations", "seconds")} == {
+            WORSE
+        }
+        assert {sizes["turning points", b] for b in ("updates", "evaluations", "seconds")} == {
+            ALIKE
+        }
         assert len(sizes) == 9
 
     def test_a_copy_of_uniform_is_neither_better_nor_worse(self) -> None:
-        """Family-wise error 5%: of 60 pages of a rule that is no different from the baselines, 8 or more with a better or worse
-        has a probability below 0.02."""
+        """Family-wise error 5%: of 60 pages of a rule that is no different from the baselines, 8 or
+        more with a better or worse has a probability below 0.02.
+        """
         false = 0
         for seed in range(60):
             worlds = [world_of(0.05, seed=2 * seed, uniform=0.5, turning_points=0.5, mine=0.5)]
             worlds.append(world_of(0.05, 4, 2 * seed + 1, "shapes", uniform=0.5, mine=0.5))
-            false += any(f.comparison.size in (BETTER, WORSE) for world in judged("mine", worlds) for f in world.findings)
+            false += any(
+                f.comparison.size in (BETTER, WORSE)
+                for world in judged("mine", worlds)
+                for f in world.findings
+            )
         assert false < 8
 
     def test_budgets_differ(self) -> None:
-        """A curve that rises by update, at twice the evaluations per update: alike per update, worse per evaluation."""
+        """A curve that rises by update, at twice the evaluations per update: alike per update,
+        worse per evaluation.
+        """
         rise = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
         runs = {
             arm: {"direction": [fake_line([r + 1e-4 * s for r in rise], nfe) for s in range(5)]}
@@ -205,8 +288,9 @@ class TestFindings:
         (found,) = judged("mine", [World(part, Evidence(runs, part.numbers), {})])
         sizes = {f.budget: f.comparison.size for f in found.findings}
         assert sizes == {"updates": ALIKE, "evaluations": WORSE, "seconds": ALIKE}
-        assert "against uniform: worse at equal evaluations, no difference that matters at equal updates and seconds" in sentence(
-            "mine", found
+        assert (
+            "against uniform: worse at equal evaluations, no difference that matters at equal"
+            " updates and seconds" in sentence("mine", found)
         )
 
     @pytest.mark.parametrize(
@@ -218,27 +302,45 @@ class TestFindings:
         text = sentence("mine", found)
         against = f"mine against uniform: {words} at equal updates, evaluations and seconds."
         assert text.startswith(f"2-D world, 8 seeds. {against}")
-        power = re.search(r"Differences in mean reward of 0\.\d{3}.* would have been found with a probability of 80%\.$", text)
+        power = re.search(
+            r"Differences in mean reward of 0\.\d{3}.* would have been found with a probability of"
+            r" 80%\.$",
+            text,
+        )
         assert bool(power) == (words == UNDECIDED)
 
     def test_a_collapse_is_in_the_sentence(self) -> None:
         world = world_of(0.01, uniform=0.4, mine=0.5)
         low = {"direction": [fake_line([0.1, 0.9, 0.2], 100.0) for _ in world.evidence.seeds]}
-        runs = {arm: tasks if arm == "uniform" else low for arm, tasks in world.evidence.runs.items()}
+        runs = {
+            arm: tasks if arm == "uniform" else low for arm, tasks in world.evidence.runs.items()
+        }
         (found,) = judged("mine", [replace(world, evidence=replace(world.evidence, runs=runs))])
         assert "mine collapsed in 8 of 8 seeds." in sentence("mine", found)
 
     def test_baselines_with_the_same_outcome_share_words(self) -> None:
-        (found,) = judged("mine", [world_of(0.01, uniform=0.4, stepwise_gains=0.4, turning_points=0.9, mine=0.6)])
+        (found,) = judged(
+            "mine", [world_of(0.01, uniform=0.4, stepwise_gains=0.4, turning_points=0.9, mine=0.6)]
+        )
         text = sentence("mine", found)
-        better = "against uniform and stepwise gains: better at equal updates, evaluations and seconds"
+        better = (
+            "against uniform and stepwise gains: better at equal updates, evaluations and seconds"
+        )
         assert f"{better}; against turning points: worse at" in text
 
     def test_what_could_have_been_seen(self) -> None:
         """It shrinks with the spread and grows with the number of comparisons."""
-        (wide,), (narrow,) = (judged("mine", [world_of(s, uniform=0.4, mine=0.4)]) for s in (0.1, 0.01))
+        (wide,), (narrow,) = (
+            judged("mine", [world_of(s, uniform=0.4, mine=0.4)]) for s in (0.1, 0.01)
+        )
         assert wide.findings[0].visible == pytest.approx(10 * narrow.findings[0].visible)
-        both = judged("mine", [world_of(0.1, uniform=0.4, mine=0.4), world_of(0.1, world="shapes", uniform=0.4, mine=0.4)])
+        both = judged(
+            "mine",
+            [
+                world_of(0.1, uniform=0.4, mine=0.4),
+                world_of(0.1, world="shapes", uniform=0.4, mine=0.4),
+            ],
+        )
         assert both[0].findings[0].visible > wide.findings[0].visible
         assert both[0].findings[0].alone == wide.findings[0].alone
 
@@ -246,22 +348,50 @@ class TestFindings:
         name = "a_rule_with_a_name_that_is_very_long"
         world = world_of(0.05, uniform=0.4, stepwise_gains=0.1, turning_points=0.9, mine=0.4)
         runs = {name if arm == "mine" else arm: tasks for arm, tasks in world.evidence.runs.items()}
-        text = terminal(name, judged(name, [replace(world, evidence=replace(world.evidence, runs=runs))]))
+        text = terminal(
+            name, judged(name, [replace(world, evidence=replace(world.evidence, runs=runs))])
+        )
         assert max(map(len, text.splitlines())) <= 80 and "0 of 8" in text and "undecided" in text
 
     def test_page(self, tmp_path: Path) -> None:
-        worlds = judged("mine", [world_of(0.01, uniform=0.4, mine=0.5), world_of(0.01, 3, world="shapes", uniform=0.4, mine=0.4)])
+        worlds = judged(
+            "mine",
+            [
+                world_of(0.01, uniform=0.4, mine=0.5),
+                world_of(0.01, 3, world="shapes", uniform=0.4, mine=0.4),
+            ],
+        )
         worlds[1] = replace(worlds[1], part=replace(worlds[1].part, budget=0))
-        trials = (({"clip_range": 0.02, "noise_level": 0.7}, 0.31), ({"clip_range": 0.06, "noise_level": 0.7}, 0.42))
+        trials = (
+            ({"clip_range": 0.02, "noise_level": 0.7}, 0.31),
+            ({"clip_range": 0.06, "noise_level": 0.7}, 0.42),
+        )
         worlds[0] = replace(worlds[0], search=trials)
-        page = rule_page("mine", "my.py:Mine", worlds, list(QUICK.values()), True, "flowrl bench rule my.py:Mine --quick")
+        page = rule_page(
+            "mine",
+            "my.py:Mine",
+            worlds,
+            list(QUICK.values()),
+            True,
+            "flowrl bench rule my.py:Mine --quick",
+        )
         text = page.write(tmp_path, "rule")[0].read_text()
         assert text.index("2-D world, 8 seeds. mine against uniform: better") < text.index("## ")
-        assert "Not tuned in the image world: " in text and "The rule has the settings of uniform credit." in text
+        assert (
+            "Not tuned in the image world: " in text
+            and "The rule has the settings of uniform credit." in text
+        )
         assert "in the 2-D world 6 of 12 runs of the search and 12 of 20 seeds" in text
-        assert "made 2 runs of 2 settings, all with the same noise level; their mean rewards are 0.310 to 0.420." in text
+        assert (
+            "made 2 runs of 2 settings, all with the same noise level; their mean rewards are 0.310"
+            " to 0.420." in text
+        )
         assert "| 0.06 | 0.7 | 0.420 |" in text
-        assert "the baseline stepwise gains" in text and "rule-mixture.png" in text and "0 of 8" in text
+        assert (
+            "the baseline stepwise gains" in text
+            and "rule-mixture.png" in text
+            and "0 of 8" in text
+        )
 
 
 TINY = {name: value for name, value in SMALL.items() if name != "arm"} | {"eval_samples": 18}
@@ -278,7 +408,9 @@ class TestFolder:
         monkeypatch.setitem(PROBES, "mixture", {"iterations": 1, "eval_samples": 18})
         monkeypatch.setattr(tune, "run_jobs", here)
         monkeypatch.setattr("flowrl_bench.results_file.golden_run", lambda: (1.0,))  # else seconds
-        monkeypatch.setattr(module, "costs", lambda arms, workers: dict.fromkeys(arms, Cost(1.0, 0.0)))
+        monkeypatch.setattr(
+            module, "costs", lambda arms, workers: dict.fromkeys(arms, Cost(1.0, 0.0))
+        )
         self.made: list[str] = []
         self.most = 1000
 
@@ -297,7 +429,12 @@ class TestFolder:
         monkeypatch.setattr(Suite, "execute", execute)
 
     def bench(
-        self, spec: str | Arm, seeds: int = 2, out: Path | None = None, budget: int = 0, say: Callable = lambda _: None
+        self,
+        spec: str | Arm,
+        seeds: int = 2,
+        out: Path | None = None,
+        budget: int = 0,
+        say: Callable = lambda _: None,
     ) -> int:
         """How many runs of the results were made."""
         before = len(self.made)
@@ -306,7 +443,9 @@ class TestFolder:
         return len(self.made) - before
 
     def test_a_copy_of_uniform_has_its_numbers(self, tmp_path: Path) -> None:
-        (tmp_path / "my.py").write_text("from flowrl.credit import Uniform\n\n\nclass Copy(Uniform):\n    pass\n")
+        (tmp_path / "my.py").write_text(
+            "from flowrl.credit import Uniform\n\n\nclass Copy(Uniform):\n    pass\n"
+        )
         said: list[str] = []
         assert self.bench("my.py:Copy", say=said.append) == 2 * 4
         text = "\n".join(said)
@@ -316,19 +455,35 @@ class TestFolder:
         assert self.bench("my.py:Copy") == 0 and self.bench("my.py:Copy", 3) == 4
 
     def test_an_arm_with_a_loss_of_its_own(self, tmp_path: Path) -> None:
-        """It runs in a folder of its name, found again by other spellings of its parts, and by no other settings."""
-        (tmp_path / "my.py").write_text("from flowrl.losses import ClippedLoss\n\n\nclass Copy(ClippedLoss):\n    pass\n")
+        """It runs in a folder of its name, found again by other spellings of its parts, and by no
+        other settings.
+        """
+        (tmp_path / "my.py").write_text(
+            "from flowrl.losses import ClippedLoss\n\n\nclass Copy(ClippedLoss):\n    pass\n"
+        )
         said: list[str] = []
         arm = own_arm("copy", {"loss": "my.py:Copy(kl='without_delta')"})
         assert set(arm.knobs) == {"learning_rate", "clip_range", "noise_level"}
         assert self.bench(arm, budget=2, say=said.append) == 2 * 4
-        lines = [json.loads(text) for text in Path("runs/rule-copy/results.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(text)
+            for text in Path("runs/rule-copy/results.jsonl").read_text().splitlines()
+        ]
         losses = [line["config"]["algorithm"]["loss"] for line in lines]
         assert losses.count("my.py:Copy(kl='without_delta')") == 2 and losses.count("") == 6
         page = Path("runs/rule-copy/rule.md").read_text()
-        assert "The rule is `loss=my.py:Copy(kl='without_delta')`" in page and "microscope" not in page
-        assert self.bench(own_arm("copy", {"loss": f"{tmp_path}/my.py:Copy(kl=without_delta)"}), budget=2) == 0
-        with pytest.raises(ConfigError, match=r"another rule, loss=my\.py:Copy\(.*\): choose another --out"):
+        assert (
+            "The rule is `loss=my.py:Copy(kl='without_delta')`" in page and "microscope" not in page
+        )
+        assert (
+            self.bench(
+                own_arm("copy", {"loss": f"{tmp_path}/my.py:Copy(kl=without_delta)"}), budget=2
+            )
+            == 0
+        )
+        with pytest.raises(
+            ConfigError, match=r"another rule, loss=my\.py:Copy\(.*\): choose another --out"
+        ):
             self.bench(own_arm("copy", {"loss": "my.py:Copy"}), budget=2)
         with (tmp_path / "my.py").open("a") as file:
             file.write("# changed\n")
@@ -340,10 +495,16 @@ class TestFolder:
         assert set(arm.knobs) == {"learning_rate", "noise_level"}
         bench = Bench(arm, [Part("mixture", 0, 2)])
         runs = [run for (_, name, _), run in bench.runs() if name == "near"]
-        assert [(run.algorithm.kl_weight, run.algorithm.clip_range) for run in runs if run] == [(0.1, 0.05)] * 2
-        assert {run.optim.learning_rate for run in runs if run} == {tuned("mixture", "uniform")["learning_rate"]}
+        assert [(run.algorithm.kl_weight, run.algorithm.clip_range) for run in runs if run] == [
+            (0.1, 0.05)
+        ] * 2
+        assert {run.optim.learning_rate for run in runs if run} == {
+            tuned("mixture", "uniform")["learning_rate"]
+        }
 
-    def test_a_folder_of_an_earlier_version_names_its_rule_by_its_lines(self, tmp_path: Path) -> None:
+    def test_a_folder_of_an_earlier_version_names_its_rule_by_its_lines(
+        self, tmp_path: Path
+    ) -> None:
         rule_file(tmp_path / "my.py")
         assert self.bench("my.py:Mine") == 8
         Path("runs/rule-Mine/arm.json").unlink()
@@ -359,17 +520,34 @@ class TestFolder:
         assert self.bench("./my.py:Mine", budget=3) == 5
         assert Path("runs/rule-Mine/tuning.jsonl").read_text() == tuning
         best = Bench("my.py:Mine", [Part("mixture", 3, 2)]).values(Part("mixture", 3, 2))
-        lines = [json.loads(text) for text in Path("runs/rule-Mine/results.jsonl").read_text().splitlines()]
-        mine = [line["config"]["algorithm"] for line in lines if line["config"]["algorithm"]["credit"] == "my.py:Mine"]
-        assert best is not None and len(mine) == 2 and {run["clip_range"] for run in mine} == {best["clip_range"]}
+        lines = [
+            json.loads(text)
+            for text in Path("runs/rule-Mine/results.jsonl").read_text().splitlines()
+        ]
+        mine = [
+            line["config"]["algorithm"]
+            for line in lines
+            if line["config"]["algorithm"]["credit"] == "my.py:Mine"
+        ]
+        assert (
+            best is not None
+            and len(mine) == 2
+            and {run["clip_range"] for run in mine} == {best["clip_range"]}
+        )
         assert "Not tuned" not in Path("runs/rule-Mine/rule.md").read_text()
 
-    def test_a_paused_search_leaves_its_lines(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_paused_search_leaves_its_lines(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         rule_file(tmp_path / "my.py")
         said: list[str] = []
         monkeypatch.setattr(module, "tune", lambda *_: False)
         assert not bench_rule("my.py:Mine", [Part("mixture", 2, 2)], None, 1, say=said.append)
-        assert said[-1] == "Paused; finished runs are kept. Continue with: flowrl bench rule my.py:Mine --out runs/rule-Mine"
+        assert (
+            said[-1]
+            == "Paused; finished runs are kept. Continue with: flowrl bench rule my.py:Mine --out"
+            " runs/rule-Mine"
+        )
 
     def test_two_rules_of_one_name_have_folders_of_their_own(self, tmp_path: Path) -> None:
         for place in ("v1.py", "sub/v2.py", "other/v2.py"):
@@ -389,7 +567,10 @@ class TestFolder:
         self.most = 1000
         with (tmp_path / "my.py").open("a") as file:
             file.write("# changed\n")
-        with pytest.raises(ConfigError, match=r"before its file was changed: choose another --out, or delete tuning.jsonl and"):
+        with pytest.raises(
+            ConfigError,
+            match=r"before its file was changed: choose another --out, or delete tuning.jsonl and",
+        ):
             self.bench("my.py:Mine")
         assert self.bench("my.py:Mine", out=tmp_path / "anew") > 0
 
@@ -397,22 +578,33 @@ class TestFolder:
         rule_file(tmp_path / "my.py")
         rule_file(tmp_path / "other.py")
         self.bench("my.py:Mine", out=tmp_path / "out")
-        with pytest.raises(ConfigError, match=r"another rule, my.py:Mine: choose another --out, or delete"):
+        with pytest.raises(
+            ConfigError, match=r"another rule, my.py:Mine: choose another --out, or delete"
+        ):
             self.bench("other.py:Mine", out=tmp_path / "out")
         results = tmp_path / "out" / "results.jsonl"
-        lines = [{**json.loads(text), "golden": [0.0], "commit": "0123abc"} for text in results.read_text().splitlines()]
+        lines = [
+            {**json.loads(text), "golden": [0.0], "commit": "0123abc"}
+            for text in results.read_text().splitlines()
+        ]
         results.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        with pytest.raises(ConfigError, match=r"other numbers in the golden run .*0123abc.*choose another --out"):
+        with pytest.raises(
+            ConfigError, match=r"other numbers in the golden run .*0123abc.*choose another --out"
+        ):
             self.bench("my.py:Mine", out=tmp_path / "out")
 
     def test_a_broken_rule_is_refused_before_any_run(self, tmp_path: Path) -> None:
         rule_file(tmp_path / "my.py", steps="(steps + 1)")
-        with pytest.raises(CreditError, match=r"Mine.assign returned shape.*not .prompt, member, decision."):
+        with pytest.raises(
+            CreditError, match=r"Mine.assign returned shape.*not .prompt, member, decision."
+        ):
             self.bench("my.py:Mine")
         assert not Path("runs").exists()
 
     def test_workers_and_unknown_rules(self) -> None:
-        with pytest.raises(ConfigError, match="workers = -1 is not allowed; allowed: 1 or more, or 0"):
+        with pytest.raises(
+            ConfigError, match="workers = -1 is not allowed; allowed: 1 or more, or 0"
+        ):
             bench_rule("weighted", [], None, -1)
         with pytest.raises(ConfigError, match="unknown credit rule"):
             self.bench("nothing")

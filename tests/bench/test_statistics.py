@@ -1,4 +1,6 @@
-"""Intervals that cover, tests with a stated error, and first passage that gives 1 for an arm against its copy."""
+"""Intervals that cover, tests with a stated error, and first passage that gives 1 for an arm
+against its copy.
+"""
 
 import math
 from collections.abc import Callable
@@ -39,7 +41,9 @@ class TestMean:
     def test_by_hand(self) -> None:
         """Of 1, 2, 3: error 1 / sqrt(3), t = 2 sqrt(3) with 2 degrees of freedom."""
         found = mean([1.0, 2.0, 3.0])
-        assert found.value == 2.0 and found.high - 2.0 == pytest.approx(4.30265 / math.sqrt(3), rel=1e-5)
+        assert found.value == 2.0 and found.high - 2.0 == pytest.approx(
+            4.30265 / math.sqrt(3), rel=1e-5
+        )
         assert found.p == pytest.approx(0.0741799, rel=1e-5)
         assert mean([1.0, 2.0, 3.0], null=2.0).p == pytest.approx(1.0)
 
@@ -48,20 +52,36 @@ class TestMean:
 
     def test_one_seed_says_nothing(self) -> None:
         found = mean([0.7])
-        assert found.value == 0.7 and math.isinf(found.low) and math.isinf(found.high) and math.isnan(found.p)
+        assert (
+            found.value == 0.7
+            and math.isinf(found.low)
+            and math.isinf(found.high)
+            and math.isnan(found.p)
+        )
 
     @pytest.mark.parametrize(
         ("draw", "least"),
         [
             (lambda g, n: g.normal(0.3, 1, n), 0.93),
-            (lambda g, n: 0.3 + g.exponential(1, n) - 1, 0.85),  # skewed: no interval of 10 seeds covers in full
-            (lambda g, n: 0.3 + 0.02 * g.normal(size=n) - 0.4 * (g.random(n) < 0.2) + 0.4 * (g.random(n) < 0.2), 0.93),
+            # skewed: no interval of 10 seeds covers in full
+            (lambda g, n: 0.3 + g.exponential(1, n) - 1, 0.85),
+            (
+                lambda g, n: (
+                    0.3
+                    + 0.02 * g.normal(size=n)
+                    - 0.4 * (g.random(n) < 0.2)
+                    + 0.4 * (g.random(n) < 0.2)
+                ),
+                0.93,
+            ),
         ],
         ids=["normal", "skewed", "both arms collapse"],
     )
     @pytest.mark.parametrize("seeds", [10, 15])
     def test_coverage(self, draw: Callable, least: float, seeds: int) -> None:
-        """1000 experiments; a coverage of 0.95 falls below 0.93 with probability 2e-3, and the draws are fixed."""
+        """1000 experiments; a coverage of 0.95 falls below 0.93 with probability 2e-3, and the
+        draws are fixed.
+        """
         generator = np.random.default_rng(0)
         found = [mean(draw(generator, seeds)) for _ in range(1000)]
         assert np.mean([one.low <= 0.3 <= one.high for one in found]) > least
@@ -72,18 +92,26 @@ class TestRates:
     def test_wilson_by_hand(self) -> None:
         """2 of 10: 0.0567 to 0.5098 (Newcombe 1998, method 3)."""
         found = rate([True] * 2 + [False] * 8)
-        assert (found.value, found.low, found.high) == pytest.approx((0.2, 0.0567, 0.5098), abs=1e-4)
+        assert (found.value, found.low, found.high) == pytest.approx(
+            (0.2, 0.0567, 0.5098), abs=1e-4
+        )
 
     def test_paired_difference_by_hand(self) -> None:
-        """5 of 10 pairs discordant, all one way: d = 5 / 12, error sqrt((7 / 12 - 25 / 144) / 12)."""
+        """5 of 10 pairs discordant, all one way: d = 5 / 12, error sqrt((7 / 12 - 25 / 144) /
+        12).
+        """
         found = rate_difference([True] * 5 + [False] * 5, [False] * 10)
         assert found.value == 0.5
-        assert found.low == pytest.approx(5 / 12 - 1.95996 * math.sqrt((7 / 12 - 25 / 144) / 12), rel=1e-4)
+        assert found.low == pytest.approx(
+            5 / 12 - 1.95996 * math.sqrt((7 / 12 - 25 / 144) / 12), rel=1e-4
+        )
         other = rate_difference([False] * 10, [True] * 5 + [False] * 5)
         assert (other.value, other.low, other.p) == pytest.approx((-0.5, -found.high, found.p))
 
     def test_false_alarms(self) -> None:
-        """2000 experiments of 10 pairs with equal rates: at most 5% with p < 0.05 at every rate (standard error 0.5%)."""
+        """2000 experiments of 10 pairs with equal rates: at most 5% with p < 0.05 at every rate
+        (standard error 0.5%).
+        """
         generator = np.random.default_rng(0)
         for chance in (0.05, 0.2, 0.5):
             draws = generator.random((2000, 2, 10)) < chance
@@ -98,7 +126,9 @@ class TestDetectable:
     @pytest.mark.parametrize("alpha", [0.05, 0.05 / 18])
     def test_power_by_simulation(self, count: int, alpha: float) -> None:
         """20,000 experiments: a power of 0.8 is found within 0.01 with probability 0.9996."""
-        draws = np.random.default_rng(count).normal(detectable(2.0, count, alpha), 2.0, (20_000, count))
+        draws = np.random.default_rng(count).normal(
+            detectable(2.0, count, alpha), 2.0, (20_000, count)
+        )
         found = [mean(row).p < alpha for row in draws[:300]]
         t = draws.mean(1) / (draws.std(1, ddof=1) / math.sqrt(count))
         from scipy import stats
@@ -109,13 +139,17 @@ class TestDetectable:
 
     def test_size(self) -> None:
         assert math.isinf(detectable(1.0, 1)) and detectable(0.0, 5) == 0.0
-        assert detectable(1.0, 10) == pytest.approx((2.262 + 0.883) / math.sqrt(10), rel=0.01)  # the usual approximation
+        # the usual approximation
+        assert detectable(1.0, 10) == pytest.approx((2.262 + 0.883) / math.sqrt(10), rel=0.01)
 
 
 class TestBootstrap:
     def test_interquartile_mean_by_hand(self) -> None:
-        assert float(interquartile(np.array([9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, -50.0]))) == pytest.approx(3.5)
-        assert interquartile_mean([1.0, 2.0, 6.0]).value == pytest.approx(3.0)  # a quarter of three is none
+        assert float(
+            interquartile(np.array([9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, -50.0]))
+        ) == pytest.approx(3.5)
+        # a quarter of three is none
+        assert interquartile_mean([1.0, 2.0, 6.0]).value == pytest.approx(3.0)
 
     def test_widening(self) -> None:
         assert widening(10) == pytest.approx(2.2622 / 1.95996 * math.sqrt(10 / 9), rel=1e-4)
@@ -124,7 +158,9 @@ class TestBootstrap:
     def test_means_show_what_interquartile_means_hide(self) -> None:
         sound, fallen = np.full(10, 0.98), np.array([0.19, 0.19] + [0.98] * 8)
         assert interquartile_mean(fallen, sound).value == 0.0
-        assert mean(fallen - sound).value == pytest.approx(-0.158) and worst(fallen, sound).value == pytest.approx(-0.79)
+        assert mean(fallen - sound).value == pytest.approx(-0.158) and worst(
+            fallen, sound
+        ).value == pytest.approx(-0.79)
         assert median(fallen).value == 0.98
 
     def test_coverage(self) -> None:
@@ -146,7 +182,9 @@ class TestBootstrap:
 
 class TestHolm:
     def test_by_hand(self) -> None:
-        assert holm([0.01, 0.04, 0.03, math.nan, 0.005]) == pytest.approx([0.03, 0.06, 0.06, math.nan, 0.02], nan_ok=True)
+        assert holm([0.01, 0.04, 0.03, math.nan, 0.005]) == pytest.approx(
+            [0.03, 0.06, 0.06, math.nan, 0.02], nan_ok=True
+        )
 
     @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
     def test_the_smallest_p_value_has_bonferronis_correction(self, ps: list[float]) -> None:
@@ -162,7 +200,9 @@ class TestCurves:
     def test_mean_until_by_hand(self) -> None:
         curve = Curve([0.0, 2.0, 4.0], [0.0, 1.0, 1.0])
         assert mean_until(curve, 4.0) == pytest.approx(0.75)
-        assert mean_until(curve, 1.0) == pytest.approx(0.25) and mean_until(curve, 3.0) == pytest.approx(2 / 3)
+        assert mean_until(curve, 1.0) == pytest.approx(0.25) and mean_until(
+            curve, 3.0
+        ) == pytest.approx(2 / 3)
 
     @given(rewards)
     def test_monotone(self, values: list[float]) -> None:
@@ -170,7 +210,9 @@ class TestCurves:
         assert 1 <= len(found) <= len(values) and (np.diff(found) >= -1e-12).all()
 
     def test_a_collapse_is_left_out(self) -> None:
-        assert monotone([0.2, 0.5, 0.9, 0.9, 0.9, 0.3, 0.2]).tolist() == pytest.approx([0.2, 0.5, 0.9, 0.9, 0.9])
+        assert monotone([0.2, 0.5, 0.9, 0.9, 0.9, 0.3, 0.2]).tolist() == pytest.approx(
+            [0.2, 0.5, 0.9, 0.9, 0.9]
+        )
 
     def test_survival_counts_runs_that_never_arrive(self) -> None:
         curves = [Curve([0, 1, 2], [0.0, 0.5, 1.0]), Curve([0, 1, 2], [0.0, 0.1, 0.2])]
@@ -196,7 +238,10 @@ class TestFirstPassage:
     def test_half_of_the_budget(self) -> None:
         """The same rise at half of the speed, with evaluations that resolve it."""
         rise = np.linspace(0, 1, 41) ** 2
-        fast, slow = Curve(np.arange(41.0).tolist(), rise.tolist()), Curve((2 * np.arange(41.0)).tolist(), rise.tolist())
+        fast, slow = (
+            Curve(np.arange(41.0).tolist(), rise.tolist()),
+            Curve((2 * np.arange(41.0)).tolist(), rise.tolist()),
+        )
         assert math.exp(first_passage(fast, slow).log_ratio) == pytest.approx(0.5)
 
     def test_who_never_arrives_is_counted(self) -> None:
@@ -205,28 +250,50 @@ class TestFirstPassage:
 
     @pytest.mark.parametrize("law", LAWS)
     def test_an_arm_against_its_copy_is_1(self, law: str) -> None:
-        """200 experiments of 10 seeds: the interval misses 1 in at most 9.6% (5% and three standard errors)."""
-        ratios = [experiment(10, seed, a=LAWS[law], b=LAWS[law]).differences("a", "b", "updates")[:, 0] for seed in range(200)]
+        """200 experiments of 10 seeds: the interval misses 1 in at most 9.6% (5% and three standard
+        errors).
+        """
+        ratios = [
+            experiment(10, seed, a=LAWS[law], b=LAWS[law]).differences("a", "b", "updates")[:, 0]
+            for seed in range(200)
+        ]
         found = [mean(values).exponential() for values in ratios]
-        assert np.mean([not one.low <= 1 <= one.high for one in found]) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 200)
+        assert np.mean([not one.low <= 1 <= one.high for one in found]) <= 0.05 + 3 * math.sqrt(
+            0.05 * 0.95 / 200
+        )
         assert math.exp(np.mean(ratios)) == pytest.approx(1.0, abs=0.02)
 
 
 class TestQualityAtEqualReward:
-    @pytest.mark.parametrize("function", [lambda r: -1 - 2 * r**2, lambda r: -np.exp(2 * r) / 3], ids=["square", "exponential"])
+    @pytest.mark.parametrize(
+        "function",
+        [lambda r: -1 - 2 * r**2, lambda r: -np.exp(2 * r) / 3],
+        ids=["square", "exponential"],
+    )
     @pytest.mark.parametrize("slower", [1.0, 3.0, 8.0])
     def test_the_same_function_of_reward_gives_0(self, function: Callable, slower: float) -> None:
-        """Arms of different speed, noisy evaluations, 10 seeds: the interval misses 0 in at most 10.3% of 150 experiments."""
+        """Arms of different speed, noisy evaluations, 10 seeds: the interval misses 0 in at most
+        10.3% of 150 experiments.
+        """
         generator, at, misses = np.random.default_rng(0), np.arange(0, 41, 2.0), 0
         for _ in range(150):
             shifts = []
             for _ in range(10):
                 found = []
                 for scale in (6.0, 6.0 * slower):
-                    true = 0.22 + 0.73 * (1 - np.exp(-((at / (scale * np.exp(0.25 * generator.normal()))) ** 1.5)))
+                    true = 0.22 + 0.73 * (
+                        1 - np.exp(-((at / (scale * np.exp(0.25 * generator.normal()))) ** 1.5))
+                    )
                     seen = (true + 0.005 * generator.normal(size=len(at))).tolist()
-                    found.append((Curve(at.tolist(), seen), (function(true) + 0.02 * generator.normal(size=len(at))).tolist()))
-                shifts.append(shift_at_equal_reward(found[0][0], found[1][0], found[0][1], found[1][1]))
+                    found.append(
+                        (
+                            Curve(at.tolist(), seen),
+                            (function(true) + 0.02 * generator.normal(size=len(at))).tolist(),
+                        )
+                    )
+                shifts.append(
+                    shift_at_equal_reward(found[0][0], found[1][0], found[0][1], found[1][1])
+                )
             one = mean(shifts)
             misses += not one.low <= 0 <= one.high
         assert misses / 150 <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 150)

@@ -1,4 +1,6 @@
-"""Runs in parallel: resumable, one process per file, repeatable by their own command, with an estimate of the remaining time."""
+"""Runs in parallel: resumable, one process per file, repeatable by their own command, with an
+estimate of the remaining time.
+"""
 
 import json
 import math
@@ -43,12 +45,18 @@ class Mine(Uniform):
         return super().assign(values, decisions)
 """
 TINY = Claim(
-    "tiny", "Uniform beats random.", "Nobody, arXiv 0", "1", {"uniform": SMALL, "random": {**SMALL, "credit": "random"}},
+    "tiny",
+    "Uniform beats random.",
+    "Nobody, arXiv 0",
+    "1",
+    {"uniform": SMALL, "random": {**SMALL, "credit": "random"}},
     Compare("uniform", "random", expects=BETTER),
-)  # fmt: skip
+)
 
 
-def suite_of(path: Path, *configs: RunConfig, command: str = "a test", trust: bool = False) -> Suite:
+def suite_of(
+    path: Path, *configs: RunConfig, command: str = "a test", trust: bool = False
+) -> Suite:
     runs = {config_id(config): config for config in configs}
     return Suite(runs, ResultsFile(path, trust), runs, command)
 
@@ -75,12 +83,22 @@ class TestRuns:
         found = evidence(TINY, "mixture", lines, (0, 1, 2))
         assert found is not None and found.seeds == (0, 1, 2)
         for key, line in lines.items():
-            words = ["flowrl", "bench", "claims", "--out", str(tmp_path / "results.jsonl"), "--redo", key]
+            words = [
+                "flowrl",
+                "bench",
+                "claims",
+                "--out",
+                str(tmp_path / "results.jsonl"),
+                "--redo",
+                key,
+            ]
             assert shlex.split(line["command"]) == words
         assert redo(next(iter(lines)), suite.file).same  # made in a worker, repeated here
 
     def test_a_file_that_is_edited_during_its_run_leaves_no_line(self, tmp_path: Path) -> None:
-        """The rule edits its own file when it is first called: what ran is not what would be hashed afterwards."""
+        """The rule edits its own file when it is first called: what ran is not what would be hashed
+        afterwards.
+        """
         path = tmp_path / "mine.py"
         path.write_text(EDITS_ITSELF)
         suite = suite_of(tmp_path / "results.jsonl", small_run(credit=f"{path}:Mine"))
@@ -91,19 +109,39 @@ class TestRuns:
     def test_only_one_process_works_on_a_file(self, tmp_path: Path) -> None:
         suite = suite_of(tmp_path / "results.jsonl", small_run(), command="flowrl bench other")
         with file_lock(suite.file.path, "flowrl bench one"):
-            with pytest.raises(ConfigError, match=r"results\.jsonl is being written by process .* \(`flowrl bench one`"):
+            with pytest.raises(
+                ConfigError,
+                match=r"results\.jsonl is being written by process .* \(`flowrl bench one`",
+            ):
                 suite.execute(1)
             assert suite.file.read() == {}  # reading needs no lock
         assert not suite.execute(1, minutes=0)
 
     def test_negative_workers_are_refused(self, tmp_path: Path, capsys) -> None:
-        with pytest.raises(ConfigError, match="workers = -1 is not allowed; allowed: 1 or more, or 0"):
+        with pytest.raises(
+            ConfigError, match="workers = -1 is not allowed; allowed: 1 or more, or 0"
+        ):
             suite_of(tmp_path / "results.jsonl", small_run()).execute(-1)
-        assert main(["bench", "claims", "--quick", "--workers", "-1", "--out", str(tmp_path / "results.jsonl")]) == 2
+        assert (
+            main(
+                [
+                    "bench",
+                    "claims",
+                    "--quick",
+                    "--workers",
+                    "-1",
+                    "--out",
+                    str(tmp_path / "results.jsonl"),
+                ]
+            )
+            == 2
+        )
         assert "workers = -1 is not allowed" in capsys.readouterr().err
 
     def test_incomplete_seeds_are_left_out(self) -> None:
-        both = [small_line(seed, **more) for seed in (0, 1, 2) for more in ({}, {"credit": "random"})]
+        both = [
+            small_line(seed, **more) for seed in (0, 1, 2) for more in ({}, {"credit": "random"})
+        ]
         lines = {line["id"]: line for line in (*both, small_line(3))}
         found = evidence(TINY, "mixture", lines, (0, 1, 2, 3))
         assert found is not None and found.seeds == (0, 1, 2)
@@ -112,7 +150,10 @@ class TestRuns:
 
     def test_peak_memory_is_that_of_a_process(self) -> None:
         (row,) = arm_memory(["mixture"], {"uniform": SMALL})
-        assert (row["world"], row["arm"]) == ("mixture", "uniform") and 100 < row["peak_mib"] < 10_000  # torch alone: over 100
+        # torch alone: over 100
+        assert (row["world"], row["arm"]) == ("mixture", "uniform") and 100 < row[
+            "peak_mib"
+        ] < 10_000
 
 
 class TestSamples:
@@ -121,7 +162,10 @@ class TestSamples:
         run = make_run("mixture", "direction", 0, {**claim.base, **claim.arms["turning points"]})
         assert list(needed_samples({"point-density": claim}, {"mixture": (0,)})) == [config_id(run)]
         changes = {**claim.base, **claim.arms["turning points"]}
-        lines = {config_id(make_run("mixture", "direction", seed, changes)): small_line(seed) for seed in (0, 1, 2)}
+        lines = {
+            config_id(make_run("mixture", "direction", seed, changes)): small_line(seed)
+            for seed in (0, 1, 2)
+        }
         assert evidence(claim, "mixture", lines, (0, 1, 2)) is None
         sampled = {key: {**line, "samples": {}} for key, line in lines.items()}
         assert evidence(claim, "mixture", sampled, (0, 1, 2)) is not None
@@ -129,15 +173,31 @@ class TestSamples:
     def test_missing_rows_are_measured_and_others_are_kept(self, tmp_path: Path) -> None:
         file, counts, small = SamplesFile(tmp_path / "samples.json"), [], small_run(window=":-1")
         file.write({"kept": {"final": 0.0}})
-        assert complete_samples(file, {"a": small, "kept": small}, 1, lambda *one: counts.append(one))
-        assert counts == [(2, 2)] and file.read() == {"kept": {"final": 0.0}, "a": observe_run(None, small)}
-        assert complete_samples(file, {"a": small.replace(seed=1)}, 1, lambda *_: pytest.fail("measured again"))
-        with file_lock(file.path, "another's work"), pytest.raises(ConfigError, match="another's work"):
+        assert complete_samples(
+            file, {"a": small, "kept": small}, 1, lambda *one: counts.append(one)
+        )
+        assert counts == [(2, 2)] and file.read() == {
+            "kept": {"final": 0.0},
+            "a": observe_run(None, small),
+        }
+        assert complete_samples(
+            file, {"a": small.replace(seed=1)}, 1, lambda *_: pytest.fail("measured again")
+        )
+        with (
+            file_lock(file.path, "another's work"),
+            pytest.raises(ConfigError, match="another's work"),
+        ):
             complete_samples(file, {"b": small}, 1, lambda *_: None)
 
-    def test_rows_of_other_code_are_measured_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rows_of_other_code_are_measured_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         file = SamplesFile(tmp_path / "samples.json")
-        file.path.write_text(json.dumps({"observer": "0123456789abcdef", "rows": {"a": {"final": 0.0}, "b": {"final": 0.0}}}))
+        file.path.write_text(
+            json.dumps(
+                {"observer": "0123456789abcdef", "rows": {"a": {"final": 0.0}, "b": {"final": 0.0}}}
+            )
+        )
 
         def run_jobs(function, jobs, workers, *, finished, describe) -> bool:
             assert function is observe_run and list(jobs) == ["a"]
@@ -156,7 +216,9 @@ class TestRedo:
     def suite(self, tmp_path: Path) -> Suite:
         path = tmp_path / "a rule's file.py"
         path.write_text(MINE)
-        suite = suite_of(tmp_path / "with spaces" / "results.jsonl", small_run(credit=f"{path}:Mine"), trust=True)
+        suite = suite_of(
+            tmp_path / "with spaces" / "results.jsonl", small_run(credit=f"{path}:Mine"), trust=True
+        )
         ((key, config),) = suite.runs.items()
         suite.file.append(make_line(config, measure(config), suite.redo_command(key), key))
         return suite
@@ -184,18 +246,29 @@ class TestRedo:
             (lambda line: line["totals"].update(reward_calls=0.0), "totals.reward_calls"),
             (lambda line: line.update(gains=[[0.1]]), "gains"),
             (lambda line: line["curve"][1].__setitem__(CURVE.index("nfe"), 1.0), "curve[1].nfe"),
-            (lambda line: line["curve"][1].__setitem__(CURVE.index("soft"), math.nan), "curve[1].soft"),
-            (lambda line: line["curve"][1].__setitem__(CURVE.index("quality"), None), "curve[1].quality"),
+            (
+                lambda line: line["curve"][1].__setitem__(CURVE.index("soft"), math.nan),
+                "curve[1].soft",
+            ),
+            (
+                lambda line: line["curve"][1].__setitem__(CURVE.index("quality"), None),
+                "curve[1].quality",
+            ),
             (lambda line: line["curve"].pop(), "curve"),
             (lambda line: line["curve"][1].pop(), "curve[1].columns"),
         ],
-    )  # fmt: skip
-    def test_everything_but_seconds_is_compared(self, suite: Suite, change, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    )
+    def test_everything_but_seconds_is_compared(
+        self, suite: Suite, change, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         (line,) = suite.file.read().values()
         kept = {key: line[key] for key in ("curve", "totals", "phases", "gains")}
         monkeypatch.setattr(module, "measure", lambda config: json.loads(json.dumps(kept)))
         assert redo(line["id"], suite.file).same
-        self.change(suite, lambda line: [line["totals"].update(seconds=1e9), line["phases"].update(rollout=1e9)])
+        self.change(
+            suite,
+            lambda line: [line["totals"].update(seconds=1e9), line["phases"].update(rollout=1e9)],
+        )
         self.change(suite, lambda line: line["curve"][1].__setitem__(CURVE.index("seconds"), 1e9))
         assert redo(line["id"], suite.file).same
         self.change(suite, change)
@@ -204,24 +277,44 @@ class TestRedo:
 
     def test_nan_is_the_same_as_nan(self) -> None:
         assert not list(module._differences({"a": [math.nan, 1]}, {"a": [math.nan, 1.0]}))
-        assert dict(module._differences({"a": [math.nan, math.inf]}, {"a": [1.0, math.inf]})) == {"a[0]": math.inf}
-        assert dict(module._differences({"a": 1.0}, {"a": 1.5, "b": None})) == {"a": 0.5, "b": math.inf}
+        assert dict(module._differences({"a": [math.nan, math.inf]}, {"a": [1.0, math.inf]})) == {
+            "a[0]": math.inf
+        }
+        assert dict(module._differences({"a": 1.0}, {"a": 1.5, "b": None})) == {
+            "a": 0.5,
+            "b": math.inf,
+        }
 
 
 class TestRemainingTime:
     @pytest.fixture(scope="class")
     def lines(self) -> list[dict]:
-        """Every fifth line of the published file and all of the image world's, in the order in which the runs were finished."""
-        with open(Path(__file__).parents[2] / "benchmarks" / "results" / "claims-default-settings.jsonl") as file:
+        """Every fifth line of the published file and all of the image world's, in the order in
+        which the runs were finished.
+        """
+        with open(
+            Path(__file__).parents[2] / "benchmarks" / "results" / "claims-default-settings.jsonl"
+        ) as file:
             found = [json.loads(text) for text in file]
-        some = [line for n, line in enumerate(found) if n % 5 == 0 or line["config"]["environment"]["world"] == "shapes"]
+        some = [
+            line
+            for n, line in enumerate(found)
+            if n % 5 == 0 or line["config"]["environment"]["world"] == "shapes"
+        ]
         return [{**line, "config": RunConfig.from_dict(line["config"])} for line in some]
 
     @pytest.mark.parametrize("order", ["as finished", "low seeds first", "expensive last"])
     @pytest.mark.parametrize("speed", [1.0, 4.0])
-    def test_the_estimate_is_close_from_the_start(self, lines: list[dict], order: str, speed: float) -> None:
-        """On a machine of the known speed from the first run on, on another one as soon as a few have finished."""
-        keys = {"low seeds first": lambda line: line["seed"], "expensive last": lambda line: line["totals"]["seconds"]}
+    def test_the_estimate_is_close_from_the_start(
+        self, lines: list[dict], order: str, speed: float
+    ) -> None:
+        """On a machine of the known speed from the first run on, on another one as soon as a few
+        have finished.
+        """
+        keys = {
+            "low seeds first": lambda line: line["seed"],
+            "expensive last": lambda line: line["totals"]["seconds"],
+        }
         lines = sorted(lines, key=keys[order]) if order in keys else lines
         remaining = RemainingTime({line["id"]: line["config"] for line in lines})
         seconds = [speed * line["totals"]["seconds"] for line in lines]
@@ -243,21 +336,36 @@ class TestRemainingTime:
 
 @pytest.mark.slow
 def test_the_suite_detects_known_differences() -> None:
-    """Credit by true advantages leads, random credit trails, and the verdicts say so, in runs of a few seconds."""
+    """Credit by true advantages leads, random credit trails, and the verdicts say so, in runs of a
+    few seconds.
+    """
     short = {
-        "arm": "uniform", "clip_range": 2e-3, "iterations": 10, "eval_every": 1, "groups": 12, "group_size": 12,
-        "eval_samples": 48, "eval_steps": 10, "num_steps": 5,
-        "window": "0:3", "learning_rate": 4e-2, "noise_level": 0.7,
-    }  # fmt: skip
+        "arm": "uniform",
+        "clip_range": 2e-3,
+        "iterations": 10,
+        "eval_every": 1,
+        "groups": 12,
+        "group_size": 12,
+        "eval_samples": 48,
+        "eval_steps": 10,
+        "num_steps": 5,
+        "window": "0:3",
+        "learning_rate": 4e-2,
+        "noise_level": 0.7,
+    }
     arms = {
         "true": {"credit": "stepwise-gain(probe='continuation:6')"},
         "uniform": {},
         "turning points": {"method": "tp-grpo"},
         "random": {"credit": "random"},
-    }  # fmt: skip
+    }
     seeds = (0, 1, 2)
     runs = {
-        name: {"direction": [measure(make_run("mixture", "direction", seed, {**short, **arm})) for seed in seeds]}
+        name: {
+            "direction": [
+                measure(make_run("mixture", "direction", seed, {**short, **arm})) for seed in seeds
+            ]
+        }
         for name, arm in arms.items()
     }
     found = Evidence(runs, seeds)  # type: ignore[arg-type]

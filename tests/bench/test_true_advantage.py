@@ -1,6 +1,7 @@
 """True advantages against exact ones, and the agreement of rules whose credit is known.
 
-z-scores are held to |z| < 5 (a correct estimator fails one of 400 with probability 2e-4); seeds are fixed.
+z-scores are held to |z| < 5 (a correct estimator fails one of 400 with probability 2e-4); seeds are
+fixed.
 """
 
 import dataclasses
@@ -38,14 +39,24 @@ PROMPTS = [Prompt(f"towards {angle} degrees") for angle in (0, 100, 200)]
 
 
 def gaussian_setting(sampler=None, steps: int = 6) -> Setting:
-    """One mode: the velocity is affine in x, so that the finished point given any node is exactly Gaussian."""
+    """One mode: the velocity is affine in x, so that the finished point given any node is exactly
+    Gaussian.
+    """
     one = GaussianMixture(torch.tensor([[1.2, 0.4]]), 0.6, torch.ones(1))
     policy = MixturePolicy(one, angle_of)
-    return Setting(policy, sampler or AllButLast(FlowSDE(0.7)), uniform_schedule(steps), DirectionReward("soft"), PROMPTS)
+    return Setting(
+        policy,
+        sampler or AllButLast(FlowSDE(0.7)),
+        uniform_schedule(steps),
+        DirectionReward("soft"),
+        PROMPTS,
+    )
 
 
 def exact_values(setting: Setting, nodes: torch.Tensor, members: int) -> torch.Tensor:
-    """V [sample, node] in closed form: x_T | x_j ~ N(a x_j + b, s^2 I), and E exp(-|x_T - y|^2 / (2 w^2)) of a Gaussian."""
+    """V [sample, node] in closed form: x_T | x_j ~ N(a x_j + b, s^2 I), and E exp(-|x_T - y|^2 / (2
+    w^2)) of a Gaussian.
+    """
     schedule = setting.schedule
     condition = setting.policy.encode(PROMPTS[:1]).repeat(2)
     corners = torch.stack([torch.zeros(2, 1, 1), torch.ones(2, 1, 1)])
@@ -54,7 +65,9 @@ def exact_values(setting: Setting, nodes: torch.Tensor, members: int) -> torch.T
     columns = []
     for node in reversed(range(schedule.steps + 1)):
         if node < schedule.steps:
-            velocity = setting.policy.velocity(corners, schedule.network_timesteps[node].expand(2), condition)
+            velocity = setting.policy.velocity(
+                corners, schedule.network_timesteps[node].expand(2), condition
+            )
             step = setting.sampler.transition(corners, velocity, schedule, torch.full((2,), node))
             mean = step.mean.flatten(1).detach()
             own = float((mean[1] - mean[0])[0])
@@ -73,7 +86,9 @@ def of_decisions(nodes: torch.Tensor, steps) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "sampler", [AllButLast(FlowSDE(0.7)), Windowed(FlowSDE(1.0), range(1, 4))], ids=["all but last", "window"]
+    "sampler",
+    [AllButLast(FlowSDE(0.7)), Windowed(FlowSDE(1.0), range(1, 4))],
+    ids=["all but last", "window"],
 )
 def test_true_advantages_are_the_exact_ones_of_a_gaussian(sampler) -> None:
     setting, members = gaussian_setting(sampler), 12
@@ -85,7 +100,8 @@ def test_true_advantages_are_the_exact_ones_of_a_gaussian(sampler) -> None:
     exact = of_decisions(values, found.steps).diff(dim=-1)
     z = (found.values - exact) / found.errors
     assert float(z.abs().max()) < 5
-    assert float(z.square().mean()) == pytest.approx(1.0, abs=0.35)  # the stated errors are the real ones
+    # the stated errors are the real ones
+    assert float(z.square().mean()) == pytest.approx(1.0, abs=0.35)
     after = values[..., found.steps[-1] + 1]
     torch.testing.assert_close(found.state_values[..., -1], after, atol=1e-5, rtol=1e-4)
     assert bool((found.state_errors[..., -1] == 0).all())
@@ -100,7 +116,9 @@ TREES = {
 
 @pytest.mark.parametrize("case", TREES)
 def test_true_advantages_of_the_edges_of_a_tree_are_the_exact_ones(case) -> None:
-    """Against the closed form along every member's path; the distinct states alone are continued, each once."""
+    """Against the closed form along every member's path; the distinct states alone are continued,
+    each once.
+    """
     probe, sampler = TREES[case]
     setting, members, squares = gaussian_setting(sampler), 8, []
     for seed in range(4):
@@ -124,30 +142,48 @@ def test_true_advantages_of_the_edges_of_a_tree_are_the_exact_ones(case) -> None
         squares.append(float(z.square().mean()))
         ends = {*tree.drawn.nonzero().flatten().tolist(), *tree.parent[tree.drawn].tolist()}
         last, nodes = int(setting.stds.nonzero().max()), [int(tree.node[unit]) for unit in ends]
-        assert usage.nfe == 3 * sum((400 if node <= last else 1) * (schedule.steps - node) for node in nodes)
+        assert usage.nfe == 3 * sum(
+            (400 if node <= last else 1) * (schedule.steps - node) for node in nodes
+        )
         total = tree.drawn.sum() if tree.weight == "edge" else tree.decisions.sum()
         assert float(found.weights[0].sum()) == pytest.approx(float(total))
     assert sum(squares) / 4 == pytest.approx(1.0, abs=0.4)
 
 
 def test_edges_count_as_often_as_the_tree_says() -> None:
-    """The moments with the weights of a table are those of the distinct edges, each once ("edge") or once per leaf."""
+    """The moments with the weights of a table are those of the distinct edges, each once ("edge")
+    or once per leaf.
+    """
     setting = gaussian_setting()
     for weight in ("leaf", "edge"):
         result = Look(setting, 8, seed=1).trajectories(False, Branch((2, 1, 2), weight=weight))
         found = true_advantages(setting, result, 8, seed=2)
         tree = result.trajectories.tree
-        credit = tree.decision_table(torch.randn(3, tree.units, generator=torch.Generator().manual_seed(0)))
+        credit = tree.decision_table(
+            torch.randn(3, tree.units, generator=torch.Generator().manual_seed(0))
+        )
         sums = credit_sums(credit, found).sum((0, 1))
         a, t = (tree.edge_means(table)[:, tree.drawn].double() for table in (credit, found.values))
-        times = tree.leaves[tree.drawn].double() if weight == "leaf" else torch.ones(int(tree.drawn.sum())).double()
-        expected = [3 * times.sum(), (times * a).sum(), (times * t).sum(), (times * a * a).sum(), (times * t * t).sum()]
+        times = (
+            tree.leaves[tree.drawn].double()
+            if weight == "leaf"
+            else torch.ones(int(tree.drawn.sum())).double()
+        )
+        expected = [
+            3 * times.sum(),
+            (times * a).sum(),
+            (times * t).sum(),
+            (times * a * a).sum(),
+            (times * t * t).sum(),
+        ]
         torch.testing.assert_close(sums[:5], torch.stack(expected))
         torch.testing.assert_close(sums[5], (times * a * t).sum())
 
 
 def test_the_truth_as_credit_has_correlation_and_slope_1_on_a_tree() -> None:
-    """Also with the noise of the truth, which the corrections take out; scaled by step, the slopes are the scales."""
+    """Also with the noise of the truth, which the corrections take out; scaled by step, the slopes
+    are the scales.
+    """
     setting, members = gaussian_setting(), 8
     look = Look(dataclasses.replace(setting, prompts=PROMPTS * 12), members, seed=3)
     result = look.trajectories(False, Branch((2, 1, 2)))
@@ -165,8 +201,12 @@ def test_the_truth_as_credit_has_correlation_and_slope_1_on_a_tree() -> None:
     for scale, one, other in zip(scales.tolist(), scaled.per_step, report.per_step, strict=True):
         assert one.slope.value == pytest.approx(scale * other.slope.value, rel=1e-4)
     itself = credit_sums(truth.values, truth)
-    assert correlation_difference(itself, credit_sums(2 * truth.values, truth)).high == pytest.approx(0.0, abs=1e-9)
-    assert correlation_difference(itself, credit_sums(-truth.values, truth)).low == pytest.approx(2.0)
+    assert correlation_difference(
+        itself, credit_sums(2 * truth.values, truth)
+    ).high == pytest.approx(0.0, abs=1e-9)
+    assert correlation_difference(itself, credit_sums(-truth.values, truth)).low == pytest.approx(
+        2.0
+    )
 
 
 def test_looks_whose_trees_branched_at_other_steps_are_added_up_by_step() -> None:
@@ -187,7 +227,9 @@ def test_the_mean_of_an_advantage_given_its_node_is_0() -> None:
     """From one shared node the first step's advantages average to 0 over members."""
     setting = gaussian_setting()
     result = Look(setting, 400, seed=1).trajectories(shared_noise=True)
-    exact = exact_values(setting, result.trajectories.nodes, 400).view(3, 400, -1).diff(dim=-1)[..., 0]
+    exact = (
+        exact_values(setting, result.trajectories.nodes, 400).view(3, 400, -1).diff(dim=-1)[..., 0]
+    )
     error = exact.std(1) / math.sqrt(400)
     assert float((exact.mean(1) / error).abs().max()) < 4
 
@@ -238,7 +280,10 @@ def test_the_noise_of_the_truth_is_taken_out(known) -> None:
     faint = exact + 3.0 * torch.randn(exact.shape, generator=torch.Generator().manual_seed(2))
     found = compare_credit(faint, drowned).overall
     assert 0.03 < found.raw_correlation < 0.2 and found.reliability == LEAST_RELIABILITY
-    assert found.correlation.value == pytest.approx(found.raw_correlation / math.sqrt(LEAST_RELIABILITY))  # and no further
+    # and no further
+    assert found.correlation.value == pytest.approx(
+        found.raw_correlation / math.sqrt(LEAST_RELIABILITY)
+    )
     assert report.reliability == pytest.approx(truth.reliability, abs=1e-3)
     assert report.sign.value > 0.95 and 0.2 < report.resolved < 0.5
     assert report.bias.value < 0.05
@@ -246,8 +291,13 @@ def test_the_noise_of_the_truth_is_taken_out(known) -> None:
 
 def test_useless_and_opposite_credit_are_seen(known) -> None:
     exact, truth = known
-    noise = compare_credit(torch.randn(exact.shape, generator=torch.Generator().manual_seed(9)), truth).overall
-    assert noise.correlation.low < 0 < noise.correlation.high and noise.sign.low < 0.5 < noise.sign.high
+    noise = compare_credit(
+        torch.randn(exact.shape, generator=torch.Generator().manual_seed(9)), truth
+    ).overall
+    assert (
+        noise.correlation.low < 0 < noise.correlation.high
+        and noise.sign.low < 0.5 < noise.sign.high
+    )
     against = compare_credit(-exact, truth).overall
     assert against.correlation.high < -0.9 and against.sign.high < 0.05
     nothing = compare_credit(torch.zeros_like(exact), truth).overall
@@ -267,7 +317,9 @@ def test_what_a_step_is_paid_whatever_happens_is_the_bias(known) -> None:
 
 
 def test_intervals_cover(known) -> None:
-    """Of 40 independent data sets about 95% of the intervals hold the true correlation 0.8; 32 or fewer has probability 1e-3."""
+    """Of 40 independent data sets about 95% of the intervals hold the true correlation 0.8; 32 or
+    fewer has probability 1e-3.
+    """
     covered = 0
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
@@ -284,7 +336,9 @@ def test_intervals_cover(known) -> None:
 def test_a_noisy_reward_is_a_function_of_the_picture() -> None:
     images = torch.rand(5000, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     noise = pseudo_normal(images, 1)
-    assert abs(float(noise.mean())) < 5 / math.sqrt(5000) and float(noise.std()) == pytest.approx(1.0, abs=0.05)
+    assert abs(float(noise.mean())) < 5 / math.sqrt(5000) and float(noise.std()) == pytest.approx(
+        1.0, abs=0.05
+    )
     assert float((noise**4).mean()) == pytest.approx(3.0, abs=0.5)
     torch.testing.assert_close(pseudo_normal(images.flip(0), 1).flip(0), noise)
     nearby = pseudo_normal(images + 1e-3, 1)

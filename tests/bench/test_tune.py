@@ -1,4 +1,6 @@
-"""The search for each method's settings: equal budgets, a grid that grows, and a log that it can go on from."""
+"""The search for each method's settings: equal budgets, a grid that grows, and a log that it can go
+on from.
+"""
 
 import json
 from collections.abc import Callable
@@ -47,7 +49,11 @@ class TestSearch:
     def test_a_third_of_the_budget_confirms_two_finalists_with_two_more_seeds(self) -> None:
         scores = run(hill((3, 0, 0)))
         again = [trial for trial in scores if trial[1] != SEEDS[0]]
-        assert len(again) == 4 and len({point for point, _ in again}) == 2 and {seed for _, seed in again} == set(SEEDS[1:3])
+        assert (
+            len(again) == 4
+            and len({point for point, _ in again}) == 2
+            and {seed for _, seed in again} == set(SEEDS[1:3])
+        )
 
     def test_a_lucky_seed_is_not_chosen(self) -> None:
         """The best point of the first seed loses to the second once both have three seeds."""
@@ -82,16 +88,25 @@ class TestArms:
 
         totals = []
         for name in ("turning points", "uniform, larger groups"):
-            found = measure(ARMS[name].run("mixture", ARMS[name].values("mixture", {}), iterations=1, eval_samples=18))
+            found = measure(
+                ARMS[name].run(
+                    "mixture", ARMS[name].values("mixture", {}), iterations=1, eval_samples=18
+                )
+            )
             assert found is not None
             totals.append(found["totals"]["nfe"] + found["totals"]["train_nfe"])
         assert totals[1] == pytest.approx(totals[0], rel=0.02)
 
     def test_names_of_methods_and_rules(self) -> None:
-        assert named_arm("tp-grpo") is ARMS["turning points"] and named_arm("turning points") is ARMS["turning points"]
+        assert (
+            named_arm("tp-grpo") is ARMS["turning points"]
+            and named_arm("turning points") is ARMS["turning points"]
+        )
         assert named_arm("dance-grpo").worlds == tuple(WORLDS)
         assert named_arm("stepwise-gain(lam=0.5)").settings["credit"] == "stepwise-gain(lam=0.5)"
-        with pytest.raises(ConfigError, match=r"method = 'nothing' is not allowed; allowed: .*uniform"):
+        with pytest.raises(
+            ConfigError, match=r"method = 'nothing' is not allowed; allowed: .*uniform"
+        ):
             named_arm("nothing")
 
     @pytest.mark.parametrize(
@@ -103,7 +118,9 @@ class TestArms:
             ({"method": "diffusion-nft"}, {"learning_rate"}),
         ],
     )
-    def test_an_arm_is_searched_by_the_numbers_that_it_has(self, settings: dict[str, object], knobs: set[str]) -> None:
+    def test_an_arm_is_searched_by_the_numbers_that_it_has(
+        self, settings: dict[str, object], knobs: set[str]
+    ) -> None:
         assert set(own_arm("mine", settings).knobs) == knobs
 
     @pytest.mark.parametrize(
@@ -125,21 +142,38 @@ class TestArms:
     def test_arms_of_the_command(self, tmp_path: Path) -> None:
         (tmp_path / "arms.yaml").write_text("arms: {file: {kl_weight: 0.1}}")
         found = own_arms(["gspo: loss=gspo"], tmp_path / "arms.yaml")
-        assert [(arm.name, dict(arm.settings)) for arm in found] == [("gspo", {"loss": "gspo"}), ("file", {"kl_weight": 0.1})]
+        assert [(arm.name, dict(arm.settings)) for arm in found] == [
+            ("gspo", {"loss": "gspo"}),
+            ("file", {"kl_weight": 0.1}),
+        ]
 
 
 class TestLog:
-    def test_runs_of_another_arm_of_the_name_do_not_count(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(tune.SHORT, "mixture", {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2})
+    def test_runs_of_another_arm_of_the_name_do_not_count(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(
+            tune.SHORT,
+            "mixture",
+            {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2},
+        )
         monkeypatch.setattr(tune, "run_jobs", here)
-        one, other = (Search(own_arm("mine", {"kl_weight": weight}), "mixture", 2) for weight in (0.1, 0.2))
+        one, other = (
+            Search(own_arm("mine", {"kl_weight": weight}), "mixture", 2) for weight in (0.1, 0.2)
+        )
         assert tune.tune([one], tmp_path / "tuning.jsonl", "-")
         lines = [json.loads(text) for text in (tmp_path / "tuning.jsonl").read_text().splitlines()]
         assert len(one.scores(lines)) == 2 and other.scores(lines) == {}
 
-    def test_a_run_that_diverges_has_the_lowest_score(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_run_that_diverges_has_the_lowest_score(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The search goes on, and its file can be read."""
-        monkeypatch.setitem(tune.SHORT, "mixture", {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2})
+        monkeypatch.setitem(
+            tune.SHORT,
+            "mixture",
+            {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2},
+        )
         monkeypatch.setattr(tune, "run_jobs", here)
         measured = tune.measure
 
@@ -150,23 +184,44 @@ class TestLog:
 
         monkeypatch.setattr(tune, "measure", measure)
         search = Search(
-            Arm("mine", {"loss": "policy-gradient"}, {"learning_rate": ARMS["uniform"].knobs["learning_rate"]}), "mixture", 3
+            Arm(
+                "mine",
+                {"loss": "policy-gradient"},
+                {"learning_rate": ARMS["uniform"].knobs["learning_rate"]},
+            ),
+            "mixture",
+            3,
         )
         assert tune.tune([search], tmp_path / "tuning.jsonl", "-")
         lines = ResultsFile(tmp_path / "tuning.jsonl").read()
-        assert [line.get("diverged", "") for line in lines.values()] == ["", "the gradient is not finite", ""]
+        assert [line.get("diverged", "") for line in lines.values()] == [
+            "",
+            "the gradient is not finite",
+            "",
+        ]
         values = chosen(search, list(lines.values()))
         assert values is not None and values["learning_rate"] <= 0.02
 
-    def test_the_log_is_complete_and_goes_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(tune.SHORT, "mixture", {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2})
-        search, log = Search(Arm("uniform", {"method": "flow-grpo"}), "mixture", 4), tmp_path / "tuning.jsonl"
+    def test_the_log_is_complete_and_goes_on(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(
+            tune.SHORT,
+            "mixture",
+            {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2},
+        )
+        search, log = (
+            Search(Arm("uniform", {"method": "flow-grpo"}), "mixture", 4),
+            tmp_path / "tuning.jsonl",
+        )
         monkeypatch.setattr(tune, "run_jobs", here)
         assert tune.tune([search], log, "flowrl bench tune")
         lines = [json.loads(text) for text in log.read_text().splitlines()]
         assert len(lines) == 4 and {line["command"] for line in lines} == {"flowrl bench tune"}
         log.write_text("\n".join(json.dumps(line) for line in lines[:2]) + "\n")
-        assert chosen(search, lines[:2]) is None and "2 of 4 runs are missing" in choices([search], log)
+        assert chosen(search, lines[:2]) is None and "2 of 4 runs are missing" in choices(
+            [search], log
+        )
         assert tune.tune([search], log, "flowrl bench tune")
         again = [json.loads(text) for text in log.read_text().splitlines()]
         assert [(line["point"], line["seed"], line["score"]) for line in again] == [

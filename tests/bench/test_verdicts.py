@@ -39,7 +39,8 @@ class TestEvidence:
         def between(name: str) -> float:
             return float(found.differences("fast", "slow", name)[0, 0])
 
-        assert one("slow", "area") == pytest.approx(0.3)  # of the piecewise linear curve 0, .2, .4, .6
+        # of the piecewise linear curve 0, .2, .4, .6
+        assert one("slow", "area") == pytest.approx(0.3)
         assert one("slow", "early") == pytest.approx(0.075)  # up to 0.75 updates
         assert one("fast", "final") == pytest.approx(0.7)
         assert one("fast", "strict area") == pytest.approx((0.25 + 0.55 + 0.65) / 6)
@@ -47,18 +48,23 @@ class TestEvidence:
         assert one("fast", "early gains") == pytest.approx(2.0)
         assert one("fast", "turning points over null") == pytest.approx(0.5)
         assert between("final") == pytest.approx(0.1)
-        # levels .3, .42, .54: slow after 1.5, 2.1, 2.7; fast after its first evaluation at most (1), 1, 1.4
+        # levels .3, .42, .54: slow after 1.5, 2.1, 2.7; fast after its first evaluation at most
+        # (1), 1, 1.4
         assert between("updates") == pytest.approx(np.log([1 / 1.5, 1 / 2.1, 1.4 / 2.7]).mean())
         assert between("nfe") == pytest.approx(between("updates"))
         assert between("reward at equal nfe") == pytest.approx((0.25 + 0.55 + 0.65) / 3 - 0.3)
-        assert between("quality at equal reward") == pytest.approx(0.0, abs=1e-9)  # minus the reward in both arms
+        # minus the reward in both arms
+        assert between("quality at equal reward") == pytest.approx(0.0, abs=1e-9)
         with pytest.raises(ConfigError, match="no arm"):
             found.values("other", "area")
         with pytest.raises(ConfigError, match="compares two runs"):
             found.values("fast", "updates")
 
     def test_equal_budget_is_the_smaller_one(self) -> None:
-        runs = {"a": {"task": [fake_line([0.0, 0.5, 1.0], nfe=100)]}, "b": {"task": [fake_line([0.0, 0.5, 1.0], nfe=50)]}}
+        runs = {
+            "a": {"task": [fake_line([0.0, 0.5, 1.0], nfe=100)]},
+            "b": {"task": [fake_line([0.0, 0.5, 1.0], nfe=50)]},
+        }
         found = Evidence(runs, (0,)).differences("a", "b", "reward at equal nfe")
         assert float(found[0, 0]) == pytest.approx(0.25 - 0.5)
 
@@ -67,13 +73,17 @@ class TestEvidence:
         line["gains"] = [[0.2, 0.1, 0.1], [0.1, 0.1, 0.1]]
         found = Evidence({"a": {"direction": [line, line]}}, (0, 1))
         for name in MEASURES:
-            assert found.differences("a", "a", name) == pytest.approx(np.zeros((2, 1)), abs=1e-12), name
+            assert found.differences("a", "a", name) == pytest.approx(
+                np.zeros((2, 1)), abs=1e-12
+            ), name
 
     def test_censored_runs_are_counted(self) -> None:
         found = fake_evidence(4, slow=SLOW, flat=FLAT)
         assert found.never("flat", "slow", "updates") == (4, 0)
         (comparison,) = judge(Compare("flat", "slow", "updates"), found).comparisons
-        assert "a bound: flat missed a reward in 4" in comparison.text and comparison.verdict == WORSE
+        assert (
+            "a bound: flat missed a reward in 4" in comparison.text and comparison.verdict == WORSE
+        )
 
 
 class TestVerdicts:
@@ -98,8 +108,24 @@ class TestVerdicts:
             (Level("slow", "early gains", 3.0), FAILS),
             (Interaction("fast", "flat", "slow", "flat"), HOLDS),
             (Interaction("slow", "flat", "fast", "flat"), FAILS),
-            (Parts((Compare("fast", "slow", expects=BETTER), Compare("slow", "flat", expects=BETTER))), HOLDS),
-            (Parts((Compare("fast", "slow", expects=BETTER), Compare("flat", "slow", expects=BETTER))), "1 of 2 parts hold"),
+            (
+                Parts(
+                    (
+                        Compare("fast", "slow", expects=BETTER),
+                        Compare("slow", "flat", expects=BETTER),
+                    )
+                ),
+                HOLDS,
+            ),
+            (
+                Parts(
+                    (
+                        Compare("fast", "slow", expects=BETTER),
+                        Compare("flat", "slow", expects=BETTER),
+                    )
+                ),
+                "1 of 2 parts hold",
+            ),
             (each(("fast",), "slow"), BETTER),
             (each(("flat",), "slow"), WORSE),
             (each(("slow",), "slow"), ALIKE),
@@ -124,7 +150,9 @@ class TestVerdicts:
     )
     @pytest.mark.parametrize("seeds", [1, 3])
     def test_few_noisy_seeds_decide_nothing(self, rule, seeds: int) -> None:
-        assert judge(rule, fake_evidence(seeds, spread=0.6, slow=SLOW, fast=FAST)).verdict == UNDECIDED
+        assert (
+            judge(rule, fake_evidence(seeds, spread=0.6, slow=SLOW, fast=FAST)).verdict == UNDECIDED
+        )
 
     def test_a_small_significant_difference_does_not_matter(self) -> None:
         found = fake_evidence(8, slow=SLOW, same=[r + 0.01 for r in SLOW])
@@ -138,15 +166,26 @@ class TestVerdicts:
         assert {one.verdict for one in judge_family([rule.compare(found)] * 2000)} == {UNDECIDED}
 
     def test_tasks_are_averaged_within_the_seed(self) -> None:
-        """Two tasks with opposite effects that cancel in every seed: the unit is the seed, so nothing differs."""
-        one, other = [fake_line([0.0, 0.1 * s]) for s in range(5)], [fake_line([0.0, 0.1 * s + 0.2]) for s in range(5)]
-        found = Evidence({"a": {"x": one, "y": other}, "b": {"x": other, "y": one}}, tuple(range(5)))
+        """Two tasks with opposite effects that cancel in every seed: the unit is the seed, so
+        nothing differs.
+        """
+        one, other = (
+            [fake_line([0.0, 0.1 * s]) for s in range(5)],
+            [fake_line([0.0, 0.1 * s + 0.2]) for s in range(5)],
+        )
+        found = Evidence(
+            {"a": {"x": one, "y": other}, "b": {"x": other, "y": one}}, tuple(range(5))
+        )
         (comparison,) = judge(Compare("a", "b", "final"), found).comparisons
-        assert comparison.verdict == ALIKE and comparison.estimate.high == pytest.approx(0.0, abs=1e-12)
+        assert comparison.verdict == ALIKE and comparison.estimate.high == pytest.approx(
+            0.0, abs=1e-12
+        )
 
 
 class TestCalibration:
-    """A quick version of `python -m flowrl_bench.calibration`: 60 experiments of 10 seeds, whose draws are fixed."""
+    """A quick version of `python -m flowrl_bench.calibration`: 60 experiments of 10 seeds, whose
+    draws are fixed.
+    """
 
     @pytest.mark.parametrize("law", LAWS)
     def test_false_alarms(self, law: str) -> None:
@@ -155,8 +194,12 @@ class TestCalibration:
         assert max(found.values()) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 60), found
 
     def test_a_family_of_20_has_the_same_rate(self) -> None:
-        """30 families: at most 5% and three standard errors (16.9%); without the correction it would be about 40%."""
-        assert family_alarms(LAWS["slow rise, widely spread"], 10, 30, seed=10_000) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 30)
+        """30 families: at most 5% and three standard errors (16.9%); without the correction it
+        would be about 40%.
+        """
+        assert family_alarms(
+            LAWS["slow rise, widely spread"], 10, 30, seed=10_000
+        ) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 30)
 
     def test_power_grows(self) -> None:
         rule, law = Compare("first", "second"), LAWS["slow rise, widely spread"]
@@ -165,5 +208,8 @@ class TestCalibration:
 
     def test_the_shift_is_what_it_says(self) -> None:
         for law in LAWS.values():
-            plain, shifted = (experiment(3, 0, a=one).values("a", "area") for one in (law, replace(law, shift=0.05)))
+            plain, shifted = (
+                experiment(3, 0, a=one).values("a", "area")
+                for one in (law, replace(law, shift=0.05))
+            )
             assert shifted - plain == pytest.approx(np.full((3, 1), 0.05))

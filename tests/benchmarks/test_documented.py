@@ -1,4 +1,6 @@
-"""The numbers on the pages about papers: benchmarks/documented.py finds every one of them, and changes nothing else."""
+"""The numbers on the pages about papers: benchmarks/documented.py finds every one of them, and
+changes nothing else.
+"""
 
 import re
 from dataclasses import fields
@@ -13,7 +15,9 @@ from flowrl.training.results import ArmSummary, Mean
 def summary(method: str, **known: object) -> ArmSummary:
     """Results with these values; the others are 0."""
     zeros = {
-        entry.name: Mean(0.0, 0.0) if entry.name in ("base", "final", "lead", "final_strict") else 0.0
+        entry.name: Mean(0.0, 0.0)
+        if entry.name in ("base", "final", "lead", "final_strict")
+        else 0.0
         for entry in fields(ArmSummary)
     }
     return ArmSummary(**{**zeros, "arm": method, "heldout": {}, "settings": {}, **known})  # pyright: ignore[reportArgumentType]
@@ -30,9 +34,15 @@ def test_every_method_with_a_page_has_a_command_and_a_result() -> None:
 def test_a_result_becomes_the_sentence_of_the_page() -> None:
     page = documented.DOCS / "papers" / "granular-grpo.md"
     known = summary(
-        "granular-grpo", seeds=3, base=Mean(0.187, 0.0), final=Mean(0.869, 0.326), worst=0.718, collapsed=1,
-        nfe_per_trajectory=4.0, train_nfe_per_trajectory=0.1,
-    )  # fmt: skip
+        "granular-grpo",
+        seeds=3,
+        base=Mean(0.187, 0.0),
+        final=Mean(0.869, 0.326),
+        worst=0.718,
+        collapsed=1,
+        nfe_per_trajectory=4.0,
+        train_nfe_per_trajectory=0.1,
+    )
     assert documented.sentence(known) in page.read_text()
 
 
@@ -40,9 +50,14 @@ def test_a_result_becomes_the_sentence_of_the_page() -> None:
 def test_only_the_results_change(name: str) -> None:
     page = documented.DOCS / name
     methods = {*documented.papers().values()}
-    pages = documented.renewed({method: summary(method, seeds=3, lead=Mean(0.25, 0.125)) for method in methods})
+    pages = documented.renewed(
+        {method: summary(method, seeds=3, lead=Mean(0.25, 0.125)) for method in methods}
+    )
     before, after = page.read_text().splitlines(), pages[page].splitlines()
     changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
     assert 1 <= len(changed) <= 3
-    assert all("0.000" in new or "0.0 network evaluations" in new or "+0.250 ± 0.125" in new for _, new in changed)
+    assert all(
+        "0.000" in new or "0.0 network evaluations" in new or "+0.250 ± 0.125" in new
+        for _, new in changed
+    )
     assert all(re.match(r"This command|with |\| [\w-]+ \| ", old) for old, _ in changed)

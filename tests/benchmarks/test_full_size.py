@@ -1,4 +1,6 @@
-"""The full-size benchmark at tiny size, and its parts: the pipelines, the meter, what counts as a failure."""
+"""The full-size benchmark at tiny size, and its parts: the pipelines, the meter, what counts as a
+failure.
+"""
 
 import json
 from types import SimpleNamespace
@@ -13,12 +15,20 @@ from flowrl.policies import ARCHITECTURES, Architecture, Memory
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "method", "evaluations"), [("tiny-sd3", "flow-grpo", 4), ("tiny-flux", "tp-grpo", 6)])
+@pytest.mark.parametrize(
+    ("model", "method", "evaluations"), [("tiny-sd3", "flow-grpo", 4), ("tiny-flux", "tp-grpo", 6)]
+)
 def test_the_whole_path_at_tiny_size(model, method, evaluations, tmp_path, capsys):
-    """Written, trained, killed, resumed with the same numbers, exported, drawn by plain diffusers, and counted."""
-    code = full_size.main(["--model", model, "--methods", method, "--threads", "1", "--out", str(tmp_path)])
+    """Written, trained, killed, resumed with the same numbers, exported, drawn by plain diffusers,
+    and counted.
+    """
+    code = full_size.main(
+        ["--model", model, "--methods", method, "--threads", "1", "--out", str(tmp_path)]
+    )
     found = json.loads((tmp_path / f"full_size-{model}.json").read_text())
-    assert (code, found["failures"], found["resumed_equals_killed"]) == (0, [], True), capsys.readouterr().out
+    assert (code, found["failures"], found["resumed_equals_killed"]) == (0, [], True), (
+        capsys.readouterr().out
+    )
     killed, resumed = found["runs"]
     assert (killed["end"], resumed["end"]) == ("killed", "resumed")
     assert [run["phases"][0]["phase"] for run in found["runs"]] == ["load", "load"]
@@ -37,7 +47,10 @@ def test_a_share_of_the_blocks_and_small_encoders_fit_the_published_widths():
     pooled = sum(sd3[name].config.projection_dim for name in ("text_encoder", "text_encoder_2"))
     assert pooled == ARCHITECTURES["sd3.5-medium"].config["pooled_projection_dim"]
     assert flux["text_encoder"].config.hidden_size == known.config["pooled_projection_dim"]
-    for t5, tokenizer in ((sd3["text_encoder_3"], sd3["tokenizer"]), (flux["text_encoder_2"], flux["tokenizer"])):
+    for t5, tokenizer in (
+        (sd3["text_encoder_3"], sd3["tokenizer"]),
+        (flux["text_encoder_2"], flux["tokenizer"]),
+    ):
         assert t5.config.d_model == known.text_width and tokenizer.model_max_length == 77
 
 
@@ -72,22 +85,39 @@ def test_the_meter_counts_phases_and_kills_after_an_iteration(tmp_path, monkeypa
 
 def test_failures_are_named(tmp_path):
     memory = Memory(10, 1, 80, 20, 30, 10, 20, 0)
-    phases = [{"phase": name, "held": 100, "peak": peak} for name, peak in (("rollout", 109), ("reward", 121), ("update", 110))]
+    phases = [
+        {"phase": name, "held": 100, "peak": peak}
+        for name, peak in (("rollout", 109), ("reward", 121), ("update", 110))
+    ]
     lines = full_size.memory_lines("flow-grpo", phases, memory)
-    assert [round(line["error"], 2) for line in lines] == [0.01, -0.01, 0.18] and lines[2]["planned_adds"] == 30
+    assert [round(line["error"], 2) for line in lines] == [0.01, -0.01, 0.18] and lines[2][
+        "planned_adds"
+    ] == 30
     good = {
-        "model": "sd3.5-medium", "resumed_equals_killed": True, "memory": lines[:2],
+        "model": "sd3.5-medium",
+        "resumed_equals_killed": True,
+        "memory": lines[:2],
         "images": {"flow-grpo": {"to_flowrl": 0.01, "of_the_lora": 0.1}},
-    }  # fmt: skip
+    }
     assert full_size.failures(good) == []
-    bad = {"memory": lines, "resumed_equals_killed": False, "images": {"flow-grpo": {"to_flowrl": 0.05, "of_the_lora": 0.1}}}
+    bad = {
+        "memory": lines,
+        "resumed_equals_killed": False,
+        "images": {"flow-grpo": {"to_flowrl": 0.05, "of_the_lora": 0.1}},
+    }
     resumed, update, image = full_size.failures({**good, **bad})
-    assert "resumed" in resumed and "update: the plan is off by +18%" in update and "diffusers' image differs" in image
+    assert (
+        "resumed" in resumed
+        and "update: the plan is off by +18%" in update
+        and "diffusers' image differs" in image
+    )
     assert len(full_size.failures({**good, **bad, "model": "tiny-sd3"})) == 2
 
 
 def test_finished_runs_are_not_made_again(tmp_path, monkeypatch):
-    """With --work a stopped benchmark goes on where it was; a step that fails shows the end of its log."""
+    """With --work a stopped benchmark goes on where it was; a step that fails shows the end of its
+    log.
+    """
     args = SimpleNamespace(model="tiny-sd3", threads=1, steps=2)
     (tmp_path / "flow-grpo.finished.json").write_text('{"wall": 1.0}')
     assert full_size.train(args, tmp_path / "model", "flow-grpo", 1, "finished") == {"wall": 1.0}

@@ -192,7 +192,9 @@ def test_states_and_log_probabilities_fit_the_schedule(tables):
         torch.testing.assert_close(states[:, :, ode + 1], expected)
         drawn = one["std"] > 0
         assert torch.equal(one["drawn"], drawn.expand_as(one["drawn"]))
-        assert one["log_probs"].shape[-1] == int(drawn.sum()) and bool(one["log_probs"].isfinite().all())
+        assert one["log_probs"].shape[-1] == int(drawn.sum()) and bool(
+            one["log_probs"].isfinite().all()
+        )
         # of noise, a mean over two elements
         squared = -2 * one["log_probs"] - 2 * one["std"][drawn].log() - math.log(2 * math.pi)
         assert float(squared.mean()) == pytest.approx(1, abs=4 / math.sqrt(squared.numel()))

@@ -1,4 +1,6 @@
-"""Counting operations against closed forms, the meter, and the benchmark of full-size models at the size of a toy."""
+"""Counting operations against closed forms, the meter, and the benchmark of full-size models at the
+size of a toy.
+"""
 
 import json
 import subprocess
@@ -10,30 +12,52 @@ import gpu_cases
 import pytest
 import torch
 from gpu_cases import RandomEmbeddings, random_pipeline
-from gpu_compute import Meter, MeteredFamily, NetworkCost, PhaseWork, matrix_product_ceiling, network_cost, share_of_ceiling
+from gpu_compute import (
+    Meter,
+    MeteredFamily,
+    NetworkCost,
+    PhaseWork,
+    matrix_product_ceiling,
+    network_cost,
+    share_of_ceiling,
+)
 
 from flowrl.policies import ARCHITECTURES, SD3, PipelinePolicy
-from flowrl.testing.tiny import CLIP_TOKENS, TINY, WIDTH, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
+from flowrl.testing.tiny import (
+    CLIP_TOKENS,
+    TINY,
+    WIDTH,
+    tiny_flux_policy,
+    tiny_sd3,
+    tiny_sd3_policy,
+)
 from flowrl.types import Prompt
 
 
 def cost_of(policy):
-    return network_cost(policy, policy.prompts.rows(policy.encode([Prompt("a dog")]).tensors["prompt"]))
+    return network_cost(
+        policy, policy.prompts.rows(policy.encode([Prompt("a dog")]).tensors["prompt"])
+    )
 
 
 def closed_form(rank):
-    """Forward and backward operations of `tiny_sd3` at 16 x 16 pixels, by hand. Width D, I image tokens, W words, rank r.
+    """Forward and backward operations of `tiny_sd3` at 16 x 16 pixels, by hand. Width D, I image
+    tokens, W words, rank r.
 
-    Layer 0 has a second attention of the image without a LoRA, layer 1 is the last: of its text stream only q, k, v are used.
-    Nothing before layer 0's first adapters has a gradient: its q, k, v need none with respect to their inputs, and its second
-    attention needs none at all.
+    Layer 0 has a second attention of the image without a LoRA, layer 1 is the last: of its text
+    stream only q, k, v are used. Nothing before layer 0's first adapters has a gradient: its q, k,
+    v need none with respect to their inputs, and its second attention needs none at all.
     """
     d, i, w, r = 32, 16, CLIP_TOKENS + TINY.max_sequence_length, rank
     joint = i + w
     linear = lambda n, a, b: 2 * n * a * b  # noqa: E731
     attention = lambda n: 2 * 2 * n * n * d  # noqa: E731
     embeddings = (
-        linear(i, 4 * 2 * 2, d) + linear(1, 256, d) + linear(1, 2 * WIDTH, d) + 2 * linear(1, d, d) + linear(w, 2 * WIDTH, d)
+        linear(i, 4 * 2 * 2, d)
+        + linear(1, 256, d)
+        + linear(1, 2 * WIDTH, d)
+        + 2 * linear(1, d, d)
+        + linear(w, 2 * WIDTH, d)
     )
     modulations = linear(1, d, 9 * d) + 2 * linear(1, d, 6 * d) + 2 * linear(1, d, 2 * d)
     projected = [i] * 4 + [w] * 4 + [i] * 4 + [w] * 3  # tokens of every adapted layer
@@ -57,7 +81,9 @@ def test_operations_are_those_of_the_closed_form(rank):
 
 
 def test_frozen_weights_cost_no_weight_gradients_and_recomputation_does_not_count():
-    """All weights: gradients of activations and of weights, twice the forward pass. A LoRA: of activations, and little more."""
+    """All weights: gradients of activations and of weights, twice the forward pass. A LoRA: of
+    activations, and little more.
+    """
     plain, full = cost_of(tiny_sd3_policy()), cost_of(tiny_sd3_policy(replace(TINY, tuning="full")))
     assert full.backward > 1.9 * full.forward and plain.backward < 1.3 * plain.forward
     assert cost_of(tiny_sd3_policy(replace(TINY, gradient_checkpointing=True))) == plain
@@ -120,14 +146,20 @@ print(before, after, peak_memory(cpu))
 
 
 def test_the_peak_memory_of_a_process():
-    """In bytes: a process that has loaded PyTorch takes more than 100 MB, and the peak never falls."""
-    told = subprocess.run([sys.executable, "-c", PEAKS], stdout=subprocess.PIPE, text=True, check=True).stdout
+    """In bytes: a process that has loaded PyTorch takes more than 100 MB, and the peak never
+    falls.
+    """
+    told = subprocess.run(
+        [sys.executable, "-c", PEAKS], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
     before, after, later = map(int, told.split())
     assert 1e8 < before < 1e12 and later >= after > 1.9 * before
 
 
 def test_a_ceiling_is_the_rate_of_large_products():
-    assert 1e8 < matrix_product_ceiling(torch.device("cpu"), torch.bfloat16, (64, 2048), 0.01) < 1e15
+    assert (
+        1e8 < matrix_product_ceiling(torch.device("cpu"), torch.bfloat16, (64, 2048), 0.01) < 1e15
+    )
     with pytest.raises(ValueError, match="2,048 or more"):
         matrix_product_ceiling(torch.device("cpu"), torch.float32, (256, 512))
 
@@ -140,9 +172,13 @@ def test_a_share_above_the_ceiling_is_refused():
 
 def test_random_embeddings_have_the_true_shape_and_belong_to_their_text():
     policy = PipelinePolicy(tiny_sd3(), RandomEmbeddings(SD3(), 64), TINY)
-    rows = policy.prompts.rows(policy.encode([Prompt("one"), Prompt("two"), Prompt("one")]).tensors["prompt"])
+    rows = policy.prompts.rows(
+        policy.encode([Prompt("one"), Prompt("two"), Prompt("one")]).tensors["prompt"]
+    )
     assert rows["words"].shape == (3, 64, 2 * WIDTH) and rows["pooled"].shape == (3, 2 * WIDTH)
-    assert torch.equal(rows["words"][0], rows["words"][2]) and not torch.equal(rows["words"][0], rows["words"][1])
+    assert torch.equal(rows["words"][0], rows["words"][2]) and not torch.equal(
+        rows["words"][0], rows["words"][1]
+    )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -157,29 +193,59 @@ def test_full_size_pipelines_have_the_published_decoder(name):
 def test_weights_are_made_in_the_networks_precision(monkeypatch):
     small = replace(ARCHITECTURES["sd3.5-medium"], config={**tiny_sd3().transformer.config})
     monkeypatch.setitem(ARCHITECTURES, "sd3.5-medium", small)
-    monkeypatch.setattr(gpu_cases, "DECODER", {**gpu_cases.DECODER, "block_out_channels": (32,) * 4})
+    monkeypatch.setattr(
+        gpu_cases, "DECODER", {**gpu_cases.DECODER, "block_out_channels": (32,) * 4}
+    )
     pipe = random_pipeline("sd3.5-medium", "cpu", torch.bfloat16)
     assert {p.dtype for p in pipe.transformer.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in pipe.vae.parameters()} == {torch.float32}
     assert torch.get_default_dtype() == torch.float32
 
 
-TOY = ["--tiny", "--models", "tiny-flux", "--repeats", "1", "--set", "members=2", "steps=3", "checkpointing=off"]
+TOY = [
+    "--tiny",
+    "--models",
+    "tiny-flux",
+    "--repeats",
+    "1",
+    "--set",
+    "members=2",
+    "steps=3",
+    "checkpointing=off",
+]
 
 
-def test_the_benchmark_runs_prints_one_table_and_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
-    words = [*TOY, "--methods", "flow-grpo", "tp-grpo", "--variants", "guidance 4.5", "--out", str(tmp_path)]
+def test_the_benchmark_runs_prints_one_table_and_goes_on_where_it_was(
+    tmp_path, capsys, monkeypatch
+):
+    words = [
+        *TOY,
+        "--methods",
+        "flow-grpo",
+        "tp-grpo",
+        "--variants",
+        "guidance 4.5",
+        "--out",
+        str(tmp_path),
+    ]
     gpu.main(words)
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 3 + 3 and len({len(line) for line in shown[1:3]}) == 1
     assert [line.split()[1] for line in shown[3:]] == ["flow-grpo", "tp-grpo", "flow-grpo"]
     whole = json.loads((tmp_path / "gpu.json").read_text())
     uniform, turning, guided = whole["lines"]
-    assert whole["command"].endswith(str(tmp_path)) and whole["versions"]["torch"] == str(torch.__version__)
+    assert whole["command"].endswith(str(tmp_path)) and whole["versions"]["torch"] == str(
+        torch.__version__
+    )
     for line, samples, trained in ((uniform, 6, 4), (turning, 2 * 6, 4), (guided, 12, 8)):
-        assert line["phases"]["rollout"]["sampled"] == samples and line["phases"]["update"]["trained"] == trained
+        assert (
+            line["phases"]["rollout"]["sampled"] == samples
+            and line["phases"]["update"]["trained"] == trained
+        )
         work = line["phases"]["update"]
-        assert work["operations"] == trained * (line["forward_operations"] + line["backward_operations"])
+        assert work["operations"] == trained * (
+            line["forward_operations"] + line["backward_operations"]
+        )
         assert work["use"] > 0 and 0 < work["other"] < 1 and line["warm"]
     (tmp_path / "gpu.jsonl").write_text((tmp_path / "gpu.jsonl").read_text() + '{"case": {"mod')
     monkeypatch.setattr(gpu, "measure", lambda *given: pytest.fail("measured again"))
@@ -209,9 +275,21 @@ def test_time_that_is_up_and_failures_are_said(tmp_path, capsys, monkeypatch):
 def test_every_optimisation_is_switched_once():
     base = gpu_cases.Setting()
     changes = gpu_cases.variants(base, "inductor")
-    assert changes["base"] == {} and all(replace(base, **change) != base for name, change in changes.items() if change)
+    assert changes["base"] == {} and all(
+        replace(base, **change) != base for name, change in changes.items() if change
+    )
     assert {key for change in changes.values() for key in change} >= {
-        "checkpointing", "compile", "micro_batch", "max_batch", "decode_batch", "decode_dtype", "dtype", "guidance", "kl_weight",
-    }  # fmt: skip
+        "checkpointing",
+        "compile",
+        "micro_batch",
+        "max_batch",
+        "decode_batch",
+        "decode_dtype",
+        "dtype",
+        "guidance",
+        "kl_weight",
+    }
     other = gpu_cases.variants(replace(base, checkpointing=False, compile="inductor"), "inductor")
-    assert other["checkpointing on"] == {"checkpointing": True} and other["compile off"] == {"compile": ""}
+    assert other["checkpointing on"] == {"checkpointing": True} and other["compile off"] == {
+        "compile": ""
+    }

@@ -9,13 +9,28 @@ from hostile_cases import all_cases
 
 CASES = all_cases()
 QUICK = [case for case in CASES if case.family.startswith(("parts", "Python"))]
-SLOWER = [case for case in CASES if case.family in ("command line", "outputs", "YAML: setting", "JSON: setting")]
+SLOWER = [
+    case
+    for case in CASES
+    if case.family in ("command line", "outputs", "YAML: setting", "JSON: setting")
+]
 
 
 def test_there_are_many_cases_of_every_command():
     assert len(CASES) >= 2000
     lines = {case.label.split()[1] for case in CASES if case.family == "command line"}
-    assert {"train", "compare", "evaluate", "sample", "explain", "parts", "presets", "prompts", "bench", "pretrain"} <= lines
+    assert {
+        "train",
+        "compare",
+        "evaluate",
+        "sample",
+        "explain",
+        "parts",
+        "presets",
+        "prompts",
+        "bench",
+        "pretrain",
+    } <= lines
 
 
 @pytest.mark.parametrize("part", range(8))
@@ -38,9 +53,13 @@ def test_the_judge_sees_what_is_wrong(tmp_path):
     clear = "flowrl: error: count = 0 is not allowed; allowed: a whole number, 1 or more\n"
     assert judged(case, 2, clear, {}, {}) == ""
     for code, output, after, problem in (
-        (None, "", {}, "hangs or starts work"), (0, "", {}, "accepted"), (1, clear, {}, "exit code 1"),
-        (2, clear + "Traceback (most recent call last):", {}, "traceback"), (2, clear, {"new": "-"}, "leaves new"),
-        (2, clear * 2, {}, "2 messages"), (2, "flowrl: error: no", {}, "does not name count"),
-    ):  # fmt: skip
+        (None, "", {}, "hangs or starts work"),
+        (0, "", {}, "accepted"),
+        (1, clear, {}, "exit code 1"),
+        (2, clear + "Traceback (most recent call last):", {}, "traceback"),
+        (2, clear, {"new": "-"}, "leaves new"),
+        (2, clear * 2, {}, "2 messages"),
+        (2, "flowrl: error: no", {}, "does not name count"),
+    ):
         assert judged(case, code, output, {}, after) == problem
     assert snapshot(tmp_path) == {} and table([]) == []

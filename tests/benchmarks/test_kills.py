@@ -27,7 +27,10 @@ def test_every_phase_meets_every_signal_and_target():
 
 @pytest.mark.slow
 def test_a_training_that_is_killed_twice_ends_with_the_same_numbers(tmp_path):
-    kills = [Kill("train", "checkpoint", "SIGKILL", "process"), Kill("train", "evaluation", "SIGTERM", "group")]
+    kills = [
+        Kill("train", "checkpoint", "SIGKILL", "process"),
+        Kill("train", "evaluation", "SIGTERM", "group"),
+    ]
     found = tried({"train": kills}, tmp_path, 0)
     assert [result.kill for result in found] == kills and not missed(kills, found)
     assert all(not result.problems and result.resumed_the_same for result in found), found
@@ -36,9 +39,14 @@ def test_a_training_that_is_killed_twice_ends_with_the_same_numbers(tmp_path):
 
 @pytest.mark.slow
 def test_a_comparison_that_is_killed_ends_with_the_same_numbers(tmp_path):
-    kills = [Kill("compare", "evaluation", "SIGHUP", "group"), Kill("compare", "report", "SIGTERM", "process")]
+    kills = [
+        Kill("compare", "evaluation", "SIGHUP", "group"),
+        Kill("compare", "report", "SIGTERM", "process"),
+    ]
     found = tried({"compare": kills}, tmp_path, 0)
-    assert len(found) == 2 and all(not result.problems and result.resumed_the_same for result in found), found
+    assert len(found) == 2 and all(
+        not result.problems and result.resumed_the_same for result in found
+    ), found
 
 
 CHILD = """
@@ -56,12 +64,17 @@ def test_the_judge_sees_orphans_and_second_writers(tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
     subject = Subject("train", out, random.Random(0))
-    process = subprocess.Popen([sys.executable, "-c", PARENT, CHILD, str(out / "metrics.jsonl")], start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD, str(out / "metrics.jsonl")], start_new_session=True
+    )
     try:
         process.wait(30)
         assert len(session(process.pid)) == 1
         time.sleep(0.2)
-        assert subject.second_writers(process.pid) == ["1 orphans", "out was written without its lock"]
+        assert subject.second_writers(process.pid) == [
+            "1 orphans",
+            "out was written without its lock",
+        ]
     finally:
         os.killpg(process.pid, signal.SIGKILL)
     with folder_lock(out):
@@ -69,16 +82,26 @@ def test_the_judge_sees_orphans_and_second_writers(tmp_path, monkeypatch):
 
 
 def test_the_judge_sees_undocumented_ends(tmp_path):
-    subject, kill = Subject("train", tmp_path / "out", random.Random(0)), Kill("train", "any", "SIGTERM", "process")
+    subject, kill = (
+        Subject("train", tmp_path / "out", random.Random(0)),
+        Kill("train", "any", "SIGTERM", "process"),
+    )
     subject.log.write_text("nothing was written")
     assert not list(subject.wrong_exit(kill, 130))
     subject.out.mkdir()
     (subject.out / "config.json").write_text("{}")
     paused = f"iteration 1\nPaused. Go on with: flowrl train --resume {subject.out}\n"
     for shown, code, wrong in (
-        (paused, 130, 0), ("", -15, 0), ("flowrl: interrupted\n", 130, 0), ("iteration 1\n", -15, 1), (paused, 1, 1),
-        ("iteration 1\n", 130, 1), (paused + "Traceback", 130, 1), ("iteration 1\n", 0, 1), (paused, None, 1),
-    ):  # fmt: skip
+        (paused, 130, 0),
+        ("", -15, 0),
+        ("flowrl: interrupted\n", 130, 0),
+        ("iteration 1\n", -15, 1),
+        (paused, 1, 1),
+        ("iteration 1\n", 130, 1),
+        (paused + "Traceback", 130, 1),
+        ("iteration 1\n", 0, 1),
+        (paused, None, 1),
+    ):
         subject.log.write_text(shown)
         assert len(list(subject.wrong_exit(kill, code))) == wrong, (shown, code)
     result = Killed(kill, 130, 1.25, 0, ["1 orphans"], True)

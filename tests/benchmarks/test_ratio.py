@@ -1,4 +1,6 @@
-"""The shares and clips on the page "Reading the ratio" are what the library's samplers, grids and losses give."""
+"""The shares and clips on the page "Reading the ratio" are what the library's samplers, grids and
+losses give.
+"""
 
 import json
 
@@ -16,7 +18,9 @@ def test_the_committed_shares_and_clips_are_the_present_ones():
         assert values["times"] == pytest.approx(RECORD["shares"][grid]["times"], abs=1e-6)
         for name, columns in values["samplers"].items():
             for form, numbers in columns.items():
-                assert numbers == pytest.approx(RECORD["shares"][grid]["samplers"][name][form], rel=1e-4, abs=1e-9)
+                assert numbers == pytest.approx(
+                    RECORD["shares"][grid]["samplers"][name][form], rel=1e-4, abs=1e-9
+                )
     assert ratio.clips() == RECORD["clips"]
     assert ratio.RESULTS.with_suffix(".md").read_text() == report(RECORD)
 
@@ -37,7 +41,9 @@ def test_shares_that_the_released_codes_have(grid, sampler, form, step, share):
 
 
 def test_a_share_is_that_of_the_loss_itself():
-    """A batch of one pair per step, whose noise has the same length: shares of the library's gradients."""
+    """A batch of one pair per step, whose noise has the same length: shares of the library's
+    gradients.
+    """
     import torch
 
     from flowrl.losses import ClippedLoss, GRPOGuard
@@ -46,14 +52,30 @@ def test_a_share_is_that_of_the_loss_itself():
     from flowrl.types import Gaussian, LossBatch
 
     schedule, sampler, step = ratio.grids()["SD3, 10 steps"], CPS(0.7), torch.arange(10)
-    for form, loss in (("exact", ClippedLoss()), ("released", ClippedLoss(log_prob="released_cps")), ("guard", GRPOGuard())):
+    for form, loss in (
+        ("exact", ClippedLoss()),
+        ("released", ClippedLoss(log_prob="released_cps")),
+        ("guard", GRPOGuard()),
+    ):
         velocity = torch.zeros(10, 64, requires_grad=True)
         new = sampler.transition(torch.zeros(10, 64), velocity, schedule, step)
         old = Gaussian(new.mean.detach(), new.std)
         taken = old.mean + old.std[:, None]
         weight, ones = (new.std > 0).float(), torch.ones(10)
         batch = LossBatch(
-            new, old, taken, ones, weight, schedule.deltas, step, step, step, schedule.times[:-1], velocity=velocity
+            new,
+            old,
+            taken,
+            ones,
+            weight,
+            schedule.deltas,
+            step,
+            step,
+            step,
+            schedule.times[:-1],
+            velocity=velocity,
         )
         found = step_gradients(loss.loss(batch), batch, step, 10)
-        assert (found / found.sum()).tolist() == pytest.approx(ratio.shares(sampler, schedule, form), rel=1e-4)
+        assert (found / found.sum()).tolist() == pytest.approx(
+            ratio.shares(sampler, schedule, form), rel=1e-4
+        )

@@ -1,4 +1,6 @@
-"""The published comparison agrees with an analysis that shares no code with it, and its inputs are what the pages say."""
+"""The published comparison agrees with an analysis that shares no code with it, and its inputs are
+what the pages say.
+"""
 
 import json
 import math
@@ -46,19 +48,31 @@ def test_the_published_pages_agree_with_the_second_analysis() -> None:
 
 def test_a_changed_learning_curve_is_found(copies: Path) -> None:
     lines = [json.loads(line) for line in copies.read_text().splitlines()]
-    changed = next(line for line in lines if line["config"]["algorithm"]["credit"] == "moving-average-gain")
+    changed = next(
+        line for line in lines if line["config"]["algorithm"]["credit"] == "moving-average-gain"
+    )
     changed["curve"][5][7] -= 0.3
     copies.write_text("\n".join(map(json.dumps, lines)) + "\n")
     found = differing(copies)
     assert found
-    assert all("moving average" in row.what for row in found if row.place.startswith(("main comparison", "spread")))
-    assert any(row.place == "lead-gains-over-a-moving-average" and "over training" in row.what for row in found)
+    assert all(
+        "moving average" in row.what
+        for row in found
+        if row.place.startswith(("main comparison", "spread"))
+    )
+    assert any(
+        row.place == "lead-gains-over-a-moving-average" and "over training" in row.what
+        for row in found
+    )
 
 
 def test_a_missing_line_is_found(copies: Path) -> None:
     lines = copies.read_text().splitlines()
     kept = [
-        line for line in lines if json.loads(line)["config"]["algorithm"]["credit"] != "random" or json.loads(line)["seed"] != 107
+        line
+        for line in lines
+        if json.loads(line)["config"]["algorithm"]["credit"] != "random"
+        or json.loads(line)["seed"] != 107
     ]
     assert 1 <= len(lines) - len(kept) <= 2  # of the main comparison and of the self-test
     copies.write_text("\n".join(kept) + "\n")
@@ -69,9 +83,13 @@ def test_a_changed_number_of_the_page_is_found(tmp_path: Path) -> None:
     (tmp_path / "claims").mkdir()
     shutil.copy(DOCS / "claims.md", tmp_path)
     details = (DOCS / "claims/details.md").read_text()
-    number = re.search(r"\| stepwise gains minus uniform: mean reward over training \| ([-+]\d\.\d{3})", details)
+    number = re.search(
+        r"\| stepwise gains minus uniform: mean reward over training \| ([-+]\d\.\d{3})", details
+    )
     assert number
-    edited = f"{details[: number.start(1)]}{float(number[1]) + 0.001:+.3f}{details[number.end(1) :]}"
+    edited = (
+        f"{details[: number.start(1)]}{float(number[1]) + 0.001:+.3f}{details[number.end(1) :]}"
+    )
     (tmp_path / "claims/details.md").write_text(edited)
     assert [row.what for row in differing(RESULTS / "claims.jsonl", tmp_path)] == [
         "stepwise gains minus uniform: mean reward over training"
@@ -79,7 +97,8 @@ def test_a_changed_number_of_the_page_is_found(tmp_path: Path) -> None:
 
 
 def test_statistics_against_closed_forms() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])  # 4 x 0.01, 3 x 0.03, at least that, 0.5
+    # 4 x 0.01, 3 x 0.03, at least that, 0.5
+    assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
     values = np.array([0.1, 0.3, 0.2, 0.6])
     known = stats.ttest_1samp(values, 0.2)
     found = t_test(values, 0.2)
@@ -89,7 +108,9 @@ def test_statistics_against_closed_forms() -> None:
     rates = bonett_price(first, second)  # (1 - 4) / 17, standard error sqrt((5/17 - 9/289) / 17)
     assert rates.mean == pytest.approx(-0.2)
     assert (rates.low + rates.high) / 2 == pytest.approx(-3 / 17)
-    assert rates.high - rates.low == pytest.approx(2 * 1.959964 * math.sqrt((5 / 17 - 9 / 289) / 17))
+    assert rates.high - rates.low == pytest.approx(
+        2 * 1.959964 * math.sqrt((5 / 17 - 9 / 289) / 17)
+    )
 
 
 def test_an_arm_that_needs_twice_the_budget_has_the_ratio_two() -> None:
@@ -116,7 +137,10 @@ def lines_of(name: str) -> list[dict[str, Any]]:
 
 
 def test_no_result_has_a_seed_of_the_search() -> None:
-    used = {line["seed"] for line in lines_of("claims.jsonl") + lines_of("claims-default-settings.jsonl")}
+    used = {
+        line["seed"]
+        for line in lines_of("claims.jsonl") + lines_of("claims-default-settings.jsonl")
+    }
     assert not used & {line["seed"] for line in lines_of("tuning.jsonl")}
 
 
@@ -128,12 +152,18 @@ def test_all_arms_of_a_seed_ran_on_one_kind_of_processor() -> None:
 
 
 def test_network_evaluations_follow_from_the_settings() -> None:
-    """Per trajectory of 10 steps, 5 of them stochastic; the first evaluation of an estimate is the sampler's own."""
+    """Per trajectory of 10 steps, 5 of them stochastic; the first evaluation of an estimate is the
+    sampler's own.
+    """
     checked = 0
     for line in lines_of("claims.jsonl"):
         config, totals = line["config"], line["totals"]
         algorithm, members = config["algorithm"], config["rollout"]["group_size"]
-        if config["environment"]["world"] != "mixture" or config["rollout"]["num_steps"] != 10 or algorithm["window"] != "0:5":
+        if (
+            config["environment"]["world"] != "mixture"
+            or config["rollout"]["num_steps"] != 10
+            or algorithm["window"] != "0:5"
+        ):
             continue
         nodes = 9 + 1 / members  # the first node is shared
         sampled = {
@@ -158,6 +188,9 @@ def test_network_evaluations_follow_from_the_settings() -> None:
             config["environment"]["reward_form"] == "soft"
         )  # steps with advantage 0 are not trained: many with rewards of 0 and 1
         assert 0.6 * soft * trained <= totals["train_nfe"] <= trained
-        assert [line["curve"][-1][column] for column in (1, 2)] == [totals["nfe"], totals["train_nfe"]]
+        assert [line["curve"][-1][column] for column in (1, 2)] == [
+            totals["nfe"],
+            totals["train_nfe"],
+        ]
         checked += 1
     assert checked > 150

@@ -34,12 +34,30 @@ class LastStepsOnly:
 def test_a_comparison_with_a_rule_of_the_users_own(tmp_path, capsys):
     rule, out = tmp_path / "my_rules.py", tmp_path / "out"
     rule.write_text(RULE)
-    arguments = ["compare", "--preset", "tiny", "--seeds", "0", "--out", str(out), "--credit", f"{rule}:LastStepsOnly"]
+    arguments = [
+        "compare",
+        "--preset",
+        "tiny",
+        "--seeds",
+        "0",
+        "--out",
+        str(out),
+        "--credit",
+        f"{rule}:LastStepsOnly",
+    ]
     assert main([*arguments, "--workers", "2"]) == 0
     shown = capsys.readouterr().out
     for method in ("flow-grpo", "stepwise-flow-grpo", "tp-grpo", "LastStepsOnly"):
         assert method in shown
-    for name in ("config.json", "report.html", "curves.png", "samples.png", "trajectory.png", "summary.json", "table.txt"):
+    for name in (
+        "config.json",
+        "report.html",
+        "curves.png",
+        "samples.png",
+        "trajectory.png",
+        "summary.json",
+        "table.txt",
+    ):
         assert (out / name).stat().st_size > 0, name
     page = (out / "report.html").read_text()
     assert not re.search(r"""(src|href)\s*=\s*["']?(http|//|file)""", page)
@@ -48,16 +66,48 @@ def test_a_comparison_with_a_rule_of_the_users_own(tmp_path, capsys):
     assert [json.loads(line)["iteration"] for line in lines] == [0, 1, 2]
     assert len(summarise(load_comparison(out))) == 4
     again = tmp_path / "again"
-    assert main(["compare", "--config", str(out / "config.json"), "--out", str(again), "--workers", "1", "--trust"]) == 0
+    assert (
+        main(
+            [
+                "compare",
+                "--config",
+                str(out / "config.json"),
+                "--out",
+                str(again),
+                "--workers",
+                "1",
+                "--trust",
+            ]
+        )
+        == 0
+    )
     for method in ("flow-grpo", "LastStepsOnly"):
         rewards = [
-            [json.loads(line).get("reward_mean") for line in (f / "runs" / f"{method}-seed0" / "metrics.jsonl").open()]
+            [
+                json.loads(line).get("reward_mean")
+                for line in (f / "runs" / f"{method}-seed0" / "metrics.jsonl").open()
+            ]
             for f in (out, again)
         ]
         assert rewards[0] == rewards[1]
     picture = tmp_path / "grid.png"
     run = out / "runs" / "flow-grpo-seed0"
-    assert main(["sample", "--weights", str(run), "--count", "2", "--num-steps", "3", "--out", str(picture)]) == 0
+    assert (
+        main(
+            [
+                "sample",
+                "--weights",
+                str(run),
+                "--count",
+                "2",
+                "--num-steps",
+                "3",
+                "--out",
+                str(picture),
+            ]
+        )
+        == 0
+    )
     assert picture.stat().st_size > 1000
 
 
@@ -66,7 +116,9 @@ def test_train_resumes_and_repeats(tmp_path):
     options = ["--preset", "tiny", "--world", "mixture", "--task", "direction"]
     assert main(["train", *options, "--method", "tp-grpo", "--out", str(out)]) == 0
     assert main(["train", "--resume", str(out)]) == 0
-    assert main(["train", "--config", str(out / "config.json"), "--out", str(tmp_path / "two")]) == 0
+    assert (
+        main(["train", "--config", str(out / "config.json"), "--out", str(tmp_path / "two")]) == 0
+    )
     assert main(["train", "--config", str(out / "config.json"), "--out", str(out)]) == 2
     first, second = ((f / "weights.safetensors").read_bytes() for f in (out, tmp_path / "two"))
     assert first == second
@@ -75,13 +127,28 @@ def test_train_resumes_and_repeats(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
     out, whole = tmp_path / "out", tmp_path / "whole"
-    options = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--iterations", "60", "--seeds", "0"]
+    options = [
+        "--preset",
+        "tiny",
+        "--world",
+        "mixture",
+        "--task",
+        "direction",
+        "--iterations",
+        "60",
+        "--seeds",
+        "0",
+    ]
     options += ["--eval-every", "20", "--methods", "flow-grpo", "tp-grpo"]
     command = [sys.executable, "-m", "flowrl", "compare", *options, "--out", str(out)]
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env={**os.environ, "PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, text=True
+    )
     metrics = out / "runs" / "flow-grpo-seed0" / "metrics.jsonl"
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 3):
+    while time.monotonic() < deadline and not (
+        metrics.exists() and metrics.read_text().count("\n") > 3
+    ):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     shown, _ = process.communicate(timeout=60)
@@ -101,7 +168,10 @@ def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
         (["compare", "--task", "poetry"], "compositional, text, preference"),
         (["compare", "--world", "mars"], "mixture, shapes"),
         (["compare", "--num-steps", "-3"], "steps = -3"),
-        (["compare", "--group-size", "1"], "group_size = 1 is not allowed; allowed: a whole number, 2 or more"),
+        (
+            ["compare", "--group-size", "1"],
+            "group_size = 1 is not allowed; allowed: a whole number, 2 or more",
+        ),
         (["compare", "--noise-level", "-1"], "noise_level = -1.0"),
         (["compare", "--preset", "huge"], "default, long, tiny"),
         (["compare", "--credit", "none.py:Rule"], "none.py does not exist"),
@@ -112,18 +182,29 @@ def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
             ["train", "--config", "none.yaml", "--learning-rate", "1"],
             "without --learning-rate: repeat it as it was; --preset FILE.yaml takes changes",
         ),
-        (["train", "--resume", "nowhere", "--iterations", "9", "--learning-rate", "1"], "without --iterations, --learning-rate"),
+        (
+            ["train", "--resume", "nowhere", "--iterations", "9", "--learning-rate", "1"],
+            "without --iterations, --learning-rate",
+        ),
         (["train", "--processes", "2"], "given with --plan only"),
-        (["train", "--world", "mixture", "--device", "gpu"], "device = 'gpu' is not allowed; allowed: cpu, cuda"),
+        (
+            ["train", "--world", "mixture", "--device", "gpu"],
+            "device = 'gpu' is not allowed; allowed: cpu, cuda",
+        ),
         (["train", "--device", "cuda:99"], "device = 'cuda:99' is not allowed"),
-        (["train", "--learning-rate", "inf"], "learning_rate = inf is not allowed; allowed: a number above 0"),
+        (
+            ["train", "--learning-rate", "inf"],
+            "learning_rate = inf is not allowed; allowed: a number above 0",
+        ),
         (["train", "--weight-decay", "-1"], "weight_decay = -1.0"),
         (["sample", "--prompts", "a green dog"], "unknown word 'a'"),
         (["sample", "--weights", "nowhere"], "must be the folder of a finished run"),
         (["pretrain", "--updates", "0"], "updates = 0"),
     ],
 )
-def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, words, tmp_path, capsys, monkeypatch):
+def test_bad_input_is_one_clear_line_and_exit_code_2(
+    arguments, words, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     error = capsys.readouterr().err
@@ -141,9 +222,14 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, words, tmp_path,
         ("raise RuntimeError('no schedule')", "no schedule"),
     ],
 )
-def test_a_broken_rule_is_refused_before_anything_is_written(body, words, tmp_path, capsys, monkeypatch):
+def test_a_broken_rule_is_refused_before_anything_is_written(
+    body, words, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    head = "from flowrl.probes import NoProbe\nclass Bad:\n    probe = NoProbe()\n    def assign(self, values, decisions):\n"
+    head = (
+        "from flowrl.probes import NoProbe\nclass Bad:\n    probe = NoProbe()\n    def assign(self,"
+        " values, decisions):\n"
+    )
     code = f"{head}        {body}\n"
     (tmp_path / "rules.py").write_text(code)
     assert main(["compare", "--credit", "rules.py:Bad"]) == 2
@@ -158,7 +244,11 @@ def test_help_is_there_for_everything(capsys):
         assert stop.value.code == 0
         shown = capsys.readouterr().out
         assert f"flowrl {name}" in shown
-        assert not [text for text in ("{None}", "(default: None)", "(default: '')", "(default: )") if text in shown]
+        assert not [
+            text
+            for text in ("{None}", "(default: None)", "(default: '')", "(default: )")
+            if text in shown
+        ]
     for arguments in ([], ["--help"], ["-h"]):
         assert main(arguments) == 0
         shown = capsys.readouterr().out
@@ -185,7 +275,11 @@ def test_version_and_environment(capsys):
 
 
 def test_the_help_shows_the_defaults_of_the_chosen_world(capsys):
-    for arguments, default in (([], "0.004"), (["--world", "mixture"], "0.02"), (["--preset", "long"], "0.003")):
+    for arguments, default in (
+        ([], "0.004"),
+        (["--world", "mixture"], "0.02"),
+        (["--preset", "long"], "0.003"),
+    ):
         with pytest.raises(SystemExit):
             main(["train", *arguments, "--help"])
         text = " ".join(capsys.readouterr().out.replace("│", " ").split())
@@ -201,15 +295,30 @@ def test_what_is_on_or_off_needs_no_word():
 
     def given(words, base=RunConfig()):
         start = options_with(TrainOptions, base)
-        return changes(tyro.cli(TrainOptions, args=words, default=start, config=(tyro.conf.OmitArgPrefixes,)), base)
+        return changes(
+            tyro.cli(TrainOptions, args=words, default=start, config=(tyro.conf.OmitArgPrefixes,)),
+            base,
+        )
 
     assert given(["--compile", "--learning-rate", "1"]) == {"compile": True, "learning_rate": 1.0}
     assert given(["--no-offload"], RunConfig.of(offload=True)) == {"offload": False}
     found = given(["--heldout-rewards", "soft", "--gradient-checkpointing"])
     assert found == {"gradient_checkpointing": True, "heldout_rewards": ("soft",)}
-    assert given(["--betas", "0.9", "0.999", "--lora-targets", "attn.to_q", "ff.net.2", "--drop-zero-advantages"]) == {
-        "betas": (0.9, 0.999), "lora_targets": ("attn.to_q", "ff.net.2"), "drop_zero_advantages": True,
-    }  # fmt: skip
+    assert given(
+        [
+            "--betas",
+            "0.9",
+            "0.999",
+            "--lora-targets",
+            "attn.to_q",
+            "ff.net.2",
+            "--drop-zero-advantages",
+        ]
+    ) == {
+        "betas": (0.9, 0.999),
+        "lora_targets": ("attn.to_q", "ff.net.2"),
+        "drop_zero_advantages": True,
+    }
     assert given([]) == {} and given(["--seed", "0"]) == {}
     with pytest.raises(SystemExit):
         given(["--compile", "perhaps"])
@@ -217,19 +326,55 @@ def test_what_is_on_or_off_needs_no_word():
 
 def test_a_file_in_the_place_of_the_runs_folder(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert main(["train", "--preset", "tiny", "--world", "mixture", "--task", "direction", "--out", str(tmp_path / "file")]) == 2
+    assert (
+        main(
+            [
+                "train",
+                "--preset",
+                "tiny",
+                "--world",
+                "mixture",
+                "--task",
+                "direction",
+                "--out",
+                str(tmp_path / "file"),
+            ]
+        )
+        == 2
+    )
     assert "a folder that may be new; this is a file" in capsys.readouterr().err
 
 
 def test_a_run_that_breaks_says_how_to_go_on(tmp_path, capsys):
     (tmp_path / "reward.py").write_text(
-        "class Breaks:\n    calls = 0\n    def score(self, images, prompts):\n        Breaks.calls += 1\n"
-        "        assert Breaks.calls < 5, 'the server has gone'\n        return images.flatten(1).mean(1)\n"
+        "class Breaks:\n    calls = 0\n    def score(self, images, prompts):\n        Breaks.calls"
+        " += 1\n        assert Breaks.calls < 5, 'the server has gone'\n        return"
+        " images.flatten(1).mean(1)\n"
     )
-    options = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--checkpoint-every", "1", "--eval-every", "9"]
-    options += ["--iterations", "9", "--reward", f"{tmp_path}/reward.py:Breaks", "--out", str(tmp_path / "run")]
+    options = [
+        "--preset",
+        "tiny",
+        "--world",
+        "mixture",
+        "--task",
+        "direction",
+        "--checkpoint-every",
+        "1",
+        "--eval-every",
+        "9",
+    ]
+    options += [
+        "--iterations",
+        "9",
+        "--reward",
+        f"{tmp_path}/reward.py:Breaks",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     assert main(["train", *options]) == 1
     printed = capsys.readouterr()
     assert "is kept. Go on with: flowrl train --resume" in printed.out
-    place = f"Breaks.score ({tmp_path}/reward.py, line 5) failed: AssertionError: the server has gone"
+    place = (
+        f"Breaks.score ({tmp_path}/reward.py, line 5) failed: AssertionError: the server has gone"
+    )
     assert printed.err == f"flowrl: error: {place}\n"

@@ -1,4 +1,6 @@
-"""Progress of runs: the time left on simulated clocks, the live table and the results table in terminals of any width."""
+"""Progress of runs: the time left on simulated clocks, the live table and the results table in
+terminals of any width.
+"""
 
 import heapq
 import io
@@ -20,7 +22,9 @@ from flowrl.training.results import ArmSummary, Change, Mean
 
 
 class Simulation:
-    """Runs that take known times: `start` seconds, then `rate` seconds per unit of work, `workers` at a time."""
+    """Runs that take known times: `start` seconds, then `rate` seconds per unit of work, `workers`
+    at a time.
+    """
 
     def __init__(self, works, kinds, rates, start, workers):
         self.now, self.works, self.rates = 0.0, works, rates
@@ -54,12 +58,16 @@ class Simulation:
 @pytest.mark.parametrize("workers", [1, 2, 5])
 @pytest.mark.parametrize("slow", [1.0, 3.0])
 def test_the_time_left_is_that_of_a_simulation(workers, slow):
-    """Two methods, one with six times the work per iteration, evaluations that cost as much as 4 iterations, slow starts.
+    """Two methods, one with six times the work per iteration, evaluations that cost as much as 4
+    iterations, slow starts.
 
-    Exact as soon as every method has been timed over a period of evaluations; before that, from the planned costs alone, off by
-    no more than the factor between the methods' speeds."""
+    Exact as soon as every method has been timed over a period of evaluations; before that, from the
+    planned costs alone, off by no more than the factor between the methods' speeds.
+    """
     works = {
-        f"{kind}-{seed}": Work(12, cost, 4 * cost, 4) for kind, cost in (("slow", 60.0), ("fast", 10.0)) for seed in range(3)
+        f"{kind}-{seed}": Work(12, cost, 4 * cost, 4)
+        for kind, cost in (("slow", 60.0), ("fast", 10.0))
+        for seed in range(3)
     }
     kinds = {name: name.partition("-")[0] for name in works}
     simulation = Simulation(works, kinds, {"slow": 0.01 * slow, "fast": 0.01}, 2.0, workers)
@@ -78,7 +86,9 @@ def test_the_time_left_is_that_of_a_simulation(workers, slow):
 
 def test_a_continued_run_counts_what_is_left():
     work = Work(100, 1.0, 0.0, 10)
-    remaining = Remaining({"a": work, "b": work}, {"a": "x", "b": "x"}, 1, {"a": 90, "b": 95}, clock=lambda: now)
+    remaining = Remaining(
+        {"a": work, "b": work}, {"a": "x", "b": "x"}, 1, {"a": 90, "b": 95}, clock=lambda: now
+    )
     now = 0.0
     remaining.began("a")
     for iteration in (91, 92, 93):
@@ -89,11 +99,20 @@ def test_a_continued_run_counts_what_is_left():
 
 def test_evaluations_are_counted_when_they_are_due():
     work = Work(10, 1.0, 5.0, 4)
-    assert [work.between(0, last) for last in (3, 4, 8, 9, 10)] == [3, 9, 18, 19, 25]  # after 4, 8 and the last
-    assert work.between(9, 10) == 6 and work.between(10, 10) == 0 and Work(8, 1.0, 5.0, 4).between(0, 8) == 18
+    # after 4, 8 and the last
+    assert [work.between(0, last) for last in (3, 4, 8, 9, 10)] == [3, 9, 18, 19, 25]
+    assert (
+        work.between(9, 10) == 6
+        and work.between(10, 10) == 0
+        and Work(8, 1.0, 5.0, 4).between(0, 8) == 18
+    )
 
 
-@given(st.lists(st.floats(0, 100), max_size=4), st.lists(st.floats(0, 100), max_size=9), st.integers(4, 6))
+@given(
+    st.lists(st.floats(0, 100), max_size=4),
+    st.lists(st.floats(0, 100), max_size=9),
+    st.integers(4, 6),
+)
 def test_workers_share_the_waiting_runs(going, waiting, workers):
     total, longest = sum(going) + sum(waiting), max([0.0, *going, *waiting])
     end = makespan(going, waiting, workers)
@@ -102,23 +121,43 @@ def test_workers_share_the_waiting_runs(going, waiting, workers):
 
 def test_durations_do_not_pretend_to_seconds():
     assert [duration(s) for s in (None, 3, 38, 50, 58, 290, 5300, 9000)] == [
-        "unknown yet", "under 10 s", "about 40 s", "about 50 s", "about 1 min", "about 5 min", "about 88 min", "about 2.5 h",
-    ]  # fmt: skip
+        "unknown yet",
+        "under 10 s",
+        "about 40 s",
+        "about 50 s",
+        "about 1 min",
+        "about 5 min",
+        "about 88 min",
+        "about 2.5 h",
+    ]
 
 
 def test_the_work_of_a_run_is_that_of_its_plan():
     config = preset("default").apply(world="mixture", method="tp-grpo", kl_weight=0.1)
     work = work_of(config)
     assert work.iterations == config.iterations and work.evaluation == 384 * 20
-    assert work.iteration == 16 * 12 * 45 + 2 * 960 + 2 * 960  # rollout, update with a KL, the gradient's backward passes
+    # rollout, update with a KL, the gradient's backward passes
+    assert work.iteration == 16 * 12 * 45 + 2 * 960 + 2 * 960
 
 
 def display(tmp_path, width, seeds=3):
-    methods = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo", "dance-grpo", "dense-grpo", "noise-weighted")
+    methods = (
+        "flow-grpo",
+        "stepwise-flow-grpo",
+        "tp-grpo",
+        "dance-grpo",
+        "dense-grpo",
+        "noise-weighted",
+    )
     run = preset("tiny").apply(world="mixture", task="direction")
     file = io.StringIO()
     console = Console(file=file, width=width, force_terminal=True, color_system=None)
-    return Display(CompareConfig(run, method_arms(methods), tuple(range(seeds))), tmp_path, 2, console), file
+    return (
+        Display(
+            CompareConfig(run, method_arms(methods), tuple(range(seeds))), tmp_path, 2, console
+        ),
+        file,
+    )
 
 
 @pytest.mark.parametrize("width", [80, 140])
@@ -126,8 +165,20 @@ def display(tmp_path, width, seeds=3):
 def test_the_live_table_fits_the_terminal(tmp_path, width, seeds):
     shown, file = display(tmp_path, width, seeds)
     states = {name: {"phase": "waiting", "iteration": 0} for name in shown.jobs}
-    states["tp-grpo-seed0"] = {"phase": "done", "iteration": 2, "reward": 0.5, "heldout": 0.61, "nfe_total": 123456789}
-    states["tp-grpo-seed1"] = {"phase": "rollout", "iteration": 1, "reward": 0.7, "heldout": 0.59, "nfe_total": 1}
+    states["tp-grpo-seed0"] = {
+        "phase": "done",
+        "iteration": 2,
+        "reward": 0.5,
+        "heldout": 0.61,
+        "nfe_total": 123456789,
+    }
+    states["tp-grpo-seed1"] = {
+        "phase": "rollout",
+        "iteration": 1,
+        "reward": 0.7,
+        "heldout": 0.59,
+        "nfe_total": 1,
+    }
     shown.console.print(shown.table(states))
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
@@ -140,7 +191,27 @@ def test_the_live_table_fits_the_terminal(tmp_path, width, seeds):
 def summary(method, count):
     mean = Mean(0.512, 0.123)
     heldout = {f"held out: reward {i}": Change(mean, mean) for i in range(count)}
-    return ArmSummary(method, 3, mean, mean, mean, 0.4, 1, mean, 4.0, 1e7, None, 45.4, 14, 10, 5, 0.1, 0.2, 0.3, heldout)
+    return ArmSummary(
+        method,
+        3,
+        mean,
+        mean,
+        mean,
+        0.4,
+        1,
+        mean,
+        4.0,
+        1e7,
+        None,
+        45.4,
+        14,
+        10,
+        5,
+        0.1,
+        0.2,
+        0.3,
+        heldout,
+    )
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])
@@ -148,12 +219,20 @@ def summary(method, count):
 @pytest.mark.parametrize("heldout", [0, 3])
 def test_the_results_fit_the_terminal_in_one_table(width, methods, heldout):
     file = io.StringIO()
-    print_table([summary(f"stepwise-method-{i}", heldout) for i in range(methods)], Console(file=file, width=width))
+    print_table(
+        [summary(f"stepwise-method-{i}", heldout) for i in range(methods)],
+        Console(file=file, width=width),
+    )
     text = file.getvalue()
     assert max(map(len, text.splitlines())) <= width and "…" not in text
     for cell in (" 0.512 ± 0.123", "+0.512 ± 0.123 ▲", "1 of 3", "10,000,000"):
         assert text.count(cell) == methods, cell
-    assert text.count(" arm ") == 1 and text.count("▲ above the baseline") == 1 and "▼" not in text and "○" not in text
+    assert (
+        text.count(" arm ") == 1
+        and text.count("▲ above the baseline") == 1
+        and "▼" not in text
+        and "○" not in text
+    )
     assert text.count("0.400") == methods * (width > 80)
 
 
@@ -162,21 +241,41 @@ def test_long_names_take_several_lines_before_the_rewards_are_cut(width):
     name, file = "RelativeGain(temperature=0.5,window=all-but-last)", io.StringIO()
     print_table([summary(name, 0)], Console(file=file, width=width))
     lines = file.getvalue().splitlines()
-    assert max(map(len, lines)) <= width and "…" not in file.getvalue() and "+0.512 ± 0.123 ▲" in file.getvalue()
+    assert (
+        max(map(len, lines)) <= width
+        and "…" not in file.getvalue()
+        and "+0.512 ± 0.123 ▲" in file.getvalue()
+    )
     assert "".join(line[1:].split("  ")[0].split(" ")[0] for line in lines[4:-2]).startswith(name)
 
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_headings_of_the_live_table_are_whole_whatever_the_names(tmp_path, width):
     rule = tmp_path / "rules.py"
-    rule.write_text("from flowrl.probes import NoProbe\nclass RelativeGainOfTheWholeTrajectory:\n    probe = NoProbe()\n"
-                    "    def __init__(self, temperature=1.0): ...\n"
-                    "    def assign(self, values, decisions): return values[..., 1:].nan_to_num()\n")  # fmt: skip
-    run, file = preset("tiny").apply(world="mixture", task="direction", iterations=200), io.StringIO()
+    rule.write_text(
+        "from flowrl.probes import NoProbe\nclass RelativeGainOfTheWholeTrajectory:\n    probe ="
+        " NoProbe()\n    def __init__(self, temperature=1.0): ...\n    def assign(self, values,"
+        " decisions): return values[..., 1:].nan_to_num()\n"
+    )
+    run, file = (
+        preset("tiny").apply(world="mixture", task="direction", iterations=200),
+        io.StringIO(),
+    )
     specs = tuple(f"{rule}:RelativeGainOfTheWholeTrajectory(temperature={t})" for t in (0.25, 0.75))
     console = Console(file=file, width=width, force_terminal=True, color_system=None)
-    shown = Display(CompareConfig(run, method_arms(("flow-grpo",)) | credit_arms(specs), (0, 1, 2)), tmp_path, 2, console)
-    state = {"phase": "rollout", "iteration": 1, "reward": 0.5, "heldout": 0.6, "nfe_total": 123456789}
+    shown = Display(
+        CompareConfig(run, method_arms(("flow-grpo",)) | credit_arms(specs), (0, 1, 2)),
+        tmp_path,
+        2,
+        console,
+    )
+    state = {
+        "phase": "rollout",
+        "iteration": 1,
+        "reward": 0.5,
+        "heldout": 0.6,
+        "nfe_total": 123456789,
+    }
     console.print(shown.table(dict.fromkeys(shown.jobs, state)))
     text = file.getvalue()
     assert max(map(len, text.splitlines())) <= width and "…" not in text
@@ -191,9 +290,16 @@ def test_a_fallen_reward_is_a_mark_and_other_warnings_come_once(tmp_path):
             shown.console = Console(file=file, width=80)
         states = {name: {"phase": "waiting", "iteration": 0} for name in shown.jobs}
         run = {"phase": "rollout", "iteration": 1, "reward": 0.5, "nfe_total": 9}
-        states["tp-grpo-seed1"] = run | {"warning": "fell back\nno update", "kinds": ["collapse", "no-update"]}
+        states["tp-grpo-seed1"] = run | {
+            "warning": "fell back\nno update",
+            "kinds": ["collapse", "no-update"],
+        }
         shown.watch(states)
-        states["tp-grpo-seed1"] |= {"iteration": 5, "warning": "fell again\nno update again", "kinds": ["collapse", "no-update"]}
+        states["tp-grpo-seed1"] |= {
+            "iteration": 5,
+            "warning": "fell again\nno update again",
+            "kinds": ["collapse", "no-update"],
+        }
         shown.watch(states)
         text = file.getvalue()
         assert "fell " not in text.replace("reward fell back", "") and "again" not in text
@@ -202,14 +308,24 @@ def test_a_fallen_reward_is_a_mark_and_other_warnings_come_once(tmp_path):
             shown.console.print(shown.table(states))
             assert "· ▶! ·" in file.getvalue() and "! reward fell back" in file.getvalue()
         else:
-            assert text.count("reward fell back") == 2 and "tp-grpo, seed 1 " in text and "-seed1" not in text
+            assert (
+                text.count("reward fell back") == 2
+                and "tp-grpo, seed 1 " in text
+                and "-seed1" not in text
+            )
 
 
 def test_a_command_is_a_line_that_is_not_broken(tmp_path):
-    command = "flowrl compare --resume runs/compare-20260101-000000-with-a-long-name --trust --changed-code --workers 2"
+    command = (
+        "flowrl compare --resume runs/compare-20260101-000000-with-a-long-name --trust"
+        " --changed-code --workers 2"
+    )
     shown, file = display(tmp_path, 60)
     shown.say(f"Paused; nothing is lost. Go on with: {command}")
-    assert [line.rstrip() for line in file.getvalue().splitlines()] == ["Paused; nothing is lost. Go on with:", command]
+    assert [line.rstrip() for line in file.getvalue().splitlines()] == [
+        "Paused; nothing is lost. Go on with:",
+        command,
+    ]
     shown.console, pipe = Console(file=(pipe := io.StringIO()), width=60), pipe
     shown.say(f"Go on with: {command}")
     assert pipe.getvalue() == f"Go on with: {command}\n"
@@ -223,7 +339,12 @@ def test_a_pause_leaves_the_iterations_that_are_done(tmp_path):
 
         def pause(shown=shown):
             states = {name: {"phase": "waiting", "iteration": 0} for name in shown.jobs}
-            states["tp-grpo-seed0"] = {"phase": "paused", "iteration": 1, "reward": 0.5, "nfe_total": 9}
+            states["tp-grpo-seed0"] = {
+                "phase": "paused",
+                "iteration": 1,
+                "reward": 0.5,
+                "nfe_total": 9,
+            }
             shown.watch(states)
             return False
 
@@ -238,18 +359,36 @@ def test_a_resumed_comparison_shows_what_finished_runs_recorded(tmp_path):
     folder = tmp_path / "runs" / "tp-grpo-seed0"
     folder.mkdir(parents=True)
     write_json(folder / "config.json", shown.jobs["tp-grpo-seed0"].as_dict())
-    rows = [{"iteration": i, "nfe_total": 1000 * i, "seconds_total": i, "evaluation": {"reward": 0.3 + i / 10}} for i in range(3)]
+    rows = [
+        {
+            "iteration": i,
+            "nfe_total": 1000 * i,
+            "seconds_total": i,
+            "evaluation": {"reward": 0.3 + i / 10},
+        }
+        for i in range(3)
+    ]
     rows = [row | ({"reward_mean": 0.0} if row["iteration"] else {}) for row in rows]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert Display(shown.config, tmp_path).recorded["tp-grpo-seed0"] == {"nfe_total": 0, "heldout": 0.3}  # no checkpoint
+    # no checkpoint
+    assert Display(shown.config, tmp_path).recorded["tp-grpo-seed0"] == {
+        "nfe_total": 0,
+        "heldout": 0.3,
+    }
     (folder / "done.json").write_text("{}")
     again = Display(shown.config, tmp_path, 2, Console(file=file, width=80))
-    assert again.resumed and again.recorded["tp-grpo-seed0"] == {"nfe_total": 2000, "reward": 0.0, "heldout": 0.5}
+    assert again.resumed and again.recorded["tp-grpo-seed0"] == {
+        "nfe_total": 2000,
+        "reward": 0.0,
+        "heldout": 0.5,
+    }
     states = {name: {"phase": "waiting", "iteration": 0} for name in again.jobs}
     states["tp-grpo-seed0"] = states["flow-grpo-seed0"] = {"phase": "done", "iteration": 0}
     again.watch(states)
     text = file.getvalue()
-    assert "reward 0.000  NFE     2,000" in text and "nan" not in text and "reward     -  NFE" in text
+    assert (
+        "reward 0.000  NFE     2,000" in text and "nan" not in text and "reward     -  NFE" in text
+    )
 
 
 def test_help_is_broken_at_the_margin_only(capsys, monkeypatch):
@@ -261,7 +400,8 @@ def test_help_is_broken_at_the_margin_only(capsys, monkeypatch):
         main(["prompts", "--help"])
     text = capsys.readouterr().out
     assert (
-        "marks, for OCR), images (general prompts) or check (summarise a" in text and max(map(len, text.splitlines()[4:])) <= 80
+        "marks, for OCR), images (general prompts) or check (summarise a" in text
+        and max(map(len, text.splitlines()[4:])) <= 80
     )
 
 
@@ -285,12 +425,27 @@ def test_runs_are_named_by_what_differs():
 
     base = RunConfig()
     assert run_name(base, base) == "flow-grpo,compositional,seed=0"
-    changed = base.replace(method="tp-grpo", task="text", learning_rate=1e-4, seed=3, checkpoint_every=2)
+    changed = base.replace(
+        method="tp-grpo", task="text", learning_rate=1e-4, seed=3, checkpoint_every=2
+    )
     assert run_name(changed, base) == "tp-grpo,text,learning_rate=0.0001,seed=3"
-    many = base.replace(reward="/a b/my.py:R(x=1)", groups=3, group_size=5, num_steps=20, window=":", minibatches=2,
-                        betas=(0.9, 0.999), lora_rank=4, eval_every=3)  # fmt: skip
+    many = base.replace(
+        reward="/a b/my.py:R(x=1)",
+        groups=3,
+        group_size=5,
+        num_steps=20,
+        window=":",
+        minibatches=2,
+        betas=(0.9, 0.999),
+        lora_rank=4,
+        eval_every=3,
+    )
     name = run_name(many, base)
-    assert len(name) <= LONGEST_NAME + 10 and name.endswith("-more,seed=0") and "reward=my.py_R_x=1" in name
+    assert (
+        len(name) <= LONGEST_NAME + 10
+        and name.endswith("-more,seed=0")
+        and "reward=my.py_R_x=1" in name
+    )
     assert not set(name) & set("/:() ")
 
 
@@ -311,4 +466,7 @@ def test_a_plan_counts_in_the_precision_of_a_gpu(capsys):
     for words, precision in (([], "float16 on cuda"), (["--dtype", "float32"], "float32 on cuda")):
         assert main(["train", "--preset", "sd3.5-medium,tp-grpo,ocr", "--plan", *words]) == 0
         text = capsys.readouterr().out
-        assert text.splitlines()[0].endswith(precision) and f"in {precision.split()[0]}, not measured" in text
+        assert (
+            text.splitlines()[0].endswith(precision)
+            and f"in {precision.split()[0]}, not measured" in text
+        )

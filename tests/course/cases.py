@@ -7,7 +7,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """A check, an answer (or tuple of answers) that it accepts, and likely mistakes, each with a part of its message."""
+    """A check, an answer (or tuple of answers) that it accepts, and likely mistakes, each with a
+    part of its message.
+    """
 
     check: Callable[..., Any]
     solution: Any

@@ -24,7 +24,9 @@ def euler(velocity, noise, times, sign=-1.0, ahead=0):
     nodes = [noise]
     for i in range(len(times) - 1):
         x = nodes[-1]
-        nodes.append(x + sign * (times[i] - times[i + 1]) * velocity(x, times[i + ahead].expand(len(x))))
+        nodes.append(
+            x + sign * (times[i] - times[i + 1]) * velocity(x, times[i + ahead].expand(len(x)))
+        )
     return torch.stack(nodes)
 
 
@@ -37,7 +39,9 @@ def changing_in_place(velocity, noise, times):
 
 
 def error(noise, steps, reduce=lambda gap: gap.square().sum(1).mean().sqrt(), fine=640):
-    ends = [euler(RING.velocity, noise, torch.linspace(1, 0, count + 1))[-1] for count in (steps, fine)]
+    ends = [
+        euler(RING.velocity, noise, torch.linspace(1, 0, count + 1))[-1] for count in (steps, fine)
+    ]
     return float(reduce(ends[0] - ends[1]))
 
 
@@ -56,14 +60,26 @@ CASES = [
         lesson.check_loss,
         loss,
         [
-            (lambda f, c, n, t: (f(interpolate(c, n, t), t) - (c - n)).square().mean(), "sign of the target"),
+            (
+                lambda f, c, n, t: (f(interpolate(c, n, t), t) - (c - n)).square().mean(),
+                "sign of the target",
+            ),
             (lambda f, c, n, t: (f(c, t) - (n - c)).square().mean(), "given the clean data"),
-            (lambda f, c, n, t: (f(interpolate(c, n, t), t) - (n - c)).square().sum(), "this is a sum"),
-            (lambda f, c, n, t: (f(interpolate(c, n, t), t) - n).square().mean(), "the target is the noise"),
+            (
+                lambda f, c, n, t: (f(interpolate(c, n, t), t) - (n - c)).square().sum(),
+                "this is a sum",
+            ),
+            (
+                lambda f, c, n, t: (f(interpolate(c, n, t), t) - n).square().mean(),
+                "the target is the noise",
+            ),
             (lambda f, c, n, t: loss(f, c, n, t).detach(), "do not detach"),
             (lambda f, c, n, t: loss(f, c, n, t).item(), "leave out .item()"),
             (lambda f, c, n, t: loss(f, c, n, t).sqrt(), "take no root"),
-            (lambda f, c, n, t: (f(interpolate(c, n, t), t) - (n - c)).abs().mean(), "absolute values"),
+            (
+                lambda f, c, n, t: (f(interpolate(c, n, t), t) - (n - c)).abs().mean(),
+                "absolute values",
+            ),
         ],
     ),
     Case(
@@ -76,7 +92,10 @@ CASES = [
             (lambda v, n, t: euler(v, n, t)[1:], "node 0 is the noise"),
             (lambda v, n, t: euler(lambda x, time: v(x, time[0]), n, t), "one per sample"),
             (changing_in_place, "write x = x - ..."),
-            (lambda v, n, t: euler(v, n, torch.cat([t, t[-1:]]), ahead=len(t)), "T + 1 times and T steps"),
+            (
+                lambda v, n, t: euler(v, n, torch.cat([t, t[-1:]]), ahead=len(t)),
+                "T + 1 times and T steps",
+            ),
         ],
     ),
     Case(
@@ -96,7 +115,10 @@ CASES = [
         [
             (lambda n, s: error(n, s, lambda g: g.square().sum(1).mean()), "take its root"),
             (lambda n, s: error(n, s, lambda g: g.square().mean().sqrt()), "sums over them"),
-            (lambda n, s: error(n, s, lambda g: g.norm(dim=1).mean()), "return the root mean square"),
+            (
+                lambda n, s: error(n, s, lambda g: g.norm(dim=1).mean()),
+                "return the root mean square",
+            ),
             (lambda n, s: error(n, s) + 0.1, "must be 0"),
             (lambda n, s: error(n, s - 1, fine=639), "steps + 1"),
         ],

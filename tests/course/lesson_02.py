@@ -20,7 +20,9 @@ def flow_sde(x, v, t, s, a):
 
 
 def ends(velocity, x, times, a, correct, generator, keep=0.0, noise=lambda std: std, draws=None):
-    """The solution; `keep` is the part of the correction that stays when left out; `draws`, the number of draws per step."""
+    """The solution; `keep` is the part of the correction that stays when left out; `draws`, the
+    number of draws per step.
+    """
     for t, s in pairwise(times):
         v = velocity(x, torch.full((len(x),), t))
         mean, std = flow_sde(x, v, t, s, a)
@@ -57,15 +59,33 @@ CASES = [
         flow_sde,
         [
             (lambda x, v, t, s, a: (x - (t - s) * v, flow_sde(x, v, t, s, a)[1]), "the ODE's mean"),
-            (lambda x, v, t, s, a: (flow_sde(x, v, t, s, a)[0], a * math.sqrt(t / (1 - t)) * (t - s)), "root of Delta"),
             (
-                lambda x, v, t, s, a: (2 * (x - (t - s) * v) - flow_sde(x, v, t, s, a)[0], flow_sde(x, v, t, s, a)[1]),
+                lambda x, v, t, s, a: (
+                    flow_sde(x, v, t, s, a)[0],
+                    a * math.sqrt(t / (1 - t)) * (t - s),
+                ),
+                "root of Delta",
+            ),
+            (
+                lambda x, v, t, s, a: (
+                    2 * (x - (t - s) * v) - flow_sde(x, v, t, s, a)[0],
+                    flow_sde(x, v, t, s, a)[1],
+                ),
                 "wrong sign",
             ),
             (lambda x, v, t, s, a: flow_sde(x, v, t, s, a)[0], "return two values"),
-            (lambda x, v, t, s, a: (flow_sde(x, v, t, s, a)[0], a * t / (1 - t) * (t - s) ** 0.5), "root in sigma"),
             (
-                lambda x, v, t, s, a: (flow_sde(x, v, t, s, a)[0] + torch.randn(7, 2), flow_sde(x, v, t, s, a)[1]),
+                lambda x, v, t, s, a: (
+                    flow_sde(x, v, t, s, a)[0],
+                    a * t / (1 - t) * (t - s) ** 0.5,
+                ),
+                "root in sigma",
+            ),
+            (
+                lambda x, v, t, s, a: (
+                    flow_sde(x, v, t, s, a)[0] + torch.randn(7, 2),
+                    flow_sde(x, v, t, s, a)[1],
+                ),
                 "noise is not drawn",
             ),
             (lambda x, v, t, s, a: (..., ...), "replace the dots"),
@@ -78,15 +98,30 @@ CASES = [
             (lambda v, x, t, a, c, g: x, "returned unchanged"),
             (lambda v, x, t, a, c, g: ends(v, x, t, a, True, g), "`correct` has no effect"),
             (lambda v, x, t, a, c, g: ends(v, x, t, a, not c, g), "swapped"),
-            (lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, noise=lambda std: 0.0), "the noise is missing"),
-            (lambda v, x, t, a, c, g: ends(v, x, t, a if c else 0.0, c, g), "the noise is missing too"),
+            (
+                lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, noise=lambda std: 0.0),
+                "the noise is missing",
+            ),
+            (
+                lambda v, x, t, a, c, g: ends(v, x, t, a if c else 0.0, c, g),
+                "the noise is missing too",
+            ),
             (lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, keep=-1.0), "opposite sign"),
             (lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, keep=2.0), "twice as large"),
-            (lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, noise=lambda std: std**2), "by std twice"),
+            (
+                lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, noise=lambda std: std**2),
+                "by std twice",
+            ),
             (lambda v, x, t, a, c, g: ends(v, x, t[:2], a, c, g), "ends after one step"),
             (lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, draws=1), "of the shape of x"),
-            (lambda v, x, t, a, c, g: ends(v, x, t, a, c, torch.default_generator), "two calls with equal generators"),
-            (lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, noise=lambda std: 1.3 * std), "standard deviation of"),
+            (
+                lambda v, x, t, a, c, g: ends(v, x, t, a, c, torch.default_generator),
+                "two calls with equal generators",
+            ),
+            (
+                lambda v, x, t, a, c, g: ends(v, x, t, a, c, g, noise=lambda std: 1.3 * std),
+                "standard deviation of",
+            ),
         ],
     ),
     Case(
@@ -95,18 +130,36 @@ CASES = [
         [
             (lambda t, s, sigma: excess(t, s, sigma) + s**2, "subtract s squared"),
             (lambda t, s, sigma: sigma**2 * (t - s), "only the new noise"),
-            (lambda t, s, sigma: s - sigma**2 * (t - s) / (2 * t) + sigma**2 * (t - s) - s**2, "square s - sigma"),
-            (lambda t, s, sigma: sigma**2 * (t - s) ** 2 / t, "change of the old noise's coefficient"),
-            (lambda t, s, sigma: (excess(t, s, sigma) + s**2) ** 0.5 - s, "difference of standard deviations"),
+            (
+                lambda t, s, sigma: s - sigma**2 * (t - s) / (2 * t) + sigma**2 * (t - s) - s**2,
+                "square s - sigma",
+            ),
+            (
+                lambda t, s, sigma: sigma**2 * (t - s) ** 2 / t,
+                "change of the old noise's coefficient",
+            ),
+            (
+                lambda t, s, sigma: (excess(t, s, sigma) + s**2) ** 0.5 - s,
+                "difference of standard deviations",
+            ),
             (lambda t, s, sigma: excess(t, s, sigma) + (1 - s) ** 2, "no variance"),
-            (lambda t, s, sigma: (s - sigma**2 * (t - s) / (2 * t)) ** 2 - s**2, "new noise is missing"),
+            (
+                lambda t, s, sigma: (s - sigma**2 * (t - s) / (2 * t)) ** 2 - s**2,
+                "new noise is missing",
+            ),
         ],
     ),
     Case(
         lesson.check_cps,
         cps,
         [
-            (lambda x, v, t, s, e: ((1 - s) * (x - t * v) + s * (x + (1 - t) * v), cps(x, v, t, s, e)[1]), "whole coefficient"),
+            (
+                lambda x, v, t, s, e: (
+                    (1 - s) * (x - t * v) + s * (x + (1 - t) * v),
+                    cps(x, v, t, s, e)[1],
+                ),
+                "whole coefficient",
+            ),
             (lambda x, v, t, s, e: (cps(x, v, t, s, e)[0], s * math.sin(e)), "radians"),
             (
                 lambda x, v, t, s, e: (
@@ -115,7 +168,13 @@ CASES = [
                 ),
                 "the root is missing",
             ),
-            (lambda x, v, t, s, e: (cps(x, v, t, s, e)[0], cps(x, v, t, s, e)[1] * math.sqrt(t - s)), "no root of Delta"),
+            (
+                lambda x, v, t, s, e: (
+                    cps(x, v, t, s, e)[0],
+                    cps(x, v, t, s, e)[1] * math.sqrt(t - s),
+                ),
+                "no root of Delta",
+            ),
             (
                 lambda x, v, t, s, e: (
                     (1 - s) * (x - t * v) + (s - cps(x, v, t, s, e)[1]) * (x + (1 - t) * v),

@@ -31,13 +31,24 @@ CASES = [
         lesson.check_log_prob,
         log_prob,
         [
-            (lambda x, m, s: torch.distributions.Normal(m, s[:, None]).log_prob(x).sum(1), "the sum over elements"),
+            (
+                lambda x, m, s: torch.distributions.Normal(m, s[:, None]).log_prob(x).sum(1),
+                "the sum over elements",
+            ),
             (lambda x, m, s: -log_prob(x, m, s), "negative log-density"),
             (lambda x, m, s: log_prob(x, m, s) + (x - m).square().mean(1) / s**2, "wrong sign"),
-            (lambda x, m, s: -(x - m).square().mean(1) / 2 * s**2 - s.log() - 0.5 * math.log(2 * math.pi), "in brackets"),
+            (
+                lambda x, m, s: (
+                    -(x - m).square().mean(1) / 2 * s**2 - s.log() - 0.5 * math.log(2 * math.pi)
+                ),
+                "in brackets",
+            ),
             (lambda x, m, s: log_prob(x, m, s) + torch.log(2 * math.pi), "module math"),
             (lambda x, m, s: -(x - m).square().mean(1) / (2 * s**2), "normalisation is missing"),
-            (lambda x, m, s: torch.distributions.Normal(m, s[:, None]).log_prob(x), "one number per sample"),
+            (
+                lambda x, m, s: torch.distributions.Normal(m, s[:, None]).log_prob(x),
+                "one number per sample",
+            ),
         ],
     ),
     Case(
@@ -50,7 +61,10 @@ CASES = [
             (lambda x, m, s, r, b: (r - b) * (x - m) / (2 * s**2), "the 2 cancels"),
             (lambda x, m, s, r, b: r * (x - m) / s**2, "baseline is missing"),
             (lambda x, m, s, r, b: r * (x - m) / s**2 - b, "from the product"),
-            (lambda x, m, s, r, b: (r - b) * torch.distributions.Normal(m, s).log_prob(x), "needs its derivative"),
+            (
+                lambda x, m, s, r, b: (r - b) * torch.distributions.Normal(m, s).log_prob(x),
+                "needs its derivative",
+            ),
             (lambda x, m, s, r, b: ((r - b) * (x - m) / s**2).mean(), "not their mean"),
             (lambda x, m, s, r, b: ..., "replace the dots"),
         ],
@@ -61,7 +75,13 @@ CASES = [
         [
             (lambda r: (r - r.mean()) / (r.std(correction=0) + 1e-4), "whole batch is one group"),
             (lambda r: (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4), "G - 1"),
-            (lambda r: (r - r.mean(1, keepdim=True)) / r.std(1, correction=0, keepdim=True).clamp(min=0), "gives nan"),
+            (
+                lambda r: (
+                    (r - r.mean(1, keepdim=True))
+                    / r.std(1, correction=0, keepdim=True).clamp(min=0)
+                ),
+                "gives nan",
+            ),
             (lambda r: r - r.mean(1, keepdim=True), "not divided by the std"),
             (lambda r: (r - r.mean(1)) / (r.std(1) + 1e-4), "keepdim=True"),
         ],
@@ -77,11 +97,29 @@ CASES = [
             (lambda n, o, a, c: clipped(n, o, a, c).detach(), "no gradient to the new"),
             (lambda n, o, a, c: clipped(n, o, a, c).item(), "leave out .item()"),
             (lambda n, o, a, c: clipped(n, o, -a, c), "sign of A"),
-            (lambda n, o, a, c: torch.maximum(-a * n / o, -a * (n / o).clamp(1 - c, 1 + c)).mean(), "not new / old"),
-            (lambda n, o, a, c: torch.maximum(-a * (n - o).exp(), -a * (n - o).exp().clamp(-c, c)).mean(), "not near 0"),
-            (lambda n, o, a, c: max(-a * (n - o).exp(), -a * (n - o).exp().clamp(1 - c, 1 + c)).mean(), "torch.maximum"),
             (
-                lambda n, o, a, c: clipped(n, o, a, c).detach() + (-a * (n - o).exp().clamp(1 - c, 1 + c)).mean() * 0,
+                lambda n, o, a, c: torch.maximum(
+                    -a * n / o, -a * (n / o).clamp(1 - c, 1 + c)
+                ).mean(),
+                "not new / old",
+            ),
+            (
+                lambda n, o, a, c: torch.maximum(
+                    -a * (n - o).exp(), -a * (n - o).exp().clamp(-c, c)
+                ).mean(),
+                "not near 0",
+            ),
+            (
+                lambda n, o, a, c: max(
+                    -a * (n - o).exp(), -a * (n - o).exp().clamp(1 - c, 1 + c)
+                ).mean(),
+                "torch.maximum",
+            ),
+            (
+                lambda n, o, a, c: (
+                    clipped(n, o, a, c).detach()
+                    + (-a * (n - o).exp().clamp(1 - c, 1 + c)).mean() * 0
+                ),
                 "is a part detached",
             ),
         ],

@@ -33,7 +33,10 @@ CASES = [
         [
             (lambda f, s: uniform(f, s, dim=(0, 1)), "the whole batch: take it over members"),
             (lambda f, s: uniform(f, s, dim=0), "runs over prompts"),
-            (lambda f, s: uniform(f, s, std_dim=(0, 1)), "standard deviation is that of the whole batch"),
+            (
+                lambda f, s: uniform(f, s, std_dim=(0, 1)),
+                "standard deviation is that of the whole batch",
+            ),
             (lambda f, s: uniform(f, s, unbiased=True), "unbiased=False"),
             (lambda f, s: uniform(f, s, epsilon=0.0), "equal rewards gives NaN"),
             (lambda f, s: uniform(f, s)[..., 0], "axis of decisions is missing"),
@@ -79,10 +82,26 @@ CASES = [
             (lambda v, w, t, s, a: velocity_kl(v, w, t, s, a, power=1), "not squared"),
             (lambda v, w, t, s, a: velocity_kl(v, w, t, s, a, delta=0), "step length is missing"),
             (lambda v, w, t, s, a: velocity_kl(v, w, t, s, a, delta=2), "released code"),
-            (lambda v, w, t, s, a: velocity_kl(v, w, t, s, a, sigma=lambda a, t: a), "noise level only"),
-            (lambda v, w, t, s, a: velocity_kl(v, w, t, s, a, sigma=lambda a, t: a * t / (1 - t)), "root in sigma"),
-            (lambda v, w, t, s, a: velocity_kl(v, w, t, s, a, sigma=lambda a, t: a * ((1 - t) / t) ** 0.5), "swapped"),
-            (lambda v, w, t, s, a: velocity_kl(v, w, t, s, a).mean(), "not the mean over the batch"),
+            (
+                lambda v, w, t, s, a: velocity_kl(v, w, t, s, a, sigma=lambda a, t: a),
+                "noise level only",
+            ),
+            (
+                lambda v, w, t, s, a: velocity_kl(
+                    v, w, t, s, a, sigma=lambda a, t: a * t / (1 - t)
+                ),
+                "root in sigma",
+            ),
+            (
+                lambda v, w, t, s, a: velocity_kl(
+                    v, w, t, s, a, sigma=lambda a, t: a * ((1 - t) / t) ** 0.5
+                ),
+                "swapped",
+            ),
+            (
+                lambda v, w, t, s, a: velocity_kl(v, w, t, s, a).mean(),
+                "not the mean over the batch",
+            ),
             (lambda v, w, t, s, a: ..., "replace the dots"),
         ],
     ),
@@ -116,7 +135,10 @@ CASES = [
         pushing,
         [
             (lambda r, a, c: (r - 1).abs() <= c, "every pair outside"),
-            (lambda r, a, c: ~(((a > 0) & (r < 1 - c)) | ((a < 0) & (r > 1 + c))), "sides are swapped"),
+            (
+                lambda r, a, c: ~(((a > 0) & (r < 1 - c)) | ((a < 0) & (r > 1 + c))),
+                "sides are swapped",
+            ),
             (lambda r, a, c: ~pushing(r, a, c), "whose gradient is zero"),
             (lambda r, a, c: torch.ones_like(r) > 0, "not all of them"),
             (lambda r, a, c: r <= 1 + c, "upper bound holds for good pairs only"),

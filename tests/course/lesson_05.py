@@ -6,7 +6,9 @@ from flowrl_course import lesson_05 as lesson
 from tests.course.cases import Case
 
 
-def substeps(velocity, x, t, v, count, still=False, sign=-1.0, length=None, always=False, tick=None, late=0):
+def substeps(
+    velocity, x, t, v, count, still=False, sign=-1.0, length=None, always=False, tick=None, late=0
+):
     length = t / count if length is None else length
     for k in range(count):
         if k > 0 or always:
@@ -22,7 +24,9 @@ def joint(gained, dims=(1, 2), unbiased=False):
 
 def generalised(gained, lam):
     steps = range(gained.shape[-1])
-    return torch.stack([sum(lam ** (k - i) * gained[..., k] for k in steps if k >= i) for i in steps], dim=-1)
+    return torch.stack(
+        [sum(lam ** (k - i) * gained[..., k] for k in steps if k >= i) for i in steps], dim=-1
+    )
 
 
 def past(gained, lam):
@@ -51,7 +55,10 @@ CASES = [
         [
             ({**lesson.FIGURE_1, "g at 0.86": 8}, "g at 0.86: find the node"),
             ({**lesson.FIGURE_1, "g at 0.71": 2}, "g at 0.71: find the node"),
-            (dict(zip(lesson.FIGURE_1, (2, 4, 1), strict=True)), "not of the step that leads to it"),
+            (
+                dict(zip(lesson.FIGURE_1, (2, 4, 1), strict=True)),
+                "not of the step that leads to it",
+            ),
             (dict(zip(lesson.FIGURE_1, (4, 6, 3), strict=True)), "one too large"),
             (dict(zip(lesson.FIGURE_1, (7, 5, 8), strict=True)), "count from the image"),
             (dict(zip(lesson.FIGURE_1, (3, 5, 3), strict=True)), "leads out of the dip"),
@@ -65,11 +72,22 @@ CASES = [
         substeps,
         [
             (lambda f, x, t, v, n: x - t * v, "Tweedie estimate"),
-            (lambda f, x, t, v, n: substeps(f, x, t, v, n, still=True), "always evaluated at the time t"),
+            (
+                lambda f, x, t, v, n: substeps(f, x, t, v, n, still=True),
+                "always evaluated at the time t",
+            ),
             (lambda f, x, t, v, n: substeps(f, x, t, v, n, length=1 / n), "length 1 / count"),
-            (lambda f, x, t, v, n: substeps(f, x, t, v, n, length=1 / n, tick=1 / n), "and the times too"),
+            (
+                lambda f, x, t, v, n: substeps(f, x, t, v, n, length=1 / n, tick=1 / n),
+                "and the times too",
+            ),
             (lambda f, x, t, v, n: substeps(f, x, t, v, n, late=1), "behind its state"),
-            (lambda f, x, t, v, n: substeps(lambda y, s: f(y, torch.full((len(y),), s)), x, t, v, n), "one per sample"),
+            (
+                lambda f, x, t, v, n: substeps(
+                    lambda y, s: f(y, torch.full((len(y),), s)), x, t, v, n
+                ),
+                "one per sample",
+            ),
             (lambda f, x, t, v, n: substeps(f, x, t, v, n, sign=1.0), "the sign is wrong"),
             (lambda f, x, t, v, n: substeps(f, x, t, v, n, always=True), "3 suffice"),
         ],

@@ -34,7 +34,10 @@ def consistent(values, after=1, first=True):
 
 
 def balance(turns, size, pick=0):
-    up, down = size[turns & (size > 0)].sort(descending=True).values, size[turns & (size < 0)].sort().values
+    up, down = (
+        size[turns & (size > 0)].sort(descending=True).values,
+        size[turns & (size < 0)].sort().values,
+    )
     k = min(len(up), len(down))
     if k == 0:
         return turns
@@ -63,7 +66,10 @@ CASES = [
             (lambda f, x, n, t: x - t[n] * f(x, t[n]), "one-step (Tweedie)"),
             (lambda f, x, n, t: complete(f, x, n, t, last=len(t) - 2), "one step is missing"),
             (lambda f, x, n, t: complete(f, x, n + 1, t), "begin at node itself"),
-            (lambda f, x, n, t: complete(lambda y, s: f(y, s.expand(len(y))), x, n, t), "one per sample"),
+            (
+                lambda f, x, n, t: complete(lambda y, s: f(y, s.expand(len(y))), x, n, t),
+                "one per sample",
+            ),
         ],
     ),
     Case(
@@ -84,8 +90,14 @@ CASES = [
         lesson.check_plain,
         plain,
         [
-            (lambda r: later(r.diff(dim=-1)[..., :-1] * r.diff(dim=-1)[..., 1:] < 0), "every change of direction"),
-            (lambda r: later((r.diff(dim=-1)[..., :-1] < 0) & (r.diff(dim=-1)[..., 1:] > 0)), "only turns upwards"),
+            (
+                lambda r: later(r.diff(dim=-1)[..., :-1] * r.diff(dim=-1)[..., 1:] < 0),
+                "every change of direction",
+            ),
+            (
+                lambda r: later((r.diff(dim=-1)[..., :-1] < 0) & (r.diff(dim=-1)[..., 1:] > 0)),
+                "only turns upwards",
+            ),
             (lambda r: plain(r).roll(-1, dims=-1), "one too early"),
             (lambda r: later((along(r)[..., :-1] <= 0) & (along(r)[..., 1:] > 0)), "use < 0"),
             (lambda r: plain(r)[..., 1:], "fill decision 0"),
@@ -95,10 +107,19 @@ CASES = [
         lesson.check_consistent,
         consistent,
         [
-            (lambda r: consistent(r, after=0), "own gain; what comes after decision k is R - R_{k+1}"),
+            (
+                lambda r: consistent(r, after=0),
+                "own gain; what comes after decision k is R - R_{k+1}",
+            ),
             (lambda r: consistent(r, first=False), "the first decision is missing"),
-            (lambda r: torch.cat([along(r)[..., :1] > 0, consistent(r)[..., 1:]], dim=-1), "follows the plain rule"),
-            (lambda r: torch.cat([along(r)[..., :1] > 0, plain(r)[..., 1:]], dim=-1), "these are the plain turning points"),
+            (
+                lambda r: torch.cat([along(r)[..., :1] > 0, consistent(r)[..., 1:]], dim=-1),
+                "follows the plain rule",
+            ),
+            (
+                lambda r: torch.cat([along(r)[..., :1] > 0, plain(r)[..., 1:]], dim=-1),
+                "these are the plain turning points",
+            ),
         ],
     ),
     Case(
@@ -125,7 +146,12 @@ CASES = [
             (lambda t, s: t, "nothing is dropped"),
             (lambda t, s: balance(t, s, pick=1), "the smallest are kept"),
             (per_prompt, "balanced by itself"),
-            (lambda t, s: balance(t, s) if (t & (s < 0)).any() and (t & (s > 0)).any() else t & False, "all of them remain"),
+            (
+                lambda t, s: (
+                    balance(t, s) if (t & (s < 0)).any() and (t & (s > 0)).any() else t & False
+                ),
+                "all of them remain",
+            ),
         ],
     ),
     Case(

@@ -54,7 +54,10 @@ def next_evaluation(cost, reward, target):
 def last_crossing(cost, reward, target):
     for i in reversed(range(1, len(reward))):
         if reward[i - 1] < target <= reward[i]:
-            return float(cost[i - 1] + (target - reward[i - 1]) / (reward[i] - reward[i - 1]) * (cost[i] - cost[i - 1]))
+            return float(
+                cost[i - 1]
+                + (target - reward[i - 1]) / (reward[i] - reward[i - 1]) * (cost[i] - cost[i - 1])
+            )
     return math.nan
 
 
@@ -96,14 +99,25 @@ CASES = [
         lesson.check_permutation,
         permutation,
         [
-            (lambda a, b: permutation(a, b, lambda split, seen: abs(split) > abs(seen) + 1e-9), "p = 0 cannot be"),
-            (lambda a, b: permutation(a, b, lambda split, seen: split >= seen - 1e-9), "one side only"),
+            (
+                lambda a, b: permutation(a, b, lambda split, seen: abs(split) > abs(seen) + 1e-9),
+                "p = 0 cannot be",
+            ),
+            (
+                lambda a, b: permutation(a, b, lambda split, seen: split >= seen - 1e-9),
+                "one side only",
+            ),
             (lambda a, b: ..., "replace the dots"),
             (
-                lambda a, b: permutation(a, b, lambda split, seen: split != -seen and abs(split) >= abs(seen) - 1e-9),
+                lambda a, b: permutation(
+                    a, b, lambda split, seen: split != -seen and abs(split) >= abs(seen) - 1e-9
+                ),
                 "lost to rounding",
             ),
-            (lambda a, b: permutation(a, b, lambda split, seen: abs(split) <= abs(seen) + 1e-9), "the other tail"),
+            (
+                lambda a, b: permutation(a, b, lambda split, seen: abs(split) <= abs(seen) + 1e-9),
+                "the other tail",
+            ),
         ],
     ),
     Case(
@@ -123,7 +137,10 @@ CASES = [
         tuned,
         [
             (lambda s, k: tuned(s, k, choose=lambda x, n: x[..., n:]), "luck is reported as skill"),
-            (lambda s, k: tuned(s, k, report=lambda x, n: x[..., :n]), "the best of several is too good"),
+            (
+                lambda s, k: tuned(s, k, report=lambda x, n: x[..., :n]),
+                "the best of several is too good",
+            ),
             (lambda s, k: tuned(s, k, common=True), "one setting for all rules"),
             (lambda s, k: tuned(s, k, report=lambda x, n: x), "this reports all seeds"),
             (lambda s, k: s.mean(-1).amax(1), "all seeds choose and all report"),

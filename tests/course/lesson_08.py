@@ -34,7 +34,9 @@ def every_decision(y, mask):
 
 def rank_rule(of_final):
     """A rule made of one function of the rewards of the finished samples [prompt, member]."""
-    return rule(lambda v, mask: scored(every_decision(of_final(v[..., -1]), mask), mask), NoProbe(), False)
+    return rule(
+        lambda v, mask: scored(every_decision(of_final(v[..., -1]), mask), mask), NoProbe(), False
+    )
 
 
 def raw_ranks(values, mask):
@@ -60,7 +62,9 @@ class OneRuler:
     def assign(self, values, decisions):
         y = centred(reward_to_go(values), decisions.mask)
         new = self.measure(y)
-        self.squares = new if self.squares is None else self.decay * self.squares + (1 - self.decay) * new
+        self.squares = (
+            new if self.squares is None else self.decay * self.squares + (1 - self.decay) * new
+        )
         return (y / (self.squares.sqrt() + 1e-4)).clamp(-5, 5)
 
     def state_dict(self):
@@ -91,7 +95,9 @@ class Late(OneRuler):
         y = centred(reward_to_go(values), decisions.mask)
         new = self.measure(y)
         ruler = new if self.squares is None else self.squares
-        self.squares = new if self.squares is None else self.decay * self.squares + (1 - self.decay) * new
+        self.squares = (
+            new if self.squares is None else self.decay * self.squares + (1 - self.decay) * new
+        )
         return (y / (ruler.sqrt() + 1e-4)).clamp(-5, 5)
 
 
@@ -117,7 +123,9 @@ class Unclamped(OneRuler):
     def assign(self, values, decisions):
         y = centred(reward_to_go(values), decisions.mask)
         new = self.measure(y)
-        self.squares = new if self.squares is None else self.decay * self.squares + (1 - self.decay) * new
+        self.squares = (
+            new if self.squares is None else self.decay * self.squares + (1 - self.decay) * new
+        )
         return (y / (self.squares.sqrt() + 1e-4)).clamp(-self.limit, self.limit)
 
 
@@ -155,7 +163,10 @@ CASES = [
         rule(lambda v, m: joint(gains(v), m)),
         [
             (rule(lambda v, m: joint(gains(v), m), probe=Tweedie), "with brackets"),
-            (rule(lambda v, m: joint(gains(v), m), probe=NoProbe()), "scores the finished sample only"),
+            (
+                rule(lambda v, m: joint(gains(v), m), probe=NoProbe()),
+                "scores the finished sample only",
+            ),
             (rule(in_place), "works in place"),
             (rule(no_epsilon), "add 1e-4 to it"),
             (rule(lambda v, m: joint(gains(v), None)), "mask=decisions.mask"),

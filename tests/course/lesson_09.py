@@ -8,7 +8,9 @@ from tests.course.cases import Case
 from tests.course.rules import centred, one_std, rule
 
 
-def state_value(latents, node, steps, go, score, count, first=0, last=0, mixed=False, mean_first=False):
+def state_value(
+    latents, node, steps, go, score, count, first=0, last=0, mixed=False, mean_first=False
+):
     copies = latents.repeat(count, 1, 1) if mixed else latents.repeat_interleave(count, dim=0)
     for step in range(node + first, steps + last):
         copies = go(copies, step)
@@ -37,7 +39,9 @@ def calibrated(values, mask, centre=True, upside_down=False, over=(0, 1), late=F
     y = centred(values, members)
     used = y if centre else values.masked_fill(~members, torch.nan)
     below = used[..., -1:].square().expand_as(used) if upside_down else used.square()
-    slopes = (used * used[..., -1:]).nanmean(over, keepdim=True) / (below.nanmean(over, keepdim=True) + 1e-8)
+    slopes = (used * used[..., -1:]).nanmean(over, keepdim=True) / (
+        below.nanmean(over, keepdim=True) + 1e-8
+    )
     return one_std(slopes[..., 1:] * gains(y) if late else gains(slopes * y), mask)
 
 
@@ -45,7 +49,10 @@ def mean_reward(cost, reward, budget, divide=True, cut=True, end=True):
     last = int((cost < budget).sum())
     part = (budget - cost[last - 1]) / (cost[last] - cost[last - 1])
     at_end = reward[last - 1] + part * (reward[last] - reward[last - 1])
-    x, y = torch.cat([cost[:last], torch.tensor([budget]).to(cost)]), torch.cat([reward[:last], at_end[None]])
+    x, y = (
+        torch.cat([cost[:last], torch.tensor([budget]).to(cost)]),
+        torch.cat([reward[:last], at_end[None]]),
+    )
     if not end:
         x, y = x[:-1], y[:-1]
     if not cut:
@@ -54,7 +61,9 @@ def mean_reward(cost, reward, budget, divide=True, cut=True, end=True):
 
 
 def rectangles(cost, reward, budget):
-    return float((reward[:-1] * (cost[1:].clamp(max=budget) - cost[:-1]).clamp(min=0)).sum()) / budget
+    return (
+        float((reward[:-1] * (cost[1:].clamp(max=budget) - cost[:-1]).clamp(min=0)).sum()) / budget
+    )
 
 
 def verdict(found, adjusted, smallest=0.02, order="size", whole=True, both=True):
@@ -78,7 +87,9 @@ def by_interval(found, adjusted, smallest=0.02):
     return "undecided"
 
 
-def rate(judge, spread, seeds, effect, draws, generator, scale=None, count=False, words=("better",)):
+def rate(
+    judge, spread, seeds, effect, draws, generator, scale=None, count=False, words=("better",)
+):
     scale = spread if scale is None else scale(spread, seeds)
     found = [judge(effect + scale * torch.randn(seeds, generator=generator)) for _ in range(draws)]
     better = sum(word in words for word in found)
@@ -111,9 +122,15 @@ CASES = [
             (lambda *a: mean_reward(*a, divide=False), "divide it by the budget"),
             (lambda *a: mean_reward(*a, cut=False), "beyond the budget is included"),
             (lambda *a: mean_reward(*a, end=False), "to the budget is missing"),
-            (lambda cost, reward, budget: float(reward[cost <= budget].mean()), "not evenly spaced"),
+            (
+                lambda cost, reward, budget: float(reward[cost <= budget].mean()),
+                "not evenly spaced",
+            ),
             (rectangles, "torch.trapezoid"),
-            (lambda cost, reward, budget: float(torch.trapezoid(reward, cost) / cost[-1]), "divided by the last cost"),
+            (
+                lambda cost, reward, budget: float(torch.trapezoid(reward, cost) / cost[-1]),
+                "divided by the last cost",
+            ),
         ],
     ),
     Case(
@@ -124,7 +141,10 @@ CASES = [
             (lambda *a: verdict(*a, whole=False), "this one is wide"),
             (lambda *a: verdict(*a, both=False), "the p-value is read first"),
             (by_interval, "the corrected p-value is not below 0.05"),
-            (lambda found, adjusted, smallest=0.02: verdict(found, adjusted), "is the 0.02 written into the function"),
+            (
+                lambda found, adjusted, smallest=0.02: verdict(found, adjusted),
+                "is the 0.02 written into the function",
+            ),
             (lambda *a: "equal", "is not one of the four strings"),
         ],
     ),
@@ -134,9 +154,15 @@ CASES = [
         [
             (lambda *a: rate(*a, count=True), "divide it by `draws`"),
             (same_noise, "draw inside the loop"),
-            (lambda *a: rate(*a, scale=lambda spread, seeds: spread / seeds**0.5), "each difference has the whole spread"),
+            (
+                lambda *a: rate(*a, scale=lambda spread, seeds: spread / seeds**0.5),
+                "each difference has the whole spread",
+            ),
             (lambda *a: rate(*a, scale=lambda spread, seeds: spread**2), "the spread is squared"),
-            (lambda j, spread, seeds, effect, *a: rate(j, spread, seeds, 0.0, *a), "the effect is missing"),
+            (
+                lambda j, spread, seeds, effect, *a: rate(j, spread, seeds, 0.0, *a),
+                "the effect is missing",
+            ),
             (lambda *a: rate(*a, words=("better", "worse")), 'count "better" alone'),
         ],
     ),

@@ -25,7 +25,11 @@ def guided(towards, away, scale):
 
 def arithmetic(groups, group_size, steps, minibatches, micro_batch, processes):
     pairs = math.ceil(groups * group_size / minibatches) * steps
-    return math.ceil(groups / processes) * group_size, pairs, math.ceil(pairs / processes / micro_batch)
+    return (
+        math.ceil(groups / processes) * group_size,
+        pairs,
+        math.ceil(pairs / processes / micro_batch),
+    )
 
 
 def in_place(a, b, alpha):
@@ -89,7 +93,10 @@ CASES = [
         lesson.check_arithmetic,
         arithmetic,
         [
-            (lambda p, m, t, u, b, n: (p * m, p * m * t // u, p * m * t // u // b), "over all processes"),
+            (
+                lambda p, m, t, u, b, n: (p * m, p * m * t // u, p * m * t // u // b),
+                "over all processes",
+            ),
             (lambda p, m, t, u, b, n: (p // n * m, 0, 0), "two groups remain"),
             (lambda p, m, t, u, b, n: (18, p * m * t, 9), "all mini-batches together"),
             (lambda p, m, t, u, b, n: (18, 27, 2), "of all processes, not of one"),
@@ -117,11 +124,20 @@ CASES = [
         lesson.check_iteration,
         passes_of,
         [
-            (lambda n, t, g, p, b, k: (n, t * p + g * b * (k + 1)), "each evaluation is `passes` forward passes"),
+            (
+                lambda n, t, g, p, b, k: (n, t * p + g * b * (k + 1)),
+                "each evaluation is `passes` forward passes",
+            ),
             (lambda n, t, g, p, b, k: (n * p, t * p + g * b * k), "checkpointing is missing"),
             (lambda n, t, g, p, b, k: (n * p, g * p + g * b * (k + 1)), "the base model's"),
-            (lambda n, t, g, p, b, k: (n * p, t * p + g * p * (k + 1)), "both branches are differentiated"),
-            (lambda n, t, g, p, b, k: (n * p, t * p + t * b * (k + 1)), "all evaluations are differentiated"),
+            (
+                lambda n, t, g, p, b, k: (n * p, t * p + g * p * (k + 1)),
+                "both branches are differentiated",
+            ),
+            (
+                lambda n, t, g, p, b, k: (n * p, t * p + t * b * (k + 1)),
+                "all evaluations are differentiated",
+            ),
         ],
     ),
 ]

@@ -84,9 +84,15 @@ CASES = [
             (lambda v, parent: zscores(v, parent), "roots are compared"),
             (lambda v, parent: siblings(v, parent, unbiased=True), "NaN"),
             (lambda v, parent: siblings(v, parent, unbiased=True).nan_to_num(), "is the sample's"),
-            (lambda v, parent: zscores(v, torch.zeros_like(parent)), "all states are compared with each other"),
+            (
+                lambda v, parent: zscores(v, torch.zeros_like(parent)),
+                "all states are compared with each other",
+            ),
             (depth, "a depth rule"),
-            (lambda v, parent: siblings(v, parent, divide=False), "division by the standard deviation is missing"),
+            (
+                lambda v, parent: siblings(v, parent, divide=False),
+                "division by the standard deviation is missing",
+            ),
             (from_parent, "V(parent) is subtracted"),
             (lambda v, parent: siblings(v, parent, loo=True), "of the other siblings"),
         ],
@@ -117,9 +123,18 @@ CASES = [
         lesson.check_evaluations,
         lambda roots, children, steps: sum(counts(roots, children, steps)[:-1]),
         [
-            (lambda roots, children, steps: sum(counts(roots, children, steps)), "is the number of states"),
-            (lambda roots, children, steps: sum(counts(roots, children, steps)[1:]), "is the number of edges"),
-            (lambda roots, children, steps: steps * counts(roots, children, steps)[-1], "as many independent trajectories"),
+            (
+                lambda roots, children, steps: sum(counts(roots, children, steps)),
+                "is the number of states",
+            ),
+            (
+                lambda roots, children, steps: sum(counts(roots, children, steps)[1:]),
+                "is the number of edges",
+            ),
+            (
+                lambda roots, children, steps: steps * counts(roots, children, steps)[-1],
+                "as many independent trajectories",
+            ),
             (lambda roots, children, steps: sum(counts(1, children, steps)[:-1]), "for one root"),
             (lambda roots, children, steps: 0, "you get 0"),
         ],

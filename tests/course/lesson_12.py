@@ -26,7 +26,15 @@ def nft(velocity, old, target, r, beta, swap=False, sign=1.0):
 
 def gradient(advantage, old, target, time, scale=1.0):
     error = old - target
-    return scale * 2 * advantage[:, None] * time[:, None] * error / error.abs().mean(1, keepdim=True) / error.shape[1]
+    return (
+        scale
+        * 2
+        * advantage[:, None]
+        * time[:, None]
+        * error
+        / error.abs().mean(1, keepdim=True)
+        / error.shape[1]
+    )
 
 
 def optimum(advantages, targets, old, penalty, top=1.0, bottom=1.0, sign=True, none=True):
@@ -41,7 +49,10 @@ def summed(advantages, targets, old, penalty):
 
 
 def weights(advantages, errors, reference, beta, sign=1.0):
-    return torch.sigmoid(sign * beta * (advantages * (errors - reference)).mean(1, keepdim=True)) * advantages
+    return (
+        torch.sigmoid(sign * beta * (advantages * (errors - reference)).mean(1, keepdim=True))
+        * advantages
+    )
 
 
 CASES = [
@@ -53,8 +64,18 @@ CASES = [
             (lambda x, x_next, t, s, a: (x - x_next) / (t - s), "the slope of the step"),
             (lambda *given: transition(*given, drift=0.0), "x has the factor 1"),
             (lambda *given: transition(*given, factor=False), "k lacks the factor"),
-            (lambda x, x_next, t, s, a: transition(x, x_next, t, s, a, drift=a**2 * (t - s) / (2 * t)), "t in place of 1 - t"),
-            (lambda x, x_next, t, s, a: transition(x, x_next, s, t, a, drift=-(a**2) * (t - s) / (2 * (1 - t))), "is negative"),
+            (
+                lambda x, x_next, t, s, a: transition(
+                    x, x_next, t, s, a, drift=a**2 * (t - s) / (2 * t)
+                ),
+                "t in place of 1 - t",
+            ),
+            (
+                lambda x, x_next, t, s, a: transition(
+                    x, x_next, s, t, a, drift=-(a**2) * (t - s) / (2 * (1 - t))
+                ),
+                "is negative",
+            ),
         ],
     ),
     Case(
@@ -66,7 +87,10 @@ CASES = [
             (lambda *given: nft(*given, swap=True), "are swapped"),
             (lambda v, old, target, r, beta: nft(v, old, target, r, 1.0), "beta is missing"),
             (lambda *given: nft(*given, sign=-1.0), "is subtracted"),
-            (lambda v, old, target, r, beta: branches(v, old, target, beta)[0].mean(1), "on the same side"),
+            (
+                lambda v, old, target, r, beta: branches(v, old, target, beta)[0].mean(1),
+                "on the same side",
+            ),
             (lambda v, old, target, r, beta: r, "this is not r"),
         ],
     ),
@@ -77,12 +101,29 @@ CASES = [
             (lambda *given: -gradient(*given), "the sign is wrong"),
             (lambda *given: 3 * gradient(*given), "1/dim"),
             (lambda *given: gradient(*given) / 2, "the factor 2"),
-            (lambda a, old, target, time: 2 * a[:, None] * time[:, None] ** 2 * (old - target) / 3, "division by w"),
-            (lambda a, old, target, time: gradient(a, old, target, time) * time[:, None], "w has no factor t"),
-            (lambda a, old, target, time: gradient(a, old, target, time) / time[:, None] ** 2, "t^2 is missing"),
+            (
+                lambda a, old, target, time: (
+                    2 * a[:, None] * time[:, None] ** 2 * (old - target) / 3
+                ),
+                "division by w",
+            ),
+            (
+                lambda a, old, target, time: gradient(a, old, target, time) * time[:, None],
+                "w has no factor t",
+            ),
+            (
+                lambda a, old, target, time: gradient(a, old, target, time) / time[:, None] ** 2,
+                "t^2 is missing",
+            ),
             (lambda *given: gradient(*given) / 5, "it cancels"),
-            (lambda a, old, target, time: gradient(a.abs(), old, target, time), "not its absolute value"),
-            (lambda a, old, target, time: gradient(torch.ones_like(a), old, target, time), "the advantages are not there"),
+            (
+                lambda a, old, target, time: gradient(a.abs(), old, target, time),
+                "not its absolute value",
+            ),
+            (
+                lambda a, old, target, time: gradient(torch.ones_like(a), old, target, time),
+                "the advantages are not there",
+            ),
         ],
     ),
     Case(
@@ -95,7 +136,10 @@ CASES = [
             (summed, "sum and mean are mixed"),
             (lambda *given: optimum(*given, none=False), "is no minimum"),
             (lambda a, v, old, penalty: None if (a < 0).any() else old, "there is a minimum"),
-            (lambda a, v, old, penalty: old + (a[:, None] * (v - old)).mean(0), "plus the gradient step"),
+            (
+                lambda a, v, old, penalty: old + (a[:, None] * (v - old)).mean(0),
+                "plus the gradient step",
+            ),
         ],
     ),
     Case(
@@ -103,24 +147,48 @@ CASES = [
         weights,
         [
             (lambda *given: weights(*given, sign=-1.0), "the sign of S"),
-            (lambda a, e, ref, beta: torch.sigmoid(beta * a * (e - ref)) * a, "a sigmoid of its own"),
+            (
+                lambda a, e, ref, beta: torch.sigmoid(beta * a * (e - ref)) * a,
+                "a sigmoid of its own",
+            ),
             (lambda a, e, ref, beta: weights(a, e, ref, 4 * beta), "S is the sum"),
-            (lambda a, e, ref, beta: torch.sigmoid(beta * (a * (e - ref)).mean()) * a, "over all groups"),
+            (
+                lambda a, e, ref, beta: torch.sigmoid(beta * (a * (e - ref)).mean()) * a,
+                "over all groups",
+            ),
             (lambda a, e, ref, beta: weights(a, e, 0 * ref, beta), "the reference is missing"),
             (lambda a, e, ref, beta: weights(a, e, ref, 1.0), "beta is missing in S"),
-            (lambda a, e, ref, beta: beta * weights(a, e, ref, beta), "also a factor of the weights"),
-            (lambda a, e, ref, beta: weights(a, e, ref, beta) / a.where(a != 0, torch.inf), "the weight of member i"),
+            (
+                lambda a, e, ref, beta: beta * weights(a, e, ref, beta),
+                "also a factor of the weights",
+            ),
+            (
+                lambda a, e, ref, beta: weights(a, e, ref, beta) / a.where(a != 0, torch.inf),
+                "the weight of member i",
+            ),
         ],
     ),
     Case(
         lesson.check_cost,
         lambda steps, draws, networks, gs, gt: steps * (1 + gs) + draws * networks * (1 + gt),
         [
-            (lambda steps, draws, networks, gs, gt: steps * (1 + gs) + draws * (1 + gt), "the current network only"),
-            (lambda steps, draws, networks, gs, gt: steps + draws * networks, "guidance is missing"),
+            (
+                lambda steps, draws, networks, gs, gt: steps * (1 + gs) + draws * (1 + gt),
+                "the current network only",
+            ),
+            (
+                lambda steps, draws, networks, gs, gt: steps + draws * networks,
+                "guidance is missing",
+            ),
             (lambda steps, draws, networks, gs, gt: steps * (1 + gs), "only the sampling"),
-            (lambda steps, draws, networks, gs, gt: draws * networks * (1 + gt), "only the training"),
-            (lambda steps, draws, networks, gs, gt: steps * (1 + gs + networks * (1 + gt)), "at the drawn times"),
+            (
+                lambda steps, draws, networks, gs, gt: draws * networks * (1 + gt),
+                "only the training",
+            ),
+            (
+                lambda steps, draws, networks, gs, gt: steps * (1 + gs + networks * (1 + gt)),
+                "at the drawn times",
+            ),
             (lambda steps, draws, networks, gs, gt: 0, "you get 0"),
         ],
     ),

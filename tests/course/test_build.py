@@ -1,4 +1,6 @@
-"""The build of the lessons: how outputs are compared, and that the committed notebooks match their sources."""
+"""The build of the lessons: how outputs are compared, and that the committed notebooks match their
+sources.
+"""
 
 from pathlib import Path
 
@@ -62,7 +64,9 @@ def test_a_number_outside_its_range_fails(output: str) -> None:
         ("rounding 1e-7..1e-4", "rounding 3e-05", "rounding 3e-04"),
     ],
 )
-def test_ranges_of_percentages_large_signed_and_small_numbers(expected: str, inside: str, outside: str) -> None:
+def test_ranges_of_percentages_large_signed_and_small_numbers(
+    expected: str, inside: str, outside: str
+) -> None:
     assert build.differs(expected, inside) is None
     assert build.differs(expected, outside) is not None
 
@@ -78,7 +82,9 @@ def test_ranges_of_percentages_large_signed_and_small_numbers(expected: str, ins
         ("error 2.6e-01", "error 2.7e-01", "error 2.8e-01"),
     ],
 )
-def test_without_a_range_integers_are_equal_and_others_close(expected: str, equal: str, different: str) -> None:
+def test_without_a_range_integers_are_equal_and_others_close(
+    expected: str, equal: str, different: str
+) -> None:
     """Other numbers and percentages may differ by 2%, or by a unit of the last printed digit."""
     assert build.differs(expected, equal) is None
     assert build.differs(expected, different) is not None
@@ -96,7 +102,9 @@ def test_an_expected_output_is_in_neither_version(tmp_path: Path) -> None:
         assert "0.75..0.90" not in nbformat.writes(notebook)
 
 
-@pytest.mark.parametrize("before", ["", "# %% [markdown]\n# Text.\n\n", '# %% tags=["solution"]\nx = 1\n\n'])
+@pytest.mark.parametrize(
+    "before", ["", "# %% [markdown]\n# Text.\n\n", '# %% tags=["solution"]\nx = 1\n\n']
+)
 def test_an_expected_output_must_follow_its_code_cell(tmp_path: Path, before: str) -> None:
     source = lesson(tmp_path, before + EXPECTED)
     with pytest.raises(SystemExit, match="must follow its code cell"):
@@ -107,7 +115,9 @@ def test_check_compares_trained_cells_with_their_ranges(tmp_path: Path) -> None:
     """The stored and the fresh output may differ inside the range; each must be inside."""
     source = lesson(tmp_path, TRAINED)
     expected = build.expected_outputs(source)
-    inside, other, outside = (executed(source, f"reward {value}, ratio 1.00") for value in (0.76, 0.89, 0.91))
+    inside, other, outside = (
+        executed(source, f"reward {value}, ratio 1.00") for value in (0.76, 0.89, 0.91)
+    )
     assert build.stale(stored(tmp_path, inside), other, expected) == []
     (problem,) = build.unexpected("01_trial.py", outside, expected)
     assert "0.91 instead of 0.75..0.90 in the line 'reward 0.91, ratio 1.00'" in problem
@@ -115,19 +125,26 @@ def test_check_compares_trained_cells_with_their_ranges(tmp_path: Path) -> None:
 
 
 def test_check_compares_other_cells_with_their_stored_output(tmp_path: Path) -> None:
-    source = lesson(tmp_path, '# %%\nprint("mean 0.50")\n\n# %% tags=["varies"]\nprint("9 seconds")\n\n')
+    source = lesson(
+        tmp_path, '# %%\nprint("mean 0.50")\n\n# %% tags=["varies"]\nprint("9 seconds")\n\n'
+    )
     expected = build.expected_outputs(source)
     path = stored(tmp_path, executed(source, "mean 0.50", "9 seconds"))
     assert build.stale(path, executed(source, "mean 0.51", "3 seconds"), expected) == []
     assert build.stale(path, executed(source, "mean 0.52", "9 seconds"), expected)
     changed = lesson(tmp_path, '# %%\nprint("mean")\n\n# %%\nprint("seconds")\n\n', "02_changed.py")
-    assert "not built from the present source" in build.stale(path, executed(changed, "mean", "seconds"), [None] * 3)[0]
+    assert (
+        "not built from the present source"
+        in build.stale(path, executed(changed, "mean", "seconds"), [None] * 3)[0]
+    )
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_committed_notebooks_match_their_source(source: Path) -> None:
     notebook = nbformat.read(ROOT / "tutorials" / f"{source.stem}.ipynb", as_version=4)
-    assert [cell.source for cell in notebook.cells] == [cell.source for cell in build.solved(source).cells]
+    assert [cell.source for cell in notebook.cells] == [
+        cell.source for cell in build.solved(source).cells
+    ]
     assert build.unexpected(source.name, notebook, build.expected_outputs(source)) == []
     assert build.stale_beginnings(source) == []
 
@@ -160,19 +177,32 @@ def test_hint_and_solution_are_folded_after_the_check(tmp_path: Path) -> None:
     cells = [cell.source for cell in build.student(lesson(tmp_path, EXERCISE)).cells]
     assert cells[2:4] == ["answer = ...", "check(answer)"]
     assert cells[4] == "<details><summary><b>Hint</b></summary>\n\nTwice one.\n\n</details>"
-    assert cells[5] == "<details><summary><b>Solution</b></summary>\n\n```python\nanswer = 2\n```\n\n2 = 1 + 1.\n\n</details>"
+    assert (
+        cells[5]
+        == "<details><summary><b>Solution</b></summary>\n\n```python\nanswer = 2\n```\n\n2 = 1 +"
+        " 1.\n\n</details>"
+    )
     assert len(cells) == 6
 
 
 def test_the_version_with_solutions_has_the_hint_and_no_starting_cell(tmp_path: Path) -> None:
     cells = [cell.source for cell in build.solved(lesson(tmp_path, EXERCISE)).cells]
-    assert cells[2:] == ["**Hint.** Twice one.", "answer = 2", "check(answer)", "**Why.** 2 = 1 + 1."]
+    assert cells[2:] == [
+        "**Hint.** Twice one.",
+        "answer = 2",
+        "check(answer)",
+        "**Why.** 2 = 1 + 1.",
+    ]
 
 
 @pytest.mark.parametrize("part", ["hint", "explanation"])
 def test_a_solution_without_its_explanation_is_an_error(tmp_path: Path, part: str) -> None:
     cut = EXERCISE[
-        : EXERCISE.index('# %% [markdown] tags=["explanation"]' if part == "explanation" else '# %% tags=["solution"]')
+        : EXERCISE.index(
+            '# %% [markdown] tags=["explanation"]'
+            if part == "explanation"
+            else '# %% tags=["solution"]'
+        )
     ]
     with pytest.raises(SystemExit, match="no explanation cell after it"):
         build.student(lesson(tmp_path, cut))
@@ -189,10 +219,17 @@ def test_only_the_colab_version_installs(tmp_path: Path) -> None:
         assert "pip install" not in nbformat.writes(notebook)
 
 
-def test_text_keeps_the_outputs_unless_code_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_keeps_the_outputs_unless_code_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "HERE", tmp_path)
     monkeypatch.setattr(build, "BEGINNINGS", {"student": build.student})
-    stored(tmp_path, executed(lesson(tmp_path, '# %%\nprint("mean 0.50")\n\n# %% [markdown]\n# Old.\n'), "mean 0.50"))
+    stored(
+        tmp_path,
+        executed(
+            lesson(tmp_path, '# %%\nprint("mean 0.50")\n\n# %% [markdown]\n# Old.\n'), "mean 0.50"
+        ),
+    )
     build.retext(lesson(tmp_path, '# %%\nprint("mean 0.50")\n\n# %% [markdown]\n# New.\n'))
     kept = nbformat.read(tmp_path / "01_trial.ipynb", as_version=4)
     assert [build.text_of(cell) for cell in kept.cells] == ["", "mean 0.50", ""]

@@ -1,4 +1,6 @@
-"""The checks of the course accept the solutions and name the likely mistakes; lessons have the promised parts."""
+"""The checks of the course accept the solutions and name the likely mistakes; lessons have the
+promised parts.
+"""
 
 import ast
 import importlib
@@ -13,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 LESSONS = sorted(p.stem for p in (ROOT / "tests" / "course").glob("lesson_[0-9][0-9].py"))
 CASES = [case for name in LESSONS for case in importlib.import_module(f"tests.course.{name}").CASES]
-RATINGS = r"\*Difficulty: (?:easy|medium|harder|project) · importance: (?:essential|useful|optional) · time: \d+ minutes\*"
+RATINGS = (
+    r"\*Difficulty: (?:easy|medium|harder|project) · importance: (?:essential|useful|optional) ·"
+    r" time: \d+ minutes\*"
+)
 RATED = rf"[^*\n]+\n#\n# {RATINGS}"
 SOURCES = sorted((ROOT / "tutorials" / "source").glob("[0-9][0-9]_*.py"))
 
@@ -24,10 +29,16 @@ def answers(value):
 
 def own_checks(module) -> set[str]:
     """The checks that a module defines itself."""
-    return {name for name, value in vars(module).items() if name.startswith("check_") and value.__module__ == module.__name__}
+    return {
+        name
+        for name, value in vars(module).items()
+        if name.startswith("check_") and value.__module__ == module.__name__
+    }
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.check.__module__[-9:]}-{case.name}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.check.__module__[-9:]}-{case.name}"
+)
 def test_solutions_are_accepted(case) -> None:
     case.check.__wrapped__(*answers(case.solution))
     assert case.check(*answers(case.solution)).passed
@@ -61,7 +72,9 @@ def test_every_check_of_a_lesson_is_tried() -> None:
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
 def test_lessons_have_their_parts(source: Path) -> None:
-    """An opening, three exercises with difficulty and minutes, each checked, and checks that exist."""
+    """An opening, three exercises with difficulty and minutes, each checked, and checks that
+    exist.
+    """
     text = source.read_text()
     assert "**After this lesson you can**" in text
     assert "**Time**" in text
@@ -80,9 +93,13 @@ def test_lessons_have_their_parts(source: Path) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
-def test_the_table_of_the_course_links_every_lesson_with_its_number_of_exercises(source: Path) -> None:
+def test_the_table_of_the_course_links_every_lesson_with_its_number_of_exercises(
+    source: Path,
+) -> None:
     table, text = (ROOT / "docs" / "course.md").read_text(), source.read_text()
-    rows = re.findall(rf"^\| \[[^|]+\]\(course/{source.stem}\.ipynb\) \| [^|]+ \| (\d+) \|", table, re.MULTILINE)
+    rows = re.findall(
+        rf"^\| \[[^|]+\]\(course/{source.stem}\.ipynb\) \| [^|]+ \| (\d+) \|", table, re.MULTILINE
+    )
     assert rows == [str(len(re.findall(r"^# ### Exercise \d+ · ", text, re.MULTILINE)))]
 
 

@@ -8,7 +8,9 @@ from flowrl.probes import Tweedie
 
 
 def test_counts_of_a_run() -> None:
-    """12 x 8 trajectories of 10 steps, of which 5 are trained; a trained pair counts as three forward passes."""
+    """12 x 8 trajectories of 10 steps, of which 5 are trained; a trained pair counts as three
+    forward passes.
+    """
     run = learn(iterations=3, eval_every=2)
     assert run.iterations.tolist() == [0, 2, 3]
     assert run.sampled.tolist() == [0, 1920, 2880]
@@ -27,7 +29,9 @@ def test_the_same_arguments_give_the_same_curve() -> None:
 
 
 def test_a_rule_brings_its_own_noise_sharing() -> None:
-    """The rule's attribute decides unless `initial_noise` is set; with shared noise, node 0 of a group is evaluated once."""
+    """The rule's attribute decides unless `initial_noise` is set; with shared noise, node 0 of a
+    group is evaluated once.
+    """
     rule = StepwiseGain(probe=Tweedie())
     assert start(rule=rule).groups.shared_noise
     assert not start(rule=rule, initial_noise="independent").groups.shared_noise

@@ -54,7 +54,15 @@ RULES = [
     TurningPoint(consistent=False, balance="trend", balance_scope="prompt"),
     TurningPoint(balance=None, normalise="joint", first_step=False),
 ]
-E1 = torch.tensor([[[0.50, 0.40, 0.30, 0.45, 0.60], [0.50, 0.60, 0.70, 0.55, 0.40], [0.50, 0.55, 0.52, 0.65, 0.62]]])
+E1 = torch.tensor(
+    [
+        [
+            [0.50, 0.40, 0.30, 0.45, 0.60],
+            [0.50, 0.60, 0.70, 0.55, 0.40],
+            [0.50, 0.55, 0.52, 0.65, 0.62],
+        ]
+    ]
+)
 E2 = torch.tensor([[[0.0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]]])
 E4 = torch.tensor([[[0.50, 0.70, 0.75, 0.72, 0.80], [0.50, 0.55, 0.60, 0.70, 0.72]]])
 
@@ -64,7 +72,13 @@ def load(name: str) -> list[dict[str, Any]]:
 
 
 def table(seed: int, prompts: int = 3, members: int = 5, columns: int = COUNT + 1) -> torch.Tensor:
-    return torch.rand(prompts, members, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.rand(
+        prompts,
+        members,
+        columns,
+        generator=torch.Generator().manual_seed(seed),
+        dtype=torch.float64,
+    )
 
 
 def credit(rule: CreditAssigner, values: torch.Tensor) -> torch.Tensor:
@@ -100,7 +114,9 @@ VARIANTS = {
 }
 
 
-TIED = 25  # the one golden table where the public code's sort let an exact tie between two steps fall the other way
+# the one golden table where the public code's sort let an exact tie between two steps fall the
+# other way
+TIED = 25
 
 
 @pytest.mark.parametrize("index", range(30))
@@ -108,19 +124,30 @@ def test_turning_points_match_the_public_tp_grpo_code(index: int) -> None:
     """YunzeTong/TurningPoint-GRPO 994d26a, one table = one balancing batch."""
     case = load("turning_points.json")[index]
     rewards = torch.tensor(case["rewards"]).unsqueeze(0)
-    selected, expected = VARIANTS[case["variant"]].selected(rewards), torch.tensor(case["turning_points"]) > 0
+    selected, expected = (
+        VARIANTS[case["variant"]].selected(rewards),
+        torch.tensor(case["turning_points"]) > 0,
+    )
     if index == TIED:  # as many per trajectory, all of which have the size |D|
         assert selected[0].sum(dim=-1).tolist() == expected.sum(dim=-1).tolist()
         assert bool(turning_points(rewards)[0][expected].all())
     else:
         assert torch.equal(selected[0], expected)
     theirs = torch.tensor(case["process_rewards"])
-    torch.testing.assert_close(process_rewards(rewards, expected.unsqueeze(0))[0], theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        process_rewards(rewards, expected.unsqueeze(0))[0], theirs, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_ties_go_to_the_later_step_whatever_the_order_of_the_members() -> None:
     """Under "trend" the turning points of one trajectory all have the size |D|."""
-    rows = torch.tensor([[0.0, 0.3, 0.2, 0.5, 0.4, 0.9], [0.9, 0.9, 0.95, 0.7, 0.7, 0.6], [0.1, 0.1, 0.1, 0.1, 0.1, 0.1]])
+    rows = torch.tensor(
+        [
+            [0.0, 0.3, 0.2, 0.5, 0.4, 0.9],
+            [0.9, 0.9, 0.95, 0.7, 0.7, 0.6],
+            [0.1, 0.1, 0.1, 0.1, 0.1, 0.1],
+        ]
+    )
     for order in ([0, 1, 2], [1, 2, 0], [2, 1, 0]):
         rewards = rows[order].unsqueeze(0)
         turns = turning_points(rewards, consistent=False)
@@ -136,7 +163,9 @@ def test_turning_point_worked_example() -> None:
     assert turning_points(E1)[0].nonzero().tolist() == [[0, 2], [1, 2], [2, 0]]
     assert rule.selected(E1)[0].nonzero().tolist() == [[1, 2], [2, 0]]
     rewards = [[-0.10, -0.10, 0.15, 0.15], [0.10, 0.10, -0.30, -0.15], [0.12, -0.03, 0.13, -0.03]]
-    torch.testing.assert_close(process_rewards(E1, rule.selected(E1))[0], torch.tensor(rewards), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        process_rewards(E1, rule.selected(E1))[0], torch.tensor(rewards), rtol=0, atol=1e-6
+    )
     advantages = [
         [-1.4080, -1.0848, 0.7544, 1.2967],
         [0.6034, 1.3259, -1.4124, -1.1346],
@@ -148,7 +177,9 @@ def test_turning_point_worked_example() -> None:
 
 
 def test_balancing_by_the_aggregate_can_keep_another_turning_point() -> None:
-    """In E1 |R_T - R_i| is 0.30 for a at step 2 and 0.12 for c at step 0, while |D| is 0.10 and 0.12."""
+    """In E1 |R_T - R_i| is 0.30 for a at step 2 and 0.12 for c at step 0, while |D| is 0.10 and
+    0.12.
+    """
     assert TurningPoint(balance="aggregate").selected(E1)[0].nonzero().tolist() == [[0, 2], [1, 2]]
 
 
@@ -166,9 +197,13 @@ def test_zero_one_rewards_never_have_a_consistent_turning_point(seed: int) -> No
 
 
 def test_stepwise_worked_example() -> None:
-    """Mean .065, std .06265; the published numbers divide by the std alone, the 1e-4 moves the third digit."""
+    """Mean .065, std .06265; the published numbers divide by the std alone, the 1e-4 moves the
+    third digit.
+    """
     without_epsilon = [[2.1548, -0.2394, -1.5164, 0.2394], [-0.2394, -0.2394, 0.5587, -0.7183]]
-    torch.testing.assert_close(credit(StepwiseGain(), E4)[0], torch.tensor(without_epsilon), rtol=2e-3, atol=1e-4)
+    torch.testing.assert_close(
+        credit(StepwiseGain(), E4)[0], torch.tensor(without_epsilon), rtol=2e-3, atol=1e-4
+    )
     exact = torch.tensor(without_epsilon) * 0.06265 / (0.06265 + 1e-4)
     torch.testing.assert_close(credit(StepwiseGain(), E4)[0], exact, rtol=2e-4, atol=1e-4)
 
@@ -177,16 +212,22 @@ def test_the_consistent_first_step_rule() -> None:
     rewards = torch.tensor([[[0.0, 0.1, 0.3], [0.0, 0.4, 0.3], [0.0, 0.3, 0.3], [0.5, 0.3, 0.1]]])
     assert turning_points(rewards, consistent=True)[0, :, 0].tolist() == [True, False, False, True]
     assert turning_points(rewards, consistent=False)[0, :, 0].tolist() == [True, True, True, True]
-    assert turning_points(rewards, consistent=False, first_step=False)[0, :, 0].tolist() == [False] * 4
+    assert (
+        turning_points(rewards, consistent=False, first_step=False)[0, :, 0].tolist() == [False] * 4
+    )
 
 
 def test_turning_points_of_noise_have_the_null_density() -> None:
-    """I.i.d. rewards, 9 steps, both rules: 3.33 and 1.60 a trajectory; 5 standard errors plus rounding to 2 digits."""
+    """I.i.d. rewards, 9 steps, both rules: 3.33 and 1.60 a trajectory; 5 standard errors plus
+    rounding to 2 digits.
+    """
     n = 20_000
     rewards = torch.randn(1, n, 10, generator=torch.Generator().manual_seed(0))
     for consistent, expected in ((False, 3.33), (True, 1.60)):
         counts = turning_points(rewards, consistent=consistent)[0].double().sum(dim=-1)
-        assert float(counts.mean()) == pytest.approx(expected, abs=5 * float(counts.std()) / math.sqrt(n) + 0.005)
+        assert float(counts.mean()) == pytest.approx(
+            expected, abs=5 * float(counts.std()) / math.sqrt(n) + 0.005
+        )
 
 
 # Balancing
@@ -201,7 +242,11 @@ def test_balancing_leaves_equally_many_of_either_sign_and_the_largest(seed: int,
     turns = turning_points(rewards)
     kept = balanced(rewards, turns, by, scope)
     assert not bool((kept & ~turns).any())
-    size = reward_to_go(rewards) if by == "aggregate" else (rewards[..., -1:] - rewards[..., :1]).expand_as(turns)
+    size = (
+        reward_to_go(rewards)
+        if by == "aggregate"
+        else (rewards[..., -1:] - rewards[..., :1]).expand_as(turns)
+    )
     scopes = [slice(None)] if scope == "batch" else [slice(p, p + 1) for p in range(len(rewards))]
     for part in scopes:
         for sign in (1, -1):
@@ -239,13 +284,17 @@ def test_lambda_one_is_reward_to_go_and_lambda_zero_the_gain(seed: int) -> None:
 def test_generalised_gains_by_hand() -> None:
     """gamma lam = 1/2, gains 1, 2, 4: 1 + 2/2 + 4/4, 2 + 4/2, 4."""
     rewards = torch.tensor([[[0.0, 1.0, 3.0, 7.0]]])
-    assert generalised_gains(rewards, lam=0.625, gamma=0.8)[0, 0].tolist() == pytest.approx([3.0, 4.0, 4.0])
+    assert generalised_gains(rewards, lam=0.625, gamma=0.8)[0, 0].tolist() == pytest.approx(
+        [3.0, 4.0, 4.0]
+    )
 
 
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=25, derandomize=True, deadline=None)
 def test_gains_telescope(seed: int) -> None:
-    """And with a shared start the row sums of the joint advantages are the final rewards' deviations over one std."""
+    """And with a shared start the row sums of the joint advantages are the final rewards'
+    deviations over one std.
+    """
     rewards = table(seed)
     rewards[..., 0] = rewards[:, :1, 0]
     torch.testing.assert_close(gains(rewards).sum(dim=-1), rewards[..., -1] - rewards[..., 0])
@@ -265,14 +314,18 @@ def test_without_turning_points_tp_is_per_step_stepwise(seed: int) -> None:
 
 def test_weights_of_one_are_uniform_credit() -> None:
     rewards = table(0)
-    assert torch.equal(credit(Weighted(weights=(1.0,) * COUNT), rewards), credit(Uniform(), rewards))
+    assert torch.equal(
+        credit(Weighted(weights=(1.0,) * COUNT), rewards), credit(Uniform(), rewards)
+    )
 
 
 def test_noise_weights_have_mean_one_over_the_trained_decisions() -> None:
     decisions = Decisions.like(table(0), stds=(0.8, 0.2, 0.4, 0.6))
     decisions = replace(decisions, trained=torch.tensor([False, True, True, False]))
     ratio = Weighted().assign(table(0), decisions) / credit(Uniform(), table(0))
-    torch.testing.assert_close(ratio[0, 0], torch.tensor([8 / 3, 2 / 3, 4 / 3, 2.0], dtype=torch.float64))
+    torch.testing.assert_close(
+        ratio[0, 0], torch.tensor([8 / 3, 2 / 3, 4 / 3, 2.0], dtype=torch.float64)
+    )
 
 
 def test_weights_may_be_a_function_of_the_time() -> None:
@@ -281,7 +334,9 @@ def test_weights_may_be_a_function_of_the_time() -> None:
 
 
 def test_batch_pool_shares_one_std() -> None:
-    """With two prompts, one of ten times the range, group stds hide the difference and the pooled one keeps it."""
+    """With two prompts, one of ten times the range, group stds hide the difference and the pooled
+    one keeps it.
+    """
     rewards = table(5, prompts=1).repeat(2, 1, 1)
     rewards[1] *= 10
     for group, batch in (
@@ -306,7 +361,9 @@ class TestContract:
 
     @given(seed=st.integers(0, 10_000), scale=st.sampled_from([1e-6, 1.0, 1e6]))
     @settings(max_examples=15, derandomize=True, deadline=None)
-    def test_is_finite_and_of_the_right_shape(self, rule: CreditAssigner, seed: int, scale: float) -> None:
+    def test_is_finite_and_of_the_right_shape(
+        self, rule: CreditAssigner, seed: int, scale: float
+    ) -> None:
         rewards = (table(seed) * scale).float()
         advantages = credit(rule, rewards)
         assert advantages.shape == (3, 5, COUNT) and advantages.dtype == torch.float32
@@ -314,20 +371,26 @@ class TestContract:
 
     @given(seed=st.integers(0, 10_000), shift=st.floats(-100, 100))
     @settings(max_examples=15, derandomize=True, deadline=None)
-    def test_ignores_a_constant_added_to_all_rewards(self, rule: CreditAssigner, seed: int, shift: float) -> None:
+    def test_ignores_a_constant_added_to_all_rewards(
+        self, rule: CreditAssigner, seed: int, shift: float
+    ) -> None:
         rewards = table(seed)
         shifted = credit(rule, rewards + shift)
         torch.testing.assert_close(shifted, credit(rule, rewards), rtol=1e-8, atol=1e-8)
 
     @given(seed=st.integers(0, 10_000), order=st.permutations(range(5)))
     @settings(max_examples=15, derandomize=True, deadline=None)
-    def test_follows_a_permutation_of_the_members(self, rule: CreditAssigner, seed: int, order: list[int]) -> None:
+    def test_follows_a_permutation_of_the_members(
+        self, rule: CreditAssigner, seed: int, order: list[int]
+    ) -> None:
         rewards = table(seed)
         permuted = credit(rule, rewards[:, order])
         torch.testing.assert_close(permuted, credit(rule, rewards)[:, order])
 
     @pytest.mark.parametrize("value", [0.1, -3.3, 12345.678, 1e8 / 3, 1e30])
-    def test_is_exactly_zero_for_a_group_of_equal_rewards(self, rule: CreditAssigner, value: float) -> None:
+    def test_is_exactly_zero_for_a_group_of_equal_rewards(
+        self, rule: CreditAssigner, value: float
+    ) -> None:
         rewards = table(1, members=7).float()
         rewards[1] = value
         advantages = credit(rule, rewards)
@@ -337,19 +400,34 @@ class TestContract:
     def test_is_exactly_zero_for_a_group_of_one(self, rule: CreditAssigner) -> None:
         assert bool((credit(rule, table(2, members=1)) == 0).all())
 
-    def test_names_missing_columns_and_the_probe_that_fills_them(self, rule: CreditAssigner) -> None:
+    def test_names_missing_columns_and_the_probe_that_fills_them(
+        self, rule: CreditAssigner
+    ) -> None:
         rewards = table(2)
         rewards[0, 1, -1] = torch.nan
-        with pytest.raises(CreditError, match=rf"column 4 of 0\.\.4: roll out with the probe {type(rule.probe).__name__}"):
+        with pytest.raises(
+            CreditError,
+            match=rf"column 4 of 0\.\.4: roll out with the probe {type(rule.probe).__name__}",
+        ):
             credit(rule, rewards)
 
     @pytest.mark.parametrize(
         "wrong",
-        [torch.rand(3, 5), torch.rand(3, 5, 5, 1), torch.rand(3, 5, 4), torch.rand(2, 5, 5), torch.zeros(3, 5, 5).long()],
+        [
+            torch.rand(3, 5),
+            torch.rand(3, 5, 5, 1),
+            torch.rand(3, 5, 4),
+            torch.rand(2, 5, 5),
+            torch.zeros(3, 5, 5).long(),
+        ],
         ids=["two", "four", "decisions", "prompts", "integers"],
     )
-    def test_refuses_values_that_do_not_fit_the_decisions(self, rule: CreditAssigner, wrong: torch.Tensor) -> None:
-        with pytest.raises(CreditError, match=r"needs values \[prompt, member, decision\+1\] = \(3, 5, 5\)"):
+    def test_refuses_values_that_do_not_fit_the_decisions(
+        self, rule: CreditAssigner, wrong: torch.Tensor
+    ) -> None:
+        with pytest.raises(
+            CreditError, match=r"needs values \[prompt, member, decision\+1\] = \(3, 5, 5\)"
+        ):
             rule.assign(wrong, Decisions.like(table(0)))
 
     def test_does_not_change_its_input(self, rule: CreditAssigner) -> None:
@@ -378,18 +456,24 @@ def test_declared_probes() -> None:
 
 
 def test_a_large_common_offset_costs_little_precision() -> None:
-    """Float32 around 1000 resolves 6e-5; the normalised result must not be worse than that rounding."""
+    """Float32 around 1000 resolves 6e-5; the normalised result must not be worse than that
+    rounding.
+    """
     exact = table(0) + 1000.0
     rounded = exact.float()
     for rule in (Uniform(), StepwiseGain()):
-        torch.testing.assert_close(credit(rule, rounded), credit(rule, rounded.double()).float(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            credit(rule, rounded), credit(rule, rounded.double()).float(), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_scores_are_clamped() -> None:
     rewards = torch.zeros(1, 100, 2)
     rewards[0, 0, 1] = 1.0
     assert credit(Uniform(), rewards)[0, 0, 0] == 5.0
-    assert float(credit(Uniform(clamp=None), rewards)[0, 0, 0]) == pytest.approx(math.sqrt(99), rel=2e-3)
+    assert float(credit(Uniform(clamp=None), rewards)[0, 0, 0]) == pytest.approx(
+        math.sqrt(99), rel=2e-3
+    )
     assert credit(Uniform(clamp=2.0), rewards)[0, 0, 0] == 2.0
 
 
@@ -399,8 +483,12 @@ def test_zscore_has_mean_zero_and_std_almost_one(seed: int) -> None:
     values = table(seed)
     assume(float(values.std(dim=1, correction=0).min()) > 0.05)
     scores = zscore(values, over=("member",), clamp=None)
-    torch.testing.assert_close(scores.mean(dim=1), torch.zeros_like(scores[:, 0]), rtol=0, atol=1e-9)
-    torch.testing.assert_close(scores.std(dim=1, correction=0), torch.ones_like(scores[:, 0]), rtol=3e-3, atol=0)
+    torch.testing.assert_close(
+        scores.mean(dim=1), torch.zeros_like(scores[:, 0]), rtol=0, atol=1e-9
+    )
+    torch.testing.assert_close(
+        scores.std(dim=1, correction=0), torch.ones_like(scores[:, 0]), rtol=3e-3, atol=0
+    )
 
 
 # Refusals
@@ -468,7 +556,10 @@ def record(values: torch.Tensor, decisions: Decisions | None = None) -> Experien
         ([[1.0]], "a list, not a torch.Tensor"),
         (torch.zeros(3, 5, COUNT + 1), r"shape \(3, 5, 5\), not .* \(3, 5, 4\)"),
         (torch.zeros(3, 5, COUNT, dtype=torch.long), "dtype torch.int64"),
-        (torch.zeros(3, 5, COUNT).index_fill(2, torch.tensor([1]), torch.nan), r"values that are not finite, .* \(0, 0, 1\)"),
+        (
+            torch.zeros(3, 5, COUNT).index_fill(2, torch.tensor([1]), torch.nan),
+            r"values that are not finite, .* \(0, 0, 1\)",
+        ),
     ],
 )
 def test_a_broken_rule_is_told_what_it_broke(advantages: Any, message: str) -> None:
@@ -480,7 +571,11 @@ def test_a_broken_rule_is_told_what_it_broke(advantages: Any, message: str) -> N
 
 @pytest.mark.parametrize(
     ("weight", "message"),
-    [(1.5, r"weights from 1.5 to 1.5, not within \[0, 1\]"), (-0.5, "not within"), (0.0, "nothing is left")],
+    [
+        (1.5, r"weights from 1.5 to 1.5, not within \[0, 1\]"),
+        (-0.5, "not within"),
+        (0.0, "nothing is left"),
+    ],
 )
 def test_weights_are_within_0_and_1_and_not_all_0(weight: float, message: str) -> None:
     weights = torch.full((3, 5, COUNT), weight)
@@ -489,7 +584,10 @@ def test_weights_are_within_0_and_1_and_not_all_0(weight: float, message: str) -
 
 
 def test_credit_is_a_credit() -> None:
-    with pytest.raises(CreditError, match=r"MyRecordRule\.credit returned a Tensor, not a flowrl\.experience\.Credit"):
+    with pytest.raises(
+        CreditError,
+        match=r"MyRecordRule\.credit returned a Tensor, not a flowrl\.experience\.Credit",
+    ):
         credit_of(MyRecordRule(torch.zeros(3, 5, COUNT)), record(table(0)))  # pyright: ignore[reportArgumentType]
 
 
@@ -523,7 +621,8 @@ def test_a_rule_of_the_older_form_is_refused_with_the_change() -> None:
             return reward_to_go(rewards)
 
     words = (
-        r"RewardToGo\.assign\(rewards, schedule\) is the form of version 0\.1; write:\n.*def assign\(self, values, decisions\)"
+        r"RewardToGo\.assign\(rewards, schedule\) is the form of version 0\.1; write:\n.*def"
+        r" assign\(self, values, decisions\)"
     )
     with pytest.raises(ConfigError, match=words):
         check_signature(RewardToGo())
@@ -544,8 +643,14 @@ def out_of(values: torch.Tensor, *members: tuple[int, int]) -> Decisions:
     return replace(Decisions.like(values), mask=mask)
 
 
-POOLED = [Uniform(std="batch"), StepwiseGain(pool="batch", clamp=None), Weighted(weights=(1.8, 1.0, 1.0, 1.3), std="batch")]
-SEPARATE = [rule for rule in RULES if rule not in POOLED and getattr(rule, "balance_scope", "") != "batch"]
+POOLED = [
+    Uniform(std="batch"),
+    StepwiseGain(pool="batch", clamp=None),
+    Weighted(weights=(1.8, 1.0, 1.0, 1.3), std="batch"),
+]
+SEPARATE = [
+    rule for rule in RULES if rule not in POOLED and getattr(rule, "balance_scope", "") != "batch"
+]
 
 
 @pytest.mark.parametrize("rule", SEPARATE, ids=repr)
@@ -562,8 +667,11 @@ def test_an_invalid_sample_changes_no_other_group(rule: CreditAssigner) -> None:
 
 def test_an_invalid_sample_is_left_out_of_the_standard_deviation_of_the_batch() -> None:
     values = table(6, prompts=4)
-    values[0, 1], values[2, 4], values[3, 1:] = torch.nan, torch.nan, torch.nan  # one member of the last group remains
-    got = Uniform(std="batch").assign(values, out_of(values, (0, 1), (2, 4), *((3, m) for m in range(1, 5))))
+    # one member of the last group remains
+    values[0, 1], values[2, 4], values[3, 1:] = torch.nan, torch.nan, torch.nan
+    got = Uniform(std="batch").assign(
+        values, out_of(values, (0, 1), (2, 4), *((3, m) for m in range(1, 5)))
+    )
     groups = [[float(x) for x in row if x == x] for row in values[:3, :, -1]]
     pooled = [x for group in groups for x in group]
     mean = sum(pooled) / len(pooled)
@@ -580,11 +688,16 @@ def test_an_invalid_sample_is_left_out_of_the_standard_deviation_of_the_batch() 
 def test_decisions_that_are_not_trained_are_in_no_statistic(normalise: Any) -> None:
     values = table(7)
     decisions = masked(values, torch.tensor([False, True, True, False]))
-    for rule in (StepwiseGain(normalise=normalise), TurningPoint(normalise=normalise, balance=None)):
+    for rule in (
+        StepwiseGain(normalise=normalise),
+        TurningPoint(normalise=normalise, balance=None),
+    ):
         got = rule.assign(values, decisions)
         assert not got[..., [0, 3]].any()
     got = StepwiseGain(normalise=normalise).assign(values, decisions)
-    torch.testing.assert_close(got[..., 1:3], credit(StepwiseGain(normalise=normalise), values[..., 1:4]))
+    torch.testing.assert_close(
+        got[..., 1:3], credit(StepwiseGain(normalise=normalise), values[..., 1:4])
+    )
 
 
 def test_joint_advantages_have_a_root_mean_square_of_1_over_the_mask() -> None:
@@ -601,9 +714,16 @@ def test_joint_advantages_have_a_root_mean_square_of_1_over_the_mask() -> None:
 
 def test_turning_points_do_not_depend_on_the_window() -> None:
     values = table(9, columns=4)
-    early, late = Decisions.like(values, times=(1.0, 0.9, 0.8)), Decisions.like(values, times=(0.8, 0.7, 0.6))
+    early, late = (
+        Decisions.like(values, times=(1.0, 0.9, 0.8)),
+        Decisions.like(values, times=(0.8, 0.7, 0.6)),
+    )
     late = replace(late, step=late.step + 2)
-    for rule in (TurningPoint(), TurningPoint(consistent=False, balance=None), TurningPoint(where="random")):
+    for rule in (
+        TurningPoint(),
+        TurningPoint(consistent=False, balance=None),
+        TurningPoint(where="random"),
+    ):
         assert torch.equal(rule.assign(values, early), rule.assign(values, late))
     assert bool(TurningPoint(balance=None).selected(values)[..., 0].any())
 
@@ -616,13 +736,17 @@ def test_balancing_counts_the_mask_only() -> None:
 
 
 def test_a_biased_probe_shifts_the_last_gain_only() -> None:
-    """V + c at all columns before the last: Z per decision is unchanged, joint Z gives the last decision the shift."""
+    """V + c at all columns before the last: Z per decision is unchanged, joint Z gives the last
+    decision the shift.
+    """
     values, c = table(10, members=50), 0.8
     biased = values.clone()
     biased[..., :-1] += c
     step, joint = (StepwiseGain(normalise=normalise, clamp=None) for normalise in ("step", "joint"))
     torch.testing.assert_close(credit(step, biased), credit(step, values))
-    std = (gains(biased) - gains(biased).mean((1, 2), keepdim=True)).square().mean((1, 2)).sqrt() + 1e-4
+    std = (gains(biased) - gains(biased).mean((1, 2), keepdim=True)).square().mean(
+        (1, 2)
+    ).sqrt() + 1e-4
     plain = gains(values) - gains(values).mean((1, 2), keepdim=True)
     shift = torch.tensor([c / COUNT] * (COUNT - 1) + [-c * (1 - 1 / COUNT)])
     torch.testing.assert_close(credit(joint, biased), (plain + shift) / std[:, None, None])
@@ -648,7 +772,9 @@ def test_columns_that_a_rule_reads(name: str) -> None:
     rule, expected = READS[name]
     trained = torch.tensor([False, False, True, False])
     assert read_columns(rule, trained).tolist() == expected
-    assert read_columns(TurningPoint(), torch.tensor([False, False, False, False, True])).tolist() == [
+    assert read_columns(
+        TurningPoint(), torch.tensor([False, False, False, False, True])
+    ).tolist() == [
         True,
         *[False] * 2,
         *[True] * 3,
@@ -661,7 +787,9 @@ def test_columns_must_be_boolean_and_fit() -> None:
         def reads(self, trained: torch.Tensor) -> torch.Tensor:
             return trained
 
-    with pytest.raises(CreditError, match=r"Reads\.reads returned torch\.bool \(4,\), not a Boolean tensor \(5,\)"):
+    with pytest.raises(
+        CreditError, match=r"Reads\.reads returned torch\.bool \(4,\), not a Boolean tensor \(5,\)"
+    ):
         read_columns(Reads(None), torch.ones(4).bool())  # pyright: ignore[reportArgumentType]
 
 
@@ -670,7 +798,9 @@ def test_columns_must_be_boolean_and_fit() -> None:
 def test_zscore_over_a_mask_is_a_loop_over_its_entries(seed: int) -> None:
     values = table(seed, prompts=2)
     mask = torch.rand(values.shape, generator=torch.Generator().manual_seed(seed)) > 0.5
-    got = zscore(values.masked_fill(~mask, torch.nan), over=("member", "decision"), mask=mask, clamp=None)
+    got = zscore(
+        values.masked_fill(~mask, torch.nan), over=("member", "decision"), mask=mask, clamp=None
+    )
     assert not got[~mask].any()
     for prompt in range(2):
         inside = values[prompt][mask[prompt]]
@@ -684,13 +814,21 @@ def test_zscore_over_a_mask_is_a_loop_over_its_entries(seed: int) -> None:
 def test_random_credit_has_the_runs_seed_unless_its_own_is_given() -> None:
     config = preset("tiny").apply(world="mixture", task="direction", credit="random", seed=7)
     assert make_method(config).credit.seed == 7
-    assert with_seed(Pruned(RandomCredit(probe=Branch((2,))), steps=(2,), every=1), 7).rule.seed == 7
+    assert (
+        with_seed(Pruned(RandomCredit(probe=Branch((2,))), steps=(2,), every=1), 7).rule.seed == 7
+    )
     assert make_method(config.replace(credit="random", seed=3)).credit.seed == 3
     assert make_method(config.replace(credit="random(seed=0)", seed=3)).credit.seed == 0
     table = torch.rand(2, 3, 5)
     drawn = [
-        make_method(config.replace(credit="random", seed=seed)).credit.assign(table, Decisions.like(table)) for seed in (0, 1)
+        make_method(config.replace(credit="random", seed=seed)).credit.assign(
+            table, Decisions.like(table)
+        )
+        for seed in (0, 1)
     ]
     assert not torch.equal(*drawn)
     assert torch.equal(drawn[0], build("credit", "random").assign(table, Decisions.like(table)))
-    assert current({"credit": "random", "method": "random"}, OLDER) == {"credit": "random(seed=0)", "method": "random"}
+    assert current({"credit": "random", "method": "random"}, OLDER) == {
+        "credit": "random(seed=0)",
+        "method": "random",
+    }

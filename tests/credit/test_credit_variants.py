@@ -1,4 +1,6 @@
-"""Ablations and controls of the credit rules: by hand, as reductions to one another, and as properties."""
+"""Ablations and controls of the credit rules: by hand, as reductions to one another, and as
+properties.
+"""
 
 import math
 from collections.abc import Mapping
@@ -68,7 +70,9 @@ def test_random_steps_keep_the_density_of_every_trajectory_and_nothing_else(seed
 
 
 def test_random_steps_fall_on_every_step_alike() -> None:
-    """4000 trajectories, one step each: counts are binomial; |z| < 5 per step holds but for 6e-6 of all seeds."""
+    """4000 trajectories, one step each: counts are binomial; |z| < 5 per step holds but for 6e-6 of
+    all seeds.
+    """
     rewards = table(1, 20, 200)
     one = torch.zeros(20, 200, 10, dtype=torch.bool)
     one[..., 0] = True
@@ -98,7 +102,9 @@ def test_aggregating_at_every_step_is_lambda_one(seed: int) -> None:
     rewards = table(seed)
     everywhere = torch.ones_like(gains(rewards), dtype=torch.bool)
     lam_one = credit(StepwiseGain(lam=1.0, normalise="step"), rewards)
-    torch.testing.assert_close(zscore(process_rewards(rewards, everywhere), over=("member",)), lam_one)
+    torch.testing.assert_close(
+        zscore(process_rewards(rewards, everywhere), over=("member",)), lam_one
+    )
     torch.testing.assert_close(zscore(reward_to_go(rewards), over=("member",)), lam_one)
 
 
@@ -109,16 +115,23 @@ def test_one_step_from_shared_noise_is_uniform_credit(seed: int, normalise, lam:
     rewards = table(seed, columns=2)
     rewards[..., 0] = rewards[:, :1, 0]
     uniform = credit(Uniform(), rewards)
-    torch.testing.assert_close(credit(StepwiseGain(normalise=normalise, lam=lam), rewards), uniform, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(credit(TurningPoint(normalise=normalise), rewards), uniform, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        credit(StepwiseGain(normalise=normalise, lam=lam), rewards), uniform, atol=2e-5, rtol=1e-4
+    )
+    torch.testing.assert_close(
+        credit(TurningPoint(normalise=normalise), rewards), uniform, atol=2e-5, rtol=1e-4
+    )
 
 
 def test_filters_by_hand() -> None:
-    rewards = torch.tensor([[[0.5, 0.4, 0.3, 0.45, 0.6], [0.5, 0.6, 0.7, 0.55, 0.4], [0.5, 0.55, 0.52, 0.65, 0.62]]])
+    rewards = torch.tensor(
+        [[[0.5, 0.4, 0.3, 0.45, 0.6], [0.5, 0.6, 0.7, 0.55, 0.4], [0.5, 0.55, 0.52, 0.65, 0.62]]]
+    )
     turns = turning_points(rewards)
     assert turns.nonzero().tolist() == [[0, 0, 2], [0, 1, 2], [0, 2, 0]]
     assert (turns & large_aggregates(rewards, 0.2)).nonzero().tolist() == [[0, 0, 2], [0, 1, 2]]
-    # std of d_0 over the members is 0.0850, of d_2 0.1370: c's first step (0.05) is small against it, the others' (0.15) are not
+    # std of d_0 over the members is 0.0850, of d_2 0.1370: c's first step (0.05) is small against
+    # it, the others' (0.15) are not
     assert (turns & clear_swings(rewards, 1.0)).nonzero().tolist() == [[0, 0, 2], [0, 1, 2]]
     assert (turns & clear_swings(rewards, 0.5)).sum() == 3
     assert (turns & clear_swings(rewards, 1.1)).sum() == 0
@@ -139,7 +152,9 @@ def test_adding_instead_of_replacing() -> None:
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_balancing_leaves_entries_without_size_out_of_the_count(sign: float) -> None:
-    """One turning point upwards, two downwards and one of size 0: the larger of the two goes with the one; size 0 remains."""
+    """One turning point upwards, two downwards and one of size 0: the larger of the two goes with
+    the one; size 0 remains.
+    """
     last = torch.tensor([[3.0, -2.0, -1.0, 0.0]]) * sign
     rewards = torch.stack([torch.zeros(1, 4), last], dim=-1)
     turns = torch.ones(1, 4, 1, dtype=torch.bool)
@@ -155,7 +170,8 @@ def test_moving_average_by_hand() -> None:
     got = credit(rule, first)
     centred = torch.tensor([[[-1.0, -0.5], [1.0, 0.5]]])
     torch.testing.assert_close(got, centred / (math.sqrt(2.5 / 4) + 1e-4))
-    second = torch.tensor([[[0.0, 4.0, 4.5], [0.0, 4.0, 4.5]]])  # gains (4, .5): mean (4, .5); baseline (2, .5)
+    # gains (4, .5): mean (4, .5); baseline (2, .5)
+    second = torch.tensor([[[0.0, 4.0, 4.5], [0.0, 4.0, 4.5]]])
     torch.testing.assert_close(credit(rule, second), torch.tensor([[[1.0, -1.0]] * 2]) / (1 + 1e-4))
     torch.testing.assert_close(rule.state_dict()["baseline"], torch.tensor([3.0, 0.5]).double())
 
@@ -182,7 +198,9 @@ def test_a_silent_group_gets_zero_whatever_the_baseline() -> None:
 
 
 def test_a_baseline_belongs_to_a_time() -> None:
-    """A window moves by one decision: the shared time keeps its baseline, a new one starts with its mean gain."""
+    """A window moves by one decision: the shared time keeps its baseline, a new one starts with its
+    mean gain.
+    """
     rule, values = MovingAverageGain(decay=0.5), table(0, columns=3)
     first = Decisions.like(values, times=(0.9, 0.6))
     rule.assign(values, first)
@@ -201,7 +219,10 @@ def test_a_baseline_is_the_mean_over_the_mask() -> None:
     values, rule = table(2, columns=3), MovingAverageGain()
     mask = torch.rand(3, 6, 2, generator=torch.Generator().manual_seed(1)) > 0.5
     mask[..., 1] = False
-    rule.assign(values.masked_fill(~mask.any(-1, keepdim=True), torch.nan), replace(Decisions.like(values), mask=mask))
+    rule.assign(
+        values.masked_fill(~mask.any(-1, keepdim=True), torch.nan),
+        replace(Decisions.like(values), mask=mask),
+    )
     expected = gains(values)[..., 0][mask[..., 0]].mean()
     assert rule.state_dict()["times"].tolist() == [1.0]
     torch.testing.assert_close(rule.state_dict()["baseline"], expected.double()[None])
@@ -211,7 +232,9 @@ def test_a_baseline_is_the_mean_over_the_mask() -> None:
 
 
 def test_gdpo_by_hand() -> None:
-    """Two rewards that order the members oppositely: they cancel at equal weight, whatever their scales."""
+    """Two rewards that order the members oppositely: they cancel at equal weight, whatever their
+    scales.
+    """
     a = torch.tensor([[0.0, 1.0, 2.0]])
     b = torch.tensor([[20.0, 10.0, 0.0]])
     nodes = torch.full((1, 3, 4), float("nan"))
@@ -242,7 +265,9 @@ def test_gdpo_keeps_the_weights_of_its_rule() -> None:
     first[0, 0, -1] = second[0, 2, -1] = 2.0
     decisions = Decisions.like(values)
     valid = torch.ones(1, 3, dtype=torch.bool)
-    record = Experience([Prompt("a")], first + second, decisions, valid, {"first": first, "second": second})
+    record = Experience(
+        [Prompt("a")], first + second, decisions, valid, {"first": first, "second": second}
+    )
     found = GDPO(Halved()).credit(record)
     assert found.weights is not None and found.weights[0, :, 0].tolist() == [0.5, 1.0, 0.5]
 
@@ -253,7 +278,10 @@ def test_gdpo_does_not_care_for_the_scale_of_a_reward(seed: int, scale: float) -
     a, b = table(seed), table(seed + 1)
     rule = GDPO(StepwiseGain())
     torch.testing.assert_close(
-        of_parts(rule, {"a": a, "b": b}), of_parts(rule, {"a": a, "b": scale * b}), atol=0.2 / scale + 1e-3, rtol=1e-2
+        of_parts(rule, {"a": a, "b": b}),
+        of_parts(rule, {"a": a, "b": scale * b}),
+        atol=0.2 / scale + 1e-3,
+        rtol=1e-2,
     )
 
 
@@ -293,7 +321,9 @@ def test_bad_settings_are_refused(make, words: str) -> None:
 def test_the_sum_of_several_rewards_is_divided_by_its_std_over_the_mask() -> None:
     values = table(4)
     mask = torch.rand(3, 6, 10, generator=torch.Generator().manual_seed(1)) > 0.3
-    got = GDPO(StepwiseGain(pool="batch")).assign(values, replace(Decisions.like(values), mask=mask))
+    got = GDPO(StepwiseGain(pool="batch")).assign(
+        values, replace(Decisions.like(values), mask=mask)
+    )
     assert float(got[mask].std(correction=0)) == pytest.approx(1, abs=1e-3)
 
 

@@ -1,7 +1,9 @@
-"""Turning points under reward noise: closed forms, the Gaussian orthant, Monte Carlo, limits, and the criterion that uses them.
+"""Turning points under reward noise: closed forms, the Gaussian orthant, Monte Carlo, limits, and
+the criterion that uses them.
 
-Monte Carlo comparisons have fixed seeds; had they not, each test would fail by chance with a probability of at most 1e-3
-(`FALSE_ALARM`, divided among the test's comparisons by Bonferroni's inequality).
+Monte Carlo comparisons have fixed seeds; had they not, each test would fail by chance with a
+probability of at most 1e-3 (`FALSE_ALARM`, divided among the test's comparisons by Bonferroni's
+inequality).
 """
 
 import math
@@ -14,7 +16,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.stats import multivariate_normal, norm
 
-from flowrl.credit import TurningPoint, expected_calls, likely_turns, process_rewards, turn_probability, turning_points
+from flowrl.credit import (
+    TurningPoint,
+    expected_calls,
+    likely_turns,
+    process_rewards,
+    turn_probability,
+    turning_points,
+)
 from flowrl.credit.orders import order_moments
 from flowrl.credit.turning_point import turn_orders
 from flowrl.errors import ConfigError
@@ -22,7 +31,9 @@ from flowrl.experience import Decisions
 
 FALSE_ALARM = 1e-3
 ORDERS = sorted({order for key in np.ndindex(2, 2, 2, 2) for order in turn_orders(*map(bool, key))})
-DEFINITIONS = [(consistent, first_step) for consistent in (True, False) for first_step in (True, False)]
+DEFINITIONS = [
+    (consistent, first_step) for consistent in (True, False) for first_step in (True, False)
+]
 seeds = st.integers(0, 10**6)
 
 
@@ -43,7 +54,9 @@ def close(actual: torch.Tensor, expected: torch.Tensor, atol: float) -> None:
 def test_equal_means_give_the_fraction_of_permutations_in_that_order(order: str) -> None:
     relations = [relation.split("<") for relation in order.split()]
     letters = sorted({letter for relation in relations for letter in relation})
-    ranks = [dict(zip(letters, ranking, strict=True)) for ranking in permutations(range(len(letters)))]
+    ranks = [
+        dict(zip(letters, ranking, strict=True)) for ranking in permutations(range(len(letters)))
+    ]
     fraction = sum(all(rank[a] < rank[b] for a, b in relations) for rank in ranks) / len(ranks)
     probability = order_moments({letter: torch.full((3,), 0.7) for letter in letters}, [order])
     close(probability, torch.full((1, 3), fraction, dtype=torch.float64), 1e-10)
@@ -55,31 +68,50 @@ def test_orders_have_the_probability_of_the_orthant_of_their_differences(order: 
     rng = np.random.default_rng(len(order))
     relations = [relation.split("<") for relation in order.split()]
     letters = sorted({letter for relation in relations for letter in relation})
-    difference = np.array([[(letter == high) - (letter == low) for letter in letters] for low, high in relations], float)
+    difference = np.array(
+        [[(letter == high) - (letter == low) for letter in letters] for low, high in relations],
+        float,
+    )
     means = rng.normal(0, 1.5, (8, len(letters)))
-    found = order_moments({letter: torch.from_numpy(means[:, k]) for k, letter in enumerate(letters)}, [order])[0]
+    found = order_moments(
+        {letter: torch.from_numpy(means[:, k]) for k, letter in enumerate(letters)}, [order]
+    )[0]
     covariance = difference @ difference.T
-    expected = [multivariate_normal(-difference @ mean, covariance).cdf(np.zeros(len(relations))) for mean in means]
+    expected = [
+        multivariate_normal(-difference @ mean, covariance).cdf(np.zeros(len(relations)))
+        for mean in means
+    ]
     close(found, torch.tensor(expected, dtype=torch.float64), 5e-5)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_moments_are_derivatives_of_the_probability(order: str) -> None:
-    """Stein: E[C e_k] = dP/dm_k, E[C (e_k^2 - 1)] = d^2P/dm_k^2, E[C e_k e_l] = d^2P/dm_k dm_l for means m."""
+    """Stein: E[C e_k] = dP/dm_k, E[C (e_k^2 - 1)] = d^2P/dm_k^2, E[C e_k e_l] = d^2P/dm_k dm_l for
+    means m.
+    """
     letters = sorted(set(order) - set("< "))
     point = {letter: 0.3 * k**2 - 0.2 * k for k, letter in enumerate(letters)}
     h, x, y = 1e-2, letters[0], letters[1]
     fine = (-2, -1, 0, 1, 2)
 
     def at(**moved: float) -> float:
-        means = {letter: torch.tensor([value + moved.get(letter, 0.0)]).double() for letter, value in point.items()}
+        means = {
+            letter: torch.tensor([value + moved.get(letter, 0.0)]).double()
+            for letter, value in point.items()
+        }
         return float(order_moments(means, [order])[0, 0])
 
-    first = sum(w * at(**{x: j * h}) for j, w in zip(fine, (1, -8, 0, 8, -1), strict=True)) / (12 * h)
-    second = sum(w * at(**{x: j * h}) for j, w in zip(fine, (-1, 16, -30, 16, -1), strict=True)) / (12 * h * h)
+    first = sum(w * at(**{x: j * h}) for j, w in zip(fine, (1, -8, 0, 8, -1), strict=True)) / (
+        12 * h
+    )
+    second = sum(w * at(**{x: j * h}) for j, w in zip(fine, (-1, 16, -30, 16, -1), strict=True)) / (
+        12 * h * h
+    )
     mixed = sum(a * b * at(**{x: a * h, y: b * h}) for a in (1, -1) for b in (1, -1)) / (4 * h * h)
     means = {letter: torch.tensor([value]).double() for letter, value in point.items()}
-    p, one, two, both = order_moments(means, [order], ({}, {x: 1}, {x: 2}, {x: 1, y: 1}))[:, 0].tolist()
+    p, one, two, both = order_moments(means, [order], ({}, {x: 1}, {x: 2}, {x: 1, y: 1}))[
+        :, 0
+    ].tolist()
     assert abs(one - first) < 1e-8
     assert abs(two - p - second) < 1e-6
     assert abs(both - mixed) < 1e-4
@@ -91,7 +123,9 @@ def test_orders_of_far_means_are_certain() -> None:
 
 
 def test_no_entries_have_no_probabilities() -> None:
-    assert order_moments({"x": torch.zeros(0), "y": torch.zeros(0)}, ["x<y"], ({}, {"x": 1})).shape == (2, 0)
+    assert order_moments(
+        {"x": torch.zeros(0), "y": torch.zeros(0)}, ["x<y"], ({}, {"x": 1})
+    ).shape == (2, 0)
 
 
 # Expected calls
@@ -99,28 +133,46 @@ def test_no_entries_have_no_probabilities() -> None:
 
 @pytest.mark.parametrize(("consistent", "first_step"), DEFINITIONS)
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
-def test_calls_bias_and_variance_agree_with_monte_carlo(count: int, consistent: bool, first_step: bool) -> None:
+def test_calls_bias_and_variance_agree_with_monte_carlo(
+    count: int, consistent: bool, first_step: bool
+) -> None:
     true, noise, draws = table(3, count, 1, 1), 0.3, 100_000
     expected = expected_calls(true, noise, consistent, first_step)
     generator = torch.Generator().manual_seed(4)
-    noisy = true + noise * torch.randn(draws, 1, count + 1, generator=generator, dtype=torch.float64)
+    noisy = true + noise * torch.randn(
+        draws, 1, count + 1, generator=generator, dtype=torch.float64
+    )
     called = turning_points(noisy, consistent, first_step)
     rewards = process_rewards(noisy, called)
     deviations = rewards - expected.mean[0, 0]
     limit = norm.isf(FALSE_ALARM / (3 * count) / 2)
-    for sample, prediction in ((called.double(), expected.called), (rewards, expected.mean), (deviations**2, expected.variance)):
+    for sample, prediction in (
+        (called.double(), expected.called),
+        (rewards, expected.mean),
+        (deviations**2, expected.variance),
+    ):
         error = sample.std(0)[0] / math.sqrt(draws)
         assert bool(((sample.mean(0)[0] - prediction[0, 0]).abs() <= limit * error + 1e-9).all())
 
 
 @pytest.mark.parametrize("count", range(3, 12))
 def test_pure_noise_has_known_densities(count: int) -> None:
-    """Orders of exchangeable scores: (n + 1) / 3 turning points in n decisions under the plain rule, 1/2 + 11 (n - 3) / 60 under
-    the consistent one; the noise has the same standard deviation at every decision, and no bias."""
+    """Orders of exchangeable scores: (n + 1) / 3 turning points in n decisions under the plain
+    rule, 1/2 + 11 (n - 3) / 60 under the consistent one; the noise has the same standard deviation
+    at every decision, and no bias.
+    """
     flat = torch.full((1, 1, count + 1), 0.4)
     plain, consistent = (expected_calls(flat, 0.1, rule) for rule in (False, True))
-    close(plain.called[0, 0], torch.tensor([2 / 3, 1 / 4, *[1 / 3] * (count - 3), 5 / 12], dtype=torch.float64), 1e-10)
-    close(consistent.called[0, 0], torch.tensor([1 / 3, 1 / 6, *[11 / 60] * (count - 3), 0.0], dtype=torch.float64), 1e-10)
+    close(
+        plain.called[0, 0],
+        torch.tensor([2 / 3, 1 / 4, *[1 / 3] * (count - 3), 5 / 12], dtype=torch.float64),
+        1e-10,
+    )
+    close(
+        consistent.called[0, 0],
+        torch.tensor([1 / 3, 1 / 6, *[11 / 60] * (count - 3), 0.0], dtype=torch.float64),
+        1e-10,
+    )
     assert abs(float(plain.called.sum()) - (count + 1) / 3) < 1e-9
     assert abs(float(consistent.called.sum()) - (1 / 2 + 11 * (count - 3) / 60)) < 1e-9
     for found in (plain, consistent):
@@ -149,7 +201,10 @@ def test_large_noise_forgets_the_rewards_and_small_noise_changes_nothing(seed: i
 @settings(max_examples=10, deadline=None)
 def test_signs_and_units_of_the_reward(seed: int, consistent: bool) -> None:
     true = table(seed)
-    found, negated, scaled = (expected_calls(*pair, consistent) for pair in ((true, 0.2), (-true, 0.2), (3 * true + 1, 0.6)))
+    found, negated, scaled = (
+        expected_calls(*pair, consistent)
+        for pair in ((true, 0.2), (-true, 0.2), (3 * true + 1, 0.6))
+    )
     for other, sign in ((negated, -1), (scaled, 3)):
         close(other.called, found.called, 1e-10)
         close(other.mean, sign * found.mean, 1e-9)
@@ -178,7 +233,10 @@ def test_one_uncertain_difference_is_judged_by_its_standard_deviations() -> None
     noise = 0.01
     for z in (0.2, 1.0, 2.5):
         d = z * math.sqrt(2) * noise
-        rows = torch.tensor([[[5.0, 9.0, 7.0, 7.0 + d, 12.0]], [[-5.0, -9.0, -7.0, -7.0 - d, -12.0]]], dtype=torch.float64)
+        rows = torch.tensor(
+            [[[5.0, 9.0, 7.0, 7.0 + d, 12.0]], [[-5.0, -9.0, -7.0, -7.0 - d, -12.0]]],
+            dtype=torch.float64,
+        )
         for consistent in (True, False):
             turns = turning_points(rows, consistent)
             assert turns[:, 0, 2].all()
@@ -189,11 +247,17 @@ def test_one_uncertain_difference_is_judged_by_its_standard_deviations() -> None
 
 
 def test_the_last_step_compares_one_score_with_two() -> None:
-    """R_T must exceed R_{T-1} and R_0; if all three are equal but for a hair, it is the largest with a probability of 1/3."""
+    """R_T must exceed R_{T-1} and R_0; if all three are equal but for a hair, it is the largest
+    with a probability of 1/3.
+    """
     rows = torch.tensor([[[0.0, 9.0, 0.0, 1e-9]], [[0.0, -9.0, 0.0, -1e-9]]], dtype=torch.float64)
     turns = turning_points(rows, False)
     assert turns[:, 0, 2].all()
-    close(turn_probability(rows, turns, 0.1, False)[:, 0, 2], torch.full((2,), 1 / 3, dtype=torch.float64), 1e-7)
+    close(
+        turn_probability(rows, turns, 0.1, False)[:, 0, 2],
+        torch.full((2,), 1 / 3, dtype=torch.float64),
+        1e-7,
+    )
 
 
 @given(seeds, st.booleans())
@@ -202,21 +266,30 @@ def test_the_criterion_is_monotone_and_none_without_noise(seed: int, consistent:
     rewards = table(seed)
     turns = turning_points(rewards, consistent)
     assert torch.equal(likely_turns(rewards, turns, 1e-9, 3.0, consistent), turns)
-    probabilities = [turn_probability(rewards, turns, noise, consistent) for noise in (0.01, 0.05, 0.2, 1.0)]
+    probabilities = [
+        turn_probability(rewards, turns, noise, consistent) for noise in (0.01, 0.05, 0.2, 1.0)
+    ]
     for quiet, loud in pairwise(probabilities):
         assert bool((loud <= quiet + 1e-9).all())
     assert not probabilities[0][~turns].any()
-    kept = [likely_turns(rewards, turns, 0.05, confidence, consistent) for confidence in (0.0, 1.0, 2.0)]
+    kept = [
+        likely_turns(rewards, turns, 0.05, confidence, consistent) for confidence in (0.0, 1.0, 2.0)
+    ]
     for loose, strict in pairwise(kept):
         assert not (strict & ~loose).any()
 
 
 def test_the_probability_of_a_turn_is_the_chance_of_a_call_at_the_observed_values() -> None:
-    """A flat prior swaps the roles of true and observed rewards; the other direction is a small part of the chance of a call."""
+    """A flat prior swaps the roles of true and observed rewards; the other direction is a small
+    part of the chance of a call.
+    """
     rewards = table(11, members=40)
     for consistent in (True, False):
         turns = turning_points(rewards, consistent)
-        up, chance = turn_probability(rewards, turns, 0.1, consistent), expected_calls(rewards, 0.1, consistent).called
+        up, chance = (
+            turn_probability(rewards, turns, 0.1, consistent),
+            expected_calls(rewards, 0.1, consistent).called,
+        )
         assert bool((up <= chance + 1e-9).all())
         opposite = (chance - up)[turns]
         assert float(opposite.mean()) < 0.05 < float(up[turns].mean())
@@ -229,15 +302,21 @@ def test_equal_values_count_as_one_score() -> None:
         columns = torch.tensor(sorted([*range(6), *repeats]))
         values = short[..., columns]
         for consistent in (True, False):
-            found = turn_probability(values, turning_points(values, consistent, False), 0.1, consistent)[..., kept]
-            expected = turn_probability(short, turning_points(short, consistent, False), 0.1, consistent)
+            found = turn_probability(
+                values, turning_points(values, consistent, False), 0.1, consistent
+            )[..., kept]
+            expected = turn_probability(
+                short, turning_points(short, consistent, False), 0.1, consistent
+            )
             close(found, expected, 1e-10)
 
 
 @pytest.mark.parametrize("consistent", [True, False])
 def test_with_a_wide_prior_the_probability_is_the_frequency_of_real_turns(consistent: bool) -> None:
-    """True rewards of a standard deviation of 6 times the noise; calls of one trajectory are dependent, so trajectories are
-    summed before their spread is taken. The width is finite, which biases the probability by less than 0.01."""
+    """True rewards of a standard deviation of 6 times the noise; calls of one trajectory are
+    dependent, so trajectories are summed before their spread is taken. The width is finite, which
+    biases the probability by less than 0.01.
+    """
     generator = torch.Generator().manual_seed(13)
     true = 6 * torch.randn(20_000, 1, 8, generator=generator, dtype=torch.float64)
     noisy = true + torch.randn(true.shape, generator=generator, dtype=torch.float64)
@@ -247,7 +326,9 @@ def test_with_a_wide_prior_the_probability_is_the_frequency_of_real_turns(consis
     edges = (0.0, 0.5, 0.7, 0.85, 0.95, 1.0)
     limit = norm.isf(FALSE_ALARM / (len(edges) - 1) / 2)
     for low, high in pairwise(edges):
-        inside = called & (probability >= low) & (probability < high if high < 1 else probability <= 1)
+        inside = (
+            called & (probability >= low) & (probability < high if high < 1 else probability <= 1)
+        )
         surplus = ((real.double() - probability) * inside).sum((1, 2))
         count = float(inside.sum())
         error = float(surplus.std()) * math.sqrt(len(surplus)) / count
@@ -258,11 +339,20 @@ def test_with_a_wide_prior_the_probability_is_the_frequency_of_real_turns(consis
 def test_the_rule_uses_the_noise() -> None:
     rewards = table(14, members=30)
     decisions = Decisions.like(rewards)
-    default, judged = TurningPoint(balance=None), TurningPoint(balance=None, confidence=1.0, reward_noise=0.1)
+    default, judged = (
+        TurningPoint(balance=None),
+        TurningPoint(balance=None, confidence=1.0, reward_noise=0.1),
+    )
     turns = turning_points(rewards)
     assert torch.equal(judged.selected(rewards), likely_turns(rewards, turns, 0.1, 1.0))
     assert 0 < int(judged.selected(rewards).sum()) < int(default.selected(rewards).sum())
-    assert torch.equal(TurningPoint(reward_noise=1e-9).assign(rewards, decisions), TurningPoint().assign(rewards, decisions))
+    assert torch.equal(
+        TurningPoint(reward_noise=1e-9).assign(rewards, decisions),
+        TurningPoint().assign(rewards, decisions),
+    )
     plain = TurningPoint(consistent=False, balance=None, reward_noise=0.1)
-    assert torch.equal(plain.selected(rewards), likely_turns(rewards, turning_points(rewards, False), 0.1, 0.0, False))
+    assert torch.equal(
+        plain.selected(rewards),
+        likely_turns(rewards, turning_points(rewards, False), 0.1, 0.0, False),
+    )
     assert judged.assign(rewards.float(), decisions).dtype == torch.float32

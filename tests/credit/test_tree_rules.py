@@ -1,4 +1,6 @@
-"""Credit rules on trees: worked examples, the published code of BranchGRPO, invariants on random trees, special cases."""
+"""Credit rules on trees: worked examples, the published code of BranchGRPO, invariants on random
+trees, special cases.
+"""
 
 import json
 from dataclasses import dataclass, replace
@@ -51,12 +53,17 @@ RULES = {
 
 
 def record_of(tree: Tree, rewards: Tensor, log_probs: Tensor | None = None) -> Experience:
-    """The record of a tree from the leaves' rewards [prompt, member] and log-probabilities [prompt, unit]."""
+    """The record of a tree from the leaves' rewards [prompt, member] and log-probabilities [prompt,
+    unit].
+    """
     shown = on_tree(rewards, Decisions.like(torch.zeros(*rewards.shape, tree.steps + 1)), tree)
     found = shown.experience()
     if log_probs is None:
         return found
-    return replace(found, log_probs=tree.decision_table(log_probs).masked_fill(~shown.decisions.drawn, torch.nan))
+    return replace(
+        found,
+        log_probs=tree.decision_table(log_probs).masked_fill(~shown.decisions.drawn, torch.nan),
+    )
 
 
 def credit(rule: CreditRule, record: Experience) -> Tensor:
@@ -113,10 +120,16 @@ def test_values_of_the_worked_examples(name: str) -> None:
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "rule"), [(e, r) for e in ("E1", "E2") for r in WORKED[e]["advantages"]])
+@pytest.mark.parametrize(
+    ("name", "rule"), [(e, r) for e in ("E1", "E2") for r in WORKED[e]["advantages"]]
+)
 def test_advantages_of_the_worked_examples(name: str, rule: str) -> None:
     shown, expected = worked(name), WORKED[name]["advantages"][rule]
-    advantages = generalised_gains(shown.record.values) if rule == "gain" else credit(RULES[rule], shown.record)
+    advantages = (
+        generalised_gains(shown.record.values)
+        if rule == "gain"
+        else credit(RULES[rule], shown.record)
+    )
     found = shown.tree.edge_means(advantages)[0]  # uniform: the mean of the leaves behind a unit
     for unit, value in expected.items():
         assert found[int(unit)] == pytest.approx(value, abs=6e-5), f"unit {unit}"
@@ -132,11 +145,21 @@ def test_the_worked_costs_are_those_of_the_probes() -> None:
     }
     assert set(cases) == set(WORKED["cost"])
     for name, (probe, steps, members, shared) in cases.items():
-        tree, entry = probe.tree(steps, range(steps), members, shared, torch.Generator()), WORKED["cost"][name]
+        tree, entry = (
+            probe.tree(steps, range(steps), members, shared, torch.Generator()),
+            WORKED["cost"][name],
+        )
         assert tree.counts == entry["alive"], name
-        assert (sum(tree.counts[:-1]), tree.units, tree.members) == (entry["nfe"], entry["nodes"], entry["leaves"]), name
+        assert (sum(tree.counts[:-1]), tree.units, tree.members) == (
+            entry["nfe"],
+            entry["nodes"],
+            entry["leaves"],
+        ), name
         split = torch.bincount(tree.parent[tree.drawn], minlength=tree.units) > 1
-        assert (int(split.sum()), int(split[tree.parent[tree.drawn]].sum())) == (entry["branch_parents"], entry["branch_edges"])
+        assert (int(split.sum()), int(split[tree.parent[tree.drawn]].sum())) == (
+            entry["branch_parents"],
+            entry["branch_edges"],
+        )
     combs = {
         "completions K1 T10 M0..9": (Comb(1), 10, 10),
         "TempFlow K6 T10 M0..9 per seed": (Comb(6), 10, 60),
@@ -153,7 +176,9 @@ def test_the_worked_costs_are_those_of_the_probes() -> None:
 
 @dataclass(frozen=True)
 class Published:
-    """A pair of trees of the published code as one tree of two prompts; `units` [prompt, unit] are the nodes in its files."""
+    """A pair of trees of the published code as one tree of two prompts; `units` [prompt, unit] are
+    the nodes in its files.
+    """
 
     name: str
     tree: Tree
@@ -171,18 +196,26 @@ class Published:
 
 FILES = load_file(GOLDEN / "branch.safetensors")
 SPLITS = {
-    "published": (20, (0, 3, 6, 9)), "small": (4, (0, 2)), "late": (8, (1, 4, 5)), "rounds": (10, (0, 3, 6)),
-    "mixed": (12, (0, 3, 6, 9)), "equal_rewards": (4, (0, 2)),
-}  # fmt: skip
+    "published": (20, (0, 3, 6, 9)),
+    "small": (4, (0, 2)),
+    "late": (8, (1, 4, 5)),
+    "rounds": (10, (0, 3, 6)),
+    "mixed": (12, (0, 3, 6, 9)),
+    "equal_rewards": (4, (0, 2)),
+}
 
 
 @cache
 def published(name: str) -> Published:
     steps, splits = SPLITS[name]
     depth, parent, leaf = (FILES[f"{name}/{what}"].tolist() for what in ("step", "parent", "leaf"))
-    decisions = sorted({d - 1 for d, sde in zip(depth, FILES[f"{name}/is_sde_edge"].tolist(), strict=True) if sde})
+    decisions = sorted(
+        {d - 1 for d, sde in zip(depth, FILES[f"{name}/is_sde_edge"].tolist(), strict=True) if sde}
+    )
     members = 2 ** len(splits)
-    tree = Branch(dict.fromkeys(splits, 2)).tree(steps, decisions, members, False, torch.Generator())
+    tree = Branch(dict.fromkeys(splits, 2)).tree(
+        steps, decisions, members, False, torch.Generator()
+    )
     units = torch.zeros(2, tree.units, dtype=torch.long)
     for place, node in enumerate(leaf):
         for unit in reversed(tree.paths[place % members].tolist()):
@@ -200,16 +233,22 @@ RELEASED = DepthRelative("tree", "sample", clamp=None)
 @pytest.mark.parametrize("name", list(SPLITS))
 def test_values_and_advantages_of_the_published_code(name: str) -> None:
     case = published(name)
-    torch.testing.assert_close(case.tree.values(case.record.values[..., -1]), case.read("default/value"), rtol=0, atol=2e-7)
+    torch.testing.assert_close(
+        case.tree.values(case.record.values[..., -1]), case.read("default/value"), rtol=0, atol=2e-7
+    )
     found = credit(RELEASED, case.record)
-    torch.testing.assert_close(found, case.tree.decision_table(case.read("default/advantage")), rtol=0, atol=5e-6)
+    torch.testing.assert_close(
+        found, case.tree.decision_table(case.read("default/advantage")), rtol=0, atol=5e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["published", "small", "late", "mixed"])
 def test_probability_weighted_values_of_the_published_code(name: str) -> None:
     case = published(name)
     found = credit(replace(RELEASED, backup="softmax"), case.record)
-    torch.testing.assert_close(found, case.tree.decision_table(case.read("prob_weighted/advantage")), rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        found, case.tree.decision_table(case.read("prob_weighted/advantage")), rtol=0, atol=2e-5
+    )
     assert not torch.allclose(found, credit(RELEASED, case.record), atol=1e-2)
 
 
@@ -229,7 +268,8 @@ PRUNING = {
     ("published", "depth_slide_step0"): (SLIDE, 0),
     ("published", "depth_slide_step100"): (SLIDE, 100),
     ("published", "depth_slide_step299"): (SLIDE, 299),
-    ("published", "depth_slide_no_stop_step299"): (SLIDE, 299),  # the code's own stop is the last split, 9
+    # the code's own stop is the last split, 9
+    ("published", "depth_slide_no_stop_step299"): (SLIDE, 299),
     ("published", "width1"): (dict(width="best"), 0),
     ("published", "width2"): (dict(width="extremes"), 0),
     ("published", "width2_ratio0.3"): (dict(width="extremes", ratio=0.3), 0),
@@ -282,7 +322,9 @@ def test_width_pruning_keeps_whole_branches() -> None:
     for prompt in range(2):
         for half in (slice(0, 4), slice(4, 8)):
             rewards = shown.values[prompt, half, -1]
-            assert torch.equal(kept[prompt, half, 3], rewards >= rewards.sort(descending=True).values[1])
+            assert torch.equal(
+                kept[prompt, half, 3], rewards >= rewards.sort(descending=True).values[1]
+            )
     extremes = trained(Pruned(SiblingRelative(), width="extremes", ratio=0.5), shown)
     worth = advantages[..., 2]
     for prompt in range(2):
@@ -292,7 +334,9 @@ def test_width_pruning_keeps_whole_branches() -> None:
 
 @pytest.mark.parametrize("width", ["best", "extremes"])
 def test_width_pruning_ranks_the_members_in_the_mask(width: str) -> None:
-    """Of four branches two are invalid, so one of the other two remains with "best", and the better with "extremes"."""
+    """Of four branches two are invalid, so one of the other two remains with "best", and the better
+    with "extremes".
+    """
     rewards = torch.tensor([[0.1, 0.9, float("nan"), float("nan")]])
     shown = example(torch.zeros(1, 4, 3), Branch((4,)))
     tree = shown.decisions.tree
@@ -342,13 +386,21 @@ def test_pruned_may_wrap_any_rule_and_multiplies_its_weights() -> None:
 
 @st.composite
 def grown(draw: st.DrawFn) -> Worked:
-    """Trees of up to 5 steps in which every state has 1 to 3 children, some of the steps being no decisions."""
+    """Trees of up to 5 steps in which every state has 1 to 3 children, some of the steps being no
+    decisions.
+    """
     steps = draw(st.integers(1, 5))
     decisions = draw(st.lists(st.booleans(), min_size=steps, max_size=steps).filter(any))
     paths: list[tuple[int, ...]] = [(root,) for root in range(draw(st.integers(1, 3)))]
     for step in range(steps):
-        many = [draw(st.integers(1, 3)) if decisions[step] and len(paths) < 20 else 1 for _ in paths]
-        paths = [(*path, child) for path, count in zip(paths, many, strict=True) for child in range(count)]
+        many = [
+            draw(st.integers(1, 3)) if decisions[step] and len(paths) < 20 else 1 for _ in paths
+        ]
+        paths = [
+            (*path, child)
+            for path, count in zip(paths, many, strict=True)
+            for child in range(count)
+        ]
     visits = [[(node, path[: node + 1]) for node in range(steps + 1)] for path in paths]
     mean = draw(st.sampled_from(["leaf", "child"]))
     tree = replace(tree_of(visits, lambda node, _: decisions[node - 1]), mean=mean)
@@ -359,10 +411,18 @@ def grown(draw: st.DrawFn) -> Worked:
 
 
 EVERY = [
-    SiblingRelative(), SiblingRelative(leave_one_out=True), SiblingRelative(normalise=False), DepthRelative(),
-    DepthRelative("tree", "sample"), DepthRelative(backup="softmax"), BackedUp(), BackedUp("mean"),
-    Uniform(probe=BRANCH), StepwiseGain(probe=BRANCH), GDPO(SiblingRelative()),
-]  # fmt: skip
+    SiblingRelative(),
+    SiblingRelative(leave_one_out=True),
+    SiblingRelative(normalise=False),
+    DepthRelative(),
+    DepthRelative("tree", "sample"),
+    DepthRelative(backup="softmax"),
+    BackedUp(),
+    BackedUp("mean"),
+    Uniform(probe=BRANCH),
+    StepwiseGain(probe=BRANCH),
+    GDPO(SiblingRelative()),
+]
 
 
 @settings(max_examples=60, deadline=None)
@@ -377,7 +437,9 @@ def test_gains_sum_to_the_reward_minus_the_value_of_the_root(case: Worked) -> No
 def test_leaf_weighted_gains_of_siblings_sum_to_0(case: Worked) -> None:
     tree = replace(case.tree, mean="leaf")
     gains = tree.edge_means(generalised_gains(tree.value_table(tree.values(case.rewards))))
-    sums = torch.zeros_like(gains).index_add(1, tree.parent.clamp(min=0), gains * tree.leaves * tree.drawn)
+    sums = torch.zeros_like(gains).index_add(
+        1, tree.parent.clamp(min=0), gains * tree.leaves * tree.drawn
+    )
     torch.testing.assert_close(sums, torch.zeros_like(sums), rtol=0, atol=1e-12)
 
 
@@ -385,7 +447,9 @@ def test_leaf_weighted_gains_of_siblings_sum_to_0(case: Worked) -> None:
 @given(grown(), st.sampled_from(EVERY), st.floats(-100, 100))
 def test_a_constant_changes_nothing(case: Worked, rule: CreditAssigner, constant: float) -> None:
     moved = replace(case, rewards=case.rewards + constant)
-    torch.testing.assert_close(credit(rule, moved.record), credit(rule, case.record), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        credit(rule, moved.record), credit(rule, case.record), rtol=0, atol=1e-6
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -403,8 +467,13 @@ def test_a_silent_group_gets_exact_zeros(case: Worked, rule: CreditAssigner, rew
 def test_siblings_alone_get_no_sibling_credit_and_no_gain(case: Worked) -> None:
     tree = case.tree
     parents = tree.parent[tree.drawn]
-    only = tree.drawn & (torch.bincount(parents.clamp(min=0), minlength=tree.units)[tree.parent.clamp(min=0)] == 1)
-    for advantages in (credit(SiblingRelative(), case.record), generalised_gains(case.record.values)):
+    only = tree.drawn & (
+        torch.bincount(parents.clamp(min=0), minlength=tree.units)[tree.parent.clamp(min=0)] == 1
+    )
+    for advantages in (
+        credit(SiblingRelative(), case.record),
+        generalised_gains(case.record.values),
+    ):
         assert not tree.edge_means(advantages)[:, only].abs().gt(1e-12).any()
 
 
@@ -421,7 +490,9 @@ def test_plain_means_up_the_tree_are_uniform_credit(case: Worked) -> None:
 @settings(max_examples=60, deadline=None)
 @given(grown(), st.sampled_from([rule for rule in EVERY if not isinstance(rule, StepwiseGain)]))
 def test_invalid_leaves_change_nothing_for_the_others(case: Worked, rule: CreditAssigner) -> None:
-    """The credit of the others is that of a tree without the invalid leaf; other prompts are untouched."""
+    """The credit of the others is that of a tree without the invalid leaf; other prompts are
+    untouched.
+    """
     left = (torch.arange(case.tree.members) + 1) % case.tree.members < case.tree.members - 1
     left = left if case.tree.members > 1 else ~left
     rewards = case.rewards.clone()
@@ -442,12 +513,16 @@ def test_invalid_leaves_change_nothing_for_the_others(case: Worked, rule: Credit
 def drawn(probe: Probe, prompts: int, members: int, count: int, seed: int = 0) -> Experience:
     """A record of `count` decisions with random rewards in float64."""
     generator = torch.Generator().manual_seed(seed)
-    return example(torch.rand(prompts, members, count + 1, generator=generator, dtype=torch.float64), probe).experience()
+    return example(
+        torch.rand(prompts, members, count + 1, generator=generator, dtype=torch.float64), probe
+    ).experience()
 
 
 def zscores(values: Tensor) -> Tensor:
     """Z over axis 1."""
-    return (values - values.mean(1, keepdim=True)) / (values.std(1, unbiased=False, keepdim=True) + 1e-4)
+    return (values - values.mean(1, keepdim=True)) / (
+        values.std(1, unbiased=False, keepdim=True) + 1e-4
+    )
 
 
 def sibling_pair(rewards: list[float], **options: object) -> Tensor:
@@ -458,15 +533,23 @@ def sibling_pair(rewards: list[float], **options: object) -> Tensor:
 
 def test_leave_one_out_is_the_difference_to_the_others() -> None:
     found = sibling_pair([1.0, 3.0, 8.0], normalise=False, leave_one_out=True)
-    torch.testing.assert_close(found, torch.tensor([1 - 5.5, 3 - 4.5, 8 - 2.0], dtype=torch.float64))
+    torch.testing.assert_close(
+        found, torch.tensor([1 - 5.5, 3 - 4.5, 8 - 2.0], dtype=torch.float64)
+    )
     plain = sibling_pair([1.0, 3.0, 8.0], normalise=False)
     torch.testing.assert_close(found, 1.5 * plain)
-    torch.testing.assert_close(sibling_pair([1.0, 3.0, 8.0], leave_one_out=True), 1.5 * sibling_pair([1.0, 3.0, 8.0]))
+    torch.testing.assert_close(
+        sibling_pair([1.0, 3.0, 8.0], leave_one_out=True), 1.5 * sibling_pair([1.0, 3.0, 8.0])
+    )
 
 
 def test_two_siblings_keep_the_sign_only() -> None:
-    torch.testing.assert_close(sibling_pair([0.0, 0.25]), torch.tensor([-1.0, 1.0]).double(), rtol=1e-3, atol=0)
-    torch.testing.assert_close(sibling_pair([0.0, 25.0]), torch.tensor([-1.0, 1.0]).double(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        sibling_pair([0.0, 0.25]), torch.tensor([-1.0, 1.0]).double(), rtol=1e-3, atol=0
+    )
+    torch.testing.assert_close(
+        sibling_pair([0.0, 25.0]), torch.tensor([-1.0, 1.0]).double(), rtol=1e-3, atol=0
+    )
 
 
 def test_strides_are_normalised_one_by_one_and_summed() -> None:
@@ -491,7 +574,9 @@ def test_strides_with_members_outside_the_mask() -> None:
     found = credit(SiblingRelative(clamp=None, probe=probe), record_of(tree, final))[0, :, 0]
     expected = zscores(final[:, [0, 2, 4]])[0]
     expected[:2] += zscores(final[:, [1, 3]])[0]
-    torch.testing.assert_close(found, torch.cat([expected[[0, 0, 1, 1, 2]], torch.zeros(1).double()]))
+    torch.testing.assert_close(
+        found, torch.cat([expected[[0, 0, 1, 1, 2]], torch.zeros(1).double()])
+    )
 
 
 def test_a_comb_compares_draws_not_the_trunk() -> None:
@@ -560,7 +645,9 @@ def test_errors_name_what_is_missing(rule: CreditAssigner) -> None:
     shown = drawn(Branch((2, 2)), 2, 4, 5)
     with pytest.raises(CreditError, match="needs decisions with a branched tree"):
         rule.assign(shown.values, replace(shown.decisions, tree=None))
-    with pytest.raises(CreditError, match=r"needs values \[prompt, member, decision\+1\] = \(2, 4, 6\)"):
+    with pytest.raises(
+        CreditError, match=r"needs values \[prompt, member, decision\+1\] = \(2, 4, 6\)"
+    ):
         rule.assign(torch.rand(2, 5, 6), shown.decisions)
     missing = shown.values.clone()
     missing[..., [2, 5]] = float("nan")
@@ -570,7 +657,12 @@ def test_errors_name_what_is_missing(rule: CreditAssigner) -> None:
 
 def test_log_probabilities_are_named_when_they_are_missing() -> None:
     shown = drawn(Branch((2, 2)), 2, 4, 5)
-    for rule in (BackedUp(), DepthRelative(backup="softmax"), GDPO(BackedUp()), Weighted(rule=BackedUp())):
+    for rule in (
+        BackedUp(),
+        DepthRelative(backup="softmax"),
+        GDPO(BackedUp()),
+        Weighted(rule=BackedUp()),
+    ):
         assert rule.reads_fields == ("log_probs",)
         for call in (
             lambda r=rule: r.assign(shown.values, shown.decisions),

@@ -22,9 +22,13 @@ FOX, CAR = Prompt("a fox"), Prompt("a car")
 
 
 def table(*groups):
-    """Values [prompt, member, decision+1] of two decisions, of which only the final rewards are known; NaN: invalid."""
+    """Values [prompt, member, decision+1] of two decisions, of which only the final rewards are
+    known; NaN: invalid.
+    """
     final = torch.tensor(groups, dtype=torch.float64)
-    return torch.cat([torch.full((*final.shape, 2), float("nan"), dtype=torch.float64), final[..., None]], -1)
+    return torch.cat(
+        [torch.full((*final.shape, 2), float("nan"), dtype=torch.float64), final[..., None]], -1
+    )
 
 
 def visit(rule, values, prompts):
@@ -47,14 +51,17 @@ def tracked(rule, prompt):
 
 
 @given(
-    st.lists(st.lists(st.floats(-5, 5), min_size=3, max_size=3), min_size=1, max_size=8), st.sampled_from([0.0, 0.3, 0.9, 1.0])
+    st.lists(st.lists(st.floats(-5, 5), min_size=3, max_size=3), min_size=1, max_size=8),
+    st.sampled_from([0.0, 0.3, 0.9, 1.0]),
 )
 def test_after_n_visits_mean_and_variance_have_their_closed_form(visits, decay):
     rule = ValueTracker(decay=decay, clamp=None)
     for rewards in visits:
         visit(rule, table(rewards), [FOX])
     rewards = torch.tensor(visits, dtype=torch.float64)
-    weights = (decay ** torch.arange(len(visits) - 1, -1, -1, dtype=torch.float64))[:, None].expand_as(rewards)
+    weights = (decay ** torch.arange(len(visits) - 1, -1, -1, dtype=torch.float64))[
+        :, None
+    ].expand_as(rewards)
     mean = (weights * rewards).sum() / weights.sum()
     variance = (weights * (rewards - mean) ** 2).sum() / weights.sum()
     wanted = [float(weights.sum()), float(mean), float(variance)]
@@ -64,9 +71,12 @@ def test_after_n_visits_mean_and_variance_have_their_closed_form(visits, decay):
 def test_advantages_by_hand():
     rule = ValueTracker(decay=0.5, clamp=None)
     assert credit(rule, [[1.0, 3.0]], [FOX])[0].tolist() == pytest.approx([-1 / 1.0001, 1 / 1.0001])
-    # weights 1/2, 1/2, 1, 1: the mean of 1, 3, 4, 4 is 10/3, the variance (5.444/2 + .111/2)/3 + 2 (.444)/3
+    # weights 1/2, 1/2, 1, 1: the mean of 1, 3, 4, 4 is 10/3, the variance (5.444/2 + .111/2)/3 + 2
+    # (.444)/3
     variance = (0.5 * (7 / 3) ** 2 + 0.5 * (1 / 3) ** 2 + 2 * (2 / 3) ** 2) / 3
-    assert credit(rule, [[4.0, 4.0]], [FOX])[0].tolist() == pytest.approx([(2 / 3) / (variance**0.5 + 1e-4)] * 2)
+    assert credit(rule, [[4.0, 4.0]], [FOX])[0].tolist() == pytest.approx(
+        [(2 / 3) / (variance**0.5 + 1e-4)] * 2
+    )
 
 
 def test_at_a_first_visit_and_without_a_memory_it_is_uniform_credit():
@@ -93,7 +103,11 @@ def test_a_group_of_equal_rewards_teaches_once_its_prompt_is_known(std):
 
 def test_a_group_of_one_is_credited_against_its_past():
     rule = ValueTracker()
-    assert [float(credit(rule, [[value]], [FOX])[0, 0]) > 0 for value in (0.5, 0.7, 0.1)] == [False, True, False]
+    assert [float(credit(rule, [[value]], [FOX])[0, 0]) > 0 for value in (0.5, 0.7, 0.1)] == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_the_scale_of_a_batch_is_the_root_mean_square_of_all_deviations():
@@ -108,7 +122,9 @@ def test_prompts_are_told_apart_by_text_in_any_order():
     first, second = [[0.1, 0.5], [0.7, 0.8]], [[0.4, 0.6], [0.2, 0.9]]
     credit(one, first, [FOX, CAR])
     credit(other, first[::-1], [CAR, Prompt("a fox", {"seed": 1})])
-    assert torch.equal(credit(one, second, [FOX, CAR]), credit(other, second[::-1], [CAR, FOX]).flip(0))
+    assert torch.equal(
+        credit(one, second, [FOX, CAR]), credit(other, second[::-1], [CAR, FOX]).flip(0)
+    )
     assert tracked(one, FOX) == tracked(other, FOX) and tracked(one, CAR) == tracked(other, CAR)
 
 
@@ -116,13 +132,17 @@ def test_members_outside_the_mask_are_not_remembered():
     nan, rule, other = float("nan"), ValueTracker(std="batch"), ValueTracker(std="batch")
     found = credit(rule, [[0.1, nan, 0.5], [0.7, 0.8, nan]], [FOX, CAR])
     assert torch.equal(
-        found[:, [0, 1]].flatten()[[0, 2, 3]], credit(other, [[0.1, 0.5], [0.7, 0.8]], [FOX, CAR])[[0, 1, 1], [0, 0, 1]]
+        found[:, [0, 1]].flatten()[[0, 2, 3]],
+        credit(other, [[0.1, 0.5], [0.7, 0.8]], [FOX, CAR])[[0, 1, 1], [0, 0, 1]],
     )
     assert tracked(rule, FOX) == tracked(other, FOX) and tracked(rule, CAR) == tracked(other, CAR)
     before = tracked(rule, FOX)
     assert not credit(rule, [[nan, nan], [0.3, 0.4]], [FOX, Prompt("new")])[0].any()
     assert tracked(rule, FOX) == before
-    assert not credit(rule, [[nan, nan]], [Prompt("unseen")]).any() and text_key("unseen") not in rule.memory
+    assert (
+        not credit(rule, [[nan, nan]], [Prompt("unseen")]).any()
+        and text_key("unseen") not in rule.memory
+    )
 
 
 def test_equal_prompts_of_one_table_are_one_visit():
@@ -172,10 +192,16 @@ def test_what_it_refuses():
             ValueTracker(**options)
     with pytest.raises(CreditError, match="finite value in column 2"):
         ValueTracker().assign(table([0.0, float("nan")]), Decisions.like(table([0.0, 1.0])))
-    for wrapper in (lambda rule: GDPO(rule), lambda rule: Weighted(rule=rule), lambda rule: Pruned(rule)):
+    for wrapper in (
+        lambda rule: GDPO(rule),
+        lambda rule: Weighted(rule=rule),
+        lambda rule: Pruned(rule),
+    ):
         with pytest.raises(ConfigError, match="rule"):
             wrapper(ValueTracker())
-    assert build("credit", "value-tracker(decay=1.0, std=batch)") == ValueTracker(decay=1.0, std="batch")
+    assert build("credit", "value-tracker(decay=1.0, std=batch)") == ValueTracker(
+        decay=1.0, std="batch"
+    )
 
 
 def test_merging_gives_no_negative_variance_and_keeps_equal_values_exact():

@@ -14,11 +14,18 @@ def crossing(xs: list[float], ys: list[float], target: float) -> float:
     """The definition, point by point."""
     for i, y in enumerate(ys):
         if y >= target - 1e-12:
-            return xs[0] if i == 0 else xs[i - 1] + (target - ys[i - 1]) / (y - ys[i - 1]) * (xs[i] - xs[i - 1])
+            return (
+                xs[0]
+                if i == 0
+                else xs[i - 1] + (target - ys[i - 1]) / (y - ys[i - 1]) * (xs[i] - xs[i - 1])
+            )
     return math.inf
 
 
-@given(st.lists(st.tuples(st.floats(0.1, 5), st.floats(0, 1)), min_size=1, max_size=8), st.lists(st.floats(0, 1.2), max_size=4))
+@given(
+    st.lists(st.tuples(st.floats(0.1, 5), st.floats(0, 1)), min_size=1, max_size=8),
+    st.lists(st.floats(0, 1.2), max_size=4),
+)
 def test_the_first_crossing(points: list[tuple[float, float]], targets: list[float]) -> None:
     xs, ys = np.cumsum([step for step, _ in points]).tolist(), [y for _, y in points]
     expected = [crossing(xs, ys, target) for target in [*targets, math.inf]]

@@ -1,4 +1,6 @@
-"""Examples in README and the documentation: commands parse, Python compiles, settings are valid, references have a target."""
+"""Examples in README and the documentation: commands parse, Python compiles, settings are valid,
+references have a target.
+"""
 
 import ast
 import importlib
@@ -31,7 +33,9 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def flowrl_commands(page: Path) -> Iterator[list[str]]:
-    """The arguments of every `flowrl` or `-m flowrl` in a page's bash blocks, and of every code span with options."""
+    """The arguments of every `flowrl` or `-m flowrl` in a page's bash blocks, and of every code
+    span with options.
+    """
     spans = re.findall(r"`(flowrl[ \n][a-z][^`]* --[^`]*)`", prose(page))
     lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
     for line in [*lines, *(" ".join(span.split()) for span in spans)]:
@@ -42,13 +46,23 @@ def flowrl_commands(page: Path) -> Iterator[list[str]]:
             if word not in ("&&", "|", ";", ">"):
                 command.append(word)
                 continue
-            for start in (i for i, name in enumerate(command) if name == "flowrl" and (i == 0 or command[i - 1] == "-m")):
-                yield [word for i, word in enumerate(command) if i > start and (word != "..." or command[i - 1][:2] == "--")]
+            for start in (
+                i
+                for i, name in enumerate(command)
+                if name == "flowrl" and (i == 0 or command[i - 1] == "-m")
+            ):
+                yield [
+                    word
+                    for i, word in enumerate(command)
+                    if i > start and (word != "..." or command[i - 1][:2] == "--")
+                ]
             command = []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_parse(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     for text in blocks(page, "python"):  # the help of a world of the page is that world's
         if file := re.match(r"# (\w+\.py)\n", text):
@@ -81,7 +95,11 @@ def test_options_exist(reference: ModuleType) -> None:
 
 @pytest.mark.parametrize("kind", ["credit", "loss", "sampler", "reward"])
 def test_parts_build(kind: str) -> None:
-    specs = {spec for page in PAGES for spec in re.findall(rf"--{kind} ([a-z][\w.-]+(?![\w./:])|\"[^\"]+\")", page.read_text())}
+    specs = {
+        spec
+        for page in PAGES
+        for spec in re.findall(rf"--{kind} ([a-z][\w.-]+(?![\w./:])|\"[^\"]+\")", page.read_text())
+    }
     specs = {spec.strip('"') for spec in specs if ".py" not in spec}
     assert specs
     for spec in specs:
@@ -121,9 +139,16 @@ def reference() -> Iterator[ModuleType]:
 @pytest.fixture(scope="module")
 def public(reference: ModuleType) -> set[str]:
     """The public modules, and the full names of what they export."""
-    rooms = dict.fromkeys(name for page in reference.PAGES for name in reference.modules_of_page(page))
-    modules = [importlib.import_module("flowrl"), *(module for name in rooms for module in reference.modules_of(name))]
-    names = {f"{module.__name__}.{name}" for module in modules for name in reference.public_names(module)}
+    rooms = dict.fromkeys(
+        name for page in reference.PAGES for name in reference.modules_of_page(page)
+    )
+    modules = [
+        importlib.import_module("flowrl"),
+        *(module for name in rooms for module in reference.modules_of(name)),
+    ]
+    names = {
+        f"{module.__name__}.{name}" for module in modules for name in reference.public_names(module)
+    }
     return names | {module.__name__ for module in modules}
 
 
@@ -132,17 +157,23 @@ def test_every_room_has_a_page(reference: ModuleType) -> None:
 
 
 def test_every_public_name_is_on_one_page(reference: ModuleType) -> None:
-    for room in dict.fromkeys(name for page in reference.PAGES for name in page.modules if name in reference.TOP):
+    for room in dict.fromkeys(
+        name for page in reference.PAGES for name in page.modules if name in reference.TOP
+    ):
         for module in reference.modules_of(room):
             for name in reference.public_names(module):
                 pages = [
-                    page.file for page in reference.PAGES if room in page.modules and reference.on_page(page, room, module, name)
+                    page.file
+                    for page in reference.PAGES
+                    if room in page.modules and reference.on_page(page, room, module, name)
                 ]
                 assert len(pages) == 1, f"{module.__name__}.{name}: {pages}"
 
 
 def test_references_name_public_things(public: set[str]) -> None:
-    named = {name for page in PAGES for name in re.findall(r"\{py:\w+\}`([\w.]+)`", page.read_text())}
+    named = {
+        name for page in PAGES for name in re.findall(r"\{py:\w+\}`([\w.]+)`", page.read_text())
+    }
     assert named and not named - public, "Sphinx itself does not report such a name"
 
 
@@ -157,7 +188,9 @@ class TestReadmeInCI:
 
     def test_all_blocks_run_but_marked_ones(self, readme: ModuleType) -> None:
         found = readme.blocks((ROOT / "README.md").read_text())
-        assert sum(bool(block.commands) for block in found) == len(found) - sum(block.marker == "skip" for block in found)
+        assert sum(bool(block.commands) for block in found) == len(found) - sum(
+            block.marker == "skip" for block in found
+        )
         assert "pip install" in found[0].commands[0] and "#" not in found[0].commands[0]
         tests = '-m pytest -n 2 -m "not slow and not satellite"'
         assert any(command.endswith(tests) for block in found for command in block.commands)
@@ -165,12 +198,17 @@ class TestReadmeInCI:
     def test_markers(self, readme: ModuleType) -> None:
         bash = "```bash\na b  # why\nc \\\n  d\n```\n"
         python = "```python\n# my.py\nx = 1\n```\n"
-        text = f"{bash}<!-- ci: skip: needs weights -->\n{bash}\n<!-- ci: add --seeds 0: fast -->\n{bash}{python}"
+        text = (
+            f"{bash}<!-- ci: skip: needs weights -->\n{bash}\n<!-- ci: add --seeds 0: fast"
+            f" -->\n{bash}{python}"
+        )
         plain, skipped, reduced, file = readme.blocks(text)
         assert plain.commands == ["a b", "c    d"] and skipped.commands == []
         assert reduced.commands == ["a b", "c    d --seeds 0"] and reduced.reason == "fast"
         assert len(file.commands) == 1 and file.commands[0].startswith("cat > my.py")
-        assert "needs weights" in readme.describe([plain, skipped]) and "fast" not in readme.describe([plain, skipped])
+        assert "needs weights" in readme.describe(
+            [plain, skipped]
+        ) and "fast" not in readme.describe([plain, skipped])
 
     @pytest.mark.parametrize(
         ("text", "message"),

@@ -1,4 +1,6 @@
-"""Formulas of the site and of the lessons: KaTeX, whose copy in docs/_static draws them, knows every command that they use."""
+"""Formulas of the site and of the lessons: KaTeX, whose copy in docs/_static draws them, knows
+every command that they use.
+"""
 
 import importlib
 import json
@@ -13,7 +15,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 KATEX = ROOT / "docs" / "_static" / "katex"
 MADE = {"_build", "course", "api"}
-PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if not MADE & set(path.relative_to(ROOT / "docs").parts)]
+PAGES = [
+    path
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+    if not MADE & set(path.relative_to(ROOT / "docs").parts)
+]
 LESSONS = sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.ipynb"))
 DRAW = """
 const katex = require(process.argv[1]);
@@ -31,7 +37,8 @@ def formulas(text: str) -> list[str]:
     text = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", text, flags=re.DOTALL)
     blocks = re.findall(r"\$\$(.+?)\$\$", text, re.DOTALL)
     inline = re.findall(
-        r"(?<![\\$])\$(?!\s)([^$\n]+(?:\n[^$\n]+)*?)(?<![\s\\])\$(?!\d)", re.sub(r"\$\$.+?\$\$", "", text, flags=re.DOTALL)
+        r"(?<![\\$])\$(?!\s)([^$\n]+(?:\n[^$\n]+)*?)(?<![\s\\])\$(?!\d)",
+        re.sub(r"\$\$.+?\$\$", "", text, flags=re.DOTALL),
     )
     return [*blocks, *inline]
 
@@ -40,8 +47,14 @@ def all_formulas() -> dict[str, list[str]]:
     """By file; lessons' texts are Markdown cells."""
     found = {path.relative_to(ROOT).as_posix(): formulas(path.read_text()) for path in PAGES}
     for path in LESSONS:
-        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "markdown"]
-        found[path.name] = [formula for cell in cells for formula in formulas("".join(cell["source"]))]
+        cells = [
+            cell
+            for cell in json.loads(path.read_text())["cells"]
+            if cell["cell_type"] == "markdown"
+        ]
+        found[path.name] = [
+            formula for cell in cells for formula in formulas("".join(cell["source"]))
+        ]
     found["docs/formulas.py"] = list(REFERENCE.values())
     return {name: texts for name, texts in found.items() if texts}
 
@@ -51,7 +64,11 @@ FORMULAS = all_formulas()
 
 
 def unknown_commands(text: str, known: str) -> set[str]:
-    return {name for name in re.findall(r"\\([A-Za-z]+)", text) if f'"{name}"' not in known and f'"\\\\{name}"' not in known}
+    return {
+        name
+        for name in re.findall(r"\\([A-Za-z]+)", text)
+        if f'"{name}"' not in known and f'"\\\\{name}"' not in known
+    }
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +105,9 @@ def test_a_misspelt_command_is_found(katex: str) -> None:
 def test_katex_draws_all() -> None:
     texts = [text for texts in FORMULAS.values() for text in texts]
     command = ["node", "-e", DRAW, str(KATEX / "katex.min.js")]
-    made = subprocess.run(command, input=json.dumps([*texts, "\\frac{"]), capture_output=True, text=True, check=True)
+    made = subprocess.run(
+        command, input=json.dumps([*texts, "\\frac{"]), capture_output=True, text=True, check=True
+    )
     wrong = json.loads(made.stdout)
     assert len(wrong) == 1 and wrong[0].startswith("\\frac{:"), wrong
 

@@ -12,7 +12,15 @@ import torch
 
 from flowrl.cli import main
 from flowrl.experience import Record
-from flowrl.testing import check_credit, check_forward_loss, check_loss, check_reward, check_sampler, check_solver, check_world
+from flowrl.testing import (
+    check_credit,
+    check_forward_loss,
+    check_loss,
+    check_reward,
+    check_sampler,
+    check_solver,
+    check_world,
+)
 from flowrl.training.build import make_trainer
 from flowrl.training.config import preset
 
@@ -32,11 +40,15 @@ GUIDES = Path(__file__).parents[2] / "docs" / "guides"
     ],
 )
 def test_a_guides_part_keeps_its_promises(guide: str, name: str, check, tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(# (\w+\.py)\n.*?)```", (GUIDES / f"{guide}.md").read_text(), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(# (\w+\.py)\n.*?)```", (GUIDES / f"{guide}.md").read_text(), re.DOTALL
+    )
     blocks = [block for block in blocks if f"class {name}" in block[0]]
     assert len(blocks) == 1, "one block to save, which begins with its file's name"
     text, file = blocks[0]
-    assert f"{file}:{name}" in (GUIDES / f"{guide}.md").read_text(), "the commands use the file's name"
+    assert f"{file}:{name}" in (GUIDES / f"{guide}.md").read_text(), (
+        "the commands use the file's name"
+    )
     (tmp_path / file).write_text(text)
     found = check(runpy.run_path(str(tmp_path / file))[name]())
     assert found.ok, str(found)
@@ -51,19 +63,29 @@ def test_the_tree_rule_of_the_page_about_extensions_keeps_its_promises(tmp_path:
 
 
 def python_blocks(guide: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (GUIDES / f"{guide}.md").read_text(), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        r"^```python\n(.*?)^```", (GUIDES / f"{guide}.md").read_text(), re.DOTALL | re.MULTILINE
+    )
 
 
 def test_the_observers_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's file, command and Python, in the order of the page; the command with the smallest settings, to the end."""
+    """The page's file, command and Python, in the order of the page; the command with the smallest
+    settings, to the end.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     observers, table, *rest = python_blocks("observe")
     (tmp_path / "my_observers.py").write_text(observers)
-    (command,) = re.findall(r"^```bash\nflowrl (.*?)^```", (GUIDES / "observe.md").read_text(), re.DOTALL | re.MULTILINE)
-    words = shlex.split(command.replace("\\\n", " ").replace("40", "12").replace("patience=3", "patience=99"))
+    (command,) = re.findall(
+        r"^```bash\nflowrl (.*?)^```", (GUIDES / "observe.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    words = shlex.split(
+        command.replace("\\\n", " ").replace("40", "12").replace("patience=3", "patience=99")
+    )
     assert main([*words, "--preset", "tiny", "--strict"]) == 0
-    rows = [json.loads(line) for line in Path("runs/observed/metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in Path("runs/observed/metrics.jsonl").read_text().splitlines()
+    ]
     assert rows[1]["AdvantageByDecision/decision_0"] > 0 and len(rows) == 13
     rewards = [row["evaluation"]["reward"] for row in rows if row["evaluation"]]
     bests = [i for i in range(1, len(rewards)) if rewards[i] > max(rewards[:i])]
@@ -82,25 +104,43 @@ def test_the_stopping_rule_of_the_guide_stops(tmp_path: Path) -> None:
     rule = runpy.run_path(str(tmp_path / "my_observers.py"))["Plateau"](patience=2)
     rows = [{"evaluation": reward and {"reward": reward}} for reward in (0.5, 0.6, None, 0.4, 0.5)]
     actions = [rule.observe(Record(i, metrics=rows[i], history=rows[:i])) for i in range(1, 5)]
-    assert [one and (one.keep, bool(one.stop)) for one in actions] == [(True, False), None, (False, False), (False, True)]
+    assert [one and (one.keep, bool(one.stop)) for one in actions] == [
+        (True, False),
+        None,
+        (False, False),
+        (False, True),
+    ]
 
 
 def test_the_page_by_hand_computes_what_the_trainer_does() -> None:
     (block,) = python_blocks("by-hand")
     names: dict[str, Any] = {}
     exec(block, names)
-    rows = re.findall(r"^\| `(.*?)` \|.*\| ([\d, ]+) \|$", (GUIDES / "by-hand.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(.*?)` \|.*\| ([\d, ]+) \|$", (GUIDES / "by-hand.md").read_text(), re.MULTILINE
+    )
     assert len(rows) > 10
     for name, shape in rows:
         value = eval(name, names)
-        assert list(value.shape if isinstance(value, torch.Tensor) else [len(value)]) == json.loads(f"[{shape}]"), name
+        assert list(value.shape if isinstance(value, torch.Tensor) else [len(value)]) == json.loads(
+            f"[{shape}]"
+        ), name
     config = preset("tiny").apply(
-        world="mixture", credit="stepwise-gain", window="2:7", num_steps=10, groups=3, group_size=4, initial_noise="independent"
+        world="mixture",
+        credit="stepwise-gain",
+        window="2:7",
+        num_steps=10,
+        groups=3,
+        group_size=4,
+        initial_noise="independent",
     )
     trainer = make_trainer(config)
     trainer.generator.manual_seed(0)
     trainer.prompts.take = lambda count: names["prompts"][:count]
     iteration = trainer.iteration()
     assert torch.equal(iteration.experience.values, names["values"].total)
-    assert torch.equal(iteration.credit.advantages, names["credit"].advantages) and iteration.credit.advantages.any()
+    assert (
+        torch.equal(iteration.credit.advantages, names["credit"].advantages)
+        and iteration.credit.advantages.any()
+    )
     assert torch.equal(iteration.weights, names["weights"])

@@ -1,4 +1,6 @@
-"""Words of the project's earlier English that must not come back, in documents, docstrings and lessons."""
+"""Words of the project's earlier English that must not come back, in documents, docstrings and
+lessons.
+"""
 
 import ast
 import re
@@ -9,11 +11,36 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 UNWANTED = (
-    "told", "beside", "goes? round", "whose it was", "in vain", "pays a step", "quiet(?:ly)?", "loud(?:ly)?", "lies to",
-    "company", "a person", "nobody", "somebody", "anybody", "whoever", "hears?", "wants", "gives? back", "pictures?",
-    "drowns?", "blown up", "cures?", "talks? to", "network lives", "next to nothing",
-    "asked about", "asks for no", "made of them", "comes and goes",
-)  # fmt: skip
+    "told",
+    "beside",
+    "goes? round",
+    "whose it was",
+    "in vain",
+    "pays a step",
+    "quiet(?:ly)?",
+    "loud(?:ly)?",
+    "lies to",
+    "company",
+    "a person",
+    "nobody",
+    "somebody",
+    "anybody",
+    "whoever",
+    "hears?",
+    "wants",
+    "gives? back",
+    "pictures?",
+    "drowns?",
+    "blown up",
+    "cures?",
+    "talks? to",
+    "network lives",
+    "next to nothing",
+    "asked about",
+    "asks for no",
+    "made of them",
+    "comes and goes",
+)
 PATTERN = re.compile(rf"\b(?:{'|'.join(UNWANTED)})\b", re.IGNORECASE)
 KEPT = ("`pictures", "prompts pictures", "(beside=...)")
 """Old names that the changelog translates."""
@@ -31,9 +58,13 @@ def modules() -> Iterator[Path]:
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Docstrings of modules, classes and functions, and the strings below attributes, with their lines."""
+    """Docstrings of modules, classes and functions, and the strings below attributes, with their
+    lines.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
-        for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
+        for statement in (
+            getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ()
+        ):
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 if isinstance(statement.value.value, str):
                     yield statement.lineno, statement.value.value
@@ -46,7 +77,11 @@ def found(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", sorted(documents()), ids=lambda path: path.name)
 def test_documents(path: Path) -> None:
-    seen = [f"line {n}: {word}" for n, line in enumerate(path.read_text().splitlines(), 1) for word in found(line)]
+    seen = [
+        f"line {n}: {word}"
+        for n, line in enumerate(path.read_text().splitlines(), 1)
+        for word in found(line)
+    ]
     assert not seen, seen
 
 
@@ -61,4 +96,9 @@ def test_docstrings() -> None:
 
 
 def test_the_check_finds_words() -> None:
-    assert found("What a person sees") and found("Nobody is told") and found("A picture.") and not found("An imperson; besides")
+    assert (
+        found("What a person sees")
+        and found("Nobody is told")
+        and found("A picture.")
+        and not found("An imperson; besides")
+    )

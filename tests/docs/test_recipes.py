@@ -1,4 +1,6 @@
-"""The recipes in docs/recipes, with a fake of the package that each is about; the real one needs an environment of its own."""
+"""The recipes in docs/recipes, with a fake of the package that each is about; the real one needs an
+environment of its own.
+"""
 
 import subprocess
 import sys
@@ -18,12 +20,17 @@ RECIPE = Path(__file__).parents[2] / "docs" / "recipes" / "image_reward.py"
 
 
 class FakeNetwork:
-    """`score(prompt, image)` as the package has it: one text, one Pillow picture, one Python float."""
+    """`score(prompt, image)` as the package has it: one text, one Pillow picture, one Python
+    float.
+    """
 
     def score(self, prompt: str, image: Image.Image) -> float:
         assert isinstance(prompt, str) and isinstance(image, Image.Image) and image.mode == "RGB"
         assert not torch.is_grad_enabled()
-        return len(prompt) + float(torch.tensor(list(image.tobytes()), dtype=torch.float32).mean()) / 255
+        return (
+            len(prompt)
+            + float(torch.tensor(list(image.tobytes()), dtype=torch.float32).mean()) / 255
+        )
 
 
 @pytest.fixture
@@ -55,7 +62,9 @@ def test_image_reward_can_be_served(package):
     from flowrl.serving.client import RemoteReward
 
     listener = Listener.open("127.0.0.1", 0)
-    server = make_server(build("reward", f"{RECIPE}:ImageRewardScore(device='cpu')"), ServerSettings())
+    server = make_server(
+        build("reward", f"{RECIPE}:ImageRewardScore(device='cpu')"), ServerSettings()
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener.socket]}, daemon=True)
     thread.start()
     while not server.started:

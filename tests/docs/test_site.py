@@ -1,4 +1,6 @@
-"""The site: words that people search for, alternative texts of figures, lengths of pages, headings."""
+"""The site: words that people search for, alternative texts of figures, lengths of pages,
+headings.
+"""
 
 import re
 from pathlib import Path
@@ -7,10 +9,14 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 MADE = {"_build", "course", "api"}
-PAGES = [path for path in sorted(DOCS.rglob("*.md")) if not MADE & set(path.relative_to(DOCS).parts)]
+PAGES = [
+    path for path in sorted(DOCS.rglob("*.md")) if not MADE & set(path.relative_to(DOCS).parts)
+]
 IDS = [path.relative_to(DOCS).as_posix() for path in PAGES]
 TEXTS = {name: path.read_text() for name, path in zip(IDS, PAGES, strict=True)}
-HEADINGS = {name: "\n".join(re.findall(r"^#+ (.*)", text, re.MULTILINE)) for name, text in TEXTS.items()}
+HEADINGS = {
+    name: "\n".join(re.findall(r"^#+ (.*)", text, re.MULTILINE)) for name, text in TEXTS.items()
+}
 
 
 def words(text: str) -> set[str]:
@@ -64,7 +70,9 @@ def test_figures_have_alternative_texts_in_words(name: str) -> None:
 @pytest.mark.parametrize("name", IDS)
 def test_pages_begin_with_one_title(name: str) -> None:
     prose = re.sub(r"^```.*?^```", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
-    assert len(re.findall(r"^# ", prose, re.MULTILINE)) == (0 if "{include}" in TEXTS[name] and not prose.strip() else 1)
+    assert len(re.findall(r"^# ", prose, re.MULTILINE)) == (
+        0 if "{include}" in TEXTS[name] and not prose.strip() else 1
+    )
 
 
 TABLES = ("claims", "branching.md", "design.md")
@@ -76,9 +84,16 @@ def test_pages_are_of_readable_length(name: str) -> None:
     assert len(TEXTS[name].split()) <= 2500
 
 
-@pytest.mark.parametrize("name", [name for name in IDS if name.startswith("papers/") and "grpo" in name])
+@pytest.mark.parametrize(
+    "name", [name for name in IDS if name.startswith("papers/") and "grpo" in name]
+)
 def test_pages_of_papers_have_command_result_and_differences(name: str) -> None:
-    for part in ("arxiv.org/abs/", "## Command and expected result", "flowrl compare", "../claims.md"):
+    for part in (
+        "arxiv.org/abs/",
+        "## Command and expected result",
+        "flowrl compare",
+        "../claims.md",
+    ):
         assert part in TEXTS[name], part
 
 
@@ -92,7 +107,11 @@ def test_rows_of_a_table_have_the_cells_of_its_head(name: str) -> None:
 
 
 def test_every_page_is_in_the_contents() -> None:
-    listed = set(re.findall(r"^(?:[^\n<]+<)?([\w/-]+)>?$", TEXTS["index.md"] + TEXTS["course.md"], re.MULTILINE)) | {"index"}
+    listed = set(
+        re.findall(
+            r"^(?:[^\n<]+<)?([\w/-]+)>?$", TEXTS["index.md"] + TEXTS["course.md"], re.MULTILINE
+        )
+    ) | {"index"}
     assert {name.removesuffix(".md") for name in IDS} <= listed
 
 
@@ -104,7 +123,10 @@ def test_numbers_of_the_findings_about_trees_are_those_of_the_tables() -> None:
         name, *cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
         for cell in cells:
             if re.search(r"\d (\[|\+)|%,", cell):
-                assert any(f"{name} |" in row and f"| {cell} |" in row for row in rows), (name, cell)
+                assert any(f"{name} |" in row and f"| {cell} |" in row for row in rows), (
+                    name,
+                    cell,
+                )
                 checked += 1
     assert checked > 80
 

@@ -50,7 +50,9 @@ def test_schedules_end_exactly_at_one_and_zero(steps: int, shift: float) -> None
     assert times[0] == 1.0 and times[-1] == 0.0 and len(times) == steps + 1
 
 
-@pytest.mark.parametrize(("steps", "shift"), [(0, 3.0), (10, 0.0), (10, -1.0), (10, math.inf), (10, math.nan)])
+@pytest.mark.parametrize(
+    ("steps", "shift"), [(0, 3.0), (10, 0.0), (10, -1.0), (10, math.inf), (10, math.nan)]
+)
 def test_bad_schedules_are_refused(steps: int, shift: float) -> None:
     with pytest.raises(ConfigError, match="is not allowed"):
         shifted_schedule(steps, shift)
@@ -72,19 +74,26 @@ def test_estimates_invert_the_interpolant(seed: int) -> None:
 
 
 def test_log_prob_is_the_mean_of_the_normal_log_density() -> None:
-    gaussian, x = Gaussian(randn(4, 2, 3), torch.tensor([0.01, 0.3, 1.0, 5.0])), randn(4, 2, 3, seed=1)
+    gaussian, x = (
+        Gaussian(randn(4, 2, 3), torch.tensor([0.01, 0.3, 1.0, 5.0])),
+        randn(4, 2, 3, seed=1),
+    )
     normal = torch.distributions.Normal(gaussian.mean, gaussian.std.reshape(4, 1, 1))
     torch.testing.assert_close(log_prob(gaussian, x), normal.log_prob(x).mean(dim=(1, 2)))
 
 
 def test_log_prob_of_a_latent_without_axes() -> None:
     gaussian, x = Gaussian(randn(4), torch.full((4,), 0.5)), randn(4, seed=1)
-    torch.testing.assert_close(log_prob(gaussian, x), torch.distributions.Normal(gaussian.mean, 0.5).log_prob(x))
+    torch.testing.assert_close(
+        log_prob(gaussian, x), torch.distributions.Normal(gaussian.mean, 0.5).log_prob(x)
+    )
 
 
 def test_log_prob_without_constants_is_minus_the_mean_square() -> None:
     gaussian, x = Gaussian(randn(4, 6), torch.ones(4)), randn(4, 6, seed=1)
-    torch.testing.assert_close(log_prob_without_constants(gaussian, x), -(x - gaussian.mean).square().mean(dim=1))
+    torch.testing.assert_close(
+        log_prob_without_constants(gaussian, x), -(x - gaussian.mean).square().mean(dim=1)
+    )
 
 
 def test_kl_matches_torch_distributions() -> None:
@@ -146,9 +155,13 @@ def test_samples_leave_the_global_generator_alone() -> None:
 
 
 def test_samples_have_the_stated_mean_and_std() -> None:
-    """False alarm below 1e-6: |z| < 5 for the mean, and for the variance of n = 40000 normal draws."""
+    """False alarm below 1e-6: |z| < 5 for the mean, and for the variance of n = 40000 normal
+    draws.
+    """
     n = 40_000
-    draws = sample(Gaussian(torch.full((1, n), 3.0), torch.tensor([0.5])), torch.Generator().manual_seed(0))
+    draws = sample(
+        Gaussian(torch.full((1, n), 3.0), torch.tensor([0.5])), torch.Generator().manual_seed(0)
+    )
     assert abs(float(draws.mean()) - 3.0) < 5 * 0.5 / math.sqrt(n)
     assert abs(float(draws.var()) / 0.25 - 1.0) < 5 * math.sqrt(2 / n)
 

@@ -8,14 +8,20 @@ import torch
 from flowrl.flow.mixture import GaussianMixture
 
 RING = GaussianMixture.ring()
-UNEVEN = GaussianMixture(torch.tensor([[1.0, -0.5], [-2.0, 0.3], [0.2, 2.0]]), 0.4, torch.tensor([0.2, 0.5, 0.3]))
+UNEVEN = GaussianMixture(
+    torch.tensor([[1.0, -0.5], [-2.0, 0.3], [0.2, 2.0]]), 0.4, torch.tensor([0.2, 0.5, 0.3])
+)
 
 
 def log_density(mixture: GaussianMixture, x: torch.Tensor, t: float) -> torch.Tensor:
     """log p_t: a mixture of N((1-t) mean, ((1-t)^2 std^2 + t^2) I), written out."""
     variance = (1 - t) ** 2 * mixture.std**2 + t**2
     gap = x[:, None] - (1 - t) * mixture.means
-    terms = mixture.weights.log() - gap.square().sum(-1) / (2 * variance) - math.log(2 * math.pi * variance)
+    terms = (
+        mixture.weights.log()
+        - gap.square().sum(-1) / (2 * variance)
+        - math.log(2 * math.pi * variance)
+    )
     return torch.logsumexp(terms, dim=1)
 
 
@@ -30,11 +36,18 @@ def test_estimates_follow_from_the_score(mixture: GaussianMixture, t: float) -> 
     torch.testing.assert_close(noise, -t * score, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close((1 - t) * clean + t * noise, x.detach(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(mixture.velocity(x.detach(), times), noise - clean)
-    torch.testing.assert_close(mixture.log_marginal(x.detach(), times), log_density(mixture, x, t).detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        mixture.log_marginal(x.detach(), times),
+        log_density(mixture, x, t).detach(),
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 def test_velocity_at_the_ends() -> None:
-    """At t = 1 the data say nothing: x_0 is guessed by the data's mean. At t = 0 the point is the data."""
+    """At t = 1 the data say nothing: x_0 is guessed by the data's mean. At t = 0 the point is the
+    data.
+    """
     x = torch.randn(20, 2, generator=torch.Generator().manual_seed(1))
     mean = (UNEVEN.weights[:, None] * UNEVEN.means).sum(0)
     torch.testing.assert_close(UNEVEN.velocity(x, torch.ones(20)), x - mean, rtol=1e-4, atol=1e-4)
@@ -72,4 +85,6 @@ def test_the_ring() -> None:
 def test_the_expected_bump_in_other_dimensions(dim: int) -> None:
     """With one mode at the target the integral is (w^2 / (w^2 + s^2))^(dim/2)."""
     mixture = GaussianMixture(torch.zeros(1, dim), 0.5, torch.ones(1))
-    assert mixture.expected_bump(torch.zeros(dim), 1.0) == pytest.approx((1 / 1.25) ** (dim / 2), rel=1e-6)
+    assert mixture.expected_bump(torch.zeros(dim), 1.0) == pytest.approx(
+        (1 / 1.25) ** (dim / 2), rel=1e-6
+    )

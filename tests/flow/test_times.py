@@ -17,10 +17,18 @@ from flowrl.protocols import TimeDraw
 from flowrl.types import Schedule
 
 KINDS = [
-    PermutedTimes(), PermutedTimes(fraction=0.5, shared=True), StratifiedTimes(), StratifiedTimes(first="drawn"),
-    StratifiedTimes(first="with", count=3), UniformTimes(), UniformTimes(shift=1.0, shared=True), LogitNormalTimes(),
-    LogitNormalTimes(count=2, mean=1.0, std=2.0), DrawnSteps(), DrawnSteps(count=7, shared=False),
-]  # fmt: skip
+    PermutedTimes(),
+    PermutedTimes(fraction=0.5, shared=True),
+    StratifiedTimes(),
+    StratifiedTimes(first="drawn"),
+    StratifiedTimes(first="with", count=3),
+    UniformTimes(),
+    UniformTimes(shift=1.0, shared=True),
+    LogitNormalTimes(),
+    LogitNormalTimes(count=2, mean=1.0, std=2.0),
+    DrawnSteps(),
+    DrawnSteps(count=7, shared=False),
+]
 GRID = shifted_schedule(10)
 
 
@@ -60,9 +68,15 @@ def test_every_step_has_its_probability():
     early = torch.tensor([4 / 7] * 7 + [0.0] * 3)
     torch.testing.assert_close(counts(DrawnSteps(shared=False)), early, **close)
     # steps 1 to 8 in 6 parts: edges 1, 2, 3, 5, 6, 7, 9
-    torch.testing.assert_close(counts(StratifiedTimes()), torch.tensor([0, 1, 1, 0.5, 0.5, 1, 1, 0.5, 0.5, 0]), **close)
+    torch.testing.assert_close(
+        counts(StratifiedTimes()), torch.tensor([0, 1, 1, 0.5, 0.5, 1, 1, 0.5, 0.5, 0]), **close
+    )
     # step 0, then steps 1 to 8 in 2 parts
-    torch.testing.assert_close(counts(StratifiedTimes(first="with", count=3)), torch.tensor([1] + [0.25] * 8 + [0]), **close)
+    torch.testing.assert_close(
+        counts(StratifiedTimes(first="with", count=3)),
+        torch.tensor([1] + [0.25] * 8 + [0]),
+        **close,
+    )
 
 
 def test_strata_and_shift():
@@ -70,7 +84,8 @@ def test_strata_and_shift():
     even = UniformTimes(count=3, low=0.1, high=0.7, shift=1.0).times(numbers, GRID)
     torch.testing.assert_close(even, torch.tensor([[0.1, 0.4, 0.6998]]))
     torch.testing.assert_close(
-        UniformTimes(count=3, low=0.1, high=0.7, shift=3.0).times(numbers, GRID), 3 * even / (1 + 2 * even)
+        UniformTimes(count=3, low=0.1, high=0.7, shift=3.0).times(numbers, GRID),
+        3 * even / (1 + 2 * even),
     )
     middle = LogitNormalTimes(count=1, mean=0.3, shift=1.0).times(torch.tensor([[0.5]]), GRID)
     torch.testing.assert_close(middle, torch.sigmoid(torch.tensor([[0.3]])))
@@ -84,15 +99,35 @@ def test_the_smallest_uniform_number_gives_a_time_above_0():
 def test_times_are_what_the_network_is_told():
     """A scheduler whose time steps are not 1000 sigma."""
     schedule = Schedule(GRID.times, timesteps=torch.arange(999, 0, -100).float())
-    assert set(drawn(DrawnSteps(), schedule=schedule)[0].mul(1000).round().tolist()) <= {999.0, 899, 799, 699, 599, 499, 399}
+    assert set(drawn(DrawnSteps(), schedule=schedule)[0].mul(1000).round().tolist()) <= {
+        999.0,
+        899,
+        799,
+        699,
+        599,
+        499,
+        399,
+    }
 
 
 @pytest.mark.parametrize(
     ("kind", "steps", "words"),
     [
-        (StratifiedTimes(), 6, r"StratifiedTimes.count = 6 is not allowed; allowed: 4 or fewer for a grid of 6 steps"),
-        (StratifiedTimes(first="with"), 5, r"StratifiedTimes.count = 6 is not allowed; allowed: 4 or fewer"),
-        (DrawnSteps(), 5, r"DrawnSteps.steps = 7 is not allowed; allowed: at most the grid's 5 steps"),
+        (
+            StratifiedTimes(),
+            6,
+            r"StratifiedTimes.count = 6 is not allowed; allowed: 4 or fewer for a grid of 6 steps",
+        ),
+        (
+            StratifiedTimes(first="with"),
+            5,
+            r"StratifiedTimes.count = 6 is not allowed; allowed: 4 or fewer",
+        ),
+        (
+            DrawnSteps(),
+            5,
+            r"DrawnSteps.steps = 7 is not allowed; allowed: at most the grid's 5 steps",
+        ),
     ],
 )
 def test_a_grid_with_too_few_steps_is_named(kind, steps, words):

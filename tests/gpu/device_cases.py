@@ -10,7 +10,15 @@ from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
 
 PROMPTS = [Prompt(text) for text in ("three red circles", "a dog", "a small house")]
-SMALL = dict(groups=2, group_size=3, num_steps=4, minibatches=2, micro_batch=5, learning_rate=1e-3, window=":-1")
+SMALL = dict(
+    groups=2,
+    group_size=3,
+    num_steps=4,
+    minibatches=2,
+    micro_batch=5,
+    learning_rate=1e-3,
+    window=":-1",
+)
 
 
 def model_policy(name, device, **options):
@@ -33,10 +41,16 @@ def model_trainer(name, device, dtype="float32", guidance_scale=1.0, options=(),
 def world_trainer(name, device, **changes):
     """A trainer of a built-in world."""
     config = preset("tiny").apply(
-        world=name, device=device, **{"task": "direction"} if name == "mixture" else {}, **{**SMALL, **changes}
+        world=name,
+        device=device,
+        **{"task": "direction"} if name == "mixture" else {},
+        **{**SMALL, **changes},
     )
     world = make_world(config)
-    policy, prompts = world.policy(policy_options(config)), world.prompts(config.environment.task, "train")
+    policy, prompts = (
+        world.policy(policy_options(config)),
+        world.prompts(config.environment.task, "train"),
+    )
     return Trainer(policy, make_method(config), make_reward(config), prompts, config)
 
 
@@ -51,8 +65,9 @@ def flat(tensors):
 
 
 def assert_same(found, expected, device):
-    """Equal on the CPU; on a GPU equal up to 5% of the norm, because some of its sums have no fixed order and Adam enlarges small
-    gradients."""
+    """Equal on the CPU; on a GPU equal up to 5% of the norm, because some of its sums have no fixed
+    order and Adam enlarges small gradients.
+    """
     if device == "cpu":
         assert torch.equal(found, expected)
     else:

@@ -1,5 +1,6 @@
-"""Attention backends: images and gradients are the same up to rounding, and a name that cannot be used is refused with those that
-can."""
+"""Attention backends: images and gradients are the same up to rounding, and a name that cannot be
+used is refused with those that can.
+"""
 
 import pytest
 import torch
@@ -30,8 +31,12 @@ def images_and_gradient(policy, device):
     images = torch.cat([batch.images for batch in sample_images(policy, PROMPTS, noise, 2)])
     with Kernels() as kernels:
         timestep = policy.schedule(2).network_timesteps[0].expand(len(noise))
-        policy.velocity(noise.to(device), timestep, policy.encode(PROMPTS)).square().mean().backward()
-    gradient = torch.cat([p.grad.flatten() for p in policy.trainable().values() if p.grad is not None])
+        policy.velocity(
+            noise.to(device), timestep, policy.encode(PROMPTS)
+        ).square().mean().backward()
+    gradient = torch.cat(
+        [p.grad.flatten() for p in policy.trainable().values() if p.grad is not None]
+    )
     return images, gradient, kernels.seen
 
 
@@ -41,22 +46,32 @@ OPTIONS = [{}, {"gradient_checkpointing": True}, {"tuning": "full"}, {"compile":
 @pytest.mark.parametrize("backend", ["native", "_native_math"])
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, more) for name in ("sd3", "flux") for more in OPTIONS), ("qwen-image", {}), ("wan", {})],
+    [
+        *((name, more) for name in ("sd3", "flux") for more in OPTIONS),
+        ("qwen-image", {}),
+        ("wan", {}),
+    ],
     ids=str,
 )
 def test_images_and_gradients_agree_within_rounding(name, backend, options, device):
     plain, plain_gradient, _ = images_and_gradient(model_policy(name, device, **options), device)
-    images, gradient, kernels = images_and_gradient(model_policy(name, device, attention_backend=backend, **options), device)
+    images, gradient, kernels = images_and_gradient(
+        model_policy(name, device, attention_backend=backend, **options), device
+    )
     torch.testing.assert_close(images, plain, atol=1e-4, rtol=0)
     assert float((gradient - plain_gradient).norm() / plain_gradient.norm()) < 1e-3
-    if device == "cpu" and name in ("sd3", "flux") and not options.get("compile"):  # the other kernels are products of matrices
+    # the other kernels are products of matrices
+    if device == "cpu" and name in ("sd3", "flux") and not options.get("compile"):
         assert any("flash" in kernel for kernel in kernels) == (backend == "native"), kernels
 
 
 @pytest.mark.parametrize("backend", ["fastest", "flash", "sage", "flash_hub", "_native_cudnn"])
 @pytest.mark.parametrize("name", ["sd3", "flux"])
 def test_what_cannot_be_used_is_refused_with_the_names_that_can(name, backend):
-    with pytest.raises(ConfigError, match=rf"attention_backend = '{backend}' .*native, .*_native_math.* on cpu in float32"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"attention_backend = '{backend}' .*native, .*_native_math.* on cpu in float32",
+    ):
         model_policy(name, "cpu", attention_backend=backend)
 
 

@@ -1,11 +1,21 @@
-"""Every tensor, generator and index where it belongs, in the right precision; the same bodies run on the CPU and on a GPU."""
+"""Every tensor, generator and index where it belongs, in the right precision; the same bodies run
+on the CPU and on a GPU.
+"""
 
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from device_cases import MODELS, PROMPTS, any_trainer, assert_same, flat, model_policy, model_trainer
+from device_cases import (
+    MODELS,
+    PROMPTS,
+    any_trainer,
+    assert_same,
+    flat,
+    model_policy,
+    model_trainer,
+)
 from host_sync import no_host_sync
 from tiny_rewards import tiny_clip
 
@@ -17,10 +27,14 @@ from flowrl.transfer import copies_done, to_device, to_main_memory
 
 EVERYWHERE = ["mixture", "shapes", *MODELS]
 NOISE = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-2}
-"""Largest deviation of an on-policy ratio from 1 on a GPU, whose kernels depend on the batch size. On the CPU it is 1e-6 in every
-precision (found: 1.2e-7), because samples and updates have the same rounding."""
+"""Largest deviation of an on-policy ratio from 1 on a GPU, whose kernels depend on the batch size.
+On the CPU it is 1e-6 in every precision (found: 1.2e-7), because samples and updates have the same
+rounding.
+"""
 IMAGE = {"float32": 3e-3, "float16": 3e-3, "bfloat16": 3e-2}
-"""Largest root mean square difference of images in [0, 1] from those of the CPU in float32; GPUs have TF32 in convolutions."""
+"""Largest root mean square difference of images in [0, 1] from those of the CPU in float32; GPUs
+have TF32 in convolutions.
+"""
 
 
 def most_noise(device, dtype="float32"):
@@ -43,13 +57,28 @@ def test_what_an_iteration_makes_is_on_the_device(name, method, device):
     collected, micro = seen["collected"], seen["minibatches"][0][0][0]
     path = collected.rollout.trajectories
     ones = torch.ones(6, len(path.tree.drawn_steps), device=device)
-    batches = LossBatches(trainer.policy, trainer.draw_sampler(), collected.rollout, collected.condition, ones, ones)
+    batches = LossBatches(
+        trainer.policy, trainer.draw_sampler(), collected.rollout, collected.condition, ones, ones
+    )
     batch = of(batches, micro.sample, micro.column)
-    moments = [state[key] for state in trainer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    assert kinds(*trainer.parameters, *trainer.average, *moments, *(p.grad for p in trainer.parameters)) == {device}
+    moments = [
+        state[key]
+        for state in trainer.optimizer.state.values()
+        for key in ("exp_avg", "exp_avg_sq")
+    ]
+    assert kinds(
+        *trainer.parameters, *trainer.average, *moments, *(p.grad for p in trainer.parameters)
+    ) == {device}
     assert kinds(path.states, path.outputs, path.schedule.times, path.stds) == {device}
     assert kinds(micro.sample, micro.column, *collected.condition.tensors.values()) == {device}
-    assert kinds(batch.new.mean, batch.behaviour.mean, batch.next_node, batch.advantages, batch.weight, batch.delta) == {device}
+    assert kinds(
+        batch.new.mean,
+        batch.behaviour.mean,
+        batch.next_node,
+        batch.advantages,
+        batch.weight,
+        batch.delta,
+    ) == {device}
     assert trainer.generator.device.type == device
     assert kinds(collected.values.total, collected.values.valid) == {"cpu"}
     assert row["grad_norm"] > 0 and row["kl"] >= 0 and row["ratio_noise"] < most_noise(device)
@@ -61,22 +90,34 @@ def test_offloaded_trajectories_wait_in_main_memory_and_train_the_same(name, dev
     for offload in (False, True):
         trainer = any_trainer(name, device, offload=offload, chunk=1)
         collect = trainer.collector.collect
-        trainer.collector.collect = lambda *given, collect=collect: (seen.append(collect(*given)), seen[-1])[1]
+        trainer.collector.collect = lambda *given, collect=collect: (
+            seen.append(collect(*given)),
+            seen[-1],
+        )[1]
         before = flat(trainer.parameters)
         trainer.iteration()
         runs.append(flat(trainer.parameters) - before)
-    assert [kinds(c.rollout.trajectories.states, c.rollout.trajectories.outputs) for c in seen] == [{device}, {"cpu"}]
+    assert [kinds(c.rollout.trajectories.states, c.rollout.trajectories.outputs) for c in seen] == [
+        {device},
+        {"cpu"},
+    ]
     assert_same(*runs, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_only_the_network_is_narrow(name, dtype, device):
-    """Frozen weights, embeddings and activations have the policy's precision; what is trained or stored is float32."""
+    """Frozen weights, embeddings and activations have the policy's precision; what is trained or
+    stored is float32.
+    """
     narrow = DTYPES[dtype]
     trainer = model_trainer(name, device, dtype=dtype, guidance_scale=2.0, loss_scale=64.0)
     policy, activations, seen = trainer.policy, set(), {}
-    layer = next(module for name, module in policy.transformer.named_modules() if name.endswith(("attn.to_q", "attn1.to_q")))
+    layer = next(
+        module
+        for name, module in policy.transformer.named_modules()
+        if name.endswith(("attn.to_q", "attn1.to_q"))
+    )
     layer.register_forward_hook(lambda module, given, found: activations.add(found.dtype))
     collect = trainer.collector.collect
     trainer.collector.collect = lambda *given: seen.setdefault("collected", collect(*given))
@@ -84,13 +125,26 @@ def test_only_the_network_is_narrow(name, dtype, device):
     assert activations == {narrow} and not torch.is_autocast_enabled(torch.device(device).type)
     trained = {id(p) for p in trainer.parameters}
     kept = policy.transformer._keep_in_fp32_modules or ()  # as diffusers loads Wan
-    frozen = {name: p.dtype for name, p in policy.transformer.named_parameters() if id(p) not in trained}
-    assert {dtype for name, dtype in frozen.items() if not set(name.split(".")) & set(kept)} == {narrow}
+    frozen = {
+        name: p.dtype for name, p in policy.transformer.named_parameters() if id(p) not in trained
+    }
+    assert {dtype for name, dtype in frozen.items() if not set(name.split(".")) & set(kept)} == {
+        narrow
+    }
     rows = policy.prompts.rows(policy.encode(PROMPTS).tensors["prompt"])
-    assert {t.dtype for t in rows.values()} - {torch.bool} == {narrow} and kinds(*rows.values()) == {device}
+    assert {t.dtype for t in rows.values()} - {torch.bool} == {narrow} and kinds(
+        *rows.values()
+    ) == {device}
     path = seen["collected"].rollout.trajectories
     states = [state["exp_avg"] for state in trainer.optimizer.state.values()]
-    wide = [path.states, path.outputs, *trainer.parameters, *trainer.average, *states, *(p.grad for p in trainer.parameters)]
+    wide = [
+        path.states,
+        path.outputs,
+        *trainer.parameters,
+        *trainer.average,
+        *states,
+        *(p.grad for p in trainer.parameters),
+    ]
     assert {t.dtype for t in wide if t is not None} == {torch.float32}
     assert policy.decode(path.images_latent).dtype == torch.float32
     assert ("loss_scale" in row) == (dtype == "float16") and row["grad_norm"] > 0
@@ -101,8 +155,13 @@ def test_only_the_network_is_narrow(name, dtype, device):
 @pytest.mark.parametrize("name", MODELS)
 def test_on_policy_ratios_are_1_up_to_rounding(name, dtype, guidance, device):
     """Sampling and training see other batch sizes, and in float32 a merged adapter."""
-    row = model_trainer(name, device, dtype=dtype, guidance_scale=guidance, method="tp-grpo").iteration()
-    assert row["ratio_noise"] < most_noise(device, dtype) and row["ratio_noise"] <= row["ratio_deviation"]
+    row = model_trainer(
+        name, device, dtype=dtype, guidance_scale=guidance, method="tp-grpo"
+    ).iteration()
+    assert (
+        row["ratio_noise"] < most_noise(device, dtype)
+        and row["ratio_noise"] <= row["ratio_deviation"]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,29 +181,47 @@ def test_a_device_draws_the_images_of_the_cpu(name, dtype, device):
 def test_a_device_has_the_gradients_of_the_cpu(name, device):
     """Of one loss on the same trajectories, moved from the CPU to the device."""
     trainer, gradients = model_trainer(name, "cpu", method="flow-grpo"), []
-    sampler, prompts, generator = trainer.draw_sampler(), PROMPTS[:2], torch.Generator().manual_seed(0)
+    sampler, prompts, generator = (
+        trainer.draw_sampler(),
+        PROMPTS[:2],
+        torch.Generator().manual_seed(0),
+    )
     noise = trainer.groups.noise(trainer.policy.latent_shape, generator)
     condition = trainer.policy.encode(prompts)
-    result = trainer.collector.collect(prompts, condition, noise, sampler, generator, Usage(), lambda phase: None).rollout
+    result = trainer.collector.collect(
+        prompts, condition, noise, sampler, generator, Usage(), lambda phase: None
+    ).rollout
     path, count = result.trajectories, len(result.trajectories.tree.drawn_steps)
     for place in ("cpu", device):
         policy = model_policy(name, place)
-        tensors = {part: getattr(path, part).to(place) for part in ("states", "outputs", "schedule", "stds")}
+        tensors = {
+            part: getattr(path, part).to(place)
+            for part in ("states", "outputs", "schedule", "stds")
+        }
         advantages = torch.linspace(-1, 1, 6 * count, device=place).view(6, count)
-        on_device, weights = replace(result, trajectories=replace(path, **tensors)), torch.ones_like(advantages)
-        batches = LossBatches(policy, sampler, on_device, policy.encode(prompts), advantages, weights)
+        on_device, weights = (
+            replace(result, trajectories=replace(path, **tensors)),
+            torch.ones_like(advantages),
+        )
+        batches = LossBatches(
+            policy, sampler, on_device, policy.encode(prompts), advantages, weights
+        )
         index = torch.arange(6, device=place)
         trainer.method.loss.loss(batches.of(index, index % count)).loss.backward()
         # the text stream's last projections reach no image in Qwen-Image
         gradients.append(flat(p.grad for p in policy.trainable().values() if p.grad is not None))
-    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < (1e-5 if device == "cpu" else 1e-2)
+    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < (
+        1e-5 if device == "cpu" else 1e-2
+    )
 
 
 def test_text_encoders_visit_the_device_and_leave_it(device, monkeypatch):
     policy, seen = model_policy("sd3", device), set()
     encode, encoder = type(policy.family).encode, policy.pipe.text_encoder_3
     monkeypatch.setattr(
-        type(policy.family), "encode", lambda *given: (seen.update(kinds(*encoder.parameters())), encode(*given))[1]
+        type(policy.family),
+        "encode",
+        lambda *given: (seen.update(kinds(*encoder.parameters())), encode(*given))[1],
     )
     policy.encode(PROMPTS)
     assert seen == {device} and kinds(*encoder.parameters()) == {"cpu"}
@@ -154,7 +231,8 @@ def test_a_reward_scores_on_the_device(device, tmp_path):
     folder = tiny_clip(tmp_path / "clip")
     images = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     scores = [
-        build("reward", f"clipscore(model='{folder}')", device=here).score(images.to(here), PROMPTS) for here in ("cpu", device)
+        build("reward", f"clipscore(model='{folder}')", device=here).score(images.to(here), PROMPTS)
+        for here in ("cpu", device)
     ]
     torch.testing.assert_close(scores[1].cpu(), scores[0], atol=2e-3, rtol=0)
 

@@ -1,5 +1,6 @@
-"""Between the first and the last network call of a rollout, and within the loop over micro-batches, the host never waits for the
-device: it can therefore prepare work ahead of the device."""
+"""Between the first and the last network call of a rollout, and within the loop over micro-batches,
+the host never waits for the device: it can therefore prepare work ahead of the device.
+"""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -49,10 +50,16 @@ def test_what_does_not_is_allowed(name, device):
 
 
 def watched(trainer, device):
-    """`trainer`, watched from the first network call of every rollout to its last step, and in every loop over micro-batches.
-    Returns a dictionary that counts both."""
+    """`trainer`, watched from the first network call of every rollout to its last step, and in
+    every loop over micro-batches. Returns a dictionary that counts both.
+    """
     policy, entered = trainer.policy, {"rollout": 0, "micro-batch": 0}
-    frozen, velocity, minibatches, steps = policy.frozen, policy.velocity, trainer.minibatches, ExitStack()
+    frozen, velocity, minibatches, steps = (
+        policy.frozen,
+        policy.velocity,
+        trainer.minibatches,
+        ExitStack(),
+    )
     sampling = []
 
     class Frozen:
@@ -80,13 +87,17 @@ def watched(trainer, device):
                     yield micro
 
     policy.frozen, policy.velocity = Frozen, watched_velocity
-    trainer.minibatches = lambda *given: [(Watched(minibatch), count) for minibatch, count in minibatches(*given)]
+    trainer.minibatches = lambda *given: [
+        (Watched(minibatch), count) for minibatch, count in minibatches(*given)
+    ]
     return entered
 
 
 CASES = {
     "completions": dict(method="tp-grpo", kl_weight=0.1),
-    "one-step estimates": dict(method="stepwise-flow-grpo", credit="stepwise-gain(probe='substeps:2')"),
+    "one-step estimates": dict(
+        method="stepwise-flow-grpo", credit="stepwise-gain(probe='substeps:2')"
+    ),
     "continuations": dict(credit="stepwise-gain(probe='continuation:2')"),
     "window, small batches, chunks": dict(method="flow-grpo", window="1:3", max_batch=2, chunk=1),
     "guard": dict(method="flow-grpo", loss="grpo-guard", kl_weight=0.1),
@@ -94,7 +105,12 @@ CASES = {
     "gspo": dict(method="flow-grpo", loss="gspo"),
     "policy gradient": dict(method="flow-grpo", loss="policy-gradient"),
     "comb": dict(credit="sibling-relative(probe='comb(branches=3, count=1)')"),
-    "branches": dict(credit="depth-relative(probe='branch(children=(1, 3))')", window="0:2", kl_weight=0.1, micro_batch=2),
+    "branches": dict(
+        credit="depth-relative(probe='branch(children=(1, 3))')",
+        window="0:2",
+        kl_weight=0.1,
+        micro_batch=2,
+    ),
     "diffusion-nft": dict(method="diffusion-nft", kl_weight=0.1),
     "awm": dict(method="awm", kl_weight=0.1, num_steps=8),
     "dgpo, groups in several micro-batches": dict(method="dgpo", num_steps=8, micro_batch=2),
@@ -115,7 +131,13 @@ def test_the_host_never_waits_inside_rollouts_and_updates(name, case, device):
 @pytest.mark.parametrize("name", ["sd3", "flux"])
 def test_nor_with_guidance_autocast_checkpointing_and_a_scaled_loss(name, dtype, device):
     trainer = any_trainer(
-        name, device, dtype=dtype, guidance_scale=3.0, kl_weight=0.1, loss_scale=64.0, options={"gradient_checkpointing": True}
+        name,
+        device,
+        dtype=dtype,
+        guidance_scale=3.0,
+        kl_weight=0.1,
+        loss_scale=64.0,
+        options={"gradient_checkpointing": True},
     )
     entered = watched(trainer, device)
     assert trainer.iteration()["grad_norm"] > 0
@@ -132,7 +154,9 @@ class Reads(ClippedLoss):
 class Constant(ClippedLoss):
     def loss(self, batch):
         result = super().loss(batch)
-        return replace(result, loss=result.loss + (batch.advantages * torch.ones(len(batch.weight))).sum())
+        return replace(
+            result, loss=result.loss + (batch.advantages * torch.ones(len(batch.weight))).sum()
+        )
 
 
 @pytest.mark.parametrize("loss", [Reads, Constant])
@@ -140,7 +164,10 @@ def test_a_loss_that_reads_its_value_or_has_a_constant_on_the_host_is_caught(los
     trainer = any_trainer("mixture", device)
     trainer.method = replace(trainer.method, loss=loss(clip_range=1e-3))
     watched(trainer, device)
-    with pytest.raises((HostSyncError, RuntimeError), match=r"_local_scalar_dense|synchronizing|on the host|same device"):
+    with pytest.raises(
+        (HostSyncError, RuntimeError),
+        match=r"_local_scalar_dense|synchronizing|on the host|same device",
+    ):
         trainer.iteration()
 
 
@@ -150,7 +177,9 @@ def test_a_sampler_that_reads_a_time_is_caught(device):
 
     class Sampler:
         def transition(self, latent, velocity, schedule, step):
-            return kept(latent, velocity, schedule, step + 0 * int(schedule.times[int(step[0])] < 0))
+            return kept(
+                latent, velocity, schedule, step + 0 * int(schedule.times[int(step[0])] < 0)
+            )
 
     trainer.method = replace(trainer.method, sampler=Sampler())
     watched(trainer, device)

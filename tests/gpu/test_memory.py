@@ -15,20 +15,31 @@ from flowrl.training.memory import Peak, predicted_bytes, velocities
 from flowrl.training.trainer import Trainer
 
 NARROW = {
-    "sd3.5-medium": dict(num_layers=3, num_attention_heads=4, caption_projection_dim=256, dual_attention_layers=(0,)),
+    "sd3.5-medium": dict(
+        num_layers=3, num_attention_heads=4, caption_projection_dim=256, dual_attention_layers=(0,)
+    ),
     "flux.1-dev": dict(num_layers=1, num_single_layers=2, num_attention_heads=2),
 }
-"""Changes of the published architectures: fewer and narrower layers, prompts and images of the full length."""
+"""Changes of the published architectures: fewer and narrower layers, prompts and images of the full
+length.
+"""
 RESOLUTION, TRAINED, SAMPLED = 256, 4, 8
 
 
 def trainer_of(name, device, checkpointing, monkeypatch, dtype="bfloat16"):
     known = ARCHITECTURES[name]
-    monkeypatch.setitem(ARCHITECTURES, name, replace(known, config={**known.config, **NARROW[name]}))
+    monkeypatch.setitem(
+        ARCHITECTURES, name, replace(known, config={**known.config, **NARROW[name]})
+    )
     options = ModelOptions(
-        height=RESOLUTION, width=RESOLUTION, device=device, dtype=dtype, lora_rank=8, lora_alpha=8.0,
+        height=RESOLUTION,
+        width=RESOLUTION,
+        device=device,
+        dtype=dtype,
+        lora_rank=8,
+        lora_alpha=8.0,
         gradient_checkpointing=checkpointing,
-    )  # fmt: skip
+    )
     family = RandomEmbeddings(SD3() if name.startswith("sd3") else Flux(), known.text_tokens)
     policy = PipelinePolicy(random_pipeline(name, device, getattr(torch, dtype)), family, options)
     config = preset("tiny").apply(method="flow-grpo", window=":-1", dtype=dtype)
@@ -58,12 +69,19 @@ def test_peaks_are_those_of_the_plan(name, checkpointing, device, monkeypatch):
     update = peak_of(lambda: velocities(trainer, TRAINED, train=True), trainer)
     gradients = 4 * counted.trained_parameters
     assert update == pytest.approx(counted.update + gradients, rel=0.15)
-    assert peak_of(lambda: velocities(trainer, SAMPLED, train=False), trainer) == pytest.approx(counted.rollout, rel=0.15)
+    assert peak_of(lambda: velocities(trainer, SAMPLED, train=False), trainer) == pytest.approx(
+        counted.rollout, rel=0.15
+    )
 
 
 def test_memory_grows_with_the_batch_by_a_straight_line(device, monkeypatch):
     """As the probe before the first iteration takes it to."""
-    trainer = trainer_of("sd3.5-medium", device, False, monkeypatch, "bfloat16" if device == "cuda" else "float32")
-    peaks = [Peak(batch, peak_of(lambda batch=batch: velocities(trainer, batch, train=True), trainer)) for batch in (2, 4, 8)]
+    trainer = trainer_of(
+        "sd3.5-medium", device, False, monkeypatch, "bfloat16" if device == "cuda" else "float32"
+    )
+    peaks = [
+        Peak(batch, peak_of(lambda batch=batch: velocities(trainer, batch, train=True), trainer))
+        for batch in (2, 4, 8)
+    ]
     assert peaks[0].bytes < peaks[1].bytes < peaks[2].bytes
     assert predicted_bytes(peaks[0], peaks[1], 8) == pytest.approx(peaks[2].bytes, rel=0.05)

@@ -1,4 +1,6 @@
-"""Whole runs of tiny SD3, FLUX, Qwen-Image and Wan pipelines on a device: paused, resumed, evaluated, and on two GPUs."""
+"""Whole runs of tiny SD3, FLUX, Qwen-Image and Wan pipelines on a device: paused, resumed,
+evaluated, and on two GPUs.
+"""
 
 import json
 import socket
@@ -18,23 +20,47 @@ from flowrl.policies import DTYPES
 from flowrl.training.config import preset
 from flowrl.training.run import Run
 
-BRIGHT = "class Bright:\n    def score(self, images, prompts):\n        return images.flatten(1).mean(1)\n"
+BRIGHT = (
+    "class Bright:\n    def score(self, images, prompts):\n        return"
+    " images.flatten(1).mean(1)\n"
+)
 SIZES = dict(
-    resolution=16, max_sequence_length=24, groups=2, group_size=3, num_steps=3, minibatches=2, iterations=3, checkpoint_every=1,
-    eval_samples=3, eval_steps=3, lora_rank=2, lora_alpha=4.0, learning_rate=1e-3, guidance_scale=2.0, kl_weight=0.1,
-    tracker="none", method="tp-grpo",
-)  # fmt: skip
+    resolution=16,
+    max_sequence_length=24,
+    groups=2,
+    group_size=3,
+    num_steps=3,
+    minibatches=2,
+    iterations=3,
+    checkpoint_every=1,
+    eval_samples=3,
+    eval_steps=3,
+    lora_rank=2,
+    lora_alpha=4.0,
+    learning_rate=1e-3,
+    guidance_scale=2.0,
+    kl_weight=0.1,
+    tracker="none",
+    method="tp-grpo",
+)
 
 
 def config_of(name, device, dtype, folder):
     MODELS[name].make().save_pretrained(folder / "model")
     (folder / "prompts.txt").write_text("\n".join(prompt.text for prompt in PROMPTS))
     (folder / "bright.py").write_text(BRIGHT)
-    files = dict(model=str(folder / "model"), prompts=str(folder / "prompts.txt"), reward=f"{folder}/bright.py:Bright")
+    files = dict(
+        model=str(folder / "model"),
+        prompts=str(folder / "prompts.txt"),
+        reward=f"{folder}/bright.py:Bright",
+    )
     return preset("tiny").apply(device=device, dtype=dtype, **files, **SIZES)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(name, marks=[] if name == "bfloat16" else pytest.mark.slow) for name in DTYPES])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(name, marks=[] if name == "bfloat16" else pytest.mark.slow) for name in DTYPES],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_paused_run_goes_on_as_a_whole_one_and_is_evaluated(name, dtype, device, tmp_path):
     config = config_of(name, device, dtype, tmp_path)
@@ -44,23 +70,45 @@ def test_a_paused_run_goes_on_as_a_whole_one_and_is_evaluated(name, dtype, devic
     assert Run(config, tmp_path / "parts").execute(resume=True)
     whole, parts = (load_file(tmp_path / run / "weights.safetensors") for run in ("whole", "parts"))
     assert_same(flat(parts.values()), flat(whole.values()), device)
-    rows = [json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["iteration"] for row in rows] == [0, 1, 2, 3] and all(row["grad_norm"] > 0 for row in rows[1:])
-    words = ["evaluate", "--weights", str(tmp_path / "parts"), "--device", device, "--batch", "2", "--num-steps", "2", "--trust"]
+    rows = [
+        json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [row["iteration"] for row in rows] == [0, 1, 2, 3] and all(
+        row["grad_norm"] > 0 for row in rows[1:]
+    )
+    words = [
+        "evaluate",
+        "--weights",
+        str(tmp_path / "parts"),
+        "--device",
+        device,
+        "--batch",
+        "2",
+        "--num-steps",
+        "2",
+        "--trust",
+    ]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    assert found["prompts"] == len(PROMPTS) and found["dtype"] == dtype and found["device"] == device
+    assert (
+        found["prompts"] == len(PROMPTS) and found["dtype"] == dtype and found["device"] == device
+    )
 
 
 @pytest.mark.parametrize("name", ["mixture", "shapes", *MODELS])
 def test_a_checkpoint_restores_weights_moments_and_generators(name, device):
     """The state is in main memory; the generator goes on with the same noise."""
-    trainer, again = (any_trainer(name, device, method="stepwise-flow-grpo", iterations=3) for _ in range(2))
+    trainer, again = (
+        any_trainer(name, device, method="stepwise-flow-grpo", iterations=3) for _ in range(2)
+    )
     trainer.iteration()
     state = trainer.state()
     assert {tensor.device.type for tensor in state.tensors.values()} == {"cpu"}
     again.restore(state)
-    draws = [torch.randn(4, generator=one.generator, device=one.generator.device) for one in (trainer, again)]
+    draws = [
+        torch.randn(4, generator=one.generator, device=one.generator.device)
+        for one in (trainer, again)
+    ]
     assert torch.equal(*draws)
     before = flat(trainer.parameters)
     assert torch.equal(flat(again.parameters), before)
@@ -78,20 +126,33 @@ def launched(config, folder, words):
     options = ["--config_file", str(file), "--num_processes", "2", "--main_process_port", port]
     launcher = ["-m", "accelerate.commands.launch", *options]
     command = [sys.executable, *launcher, "-m", "flowrl", "train", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=folder, check=False
+    )
 
 
-@pytest.mark.parametrize("place", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu(2))])
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu(2))],
+)
 @pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 def test_two_processes_train_what_one_does(config, place, tmp_path):
     settings = config_of("sd3", place, "float32", tmp_path).replace(iterations=2)
     Run(settings, tmp_path / "alone").execute()
-    done = launched(config, tmp_path, ["--config", str(tmp_path / "alone" / "config.yaml"), "--out", "together", "--trust"])
+    done = launched(
+        config,
+        tmp_path,
+        ["--config", str(tmp_path / "alone" / "config.yaml"), "--out", "together", "--trust"],
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 processes" in done.stdout
-    alone, together = (load_file(tmp_path / run / "weights.safetensors") for run in ("alone", "together"))
+    alone, together = (
+        load_file(tmp_path / run / "weights.safetensors") for run in ("alone", "together")
+    )
     difference = flat(together.values()) - flat(alone.values())
-    assert float(difference.norm() / flat(alone.values()).norm()) < (1e-3 if place == "cpu" else 0.05)
+    assert float(difference.norm() / flat(alone.values()).norm()) < (
+        1e-3 if place == "cpu" else 0.05
+    )
 
 
 def test_the_memory_probe_of_a_tiny_model_finds_room_and_leaves_no_gradient(device):
@@ -100,4 +161,7 @@ def test_the_memory_probe_of_a_tiny_model_finds_room_and_leaves_no_gradient(devi
     room = memory.cuda_room if device == "cuda" else lambda: 1e12
     assert memory.memory_notices(trainer, room=room) == []
     assert all(parameter.grad is None for parameter in trainer.parameters)
-    assert [notice.kind for notice in memory.memory_notices(trainer, room=lambda: 1.0)] == ["memory", "memory"]
+    assert [notice.kind for notice in memory.memory_notices(trainer, room=lambda: 1.0)] == [
+        "memory",
+        "memory",
+    ]

@@ -1,4 +1,6 @@
-"""DiffusionNFT, AWM and DGPO against closed forms: identities, gradients, sums over groups, parts of groups."""
+"""DiffusionNFT, AWM and DGPO against closed forms: identities, gradients, sums over groups, parts
+of groups.
+"""
 
 from dataclasses import replace
 
@@ -28,7 +30,9 @@ def inner(x, y):
 
 
 def batch_of(seed=0, apart=0.3, **given):
-    """Rows in float64: networks `apart` from each other, times equal for all members, advantages that sum to 0 in a group."""
+    """Rows in float64: networks `apart` from each other, times equal for all members, advantages
+    that sum to 0 in a group.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -40,10 +44,17 @@ def batch_of(seed=0, apart=0.3, **given):
     advantages = draw(GROUPS, MEMBERS)
     advantages = (advantages - advantages.mean(1, keepdim=True)).flatten()[sample]
     values = dict(
-        time=torch.tensor([0.8, 0.3], dtype=torch.float64).repeat(GROUPS * MEMBERS), target=target, new=new,
-        advantages=advantages, weight=torch.ones(ROWS), group=sample // MEMBERS, sample=sample, old=old,
-        average=average, reference=reference,
-    )  # fmt: skip
+        time=torch.tensor([0.8, 0.3], dtype=torch.float64).repeat(GROUPS * MEMBERS),
+        target=target,
+        new=new,
+        advantages=advantages,
+        weight=torch.ones(ROWS),
+        group=sample // MEMBERS,
+        sample=sample,
+        old=old,
+        average=average,
+        reference=reference,
+    )
     values |= given
     values["new"] = values["new"].detach().clone().requires_grad_()
     return ForwardBatch(**values)
@@ -66,14 +77,18 @@ def take(batch, rows):
 
 
 def close(got, expected, tolerance=1e-12):
-    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance * float(expected.detach().abs().max()))
+    torch.testing.assert_close(
+        got, expected, rtol=tolerance, atol=tolerance * float(expected.detach().abs().max())
+    )
 
 
 @given(seed=st.integers(0, 10**6), beta=st.floats(0.05, 2.0), clip=st.floats(3.0, 8.0))
 @settings(max_examples=30, deadline=None)
 def test_nft_is_linear_matching_plus_a_proximal_term(seed, beta, clip):
-    """Where both branches have the same w: (t^2/w) [(c/beta) l(v_old) + 2A <v_old - v*, v - v_old> + c beta |v - v_old|^2]. The
-    branches of the paper's error have no w; its identity is that one with t^2/w = beta/c."""
+    """Where both branches have the same w: (t^2/w) [(c/beta) l(v_old) + 2A <v_old - v*, v - v_old>
+    + c beta |v - v_old|^2]. The branches of the paper's error have no w; its identity is that one
+    with t^2/w = beta/c.
+    """
     batch = batch_of(seed)
     batch = replace(batch, advantages=batch.advantages.clamp(-clip, clip))
     loss = DiffusionNFT(beta=beta, advantage_clip=clip, kl_weight=0.0, error="velocity")
@@ -84,22 +99,35 @@ def test_nft_is_linear_matching_plus_a_proximal_term(seed, beta, clip):
 
 
 def test_nft_identity_with_the_released_weights():
-    """w+ = w-, because all elements of the error are equal and the step adds to one half of them what it takes from the other."""
+    """w+ = w-, because all elements of the error are equal and the step adds to one half of them
+    what it takes from the other.
+    """
     size = torch.linspace(0.5, 2.0, ROWS, dtype=torch.float64)[:, None, None]
     halves = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64).view(1, *SHAPE)
     batch, error, step = batch_of(), size.expand(-1, *SHAPE), 0.3 * size * halves + 0.0
-    batch = replace(batch, old=batch.target + error, new=(batch.target + error + step).requires_grad_())
+    batch = replace(
+        batch, old=batch.target + error, new=(batch.target + error + step).requires_grad_()
+    )
     for beta in (1.0, 0.1):
         loss = DiffusionNFT(beta=beta, kl_weight=0.0)
         w = batch.time * size.flatten()
-        inside = 5 / beta * squares(error) + 2 * batch.advantages * inner(error, step) + 5 * beta * squares(step)
+        inside = (
+            5 / beta * squares(error)
+            + 2 * batch.advantages * inner(error, step)
+            + 5 * beta * squares(step)
+        )
         result = loss.loss(batch)
         close(result.loss, (batch.time.square() / w * inside).mean())
-        close(result.metrics["positive"], (batch.time.square() * squares(error + beta * step) / w).mean())
+        close(
+            result.metrics["positive"],
+            (batch.time.square() * squares(error + beta * step) / w).mean(),
+        )
 
 
 def test_nft_gradient_by_the_closed_form():
-    """dL/dv = (c/beta) (t^2/d) 2 beta [r (v+ - v*)/w+ - (1-r)(v- - v*)/w-] + 2 kl (v - v_ref)/d, over the number of rows."""
+    """dL/dv = (c/beta) (t^2/d) 2 beta [r (v+ - v*)/w+ - (1-r)(v- - v*)/w-] + 2 kl (v - v_ref)/d,
+    over the number of rows.
+    """
     batch, beta = batch_of(3), 0.7
     loss = DiffusionNFT(beta=beta, kl_weight=0.2, advantage_clip=2.0)
     new, d = batch.new.detach(), 6
@@ -107,41 +135,68 @@ def test_nft_gradient_by_the_closed_form():
     t = expand(batch.time, new)
     w_plus, w_minus = (t * expand(x.abs().flatten(1).mean(1), x) for x in (plus, minus))
     r = expand((0.5 + batch.advantages.clamp(-2, 2) / 4), new)
-    expected = 2.0 * t.square() * 2 / d * (r * plus / w_plus - (1 - r) * minus / w_minus) + 2 * 0.2 * (new - batch.reference) / d
+    expected = (
+        2.0 * t.square() * 2 / d * (r * plus / w_plus - (1 - r) * minus / w_minus)
+        + 2 * 0.2 * (new - batch.reference) / d
+    )
     close(gradient(loss, batch), expected / ROWS)
 
 
 @pytest.mark.parametrize("weight", ["uniform", "t", "t2", "huber", "ghuber"])
 def test_awm_at_the_old_weights_is_advantage_weighted_matching(weight):
-    """dL/dv = -A/5 dlog p/dv: the weight of (v - v*) is A/5 times 2/d times 1, t, t^2, t/(2 sqrt l) or t l^(p-1)."""
+    """dL/dv = -A/5 dlog p/dv: the weight of (v - v*) is A/5 times 2/d times 1, t, t^2, t/(2 sqrt l)
+    or t l^(p-1).
+    """
     batch = at_old(batch_of(1))
     loss = AWM(weight=weight, kl_weight=0.0, average_weight=0.0, advantage_clip=5.0)
     error, t = (batch.new - batch.target).detach(), batch.time
     matching = squares(error) + 1e-10
     factor = {
-        "uniform": torch.ones_like(t), "t": t, "t2": t.square(), "huber": t / (2 * matching.sqrt()),
+        "uniform": torch.ones_like(t),
+        "t": t,
+        "t2": t.square(),
+        "huber": t / (2 * matching.sqrt()),
         "ghuber": t * matching**-0.75,
-    }[weight]  # fmt: skip
+    }[weight]
     expected = expand(batch.advantages / 5 * factor, error) * 2 * error / 6 / ROWS
     close(gradient(loss, batch), expected)
     assert float(loss.loss(batch).metrics["ratio_deviation"]) == 0.0
 
 
 def test_nft_gradient_is_awms_huber_one_at_the_old_weights():
-    """Up to 2 rms / mean-abs of the error, and c: NFT has A / c in r and c outside, AWM A / c inside."""
+    """Up to 2 rms / mean-abs of the error, and c: NFT has A / c in r and c outside, AWM A / c
+    inside.
+    """
     batch = at_old(batch_of(2))
     nft = gradient(DiffusionNFT(kl_weight=0.0, beta=0.3), batch)
-    awm = gradient(AWM(weight="huber", kl_weight=0.0, average_weight=0.0, advantage_clip=5.0, advantage_scale=5.0), batch)
+    awm = gradient(
+        AWM(
+            weight="huber",
+            kl_weight=0.0,
+            average_weight=0.0,
+            advantage_clip=5.0,
+            advantage_scale=5.0,
+        ),
+        batch,
+    )
     error = (batch.new - batch.target).detach()
     factor = 2 * squares(error).sqrt() / error.abs().flatten(1).mean(1)
     close(nft, expand(factor, error) * awm, 1e-9)  # huber's 1e-10
 
 
-@pytest.mark.parametrize("loss", [DiffusionNFT(kl_weight=0.0), AWM(kl_weight=0.0)], ids=["nft", "awm"])
+@pytest.mark.parametrize(
+    "loss", [DiffusionNFT(kl_weight=0.0), AWM(kl_weight=0.0)], ids=["nft", "awm"]
+)
 def test_the_gradient_at_the_old_weights_is_proportional_to_the_advantage(loss):
     batch = at_old(batch_of(4))
-    close(gradient(loss, replace(batch, advantages=-2 * batch.advantages)), -2 * gradient(loss, batch), 1e-10)
-    assert float(gradient(loss, replace(batch, advantages=0 * batch.advantages)).abs().max()) < 1e-15
+    close(
+        gradient(loss, replace(batch, advantages=-2 * batch.advantages)),
+        -2 * gradient(loss, batch),
+        1e-10,
+    )
+    assert (
+        float(gradient(loss, replace(batch, advantages=0 * batch.advantages)).abs().max()) < 1e-15
+    )
 
 
 def test_nft_without_advantage_is_proximal_only():
@@ -161,12 +216,19 @@ def test_awm_clips_only_what_the_advantage_pushes_outwards():
 
 
 def test_sum_first_is_one_ratio_per_sample():
-    """Gradient of max(-A r_s, -A clip(r_s)), r_s = exp(mean over times of log p - log p_old), by autograd on the whole table."""
+    """Gradient of max(-A r_s, -A clip(r_s)), r_s = exp(mean over times of log p - log p_old), by
+    autograd on the whole table.
+    """
     batch = batch_of(7)
     loss = AWM(weight="t", ratio="sum_first", clip=0.1, kl_weight=0.0, average_weight=0.0)
     new = batch.new.detach().clone().requires_grad_()
-    gap = loss.log_prob(new, batch.target, batch.time) - loss.log_prob(batch.old, batch.target, batch.time)
-    ratio, advantages = gap.view(-1, DRAWS).mean(1).exp(), loss.scaled(batch.advantages).view(-1, DRAWS)[:, 0]
+    gap = loss.log_prob(new, batch.target, batch.time) - loss.log_prob(
+        batch.old, batch.target, batch.time
+    )
+    ratio, advantages = (
+        gap.view(-1, DRAWS).mean(1).exp(),
+        loss.scaled(batch.advantages).view(-1, DRAWS)[:, 0],
+    )
     objective = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.9, 1.1)).mean()
     (expected,) = torch.autograd.grad(objective, new)
     close(loss.loss(batch).loss, objective)
@@ -178,7 +240,10 @@ def test_elbo_weight_is_that_of_flow_sde():
     batch = batch_of(8)
     loss = AWM(kl="elbo", kl_weight=2.0, average_weight=0.0)
     sigma2 = 0.49 * batch.time / (1 - batch.time)
-    close(loss.loss(batch).metrics["kl"], (squares(batch.new - batch.reference).detach() / (2 * sigma2)).mean())
+    close(
+        loss.loss(batch).metrics["kl"],
+        (squares(batch.new - batch.reference).detach() / (2 * sigma2)).mean(),
+    )
 
 
 def dgpo(**options):
@@ -205,16 +270,23 @@ def test_dgpo_weights_of_a_group_sum_to_zero():
     weights = error_weights(dgpo(), batch).view(GROUPS, MEMBERS, DRAWS)
     assert float(weights.sum(1).abs().max()) < 1e-15 < float(weights.abs().min())
     clamped = replace(batch, advantages=batch.advantages.clamp(max=0.5))
-    assert float(error_weights(dgpo(), clamped).view(GROUPS, MEMBERS, DRAWS).sum(1).abs().max()) > 1e-4
+    assert (
+        float(error_weights(dgpo(), clamped).view(GROUPS, MEMBERS, DRAWS).sum(1).abs().max()) > 1e-4
+    )
 
 
-@pytest.mark.parametrize("loss", [dgpo(), dgpo(clip=0.05, kl_weight=0.3, clip_kl=True), dgpo(anchor="old")], ids=repr)
+@pytest.mark.parametrize(
+    "loss", [dgpo(), dgpo(clip=0.05, kl_weight=0.3, clip_kl=True), dgpo(anchor="old")], ids=repr
+)
 def test_dgpo_in_parts_of_groups_is_exact(loss):
     batch = batch_of(11)
     whole, terms = gradient(loss, batch), loss.row_terms(batch)
     given = replace(batch, pooled=unit_means(terms, batch.units("group"), batch.weight))
     for size in (1, 5):
-        parts = [gradient(loss, take(given, rows)) * len(rows) / ROWS for rows in torch.arange(ROWS).split(size)]
+        parts = [
+            gradient(loss, take(given, rows)) * len(rows) / ROWS
+            for rows in torch.arange(ROWS).split(size)
+        ]
         close(torch.cat(parts), whole, 1e-14)
     alone = gradient(loss, take(batch, torch.arange(5))) * 5 / ROWS
     assert float((alone - whole[:5]).abs().max()) > 1e-4
@@ -228,7 +300,9 @@ def test_dgpo_clips_by_the_errors_of_the_old_network():
     for kl_weight, clip_kl in ((0.0, False), (0.5, False), (0.5, True)):
         found = gradient(dgpo(clip=0.1, kl_weight=kl_weight, clip_kl=clip_kl), batch)
         penalty = 2 * kl_weight * (1 - clip_kl) * (batch.new - batch.reference).detach() / 6 / ROWS
-        close(found[clipped], penalty[clipped]) if kl_weight * (1 - clip_kl) else close(found[clipped], 0 * penalty[clipped])
+        close(found[clipped], penalty[clipped]) if kl_weight * (1 - clip_kl) else close(
+            found[clipped], 0 * penalty[clipped]
+        )
         assert float((found - penalty)[~clipped].abs().flatten(1).max(1).values.min()) > 0
 
 
@@ -243,8 +317,10 @@ def test_members_of_weight_0_leave_the_group():
 
 
 def test_the_loss_points_at_the_rewarded_mode_of_the_mixture():
-    """On the built-in mixture with its exact velocity as the old network: a step against each loss's gradient moves the clean
-    estimates of rewarded samples towards their x_0, and those of the others away."""
+    """On the built-in mixture with its exact velocity as the old network: a step against each
+    loss's gradient moves the clean estimates of rewarded samples towards their x_0, and those of
+    the others away.
+    """
     mixture, generator = GaussianMixture.ring(), torch.Generator().manual_seed(0)
     clean = mixture.sample(64, generator)
     noise = torch.randn(64, 2, generator=generator)
@@ -254,9 +330,17 @@ def test_the_loss_points_at_the_rewarded_mode_of_the_mixture():
     advantages = (clean[:, 0] > 0).float() * 2 - 1
     sample = torch.arange(64)
     batch = ForwardBatch(
-        time, target, velocity.clone().requires_grad_(), advantages, torch.ones(64), 0 * sample, sample, old=velocity,
-        average=velocity, reference=velocity,
-    )  # fmt: skip
+        time,
+        target,
+        velocity.clone().requires_grad_(),
+        advantages,
+        torch.ones(64),
+        0 * sample,
+        sample,
+        old=velocity,
+        average=velocity,
+        reference=velocity,
+    )
     for loss in (DiffusionNFT(), AWM(), DGPO()):
         step = velocity - 1e-2 * 64 * gradient(loss, batch)
         change = squares(step - target) - squares(velocity - target)
@@ -266,11 +350,16 @@ def test_the_loss_points_at_the_rewarded_mode_of_the_mixture():
 def test_modes_of_nft():
     advantages = torch.tensor([-8.0, -1.0, 0.0, 2.0, 8.0])
     expected = {
-        "all": [0.0, 0.4, 0.5, 0.7, 1.0], "positive_only": [0.5, 0.5, 0.5, 0.7, 1.0], "negative_only": [0.0, 0.4, 0.5, 0.5, 0.5],
-        "one_only": [0.5, 0.5, 0.5, 0.6, 0.6], "binary": [0.4, 0.4, 0.5, 0.6, 0.6],
-    }  # fmt: skip
+        "all": [0.0, 0.4, 0.5, 0.7, 1.0],
+        "positive_only": [0.5, 0.5, 0.5, 0.7, 1.0],
+        "negative_only": [0.0, 0.4, 0.5, 0.5, 0.5],
+        "one_only": [0.5, 0.5, 0.5, 0.6, 0.6],
+        "binary": [0.4, 0.4, 0.5, 0.6, 0.6],
+    }
     for mode, values in expected.items():
-        torch.testing.assert_close(DiffusionNFT(mode=mode).optimality(advantages), torch.tensor(values))
+        torch.testing.assert_close(
+            DiffusionNFT(mode=mode).optimality(advantages), torch.tensor(values)
+        )
 
 
 def test_what_the_losses_declare():
@@ -278,16 +367,27 @@ def test_what_the_losses_declare():
     assert copies == {"old": WeightCopy(Decay(75, 0.0075, 0.999), "iteration", sample_from=0)}
     assert AWM().copies == {"old": WeightCopy(), "average": WeightCopy(Decay(0, 0.001, 0.3))}
     assert set(AWM(average_weight=0.0).copies) == {"old"}
-    assert AWM(off_policy=True, average_weight=0.0).copies == {"average": WeightCopy(Decay(0, 0.001, 0.3), sample_from=0)}
+    assert AWM(off_policy=True, average_weight=0.0).copies == {
+        "average": WeightCopy(Decay(0, 0.001, 0.3), sample_from=0)
+    }
     assert DGPO().copies == {"old": WeightCopy(Decay(1, 0.001, 0.3), "update", sample_from=200)}
-    assert not DGPO(clip=None).copies["old"].evaluated and DGPO(clip=None, anchor="old").copies["old"].evaluated
-    assert [loss.needs_reference for loss in (DiffusionNFT(), DiffusionNFT(kl_weight=0.0), AWM(), AWM(kl_weight=0.0))] == [
+    assert (
+        not DGPO(clip=None).copies["old"].evaluated
+        and DGPO(clip=None, anchor="old").copies["old"].evaluated
+    )
+    assert [
+        loss.needs_reference
+        for loss in (DiffusionNFT(), DiffusionNFT(kl_weight=0.0), AWM(), AWM(kl_weight=0.0))
+    ] == [
         1,
         0,
         1,
         0,
     ]
-    assert DGPO(kl_weight=0.0).needs_reference and not DGPO(kl_weight=0.0, anchor="old").needs_reference
+    assert (
+        DGPO(kl_weight=0.0).needs_reference
+        and not DGPO(kl_weight=0.0, anchor="old").needs_reference
+    )
     assert [loss.unit for loss in (DiffusionNFT(), AWM(), AWM(ratio="sum_first"), DGPO())] == [
         "transition",
         "transition",
@@ -301,15 +401,26 @@ def test_what_the_losses_declare():
 
 @pytest.mark.parametrize(
     ("loss", "missing"),
-    [(DiffusionNFT(), "old"), (DiffusionNFT(), "reference"), (AWM(), "average"), (AWM(), "old"), (DGPO(), "reference")],
+    [
+        (DiffusionNFT(), "old"),
+        (DiffusionNFT(), "reference"),
+        (AWM(), "average"),
+        (AWM(), "old"),
+        (DGPO(), "reference"),
+    ],
 )
 def test_a_missing_velocity_is_named(loss, missing):
-    with pytest.raises(ConfigError, match=rf"{type(loss).__name__} needs ForwardBatch.{missing}, which is None"):
+    with pytest.raises(
+        ConfigError, match=rf"{type(loss).__name__} needs ForwardBatch.{missing}, which is None"
+    ):
         loss.loss(replace(batch_of(), **{missing: None}))
 
 
 def test_unit_means_by_hand():
-    values, weight = torch.tensor([1.0, 2.0, 4.0, float("nan"), 10.0]), torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0])
+    values, weight = (
+        torch.tensor([1.0, 2.0, 4.0, float("nan"), 10.0]),
+        torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0]),
+    )
     group, time = torch.tensor([0, 0, 1, 0, 0]), torch.tensor([0.5, 0.5, 0.5, 0.5, 0.25])
     assert unit_means(values, (group, time), weight).tolist() == [1.5, 1.5, 4.0, 1.5, 10.0]
     assert unit_means(values, (group,), weight).tolist()[0] == pytest.approx(13 / 3)
@@ -323,7 +434,11 @@ def test_unit_means_by_hand():
     [
         (Decay(), (1, 1000), (0.0, 0.0)),
         (Decay(0, 0.001, 0.5), (0, 1, 100, 500, 601), (0.0, 0.001, 0.1, 0.5, 0.5)),
-        (Decay(75, 0.0075, 0.999), (74, 75, 76, 101, 208, 209), (0.0, 0.0, 0.0075, 0.195, 0.9975, 0.999)),
+        (
+            Decay(75, 0.0075, 0.999),
+            (74, 75, 76, 101, 208, 209),
+            (0.0, 0.0, 0.0075, 0.195, 0.9975, 0.999),
+        ),
         (Decay(1, 0.001, 0.3), (1, 101, 501), (0.0, 0.1, 0.3)),
         (Decay(0, 0.9, 0.9), (0, 1, 9), (0.0, 0.9, 0.9)),
     ],

@@ -30,7 +30,15 @@ LOSSES = [
     KLPenalty(),
     KLPenalty(kl_weight=0.1),
 ]
-METRICS = {"policy_loss", "ratio_mean", "ratio_deviation", "ratio_distance", "clip_fraction", "approx_kl", "kl"}
+METRICS = {
+    "policy_loss",
+    "ratio_mean",
+    "ratio_deviation",
+    "ratio_distance",
+    "clip_fraction",
+    "approx_kl",
+    "kl",
+}
 N = 6
 
 
@@ -39,7 +47,9 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def places(rows: int) -> dict[str, torch.Tensor]:
-    """The first half of the rows is at step 1, the second at step 2 of the same trajectories, two of each group."""
+    """The first half of the rows is at step 1, the second at step 2 of the same trajectories, two
+    of each group.
+    """
     row, half = torch.arange(rows), max(rows // 2, 1)
     step = 1 + row // half
     return {"sample": row % half, "group": row % half // 2, "step": step, "time": 1.0 - 0.1 * step}
@@ -84,16 +94,23 @@ class TestContract:
         assert metrics["clip_fraction"] == 0 and metrics["approx_kl"] == 0
 
     def test_rows_of_weight_0_do_not_count(self, loss: PolicyLoss) -> None:
-        """Whatever they hold: the result is that of the batch without them, and their gradient is exactly 0."""
+        """Whatever they hold: the result is that of the batch without them, and their gradient is
+        exactly 0.
+        """
         counts = torch.tensor([True, False, True, True, False, False])
         batch = make_batch(0.01, weight=counts.float())
         poisoned = batch.new.mean.detach().clone()
         poisoned[1] = torch.nan
         poisoned.requires_grad_()
-        others = {"advantages": batch.advantages.where(counts, torch.nan), "new": Gaussian(poisoned, batch.new.std)}
+        others = {
+            "advantages": batch.advantages.where(counts, torch.nan),
+            "new": Gaussian(poisoned, batch.new.std),
+        }
         with_poison = replace(batch, **others)
         without = batch.rows(counts.nonzero().squeeze(-1))
-        without = replace(without, new=Gaussian(without.new.mean.detach().requires_grad_(), without.new.std))
+        without = replace(
+            without, new=Gaussian(without.new.mean.detach().requires_grad_(), without.new.std)
+        )
         torch.testing.assert_close(loss.loss(with_poison).loss, loss.loss(without).loss)
         grad = gradient(loss, with_poison)
         assert bool((grad[~counts] == 0).all())
@@ -141,7 +158,9 @@ class TestContract:
 
 
 def test_on_policy_gradient_is_the_policy_gradient() -> None:
-    """-mean over pairs of A grad logp, with grad logp = (x - mu) / std^2 over the number of elements."""
+    """-mean over pairs of A grad logp, with grad logp = (x - mu) / std^2 over the number of
+    elements.
+    """
     batch = make_batch(0.0)
     score = (batch.next_node - batch.behaviour.mean) / batch.new.std.reshape(N, 1, 1).square() / 6
     expected = -(batch.advantages.reshape(N, 1, 1) * score) / N
@@ -150,7 +169,9 @@ def test_on_policy_gradient_is_the_policy_gradient() -> None:
     weights = (batch.new.std / batch.delta).reshape(N, 1, 1)
     torch.testing.assert_close(gradient(GRPOGuard(), batch), expected * weights)
     released = 2 * batch.new.std.square().reshape(N, 1, 1)
-    torch.testing.assert_close(gradient(ClippedLoss(log_prob="released_cps"), batch), expected * released)
+    torch.testing.assert_close(
+        gradient(ClippedLoss(log_prob="released_cps"), batch), expected * released
+    )
 
 
 def test_off_policy_loss_by_hand() -> None:
@@ -160,7 +181,8 @@ def test_off_policy_loss_by_hand() -> None:
     d = torch.tensor([[0.10557281], [-0.09544512]])
     std = torch.ones(2)
     for advantages, expected in (
-        ([1.0, 1.0], -(1.05 + 0.904837) / 2),  # a gain beyond 1 + c is cut, a loss of probability is not
+        # a gain beyond 1 + c is cut, a loss of probability is not
+        ([1.0, 1.0], -(1.05 + 0.904837) / 2),
         ([-1.0, -1.0], (1.105171 + 0.95) / 2),
     ):
         batch = LossBatch(
@@ -176,13 +198,17 @@ def test_off_policy_loss_by_hand() -> None:
         assert float(result.loss.detach()) == pytest.approx(expected, abs=1e-5)
         assert float(result.metrics["clip_fraction"]) == 1.0
         assert float(result.metrics["ratio_deviation"]) == pytest.approx(0.105171, abs=1e-5)
-        assert bool((gradient(ClippedLoss(clip_range=0.05), batch) == 0).any())  # the clipped pair has none
+        # the clipped pair has none
+        assert bool((gradient(ClippedLoss(clip_range=0.05), batch) == 0).any())
 
 
 @pytest.mark.parametrize(
-    ("advantage", "move", "dropped"), [(1.0, 0.1, True), (1.0, -0.1, False), (-1.0, 0.1, False), (-1.0, -0.1, True)]
+    ("advantage", "move", "dropped"),
+    [(1.0, 0.1, True), (1.0, -0.1, False), (-1.0, 0.1, False), (-1.0, -0.1, True)],
 )
-def test_dppo_drops_what_is_far_and_would_go_further(advantage: float, move: float, dropped: bool) -> None:
+def test_dppo_drops_what_is_far_and_would_go_further(
+    advantage: float, move: float, dropped: bool
+) -> None:
     """One element, std 1, x = 1: KL = move^2 / 2 = .005, ratio e^(move - move^2 / 2)."""
     batch = LossBatch(
         new=Gaussian(torch.tensor([[move]], requires_grad=True), torch.ones(1)),
@@ -196,16 +222,26 @@ def test_dppo_drops_what_is_far_and_would_go_further(advantage: float, move: flo
     ratio = math.exp(move - move**2 / 2)
     for bound, drops in ((0.0049, dropped), (0.0051, False)):
         result = FlowDPPO(bound=bound).loss(batch)
-        assert float(result.loss.detach()) == pytest.approx(0.0 if drops else -advantage * ratio, abs=1e-6)
-        assert float(result.metrics["clip_fraction"]) == float(result.metrics["mask_fraction"]) == float(drops)
+        assert float(result.loss.detach()) == pytest.approx(
+            0.0 if drops else -advantage * ratio, abs=1e-6
+        )
+        assert (
+            float(result.metrics["clip_fraction"])
+            == float(result.metrics["mask_fraction"])
+            == float(drops)
+        )
         assert bool(gradient(FlowDPPO(bound=bound), batch) == 0) == drops
 
 
 def test_the_plain_policy_gradient_ignores_the_behaviour() -> None:
     far, near = make_batch(0.3), make_batch(0.3)
     near = replace(near, behaviour=near.new)
-    torch.testing.assert_close(gradient(PolicyGradientLoss(), far), gradient(PolicyGradientLoss(), near))
-    assert not torch.allclose(gradient(FlowDPPO(1e6), far), gradient(PolicyGradientLoss(), far), rtol=1e-3)
+    torch.testing.assert_close(
+        gradient(PolicyGradientLoss(), far), gradient(PolicyGradientLoss(), near)
+    )
+    assert not torch.allclose(
+        gradient(FlowDPPO(1e6), far), gradient(PolicyGradientLoss(), far), rtol=1e-3
+    )
     assert float(PolicyGradientLoss().loss(far).metrics["clip_fraction"]) == 0.0
 
 
@@ -214,23 +250,31 @@ def test_the_reference_penalty_and_its_parity_form() -> None:
     assert batch.reference is not None
     plain = ClippedLoss().loss(batch).loss
     exact = kl(batch.new, batch.reference)
-    torch.testing.assert_close(ClippedLoss(kl_weight=0.3).loss(batch).loss - plain, 0.3 * exact.mean())
+    torch.testing.assert_close(
+        ClippedLoss(kl_weight=0.3).loss(batch).loss - plain, 0.3 * exact.mean()
+    )
     parity = ClippedLoss(kl_weight=0.3, kl="without_delta").loss(batch)
     torch.testing.assert_close(parity.loss - plain, 0.3 * (exact * batch.delta).mean())
     torch.testing.assert_close(parity.metrics["kl"], (exact * batch.delta).mean().detach())
-    torch.testing.assert_close(parity.metrics["approx_kl"], kl(batch.new, batch.behaviour).mean().detach())
+    torch.testing.assert_close(
+        parity.metrics["approx_kl"], kl(batch.new, batch.behaviour).mean().detach()
+    )
 
 
 def test_the_released_cps_ratio_drops_the_constants() -> None:
     batch = make_batch(0.01)
     x = batch.next_node
-    ratio = (log_prob_without_constants(batch.new, x) - log_prob_without_constants(batch.behaviour, x)).exp()
+    ratio = (
+        log_prob_without_constants(batch.new, x) - log_prob_without_constants(batch.behaviour, x)
+    ).exp()
     metrics = ClippedLoss(log_prob="released_cps").loss(batch).metrics
     torch.testing.assert_close(metrics["ratio_mean"], ratio.mean().detach())
 
 
 def test_guards_ratio_is_the_projected_noise() -> None:
-    """std (log ratio + |mu - mu_old|^2 / (2 std^2)) = mean of eps (mu - mu_old), eps = (x - mu_old) / std."""
+    """std (log ratio + |mu - mu_old|^2 / (2 std^2)) = mean of eps (mu - mu_old), eps = (x - mu_old)
+    / std.
+    """
     batch = make_batch(0.05)
     eps = (batch.next_node - batch.behaviour.mean) / batch.new.std.reshape(N, 1, 1)
     log_ratio = (eps * (batch.new.mean - batch.behaviour.mean)).mean(dim=(1, 2))
@@ -241,7 +285,9 @@ def test_guards_ratio_is_the_projected_noise() -> None:
 
 
 def test_guard_removes_the_bias_of_the_ratio() -> None:
-    """The plain log-ratio has mean -KL under the behaviour policy, the guarded one 0: z-test at |z| < 5."""
+    """The plain log-ratio has mean -KL under the behaviour policy, the guarded one 0: z-test at |z|
+    < 5.
+    """
     n = 20_000
     std, move = torch.full((n,), 0.5), 0.2
     old = Gaussian(torch.zeros(n, 4), std)
@@ -255,7 +301,9 @@ def test_guard_removes_the_bias_of_the_ratio() -> None:
 
 
 def drift(dtype: torch.dtype) -> torch.Tensor:
-    """|ratio - 1| before any update when nodes are stored in `dtype` after the behaviour's log-probability was computed."""
+    """|ratio - 1| before any update when nodes are stored in `dtype` after the behaviour's
+    log-probability was computed.
+    """
     schedule, step = shifted_schedule(10), torch.full((256,), 7)
     x, v = randn(256, 64), randn(256, 64, seed=1)
     transition = CPS(0.3).transition(x, v, schedule, step)
@@ -266,7 +314,9 @@ def drift(dtype: torch.dtype) -> torch.Tensor:
 
 
 def test_only_nodes_stored_in_float32_keep_the_ratio_at_one() -> None:
-    """Measured: bfloat16 moves the ratio by 1.2e-3 on average, at most 5e-3; float16 by 1e-4: a clip of 1e-4 is used up."""
+    """Measured: bfloat16 moves the ratio by 1.2e-3 on average, at most 5e-3; float16 by 1e-4: a
+    clip of 1e-4 is used up.
+    """
     assert float(drift(torch.float32).max()) == 0.0
     means = {dtype: float(drift(dtype).mean()) for dtype in (torch.bfloat16, torch.float16)}
     assert 5e-4 < means[torch.bfloat16] < 5e-3
@@ -297,19 +347,28 @@ def test_bad_settings_are_refused(build) -> None:
 
 
 def test_gspo_by_hand() -> None:
-    """Two trajectories of two steps, one element, std 1, x = 1: log-ratios d - d^2 / 2, weights 1 and 3 within a trajectory."""
+    """Two trajectories of two steps, one element, std 1, x = 1: log-ratios d - d^2 / 2, weights 1
+    and 3 within a trajectory.
+    """
     d = torch.tensor([0.3, -0.3, 0.1, 0.02])
     weight, advantages = torch.tensor([1.0, 1.0, 3.0, 3.0]), torch.tensor([1.0, -2.0, 1.0, -2.0])
     batch = LossBatch(
-        new=Gaussian(d[:, None].clone().requires_grad_(), torch.ones(4)), behaviour=Gaussian(torch.zeros(4, 1), torch.ones(4)),
-        next_node=torch.ones(4, 1), advantages=advantages, weight=weight, delta=torch.ones(4), **places(4),
-    )  # fmt: skip
+        new=Gaussian(d[:, None].clone().requires_grad_(), torch.ones(4)),
+        behaviour=Gaussian(torch.zeros(4, 1), torch.ones(4)),
+        next_node=torch.ones(4, 1),
+        advantages=advantages,
+        weight=weight,
+        delta=torch.ones(4),
+        **places(4),
+    )
     log = d - d.square() / 2
     s = [math.exp(float(log[0] + 3 * log[2]) / 4), math.exp(float(log[1] + 3 * log[3]) / 4)]
     assert s[0] > 1.1 and 0.9 < s[1] < 1.0
     result = GSPO(clip_range=0.1).loss(batch)
     assert float(result.loss.detach()) == pytest.approx((-1.1 + 2 * s[1]) / 2, abs=1e-6)
-    assert float(result.metrics["clip_fraction"]) == 0.5 and float(result.metrics["ratio_mean"]) == pytest.approx(sum(s) / 2)
+    assert float(result.metrics["clip_fraction"]) == 0.5 and float(
+        result.metrics["ratio_mean"]
+    ) == pytest.approx(sum(s) / 2)
     found = gradient(GSPO(clip_range=0.1), batch).flatten()
     assert bool((found[[0, 2]] == 0).all())  # the whole trajectory is clipped
     torch.testing.assert_close(found[[1, 3]], (2 * s[1] * weight / weight.sum() * (1 - d))[[1, 3]])
@@ -324,7 +383,9 @@ def test_gspo_of_single_transitions_is_the_clipped_loss() -> None:
 
 
 def test_the_penalty_pulls_to_the_behaviour_also_at_advantage_0() -> None:
-    """Gradient of c KL: c (mu - mu_old) / std^2 per element, times weight / elements / sum of weights."""
+    """Gradient of c KL: c (mu - mu_old) / std^2 per element, times weight / elements / sum of
+    weights.
+    """
     weight = torch.tensor([1.0, 2.0, 0.5, 0.0, 1.0, 1.0])
     batch = replace(make_batch(0.05, weight=weight), advantages=torch.zeros(N))
     pull = (batch.new.mean - batch.behaviour.mean).detach() / batch.new.std.square()[:, None, None]
@@ -334,10 +395,14 @@ def test_the_penalty_pulls_to_the_behaviour_also_at_advantage_0() -> None:
     torch.testing.assert_close(result.loss.detach(), 3.0 * result.metrics["approx_kl"])
     assert result.policy_term is not None and float(result.policy_term.detach()) == 0.0
     far = make_batch(0.05)
-    apart = gradient(KLPenalty(coefficient=1e-9), far) - gradient(ClippedLoss(clip_range=0.999), far)
+    apart = gradient(KLPenalty(coefficient=1e-9), far) - gradient(
+        ClippedLoss(clip_range=0.999), far
+    )
     torch.testing.assert_close(apart, torch.zeros_like(apart), atol=1e-7, rtol=0)
 
 
 def test_a_loss_that_reads_the_former_mask_gets_the_replacement() -> None:
-    with pytest.raises(ConfigError, match=r"LossBatch\.mask is now LossBatch\.weight.*mask = batch\.weight > 0"):
+    with pytest.raises(
+        ConfigError, match=r"LossBatch\.mask is now LossBatch\.weight.*mask = batch\.weight > 0"
+    ):
         print(make_batch().mask)

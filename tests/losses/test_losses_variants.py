@@ -1,4 +1,6 @@
-"""Policy losses on a real policy: parameter gradients against closed forms, and Flow-DPPO's mask pair by pair."""
+"""Policy losses on a real policy: parameter gradients against closed forms, and Flow-DPPO's mask
+pair by pair.
+"""
 
 from dataclasses import replace
 
@@ -26,8 +28,10 @@ SAMPLER = AllButLast(FlowSDE(LEVEL))
 
 
 class OnPolicy:
-    """Trajectories of a mixture policy away from its start, and all their transitions as the trainer sees them before any update;
-    the last decision of the first sample has weight 0, and the last step is an ODE step."""
+    """Trajectories of a mixture policy away from its start, and all their transitions as the
+    trainer sees them before any update; the last decision of the first sample has weight 0, and the
+    last step is an ODE step.
+    """
 
     def __init__(self) -> None:
         chosen = world("mixture")
@@ -40,8 +44,17 @@ class OnPolicy:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
         self.condition = self.policy.encode(chosen.prompts("direction", "train")[: GROUPS.prompts])
         noise = GROUPS.noise(self.policy.latent_shape, generator)
-        self.result = rollout(self.policy, SAMPLER, self.policy.schedule(STEPS), self.condition, noise, generator, GROUPS)
-        assert self.result.trajectories.tree.drawn_steps == list(range(STEPS - 1))  # a decision's index is its step's
+        self.result = rollout(
+            self.policy,
+            SAMPLER,
+            self.policy.schedule(STEPS),
+            self.condition,
+            noise,
+            generator,
+            GROUPS,
+        )
+        # a decision's index is its step's
+        assert self.result.trajectories.tree.drawn_steps == list(range(STEPS - 1))
         self.advantages = torch.randn(GROUPS.samples, STEPS - 1, generator=generator)
         self.weights = torch.ones_like(self.advantages)
         self.weights[0, -1] = 0
@@ -53,14 +66,17 @@ class OnPolicy:
 
     def batches(self, result: Rollout | None = None, with_reference: bool = False) -> LossBatches:
         tables = (self.advantages, self.weights)
-        return LossBatches(self.policy, SAMPLER, result or self.result, self.condition, *tables, with_reference)
+        return LossBatches(
+            self.policy, SAMPLER, result or self.result, self.condition, *tables, with_reference
+        )
 
     def gradient(self, loss: PolicyLoss, batch: LossBatch | None = None) -> torch.Tensor:
         value = loss.loss(self.batch() if batch is None else batch).loss
         return torch.cat([g.flatten() for g in torch.autograd.grad(value, self.parameters)])
 
     def closed_form(self, weights: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
-        """Gradient of mean(-w A log pi + penalty_weight KL) through v alone, with the sampler's formula written out:
+        """Gradient of mean(-w A log pi + penalty_weight KL) through v alone, with the sampler's
+        formula written out:
 
         d log pi / d mu = (x_next - mu) / (std^2 d), d KL / d mu = (mu - mu_ref) / (std^2 d), and
         d mu / d v = -(1 + sigma^2 (1-t) / (2 t)) Delta; `weights` and `penalty` are per pair.
@@ -70,18 +86,24 @@ class OnPolicy:
         t, s = times[self.step], times[self.step + 1]
         sigma_squared = LEVEL**2 * t / (1 - torch.where(t == 1, s, t))
         x = path.nodes[self.sample, self.step]
-        velocity = self.policy.velocity(x, 1000 * t, self.condition.take(self.sample // GROUPS.members))
+        velocity = self.policy.velocity(
+            x, 1000 * t, self.condition.take(self.sample // GROUPS.members)
+        )
         assert batch.reference is not None
         mean, reference = batch.new.mean.detach(), batch.reference.mean
         counted = self.weights.flatten()
         variance = sigma_squared * (t - s)
         advantages = self.advantages[self.sample, self.step]
-        to_mean = -(weights * advantages)[:, None] * (path.nodes[self.sample, self.step + 1] - mean).flatten(1)
+        to_mean = -(weights * advantages)[:, None] * (
+            path.nodes[self.sample, self.step + 1] - mean
+        ).flatten(1)
         to_mean = to_mean + penalty[:, None] * (mean - reference).flatten(1)
         through = -(1 + sigma_squared * (1 - t) / (2 * t)) * (t - s)
         scale = counted / counted.sum() * through / (variance * 2)
         cotangent = (to_mean * scale[:, None]).view(velocity.shape)
-        return torch.cat([g.flatten() for g in torch.autograd.grad(velocity, self.parameters, cotangent)])
+        return torch.cat(
+            [g.flatten() for g in torch.autograd.grad(velocity, self.parameters, cotangent)]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +129,12 @@ def test_rows_say_where_they_are(world_of: OnPolicy) -> None:
     )
     part = replace(world_of.result, groups=replace(GROUPS, first=3, of=3 + GROUPS.prompts))
     later = world_of.batches(part).of(world_of.sample, world_of.step)
-    assert torch.equal(later.sample, world_of.sample + 3 * GROUPS.members) and torch.equal(later.group, batch.group + 3)
-    assert torch.equal(later.weight, batch.weight) and torch.equal(batch.weight, world_of.weights.flatten())
+    assert torch.equal(later.sample, world_of.sample + 3 * GROUPS.members) and torch.equal(
+        later.group, batch.group + 3
+    )
+    assert torch.equal(later.weight, batch.weight) and torch.equal(
+        batch.weight, world_of.weights.flatten()
+    )
 
 
 @pytest.mark.parametrize("kl", ["exact", "without_delta"])
@@ -124,24 +150,45 @@ def test_rows_say_where_they_are(world_of: OnPolicy) -> None:
         (FlowDPPO, {"bound": 1e-12}),
     ],
 )
-def test_on_policy_parameter_gradients_are_the_closed_form(world_of: OnPolicy, kind: type, options: dict, beta, kl) -> None:
+def test_on_policy_parameter_gradients_are_the_closed_form(
+    world_of: OnPolicy, kind: type, options: dict, beta, kl
+) -> None:
     loss, batch = kind(kl_weight=beta, kl=kl, **options), world_of.batch()
     penalty = beta * (batch.delta if kl == "without_delta" else torch.ones_like(batch.delta))
     expected = world_of.closed_form(weights_of(loss, batch), penalty)
     assert float(expected.norm()) > 0.01
-    torch.testing.assert_close(world_of.gradient(loss), expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        world_of.gradient(loss), expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max())
+    )
 
 
-@pytest.mark.parametrize("loss", [ClippedLoss(), ClippedLoss(log_prob="released_cps"), GRPOGuard(), FlowDPPO()], ids=repr)
-def test_step_gradients_are_those_of_the_policy_term_alone(world_of: OnPolicy, loss: PolicyLoss) -> None:
-    """On policy d(term) / dv = -A w eps slope / (std d N), with eps the step's noise; a KL and a backward pass change nothing."""
+@pytest.mark.parametrize(
+    "loss", [ClippedLoss(), ClippedLoss(log_prob="released_cps"), GRPOGuard(), FlowDPPO()], ids=repr
+)
+def test_step_gradients_are_those_of_the_policy_term_alone(
+    world_of: OnPolicy, loss: PolicyLoss
+) -> None:
+    """On policy d(term) / dv = -A w eps slope / (std d N), with eps the step's noise; a KL and a
+    backward pass change nothing.
+    """
     batch = world_of.batch()
     assert batch.velocity is not None
-    slope = torch.stack([g.flatten()[0] for g in torch.autograd.grad(batch.new.mean.sum(), batch.velocity, retain_graph=True)[0]])
-    counted, std, size = (batch.weight > 0) & (batch.new.std > 0), batch.new.std.clamp(min=1e-9), batch.next_node[0].numel()
+    slope = torch.stack(
+        [
+            g.flatten()[0]
+            for g in torch.autograd.grad(batch.new.mean.sum(), batch.velocity, retain_graph=True)[0]
+        ]
+    )
+    counted, std, size = (
+        (batch.weight > 0) & (batch.new.std > 0),
+        batch.new.std.clamp(min=1e-9),
+        batch.next_node[0].numel(),
+    )
     eps = ((batch.next_node - batch.new.mean.detach()).flatten(1) / std[:, None]).norm(dim=1)
     pairs = weights_of(loss, batch) * batch.advantages * eps * slope / (std * size * counted.sum())
-    expected = torch.zeros(STEPS, dtype=torch.float64).index_add_(0, world_of.step, (pairs * counted).double().square())
+    expected = torch.zeros(STEPS, dtype=torch.float64).index_add_(
+        0, world_of.step, (pairs * counted).double().square()
+    )
     for penalised in (loss, replace(loss, kl_weight=0.3)):
         batch = world_of.batch()
         result = penalised.loss(batch)
@@ -149,13 +196,20 @@ def test_step_gradients_are_those_of_the_policy_term_alone(world_of: OnPolicy, l
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
         result.loss.backward()
     assert expected[-1] == 0 and bool((expected[:-1] > 0).all())
-    fifth = world_of.batches().of(world_of.sample[4:5], world_of.step[4:5])  # a row of weight 0: nothing counts
+    # a row of weight 0: nothing counts
+    fifth = world_of.batches().of(world_of.sample[4:5], world_of.step[4:5])
     assert not step_gradients(loss.loss(fifth), fifth, world_of.step[4:5], STEPS).any()
 
 
-@pytest.mark.parametrize("loss", [PolicyGradientLoss(), ClippedLoss(), GRPOGuard(), FlowDPPO(bound=1e-12)], ids=repr)
-def test_before_the_first_update_nothing_is_off_policy(world_of: OnPolicy, loss: PolicyLoss) -> None:
-    """The network is evaluated in another batch than in the rollout: the ratio is 1 to rounding, and nothing is held back."""
+@pytest.mark.parametrize(
+    "loss", [PolicyGradientLoss(), ClippedLoss(), GRPOGuard(), FlowDPPO(bound=1e-12)], ids=repr
+)
+def test_before_the_first_update_nothing_is_off_policy(
+    world_of: OnPolicy, loss: PolicyLoss
+) -> None:
+    """The network is evaluated in another batch than in the rollout: the ratio is 1 to rounding,
+    and nothing is held back.
+    """
     metrics = loss.loss(world_of.batch()).metrics
     assert float(metrics["ratio_deviation"]) < 1e-5
     assert float(metrics["approx_kl"]) < 1e-10
@@ -163,25 +217,43 @@ def test_before_the_first_update_nothing_is_off_policy(world_of: OnPolicy, loss:
 
 
 @pytest.mark.parametrize(
-    "loss", [PolicyGradientLoss(0.1), ClippedLoss(kl_weight=0.1), GRPOGuard(kl_weight=0.1), FlowDPPO(1e-5, 0.1)]
+    "loss",
+    [
+        PolicyGradientLoss(0.1),
+        ClippedLoss(kl_weight=0.1),
+        GRPOGuard(kl_weight=0.1),
+        FlowDPPO(1e-5, 0.1),
+    ],
 )
-def test_rows_of_weight_0_leave_no_trace_in_the_parameters(world_of: OnPolicy, loss: PolicyLoss) -> None:
+def test_rows_of_weight_0_leave_no_trace_in_the_parameters(
+    world_of: OnPolicy, loss: PolicyLoss
+) -> None:
     batch = world_of.batch()
     nothing = replace(batch, weight=torch.zeros_like(batch.weight))
-    assert torch.equal(world_of.gradient(loss, nothing), torch.zeros(sum(p.numel() for p in world_of.parameters)))
+    assert torch.equal(
+        world_of.gradient(loss, nothing), torch.zeros(sum(p.numel() for p in world_of.parameters))
+    )
     half = world_of.sample < GROUPS.samples // 2
     batch = world_of.batch()
     masked = world_of.gradient(loss, replace(batch, weight=batch.weight * half))
-    other = replace(world_of.batch(), weight=batch.weight * half, advantages=torch.where(half, batch.advantages, torch.inf))
+    other = replace(
+        world_of.batch(),
+        weight=batch.weight * half,
+        advantages=torch.where(half, batch.advantages, torch.inf),
+    )
     assert torch.equal(masked, world_of.gradient(loss, other))
 
 
 MOVES = (0.05, -0.05, 0.3, -0.3)
-"""Shifts of the mean towards (+) and away from (-) the node sampled: KL = move^2 / 2 = .00125 and .045."""
+"""Shifts of the mean towards (+) and away from (-) the node sampled: KL = move^2 / 2 = .00125 and
+.045.
+"""
 
 
 def moved(tiles: int = 1) -> LossBatch:
-    """Eight pairs: every move with A = +1 and A = -2; std 1, node at 1, behaviour at 0, reference at 1."""
+    """Eight pairs: every move with A = +1 and A = -2; std 1, node at 1, behaviour at 0, reference
+    at 1.
+    """
     move = torch.tensor(MOVES).repeat(2)[:, None].repeat(1, tiles)
     ones, still = torch.ones(8), torch.zeros(8, tiles)
     return LossBatch(
@@ -205,7 +277,9 @@ DROPPED = torch.tensor([False, False, True, False, False, False, False, True])
 
 @pytest.mark.parametrize("tiles", [1, 5])
 def test_dppo_drops_in_two_of_the_eight_cases(tiles: int) -> None:
-    """Kept pairs: gradient -A ratio (x - mu) / d / N, N counting the dropped ones; dropped pairs: exactly 0."""
+    """Kept pairs: gradient -A ratio (x - mu) / d / N, N counting the dropped ones; dropped pairs:
+    exactly 0.
+    """
     batch = moved(tiles)
     result = FlowDPPO(bound=0.01).loss(batch)
     (found,) = torch.autograd.grad(result.loss, batch.new.mean)
@@ -220,14 +294,18 @@ def test_dppo_drops_in_two_of_the_eight_cases(tiles: int) -> None:
 
 def test_dppo_still_pulls_dropped_pairs_to_the_reference() -> None:
     batch = moved()
-    (found,) = torch.autograd.grad(FlowDPPO(bound=0.01, kl_weight=0.5).loss(batch).loss, batch.new.mean)
+    (found,) = torch.autograd.grad(
+        FlowDPPO(bound=0.01, kl_weight=0.5).loss(batch).loss, batch.new.mean
+    )
     pull = 0.5 * (batch.new.mean.detach() - 1) / 8
     torch.testing.assert_close(found[DROPPED], pull[DROPPED])
 
 
 def test_dppo_keeps_what_a_clip_cuts_and_the_reverse() -> None:
-    """The clip looks at one sample's ratio, the mask at the distance: near pairs are cut by a clip of 1e-4, never by the mask;
-    a far pair whose ratio happens to be 1 passes the clip and the mask alike."""
+    """The clip looks at one sample's ratio, the mask at the distance: near pairs are cut by a clip
+    of 1e-4, never by the mask; a far pair whose ratio happens to be 1 passes the clip and the mask
+    alike.
+    """
     batch = moved()
     far = Gaussian(torch.full((8, 1), 2.0), batch.new.std)  # x = 1 lies midway: ratio 1, KL 2
     same = replace(batch, new=far)
@@ -238,7 +316,9 @@ def test_dppo_keeps_what_a_clip_cuts_and_the_reverse() -> None:
     assert float(FlowDPPO().loss(same).metrics["mask_fraction"]) == 0.0
 
 
-@pytest.mark.parametrize("spec", ["flow-dppo(bound=1e-7)", "policy-gradient", "grpo-guard(kl=without_delta)"])
+@pytest.mark.parametrize(
+    "spec", ["flow-dppo(bound=1e-7)", "policy-gradient", "grpo-guard(kl=without_delta)"]
+)
 def test_by_name_in_the_trainer(spec: str) -> None:
     config = preset("tiny").apply(world="mixture", loss=spec, minibatches=2, kl_weight=0.01)
     chosen = make_world(config)

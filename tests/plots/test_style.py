@@ -13,16 +13,40 @@ from flowrl.training.results import Mean
 
 VISION = {
     "normal": np.eye(3),
-    "protanopia": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
-    "deuteranopia": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
+    "protanopia": np.array(
+        [
+            [0.152286, 1.052583, -0.204868],
+            [0.114503, 0.786281, 0.099216],
+            [-0.003882, -0.048116, 1.051998],
+        ]
+    ),
+    "deuteranopia": np.array(
+        [
+            [0.367322, 0.860646, -0.227968],
+            [0.280085, 0.672501, 0.047413],
+            [-0.011820, 0.042940, 0.968881],
+        ]
+    ),
 }
 """Linear RGB as dichromats see it: Machado, Oliveira and Fernandes (2009), severity 1."""
-TO_LMS = np.array([[0.4122214708, 0.5363325363, 0.0514459929], [0.2119034982, 0.6806995451, 0.1073969566],
-                   [0.0883024619, 0.2817188376, 0.6299787005]])  # fmt: skip
-TO_LAB = np.array([[0.2104542553, 0.7936177850, -0.0040720468], [1.9779984951, -2.4285922050, 0.4505937099],
-                   [0.0259040371, 0.7827717662, -0.8086757660]])  # fmt: skip
+TO_LMS = np.array(
+    [
+        [0.4122214708, 0.5363325363, 0.0514459929],
+        [0.2119034982, 0.6806995451, 0.1073969566],
+        [0.0883024619, 0.2817188376, 0.6299787005],
+    ]
+)
+TO_LAB = np.array(
+    [
+        [0.2104542553, 0.7936177850, -0.0040720468],
+        [1.9779984951, -2.4285922050, 0.4505937099],
+        [0.0259040371, 0.7827717662, -0.8086757660],
+    ]
+)
 LEAST = 7.5
-"""Smallest distance of two methods' colours, in hundredths of OKLab, where about 2 are noticed side by side (Ottosson, 2020)."""
+"""Smallest distance of two methods' colours, in hundredths of OKLab, where about 2 are noticed side
+by side (Ottosson, 2020).
+"""
 
 
 def linear(shade: str) -> np.ndarray:
@@ -37,8 +61,10 @@ def seen(shade: str, vision: str) -> np.ndarray:
 @pytest.mark.parametrize("vision", VISION)
 def test_methods_differ_under_colour_blindness(vision):
     shades = {**COLOURS, **{f"other {i}": shade for i, shade in enumerate(OTHERS)}}
-    distances = {(a, b): float(np.linalg.norm(seen(shades[a], vision) - seen(shades[b], vision)))
-                 for a, b in itertools.combinations(shades, 2)}  # fmt: skip
+    distances = {
+        (a, b): float(np.linalg.norm(seen(shades[a], vision) - seen(shades[b], vision)))
+        for a, b in itertools.combinations(shades, 2)
+    }
     assert min(distances.values()) > LEAST, min(distances, key=lambda pair: distances[pair])
 
 
@@ -58,12 +84,23 @@ def test_what_is_no_method_is_grey():
 
 def test_eight_methods_have_markers_and_colours_of_their_own():
     names = ["flow-grpo", "stepwise-flow-grpo", "tp-grpo", "dance-grpo", "a", "b", "c", "d"]
-    assert len({marker(name, names) for name in names}) == len({colour(name, names) for name in names}) == len(MARKERS) == 8
+    assert (
+        len({marker(name, names) for name in names})
+        == len({colour(name, names) for name in names})
+        == len(MARKERS)
+        == 8
+    )
 
 
 @pytest.mark.parametrize(
     ("lead", "symbol"),
-    [((0.1, 0.05), "▲"), ((-0.1, 0.05), "▼"), ((0.1, 0.2), "○"), ((0.1, float("nan")), ""), ((0.0, 0.0), "")],
+    [
+        ((0.1, 0.05), "▲"),
+        ((-0.1, 0.05), "▼"),
+        ((0.1, 0.2), "○"),
+        ((0.1, float("nan")), ""),
+        ((0.0, 0.0), ""),
+    ],
 )
 def test_a_verdict_is_that_of_the_interval(lead, symbol):
     assert verdict(Mean(*lead)) == symbol and (not symbol or symbol in VERDICTS)
@@ -79,6 +116,10 @@ def test_panels_show_every_method_and_share_their_axes(count):
 
     panels = multiples(Figure(), names, draw)
     assert [axes.get_title() for axes in panels] == names
-    assert len({(axes.get_xlim(), axes.get_ylim()) for axes in panels}) == 1 and len(drawn) == count * count
+    assert (
+        len({(axes.get_xlim(), axes.get_ylim()) for axes in panels}) == 1
+        and len(drawn) == count * count
+    )
     assert [name for name, own in drawn if own] == names
-    assert all(axes.lines[-1].get_color() == "k" for axes in panels)  # the panel's own method is on top
+    # the panel's own method is on top
+    assert all(axes.lines[-1].get_color() == "k" for axes in panels)

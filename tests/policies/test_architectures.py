@@ -1,4 +1,6 @@
-"""Published sizes counted on shapes alone, and their memory: against sums by hand, and what must grow with what."""
+"""Published sizes counted on shapes alone, and their memory: against sums by hand, and what must
+grow with what.
+"""
 
 import gc
 import itertools
@@ -44,7 +46,9 @@ def test_sizes_are_the_published_ones(name, billion, layers, tokens):
     known = ARCHITECTURES[name]
     network = known.build()
     assert all(tensor.is_meta for tensor in network.parameters())
-    assert sum(tensor.numel() for tensor in [*network.parameters(), *network.buffers()]) / 1e9 == pytest.approx(billion, rel=0.01)
+    assert sum(
+        tensor.numel() for tensor in [*network.parameters(), *network.buffers()]
+    ) / 1e9 == pytest.approx(billion, rel=0.01)
     adapters = Adapters(network.requires_grad_(False), 32, 64.0, known.family.lora_targets, seed=0)
     assert len(adapters.layers) == layers
     expected = sum(32 * (layer.in_features + layer.out_features) for layer in adapters.layers)
@@ -71,7 +75,9 @@ def test_the_counter_counts_living_storages():
 
 
 def test_the_backward_pass_is_counted_too():
-    """tanh(tanh(x)) keeps both results; on the way back a gradient joins them, and the root's own is made first."""
+    """tanh(tanh(x)) keeps both results; on the way back a gradient joins them, and the root's own
+    is made first.
+    """
     layer = torch.nn.Linear(1, 1, device="meta")
     x = torch.empty(1024, device="meta", requires_grad=True)
     forward = memory._peak(lambda: x.tanh().tanh(), layer)
@@ -100,48 +106,101 @@ def test_memory_grows_with_what_it_should(name, small):
     assert 1.9 < two.update / one.update < 2.1 and one.rollout == two.rollout
     stored = count_memory(name, update_rows=1, checkpointing=False, **sizes)
     assert stored.update > 1.4 * one.update
-    assert (one.trained, one.weights - stored.weights) == (OPTIMIZER_BYTES * one.trained_parameters, 0)
-    table = sum(buffer.numel() for buffer in ARCHITECTURES[name].build().buffers())  # of SD3's positions, 226 million numbers
+    assert (one.trained, one.weights - stored.weights) == (
+        OPTIMIZER_BYTES * one.trained_parameters,
+        0,
+    )
+    # of SD3's positions, 226 million numbers
+    table = sum(buffer.numel() for buffer in ARCHITECTURES[name].build().buffers())
     frozen = (one.parameters + table) * 2
-    assert one.weights - frozen == stored.weights - frozen > 0.15e9  # the decoder, 50 million weights in float32
+    # the decoder, 50 million weights in float32
+    assert one.weights - frozen == stored.weights - frozen > 0.15e9
     full = count_memory(name, update_rows=1, full=True, **sizes)
-    assert full.trained == OPTIMIZER_BYTES * full.parameters and full.weights == one.weights - frozen + 4 * table
+    assert (
+        full.trained == OPTIMIZER_BYTES * full.parameters
+        and full.weights == one.weights - frozen + 4 * table
+    )
     beside = count_memory(name, update_rows=1, full=True, reference=True, **sizes)
     assert (beside.weights, beside.update) == (one.weights + 4 * table, full.update)
-    assert 0 < full.rollout - 2 * full.parameters <= one.rollout  # the weights in bfloat16, which autocast keeps during a call
-    assert one.peak == one.weights + one.trained + max(one.update, one.rollout, one.decode, one.encoders)
+    # the weights in bfloat16, which autocast keeps during a call
+    assert 0 < full.rollout - 2 * full.parameters <= one.rollout
+    assert one.peak == one.weights + one.trained + max(
+        one.update, one.rollout, one.decode, one.encoders
+    )
 
 
 def test_encoders_have_the_parameters_of_the_published_classes():
-    """T5 XXL's encoder, CLIP L and bigG; Qwen2.5-VL-7B with its vision tower; UMT5 XXL's encoder."""
+    """T5 XXL's encoder, CLIP L and bigG; Qwen2.5-VL-7B with its vision tower; UMT5 XXL's
+    encoder.
+    """
     t5 = dict(d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64)
-    clip = dict(projection_dim=768, hidden_size=768, intermediate_size=3072, num_attention_heads=12, num_hidden_layers=12)
-    wide = dict(projection_dim=1280, hidden_size=1280, intermediate_size=5120, num_attention_heads=20, num_hidden_layers=32)
-    text = dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-                num_key_value_heads=4)  # fmt: skip
-    vision = dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584)
+    clip = dict(
+        projection_dim=768,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_attention_heads=12,
+        num_hidden_layers=12,
+    )
+    wide = dict(
+        projection_dim=1280,
+        hidden_size=1280,
+        intermediate_size=5120,
+        num_attention_heads=20,
+        num_hidden_layers=32,
+    )
+    text = dict(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+    )
+    vision = dict(
+        depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584
+    )
 
     def count(model, config, **sizes):
         with torch.device("meta"):
             network = getattr(transformers, model)(getattr(transformers, config)(**sizes))
         return sum(p.numel() for p in network.parameters())
 
-    flux = count("T5EncoderModel", "T5Config", vocab_size=32128, feed_forward_proj="gated-gelu", **t5)
+    flux = count(
+        "T5EncoderModel", "T5Config", vocab_size=32128, feed_forward_proj="gated-gelu", **t5
+    )
     flux += count("CLIPTextModelWithProjection", "CLIPTextConfig", **clip)
     sd3 = flux + count("CLIPTextModelWithProjection", "CLIPTextConfig", **wide)
-    qwen = count("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig", text_config=text, vision_config=vision)
+    qwen = count(
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        text_config=text,
+        vision_config=vision,
+    )
     wan = count("UMT5EncoderModel", "UMT5Config", vocab_size=256384, **t5)
     found = {known.encoder_parameters for known in ARCHITECTURES.values()}
-    assert [known.encoder_parameters for known in ARCHITECTURES.values()] == [sd3, sd3, flux, flux, qwen, wan] and len(found) == 4
+    assert [known.encoder_parameters for known in ARCHITECTURES.values()] == [
+        sd3,
+        sd3,
+        flux,
+        flux,
+        qwen,
+        wan,
+    ] and len(found) == 4
 
 
 @pytest.mark.slow
 def test_a_plan_tells_the_memory_of_models_it_knows(small):
     config = preset("sd3.5-medium,flow-grpo,ocr").apply(dtype="bfloat16")
     told = memory_text(plan(config), config)
-    assert "not measured" in told and "micro-batch of 4 rows" in told and "11.2 GB text encoders" in told
+    assert (
+        "not measured" in told
+        and "micro-batch of 4 rows" in told
+        and "11.2 GB text encoders" in told
+    )
     assert memory_text(plan(config), config.replace(model="some/other-model")) == ""
-    assert ("this machine has none" in memory_text(plan(config), config.replace(device="cuda"))) != torch.cuda.is_available()
+    assert (
+        "this machine has none" in memory_text(plan(config), config.replace(device="cuda"))
+    ) != torch.cuda.is_available()
     with pytest.raises(ConfigError, match=r"model = 'sdxl' .* sd3\.5-medium"):
         count_memory("sdxl")
 
@@ -151,28 +210,55 @@ def test_a_folder_has_its_pipelines_architecture(make, tmp_path):
     pipe = make()
     pipe.save_pretrained(tmp_path, safe_serialization=True)
     known = Architecture.of_folder(tmp_path)
-    assert math.prod(known.latent_shape(Size(16, 16))) == 4 * 8 * 8 and known.text_width == 32 * (1 + (make is tiny_sd3))
+    assert math.prod(known.latent_shape(Size(16, 16))) == 4 * 8 * 8 and known.text_width == 32 * (
+        1 + (make is tiny_sd3)
+    )
     assert known.text_tokens == (256 + CLIP_TOKENS if make is tiny_sd3 else 512)
-    encoders = [getattr(pipe, name) for name in ("text_encoder", "text_encoder_2", "text_encoder_3") if hasattr(pipe, name)]
-    assert known.encoder_parameters == sum(p.numel() for encoder in encoders for p in encoder.parameters())
-    assert [t.shape for t in known.build().parameters()] == [t.shape for t in pipe.transformer.parameters()]
-    assert architecture_of(str(tmp_path)) == known and architecture_of(str(tmp_path / "nothing")) is None
+    encoders = [
+        getattr(pipe, name)
+        for name in ("text_encoder", "text_encoder_2", "text_encoder_3")
+        if hasattr(pipe, name)
+    ]
+    assert known.encoder_parameters == sum(
+        p.numel() for encoder in encoders for p in encoder.parameters()
+    )
+    assert [t.shape for t in known.build().parameters()] == [
+        t.shape for t in pipe.transformer.parameters()
+    ]
+    assert (
+        architecture_of(str(tmp_path)) == known
+        and architecture_of(str(tmp_path / "nothing")) is None
+    )
     (tmp_path / "vae/config.json").unlink()
     assert architecture_of(str(tmp_path)) is None
 
 
 def test_a_plan_counts_what_its_settings_say(tmp_path):
-    """Rows of a call that is smaller than max_batch; both branches' gradient or one; the prompt's length; all images that are
-    scored together; no trajectories if they wait in main memory."""
+    """Rows of a call that is smaller than max_batch; both branches' gradient or one; the prompt's
+    length; all images that are scored together; no trajectories if they wait in main memory.
+    """
     tiny_sd3().save_pretrained(tmp_path, safe_serialization=True)
     config = preset("sd3.5-medium,flow-grpo,ocr").apply(
-        model=str(tmp_path), resolution=32, groups=2, group_size=3, max_batch=4, micro_batch=2, eval_samples=1, decode_batch=2,
-        dtype="bfloat16", lora_rank=4, max_sequence_length=24, guidance_gradient="both",
-    )  # fmt: skip
+        model=str(tmp_path),
+        resolution=32,
+        groups=2,
+        group_size=3,
+        max_batch=4,
+        micro_batch=2,
+        eval_samples=1,
+        decode_batch=2,
+        dtype="bfloat16",
+        lora_rank=4,
+        max_sequence_length=24,
+        guidance_gradient="both",
+    )
     small = config.replace(max_batch=100)
     assert (plan(config).rows_per_call, plan(small).rows_per_call) == (2 * 4, 2 * 6)
     base = counted(config)
-    assert base.trajectories == 6 * 21 * 4 * 16 * 16 * 4 and counted(config.replace(offload=True)).trajectories == 0
+    assert (
+        base.trajectories == 6 * 21 * 4 * 16 * 16 * 4
+        and counted(config.replace(offload=True)).trajectories == 0
+    )
     assert counted(config.replace(guidance_gradient="prompt")).update < 0.7 * base.update
     assert counted(config.replace(max_sequence_length=48)).update > 1.1 * base.update
     assert counted(config.replace(lora_targets=("to_q",))).trained == base.trained // 15 * 3
@@ -188,7 +274,9 @@ def counted(config):
 @pytest.mark.parametrize("make", [tiny_sd3_policy, tiny_flux_policy, tiny_qwen_image_policy])
 @pytest.mark.parametrize("train", [False, True])
 def test_the_counter_agrees_with_the_allocators_records(make, train):
-    """PyTorch's profiler records what the allocator of the CPU does; its sum contains operations' work space too."""
+    """PyTorch's profiler records what the allocator of the CPU does; its sum contains operations'
+    work space too.
+    """
     policy = make(replace(TINY, height=64, width=64, gradient_checkpointing=train))
     condition = policy.encode([Prompt("a dog")] * 8)
     noise, told = torch.randn(8, *policy.latent_shape), torch.full((8,), 500.0)
@@ -211,7 +299,13 @@ def test_the_counter_agrees_with_the_allocators_records(make, train):
         before = counter.largest
         once()
     fresh()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as records:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as records:
         once()
-    changes = [event.nbytes() for event in records.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [
+        event.nbytes()
+        for event in records.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
     assert counter.largest - before == pytest.approx(max(itertools.accumulate(changes)), rel=0.02)

@@ -1,4 +1,6 @@
-"""What is particular to FLUX: a distilled guidance, and a grid that is shifted by the number of tokens, or not."""
+"""What is particular to FLUX: a distilled guidance, and a grid that is shifted by the number of
+tokens, or not.
+"""
 
 from dataclasses import replace
 
@@ -31,13 +33,18 @@ def test_larger_pictures_spend_more_steps_at_high_noise():
 @pytest.mark.parametrize("scale", [1.0, 7.0])
 def test_the_distilled_guidance_is_told_to_the_network(scale):
     policy = replace(FLUX, family=Flux(distilled_guidance=scale)).policy()
-    near, other = (FLUX.picture(tiny_flux(), noise_of(policy), guidance_scale=value) for value in (scale, scale + 1))
+    near, other = (
+        FLUX.picture(tiny_flux(), noise_of(policy), guidance_scale=value)
+        for value in (scale, scale + 1)
+    )
     torch.testing.assert_close(draw(policy), near, atol=2e-6, rtol=0)
     assert (draw(policy) - other).abs().max() > 1e-4
 
 
 def test_models_without_distilled_guidance_are_not_told_any():
     families = [replace(FLUX, family=Flux(distilled_guidance=scale)) for scale in (1.0, 7.0)]
-    assert torch.equal(*(velocity(family.policy(tiny_flux(distilled=False))) for family in families))
+    assert torch.equal(
+        *(velocity(family.policy(tiny_flux(distilled=False))) for family in families)
+    )
     with pytest.raises(ConfigError, match="distilled_guidance = -1"):
         Flux(distilled_guidance=-1.0)

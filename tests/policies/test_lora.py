@@ -1,4 +1,6 @@
-"""Several named adapters: which is trained, which are in use, what the reference has, and their files."""
+"""Several named adapters: which is trained, which are in use, what the reference has, and their
+files.
+"""
 
 import pytest
 import torch
@@ -22,7 +24,9 @@ def velocity(policy):
 
 @pytest.fixture
 def style(case, tmp_path):
-    """A saved LoRA of another rank and of fewer layers, and the velocity of the model that has it."""
+    """A saved LoRA of another rank and of fewer layers, and the velocity of the model that has
+    it.
+    """
     policy = fill(case.policy(lora_rank=2, lora_alpha=6.0, lora_targets=("to_q", "to_k")), std=0.2)
     policy.save(tmp_path / "style")
     return tmp_path / "style", velocity(policy)
@@ -35,10 +39,16 @@ def test_a_frozen_adapter_is_part_of_policy_and_reference(case, style):
     assert all(".mine." in name for name in policy.trainable())
     torch.testing.assert_close(velocity(policy), with_style, atol=2e-6, rtol=0)
     assert (with_style - velocity(case.policy())).abs().max() > 1e-2
-    frozen = {n: p.detach().clone() for n, p in policy.transformer.named_parameters() if not p.requires_grad}
+    frozen = {
+        n: p.detach().clone()
+        for n, p in policy.transformer.named_parameters()
+        if not p.requires_grad
+    }
     row = trainer_of(policy).iteration()
     assert row["kl"] == pytest.approx(0, abs=1e-9) and row["ratio_deviation"] < 1e-4
-    assert all(torch.equal(p, dict(policy.transformer.named_parameters())[n]) for n, p in frozen.items())
+    assert all(
+        torch.equal(p, dict(policy.transformer.named_parameters())[n]) for n, p in frozen.items()
+    )
     assert (velocity(policy) - with_style).abs().max() > 1e-3
     with policy.reference():
         torch.testing.assert_close(velocity(policy), with_style, atol=2e-6, rtol=0)
@@ -58,7 +68,9 @@ def test_plain_diffusers_stacks_the_files_to_the_same_picture(case, style, tmp_p
     pipe.load_lora_weights(style[0], adapter_name="style")
     pipe.load_lora_weights(tmp_path / "mine", adapter_name="mine")
     pipe.set_adapters(["style", "mine"])
-    torch.testing.assert_close(draw(policy), case.picture(pipe, noise_of(policy)), atol=5e-6, rtol=0)
+    torch.testing.assert_close(
+        draw(policy), case.picture(pipe, noise_of(policy)), atol=5e-6, rtol=0
+    )
 
 
 def test_adapters_are_added_and_chosen(case):
@@ -67,9 +79,13 @@ def test_adapters_are_added_and_chosen(case):
     fill(policy, 1, 0.2)
     first = velocity(policy)
     policy.adapters.add("second", rank=2, alpha=2.0, targets=("to_v",), seed=3)
-    assert torch.equal(velocity(policy), first) and all(".first." in name for name in policy.trainable())
+    assert torch.equal(velocity(policy), first) and all(
+        ".first." in name for name in policy.trainable()
+    )
     policy.adapters.train("second")
-    assert torch.equal(velocity(policy), base) and all(".second." in name for name in policy.trainable())
+    assert torch.equal(velocity(policy), base) and all(
+        ".second." in name for name in policy.trainable()
+    )
     fill(policy, 2, 0.2)
     alone = velocity(policy)
     policy.adapters.train("second", frozen=["first"])
@@ -107,13 +123,29 @@ def test_what_is_wrong_is_said(case, tmp_path):
 
 def test_settings_of_a_run_reach_the_model(tmp_path):
     (tmp_path / "prompts.txt").write_text("a dog\n")
-    files = {"model": "somewhere", "prompts": str(tmp_path / "prompts.txt"), "reward": "jpeg-compressibility"}
-    same = {"decode_batch": 3, "decode_dtype": "bfloat16", "lora_targets": ("attn.to_q", "ff.net.2"), "prompt_cache": 7}
+    files = {
+        "model": "somewhere",
+        "prompts": str(tmp_path / "prompts.txt"),
+        "reward": "jpeg-compressibility",
+    }
+    same = {
+        "decode_batch": 3,
+        "decode_dtype": "bfloat16",
+        "lora_targets": ("attn.to_q", "ff.net.2"),
+        "prompt_cache": 7,
+    }
     same |= {"guidance_gradient": "prompt", "attention_backend": "_native_math"}
-    options = model_options(preset("default").apply(**files, **same, frozen_adapters="style=a,b", compile=True))
+    options = model_options(
+        preset("default").apply(**files, **same, frozen_adapters="style=a,b", compile=True)
+    )
     assert {name: getattr(options, name) for name in same} == same
     assert options.frozen_adapters == ("style=a", "b") and options.compile == "inductor"
     usual = model_options(preset("default").apply(**files))
-    assert (usual.frozen_adapters, usual.compile, usual.decode_batch, usual.decode_dtype) == ((), "", 8, "float32")
+    assert (usual.frozen_adapters, usual.compile, usual.decode_batch, usual.decode_dtype) == (
+        (),
+        "",
+        8,
+        "float32",
+    )
     trainer = trainer_of(CASES["sd3"].policy(), betas=(0.5, 0.75))
     assert trainer.optimizer.param_groups[0]["betas"] == (0.5, 0.75)

@@ -22,8 +22,12 @@ from flowrl.training.optim import prepare_policy
 from flowrl.training.results import load_run
 from flowrl.types import Prompt
 
-test_qwen_image = policy_contract(lambda: CASES["qwen-image"].policy(guidance_scale=4.0, negative_prompt=" "))
-test_wan = policy_contract(lambda: CASES["wan"].policy(guidance_scale=5.0, negative_prompt="blurry"))
+test_qwen_image = policy_contract(
+    lambda: CASES["qwen-image"].policy(guidance_scale=4.0, negative_prompt=" ")
+)
+test_wan = policy_contract(
+    lambda: CASES["wan"].policy(guidance_scale=5.0, negative_prompt="blurry")
+)
 
 
 @pytest.fixture(params=CASES)
@@ -38,11 +42,20 @@ def pair(request):
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
-@pytest.mark.parametrize(("height", "width", "steps", "frames"), [(16, 16, 4, 5), (32, 16, 7, 9), (16, 64, 3, 1)])
+@pytest.mark.parametrize(
+    ("height", "width", "steps", "frames"), [(16, 16, 4, 5), (32, 16, 7, 9), (16, 64, 3, 1)]
+)
 def test_images_and_grid_are_the_plain_pipelines(case, guidance, height, width, steps, frames):
-    """Prompts of different length, in one batch with a negative prompt of a third; 1e-6 is rounding."""
-    sizes = dict(height=height, width=width, **{"num_frames": frames} if "num_frames" in case.plain else {})
-    policy, pipe = case.policy(guidance_scale=guidance, negative_prompt="blurry", **sizes), case.make()
+    """Prompts of different length, in one batch with a negative prompt of a third; 1e-6 is
+    rounding.
+    """
+    sizes = dict(
+        height=height, width=width, **{"num_frames": frames} if "num_frames" in case.plain else {}
+    )
+    policy, pipe = (
+        case.policy(guidance_scale=guidance, negative_prompt="blurry", **sizes),
+        case.make(),
+    )
     plain = case.picture(pipe, noise_of(policy), guidance, steps, **sizes)
     torch.testing.assert_close(draw(policy, steps=steps), plain, atol=5e-6, rtol=0)
     schedule = policy.schedule(steps)
@@ -52,11 +65,19 @@ def test_images_and_grid_are_the_plain_pipelines(case, guidance, height, width, 
 
 
 def test_guidance_changes_the_picture_and_its_gradient_may_leave_out_the_negative_branch(case):
-    off, on, saving = case.policy(), case.policy(guidance_scale=3.0), case.policy(guidance_scale=3.0, guidance_gradient="prompt")
+    off, on, saving = (
+        case.policy(),
+        case.policy(guidance_scale=3.0),
+        case.policy(guidance_scale=3.0, guidance_gradient="prompt"),
+    )
     noise, velocities, gradients = noise_of(off), [], []
     for policy in (off, on, saving):
         found = velocity(policy)
-        gradients.append(torch.autograd.grad((noise * found).mean(), list(policy.trainable().values()), allow_unused=True))
+        gradients.append(
+            torch.autograd.grad(
+                (noise * found).mean(), list(policy.trainable().values()), allow_unused=True
+            )
+        )
         velocities.append(found.detach())
     torch.testing.assert_close(velocities[1], velocities[2], atol=5e-6, rtol=0)
     assert (velocities[0] - velocities[1]).abs().max() > 1e-4
@@ -68,24 +89,39 @@ def test_guidance_changes_the_picture_and_its_gradient_may_leave_out_the_negativ
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("guidance", "method"), [(1.0, tp_grpo), (3.0, stepwise_flow_grpo)], ids=["plain", "guided"])
+@pytest.mark.parametrize(
+    ("guidance", "method"), [(1.0, tp_grpo), (3.0, stepwise_flow_grpo)], ids=["plain", "guided"]
+)
 def test_train_save_reload_resume(case, dtype, guidance, method, tmp_path):
-    """Rollouts with probes, updates with a KL, saving, the same image from plain diffusers, and a resume to the bit.
+    """Rollouts with probes, updates with a KL, saving, the same image from plain diffusers, and a
+    resume to the bit.
 
-    The root mean square differences from a float32 network with the same rounded weights are 1.4e-7, 1.8e-4 in float16 and, in
-    bfloat16, 1.8e-3 (SD3) and 5.9e-3 (FLUX, whose transformer rounds its time input, in plain diffusers too).
+    The root mean square differences from a float32 network with the same rounded weights are
+    1.4e-7, 1.8e-4 in float16 and, in bfloat16, 1.8e-3 (SD3) and 5.9e-3 (FLUX, whose transformer
+    rounds its time input, in plain diffusers too).
     """
 
     def make():
-        targets = tuple(name.removeprefix("attn.") for name in LORA_TARGETS) if case.family.lora_targets == LORA_TARGETS else ()
-        policy = case.policy(dtype=dtype, guidance_scale=guidance, negative_prompt="blurry", lora_targets=targets)
+        targets = (
+            tuple(name.removeprefix("attn.") for name in LORA_TARGETS)
+            if case.family.lora_targets == LORA_TARGETS
+            else ()
+        )
+        policy = case.policy(
+            dtype=dtype, guidance_scale=guidance, negative_prompt="blurry", lora_targets=targets
+        )
         fill(policy, std=0.4 if case is CASES["qwen-image"] else 0.15)
         return trainer_of(policy, method, minibatches=2)
 
     trainer, again = make(), make()
     row = trainer.iteration()
-    wide = dtype == "bfloat16" or case is CASES["qwen-image"]  # whose larger adapter moves further in the second update
-    assert row["grad_norm"] > 0 and row["kl"] > 0 and 0 <= row["ratio_deviation"] < (1e-1 if wide else 5e-2)
+    # whose larger adapter moves further in the second update
+    wide = dtype == "bfloat16" or case is CASES["qwen-image"]
+    assert (
+        row["grad_norm"] > 0
+        and row["kl"] > 0
+        and 0 <= row["ratio_deviation"] < (1e-1 if wide else 5e-2)
+    )
     state = trainer.state()
     trainer.iteration()
     again.restore(state)
@@ -112,7 +148,9 @@ def test_a_saved_lora_is_read_by_plain_diffusers(case, tmp_path):
     trainer_of(policy).iteration()
     trained = draw(policy)
     policy.save(tmp_path / "lora")
-    assert [path.name for path in (tmp_path / "lora").iterdir()] == ["pytorch_lora_weights.safetensors"]
+    assert [path.name for path in (tmp_path / "lora").iterdir()] == [
+        "pytorch_lora_weights.safetensors"
+    ]
     plain = case.make()
     plain.load_lora_weights(tmp_path / "lora")
     torch.testing.assert_close(case.picture(plain, noise_of(policy)), trained, atol=5e-6, rtol=0)
@@ -126,16 +164,24 @@ def test_a_lora_of_plain_diffusers_is_taken_up_with_its_own_alpha(case, tmp_path
     from peft import LoraConfig, get_peft_model_state_dict
 
     pipe = case.make()
-    pipe.transformer.add_adapter(LoraConfig(r=2, lora_alpha=6, init_lora_weights=False, target_modules=["to_q", "to_k"]))
+    pipe.transformer.add_adapter(
+        LoraConfig(r=2, lora_alpha=6, init_lora_weights=False, target_modules=["to_q", "to_k"])
+    )
     with torch.no_grad():
         for name, parameter in pipe.transformer.named_parameters():
             if "lora" in name:
                 parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
     metadata = {"r": 2, "lora_alpha": 6, "target_modules": ["to_k", "to_q"]}
     layers = get_peft_model_state_dict(pipe.transformer)
-    type(pipe).save_lora_weights(tmp_path, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata)
-    policy = case.policy(lora_rank=2, lora_alpha=2.0, lora_targets=("to_q", "to_k"), adapter=str(tmp_path))
-    torch.testing.assert_close(draw(policy), case.picture(pipe, noise_of(policy)), atol=5e-6, rtol=0)
+    type(pipe).save_lora_weights(
+        tmp_path, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata
+    )
+    policy = case.policy(
+        lora_rank=2, lora_alpha=2.0, lora_targets=("to_q", "to_k"), adapter=str(tmp_path)
+    )
+    torch.testing.assert_close(
+        draw(policy), case.picture(pipe, noise_of(policy)), atol=5e-6, rtol=0
+    )
     with pytest.raises(CheckpointError, match=r"rank \[2\].*of rank 4"):
         case.policy(lora_rank=4, lora_targets=("to_q", "to_k"), adapter=str(tmp_path))
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -152,9 +198,16 @@ def test_full_fine_tuning_and_its_reference(case, tmp_path):
         torch.testing.assert_close(velocity(policy), base, atol=0, rtol=0)
     policy.save(tmp_path / "full")
     plain = case.make()
-    plain.transformer = type(plain.transformer).from_pretrained(tmp_path / "full", subfolder="transformer")
-    torch.testing.assert_close(case.picture(plain, noise_of(policy)), draw(policy), atol=5e-6, rtol=0)
-    with pytest.raises(ConfigError, match="keep_reference"), case.policy(tuning="full", keep_reference=False).reference():
+    plain.transformer = type(plain.transformer).from_pretrained(
+        tmp_path / "full", subfolder="transformer"
+    )
+    torch.testing.assert_close(
+        case.picture(plain, noise_of(policy)), draw(policy), atol=5e-6, rtol=0
+    )
+    with (
+        pytest.raises(ConfigError, match="keep_reference"),
+        case.policy(tuning="full", keep_reference=False).reference(),
+    ):
         pass
 
 
@@ -164,7 +217,11 @@ def test_narrow_networks_with_float32_around_them(pair, dtype, train):
     policy, exact = pair.policy(dtype=dtype, tuning=train), pair.policy(tuning="nothing")
     found = velocity(policy)
     assert found.dtype == torch.float32
-    assert 0 < (found - velocity(exact)).norm() / found.norm() < (0.05 if dtype == "bfloat16" else 0.01)
+    assert (
+        0
+        < (found - velocity(exact)).norm() / found.norm()
+        < (0.05 if dtype == "bfloat16" else 0.01)
+    )
     assert all(p.dtype == torch.float32 for p in policy.trainable().values())
     frozen = {p.dtype for p in policy.transformer.parameters() if not p.requires_grad}
     assert frozen == ({getattr(torch, dtype)} if train == "lora" else set())
@@ -174,7 +231,9 @@ def test_narrow_networks_with_float32_around_them(pair, dtype, train):
 
 
 def test_the_same_weights_sample_and_train_in_a_narrow_network(case):
-    """In the same batch the ratio is exactly 1: sampling merges nothing into the rounded weights."""
+    """In the same batch the ratio is exactly 1: sampling merges nothing into the rounded
+    weights.
+    """
     policy = fill(case.policy(dtype="bfloat16"))
     with policy.frozen():
         sampled = velocity(policy)
@@ -183,10 +242,15 @@ def test_the_same_weights_sample_and_train_in_a_narrow_network(case):
 
 def test_activations_enter_a_narrow_adapter_as_they_are(pair, monkeypatch):
     policy, seen = pair.policy(dtype="bfloat16"), []
-    policy.adapters.layers[0].lora_A["default"].register_forward_pre_hook(lambda module, given: seen.append(given[0].dtype))
+    policy.adapters.layers[0].lora_A["default"].register_forward_pre_hook(
+        lambda module, given: seen.append(given[0].dtype)
+    )
     sparing = velocity(policy)
     rows = policy.prompts.rows(policy.encode(PROMPTS).tensors["prompt"])
-    policy.family.velocity(policy.transformer, noise_of(policy).bfloat16(), TIME, rows, policy.latent_size)  # PEFT's cast is back
+    # PEFT's cast is back
+    policy.family.velocity(
+        policy.transformer, noise_of(policy).bfloat16(), TIME, rows, policy.latent_size
+    )
     for adapted in policy.adapters.layers:
         monkeypatch.delattr(adapted, "_cast_input_dtype")
     assert torch.equal(sparing, velocity(policy))
@@ -211,13 +275,19 @@ def test_gradient_checkpointing_changes_nothing(case, dtype):
 
 
 def test_pictures_are_decoded_in_small_batches_and_in_the_decoders_precision(case):
-    whole, parts, narrow = case.policy(decode_batch=8), case.policy(decode_batch=2), case.policy(decode_dtype="bfloat16")
+    whole, parts, narrow = (
+        case.policy(decode_batch=8),
+        case.policy(decode_batch=2),
+        case.policy(decode_dtype="bfloat16"),
+    )
     latents = noise_of(whole, 5)
     sizes, decode = [], parts.pipe.vae.decode
     parts.pipe.vae.decode = lambda z, **more: (sizes.append(len(z)), decode(z, **more))[1]
     images = whole.decode(latents)
     torch.testing.assert_close(parts.decode(latents), images, atol=1e-6, rtol=0)
-    assert sizes == [2, 2, 1] and {p.dtype for p in narrow.pipe.vae.parameters()} == {torch.bfloat16}
+    assert sizes == [2, 2, 1] and {p.dtype for p in narrow.pipe.vae.parameters()} == {
+        torch.bfloat16
+    }
     rounded = narrow.decode(latents)
     assert rounded.dtype == torch.float32 and 0 < (rounded - images).abs().max() < 0.05
 
@@ -228,11 +298,15 @@ def test_a_condition_has_numbers_of_prompts_that_are_embedded_once(case):
     embed = policy.prompts.encode
     policy.prompts.encode = lambda new: (texts.extend(new), embed(new))[1]
     early, late, both = (policy.encode(prompts) for prompts in (PROMPTS[:1], PROMPTS[1:], PROMPTS))
-    assert sorted(texts) == sorted([*TEXTS, ""]) and all(tensor.ndim == 1 for tensor in both.tensors.values())
+    assert sorted(texts) == sorted([*TEXTS, ""]) and all(
+        tensor.ndim == 1 for tensor in both.tensors.values()
+    )
     joined = type(early).cat([early, late])
     assert joined.keys == early.keys | late.keys
     with torch.no_grad():
-        assert torch.equal(*(policy.velocity(noise_of(policy), TIME, found) for found in (joined, both)))
+        assert torch.equal(
+            *(policy.velocity(noise_of(policy), TIME, found) for found in (joined, both))
+        )
     rows = policy.prompts.rows(both.tensors["prompt"])
     for name, row in alone.prompts.rows(alone.encode(PROMPTS[1:]).tensors["prompt"]).items():
         size = row.shape[1]
@@ -248,8 +322,9 @@ def test_only_the_latest_prompts_are_on_the_device(pair):
 
 
 def test_more_prompts_than_the_cache_holds_cost_one_pass(pair, tmp_path, monkeypatch):
-    """Ten prompts and the negative one, three of them in main memory: one call of the encoders, whatever is used how often, and
-    the same velocities as with room for all."""
+    """Ten prompts and the negative one, three of them in main memory: one call of the encoders,
+    whatever is used how often, and the same velocities as with room for all.
+    """
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     policy, roomy = pair.policy(prompt_cache=3), pair.policy()
     prompts, embed, calls = [Prompt(f"number {n}") for n in range(10)], policy.prompts.encode, []
@@ -261,7 +336,10 @@ def test_more_prompts_than_the_cache_holds_cost_one_pass(pair, tmp_path, monkeyp
         found = policy.velocity(noise_of(policy), TIME, policy.encode(few))
         assert torch.equal(found, roomy.velocity(noise_of(roomy), TIME, roomy.encode(few)))
     policy.encode(prompts[6:8])
-    assert torch.equal(*[p.velocity(noise_of(p), TIME, c) for p, c in ((policy, early), (roomy, known))])  # of an earlier call
+    # of an earlier call
+    assert torch.equal(
+        *[p.velocity(noise_of(p), TIME, c) for p, c in ((policy, early), (roomy, known))]
+    )
     assert calls == [11] and len(list(tmp_path.glob("flowrl-prompts-*/*"))) == 8
     del policy, embed
     gc.collect()
@@ -273,7 +351,9 @@ def test_a_full_disk_is_one_clear_line(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("flowrl.policies.prompt_cache.save_file", full)
-    with pytest.raises(ConfigError, match=r"prompt_cache = 2: .* No space left on device\); set TMPDIR"):
+    with pytest.raises(
+        ConfigError, match=r"prompt_cache = 2: .* No space left on device\); set TMPDIR"
+    ):
         CASES["sd3"].policy(prompt_cache=2).warm([Prompt(str(n)) for n in range(3)])
 
 
@@ -282,7 +362,8 @@ def test_encoders_wait_in_main_memory_also_after_a_failure(case, monkeypatch):
     encoders, visits = [getattr(policy.pipe, name) for name in case.family.encoders], []
     for encoder in encoders:
         monkeypatch.setattr(encoder, "to", lambda place: visits.append(str(place)))
-    policy.device = torch.device("cpu", 0)  # another name for the same place, to tell coming from going
+    # another name for the same place, to tell coming from going
+    policy.device = torch.device("cpu", 0)
     visit = ["cpu:0"] * len(encoders) + ["cpu"] * len(encoders)
     for _ in range(2):
         policy.encode(PROMPTS)
@@ -309,10 +390,14 @@ def test_a_warm_cache_needs_no_encoders(pair):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_compiled_blocks_compute_the_same(dtype):
-    """Sampling, the reference and a gradient under checkpointing, where the blocks run again in the backward pass."""
+    """Sampling, the reference and a gradient under checkpointing, where the blocks run again in the
+    backward pass.
+    """
     results = []
     for backend in ("", "eager"):
-        policy = fill(CASES["flux"].policy(dtype=dtype, compile=backend, gradient_checkpointing=True))
+        policy = fill(
+            CASES["flux"].policy(dtype=dtype, compile=backend, gradient_checkpointing=True)
+        )
         condition = policy.encode(PROMPTS)
         with policy.frozen():
             sampled = velocity(policy)
@@ -321,7 +406,13 @@ def test_compiled_blocks_compute_the_same(dtype):
         for count in (2, 1, 2):  # a smaller last batch, then the usual one again
             few = condition.take(torch.arange(count))
             policy.velocity(noise_of(policy, count), TIME[:count], few).square().sum().backward()
-        results.append((sampled, reference, *(p.grad for p in policy.trainable().values() if p.grad is not None)))
+        results.append(
+            (
+                sampled,
+                reference,
+                *(p.grad for p in policy.trainable().values() if p.grad is not None),
+            )
+        )
     for plain, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, plain, atol=1e-6, rtol=1e-5)
     with pytest.raises(ConfigError, match="compile = 'nothing'"):
@@ -329,26 +420,35 @@ def test_compiled_blocks_compute_the_same(dtype):
 
 
 def test_compiled_blocks_are_not_compiled_again_as_a_whole(monkeypatch):
-    monkeypatch.setattr("flowrl.training.optim._require_compiler", lambda: None)  # nothing is called, so nothing is compiled
+    # nothing is called, so nothing is compiled
+    monkeypatch.setattr("flowrl.training.optim._require_compiler", lambda: None)
     blocks, plain = CASES["flux"].policy(compile="eager"), CASES["flux"].policy()
     for policy in (blocks, plain):
         prepare_policy(policy, Distributed(), compiled=True)
     assert blocks.transformer._compiled_call_impl is None
-    assert all(block._compiled_call_impl is not None for block in blocks.transformer.transformer_blocks)
+    assert all(
+        block._compiled_call_impl is not None for block in blocks.transformer.transformer_blocks
+    )
     assert plain.transformer._compiled_call_impl is not None
 
 
 @pytest.mark.slow
 def test_batches_of_many_sizes_are_three_compilations_of_a_block(pair):
-    """PyTorch compiles a block for the first size, again with the size as a variable, and for a single row; other sizes take the
-    second version, so that padding to a few sizes would save no compilation. Both networks have two kinds of blocks."""
+    """PyTorch compiles a block for the first size, again with the size as a variable, and for a
+    single row; other sizes take the second version, so that padding to a few sizes would save no
+    compilation. Both networks have two kinds of blocks.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     policy = fill(pair.policy(compile="eager"))
     condition = policy.encode(PROMPTS[:1])
     for rows in (12, 5, 7, 3, 9, 11, 2, 1, 12, 10):
         with torch.no_grad():
-            policy.velocity(torch.zeros(rows, *policy.latent_shape), TIME[:1].expand(rows), condition.repeat(rows))
+            policy.velocity(
+                torch.zeros(rows, *policy.latent_shape),
+                TIME[:1].expand(rows),
+                condition.repeat(rows),
+            )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 * 3
 
 
@@ -357,11 +457,15 @@ def test_a_model_is_loaded_from_its_folder(case, tmp_path):
     pipe.save_pretrained(tmp_path / "model")
     policy = load_policy(str(tmp_path / "model"), case.options)
     assert type(policy.family) is type(case.family)
-    torch.testing.assert_close(draw(policy), case.picture(pipe, noise_of(policy)), atol=5e-6, rtol=0)
+    torch.testing.assert_close(
+        draw(policy), case.picture(pipe, noise_of(policy)), atol=5e-6, rtol=0
+    )
     half = load_policy(str(tmp_path / "model"), replace(case.options, dtype="bfloat16"))
     assert half.pipe.text_encoder.dtype == torch.bfloat16 and half.pipe.vae.dtype == torch.float32
     card = tmp_path / "model" / "model_index.json"
-    card.write_text(json.dumps({**json.loads(card.read_text()), "_class_name": "PixArtAlphaPipeline"}))
+    card.write_text(
+        json.dumps({**json.loads(card.read_text()), "_class_name": "PixArtAlphaPipeline"})
+    )
     known = "known: StableDiffusion3Pipeline, FluxPipeline, QwenImagePipeline"
     with pytest.raises(ConfigError, match=f"no family for a PixArtAlphaPipeline; {known}"):
         load_policy(str(tmp_path / "model"), TINY)
@@ -370,42 +474,92 @@ def test_a_model_is_loaded_from_its_folder(case, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen-image", "wan"])
-def test_a_preset_is_planned_trained_and_resumed_and_plain_diffusers_reads_the_lora(name, tmp_path, capsys):
-    """With the preset's window, guidance, negative prompt and LoRA targets; videos have motion and diversity as metrics."""
+def test_a_preset_is_planned_trained_and_resumed_and_plain_diffusers_reads_the_lora(
+    name, tmp_path, capsys
+):
+    """With the preset's window, guidance, negative prompt and LoRA targets; videos have motion and
+    diversity as metrics.
+    """
     case, video = CASES[name], name == "wan"
-    (tmp_path / "red.py").write_text("class Red:\n    def score(self, images, prompts): return images[:, 0].mean((1, 2))\n")
+    (tmp_path / "red.py").write_text(
+        "class Red:\n    def score(self, images, prompts): return images[:, 0].mean((1, 2))\n"
+    )
     (tmp_path / "prompts.txt").write_text("\n".join(TEXTS))
     case.make().save_pretrained(tmp_path / "model")
     red = f"{tmp_path}/red.py:Red"
     settings = {
-        "model": tmp_path / "model", "prompts": tmp_path / "prompts.txt", "heldout-prompts": "", "resolution": 16,
-        "max-sequence-length": 24, "iterations": 2, "groups": 2, "group-size": 3, "eval-samples": 2,
-        "eval-steps": 3, "lora-rank": 2, "learning-rate": 0.03, "device": "cpu", "dtype": "float32", "tracker": "none",
-        "reward": f"frame-mean(reward='{red}', frames=2)" if video else red, "negative-prompt": "blurry",
-        **({"width": 16, "num-frames": 5, "num-steps": 4, "heldout-rewards": "motion", "diversity": "pixels"} if video else {}),
-    }  # fmt: skip
+        "model": tmp_path / "model",
+        "prompts": tmp_path / "prompts.txt",
+        "heldout-prompts": "",
+        "resolution": 16,
+        "max-sequence-length": 24,
+        "iterations": 2,
+        "groups": 2,
+        "group-size": 3,
+        "eval-samples": 2,
+        "eval-steps": 3,
+        "lora-rank": 2,
+        "learning-rate": 0.03,
+        "device": "cpu",
+        "dtype": "float32",
+        "tracker": "none",
+        "reward": f"frame-mean(reward='{red}', frames=2)" if video else red,
+        "negative-prompt": "blurry",
+        **(
+            {
+                "width": 16,
+                "num-frames": 5,
+                "num-steps": 4,
+                "heldout-rewards": "motion",
+                "diversity": "pixels",
+            }
+            if video
+            else {}
+        ),
+    }
     model = "wan2.1-t2v-1.3b" if video else name
-    words = ["train", "--preset", f"{model},flow-grpo,pickscore", *(f"--{key}={value}" for key, value in settings.items())]
+    words = [
+        "train",
+        "--preset",
+        f"{model},flow-grpo,pickscore",
+        *(f"--{key}={value}" for key, value in settings.items()),
+    ]
     assert main([*words, "--plan", "--dtype=bfloat16"]) == 0
     told = capsys.readouterr().out
     assert "x 2 (guidance) = " in told and "trained ones" in told
     run = tmp_path / "run"
     assert main([*words, f"--out={run}", "--checkpoint-every=1", "--keep-checkpoints=2"]) == 0
     record, weights = load_run(run), load_file(run / "weights.safetensors")
-    assert record.finished and [row["trajectories"] for row in record.rows[1:]] == [6, 6] and record.rows[1]["grad_norm"] > 0
+    assert (
+        record.finished
+        and [row["trajectories"] for row in record.rows[1:]] == [6, 6]
+        and record.rows[1]["grad_norm"] > 0
+    )
     if video:
         last = record.rows[-1]["evaluation"]
         assert last["heldout"]["motion"] > 0.01 and last["diversity"] > 0
-        sampled = ["sample", "--weights", str(run), "--prompts", "a dog", "--count=2", f"--out={run}/grid.png", "--trust"]
+        sampled = [
+            "sample",
+            "--weights",
+            str(run),
+            "--prompts",
+            "a dog",
+            "--count=2",
+            f"--out={run}/grid.png",
+            "--trust",
+        ]
         assert main(sampled) == 0
-        assert load_file(run / "samples.safetensors")["after"].shape == (2, 3, 16, 3 * 16)  # first, middle and last frame
+        # first, middle and last frame
+        assert load_file(run / "samples.safetensors")["after"].shape == (2, 3, 16, 3 * 16)
         card = (run / "README.md").read_text()
         assert "text-to-video" in card and "num_frames=5, " in card and ").frames[0]" in card
         assert main([*words, f"--out={tmp_path}/images", "--reward=jpeg-compressibility"]) == 2
         assert "frame-mean(reward=...)" in capsys.readouterr().err
     assert main(["train", "--resume", str(run), "--from", "000001", "--trust"]) == 0
     again = load_file(run / "weights.safetensors")
-    assert all(torch.equal(again[name], weights[name]) for name in weights) and load_run(run).finished
+    assert (
+        all(torch.equal(again[name], weights[name]) for name in weights) and load_run(run).finished
+    )
     policy, _ = trained_policy(run, trust=True)
     plain = case.make()
     base = case.picture(plain, noise_of(policy), policy.guidance_scale)
@@ -420,8 +574,14 @@ def test_a_preset_is_planned_trained_and_resumed_and_plain_diffusers_reads_the_l
 def test_what_is_wrong_is_said(case, tmp_path):
     for changes, message in (
         ({"height": 15}, "height = 15 is not allowed; allowed: a multiple of"),
-        ({"lora_targets": ("nowhere",)}, r"lora_targets = \('nowhere',\) .*no linear layer's name ends with nowhere"),
-        ({"dtype": "int8"}, "dtype = 'int8' is not allowed; allowed: one of float32, bfloat16, float16"),
+        (
+            {"lora_targets": ("nowhere",)},
+            r"lora_targets = \('nowhere',\) .*no linear layer's name ends with nowhere",
+        ),
+        (
+            {"dtype": "int8"},
+            "dtype = 'int8' is not allowed; allowed: one of float32, bfloat16, float16",
+        ),
         ({"guidance_scale": 0.5}, "guidance_scale = 0.5"),
         ({"max_sequence_length": 513}, r"max_sequence_length = 513 .* in \[0, 512\]"),
         ({"tuning": "full", "frozen_adapters": ("x",)}, "left out unless tuning is lora"),

@@ -1,4 +1,6 @@
-"""What is particular to Stable Diffusion 3: three encoders of which T5 may be absent, and the scheduler's two kinds of shift."""
+"""What is particular to Stable Diffusion 3: three encoders of which T5 may be absent, and the
+scheduler's two kinds of shift.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ SD3 = CASES["sd3"]
 @pytest.mark.parametrize(("height", "width", "steps"), [(32, 16, 7), (16, 16, 40)])
 def test_the_grid_with_a_dynamic_shift_is_the_pipelines_own(height, width, steps):
     pipe = tiny_sd3()
-    pipe.scheduler = type(pipe.scheduler)(use_dynamic_shifting=True, base_image_seq_len=4, max_image_seq_len=64)
+    pipe.scheduler = type(pipe.scheduler)(
+        use_dynamic_shifting=True, base_image_seq_len=4, max_image_seq_len=64
+    )
     policy = SD3.policy(pipe, height=height, width=width)
     schedule = policy.schedule(steps)
     SD3.picture(pipe, noise_of(policy), steps=steps, height=height, width=width)
@@ -26,7 +30,11 @@ def test_the_grid_with_a_dynamic_shift_is_the_pipelines_own(height, width, steps
 def test_the_shift_of_sd35_is_in_the_grid():
     """sigma = s u / (1 + (s - 1) u) with s = 3: u = 1/2 becomes 3/4."""
     times = SD3.policy().schedule(1000).times
-    assert float((times - 0.75).abs().min()) < 1e-3 and float(times[0]) == 1.0 and float(times[-1]) == 0.0
+    assert (
+        float((times - 0.75).abs().min()) < 1e-3
+        and float(times[0]) == 1.0
+        and float(times[-1]) == 0.0
+    )
     assert float((times > 0.5).float().mean()) > 0.7
 
 
@@ -50,9 +58,13 @@ def test_large_sd3_draws_the_plain_pipelines_pictures(guidance):
 def test_a_decoder_of_other_channels_is_refused_when_the_model_is_loaded(tmp_path):
     pipe = tiny_sd3()
     config = {**pipe.vae.config, "out_channels": 4}
-    pipe.vae = type(pipe.vae).from_config({name: value for name, value in config.items() if not name.startswith("_")})
+    pipe.vae = type(pipe.vae).from_config(
+        {name: value for name, value in config.items() if not name.startswith("_")}
+    )
     pipe.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"^model: channels of the image decoder \(vae\) = 4 .* allowed: 3, red"):
+    with pytest.raises(
+        ConfigError, match=r"^model: channels of the image decoder \(vae\) = 4 .* allowed: 3, red"
+    ):
         load_policy(str(tmp_path), TINY)
 
 
@@ -65,12 +77,19 @@ def layers_with_lora(targets=()):
 
 
 def test_the_lora_is_on_the_joint_attention():
-    """Of the image and the text stream, not on SD3.5-Medium's second attention; the last layer's text leads nowhere."""
+    """Of the image and the text stream, not on SD3.5-Medium's second attention; the last layer's
+    text leads nowhere.
+    """
     image, text = {"to_q", "to_k", "to_v", "to_out.0"}, {"add_q_proj", "add_k_proj", "add_v_proj"}
-    assert layers_with_lora() == {("0", "attn"): image | text | {"to_add_out"}, ("1", "attn"): image | text}
+    assert layers_with_lora() == {
+        ("0", "attn"): image | text | {"to_add_out"},
+        ("1", "attn"): image | text,
+    }
     assert layers_with_lora(("to_q", "attn2.to_out.0")) == {
-        ("0", "attn"): {"to_q"}, ("0", "attn2"): {"to_q", "to_out.0"}, ("1", "attn"): {"to_q"},
-    }  # fmt: skip
+        ("0", "attn"): {"to_q"},
+        ("0", "attn2"): {"to_q", "to_out.0"},
+        ("1", "attn"): {"to_q"},
+    }
 
 
 def test_other_sizes_and_schedulers_are_refused():

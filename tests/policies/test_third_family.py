@@ -22,7 +22,11 @@ TEXTS = ["a dog", "three red circles"]
 
 def documented_family():
     """The class AuraFlow of the page."""
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.S) if "class AuraFlow" in block]
+    (code,) = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.S)
+        if "class AuraFlow" in block
+    ]
     names = {"__name__": "my_families"}
     exec(compile(code, str(DOCUMENT), "exec"), names)
     return names["AuraFlow"]()
@@ -35,20 +39,42 @@ def tiny_aura_flow():
     with tiny._seeded(0):
         names = tiny._tokenizer(clip=False)
         transformer = AuraFlowTransformer2DModel(
-            sample_size=8, patch_size=2, in_channels=4, num_mmdit_layers=1, num_single_dit_layers=1, attention_head_dim=16,
-            num_attention_heads=2, joint_attention_dim=32, caption_projection_dim=32, out_channels=4, pos_embed_max_size=64,
-        )  # fmt: skip
+            sample_size=8,
+            patch_size=2,
+            in_channels=4,
+            num_mmdit_layers=1,
+            num_single_dit_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            caption_projection_dim=32,
+            out_channels=4,
+            pos_embed_max_size=64,
+        )
         config = UMT5Config(
-            vocab_size=len(names), d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, pad_token_id=0, eos_token_id=1
+            vocab_size=len(names),
+            d_model=32,
+            d_kv=16,
+            d_ff=64,
+            num_layers=2,
+            num_heads=2,
+            pad_token_id=0,
+            eos_token_id=1,
         )
         return AuraFlowPipeline(
-            names, UMT5EncoderModel(config).eval(), tiny._decoder(4), transformer, tiny._scheduler(shift=1.73)
+            names,
+            UMT5EncoderModel(config).eval(),
+            tiny._decoder(4),
+            transformer,
+            tiny._scheduler(shift=1.73),
         )
 
 
 def picture(pipe, noise, guidance=1.0):
     pipe.set_progress_bar_config(disable=True)
-    call = dict(height=16, width=16, num_inference_steps=4, max_sequence_length=24, output_type="pt")
+    call = dict(
+        height=16, width=16, num_inference_steps=4, max_sequence_length=24, output_type="pt"
+    )
     return pipe(TEXTS, latents=noise, guidance_scale=guidance, **call).images
 
 
@@ -57,12 +83,16 @@ def draw(policy, noise):
     return policy.decode(integrate(policy, policy.schedule(4), condition, noise, Usage()))
 
 
-test_protocol = policy_contract(lambda: PipelinePolicy(tiny_aura_flow(), documented_family(), tiny.TINY))
+test_protocol = policy_contract(
+    lambda: PipelinePolicy(tiny_aura_flow(), documented_family(), tiny.TINY)
+)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
 def test_samples_and_grid_are_the_pipelines_own(guidance):
-    policy = PipelinePolicy(tiny_aura_flow(), documented_family(), replace(tiny.TINY, guidance_scale=guidance))
+    policy = PipelinePolicy(
+        tiny_aura_flow(), documented_family(), replace(tiny.TINY, guidance_scale=guidance)
+    )
     noise = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
     pipe = tiny_aura_flow()
     plain = picture(pipe, noise, guidance)
@@ -71,7 +101,9 @@ def test_samples_and_grid_are_the_pipelines_own(guidance):
 
 
 def test_plain_diffusers_draws_the_same_picture_after_an_update(tmp_path):
-    policy = PipelinePolicy(tiny_aura_flow(), documented_family(), replace(tiny.TINY, lora_alpha=128.0))
+    policy = PipelinePolicy(
+        tiny_aura_flow(), documented_family(), replace(tiny.TINY, lora_alpha=128.0)
+    )
     noise = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
     before = draw(policy, noise)
     reward = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)))

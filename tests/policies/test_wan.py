@@ -1,4 +1,6 @@
-"""What is particular to Wan: videos, zero-padded prompts, layers in float32, the Euler grid of another scheduler's shift."""
+"""What is particular to Wan: videos, zero-padded prompts, layers in float32, the Euler grid of
+another scheduler's shift.
+"""
 
 import pytest
 import torch
@@ -11,9 +13,13 @@ WAN = CASES["wan"]
 
 
 def test_a_prompt_has_zeros_up_to_its_full_length_which_is_part_of_the_model():
-    """512 tokens by default, as the pipeline's call has, not the 226 of its `encode_prompt`; another length is another video."""
+    """512 tokens by default, as the pipeline's call has, not the 226 of its `encode_prompt`;
+    another length is another video.
+    """
     default, short = WAN.policy(max_sequence_length=0), WAN.policy()
-    words, few = (p.prompts.rows(p.encode(PROMPTS).tensors["prompt"])["words"] for p in (default, short))
+    words, few = (
+        p.prompts.rows(p.encode(PROMPTS).tensors["prompt"])["words"] for p in (default, short)
+    )
     assert words.shape == (2, 512, 32) and few.shape == (2, 24, 32)
     used = words.abs().sum(-1) > 0
     assert used.sum(1).tolist() == [len(default.pipe.tokenizer(text).input_ids) for text in TEXTS]
@@ -24,7 +30,9 @@ def test_a_prompt_has_zeros_up_to_its_full_length_which_is_part_of_the_model():
 
 
 def test_layers_that_diffusers_keeps_in_float32_stay_there(tmp_path):
-    """Norms, modulation, time embedding and rotary frequencies, as when diffusers loads the model in bfloat16."""
+    """Norms, modulation, time embedding and rotary frequencies, as when diffusers loads the model
+    in bfloat16.
+    """
     from diffusers import WanTransformer3DModel
 
     tiny_wan().transformer.save_pretrained(tmp_path)
@@ -38,18 +46,24 @@ def test_layers_that_diffusers_keeps_in_float32_stay_there(tmp_path):
 
 
 def test_a_unipc_scheduler_gives_its_shift_and_not_its_grid():
-    """As in many copies of the model on the Hub: the Euler grid has the same shift, and other times."""
+    """As in many copies of the model on the Hub: the Euler grid has the same shift, and other
+    times.
+    """
     from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
     pipe = tiny_wan()
-    pipe.scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
+    pipe.scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
+    )
     times = WAN.policy(pipe).schedule(10).times
     euler = FlowMatchEulerDiscreteScheduler(shift=5.0)
     for scheduler in (euler, pipe.scheduler):
         scheduler.set_timesteps(10)
     assert torch.equal(times, euler.sigmas) and (times - pipe.scheduler.sigmas).abs().max() > 0.1
     pipe.scheduler = UniPCMultistepScheduler()
-    with pytest.raises(ConfigError, match=r"scheduler = 'UniPCMultistepScheduler' .*flow sigmas and a flow_shift"):
+    with pytest.raises(
+        ConfigError, match=r"scheduler = 'UniPCMultistepScheduler' .*flow sigmas and a flow_shift"
+    ):
         WAN.policy(pipe)
 
 

@@ -1,4 +1,6 @@
-"""Prompts: files with their faults by line, GenEval's requests, generators, and datasets (all of them local)."""
+"""Prompts: files with their faults by line, GenEval's requests, generators, and datasets (all of
+them local).
+"""
 
 import importlib
 import json
@@ -27,10 +29,14 @@ from flowrl.rewards.ocr import quoted_text
 from flowrl.testing.tiny import tiny_sd3
 
 GENEVAL = [
-    '{"tag": "counting", "include": [{"class": "dog", "count": 2}], '
-    '"exclude": [{"class": "dog", "count": 3}], "prompt": "two dogs"}',
-    '{"tag": "position", "include": [{"class": "cat", "count": 1}, {"class": "dog", "count": 1, "position": ["left of", 0]}], '
-    '"prompt": "a photo of a dog left of a cat"}',
+    (
+        '{"tag": "counting", "include": [{"class": "dog", "count": 2}], '
+        '"exclude": [{"class": "dog", "count": 3}], "prompt": "two dogs"}'
+    ),
+    (
+        '{"tag": "position", "include": [{"class": "cat", "count": 1}, {"class": "dog", "count": 1,'
+        ' "position": ["left of", 0]}], "prompt": "a photo of a dog left of a cat"}'
+    ),
 ]
 
 
@@ -44,7 +50,10 @@ def test_text_file_with_blank_and_repeated_lines(tmp_path):
     found = load_prompts(path)
     assert [p.text for p in found.prompts] == ["a fox", "a car", "a fox", "a fox"]
     assert (found.blank, found.repeated) == ((3, 6), ((5, 2), (7, 2)))
-    with pytest.warns(UserWarning, match="line 5 repeats line 2; line 7 repeats line 2; repeated prompts are drawn more often"):
+    with pytest.warns(
+        UserWarning,
+        match="line 5 repeats line 2; line 7 repeats line 2; repeated prompts are drawn more often",
+    ):
         assert len(read_prompts(path)) == 4
 
 
@@ -61,21 +70,40 @@ def test_lines_end_at_line_feeds_only(tmp_path):
 def test_geneval_lines(tmp_path):
     first, second = load_prompts(written(tmp_path, "p.jsonl", *GENEVAL)).prompts
     assert first.text == "two dogs" and request_of(first.metadata).exclude == (Clause("dog", 3),)
-    assert request_of(second.metadata).include == (Clause("cat"), Clause("dog", position=("left of", 0)))
+    assert request_of(second.metadata).include == (
+        Clause("cat"),
+        Clause("dog", position=("left of", 0)),
+    )
     assert request_of(second.metadata).tag == "position"
 
 
 def test_same_text_with_other_metadata_is_no_repetition(tmp_path):
-    path = written(tmp_path, "p.jsonl", '{"prompt": "a", "n": 1}', '{"prompt": "a", "n": 2}', '{"n": 1, "prompt": "a"}')
+    path = written(
+        tmp_path,
+        "p.jsonl",
+        '{"prompt": "a", "n": 1}',
+        '{"prompt": "a", "n": 2}',
+        '{"n": 1, "prompt": "a"}',
+    )
     assert load_prompts(path).repeated == ((3, 1),)
 
 
 def test_every_bad_line_is_named(tmp_path):
-    bad = ["{oops", '{"prompt": "b", "n": NaN}', "", '{"prompt": 3}', '{"prompt": " "}', "null", '"x"']
+    bad = [
+        "{oops",
+        '{"prompt": "b", "n": NaN}',
+        "",
+        '{"prompt": 3}',
+        '{"prompt": " "}',
+        "null",
+        '"x"',
+    ]
     with pytest.raises(ConfigError, match=r"line 3 .*\(NaN is not a number in JSON\)") as caught:
         load_prompts(written(tmp_path, "p.jsonl", '{"prompt": "a"}', *bad))
     told = str(caught.value)
-    assert all(f"line {n} is no JSON object" in told for n in (2, 3, 5, 6, 7)) and told.endswith("and 1 more")
+    assert all(f"line {n} is no JSON object" in told for n in (2, 3, 5, 6, 7)) and told.endswith(
+        "and 1 more"
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,13 +111,28 @@ def test_every_bad_line_is_named(tmp_path):
     [
         ({"include": []}, "include: "),
         ({"include": [{"count": 1}]}, "include.0.class: "),
-        ({"include": [{"class": "dog", "count": 0}]}, "include.0.count: .*greater than or equal to 1, not 0"),
+        (
+            {"include": [{"class": "dog", "count": 0}]},
+            "include.0.count: .*greater than or equal to 1, not 0",
+        ),
         ({"include": [{"class": "dog", "count": True}]}, "include.0.count: .*not True"),
-        ({"include": [{"class": "dog", "color": "mauve"}]}, "include.0.color: .*'red', .*not 'mauve'"),
+        (
+            {"include": [{"class": "dog", "color": "mauve"}]},
+            "include.0.color: .*'red', .*not 'mauve'",
+        ),
         ({"include": [{"class": "dog", "colour": "red"}]}, "include.0.colour: "),
-        ({"include": [{"class": "dog", "position": ["left of", 0]}]}, "include.0.position .*an earlier clause"),
-        ({"include": [{"class": "dog"}, {"class": "cat", "position": ["near", 0]}]}, "include.1.position.0: .*'left of'"),
-        ({"include": [{"class": "dog"}], "exclude": [{"class": "dog", "count": -1}]}, "exclude.0.count: "),
+        (
+            {"include": [{"class": "dog", "position": ["left of", 0]}]},
+            "include.0.position .*an earlier clause",
+        ),
+        (
+            {"include": [{"class": "dog"}, {"class": "cat", "position": ["near", 0]}]},
+            "include.1.position.0: .*'left of'",
+        ),
+        (
+            {"include": [{"class": "dog"}], "exclude": [{"class": "dog", "count": -1}]},
+            "exclude.0.count: ",
+        ),
     ],
 )
 def test_bad_requests_are_refused_with_their_line(tmp_path, metadata, told):
@@ -108,10 +151,17 @@ def test_compositional_prompts_alternate_and_can_be_scored(tmp_path):
         for clause in request.include:
             assert clause.name in OBJECTS
             shown = plural(clause.name) if clause.count > 1 else clause.name
-            assert all(part in prompt.text for part in (shown, clause.colour or "", *(clause.position or ())[:1]))
+            assert all(
+                part in prompt.text
+                for part in (shown, clause.colour or "", *(clause.position or ())[:1])
+            )
         if request.tag == "position":
             target, subject = request.include
-            assert prompt.text.index(subject.name) < prompt.text.index(subject.position[0]) < prompt.text.rindex(target.name)
+            assert (
+                prompt.text.index(subject.name)
+                < prompt.text.index(subject.position[0])
+                < prompt.text.rindex(target.name)
+            )
     write_prompts(tmp_path / "p.jsonl", prompts)
     assert list(load_prompts(tmp_path / "p.jsonl").prompts) == prompts
 
@@ -133,16 +183,24 @@ def test_looking_ahead_does_not_move_the_stream():
 def test_command(tmp_path, capsys):
     path = tmp_path / "p.jsonl"
     assert main(["prompts", "compositional", "--count", "12", "--file", str(path)]) == 0
-    assert "12 prompts (color_attr, colors, counting, position, single_object, two_object)" in capsys.readouterr().out
+    assert (
+        "12 prompts (color_attr, colors, counting, position, single_object, two_object)"
+        in capsys.readouterr().out
+    )
     with path.open("a") as file:
         file.write(path.read_text().splitlines()[0] + "\n")
     assert main(["prompts", "check", "--file", str(path)]) == 0
     assert "line 13 repeats line 1" in capsys.readouterr().out
 
 
-# --- datasets -------------------------------------------------------------------------------------------------------
+# --- datasets
+# --------------------------------------------------------------------------------------------------
 
-ROWS = {"prompt": [" a fox", "a car", "", "a fox", None], "seed": [1, 2, 3, 1, 5], "tags": [["x"], [], [], ["x"], []]}
+ROWS = {
+    "prompt": [" a fox", "a car", "", "a fox", None],
+    "seed": [1, 2, 3, 1, 5],
+    "tags": [["x"], [], [], ["x"], []],
+}
 
 
 @pytest.fixture
@@ -162,17 +220,28 @@ def saved(table, path):
 @pytest.mark.parametrize(
     ("file", "spec"),
     [
-        ("saved", "{}"), ("saved", "hf:{}"), ("saved", "hf:{}:train:prompt"), ("p.parquet", "{}"), ("p.json", "{}"),
-        ("p.parquet", "hf:{}:train:prompt"), ("p.jsonl", "hf:{}"), ("p.csv", "{}"),
+        ("saved", "{}"),
+        ("saved", "hf:{}"),
+        ("saved", "hf:{}:train:prompt"),
+        ("p.parquet", "{}"),
+        ("p.json", "{}"),
+        ("p.parquet", "hf:{}:train:prompt"),
+        ("p.jsonl", "hf:{}"),
+        ("p.csv", "{}"),
     ],
-)  # fmt: skip
+)
 def test_formats(datasets, tmp_path, file, spec):
     rows = {name: column for name, column in ROWS.items() if file != "p.csv" or name != "tags"}
     saved(datasets.Dataset.from_dict(rows), tmp_path / file)
     found = load_prompts(Path(spec.format(tmp_path / file)))
-    wanted = [("a fox", {"seed": 1, "tags": ["x"]}), ("a car", {"seed": 2, "tags": []}), ("a fox", {"seed": 1, "tags": ["x"]})]
+    wanted = [
+        ("a fox", {"seed": 1, "tags": ["x"]}),
+        ("a car", {"seed": 2, "tags": []}),
+        ("a fox", {"seed": 1, "tags": ["x"]}),
+    ]
     assert [(p.text, dict(p.metadata)) for p in found.prompts] == [
-        (text, {name: value for name, value in metadata.items() if name in rows}) for text, metadata in wanted
+        (text, {name: value for name, value in metadata.items() if name in rows})
+        for text, metadata in wanted
     ]
     assert (found.blank, found.repeated) == ((3, 5), ((4, 1),))
     assert "blank rows 3, 5" in found.remarks()[0] and "row 4 repeats row 1" in found.remarks()[1]
@@ -181,17 +250,34 @@ def test_formats(datasets, tmp_path, file, spec):
 @pytest.mark.parametrize(
     ("spec", "wanted"),
     [
-        ("both", "b"), ("both:test", "d"), ("both:test:words", "c"), ("both::words", "a"), ("test", "d"),
-        ("several", "split of prompts = '' is not allowed; allowed: one of a, b"), ("both:dev", "'dev' .*one of train, test"),
-        ("both:train:caption", "column of prompts = 'caption' .*one with text .words, text., as in hf:.*:train:COLUMN"),
-        ("both:train:text:x", "is not allowed; allowed: hf:OWNER/NAME"), ("missing", "cannot be read as a dataset"),
-        ("numbers", "column of prompts = 'prompt' is not allowed"), ("empty", "contains no prompt"),
+        ("both", "b"),
+        ("both:test", "d"),
+        ("both:test:words", "c"),
+        ("both::words", "a"),
+        ("test", "d"),
+        ("several", "split of prompts = '' is not allowed; allowed: one of a, b"),
+        ("both:dev", "'dev' .*one of train, test"),
+        (
+            "both:train:caption",
+            "column of prompts = 'caption' .*one with text .words, text., as in hf:.*:train:COLUMN",
+        ),
+        ("both:train:text:x", "is not allowed; allowed: hf:OWNER/NAME"),
+        ("missing", "cannot be read as a dataset"),
+        ("numbers", "column of prompts = 'prompt' is not allowed"),
+        ("empty", "contains no prompt"),
         ("bad.parquet", r"bad\.parquet cannot be read as a dataset"),
     ],
-)  # fmt: skip
+)
 def test_splits_and_columns(datasets, tmp_path, spec, wanted):
-    one, two = (datasets.Dataset.from_dict({"words": [words], "text": [text]}) for words, text in ("ab", "cd"))
-    for name, splits in (("both", {"train": one, "test": two}), ("test", {"test": two}), ("several", {"a": one, "b": two})):
+    one, two = (
+        datasets.Dataset.from_dict({"words": [words], "text": [text]})
+        for words, text in ("ab", "cd")
+    )
+    for name, splits in (
+        ("both", {"train": one, "test": two}),
+        ("test", {"test": two}),
+        ("several", {"a": one, "b": two}),
+    ):
         datasets.DatasetDict(splits).save_to_disk(tmp_path / name)
     for name, cells in (("numbers", [1, 2]), ("empty", ["", None])):
         saved(datasets.Dataset.from_dict({"prompt": cells}), tmp_path / name)
@@ -207,12 +293,24 @@ def test_metadata_of_a_table(datasets, tmp_path):
     """Images are not decoded; every clause has the entries of all clauses, most of them empty."""
     value = datasets.Value
     clause = {"class": value("string"), "count": value("int32"), "color": value("string")}
-    features = {"prompt": value("string"), "image": datasets.Image(), "raw": value("binary"), "include": datasets.List(clause)}
+    features = {
+        "prompt": value("string"),
+        "image": datasets.Image(),
+        "raw": value("binary"),
+        "include": datasets.List(clause),
+    }
     rows = {
-        "prompt": ["two dogs", "a red cat"], "image": [{"bytes": b"no image", "path": None}] * 2, "raw": [b"x"] * 2,
-        "include": [[{"class": "dog", "count": 2, "color": None}], [{"class": "cat", "count": None, "color": "red"}]],
-    }  # fmt: skip
-    saved(datasets.Dataset.from_dict(rows, features=datasets.Features(features)), tmp_path / "table")
+        "prompt": ["two dogs", "a red cat"],
+        "image": [{"bytes": b"no image", "path": None}] * 2,
+        "raw": [b"x"] * 2,
+        "include": [
+            [{"class": "dog", "count": 2, "color": None}],
+            [{"class": "cat", "count": None, "color": "red"}],
+        ],
+    }
+    saved(
+        datasets.Dataset.from_dict(rows, features=datasets.Features(features)), tmp_path / "table"
+    )
     first, second = load_prompts(tmp_path / "table").prompts
     assert first.metadata == {"include": [{"class": "dog", "count": 2}]}
     assert request_of(second.metadata).include == (Clause("cat", colour="red"),)
@@ -225,15 +323,41 @@ def test_metadata_of_a_table(datasets, tmp_path):
 def test_training_on_a_dataset(datasets, tmp_path):
     tiny_sd3().save_pretrained(tmp_path / "model")
     clip, spec = tiny_clip(tmp_path / "clip", size=16), f"hf:{tmp_path}/data:dev:words"
-    datasets.DatasetDict({"dev": datasets.Dataset.from_dict({"words": ["a fox", "a car"]})}).save_to_disk(tmp_path / "data")
+    datasets.DatasetDict(
+        {"dev": datasets.Dataset.from_dict({"words": ["a fox", "a car"]})}
+    ).save_to_disk(tmp_path / "data")
     options = {
-        "model": tmp_path / "model", "prompts": spec, "groups": 2, "out": tmp_path / "run", "heldout-prompts": spec,
-        "reward": f"clipscore(model='{clip}')", "resolution": 16, "max-sequence-length": 24, "device": "cpu", "dtype": "float32",
-        "lora-rank": 2, "lora-alpha": 8, "preset": "tiny", "iterations": 1,
-    }  # fmt: skip
-    assert main(["train", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]) == 0
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["environment"]["prompts"] == spec
-    assert set(json.loads((tmp_path / "run" / "samples.json").read_text())["prompts"]) == {"a fox", "a car"}
+        "model": tmp_path / "model",
+        "prompts": spec,
+        "groups": 2,
+        "out": tmp_path / "run",
+        "heldout-prompts": spec,
+        "reward": f"clipscore(model='{clip}')",
+        "resolution": 16,
+        "max-sequence-length": 24,
+        "device": "cpu",
+        "dtype": "float32",
+        "lora-rank": 2,
+        "lora-alpha": 8,
+        "preset": "tiny",
+        "iterations": 1,
+    }
+    assert (
+        main(
+            [
+                "train",
+                *(part for name, value in options.items() for part in (f"--{name}", str(value))),
+            ]
+        )
+        == 0
+    )
+    assert (
+        json.loads((tmp_path / "run" / "config.json").read_text())["environment"]["prompts"] == spec
+    )
+    assert set(json.loads((tmp_path / "run" / "samples.json").read_text())["prompts"]) == {
+        "a fox",
+        "a car",
+    }
 
 
 def test_without_the_package_there_is_one_clear_error(monkeypatch):
@@ -245,7 +369,10 @@ def test_without_the_package_there_is_one_clear_error(monkeypatch):
         return real(name, *rest)
 
     monkeypatch.setattr(files, "import_module", without)
-    with pytest.raises(ConfigError, match=r"needs the package datasets; install it with: pip install -e '\.\[datasets\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"needs the package datasets; install it with: pip install -e '\.\[datasets\]'",
+    ):
         load_prompts(Path("hf:user/prompts"))
 
 

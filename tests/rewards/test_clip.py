@@ -1,4 +1,5 @@
-"""CLIP rewards: preprocessing by hand and against transformers' own, scores by their formulas, weights from files.
+"""CLIP rewards: preprocessing by hand and against transformers' own, scores by their formulas,
+weights from files.
 
 The networks are the real transformers classes, tiny and random.
 """
@@ -39,8 +40,12 @@ def images():
 def published_pixels(image):
     from transformers import CLIPImageProcessorPil
 
-    prepare = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    return prepare([(image * 255).round().byte().permute(1, 2, 0).numpy()], return_tensors="pt").pixel_values
+    prepare = CLIPImageProcessorPil(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    )
+    return prepare(
+        [(image * 255).round().byte().permute(1, 2, 0).numpy()], return_tensors="pt"
+    ).pixel_values
 
 
 @torch.no_grad()
@@ -53,7 +58,11 @@ def reference(folder, images, texts):
     for image, text in zip(images, texts, strict=True):
         inputs = words([text], truncation=True, max_length=77, return_tensors="pt")
         rows.append(model(**inputs, pixel_values=published_pixels(image)))
-    return torch.cat([r.image_embeds for r in rows]), torch.cat([r.text_embeds for r in rows]), model.logit_scale.exp()
+    return (
+        torch.cat([r.image_embeds for r in rows]),
+        torch.cat([r.text_embeds for r in rows]),
+        model.logit_scale.exp(),
+    )
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 48), (32, 90), (20, 30)])
@@ -67,8 +76,12 @@ def test_letterbox_shows_all_of_the_image_between_black_bars():
     image[..., :2] = image[..., 14:] = 0.5
     pixels = clip_pixels(image, 16, letterbox=True)[0, 0]
     black, white, grey = ((level - 0.48145466) / 0.26862954 for level in (0.0, 1.0, 128 / 255))
-    assert torch.allclose(pixels[:4], torch.tensor(black)) and torch.allclose(pixels[12:], torch.tensor(black))
-    assert torch.allclose(pixels[4:12, 2:14], torch.tensor(white)) and torch.allclose(pixels[4:12, :2], torch.tensor(grey))
+    assert torch.allclose(pixels[:4], torch.tensor(black)) and torch.allclose(
+        pixels[12:], torch.tensor(black)
+    )
+    assert torch.allclose(pixels[4:12, 2:14], torch.tensor(white)) and torch.allclose(
+        pixels[4:12, :2], torch.tensor(grey)
+    )
     tall = clip_pixels(image.transpose(2, 3), 16, letterbox=True)
     assert torch.equal(tall.transpose(2, 3)[0, 0], pixels)
     assert clip_pixels(torch.rand(1, 3, 1, 100), 16, letterbox=True).shape == (1, 3, 16, 16)
@@ -80,36 +93,54 @@ def test_pickscore_is_the_scaled_cosine(folder, images):
     assert torch.allclose(scores, scale * (pictures * texts).sum(1), atol=1e-3) and scores.std() > 1
     released = PickScore(folder, tokenizer="", form="released").score(images, PROMPTS)
     assert torch.allclose(26 * released, scores, rtol=1e-6)
-    assert torch.allclose(PickScore(folder, tokenizer="", batch=3).score(images, PROMPTS), scores, atol=1e-3)
+    assert torch.allclose(
+        PickScore(folder, tokenizer="", batch=3).score(images, PROMPTS), scores, atol=1e-3
+    )
     rough = PickScore(folder, tokenizer="", dtype="bfloat16").score(images, PROMPTS)
-    assert rough.dtype == torch.float32 and torch.allclose(rough, scores, atol=1.5) and not torch.equal(rough, scores)
+    assert (
+        rough.dtype == torch.float32
+        and torch.allclose(rough, scores, atol=1.5)
+        and not torch.equal(rough, scores)
+    )
 
 
 def test_clipscore_is_2_5_times_the_cosine_or_0(folder, images):
     pictures, texts, _ = reference(folder, images, [f"A photo depicts {text}" for text in TEXTS])
     scores = CLIPScore(folder).score(images, PROMPTS)
     assert torch.allclose(scores, 2.5 * (pictures * texts).sum(1).clamp(min=0), atol=1e-5)
-    assert torch.equal(CLIPScore(folder, prefix="A photo depicts").score(images, PROMPTS), scores)  # the space is added
+    # the space is added
+    assert torch.equal(CLIPScore(folder, prefix="A photo depicts").score(images, PROMPTS), scores)
 
 
 def head():
     torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.2), nn.Linear(6, 3), nn.Dropout(0.1), nn.Linear(3, 1)).eval()
+    return nn.Sequential(
+        nn.Linear(8, 6), nn.Dropout(0.2), nn.Linear(6, 3), nn.Dropout(0.1), nn.Linear(3, 1)
+    ).eval()
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_aesthetic_is_the_heads_own_output(folder, images, tmp_path, suffix):
-    """Layers are applied in the order of their numbers: 5, 15 and 25, which sort differently as texts."""
+    """Layers are applied in the order of their numbers: 5, 15 and 25, which sort differently as
+    texts.
+    """
     layers, path = head(), tmp_path / f"head{suffix}"
-    weights = {f"layers.{5 * int(name[0]) + 5}{name[1:]}": t.detach() for name, t in reversed(layers.state_dict().items())}
+    weights = {
+        f"layers.{5 * int(name[0]) + 5}{name[1:]}": t.detach()
+        for name, t in reversed(layers.state_dict().items())
+    }
     torch.save(weights, path) if suffix == ".pth" else save_file(weights, path)
     scores = Aesthetic(folder, head=str(path)).score(images, PROMPTS)
-    assert torch.allclose(scores, layers(reference(folder, images, TEXTS)[0]).squeeze(1).detach(), atol=1e-4)
+    assert torch.allclose(
+        scores, layers(reference(folder, images, TEXTS)[0]).squeeze(1).detach(), atol=1e-4
+    )
     assert affine_map({"weight": torch.ones(1, 3), "bias": torch.zeros(1)})[0].tolist() == [1, 1, 1]
 
 
 class OpenCLIP(nn.Module):
-    """A CLIP as OpenAI wrote it, from torch's own attention, with the names that open_clip's files have."""
+    """A CLIP as OpenAI wrote it, from torch's own attention, with the names that open_clip's files
+    have.
+    """
 
     def __init__(self, width=16):
         super().__init__()
@@ -158,7 +189,9 @@ class OpenCLIP(nn.Module):
     def texts(self, tokens, end):
         count = tokens.shape[1]
         mask = torch.full((count, count), float("-inf")).triu(1)
-        x = self.run(self.transformer, self.token_embedding(tokens) + self.positional_embedding[:count], mask)
+        x = self.run(
+            self.transformer, self.token_embedding(tokens) + self.positional_embedding[:count], mask
+        )
         first_end = (tokens == end).int().argmax(1)
         return self.ln_final(x)[torch.arange(len(x)), first_end] @ self.text_projection
 
@@ -174,10 +207,18 @@ def open_clip(tmp_path_factory):
 def test_hps_reads_open_clips_weights(folder, images, open_clip):
     network, path = open_clip
     words = load_encoder(folder).tokenizer
-    tokens = words(TEXTS, padding="max_length", truncation=True, max_length=77, return_tensors="pt").input_ids
+    tokens = words(
+        TEXTS, padding="max_length", truncation=True, max_length=77, return_tensors="pt"
+    ).input_ids
     with torch.no_grad():
-        texts, pictures = network.texts(tokens, words.eos_token_id), network.pictures(clip_pixels(images, 32))
-    expected, scores = torch.cosine_similarity(pictures, texts), HPSv21(folder, weights=path).score(images, PROMPTS)
+        texts, pictures = (
+            network.texts(tokens, words.eos_token_id),
+            network.pictures(clip_pixels(images, 32)),
+        )
+    expected, scores = (
+        torch.cosine_similarity(pictures, texts),
+        HPSv21(folder, weights=path).score(images, PROMPTS),
+    )
     assert torch.allclose(scores, expected, atol=1e-4) and scores.std() > 0.01
 
 
@@ -187,7 +228,8 @@ def test_hps_sees_all_of_a_wide_image(folder, open_clip):
         torch.zeros(1, 3, 40, 40),
         PROMPTS[:1],
     )
-    image[..., :10], image[..., 30:] = 0.1 * image[..., :10], 0.9 + 0.1 * image[..., 30:]  # the edges differ from the centre
+    # the edges differ from the centre
+    image[..., :10], image[..., 30:] = 0.1 * image[..., :10], 0.9 + 0.1 * image[..., 30:]
     bars[:, :, 10:30] = image
     hps, pickscore = HPSv21(folder, weights=open_clip[1]), PickScore(folder, tokenizer="")
     assert torch.allclose(hps.score(image, text), hps.score(bars, text), atol=1e-3)
@@ -221,7 +263,11 @@ def test_foreign_weights_are_refused(folder, tmp_path):
 
 def drop_weights(folder):
     weights = load_file(folder / "model.safetensors")
-    kept = {name: tensor for name, tensor in weights.items() if not name.startswith(("text_model", "class_predictor"))}
+    kept = {
+        name: tensor
+        for name, tensor in weights.items()
+        if not name.startswith(("text_model", "class_predictor"))
+    }
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -257,14 +303,22 @@ def test_another_kind_of_model_is_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match="cannot be loaded as the model that this reward needs"):
         load_detector(folder)
     drop_weights(detector)
-    with pytest.raises(ConfigError, match="is no Mask2FormerForUniversalSegmentation: its files lack"):
+    with pytest.raises(
+        ConfigError, match="is no Mask2FormerForUniversalSegmentation: its files lack"
+    ):
         load_detector(str(detector))
 
 
 @pytest.mark.parametrize("name", ["pickscore", "clipscore", "aesthetic", "hpsv2.1"])
 def test_keeps_the_contract(name, folder, images, open_clip, tmp_path):
     torch.save(head().state_dict(), tmp_path / "head.pth")
-    options = {"pickscore": "tokenizer=''", "clipscore": "batch=2", "aesthetic": f"head='{tmp_path}/head.pth'"}
-    reward = build("reward", f"{name}(model='{folder}', {options.get(name, f'weights={open_clip[1]!r}')})")
+    options = {
+        "pickscore": "tokenizer=''",
+        "clipscore": "batch=2",
+        "aesthetic": f"head='{tmp_path}/head.pth'",
+    }
+    reward = build(
+        "reward", f"{name}(model='{folder}', {options.get(name, f'weights={open_clip[1]!r}')})"
+    )
     found = check_reward(reward, (images, PROMPTS))
     assert found.ok, found

@@ -1,4 +1,6 @@
-"""GenEval: verdicts by hand, the detector and the colour classifier on the real transformers classes (tiny, random)."""
+"""GenEval: verdicts by hand, the detector and the colour classifier on the real transformers
+classes (tiny, random).
+"""
 
 import pytest
 import torch
@@ -26,7 +28,10 @@ from flowrl.types import Prompt
 LEFT, RIGHT, TOP, BOTTOM = (0, 40, 20, 60), (70, 40, 90, 60), (40, 0, 60, 20), (40, 80, 60, 99)
 MASK = torch.ones(1, 1, dtype=torch.bool)
 DOG, RED_DOG = {"class": "dog", "count": 1}, {"class": "dog", "count": 1, "color": "red"}
-CAT, CAT_RIGHT = {"class": "cat", "count": 1}, {"class": "cat", "count": 1, "position": ["right of", 0]}
+CAT, CAT_RIGHT = (
+    {"class": "cat", "count": 1},
+    {"class": "cat", "count": 1, "position": ["right of", 0]},
+)
 TWO_DOGS = {"class": "dog", "count": 2}
 
 
@@ -44,7 +49,8 @@ TWO_DOGS = {"class": "dog", "count": 2}
         ([RED_DOG], [LEFT, TOP], [], 1, 0, 0),
         ([RED_DOG], [TOP, LEFT], [], 0, 0, 0),
         ([DOG, CAT_RIGHT], [LEFT], [RIGHT], 1, 1, 1),
-        ([DOG, CAT_RIGHT], [RIGHT], [LEFT], 0, 2 / 3, 3 / 4),  # the server adds a 0 and a 1: (1 + 1 + 0 + 1) / 4
+        # the server adds a 0 and a 1: (1 + 1 + 0 + 1) / 4
+        ([DOG, CAT_RIGHT], [RIGHT], [LEFT], 0, 2 / 3, 3 / 4),
         ([DOG, CAT_RIGHT], [LEFT], [], 0, 1 / 3, 1 / 3),
         ([DOG, CAT_RIGHT], [], [RIGHT], 0, 1 / 3, 1 / 3),
         # the server does not look at the position of a dog with a wrong colour
@@ -60,7 +66,10 @@ def test_scores_by_hand(include, dogs, cats, strict, partial, released):
     def colours(objects, name):
         return ["red" if item.box == LEFT else "white" for item in objects]
 
-    scores = [strict_score(request, found, colours), *(partial_score(request, found, colours, flag) for flag in (False, True))]
+    scores = [
+        strict_score(request, found, colours),
+        *(partial_score(request, found, colours, flag) for flag in (False, True)),
+    ]
     assert scores == [strict, pytest.approx(partial), pytest.approx(released)]
 
 
@@ -82,7 +91,10 @@ def test_relations_by_hand(a, b, names):
 
 
 def test_objects_of_a_class():
-    objects = [Detection(name, score, LEFT, MASK) for name, score in [("cat", 0.9), *[("dog", 0.8)] * 17, ("dog", 0.3)]]
+    objects = [
+        Detection(name, score, LEFT, MASK)
+        for name, score in [("cat", 0.9), *[("dog", 0.8)] * 17, ("dog", 0.3)]
+    ]
     assert [item.score for item in of_class(objects, "dog", 0.3)] == [0.8] * 16
     assert of_class(objects[-2:], "dog", 0.3) == objects[-2:-1]
 
@@ -108,7 +120,9 @@ def test_detector(detector):
     found = network.find(images(), 0.0)
     assert len(found) == 3 and all(objects for objects in found)
     for objects in found:
-        assert [item.score for item in objects] == sorted((item.score for item in objects), reverse=True)
+        assert [item.score for item in objects] == sorted(
+            (item.score for item in objects), reverse=True
+        )
         for item in objects:
             assert item.name in network.names and 0 <= item.score <= 1
             assert item.mask.shape == (60, 80) and item.box == box_of(item.mask)
@@ -116,7 +130,9 @@ def test_detector(detector):
 
 
 def test_colours_are_those_of_the_masked_object_on_grey(clip):
-    """Equal to the features of the crop by hand; the box around the mask ends behind its last pixel."""
+    """Equal to the features of the crop by hand; the box around the mask ends behind its last
+    pixel.
+    """
     encoder, image = load_encoder(clip), images(1)[0]
     mask = torch.zeros(60, 80, dtype=torch.bool)
     mask[10:30, 20:50], mask[10, 20] = True, False
@@ -128,7 +144,9 @@ def test_colours_are_those_of_the_masked_object_on_grey(clip):
     crop = image[:, 10:30, 20:50].clone()
     crop[:, 0, 0] = 0.6
     best = COLOURS[int((torch.stack(classes) @ encoder.images(crop[None])[0]).argmax())]
-    assert object_colours(encoder, image, [Detection("dog", 0.9, box_of(mask), mask)], "dog") == [best]
+    assert object_colours(encoder, image, [Detection("dog", 0.9, box_of(mask), mask)], "dog") == [
+        best
+    ]
     whole = Detection("dog", 0.9, (0.0, 0.0, 80.0, 60.0), mask)
     assert torch.equal(_crop(torch.where(mask, image, 0.1), whole), torch.where(mask, image, 0.6))
     assert object_colours(encoder, image, [], "dog") == []
@@ -137,28 +155,46 @@ def test_colours_are_those_of_the_masked_object_on_grey(clip):
 def prompts():
     return [
         Prompt("two dogs", {"tag": "counting", "include": [TWO_DOGS]}),
-        Prompt("a red dog above a cat", {"tag": "", "include": [CAT, RED_DOG | {"position": ["above", 0]}]}),
-        Prompt("a mouse", {"tag": "single_object", "include": [{"class": "computer mouse", "count": 1}]}),
+        Prompt(
+            "a red dog above a cat",
+            {"tag": "", "include": [CAT, RED_DOG | {"position": ["above", 0]}]},
+        ),
+        Prompt(
+            "a mouse",
+            {"tag": "single_object", "include": [{"class": "computer mouse", "count": 1}]},
+        ),
     ]
 
 
 @pytest.mark.parametrize("form", ["strict", "partial", "released"])
 def test_keeps_the_contract(form, detector, clip):
-    spec = f"geneval(form={form}, model='{detector}', clip='{clip}', threshold=0.1, counting_threshold=0.12)"
+    spec = (
+        f"geneval(form={form}, model='{detector}', clip='{clip}', threshold=0.1,"
+        " counting_threshold=0.12)"
+    )
     found = check_reward(build("reward", spec), (images(), prompts()))
     assert found.ok, found
 
 
 def test_counting_has_a_threshold_of_its_own(detector, clip):
-    scores = [item.score for item in load_detector(detector).find(images(1), 0.0)[0] if item.name == "cat"]
+    scores = [
+        item.score for item in load_detector(detector).find(images(1), 0.0)[0] if item.name == "cat"
+    ]
     assert scores
     spec = f"geneval(model='{detector}', clip='{clip}', threshold=0.01, counting_threshold=0.999)"
-    asked = [Prompt("a cat", {"tag": tag, "include": [CAT]}) for tag in ("single_object", "counting")]
-    assert build("reward", spec).score(images(1).expand(2, -1, -1, -1), asked).tolist() == [1.0, 0.0]
+    asked = [
+        Prompt("a cat", {"tag": tag, "include": [CAT]}) for tag in ("single_object", "counting")
+    ]
+    assert build("reward", spec).score(images(1).expand(2, -1, -1, -1), asked).tolist() == [
+        1.0,
+        0.0,
+    ]
 
 
 def test_a_wrong_clip_shows_before_a_coloured_object_is_found(detector):
-    reward = build("reward", f"geneval(model='{detector}', clip='/no/such/folder', threshold=0.999)")
+    reward = build(
+        "reward", f"geneval(model='{detector}', clip='/no/such/folder', threshold=0.999)"
+    )
     with pytest.raises(ConfigError, match="'/no/such/folder' cannot be loaded"):
         reward.score(images(1), prompts()[1:2])
     assert reward.score(images(1), prompts()[2:]).tolist() == [0.0]
@@ -168,9 +204,15 @@ def test_prompts_without_a_request_are_refused(detector):
     reward = build("reward", f"geneval(model='{detector}')")
     for metadata, told in (
         ({}, "is no request in GenEval's form: include"),
-        ({"include": [{"class": "zebra", "count": 1}]}, "the detector has no class 'zebra'; allowed: person, cat"),
+        (
+            {"include": [{"class": "zebra", "count": 1}]},
+            "the detector has no class 'zebra'; allowed: person, cat",
+        ),
     ):
         with pytest.raises(RewardError, match=told):
             reward.score(images(1), [Prompt("x", metadata)])
-    with pytest.raises(ConfigError, match="form = 'loose' is not allowed; allowed: one of strict, partial, released"):
+    with pytest.raises(
+        ConfigError,
+        match="form = 'loose' is not allowed; allowed: one of strict, partial, released",
+    ):
         build("reward", "geneval(form=loose)")

@@ -1,4 +1,6 @@
-"""Rewards of images and videos that need no weights: JPEG sizes, text that is read, frames, motion."""
+"""Rewards of images and videos that need no weights: JPEG sizes, text that is read, frames,
+motion.
+"""
 
 import io
 
@@ -12,7 +14,16 @@ from PIL import Image, ImageDraw, ImageFont
 
 from flowrl.errors import ConfigError, RewardContractError, RewardError
 from flowrl.registry import build
-from flowrl.rewards import OCR, FrameMean, FunctionReward, JPEGCompressibility, JPEGIncompressibility, Motion, WeightedSum, stills
+from flowrl.rewards import (
+    OCR,
+    FrameMean,
+    FunctionReward,
+    JPEGCompressibility,
+    JPEGIncompressibility,
+    Motion,
+    WeightedSum,
+    stills,
+)
 from flowrl.rewards.images import to_bytes, to_pillow
 from flowrl.rewards.ocr import quoted_text, target_text, text_score
 from flowrl.rewards.video import chosen_frames
@@ -25,7 +36,11 @@ TWO = [Prompt("a"), Prompt("b")]
 def test_bytes_round_and_clamp_and_channels_keep_their_order():
     levels = torch.tensor([0.0, 0.4999 / 255, 0.5001 / 255, 1.0, 1.7, -3.0]).view(1, 1, 1, 6)
     assert to_bytes(levels).flatten().tolist() == [0, 0, 1, 255, 255, 0]
-    assert to_pillow(torch.tensor([1.0, 0.0, 0.2]).view(1, 3, 1, 1))[0].getpixel((0, 0)) == (255, 0, 51)
+    assert to_pillow(torch.tensor([1.0, 0.0, 0.2]).view(1, 3, 1, 1))[0].getpixel((0, 0)) == (
+        255,
+        0,
+        51,
+    )
     assert to_pillow(torch.full((1, 1, 2, 2), 0.2))[0].getpixel((1, 1)) == (51, 51, 51)
 
 
@@ -33,16 +48,24 @@ def test_jpeg_size_is_that_of_the_file():
     noise = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0))
     images, file = torch.stack([torch.full((3, 64, 64), 0.5), noise]), io.BytesIO()
     sizes = JPEGIncompressibility().score(images, TWO)
-    Image.fromarray((noise * 255).round().byte().permute(1, 2, 0).numpy()).save(file, format="JPEG", quality=95)
-    assert float(sizes[1]) == pytest.approx(len(file.getvalue()) / 1000) and float(sizes[1]) > 3 * float(sizes[0])
+    Image.fromarray((noise * 255).round().byte().permute(1, 2, 0).numpy()).save(
+        file, format="JPEG", quality=95
+    )
+    assert float(sizes[1]) == pytest.approx(len(file.getvalue()) / 1000) and float(
+        sizes[1]
+    ) > 3 * float(sizes[0])
     assert torch.equal(JPEGCompressibility().score(images, TWO), -sizes)
     assert float(JPEGIncompressibility(50).score(images, TWO)[1]) < 0.6 * float(sizes[1])
-    with pytest.raises(ConfigError, match=r"quality = 100 is not allowed; allowed: a whole number in \[1, 95\]"):
+    with pytest.raises(
+        ConfigError, match=r"quality = 100 is not allowed; allowed: a whole number in \[1, 95\]"
+    ):
         build("reward", "jpeg-compressibility(quality=100)")
 
 
 test_jpeg_compressibility = reward_contract(lambda: build("reward", "jpeg-compressibility"))
-test_jpeg_incompressibility = reward_contract(lambda: build("reward", "jpeg-incompressibility(quality=75)"))
+test_jpeg_incompressibility = reward_contract(
+    lambda: build("reward", "jpeg-incompressibility(quality=75)")
+)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +102,14 @@ def test_text_score(read, target, exact, released):
     assert text_score(read, target, "released") == pytest.approx(released)
 
 
-@given(st.text(max_size=12), st.text(alphabet="abcXYZ 19", min_size=1, max_size=12).filter(str.strip))
+@given(
+    st.text(max_size=12), st.text(alphabet="abcXYZ 19", min_size=1, max_size=12).filter(str.strip)
+)
 def test_text_score_is_1_for_equal_texts_only(read, target):
-    score, plain = text_score(read, target), ["".join(text.casefold().split()) for text in (read, target)]
+    score, plain = (
+        text_score(read, target),
+        ["".join(text.casefold().split()) for text in (read, target)],
+    )
     assert 0 <= score <= 1 and text_score(target, target) == 1
     assert (score == 1) == (plain[0] == plain[1]) or not read.isascii()
 
@@ -106,8 +134,15 @@ def test_the_real_reader_reads_what_is_drawn():
     pytest.importorskip("rapidocr")
     images = torch.stack([drawn(text) for text in ("Hello World", "OPEN 24", "K72", "")])
     reader = build("reward", "ocr(threads=1, side=160)")
-    assert [text.replace(" ", "") for text in reader.read(images)] == ["HelloWorld", "OPEN24", "K72", ""]
-    scores = reader.score(images, [Prompt(f'a "{text}" sign') for text in ("Hello World", "OPEN", "K27", "nothing")])
+    assert [text.replace(" ", "") for text in reader.read(images)] == [
+        "HelloWorld",
+        "OPEN24",
+        "K72",
+        "",
+    ]
+    scores = reader.score(
+        images, [Prompt(f'a "{text}" sign') for text in ("Hello World", "OPEN", "K27", "nothing")]
+    )
     assert torch.allclose(scores, torch.tensor([1.0, 0.5, 1 / 3, 0.0]))
     released = build("reward", "ocr(form=released, threads=1, side=160)")
     assert float(released.score(images[1:2], [Prompt('the word "OPEN", not "SHUT"')])) == 1.0
@@ -116,7 +151,8 @@ def test_the_real_reader_reads_what_is_drawn():
     assert found.ok, found
 
 
-# --- videos ---------------------------------------------------------------------------------------------------------
+# --- videos
+# --------------------------------------------------------------------------------------------------
 
 
 def videos():
@@ -124,20 +160,34 @@ def videos():
     return torch.rand(4, 5, 3, 8, 8, generator=generator), [Prompt(f"video {i}") for i in range(4)]
 
 
-BRIGHT = FunctionReward(lambda images, prompts: images.mean((1, 2, 3)) + torch.tensor([float(p.text[-1]) for p in prompts]))
+BRIGHT = FunctionReward(
+    lambda images, prompts: (
+        images.mean((1, 2, 3)) + torch.tensor([float(p.text[-1]) for p in prompts])
+    )
+)
 
 test_frame_mean = reward_contract(FrameMean(BRIGHT, 2), videos)
 test_frame_mean_of_images = reward_contract(FrameMean(JPEGIncompressibility()))
-test_a_sum = reward_contract(WeightedSum({"look": FrameMean(BRIGHT, "first"), "motion": Motion()}, {"motion": 2.0}), videos)
+test_a_sum = reward_contract(
+    WeightedSum({"look": FrameMean(BRIGHT, "first"), "motion": Motion()}, {"motion": 2.0}), videos
+)
 
 
 @pytest.mark.parametrize(
     ("frames", "count", "chosen"),
     [
-        ("first", 5, [0]), ("middle", 5, [2]), ("middle", 4, [1]), ("last", 5, [4]), ("all", 3, [0, 1, 2]), (1, 5, [2]),
-        (3, 5, [0, 2, 4]), (9, 33, [0, 4, 8, 12, 16, 20, 24, 28, 32]), (8, 3, [0, 1, 2]), (3, 1, [0]),
+        ("first", 5, [0]),
+        ("middle", 5, [2]),
+        ("middle", 4, [1]),
+        ("last", 5, [4]),
+        ("all", 3, [0, 1, 2]),
+        (1, 5, [2]),
+        (3, 5, [0, 2, 4]),
+        (9, 33, [0, 4, 8, 12, 16, 20, 24, 28, 32]),
+        (8, 3, [0, 1, 2]),
+        (3, 1, [0]),
     ],
-)  # fmt: skip
+)
 def test_frames_are_chosen(frames, count, chosen):
     """Nine of 33 are every fourth, as Flow-GRPO's video OCR reads."""
     assert chosen_frames(frames, count) == chosen
@@ -150,7 +200,10 @@ def test_every_frame_has_its_videos_prompt_and_an_invalid_frame_makes_the_video_
     marks = torch.tensor([1.0, 1.0, 1.0, torch.nan, 1.0, 1.0, 1.0, 1.0])
     reward = FrameMean(FunctionReward(lambda images, prompts: marks, marks_invalid=True), 2)
     assert reward.score(images, prompts).isnan().tolist() == [False, True, False, False]
-    with pytest.raises(RewardContractError, match="FunctionReward of frame-mean returned 1 of 8 values that are not finite"):
+    with pytest.raises(
+        RewardContractError,
+        match="FunctionReward of frame-mean returned 1 of 8 values that are not finite",
+    ):
         FrameMean(FunctionReward(lambda images, prompts: marks), 2).score(images, prompts)
 
 
@@ -165,16 +218,29 @@ def test_motion_by_hand():
 def test_stills_are_the_first_middle_and_last_frame_side_by_side():
     images = torch.arange(5.0).view(1, 5, 1, 1, 1).expand(2, 5, 3, 4, 6)
     shown = stills(images)
-    assert shown.shape == (2, 3, 4, 18) and shown[0, 0, 0].tolist() == [0.0] * 6 + [2.0] * 6 + [4.0] * 6
+    assert (
+        shown.shape == (2, 3, 4, 18)
+        and shown[0, 0, 0].tolist() == [0.0] * 6 + [2.0] * 6 + [4.0] * 6
+    )
     assert [stills(images[:, :count]).shape[-1] for count in (1, 2, 4)] == [6, 12, 18]
     assert torch.equal(stills(images[:, 0]), images[:, 0])
 
 
 def test_specs_of_video_rewards():
-    spec = "weighted-sum(models={'look': 'frame-mean(reward=pickscore, frames=3)', 'motion': 'motion'}, weights={'motion': 10})"
+    spec = (
+        "weighted-sum(models={'look': 'frame-mean(reward=pickscore, frames=3)', 'motion':"
+        " 'motion'}, weights={'motion': 10})"
+    )
     assert build("reward", spec).models["look"].frames == 3
     for frames in (0, "second"):
-        with pytest.raises(ConfigError, match=f"frames = {frames!r} is not allowed; allowed: one of first, middle, last, all or"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                f"frames = {frames!r} is not allowed; allowed: one of first, middle, last, all or"
+            ),
+        ):
             FrameMean(BRIGHT, frames)
-    with pytest.raises(RewardError, match=r"scores images, and got videos \[4, 5, 3, 8, 8\]; frame-mean"):
+    with pytest.raises(
+        RewardError, match=r"scores images, and got videos \[4, 5, 3, 8, 8\]; frame-mean"
+    ):
         JPEGIncompressibility().score(*videos())

@@ -1,4 +1,6 @@
-"""The axis of decisions, from the rollout to the credit: inserted ODE steps change nothing, and no other state is estimated."""
+"""The axis of decisions, from the rollout to the credit: inserted ODE steps change nothing, and no
+other state is estimated.
+"""
 
 from contextlib import nullcontext
 
@@ -35,7 +37,9 @@ class Straight:
     latent_shape, device = (2, 1, 1), torch.device("cpu")
 
     def encode(self, prompts):
-        return Condition({"slope": torch.tensor([float(prompt.text) / 90 - 0.3 for prompt in prompts])})
+        return Condition(
+            {"slope": torch.tensor([float(prompt.text) / 90 - 0.3 for prompt in prompts])}
+        )
 
     def velocity(self, latent, timestep, condition):
         return condition.tensors["slope"].view(-1, 1, 1, 1).expand_as(latent).clone()
@@ -54,20 +58,41 @@ class Jump:
         time, delta = (table[step].view(-1, 1, 1, 1) for table in (schedule.times, schedule.deltas))
         drawn = torch.isclose(schedule.times[step, None], torch.tensor(DRAWN)).any(1)
         inside = drawn.view(-1, 1, 1, 1)
-        return Gaussian(torch.where(inside, latent + 0 * time, latent - delta * velocity), 0.2 * drawn)
+        return Gaussian(
+            torch.where(inside, latent + 0 * time, latent - delta * velocity), 0.2 * drawn
+        )
 
 
 def walk(times, probe, members=6, columns=None):
-    """A rollout on a grid and its record. The draw of a decision takes no time: the ODE's grid is inserted around it."""
+    """A rollout on a grid and its record. The draw of a decision takes no time: the ODE's grid is
+    inserted around it.
+    """
     policy, groups, usage = Straight(), Groups(2, members), Usage()
     generator = torch.Generator().manual_seed(0)
     noise = groups.noise(policy.latent_shape, generator)
     schedule = Schedule(torch.tensor(times))
-    result = rollout(policy, Jump(), schedule, policy.encode(PROMPTS), noise, generator, groups, probe, usage, columns=columns)
+    result = rollout(
+        policy,
+        Jump(),
+        schedule,
+        policy.encode(PROMPTS),
+        noise,
+        generator,
+        groups,
+        probe,
+        usage,
+        columns=columns,
+    )
     values = score_rollout(policy, REWARD, result, PROMPTS, usage)
     path = result.trajectories
     decisions = Decisions.of(path.schedule, path.stds, path.tree, values.valid)
-    return result, Experience(PROMPTS, values.total, decisions, values.valid, log_probs=log_probs(Jump(), path)), usage
+    return (
+        result,
+        Experience(
+            PROMPTS, values.total, decisions, values.valid, log_probs=log_probs(Jump(), path)
+        ),
+        usage,
+    )
 
 
 def with_draws(times):
@@ -86,25 +111,53 @@ class ReadsLogProbs:
 
 
 GRIDS = {
-    "finer before, between and after": [1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.55, 0.45, 0.3, 0.2, 0.1, 0.05, 0.0],
+    "finer before, between and after": [
+        1.0,
+        0.95,
+        0.9,
+        0.8,
+        0.7,
+        0.6,
+        0.55,
+        0.45,
+        0.3,
+        0.2,
+        0.1,
+        0.05,
+        0.0,
+    ],
     "finer before the first": [1.0, 0.9, *COARSE[1:]],
     "finer after the last": [*COARSE[:-1], 0.07, 0.03, 0.0],
 }
-RULES = [Uniform(), StepwiseGain(probe=Completion()), StepwiseGain(probe=Tweedie()), TurningPoint(), ReadsLogProbs()]
+RULES = [
+    Uniform(),
+    StepwiseGain(probe=Completion()),
+    StepwiseGain(probe=Tweedie()),
+    TurningPoint(),
+    ReadsLogProbs(),
+]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_inserted_ode_steps_change_neither_states_nor_values_nor_credit(grid, rule):
-    """From the noise on: the same draws at the same decisions, with more ODE steps before, between and after them."""
-    (plain, coarse, spent), (finer, fine, usage) = (walk(with_draws(times), rule.probe) for times in (COARSE, GRIDS[grid]))
+    """From the noise on: the same draws at the same decisions, with more ODE steps before, between
+    and after them.
+    """
+    (plain, coarse, spent), (finer, fine, usage) = (
+        walk(with_draws(times), rule.probe) for times in (COARSE, GRIDS[grid])
+    )
     assert len(coarse.decisions) == len(fine.decisions) == 3
     assert finer.trajectories.schedule.steps > plain.trajectories.schedule.steps
     for name in ("time", "delta", "std"):
         torch.testing.assert_close(getattr(fine.decisions, name), getattr(coarse.decisions, name))
-    for before, after in zip(coarse.decisions.step.tolist(), fine.decisions.step.tolist(), strict=True):
+    for before, after in zip(
+        coarse.decisions.step.tolist(), fine.decisions.step.tolist(), strict=True
+    ):
         for later in (0, 1):
-            states = [run.trajectories.at(step + later) for run, step in ((plain, before), (finer, after))]
+            states = [
+                run.trajectories.at(step + later) for run, step in ((plain, before), (finer, after))
+            ]
             torch.testing.assert_close(*states, atol=1e-5, rtol=0)
     torch.testing.assert_close(fine.values, coarse.values, atol=1e-5, rtol=0, equal_nan=True)
     torch.testing.assert_close(fine.log_probs, coarse.log_probs, atol=1e-3, rtol=0)
@@ -116,9 +169,14 @@ def test_inserted_ode_steps_change_neither_states_nor_values_nor_credit(grid, ru
 
 
 def test_the_gain_of_a_decision_spans_the_ode_steps_up_to_the_next():
-    """With completions, whose end the ODE does not change, the reward of a state is that of the state at the next decision."""
+    """With completions, whose end the ODE does not change, the reward of a state is that of the
+    state at the next decision.
+    """
     result, record, _ = walk(with_draws(GRIDS["finer before, between and after"]), Completion())
-    path, slope = result.trajectories, torch.tensor([-0.3, 0.7]).repeat_interleave(6).view(-1, 1, 1, 1)
+    path, slope = (
+        result.trajectories,
+        torch.tensor([-0.3, 0.7]).repeat_interleave(6).view(-1, 1, 1, 1),
+    )
     for column, step in enumerate(record.decisions.step.tolist()):
         for node in (step, record.decisions.step.tolist()[column - 1] + 1) if column else (step,):
             end = path.at(node) - path.schedule.times[node] * slope
@@ -132,7 +190,11 @@ def test_a_sample_that_is_invalid_in_one_value_has_none():
 
     def marked(images, prompts):
         finished = len(images) == 12  # estimates have batches of their own
-        return images.flatten(1).sum(1) if finished else torch.where(torch.arange(len(images)) == 15, torch.nan, 1.0)
+        return (
+            images.flatten(1).sum(1)
+            if finished
+            else torch.where(torch.arange(len(images)) == 15, torch.nan, 1.0)
+        )
 
     reward = WeightedSum({"all": REWARD, "some": FunctionReward(marked, marks_invalid=True)})
     found = score_rollout(Straight(), reward, result, PROMPTS)
@@ -141,7 +203,8 @@ def test_a_sample_that_is_invalid_in_one_value_has_none():
         assert bool(values[0, 3].isnan().all()) and bool(values[found.valid].isfinite().all())
 
 
-# --- which columns are estimated -------------------------------------------------------------------------------------
+# --- which columns are estimated
+# -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -149,10 +212,19 @@ def test_a_sample_that_is_invalid_in_one_value_has_none():
     [(Completion(), 4), (Completion(together=False), 4), (Substeps(3), 2), (Tweedie(), 0)],
 )
 def test_only_the_columns_that_are_asked_for_are_estimated(probe, saved):
-    """Without the second of 3 decisions, at node 3 of 8: `saved` evaluations fewer of each trajectory."""
-    every, some = (walk(with_draws(COARSE), probe, columns=c) for c in (None, torch.tensor([True, False, True, True])))
+    """Without the second of 3 decisions, at node 3 of 8: `saved` evaluations fewer of each
+    trajectory.
+    """
+    every, some = (
+        walk(with_draws(COARSE), probe, columns=c)
+        for c in (None, torch.tensor([True, False, True, True]))
+    )
     nodes = every[1].decisions.step.tolist()
-    assert (every[0].nodes, some[0].nodes, list(some[0].estimates)) == (nodes, [nodes[0], nodes[2]], [nodes[0], nodes[2]])
+    assert (every[0].nodes, some[0].nodes, list(some[0].estimates)) == (
+        nodes,
+        [nodes[0], nodes[2]],
+        [nodes[0], nodes[2]],
+    )
     asked = [0, 2, 3]
     torch.testing.assert_close(some[1].values[..., asked], every[1].values[..., asked])
     assert bool(some[1].values[..., 1].isnan().all()) and bool(some[1].valid.all())
@@ -161,13 +233,28 @@ def test_only_the_columns_that_are_asked_for_are_estimated(probe, saved):
 
 
 def trainer_of(rule, trained):
-    config = preset("tiny").apply(world="mixture", task="direction", groups=2, group_size=4, num_steps=6, trained_steps=trained)
+    config = preset("tiny").apply(
+        world="mixture",
+        task="direction",
+        groups=2,
+        group_size=4,
+        num_steps=6,
+        trained_steps=trained,
+    )
     method = Method("own", FlowSDE(0.7), FixedWindow(None, -1), rule, ClippedLoss())
     prompts = [world("mixture").parse(f"towards {angle} degrees") for angle in (0, 90, 180)]
-    return Trainer(world("mixture").policy(PolicyOptions()), method, world("mixture").reward("soft"), prompts, config)
+    return Trainer(
+        world("mixture").policy(PolicyOptions()),
+        method,
+        world("mixture").reward("soft"),
+        prompts,
+        config,
+    )
 
 
-ASKED = {  # of 5 decisions and the image, with the decisions 0 and 1 trained: a gain reads its column and the next
+# of 5 decisions and the image, with the decisions 0 and 1 trained: a gain reads its column and the
+# next
+ASKED = {
     "gains": (StepwiseGain(), [True, True, True, False, False, False]),
     "turning points": (TurningPoint(), [True, True, True, False, False, True]),
     "reward-to-go": (StepwiseGain(lam=1.0), [True] * 6),
@@ -185,7 +272,9 @@ def test_a_trainer_asks_for_what_the_rule_reads_for_trained_decisions(name):
         assert other.asked_columns(trainer.draw_sampler()) is None
 
 
-COSTS = {  # settings, then evaluations and scored images of a trajectory: 6 steps, 5 decisions, 2 of them trained
+# settings, then evaluations and scored images of a trajectory: 6 steps, 5 decisions, 2 of them
+# trained
+COSTS = {
     "gains of completions": ("stepwise-gain(probe=completion)", 6 + 5 + 4 + 3, 3 + 1),
     "turning points": ("turning-point", 6 + 5 + 4 + 3, 3 + 1),
     "gains of substeps": ("stepwise-gain(probe='substeps:3')", 6 + 3 * 2, 3 + 1),
@@ -199,38 +288,77 @@ COSTS = {  # settings, then evaluations and scored images of a trajectory: 6 ste
 def test_counters_and_the_plan_count_the_states_of_trained_decisions_only(case):
     credit, nfe, images = COSTS[case]
     config = preset("tiny").apply(
-        world="mixture", task="direction", groups=2, group_size=4, num_steps=6, window=":-1", trained_steps=":2",
-        credit=credit, initial_noise="independent",
-    )  # fmt: skip
+        world="mixture",
+        task="direction",
+        groups=2,
+        group_size=4,
+        num_steps=6,
+        window=":-1",
+        trained_steps=":2",
+        credit=credit,
+        initial_noise="independent",
+    )
     row, found = make_trainer(config).iteration(), plan(config)
-    assert (row["nfe"], row["reward_calls"]) == (8 * nfe, 8 * images) == (found.nfe, found.reward_calls)
+    assert (
+        (row["nfe"], row["reward_calls"])
+        == (8 * nfe, 8 * images)
+        == (found.nfe, found.reward_calls)
+    )
     assert row["train_nfe"] == found.train_nfe == 8 * 2
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_tweedie_evaluates_nothing_and_scores_a_shared_state_once(shared):
-    """One decode and one reward per state; the first state of a group that shares its noise counts once."""
+    """One decode and one reward per state; the first state of a group that shares its noise counts
+    once.
+    """
     policy = world("mixture").policy(PolicyOptions())
     prompts = [world("mixture").parse(f"towards {angle} degrees") for angle in (0, 90)]
     decoded, decode, spent = [], policy.decode, []
     policy.decode = lambda latents: decoded.append(len(latents)) or decode(latents)
     for probe in (NoProbe(), Tweedie()):
         groups, usage, generator = Groups(2, 4, shared), Usage(), torch.Generator().manual_seed(0)
-        noise, sampler = groups.noise(policy.latent_shape, generator), Windowed(DanceSDE(0.3), range(5))
-        result = rollout(policy, sampler, policy.schedule(6), policy.encode(prompts), noise, generator, groups, probe, usage)
+        noise, sampler = (
+            groups.noise(policy.latent_shape, generator),
+            Windowed(DanceSDE(0.3), range(5)),
+        )
+        result = rollout(
+            policy,
+            sampler,
+            policy.schedule(6),
+            policy.encode(prompts),
+            noise,
+            generator,
+            groups,
+            probe,
+            usage,
+        )
         decoded.clear()
         score_rollout(policy, REWARD, result, prompts, usage)
         spent.append((usage.nfe, usage.calls, usage.reward_calls, sum(decoded)))
     plain, tweedie = spent
     states = 2 * (1 + 4 * 4) if shared else 2 * 4 * 5
-    assert plain[:2] == tweedie[:2] and plain[2:] == (8, 8) and tweedie[2:] == (8 + states, 8 + states)
+    assert (
+        plain[:2] == tweedie[:2] and plain[2:] == (8, 8) and tweedie[2:] == (8 + states, 8 + states)
+    )
 
 
 def test_without_a_drawn_transition_the_initial_noise_is_the_only_decision():
     grid, valid = uniform_schedule(4), torch.tensor([[True, True], [True, False]])
     found = Decisions.of(grid, torch.zeros(4), plain_tree(2, 4, ()), valid)
-    assert [found.step.item(), found.time.item(), found.delta.item(), found.std.item()] == [-1, 1.0, 0.0, 1.0]
+    assert [found.step.item(), found.time.item(), found.delta.item(), found.std.item()] == [
+        -1,
+        1.0,
+        0.0,
+        1.0,
+    ]
     assert found.mask[..., 0].tolist() == valid.tolist() and found.tree is None
-    drawn = Decisions.of(grid, torch.tensor([0.0, 0.5, 0.0, 0.2]), plain_tree(2, 4, (1, 3)), valid, trained=[1, 2])
-    assert (drawn.step.tolist(), drawn.trained.tolist(), drawn.time.tolist()) == ([1, 3], [True, False], [0.75, 0.25])
+    drawn = Decisions.of(
+        grid, torch.tensor([0.0, 0.5, 0.0, 0.2]), plain_tree(2, 4, (1, 3)), valid, trained=[1, 2]
+    )
+    assert (drawn.step.tolist(), drawn.trained.tolist(), drawn.time.tolist()) == (
+        [1, 3],
+        [True, False],
+        [0.75, 0.25],
+    )
     assert drawn.mask[..., 0].tolist() == valid.tolist() and not drawn.mask[..., 1].any()

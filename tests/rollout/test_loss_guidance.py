@@ -1,4 +1,6 @@
-"""Sampling with guidance and training without, or with another one: velocities, gradients, recorded values, cost."""
+"""Sampling with guidance and training without, or with another one: velocities, gradients, recorded
+values, cost.
+"""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,14 +29,22 @@ from flowrl.types import Prompt, Trajectories
 from flowrl.worlds.base import PolicyOptions, world
 
 PROMPTS = [Prompt("three red circles"), Prompt("a dog")]
-REDNESS = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3)))
+REDNESS = FunctionReward(
+    lambda images, prompts: images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
+)
 
 
 def rollout_of(images, groups):
     """Finished trajectories of one step with these latents [sample, *latent]."""
     tree = plain_tree(groups.members, 1, ())
     ends = images.unflatten(0, (groups.prompts, groups.members))
-    path = Trajectories(torch.cat([ends, ends], 1), torch.zeros_like(ends), uniform_schedule(1), tree, torch.zeros(1))
+    path = Trajectories(
+        torch.cat([ends, ends], 1),
+        torch.zeros_like(ends),
+        uniform_schedule(1),
+        tree,
+        torch.zeros(1),
+    )
     return Rollout(path, {}, groups)
 
 
@@ -51,13 +61,26 @@ def tiny_batches(policy, loss, guidance, members=3):
     times = torch.tensor([[0.9, 0.4]]).repeat(groups.samples, 1)
     condition = policy.encode(PROMPTS)
     result, ones = rollout_of(images, groups), torch.ones(groups.samples, 1)
-    return ForwardBatches(policy, loss, result, condition, ones, ones, times, decisions_of(result), 7, guidance=guidance)
+    return ForwardBatches(
+        policy,
+        loss,
+        result,
+        condition,
+        ones,
+        ones,
+        times,
+        decisions_of(result),
+        7,
+        guidance=guidance,
+    )
 
 
 def guided_policy(scale, **options):
     policy = tiny_sd3_policy(replace(TINY, guidance_scale=scale, **options))
     for name, parameter in policy.trainable().items():
-        torch.nn.init.normal_(parameter.data, std=0.2, generator=torch.Generator().manual_seed(len(name)))
+        torch.nn.init.normal_(
+            parameter.data, std=0.2, generator=torch.Generator().manual_seed(len(name))
+        )
     return policy
 
 
@@ -65,23 +88,29 @@ def guided_policy(scale, **options):
 @pytest.mark.parametrize(
     ("own", "guidance", "scales"),
     [
-        (4.5, Guidance(), (4.5, 4.5)), (4.5, Guidance(train=1.0), (1.0, 1.0)), (1.0, Guidance(reference=4.5), (1.0, 4.5)),
-        (4.5, Guidance(1.0, 4.5), (1.0, 4.5)), (2.0, Guidance(train=3.0), (3.0, 3.0)),
+        (4.5, Guidance(), (4.5, 4.5)),
+        (4.5, Guidance(train=1.0), (1.0, 1.0)),
+        (1.0, Guidance(reference=4.5), (1.0, 4.5)),
+        (4.5, Guidance(1.0, 4.5), (1.0, 4.5)),
+        (2.0, Guidance(train=3.0), (3.0, 3.0)),
     ],
-)  # fmt: skip
+)
 def test_velocities_have_the_guidance_that_was_chosen(own, guidance, scales, gradient):
     policy = guided_policy(own, guidance_gradient=gradient)
     batches = tiny_batches(policy, DiffusionNFT(), guidance)
     sample, draw = torch.arange(6), torch.arange(6) % 2
     batch = batches.of(sample, draw)
     assert policy.guidance_scale == own
-    state = batches.images + batch.time.view(-1, 1, 1, 1) * batch.target  # x_t = x_0 + t (eps - x_0)
+    # x_t = x_0 + t (eps - x_0)
+    state = batches.images + batch.time.view(-1, 1, 1, 1) * batch.target
     rows = policy.encode(PROMPTS).take(sample // 3)
     parameters = list(policy.trainable().values())
     with policy.guided(scales[0]):
         expected = policy.velocity(state, 1000 * batch.time, rows)
     torch.testing.assert_close(batch.new, expected, atol=1e-5, rtol=1e-4)
-    ours, theirs = (torch.autograd.grad(v.square().sum(), parameters) for v in (batch.new, expected))
+    ours, theirs = (
+        torch.autograd.grad(v.square().sum(), parameters) for v in (batch.new, expected)
+    )
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
     with torch.no_grad(), policy.guided(scales[1]), policy.reference():
@@ -89,7 +118,10 @@ def test_velocities_have_the_guidance_that_was_chosen(own, guidance, scales, gra
     torch.testing.assert_close(batch.reference, base, atol=1e-5, rtol=1e-4)
     if scales != (own, own):
         with torch.no_grad(), policy.guided(own):
-            assert not torch.allclose(policy.velocity(state, 1000 * batch.time, rows), expected if scales[0] != own else base)
+            assert not torch.allclose(
+                policy.velocity(state, 1000 * batch.time, rows),
+                expected if scales[0] != own else base,
+            )
 
 
 class OldWeights:
@@ -110,26 +142,45 @@ class OldWeights:
 @pytest.mark.parametrize("own", [1.0, 4.5])
 @pytest.mark.parametrize(("state", "reference"), [("ocr", 0.0), ("wocfg_ocr", 4.5)])
 def test_distances_are_those_of_the_released_dgpo(state, reference, own, tmp_path):
-    """Its code trains the conditional velocity; kl_cfg is the guidance of the reference, in the penalty and in the group's sum.
-    The guidance of sampling has no effect on the loss."""
+    """Its code trains the conditional velocity; kl_cfg is the guidance of the reference, in the
+    penalty and in the group's sum. The guidance of sampling has no effect on the loss.
+    """
     found = Recorded("dgpo", tmp_path)
-    tables, inputs = below(found.recording.tensors("update"), state), found.recording.tensors("inputs")
+    tables, inputs = (
+        below(found.recording.tensors("update"), state),
+        found.recording.tensors("inputs"),
+    )
     config, groups = found.recording.meta["states"][state]["config"], Groups(2, 4)
-    loss = DGPO(beta_dpo=float(config["train"]["beta_dpo"]), clip=config["clip_range"], kl_weight=config["train"]["beta"])
+    loss = DGPO(
+        beta_dpo=float(config["train"]["beta_dpo"]),
+        clip=config["clip_range"],
+        kl_weight=config["train"]["beta"],
+    )
     advantages, copies = inputs["advantages"].float().view(8, 1), {"old": OldWeights(found)}
     with found.policy.guided(own):
         result = rollout_of(inputs["x0"], groups)
         batches = ForwardBatches(
-            found.policy, loss, result, found.condition, advantages, torch.ones(8, 1),
-            tables.get("time", inputs["times"]).float(), decisions_of(result), 0, copies, Guidance(1.0, reference),
-        )  # fmt: skip
+            found.policy,
+            loss,
+            result,
+            found.condition,
+            advantages,
+            torch.ones(8, 1),
+            tables.get("time", inputs["times"]).float(),
+            decisions_of(result),
+            0,
+            copies,
+            Guidance(1.0, reference),
+        )
         batches.noise = found.common["group_noise"].float().repeat_interleave(4, 0)[:, :4]
         sample, draw = torch.arange(8).repeat_interleave(4), torch.arange(4).repeat(8)
         batch = batches.of(sample, draw)
     pairs = {
-        "kl": (batch.new, batch.reference), "matching": (batch.new, batch.target), "matching_old": (batch.old, batch.target),
+        "kl": (batch.new, batch.reference),
+        "matching": (batch.new, batch.target),
+        "matching_old": (batch.old, batch.target),
         "matching_reference": (batch.reference, batch.target),
-    }  # fmt: skip
+    }
     for name, (one, other) in pairs.items():
         ours = (one - other).square().flatten(1).mean(1).view(8, 4).detach()
         torch.testing.assert_close(ours, tables[name].float(), atol=1e-6, rtol=2e-5)
@@ -138,39 +189,67 @@ def test_distances_are_those_of_the_released_dgpo(state, reference, own, tmp_pat
 
 
 SETTINGS = {
-    "world": "model", "task": "prompts", "reward_form": "reward", "model": "sd3", "groups": 2, "group_size": 3, "num_steps": 5,
-    "minibatches": 1, "method": "dgpo", "sampler": "multistep", "kl_weight": 0.02,
-    "credit": "uniform(std=batch, clamp=none)", "iterations": 2, "learning_rate": 1e-2,
+    "world": "model",
+    "task": "prompts",
+    "reward_form": "reward",
+    "model": "sd3",
+    "groups": 2,
+    "group_size": 3,
+    "num_steps": 5,
+    "minibatches": 1,
+    "method": "dgpo",
+    "sampler": "multistep",
+    "kl_weight": 0.02,
+    "credit": "uniform(std=batch, clamp=none)",
+    "iterations": 2,
+    "learning_rate": 1e-2,
     "loss": "dgpo(times='steps(count=3, steps=4)', decay=(0, 0.5, 0.5))",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
     ("sampled", "chosen", "evaluations"),
     [  # of a sample: 5 velocities of sampling; 3 draws, each current, old and base
-        (4.5, {}, (5, 9)), (4.5, {"train_guidance_scale": 1.0}, (5, 4.5)), (1.0, {}, (5, 9)),
+        (4.5, {}, (5, 9)),
+        (4.5, {"train_guidance_scale": 1.0}, (5, 4.5)),
+        (1.0, {}, (5, 9)),
         (1.0, {"reference_guidance_scale": 4.5}, (5, 12)),
         (4.5, {"train_guidance_scale": 1.0, "reference_guidance_scale": 4.5}, (5, 6)),
     ],
-)  # fmt: skip
+)
 def test_metrics_and_plan_count_the_passes_of_the_network(sampled, chosen, evaluations):
     """Rows of the network, counted in its input, are the evaluations times the passes of one."""
     config = RunConfig.of(**SETTINGS, guidance_scale=sampled, **chosen)
-    policy, made, found = tiny_sd3_policy(replace(TINY, guidance_scale=sampled)), make_method(config), plan(config)
+    policy, made, found = (
+        tiny_sd3_policy(replace(TINY, guidance_scale=sampled)),
+        make_method(config),
+        plan(config),
+    )
     trainer, rows = Trainer(policy, made, REDNESS, PROMPTS, config), []
     trainer.iteration()  # afterwards the copy lags behind the weights
     hook = policy.transformer.register_forward_pre_hook(
-        lambda module, arguments, options: rows.append(len(options["hidden_states"])), with_kwargs=True
+        lambda module, arguments, options: rows.append(len(options["hidden_states"])),
+        with_kwargs=True,
     )
     row = trainer.iteration()
     hook.remove()
     own = 1 if sampled == 1 else 2
-    assert (row["nfe"], row["train_nfe"]) == tuple(6 * count for count in evaluations) == (found.nfe, found.train_nfe)
+    assert (
+        (row["nfe"], row["train_nfe"])
+        == tuple(6 * count for count in evaluations)
+        == (found.nfe, found.train_nfe)
+    )
     assert sum(rows) == found.passes == own * 6 * sum(evaluations)
     assert (row["train_nfe"] == found.velocities) == (evaluations[1] == 9)
     text = plan_text(found, config)
-    assert f"x 3 (network, base model, copies of the weights){'' if not chosen else ', guidance'}" in text
-    assert f"= {found.train_nfe:,} network evaluations, {found.gradient_nfe:,} of them with gradients" in text
+    assert (
+        f"x 3 (network, base model, copies of the weights){'' if not chosen else ', guidance'}"
+        in text
+    )
+    assert (
+        f"= {found.train_nfe:,} network evaluations, {found.gradient_nfe:,} of them with gradients"
+        in text
+    )
     trained = config.policy.train_guidance_scale or sampled
     assert found.gradient_nfe == 18 * (1 if trained == 1 else 2) / own
     assert found.rows_per_micro_batch == 18 * (1 if trained == 1 else 2)
@@ -178,11 +257,26 @@ def test_metrics_and_plan_count_the_passes_of_the_network(sampled, chosen, evalu
 
 def test_training_without_guidance_changes_what_is_trained():
     ends = []
-    for chosen in ({}, {"train_guidance_scale": 1.0}, {"train_guidance_scale": 1.0, "reference_guidance_scale": 4.5}):
+    for chosen in (
+        {},
+        {"train_guidance_scale": 1.0},
+        {"train_guidance_scale": 1.0, "reference_guidance_scale": 4.5},
+    ):
         config = RunConfig.of(**SETTINGS, guidance_scale=4.5, **chosen)
-        trainer = Trainer(tiny_sd3_policy(replace(TINY, guidance_scale=4.5)), make_method(config), REDNESS, PROMPTS, config)
+        trainer = Trainer(
+            tiny_sd3_policy(replace(TINY, guidance_scale=4.5)),
+            make_method(config),
+            REDNESS,
+            PROMPTS,
+            config,
+        )
         rewards = [trainer.iteration()["reward_mean"] for _ in range(2)]
-        ends.append((rewards[0], torch.cat([parameter.detach().flatten() for parameter in trainer.parameters])))
+        ends.append(
+            (
+                rewards[0],
+                torch.cat([parameter.detach().flatten() for parameter in trainer.parameters]),
+            )
+        )
     assert len({reward for reward, _ in ends}) == 1  # the first trajectories are the same
     assert not torch.equal(ends[0][1], ends[1][1]) and not torch.equal(ends[1][1], ends[2][1])
 
@@ -190,10 +284,25 @@ def test_training_without_guidance_changes_what_is_trained():
 def test_guidance_that_cannot_be_had_is_refused():
     config = RunConfig.of(**SETTINGS)
     for name in ("train_guidance_scale", "reference_guidance_scale"):
-        with pytest.raises(ConfigError, match=rf"^{name} = 0.5 is not allowed; allowed: 1 \(off\) or more, or 0"):
+        with pytest.raises(
+            ConfigError, match=rf"^{name} = 0.5 is not allowed; allowed: 1 \(off\) or more, or 0"
+        ):
             make_method(config.replace(**{name: 0.5}))
-        with pytest.raises(ConfigError, match=f"^{name} = 1.0 is not allowed; allowed: left out: log-probabilities are those of"):
-            make_method(config.replace(**{name: 1.0}, method="flow-grpo", sampler="flow-sde", window=":-1", loss="clipped"))
+        with pytest.raises(
+            ConfigError,
+            match=(
+                f"^{name} = 1.0 is not allowed; allowed: left out: log-probabilities are those of"
+            ),
+        ):
+            make_method(
+                config.replace(
+                    **{name: 1.0},
+                    method="flow-grpo",
+                    sampler="flow-sde",
+                    window=":-1",
+                    loss="clipped",
+                )
+            )
         with pytest.raises(ConfigError, match=name):
             RunConfig.of(world="mixture", task="direction", **{name: 2.0})
     policy = world("mixture").policy(PolicyOptions())
@@ -202,5 +311,14 @@ def test_guidance_that_cannot_be_had_is_refused():
     ones, decisions = torch.ones(2, 1), decisions_of(finished)
     with pytest.raises(ConfigError, match=r"guidance of the loss = .* has no guidance"):
         ForwardBatches(
-            policy, DGPO(times=DrawnSteps()), finished, condition, ones, ones, ones, decisions, 0, guidance=Guidance(train=2.0)
+            policy,
+            DGPO(times=DrawnSteps()),
+            finished,
+            condition,
+            ones,
+            ones,
+            ones,
+            decisions,
+            0,
+            guidance=Guidance(train=2.0),
         )

@@ -1,4 +1,6 @@
-"""Cheap probes: what they cost, closed forms, and that only rewards of unfinished states depend on them."""
+"""Cheap probes: what they cost, closed forms, and that only rewards of unfinished states depend on
+them.
+"""
 
 import math
 from contextlib import contextmanager, nullcontext
@@ -13,7 +15,18 @@ import flowrl.rollout.probing as probing
 from flowrl.credit import gains
 from flowrl.errors import ConfigError, ProbeError
 from flowrl.flow import uniform_schedule
-from flowrl.probes import Completion, Estimate, Key, NetworkUse, NoProbe, Probe, Scored, Shape, Substeps, Tweedie
+from flowrl.probes import (
+    Completion,
+    Estimate,
+    Key,
+    NetworkUse,
+    NoProbe,
+    Probe,
+    Scored,
+    Shape,
+    Substeps,
+    Tweedie,
+)
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, group_tree, rollout, score_rollout
 from flowrl.samplers import FlowSDE, Windowed, transition_stds
@@ -34,7 +47,9 @@ class Straight:
         return uniform_schedule(steps)
 
     def encode(self, prompts):
-        return Condition({"slope": torch.tensor([float(prompt.text) / 90 - 0.3 for prompt in prompts])})
+        return Condition(
+            {"slope": torch.tensor([float(prompt.text) / 90 - 0.3 for prompt in prompts])}
+        )
 
     def velocity(self, latent, timestep, condition):
         return condition.tensors["slope"].view(-1, 1, 1, 1).expand_as(latent).clone()
@@ -53,10 +68,17 @@ class Straight:
 
 
 def run(policy, probe, members=4, steps=10, shared=False, sampler=AllButLast(FlowSDE(0.7)), seed=0):
-    groups, usage, generator = Groups(len(PROMPTS), members, shared), Usage(), torch.Generator().manual_seed(seed)
+    groups, usage, generator = (
+        Groups(len(PROMPTS), members, shared),
+        Usage(),
+        torch.Generator().manual_seed(seed),
+    )
     noise = groups.noise(policy.latent_shape, generator)
     schedule, condition = policy.schedule(steps), policy.encode(PROMPTS)
-    return rollout(policy, sampler, schedule, condition, noise, generator, groups, probe, usage), usage
+    return (
+        rollout(policy, sampler, schedule, condition, noise, generator, groups, probe, usage),
+        usage,
+    )
 
 
 def table_of(policy, probe, **options):
@@ -113,7 +135,11 @@ def test_costs_of_some_members_of_eight(probe, nfe, images):
 @pytest.mark.parametrize("solver", ["euler", "heun", "dpm++", "unipc"])
 def test_straight_lines_are_exact_for_every_solver(solver):
     policy = Straight()
-    for probe in (Substeps(3, solver=solver), Completion(solver=solver, together=False), Completion(solver=solver, every=2)):
+    for probe in (
+        Substeps(3, solver=solver),
+        Completion(solver=solver, together=False),
+        Completion(solver=solver, every=2),
+    ):
         found = run(policy, probe)[0]
         slope = policy.encode(PROMPTS).tensors["slope"].repeat_interleave(4).view(-1, 1, 1, 1)
         assert list(found.estimates) == [*range(9)][:: probe.every]
@@ -124,14 +150,20 @@ def test_straight_lines_are_exact_for_every_solver(solver):
 
 
 def test_solvers_converge_with_their_order():
-    """Mean distances at 3, 33 and 129 evaluations from one node to the end of 2,049: Euler .145 .0141 .0037, Heun .162 .0041
-    .0003, DPM-Solver++ .110 .0024 .0004, UniPC .104 .0013 .0001. Slopes of log error from 33 to 129: 0.97, 1.97, 1.27, 1.64."""
+    """Mean distances at 3, 33 and 129 evaluations from one node to the end of 2,049: Euler .145
+    .0141 .0037, Heun .162 .0041 .0003, DPM-Solver++ .110 .0024 .0004, UniPC .104 .0013 .0001.
+    Slopes of log error from 33 to 129: 0.97, 1.97, 1.27, 1.64.
+    """
     policy, node = small_policy(NetworkUse()), 3
     for parameter in policy.trainable().values():
         parameter.data.zero_()
 
     def end(solver, count):
-        return run(policy, Substeps(count, solver=solver, every=node), members=32)[0].estimates[node].latents
+        return (
+            run(policy, Substeps(count, solver=solver, every=node), members=32)[0]
+            .estimates[node]
+            .latents
+        )
 
     exact = end("heun", 2049)
     errors = {
@@ -139,30 +171,52 @@ def test_solvers_converge_with_their_order():
         for solver in ("euler", "heun", "dpm++", "unipc")
         for count in (3, 33, 129)
     }
-    for solver, low, high in (("euler", 0.9, 1.1), ("heun", 1.8, 2.2), ("dpm++", 1.1, 2.2), ("unipc", 1.4, 2.3)):
-        assert low < math.log2(errors[solver, 33] / errors[solver, 129]) / math.log2(129 / 33) < high, (solver, errors)
+    for solver, low, high in (
+        ("euler", 0.9, 1.1),
+        ("heun", 1.8, 2.2),
+        ("dpm++", 1.1, 2.2),
+        ("unipc", 1.4, 2.3),
+    ):
+        assert (
+            low < math.log2(errors[solver, 33] / errors[solver, 129]) / math.log2(129 / 33) < high
+        ), (solver, errors)
         assert solver == "euler" or errors[solver, 129] < 0.2 * errors["euler", 129]
-    assert max(errors["dpm++", 3], errors["unipc", 3]) < 0.8 * errors["euler", 3] < errors["heun", 3]
+    assert (
+        max(errors["dpm++", 3], errors["unipc", 3]) < 0.8 * errors["euler", 3] < errors["heun", 3]
+    )
 
 
 def test_the_solution_of_dpm_starts_with_a_step_of_order_one():
-    """Two evaluations make two steps of order 1, the same as Euler's: the rollout's previous node is not used as history."""
+    """Two evaluations make two steps of order 1, the same as Euler's: the rollout's previous node
+    is not used as history.
+    """
     policy = small_policy(NetworkUse())
-    euler, multistep = (run(policy, Substeps(2, solver=solver))[0].estimates for solver in ("euler", "dpm++"))
+    euler, multistep = (
+        run(policy, Substeps(2, solver=solver))[0].estimates for solver in ("euler", "dpm++")
+    )
     for node in range(1, 9):
-        torch.testing.assert_close(multistep[node].latents, euler[node].latents, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            multistep[node].latents, euler[node].latents, atol=1e-4, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("probe", [Substeps(3), Completion()], ids=repr)
 @pytest.mark.parametrize(
     "sampler",
-    [AllButLast(FlowSDE(0.7)), Windowed(FlowSDE(0.7), range(2, 7)), Windowed(FlowSDE(0.7), (1, 2, 4, 5, 8))],
+    [
+        AllButLast(FlowSDE(0.7)),
+        Windowed(FlowSDE(0.7), range(2, 7)),
+        Windowed(FlowSDE(0.7), (1, 2, 4, 5, 8)),
+    ],
 )
 @pytest.mark.parametrize("shared", [False, True])
 def test_gains_of_every_second_decision_are_split_evenly(probe, sampler, shared):
     policy = small_policy(NetworkUse())
     options = {"sampler": sampler, "shared": shared}
-    whole, thin = table_of(policy, probe, **options), table_of(policy, replace(probe, every=2), **options)
+    whole, thin = (
+        table_of(policy, probe, **options),
+        table_of(policy, replace(probe, every=2), **options),
+    )
     count = whole.shape[-1] - 1
     assert count == (9 if isinstance(sampler, AllButLast) else 5)
     scored = [*range(0, count, 2), count]
@@ -174,15 +228,20 @@ def test_gains_of_every_second_decision_are_split_evenly(probe, sampler, shared)
 
 
 def scored_subset(full, control, chosen, probe):
-    """The values of a probe from tables [prompt, member, decision+1], if `chosen` [prompt, chosen] were drawn.
+    """The values of a probe from tables [prompt, member, decision+1], if `chosen` [prompt, chosen]
+    were drawn.
 
     Decision k starts from node k.
     """
     count = full.shape[-1] - 1
-    rewards: dict[Key, torch.Tensor] = {node: full[..., node].gather(1, chosen) for node in range(count)}
+    rewards: dict[Key, torch.Tensor] = {
+        node: full[..., node].gather(1, chosen) for node in range(count)
+    }
     if probe.control == "tweedie":
         rewards |= {("control", node): control[..., node] for node in range(count)}
-    found = probe.rewards(Scored(rewards, full[..., -1], range(count), dict.fromkeys(range(count), chosen)))
+    found = probe.rewards(
+        Scored(rewards, full[..., -1], range(count), dict.fromkeys(range(count), chosen))
+    )
     return torch.stack([*(found[node] for node in range(count)), full[..., -1]], -1)
 
 
@@ -198,25 +257,33 @@ def test_the_mean_over_all_subsets_is_the_full_table(control):
     torch.testing.assert_close(gains(tables.mean(0)), gains(full), atol=1e-12, rtol=0)
     assert torch.equal(tables[..., -1], full[..., -1].expand(len(subsets), -1, -1))
     torch.testing.assert_close(gains(tables[0]).sum(-1), full[..., -1] - tables[0][..., 0])
-    same = torch.stack([scored_subset(full, full, subset, Substeps(3, fraction=0.4)) for subset in subsets])
+    same = torch.stack(
+        [scored_subset(full, full, subset, Substeps(3, fraction=0.4)) for subset in subsets]
+    )
     torch.testing.assert_close(same, full.expand_as(same))  # a perfect control has no variance
 
 
 def test_the_uniform_control_grows_evenly_over_the_decisions():
     final, chosen, nodes = torch.tensor([[0.0, 1.0, 2.0, 5.0]]), torch.tensor([[0, 1]]), (1, 2, 6)
-    scored = Scored({node: torch.zeros(1, 2) for node in nodes}, final, nodes, dict.fromkeys(nodes, chosen))
+    scored = Scored(
+        {node: torch.zeros(1, 2) for node in nodes}, final, nodes, dict.fromkeys(nodes, chosen)
+    )
     found = Substeps(3, fraction=0.5, control="uniform").rewards(scored)
     for place, node in enumerate(nodes):  # members 2 and 3 were not drawn; the group's mean is 2
         assert found[node][0, 2:].tolist() == pytest.approx([2.0, 2.0 + place / 3 * 3.0])
 
 
 def test_drawn_subsets_are_unbiased(monkeypatch):
-    """Mean gains of 300 draws against those of all members: 48 z-scores below 6, a false alarm of 1e-7; the weights matter."""
+    """Mean gains of 300 draws against those of all members: 48 z-scores below 6, a false alarm of
+    1e-7; the weights matter.
+    """
     policy, draws = small_policy(NetworkUse()), 300
     expected = gains(table_of(policy, Substeps(2), steps=6))
     tables = []
     for seed in range(draws):
-        monkeypatch.setattr(probing, "own_generator", lambda g, seed=seed: torch.Generator().manual_seed(seed))
+        monkeypatch.setattr(
+            probing, "own_generator", lambda g, seed=seed: torch.Generator().manual_seed(seed)
+        )
         tables.append(table_of(policy, Substeps(2, fraction=0.5), steps=6))
     found = gains(torch.stack(tables))
     error = found.std(0) / draws**0.5
@@ -234,7 +301,9 @@ def test_draws_differ_between_groups_and_iterations():
 def test_states_that_a_group_shares_are_scored_for_all():
     policy = small_policy(NetworkUse())
     found = run(policy, Substeps(2, fraction=0.5), shared=True)[0].estimates
-    assert found[0].members is None and len(found[0].latents) == 2 and len(found[1].latents) == 2 * 2
+    assert (
+        found[0].members is None and len(found[0].latents) == 2 and len(found[1].latents) == 2 * 2
+    )
 
 
 CHEAP = [
@@ -251,19 +320,29 @@ CHEAP = [
 
 @pytest.mark.parametrize("guidance_gradient", ["both", "prompt"])
 def test_trajectories_and_final_rewards_are_the_same_bit_for_bit(guidance_gradient):
-    """On SD3's transformer with guidance, for every option; and the network afterwards is what it was."""
+    """On SD3's transformer with guidance, for every option; and the network afterwards is what it
+    was.
+    """
     policy = tiny_sd3_policy(replace(TINY, guidance_scale=3.0, guidance_gradient=guidance_gradient))
     for parameter in policy.trainable().values():
         torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(1))
     plain = run(policy, NoProbe(), members=2, steps=4)[0]
     final = score_rollout(policy, REWARD, plain, PROMPTS).total[..., -1]
-    x, t, condition = torch.randn(2, *policy.latent_shape), torch.full((2,), 500.0), policy.encode(PROMPTS)
+    x, t, condition = (
+        torch.randn(2, *policy.latent_shape),
+        torch.full((2,), 500.0),
+        policy.encode(PROMPTS),
+    )
     trained = policy.velocity(x, t, condition)
     for probe in CHEAP if guidance_gradient == "both" else CHEAP[-4:]:
         found = run(policy, probe, members=2, steps=4)[0]
         for part in ("states", "outputs"):
-            assert torch.equal(getattr(found.trajectories, part), getattr(plain.trajectories, part)), (probe, part)
-        assert torch.equal(score_rollout(policy, REWARD, found, PROMPTS).total[..., -1], final), probe
+            assert torch.equal(
+                getattr(found.trajectories, part), getattr(plain.trajectories, part)
+            ), (probe, part)
+        assert torch.equal(score_rollout(policy, REWARD, found, PROMPTS).total[..., -1], final), (
+            probe
+        )
         assert torch.equal(policy.velocity(x, t, condition), trained), probe
     assert policy.guidance_scale == 3.0
 
@@ -274,16 +353,28 @@ def test_probes_without_guidance_take_the_unguided_velocity():
     path, schedule = found.trajectories, found.trajectories.schedule
     x = path.at(1) - schedule.times[1] / 2 * path.velocities[:, 1]
     with policy.frozen(), policy.guided(1.0):
-        velocity = policy.velocity(x, (500 * schedule.times[1]).expand(4), policy.encode(PROMPTS).repeat(2))
-    torch.testing.assert_close(found.estimates[1].latents, x - schedule.times[1] / 2 * velocity, atol=1e-5, rtol=1e-4)
+        velocity = policy.velocity(
+            x, (500 * schedule.times[1]).expand(4), policy.encode(PROMPTS).repeat(2)
+        )
+    torch.testing.assert_close(
+        found.estimates[1].latents, x - schedule.times[1] / 2 * velocity, atol=1e-5, rtol=1e-4
+    )
     assert usage.nfe == 4 * (3 + 2 * 0.5)  # two decisions
 
 
 @pytest.mark.parametrize(
     ("probe", "policy", "words"),
     [
-        (Substeps(guidance="off"), "mixture", "not applicable, MixturePolicy samples without guidance"),
-        (Substeps(guidance="off"), "sd3", "not applicable, PipelinePolicy samples without guidance"),
+        (
+            Substeps(guidance="off"),
+            "mixture",
+            "not applicable, MixturePolicy samples without guidance",
+        ),
+        (
+            Substeps(guidance="off"),
+            "sd3",
+            "not applicable, PipelinePolicy samples without guidance",
+        ),
     ],
 )
 def test_what_a_policy_does_not_have_is_refused_before_the_first_call(probe, policy, words):
@@ -306,12 +397,21 @@ class InPlace(Probe):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (lambda run: run.trajectories.states.add_(1.0) is None or {}, "InPlace.estimate changed its input in place"),
-        (lambda run: run.trajectories.outputs.mul_(0.9) is None or {}, "changed its input in place"),
+        (
+            lambda run: run.trajectories.states.add_(1.0) is None or {},
+            "InPlace.estimate changed its input in place",
+        ),
+        (
+            lambda run: run.trajectories.outputs.mul_(0.9) is None or {},
+            "changed its input in place",
+        ),
         (lambda run: {0: Estimate(run.final.clamp_(0, 1))}, "changed its input in place"),
         (
             lambda run: {10: Estimate(run.final)},
-            r"an estimate of 10; allowed: its nodes, from which decisions start: \[0, 1, 2, 3, 4, 5, 6, 7, 8\]",
+            (
+                r"an estimate of 10; allowed: its nodes, from which decisions start: \[0, 1, 2, 3,"
+                r" 4, 5, 6, 7, 8\]"
+            ),
         ),
         (lambda run: {"first": Estimate(run.final)}, "an estimate of 'first'"),
         (lambda run: {3: run.final}, "a Tensor for node 3; allowed: Estimate"),
@@ -331,7 +431,10 @@ def test_only_probes_are_probes():
 
 def test_bfloat16_changes_the_probe_only():
     policy = tiny_sd3_policy(TINY)
-    wide, narrow = (run(policy, probe, members=2, steps=3)[0] for probe in (Substeps(3), Substeps(3, dtype="bfloat16")))
+    wide, narrow = (
+        run(policy, probe, members=2, steps=3)[0]
+        for probe in (Substeps(3), Substeps(3, dtype="bfloat16"))
+    )
     difference = float((wide.estimates[0].latents - narrow.estimates[0].latents).abs().max())
     assert 1e-5 < difference < 0.1 and narrow.estimates[0].latents.dtype == torch.float32
     assert {parameter.dtype for parameter in policy.transformer.parameters()} == {torch.float32}
@@ -351,6 +454,15 @@ def test_a_probes_draws_move_no_generator():
         groups, generator = Groups(2, 4), torch.Generator().manual_seed(3)
         noise = groups.noise(policy.latent_shape, generator)
         with torch_state():
-            rollout(policy, AllButLast(FlowSDE(0.7)), policy.schedule(4), policy.encode(PROMPTS), noise, generator, groups, probe)
+            rollout(
+                policy,
+                AllButLast(FlowSDE(0.7)),
+                policy.schedule(4),
+                policy.encode(PROMPTS),
+                noise,
+                generator,
+                groups,
+                probe,
+            )
         states.append(generator.get_state())
     assert torch.equal(*states)

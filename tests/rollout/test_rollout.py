@@ -16,13 +16,24 @@ PROMPTS = [world("mixture").parse(f"towards {angle} degrees") for angle in (0, 9
 MEMBERS, STEPS = 4, 10
 
 
-def run(policy, probe, shared=False, sampler=None, max_batch=10_000, seed=0, members=MEMBERS, prompts=PROMPTS):
+def run(
+    policy,
+    probe,
+    shared=False,
+    sampler=None,
+    max_batch=10_000,
+    seed=0,
+    members=MEMBERS,
+    prompts=PROMPTS,
+):
     groups, usage = Groups(len(prompts), members, shared), Usage()
     generator = torch.Generator().manual_seed(seed)
     noise = groups.noise(policy.latent_shape, generator)
     sampler = sampler or AllButLast(FlowSDE(0.7))
     schedule, condition = policy.schedule(STEPS), policy.encode(prompts)
-    result = rollout(policy, sampler, schedule, condition, noise, generator, groups, probe, usage, max_batch)
+    result = rollout(
+        policy, sampler, schedule, condition, noise, generator, groups, probe, usage, max_batch
+    )
     return result, usage
 
 
@@ -59,7 +70,9 @@ def sequential_completion(policy, result, node, sample):
     condition = policy.encode(PROMPTS).take(torch.tensor([sample // MEMBERS]))
     with torch.no_grad():
         for i in range(node, STEPS):
-            x = x - schedule.deltas[i] * policy.velocity(x, schedule.network_timesteps[i].expand(1), condition)
+            x = x - schedule.deltas[i] * policy.velocity(
+                x, schedule.network_timesteps[i].expand(1), condition
+            )
     return x[0]
 
 
@@ -70,7 +83,9 @@ def sequential_substeps(policy, result, node, sample, count):
     start = float(result.trajectories.schedule.times[node])
     with torch.no_grad():
         for k in range(count):
-            x = x - start / count * policy.velocity(x, torch.tensor([1000 * start * (1 - k / count)]), condition)
+            x = x - start / count * policy.velocity(
+                x, torch.tensor([1000 * start * (1 - k / count)]), condition
+            )
     return x[0]
 
 
@@ -79,7 +94,10 @@ def sequential_substeps(policy, result, node, sample, count):
 def test_batched_estimates_equal_sequential_ones(mixture_policy, shared, sampler):
     for parameter in mixture_policy.trainable().values():
         torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(1))
-    for probe, reference in ((Completion(), sequential_completion), (Substeps(3), lambda *a: sequential_substeps(*a, 3))):
+    for probe, reference in (
+        (Completion(), sequential_completion),
+        (Substeps(3), lambda *a: sequential_substeps(*a, 3)),
+    ):
         result, _ = run(mixture_policy, probe, shared, sampler)
         assert list(result.estimates) == result.trajectories.tree.drawn_steps
         for node, found in result.estimates.items():
@@ -129,23 +147,31 @@ def test_table_has_nan_only_where_nobody_asked(mixture_policy):
     assert table.shape == (3, MEMBERS, STEPS)
     assert bool(table[..., :-1].isnan().all()) and bool(table[..., -1].isfinite().all())
     usage = Usage()
-    table = score_rollout(mixture_policy, reward, run(mixture_policy, Completion(), True)[0], PROMPTS, usage).total
+    table = score_rollout(
+        mixture_policy, reward, run(mixture_policy, Completion(), True)[0], PROMPTS, usage
+    ).total
     assert bool(table.isfinite().all())
     assert torch.equal(table[:, :1, 0].expand(-1, MEMBERS), table[..., 0])
-    assert usage.reward_calls == 3 + 3 * MEMBERS * 9  # node 0 once a group; nodes 1 to 8, and the image
+    # node 0 once a group; nodes 1 to 8, and the image
+    assert usage.reward_calls == 3 + 3 * MEMBERS * 9
 
 
 def test_splitting_the_rewards_batch_changes_nothing(mixture_policy):
     result, _ = run(mixture_policy, Completion())
     reward = world("mixture").reward("soft")
     whole = score_rollout(mixture_policy, reward, result, PROMPTS).total
-    torch.testing.assert_close(score_rollout(mixture_policy, reward, result, PROMPTS, max_batch=5).total, whole)
+    torch.testing.assert_close(
+        score_rollout(mixture_policy, reward, result, PROMPTS, max_batch=5).total, whole
+    )
 
 
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda images, prompts: torch.full((len(images),), float("nan")), "not finite.*sample 0.*towards 0"),
+        (
+            lambda images, prompts: torch.full((len(images),), float("nan")),
+            "not finite.*sample 0.*towards 0",
+        ),
         (lambda images, prompts: torch.zeros(len(images) + 1), r"shape \(13,\) for 12 images"),
         (lambda images, prompts: [0.0] * len(images), "returned a list"),
     ],
@@ -164,7 +190,9 @@ def test_bad_arguments_are_named(mixture_policy):
 
 
 def test_stored_trajectory_gives_the_behaviour_log_probability(shapes_policy):
-    """Network calls in another batch shape move the log-probability by less than a tenth of the smallest clip in use."""
+    """Network calls in another batch shape move the log-probability by less than a tenth of the
+    smallest clip in use.
+    """
     prompts = [world("shapes").parse("two blue squares")]
     sampler = AllButLast(FlowSDE(0.7))
     result, _ = run(shapes_policy, NoProbe(), sampler=sampler, prompts=prompts, members=3)
@@ -173,7 +201,10 @@ def test_stored_trajectory_gives_the_behaviour_log_probability(shapes_policy):
     timestep = path.schedule.network_timesteps[step]
     with torch.no_grad():
         new = sampler.transition(
-            path.nodes[:, 4], shapes_policy.velocity(path.nodes[:, 4], timestep, condition), path.schedule, step
+            path.nodes[:, 4],
+            shapes_policy.velocity(path.nodes[:, 4], timestep, condition),
+            path.schedule,
+            step,
         )
         old = sampler.transition(path.nodes[:, 4], path.velocities[:, 4], path.schedule, step)
     drift = (log_prob(new, path.nodes[:, 5]) - log_prob(old, path.nodes[:, 5])).abs().max()
@@ -185,13 +216,17 @@ def test_evaluation_sampling_is_the_ode(mixture_policy):
     schedule, condition = mixture_policy.schedule(6), mixture_policy.encode(PROMPTS)
     end = integrate(mixture_policy, schedule, condition, noise, Usage())
     generator = torch.Generator()
-    path = rollout(mixture_policy, ODE(), schedule, condition, noise, generator, Groups(3, 1)).trajectories
+    path = rollout(
+        mixture_policy, ODE(), schedule, condition, noise, generator, Groups(3, 1)
+    ).trajectories
     torch.testing.assert_close(path.images_latent, end)
     assert score(world("mixture").reward("soft"), end, PROMPTS).shape == (3,)
 
 
 def test_a_rewards_own_weights_get_no_gradients(mixture_policy):
-    """A network without `no_grad` would else be differentiated, and its activations kept, with the policy."""
+    """A network without `no_grad` would else be differentiated, and its activations kept, with the
+    policy.
+    """
     weight = torch.nn.Parameter(torch.ones(()))
 
     class Parts:
@@ -205,6 +240,11 @@ def test_a_rewards_own_weights_get_no_gradients(mixture_policy):
             return self.total(self.parts(images, prompts))
 
     result, _ = run(mixture_policy, NoProbe())
-    for reward in (FunctionReward(lambda images, prompts: images.mean((1, 2, 3)) * weight), Parts()):
+    for reward in (
+        FunctionReward(lambda images, prompts: images.mean((1, 2, 3)) * weight),
+        Parts(),
+    ):
         assert not score_rollout(mixture_policy, reward, result, PROMPTS).total.requires_grad
-    assert not score(FunctionReward(lambda i, p: weight * torch.ones(len(p))), torch.zeros(3, 1, 1, 1), PROMPTS).requires_grad
+    assert not score(
+        FunctionReward(lambda i, p: weight * torch.ones(len(p))), torch.zeros(3, 1, 1, 1), PROMPTS
+    ).requires_grad

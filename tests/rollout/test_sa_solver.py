@@ -1,4 +1,6 @@
-"""SA-Solver: the released code's samples, diffusers' coefficients, the law of a Gaussian, and where its noise comes from."""
+"""SA-Solver: the released code's samples, diffusers' coefficients, the law of a Gaussian, and where
+its noise comes from.
+"""
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ PROMPTS = [world("mixture").parse(f"towards {angle} degrees") for angle in (0, 9
 
 
 def test_it_samples_what_the_released_code_samples(tmp_path):
-    """AWM's trajectories without noise, of which the recording has the times and the finished latents."""
+    """AWM's trajectories without noise, of which the recording has the times and the finished
+    latents.
+    """
     found = Recorded("awm", tmp_path)
     recording, policy = found.recording, found.policy
     recorded, expected = recording.tensors("sampling"), recording.tensors("inputs")["x0"]
@@ -25,7 +29,9 @@ def test_it_samples_what_the_released_code_samples(tmp_path):
     torch.testing.assert_close(schedule.network_timesteps, recorded["timesteps"], atol=0, rtol=0)
     torch.testing.assert_close(sa_schedule(schedule).times, recorded["sigmas"], atol=0, rtol=0)
     condition, generator = found.condition, torch.Generator()
-    path = rollout(policy, Multistep("sa"), schedule, condition, noise, generator, Groups(2, 4)).trajectories
+    path = rollout(
+        policy, Multistep("sa"), schedule, condition, noise, generator, Groups(2, 4)
+    ).trajectories
     torch.testing.assert_close(path.images_latent, expected, atol=1e-5, rtol=0)
     evaluated = solve("sa", policy, schedule, condition.take(torch.arange(8) // 4), noise, Usage())
     torch.testing.assert_close(evaluated, expected, atol=1e-5, rtol=0)
@@ -35,7 +41,9 @@ def test_it_samples_what_the_released_code_samples(tmp_path):
 def test_a_step_has_the_coefficients_of_diffusers(tau):
     """Predictor and corrector of one step, from given clean estimates and noise."""
     times = torch.tensor([0.8, 0.7, 0.55, 0.4, 0.0], dtype=torch.float64)
-    x, noise, *clean = torch.randn(6, 5, 3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x, noise, *clean = torch.randn(
+        6, 5, 3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     scheduler = SASolverScheduler(use_flow_sigmas=True, prediction_type="flow_prediction")
     scheduler.sigmas, level = times, torch.tensor(tau, dtype=torch.float64)
     solver, state, start = SASolver(times, tau, lambda x: noise), x, x
@@ -45,11 +53,18 @@ def test_a_step_has_the_coefficients_of_diffusers(tau):
         start = state
         if number >= 2:
             start = scheduler.stochastic_adams_moulton_update(
-                clean[number], last_sample=start_before, last_noise=noise, this_sample=state, order=2, tau=level
+                clean[number],
+                last_sample=start_before,
+                last_noise=noise,
+                this_sample=state,
+                order=2,
+                tau=level,
             )
         scheduler.model_outputs = clean[: number + 1]
         order = min(number + 1, 2)
-        expected = scheduler.stochastic_adams_bashforth_update(clean[number], sample=start, noise=noise, order=order, tau=level)
+        expected = scheduler.stochastic_adams_bashforth_update(
+            clean[number], sample=start, noise=noise, order=order, tau=level
+        )
         torch.testing.assert_close(moved, expected, atol=1e-6, rtol=0)
         state = moved
     torch.testing.assert_close(solver.step(3, (state - clean[3]) / times[3], state), clean[3])
@@ -69,7 +84,9 @@ def gaussian_end(tau: float, steps: int, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("tau", [0.0, 0.4, 1.5])
 def test_the_noise_keeps_the_law_of_the_data(tau):
-    """100,000 samples: standard errors of mean and std are 0.0010 and 0.0007; false alarms in 1 of 10,000 at 4 of them."""
+    """100,000 samples: standard errors of mean and std are 0.0010 and 0.0007; false alarms in 1 of
+    10,000 at 4 of them.
+    """
     end = gaussian_end(tau, 100, 100_000)
     assert abs(float(end.mean()) - 0.5) < 0.004 and abs(float(end.std()) - 0.3) < 0.003
 
@@ -77,24 +94,37 @@ def test_the_noise_keeps_the_law_of_the_data(tau):
 def test_noise_decorrelates_the_samples_from_their_start():
     """Without noise the end is a function of the start; with it, less so the larger tau is."""
     start = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
-    shares = [float(torch.corrcoef(torch.stack([start, gaussian_end(tau, 40, 20_000)]))[0, 1]) for tau in (0.0, 0.4, 1.5)]
+    shares = [
+        float(torch.corrcoef(torch.stack([start, gaussian_end(tau, 40, 20_000)]))[0, 1])
+        for tau in (0.0, 0.4, 1.5)
+    ]
     assert shares[0] > 0.9999 and shares[0] > shares[1] + 0.05 > shares[2] + 0.3
 
 
 def sampled(first=0, count=3, tau=0.4, seed=1, members=4, max_batch=1024):
     policy, groups = world("mixture").policy(PolicyOptions()), Groups(3, members)
-    noise = groups.noise(policy.latent_shape, torch.Generator().manual_seed(0))[first * members : (first + count) * members]
+    noise = groups.noise(policy.latent_shape, torch.Generator().manual_seed(0))[
+        first * members : (first + count) * members
+    ]
     condition = policy.encode(PROMPTS).take(torch.arange(first, first + count))
     generator = torch.Generator().manual_seed(seed)
     result = rollout(
-        policy, Multistep("sa", tau=tau), policy.schedule(8), condition, noise, generator, groups.part(first, count),
+        policy,
+        Multistep("sa", tau=tau),
+        policy.schedule(8),
+        condition,
+        noise,
+        generator,
+        groups.part(first, count),
         max_batch=max_batch,
-    )  # fmt: skip
+    )
     return result.trajectories.states, generator.get_state()
 
 
 def test_the_noise_is_the_rollouts_own():
-    """A function of the generator's state and the sample's number: not of chunks, batches or the global generator."""
+    """A function of the generator's state and the sample's number: not of chunks, batches or the
+    global generator.
+    """
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
     whole, state = sampled()
@@ -112,7 +142,10 @@ def test_the_noise_is_the_rollouts_own():
 
 def test_the_grid_is_that_of_the_released_code():
     changed = sa_schedule(shifted_schedule(6, 3.0))
-    assert float(changed.times[0]) == pytest.approx(0.999) and changed.times[-2] == changed.times[-3] / 2
+    assert (
+        float(changed.times[0]) == pytest.approx(0.999)
+        and changed.times[-2] == changed.times[-3] / 2
+    )
     torch.testing.assert_close(changed.times[1:-2], shifted_schedule(6, 3.0).times[1:-2])
     torch.testing.assert_close(changed.network_timesteps, 1000 * changed.times[:-1])
     told = torch.tensor([990.0, 880.0, 740.0, 490.0])
@@ -123,7 +156,11 @@ def test_the_grid_is_that_of_the_released_code():
 
 
 def test_only_sa_has_noise():
-    with pytest.raises(ConfigError, match=r"Multistep.tau = 0.4 is not allowed; allowed: 0 with solver dpm\+\+"):
+    with pytest.raises(
+        ConfigError, match=r"Multistep.tau = 0.4 is not allowed; allowed: 0 with solver dpm\+\+"
+    ):
         Multistep(tau=0.4)
-    with pytest.raises(ConfigError, match=r"Multistep.tau = -1.0 is not allowed; allowed: finite and 0 or more"):
+    with pytest.raises(
+        ConfigError, match=r"Multistep.tau = -1.0 is not allowed; allowed: finite and 0 or more"
+    ):
         Multistep("sa", tau=-1.0)

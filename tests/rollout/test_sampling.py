@@ -1,4 +1,6 @@
-"""Images from prompts and noise: the same samples as by hand, batch by batch, with noise that is drawn when it is needed."""
+"""Images from prompts and noise: the same samples as by hand, batch by batch, with noise that is
+drawn when it is needed.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,10 @@ from flowrl.testing.tiny import tiny_sd3_policy
 from flowrl.types import Prompt
 from flowrl.worlds.base import world
 
-PROMPTS = [world("shapes").parse(text) for text in ("three red circles", "two blue squares", "one green triangle")] * 2
+PROMPTS = [
+    world("shapes").parse(text)
+    for text in ("three red circles", "two blue squares", "one green triangle")
+] * 2
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -22,14 +27,21 @@ def test_batches_are_the_samples_of_the_solver_decoded(shapes_policy, solver):
     assert [len(batch.images) for batch in batches] == [4, 2]
     found = ImageBatch.cat(batches)
     assert torch.equal(found.latents, expected) and found.prompts == PROMPTS
-    assert torch.equal(found.images, torch.cat([shapes_policy.decode(part) for part in expected.split(4)]))
+    assert torch.equal(
+        found.images, torch.cat([shapes_policy.decode(part) for part in expected.split(4)])
+    )
     part = found[2:5]
     assert torch.equal(part.images, found.images[2:5]) and part.prompts == PROMPTS[2:5]
 
 
 def test_noise_depends_on_seed_and_count_alone(shapes_policy, mixture_policy):
-    assert torch.equal(initial_noise(mixture_policy, 3), torch.randn(3, 2, 1, 1, generator=torch.Generator().manual_seed(20240)))
-    assert not torch.equal(initial_noise(shapes_policy, 3, seed=1), initial_noise(shapes_policy, 3, seed=2))
+    assert torch.equal(
+        initial_noise(mixture_policy, 3),
+        torch.randn(3, 2, 1, 1, generator=torch.Generator().manual_seed(20240)),
+    )
+    assert not torch.equal(
+        initial_noise(shapes_policy, 3, seed=1), initial_noise(shapes_policy, 3, seed=2)
+    )
 
 
 def test_noise_may_be_drawn_lazily(mixture_policy):
@@ -45,13 +57,20 @@ def test_noise_may_be_drawn_lazily(mixture_policy):
     first = next(batches)
     assert drawn == [0, 1], "a batch draws its own latents only"
     found = ImageBatch.cat([first, *batches])
-    assert torch.equal(found.images, ImageBatch.cat(sample_images(mixture_policy, prompts, noise, 3, max_batch=2)).images)
+    assert torch.equal(
+        found.images,
+        ImageBatch.cat(sample_images(mixture_policy, prompts, noise, 3, max_batch=2)).images,
+    )
 
 
 def test_prompts_are_embedded_before_the_first_batch():
     """Text encoders visit the device once, not once per batch."""
     policy = tiny_sd3_policy()
-    prompts, visits, embed = [Prompt(f"a dog, number {i}") for i in range(5)], [], policy.prompts.encode
+    prompts, visits, embed = (
+        [Prompt(f"a dog, number {i}") for i in range(5)],
+        [],
+        policy.prompts.encode,
+    )
     policy.prompts.encode = lambda texts: (visits.append(len(texts)), embed(texts))[1]
     batches = list(sample_images(policy, prompts, initial_noise(policy, 5), 1, max_batch=2))
     assert len(batches) == 3 and visits == [6], "five prompts and the negative one"
@@ -62,6 +81,8 @@ def test_what_is_wrong_is_named(mixture_policy):
     with pytest.raises(ConfigError, match=r"noise = 2 .*one latent for each of the 3 prompts"):
         list(sample_images(mixture_policy, prompts, initial_noise(mixture_policy, 2), 2))
     with pytest.raises(ConfigError, match="max_batch = 0"):
-        list(sample_images(mixture_policy, prompts, initial_noise(mixture_policy, 3), 2, max_batch=0))
+        list(
+            sample_images(mixture_policy, prompts, initial_noise(mixture_policy, 3), 2, max_batch=0)
+        )
     with pytest.raises(ConfigError, match="solver = 'rk4'"):
         list(sample_images(mixture_policy, prompts, initial_noise(mixture_policy, 3), 2, "rk4"))

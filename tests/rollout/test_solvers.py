@@ -35,7 +35,9 @@ class Exact:
     def frozen(self):
         return torch.no_grad()
 
-    def velocity(self, latent: torch.Tensor, timestep: torch.Tensor, condition: Condition) -> torch.Tensor:
+    def velocity(
+        self, latent: torch.Tensor, timestep: torch.Tensor, condition: Condition
+    ) -> torch.Tensor:
         self.told.append(float(timestep[0]))
         return RING.velocity(latent, timestep / 1000)
 
@@ -43,17 +45,27 @@ class Exact:
 class PointMass(Exact):
     """All the data in one point: v = (x - x_0) / t, so the clean estimate never changes."""
 
-    def velocity(self, latent: torch.Tensor, timestep: torch.Tensor, condition: Condition) -> torch.Tensor:
+    def velocity(
+        self, latent: torch.Tensor, timestep: torch.Tensor, condition: Condition
+    ) -> torch.Tensor:
         return (latent - POINT) / (timestep[:, None] / 1000)
 
 
-def end(solver: str, schedule: Schedule, policy: Exact | None = None, usage: Usage | None = None, max_batch: int = 1024):
+def end(
+    solver: str,
+    schedule: Schedule,
+    policy: Exact | None = None,
+    usage: Usage | None = None,
+    max_batch: int = 1024,
+):
     return solve(solver, policy or Exact(), schedule, CONDITION, NOISE, usage or Usage(), max_batch)  # pyright: ignore[reportArgumentType]
 
 
 @functools.cache
 def truth() -> torch.Tensor:
-    """The flow followed by 300 steps of the classical Runge-Kutta method in float64: error below 1e-6."""
+    """The flow followed by 300 steps of the classical Runge-Kutta method in float64: error below
+    1e-6.
+    """
     x, times = NOISE.double(), torch.linspace(1, 0, 301, dtype=torch.float64)
 
     def v(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
@@ -76,8 +88,10 @@ def error(solver: str, steps: int) -> float:
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_solvers_converge_and_higher_orders_are_nearer(solver: str) -> None:
-    """Measured at 10, 20, 40, 160 steps: Euler .067 .034 .017 .0044, Heun .016 .0036 .0008 .0000, DPM-Solver++ .037 .0062 .0016
-    .0003, UniPC .038 .0049 .0012 .0001, SA-Solver .055 .0095 .0035 .0005: it takes pure noise as a state at 0.999."""
+    """Measured at 10, 20, 40, 160 steps: Euler .067 .034 .017 .0044, Heun .016 .0036 .0008 .0000,
+    DPM-Solver++ .037 .0062 .0016 .0003, UniPC .038 .0049 .0012 .0001, SA-Solver .055 .0095 .0035
+    .0005: it takes pure noise as a state at 0.999.
+    """
     errors = [error(solver, steps) for steps in (10, 20, 40, 160)]
     assert errors == sorted(errors, reverse=True)
     if solver == "euler":
@@ -89,9 +103,13 @@ def test_solvers_converge_and_higher_orders_are_nearer(solver: str) -> None:
         assert all(error(solver, n) < slack * limit * error("euler", n) for n, limit in limits)
 
 
-@pytest.mark.parametrize(("solver", "least", "most"), [("euler", 0.9, 1.1), ("heun", 1.8, 2.4), ("unipc", 1.7, 2.6)])
+@pytest.mark.parametrize(
+    ("solver", "least", "most"), [("euler", 0.9, 1.1), ("heun", 1.8, 2.4), ("unipc", 1.7, 2.6)]
+)
 def test_orders_of_convergence(solver: str, least: float, most: float) -> None:
-    """Slopes of log error against log steps from 20 to 160 steps: 0.99, 2.06 and 1.81. DPM-Solver++ wobbles about 1.4."""
+    """Slopes of log error against log steps from 20 to 160 steps: 0.99, 2.06 and 1.81. DPM-Solver++
+    wobbles about 1.4.
+    """
     slope = math.log2(error(solver, 20) / error(solver, 160)) / 3
     assert least < slope < most, slope
 
@@ -114,9 +132,13 @@ def test_heun_is_heuns_method_with_an_euler_step_at_the_end() -> None:
     torch.testing.assert_close(end("heun", schedule), x, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("solver", "steps"), [("heun", 1), ("dpm++", 1), ("unipc", 1), ("dpm++", 2)])
+@pytest.mark.parametrize(
+    ("solver", "steps"), [("heun", 1), ("dpm++", 1), ("unipc", 1), ("dpm++", 2)]
+)
 def test_the_fewest_steps_are_eulers(solver: str, steps: int) -> None:
-    """A first-order step of an exponential integrator is Euler's; the last of few DPM-Solver++ steps has order 1."""
+    """A first-order step of an exponential integrator is Euler's; the last of few DPM-Solver++
+    steps has order 1.
+    """
     schedule = uniform_schedule(steps)
     torch.testing.assert_close(end(solver, schedule), end("euler", schedule), rtol=0, atol=1e-4)
 
@@ -128,18 +150,27 @@ def test_every_solver_is_exact_for_a_point(solver: str, steps: int) -> None:
     torch.testing.assert_close(reached, POINT.expand(N, 2), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("solver", "nodes"), [("heun", [0, 1, 1, 2, 2, 3, 3]), ("dpm++", [0, 1, 2, 3]), ("unipc", [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    ("solver", "nodes"),
+    [("heun", [0, 1, 1, 2, 2, 3, 3]), ("dpm++", [0, 1, 2, 3]), ("unipc", [0, 1, 2, 3])],
+)
 def test_the_network_is_told_the_schedules_own_timesteps(solver: str, nodes: list[int]) -> None:
     """Pure noise is t = 1, whatever time the solver calculates with."""
     policy = Exact()
     end(solver, shifted_schedule(4), policy)
     assert policy.told == [[1000.0, 900.0, 750.0, 500.0][node] for node in nodes]
     policy = Exact()
-    end(solver, replace(shifted_schedule(4), timesteps=torch.tensor([990.0, 880.0, 740.0, 490.0])), policy)
+    end(
+        solver,
+        replace(shifted_schedule(4), timesteps=torch.tensor([990.0, 880.0, 740.0, 490.0])),
+        policy,
+    )
     assert policy.told == [[990.0, 880.0, 740.0, 490.0][node] for node in nodes]
 
 
-@pytest.mark.parametrize(("solver", "calls"), [("euler", 6), ("heun", 11), ("dpm++", 6), ("unipc", 6), ("sa", 6)])
+@pytest.mark.parametrize(
+    ("solver", "calls"), [("euler", 6), ("heun", 11), ("dpm++", 6), ("unipc", 6), ("sa", 6)]
+)
 def test_evaluations_are_counted_and_chunks_do_not_matter(solver: str, calls: int) -> None:
     usage, schedule = Usage(), shifted_schedule(6)
     whole = end(solver, schedule, usage=usage)
@@ -152,5 +183,8 @@ def test_a_run_can_be_evaluated_by_another_solver(tmp_path) -> None:
     assert Run(config, tmp_path / "a").execute()
     for solver in ("dpm++", "sa"):
         assert Run(config.replace(eval_solver=solver), tmp_path / solver).execute()
-    with pytest.raises(ConfigError, match=r"solver = 'rk4' is not allowed; allowed: one of euler, heun, dpm\+\+, unipc, sa"):
+    with pytest.raises(
+        ConfigError,
+        match=r"solver = 'rk4' is not allowed; allowed: one of euler, heun, dpm\+\+, unipc, sa",
+    ):
         config.replace(eval_solver="rk4")

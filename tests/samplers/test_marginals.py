@@ -1,4 +1,6 @@
-"""What the kernels do to the distribution of the next node, in worlds whose velocity is known in closed form."""
+"""What the kernels do to the distribution of the next node, in worlds whose velocity is known in
+closed form.
+"""
 
 import math
 
@@ -29,7 +31,9 @@ def one_step(kernel: Sampler, schedule: Schedule, step: int, noise: torch.Tensor
 
 
 def next_variance(kernel: Sampler, schedule: Schedule, step: int) -> float:
-    """Variance of x_s when x_t is exactly on the marginal: the mean is affine in the noise, so two points tell it."""
+    """Variance of x_s when x_t is exactly on the marginal: the mean is affine in the noise, so two
+    points tell it.
+    """
     gaussian = one_step(kernel, schedule, step, torch.tensor([[0.0], [1.0]]))
     coefficient = float(gaussian.mean[1] - gaussian.mean[0])
     return coefficient**2 + float(gaussian.std[0]) ** 2
@@ -58,7 +62,9 @@ def test_the_sde_step_adds_variance_of_known_size(kernel: Sampler, step: int) ->
 @pytest.mark.parametrize("step", range(10))
 def test_preserving_kernels_keep_the_coefficient_of_the_noise(kernel: Sampler, step: int) -> None:
     schedule = uniform_schedule(10)
-    assert next_variance(kernel, schedule, step) == pytest.approx(float(schedule.times[step + 1]) ** 2, abs=1e-6)
+    assert next_variance(kernel, schedule, step) == pytest.approx(
+        float(schedule.times[step + 1]) ** 2, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("kernel", [*SDE_KERNELS, *PRESERVING_KERNELS, ODE()], ids=repr)
@@ -69,19 +75,25 @@ def test_every_kernel_keeps_the_coefficient_of_the_data(kernel: Sampler, step: i
     assert float(mean) == pytest.approx((1 - float(schedule.times[step + 1])) * POINT, abs=1e-5)
 
 
-def rollout(kernel: Sampler, velocity, schedule: Schedule, start: torch.Tensor, last: int, seed: int) -> torch.Tensor:
+def rollout(
+    kernel: Sampler, velocity, schedule: Schedule, start: torch.Tensor, last: int, seed: int
+) -> torch.Tensor:
     """The node `last` of trajectories from `start`."""
     generator = torch.Generator().manual_seed(seed)
     x = start
     for i in range(last):
         step = torch.full((len(x),), i)
-        x = sample(kernel.transition(x, velocity(x, schedule.times[step]), schedule, step), generator)
+        x = sample(
+            kernel.transition(x, velocity(x, schedule.times[step]), schedule, step), generator
+        )
     return x
 
 
 @pytest.mark.parametrize("kernel", PRESERVING_KERNELS, ids=repr)
 def test_sampled_trajectories_of_preserving_kernels_stay_on_the_marginal(kernel: Sampler) -> None:
-    """Node 6 of 10: mean (1-t) x_0 and variance t^2. z-tests at |z| < 5, false alarm below 1e-6 each."""
+    """Node 6 of 10: mean (1-t) x_0 and variance t^2. z-tests at |z| < 5, false alarm below 1e-6
+    each.
+    """
     n, schedule = 40_000, uniform_schedule(10)
     noise = torch.randn(n, 1, generator=torch.Generator().manual_seed(1))
     t = float(schedule.times[6])
@@ -91,7 +103,9 @@ def test_sampled_trajectories_of_preserving_kernels_stay_on_the_marginal(kernel:
 
 
 def test_sampled_flow_sde_trajectories_carry_the_excess() -> None:
-    """One step from the marginal at t = 0.7: predicted variance within |z| < 5, and the marginal's own is rejected."""
+    """One step from the marginal at t = 0.7: predicted variance within |z| < 5, and the marginal's
+    own is rejected.
+    """
     n, schedule, step = 40_000, uniform_schedule(10), 3
     noise = torch.randn(n, 1, generator=torch.Generator().manual_seed(3))
     x = sample(one_step(FlowSDE(0.7), schedule, step, noise), torch.Generator().manual_seed(4))
@@ -123,7 +137,9 @@ def within_mode_variance(x: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("kernel", [ODE(), FlowSDE(0.7), DanceSDE(0.3)], ids=repr)
 def test_fine_grids_sample_a_mixture(kernel: Sampler) -> None:
-    """200 steps, 4000 samples: 5 standard errors, plus grid error: 0.01 (weight of a mode), 2 % (its variance)."""
+    """200 steps, 4000 samples: 5 standard errors, plus grid error: 0.01 (weight of a mode), 2 %
+    (its variance).
+    """
     n = 4_000
     noise = torch.randn(n, 2, generator=torch.Generator().manual_seed(5))
     x = rollout(kernel, mixture_velocity, uniform_schedule(200), noise, last=200, seed=6)

@@ -10,9 +10,25 @@ import torch
 from jaxtyping import TypeCheckError
 
 from flowrl.errors import ConfigError
-from flowrl.flow import log_prob, log_prob_without_constants, sample, shifted_schedule, tweedie, uniform_schedule
+from flowrl.flow import (
+    log_prob,
+    log_prob_without_constants,
+    sample,
+    shifted_schedule,
+    tweedie,
+    uniform_schedule,
+)
 from flowrl.protocols import Sampler
-from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE, RandomWindow, Windowed, transition_stds
+from flowrl.samplers import (
+    CPS,
+    DDIMSDE,
+    ODE,
+    DanceSDE,
+    FlowSDE,
+    RandomWindow,
+    Windowed,
+    transition_stds,
+)
 from flowrl.types import Schedule
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "kernels.json").read_text())
@@ -46,14 +62,20 @@ def every_step(schedule: Schedule) -> torch.Tensor:
 def test_worked_example(kernel: Sampler, mean: float, std: float) -> None:
     """x = .5, v = -.8, t = .6, s = .5, computed by hand from each paper's formula."""
     schedule = Schedule(torch.tensor([1.0, 0.6, 0.5, 0.0]))
-    gaussian = kernel.transition(torch.tensor([[0.5]]), torch.tensor([[-0.8]]), schedule, torch.tensor([1]))
+    gaussian = kernel.transition(
+        torch.tensor([[0.5]]), torch.tensor([[-0.8]]), schedule, torch.tensor([1])
+    )
     assert float(gaussian.mean) == pytest.approx(mean, abs=1e-6)
     assert float(gaussian.std) == pytest.approx(std, abs=1e-6)
 
 
-@pytest.mark.parametrize("case", GOLDEN["steps"], ids=lambda c: f"{c['kind']}-{c['noise_level']}-{c['index']}")
+@pytest.mark.parametrize(
+    "case", GOLDEN["steps"], ids=lambda c: f"{c['kind']}-{c['noise_level']}-{c['index']}"
+)
 def test_matches_the_public_flow_grpo_step(case: dict[str, Any]) -> None:
-    """YunzeTong/TurningPoint-GRPO 994d26a (the formula of yifan123/flow_grpo), float32 on the CPU."""
+    """YunzeTong/TurningPoint-GRPO 994d26a (the formula of yifan123/flow_grpo), float32 on the
+    CPU.
+    """
     schedule = Schedule(torch.tensor(GOLDEN["sigmas"]))
     sde = case["kind"] == "sde"
     kernel = FlowSDE(case["noise_level"]) if sde else CPS(case["noise_level"])
@@ -64,7 +86,9 @@ def test_matches_the_public_flow_grpo_step(case: dict[str, Any]) -> None:
     torch.testing.assert_close(gaussian.std, std, rtol=1e-5, atol=1e-7)
     if bool((std > 0).all()):
         density = log_prob if sde else log_prob_without_constants
-        torch.testing.assert_close(density(gaussian, x_next), torch.tensor(case["log_prob"]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            density(gaussian, x_next), torch.tensor(case["log_prob"]), rtol=1e-5, atol=1e-5
+        )
     else:
         assert case["kind"] == "cps" and case["index"] == STEPS - 1
 
@@ -76,8 +100,12 @@ def test_matches_the_public_dancegrpo_step(case: dict[str, Any]) -> None:
     step = torch.full((2,), case["index"])
     x, v, x_next = (torch.tensor(case[key]) for key in ("x", "v", "x_next"))
     gaussian = DanceSDE(case["eta"]).transition(x, v, schedule, step)
-    torch.testing.assert_close(tweedie(x, v, schedule.times[step]), torch.tensor(case["x0"]), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(log_prob(gaussian, x_next), torch.tensor(case["log_prob"]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        tweedie(x, v, schedule.times[step]), torch.tensor(case["x0"]), rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(
+        log_prob(gaussian, x_next), torch.tensor(case["log_prob"]), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("kernel", [*KERNELS, Windowed(CPS(), range(2, 5))], ids=name)
@@ -113,15 +141,23 @@ class TestContract:
         assert not sample(gaussian, torch.Generator().manual_seed(0)).requires_grad
 
     def test_is_finite_on_extreme_grids(self, kernel: Sampler) -> None:
-        for schedule in (shifted_schedule(STEPS, 50.0), shifted_schedule(STEPS, 0.05), uniform_schedule(100)):
+        for schedule in (
+            shifted_schedule(STEPS, 50.0),
+            shifted_schedule(STEPS, 0.05),
+            uniform_schedule(100),
+        ):
             n = schedule.steps
-            gaussian = kernel.transition(randn(n, 3), randn(n, 3, seed=1), schedule, every_step(schedule))
+            gaussian = kernel.transition(
+                randn(n, 3), randn(n, 3, seed=1), schedule, every_step(schedule)
+            )
             assert bool(gaussian.mean.isfinite().all())
             assert bool(gaussian.std.isfinite().all()) and bool((gaussian.std >= 0).all())
 
     def test_wrong_shapes_are_refused_at_the_door(self, kernel: Sampler) -> None:
         with pytest.raises(TypeCheckError, match=r"parameter .step."):
-            kernel.transition(randn(4, 3), randn(4, 3), self.schedule, torch.zeros(3, dtype=torch.long))
+            kernel.transition(
+                randn(4, 3), randn(4, 3), self.schedule, torch.zeros(3, dtype=torch.long)
+            )
 
 
 @pytest.mark.parametrize("kernel", [FlowSDE(0.0), DanceSDE(0.0), CPS(0.0), DDIMSDE(0.0)], ids=name)
@@ -137,7 +173,9 @@ def test_dance_equals_flow_where_their_sigmas_meet() -> None:
     """At t = 0.6, a sqrt(t / (1-t)) = eta."""
     schedule, step = Schedule(torch.tensor([1.0, 0.6, 0.5, 0.0])), torch.tensor([1, 1])
     flow = FlowSDE(0.4).transition(randn(2, 3), randn(2, 3, seed=1), schedule, step)
-    dance = DanceSDE(0.4 * math.sqrt(0.6 / 0.4)).transition(randn(2, 3), randn(2, 3, seed=1), schedule, step)
+    dance = DanceSDE(0.4 * math.sqrt(0.6 / 0.4)).transition(
+        randn(2, 3), randn(2, 3, seed=1), schedule, step
+    )
     torch.testing.assert_close(flow.mean, dance.mean)
     torch.testing.assert_close(flow.std, dance.std)
 
@@ -167,7 +205,9 @@ def test_which_steps_are_decisions() -> None:
 def test_transition_stds_are_those_of_the_transition() -> None:
     schedule = shifted_schedule(STEPS)
     for kernel in KERNELS:
-        expected = kernel.transition(randn(STEPS, 2), randn(STEPS, 2), schedule, every_step(schedule)).std
+        expected = kernel.transition(
+            randn(STEPS, 2), randn(STEPS, 2), schedule, every_step(schedule)
+        ).std
         assert torch.equal(transition_stds(kernel, schedule), expected)
 
 
@@ -191,7 +231,10 @@ def test_cps_refuses_a_noise_level_above_one() -> None:
 def test_window_is_the_kernel_inside_and_the_ode_outside() -> None:
     schedule = shifted_schedule(6)
     x, v, step = randn(6, 3), randn(6, 3, seed=1), every_step(schedule)
-    windowed, kernel, ode = (k.transition(x, v, schedule, step) for k in (Windowed(FlowSDE(), range(2, 5)), FlowSDE(), ODE()))
+    windowed, kernel, ode = (
+        k.transition(x, v, schedule, step)
+        for k in (Windowed(FlowSDE(), range(2, 5)), FlowSDE(), ODE())
+    )
     inside = torch.tensor([False, False, True, True, True, False])
     assert torch.equal(windowed.mean[inside], kernel.mean[inside])
     assert torch.equal(windowed.std[inside], kernel.std[inside])
@@ -202,7 +245,10 @@ def test_window_is_the_kernel_inside_and_the_ode_outside() -> None:
 def test_steps_of_a_window_need_no_order_and_no_neighbours() -> None:
     schedule = shifted_schedule(6)
     stds = transition_stds(FlowSDE(), schedule)
-    assert torch.equal(transition_stds(Windowed(FlowSDE(), [4, 1]), schedule), stds * torch.tensor([0, 1, 0, 0, 1, 0]))
+    assert torch.equal(
+        transition_stds(Windowed(FlowSDE(), [4, 1]), schedule),
+        stds * torch.tensor([0, 1, 0, 0, 1, 0]),
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from flowrl.errors import ConfigError
 from flowrl.protocols import Window
 from flowrl.registry import build
-from flowrl.samplers import FixedWindow, Multistep, RandomWindow, SlidingWindow, Windowed, trained_steps, windowed
+from flowrl.samplers import (
+    FixedWindow,
+    Multistep,
+    RandomWindow,
+    SlidingWindow,
+    Windowed,
+    trained_steps,
+    windowed,
+)
 from flowrl.training.build import make_method, make_world, policy_options, window_text
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.trainer import Trainer
@@ -28,7 +36,9 @@ ENDS = st.none() | st.integers(-12, 12)
 
 
 @given(ENDS, ENDS, st.integers(1, 10))
-def test_a_fixed_window_is_a_slice_of_the_steps(start: int | None, stop: int | None, count: int) -> None:
+def test_a_fixed_window_is_a_slice_of_the_steps(
+    start: int | None, stop: int | None, count: int
+) -> None:
     """Within the schedule; ends beyond it are refused."""
     expected = list(range(count))[start:stop]
     if all(-count <= end <= count for end in (start or 0, stop or 0)) and expected:
@@ -102,9 +112,14 @@ def test_windows_have_texts(text: str, expected: Window) -> None:
 
 
 def test_a_window_of_the_users_own(tmp_path) -> None:
-    code = "class Ends:\n    def steps(self, count, generator, iteration=0):\n        return [0, count - 1]\n"
+    code = (
+        "class Ends:\n    def steps(self, count, generator, iteration=0):\n        return [0, count"
+        " - 1]\n"
+    )
     (tmp_path / "my.py").write_text(code)
-    config = preset("tiny").apply(world="mixture", window=f"{tmp_path / 'my.py'}:Ends", iterations=1)
+    config = preset("tiny").apply(
+        world="mixture", window=f"{tmp_path / 'my.py'}:Ends", iterations=1
+    )
     assert drawn_samplers(config, 1) == [[0, 3]]
     assert window_text(config).endswith("my.py:Ends (2 of 4 steps, chosen every iteration)")
     with pytest.raises(ConfigError, match=r"window names .*: code, which would run"):
@@ -114,7 +129,13 @@ def test_a_window_of_the_users_own(tmp_path) -> None:
 def drawn_samplers(config: RunConfig, iterations: int) -> list[list[int]]:
     chosen = make_world(config)
     policy = chosen.policy(policy_options(config))
-    run = Trainer(policy, make_method(config), chosen.reward("soft"), chosen.prompts("direction", "train"), config)
+    run = Trainer(
+        policy,
+        make_method(config),
+        chosen.reward("soft"),
+        chosen.prompts("direction", "train"),
+        config,
+    )
     seen = []
     for _ in range(iterations):
         sampler = run.draw_sampler()
@@ -140,7 +161,10 @@ def test_the_plan_names_the_steps() -> None:
     config = preset("default").apply(world="mixture")
     assert window_text(config.replace(window="2:7")) == "2:7 (steps 2-6 of 10)"
     assert window_text(config.replace(window="-1:")) == "-1: (step 9 of 10)"
-    assert window_text(config.replace(window="random(size=3)")) == "random(size=3) (3 of 10 steps, chosen every iteration)"
+    assert (
+        window_text(config.replace(window="random(size=3)"))
+        == "random(size=3) (3 of 10 steps, chosen every iteration)"
+    )
     assert window_text(config.replace(method="awm")) == "none (10 steps of a multistep solver)"
 
 
@@ -161,7 +185,16 @@ def test_the_plan_names_the_steps() -> None:
         lambda: steps_of(RandomWindow(2, high=5), 4),
         *(
             lambda text=text: steps_of(build("window", text))
-            for text in ("sliding", "sliding(size=x)", "first(size=3)", "random(size=3, high=2)", "random:3", "1:1", "0:11", "")
+            for text in (
+                "sliding",
+                "sliding(size=x)",
+                "first(size=3)",
+                "random(size=3, high=2)",
+                "random:3",
+                "1:1",
+                "0:11",
+                "",
+            )
         ),
     ],
 )
@@ -190,13 +223,18 @@ def test_only_steps_with_noise_are_trained(spec: str, expected: list[int]) -> No
 
 
 def test_a_random_share_is_drawn_evenly_and_again_from_the_same_state() -> None:
-    """0.6 of 9 steps are 5 (DanceGRPO's floor); 2,000 draws: a step's count has standard deviation 22; five are allowed."""
+    """0.6 of 9 steps are 5 (DanceGRPO's floor); 2,000 draws: a step's count has standard deviation
+    22; five are allowed.
+    """
     draws = [chosen("random(fraction=0.6)", [0.1] * 9 + [0.0], seed) for seed in range(2000)]
-    assert {len(steps) for steps in draws} == {5} and all(steps == sorted(set(steps)) for steps in draws)
+    assert {len(steps) for steps in draws} == {5} and all(
+        steps == sorted(set(steps)) for steps in draws
+    )
     counts = torch.tensor(draws).flatten().bincount(minlength=10)
     assert counts[9] == 0 and (counts[:9] - 2000 * 5 / 9).abs().max() < 5 * 22.3
     assert (
-        chosen("random(fraction=0.6)", [0.1] * 9 + [0.0], 7) == draws[7] and len(chosen("random(fraction=0.01)", [0.1] * 9)) == 1
+        chosen("random(fraction=0.6)", [0.1] * 9 + [0.0], 7) == draws[7]
+        and len(chosen("random(fraction=0.01)", [0.1] * 9)) == 1
     )
 
 
@@ -217,7 +255,10 @@ def test_a_random_share_is_drawn_evenly_and_again_from_the_same_state() -> None:
 )
 def test_other_words_for_trained_steps_are_refused(spec: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"trained_steps = .* is not allowed; allowed: a slice START:STOP, .* random\(fraction="
+        ConfigError,
+        match=(
+            r"trained_steps = .* is not allowed; allowed: a slice START:STOP, .* random\(fraction="
+        ),
     ):
         chosen(spec, [0.1, 0.1])
 
@@ -228,13 +269,20 @@ def test_a_loss_without_steps_is_refused(spec: str) -> None:
         chosen(spec, [0.0, 0.0, 0.0, 0.1])
     with pytest.raises(ConfigError, match="no stochastic step on this schedule"):
         chosen(spec, [0.0, 0.0])
-    with pytest.raises(ConfigError, match=r"':' or random\(fraction=...\) with a window that changes"):
+    with pytest.raises(
+        ConfigError, match=r"':' or random\(fraction=...\) with a window that changes"
+    ):
         make_method(preset("tiny").apply(trained_steps=spec, window="random(size=1)"))
 
 
 def test_a_geometric_start_is_drawn_with_its_probabilities() -> None:
-    """Chi-squared over 5 starts; 4000 draws; the false-alarm rate is 0.1% (critical value 18.5 at 4 degrees of freedom)."""
-    window, generator = RandomWindow(3, low=1, high=8, geometric=0.5), torch.Generator().manual_seed(1)
+    """Chi-squared over 5 starts; 4000 draws; the false-alarm rate is 0.1% (critical value 18.5 at 4
+    degrees of freedom).
+    """
+    window, generator = (
+        RandomWindow(3, low=1, high=8, geometric=0.5),
+        torch.Generator().manual_seed(1),
+    )
     starts = torch.tensor([window.steps(9, generator)[0] for _ in range(4000)])
     expected = 4000 * 0.5 ** torch.arange(5) / sum(0.5**i for i in range(5))
     counts = torch.bincount(starts, minlength=6)

@@ -1,4 +1,6 @@
-"""A client and servers that fail: faults that pass are waited out, faults that stay are one clear error."""
+"""A client and servers that fail: faults that pass are waited out, faults that stay are one clear
+error.
+"""
 
 import contextlib
 import json
@@ -32,7 +34,11 @@ def marked(text, marks, **more):
 
 def raw(status, body=b"", **headers):
     lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
-    return f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{lines}\r\n".encode() + body
+    return (
+        f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\nConnection: "
+        f"close\r\n{lines}\r\n".encode()
+        + body
+    )
 
 
 GOOD = scores("[1.0, 2.0]")
@@ -79,7 +85,10 @@ def test_faults_that_pass_are_waited_out(fault):
         (scores('[1.0, "2.0"]'), "sent '2.0' as scores.1: .*number"),
         (scores("[1.0, true]"), "sent True as scores.1: .*number"),
         (marked("[1.0, NaN]", "[false, true]"), "sent nan as scores.1: .*finite"),
-        (marked("[1.0, null]", "[false, false]"), "sent null in scores for sample 1 of 2 without an invalid mark"),
+        (
+            marked("[1.0, null]", "[false, false]"),
+            "sent null in scores for sample 1 of 2 without an invalid mark",
+        ),
         (marked("[1.0, 2.0]", "[false, true]"), "marks sample 1 of 2 invalid, yet sends a score"),
         (marked("[1.0, null]", "[true]"), "sent 1 invalid marks for 2 images"),
         (marked("[1.0, null]", "[0, 1]"), "sent 0 as invalid.0: .*boolean"),
@@ -89,10 +98,20 @@ def test_faults_that_pass_are_waited_out(fault):
         (raw(404, b"not here"), "refuses: status 404"),
         (raw(307, Location="http://127.0.0.1:1/"), "refuses: status 307"),
         (
-            raw(422, b'{"error": {"code": "reward_refused", "message": "no quoted text", "retry": false}}'),
+            raw(
+                422,
+                b'{"error": {"code": "reward_refused", "message": "no quoted text", "retry":'
+                b" false}}",
+            ),
             "reward_refused: no quoted",
         ),
-        (raw(500, b'{"error": {"code": "reward_broken", "message": "not finite", "retry": false}}'), "reward_broken: not finite"),
+        (
+            raw(
+                500,
+                b'{"error": {"code": "reward_broken", "message": "not finite", "retry": false}}',
+            ),
+            "reward_broken: not finite",
+        ),
     ],
 )
 def test_faults_that_stay_are_one_error_at_once(fault, message):
@@ -107,17 +126,32 @@ def test_faults_that_stay_are_one_error_at_once(fault, message):
         ({}, "sends no components"),
         ({"parts": "{}", "weights": "{}"}, "sends no components"),
         ({"parts": "[1]", "weights": "{}"}, r"sent \[1\] as parts: .*object"),
-        ({"parts": '{"a": [1.0]}', "weights": '{"a": 1}'}, r"\(component 'a'\) returned shape \(1,\) for 2 images"),
-        ({"parts": '{"a": [1.0, null]}', "weights": '{"a": 1}'}, "sent null in component 'a' for sample 1"),
+        (
+            {"parts": '{"a": [1.0]}', "weights": '{"a": 1}'},
+            r"\(component 'a'\) returned shape \(1,\) for 2 images",
+        ),
+        (
+            {"parts": '{"a": [1.0, null]}', "weights": '{"a": 1}'},
+            "sent null in component 'a' for sample 1",
+        ),
         ({"parts": '{"a": [1.0, NaN]}', "weights": '{"a": 1}'}, "sent nan as parts.a.1: .*finite"),
-        ({"parts": '{"a": [1.0, 2.0]}', "weights": '{"b": 1}'}, "as the weights of the components a"),
-        ({"parts": '{"a": [1.0, 2.0]}', "weights": '{"a": NaN}'}, "sent nan as weights.a: .*finite"),
+        (
+            {"parts": '{"a": [1.0, 2.0]}', "weights": '{"b": 1}'},
+            "as the weights of the components a",
+        ),
+        (
+            {"parts": '{"a": [1.0, 2.0]}', "weights": '{"a": NaN}'},
+            "sent nan as weights.a: .*finite",
+        ),
         ({"parts": '{"a": [1.0, 2.0]}'}, "sent {} as the weights of the components a"),
         ({"parts": f'{{"{"a" * 90_000}": [1.0, 2.0]}}'}, "response is larger than"),
     ],
 )
 def test_components_that_are_garbage(more, message):
-    with scripted(marked("[1.0, 2.0]", "[false, false]", **more)) as (url, counts), pytest.raises(RewardError, match=message):
+    with (
+        scripted(marked("[1.0, 2.0]", "[false, false]", **more)) as (url, counts),
+        pytest.raises(RewardError, match=message),
+    ):
         RemoteSum(url, backoff=0.01).parts(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2)
     assert len(counts) == 1
 
@@ -135,18 +169,27 @@ def test_an_answer_that_trickles_ends_with_the_time_limit():
         threading.Thread(target=trickle, daemon=True).start()
         began = time.monotonic()
         with pytest.raises(RewardError, match="too slowly"):
-            RemoteReward(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.5, retries=0).score(*numbered([1]))
+            RemoteReward(
+                f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.5, retries=0
+            ).score(*numbered([1]))
         assert time.monotonic() - began < 3
 
 
-NESTED = st.recursive(st.floats() | st.none() | st.booleans() | st.text(max_size=3), lambda x: st.lists(x, max_size=3))
+NESTED = st.recursive(
+    st.floats() | st.none() | st.booleans() | st.text(max_size=3), lambda x: st.lists(x, max_size=3)
+)
 MARKS = st.lists(st.booleans(), min_size=2, max_size=2) | NESTED
 
 
 @settings(max_examples=150)
-@given(st.binary(max_size=60) | st.tuples(NESTED | st.lists(st.floats(0, 1) | st.none(), min_size=2, max_size=2), MARKS))
+@given(
+    st.binary(max_size=60)
+    | st.tuples(NESTED | st.lists(st.floats(0, 1) | st.none(), min_size=2, max_size=2), MARKS)
+)
 def test_no_answer_crashes_the_client(answer_server, content):
-    """Whatever a server answers: two numbers, NaN only where a typed mark says so, or a `RewardError`."""
+    """Whatever a server answers: two numbers, NaN only where a typed mark says so, or a
+    `RewardError`.
+    """
     url, answers = answer_server
     answers.append(content)
     with contextlib.suppress(RewardError):
@@ -165,7 +208,14 @@ def answer_server():
         content = answers[-1]
         if isinstance(content, bytes):
             return content.decode("latin-1")
-        return json.dumps({"request": name, "scores": content[0], "invalid": content[1], "parts": {"a": content[0]}})
+        return json.dumps(
+            {
+                "request": name,
+                "scores": content[0],
+                "invalid": content[1],
+                "parts": {"a": content[0]},
+            }
+        )
 
     with scripted(step) as (url, _):
         yield url, answers
@@ -176,7 +226,10 @@ def test_giving_up_is_one_error_within_the_deadline():
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     images, prompts = numbered(range(40))
     began = time.monotonic()
-    with pytest.raises(RewardError, match=r"gave no scores in \d+ attempts over . seconds.*ConnectError.*resume the run"):
+    with pytest.raises(
+        RewardError,
+        match=r"gave no scores in \d+ attempts over . seconds.*ConnectError.*resume the run",
+    ):
         RemoteReward(url, batch=4, deadline=1.0, backoff=0.05).score(images, prompts)
     assert time.monotonic() - began < 4
     with pytest.raises(RewardError, match="in 3 attempts"):
@@ -187,7 +240,9 @@ BUSY = b'{"error": {"code": "busy", "message": "later", "retry": true}}'
 
 
 def test_a_requested_pause_is_kept():
-    """Retry-After is a lower bound: longer than the backoff it replaces it, shorter it changes nothing."""
+    """Retry-After is a lower bound: longer than the backoff it replaces it, shorter it changes
+    nothing.
+    """
     with scripted(raw(503, BUSY, Retry_After=1), GOOD) as (url, counts):
         began = time.monotonic()
         RemoteReward(url, backoff=0.001).score(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2)
@@ -202,17 +257,23 @@ def test_a_requested_pause_is_kept():
 def test_a_requested_pause_beyond_the_deadline_ends_the_call_at_once():
     with scripted(raw(503, BUSY, Retry_After=30)) as (url, counts):
         began = time.monotonic()
-        with pytest.raises(RewardError, match=r"in 1 attempts .*due 30 seconds later.*status 503, busy: later"):
+        with pytest.raises(
+            RewardError, match=r"in 1 attempts .*due 30 seconds later.*status 503, busy: later"
+        ):
             RemoteReward(url, deadline=5.0).score(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2)
         assert time.monotonic() - began < 2 and len(counts) == 1
 
 
 def test_the_deadline_counts_from_the_start_of_the_call():
-    """Attempts that fail slowly and the pauses between them share it; a request that waits its turn does not get a new one."""
+    """Attempts that fail slowly and the pauses between them share it; a request that waits its turn
+    does not get a new one.
+    """
     with scripted(0.4) as (url, counts):
         began = time.monotonic()
         with pytest.raises(RewardError, match="gave no scores"):
-            RemoteReward(url, batch=1, concurrency=1, deadline=1.5, backoff=0.2).score(torch.zeros(3, 3, 2, 2), [Prompt("p")] * 3)
+            RemoteReward(url, batch=1, concurrency=1, deadline=1.5, backoff=0.2).score(
+                torch.zeros(3, 3, 2, 2), [Prompt("p")] * 3
+            )
         assert time.monotonic() - began < 2.5 and 2 <= len(counts) <= 4
 
 
@@ -240,7 +301,9 @@ def test_a_failed_request_ends_the_pauses_of_the_others():
     with scripted(raw(503, BUSY, Retry_After=20), refusal) as (url, counts):
         began = time.monotonic()
         with pytest.raises(RewardError, match="reward_refused"):
-            RemoteReward(url, batch=1, concurrency=2).score(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2)
+            RemoteReward(url, batch=1, concurrency=2).score(
+                torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2
+            )
         time.sleep(0.2)
         names = [thread.name for thread in threading.enumerate()]
         assert time.monotonic() - began < 3 and "flowrl-remote" not in names
@@ -248,7 +311,10 @@ def test_a_failed_request_ends_the_pauses_of_the_others():
 
 
 def test_importing_the_client_imports_no_http_packages():
-    code = "import sys, flowrl.serving.client, flowrl.serving.judge, flowrl.serving.connections as found; "
+    code = (
+        "import sys, flowrl.serving.client, flowrl.serving.judge, flowrl.serving.connections as"
+        " found; "
+    )
     code += "print([name for name in found.PACKAGES if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(PACKAGES) == {"httpx", "tenacity"} and found.stdout == "[]\n"
@@ -257,19 +323,33 @@ def test_importing_the_client_imports_no_http_packages():
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_missing_package_is_one_clear_error(package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"remote needs {package}; install the extra with: pip install -e '.\[remote\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"remote needs {package}; install the extra with: pip install -e '.\[remote\]'",
+    ):
         RemoteReward("http://localhost:1")
-    with pytest.raises(ConfigError, match=rf"judge needs {package}; install the extra with: pip install -e '.\[remote\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"judge needs {package}; install the extra with: pip install -e '.\[remote\]'",
+    ):
         Judge("http://localhost:1", "m")
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"url": "localhost:8000"}, {"url": "ftp://x"}, {"url": "http://user:word@x"}, {"images": "jpeg"}, {"batch": 0},
-        {"concurrency": 0}, {"timeout": 0.0}, {"deadline": float("inf")}, {"retries": -1}, {"backoff": -1.0},
+        {"url": "localhost:8000"},
+        {"url": "ftp://x"},
+        {"url": "http://user:word@x"},
+        {"images": "jpeg"},
+        {"batch": 0},
+        {"concurrency": 0},
+        {"timeout": 0.0},
+        {"deadline": float("inf")},
+        {"retries": -1},
+        {"backoff": -1.0},
     ],
-)  # fmt: skip
+)
 def test_options_are_checked(options):
     with pytest.raises(ConfigError, match=f"remote.{next(iter(options))}"):
         RemoteReward(**{"url": "http://localhost:1", **options})

@@ -63,7 +63,9 @@ def test_garbage_is_refused(answer, told):
 
 
 class Model(ThreadingHTTPServer):
-    """Answers with what `plan` gives for (call number, question, picture): text, (status, bytes), or seconds to sleep."""
+    """Answers with what `plan` gives for (call number, question, picture): text, (status, bytes),
+    or seconds to sleep.
+    """
 
     daemon_threads = True
 
@@ -138,9 +140,15 @@ def test_scores_come_back_in_order(serve, monkeypatch):
     server = serve(lambda n, q, i: (time.sleep(0.002 * (n % 5)), red(n, q, i))[1])
     prompts = [Prompt(f"picture {i} {{prompt}} {{low:g}}") for i in range(8)]
     scores = judge(server).score(shades(), prompts)
-    assert torch.allclose(scores, (1 + 4 * (shades()[:, 0, 0, 0] * 255).round() / 255) / 5, atol=1e-3)
+    assert torch.allclose(
+        scores, (1 + 4 * (shades()[:, 0, 0, 0] * 255).round() / 255) / 5, atol=1e-3
+    )
     body, authorisation = server.seen[0]
-    assert body["model"] == "some-model" and body["temperature"] == 0 and authorisation == "Bearer secret-key"
+    assert (
+        body["model"] == "some-model"
+        and body["temperature"] == 0
+        and authorisation == "Bearer secret-key"
+    )
     asked = {body["messages"][0]["content"][1]["text"].split("\n")[0] for body, _ in server.seen}
     assert asked == {f"A picture was made for this caption: [{p.text}]" for p in prompts}
 
@@ -167,7 +175,9 @@ def test_keeps_the_contract(serve):
 )
 def test_a_fault_that_passes(serve, fault):
     server = serve(lambda n, q, i: fault if n == 1 else red(n, q, i))
-    assert judge(server, timeout=0.3, workers=1).score(shades(1), [Prompt("x")]).tolist() == pytest.approx([0.2])
+    assert judge(server, timeout=0.3, workers=1).score(
+        shades(1), [Prompt("x")]
+    ).tolist() == pytest.approx([0.2])
     assert len(server.seen) == 2
 
 
@@ -184,11 +194,16 @@ def test_an_endpoint_may_ask_for_time(serve):
 
 def test_giving_up_says_why(serve):
     server = serve(lambda n, q, i: (503, b""))
-    with pytest.raises(RewardError, match=r"no score for the prompt 'a fox' after 3 attempts at http.*: HTTP error 503"):
+    with pytest.raises(
+        RewardError,
+        match=r"no score for the prompt 'a fox' after 3 attempts at http.*: HTTP error 503",
+    ):
         judge(server, attempts=3).score(shades(1), [Prompt("a fox")])
     assert len(server.seen) == 3
     with pytest.raises(RewardError, match="after 4 attempts"):
-        Judge("http://127.0.0.1:9/v1", "m", pause=0.0, mark_invalid=True).score(shades(1), [Prompt("x")])
+        Judge("http://127.0.0.1:9/v1", "m", pause=0.0, mark_invalid=True).score(
+            shades(1), [Prompt("x")]
+        )
 
 
 def test_what_cannot_pass_is_not_tried_again(serve, monkeypatch):
@@ -205,7 +220,9 @@ def test_a_redirect_is_not_followed(serve, monkeypatch, status):
     monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
     other = serve(red)
     server = serve(lambda n, q, i: (status, f"{other.url}/chat/completions".encode()))
-    with pytest.raises(RewardError, match=rf"redirects to {other.url}/chat/completions; redirects are not followed") as caught:
+    with pytest.raises(
+        RewardError, match=rf"redirects to {other.url}/chat/completions; redirects are not followed"
+    ) as caught:
         judge(server).score(shades(1), [Prompt("x")])
     assert not other.seen and len(server.seen) == 1 and "secret" not in str(caught.value)
 
@@ -215,7 +232,9 @@ def test_a_copy_in_another_process_opens_its_own_connections(serve, monkeypatch)
     first = judge(serve(red))
     assert first.score(shades(1), [Prompt("x")]).tolist() == pytest.approx([0.2])
     assert b"secret" not in pickle.dumps(first)
-    assert pickle.loads(pickle.dumps(first)).score(shades(1), [Prompt("x")]).tolist() == pytest.approx([0.2])
+    assert pickle.loads(pickle.dumps(first)).score(
+        shades(1), [Prompt("x")]
+    ).tolist() == pytest.approx([0.2])
 
 
 def test_an_endless_answer_is_refused(serve):
@@ -238,7 +257,9 @@ def test_settings_are_checked():
         Judge("file:///etc/passwd", "m")
     with pytest.raises(ConfigError, match=r"judge\.url"):
         Judge("http://user:word@x/v1", "m")
-    with pytest.raises(ConfigError, match=r"question = 'good\?' is not allowed; allowed: a text with {prompt}"):
+    with pytest.raises(
+        ConfigError, match=r"question = 'good\?' is not allowed; allowed: a text with {prompt}"
+    ):
         Judge("http://x", "m", question="good?")
     with pytest.raises(ConfigError, match="judge needs url, model"):
         build("reward", "judge")

@@ -25,7 +25,9 @@ from flowrl.training.build import make_method, make_world, policy_options
 
 @pytest.mark.slow
 def test_a_server_killed_in_mid_request_and_restarted(tmp_path):
-    """SIGKILL while the reward computes; the same call ends with the right scores once the server is back."""
+    """SIGKILL while the reward computes; the same call ends with the right scores once the server
+    is back.
+    """
     server = Server(tmp_path, seconds=60.0).start()
     results = []
     remote = RemoteReward(server.url, batch=2, token_file=str(tmp_path / "token"), backoff=0.05)
@@ -44,18 +46,27 @@ def test_a_server_killed_in_mid_request_and_restarted(tmp_path):
 def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     from flowrl.cli import main
 
-    monkeypatch.setattr("flowrl.serving.uvicorn_server.serve", lambda *_: None)  # nothing may get so far
+    # nothing may get so far
+    monkeypatch.setattr("flowrl.serving.uvicorn_server.serve", lambda *_: None)
 
     (tmp_path / "reward.py").write_text(REWARD)
     reward = f"{tmp_path / 'reward.py'}:Echo"
     (tmp_path / "empty").write_text(" \n")
-    (tmp_path / "broken.py").write_text("class Broken:\n    score = print\n    def load(self): raise OSError('no card')\n")
-    tls, broken = ["--tls-certificate", str(tmp_path / "empty"), "--tls-key"], f"{tmp_path / 'broken.py'}:Broken"
+    (tmp_path / "broken.py").write_text(
+        "class Broken:\n    score = print\n    def load(self): raise OSError('no card')\n"
+    )
+    tls, broken = (
+        ["--tls-certificate", str(tmp_path / "empty"), "--tls-key"],
+        f"{tmp_path / 'broken.py'}:Broken",
+    )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for words, message in (
             ([reward, "--port", port], "cannot listen at 127.0.0.1"),
-            ([reward, "--port", port, "--host", "no-such-host.invalid"], "host, port: cannot listen at no-such-host.invalid"),
+            (
+                [reward, "--port", port, "--host", "no-such-host.invalid"],
+                "host, port: cannot listen at no-such-host.invalid",
+            ),
             ([reward, "--port", port, "--host", "a" * 300], "host, port: cannot listen"),
             ([reward, "--host", ""], "host = ''"),
             (["no-such-reward", "--port", "0"], "unknown reward 'no-such-reward'"),
@@ -75,14 +86,23 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
             ([reward, "--score-seconds", "nan"], "score_seconds = nan is"),
             ([reward, "--wait", "inf"], "wait = inf is"),
             (["pickscore(model='no-such-folder')", "--port", "0"], "no-such-folder"),
-            (["clipped(reward='clipscore(model=\"no-such-folder\")', high=1.0)", "--port", "0"], "no-such-folder"),
-            (["weighted-sum(models={'a': 'hpsv2.1(model=\"no-such-folder\")'})", "--port", "0"], "no-such-folder"),
+            (
+                ["clipped(reward='clipscore(model=\"no-such-folder\")', high=1.0)", "--port", "0"],
+                "no-such-folder",
+            ),
+            (
+                ["weighted-sum(models={'a': 'hpsv2.1(model=\"no-such-folder\")'})", "--port", "0"],
+                "no-such-folder",
+            ),
             (["geneval(clip='no-such-folder')", "--port", "0"], "no-such-folder"),
             ([broken, "--port", "0"], "Broken.load() failed: OSError: no card"),
         ):
             assert main(["serve-reward", *words]) == 2, words
             written = capsys.readouterr()
-            assert message in written.err and written.err.count("\n") == 1 and written.out == "", (words, written)
+            assert message in written.err and written.err.count("\n") == 1 and written.out == "", (
+                words,
+                written,
+            )
 
 
 def test_without_the_extra_the_command_has_help_and_one_clear_error():
@@ -97,14 +117,29 @@ except SystemExit as end:
     assert not end.code
 sys.exit(main(["serve-reward", "jpeg-compressibility"]))
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert found.returncode == 2 and "pip install -e '.[server]'" in found.stderr and "--max-batch" in found.stdout, found
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (
+        found.returncode == 2
+        and "pip install -e '.[server]'" in found.stderr
+        and "--max-batch" in found.stdout
+    ), found
 
 
 def test_the_command_makes_a_token_where_others_can_connect(tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
-    words = ["serve-reward", f"{tmp_path / 'reward.py'}:Echo(seconds=0.0)", "--port", "0", "--host", "0.0.0.0"]
-    environment = {name: value for name, value in os.environ.items() if name != "FLOWRL_REWARD_TOKEN"}
+    words = [
+        "serve-reward",
+        f"{tmp_path / 'reward.py'}:Echo(seconds=0.0)",
+        "--port",
+        "0",
+        "--host",
+        "0.0.0.0",
+    ]
+    environment = {
+        name: value for name, value in os.environ.items() if name != "FLOWRL_REWARD_TOKEN"
+    }
     command = [sys.executable, "-m", "flowrl", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
@@ -113,10 +148,14 @@ def test_the_command_makes_a_token_where_others_can_connect(tmp_path):
         url = f"http://127.0.0.1:{line.partition('0.0.0.0:')[2].partition(' ')[0]}"
         assert len(token) >= 40 and "a token is required" in line and token not in line
         refused(post(url, fuzzing.good([1])), 401, "wrong_token")
-        assert post(url, fuzzing.good([1]), Authorization=f"Bearer {token}").json()["scores"] == [1.0]
+        assert post(url, fuzzing.good([1]), Authorization=f"Bearer {token}").json()["scores"] == [
+            1.0
+        ]
         headers = {"Authorization": f"Bearer {token}"}
         info = httpx.get(f"{url}/v1/info", headers=headers, trust_env=False)
-        assert info.json()["reward"] == "Echo" and str(tmp_path) not in info.text, "the options and paths of the reward leak"
+        assert info.json()["reward"] == "Echo" and str(tmp_path) not in info.text, (
+            "the options and paths of the reward leak"
+        )
         process.terminate()
         assert process.wait(30) in (0, -signal.SIGTERM)
 
@@ -127,17 +166,24 @@ def weights(folder):
 
 @pytest.mark.parametrize(
     ("world", "reward"),
-    [("mixture", "flowrl.worlds.mixture:DirectionReward"), ("shapes", "flowrl.worlds.shapes.verifier:ShapesReward")],
+    [
+        ("mixture", "flowrl.worlds.mixture:DirectionReward"),
+        ("shapes", "flowrl.worlds.shapes.verifier:ShapesReward"),
+    ],
 )
 def test_training_through_a_server_gives_the_same_numbers(world, reward, tmp_path):
-    """In one piece; and, where it is quick, with the server gone in the middle and the run resumed when it is back."""
+    """In one piece; and, where it is quick, with the server gone in the middle and the run resumed
+    when it is back.
+    """
     from flowrl.training.config import preset
     from flowrl.training.run import Run
 
     task = "direction" if world == "mixture" else "compositional"
 
     def config(reward):
-        return preset("tiny").apply(world=world, task=task, iterations=3, checkpoint_every=1, reward=reward)
+        return preset("tiny").apply(
+            world=world, task=task, iterations=3, checkpoint_every=1, reward=reward
+        )
 
     Run(config(reward), tmp_path / "local").execute()
     counted = Function(build("reward", reward).score)
@@ -160,13 +206,17 @@ def test_training_through_a_server_gives_the_same_numbers(world, reward, tmp_pat
         broken = Run(config(f"remote(url='{url}', batch=512, retries=0)"), tmp_path / "broken")
         with pytest.raises(RewardError, match=r"reward_failed: .*ConnectionError.*resume the run"):
             broken.execute()
-        assert (tmp_path / "broken" / "checkpoints").exists() and not (tmp_path / "broken" / "done.json").exists()
+        assert (tmp_path / "broken" / "checkpoints").exists() and not (
+            tmp_path / "broken" / "done.json"
+        ).exists()
         assert broken.execute(resume=True)
     assert weights(tmp_path / "broken") == weights(tmp_path / "local")
 
 
 def test_marks_and_components_in_a_run_through_a_server(tmp_path):
-    """The same metrics, counts of invalid samples and components as in process, and the same weights."""
+    """The same metrics, counts of invalid samples and components as in process, and the same
+    weights.
+    """
     from flowrl.training.config import preset
     from flowrl.training.trainer import Trainer
 

@@ -23,12 +23,43 @@ from flowrl.credit import (
     Weighted,
 )
 from flowrl.flow import LogitNormalTimes, UniformTimes
-from flowrl.losses import AWM, DGPO, GSPO, ClippedLoss, DiffusionNFT, FlowDPPO, GRPOGuard, KLPenalty, PolicyGradientLoss
+from flowrl.losses import (
+    AWM,
+    DGPO,
+    GSPO,
+    ClippedLoss,
+    DiffusionNFT,
+    FlowDPPO,
+    GRPOGuard,
+    KLPenalty,
+    PolicyGradientLoss,
+)
 from flowrl.probes import Branch, Comb, Completion, Tweedie
 from flowrl.registry import KINDS, build
 from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
-from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FixedWindow, FlowSDE, Multistep, RandomWindow, SlidingWindow, Windowed
-from flowrl.testing import check_forward_loss, check_sampler, credit, forward_loss, group_reward, loss, reward, sampler, window
+from flowrl.samplers import (
+    CPS,
+    DDIMSDE,
+    ODE,
+    DanceSDE,
+    FixedWindow,
+    FlowSDE,
+    Multistep,
+    RandomWindow,
+    SlidingWindow,
+    Windowed,
+)
+from flowrl.testing import (
+    check_forward_loss,
+    check_sampler,
+    credit,
+    forward_loss,
+    group_reward,
+    loss,
+    reward,
+    sampler,
+    window,
+)
 from flowrl.testing.findings import INAPPLICABLE, maker, name_of
 from flowrl.types import Prompt
 from flowrl.worlds.base import world
@@ -96,7 +127,13 @@ SAMPLERS = [
     Windowed(CPS(0.5), range(2, 7)),
     Windowed(FlowSDE(), range(10)),
 ]
-WINDOWS = [FixedWindow(), FixedWindow(-3), RandomWindow(3), RandomWindow(2, 4, 6, 0.5), SlidingWindow(4, 2)]
+WINDOWS = [
+    FixedWindow(),
+    FixedWindow(-3),
+    RandomWindow(3),
+    RandomWindow(2, 4, 6, 0.5),
+    SlidingWindow(4, 2),
+]
 LOSSES = [
     ClippedLoss(),
     ClippedLoss(clip_range=1e-5, kl_weight=0.1, kl="without_delta"),
@@ -117,7 +154,10 @@ FORWARD_LOSSES = [
     DiffusionNFT(beta=0.1, decay=(75, 0.0075, 0.999), kl_weight=0.0),
     DiffusionNFT(error="velocity", advantage_clip=8.0),
     AWM(),
-    *(AWM(weight=weight, kl_weight=0.0, average_weight=0.0) for weight in ("uniform", "t", "t2", "huber")),
+    *(
+        AWM(weight=weight, kl_weight=0.0, average_weight=0.0)
+        for weight in ("uniform", "t", "t2", "huber")
+    ),
     AWM(ratio="sum_first", clip=0.01, times=UniformTimes()),
     AWM(off_policy=True, kl="elbo", power=0.5, times=LogitNormalTimes()),
     DGPO(),
@@ -198,7 +238,10 @@ def brightness(images: torch.Tensor, prompts: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", [*REWARDS, "sum", "function"])
 def test_rewards(name: str, promise: Any) -> None:
     chosen, _, form = name.partition(" ")
-    bright, red = FunctionReward(brightness), FunctionReward(lambda images, prompts: images[:, 0].flatten(1).mean(1))
+    bright, red = (
+        FunctionReward(brightness),
+        FunctionReward(lambda images, prompts: images[:, 0].flatten(1).mean(1)),
+    )
     general = {"sum": WeightedSum({"bright": bright, "red": red}, {"red": 2.0}), "function": bright}
     part = general[chosen] if chosen in general else world(chosen).reward(form)
     images, prompts = reward.default_examples() if chosen in general else world_examples(chosen)
@@ -208,14 +251,26 @@ def test_rewards(name: str, promise: Any) -> None:
 @pytest.mark.parametrize("promise", group_reward.CONTRACT.promises, ids=lambda p: p.name)
 @pytest.mark.parametrize("name", ["win rate", "sum"])
 def test_group_rewards(name: str, promise: Any) -> None:
-    bright, red = FunctionReward(brightness), FunctionReward(lambda images, prompts: images[:, 0].flatten(1).mean(1))
-    part = WinRate(bright) if name == "win rate" else GroupSum({"bright": WinRate(bright), "red": red}, {"red": 2.0})
-    assert promise.check(group_reward.Case(part, *group_reward.default_examples())) in (None, INAPPLICABLE), "advice"
+    bright, red = (
+        FunctionReward(brightness),
+        FunctionReward(lambda images, prompts: images[:, 0].flatten(1).mean(1)),
+    )
+    part = (
+        WinRate(bright)
+        if name == "win rate"
+        else GroupSum({"bright": WinRate(bright), "red": red}, {"red": 2.0})
+    )
+    assert promise.check(group_reward.Case(part, *group_reward.default_examples())) in (
+        None,
+        INAPPLICABLE,
+    ), "advice"
 
 
 @pytest.mark.parametrize("kind", ["credit", "sampler", "window", "loss"])
 def test_every_built_in_name_is_held_to_its_contract(kind: str) -> None:
-    """A part added to the registry must be added here (random credit, which breaks some on purpose: see tests/bench)."""
+    """A part added to the registry must be added here (random credit, which breaks some on purpose:
+    see tests/bench).
+    """
     held = {
         "credit": [*RULES, RandomCredit()],
         "sampler": [*SAMPLERS, ODE(), Multistep()],
@@ -228,5 +283,7 @@ def test_every_built_in_name_is_held_to_its_contract(kind: str) -> None:
 
 
 def test_weights_of_the_table_are_told_apart() -> None:
-    """The fixed weights above differ, so that a rule that ignored them would be seen in its own tests."""
+    """The fixed weights above differ, so that a rule that ignored them would be seen in its own
+    tests.
+    """
     assert len(set(FOUR.weights)) == 4

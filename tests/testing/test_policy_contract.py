@@ -1,4 +1,6 @@
-"""The contract of policies: all of ours keep it, and every promise is broken by a fault of its own."""
+"""The contract of policies: all of ours keep it, and every promise is broken by a fault of its
+own.
+"""
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -20,17 +22,23 @@ def mixture():
     return world("mixture").policy(PolicyOptions())
 
 
-test_mixture = pytest.mark.filterwarnings("ignore::flowrl.testing.ContractAdvice")(policy_contract(mixture, DIRECTIONS))
+test_mixture = pytest.mark.filterwarnings("ignore::flowrl.testing.ContractAdvice")(
+    policy_contract(mixture, DIRECTIONS)
+)
 test_small_sd3 = policy_contract(lambda: world("shapes").policy(PolicyOptions(lora_rank=4)), SHAPES)
 test_sd3 = policy_contract(tiny_sd3_policy)
 test_sd3_guided = policy_contract(lambda: tiny_sd3_policy(replace(TINY, guidance_scale=3.0)))
-test_sd3_in_bfloat16 = policy_contract(lambda: tiny_sd3_policy(replace(TINY, dtype="bfloat16")), tolerance=2e-2)
+test_sd3_in_bfloat16 = policy_contract(
+    lambda: tiny_sd3_policy(replace(TINY, dtype="bfloat16")), tolerance=2e-2
+)
 test_flux = policy_contract(tiny_flux_policy)
 test_flux_as_a_whole = policy_contract(lambda: tiny_flux_policy(replace(TINY, tuning="full")))
 
 
 class Faulty:
-    """The mixture's policy with one member replaced; the others see the replacement only where they call it through `self`."""
+    """The mixture's policy with one member replaced; the others see the replacement only where they
+    call it through `self`.
+    """
 
     def __init__(self, **faults):
         self.inner, self.faults = mixture(), faults
@@ -97,21 +105,34 @@ FAULTS = {
         {"velocity": lambda p, *given: p.velocity(*given).flatten(1)},
         {"velocity": lambda p, *given: p.velocity(*given) / 0},
     ],
-    "is_deterministic": [{"velocity": lambda p, x, *given: p.velocity(x, *given) + 1e-3 * torch.randn_like(x)}],
+    "is_deterministic": [
+        {"velocity": lambda p, x, *given: p.velocity(x, *given) + 1e-3 * torch.randn_like(x)}
+    ],
     "treats_samples_separately": [
         {"velocity": whole_batch},
         {"velocity": lambda p, x, time, told: p.velocity(x, time[:1].expand(len(x)), told)},
     ],
     "conditions_can_be_rearranged": [
         {
-            "encode": lambda p, prompts: Condition({"direction": p.encode(prompts).tensors["direction"] * len(prompts)}),
-            "velocity": lambda p, x, time, told: p.velocity(x, time, told) + told.tensors["direction"][:, :, None, None],
+            "encode": lambda p, prompts: Condition(
+                {"direction": p.encode(prompts).tensors["direction"] * len(prompts)}
+            ),
+            "velocity": lambda p, x, time, told: (
+                p.velocity(x, time, told) + told.tensors["direction"][:, :, None, None]
+            ),
         }
     ],
-    "decodes_images": [{"decode": lambda p, latent: latent.flatten(1)}, {"decode": lambda p, x: x * p.net[0].bias.sum()}],
+    "decodes_images": [
+        {"decode": lambda p, latent: latent.flatten(1)},
+        {"decode": lambda p, x: x * p.net[0].bias.sum()},
+    ],
     "names_what_is_trained": [
         {"trainable": lambda p: {}},
-        {"trainable": lambda p: {n: torch.nn.Parameter(q.detach().clone()) for n, q in p.trainable().items()}},
+        {
+            "trainable": lambda p: {
+                n: torch.nn.Parameter(q.detach().clone()) for n, q in p.trainable().items()
+            }
+        },
         {"trainable": lambda p: {n: q.requires_grad_(False) for n, q in p.trainable().items()}},
     ],
     "carries_a_gradient": [{"velocity": lambda p, *given: p.velocity(*given).detach()}],
@@ -120,7 +141,11 @@ FAULTS = {
         {"reference": lambda p: nullcontext()},
         {"reference": stays_in_reference},
     ],
-    "may_be_frozen": [{"frozen": lambda p: nullcontext()}, {"frozen": rounds_weights}, {"frozen": merges_badly}],
+    "may_be_frozen": [
+        {"frozen": lambda p: nullcontext()},
+        {"frozen": rounds_weights},
+        {"frozen": merges_badly},
+    ],
 }
 
 

@@ -1,4 +1,6 @@
-"""The contract of probes: the built-in ones keep it, and every promise is broken by a fault that it is there to find."""
+"""The contract of probes: the built-in ones keep it, and every promise is broken by a fault that it
+is there to find.
+"""
 
 import re
 from dataclasses import dataclass
@@ -7,7 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.probes import Branch, Call, Comb, Completion, Continuation, Cost, Estimate, NoProbe, Probe, Substeps, Tweedie
+from flowrl.probes import (
+    Branch,
+    Call,
+    Comb,
+    Completion,
+    Continuation,
+    Cost,
+    Estimate,
+    NoProbe,
+    Probe,
+    Substeps,
+    Tweedie,
+)
 from flowrl.registry import build
 from flowrl.testing import check_credit, check_probe, probe_contract
 from flowrl.testing.credit import CONTRACT
@@ -19,7 +33,9 @@ test_substeps_by_a_solver = probe_contract(Substeps(3, solver="dpm++", every=2))
 test_substeps_of_some_members = probe_contract(Substeps(2, fraction=0.5))
 test_unguided_substeps = probe_contract(Substeps(4, guidance="off"), members=2)
 test_completion = probe_contract(Completion())
-test_cheap_completion = probe_contract(Completion(every=2, fraction=0.5, control="uniform", solver="unipc"))
+test_cheap_completion = probe_contract(
+    Completion(every=2, fraction=0.5, control="uniform", solver="unipc")
+)
 test_narrow_completion = probe_contract(Completion(dtype="bfloat16"))
 test_continuation = probe_contract(Continuation(2))
 test_branch = probe_contract(Branch({0: 2, 2: 2}))
@@ -28,7 +44,9 @@ test_comb = probe_contract(Comb(2, count=2))
 
 @dataclass(frozen=True)
 class Own(Probe):
-    """A probe as docs/guides/extend.md writes one: the mean of the one-step estimates of a node and of a point near it."""
+    """A probe as docs/guides/extend.md writes one: the mean of the one-step estimates of a node and
+    of a point near it.
+    """
 
     size: float = 0.1
 
@@ -53,7 +71,11 @@ test_a_probe_of_ones_own = probe_contract(Own())
 
 def test_the_probe_in_the_documentation_keeps_the_contract(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "guides" / "extend.md").read_text()
-    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if block.startswith("# my_probes.py"))
+    code = next(
+        block
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        if block.startswith("# my_probes.py")
+    )
     (tmp_path / "my_probes.py").write_text(code)
     found = check_probe(build("probe", f"{tmp_path / 'my_probes.py'}:TwoSteps(share=0.3)"))
     assert found.ok and len(found) == 8, str(found)
@@ -82,13 +104,19 @@ def half(self, run):
 
 
 def global_draws(self, run):
-    return {node: Estimate(run.start(node)[0] + 0.1 * torch.randn_like(run.start(node)[0])) for node in run.nodes}
+    return {
+        node: Estimate(run.start(node)[0] + 0.1 * torch.randn_like(run.start(node)[0]))
+        for node in run.nodes
+    }
 
 
 def draws_of_its_own(self, run):
     generator = torch.Generator().manual_seed(0)
     starts = {node: run.start(node)[0] for node in run.nodes}
-    return {node: Estimate(x + 0.3 * torch.randn(x.shape, generator=generator)) for node, x in starts.items()}
+    return {
+        node: Estimate(x + 0.3 * torch.randn(x.shape, generator=generator))
+        for node, x in starts.items()
+    }
 
 
 def batch_means(self, run):
@@ -114,11 +142,18 @@ FAULTS = [
     ("does_not_depend_on_chunks", faulty(estimate=draws_of_its_own)),
     ("does_not_depend_on_chunks", faulty(estimate=batch_means)),
     ("costs_what_it_declares", faulty(cost=lambda self, shape: Cost([Call(10)], 10))),
-    ("costs_what_it_declares", faulty(cost=lambda self, shape: Cost([Call(shape.rows[node], 0.5) for node in shape.nodes]))),
+    (
+        "costs_what_it_declares",
+        faulty(
+            cost=lambda self, shape: Cost([Call(shape.rows[node], 0.5) for node in shape.nodes])
+        ),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("promise", "part"), FAULTS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("promise", "part"), FAULTS, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_faults_are_found(promise, part):
     make = (lambda: part) if isinstance(part, type) else part
     assert promise in check_probe(make).broken
@@ -132,4 +167,6 @@ def test_rules_may_use_any_probe():
             return values[..., 1:] - values[..., :-1]
 
     assert "declares_a_probe" not in check_credit(Rule()).broken
-    assert next(promise for promise in CONTRACT.promises if promise.name == "declares_a_probe").basic
+    assert next(
+        promise for promise in CONTRACT.promises if promise.name == "declares_a_probe"
+    ).basic

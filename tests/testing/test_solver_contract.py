@@ -1,4 +1,6 @@
-"""The contract of multistep solvers: the built-in ones, one of a user, and one fault per promise."""
+"""The contract of multistep solvers: the built-in ones, one of a user, and one fault per
+promise.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ PROMISES = [promise.name for promise in solver.CONTRACT.promises]
 
 
 class Midpoints:
-    """Euler's method, and after the first step the slope at the middle of the step, extrapolated."""
+    """Euler's method, and after the first step the slope at the middle of the step,
+    extrapolated.
+    """
 
     fault = ""
 
@@ -67,7 +71,9 @@ def test_faulty_solvers_are_named(name):
     assert name in found.broken, str(found)
 
 
-@pytest.mark.parametrize(("draw", "broken"), [(torch.randn_like, ["starts_anew"]), (lambda x: torch.zeros_like(x), [])])
+@pytest.mark.parametrize(
+    ("draw", "broken"), [(torch.randn_like, ["starts_anew"]), (lambda x: torch.zeros_like(x), [])]
+)
 def test_noise_comes_from_the_argument_only(draw, broken):
     noise = draw
 
@@ -75,7 +81,9 @@ def test_noise_comes_from_the_argument_only(draw, broken):
         def solution(self, schedule, draw=noise):
             return super().solution(schedule, noise)
 
-    assert [name for name in check_solver(Own("sa", tau=0.4)).broken if name == "starts_anew"] == broken
+    assert [
+        name for name in check_solver(Own("sa", tau=0.4)).broken if name == "starts_anew"
+    ] == broken
 
 
 def test_a_step_that_changes_its_input_is_named():

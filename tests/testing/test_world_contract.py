@@ -1,4 +1,6 @@
-"""The contract of worlds: the built-in ones keep it, and every promise is broken by a fault of its own."""
+"""The contract of worlds: the built-in ones keep it, and every promise is broken by a fault of its
+own.
+"""
 
 import random
 from pathlib import Path
@@ -40,7 +42,9 @@ class ReadsMetadata(DirectionReward):
     """A reward that needs what only the world's prompts have."""
 
     def score(self, images: torch.Tensor, prompts: Any) -> torch.Tensor:
-        return super().score(images, prompts) + torch.tensor([float("part" in prompt.metadata) for prompt in prompts])
+        return super().score(images, prompts) + torch.tensor(
+            [float("part" in prompt.metadata) for prompt in prompts]
+        )
 
 
 def with_part(task: str, part: str) -> list[Prompt]:
@@ -88,24 +92,66 @@ FAULTS = [
     ("has_all_members", {"name": ""}, "name is ''"),
     ("has_all_members", {"qualities": ("density",)}, "qualities is a tuple, not a mapping"),
     ("gives_prompts", {"prompts": lambda task, part: []}, "prompts('direction', 'train') is empty"),
-    ("gives_prompts", {"prompts": lambda task, part: ["towards 0 degrees"]}, "has a str, not a flowrl.Prompt"),
+    (
+        "gives_prompts",
+        {"prompts": lambda task, part: ["towards 0 degrees"]},
+        "has a str, not a flowrl.Prompt",
+    ),
     ("gives_prompts", {"prompts": shuffled}, "another order. Shuffle with a generator of its own"),
-    ("gives_prompts", {"prompts": lambda task, part: random.sample(mixture.prompts(task, part), 6)}, "a second call"),
+    (
+        "gives_prompts",
+        {"prompts": lambda task, part: random.sample(mixture.prompts(task, part), 6)},
+        "a second call",
+    ),
     ("parses_its_prompts", {"parse": lambda text: Prompt(text.upper())}, "parse('towards"),
     ("parses_its_prompts", {"parse": lambda text: None}, "gave 'NoneType'"),
-    ("parses_its_prompts", {"prompts": with_part, "reward": ReadsMetadata}, "Then parse must fill it, too"),
-    ("makes_a_policy", {"elements": 128}, "elements is 128, but a latent of shape (2, 1, 1) has 2 numbers"),
-    ("makes_a_policy", {"policy": lambda options: torch.nn.Linear(2, 2)}, "is a Linear, which lacks members"),
+    (
+        "parses_its_prompts",
+        {"prompts": with_part, "reward": ReadsMetadata},
+        "Then parse must fill it, too",
+    ),
+    (
+        "makes_a_policy",
+        {"elements": 128},
+        "elements is 128, but a latent of shape (2, 1, 1) has 2 numbers",
+    ),
+    (
+        "makes_a_policy",
+        {"policy": lambda options: torch.nn.Linear(2, 2)},
+        "is a Linear, which lacks members",
+    ),
     ("makes_equal_policies", {"policy": unseeded}, "Draw initial values with options.seed"),
-    ("makes_equal_policies", {"policy": shares_its_network}, "Make the network, or a copy of it, within policy()"),
-    ("policy_keeps_its_promises", {"policy": without_reference}, "breaks the promise 'has_a_reference'"),
-    ("rewards_keep_their_promises", {"reward": OverBatch}, "on the prompts of 'direction': OverBatch"),
-    ("qualities_keep_their_promises", {"qualities": {"q": OverBatch}}, "qualities['q']() on the prompts"),
-    ("qualities_keep_their_promises", {"qualities": {"q": Refuses}}, "refuses the samples of every task"),
+    (
+        "makes_equal_policies",
+        {"policy": shares_its_network},
+        "Make the network, or a copy of it, within policy()",
+    ),
+    (
+        "policy_keeps_its_promises",
+        {"policy": without_reference},
+        "breaks the promise 'has_a_reference'",
+    ),
+    (
+        "rewards_keep_their_promises",
+        {"reward": OverBatch},
+        "on the prompts of 'direction': OverBatch",
+    ),
+    (
+        "qualities_keep_their_promises",
+        {"qualities": {"q": OverBatch}},
+        "qualities['q']() on the prompts",
+    ),
+    (
+        "qualities_keep_their_promises",
+        {"qualities": {"q": Refuses}},
+        "refuses the samples of every task",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("promise", "faults", "words"), FAULTS, ids=[f"{f[0]}-{i}" for i, f in enumerate(FAULTS)])
+@pytest.mark.parametrize(
+    ("promise", "faults", "words"), FAULTS, ids=[f"{f[0]}-{i}" for i, f in enumerate(FAULTS)]
+)
 def test_a_fault_breaks_its_promise(promise: str, faults: dict[str, Any], words: str) -> None:
     random.seed(3)
     found = check_world(Faulty(**faults))
@@ -115,7 +161,9 @@ def test_a_fault_breaks_its_promise(promise: str, faults: dict[str, Any], words:
 
 
 def test_every_promise_has_a_fault() -> None:
-    assert {promise for promise, _, _ in FAULTS} == {promise.name for promise in world.CONTRACT.promises}
+    assert {promise for promise, _, _ in FAULTS} == {
+        promise.name for promise in world.CONTRACT.promises
+    }
 
 
 def test_a_missing_member_is_named() -> None:
@@ -139,7 +187,9 @@ def test_a_quality_may_refuse_some_tasks() -> None:
         tasks = ("direction", "other")
 
         def prompts(self, task: str, part: str) -> list[Prompt]:
-            return [Prompt(prompt.text, {"task": task}) for prompt in mixture.prompts("direction", part)]
+            return [
+                Prompt(prompt.text, {"task": task}) for prompt in mixture.prompts("direction", part)
+            ]
 
     class OneTask(DirectionReward):
         def score(self, images: torch.Tensor, prompts: Any) -> torch.Tensor:
@@ -159,7 +209,8 @@ def test_the_world_of_a_model(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a red fox\na red car\n")
     (tmp_path / "held.txt").write_text("a red hat\n")
     (tmp_path / "r.py").write_text(
-        "class Red:\n    def score(self, images, prompts):\n        return images[:, 0].mean((1, 2))\n"
+        "class Red:\n    def score(self, images, prompts):\n        return images[:, 0].mean((1,"
+        " 2))\n"
     )
     files = (str(tmp_path / name) for name in ("model", "prompts.txt", "held.txt", "r.py:Red"))
     found = check_world(ModelWorld(*files, options=TINY))

@@ -1,4 +1,6 @@
-"""Batch sizes that are found by trying: as large as memory allows and speed rewards, and the same after a resumption."""
+"""Batch sizes that are found by trying: as large as memory allows and speed rewards, and the same
+after a resumption.
+"""
 
 import json
 import math
@@ -26,11 +28,15 @@ from flowrl.types import Prompt
 FIXED = preset("tiny").apply(world="mixture", iterations=4, checkpoint_every=1, kl_weight=0.1)
 AUTO = FIXED.replace(micro_batch="auto", max_batch="auto")
 NONE, ONE, FLAT = 10**9, 3 * 10**9, 16.0
-"""A simulated device: bytes in use without a call and in a call on 1, and the batch that has half of the top speed."""
+"""A simulated device: bytes in use without a call and in a call on 1, and the batch that has half
+of the top speed.
+"""
 
 
 def simulate(patch, room, base=NONE, each=ONE - NONE, half=FLAT, limit=10**9, seen=None):
-    """A call on n takes base + each * n bytes and (half + n) seconds; from `limit` on memory runs out unforeseen."""
+    """A call on n takes base + each * n bytes and (half + n) seconds; from `limit` on memory runs
+    out unforeseen.
+    """
 
     def measured(trainer, batch, train):
         if seen is not None:
@@ -72,7 +78,9 @@ def test_growth_ends_when_a_step_brings_less_than_the_gain(half, trainer, monkey
     rates = {n: n / (half + n) for n in (found // 2, found, 2 * found) if n}
     assert rates[2 * found] < GAIN * rates[found]
     assert found == 1 or rates[found] >= GAIN * rates[found // 2]
-    assert best(trainer, limit=found) == found and best(trainer, limit=max(1, found - 1)) == max(1, found - 1)
+    assert best(trainer, limit=found) == found and best(trainer, limit=max(1, found - 1)) == max(
+        1, found - 1
+    )
 
 
 def test_no_call_is_made_that_is_predicted_not_to_fit(trainer, monkeypatch):
@@ -104,22 +112,34 @@ def test_what_training_holds_later_counts(trainer, monkeypatch):
 
 def test_not_even_one_is_one_clear_error(monkeypatch):
     simulate(monkeypatch, ONE - 1)
-    with pytest.raises(TrainingError, match=r"micro_batch auto: not even a batch of 1 fits into 90% .* Use gradient"):
+    with pytest.raises(
+        TrainingError,
+        match=r"micro_batch auto: not even a batch of 1 fits into 90% .* Use gradient",
+    ):
         make_trainer(AUTO)
     with pytest.raises(TrainingError, match="max_batch auto: not even a batch of 1 fits"):
         make_trainer(FIXED.replace(max_batch="auto"))
 
 
-# --- gradient checkpointing -----------------------------------------------------------------------------------------
+# --- gradient checkpointing
+# -----------------------------------------------------------------------------------------
 
 RED = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)))
 
 
 def model_trainer(**changes):
     """A trainer of the tiny SD3 with the defaults of models."""
-    settings = {"micro_batch": "auto", "max_batch": "auto", "gradient_checkpointing": True, "group_size": 64, **changes}
+    settings = {
+        "micro_batch": "auto",
+        "max_batch": "auto",
+        "gradient_checkpointing": True,
+        "group_size": 64,
+        **changes,
+    }
     config = preset("tiny").apply(model="none", iterations=1, **settings)
-    policy = tiny_sd3_policy(replace(TINY_MODEL, gradient_checkpointing=config.policy.gradient_checkpointing))
+    policy = tiny_sd3_policy(
+        replace(TINY_MODEL, gradient_checkpointing=config.policy.gradient_checkpointing)
+    )
     return Trainer(policy, make_method(config), RED, [Prompt("a dog"), Prompt("a fox")], config)
 
 
@@ -147,20 +167,35 @@ def test_gradient_checkpointing_is_on_where_it_pays_only(room, changes, found, o
     find_batches(run)
     config = run.config
     assert (config.optim.micro_batch, config.policy.gradient_checkpointing) == (found, on)
-    assert isinstance(run.policy, PipelinePolicy) and run.policy.transformer.is_gradient_checkpointing == on
-    assert isinstance(config.rollout.max_batch, int) and run.collector.max_batch == config.rollout.max_batch
+    assert (
+        isinstance(run.policy, PipelinePolicy)
+        and run.policy.transformer.is_gradient_checkpointing == on
+    )
+    assert (
+        isinstance(config.rollout.max_batch, int)
+        and run.collector.max_batch == config.rollout.max_batch
+    )
 
 
 def test_models_on_cuda_find_their_sizes_by_default(monkeypatch):
-    assert preset("tiny").apply(model="none").batches == preset("tiny").apply(model="none", micro_batch="auto").batches
+    assert (
+        preset("tiny").apply(model="none").batches
+        == preset("tiny").apply(model="none", micro_batch="auto").batches
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert presets.accelerator_defaults() == {"device": "cuda", "dtype": "bfloat16", "micro_batch": "auto", "max_batch": "auto"}
+    assert presets.accelerator_defaults() == {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "micro_batch": "auto",
+        "max_batch": "auto",
+    }
     on_cpu = preset("tiny").apply(model="none", device="cpu")
     assert (on_cpu.optim.micro_batch, on_cpu.rollout.max_batch) == (8, 16)
     assert preset("tiny").apply().optim.micro_batch == 256
 
 
-# --- runs -----------------------------------------------------------------------------------------------------------
+# --- runs
+# --------------------------------------------------------------------------------------------------
 
 
 def rows(folder):
@@ -177,7 +212,9 @@ def test_a_run_writes_what_it_found_and_goes_on_with_it(tmp_path, monkeypatch):
     assert written == pause.config == FIXED.replace(**found)
     assert "micro_batch: 3" in (tmp_path / "run" / "config.yaml").read_text()
 
-    monkeypatch.setattr(batches, "measured", lambda *call: pytest.fail("a resumed run tries nothing again"))
+    monkeypatch.setattr(
+        batches, "measured", lambda *call: pytest.fail("a resumed run tries nothing again")
+    )
     rest = Run(AUTO, tmp_path / "run")
     assert rest.execute(resume=True) and rest.config == written
 
@@ -186,7 +223,9 @@ def test_a_run_writes_what_it_found_and_goes_on_with_it(tmp_path, monkeypatch):
     for other, exact in (("same", True), ("large", False)):
         for mine, its in zip(rows(tmp_path / "run"), rows(tmp_path / other), strict=True):
             for name in ("reward_mean", "loss", "kl", "grad_norm") if mine["iteration"] else ():
-                assert mine[name] == (its[name] if exact else pytest.approx(its[name], rel=1e-4, abs=1e-6))
+                assert mine[name] == (
+                    its[name] if exact else pytest.approx(its[name], rel=1e-4, abs=1e-6)
+                )
 
 
 def test_trying_for_real_changes_no_number_and_leaves_no_gradient():
@@ -195,7 +234,10 @@ def test_trying_for_real_changes_no_number_and_leaves_no_gradient():
     assert 1 <= sizes.micro_batch <= 6 and 1 <= sizes.max_batch <= 6, (
         "a process has no more: 6 samples, 24 pairs in 4 mini-batches"
     )
-    assert run.config.replace(micro_batch=256, max_batch=512) == FIXED and run.collector.max_batch == sizes.max_batch
+    assert (
+        run.config.replace(micro_batch=256, max_batch=512) == FIXED
+        and run.collector.max_batch == sizes.max_batch
+    )
     assert all(parameter.grad is None for parameter in run.parameters)
     for _ in range(2):
         first, second = run.iteration(), fixed.iteration()
@@ -211,5 +253,8 @@ def test_the_plan_says_what_is_found_at_the_start():
 
 
 def test_another_word_is_refused():
-    with pytest.raises(ConfigError, match=r"micro_batch = 'all' is not allowed; allowed: a whole number, 1 or more .* or auto"):
+    with pytest.raises(
+        ConfigError,
+        match=r"micro_batch = 'all' is not allowed; allowed: a whole number, 1 or more .* or auto",
+    ):
         RunConfig.of(micro_batch="all")

@@ -1,4 +1,6 @@
-"""Copies of the weights: what they are after updates and iterations, when they are current, and their checkpoints."""
+"""Copies of the weights: what they are after updates and iterations, when they are current, and
+their checkpoints.
+"""
 
 import pytest
 import torch
@@ -61,7 +63,11 @@ def test_a_copy_follows_by_its_decay(policy, every):
 def test_within_its_weights_the_policy_is_the_copy(policy):
     copy = made(policy, decay=Decay(0, 0.5, 0.5))
     prompts = world("mixture").prompts("direction", "train")[:2]
-    latent, timestep, condition = torch.randn(2, *policy.latent_shape), torch.full((2,), 500.0), policy.encode(prompts)
+    latent, timestep, condition = (
+        torch.randn(2, *policy.latent_shape),
+        torch.full((2,), 500.0),
+        policy.encode(prompts),
+    )
 
     def velocity():
         with torch.no_grad():
@@ -91,7 +97,9 @@ def test_nothing_is_replaced_while_the_copy_is_current(policy):
         assert [parameter.data_ptr() for parameter in copy.parameters] == places
 
 
-@pytest.mark.parametrize(("begin", "expected"), [(None, [False] * 3), (0, [True] * 3), (200, [False, True, True])])
+@pytest.mark.parametrize(
+    ("begin", "expected"), [(None, [False] * 3), (0, [True] * 3), (200, [False, True, True])]
+)
 def test_when_a_copy_samples(policy, begin, expected):
     copy = made(policy, sample_from=begin)
     assert [copy.samples(steps) for steps in (199, 200, 201)] == expected
@@ -113,11 +121,15 @@ def test_a_copy_goes_on_from_its_checkpoint(policy):
 
 
 def test_a_checkpoint_without_the_copy_is_refused(policy):
-    with pytest.raises(ConfigError, match=r"checkpoint: no copy 'old' of .*; it belongs to another loss or model"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint: no copy 'old' of .*; it belongs to another loss or model"
+    ):
         made(policy).restore(Checkpoint({}, {}))
 
 
-@pytest.mark.parametrize("bad", [dict(start=-1), dict(rate=-0.1), dict(cap=1.0), dict(rate=float("inf"))])
+@pytest.mark.parametrize(
+    "bad", [dict(start=-1), dict(rate=-0.1), dict(cap=1.0), dict(rate=float("inf"))]
+)
 def test_decays_out_of_range_are_named(bad):
     with pytest.raises(ConfigError, match=rf"Decay.{next(iter(bad))} = .* is not allowed"):
         Decay(**bad)

@@ -1,4 +1,6 @@
-"""Checkpoints: whatever kills a run, at whatever moment, a complete one can be read and the run ends with the same numbers."""
+"""Checkpoints: whatever kills a run, at whatever moment, a complete one can be read and the run
+ends with the same numbers.
+"""
 
 import json
 import os
@@ -28,7 +30,10 @@ from flowrl.training.run import Run
 
 
 def checkpoint(done):
-    return Checkpoint({"weight": torch.full((3,), float(done))}, {"done": done, "rows": [{"iteration": done, "x": float("nan")}]})
+    return Checkpoint(
+        {"weight": torch.full((3,), float(done))},
+        {"done": done, "rows": [{"iteration": done, "x": float("nan")}]},
+    )
 
 
 def whole_content(found):
@@ -39,7 +44,8 @@ def whole_content(found):
     return done
 
 
-# --- the folder -----------------------------------------------------------------------------------------------------
+# --- the folder
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, ["000040"]), (3, ["000020", "000030", "000040"])])
@@ -50,7 +56,9 @@ def test_the_newest_few_are_kept(tmp_path, keep, left):
         assert whole_content(kept.load()) == done
     assert kept.names() == left == sorted(path.stem for path in kept.folder.iterdir())
     assert [whole_content(kept.load(name)) for name in left] == [int(name) for name in left]
-    with pytest.raises(CheckpointError, match=f"no checkpoint 000011 in .*; there are {', '.join(left)}"):
+    with pytest.raises(
+        CheckpointError, match=f"no checkpoint 000011 in .*; there are {', '.join(left)}"
+    ):
         kept.load("000011")
 
 
@@ -111,18 +119,27 @@ def test_a_checkpoint_of_another_version_is_refused_by_its_format(tmp_path):
     kept = Checkpoints(tmp_path)
     kept.save(checkpoint(7), 7)
     edit(kept.path("000007"), b"flowrl-checkpoint-4", b"flowrl-checkpoint-5")
-    words = r"000007.safetensors was written by another version of flowrl \(format 'flowrl-checkpoint-5'"
+    words = (
+        r"000007.safetensors was written by another version of flowrl \(format"
+        r" 'flowrl-checkpoint-5'"
+    )
     with pytest.raises(CheckpointError, match=words):
         kept.load()
     (kept.folder / "000010").mkdir()
     (kept.folder / "000010" / "checkpoint.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"000010 was written by another version .*'flowrl-checkpoint-3 or older'"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"000010 was written by another version .*'flowrl-checkpoint-3 or older'",
+    ):
         kept.names()
 
 
 def parameters_and(optimizer):
     """Two parameters, their averages, and an optimizer of them."""
-    parameters = {"a.b": torch.nn.Parameter(torch.ones(4)), "c": torch.nn.Parameter(torch.ones(2, 3))}
+    parameters = {
+        "a.b": torch.nn.Parameter(torch.ones(4)),
+        "c": torch.nn.Parameter(torch.ones(2, 3)),
+    }
     return parameters, [torch.zeros(4), torch.full((2, 3), 0.5)], optimizer(parameters.values())
 
 
@@ -145,13 +162,25 @@ def test_weights_averages_and_moments_come_back_and_share_no_memory():
             one.zero_grad()
             sum((p**2).sum() for p in some.values()).backward()
             one.step()
-        again = [training_state(*each) for each in ((parameters, average, optimizer), (others, means, other))]
-        assert again[0].values == again[1].values and again[0].tensors.keys() == again[1].tensors.keys()
-        assert all(torch.equal(again[0].tensors[name], again[1].tensors[name]) for name in again[0].tensors)
-    restore_training_state(training_state(*parameters_and(torch.optim.AdamW)), others, means, other, Distributed())
+        again = [
+            training_state(*each)
+            for each in ((parameters, average, optimizer), (others, means, other))
+        ]
+        assert (
+            again[0].values == again[1].values
+            and again[0].tensors.keys() == again[1].tensors.keys()
+        )
+        assert all(
+            torch.equal(again[0].tensors[name], again[1].tensors[name]) for name in again[0].tensors
+        )
+    restore_training_state(
+        training_state(*parameters_and(torch.optim.AdamW)), others, means, other, Distributed()
+    )
     assert not other.state  # of a checkpoint before the first step
     with pytest.raises(ConfigError, match=r"no weight c of shape \(2, 3\)"):
-        restore_training_state(Checkpoint({"weight.a.b": torch.ones(4)}, {}), others, means, other, Distributed())
+        restore_training_state(
+            Checkpoint({"weight.a.b": torch.ones(4)}, {}), others, means, other, Distributed()
+        )
 
 
 class Counting(torch.optim.Optimizer):
@@ -173,7 +202,9 @@ def test_numbers_and_bytes_of_an_optimizer_come_back():
     for _ in range(3):
         optimizer.step()
     state = training_state(parameters, average, optimizer)
-    assert json.loads(json.dumps(state.values)) == {"optimizer": {"optimizer.step.a.b": 3, "optimizer.step.c": 3}}
+    assert json.loads(json.dumps(state.values)) == {
+        "optimizer": {"optimizer.step.a.b": 3, "optimizer.step.c": 3}
+    }
     others, means, other = parameters_and(Counting)
     restore_training_state(state, others, means, other, Distributed())
     for name in parameters:
@@ -183,14 +214,19 @@ def test_numbers_and_bytes_of_an_optimizer_come_back():
         assert found["state1"].tolist() == [3, 4, 5, 6]
 
 
-# --- a failing disk -------------------------------------------------------------------------------------------------
+# --- a failing disk
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("mode", ["error", "full", "before", "after", "half"])
 @pytest.mark.parametrize("again", [False, True])
-def test_whatever_operation_of_a_save_fails_a_complete_checkpoint_is_left(tmp_path, mode, keep, again):
-    """The fault moves through all operations of the third save, of a new iteration or of one that is there already."""
+def test_whatever_operation_of_a_save_fails_a_complete_checkpoint_is_left(
+    tmp_path, mode, keep, again
+):
+    """The fault moves through all operations of the third save, of a new iteration or of one that
+    is there already.
+    """
     at, fired = 0, True
     while fired:
         at += 1
@@ -216,7 +252,8 @@ def test_whatever_operation_of_a_save_fails_a_complete_checkpoint_is_left(tmp_pa
     assert at > 6
 
 
-# --- resuming -------------------------------------------------------------------------------------------------------
+# --- resuming
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_run_goes_on_from_the_previous_checkpoint_where_the_last_is_damaged(tmp_path, capsys):
@@ -252,14 +289,18 @@ def test_a_run_goes_on_from_the_previous_checkpoint_where_the_last_is_damaged(tm
 def test_metrics_that_were_tampered_with_come_back_from_the_checkpoint(tmp_path, tamper, noted):
     config = SMALL.replace(iterations=3)
     Run(config, tmp_path / "whole").execute()
-    assert not Run(config, tmp_path / "run", stop=lambda: (tmp_path / "run" / "checkpoints").exists()).execute()
+    assert not Run(
+        config, tmp_path / "run", stop=lambda: (tmp_path / "run" / "checkpoints").exists()
+    ).execute()
     metrics, said = tmp_path / "run" / "metrics.jsonl", []
     text = metrics.read_text()
     metrics.write_text(tamper(text))
     assert Run(config, tmp_path / "run", said.append).execute(resume=True)
     assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
     warnings = [state["warning"] for state in said if "warning" in state]
-    assert len(warnings) == noted and all("is not what the checkpoint recorded" in warning for warning in warnings)
+    assert len(warnings) == noted and all(
+        "is not what the checkpoint recorded" in warning for warning in warnings
+    )
     assert (tmp_path / "run" / "metrics.damaged.jsonl").exists() == noted
 
 
@@ -335,10 +376,17 @@ print(json.dumps({"runs": runs, "killed": killed}))
 
 
 def kill(config, out, kills, longest, pauses=False):
-    """Run `config` in `out`/whole, and killed `kills` times at random moments in `out`/run0 and, where that ends, run1 ...;
-    with `pauses` it also pauses after every iteration."""
+    """Run `config` in `out`/whole, and killed `kills` times at random moments in `out`/run0 and,
+    where that ends, run1 ...; with `pauses` it also pauses after every iteration.
+    """
     given = json.dumps([config.as_dict(), str(out), kills, 20261121, longest, pauses])
-    done = subprocess.run([sys.executable, "-c", NURSERY, given], capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", NURSERY, given],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -369,10 +417,20 @@ def test_paused_and_killed_diffusers_models_resume_to_the_same_bits(tmp_path, fa
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "prompts.txt").write_text("a red fox\na red car\na red hat\n")
     config = preset("tiny").apply(
-        model=str(tmp_path / "model"), prompts=str(tmp_path / "prompts.txt"), reward=f"{tmp_path}/reward.py:Redness",
-        resolution=16, max_sequence_length=24, lora_rank=2, iterations=3, checkpoint_every=1, device="cpu", dtype="float32",
-        minibatches=2, eval_samples=2, learning_rate=0.01,
-    )  # fmt: skip
+        model=str(tmp_path / "model"),
+        prompts=str(tmp_path / "prompts.txt"),
+        reward=f"{tmp_path}/reward.py:Redness",
+        resolution=16,
+        max_sequence_length=24,
+        lora_rank=2,
+        iterations=3,
+        checkpoint_every=1,
+        device="cpu",
+        dtype="float32",
+        minibatches=2,
+        eval_samples=2,
+        learning_rate=0.01,
+    )
     assert len(kill(config, tmp_path, kills=2, longest=1.0, pauses=True)["killed"]) == 2
     assert numbers(tmp_path / "run0") == numbers(tmp_path / "whole")
     adapter = Path("lora") / "pytorch_lora_weights.safetensors"

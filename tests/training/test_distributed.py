@@ -19,12 +19,25 @@ import torch
 import flowrl
 from flowrl import distributed as module
 from flowrl.commands.runs import asked_to_stop
-from flowrl.distributed import Assignment, Distributed, OtherProcessError, assignment, full_tensors, is_sharded
+from flowrl.distributed import (
+    Assignment,
+    Distributed,
+    OtherProcessError,
+    assignment,
+    full_tensors,
+    is_sharded,
+)
 from flowrl.errors import ConfigError, PartError, RewardError, TrainingError
 from flowrl.experience import Actions
 from flowrl.rewards import FunctionReward
 from flowrl.training import batches
-from flowrl.training.build import make_method, make_reward, make_world, policy_options, trained_policy
+from flowrl.training.build import (
+    make_method,
+    make_reward,
+    make_world,
+    policy_options,
+    trained_policy,
+)
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.config import load_config, preset
 from flowrl.training.evaluation import evaluate
@@ -34,7 +47,13 @@ from flowrl.training.trainer import Trainer
 from flowrl.types import Prompt
 
 SETTINGS = dict(
-    group_size=4, minibatches=2, micro_batch=7, iterations=2, kl_weight=0.1, window="random(size=2)", learning_rate=3e-4
+    group_size=4,
+    minibatches=2,
+    micro_batch=7,
+    iterations=2,
+    kl_weight=0.1,
+    window="random(size=2)",
+    learning_rate=3e-4,
 )
 MIXTURE = preset("tiny").apply(world="mixture", task="direction", groups=3, **SETTINGS)
 CASES = {
@@ -43,33 +62,50 @@ CASES = {
     "turning points": MIXTURE.replace(method="tp-grpo"),
     "moving average": MIXTURE.replace(method="average", credit="moving-average-gain"),
     "value tracker": MIXTURE.replace(credit="value-tracker"),
-    "win rates": MIXTURE.replace(reward="win-rate(reward='flowrl.worlds.mixture:DirectionReward')", chunk=1),
+    "win rates": MIXTURE.replace(
+        reward="win-rate(reward='flowrl.worlds.mixture:DirectionReward')", chunk=1
+    ),
     "batch statistics": MIXTURE.replace(method="global", credit="uniform(std=batch)"),
     "one prompt": MIXTURE.replace(method="tp-grpo", groups=1),
     "continuations": MIXTURE.replace(credit="stepwise-gain(probe='continuation:3')"),
     "chunks": MIXTURE.replace(groups=5, chunk=1, overlap_rewards=True, offload=True),
     "tree": MIXTURE.replace(credit="depth-relative(probe='branch(children=(1, 2))')"),
     "comb": MIXTURE.replace(credit="sibling-relative(probe='comb(branches=2, count=1)')"),
-    "trajectories in parts": MIXTURE.replace(loss="gspo", clip_range=0.01, micro_batch=2, groups=5, chunk=1),
+    "trajectories in parts": MIXTURE.replace(
+        loss="gspo", clip_range=0.01, micro_batch=2, groups=5, chunk=1
+    ),
     "edges and log-probabilities": MIXTURE.replace(
         credit="backed-up(probe='branch(children=(1, 2), weight=edge)')", groups=5, chunk=1
     ),
-    "tree, chunks": MIXTURE.replace(credit="stepwise-gain(probe='branch(children=(1, 2))')", groups=5, chunk=1),
+    "tree, chunks": MIXTURE.replace(
+        credit="stepwise-gain(probe='branch(children=(1, 2))')", groups=5, chunk=1
+    ),
 }
 FORWARD = MIXTURE.replace(window="0:2", minibatches=1, num_steps=10)
 CASES |= {  # copies after one step are a quarter new: neither the current weights nor the first
-    "diffusion-nft": FORWARD.replace(method="diffusion-nft", loss="diffusion-nft(decay=(0, 0.75, 0.75))"),
+    "diffusion-nft": FORWARD.replace(
+        method="diffusion-nft", loss="diffusion-nft(decay=(0, 0.75, 0.75))"
+    ),
     "awm": FORWARD.replace(method="awm", loss="awm(decay=(0, 0.75, 0.75), off_policy=True)"),
-    "dgpo": FORWARD.replace(method="dgpo", loss="dgpo(beta_dpo=1.0, decay=(0, 0.75, 0.75), sample_from=1)", minibatches=2),
+    "dgpo": FORWARD.replace(
+        method="dgpo",
+        loss="dgpo(beta_dpo=1.0, decay=(0, 0.75, 0.75), sample_from=1)",
+        minibatches=2,
+    ),
 }
 RESUMED = MIXTURE.replace(iterations=3, checkpoint_every=1)
 OBSERVED = RESUMED.replace(checkpoint_every=9, save_experience=1)
-REDNESS = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3)))
+REDNESS = FunctionReward(
+    lambda images, prompts: images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
+)
 
 
 def world_trainer(config, distributed):
     world = make_world(config)
-    policy, prompts = world.policy(policy_options(config)), world.prompts(config.environment.task, "train")
+    policy, prompts = (
+        world.policy(policy_options(config)),
+        world.prompts(config.environment.task, "train"),
+    )
     return Trainer(policy, make_method(config), make_reward(config), prompts, config, distributed)
 
 
@@ -87,7 +123,9 @@ def full_trainer(config, distributed):
 
 def weights(trainer):
     """The trained ones and their copies, in every process."""
-    values = {"": trainer.parameters} | {f"{name}.": copy.values for name, copy in trainer.copies.by_name.items()}
+    values = {"": trainer.parameters} | {
+        f"{name}.": copy.values for name, copy in trainer.copies.by_name.items()
+    }
     return {
         prefix + name: tensor.detach().clone()
         for prefix, tensors in values.items()
@@ -96,8 +134,10 @@ def weights(trainer):
 
 
 def trained(make, config, distributed, evaluated=False):
-    """Metrics of two iterations, and weights and averages after them; without the number of network calls, which processes share.
-    `evaluated`: also a velocity of the averaged weights after each iteration."""
+    """Metrics of two iterations, and weights and averages after them; without the number of network
+    calls, which processes share. `evaluated`: also a velocity of the averaged weights after each
+    iteration.
+    """
     trainer = make(config, distributed)
     rows = []
     for _ in range(config.iterations):
@@ -119,7 +159,9 @@ def largest_difference(first, second):
     if isinstance(first, torch.Tensor):
         return float((first.double() - second.double()).abs().max()) if first.numel() else 0.0
     if isinstance(first, dict):
-        return max((largest_difference(first[key], second[key]) for key in first | second), default=0.0)
+        return max(
+            (largest_difference(first[key], second[key]) for key in first | second), default=0.0
+        )
     if isinstance(first, list | tuple):
         assert len(first) == len(second)
         return max(map(largest_difference, first, second), default=0.0)
@@ -133,33 +175,55 @@ def velocity(policy):
 
 
 def compared(distributed):
-    """By case, the largest difference between what this process computes alone and what all compute together."""
+    """By case, the largest difference between what this process computes alone and what all compute
+    together.
+    """
     torch.manual_seed(distributed.rank)  # no number may depend on the global generator
     found = {}
     for name, config in CASES.items():
-        found[name] = largest_difference(*(trained(world_trainer, config, some)[:2] for some in (Distributed(), distributed)))
+        found[name] = largest_difference(
+            *(trained(world_trainer, config, some)[:2] for some in (Distributed(), distributed))
+        )
     for name in ("flow-grpo", "tp-grpo"):
-        # Adam divides by the gradient's size: where that is near its epsilon of 1e-8, rounding errors of 1e-10 in the gradient
+        # Adam divides by the gradient's size: where that is near its epsilon of 1e-8, rounding
+        # errors of 1e-10 in the gradient
         # are 1% of the step, so the learning rate bounds how close weights can be
         config = preset("tiny").apply(method=name, groups=3, **{**SETTINGS, "learning_rate": 1e-4})
-        alone, together = (trained(pipeline_trainer, config, some) for some in (Distributed(), distributed))
-        # a group's rewards differ by hundredths here, so advantages have a hundred times the rewards' rounding errors
+        alone, together = (
+            trained(pipeline_trainer, config, some) for some in (Distributed(), distributed)
+        )
+        # a group's rewards differ by hundredths here, so advantages have a hundred times the
+        # rewards' rounding errors
         sizes = [[row.pop("abs_advantage") for row in rows] for rows, *_ in (alone, together)]
         assert largest_difference(*sizes) < 1e-5
         found[f"sd3 {name}"] = largest_difference(alone[:2], together[:2])
     policy, world = make_world(MIXTURE).policy(policy_options(MIXTURE)), make_world(MIXTURE)
     for count in (1, 9):
         alone, together = (
-            evaluate(policy, world, "direction", "soft", count, 5, keep=7, reward=world.reward("strict"), distributed=some)
+            evaluate(
+                policy,
+                world,
+                "direction",
+                "soft",
+                count,
+                5,
+                keep=7,
+                reward=world.reward("strict"),
+                distributed=some,
+            )
             for some in (Distributed(), distributed)
         )
         for part in ("scores", "images", "image_scores", "custom_reward"):
-            found[f"evaluation of {count}: {part}"] = largest_difference(getattr(alone, part), getattr(together, part))
+            found[f"evaluation of {count}: {part}"] = largest_difference(
+                getattr(alone, part), getattr(together, part)
+            )
     return found
 
 
 SHARDED = preset("tiny").apply(method="tp-grpo", **{**SETTINGS, "learning_rate": 1e-4, "groups": 1})
-COPIED = SHARDED.replace(method="diffusion-nft", loss="diffusion-nft(decay=(0, 0.75, 0.75))", window="0:2")
+COPIED = SHARDED.replace(
+    method="diffusion-nft", loss="diffusion-nft(decay=(0, 0.75, 0.75))", window="0:2"
+)
 
 
 def sharded(distributed):
@@ -170,13 +234,19 @@ def sharded(distributed):
     for reshard, config in ((True, SHARDED), (False, COPIED)):
         distributed = replace(distributed, sharded=True, reshard_after_forward=reshard)
         make = full_trainer if reshard else pipeline_trainer
-        alone, together = (trained(make, config, some, evaluated=True) for some in (Distributed(), distributed))
+        alone, together = (
+            trained(make, config, some, evaluated=True) for some in (Distributed(), distributed)
+        )
         assert largest_difference(alone[0], together[0]) < 1e-5
         found[make.__name__] = largest_difference(alone[1], together[1])
         trainer = make(config, distributed)
         assert all(map(is_sharded, [*trainer.parameters, *trainer.average]))
         trainer.iteration()
-        moments = [state[key] for state in trainer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        moments = [
+            state[key]
+            for state in trainer.optimizer.state.values()
+            for key in ("exp_avg", "exp_avg_sq")
+        ]
         assert moments and all(map(is_sharded, moments))
         state = trainer.state()
         assert distributed.is_main or not state.tensors
@@ -193,9 +263,13 @@ def sharded(distributed):
                 continue
             plain = tiny_sd3_policy(TINY if reshard else replace(TINY, adapter=f"{folder}/saved"))
             if reshard:
-                plain.transformer = type(plain.transformer).from_pretrained(f"{folder}/saved/transformer")
+                plain.transformer = type(plain.transformer).from_pretrained(
+                    f"{folder}/saved/transformer"
+                )
         named = {name: tensor.detach() for name, tensor in plain.transformer.named_parameters()}
-        found[f"{make.__name__} saved"] = largest_difference(average, {name: named[name] for name in average})
+        found[f"{make.__name__} saved"] = largest_difference(
+            average, {name: named[name] for name in average}
+        )
     return found
 
 
@@ -206,14 +280,18 @@ def narrow(distributed):
     alone, together = full_trainer(config, Distributed()), full_trainer(config, distributed)
     dtypes = []
     block = together.policy.transformer.transformer_blocks[0]
-    handle = block.register_forward_pre_hook(lambda block, _: dtypes.append(next(block.parameters()).dtype))
+    handle = block.register_forward_pre_hook(
+        lambda block, _: dtypes.append(next(block.parameters()).dtype)
+    )
     with torch.no_grad():
         velocities = [velocity(trainer.policy) for trainer in (alone, together)]
     handle.remove()
     norms = [trainer.iteration()["grad_norm"] for trainer in (alone, together)]
     found = {
         "gathered": sorted({str(dtype) for dtype in dtypes}),
-        "shards": sorted({str(tensor.dtype) for p in together.parameters for tensor in (p, p.grad)}),
+        "shards": sorted(
+            {str(tensor.dtype) for p in together.parameters for tensor in (p, p.grad)}
+        ),
         "velocity": float((velocities[0] - velocities[1]).norm() / velocities[0].norm()),
         "norm": abs(norms[0] / norms[1] - 1),
     }
@@ -240,7 +318,9 @@ def failing_reward(distributed):
     world = make_world(MIXTURE)
     policy, prompts = world.policy(policy_options(MIXTURE)), world.prompts("direction", "train")
     try:
-        Trainer(policy, make_method(MIXTURE), FunctionReward(score), prompts, MIXTURE, distributed).iteration()
+        Trainer(
+            policy, make_method(MIXTURE), FunctionReward(score), prompts, MIXTURE, distributed
+        ).iteration()
     except (RewardError, TrainingError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -272,23 +352,35 @@ def probe(trainer):
 
 
 def failing_probe(distributed):
-    """The error in each process if memory runs out in process 1's probe; before, what they report if only its room is small."""
+    """The error in each process if memory runs out in process 1's probe; before, what they report
+    if only its room is small.
+    """
     trainer = world_trainer(MIXTURE, distributed)
-    small = memory_notices(trainer, lambda work, device: 10**9, lambda: 5e8 if distributed.rank == 1 else 16e9)
+    small = memory_notices(
+        trainer, lambda work, device: 10**9, lambda: 5e8 if distributed.rank == 1 else 16e9
+    )
     try:
         probe(trainer)
     except TrainingError as error:
-        return [notice.text for notice in small], str(error), [p.grad is None for p in trainer.parameters]
+        return (
+            [notice.text for notice in small],
+            str(error),
+            [p.grad is None for p in trainer.parameters],
+        )
     return "nothing"
 
 
 def found_batches(distributed, peaks=(1.0, 1.0), speed=(1e3, 1e3), fails=False):
-    """The sizes that each process finds on a simulated device: bytes per latent, and the batch of half the top speed."""
+    """The sizes that each process finds on a simulated device: bytes per latent, and the batch of
+    half the top speed.
+    """
 
     def measured(trainer, batch, train):
         if fails and distributed.rank == 1 and batch > 3:
             raise torch.OutOfMemoryError
-        return batches.Measured(0, int(batch * peaks[distributed.rank]), speed[distributed.rank] + batch)
+        return batches.Measured(
+            0, int(batch * peaks[distributed.rank]), speed[distributed.rank] + batch
+        )
 
     config = MIXTURE.replace(micro_batch="auto", max_batch="auto", group_size=64)
     trainer = world_trainer(config, distributed)
@@ -297,7 +389,11 @@ def found_batches(distributed, peaks=(1.0, 1.0), speed=(1e3, 1e3), fails=False):
         patch.setattr(batches, "room", lambda device: 24.0)
         patch.setattr(batches, "later_bytes", lambda trainer: 0.0)
         batches.find_batches(trainer)
-    return [trainer.config.optim.micro_batch, trainer.config.rollout.max_batch, trainer.collector.max_batch]
+    return [
+        trainer.config.optim.micro_batch,
+        trainer.config.rollout.max_batch,
+        trainer.collector.max_batch,
+    ]
 
 
 def failing_sharded_probe(distributed, tell, folder):
@@ -306,7 +402,9 @@ def failing_sharded_probe(distributed, tell, folder):
 
 
 def everything(distributed, tell, folder):
-    """The long life of two processes: they compare, they fail together, and at the end process 1 leaves by an error."""
+    """The long life of two processes: they compare, they fail together, and at the end process 1
+    leaves by an error.
+    """
     tell("compared", compared(distributed))
     tell("reward", failing_reward(distributed))
     tell("update", failing_update(distributed))
@@ -317,10 +415,16 @@ def everything(distributed, tell, folder):
     tell("sharded", sharded(distributed))
     tell("narrow", narrow(distributed))
     tell("any", [distributed.any(distributed.rank == 1), distributed.any(False)])
-    for name, some in (("two-one", distributed), ("sharded-one", replace(distributed, sharded=True))):
+    for name, some in (
+        ("two-one", distributed),
+        ("sharded-one", replace(distributed, sharded=True)),
+    ):
         run = Run(RESUMED, folder / name, stop=lambda: True, distributed=some)
         tell(name, run.execute())
-    for name, some in (("one-two", distributed), ("one-sharded", replace(distributed, sharded=True))):
+    for name, some in (
+        ("one-two", distributed),
+        ("one-sharded", replace(distributed, sharded=True)),
+    ):
         tell(name, Run(RESUMED, folder / name, distributed=some).execute(resume=True))
     tell("observed", observed(distributed, folder / "observed"))
     if distributed.rank == 1:
@@ -329,7 +433,9 @@ def everything(distributed, tell, folder):
 
 
 class Observes:
-    """Sums of every field that processes gather; it keeps one checkpoint and stops the run, or raises an exception."""
+    """Sums of every field that processes gather; it keeps one checkpoint and stops the run, or
+    raises an exception.
+    """
 
     fields = ("values", "advantages", "weights", "log_probs", "trajectories")
 
@@ -340,19 +446,32 @@ class Observes:
         self.calls += 1
         if self.fails:
             raise ValueError("made up")
-        tensors = {name: getattr(record, name) for name in self.fields[:-1]} | {"states": record.trajectories.states}
+        tensors = {name: getattr(record, name) for name in self.fields[:-1]} | {
+            "states": record.trajectories.states
+        }
         sums = {name: tensor.nan_to_num().abs().double().sum() for name, tensor in tensors.items()}
         stop = "enough" if record.iteration == 2 else ""
-        return Actions(stop=stop, keep=record.iteration == 1, metrics=sums | {"samples": len(record.trajectories.states)})
+        return Actions(
+            stop=stop,
+            keep=record.iteration == 1,
+            metrics=sums | {"samples": len(record.trajectories.states)},
+        )
 
 
 def observed(distributed, folder):
-    """Whether the run ended, and the calls of its observer, in this process; the error if one fails in a strict run."""
+    """Whether the run ended, and the calls of its observer, in this process; the error if one fails
+    in a strict run.
+    """
     observer = Observes()
     ended = Run(OBSERVED, folder, distributed=distributed, observers=(observer,)).execute()
     try:
         strict = OBSERVED.replace(strict=True)
-        Run(strict, folder.with_name("strict"), distributed=distributed, observers=(Observes(fails=True),)).execute()
+        Run(
+            strict,
+            folder.with_name("strict"),
+            distributed=distributed,
+            observers=(Observes(fails=True),),
+        ).execute()
     except TrainingError as error:
         return ended, observer.calls, f"{type(error).__name__}: {error}"
     except PartError as error:
@@ -377,7 +496,12 @@ def stuck(distributed, tell, folder):
 def live(work, rank, world_size, port, folder, grace):
     """The body of process `rank`; what it tells is in `folder`."""
     environment = dict(
-        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+        RANK=rank,
+        LOCAL_RANK=rank,
+        WORLD_SIZE=world_size,
+        LOCAL_WORLD_SIZE=world_size,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
     )
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
@@ -395,12 +519,17 @@ def live(work, rank, world_size, port, folder, grace):
 
 
 def lives(work, folder, world_size=2, limit=200.0, grace=20.0):
-    """What each of `world_size` processes told, with its exit code. Fails if one is still there after `limit` seconds."""
+    """What each of `world_size` processes told, with its exit code. Fails if one is still there
+    after `limit` seconds.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=live, args=(work, rank, world_size, port, folder, grace)) for rank in range(world_size)]
+    processes = [
+        context.Process(target=live, args=(work, rank, world_size, port, folder, grace))
+        for rank in range(world_size)
+    ]
     for process in processes:
         process.start()
     until = time.monotonic() + limit
@@ -411,7 +540,8 @@ def lives(work, folder, world_size=2, limit=200.0, grace=20.0):
         process.kill()
     assert not hanging, f"processes {hanging} hang"
     return [
-        {**json.loads((folder / f"{rank}.json").read_text()), "code": process.exitcode} for rank, process in enumerate(processes)
+        {**json.loads((folder / f"{rank}.json").read_text()), "code": process.exitcode}
+        for rank, process in enumerate(processes)
     ]
 
 
@@ -453,40 +583,65 @@ def test_two_processes_train_what_one_does(two):
 def test_sharded_weights_train_as_replicated_ones_do(two):
     for told in two:
         assert {name: worst for name, worst in told["sharded"].items() if not worst < 2e-6} == {}
-        assert all(told["sharded"][f"{name} resumed"] == 0 for name in ("full_trainer", "pipeline_trainer"))
-    assert {f"{name} saved" for name in ("full_trainer", "pipeline_trainer")} < set(two[0]["sharded"])
+        assert all(
+            told["sharded"][f"{name} resumed"] == 0 for name in ("full_trainer", "pipeline_trainer")
+        )
+    assert {f"{name} saved" for name in ("full_trainer", "pipeline_trainer")} < set(
+        two[0]["sharded"]
+    )
 
 
 def test_sharded_weights_are_gathered_in_the_dtype_of_the_network(two):
     for told in two:
-        assert told["narrow"]["gathered"] == ["torch.bfloat16"] and told["narrow"]["shards"] == ["torch.float32"]
+        assert told["narrow"]["gathered"] == ["torch.bfloat16"] and told["narrow"]["shards"] == [
+            "torch.float32"
+        ]
         assert told["narrow"]["velocity"] < 0.01 and told["narrow"]["norm"] < 0.1
 
 
 def test_a_gradient_that_overflows_in_one_shard_skips_the_step_in_all_processes(two):
     for told in two:
-        assert told["narrow"]["step taken, True"] is False and told["narrow"]["step taken, False"] is True
+        assert (
+            told["narrow"]["step taken, True"] is False
+            and told["narrow"]["step taken, False"] is True
+        )
         assert told["narrow"]["scale"] == [32.0, 1]
 
 
 def test_a_run_resumes_on_another_number_of_processes(two):
     assert {name: worst for name, worst in two[0]["resumed"].items() if not worst < 1e-6} == {}
-    assert [two[0][name] for name in ("two-one", "sharded-one", "one-two", "one-sharded")] == [False, False, True, True]
+    assert [two[0][name] for name in ("two-one", "sharded-one", "one-two", "one-sharded")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_observers_see_the_groups_of_all_processes_and_decide_in_the_first(two, tmp_path):
     ended = [told["observed"] for told in two]
     assert [found[:2] for found in ended] == [[True, 2], [True, 0]]
-    assert ended[0][2].startswith("PartError: observer Observes, Observes.observe (") and "ValueError: made up" in ended[0][2]
-    assert ended[1][2].startswith("OtherProcessError: process 0 of 2 failed: PartError: observer Observes")
+    assert (
+        ended[0][2].startswith("PartError: observer Observes, Observes.observe (")
+        and "ValueError: made up" in ended[0][2]
+    )
+    assert ended[1][2].startswith(
+        "OtherProcessError: process 0 of 2 failed: PartError: observer Observes"
+    )
     together, alone = Path(two[0]["folder"]) / "observed", tmp_path / "observed"
     assert Run(OBSERVED, alone, observers=(Observes(),)).execute()
     rows = [metrics(folder) for folder in (together, alone)]
     assert rows[0][-1]["stopped"] == "Observes: enough" and rows[0][-1]["Observes/samples"] == 3
-    sums = [[row.pop(name) for row in found[1:] for name in sorted(row) if "/" in name] for found in rows]
+    sums = [
+        [row.pop(name) for row in found[1:] for name in sorted(row) if "/" in name]
+        for found in rows
+    ]
     assert sums[0] == pytest.approx(sums[1], rel=1e-5) and len(sums[0]) == 12
     assert largest_difference(*rows) < 1e-6
-    for kind, names in (("checkpoints", ["000001", "000002"]), ("experience", ["000001", "000001", "000002", "000002"])):
+    for kind, names in (
+        ("checkpoints", ["000001", "000002"]),
+        ("experience", ["000001", "000001", "000002", "000002"]),
+    ):
         assert sorted(path.stem for path in (together / kind).iterdir()) == names
     tables = [(folder / "experience" / "000001.csv").read_text() for folder in (together, alone)]
     assert len(tables[0].splitlines()) == len(tables[1].splitlines()) == 1 + 3 * 4
@@ -495,20 +650,28 @@ def test_observers_see_the_groups_of_all_processes_and_decide_in_the_first(two, 
 def test_an_error_in_one_process_stops_all_and_names_it(two):
     assert two[1]["reward"].startswith("RewardContractError: FunctionReward.score returned")
     assert two[0]["reward"].startswith(
-        "OtherProcessError: process 1 of 2 failed: RewardContractError: FunctionReward.score returned"
+        "OtherProcessError: process 1 of 2 failed: RewardContractError: FunctionReward.score"
+        " returned"
     )
     assert two[1]["update"] == "made up"
     assert two[0]["update"] == "process 1 of 2 failed: TrainingError: made up"
 
 
-TOO_LARGE = "micro_batch 7 will not fit: a batch of 4 is too much already. Use 1, gradient_checkpointing or a smaller model"
+TOO_LARGE = (
+    "micro_batch 7 will not fit: a batch of 4 is too much already. Use 1, gradient_checkpointing or"
+    " a smaller model"
+)
 
 
 def test_memory_that_runs_out_in_one_probe_ends_all_processes(two):
-    for told, error in zip(two, (f"process 1 of 2 failed: TrainingError: {TOO_LARGE}", TOO_LARGE), strict=True):
+    for told, error in zip(
+        two, (f"process 1 of 2 failed: TrainingError: {TOO_LARGE}", TOO_LARGE), strict=True
+    ):
         notices, found, empty = told["probe"]
         assert found == error and all(empty)
-        assert len(notices) == 2 and "0.5 GB are there" in notices[0], "process 1's, in both processes"
+        assert len(notices) == 2 and "0.5 GB are there" in notices[0], (
+            "process 1's, in both processes"
+        )
 
 
 def test_all_processes_find_the_sizes_of_the_fullest_and_slowest(two):
@@ -520,7 +683,10 @@ def test_all_processes_find_the_sizes_of_the_fullest_and_slowest(two):
 @pytest.mark.slow
 def test_memory_that_runs_out_in_one_probe_ends_processes_that_wait_inside_the_network(tmp_path):
     first, second = lives(failing_sharded_probe, tmp_path, limit=100.0)
-    assert second["end"] == f"TrainingError: {TOO_LARGE}" and [first["code"], second["code"]] == [1, 1]
+    assert second["end"] == f"TrainingError: {TOO_LARGE}" and [first["code"], second["code"]] == [
+        1,
+        1,
+    ]
     assert "Connection closed by peer" in first["end"] or "Connection reset by peer" in first["end"]
 
 
@@ -533,7 +699,9 @@ def test_a_process_that_leaves_by_an_error_ends_the_others(two):
 @pytest.mark.slow
 def test_a_process_that_was_asked_to_stop_does_not_wait_long_for_the_others(tmp_path):
     stopped, _ = lives(stuck, tmp_path, grace=0.5)
-    assert stopped["end"].startswith("SystemExit: flowrl: process 0 of 2 was asked to stop and has waited 0.5 s for the others")
+    assert stopped["end"].startswith(
+        "SystemExit: flowrl: process 0 of 2 was asked to stop and has waited 0.5 s for the others"
+    )
     assert stopped["code"] == 1 and 0.9 < stopped["seconds"] < 3
 
 
@@ -556,21 +724,46 @@ class Deadly:
 def launch(config, folder, arguments):
     """`flowrl train` on two CPU processes by a shipped config file."""
     file = Path(flowrl.__file__).parent / "data" / "launch" / f"{config}.yaml"
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(file),
+        "--num_processes",
+        "2",
+    ]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         launcher += ["--main_process_port", str(free.getsockname()[1])]
     command = [*launcher, "-m", "flowrl", "train", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=folder, check=False
+    )
 
 
 @pytest.mark.slow
 def test_a_killed_process_ends_the_run_by_name_and_the_run_resumes(tmp_path):
-    """The shipped config files and Accelerate's launcher: killed with sharded weights, resumed with replicated ones."""
+    """The shipped config files and Accelerate's launcher: killed with sharded weights, resumed with
+    replicated ones.
+    """
     (tmp_path / "deadly.py").write_text(DEADLY)
-    changes = dict(world="mixture", task="direction", groups=3, iterations=4, checkpoint_every=1, reward="deadly.py:Deadly")
-    options = [part for name, value in changes.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    dead = launch("fsdp2", tmp_path, ["--preset", "tiny", *options, "--device", "cpu", "--out", "run"])
+    changes = dict(
+        world="mixture",
+        task="direction",
+        groups=3,
+        iterations=4,
+        checkpoint_every=1,
+        reward="deadly.py:Deadly",
+    )
+    options = [
+        part
+        for name, value in changes.items()
+        for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    dead = launch(
+        "fsdp2", tmp_path, ["--preset", "tiny", *options, "--device", "cpu", "--out", "run"]
+    )
     assert dead.returncode != 0 and "2 processes" in dead.stdout
     report = dead.stderr[dead.stderr.index("FAILED") :]
     assert "rank      : 1 (local_rank: 1)" in report and "Signal 9 (SIGKILL)" in report
@@ -588,7 +781,9 @@ def test_a_killed_process_ends_the_run_by_name_and_the_run_resumes(tmp_path):
 def test_config_files_are_accelerates(name):
     from accelerate.commands.config.config_args import load_config_from_file
 
-    config = load_config_from_file(str(Path(flowrl.__file__).parent / "data" / "launch" / f"{name}.yaml"))
+    config = load_config_from_file(
+        str(Path(flowrl.__file__).parent / "data" / "launch" / f"{name}.yaml")
+    )
     assert config.mixed_precision == "no" and config.num_processes == 8
     assert (config.distributed_type == "FSDP") == (name != "ddp")
     if name != "ddp":
@@ -621,8 +816,13 @@ def test_a_single_process_needs_no_others():
 
 
 def test_with_sharded_weights_an_error_does_not_wait_for_processes_that_compute():
-    """The others may be in a network call, which needs this process too: waiting for them elsewhere would never end."""
-    with pytest.raises(ValueError, match="the reward"), Distributed(0, 2, sharded=True).shared_errors():
+    """The others may be in a network call, which needs this process too: waiting for them elsewhere
+    would never end.
+    """
+    with (
+        pytest.raises(ValueError, match="the reward"),
+        Distributed(0, 2, sharded=True).shared_errors(),
+    ):
         raise ValueError("the reward")
 
 

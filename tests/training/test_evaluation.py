@@ -1,4 +1,6 @@
-"""Evaluation: several processes divide the samples and the held-out metrics, and all get what one process computes."""
+"""Evaluation: several processes divide the samples and the held-out metrics, and all get what one
+process computes.
+"""
 
 import re
 import threading
@@ -11,7 +13,12 @@ import torch
 
 from flowrl.distributed import Distributed
 from flowrl.rewards import FunctionReward
-from flowrl.rewards.diversity import LatentFeatures, PixelFeatures, group_features, pairwise_diversity
+from flowrl.rewards.diversity import (
+    LatentFeatures,
+    PixelFeatures,
+    group_features,
+    pairwise_diversity,
+)
 from flowrl.rollout import EVALUATION_SEED, ImageBatch, initial_noise, sample_images, score
 from flowrl.training.evaluation import Evaluation, evaluate
 from flowrl.training.heldout import DIVERSITY_SEED, HeldoutMetrics
@@ -52,14 +59,26 @@ class Threads(Distributed):
 def evaluated(policy, count, metrics, distributed) -> Evaluation:
     strict = WORLD.reward("strict")
     return evaluate(
-        policy, WORLD, "direction", "soft", count, 5, keep=5, reward=strict, heldout_metrics=metrics, distributed=distributed
+        policy,
+        WORLD,
+        "direction",
+        "soft",
+        count,
+        5,
+        keep=5,
+        reward=strict,
+        heldout_metrics=metrics,
+        distributed=distributed,
     )
 
 
 def by_threads(size, policy, count, metrics) -> list[Evaluation]:
     exchange = Exchange(size)
     with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(evaluated, policy, count, metrics, Threads(rank, exchange)) for rank in range(size)]
+        futures = [
+            pool.submit(evaluated, policy, count, metrics, Threads(rank, exchange))
+            for rank in range(size)
+        ]
         return [future.result() for future in futures]
 
 
@@ -72,7 +91,9 @@ def test_processes_divide_the_samples_and_the_heldout_metrics(mixture_policy, si
         return images[:, 0, 0, 0]
 
     rewards = {"density": WORLD.qualities["density"](), "x": FunctionReward(mean_x)}
-    metrics = HeldoutMetrics(rewards, PixelFeatures(), noise=0.3, bias=0.5, seed=1, prompts=5, samples=3)
+    metrics = HeldoutMetrics(
+        rewards, PixelFeatures(), noise=0.3, bias=0.5, seed=1, prompts=5, samples=3
+    )
     alone = evaluated(mixture_policy, count, metrics, Distributed())
     assert set(alone.heldout) == {"proxy", "heldout", "diversity"} and rows == [count]
     rows.clear()
@@ -93,17 +114,26 @@ def test_a_heldout_reward_that_fails_in_one_process_is_left_out_in_all(mixture_p
             raise RuntimeError("the card is on fire")
         return images[:, 0, 0, 0]
 
-    metrics = HeldoutMetrics({"broken": FunctionReward(fails), "density": WORLD.qualities["density"]()})
+    metrics = HeldoutMetrics(
+        {"broken": FunctionReward(fails), "density": WORLD.qualities["density"]()}
+    )
     results = by_threads(2, mixture_policy, 4, metrics)
     assert [record.getMessage() for record in caplog.records] == [
-        "held-out reward broken could not be measured and is left out: RuntimeError: the card is on fire"
+        "held-out reward broken could not be measured and is left out: RuntimeError: the card is on"
+        " fire"
     ]
     for found in results:
-        assert found.incomplete and found.heldout["heldout"]["broken"] is None and found.heldout["heldout"]["density"] < 0
+        assert (
+            found.incomplete
+            and found.heldout["heldout"]["broken"] is None
+            and found.heldout["heldout"]["density"] < 0
+        )
 
 
 def test_a_heldout_reward_without_a_valid_sample_is_left_out(mixture_policy, caplog):
-    invalid = FunctionReward(lambda images, prompts: torch.full((len(images),), float("nan")), marks_invalid=True)
+    invalid = FunctionReward(
+        lambda images, prompts: torch.full((len(images),), float("nan")), marks_invalid=True
+    )
     found = evaluated(mixture_policy, 4, HeldoutMetrics({"invalid": invalid}), Distributed())
     assert re.search("held-out reward invalid .*all 4 samples were marked invalid", caplog.text)
     assert found.incomplete and found.heldout["heldout"] == {"invalid": None}
@@ -126,7 +156,9 @@ class LiveRows:
 
 
 @pytest.mark.parametrize("name", ["mixture", "shapes"])
-def test_an_evaluation_has_one_batch_in_memory_and_measures_what_all_at_once_would(name, monkeypatch):
+def test_an_evaluation_has_one_batch_in_memory_and_measures_what_all_at_once_would(
+    name, monkeypatch
+):
     """Bit for bit: scores, images, held-out rewards and diversity of 11 samples in batches of 4."""
     count, steps, batch = 11, 3, 4
     here, task = world(name), "direction" if name == "mixture" else "compositional"
@@ -135,7 +167,11 @@ def test_an_evaluation_has_one_batch_in_memory_and_measures_what_all_at_once_wou
     prompts = [heldout[i % len(heldout)] for i in range(count)]
 
     def all_at_once(prompts, seed):
-        return ImageBatch.cat(sample_images(policy, prompts, initial_noise(policy, len(prompts), seed), steps, max_batch=batch))
+        return ImageBatch.cat(
+            sample_images(
+                policy, prompts, initial_noise(policy, len(prompts), seed), steps, max_batch=batch
+            )
+        )
 
     whole = all_at_once(prompts, EVALUATION_SEED)
     repeated = all_at_once([prompt for prompt in heldout[:2] for _ in range(5)], DIVERSITY_SEED)
@@ -145,15 +181,32 @@ def test_an_evaluation_has_one_batch_in_memory_and_measures_what_all_at_once_wou
 
     images, latents, conditions = LiveRows(), LiveRows(), LiveRows()
     decode, encode = policy.decode, policy.encode
-    monkeypatch.setattr(policy, "decode", lambda latent: images.add(decode(latents.add(latent)).clone()))
     monkeypatch.setattr(
-        policy, "encode", lambda prompts: (found := encode(prompts), [conditions.add(t) for t in found.tensors.values()])[0]
+        policy, "decode", lambda latent: images.add(decode(latents.add(latent)).clone())
     )
-    metrics = HeldoutMetrics({quality: here.qualities[quality]()}, LatentFeatures(), prompts=2, samples=5)
-    found = evaluate(policy, here, task, "soft", count, steps, batch, keep=6, heldout_metrics=metrics)
-    assert (images.most, latents.most, conditions.most) == (batch, batch, batch) and images.now == latents.now == 0
+    monkeypatch.setattr(
+        policy,
+        "encode",
+        lambda prompts: (
+            found := encode(prompts),
+            [conditions.add(t) for t in found.tensors.values()],
+        )[0],
+    )
+    metrics = HeldoutMetrics(
+        {quality: here.qualities[quality]()}, LatentFeatures(), prompts=2, samples=5
+    )
+    found = evaluate(
+        policy, here, task, "soft", count, steps, batch, keep=6, heldout_metrics=metrics
+    )
+    assert (images.most, latents.most, conditions.most) == (
+        batch,
+        batch,
+        batch,
+    ) and images.now == latents.now == 0
     assert found.scores == {form: float(values.nanmean()) for form, values in expected.items()}
-    assert torch.equal(found.image_scores, expected["soft"][:6]) and torch.equal(found.images, whole.images[:6])
+    assert torch.equal(found.image_scores, expected["soft"][:6]) and torch.equal(
+        found.images, whole.images[:6]
+    )
     assert found.heldout["proxy"] == found.scores["soft"]
     assert found.heldout["heldout"] == {quality: float(density.nanmean())}
     assert found.heldout["diversity"] == float(pairwise_diversity(features).nanmean())
@@ -167,6 +220,15 @@ def test_a_heldout_reward_that_has_failed_is_not_called_again(mixture_policy, ca
         raise RuntimeError("the card is on fire")
 
     found = evaluate(
-        mixture_policy, WORLD, "direction", "soft", 9, 2, 4, heldout_metrics=HeldoutMetrics({"broken": FunctionReward(fails)})
+        mixture_policy,
+        WORLD,
+        "direction",
+        "soft",
+        9,
+        2,
+        4,
+        heldout_metrics=HeldoutMetrics({"broken": FunctionReward(fails)}),
     )
-    assert calls == [4] and len(caplog.records) == 1 and found.heldout["heldout"] == {"broken": None}
+    assert (
+        calls == [4] and len(caplog.records) == 1 and found.heldout["heldout"] == {"broken": None}
+    )

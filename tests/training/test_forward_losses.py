@@ -27,7 +27,14 @@ from flowrl.worlds.base import PolicyOptions, world
 PROMPTS = [world("mixture").parse(f"towards {angle} degrees") for angle in (0, 90, 180)]
 REWARD = world("mixture").reward("soft")
 CONFIG = preset("tiny").apply(
-    world="mixture", task="direction", groups=3, group_size=4, num_steps=6, iterations=4, minibatches=2, learning_rate=1e-3
+    world="mixture",
+    task="direction",
+    groups=3,
+    group_size=4,
+    num_steps=6,
+    iterations=4,
+    minibatches=2,
+    learning_rate=1e-3,
 )
 BATCH = Uniform(std="batch", clamp=None)
 LOSSES = {
@@ -36,19 +43,28 @@ LOSSES = {
     "awm": AWM(kl_weight=0.1, times=StratifiedTimes(3)),
     "awm, all times of a sample": AWM(ratio="sum_first", times=StratifiedTimes(4)),
     "dgpo": DGPO(beta_dpo=1.0, times=DrawnSteps(3, 5), decay=(1, 0.3, 0.5), sample_from=2),
-    "dgpo, one noise": DGPO(beta_dpo=1.0, times=DrawnSteps(4, 5), clip=None, noise="group-all-times"),
+    "dgpo, one noise": DGPO(
+        beta_dpo=1.0, times=DrawnSteps(4, 5), clip=None, noise="group-all-times"
+    ),
     "nft, own states": DiffusionNFT(noise="path"),
 }
 SAMPLERS = {
-    "nft": Multistep(), "awm": ODE(), "awm, all times of a sample": Multistep("sa", tau=0.4), "dgpo": Multistep("unipc"),
-}  # fmt: skip
+    "nft": Multistep(),
+    "awm": ODE(),
+    "awm, all times of a sample": Multistep("sa", tau=0.4),
+    "dgpo": Multistep("unipc"),
+}
 
 
 def trainer_for(case, config=CONFIG, credit=BATCH, reward=REWARD):
-    method = Method(case, SAMPLERS.get(case, FlowSDE(0.7)), FixedWindow(stop=-1), credit, LOSSES[case])
+    method = Method(
+        case, SAMPLERS.get(case, FlowSDE(0.7)), FixedWindow(stop=-1), credit, LOSSES[case]
+    )
     policy = world("mixture").policy(PolicyOptions())
     for name, parameter in policy.trainable().items():
-        torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        torch.nn.init.normal_(
+            parameter, std=0.1, generator=torch.Generator().manual_seed(len(name))
+        )
     return Trainer(policy, method, reward, PROMPTS, config)
 
 
@@ -59,9 +75,16 @@ def trained(trainer, iterations=3):
 
 @pytest.mark.parametrize("case", LOSSES)
 def test_neither_micro_batches_nor_chunks_change_what_is_trained(case):
-    """Micro-batches of 3 are smaller than a group of 4 and than the times of a sample: their means take a pass of their own."""
+    """Micro-batches of 3 are smaller than a group of 4 and than the times of a sample: their means
+    take a pass of their own.
+    """
     _, expected = trained(trainer_for(case))
-    for changes in (dict(micro_batch=3), dict(micro_batch=9), dict(chunk=1, offload=True), dict(max_batch=5, chunk=2)):
+    for changes in (
+        dict(micro_batch=3),
+        dict(micro_batch=9),
+        dict(chunk=1, offload=True),
+        dict(max_batch=5, chunk=2),
+    ):
         _, found = trained(trainer_for(case, CONFIG.replace(**changes)))
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
@@ -83,7 +106,8 @@ def test_network_evaluations_are_those_of_the_networks_that_differ():
         rows, _ = trained(trainer_for(case, CONFIG.replace(minibatches=1)), 2)
         counts[case] = [row["train_nfe"] for row in rows]
     samples = 12
-    # The copy equals the weights in the first iteration; then it lags: current + reference (+ copy).
+    # The copy equals the weights in the first iteration; then it lags: current + reference (+
+    # copy).
     assert counts["nft"] == [samples * 5 * 2, samples * 5 * 3]
     assert counts["awm"][1] >= counts["awm"][0]
     assert counts["dgpo, one noise"] == [samples * 4 * 2, samples * 4 * 2]
@@ -91,7 +115,13 @@ def test_network_evaluations_are_those_of_the_networks_that_differ():
 
 def test_the_plan_counts_them_too():
     for loss, draws, networks in (("diffusion-nft", 9, 3), ("awm", 6, 4), ("dgpo", 4, 3)):
-        config = RunConfig.of(world="mixture", task="direction", loss=loss, kl_weight=0.1, credit="uniform(std=batch,clamp=none)")
+        config = RunConfig.of(
+            world="mixture",
+            task="direction",
+            loss=loss,
+            kl_weight=0.1,
+            credit="uniform(std=batch,clamp=none)",
+        )
         found, samples = plan(config), config.rollout.groups * config.rollout.group_size
         assert (found.rows, found.train_nfe) == (samples * draws, samples * draws * networks)
     split = config.replace(micro_batch=config.rollout.group_size - 1)
@@ -136,7 +166,9 @@ def test_noise_does_not_depend_on_the_part_of_the_groups():
         assert torch.equal(whole[6:12], part)
         by_member = whole.view(5, 3, 4, 2)
         assert torch.equal(by_member[:, 0], by_member[:, 1]) == (loss.noise != "each")
-        assert torch.equal(by_member[:, :, 0], by_member[:, :, 1]) == (loss.noise == "group-all-times")
+        assert torch.equal(by_member[:, :, 0], by_member[:, :, 1]) == (
+            loss.noise == "group-all-times"
+        )
 
 
 def batches_of(trainer):
@@ -144,15 +176,31 @@ def batches_of(trainer):
     groups, generator = trainer.groups, torch.Generator().manual_seed(0)
     noise = groups.noise(trainer.policy.latent_shape, generator)
     condition = trainer.policy.encode(PROMPTS)
-    result = rollout(trainer.policy, trainer.draw_sampler(), trainer.schedule, condition, noise, generator, groups)
+    result = rollout(
+        trainer.policy,
+        trainer.draw_sampler(),
+        trainer.schedule,
+        condition,
+        noise,
+        generator,
+        groups,
+    )
     times = trainer.method.loss.times.draw(trainer.schedule, groups.samples, generator)
     path, valid = result.trajectories, torch.ones(3, 4, dtype=torch.bool)
     decisions = Decisions.of(path.schedule, path.stds, path.tree, valid)
     advantages, weights = torch.rand(2, 12, len(decisions), generator=generator)
     made = ForwardBatches(
-        trainer.policy, trainer.method.loss, result, condition, advantages, weights, times, decisions, 1,
+        trainer.policy,
+        trainer.method.loss,
+        result,
+        condition,
+        advantages,
+        weights,
+        times,
+        decisions,
+        1,
         trainer.copies.by_name,
-    )  # fmt: skip
+    )
     return made, advantages, weights
 
 
@@ -165,15 +213,21 @@ def decision_before(time, decisions):
     return found
 
 
-@pytest.mark.parametrize("sampler", [FlowSDE(0.7), Windowed(FlowSDE(0.7), range(2, 5)), ODE(), Multistep()], ids=repr)
+@pytest.mark.parametrize(
+    "sampler", [FlowSDE(0.7), Windowed(FlowSDE(0.7), range(2, 5)), ODE(), Multistep()], ids=repr
+)
 def test_a_row_takes_the_credit_of_the_last_decision_above_its_time(sampler):
-    """Above the first decision it is that of the first; without decisions the initial noise is the only one."""
+    """Above the first decision it is that of the first; without decisions the initial noise is the
+    only one.
+    """
     trainer = trainer_for("awm")
     trainer.method = replace(trainer.method, sampler=sampler)
     batches, advantages, weights = batches_of(trainer)
     sample, draw = torch.arange(12).repeat(3), torch.arange(3).repeat_interleave(12)
     batch = batches.of(sample, draw)
-    expected = torch.tensor([decision_before(time, batches.decisions) for time in batch.time.tolist()])
+    expected = torch.tensor(
+        [decision_before(time, batches.decisions) for time in batch.time.tolist()]
+    )
     assert torch.equal(batch.advantages, advantages[sample, expected])
     assert torch.equal(batch.weight, weights[sample, expected])
     if isinstance(sampler, ODE | Multistep):
@@ -181,8 +235,11 @@ def test_a_row_takes_the_credit_of_the_last_decision_above_its_time(sampler):
     else:
         assert len(expected.unique()) > 1
     with torch.no_grad():
-        x = batches.images + batch.time.view(3, 12, 1, 1, 1)[0] * batch.target[:12]  # x_t = x_0 + t (eps - x_0)
-        expected = trainer.policy.velocity(x, 1000 * batch.time[:12], trainer.policy.encode(PROMPTS).repeat(4))
+        # x_t = x_0 + t (eps - x_0)
+        x = batches.images + batch.time.view(3, 12, 1, 1, 1)[0] * batch.target[:12]
+        expected = trainer.policy.velocity(
+            x, 1000 * batch.time[:12], trainer.policy.encode(PROMPTS).repeat(4)
+        )
     torch.testing.assert_close(batch.new[:12], expected)
 
 
@@ -199,7 +256,12 @@ def test_own_states_are_those_that_the_trajectory_has_passed():
         batch = batches.of(torch.arange(12), torch.full((12,), draw))
         steps = step_of(batch.time, trainer.schedule)
         states = batches.images + batch.time.view(-1, 1, 1, 1) * batch.target
-        torch.testing.assert_close(states, batches.rollout.trajectories.nodes[torch.arange(12), steps], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            states,
+            batches.rollout.trajectories.nodes[torch.arange(12), steps],
+            atol=1e-5,
+            rtol=1e-4,
+        )
 
 
 class Recorded(Uniform):
@@ -214,23 +276,36 @@ class Recorded(Uniform):
 
 @pytest.mark.parametrize("case", ["nft", "awm", "dgpo"])
 def test_without_drawn_transitions_the_initial_noise_is_the_only_decision(case):
-    """DPM-Solver++, the ODE and UniPC: one decision, which no transition's log-probability belongs to."""
+    """DPM-Solver++, the ODE and UniPC: one decision, which no transition's log-probability belongs
+    to.
+    """
     rule, sampler = Recorded(), Multistep() if case == "nft" else SAMPLERS[case]
     trainer = trainer_for(case, credit=rule)
     trainer.method = replace(trainer.method, sampler=sampler)
     row = trainer.iteration()
     decisions, seen = rule.seen.decisions, rule.seen
-    assert [table.tolist() for table in (decisions.step, decisions.time, decisions.delta, decisions.std)] == [
-        [-1], [1.0], [0.0], [1.0],
-    ]  # fmt: skip
-    assert bool(decisions.mask.all()) and seen.values.shape == (3, 4, 2) and bool(seen.values[..., 0].isnan().all())
+    assert [
+        table.tolist() for table in (decisions.step, decisions.time, decisions.delta, decisions.std)
+    ] == [
+        [-1],
+        [1.0],
+        [0.0],
+        [1.0],
+    ]
+    assert (
+        bool(decisions.mask.all())
+        and seen.values.shape == (3, 4, 2)
+        and bool(seen.values[..., 0].isnan().all())
+    )
     assert seen.log_probs.shape == (3, 4, 1) and bool(seen.log_probs.isnan().all())
     assert seen.trajectories.states.shape[:2] == (3, 4 * 7) and len(seen.condition) == 3
     assert row["grad_norm"] > 0
 
 
 def test_own_states_of_a_tree_are_refused():
-    trainer = trainer_for("nft, own states", credit=Uniform(probe=Branch(2)), config=CONFIG.replace(group_size=32))
+    trainer = trainer_for(
+        "nft, own states", credit=Uniform(probe=Branch(2)), config=CONFIG.replace(group_size=32)
+    )
     with pytest.raises(ConfigError, match='noise = "path" is not allowed on branched trajectories'):
         trainer.iteration()
 
@@ -239,16 +314,25 @@ def test_credit_rules_with_probes_combine_with_a_forward_loss():
     trainer = trainer_for("nft, late copy", credit=StepwiseGain(probe=Tweedie()))
     rows, weights = trained(trainer)
     assert bool(weights.isfinite().all()) and rows[0]["grad_norm"] > 0
-    assert rows[0]["nfe"] == 12 * 6 and rows[0]["reward_calls"] == 12 * 6  # 5 decisions and the image
+    # 5 decisions and the image
+    assert rows[0]["nfe"] == 12 * 6 and rows[0]["reward_calls"] == 12 * 6
 
 
 @pytest.mark.parametrize("credit", ["stepwise-gain", "tp-grpo", "weighted(rule='stepwise-gain')"])
 @pytest.mark.parametrize("sampler", ["multistep", "ode", "multistep(solver=sa, tau=0.4)"])
 def test_rules_of_decisions_are_refused_by_name_where_nothing_is_drawn(credit, sampler):
-    config = RunConfig.of(world="mixture", task="direction", loss="diffusion-nft", credit="" if credit == "tp-grpo" else credit)
+    config = RunConfig.of(
+        world="mixture",
+        task="direction",
+        loss="diffusion-nft",
+        credit="" if credit == "tp-grpo" else credit,
+    )
     config = config.replace(sampler=sampler, **({"method": credit} if credit == "tp-grpo" else {}))
     name = {"stepwise-gain": "StepwiseGain", "tp-grpo": "TurningPoint"}.get(credit, "Weighted")
-    message = f"credit = {name!r} is not allowed; allowed: one that credits the image, such as uniform: {sampler} draws no"
+    message = (
+        f"credit = {name!r} is not allowed; allowed: one that credits the image, such as uniform:"
+        f" {sampler} draws no"
+    )
     with pytest.raises(ConfigError, match=re.escape(message)):
         make_method(config)
     make_method(config.replace(sampler="flow-sde"))
@@ -260,29 +344,48 @@ def test_a_deterministic_sampler_serves_forward_losses_only():
         method = make_method(RunConfig.of(**given, loss="diffusion-nft", sampler=sampler))
         assert isinstance(method.loss, DiffusionNFT)
     for sampler in ("ode", "multistep", "multistep(solver=sa, tau=0.4)"):
-        message = f"sampler = {sampler!r} is not allowed; allowed: a stochastic sampler: the loss needs log-probabilities"
+        message = (
+            f"sampler = {sampler!r} is not allowed; allowed: a stochastic sampler: the loss needs"
+            " log-probabilities"
+        )
         with pytest.raises(ConfigError, match=re.escape(message)):
             make_method(RunConfig.of(**given, sampler=sampler))
 
 
 def test_named_methods_have_losses_of_their_own():
-    """The plain default is the method's own loss with the run's KL weight; an explicit forward loss replaces it."""
-    expected = {"diffusion-nft": DiffusionNFT(kl_weight=0.2), "awm": AWM(kl_weight=0.2),
-                "dgpo": DGPO(beta_dpo=1.0, sample_from=None, kl_weight=0.2)}  # fmt: skip
+    """The plain default is the method's own loss with the run's KL weight; an explicit forward loss
+    replaces it.
+    """
+    expected = {
+        "diffusion-nft": DiffusionNFT(kl_weight=0.2),
+        "awm": AWM(kl_weight=0.2),
+        "dgpo": DGPO(beta_dpo=1.0, sample_from=None, kl_weight=0.2),
+    }
     for name, loss in expected.items():
         config = RunConfig.of(world="mixture", task="direction", method=name, kl_weight=0.2)
         method = make_method(config)
-        assert (method.name, method.loss, method.credit, method.shared_noise) == (name, loss, BATCH, False)
+        assert (method.name, method.loss, method.credit, method.shared_noise) == (
+            name,
+            loss,
+            BATCH,
+            False,
+        )
         stepwise = make_method(config.replace(credit="stepwise-gain", sampler="flow-sde()"))
         assert (stepwise.loss, stepwise.credit) == (loss, StepwiseGain())
-        assert make_method(config.replace(loss="awm(power=0.5)")).loss == AWM(power=0.5, kl_weight=0.2)
-        assert named_method(name).sampler == (Multistep("sa", tau=0.4) if name == "awm" else Multistep())
+        assert make_method(config.replace(loss="awm(power=0.5)")).loss == AWM(
+            power=0.5, kl_weight=0.2
+        )
+        assert named_method(name).sampler == (
+            Multistep("sa", tau=0.4) if name == "awm" else Multistep()
+        )
 
 
 @pytest.mark.parametrize("loss", ["clipped(kl=without_delta)", "grpo-guard", "policy-gradient"])
 def test_a_policy_loss_with_a_forward_process_method_is_one_error(loss):
     config = RunConfig.of(world="mixture", task="direction", method="dgpo", loss=loss)
-    with pytest.raises(ConfigError, match=r"^loss = .* is not allowed; allowed: a forward-process loss with dgpo"):
+    with pytest.raises(
+        ConfigError, match=r"^loss = .* is not allowed; allowed: a forward-process loss with dgpo"
+    ):
         make_method(config)
     with pytest.raises(ConfigError, match=r"loss of awm = 'ClippedLoss' is not allowed"):
         METHODS["awm"](loss=ClippedLoss())
@@ -290,7 +393,9 @@ def test_a_policy_loss_with_a_forward_process_method_is_one_error(loss):
 
 @pytest.mark.parametrize("name", ["diffusion-nft", "awm", "dgpo"])
 def test_named_methods_learn(name):
-    """The mean reward of the last iterations is well above that of the first ones (mixture, 16 iterations)."""
+    """The mean reward of the last iterations is well above that of the first ones (mixture, 16
+    iterations).
+    """
     config = preset("default").apply(world="mixture", method=name, groups=8, minibatches=4)
     trainer = make_trainer(config)
     rewards = [trainer.iteration()["reward_mean"] for _ in range(16)]

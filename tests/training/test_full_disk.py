@@ -1,4 +1,6 @@
-"""A disk that fills, or a process that dies, at each operation: one error, nothing lost, and the next command goes on."""
+"""A disk that fills, or a process that dies, at each operation: one error, nothing lost, and the
+next command goes on.
+"""
 
 import contextlib
 import errno
@@ -32,11 +34,15 @@ def whole(tmp_path_factory):
 def go_on(folder):
     """As the user would: --resume if there is something to resume, else the same command again."""
     begun = (folder / "config.json").exists()
-    return Run(load_config(folder / "config.json") if begun else SMALL, folder).execute(resume=begun)
+    return Run(load_config(folder / "config.json") if begun else SMALL, folder).execute(
+        resume=begun
+    )
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_disk_that_fills_at_any_operation_of_a_run_is_one_error_and_loses_nothing(tmp_path, whole, step, monkeypatch):
+def test_a_disk_that_fills_at_any_operation_of_a_run_is_one_error_and_loses_nothing(
+    tmp_path, whole, step, monkeypatch
+):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     at, fired, expected = 1 - step, True, numbers(whole)
     while fired:
@@ -65,7 +71,9 @@ def test_a_disk_that_fills_at_any_operation_of_a_run_is_one_error_and_loses_noth
 
 @pytest.mark.parametrize("step", [6, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["before", "half"])
-def test_a_run_whose_process_dies_at_any_operation_resumes_to_the_same_numbers(tmp_path, whole, mode, step, monkeypatch):
+def test_a_run_whose_process_dies_at_any_operation_resumes_to_the_same_numbers(
+    tmp_path, whole, mode, step, monkeypatch
+):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     at, fired, expected = -2 if step > 1 and mode == "half" else 1 - step, True, numbers(whole)
     while fired:
@@ -85,7 +93,18 @@ def test_a_run_whose_process_dies_at_any_operation_resumes_to_the_same_numbers(t
 
 def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(tmp_path, capsys):
     out = tmp_path / "run"
-    options = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--iterations", "4", "--checkpoint-every", "2"]
+    options = [
+        "--preset",
+        "tiny",
+        "--world",
+        "mixture",
+        "--task",
+        "direction",
+        "--iterations",
+        "4",
+        "--checkpoint-every",
+        "2",
+    ]
     real = os.replace
 
     def full(source, target):
@@ -97,14 +116,18 @@ def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(tmp_path, c
         patch.setattr(os, "replace", full)
         assert main(["train", *options, "--out", str(out)]) == 1
     error = capsys.readouterr().err
-    assert ".tmp cannot be written: No space left on device. Checkpoint 000002 is complete" in error.replace("\n", " ")
+    assert (
+        ".tmp cannot be written: No space left on device. Checkpoint 000002 is complete"
+        in error.replace("\n", " ")
+    )
     assert f"flowrl train --resume {out}" in error.replace("\n", " ")
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["000002.safetensors"]
     assert main(["train", "--resume", str(out)]) == 0
     assert Checkpoints(out).names() == ["000004"]
 
 
-# --- comparisons ----------------------------------------------------------------------------------------------------
+# --- comparisons
+# --------------------------------------------------------------------------------------------------
 
 
 def in_this_process(function, jobs, workers, *, finished, **_):
@@ -132,7 +155,11 @@ def small_report(monkeypatch):
 
 
 def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != ".lock"}
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.is_file() and path.name != ".lock"
+    }
 
 
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
@@ -146,7 +173,8 @@ def test_a_disk_that_fills_at_any_operation_of_a_report_leaves_the_old_or_the_ne
     new, run = files(out), numbers(out / "runs" / "flow-grpo-seed0")
     old = {name: data if name == "config.json" else b"old" for name, data in new.items()}
     assert {"report.html", "summary.json", "table.txt", "curves.png", "samples.png"} < new.keys()
-    monkeypatch.setattr("flowrl.cli.run_command", lambda _: Compare(resume=out).main())  # parsing takes longer than all else
+    # parsing takes longer than all else
+    monkeypatch.setattr("flowrl.cli.run_command", lambda _: Compare(resume=out).main())
     at, fired, mixed = 1 - step, True, 0
     while fired:
         at += step
@@ -158,20 +186,29 @@ def test_a_disk_that_fills_at_any_operation_of_a_report_leaves_the_old_or_the_ne
             code = main()
             fired = disk.fired
         error, found = capsys.readouterr().err, files(out)
-        assert found.keys() == new.keys() and all(found[name] in (old[name], new[name]) for name in found)
+        assert found.keys() == new.keys() and all(
+            found[name] in (old[name], new[name]) for name in found
+        )
         mixed += found not in (old, new)
         assert numbers(out / "runs" / "flow-grpo-seed0") == run
         if code:
-            assert code == 1 and error.count("\n") == 1 and error.startswith("flowrl: error: "), error
+            assert code == 1 and error.count("\n") == 1 and error.startswith("flowrl: error: "), (
+                error
+            )
             assert "No space left on device" in error
-            assert "cannot be locked" in error or f"Make room, then: flowrl compare --resume {out}" in error
+            assert (
+                "cannot be locked" in error
+                or f"Make room, then: flowrl compare --resume {out}" in error
+            )
             assert main() == 0
         assert files(out) == new
     assert at > 25 and mixed > 5 / step
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_while_a_comparison_begins_does_not_block_the_next(tmp_path, monkeypatch, capsys):
+def test_a_disk_that_fills_while_a_comparison_begins_does_not_block_the_next(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr("flowrl.training.compare.run_jobs", lambda *_, **__: False)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     command, at, fired = Compare.defaults(["--preset", "tiny", "--world", "mixture"]), 0, True
@@ -179,7 +216,9 @@ def test_a_disk_that_fills_while_a_comparison_begins_does_not_block_the_next(tmp
     while fired:
         at += 1
         out = tmp_path / f"{at}" / "out"
-        monkeypatch.setattr("flowrl.cli.run_command", lambda _, out=out: replace(command, out=out).main())
+        monkeypatch.setattr(
+            "flowrl.cli.run_command", lambda _, out=out: replace(command, out=out).main()
+        )
         with pytest.MonkeyPatch.context() as patch:
             disk = FailingDisk(patch, "full", at)
             code = main()
@@ -194,7 +233,9 @@ def test_a_disk_that_fills_while_a_comparison_begins_does_not_block_the_next(tmp
     assert at > 8
 
 
-def test_a_disk_that_fills_in_a_run_of_a_comparison_is_told_at_its_end(tmp_path, small_report, capsys):
+def test_a_disk_that_fills_in_a_run_of_a_comparison_is_told_at_its_end(
+    tmp_path, small_report, capsys
+):
     out = tmp_path / "out"
     real = os.replace
 
@@ -203,10 +244,39 @@ def test_a_disk_that_fills_in_a_run_of_a_comparison_is_told_at_its_end(tmp_path,
             raise OSError(errno.ENOSPC, "No space left on device", str(source))
         real(source, target)
 
-    options = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--methods", "flow-grpo", "--seeds", "0"]
+    options = [
+        "--preset",
+        "tiny",
+        "--world",
+        "mixture",
+        "--task",
+        "direction",
+        "--methods",
+        "flow-grpo",
+        "--seeds",
+        "0",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", full)
-        assert main(["compare", *options, "--iterations", "2", "--checkpoint-every", "1", "--out", str(out)]) == 1
+        assert (
+            main(
+                [
+                    "compare",
+                    *options,
+                    "--iterations",
+                    "2",
+                    "--checkpoint-every",
+                    "1",
+                    "--out",
+                    str(out),
+                ]
+            )
+            == 1
+        )
     error = capsys.readouterr().err
-    assert "1 of 1 runs failed" in error and "No space left on device" in error and "compare --resume" in error
+    assert (
+        "1 of 1 runs failed" in error
+        and "No space left on device" in error
+        and "compare --resume" in error
+    )
     assert main(["compare", "--resume", str(out)]) == 0

@@ -1,4 +1,6 @@
-"""Measurements that reveal reward hacking: held-out rewards and diversity, and the figure of proxy against held-out rewards."""
+"""Measurements that reveal reward hacking: held-out rewards and diversity, and the figure of proxy
+against held-out rewards.
+"""
 
 import json
 import math
@@ -17,7 +19,13 @@ from flowrl.plots.figures import proxy_and_heldout
 from flowrl.registry import build
 from flowrl.rewards import FunctionReward, NoisyReward
 from flowrl.rewards.clip import load_encoder
-from flowrl.rewards.diversity import ClipFeatures, LatentFeatures, PixelFeatures, group_features, pairwise_diversity
+from flowrl.rewards.diversity import (
+    ClipFeatures,
+    LatentFeatures,
+    PixelFeatures,
+    group_features,
+    pairwise_diversity,
+)
 from flowrl.rollout import ImageBatch
 from flowrl.testing import check_reward
 from flowrl.testing.tiny import tiny_sd3
@@ -47,11 +55,14 @@ class Marks:
 """
 
 
-# --- diversity ------------------------------------------------------------------------------------------------------
+# --- diversity
+# --------------------------------------------------------------------------------------------------
 
 
 def test_diversity_of_known_points():
-    points = torch.tensor([[[0.0, 0.0], [3.0, 0.0], [0.0, 4.0]], [[1.0, 1.0], [1.0, 1.0], [1.0, 3.0]]])
+    points = torch.tensor(
+        [[[0.0, 0.0], [3.0, 0.0], [0.0, 4.0]], [[1.0, 1.0], [1.0, 1.0], [1.0, 3.0]]]
+    )
     assert pairwise_diversity(points).tolist() == pytest.approx([(3 + 4 + 5) / 3, (0 + 2 + 2) / 3])
 
 
@@ -61,9 +72,13 @@ def test_diversity_does_not_depend_on_the_order(seed, members, width):
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(3, members, width, generator=generator)
     order = torch.randperm(members, generator=generator)
-    assert torch.allclose(pairwise_diversity(features), pairwise_diversity(features[:, order]), rtol=1e-12)
+    assert torch.allclose(
+        pairwise_diversity(features), pairwise_diversity(features[:, order]), rtol=1e-12
+    )
     shifted = pairwise_diversity(2 * features.double() + 5)
-    assert torch.allclose(shifted, 2 * pairwise_diversity(features), rtol=1e-6), "it scales with the features, and only with them"
+    assert torch.allclose(shifted, 2 * pairwise_diversity(features), rtol=1e-6), (
+        "it scales with the features, and only with them"
+    )
 
 
 def test_diversity_of_identical_samples_is_zero():
@@ -73,7 +88,9 @@ def test_diversity_of_identical_samples_is_zero():
 
 @pytest.mark.parametrize("members", [2, 3, 8])
 def test_diversity_is_unbiased_whatever_the_size_of_a_group(members):
-    """E|X - X'| = 2 / sqrt(pi) for standard normals; false alarms once in 10^6 (4.9 standard errors)."""
+    """E|X - X'| = 2 / sqrt(pi) for standard normals; false alarms once in 10^6 (4.9 standard
+    errors).
+    """
     features = torch.randn(20_000, members, 1, generator=torch.Generator().manual_seed(members))
     found = pairwise_diversity(features)
     gap = abs(float(found.mean()) - 2 / math.sqrt(math.pi))
@@ -88,12 +105,16 @@ def test_one_sample_has_no_diversity():
 def test_features():
     black, white = torch.zeros(1, 3, 4, 4), torch.ones(1, 3, 4, 4)
     images = torch.cat([black, white, black, black])
-    assert pairwise_diversity(group_features(PixelFeatures(), images, images[:, :1], (2, 2))).tolist() == pytest.approx(
-        [1.0, 0.0]
-    )
+    assert pairwise_diversity(
+        group_features(PixelFeatures(), images, images[:, :1], (2, 2))
+    ).tolist() == pytest.approx([1.0, 0.0])
     latents = torch.tensor([0.0, 0.0, 3.0, 1.0]).view(4, 1, 1, 1)
-    assert pairwise_diversity(group_features(LatentFeatures(), images, latents, (2, 2))).tolist() == pytest.approx([0.0, 2.0])
-    assert isinstance(build("features", "pixels"), PixelFeatures) and isinstance(build("features", "latents"), LatentFeatures)
+    assert pairwise_diversity(
+        group_features(LatentFeatures(), images, latents, (2, 2))
+    ).tolist() == pytest.approx([0.0, 2.0])
+    assert isinstance(build("features", "pixels"), PixelFeatures) and isinstance(
+        build("features", "latents"), LatentFeatures
+    )
 
 
 def test_clip_features_are_those_of_transformers(tmp_path):
@@ -106,7 +127,9 @@ def test_clip_features_are_those_of_transformers(tmp_path):
     encoder = load_encoder(folder, batch=64)
     rows = torch.cat([encoder.images(image[None]) for image in images])
     cosines = (rows[::2] * rows[1::2]).sum(1)
-    assert torch.allclose(found.float(), (2 - 2 * cosines).sqrt(), atol=1e-4) and bool((found > 0).all())
+    assert torch.allclose(found.float(), (2 - 2 * cosines).sqrt(), atol=1e-4) and bool(
+        (found > 0).all()
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,14 +146,17 @@ def test_features_that_break_their_contract(function, told):
         group_features(function, torch.zeros(4, 3, 4, 4), torch.zeros(4, 1), (2, 2))
 
 
-# --- held-out rewards of the built-in worlds ------------------------------------------------------------------------
+# --- held-out rewards of the built-in worlds
+# ------------------------------------------------------------------------
 
 
 def test_qualities_of_shapes():
     cells = torch.zeros(2, 16, dtype=torch.long)
     cells[0, [0, 3]] = object_class("red", "circle")
     images, prompts = render(cells), [parse("two red circles").prompt()] * 2
-    assert ShapesQuality("clarity").score(images, prompts).tolist() == pytest.approx([1.0, 1.0], abs=0.05)
+    assert ShapesQuality("clarity").score(images, prompts).tolist() == pytest.approx(
+        [1.0, 1.0], abs=0.05
+    )
     palette = ShapesQuality("palette").score(images, prompts)
     assert palette[0] > 0.9 and palette[1] == 0.0
     blue = [parse("two blue circles").prompt()] * 2
@@ -148,7 +174,9 @@ def test_qualities_of_shapes():
 
 
 def test_density_of_points():
-    points = torch.cat([ring().means[:2], torch.tensor([[2 * math.cos(math.pi / 8), 2 * math.sin(math.pi / 8)]])])
+    points = torch.cat(
+        [ring().means[:2], torch.tensor([[2 * math.cos(math.pi / 8), 2 * math.sin(math.pi / 8)]])]
+    )
     found = DensityReward().score(points.view(3, 2, 1, 1), [Prompt("towards 0 degrees")] * 3)
     alone = math.log(1 / 8) - math.log(2 * math.pi * 0.25**2)
     between = alone + math.log(2) - (4 * math.sin(math.pi / 16)) ** 2 / (2 * 0.25**2)
@@ -160,7 +188,10 @@ def test_density_of_points():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"world": "mixture", "heldout_rewards": ("jpeg-compressibility",)}, "scores images, and the mixture world has points"),
+        (
+            {"world": "mixture", "heldout_rewards": ("jpeg-compressibility",)},
+            "scores images, and the mixture world has points",
+        ),
         ({"world": "mixture", "heldout_rewards": ("clarity",)}, "unknown reward 'clarity'"),
         ({"heldout_rewards": ("clarty",)}, "unknown reward 'clarty'"),
         ({"heldout_rewards": ("ocr(speed=1)",)}, "has no option speed"),
@@ -186,11 +217,14 @@ def test_settings_are_checked_and_kept():
     assert make_heldout_metrics(RunConfig(), world("shapes")) is None
 
 
-# --- in a run -------------------------------------------------------------------------------------------------------
+# --- in a run
+# --------------------------------------------------------------------------------------------------
 
 
 def mixture_run(folder, **changes):
-    config = preset("tiny").apply(world="mixture", iterations=4, eval_every=2, checkpoint_every=2, **changes)
+    config = preset("tiny").apply(
+        world="mixture", iterations=4, eval_every=2, checkpoint_every=2, **changes
+    )
     Run(config, folder).execute()
     return load_run(folder)
 
@@ -198,8 +232,12 @@ def mixture_run(folder, **changes):
 def test_measuring_changes_no_number_of_the_run(tmp_path):
     """Weights, training and evaluation are bit for bit those of a run without."""
     plain = mixture_run(tmp_path / "plain")
-    full = mixture_run(tmp_path / "full", heldout_rewards=("density", "strict"), diversity="latents")
-    assert (tmp_path / "plain/weights.safetensors").read_bytes() == (tmp_path / "full/weights.safetensors").read_bytes()
+    full = mixture_run(
+        tmp_path / "full", heldout_rewards=("density", "strict"), diversity="latents"
+    )
+    assert (tmp_path / "plain/weights.safetensors").read_bytes() == (
+        tmp_path / "full/weights.safetensors"
+    ).read_bytes()
     for one, other in zip(plain.rows, full.rows, strict=True):
         for row in (one, other):
             for timed in ("seconds", "seconds_total", "phases"):
@@ -210,7 +248,10 @@ def test_measuring_changes_no_number_of_the_run(tmp_path):
             found = other["evaluation"]
             assert set(found) - set(one["evaluation"]) == {"proxy", "heldout", "diversity"}
             assert found["proxy"] == pytest.approx(found["reward"], abs=1e-6)
-            assert found["heldout"]["strict"] == found["strict"] and found["heldout"]["density"] < 0 < found["diversity"]
+            assert (
+                found["heldout"]["strict"] == found["strict"]
+                and found["heldout"]["density"] < 0 < found["diversity"]
+            )
             other["evaluation"] = {name: found[name] for name in one["evaluation"]}
         assert one == other
 
@@ -220,15 +261,23 @@ def no_samples(prompts, seed, rows, own):
 
 
 def test_the_proxy_has_the_errors_of_training(tmp_path):
-    found = mixture_run(tmp_path / "run", heldout_rewards=("density",), reward_bias=10.0).evaluations[-1]["evaluation"]
+    found = mixture_run(
+        tmp_path / "run", heldout_rewards=("density",), reward_bias=10.0
+    ).evaluations[-1]["evaluation"]
     assert abs(found["proxy"] - found["reward"]) > 0.01
-    config = preset("tiny").apply(world="mixture", heldout_rewards=("density",), reward_bias=2.0, reward_noise=0.5, seed=3)
+    config = preset("tiny").apply(
+        world="mixture", heldout_rewards=("density",), reward_bias=2.0, reward_noise=0.5, seed=3
+    )
     metrics = make_heldout_metrics(config, make_world(config))
     assert metrics is not None
     points, scores = torch.randn(6, 2, 1, 1), torch.rand(6)
     scores[4] = float("nan")
     prompts = [Prompt("towards 0 degrees")] * 6
-    expected = NoisyReward(FunctionReward(lambda i, p: scores, True), 0.5, 2.0, 3).score(points, prompts)[~scores.isnan()].mean()
+    expected = (
+        NoisyReward(FunctionReward(lambda i, p: scores, True), 0.5, 2.0, 3)
+        .score(points, prompts)[~scores.isnan()]
+        .mean()
+    )
     columns = metrics.columns()
     for some in (slice(0, 4), slice(4, 6)):
         columns.add(ImageBatch(points, points, prompts)[some], scores[some])
@@ -240,18 +289,32 @@ def test_the_proxy_has_the_errors_of_training(tmp_path):
 def test_a_held_out_reward_that_fails_does_not_end_the_run(tmp_path, caplog):
     (tmp_path / "mine.py").write_text(FAILING)
     bad, marks = f"{tmp_path}/mine.py:Failing", f"{tmp_path}/mine.py:Marks"
-    run = mixture_run(tmp_path / "run", heldout_rewards=(bad, marks), diversity="clip(model='/nowhere')")
-    assert re.search(r"held-out reward .*Failing could not be measured.*RuntimeError: the card is on fire", caplog.text)
+    run = mixture_run(
+        tmp_path / "run", heldout_rewards=(bad, marks), diversity="clip(model='/nowhere')"
+    )
+    assert re.search(
+        r"held-out reward .*Failing could not be measured.*RuntimeError: the card is on fire",
+        caplog.text,
+    )
     assert run.finished and [row["iteration"] for row in run.evaluations] == [0, 2, 4]
     for row in run.evaluations:
         found = row["evaluation"]
-        assert found["heldout"][bad] is None and math.isfinite(found["heldout"][marks]) and found["diversity"] is None
-    assert run.curve("iteration", "heldout", bad) == ([], []) and len(run.curve("iteration", "heldout", marks)[0]) == 3
+        assert (
+            found["heldout"][bad] is None
+            and math.isfinite(found["heldout"][marks])
+            and found["diversity"] is None
+        )
+    assert (
+        run.curve("iteration", "heldout", bad) == ([], [])
+        and len(run.curve("iteration", "heldout", marks)[0]) == 3
+    )
     assert proxy_and_heldout({"flow-grpo": [run]}) is not None
 
 
 def test_a_failure_is_not_kept_for_other_runs(tmp_path, caplog):
-    """The untrained model's evaluation is shared between the runs of a comparison, unless something in it failed."""
+    """The untrained model's evaluation is shared between the runs of a comparison, unless something
+    in it failed.
+    """
     (tmp_path / "mine.py").write_text(FAILING)
     config = preset("tiny").apply(world="mixture", heldout_rewards=(f"{tmp_path}/mine.py:Failing",))
     Run(config, tmp_path / "a", shared=tmp_path).execute()
@@ -264,23 +327,86 @@ def test_a_failure_is_not_kept_for_other_runs(tmp_path, caplog):
 
 def test_train_on_shapes_by_the_command_line(tmp_path, capsys):
     out = tmp_path / "run"
-    words = ["train", "--preset", "tiny", "--reward-bias", "1.0", "--diversity", "pixels", "--diversity-samples", "3"]
-    assert main([*words, "--heldout-rewards", "clarity", "jpeg-compressibility(quality=50)", "--out", str(out)]) == 0
+    words = [
+        "train",
+        "--preset",
+        "tiny",
+        "--reward-bias",
+        "1.0",
+        "--diversity",
+        "pixels",
+        "--diversity-samples",
+        "3",
+    ]
+    assert (
+        main(
+            [
+                *words,
+                "--heldout-rewards",
+                "clarity",
+                "jpeg-compressibility(quality=50)",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     told = capsys.readouterr().out
-    assert re.search(r"clarity 0\.\d+, jpeg-compressibility\(quality=50\) -\d\.\d+, diversity 0\.\d+", told)
+    assert re.search(
+        r"clarity 0\.\d+, jpeg-compressibility\(quality=50\) -\d\.\d+, diversity 0\.\d+", told
+    )
     assert (out / "proxy.png").stat().st_size > 1000 and f"{out / 'proxy.png'}" in told
-    assert main(["train", "--config", str(out / "config.json"), "--out", str(tmp_path / "again")]) == 0
-    first, second = (load_run(folder).evaluations[-1]["evaluation"]["heldout"] for folder in (out, tmp_path / "again"))
+    assert (
+        main(["train", "--config", str(out / "config.json"), "--out", str(tmp_path / "again")]) == 0
+    )
+    first, second = (
+        load_run(folder).evaluations[-1]["evaluation"]["heldout"]
+        for folder in (out, tmp_path / "again")
+    )
     assert first == second
     assert main(["train", "--preset", "tiny", "--out", str(tmp_path / "plain")]) == 0
     assert not (tmp_path / "plain" / "proxy.png").exists()
-    assert main(["train", "--preset", "tiny", "--heldout-rewards", "clarty", "--out", str(tmp_path / "bad")]) == 2
+    assert (
+        main(
+            [
+                "train",
+                "--preset",
+                "tiny",
+                "--heldout-rewards",
+                "clarty",
+                "--out",
+                str(tmp_path / "bad"),
+            ]
+        )
+        == 2
+    )
     assert "unknown reward 'clarty'" in capsys.readouterr().err
 
 
 def test_a_comparison_reports_them(tmp_path, capsys):
-    words = ["compare", "--world", "mixture", "--preset", "tiny", "--task", "direction", "--seeds", "0", "1", "--workers", "1"]
-    words += ["--methods", "flow-grpo", "tp-grpo", "--heldout-rewards", "density", "--diversity", "pixels"]
+    words = [
+        "compare",
+        "--world",
+        "mixture",
+        "--preset",
+        "tiny",
+        "--task",
+        "direction",
+        "--seeds",
+        "0",
+        "1",
+        "--workers",
+        "1",
+    ]
+    words += [
+        "--methods",
+        "flow-grpo",
+        "tp-grpo",
+        "--heldout-rewards",
+        "density",
+        "--diversity",
+        "pixels",
+    ]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     assert "All columns: " in capsys.readouterr().out
     told = (tmp_path / "out" / "table.txt").read_text()
@@ -298,34 +424,60 @@ def test_train_a_model_with_them(tmp_path, capsys):
     clip = tiny_clip(tmp_path / "clip", size=16)
     (tmp_path / "prompts.txt").write_text("a fox\na car\n")
     options = {
-        "model": tmp_path / "model", "prompts": tmp_path / "prompts.txt", "groups": 2, "out": tmp_path / "run",
-        "reward": "jpeg-compressibility", "diversity": f"clip(model='{clip}')", "diversity-samples": 2,
-        "resolution": 16, "max-sequence-length": 24, "device": "cpu", "dtype": "float32", "lora-rank": 2, "lora-alpha": 8,
+        "model": tmp_path / "model",
+        "prompts": tmp_path / "prompts.txt",
+        "groups": 2,
+        "out": tmp_path / "run",
+        "reward": "jpeg-compressibility",
+        "diversity": f"clip(model='{clip}')",
+        "diversity-samples": 2,
+        "resolution": 16,
+        "max-sequence-length": 24,
+        "device": "cpu",
+        "dtype": "float32",
+        "lora-rank": 2,
+        "lora-alpha": 8,
         "preset": "tiny",
-    }  # fmt: skip
-    words = ["train", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
-    assert main([*words, "--heldout-rewards", f"clipscore(model='{clip}')", "jpeg-incompressibility"]) == 0
+    }
+    words = [
+        "train",
+        *(part for name, value in options.items() for part in (f"--{name}", str(value))),
+    ]
+    assert (
+        main([*words, "--heldout-rewards", f"clipscore(model='{clip}')", "jpeg-incompressibility"])
+        == 0
+    )
     found = load_run(tmp_path / "run").evaluations[-1]["evaluation"]
     assert found["heldout"]["jpeg-incompressibility"] == pytest.approx(-found["proxy"], abs=1e-6)
     assert 0 <= found["heldout"][f"clipscore(model='{clip}')"] <= 2.5 and found["diversity"] > 0
     assert (tmp_path / "run" / "proxy.png").exists()
 
 
-# --- the figure -----------------------------------------------------------------------------------------------------
+# --- the figure
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_figure_draws_what_was_measured(tmp_path):
-    runs = [mixture_run(tmp_path / f"run{seed}", heldout_rewards=("density",), diversity="pixels", seed=seed) for seed in (0, 1)]
+    runs = [
+        mixture_run(
+            tmp_path / f"run{seed}", heldout_rewards=("density",), diversity="pixels", seed=seed
+        )
+        for seed in (0, 1)
+    ]
     figure = proxy_and_heldout({"flow-grpo": runs})
     assert figure is not None
     titles = [axes.get_title() for axes in figure.axes]
     assert titles[:3] == ["proxy (trained on)", "held out: density", "diversity"]
     thick = figure.axes[1].lines[-1]
     values = [run.curve("iteration", "heldout", "density")[1] for run in runs]
-    assert list(thick.get_ydata()) == pytest.approx([(a + b) / 2 for a, b in zip(*values, strict=True)])
+    assert list(thick.get_ydata()) == pytest.approx(
+        [(a + b) / 2 for a, b in zip(*values, strict=True)]
+    )
     path = figure.axes[4].lines[0]
     proxies = [run.curve("iteration", "proxy")[1] for run in runs]
-    assert list(path.get_xdata()) == pytest.approx([(a + b) / 2 for a, b in zip(*proxies, strict=True)])
+    assert list(path.get_xdata()) == pytest.approx(
+        [(a + b) / 2 for a, b in zip(*proxies, strict=True)]
+    )
     assert all(tick == round(tick) for axes in figure.axes[:3] for tick in axes.get_xticks())
     assert all(len(axes.get_xticks()) <= 6 for axes in figure.axes[4:])
     assert proxy_and_heldout({"flow-grpo": [mixture_run(tmp_path / "plain")]}) is None
@@ -333,4 +485,7 @@ def test_the_figure_draws_what_was_measured(tmp_path):
 
 def test_short_names():
     assert short("path/to/mine.py:Sharp(a='x/y')") == "mine.py:Sharp(a='x/y')"
-    assert short("weighted-sum(models={'a': 'pickscore', 'b': 'ocr'})") == "weighted-sum(...)" and short("ocr") == "ocr"
+    assert (
+        short("weighted-sum(models={'a': 'pickscore', 'b': 'ocr'})") == "weighted-sum(...)"
+        and short("ocr") == "ocr"
+    )

@@ -1,4 +1,6 @@
-"""What a run of a model leaves for people: event files, strips of samples, the settings as YAML, the model card."""
+"""What a run of a model leaves for people: event files, strips of samples, the settings as YAML,
+the model card.
+"""
 
 import json
 import sys
@@ -31,7 +33,14 @@ def folder(tmp_path_factory):
     (root / "prompts.txt").write_text("a red fox\na red car\na red hat\n")
     (root / "reward.py").write_text(REWARD)
     tiny_sd3().save_pretrained(root / "model")
-    files = ["--model", str(root / "model"), "--prompts", str(root / "prompts.txt"), "--reward", f"{root}/reward.py:Redness"]
+    files = [
+        "--model",
+        str(root / "model"),
+        "--prompts",
+        str(root / "prompts.txt"),
+        "--reward",
+        f"{root}/reward.py:Redness",
+    ]
     sizes = [
         "--resolution",
         "16",
@@ -46,23 +55,44 @@ def folder(tmp_path_factory):
         "--lora-alpha",
         "8",
     ]
-    more = ["--preset", "tiny", "--learning-rate", "0.03", "--groups", "1", "--checkpoint-every", "1", "--guidance-scale", "2"]
+    more = [
+        "--preset",
+        "tiny",
+        "--learning-rate",
+        "0.03",
+        "--groups",
+        "1",
+        "--checkpoint-every",
+        "1",
+        "--guidance-scale",
+        "2",
+    ]
     assert main(["train", *files, *sizes, *more, "--out", str(root / "run")]) == 0
     return root
 
 
 def test_text_encoders_visit_the_device_twice(folder, tmp_path, monkeypatch):
-    """For the held-out prompts, and for all prompts of the coming iterations; not at every iteration."""
+    """For the held-out prompts, and for all prompts of the coming iterations; not at every
+    iteration.
+    """
     from flowrl.policies.pipeline import PipelinePolicy
 
     visits = []
     monkeypatch.setattr(
-        PipelinePolicy, "_embed", lambda self, texts, old=PipelinePolicy._embed: visits.append(texts) or old(self, texts)
+        PipelinePolicy,
+        "_embed",
+        lambda self, texts, old=PipelinePolicy._embed: visits.append(texts) or old(self, texts),
     )
     (tmp_path / "held.txt").write_text("a blue dog\n")
     config = load_config(folder / "run" / "config.json", trust=True)
-    Run(config.replace(heldout_prompts=str(tmp_path / "held.txt"), iterations=3, tracker="none"), tmp_path / "run").execute()
-    assert [sorted(texts) for texts in visits] == [["", "a blue dog"], ["a red car", "a red fox", "a red hat"]]
+    Run(
+        config.replace(heldout_prompts=str(tmp_path / "held.txt"), iterations=3, tracker="none"),
+        tmp_path / "run",
+    ).execute()
+    assert [sorted(texts) for texts in visits] == [
+        ["", "a blue dog"],
+        ["a red car", "a red fox", "a red hat"],
+    ]
 
 
 def events(folder):
@@ -75,11 +105,20 @@ def events(folder):
 
 def test_event_files_hold_the_metrics_and_the_pictures(folder):
     found, rows = events(folder / "run" / "tensorboard"), load_run(folder / "run").rows
-    for name in ("reward_mean", "loss", "grad_norm", "phases/update", "nfe_total", "evaluation/reward"):
+    for name in (
+        "reward_mean",
+        "loss",
+        "grad_norm",
+        "phases/update",
+        "nfe_total",
+        "evaluation/reward",
+    ):
         told = [(event.step, event.value) for event in found.Scalars(name)]
         expected = [(row["iteration"], scalars(row)[name]) for row in rows if name in scalars(row)]
         assert [step for step, _ in told] == [step for step, _ in expected] and len(told) >= 2
-        assert [value for _, value in told] == pytest.approx([value for _, value in expected], rel=1e-6)
+        assert [value for _, value in told] == pytest.approx(
+            [value for _, value in expected], rel=1e-6
+        )
     assert [event.step for event in found.Images("samples")] == [0, 1, 2]
     settings = list((folder / "run" / "tensorboard").glob("*/hparams.yml"))
     assert len(settings) == 1 and "sampler: flow-sde(noise_level=0.7)" in settings[0].read_text()
@@ -90,7 +129,13 @@ def test_strips_show_the_same_prompts_from_the_same_noise(folder):
 
     run = folder / "run"
     names = sorted(path.name for path in (run / "samples").iterdir())
-    assert names == ["iteration-000000.png", "iteration-000001.png", "iteration-000002.png", "over-time.png", "prompts.txt"]
+    assert names == [
+        "iteration-000000.png",
+        "iteration-000001.png",
+        "iteration-000002.png",
+        "over-time.png",
+        "prompts.txt",
+    ]
     texts = (run / "samples" / "prompts.txt").read_text().splitlines()
     assert texts == json.loads((run / "samples.json").read_text())["prompts"]
     pictures = load_file(run / "samples.safetensors")
@@ -104,9 +149,25 @@ def test_strips_show_the_same_prompts_from_the_same_noise(folder):
 
 def test_the_settings_in_yaml_repeat_the_run(folder):
     again = folder / "again"
-    assert load_config(folder / "run" / "config.yaml", trust=True) == load_config(folder / "run" / "config.json", trust=True)
-    assert main(["train", "--config", str(folder / "run" / "config.yaml"), "--trust", "--out", str(again)]) == 0
-    assert (again / "weights.safetensors").read_bytes() == (folder / "run" / "weights.safetensors").read_bytes()
+    assert load_config(folder / "run" / "config.yaml", trust=True) == load_config(
+        folder / "run" / "config.json", trust=True
+    )
+    assert (
+        main(
+            [
+                "train",
+                "--config",
+                str(folder / "run" / "config.yaml"),
+                "--trust",
+                "--out",
+                str(again),
+            ]
+        )
+        == 0
+    )
+    assert (again / "weights.safetensors").read_bytes() == (
+        folder / "run" / "weights.safetensors"
+    ).read_bytes()
 
 
 def test_a_resumed_run_goes_on_in_the_event_files(folder, monkeypatch):
@@ -114,7 +175,10 @@ def test_a_resumed_run_goes_on_in_the_event_files(folder, monkeypatch):
     out = folder / "paused"
     assert Run(config, out, stop=lambda: True).execute() is False
     assert main(["train", "--resume", str(out), "--trust"]) == 0
-    assert sorted(event.step for event in events(out / "tensorboard").Scalars("reward_mean")) == [1, 2]
+    assert sorted(event.step for event in events(out / "tensorboard").Scalars("reward_mean")) == [
+        1,
+        2,
+    ]
 
 
 def test_the_card_says_what_was_measured_and_plain_diffusers_ignores_it(folder):
@@ -128,7 +192,10 @@ def test_the_card_says_what_was_measured_and_plain_diffusers_ignores_it(folder):
     for value in (rows[0]["evaluation"]["reward"], rows[-1]["evaluation"]["reward"]):
         assert f"{value:.4f}" in card.text
     assert "flowrl train --config config.yaml" in card.text and "## Limitations" in card.text
-    assert "training prompts (no held-out prompts were given)" in card.text and "guidance 2" in card.text
+    assert (
+        "training prompts (no held-out prompts were given)" in card.text
+        and "guidance 2" in card.text
+    )
     names = {path.name for path in (run / "lora").iterdir()}
     assert names == {"README.md", "config.yaml", "samples", "pytorch_lora_weights.safetensors"}
     plain = tiny_sd3()
@@ -144,7 +211,9 @@ def test_which_tracker(monkeypatch):
     assert tracker_name(model) in ("tensorboard", "none")
     monkeypatch.setattr("flowrl.training.logging.find_spec", lambda name: None)
     assert tracker_name(model) == "none"
-    with pytest.raises(ConfigError, match=r"tracker = 'wandb' is not allowed; allowed: a tracker that is installed"):
+    with pytest.raises(
+        ConfigError, match=r"tracker = 'wandb' is not allowed; allowed: a tracker that is installed"
+    ):
         tracker_name(RunConfig.of(tracker="wandb"))
     with pytest.raises(ConfigError, match="one of auto, none, tensorboard, wandb, trackio"):
         RunConfig.of(tracker="mlflow")
@@ -152,7 +221,9 @@ def test_which_tracker(monkeypatch):
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_other_trackers_get_the_same(name, tmp_path, monkeypatch):
-    """Against a stand-in for the package that records its calls: W&B and trackio have one interface."""
+    """Against a stand-in for the package that records its calls: W&B and trackio have one
+    interface.
+    """
     calls = []
 
     class Running:
@@ -176,7 +247,11 @@ def test_other_trackers_get_the_same(name, tmp_path, monkeypatch):
     assert started == {"project": "flowrl", "name": "run"} and last == "finished"
     assert settings["sampler"] == "flow-sde(noise_level=0.7)"
     numbers = {step: values for step, values in rest if "samples" not in values}
-    assert set(numbers) == {0, 1, 2} and "reward_mean" in numbers[1] and "evaluation/strict" in numbers[2]
+    assert (
+        set(numbers) == {0, 1, 2}
+        and "reward_mean" in numbers[1]
+        and "evaluation/strict" in numbers[2]
+    )
     pictures = [(step, values["samples"]) for step, values in rest if "samples" in values]
     expected = ("image", (256, 1036, 3))
     assert pictures == [(step, [expected] if name == "wandb" else expected) for step in (0, 1, 2)]
@@ -192,10 +267,14 @@ def test_strips_keep_the_shape_of_pictures_and_their_number_small(tmp_path):
     assert strip(torch.rand(1, 3, 100, 200)).size == (200, 100)
     assert over_time(tmp_path) is None
     for i in range(40):
-        write_image(tmp_path / f"iteration-{i:06d}.png", strip(torch.full((1, 3, 4, 4), i / 39), side=8))
+        write_image(
+            tmp_path / f"iteration-{i:06d}.png", strip(torch.full((1, 3, 4, 4), i / 39), side=8)
+        )
     picture = over_time(tmp_path)
     assert picture is not None and picture.size == (94, 16 * 4 + 15 * 4)
-    assert picture.getpixel((92, 1)) == (0, 0, 0) and picture.getpixel((92, picture.height - 2)) == (255, 255, 255)
+    assert picture.getpixel((92, 1)) == (0, 0, 0) and picture.getpixel(
+        (92, picture.height - 2)
+    ) == (255, 255, 255)
 
 
 def test_a_run_is_sampled_where_its_device_is_not(folder, tmp_path):
@@ -211,5 +290,14 @@ def test_a_run_is_sampled_where_its_device_is_not(folder, tmp_path):
         device="cuda:99", reward=f"{tmp_path}/reward.py:Here"
     )
     (tmp_path / "run" / "config.json").write_text(json.dumps(there.as_dict()))
-    more = ["--prompts", "a fox", "--count", "1", "--num-steps", "2", "--out", str(tmp_path / "picture.png")]
+    more = [
+        "--prompts",
+        "a fox",
+        "--count",
+        "1",
+        "--num-steps",
+        "2",
+        "--out",
+        str(tmp_path / "picture.png"),
+    ]
     assert main(["sample", "--weights", str(tmp_path / "run"), "--trust", *more]) == 0

@@ -48,7 +48,9 @@ def test_worlds_change_no_part_but_the_listed_window(world, name):
     own = name in OWN_WINDOWS
     start, stop = map(int, WORLD_DEFAULTS[world]["window"].split(":"))
     assert found.window == (published.window if own else FixedWindow(start, stop))
-    assert own == (published.window not in (FixedWindow(stop=-1), FixedWindow()) or name == "branch-grpo")
+    assert own == (
+        published.window not in (FixedWindow(stop=-1), FixedWindow()) or name == "branch-grpo"
+    )
 
 
 @pytest.mark.parametrize(("world", "name"), WORLDS_AND_METHODS)
@@ -75,14 +77,18 @@ def test_presets_with_exact_definitions_agree_or_have_a_reason(name):
     config = preset(f"sd3.5-medium,{name},geneval,exact").apply()
     found, steps = run_method(config), config.rollout.num_steps
     generator = torch.Generator().manual_seed(0)
-    windows = [list(one.window.steps(steps, generator.manual_seed(0))) for one in (found, published)]
+    windows = [
+        list(one.window.steps(steps, generator.manual_seed(0))) for one in (found, published)
+    ]
     agrees = {
         "sampler": found.sampler == published.sampler,
         "window": windows[0] == windows[1] or isinstance(published.loss, ForwardLoss),
         "loss": form(found.loss) == form(published.loss),
         "initial_noise": found.shared_noise == published.shared_noise,
     }
-    assert {part for part, same in agrees.items() if not same} == {p for n, p in REASONS if n == name}
+    assert {part for part, same in agrees.items() if not same} == {
+        p for n, p in REASONS if n == name
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in shipped()["methods"] if name in METHODS])
@@ -121,10 +127,24 @@ def test_a_comparison_gives_every_arm_its_own_parts():
 
 
 def test_a_setting_replaces_a_part_of_the_method():
-    config = RunConfig.of(method="dance-grpo", sampler="cps", noise_level=0.4, window="1:4", loss="gspo", clip_range=0.02)
+    config = RunConfig.of(
+        method="dance-grpo",
+        sampler="cps",
+        noise_level=0.4,
+        window="1:4",
+        loss="gspo",
+        clip_range=0.02,
+    )
     found = run_method(config)
-    assert found.sampler == CPS(0.4) and found.window == FixedWindow(1, 4) and found.loss.clip_range == 0.02
-    assert found.shared_noise and run_method(config.replace(initial_noise="independent")).shared_noise is False
+    assert (
+        found.sampler == CPS(0.4)
+        and found.window == FixedWindow(1, 4)
+        and found.loss.clip_range == 0.02
+    )
+    assert (
+        found.shared_noise
+        and run_method(config.replace(initial_noise="independent")).shared_noise is False
+    )
     assert run_method(RunConfig.of(method="dance-grpo", noise_level=0.5)).sampler.noise_level == 0.5
     with pytest.raises(ConfigError, match="a forward-process loss with awm"):
         run_method(RunConfig.of(method="awm", loss="clipped"))
@@ -149,14 +169,24 @@ def test_the_plan_shows_where_values_come_from(capsys):
 
 def test_words_of_the_older_format_keep_their_meaning():
     older = {"method": "awm", "sampler": "flow-sde", "loss": "clipped", "window": "2:5"}
-    assert current(older, "flowrl-run-2") == {"method": "awm", "sampler": "", "loss": "", "window": "2:7"}
+    assert current(older, "flowrl-run-2") == {
+        "method": "awm",
+        "sampler": "",
+        "loss": "",
+        "window": "2:7",
+    }
     older["method"] = "dance-grpo"
     found = current(older, "flowrl-run-2")
     assert found["sampler"] == "flow-sde" and found["loss"] == "clipped"
     assert run_method(RunConfig.of(**found, noise_level=0.7)).sampler == FlowSDE(0.7)
-    comparison = CompareConfig(RunConfig.of(sampler="flow-sde", loss="clipped"), {"any": {}}).as_dict()
+    comparison = CompareConfig(
+        RunConfig.of(sampler="flow-sde", loss="clipped"), {"any": {}}
+    ).as_dict()
     del comparison["arms"]
     comparison |= {"format": "flowrl-run-2", "methods": ["flow-grpo", "dgpo"]}
     comparison["run"]["algorithm"] |= {"window": "2:5", "trained_steps": "all"}
     read = CompareConfig.from_dict(comparison)
-    assert read.arms == {"flow-grpo": {"method": "flow-grpo"}, "dgpo": {"method": "dgpo", "sampler": "", "loss": ""}}
+    assert read.arms == {
+        "flow-grpo": {"method": "flow-grpo"},
+        "dgpo": {"method": "dgpo", "sampler": "", "loss": ""},
+    }

@@ -1,5 +1,7 @@
-"""The optimizer on CUDA is fused, and averages take one call for all tensors: the same values, also with sharded weights and a
-scaled loss. PyTorch has the fused kernel on the CPU as well, so that its values can be compared without a GPU."""
+"""The optimizer on CUDA is fused, and averages take one call for all tensors: the same values, also
+with sharded weights and a scaled loss. PyTorch has the fused kernel on the CPU as well, so that its
+values can be compared without a GPU.
+"""
 
 import sys
 
@@ -15,7 +17,9 @@ ADAMW = torch.optim.AdamW
 TRAINER = sys.modules["flowrl.training.trainer"]
 
 
-@pytest.mark.parametrize(("on_cuda", "fused"), [([True, True], True), ([False, False], None), ([True, False], None)])
+@pytest.mark.parametrize(
+    ("on_cuda", "fused"), [([True, True], True), ([False, False], None), ([True, False], None)]
+)
 def test_adamw_is_fused_if_all_parameters_are_on_cuda(on_cuda, fused, monkeypatch):
     class Parameter(nn.Parameter):
         is_cuda = property(lambda parameter: parameter.there)
@@ -29,7 +33,9 @@ def test_adamw_is_fused_if_all_parameters_are_on_cuda(on_cuda, fused, monkeypatc
 
 def test_averages_of_many_tensors_have_the_bits_of_one_at_a_time():
     generator = torch.Generator().manual_seed(0)
-    average, weights = ([torch.randn(n, 7, generator=generator) for n in (1, 5, 64)] for _ in range(2))
+    average, weights = (
+        [torch.randn(n, 7, generator=generator) for n in (1, 5, 64)] for _ in range(2)
+    )
     expected = [mean.lerp(weight, 1 - 0.8) for mean, weight in zip(average, weights, strict=True)]
     update_average(average, [nn.Parameter(weight) for weight in weights], 0.8)
     assert all(torch.equal(*pair) for pair in zip(average, expected, strict=True))
@@ -59,7 +65,9 @@ def steps(fused, scale, sharded, mesh, overflow_at=None):
         scaler.step(optimizer)
         scaler.update()
         update_average(average, parameters, 0.8)
-    return torch.cat([full(t).detach().flatten() for t in (*parameters, *average)]), scaler.get_scale()
+    return torch.cat(
+        [full(t).detach().flatten() for t in (*parameters, *average)]
+    ), scaler.get_scale()
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +90,17 @@ def test_fused_steps_are_the_plain_ones(scale, overflow_at, sharded, mesh):
 
 
 def test_a_fused_optimizer_resumes_with_its_moments(monkeypatch):
-    monkeypatch.setattr(TRAINER, "make_optimizer", lambda name, p, lr, betas, decay: ADAMW(p, lr, betas, 1e-8, decay, fused=True))
+    monkeypatch.setattr(
+        TRAINER,
+        "make_optimizer",
+        lambda name, p, lr, betas, decay: ADAMW(p, lr, betas, 1e-8, decay, fused=True),
+    )
     trainer, again = (world_trainer("mixture", "cpu", iterations=3) for _ in range(2))
     trainer.iteration()
     again.restore(trainer.state())
     assert again.optimizer.param_groups[0]["fused"]
     for one in (trainer, again):
         one.iteration()
-    assert all(torch.equal(*pair) for pair in zip(trainer.parameters, again.parameters, strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(trainer.parameters, again.parameters, strict=True)
+    )

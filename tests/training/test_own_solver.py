@@ -1,4 +1,6 @@
-"""A user's own multistep solver in a file, the one of docs/guides/sampler.md, with a forward-process loss."""
+"""A user's own multistep solver in a file, the one of docs/guides/sampler.md, with a
+forward-process loss.
+"""
 
 import re
 from dataclasses import dataclass
@@ -36,7 +38,9 @@ def sampled(solver, steps=6, usage=None, probe=None):
     noise = groups.noise(policy.latent_shape, generator)
     given = {} if probe is None else {"probe": probe}
     schedule = policy.schedule(steps)
-    found = rollout(policy, solver, schedule, condition, noise, generator, groups, usage=usage, **given)
+    found = rollout(
+        policy, solver, schedule, condition, noise, generator, groups, usage=usage, **given
+    )
     return found, policy, condition.repeat(3), noise
 
 
@@ -53,7 +57,9 @@ def test_the_rollout_follows_its_formula(spec):
     for i in range(6):
         torch.testing.assert_close(path.at(i), x)
         with torch.no_grad():
-            velocity = policy.velocity(x, path.schedule.network_timesteps[i].expand(len(x)), condition)
+            velocity = policy.velocity(
+                x, path.schedule.network_timesteps[i].expand(len(x)), condition
+            )
         length, slope = times[i] - times[i + 1], velocity
         if before is not None:
             slope = velocity + length / (times[i - 1] - times[i]) / 2 * (velocity - before)
@@ -72,7 +78,9 @@ class Halved(Multistep):
 
 
 def test_a_grid_of_another_length_is_one_error():
-    with pytest.raises(ConfigError, match=r"Halved.grid = .* is not allowed; allowed: a Schedule of 6 steps"):
+    with pytest.raises(
+        ConfigError, match=r"Halved.grid = .* is not allowed; allowed: a Schedule of 6 steps"
+    ):
         sampled(Halved())
 
 
@@ -91,8 +99,12 @@ def test_policy_losses_refuse_it(spec):
 
 
 def test_it_trains_with_a_forward_process_loss(spec):
-    """The mean reward of the last iterations is well above that of the first ones, as with DPM-Solver++."""
-    config = preset("default").apply(world="mixture", method="diffusion-nft", sampler=spec, groups=8, minibatches=4)
+    """The mean reward of the last iterations is well above that of the first ones, as with
+    DPM-Solver++.
+    """
+    config = preset("default").apply(
+        world="mixture", method="diffusion-nft", sampler=spec, groups=8, minibatches=4
+    )
     trainer = make_trainer(config)
     assert type(trainer.method.sampler).__name__ == "AdamsBashforth"
     rewards = [trainer.iteration()["reward_mean"] for _ in range(16)]

@@ -1,4 +1,6 @@
-"""The trainer reproduces recorded iterations of the published code, and a wrong setting shows in the quantity it belongs to."""
+"""The trainer reproduces recorded iterations of the published code, and a wrong setting shows in
+the quantity it belongs to.
+"""
 
 import json
 import shutil
@@ -31,7 +33,9 @@ def test_the_trainer_reproduces_the_published_iteration(method, case):
     assert [row for row in rows if not row.passed] == []
     states = {row.state for row in rows if not row.state.startswith("credit")}
     updates = {"on_policy", "on_policy_beta0", "off_policy", "off_policy_beta0", "two_updates"}
-    assert states == {"trajectory", *updates} | ({"zero_group"} if (method, case) == ("fg", DUAL) else set())
+    assert states == {"trajectory", *updates} | (
+        {"zero_group"} if (method, case) == ("fg", DUAL) else set()
+    )
     missing = {"fg": {"completions", "process rewards"}, "tp": set()}[method]
     missing |= {"means", "completions"} if case == PLAIN else set()
     expected = set(parity.TOLERANCES) - missing - ONLY_FORWARD - CLIPPED
@@ -42,10 +46,27 @@ SHARED = {"weights / learning rate", "gradients", "gradient norm"}
 COMMON = {"advantages", "copies of the weights", "loss of micro-batches", "squared distances"}
 MEASURED = {
     "nft": {"latents", "weights of rows", "row losses", "velocities"},
-    "awm": {"weights of rows", "row losses", "matching errors", "ratios of errors", "training times"},
-    "dgpo": {"latents", "matching errors", "ratios of errors", "clipped pairs", "group sums", "group weights"},
+    "awm": {
+        "weights of rows",
+        "row losses",
+        "matching errors",
+        "ratios of errors",
+        "training times",
+    },
+    "dgpo": {
+        "latents",
+        "matching errors",
+        "ratios of errors",
+        "clipped pairs",
+        "group sums",
+        "group weights",
+    },
 }
-ONLY_FORWARD = (COMMON | set().union(*MEASURED.values())) - {"advantages", "latents", "clipped pairs"}
+ONLY_FORWARD = (COMMON | set().union(*MEASURED.values())) - {
+    "advantages",
+    "latents",
+    "clipped pairs",
+}
 CLIPPED = {"clipped gradients"}
 
 
@@ -54,7 +75,9 @@ def test_the_trainer_reproduces_the_released_forward_processes(method):
     """With one and with two updates, and with copies of the weights that lag."""
     rows = list(parity.parity(FORWARD, methods=[method]))
     assert [row for row in rows if not row.passed] == []
-    assert {"two_updates", "two_updates_ocr"} & {row.state for row in rows if row.quantity == "gradients"}
+    assert {"two_updates", "two_updates_ocr"} & {
+        row.state for row in rows if row.quantity == "gradients"
+    }
     assert {row.quantity for row in rows if row.compared} == SHARED | COMMON | MEASURED[method]
 
 
@@ -62,87 +85,237 @@ ROWS = {"row losses", "loss of micro-batches"}
 FORWARD_FAULTS = {
     "another beta": ("nft", "ocr", {"beta": 0.2}, {*ROWS, "gradients"}),
     "the paper's error": ("nft", "ocr", {"error": "velocity"}, {*ROWS, "gradients"}),
-    "another bound of advantages": ("nft", "adv_clip1", {"advantage_clip": 5.0}, {*ROWS, "weights of rows"}),
+    "another bound of advantages": (
+        "nft",
+        "adv_clip1",
+        {"advantage_clip": 5.0},
+        {*ROWS, "weights of rows"},
+    ),
     "no KL": ("nft", "kl1", {"kl_weight": 0.0}, {"loss of micro-batches", "gradients"}),
     "another mode": ("nft", "mode_binary", {"mode": "one_only"}, {"weights of rows"}),
-    "another weight over time": ("awm", "policy_only", {"weight": "huber"}, {"matching errors", "gradients"}),
+    "another weight over time": (
+        "awm",
+        "policy_only",
+        {"weight": "huber"},
+        {"matching errors", "gradients"},
+    ),
     "another power": ("awm", "policy_only", {"power": 0.3}, {"matching errors", "gradients"}),
-    "on policy": ("awm", "off_policy_clip_policy_only", {"off_policy": False}, {"ratios of errors", "gradients"}),
+    "on policy": (
+        "awm",
+        "off_policy_clip_policy_only",
+        {"off_policy": False},
+        {"ratios of errors", "gradients"},
+    ),
     "no clip": ("awm", "off_policy_clip_policy_only", {"clip": 1.0}, {*ROWS, "gradients"}),
-    "a ratio per time": ("awm", "off_policy_sum_first", {"ratio": "exp_first"}, {"ratios of errors", "row losses"}),
+    "a ratio per time": (
+        "awm",
+        "off_policy_sum_first",
+        {"ratio": "exp_first"},
+        {"ratios of errors", "row losses"},
+    ),
     "unweighted penalties": ("awm", "kl_elbo", {"kl": "uniform"}, {"loss of micro-batches"}),
-    "a duller sigmoid": ("dgpo", "ocr", {"beta_dpo": 50.0}, {"group sums", "group weights", "gradients"}),
-    "another anchor": ("dgpo", "ocr", {"anchor": "old"}, {"group sums", "group weights", "gradients"}),
+    "a duller sigmoid": (
+        "dgpo",
+        "ocr",
+        {"beta_dpo": 50.0},
+        {"group sums", "group weights", "gradients"},
+    ),
+    "another anchor": (
+        "dgpo",
+        "ocr",
+        {"anchor": "old"},
+        {"group sums", "group weights", "gradients"},
+    ),
     "a wider clip of errors": ("dgpo", "ocr", {"clip": 0.02}, {"clipped pairs", "gradients"}),
     "the clip spares the KL": ("dgpo", "clip_kl", {"clip_kl": False}, {"gradients"}),
-    "the copy follows one step earlier": ("dgpo", "two_updates", {"decay": (2, 0.001, 0.3)}, {"ratios of errors"}),
-    "std of the group": ("awm", "two_updates", {"credit": "uniform(clamp=none)"}, {"advantages", "weights of rows", "gradients"}),
+    "the copy follows one step earlier": (
+        "dgpo",
+        "two_updates",
+        {"decay": (2, 0.001, 0.3)},
+        {"ratios of errors"},
+    ),
+    "std of the group": (
+        "awm",
+        "two_updates",
+        {"credit": "uniform(clamp=none)"},
+        {"advantages", "weights of rows", "gradients"},
+    ),
     "an Euler sampler": ("nft", "geneval", {"sampler": "ode"}, {"latents"}),
     "two updates for one": ("nft", "ocr", {"minibatches": 2}, {"gradients"}),
-    "one update for two": ("dgpo", "two_updates", {"minibatches": 1}, {"gradients", "ratios of errors"}),
-    "another learning rate": ("awm", "two_updates", {"learning_rate": 3.1e-4}, {"weights / learning rate", "gradients"}),
+    "one update for two": (
+        "dgpo",
+        "two_updates",
+        {"minibatches": 1},
+        {"gradients", "ratios of errors"},
+    ),
+    "another learning rate": (
+        "awm",
+        "two_updates",
+        {"learning_rate": 3.1e-4},
+        {"weights / learning rate", "gradients"},
+    ),
     "other betas": ("nft", "two_updates_ocr", {"betas": (0.9, 0.99)}, {"weights / learning rate"}),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("method", "state", "options", "expected"), FORWARD_FAULTS.values(), ids=FORWARD_FAULTS)
+@pytest.mark.parametrize(
+    ("method", "state", "options", "expected"), FORWARD_FAULTS.values(), ids=FORWARD_FAULTS
+)
 def test_another_option_of_a_forward_process_fails(method, state, options, expected):
     assert expected <= failed(data=FORWARD, methods=[method], updates=[state], **options)
 
 
 BROKEN = {
-    "a copy does not follow": ("_follow", lambda self, steps: None, "dgpo", "two_updates", {"ratios of errors"}),
-    "a copy is not used": ("weights", lambda self: nullcontext(), "nft", "geneval", {"squared distances", "gradient norm"}),
-}  # fmt: skip
+    "a copy does not follow": (
+        "_follow",
+        lambda self, steps: None,
+        "dgpo",
+        "two_updates",
+        {"ratios of errors"},
+    ),
+    "a copy is not used": (
+        "weights",
+        lambda self: nullcontext(),
+        "nft",
+        "geneval",
+        {"squared distances", "gradient norm"},
+    ),
+}
 
 
-@pytest.mark.parametrize(("name", "broken", "method", "state", "expected"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize(
+    ("name", "broken", "method", "state", "expected"), BROKEN.values(), ids=BROKEN
+)
 def test_a_fault_of_the_copies_shows(name, broken, method, state, expected, monkeypatch):
     monkeypatch.setattr(Behaviour, name, broken)
     assert expected <= failed(data=FORWARD, methods=[method], updates=[state])
 
 
 @pytest.mark.parametrize(
-    ("method", "state"), [("nft", "two_updates_ocr"), ("awm", "off_policy_sum_first"), ("dgpo", "two_updates")]
+    ("method", "state"),
+    [("nft", "two_updates_ocr"), ("awm", "off_policy_sum_first"), ("dgpo", "two_updates")],
 )
 def test_the_split_of_the_work_changes_no_forward_process(method, state):
-    """Micro-batches of 3 spread the members of a group, and the times of a sample, which then take a pass of their own. DGPO's
-    sums are 100 times differences of errors, whose last bits depend on the network's batches."""
+    """Micro-batches of 3 spread the members of a group, and the times of a sample, which then take
+    a pass of their own. DGPO's sums are 100 times differences of errors, whose last bits depend on
+    the network's batches.
+    """
     split = {"micro_batch": 3, "max_batch": 3, "chunk": 1, "offload": True}
-    assert failed(data=FORWARD, methods=[method], updates=[state], **split) <= ({"group sums"} if method == "dgpo" else set())
+    assert failed(data=FORWARD, methods=[method], updates=[state], **split) <= (
+        {"group sums"} if method == "dgpo" else set()
+    )
 
 
-@pytest.mark.parametrize("settings", [{"chunk": 1, "offload": True}, {"micro_batch": 5, "max_batch": 3}, {"lora_targets": ()}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"chunk": 1, "offload": True}, {"micro_batch": 5, "max_batch": 3}, {"lora_targets": ()}],
+)
 def test_the_split_of_the_work_and_the_default_targets_give_the_same(settings):
     assert failed(methods=["tp"], cases=[DUAL], updates=["off_policy"], **settings) == set()
 
 
 GRADIENTS = {"gradients", "gradient norm"}
 FAULTS = {
-    "gradient through both branches": ("fg", DUAL, "on_policy_beta0", {"guidance_gradient": "both"}, GRADIENTS),
-    "gradient through one branch": ("tp", DUAL, "on_policy_beta0", {"guidance_gradient": "prompt"}, GRADIENTS),
-    "other betas": ("fg", PLAIN, "two_updates", {"betas": (0.9, 0.99)}, {"weights / learning rate"}),
-    "the last step is trained": ("fg", PLAIN, "on_policy_beta0", {"trained_steps": ":"}, GRADIENTS),
-    "a step is left out": ("tp", PLAIN, "on_policy", {"trained_steps": "0:8"}, {*GRADIENTS, "KL", "mean loss"}),
-    "samples without advantage count": (
-        "fg", DUAL, "zero_group", {"drop_zero_advantages": False}, {*GRADIENTS, "mean loss"},
+    "gradient through both branches": (
+        "fg",
+        DUAL,
+        "on_policy_beta0",
+        {"guidance_gradient": "both"},
+        GRADIENTS,
     ),
-    "exact KL": ("fg", PLAIN, "on_policy", {"loss": "clipped"}, {*GRADIENTS, "KL", "loss / advantage", "mean loss"}),
+    "gradient through one branch": (
+        "tp",
+        DUAL,
+        "on_policy_beta0",
+        {"guidance_gradient": "prompt"},
+        GRADIENTS,
+    ),
+    "other betas": (
+        "fg",
+        PLAIN,
+        "two_updates",
+        {"betas": (0.9, 0.99)},
+        {"weights / learning rate"},
+    ),
+    "the last step is trained": ("fg", PLAIN, "on_policy_beta0", {"trained_steps": ":"}, GRADIENTS),
+    "a step is left out": (
+        "tp",
+        PLAIN,
+        "on_policy",
+        {"trained_steps": "0:8"},
+        {*GRADIENTS, "KL", "mean loss"},
+    ),
+    "samples without advantage count": (
+        "fg",
+        DUAL,
+        "zero_group",
+        {"drop_zero_advantages": False},
+        {*GRADIENTS, "mean loss"},
+    ),
+    "exact KL": (
+        "fg",
+        PLAIN,
+        "on_policy",
+        {"loss": "clipped"},
+        {*GRADIENTS, "KL", "loss / advantage", "mean loss"},
+    ),
     "no KL": ("tp", PLAIN, "on_policy", {"kl_weight": 0.0}, {*GRADIENTS, "KL"}),
-    "exact CPS density": ("tp", PLAIN, "off_policy_beta0", {"loss": "clipped"}, {*GRADIENTS, "log-probabilities", "ratios"}),
-    "a wider clip": ("tp", PLAIN, "off_policy_beta0", {"clip_range": 2e-5}, {*GRADIENTS, "clipped pairs"}),
-    "std of the group": ("fg", PLAIN, "on_policy_beta0", {"credit": "uniform"}, {*GRADIENTS, "advantages"}),
+    "exact CPS density": (
+        "tp",
+        PLAIN,
+        "off_policy_beta0",
+        {"loss": "clipped"},
+        {*GRADIENTS, "log-probabilities", "ratios"},
+    ),
+    "a wider clip": (
+        "tp",
+        PLAIN,
+        "off_policy_beta0",
+        {"clip_range": 2e-5},
+        {*GRADIENTS, "clipped pairs"},
+    ),
+    "std of the group": (
+        "fg",
+        PLAIN,
+        "on_policy_beta0",
+        {"credit": "uniform"},
+        {*GRADIENTS, "advantages"},
+    ),
     "balancing of the batch": (
-        "tp", PLAIN, "on_policy_beta0", {"credit": "turning-point(balance=trend)"}, {*GRADIENTS, "advantages"},
+        "tp",
+        PLAIN,
+        "on_policy_beta0",
+        {"credit": "turning-point(balance=trend)"},
+        {*GRADIENTS, "advantages"},
     ),
     "another number of updates": ("fg", PLAIN, "on_policy", {"minibatches": 2}, {"gradients"}),
-    "no guidance": ("tp", DUAL, "on_policy", {"guidance_scale": 1.0}, {*GRADIENTS, "latents", "velocities (RMS)"}),
-    "another noise level": ("tp", PLAIN, "on_policy", {"noise_level": 0.8}, {*GRADIENTS, "latents", "standard deviations"}),
-    "another learning rate": ("tp", PLAIN, "on_policy", {"learning_rate": 3.1e-4}, {"weights / learning rate"}),
-}  # fmt: skip
+    "no guidance": (
+        "tp",
+        DUAL,
+        "on_policy",
+        {"guidance_scale": 1.0},
+        {*GRADIENTS, "latents", "velocities (RMS)"},
+    ),
+    "another noise level": (
+        "tp",
+        PLAIN,
+        "on_policy",
+        {"noise_level": 0.8},
+        {*GRADIENTS, "latents", "standard deviations"},
+    ),
+    "another learning rate": (
+        "tp",
+        PLAIN,
+        "on_policy",
+        {"learning_rate": 3.1e-4},
+        {"weights / learning rate"},
+    ),
+}
 
 
-@pytest.mark.parametrize(("method", "case", "update", "settings", "expected"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(
+    ("method", "case", "update", "settings", "expected"), FAULTS.values(), ids=FAULTS
+)
 def test_another_setting_fails(method, case, update, settings, expected):
     found = failed(methods=[method], cases=[case], updates=[update], **settings)
     assert expected <= found
@@ -153,7 +326,9 @@ def test_another_setting_fails(method, case, update, settings, expected):
 @pytest.fixture
 def small(tmp_path):
     """A data folder with one update of one model."""
-    data = shutil.copytree(parity.DATA, tmp_path / "data", ignore=shutil.ignore_patterns("tp", "*.md"))
+    data = shutil.copytree(
+        parity.DATA, tmp_path / "data", ignore=shutil.ignore_patterns("tp", "*.md")
+    )
     meta = json.loads((data / "fg" / "meta.json").read_text())
     case = meta["cases"][PLAIN]
     meta["cases"] = {PLAIN: {**case, "runs": {"on_policy": case["runs"]["on_policy"]}}}
@@ -175,7 +350,9 @@ def test_the_command_fails_where_one_recorded_gradient_differs(small, monkeypatc
     path = small / "fg" / f"update_{PLAIN}.safetensors"
     tensors = load_file(path)
     name = "on_policy/grad/base_model.model.transformer_blocks.1.attn.to_q.lora_A.weight"
-    largest = max(tensor.abs().max() for key, tensor in tensors.items() if key.startswith("on_policy/grad/"))
+    largest = max(
+        tensor.abs().max() for key, tensor in tensors.items() if key.startswith("on_policy/grad/")
+    )
     tensors[name][0, 0] += 4e-5 * largest
     save_file(tensors, path)
     assert run(monkeypatch, small) == 1

@@ -9,7 +9,9 @@ from flowrl.training.plan import plan
 from flowrl.training.results import load_run
 from flowrl.training.run import Run
 
-MIXTURE = preset("tiny").apply(world="mixture", iterations=1, groups=3, group_size=4, num_steps=5, window=":-1")
+MIXTURE = preset("tiny").apply(
+    world="mixture", iterations=1, groups=3, group_size=4, num_steps=5, window=":-1"
+)
 
 
 @pytest.mark.parametrize(
@@ -23,14 +25,31 @@ MIXTURE = preset("tiny").apply(world="mixture", iterations=1, groups=3, group_si
         {"method": "stepwise-flow-grpo", "sampler": "ddim-sde", "window": ":"},
         {"method": "x", "credit": "stepwise-gain(probe='continuation:2')", "kl_weight": 0.1},
         {"method": "x", "credit": "stepwise-gain(probe='completion(solver=heun,together=False)')"},
-        {"method": "x", "credit": "stepwise-gain(probe='substeps(count=3,solver=dpm++,every=2,fraction=0.5)')"},
-        {"method": "x", "credit": "stepwise-gain(probe='completion(fraction=0.3,control=uniform)')", "initial_noise": "shared"},
+        {
+            "method": "x",
+            "credit": "stepwise-gain(probe='substeps(count=3,solver=dpm++,every=2,fraction=0.5)')",
+        },
+        {
+            "method": "x",
+            "credit": "stepwise-gain(probe='completion(fraction=0.3,control=uniform)')",
+            "initial_noise": "shared",
+        },
         {"method": "x", "credit": "stepwise-gain(probe='branch(children={1:2,3:2})')"},
-        {"method": "dense-grpo", "sampler": "cps", "window": ":", "minibatches": 5, "kl_weight": 0.1},
+        {
+            "method": "dense-grpo",
+            "sampler": "cps",
+            "window": ":",
+            "minibatches": 5,
+            "kl_weight": 0.1,
+        },
         {"method": "flow-grpo", "window": "random(size=2)", "minibatches": 24},
         {"method": "flow-grpo", "window": ":", "trained_steps": ":-1", "kl_weight": 0.1},
         {"method": "tp-grpo", "window": ":", "trained_steps": "random(fraction=0.6)"},
-        {"method": "flow-grpo", "window": "random(size=3)", "trained_steps": "random(fraction=0.7)"},
+        {
+            "method": "flow-grpo",
+            "window": "random(size=3)",
+            "trained_steps": "random(fraction=0.7)",
+        },
         {"method": "flow-grpo", "loss": "gspo", "micro_batch": 2},
         {"method": "flow-grpo", "loss": "gspo(kl_weight=0.1)", "micro_batch": 5},
     ],
@@ -38,31 +57,47 @@ MIXTURE = preset("tiny").apply(world="mixture", iterations=1, groups=3, group_si
 )
 def test_a_run_records_what_the_plan_counts(changes, tmp_path):
     config = MIXTURE.replace(**changes)
-    row, found = (Run(config, tmp_path / "run").execute(), load_run(tmp_path / "run").rows[1])[1], plan(config)
+    row, found = (
+        (Run(config, tmp_path / "run").execute(), load_run(tmp_path / "run").rows[1])[1],
+        plan(config),
+    )
     for name, value in {
-        "trajectories": found.trajectories, "nfe": found.nfe, "calls": found.sequential_calls, "reward_calls": found.reward_calls,
+        "trajectories": found.trajectories,
+        "nfe": found.nfe,
+        "calls": found.sequential_calls,
+        "reward_calls": found.reward_calls,
         "train_nfe": found.train_nfe,
-    }.items():  # fmt: skip
-        fewer = name == "train_nfe" and row["zero_rows"] > 0  # the plan cannot know which advantages are 0
+    }.items():
+        # the plan cannot know which advantages are 0
+        fewer = name == "train_nfe" and row["zero_rows"] > 0
         assert row[name] < value if fewer else row[name] == value, name
-    assert (row["zero_rows"] > 0) == ("branch(" in config.algorithm.credit)  # alone among its siblings a step gains nothing
+    # alone among its siblings a step gains nothing
+    assert (row["zero_rows"] > 0) == ("branch(" in config.algorithm.credit)
 
 
 def test_the_arithmetic_of_the_published_batch():
-    """Flow-GRPO for SD3.5-Medium: 48 groups of 24, 10 steps, 9 of them trained, two updates, guidance, KL, 32 processes."""
+    """Flow-GRPO for SD3.5-Medium: 48 groups of 24, 10 steps, 9 of them trained, two updates,
+    guidance, KL, 32 processes.
+    """
     config = preset("sd3.5-medium,flow-grpo,geneval").apply(groups=48)
     found = plan(config, 32)
     assert (found.trajectories, found.rows, found.updates) == (1152, 1152 * 9, 2)
     assert (found.trajectories_per_update, found.rows_per_update) == (576, 576 * 9)
-    assert (found.groups_per_process, found.evaluations_per_update_and_process, found.idle) == (2, 216, 8)
+    assert (found.groups_per_process, found.evaluations_per_update_and_process, found.idle) == (
+        2,
+        216,
+        8,
+    )
     assert (found.micro_batches_per_update, found.rows_per_micro_batch) == (54, 4)
     assert (found.nfe, found.train_nfe, found.reward_calls) == (11520, 2 * 10368, 1152)
     assert found.passes == 2 * (11520 + 2 * 10368)
 
 
 def test_the_passes_of_the_published_dgpo():
-    """Samples with guidance, 2 x 10 passes; 4 times without, of the current, the old and the base network: 32. With the guidance
-    on the reference instead, 10 and 4 x (1 + 1 + 2): 26. Micro-batches below a group take a second pass: 12, 16 more."""
+    """Samples with guidance, 2 x 10 passes; 4 times without, of the current, the old and the base
+    network: 32. With the guidance on the reference instead, 10 and 4 x (1 + 1 + 2): 26.
+    Micro-batches below a group take a second pass: 12, 16 more.
+    """
     published = preset("sd3.5-medium,dgpo,ocr")
     other = {"guidance_scale": 1.0, "reference_guidance_scale": 4.5}
     assert plan(published.apply(micro_batch=64)).passes == 64 * 32
@@ -72,8 +107,9 @@ def test_the_passes_of_the_published_dgpo():
 
 
 def test_evaluations_of_a_trajectory_are_those_of_the_papers_at_their_least():
-    """T T' = 50 less what a group shares, and T (T + 1) / 2 = 55 where all 10 steps are stochastic: the gain of the last trained
-    decision reads the value of the untrained one after it."""
+    """T T' = 50 less what a group shares, and T (T + 1) / 2 = 55 where all 10 steps are stochastic:
+    the gain of the last trained decision reads the value of the untrained one after it.
+    """
     stepwise = plan(preset("sd3.5-medium,stepwise-flow-grpo,ocr").apply())
     assert stepwise.nfe == 96 * 50 - 5 * (96 - 4) and stepwise.sequential_calls == 14
     turning = plan(preset("sd3.5-medium,tp-grpo,ocr").apply())
@@ -83,10 +119,13 @@ def test_evaluations_of_a_trajectory_are_those_of_the_papers_at_their_least():
     assert plan(MIXTURE.replace(method="tp-grpo", num_steps=10, window=":")).nfe == 12 * 55
 
 
-@pytest.mark.parametrize(("groups", "processes", "each"), [(4, 1, 4), (4, 3, 2), (5, 2, 3), (4, 8, 1)])
+@pytest.mark.parametrize(
+    ("groups", "processes", "each"), [(4, 1, 4), (4, 3, 2), (5, 2, 3), (4, 8, 1)]
+)
 def test_groups_are_not_split(groups, processes, each):
     found = plan(preset("sd3.5-medium,flow-grpo,ocr").apply(groups=groups), processes)
-    assert found.groups_per_process == each and found.trajectories == 24 * groups  # the batch does not grow with the processes
+    # the batch does not grow with the processes
+    assert found.groups_per_process == each and found.trajectories == 24 * groups
 
 
 def test_more_updates_than_trajectories_are_as_many_as_there_are():
@@ -95,11 +134,30 @@ def test_more_updates_than_trajectories_are_as_many_as_there_are():
 
 def test_train_prints_it_and_trains_nothing(tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(["train", "--preset", "sd3.5-medium,tp-grpo,ocr", "--plan", "--processes", "2", "--out", str(out)]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "--preset",
+                "sd3.5-medium,tp-grpo,ocr",
+                "--plan",
+                "--processes",
+                "2",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
-    for words in ("4 groups x 24 members = 96", "96 trajectories x 9 trained steps of 10 = 864",
-                  "5,280 network evaluations (55.0 a trajectory)",
-                  "x 2 (guidance)", "2 processes", "216 rows a process (on average) / micro_batch 4 = 54"):  # fmt: skip
+    for words in (
+        "4 groups x 24 members = 96",
+        "96 trajectories x 9 trained steps of 10 = 864",
+        "5,280 network evaluations (55.0 a trajectory)",
+        "x 2 (guidance)",
+        "2 processes",
+        "216 rows a process (on average) / micro_batch 4 = 54",
+    ):
         assert words in shown
     assert not out.exists()
     assert main(["train", "--plan", "--processes", "0"]) == 2

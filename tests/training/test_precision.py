@@ -23,12 +23,17 @@ from flowrl.training.config import RunConfig, preset
 from flowrl.training.optim import LossScaler, make_optimizer
 from flowrl.training.trainer import Trainer, overlaps_rewards
 
-TINY = preset("tiny").apply(world="mixture", task="direction", groups=4, iterations=3, method="tp-grpo")
+TINY = preset("tiny").apply(
+    world="mixture", task="direction", groups=4, iterations=3, method="tp-grpo"
+)
 
 
 def trainer(config=TINY, reward=None):
     world = make_world(config)
-    policy, prompts = world.policy(policy_options(config)), world.prompts(config.environment.task, "train")
+    policy, prompts = (
+        world.policy(policy_options(config)),
+        world.prompts(config.environment.task, "train"),
+    )
     return Trainer(policy, make_method(config), reward or make_reward(config), prompts, config)
 
 
@@ -43,7 +48,9 @@ def weights(run):
 
 
 def test_overlapped_rewards_are_the_same_numbers_and_really_overlap():
-    """Scores arrive late, in another thread, while the next chunk is rolled out; every number is that of one after the other."""
+    """Scores arrive late, in another thread, while the next chunk is rolled out; every number is
+    that of one after the other.
+    """
     config = TINY.replace(chunk=1)
     own = make_reward(config)
     threads, spans = set(), []
@@ -59,25 +66,42 @@ def test_overlapped_rewards_are_the_same_numbers_and_really_overlap():
     calls = []
     overlapping = trainer(config.replace(overlap_rewards=True), FunctionReward(slow))
     velocity = overlapping.policy.velocity
-    overlapping.policy.velocity = lambda *given: (calls.append(time.perf_counter()), velocity(*given))[1]
+    overlapping.policy.velocity = lambda *given: (
+        calls.append(time.perf_counter()),
+        velocity(*given),
+    )[1]
     late = [overlapping.iteration() for _ in range(2)]
     assert threads == {"rewards_0"}
     assert any(began < call < ended for began, ended in spans for call in calls)
     assert torch.equal(weights(one), weights(overlapping))
     timing = {"seconds", "phases"}
     for a, b in zip(rows, late, strict=True):
-        assert {k: v for k, v in a.items() if k not in timing} == {k: v for k, v in b.items() if k not in timing}
+        assert {k: v for k, v in a.items() if k not in timing} == {
+            k: v for k, v in b.items() if k not in timing
+        }
 
 
-@pytest.mark.parametrize(("chosen", "chunk", "local", "remote"), [
-    ("auto", 1, False, True), ("auto", 0, False, False), ("true", 1, True, True), ("false", 1, False, False),
-    (True, 1, True, True), (False, 1, False, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("chosen", "chunk", "local", "remote"),
+    [
+        ("auto", 1, False, True),
+        ("auto", 0, False, False),
+        ("true", 1, True, True),
+        ("false", 1, False, False),
+        (True, 1, True, True),
+        (False, 1, False, False),
+    ],
+)
 def test_rewards_overlap_by_default_if_a_server_computes_them(chosen, chunk, local, remote):
     served, own = RemoteReward("http://localhost:1"), make_reward(TINY)
     config = TINY.replace(overlap_rewards=chosen, chunk=chunk)
     assert overlaps_rewards(config, own) is local
-    for reward in (served, NoisyReward(served), Clipped(served, high=1.0), WeightedSum({"own": own, "served": served})):
+    for reward in (
+        served,
+        NoisyReward(served),
+        Clipped(served, high=1.0),
+        WeightedSum({"own": own, "served": served}),
+    ):
         assert overlaps_rewards(config, reward) is remote, reward
 
 
@@ -120,7 +144,9 @@ def test_any_micro_batch_has_the_right_mean(size):
 
 
 def stepped(scaler, optimizer, gradient):
-    """One step of `scaler` along a gradient whose elements are all `gradient`; whether it was taken."""
+    """One step of `scaler` along a gradient whose elements are all `gradient`; whether it was
+    taken.
+    """
     (parameter,) = optimizer.param_groups[0]["params"]
     optimizer.zero_grad()
     scaler.scale((parameter * gradient).sum()).backward()
@@ -134,7 +160,10 @@ def test_the_loss_scale_skips_halves_and_stops_at_one():
     scaler = LossScaler(8.0, torch.device("cpu"))
     scaler.scale(parameter.sum() * 3).backward()
     assert parameter.grad.tolist() == [24.0, 24.0]
-    assert scaler.clip(optimizer, 100.0) == pytest.approx(18**0.5) and parameter.grad.tolist() == [3.0, 3.0]
+    assert scaler.clip(optimizer, 100.0) == pytest.approx(18**0.5) and parameter.grad.tolist() == [
+        3.0,
+        3.0,
+    ]
     assert scaler.step(optimizer) and parameter.tolist() == [0.25, 0.25]
     infinite = float("inf")
     assert not stepped(scaler, optimizer, infinite) and (scaler.value, scaler.skipped) == (4.0, 1)
@@ -172,7 +201,9 @@ def with_scale(run, value):
 
 
 def test_float16_saves_gradients_that_would_vanish():
-    """The loss is a mean over many pairs of small advantages: unscaled, its gradient is below float16's smallest number."""
+    """The loss is a mean over many pairs of small advantages: unscaled, its gradient is below
+    float16's smallest number.
+    """
     config = preset("tiny").apply(dtype="float16", iterations=2, groups=2, learning_rate=1e-3)
     exact, rows = trained(config.replace(dtype="float32"), iterations=1)
     scaled, narrow = trained(config, iterations=1)
@@ -232,9 +263,15 @@ def test_eight_bit_adam_is_wired_or_asked_for(monkeypatch):
 
 
 def test_settings_are_checked():
-    with pytest.raises(ConfigError, match="overlap_rewards = 'true' is not allowed; allowed: with `chunk` 1 or more"):
+    with pytest.raises(
+        ConfigError,
+        match="overlap_rewards = 'true' is not allowed; allowed: with `chunk` 1 or more",
+    ):
         RunConfig.of(overlap_rewards=True)
-    with pytest.raises(ConfigError, match="overlap_rewards = 'maybe' is not allowed; allowed: one of auto, true, false"):
+    with pytest.raises(
+        ConfigError,
+        match="overlap_rewards = 'maybe' is not allowed; allowed: one of auto, true, false",
+    ):
         RunConfig.of(overlap_rewards="maybe")
     with pytest.raises(ConfigError, match="chunk"):
         RunConfig.of(chunk=-1)
@@ -245,7 +282,9 @@ def test_settings_are_checked():
 
 
 class Layers(nn.Sequential):
-    """A network with a forward of its own: torch.compile skips that of `nn.Sequential`, the built-in network of the 2-D world."""
+    """A network with a forward of its own: torch.compile skips that of `nn.Sequential`, the
+    built-in network of the 2-D world.
+    """
 
     def forward(self, input):
         for layer in self:
@@ -286,15 +325,34 @@ def cpp_compiler():
 
 def test_without_a_compiler_compilation_is_refused_at_the_start():
     wanted = r"compile = True is only allowed with a C\+\+ compiler.*CXX"
-    with torch._inductor.config.patch({"cpp.cxx": ("/nonexistent/g++",)}), pytest.raises(ConfigError, match=wanted):
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("/nonexistent/g++",)}),
+        pytest.raises(ConfigError, match=wanted),
+    ):
         trainer(TINY.replace(compile=True))
 
 
 def test_only_a_policy_that_shows_its_network_is_compiled():
     world = make_world(TINY)
     policy = world.policy(policy_options(TINY))
-    parts = ("latent_shape", "device", "schedule", "encode", "velocity", "decode", "trainable", "reference", "frozen")
+    parts = (
+        "latent_shape",
+        "device",
+        "schedule",
+        "encode",
+        "velocity",
+        "decode",
+        "trainable",
+        "reference",
+        "frozen",
+    )
     closed = SimpleNamespace(**{name: getattr(policy, name) for name in parts})
     config = TINY.replace(compile=True)
     with pytest.raises(ConfigError, match="velocity_network"):
-        Trainer(closed, make_method(config), make_reward(config), world.prompts("direction", "train"), config)
+        Trainer(
+            closed,
+            make_method(config),
+            make_reward(config),
+            world.prompts("direction", "train"),
+            config,
+        )

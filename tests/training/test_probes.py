@@ -1,4 +1,6 @@
-"""A probe is no part of the policy gradient: training with it, but without its credit, is training without it, bit for bit."""
+"""A probe is no part of the policy gradient: training with it, but without its credit, is training
+without it, bit for bit.
+"""
 
 import pytest
 import torch
@@ -8,11 +10,23 @@ from flowrl.training.config import preset
 
 
 def weights(credit: str, world: str = "mixture") -> list[torch.Tensor]:
-    """The trained weights after two iterations of two updates each; random steps and mini-batches are drawn after the rollout."""
+    """The trained weights after two iterations of two updates each; random steps and mini-batches
+    are drawn after the rollout.
+    """
     config = preset("tiny").apply(
-        world=world, method="flow-grpo", credit=credit, iterations=2, groups=2, group_size=4, num_steps=4, minibatches=2,
-        window=":", trained_steps="random(fraction=0.5)", kl_weight=0.1, chunk=1,
-    )  # fmt: skip
+        world=world,
+        method="flow-grpo",
+        credit=credit,
+        iterations=2,
+        groups=2,
+        group_size=4,
+        num_steps=4,
+        minibatches=2,
+        window=":",
+        trained_steps="random(fraction=0.5)",
+        kl_weight=0.1,
+        chunk=1,
+    )
     trainer = make_trainer(config)
     for _ in range(2):
         trainer.iteration()

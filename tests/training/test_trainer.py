@@ -1,4 +1,6 @@
-"""The trainer: it learns, it is reproducible, it resumes to the same numbers, and it says what is wrong."""
+"""The trainer: it learns, it is reproducible, it resumes to the same numbers, and it says what is
+wrong.
+"""
 
 import json
 from dataclasses import dataclass, replace
@@ -22,7 +24,14 @@ from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import minibatch_rows, transition_weights
 from flowrl.rollout.loss_batch import Rows
 from flowrl.samplers import CPS, RandomWindow
-from flowrl.training.build import check, make_method, make_world, policy_options, trained_policy, trial_stds
+from flowrl.training.build import (
+    check,
+    make_method,
+    make_world,
+    policy_options,
+    trained_policy,
+    trial_stds,
+)
 from flowrl.training.checkpoint import PER_PARAMETER, load_checkpoint, save_checkpoint
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.evaluation import evaluate
@@ -54,10 +63,14 @@ def test_every_method_learns_the_two_dimensional_world(name):
     scores = []
     for _ in range(2):
         with run.averaged():
-            scores.append(evaluate(run.policy, world("mixture"), "direction", "soft", 240, 20).scores["soft"])
+            scores.append(
+                evaluate(run.policy, world("mixture"), "direction", "soft", 240, 20).scores["soft"]
+            )
         for _ in range(25 * (len(scores) == 1)):
             run.iteration()
-    assert scores[0] == pytest.approx(GaussianMixture.ring().expected_bump(torch.tensor([2.0, 0.0]), 1.0), abs=0.06)
+    assert scores[0] == pytest.approx(
+        GaussianMixture.ring().expected_bump(torch.tensor([2.0, 0.0]), 1.0), abs=0.06
+    )
     assert scores[1] > scores[0] + 0.15
 
 
@@ -105,7 +118,9 @@ def test_equal_rewards_change_nothing_but_weight_decay():
 
 
 def test_components_are_logged_and_credited_one_by_one():
-    """A component of a thousand times the scale drowns the other under uniform credit of the sum, not under GDPO."""
+    """A component of a thousand times the scale drowns the other under uniform credit of the sum,
+    not under GDPO.
+    """
 
     def along(direction):
         return FunctionReward(lambda images, prompts: images.flatten(1)[:, direction])
@@ -122,10 +137,14 @@ def test_components_are_logged_and_credited_one_by_one():
     object.__setattr__(run.method.credit, "credit", watch)
     row = run.iteration()
     assert set(seen) == set(row["parts"]) == {"small", "large"}
-    assert row["reward_mean"] == pytest.approx(row["parts"]["small"] + 1000 * row["parts"]["large"], rel=1e-4)
+    assert row["reward_mean"] == pytest.approx(
+        row["parts"]["small"] + 1000 * row["parts"]["large"], rel=1e-4
+    )
     assert row["reward_calls"] == 2 * 3  # a composite reward is evaluated once
     values, decisions = seen["small"], Decisions.like(seen["small"])
-    record = Experience([Prompt("a"), Prompt("b")], values, decisions, torch.ones(2, 3).bool(), {"small": values})
+    record = Experience(
+        [Prompt("a"), Prompt("b")], values, decisions, torch.ones(2, 3).bool(), {"small": values}
+    )
     small = GDPO(batch=False).credit(record).advantages
     torch.testing.assert_close(Uniform().assign(values, decisions), small)
     assert trainer(TINY, reward=both).iteration()["parts"].keys() == {"small", "large"}
@@ -133,7 +152,10 @@ def test_components_are_logged_and_credited_one_by_one():
 
 def test_a_wrong_component_is_named():
     wrong = WeightedSum(
-        {"ok": FunctionReward(lambda i, p: torch.zeros(len(p))), "odd": FunctionReward(lambda i, p: torch.zeros(2))}
+        {
+            "ok": FunctionReward(lambda i, p: torch.zeros(len(p))),
+            "odd": FunctionReward(lambda i, p: torch.zeros(2)),
+        }
     )
     with pytest.raises(RewardError, match="reward 'odd' returned shape"):
         trainer(TINY, reward=wrong).iteration()
@@ -146,7 +168,9 @@ def test_a_wrong_component_is_named():
 
 def test_initial_noise_can_be_overruled():
     assert make_method(TINY.replace(method="stepwise-flow-grpo")).shared_noise
-    assert not make_method(TINY.replace(method="stepwise-flow-grpo", initial_noise="independent")).shared_noise
+    assert not make_method(
+        TINY.replace(method="stepwise-flow-grpo", initial_noise="independent")
+    ).shared_noise
     assert make_method(TINY.replace(initial_noise="shared")).shared_noise
     assert make_method(TINY.replace(credit="stepwise-gain")).shared_noise
     with pytest.raises(ConfigError, match="initial_noise"):
@@ -174,7 +198,13 @@ class Stop:
 
 
 @pytest.mark.parametrize(
-    ("name", "credit"), [("flow-grpo", ""), ("tp-grpo", ""), ("average", "moving-average-gain"), ("tracker", "value-tracker")]
+    ("name", "credit"),
+    [
+        ("flow-grpo", ""),
+        ("tp-grpo", ""),
+        ("average", "moving-average-gain"),
+        ("tracker", "value-tracker"),
+    ],
 )
 def test_a_paused_run_resumes_to_the_same_numbers(tmp_path, name, credit):
     config = TINY.replace(method=name, credit=credit, minibatches=2)
@@ -184,15 +214,25 @@ def test_a_paused_run_resumes_to_the_same_numbers(tmp_path, name, credit):
         file.write('{"iteration": 4, "half')  # killed while writing
     assert Run(config, tmp_path / "parts").execute(resume=True)
     rows = [
-        [json.loads(line) for line in (tmp_path / part / "metrics.jsonl").read_text().splitlines()] for part in ("whole", "parts")
+        [json.loads(line) for line in (tmp_path / part / "metrics.jsonl").read_text().splitlines()]
+        for part in ("whole", "parts")
     ]
-    assert [row["iteration"] for row in rows[0]] == [row["iteration"] for row in rows[1]] == [0, 1, 2, 3, 4]
+    assert (
+        [row["iteration"] for row in rows[0]]
+        == [row["iteration"] for row in rows[1]]
+        == [0, 1, 2, 3, 4]
+    )
     for a, b in zip(*rows, strict=True):
         drop = {"seconds", "seconds_total", "phases", "evaluation"}
-        assert {k: v for k, v in a.items() if k not in drop} == {k: v for k, v in b.items() if k not in drop}
+        assert {k: v for k, v in a.items() if k not in drop} == {
+            k: v for k, v in b.items() if k not in drop
+        }
         if a["evaluation"]:
             assert a["evaluation"]["reward"] == b["evaluation"]["reward"]
-    first, second = (load_checkpoint(tmp_path / part / "checkpoints" / "000004.safetensors") for part in ("whole", "parts"))
+    first, second = (
+        load_checkpoint(tmp_path / part / "checkpoints" / "000004.safetensors")
+        for part in ("whole", "parts")
+    )
     assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
     trained_policy(tmp_path / "parts")
 
@@ -296,7 +336,11 @@ class ReadsUnfilledColumns:
 
 
 @pytest.mark.parametrize(
-    ("rule", "words"), [(WrongShape(), r"shape \(2, 3, 3\), not .* \(2, 3, 2\)"), (ReadsUnfilledColumns(), "not finite")]
+    ("rule", "words"),
+    [
+        (WrongShape(), r"shape \(2, 3, 3\), not .* \(2, 3, 2\)"),
+        (ReadsUnfilledColumns(), "not finite"),
+    ],
 )
 def test_rules_that_break_their_contract_are_named(rule, words):
     with pytest.raises(CreditError, match=words):
@@ -305,7 +349,9 @@ def test_rules_that_break_their_contract_are_named(rule, words):
 
 def test_failures_name_the_cause_and_leave_the_weights_alone():
     with pytest.raises(RewardError, match="not finite"):
-        trainer(reward=FunctionReward(lambda images, prompts: torch.full((len(images),), float("inf")))).iteration()
+        trainer(
+            reward=FunctionReward(lambda images, prompts: torch.full((len(images),), float("inf")))
+        ).iteration()
 
     @dataclass(frozen=True)
     class Broken:
@@ -373,7 +419,11 @@ def test_configs_survive_json_and_presets_are_valid():
         assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
     for name in METHODS:
         own = METHODS[name]()
-        loss = DiffusionNFT(beta=0.5) if isinstance(own.loss, ForwardLoss) else ClippedLoss(clip_range=1e-3)
+        loss = (
+            DiffusionNFT(beta=0.5)
+            if isinstance(own.loss, ForwardLoss)
+            else ClippedLoss(clip_range=1e-3)
+        )
         method = METHODS[name](CPS(0.7), loss)
         assert method.name == name and method.loss == loss
 
@@ -398,13 +448,19 @@ def test_no_network_call_of_a_run_is_larger_than_it_may_be(tmp_path, monkeypatch
     from flowrl.policies.mixture import MixturePolicy
 
     sizes, plain = [], MixturePolicy.velocity
-    monkeypatch.setattr(MixturePolicy, "velocity", lambda self, x, *more: sizes.append(len(x)) or plain(self, x, *more))
+    monkeypatch.setattr(
+        MixturePolicy,
+        "velocity",
+        lambda self, x, *more: sizes.append(len(x)) or plain(self, x, *more),
+    )
     assert Run(TINY.replace(max_batch=5, micro_batch=4, iterations=1), tmp_path).execute()
     assert max(sizes) == 5
 
 
 class HalfOfTheGroups:
-    """Advantages of uniform credit in every second group, and at every second decision; 0 elsewhere."""
+    """Advantages of uniform credit in every second group, and at every second decision; 0
+    elsewhere.
+    """
 
     probe = NoProbe()
 
@@ -416,8 +472,19 @@ class HalfOfTheGroups:
 
 
 def zero_rows_run(monkeypatch, evaluated, credit, **changes):
-    """Metrics of two iterations and the weights after them; `evaluated`: rows of advantage 0 are, as well."""
-    config = TINY.replace(**{"groups": 4, "group_size": 4, "minibatches": 2, "micro_batch": 7, "learning_rate": 1e-3, **changes})
+    """Metrics of two iterations and the weights after them; `evaluated`: rows of advantage 0 are,
+    as well.
+    """
+    config = TINY.replace(
+        **{
+            "groups": 4,
+            "group_size": 4,
+            "minibatches": 2,
+            "micro_batch": 7,
+            "learning_rate": 1e-3,
+            **changes,
+        }
+    )
     with monkeypatch.context() as patch:
         if evaluated:
             patch.setattr(Rows, "without_zeros", lambda rows, advantages: rows)
@@ -429,16 +496,26 @@ def zero_rows_run(monkeypatch, evaluated, credit, **changes):
 @pytest.mark.parametrize("loss", ["clipped", "grpo-guard", "flow-dppo", "policy-gradient"])
 @pytest.mark.parametrize("credit", [HalfOfTheGroups(), SiblingRelative(probe=Branch((2, 2)))])
 def test_rows_of_advantage_0_are_not_evaluated_and_nothing_changes(loss, credit, monkeypatch):
-    """The gradient is the same up to the order of its sums, its mean is over all rows, and the metrics are over the others."""
+    """The gradient is the same up to the order of its sums, its mean is over all rows, and the
+    metrics are over the others.
+    """
     (every, expected), (few, found) = (
-        zero_rows_run(monkeypatch, evaluated, credit, loss=loss, window=":-1") for evaluated in (True, False)
+        zero_rows_run(monkeypatch, evaluated, credit, loss=loss, window=":-1")
+        for evaluated in (True, False)
     )
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
-    assert all(one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4) for one, other in zip(every, few, strict=True))
-    assert [row["zero_rows"] for row in every] == [0, 0] and all(row["zero_rows"] > 0 for row in few)
+    assert all(
+        one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        for one, other in zip(every, few, strict=True)
+    )
+    assert [row["zero_rows"] for row in every] == [0, 0] and all(
+        row["zero_rows"] > 0 for row in few
+    )
     assert few[0]["ratio_mean"] == pytest.approx(1.0, abs=0.01)
     if isinstance(credit, HalfOfTheGroups):
-        saved = [one["train_nfe"] - other["train_nfe"] for one, other in zip(every, few, strict=True)]
+        saved = [
+            one["train_nfe"] - other["train_nfe"] for one, other in zip(every, few, strict=True)
+        ]
         assert saved == [row["zero_rows"] for row in few]
     for row, other in zip(every, few, strict=True):
         assert other["step_shares"] == pytest.approx(row["step_shares"], abs=1e-5)
@@ -446,7 +523,8 @@ def test_rows_of_advantage_0_are_not_evaluated_and_nothing_changes(loss, credit,
 
 def test_rows_of_advantage_0_are_evaluated_for_the_penalty(monkeypatch):
     (every, expected), (few, found) = (
-        zero_rows_run(monkeypatch, evaluated, HalfOfTheGroups(), kl_weight=0.1) for evaluated in (True, False)
+        zero_rows_run(monkeypatch, evaluated, HalfOfTheGroups(), kl_weight=0.1)
+        for evaluated in (True, False)
     )
     assert torch.equal(found, expected) and [row["zero_rows"] for row in few] == [0, 0]
     assert [row["train_nfe"] for row in few] == [row["train_nfe"] for row in every]
@@ -460,15 +538,24 @@ def test_without_any_advantage_the_optimizer_steps_as_before(monkeypatch):
             return torch.zeros_like(super().assign(values, decisions))
 
     (_, expected), (few, found) = (
-        zero_rows_run(monkeypatch, evaluated, Nothing(), weight_decay=0.1) for evaluated in (True, False)
+        zero_rows_run(monkeypatch, evaluated, Nothing(), weight_decay=0.1)
+        for evaluated in (True, False)
     )
     assert torch.equal(found, expected) and [row["train_nfe"] for row in few] == [2, 2]
 
 
-# --- losses of whole trajectories ------------------------------------------------------------------------------------
+# --- losses of whole trajectories
+# ------------------------------------------------------------------------------------
 
 SEQUENCES = TINY.replace(
-    groups=4, group_size=4, num_steps=6, window="0:5", minibatches=2, learning_rate=0.05, loss="gspo", clip_range=0.003
+    groups=4,
+    group_size=4,
+    num_steps=6,
+    window="0:5",
+    minibatches=2,
+    learning_rate=0.05,
+    loss="gspo",
+    clip_range=0.003,
 )
 
 
@@ -498,10 +585,17 @@ def sequences_run(method=None, **changes):
 
 @pytest.mark.parametrize("kl_weight", [0.0, 0.1])
 def test_trajectories_may_be_spread_over_micro_batches_and_chunks(kl_weight):
-    """Micro-batches of fewer than 5 transitions take a second pass for the means of trajectories, and train the same."""
+    """Micro-batches of fewer than 5 transitions take a second pass for the means of trajectories,
+    and train the same.
+    """
     expected_rows, expected = sequences_run(micro_batch=1000, kl_weight=kl_weight)
     assert sum(row["clip_fraction"] for row in expected_rows) > 0.05
-    cases = (dict(micro_batch=1), dict(micro_batch=3), dict(micro_batch=7), dict(micro_batch=3, chunk=1, offload=True))
+    cases = (
+        dict(micro_batch=1),
+        dict(micro_batch=3),
+        dict(micro_batch=7),
+        dict(micro_batch=3, chunk=1, offload=True),
+    )
     for changes in cases:
         rows, found = sequences_run(kl_weight=kl_weight, **changes)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
@@ -513,19 +607,31 @@ def test_trajectories_may_be_spread_over_micro_batches_and_chunks(kl_weight):
 
 
 def test_a_loss_of_one_advantage_refuses_credit_by_step_when_it_is_built_and_in_the_iteration():
-    with pytest.raises(CreditError, match="GSPO needs one advantage per trajectory, but those of TurningPoint differ by up to"):
+    with pytest.raises(
+        CreditError,
+        match="GSPO needs one advantage per trajectory, but those of TurningPoint differ by up to",
+    ):
         make_method(SEQUENCES.replace(method="tp-grpo"))
     method = make_method(SEQUENCES)
-    with pytest.raises(CreditError, match="GSPO needs one advantage per trajectory, but those of Weighted differ"):
+    with pytest.raises(
+        CreditError, match="GSPO needs one advantage per trajectory, but those of Weighted differ"
+    ):
         trainer(SEQUENCES, replace(method, credit=Weighted("noise"))).iteration()
-    make_method(SEQUENCES.replace(method="tp-grpo", trained_steps="random(fraction=0.2)"))  # a single step
+    # a single step
+    make_method(SEQUENCES.replace(method="tp-grpo", trained_steps="random(fraction=0.2)"))
     with pytest.raises(CreditError, match="of HalfOfTheGroups differ"):
         trainer(SEQUENCES, replace(method, credit=HalfOfTheGroups())).iteration()
 
 
 def test_trajectories_of_advantage_0_are_left_out_as_a_whole(monkeypatch):
-    """With zeros at some steps of a trajectory, the others have a gradient that depends on the whole trajectory."""
-    method = replace(make_method(SEQUENCES.replace(loss="clipped")), credit=HalfOfTheGroups(), loss=PooledByStep())
+    """With zeros at some steps of a trajectory, the others have a gradient that depends on the
+    whole trajectory.
+    """
+    method = replace(
+        make_method(SEQUENCES.replace(loss="clipped")),
+        credit=HalfOfTheGroups(),
+        loss=PooledByStep(),
+    )
     for micro_batch in (1000, 3):
         rows, found = sequences_run(method, micro_batch=micro_batch)
         assert [row["zero_rows"] for row in rows] == [2 * 4 * 5] * 3
@@ -539,7 +645,10 @@ def test_trajectories_of_advantage_0_are_left_out_as_a_whole(monkeypatch):
 def test_a_loss_of_trajectories_without_row_terms_needs_room_for_them():
     method = replace(make_method(SEQUENCES), loss=ByStep())
     sequences_run(method, micro_batch=5)
-    with pytest.raises(ConfigError, match=r"ByStep needs a whole trajectory in a micro-batch.*raise micro_batch.*row_terms"):
+    with pytest.raises(
+        ConfigError,
+        match=r"ByStep needs a whole trajectory in a micro-batch.*raise micro_batch.*row_terms",
+    ):
         sequences_run(method, micro_batch=4)
 
 
@@ -553,8 +662,14 @@ def test_units_of_trees_stay_whole(unit, weight):
     found = minibatch_rows(torch.arange(8).chunk(2), weights, tree, unit)
     for k, one in enumerate(found):
         key = one.sample if unit == "trajectory" else one.sample // 4 * 10 + one.column
-        rest = found[1 - k].sample if unit == "trajectory" else found[1 - k].sample // 4 * 10 + found[1 - k].column
-        assert len(key.unique()) == len(key.unique_consecutive()) and not torch.isin(key, rest).any()
+        rest = (
+            found[1 - k].sample
+            if unit == "trajectory"
+            else found[1 - k].sample // 4 * 10 + found[1 - k].column
+        )
+        assert (
+            len(key.unique()) == len(key.unique_consecutive()) and not torch.isin(key, rest).any()
+        )
         assert all(len(piece) <= 6 for piece in one.pieces(6))
     assert sum(map(len, found)) == 8 * 5
     edges = 2 * (2 + 2 + 4 + 4 + 4)
@@ -562,6 +677,8 @@ def test_units_of_trees_stay_whole(unit, weight):
 
 
 def test_the_trust_region_of_the_penalty_acts_at_advantage_0():
-    rows, found = sequences_run(replace(make_method(SEQUENCES), loss=build("loss", "kl-penalty"), credit=HalfOfTheGroups()))
+    rows, found = sequences_run(
+        replace(make_method(SEQUENCES), loss=build("loss", "kl-penalty"), credit=HalfOfTheGroups())
+    )
     assert [row["zero_rows"] for row in rows] == [0] * 3
     assert bool(found.isfinite().all()) and rows[-1]["approx_kl"] > 0

@@ -109,7 +109,11 @@ def mine(tmp_path: Path) -> Path:
 
 
 def spec_of(mine: Path, part: str) -> str:
-    return part.format(f"{mine}:{NESTED[part.partition('(')[0]]}") if "{}" in part else f"{mine}:{part}"
+    return (
+        part.format(f"{mine}:{NESTED[part.partition('(')[0]]}")
+        if "{}" in part
+        else f"{mine}:{part}"
+    )
 
 
 @pytest.mark.parametrize(("setting", "part", "message"), FAULTS)
@@ -117,14 +121,18 @@ def test_a_faulty_part_stops_the_run_before_anything_is_written(
     setting: str, part: str, message: str, mine: Path, tmp_path: Path
 ) -> None:
     config, out = TINY.replace(**{setting: spec_of(mine, part)}), tmp_path / "out"
-    with pytest.raises(ConfigError, match=rf"(?s)^{setting}: .*{message}.*--no-trial \(trial=False"):
+    with pytest.raises(
+        ConfigError, match=rf"(?s)^{setting}: .*{message}.*--no-trial \(trial=False"
+    ):
         Run(config, out).execute()
     assert not out.exists()
     assert Run(config, out, trial=False).execute()
 
 
 @pytest.mark.parametrize(("setting", "part"), [("loss", "Ascent"), ("reward", "Centred")])
-def test_a_faulty_part_stops_a_comparison(setting: str, part: str, mine: Path, tmp_path: Path, capsys) -> None:
+def test_a_faulty_part_stops_a_comparison(
+    setting: str, part: str, mine: Path, tmp_path: Path, capsys
+) -> None:
     command = [
         "compare",
         "--preset",
@@ -138,7 +146,14 @@ def test_a_faulty_part_stops_a_comparison(setting: str, part: str, mine: Path, t
         "--methods",
         "flow-grpo",
     ]
-    command += [f"--{setting}", spec_of(mine, part), "--workers", "1", "--out", str(tmp_path / "out")]
+    command += [
+        f"--{setting}",
+        spec_of(mine, part),
+        "--workers",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert main(command) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and f"{part} failed the trial" in error and "--no-trial" in error
@@ -185,8 +200,18 @@ SPECIAL = {
     "FixedWindow": "(start=1, stop=3)",
     "Weighted": "(rule=uniform)",
 }
-ROLES = {"ODE": "awm", "Multistep": "awm", "AWM": "awm", "DGPO": "dgpo", "DiffusionNFT": "diffusion-nft"}
-BUILT_IN = [(kind, made) for kind in ("loss", "sampler", "window", "credit", "probe") for made in KINDS[kind].built_in.values()]
+ROLES = {
+    "ODE": "awm",
+    "Multistep": "awm",
+    "AWM": "awm",
+    "DGPO": "dgpo",
+    "DiffusionNFT": "diffusion-nft",
+}
+BUILT_IN = [
+    (kind, made)
+    for kind in ("loss", "sampler", "window", "credit", "probe")
+    for made in KINDS[kind].built_in.values()
+]
 
 
 @pytest.mark.parametrize(("kind", "made"), BUILT_IN)
@@ -196,7 +221,13 @@ def test_no_built_in_part_is_stopped(kind: str, made: str, tmp_path: Path) -> No
     (tmp_path / "mine.py").write_text(f"from {module} import {name}\n")
     spec = f"{tmp_path}/mine.py:{name}{SPECIAL.get(name, '')}"
     if kind == "probe":
-        rule = "sibling-relative" if name in ("Branch", "Comb") else "uniform" if name == "NoProbe" else "stepwise-gain"
+        rule = (
+            "sibling-relative"
+            if name in ("Branch", "Comb")
+            else "uniform"
+            if name == "NoProbe"
+            else "stepwise-gain"
+        )
         spec = f"{rule}(probe={spec})"
     setting = "credit" if kind == "probe" else kind
     config = TINY.replace(method=ROLES.get(name, "flow-grpo"), num_steps=10, window="2:5")
@@ -211,24 +242,37 @@ def test_no_built_in_part_is_stopped(kind: str, made: str, tmp_path: Path) -> No
 
 def test_parts_that_are_built_in_are_not_tried(monkeypatch) -> None:
     monkeypatch.setattr("flowrl.training.trial._try_part", lambda *arguments: pytest.fail("tried"))
-    try_parts([TINY, TINY.replace(credit="gdpo(rule=stepwise-gain)", loss="gspo", window="random(size=1)")])
+    try_parts(
+        [
+            TINY,
+            TINY.replace(credit="gdpo(rule=stepwise-gain)", loss="gspo", window="random(size=1)"),
+        ]
+    )
 
 
 def test_checks_that_do_not_fit_into_the_time_are_named(mine: Path) -> None:
     said: list[str] = []
-    try_parts([TINY.replace(credit=f"{mine}:Upside", loss=f"{mine}:Ascent")], said.append, seconds=0.0)
-    assert len(said) == 2 and all(re.search(r"(\d+) of \1 promises were not tried", text) for text in said)
+    try_parts(
+        [TINY.replace(credit=f"{mine}:Upside", loss=f"{mine}:Ascent")], said.append, seconds=0.0
+    )
+    assert len(said) == 2 and all(
+        re.search(r"(\d+) of \1 promises were not tried", text) for text in said
+    )
 
 
 def test_a_rule_for_whole_groups_gets_a_warning(mine: Path) -> None:
     said: list[str] = []
     try_parts([TINY.replace(credit=f"{mine}:Unmasked")], said.append)
-    assert len(said) == 1 and re.search(r"not kept: reads_nothing_outside_the_mask; .*check_credit", said[0])
+    assert len(said) == 1 and re.search(
+        r"not kept: reads_nothing_outside_the_mask; .*check_credit", said[0]
+    )
 
 
 def test_a_part_of_several_runs_is_tried_once(mine: Path, monkeypatch) -> None:
     tried: list[str] = []
-    monkeypatch.setattr("flowrl.training.trial._try_part", lambda config, name, *rest: tried.append(name))
+    monkeypatch.setattr(
+        "flowrl.training.trial._try_part", lambda config, name, *rest: tried.append(name)
+    )
     rule = TINY.replace(credit=f"{mine}:Upside")
     try_parts([rule, rule.replace(seed=1), TINY])
     assert len(tried) == 1
@@ -236,8 +280,16 @@ def test_a_part_of_several_runs_is_tried_once(mine: Path, monkeypatch) -> None:
 
 def test_a_comparison_says_what_was_not_tried(mine: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("flowrl.training.trial.SECONDS", 0.0)
-    monkeypatch.setattr("flowrl.training.compare.try_parts", lambda jobs, warn: warn("loss: 3 of 3 promises were not tried"))
+    monkeypatch.setattr(
+        "flowrl.training.compare.try_parts",
+        lambda jobs, warn: warn("loss: 3 of 3 promises were not tried"),
+    )
     seen: list[str] = []
     config = CompareConfig(TINY, {"base": {}}, (0,))
-    compare(config, tmp_path / "out", workers=1, watch=lambda states: seen.extend(s.get("warning", "") for s in states.values()))
+    compare(
+        config,
+        tmp_path / "out",
+        workers=1,
+        watch=lambda states: seen.extend(s.get("warning", "") for s in states.values()),
+    )
     assert "loss: 3 of 3 promises were not tried" in seen

@@ -1,4 +1,6 @@
-"""The weights of a finished run: any change of the file is one message, from `sample` and from `evaluate`."""
+"""The weights of a finished run: any change of the file is one message, from `sample` and from
+`evaluate`.
+"""
 
 import shutil
 from pathlib import Path
@@ -16,7 +18,22 @@ from flowrl.training.checkpoint import load_weights, save_weights
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("finished") / "run"
-    assert main(["train", "--preset", "tiny", "--world", "mixture", "--task", "direction", "--out", str(out)]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "--preset",
+                "tiny",
+                "--world",
+                "mixture",
+                "--task",
+                "direction",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     return out
 
 
@@ -44,11 +61,15 @@ CHANGES = {
     "one number": lambda path: rewrite(path, lambda tensor: tensor + 1e-6),
     "type": lambda path: rewrite(path, lambda tensor: tensor.double()),
     "broadcast": lambda path: rewrite(path, lambda tensor: tensor.flatten()[:1]),
-    "transposed": lambda path: rewrite(path, lambda tensor: tensor.flatten().flip(0).view(tensor.shape)),
+    "transposed": lambda path: rewrite(
+        path, lambda tensor: tensor.flatten().flip(0).view(tensor.shape)
+    ),
     "no hash": lambda path: save_file(load_file(path), path),
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-8]),
     "empty": lambda path: path.write_bytes(b""),
-    "another run's": lambda path: save_weights(path, {name: tensor[:1] for name, tensor in load_file(path).items()}),
+    "another run's": lambda path: save_weights(
+        path, {name: tensor[:1] for name, tensor in load_file(path).items()}
+    ),
 }
 
 
@@ -59,7 +80,10 @@ def test_changed_weights_are_one_message(kind: str, finished: Path, tmp_path: Pa
     for command in (["sample", "--prompts", "0"], ["evaluate", "--limit", "1", "--num-steps", "2"]):
         assert main([*command, "--weights", str(run), "--out", str(tmp_path / "new.png")]) == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"flowrl: error: weights: {run}/weights.safetensors ") and error.count("\n") == 1
+        assert (
+            error.startswith(f"flowrl: error: weights: {run}/weights.safetensors ")
+            and error.count("\n") == 1
+        )
     with pytest.raises(CheckpointError):
         trained_policy(run)
     assert not (tmp_path / "new.png").exists()
@@ -67,7 +91,9 @@ def test_changed_weights_are_one_message(kind: str, finished: Path, tmp_path: Pa
 
 def test_every_flipped_byte_is_found(finished: Path, tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
-    save_weights(path, {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)})
+    save_weights(
+        path, {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
+    )
     whole, length = path.read_bytes(), int.from_bytes(path.read_bytes()[:8], "little")
     assert torch.equal(load_weights(path)["a"], torch.arange(6.0).view(2, 3))
     for place in range(8 + length, len(whole)):

@@ -21,12 +21,29 @@ from flowrl.training.config import preset
 from flowrl.training.run import Run
 
 TINY = preset("tiny").apply(world="mixture", task="direction")
-LONG = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--iterations", "500", "--eval-every", "500"]
+LONG = [
+    "--preset",
+    "tiny",
+    "--world",
+    "mixture",
+    "--task",
+    "direction",
+    "--iterations",
+    "500",
+    "--eval-every",
+    "500",
+]
 
 
 def start(command: str, *words: str) -> subprocess.Popen[str]:
     arguments = [sys.executable, "-m", "flowrl", command, *words]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return subprocess.Popen(
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def wait_until(condition, seconds: float = 60.0) -> bool:
@@ -60,7 +77,9 @@ def test_the_folder_of_a_run_or_a_comparison_has_one_writer(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs signals")
 @pytest.mark.usefixtures("hangup")
-def test_a_second_resume_is_told_who_writes_and_a_killed_writer_blocks_nobody(tmp_path: Path) -> None:
+def test_a_second_resume_is_told_who_writes_and_a_killed_writer_blocks_nobody(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "out"
     first = start("train", *LONG, "--out", str(out))
     try:
@@ -68,7 +87,10 @@ def test_a_second_resume_is_told_who_writes_and_a_killed_writer_blocks_nobody(tm
         second = start("train", "--resume", str(out))
         shown, _ = second.communicate(timeout=60)
         assert second.returncode == 2
-        assert re.search(rf"error: \S*out is being written by process {first.pid} on .*`flowrl train --preset", shown)
+        assert re.search(
+            rf"error: \S*out is being written by process {first.pid} on .*`flowrl train --preset",
+            shown,
+        )
         first.kill()
         first.wait(30)
         third = start("train", "--resume", str(out))
@@ -84,36 +106,69 @@ def test_a_second_resume_is_told_who_writes_and_a_killed_writer_blocks_nobody(tm
 
 def descendants(process: int) -> set[int]:
     """Processes whose parent is `process`, and theirs."""
-    found = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout.split()
-    children = {child for child, parent in zip(found[::2], found[1::2], strict=True) if int(parent) == process}
-    return {int(child) for child in children}.union(*(descendants(int(child)) for child in children))
+    found = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+    ).stdout.split()
+    children = {
+        child
+        for child, parent in zip(found[::2], found[1::2], strict=True)
+        if int(parent) == process
+    }
+    return {int(child) for child in children}.union(
+        *(descendants(int(child)) for child in children)
+    )
 
 
 def alive(process: int) -> bool:
-    found = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True).stdout.strip()
+    found = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True
+    ).stdout.strip()
     return bool(found) and not found.startswith("Z")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix" or shutil.which("ps") is None, reason="needs signals and ps")
 @pytest.mark.usefixtures("hangup")
-@pytest.mark.parametrize(("number", "group"), [("SIGKILL", False), ("SIGTERM", False), ("SIGTERM", True), ("SIGHUP", True)])
+@pytest.mark.parametrize(
+    ("number", "group"),
+    [("SIGKILL", False), ("SIGTERM", False), ("SIGTERM", True), ("SIGHUP", True)],
+)
 def test_workers_end_with_the_comparison(number: str, group: bool, tmp_path: Path) -> None:
-    """`group`: the signal goes to the workers too, as from a terminal or a cluster. All but SIGKILL pause, with checkpoints."""
+    """`group`: the signal goes to the workers too, as from a terminal or a cluster. All but SIGKILL
+    pause, with checkpoints.
+    """
     out = tmp_path / "out"
     runs = [out / "runs" / f"{name}-seed0" for name in ("flow-grpo", "dance-grpo")]
-    process = start("compare", *LONG, "--methods", "flow-grpo", "dance-grpo", "--seeds", "0", "--workers", "2", "--out", str(out))
+    process = start(
+        "compare",
+        *LONG,
+        "--methods",
+        "flow-grpo",
+        "dance-grpo",
+        "--seeds",
+        "0",
+        "--workers",
+        "2",
+        "--out",
+        str(out),
+    )
     try:
         assert wait_until(lambda: all(lines_of(run) > 2 for run in runs))
         workers = descendants(process.pid)
         assert len(workers) >= 2
         (os.killpg if group else os.kill)(process.pid, getattr(signal, number))
-        assert wait_until(lambda: not any(map(alive, workers)), 10 if number == "SIGKILL" else 40), list(filter(alive, workers))
+        assert wait_until(
+            lambda: not any(map(alive, workers)), 10 if number == "SIGKILL" else 40
+        ), list(filter(alive, workers))
         shown, _ = process.communicate(timeout=30)
         if number == "SIGKILL":
             assert process.returncode == -signal.SIGKILL
         else:
-            assert process.returncode == 130 and f"flowrl compare --resume {out}" in shown and "Traceback" not in shown, shown
+            assert (
+                process.returncode == 130
+                and f"flowrl compare --resume {out}" in shown
+                and "Traceback" not in shown
+            ), shown
             assert all(list((run / "checkpoints").iterdir()) for run in runs)
         before = [(run / "metrics.jsonl").read_bytes() for run in runs]
         time.sleep(0.5)
@@ -141,14 +196,26 @@ def test_two_names_never_share_a_folder(credit: tuple[str, ...]) -> None:
     """Two spellings of one rule are not two methods, and no run is counted as two."""
     with pytest.raises(
         ConfigError,
-        match=r"arm = .* is not allowed; allowed: (settings that differ from|a name whose folder|a name for a folder)",
+        match=(
+            r"arm = .* is not allowed; allowed: (settings that differ from|a name whose folder|a"
+            r" name for a folder)"
+        ),
     ):
         CompareConfig(TINY, method_arms(("flow-grpo",)) | credit_arms(credit), (0,))
 
 
 def test_rules_that_differ_are_compared() -> None:
-    rules = ("turning-point(consistent=False)", "turning-point(consistent=True)", "gdpo", "a.py:Rule", "b.py:Other")
-    assert len(CompareConfig(TINY, method_arms(("flow-grpo",)) | credit_arms(rules), (0, 1)).arm_of()) == 12
+    rules = (
+        "turning-point(consistent=False)",
+        "turning-point(consistent=True)",
+        "gdpo",
+        "a.py:Rule",
+        "b.py:Other",
+    )
+    assert (
+        len(CompareConfig(TINY, method_arms(("flow-grpo",)) | credit_arms(rules), (0, 1)).arm_of())
+        == 12
+    )
 
 
 CODE = """
@@ -165,17 +232,24 @@ class Mine(Uniform):
 
 
 def test_a_resume_after_the_code_has_changed_asks(tmp_path: Path, capsys) -> None:
-    """By name, for a part of a run and one within another part; the flag goes on, and the new code is then the known one."""
+    """By name, for a part of a run and one within another part; the flag goes on, and the new code
+    is then the known one.
+    """
     rules, out = tmp_path / "rules.py", tmp_path / "out"
     rules.write_text(CODE)
     config = TINY.replace(
-        credit=f"flowrl_bench.negative_controls:FreshNoiseFault(rule='{rules}:Mine')", checkpoint_every=1, iterations=4
+        credit=f"flowrl_bench.negative_controls:FreshNoiseFault(rule='{rules}:Mine')",
+        checkpoint_every=1,
+        iterations=4,
     )
     stops = iter([True, True, False, False])
     assert not Run(config, out, stop=lambda: next(stops)).execute()
     assert list(json.loads((out / "code.json").read_text())) == [f"credit: {rules}:Mine"]
     rules.write_text(CODE.replace("scale: float = 1.0", "scale: float = 2.0"))
-    told = rf"code has changed since the run was started: credit: {re.escape(str(rules))}:Mine\. Restore it, or .*--changed-code"
+    told = (
+        rf"code has changed since the run was started: credit: {re.escape(str(rules))}:Mine\."
+        r" Restore it, or .*--changed-code"
+    )
     with pytest.raises(ConfigError, match=told):
         Run(config, out).execute(resume=True)
     assert main(["train", "--resume", str(out), "--trust"]) == 2
@@ -189,7 +263,9 @@ def test_a_resume_after_the_code_has_changed_asks(tmp_path: Path, capsys) -> Non
 def test_a_comparison_asks_about_changed_code_too(tmp_path: Path, capsys) -> None:
     rules, out = tmp_path / "rules.py", tmp_path / "out"
     rules.write_text(CODE)
-    comparison = CompareConfig(TINY, method_arms(("flow-grpo",)) | credit_arms((f"{rules}:Mine",)), (0,))
+    comparison = CompareConfig(
+        TINY, method_arms(("flow-grpo",)) | credit_arms((f"{rules}:Mine",)), (0,)
+    )
     assert compare(comparison, out, workers=1)
     (out / "runs" / "Mine-seed0" / "done.json").unlink()
     rules.write_text(CODE + "# changed\n")
@@ -202,7 +278,14 @@ def test_a_comparison_asks_about_changed_code_too(tmp_path: Path, capsys) -> Non
 def test_built_in_parts_have_no_code_to_change(tmp_path: Path, monkeypatch) -> None:
     from flowrl.trust import code_of
 
-    assert code_of(TINY.replace(credit="gdpo", reward="clipped(reward='flowrl.worlds.mixture:DirectionReward')").flat()) == {}
+    assert (
+        code_of(
+            TINY.replace(
+                credit="gdpo", reward="clipped(reward='flowrl.worlds.mixture:DirectionReward')"
+            ).flat()
+        )
+        == {}
+    )
     Run(TINY, tmp_path / "out").execute()
     assert not (tmp_path / "out" / "code.json").exists()
     (tmp_path / "flowrl.py").write_text(CODE)
@@ -232,7 +315,9 @@ class Prints(Uniform):
 @pytest.mark.skipif(os.name != "posix", reason="needs pipes of POSIX")
 @pytest.mark.parametrize("command", ["train", "compare"])
 def test_a_run_whose_reader_ends_is_paused(command: str, tmp_path: Path) -> None:
-    """As in `flowrl train | head -3`: the iteration ends, and a checkpoint is written. Workers of a comparison may print too."""
+    """As in `flowrl train | head -3`: the iteration ends, and a checkpoint is written. Workers of a
+    comparison may print too.
+    """
     out, rule = tmp_path / "out", tmp_path / "rule.py"
     rule.write_text(RULE)
     words, runs = [command, *LONG, "--out", str(out), "--credit", f"{rule}:Prints"], [out]

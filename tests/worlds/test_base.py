@@ -1,4 +1,6 @@
-"""Training a diffusers model from the command line: prompts from a file, a reward by name, weights that others read."""
+"""Training a diffusers model from the command line: prompts from a file, a reward by name, weights
+that others read.
+"""
 
 import json
 import logging
@@ -40,7 +42,9 @@ SIZES = [
 @pytest.fixture
 def folder(tmp_path):
     """Prompts, a reward, and a tiny SD3 pipeline on disk."""
-    (tmp_path / "prompts.txt").write_text("# training prompts\na red fox\n\n  a red car  \na red hat\n")
+    (tmp_path / "prompts.txt").write_text(
+        "# training prompts\na red fox\n\n  a red car  \na red hat\n"
+    )
     (tmp_path / "reward.py").write_text(REWARD)
     tiny_sd3().save_pretrained(tmp_path / "model")
     return tmp_path
@@ -55,16 +59,34 @@ def arguments(folder, *more):
         "--reward",
         f"{folder}/reward.py:Redness",
     ]
-    return ["train", *files, *SIZES, "--preset", "tiny", "--out", str(folder / "run"), "--learning-rate", "0.03", *more]
+    return [
+        "train",
+        *files,
+        *SIZES,
+        "--preset",
+        "tiny",
+        "--out",
+        str(folder / "run"),
+        "--learning-rate",
+        "0.03",
+        *more,
+    ]
 
 
 def test_train_a_model_and_read_its_lora_with_plain_diffusers(folder, capsys):
-    assert main(arguments(folder, "--groups", "3", "--method", "tp-grpo", "--guidance-scale", "2")) == 0
+    assert (
+        main(arguments(folder, "--groups", "3", "--method", "tp-grpo", "--guidance-scale", "2"))
+        == 0
+    )
     assert "tp-grpo on" in capsys.readouterr().out
     run = load_run(folder / "run")
     assert run.finished and len(run.rows) == 3 and run.rows[1]["trajectories"] == 9
     config = json.loads((folder / "run" / "config.json").read_text())
-    assert (config["rollout"]["groups"], config["rollout"]["num_steps"], config["policy"]["lora_rank"]) == (3, 4, 2)
+    assert (
+        config["rollout"]["groups"],
+        config["rollout"]["num_steps"],
+        config["policy"]["lora_rank"],
+    ) == (3, 4, 2)
     assert config["environment"]["world"] == "model"
     assert run.rows[0]["evaluation"].keys() == {"reward", "seconds"}
     policy, _ = trained_policy(folder / "run", trust=True)
@@ -72,16 +94,42 @@ def test_train_a_model_and_read_its_lora_with_plain_diffusers(folder, capsys):
     plain.load_lora_weights(folder / "run" / "lora")
     plain.set_progress_bar_config(disable=True)
     noise = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-    call = dict(height=16, width=16, num_inference_steps=3, max_sequence_length=24, guidance_scale=1.0, output_type="latent")
+    call = dict(
+        height=16,
+        width=16,
+        num_inference_steps=3,
+        max_sequence_length=24,
+        guidance_scale=1.0,
+        output_type="latent",
+    )
     latent = plain("a red fox", latents=noise, **call).images
     from flowrl.rollout import Usage, integrate
     from flowrl.types import Prompt
 
     with policy.guided(1.0):  # pyright: ignore[reportAttributeAccessIssue]
-        ours = integrate(policy, policy.schedule(3), policy.encode([Prompt("a red fox")]), noise, Usage())
+        ours = integrate(
+            policy, policy.schedule(3), policy.encode([Prompt("a red fox")]), noise, Usage()
+        )
     torch.testing.assert_close(ours, latent, atol=5e-6, rtol=0)
-    assert main(["sample", "--weights", str(folder / "run"), "--trust", "--prompts", "any words", "--count", "2", "--num-steps",
-                 "2", "--out", str(folder / "grid.png")]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "sample",
+                "--weights",
+                str(folder / "run"),
+                "--trust",
+                "--prompts",
+                "any words",
+                "--count",
+                "2",
+                "--num-steps",
+                "2",
+                "--out",
+                str(folder / "grid.png"),
+            ]
+        )
+        == 0
+    )
     assert (folder / "grid.png").stat().st_size > 0
 
 
@@ -109,12 +157,27 @@ def test_a_killed_run_resumes_to_the_same_weights(folder, monkeypatch):
 def test_compare_methods_on_a_model(folder, capsys):
     out = str(folder / "cmp")
     options = [word for word in arguments(folder)[1:] if word not in ("--out", str(folder / "run"))]
-    compared = ["compare", *options, "--methods", "flow-grpo", "tp-grpo", "--seeds", "0", "--workers", "1", "--out", out]
+    compared = [
+        "compare",
+        *options,
+        "--methods",
+        "flow-grpo",
+        "tp-grpo",
+        "--seeds",
+        "0",
+        "--workers",
+        "1",
+        "--out",
+        out,
+    ]
     assert main(compared) == 0
     assert f"Comparing flow-grpo, tp-grpo on {folder / 'model'} (" in capsys.readouterr().out
     run = folder / "cmp" / "runs" / "tp-grpo-seed0"
     assert load_run(run).finished and (run / "lora").is_dir()
-    assert f"on the model {folder / 'model'}, task prompts" in (folder / "cmp" / "report.html").read_text()
+    assert (
+        f"on the model {folder / 'model'}, task prompts"
+        in (folder / "cmp" / "report.html").read_text()
+    )
     whole = load_file(run / "weights.safetensors")
     (run / "done.json").unlink()
     assert main(["compare", "--resume", out]) == 2
@@ -125,10 +188,17 @@ def test_compare_methods_on_a_model(folder, capsys):
 
 def test_full_fine_tuning_of_flux_against_its_reference(folder):
     tiny_flux().save_pretrained(folder / "model")
-    assert main(arguments(folder, "--tuning", "full", "--kl-weight", "0.1", "--learning-rate", "0.001")) == 0
+    assert (
+        main(
+            arguments(folder, "--tuning", "full", "--kl-weight", "0.1", "--learning-rate", "0.001")
+        )
+        == 0
+    )
     run = load_run(folder / "run")
     assert [row["kl"] >= 0 for row in run.rows[1:]] == [True, True]
-    transformer = type(tiny_flux().transformer).from_pretrained(folder / "run" / "full", subfolder="transformer")
+    transformer = type(tiny_flux().transformer).from_pretrained(
+        folder / "run" / "full", subfolder="transformer"
+    )
     averaged = load_file(folder / "run" / "weights.safetensors")
     assert all(torch.equal(p, averaged[name]) for name, p in transformer.named_parameters())
 
@@ -136,9 +206,15 @@ def test_full_fine_tuning_of_flux_against_its_reference(folder):
 def test_held_out_prompts_have_their_own_file(folder):
     (folder / "held.jsonl").write_text('{"prompt": "two cats", "count": 2}\n')
     files = {"prompts": str(folder / "prompts.txt"), "heldout_prompts": str(folder / "held.jsonl")}
-    config = preset("default").apply(model="somewhere", reward=f"{folder}/reward.py:Redness", **files)
+    config = preset("default").apply(
+        model="somewhere", reward=f"{folder}/reward.py:Redness", **files
+    )
     world = make_world(config)
-    assert [p.text for p in world.prompts("prompts", "train")] == ["a red fox", "a red car", "a red hat"]
+    assert [p.text for p in world.prompts("prompts", "train")] == [
+        "a red fox",
+        "a red car",
+        "a red hat",
+    ]
     (held,) = world.prompts("prompts", "heldout")
     assert (held.text, held.metadata) == ("two cats", {"count": 2})
     assert config.policy.lora_rank == 32 and make_world(config).reward("reward") is not None

@@ -1,4 +1,6 @@
-"""A world of the user's, the one of docs/guides/world.md: from the command line, as a plug-in and as a Python object."""
+"""A world of the user's, the one of docs/guides/world.md: from the command line, as a plug-in and
+as a Python object.
+"""
 
 import json
 import math
@@ -42,21 +44,34 @@ def own() -> Any:
 
 def with_class(name: str, body: str) -> str:
     """The spec of a class in other.py that changes the world of the page."""
-    Path("other.py").write_text(f"{CODE.partition('if __name__')[0]}\n\nclass {name}(World):\n    {body}\n")
+    Path("other.py").write_text(
+        f"{CODE.partition('if __name__')[0]}\n\nclass {name}(World):\n    {body}\n"
+    )
     return f"other.py:{name}"
 
 
 def test_the_settings_start_from_the_worlds_defaults(capsys) -> None:
     run = preset("default").apply(world=OWN)
     environment = run.environment
-    assert (environment.task, environment.reward_form, run.iterations, run.optim.learning_rate) == ("hours", "near", 20, 1e-3)
+    assert (environment.task, environment.reward_form, run.iterations, run.optim.learning_rate) == (
+        "hours",
+        "near",
+        20,
+        1e-3,
+    )
     assert run.algorithm.window == "" and run.algorithm.clip_range == 0
     loss = run_method(run).loss
-    assert isinstance(loss, ClippedLoss) and loss.clip_range == pytest.approx(1e-4 * math.sqrt(65_536 / 2))
+    assert isinstance(loss, ClippedLoss) and loss.clip_range == pytest.approx(
+        1e-4 * math.sqrt(65_536 / 2)
+    )
     assert preset("default").apply(world=OWN, iterations=3).iterations == 3
     assert preset("default").apply(world=OWN, method="tempflow-grpo").rollout.group_size == 54
     known = origins("default", RunConfig, OWN, "flow-grpo", ("seed",))
-    assert (known["iterations"], known["task"], known["seed"]) == ("world clock", "world clock", "option")
+    assert (known["iterations"], known["task"], known["seed"]) == (
+        "world clock",
+        "world clock",
+        "option",
+    )
     assert main(["train", "--world", OWN, "--plan"]) == 0
     assert "iteration of 20" in capsys.readouterr().out
 
@@ -73,7 +88,21 @@ def test_a_file_that_may_not_run_code_gives_no_defaults(tmp_path: Path) -> None:
 def test_a_killed_run_resumes_to_the_same_weights(monkeypatch, capsys) -> None:
     from flowrl.training.trainer import Trainer
 
-    assert main(["train", *TINY, "--heldout-rewards", "hit", "--checkpoint-every", "1", "--out", "whole"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                *TINY,
+                "--heldout-rewards",
+                "hit",
+                "--checkpoint-every",
+                "1",
+                "--out",
+                "whole",
+            ]
+        )
+        == 0
+    )
     assert f"flow-grpo on {OWN}/hours" in capsys.readouterr().out
     iteration = Trainer.iteration
 
@@ -84,21 +113,69 @@ def test_a_killed_run_resumes_to_the_same_weights(monkeypatch, capsys) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "iteration", dies)
-        assert main(["train", *TINY, "--heldout-rewards", "hit", "--checkpoint-every", "1", "--out", "run"]) == 1
+        assert (
+            main(
+                [
+                    "train",
+                    *TINY,
+                    "--heldout-rewards",
+                    "hit",
+                    "--checkpoint-every",
+                    "1",
+                    "--out",
+                    "run",
+                ]
+            )
+            == 1
+        )
     assert main(["train", "--resume", "run"]) == 2
     assert "add --trust" in capsys.readouterr().err
     assert main(["train", "--resume", "run", "--trust"]) == 0
     whole, again = (load_file(f"{name}/weights.safetensors") for name in ("whole", "run"))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     assert main(["evaluate", "--weights", "run", "--trust"]) == 0
-    assert main(["sample", "--weights", "run", "--trust", "--num-steps", "2", "--out", "run.png"]) == 0
-    assert main(["sample", "--world", OWN, "--num-steps", "2", "--prompts", "2 o'clock", "--out", "base.png"]) == 0
+    assert (
+        main(["sample", "--weights", "run", "--trust", "--num-steps", "2", "--out", "run.png"]) == 0
+    )
+    assert (
+        main(
+            [
+                "sample",
+                "--world",
+                OWN,
+                "--num-steps",
+                "2",
+                "--prompts",
+                "2 o'clock",
+                "--out",
+                "base.png",
+            ]
+        )
+        == 0
+    )
     scores = json.loads(Path("run/evaluation/evaluation.json").read_text())["scores"]
     assert set(scores) == {"near", "hit"} and Path("run.png").exists() and Path("base.png").exists()
 
 
 def test_a_comparison_has_a_report_and_knows_its_code(capsys) -> None:
-    assert main(["compare", *TINY, "--methods", "flow-grpo", "tp-grpo", "--seeds", "0", "--workers", "1", "--out", "cmp"]) == 0
+    assert (
+        main(
+            [
+                "compare",
+                *TINY,
+                "--methods",
+                "flow-grpo",
+                "tp-grpo",
+                "--seeds",
+                "0",
+                "--workers",
+                "1",
+                "--out",
+                "cmp",
+            ]
+        )
+        == 0
+    )
     assert f"on {OWN}/hours (near reward)" in capsys.readouterr().out
     page = Path("cmp/report.html").read_text()
     assert "crosses their targets" not in page and "Points are samples" in page
@@ -107,7 +184,10 @@ def test_a_comparison_has_a_report_and_knows_its_code(capsys) -> None:
     assert "cmp/config.json: world names my_world.py:World" in capsys.readouterr().err
     Path("my_world.py").write_text(CODE + "# changed\n")
     assert main(["compare", "--resume", "cmp", "--trust", "--workers", "1"]) == 2
-    assert "code has changed since the run was started: world: my_world.py:World" in capsys.readouterr().err
+    assert (
+        "code has changed since the run was started: world: my_world.py:World"
+        in capsys.readouterr().err
+    )
     assert main(["compare", "--resume", "cmp", "--trust", "--changed-code", "--workers", "1"]) == 0
 
 
@@ -123,7 +203,9 @@ def test_an_installed_package_adds_a_world_by_name(tmp_path: Path, monkeypatch) 
     monkeypatch.delitem(sys.modules, "my_world", raising=False)
     point = EntryPoint("dial", "my_world:World", "flowrl.worlds")
     asked = {"group": point.group, "name": "dial"}
-    monkeypatch.setattr("flowrl.plugins.entry_points", lambda **wanted: [point] if wanted == asked else [])
+    monkeypatch.setattr(
+        "flowrl.plugins.entry_points", lambda **wanted: [point] if wanted == asked else []
+    )
     monkeypatch.setattr("flowrl.plugins.package_of", lambda point: "clocks")
     assert preset("default").apply(world="dial").iterations == 20
     (tmp_path / "mine.yaml").write_text("environment: {world: dial}\n")
@@ -146,43 +228,76 @@ def test_a_python_object(how: str, tmp_path: Path) -> None:
     assert run.execute()
     recorded = json.loads((tmp_path / "run/config.json").read_text())["environment"]
     assert (recorded["world"], recorded["task"]) == ("clock", "hours")
-    assert main(["sample", "--weights", "run", "--out", "a.png"]) == 2, "the folder has the name only"
+    assert main(["sample", "--weights", "run", "--out", "a.png"]) == 2, (
+        "the folder has the name only"
+    )
 
 
 def test_a_comparison_of_a_python_object(tmp_path: Path) -> None:
     config = CompareConfig(preset("tiny").apply(world="mixture"), {"flow-grpo": {}}, (0,))
     assert compare(config, tmp_path / "cmp", workers=1, world=MixtureWorld())
-    assert json.loads((tmp_path / "cmp/config.json").read_text())["run"]["environment"]["world"] == "mixture"
+    assert (
+        json.loads((tmp_path / "cmp/config.json").read_text())["run"]["environment"]["world"]
+        == "mixture"
+    )
 
 
 def test_built_in_worlds_are_the_same_by_name_and_as_objects(tmp_path: Path) -> None:
     config = preset("tiny").apply(world="mixture")
     for name, given in (("a", "mixture"), ("b", MixtureWorld())):
         assert Run(config.replace(world=given), tmp_path / name).execute()
-    rows = [[json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in "ab"]
-    assert [row.get("reward_mean") for row in rows[0]] == [row.get("reward_mean") for row in rows[1]]
+    rows = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in "ab"
+    ]
+    assert [row.get("reward_mean") for row in rows[0]] == [
+        row.get("reward_mean") for row in rows[1]
+    ]
 
 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
         ("parse = None", "has no `parse`"),
-        ("tasks = 'hours'", "world: Other.tasks = 'hours' is not allowed; allowed: a tuple of one or more names"),
+        (
+            "tasks = 'hours'",
+            "world: Other.tasks = 'hours' is not allowed; allowed: a tuple of one or more names",
+        ),
         ("forms = ()", "world: Other.forms = () is not allowed"),
-        ("elements = 3", "elements of world clock = 3 is not allowed; allowed: 2, for the policy's latents of shape (2, 1, 1)"),
+        (
+            "elements = 3",
+            (
+                "elements of world clock = 3 is not allowed; allowed: 2, for the policy's latents"
+                " of shape (2, 1, 1)"
+            ),
+        ),
         ("elements = '2'", "world: Other.elements = '2' is not allowed"),
-        ("defaults = {'learning_rat': 1}", "unknown setting 'learning_rat' (did you mean 'learning_rate'?)"),
+        (
+            "defaults = {'learning_rat': 1}",
+            "unknown setting 'learning_rat' (did you mean 'learning_rate'?)",
+        ),
         ("defaults = {'world': 'shapes'}", "defaults of world clock"),
         ("defaults = {'groups': -1, 'ema_decay': 2.0}", "ema_decay = 2.0 is not allowed"),
-        ("policy = lambda self, options: torch.nn.Linear(1, 1)", "a Linear, which is not a policy: it has no `device`"),
-        ("prompts = lambda self, task, part: []", "train prompts of world clock = [] is not allowed; allowed: one or more"),
-        ("prompts = lambda self, task, part: ['1']", "train prompts of world clock = '1' is not allowed"),
+        (
+            "policy = lambda self, options: torch.nn.Linear(1, 1)",
+            "a Linear, which is not a policy: it has no `device`",
+        ),
+        (
+            "prompts = lambda self, task, part: []",
+            "train prompts of world clock = [] is not allowed; allowed: one or more",
+        ),
+        (
+            "prompts = lambda self, task, part: ['1']",
+            "train prompts of world clock = '1' is not allowed",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_world_is_said_in_one_line(body: str, words: str, capsys) -> None:
     spec = with_class("Other", body)
     if body.startswith("parse"):
-        Path("other.py").write_text(CODE.replace("def parse", "def parsed").replace("class World", "class Other"))
+        Path("other.py").write_text(
+            CODE.replace("def parse", "def parsed").replace("class World", "class Other")
+        )
     assert main(["train", "--preset", "tiny", "--world", spec, "--out", "run"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("flowrl: error: ") and told.count("\n") == 1 and words in told
@@ -191,19 +306,30 @@ def test_what_is_wrong_with_a_world_is_said_in_one_line(body: str, words: str, c
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--world", "nope"], "unknown world 'nope'; allowed: mixture, shapes, or path/to/file.py:Class"),
+        (
+            ["--world", "nope"],
+            "unknown world 'nope'; allowed: mixture, shapes, or path/to/file.py:Class",
+        ),
         (["--world", "missing.py:World"], "the file missing.py does not exist"),
         (["--world", "my_world.py:Nearness"], "`elements`, `prompts`, `parse`, `reward`, `policy`"),
         (["--world", f"{OWN[:-5]}World(x=1)"], "has no option x"),
-        (["--world", OWN, "--task", "x"], "task of world clock = 'x' is not allowed; allowed: one of hours"),
-        (["--world", OWN, "--reward-form", "x"], "reward_form = 'x' is not allowed; allowed: one of near, hit"),
+        (
+            ["--world", OWN, "--task", "x"],
+            "task of world clock = 'x' is not allowed; allowed: one of hours",
+        ),
+        (
+            ["--world", OWN, "--reward-form", "x"],
+            "reward_form = 'x' is not allowed; allowed: one of near, hit",
+        ),
         (["--world", OWN, "--heldout-rewards", "pickscore"], "the clock world has points"),
         (["--world", OWN, "--guidance-scale", "2"], "left out without a `model`"),
         (["--world", "model"], "model if `model` is given"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "compare"])
-def test_what_is_wrong_with_a_command_is_said_in_one_line(command: str, more: list[str], words: str, capsys) -> None:
+def test_what_is_wrong_with_a_command_is_said_in_one_line(
+    command: str, more: list[str], words: str, capsys
+) -> None:
     assert main([command, *more, "--out", "run"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("flowrl: error: ") and told.count("\n") == 1 and words in told
@@ -232,12 +358,30 @@ def test_samples_of_any_shape_are_drawn(shape: str) -> None:
     code = code.replace("points = True", "").replace(
         "self.active(inputs).view(latent.shape)", "self.active(inputs)[:, :1, None, None] + latent"
     )
-    code = code.replace("latent.flatten(1), timestep", "latent.flatten(1)[:, :2], timestep").replace(
+    code = code.replace(
+        "latent.flatten(1), timestep", "latent.flatten(1)[:, :2], timestep"
+    ).replace(
         "latent.flatten(1)[:, :2]", "torch.nn.functional.pad(latent.flatten(1), (0, 2))[:, :2]"
     )
     code = code.replace("images.flatten(1) - marks", "images.flatten(1)[:, :2] - marks")
     Path("my_world.py").write_text(code)
-    assert main(["compare", *TINY, "--methods", "flow-grpo", "--seeds", "0", "--workers", "1", "--out", "cmp"]) == 0
+    assert (
+        main(
+            [
+                "compare",
+                *TINY,
+                "--methods",
+                "flow-grpo",
+                "--seeds",
+                "0",
+                "--workers",
+                "1",
+                "--out",
+                "cmp",
+            ]
+        )
+        == 0
+    )
     assert Path("cmp/samples.png").exists() and Path("cmp/trajectory.png").exists()
     assert main(["sample", "--world", OWN, "--num-steps", "2", "--out", "base.png"]) == 0
     assert main(["evaluate", "--weights", "cmp/runs/flow-grpo-seed0", "--trust"]) == 0

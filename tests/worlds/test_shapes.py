@@ -53,7 +53,10 @@ def test_verifier_tells_careless_pictures_from_right_ones(kind):
     right, careless = drawings(kind), drawings(kind, draw=draw_wrong_layout)
     for form in FORMS:
         reward = ShapesReward(form)
-        assert reward.score(right[2], right[0]).mean() > reward.score(careless[2], careless[0]).mean() + 0.1
+        assert (
+            reward.score(right[2], right[0]).mean()
+            > reward.score(careless[2], careless[0]).mean() + 0.1
+        )
         for prompts, _, images in (right, careless):
             scores = reward.score(images, prompts)
             assert bool(((scores >= 0) & (scores <= 1)).all())
@@ -72,24 +75,39 @@ def picture(cells):
     [
         ("two red circles", {0: ("red", "circle"), 9: ("red", "circle")}, 1, 1.0),
         ("two red circles", {0: ("red", "circle")}, 0, 0.5),
-        ("two red circles", {0: ("red", "circle"), 1: ("red", "circle"), 2: ("red", "circle")}, 0, 2 / 3),
+        (
+            "two red circles",
+            {0: ("red", "circle"), 1: ("red", "circle"), 2: ("red", "circle")},
+            0,
+            2 / 3,
+        ),
         ("two red circles", {0: ("red", "square"), 1: ("blue", "circle")}, 0, 0.0),
         ("red circle left of blue square", {0: ("red", "circle"), 7: ("blue", "square")}, 1, 1.0),
         ("red circle left of blue square", {3: ("red", "circle"), 4: ("blue", "square")}, 0, 0.5),
         ("red circle above blue square", {3: ("red", "circle"), 4: ("blue", "square")}, 1, 1.0),
         ("red circle above blue square", {3: ("red", "circle"), 0: ("blue", "square")}, 0, 0.5),
-        ("red circle and blue square", {3: ("red", "circle"), 0: ("blue", "square"), 5: ("green", "square")}, 0, 2 / 3),
+        (
+            "red circle and blue square",
+            {3: ("red", "circle"), 0: ("blue", "square"), 5: ("green", "square")},
+            0,
+            2 / 3,
+        ),
     ],
 )
 def test_scores_worked_out_by_hand(text, cells, strict, graded):
     prompts = [Prompt(text)]
     assert float(ShapesReward("strict").score(picture(cells), prompts)) == strict
     assert float(ShapesReward("graded").score(picture(cells), prompts)) == pytest.approx(graded)
-    assert float(ShapesReward("soft").score(picture(cells), prompts)) == pytest.approx(0.85 * graded + 0.15, abs=0.05)
+    assert float(ShapesReward("soft").score(picture(cells), prompts)) == pytest.approx(
+        0.85 * graded + 0.15, abs=0.05
+    )
 
 
 def test_soft_form_is_continuous_where_the_others_jump():
-    one, two = picture({0: ("red", "circle")}), picture({0: ("red", "circle"), 9: ("red", "circle")})
+    one, two = (
+        picture({0: ("red", "circle")}),
+        picture({0: ("red", "circle"), 9: ("red", "circle")}),
+    )
     blends = torch.cat([one + share * (two - one) for share in torch.linspace(0, 1, 41)])
     prompts = [Prompt("two red circles")] * 41
     soft = ShapesReward("soft").score(blends, prompts)
@@ -100,9 +118,20 @@ def test_soft_form_is_continuous_where_the_others_jump():
 
 def test_preference_parts_move_with_what_they_measure():
     request = parse("calm red pattern")
-    balanced = picture({0: ("red", "circle"), 3: ("red", "circle"), 8: ("red", "circle"), 11: ("red", "circle")})
-    lopsided = picture({0: ("red", "circle"), 1: ("red", "circle"), 8: ("red", "circle"), 9: ("red", "circle")})
-    blue = picture({0: ("blue", "circle"), 3: ("blue", "circle"), 8: ("blue", "circle"), 11: ("blue", "circle")})
+    balanced = picture(
+        {0: ("red", "circle"), 3: ("red", "circle"), 8: ("red", "circle"), 11: ("red", "circle")}
+    )
+    lopsided = picture(
+        {0: ("red", "circle"), 1: ("red", "circle"), 8: ("red", "circle"), 9: ("red", "circle")}
+    )
+    blue = picture(
+        {
+            0: ("blue", "circle"),
+            3: ("blue", "circle"),
+            8: ("blue", "circle"),
+            11: ("blue", "circle"),
+        }
+    )
     empty = picture({})
     values = [looks(image, [request]) for image in (balanced, lopsided, blue, empty)]
     assert float(values[0]["balance"]) > 0.95 and float(values[1]["balance"]) < 0.1
@@ -134,7 +163,10 @@ def test_every_prompt_is_read_back_as_what_it_asks():
             assert len(tokenise(request.words())) == 5
 
 
-@pytest.mark.parametrize("text", ["", "a dog", "three red", "red circle and red circle", "calm pattern", 'text "Q"', "pattern"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "a dog", "three red", "red circle and red circle", "calm pattern", 'text "Q"', "pattern"],
+)
 def test_prompts_outside_the_language_are_refused(text):
     with pytest.raises(ConfigError, match="prompt"):
         parse(text)
@@ -157,19 +189,26 @@ def test_wrong_pictures_and_forms_are_refused():
 
 @pytest.mark.slow
 def test_base_model_is_undecided_on_every_task(shapes_policy):
-    """Strict success on held-out prompts by 20 ODE steps lies in 25%..65%, within the error of 256 samples (2.6 std = 8%)."""
+    """Strict success on held-out prompts by 20 ODE steps lies in 25%..65%, within the error of 256
+    samples (2.6 std = 8%).
+    """
     from flowrl.training.evaluation import evaluate
 
     with shapes_policy.reference():
         for task in TASKS:
-            strict = evaluate(shapes_policy, world("shapes"), task, "soft", 256, 20).scores["strict"]
+            strict = evaluate(shapes_policy, world("shapes"), task, "soft", 256, 20).scores[
+                "strict"
+            ]
             assert 0.25 - 0.08 < strict < 0.65, task
 
 
 def test_adapter_starts_as_the_base_model_and_merging_changes_nothing():
     policy = world("shapes").policy(PolicyOptions(lora_rank=4))
     generator = torch.Generator().manual_seed(0)
-    x, t = torch.randn(5, *policy.latent_shape, generator=generator), torch.rand(5, generator=generator) * 1000
+    x, t = (
+        torch.randn(5, *policy.latent_shape, generator=generator),
+        torch.rand(5, generator=generator) * 1000,
+    )
     condition = policy.encode([world("shapes").parse("two red circles")]).repeat(5)
     with torch.no_grad():
         start = policy.velocity(x, t, condition)
@@ -181,18 +220,24 @@ def test_adapter_starts_as_the_base_model_and_merging_changes_nothing():
         apart = policy.velocity(x, t, condition)
         assert float((apart - start).abs().max()) > 1e-3
         with policy.frozen():
-            torch.testing.assert_close(policy.velocity(x, t, condition), apart, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                policy.velocity(x, t, condition), apart, atol=1e-5, rtol=1e-5
+            )
         assert torch.equal(policy.velocity(x, t, condition), apart)
         with policy.reference():
             assert torch.equal(policy.velocity(x, t, condition), start)
             with policy.frozen():
                 assert torch.equal(policy.velocity(x, t, condition), start)
         assert torch.equal(policy.velocity(x, t, condition), apart)
-    assert all(p.requires_grad for p in policy.trainable().values()) and len(policy.trainable()) > 20
+    assert (
+        all(p.requires_grad for p in policy.trainable().values()) and len(policy.trainable()) > 20
+    )
 
 
 def test_schedule_is_the_schedulers_own(shapes_policy):
-    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
+        FlowMatchEulerDiscreteScheduler,
+    )
 
     scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
     scheduler.set_timesteps(10)

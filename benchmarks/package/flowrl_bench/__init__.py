@@ -1,1 +1,3 @@
-"""Tests of the papers' claims: claims as data, runs as lines of a file, verdicts computed by rules written before the runs."""
+"""Tests of the papers' claims: claims as data, runs as lines of a file, verdicts computed by rules
+written before the runs.
+"""

@@ -11,7 +11,15 @@ from flowrl.errors import ConfigError, require
 from flowrl.methods import METHODS
 from flowrl.registry import options_of
 from flowrl.specs import parse_options, parse_spec
-from flowrl.training.arms import check_arms, credit_arms, load_arms, of_arm, parse_arm, rule_name, together
+from flowrl.training.arms import (
+    check_arms,
+    credit_arms,
+    load_arms,
+    of_arm,
+    parse_arm,
+    rule_name,
+    together,
+)
 from flowrl.training.build import check, make_loss, run_method
 from flowrl.training.config import RunConfig, preset
 from flowrl_bench.digest import MEASURED
@@ -38,23 +46,31 @@ WORLDS: dict[str, dict[str, Any]] = {
         **_DPM,
     },
 }
-"""Settings that all compared runs of a world share, besides the defaults; image runs are made for two further tasks.
+"""Settings that all compared runs of a world share, besides the defaults; image runs are made for
+two further tasks.
 
-The window is also that of methods with a published window of their own."""
-TASKS: dict[str, tuple[str, ...]] = {"mixture": ("direction",), "shapes": ("compositional", "text", "preference")}
+The window is also that of methods with a published window of their own.
+"""
+TASKS: dict[str, tuple[str, ...]] = {
+    "mixture": ("direction",),
+    "shapes": ("compositional", "text", "preference"),
+}
 SHORT: dict[str, dict[str, Any]] = {
     "mixture": {"eval_every": 4, "eval_samples": 384},
     "shapes": {"iterations": 12, "eval_every": 4, "eval_samples": 384, **_EULER},
 }
-"""How a world's tuning runs differ from these. Images are sampled by 20 Euler steps there, and by 10 of DPM-Solver++ in results,
-for half the cost."""
+"""How a world's tuning runs differ from these. Images are sampled by 20 Euler steps there, and by
+10 of DPM-Solver++ in results, for half the cost.
+"""
 
 
 @dataclass(frozen=True)
 class Knob:
-    """A number that is searched on the grid start * factor^k: a setting of the run, or a name in braces in a spec.
+    """A number that is searched on the grid start * factor^k: a setting of the run, or a name in
+    braces in a spec.
 
-    `start` has the start per world; in a world of the user's it is `elsewhere` of a run of uniform credit.
+    `start` has the start per world; in a world of the user's it is `elsewhere` of a run of uniform
+    credit.
     """
 
     factor: float
@@ -70,8 +86,9 @@ class Knob:
 
 
 def settings_of(world: str) -> dict[str, Any]:
-    """The settings that all runs in a world share: of `WORLDS`, of a user's world by its spec, or of a model, which is written as
-    ``model(model=PATH, prompts=FILE, ...)``."""
+    """The settings that all runs in a world share: of `WORLDS`, of a user's world by its spec, or
+    of a model, which is written as ``model(model=PATH, prompts=FILE, ...)``.
+    """
     if world in WORLDS:
         return WORLDS[world]
     spec = parse_spec(world, "world")
@@ -86,15 +103,27 @@ def short_name(world: str) -> str:
 def world_label(world: str) -> str:
     """A world in words."""
     known = {"mixture": "2-D world", "shapes": "image world"}
-    return known.get(world) or (short_name(world) if world.startswith("model(") else f"world {world.rpartition('/')[2]}")
+    return known.get(world) or (
+        short_name(world) if world.startswith("model(") else f"world {world.rpartition('/')[2]}"
+    )
 
 
-def chosen_worlds(world: str, model: str = "", prompts: str = "", reward: str = "", settings: str = "") -> list[str]:
-    """The worlds that options name: those of `WORLDS` for "all", one of them, a user's by its spec, or a model with its prompts,
-    its reward and further `settings` as ``option=value, ...``. Raises `ConfigError` for a world or settings that do not exist."""
+def chosen_worlds(
+    world: str, model: str = "", prompts: str = "", reward: str = "", settings: str = ""
+) -> list[str]:
+    """The worlds that options name: those of `WORLDS` for "all", one of them, a user's by its spec,
+    or a model with its prompts, its reward and further `settings` as ``option=value, ...``. Raises
+    `ConfigError` for a world or settings that do not exist.
+    """
     if model:
-        given = {"model": model, "prompts": prompts, "reward": reward, **parse_options(settings, "set")}
-        world = f"model({', '.join(f'{name}={value!r}' for name, value in given.items() if value != '')})"
+        given = {
+            "model": model,
+            "prompts": prompts,
+            "reward": reward,
+            **parse_options(settings, "set"),
+        }
+        options = ", ".join(f"{name}={value!r}" for name, value in given.items() if value != "")
+        world = f"model({options})"
     else:
         alone = prompts or reward or settings
         require(not alone, "prompts, reward, set", alone, "given with --model only")
@@ -114,8 +143,9 @@ def _own_rate(run: RunConfig) -> float:
 
 
 CLIP = Knob(3.0, {"mixture": 2e-2, "shapes": 2e-3}, _own_clip)
-"""The clip range of log-ratios grows with the square root of the latent's dimension at equal KL: 1e-4 at d = 65,536 is
-1.8e-2 at d = 2, and images of this world are near 1e-3."""
+"""The clip range of log-ratios grows with the square root of the latent's dimension at equal KL:
+1e-4 at d = 65,536 is 1.8e-2 at d = 2, and images of this world are near 1e-3.
+"""
 RATE = Knob(2.0, {"mixture": 2e-2, "shapes": 4e-3}, _own_rate)
 NOISE = Knob(1.4, {"mixture": 0.7, "shapes": 0.7})
 POLICY: dict[str, Knob] = {"clip_range": CLIP, "learning_rate": RATE, "noise_level": NOISE}
@@ -129,10 +159,11 @@ def everywhere(factor: float, start: float) -> Knob:
 
 @dataclass(frozen=True)
 class Arm:
-    """A method with fixed `settings`, in whose specs `{name}` stands for the value of a knob, and the `knobs` to search.
+    """A method with fixed `settings`, in whose specs `{name}` stands for the value of a knob, and
+    the `knobs` to search.
 
-    `worlds` are those in which it is compared; `control` marks a control. `same` names a method that is the same rule with the
-    same settings, whose runs would repeat this arm's numbers.
+    `worlds` are those in which it is compared; `control` marks a control. `same` names a method
+    that is the same rule with the same settings, whose runs would repeat this arm's numbers.
     """
 
     name: str
@@ -145,7 +176,8 @@ class Arm:
     @property
     def label(self) -> str:
         """The name in tables and figures."""
-        return f"{self.name}{f' = {self.same}' if self.same else ''}{' (control)' if self.control else ''}"
+        same = f" = {self.same}" if self.same else ""
+        return f"{self.name}{same}{' (control)' if self.control else ''}"
 
     def values(self, world: str, levels: Mapping[str, int]) -> dict[str, float]:
         """The knobs' values at levels of the grid; a knob without a level is at its start."""
@@ -155,7 +187,9 @@ class Arm:
         """The settings of a run with these values of the knobs."""
         found, used = dict[str, Any](), set[str]()
         for name, setting in self.settings.items():
-            chosen = setting.get(world, setting["shapes"]) if isinstance(setting, Mapping) else setting
+            chosen = (
+                setting.get(world, setting["shapes"]) if isinstance(setting, Mapping) else setting
+            )
             if isinstance(chosen, str) and "{" in chosen:
                 used |= {knob for knob in self.knobs if f"{{{knob}}}" in chosen}
                 chosen = chosen.format(**{knob: format(values[knob], "g") for knob in self.knobs})
@@ -164,7 +198,9 @@ class Arm:
 
     def run(self, world: str, values: Mapping[str, float], **more: Any) -> RunConfig:
         """The run in a world."""
-        return preset("default").apply(**{**settings_of(world), **self.changes(world, values), **more})
+        return preset("default").apply(
+            **{**settings_of(world), **self.changes(world, values), **more}
+        )
 
 
 BOTH = ("mixture", "shapes")
@@ -178,8 +214,18 @@ _ARMS = (
     ),
     Arm("stepwise gains", {"method": "stepwise-flow-grpo"}, worlds=BOTH),
     Arm("turning points", {"method": "tp-grpo"}, worlds=BOTH),
-    Arm("turning points at random steps", {"credit": "turning-point(where=random)"}, worlds=BOTH, control=True),
-    Arm("increments alone", {"credit": "turning-point(where='none')"}, worlds=BOTH, same="dense-grpo"),
+    Arm(
+        "turning points at random steps",
+        {"credit": "turning-point(where=random)"},
+        worlds=BOTH,
+        control=True,
+    ),
+    Arm(
+        "increments alone",
+        {"credit": "turning-point(where='none')"},
+        worlds=BOTH,
+        same="dense-grpo",
+    ),
     Arm("branch-grpo", {"method": "branch-grpo", "sampler": "flow-sde"}, worlds=BOTH),
     Arm(
         "diffusion-nft",
@@ -187,7 +233,9 @@ _ARMS = (
         {"learning_rate": RATE, "beta": everywhere(3.0, 1.0)},
         worlds=BOTH,
     ),
-    Arm("tempflow-grpo", {"method": "tempflow-grpo", "group_size": 24, **MEASURED["tempflow-grpo"]}),
+    Arm(
+        "tempflow-grpo", {"method": "tempflow-grpo", "group_size": 24, **MEASURED["tempflow-grpo"]}
+    ),
     Arm("granular-grpo", {"method": "granular-grpo", "group_size": 36}),
     Arm("tree-grpo", {"method": "tree-grpo"}),
     Arm(
@@ -207,8 +255,9 @@ _ARMS = (
     Arm("true advantages", {"credit": "stepwise-gain(probe='continuation:8')"}, control=True),
 )
 ARMS: dict[str, Arm] = {arm.name: arm for arm in _ARMS}
-"""The compared arms. "uniform, larger groups" has as many network evaluations per iteration as turning points in the 2-D
-world, and an eighth more in the image world."""
+"""The compared arms. "uniform, larger groups" has as many network evaluations per iteration as
+turning points in the 2-D world, and an eighth more in the image world.
+"""
 
 
 TUNED = Path(__file__).parent / "tuned.json"
@@ -236,20 +285,32 @@ def _tuned() -> dict[str, dict[str, dict[str, float]]]:
 
 
 def named_arm(name: str) -> Arm:
-    """An arm of `ARMS`, a method of flowrl by name, or a credit rule by its spec. Raises `ConfigError` for neither."""
+    """An arm of `ARMS`, a method of flowrl by name, or a credit rule by its spec. Raises
+    `ConfigError` for neither.
+    """
     if name in ARMS:
         return ARMS[name]
-    same = [arm for arm in ARMS.values() if name in (arm.settings.get("method"), arm.same) and not arm.control]
+    same = [
+        arm
+        for arm in ARMS.values()
+        if name in (arm.settings.get("method"), arm.same) and not arm.control
+    ]
     if same:
         return same[0]
     if name in METHODS:
         return Arm(name, {"method": name}, worlds=BOTH)
-    require("{" not in name, "method", name, "a method, a credit rule's spec, or one of " + ", ".join(ARMS))
+    require(
+        "{" not in name,
+        "method",
+        name,
+        "a method, a credit rule's spec, or one of " + ", ".join(ARMS),
+    )
     try:
         return own_arm(rule_name(name), credit_arms([name])[rule_name(name)])
     except ConfigError as error:
         raise ConfigError(
-            f"method = {name!r} is not allowed; allowed: {', '.join(ARMS)}, a method, or a credit rule's spec: {error}"
+            f"method = {name!r} is not allowed; allowed: {', '.join(ARMS)}, a method, or a credit"
+            f" rule's spec: {error}"
         ) from error
 
 
@@ -258,30 +319,52 @@ def own_arm(name: str, settings: Mapping[str, Any]) -> Arm:
 
     The knobs are those of `POLICY` that `settings` do not set and that its kernel or its loss has.
 
-    Raises `ConfigError` for a name of `ARMS`, or if the settings are not allowed or are those of uniform credit.
+    Raises `ConfigError` for a name of `ARMS`, or if the settings are not allowed or are those of
+    uniform credit.
     """
     require(name not in ARMS, "arm", name, "a name that is not one of " + ", ".join(ARMS))
-    arm = Arm(name, settings, {knob: value for knob, value in POLICY.items() if knob not in settings}, BOTH)
+    arm = Arm(
+        name,
+        settings,
+        {knob: value for knob, value in POLICY.items() if knob not in settings},
+        BOTH,
+    )
     for world in BOTH:
-        base = ARMS["uniform"].run(world, {}, heldout_rewards=("soft",))  # rewards may differ: all arms have the world's scores
+        # rewards may differ: all arms have the world's scores
+        base = ARMS["uniform"].run(world, {}, heldout_rewards=("soft",))
         check_arms(base, {"uniform": {}, name: settings}, (0,))
     with of_arm(name):
         given = settings.get("iterations")
-        require(given is None, "iterations", given, "left out: all arms have those of the benchmark")
+        require(
+            given is None, "iterations", given, "left out: all arms have those of the benchmark"
+        )
         run = arm.run("mixture", arm.values("mixture", {}))
         check(run)
-    has = {"clip_range": ("loss", run_method(run).loss), "noise_level": ("sampler", run_method(run).sampler)}
-    without = [knob for knob, (kind, part) in has.items() if not (hasattr(part, knob) or _accepts(kind, settings, knob))]
-    return replace(arm, knobs={knob: value for knob, value in arm.knobs.items() if knob not in without})
+    has = {
+        "clip_range": ("loss", run_method(run).loss),
+        "noise_level": ("sampler", run_method(run).sampler),
+    }
+    without = [
+        knob
+        for knob, (kind, part) in has.items()
+        if not (hasattr(part, knob) or _accepts(kind, settings, knob))
+    ]
+    return replace(
+        arm, knobs={knob: value for knob, value in arm.knobs.items() if knob not in without}
+    )
 
 
 def _accepts(kind: str, settings: Mapping[str, Any], option: str) -> bool:
-    """Whether the part of a `kind` that `settings` name has an `option`, under whatever attribute it keeps the value."""
+    """Whether the part of a `kind` that `settings` name has an `option`, under whatever attribute
+    it keeps the value.
+    """
     spec = settings.get(kind)
     return bool(spec) and option in options_of(kind, parse_spec(spec, kind).name)
 
 
 def own_arms(texts: Sequence[str], file: Path | None = None, trust: bool = False) -> list[Arm]:
-    """The arms of `texts` ("NAME: setting=value, ...") and of a YAML file, as `flowrl compare` reads them."""
+    """The arms of `texts` ("NAME: setting=value, ...") and of a YAML file, as `flowrl compare`
+    reads them.
+    """
     given = together(*map(parse_arm, texts), load_arms(file, trust) if file else {})
     return [own_arm(name, settings) for name, settings in given.items()]

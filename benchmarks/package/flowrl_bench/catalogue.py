@@ -1,7 +1,17 @@
 """All claims: those of the three papers, and the self-test. Written before the runs."""
 
 from flowrl_bench.arms import TASKS
-from flowrl_bench.claims import BINDING_KL, DEFAULTS, GAINS, LONG_WINDOW, POINTS, UNIFORM, Claim, gains, points
+from flowrl_bench.claims import (
+    BINDING_KL,
+    DEFAULTS,
+    GAINS,
+    LONG_WINDOW,
+    POINTS,
+    UNIFORM,
+    Claim,
+    gains,
+    points,
+)
 from flowrl_bench.leads import LEADS
 from flowrl_bench.open_questions import QUESTIONS
 from flowrl_bench.verdicts import ALIKE, BETTER, NO_WORSE, Compare, Interaction, Level, Parts, each
@@ -26,7 +36,12 @@ _STEPWISE_CLAIMS = (
         STEPWISE,
         "better in 3 of 4 settings per hour; an iteration costs 1.8 to 2.4 times as much",
         {"uniform": UNIFORM, "stepwise": GAINS},
-        Parts((Compare("stepwise", "uniform", "seconds", BETTER), Compare("stepwise", "uniform", "nfe", BETTER))),
+        Parts(
+            (
+                Compare("stepwise", "uniform", "seconds", BETTER),
+                Compare("stepwise", "uniform", "nfe", BETTER),
+            )
+        ),
         tasks=TASKS["shapes"],
     ),
     Claim(
@@ -91,7 +106,8 @@ _STEPWISE_CLAIMS = (
         },
         Parts(
             tuple(
-                Compare("plain", other, expects=NO_WORSE) for other in ("moving average", "lambda 0.5", "lambda 0.9, gamma 0.9")
+                Compare("plain", other, expects=NO_WORSE)
+                for other in ("moving average", "lambda 0.5", "lambda 0.9, gamma 0.9")
             )
         ),
     ),
@@ -102,13 +118,15 @@ _TURNING_POINT_CLAIMS = (
         "tp-beats-uniform",
         "TP-GRPO beats uniform credit, with and without the consistency constraint, on all tasks.",
         TURNING,
-        "GenEval .9725 and .9714 against .9673; OCR .9651 and .9718 against .9579; PickScore 24.67 and 24.73 against 24.02",
+        "GenEval .9725 and .9714 against .9673; OCR .9651 and .9718 against .9579; PickScore 24.67"
+        " and 24.73 against 24.02",
         {"uniform": UNIFORM, "turning points": POINTS, "no constraint": points("consistent=False")},
         each(("turning points", "no constraint"), "uniform", expects=BETTER),
     ),
     Claim(
         "tp-updates",
-        "Without KL, TP-GRPO reaches in 700 updates the reward for which uniform credit needs 2300.",
+        "Without KL, TP-GRPO reaches in 700 updates the reward for which uniform credit needs"
+        " 2300.",
         TURNING,
         "700 / 2300 = 0.30",
         {"uniform": UNIFORM, "turning points": POINTS},
@@ -130,7 +148,8 @@ _TURNING_POINT_CLAIMS = (
     ),
     Claim(
         "tp-window",
-        "A window of 8 of 10 stochastic steps is better than all of them, and a window of 4 is worse.",
+        "A window of 8 of 10 stochastic steps is better than all of them, and a window of 4 is"
+        " worse.",
         TURNING,
         "an ablation's curves",
         {
@@ -138,7 +157,12 @@ _TURNING_POINT_CLAIMS = (
             "first 8": {**POINTS, "window": "0:8"},
             "first 4": {**POINTS, "window": "0:4"},
         },
-        Parts((Compare("first 8", "all but last", expects=BETTER), Compare("all but last", "first 4", expects=BETTER))),
+        Parts(
+            (
+                Compare("first 8", "all but last", expects=BETTER),
+                Compare("all but last", "first 4", expects=BETTER),
+            )
+        ),
     ),
     Claim(
         "tp-noise",
@@ -146,19 +170,30 @@ _TURNING_POINT_CLAIMS = (
         TURNING,
         "0.7 best of 0.4 to 1.0",
         {f"noise {a:g}": {**POINTS, "noise_level": a} for a in (0.7, 0.4, 0.55, 0.85, 1.0)},
-        Parts(tuple(Compare("noise 0.7", f"noise {a:g}", expects=BETTER) for a in (0.4, 0.55, 0.85, 1.0))),
+        Parts(
+            tuple(
+                Compare("noise 0.7", f"noise {a:g}", expects=BETTER) for a in (0.4, 0.55, 0.85, 1.0)
+            )
+        ),
     ),
 )
 
 _FLOW_CLAIMS = (
     Claim(
         "train-short",
-        "Training with 10 denoising steps and evaluating with 40 is as good as training with 40, at equal network evaluations.",
+        "Training with 10 denoising steps and evaluating with 40 is as good as training with 40, at"
+        " equal network evaluations.",
         FLOW,
         "the same final reward, more than four times as fast",
-        {"10 steps": {**UNIFORM, "num_steps": 10, "iterations": 80}, "40 steps": {**UNIFORM, "num_steps": 40}},
+        {
+            "10 steps": {**UNIFORM, "num_steps": 10, "iterations": 80},
+            "40 steps": {**UNIFORM, "num_steps": 40},
+        },
         Parts(
-            (Compare("10 steps", "40 steps", "reward at equal nfe", BETTER), Compare("10 steps", "40 steps", "final", NO_WORSE))
+            (
+                Compare("10 steps", "40 steps", "reward at equal nfe", BETTER),
+                Compare("10 steps", "40 steps", "final", NO_WORSE),
+            )
         ),
         base={**LONG_WINDOW, "eval_steps": 40},
     ),
@@ -167,7 +202,10 @@ _FLOW_CLAIMS = (
         "Groups whose members start from different noise learn better than groups that share it.",
         FLOW,
         "an ablation's curves",
-        {"different": {**UNIFORM, "initial_noise": "independent"}, "same": {**UNIFORM, "initial_noise": "shared"}},
+        {
+            "different": {**UNIFORM, "initial_noise": "independent"},
+            "same": {**UNIFORM, "initial_noise": "shared"},
+        },
         Compare("different", "same", expects=BETTER),
     ),
     Claim(
@@ -176,29 +214,52 @@ _FLOW_CLAIMS = (
         FLOW,
         "the reward of groups of 6 and 12 falls again, that of 24 does not",
         {f"groups of {g}": {**UNIFORM, "group_size": g, "iterations": 80} for g in (6, 12, 24)},
-        Parts(tuple(Compare("groups of 24", f"groups of {g}", "collapse", BETTER) for g in (6, 12))),
+        Parts(
+            tuple(Compare("groups of 24", f"groups of {g}", "collapse", BETTER) for g in (6, 12))
+        ),
     ),
     Claim(
         "kl-quality",
         "KL to the base model keeps held-out quality at equal reward.",
         FLOW,
         "image quality and diversity are preserved, but training takes longer",
-        {"KL": {**UNIFORM, "kl_weight": BINDING_KL, "iterations": 80}, "no KL": {**UNIFORM, "iterations": 80}},
+        {
+            "KL": {**UNIFORM, "kl_weight": BINDING_KL, "iterations": 80},
+            "no KL": {**UNIFORM, "iterations": 80},
+        },
         Compare("KL", "no KL", "quality at equal reward", BETTER),
     ),
 )
 
 _SELF_TEST = Claim(
     "self-test",
-    "Does the suite detect known differences? Credit by true advantages must lead, random credit must trail.",
+    "Does the suite detect known differences? Credit by true advantages must lead, random credit"
+    " must trail.",
     "self-test",
     "-",
-    {"true advantages": {"arm": "true advantages"}, "uniform": UNIFORM, "random": {"arm": "random credit"}},
-    Parts((Compare("true advantages", "uniform", expects=BETTER), Compare("uniform", "random", expects=BETTER))),
+    {
+        "true advantages": {"arm": "true advantages"},
+        "uniform": UNIFORM,
+        "random": {"arm": "random credit"},
+    },
+    Parts(
+        (
+            Compare("true advantages", "uniform", expects=BETTER),
+            Compare("uniform", "random", expects=BETTER),
+        )
+    ),
     base=DEFAULTS,  # at tuned settings uniform credit is too near to the ceiling
 )
 
 CLAIMS: dict[str, Claim] = {
-    c.id: c for c in (*_STEPWISE_CLAIMS, *_TURNING_POINT_CLAIMS, *_FLOW_CLAIMS, *LEADS, *QUESTIONS, _SELF_TEST)
+    c.id: c
+    for c in (
+        *_STEPWISE_CLAIMS,
+        *_TURNING_POINT_CLAIMS,
+        *_FLOW_CLAIMS,
+        *LEADS,
+        *QUESTIONS,
+        _SELF_TEST,
+    )
 }
 """All claims and questions by id."""

@@ -1,7 +1,10 @@
-"""The ceiling of a credit rule: its correlation with the true advantage if every state's value is known.
+"""The ceiling of a credit rule: its correlation with the true advantage if every state's value is
+known.
 
-The rule is applied to the table of true values V. For gains this is the true advantage itself after the rule's normalisation:
-z-scored by decision, over the group, or not at all. Rules that read only the final reward are at their ceiling by definition.
+The rule is applied to the table of true values V. For gains this is the true advantage itself after
+the rule's normalisation:
+z-scored by decision, over the group, or not at all. Rules that read only the final reward are at
+their ceiling by definition.
 """
 
 import math
@@ -23,18 +26,24 @@ from flowrl_bench.gradients import assigned
 from flowrl_bench.true_advantage import correlation, credit_sums
 
 LEVELS = (1.0, 1.5, 2.0, 2.5)
-"""Variance of the noise in the table of values, in units of its own, from which the ceiling is extrapolated to 0."""
+"""Variance of the noise in the table of values, in units of its own, from which the ceiling is
+extrapolated to 0.
+"""
 FOLDS, DRAWS = 4, 3
 """Parts of the continuations, each of which is the truth once; draws of the added noise."""
 
 
 def group_ceiling(groups: Sequence[Tensor]) -> float:
-    """The ceiling of z-scores over sets of entries, in closed form: the mean std within a set over the root mean square of A*.
+    """The ceiling of z-scores over sets of entries, in closed form: the mean std within a set over
+    the root mean square of A*.
 
-    `groups`: exact advantages, one tensor per set over which the rule z-scores (a group's members at one decision, or all its
-    entries). The mean of a set is taken as 0, its expectation. A set without spread has credit 0.
+    `groups`: exact advantages, one tensor per set over which the rule z-scores (a group's members
+    at one decision, or all its entries). The mean of a set is taken as 0, its expectation. A set
+    without spread has credit 0.
     """
-    spreads = torch.cat([values.std(unbiased=False).expand(values.numel()) for values in groups]).double()
+    spreads = torch.cat(
+        [values.std(unbiased=False).expand(values.numel()) for values in groups]
+    ).double()
     every = torch.cat([values.flatten() for values in groups]).double()
     used = float((spreads > 0).double().mean())
     return float(spreads.mean()) / max(math.sqrt(used) * float(every.square().mean().sqrt()), 1e-30)
@@ -47,11 +56,13 @@ def ceiling_sums(
     experience: Experience,
     seed: int = 0,
 ) -> Float[Tensor, "level 9"]:
-    """The `credit_sums` of a rule on tables of values with increasing noise (`LEVELS`), from which `ceiling` extrapolates.
+    """The `credit_sums` of a rule on tables of values with increasing noise (`LEVELS`), from which
+    `ceiling` extrapolates.
 
-    Sums of several trajectories can be added. `make` builds the rule, which may have a state; it gets the record `experience` of
-    `trajectories` with other values. `rewards` are the scores of continuations (`continuation_rewards`), a multiple of `FOLDS` of
-    them: each part in turn is the truth, and the others give the table, so their errors are independent. Further noise is normal,
+    Sums of several trajectories can be added. `make` builds the rule, which may have a state; it
+    gets the record `experience` of `trajectories` with other values. `rewards` are the scores of
+    continuations (`continuation_rewards`), a multiple of `FOLDS` of them: each part in turn is the
+    truth, and the others give the table, so their errors are independent. Further noise is normal,
     with the standard errors of the table.
     """
     count = rewards.shape[2]
@@ -64,8 +75,12 @@ def ceiling_sums(
     for fold in range(FOLDS):
         out = torch.zeros(count, dtype=torch.bool)
         out[fold * part : (fold + 1) * part] = True
-        table, other = (from_continuations(rewards[..., mask], trajectories) for mask in (~out, out))
-        truth = TrueAdvantages(other.values, whole.errors * math.sqrt(FOLDS), other.state_values, error, whole.steps)
+        table, other = (
+            from_continuations(rewards[..., mask], trajectories) for mask in (~out, out)
+        )
+        truth = TrueAdvantages(
+            other.values, whole.errors * math.sqrt(FOLDS), other.state_values, error, whole.steps
+        )
         for row, level in enumerate(LEVELS):
             draws = 1 if level == 1 else DRAWS
             for _ in range(draws):
@@ -78,11 +93,14 @@ def ceiling_sums(
 
 def with_values(rule: CreditRule, experience: Experience, values: ValueTable) -> CreditTable:
     """The rule's advantages for the record with `values` in the columns that its probe fills."""
-    return assigned(rule, replace(experience, values=probed(values, rule.probe), parts={})).advantages
+    return assigned(
+        rule, replace(experience, values=probed(values, rule.probe), parts={})
+    ).advantages
 
 
 def ceiling(sums: Float[Tensor, "level 9"]) -> float:
-    """The correlation without noise in the table, by a parabola in the variance of the noise; within [-1, 1].
+    """The correlation without noise in the table, by a parabola in the variance of the noise;
+    within [-1, 1].
 
     Source: simulation and extrapolation (SIMEX), Cook and Stefanski 1994.
     """

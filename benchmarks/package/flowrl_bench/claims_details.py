@@ -1,4 +1,6 @@
-"""The details behind the page of the claims: spread over seeds, curves, settings of arms, rules, comparisons, costs."""
+"""The details behind the page of the claims: spread over seeds, curves, settings of arms, rules,
+comparisons, costs.
+"""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,26 +14,41 @@ from flowrl_bench.claims_page import Inputs
 from flowrl_bench.main_comparison import Arm, arms_of
 from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.statistics import interquartile_mean, median, rate
-from flowrl_bench.tables import MISSING, WORLD_NAMES, Judged, by_task, comparison_table, cost_table, levels, marked
+from flowrl_bench.tables import (
+    MISSING,
+    WORLD_NAMES,
+    Judged,
+    by_task,
+    comparison_table,
+    cost_table,
+    levels,
+    marked,
+)
 
 TITLE = "Details of the tests of the papers' claims"
 INTRODUCTION = (
-    "The numbers behind [the claims](../claims.md): every rule and comparison, the spread over seeds, and costs. "
-    "[The verdict rules](../verdicts.md) define the terms."
+    "The numbers behind [the claims](../claims.md): every rule and comparison, the spread over"
+    " seeds, and costs. [The verdict rules](../verdicts.md) define the terms."
 )
 SPREAD = (
-    "Mean reward over training, and collapses. The median and the interquartile mean have widened bootstrap intervals; no "
-    "verdict depends on them. Collapse rates have Wilson intervals."
+    "Mean reward over training, and collapses. The median and the interquartile mean have widened"
+    " bootstrap intervals; no verdict depends on them. Collapse rates have Wilson intervals."
 )
 COSTS = (
-    "Measured per rule: evaluations and reward calls of a trajectory, sequential network calls and seconds of an iteration, and "
-    "the reward gained per million evaluations over the whole run. Peak memory is that of a process that makes two iterations."
+    "Measured per rule: evaluations and reward calls of a trajectory, sequential network calls and"
+    " seconds of an iteration, and the reward gained per million evaluations over the whole run."
+    " Peak memory is that of a process that makes two iterations."
 )
-FRONTIERS = {"uniform": "kl-frontier-uniform", "stepwise gains": "kl-frontier-stepwise", "turning points": "kl-frontier-points"}
+FRONTIERS = {
+    "uniform": "kl-frontier-uniform",
+    "stepwise gains": "kl-frontier-stepwise",
+    "turning points": "kl-frontier-points",
+}
 """The questions of the frontier, by the arm whose KL they vary."""
 FRONTIER_TEXT = (
-    "Each line joins the runs of one method without KL (smallest marker) and with the weights "
-    f"{', '.join(f'{weight:g}' for weight in KL_WEIGHTS)} of the KL to the base model. Higher and further right is better."
+    "Each line joins the runs of one method without KL (smallest marker) and with the weights"
+    f" {', '.join(f'{weight:g}' for weight in KL_WEIGHTS)} of the KL to the base model. Higher and"
+    " further right is better."
 )
 
 
@@ -48,7 +65,13 @@ def details_page(inputs: Inputs, memory: Sequence[Mapping[str, Any]] = ()) -> Do
         page.text(f"{_capital(MISSING)}.")
     else:
         page.text(FRONTIER_TEXT)
-        page.blocks.append(Image("frontier", drawn, _frontier_words({ids[j.claim.id]: j for j in judged if j.claim.id in ids})))
+        page.blocks.append(
+            Image(
+                "frontier",
+                drawn,
+                _frontier_words({ids[j.claim.id]: j for j in judged if j.claim.id in ids}),
+            )
+        )
     page.heading("Costs")
     if inputs.lines:
         page.text(COSTS)
@@ -57,8 +80,8 @@ def details_page(inputs: Inputs, memory: Sequence[Mapping[str, Any]] = ()) -> Do
         page.text(f"{_capital(MISSING)}.")
     page.heading("Settings of the arms")
     page.text(
-        "Arms of the claims name these. A search with the same number of short runs found the numbers in each world; those that "
-        "are not searched are the starts of the search."
+        "Arms of the claims name these. A search with the same number of short runs found the"
+        " numbers in each world; those that are not searched are the starts of the search."
     )
     page.blocks.append(_settings())
     page.heading("Claims and questions")
@@ -83,37 +106,72 @@ def _world(page: Document, world: str, arms: Mapping[str, Arm]) -> None:
     if len(arms) < 2:
         return
     page.heading(f"Learning curves, {name}")
-    page.text("Means over seeds with 95% intervals at every evaluation, uniform credit of the same seeds dashed.")
+    page.text(
+        "Means over seeds with 95% intervals at every evaluation, uniform credit of the same seeds"
+        " dashed."
+    )
     page.blocks.append(Image(f"curves-{world}", curves(arms), _final_words(name, arms)))
     page.heading(f"Survival curves, {name}")
-    page.text("Fraction of runs that have reached a reward by an update; a run that never reaches it keeps the curve below 1.")
+    page.text(
+        "Fraction of runs that have reached a reward by an update; a run that never reaches it"
+        " keeps the curve below 1."
+    )
     words = ", ".join(f"{level:.2f}" for level in survival_levels(arms))
-    alt = f"Fraction of runs that reached rewards of {words} by each update, {name}, a panel per arm with uniform credit"
+    alt = (
+        f"Fraction of runs that reached rewards of {words} by each update, {name}, a panel per arm"
+        " with uniform credit"
+    )
     page.blocks.append(Image(f"survival-{world}", survivals(arms), alt))
 
 
 def _spread(arms: Mapping[str, Arm]) -> Table:
-    head = ("arm", "seeds", "mean", "median", "interquartile mean", "worst", "final reward", "worst final", "collapse rate")
+    head = (
+        "arm",
+        "seeds",
+        "mean",
+        "median",
+        "interquartile mean",
+        "worst",
+        "final reward",
+        "worst final",
+        "collapse rate",
+    )
     rows = []
     for name, arm in arms.items():
         area, final = arm.values("area"), arm.values("final")
         several = len(area) > 1
-        middle = [one.text() if several else f"{one.value:.3f}" for one in (arm.level, median(area), interquartile_mean(area))]
+        middle = [
+            one.text() if several else f"{one.value:.3f}"
+            for one in (arm.level, median(area), interquartile_mean(area))
+        ]
         ends = (f"{area.min():.3f}", f"{final.mean():.3f}", f"{final.min():.3f}")
-        rows.append((name, str(len(area)), *middle, *ends, rate(arm.evidence.values(name, "collapse")).text(2)))
+        rows.append(
+            (
+                name,
+                str(len(area)),
+                *middle,
+                *ends,
+                rate(arm.evidence.values(name, "collapse")).text(2),
+            )
+        )
     return Table(head, rows)
 
 
 def _final_words(world: str, arms: Mapping[str, Arm]) -> str:
     parts = [f"{name} {arm.values('final').mean():.2f}" for name, arm in arms.items()]
-    return f"Learning curves, {world}, a panel per arm with uniform credit. Mean final rewards: {'; '.join(parts)}"
+    return (
+        f"Learning curves, {world}, a panel per arm with uniform credit. Mean final rewards:"
+        f" {'; '.join(parts)}"
+    )
 
 
 def _frontier_words(judged: Mapping[str, Judged]) -> str:
     parts = []
     for name, one in judged.items():
         for arm in one.evidence.runs if one.evidence else ():
-            final, near = (float(one.evidence.values(arm, measure).mean()) for measure in ("final", "quality"))  # pyright: ignore
+            final, near = (
+                float(one.evidence.values(arm, measure).mean()) for measure in ("final", "quality")
+            )  # pyright: ignore
             parts.append(f"{name}, {arm}: reward {final:.2f}, log-density {near:.2f}")
     return f"Final reward against log-density and diversity. {'; '.join(parts)}"
 
@@ -135,7 +193,11 @@ def _values(world: str, name: str) -> str:
 
 
 def _setting(value: Any) -> str:
-    return ", ".join(f"{world} {one}" for world, one in value.items()) if isinstance(value, Mapping) else str(value)
+    return (
+        ", ".join(f"{world} {one}" for world, one in value.items())
+        if isinstance(value, Mapping)
+        else str(value)
+    )
 
 
 def _claim(page: Document, judged: Sequence[Judged]) -> None:
@@ -148,20 +210,34 @@ def _claim(page: Document, judged: Sequence[Judged]) -> None:
         if one.verdict is None:
             page.text(f"{_capital(WORLD_NAMES[one.world])}: {MISSING}.")
             continue
-        page.text(f"{_capital(WORLD_NAMES[one.world])}, {one.seeds} seeds: {marked(one.label)}. {levels(one)}".rstrip())
+        page.text(
+            f"{_capital(WORLD_NAMES[one.world])}, {one.seeds} seeds: {marked(one.label)}."
+            f" {levels(one)}".rstrip()
+        )
         page.blocks.append(comparison_table((*one.verdict.comparisons, *by_task(one)), claim.asks))
 
 
 def _arms(claim: Claim) -> str:
     def options(changes: Changes) -> str:
-        more = " ".join(f"--{name.replace('_', '-')} {_quoted(str(value))}" for name, value in changes.items() if name != "arm")
+        more = " ".join(
+            f"--{name.replace('_', '-')} {_quoted(str(value))}"
+            for name, value in changes.items()
+            if name != "arm"
+        )
         named = f"*{changes['arm']}*" if "arm" in changes else ""
         return f"{named}{' with ' if named and more else ''}{f'`{more}`' if more else ''}"
 
     base = f" All: {options(claim.base)}." if claim.base else ""
-    return "Arms: " + "; ".join(f"{arm} = {options(changes)}" for arm, changes in claim.arms.items()) + "." + base
+    return (
+        "Arms: "
+        + "; ".join(f"{arm} = {options(changes)}" for arm, changes in claim.arms.items())
+        + "."
+        + base
+    )
 
 
 def _quoted(value: str) -> str:
-    """A text quoted for a shell; double quotes if it contains single ones, which is easier to read than escapes."""
+    """A text quoted for a shell; double quotes if it contains single ones, which is easier to read
+    than escapes.
+    """
     return f'"{value}"' if "'" in value and not set(value) & set('"$`\\!') else shlex.quote(value)

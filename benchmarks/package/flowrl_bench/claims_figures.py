@@ -1,6 +1,8 @@
-"""Figures of the claims' pages: leads, learning curves, survival and the frontier of reward and closeness to the data.
+"""Figures of the claims' pages: leads, learning curves, survival and the frontier of reward and
+closeness to the data.
 
-Colours belong to methods; verdicts have symbols. Every panel has few lines, so that labels do not collide.
+Colours belong to methods; verdicts have symbols. Every panel has few lines, so that labels do not
+collide.
 """
 
 import math
@@ -24,14 +26,21 @@ from flowrl_bench.verdicts import by_seed
 
 _FAMILIES = {
     COLOURS["flow-grpo"]: ("uniform",),
-    COLOURS["stepwise-flow-grpo"]: ("stepwise gains", "gains over a moving average", "gains, one-step estimate", "stepwise"),
+    COLOURS["stepwise-flow-grpo"]: (
+        "stepwise gains",
+        "gains over a moving average",
+        "gains, one-step estimate",
+        "stepwise",
+    ),
     COLOURS["tp-grpo"]: ("turning points", "turning points at random steps", "increments alone"),
     OTHERS[1]: ("branch-grpo", "tempflow-grpo", "granular-grpo", "tree-grpo"),
     COLOURS["noise-weighted"]: ("noise-weighted",),
     OTHERS[0]: ("diffusion-nft", "awm", "dgpo"),
 }
 METHOD_COLOURS = {name: colour for colour, names in _FAMILIES.items() for name in names}
-"""By arm: those of one method, or one kind of methods, share a colour; controls that are no method's variant are grey."""
+"""By arm: those of one method, or one kind of methods, share a colour; controls that are no
+method's variant are grey.
+"""
 GREY = OTHERS[2]
 PANELS = 5
 """Panels in a row of small multiples."""
@@ -52,14 +61,31 @@ def band(runs: Sequence[Line]) -> Band:
     middle = [estimate.value for estimate in found]
     low = [e.low if math.isfinite(e.low) else m for e, m in zip(found, middle, strict=True)]
     high = [e.high if math.isfinite(e.high) else m for e, m in zip(found, middle, strict=True)]
-    return Band(column(runs[0], "iteration"), middle, np.clip(low, 0, 1).tolist(), np.clip(high, 0, 1).tolist())
+    return Band(
+        column(runs[0], "iteration"),
+        middle,
+        np.clip(low, 0, 1).tolist(),
+        np.clip(high, 0, 1).tolist(),
+    )
 
 
 def leads(arms: Mapping[str, Arm], world: str) -> Figure:
-    """Leads over uniform credit with intervals, a column per budget and a row per arm, with the symbol of the verdict."""
+    """Leads over uniform credit with intervals, a column per budget and a row per arm, with the
+    symbol of the verdict.
+    """
     rows = [arm for name, arm in arms.items() if name != UNIFORM]
-    estimates = [one.estimate for arm in rows for measure in BUDGETS.values() if (one := arm.lead(measure)) is not None]
-    outer = [abs(end) for estimate in estimates for end in (estimate.low, estimate.high) if math.isfinite(end)]
+    estimates = [
+        one.estimate
+        for arm in rows
+        for measure in BUDGETS.values()
+        if (one := arm.lead(measure)) is not None
+    ]
+    outer = [
+        abs(end)
+        for estimate in estimates
+        for end in (estimate.low, estimate.high)
+        if math.isfinite(end)
+    ]
     shown = min(SHOWN, 1.1 * max(outer, default=SHOWN))
     figure = Figure(figsize=(9.2, 1.1 + 0.29 * len(rows)), layout="constrained")
     cells = figure.subplots(1, len(BUDGETS), sharey=True, sharex=True, squeeze=False)[0]
@@ -72,16 +98,30 @@ def leads(arms: Mapping[str, Arm], world: str) -> Figure:
             found, shade = one.estimate, colour(arm.name)
             if math.isfinite(found.high):
                 ends = np.clip([found.low, found.high], -shown, shown)
-                axes.plot(ends, [row, row], color=shade, linewidth=2.4, alpha=0.65, solid_capstyle="butt")
+                axes.plot(
+                    ends, [row, row], color=shade, linewidth=2.4, alpha=0.65, solid_capstyle="butt"
+                )
             if abs(found.value) <= shown:
                 axes.plot([found.value], [row], "o", color=shade, markersize=6)
             else:
                 side = math.copysign(1, found.value)
-                axes.plot([side * shown], [row], "<" if side < 0 else ">", color=shade, markersize=7)
-                where = {"ha": "left" if side < 0 else "right", "va": "center", "fontsize": 8.5, "color": shade}
+                axes.plot(
+                    [side * shown], [row], "<" if side < 0 else ">", color=shade, markersize=7
+                )
+                where = {
+                    "ha": "left" if side < 0 else "right",
+                    "va": "center",
+                    "fontsize": 8.5,
+                    "color": shade,
+                }
                 axes.annotate(f"  {found.value:+.2f}  ", (side * shown, row), **where)
             axes.annotate(
-                SYMBOLS[one.verdict], (1.0, row), xycoords=("axes fraction", "data"), ha="right", va="center", fontsize=11
+                SYMBOLS[one.verdict],
+                (1.0, row),
+                xycoords=("axes fraction", "data"),
+                ha="right",
+                va="center",
+                fontsize=11,
             )
         dot_plot_axes(axes, [_label(arm) for arm in rows], words, 9)
         if place:
@@ -113,7 +153,9 @@ def _runs(arm: Arm, name: str) -> list[Line]:
     return [line for lines in arm.evidence.runs[name].values() for line in lines]
 
 
-def _each(arms: Mapping[str, Arm], draw: Callable[[Axes, Arm, str, bool], None], x: str, y: str) -> Figure:
+def _each(
+    arms: Mapping[str, Arm], draw: Callable[[Axes, Arm, str, bool], None], x: str, y: str
+) -> Figure:
     """A panel per arm: uniform credit of the same seeds behind, the arm in its colour."""
     others = {name: arm for name, arm in arms.items() if name != UNIFORM}
     figure, cells = _grid([_label(arm) for arm in others.values()])
@@ -126,19 +168,31 @@ def _each(arms: Mapping[str, Arm], draw: Callable[[Axes, Arm, str, bool], None],
 
 
 def curves(arms: Mapping[str, Arm]) -> Figure:
-    """Learning curves with intervals (means over seeds and tasks), a panel per arm, uniform credit dashed."""
+    """Learning curves with intervals (means over seeds and tasks), a panel per arm, uniform credit
+    dashed.
+    """
 
     def draw(axes: Axes, arm: Arm, name: str, behind: bool) -> None:
         found = band(_runs(arm, name))
         shade = colour(name)
-        axes.fill_between(found.x, found.low, found.high, color=shade, alpha=0.12 if behind else 0.25, linewidth=0)
-        axes.plot(found.x, found.middle, "--" if behind else "-", color=shade, linewidth=1.2 if behind else 1.8)
+        axes.fill_between(
+            found.x, found.low, found.high, color=shade, alpha=0.12 if behind else 0.25, linewidth=0
+        )
+        axes.plot(
+            found.x,
+            found.middle,
+            "--" if behind else "-",
+            color=shade,
+            linewidth=1.2 if behind else 1.8,
+        )
 
     return _each(arms, draw, "updates (iterations); uniform credit dashed", "held-out reward")
 
 
 def survival_levels(arms: Mapping[str, Arm]) -> list[float]:
-    """Rewards at 0.5, 0.7 and 0.9 of the way from the start to the best mean final reward of an arm."""
+    """Rewards at 0.5, 0.7 and 0.9 of the way from the start to the best mean final reward of an
+    arm.
+    """
     ends = [float(by_seed(arm.evidence.values(name, "final")).mean()) for name, arm in arms.items()]
     starts = [column(line, "soft")[0] for line in _runs(arms[UNIFORM], UNIFORM)]
     start = float(np.mean(starts))
@@ -146,7 +200,9 @@ def survival_levels(arms: Mapping[str, Arm]) -> list[float]:
 
 
 def survivals(arms: Mapping[str, Arm]) -> Figure:
-    """Fraction of runs that have reached each level by an update, a panel per arm, uniform credit thin."""
+    """Fraction of runs that have reached each level by an update, a panel per arm, uniform credit
+    thin.
+    """
     levels = survival_levels(arms)
 
     def draw(axes: Axes, arm: Arm, name: str, behind: bool) -> None:
@@ -155,19 +211,32 @@ def survivals(arms: Mapping[str, Arm]) -> Figure:
         for style, found in zip(LINES, survival(runs, levels), strict=True):
             times = [runs[0].budgets[0] + 1e-3, *found.budgets, end]
             shares = [found.fraction(at) for at in times]
-            axes.step(times, shares, style, where="post", color=colour(name), linewidth=0.8 if behind else 2)
+            axes.step(
+                times,
+                shares,
+                style,
+                where="post",
+                color=colour(name),
+                linewidth=0.8 if behind else 2,
+            )
         axes.set_xscale("log")
         axes.set_xticks([2, 5, 10, 20, 40], ["2", "5", "10", "20", "40"], minor=False)
         axes.minorticks_off()
         axes.set_xlim(0.9 * runs[0].budgets[1], end)
         axes.set_ylim(-0.03, 1.03)
 
-    words = ", ".join(f"{level:.2f} {mark}" for level, mark in zip(levels, ("solid", "dashed", "dotted"), strict=True))
-    return _each(arms, draw, f"updates until a reward of {words}; uniform credit thin", "fraction of runs")
+    words = ", ".join(
+        f"{level:.2f} {mark}"
+        for level, mark in zip(levels, ("solid", "dashed", "dotted"), strict=True)
+    )
+    return _each(
+        arms, draw, f"updates until a reward of {words}; uniform credit thin", "fraction of runs"
+    )
 
 
 def frontier(judged: Mapping[str, Judged]) -> Figure | None:
-    """Final reward against log-density under the data, and against diversity, for every weight of the KL; a line per method.
+    """Final reward against log-density under the data, and against diversity, for every weight of
+    the KL; a line per method.
 
     `judged`: the questions kl-frontier-* by the name of their arm. None if none has runs.
     """
@@ -175,11 +244,17 @@ def frontier(judged: Mapping[str, Judged]) -> Figure | None:
     if not shown:
         return None
     figure = Figure(figsize=(10.5, 4.2), layout="constrained")
-    labels = {"quality": "log-density of samples under the data", "diversity": "distance between samples of a prompt"}
+    labels = {
+        "quality": "log-density of samples under the data",
+        "diversity": "distance between samples of a prompt",
+    }
     for axes, (measure, words) in zip(figure.subplots(1, 2), labels.items(), strict=True):
         for name, found in shown.items():
             order = [("no KL", 0.0), *((f"KL {weight:g}", weight) for weight in KL_WEIGHTS)]
-            points = [(found.values(arm, "final").mean(), found.values(arm, measure).mean(), w) for arm, w in order]
+            points = [
+                (found.values(arm, "final").mean(), found.values(arm, measure).mean(), w)
+                for arm, w in order
+            ]
             xs, ys, weights = zip(*points, strict=True)
             axes.plot(xs, ys, "-", color=colour(name), linewidth=1.4, label=name)
             for x, y, weight in zip(xs, ys, weights, strict=True):

@@ -1,4 +1,6 @@
-"""The page of the claims, made only from results files: answers, one figure, tables. The details are on a separate page."""
+"""The page of the claims, made only from results files: answers, one figure, tables. The details
+are on a separate page.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -33,10 +35,11 @@ from flowrl_bench.verdicts import ALIKE, BETTER, FAILS, HOLDS, UNDECIDED, WORSE
 TITLE = "Tests of the papers' claims"
 DETAILS = "claims/details.md"
 LEGEND = (
-    f"{SYMBOLS[BETTER]} better, {SYMBOLS[WORSE]} worse, {SYMBOLS[ALIKE]} no difference that matters, {SYMBOLS[UNDECIDED]} "
-    f"undecided; {SYMBOLS[HOLDS]} the claim holds, {SYMBOLS[FAILS]} it does not. Numbers are differences of mean reward (0 to 1) "
-    "over training, at equal budgets, with 95% intervals over paired seeds. [The verdict rules](verdicts.md) were written before "
-    "the runs."
+    f"{SYMBOLS[BETTER]} better, {SYMBOLS[WORSE]} worse, {SYMBOLS[ALIKE]} no difference that"
+    f" matters, {SYMBOLS[UNDECIDED]} undecided; {SYMBOLS[HOLDS]} the claim holds, {SYMBOLS[FAILS]}"
+    " it does not. Numbers are differences of mean reward (0 to 1) over training, at equal"
+    " budgets, with 95% intervals over paired seeds. [The verdict rules](verdicts.md) were written"
+    " before the runs."
 )
 DEFINITIONS = (
     "The runs use the definitions of version 0.1: credit rules count ODE steps as steps, and a "
@@ -46,40 +49,52 @@ DEFINITIONS = (
 )
 """Also in the README, next to the same numbers."""
 MAIN_TEXT = (
-    "Every arm has the learning rate, clip and noise level that a search of equal size found for it. *Larger groups*: uniform "
-    "credit with as many network evaluations per update as stepwise gains. The worst seed is by mean reward over training. "
-    "The clip that the search found for uniform credit collapses in some seeds; [narrower-clip](claims/details.md#narrower-clip) "
-    "compares the papers' rules with its second-best clip. A click on a column's head sorts."
+    "Every arm has the learning rate, clip and noise level that a search of equal size found for"
+    " it. *Larger groups*: uniform credit with as many network evaluations per update as stepwise"
+    " gains. The worst seed is by mean reward over training. The clip that the search found for"
+    " uniform credit collapses in some seeds; [narrower-clip](claims/details.md#narrower-clip)"
+    " compares the papers' rules with its second-best clip. A click on a column's head sorts."
 )
 SURVIVAL_TEXT = (
-    "The papers' headlines at the worlds' default settings and at tuned settings. The runs at default settings are those of the "
-    "question [tuning](claims/details.md#tuning), if it has runs in that world; else they are older and have "
-    "[a page of their own](claims/at-default-settings.md)."
+    "The papers' headlines at the worlds' default settings and at tuned settings. The runs at"
+    " default settings are those of the question [tuning](claims/details.md#tuning), if it has runs"
+    " in that world; else they are older and have [a page of their"
+    " own](claims/at-default-settings.md)."
 )
-CLAIMS_TEXT = "The papers' statements in our words. A link leads to the rule, the arms, every comparison and the reported number."
-QUESTIONS_TEXT = "No paper reports these. The answer refers to the arms that it names, or to the arm that the details name first."
+CLAIMS_TEXT = (
+    "The papers' statements in our words. A link leads to the rule, the arms, every comparison and"
+    " the reported number."
+)
+QUESTIONS_TEXT = (
+    "No paper reports these. The answer refers to the arms that it names, or to the arm that the"
+    " details name first."
+)
 METHOD = (
-    "The unit is the seed; runs of one seed share prompts and noise, and tasks are averaged within the seed. p-values have "
-    "Holm's correction over a family: the main comparison, the papers' claims, the other questions, the self-test. Held-out "
-    "prompts and their noise are the same for all runs, so intervals do not cover the choice of prompts. *Per evaluation* counts "
-    "network evaluations for sampling, scoring and the update. *Per second* is processor time of one core with tiny networks; "
-    "large models can differ. Verdicts are about these worlds."
+    "The unit is the seed; runs of one seed share prompts and noise, and tasks are averaged within"
+    " the seed. p-values have Holm's correction over a family: the main comparison, the papers'"
+    " claims, the other questions, the self-test. Held-out prompts and their noise are the same for"
+    " all runs, so intervals do not cover the choice of prompts. *Per evaluation* counts network"
+    " evaluations for sampling, scoring and the update. *Per second* is processor time of one core"
+    " with tiny networks; large models can differ. Verdicts are about these worlds."
 )
 CHOICE = (
-    "The rule to take has the largest lead per evaluation among methods that are better than uniform credit there, not worse "
-    "than larger groups, and neither worse per second nor in collapses. This selection was defined after the first 2-D runs "
-    "had been seen. All numbers are on [the page of details](claims/details.md)."
+    "The rule to take has the largest lead per evaluation among methods that are better than"
+    " uniform credit there, not worse than larger groups, and neither worse per second nor in"
+    " collapses. This selection was defined after the first 2-D runs had been seen. All numbers are"
+    " on [the page of details](claims/details.md)."
 )
 AGAIN = (
-    "`flowrl bench claims --out FILE` makes the missing runs and this page, `flowrl bench claims --out FILE --redo ID` repeats "
-    "one run and compares every number. The file contains all runs; none is left out."
+    "`flowrl bench claims --out FILE` makes the missing runs and this page, `flowrl bench claims"
+    " --out FILE --redo ID` repeats one run and compares every number. The file contains all runs;"
+    " none is left out."
 )
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The data of the page: the verdicts, the lines and their file, the lines at default settings, and the false-alarm rates
-    (benchmarks/results/calibration.json)."""
+    """The data of the page: the verdicts, the lines and their file, the lines at default settings,
+    and the false-alarm rates (benchmarks/results/calibration.json).
+    """
 
     judged: Sequence[Judged]
     lines: Lines
@@ -103,7 +118,11 @@ def claims_page(inputs: Inputs) -> Document:
         if arms:
             name = WORLD_NAMES[world]
             page.blocks.append(
-                Image(f"leads-{world}", leads(arms, name), f"Dot plot of each method's lead over uniform credit in the {name}")
+                Image(
+                    f"leads-{world}",
+                    leads(arms, name),
+                    f"Dot plot of each method's lead over uniform credit in the {name}",
+                )
             )
     page.text(LEGEND)
     page.text(DEFINITIONS)
@@ -156,9 +175,13 @@ def _false_alarms(calibration: Mapping[str, Any], worlds: Mapping[str, Mapping[s
         single = [law[seeds]["better or worse, mean reward over training"] for law in laws]
         every = [law[seeds] for law in calibration["families"].values()]
         parts.append(
-            f"{WORLD_NAMES[world]} ({seeds} seeds): {_percent(single)} of single comparisons, {_percent(every)} of families of 20"
+            f"{WORLD_NAMES[world]} ({seeds} seeds): {_percent(single)} of single comparisons,"
+            f" {_percent(every)} of families of 20"
         )
-    return f"False alarms among arms that are alike, in simulated learning curves (mean, largest over laws): {'; '.join(parts)}."
+    return (
+        "False alarms among arms that are alike, in simulated learning curves (mean, largest over"
+        f" laws): {'; '.join(parts)}."
+    )
 
 
 def _percent(rates: Sequence[float]) -> str:
@@ -170,7 +193,11 @@ def by_world(judged: Sequence[Judged]) -> Table:
     claims: dict[str, Claim] = {one.claim.id: one.claim for one in judged}
     cells = {(one.claim.id, one.world): cell(one) for one in judged}
     rows = [
-        (f"[{key}]({DETAILS}#{key})", claim.says, *(cells.get((key, world), "-") for world in WORLDS))
+        (
+            f"[{key}]({DETAILS}#{key})",
+            claim.says,
+            *(cells.get((key, world), "-") for world in WORLDS),
+        )
         for key, claim in claims.items()
     ]
     asks = bool(judged) and judged[-1].claim.asks
@@ -179,7 +206,9 @@ def by_world(judged: Sequence[Judged]) -> Table:
 
 
 def cell(one: Judged) -> str:
-    """The symbol and the verdict; the number of a single comparison, and the symbols of several by arm."""
+    """The symbol and the verdict; the number of a single comparison, and the symbols of several by
+    arm.
+    """
     if one.verdict is None:
         return MISSING
     found = one.verdict.comparisons
@@ -193,8 +222,16 @@ def cell(one: Judged) -> str:
     names = [part.arms.partition(" minus ")[0].partition(" over ")[0] for part in found]
     named = len(set(names)) == len(names) and not any(name.startswith("(") for name in names)
     symbols = [SYMBOLS[part.verdict] for part in found]
-    parts = [f"{name} {symbol}" for name, symbol in zip(names, symbols, strict=True)] if named else symbols
-    return (", " if named else " ").join(parts) if one.label == DEPENDS else f"{one.label}: {' '.join(symbols)}"
+    parts = (
+        [f"{name} {symbol}" for name, symbol in zip(names, symbols, strict=True)]
+        if named
+        else symbols
+    )
+    return (
+        (", " if named else " ").join(parts)
+        if one.label == DEPENDS
+        else f"{one.label}: {' '.join(symbols)}"
+    )
 
 
 def _brief(label: str) -> str:
@@ -207,15 +244,21 @@ def processor(line: Mapping[str, Any]) -> str:
 
 
 def mixed_seeds(lines: Lines) -> dict[tuple[str, int], list[str]]:
-    """World and seed of runs that were made on more than one kind of processor, with the processors."""
+    """World and seed of runs that were made on more than one kind of processor, with the
+    processors.
+    """
     found: dict[tuple[str, int], set[str]] = {}
     for line in lines.values():
-        found.setdefault((line["config"]["environment"]["world"], line["seed"]), set()).add(processor(line))
+        found.setdefault((line["config"]["environment"]["world"], line["seed"]), set()).add(
+            processor(line)
+        )
     return {key: sorted(kinds) for key, kinds in sorted(found.items()) if len(kinds) > 1}
 
 
 def provenance(lines: Lines, path: Path) -> list[str]:
-    """Runs, commits, versions, processors, code and rules; whether all arms of a seed ran on one kind of processor."""
+    """Runs, commits, versions, processors, code and rules; whether all arms of a seed ran on one
+    kind of processor.
+    """
     if not lines:
         return ["No run has finished yet."]
     values = list(lines.values())
@@ -229,19 +272,23 @@ def provenance(lines: Lines, path: Path) -> list[str]:
     processors = ", ".join(f"{kind} ({kinds.count(kind)} runs)" for kind in sorted(set(kinds)))
     versions = ", ".join(f"{name} {number}" for name, number in values[0]["versions"].items())
     words = (
-        f"{len(values)} runs ({hours:.1f} hours of one core in training) in `{path.name}`; processors: {processors}; "
-        f"commits {counted('commit')}; code {counted('code')}; rules when they were made {counted('rules')}, now "
-        f"`{rules_digest()}`; {versions}."
+        f"{len(values)} runs ({hours:.1f} hours of one core in training) in `{path.name}`;"
+        f" processors: {processors}; commits {counted('commit')}; code {counted('code')}; rules"
+        f" when they were made {counted('rules')}, now `{rules_digest()}`; {versions}."
     )
     mixed = mixed_seeds(lines)
     if not mixed:
         return [words, "All arms of one seed ran on one kind of processor."]
     seeds = "; ".join(
-        f"{WORLD_NAMES.get(world, world)}, seed {seed} ({', '.join(kinds)})" for (world, seed), kinds in mixed.items()
+        f"{WORLD_NAMES.get(world, world)}, seed {seed} ({', '.join(kinds)})"
+        for (world, seed), kinds in mixed.items()
     )
     return [
         words,
-        f"Warning: the arms of these seeds ran on different kinds of processors, so their differences contain rounding: {seeds}.",
+        (
+            "Warning: the arms of these seeds ran on different kinds of processors, so their"
+            f" differences contain rounding: {seeds}."
+        ),
     ]
 
 

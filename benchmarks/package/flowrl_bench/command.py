@@ -18,13 +18,16 @@ from flowrl.options import Count, Workers
 
 @dataclass(frozen=True)
 class Claims:
-    """Test the papers' claims: make the missing runs of the results file, judge, and write the page.
+    """Test the papers' claims: make the missing runs of the results file, judge, and write the
+    page.
 
     Example: flowrl bench claims --quick --workers 2
     """
 
     quick: bool = False
-    """Only the 2-D world with three seeds and some of the open questions: a subset of the full suite's runs, in the same file."""
+    """Only the 2-D world with three seeds and some of the open questions: a subset of the full
+    suite's runs, in the same file.
+    """
     world: str = "all"
     """mixture (two dimensions), shapes (images, headline claims only) or all."""
     only: tuple[str, ...] = ()
@@ -32,19 +35,26 @@ class Claims:
     out: Path = Path("runs/claims/claims.jsonl")
     """The results file: one line per run. Runs that it has are not made again."""
     page: Path | None = None
-    """Folder of the page claims.md, claims.html, their figures and claims/details.md; default: that of the results."""
+    """Folder of the page claims.md, claims.html, their figures and claims/details.md; default: that
+    of the results.
+    """
     workers: Workers = 0
-    """Number of parallel runs; 0 = one per core. Every run uses one thread, so the numbers do not depend on it."""
+    """Number of parallel runs; 0 = one per core. Every run uses one thread, so the numbers do not
+    depend on it.
+    """
     minutes: Annotated[float, Gt(0)] = math.inf
     """Start no more runs after this time; the next call continues."""
     judge: bool = False
     """Make no runs: judge the file (also one that other code made) and write the page."""
     look: bool = False
-    """With --judge: measure missing samples of samplers (FILE-samples.json) with the current code; a run that then ends otherwise
-    than its line says is refused."""
+    """With --judge: measure missing samples of samplers (FILE-samples.json) with the current code;
+    a run that then ends otherwise than its line says is refused.
+    """
     redo: str = ""
-    """Repeat the run with this id from its line in `out` (also that of a rule of your own), compare every number except seconds,
-    say whether another processor's rounding explains what differs, and stop."""
+    """Repeat the run with this id from its line in `out` (also that of a rule of your own), compare
+    every number except seconds, say whether another processor's rounding explains what differs, and
+    stop.
+    """
     trust: bool = False
     """Run code that the lines in `out` name, and use their addresses and keys."""
     list: bool = False
@@ -55,13 +65,31 @@ class Claims:
         from flowrl_bench import claims_details
         from flowrl_bench.catalogue import CLAIMS
         from flowrl_bench.claims import QUICK_SEEDS, SEEDS
-        from flowrl_bench.claims_page import TITLE, Inputs, claims_page, default_lines, read_calibration
+        from flowrl_bench.claims_page import (
+            TITLE,
+            Inputs,
+            claims_page,
+            default_lines,
+            read_calibration,
+        )
         from flowrl_bench.page import require_page
         from flowrl_bench.results_file import ResultsFile, SamplesFile, joined
-        from flowrl_bench.suite import Suite, complete_samples, kept_memory, needed, needed_samples, quick
+        from flowrl_bench.suite import (
+            Suite,
+            complete_samples,
+            kept_memory,
+            needed,
+            needed_samples,
+            quick,
+        )
         from flowrl_bench.tables import COST_ARMS, judge_all
 
-        require(self.world in ("all", "mixture", "shapes"), "world", self.world, "mixture, shapes or all")
+        require(
+            self.world in ("all", "mixture", "shapes"),
+            "world",
+            self.world,
+            "mixture, shapes or all",
+        )
         for name in self.only:
             require(name in CLAIMS, "only", name, f"one of {', '.join(CLAIMS)}")
         offered = CLAIMS if self.only or not self.quick else quick(CLAIMS)
@@ -76,7 +104,11 @@ class Claims:
         require_page(folder, "claims", TITLE)
         require_page(folder / "claims", "details", claims_details.TITLE)
         seeds = {"mixture": QUICK_SEEDS, "shapes": ()} if self.quick else SEEDS
-        suite = Suite(needed(chosen, "mixture" if self.quick else self.world, seeds), file, needed(CLAIMS, "all", SEEDS))
+        suite = Suite(
+            needed(chosen, "mixture" if self.quick else self.world, seeds),
+            file,
+            needed(CLAIMS, "all", SEEDS),
+        )
         finished = self.judge or _execute(suite, self.workers, self.minutes)
         lines = file.read(suite.allowed, any_code=self.judge)
         memory = kept_memory(
@@ -86,7 +118,9 @@ class Claims:
         )
         samples = SamplesFile(self.out.with_name(f"{self.out.stem}-samples.json"))
         if finished and (self.look or not self.judge):
-            observed = {key: config for key, config in needed_samples(chosen, seeds).items() if key in lines}
+            observed = {
+                key: config for key, config in needed_samples(chosen, seeds).items() if key in lines
+            }
             finished = complete_samples(samples, observed, self.workers, _counter("samples"))
         lines = joined(lines, samples.read(any_code=self.judge))
         judged = judge_all(CLAIMS, lines)
@@ -103,7 +137,8 @@ class Claims:
 
 @dataclass(frozen=True)
 class Tune:
-    """Find each arm's best learning rate, clip and noise level, with the same number of short runs for every arm.
+    """Find each arm's best learning rate, clip and noise level, with the same number of short runs
+    for every arm.
 
     Examples: flowrl bench tune flow-grpo tp-grpo my_rules.py:MyRule --world mixture
 
@@ -111,16 +146,21 @@ class Tune:
     """
 
     methods: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Methods or arms by name, or credit rules as path/to/file.py:Class or NAME(option=value); default: all compared arms,
-    or none with `arm` or `arms`."""
+    """Methods or arms by name, or credit rules as path/to/file.py:Class or NAME(option=value);
+    default: all compared arms, or none with `arm` or `arms`.
+    """
     arm: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """An arm of your own as "NAME: setting=value, ..."; can be repeated. Numbers that it sets are not searched."""
+    """An arm of your own as "NAME: setting=value, ..."; can be repeated. Numbers that it sets are
+    not searched.
+    """
     arms: Path | None = None
     """A YAML file with further arms: below "arms:", lines of "NAME: {setting: value}"."""
     trust: bool = False
     """Run code that the file of `arms` names, and use its addresses and keys."""
     world: str = "mixture"
-    """mixture (two dimensions), shapes (images), all (both), or a world of yours: path/to/file.py:Class or a plug-in."""
+    """mixture (two dimensions), shapes (images), all (both), or a world of yours:
+    path/to/file.py:Class or a plug-in.
+    """
     model: str = ""
     """A diffusers model instead of a world: its folder, with `prompts` and `reward`."""
     prompts: str = ""
@@ -150,7 +190,12 @@ class Tune:
         arms = [*(named_arm(name) for name in self.methods or (ARMS if not own else ())), *own]
         names = [arm.name for arm in arms]
         require(len(set(names)) == len(names), "arm", names, "each name once")
-        searches = [Search(arm, world, self.budget) for world in worlds for arm in arms if in_world(arm, world)]
+        searches = [
+            Search(arm, world, self.budget)
+            for world in worlds
+            for arm in arms
+            if in_world(arm, world)
+        ]
         total = self.budget * len(searches)
 
         def progress(line: Mapping[str, Any], done: int) -> None:
@@ -170,7 +215,8 @@ class Tune:
 
 @dataclass(frozen=True)
 class Rule:
-    """Tune a credit rule or another arm of your own and compare it with tuned baselines (30 minutes on 2 cores; --quick: 8).
+    """Tune a credit rule or another arm of your own and compare it with tuned baselines (30 minutes
+    on 2 cores; --quick: 8).
 
     Examples: flowrl bench rule my_rules.py:MyRule
 
@@ -180,16 +226,21 @@ class Rule:
     rule: tyro.conf.Positional[str] = ""
     """A credit rule: path/to/file.py:Class, NAME or NAME(option=value)."""
     arm: str = ""
-    """Instead of a rule, an arm as "NAME: setting=value, ...". Numbers that it sets are not searched."""
+    """Instead of a rule, an arm as "NAME: setting=value, ...". Numbers that it sets are not
+    searched.
+    """
     arms: Path | None = None
     """Instead of a rule, a YAML file with one arm: below "arms:", "NAME: {setting: value}"."""
     trust: bool = False
     """Run code that the file of `arms` names, and use its addresses and keys."""
     quick: bool = False
-    """Fewer runs of the search and fewer seeds; in the image world no search, and uniform credit as the only baseline."""
+    """Fewer runs of the search and fewer seeds; in the image world no search, and uniform credit as
+    the only baseline.
+    """
     world: str = "all"
-    """mixture (two dimensions), shapes (images), all (both), or a world of yours: path/to/file.py:Class or a plug-in. In yours
-    the baselines are tuned, too."""
+    """mixture (two dimensions), shapes (images), all (both), or a world of yours:
+    path/to/file.py:Class or a plug-in. In yours the baselines are tuned, too.
+    """
     model: str = ""
     """A diffusers model instead of a world: its folder, with `prompts` and `reward`."""
     prompts: str = ""
@@ -201,9 +252,13 @@ class Rule:
     seeds: Annotated[int, Ge(0), Le(1000)] = 0
     """Seeds per arm and world; 0 = 20 in two dimensions and 8 elsewhere (--quick: 8 and 4)."""
     budget: Annotated[int, Ge(-1), Le(200)] = -1
-    """Runs of the search per world (0: none); -1 = 12, and 6 for images (--quick: 6, and 0 for images)."""
+    """Runs of the search per world (0: none); -1 = 12, and 6 for images (--quick: 6, and 0 for
+    images).
+    """
     out: Path | None = None
-    """Folder of the results and the page; default: runs/rule-NAME. Runs that it has are not made again."""
+    """Folder of the results and the page; default: runs/rule-NAME. Runs that it has are not made
+    again.
+    """
     workers: Workers = 0
     """Number of parallel runs; 0 = one per core."""
 
@@ -213,19 +268,25 @@ class Rule:
         from flowrl_bench.rule_bench import bench_rule
         from flowrl_bench.rule_plan import make_parts
 
-        given = [*([self.rule] if self.rule else []), *own_arms([self.arm] if self.arm else [], self.arms, self.trust)]
+        given = [
+            *([self.rule] if self.rule else []),
+            *own_arms([self.arm] if self.arm else [], self.arms, self.trust),
+        ]
         names = [one if isinstance(one, str) else one.name for one in given]
         require(len(given) == 1, "rule", names, "a credit rule, or one arm by --arm or --arms")
         worlds = chosen_worlds(self.world, self.model, self.prompts, self.reward, self.set)
         world = self.world if self.world == "all" and not self.model else worlds[0]
         parts = make_parts(self.quick, world, self.seeds, self.budget)
         command = shlex.join(["flowrl", *sys.argv[1:]])
-        return 0 if bench_rule(given[0], parts, self.out, self.workers, self.quick, command) else 130
+        return (
+            0 if bench_rule(given[0], parts, self.out, self.workers, self.quick, command) else 130
+        )
 
 
 @dataclass(frozen=True)
 class Microscope:
-    """Compare each rule's credit with the true advantage of the step, in both worlds (about 15 minutes on one core; --quick: 1).
+    """Compare each rule's credit with the true advantage of the step, in both worlds (about 15
+    minutes on one core; --quick: 1).
 
     Example: flowrl bench microscope --rules my_rules.py:MyRule --world mixture
     """
@@ -235,13 +296,19 @@ class Microscope:
     world: str = "all"
     """mixture (two dimensions), shapes (images) or all."""
     looks: Annotated[int, Ge(0), Le(1000)] = 0
-    """Seeds of training and of trajectories; 0 = 5 in two dimensions and 3 for images (--quick: 3 and 2)."""
+    """Seeds of training and of trajectories; 0 = 5 in two dimensions and 3 for images (--quick: 3
+    and 2).
+    """
     quick: bool = False
     """Fewer trajectories, shorter training; for a first impression."""
     out: Path | None = None
-    """The results file, one line per cell; default: runs/microscope/microscope.jsonl (quick.jsonl). Existing cells are kept."""
+    """The results file, one line per cell; default: runs/microscope/microscope.jsonl (quick.jsonl).
+    Existing cells are kept.
+    """
     page: Path | None = None
-    """Folder of the page microscope.md, microscope.html and their figures; default: that of the results."""
+    """Folder of the page microscope.md, microscope.html and their figures; default: that of the
+    results.
+    """
     workers: Workers = 0
     """Number of processes; 0 = one per core. The numbers do not depend on it."""
 
@@ -259,7 +326,9 @@ class Microscope:
         chosen = {world: size for world, size in every.items() if self.world in ("all", world)}
         rules = {**RULES, **named_rules(self.rules, RULES)}
         check_rules(rules, every["mixture"])
-        out = self.out or Path("runs/microscope") / ("quick.jsonl" if self.quick else "microscope.jsonl")
+        out = self.out or Path("runs/microscope") / (
+            "quick.jsonl" if self.quick else "microscope.jsonl"
+        )
         check_out(out)
         require_page(self.page or out.parent, "microscope", TITLE)
         command = shlex.join(["flowrl", *sys.argv[1:]])
@@ -278,7 +347,9 @@ class Microscope:
 
 @dataclass(frozen=True)
 class Bench:
-    """Benchmarks: tests of the papers' claims, your own rule against tuned baselines, and a microscope for credit."""
+    """Benchmarks: tests of the papers' claims, your own rule against tuned baselines, and a
+    microscope for credit.
+    """
 
     which: tyro.conf.OmitSubcommandPrefixes[Claims | Tune | Rule | Microscope]
 
@@ -294,9 +365,19 @@ def _redo(key: str, file: Any) -> int:
     if found.same:
         print(f"{key}: the same to the last digit")
         return 0
-    print(f"{key}: differs in {len(found.differing)} numbers (first: {found.differing[0]}), by at most {found.largest:.3g}")
-    judged = "as much as the rounding of another processor explains" if found.close else "more than another processor's rounding"
-    print(f"Reward: {found.early:.2g} apart in the first quarter of the evaluations, {found.final:.2g} in the last; {judged}")
+    print(
+        f"{key}: differs in {len(found.differing)} numbers (first: {found.differing[0]}), by at"
+        f" most {found.largest:.3g}"
+    )
+    judged = (
+        "as much as the rounding of another processor explains"
+        if found.close
+        else "more than another processor's rounding"
+    )
+    print(
+        f"Reward: {found.early:.2g} apart in the first quarter of the evaluations,"
+        f" {found.final:.2g} in the last; {judged}"
+    )
     return 0 if found.close else 1
 
 
@@ -313,7 +394,11 @@ def _examine(study: Any, workers: int) -> bool:
     missing = sum(cell.key not in lines for wanted in study.sessions().values() for cell in wanted)
     if not missing:
         return True
-    print(f"{missing} of {total} cells to measure in {study.path}; about {duration(first / count)}; Ctrl-C pauses", flush=True)
+    print(
+        f"{missing} of {total} cells to measure in {study.path}; about {duration(first / count)};"
+        " Ctrl-C pauses",
+        flush=True,
+    )
 
     def progress(done: int, total: int, line: Mapping[str, Any]) -> None:
         from flowrl_bench.microscope import Cell
@@ -322,7 +407,9 @@ def _examine(study: Any, workers: int) -> bool:
         lines[cell.key] = line
         left, elapsed = seconds_left(study, lines), time.monotonic() - started
         pace = elapsed / (first - left) if first - left > 0.05 * first else 1 / count
-        print(f"{done}/{total} {cell.key}; about {duration(max(left, 0.0) * pace)} left", flush=True)
+        print(
+            f"{done}/{total} {cell.key}; about {duration(max(left, 0.0) * pace)} left", flush=True
+        )
 
     return study.execute(workers, progress)
 
@@ -334,12 +421,15 @@ def _execute(suite: Any, workers: int, minutes: float) -> bool:
 
     lines = suite.file.read(suite.allowed)
     done = suite.runs.keys() & lines.keys()
-    remaining = RemainingTime(suite.runs, worker_count(workers, max(1, len(suite.runs) - len(done))))
+    remaining = RemainingTime(
+        suite.runs, worker_count(workers, max(1, len(suite.runs) - len(done)))
+    )
     for key in done:
         remaining.finished(lines[key], now=False)
     estimate = f"about {duration(remaining.seconds(0.0))}; " if len(done) < len(suite.runs) else ""
     print(
-        f"{len(suite.runs) - len(done)} of {len(suite.runs)} runs to make in {suite.file.path}; {estimate}Ctrl-C pauses",
+        f"{len(suite.runs) - len(done)} of {len(suite.runs)} runs to make in {suite.file.path};"
+        f" {estimate}Ctrl-C pauses",
         flush=True,
     )
     started = time.monotonic()
@@ -347,12 +437,18 @@ def _execute(suite: Any, workers: int, minutes: float) -> bool:
     def progress(finished: int, total: int, line: Mapping[str, Any]) -> None:
         remaining.finished(line)
         config, left = line["config"], duration(remaining.seconds(time.monotonic() - started))
-        what = f"{config['environment']['world']} {config['algorithm']['method']} seed {config['seed']}"
+        what = (
+            f"{config['environment']['world']} {config['algorithm']['method']} seed"
+            f" {config['seed']}"
+        )
         print(f"{finished}/{total} {what}; about {left} left", flush=True)
 
     finished = suite.execute(workers, progress, minutes)
     if not finished:
-        print(f"Paused; finished runs are kept. Continue with: {shlex.join(['flowrl', *sys.argv[1:]])}")
+        print(
+            "Paused; finished runs are kept. Continue with:"
+            f" {shlex.join(['flowrl', *sys.argv[1:]])}"
+        )
     return finished
 
 

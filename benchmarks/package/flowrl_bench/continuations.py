@@ -1,11 +1,14 @@
-"""The true advantage of each decision of a trajectory by continuations, and a rule's credit on the same trajectories.
+"""The true advantage of each decision of a trajectory by continuations, and a rule's credit on the
+same trajectories.
 
-The truth is A*(k) = Q(x, x') - V(x) = V(x') - V(x) of the transition x -> x' that decision k draws: V(x) is the expected final
-reward when the *stochastic* sampler continues from x under the current policy. V is estimated by Monte Carlo continuation, so
-every A* has a standard error, and correlations are corrected for it (`flowrl_bench.true_advantage`).
+The truth is A*(k) = Q(x, x') - V(x) = V(x') - V(x) of the transition x -> x' that decision k draws:
+V(x) is the expected final reward when the *stochastic* sampler continues from x under the current
+policy. V is estimated by Monte Carlo continuation, so every A* has a standard error, and
+correlations are corrected for it (`flowrl_bench.true_advantage`).
 
-In a branched tree (`flowrl.tree`) the truth belongs to the edge into each state that was drawn: A* = V(child) - V(parent). A
-distinct state is continued once, however many members pass it, and an edge counts in the agreement as it does in the update.
+In a branched tree (`flowrl.tree`) the truth belongs to the edge into each state that was drawn: A*
+= V(child) - V(parent). A distinct state is continued once, however many members pass it, and an
+edge counts in the agreement as it does in the update.
 """
 
 import math
@@ -28,12 +31,14 @@ from flowrl_bench.gradients import Setting, assigned
 
 @dataclass(frozen=True)
 class TrueAdvantages:
-    """`values` [prompt, member, decision] estimates A*, `errors` are its standard errors; `steps` are the decisions' steps.
+    """`values` [prompt, member, decision] estimates A*, `errors` are its standard errors; `steps`
+    are the decisions' steps.
 
-    `state_values` [prompt, member, decision+1] estimates V with standard errors `state_errors` (0 for the finished image's
-    reward); NaN for states of a tree from which no decision starts. `weights` [prompt, member, decision] are the counts of the
-    decisions: in a branched tree 0 if a member's transition was not drawn, else 1 (weight "leaf") or 1 / the members that share
-    the edge ("edge"). None: every decision once.
+    `state_values` [prompt, member, decision+1] estimates V with standard errors `state_errors` (0
+    for the finished image's reward); NaN for states of a tree from which no decision starts.
+    `weights` [prompt, member, decision] are the counts of the decisions: in a branched tree 0 if a
+    member's transition was not drawn, else 1 (weight "leaf") or 1 / the members that share the edge
+    ("edge"). None: every decision once.
     """
 
     values: CreditTable
@@ -45,8 +50,14 @@ class TrueAdvantages:
 
     @property
     def reliability(self) -> float:
-        """Fraction of the variance of the estimated A* at decisions that is not Monte Carlo noise."""
-        counted = torch.ones_like(self.values, dtype=torch.bool) if self.weights is None else self.weights > 0
+        """Fraction of the variance of the estimated A* at decisions that is not Monte Carlo
+        noise.
+        """
+        counted = (
+            torch.ones_like(self.values, dtype=torch.bool)
+            if self.weights is None
+            else self.weights > 0
+        )
         noise = float(self.errors[counted].square().mean())
         return max(0.0, 1.0 - noise / max(float(self.values[counted].var()), 1e-30))
 
@@ -59,28 +70,39 @@ def true_advantages(
     usage: Usage | None = None,
     max_batch: int = 8192,
 ) -> TrueAdvantages:
-    """A* of every decision of `trajectories` by `continuations` independent stochastic continuations from each one's start.
+    """A* of every decision of `trajectories` by `continuations` independent stochastic
+    continuations from each one's start.
 
-    V of a state is the mean reward of its continuations, with standard error std / sqrt(continuations); after the last decision
-    it is the reward itself. The two states of a decision have separate continuations, so their squared errors add. In a
-    branched tree distinct states are continued, those that a decision starts from or leads to.
-    Raises `ConfigError` for fewer than two continuations.
+    V of a state is the mean reward of its continuations, with standard error std /
+    sqrt(continuations); after the last decision it is the reward itself. The two states of a
+    decision have separate continuations, so their squared errors add. In a branched tree distinct
+    states are continued, those that a decision starts from or leads to. Raises `ConfigError` for
+    fewer than two continuations.
     """
     if trajectories.trajectories.tree.branched:
         _require_two(continuations)
         return _on_a_tree(setting, trajectories, continuations, seed, usage or Usage(), max_batch)
-    rewards = continuation_rewards(setting, trajectories, continuations, [setting.reward], seed, usage, max_batch)
+    rewards = continuation_rewards(
+        setting, trajectories, continuations, [setting.reward], seed, usage, max_batch
+    )
     return from_continuations(rewards[0], trajectories)
 
 
 def _require_two(continuations: int) -> None:
-    require(continuations >= 2, "continuations", continuations, "2 or more: a standard error needs a spread")
+    require(
+        continuations >= 2,
+        "continuations",
+        continuations,
+        "2 or more: a standard error needs a spread",
+    )
 
 
 def _walkers(setting: Setting, seed: int, usage: Usage, max_batch: int) -> Walkers:
     next_nodes = partial(draw, generator=torch.Generator().manual_seed(seed))
     drawn = (setting.stds > 0).tolist()
-    return Walkers(setting.policy, setting.sampler, setting.schedule, drawn, next_nodes, usage, max_batch)
+    return Walkers(
+        setting.policy, setting.sampler, setting.schedule, drawn, next_nodes, usage, max_batch
+    )
 
 
 def continuation_rewards(
@@ -92,10 +114,11 @@ def continuation_rewards(
     usage: Usage | None = None,
     max_batch: int = 8192,
 ) -> Float[Tensor, "reward sample decision+1 continuation"]:
-    """Scores, by each of `rewards`, of the same `continuations` stochastic continuations from every decision's start.
+    """Scores, by each of `rewards`, of the same `continuations` stochastic continuations from every
+    decision's start.
 
-    In the last column, all entries are the score of the finished image. Not for branched trees. Raises `ConfigError` for fewer
-    than two continuations.
+    In the last column, all entries are the score of the finished image. Not for branched trees.
+    Raises `ConfigError` for fewer than two continuations.
     """
     _require_two(continuations)
     groups, path, policy = trajectories.groups, trajectories.trajectories, setting.policy
@@ -106,18 +129,25 @@ def continuation_rewards(
     found = torch.zeros(len(rewards), groups.samples, len(steps) + 1, continuations)
     with policy.frozen(), torch.no_grad():
         images = policy.decode(path.images_latent)
-        found[:, :, -1] = torch.stack([score(reward, images, prompts) for reward in rewards])[..., None]
+        found[:, :, -1] = torch.stack([score(reward, images, prompts) for reward in rewards])[
+            ..., None
+        ]
         for column, step in reversed(list(enumerate(steps))):
-            images = policy.decode(continued(walkers, path.at(step), step, condition, continuations))
+            images = policy.decode(
+                continued(walkers, path.at(step), step, condition, continuations)
+            )
             for row, reward in enumerate(rewards):
                 found[row, :, column] = score(reward, images, owners).view(-1, continuations)
     return found
 
 
-def from_continuations(rewards: Float[Tensor, "sample decision+1 continuation"], trajectories: Rollout) -> TrueAdvantages:
+def from_continuations(
+    rewards: Float[Tensor, "sample decision+1 continuation"], trajectories: Rollout
+) -> TrueAdvantages:
     """A* from the scores of continuations, as `continuation_rewards` returns them for one reward.
 
-    Also for 0/1 rewards: p (1 - p) / n is then the error of V squared, and the sample variance estimates it without bias.
+    Also for 0/1 rewards: p (1 - p) / n is then the error of V squared, and the sample variance
+    estimates it without bias.
     """
     shape = trajectories.groups.prompts, trajectories.groups.members, -1
     values, errors = rewards.mean(2), rewards.std(2) / math.sqrt(rewards.shape[2])
@@ -127,8 +157,12 @@ def from_continuations(rewards: Float[Tensor, "sample decision+1 continuation"],
     return TrueAdvantages(*tables, steps=tuple(trajectories.trajectories.tree.drawn_steps))
 
 
-def _on_a_tree(setting: Setting, result: Rollout, continuations: int, seed: int, usage: Usage, max_batch: int) -> TrueAdvantages:
-    """`true_advantages` of a branched tree. A state after the last stochastic step is continued once, without error."""
+def _on_a_tree(
+    setting: Setting, result: Rollout, continuations: int, seed: int, usage: Usage, max_batch: int
+) -> TrueAdvantages:
+    """`true_advantages` of a branched tree. A state after the last stochastic step is continued
+    once, without error.
+    """
     tree, count = result.trajectories.tree, result.groups.prompts
     condition, last = setting.policy.encode(setting.prompts), int(setting.stds.nonzero().max())
     walkers = _walkers(setting, seed, usage, max_batch)
@@ -143,7 +177,9 @@ def _on_a_tree(setting: Setting, result: Rollout, continuations: int, seed: int,
             states = result.trajectories.states[:, units].flatten(0, 1)
             latents = continued(walkers, states, node, condition.repeat(len(units)), repeats)
             owners = [prompt for prompt in setting.prompts for _ in range(len(units) * repeats)]
-            rewards = score(setting.reward, setting.policy.decode(latents), owners).view(count, len(units), repeats)
+            rewards = score(setting.reward, setting.policy.decode(latents), owners).view(
+                count, len(units), repeats
+            )
             values[:, units] = rewards.mean(2)
             errors[:, units] = rewards.std(2) / math.sqrt(repeats) if repeats > 1 else 0.0
     advantages, both = torch.zeros(2, count, tree.units)
@@ -164,7 +200,8 @@ def _on_a_tree(setting: Setting, result: Rollout, continuations: int, seed: int,
 class Look:
     """Groups of trajectories of one policy and one seed, to which all rules are applied.
 
-    Rules with shared initial noise get other trajectories than the rest; within either kind, all rules get the same.
+    Rules with shared initial noise get other trajectories than the rest; within either kind, all
+    rules get the same.
     """
 
     setting: Setting
@@ -172,13 +209,22 @@ class Look:
     seed: int = 0
     max_batch: int = 8192
 
-    def trajectories(self, shared_noise: bool, probe: Probe = NoProbe(), usage: Usage | None = None) -> Rollout:
-        """The rollout, with states scored by `probe`; only a probe that branches changes the trajectories."""
+    def trajectories(
+        self, shared_noise: bool, probe: Probe = NoProbe(), usage: Usage | None = None
+    ) -> Rollout:
+        """The rollout, with states scored by `probe`; only a probe that branches changes the
+        trajectories.
+        """
         groups = Groups(len(self.setting.prompts), self.members, shared_noise)
-        return self.setting.rollout(groups, torch.Generator().manual_seed(self.seed), probe, usage, self.max_batch)
+        return self.setting.rollout(
+            groups, torch.Generator().manual_seed(self.seed), probe, usage, self.max_batch
+        )
 
-    def credit(self, rule: CreditRule, shared_noise: bool, reward: RewardModel | None = None) -> "LookCredit":
-        """The rule's advantages on these trajectories, computed from `reward` instead of the true one if it is given.
+    def credit(
+        self, rule: CreditRule, shared_noise: bool, reward: RewardModel | None = None
+    ) -> "LookCredit":
+        """The rule's advantages on these trajectories, computed from `reward` instead of the true
+        one if it is given.
 
         Raises `CreditError` if the rule fails or breaks its contract.
         """
@@ -191,7 +237,9 @@ class Look:
 
 @dataclass(frozen=True)
 class LookCredit:
-    """A rule's advantages [prompt, member, decision], and the network evaluations for sampling and scoring a trajectory."""
+    """A rule's advantages [prompt, member, decision], and the network evaluations for sampling and
+    scoring a trajectory.
+    """
 
     advantages: CreditTable
     nfe_per_trajectory: float

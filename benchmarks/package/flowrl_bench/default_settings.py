@@ -28,13 +28,18 @@ _METHODS = {"uniform": "flow-grpo", "stepwise": "stepwise-flow-grpo", "turning p
 _SHORT = {"window": ":-1", "eval_steps": 40}
 ARMS: dict[str, dict[str, Any]] = {
     **{name: {"method": method} for name, method in _METHODS.items()},
-    **{f"{steps} steps": {"method": "flow-grpo", "num_steps": steps, **_SHORT} for steps in (10, 40)},
+    **{
+        f"{steps} steps": {"method": "flow-grpo", "num_steps": steps, **_SHORT}
+        for steps in (10, 40)
+    },
 }
 
 
 @dataclass(frozen=True)
 class Headline:
-    """A paper's headline: `arm` leads over `than`. `claim`: the claim or question with the tuned arms; `budgets` that apply."""
+    """A paper's headline: `arm` leads over `than`. `claim`: the claim or question with the tuned
+    arms; `budgets` that apply.
+    """
 
     says: str
     arm: str
@@ -48,13 +53,28 @@ class Headline:
 HEADLINES = (
     Headline(
         "Stepwise-Flow-GRPO: stepwise gains beat uniform credit",
-        "stepwise", "uniform", "lead-stepwise-gains", ("stepwise gains", "uniform"),
+        "stepwise",
+        "uniform",
+        "lead-stepwise-gains",
+        ("stepwise gains", "uniform"),
     ),
-    Headline("TP-GRPO: turning points beat uniform credit", "turning points", "uniform", "lead-turning-points",
-             ("turning points", "uniform")),
-    Headline("Flow-GRPO: training with 10 steps beats training with 40", "10 steps", "40 steps", "train-short",
-             ("10 steps", "40 steps"), ("mixture",), ("per evaluation",)),
-)  # fmt: skip
+    Headline(
+        "TP-GRPO: turning points beat uniform credit",
+        "turning points",
+        "uniform",
+        "lead-turning-points",
+        ("turning points", "uniform"),
+    ),
+    Headline(
+        "Flow-GRPO: training with 10 steps beats training with 40",
+        "10 steps",
+        "40 steps",
+        "train-short",
+        ("10 steps", "40 steps"),
+        ("mixture",),
+        ("per evaluation",),
+    ),
+)
 
 
 def _run(world: str, task: str, seed: int, arm: str) -> RunConfig:
@@ -69,25 +89,42 @@ def _evidence(lines: Lines, world: str, arms: tuple[str, str]) -> Evidence | Non
         for task in TASKS[world]
         for seed in SEEDS[world]
     }
-    seeds = tuple(seed for seed in SEEDS[world] if all(ids[arm, task, seed] in lines for arm in arms for task in TASKS[world]))
+    seeds = tuple(
+        seed
+        for seed in SEEDS[world]
+        if all(ids[arm, task, seed] in lines for arm in arms for task in TASKS[world])
+    )
     if not seeds:
         return None
-    runs = {arm: {task: [lines[ids[arm, task, seed]] for seed in seeds] for task in TASKS[world]} for arm in arms}
+    runs = {
+        arm: {task: [lines[ids[arm, task, seed]] for seed in seeds] for task in TASKS[world]}
+        for arm in arms
+    }
     return Evidence(runs, seeds)
 
 
-def _at_defaults(one: Headline, world: str, judged: Sequence[Judged], lines: Lines) -> tuple[Evidence, str, str] | None:
-    """Runs at default settings, and the names of the arms in them: those of the question `tuning` if it has runs."""
+def _at_defaults(
+    one: Headline, world: str, judged: Sequence[Judged], lines: Lines
+) -> tuple[Evidence, str, str] | None:
+    """Runs at default settings, and the names of the arms in them: those of the question `tuning`
+    if it has runs.
+    """
     for found in judged:
         arm, than = f"{one.arm}, defaults", f"{one.than}, defaults"
-        if found.claim.id == "tuning" and found.world == world and found.evidence and {arm, than} <= found.evidence.runs.keys():
+        if (
+            found.claim.id == "tuning"
+            and found.world == world
+            and found.evidence
+            and {arm, than} <= found.evidence.runs.keys()
+        ):
             return found.evidence, arm, than
     kept = _evidence(lines, world, (one.arm, one.than))
     return (kept, one.arm, one.than) if kept else None
 
 
 def survival_table(judged: Sequence[Judged], lines: Lines) -> Table:
-    """A row per headline and world: its lead at default and at tuned settings. `lines`: of the file at default settings.
+    """A row per headline and world: its lead at default and at tuned settings. `lines`: of the file
+    at default settings.
 
     The comparisons at default settings are a family of their own.
     """
@@ -103,13 +140,21 @@ def survival_table(judged: Sequence[Judged], lines: Lines) -> Table:
             for budget in one.budgets:
                 cells.append((one, world, budget))
                 found.append(Compare(kept[1], kept[2], BUDGETS[budget]).compare(kept[0]))
-    default = {cell: verdict.comparisons[0] for cell, verdict in zip(cells, judge_family(found), strict=True)}
+    default = {
+        cell: verdict.comparisons[0]
+        for cell, verdict in zip(cells, judge_family(found), strict=True)
+    }
     rows = []
     for one in HEADLINES:
         for world in one.worlds:
-            tuned = next((j for j in judged if j.claim.id == one.claim and j.world == world and j.verdict), None)
+            tuned = next(
+                (j for j in judged if j.claim.id == one.claim and j.world == world and j.verdict),
+                None,
+            )
             seeds = f"{counts.get((one.says, world), 0)} / {tuned.seeds if tuned else 0}"
-            at_defaults = [_cell(one, budget, default.get((one, world, budget))) for budget in _SHOWN]
+            at_defaults = [
+                _cell(one, budget, default.get((one, world, budget))) for budget in _SHOWN
+            ]
             at_tuned = [_cell(one, budget, _tuned(one, tuned, budget)) for budget in _SHOWN]
             rows.append((one.says, WORLD_NAMES[world], seeds, *at_defaults, *at_tuned))
     columns = (f"{kind}, {budget}" for kind in ("default", "tuned") for budget in _SHOWN)
@@ -120,7 +165,9 @@ def survival_table(judged: Sequence[Judged], lines: Lines) -> Table:
 def _tuned(one: Headline, judged: Judged | None, budget: str) -> Comparison | None:
     text = " minus ".join(one.tuned)
     found: Mapping[tuple[str, str], Comparison] = (
-        {(c.arms, c.measure): c for c in judged.verdict.comparisons} if judged and judged.verdict else {}
+        {(c.arms, c.measure): c for c in judged.verdict.comparisons}
+        if judged and judged.verdict
+        else {}
     )
     return found.get((text, BUDGETS[budget]))
 

@@ -26,9 +26,15 @@ from flowrl_bench.statistics import (
 Line = Mapping[str, Any]
 REWARD, DENSITY, BUDGET, RATE, OTHER = "reward", "log-density", "ratio of budgets", "rate", ""
 SMALLEST_OF: dict[str, float] = {
-    REWARD: SMALLEST, DENSITY: SMALLEST_DENSITY, RATE: SMALLEST_RATE, BUDGET: math.log(SMALLEST_RATIO), OTHER: 0.0,
-}  # fmt: skip
-"""The smallest effect of interest by unit, for ratios of budgets that of their logarithm; 0: there is none."""
+    REWARD: SMALLEST,
+    DENSITY: SMALLEST_DENSITY,
+    RATE: SMALLEST_RATE,
+    BUDGET: math.log(SMALLEST_RATIO),
+    OTHER: 0.0,
+}
+"""The smallest effect of interest by unit, for ratios of budgets that of their logarithm; 0: there
+is none.
+"""
 
 
 def column(line: Line, name: str) -> list[float]:
@@ -40,7 +46,9 @@ def column(line: Line, name: str) -> list[float]:
 
 
 def spent(line: Line, axis: str) -> list[float]:
-    """The budget at each evaluation: updates (iterations), nfe (sampling, scoring and training) or seconds."""
+    """The budget at each evaluation: updates (iterations), nfe (sampling, scoring and training) or
+    seconds.
+    """
     if axis == "updates":
         return column(line, "iteration")
     if axis == "nfe":
@@ -55,10 +63,12 @@ def curve(line: Line, axis: str = "updates", rewards: str = "soft") -> Curve:
 
 @dataclass(frozen=True)
 class Measure:
-    """A number per run, `of(line)`, or per pair of runs of a seed, `between(line, other)`; exchanging them changes its sign.
+    """A number per run, `of(line)`, or per pair of runs of a seed, `between(line, other)`;
+    exchanging them changes its sign.
 
-    `unit` groups measures in figures and decides on the smallest effect of interest; `higher` means that higher is better;
-    `start` is the curve's column that has the value before training. A ratio of budgets is measured by its logarithm.
+    `unit` groups measures in figures and decides on the smallest effect of interest; `higher` means
+    that higher is better; `start` is the curve's column that has the value before training. A ratio
+    of budgets is measured by its logarithm.
     """
 
     label: str
@@ -70,11 +80,15 @@ class Measure:
 
 
 def _mean_reward(column_name: str, fraction: float = 1.0) -> Callable[[Line], float]:
-    """The mean of a column over the run, or its first part, as a piecewise linear function of updates."""
+    """The mean of a column over the run, or its first part, as a piecewise linear function of
+    updates.
+    """
 
     def reward(line: Line) -> float:
         found = curve(line, "updates", column_name)
-        return mean_until(found, found.budgets[0] + fraction * (found.budgets[-1] - found.budgets[0]))
+        return mean_until(
+            found, found.budgets[0] + fraction * (found.budgets[-1] - found.budgets[0])
+        )
 
     return reward
 
@@ -97,11 +111,15 @@ def passage(line: Line, other: Line, axis: str) -> Passage:
 
 def _quality_at_reward(line: Line, other: Line) -> float:
     """The shift of quality at equal reward."""
-    return shift_at_equal_reward(curve(line), curve(other), column(line, "quality"), column(other, "quality"))
+    return shift_at_equal_reward(
+        curve(line), curve(other), column(line, "quality"), column(other, "quality")
+    )
 
 
 def _early_gains(line: Line) -> float:
-    """log2 of mean |g_i| over the first third of the steps that gain anything, over the last third; first quarter of training."""
+    """log2 of mean |g_i| over the first third of the steps that gain anything, over the last third;
+    first quarter of training.
+    """
     gains = [g for g in line["gains"][0] if g > 1e-9]
     third = max(1, len(gains) // 3)
     return float(np.log2(np.mean(gains[:third]) / np.mean(gains[-third:])))
@@ -128,55 +146,101 @@ MEASURES: dict[str, Measure] = {
     "strict area": _reward("mean strict success over training", _mean_reward("strict"), "strict"),
     "early": _reward("mean reward over the first quarter", _mean_reward("soft", 0.25), "soft"),
     "final": _reward("final reward", lambda line: column(line, "soft")[-1], "soft"),
-    "final strict": _reward("final strict success", lambda line: column(line, "strict")[-1], "strict"),
-    "drop": _reward("best minus final reward", lambda line: max(column(line, "soft")) - column(line, "soft")[-1], "", False),
-    "collapse": Measure("collapse rate", RATE, lambda line: float(collapsed(column(line, "soft"))), higher=False),
-    "quality": Measure("final log-density under the data", DENSITY, lambda line: column(line, "quality")[-1], start="quality"),
+    "final strict": _reward(
+        "final strict success", lambda line: column(line, "strict")[-1], "strict"
+    ),
+    "drop": _reward(
+        "best minus final reward",
+        lambda line: max(column(line, "soft")) - column(line, "soft")[-1],
+        "",
+        False,
+    ),
+    "collapse": Measure(
+        "collapse rate", RATE, lambda line: float(collapsed(column(line, "soft"))), higher=False
+    ),
+    "quality": Measure(
+        "final log-density under the data",
+        DENSITY,
+        lambda line: column(line, "quality")[-1],
+        start="quality",
+    ),
     "diversity": Measure(
-        "final distance between samples of a prompt", OTHER, lambda line: column(line, "diversity")[-1], start="diversity"
+        "final distance between samples of a prompt",
+        OTHER,
+        lambda line: column(line, "diversity")[-1],
+        start="diversity",
     ),
     "sampler quality": Measure(
-        "log-density of the untrained sampler's own samples", DENSITY, lambda line: line["samples"]["before"]["quality"]
+        "log-density of the untrained sampler's own samples",
+        DENSITY,
+        lambda line: line["samples"]["before"]["quality"],
     ),
     "early gains": Measure("log2 of the ratio of early to late gains", OTHER, _early_gains),
-    "turning points": Measure("turning points per trajectory", OTHER, lambda line: line["samples"]["after"]["points"]),
-    "turning points over null": Measure("turning points per trajectory, minus those of random signs", OTHER, _points_over_null),
-    **{axis: _budget(axis, words) for axis, words in (("updates", "updates"), ("nfe", "NFE"), ("seconds", "seconds"))},
-    "reward at equal nfe": Measure("mean reward over equal NFE", REWARD, between=_reward_at_equal("nfe")),
-    "reward at equal seconds": Measure("mean reward over equal seconds", REWARD, between=_reward_at_equal("seconds")),
-    "quality at equal reward": Measure("log-density under the data at equal reward", DENSITY, between=_quality_at_reward),
+    "turning points": Measure(
+        "turning points per trajectory", OTHER, lambda line: line["samples"]["after"]["points"]
+    ),
+    "turning points over null": Measure(
+        "turning points per trajectory, minus those of random signs", OTHER, _points_over_null
+    ),
+    **{
+        axis: _budget(axis, words)
+        for axis, words in (("updates", "updates"), ("nfe", "NFE"), ("seconds", "seconds"))
+    },
+    "reward at equal nfe": Measure(
+        "mean reward over equal NFE", REWARD, between=_reward_at_equal("nfe")
+    ),
+    "reward at equal seconds": Measure(
+        "mean reward over equal seconds", REWARD, between=_reward_at_equal("seconds")
+    ),
+    "quality at equal reward": Measure(
+        "log-density under the data at equal reward", DENSITY, between=_quality_at_reward
+    ),
 }
 """Measures by name."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Finished runs of one claim in one world: `runs[arm][task]` holds a line per seed, in the order of `seeds`."""
+    """Finished runs of one claim in one world: `runs[arm][task]` holds a line per seed, in the
+    order of `seeds`.
+    """
 
     runs: Mapping[str, Mapping[str, Sequence[Line]]]
     seeds: tuple[int, ...]
 
     def values(self, arm: str, measure: str) -> Values:
-        """The measure of every run of an arm, [seed, task]. `ConfigError`: no such arm, or the measure needs two runs."""
+        """The measure of every run of an arm, [seed, task]. `ConfigError`: no such arm, or the
+        measure needs two runs.
+        """
         of = self._measure(measure, arm).of
         if of is None:
             raise ConfigError(f"evidence: {measure!r} compares two runs")
         return np.array([[of(line) for line in lines] for lines in self.runs[arm].values()]).T
 
     def differences(self, arm: str, than: str, measure: str) -> Values:
-        """arm - than of every pair of runs, [seed, task] (ratios of budgets: of the logarithms). `ConfigError`: no such arm."""
+        """arm - than of every pair of runs, [seed, task] (ratios of budgets: of the logarithms).
+        `ConfigError`: no such arm.
+        """
         between = self._measure(measure, arm, than).between
         if between is None:
             return self.values(arm, measure) - self.values(than, measure)
         rows = [
-            [between(*pair) for pair in zip(self.runs[arm][task], self.runs[than][task], strict=True)] for task in self.runs[arm]
+            [
+                between(*pair)
+                for pair in zip(self.runs[arm][task], self.runs[than][task], strict=True)
+            ]
+            for task in self.runs[arm]
         ]
         return np.array(rows).T
 
     def never(self, arm: str, than: str, axis: str) -> tuple[int, int]:
         """Pairs of runs in which `arm` and in which `than` missed a common reward."""
         tasks = self.runs[arm]
-        found = [passage(*pair, axis) for task in tasks for pair in zip(tasks[task], self.runs[than][task], strict=True)]
+        found = [
+            passage(*pair, axis)
+            for task in tasks
+            for pair in zip(tasks[task], self.runs[than][task], strict=True)
+        ]
         return sum(one.first_never for one in found), sum(one.second_never for one in found)
 
     def _measure(self, measure: str, *arms: str) -> Measure:

@@ -39,7 +39,9 @@ NODE = re.compile(r"(node_?|r)\d+")
 
 @dataclass(frozen=True)
 class RewardFile:
-    """A value table with the names of its rows: `values` [prompt, member, decision+1]; `header`: the file names its columns."""
+    """A value table with the names of its rows: `values` [prompt, member, decision+1]; `header`:
+    the file names its columns.
+    """
 
     values: ValueTable
     prompts: tuple[str, ...]
@@ -48,16 +50,18 @@ class RewardFile:
 
 
 def parse_rewards(text: str, origin: str = "rewards", decisions: Sequence[int] = ()) -> RewardFile:
-    """A value table in CSV form: one row per trajectory; values before each decision, then the reward of the final image.
+    """A value table in CSV form: one row per trajectory; values before each decision, then the
+    reward of the final image.
 
-    With a header, the columns are value_0, value_1, ..., reward, in any order; the column "prompt" defines the groups and the
-    column "member" names the rows. Without one, every column is a value, the last one the reward, and all rows are one group.
+    With a header, the columns are value_0, value_1, ..., reward, in any order; the column "prompt"
+    defines the groups and the column "member" names the rows. Without one, every column is a value,
+    the last one the reward, and all rows are one group.
 
     Args:
         text: the table.
         origin: name of the table in errors.
-        decisions: drawn steps of a table with one column per node (node_0, ...), from noise to the image: only the columns of
-            the nodes at which they start and the last one are used.
+        decisions: drawn steps of a table with one column per node (node_0, ...), from noise to the
+            image: only the columns of the nodes at which they start and the last one are used.
 
     Returns:
         The table.
@@ -67,18 +71,26 @@ def parse_rewards(text: str, origin: str = "rewards", decisions: Sequence[int] =
     """
     lines = csv.reader(io.StringIO(text), strict=True)
     try:
-        rows = [(lines.line_num, cells) for line in lines if any(cells := [cell.strip() for cell in line])]
+        rows = [
+            (lines.line_num, cells)
+            for line in lines
+            if any(cells := [cell.strip() for cell in line])
+        ]
     except csv.Error as error:
         raise ConfigError(f"{origin}, line {lines.line_num}: {error}") from error
     if not rows:
-        raise ConfigError(f"{origin}: no rows; write one line per trajectory: its values, then its reward")
+        raise ConfigError(
+            f"{origin}: no rows; write one line per trajectory: its values, then its reward"
+        )
     names = [cell.lower() for cell in rows[0][1]]
     header = not all(map(_is_number, names))
     chosen = _columns(names, header, f"{origin}, line {rows[0][0]}", decisions)
     groups: dict[str, list[tuple[str, list[float]]]] = {}
     for number, row in rows[header:]:
         if len(row) != len(names):
-            raise ConfigError(f"{origin}, line {number}: {len(row)} columns, but the first line has {len(names)}")
+            raise ConfigError(
+                f"{origin}, line {number}: {len(row)} columns, but the first line has {len(names)}"
+            )
         labels = {name: cell for name, cell in zip(names, row, strict=True) if name in LABELS}
         cells = [row[column] for column in chosen]
         bad = next((cell for cell in cells if not _is_number(cell)), None)
@@ -87,7 +99,9 @@ def parse_rewards(text: str, origin: str = "rewards", decisions: Sequence[int] =
         members = groups.setdefault(labels.get("prompt", "all rows"), [])
         member = labels.get("member", str(len(members)))
         if any(member == other for other, _ in members):
-            raise ConfigError(f"{origin}, line {number}: the member {member!r:.60} of this prompt is there twice")
+            raise ConfigError(
+                f"{origin}, line {number}: the member {member!r:.60} of this prompt is there twice"
+            )
         members.append((member, [float(cell) for cell in cells]))
     if not groups:
         raise ConfigError(f"{origin}: a header but no rows")
@@ -113,7 +127,9 @@ def _columns(names: list[str], header: bool, where: str, decisions: Sequence[int
     if decisions and by_node:
         nodes = [column for column, name in enumerate(names) if name not in LABELS]
         steps = len(nodes) - 1
-        fits = list(decisions) == sorted(set(decisions)) and 0 <= decisions[0] <= decisions[-1] < steps
+        fits = (
+            list(decisions) == sorted(set(decisions)) and 0 <= decisions[0] <= decisions[-1] < steps
+        )
         require(fits, "decisions", tuple(decisions), f"ascending steps from 0 to {steps - 1}")
         return [nodes[step] for step in (*decisions, steps)]
     if not header:
@@ -125,13 +141,16 @@ def _columns(names: list[str], header: bool, where: str, decisions: Sequence[int
     found = f"{where}: the columns {', '.join(others)!s:.120}"
     if by_node:
         raise ConfigError(
-            f"{found} are nodes, and a value table has one column per decision: give the drawn steps with --decisions"
+            f"{found} are nodes, and a value table has one column per decision: give the drawn"
+            " steps with --decisions"
         )
     raise ConfigError(f"{found} are not allowed; allowed: {', '.join(wanted)!s:.120}")
 
 
 def read_rewards(path: Path, decisions: Sequence[int] = ()) -> RewardFile:
-    """`parse_rewards` of a file in UTF-8. Raises `ConfigError` if it does not exist or is no text."""
+    """`parse_rewards` of a file in UTF-8. Raises `ConfigError` if it does not exist or is no
+    text.
+    """
     if not path.is_file():
         raise ConfigError(f"rewards: the file {path} does not exist")
     return parse_rewards(read_text(path), str(path), decisions)
@@ -146,10 +165,12 @@ def _is_number(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A rule applied to one table. All [prompt, member, decision] but `values`; `str()` and notebooks show it as tables.
+    """A rule applied to one table. All [prompt, member, decision] but `values`; `str()` and
+    notebooks show it as tables.
 
-    `gains` d_k = V_{k+1} - V_k; `to_go` R - V_k; `plain` and `consistent`: TP-GRPO's turning points under either rule;
-    `selected`: the decisions that get the long-term reward (None for rules without turning points, whose tables mark none).
+    `gains` d_k = V_{k+1} - V_k; `to_go` R - V_k; `plain` and `consistent`: TP-GRPO's turning points
+    under either rule; `selected`: the decisions that get the long-term reward (None for rules
+    without turning points, whose tables mark none).
     """
 
     rule: str
@@ -164,7 +185,12 @@ class Explanation:
 
     def __str__(self) -> str:
         buffer = io.StringIO()
-        console = Console(file=buffer, width=max(80, 14 + 9 * self.values.shape[-1]), force_jupyter=False, color_system=None)
+        console = Console(
+            file=buffer,
+            width=max(80, 14 + 9 * self.values.shape[-1]),
+            force_jupyter=False,
+            color_system=None,
+        )
         for prompt in range(len(self.values)):
             console.print(self._table(prompt))
         if self.selected is not None:
@@ -177,7 +203,12 @@ class Explanation:
 
     def _table(self, prompt: int) -> Table:
         count = self.gains.shape[-1]
-        table = Table(title=f"{self.names.prompts[prompt]}: {self.rule}", title_justify="left", box=None, pad_edge=False)
+        table = Table(
+            title=f"{self.names.prompts[prompt]}: {self.rule}",
+            title_justify="left",
+            box=None,
+            pad_edge=False,
+        )
         table.add_column("")
         table.add_column("")
         for name in (*range(count), "R"):
@@ -186,10 +217,18 @@ class Explanation:
             here = (prompt, member)
             table.add_row(name, "value V", *(f"{v:.3f}" for v in self.values[here].tolist()))
             marks = [self._mark(prompt, member, k) for k in range(count)]
-            cells = [f"{mark}{gain:+.3f}" for mark, gain in zip(marks, self.gains[here].tolist(), strict=True)]
+            cells = [
+                f"{mark}{gain:+.3f}"
+                for mark, gain in zip(marks, self.gains[here].tolist(), strict=True)
+            ]
             table.add_row("", "gain", *cells)
             table.add_row("", "R - V", *(f"{v:+.3f}" for v in self.to_go[here].tolist()))
-            table.add_row("", "advantage", *(f"{v:+.3f}" for v in self.advantages[here].tolist()), style="bold")
+            table.add_row(
+                "",
+                "advantage",
+                *(f"{v:+.3f}" for v in self.advantages[here].tolist()),
+                style="bold",
+            )
             table.add_row()
         return table
 
@@ -208,9 +247,11 @@ def explain(
     decisions: Decisions | None = None,
     name: str = "",
 ) -> Explanation:
-    """`rule` applied to a value table [prompt, member, decision+1] (default: an example of three trajectories).
+    """`rule` applied to a value table [prompt, member, decision+1] (default: an example of three
+    trajectories).
 
-    Rules that score only the finished image get the last column only, although the whole table is shown.
+    Rules that score only the finished image get the last column only, although the whole table is
+    shown.
 
     Args:
         rule: the credit rule.

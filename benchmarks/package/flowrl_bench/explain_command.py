@@ -9,7 +9,8 @@ import tyro
 
 @dataclass(frozen=True)
 class Explain:
-    """Show what a credit rule does with a value table: gains, turning points and advantages, as a table and a figure.
+    """Show what a credit rule does with a value table: gains, turning points and advantages, as a
+    table and a figure.
 
     Example: flowrl explain turning-point "turning-point(consistent=False)" --rewards table.csv
     """
@@ -17,17 +18,23 @@ class Explain:
     rules: tyro.conf.Positional[tuple[str, ...]] = ("turning-point",)
     """Rules: NAME, NAME(option=value) or path/to/file.py:Class; `flowrl parts` lists names."""
     rewards: Path | None = None
-    """CSV: one line per trajectory with the columns value_0, value_1, ... (the value before each decision) and reward; optional
-    columns prompt and member. Default: a small example."""
+    """CSV: one line per trajectory with the columns value_0, value_1, ... (the value before each
+    decision) and reward; optional columns prompt and member. Default: a small example.
+    """
     decisions: tuple[int, ...] = ()
-    """Drawn steps of a table with one column per node, node_0 to node_T: only the nodes at which they start and the last one
-    are used."""
+    """Drawn steps of a table with one column per node, node_0 to node_T: only the nodes at which
+    they start and the last one are used.
+    """
     sampler: str = "flow-sde"
-    """Sampler whose standard deviations are used by rules that depend on the noise, such as `weighted`."""
+    """Sampler whose standard deviations are used by rules that depend on the noise, such as
+    `weighted`.
+    """
     noise_level: float = 0.7
     """Noise level of this sampler."""
     out: Path = Path("explain.png")
-    """The figure to write, or a folder for it; with several rules or prompts, numbers are added to its name."""
+    """The figure to write, or a folder for it; with several rules or prompts, numbers are added to
+    its name.
+    """
 
     def main(self) -> int:
         """Assign, print, draw."""
@@ -38,7 +45,9 @@ class Explain:
         from flowrl_bench.explain import EXAMPLE, explain, parse_rewards, read_rewards
         from flowrl_bench.explain_figure import explanation
 
-        table = read_rewards(self.rewards, self.decisions) if self.rewards else parse_rewards(EXAMPLE)
+        table = (
+            read_rewards(self.rewards, self.decisions) if self.rewards else parse_rewards(EXAMPLE)
+        )
         columns = table.values.shape[-1]
         if not table.header and not self.decisions:
             print(f"{columns} columns read as {columns - 1} decisions")
@@ -46,7 +55,9 @@ class Explain:
         decisions = Decisions.like(table.values, stds.tolist())
         shown = [explain(build("credit", spec), table, decisions, spec) for spec in self.rules]
         parts = [(one, prompt) for one in shown for prompt in range(len(table.prompts))]
-        first = self.out / "explain.png" if os.path.isdir(self.out) or not self.out.suffix else self.out
+        first = (
+            self.out / "explain.png" if os.path.isdir(self.out) or not self.out.suffix else self.out
+        )
         numbered = [first.with_stem(f"{first.stem}-{number + 1}") for number in range(len(parts))]
         paths = numbered if len(parts) > 1 else [first]
         for path in paths:

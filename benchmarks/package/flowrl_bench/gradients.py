@@ -1,11 +1,13 @@
 """Comparison of a credit rule's policy gradient with the gradient of the expected reward.
 
-The truth is the pathwise gradient: with the noise of every step held fixed, the finished sample is a differentiable function of
-the weights, so grad E[R] = E[grad R]. It needs a reward that is differentiable in the image, such as the 2-D world's. No policy
-gradient can estimate the part through deterministic steps, which can be left out.
+The truth is the pathwise gradient: with the noise of every step held fixed, the finished sample is
+a differentiable function of the weights, so grad E[R] = E[grad R]. It needs a reward that is
+differentiable in the image, such as the 2-D world's. No policy gradient can estimate the part
+through deterministic steps, which can be left out.
 
-The estimate is the policy gradient sum_i A_i grad log pi(x_{i+1} | x_i) per trajectory. log pi is a mean over the d latent
-elements and the loss a mean over K decisions here, so gradients of the loss are multiplied by -K d.
+The estimate is the policy gradient sum_i A_i grad log pi(x_{i+1} | x_i) per trajectory. log pi is a
+mean over the d latent elements and the loss a mean over K decisions here, so gradients of the loss
+are multiplied by -K d.
 """
 
 import math
@@ -41,8 +43,9 @@ from flowrl.types import Prompt, Schedule
 
 @dataclass(frozen=True)
 class Setting:
-    """The quantities that determine the expected reward: a policy with its stochastic sampler and time grid, a reward, and
-    prompts."""
+    """The quantities that determine the expected reward: a policy with its stochastic sampler and
+    time grid, a reward, and prompts.
+    """
 
     policy: FlowPolicy
     sampler: Sampler
@@ -61,29 +64,57 @@ class Setting:
         return transition_stds(self.sampler, self.schedule)
 
     def rollout(
-        self, groups: Groups, generator: torch.Generator, probe: Probe, usage: Usage | None = None, max_batch: int = 1024
+        self,
+        groups: Groups,
+        generator: torch.Generator,
+        probe: Probe,
+        usage: Usage | None = None,
+        max_batch: int = 1024,
     ) -> Rollout:
-        """Stochastic trajectories of all prompts, with states scored by `probe`; the trajectories do not depend on it."""
-        condition, noise = self.policy.encode(self.prompts), groups.noise(self.policy.latent_shape, generator)
-        return rollout(self.policy, self.sampler, self.schedule, condition, noise, generator, groups, probe, usage, max_batch)
+        """Stochastic trajectories of all prompts, with states scored by `probe`; the trajectories
+        do not depend on it.
+        """
+        condition, noise = (
+            self.policy.encode(self.prompts),
+            groups.noise(self.policy.latent_shape, generator),
+        )
+        return rollout(
+            self.policy,
+            self.sampler,
+            self.schedule,
+            condition,
+            noise,
+            generator,
+            groups,
+            probe,
+            usage,
+            max_batch,
+        )
 
-    def experience(self, result: Rollout, usage: Usage | None = None, reward: RewardModel | None = None) -> Experience:
-        """The record of a rollout with all of its fields, scored by `reward` instead of the setting's reward if it is given."""
+    def experience(
+        self, result: Rollout, usage: Usage | None = None, reward: RewardModel | None = None
+    ) -> Experience:
+        """The record of a rollout with all of its fields, scored by `reward` instead of the
+        setting's reward if it is given.
+        """
         path = result.trajectories
         values = score_rollout(self.policy, reward or self.reward, result, self.prompts, usage)
         decisions = Decisions.of(path.schedule, path.stds, path.tree, usable(values.valid))
         logs, condition = log_probs(self.sampler, path), self.policy.encode(self.prompts)
-        return Experience(self.prompts, values.total, decisions, values.valid, values.parts, path, logs, condition)
+        return Experience(
+            self.prompts, values.total, decisions, values.valid, values.parts, path, logs, condition
+        )
 
 
 @dataclass(frozen=True)
 class RawCredit:
     """Credit without normalisation, for which theory makes exact statements.
 
-    `lam` None: A_k = R; else A_k = sum_j lam^j g_{k+j}. With `baseline` the mean of the group's *other* members is subtracted.
-    It does not depend on the member's own noise, so it adds no bias; GRPO's group mean, which includes the member, scales the
-    gradient by (G - 1) / G. Unbiased: R, and R - V_k (`lam` = 1) with V_k a function of the state from which decision k starts.
-    The gain alone (`lam` = 0) is the gradient of a decision's contribution to the estimate, not of R.
+    `lam` None: A_k = R; else A_k = sum_j lam^j g_{k+j}. With `baseline` the mean of the group's
+    *other* members is subtracted. It does not depend on the member's own noise, so it adds no bias;
+    GRPO's group mean, which includes the member, scales the gradient by (G - 1) / G. Unbiased: R,
+    and R - V_k (`lam` = 1) with V_k a function of the state from which decision k starts. The gain
+    alone (`lam` = 0) is the gradient of a decision's contribution to the estimate, not of R.
     """
 
     lam: float | None = None
@@ -115,10 +146,14 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.detach().flatten() for t in tensors])
 
 
-def sampled_rewards(setting: Setting, repeats: int, generator: torch.Generator, decisions_only: bool = False) -> Tensor:
-    """R of `repeats` stochastic trajectories per prompt [sample], differentiable in the weights (noise held fixed).
+def sampled_rewards(
+    setting: Setting, repeats: int, generator: torch.Generator, decisions_only: bool = False
+) -> Tensor:
+    """R of `repeats` stochastic trajectories per prompt [sample], differentiable in the weights
+    (noise held fixed).
 
-    With `decisions_only` the weights are constants in deterministic steps; the trajectory still runs through them.
+    With `decisions_only` the weights are constants in deterministic steps; the trajectory still
+    runs through them.
     """
     prompts = [prompt for prompt in setting.prompts for _ in range(repeats)]
     condition = setting.policy.encode(prompts)
@@ -128,7 +163,9 @@ def sampled_rewards(setting: Setting, repeats: int, generator: torch.Generator, 
     for i in range(schedule.steps):
         for parameter in setting.parameters:
             parameter.requires_grad_(learning and (stochastic[i] or not decisions_only))
-        velocity = setting.policy.velocity(x, schedule.network_timesteps[i].expand(len(x)), condition)
+        velocity = setting.policy.velocity(
+            x, schedule.network_timesteps[i].expand(len(x)), condition
+        )
         transition = setting.sampler.transition(x, velocity, schedule, torch.full((len(x),), i))
         noise = torch.randn(x.shape, generator=generator)
         x = transition.mean + expand(transition.std, x) * noise
@@ -137,11 +174,15 @@ def sampled_rewards(setting: Setting, repeats: int, generator: torch.Generator, 
     return setting.reward.score(setting.policy.decode(x), prompts)
 
 
-def pathwise_gradients(setting: Setting, batches: int, repeats: int, seed: int = 0, decisions_only: bool = False) -> Tensor:
-    """grad of the mean reward over `repeats` trajectories per prompt, [batch, parameter]; its mean is grad E[R].
+def pathwise_gradients(
+    setting: Setting, batches: int, repeats: int, seed: int = 0, decisions_only: bool = False
+) -> Tensor:
+    """grad of the mean reward over `repeats` trajectories per prompt, [batch, parameter]; its mean
+    is grad E[R].
 
-    A policy gradient uses log-probabilities only, so it does not contain the effect of the weights in deterministic steps (the
-    last step, steps outside a window). `decisions_only` leaves that part out: the mean is then what a policy gradient estimates.
+    A policy gradient uses log-probabilities only, so it does not contain the effect of the weights
+    in deterministic steps (the last step, steps outside a window). `decisions_only` leaves that
+    part out: the mean is then what a policy gradient estimates.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -162,21 +203,32 @@ def policy_gradients(
     usage: Usage | None = None,
     reward: RewardModel | None = None,
 ) -> Tensor:
-    """The estimate of each of `batches` iterations (all prompts, `members` each), on policy, [batch, parameter].
+    """The estimate of each of `batches` iterations (all prompts, `members` each), on policy,
+    [batch, parameter].
 
-    `usage` counts the cost of rollouts and probes without the update (see `update_evaluations`). `reward` replaces the setting's
-    reward for the rule. Raises `CreditError` if the rule breaks its contract.
+    `usage` counts the cost of rollouts and probes without the update (see `update_evaluations`).
+    `reward` replaces the setting's reward for the rule. Raises `CreditError` if the rule breaks its
+    contract.
     """
     generator = torch.Generator().manual_seed(seed)
     groups = Groups(len(setting.prompts), members, shared_noise)
     condition = setting.policy.encode(setting.prompts)
     elements = math.prod(setting.policy.latent_shape)
     count = int((setting.stds > 0).sum())
-    sample, column = torch.cartesian_prod(torch.arange(groups.samples), torch.arange(count)).unbind(1)
+    sample, column = torch.cartesian_prod(torch.arange(groups.samples), torch.arange(count)).unbind(
+        1
+    )
     rows = []
     for _ in range(batches):
         found = _credited(setting, rule, groups, generator, usage, reward)
-        batches_of = LossBatches(setting.policy, setting.sampler, found.result, condition, found.advantages, found.weights)
+        batches_of = LossBatches(
+            setting.policy,
+            setting.sampler,
+            found.result,
+            condition,
+            found.advantages,
+            found.weights,
+        )
         result = loss.loss(batches_of.of(sample, column))
         rows.append(-flat(torch.autograd.grad(result.loss, setting.parameters)) * count * elements)
     return torch.stack(rows)
@@ -191,10 +243,12 @@ def forward_gradients(
     seed: int = 0,
     usage: Usage | None = None,
 ) -> Tensor:
-    """Minus the gradient of a forward-process loss in each of `batches` iterations, as `policy_gradients`, [batch, parameter].
+    """Minus the gradient of a forward-process loss in each of `batches` iterations, as
+    `policy_gradients`, [batch, parameter].
 
-    On policy: the loss's copies of the weights are the current ones, as in the first update. `usage` counts the rollouts. The
-    mean is not the gradient of E[R], but of a surrogate; `alignment` measures how close they are, up to a factor.
+    On policy: the loss's copies of the weights are the current ones, as in the first update.
+    `usage` counts the rollouts. The mean is not the gradient of E[R], but of a surrogate;
+    `alignment` measures how close they are, up to a factor.
     """
     generator = torch.Generator().manual_seed(seed)
     groups = Groups(len(setting.prompts), members)
@@ -217,8 +271,12 @@ def forward_gradients(
             noise_seed,
             copies,
         )
-        sample, draw = torch.cartesian_prod(torch.arange(groups.samples), torch.arange(times.shape[1])).unbind(1)
-        rows.append(-flat(torch.autograd.grad(loss.loss(every.of(sample, draw)).loss, setting.parameters)))
+        sample, draw = torch.cartesian_prod(
+            torch.arange(groups.samples), torch.arange(times.shape[1])
+        ).unbind(1)
+        rows.append(
+            -flat(torch.autograd.grad(loss.loss(every.of(sample, draw)).loss, setting.parameters))
+        )
     return torch.stack(rows)
 
 
@@ -244,23 +302,31 @@ def _credited(
     experience = setting.experience(result, reward=reward)
     credit = assigned(rule, experience)
     weights = transition_weights(credit, experience.decisions)
-    return _Credited(result, experience.decisions, credit.advantages.flatten(0, 1), weights.flatten(0, 1))
+    return _Credited(
+        result, experience.decisions, credit.advantages.flatten(0, 1), weights.flatten(0, 1)
+    )
 
 
-def update_evaluations(setting: Setting, members: int, loss: PolicyLoss = PolicyGradientLoss()) -> int:
-    """Network evaluations of one policy update on prompts x `members` trajectories: one per trajectory and decision, two if
-    the loss needs the reference; what the trainer counts as `train_nfe`."""
+def update_evaluations(
+    setting: Setting, members: int, loss: PolicyLoss = PolicyGradientLoss()
+) -> int:
+    """Network evaluations of one policy update on prompts x `members` trajectories: one per
+    trajectory and decision, two if the loss needs the reference; what the trainer counts as
+    `train_nfe`.
+    """
     decisions = int((setting.stds > 0).sum())
     return len(setting.prompts) * members * decisions * (1 + loss.needs_reference)
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """How close a rule's mean gradient is to the truth, with 95% intervals by jackknife over batches.
+    """How close a rule's mean gradient is to the truth, with 95% intervals by jackknife over
+    batches.
 
-    `cosine`: of the angle between them, with the noise of the estimate removed from its length. `scale`: <g, truth> / |truth|^2,
-    the factor by which the rule stretches the true gradient. `relative_bias`: |E g - scale truth| / |scale truth|, which no
-    learning rate removes. `signal_to_noise`: |E g| over the rms deviation of one batch's gradient (0 where all are 0).
+    `cosine`: of the angle between them, with the noise of the estimate removed from its length.
+    `scale`: <g, truth> / |truth|^2, the factor by which the rule stretches the true gradient.
+    `relative_bias`: |E g - scale truth| / |scale truth|, which no learning rate removes.
+    `signal_to_noise`: |E g| over the rms deviation of one batch's gradient (0 where all are 0).
     """
 
     cosine: float
@@ -287,17 +353,35 @@ def _statistics(estimates: Tensor, truth: Tensor, truth_squared: float) -> tuple
 
 
 def alignment(estimates: Tensor, truths: Tensor) -> Alignment:
-    """Compare estimates [batch, parameter] with independent `pathwise_gradients` [batch, parameter].
+    """Compare estimates [batch, parameter] with independent `pathwise_gradients` [batch,
+    parameter].
 
-    Raises `ConfigError` for fewer than 3 estimates (the jackknife leaves one out, and a length without noise takes two) or fewer
-    than 2 truths.
+    Raises `ConfigError` for fewer than 3 estimates (the jackknife leaves one out, and a length
+    without noise takes two) or fewer than 2 truths.
     """
-    require(len(estimates) >= 3, "alignment: batches", len(estimates), "3 or more: the jackknife leaves one out")
-    require(len(truths) >= 2, "alignment: batches of the truth", len(truths), "2 or more: a length without noise takes two")
-    estimates, truth, truth_squared = estimates.double(), truths.double().mean(0), float(_squared_norm(truths.double()))
+    require(
+        len(estimates) >= 3,
+        "alignment: batches",
+        len(estimates),
+        "3 or more: the jackknife leaves one out",
+    )
+    require(
+        len(truths) >= 2,
+        "alignment: batches of the truth",
+        len(truths),
+        "2 or more: a length without noise takes two",
+    )
+    estimates, truth, truth_squared = (
+        estimates.double(),
+        truths.double().mean(0),
+        float(_squared_norm(truths.double())),
+    )
     cosine, scale = _statistics(estimates, truth, truth_squared)
     count = len(estimates)
-    left_out = [_statistics(torch.cat([estimates[:i], estimates[i + 1 :]]), truth, truth_squared) for i in range(count)]
+    left_out = [
+        _statistics(torch.cat([estimates[:i], estimates[i + 1 :]]), truth, truth_squared)
+        for i in range(count)
+    ]
     intervals = []
     for value, column in zip((cosine, scale), zip(*left_out, strict=True), strict=True):
         spread = torch.tensor(column, dtype=torch.float64)

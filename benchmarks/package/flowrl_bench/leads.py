@@ -1,4 +1,6 @@
-"""The main comparison: every arm against uniform credit, per update, per network evaluation and per second."""
+"""The main comparison: every arm against uniform credit, per update, per network evaluation and per
+second.
+"""
 
 from flowrl_bench.arms import ARMS, TASKS
 from flowrl_bench.claims import Claim, question
@@ -8,15 +10,27 @@ UNIFORM, LARGER = "uniform", "uniform, larger groups"
 
 
 def _lead(name: str) -> Claim:
-    """One arm against uniform credit; also, if it has more evaluations, against uniform credit with groups as expensive."""
+    """One arm against uniform credit; also, if it has more evaluations, against uniform credit with
+    groups as expensive.
+    """
     arms = {arm: {"arm": arm} for arm in dict.fromkeys((UNIFORM, LARGER, name))}
     budgets = ("area", "reward at equal nfe", "reward at equal seconds")
-    larger = () if name == LARGER else (Compare(name, LARGER), Compare(name, LARGER, "reward at equal nfe"))
+    larger = (
+        ()
+        if name == LARGER
+        else (Compare(name, LARGER), Compare(name, LARGER, "reward at equal nfe"))
+    )
     return question(
         f"lead-{name.replace(',', '').replace(' ', '-')}",
         f"Does {name} lead over uniform credit: per update, per network evaluation and per second?",
         arms,
-        Parts((*(Compare(name, UNIFORM, measure) for measure in budgets), *larger, Compare(name, UNIFORM, "collapse"))),
+        Parts(
+            (
+                *(Compare(name, UNIFORM, measure) for measure in budgets),
+                *larger,
+                Compare(name, UNIFORM, "collapse"),
+            )
+        ),
         tasks=TASKS["shapes"] if "shapes" in ARMS[name].worlds else (),
     )
 

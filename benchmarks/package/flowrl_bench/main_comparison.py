@@ -1,4 +1,6 @@
-"""The main comparison (`flowrl_bench.leads`): every arm's level and lead over uniform credit, and the answers in words."""
+"""The main comparison (`flowrl_bench.leads`): every arm's level and lead over uniform credit, and
+the answers in words.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +14,21 @@ from flowrl_bench.page import Table
 from flowrl_bench.tables import MISSING, SYMBOLS, WORLD_NAMES, Judged
 from flowrl_bench.verdicts import ALIKE, BETTER, UNDECIDED, WORSE, Comparison, by_seed
 
-BUDGETS = {"per update": "area", "per evaluation": "reward at equal nfe", "per second": "reward at equal seconds"}
+BUDGETS = {
+    "per update": "area",
+    "per evaluation": "reward at equal nfe",
+    "per second": "reward at equal seconds",
+}
 """The measure of the lead at equal budgets."""
 STEPWISE = ("stepwise gains", "turning points")
 """The per-step credit of the papers, which the answers name first."""
 _VERBS = {BETTER: "lead", WORSE: "trail", ALIKE: "do not differ", UNDECIDED: "are undecided"}
-_COUNTED = {BETTER: ("leads", "lead"), WORSE: ("trails", "trail"), ALIKE: ("does not differ", "do not differ"),
-            UNDECIDED: ("is undecided", "are undecided")}  # fmt: skip
+_COUNTED = {
+    BETTER: ("leads", "lead"),
+    WORSE: ("trails", "trail"),
+    ALIKE: ("does not differ", "do not differ"),
+    UNDECIDED: ("is undecided", "are undecided"),
+}
 _SPACE = "\N{NO-BREAK SPACE}"
 POSITION = "random-points"
 """The question about the place of a turning point."""
@@ -26,7 +36,9 @@ POSITION = "random-points"
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm in a world: its runs (of the seeds that uniform credit has too) and its comparisons."""
+    """One arm in a world: its runs (of the seeds that uniform credit has too) and its
+    comparisons.
+    """
 
     name: str
     evidence: Evidence
@@ -40,7 +52,9 @@ class Arm:
     def lead(self, measure: str, than: str = UNIFORM) -> Comparison | None:
         """Its comparison with another arm; None if there is none."""
         text = f"{self.name} minus {than}"
-        return next((one for one in self.comparisons if one.arms == text and one.measure == measure), None)
+        return next(
+            (one for one in self.comparisons if one.arms == text and one.measure == measure), None
+        )
 
     def values(self, measure: str) -> Values:
         """A measure per seed."""
@@ -59,12 +73,21 @@ class Arm:
 
 
 def arms_of(judged: Sequence[Judged], world: str) -> dict[str, Arm]:
-    """The arms with runs in a world: uniform credit (of the claim with most seeds), then the others by lead per update."""
-    names = dict(zip((claim.id for claim in LEADS), (name for name in ARMS if name != UNIFORM), strict=True))
+    """The arms with runs in a world: uniform credit (of the claim with most seeds), then the others
+    by lead per update.
+    """
+    names = dict(
+        zip((claim.id for claim in LEADS), (name for name in ARMS if name != UNIFORM), strict=True)
+    )
     found: list[Arm] = []
     base: Evidence | None = None
     for one in judged:
-        if one.claim.id in names and one.world == world and one.evidence is not None and one.verdict is not None:
+        if (
+            one.claim.id in names
+            and one.world == world
+            and one.evidence is not None
+            and one.verdict is not None
+        ):
             found.append(Arm(names[one.claim.id], one.evidence, one.verdict.comparisons))
             base = one.evidence if base is None or one.seeds > len(base.seeds) else base
     if base is None:
@@ -82,12 +105,18 @@ def number(one: Comparison | None) -> str:
     if one is None:
         return "-"
     found = one.estimate
-    interval = f"[{found.low:.3f},{_SPACE}{found.high:.3f}]" if abs(found.high) < 1e9 else f"(one{_SPACE}seed)"
+    interval = (
+        f"[{found.low:.3f},{_SPACE}{found.high:.3f}]"
+        if abs(found.high) < 1e9
+        else f"(one{_SPACE}seed)"
+    )
     return f"{SYMBOLS[one.verdict]}{_SPACE}{found.value:+.3f} {interval}"
 
 
 def lead_table(arms: Mapping[str, Arm]) -> Table:
-    """A row per arm: levels, then leads over uniform credit at equal budgets, then its bad seeds."""
+    """A row per arm: levels, then leads over uniform credit at equal budgets, then its bad
+    seeds.
+    """
     leads = (f"minus uniform, {words}" for words in BUDGETS)
     larger = "minus larger groups, per evaluation"
     head = ("arm", "seeds", "mean reward over training", *leads, "collapsed", "worst seed", larger)
@@ -103,18 +132,32 @@ def lead_table(arms: Mapping[str, Arm]) -> Table:
 
 
 def answers(judged: Sequence[Judged]) -> list[str]:
-    """Five lines: the lead per update, per evaluation and per second, the place of a turning point, and the rule to take."""
+    """Five lines: the lead per update, per evaluation and per second, the place of a turning point,
+    and the rule to take.
+    """
     worlds = {world: arms_of(judged, world) for world in WORLDS}
 
     def line(question: str, found: Mapping[str, str]) -> str:
-        return f"**{question}** " + " ".join(f"{_capital(WORLD_NAMES[world])}: {words}." for world, words in found.items())
+        return f"**{question}** " + " ".join(
+            f"{_capital(WORLD_NAMES[world])}: {words}." for world, words in found.items()
+        )
 
     lines = [
-        line(f"Does per-step credit lead uniform credit {words}?", {w: _leads(arms, measure) for w, arms in worlds.items()})
+        line(
+            f"Does per-step credit lead uniform credit {words}?",
+            {w: _leads(arms, measure) for w, arms in worlds.items()},
+        )
         for words, measure in BUDGETS.items()
     ]
-    lines.append(line("Does the position of a turning point matter?", {world: _place(judged, world) for world in WORLDS}))
-    lines.append(line("Which rule would you take?", {world: _choice(arms) for world, arms in worlds.items()}))
+    lines.append(
+        line(
+            "Does the position of a turning point matter?",
+            {world: _place(judged, world) for world in WORLDS},
+        )
+    )
+    lines.append(
+        line("Which rule would you take?", {world: _choice(arms) for world, arms in worlds.items()})
+    )
     return lines
 
 
@@ -124,16 +167,34 @@ def _capital(words: str) -> str:
 
 def _leads(arms: Mapping[str, Arm], measure: str) -> str:
     """The leads of the papers' rules, and the count of all methods."""
-    methods = {name: arm.lead(measure) for name, arm in arms.items() if name != UNIFORM and not arm.control}
+    methods = {
+        name: arm.lead(measure) for name, arm in arms.items() if name != UNIFORM and not arm.control
+    }
     found = {name: one for name, one in methods.items() if one is not None}
     if not found:
         return MISSING
-    papers = [f"{name} {_VERBS[found[name].verdict]} ({number(found[name])})" for name in STEPWISE if name in found]
+    papers = [
+        f"{name} {_VERBS[found[name].verdict]} ({number(found[name])})"
+        for name in STEPWISE
+        if name in found
+    ]
     verdicts = [one.verdict for one in found.values()]
-    counts = [f"{count} {_COUNTED[v][count > 1]}" for v in (BETTER, WORSE, ALIKE, UNDECIDED) if (count := verdicts.count(v))]
+    counts = [
+        f"{count} {_COUNTED[v][count > 1]}"
+        for v in (BETTER, WORSE, ALIKE, UNDECIDED)
+        if (count := verdicts.count(v))
+    ]
     largest = max(found, key=lambda name: found[name].estimate.value)
-    best = f"; {largest} has the largest lead ({number(found[largest])})" if largest not in STEPWISE else ""
-    others = f". Of all {len(found)} methods, {', '.join(counts)}{best}" if len(found) > len(papers) else ""
+    best = (
+        f"; {largest} has the largest lead ({number(found[largest])})"
+        if largest not in STEPWISE
+        else ""
+    )
+    others = (
+        f". Of all {len(found)} methods, {', '.join(counts)}{best}"
+        if len(found) > len(papers)
+        else ""
+    )
     return f"{', '.join(papers)}{others}"
 
 
@@ -152,18 +213,31 @@ def _place(judged: Sequence[Judged], world: str) -> str:
 
 
 def choice(arms: Mapping[str, Arm]) -> Arm | None:
-    """The method with the largest lead per evaluation, of those that are better per evaluation, not worse per second, and do not
-    collapse more often than uniform credit; None if there is none."""
+    """The method with the largest lead per evaluation, of those that are better per evaluation, not
+    worse per second, and do not collapse more often than uniform credit; None if there is none.
+    """
     measure = BUDGETS["per evaluation"]
 
     def allowed(arm: Arm) -> bool:
-        lead, second, collapse = arm.lead(measure), arm.lead(BUDGETS["per second"]), arm.lead("collapse")
+        lead, second, collapse = (
+            arm.lead(measure),
+            arm.lead(BUDGETS["per second"]),
+            arm.lead("collapse"),
+        )
         worse = [one for one in (second, collapse) if one is not None and one.verdict == WORSE]
         larger = arm.lead(measure, LARGER)
         beaten = larger is not None and larger.verdict == WORSE
-        return not arm.control and not worse and not beaten and lead is not None and lead.verdict == BETTER
+        return (
+            not arm.control
+            and not worse
+            and not beaten
+            and lead is not None
+            and lead.verdict == BETTER
+        )
 
-    return max(filter(allowed, arms.values()), key=lambda arm: _size(arm.lead(measure)), default=None)
+    return max(
+        filter(allowed, arms.values()), key=lambda arm: _size(arm.lead(measure)), default=None
+    )
 
 
 def _choice(arms: Mapping[str, Arm]) -> str:
@@ -175,6 +249,6 @@ def _choice(arms: Mapping[str, Arm]) -> str:
         return "uniform credit, because no method leads it per evaluation without a loss elsewhere"
     lost = best.collapses
     return (
-        f"{best.name} ({number(best.lead(BUDGETS['per evaluation']))} per evaluation; collapsed runs: {lost[0]} of {lost[1]}, "
-        f"with uniform credit {uniform[0]} of {uniform[1]})"
+        f"{best.name} ({number(best.lead(BUDGETS['per evaluation']))} per evaluation; collapsed"
+        f" runs: {lost[0]} of {lost[1]}, with uniform credit {uniform[0]} of {uniform[1]})"
     )

@@ -25,22 +25,38 @@ from flowrl.training.trainer import Trainer
 from flowrl.workers import Worker, run_jobs
 from flowrl.worlds import World
 
-CURVE = ("iteration", "nfe", "train_nfe", "seconds", "reward", "strict", "graded", "soft", "quality", "diversity")
+CURVE = (
+    "iteration",
+    "nfe",
+    "train_nfe",
+    "seconds",
+    "reward",
+    "strict",
+    "graded",
+    "soft",
+    "quality",
+    "diversity",
+)
 """Columns of a run's learning curve: totals up to the evaluation, and its scores."""
 TOTALS = ("nfe", "train_nfe", "seconds", "reward_calls", "calls")
 PHASES = ("rollout", "reward", "update")
 SAMPLES, RANDOM_SIGNS, FIRST_SEED = 128, 32, 50_000
-"""Of `observe`: samples per prompt, draws of random signs, and the generator's seed for a run with seed 0."""
+"""Of `observe`: samples per prompt, draws of random signs, and the generator's seed for a run with
+seed 0.
+"""
 
 
 @contextmanager
 def reproducible(*key: Any) -> Iterator[None]:
-    """A context in which torch uses one thread, and the global generators of torch, numpy and Python depend only on `key`.
+    """A context in which torch uses one thread, and the global generators of torch, numpy and
+    Python depend only on `key`.
 
-    Everything is restored afterwards. Built-in parts have their own generators; a third party's rule may use the global ones.
+    Everything is restored afterwards. Built-in parts have their own generators; a third party's
+    rule may use the global ones.
     """
     seed, threads = zlib.crc32(repr(key).encode()), torch.get_num_threads()
-    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 (rules may draw from it)
+    python = random.getstate()
+    arrays = np.random.get_state()  # noqa: NPY002 (rules may draw from it)
     with torch.random.fork_rng(devices=[]):
         torch.set_num_threads(1)
         torch.manual_seed(seed)
@@ -55,14 +71,14 @@ def reproducible(*key: Any) -> Iterator[None]:
 
 
 def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-    """Train by `config` and return plain numbers; None if `stop` ended the run. On one machine, a config determines all but the
-    seconds.
+    """Train by `config` and return plain numbers; None if `stop` ended the run. On one machine, a
+    config determines all but the seconds.
 
-    curve: rows of `CURVE`; null for a form that the world does not have. quality: mean log-density of held-out ODE samples under
-    the data (2-D world only, else null);
-    diversity: mean distance between two samples of a prompt (likewise). gains: mean |g_k| per decision in the first and the
-    last quarter of training, if the rule reads the values of all of them. seconds: processor time of one thread, so that other
-    work on the machine does not count.
+    curve: rows of `CURVE`; null for a form that the world does not have. quality: mean log-density
+    of held-out ODE samples under the data (2-D world only, else null); diversity: mean distance
+    between two samples of a prompt (likewise). gains: mean |g_k| per decision in the first and the
+    last quarter of training, if the rule reads the values of all of them. seconds: processor time
+    of one thread, so that other work on the machine does not count.
     """
     with reproducible("run", config.seed):
         trainer, world = make_trainer(config), make_world(config)
@@ -79,13 +95,19 @@ def measure(config: RunConfig, stop: Callable[[], bool] = lambda: False) -> dict
             for name in PHASES:
                 phases[name] += row["phases"][name] / row["seconds"] * seconds / config.iterations
             gains.append(row.get("mean_abs_gain"))
-            if trainer.done % config.evaluation.eval_every == 0 or trainer.done == config.iterations:
+            if (
+                trainer.done % config.evaluation.eval_every == 0
+                or trainer.done == config.iterations
+            ):
                 curve.append(_evaluated(trainer, world, totals))
     quarter = max(1, config.iterations // 4)
     scored = gains[0] is not None
     return {
         "curve": curve,
-        "totals": {**totals, "trajectories": config.rollout.groups * config.rollout.group_size * config.iterations},
+        "totals": {
+            **totals,
+            "trajectories": config.rollout.groups * config.rollout.group_size * config.iterations,
+        },
         "phases": phases,
         "gains": [_mean(gains[:quarter]), _mean(gains[-quarter:])] if scored else None,
     }
@@ -109,19 +131,32 @@ def _scores(trainer: Trainer, world: World) -> dict[str, float]:
     """Held-out scores by form, with the policy's current weights."""
     environment, evaluation = trainer.config.environment, trainer.config.evaluation
     return evaluate(
-        trainer.policy, world, environment.task, environment.reward_form, evaluation.eval_samples, evaluation.eval_steps,
-        trainer.config.batches.max_batch, solver=evaluation.eval_solver,
-    ).scores  # fmt: skip
+        trainer.policy,
+        world,
+        environment.task,
+        environment.reward_form,
+        evaluation.eval_samples,
+        evaluation.eval_steps,
+        trainer.config.batches.max_batch,
+        solver=evaluation.eval_solver,
+    ).scores
 
 
-def _plausible(policy: FlowPolicy, world: World, config: RunConfig) -> tuple[float | None, float | None]:
-    """Quality and diversity of held-out ODE samples; None outside the 2-D world, whose density is known."""
+def _plausible(
+    policy: FlowPolicy, world: World, config: RunConfig
+) -> tuple[float | None, float | None]:
+    """Quality and diversity of held-out ODE samples; None outside the 2-D world, whose density is
+    known.
+    """
     if not isinstance(policy, MixturePolicy):
         return None, None
     prompts, repeats = world.prompts(config.environment.task, "heldout"), 32
     generator = torch.Generator().manual_seed(EVALUATION_SEED)
     noise = torch.randn((len(prompts) * repeats, *policy.latent_shape), generator=generator)
-    schedule, condition = policy.schedule(config.evaluation.eval_steps), policy.encode(prompts).repeat(repeats)
+    schedule, condition = (
+        policy.schedule(config.evaluation.eval_steps),
+        policy.encode(prompts).repeat(repeats),
+    )
     points = integrate(policy, schedule, condition, noise, Usage(), 4096)
     by_prompt = points.flatten(1).view(-1, repeats, 2)
     spread = torch.cdist(by_prompt, by_prompt)
@@ -134,16 +169,21 @@ def log_density(policy: MixturePolicy, points: Tensor) -> float:
 
 
 def observe(trainer: Trainer, samples: int = SAMPLES) -> dict[str, float]:
-    """Of the current policy's stochastic samples, `samples` for each of 18 prompts: the mean log-density under the data
-    (quality), and turning points per trajectory of ODE completions (points). 2-D world only.
+    """Of the current policy's stochastic samples, `samples` for each of 18 prompts: the mean
+    log-density under the data (quality), and turning points per trajectory of ODE completions
+    (points). 2-D world only.
 
-    null: the same count with random signs of the increments (mean over 32 draws), that is, for gains without any order. The
-    noise depends on the run's seed and nothing else, so that seeds are independent: a learning curve scores ODE samples from the
-    same noise for all runs, which pairs them but would leave the sampling error out of these intervals.
+    null: the same count with random signs of the increments (mean over 32 draws), that is, for
+    gains without any order. The noise depends on the run's seed and nothing else, so that seeds are
+    independent: a learning curve scores ODE samples from the same noise for all runs, which pairs
+    them but would leave the sampling error out of these intervals.
     """
     policy, config = trainer.policy, trainer.config
     if not isinstance(policy, MixturePolicy):
-        raise ConfigError(f"samples: only the 2-D world's density is known, not that of {config.environment.world}")
+        raise ConfigError(
+            "samples: only the 2-D world's density is known, not that of"
+            f" {config.environment.world}"
+        )
     world = make_world(config)
     prompts = world.prompts(config.environment.task, "train")[:18]
     generator = torch.Generator(policy.device).manual_seed(FIRST_SEED + config.seed)
@@ -153,9 +193,16 @@ def observe(trainer: Trainer, samples: int = SAMPLES) -> dict[str, float]:
     sampler = trainer.draw_sampler()
     trainer.generator.set_state(state)
     result = rollout(
-        policy, sampler, trainer.schedule, policy.encode(prompts), noise, generator, groups, Completion(),
+        policy,
+        sampler,
+        trainer.schedule,
+        policy.encode(prompts),
+        noise,
+        generator,
+        groups,
+        Completion(),
         max_batch=config.rollout.max_batch,  # pyright: ignore[reportArgumentType]  (auto is for models)
-    )  # fmt: skip
+    )
     values = score_rollout(policy, world.reward("soft"), result, prompts).total
     increments = values.diff(dim=-1)
 
@@ -177,7 +224,9 @@ def _points(values: Tensor) -> float:
 
 
 def observe_run(worker: Worker | None, config: RunConfig) -> dict[str, Any]:
-    """Train by `config`, and `observe` before and after. `final` is the last held-out reward, which identifies the run."""
+    """Train by `config`, and `observe` before and after. `final` is the last held-out reward, which
+    identifies the run.
+    """
     with reproducible("run", config.seed):
         trainer = make_trainer(config)
         before = observe(trainer)
@@ -191,7 +240,9 @@ def observe_run(worker: Worker | None, config: RunConfig) -> dict[str, Any]:
 def peak_memory(config: RunConfig) -> float:
     """Peak resident memory in MiB of the first two iterations of a run, in a process of its own."""
     found: dict[str, float] = {}
-    run_jobs(_peak, {"run": (config.replace(iterations=2, eval_every=2),)}, 1, finished=found.__setitem__)
+    run_jobs(
+        _peak, {"run": (config.replace(iterations=2, eval_every=2),)}, 1, finished=found.__setitem__
+    )
     return found["run"]
 
 

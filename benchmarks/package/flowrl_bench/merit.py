@@ -1,7 +1,9 @@
-"""The study of merit: agreement of every row's credit with the true advantage, and its cost in network evaluations.
+"""The study of merit: agreement of every row's credit with the true advantage, and its cost in
+network evaluations.
 
-A *cell* is a world at a stage of training. All rows of a cell are applied to the same policies and prompts, and rows whose
-trajectories have the same structure (their *layout*) to the same trajectories. A *look* is one seed of all of these.
+A *cell* is a world at a stage of training. All rows of a cell are applied to the same policies and
+prompts, and rows whose trajectories have the same structure (their *layout*) to the same
+trajectories. A *look* is one seed of all of these.
 """
 
 import json
@@ -42,7 +44,9 @@ Job = tuple[str, str, int, str]
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a look: prompts x `members` trajectories, `continuations` per state for V; `looks` of these."""
+    """The size of a look: prompts x `members` trajectories, `continuations` per state for V;
+    `looks` of these.
+    """
 
     prompts: int
     members: int
@@ -61,9 +65,12 @@ def sizes(quick: bool = False) -> dict[str, Size]:
 
 
 def layout_of(method: Method) -> str:
-    """The layout of a row, which determines its trajectories: shared or independent noise, and the tree if there is one."""
+    """The layout of a row, which determines its trajectories: shared or independent noise, and the
+    tree if there is one.
+    """
     probe = method.credit.probe
-    return f"{'shared' if method.shared_noise else 'independent'}{f' {probe}' if isinstance(probe, Branching) else ''}"
+    noise = "shared" if method.shared_noise else "independent"
+    return f"{noise} {probe}" if isinstance(probe, Branching) else noise
 
 
 @cache
@@ -78,7 +85,10 @@ def layouts(world: str) -> dict[str, list[Row]]:
 def trained_policy(world: str, seed: int, folder: Path, quick: bool) -> Setting:
     """The setting of a look after training; the weights are kept in `folder`."""
     run = ROWS["flow-grpo"].run(world, seed=seed)
-    trainer, path = make_trainer(run), folder / f"{world}-{seed}{'-quick' if quick else ''}.safetensors"
+    trainer, path = (
+        make_trainer(run),
+        folder / f"{world}-{seed}{'-quick' if quick else ''}.safetensors",
+    )
     named = trainer.policy.trainable()
     if path.exists():
         kept = load_file(path)
@@ -89,7 +99,9 @@ def trained_policy(world: str, seed: int, folder: Path, quick: bool) -> Setting:
         for _ in range(1 if quick else run.iterations):
             trainer.iteration()
         part = path.with_suffix(".part")
-        save_file({name: parameter.detach().contiguous() for name, parameter in named.items()}, part)
+        save_file(
+            {name: parameter.detach().contiguous() for name, parameter in named.items()}, part
+        )
         part.replace(path)
     return setting_of(world, seed, trainer.policy, sizes(quick)[world].prompts)
 
@@ -105,9 +117,12 @@ def setting_of(world: str, seed: int, policy: Any, prompts: int) -> Setting:
     return Setting(policy, sampler, schedule, place.reward(run.environment.reward_form), chosen)
 
 
-def look_seeds(setting: Setting, shared_noise: bool, probe: Probe, size: Size, seed: int) -> list[int]:
-    """The seeds of a look's trajectories: one, or for a tree that changes between iterations, the first for every stochastic step
-    at which it branches."""
+def look_seeds(
+    setting: Setting, shared_noise: bool, probe: Probe, size: Size, seed: int
+) -> list[int]:
+    """The seeds of a look's trajectories: one, or for a tree that changes between iterations, the
+    first for every stochastic step at which it branches.
+    """
     groups = Groups(len(setting.prompts), size.members, shared_noise)
     stds, found = setting.stds, dict[tuple[int, ...], int]()
     if getattr(probe, "count", None) != 1 or not isinstance(probe, Branching):
@@ -124,8 +139,9 @@ def look_seeds(setting: Setting, shared_noise: bool, probe: Probe, size: Size, s
 
 @dataclass(frozen=True)
 class Costs:
-    """Per trajectory: network evaluations of sampling, probe and update, distinct decisions, and processor seconds of sampling,
-    probe, reward and rule."""
+    """Per trajectory: network evaluations of sampling, probe and update, distinct decisions, and
+    processor seconds of sampling, probe, reward and rule.
+    """
 
     sampling: float
     probe: float
@@ -140,8 +156,9 @@ class Costs:
 
 
 def structure(result: Rollout, needs_reference: bool = False) -> dict[str, float]:
-    """The costs that the structure of trajectories determines: evaluations of sampling and update, and distinct decisions, per
-    trajectory."""
+    """The costs that the structure of trajectories determines: evaluations of sampling and update,
+    and distinct decisions, per trajectory.
+    """
     tree = result.trajectories.tree
     weights = tree.decisions[:, tree.drawn_steps].float()
     (rows,) = minibatch_rows([torch.arange(tree.members)], weights, tree)
@@ -153,21 +170,29 @@ def structure(result: Rollout, needs_reference: bool = False) -> dict[str, float
 
 
 def measure_layout(job: Job, folder: Path, quick: bool = False) -> dict[str, Any]:
-    """All rows of a layout at one look: sums of `credit_sums` [group, step, 9] and costs by row, or the reason why a row is not
-    applicable."""
+    """All rows of a layout at one look: sums of `credit_sums` [group, step, 9] and costs by row, or
+    the reason why a row is not applicable.
+    """
     world, stage, seed, layout = job
     size = sizes(quick)[world]
     if stage == "after":
         setting = trained_policy(world, seed, folder, quick)
     else:
-        setting = setting_of(world, seed, make_trainer(ROWS["flow-grpo"].run(world, seed=seed)).policy, size.prompts)
+        setting = setting_of(
+            world, seed, make_trainer(ROWS["flow-grpo"].run(world, seed=seed)).policy, size.prompts
+        )
     rows = {row.name: make_method(row.run(world)) for row in layouts(world)[layout]}
     shared, probe = layout.startswith("shared"), next(iter(rows.values())).credit.probe
     tree = probe if isinstance(probe, Branching) else NoProbe()
-    looks = [Look(setting, size.members, found, size.max_batch) for found in look_seeds(setting, shared, tree, size, seed)]
+    looks = [
+        Look(setting, size.members, found, size.max_batch)
+        for found in look_seeds(setting, shared, tree, size, seed)
+    ]
     sampled = [look.trajectories(shared, tree) for look in looks]
     truths = [
-        true_advantages(setting, result, size.continuations, look.seed + 7, max_batch=size.max_batch)
+        true_advantages(
+            setting, result, size.continuations, look.seed + 7, max_batch=size.max_batch
+        )
         for look, result in zip(looks, sampled, strict=True)
     ]
     found, steps = dict[str, Any](), sorted({step for truth in truths for step in truth.steps})
@@ -178,14 +203,21 @@ def measure_layout(job: Job, folder: Path, quick: bool = False) -> dict[str, Any
 
 
 def on_steps(sums: Tensor, own: Sequence[int], steps: Sequence[int]) -> Tensor:
-    """`credit_sums` [group, decision, 9] of decisions at the steps `own` as [group, step, 9]; 0 at other `steps`."""
+    """`credit_sums` [group, decision, 9] of decisions at the steps `own` as [group, step, 9]; 0 at
+    other `steps`.
+    """
     found = sums.new_zeros(len(sums), len(steps), sums.shape[-1])
     found[:, [steps.index(step) for step in own]] = sums
     return found
 
 
 def _row(
-    method: Method, looks: list[Look], shared: bool, truths: list[TrueAdvantages], steps: list[int], sampled: Rollout
+    method: Method,
+    looks: list[Look],
+    shared: bool,
+    truths: list[TrueAdvantages],
+    steps: list[int],
+    sampled: Rollout,
 ) -> dict[str, Any]:
     started = time.process_time()
     try:
@@ -202,7 +234,9 @@ def _row(
         fixed["sampling"] = nfe  # a tree that is drawn differs from look to look
     costs = Costs(**fixed, probe=nfe - fixed["sampling"], seconds=seconds)
     pairs = zip(credits, truths, strict=True)
-    sums = [on_steps(credit_sums(one.advantages, truth), truth.steps, steps) for one, truth in pairs]
+    sums = [
+        on_steps(credit_sums(one.advantages, truth), truth.steps, steps) for one, truth in pairs
+    ]
     return {"sums": torch.cat(sums).tolist(), "costs": asdict(costs)}
 
 
@@ -226,11 +260,19 @@ def job_path(folder: Path, job: Job, quick: bool) -> Path:
 def measure(worker: Worker, job: Job, folder: Path, quick: bool) -> bool:
     """A job of `study`."""
     with reproducible("merit", *job):
-        write_json(job_path(folder, job, quick), {"job": list(job), **measure_layout(job, folder, quick)})
+        write_json(
+            job_path(folder, job, quick), {"job": list(job), **measure_layout(job, folder, quick)}
+        )
     return True
 
 
-def study(folder: Path, wanted: list[Job], workers: int, quick: bool, progress: Callable[[int, int, str], None]) -> bool:
+def study(
+    folder: Path,
+    wanted: list[Job],
+    workers: int,
+    quick: bool,
+    progress: Callable[[int, int, str], None],
+) -> bool:
     """Compute the missing results in `folder`; False if Ctrl-C paused it."""
     folder.mkdir(parents=True, exist_ok=True)
     missing = [job for job in wanted if not job_path(folder, job, quick).exists()]
@@ -242,11 +284,17 @@ def study(folder: Path, wanted: list[Job], workers: int, quick: bool, progress: 
         progress(count, len(wanted), ", ".join(map(str, job)))
 
     arguments = {job: (job, folder, quick) for job in missing}
-    return not missing or run_jobs(measure, arguments, workers, finished=finished, describe=lambda job: f"the job {job}")
+    return not missing or run_jobs(
+        measure, arguments, workers, finished=finished, describe=lambda job: f"the job {job}"
+    )
 
 
-def read_sums(folder: Path, wanted: list[Job], quick: bool) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
-    """By cell and row: "sums" [group, step, 9] by look, "costs" (means over looks), or "not_applicable"."""
+def read_sums(
+    folder: Path, wanted: list[Job], quick: bool
+) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+    """By cell and row: "sums" [group, step, 9] by look, "costs" (means over looks), or
+    "not_applicable".
+    """
     found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for job in wanted:
         path = job_path(folder, job, quick)
@@ -254,7 +302,9 @@ def read_sums(folder: Path, wanted: list[Job], quick: bool) -> dict[tuple[str, s
             continue
         result = json.loads(path.read_text())
         for name, row in result["rows"].items():
-            kept = found.setdefault(job[:2], {}).setdefault(name, {"sums": [], "costs": [], "steps": result["steps"]})
+            kept = found.setdefault(job[:2], {}).setdefault(
+                name, {"sums": [], "costs": [], "steps": result["steps"]}
+            )
             if "not_applicable" in row:
                 kept["not_applicable"] = row["not_applicable"]
             else:
@@ -265,12 +315,16 @@ def read_sums(folder: Path, wanted: list[Job], quick: bool) -> dict[tuple[str, s
 
 def mean_costs(costs: list[Mapping[str, float]]) -> Costs:
     """Over looks."""
-    return Costs(**{name: math.fsum(cost[name] for cost in costs) / len(costs) for name in costs[0]})
+    return Costs(
+        **{name: math.fsum(cost[name] for cost in costs) / len(costs) for name in costs[0]}
+    )
 
 
 def merit(correlation: float, nfe: float) -> float:
-    """rho^2 per network evaluation of a trajectory, including the update; 0 for a negative correlation.
+    """rho^2 per network evaluation of a trajectory, including the update; 0 for a negative
+    correlation.
 
-    At an equal budget the signal-to-noise ratio of the gradient is proportional to rho sqrt(number of batches).
+    At an equal budget the signal-to-noise ratio of the gradient is proportional to rho sqrt(number
+    of batches).
     """
     return max(correlation, 0.0) ** 2 / nfe

@@ -14,7 +14,9 @@ from flowrl_bench.statistics import interquartile_mean
 from flowrl_bench.true_advantage import CreditReport, correlation_difference, credit_report
 
 MARGIN = 0.02
-"""A probe reaches the reference's correlation if the interval of the difference is above minus this."""
+"""A probe reaches the reference's correlation if the interval of the difference is above minus
+this.
+"""
 HALF = 0.5
 """Of the reference's network evaluations for sampling and probe, at most, for a recommendation."""
 NAMES = {"mixture": "2-D world", "shapes": "shapes world"}
@@ -23,7 +25,9 @@ Cell = tuple[str, str]
 
 @dataclass(frozen=True)
 class Judged:
-    """A row in a cell. `difference`: its correlation minus the reference's, on the same trajectories."""
+    """A row in a cell. `difference`: its correlation minus the reference's, on the same
+    trajectories.
+    """
 
     row: str
     report: CreditReport
@@ -38,31 +42,51 @@ class Judged:
 
     @property
     def merit_of_decisions(self) -> float:
-        """The same times the distinct decisions of a trajectory: a tree has fewer of them per trajectory, so its gradient
-        averages over fewer."""
+        """The same times the distinct decisions of a trajectory: a tree has fewer of them per
+        trajectory, so its gradient averages over fewer.
+        """
         return self.merit * self.costs.decisions
 
     @property
     def slopes(self) -> list[float | None]:
-        """By step, over the slope of all steps together; None at a step where nothing was decided."""
+        """By step, over the slope of all steps together; None at a step where nothing was
+        decided.
+        """
         whole = self.report.overall.slope.value
-        return [step.slope.value / whole if step.count and whole else None for step in self.report.per_step]
+        return [
+            step.slope.value / whole if step.count and whole else None
+            for step in self.report.per_step
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         overall = self.report.overall
         return {
-            "row": self.row, "kind": ROWS[self.row].kind, "settings": dict(ROWS[self.row].settings),
-            "correlation": asdict(overall.correlation), "correlation_by_look": list(self.looks),
-            "difference": self.difference and asdict(self.difference), "raw_correlation": overall.raw_correlation,
-            "reliability": overall.reliability, "slope": asdict(overall.slope), "relative_slopes": self.slopes,
+            "row": self.row,
+            "kind": ROWS[self.row].kind,
+            "settings": dict(ROWS[self.row].settings),
+            "correlation": asdict(overall.correlation),
+            "correlation_by_look": list(self.looks),
+            "difference": self.difference and asdict(self.difference),
+            "raw_correlation": overall.raw_correlation,
+            "reliability": overall.reliability,
+            "slope": asdict(overall.slope),
+            "relative_slopes": self.slopes,
             "correlation_by_step": [step.correlation.value for step in self.report.per_step],
-            "sign": asdict(overall.sign), "resolved": overall.resolved, "bias": asdict(overall.bias), "count": overall.count,
-            **asdict(self.costs), "nfe": self.costs.nfe, "merit": self.merit, "merit_of_decisions": self.merit_of_decisions,
-        }  # fmt: skip
+            "sign": asdict(overall.sign),
+            "resolved": overall.resolved,
+            "bias": asdict(overall.bias),
+            "count": overall.count,
+            **asdict(self.costs),
+            "nfe": self.costs.nfe,
+            "merit": self.merit,
+            "merit_of_decisions": self.merit_of_decisions,
+        }
 
 
-def judged(found: Mapping[Cell, Mapping[str, Mapping[str, Any]]], draws: int = 1000) -> dict[Cell, list[Judged]]:
+def judged(
+    found: Mapping[Cell, Mapping[str, Mapping[str, Any]]], draws: int = 1000
+) -> dict[Cell, list[Judged]]:
     """Agreement and costs of every row of every cell, in the order of `ROWS`."""
     result: dict[Cell, list[Judged]] = {}
     for cell in ((world, stage) for world in WORLDS for stage in STAGES):
@@ -71,28 +95,46 @@ def judged(found: Mapping[Cell, Mapping[str, Mapping[str, Any]]], draws: int = 1
         for name in (name for name in ROWS if name in rows and rows[name]["sums"]):
             row = rows[name]
             sums = torch.cat(row["sums"])
-            looks = tuple(credit_report(part, row["steps"], 2).overall.correlation.value for part in row["sums"])
-            paired = ROWS[name].kind in ("probe", "ceiling") and reference and len(reference["sums"]) == len(looks)
-            difference = correlation_difference(sums, torch.cat(reference["sums"]), draws) if paired and reference else None
+            looks = tuple(
+                credit_report(part, row["steps"], 2).overall.correlation.value
+                for part in row["sums"]
+            )
+            paired = (
+                ROWS[name].kind in ("probe", "ceiling")
+                and reference
+                and len(reference["sums"]) == len(looks)
+            )
+            difference = (
+                correlation_difference(sums, torch.cat(reference["sums"]), draws)
+                if paired and reference
+                else None
+            )
             report = credit_report(sums, row["steps"], draws)
-            result.setdefault(cell, []).append(Judged(name, report, looks, mean_costs(row["costs"]), difference))
+            result.setdefault(cell, []).append(
+                Judged(name, report, looks, mean_costs(row["costs"]), difference)
+            )
     return result
 
 
-def not_applicable(found: Mapping[Cell, Mapping[str, Mapping[str, Any]]]) -> dict[tuple[str, str], str]:
+def not_applicable(
+    found: Mapping[Cell, Mapping[str, Mapping[str, Any]]],
+) -> dict[tuple[str, str], str]:
     """Reasons by world and row."""
     return {
-        (world, name): row["not_applicable"] for (world, _), rows in found.items() for name, row in rows.items()
+        (world, name): row["not_applicable"]
+        for (world, _), rows in found.items()
+        for name, row in rows.items()
         if "not_applicable" in row
-    }  # fmt: skip
+    }
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Whether a probe can replace the reference.
 
-    `share` of the reference's evaluations (sampling and probe) by world, whether it reaches the reference's correlation in every
-    cell (`reaches`) and its result of training (None: not run in both worlds). `why`: the failed criteria.
+    `share` of the reference's evaluations (sampling and probe) by world, whether it reaches the
+    reference's correlation in every cell (`reaches`) and its result of training (None: not run in
+    both worlds). `why`: the failed criteria.
     """
 
     row: str
@@ -103,38 +145,54 @@ class Verdict:
 
     @property
     def recommended(self) -> bool:
-        """Half of the evaluations at most, the reference's correlation, and its result of training."""
+        """Half of the evaluations at most, the reference's correlation, and its result of
+        training.
+        """
         return bool(not self.why and self.reaches and self.trained)
 
 
-def final_difference(lines: Mapping[Key, Mapping[str, Any]], world: str, row: str) -> Estimate | None:
+def final_difference(
+    lines: Mapping[Key, Mapping[str, Any]], world: str, row: str
+) -> Estimate | None:
     """Final reward minus the reference's, paired by seed; None without common seeds."""
     finals = [
         line["final"] - other["final"]
         for (place, name, seed), line in sorted(lines.items())
-        if (place, name) == (world, row) and "final" in line and (other := lines.get((world, REFERENCE, seed)))
+        if (place, name) == (world, row)
+        and "final" in line
+        and (other := lines.get((world, REFERENCE, seed)))
     ]
     return interquartile_mean(finals) if finals else None
 
 
 def verdicts(
-    cells: Mapping[Cell, Sequence[Judged]], lines: Mapping[Key, Mapping[str, Any]], applicable: Iterable[str] = WORLDS
+    cells: Mapping[Cell, Sequence[Judged]],
+    lines: Mapping[Key, Mapping[str, Any]],
+    applicable: Iterable[str] = WORLDS,
 ) -> list[Verdict]:
     """Of every probe that was measured in all worlds."""
     runs = {(one.world, one.row): one for one in learned(lines)[0]}
     by_cell = {cell: {one.row: one for one in rows} for cell, rows in cells.items()}
     found = []
     for name in (row.name for row in ROWS.values() if row.kind == "probe"):
-        if not by_cell or any(name not in rows or REFERENCE not in rows for rows in by_cell.values()):
+        if not by_cell or any(
+            name not in rows or REFERENCE not in rows for rows in by_cell.values()
+        ):
             continue
         why, share = list[str](), dict[str, float]()
         for (world, stage), rows in by_cell.items():
             one, other = rows[name], rows[REFERENCE]
-            share[world] = (one.costs.sampling + one.costs.probe) / (other.costs.sampling + other.costs.probe)
+            share[world] = (one.costs.sampling + one.costs.probe) / (
+                other.costs.sampling + other.costs.probe
+            )
             if one.difference is None or one.difference.low <= -MARGIN:
                 why.append(f"lower correlation, {NAMES[world]} {stage} training")
         reaches = not why
-        why += [f"{100 * part:.0f}% of the evaluations, {NAMES[world]}" for world, part in share.items() if part > HALF]
+        why += [
+            f"{100 * part:.0f}% of the evaluations, {NAMES[world]}"
+            for world, part in share.items()
+            if part > HALF
+        ]
         trained: bool | None = True
         for world in applicable:
             run, difference = runs.get((world, name)), final_difference(lines, world, name)
@@ -155,11 +213,15 @@ def _number(value: float, digits: int = 1) -> str:
     return f"{value:.{digits}f}"
 
 
-def credit_table(rows: Sequence[Judged], left_out: Mapping[str, str], kinds: Sequence[str]) -> list[str]:
+def credit_table(
+    rows: Sequence[Judged], left_out: Mapping[str, str], kinds: Sequence[str]
+) -> list[str]:
     """Markdown of one cell."""
     lines = [
-        "| row | correlation | minus Substeps(5) | right sign | relative slope by step | sampling | probe | update | decisions "
-        "| merit x 1000 | x decisions | ms |",
+        (
+            "| row | correlation | minus Substeps(5) | right sign | relative slope by step |"
+            " sampling | probe | update | decisions | merit x 1000 | x decisions | ms |"
+        ),
         "|---|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     by_name = {one.row: one for one in rows}
@@ -172,21 +234,30 @@ def credit_table(rows: Sequence[Judged], left_out: Mapping[str, str], kinds: Seq
             slopes = " ".join("-" if slope is None else f"{slope:.1f}" for slope in one.slopes)
             gap = _interval(one.difference, 2, True)
             lines.append(
-                f"| {row.name} | {_interval(overall.correlation)} | {gap} | {overall.sign.value:.2f} | {slopes} "
-                f"| {_number(costs.sampling)} | {_number(costs.probe)} | {_number(costs.update, 2)} "
-                f"| {_number(costs.decisions, 2)} | {1000 * one.merit:.1f} | {1000 * one.merit_of_decisions:.1f} "
-                f"| {1000 * costs.seconds:.2g} |"
+                f"| {row.name} | {_interval(overall.correlation)} | {gap} |"
+                f" {overall.sign.value:.2f} | {slopes} | {_number(costs.sampling)} |"
+                f" {_number(costs.probe)} | {_number(costs.update, 2)} |"
+                f" {_number(costs.decisions, 2)} | {1000 * one.merit:.1f} |"
+                f" {1000 * one.merit_of_decisions:.1f} | {1000 * costs.seconds:.2g} |"
             )
     return lines
 
 
 def compact_table(
-    cells: Mapping[Cell, Sequence[Judged]], left_out: Mapping[tuple[str, str], str], kinds: Sequence[str], world: str = "shapes"
+    cells: Mapping[Cell, Sequence[Judged]],
+    left_out: Mapping[tuple[str, str], str],
+    kinds: Sequence[str],
+    world: str = "shapes",
 ) -> list[str]:
-    """Markdown: the correlation in every cell, and costs and merit in one world after training. "-": not measured."""
+    """Markdown: the correlation in every cell, and costs and merit in one world after training.
+    "-": not measured.
+    """
     columns = [f"{NAMES[place]}, {stage}" for place, stage in cells]
     lines = [
-        f"| row | {' | '.join(columns)} | NFE: sampling + probe + update | merit x 1000 | x decisions |",
+        (
+            f"| row | {' | '.join(columns)} | NFE: sampling + probe + update | merit x 1000 | x"
+            " decisions |"
+        ),
         f"|---|{'---|' * len(columns)}---|---:|---:|",
     ]
     by_cell = {cell: {one.row: one for one in rows} for cell, rows in cells.items()}
@@ -194,7 +265,9 @@ def compact_table(
         texts = []
         for (place, _), rows in by_cell.items():
             missing = "not applicable" if (place, name) in left_out else "-"
-            texts.append(_interval(rows[name].report.overall.correlation) if name in rows else missing)
+            texts.append(
+                _interval(rows[name].report.overall.correlation) if name in rows else missing
+            )
         one = by_cell.get((world, STAGES[-1]), {}).get(name)
         spent, merits = "", ("", "")
         if one is not None:
@@ -208,8 +281,10 @@ def train_table(lines: Mapping[Key, Mapping[str, Any]]) -> list[str]:
     """Markdown of the training runs of both worlds."""
     found, left_out = learned(lines)
     table = [
-        "| world | row | seeds | base | final minus base | worst seed | minus Substeps(5) | sampling | probe | update "
-        "| seconds of a run | learns |",
+        (
+            "| world | row | seeds | base | final minus base | worst seed | minus Substeps(5) |"
+            " sampling | probe | update | seconds of a run | learns |"
+        ),
         "|---|---|---:|---:|---|---:|---|---:|---:|---:|---:|---|",
     ]
     runs = {(one.world, one.row): one for one in found}
@@ -226,8 +301,9 @@ def _train_line(one: Learned, difference: Estimate | None) -> str:
     gap = "" if one.row == REFERENCE else _interval(difference, 3, True)
     answer = "yes" if one.learns else "one seed only" if one.seeds < 2 else "**no**"
     return (
-        f"| {NAMES[one.world]} | {one.row} | {one.seeds} | {one.base:.3f} | {_interval(one.gain, 3, True)} | {one.worst:+.3f} "
-        f"| {gap} | {one.sampling:.1f} | {one.probe:.1f} | {one.update:.2f} | {one.seconds:.0f} | {answer} |"
+        f"| {NAMES[one.world]} | {one.row} | {one.seeds} | {one.base:.3f} |"
+        f" {_interval(one.gain, 3, True)} | {one.worst:+.3f} | {gap} | {one.sampling:.1f} |"
+        f" {one.probe:.1f} | {one.update:.2f} | {one.seconds:.0f} | {answer} |"
     )
 
 
@@ -236,14 +312,19 @@ def recommendation(found: Sequence[Verdict]) -> str:
     chosen = [one for one in found if one.recommended]
     if chosen:
         best = min(chosen, key=lambda one: max(one.share.values()))
-        share = " and ".join(f"{100 * part:.0f}% in the {NAMES[world]}" for world, part in best.share.items())
+        share = " and ".join(
+            f"{100 * part:.0f}% in the {NAMES[world]}" for world, part in best.share.items()
+        )
         others = ", ".join(f"*{one.row}*" for one in chosen if one is not best)
-        also = f" {others} fulfil{'s' if len(chosen) == 2 else ''} the criteria too." if others else ""
+        also = (
+            f" {others} fulfil{'s' if len(chosen) == 2 else ''} the criteria too." if others else ""
+        )
         spec = ROWS[best.row].settings["credit"]
         return (
-            f'**Use *{best.row}*** in place of Substeps(5): `--credit "{spec}"`. It takes {share} of the evaluations for '
-            f"sampling and probe. Its correlation minus that of Substeps(5) is above -{MARGIN} (lower end of the interval) "
-            f"before and after training in both worlds, and it holds in training.{also}"
+            f'**Use *{best.row}*** in place of Substeps(5): `--credit "{spec}"`. It takes {share}'
+            " of the evaluations for sampling and probe. Its correlation minus that of Substeps(5)"
+            f" is above -{MARGIN} (lower end of the interval) before and after training in both"
+            f" worlds, and it holds in training.{also}"
         )
     return "No probe fulfils all criteria."
 
@@ -251,7 +332,10 @@ def recommendation(found: Sequence[Verdict]) -> str:
 def verdict_table(found: Sequence[Verdict]) -> list[str]:
     """Markdown: why a probe is recommended or not."""
     table = [
-        "| probe | evaluations / Substeps(5), 2-D and shapes | reaches its correlation | holds in training | where it fails |",
+        (
+            "| probe | evaluations / Substeps(5), 2-D and shapes | reaches its correlation | holds"
+            " in training | where it fails |"
+        ),
         "|---|---|---|---|---|",
     ]
     for one in found:
@@ -263,5 +347,7 @@ def verdict_table(found: Sequence[Verdict]) -> list[str]:
             if not what.endswith("of the evaluations"):  # the second column has these
                 places.setdefault(what, []).append(where.removesuffix(" training"))
         fails = "; ".join(f"{what}: {', '.join(where)}" for what, where in places.items())
-        table.append(f"| {one.row} | {share} | {'yes' if one.reaches else 'no'} | {holds} | {fails} |")
+        table.append(
+            f"| {one.row} | {share} | {'yes' if one.reaches else 'no'} | {holds} | {fails} |"
+        )
     return table

@@ -1,4 +1,6 @@
-"""The rows of the study of merit: credit rules on branched and plain trajectories, and probes, each as settings of a run."""
+"""The rows of the study of merit: credit rules on branched and plain trajectories, and probes, each
+as settings of a run.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,8 +19,8 @@ HELD_OUT = {"eval_samples": 192, "eval_steps": 20, "eval_solver": "euler"}
 class Row:
     """A credit rule with its probe, as `settings` of a run: a method by name, or a rule by spec.
 
-    Methods and probes are also trained, rows of kind "run" are only trained, and the others are only compared with the true
-    advantage.
+    Methods and probes are also trained, rows of kind "run" are only trained, and the others are
+    only compared with the true advantage.
     """
 
     name: str
@@ -36,7 +38,9 @@ class Row:
         return self.kind != "run"
 
     def run(self, world: str, **changes: Any) -> RunConfig:
-        """The default run of a world with this rule, in the world's window even if the method has its own."""
+        """The default run of a world with this rule, in the world's window even if the method has
+        its own.
+        """
         shared = {**HELD_OUT, "window": WORLD_DEFAULTS[world]["window"]}
         return preset("default").apply(world=world, **{**shared, **self.settings, **changes})
 
@@ -49,18 +53,31 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def _methods() -> Iterator[Row]:
-    papers = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo", "branch-grpo", "tempflow-grpo", "granular-grpo", "tree-grpo")
+    papers = (
+        "flow-grpo",
+        "stepwise-flow-grpo",
+        "tp-grpo",
+        "branch-grpo",
+        "tempflow-grpo",
+        "granular-grpo",
+        "tree-grpo",
+    )
     for name in papers:
         yield Row(name, "method", {"method": name, **CHANGES.get(name, {})})
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    "tempflow-grpo, groups of 24": {"method": "tempflow-grpo", **MEASURED["tempflow-grpo"], "group_size": 24},
+    "tempflow-grpo, groups of 24": {
+        "method": "tempflow-grpo",
+        **MEASURED["tempflow-grpo"],
+        "group_size": 24,
+    },
     "granular-grpo, groups of 36": {"method": "granular-grpo", "group_size": 36},
     **{name: {"method": name} for name in ("diffusion-nft", "awm", "dgpo")},
 }
-"""Combs with the published number of draws, which take fewer evaluations than Flow-GRPO's groups of 12; and the methods whose
-losses have no decisions to credit."""
+"""Combs with the published number of draws, which take fewer evaluations than Flow-GRPO's groups of
+12; and the methods whose losses have no decisions to credit.
+"""
 
 PROBES: dict[str, str] = {
     "Substeps(5)": "substeps(count=5)",
@@ -76,7 +93,9 @@ PROBES: dict[str, str] = {
     "Substeps(3), every second node": "substeps(count=3,every=2)",
     "Substeps(3), DPM-Solver++, every second node": "substeps(count=3,solver=dpm++,every=2)",
     "Substeps(5), half of the members, Tweedie control": "substeps(count=5,fraction=0.5)",
-    "Substeps(5), half of the members, uniform control": "substeps(count=5,fraction=0.5,control=uniform)",
+    "Substeps(5), half of the members, uniform control": (
+        "substeps(count=5,fraction=0.5,control=uniform)"
+    ),
     "Substeps(5), bfloat16": "substeps(count=5,dtype=bfloat16)",
     "Substeps(5), no guidance": "substeps(count=5,guidance=off)",
     "Completion": "completion",
@@ -115,10 +134,16 @@ def _rows() -> Iterator[Row]:
     for shape, tree in SHAPES.items():
         for rule, spec in RULES.items():
             noise = "shared" if shape in SHARED_NOISE else "independent"
-            yield Row(f"{rule}, tree of {shape}", "tree rule", {"credit": spec.format(f"'{tree}'"), "initial_noise": noise})
+            yield Row(
+                f"{rule}, tree of {shape}",
+                "tree rule",
+                {"credit": spec.format(f"'{tree}'"), "initial_noise": noise},
+            )
     for name, settings in RUNS.items():
         yield Row(name, "run", settings)
-    yield Row("gains, 16 continuations", "ceiling", {"credit": "stepwise-gain(probe='continuation:16')"})
+    yield Row(
+        "gains, 16 continuations", "ceiling", {"credit": "stepwise-gain(probe='continuation:16')"}
+    )
 
 
 ROWS: dict[str, Row] = {row.name: row for row in _rows()}

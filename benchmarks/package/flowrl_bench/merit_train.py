@@ -1,4 +1,6 @@
-"""Training runs of the study of merit: the learning success and the cost of every method and probe."""
+"""Training runs of the study of merit: the learning success and the cost of every method and
+probe.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +25,14 @@ from flowrl_bench.results_file import ResultsFile, provenance
 from flowrl_bench.statistics import interquartile_mean
 
 SEEDS = 4
-QUICK = {"iterations": 1, "groups": 2, "group_size": 12, "num_steps": 10, "eval_samples": 8, "eval_steps": 2}
+QUICK = {
+    "iterations": 1,
+    "groups": 2,
+    "group_size": 12,
+    "num_steps": 10,
+    "eval_samples": 8,
+    "eval_steps": 2,
+}
 Key = tuple[str, str, int]
 """(world, row, seed)."""
 
@@ -36,7 +45,9 @@ def train_config(key: Key, quick: bool = False) -> RunConfig:
 
 
 def sampling_nfe(config: RunConfig) -> float | None:
-    """Network evaluations for sampling one trajectory without its probe; None for branched trees, which cost nothing else."""
+    """Network evaluations for sampling one trajectory without its probe; None for branched trees,
+    which cost nothing else.
+    """
     method = make_method(config)
     if isinstance(method.credit.probe, Branching):
         return None
@@ -46,7 +57,8 @@ def sampling_nfe(config: RunConfig) -> float | None:
 
 
 def train_run(worker: Worker, key: Key, quick: bool) -> dict[str, Any] | None:
-    """One run in plain numbers: rewards before and after, and network evaluations per trajectory; None if it was stopped.
+    """One run in plain numbers: rewards before and after, and network evaluations per trajectory;
+    None if it was stopped.
 
     A probe that the world's network does not support gives its error.
     """
@@ -59,20 +71,29 @@ def train_run(worker: Worker, key: Key, quick: bool) -> dict[str, Any] | None:
         return {"not_applicable": str(error)}
     if found is None:
         return None
-    first, last = (dict(zip(CURVE, row, strict=True)) for row in (found["curve"][0], found["curve"][-1]))
+    first, last = (
+        dict(zip(CURVE, row, strict=True)) for row in (found["curve"][0], found["curve"][-1])
+    )
     per = found["totals"]["trajectories"]
     whole, plain = found["totals"]["nfe"] / per, sampling_nfe(config)
     return {
-        "base": first["reward"], "final": last["reward"], "strict": [first["strict"], last["strict"]],
-        "sampling": whole if plain is None else plain, "probe": 0.0 if plain is None else whole - plain,
-        "update": found["totals"]["train_nfe"] / per, "images": found["totals"]["reward_calls"] / per,
-        "seconds": found["totals"]["seconds"], "wall_seconds": time.time() - started,
-    }  # fmt: skip
+        "base": first["reward"],
+        "final": last["reward"],
+        "strict": [first["strict"], last["strict"]],
+        "sampling": whole if plain is None else plain,
+        "probe": 0.0 if plain is None else whole - plain,
+        "update": found["totals"]["train_nfe"] / per,
+        "images": found["totals"]["reward_calls"] / per,
+        "seconds": found["totals"]["seconds"],
+        "wall_seconds": time.time() - started,
+    }
 
 
 def read_lines(path: Path) -> dict[Key, dict[str, Any]]:
     """Finished runs by (world, row, seed)."""
-    return {(line["world"], line["row"], line["seed"]): line for line in ResultsFile(path).unchecked()}
+    return {
+        (line["world"], line["row"], line["seed"]): line for line in ResultsFile(path).unchecked()
+    }
 
 
 def train_jobs(seeds: int, names: Iterable[str] = (), worlds: Iterable[str] = WORLDS) -> list[Key]:
@@ -82,9 +103,16 @@ def train_jobs(seeds: int, names: Iterable[str] = (), worlds: Iterable[str] = WO
 
 
 def train(
-    path: Path, jobs: Sequence[Key], workers: int, quick: bool, command: str, progress: Callable[[int, int, str], None]
+    path: Path,
+    jobs: Sequence[Key],
+    workers: int,
+    quick: bool,
+    command: str,
+    progress: Callable[[int, int, str], None],
 ) -> bool:
-    """Compute the missing runs in the file `path`, one JSON line each; False if Ctrl-C paused it."""
+    """Compute the missing runs in the file `path`, one JSON line each; False if Ctrl-C paused
+    it.
+    """
     done = read_lines(path)
     missing = [key for key in jobs if key not in done]
     made = {"command": command, "code": code_digest(), **provenance()}
@@ -99,13 +127,19 @@ def train(
             progress(count, len(jobs), f"{world}, {row}, seed {seed}")
 
     return not missing or run_jobs(
-        train_run, {key: (key, quick) for key in missing}, workers, finished=finished, describe=lambda key: f"the run {key}"
+        train_run,
+        {key: (key, quick) for key in missing},
+        workers,
+        finished=finished,
+        describe=lambda key: f"the run {key}",
     )
 
 
 @dataclass(frozen=True)
 class Learned:
-    """Common results of a row's runs: `gain` is final minus base, the interquartile mean over seeds."""
+    """Common results of a row's runs: `gain` is final minus base, the interquartile mean over
+    seeds.
+    """
 
     world: str
     row: str
@@ -129,7 +163,9 @@ class Learned:
         return self.sampling + self.probe + self.update
 
 
-def learned(lines: Mapping[Key, Mapping[str, Any]]) -> tuple[list[Learned], dict[tuple[str, str], str]]:
+def learned(
+    lines: Mapping[Key, Mapping[str, Any]],
+) -> tuple[list[Learned], dict[tuple[str, str], str]]:
     """By world and row, and the reasons of those that are not applicable."""
     found, left_out = list[Learned](), dict[tuple[str, str], str]()
     for world in WORLDS:
@@ -140,8 +176,19 @@ def learned(lines: Mapping[Key, Mapping[str, Any]]) -> tuple[list[Learned], dict
                 left_out[world, row] = runs[0]["not_applicable"]
             if kept:
                 gains = np.asarray([line["final"] - line["base"] for line in kept])
-                means = {name: float(np.mean([line[name] for line in kept])) for name in ("base", *COSTS)}
-                found.append(Learned(world, row, len(kept), gain=interquartile_mean(gains), worst=float(gains.min()), **means))
+                means = {
+                    name: float(np.mean([line[name] for line in kept])) for name in ("base", *COSTS)
+                }
+                found.append(
+                    Learned(
+                        world,
+                        row,
+                        len(kept),
+                        gain=interquartile_mean(gains),
+                        worst=float(gains.min()),
+                        **means,
+                    )
+                )
     return found, left_out
 
 

@@ -1,8 +1,10 @@
-"""The microscope: agreement of each rule's credit with the true advantage, in both worlds, and its policy gradient in 2-D.
+"""The microscope: agreement of each rule's credit with the true advantage, in both worlds, and its
+policy gradient in 2-D.
 
-A *cell* is a world, a policy (untrained, or during or after training with a method), a kind of initial noise and a *look*: one
-seed of the training and of the trajectories. In a cell all rules are applied to the same trajectories, under every form of the
-reward, and V is estimated from the same continuations for all forms.
+A *cell* is a world, a policy (untrained, or during or after training with a method), a kind of
+initial noise and a *look*: one seed of the training and of the trajectories. In a cell all rules
+are applied to the same trajectories, under every form of the reward, and V is estimated from the
+same continuations for all forms.
 """
 
 import math
@@ -26,7 +28,12 @@ from flowrl.rollout import Rollout, Usage
 from flowrl.training.build import make_trainer, make_world, trial_stds
 from flowrl.training.config import RunConfig, preset
 from flowrl_bench.ceilings import ceiling_sums, with_values
-from flowrl_bench.continuations import Look, TrueAdvantages, continuation_rewards, from_continuations
+from flowrl_bench.continuations import (
+    Look,
+    TrueAdvantages,
+    continuation_rewards,
+    from_continuations,
+)
 from flowrl_bench.gradients import (
     Setting,
     alignment,
@@ -51,7 +58,11 @@ RULES: dict[str, str] = {
     "random": "random",
 }
 """Rules by their names in figures. The last one is a control."""
-WORLDS, FORMS, METHODS = ("mixture", "shapes"), ("soft", "strict"), ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
+WORLDS, FORMS, METHODS = (
+    ("mixture", "shapes"),
+    ("soft", "strict"),
+    ("flow-grpo", "stepwise-flow-grpo", "tp-grpo"),
+)
 NOISES = (0.1, 0.3)
 """Standard deviations of the noise on the soft rewards that rules see, tried before training."""
 CHECKED = 6
@@ -59,13 +70,16 @@ CHECKED = 6
 DETECTED = 2.0
 """A mean gradient shorter than this many of its standard errors has no reliable direction."""
 EQUAL_NFE = 10_000
-"""Network evaluations per rule for "signal-to-noise at equal NFE": sampling, probes and the update."""
+"""Network evaluations per rule for "signal-to-noise at equal NFE": sampling, probes and the update.
+"""
 
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a world's cells: `prompts` x `members` trajectories, `continuations` per state for V (`first` before training,
-    where the ceilings are computed too); iterations of training at the stages; batches of gradients and of the true one."""
+    """The size of a world's cells: `prompts` x `members` trajectories, `continuations` per state
+    for V (`first` before training, where the ceilings are computed too); iterations of training at
+    the stages; batches of gradients and of the true one.
+    """
 
     prompts: int
     members: int
@@ -80,20 +94,30 @@ class Size:
 
 
 SIZES: dict[str, Size] = {
-    "mixture": Size(18, 12, 96, 48, {"during": 10, "after": 40}, batches=16, truth_batches=8, looks=5),
-    "shapes": Size(4, 12, 24, 6, {"during": 4, "after": 8}, looks=3, max_batch=2048, run={"groups": 8}),
+    "mixture": Size(
+        18, 12, 96, 48, {"during": 10, "after": 40}, batches=16, truth_batches=8, looks=5
+    ),
+    "shapes": Size(
+        4, 12, 24, 6, {"during": 4, "after": 8}, looks=3, max_batch=2048, run={"groups": 8}
+    ),
 }
-"""Of the full study. Image runs have half of the default's groups, which halves the time of training."""
+"""Of the full study. Image runs have half of the default's groups, which halves the time of
+training.
+"""
 QUICK: dict[str, Size] = {
     "mixture": Size(6, 12, 32, 16, {"during": 5, "after": 10}, batches=4, truth_batches=4, looks=3),
-    "shapes": Size(2, 12, 8, 2, {"during": 1, "after": 2}, looks=2, max_batch=2048, run={"groups": 2}),
+    "shapes": Size(
+        2, 12, 8, 2, {"during": 1, "after": 2}, looks=2, max_batch=2048, run={"groups": 2}
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Cell:
-    """`method` trained the policy ("" before training). `noise`: "independent" or "shared" initial noise of a group's members;
-    "gradient": a comparison of policy gradients, where every rule has its own kind of noise; "check": `check`."""
+    """`method` trained the policy ("" before training). `noise`: "independent" or "shared" initial
+    noise of a group's members; "gradient": a comparison of policy gradients, where every rule has
+    its own kind of noise; "check": `check`.
+    """
 
     world: str
     method: str
@@ -111,26 +135,37 @@ class Cell:
 def cells(world: str, look: int) -> Iterator[Cell]:
     """All cells of a look. Shared noise is left out during training."""
     more = (("gradient", "check") if look == 0 else ("gradient",)) if world == "mixture" else ()
-    yield from (Cell(world, "", "before", noise, look) for noise in ("independent", "shared", *more))
+    yield from (
+        Cell(world, "", "before", noise, look) for noise in ("independent", "shared", *more)
+    )
     for method in METHODS:
         yield Cell(world, method, "during", "independent", look)
-        yield from (Cell(world, method, "after", noise, look) for noise in ("independent", "shared"))
+        yield from (
+            Cell(world, method, "after", noise, look) for noise in ("independent", "shared")
+        )
 
 
 def run_of(world: str, method: str, look: int, size: Size) -> RunConfig:
-    """The training run: the world's default with noise at all steps but the last, as in the papers."""
+    """The training run: the world's default with noise at all steps but the last, as in the
+    papers.
+    """
     changes = {"method": method or "flow-grpo", "window": ":-1", "seed": look, **(size.run or {})}
     return preset("default").apply(world=world, iterations=max(size.stages.values()), **changes)
 
 
 def check_rules(rules: Mapping[str, str], size: Size) -> None:
-    """Try every rule on a random table. Raises `ConfigError` or `CreditError` for a rule that fails, or whose probe branches."""
+    """Try every rule on a random table. Raises `ConfigError` or `CreditError` for a rule that
+    fails, or whose probe branches.
+    """
     require(len(rules) >= 1, "rules", dict(rules), "one or more rules")
     stds = trial_stds(run_of("mixture", "", 0, size))
     for name, spec in rules.items():
         try:
             method = named_method("", credit=spec)
-            allowed = "a probe without branches: trajectories that branch are compared in docs/branching.md"
+            allowed = (
+                "a probe without branches: trajectories that branch are compared in"
+                " docs/branching.md"
+            )
             require(not isinstance(method.credit.probe, Branching), "rules", spec, allowed)
             try_credit(method, stds, size.members)
         except CreditError as error:
@@ -142,8 +177,11 @@ def shared_noise(spec: str) -> bool:
     return bool(getattr(build("credit", spec), "shared_noise", False))
 
 
-def session(method: str, wanted: list[Cell], size: Size, rules: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Lines of the `wanted` cells, which have one world, one look and the training `method`; stages in order.
+def session(
+    method: str, wanted: list[Cell], size: Size, rules: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
+    """Lines of the `wanted` cells, which have one world, one look and the training `method`; stages
+    in order.
 
     A line is {"cell", "seconds" (processor time, training included), and what `measure` returns}.
     """
@@ -159,7 +197,9 @@ def session(method: str, wanted: list[Cell], size: Size, rules: Mapping[str, str
             for cell in (cell for cell in wanted if cell.stage == stage):
                 setting = setting_of(cell, trainer.policy, sampler, size)
                 with reproducible("measure", cell.key):
-                    found = {"gradient": gradients, "check": check}.get(cell.noise, measure)(cell, setting, size, rules)
+                    found = {"gradient": gradients, "check": check}.get(cell.noise, measure)(
+                        cell, setting, size, rules
+                    )
                 now = time.process_time()
                 yield {"cell": asdict(cell), "seconds": round(now - started, 2), **found}
                 started = now
@@ -169,27 +209,38 @@ def setting_of(cell: Cell, policy: FlowPolicy, sampler: Sampler, size: Size) -> 
     """The look's prompts and the soft reward."""
     run = run_of(cell.world, cell.method, cell.look, size)
     place = make_world(run)
-    prompts = PromptStream(place.prompts(run.environment.task, "train"), cell.look).take(size.prompts)
-    return Setting(policy, sampler, policy.schedule(run.rollout.num_steps), place.reward("soft"), prompts)
+    prompts = PromptStream(place.prompts(run.environment.task, "train"), cell.look).take(
+        size.prompts
+    )
+    return Setting(
+        policy, sampler, policy.schedule(run.rollout.num_steps), place.reward("soft"), prompts
+    )
 
 
 def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) -> dict[str, Any]:
     """The correlation of every rule with the truth, by form of the reward.
 
-    rows: one per form, noise of the reward and rule: "correlation" (corrected), "sums" (`credit_sums`, added up),
-    "groups" (jackknife pseudo-values of the correlation by group), "steps" (correlations by decision) and before training
-    "ceiling" (`ceiling_sums`). truth: by form, mean reward of the trajectories and reliability of A*.
+    rows: one per form, noise of the reward and rule: "correlation" (corrected), "sums"
+    (`credit_sums`, added up), "groups" (jackknife pseudo-values of the correlation by group),
+    "steps" (correlations by decision) and before training "ceiling" (`ceiling_sums`). truth: by
+    form, mean reward of the trajectories and reliability of A*.
     """
     first, shared = cell.stage == "before", cell.noise == "shared"
     place = make_world(run_of(cell.world, cell.method, cell.look, size))
     forms = {form: place.reward(form) for form in FORMS}
     look = Look(setting, size.members, 10_000 + cell.look, size.max_batch)
     plain, count = look.trajectories(shared), size.first if first else size.continuations
-    scores = continuation_rewards(setting, plain, count, list(forms.values()), 20_000 + cell.look, None, size.max_batch)
-    truths = {form: from_continuations(found, plain) for form, found in zip(forms, scores, strict=True)}
+    scores = continuation_rewards(
+        setting, plain, count, list(forms.values()), 20_000 + cell.look, None, size.max_batch
+    )
+    truths = {
+        form: from_continuations(found, plain) for form, found in zip(forms, scores, strict=True)
+    }
     rolled, usages = dict[str, Rollout](), dict[str, Usage]()
     rows = list[dict[str, Any]]()
-    for form, noise in [(form, 0.0) for form in FORMS] + [("soft", noise) for noise in (NOISES if first else ())]:
+    for form, noise in [(form, 0.0) for form in FORMS] + [
+        ("soft", noise) for noise in (NOISES if first else ())
+    ]:
         seen: RewardModel = NoisyReward(forms[form], noise) if noise else forms[form]
         records = dict[str, Experience]()
         for name, spec in rules.items():
@@ -201,34 +252,62 @@ def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) 
             if key not in records:
                 records[key] = setting.experience(rolled[key], reward=seen)
             credit = assigned(rule, records[key]).advantages
-            row = {"form": form, "noise": noise, "rule": name, "nfe": usages[key].nfe / plain.groups.samples}
+            row = {
+                "form": form,
+                "noise": noise,
+                "rule": name,
+                "nfe": usages[key].nfe / plain.groups.samples,
+            }
             rows.append(row | agreement_row(credit, truths[form]))
             if first and not noise:
                 known = scores[FORMS.index(form)], plain, records[key]
                 levels = ceiling_sums(lambda spec=spec: build("credit", spec), *known, cell.look)
                 rows[-1]["ceiling"] = rounded(levels)
     rewards = {form: float(truth.state_values[..., -1].mean()) for form, truth in truths.items()}
-    truth = {form: {"reward": rewards[form], "reliability": truths[form].reliability} for form in FORMS}
-    return {"trajectories": plain.groups.samples, "continuations": count, "truth": truth, "rows": rows}
+    truth = {
+        form: {"reward": rewards[form], "reliability": truths[form].reliability} for form in FORMS
+    }
+    return {
+        "trajectories": plain.groups.samples,
+        "continuations": count,
+        "truth": truth,
+        "rows": rows,
+    }
 
 
 def check(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) -> dict[str, Any]:
-    """Correlations and ceilings from other seeds and so many continuations that no correction is needed.
+    """Correlations and ceilings from other seeds and so many continuations that no correction is
+    needed.
 
     These are plain Pearson correlations, and rules applied to plain tables of V.
     """
-    place, count = make_world(run_of(cell.world, cell.method, cell.look, size)), CHECKED * size.first
-    look, rows = Look(setting, size.members, 50_000 + cell.look, size.max_batch), list[dict[str, Any]]()
+    place, count = (
+        make_world(run_of(cell.world, cell.method, cell.look, size)),
+        CHECKED * size.first,
+    )
+    look, rows = (
+        Look(setting, size.members, 50_000 + cell.look, size.max_batch),
+        list[dict[str, Any]](),
+    )
     plain = look.trajectories(False)
-    scores = continuation_rewards(setting, plain, count, [place.reward(form) for form in FORMS], 60_000, None, size.max_batch)
+    scores = continuation_rewards(
+        setting, plain, count, [place.reward(form) for form in FORMS], 60_000, None, size.max_batch
+    )
     for form, found in zip(FORMS, scores, strict=True):
-        truth, record = from_continuations(found, plain), setting.experience(plain, reward=place.reward(form))
+        truth, record = (
+            from_continuations(found, plain),
+            setting.experience(plain, reward=place.reward(form)),
+        )
         for name, spec in rules.items():
             credit = look.credit(build("credit", spec), False, place.reward(form)).advantages
             best = with_values(build("credit", spec), record, truth.state_values)
-            pairs = [torch.stack([part.flatten(), truth.values.flatten()]) for part in (credit, best)]
+            pairs = [
+                torch.stack([part.flatten(), truth.values.flatten()]) for part in (credit, best)
+            ]
             one, other = (float(torch.corrcoef(pair)[0, 1]) for pair in pairs)
-            rows.append({"form": form, "noise": 0.0, "rule": name, "correlation": one, "ceiling": other})
+            rows.append(
+                {"form": form, "noise": 0.0, "rule": name, "correlation": one, "ceiling": other}
+            )
     return {"trajectories": plain.groups.samples, "continuations": count, "rows": rows}
 
 
@@ -239,36 +318,60 @@ def agreement_row(credit: Tensor, truth: TrueAdvantages) -> dict[str, Any]:
     whole = correlation(total)
     left_out = [correlation(total - group) for group in sums] if count > 1 else [whole]
     return {
-        "correlation": round(whole, 5), "sums": rounded(total.sum(0)),
-        "groups": rounded(torch.tensor([count * whole - (count - 1) * value for value in left_out]), 4),
+        "correlation": round(whole, 5),
+        "sums": rounded(total.sum(0)),
+        "groups": rounded(
+            torch.tensor([count * whole - (count - 1) * value for value in left_out]), 4
+        ),
         "steps": [round(correlation(total[step]), 3) for step in range(total.shape[0])],
-    }  # fmt: skip
+    }
 
 
 def rounded(values: Tensor, digits: int = 9) -> Any:
     """Nested lists of numbers with this many significant digits."""
-    return [float(f"{v:.{digits}g}") if isinstance(v, float) else rounded(torch.tensor(v), digits) for v in values.tolist()]
+    return [
+        float(f"{v:.{digits}g}") if isinstance(v, float) else rounded(torch.tensor(v), digits)
+        for v in values.tolist()
+    ]
 
 
 def gradients(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) -> dict[str, Any]:
     """Direction and signal-to-noise ratio of every rule's policy gradient of the soft reward.
 
-    Rules with stochastic continuations are left out, because one of their batches costs as much as a hundred of the others.
+    Rules with stochastic continuations are left out, because one of their batches costs as much as
+    a hundred of the others.
     """
     members, rows = 8, list[dict[str, Any]]()
-    truths = pathwise_gradients(setting, size.truth_batches, 100, 30_000 + cell.look, decisions_only=True)
+    truths = pathwise_gradients(
+        setting, size.truth_batches, 100, 30_000 + cell.look, decisions_only=True
+    )
     train_nfe = update_evaluations(setting, members)
     for name, spec in rules.items():
         rule, usage = build("credit", spec), Usage()
         if isinstance(rule.probe, Continuation):
             continue
-        found = policy_gradients(setting, rule, size.batches, members, shared_noise(spec), 40_000 + cell.look, usage=usage)
+        found = policy_gradients(
+            setting,
+            rule,
+            size.batches,
+            members,
+            shared_noise(spec),
+            40_000 + cell.look,
+            usage=usage,
+        )
         result, nfe = alignment(found, truths), usage.nfe / size.batches
-        rows.append({
-            "rule": name, "nfe_per_batch": nfe, "train_nfe_per_batch": train_nfe,
-            "detected": result.signal_to_noise * math.sqrt(size.batches) > DETECTED, **asdict(result),
-            "signal_to_noise_at_equal_nfe": result.signal_to_noise * math.sqrt(EQUAL_NFE / (nfe + train_nfe)),
-        })  # fmt: skip
+        rows.append(
+            {
+                "rule": name,
+                "nfe_per_batch": nfe,
+                "train_nfe_per_batch": train_nfe,
+                "detected": result.signal_to_noise * math.sqrt(size.batches) > DETECTED,
+                **asdict(result),
+                "signal_to_noise_at_equal_nfe": (
+                    result.signal_to_noise * math.sqrt(EQUAL_NFE / (nfe + train_nfe))
+                ),
+            }
+        )
     return {"rows": rows}
 
 

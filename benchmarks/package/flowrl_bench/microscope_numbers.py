@@ -1,4 +1,6 @@
-"""Correlations over looks with intervals, and the trajectories that a verdict needs, from the microscope's lines."""
+"""Correlations over looks with intervals, and the trajectories that a verdict needs, from the
+microscope's lines.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +18,16 @@ from flowrl_bench.true_advantage import LEAST_RELIABILITY, correlation
 
 Line = Mapping[str, Any]
 SEPARATED, POWER = 0.05, 0.8
-"""A verdict separates two rules if it finds a difference of this size between their correlations with this probability."""
+"""A verdict separates two rules if it finds a difference of this size between their correlations
+with this probability.
+"""
 
 
 def jackknife(statistic: Callable[[Sequence[Any]], float], looks: Sequence[Any]) -> Inference:
     """The t interval of the pseudo-values n s(all) - (n - 1) s(all but i) over looks.
 
-    `statistic` pools all looks that it gets, which has less bias than a mean of ratios of small looks. The value is the
-    statistic of all looks. Source: Tukey 1958.
+    `statistic` pools all looks that it gets, which has less bias than a mean of ratios of small
+    looks. The value is the statistic of all looks. Source: Tukey 1958.
     """
     whole, count = statistic(looks), len(looks)
     if count < 2:
@@ -40,10 +44,16 @@ class Lines:
 
     lines: Mapping[str, Line]
 
-    def of(self, world: str, stage: str = "before", noise: str = "independent", method: str = "") -> list[Line]:
+    def of(
+        self, world: str, stage: str = "before", noise: str = "independent", method: str = ""
+    ) -> list[Line]:
         """The lines of all looks of a cell, in order."""
         wanted = {"world": world, "stage": stage, "noise": noise, "method": method}
-        found = [line for line in self.lines.values() if {**line["cell"], "look": 0} == {**wanted, "look": 0}]
+        found = [
+            line
+            for line in self.lines.values()
+            if {**line["cell"], "look": 0} == {**wanted, "look": 0}
+        ]
         return sorted(found, key=lambda line: line["cell"]["look"])
 
     def worlds(self) -> list[str]:
@@ -52,12 +62,20 @@ class Lines:
 
     def rules(self) -> list[str]:
         """Rules in order."""
-        return list(dict.fromkeys(row["rule"] for world in self.worlds() for row in self.of(world)[0]["rows"]))
+        return list(
+            dict.fromkeys(
+                row["rule"] for world in self.worlds() for row in self.of(world)[0]["rows"]
+            )
+        )
 
 
 def row_of(line: Line, form: str, rule: str, noise: float = 0.0) -> Line:
     """A rule's row in a line."""
-    return next(row for row in line["rows"] if (row["form"], row["rule"], row["noise"]) == (form, rule, noise))
+    return next(
+        row
+        for row in line["rows"]
+        if (row["form"], row["rule"], row["noise"]) == (form, rule, noise)
+    )
 
 
 def _any(line: Line, form: str) -> Line:
@@ -70,8 +88,9 @@ def pooled_correlation(rows: Sequence[Line]) -> float:
 
 
 def measurable(lines: Sequence[Line], form: str) -> bool:
-    """Whether the true advantages of a cell vary by more than their noise: not if (almost) every image gets the same reward, for
-    a 0/1 reward at least 98% of them."""
+    """Whether the true advantages of a cell vary by more than their noise: not if (almost) every
+    image gets the same reward, for a 0/1 reward at least 98% of them.
+    """
     rewards = [line["truth"][form]["reward"] for line in lines if form == "strict"]
     if rewards and not 0.02 < sum(rewards) / len(rewards) < 0.98:
         return False
@@ -84,16 +103,26 @@ def measurable(lines: Sequence[Line], form: str) -> bool:
 def over_looks(lines: Sequence[Line], form: str, rule: str, noise: float = 0.0) -> Inference:
     """A rule's correlation in a cell, with its interval over looks, within [-1, 1]."""
     found = jackknife(pooled_correlation, [row_of(line, form, rule, noise) for line in lines])
-    return found if len(lines) < 2 else replace(found, low=max(-1.0, found.low), high=min(1.0, found.high))
+    return (
+        found
+        if len(lines) < 2
+        else replace(found, low=max(-1.0, found.low), high=min(1.0, found.high))
+    )
 
 
 def change(before: Sequence[Line], after: Sequence[Line], form: str, rule: str) -> Inference:
     """A rule's correlation in the cell `after` minus that in `before`, paired by look."""
     first = {line["cell"]["look"]: row_of(line, form, rule) for line in before}
-    pairs = [(first[look], row_of(line, form, rule)) for line in after if (look := line["cell"]["look"]) in first]
+    pairs = [
+        (first[look], row_of(line, form, rule))
+        for line in after
+        if (look := line["cell"]["look"]) in first
+    ]
 
     def difference(chosen: Sequence[tuple[Line, Line]]) -> float:
-        return pooled_correlation([b for _, b in chosen]) - pooled_correlation([a for a, _ in chosen])
+        return pooled_correlation([b for _, b in chosen]) - pooled_correlation(
+            [a for a, _ in chosen]
+        )
 
     return jackknife(difference, pairs)
 
@@ -103,7 +132,9 @@ def difference(lines: Sequence[Line], form: str, rule: str, other: str) -> Infer
     pairs = [(row_of(line, form, rule), row_of(line, form, other)) for line in lines]
 
     def statistic(chosen: Sequence[tuple[Line, Line]]) -> float:
-        return pooled_correlation([a for a, _ in chosen]) - pooled_correlation([b for _, b in chosen])
+        return pooled_correlation([a for a, _ in chosen]) - pooled_correlation(
+            [b for _, b in chosen]
+        )
 
     return jackknife(statistic, pairs)
 
@@ -119,7 +150,8 @@ def ceiling_of(lines: Sequence[Line], form: str, rule: str) -> float:
 
 
 def groups_needed(spread: float, size: float = SEPARATED, power: float = POWER) -> int:
-    """The smallest number of groups at which a two-sided t test at 5% finds a mean difference of `size` with probability `power`.
+    """The smallest number of groups at which a two-sided t test at 5% finds a mean difference of
+    `size` with probability `power`.
 
     `spread`: standard deviation over groups of the difference of two rules' pseudo-values.
     """
@@ -130,12 +162,16 @@ def groups_needed(spread: float, size: float = SEPARATED, power: float = POWER) 
             return most
     while most - least > 1:
         middle = (least + most) // 2
-        least, most = (middle, most) if detectable(spread, middle, power=power) > size else (least, middle)
+        least, most = (
+            (middle, most) if detectable(spread, middle, power=power) > size else (least, middle)
+        )
     return least if detectable(spread, least, power=power) <= size else most
 
 
 def spread_of(lines: Sequence[Line], form: str, rule: str, other: str) -> float:
-    """Standard deviation over groups, within looks, of the difference of two rules' pseudo-values."""
+    """Standard deviation over groups, within looks, of the difference of two rules'
+    pseudo-values.
+    """
     variances = []
     for line in lines:
         gap = np.subtract(row_of(line, form, rule)["groups"], row_of(line, form, other)["groups"])
@@ -145,8 +181,8 @@ def spread_of(lines: Sequence[Line], form: str, rule: str, other: str) -> float:
 
 @dataclass(frozen=True)
 class Needed:
-    """The number of trajectories that separates two rules by `SEPARATED`, at one policy: for the `middle` and the `worst` pair of
-    rules.
+    """The number of trajectories that separates two rules by `SEPARATED`, at one policy: for the
+    `middle` and the `worst` pair of rules.
 
     `looks` of this study find the difference `found` with probability `POWER` (the median pair).
     """
@@ -171,11 +207,15 @@ def needed(lines: Sequence[Line], form: str, rules: Sequence[str]) -> Needed:
         reach = (interval.high - interval.low) / 2
         found.append(_detectable_from(reach, len(lines)))
     total = sum(line["trajectories"] for line in lines)
-    return Needed(total, round(float(np.median(counts))), max(counts), len(lines), float(np.median(found)))
+    return Needed(
+        total, round(float(np.median(counts))), max(counts), len(lines), float(np.median(found))
+    )
 
 
 def _detectable_from(reach: float, looks: int) -> float:
-    """The difference found with probability `POWER`, from the half-width of a 95% t interval over looks."""
+    """The difference found with probability `POWER`, from the half-width of a 95% t interval over
+    looks.
+    """
     if looks < 2:
         return math.inf
     from scipy import stats  # a second of import time
@@ -185,7 +225,9 @@ def _detectable_from(reach: float, looks: int) -> float:
 
 
 def gradient_mean(lines: Sequence[Line], rule: str, name: str) -> Inference | None:
-    """The mean over looks of a number of the rule's gradient rows; None without rows or, for a cosine, without signal."""
+    """The mean over looks of a number of the rule's gradient rows; None without rows or, for a
+    cosine, without signal.
+    """
     rows = [row for line in lines for row in line["rows"] if row["rule"] == rule]
     if not rows or (name == "cosine" and not all(row["detected"] for row in rows)):
         return None

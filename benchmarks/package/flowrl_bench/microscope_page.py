@@ -1,4 +1,6 @@
-"""The microscope's page: answers, two figures, short tables, method and provenance, from the lines of its results file."""
+"""The microscope's page: answers, two figures, short tables, method and provenance, from the lines
+of its results file.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,53 +24,85 @@ from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.statistics import Estimate
 
 TITLE = "The microscope: credit and gradients compared with the ground truth"
-GAINS, ONE_STEP, BY_STEP, RANDOM = "stepwise gains", "one-step gains", "gains, z-scored by step", "random"
+GAINS, ONE_STEP, BY_STEP, RANDOM = (
+    "stepwise gains",
+    "one-step gains",
+    "gains, z-scored by step",
+    "random",
+)
 """Rules that the answers name."""
 
 
-def microscope_page(found: Mapping[str, Mapping[str, Any]], sizes: Mapping[str, Size], results: str, command: str) -> Document:
+def microscope_page(
+    found: Mapping[str, Mapping[str, Any]], sizes: Mapping[str, Size], results: str, command: str
+) -> Document:
     """The page of the lines `found` (by cell), which came from the file `results`."""
     lines, page = Lines(found), Document(TITLE)
     page.items(answers(lines))
-    page.blocks.append(Image("correlations", correlations(lines), "Correlation of every rule's credit with the true advantage"))
+    page.blocks.append(
+        Image(
+            "correlations",
+            correlations(lines),
+            "Correlation of every rule's credit with the true advantage",
+        )
+    )
     page.text(
-        "The true advantage of a step is $V(x_{i+1}) - V(x_i)$: the expected final reward if the stochastic sampler continues, "
-        "after the step and before it. A *ceiling* is the correlation of the rule if every value is known: the rule is "
-        "applied to a table of $V$ instead of estimated rewards. Rules that read only the final reward are at their ceiling. "
-        "Bars are 95% intervals over looks; a look is a seed of training, trajectories and continuations."
+        "The true advantage of a step is $V(x_{i+1}) - V(x_i)$: the expected final reward if the"
+        " stochastic sampler continues, after the step and before it. A *ceiling* is the"
+        " correlation of the rule if every value is known: the rule is applied to a table of $V$"
+        " instead of estimated rewards. Rules that read only the final reward are at their ceiling."
+        " Bars are 95% intervals over looks; a look is a seed of training, trajectories and"
+        " continuations."
     )
     page.blocks.append(correlation_table(lines))
     page.text(
-        "Each cell: correlation on independent trajectories [95% interval] / ceiling. NFE: sampling and probe, per trajectory."
+        "Each cell: correlation on independent trajectories [95% interval] / ceiling. NFE: sampling"
+        " and probe, per trajectory."
     )
-    if any(lines.of(world, "after", method=method) for world in lines.worlds() for method in METHODS):
+    if any(
+        lines.of(world, "after", method=method) for world in lines.worlds() for method in METHODS
+    ):
         page.heading("Stages of training")
-        page.blocks.append(Image("stages", stages(lines), "Correlation before, during and after training with each method"))
+        page.blocks.append(
+            Image(
+                "stages",
+                stages(lines),
+                "Correlation before, during and after training with each method",
+            )
+        )
         page.text(stages_text(lines))
     page.heading("Initial noise: shared or independent")
     page.text(NOISE)
     if lines.of("mixture", noise="gradient"):
         page.heading("Policy gradient and reward noise in the 2-D world")
         page.text(
-            "Before training, smooth reward. *Cosine*: mean gradient of the rule and the pathwise gradient through the "
-            "stochastic steps, corrected for noise. *Signal to noise*: length of the mean gradient over the deviation of one "
-            f"batch, for as many batches as {EQUAL_NFE:,} evaluations allow (sampling, probe, update). *Reward noise*: "
-            "correlation if every score that the rule reads has normal noise of this standard deviation."
+            "Before training, smooth reward. *Cosine*: mean gradient of the rule and the pathwise"
+            " gradient through the stochastic steps, corrected for noise. *Signal to noise*:"
+            " length of the mean gradient over the deviation of one batch, for as many batches as"
+            f" {EQUAL_NFE:,} evaluations allow (sampling, probe, update). *Reward noise*:"
+            " correlation if every score that the rule reads has normal noise of this standard"
+            " deviation."
         )
         page.blocks.append(gradient_table(lines))
     page.heading("Trajectories that a verdict needs")
     page.text(
-        "Trajectories at one policy that are needed to find a difference of 0.05 between the correlations of two rules with a "
-        "probability of 80% (two-sided t test at 5%, all pairs of rules but random). The unit is the group, whose spread is "
-        "measured within looks. The last column is the difference that all looks of this page together find with that "
-        "probability, for the median pair; it includes the differences between training runs and prompts."
+        "Trajectories at one policy that are needed to find a difference of 0.05 between the"
+        " correlations of two rules with a probability of 80% (two-sided t test at 5%, all pairs of"
+        " rules but random). The unit is the group, whose spread is measured within looks. The last"
+        " column is the difference that all looks of this page together find with that probability,"
+        " for the median pair; it includes the differences between training runs and prompts."
     )
     page.blocks.append(needed_table(lines))
     page.heading("Method")
     for words in method_text(lines, sizes):
         page.text(words)
     page.heading("Provenance")
-    planned = sum(1 for world in lines.worlds() for look in range(sizes[world].looks) for _ in cells(world, look))
+    planned = sum(
+        1
+        for world in lines.worlds()
+        for look in range(sizes[world].looks)
+        for _ in cells(world, look)
+    )
     page.text(provenance_text(lines, results, command, planned))
     return page
 
@@ -80,23 +114,43 @@ def _number(found: Estimate, digits: int = 2, sign: bool = False) -> str:
 
 
 def answers(lines: Lines) -> list[str]:
-    """Up to five sentences, computed from the lines; those whose rules or cells are missing are left out."""
-    rules, shown, rows = [rule for rule in lines.rules() if rule != RANDOM], panels(lines), list[str]()
+    """Up to five sentences, computed from the lines; those whose rules or cells are missing are
+    left out.
+    """
+    rules, shown, rows = (
+        [rule for rule in lines.rules() if rule != RANDOM],
+        panels(lines),
+        list[str](),
+    )
     best = []
     for world, form, title in shown:
         rule = max(rules, key=lambda rule: over_looks(lines.of(world), form, rule).value)
         best.append(f"{title}: {rule}, {_number(over_looks(lines.of(world), form, rule))}")
-    rows.append(f"**Highest correlation with the true advantage**, before training. {'; '.join(best)}.")
+    rows.append(
+        f"**Highest correlation with the true advantage**, before training. {'; '.join(best)}."
+    )
     if {ONE_STEP, GAINS} <= set(rules):
-        gaps = "; ".join(f"{title}: {_number(difference(lines.of(w), f, ONE_STEP, GAINS), sign=True)}" for w, f, title in shown)
-        rows.append(f"**One-step gains minus stepwise gains** (five substeps), on the same trajectories. {gaps}.")
-    if {GAINS, BY_STEP} <= set(rules):
-        tops = "; ".join(
-            f"{title}: {ceiling_of(lines.of(w), f, GAINS):.2f}, {ceiling_of(lines.of(w), f, BY_STEP):.2f}"
+        gaps = "; ".join(
+            f"{title}: {_number(difference(lines.of(w), f, ONE_STEP, GAINS), sign=True)}"
             for w, f, title in shown
         )
-        rows.append(f"**Ceilings**: correlation of the true advantage with itself, z-scored over the group, and by step. {tops}.")
-    return rows + [words for words in (_noise_change(lines, rules), _training_change(lines, rules)) if words]
+        rows.append(
+            "**One-step gains minus stepwise gains** (five substeps), on the same trajectories."
+            f" {gaps}."
+        )
+    if {GAINS, BY_STEP} <= set(rules):
+        tops = "; ".join(
+            f"{title}: {ceiling_of(lines.of(w), f, GAINS):.2f},"
+            f" {ceiling_of(lines.of(w), f, BY_STEP):.2f}"
+            for w, f, title in shown
+        )
+        rows.append(
+            "**Ceilings**: correlation of the true advantage with itself, z-scored over the group,"
+            f" and by step. {tops}."
+        )
+    return rows + [
+        words for words in (_noise_change(lines, rules), _training_change(lines, rules)) if words
+    ]
 
 
 def _noise_change(lines: Lines, rules: Sequence[str]) -> str:
@@ -104,11 +158,15 @@ def _noise_change(lines: Lines, rules: Sequence[str]) -> str:
     parts = []
     for world, form, title in panels(lines):
         if lines.of(world, noise="shared"):
-            found = [(change(lines.of(world), lines.of(world, noise="shared"), form, rule), rule) for rule in rules]
+            found = [
+                (change(lines.of(world), lines.of(world, noise="shared"), form, rule), rule)
+                for rule in rules
+            ]
             largest, rule = max(found, key=lambda item: abs(item[0].value))
             parts.append(f"{title}: {rule}, {_number(largest, sign=True)}")
     return (
-        f"**Shared instead of independent noise**: the largest change of a correlation, before training. {'; '.join(parts)}."
+        "**Shared instead of independent noise**: the largest change of a correlation, before"
+        f" training. {'; '.join(parts)}."
         if parts
         else ""
     )
@@ -120,7 +178,11 @@ def _training_change(lines: Lines, rules: Sequence[str]) -> str:
     for world, form, title in panels(lines):
         trained = [(method, lines.of(world, "after", method=method)) for method in METHODS]
         known = [(method, after) for method, after in trained if after and measurable(after, form)]
-        found = [(change(lines.of(world), after, form, rule), rule, method) for method, after in known for rule in rules]
+        found = [
+            (change(lines.of(world), after, form, rule), rule, method)
+            for method, after in known
+            for rule in rules
+        ]
         if found:
             largest, rule, method = min(found, key=lambda item: item[0].value)
             parts.append(f"{title}: {rule} after {method}, {_number(largest, sign=True)}")
@@ -134,7 +196,9 @@ def correlation_table(lines: Lines) -> Table:
         found = []
         for world, form, _ in shown:
             these = lines.of(world)
-            found.append(f"{_number(over_looks(these, form, rule))} / {ceiling_of(these, form, rule):.2f}")
+            found.append(
+                f"{_number(over_looks(these, form, rule))} / {ceiling_of(these, form, rule):.2f}"
+            )
         nfe = row_of(lines.of(lines.worlds()[0])[0], FORMS[0], rule)["nfe"]
         rows.append((rule, *found, f"{nfe:.0f}"))
     return Table(("rule", *(title for _, _, title in shown), "NFE"), rows)
@@ -147,18 +211,27 @@ def stages_text(lines: Lines) -> str:
         for method in METHODS:
             after = lines.of(world, "after", method=method)
             if after:
-                old, new = (_mean([line["truth"]["soft"]["reward"] for line in these]) for these in (lines.of(world), after))
+                old, new = (
+                    _mean([line["truth"]["soft"]["reward"] for line in these])
+                    for these in (lines.of(world), after)
+                )
                 parts.append(f"{PLACES[world]}, {method}: {old:.2f} to {new:.2f}")
     silent = [
-        f"{title}, {method}" for world, form, title in panels(lines) for method in METHODS
+        f"{title}, {method}"
+        for world, form, title in panels(lines)
+        for method in METHODS
         if (after := lines.of(world, "after", method=method)) and not measurable(after, form)
-    ]  # fmt: skip
+    ]
     missing = (
-        f" Without a correlation, since (almost) all of these images get the same reward: {'; '.join(silent)}." if silent else ""
+        " Without a correlation, since (almost) all of these images get the same reward:"
+        f" {'; '.join(silent)}."
+        if silent
+        else ""
     )
     return (
-        "All rules are applied to the policy of each training run, with trajectories of independent noise. Mean smooth reward of "
-        f"these trajectories before and after: {'; '.join(parts)}.{missing}"
+        "All rules are applied to the policy of each training run, with trajectories of"
+        " independent noise. Mean smooth reward of these trajectories before and after:"
+        f" {'; '.join(parts)}.{missing}"
     )
 
 
@@ -171,9 +244,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 NOISE = (
-    "Stepwise-Flow-GRPO gives all members of a group the same initial noise; the other methods do not. All rules were applied to "
-    "trajectories of both kinds: a rule's own kind and a common kind for all rules are both in the first figure. In one panel, "
-    "points of the same kind are measured on the same trajectories."
+    "Stepwise-Flow-GRPO gives all members of a group the same initial noise; the other methods do"
+    " not. All rules were applied to trajectories of both kinds: a rule's own kind and a common"
+    " kind for all rules are both in the first figure. In one panel, points of the same kind are"
+    " measured on the same trajectories."
 )
 
 
@@ -181,20 +255,48 @@ def gradient_table(lines: Lines) -> Table:
     """A row per rule."""
     these, credit, rows = lines.of("mixture", noise="gradient"), lines.of("mixture"), []
     for rule in lines.rules():
-        cosine, ratio = (gradient_mean(these, rule, name) for name in ("cosine", "signal_to_noise_at_equal_nfe"))
+        cosine, ratio = (
+            gradient_mean(these, rule, name) for name in ("cosine", "signal_to_noise_at_equal_nfe")
+        )
         noisy = [_number(over_looks(credit, "soft", rule, noise)) for noise in NOISES]
-        rows.append((rule, _number(cosine) if cosine else "no signal found", _number(ratio) if ratio else "-", *noisy))
-    return Table(("rule", "cosine", "signal to noise", *(f"reward noise {noise:g}" for noise in NOISES)), rows)
+        rows.append(
+            (
+                rule,
+                _number(cosine) if cosine else "no signal found",
+                _number(ratio) if ratio else "-",
+                *noisy,
+            )
+        )
+    return Table(
+        ("rule", "cosine", "signal to noise", *(f"reward noise {noise:g}" for noise in NOISES)),
+        rows,
+    )
 
 
 def needed_table(lines: Lines) -> Table:
     """A row per world and reward."""
-    head = ("", "trajectories, median pair", "worst pair", "measured here", "looks", "difference found")
+    head = (
+        "",
+        "trajectories, median pair",
+        "worst pair",
+        "measured here",
+        "looks",
+        "difference found",
+    )
     rules, rows = [rule for rule in lines.rules() if rule != RANDOM], []
     for world, form, title in panels(lines):
         found = needed(lines.of(world), form, rules)
         reach = f"{found.found:.2f}" if math.isfinite(found.found) else "-"
-        rows.append((title, f"{found.middle:,}", f"{found.worst:,}", f"{found.trajectories:,}", str(found.looks), reach))
+        rows.append(
+            (
+                title,
+                f"{found.middle:,}",
+                f"{found.worst:,}",
+                f"{found.trajectories:,}",
+                str(found.looks),
+                reach,
+            )
+        )
     return Table(head, rows)
 
 
@@ -202,29 +304,44 @@ def method_text(lines: Lines, sizes: Mapping[str, Size]) -> list[str]:
     """The method of measurement."""
     parts = []
     for world in lines.worlds():
-        size, first, later = sizes[world], lines.of(world), lines.of(world, "after", method=METHODS[0])
+        size, first, later = (
+            sizes[world],
+            lines.of(world),
+            lines.of(world, "after", method=METHODS[0]),
+        )
         later_count = f" ({later[0]['continuations']} after training began)" if later else ""
         parts.append(
-            f"{PLACES[world][0].upper()}{PLACES[world][1:]}: {_looks(len(first))} before training and {_looks(len(later))} after "
-            f"it, {size.prompts} prompts x {size.members} trajectories in each, "
-            f"{first[0]['continuations']} continuations per state{later_count}, "
-            f"{size.stages['during']} and {size.stages['after']} iterations of training"
+            f"{PLACES[world][0].upper()}{PLACES[world][1:]}: {_looks(len(first))} before training"
+            f" and {_looks(len(later))} after it, {size.prompts} prompts x {size.members}"
+            f" trajectories in each, {first[0]['continuations']} continuations per"
+            f" state{later_count}, {size.stages['during']} and {size.stages['after']} iterations of"
+            " training"
         )
     reliable = "; ".join(
         f"{title} {_mean([line['truth'][form]['reliability'] for line in lines.of(world)]):.2f}"
         for world, form, title in panels(lines)
     )
     found = [
-        f"{'. '.join(parts)}. The sampler has noise at all of 10 steps but the last. Policies are trained on the smooth reward "
-        "with each method's default settings (image runs have 8 groups instead of 16), and examined under both rewards, whose "
-        "$V$ come from the same continuations.",
-        "The correlation is Pearson's over all stochastic steps of all trajectories of all looks, divided by the root of the "
-        f"reliability of the truth. Reliability before training: {reliable}. For a 0/1 reward, $V$ is a probability, and the "
-        "standard error comes from the sample variance. Tests compare both corrections with closed forms. Intervals are t "
-        "intervals of the jackknife over looks, without correction for the number of comparisons.",
-        "Ceilings use three quarters of the continuations for the table of values and the rest for the truth, in turn. The error "
-        "of the table is removed by adding noise to it and extrapolating to none (SIMEX, a parabola). In simulations with known "
-        "ceilings and reliabilities of 0.7 to 0.9, the result was 0.00 to 0.03 too low.",
+        (
+            f"{'. '.join(parts)}. The sampler has noise at all of 10 steps but the last. Policies"
+            " are trained on the smooth reward with each method's default settings (image runs"
+            " have 8 groups instead of 16), and examined under both rewards, whose $V$ come from"
+            " the same continuations."
+        ),
+        (
+            "The correlation is Pearson's over all stochastic steps of all trajectories of all"
+            " looks, divided by the root of the reliability of the truth. Reliability before"
+            f" training: {reliable}. For a 0/1 reward, $V$ is a probability, and the standard error"
+            " comes from the sample variance. Tests compare both corrections with closed forms."
+            " Intervals are t intervals of the jackknife over looks, without correction for the"
+            " number of comparisons."
+        ),
+        (
+            "Ceilings use three quarters of the continuations for the table of values and the rest"
+            " for the truth, in turn. The error of the table is removed by adding noise to it and"
+            " extrapolating to none (SIMEX, a parabola). In simulations with known ceilings and"
+            " reliabilities of 0.7 to 0.9, the result was 0.00 to 0.03 too low."
+        ),
     ]
     second = check_text(lines)
     return [*found, second] if second else found
@@ -241,11 +358,13 @@ def check_text(lines: Lines) -> str:
             row, first = row_of(again[0], form, rule), lines.of("mixture")
             old = (over_looks(first, form, rule).value, ceiling_of(first, form, rule))
             parts.append(
-                f"{rule}, {SCORES[form]}, {row['correlation']:.2f} and {row['ceiling']:.2f} (page: {old[0]:.2f} and {old[1]:.2f})"
+                f"{rule}, {SCORES[form]}, {row['correlation']:.2f} and {row['ceiling']:.2f} (page:"
+                f" {old[0]:.2f} and {old[1]:.2f})"
             )
     return (
-        f"Second measurement: other seeds, {again[0]['continuations']} continuations per state, plain correlations without any "
-        f"correction or extrapolation (2-D world, one look). Correlation and ceiling: {'; '.join(parts)}."
+        f"Second measurement: other seeds, {again[0]['continuations']} continuations per state,"
+        " plain correlations without any correction or extrapolation (2-D world, one look)."
+        f" Correlation and ceiling: {'; '.join(parts)}."
     )
 
 
@@ -253,12 +372,17 @@ def provenance_text(lines: Lines, results: str, command: str, planned: int) -> s
     """The machines and versions behind the lines."""
     every = list(lines.lines.values())
     versions = ", ".join(f"{name} {number}" for name, number in every[0]["versions"].items())
-    commits, machines = (", ".join(sorted({str(line[name]) for line in every})) for name in ("commit", "hardware"))
+    commits, machines = (
+        ", ".join(sorted({str(line[name]) for line in every})) for name in ("commit", "hardware")
+    )
     minutes = sum(line["seconds"] for line in every) / 60
-    left = f" of {planned} planned ones (the command makes the rest)" if len(every) < planned else ""
+    left = (
+        f" of {planned} planned ones (the command makes the rest)" if len(every) < planned else ""
+    )
     return (
-        f"Made by `{command}` in {minutes:.0f} minutes of processor time: {len(every)} cells{left} in `{results}`, which "
-        f"holds all raw numbers, also by step. Commit {commits}; {versions}; {machines}; code `{every[0]['code']}`."
+        f"Made by `{command}` in {minutes:.0f} minutes of processor time: {len(every)} cells{left}"
+        f" in `{results}`, which holds all raw numbers, also by step. Commit {commits}; {versions};"
+        f" {machines}; code `{every[0]['code']}`."
     )
 
 
@@ -266,8 +390,14 @@ def summary(lines: Lines) -> str:
     """For the terminal: correlations of every rule before training."""
     shown, rules = panels(lines), lines.rules()
     width = max(map(len, rules))
-    rows = [f"{'':{width}}  " + "  ".join(f"{PLACES[world]}, {SCORES[form]:14}" for world, form, _ in shown)]
+    rows = [
+        f"{'':{width}}  "
+        + "  ".join(f"{PLACES[world]}, {SCORES[form]:14}" for world, form, _ in shown)
+    ]
     for rule in rules:
-        cells = [f"{pooled_correlation([row_of(line, form, rule) for line in lines.of(w)]):.2f}" for w, form, _ in shown]
+        cells = [
+            f"{pooled_correlation([row_of(line, form, rule) for line in lines.of(w)]):.2f}"
+            for w, form, _ in shown
+        ]
         rows.append(f"{rule:{width}}  " + "  ".join(f"{cell:25}" for cell in cells))
     return "\n".join(rows)

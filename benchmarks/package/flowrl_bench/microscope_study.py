@@ -1,4 +1,6 @@
-"""The microscope's study: sessions in parallel, one line of the results file per cell; existing cells are not made again."""
+"""The microscope's study: sessions in parallel, one line of the results file per cell; existing
+cells are not made again.
+"""
 
 import hashlib
 import json
@@ -23,9 +25,15 @@ Line = dict[str, Any]
 Session = tuple[str, int, str]
 """(world, look, method): cells that share a training run."""
 SECONDS = {
-    ("mixture", ""): 20.0, ("mixture", "flow-grpo"): 15.0, ("mixture", "stepwise-flow-grpo"): 8.0, ("mixture", "tp-grpo"): 8.0,
-    ("shapes", ""): 65.0, ("shapes", "flow-grpo"): 50.0, ("shapes", "stepwise-flow-grpo"): 70.0, ("shapes", "tp-grpo"): 70.0,
-}  # fmt: skip
+    ("mixture", ""): 20.0,
+    ("mixture", "flow-grpo"): 15.0,
+    ("mixture", "stepwise-flow-grpo"): 8.0,
+    ("mixture", "tp-grpo"): 8.0,
+    ("shapes", ""): 65.0,
+    ("shapes", "flow-grpo"): 50.0,
+    ("shapes", "stepwise-flow-grpo"): 70.0,
+    ("shapes", "tp-grpo"): 70.0,
+}
 """Processor seconds of a session of the full study on one 2.5 GHz core."""
 
 
@@ -39,15 +47,41 @@ class Study:
     command: str = "flowrl bench microscope"
 
     def settings(self, world: str) -> str:
-        """A digest of everything but the look that determines a world's numbers: size, rules with the user's files, and the
-        measuring code."""
+        """A digest of everything but the look that determines a world's numbers: size, rules with
+        the user's files, and the measuring code.
+        """
         size = {name: value for name, value in asdict(self.sizes[world]).items() if name != "looks"}
-        files = [path.read_bytes() for spec in self.rules.values() for path in files_of("credit", parse_spec(spec, "credit"))]
+        files = [
+            path.read_bytes()
+            for spec in self.rules.values()
+            for path in files_of("credit", parse_spec(spec, "credit"))
+        ]
         own = [hashlib.sha256(data).hexdigest() for data in files]
-        text = json.dumps([size, dict(self.rules), own, FORMS, NOISES, ceilings.LEVELS, ceilings.FOLDS, ceilings.DRAWS])
-        measured = (microscope.measure, microscope.session, microscope.setting_of, microscope.run_of, microscope.gradients,
-                    microscope.agreement_row, microscope.check, ceilings.ceiling_sums, true_advantage.credit_sums,
-                    continuations.continuation_rewards, continuations.from_continuations)  # fmt: skip
+        text = json.dumps(
+            [
+                size,
+                dict(self.rules),
+                own,
+                FORMS,
+                NOISES,
+                ceilings.LEVELS,
+                ceilings.FOLDS,
+                ceilings.DRAWS,
+            ]
+        )
+        measured = (
+            microscope.measure,
+            microscope.session,
+            microscope.setting_of,
+            microscope.run_of,
+            microscope.gradients,
+            microscope.agreement_row,
+            microscope.check,
+            ceilings.ceiling_sums,
+            true_advantage.credit_sums,
+            continuations.continuation_rewards,
+            continuations.from_continuations,
+        )
         return functions_digest(measured, text)
 
     def sessions(self) -> dict[Session, list[Cell]]:
@@ -62,8 +96,8 @@ class Study:
     def read(self) -> dict[str, Line]:
         """Lines by the key of their cell, also of looks beyond those of this study.
 
-        Raises `ConfigError` for a line that is none of the microscope's, of other settings, or of code with other numbers (by the
-        golden run); a torn last line is ignored.
+        Raises `ConfigError` for a line that is none of the microscope's, of other settings, or of
+        code with other numbers (by the golden run); a torn last line is ignored.
         """
         found: dict[str, Line] = {}
         settings: dict[str, str] = {}
@@ -73,22 +107,48 @@ class Study:
                 continue
             settings.setdefault(world, self.settings(world))
             if line["settings"] != settings[world]:
-                raise ConfigError(f"{where} was measured with other rules, sizes or code: choose another --out")
+                raise ConfigError(
+                    f"{where} was measured with other rules, sizes or code: choose another --out"
+                )
             if not same_golden(line["golden"], golden_run()):
-                raise ConfigError(f"{where} was made by code or libraries that give other numbers: choose another --out")
+                raise ConfigError(
+                    f"{where} was made by code or libraries that give other numbers: choose another"
+                    " --out"
+                )
             found[Cell(**line["cell"]).key] = line
         return found
 
-    def execute(self, workers: int = 0, progress: Callable[[int, int, Line], None] = lambda done, total, line: None) -> bool:
-        """Compute the missing cells; False if Ctrl-C paused it. `progress(done, total, line)` counts cells."""
+    def execute(
+        self,
+        workers: int = 0,
+        progress: Callable[[int, int, Line], None] = lambda done, total, line: None,
+    ) -> bool:
+        """Compute the missing cells; False if Ctrl-C paused it. `progress(done, total, line)`
+        counts cells.
+        """
         with file_lock(self.path, self.command):
             done, total = self.read(), sum(map(len, self.sessions().values()))
-            missing = {key: [cell for cell in wanted if cell.key not in done] for key, wanted in self.sessions().items()}
-            jobs = {key: (key[2], wanted, self.sizes[key[0]], dict(self.rules)) for key, wanted in missing.items() if wanted}
+            missing = {
+                key: [cell for cell in wanted if cell.key not in done]
+                for key, wanted in self.sessions().items()
+            }
+            jobs = {
+                key: (key[2], wanted, self.sizes[key[0]], dict(self.rules))
+                for key, wanted in missing.items()
+                if wanted
+            }
             if not jobs:
                 return True
-            made = {"code": code_digest(), "golden": list(golden_run()), **provenance(), "command": self.command}
-            stamps = {world: {"format": FORMAT, "settings": self.settings(world), **made} for world in self.sizes}
+            made = {
+                "code": code_digest(),
+                "golden": list(golden_run()),
+                **provenance(),
+                "command": self.command,
+            }
+            stamps = {
+                world: {"format": FORMAT, "settings": self.settings(world), **made}
+                for world in self.sizes
+            }
             count = total - sum(map(len, missing.values()))
 
             def received(key: Session, line: Line) -> None:
@@ -98,7 +158,12 @@ class Study:
                 progress(count, total, line)
 
             return run_jobs(
-                _session, jobs, workers, finished=_nothing, received=received, describe=lambda key: f"the cells {key}"
+                _session,
+                jobs,
+                workers,
+                finished=_nothing,
+                received=received,
+                describe=lambda key: f"the cells {key}",
             )
 
 
@@ -106,7 +171,9 @@ def _nothing(key: Any, result: Any) -> None:
     """Lines arrive as messages."""
 
 
-def _session(worker: Worker, method: str, wanted: list[Cell], size: Size, rules: Mapping[str, str]) -> None:
+def _session(
+    worker: Worker, method: str, wanted: list[Cell], size: Size, rules: Mapping[str, str]
+) -> None:
     for line in session(method, wanted, size, rules):
         worker.send(line)
         if worker.stopped():
@@ -114,14 +181,24 @@ def _session(worker: Worker, method: str, wanted: list[Cell], size: Size, rules:
 
 
 ENTRIES: dict[str, Any] = {
-    "cell": dict[str, Any], "settings": str, "golden": list[float], "code": str, "commit": str, "command": str, "hardware": str,
-    "versions": dict[str, str], "seconds": float, "rows": list[dict[str, Any]],
-}  # fmt: skip
+    "cell": dict[str, Any],
+    "settings": str,
+    "golden": list[float],
+    "code": str,
+    "commit": str,
+    "command": str,
+    "hardware": str,
+    "versions": dict[str, str],
+    "seconds": float,
+    "rows": list[dict[str, Any]],
+}
 """What every line holds."""
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The lines of a results file, in order; none if it does not exist. Raises `ConfigError` for a file of another kind."""
+    """The lines of a results file, in order; none if it does not exist. Raises `ConfigError` for a
+    file of another kind.
+    """
     if not path.exists():
         return []
     if path.is_dir():
@@ -135,19 +212,29 @@ def read_lines(path: Path) -> list[Line]:
                 break  # nothing, or torn
             raise ConfigError(f"out: line {number} of {path} is not JSON: {error}") from error
         whole = isinstance(line, dict) and line.get("format") == FORMAT
-        if not whole or not all(name in line and is_kind(line[name], kind) for name, kind in ENTRIES.items()):
-            raise ConfigError(f"out: line {number} of {path} is no cell of `flowrl bench microscope`; choose another --out")
+        if not whole or not all(
+            name in line and is_kind(line[name], kind) for name, kind in ENTRIES.items()
+        ):
+            raise ConfigError(
+                f"out: line {number} of {path} is no cell of `flowrl bench microscope`; choose"
+                " another --out"
+            )
         found.append(line)
     return found
 
 
 def seconds_left(study: Study, lines: Mapping[str, Line]) -> float:
-    """Processor seconds that the missing cells need, by `SECONDS`, scaled to the sizes and by the duration of the world's
-    finished cells."""
+    """Processor seconds that the missing cells need, by `SECONDS`, scaled to the sizes and by the
+    duration of the world's finished cells.
+    """
     left = 0.0
     for world, size in study.sizes.items():
         full = microscope.SIZES[world]
-        scale = size.prompts * (size.first + 2 * size.continuations) / (full.prompts * (full.first + 2 * full.continuations))
+        scale = (
+            size.prompts
+            * (size.first + 2 * size.continuations)
+            / (full.prompts * (full.first + 2 * full.continuations))
+        )
         usual = {key: SECONDS[world, key[2]] * scale for key in study.sessions() if key[0] == world}
         spent = planned = missing = 0.0
         for key, wanted in study.sessions().items():

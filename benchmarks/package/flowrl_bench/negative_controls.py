@@ -1,4 +1,6 @@
-"""Errors in public code as negative controls, to measure their effect. No other code may use them."""
+"""Errors in public code as negative controls, to measure their effect. No other code may use
+them.
+"""
 
 from dataclasses import dataclass, field
 
@@ -10,11 +12,13 @@ from flowrl.protocols import CreditAssigner
 
 @dataclass(frozen=True)
 class FreshNoiseFault:
-    """A rule that gets the pure-ODE reward of another noise as V_0, as the public release of TP-GRPO computes it.
+    """A rule that gets the pure-ODE reward of another noise as V_0, as the public release of
+    TP-GRPO computes it.
 
-    If members of a group start from independent noise, every member has its own V_0. Here it gets its neighbour's: a draw from
-    the same distribution that is independent of the member. This corrupts d_0, the trend and every sign. Source: the public code
-    of arXiv 2602.06422, whose comment says "same initial noise".
+    If members of a group start from independent noise, every member has its own V_0. Here it gets
+    its neighbour's: a draw from the same distribution that is independent of the member. This
+    corrupts d_0, the trend and every sign. Source: the public code of arXiv 2602.06422, whose
+    comment says "same initial noise".
     """
 
     rule: CreditAssigner = field(default_factory=TurningPoint)

@@ -29,7 +29,8 @@ _CREDIT = (
     ),
     question(
         "random-points",
-        "Does the position of a turning point matter, or only that some steps get the reward that follows?",
+        "Does the position of a turning point matter, or only that some steps get the reward that"
+        " follows?",
         {"turning points": POINTS, "random steps": {"arm": "turning points at random steps"}},
         each(("random steps",), "turning points"),
         tasks=TASKS["shapes"],
@@ -43,7 +44,10 @@ _CREDIT = (
     question(
         "fresh-noise-fault",
         "What does the public release's fresh noise for the pure-ODE reward cost?",
-        {"right": POINTS, "fresh noise": {**POINTS, "credit": "flowrl_bench.negative_controls:FreshNoiseFault"}},
+        {
+            "right": POINTS,
+            "fresh noise": {**POINTS, "credit": "flowrl_bench.negative_controls:FreshNoiseFault"},
+        },
         each(("fresh noise",), "right"),
     ),
     question(
@@ -55,7 +59,10 @@ _CREDIT = (
     question(
         "lambda",
         "Which lambda between gains (0) and reward-to-go (1) is best?",
-        {"lambda 0": GAINS, **{f"lambda {lam:g}": gains(f"lam={lam}") for lam in (0.25, 0.5, 0.75, 1.0)}},
+        {
+            "lambda 0": GAINS,
+            **{f"lambda {lam:g}": gains(f"lam={lam}") for lam in (0.25, 0.5, 0.75, 1.0)},
+        },
         each(("lambda 1", "lambda 0.25", "lambda 0.5", "lambda 0.75"), "lambda 0"),
     ),
     question(
@@ -86,7 +93,8 @@ _CREDIT = (
 _ESTIMATES = (
     question(
         "estimates",
-        "At equal network evaluations, which estimate of unfinished images is best: one step, 5 substeps or the whole ODE?",
+        "At equal network evaluations, which estimate of unfinished images is best: one step, 5"
+        " substeps or the whole ODE?",
         {"5 substeps": GAINS, "one step": _ONE_STEP, "whole ODE": gains("probe=completion")},
         each(("one step", "whole ODE"), "5 substeps", "reward at equal nfe"),
     ),
@@ -104,7 +112,8 @@ _ESTIMATES = (
     ),
     question(
         "narrower-clip",
-        "Does uniform credit do better with the clip that came second in its search (0.06 instead of 0.18)?",
+        "Does uniform credit do better with the clip that came second in its search (0.06 instead"
+        " of 0.18)?",
         {
             "uniform": UNIFORM,
             "clip 0.06": {**UNIFORM, "clip_range": 0.06, "noise_level": 0.7},
@@ -122,7 +131,8 @@ _ESTIMATES = (
     ),
     question(
         "slower-forward",
-        "Does diffusion-nft do better with the learning rate that came second in its search (0.004 instead of 0.008)?",
+        "Does diffusion-nft do better with the learning rate that came second in its search (0.004"
+        " instead of 0.008)?",
         {
             "uniform": UNIFORM,
             "diffusion-nft": {"arm": "diffusion-nft"},
@@ -159,14 +169,23 @@ _REWARDS = tuple(
 
 
 def _scale(name: str, words: str, setting: str, label: str, value: int) -> Claim:
-    """Whether the lead over uniform credit is larger with the default of `setting` than with `value`."""
+    """Whether the lead over uniform credit is larger with the default of `setting` than with
+    `value`.
+    """
     return question(
         f"scale-{name}",
         f"Is the lead of stepwise credit larger {words}?",
-        {**METHODS, **{f"{rule}, {label} {value}": {**arm, setting: value} for rule, arm in METHODS.items()}},
+        {
+            **METHODS,
+            **{
+                f"{rule}, {label} {value}": {**arm, setting: value} for rule, arm in METHODS.items()
+            },
+        },
         Parts(
             tuple(
-                Interaction(rule, "uniform", f"{rule}, {label} {value}", f"uniform, {label} {value}")
+                Interaction(
+                    rule, "uniform", f"{rule}, {label} {value}", f"uniform, {label} {value}"
+                )
                 for rule in ("stepwise", "turning points")
             )
         ),
@@ -184,7 +203,10 @@ _LOSS = (
     question(
         "kl-scaling",
         "Does it matter that public code omits the step's length from the KL?",
-        {"exact KL": UNIFORM, "without the length": {**UNIFORM, "loss": "clipped(kl=without_delta)"}},
+        {
+            "exact KL": UNIFORM,
+            "without the length": {**UNIFORM, "loss": "clipped(kl=without_delta)"},
+        },
         each(("without the length",), "exact KL"),
         base={"kl_weight": BINDING_KL},
     ),
@@ -205,7 +227,10 @@ _LOSS = (
         question(
             f"kl-frontier-{name}",
             f"How close to the data does the KL keep samples under {words}?",
-            {"no KL": arm, **{f"KL {weight:g}": {**arm, "kl_weight": weight} for weight in KL_WEIGHTS}},
+            {
+                "no KL": arm,
+                **{f"KL {weight:g}": {**arm, "kl_weight": weight} for weight in KL_WEIGHTS},
+            },
             each(tuple(f"KL {weight:g}" for weight in KL_WEIGHTS), "no KL", "quality"),
         )
         for name, words, arm in (

@@ -1,4 +1,6 @@
-"""A page as a list of blocks, written as Markdown and as one self-contained HTML file, and its general figures."""
+"""A page as a list of blocks, written as Markdown and as one self-contained HTML file, and its
+general figures.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -62,7 +64,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts. Columns in `wrapped` may break lines. A click on a column's head sorts the rows (sort.js)."""
+    """A table of texts. Columns in `wrapped` may break lines. A click on a column's head sorts the
+    rows (sort.js).
+    """
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -72,7 +76,9 @@ class Table:
     def markdown(self, images: str) -> str:
         """The block as Markdown."""
         lines = [self.head, ["---"] * len(self.head), *self.rows]
-        return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
+        return "\n".join(
+            "| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines
+        )
 
 
 @dataclass(frozen=True)
@@ -90,15 +96,23 @@ class Image:
 
 
 def require_page(folder: Path, name: str, title: str) -> None:
-    """Raise `ConfigError` unless `name`.md and `name`.html in `folder` are new, or pages whose title ends in `title`."""
+    """Raise `ConfigError` unless `name`.md and `name`.html in `folder` are new, or pages whose
+    title ends in `title`.
+    """
     heading, tag = f"{title}\n".encode(), f"{escape(title)}</title>".encode()
-    require_new_file(folder / f"{name}.md", lambda data: data.startswith(b"# ") and heading in data[:1000], "page")
+    require_new_file(
+        folder / f"{name}.md",
+        lambda data: data.startswith(b"# ") and heading in data[:1000],
+        "page",
+    )
     require_new_file(folder / f"{name}.html", lambda data: tag in data[:1000], "page")
 
 
 @dataclass
 class Document:
-    """A title and blocks in order. `kind`: the end of the title that all pages of this kind share; default: the whole title."""
+    """A title and blocks in order. `kind`: the end of the title that all pages of this kind share;
+    default: the whole title.
+    """
 
     title: str
     blocks: list[Heading | Text | Items | Table | Image] = field(default_factory=list)
@@ -117,10 +131,11 @@ class Document:
         self.blocks.append(Text(words))
 
     def write(self, folder: Path, name: str, images: str = "") -> list[Path]:
-        """Write `name`.md and `name`.html in `folder`, and the figures as PNG in its folder `images`.
+        """Write `name`.md and `name`.html in `folder`, and the figures as PNG in its folder
+        `images`.
 
-        Raises `ConfigError`, before anything is written, for files of these names that are neither of an earlier page of this
-        kind nor figures of flowrl.
+        Raises `ConfigError`, before anything is written, for files of these names that are neither
+        of an earlier page of this kind nor figures of flowrl.
         """
         require_page(folder, name, self.kind or self.title)
         old = folder / f"{name}.md"
@@ -139,11 +154,20 @@ class Document:
 
     def markdown(self, images: str = "") -> str:
         """The page as Markdown; `images` is the folder of the images."""
-        return "\n\n".join([f"# {self.title}", *(block.markdown(images) for block in self.blocks)]) + "\n"
+        return (
+            "\n\n".join([f"# {self.title}", *(block.markdown(images) for block in self.blocks)])
+            + "\n"
+        )
 
     def html(self, files: Mapping[str, bytes]) -> str:
         """The page as HTML with the images (PNG files by name) inside."""
-        return render("page.html.j2", package="flowrl_bench", title=self.title, blocks=self.blocks, files=files)
+        return render(
+            "page.html.j2",
+            package="flowrl_bench",
+            title=self.title,
+            blocks=self.blocks,
+            files=files,
+        )
 
 
 @dataclass(frozen=True)
@@ -179,13 +203,24 @@ def bands(panels: Mapping[str, Mapping[str, Band]], x: str, y: str) -> Figure:
         empty.set_axis_off()
     for axes, (title, arms) in zip(cells, panels.items(), strict=False):
         for name, band in arms.items():
-            axes.fill_between(band.x, band.low, band.high, color=shades[name], alpha=0.18, linewidth=0)
+            axes.fill_between(
+                band.x, band.low, band.high, color=shades[name], alpha=0.18, linewidth=0
+            )
             axes.plot(band.x, band.middle, color=shades[name], linewidth=2)
         low, high = axes.get_ylim()
-        heights = spread_labels([band.middle[-1] for band in arms.values()], low, high, (high - low) / 15)
+        heights = spread_labels(
+            [band.middle[-1] for band in arms.values()], low, high, (high - low) / 15
+        )
         end = max(band.x[-1] for band in arms.values())
         for name, height in zip(arms, heights, strict=True):
-            axes.annotate(f" {name}", (end, height), color=shades[name], fontsize=9, va="center", annotation_clip=False)
+            axes.annotate(
+                f" {name}",
+                (end, height),
+                color=shades[name],
+                fontsize=9,
+                va="center",
+                annotation_clip=False,
+            )
         axes.set_xlim(0, end * 1.42)
         axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= end])
         axes.set_xlabel(x, loc="left")

@@ -1,4 +1,6 @@
-"""`flowrl pretrain`: reproduces the shipped weights of the shapes world (`flowrl_bench.pretraining`)."""
+"""`flowrl pretrain`: reproduces the shipped weights of the shapes world
+(`flowrl_bench.pretraining`).
+"""
 
 import hashlib
 import time
@@ -15,7 +17,9 @@ from flowrl.options import Count, Seed
 
 @dataclass(frozen=True)
 class Pretrain:
-    """Make the built-in weights of the shapes world again (about 50 minutes; one core is enough)."""
+    """Make the built-in weights of the shapes world again (about 50 minutes; one core is
+    enough).
+    """
 
     out: Path = Path("shapes.safetensors")
     """Where to write the weights; a card with their hash is written next to them."""
@@ -23,7 +27,9 @@ class Pretrain:
     """Optimiser steps of the base model [default: those of the weights that ship]."""
     seed: Seed = 0
     threads: Annotated[int, Ge(1), Le(1024)] = 1
-    """Threads; the weights depend on it in the last digits, and the ones that ship were made with one."""
+    """Threads; the weights depend on it in the last digits, and the ones that ship were made with
+    one.
+    """
 
     def main(self) -> int:
         """Train the autoencoder and the base model; write weights and card."""
@@ -33,10 +39,15 @@ class Pretrain:
         changes = {} if self.updates is None else {"updates": self.updates}
         config = PretrainConfig(seed=self.seed, **changes)
         card = self.out.with_suffix(".json")
-        require_new_file(self.out, lambda data: hashlib.sha256(data).hexdigest().encode() in card.read_bytes())
+        require_new_file(
+            self.out, lambda data: hashlib.sha256(data).hexdigest().encode() in card.read_bytes()
+        )
         require_new_file(card, lambda data: b'"sha256"' in data)
         pretrain_to_file(config, self.out, self.threads, _print_progress(), typed_command())
-        print(f"Wrote {self.out} and {self.out.with_suffix('.json')}; use them with --base-weights {self.out}")
+        print(
+            f"Wrote {self.out} and {self.out.with_suffix('.json')}; use them with --base-weights"
+            f" {self.out}"
+        )
         return 0
 
 

@@ -1,4 +1,6 @@
-"""Training pairs of the shapes world's base model: requests, and layouts that satisfy them or not."""
+"""Training pairs of the shapes world's base model: requests, and layouts that satisfy them or
+not.
+"""
 
 import random
 from collections.abc import Mapping
@@ -31,7 +33,9 @@ def draw_layout(request: Request, rng: random.Random) -> list[int]:
         half = [r * GRID + c for r in range(GRID) for c in range(GRID // 2)]
         for cell in rng.sample(half, rng.randint(low // 2, high // 2)):
             mirror = cell - cell % GRID + GRID - 1 - cell % GRID
-            cells[cell] = cells[mirror] = object_class(rng.choice(request.colours), rng.choice(SHAPES))
+            cells[cell] = cells[mirror] = object_class(
+                rng.choice(request.colours), rng.choice(SHAPES)
+            )
     elif request.kind == "count":
         for cell in rng.sample(range(CELLS), request.number):
             cells[cell] = request.objects[0]
@@ -44,7 +48,9 @@ def draw_layout(request: Request, rng: random.Random) -> list[int]:
 
 
 def holds(relation: str, first: int, second: int) -> bool:
-    """Whether cell `first` is left of / right of / above / below cell `second` (any cells when the relation is empty)."""
+    """Whether cell `first` is left of / right of / above / below cell `second` (any cells when the
+    relation is empty).
+    """
     rows, columns = (first // GRID, second // GRID), (first % GRID, second % GRID)
     return {
         "": True,
@@ -56,7 +62,9 @@ def holds(relation: str, first: int, second: int) -> bool:
 
 
 def draw_wrong_layout(request: Request, rng: random.Random) -> list[int]:
-    """The image of a pair with a careless caption: related to the request, random in its details."""
+    """The image of a pair with a careless caption: related to the request, random in its
+    details.
+    """
     if request.kind == "text":
         text = "".join(g if rng.random() < 0.5 else rng.choice(GLYPHS) for g in request.text)
         return draw_layout(Request("text", text=text), rng)
@@ -74,19 +82,31 @@ def draw_wrong_layout(request: Request, rng: random.Random) -> list[int]:
     return draw_layout(Request("binding", tuple(changed)), rng)
 
 
-KIND_SHARES: dict[str, float] = {"count": 0.15, "binding": 0.1, "position": 0.4, "text": 0.2, "preference": 0.15}
+KIND_SHARES: dict[str, float] = {
+    "count": 0.15,
+    "binding": 0.1,
+    "position": 0.4,
+    "text": 0.2,
+    "preference": 0.15,
+}
 """Fractions of the training pairs; relations are the hardest to learn and get most."""
 
 
-def draw_pair(rng: random.Random, requests: Mapping[str, list[Request]], wrong: Mapping[str, float]) -> tuple[Request, list[int]]:
-    """A training pair (request, layout): the kind by `KIND_SHARES`, a careless one with the kind's probability `wrong`."""
+def draw_pair(
+    rng: random.Random, requests: Mapping[str, list[Request]], wrong: Mapping[str, float]
+) -> tuple[Request, list[int]]:
+    """A training pair (request, layout): the kind by `KIND_SHARES`, a careless one with the kind's
+    probability `wrong`.
+    """
     kind = rng.choices(list(KIND_SHARES), list(KIND_SHARES.values()))[0]
     request = rng.choice(requests[kind])
     return request, (draw_wrong_layout if rng.random() < wrong[kind] else draw_layout)(request, rng)
 
 
 def requests_by_kind() -> dict[str, list[Request]]:
-    """Every request, by kind. The base model is trained on all of them, held-out ones included, as on data from the web."""
+    """Every request, by kind. The base model is trained on all of them, held-out ones included, as
+    on data from the web.
+    """
     result: dict[str, list[Request]] = {}
     for task in TASKS:
         for request in all_requests(task):

@@ -1,7 +1,9 @@
-"""Training of the shipped weights of the shapes world: the autoencoder, then the flow-matching base model.
+"""Training of the shipped weights of the shapes world: the autoencoder, then the flow-matching base
+model.
 
-The captions of 35% of the training pairs are wrong (`draw_wrong_layout`), as in data from the web. The base model then
-knows every concept but often draws the wrong one, which leaves room for reinforcement learning.
+The captions of 35% of the training pairs are wrong (`draw_wrong_layout`), as in data from the web.
+The base model then knows every concept but often draws the wrong one, which leaves room for
+reinforcement learning.
 """
 
 import hashlib
@@ -41,7 +43,8 @@ class PretrainConfig:
     wrong_captions: float = 0.35
     """Fraction of training pairs whose image does not follow the caption."""
     careless_updates: int = 1500
-    """Optimiser steps of a last phase with more careless compositional captions; 0 leaves it out."""
+    """Optimiser steps of a last phase with more careless compositional captions; 0 leaves it out.
+    """
     careless_captions: float = 0.6
     """Fraction of careless compositional pairs in the last phase."""
     careless_lr: float = 3e-4
@@ -52,7 +55,8 @@ class PretrainConfig:
     ema: float = 0.999
     autoencoder_updates: int = 3000
     latent_noise: float = 0.15
-    """Noise on the latents that the decoder learns to undo, in units of their standard deviation."""
+    """Noise on the latents that the decoder learns to undo, in units of their standard deviation.
+    """
     seed: int = 0
     shift: float = 1.0
 
@@ -65,7 +69,9 @@ class PretrainConfig:
 
 
 def train_autoencoder(network: SmallSD3, config: PretrainConfig, progress: Progress) -> None:
-    """Fit the cell autoencoder to jittered drawings, all classes equally often; then normalise the latents' scale."""
+    """Fit the cell autoencoder to jittered drawings, all classes equally often; then normalise the
+    latents' scale.
+    """
     generator = torch.Generator().manual_seed(config.seed)
     auto = network.autoencoder
     optimiser = torch.optim.AdamW(auto.parameters(), lr=3e-3, weight_decay=0.0)
@@ -103,7 +109,9 @@ def latent_table(network: SmallSD3, config: PretrainConfig) -> Tensor:
 
 
 def draw_pairs(config: PretrainConfig, careless: bool = False) -> tuple[Tensor, Tensor]:
-    """Training pairs of the first or the careless phase: word ids [pair, word] and layouts [pair, 16]."""
+    """Training pairs of the first or the careless phase: word ids [pair, word] and layouts [pair,
+    16].
+    """
     rng = random.Random(config.seed + careless)
     requests = requests_by_kind()
     shares = {kind: config.wrong_captions for kind in requests}
@@ -117,10 +125,16 @@ def draw_pairs(config: PretrainConfig, careless: bool = False) -> tuple[Tensor, 
     return torch.tensor(words), torch.tensor(layouts)
 
 
-def pretrain(config: PretrainConfig, progress: Progress, snapshot: Callable[[SmallSD3], None] | None = None) -> SmallSD3:
-    """Train a base model from scratch, deterministic per thread count. `snapshot` gets averaged weights every 5 minutes."""
+def pretrain(
+    config: PretrainConfig, progress: Progress, snapshot: Callable[[SmallSD3], None] | None = None
+) -> SmallSD3:
+    """Train a base model from scratch, deterministic per thread count. `snapshot` gets averaged
+    weights every 5 minutes.
+    """
     torch.manual_seed(config.seed)
-    network = SmallSD3(SmallSD3Config(len(VOCABULARY), MAX_WORDS, grid=GRID, cell=CELL, shift=config.shift))
+    network = SmallSD3(
+        SmallSD3Config(len(VOCABULARY), MAX_WORDS, grid=GRID, cell=CELL, shift=config.shift)
+    )
     train_autoencoder(network, config, progress)
     network.autoencoder.requires_grad_(False)
     table = latent_table(network, config)
@@ -128,7 +142,16 @@ def pretrain(config: PretrainConfig, progress: Progress, snapshot: Callable[[Sma
     fit(network, table, draw_pairs(config), main, config, config.seed + 2, progress, snapshot)
     if config.careless_updates:
         last = Phase("careless captions", config.careless_updates, config.careless_lr, 1)
-        fit(network, table, draw_pairs(config, careless=True), last, config, config.seed + 3, progress, snapshot)
+        fit(
+            network,
+            table,
+            draw_pairs(config, careless=True),
+            last,
+            config,
+            config.seed + 3,
+            progress,
+            snapshot,
+        )
     return network.eval()
 
 
@@ -181,7 +204,9 @@ def fit(
 
 
 @contextmanager
-def _averaged(parameters: Sequence[torch.nn.Parameter], average: Sequence[Tensor]) -> Iterator[None]:
+def _averaged(
+    parameters: Sequence[torch.nn.Parameter], average: Sequence[Tensor]
+) -> Iterator[None]:
     """Within this context the parameters have the averaged values."""
     kept = [parameter.detach().clone() for parameter in parameters]
     _copy(average, parameters)
@@ -198,9 +223,16 @@ def _copy(values: Sequence[Tensor], parameters: Sequence[torch.nn.Parameter]) ->
 
 
 def flow_matching_loss(
-    network: SmallSD3, table: Tensor, words: Tensor, layouts: Tensor, batch: int, generator: torch.Generator
+    network: SmallSD3,
+    table: Tensor,
+    words: Tensor,
+    layouts: Tensor,
+    batch: int,
+    generator: torch.Generator,
 ) -> Tensor:
-    """E |v_theta(x_t, t, prompt) - (eps - x_0)|^2 with t half uniform, half logit-normal (as SD3, arXiv 2403.03206)."""
+    """E |v_theta(x_t, t, prompt) - (eps - x_0)|^2 with t half uniform, half logit-normal (as SD3,
+    arXiv 2403.03206).
+    """
     rows = torch.randint(0, len(words), (batch,), generator=generator)
     variants = torch.randint(0, table.shape[1], (batch, CELLS), generator=generator)
     clean = table[layouts[rows], variants].transpose(1, 2).unflatten(2, (GRID, GRID))
@@ -213,14 +245,23 @@ def flow_matching_loss(
     return F.mse_loss(guess, velocity_target(clean, noise))
 
 
-def pretrain_to_file(config: PretrainConfig, out: Path, threads: int, progress: Progress, command: str) -> None:
-    """`pretrain`, and write the weights to `out`, with a JSON card of their hash, settings and command in the same folder."""
+def pretrain_to_file(
+    config: PretrainConfig, out: Path, threads: int, progress: Progress, command: str
+) -> None:
+    """`pretrain`, and write the weights to `out`, with a JSON card of their hash, settings and
+    command in the same folder.
+    """
     torch.set_num_threads(threads)
 
     def write(network: SmallSD3) -> None:
         data = save({name: tensor.contiguous() for name, tensor in network.state_dict().items()})
         write_bytes(out, data)
-        card = {"sha256": hashlib.sha256(data).hexdigest(), "command": command, "threads": threads, "config": asdict(config)}
+        card = {
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "command": command,
+            "threads": threads,
+            "config": asdict(config),
+        }
         write_json(out.with_suffix(".json"), card)
 
     write(pretrain(config, progress, snapshot=write))

@@ -12,8 +12,9 @@ from flowrl.training.config import RunConfig
 
 @dataclass(frozen=True)
 class Usual:
-    """Processor seconds of a world's runs of `iterations` with `samples` trajectories of 10 steps per iteration and no probe, on
-    one 2.5 GHz core; factors by probe."""
+    """Processor seconds of a world's runs of `iterations` with `samples` trajectories of 10 steps
+    per iteration and no probe, on one 2.5 GHz core; factors by probe.
+    """
 
     seconds: float
     iterations: int
@@ -27,11 +28,14 @@ USUAL = {
 }
 TREES, FORWARD = (Branch, Comb), ("diffusion-nft", "awm", "dgpo")
 TREE_FACTOR, FORWARD_FACTOR = 1.25, 1.35
-"""Of the seconds of uniform credit with the default groups: for methods whose groups are trees, whatever their size, because
-members share most steps; for losses of the forward process. Measured in the 2-D world."""
+"""Of the seconds of uniform credit with the default groups: for methods whose groups are trees,
+whatever their size, because members share most steps; for losses of the forward process. Measured
+in the 2-D world.
+"""
 FIXED = 0.3
-"""The part of an iteration's seconds that does not grow with the number of trajectories. Groups of 40 take 2.6 times as long as
-groups of 12."""
+"""The part of an iteration's seconds that does not grow with the number of trajectories. Groups of
+40 take 2.6 times as long as groups of 12.
+"""
 OVERHEAD = 1.45
 """Wall-clock seconds per second of training: evaluation is not counted as training."""
 
@@ -44,7 +48,14 @@ def usual_seconds(config: RunConfig) -> float:
     factor = TREE_FACTOR if probe in TREES else size * usual.probes.get(probe, 1.0)
     if (config.algorithm.loss.partition("(")[0] or config.algorithm.method) in FORWARD:
         factor *= FORWARD_FACTOR
-    return usual.seconds * factor * config.iterations / usual.iterations * config.rollout.num_steps / 10
+    return (
+        usual.seconds
+        * factor
+        * config.iterations
+        / usual.iterations
+        * config.rollout.num_steps
+        / 10
+    )
 
 
 @cache
@@ -56,18 +67,24 @@ def _probe(method: str, credit: str) -> type:
 class RemainingTime:
     """Estimates the time that the unfinished runs need.
 
-    A run is expected to take the mean of finished runs with the same settings (except the seed). Without any, it takes
-    `usual_seconds` times the ratio of measured to usual seconds of the world's finished runs, or of all worlds'.
+    A run is expected to take the mean of finished runs with the same settings (except the seed).
+    Without any, it takes `usual_seconds` times the ratio of measured to usual seconds of the
+    world's finished runs, or of all worlds'.
     """
 
     runs: Mapping[str, RunConfig]
     workers: int = 1
     _left: dict[str, tuple[str, str, float]] = field(init=False, repr=False)
-    _seen: dict[str, list[tuple[float, float]]] = field(init=False, repr=False, default_factory=dict)
+    _seen: dict[str, list[tuple[float, float]]] = field(
+        init=False, repr=False, default_factory=dict
+    )
     _work: float = field(init=False, repr=False, default=0.0)
 
     def __post_init__(self) -> None:
-        self._left = {key: (str(c.replace(seed=0).flat()), c.environment.world, usual_seconds(c)) for key, c in self.runs.items()}
+        self._left = {
+            key: (str(c.replace(seed=0).flat()), c.environment.world, usual_seconds(c))
+            for key, c in self.runs.items()
+        }
 
     def finished(self, line: Mapping[str, Any], now: bool = True) -> None:
         """Record a finished run; `now`: it was made since the start of this estimate's clock."""
@@ -82,7 +99,8 @@ class RemainingTime:
         expected = [self._expected(*run) for run in self._left.values()]
         if not expected:
             return 0.0
-        prior = self.workers * sum(expected) / len(expected)  # as much as the runs that are being made
+        # as much as the runs that are being made
+        prior = self.workers * sum(expected) / len(expected)
         rate = (elapsed + prior * OVERHEAD / self.workers) / (self._work + prior)
         return rate * sum(expected)
 

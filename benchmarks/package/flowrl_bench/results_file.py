@@ -1,4 +1,6 @@
-"""Results: one JSON line per run, and the samples of stochastic samplers. Neither file mixes code with different numbers."""
+"""Results: one JSON line per run, and the samples of stochastic samplers. Neither file mixes code
+with different numbers.
+"""
 
 import json
 import os
@@ -39,10 +41,20 @@ from flowrl_bench.evidence import column
 FORMAT = 3
 """The format of a line; the settings of lines of format 2 are converted when they are read."""
 ENTRIES: dict[str, Any] = {
-    "id": str, "code": str, "golden": list[float], "rules": str, "commit": str, "command": str, "hardware": str, "seed": int,
-    "versions": dict[str, str], "config": dict[str, Any], "curve": list[list[float | None]], "totals": dict[str, float],
+    "id": str,
+    "code": str,
+    "golden": list[float],
+    "rules": str,
+    "commit": str,
+    "command": str,
+    "hardware": str,
+    "seed": int,
+    "versions": dict[str, str],
+    "config": dict[str, Any],
+    "curve": list[list[float | None]],
+    "totals": dict[str, float],
     "phases": dict[str, float],
-}  # fmt: skip
+}
 """What every line holds, besides `gains`, which may be null."""
 Lines = Mapping[str, Mapping[str, Any]]
 OWN_RULES = ("flowrl_bench.negative_controls:FreshNoiseFault",)
@@ -63,33 +75,51 @@ def _commit() -> str:
     folders = [str(folder) for folder in PACKAGES.values()]
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", folders[0], *words], capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", folders[0], *words], capture_output=True, text=True
+        ).stdout.strip()
 
     try:
         commit = git("rev-parse", "--short", "HEAD")
-        return commit + ("+changes" if commit and git("status", "--porcelain", "--", *folders) else "") or "unknown"
+        return (
+            commit + ("+changes" if commit and git("status", "--porcelain", "--", *folders) else "")
+            or "unknown"
+        )
     except OSError:
         return "unknown"
 
 
 def _processor() -> str:
-    """The processor's name, with family and model where the system tells them: rounding may differ between models of one name."""
+    """The processor's name, with family and model where the system tells them: rounding may differ
+    between models of one name.
+    """
     try:
         pairs = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
     except OSError:
         return platform.machine()
     found = {name.strip(): value.strip() for name, _, value in reversed(pairs)}
-    kind = [f"{word} {found[entry]}" for entry, word in (("cpu family", "family"), ("model", "model")) if entry in found]
+    kind = [
+        f"{word} {found[entry]}"
+        for entry, word in (("cpu family", "family"), ("model", "model"))
+        if entry in found
+    ]
     return ", ".join([found.get("model name", platform.machine()), *kind])
 
 
 def stamp() -> dict[str, Any]:
     """Digests of the code and the rules, and the provenance, from before the run."""
-    return {"code": code_digest(), "golden": list(golden_run()), "rules": rules_digest(), **provenance()}
+    return {
+        "code": code_digest(),
+        "golden": list(golden_run()),
+        "rules": rules_digest(),
+        **provenance(),
+    }
 
 
 def require_unchanged(config: RunConfig, key: str, code: str) -> None:
-    """Raise `ConfigError` if the user's files or the project's code have changed since the beginning of a run."""
+    """Raise `ConfigError` if the user's files or the project's code have changed since the
+    beginning of a run.
+    """
     if config_id(config) != key:
         names = ", ".join(map(str, own_files(config))) or "a file of its parts"
         changed = f"{names} changed or was deleted"
@@ -98,20 +128,42 @@ def require_unchanged(config: RunConfig, key: str, code: str) -> None:
     else:
         return
     run = f"{config.algorithm.method} (seed {config.seed}, {config.environment.world})"
-    raise ConfigError(f"{changed} during the run {run}, so that its version is unknown; it was not kept: start again")
+    raise ConfigError(
+        f"{changed} during the run {run}, so that its version is unknown; it was not kept: start"
+        " again"
+    )
 
 
 def make_line(
-    config: RunConfig, found: Mapping[str, Any], command: str, key: str = "", made: Mapping[str, Any] | None = None
+    config: RunConfig,
+    found: Mapping[str, Any],
+    command: str,
+    key: str = "",
+    made: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The line of a finished run; `key`, `made`: its id and `stamp` from before the run, by default the current ones."""
-    head = {"format": FORMAT, "id": key or config_id(config), "seed": config.seed, "command": command}
+    """The line of a finished run; `key`, `made`: its id and `stamp` from before the run, by default
+    the current ones.
+    """
+    head = {
+        "format": FORMAT,
+        "id": key or config_id(config),
+        "seed": config.seed,
+        "command": command,
+    }
     return {**head, **(made or stamp()), "config": config.as_dict(), **found}
 
 
-def without_rules(config: RunConfig, own: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """The settings of a run, without those of an arm that the user has named, and without a credit rule of `OWN_RULES`."""
-    settings = {name: value for name, value in config.flat().items() if name not in own or value != own[name]}
+def without_rules(
+    config: RunConfig, own: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The settings of a run, without those of an arm that the user has named, and without a credit
+    rule of `OWN_RULES`.
+    """
+    settings = {
+        name: value
+        for name, value in config.flat().items()
+        if name not in own or value != own[name]
+    }
     if settings.get("credit") in OWN_RULES:
         del settings["credit"]
     return settings
@@ -119,19 +171,26 @@ def without_rules(config: RunConfig, own: Mapping[str, Any] = MappingProxyType({
 
 @dataclass(frozen=True)
 class ResultsFile:
-    """One JSON line per run, appended and flushed as runs finish. Writers hold its lock (`flowrl.io.file_lock`)."""
+    """One JSON line per run, appended and flushed as runs finish. Writers hold its lock
+    (`flowrl.io.file_lock`).
+    """
 
     path: Path
     trust: bool = False
     own: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of an arm or a world that the user has named: lines may contain them. With `trust` they may contain any code."""
+    """Settings of an arm or a world that the user has named: lines may contain them. With `trust`
+    they may contain any code.
+    """
 
-    def read(self, allowed: Mapping[str, Any] | None = None, any_code: bool = False) -> dict[str, dict[str, Any]]:
-        """Lines by id. Raises `ConfigError` for lines of code with other numbers (by the golden run), of settings outside
-        `allowed` (None: any), or changed lines.
+    def read(
+        self, allowed: Mapping[str, Any] | None = None, any_code: bool = False
+    ) -> dict[str, dict[str, Any]]:
+        """Lines by id. Raises `ConfigError` for lines of code with other numbers (by the golden
+        run), of settings outside `allowed` (None: any), or changed lines.
 
-        With `any_code`, lines of such code may be read (to judge them, or to repeat one) if all have the same golden run. A
-        half-written last line (after a power cut) is ignored; its run is made again.
+        With `any_code`, lines of such code may be read (to judge them, or to repeat one) if all
+        have the same golden run. A half-written last line (after a power cut) is ignored; its run
+        is made again.
         """
         found: dict[str, dict[str, Any]] = {}
         with reading(self.path):
@@ -151,12 +210,16 @@ class ResultsFile:
         return found
 
     def settings(self, line: Mapping[str, Any]) -> RunConfig:
-        """The settings of a line. Raises `ConfigError` for those that do not exist, and for code that is not trusted."""
+        """The settings of a line. Raises `ConfigError` for those that do not exist, and for code
+        that is not trusted.
+        """
         config = RunConfig.from_dict(line["config"], trust=True)
         trusted(without_rules(config, self.own), self.path, self.trust)
         return config
 
-    def _require_settings(self, line: Mapping[str, Any], where: str, allowed: Mapping[str, Any] | None) -> None:
+    def _require_settings(
+        self, line: Mapping[str, Any], where: str, allowed: Mapping[str, Any] | None
+    ) -> None:
         """Of the settings that its id stands for, and of this suite."""
         try:
             key = config_id(self.settings(line))
@@ -164,24 +227,30 @@ class ResultsFile:
             raise ConfigError(f"{where} has settings that cannot be read: {error}") from error
         if key != line["id"]:
             raise ConfigError(
-                f"{where} does not hold the settings that its id {line['id']} was made from (or a file of its parts changed)"
+                f"{where} does not hold the settings that its id {line['id']} was made from (or a"
+                " file of its parts changed)"
             )
         if allowed is not None and key not in allowed:
             method = line["config"].get("algorithm", {}).get("method")
             raise ConfigError(
-                f"{where} has settings that are not part of this suite ({method}, seed {line['seed']}): "
-                f"results of different settings are not mixed; choose another --out"
+                f"{where} has settings that are not part of this suite ({method}, seed"
+                f" {line['seed']}): results of different settings are not mixed; choose another"
+                " --out"
             )
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write one line and force it to the disk; a torn last line is cut off first, and a failed write leaves nothing.
+        """Write one line and force it to the disk; a torn last line is cut off first, and a failed
+        write leaves nothing.
 
-        Raises `ConfigError` if the file cannot be written (a full disk): the lines before are as they were.
+        Raises `ConfigError` if the file cannot be written (a full disk): the lines before are as
+        they were.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         end = -1
         try:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644)
+            handle = os.open(
+                self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644
+            )
             try:
                 end = self._mended(handle)
                 rest = (json.dumps(line) + "\n").encode()
@@ -194,10 +263,15 @@ class ResultsFile:
             if end >= 0:
                 with suppress(OSError):
                     os.truncate(self.path, end)
-            raise ConfigError(f"results: {self.path} cannot be written: {error.strerror}; the lines before are whole") from error
+            raise ConfigError(
+                f"results: {self.path} cannot be written: {error.strerror}; the lines before are"
+                " whole"
+            ) from error
 
     def _mended(self, handle: int) -> int:
-        """The position of the next line: a complete last line gets its line break, an incomplete one is cut off."""
+        """The position of the next line: a complete last line gets its line break, an incomplete
+        one is cut off.
+        """
         tail = self.path.read_bytes().rpartition(b"\n")[2]
         if tail and _parsed(tail)[1]:
             os.truncate(handle, os.fstat(handle).st_size - len(tail))
@@ -206,7 +280,9 @@ class ResultsFile:
         return os.fstat(handle).st_size
 
     def unchecked(self) -> list[dict[str, Any]]:
-        """The lines that are JSON objects, whatever they hold (`read` names what is wrong with the others)."""
+        """The lines that are JSON objects, whatever they hold (`read` names what is wrong with the
+        others).
+        """
         with reading(self.path):
             texts = self.path.read_bytes().splitlines() if self.path.exists() else []
         return [line for line in (_parsed(text)[0] for text in texts) if isinstance(line, dict)]
@@ -221,7 +297,11 @@ def _parsed(text: bytes) -> tuple[Any, str]:
     if isinstance(line, dict) and line.get("format") == 2:
         line |= {"format": FORMAT, "config": current(line.get("config"), OLDER)}
         algorithm = line["config"].get("algorithm") if isinstance(line["config"], dict) else None
-        if isinstance(algorithm, dict) and algorithm.get("method") in MEASURED and not algorithm.get("credit"):
+        if (
+            isinstance(algorithm, dict)
+            and algorithm.get("method") in MEASURED
+            and not algorithm.get("credit")
+        ):
             algorithm["credit"] = MEASURED[algorithm["method"]]["credit"]
     return line, ""
 
@@ -229,29 +309,42 @@ def _parsed(text: bytes) -> tuple[Any, str]:
 def _require_whole(line: Any, where: str) -> None:
     """A line of this format with every entry."""
     if not isinstance(line, dict):
-        raise ConfigError(f"{where} is no run but {str(line)[:40]!r}; allowed: a JSON object as `flowrl bench` writes it")
+        raise ConfigError(
+            f"{where} is no run but {str(line)[:40]!r}; allowed: a JSON object as `flowrl bench`"
+            " writes it"
+        )
     if line.get("format") != FORMAT:
         raise ConfigError(f"{where} has format {line.get('format')!r:.60}; allowed: 2 or {FORMAT}")
-    missing = [name for name, kind in ENTRIES.items() if name not in line or not is_kind(line[name], kind)]
+    missing = [
+        name for name, kind in ENTRIES.items() if name not in line or not is_kind(line[name], kind)
+    ]
     if missing:
-        raise ConfigError(f"{where} lacks {', '.join(missing)}; allowed: a line as `flowrl bench` writes it")
+        raise ConfigError(
+            f"{where} lacks {', '.join(missing)}; allowed: a line as `flowrl bench` writes it"
+        )
 
 
 def _require_same_numbers(line: Mapping[str, Any], where: str, golden: Any) -> None:
-    """Of code and libraries with the same golden run: code may change between runs as long as the numbers do not."""
+    """Of code and libraries with the same golden run: code may change between runs as long as the
+    numbers do not.
+    """
     if not same_golden(line["golden"], golden):
         versions = ", ".join(f"{name} {number}" for name, number in line["versions"].items())
         raise ConfigError(
-            f"{where} was made by code or libraries that give other numbers in the golden run ({line['code']}, commit "
-            f"{line['commit']}, {versions}): such results are not mixed; choose another --out, return to that commit, or only "
-            f"--judge the file"
+            f"{where} was made by code or libraries that give other numbers in the golden run"
+            f" ({line['code']}, commit {line['commit']}, {versions}): such results are not mixed;"
+            " choose another --out, return to that commit, or only --judge the file"
         )
 
 
 def observer() -> str:
-    """Digest of the code that observes samples: `measurements.observe_run`, its helpers and its numbers."""
+    """Digest of the code that observes samples: `measurements.observe_run`, its helpers and its
+    numbers.
+    """
     numbers = (measurements.SAMPLES, measurements.RANDOM_SIGNS, measurements.FIRST_SEED)
-    return functions_digest((measurements.observe, measurements.observe_run, measurements.log_density), str(numbers))
+    return functions_digest(
+        (measurements.observe, measurements.observe_run, measurements.log_density), str(numbers)
+    )
 
 
 @dataclass(frozen=True)
@@ -262,18 +355,21 @@ class _Samples:
 
 @dataclass(frozen=True)
 class SamplesFile:
-    """Results of `measurements.observe_run` by the id of the run; rewritten after every run, so that an interruption loses
-    little."""
+    """Results of `measurements.observe_run` by the id of the run; rewritten after every run, so
+    that an interruption loses little.
+    """
 
     path: Path
 
     def read(self, any_code: bool = False) -> dict[str, dict[str, Any]]:
-        """All rows. Raises `ConfigError` for a file of another kind or, without `any_code`, one that other code has observed."""
+        """All rows. Raises `ConfigError` for a file of another kind or, without `any_code`, one
+        that other code has observed.
+        """
         rows, code = self.observed()
         if rows and code != observer() and not any_code:
             raise ConfigError(
-                f"samples: {self.path} was observed by other code ({code or 'unknown'}; expected {observer()}): "
-                f"delete the file, or measure it again with --look"
+                f"samples: {self.path} was observed by other code ({code or 'unknown'}; expected"
+                f" {observer()}): delete the file, or measure it again with --look"
             )
         return rows
 
@@ -284,24 +380,30 @@ class SamplesFile:
         try:
             found: _Samples = read_json(self.path, _Samples)
         except ConfigError as error:
-            raise ConfigError(f"samples: {self.path} does not hold what `flowrl bench claims` writes: {error}") from error
+            raise ConfigError(
+                f"samples: {self.path} does not hold what `flowrl bench claims` writes: {error}"
+            ) from error
         return found.rows, found.observer
 
     def write(self, rows: Mapping[str, Any]) -> None:
         """Replace the file."""
-        write_json(self.path, {"observer": observer(), **provenance(), "rows": dict(sorted(rows.items()))})
+        write_json(
+            self.path, {"observer": observer(), **provenance(), "rows": dict(sorted(rows.items()))}
+        )
 
 
 def joined(lines: Lines, rows: Lines) -> dict[str, Mapping[str, Any]]:
-    """Lines, the observed ones with an entry "samples". Raises `ConfigError` if another run was observed than the line's: its
-    last held-out reward must be the line's to the last digit."""
+    """Lines, the observed ones with an entry "samples". Raises `ConfigError` if another run was
+    observed than the line's: its last held-out reward must be the line's to the last digit.
+    """
     found = dict(lines)
     for key in rows.keys() & lines.keys():
         line, row = lines[key], rows[key]
         if row["final"] != column(line, "soft")[-1]:
             raise ConfigError(
-                f"samples: the run {key} that was observed ended with a reward of {row['final']!r}, its line says "
-                f"{column(line, 'soft')[-1]!r}: other code or another machine made one of them; delete the file of samples"
+                f"samples: the run {key} that was observed ended with a reward of {row['final']!r},"
+                f" its line says {column(line, 'soft')[-1]!r}: other code or another machine made"
+                " one of them; delete the file of samples"
             )
         found[key] = {**line, "samples": row}
     return found

@@ -1,4 +1,6 @@
-"""`flowrl bench rule`: a credit rule or another arm of your own is tuned and compared with tuned baselines in both worlds."""
+"""`flowrl bench rule`: a credit rule or another arm of your own is tuned and compared with tuned
+baselines in both worlds.
+"""
 
 import shlex
 import textwrap
@@ -16,7 +18,14 @@ from flowrl_bench.evidence import Evidence
 from flowrl_bench.page import require_page
 from flowrl_bench.remaining import duration
 from flowrl_bench.results_file import ResultsFile
-from flowrl_bench.rule_names import RESULTS, TUNING, keep_arm, known_arm, results_folder, settings_text
+from flowrl_bench.rule_names import (
+    RESULTS,
+    TUNING,
+    keep_arm,
+    known_arm,
+    results_folder,
+    settings_text,
+)
 from flowrl_bench.rule_page import TITLE, World, judged, rule_page, sentence, terminal
 from flowrl_bench.rule_plan import START, Clock, Cost, Key, Part, costs
 from flowrl_bench.suite import Suite
@@ -30,24 +39,37 @@ class Bench:
 
     `rule` is the spec of a credit rule, or any other arm (`flowrl_bench.arms.own_arm`).
 
-    Raises `CreditError` if a rule breaks its contract (it is tried on random tables), and `ConfigError` if its name is a
-    baseline's, or the folder has runs of another rule, of the rule before its file was changed, or of code with other numbers.
+    Raises `CreditError` if a rule breaks its contract (it is tried on random tables), and
+    `ConfigError` if its name is a baseline's, or the folder has runs of another rule, of the rule
+    before its file was changed, or of code with other numbers.
     """
 
-    def __init__(self, rule: str | Arm, parts: Sequence[Part], out: Path | None = None, workers: int = 0) -> None:
+    def __init__(
+        self, rule: str | Arm, parts: Sequence[Part], out: Path | None = None, workers: int = 0
+    ) -> None:
         worker_count(workers, 1)
         self.folder = out or results_folder(rule)
         self.arm = known_arm(rule, self.folder)
         self.name, self.text = self.arm.name, settings_text(self.arm.settings)
         require_page(self.folder, "rule", TITLE)
         self.parts, self.workers = list(parts), workers
-        named = {name: value for part in parts if part.world not in WORLDS for name, value in settings_of(part.world).items()}
-        files = (ResultsFile(self.folder / name, own={**named, **self.arm.settings}) for name in (TUNING, RESULTS))
+        named = {
+            name: value
+            for part in parts
+            if part.world not in WORLDS
+            for name, value in settings_of(part.world).items()
+        }
+        files = (
+            ResultsFile(self.folder / name, own={**named, **self.arm.settings})
+            for name in (TUNING, RESULTS)
+        )
         self.tuning, self.results = files
         for part in self.parts:
             make_method(self.arm.run(part.world, self.arm.values(part.world, {})))
         self.searches = [search for part in self.parts for search in part.searches(self.arm)]
-        self.command = shlex.join(["flowrl", "bench", "rule", *self._words(rule), "--out", str(self.folder)])
+        self.command = shlex.join(
+            ["flowrl", "bench", "rule", *self._words(rule), "--out", str(self.folder)]
+        )
         self.tuning.read()
         self.results.read()
 
@@ -55,20 +77,34 @@ class Bench:
         return [self.text] if isinstance(rule, str) else ["--arm", f"{self.name}: {self.text}"]
 
     def values(self, part: Part) -> dict[str, float] | None:
-        """The values at which the rule runs: found by its search (None: unfinished), else uniform credit's."""
+        """The values at which the rule runs: found by its search (None: unfinished), else uniform
+        credit's.
+        """
         search, usual = part.search(self.arm), tuned(part.world, "uniform")
-        return chosen(search, self.tuning.unchecked()) if search else {knob: usual[knob] for knob in self.arm.knobs}
+        return (
+            chosen(search, self.tuning.unchecked())
+            if search
+            else {knob: usual[knob] for knob in self.arm.knobs}
+        )
 
     def baselines(self, part: Part) -> dict[str, dict[str, float] | None]:
         """The values of the baselines that are searched here, by name (None: unfinished)."""
         lines = self.tuning.unchecked()
-        return {search.arm.name: chosen(search, lines) for search in part.searches(self.arm) if search.arm is not self.arm}
+        return {
+            search.arm.name: chosen(search, lines)
+            for search in part.searches(self.arm)
+            if search.arm is not self.arm
+        }
 
     def trials(self, part: Part) -> tuple[tuple[dict[str, float], float], ...]:
         """The values and the score of every run of the part's search, in the order of the runs."""
         search = part.search(self.arm)
         scores = search.scores(self.tuning.unchecked()) if search else {}
-        return tuple((search.values(point), score) for (point, _), score in scores.items()) if search else ()
+        return (
+            tuple((search.values(point), score) for (point, _), score in scores.items())
+            if search
+            else ()
+        )
 
     def runs(self) -> Iterator[tuple[Key, RunConfig | None]]:
         """World, arm and seed of every run of the results, and its settings, if they are known."""
@@ -76,12 +112,16 @@ class Bench:
             values, searched = self.values(part), self.baselines(part)
             known = {self.name: values, **searched}
             at = {name: found for name, found in searched.items() if found}
-            for name, runs in part.arms(self.arm, values or self.arm.values(part.world, {}), at).items():
+            for name, runs in part.arms(
+                self.arm, values or self.arm.values(part.world, {}), at
+            ).items():
                 for run in runs:
                     yield (part.world, name, run.seed), run if known.get(name, True) else None
 
     def missing(self) -> tuple[dict[tuple[str, str], int], list[Key]]:
-        """The number of runs that each search has to make, and the runs of the results that are missing."""
+        """The number of runs that each search has to make, and the runs of the results that are
+        missing.
+        """
         lines, done = self.tuning.unchecked(), self.results.read()
         searches = {(s.world, s.arm.name): s.budget - len(s.scores(lines)) for s in self.searches}
         results = [key for key, run in self.runs() if run is None or config_id(run) not in done]
@@ -89,14 +129,22 @@ class Bench:
 
     def examples(self) -> dict[tuple[str, str], RunConfig]:
         """A run of the results by world and arm, as long as all others."""
-        arms = {part.world: part.arms(self.arm, self.arm.values(part.world, {})) for part in self.parts}
-        return {(world, name): runs[0] for world, by_name in arms.items() for name, runs in by_name.items()}
+        arms = {
+            part.world: part.arms(self.arm, self.arm.values(part.world, {})) for part in self.parts
+        }
+        return {
+            (world, name): runs[0]
+            for world, by_name in arms.items()
+            for name, runs in by_name.items()
+        }
 
     def clock(self, cost: Mapping[tuple[str, str], Cost]) -> Clock:
         """What is missing, with its expected time."""
         (searches, results), examples = self.missing(), self.examples()
         seconds = {key: cost[key].of(examples[key]) for key in cost}
-        short = {key: cost[key].of(examples[key].replace(**SHORT.get(key[0], {}))) for key in searches}
+        short = {
+            key: cost[key].of(examples[key].replace(**SHORT.get(key[0], {}))) for key in searches
+        }
         return Clock(
             {key: [short[key]] * count for key, count in searches.items()},
             {key: seconds[key[:2]] for key in sorted(results, key=lambda key: key[2])},
@@ -117,21 +165,29 @@ class Bench:
             return False
         clock, started = self.clock(cost), time.monotonic()
         total = sum(searches.values()) + len(results)
-        say(f"{total} runs to make in {self.folder}: about {duration(START + clock.seconds())}; Ctrl-C pauses")
+        say(
+            f"{total} runs to make in {self.folder}: about {duration(START + clock.seconds())};"
+            " Ctrl-C pauses"
+        )
 
         def left() -> str:
             return f"about {duration(clock.seconds(time.monotonic() - started - START))} left"
 
         def searched(line: Mapping[str, Any], done: int) -> None:
             clock.searched((line["world"], line["arm"]))
-            values = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in line["values"].items())
+            values = ", ".join(
+                f"{name.replace('_', ' ')} {value:g}" for name, value in line["values"].items()
+            )
             place = f"{done}/{sum(search.budget for search in self.searches)}"
             arm = "" if line["arm"] == self.name else f"{line['arm']}, "
             say(
-                f"search {place}, {world_label(line['world'])}, {arm}{values}, seed {line['seed']}: {line['score']:.3f}; {left()}"
+                f"search {place}, {world_label(line['world'])}, {arm}{values}, seed {line['seed']}:"
+                f" {line['score']:.3f}; {left()}"
             )
 
-        if searches and not tune(self.searches, self.tuning.path, self.command, self.workers, searched):
+        if searches and not tune(
+            self.searches, self.tuning.path, self.command, self.workers, searched
+        ):
             return False
         keys = {config_id(run): (key, run) for key, run in self.runs() if run is not None}
 
@@ -152,13 +208,33 @@ class Bench:
             own = {name: found for name, found in searched.items() if found}
             if values is None or len(own) < len(searched):
                 continue
-            arms = {name: [lines.get(config_id(run)) for run in runs] for name, runs in part.arms(self.arm, values, own).items()}
-            whole = [place for place in range(part.seeds) if all(of[place] is not None for of in arms.values())]
+            arms = {
+                name: [lines.get(config_id(run)) for run in runs]
+                for name, runs in part.arms(self.arm, values, own).items()
+            }
+            whole = [
+                place
+                for place in range(part.seeds)
+                if all(of[place] is not None for of in arms.values())
+            ]
             if len(whole) < 2:
                 continue
-            runs = {name: {part.task: [line for place in whole if (line := of[place])]} for name, of in arms.items()}
-            at = {**{name: own.get(name) or tuned(part.world, name) for name in part.baselines}, self.name: values}
-            found.append(World(part, Evidence(runs, tuple(part.numbers[place] for place in whole)), at, self.trials(part)))
+            runs = {
+                name: {part.task: [line for place in whole if (line := of[place])]}
+                for name, of in arms.items()
+            }
+            at = {
+                **{name: own.get(name) or tuned(part.world, name) for name in part.baselines},
+                self.name: values,
+            }
+            found.append(
+                World(
+                    part,
+                    Evidence(runs, tuple(part.numbers[place] for place in whole)),
+                    at,
+                    self.trials(part),
+                )
+            )
         return judged(self.name, found) if found else []
 
 
@@ -171,16 +247,20 @@ def bench_rule(
     command: str = "",
     say: Say = print,
 ) -> bool:
-    """Tune and compare the rule, print what was found, and write rule.md and rule.html; False if the runs were paused.
+    """Tune and compare the rule, print what was found, and write rule.md and rule.html; False if
+    the runs were paused.
 
-    Runs that the folder has are used, whatever path the rule was named by then. Raises what `Bench` raises.
+    Runs that the folder has are used, whatever path the rule was named by then. Raises what `Bench`
+    raises.
     """
     bench = Bench(rule, parts, out, workers)
     command = command or bench.command
     finished = bench.execute(say)
     worlds = bench.worlds()
     if worlds:
-        written = rule_page(bench.name, bench.text, worlds, bench.parts, quick, command).write(bench.folder, "rule")
+        written = rule_page(bench.name, bench.text, worlds, bench.parts, quick, command).write(
+            bench.folder, "rule"
+        )
         say("\n" + "\n".join(textwrap.fill(sentence(bench.name, world), 80) for world in worlds))
         say("\n" + terminal(bench.name, worlds))
         say(f"\nWrote {', '.join(map(str, written))}")

@@ -1,4 +1,6 @@
-"""What a comparison of a rule with tuned baselines has found: a sentence per world, tables for a terminal, and a page."""
+"""What a comparison of a rule with tuned baselines has found: a sentence per world, tables for a
+terminal, and a page.
+"""
 
 import math
 import re
@@ -17,20 +19,38 @@ from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.rule_plan import Part, usual
 from flowrl_bench.statistics import Curve, detectable
 from flowrl_bench.tune import BUDGET
-from flowrl_bench.verdicts import ALIKE, ALPHA, BETTER, UNDECIDED, WORSE, Compare, Comparison, by_seed, judge_family
+from flowrl_bench.verdicts import (
+    ALIKE,
+    ALPHA,
+    BETTER,
+    UNDECIDED,
+    WORSE,
+    Compare,
+    Comparison,
+    by_seed,
+    judge_family,
+)
 
 TITLE = " against tuned baselines"
 """The end of the page's title."""
-BUDGETS = {"updates": "area", "evaluations": "reward at equal nfe", "seconds": "reward at equal seconds"}
-"""The measure at equal budgets; evaluations of the network include those of the update, seconds are the processor's."""
+BUDGETS = {
+    "updates": "area",
+    "evaluations": "reward at equal nfe",
+    "seconds": "reward at equal seconds",
+}
+"""The measure at equal budgets; evaluations of the network include those of the update, seconds are
+the processor's.
+"""
 AXES = {"updates": ("updates", 1.0), "evaluations": ("nfe", 1e3), "seconds": ("seconds", 1.0)}
 SHORT_WORDS = {ALIKE: "no difference", UNDECIDED: "undecided"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The rule minus a baseline at an equal budget. `visible`: the smallest difference that would have been found with a
-    probability of 80% at this spread and number of seeds, at the strictest level of Holm's correction; `alone`: without it."""
+    """The rule minus a baseline at an equal budget. `visible`: the smallest difference that would
+    have been found with a probability of 80% at this spread and number of seeds, at the strictest
+    level of Holm's correction; `alone`: without it.
+    """
 
     baseline: str
     budget: str
@@ -41,8 +61,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class World:
-    """What is known in a world: the runs, the values at which every arm ran, the search for the rule's values with the score of
-    each of its runs, and the findings."""
+    """What is known in a world: the runs, the values at which every arm ran, the search for the
+    rule's values with the score of each of its runs, and the findings.
+    """
 
     part: Part
     evidence: Evidence
@@ -58,26 +79,44 @@ class World:
     def untuned(self, rule: str) -> list[str]:
         """The arms whose settings were not searched in this world."""
         searched = {rule} if self.part.world in WORLDS else set(self.evidence.runs)
-        known = {arm: bool(self.part.budget) if arm in searched else is_tuned(self.part.world, arm) for arm in self.evidence.runs}
+        known = {
+            arm: bool(self.part.budget) if arm in searched else is_tuned(self.part.world, arm)
+            for arm in self.evidence.runs
+        }
         return [arm for arm in known if not known[arm]]
 
 
 def judged(rule: str, worlds: Sequence[World]) -> list[World]:
-    """The worlds with findings: the rule against every baseline at every budget, one family over all worlds."""
-    asked = [(world, baseline, budget) for world in worlds for baseline in world.part.baselines for budget in BUDGETS]
-    found = [Compare(rule, baseline, BUDGETS[budget]).compare(world.evidence) for world, baseline, budget in asked]
+    """The worlds with findings: the rule against every baseline at every budget, one family over
+    all worlds.
+    """
+    asked = [
+        (world, baseline, budget)
+        for world in worlds
+        for baseline in world.part.baselines
+        for budget in BUDGETS
+    ]
+    found = [
+        Compare(rule, baseline, BUDGETS[budget]).compare(world.evidence)
+        for world, baseline, budget in asked
+    ]
     findings: dict[str, list[Finding]] = {world.part.world: [] for world in worlds}
     for (world, baseline, budget), verdict in zip(asked, judge_family(found), strict=True):
         differences = by_seed(world.evidence.differences(rule, baseline, BUDGETS[budget]))
         spread = float(differences.std(ddof=1)) if len(differences) > 1 else math.inf
-        visible, alone = (detectable(spread, len(differences), ALPHA / share) for share in (len(asked), 1))
-        findings[world.part.world].append(Finding(baseline, budget, verdict.comparisons[0], visible, alone))
+        visible, alone = (
+            detectable(spread, len(differences), ALPHA / share) for share in (len(asked), 1)
+        )
+        findings[world.part.world].append(
+            Finding(baseline, budget, verdict.comparisons[0], visible, alone)
+        )
     return [replace(w, findings=tuple(findings[w.part.world])) for w in worlds]
 
 
 def sentence(rule: str, world: World) -> str:
-    """What was found in a world; how many seeds of the rule collapsed, and how small a difference would have been found, if an
-    answer is open."""
+    """What was found in a world; how many seeds of the rule collapsed, and how small a difference
+    would have been found, if an answer is open.
+    """
     patterns: dict[str, list[str]] = {}
     for baseline in dict.fromkeys(finding.baseline for finding in world.findings):
         mine = [finding for finding in world.findings if finding.baseline == baseline]
@@ -87,7 +126,9 @@ def sentence(rule: str, world: World) -> str:
             if budgets:
                 parts.append(f"{verdict} at equal {_listed(budgets)}")
         patterns.setdefault(", ".join(parts), []).append(baseline)
-    found = "; ".join(f"against {_listed(baselines)}: {pattern}" for pattern, baselines in patterns.items())
+    found = "; ".join(
+        f"against {_listed(baselines)}: {pattern}" for pattern, baselines in patterns.items()
+    )
     where = world.name[0].upper() + world.name[1:]
     lost = world.evidence.values(rule, "collapse")
     collapse = f" {rule} collapsed in {lost.sum():.0f} of {lost.size} seeds." if lost.sum() else ""
@@ -98,8 +139,12 @@ def _power(world: World) -> str:
     """How small a difference would have been found; empty if every comparison is decided."""
     if all(finding.comparison.size != UNDECIDED for finding in world.findings):
         return ""
-    visible, alone = ([getattr(finding, name) for finding in world.findings] for name in ("visible", "alone"))
-    found = f" Differences in mean reward of {_range(visible)} ({_range(alone)} without the correction)"
+    visible, alone = (
+        [getattr(finding, name) for finding in world.findings] for name in ("visible", "alone")
+    )
+    found = (
+        f" Differences in mean reward of {_range(visible)} ({_range(alone)} without the correction)"
+    )
     return f"{found} would have been found with a probability of 80%."
 
 
@@ -113,7 +158,10 @@ def _searched(rule: str, world: World) -> str:
     scores = [score for _, score in world.search]
     where = f"The search for {rule}'s settings in the {world_label(world.part.world)}"
     kept = f", all with the same {_listed([_words(knob) for knob in held])}" if held else ""
-    return f"{where} made {len(world.search)} runs of {points} settings{kept}; their mean rewards are {_range(scores)}."
+    return (
+        f"{where} made {len(world.search)} runs of {points} settings{kept}; their mean rewards are"
+        f" {_range(scores)}."
+    )
 
 
 def _words(knob: str) -> str:
@@ -133,7 +181,10 @@ def terminal(rule: str, worlds: Sequence[World]) -> str:
     """The findings and the arms of every world, in 80 columns."""
     lines: list[str] = []
     for world in worlds:
-        lines += [f"{world.name[0].upper()}{world.name[1:]}; rule minus baseline, mean reward over training at equal"]
+        lines += [
+            f"{world.name[0].upper()}{world.name[1:]}; rule minus baseline, mean reward over"
+            " training at equal"
+        ]
         lines += [" " * 17 + "".join(f"{budget:<21}" for budget in BUDGETS).rstrip()]
         for baseline in world.part.baselines:
             cells = [f.comparison for f in world.findings if f.baseline == baseline]
@@ -143,47 +194,75 @@ def terminal(rule: str, worlds: Sequence[World]) -> str:
         for arm in world.evidence.runs:
             area, lost = world.evidence.values(arm, "area"), world.evidence.values(arm, "collapse")
             name = arm if len(arm) < 27 else f"{arm[:23]}..."
-            lines += [f"{name:<27}{mean(by_seed(area)).text():<27}{area.min():<12.3f}{lost.sum():.0f} of {lost.size}"]
+            lines += [
+                f"{name:<27}{mean(by_seed(area)).text():<27}{area.min():<12.3f}{lost.sum():.0f} of"
+                f" {lost.size}"
+            ]
         lines += [""]
     return "\n".join(lines[:-1])
 
 
-def rule_page(rule: str, spec: str, worlds: Sequence[World], parts: Sequence[Part], quick: bool, made: str) -> Document:
-    """The page: the sentences, and per world the arms, the verdicts, learning curves, costs and the search."""
+def rule_page(
+    rule: str, spec: str, worlds: Sequence[World], parts: Sequence[Part], quick: bool, made: str
+) -> Document:
+    """The page: the sentences, and per world the arms, the verdicts, learning curves, costs and the
+    search.
+    """
     page = Document(f"{rule}{TITLE}", kind=TITLE)
     for world in worlds:
         page.text(sentence(rule, world))
         if searched := _searched(rule, world):
             page.text(searched)
         if untuned := world.untuned(rule):
-            page.text(f"Not tuned in the {world_label(world.part.world)}: {_listed(untuned)}. {_untuned_note(rule, untuned)}")
+            page.text(
+                f"Not tuned in the {world_label(world.part.world)}: {_listed(untuned)}."
+                f" {_untuned_note(rule, untuned)}"
+            )
     if quick:
         page.text(_left_out(parts))
     for world in worlds:
         _section(page, rule, world)
     page.heading("Method")
     page.text(
-        "Every comparison pairs runs of one seed. Mean reward over training is the mean of the held-out learning curve up to the "
-        "budget that both arms have spent: updates, network evaluations (sampling, scoring and update) or processor seconds of "
-        "training. All comparisons of the rule on this page are one family with Holm's correction; the smallest difference "
-        "that matters is 0.02 (`docs/verdicts.md`). A run collapsed if it ends more than 0.1 below its best reward, or more than "
-        "0.02 below its first."
+        "Every comparison pairs runs of one seed. Mean reward over training is the mean of the"
+        " held-out learning curve up to the budget that both arms have spent: updates, network"
+        " evaluations (sampling, scoring and update) or processor seconds of training. All"
+        " comparisons of the rule on this page are one family with Holm's correction; the smallest"
+        " difference that matters is 0.02 (`docs/verdicts.md`). A run collapsed if it ends more"
+        " than 0.1 below its best reward, or more than 0.02 below its first."
     )
     page.text(
-        f"The rule is `{spec}`. Its settings were searched as those of the baselines were (`flowrl bench tune`, "
-        f"{BUDGET} runs per arm and world; the tables of settings show how many the rule had), with seeds that no result has. A "
-        "third of the runs of a search repeats the two best settings. Network evaluations are those of sampling, scoring "
-        "and the update; calls of the reward model are not among them, and a rule that scores every node has one per node."
+        f"The rule is `{spec}`. Its settings were searched as those of the baselines were (`flowrl"
+        f" bench tune`, {BUDGET} runs per arm and world; the tables of settings show how many the"
+        " rule had), with seeds that no result has. A third of the runs of a search repeats the"
+        " two best settings. Network evaluations are those of sampling, scoring and the update;"
+        " calls of the reward model are not among them, and a rule that scores every node has one"
+        " per node."
     )
-    own = " compares the rule's credit with the true advantage." if "=" not in spec.partition("(")[0] else ""
-    page.text(f"Made by `{made}`." + (f" `flowrl bench microscope --rules '{spec}'`{own}" if own else ""))
+    own = (
+        " compares the rule's credit with the true advantage."
+        if "=" not in spec.partition("(")[0]
+        else ""
+    )
+    page.text(
+        f"Made by `{made}`." + (f" `flowrl bench microscope --rules '{spec}'`{own}" if own else "")
+    )
     return page
 
 
 def _untuned_note(rule: str, untuned: Sequence[str]) -> str:
     """How arms ran that were not tuned."""
     notes = ["The rule has the settings of uniform credit."] if rule in untuned else []
-    return " ".join([*notes, *(["The untuned baselines have the start of the search's grid."] if set(untuned) - {rule} else [])])
+    return " ".join(
+        [
+            *notes,
+            *(
+                ["The untuned baselines have the start of the search's grid."]
+                if set(untuned) - {rule}
+                else []
+            ),
+        ]
+    )
 
 
 def _left_out(parts: Sequence[Part]) -> str:
@@ -219,24 +298,48 @@ def _section(page: Document, rule: str, world: World) -> None:
         "without correction",
     )
     page.blocks.append(Table(head, [_finding_row(finding) for finding in world.findings]))
-    shown = f"Learning curves at equal updates, network evaluations and processor seconds, {world.name}"
+    shown = (
+        f"Learning curves at equal updates, network evaluations and processor seconds, {world.name}"
+    )
     page.blocks.append(
-        Image(f"rule-{re.sub(r'[^a-z0-9]+', '-', world.part.world.lower())}", curves_figure(arms, world.part.task), shown)
+        Image(
+            f"rule-{re.sub(r'[^a-z0-9]+', '-', world.part.world.lower())}",
+            curves_figure(arms, world.part.task),
+            shown,
+        )
     )
     page.text(f"{shown}: the mean over seeds, and the band of its 95% interval.")
     page.blocks.append(_settings(world, rule))
     if world.search:
         page.text(
-            f"The search for {rule}'s settings, in the order of its runs (score: mean held-out reward over a short training):"
+            f"The search for {rule}'s settings, in the order of its runs (score: mean held-out"
+            " reward over a short training):"
         )
-        rows = [(*(f"{value:g}" for value in values.values()), f"{score:.3f}") for values, score in world.search]
+        rows = [
+            (*(f"{value:g}" for value in values.values()), f"{score:.3f}")
+            for values, score in world.search
+        ]
         page.blocks.append(Table((*map(_words, world.search[0][0]), "score"), rows))
-    head = ("arm", "evaluations per update", "seconds per update", "evaluations over uniform's", "seconds over uniform's")
+    head = (
+        "arm",
+        "evaluations per update",
+        "seconds per update",
+        "evaluations over uniform's",
+        "seconds over uniform's",
+    )
     base = _cost(arms[first][world.part.task])
     rows = []
     for arm, tasks in arms.items():
         nfe, seconds = _cost(tasks[world.part.task])
-        rows.append((arm, f"{nfe:.0f}", f"{seconds:.3f}", f"{nfe / base[0]:.2f}", f"{seconds / base[1]:.2f}"))
+        rows.append(
+            (
+                arm,
+                f"{nfe:.0f}",
+                f"{seconds:.3f}",
+                f"{nfe / base[0]:.2f}",
+                f"{seconds / base[1]:.2f}",
+            )
+        )
     page.blocks.append(Table(head, rows))
 
 
@@ -250,7 +353,11 @@ def _settings(world: World, rule: str) -> Table:
     knobs = list(dict.fromkeys(knob for values in world.values.values() for knob in values))
     untuned = world.untuned(rule)
     rows = [
-        (arm, *(f"{values[knob]:g}" if knob in values else "-" for knob in knobs), "no" if arm in untuned else "yes")
+        (
+            arm,
+            *(f"{values[knob]:g}" if knob in values else "-" for knob in knobs),
+            "no" if arm in untuned else "yes",
+        )
         for arm, values in world.values.items()
     ]
     return Table(("arm", *map(_words, knobs), "tuned"), rows)
@@ -267,32 +374,59 @@ def _finding_row(finding: Finding) -> tuple[str, ...]:
 def _cost(lines: Sequence[Line]) -> tuple[float, float]:
     """Network evaluations and processor seconds per update."""
     updates = sum(spent(line, "updates")[-1] for line in lines)
-    return tuple(sum(spent(line, axis)[-1] for line in lines) / updates for axis in ("nfe", "seconds"))  # type: ignore[return-value]
+    return tuple(
+        sum(spent(line, axis)[-1] for line in lines) / updates for axis in ("nfe", "seconds")
+    )  # type: ignore[return-value]
 
 
 def curves_figure(arms: Mapping[str, Mapping[str, Sequence[Line]]], task: str) -> Figure:
     """Mean learning curves with their 95% intervals, a panel per budget."""
     figure, names = Figure(figsize=(12.5, 4.2), layout="constrained"), list(arms)
-    for axes, (budget, (axis, unit)) in zip(figure.subplots(1, 3, sharey=True), AXES.items(), strict=True):
+    for axes, (budget, (axis, unit)) in zip(
+        figure.subplots(1, 3, sharey=True), AXES.items(), strict=True
+    ):
         for arm, tasks in arms.items():
             x, table = _common([curve(line, axis) for line in tasks[task]])
             found = [mean(column) for column in table.T]
             shade, middle = METHOD_COLOURS.get(arm, OTHERS[1]), [one.value for one in found]
-            axes.plot(x / unit, middle, color=shade, linewidth=2, marker=marker(arm, names), markevery=8, markersize=5, label=arm)
-            low, high = (np.clip([getattr(one, end) for one in found], 0, 1) for end in ("low", "high"))
+            axes.plot(
+                x / unit,
+                middle,
+                color=shade,
+                linewidth=2,
+                marker=marker(arm, names),
+                markevery=8,
+                markersize=5,
+                label=arm,
+            )
+            low, high = (
+                np.clip([getattr(one, end) for one in found], 0, 1) for end in ("low", "high")
+            )
             if len(table) > 1:
                 axes.fill_between(x / unit, low, high, color=shade, alpha=0.15, linewidth=0)
-        axes.set_xlabel({"evaluations": "network evaluations (thousands)", "seconds": "processor seconds"}.get(budget, budget))
+        axes.set_xlabel(
+            {"evaluations": "network evaluations (thousands)", "seconds": "processor seconds"}.get(
+                budget, budget
+            )
+        )
         axes.set_title(f"equal {budget}", loc="left", fontsize=10)
         axes.set_xlim(0, axes.dataLim.x1)
         clean(axes)
         if axis == "updates":
             axes.set_ylabel("held-out reward")
-            figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=5, frameon=False, fontsize=9)
+            figure.legend(
+                *axes.get_legend_handles_labels(),
+                loc="outside upper left",
+                ncols=5,
+                frameon=False,
+                fontsize=9,
+            )
     return figure
 
 
 def _common(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
-    """Budgets up to the smallest that a run has spent, and the rewards of all runs there, [run, budget]."""
+    """Budgets up to the smallest that a run has spent, and the rewards of all runs there, [run,
+    budget].
+    """
     x = np.linspace(0.0, min(one.budgets[-1] for one in curves), 41)
     return x, np.array([np.interp(x, one.budgets, one.rewards) for one in curves])

@@ -1,8 +1,10 @@
-"""Means, intervals, tests and first passage for runs that are paired by seed. The rules of use: docs/verdicts.md.
+"""Means, intervals, tests and first passage for runs that are paired by seed. The rules of use:
+docs/verdicts.md.
 
-The unit is the seed. Of the intervals that were tried (t, widened percentile, studentised bootstrap; 3 to 15 seeds; normal,
-skewed and collapse-contaminated differences), the t interval of the mean of paired differences covers best;
-`flowrl_bench.calibration` measures its false-alarm rates.
+The unit is the seed. Of the intervals that were tried (t, widened percentile, studentised
+bootstrap; 3 to 15 seeds; normal, skewed and collapse-contaminated differences), the t interval of
+the mean of paired differences covers best; `flowrl_bench.calibration` measures its false-alarm
+rates.
 """
 
 import math
@@ -26,23 +28,29 @@ SMALLEST_RATE = 0.1
 SMALLEST_DENSITY = 0.05
 """The smallest difference of interest in log-density."""
 REACHED, RISE = (0.5, 0.7, 0.9), 0.05
-"""Levels of budget ratios, as fractions of the rise that both arms of a seed achieve, which counts as at least `RISE`."""
+"""Levels of budget ratios, as fractions of the rise that both arms of a seed achieve, which counts
+as at least `RISE`.
+"""
 
 
 def detectable(spread: float, count: int, alpha: float = 1 - LEVEL, power: float = 0.8) -> float:
-    """The smallest mean difference that a two-sided t test at level `alpha` finds with probability `power`.
+    """The smallest mean difference that a two-sided t test at level `alpha` finds with probability
+    `power`.
 
-    d spread / sqrt(n), with P(T > t_{1 - alpha/2, n-1}) = `power` for the noncentral T of n - 1 degrees of freedom and shift d;
-    `spread`: the standard deviation of n = `count` paired differences. The usual approximation of d, t_{1 - alpha/2, n-1} +
-    t_{power, n-1}, has a power of 0.77 instead of 0.8 for 3 seeds, and less at the levels of Holm's correction. Infinite for
-    fewer than 2 differences.
+    d spread / sqrt(n), with P(T > t_{1 - alpha/2, n-1}) = `power` for the noncentral T of n - 1
+    degrees of freedom and shift d; `spread`: the standard deviation of n = `count` paired
+    differences. The usual approximation of d, t_{1 - alpha/2, n-1} + t_{power, n-1}, has a power of
+    0.77 instead of 0.8 for 3 seeds, and less at the levels of Holm's correction. Infinite for fewer
+    than 2 differences.
     """
     from scipy import optimize, stats  # a second of import time
 
     if count < 2:
         return math.inf
     critical = float(stats.t.ppf(1 - alpha / 2, count - 1))
-    found = optimize.root_scalar(lambda d: stats.nct.sf(critical, count - 1, d) - power, bracket=(0.0, 4 * critical + 4))
+    found = optimize.root_scalar(
+        lambda d: stats.nct.sf(critical, count - 1, d) - power, bracket=(0.0, 4 * critical + 4)
+    )
     return float(found.root) * spread / math.sqrt(count)
 
 
@@ -59,32 +67,45 @@ def rate(events: ArrayLike) -> Estimate:
 
 
 def rate_difference(first: ArrayLike, second: ArrayLike, null: float = 0.0) -> Inference:
-    """Difference of the event rates of paired runs (Boolean [run]), by Bonett and Price 2012: the Wald interval with a run added
-    to both kinds of discordant pairs.
+    """Difference of the event rates of paired runs (Boolean [run]), by Bonett and Price 2012: the
+    Wald interval with a run added to both kinds of discordant pairs.
 
-    d = (b - c) / (n + 2), b + 1 and c + 1 discordant pairs of n + 2; the value is the plain difference of rates.
+    d = (b - c) / (n + 2), b + 1 and c + 1 discordant pairs of n + 2; the value is the plain
+    difference of rates.
     """
     a, b = np.asarray(first, bool).ravel(), np.asarray(second, bool).ravel()
-    require(a.shape == b.shape and a.size > 0, "runs of the arms", (a.shape, b.shape), "the same runs for both arms")
+    require(
+        a.shape == b.shape and a.size > 0,
+        "runs of the arms",
+        (a.shape, b.shape),
+        "the same runs for both arms",
+    )
     count = a.size + 2
-    only_first, only_second = (float((a & ~b).sum()) + 1) / count, (float((b & ~a).sum()) + 1) / count
+    only_first, only_second = (
+        (float((a & ~b).sum()) + 1) / count,
+        (float((b & ~a).sum()) + 1) / count,
+    )
     centre = only_first - only_second
     error = math.sqrt((only_first + only_second - centre**2) / count)
     return t_interval(float(a.mean() - b.mean()), centre, error, 1e9, null)
 
 
 def interquartile(values: Values, axis: int = -1) -> Values:
-    """The mean of the middle half: a quarter of the values is cut off at either end (rounded down)."""
+    """The mean of the middle half: a quarter of the values is cut off at either end (rounded
+    down).
+    """
     from scipy import stats  # a second of import time
 
     return np.asarray(stats.trim_mean(values, 0.25, axis=axis))
 
 
 def widening(size: int) -> float:
-    """The factor by which a percentile interval is widened about its centre so that it covers with few seeds.
+    """The factor by which a percentile interval is widened about its centre so that it covers with
+    few seeds.
 
-    t_{n-1} / z sqrt(n / (n - 1)): the bootstrap's spread is too small by sqrt((n - 1) / n) and leaves out the uncertainty of the
-    spread itself (the expanded percentile interval, Hesterberg 2014, arXiv 1411.5279). 1.22 for 10 seeds, 2.69 for 3.
+    t_{n-1} / z sqrt(n / (n - 1)): the bootstrap's spread is too small by sqrt((n - 1) / n) and
+    leaves out the uncertainty of the spread itself (the expanded percentile interval, Hesterberg
+    2014, arXiv 1411.5279). 1.22 for 10 seeds, 2.69 for 3.
     """
     from scipy import stats  # a second of import time
 
@@ -98,35 +119,52 @@ Statistic = Callable[..., Values]
 """statistic(values [..., seed], axis=-1) -> [...]."""
 
 
-def bootstrap(statistic: Statistic, first: ArrayLike, second: ArrayLike | None = None, seed: int = 0) -> Inference:
-    """statistic(first), or statistic(first) - statistic(second) of paired seeds, with a widened percentile interval.
+def bootstrap(
+    statistic: Statistic, first: ArrayLike, second: ArrayLike | None = None, seed: int = 0
+) -> Inference:
+    """statistic(first), or statistic(first) - statistic(second) of paired seeds, with a widened
+    percentile interval.
 
-    Seeds are resampled together. `p` of two arms: the fraction of exchanges of the two runs of every seed that change the
-    statistic's difference as much (all 2^n of up to 12 seeds, else 4095 random ones and the identity): exact if the arms are
-    alike. For a minimum the interval is descriptive, since the bootstrap of a minimum does not converge.
+    Seeds are resampled together. `p` of two arms: the fraction of exchanges of the two runs of
+    every seed that change the statistic's difference as much (all 2^n of up to 12 seeds, else 4095
+    random ones and the identity): exact if the arms are alike. For a minimum the interval is
+    descriptive, since the bootstrap of a minimum does not converge.
     """
     a = np.asarray(first, float)
     b = None if second is None else np.asarray(second, float)
     require(a.ndim == 1 and a.size > 0, "values", a.shape, "[seed], one or more")
     if b is not None:
-        require(a.shape == b.shape, "seeds of the arms", (a.shape, b.shape), "the same seeds for both arms")
+        require(
+            a.shape == b.shape,
+            "seeds of the arms",
+            (a.shape, b.shape),
+            "the same seeds for both arms",
+        )
 
     def chosen(one: Values, other: Values | None) -> Values:
-        return statistic(one, axis=-1) if other is None else statistic(one, axis=-1) - statistic(other, axis=-1)
+        return (
+            statistic(one, axis=-1)
+            if other is None
+            else statistic(one, axis=-1) - statistic(other, axis=-1)
+        )
 
     value = float(chosen(a, b))
     if a.size < 2:
         return Inference(value, -math.inf, math.inf)
     generator = np.random.default_rng(seed)
     index = generator.integers(0, a.size, (DRAWS, a.size))
-    low, high = np.quantile(chosen(a[index], None if b is None else b[index]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(
+        chosen(a[index], None if b is None else b[index]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
+    )
     stretch = widening(a.size)
     p = math.nan
     if b is not None:
         swap = _exchanges(a.size, generator)
         differences = chosen(np.where(swap, b, a), np.where(swap, a, b))
         p = float((np.abs(differences) >= abs(value) - 1e-12).mean())
-    return Inference(value, value - (value - float(low)) * stretch, value + (float(high) - value) * stretch, p)
+    return Inference(
+        value, value - (value - float(low)) * stretch, value + (float(high) - value) * stretch, p
+    )
 
 
 def _exchanges(size: int, generator: np.random.Generator) -> NDArray[np.bool_]:
@@ -160,11 +198,15 @@ def wins(first: ArrayLike, second: ArrayLike) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values, in the order given: all below 0.05 are rejected with a family-wise error of at most 5%.
+    """Holm's adjusted p-values, in the order given: all below 0.05 are rejected with a family-wise
+    error of at most 5%.
 
-    adjusted_(k) = max_{j <= k} min(1, (m - j + 1) p_(j)). NaN stays NaN and does not count as a test. Source: Holm 1979.
+    adjusted_(k) = max_{j <= k} min(1, (m - j + 1) p_(j)). NaN stays NaN and does not count as a
+    test. Source: Holm 1979.
     """
-    order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
+    order = sorted(
+        (i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i]
+    )
     found, largest = [math.nan] * len(p_values), 0.0
     for place, i in enumerate(order):
         largest = max(largest, min(1.0, (len(order) - place) * p_values[i]))
@@ -181,7 +223,9 @@ class Curve:
 
 
 def mean_until(curve: Curve, budget: float) -> float:
-    """The mean of the piecewise linear curve over budgets from its first to `budget`, which it must have spent."""
+    """The mean of the piecewise linear curve over budgets from its first to `budget`, which it must
+    have spent.
+    """
     xs, ys = np.asarray(curve.budgets, float), np.asarray(curve.rewards, float)
     if budget <= xs[0]:
         return float(ys[0])
@@ -191,9 +235,11 @@ def mean_until(curve: Curve, budget: float) -> float:
 
 
 def monotone(rewards: Sequence[float]) -> Values:
-    """The rewards up to a collapse, made non-decreasing by isotonic regression (least squares); it may be shorter than `rewards`.
+    """The rewards up to a collapse, made non-decreasing by isotonic regression (least squares); it
+    may be shorter than `rewards`.
 
-    A collapse begins at the first evaluation after the best mean of three that is more than `COLLAPSE` below that mean.
+    A collapse begins at the first evaluation after the best mean of three that is more than
+    `COLLAPSE` below that mean.
     """
     from scipy.optimize import isotonic_regression  # a second of import time
 
@@ -204,12 +250,16 @@ def monotone(rewards: Sequence[float]) -> Values:
     smooth[0] = y[0]
     best = int(smooth.argmax())
     low = np.flatnonzero(y[best:] < smooth[best] - COLLAPSE)
-    return np.asarray(isotonic_regression(y[: best + low[0]] if len(low) and best + low[0] > 0 else y).x)
+    return np.asarray(
+        isotonic_regression(y[: best + low[0]] if len(low) and best + low[0] > 0 else y).x
+    )
 
 
 @dataclass(frozen=True)
 class Passage:
-    """Of one seed: log of the first arm's budget over the second's, averaged over levels, and which arms missed a level."""
+    """Of one seed: log of the first arm's budget over the second's, averaged over levels, and which
+    arms missed a level.
+    """
 
     log_ratio: float
     first_never: bool
@@ -217,11 +267,13 @@ class Passage:
 
 
 def first_passage(first: Curve, second: Curve) -> Passage:
-    """The budgets at which two runs of a seed first reach common levels; exchanging the arms changes the sign.
+    """The budgets at which two runs of a seed first reach common levels; exchanging the arms
+    changes the sign.
 
-    Levels: start + q max(RISE, M - start), q in `REACHED`, M the smaller of both monotone curves' best rewards. A level that
-    a run never reaches counts as its whole budget, one that it reaches before its first evaluation as that evaluation's budget,
-    because evaluations do not resolve more.
+    Levels: start + q max(RISE, M - start), q in `REACHED`, M the smaller of both monotone curves'
+    best rewards. A level that a run never reaches counts as its whole budget, one that it reaches
+    before its first evaluation as that evaluation's budget, because evaluations do not resolve
+    more.
     """
     rises = monotone(first.rewards), monotone(second.rewards)
     start = (float(rises[0][0]) + float(rises[1][0])) / 2
@@ -237,7 +289,9 @@ def first_passage(first: Curve, second: Curve) -> Passage:
 
 @dataclass(frozen=True)
 class Survival:
-    """Budgets at which runs first reached a level, in increasing order; the other runs never did."""
+    """Budgets at which runs first reached a level, in increasing order; the other runs never
+    did.
+    """
 
     level: float
     budgets: tuple[float, ...]
@@ -249,20 +303,28 @@ class Survival:
 
 
 def survival(curves: Sequence[Curve], levels: Sequence[float]) -> list[Survival]:
-    """First passage of every level by monotone curves (`monotone`), for figures that show runs which never arrive."""
+    """First passage of every level by monotone curves (`monotone`), for figures that show runs
+    which never arrive.
+    """
     found = []
     for level in levels:
         rises = [(curve.budgets, monotone(curve.rewards)) for curve in curves]
         times = [float(first_reached(xs[: len(rise)], rise.tolist(), level)) for xs, rise in rises]
-        found.append(Survival(level, tuple(sorted(at for at in times if math.isfinite(at))), len(curves)))
+        found.append(
+            Survival(level, tuple(sorted(at for at in times if math.isfinite(at))), len(curves))
+        )
     return found
 
 
-def shift_at_equal_reward(first: Curve, second: Curve, of_first: Sequence[float], of_second: Sequence[float]) -> float:
-    """By how much a quantity (`of_first`, `of_second`, at the evaluations) is higher in the first run at the same reward.
+def shift_at_equal_reward(
+    first: Curve, second: Curve, of_first: Sequence[float], of_second: Sequence[float]
+) -> float:
+    """By how much a quantity (`of_first`, `of_second`, at the evaluations) is higher in the first
+    run at the same reward.
 
-    The coefficient s of quantity = cubic(reward) + s [first run], fitted by least squares to the evaluations of both runs with
-    monotone rewards up to the smaller of both best rewards. 0 if the quantity is the same cubic of reward in both runs.
+    The coefficient s of quantity = cubic(reward) + s [first run], fitted by least squares to the
+    evaluations of both runs with monotone rewards up to the smaller of both best rewards. 0 if the
+    quantity is the same cubic of reward in both runs.
     """
     rises = monotone(first.rewards), monotone(second.rewards)
     top = min(float(rise[-1]) for rise in rises) + 1e-9
@@ -274,7 +336,9 @@ def shift_at_equal_reward(first: Curve, second: Curve, of_first: Sequence[float]
     scaled = (rewards - rewards.mean()) / max(float(np.ptp(rewards)), 1e-9)
     mine = np.repeat([1.0, 0.0], [len(part[0]) for part in parts])
     design = np.column_stack([mine, np.vander(scaled, 4)])
-    return float(np.linalg.lstsq(design, np.concatenate([part[1] for part in parts]), rcond=None)[0][0])
+    return float(
+        np.linalg.lstsq(design, np.concatenate([part[1] for part in parts]), rcond=None)[0][0]
+    )
 
 
 def profile(values: ArrayLike, levels: Sequence[float]) -> Values:

@@ -44,8 +44,12 @@ def quick(claims: Mapping[str, Claim]) -> dict[str, Claim]:
     return {key: claim for key, claim in claims.items() if not claim.asks or key in QUICK_QUESTIONS}
 
 
-def needed(claims: Mapping[str, Claim], world: str, seeds: Mapping[str, tuple[int, ...]]) -> dict[str, RunConfig]:
-    """All runs that the claims need, by id; a run that several claims share appears once. `world`: its name, or "all"."""
+def needed(
+    claims: Mapping[str, Claim], world: str, seeds: Mapping[str, tuple[int, ...]]
+) -> dict[str, RunConfig]:
+    """All runs that the claims need, by id; a run that several claims share appears once. `world`:
+    its name, or "all".
+    """
     found: dict[str, RunConfig] = {}
     for claim in claims.values():
         for where in claim.worlds:
@@ -55,7 +59,9 @@ def needed(claims: Mapping[str, Claim], world: str, seeds: Mapping[str, tuple[in
     return found
 
 
-def needed_samples(claims: Mapping[str, Claim], seeds: Mapping[str, tuple[int, ...]]) -> dict[str, RunConfig]:
+def needed_samples(
+    claims: Mapping[str, Claim], seeds: Mapping[str, tuple[int, ...]]
+) -> dict[str, RunConfig]:
     """The runs whose stochastic samples a claim is judged by, by id."""
     found = {}
     for claim in claims.values():
@@ -72,19 +78,24 @@ def describe(config: RunConfig) -> str:
 
 @dataclass(frozen=True)
 class Suite:
-    """Runs by id, and the file they go to. `allowed`: the runs that the file may hold; `command` names the lock's holder."""
+    """Runs by id, and the file they go to. `allowed`: the runs that the file may hold; `command`
+    names the lock's holder.
+    """
 
     runs: Mapping[str, RunConfig]
     file: ResultsFile
     allowed: Mapping[str, Any]
     command: str = "flowrl bench claims"
 
-    def execute(self, workers: int = 0, progress: Progress | None = None, minutes: float = math.inf) -> bool:
+    def execute(
+        self, workers: int = 0, progress: Progress | None = None, minutes: float = math.inf
+    ) -> bool:
         """Compute the missing runs, low seeds first; False if paused.
 
-        Ctrl-C stops immediately: finished runs are in the file, and the next call repeats the interrupted ones. After `minutes`
-        no run is started, and the current ones are finished. Raises the `FlowrlError` of a run that failed, after the others have
-        stopped; also if a run's code changed before it ended, or another process writes the file.
+        Ctrl-C stops immediately: finished runs are in the file, and the next call repeats the
+        interrupted ones. After `minutes` no run is started, and the current ones are finished.
+        Raises the `FlowrlError` of a run that failed, after the others have stopped; also if a
+        run's code changed before it ended, or another process writes the file.
         """
         with file_lock(self.file.path, self.command):
             done = self.file.read(self.allowed)
@@ -107,17 +118,26 @@ class Suite:
                 for key, config in sorted(missing.items(), key=lambda item: item[1].seed)
             }
             return run_jobs(
-                _run, jobs, workers, finished=finished, seconds=60 * minutes, describe=lambda key: describe(self.runs[key])
+                _run,
+                jobs,
+                workers,
+                finished=finished,
+                seconds=60 * minutes,
+                describe=lambda key: describe(self.runs[key]),
             )
 
     def redo_command(self, key: str) -> str:
-        """The command that repeats a run from its line, if the paths that it names lead to the same files."""
+        """The command that repeats a run from its line, if the paths that it names lead to the same
+        files.
+        """
         words = ["flowrl", "bench", "claims", "--out", str(self.file.path), "--redo", key]
         option = trust_option(without_rules(self.runs[key])) if key in self.runs else ""
         return shlex.join(words) + option
 
 
-def _run(worker: Worker, config: RunConfig, key: str, command: str, made: dict[str, Any]) -> dict[str, Any] | None:
+def _run(
+    worker: Worker, config: RunConfig, key: str, command: str, made: dict[str, Any]
+) -> dict[str, Any] | None:
     """The line of one run; None if it was stopped."""
     found = measure(config, worker.stopped)
     if found is None:
@@ -127,9 +147,14 @@ def _run(worker: Worker, config: RunConfig, key: str, command: str, made: dict[s
 
 
 def complete_samples(
-    file: SamplesFile, runs: Mapping[str, RunConfig], workers: int, progress: Callable[[int, int], None]
+    file: SamplesFile,
+    runs: Mapping[str, RunConfig],
+    workers: int,
+    progress: Callable[[int, int], None],
 ) -> bool:
-    """Observe the runs that are missing in the file, or all of them if other code observed it; False if it was paused."""
+    """Observe the runs that are missing in the file, or all of them if other code observed it;
+    False if it was paused.
+    """
     if not runs:
         return True
     with file_lock(file.path, "samples of flowrl bench claims"):
@@ -143,13 +168,26 @@ def complete_samples(
             file.write(rows)
             progress(len(rows), total)
 
-        return not missing or run_jobs(observe_run, missing, workers, finished=finished, describe=lambda key: describe(runs[key]))
+        return not missing or run_jobs(
+            observe_run,
+            missing,
+            workers,
+            finished=finished,
+            describe=lambda key: describe(runs[key]),
+        )
 
 
 def arm_memory(worlds: Sequence[str], arms: Mapping[str, Arm]) -> list[dict[str, Any]]:
     """Peak memory in MiB per world and arm, one process after the other."""
-    runs = {(world, name): make_run(world, TASKS[world][0], 0, changes) for world in worlds for name, changes in arms.items()}
-    return [{"world": world, "arm": name, "peak_mib": peak_memory(config)} for (world, name), config in runs.items()]
+    runs = {
+        (world, name): make_run(world, TASKS[world][0], 0, changes)
+        for world in worlds
+        for name, changes in arms.items()
+    }
+    return [
+        {"world": world, "arm": name, "peak_mib": peak_memory(config)}
+        for (world, name), config in runs.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -159,7 +197,8 @@ class _Memory:
 
 
 def kept_memory(path: Path, arms: Mapping[str, Arm] | None, code: str = "") -> list[dict[str, Any]]:
-    """The peak memory rows in the file at `path`; if it is missing or of other code, those of `arms` measured now, if given.
+    """The peak memory rows in the file at `path`; if it is missing or of other code, those of
+    `arms` measured now, if given.
 
     `code`: the digest that the file must have; default: that of this code.
     """
@@ -175,7 +214,8 @@ def kept_memory(path: Path, arms: Mapping[str, Arm] | None, code: str = "") -> l
 
 
 def evidence(claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...]) -> Evidence | None:
-    """The claim's runs in a world: every seed that all its arms and tasks have (with samples, if it needs them).
+    """The claim's runs in a world: every seed that all its arms and tasks have (with samples, if it
+    needs them).
 
     None for fewer than `FEWEST` seeds.
     """
@@ -185,17 +225,24 @@ def evidence(claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...]) -> 
         cell = found[arm].setdefault(task, {})
         if line is not None and ("samples" in line or arm not in claim.samples):
             cell[seed] = line
-    complete = [s for s in seeds if all(s in cell for tasks in found.values() for cell in tasks.values())]
+    complete = [
+        s for s in seeds if all(s in cell for tasks in found.values() for cell in tasks.values())
+    ]
     if len(complete) < FEWEST:
         return None
-    runs = {arm: {task: [cell[s] for s in complete] for task, cell in tasks.items()} for arm, tasks in found.items()}
+    runs = {
+        arm: {task: [cell[s] for s in complete] for task, cell in tasks.items()}
+        for arm, tasks in found.items()
+    }
     return Evidence(runs, tuple(complete))
 
 
 EARLY, ROUNDING, TOLERANCE = 0.25, 1e-3, 0.05
-"""A repeated run is the same run on another processor if the first quarter of its evaluations agree to `ROUNDING` and its last
-to `TOLERANCE`: rounding grows in training. Between an AMD EPYC and an Intel Xeon the final reward of 30 runs in the 2-D world
-differed by 0.016 (root mean square; Flow-GRPO 0.0003, Stepwise-Flow-GRPO 0.027, TP-GRPO 0.0055), of one by more than 0.05."""
+"""A repeated run is the same run on another processor if the first quarter of its evaluations agree
+to `ROUNDING` and its last to `TOLERANCE`: rounding grows in training. Between an AMD EPYC and an
+Intel Xeon the final reward of 30 runs in the 2-D world differed by 0.016 (root mean square;
+Flow-GRPO 0.0003, Stepwise-Flow-GRPO 0.027, TP-GRPO 0.0055), of one by more than 0.05.
+"""
 
 
 COUNTS = ("nfe", "train_nfe", "reward_calls", "calls", "trajectories")
@@ -203,8 +250,10 @@ COUNTS = ("nfe", "train_nfe", "reward_calls", "calls", "trajectories")
 
 @dataclass(frozen=True)
 class Repeat:
-    """A repeated run: the numbers that differ (seconds do not count), the largest difference, infinite for a non-number, the
-    largest difference in reward of the first quarter of the evaluations, and that of the last."""
+    """A repeated run: the numbers that differ (seconds do not count), the largest difference,
+    infinite for a non-number, the largest difference in reward of the first quarter of the
+    evaluations, and that of the last.
+    """
 
     differing: tuple[str, ...]
     largest: float
@@ -225,32 +274,47 @@ class Repeat:
 
 
 def redo(key: str, file: ResultsFile) -> Repeat:
-    """Repeat the run of the line with id `key` with the current code, and compare all that was measured.
+    """Repeat the run of the line with id `key` with the current code, and compare all that was
+    measured.
 
-    `ConfigError`: no such line."""
+    `ConfigError`: no such line.
+    """
     lines = file.read(any_code=True)
     if key not in lines:
         raise ConfigError(f"redo = {key!r} is not allowed; allowed: an id in {file.path}")
     found = json.loads(json.dumps(measure(RunConfig.from_dict(lines[key]["config"], trust=True))))
-    differences = dict(_differences(_named({name: lines[key].get(name, ...) for name in found}), _named(found)))
+    differences = dict(
+        _differences(_named({name: lines[key].get(name, ...) for name in found}), _named(found))
+    )
     pairs = zip(column(lines[key], "soft"), column(found, "soft"), strict=False)
     gaps = [abs(old - new) for old, new in pairs] or [math.inf]
     early = max(gaps[: max(1, round(EARLY * len(gaps)))])
     counts = not any(name.rpartition(".")[2] in COUNTS for name in differences)
-    return Repeat(tuple(differences), max(differences.values(), default=0.0), early, gaps[-1], counts)
+    return Repeat(
+        tuple(differences), max(differences.values(), default=0.0), early, gaps[-1], counts
+    )
 
 
 def _named(found: dict[str, Any]) -> dict[str, Any]:
     """A run's numbers with the curve's columns by name."""
-    return {**found, "curve": [dict(zip(CURVE, row, strict=False)) | {"columns": len(row)} for row in found["curve"]]}
+    return {
+        **found,
+        "curve": [
+            dict(zip(CURVE, row, strict=False)) | {"columns": len(row)} for row in found["curve"]
+        ],
+    }
 
 
 def _differences(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, float]]:
-    """(name, size) of the differences between two nests of numbers, except seconds. NaN equals NaN and nothing else."""
+    """(name, size) of the differences between two nests of numbers, except seconds. NaN equals NaN
+    and nothing else.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted(old.keys() | new.keys()):
             if name not in ("seconds", "phases"):
-                yield from _differences(old.get(name, ...), new.get(name, ...), f"{where}.{name}".lstrip("."))
+                yield from _differences(
+                    old.get(name, ...), new.get(name, ...), f"{where}.{name}".lstrip(".")
+                )
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for place, (a, b) in enumerate(zip(old, new, strict=True)):
             yield from _differences(a, b, f"{where}[{place}]")

@@ -19,11 +19,38 @@ from flowrl_bench.measurements import PHASES
 from flowrl_bench.page import Table
 from flowrl_bench.results_file import Lines
 from flowrl_bench.suite import evidence
-from flowrl_bench.verdicts import ALIKE, BETTER, FAILS, HOLDS, UNDECIDED, WORSE, Comparison, Verdict, by_seed, judge_family
+from flowrl_bench.verdicts import (
+    ALIKE,
+    BETTER,
+    FAILS,
+    HOLDS,
+    UNDECIDED,
+    WORSE,
+    Comparison,
+    Verdict,
+    by_seed,
+    judge_family,
+)
 
-ANSWERS = {HOLDS: "yes", FAILS: "no", UNDECIDED: UNDECIDED, BETTER: BETTER, WORSE: WORSE, ALIKE: ALIKE}
+ANSWERS = {
+    HOLDS: "yes",
+    FAILS: "no",
+    UNDECIDED: UNDECIDED,
+    BETTER: BETTER,
+    WORSE: WORSE,
+    ALIKE: ALIKE,
+}
 DEPENDS = "depends on the arm"
-SYMBOLS = {BETTER: "▲", WORSE: "▼", ALIKE: "=", UNDECIDED: "?", HOLDS: "✓", FAILS: "✗", "yes": "✓", "no": "✗"}
+SYMBOLS = {
+    BETTER: "▲",
+    WORSE: "▼",
+    ALIKE: "=",
+    UNDECIDED: "?",
+    HOLDS: "✓",
+    FAILS: "✗",
+    "yes": "✓",
+    "no": "✗",
+}
 """By verdict or answer; colours belong to methods."""
 BRIEF = {UNDECIDED: "undecided", ALIKE: "no difference"}
 """Shorter words for tables that have a legend."""
@@ -43,12 +70,16 @@ COST_ARMS: dict[str, Arm] = {
 
 
 class Judged:
-    """A claim in a world: its evidence and verdict (None if no seed is complete). Alone, the claim is a family of its own."""
+    """A claim in a world: its evidence and verdict (None if no seed is complete). Alone, the claim
+    is a family of its own.
+    """
 
     def __init__(self, claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...] = ()) -> None:
         self.claim, self.world = claim, world
         self.evidence: Evidence | None = evidence(claim, world, lines, seeds or SEEDS[world])
-        self.found: tuple[Comparison, ...] = claim.rule.compare(self.evidence) if self.evidence else ()
+        self.found: tuple[Comparison, ...] = (
+            claim.rule.compare(self.evidence) if self.evidence else ()
+        )
         self.verdict: Verdict | None = judge_family([self.found])[0] if self.evidence else None
 
     @property
@@ -70,7 +101,8 @@ class Judged:
 def judge_all(claims: Mapping[str, Claim], lines: Lines) -> list[Judged]:
     """Every claim in every world in which it is tested.
 
-    The families are the main comparison (`flowrl_bench.leads`), the papers' claims, the other questions, and the self-test.
+    The families are the main comparison (`flowrl_bench.leads`), the papers' claims, the other
+    questions, and the self-test.
     """
     found = [Judged(claim, world, lines) for claim in claims.values() for world in claim.worlds]
     for kind in dict.fromkeys(map(family, found)):
@@ -102,7 +134,9 @@ def summary(judged: Sequence[Judged], last: str) -> Table:
         here = _measured(one.verdict.comparisons, one.claim.asks) if one.verdict else "-"
         source = () if asks else (f"{one.claim.source}: {one.claim.number}",)
         says = f"`{one.claim.id}` {one.claim.says}"
-        rows.append((says, marked(one.label), here, *source, WORLD_NAMES[one.world], str(one.seeds)))
+        rows.append(
+            (says, marked(one.label), here, *source, WORLD_NAMES[one.world], str(one.seeds))
+        )
     source = () if asks else ("source and its number",)
     head = ("question" if asks else "claim", last, "measured here", *source, "world", "seeds")
     return Table(head, rows, ("claim", "question", "source and its number", "measured here", last))
@@ -114,11 +148,19 @@ def marked(label: str) -> str:
 
 
 def _measured(found: Sequence[Comparison], asks: bool) -> str:
-    """All comparisons in a cell: the measure once, then every arm, each with its own verdict if there are several."""
+    """All comparisons in a cell: the measure once, then every arm, each with its own verdict if
+    there are several.
+    """
     parts: dict[str, list[str]] = {}
     for comparison in found:
-        alone = f" ({_alone(comparison, asks)})" if len(found) > 1 or comparison.verdict == FAILS else ""
-        parts.setdefault(comparison.label, []).append(f"{comparison.arms} {shown(comparison)}{alone}")
+        alone = (
+            f" ({_alone(comparison, asks)})"
+            if len(found) > 1 or comparison.verdict == FAILS
+            else ""
+        )
+        parts.setdefault(comparison.label, []).append(
+            f"{comparison.arms} {shown(comparison)}{alone}"
+        )
     return ". ".join(f"{_capital(label)}: {'; '.join(rows)}" for label, rows in parts.items())
 
 
@@ -139,13 +181,18 @@ def shown(comparison: Comparison) -> str:
     """The number with its interval; a single seed has none."""
     signed, found = comparison.difference, comparison.estimate
     if math.isfinite(found.high):
-        return found.text(3, signed) + (f", p {_p_value(comparison.adjusted)}" if not math.isnan(comparison.adjusted) else "")
+        return found.text(3, signed) + (
+            f", p {_p_value(comparison.adjusted)}" if not math.isnan(comparison.adjusted) else ""
+        )
     return f"{found.value:{'+' if signed else ''}.3f} (one seed: no interval)"
 
 
 def comparison_table(found: Sequence[Comparison], asks: bool) -> Table:
     """The comparisons behind a verdict; one without a verdict is no part of the rule."""
-    rows = [(c.text, shown(c), _won(c), "-" if math.isnan(c.adjusted) else _judged(c, asks)) for c in found]
+    rows = [
+        (c.text, shown(c), _won(c), "-" if math.isnan(c.adjusted) else _judged(c, asks))
+        for c in found
+    ]
     return Table(("measured", "here", "seeds won", "alone"), rows, ("measured", "alone"))
 
 
@@ -162,19 +209,28 @@ def _p_value(adjusted: float) -> str:
 
 
 def by_task(judged: Judged) -> list[Comparison]:
-    """The claim's comparisons on every task alone, if several were pooled; without verdicts, since no rule uses them."""
+    """The claim's comparisons on every task alone, if several were pooled; without verdicts, since
+    no rule uses them.
+    """
     if judged.evidence is None:
         return []
     tasks = list(next(iter(judged.evidence.runs.values())))
     found = []
     for task in tasks if len(tasks) > 1 else ():
-        alone = Evidence({arm: {task: lines[task]} for arm, lines in judged.evidence.runs.items()}, judged.evidence.seeds)
-        found += [replace(c, note=f"{c.note}, {task} alone") for c in judged.claim.rule.compare(alone)]
+        alone = Evidence(
+            {arm: {task: lines[task]} for arm, lines in judged.evidence.runs.items()},
+            judged.evidence.seeds,
+        )
+        found += [
+            replace(c, note=f"{c.note}, {task} alone") for c in judged.claim.rule.compare(alone)
+        ]
     return found
 
 
 def levels(judged: Judged) -> str:
-    """The value of each arm by the measures that the rule compares, and that of the untrained policy."""
+    """The value of each arm by the measures that the rule compares, and that of the untrained
+    policy.
+    """
     if judged.evidence is None:
         return ""
     sentences = []
@@ -183,7 +239,11 @@ def levels(judged: Judged) -> str:
         if name == "turning points over null":
             sentences.append(_density(judged.evidence))
         elif name != "early gains" and MEASURES[name].of is not None:
-            chosen = [arm for arm in judged.evidence.runs if not name.startswith("sampler") or arm in judged.claim.samples]
+            chosen = [
+                arm
+                for arm in judged.evidence.runs
+                if not name.startswith("sampler") or arm in judged.claim.samples
+            ]
             arms = [f"{arm} {judged.evidence.values(arm, name).mean():.3f}" for arm in chosen]
             before = f"; before training {_start(judged.evidence, start):.3f}" if start else ""
             sentences.append(f"{_capital(MEASURES[name].label)}: {', '.join(arms)}{before}.")
@@ -191,35 +251,69 @@ def levels(judged: Judged) -> str:
 
 
 def _start(found: Evidence, name: str) -> float:
-    return float(np.mean([[column(line, name)[0] for line in lines] for lines in next(iter(found.runs.values())).values()]))
+    return float(
+        np.mean(
+            [
+                [column(line, name)[0] for line in lines]
+                for lines in next(iter(found.runs.values())).values()
+            ]
+        )
+    )
 
 
 def _density(found: Evidence) -> str:
     """Turning points per trajectory and those of random signs, before and after training."""
     parts = []
     for when in ("before", "after"):
-        rows = [[line["samples"][when] for line in lines] for lines in next(iter(found.runs.values())).values()]
-        points, null = (np.array([[row[key] for row in task] for task in rows]).T for key in ("points", "null"))
+        rows = [
+            [line["samples"][when] for line in lines]
+            for lines in next(iter(found.runs.values())).values()
+        ]
+        points, null = (
+            np.array([[row[key] for row in task] for task in rows]).T for key in ("points", "null")
+        )
         beyond = mean(by_seed(points - null))
-        numbers = f"{points.mean():.2f}, with random signs {null.mean():.2f} ({beyond.text(3, True)})"
+        numbers = (
+            f"{points.mean():.2f}, with random signs {null.mean():.2f} ({beyond.text(3, True)})"
+        )
         parts.append(f"{when} training {numbers}")
     return f"Turning points per trajectory: {'; '.join(parts)}."
 
 
-def cost_table(lines: Lines, arms: Mapping[str, Arm] = COST_ARMS, memory: Sequence[Mapping[str, Any]] = ()) -> Table:
-    """Means over all finished runs of each arm with the world's own settings; peak memory if it was measured."""
+def cost_table(
+    lines: Lines, arms: Mapping[str, Arm] = COST_ARMS, memory: Sequence[Mapping[str, Any]] = ()
+) -> Table:
+    """Means over all finished runs of each arm with the world's own settings; peak memory if it was
+    measured.
+    """
     head = (
-        "world", "rule", "runs", "NFE/trajectory", "reward calls/trajectory", "network calls/iteration",
-        *(f"s/iteration: {phase}" for phase in PHASES), "reward gained per million NFE, whole run", "peak memory (MiB)",
-    )  # fmt: skip
+        "world",
+        "rule",
+        "runs",
+        "NFE/trajectory",
+        "reward calls/trajectory",
+        "network calls/iteration",
+        *(f"s/iteration: {phase}" for phase in PHASES),
+        "reward gained per million NFE, whole run",
+        "peak memory (MiB)",
+    )
     rows = []
     by_settings: dict[str, list[Line]] = {}
     for line in lines.values():
-        by_settings.setdefault(config_id(RunConfig.from_dict(line["config"], trust=True).replace(seed=0)), []).append(line)
+        by_settings.setdefault(
+            config_id(RunConfig.from_dict(line["config"], trust=True).replace(seed=0)), []
+        ).append(line)
     for world, tasks in TASKS.items():
         for name, changes in arms.items():
             runs = by_settings.get(config_id(make_run(world, tasks[0], 0, changes)), [])
-            peak = next((f"{m['peak_mib']:.0f}" for m in memory if m["world"] == world and m["arm"] == name), "-")
+            peak = next(
+                (
+                    f"{m['peak_mib']:.0f}"
+                    for m in memory
+                    if m["world"] == world and m["arm"] == name
+                ),
+                "-",
+            )
             if runs:
                 rows.append((WORLD_NAMES[world], name, str(len(runs)), *_cost(runs), peak))
     return Table(head, rows)
@@ -230,7 +324,10 @@ def _cost(runs: Sequence[Line]) -> tuple[str, ...]:
         return statistics.fmean(of(run["totals"]) for run in runs)
 
     iterations = runs[0]["config"]["iterations"]
-    gained = [1e6 * (column(run, "soft")[-1] - column(run, "soft")[0]) / spent(run, "nfe")[-1] for run in runs]
+    gained = [
+        1e6 * (column(run, "soft")[-1] - column(run, "soft")[0]) / spent(run, "nfe")[-1]
+        for run in runs
+    ]
     return (
         f"{mean(lambda total: total['nfe'] / total['trajectories']):.1f}",
         f"{mean(lambda total: total['reward_calls'] / total['trajectories']):.1f}",

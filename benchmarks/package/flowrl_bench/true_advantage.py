@@ -1,4 +1,5 @@
-"""Agreement of a rule's credit with the true advantage, corrected for the Monte Carlo noise of the truth.
+"""Agreement of a rule's credit with the true advantage, corrected for the Monte Carlo noise of the
+truth.
 
 `flowrl_bench.continuations` measures the true advantage; this module also exports its functions.
 """
@@ -37,14 +38,17 @@ LEAST_RELIABILITY = 0.1
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of a rule's credit with the true advantage, over the decisions of all groups, or at one step.
+    """Agreement of a rule's credit with the true advantage, over the decisions of all groups, or at
+    one step.
 
-    `correlation`: Pearson, divided by the root of `reliability`, which corrects for the Monte Carlo noise of the
-    truth (`raw_correlation` does not), within [-1, 1]. `slope`: cov(credit, A*) / var(A*), the variance corrected likewise.
-    `sign`: fraction of the *resolved* decisions (|A*| above two standard errors) whose credit has the sign of A* (credit 0 counts
-    as half); `resolved` is their fraction of all. `bias`: the mean credit of a step over all outcomes, root mean square over
-    steps, in units of the credit's std; the true one is 0, since E[A* | x_i] = 0. `unexplained`: fraction of the credit's
-    variance that is not proportional to A*, 1 - correlation^2.
+    `correlation`: Pearson, divided by the root of `reliability`, which corrects for the Monte Carlo
+    noise of the truth (`raw_correlation` does not), within [-1, 1]. `slope`: cov(credit, A*) /
+    var(A*), the variance corrected likewise. `sign`: fraction of the *resolved* decisions (|A*|
+    above two standard errors) whose credit has the sign of A* (credit 0 counts as half); `resolved`
+    is their fraction of all. `bias`: the mean credit of a step over all outcomes, root mean square
+    over steps, in units of the credit's std; the true one is 0, since E[A* | x_i] = 0.
+    `unexplained`: fraction of the credit's variance that is not proportional to A*, 1 -
+    correlation^2.
     """
 
     correlation: Estimate
@@ -67,9 +71,11 @@ class CreditReport:
     per_step: tuple[Agreement, ...]
 
 
-def compare_credit(credit: Tensor, truth: TrueAdvantages, draws: int = 1000, seed: int = 0) -> CreditReport:
-    """Compare a rule's `credit` [prompt, member, decision] with the truth; intervals by bootstrap over groups. Decisions count
-    as the truth's `weights` say.
+def compare_credit(
+    credit: Tensor, truth: TrueAdvantages, draws: int = 1000, seed: int = 0
+) -> CreditReport:
+    """Compare a rule's `credit` [prompt, member, decision] with the truth; intervals by bootstrap
+    over groups. Decisions count as the truth's `weights` say.
 
     Raises `ConfigError` for credit of another shape than the truth's, or not finite.
     """
@@ -77,7 +83,9 @@ def compare_credit(credit: Tensor, truth: TrueAdvantages, draws: int = 1000, see
 
 
 def credit_sums(credit: Tensor, truth: TrueAdvantages) -> Float[Tensor, "group step 9"]:
-    """The sums over members from which `credit_report` computes all statistics. Raises `ConfigError` as `compare_credit` does."""
+    """The sums over members from which `credit_report` computes all statistics. Raises
+    `ConfigError` as `compare_credit` does.
+    """
     shape, wanted = tuple(credit.shape), tuple(truth.values.shape)
     allowed = f"[prompt, member, decision] = {wanted}, as the true advantages"
     require(shape == wanted, "credit of shape", shape, allowed)
@@ -87,16 +95,27 @@ def credit_sums(credit: Tensor, truth: TrueAdvantages) -> Float[Tensor, "group s
     return _sums(credit.double(), truth.values.double(), truth.errors.double(), weights)
 
 
-def credit_report(sums: Float[Tensor, "group step 9"], steps: Sequence[int], draws: int = 1000, seed: int = 0) -> CreditReport:
+def credit_report(
+    sums: Float[Tensor, "group step 9"], steps: Sequence[int], draws: int = 1000, seed: int = 0
+) -> CreditReport:
     """The agreement in `credit_sums`; intervals by bootstrap over groups."""
     by_step = _resampled(sums, draws, seed)
     per_step = tuple(_agreement(by_step[:, i : i + 1]) for i in range(len(steps)))
     return CreditReport(_agreement(by_step), tuple(steps), per_step)
 
 
-def correlation_difference(sums: Tensor, others: Tensor, draws: int = 1000, seed: int = 0) -> Estimate:
-    """The correlation in `sums` [group, step, 9] minus that in `others`, of the same groups, which are drawn together."""
-    require(len(sums) == len(others), "groups", (len(sums), len(others)), "equally many, the same for both rules")
+def correlation_difference(
+    sums: Tensor, others: Tensor, draws: int = 1000, seed: int = 0
+) -> Estimate:
+    """The correlation in `sums` [group, step, 9] minus that in `others`, of the same groups, which
+    are drawn together.
+    """
+    require(
+        len(sums) == len(others),
+        "groups",
+        (len(sums), len(others)),
+        "equally many, the same for both rules",
+    )
     one, other = (_corrected(_moments(_resampled(table, draws, seed))) for table in (sums, others))
     return _measured(one - other)
 
@@ -106,7 +125,9 @@ def _resampled(sums: Tensor, draws: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     weights = torch.ones(1, len(sums), dtype=sums.dtype)
     picks = torch.randint(0, len(sums), (draws, len(sums)), generator=generator)
-    resampled = torch.zeros(draws, len(sums), dtype=sums.dtype).scatter_add_(1, picks, torch.ones_like(picks, dtype=sums.dtype))
+    resampled = torch.zeros(draws, len(sums), dtype=sums.dtype).scatter_add_(
+        1, picks, torch.ones_like(picks, dtype=sums.dtype)
+    )
     return torch.einsum("dg,gsk->dsk", torch.cat([weights, resampled]), sums)
 
 
@@ -115,7 +136,17 @@ def _sums(credit: Tensor, truth: Tensor, errors: Tensor, weights: Tensor | None 
     resolved = (truth.abs() > RESOLVED * errors).to(truth)
     agrees = torch.where(credit == 0, 0.5, (credit.sign() == truth.sign()).to(truth))
     one = torch.ones_like(truth)
-    columns = [one, credit, truth, credit.square(), truth.square(), credit * truth, errors.square(), resolved, resolved * agrees]
+    columns = [
+        one,
+        credit,
+        truth,
+        credit.square(),
+        truth.square(),
+        credit * truth,
+        errors.square(),
+        resolved,
+        resolved * agrees,
+    ]
     table = torch.stack(columns, dim=-1)
     return (table if weights is None else table * weights[..., None]).sum(1)
 
@@ -134,7 +165,10 @@ class _Moments:
 def _moments(sums: Tensor) -> _Moments:
     n, a, t, aa, tt, at, noise = sums.sum(1).unbind(-1)[:7]
     n = n.clamp(min=1e-30)  # a step without a decision
-    variance_a, variance_t = (aa / n - (a / n).square()).clamp(min=0), (tt / n - (t / n).square()).clamp(min=1e-30)
+    variance_a, variance_t = (
+        (aa / n - (a / n).square()).clamp(min=0),
+        (tt / n - (t / n).square()).clamp(min=1e-30),
+    )
     covariance = at / n - a * t / n.square()
     reliability = (1 - noise / n / variance_t).clamp(min=LEAST_RELIABILITY, max=1.0)
     return _Moments(n, variance_a, variance_t, covariance, reliability)
@@ -155,11 +189,16 @@ def correlation(sums: Float[Tensor, "*row 9"]) -> float:
 
 
 def _agreement(sums: Tensor) -> Agreement:
-    """Statistics of sums [draw, step, 9]; the first draw is the data itself, the others are bootstrap draws."""
+    """Statistics of sums [draw, step, 9]; the first draw is the data itself, the others are
+    bootstrap draws.
+    """
     moments, (resolved, agrees) = _moments(sums), sums.sum(1).unbind(-1)[7:]
     corrected = _corrected(moments)
     sign = agrees / resolved.clamp(min=1)
-    bias = _mean_credit(sums[..., 1] / sums[..., 0].clamp(min=1e-30)) / moments.variance_a.clamp(min=1e-30).sqrt()
+    bias = (
+        _mean_credit(sums[..., 1] / sums[..., 0].clamp(min=1e-30))
+        / moments.variance_a.clamp(min=1e-30).sqrt()
+    )
     return Agreement(
         correlation=_measured(corrected),
         raw_correlation=float(_raw(moments)[0]),
@@ -174,7 +213,9 @@ def _agreement(sums: Tensor) -> Agreement:
 
 
 def _mean_credit(by_step: Tensor) -> Tensor:
-    """Root mean square over steps of the mean credit [draw, step], corrected for the sampling noise of those means; [draw]."""
+    """Root mean square over steps of the mean credit [draw, step], corrected for the sampling noise
+    of those means; [draw].
+    """
     noise = (by_step[1:] - by_step[:1]).square().mean(0)
     times = torch.full_like(by_step[:, 0], 2.0)
     times[0] = 1.0  # a bootstrap draw has the noise of the data and its own

@@ -1,9 +1,11 @@
-"""A method's best learning rate, clip and noise level, found with the same number of short runs for every method.
+"""A method's best learning rate, clip and noise level, found with the same number of short runs for
+every method.
 
-The search climbs on a grid (`arms.Knob`): from the start it tries the neighbours of the best point so far, knob by knob, and
-continues in a direction while the score improves, so an optimum at an edge extends the grid. A third of the budget is reserved
-for the two best points, which are run with two further seeds; the best mean over these is chosen. The score of a run is the mean
-held-out reward over training, the measure of the comparison. No result uses tuning seeds.
+The search climbs on a grid (`arms.Knob`): from the start it tries the neighbours of the best point
+so far, knob by knob, and continues in a direction while the score improves, so an optimum at an
+edge extends the grid. A third of the budget is reserved for the two best points, which are run with
+two further seeds; the best mean over these is chosen. The score of a run is the mean held-out
+reward over training, the measure of the comparison. No result uses tuning seeds.
 """
 
 import itertools
@@ -30,7 +32,9 @@ BUDGET = 12
 """Runs per method and world."""
 FINALISTS = 2
 STRIDE = 2
-"""Steps in one direction before the next knob's turn, so that a long way along one does not use up the budget."""
+"""Steps in one direction before the next knob's turn, so that a long way along one does not use up
+the budget.
+"""
 Point = tuple[int, ...]
 """A level of the grid per knob of the arm, in their order."""
 Trial = tuple[Point, int]
@@ -38,7 +42,8 @@ Trial = tuple[Point, int]
 
 
 def proposals(scores: Mapping[Trial, float], knobs: int, budget: int = BUDGET) -> Iterator[Trial]:
-    """The next run of the search, from the scores of the runs so far; nothing once `budget` runs are scored.
+    """The next run of the search, from the scores of the runs so far; nothing once `budget` runs
+    are scored.
 
     Deterministic: the order of the runs is a function of the scores alone.
     """
@@ -77,7 +82,8 @@ def _climb(first: Mapping[Point, float], knobs: int) -> Point | None:
 
 
 def best(scores: Mapping[Trial, float]) -> Point:
-    """The finalist with the highest mean score over the further seeds; without finalists, the best point of the first seed.
+    """The finalist with the highest mean score over the further seeds; without finalists, the best
+    point of the first seed.
 
     The first seed selected the finalists, so its score would be biased upwards.
     """
@@ -117,14 +123,26 @@ class Search:
         return self.arm.values(self.world, dict(zip(self.arm.knobs, point, strict=True)))
 
     def made(self, line: Mapping[str, Any]) -> bool:
-        """Whether `line` is a run of this search: of this arm with these settings, and not of another of its name."""
+        """Whether `line` is a run of this search: of this arm with these settings, and not of
+        another of its name.
+        """
         trial = tuple(line["point"]), line["seed"]
-        named = (line["arm"], line["world"], len(trial[0])) == (self.arm.name, self.world, len(self.arm.knobs))
+        named = (line["arm"], line["world"], len(trial[0])) == (
+            self.arm.name,
+            self.world,
+            len(self.arm.knobs),
+        )
         return named and line["id"] == config_id(self.config(trial))
 
     def scores(self, lines: Sequence[Mapping[str, Any]]) -> dict[Trial, float]:
-        """The scores of the search's runs among `lines`, in the order in which they were proposed."""
-        mine = {(tuple(line["point"]), line["seed"]): score_of(line) for line in lines if self.made(line)}
+        """The scores of the search's runs among `lines`, in the order in which they were
+        proposed.
+        """
+        mine = {
+            (tuple(line["point"]), line["seed"]): score_of(line)
+            for line in lines
+            if self.made(line)
+        }
         found: dict[Trial, float] = {}
         while (trial := next(proposals(found, len(self.arm.knobs), self.budget), None)) in mine:
             assert trial is not None
@@ -133,18 +151,30 @@ class Search:
 
 
 def diverged(iterations: int, message: str) -> dict[str, Any]:
-    """What is recorded of a run whose numbers became infinite: rewards of 0, the lowest of the built-in worlds."""
-    rows = [{**dict.fromkeys(CURVE, 0.0), "iteration": float(iteration)} for iteration in (0, iterations)]
+    """What is recorded of a run whose numbers became infinite: rewards of 0, the lowest of the
+    built-in worlds.
+    """
+    rows = [
+        {**dict.fromkeys(CURVE, 0.0), "iteration": float(iteration)}
+        for iteration in (0, iterations)
+    ]
     return {
         "curve": [[row[name] for name in CURVE] for row in rows],
-        "totals": {}, "phases": {}, "gains": None, "diverged": message,
-    }  # fmt: skip
+        "totals": {},
+        "phases": {},
+        "gains": None,
+        "diverged": message,
+    }
 
 
-def _tune(worker: Worker, search: Search, lines: list[dict[str, Any]], command: str, made: dict[str, Any]) -> bool:
+def _tune(
+    worker: Worker, search: Search, lines: list[dict[str, Any]], command: str, made: dict[str, Any]
+) -> bool:
     """Make the missing runs of a search, a message each; False if it was stopped."""
     scores = search.scores(lines)
-    while (trial := next(proposals(scores, len(search.arm.knobs), search.budget), None)) is not None:
+    while (
+        trial := next(proposals(scores, len(search.arm.knobs), search.budget), None)
+    ) is not None:
         config = search.config(trial)
         key = config_id(config)
         try:
@@ -155,7 +185,12 @@ def _tune(worker: Worker, search: Search, lines: list[dict[str, Any]], command: 
             return False
         require_unchanged(config, key, made["code"])
         scores[trial] = score_of(found)
-        head = {"arm": search.arm.name, "world": search.world, "point": trial[0], "values": search.values(trial[0])}
+        head = {
+            "arm": search.arm.name,
+            "world": search.world,
+            "point": trial[0],
+            "values": search.values(trial[0]),
+        }
         line = {**head, "score": scores[trial], **make_line(config, found, command, key, made)}
         worker.send(line)
     return True
@@ -184,7 +219,11 @@ def tune(
         jobs = {
             (search.world, search.arm.name): (
                 search,
-                [line for line in lines if (line["arm"], line["world"]) == (search.arm.name, search.world)],
+                [
+                    line
+                    for line in lines
+                    if (line["arm"], line["world"]) == (search.arm.name, search.world)
+                ],
                 command,
                 made,
             )
@@ -192,9 +231,13 @@ def tune(
         }
         finished: list[bool] = []
         complete = run_jobs(
-            _tune, jobs, workers, finished=lambda key, ended: finished.append(ended), received=received,
+            _tune,
+            jobs,
+            workers,
+            finished=lambda key, ended: finished.append(ended),
+            received=received,
             describe=lambda key: f"the search for {key[1]} in {key[0]}",
-        )  # fmt: skip
+        )
         return complete and all(finished)
 
 
@@ -205,15 +248,23 @@ def chosen(search: Search, lines: Sequence[Mapping[str, Any]]) -> dict[str, floa
 
 
 def choices(searches: Sequence[Search], path: Path) -> str:
-    """A line per search: the chosen values and their score with its range over seeds, or the number of missing runs."""
+    """A line per search: the chosen values and their score with its range over seeds, or the number
+    of missing runs.
+    """
     lines, texts = ResultsFile(path).unchecked(), []
     for search in searches:
         scores, values = search.scores(lines), chosen(search, lines)
         place = f"{short_name(search.world)}, {search.arm.name}"
         if values is None:
-            texts.append(f"{place}: {search.budget - len(scores)} of {search.budget} runs are missing")
+            texts.append(
+                f"{place}: {search.budget - len(scores)} of {search.budget} runs are missing"
+            )
             continue
-        further = [score for (point, seed), score in scores.items() if point == best(scores) and seed != SEEDS[0]]
+        further = [
+            score
+            for (point, seed), score in scores.items()
+            if point == best(scores) and seed != SEEDS[0]
+        ]
         mine = further or [max(scores.values())]
         found = ", ".join(f"{name} {value:g}" for name, value in values.items())
         range_ = f"{np.mean(mine):.3f} ({min(mine):.3f} to {max(mine):.3f}, {len(mine)} seeds)"
@@ -222,9 +273,13 @@ def choices(searches: Sequence[Search], path: Path) -> str:
 
 
 def save(searches: Sequence[Search], log: Path, path: Path) -> None:
-    """Write the values of every finished search, by world and arm, to the JSON file at `path`; other entries stay."""
+    """Write the values of every finished search, by world and arm, to the JSON file at `path`;
+    other entries stay.
+    """
     lines = ResultsFile(log).unchecked()
-    values: dict[str, dict[str, Any]] = read_json(path, dict[str, dict[str, Any]]) if path.exists() else {}
+    values: dict[str, dict[str, Any]] = (
+        read_json(path, dict[str, dict[str, Any]]) if path.exists() else {}
+    )
     for search in searches:
         found = chosen(search, lines)
         if found is not None:

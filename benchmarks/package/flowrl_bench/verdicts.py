@@ -1,7 +1,8 @@
-"""Rules that turn runs into verdicts, fixed before the runs; every line has the digest of the rules at its time.
+"""Rules that turn runs into verdicts, fixed before the runs; every line has the digest of the rules
+at its time.
 
-docs/verdicts.md has them in words, with the reasons. A rule compares; `judge_family` corrects the p-values of all comparisons of
-a family, which determine the verdicts.
+docs/verdicts.md has them in words, with the reasons. A rule compares; `judge_family` corrects the
+p-values of all comparisons of a family, which determine the verdicts.
 """
 
 import math
@@ -28,10 +29,11 @@ ALPHA = 1 - LEVEL
 class Comparison:
     """One comparison behind a verdict.
 
-    `arms` names one arm or a difference ("a minus b", if `difference`). `estimate`: with the p-value of `null`; ratios of budgets
-    are ratios, with `null` 1 by default. `expects`: what a claim expects (`BETTER`, `NO_WORSE` or `ALIKE`), "" for a question.
-    `smallest`: the ends of the effects that do not matter. `adjusted`: the p-value after the family's correction. `won`: fraction
-    of seeds at which the first arm is better. `note` follows the measure's label.
+    `arms` names one arm or a difference ("a minus b", if `difference`). `estimate`: with the
+    p-value of `null`; ratios of budgets are ratios, with `null` 1 by default. `expects`: what a
+    claim expects (`BETTER`, `NO_WORSE` or `ALIKE`), "" for a question. `smallest`: the ends of the
+    effects that do not matter. `adjusted`: the p-value after the family's correction. `won`:
+    fraction of seeds at which the first arm is better. `note` follows the measure's label.
     """
 
     arms: str
@@ -48,7 +50,11 @@ class Comparison:
     @property
     def label(self) -> str:
         """The measure in words."""
-        less = self.difference and not MEASURES[self.measure].higher and MEASURES[self.measure].unit != BUDGET
+        less = (
+            self.difference
+            and not MEASURES[self.measure].higher
+            and MEASURES[self.measure].unit != BUDGET
+        )
         return MEASURES[self.measure].label + (" (less is better)" if less else "") + self.note
 
     @property
@@ -58,7 +64,9 @@ class Comparison:
 
     @property
     def size(self) -> str:
-        """`BETTER`, `WORSE`, `ALIKE` or `UNDECIDED`, relative to `null` (for `ALIKE` claims, relative to 0)."""
+        """`BETTER`, `WORSE`, `ALIKE` or `UNDECIDED`, relative to `null` (for `ALIKE` claims,
+        relative to 0).
+        """
         found, (low, high) = self.estimate, self.smallest
         significant = self.adjusted < ALPHA
         inside = low < found.low and found.high < high
@@ -68,7 +76,11 @@ class Comparison:
             inside = False
         if inside:
             return ALIKE
-        return (BETTER if (found.value > self.null) == MEASURES[self.measure].higher else WORSE) if significant else UNDECIDED
+        return (
+            (BETTER if (found.value > self.null) == MEASURES[self.measure].higher else WORSE)
+            if significant
+            else UNDECIDED
+        )
 
     @property
     def verdict(self) -> str:
@@ -86,7 +98,9 @@ class Verdict:
 
     @property
     def verdict(self) -> str:
-        """The verdict that all comparisons share; else how many parts of a claim hold, or that the answer depends on the arm."""
+        """The verdict that all comparisons share; else how many parts of a claim hold, or that the
+        answer depends on the arm.
+        """
         found = [comparison.verdict for comparison in self.comparisons]
         if len(set(found)) == 1:
             return found[0]
@@ -109,8 +123,13 @@ class Rule(Protocol):
 def judge_family(found: Iterable[Sequence[Comparison]]) -> list[Verdict]:
     """Verdicts of the rules of a family, with Holm's correction over all of their comparisons."""
     rules = [tuple(comparisons) for comparisons in found]
-    adjusted = iter(holm([comparison.estimate.p for comparisons in rules for comparison in comparisons]))
-    return [Verdict(tuple(replace(c, adjusted=next(adjusted)) for c in comparisons)) for comparisons in rules]
+    adjusted = iter(
+        holm([comparison.estimate.p for comparisons in rules for comparison in comparisons])
+    )
+    return [
+        Verdict(tuple(replace(c, adjusted=next(adjusted)) for c in comparisons))
+        for comparisons in rules
+    ]
 
 
 def judge(rule: Rule, evidence: Evidence) -> Verdict:
@@ -119,12 +138,16 @@ def judge(rule: Rule, evidence: Evidence) -> Verdict:
 
 
 def by_seed(values: Values) -> Values:
-    """[seed] of [seed, task]: the mean over tasks, because runs of one seed share random numbers."""
+    """[seed] of [seed, task]: the mean over tasks, because runs of one seed share random
+    numbers.
+    """
     return values.mean(axis=1)
 
 
 def _null(measure: str, value: float, expects: str) -> float:
-    """The null of a difference: 0, the nearer end of the smallest effect (`ALIKE`), or its losing end (`NO_WORSE`)."""
+    """The null of a difference: 0, the nearer end of the smallest effect (`ALIKE`), or its losing
+    end (`NO_WORSE`).
+    """
     smallest = SMALLEST_OF[MEASURES[measure].unit]
     if expects == NO_WORSE:
         return -smallest if MEASURES[measure].higher else smallest
@@ -133,7 +156,9 @@ def _null(measure: str, value: float, expects: str) -> float:
 
 @dataclass(frozen=True)
 class Compare:
-    """`arm` against `than` by `measure`. `expects`: see `Comparison`. `at_most`: of ratios of budgets, the null instead of 1."""
+    """`arm` against `than` by `measure`. `expects`: see `Comparison`. `at_most`: of ratios of
+    budgets, the null instead of 1.
+    """
 
     arm: str
     than: str
@@ -146,19 +171,46 @@ class Compare:
         measure = MEASURES[self.measure]
         runs = evidence.differences(self.arm, self.than, self.measure)
         gains = by_seed(runs) if measure.higher else -by_seed(runs)
-        null = math.log(self.at_most) if self.at_most != 1 else _null(self.measure, float(runs.mean()), self.expects)
+        null = (
+            math.log(self.at_most)
+            if self.at_most != 1
+            else _null(self.measure, float(runs.mean()), self.expects)
+        )
         smallest, note, arms = SMALLEST_OF[measure.unit], "", f"{self.arm} minus {self.than}"
         ends = (-smallest, smallest)
         if measure.unit == RATE:
-            found = rate_difference(evidence.values(self.arm, self.measure), evidence.values(self.than, self.measure), null)
+            found = rate_difference(
+                evidence.values(self.arm, self.measure),
+                evidence.values(self.than, self.measure),
+                null,
+            )
         else:
             found = mean(by_seed(runs), null)
         if measure.unit == BUDGET:
-            found, null, ends, arms = found.exponential(), math.exp(null), (1 / math.exp(smallest), math.exp(smallest)), self.arm
-            note = f" to {self.than}'s{_never(evidence.never(self.arm, self.than, self.measure), (self.arm, self.than))}"
+            found, null, ends, arms = (
+                found.exponential(),
+                math.exp(null),
+                (1 / math.exp(smallest), math.exp(smallest)),
+                self.arm,
+            )
+            never = evidence.never(self.arm, self.than, self.measure)
+            note = f" to {self.than}'s{_never(never, (self.arm, self.than))}"
             arms = f"{self.arm} over {self.than}"
         won = wins(gains, np.zeros_like(gains))
-        return (Comparison(arms, self.measure, found, null, self.expects, ends, math.nan, won, measure.unit != BUDGET, note),)
+        return (
+            Comparison(
+                arms,
+                self.measure,
+                found,
+                null,
+                self.expects,
+                ends,
+                math.nan,
+                won,
+                measure.unit != BUDGET,
+                note,
+            ),
+        )
 
     def words(self) -> str:
         """The rule in words."""
@@ -170,7 +222,11 @@ class Compare:
 
 def _never(count: tuple[int, int], arms: tuple[str, str]) -> str:
     """Censored pairs of runs in words."""
-    parts = [f"{arm} missed a reward in {number}" for arm, number in zip(arms, count, strict=True) if number]
+    parts = [
+        f"{arm} missed a reward in {number}"
+        for arm, number in zip(arms, count, strict=True)
+        if number
+    ]
     return f" (a bound: {', '.join(parts)})" if parts else ""
 
 
@@ -190,15 +246,25 @@ class Interaction:
         first = evidence.differences(self.arm, self.than, self.measure)
         second = evidence.differences(self.other, self.other_than, self.measure)
         smallest = SMALLEST_OF[MEASURES[self.measure].unit]
-        found = mean(by_seed(first - second), _null(self.measure, float((first - second).mean()), self.expects))
+        found = mean(
+            by_seed(first - second),
+            _null(self.measure, float((first - second).mean()), self.expects),
+        )
         arms = f"({self.arm} minus {self.than}) minus ({self.other} minus {self.other_than})"
         won = wins(by_seed(first), by_seed(second))
-        return (Comparison(arms, self.measure, found, 0.0, self.expects, (-smallest, smallest), won=won),)
+        return (
+            Comparison(
+                arms, self.measure, found, 0.0, self.expects, (-smallest, smallest), won=won
+            ),
+        )
 
     def words(self) -> str:
         """The rule in words."""
         expected = f"expects {self.expects}" if self.expects else "asks"
-        return f"{expected}: the lead of {self.arm} over {self.than} against that of {self.other} over {self.other_than}"
+        return (
+            f"{expected}: the lead of {self.arm} over {self.than} against that of {self.other} over"
+            f" {self.other_than}"
+        )
 
 
 @dataclass(frozen=True)
@@ -213,7 +279,11 @@ class Level:
     def compare(self, evidence: Evidence) -> tuple[Comparison, ...]:
         """One comparison with the threshold."""
         found = mean(by_seed(evidence.values(self.arm, self.measure)), self.threshold)
-        return (Comparison(self.arm, self.measure, found, self.threshold, self.expects, difference=False),)
+        return (
+            Comparison(
+                self.arm, self.measure, found, self.threshold, self.expects, difference=False
+            ),
+        )
 
     def words(self) -> str:
         """The rule in words."""

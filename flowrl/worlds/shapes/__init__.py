@@ -18,9 +18,26 @@ from flowrl.worlds.shapes.scene import (
     glyph_class,
     object_class,
     tokenise,
-)  # fmt: skip
+)
 
 __all__ = [
-    "CELL", "CELLS", "CLASSES", "COLOURS", "GLYPHS", "GRID", "MAX_WORDS", "MOOD_OBJECTS", "OBJECTS", "SHAPES", "TASKS",
-    "VOCABULARY", "Jitter", "Request", "all_requests", "glyph_class", "object_class", "render_cells", "tokenise",
-]  # fmt: skip
+    "CELL",
+    "CELLS",
+    "CLASSES",
+    "COLOURS",
+    "GLYPHS",
+    "GRID",
+    "MAX_WORDS",
+    "MOOD_OBJECTS",
+    "OBJECTS",
+    "SHAPES",
+    "TASKS",
+    "VOCABULARY",
+    "Jitter",
+    "Request",
+    "all_requests",
+    "glyph_class",
+    "object_class",
+    "render_cells",
+    "tokenise",
+]

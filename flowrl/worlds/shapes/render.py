@@ -1,4 +1,6 @@
-"""Rendering of cell classes to pixels, with sub-pixel jitter and soft edges. Pure functions of tensors."""
+"""Rendering of cell classes to pixels, with sub-pixel jitter and soft edges. Pure functions of
+tensors.
+"""
 
 from dataclasses import dataclass
 
@@ -14,7 +16,12 @@ SIZE = GRID * CELL
 GLYPH_JITTER = 0.4
 BACKGROUND = (0.97, 0.96, 0.93)
 INK = (0.13, 0.14, 0.20)
-PALETTE = {"red": (0.85, 0.20, 0.18), "green": (0.13, 0.60, 0.33), "blue": (0.16, 0.40, 0.80), "yellow": (0.96, 0.74, 0.10)}
+PALETTE = {
+    "red": (0.85, 0.20, 0.18),
+    "green": (0.13, 0.60, 0.33),
+    "blue": (0.16, 0.40, 0.80),
+    "yellow": (0.96, 0.74, 0.10),
+}
 
 _BITMAPS = {
     "A": ".###.|#...#|#...#|#####|#...#|#...#|#...#",
@@ -59,9 +66,12 @@ class Jitter:
 
 
 def _coverage(kind: Tensor, jitter: Jitter) -> Tensor:
-    """The fraction of each pixel that the figure covers, [cell, CELL, CELL]; `kind` 0..2 = shapes, 3.. = glyphs."""
+    """The fraction of each pixel that the figure covers, [cell, CELL, CELL]; `kind` 0..2 = shapes,
+    3.. = glyphs.
+    """
     axis = torch.arange(CELL) - (CELL - 1) / 2
-    calm = torch.where(kind >= 3, GLYPH_JITTER, 1.0)  # glyphs are finer than shapes: they move less, to stay legible
+    # glyphs are finer than shapes: they move less, to stay legible
+    calm = torch.where(kind >= 3, GLYPH_JITTER, 1.0)
     size = (1 + calm * (jitter.size - 1))[:, None, None]
     x = (axis[None, None, :] - (calm * jitter.x)[:, None, None]) / size
     y = (axis[None, :, None] - (calm * jitter.y)[:, None, None]) / size
@@ -75,7 +85,9 @@ def _coverage(kind: Tensor, jitter: Jitter) -> Tensor:
     glyphs = F.pad(glyphs, (2, 2, 2, 2))
     grid = torch.stack([x / 6.0, y / 8.0], dim=-1)
     drawn = F.grid_sample(glyphs[(kind - 3).clamp(min=0)][:, None], grid, align_corners=False)[:, 0]
-    shapes = torch.stack(inside, dim=1).gather(1, kind.clamp(max=2)[:, None, None, None].expand(-1, 1, CELL, CELL))[:, 0]
+    shapes = torch.stack(inside, dim=1).gather(
+        1, kind.clamp(max=2)[:, None, None, None].expand(-1, 1, CELL, CELL)
+    )[:, 0]
     return torch.where((kind >= 3)[:, None, None], drawn, shapes)
 
 
@@ -100,7 +112,9 @@ def render_cells(classes: Tensor, jitter: Jitter) -> Tensor:
 
 
 def render(layouts: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Images: layouts [sample, 16] -> [sample, 3, SIZE, SIZE] in [0, 1]; jittered when a generator is given."""
+    """Images: layouts [sample, 16] -> [sample, 3, SIZE, SIZE] in [0, 1]; jittered when a generator
+    is given.
+    """
     flat = layouts.reshape(-1)
     jitter = Jitter.none(len(flat)) if generator is None else Jitter.random(len(flat), generator)
     cells = render_cells(flat, jitter)
@@ -113,11 +127,15 @@ def split_cells(images: Tensor) -> Tensor:
 
 
 def template_bank() -> Tensor:
-    """The empty cell, then every class at 9 placements, at half resolution: [1 + 9 (CLASSES - 1), 3*64]."""
+    """The empty cell, then every class at 9 placements, at half resolution: [1 + 9 (CLASSES - 1),
+    3*64].
+    """
     classes = torch.arange(CLASSES).repeat_interleave(9)
     offsets = torch.tensor([-0.7, 0.0, 0.7])
     x, y = torch.meshgrid(offsets, offsets, indexing="ij")
-    jitter = Jitter(x.reshape(-1).repeat(CLASSES), y.reshape(-1).repeat(CLASSES), torch.ones(9 * CLASSES))
+    jitter = Jitter(
+        x.reshape(-1).repeat(CLASSES), y.reshape(-1).repeat(CLASSES), torch.ones(9 * CLASSES)
+    )
     keep = (classes > 0) | (torch.arange(len(classes)) == 0)
     cells = render_cells(classes, jitter)[keep]
     return F.avg_pool2d(cells, 2).flatten(1)

@@ -1,7 +1,9 @@
-"""Requests in the shapes world and images that satisfy them: prompts, layouts, training and held-out sets.
+"""Requests in the shapes world and images that satisfy them: prompts, layouts, training and
+held-out sets.
 
-An image is a 4x4 lattice of cells. A cell is empty, or contains an object (4 colours x 3 shapes) or a glyph (12 letters and
-digits). A *layout* is an integer tensor [sample, 16] of cell classes: 0 = empty, 1..12 = objects, 13..24 = glyphs.
+An image is a 4x4 lattice of cells. A cell is empty, or contains an object (4 colours x 3 shapes) or
+a glyph (12 letters and digits). A *layout* is an integer tensor [sample, 16] of cell classes: 0 =
+empty, 1..12 = objects, 13..24 = glyphs.
 """
 
 import itertools
@@ -28,7 +30,18 @@ MAX_WORDS = 5
 
 OBJECTS = tuple(itertools.product(COLOURS, SHAPES))
 CLASSES = 1 + len(OBJECTS) + len(GLYPHS)
-VOCABULARY = ("", *COLOURS, *SHAPES, *NUMBERS, *RELATIONS, *MOODS, "and", "pattern", "text", *GLYPHS)
+VOCABULARY = (
+    "",
+    *COLOURS,
+    *SHAPES,
+    *NUMBERS,
+    *RELATIONS,
+    *MOODS,
+    "and",
+    "pattern",
+    "text",
+    *GLYPHS,
+)
 
 
 def object_class(colour: str, shape: str) -> int:
@@ -50,7 +63,8 @@ def glyph_class(glyph: str) -> int:
 
 
 def tokenise(text: str) -> list[int]:
-    """Word ids of a prompt, padded with 0 to `MAX_WORDS`. Quoted text becomes one token per character.
+    """Word ids of a prompt, padded with 0 to `MAX_WORDS`. Quoted text becomes one token per
+    character.
 
     Raises `ConfigError` naming a word outside the vocabulary.
     """
@@ -63,8 +77,16 @@ def tokenise(text: str) -> list[int]:
             words.append(word[:-1] if word.endswith("s") and word[:-1] in SHAPES else word)
     for word in words:
         if word not in VOCABULARY[1:]:
-            raise ConfigError(f"prompt {text!r}: unknown word {word!r}; the shapes world has {', '.join(VOCABULARY[1:])}")
-    require(0 < len(words) <= MAX_WORDS, "prompt", text, f"1 to {MAX_WORDS} words (each character of a text counts as one)")
+            raise ConfigError(
+                f"prompt {text!r}: unknown word {word!r}; the shapes world has"
+                f" {', '.join(VOCABULARY[1:])}"
+            )
+    require(
+        0 < len(words) <= MAX_WORDS,
+        "prompt",
+        text,
+        f"1 to {MAX_WORDS} words (each character of a text counts as one)",
+    )
     ids = [VOCABULARY.index(word) for word in words]
     return ids + [0] * (MAX_WORDS - len(ids))
 
@@ -98,13 +120,23 @@ class Request:
 
     @property
     def meaning(self) -> tuple[object, ...]:
-        """A key that is equal for requests with the same images ("a left of b", "b right of a"); used to split the sets."""
+        """A key that is equal for requests with the same images ("a left of b", "b right of a");
+        used to split the sets.
+        """
         objects, relation = self.objects, self.relation
         if relation in ("right", "below"):
             objects, relation = objects[::-1], {"right": "left", "below": "above"}[relation]
         if self.kind == "binding":
             objects = tuple(sorted(objects))
-        return (self.kind, objects, self.number, relation, self.text, self.mood, frozenset(self.colours))
+        return (
+            self.kind,
+            objects,
+            self.number,
+            relation,
+            self.text,
+            self.mood,
+            frozenset(self.colours),
+        )
 
     def prompt(self) -> Prompt:
         """The request in words, with itself as metadata for the verifier."""
@@ -126,14 +158,20 @@ class Request:
 
 
 def parse(text: str) -> Request:
-    """The request that a prompt's words express; the inverse of `Request.words`. Raises `ConfigError` for other words."""
+    """The request that a prompt's words express; the inverse of `Request.words`. Raises
+    `ConfigError` for other words.
+    """
     words = [VOCABULARY[i] for i in tokenise(text) if i]
     try:
         if words[0] == "text" and len(words) > 1:
             return Request("text", text="".join(words[1:]))
         if words[-1] == "pattern":
             colours = tuple(w for w in words[1:-1] if w != "and")
-            if words[0] in MOODS and 0 < len(set(colours)) == len(colours) <= 2 and set(colours) <= set(COLOURS):
+            if (
+                words[0] in MOODS
+                and 0 < len(set(colours)) == len(colours) <= 2
+                and set(colours) <= set(COLOURS)
+            ):
                 return Request("preference", mood=words[0], colours=colours)
         if words[0] in NUMBERS and len(words) == 3:
             return Request("count", (object_class(*words[1:]),), NUMBERS.index(words[0]) + 1)
@@ -145,13 +183,16 @@ def parse(text: str) -> Request:
     except ValueError:
         pass
     raise ConfigError(
-        f"prompt {text!r} is not understood; write for example 'three red circles', 'red circle and blue square', "
-        "'red circle left of blue square', 'text \"K72\"' or 'calm red and blue pattern'"
+        f"prompt {text!r} is not understood; write for example 'three red circles', 'red circle and"
+        " blue square', 'red circle left of blue square', 'text \"K72\"' or 'calm red and blue"
+        " pattern'"
     )
 
 
 def all_requests(task: str) -> list[Request]:
-    """Every request of a task, in a fixed order (texts: all of 2 and 3 glyphs without repeats in a row)."""
+    """Every request of a task, in a fixed order (texts: all of 2 and 3 glyphs without repeats in a
+    row).
+    """
     require(task in TASKS, "task", task, f"one of {', '.join(TASKS)}")
     classes = range(1, 1 + len(OBJECTS))
     if task == "text":
@@ -168,10 +209,12 @@ def all_requests(task: str) -> list[Request]:
 
 
 def split(task: str) -> dict[str, list[Request]]:
-    """Train and held-out requests of a task: disjoint in words and in meaning, the same in every run.
+    """Train and held-out requests of a task: disjoint in words and in meaning, the same in every
+    run.
 
-    A quarter of every kind of request is held out. Kinds alternate, and kinds with fewer requests repeat theirs. Every kind then
-    has the same weight (GenEval's score is the mean over its kinds), and any prefix is balanced.
+    A quarter of every kind of request is held out. Kinds alternate, and kinds with fewer requests
+    repeat theirs. Every kind then has the same weight (GenEval's score is the mean over its kinds),
+    and any prefix is balanced.
     """
     rng = random.Random(f"flowrl shapes {task}")
     by_kind: dict[str, dict[tuple[object, ...], list[Request]]] = {}

@@ -1,10 +1,12 @@
-"""Rule-based scores of images: classify the cells and compare them with the request, or measure the image analytically.
+"""Rule-based scores of images: classify the cells and compare them with the request, or measure the
+image analytically.
 
 Every score has three forms:
 
 strict  0 or 1: everything requested is there, and nothing else.
 graded  partial credit in [0, 1].
-soft    the graded score of the cells' class *probabilities*, plus a fraction for clarity: continuous in the pixels.
+soft    the graded score of the cells' class *probabilities*, plus a fraction for clarity:
+        continuous in the pixels.
 """
 
 import math
@@ -43,7 +45,9 @@ TEMPERATURE = 0.0015
 CLARITY_SHARE = 0.15
 JUNK = CLASSES
 LOOK_LIMITS = {"palette": 0.85, "balance": 0.7, "mood": 0.55}
-"""Thresholds above which a part of the preference score counts as met (graded); strict requires all of them."""
+"""Thresholds above which a part of the preference score counts as met (graded); strict requires all
+of them.
+"""
 QUALITIES = ("palette", "balance", "clarity")
 
 Presence = NDArray[np.float32]
@@ -52,8 +56,9 @@ Presence = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Reading:
-    """The classified cells of images. `classes` [sample, 16] (JUNK = unreadable), `probabilities` [sample, 16, CLASSES + 1],
-    `clarity` [sample] in (0, 1]: 1 if every cell equals a template."""
+    """The classified cells of images. `classes` [sample, 16] (JUNK = unreadable), `probabilities`
+    [sample, 16, CLASSES + 1], `clarity` [sample] in (0, 1]: 1 if every cell equals a template.
+    """
 
     classes: Tensor
     probabilities: Tensor
@@ -71,7 +76,9 @@ def read(images: Tensor) -> Reading:
     templates, norms = _bank(images.device)
     cells = split_cells(F.avg_pool2d(images.float().clamp(0, 1), 2)).flatten(2)
     size = cells.shape[-1]
-    distance = (cells.square().sum(-1, keepdim=True) - 2 * cells @ templates.T + norms).clamp(min=0) / size
+    distance = (cells.square().sum(-1, keepdim=True) - 2 * cells @ templates.T + norms).clamp(
+        min=0
+    ) / size
     empty, rest = distance[..., :1], rearrange(distance[..., 1:], "s c (k n) -> s c k n", n=9)
     best = torch.cat([empty, rest.amin(-1)], dim=-1)
     limit = torch.full_like(best[..., :1], RESIDUAL_LIMIT)
@@ -87,8 +94,8 @@ def _one_hot(classes: Tensor) -> Tensor:
 
 
 def _composition(presence: Presence, request: Request) -> float:
-    """Partial credit: matched objects over the larger of the requested and the found number; for positions, the relation is half
-    of it.
+    """Partial credit: matched objects over the larger of the requested and the found number; for
+    positions, the relation is half of it.
     """
     counts = presence.sum(0)
     wanted = np.zeros(CLASSES + 1)
@@ -106,7 +113,9 @@ def _relation(presence: Presence, request: Request) -> float:
     where = [int(presence[:, k].argmax()) for k in request.objects]
     sure = float(presence[where[0], request.objects[0]] * presence[where[1], request.objects[1]])
     horizontal = request.relation in ("left", "right")
-    gap = (where[1] % GRID - where[0] % GRID) if horizontal else (where[1] // GRID - where[0] // GRID)
+    gap = (
+        (where[1] % GRID - where[0] % GRID) if horizontal else (where[1] // GRID - where[0] // GRID)
+    )
     return sure * float((gap if request.relation in ("left", "above") else -gap) > 0)
 
 
@@ -122,28 +131,41 @@ def text_similarity(read_text: str, wanted: str) -> float:
 
 
 def _text_soft(probabilities: Presence, read_text: str, wanted: str) -> float:
-    """Three quarters similarity, one quarter the mean over the prompt's glyphs of their largest probability."""
-    clear = sum(float(probabilities[:, glyph_class(g)].max()) if g in GLYPHS else 0.0 for g in wanted)
+    """Three quarters similarity, one quarter the mean over the prompt's glyphs of their largest
+    probability.
+    """
+    clear = sum(
+        float(probabilities[:, glyph_class(g)].max()) if g in GLYPHS else 0.0 for g in wanted
+    )
     return 0.75 * text_similarity(read_text, wanted) + 0.25 * clear / len(wanted)
 
 
 def looks(images: Tensor, requests: Sequence[Request]) -> dict[str, Tensor]:
     """Analytic preference score, smooth in the pixels; each part [sample] in [0, 1].
 
-    palette: fraction of the painted area in the requested colours. balance: mirror symmetry of the cells' mean colour deviation d
-    from the background, 1 - |d - flip(d)| / (|d| + |flip(d)|). mood: exp(-((area - target) / width)^2), the painted area that
-    4 objects (calm) or 9 objects (lively) would cover.
+    palette: fraction of the painted area in the requested colours. balance: mirror symmetry of the
+    cells' mean colour deviation d from the background, 1 - |d - flip(d)| / (|d| + |flip(d)|). mood:
+    exp(-((area - target) / width)^2), the painted area that 4 objects (calm) or 9 objects (lively)
+    would cover.
     """
     background = torch.tensor(BACKGROUND, device=images.device)[:, None, None]
     deviation = F.avg_pool2d(images.float().clamp(0, 1), 2) - background
     paint = deviation.abs().sum(1)
     strength = ((paint - 0.25) / 0.35).clamp(0, 1)
-    anchors = torch.tensor([PALETTE[c] for c in COLOURS], device=images.device) - background[:, 0, 0]
+    anchors = (
+        torch.tensor([PALETTE[c] for c in COLOURS], device=images.device) - background[:, 0, 0]
+    )
     direction = F.normalize(deviation, dim=1)
-    likeness = torch.softmax(torch.einsum("skhw,ck->schw", direction, F.normalize(anchors, dim=1)) * 40, dim=1)
-    wanted = torch.tensor([[float(c in r.colours) for c in COLOURS] for r in requests], device=images.device)
+    likeness = torch.softmax(
+        torch.einsum("skhw,ck->schw", direction, F.normalize(anchors, dim=1)) * 40, dim=1
+    )
+    wanted = torch.tensor(
+        [[float(c in r.colours) for c in COLOURS] for r in requests], device=images.device
+    )
     area = strength.sum((1, 2))
-    palette = (likeness * wanted[:, :, None, None]).sum(1).mul(strength).sum((1, 2)) / area.clamp(min=1.0)
+    palette = (likeness * wanted[:, :, None, None]).sum(1).mul(strength).sum((1, 2)) / area.clamp(
+        min=1.0
+    )
     cells = F.avg_pool2d(deviation, SIZE // 2 // GRID)
     mirrored = cells.flip(-1)
     total = cells.abs().sum((1, 2, 3)) + mirrored.abs().sum((1, 2, 3))
@@ -159,8 +181,9 @@ def looks(images: Tensor, requests: Sequence[Request]) -> dict[str, Tensor]:
 class ShapesReward:
     """Scores images against their prompts' requests, any mix of tasks in one batch.
 
-    `form` is strict (0/1), graded (partial credit) or soft (continuous); all are in [0, 1]. Raises `RewardError` for images
-    of another size and `ConfigError` for an unknown form or a prompt outside the world's language.
+    `form` is strict (0/1), graded (partial credit) or soft (continuous); all are in [0, 1]. Raises
+    `RewardError` for images of another size and `ConfigError` for an unknown form or a prompt
+    outside the world's language.
     """
 
     form: str = "soft"
@@ -186,7 +209,10 @@ class ShapesReward:
             classes, probabilities = reading.classes.cpu(), reading.probabilities.cpu()
             clarity = reading.clarity.cpu()
             presence = (probabilities if self.form == "soft" else _one_hot(classes)).numpy()
-            values = [self._cell_score(classes[n], presence[n], float(clarity[n]), requests[i]) for n, i in enumerate(seen)]
+            values = [
+                self._cell_score(classes[n], presence[n], float(clarity[n]), requests[i])
+                for n, i in enumerate(seen)
+            ]
             scores[seen] = torch.tensor(values)
         return scores.to(images.device)
 
@@ -197,11 +223,17 @@ class ShapesReward:
         met = torch.stack([value >= LOOK_LIMITS[name] for name, value in parts.items()]).float()
         return met.mean(0) if self.form == "graded" else met.prod(0)
 
-    def _cell_score(self, classes: Tensor, presence: Presence, clarity: float, request: Request) -> float:
+    def _cell_score(
+        self, classes: Tensor, presence: Presence, clarity: float, request: Request
+    ) -> float:
         soft = self.form == "soft"
         if request.kind == "text":
             text = _text_of(classes.tolist())
-            graded = _text_soft(presence, text, request.text) if soft else text_similarity(text, request.text)
+            graded = (
+                _text_soft(presence, text, request.text)
+                if soft
+                else text_similarity(text, request.text)
+            )
         else:
             graded = _composition(presence, request)
         if soft:
@@ -213,16 +245,19 @@ class ShapesReward:
 class ShapesQuality:
     """One quality of images [sample, 3, 64, 64], in [0, 1].
 
-    palette: fraction of the painted area in the colours that the prompt names (`verifier.looks`, which scores them for the task
-    "preference"); a prompt that names none raises `RewardError`. balance: mirror symmetry, as there; does not read the prompt.
-    clarity: how close the cells are to the world's own drawings, 1 if every cell is a clean object, glyph or empty
+    palette: fraction of the painted area in the colours that the prompt names (`verifier.looks`,
+    which scores them for the task "preference"); a prompt that names none raises `RewardError`.
+    balance: mirror symmetry, as there; does not read the prompt. clarity: how close the cells are
+    to the world's own drawings, 1 if every cell is a clean object, glyph or empty
     (`verifier.read`); does not read the prompt, and an empty image is clear.
     """
 
     quality: str
 
     def __post_init__(self) -> None:
-        require(self.quality in QUALITIES, "quality", self.quality, f"one of {', '.join(QUALITIES)}")
+        require(
+            self.quality in QUALITIES, "quality", self.quality, f"one of {', '.join(QUALITIES)}"
+        )
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
@@ -236,6 +271,8 @@ class ShapesQuality:
 
 
 def _as_look(request: Request) -> Request:
-    """The request as one for a look: its colours, and a mood, which these two qualities do not read."""
+    """The request as one for a look: its colours, and a mood, which these two qualities do not
+    read.
+    """
     colours = request.colours or tuple(dict.fromkeys(OBJECTS[k - 1][0] for k in request.objects))
     return replace(request, colours=colours, mood=request.mood or "calm")

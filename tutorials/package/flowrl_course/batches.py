@@ -1,4 +1,6 @@
-"""One batch of trajectories with rewards, the gradients that credit rules give on it, and images with their rewards."""
+"""One batch of trajectories with rewards, the gradients that credit rules give on it, and images
+with their rewards.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +34,9 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Batch:
-    """Groups of trajectories (`rollout`), the record that a credit rule receives, and their cost (`usage`)."""
+    """Groups of trajectories (`rollout`), the record that a credit rule receives, and their cost
+    (`usage`).
+    """
 
     policy: FlowPolicy
     sampler: Sampler
@@ -62,34 +66,52 @@ def sample_groups(
     shared_noise: bool = False,
     seed: int = 0,
 ) -> Batch:
-    """`members` trajectories of `STEPS` steps for each prompt, and R_k at every decision that `probe` scores."""
+    """`members` trajectories of `STEPS` steps for each prompt, and R_k at every decision that
+    `probe` scores.
+    """
     generator = torch.Generator().manual_seed(seed)
     groups, usage = Groups(len(prompts), members, shared_noise), Usage()
     noise = groups.noise(policy.latent_shape, generator)
     condition = policy.encode(prompts)
-    sampled = rollout(policy, sampler, policy.schedule(STEPS), condition, noise, generator, groups, probe, usage)
+    sampled = rollout(
+        policy, sampler, policy.schedule(STEPS), condition, noise, generator, groups, probe, usage
+    )
     path, values = sampled.trajectories, score_rollout(policy, reward, sampled, prompts, usage)
     decisions = Decisions.of(path.schedule, path.stds, path.tree, values.valid)
     logs = log_probs(sampler, path)
-    record = Experience(prompts, values.total, decisions, values.valid, values.parts, path, logs, condition)
+    record = Experience(
+        prompts, values.total, decisions, values.valid, values.parts, path, logs, condition
+    )
     return Batch(policy, sampler, condition, sampled, record, usage)
 
 
 def credit_gradients(batch: Batch, rules: Sequence[CreditRule]) -> list[Tensor]:
-    """The policy gradient [weight] of each rule on `batch`: the mean over all (trajectory, decision) pairs."""
+    """The policy gradient [weight] of each rule on `batch`: the mean over all (trajectory,
+    decision) pairs.
+    """
     samples = batch.rollout.groups.samples
     credits = [credit_of(rule, batch.experience).advantages.flatten(0, 1) for rule in rules]
-    sample, column = torch.cartesian_prod(torch.arange(samples), torch.arange(len(batch.decisions))).unbind(1)
+    sample, column = torch.cartesian_prod(
+        torch.arange(samples), torch.arange(len(batch.decisions))
+    ).unbind(1)
     weights = list(batch.policy.trainable().values())
     ones = torch.ones_like(credits[0])
-    batches = LossBatches(batch.policy, batch.sampler, batch.rollout, batch.condition, credits[0], ones)
+    batches = LossBatches(
+        batch.policy, batch.sampler, batch.rollout, batch.condition, credits[0], ones
+    )
     totals = [torch.zeros(sum(weight.numel() for weight in weights)) for _ in rules]
     for micro in torch.arange(len(sample)).split(256):
         chosen, at = sample[micro], column[micro]
         pairs = batches.of(chosen, at)
         for total, advantages in zip(totals, credits, strict=True):
-            loss = PolicyGradientLoss().loss(replace(pairs, advantages=advantages[chosen, at])).loss * len(micro) / len(sample)
-            total -= torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights, retain_graph=True)])
+            loss = (
+                PolicyGradientLoss().loss(replace(pairs, advantages=advantages[chosen, at])).loss
+                * len(micro)
+                / len(sample)
+            )
+            total -= torch.cat(
+                [g.flatten() for g in torch.autograd.grad(loss, weights, retain_graph=True)]
+            )
     return totals
 
 
@@ -109,8 +131,14 @@ class ScoredImages:
 
 
 def ode_images(
-    policy: FlowPolicy, reward: RewardModel, prompts: Sequence[Prompt], steps: int = 20, seed: int = 0
+    policy: FlowPolicy,
+    reward: RewardModel,
+    prompts: Sequence[Prompt],
+    steps: int = 20,
+    seed: int = 0,
 ) -> ScoredImages:
     """One ODE sample per prompt; the same seed gives every policy the same noise."""
-    images = ImageBatch.cat(sample_images(policy, prompts, initial_noise(policy, len(prompts), seed), steps)).images
+    images = ImageBatch.cat(
+        sample_images(policy, prompts, initial_noise(policy, len(prompts), seed), steps)
+    ).images
     return ScoredImages(images, score(reward, images, prompts))

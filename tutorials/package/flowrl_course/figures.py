@@ -43,9 +43,15 @@ __all__ = [
 ]
 
 
-def panels(columns: int = 1, rows: int = 1, width: float = 3.2, height: float = 3.0, **options: Any) -> tuple[Figure, Any]:
-    """A figure of rows x columns axes of that size in inches; one axes, a list, or a list of lists."""
-    figure, axes = plt.subplots(rows, columns, figsize=(width * columns, height * rows), layout="constrained", **options)
+def panels(
+    columns: int = 1, rows: int = 1, width: float = 3.2, height: float = 3.0, **options: Any
+) -> tuple[Figure, Any]:
+    """A figure of rows x columns axes of that size in inches; one axes, a list, or a list of
+    lists.
+    """
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(width * columns, height * rows), layout="constrained", **options
+    )
     return figure, axes
 
 
@@ -71,23 +77,35 @@ def pixels(image: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class ImageRow:
-    """Images [sample, channel, height, width] in [0, 1], a caption under each (a text, or a score), and a label to their left."""
+    """Images [sample, channel, height, width] in [0, 1], a caption under each (a text, or a score),
+    and a label to their left.
+    """
 
     images: Tensor
     captions: Sequence[str] | Tensor = ()
     label: str = ""
 
 
-def show_images(*rows: ImageRow, heads: Sequence[str] = (), title: str = "", size: float = 1.25) -> Figure:
+def show_images(
+    *rows: ImageRow, heads: Sequence[str] = (), title: str = "", size: float = 1.25
+) -> Figure:
     """Rows of images of `size` inches; `heads` are the titles of the columns."""
     columns = max(len(row.images) for row in rows)
     left, above = 1.0 * any(row.label for row in rows), 0.35 * bool(heads) + 0.3 * bool(title)
     height = size + 0.25 * any(len(row.captions) for row in rows)
     figure, axes = plt.subplots(
-        len(rows), columns, figsize=(left + size * columns, above + height * len(rows)), layout="constrained", squeeze=False
+        len(rows),
+        columns,
+        figsize=(left + size * columns, above + height * len(rows)),
+        layout="constrained",
+        squeeze=False,
     )
     for cells, row in zip(axes, rows, strict=True):
-        captions = [f"{score:.2f}" for score in row.captions.tolist()] if isinstance(row.captions, Tensor) else row.captions
+        captions = (
+            [f"{score:.2f}" for score in row.captions.tolist()]
+            if isinstance(row.captions, Tensor)
+            else row.captions
+        )
         for column, cell in enumerate(cells):
             cell.set(xticks=[], yticks=[])
             cell.spines[:].set_visible(False)
@@ -95,7 +113,14 @@ def show_images(*rows: ImageRow, heads: Sequence[str] = (), title: str = "", siz
                 cell.imshow(pixels(row.images[column]), interpolation="nearest")
             if column < len(captions):
                 cell.set_xlabel(captions[column], fontsize=8, color=INK, labelpad=2)
-        cells[0].set_ylabel(fill(row.label, 16), fontsize=9, color=INK, rotation="horizontal", ha="right", va="center")
+        cells[0].set_ylabel(
+            fill(row.label, 16),
+            fontsize=9,
+            color=INK,
+            rotation="horizontal",
+            ha="right",
+            va="center",
+        )
     for cell, head in zip(axes[0], heads, strict=False):
         cell.set_title(fill(head, max(10, round(0.62 * len(head)))), fontsize=8)
     if title:
@@ -103,8 +128,12 @@ def show_images(*rows: ImageRow, heads: Sequence[str] = (), title: str = "", siz
     return figure
 
 
-def animation(figure: Figure, draw: Callable[[int], object], frames: int, seconds: float = 4.0, dpi: int = 70) -> Any:
-    """A GIF that loops, to be the last expression of a cell: `draw(frame)` changes the artists of `figure`. Closes the figure."""
+def animation(
+    figure: Figure, draw: Callable[[int], object], frames: int, seconds: float = 4.0, dpi: int = 70
+) -> Any:
+    """A GIF that loops, to be the last expression of a cell: `draw(frame)` changes the artists of
+    `figure`. Closes the figure.
+    """
     from IPython.display import Image
 
     def update(frame: int) -> list[Artist]:

@@ -27,13 +27,18 @@ def check_interpolate(answer: Answer) -> None:
     tensor(answer(*square), (3, 3), "x_t")
     t = square[2][None]
     mixed = (1 - t) * square[0] + t * square[1]
-    expect(not same(answer(*square), mixed), "times are spread over the dimensions, not the samples: write time[:, None]")
+    expect(
+        not same(answer(*square), mixed),
+        "times are spread over the dimensions, not the samples: write time[:, None]",
+    )
     got = tensor(answer(clean, noise, time), (5, 3), "x_t")
     swapped = "the ends are swapped: at t = 0 the result must be the data, at t = 1 the noise"
     path = interpolate(clean, noise, time)
     mistakes = {
         swapped: interpolate(noise, clean, time),
-        "the data are not scaled by (1 - t): the weights of the two ends must add up to 1": clean + time[:, None] * noise,
+        "the data are not scaled by (1 - t): the weights of the two ends must add up to 1": (
+            clean + time[:, None] * noise
+        ),
     }
     close(got, path, "x_t is not (1 - t) x_0 + t eps", mistakes)
 
@@ -58,25 +63,42 @@ def check_loss(answer: Answer) -> None:
     expect(same(seen[0][1], time), "the network was not given the times [sample]")
     squares = (0.7 * x - (noise - clean)).square()
     mistakes = {
-        "the sign of the target is wrong: time grows towards noise, so v = eps - x_0": (0.7 * x - (clean - noise))
-        .square()
-        .mean(),
-        "the target is the noise; that is another parametrisation. The velocity is eps - x_0": (0.7 * x - noise).square().mean(),
-        "the target is the data; that is another parametrisation. The velocity is eps - x_0": (0.7 * x - clean).square().mean(),
+        "the sign of the target is wrong: time grows towards noise, so v = eps - x_0": (
+            (0.7 * x - (clean - noise)).square().mean()
+        ),
+        "the target is the noise; that is another parametrisation. The velocity is eps - x_0": (
+            (0.7 * x - noise).square().mean()
+        ),
+        "the target is the data; that is another parametrisation. The velocity is eps - x_0": (
+            (0.7 * x - clean).square().mean()
+        ),
         "this is a sum; take the mean over samples and dimensions": squares.sum(),
         "this is summed over dimensions; take the mean over them too": squares.sum(1).mean(),
         "this is the root of the mean square; take no root": squares.mean().sqrt(),
         "these are absolute values; square the differences": squares.sqrt().mean(),
     }
-    expect(not isinstance(got, float), "the loss is a plain number, and carries no gradient: leave out .item()")
-    expect(isinstance(got, Tensor) and got.ndim == 0, "the loss must be one number: take the mean over samples and dimensions")
-    close(got, squares.mean(), "this is not the mean of |network(x_t, t) - (eps - x_0)|^2", mistakes)
-    expect(got.requires_grad, "the loss carries no gradient to the network: do not detach or use .item()")
+    expect(
+        not isinstance(got, float),
+        "the loss is a plain number, and carries no gradient: leave out .item()",
+    )
+    expect(
+        isinstance(got, Tensor) and got.ndim == 0,
+        "the loss must be one number: take the mean over samples and dimensions",
+    )
+    close(
+        got, squares.mean(), "this is not the mean of |network(x_t, t) - (eps - x_0)|^2", mistakes
+    )
+    expect(
+        got.requires_grad,
+        "the loss carries no gradient to the network: do not detach or use .item()",
+    )
 
 
 def _field(x: Tensor, t: Tensor) -> Tensor:
     expect(
-        t.shape == x.shape[:1], f"velocity was given a time of shape {tuple(t.shape)}; it needs one per sample, t.expand(len(x))"
+        t.shape == x.shape[:1],
+        f"velocity was given a time of shape {tuple(t.shape)}; it needs one per sample,"
+        " t.expand(len(x))",
     )
     return x * (1 + t[:, None] ** 2)
 
@@ -84,7 +106,12 @@ def _field(x: Tensor, t: Tensor) -> Tensor:
 def _path(noise: Tensor, times: Tensor, sign: float = -1.0, ahead: int = 0) -> Tensor:
     nodes = [noise]
     for i in range(len(times) - 1):
-        nodes.append(nodes[-1] + sign * (times[i] - times[i + 1]) * _field(nodes[-1], times[i + ahead].expand(len(noise))))
+        nodes.append(
+            nodes[-1]
+            + sign
+            * (times[i] - times[i + 1])
+            * _field(nodes[-1], times[i + ahead].expand(len(noise)))
+        )
     return torch.stack(nodes)
 
 
@@ -96,25 +123,45 @@ def check_euler(answer: Answer) -> None:
         got = answered(answer(_field, noise.clone(), times), "euler")
     except IndexError as error:
         raise Unsolved(
-            f"your code raised IndexError: {error}. The grid has T + 1 times and T steps: the last step starts at node T - 1"
+            f"your code raised IndexError: {error}. The grid has T + 1 times and T steps: the last"
+            " step starts at node T - 1"
         ) from None
-    expect(isinstance(got, Tensor) and got.ndim == 3, "return all nodes stacked, [node, sample, dim]")
+    expect(
+        isinstance(got, Tensor) and got.ndim == 3, "return all nodes stacked, [node, sample, dim]"
+    )
     expect(len(got) != 1, "only the noise came back: append one node per step")
-    expect(len(got) == 4, f"{len(got)} nodes came back for a grid of 4 times (3 steps); node 0 is the noise itself")
+    expect(
+        len(got) == 4,
+        f"{len(got)} nodes came back for a grid of 4 times (3 steps); node 0 is the noise itself",
+    )
     mistakes = {
-        "the sign is wrong: time runs down, so x <- x - (t_i - t_{i+1}) v": _path(noise, times, sign=1.0),
-        "the velocity is taken at t_{i+1}; take it where the step starts, at t_i": _path(noise, times, ahead=1),
-        "all steps have the same length here; the grid is uneven: use t_i - t_{i+1}": _path(noise, torch.linspace(1, 0, 4)),
+        "the sign is wrong: time runs down, so x <- x - (t_i - t_{i+1}) v": _path(
+            noise, times, sign=1.0
+        ),
+        "the velocity is taken at t_{i+1}; take it where the step starts, at t_i": _path(
+            noise, times, ahead=1
+        ),
+        "all steps have the same length here; the grid is uneven: use t_i - t_{i+1}": _path(
+            noise, torch.linspace(1, 0, 4)
+        ),
     }
     even = [noise]
     for t in times[:-1]:
         even.append(even[-1] - _field(even[-1], t.expand(len(noise))) / 3)
-    mistakes["all steps have the same length; the grid may be uneven: use t_i - t_{i+1}"] = torch.stack(even)
+    mistakes["all steps have the same length; the grid may be uneven: use t_i - t_{i+1}"] = (
+        torch.stack(even)
+    )
     expect(
         not all(same(node, got[0]) for node in got),
-        "all nodes are the same: `x -= ...` changes the tensor that is already in the list; write x = x - ...",
+        "all nodes are the same: `x -= ...` changes the tensor that is already in the list; write x"
+        " = x - ...",
     )
-    close(got, _path(noise, times), "the nodes are not those of x <- x - (t_i - t_{i+1}) v(x, t_i)", mistakes)
+    close(
+        got,
+        _path(noise, times),
+        "the nodes are not those of x <- x - (t_i - t_{i+1}) v(x, t_i)",
+        mistakes,
+    )
 
 
 @check("Exercise 4")
@@ -147,15 +194,26 @@ def check_euler_error(answer: Answer) -> None:
     fine = end(640)
     expect(
         number(answer(noise, 640), "the error") < 1e-4,
-        "with 640 steps the error must be 0: are the noise and the field, ring.velocity, the same on both sides?",
+        "with 640 steps the error must be 0: are the noise and the field, ring.velocity, the same"
+        " on both sides?",
     )
     gap = end(10) - fine
     mistakes = {
         "this is the mean square: take its root": gap.square().sum(1).mean(),
-        "this averages over the two coordinates; a distance sums over them": gap.square().mean().sqrt(),
+        "this averages over the two coordinates; a distance sums over them": (
+            gap.square().mean().sqrt()
+        ),
         "this is the mean distance; return the root mean square": gap.norm(dim=1).mean(),
         "this sums over samples: take their mean": gap.norm(),
-        "a grid of T steps has T + 1 times: linspace(1, 0, steps + 1)": (end(9) - end(639)).square().sum(1).mean().sqrt(),
+        "a grid of T steps has T + 1 times: linspace(1, 0, steps + 1)": (
+            (end(9) - end(639)).square().sum(1).mean().sqrt()
+        ),
     }
     got = number(answer(noise, 10), "the error")
-    close(got, gap.square().sum(1).mean().sqrt(), "the error with 10 steps is not what Euler's method gives", mistakes, 1e-3)
+    close(
+        got,
+        gap.square().sum(1).mean().sqrt(),
+        "the error with 10 steps is not what Euler's method gives",
+        mistakes,
+        1e-3,
+    )

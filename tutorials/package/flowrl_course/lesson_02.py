@@ -21,7 +21,10 @@ def _state(time: float = 0.6) -> tuple[Tensor, Tensor]:
 
 
 def _two(value: Any) -> tuple[Any, Any]:
-    expect(isinstance(value, tuple | list) and len(value) == 2, "return two values: the mean, and the standard deviation")
+    expect(
+        isinstance(value, tuple | list) and len(value) == 2,
+        "return two values: the mean, and the standard deviation",
+    )
     return answered(value[0], "the mean"), answered(value[1], "the standard deviation")
 
 
@@ -38,15 +41,24 @@ def check_score(answer: Answer) -> None:
         "the sign is wrong: the score points away from the noise": noise / t,
         "the noise is not divided by its standard deviation t": -noise,
         "divided by t squared; x_t - (1-t) x_0 = t eps already contains one t": -noise / t**2,
-        "this is built on the clean estimate x - t v; the score needs the noise estimate x + (1-t) v": -(x - t * velocity) / t,
+        "this is built on the clean estimate x - t v; the score needs the noise estimate x + "
+        "(1-t) v": (-(x - t * velocity) / t),
     }
     got = tensor(answer(x, velocity, time), (7, 2), "the score")
-    close(got, truth, "this is not the gradient of log p_t (compared with autograd on the ring)", mistakes, 1e-3)
+    close(
+        got,
+        truth,
+        "this is not the gradient of log p_t (compared with autograd on the ring)",
+        mistakes,
+        1e-3,
+    )
 
 
 def _flow_sde(x: Tensor, v: Tensor, t: float, s: float, a: float) -> tuple[Tensor, float]:
     variance, delta = a**2 * t / (1 - t), t - s
-    return x - delta * v - variance * delta / (2 * t) * (x + (1 - t) * v), math.sqrt(variance * delta)
+    return x - delta * v - variance * delta / (2 * t) * (x + (1 - t) * v), math.sqrt(
+        variance * delta
+    )
 
 
 @check("Exercise 2")
@@ -65,29 +77,50 @@ def check_flow_sde(answer: Answer) -> None:
             "this is sigma times Delta; noise grows with the root of Delta": sigma * delta,
             "this is sigma; times the root of Delta": sigma,
             "this is the variance; take its root": std**2,
-            "the root in sigma is missing: sigma = a sqrt(t / (1-t))": a * t / (1 - t) * math.sqrt(delta),
-            "sigma is taken at the next time s; take it where the step starts, at t": a * math.sqrt(s / (1 - s) * delta),
-            "sigma has 1 - t and t swapped: there is more noise near t = 1": a * math.sqrt((1 - t) / t) * math.sqrt(delta),
+            "the root in sigma is missing: sigma = a sqrt(t / (1-t))": (
+                a * t / (1 - t) * math.sqrt(delta)
+            ),
+            "sigma is taken at the next time s; take it where the step starts, at t": (
+                a * math.sqrt(s / (1 - s) * delta)
+            ),
+            "sigma has 1 - t and t swapped: there is more noise near t = 1": (
+                a * math.sqrt((1 - t) / t) * math.sqrt(delta)
+            ),
         },
     )
     noise = x + (1 - t) * v
     pull = sigma**2 * delta / (2 * t) * noise
     mistakes = {
-        "this is the ODE's mean: the score correction is missing, so the samples spread out": x - delta * v,
+        "this is the ODE's mean: the score correction is missing, so the samples spread out": (
+            x - delta * v
+        ),
         "the score correction has the wrong sign: it must undo the spreading": x - delta * v + pull,
         "the score correction is twice too large: sigma^2 / 2": x - delta * v - 2 * pull,
         "the velocity has the wrong sign: time runs down": x + delta * v - pull,
         "the score correction uses sigma instead of sigma squared": x - delta * v - pull / sigma,
         "the score correction is not multiplied by Delta": x - delta * v - pull / delta,
-        "the noise estimate is x + (1 - t) v, with the time t of the state x": x - delta * v - pull * (x + (1 - s) * v) / noise,
+        "the noise estimate is x + (1 - t) v, with the time t of the state x": (
+            x - delta * v - pull * (x + (1 - s) * v) / noise
+        ),
     }
     random = not same(got_mean, _two(answer(x, v, t, s, a))[0])
-    expect(not random, "the mean is another one at every call: the noise is not drawn here, only its std is returned")
-    close(tensor(got_mean, (7, 2), "the mean"), mean, "the mean is not x - Delta v - sigma^2 Delta / (2t) eps_hat", mistakes)
+    expect(
+        not random,
+        "the mean is another one at every call: the noise is not drawn here, only its std is"
+        " returned",
+    )
+    close(
+        tensor(got_mean, (7, 2), "the mean"),
+        mean,
+        "the mean is not x - Delta v - sigma^2 Delta / (2t) eps_hat",
+        mistakes,
+    )
 
 
 _WIDTH = 0.5
-"""Standard deviation of the Gaussian data of exercise 3, whose velocity is linear and whose marginals are known."""
+"""Standard deviation of the Gaussian data of exercise 3, whose velocity is linear and whose
+marginals are known.
+"""
 
 
 def _linear_velocity(x: Tensor, time: Tensor) -> Tensor:
@@ -96,8 +129,16 @@ def _linear_velocity(x: Tensor, time: Tensor) -> Tensor:
     return (t - (1 - t) * _WIDTH**2) / ((1 - t) ** 2 * _WIDTH**2 + t**2) * x
 
 
-def _std_after(start: float, times: list[float], a: float, pull: float, noise: Callable[[float], float] = math.sqrt) -> float:
-    """Standard deviation after all steps from `start`, with `pull` times the score correction and noise(variance) per step."""
+def _std_after(
+    start: float,
+    times: list[float],
+    a: float,
+    pull: float,
+    noise: Callable[[float], float] = math.sqrt,
+) -> float:
+    """Standard deviation after all steps from `start`, with `pull` times the score correction and
+    noise(variance) per step.
+    """
     std = start
     for t, s in pairwise(times):
         one = torch.ones(1, 1)
@@ -110,26 +151,41 @@ def _std_after(start: float, times: list[float], a: float, pull: float, noise: C
 
 def _one_draw(answer: Answer, times: list[float], a: float) -> bool:
     """Whether samples that start at one point end at one point."""
-    ends = answer(_linear_velocity, torch.ones(8, 2), times, a, True, torch.Generator().manual_seed(7))
+    ends = answer(
+        _linear_velocity, torch.ones(8, 2), times, a, True, torch.Generator().manual_seed(7)
+    )
     return bool((ends - ends[0]).abs().max() < 1e-4)
 
 
 @check("Exercise 3")
 def check_sde_ends(answer: Answer) -> None:
-    """`answer(velocity, x, times, noise_level, correct, generator)` follows Flow-SDE with or without the score correction."""
+    """`answer(velocity, x, times, noise_level, correct, generator)` follows Flow-SDE with or
+    without the score correction.
+    """
     times, a, count = torch.linspace(0.9, 0.0, 13).tolist(), 0.8, 40_000
     first = torch.randn(count, 2, generator=torch.Generator().manual_seed(6))
     start = float(first.std())
     found = {}
     for correct in (True, False):
-        ends = answered(answer(_linear_velocity, first.clone(), times, a, correct, torch.Generator().manual_seed(7)), "sde_ends")
+        ends = answered(
+            answer(
+                _linear_velocity, first.clone(), times, a, correct, torch.Generator().manual_seed(7)
+            ),
+            "sde_ends",
+        )
         ends = tensor(ends, (count, 2), "the final points")
-        expect(not same(ends, first), "the points are returned unchanged: replace the dots, and assign the new points to x")
+        expect(
+            not same(ends, first),
+            "the points are returned unchanged: replace the dots, and assign the new points to x",
+        )
         found[correct] = float(ends.std())
-    again = answer(_linear_velocity, first.clone(), times, a, True, torch.Generator().manual_seed(7))
+    again = answer(
+        _linear_velocity, first.clone(), times, a, True, torch.Generator().manual_seed(7)
+    )
     expect(
         math.isclose(float(again.std()), found[True], rel_tol=1e-6),
-        "two calls with equal generators differ: draw the noise with torch.randn(x.shape, generator=generator)",
+        "two calls with equal generators differ: draw the noise with torch.randn(x.shape,"
+        " generator=generator)",
     )
     right = {correct: _std_after(start, times, a, float(correct)) for correct in (True, False)}
     expect(
@@ -137,25 +193,51 @@ def check_sde_ends(answer: Answer) -> None:
         "`correct` has no effect: if it is False, the mean is that of the ODE, x - Delta v",
     )
     mistakes = {
-        (right[False], right[True]): "the two cases are swapped: the correction is left out if `correct` is False",
-        (right[True], _std_after(start, times, 0.0, 0.0)): "with correct=False the noise is missing too: replace the mean only",
-        (right[True], _std_after(start, times, a, -1.0)): "with correct=False the correction has the opposite sign; leave it out",
-        (right[True], _std_after(start, times, a, 2.0)): "with correct=False the correction is twice as large; leave it out",
+        (
+            right[False],
+            right[True],
+        ): "the two cases are swapped: the correction is left out if `correct` is False",
+        (
+            right[True],
+            _std_after(start, times, 0.0, 0.0),
+        ): "with correct=False the noise is missing too: replace the mean only",
+        (
+            right[True],
+            _std_after(start, times, a, -1.0),
+        ): "with correct=False the correction has the opposite sign; leave it out",
+        (
+            right[True],
+            _std_after(start, times, a, 2.0),
+        ): "with correct=False the correction is twice as large; leave it out",
     }
     for (one, other), message in mistakes.items():
-        near = math.isclose(found[True], one, rel_tol=0.015) and math.isclose(found[False], other, rel_tol=0.015)
+        near = math.isclose(found[True], one, rel_tol=0.015) and math.isclose(
+            found[False], other, rel_tol=0.015
+        )
         expect(not near, message)
     none = _std_after(start, times, a, 1.0, lambda _: 0.0)
-    expect(not math.isclose(found[True], none, rel_tol=0.01), "the noise is missing: add std times torch.randn(...)")
+    expect(
+        not math.isclose(found[True], none, rel_tol=0.01),
+        "the noise is missing: add std times torch.randn(...)",
+    )
     squared = _std_after(start, times, a, 1.0, lambda variance: variance)
-    expect(not math.isclose(found[True], squared, rel_tol=0.01), "the noise is multiplied by std twice")
+    expect(
+        not math.isclose(found[True], squared, rel_tol=0.01), "the noise is multiplied by std twice"
+    )
     early = _std_after(start, times[:2], a, 1.0)
-    expect(not math.isclose(found[True], early, rel_tol=0.01), "the loop ends after one step: `return x` comes after the loop")
-    expect(not _one_draw(answer, times, a), "all samples get the same noise: draw noise of the shape of x")
+    expect(
+        not math.isclose(found[True], early, rel_tol=0.01),
+        "the loop ends after one step: `return x` comes after the loop",
+    )
+    expect(
+        not _one_draw(answer, times, a),
+        "all samples get the same noise: draw noise of the shape of x",
+    )
     for correct, value in found.items():
         expect(
             math.isclose(value, right[correct], rel_tol=0.01),
-            f"with correct={correct} the final points have a standard deviation of {value:.3f} instead of {right[correct]:.3f}",
+            f"with correct={correct} the final points have a standard deviation of {value:.3f}"
+            f" instead of {right[correct]:.3f}",
         )
 
 
@@ -170,11 +252,17 @@ def check_excess_variance(answer: Answer) -> None:
         "this is the whole variance of x_s: subtract s squared": truth + s**2,
         "this is only the new noise: the old noise's coefficient shrinks too": fresh,
         "the new noise is missing: add sigma^2 Delta": (s - pull) ** 2 - s**2,
-        "standard deviations do not add: square each coefficient on its own": (s - pull + math.sqrt(fresh)) ** 2 - s**2,
+        "standard deviations do not add: square each coefficient on its own": (
+            (s - pull + math.sqrt(fresh)) ** 2 - s**2
+        ),
         "the new noise has variance sigma^2 Delta, not sigma^2": (s - pull) ** 2 + sigma**2 - s**2,
-        "a coefficient c of the noise gives variance c^2: square s - sigma^2 Delta / (2t)": s - pull + fresh - s**2,
+        "a coefficient c of the noise gives variance c^2: square s - sigma^2 Delta / (2t)": (
+            s - pull + fresh - s**2
+        ),
         "the square of the change of the old noise's coefficient is missing": truth - pull**2,
-        "this is a difference of standard deviations; take that of the variances": math.sqrt(truth + s**2) - s,
+        "this is a difference of standard deviations; take that of the variances": (
+            math.sqrt(truth + s**2) - s
+        ),
         "x_0 is the same for all samples: it has no variance": truth + (1 - s) ** 2,
     }
     got = number(answer(t, s, sigma), "the excess variance")
@@ -195,18 +283,25 @@ def check_cps(answer: Answer) -> None:
         {
             "this uses the time t; the factor is the next time s": t * math.sin(eta * math.pi / 2),
             "sin takes radians: eta pi / 2": s * math.sin(eta),
-            "CPS has no root of Delta: sigma is the step's standard deviation": std * math.sqrt(t - s),
+            "CPS has no root of Delta: sigma is the step's standard deviation": (
+                std * math.sqrt(t - s)
+            ),
             "this is the variance": std**2,
         },
     )
     clean, noise = x - t * v, x + (1 - t) * v
     rest = math.sqrt(s**2 - std**2)
     mistakes = {
-        "old noise keeps its whole coefficient s: with the new noise the variance is then too large": (1 - s) * clean + s * noise,
-        "standard deviations were subtracted: variances add, so the old noise keeps sqrt(s^2 - sigma^2)": (1 - s) * clean
-        + (s - std) * noise,
-        "the clean part is weighted with 1 - t; at the next node it is 1 - s": (1 - t) * clean + rest * noise,
-        "the root is missing: the old noise keeps sqrt(s^2 - sigma^2)": (1 - s) * clean + (s**2 - std**2) * noise,
+        "old noise keeps its whole coefficient s: with the new noise the variance is then "
+        "too large": ((1 - s) * clean + s * noise),
+        "standard deviations were subtracted: variances add, so the old noise keeps sqrt(s^2 "
+        "- sigma^2)": ((1 - s) * clean + (s - std) * noise),
+        "the clean part is weighted with 1 - t; at the next node it is 1 - s": (
+            (1 - t) * clean + rest * noise
+        ),
+        "the root is missing: the old noise keeps sqrt(s^2 - sigma^2)": (
+            (1 - s) * clean + (s**2 - std**2) * noise
+        ),
         "old noise is the estimate x + (1 - t) v, not the velocity": (1 - s) * clean + rest * v,
         "the two estimates are swapped": (1 - s) * noise + rest * clean,
     }
@@ -229,13 +324,18 @@ def check_decisions(answer: dict[str, Any]) -> None:
     counts = {key: number(value, key) for key, value in answer.items()}
     expect(
         counts["FlowSDE"] != 9,
-        "FlowSDE: nothing in sigma sqrt(Delta) vanishes at the last step; it takes a wrapper to make it an ODE step",
+        "FlowSDE: nothing in sigma sqrt(Delta) vanishes at the last step; it takes a wrapper to"
+        " make it an ODE step",
     )
     expect(
         counts["FlowSDE"] == 10,
-        "FlowSDE: sigma sqrt(Delta) is above 0 at every step (at t = 1 the denominator uses the next time)",
+        "FlowSDE: sigma sqrt(Delta) is above 0 at every step (at t = 1 the denominator uses the"
+        " next time)",
     )
     expect(counts["CPS"] != 10, "CPS: look at the factor s at the last step")
     expect(counts["CPS"] == 9, "CPS: only a factor s = 0 makes the std 0")
-    expect(counts["DDIMSDE"] != 9, "DDIMSDE: the factor sqrt(1-t) matters too; what is t at the first step?")
+    expect(
+        counts["DDIMSDE"] != 9,
+        "DDIMSDE: the factor sqrt(1-t) matters too; what is t at the first step?",
+    )
     expect(counts["DDIMSDE"] == 8, "DDIMSDE: both ends drop out, and nothing else")

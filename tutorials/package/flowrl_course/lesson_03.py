@@ -28,12 +28,18 @@ def check_log_prob(answer: Answer) -> None:
     )
     mistakes = {
         "this is the sum over elements; return the mean": normal.log_prob(x).sum(1),
-        "the squares are summed, the rest is not: take the mean": -squares.sum(1) / (2 * std**2) - constant,
+        "the squares are summed, the rest is not: take the mean": (
+            -squares.sum(1) / (2 * std**2) - constant
+        ),
         "the sign is wrong: this is the negative log-density": -truth,
-        "the squares have the wrong sign: far from the mean the density is small": squares.mean(1) / (2 * std**2) - constant,
+        "the squares have the wrong sign: far from the mean the density is small": (
+            squares.mean(1) / (2 * std**2) - constant
+        ),
         "a / 2 * b is (a / 2) b: put 2 std^2 in brackets": -squares.mean(1) / 2 * std**2 - constant,
         "the normalisation is missing: - log std - log(2 pi) / 2": -squares.mean(1) / (2 * std**2),
-        "the 2 below the fraction bar is missing: (x - mu)^2 / (2 std^2)": -squares.mean(1) / std**2 - constant,
+        "the 2 below the fraction bar is missing: (x - mu)^2 / (2 std^2)": (
+            -squares.mean(1) / std**2 - constant
+        ),
         "divided by std, not by its square": -squares.mean(1) / (2 * std) - constant,
     }
     close(
@@ -48,24 +54,47 @@ def check_log_prob(answer: Answer) -> None:
 def check_gradient_samples(answer: Answer) -> None:
     """`answer(x, mean, std, rewards, baseline)` is the score-function estimate of every sample."""
     generator = torch.Generator().manual_seed(3)
-    x, rewards = 0.4 + 0.7 * torch.randn(6, generator=generator), torch.rand(6, generator=generator) + 1
+    x, rewards = (
+        0.4 + 0.7 * torch.randn(6, generator=generator),
+        torch.rand(6, generator=generator) + 1,
+    )
     mean, std, baseline = 0.4, 0.7, 1.3
     score = (x - mean) / std**2
     log_prob = torch.distributions.Normal(mean, std).log_prob(x)
     mistakes = {
-        "the sign is wrong: actions above the mean with a good reward push the mean up": -(rewards - baseline) * score,
-        "the derivative of log pi by the mean has std squared below the fraction bar": (rewards - baseline) * (x - mean) / std,
-        "the variance is missing: the derivative is (x - mu) / std^2": (rewards - baseline) * (x - mean),
-        "the 2 cancels: the derivative of (x - mu)^2 / (2 std^2) has none": (rewards - baseline) * score / 2,
+        "the sign is wrong: actions above the mean with a good reward push the mean up": (
+            -(rewards - baseline) * score
+        ),
+        "the derivative of log pi by the mean has std squared below the fraction bar": (
+            (rewards - baseline) * (x - mean) / std
+        ),
+        "the variance is missing: the derivative is (x - mu) / std^2": (
+            (rewards - baseline) * (x - mean)
+        ),
+        "the 2 cancels: the derivative of (x - mu)^2 / (2 std^2) has none": (
+            (rewards - baseline) * score / 2
+        ),
         "the baseline is missing: R - b": rewards * score,
-        "the baseline is subtracted from the product; subtract it from the reward": rewards * score - baseline,
+        "the baseline is subtracted from the product; subtract it from the reward": (
+            rewards * score - baseline
+        ),
         "the baseline is added: R - b": (rewards + baseline) * score,
-        "this is the log-probability; the estimate needs its derivative by the mean": (rewards - baseline) * log_prob,
+        "this is the log-probability; the estimate needs its derivative by the mean": (
+            (rewards - baseline) * log_prob
+        ),
         "the baseline is divided by; subtract it": rewards / baseline * score,
     }
     got = answered(answer(x, mean, std, rewards, baseline), "gradient_samples")
-    expect(not same(got, ((rewards - baseline) * score).mean()), "return the estimate of every sample, not their mean")
-    close(tensor(got, (6,), "the estimates"), (rewards - baseline) * score, "this is not (R - b) (x - mu) / std^2", mistakes)
+    expect(
+        not same(got, ((rewards - baseline) * score).mean()),
+        "return the estimate of every sample, not their mean",
+    )
+    close(
+        tensor(got, (6,), "the estimates"),
+        (rewards - baseline) * score,
+        "this is not (R - b) (x - mu) / std^2",
+        mistakes,
+    )
     each = answer(x, mean, std, rewards, rewards)
     expect(same(each, torch.zeros(6)), "the baseline may be one number per sample, too")
 
@@ -73,28 +102,42 @@ def check_gradient_samples(answer: Answer) -> None:
 @check("Exercise 3")
 def check_group_advantage(answer: Answer) -> None:
     """`answer(rewards)` is the z-score within each prompt."""
-    rewards = torch.rand(4, 6, generator=torch.Generator().manual_seed(1)) + torch.arange(4.0)[:, None]
+    rewards = (
+        torch.rand(4, 6, generator=torch.Generator().manual_seed(1)) + torch.arange(4.0)[:, None]
+    )
 
     def score(mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
         return (rewards - mean) / (std + 1e-4)
 
     mean, std = rewards.mean(1, keepdim=True), rewards.std(1, correction=0, keepdim=True)
     silent = tensor(answer(torch.full((2, 3), 0.7)), (2, 3), "the advantages")
-    expect(bool(torch.isfinite(silent).all()), "a group of equal rewards gives nan: add 1e-4 to the std")
+    expect(
+        bool(torch.isfinite(silent).all()),
+        "a group of equal rewards gives nan: add 1e-4 to the std",
+    )
     expect(float(silent.abs().max()) < 1e-2, "a group of equal rewards must get 0")
     got = tensor(answer(rewards), (4, 6), "the advantages")
     mistakes = {
-        "the whole batch is one group here: take mean and std over the members of each prompt (dim=1, keepdim=True)": score(
-            rewards.mean(), rewards.std(correction=0)
-        ),
+        "the whole batch is one group here: take mean and std over the members of each "
+        "prompt (dim=1, keepdim=True)": score(rewards.mean(), rewards.std(correction=0)),
         "this compares the same member of different prompts: reduce over dim=1": score(
             rewards.mean(0, keepdim=True), rewards.std(0, correction=0, keepdim=True)
         ),
-        "this divides by G - 1: torch's std does so by default; write correction=0": score(mean, rewards.std(1, keepdim=True)),
+        "this divides by G - 1: torch's std does so by default; write correction=0": score(
+            mean, rewards.std(1, keepdim=True)
+        ),
         "the mean is taken off, but not divided by the std": rewards - mean,
-        "divided by the variance": (rewards - mean) / (rewards.var(1, correction=0, keepdim=True) + 1e-4),
+        "divided by the variance": (
+            (rewards - mean) / (rewards.var(1, correction=0, keepdim=True) + 1e-4)
+        ),
     }
-    close(got, score(mean, std), "this is not (R - mean) / (std + 1e-4) within each prompt", mistakes, 1e-6)
+    close(
+        got,
+        score(mean, std),
+        "this is not (R - mean) / (std + 1e-4) within each prompt",
+        mistakes,
+        1e-6,
+    )
 
 
 @check("Exercise 4")
@@ -105,31 +148,56 @@ def check_clipped_loss(answer: Answer) -> None:
     ratio, c = (new - old).exp(), 0.1
     plain, held = -advantage * ratio, -advantage * ratio.clamp(1 - c, 1 + c)
     got = answered(answer(new, old, advantage, c), "clipped_loss")
-    expect(not isinstance(got, float), "the loss is a plain number, and carries no gradient: leave out .item()")
-    expect(isinstance(got, torch.Tensor) and got.ndim == 0, "the loss must be one number: take the mean")
+    expect(
+        not isinstance(got, float),
+        "the loss is a plain number, and carries no gradient: leave out .item()",
+    )
+    expect(
+        isinstance(got, torch.Tensor) and got.ndim == 0,
+        "the loss must be one number: take the mean",
+    )
     other = (old - new).exp()
     mistakes = {
         "the clip is missing: this is the plain reweighted loss": plain.mean(),
-        "only the clipped term is used: corrections of ratios that are already too far get no gradient": held.mean(),
-        "this takes the minimum: of two losses the pessimistic one is the larger": torch.minimum(plain, held).mean(),
+        "only the clipped term is used: corrections of ratios that are already too far get "
+        "no gradient": (held.mean()),
+        "this takes the minimum: of two losses the pessimistic one is the larger": (
+            torch.minimum(plain, held).mean()
+        ),
         "the sign is wrong: a loss is minimised, so -A": -torch.maximum(plain, held).mean(),
         "the sign of A is wrong: a loss is minimised, so -A": torch.maximum(-plain, -held).mean(),
-        "the range is 1 - c to 1 + c: the ratio is near 1, not near 0": torch.maximum(
-            plain, -advantage * ratio.clamp(-c, c)
-        ).mean(),
-        "the ratio of probabilities is exp(new - old), not new / old": torch.maximum(
-            -advantage * new / old, -advantage * (new / old).clamp(1 - c, 1 + c)
-        ).mean(),
-        "the ratio is inverted: new over old": torch.maximum(-advantage * other, -advantage * other.clamp(1 - c, 1 + c)).mean(),
+        "the range is 1 - c to 1 + c: the ratio is near 1, not near 0": (
+            torch.maximum(plain, -advantage * ratio.clamp(-c, c)).mean()
+        ),
+        "the ratio of probabilities is exp(new - old), not new / old": (
+            torch.maximum(
+                -advantage * new / old, -advantage * (new / old).clamp(1 - c, 1 + c)
+            ).mean()
+        ),
+        "the ratio is inverted: new over old": (
+            torch.maximum(-advantage * other, -advantage * other.clamp(1 - c, 1 + c)).mean()
+        ),
         "this is the sum; take the mean over pairs": torch.maximum(plain, held).sum(),
-        "the ratio is the difference of log-probabilities; take its exponential": torch.maximum(
-            -advantage * (new - old), -advantage * (new - old).clamp(1 - c, 1 + c)
-        ).mean(),
+        "the ratio is the difference of log-probabilities; take its exponential": (
+            torch.maximum(
+                -advantage * (new - old), -advantage * (new - old).clamp(1 - c, 1 + c)
+            ).mean()
+        ),
     }
-    close(got, torch.maximum(plain, held).mean(), "this is not mean max(-A rho, -A clip(rho))", mistakes, 1e-5)
+    close(
+        got,
+        torch.maximum(plain, held).mean(),
+        "this is not mean max(-A rho, -A clip(rho))",
+        mistakes,
+        1e-5,
+    )
     expect(got.requires_grad, "the loss carries no gradient to the new log-probability")
-    wanted, grown = (torch.autograd.grad(loss, new)[0] for loss in (torch.maximum(plain, held).mean(), got))
-    expect(same(grown, wanted, 1e-5), "the value is right, but not its gradient: is a part detached?")
+    wanted, grown = (
+        torch.autograd.grad(loss, new)[0] for loss in (torch.maximum(plain, held).mean(), got)
+    )
+    expect(
+        same(grown, wanted, 1e-5), "the value is right, but not its gradient: is a part detached?"
+    )
 
 
 @check("Exercise 5")
@@ -144,46 +212,69 @@ def check_kl(answer: Answer) -> None:
         "this is the sum over elements; take the mean": truth * 3,
         "the 2 is missing: ||mu - mu_ref||^2 / (2 std^2)": truth * 2,
         "divided by std, not by its square": truth * std,
-        "not divided by the variance: the same distance matters more where there is less noise": truth * std**2,
+        "not divided by the variance: the same distance matters more where there is less noise": (
+            truth * std**2
+        ),
         "a / 2 * b is (a / 2) b: put 2 std^2 in brackets": truth * std**4,
         "the distance is not squared": (mean - reference).abs().mean(1) / (2 * std**2),
     }
     got = answered(answer(mean, reference, std), "kl")
     expect(not same(got, truth.mean()), "return one number per sample, not the mean over the batch")
-    close(tensor(got, (5,), "the KL"), truth, "this is not ||mu - mu_ref||^2 / (2 std^2), averaged over elements", mistakes)
+    close(
+        tensor(got, (5,), "the KL"),
+        truth,
+        "this is not ||mu - mu_ref||^2 / (2 std^2), averaged over elements",
+        mistakes,
+    )
 
 
 @check("Exercise 6")
 def check_translated_clip(answer: Answer) -> None:
-    """`answer(clip_range, elements, own_elements)` is the clip range for the same change per element."""
+    """`answer(clip_range, elements, own_elements)` is the clip range for the same change per
+    element.
+    """
     for clip, elements, own in ((1e-4, 65536, 1024), (0.02, 4, 400)):
         right, factor = clip * (elements / own) ** 0.5, elements / own
         mistakes = {
-            "this is the inverse factor: with fewer elements the ratio moves further from 1, so the range grows": clip
-            / factor**0.5,
+            "this is the inverse factor: with fewer elements the ratio moves further from 1, "
+            "so the range grows": (clip / factor**0.5),
             "the spread is delta / sqrt(d), not delta / d: take the root": clip * factor,
-            "the range is unchanged; the spread delta / sqrt(d) depends on the number of elements": clip,
-            "this is the change delta per element; divide it by the root of your own number of elements": clip * elements**0.5,
+            "the range is unchanged; the spread delta / sqrt(d) depends on the number of "
+            "elements": (clip),
+            "this is the change delta per element; divide it by the root of your own number "
+            "of elements": (clip * elements**0.5),
             "the root is applied to the clip range too": (clip * factor) ** 0.5,
             "this is the factor between the two; multiply it by the clip range": factor**0.5,
         }
         got = number(answer(clip, elements, own), "the clip range")
-        message = next((text for text, value in mistakes.items() if math.isclose(got, value, rel_tol=1e-4)), None)
+        message = next(
+            (text for text, value in mistakes.items() if math.isclose(got, value, rel_tol=1e-4)),
+            None,
+        )
         expect(
-            math.isclose(got, right, rel_tol=1e-4), message or "this does not keep delta = clip_range x sqrt(elements) constant"
+            math.isclose(got, right, rel_tol=1e-4),
+            message or "this does not keep delta = clip_range x sqrt(elements) constant",
         )
 
 
 @check("Exercise 7")
 def check_diagnosis(answer: dict[int, str]) -> None:
     """`answer` maps the logs 1, 2, 3 to the settings A, B, C."""
-    expect(isinstance(answer, dict) and set(answer) == {1, 2, 3}, "give a dict with the keys 1, 2 and 3")
+    expect(
+        isinstance(answer, dict) and set(answer) == {1, 2, 3},
+        "give a dict with the keys 1, 2 and 3",
+    )
     answered(None if ... in answer.values() else answer, "the diagnosis")
     given = {log: str(letter).strip().upper() for log, letter in answer.items()}
     expect(set(given.values()) == {"A", "B", "C"}, "use each of the letters A, B and C once")
     expect(given[1] != "A", "log 1 moves a lot: its advantages cannot all be 0")
     expect(given[1] != "C", "log 1: nothing is clipped there, so its clip cannot be tiny")
     expect(
-        given[2] != "A", "log 2 clips pairs, so ratios move and gradients exist; where all advantages are 0 nothing would move"
+        given[2] != "A",
+        "log 2 clips pairs, so ratios move and gradients exist; where all advantages are 0 nothing"
+        " would move",
     )
-    expect(given == {1: "B", 2: "C", 3: "A"}, "look again at logs 2 and 3: which of them has advantages at all?")
+    expect(
+        given == {1: "B", 2: "C", 3: "A"},
+        "look again at logs 2 and 3: which of them has advantages at all?",
+    )

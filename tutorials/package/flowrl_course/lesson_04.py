@@ -19,11 +19,17 @@ Answer = Callable[..., Any]
 def _finals() -> Tensor:
     """Rewards of 3 prompts of different difficulty with 4 members each."""
     generator = torch.Generator().manual_seed(4)
-    return torch.rand(3, 4, generator=generator) * torch.tensor([[0.1], [0.4], [0.2]]) + torch.tensor([[0.1], [0.3], [0.7]])
+    return torch.rand(3, 4, generator=generator) * torch.tensor(
+        [[0.1], [0.4], [0.2]]
+    ) + torch.tensor([[0.1], [0.3], [0.7]])
 
 
 def _scores(
-    final: Tensor, dims: int | tuple[int, ...], std_dims: Any = None, unbiased: bool = False, epsilon: float = 1e-4
+    final: Tensor,
+    dims: int | tuple[int, ...],
+    std_dims: Any = None,
+    unbiased: bool = False,
+    epsilon: float = 1e-4,
 ) -> Tensor:
     spread = final.std(dim=dims if std_dims is None else std_dims, keepdim=True, unbiased=unbiased)
     return (final - final.mean(dim=dims, keepdim=True)) / (spread + epsilon)
@@ -35,28 +41,51 @@ def check_uniform(answer: Answer) -> None:
     final, decisions = _finals(), 5
     got = answered(answer(final, decisions), "uniform_advantages")
     expect(isinstance(got, Tensor), "the result must be a torch.Tensor")
-    expect(got.shape != (3, 4), "the axis of decisions is missing: repeat the scores over it, [prompt, member, decision]")
+    expect(
+        got.shape != (3, 4),
+        "the axis of decisions is missing: repeat the scores over it, [prompt, member, decision]",
+    )
     got = tensor(got, (3, 4, decisions), "the result")
     expect(
         bool((got == got[..., :1]).all()),
-        "the advantages differ from decision to decision; uniform credit gives every decision of a trajectory the same number",
+        "the advantages differ from decision to decision; uniform credit gives every decision of a"
+        " trajectory the same number",
     )
     values = torch.cat([torch.full((3, 4, decisions), torch.nan), final[..., None]], dim=-1)
     wanted = Uniform().assign(values, Decisions.like(values))
     slips = {
         "the mean runs over the whole batch: take it over members (dim=1)": _scores(final, (0, 1)),
-        "the mean runs over prompts (dim=0); images are compared with those of the same prompt: dim=1": _scores(final, 0),
-        "the standard deviation is that of the whole batch; here it is that of the group (dim=1)": _scores(final, 1, (0, 1)),
-        "the standard deviation is the unbiased one (divided by G - 1): pass unbiased=False": _scores(final, 1, unbiased=True),
-        "the standard deviation is missing: divide by it (plus 1e-4)": final - final.mean(1, keepdim=True),
-        "the advantage is not shared out: each decision gets the whole of it": _scores(final, 1) / decisions,
-        "the group's mean is not taken away": final / (final.std(1, keepdim=True, unbiased=False) + 1e-4),
+        "the mean runs over prompts (dim=0); images are compared with those of the same "
+        "prompt: dim=1": _scores(final, 0),
+        "the standard deviation is that of the whole batch; here it is that of the group (dim=1)": (
+            _scores(final, 1, (0, 1))
+        ),
+        "the standard deviation is the unbiased one (divided by G - 1): pass unbiased=False": (
+            _scores(final, 1, unbiased=True)
+        ),
+        "the standard deviation is missing: divide by it (plus 1e-4)": (
+            final - final.mean(1, keepdim=True)
+        ),
+        "the advantage is not shared out: each decision gets the whole of it": (
+            _scores(final, 1) / decisions
+        ),
+        "the group's mean is not taken away": (
+            final / (final.std(1, keepdim=True, unbiased=False) + 1e-4)
+        ),
     }
-    mistakes = {message: value[..., None].repeat(1, 1, decisions) for message, value in slips.items()}
+    mistakes = {
+        message: value[..., None].repeat(1, 1, decisions) for message, value in slips.items()
+    }
     equal = answer(torch.full((2, 4), 0.3), 2)
     safe = isinstance(equal, Tensor) and bool(torch.isfinite(equal).all())
     expect(safe, "a group of equal rewards gives NaN: add 1e-4 to the standard deviation")
-    close(got, wanted, "this is not (R - mean) / (std + 1e-4) over the members of each prompt", mistakes, tolerance=2e-5)
+    close(
+        got,
+        wanted,
+        "this is not (R - mean) / (std + 1e-4) over the members of each prompt",
+        mistakes,
+        tolerance=2e-5,
+    )
 
 
 @check("Exercise 2")
@@ -66,22 +95,36 @@ def check_silent(answer: Answer) -> None:
     fail, win = (1 - success) ** size, success**size
     mean = success.mean()
     mistakes = {
-        "only groups in which all fail are counted; groups in which all succeed are silent too": fail.mean(),
-        "only groups in which all succeed are counted; groups in which all fail are silent too": win.mean(),
-        "the formula got the mean success of all prompts; apply it to every prompt, then take the mean": mean**size
-        + (1 - mean) ** size,
-        "the two probabilities are multiplied; all succeed OR all fail: add them": (fail * win).mean(),
-        "this is the fraction of groups that are not silent; return 1 minus this": 1 - (fail + win).mean(),
+        "only groups in which all fail are counted; groups in which all succeed are silent too": (
+            fail.mean()
+        ),
+        "only groups in which all succeed are counted; groups in which all fail are silent too": (
+            win.mean()
+        ),
+        "the formula got the mean success of all prompts; apply it to every prompt, then "
+        "take the mean": (mean**size + (1 - mean) ** size),
+        "the two probabilities are multiplied; all succeed OR all fail: add them": (
+            (fail * win).mean()
+        ),
+        "this is the fraction of groups that are not silent; return 1 minus this": (
+            1 - (fail + win).mean()
+        ),
         "this sums over the prompts; take their mean": (fail + win).sum(),
         "twice the share in which all succeed: all fail has probability (1 - p)^G": 2 * win.mean(),
-        "the exponents are one too small: all G members succeed with probability p^G, not p^(G-1)": (fail / (1 - success)).mean()
-        + (win / success).mean(),
+        "the exponents are one too small: all G members succeed with probability p^G, not "
+        "p^(G-1)": ((fail / (1 - success)).mean() + (win / success).mean()),
     }
     got = answer(success, size)
     several = isinstance(got, Tensor) and got.shape == success.shape
     expect(not several, "this is one share per prompt; take the mean over the prompts")
     got = number(got, "silent_share")
-    close(got, (fail + win).mean(), "this is not the mean over prompts of p^G + (1 - p)^G", mistakes, tolerance=1e-5)
+    close(
+        got,
+        (fail + win).mean(),
+        "this is not the mean over prompts of p^G + (1 - p)^G",
+        mistakes,
+        tolerance=1e-5,
+    )
 
 
 @check("Exercise 3")
@@ -89,37 +132,57 @@ def check_cost(answer: Answer) -> None:
     """`answer(trajectories, steps, decisions)` is the number of evaluations of one iteration."""
     for trajectories, steps, decisions in ((96, 10, 4), (7, 40, 39)):
         mistakes = {
-            "the backward pass is missing: a training evaluation counts as 3": trajectories * (steps + decisions),
-            "every step is trained here; only the stochastic ones have a log-probability to train": trajectories * 4 * steps,
-            "the sampling is missing: one evaluation per step of every trajectory": trajectories * 3 * decisions,
+            "the backward pass is missing: a training evaluation counts as 3": (
+                trajectories * (steps + decisions)
+            ),
+            "every step is trained here; only the stochastic ones have a log-probability to "
+            "train": (trajectories * 4 * steps),
+            "the sampling is missing: one evaluation per step of every trajectory": (
+                trajectories * 3 * decisions
+            ),
             "the update is missing: 3 evaluations per decision": trajectories * steps,
-            "this is for one trajectory: multiply everything by the number of trajectories": steps + 3 * decisions,
+            "this is for one trajectory: multiply everything by the number of trajectories": (
+                steps + 3 * decisions
+            ),
             "the update must be counted per trajectory too": trajectories * steps + 3 * decisions,
             "sampling and update are added, not multiplied": trajectories * steps * 3 * decisions,
-            "each trajectory has one training evaluation per decision, not per decision and step": trajectories
-            * steps
-            * (1 + 3 * decisions),
-            "the factor 3 holds for the update only; sampling has no backward pass": 3 * trajectories * (steps + decisions),
-            "the stochastic steps are sampled too: count all steps once, and the decisions again with 3": trajectories
-            * (steps + 2 * decisions),
+            "each trajectory has one training evaluation per decision, not per decision and step": (
+                trajectories * steps * (1 + 3 * decisions)
+            ),
+            "the factor 3 holds for the update only; sampling has no backward pass": (
+                3 * trajectories * (steps + decisions)
+            ),
+            "the stochastic steps are sampled too: count all steps once, and the decisions "
+            "again with 3": (trajectories * (steps + 2 * decisions)),
             "3 is forward and backward together": trajectories * (steps + 4 * decisions),
             "sampling must be counted per trajectory too": steps + 3 * trajectories * decisions,
         }
         got = number(answer(trajectories, steps, decisions), "iteration_cost")
-        close(got, trajectories * (steps + 3 * decisions), "this is not trajectories x (steps + 3 decisions)", mistakes, 1e-6)
+        close(
+            got,
+            trajectories * (steps + 3 * decisions),
+            "this is not trajectories x (steps + 3 decisions)",
+            mistakes,
+            1e-6,
+        )
 
 
 def _bools(value: Any, count: int) -> Tensor:
     if isinstance(value, list | tuple):
         value = torch.tensor(value)
-    expect(isinstance(answered(value, "pushing"), Tensor), "the result must be a torch.Tensor of booleans")
+    expect(
+        isinstance(answered(value, "pushing"), Tensor),
+        "the result must be a torch.Tensor of booleans",
+    )
     expect(value.dtype == torch.bool, f"the result has dtype {value.dtype}; booleans are wanted")
     return tensor(value, (count,), "the result")
 
 
 @check("Exercise 4")
 def check_kl_from_velocities(answer: Answer) -> None:
-    """`answer(velocity, reference_velocity, t, s, noise_level)` is the KL per element of a Flow-SDE step."""
+    """`answer(velocity, reference_velocity, t, s, noise_level)` is the KL per element of a Flow-SDE
+    step.
+    """
     t, s, a = 0.7, 0.55, 0.8
     schedule, index = Schedule(torch.tensor([0.9, t, s, 0.0])), torch.ones(6, dtype=torch.long)
     x, velocity, reference = torch.randn(3, 6, 5, generator=torch.Generator().manual_seed(8))
@@ -129,40 +192,51 @@ def check_kl_from_velocities(answer: Answer) -> None:
     factor = sigma * (1 - t) / (2 * t) + 1 / sigma
     swapped = a * ((1 - t) / t) ** 0.5
     mistakes = {
-        "this is the sum over elements; return the mean, which does not grow with the resolution": wanted * 5,
+        "this is the sum over elements; return the mean, which does not grow with the resolution": (
+            wanted * 5
+        ),
         "the bracket is not squared": delta / 2 * factor * squares,
         "the step length is missing: the factor begins with Delta / 2": wanted / delta,
-        "divided by Delta twice, or not multiplied by it: the factor begins with Delta / 2, not 1 / (2 Delta)": wanted / delta**2,
-        "this is the KL times Delta, as the released code computes it; the exact KL has Delta to the power of one": wanted
-        * delta,
+        "divided by Delta twice, or not multiplied by it: the factor begins with Delta / 2, "
+        "not 1 / (2 Delta)": (wanted / delta**2),
+        "this is the KL times Delta, as the released code computes it; the exact KL has "
+        "Delta to the power of one": (wanted * delta),
         "the 2 in Delta / 2 is missing": wanted * 2,
-        "the squares of the two terms are added; square the sum: (p + q)^2": delta
-        / 2
-        * ((sigma * (1 - t) / (2 * t)) ** 2 + 1 / sigma**2)
-        * squares,
-        "only the term 1 / sigma is there; the score correction contributes sigma (1 - t) / (2 t)": delta
-        / 2
-        / sigma**2
-        * squares,
-        "sigma has t and 1 - t swapped: sigma = a sqrt(t / (1 - t))": delta
-        / 2
-        * (swapped * (1 - t) / (2 * t) + 1 / swapped) ** 2
-        * squares,
-        "the root in sigma is missing: sigma = a sqrt(t / (1 - t))": delta / 2 * (a / 2 + (1 - t) / (a * t)) ** 2 * squares,
-        "sigma is the noise level only; multiply it by sqrt(t / (1 - t))": delta
-        / 2
-        * (a * (1 - t) / (2 * t) + 1 / a) ** 2
-        * squares,
-        "the velocities are not squared": delta / 2 * factor**2 * (velocity - reference).abs().mean(1),
-        "the difference is averaged before it is squared, so that signs cancel": delta
-        / 2
-        * factor**2
-        * (velocity - reference).mean(1).square(),
+        "the squares of the two terms are added; square the sum: (p + q)^2": (
+            delta / 2 * ((sigma * (1 - t) / (2 * t)) ** 2 + 1 / sigma**2) * squares
+        ),
+        "only the term 1 / sigma is there; the score correction contributes sigma (1 - t) / "
+        "(2 t)": (delta / 2 / sigma**2 * squares),
+        "sigma has t and 1 - t swapped: sigma = a sqrt(t / (1 - t))": (
+            delta / 2 * (swapped * (1 - t) / (2 * t) + 1 / swapped) ** 2 * squares
+        ),
+        "the root in sigma is missing: sigma = a sqrt(t / (1 - t))": (
+            delta / 2 * (a / 2 + (1 - t) / (a * t)) ** 2 * squares
+        ),
+        "sigma is the noise level only; multiply it by sqrt(t / (1 - t))": (
+            delta / 2 * (a * (1 - t) / (2 * t) + 1 / a) ** 2 * squares
+        ),
+        "the velocities are not squared": (
+            delta / 2 * factor**2 * (velocity - reference).abs().mean(1)
+        ),
+        "the difference is averaged before it is squared, so that signs cancel": (
+            delta / 2 * factor**2 * (velocity - reference).mean(1).square()
+        ),
     }
     got = answered(answer(velocity, reference, t, s, a), "kl_from_velocities")
-    expect(not same(got, wanted.mean()), "return one number per sample, not the mean over the batch")
-    expect(not isinstance(got, Tensor) or got.shape != (6, 5), "return one number per sample: take the mean over elements")
-    close(tensor(got, (6,), "the KL"), wanted, "this is not the KL of the two Flow-SDE transitions (flow.kl)", mistakes)
+    expect(
+        not same(got, wanted.mean()), "return one number per sample, not the mean over the batch"
+    )
+    expect(
+        not isinstance(got, Tensor) or got.shape != (6, 5),
+        "return one number per sample: take the mean over elements",
+    )
+    close(
+        tensor(got, (6,), "the KL"),
+        wanted,
+        "this is not the KL of the two Flow-SDE transitions (flow.kl)",
+        mistakes,
+    )
 
 
 @check("Exercise 5")
@@ -171,9 +245,16 @@ def check_kl_estimates(answer: Answer) -> None:
     ell = torch.tensor([-0.8, -0.1, 0.0, 0.3, 1.4])
     got = answer(ell)
     expect(isinstance(got, tuple | list) and len(got) == 3, "return three tensors: k1, k2, k3")
-    k1, k2, k3 = (tensor(value, (5,), name) for value, name in zip(got, ("k1", "k2", "k3"), strict=True))
+    k1, k2, k3 = (
+        tensor(value, (5,), name) for value, name in zip(got, ("k1", "k2", "k3"), strict=True)
+    )
     signs = {"the sign is wrong: k1 = log pi - log pi_ref, which is log_ratio": -ell}
-    close(k1, ell, "k1 is the log-ratio itself", signs | {"this is the ratio; k1 is its logarithm": ell.exp()})
+    close(
+        k1,
+        ell,
+        "k1 is the log-ratio itself",
+        signs | {"this is the ratio; k1 is its logarithm": ell.exp()},
+    )
     halves = {
         "the factor 1/2 of k2 is missing": ell.square(),
         "k2 is half of the square, not the square of the half": (ell / 2).square(),
@@ -182,8 +263,12 @@ def check_kl_estimates(answer: Answer) -> None:
     close(k2, ell.square() / 2, "k2 is log_ratio squared, divided by 2", halves)
     others = {
         "r is inverted: r = pi_ref / pi = exp(-log_ratio)": ell.exp() - 1 - ell,
-        "r is inverted: r = pi_ref / pi = exp(-log_ratio); now the mean is not the KL": ell.exp() - 1 + ell,
-        "the sign of log_ratio is wrong: (r - 1) - log r, and log r = -log_ratio": (-ell).exp() - 1 - ell,
+        "r is inverted: r = pi_ref / pi = exp(-log_ratio); now the mean is not the KL": (
+            ell.exp() - 1 + ell
+        ),
+        "the sign of log_ratio is wrong: (r - 1) - log r, and log r = -log_ratio": (
+            (-ell).exp() - 1 - ell
+        ),
         "the -1 is missing: k3 must be 0 where both policies agree": (-ell).exp() + ell,
         "this is r - 1 alone, whose mean is 0: add log_ratio": (-ell).exp() - 1,
     }
@@ -197,17 +282,35 @@ def check_path_kl(answer: Answer) -> None:
     wanted = elements * step_kl.sum(1).mean()
     mistakes = {
         "this is the mean over steps; the KLs of the steps of a trajectory add up": wanted / 3,
-        "this is the KL of the path per element: multiply by the number of elements": wanted / elements,
-        "this is the sum over samples; the formula is an expectation, so take their mean": wanted * 5,
-        "this is the mean over everything; sum over steps, and multiply by the elements": step_kl.mean(),
-        "steps and elements add up; the mean over samples is missing, and so is the factor for elements": step_kl.sum(),
-        "divided by the elements; the step's KL is already per element, so multiply": wanted / elements**2,
-        "the KLs of the steps are multiplied; those of probabilities multiply, but their logarithms add up": elements
-        * step_kl.prod(1).mean(),
+        "this is the KL of the path per element: multiply by the number of elements": (
+            wanted / elements
+        ),
+        "this is the sum over samples; the formula is an expectation, so take their mean": (
+            wanted * 5
+        ),
+        "this is the mean over everything; sum over steps, and multiply by the elements": (
+            step_kl.mean()
+        ),
+        "steps and elements add up; the mean over samples is missing, and so is the factor "
+        "for elements": (step_kl.sum()),
+        "divided by the elements; the step's KL is already per element, so multiply": (
+            wanted / elements**2
+        ),
+        "the KLs of the steps are multiplied; those of probabilities multiply, but their "
+        "logarithms add up": (elements * step_kl.prod(1).mean()),
     }
     got = answered(answer(step_kl, elements), "path_kl")
-    expect(not isinstance(got, Tensor) or got.numel() == 1, "return one number: the mean over samples of the sum over steps")
-    close(number(got, "path_kl"), wanted, "this is not elements x mean over samples of the sum over steps", mistakes, 1e-6)
+    expect(
+        not isinstance(got, Tensor) or got.numel() == 1,
+        "return one number: the mean over samples of the sum over steps",
+    )
+    close(
+        number(got, "path_kl"),
+        wanted,
+        "this is not elements x mean over samples of the sum over steps",
+        mistakes,
+        1e-6,
+    )
 
 
 @check("Exercise 7")
@@ -223,16 +326,23 @@ def check_pushing(answer: Answer) -> None:
     inside = (ratio - 1).abs() <= clip
     positive = advantage > 0
     mistakes = {
-        "every pair outside 1 - c to 1 + c is dropped; but a good pair whose ratio fell still pushes back up": inside,
-        "the sides are swapped: a good pair stops when its ratio has grown beyond 1 + c, not when it fell": ~(
-            (positive & (ratio < 1 - clip)) | (~positive & (ratio > 1 + clip))
-        ),
+        "every pair outside 1 - c to 1 + c is dropped; but a good pair whose ratio fell "
+        "still pushes back up": (inside),
+        "the sides are swapped: a good pair stops when its ratio has grown beyond 1 + c, not "
+        "when it fell": ~((positive & (ratio < 1 - clip)) | (~positive & (ratio > 1 + clip))),
         "these are the pairs whose gradient is zero; return the others": ~wanted,
-        "the upper bound holds for good pairs only: a bad pair whose ratio grew must be pushed down": ratio <= 1 + clip,
+        "the upper bound holds for good pairs only: a bad pair whose ratio grew must be "
+        "pushed down": (ratio <= 1 + clip),
         "pairs with negative advantages push too, down": wanted & positive,
-        "not all of them: where the clipped term is the larger loss, it is constant in the ratio": torch.ones(
-            10, dtype=torch.bool
+        "not all of them: where the clipped term is the larger loss, it is constant in the ratio": (
+            torch.ones(10, dtype=torch.bool)
         ),
     }
     got = _bools(answer(ratio, advantage, clip), len(ratio))
-    close(got, wanted, "compare with the derivative of max(-A ratio, -A clip(ratio)) by hand: four cases, A > 0 or < 0", mistakes)
+    close(
+        got,
+        wanted,
+        "compare with the derivative of max(-A ratio, -A clip(ratio)) by hand: four cases, A > 0"
+        " or < 0",
+        mistakes,
+    )

@@ -15,7 +15,10 @@ Answer = Callable[..., Any]
 
 def _values() -> Tensor:
     """2 prompts, 3 members, 4 decisions."""
-    return torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(5)).cumsum(-1) * torch.tensor([0.3, 0.1])[:, None, None]
+    return (
+        torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(5)).cumsum(-1)
+        * torch.tensor([0.3, 0.1])[:, None, None]
+    )
 
 
 @check("Exercise 1")
@@ -25,20 +28,27 @@ def check_gains(answer: Answer) -> None:
     got = answered(answer(values), "step_gains")
     expect(isinstance(got, Tensor), "the result must be a torch.Tensor")
     expect(
-        got.shape != values.shape, "there are as many entries as columns; a gain lies between two columns, so there is one less"
+        got.shape != values.shape,
+        "there are as many entries as columns; a gain lies between two columns, so there is one"
+        " less",
     )
     expect(
         got.shape != (1, 3, 5) and got.shape != (2, 2, 5),
         "the difference is taken along another axis; the columns are the last one",
     )
     mistakes = {
-        "the sign is wrong: a decision that raises the expected reward must get a positive gain, R_{k+1} - R_k": -gains(values),
-        "this is the reward-to-go R - R_k; a gain compares neighbouring columns": reward_to_go(values),
-        "this is what was gained since the start, R_{k+1} - R_0; a gain compares neighbouring columns": values[..., 1:]
-        - values[..., :1],
+        "the sign is wrong: a decision that raises the expected reward must get a positive "
+        "gain, R_{k+1} - R_k": -gains(values),
+        "this is the reward-to-go R - R_k; a gain compares neighbouring columns": reward_to_go(
+            values
+        ),
+        "this is what was gained since the start, R_{k+1} - R_0; a gain compares "
+        "neighbouring columns": (values[..., 1:] - values[..., :1]),
         "these are rewards, not differences": values[..., 1:],
     }
-    close(tensor(got, (2, 3, 4), "the result"), gains(values), "this is not R_{k+1} - R_k", mistakes)
+    close(
+        tensor(got, (2, 3, 4), "the result"), gains(values), "this is not R_{k+1} - R_k", mistakes
+    )
 
 
 FIGURE_1 = {"g at 0.86": 3, "g at 0.71": 5, "into the dip at 0.86": 2}
@@ -46,17 +56,35 @@ FIGURE_1 = {"g at 0.86": 3, "g at 0.71": 5, "into the dip at 0.86": 2}
 
 @check("Exercise 2")
 def check_figure_1(answer: dict[str, Any]) -> None:
-    """`answer` maps the paper's labels to steps: g_t leaves the state at t; the step before leads into it."""
-    expect(isinstance(answer, dict) and set(answer) == set(FIGURE_1), f"give a dict with the keys {', '.join(FIGURE_1)}")
+    """`answer` maps the paper's labels to steps: g_t leaves the state at t; the step before leads
+    into it.
+    """
+    expect(
+        isinstance(answer, dict) and set(answer) == set(FIGURE_1),
+        f"give a dict with the keys {', '.join(FIGURE_1)}",
+    )
     given = {label: number(value, label) for label, value in answer.items()}
     backwards = all(given[label] == 10 - FIGURE_1[label] for label in ("g at 0.86", "g at 0.71"))
-    expect(not backwards, "these count from the image; our steps count from the noise: step 0 leaves t = 1")
+    expect(
+        not backwards,
+        "these count from the image; our steps count from the noise: step 0 leaves t = 1",
+    )
     entered = given["g at 0.86"] == 2 or given["g at 0.71"] == 4
-    expect(not entered, "g at t is the gain of the step that leaves the state at t, not of the step that leads to it")
+    expect(
+        not entered,
+        "g at t is the gain of the step that leaves the state at t, not of the step that leads"
+        " to it",
+    )
     late = given["g at 0.86"] == 4 or given["g at 0.71"] == 6
     expect(not late, "one too large: node 0 is t = 1, and step i leaves node i")
-    expect(given["g at 0.86"] == 3, "g at 0.86: find the node with t = 0.86; the step that leaves it has the same number")
-    expect(given["g at 0.71"] == 5, "g at 0.71: find the node with t = 0.71; the step that leaves it has the same number")
+    expect(
+        given["g at 0.86"] == 3,
+        "g at 0.86: find the node with t = 0.86; the step that leaves it has the same number",
+    )
+    expect(
+        given["g at 0.71"] == 5,
+        "g at 0.71: find the node with t = 0.71; the step that leaves it has the same number",
+    )
     dip = given["into the dip at 0.86"]
     expect(dip != 3, "step 3 leads out of the dip; the step that leads into node 3 leaves node 2")
     expect(dip == 2, "the step into node j is step j - 1")
@@ -67,7 +95,14 @@ def _field(x: Tensor, t: Any) -> Tensor:
     return torch.sin(x) * (1.0 + 2.0 * float(t) ** 2)
 
 
-def _euler(x: Tensor, t: float, count: int, length: float | None = None, still: bool = False, ahead: int = 0) -> Tensor:
+def _euler(
+    x: Tensor,
+    t: float,
+    count: int,
+    length: float | None = None,
+    still: bool = False,
+    ahead: int = 0,
+) -> Tensor:
     length = t / count if length is None else length
     v = _field(x, t)
     for k in range(count):
@@ -92,25 +127,35 @@ def check_substeps(answer: Answer) -> None:
     given = x.clone()
     got = tensor(answer(velocity, given, t, v, count), (4, 3), "the estimate")
     mistakes = {
-        "the first velocity is used for every substep: this is the Tweedie estimate; evaluate `velocity` after each substep": x
-        - t * v,
-        "the velocity is always evaluated at the time t; after k substeps the time is t - k t / count": _euler(
-            x, t, count, still=True
+        "the first velocity is used for every substep: this is the Tweedie estimate; "
+        "evaluate `velocity` after each substep": (x - t * v),
+        "the velocity is always evaluated at the time t; after k substeps the time is t - k "
+        "t / count": _euler(x, t, count, still=True),
+        "substeps have the length 1 / count; only the time t remains: t / count": _euler(
+            x, t, count, length=1 / count
         ),
-        "substeps have the length 1 / count; only the time t remains: t / count": _euler(x, t, count, length=1 / count),
         "the sign is wrong: v points towards noise, so subtract it": _backwards(x, t, count),
-        "substeps have the length 1 / count, and the times too; only the time t remains: t / count": _from_one(x, t, count),
+        "substeps have the length 1 / count, and the times too; only the time t remains: t / "
+        "count": _from_one(x, t, count),
         "the velocity is evaluated one substep ahead of its state": _euler(x, t, count, ahead=1),
-        "the velocity is evaluated one substep behind its state: after k substeps the time is t - k t / count": _euler(
-            x, t, count, ahead=-1
-        ),
+        "the velocity is evaluated one substep behind its state: after k substeps the time "
+        "is t - k t / count": _euler(x, t, count, ahead=-1),
         "one substep is missing: the last one ends at t = 0": _short(x, t, count),
     }
-    close(got, _euler(x, t, count), "this is not `count` Euler steps of length t / count from x", mistakes)
-    expect(torch.equal(given, x), "the estimate is right, but `x` itself was changed: write x = x - ..., not x -= ...")
+    close(
+        got,
+        _euler(x, t, count),
+        "this is not `count` Euler steps of length t / count from x",
+        mistakes,
+    )
+    expect(
+        torch.equal(given, x),
+        "the estimate is right, but `x` itself was changed: write x = x - ..., not x -= ...",
+    )
     expect(
         len(calls) == count - 1,
-        f"the estimate is right, but the network was evaluated {len(calls)} times; v at (x, t) is given, so {count - 1} suffice",
+        f"the estimate is right, but the network was evaluated {len(calls)} times; v at (x, t) is"
+        f" given, so {count - 1} suffice",
     )
 
 
@@ -141,21 +186,34 @@ def check_joint(answer: Answer) -> None:
     gained = gains(values)
     got = tensor(answer(gained), (2, 3, 4), "the result")
 
-    def scores(dims: tuple[int, ...], std_dims: tuple[int, ...] | None = None, unbiased: bool = False) -> Tensor:
+    def scores(
+        dims: tuple[int, ...], std_dims: tuple[int, ...] | None = None, unbiased: bool = False
+    ) -> Tensor:
         spread = gained.std(dim=std_dims or dims, keepdim=True, unbiased=unbiased)
         return (gained - gained.mean(dim=dims, keepdim=True)) / (spread + 1e-4)
 
     mistakes = {
-        "every decision is normalised by itself; here mean and std run over members and decisions together": scores((1,)),
-        "every trajectory is normalised by itself: a good one and a bad one then get the same total, 0": scores((2,)),
+        "every decision is normalised by itself; here mean and std run over members and "
+        "decisions together": scores((1,)),
+        "every trajectory is normalised by itself: a good one and a bad one then get the "
+        "same total, 0": scores((2,)),
         "prompts are mixed: mean and std are those of one group": scores((0, 1, 2)),
         "the standard deviation is unbiased: pass unbiased=False": scores((1, 2), unbiased=True),
-        "the mean is taken decision by decision: a joint mean is one number per group": scores((1,), (1, 2)),
-        "the mean is not taken away": gained / (gained.std(dim=(1, 2), keepdim=True, unbiased=False) + 1e-4),
+        "the mean is taken decision by decision: a joint mean is one number per group": scores(
+            (1,), (1, 2)
+        ),
+        "the mean is not taken away": (
+            gained / (gained.std(dim=(1, 2), keepdim=True, unbiased=False) + 1e-4)
+        ),
         "the standard deviation is missing": gained - gained.mean(dim=(1, 2), keepdim=True),
     }
     wanted = StepwiseGain(clamp=None).assign(values, Decisions.like(values))
-    close(got, wanted, "this is not (g - mean) / (std + 1e-4), both over members and decisions of a group", mistakes)
+    close(
+        got,
+        wanted,
+        "this is not (g - mean) / (std + 1e-4), both over members and decisions of a group",
+        mistakes,
+    )
 
 
 def _from_gains(gained: Tensor) -> Tensor:
@@ -176,42 +234,63 @@ def check_generalised(answer: Answer) -> None:
     after = torch.cat([wanted[..., 1:], torch.zeros_like(wanted[..., :1])], dim=-1)
     powers = lam ** torch.arange(4.0)
     mistakes = {
-        "the sum runs over the past (j <= 0): a decision gets credit for earlier ones; run from the last one to the first": past,
+        "the sum runs over the past (j <= 0): a decision gets credit for earlier ones; run "
+        "from the last one to the first": (past),
         "the result is in reversed order: flip it back": wanted.flip(-1),
         "the decision's own gain is left out: j starts at 0": after,
         "the decision's own gain is left out: j starts at 0, with lam^0 = 1": lam * after,
         "the first gain is discounted too: lam^0 = 1": lam * wanted,
         "there is no factor 1 - lambda: at lambda = 1 the sum must be R - R_k": (1 - lam) * wanted,
-        "gains and reward-to-go are not mixed linearly; every later gain has its own power of lambda": (
-            (1 - lam) * gained + lam * reward_to_go(values)
-        ),
+        "gains and reward-to-go are not mixed linearly; every later gain has its own power "
+        "of lambda": ((1 - lam) * gained + lam * reward_to_go(values)),
         "lambda is not applied: this is the reward-to-go for every lambda": reward_to_go(values),
-        "only the next gain is added; the sum goes on to the end": gained
-        + lam * torch.cat([gained[..., 1:], 0 * gained[..., :1]], -1),
-        "gains are discounted by their position, not by their distance from decision k": (gained * powers)
-        .flip(-1)
-        .cumsum(-1)
-        .flip(-1),
+        "only the next gain is added; the sum goes on to the end": (
+            gained + lam * torch.cat([gained[..., 1:], 0 * gained[..., :1]], -1)
+        ),
+        "gains are discounted by their position, not by their distance from decision k": (
+            (gained * powers).flip(-1).cumsum(-1).flip(-1)
+        ),
     }
     close(got, wanted, "this is not the sum over j of lam^j g_{k+j}", mistakes)
-    expect(torch.equal(given, gained), "the result is right, but `gained` itself was changed: write the sums into a new tensor")
-    close(answer(gained.clone(), 0.0), gained, "with lam = 0 the result must be the gains themselves")
-    close(answer(gained.clone(), 1.0), reward_to_go(values), "with lam = 1 the result must be R - R_k")
+    expect(
+        torch.equal(given, gained),
+        "the result is right, but `gained` itself was changed: write the sums into a new tensor",
+    )
+    close(
+        answer(gained.clone(), 0.0), gained, "with lam = 0 the result must be the gains themselves"
+    )
+    close(
+        answer(gained.clone(), 1.0), reward_to_go(values), "with lam = 1 the result must be R - R_k"
+    )
 
 
 @check("Exercise 6")
 def check_worth(answer: Answer) -> None:
-    """`answer(weak, strong)` is how many batches of the weak rule are as clear as one of the strong."""
+    """`answer(weak, strong)` is how many batches of the weak rule are as clear as one of the
+    strong.
+    """
     weak, strong = 0.2, 0.65
     mistakes = {
-        "this is the ratio of the cosines; the signal-to-noise ratio of a batch is c / (1 - c)": strong / weak,
-        "this is the ratio of the squared cosines; solve c = rho / (rho + 1) for rho": (strong / weak) ** 2,
-        "this is the inverse: one batch of the clearer rule is worth more than one of the other": (1 - strong)
-        / strong
-        * weak
-        / (1 - weak),
-        "this compares the noise only; divide signal by noise, c / (1 - c)": (1 - weak) / (1 - strong),
-        "rho is a ratio of squared lengths already: no root": (strong / (1 - strong) * (1 - weak) / weak) ** 0.5,
+        "this is the ratio of the cosines; the signal-to-noise ratio of a batch is c / (1 - c)": (
+            strong / weak
+        ),
+        "this is the ratio of the squared cosines; solve c = rho / (rho + 1) for rho": (
+            (strong / weak) ** 2
+        ),
+        "this is the inverse: one batch of the clearer rule is worth more than one of the other": (
+            (1 - strong) / strong * weak / (1 - weak)
+        ),
+        "this compares the noise only; divide signal by noise, c / (1 - c)": (
+            (1 - weak) / (1 - strong)
+        ),
+        "rho is a ratio of squared lengths already: no root": (
+            (strong / (1 - strong) * (1 - weak) / weak) ** 0.5
+        ),
     }
     got = number(answer(weak, strong), "batches_worth")
-    close(got, strong / (1 - strong) * (1 - weak) / weak, "this is not the ratio of the two c / (1 - c)", mistakes)
+    close(
+        got,
+        strong / (1 - strong) * (1 - weak) / weak,
+        "this is not the ratio of the two c / (1 - c)",
+        mistakes,
+    )

@@ -17,7 +17,9 @@ def _field(x: Tensor, t: Any) -> Tensor:
     return torch.sin(x) * (1.0 + 2.0 * float(t) ** 2)
 
 
-def _walk(x: Tensor, times: Tensor, first: int, last: int, ahead: int = 0, sign: float = -1.0) -> Tensor:
+def _walk(
+    x: Tensor, times: Tensor, first: int, last: int, ahead: int = 0, sign: float = -1.0
+) -> Tensor:
     for i in range(first, last):
         x = x + sign * (times[i] - times[i + 1]) * _field(x, times[i + ahead])
     return x
@@ -41,18 +43,33 @@ def check_complete(answer: Answer) -> None:
         t = float(times[node]) * (1 - k / (steps - node))
         even = even - float(times[node]) / (steps - node) * _field(even, t)
     mistakes = {
-        "all steps from t = 1 are taken; the state is at times[node], and only the remaining steps are left": _walk(
-            x, times, 0, steps
+        "all steps from t = 1 are taken; the state is at times[node], and only the remaining "
+        "steps are left": _walk(x, times, 0, steps),
+        "this is the one-step (Tweedie) estimate; take the remaining steps one by one": (
+            x - times[node] * _field(x, times[node])
         ),
-        "this is the one-step (Tweedie) estimate; take the remaining steps one by one": x - times[node] * _field(x, times[node]),
-        "the steps are even; a completion uses the sampler's own grid, times[i] - times[i + 1]": even,
+        "the steps are even; a completion uses the sampler's own grid, times[i] - times[i + 1]": (
+            even
+        ),
         "one step is missing: the last one ends at t = 0": _walk(x, times, node, steps - 1),
-        "the velocity is taken at times[i + 1]; take it where the step starts": _walk(x, times, node, steps, ahead=1),
-        "the sign is wrong: v points towards noise, so subtract it": _walk(x, times, node, steps, sign=1.0),
+        "the velocity is taken at times[i + 1]; take it where the step starts": _walk(
+            x, times, node, steps, ahead=1
+        ),
+        "the sign is wrong: v points towards noise, so subtract it": _walk(
+            x, times, node, steps, sign=1.0
+        ),
         "the first step is missing: begin at node itself": _walk(x, times, node + 1, steps),
     }
-    close(got, _walk(x, times, node, steps), "this is not the Euler path over times[node:], from x", mistakes)
-    expect(torch.equal(given, x), "the end point is right, but `x` itself was changed: write x = x - ..., not x -= ...")
+    close(
+        got,
+        _walk(x, times, node, steps),
+        "this is not the Euler path over times[node:], from x",
+        mistakes,
+    )
+    expect(
+        torch.equal(given, x),
+        "the end point is right, but `x` itself was changed: write x = x - ..., not x -= ...",
+    )
 
 
 PLAIN = {"a": [2], "b": [2], "c": [0, 2]}
@@ -60,11 +77,20 @@ CONSISTENT = {"a": [2], "b": [2], "c": [0]}
 
 
 def _lists(answer: Any, what: str) -> dict[str, list[int]]:
-    expect(isinstance(answered(answer, what), Mapping), f"{what} must be a dictionary with the keys a, b, c")
+    expect(
+        isinstance(answered(answer, what), Mapping),
+        f"{what} must be a dictionary with the keys a, b, c",
+    )
     expect(set(answer) == set(PLAIN), f"{what} must have the keys a, b, c")
     for name, steps in answer.items():
-        expect(steps is not ..., f"{what}[{name!r}] is not answered yet: a list of decisions, [] for none")
-        expect(isinstance(steps, list | tuple | set), f"{what}[{name!r}] must be a list of decisions, such as [2]")
+        expect(
+            steps is not ...,
+            f"{what}[{name!r}] is not answered yet: a list of decisions, [] for none",
+        )
+        expect(
+            isinstance(steps, list | tuple | set),
+            f"{what}[{name!r}] must be a list of decisions, such as [2]",
+        )
     return {name: sorted(int(step) for step in steps) for name, steps in answer.items()}
 
 
@@ -74,7 +100,8 @@ def check_by_hand(plain: Any, consistent: Any) -> None:
     first, second = _lists(plain, "plain"), _lists(consistent, "consistent")
     expect(
         first != {name: [step + 1 for step in steps] for name, steps in PLAIN.items()},
-        "each is one too large: decision k leads from column k to column k + 1; give the number of the first",
+        "each is one too large: decision k leads from column k to column k + 1; give the number of"
+        " the first",
     )
     expect(
         bool(first["b"]) or not first["a"],
@@ -82,30 +109,48 @@ def check_by_hand(plain: Any, consistent: Any) -> None:
     )
     expect(
         not (1 in first["a"] and 1 in first["b"] and 2 not in first["a"]),
-        "a and b turn at column 2, and the decision that turned them is the one that starts there: decision 2, not 1",
+        "a and b turn at column 2, and the decision that turned them is the one that starts there:"
+        " decision 2, not 1",
     )
     expect(
         not (3 in first["a"] or 3 in first["b"]),
-        "only the first decision in the new direction turns; the one before decision 3 of a and b already went with the trend",
+        "only the first decision in the new direction turns; the one before decision 3 of a and b"
+        " already went with the trend",
     )
     expect(
         not (1 in first["c"] or 3 in first["c"]),
-        "decisions 1 and 3 of c go down, but c ends higher than it began: a turning point goes with the trend",
+        "decisions 1 and 3 of c go down, but c ends higher than it began: a turning point goes with"
+        " the trend",
     )
-    expect(0 in first["c"], "decision 0 of c is missing: the first decision counts when it has the sign of the trend, d_0 Δ > 0")
-    expect(0 not in first["a"] and 0 not in first["b"], "decision 0 of a and b goes against the trend; compare with Δ = R - R_0")
+    expect(
+        0 in first["c"],
+        "decision 0 of c is missing: the first decision counts when it has the sign of the trend,"
+        " d_0 Δ > 0",
+    )
+    expect(
+        0 not in first["a"] and 0 not in first["b"],
+        "decision 0 of a and b goes against the trend; compare with Δ = R - R_0",
+    )
     expect(
         2 in first["c"],
-        "decision 2 of c is missing under the plain rule: decision 1 went down, decision 2 goes up, as the trend does",
+        "decision 2 of c is missing under the plain rule: decision 1 went down, decision 2 goes up,"
+        " as the trend does",
     )
     wrong = ", ".join(name for name in PLAIN if first[name] != PLAIN[name])
     expect(first == PLAIN, f"plain: look again at the signs of d_{{k-1}}, d_k and Δ of {wrong}")
     expect(
         2 not in second["c"],
-        "decision 2 of c is not consistent: after it the reward falls from 0.65 to 0.62, against the decision's own direction",
+        "decision 2 of c is not consistent: after it the reward falls from 0.65 to 0.62, against"
+        " the decision's own direction",
     )
-    expect(0 in second["c"], "decision 0 of c is consistent: it rises, and from 0.55 to 0.62 so does the rest")
-    expect(second == CONSISTENT, "consistent: for each plain turning point compare d_k with R - R_{k+1}")
+    expect(
+        0 in second["c"],
+        "decision 0 of c is consistent: it rises, and from 0.55 to 0.62 so does the rest",
+    )
+    expect(
+        second == CONSISTENT,
+        "consistent: for each plain turning point compare d_k with R - R_{k+1}",
+    )
 
 
 def _table() -> Tensor:
@@ -114,7 +159,9 @@ def _table() -> Tensor:
 
 
 def _bools(value: Any, shape: tuple[int, ...], what: str) -> Tensor:
-    expect(isinstance(answered(value, what), Tensor), f"{what} must return a torch.Tensor of booleans")
+    expect(
+        isinstance(answered(value, what), Tensor), f"{what} must return a torch.Tensor of booleans"
+    )
     expect(value.dtype == torch.bool, f"{what} returned dtype {value.dtype}; booleans are wanted")
     if tuple(value.shape) == (*shape[:-1], shape[-1] - 1):
         expect(False, "there is one entry too few on the last axis: fill decision 0 with False")
@@ -139,29 +186,34 @@ def check_plain(answer: Answer) -> None:
     got = _bools(answer(values), (2, 60, 5), "plain_turns")
     turns = (before < 0) & (here > 0)
     mistakes = {
-        "every change of direction is marked; a turning point turns towards the trend R - R_0": _later(
-            step[..., :-1] * step[..., 1:] < 0
+        "every change of direction is marked; a turning point turns towards the trend R - R_0": (
+            _later(step[..., :-1] * step[..., 1:] < 0)
         ),
         "only turns upwards are marked; where the trend is down, turning points go down": _later(
             (step[..., :-1] < 0) & (step[..., 1:] > 0)
         ),
-        "the mark is one too early: it belongs to the decision that goes with the trend, not to the one before it": torch.cat(
-            [turns, torch.zeros_like(turns[..., :1])], dim=-1
+        "the mark is one too early: it belongs to the decision that goes with the trend, not "
+        "to the one before it": torch.cat([turns, torch.zeros_like(turns[..., :1])], dim=-1),
+        "zero differences are taken for a decision against the trend; they never qualify: "
+        "use < 0, not <= 0": _later((before <= 0) & (here > 0)),
+        "zero differences are taken for a decision with the trend; they never qualify: use > "
+        "0, not >= 0": _later((before < 0) & (here >= 0)),
+        "zero differences qualify here; they must not: use strict inequalities": _later(
+            (before <= 0) & (here >= 0)
         ),
-        "zero differences are taken for a decision against the trend; they never qualify: use < 0, not <= 0": _later(
-            (before <= 0) & (here > 0)
+        "these are turns away from the trend; the decision before went against it, this one "
+        "goes with it": _later((before > 0) & (here < 0)),
+        "decision 0 is marked; leave it False here, the next exercise adds it": turning_points(
+            values, consistent=False
         ),
-        "zero differences are taken for a decision with the trend; they never qualify: use > 0, not >= 0": _later(
-            (before < 0) & (here >= 0)
-        ),
-        "zero differences qualify here; they must not: use strict inequalities": _later((before <= 0) & (here >= 0)),
-        "these are turns away from the trend; the decision before went against it, this one goes with it": _later(
-            (before > 0) & (here < 0)
-        ),
-        "decision 0 is marked; leave it False here, the next exercise adds it": turning_points(values, consistent=False),
     }
     wanted = turning_points(values, consistent=False, first_step=False)
-    close(got, wanted, "compare sign(d_{k-1}) sign(Δ) < 0 and sign(d_k) sign(Δ) > 0 decision by decision", mistakes)
+    close(
+        got,
+        wanted,
+        "compare sign(d_{k-1}) sign(Δ) < 0 and sign(d_k) sign(Δ) > 0 decision by decision",
+        mistakes,
+    )
 
 
 @check("Exercise 4")
@@ -180,20 +232,28 @@ def check_consistent(answer: Answer) -> None:
     own = step * reward_to_go(values).sign() > 0
     mistakes = {
         "the first decision is missing: it counts where d_0 (R - R_1) > 0": plain & agrees,
-        "the first decision follows the plain rule here, d_0 Δ > 0; the consistent one requires d_0 (R - R_1) > 0": first(
-            plain & agrees, step * trend > 0
+        "the first decision follows the plain rule here, d_0 Δ > 0; the consistent one "
+        "requires d_0 (R - R_1) > 0": first(plain & agrees, step * trend > 0),
+        "R - R_k contains the decision's own gain; what comes after decision k is R - R_{k+1}": (
+            first(plain & own, own)
         ),
-        "R - R_k contains the decision's own gain; what comes after decision k is R - R_{k+1}": first(plain & own, own),
-        "R - R_k contains the decision's own gain; what comes after it is R - R_{k+1} (the first decision is right)": first(
-            plain & own, agrees
+        "R - R_k contains the decision's own gain; what comes after it is R - R_{k+1} (the "
+        "first decision is right)": first(plain & own, agrees),
+        "consistency is not required: these are the plain turning points": turning_points(
+            values, consistent=False
         ),
-        "consistency is not required: these are the plain turning points": turning_points(values, consistent=False),
         "only consistency is required; the plain rule must hold too": agrees,
-        "zero differences qualify here; use > 0, not >= 0": first(plain & (step * after >= 0), step * after >= 0),
+        "zero differences qualify here; use > 0, not >= 0": first(
+            plain & (step * after >= 0), step * after >= 0
+        ),
     }
     wanted = turning_points(values, consistent=True)
     close(
-        got, wanted, "a consistent turning point is a plain one with d_k (R - R_{k+1}) > 0; decision 0 needs that alone", mistakes
+        got,
+        wanted,
+        "a consistent turning point is a plain one with d_k (R - R_{k+1}) > 0; decision 0 needs"
+        " that alone",
+        mistakes,
     )
 
 
@@ -214,33 +274,66 @@ def check_paper_labels(answer: dict[int, float]) -> None:
     """`answer` maps the paper's t of the consistent turning points to their aggregated values."""
     expect(isinstance(answer, dict), "give a dict such as {4: 0.10}")
     expect(... not in answer and ... not in answer.values(), "not answered yet: replace the dots")
-    given = {int(number(t, "t")): number(value, f"the reward at t = {t}") for t, value in answer.items()}
-    expect(set(given) != {0, 3}, "these are our numbers of decisions; the paper's t is T - k, with T = 5")
+    given = {
+        int(number(t, "t")): number(value, f"the reward at t = {t}") for t, value in answer.items()
+    }
+    expect(
+        set(given) != {0, 3},
+        "these are our numbers of decisions; the paper's t is T - k, with T = 5",
+    )
     expect(set(given) != {4, 1}, "one too small: the first decision has t = T = 5, so t = T - k")
-    expect(1 not in given, "the last decision goes up after one up, so nothing turns there; and none follows it")
-    expect(3 not in given, "t = 3 goes down, against the trend; a turning point goes with the trend")
-    expect(4 not in given, "t = 4 goes down, against the trend; a turning point goes with the trend")
-    expect(5 in given, "the first decision is missing: by Remark 5.2 it counts if d_0 (R - R_1) > 0")
+    expect(
+        1 not in given,
+        "the last decision goes up after one up, so nothing turns there; and none follows it",
+    )
+    expect(
+        3 not in given, "t = 3 goes down, against the trend; a turning point goes with the trend"
+    )
+    expect(
+        4 not in given, "t = 4 goes down, against the trend; a turning point goes with the trend"
+    )
+    expect(
+        5 in given, "the first decision is missing: by Remark 5.2 it counts if d_0 (R - R_1) > 0"
+    )
     expect(2 in given, "a decision that goes up after one down is missing")
     expect(
-        set(given) == set(PAPER_LABELS), f"t runs from 5 to 1; there is no t among {sorted(given)} beyond 5 and 2 that qualifies"
+        set(given) == set(PAPER_LABELS),
+        f"t runs from 5 to 1; there is no t among {sorted(given)} beyond 5 and 2 that qualifies",
     )
     for amounts, mistake in (
         (
             (0.10, 0.15),
-            "these are the increments r_t; a turning point has R - R_k, the change from before the decision to the end",
+            (
+                "these are the increments r_t; a turning point has R - R_k, the change from before"
+                " the decision to the end"
+            ),
         ),
         (
             (0.25, 0.30),
-            "these are the changes after the decision, R - R_{k+1}; the aggregated reward includes the decision itself",
+            (
+                "these are the changes after the decision, R - R_{k+1}; the aggregated reward"
+                " includes the decision itself"
+            ),
         ),
-        ((0.35, 0.35), "this is the trend Δ for both; the aggregated reward begins at the state before the decision"),
+        (
+            (0.35, 0.35),
+            (
+                "this is the trend Δ for both; the aggregated reward begins at the state before the"
+                " decision"
+            ),
+        ),
         ((-0.35, -0.45), "the signs are wrong: R - R_k is positive if the reward rises"),
-        ((0.40, 0.30), "these are the rewards before the decisions; subtract them from the last one"),
+        (
+            (0.40, 0.30),
+            "these are the rewards before the decisions; subtract them from the last one",
+        ),
     ):
         expect(not (same(given[5], amounts[0], 1e-3) and same(given[2], amounts[1], 1e-3)), mistake)
     for t, value in PAPER_LABELS.items():
-        expect(same(given[t], value, 1e-3), f"the aggregated reward at t = {t} is R - R_k with k = {5 - t}")
+        expect(
+            same(given[t], value, 1e-3),
+            f"the aggregated reward at t = {t} is R - R_k with k = {5 - t}",
+        )
 
 
 @check("Exercise 6")
@@ -252,25 +345,36 @@ def check_balance(answer: Answer) -> None:
     plus, minus = int((turns & (size > 0)).sum()), int((turns & (size < 0)).sum())
     k = min(plus, minus)
     got = _bools(answer(turns.clone(), size.clone()), (2, 3, 4), "balance")
-    scope = torch.stack([balanced(size_to_values(s)[None], t[None])[0] for t, s in zip(turns, size, strict=True)])
+    scope = torch.stack(
+        [balanced(size_to_values(s)[None], t[None])[0] for t, s in zip(turns, size, strict=True)]
+    )
     total = torch.where(turns, size.abs(), -1.0).flatten()
     top = torch.zeros_like(turns)
     top.view(-1)[total.argsort(descending=True)[: 2 * k]] = True
     wanted = _ranked(turns, size, k, k)
     mistakes = {
         "nothing is dropped; of the more frequent sign only the min(n+, n-) largest remain": turns,
-        "the smallest are kept; keep those of the largest |R - R_k|": _ranked(turns, size, k, k, largest=False),
+        "the smallest are kept; keep those of the largest |R - R_k|": _ranked(
+            turns, size, k, k, largest=False
+        ),
         "the largest of both signs together are kept; keep min(n+, n-) of each sign": top & turns,
         "each prompt is balanced by itself; here the whole table is one batch": scope,
-        "entries that are no turning points are kept: combine with `turns`": _ranked(torch.ones_like(turns), size, k, k),
+        "entries that are no turning points are kept: combine with `turns`": _ranked(
+            torch.ones_like(turns), size, k, k
+        ),
         "max(n+, n-) is used, so nothing is dropped": _ranked(turns, size, plus, minus),
     }
     close(got, wanted, "keep the min(n+, n-) largest of each sign", mistakes)
     single = answer(turns.clone(), size.abs())
-    one_sign = "if all turning points have the same sign, all of them remain; here some or all are dropped"
+    one_sign = (
+        "if all turning points have the same sign, all of them remain; here some or all are dropped"
+    )
     close(_bools(single, (2, 3, 4), "balance"), turns, one_sign)
     mirrored = _bools(answer(turns.clone(), -size), (2, 3, 4), "balance")
-    swapped = "right if positive turns are more frequent, but not if negative ones are: then the most negative are the largest"
+    swapped = (
+        "right if positive turns are more frequent, but not if negative ones are: then the most"
+        " negative are the largest"
+    )
     close(mirrored, wanted, swapped)
 
 
@@ -295,20 +399,34 @@ def check_null(answer: Answer) -> None:
     trajectories = sum(shape[0] * shape[1] for shape in seen)
     expect(
         abs(got - 3.33 / 9) > 0.02,
-        "this is the share of decisions that turn; sum over the decisions of a trajectory, then take the mean",
+        "this is the share of decisions that turn; sum over the decisions of a trajectory, then"
+        " take the mean",
     )
-    expect(abs(got - 2.61) > 0.03, "this is the count of a random walk; here the values of different columns are independent")
+    expect(
+        abs(got - 2.61) > 0.03,
+        "this is the count of a random walk; here the values of different columns are independent",
+    )
     expect(got < 20, "this is a total over trajectories; take the mean per trajectory")
     if abs(got - 3.33) < 0.5 and trajectories < 5000:
-        expect(False, f"{trajectories:,} trajectories are too few for two digits; take 20,000 or more")
+        expect(
+            False, f"{trajectories:,} trajectories are too few for two digits; take 20,000 or more"
+        )
     expect(
-        abs(got - 3.33) < 0.03, f"the plain rule has 3.33 turning points per trajectory in noise of 10 columns; you get {got:.2f}"
+        abs(got - 3.33) < 0.03,
+        "the plain rule has 3.33 turning points per trajectory in noise of 10 columns; you get"
+        f" {got:.2f}",
     )
-    strict = number(answer(lambda values: turning_points(values, consistent=True), 10), "noise_count")
-    expect(abs(strict - 1.60) < 0.03, f"the consistent rule has 1.60; you get {strict:.2f}: is `turning` used?")
+    strict = number(
+        answer(lambda values: turning_points(values, consistent=True), 10), "noise_count"
+    )
+    expect(
+        abs(strict - 1.60) < 0.03,
+        f"the consistent rule has 1.60; you get {strict:.2f}: is `turning` used?",
+    )
     seen.clear()
     answer(plain, 6)
     expect(
         seen and seen[0][-1] == 6,
-        "right for 10 columns, but with `columns` = 6 the trajectories still have another length: use `columns`",
+        "right for 10 columns, but with `columns` = 6 the trajectories still have another length:"
+        " use `columns`",
     )

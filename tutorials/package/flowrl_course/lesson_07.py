@@ -1,4 +1,6 @@
-"""Checks of lesson 7, side by side: intervals, permutation test, cost to a target, tuned comparison, claims."""
+"""Checks of lesson 7, side by side: intervals, permutation test, cost to a target, tuned
+comparison, claims.
+"""
 
 import itertools
 import math
@@ -12,13 +14,32 @@ from flowrl_course.checking import answered, check, close, expect, number, tenso
 
 Answer = Callable[..., Any]
 
-_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
+_QUANTILES = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+)
 T_QUANTILE = dict(enumerate(_QUANTILES, 1))
 """The 97.5% quantile of Student's t by degrees of freedom, 1 to 16."""
 
 
 def _interval(values: Tensor, quantile: float, unbiased: bool = True, root: bool = True) -> float:
-    return quantile * float(values.std(unbiased=unbiased)) / (math.sqrt(len(values)) if root else 1.0)
+    return (
+        quantile * float(values.std(unbiased=unbiased)) / (math.sqrt(len(values)) if root else 1.0)
+    )
 
 
 @check("Exercise 1")
@@ -26,25 +47,46 @@ def check_interval(answer: Answer) -> None:
     """`answer(values)` is (mean, half width) of the 95% interval of the mean."""
     for values in (torch.tensor([0.52, 0.61, 0.47]), torch.tensor([0.9, 0.82, 0.95, 0.88, 0.79])):
         got = answered(answer(values), "interval")
-        expect(isinstance(got, tuple | list) and len(got) == 2, "return two numbers: the mean and the half width")
-        close(number(got[0], "the mean"), float(values.mean()), "the first number must be the mean of the values")
+        expect(
+            isinstance(got, tuple | list) and len(got) == 2,
+            "return two numbers: the mean and the half width",
+        )
+        close(
+            number(got[0], "the mean"),
+            float(values.mean()),
+            "the first number must be the mean of the values",
+        )
         n = len(values)
         mistakes = {
-            "1.96 holds for a known spread; with few seeds take T_QUANTILE[n - 1]": _interval(values, 1.96),
-            "this divides by n inside the std; the sample std divides by n - 1": _interval(values, T_QUANTILE[n - 1], False),
-            "this is how far single seeds lie apart; divide by the root of n for their mean": _interval(
-                values, T_QUANTILE[n - 1], root=False
+            "1.96 holds for a known spread; with few seeds take T_QUANTILE[n - 1]": _interval(
+                values, 1.96
             ),
-            "n seeds leave n - 1 degrees of freedom: T_QUANTILE[n - 1]": _interval(values, T_QUANTILE[n]),
+            "this divides by n inside the std; the sample std divides by n - 1": _interval(
+                values, T_QUANTILE[n - 1], False
+            ),
+            "this is how far single seeds lie apart; divide by the root of n for their mean": (
+                _interval(values, T_QUANTILE[n - 1], root=False)
+            ),
+            "n seeds leave n - 1 degrees of freedom: T_QUANTILE[n - 1]": _interval(
+                values, T_QUANTILE[n]
+            ),
             "this is the standard error; multiply it by the quantile": _interval(values, 1.0),
-            "this is the standard deviation of single seeds; multiply by the quantile, divide by the root of n": float(
-                values.std()
+            "this is the standard deviation of single seeds; multiply by the quantile, "
+            "divide by the root of n": float(values.std()),
+            "this divides by n; the mean's standard error is std / sqrt(n)": (
+                _interval(values, T_QUANTILE[n - 1]) / math.sqrt(n)
             ),
-            "this divides by n; the mean's standard error is std / sqrt(n)": _interval(values, T_QUANTILE[n - 1]) / math.sqrt(n),
-            "this is the whole width of the interval; return half of it": 2 * _interval(values, T_QUANTILE[n - 1]),
+            "this is the whole width of the interval; return half of it": (
+                2 * _interval(values, T_QUANTILE[n - 1])
+            ),
         }
         half = number(got[1], "the half width")
-        close(half, _interval(values, T_QUANTILE[n - 1]), "the half width is not t std / sqrt(n)", mistakes)
+        close(
+            half,
+            _interval(values, T_QUANTILE[n - 1]),
+            "the half width is not t std / sqrt(n)",
+            mistakes,
+        )
 
 
 def _differences(a: Tensor, b: Tensor) -> Tensor:
@@ -70,11 +112,19 @@ def check_permutation(answer: Answer) -> None:
         splits, seen = _differences(a, b), float(a.double().mean() - b.double().mean())
         size = abs(seen)
         got = number(answer(a, b), "p")
-        expect(got > 0, "p = 0 cannot be: the split that was observed is one of all splits, so count differences >= the observed")
+        expect(
+            got > 0,
+            "p = 0 cannot be: the split that was observed is one of all splits, so count"
+            " differences >= the observed",
+        )
         one_sided = "this counts one side only; compare absolute differences"
         mistakes = {
-            "a difference as large as the observed one counts too: write >= (less a rounding)": splits.abs() > size + 1e-9,
-            "this is the other tail: count the splits that differ as much or more": splits.abs() <= size + 1e-9,
+            "a difference as large as the observed one counts too: write >= (less a rounding)": (
+                splits.abs() > size + 1e-9
+            ),
+            "this is the other tail: count the splits that differ as much or more": (
+                splits.abs() <= size + 1e-9
+            ),
             one_sided: splits >= seen - 1e-9,
             f"{one_sided} (it was the left side)": splits <= seen + 1e-9,
         }
@@ -82,7 +132,10 @@ def check_permutation(answer: Answer) -> None:
         wanted = float((splits.abs() >= size - 1e-9).double().mean())
         otherwise = "p is not the share of all splits whose difference is at least the observed one"
         if 0 < wanted - got < 1.5 / len(splits):
-            otherwise += ": a split as far apart as the observed one is missing (lost to rounding? allow 1e-6)"
+            otherwise += (
+                ": a split as far apart as the observed one is missing (lost to rounding? allow"
+                " 1e-6)"
+            )
         close(got, wanted, otherwise, wrong, 1e-6)
 
 
@@ -92,24 +145,38 @@ def check_reach(answer: Answer) -> None:
     cost = torch.tensor([0.0, 10.0, 30.0, 40.0, 80.0])
     reward = torch.tensor([0.2, 0.4, 0.8, 0.5, 0.9])
     mistakes = {
-        "this is the next evaluation after the crossing; go between the two on a straight line": 30.0,
-        "this is the last evaluation before the crossing; go between the two on a straight line": 10.0,
+        "this is the next evaluation after the crossing; go between the two on a straight line": (
+            30.0
+        ),
+        "this is the last evaluation before the crossing; go between the two on a straight line": (
+            10.0
+        ),
         "this is the last crossing; the curve fell back once, and the first one counts": 60.0,
         "this is a number of evaluations, not a cost": 1.75,
         "this is the place of the evaluation, not its cost": 2.0,
     }
     got = number(answer(cost, reward, 0.7), "the cost")
-    close(got, 25.0, "between (10, 0.4) and (30, 0.8) a straight line passes 0.7 at a cost of 25", mistakes)
+    close(
+        got,
+        25.0,
+        "between (10, 0.4) and (30, 0.8) a straight line passes 0.7 at a cost of 25",
+        mistakes,
+    )
     unsorted = (
-        "right where the curve rises, not where it falls back: take the first evaluation at or above the target, from the left"
+        "right where the curve rises, not where it falls back: take the first evaluation at or"
+        " above the target, from the left"
     )
     sharp = number(answer(cost, torch.tensor([0.2, 0.8, 0.5, 0.6, 0.9]), 0.7), "the cost")
     close(sharp, 25.0 / 3, unsorted)
     never = answer(cost, reward, 0.95)
-    expect(never is not None, "a target that is never reached has no cost: return math.nan, not None")
+    expect(
+        never is not None, "a target that is never reached has no cost: return math.nan, not None"
+    )
     never = number(never, "the cost of a target that is never reached")
     expect(
-        math.isnan(never), f"a target that is never reached has no cost: return nan, not {never:g}; averages of it would be wrong"
+        math.isnan(never),
+        f"a target that is never reached has no cost: return nan, not {never:g}; averages of it"
+        " would be wrong",
     )
     start = number(answer(cost, reward, 0.1), "the cost of a target below the start")
     expect(start == 0.0, "a target below the first evaluation is reached at once: at cost[0]")
@@ -117,7 +184,9 @@ def check_reach(answer: Answer) -> None:
 
 @check("Exercise 4")
 def check_tuned(answer: Answer) -> None:
-    """`answer(scores, tuning)` is [rule]: the mean over the reporting seeds at the setting that the tuning seeds chose."""
+    """`answer(scores, tuning)` is [rule]: the mean over the reporting seeds at the setting that the
+    tuning seeds chose.
+    """
     scores = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(4))
     for tuning in (2, 3):
         tune, report = scores[..., :tuning].mean(-1), scores[..., tuning:].mean(-1)
@@ -129,31 +198,77 @@ def check_tuned(answer: Answer) -> None:
         best = tune.argmax(1)
         common = torch.full((3,), int(tune.mean(0).argmax()))
         mistakes = {
-            "the setting is chosen on the reporting seeds, so luck is reported as skill; choose on the first ones": report.amax(
-                1
+            "the setting is chosen on the reporting seeds, so luck is reported as skill; "
+            "choose on the first ones": report.amax(1),
+            "the setting is chosen with all seeds, the reporting ones among them; choose on "
+            "the first ones only": at(everything.argmax(1), report),
+            "this reports the seeds that chose the setting: the best of several is too good. "
+            "Report the others": tune.amax(1),
+            "one setting for all rules favours the rule it suits; choose for each rule by itself": (
+                at(common, report)
             ),
-            "the setting is chosen with all seeds, the reporting ones among them; choose on the first ones only": at(
-                everything.argmax(1), report
+            "this reports all seeds, those that chose among them; report the others only": at(
+                best, everything
             ),
-            "this reports the seeds that chose the setting: the best of several is too good. Report the others": tune.amax(1),
-            "one setting for all rules favours the rule it suits; choose for each rule by itself": at(common, report),
-            "this reports all seeds, those that chose among them; report the others only": at(best, everything),
-            "all seeds choose and all report: choose with the first ones, report the others": everything.amax(1),
+            "all seeds choose and all report: choose with the first ones, report the others": (
+                everything.amax(1)
+            ),
         }
         got = tensor(answer(scores.clone(), tuning), (3,), "tuned")
-        close(got, at(best, report), "this is not each rule's own best setting, scored on the seeds left over", mistakes)
+        close(
+            got,
+            at(best, report),
+            "this is not each rule's own best setting, scored on the seeds left over",
+            mistakes,
+        )
 
 
 SUPPORTED, CONTRADICTED, OPEN = "supported", "contradicted", "open"
 
 _CLAIMS: dict[str, tuple[str, str]] = {
-    "A": (SUPPORTED, "all seeds of both step-wise rules reach the target at 2e-3 long before any seed of uniform credit"),
-    "B": (CONTRADICTED, "look at the rows of clip 0.2: in iterations the rules are nearly equal there"),
-    "C": (CONTRADICTED, "the control without any turning point rises as fast, and so does the one with random steps"),
-    "D": (SUPPORTED, "at each rule's own best clip uniform credit needs the fewest forward passes, by a factor of about 1.5"),
-    "E": (OPEN, "seconds in a tiny network are mostly overhead per call; nothing here measured a large one"),
-    "F": (CONTRADICTED, "every run was evaluated on the same six prompts and the same noise; the interval covers seeds only"),
-    "G": (OPEN, "results in two dimensions do not decide claims about image models; they show which control such a claim needs"),
+    "A": (
+        SUPPORTED,
+        (
+            "all seeds of both step-wise rules reach the target at 2e-3 long before any seed of"
+            " uniform credit"
+        ),
+    ),
+    "B": (
+        CONTRADICTED,
+        "look at the rows of clip 0.2: in iterations the rules are nearly equal there",
+    ),
+    "C": (
+        CONTRADICTED,
+        (
+            "the control without any turning point rises as fast, and so does the one with random"
+            " steps"
+        ),
+    ),
+    "D": (
+        SUPPORTED,
+        (
+            "at each rule's own best clip uniform credit needs the fewest forward passes, by a"
+            " factor of about 1.5"
+        ),
+    ),
+    "E": (
+        OPEN,
+        "seconds in a tiny network are mostly overhead per call; nothing here measured a large one",
+    ),
+    "F": (
+        CONTRADICTED,
+        (
+            "every run was evaluated on the same six prompts and the same noise; the interval"
+            " covers seeds only"
+        ),
+    ),
+    "G": (
+        OPEN,
+        (
+            "results in two dimensions do not decide claims about image models; they show which"
+            " control such a claim needs"
+        ),
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Checks of lesson 8, a credit rule of one's own: a repaired rule, reward to go, ranks, a rule with memory."""
+"""Checks of lesson 8, a credit rule of one's own: a repaired rule, reward to go, ranks, a rule with
+memory.
+"""
 
 import copy
 import inspect
@@ -12,7 +14,14 @@ from flowrl.credit import gains, reward_to_go
 from flowrl.probes import NoProbe
 from flowrl_course import rule_checks as rules
 from flowrl_course.checking import Unsolved, check, close, expect, same
-from flowrl_course.rule_checks import SILENT, by_step, centred, centred_by_step, centred_to_go, joint
+from flowrl_course.rule_checks import (
+    SILENT,
+    by_step,
+    centred,
+    centred_by_step,
+    centred_to_go,
+    joint,
+)
 
 
 @check("Exercise 1")
@@ -22,34 +31,47 @@ def check_mended(rule: Any) -> None:
     rules.check_equal_values(made, SILENT)
     hints = {
         "declares_a_probe": "`probe` is a function, not a probe: write Tweedie(), with brackets",
-        "reads_only_what_its_probe_fills": "NoProbe() scores the finished sample only; the rule reads all columns: use Tweedie()",
-        "leaves_its_input_alone": "the value table is changed: -= works in place. Other code reads the same table",
+        "reads_only_what_its_probe_fills": (
+            "NoProbe() scores the finished sample only; the rule reads all columns: use Tweedie()"
+        ),
+        "leaves_its_input_alone": (
+            "the value table is changed: -= works in place. Other code reads the same table"
+        ),
         "gives_a_silent_group_zero": SILENT,
         **rules.MASKED,
-        "survives_extremes": "advantages are not finite for a group of one or for equal values: divide by std + 1e-4",
+        "survives_extremes": (
+            "advantages are not finite for a group of one or for equal values: divide by std + 1e-4"
+        ),
     }
     rules.check_contract(made, hints)
     rules.check_one_step_probe(made)
-    expect(getattr(made, "shared_noise", False), "shared_noise = True is gone: then members start from different noise")
+    expect(
+        getattr(made, "shared_noise", False),
+        "shared_noise = True is gone: then members start from different noise",
+    )
 
     def scaled(values: Tensor, std: Tensor, over: tuple[int, ...] = (0, 1, 2)) -> Tensor:
         return (values - values.mean(over, keepdim=True)) / (std + 1e-4)
 
     mistakes = {
-        "every decision is normalised by itself; the mean and the std run over members and decisions together": by_step,
+        "every decision is normalised by itself; the mean and the std run over members and "
+        "decisions together": (by_step),
         "the mean and the std run over the prompts too; a group is compared with itself only": (
             lambda g: scaled(g, g.std(unbiased=False))
         ),
         "the sign is wrong: the credit of a decision is R_{k+1} - R_k": lambda g: joint(-g),
-        "the std divides by n - 1; use the population's, unbiased=False": (
-            lambda g: scaled(g, g.std((1, 2), keepdim=True), (1, 2))
+        "the std divides by n - 1; use the population's, unbiased=False": lambda g: scaled(
+            g, g.std((1, 2), keepdim=True), (1, 2)
         ),
     }
     rules.check_advantages(
         made,
         lambda table: joint(gains(table)),
         "the advantages are not the z-score over members and decisions of the gains R_{k+1} - R_k",
-        {message: lambda table, wrong=wrong: wrong(gains(table)) for message, wrong in mistakes.items()},
+        {
+            message: lambda table, wrong=wrong: wrong(gains(table))
+            for message, wrong in mistakes.items()
+        },
     )
 
 
@@ -68,21 +90,21 @@ def check_to_go(rule: Any) -> None:
         "this is R - R_{k+1}, what comes after the decision; its own gain belongs to it: R - R_k": (
             lambda table: centred_by_step(table[..., -1:] - table[..., 1:])
         ),
-        "these are the gains again; the credit of a decision runs to the end: R - R_k": lambda table: centred_by_step(
-            gains(table)
+        "these are the gains again; the credit of a decision runs to the end: R - R_k": (
+            lambda table: centred_by_step(gains(table))
         ),
-        "the std is each decision's own, which inflates late ones: std_over=('member', 'decision')": (
-            lambda table: by_step(reward_to_go(table))
-        ),
-        "the mean runs over the decisions too, so that early ones get credit for being early: over=('member',)": (
-            lambda table: joint(reward_to_go(table))
-        ),
-        "the std is taken after the mean was subtracted; use that of the values themselves, as zscore does": (
-            lambda table: _std_of_centred(reward_to_go(table))
-        ),
+        "the std is each decision's own, which inflates late ones: std_over=('member', "
+        "'decision')": lambda table: by_step(reward_to_go(table)),
+        "the mean runs over the decisions too, so that early ones get credit for being "
+        "early: over=('member',)": lambda table: joint(reward_to_go(table)),
+        "the std is taken after the mean was subtracted; use that of the values themselves, "
+        "as zscore does": lambda table: _std_of_centred(reward_to_go(table)),
         "the sign is wrong: R - R_k": lambda table: -centred_to_go(table),
     }
-    otherwise = "the advantages are not the z-scores of R - R_k with the mean over members and the std over members and decisions"
+    otherwise = (
+        "the advantages are not the z-scores of R - R_k with the mean over members and the std over"
+        " members and decisions"
+    )
     rules.check_advantages(made, centred_to_go, otherwise, mistakes)
 
 
@@ -109,7 +131,10 @@ def _refuse_wrong_ranks(rule: Any, sorting: str) -> None:
         found = rules.advantages_of(copy.deepcopy(rule), table)
     except Exception:  # `check_contract` gives the reason
         return
-    raw = any(same(found, _every_decision(_ranks(table[..., -1]) + first, table), 2e-3) for first in (0.0, 1.0))
+    raw = any(
+        same(found, _every_decision(_ranks(table[..., -1]) + first, table), 2e-3)
+        for first in (0.0, 1.0)
+    )
     expect(not raw, "the ranks are right but not normalised: take the z-score over the members")
     once = by_step(_every_decision(table[..., -1].argsort(1).to(table), table))
     expect(not same(found, once, 2e-3), sorting)
@@ -117,10 +142,18 @@ def _refuse_wrong_ranks(rule: Any, sorting: str) -> None:
 
 @check("Exercise 3")
 def check_rank(rule: Any) -> None:
-    """`rule` is Z over the members of the ranks of R, ties sharing their mean rank, the same at every decision."""
+    """`rule` is Z over the members of the ranks of R, ties sharing their mean rank, the same at
+    every decision.
+    """
     made = rules.make_rule(rule)
-    ties = "a group of equal rewards is not 0: equal rewards share their mean rank (sorting gives them different ones)"
-    sorting = "one argsort gives the first, the second, ...; the rank of a member is the argsort of that argsort"
+    ties = (
+        "a group of equal rewards is not 0: equal rewards share their mean rank (sorting gives them"
+        " different ones)"
+    )
+    sorting = (
+        "one argsort gives the first, the second, ...; the rank of a member is the argsort of that"
+        " argsort"
+    )
     _refuse_wrong_ranks(made, sorting)
     last = "with NoProbe() all columns but the last are NaN: rank values[..., -1]"
     upside_down = "the best member has the lowest rank here; higher rewards are better"
@@ -132,17 +165,20 @@ def check_rank(rule: Any) -> None:
         **rules.MASKED,
     }
     rules.check_contract(made, hints)
-    expect(isinstance(made.probe, NoProbe), "the probe costs network evaluations that a rank of R does not need: NoProbe()")
+    expect(
+        isinstance(made.probe, NoProbe),
+        "the probe costs network evaluations that a rank of R does not need: NoProbe()",
+    )
     mistakes = {
         upside_down: lambda table: -_rank_credit(table),
         "the ranks are centred but not normalised: take the z-score over the members": (
             lambda table: _every_decision(_ranks(table[..., -1]) - 2.0, table)
         ),
-        "the ranks run over all prompts; rank within each prompt's group": (
-            lambda table: by_step(_every_decision(_ranks(table[..., -1].reshape(1, -1)).view_as(table[..., -1]), table))
+        "the ranks run over all prompts; rank within each prompt's group": lambda table: by_step(
+            _every_decision(_ranks(table[..., -1].reshape(1, -1)).view_as(table[..., -1]), table)
         ),
-        "these are the rewards' own z-scores (Uniform); take ranks first": (
-            lambda table: by_step(_every_decision(table[..., -1], table))
+        "these are the rewards' own z-scores (Uniform); take ranks first": lambda table: by_step(
+            _every_decision(table[..., -1], table)
         ),
     }
     rules.check_advantages(made, _rank_credit, "these are not the z-scores of the ranks", mistakes)
@@ -161,7 +197,8 @@ def _one_ruler(
     centre: Callable[[Tensor], Tensor] = centred,
     limit: float = 5.0,
 ) -> Tensor:
-    """The last table's advantages, scaled by a root mean square `over` some axes, kept over all tables.
+    """The last table's advantages, scaled by a root mean square `over` some axes, kept over all
+    tables.
 
     `roots` averages roots instead of squares.
     """
@@ -192,8 +229,14 @@ def check_remembers(rule: Any) -> None:
     first = rules.make_rule(rule)
     stateful = hasattr(first, "state_dict") and hasattr(first, "load_state_dict")
     expect(stateful, "a rule with memory has state_dict and load_state_dict")
-    expect(len(first.state_dict()) == 0, "before the first table the memory is empty: state_dict() must be {}")
-    kept = "after load_state_dict(state_dict()) the rule gives other numbers: is the memory in state_dict, as a tensor?"
+    expect(
+        len(first.state_dict()) == 0,
+        "before the first table the memory is empty: state_dict() must be {}",
+    )
+    kept = (
+        "after load_state_dict(state_dict()) the rule gives other numbers: is the memory in"
+        " state_dict, as a tensor?"
+    )
     rules.check_equal_values(first, "a table of equal values gives 0/0: add 1e-4 to the root")
     outside = "entries outside decisions.mask enter a mean: set them to nan, and use nanmean"
     hints = {
@@ -203,41 +246,68 @@ def check_remembers(rule: Any) -> None:
     }
     rules.check_contract(first, hints)
     rules.check_one_step_probe(first)
-    tables = [table * factor for table, factor in zip(rules.value_tables(), (1.0, 3.0, 1.0), strict=True)]
+    tables = [
+        table * factor for table, factor in zip(rules.value_tables(), (1.0, 3.0, 1.0), strict=True)
+    ]
     got = [rules.advantages_of(first, table) for table in tables][-1]
     expect(bool(first.state_dict()), f"{kept} state_dict() is empty after three tables")
     mistakes = {
-        "this has no memory: the scale is that of the present table alone": _one_ruler(tables[-1:], 0.9),
-        "the weights of the average are swapped: decay belongs to the memory": _one_ruler(tables, 0.1),
-        "the table is scaled by the tables before it; add its own squares first": _one_ruler(tables, 0.9, late=True),
-        "this averages roots; average the squares, and take the root at the end": _one_ruler(tables, 0.9, roots=True),
+        "this has no memory: the scale is that of the present table alone": _one_ruler(
+            tables[-1:], 0.9
+        ),
+        "the weights of the average are swapped: decay belongs to the memory": _one_ruler(
+            tables, 0.1
+        ),
+        "the table is scaled by the tables before it; add its own squares first": _one_ruler(
+            tables, 0.9, late=True
+        ),
+        "this averages roots; average the squares, and take the root at the end": _one_ruler(
+            tables, 0.9, roots=True
+        ),
         "each group has a scale of its own: take the mean of the squares over the whole table": (
             _one_ruler(tables, 0.9, over=(1, 2))
         ),
-        "each decision has a scale of its own: one number for the whole table": _one_ruler(tables, 0.9, over=(0, 1)),
+        "each decision has a scale of its own: one number for the whole table": _one_ruler(
+            tables, 0.9, over=(0, 1)
+        ),
         "the values are not centred: subtract the mean over the members, decision by decision": (
             _one_ruler(tables, 0.9, centre=lambda values: values)
         ),
         "the mean runs over the decisions too: centre over the members, decision by decision": (
-            _one_ruler(tables, 0.9, centre=lambda values: values - values.mean((1, 2), keepdim=True))
+            _one_ruler(
+                tables, 0.9, centre=lambda values: values - values.mean((1, 2), keepdim=True)
+            )
         ),
         "the root of m is missing": _without_root(tables),
-        "the memory starts from 0; at the first table it is that table's mean square": (
-            _one_ruler(tables, 0.9, start=torch.zeros(()))
+        "the memory starts from 0; at the first table it is that table's mean square": _one_ruler(
+            tables, 0.9, start=torch.zeros(())
         ),
         "this is one std for each group (exercise 2), without memory": centred_to_go(tables[-1]),
     }
-    otherwise = "the third table's advantages are not (R - R_k - mean) / (running root mean square + 1e-4)"
+    otherwise = (
+        "the third table's advantages are not (R - R_k - mean) / (running root mean square + 1e-4)"
+    )
     close(got, _one_ruler(tables, 0.9), otherwise, mistakes, 2e-3)
     outlier = tables[0].clone()
     outlier[0, 0, -1] += 100.0
-    clamped = same(rules.advantages_of(copy.deepcopy(first), outlier), _one_ruler([*tables, outlier], 0.9), 2e-3)
+    clamped = same(
+        rules.advantages_of(copy.deepcopy(first), outlier),
+        _one_ruler([*tables, outlier], 0.9),
+        2e-3,
+    )
     expect(clamped, "with one reward far above all others advantages exceed 5: clamp them to ±5")
     if inspect.isclass(rule):
         again = rules.make_rule(rule)
         again.load_state_dict(first.state_dict())
         for made in (again, first):
-            expect(same(rules.advantages_of(made, tables[0]), _one_ruler([*tables, tables[0]], 0.9), 2e-3), kept)
+            expect(
+                same(
+                    rules.advantages_of(made, tables[0]),
+                    _one_ruler([*tables, tables[0]], 0.9),
+                    2e-3,
+                ),
+                kept,
+            )
         _check_memory_options(rule, tables)
 
 
@@ -247,7 +317,10 @@ def _check_memory_options(rule: Any, tables: list[Tensor]) -> None:
     try:
         fresh.load_state_dict(fresh.state_dict())
     except Exception as error:
-        empty = "the state of a rule that has seen no table is empty, and load_state_dict must accept it"
+        empty = (
+            "the state of a rule that has seen no table is empty, and load_state_dict must"
+            " accept it"
+        )
         raise Unsolved(f"{empty}; yours raised {type(error).__name__}") from error
     used = rules.make_rule(rule)
     rules.advantages_of(used, tables[0])
@@ -257,5 +330,8 @@ def _check_memory_options(rule: Any, tables: list[Tensor]) -> None:
     if hasattr(forgetful, "decay"):
         forgetful.decay = 0.0
         got = [rules.advantages_of(forgetful, table) for table in tables][-1]
-        fixed = "with decay = 0 the memory must hold the present table alone: is 0.9 written into the rule?"
+        fixed = (
+            "with decay = 0 the memory must hold the present table alone: is 0.9 written into the"
+            " rule?"
+        )
         expect(same(got, _one_ruler(tables, 0.0), 2e-3), fixed)

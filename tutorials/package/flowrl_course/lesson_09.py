@@ -1,4 +1,6 @@
-"""Checks of lesson 9, a test of one's own rule: state values, learning curves, verdicts, power, calibrated estimates."""
+"""Checks of lesson 9, a test of one's own rule: state values, learning curves, verdicts, power,
+calibrated estimates.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,13 +20,17 @@ _NOISE = (0.8, 0.9, 0.4, 0.7)
 
 @check("Exercise 1")
 def check_state_value(answer: Answer) -> None:
-    """`answer(latents, node, steps, go, score, count)` is the mean reward of stochastic continuations."""
+    """`answer(latents, node, steps, go, score, count)` is the mean reward of stochastic
+    continuations.
+    """
     generator = torch.Generator().manual_seed(1)
     rows: list[int] = []
     visited: list[int] = []
 
     def go(latents: Tensor, step: int) -> Tensor:
-        expect(0 <= int(step) < 4, f"go was called with step {int(step)}; with 4 steps they are 0 to 3")
+        expect(
+            0 <= int(step) < 4, f"go was called with step {int(step)}; with 4 steps they are 0 to 3"
+        )
         rows.append(len(latents))
         visited.append(int(step))
         return latents + _NOISE[int(step)] * torch.randn(latents.shape, generator=generator)
@@ -35,26 +41,37 @@ def check_state_value(answer: Answer) -> None:
     latents, node, count = torch.tensor([2.0, 0.0, -1.0])[:, None, None], 1, 20_000
     got = answered(answer(latents, node, 4, go, score, count), "state_value")
     expect(bool(rows), "go was never called: from node j the steps j, j + 1, ..., T - 1 follow")
-    expect(sum(rows) >= 2 * len(latents) * count, "there is only one continuation (or few) of each state; make `count` of them")
+    expect(
+        sum(rows) >= 2 * len(latents) * count,
+        "there is only one continuation (or few) of each state; make `count` of them",
+    )
     got = tensor(got, (3,), "the values")
     base = latents[:, 0, 0].square()
     full = sum(_NOISE[i] ** 2 for i in range(node, 4))
     mistakes = {
-        "the first step is missing: step j leads from node j to node j + 1, so start with it": base + full - _NOISE[node] ** 2,
+        "the first step is missing: step j leads from node j to node j + 1, so start with it": (
+            base + full - _NOISE[node] ** 2
+        ),
         "the last step, T - 1, is missing: range(node, steps)": base + full - _NOISE[3] ** 2,
         "all steps from 0 are made; the state is already at `node`": base + full + _NOISE[0] ** 2,
         "the states are averaged before they are scored; average the rewards": base,
-        "the continuations of different states are mixed: repeat_interleave keeps those of one state together": (
-            base.mean() + torch.full((3,), full)
-        ),
+        "the continuations of different states are mixed: repeat_interleave keeps those of "
+        "one state together": (base.mean() + torch.full((3,), full)),
     }
-    close(got, base + full, "the values are not the mean rewards of the continuations", mistakes, 0.05)
+    close(
+        got, base + full, "the values are not the mean rewards of the continuations", mistakes, 0.05
+    )
     made = sorted(set(visited))
-    expect(made == [1, 2, 3], f"from node 1 of 4 steps the steps 1, 2, 3 follow; you made {', '.join(map(str, made))}")
+    expect(
+        made == [1, 2, 3],
+        f"from node 1 of 4 steps the steps 1, 2, 3 follow; you made {', '.join(map(str, made))}",
+    )
 
 
 def _area(cost: Tensor, reward: Tensor, budget: float, cut: bool = True, end: bool = True) -> float:
-    """The area below the curve up to the budget; `cut`: not beyond it, `end`: with the piece after the last evaluation."""
+    """The area below the curve up to the budget; `cut`: not beyond it, `end`: with the piece after
+    the last evaluation.
+    """
     if not cut:
         return float(torch.trapezoid(reward, cost))
     i = int((cost < budget).sum())
@@ -67,7 +84,9 @@ def _area(cost: Tensor, reward: Tensor, budget: float, cut: bool = True, end: bo
 
 @check("Exercise 2")
 def check_mean_reward(answer: Answer) -> None:
-    """`answer(cost, reward, budget)` is the mean of the piecewise linear curve from 0 to the budget."""
+    """`answer(cost, reward, budget)` is the mean of the piecewise linear curve from 0 to the
+    budget.
+    """
     cost = torch.tensor([0.0, 2.0, 3.0, 8.0, 12.0], dtype=torch.float64)
     reward = torch.tensor([0.2, 0.3, 0.7, 0.9, 0.6], dtype=torch.float64)
     for budget in (10.0, 5.0, 8.0, 12.0):
@@ -77,16 +96,31 @@ def check_mean_reward(answer: Answer) -> None:
         steps = reward[inside]
         mistakes = {
             "this is the area; divide it by the budget": wanted,
-            "this is the mean of the evaluated rewards; the evaluations are not evenly spaced": float(steps.mean()),
-            "the curve beyond the budget is included; stop at the budget": _area(cost, reward, budget, cut=False) / budget,
-            "the whole area is divided by the last cost, whatever the budget is": _area(cost, reward, budget, cut=False) / 12.0,
-            "the piece from the last evaluation to the budget is missing": _area(cost, reward, budget, end=False) / budget,
+            "this is the mean of the evaluated rewards; the evaluations are not evenly spaced": (
+                float(steps.mean())
+            ),
+            "the curve beyond the budget is included; stop at the budget": (
+                _area(cost, reward, budget, cut=False) / budget
+            ),
+            "the whole area is divided by the last cost, whatever the budget is": (
+                _area(cost, reward, budget, cut=False) / 12.0
+            ),
+            "the piece from the last evaluation to the budget is missing": (
+                _area(cost, reward, budget, end=False) / budget
+            ),
             "these are rectangles; the curve is linear between evaluations: torch.trapezoid": (
-                float((reward[:-1] * (cost[1:].clamp(max=budget) - cost[:-1]).clamp(min=0)).sum()) / budget
+                float((reward[:-1] * (cost[1:].clamp(max=budget) - cost[:-1]).clamp(min=0)).sum())
+                / budget
             ),
             "this is the reward at the budget, not the mean up to it": _end(cost, reward, budget),
         }
-        close(got, wanted / budget, f"{got:.4g} instead of {wanted / budget:.4g} for a budget of {budget:g}", mistakes, 1e-6)
+        close(
+            got,
+            wanted / budget,
+            f"{got:.4g} instead of {wanted / budget:.4g} for a budget of {budget:g}",
+            mistakes,
+            1e-6,
+        )
 
 
 def _end(cost: Tensor, reward: Tensor, budget: float) -> float:
@@ -109,18 +143,32 @@ WORDS = ("better", "worse", "no difference that matters", "undecided")
 """The verdicts of exercise 3."""
 
 _ALIKE_FIRST = (
-    "the p-value is read first: a difference whose whole interval lies within ±0.02 does not matter, even if it excludes 0"
+    "the p-value is read first: a difference whose whole interval lies within ±0.02 does not"
+    " matter, even if it excludes 0"
 )
 _VERDICTS = (
-    (_Found(0.08, 0.05, 0.11), 0.001, "better", "a clear positive difference is better: value > 0 and adjusted < 0.05"),
-    (_Found(-0.08, -0.11, -0.05), 0.001, "worse", "a clear negative difference is worse: the sign of the mean decides"),
+    (
+        _Found(0.08, 0.05, 0.11),
+        0.001,
+        "better",
+        "a clear positive difference is better: value > 0 and adjusted < 0.05",
+    ),
+    (
+        _Found(-0.08, -0.11, -0.05),
+        0.001,
+        "worse",
+        "a clear negative difference is worse: the sign of the mean decides",
+    ),
     (_Found(0.01, 0.004, 0.016), 0.001, "no difference that matters", _ALIKE_FIRST),
     (_Found(-0.01, -0.016, -0.004), 0.001, "no difference that matters", _ALIKE_FIRST),
     (
         _Found(0.01, -0.30, 0.32),
         0.9,
         "undecided",
-        "only the mean (or the p-value) decides here; the whole interval must lie within ±0.02, and this one is wide",
+        (
+            "only the mean (or the p-value) decides here; the whole interval must lie within ±0.02,"
+            " and this one is wide"
+        ),
     ),
     (
         _Found(0.03, 0.001, 0.059),
@@ -134,8 +182,18 @@ _VERDICTS = (
         "undecided",
         "one end of the interval is beyond 0.02; both ends must lie within ±0.02",
     ),
-    (_Found(-0.01, -0.035, 0.015), 0.4, "undecided", "one end of the interval is beyond -0.02; both ends must lie within ±0.02"),
-    (_Found(0.015, 0.005, 0.025), 0.01, "better", "one end of the interval is beyond 0.02 and the p-value is small: better"),
+    (
+        _Found(-0.01, -0.035, 0.015),
+        0.4,
+        "undecided",
+        "one end of the interval is beyond -0.02; both ends must lie within ±0.02",
+    ),
+    (
+        _Found(0.015, 0.005, 0.025),
+        0.01,
+        "better",
+        "one end of the interval is beyond 0.02 and the p-value is small: better",
+    ),
 )
 
 
@@ -144,45 +202,89 @@ def check_verdict(answer: Answer) -> None:
     """`answer(found, adjusted, smallest)` is one of `WORDS`."""
     for found, adjusted, wanted, mistake in _VERDICTS:
         got = answered(answer(found, adjusted), "verdict")
-        expect(got in WORDS, f"{got!r} is not one of the four strings {', '.join(map(repr, WORDS))}")
-        expect(got == wanted, f"{got!r} for [{found.low:g}, {found.high:g}] with p = {adjusted:g}: {mistake}")
+        expect(
+            got in WORDS, f"{got!r} is not one of the four strings {', '.join(map(repr, WORDS))}"
+        )
+        expect(
+            got == wanted,
+            f"{got!r} for [{found.low:g}, {found.high:g}] with p = {adjusted:g}: {mistake}",
+        )
     wide = answer(_Found(0.03, 0.01, 0.05), 0.001, 0.06)
     expect(
-        wide == WORDS[2], "with smallest=0.06 the interval [0.01, 0.05] does not matter: is the 0.02 written into the function?"
+        wide == WORDS[2],
+        "with smallest=0.06 the interval [0.01, 0.05] does not matter: is the 0.02 written into the"
+        " function?",
     )
 
 
 @check("Exercise 4")
 def check_rate(answer: Answer) -> None:
-    """`answer(judge, spread, seeds, effect, draws, generator)` is the fraction of simulated experiments judged "better"."""
+    """`answer(judge, spread, seeds, effect, draws, generator)` is the fraction of simulated
+    experiments judged "better".
+    """
     drawn: list[Tensor] = []
 
     def judge(differences: Tensor) -> str:
-        drawn.append(tensor(differences, (7,), "the differences of an experiment of 7 seeds").clone())
+        drawn.append(
+            tensor(differences, (7,), "the differences of an experiment of 7 seeds").clone()
+        )
         return WORDS[len(drawn) % 4]
 
-    got = answered(answer(judge, 0.5, 7, 2.0, 400, torch.Generator().manual_seed(1)), "rate_of_better")
-    expect(len(drawn) == 400, f"judge was called {len(drawn)} times for 400 draws: judge every experiment once")
+    got = answered(
+        answer(judge, 0.5, 7, 2.0, 400, torch.Generator().manual_seed(1)), "rate_of_better"
+    )
+    expect(
+        len(drawn) == 400,
+        f"judge was called {len(drawn)} times for 400 draws: judge every experiment once",
+    )
     values = torch.stack(drawn)
-    expect(float((values - values.flatten()[0]).abs().max()) > 0, "the differences have no noise: spread * torch.randn(...)")
-    expect(bool((values[0] != values[1]).any()), "all experiments have the same noise: draw inside the loop")
+    expect(
+        float((values - values.flatten()[0]).abs().max()) > 0,
+        "the differences have no noise: spread * torch.randn(...)",
+    )
+    expect(
+        bool((values[0] != values[1]).any()),
+        "all experiments have the same noise: draw inside the loop",
+    )
     scale, centre = float(values.std()), float(values.mean())
-    expect(abs(scale - 0.5 / 7**0.5) > 0.03, "this is the spread of a mean of 7 seeds; each difference has the whole spread")
-    expect(abs(scale - 0.25) > 0.05, "the spread is squared: multiply standard normal noise by the spread")
-    expect(abs(scale - 0.5) < 0.05, f"the differences have a standard deviation of {scale:.2f} instead of 0.5: spread * randn")
+    expect(
+        abs(scale - 0.5 / 7**0.5) > 0.03,
+        "this is the spread of a mean of 7 seeds; each difference has the whole spread",
+    )
+    expect(
+        abs(scale - 0.25) > 0.05,
+        "the spread is squared: multiply standard normal noise by the spread",
+    )
+    expect(
+        abs(scale - 0.5) < 0.05,
+        f"the differences have a standard deviation of {scale:.2f} instead of 0.5: spread * randn",
+    )
     expect(abs(centre) > 0.1, "the effect is missing: the differences have the mean `effect`")
-    expect(abs(centre - 2.0) < 0.1, f"the differences have a mean of {centre:.2f} instead of 2: add the effect, unscaled")
+    expect(
+        abs(centre - 2.0) < 0.1,
+        f"the differences have a mean of {centre:.2f} instead of 2: add the effect, unscaled",
+    )
     value = number(got, "the rate")
     wrong = {
         "this is a number of experiments; divide it by `draws`": 100.0,
         "this is the fraction that is not better": 0.75,
         'this counts "worse" too; count "better" alone': 0.5,
     }
-    close(value, 0.25, f"{value:.3g} instead of 0.25, the fraction of experiments judged better", wrong, 1e-6)
+    close(
+        value,
+        0.25,
+        f"{value:.3g} instead of 0.25, the fraction of experiments judged better",
+        wrong,
+        1e-6,
+    )
 
 
-def calibration_slopes(table: Tensor, over: tuple[int, ...] = (0, 1), inverse: bool = False) -> Tensor:
-    """The slope of the final reward on the value of each column, both centred within their group: [1, 1, decision+1]."""
+def calibration_slopes(
+    table: Tensor, over: tuple[int, ...] = (0, 1), inverse: bool = False
+) -> Tensor:
+    """The slope of the final reward on the value of each column, both centred within their group:
+    [1, 1, decision+1].
+    """
     values = centred(table)
     final = values[..., -1:]
     below = final.square().expand_as(values) if inverse else values.square()
@@ -195,29 +297,49 @@ def _calibrated(table: Tensor, slopes: Tensor) -> Tensor:
 
 @check("Exercise 5")
 def check_calibrated(rule: Any) -> None:
-    """`rule` gives the gains of slope_k (R_k - group mean), slope_k regressed on R over the whole table."""
+    """`rule` gives the gains of slope_k (R_k - group mean), slope_k regressed on R over the whole
+    table.
+    """
     made = rules.make_rule(rule)
-    shared = "a state that all members share (noise) has no spread: add 1e-8 to the denominator of the slope"
-    level = "the slope measures easy and hard prompts: subtract the group's mean from the values first"
-    hints = {"gives_a_silent_group_zero": shared, "survives_extremes": shared, "ignores_a_constant": level, **rules.MASKED}
+    shared = (
+        "a state that all members share (noise) has no spread: add 1e-8 to the denominator of the"
+        " slope"
+    )
+    level = (
+        "the slope measures easy and hard prompts: subtract the group's mean from the values first"
+    )
+    hints = {
+        "gives_a_silent_group_zero": shared,
+        "survives_extremes": shared,
+        "ignores_a_constant": level,
+        **rules.MASKED,
+    }
     rules.check_contract(made, hints, rounding=True)
     rules.check_one_step_probe(made)
 
     def late(table: Tensor, shift: int = 0) -> Tensor:
         slopes = calibration_slopes(table)
-        return centred_by_step(slopes[..., shift : slopes.shape[-1] - 1 + shift] * centred(table).diff(dim=-1))
+        return centred_by_step(
+            slopes[..., shift : slopes.shape[-1] - 1 + shift] * centred(table).diff(dim=-1)
+        )
 
-    after = "the slope multiplies the gain R_{k+1} - R_k; calibrate both values first, then take their difference"
+    after = (
+        "the slope multiplies the gain R_{k+1} - R_k; calibrate both values first, then take their"
+        " difference"
+    )
     mistakes = {
         "the slope is inverted: it predicts R_k from R. Divide by the spread of R_k": (
             lambda table: _calibrated(table, calibration_slopes(table, inverse=True))
         ),
-        "every group has its own slope, which is noisy with few members; pool over prompts and members": (
-            lambda table: _calibrated(table, calibration_slopes(table, over=(1,)))
-        ),
+        "every group has its own slope, which is noisy with few members; pool over prompts "
+        "and members": lambda table: _calibrated(table, calibration_slopes(table, over=(1,))),
         after: late,
         f"{after} ": lambda table: late(table, 1),
-        "the slopes are missing: these are plain gains": lambda table: _calibrated(table, torch.ones(table.shape[-1])),
+        "the slopes are missing: these are plain gains": lambda table: _calibrated(
+            table, torch.ones(table.shape[-1])
+        ),
     }
     otherwise = "the advantages are not those of the calibrated values slope_k (R_k - mean)"
-    rules.check_advantages(made, lambda table: _calibrated(table, calibration_slopes(table)), otherwise, mistakes)
+    rules.check_advantages(
+        made, lambda table: _calibrated(table, calibration_slopes(table)), otherwise, mistakes
+    )

@@ -19,19 +19,29 @@ def check_shifted(answer: Answer) -> None:
     wanted = 3 * u / (1 + 2 * u)
     mistakes = {
         "nothing is shifted yet": u,
-        "this shifts towards data: with s = 3 the middle of the grid must be above 1/2": u / (3 - 2 * u),
+        "this shifts towards data: with s = 3 the middle of the grid must be above 1/2": (
+            u / (3 - 2 * u)
+        ),
         "the denominator is missing: t = 1 must stay 1": 3 * u,
         "the denominator has s instead of s - 1: t = 1 must stay 1": 3 * u / (1 + 3 * u),
         "u is missing in the denominator: 1 + (s - 1) u": 3 * u / (1 + 2),
     }
     close(got, wanted, "this is not s u / (1 + (s - 1) u)", mistakes)
-    expect(same(answer(u, 1.0), u), "a shift of 1 must change nothing: is the 3 written into the function?")
-    expect(same(answer(u, 6.0), 6 * u / (1 + 5 * u)), "with a shift of 6 the grid is wrong: is the 3 written into the function?")
+    expect(
+        same(answer(u, 1.0), u),
+        "a shift of 1 must change nothing: is the 3 written into the function?",
+    )
+    expect(
+        same(answer(u, 6.0), 6 * u / (1 + 5 * u)),
+        "with a shift of 6 the grid is wrong: is the 3 written into the function?",
+    )
 
 
 @check("Exercise 2")
 def check_lora_parameters(answer: Answer) -> None:
-    """`answer(shapes, rank)` counts the trained numbers of LoRA on layers of those (out, in) shapes."""
+    """`answer(shapes, rank)` counts the trained numbers of LoRA on layers of those (out, in)
+    shapes.
+    """
     shapes, rank = [(7, 5), (11, 3), (4, 4)], 2
     wanted = rank * sum(out + wide for out, wide in shapes)
     got = number(answer(shapes, rank), "the count")
@@ -39,13 +49,25 @@ def check_lora_parameters(answer: Answer) -> None:
     mistakes = {
         "these are the layers' own weights, which are frozen": full,
         "this counts B A multiplied out; A and B are trained": rank * full,
-        "only one of the two matrices is counted: A is rank x in, B is out x rank": rank * sum(wide for _, wide in shapes),
-        "only one of the two matrices is counted, B; A is rank x in": rank * sum(out for out, _ in shapes),
-        "the rank is missing: each of the matrices has that many rows or columns": sum(sum(s) for s in shapes),
+        "only one of the two matrices is counted: A is rank x in, B is out x rank": (
+            rank * sum(wide for _, wide in shapes)
+        ),
+        "only one of the two matrices is counted, B; A is rank x in": (
+            rank * sum(out for out, _ in shapes)
+        ),
+        "the rank is missing: each of the matrices has that many rows or columns": sum(
+            sum(s) for s in shapes
+        ),
         "only the last layer is counted: add up all of them": rank * 8,
         "only the first layer is counted: add up all of them": rank * 12,
     }
-    close(got, wanted, f"{got:.0f} instead of {wanted} for the shapes {shapes} and rank {rank}", mistakes, 1e-6)
+    close(
+        got,
+        wanted,
+        f"{got:.0f} instead of {wanted} for the shapes {shapes} and rank {rank}",
+        mistakes,
+        1e-6,
+    )
 
 
 @check("Exercise 3")
@@ -64,8 +86,11 @@ def check_folded(answer: Answer) -> None:
     new_a, new_b = tensor(pair[0], (4, 6), "A'"), tensor(pair[1], (5, 4), "B'")
     delta = b @ a
     mistakes = {
-        "nothing is folded: a reader that knows no alpha would add B A instead of (alpha / rank) B A": delta,
-        "both matrices got the whole scale, so the product has its square: scale one of them": 9 * delta,
+        "nothing is folded: a reader that knows no alpha would add B A instead of (alpha / "
+        "rank) B A": (delta),
+        "both matrices got the whole scale, so the product has its square: scale one of them": (
+            9 * delta
+        ),
         "the scale is alpha / rank, not alpha; the rank is A's number of rows": 12 * delta,
         "the scale is inverted: alpha / rank, not rank / alpha": delta / 3,
         "the rank is A's number of rows, 4 here, not its number of columns": 2 * delta,
@@ -81,29 +106,52 @@ def check_guided(answer: Answer) -> None:
     towards, away = torch.randn(2, 3, 4, generator=generator)
     wanted = away + 4.5 * (towards - away)
     mistakes = {
-        "the two are swapped: start at the negative velocity and go beyond the prompt's": towards + 4.5 * (away - towards),
-        "this starts at the prompt's velocity; then scale 1 would not give that one back": towards + 4.5 * (towards - away),
+        "the two are swapped: start at the negative velocity and go beyond the prompt's": (
+            towards + 4.5 * (away - towards)
+        ),
+        "this starts at the prompt's velocity; then scale 1 would not give that one back": (
+            towards + 4.5 * (towards - away)
+        ),
         "this is the difference alone; it starts at the negative velocity": 4.5 * (towards - away),
         "the negative velocity is not subtracted": away + 4.5 * towards,
-        "this is a mean of the two; guidance goes beyond: v_neg + s (v - v_neg)": (towards + 4.5 * away) / 5.5,
+        "this is a mean of the two; guidance goes beyond: v_neg + s (v - v_neg)": (
+            (towards + 4.5 * away) / 5.5
+        ),
     }
-    close(tensor(answer(towards, away, 4.5), (3, 4), "the velocity"), wanted, "this is not v_neg + s (v - v_neg)", mistakes)
+    close(
+        tensor(answer(towards, away, 4.5), (3, 4), "the velocity"),
+        wanted,
+        "this is not v_neg + s (v - v_neg)",
+        mistakes,
+    )
     expect(
-        same(answer(towards, away, 1.0), towards), "scale 1 must be the prompt's velocity: is the 4.5 written into the function?"
+        same(answer(towards, away, 1.0), towards),
+        "scale 1 must be the prompt's velocity: is the 4.5 written into the function?",
     )
 
 
-def _arithmetic(groups: int, group_size: int, steps: int, minibatches: int, micro_batch: int, processes: int) -> tuple[int, ...]:
+def _arithmetic(
+    groups: int, group_size: int, steps: int, minibatches: int, micro_batch: int, processes: int
+) -> tuple[int, ...]:
     pairs = math.ceil(groups * group_size / minibatches) * steps
-    return math.ceil(groups / processes) * group_size, pairs, math.ceil(pairs / processes / micro_batch)
+    return (
+        math.ceil(groups / processes) * group_size,
+        pairs,
+        math.ceil(pairs / processes / micro_batch),
+    )
 
 
 @check("Exercise 5")
 def check_arithmetic(answer: Answer) -> None:
-    """`answer(groups, group_size, steps, minibatches, micro_batch, processes)`: trajectories, pairs and backward passes."""
+    """`answer(groups, group_size, steps, minibatches, micro_batch, processes)`: trajectories, pairs
+    and backward passes.
+    """
     settings = (10, 6, 9, 7, 16, 4)
     found = answered(answer(*settings), "arithmetic")
-    expect(isinstance(found, tuple | list) and len(found) == 3, "return three numbers: trajectories, pairs, backward passes")
+    expect(
+        isinstance(found, tuple | list) and len(found) == 3,
+        "return three numbers: trajectories, pairs, backward passes",
+    )
     trajectories, pairs, passes = (number(value, "each of the three") for value in found)
     case = "10 groups of 6 on 4 processes"
     mistakes: dict[str, Any] = {
@@ -112,15 +160,24 @@ def check_arithmetic(answer: Answer) -> None:
         f"trajectories: {case}: two groups remain if each process takes two; round up": 12,
         f"trajectories: {case}: groups are counted, not their members": 3,
     }
-    close(trajectories, 18, f"trajectories of the busiest process: {trajectories:g} instead of 18 for {case}", mistakes, 1e-6)
+    close(
+        trajectories,
+        18,
+        f"trajectories of the busiest process: {trajectories:g} instead of 18 for {case}",
+        mistakes,
+        1e-6,
+    )
     case = "60 trajectories of 9 stochastic steps in 7 mini-batches"
     mistakes = {
-        f"pairs: {case}: every trajectory gives one pair per stochastic step; the steps are missing": 9,
+        f"pairs: {case}: every trajectory gives one pair per stochastic step; the steps are "
+        f"missing": (9),
         f"pairs: {case}: these are the pairs of all mini-batches together": 540,
-        f"pairs: {case}: the trajectories are split, not their pairs: a trajectory's steps stay together, so round up first": 78,
+        f"pairs: {case}: the trajectories are split, not their pairs: a trajectory's steps "
+        f"stay together, so round up first": (78),
         f"pairs: {case}: a number of pairs is whole; round the trajectories up": 540 / 7,
         f"pairs: {case}: 60 in 7 mini-batches are 9, 9, 9, 9, 9, 9 and 6; round up": 72,
-        f"pairs: {case}: a mini-batch is drawn from the trajectories of all processes, not of one": 27,
+        f"pairs: {case}: a mini-batch is drawn from the trajectories of all processes, not "
+        f"of one": (27),
     }
     close(pairs, 81, f"pairs of the largest mini-batch: {pairs:g} instead of 81", mistakes, 1e-6)
     case = "81 pairs on 4 processes in micro-batches of 16"
@@ -133,7 +190,10 @@ def check_arithmetic(answer: Answer) -> None:
     close(passes, 2, f"backward passes: {passes:g} instead of 2 for {case}", mistakes, 1e-6)
     for other in ((48, 24, 9, 2, 8, 8), (5, 4, 3, 1, 7, 1), (3, 4, 2, 5, 3, 2)):
         names = "groups, group_size, steps, minibatches, micro_batch, processes"
-        expect(tuple(answer(*other)) == _arithmetic(*other), f"wrong for ({names}) = {other}; expected {_arithmetic(*other)}")
+        expect(
+            tuple(answer(*other)) == _arithmetic(*other),
+            f"wrong for ({names}) = {other}; expected {_arithmetic(*other)}",
+        )
 
 
 @check("Exercise 6")
@@ -147,9 +207,15 @@ def check_memory(answer: Answer) -> None:
         "these are numbers, not bytes: float32 takes 4 bytes each": wanted / 4,
         "2 bytes per number would be bfloat16; nodes are stored in float32": wanted / 2,
         "T steps have T + 1 nodes, and a velocity each": wanted * 2 * steps / (2 * steps + 1),
-        "only the nodes are counted; the velocities of the T steps are stored too": wanted * (steps + 1) / (2 * steps + 1),
-        "only the velocities are counted; the T + 1 nodes are stored too": wanted * steps / (2 * steps + 1),
-        "T steps have T + 1 nodes but only T velocities": wanted * (2 * steps + 2) / (2 * steps + 1),
+        "only the nodes are counted; the velocities of the T steps are stored too": (
+            wanted * (steps + 1) / (2 * steps + 1)
+        ),
+        "only the velocities are counted; the T + 1 nodes are stored too": (
+            wanted * steps / (2 * steps + 1)
+        ),
+        "T steps have T + 1 nodes but only T velocities": (
+            wanted * (2 * steps + 2) / (2 * steps + 1)
+        ),
         "these are gibibytes (2**30); take 1e9": wanted * 1e9 / 2**30,
     }
     close(got, wanted, f"{got:.4g} instead of {wanted:.4g} GB", mistakes, 1e-4)
@@ -157,12 +223,23 @@ def check_memory(answer: Answer) -> None:
 
 @check("Exercise 7")
 def check_iteration(answer: Answer) -> None:
-    """`answer(nfe, train_nfe, gradient_nfe, passes, branches, backward)`: forward passes of sampling and of the update."""
+    """`answer(nfe, train_nfe, gradient_nfe, passes, branches, backward)`: forward passes of
+    sampling and of the update.
+    """
     found = answered(answer(100, 70, 30, 2, 1, 1.5), "iteration_passes")
-    expect(isinstance(found, tuple | list) and len(found) == 2, "return two numbers: sampling and update")
+    expect(
+        isinstance(found, tuple | list) and len(found) == 2,
+        "return two numbers: sampling and update",
+    )
     sampling, update = number(found[0], "sampling"), number(found[1], "update")
     mistakes = {"guidance is missing: each evaluation is `passes` forward passes": 100.0}
-    close(sampling, 200.0, f"sampling: {sampling:g} instead of 200 for 100 evaluations with 2 passes each", mistakes, 1e-9)
+    close(
+        sampling,
+        200.0,
+        f"sampling: {sampling:g} instead of 200 for 100 evaluations with 2 passes each",
+        mistakes,
+        1e-9,
+    )
     mistakes = {
         "the repeated forward pass of checkpointing is missing": 140 + 30 * 1.5,
         "the backward passes are missing": 140.0,
@@ -173,4 +250,7 @@ def check_iteration(answer: Answer) -> None:
     }
     close(update, 215.0, f"update: {update:g} instead of 215", mistakes, 1e-9)
     other = tuple(answer(10, 8, 4, 1, 1, 2.0))
-    expect(same(torch.tensor(other), torch.tensor([10.0, 20.0])), f"{other} instead of (10, 20) without guidance")
+    expect(
+        same(torch.tensor(other), torch.tensor([10.0, 20.0])),
+        f"{other} instead of (10, 20) without guidance",
+    )

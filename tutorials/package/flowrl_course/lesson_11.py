@@ -16,9 +16,15 @@ Answer = Callable[..., Any]
 
 
 def _uneven() -> Tree:
-    """Two trees of one prompt from which two leaves are missing, so that siblings have unequally many leaves behind them."""
+    """Two trees of one prompt from which two leaves are missing, so that siblings have unequally
+    many leaves behind them.
+    """
     whole = Branch({0: 2, 1: 3}).tree(3, (0, 1, 2), 12, False, torch.Generator())
-    visits = [list(enumerate(path)) for member, path in enumerate(whole.paths.tolist()) if member not in (4, 7)]
+    visits = [
+        list(enumerate(path))
+        for member, path in enumerate(whole.paths.tolist())
+        if member not in (4, 7)
+    ]
     return tree_of(visits, lambda node, unit: True)
 
 
@@ -29,32 +35,48 @@ def _rewards(tree: Tree) -> Tensor:
 
 @check("Exercise 1")
 def check_values(answer: Answer) -> None:
-    """`answer(rewards, passes)` is the mean reward of the leaves behind every state, [prompt, unit]."""
+    """`answer(rewards, passes)` is the mean reward of the leaves behind every state, [prompt,
+    unit].
+    """
     tree = _uneven()
     rewards, passes = _rewards(tree), tree.passes.float()
     got = answered(answer(rewards.clone(), passes.clone()), "leaf_values")
     sums = rewards @ passes
     mistakes = {
         "these are sums; divide by the number of leaves behind each state": sums,
-        "every state is divided by the number of all leaves; only those behind the state count": sums / tree.members,
-        "these are means over the children's values; here every leaf counts once": replace(tree, mean="child").values(rewards),
-        "every state has the mean of all leaves; a state's value is that of the leaves behind it": rewards.mean(
-            1, keepdim=True
-        ).expand(-1, tree.units),
-        "every state has the reward of its first leaf; take the mean over all leaves behind it": rewards[:, passes.argmax(dim=0)],
+        "every state is divided by the number of all leaves; only those behind the state count": (
+            sums / tree.members
+        ),
+        "these are means over the children's values; here every leaf counts once": (
+            replace(tree, mean="child").values(rewards)
+        ),
+        "every state has the mean of all leaves; a state's value is that of the leaves behind it": (
+            rewards.mean(1, keepdim=True).expand(-1, tree.units)
+        ),
+        "every state has the reward of its first leaf; take the mean over all leaves behind it": (
+            rewards[:, passes.argmax(dim=0)]
+        ),
     }
-    close(tensor(got, tuple(sums.shape), "the result"), tree.values(rewards), "this is not the mean over leaves", mistakes)
+    close(
+        tensor(got, tuple(sums.shape), "the result"),
+        tree.values(rewards),
+        "this is not the mean over leaves",
+        mistakes,
+    )
 
 
 @check("Exercise 2")
 def check_siblings(answer: Answer) -> None:
-    """`answer(values, parent)` is Z over siblings, [prompt, unit]; 0 for a state without siblings and for a root."""
+    """`answer(values, parent)` is Z over siblings, [prompt, unit]; 0 for a state without siblings
+    and for a root.
+    """
     tree = _uneven()
     values, parent = tree.values(_rewards(tree)), tree.parent
     got = tensor(answer(values.clone(), parent.clone()), tuple(values.shape), "the result")
     expect(
         not bool(got.isnan().any()),
-        "some entries are NaN: the sample standard deviation of a single state is 0/0; use unbiased=False",
+        "some entries are NaN: the sample standard deviation of a single state is 0/0; use"
+        " unbiased=False",
     )
     alone = torch.where(parent >= 0, parent, tree.units + torch.arange(tree.units))
     wanted = group_zscore(values, alone, clamp=None)
@@ -63,57 +85,77 @@ def check_siblings(answer: Answer) -> None:
     count = (alone == alone[:, None]).sum(0)
     from_parent = torch.where(parent >= 0, values - values[:, at], torch.zeros_like(values))
     mistakes = {
-        "roots are compared with each other; they were not drawn from the same state, so their credit is 0": group_zscore(
-            values, parent, clamp=None
+        "roots are compared with each other; they were not drawn from the same state, so "
+        "their credit is 0": group_zscore(values, parent, clamp=None),
+        "the standard deviation is the sample's; flowrl uses the population's (unbiased=False)": (
+            wanted * (std + 1e-4) / (std * (count / (count - 1).clamp(min=1)).sqrt() + 1e-4)
         ),
-        "the standard deviation is the sample's; flowrl uses the population's (unbiased=False)": wanted
-        * (std + 1e-4)
-        / (std * (count / (count - 1).clamp(min=1)).sqrt() + 1e-4),
         "all states are compared with each other; compare those with the same parent": group_zscore(
             values, torch.zeros_like(parent), clamp=None
         ),
-        "all states of a node are compared (a depth rule); compare those with the same parent": group_zscore(
-            values, tree.node, clamp=None
+        "all states of a node are compared (a depth rule); compare those with the same parent": (
+            group_zscore(values, tree.node, clamp=None)
         ),
         "the division by the standard deviation is missing": wanted * (std + 1e-4),
-        "V(parent) is subtracted, in which siblings weigh by their leaves; subtract the mean over the siblings": from_parent
-        / (std + 1e-4),
+        "V(parent) is subtracted, in which siblings weigh by their leaves; subtract the mean "
+        "over the siblings": (from_parent / (std + 1e-4)),
         "the mean is that of the other siblings; here it includes the state itself": group_zscore(
             values, alone, clamp=None, leave_one_out=True
         ),
     }
-    close(got, wanted, "this is not (V - mean) / (std + 1e-4) over the states with the same parent", mistakes)
+    close(
+        got,
+        wanted,
+        "this is not (V - mean) / (std + 1e-4) over the states with the same parent",
+        mistakes,
+    )
 
 
 @check("Exercise 3")
 def check_shrinkage(answer: Answer) -> None:
-    """`answer(k, leave_one_out)` is the measured slope of the sibling difference on the true advantage."""
+    """`answer(k, leave_one_out)` is the measured slope of the sibling difference on the true
+    advantage.
+    """
     for k in (3, 6, 2):
         got = number(answer(k, False), "shrinkage")
         wanted = 1 - 1 / k
         tables = {
             "this is 1/k, the share that is lost; the slope is what remains": 1 / k,
-            "the slope is 1, so the mean does not contain the draw itself; it does unless `leave_one_out`": 1.0,
-            "this is the correlation; the slope divides by the mean square of the true advantage": (wanted / 2) ** 0.5,
-            "this is k/(k - 1), the slope of the advantage on the difference; regress the other way around": k / (k - 1),
-            "this is the leave-one-out factor of an estimate without noise; regress on `worth`, not on the estimate": wanted / 2,
+            "the slope is 1, so the mean does not contain the draw itself; it does unless "
+            "`leave_one_out`": (1.0),
+            "this is the correlation; the slope divides by the mean square of the true advantage": (
+                (wanted / 2) ** 0.5
+            ),
+            "this is k/(k - 1), the slope of the advantage on the difference; regress the "
+            "other way around": (k / (k - 1)),
+            "this is the leave-one-out factor of an estimate without noise; regress on "
+            "`worth`, not on the estimate": (wanted / 2),
         }
         for message, value in tables.items():
             if abs(got - value) < 0.02 and abs(got - wanted) > 0.02:
                 expect(False, f"k = {k}: {message}")
-        expect(abs(got - wanted) < 0.02, f"with k = {k} siblings the slope is {wanted:.2f}; you get {got:.2f}")
+        expect(
+            abs(got - wanted) < 0.02,
+            f"with k = {k} siblings the slope is {wanted:.2f}; you get {got:.2f}",
+        )
     for k in (3, 6, 2):
         got = number(answer(k, True), "shrinkage")
         expect(
             abs(got - (1 - 1 / k)) > 0.02,
-            "right with the mean over all siblings, but `leave_one_out` changes nothing: subtract the mean of the other k - 1",
+            "right with the mean over all siblings, but `leave_one_out` changes nothing: subtract"
+            " the mean of the other k - 1",
         )
-        expect(abs(got - 1) < 0.02, f"left out of its own mean, a draw's slope is 1; with k = {k} you get {got:.2f}")
+        expect(
+            abs(got - 1) < 0.02,
+            f"left out of its own mean, a draw's slope is 1; with k = {k} you get {got:.2f}",
+        )
 
 
 @check("Exercise 4")
 def check_shares(answer: Answer) -> None:
-    """`answer(counts)` is each decision's share of the loss if every distinct edge counts once, [decision]."""
+    """`answer(counts)` is each decision's share of the loss if every distinct edge counts once,
+    [decision].
+    """
     counts = [2, 2, 6, 6, 12, 24, 24]
     got = tensor(answer(list(counts)), (len(counts) - 1,), "the result").double()
     edges = torch.tensor(counts[1:], dtype=torch.float64)
@@ -121,13 +163,20 @@ def check_shares(answer: Answer) -> None:
     mistakes = {
         "these are numbers of edges; divide by their sum": edges,
         "the denominator contains n_0; no edge leads to a root": edges / sum(counts),
-        "decision i is counted by the states it starts from, n_i; it has one edge per state it leads to, n_{i+1}": starts
-        / starts.sum(),
-        "every decision has 1/D: these are the shares with leaf weights": torch.full_like(edges, 1 / len(edges)),
-        "these are the weights 1 / n_{i+1} that would make all decisions equal; the share is proportional to n_{i+1}": (1 / edges)
-        / (1 / edges).sum(),
+        "decision i is counted by the states it starts from, n_i; it has one edge per state "
+        "it leads to, n_{i+1}": (starts / starts.sum()),
+        "every decision has 1/D: these are the shares with leaf weights": torch.full_like(
+            edges, 1 / len(edges)
+        ),
+        "these are the weights 1 / n_{i+1} that would make all decisions equal; the share is "
+        "proportional to n_{i+1}": ((1 / edges) / (1 / edges).sum()),
     }
-    close(got, edges / edges.sum(), "the share of decision i is n_{i+1} divided by the number of all edges", mistakes)
+    close(
+        got,
+        edges / edges.sum(),
+        "the share of decision i is n_{i+1} divided by the number of all edges",
+        mistakes,
+    )
 
 
 _SHAPES: tuple[tuple[int, dict[int, int], int], ...] = (
@@ -147,20 +196,26 @@ def _counts(roots: int, children: dict[int, int], steps: int) -> list[int]:
 
 @check("Exercise 5")
 def check_evaluations(answer: Answer) -> None:
-    """`answer(roots, children, steps)` is the number of network evaluations of a rollout of one group."""
+    """`answer(roots, children, steps)` is the number of network evaluations of a rollout of one
+    group.
+    """
     for roots, children, steps in _SHAPES:
         got = number(answer(roots, dict(children), steps), "evaluations")
         n = _counts(roots, children, steps)
         mistakes = {
             f"{sum(n):,} is the number of states; the finished images need no evaluation": sum(n),
-            f"{sum(n) - roots:,} is the number of edges; siblings share the evaluation of the state that they start from": sum(n)
-            - roots,
-            f"{steps * n[-1]:,} is what as many independent trajectories cost; shared states are evaluated once": steps * n[-1],
-            f"{sum(n[:-1]) // roots:,} is the number for one root; there are {roots}": sum(n[:-1]) // roots,
+            f"{sum(n) - roots:,} is the number of edges; siblings share the evaluation of "
+            f"the state that they start from": (sum(n) - roots),
+            f"{steps * n[-1]:,} is what as many independent trajectories cost; shared states "
+            f"are evaluated once": (steps * n[-1]),
+            f"{sum(n[:-1]) // roots:,} is the number for one root; there are {roots}": (
+                sum(n[:-1]) // roots
+            ),
         }
         for message, value in mistakes.items():
             expect(not (abs(got - value) < 0.5 and value != sum(n[:-1])), message)
         expect(
             abs(got - sum(n[:-1])) < 0.5,
-            f"{roots} roots, children {children}, {steps} steps take {sum(n[:-1]):,} evaluations; you get {got:,.0f}",
+            f"{roots} roots, children {children}, {steps} steps take {sum(n[:-1]):,} evaluations;"
+            f" you get {got:,.0f}",
         )

@@ -19,16 +19,22 @@ def _normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _batch(new: Tensor, old: Tensor, target: Tensor, time: Tensor, advantages: Tensor) -> ForwardBatch:
+def _batch(
+    new: Tensor, old: Tensor, target: Tensor, time: Tensor, advantages: Tensor
+) -> ForwardBatch:
     """Rows of one group."""
     rows = torch.arange(len(new))
     weight = torch.ones(len(new))
-    return ForwardBatch(time, target, new, advantages, weight, torch.zeros_like(rows), rows, old=old, reference=old)
+    return ForwardBatch(
+        time, target, new, advantages, weight, torch.zeros_like(rows), rows, old=old, reference=old
+    )
 
 
 @check("Exercise 1")
 def check_target(answer: Answer) -> None:
-    """`answer(x, x_next, t, s, noise_level)` is the velocity [sample, dim] with which the mean of Flow-SDE is `x_next`."""
+    """`answer(x, x_next, t, s, noise_level)` is the velocity [sample, dim] with which the mean of
+    Flow-SDE is `x_next`.
+    """
     schedule, x, x_next = uniform_schedule(5), _normal(1, 4, 3), _normal(2, 4, 3)
     for step, level in ((1, 0.7), (3, 0.4)):
         t, s = (float(schedule.times[node]) for node in (step, step + 1))
@@ -38,23 +44,36 @@ def check_target(answer: Answer) -> None:
         wanted = ((1 - drift) * x - x_next) / k
         mistakes = {
             "the sign is wrong: mu falls with v, so v is (... x - x_next) / k": -wanted,
-            "this is the slope of the step; the noise term changes the mean, too": (x - x_next) / delta,
+            "this is the slope of the step; the noise term changes the mean, too": (
+                (x - x_next) / delta
+            ),
             "x has the factor 1; in the mean it has 1 - a^2 Delta / (2 (1 - t))": (x - x_next) / k,
             "k lacks the factor 1 + a^2 / 2": ((1 - drift) * x - x_next) / delta,
-            "the drift of x has t in place of 1 - t": ((1 - level**2 * delta / (2 * t)) * x - x_next) / k,
+            "the drift of x has t in place of 1 - t": (
+                ((1 - level**2 * delta / (2 * t)) * x - x_next) / k
+            ),
             "Delta is negative: time falls, so Delta = t - s": ((1 + drift) * x - x_next) / -k,
         }
         close(got, wanted, "the mean of the transition with this velocity is not x_next", mistakes)
         mean = FlowSDE(level).transition(x, got.float(), schedule, torch.full((4,), step)).mean
-        close(mean, x_next, "the mean of the transition with this velocity is not x_next", tolerance=1e-3)
+        close(
+            mean,
+            x_next,
+            "the mean of the transition with this velocity is not x_next",
+            tolerance=1e-3,
+        )
 
 
 @check("Exercise 2")
 def check_branches(answer: Answer) -> None:
-    """`answer(velocity, old, target, r, beta)` is the loss of DiffusionNFT's Theorem 3.2, [sample]."""
+    """`answer(velocity, old, target, r, beta)` is the loss of DiffusionNFT's Theorem 3.2,
+    [sample].
+    """
     velocity, old, target = (_normal(seed, 4, 3) for seed in (3, 4, 5))
     r, beta = torch.tensor([0.1, 0.5, 0.8, 1.0]), 0.3
-    got = answered(answer(velocity.clone(), old.clone(), target.clone(), r.clone(), beta), "nft_loss")
+    got = answered(
+        answer(velocity.clone(), old.clone(), target.clone(), r.clone(), beta), "nft_loss"
+    )
 
     def branches(step: Tensor, sign: float = -1.0) -> tuple[Tensor, Tensor]:
         return (old + step - target).square(), (old + sign * step - target).square()
@@ -65,24 +84,42 @@ def check_branches(answer: Answer) -> None:
     mistakes = {
         "the elements are summed; take their mean": wanted * 3,
         "the result is one number; return the loss of every sample": wanted.mean(),
-        "positive and negative are swapped: r weights the branch v+": r * negative.mean(1) + (1 - r) * positive.mean(1),
-        "beta is missing: v+ and v- are v_old plus and minus beta (v - v_old)": r * free[0].mean(1) + (1 - r) * free[1].mean(1),
-        "the bad branch is subtracted; both terms are added, and the minus sign is in v-": r * positive.mean(1)
-        - (1 - r) * negative.mean(1),
+        "positive and negative are swapped: r weights the branch v+": (
+            r * negative.mean(1) + (1 - r) * positive.mean(1)
+        ),
+        "beta is missing: v+ and v- are v_old plus and minus beta (v - v_old)": (
+            r * free[0].mean(1) + (1 - r) * free[1].mean(1)
+        ),
+        "the bad branch is subtracted; both terms are added, and the minus sign is in v-": (
+            r * positive.mean(1) - (1 - r) * negative.mean(1)
+        ),
         "both branches are on the same side; v- = v_old - beta (v - v_old)": positive.mean(1),
-        "the square root is too much: these are squared errors": r * positive.mean(1).sqrt() + (1 - r) * negative.mean(1).sqrt(),
+        "the square root is too much: these are squared errors": (
+            r * positive.mean(1).sqrt() + (1 - r) * negative.mean(1).sqrt()
+        ),
     }
     if isinstance(got, Tensor) and got.ndim != 1:
         close(got, wanted, f"the result has shape {tuple(got.shape)} instead of (4,)", mistakes)
-    close(tensor(got, (4,), "the result"), wanted, "this is not r |v+ - v*|^2 + (1 - r) |v- - v*|^2", mistakes)
+    close(
+        tensor(got, (4,), "the result"),
+        wanted,
+        "this is not r |v+ - v*|^2 + (1 - r) |v- - v*|^2",
+        mistakes,
+    )
 
 
 @check("Exercise 3")
 def check_gradient(answer: Answer) -> None:
-    """`answer(advantage, old, target, time)` is the gradient of the released loss at v = v_old, [sample, dim]."""
+    """`answer(advantage, old, target, time)` is the gradient of the released loss at v = v_old,
+    [sample, dim].
+    """
     old, target, time = _normal(6, 4, 3), _normal(7, 4, 3), torch.tensor([0.9, 0.6, 0.3, 0.5])
     advantages = torch.tensor([1.5, -0.5, 2.0, 0.0])
-    got = tensor(answer(advantages.clone(), old.clone(), target.clone(), time.clone()), (4, 3), "the gradient")
+    got = tensor(
+        answer(advantages.clone(), old.clone(), target.clone(), time.clone()),
+        (4, 3),
+        "the gradient",
+    )
     new = old.clone().requires_grad_()
     loss = DiffusionNFT(kl_weight=0.0).loss(_batch(new, old, target, time, advantages)).loss
     wanted = torch.autograd.grad(loss, new)[0] * len(time)
@@ -95,18 +132,27 @@ def check_gradient(answer: Answer) -> None:
         "w has no factor t here; w = t mean|v_old - v*|": wanted * t,
         "t^2 is missing: the errors are those of clean estimates": wanted / t.square(),
         "the factor 1/c of 2r - 1 = A/c is still there; it cancels against c/beta": wanted / 5,
-        "the advantage has no effect on the sign: use A, not its absolute value": wanted * advantages.sign()[:, None],
+        "the advantage has no effect on the sign: use A, not its absolute value": (
+            wanted * advantages.sign()[:, None]
+        ),
         "the advantages are not there": 2 * t * (old - target) / mean / 3,
-        "w is the root of the mean square; it is the mean absolute value": wanted
-        * mean
-        / (old - target).square().mean(1, keepdim=True).sqrt(),
+        "w is the root of the mean square; it is the mean absolute value": (
+            wanted * mean / (old - target).square().mean(1, keepdim=True).sqrt()
+        ),
     }
-    close(got, wanted, "this is not 2 A t^2 (v_old - v*) / w, divided by the number of elements", mistakes)
+    close(
+        got,
+        wanted,
+        "this is not 2 A t^2 (v_old - v*) / w, divided by the number of elements",
+        mistakes,
+    )
 
 
 @check("Exercise 4")
 def check_optimum(answer: Answer) -> None:
-    """`answer(advantages, targets, old, penalty)` is the minimiser [dim] of the penalised objective at one state, or None."""
+    """`answer(advantages, targets, old, penalty)` is the minimiser [dim] of the penalised objective
+    at one state, or None.
+    """
     targets, old = _normal(8, 5, 3), _normal(9, 3)
     for advantages, penalty in (
         (torch.tensor([1.0, 0.5, -0.4, 0.2, 0.3]), 0.0),
@@ -114,18 +160,28 @@ def check_optimum(answer: Answer) -> None:
         (torch.tensor([0.5, -1.0, -0.8, 0.1, -0.3]), 0.9),
     ):
         got = answer(advantages.clone(), targets.clone(), old.clone(), penalty)
-        expect(got is not None, "you return None although mean advantage + penalty is positive: there is a minimum")
+        expect(
+            got is not None,
+            "you return None although mean advantage + penalty is positive: there is a minimum",
+        )
         weighted, mean = (advantages[:, None] * targets).mean(0), advantages.mean()
         wanted = (weighted + penalty * old) / (mean + penalty)
         mistakes = {
             "the penalty is in the numerator only": (weighted + penalty * old) / mean,
-            "the penalty is in the denominator only: it pulls towards v_old": weighted / (mean + penalty),
+            "the penalty is in the denominator only: it pulls towards v_old": (
+                weighted / (mean + penalty)
+            ),
             "the penalty has no effect": weighted / mean,
-            "sum and mean are mixed: lambda is added to a mean over the samples": (5 * weighted + penalty * old)
-            / (5 * mean + penalty),
-            "this is v_old plus the gradient step; solve for the zero of the derivative": old + weighted - mean * old,
+            "sum and mean are mixed: lambda is added to a mean over the samples": (
+                (5 * weighted + penalty * old) / (5 * mean + penalty)
+            ),
+            "this is v_old plus the gradient step; solve for the zero of the derivative": (
+                old + weighted - mean * old
+            ),
         }
-        close(tensor(got, (3,), "the minimiser"), wanted, "the derivative is not zero there", mistakes)
+        close(
+            tensor(got, (3,), "the minimiser"), wanted, "the derivative is not zero there", mistakes
+        )
     for advantages, penalty in (
         (torch.tensor([0.5, -1.0, -0.8, 0.1, -0.3]), 0.1),
         (torch.tensor([-1.0, 1.0, 0.0, 2.0, -2.0]), 0.0),
@@ -133,25 +189,36 @@ def check_optimum(answer: Answer) -> None:
         got = answer(advantages.clone(), targets.clone(), old.clone(), penalty)
         expect(
             got is None,
-            "the mean advantage plus the penalty is not positive: the zero of the derivative is no minimum; return None",
+            "the mean advantage plus the penalty is not positive: the zero of the derivative is no"
+            " minimum; return None",
         )
 
 
 @check("Exercise 5")
 def check_weights(answer: Answer) -> None:
-    """`answer(advantages, errors, reference, beta)` are the weights of the members' errors in DGPO's gradient."""
+    """`answer(advantages, errors, reference, beta)` are the weights of the members' errors in
+    DGPO's gradient.
+    """
     advantages = torch.tensor([[1.0, 0.5, -1.5, 0.0], [2.0, -0.5, -0.5, -1.0]])
     reference = _normal(10, 2, 4).abs() + 0.5
     errors, beta = (reference - 0.2 * advantages + 0.1 * _normal(11, 2, 4)).abs(), 3.0
-    got = tensor(answer(advantages.clone(), errors.clone(), reference.clone(), beta), (2, 4), "the result")
+    got = tensor(
+        answer(advantages.clone(), errors.clone(), reference.clone(), beta), (2, 4), "the result"
+    )
     gaps = advantages * (errors - reference)
     s = beta * gaps.mean(1, keepdim=True)
     mistakes = {
-        "the sign of S is wrong: it falls as the errors of good members fall below the reference": torch.sigmoid(-s) * advantages,
-        "every member has a sigmoid of its own; S is one number per group": torch.sigmoid(beta * gaps) * advantages,
+        "the sign of S is wrong: it falls as the errors of good members fall below the reference": (
+            torch.sigmoid(-s) * advantages
+        ),
+        "every member has a sigmoid of its own; S is one number per group": (
+            torch.sigmoid(beta * gaps) * advantages
+        ),
         "S is the sum over the members; it is their mean": torch.sigmoid(4 * s) * advantages,
         "S is the mean over all groups": torch.sigmoid(beta * gaps.mean()) * advantages,
-        "the reference is missing in S": torch.sigmoid(beta * (advantages * errors).mean(1, keepdim=True)) * advantages,
+        "the reference is missing in S": (
+            torch.sigmoid(beta * (advantages * errors).mean(1, keepdim=True)) * advantages
+        ),
         "beta is missing in S": torch.sigmoid(s / beta) * advantages,
         "beta is also a factor of the weights; it cancels": beta * torch.sigmoid(s) * advantages,
         "the advantages are missing: the weight is sigmoid(S) A": torch.sigmoid(s).expand(-1, 4),
@@ -161,7 +228,9 @@ def check_weights(answer: Answer) -> None:
         velocity = errors[row][:, None].sqrt().requires_grad_()
         old, zero = reference[row][:, None].sqrt(), torch.zeros(4, 1)
         loss = (
-            DGPO(beta_dpo=beta, clip=None, kl_weight=0.0).loss(_batch(velocity, old, zero, torch.ones(4), advantages[row])).loss
+            DGPO(beta_dpo=beta, clip=None, kl_weight=0.0)
+            .loss(_batch(velocity, old, zero, torch.ones(4), advantages[row]))
+            .loss
         )
         weights = torch.autograd.grad(loss, velocity)[0][:, 0] * 4 / (2 * velocity.detach()[:, 0])
         close(got[row], weights, "the weights differ from those of flowrl's DGPO")
@@ -177,19 +246,24 @@ _METHODS: dict[str, tuple[int, int, int, bool, bool]] = {
 
 @check("Exercise 6")
 def check_cost(answer: Answer) -> None:
-    """`answer(steps, draws, networks, guided_sampling, guided_training)` are the evaluations of one trajectory."""
+    """`answer(steps, draws, networks, guided_sampling, guided_training)` are the evaluations of one
+    trajectory.
+    """
     for name, (steps, draws, networks, sampling, training) in _METHODS.items():
         got = number(answer(steps, draws, networks, sampling, training), "evaluations")
         wanted = steps * (1 + sampling) + draws * networks * (1 + training)
         mistakes = {
-            f"{name}: you count the current network only; the others are evaluated at every trained pair": steps * (1 + sampling)
-            + draws * (1 + training),
+            f"{name}: you count the current network only; the others are evaluated at every "
+            f"trained pair": (steps * (1 + sampling) + draws * (1 + training)),
             f"{name}: guidance is missing; with it, an evaluation is two": steps + draws * networks,
             f"{name}: only the sampling is counted": steps * (1 + sampling),
             f"{name}: only the training is counted": draws * networks * (1 + training),
-            f"{name}: the networks are evaluated at the drawn times, not at every step": steps * (1 + sampling)
-            + steps * networks * (1 + training),
-            f"{name}: sampling takes one network": steps * networks * (1 + sampling) + draws * networks * (1 + training),
+            f"{name}: the networks are evaluated at the drawn times, not at every step": (
+                steps * (1 + sampling) + steps * networks * (1 + training)
+            ),
+            f"{name}: sampling takes one network": (
+                steps * networks * (1 + sampling) + draws * networks * (1 + training)
+            ),
             f"{name}: guidance is counted where it is not used": 2 * (steps + draws * networks),
         }
         for message, value in mistakes.items():

@@ -1,4 +1,6 @@
-"""What the checks of credit rules share: value tables, the contract with hints, and comparison with the right advantages."""
+"""What the checks of credit rules share: value tables, the contract with hints, and comparison with
+the right advantages.
+"""
 
 import copy
 import inspect
@@ -18,7 +20,9 @@ from flowrl_course.checking import answered, close, expect, tensor
 COUNT = 6
 """Decisions of `value_tables`."""
 
-SILENT = "a group of equal values must get exactly 0: its std is 0, so add 1e-4 to it (or use zscore)"
+SILENT = (
+    "a group of equal values must get exactly 0: its std is 0, so add 1e-4 to it (or use zscore)"
+)
 """The message for a rule that gives a group of equal values something else than 0."""
 
 MASKED = dict.fromkeys(
@@ -47,7 +51,9 @@ def centred_to_go(table: Tensor) -> Tensor:
 
 
 def value_tables(count: int = 3) -> list[Tensor]:
-    """Value tables [prompt, member, decision+1] whose groups differ in level and spread, as groups of different prompts do."""
+    """Value tables [prompt, member, decision+1] whose groups differ in level and spread, as groups
+    of different prompts do.
+    """
     found = []
     for seed in range(count):
         generator = torch.Generator().manual_seed(40 + seed)
@@ -62,7 +68,9 @@ def make_rule(rule: Any) -> Any:
     """A rule from a class or an object; raises `Unsolved` if its `assign` still has the dots."""
     answered(rule, "the rule")
     made: Any = rule() if inspect.isclass(rule) else rule
-    expect(callable(getattr(made, "assign", None)), "the rule has no method assign(values, decisions)")
+    expect(
+        callable(getattr(made, "assign", None)), "the rule has no method assign(values, decisions)"
+    )
     try:
         table = value_tables(1)[0]
         found = copy.deepcopy(made).assign(table, Decisions.like(table))
@@ -73,23 +81,34 @@ def make_rule(rule: Any) -> Any:
 
 
 def advantages_of(rule: Any, table: Tensor) -> Tensor:
-    """The rule's advantages [prompt, member, decision] for one of `value_tables`; raises `Unsolved` for another shape."""
+    """The rule's advantages [prompt, member, decision] for one of `value_tables`; raises `Unsolved`
+    for another shape.
+    """
     prompts, members, columns = table.shape
     found = rule.assign(table.clone(), Decisions.like(table))
     return tensor(found, (prompts, members, columns - 1), "the advantages")
 
 
 def check_contract(rule: Any, hints: Mapping[str, str], rounding: bool = False) -> None:
-    """Raise `Unsolved` for the first broken promise of `flowrl.testing`, with its hint if `hints` has one.
+    """Raise `Unsolved` for the first broken promise of `flowrl.testing`, with its hint if `hints`
+    has one.
 
-    With `rounding`, a group of equal values may get advantages of up to 1e-2, which rounding of the group's mean leaves; the
-    promise requires exactly 0.
+    With `rounding`, a group of equal values may get advantages of up to 1e-2, which rounding of the
+    group's mean leaves; the promise requires exactly 0.
     """
     for finding in check_credit(rule):
-        if rounding and finding.promise == "gives_a_silent_group_zero" and not finding.ok and _nearly_silent(rule):
+        if (
+            rounding
+            and finding.promise == "gives_a_silent_group_zero"
+            and not finding.ok
+            and _nearly_silent(rule)
+        ):
             continue
         reason = finding.message.rpartition("): ")[2] or finding.message
-        expect(finding.ok, hints.get(finding.promise, f"the promise {finding.promise!r} is broken: {reason}"))
+        expect(
+            finding.ok,
+            hints.get(finding.promise, f"the promise {finding.promise!r} is broken: {reason}"),
+        )
 
 
 def _nearly_silent(rule: Any) -> bool:
@@ -106,9 +125,14 @@ def check_equal_values(rule: Any, message: str) -> None:
 
 
 def check_advantages(
-    rule: Any, solution: Callable[[Tensor], Tensor], otherwise: str, mistakes: Mapping[str, Callable[[Tensor], Tensor]]
+    rule: Any,
+    solution: Callable[[Tensor], Tensor],
+    otherwise: str,
+    mistakes: Mapping[str, Callable[[Tensor], Tensor]],
 ) -> None:
-    """Raise `Unsolved` unless the rule agrees with `solution` on all tables; `mistakes` maps messages to wrong rules."""
+    """Raise `Unsolved` unless the rule agrees with `solution` on all tables; `mistakes` maps
+    messages to wrong rules.
+    """
     for table in value_tables():
         wrong = {message: mistake(table) for message, mistake in mistakes.items()}
         close(advantages_of(rule, table), solution(table), otherwise, wrong, 2e-3)

@@ -1,4 +1,6 @@
-"""Short training runs, kept in memory: seconds each in the 2-D world, about half a minute with images."""
+"""Short training runs, kept in memory: seconds each in the 2-D world, about half a minute with
+images.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,17 +23,22 @@ PLANE: dict[str, Any] = {
     "eval_samples": 96,
     "eval_steps": 10,
 }
-"""Settings of the runs in the 2-D world that differ from the preset: fewer samples, more evaluations."""
+"""Settings of the runs in the 2-D world that differ from the preset: fewer samples, more
+evaluations.
+"""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One run, evaluated every few iterations; every tensor is [evaluation], and entry 0 is the untrained policy.
+    """One run, evaluated every few iterations; every tensor is [evaluation], and entry 0 is the
+    untrained policy.
 
-    `sampled` and `trained` count the network evaluations so far in rollouts (probes included) and in updates; `seconds` is the
-    time of both, without evaluations. `reward` is the mean soft reward of ODE samples of the averaged weights, held-out prompts.
-    `points` [evaluation, sample, 2] are those samples, sample i for held-out prompt i modulo their number. `clipped` is the mean
-    fraction of (trajectory, decision) pairs whose ratio was beyond the clip range, 0 for a loss without a ratio.
+    `sampled` and `trained` count the network evaluations so far in rollouts (probes included) and
+    in updates; `seconds` is the time of both, without evaluations. `reward` is the mean soft reward
+    of ODE samples of the averaged weights, held-out prompts. `points` [evaluation, sample, 2] are
+    those samples, sample i for held-out prompt i modulo their number. `clipped` is the mean
+    fraction of (trajectory, decision) pairs whose ratio was beyond the clip range, 0 for a loss
+    without a ratio.
     """
 
     iterations: Tensor
@@ -44,14 +51,20 @@ class Curve:
 
     @property
     def work(self) -> Tensor:
-        """All evaluations in units of one forward pass: a backward pass costs about two, so a trained pair costs three."""
+        """All evaluations in units of one forward pass: a backward pass costs about two, so a
+        trained pair costs three.
+        """
         return self.sampled + 3 * self.trained
 
 
-def start(method: str = "flow-grpo", seed: int = 0, rule: CreditRule | None = None, **settings: Any) -> Trainer:
-    """A trainer in the 2-D world by `method`, or by the credit `rule` with the method's sampler and loss.
+def start(
+    method: str = "flow-grpo", seed: int = 0, rule: CreditRule | None = None, **settings: Any
+) -> Trainer:
+    """A trainer in the 2-D world by `method`, or by the credit `rule` with the method's sampler and
+    loss.
 
-    `settings` are those of `RunConfig`. With `initial_noise` "auto" the rule's own `shared_noise` attribute decides.
+    `settings` are those of `RunConfig`. With `initial_noise` "auto" the rule's own `shared_noise`
+    attribute decides.
     """
     config = preset("default").apply(**{**PLANE, "method": method, "seed": seed, **settings})
     if rule is None:
@@ -60,14 +73,28 @@ def start(method: str = "flow-grpo", seed: int = 0, rule: CreditRule | None = No
     automatic = config.algorithm.initial_noise == "auto"
     shared = bool(getattr(rule, "shared_noise", False)) if automatic else chosen.shared_noise
     chosen = replace(chosen, credit=rule, shared_noise=shared)
-    return Trainer(make_policy(config), chosen, make_reward(config), world.prompts(config.environment.task, "train"), config)
+    return Trainer(
+        make_policy(config),
+        chosen,
+        make_reward(config),
+        world.prompts(config.environment.task, "train"),
+        config,
+    )
 
 
-def learn(method: str = "flow-grpo", seed: int = 0, rule: CreditRule | None = None, **settings: Any) -> Curve:
-    """Train to the end, arguments as in `start`. The same arguments give the same curve, except for its seconds."""
+def learn(
+    method: str = "flow-grpo", seed: int = 0, rule: CreditRule | None = None, **settings: Any
+) -> Curve:
+    """Train to the end, arguments as in `start`. The same arguments give the same curve, except for
+    its seconds.
+    """
     trainer = start(method, seed, rule, **settings)
     config, world = trainer.config, make_world(trainer.config)
-    task, form, evaluation = config.environment.task, config.environment.reward_form, config.evaluation
+    task, form, evaluation = (
+        config.environment.task,
+        config.environment.reward_form,
+        config.evaluation,
+    )
     totals, rows, points, clipped = {"nfe": 0.0, "train_nfe": 0.0, "seconds": 0.0}, [], [], 0.0
     for done in range(config.iterations + 1):
         if done > 0:
@@ -77,15 +104,23 @@ def learn(method: str = "flow-grpo", seed: int = 0, rule: CreditRule | None = No
         if done % evaluation.eval_every == 0 or done == config.iterations:
             count = evaluation.eval_samples
             with trainer.averaged():
-                found = evaluate(trainer.policy, world, task, form, count, evaluation.eval_steps, keep=count)
+                found = evaluate(
+                    trainer.policy, world, task, form, count, evaluation.eval_steps, keep=count
+                )
             rows.append((done, *totals.values(), found.scores[form]))
             points.append(found.images.flatten(1))
-    return Curve(*torch.tensor(rows, dtype=torch.float64).T.contiguous().unbind(0), points=torch.stack(points), clipped=clipped)
+    return Curve(
+        *torch.tensor(rows, dtype=torch.float64).T.contiguous().unbind(0),
+        points=torch.stack(points),
+        clipped=clipped,
+    )
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A policy with the averaged weights of a run, the metrics of every iteration, and the held-out evaluation of the weights."""
+    """A policy with the averaged weights of a run, the metrics of every iteration, and the held-out
+    evaluation of the weights.
+    """
 
     policy: FlowPolicy
     metrics: Sequence[Mapping[str, Any]]
@@ -97,7 +132,9 @@ class Trained:
 
 
 def train(config: RunConfig, samples: int = 96, steps: int = 10) -> Trained:
-    """All iterations of `config`, then a held-out evaluation with `samples` ODE samples of `steps` steps."""
+    """All iterations of `config`, then a held-out evaluation with `samples` ODE samples of `steps`
+    steps.
+    """
     trainer, world = make_trainer(config), make_world(config)
     metrics = [trainer.iteration() for _ in range(config.iterations)]
     weights = list(trainer.policy.trainable().values())
@@ -107,4 +144,6 @@ def train(config: RunConfig, samples: int = 96, steps: int = 10) -> Trained:
         for weight, average in zip(weights, averages, strict=True):
             weight.copy_(average)
     task, form = config.environment.task, config.environment.reward_form
-    return Trained(trainer.policy, metrics, evaluate(trainer.policy, world, task, form, samples, steps))
+    return Trained(
+        trainer.policy, metrics, evaluate(trainer.policy, world, task, form, samples, steps)
+    )
