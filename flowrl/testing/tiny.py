@@ -3,7 +3,7 @@ tests and lessons.
 
 Their images are noise, but tokenizers, text encoders, transformer, image decoder and scheduler are
 of the real classes: they can be saved, loaded and get a LoRA like the published models. Nothing is
-downloaded.
+downloaded. The libraries are imported on use, because that takes seconds.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,16 @@ TINY_VIDEO = replace(TINY, num_frames=5)
 """Options that fit `tiny_wan`."""
 CLIP_TOKENS = 40
 WIDTH = 32
-TEMPLATE_WORDS = (
+ATTENTION = {"attention_head_dim": 16, "num_attention_heads": 2}
+VIDEO_DECODER = {
+    "base_dim": 8,
+    "z_dim": 4,
+    "num_res_blocks": 1,
+    "latents_mean": (-0.8, 0.1, -0.2, 1.0),
+    "latents_std": (2.8, 1.5, 2.3, 1.2),
+}
+"""Of Qwen-Image and of Wan."""
+TEMPLATE_WORDS = [
     "system",
     "user",
     "assistant",
@@ -44,7 +53,7 @@ TEMPLATE_WORDS = (
     "Ġobjects",
     "Ġand",
     "Ġbackground",
-)
+]
 """Words of Qwen-Image's template; Ġ is a space before the word, in byte-level tokenizers."""
 
 
@@ -61,29 +70,30 @@ def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
     Returns:
         The pipeline.
     """
+    diffusers: Any = import_module("diffusers")
+
     with _seeded(seed):
-        transformer = _diffusers().SD3Transformer2DModel(
+        transformer = diffusers.SD3Transformer2DModel(
             sample_size=8,
             patch_size=2,
             in_channels=4,
             out_channels=4,
             num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
             joint_attention_dim=2 * WIDTH,
             caption_projection_dim=32,
             pooled_projection_dim=2 * WIDTH,
             pos_embed_max_size=16,
             qk_norm="rms_norm",
             dual_attention_layers=() if large else (0,),
+            **ATTENTION,
         )
-        return _diffusers().StableDiffusion3Pipeline(
+        return diffusers.StableDiffusion3Pipeline(
             transformer=transformer,
             scheduler=_scheduler(shift=3.0),
             vae=_decoder(4),
-            text_encoder=_clip(projected=True),
+            text_encoder=_clip("CLIPTextModelWithProjection"),
             tokenizer=_tokenizer(clip=True),
-            text_encoder_2=_clip(projected=True),
+            text_encoder_2=_clip("CLIPTextModelWithProjection"),
             tokenizer_2=_tokenizer(clip=True),
             text_encoder_3=_t5(2 * WIDTH),
             tokenizer_3=_tokenizer(clip=False),
@@ -101,24 +111,25 @@ def tiny_flux(seed: int = 0, distilled: bool = True) -> Any:
     Returns:
         The pipeline.
     """
+    diffusers: Any = import_module("diffusers")
+
     with _seeded(seed):
-        transformer = _diffusers().FluxTransformer2DModel(
+        transformer = diffusers.FluxTransformer2DModel(
             patch_size=1,
             in_channels=16,
             num_layers=1,
             num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
             joint_attention_dim=WIDTH,
             pooled_projection_dim=WIDTH,
             guidance_embeds=distilled,
             axes_dims_rope=(4, 6, 6),
+            **ATTENTION,
         )
-        return _diffusers().FluxPipeline(
+        return diffusers.FluxPipeline(
             transformer=transformer,
             scheduler=_scheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15),
             vae=_decoder(4),
-            text_encoder=_clip(projected=False),
+            text_encoder=_clip("CLIPTextModel"),
             tokenizer=_tokenizer(clip=True),
             text_encoder_2=_t5(WIDTH),
             tokenizer_2=_tokenizer(clip=False),
@@ -129,29 +140,20 @@ def tiny_qwen_image(seed: int = 0) -> Any:
     """A `QwenImagePipeline` with two blocks and Qwen-Image's shifts: by resolution, and to .02 as
     the last time before 0.
     """
+    diffusers: Any = import_module("diffusers")
+
     with _seeded(seed):
-        transformer = _diffusers().QwenImageTransformer2DModel(
+        transformer = diffusers.QwenImageTransformer2DModel(
             patch_size=2,
             in_channels=16,
             out_channels=4,
             num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
             joint_attention_dim=WIDTH,
             axes_dims_rope=(4, 6, 6),
+            **ATTENTION,
         )
-        decoder = (
-            _diffusers()
-            .AutoencoderKLQwenImage(
-                base_dim=8,
-                z_dim=4,
-                dim_mult=[1, 2],
-                num_res_blocks=1,
-                temperal_downsample=[False],
-                latents_mean=(-0.8, 0.1, -0.2, 1.0),
-                latents_std=(2.8, 1.5, 2.3, 1.2),
-            )
-            .eval()
+        decoder = diffusers.AutoencoderKLQwenImage(
+            dim_mult=[1, 2], temperal_downsample=[False], **VIDEO_DECODER
         )
         scheduler = _scheduler(
             use_dynamic_shifting=True,
@@ -161,8 +163,9 @@ def tiny_qwen_image(seed: int = 0) -> Any:
             shift_terminal=0.02,
         )
         tokenizer = _qwen_tokenizer()
-        return _diffusers().QwenImagePipeline(
-            scheduler, decoder, _qwen_vl(len(tokenizer)), tokenizer, transformer
+        encoder = _qwen_vl(len(tokenizer))
+        return diffusers.QwenImagePipeline(
+            scheduler, decoder.eval(), encoder, tokenizer, transformer
         )
 
 
@@ -170,8 +173,10 @@ def tiny_wan(seed: int = 0) -> Any:
     """A `WanPipeline` with two blocks, shift 3, a video decoder that halves each side twice, and
     four frames per latent frame.
     """
+    diffusers: Any = import_module("diffusers")
+
     with _seeded(seed):
-        transformer = _diffusers().WanTransformer3DModel(
+        transformer = diffusers.WanTransformer3DModel(
             patch_size=(1, 2, 2),
             in_channels=4,
             out_channels=4,
@@ -182,75 +187,36 @@ def tiny_wan(seed: int = 0) -> Any:
             freq_dim=32,
             ffn_dim=32,
         )
-        decoder = (
-            _diffusers()
-            .AutoencoderKLWan(
-                base_dim=8,
-                z_dim=4,
-                dim_mult=[1, 1, 2],
-                num_res_blocks=1,
-                temperal_downsample=[True, True],
-                latents_mean=(-0.8, 0.1, -0.2, 1.0),
-                latents_std=(2.8, 1.5, 2.3, 1.2),
-                scale_factor_temporal=4,
-                scale_factor_spatial=4,
-            )
-            .eval()
+        decoder = diffusers.AutoencoderKLWan(
+            dim_mult=[1, 1, 2],
+            temperal_downsample=[True, True],
+            scale_factor_temporal=4,
+            scale_factor_spatial=4,
+            **VIDEO_DECODER,
         )
-        return _diffusers().WanPipeline(
-            _tokenizer(clip=False), _umt5(WIDTH), decoder, _scheduler(shift=3.0), transformer
+        encoder, scheduler = _t5(WIDTH, "UMT5"), _scheduler(shift=3.0)
+        return diffusers.WanPipeline(
+            _tokenizer(clip=False), encoder, decoder.eval(), scheduler, transformer
         )
 
 
 def tiny_sd3_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
-    """A policy over `tiny_sd3`.
-
-    Args:
-        options: options of the policy.
-        seed: seed of the random weights.
-
-    Returns:
-        The policy.
-    """
+    """A policy with these options over `tiny_sd3` with this seed."""
     return PipelinePolicy(tiny_sd3(seed), SD3(), options)
 
 
 def tiny_flux_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
-    """A policy over `tiny_flux`.
-
-    Args:
-        options: options of the policy.
-        seed: seed of the random weights.
-
-    Returns:
-        The policy.
-    """
+    """A policy with these options over `tiny_flux` with this seed."""
     return PipelinePolicy(tiny_flux(seed), Flux(), options)
 
 
 def tiny_qwen_image_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
-    """A policy over `tiny_qwen_image`.
-
-    Args:
-        options: options of the policy.
-        seed: seed of the random weights.
-
-    Returns:
-        The policy.
-    """
+    """A policy with these options over `tiny_qwen_image` with this seed."""
     return PipelinePolicy(tiny_qwen_image(seed), QwenImage(), options)
 
 
 def tiny_wan_policy(options: ModelOptions = TINY_VIDEO, seed: int = 0) -> PipelinePolicy:
-    """A policy over `tiny_wan`.
-
-    Args:
-        options: options of the policy.
-        seed: seed of the random weights.
-
-    Returns:
-        The policy.
-    """
+    """A policy with these options over `tiny_wan` with this seed."""
     return PipelinePolicy(tiny_wan(seed), Wan(), options)
 
 
@@ -261,82 +227,62 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _diffusers() -> Any:
-    """Imported on use, because it takes seconds."""
-    return import_module("diffusers")
-
-
 def _scheduler(**settings: Any) -> Any:
-    return _diffusers().FlowMatchEulerDiscreteScheduler(**settings)
+    return import_module("diffusers").FlowMatchEulerDiscreteScheduler(**settings)
 
 
 def _decoder(channels: int) -> Any:
     """An image decoder that halves each side."""
-    return (
-        _diffusers()
-        .AutoencoderKL(
-            in_channels=3,
-            out_channels=3,
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
-            block_out_channels=(8, 16),
-            layers_per_block=1,
-            latent_channels=channels,
-            norm_num_groups=4,
-            sample_size=16,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-            scaling_factor=1.5305,
-            shift_factor=0.0609,
-        )
-        .eval()
+    decoder = import_module("diffusers").AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 16),
+        latent_channels=channels,
+        norm_num_groups=4,
+        sample_size=16,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        scaling_factor=1.5305,
+        shift_factor=0.0609,
     )
+    return decoder.eval()
 
 
-def _clip(projected: bool) -> Any:
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+def _clip(name: str) -> Any:
+    transformers: Any = import_module("transformers")
 
-    names = _tokenizer(clip=True)
-    config = CLIPTextConfig(
-        vocab_size=len(names),
+    tokens = _tokenizer(clip=True)
+    config = transformers.CLIPTextConfig(
+        vocab_size=len(tokens),
         hidden_size=WIDTH,
         intermediate_size=64,
         projection_dim=WIDTH,
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=CLIP_TOKENS,
-        bos_token_id=names.bos_token_id,
-        eos_token_id=names.eos_token_id,
-        pad_token_id=names.pad_token_id,
+        bos_token_id=tokens.bos_token_id,
+        eos_token_id=tokens.eos_token_id,
+        pad_token_id=tokens.pad_token_id,
     )
-    return (CLIPTextModelWithProjection if projected else CLIPTextModel)(config).eval()
+    return getattr(transformers, name)(config).eval()
 
 
-def _t5(width: int) -> Any:
-    from transformers import T5Config, T5EncoderModel
+def _t5(width: int, name: str = "T5") -> Any:
+    transformers: Any = import_module("transformers")
 
-    return T5EncoderModel(T5Config(**_t5_sizes(width))).eval()
-
-
-def _umt5(width: int) -> Any:
-    from transformers import UMT5Config, UMT5EncoderModel
-
-    return UMT5EncoderModel(UMT5Config(**_t5_sizes(width))).eval()
-
-
-def _t5_sizes(width: int) -> dict[str, Any]:
-    names = _tokenizer(clip=False)
-    return {
-        "vocab_size": len(names),
-        "d_model": width,
-        "d_kv": 16,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 2,
-        "feed_forward_proj": "gated-gelu",
-        "pad_token_id": names.pad_token_id,
-        "eos_token_id": names.eos_token_id,
-    }
+    tokens = _tokenizer(clip=False)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=len(tokens),
+        d_model=width,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_heads=2,
+        feed_forward_proj="gated-gelu",
+        pad_token_id=tokens.pad_token_id,
+        eos_token_id=tokens.eos_token_id,
+    )
+    return getattr(transformers, f"{name}EncoderModel")(config).eval()
 
 
 def _tokenizer(clip: bool) -> Any:
@@ -344,22 +290,22 @@ def _tokenizer(clip: bool) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    special = ["<|startoftext|>", "<|endoftext|>"] if clip else ["<pad>", "</s>"]
-    vocabulary = {
-        token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])
-    }
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    frame = f"{special[0]} $A {special[1]}" if clip else f"$A {special[1]}"
-    pairs = [(token, i) for i, token in enumerate(special)]
-    tokenizer.post_processor = processors.TemplateProcessing(single=frame, special_tokens=pairs)  # pyright: ignore[reportAttributeAccessIssue]
+    start, end = ("<|startoftext|>", "<|endoftext|>") if clip else ("<pad>", "</s>")
+    tokens = [start, end, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer: Any = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    frame = f"{start} $A {end}" if clip else f"$A {end}"
+    pairs = [(start, 0), (end, 1)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=frame, special_tokens=pairs)
+    other = end if clip else start  # padding and unknown tokens
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=special[0] if clip else None,
-        eos_token=special[1],
-        pad_token=special[1] if clip else special[0],
-        unk_token=special[1] if clip else special[0],
+        bos_token=start if clip else None,
+        eos_token=end,
+        pad_token=other,
+        unk_token=other,
         model_max_length=CLIP_TOKENS if clip else 512,
     )
 
@@ -385,9 +331,8 @@ def _qwen_vl(vocabulary: int) -> Any:
         "num_heads": 2,
         "out_hidden_size": WIDTH,
     }
-    return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(text_config=text, vision_config=vision)
-    ).eval()
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
 def _qwen_tokenizer() -> Any:
@@ -397,16 +342,13 @@ def _qwen_tokenizer() -> Any:
     pipeline drops this number of tokens.
     """
     from tokenizers import pre_tokenizers
-    from transformers import Qwen2Tokenizer
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocabulary, merges = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())], []
-    for word in TEMPLATE_WORDS:
-        for end in range(2, len(word) + 1):
-            if word[:end] not in vocabulary:
-                vocabulary.append(word[:end])
-                merges.append((word[: end - 1], word[end - 1]))
-    numbers = {token: i for i, token in enumerate(vocabulary)}
-    return Qwen2Tokenizer(
-        numbers, merges, additional_special_tokens=special[1:], model_max_length=2048
+    prefixes = {word[:end]: None for word in TEMPLATE_WORDS for end in range(2, len(word) + 1)}
+    tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *prefixes]
+    return import_module("transformers").Qwen2Tokenizer(
+        {token: number for number, token in enumerate(tokens)},
+        [(prefix[:-1], prefix[-1]) for prefix in prefixes],
+        additional_special_tokens=special[1:],
+        model_max_length=2048,
     )

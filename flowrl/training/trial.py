@@ -15,8 +15,8 @@ from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
 from flowrl.parts.trust import own_parts
 from flowrl.rollout.values import Inspect, score_components, score_group_components
-from flowrl.testing import credit, forward_loss, loss, probe, sampler, solver, window
-from flowrl.testing.findings import OVER, Contract, maker
+from flowrl.testing import credit, losses, probe, samplers
+from flowrl.testing.contract import OVER, Contract
 from flowrl.training.build import run_method, trial_stds
 from flowrl.training.config import RunConfig
 
@@ -24,41 +24,27 @@ SECONDS = 5.0
 """Time of the trial of all parts."""
 SHARE = 0.05
 """Largest difference of a score that is computed again, in standard deviations of its batch."""
-MILD = frozenset(
+SEVERE = frozenset(
     {
-        "reports_detached_metrics",
-        "ignores_rows_of_weight_0",
-        "ignores_deterministic_rows",
-        "survives_weights_of_0",
-        "starts_at_ratio_one",
-        "is_a_weighted_mean",
-        "adds_up_over_parts",
-        "does_not_depend_on_resolution",
-        "balances_groups",
-        "says_whether_it_needs_the_reference",
-        "computes_in_float32",
-        "knows_no_tiny_noise",
-        "is_finite_at_every_step",
-        "costs_what_it_declares",
-        "is_deterministic",
-        "reads_nothing_outside_the_mask",
-        "leaves_out_masked_members",
-        "ignores_a_constant",
-        "treats_prompts_alike",
-        "gives_a_silent_group_zero",
-        "survives_extremes",
-        "accepts_double_precision",
-        "keeps_its_memory",
-        "follows_prompts",
-        "agrees_with_its_assign",
-        "credits_components",
+        *("declares_what_it_needs", "returns_a_scalar", "is_pure", "starts_along_the_advantage"),
+        *("trains_zero_advantages_as_declared", "differentiates_the_new_policy_only"),
+        *("draws_times", "returns_a_gaussian_per_sample", "treats_samples_separately"),
+        *("has_one_std_per_step", "moves_along_the_path", "passes_gradient_through_the_mean"),
+        *("keeps_the_number_of_steps", "returns_states", "starts_anew", "converges"),
+        *("ends_at_the_predicted_image", "returns_steps", "draws_reproducibly"),
+        *("declares_a_probe", "leaves_its_input_alone", "returns_advantages_per_decision"),
+        *("reads_only_what_its_probe_fills", "treats_members_alike", "pays_the_better_member"),
+        *("is_a_probe", "estimates_final_latents", "fills_what_it_says"),
+        *("leaves_the_rollout_alone", "does_not_depend_on_chunks"),
     }
 )
-"""Promises that matter in some runs only, or that a part may break on purpose (as random credit
-does): the trial warns.
+"""Promises that stop a run if they are broken. Others matter in some runs only, or a part may break
+them on purpose (as random credit does): the trial warns.
 """
-WITHOUT = frozenset({"makes_decisions"})
-"""Promises that are no subject of the trial: the ODE samples for forward-process losses."""
+IGNORED = "makes_decisions"
+"""The ODE samples for forward-process losses."""
+REFUSED = "it raised ConfigError"
+"""In the message of a finding: the part refuses the data of the promise."""
 GO_ON = "If this is intended, add --no-trial (trial=False in Python)"
 Warn = Callable[[str], None]
 
@@ -79,99 +65,63 @@ def try_parts(
             expected.
     """
     tried, deadline = set[tuple[str, str]](), time.monotonic() + seconds
-    for config in (one.allowed() for one in configs):
+    for config in (config.allowed() for config in configs):
         for setting, kind, spec in own_parts(config.flat()):
-            if (setting, spec.text) not in tried and setting in (
-                "loss",
-                "sampler",
-                "window",
-                "credit",
-            ):
+            known = (setting, spec.text) in tried
+            if setting in ("loss", "sampler", "window", "credit") and not known:
                 tried.add((setting, spec.text))
-                _try_part(
-                    config,
-                    f"{setting}: {spec.text}",
-                    kind,
-                    _part(config, setting, kind, spec.text),
-                    warn,
-                    deadline,
-                )
-
-
-def _part(config: RunConfig, setting: str, kind: str, text: str) -> Any:
-    """The run's part of a `setting`, or a part in its options; the whole loss for its training
-    times.
-    """
-    whole = text == getattr(config.algorithm, setting) or kind == "times"
-    return getattr(run_method(config), setting) if whole else build(kind, text)
+                # the run's part of the setting, also for a loss's training times; or one inside it
+                made = spec.text == getattr(config.algorithm, setting) or kind == "times"
+                part = getattr(run_method(config), setting) if made else build(kind, spec.text)
+                _try_part(config, f"{setting}: {spec.text}", kind, part, warn, deadline)
 
 
 def _try_part(
     config: RunConfig, name: str, kind: str, part: Any, warn: Warn, deadline: float
 ) -> None:
-    """Try one part; `warn` of what does not stop the run."""
-    contract, make, check = _contract(config, kind, part)
-    names = {promise.name for promise in contract.promises}
-    severe = contract.findings(lambda: make(True), [*names & (WITHOUT | MILD)], deadline)
-    untried = [
-        found.promise for found in severe if found.message == OVER or REFUSED in found.message
-    ]
-    for found in severe:
-        if found.tried and not found.ok and found.promise not in untried:
+    """Try one part, severe promises first; `warn` of what does not stop the run."""
+    check, contract = _contract(config, kind, part)
+    promises = [promise for promise in contract.promises if promise.__name__ != IGNORED]
+    promises.sort(key=lambda promise: promise.__name__ not in SEVERE)
+    broken, untried = [], []
+    for promise in promises:
+        finding = contract.finding(promise, deadline)
+        if finding.message == OVER or REFUSED in finding.message:
+            untried.append(finding.promise)
+        elif finding.mark == "BROKEN" and finding.promise in SEVERE:
             raise ConfigError(
-                f"{name} failed the trial before the run: {found.message} {check} shows all"
+                f"{name} failed the trial before the run: {finding.message} {check} shows all"
                 f" findings. {GO_ON}"
             )
-        if found.mark == "advice":
-            warn(f"{name}: {found.message}")
-    mild = contract.findings(lambda: make(False), [*names - MILD], deadline)
-    untried += [
-        found.promise for found in mild if found.message == OVER or REFUSED in found.message
-    ]
-    broken = [promise for promise in mild.broken if promise not in untried]
+        elif finding.mark == "BROKEN":
+            broken.append(finding.promise)
+        elif finding.mark == "advice":
+            warn(f"{name}: {finding.message}")
     if broken:
-        warn(
-            f"{name}: promises that matter in some runs are not kept: {', '.join(broken)}; {check}"
-            " explains them"
-        )
+        told = f"promises that matter in some runs are not kept: {', '.join(broken)}"
+        warn(f"{name}: {told}; {check} explains them")
     if untried:
         why = f"{SECONDS:g} s were over, or the part refuses their data"
-        count = f"{len(untried)} of {len(names - WITHOUT)} promises were not tried"
+        count = f"{len(untried)} of {len(promises)} promises were not tried"
         warn(f"{name}: {count} ({why}): {', '.join(untried)}; {check} tries all")
 
 
-REFUSED = "it raised ConfigError"
-"""In the message of a finding: the part refuses the data of the check."""
-
-
-def _contract(
-    config: RunConfig, kind: str, part: Any
-) -> tuple[Contract, Callable[[bool], Any], str]:
-    """The contract of a part, a maker of its case with the sizes of the run (True: all members are
-    valid), and the function that checks it.
-    """
-    fresh, steps = maker(part), config.rollout.num_steps
+def _contract(config: RunConfig, kind: str, part: Any) -> tuple[str, Contract]:
+    """The function that checks a part, and its contract with the sizes of the run."""
+    steps, members = config.rollout.num_steps, config.rollout.group_size
     if kind in ("loss", "times"):
         forward = isinstance(part, ForwardLoss)
-        name = "forward_loss" if forward else "loss"
-        return (
-            (forward_loss if forward else loss).CONTRACT,
-            lambda whole: fresh(),
-            f"flowrl.testing.check_{name}",
-        )
-    if kind == "sampler" and isinstance(part, MultistepSolver):
-        return solver.CONTRACT, lambda whole: solver.Case(fresh()), "flowrl.testing.check_solver"
-    decisions = max(1, int((trial_stds(config) > 0).sum()))
-    cases: dict[str, tuple[Contract, Callable[[bool], Any]]] = {
-        "sampler": (sampler.CONTRACT, lambda whole: sampler.Case(fresh(), steps)),
-        "window": (window.CONTRACT, lambda whole: window.Case(fresh(), steps)),
-        "probe": (
-            probe.CONTRACT,
-            lambda whole: probe.Case(fresh(), None, config.rollout.group_size),
-        ),
-        "credit": (credit.CONTRACT, lambda whole: credit.Case(fresh(), decisions, whole)),
-    }
-    return *cases[kind], f"flowrl.testing.check_{kind}"
+        kind = "forward_loss" if forward else "loss"
+        contract = losses.forward_loss(part) if forward else losses.policy_loss(part)
+    elif kind == "sampler" and isinstance(part, MultistepSolver):
+        kind, contract = "solver", samplers.solver(part)
+    elif kind == "credit":
+        contract = credit.contract(part, max(1, int((trial_stds(config) > 0).sum())))
+    elif kind == "probe":
+        contract = probe.contract(part, None, members)
+    else:
+        contract = (samplers.sampler if kind == "sampler" else samplers.window)(part, steps)
+    return f"flowrl.testing.check_{kind}", contract
 
 
 def reward_trial(
@@ -195,54 +145,48 @@ def reward_trial(
     """
     if not any(setting == "reward" for setting, _, _ in own_parts(config.flat())):
         return None
-    name, members = (
-        f"reward: {config.environment.reward}",
-        config.rollout.group_size if isinstance(reward, GroupReward) else 1,
-    )
-
-    def again(images: Tensor, prompts: Sequence[Prompt], rows: list[int]) -> Tensor:
-        some = [prompts[row] for row in rows]
-        if isinstance(reward, GroupReward):
-            return score_group_components(reward, images[rows], some[::members]).total.cpu()
-        return score_components(reward, images[rows], some).total.cpu()
+    grouped = isinstance(reward, GroupReward)
+    members = config.rollout.group_size if grouped else 1
 
     def inspect(images: Tensor, prompts: Sequence[Prompt], scores: Tensor) -> None:
-        with torch.random.fork_rng(devices=[]):
-            compare(images, prompts, scores)
-
-    def compare(images: Tensor, prompts: Sequence[Prompt], scores: Tensor) -> None:
         scores = scores.cpu()
-        valid = scores.isfinite().view(-1, members).all(1).nonzero().flatten()
-        if len(valid) < 2 and members == 1:
+        table = scores.view(-1, members)
+        valid = table.isfinite().all(1).nonzero().flatten()
+        if len(valid) < 2 and not grouped:
             return
-        order = valid[scores.view(-1, members)[valid].mean(1).argsort()].tolist()
-        # not symmetric about the batch's mean
-        chosen = dict.fromkeys((order[-1], order[(len(order) - 1) // 2]))
-        rows = [group * members + member for group in chosen for member in reversed(range(members))]
-        found, expected = again(images, prompts, rows), scores[rows]
-        seen = scores[scores.isfinite()]
-        limit = max(SHARE * float(seen.std(unbiased=False)), 1e-3 * float(seen.abs().max()))
-        gap = float((found - expected).abs().nan_to_num(torch.inf).max())
-        if gap <= limit:
-            return
-        repeated = max(
-            float((again(images, prompts, rows) - found).abs().nan_to_num(torch.inf).max())
-            for _ in range(3)
-        )
-        count, place = len(scores), int((found - expected).abs().nan_to_num(torch.inf).argmax())
+        order = valid[table[valid].mean(1).argsort()].tolist()
+        # the best and one in the middle: not symmetric about the batch's mean
+        groups = dict.fromkeys((order[-1], order[(len(order) - 1) // 2]))
+        rows = [group * members + member for group in groups for member in range(members)[::-1]]
+        some = [prompts[row] for row in rows]
+
+        def again() -> Tensor:
+            if isinstance(reward, GroupReward):
+                return score_group_components(reward, images[rows], some[::members]).total.cpu()
+            return score_components(reward, images[rows], some).total.cpu()
+
+        def gaps(expected: Tensor) -> Tensor:
+            return (again_scores - expected).abs().nan_to_num(torch.inf)
+
+        with torch.random.fork_rng(devices=[]):
+            again_scores, known = again(), scores[scores.isfinite()]
+            limit = max(SHARE * float(known.std(unbiased=False)), 1e-3 * float(known.abs().max()))
+            gap, place = gaps(scores[rows]).max(0)
+            if gap <= limit:
+                return
+            repeated = max(float(gaps(again()).max()) for _ in range(3))
+        name = f"reward: {config.environment.reward}"
         if repeated > gap / 10:
-            warn(
-                f"{name}: the reward is random: the same {len(rows)} samples scored again differ by"
-                f" up to {repeated:.3g}"
-            )
+            same = f"the same {len(rows)} samples scored again differ by up to {repeated:.3g}"
+            warn(f"{name}: the reward is random: {same}")
             return
+        first, second = float(scores[rows][place]), float(again_scores[place])
         raise ConfigError(
             f"{name} failed the trial in the first iteration: a score depends on the batch or on"
-            f" its order. A sample scored {float(expected[place]):.4g} among {count}, and"
-            f" {float(found[place]):.4g} among {len(rows)} in another order; expected: the same"
-            f" within {limit:.2g} (5% of the batch's standard deviation). Is something normalised"
-            " over the batch, or are results out of order?"
-            f" flowrl.testing.check_{'group_' * (members > 1)}reward tells more. {GO_ON}"
+            f" its order. A sample scored {first:.4g} among {len(scores)}, and {second:.4g} among"
+            f" {len(rows)} in another order; expected: the same within {limit:.2g} (5% of the"
+            " batch's standard deviation). Is something normalised over the batch, or are results"
+            f" out of order? flowrl.testing.check_{'group_' * grouped}reward tells more. {GO_ON}"
         )
 
     return inspect

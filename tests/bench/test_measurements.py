@@ -28,7 +28,7 @@ from flowrl.training.build import make_trainer
 
 test_random_credit = credit_contract(
     RandomCredit(),
-    without=("leaves_out_masked_members", "pays_the_better_member", "treats_prompts_alike"),
+    without=("reads_nothing_outside_the_mask", "pays_the_better_member", "treats_prompts_alike"),
 )
 DRAWS = """
 import random

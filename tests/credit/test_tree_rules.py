@@ -36,7 +36,7 @@ from flowrl.credit import (
 )
 from flowrl.credit.units import on_tree
 from flowrl.probes import Branch, Comb, Completion, Probe
-from flowrl.testing.tables import of_members
+from flowrl.testing.credit import chosen
 
 GOLDEN = Path(__file__).parent.parent / "golden_trees"
 WORKED = json.loads((GOLDEN / "worked.json").read_text())
@@ -502,7 +502,7 @@ def test_invalid_leaves_change_nothing_for_the_others(case: Worked, rule: Credit
         assert torch.equal(found[1], credit(rule, whole)[1])
     rewards[1, ~left] = torch.nan
     both = record_of(case.tree, rewards, case.log_probs)
-    expected = credit(rule, of_members(both, left.nonzero().flatten()))
+    expected = credit(rule, chosen(both, torch.arange(len(rewards)), left.nonzero().flatten()))
     torch.testing.assert_close(credit(rule, both)[:, left], expected, rtol=0, atol=1e-6)
     assert not credit(rule, both)[:, ~left].any()
 

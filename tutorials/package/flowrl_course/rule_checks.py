@@ -25,11 +25,12 @@ SILENT = (
 )
 """The message for a rule that gives a group of equal values something else than 0."""
 
-MASKED = dict.fromkeys(
-    ("reads_nothing_outside_the_mask", "leaves_out_masked_members"),
-    "entries outside the mask enter a mean or a std: pass mask=decisions.mask to zscore",
-)
-"""Messages for a rule that ignores the mask, by promise."""
+MASKED = {
+    "reads_nothing_outside_the_mask": (
+        "entries outside the mask enter a mean or a std: pass mask=decisions.mask to zscore"
+    )
+}
+"""The message for a rule that ignores the mask, by promise."""
 
 joint = partial(zscore, over=("member", "decision"))
 """Z over members and decisions of values [prompt, member, decision]."""
