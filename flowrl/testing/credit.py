@@ -4,7 +4,6 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 import torch
@@ -88,15 +87,18 @@ def compare(got: Tensor, expected: Tensor, what: str, hint: str, tolerance: floa
 
 def tree_sizes(probe: Branching, decisions: int | None) -> list[tuple[int, int, int]]:
     """Prompts, members and decisions of tables whose members fit the probe's trees."""
-    sizes = []
-    for count, members in product(
-        (decisions,) if decisions else (10, 4, 2), range(3, MOST_MEMBERS)
-    ):
+
+    def fits(members: int, count: int) -> bool:
         try:
             probe.tree(count, range(count), members, False, torch.Generator().manual_seed(0))
         except ConfigError:
-            continue
-        if members != count and count not in [size[2] for size in sizes]:
+            return False
+        return members != count
+
+    sizes = []
+    for count in (decisions,) if decisions else (10, 4, 2):
+        members = next((m for m in range(3, MOST_MEMBERS) if fits(m, count)), None)
+        if members:
             sizes.append((5 if members == 3 else 3, members, count))
     expect(sizes, f"trees of {probe} fit no group of up to {MOST_MEMBERS}; pass decisions=...")
     return sizes

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class Case:
     repeats = 0.0
     tolerance = 2e-5
 
-    @property
+    @cached_property
     def inputs(self) -> Mapping[str, Any]:
         """Latents, velocities and steps of a batch in which every step occurs twice, and a grid."""
         step = torch.arange(self.steps).repeat(2)
@@ -54,9 +55,9 @@ class Case:
 
     def result(self, rows: Tensor | None = None) -> Tensor:
         """Mean and std of the samples `rows` (None: all) in one table [sample, element + 1]."""
-        rows = torch.arange(2 * self.steps) if rows is None else rows
         names = ("latent", "velocity", "step")
-        return table(self.move(**{name: self.inputs[name][rows] for name in names}))
+        few = {} if rows is None else {name: self.inputs[name][rows] for name in names}
+        return table(self.move(**few))
 
 
 def noise(*shape: int) -> Tensor:

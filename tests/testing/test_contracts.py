@@ -1,6 +1,10 @@
-"""Every built-in part keeps the promises that `flowrl.testing` holds other people's parts to."""
+"""Every built-in part, and parts as users write them, keep the promises of `flowrl.testing`."""
 
 import random
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -8,6 +12,8 @@ import torch
 from all_but_last import AllButLast
 from flowrl_bench.pretrain_pairs import draw_layout
 
+from flowrl.core.errors import RewardError
+from flowrl.core.experience import Credit
 from flowrl.core.types import Prompt
 from flowrl.credit import (
     GDPO,
@@ -22,6 +28,11 @@ from flowrl.credit import (
     Uniform,
     ValueTracker,
     Weighted,
+    branched_tree,
+    gains,
+    group_zscore,
+    unit_values,
+    zscore,
 )
 from flowrl.flow import LogitNormalTimes, UniformTimes
 from flowrl.losses import (
@@ -36,7 +47,19 @@ from flowrl.losses import (
     PolicyGradientLoss,
 )
 from flowrl.parts.registry import KINDS, build
-from flowrl.probes import Branch, Comb, Completion, Tweedie
+from flowrl.probes import (
+    Branch,
+    Call,
+    Comb,
+    Completion,
+    Continuation,
+    Cost,
+    Estimate,
+    NoProbe,
+    Probe,
+    Substeps,
+    Tweedie,
+)
 from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
 from flowrl.samplers import (
     CPS,
@@ -51,23 +74,77 @@ from flowrl.samplers import (
     Windowed,
 )
 from flowrl.testing import (
+    TINY,
+    check_credit,
     check_forward_loss,
+    check_group_reward,
+    check_loss,
+    check_policy,
+    check_probe,
+    check_reward,
     check_sampler,
-    credit,
-    forward_loss,
-    group_reward,
-    loss,
-    reward,
-    sampler,
-    window,
+    check_solver,
+    check_window,
+    check_world,
+    tiny_flux_policy,
+    tiny_sd3,
+    tiny_sd3_policy,
 )
-from flowrl.testing.findings import INAPPLICABLE, maker, name_of
+from flowrl.testing.contract import name_of
+from flowrl.worlds import MixtureWorld, ModelWorld, PolicyOptions, ShapesWorld
 from flowrl.worlds.base import world
+from flowrl.worlds.mixture import DirectionReward
 from flowrl.worlds.render import render
+
+DIRECTIONS = ["towards 45 degrees", "towards 90 degrees", "towards 200 degrees"]
+SHAPES = ["three red circles", "two blue squares", 'text "K72"']
+
+
+def dense(values, decisions):
+    return zscore(gains(values), over=("member",), mask=decisions.mask)
+
+
+def repeated(values, decisions):
+    """The same credit at every decision, without a copy of it."""
+    members = decisions.mask.any(-1, keepdim=True)
+    return zscore(values[..., -1:], over=("member",), mask=members).expand_as(decisions.mask)
+
+
+@dataclass(frozen=True)
+class Expanded:
+    probe: Probe = NoProbe()
+
+    def assign(self, values, decisions):
+        return repeated(values, decisions)
+
+
+@dataclass(frozen=True)
+class OfRecords:
+    probe: Probe = Completion()
+
+    def credit(self, shown):
+        return Credit(dense(shown.values, shown.decisions))
+
+
+def tree_rule(advantages):
+    """A rule of trees with `advantages(values [prompt, unit], tree)`."""
+
+    class OfTrees:
+        probe = Branch((2, 2))
+
+        def assign(self, values, decisions):
+            tree = branched_tree(decisions, "Rule")
+            return tree.decision_table(advantages(unit_values(values, decisions, tree), tree))
+
+    return OfTrees()
+
 
 FOUR = Weighted(weights=(1.8, 1.0, 0.0, 1.3), std="batch")
 DEPTHS = Pruned(DepthRelative("tree", "sample"), width="extremes", steps=(2,), every=1, stop=1)
 RULES = [
+    Expanded(),
+    OfRecords(),
+    tree_rule(lambda values, tree: group_zscore(values, tree.parent)),
     Uniform(),
     Uniform(std="batch"),
     Uniform(clamp=None),
@@ -127,6 +204,13 @@ SAMPLERS = [
     Windowed(CPS(0.5), range(2, 7)),
     Windowed(FlowSDE(), range(10)),
 ]
+SOLVERS = [
+    Multistep(),
+    Multistep("unipc"),
+    Multistep("sa"),
+    Multistep("sa", tau=0.4),
+    Multistep("sa", tau=1.0),
+]
 WINDOWS = [
     FixedWindow(),
     FixedWindow(-3),
@@ -164,57 +248,160 @@ FORWARD_LOSSES = [
     DGPO(clip=None, anchor="old", beta_dpo=2000.0),
     DGPO(clip_kl=True, kl_weight=1.0),
 ]
-REWARDS = [f"{name} {form}" for name in ("shapes", "mixture") for form in world(name).forms]
 
 
-@pytest.mark.parametrize("promise", credit.CONTRACT.promises, ids=lambda p: p.name)
-@pytest.mark.parametrize("part", RULES, ids=name_of)
-def test_credit_rules(part: Any, promise: Any) -> None:
-    decisions = 4 if part is FOUR else 6 if part is DEPTHS else None
-    assert promise.check(credit.Case(maker(part)(), decisions)) in (None, INAPPLICABLE), "advice"
+@dataclass(frozen=True)
+class Brightness:
+    channels: int = 3
+
+    def score(self, images, prompts):
+        return images[:, : self.channels].flatten(1).mean(1)
 
 
-@pytest.mark.parametrize("promise", sampler.CONTRACT.promises, ids=lambda p: p.name)
-@pytest.mark.parametrize("part", SAMPLERS, ids=name_of)
-def test_samplers(part: Any, promise: Any) -> None:
-    promise.check(sampler.Case(maker(part)()))
+BRIGHT, RED = Brightness(), Brightness(1)
+REWARDS = [
+    BRIGHT,
+    FunctionReward(BRIGHT.score),
+    WeightedSum({"bright": BRIGHT, "red": RED}, {"red": 2.0}),
+]
+GROUP_REWARDS = [WinRate(BRIGHT), GroupSum({"bright": WinRate(BRIGHT), "red": RED}, {"red": 2.0})]
 
 
-@pytest.mark.parametrize("promise", window.CONTRACT.promises, ids=lambda p: p.name)
-@pytest.mark.parametrize("part", WINDOWS, ids=name_of)
-def test_windows(part: Any, promise: Any) -> None:
-    promise.check(window.Case(part))
+@dataclass(frozen=True)
+class Own(Probe):
+    """A probe as docs/guides/extend.md writes one: the mean of the one-step estimates of a node and
+    of a point near it.
+    """
+
+    size: float = 0.1
+
+    def estimate(self, run):
+        times, estimates = run.trajectories.schedule.times, {}
+        for node in run.nodes:
+            x, v = run.start(node)
+            noise = run.rand(len(x) // run.groups, *x.shape[1:]).flatten(0, 1)
+            near = x + self.size * (noise - 0.5)
+            velocity = run.velocity(near, (1000 * times[node]).expand(len(near)))
+            both = torch.stack([x - times[node] * v, near - times[node] * velocity], 1)
+            estimates[node] = Estimate(both.flatten(0, 1), copies=2)
+        return estimates
+
+    def cost(self, shape):
+        rows = [shape.rows[node] for node in shape.nodes]
+        return Cost([Call(count) for count in rows], 2 * sum(rows))
 
 
-def test_samplers_without_noise_keep_all_promises_but_that_of_decisions() -> None:
+PROBES = [
+    NoProbe(),
+    Tweedie(),
+    Substeps(3),
+    Substeps(3, solver="dpm++", every=2),
+    Substeps(2, fraction=0.5),
+    Completion(),
+    Completion(every=2, fraction=0.5, control="uniform", solver="unipc"),
+    Completion(dtype="bfloat16"),
+    Continuation(2),
+    Branch({0: 2, 2: 2}),
+    Comb(2, count=2),
+    Own(),
+]
+
+
+def mixture_policy() -> Any:
+    return MixtureWorld().policy(PolicyOptions())
+
+
+def small_sd3() -> Any:
+    return ShapesWorld().policy(PolicyOptions(lora_rank=4))
+
+
+def guided_sd3() -> Any:
+    return tiny_sd3_policy(replace(TINY, guidance_scale=3.0))
+
+
+def narrow_sd3() -> Any:
+    return tiny_sd3_policy(replace(TINY, dtype="bfloat16"))
+
+
+def whole_flux() -> Any:
+    return tiny_flux_policy(replace(TINY, tuning="full"))
+
+
+class TwoTasks(MixtureWorld):
+    """A world with a quality that refuses one of its tasks."""
+
+    tasks = ("direction", "other")
+
+    class OneTask(DirectionReward):
+        def score(self, images: torch.Tensor, prompts: Any) -> torch.Tensor:
+            if prompts[0].metadata["task"] == "other":
+                raise RewardError("another task")
+            return super().score(images, prompts)
+
+    qualities = MappingProxyType({"q": OneTask})
+
+    def prompts(self, task: str, part: str) -> list[Prompt]:
+        known = MixtureWorld().prompts("direction", part)
+        return [Prompt(prompt.text, {"task": task}) for prompt in known]
+
+
+DECISIONS = {id(FOUR): 4, id(DEPTHS): 6}
+PARTS = [
+    *((check_credit, part, {"decisions": DECISIONS.get(id(part))}) for part in RULES),
+    *((check_sampler, part, {}) for part in SAMPLERS),
+    *(
+        (check_sampler, part, {"steps": 2})
+        for part in (FlowSDE(), DanceSDE(), Windowed(CPS(), range(1)))
+    ),
+    *((check_sampler, part, {"steps": 1}) for part in (FlowSDE(), Windowed(FlowSDE(), range(1)))),
+    *((check_solver, part, {}) for part in SOLVERS),
+    *((check_window, part, {}) for part in WINDOWS),
+    *((check_loss, part, {}) for part in (*LOSSES, ClippedLoss)),
+    *((check_forward_loss, part, {}) for part in FORWARD_LOSSES),
+    *((check_reward, part, {}) for part in REWARDS),
+    *((check_group_reward, part, {}) for part in GROUP_REWARDS),
+    *((check_probe, part, {}) for part in PROBES),
+    (check_policy, small_sd3, {"prompts": SHAPES}),
+    (check_policy, tiny_sd3_policy, {}),
+    (check_policy, guided_sd3, {}),
+    (check_policy, narrow_sd3, {"tolerance": 2e-2}),
+    (check_policy, tiny_flux_policy, {}),
+    (check_policy, whole_flux, {}),
+    (check_world, MixtureWorld, {}),
+    (check_world, TwoTasks, {}),
+    pytest.param(check_world, ShapesWorld, {}, marks=pytest.mark.slow),
+    pytest.param(check_probe, Substeps(4, guidance="off"), {"members": 2}, marks=pytest.mark.slow),
+]
+
+
+def name(value: Any) -> str:
+    return (
+        ""
+        if isinstance(value, dict) or hasattr(value, "__wrapped__")
+        else getattr(value, "__name__", name_of(value))
+    )
+
+
+@pytest.mark.parametrize(("check", "part", "options"), PARTS, ids=name)
+def test_a_part_keeps_its_promises(check, part: Any, options: dict[str, Any]) -> None:
+    findings = check(part, **options)
+    assert findings.ok and not findings.marked("advice"), str(findings)
+
+
+@pytest.mark.parametrize("part", [ODE(), FlowSDE(0.0), CPS(0.0)], ids=name)
+def test_samplers_without_noise_keep_all_promises_but_that_of_decisions(part: Any) -> None:
     """ODE steps are for evaluation; noise 0 is the ODE."""
-    for part in (ODE(), FlowSDE(0.0), CPS(0.0)):
-        assert check_sampler(part).broken == ["makes_decisions"]
-        assert check_sampler(part, without=("makes_decisions",)).ok
-
-
-def test_samplers_work_on_short_grids() -> None:
-    for part in (FlowSDE(), DanceSDE(), AllButLast(FlowSDE()), Windowed(CPS(), range(1))):
-        assert check_sampler(part, steps=2).ok
-    for part in (FlowSDE(), DanceSDE(), Windowed(FlowSDE(), range(1))):
-        assert check_sampler(part, steps=1).ok
-
-
-@pytest.mark.parametrize("promise", loss.CONTRACT.promises, ids=lambda p: p.name)
-@pytest.mark.parametrize("part", LOSSES, ids=name_of)
-def test_losses(part: Any, promise: Any) -> None:
-    promise.check(maker(part)())
-
-
-@pytest.mark.parametrize("promise", forward_loss.CONTRACT.promises, ids=lambda p: p.name)
-@pytest.mark.parametrize("part", FORWARD_LOSSES, ids=name_of)
-def test_forward_losses(part: Any, promise: Any) -> None:
-    promise.check(maker(part)())
+    assert check_sampler(part).broken == ["makes_decisions"]
 
 
 @pytest.mark.parametrize("mode", ["positive_only", "negative_only", "one_only", "binary"])
 def test_modes_that_select_advantages_are_not_proportional_to_them(mode: Any) -> None:
     assert check_forward_loss(DiffusionNFT(mode=mode)).broken == ["starts_along_the_advantage"]
+
+
+def test_the_points_of_the_mixture_are_no_images() -> None:
+    findings = check_policy(mixture_policy(), DIRECTIONS)
+    assert findings.ok and findings.marked("advice") == ["decodes_images"]
 
 
 def world_examples(name: str) -> tuple[torch.Tensor, list[Prompt]]:
@@ -230,40 +417,13 @@ def world_examples(name: str) -> tuple[torch.Tensor, list[Prompt]]:
     return images.clamp(0, 1), prompts
 
 
-def brightness(images: torch.Tensor, prompts: Any) -> torch.Tensor:
-    return images.flatten(1).mean(1)
-
-
-@pytest.mark.parametrize("promise", reward.CONTRACT.promises, ids=lambda p: p.name)
-@pytest.mark.parametrize("name", [*REWARDS, "sum", "function"])
-def test_rewards(name: str, promise: Any) -> None:
-    chosen, _, form = name.partition(" ")
-    bright, red = (
-        FunctionReward(brightness),
-        FunctionReward(lambda images, prompts: images[:, 0].flatten(1).mean(1)),
-    )
-    general = {"sum": WeightedSum({"bright": bright, "red": red}, {"red": 2.0}), "function": bright}
-    part = general[chosen] if chosen in general else world(chosen).reward(form)
-    images, prompts = reward.default_examples() if chosen in general else world_examples(chosen)
-    promise.check(reward.Case(part, images, tuple(prompts)))
-
-
-@pytest.mark.parametrize("promise", group_reward.CONTRACT.promises, ids=lambda p: p.name)
-@pytest.mark.parametrize("name", ["win rate", "sum"])
-def test_group_rewards(name: str, promise: Any) -> None:
-    bright, red = (
-        FunctionReward(brightness),
-        FunctionReward(lambda images, prompts: images[:, 0].flatten(1).mean(1)),
-    )
-    part = (
-        WinRate(bright)
-        if name == "win rate"
-        else GroupSum({"bright": WinRate(bright), "red": red}, {"red": 2.0})
-    )
-    assert promise.check(group_reward.Case(part, *group_reward.default_examples())) in (
-        None,
-        INAPPLICABLE,
-    ), "advice"
+@pytest.mark.parametrize(
+    "form", [(name, form) for name in ("shapes", "mixture") for form in world(name).forms]
+)
+def test_rewards_of_the_worlds(form: tuple[str, str]) -> None:
+    name, text = form
+    findings = check_reward(world(name).reward(text), world_examples(name))
+    assert findings.ok, str(findings)
 
 
 @pytest.mark.parametrize("kind", ["credit", "sampler", "window", "loss"])
@@ -271,19 +431,27 @@ def test_every_built_in_name_is_held_to_its_contract(kind: str) -> None:
     """A part added to the registry must be added here (random credit, which breaks some on purpose:
     see tests/bench).
     """
-    held = {
-        "credit": [*RULES, RandomCredit()],
-        "sampler": [*SAMPLERS, ODE(), Multistep()],
-        "window": WINDOWS,
-        "loss": [*LOSSES, *FORWARD_LOSSES],
-    }[kind]
+    held = {type(part) for _, part, *_ in (p if isinstance(p, tuple) else p.values for p in PARTS)}
     size = "(size=2)" if kind == "window" else ""
     specs = [f"{name}{size}" if name != "fixed" else name for name in KINDS[kind].built_in]
-    assert {type(build(kind, spec)) for spec in specs} <= {type(part) for part in held}
+    assert {type(build(kind, spec)) for spec in specs} <= held | {RandomCredit, ODE}
 
 
-def test_weights_of_the_table_are_told_apart() -> None:
-    """The fixed weights above differ, so that a rule that ignored them would be seen in its own
-    tests.
-    """
-    assert len(set(FOUR.weights)) == 4
+def test_the_probe_in_the_documentation_keeps_the_contract(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "extend.md").read_text()
+    (code,) = re.findall(r"```python\n(# my_probes.py\n.*?)```", page, re.DOTALL)
+    (tmp_path / "my_probes.py").write_text(code)
+    part = build("probe", f"{tmp_path / 'my_probes.py'}:TwoSteps(share=0.3)")
+    assert check_probe(part).ok, str(check_probe(part))
+
+
+@pytest.mark.slow
+def test_the_world_of_a_model(tmp_path: Path) -> None:
+    tiny_sd3().save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("a red fox\na red car\n")
+    (tmp_path / "held.txt").write_text("a red hat\n")
+    red = "class Red:\n    def score(self, images, prompts):\n        return images[:, 0].mean((1, 2))"
+    (tmp_path / "r.py").write_text(red)
+    files = (str(tmp_path / name) for name in ("model", "prompts.txt", "held.txt", "r.py:Red"))
+    findings = check_world(ModelWorld(*files, options=TINY))
+    assert findings.ok, str(findings)

@@ -1,0 +1,911 @@
+"""`flowrl.testing` finds what is broken: planted faults, each named by the promise that it breaks."""
+
+import copy
+import random
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from test_contracts import DIRECTIONS, Brightness, Own, dense, mixture_policy, tree_rule
+
+from flowrl.core.errors import ConfigError, RewardError
+from flowrl.core.experience import Credit
+from flowrl.core.forward import WeightCopy
+from flowrl.core.types import Condition, Gaussian, LossResult, Prompt, Schedule, unit_means
+from flowrl.credit import StepwiseGain, Uniform, Weighted, gains, group_deviations, zscore
+from flowrl.credit.table import masked_std
+from flowrl.flow import expand
+from flowrl.flow.gaussian import log_prob
+from flowrl.losses import DGPO, GSPO, ClippedLoss
+from flowrl.probes import Branch, Call, Completion, Cost, Estimate, NoProbe
+from flowrl.rewards import win_rates
+from flowrl.samplers import FlowSDE, Multistep, Windowed
+from flowrl.testing import (
+    check_credit,
+    check_forward_loss,
+    check_group_reward,
+    check_loss,
+    check_policy,
+    check_probe,
+    check_reward,
+    check_sampler,
+    check_solver,
+    check_window,
+    check_world,
+    credit,
+    credit_contract,
+    losses,
+    policy,
+    probe,
+    rewards,
+    samplers,
+    world,
+)
+from flowrl.worlds import MixtureWorld
+from flowrl.worlds.mixture import DirectionReward
+
+
+def rule(wrong, at: Any = Completion(), **extra):
+    """A rule whose assign is `wrong(values, decisions)`."""
+    body = {"assign": lambda self, values, decisions: wrong(values, decisions), "probe": at}
+    return type("Rule", (), {**body, **extra})()
+
+
+def record_rule(wrong, at: Any = Completion()):
+    """A rule with `credit` only, which is `wrong(experience)`."""
+    return type("Rule", (), {"credit": lambda self, shown: wrong(shown), "probe": at})()
+
+
+def good(shown):
+    return dense(shown.values, shown.decisions)
+
+
+class Remembers:
+    """Multiplies by a number per prompt that it remembers, by text or by place."""
+
+    probe = Completion()
+
+    def __init__(self, by_place=False):
+        self.by_place, self.known = by_place, {}
+
+    def credit(self, shown):
+        texts = [prompt.text for prompt in shown.prompts]
+        keys = list(range(len(texts))) if self.by_place else texts
+        factor = torch.tensor([self.known.get(key, 1.0) for key in keys])
+        final = shown.values[..., -1].mean(1).tolist()
+        self.known |= {key: 1.0 + value for key, value in zip(keys, final, strict=True)}
+        return Credit(good(shown) * factor[:, None, None])
+
+
+class Forgets(Remembers):
+    """Leaves its memory out of its state."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def by_members(self, values, decisions):
+    """Takes the members for those of the probe's own tree, in order."""
+    final = values[..., -1].masked_fill(~decisions.mask.any(-1), torch.nan)
+    pairs = final[:, : 2 * (values.shape[1] // 2)].unflatten(1, (-1, 2))
+    advantages = torch.zeros_like(values[..., 1:])
+    centred = (pairs - pairs.nanmean(2, keepdim=True)).flatten(1).nan_to_num()
+    advantages[:, : centred.shape[1], 0] = centred
+    return advantages
+
+
+def in_place(values, decisions):
+    values -= values.clone().mean(1, keepdim=True)
+    return dense(values, decisions)
+
+
+def place(axis, values):
+    return 1.0 + torch.arange(values.shape[axis]).view(-1, *[1] * (2 - axis))
+
+
+def steep(values, decisions):
+    """Z divided once more by the std, without a constant."""
+    spread = masked_std(gains(values), ("member",), decisions.mask)
+    return dense(values, decisions) / (spread - 1e-7).clamp(min=0)
+
+
+RULES = [
+    ("declares_a_probe", rule(dense, "completion")),
+    ("declares_a_probe", rule(dense, assign=lambda self, rewards, schedule: rewards[..., 1:])),
+    ("declares_a_probe", type("Rule", (), {"probe": NoProbe()})()),
+    ("leaves_its_input_alone", rule(in_place)),
+    (
+        "leaves_its_input_alone",
+        rule(lambda v, d: dense(v, d) * d.mask.logical_not_().logical_not_()),
+    ),
+    ("leaves_its_input_alone", rule(lambda v, d: v[..., -1:].expand_as(d.mask), NoProbe())),
+    ("returns_advantages_per_decision", rule(lambda v, d: dense(v, d).transpose(0, 1))),
+    ("returns_advantages_per_decision", rule(lambda v, d: dense(v, d).long())),
+    ("returns_advantages_per_decision", record_rule(good)),
+    (
+        "returns_advantages_per_decision",
+        record_rule(lambda shown: Credit(good(shown), 2.0 * shown.decisions.mask)),
+    ),
+    ("reads_only_what_its_probe_fills", rule(dense, NoProbe())),
+    ("is_deterministic", rule(lambda v, d: dense(v, d) + 1e-3 * torch.randn(1))),
+    (
+        "reads_nothing_outside_the_mask",
+        rule(lambda v, d: zscore(gains(v).nan_to_num(), over=("member",))),
+    ),
+    (
+        "reads_nothing_outside_the_mask",
+        rule(lambda v, d: dense(v, d) * v[..., :1].nanmean(), reads=StepwiseGain().reads),
+    ),
+    (
+        "reads_nothing_outside_the_mask",
+        rule(lambda v, d: dense(v, d) * d.mask.any(-1).float().mean()),
+    ),
+    ("ignores_a_constant", rule(lambda v, d: v[..., 1:] - 0.5)),
+    ("treats_members_alike", rule(lambda v, d: dense(v, d) * place(1, v))),
+    ("treats_members_alike", rule(None, Branch((2, 2)), assign=by_members)),
+    ("treats_prompts_alike", rule(lambda v, d: dense(v, d) * place(0, v))),
+    ("treats_prompts_alike", Remembers(by_place=True)),
+    (
+        "gives_a_silent_group_zero",
+        rule(lambda v, d: zscore(gains(v), over=("prompt", "member", "decision"), mask=d.mask)),
+    ),
+    ("gives_a_silent_group_zero", rule(lambda v, d: dense(v, d) + 0.01)),
+    ("survives_extremes", rule(steep)),
+    (
+        "survives_extremes",
+        tree_rule(lambda v, tree: v / group_deviations(v, tree.node).abs().amax(1)[:, None]),
+    ),
+    ("keeps_its_memory", Remembers()),
+    ("keeps_its_memory", Forgets()),
+    (
+        "credits_components",
+        record_rule(
+            lambda shown: Credit(torch.stack([good(shown)] * max(1, len(shown.parts))).squeeze(0))
+        ),
+    ),
+    ("pays_the_better_member", rule(lambda v, d: -dense(v, d))),
+]
+
+
+def sampler(change):
+    """A sampler with `change(good, latent, velocity, times at the ends of the steps)`."""
+
+    class Altered:
+        def transition(self, latent, velocity, schedule, step):
+            kernel = Windowed(FlowSDE(0.7), range(1, 8))
+            moved = kernel.transition(latent, velocity, schedule, step)
+            return change(moved, latent, velocity, schedule.times[step + 1])
+
+    return Altered()
+
+
+def mean(change):
+    return sampler(lambda g, x, v, s: Gaussian(g.mean + change(g.mean, v), g.std))
+
+
+def std(change):
+    return sampler(lambda g, x, v, s: Gaussian(g.mean, change(g.std, x, s)))
+
+
+SAMPLERS = [
+    (
+        "returns_a_gaussian_per_sample",
+        sampler(lambda g, *rest: Gaussian(g.mean, expand(g.std, g.mean))),
+    ),
+    ("is_finite_at_every_step", std(lambda std, x, s: torch.where(s == 0, torch.nan, std))),
+    ("knows_no_tiny_noise", std(lambda std, x, s: std.clamp(min=1e-8))),
+    ("moves_along_the_path", mean(lambda mean, v: 0.01 * v)),
+    (
+        "computes_in_float32",
+        sampler(lambda g, x, v, s: Gaussian((x - 0.1 * v).float() + 0.1 * v + g.mean - x, g.std)),
+    ),
+    ("treats_samples_separately", mean(lambda mean, v: 0.01 * mean.detach().mean(0))),
+    ("has_one_std_per_step", std(lambda std, x, s: std * (1 + 0.1 * (x.flatten(1).mean(1) > 0)))),
+    ("is_pure", mean(lambda mean, v: 1e-3 * torch.randn(1))),
+    (
+        "passes_gradient_through_the_mean",
+        sampler(lambda g, *rest: Gaussian(g.mean.detach(), g.std)),
+    ),
+    ("makes_decisions", std(lambda std, x, s: torch.zeros_like(std))),
+]
+
+
+class Midpoints:
+    """Euler's method, and after the first step the slope at the middle of the step,
+    extrapolated.
+    """
+
+    def __init__(self, fault=""):
+        self.fault = fault
+
+    def grid(self, schedule):
+        skip = 2 if self.fault == "keeps_the_number_of_steps" else 1
+        return type(schedule)(schedule.times[::skip])
+
+    def solution(self, schedule, draw):
+        times, fault, own = schedule.times, self.fault, []
+        self.last = []
+
+        def step(number, velocity, x):
+            history = self.last if fault == "starts_anew" else own
+            length, slope = times[number] - times[number + 1], velocity
+            if history:
+                ratio = length / (times[number - 1] - times[number])
+                slope = velocity + 0.5 * ratio * (velocity - history[-1])
+            if fault == "treats_samples_separately":
+                slope = slope + 0.01 * (slope - slope.mean(0)) * (number < 5)
+            if fault == "ends_at_the_predicted_image":
+                slope = 1.01 * slope
+            if fault == "converges":
+                slope = slope + 0.1 * (velocity - history[0] if history else 0)
+            history.append(velocity)
+            end = x.sub_(length * slope) if fault == "in place" else x - length * slope
+            return end.double() if fault == "returns_states" else end
+
+        return step
+
+
+class OwnNoise(Multistep):
+    """Draws from torch's global generator."""
+
+    def solution(self, schedule, draw):
+        return super().solution(schedule, torch.randn_like)
+
+
+SOLVERS = [(p.__name__, Midpoints(p.__name__)) for p in (*samplers.SOLVER, samplers.returns_states)]
+SOLVERS += [
+    ("keeps_the_number_of_steps", Midpoints("keeps_the_number_of_steps")),
+    ("starts_anew", OwnNoise("sa", tau=0.4)),
+    ("returns_states", Midpoints("in place")),
+]
+
+
+class FaultyWindow:
+    def __init__(self, step=1, seeded=True):
+        self.step, self.seeded = step, seeded
+
+    def steps(self, count, generator, iteration=0):
+        start = int(torch.randint(1, count - 1, (), generator=generator if self.seeded else None))
+        return [start, start + self.step]
+
+
+WINDOWS = [
+    ("returns_steps", FaultyWindow(step=-1)),
+    ("draws_reproducibly", FaultyWindow(seeded=False)),
+]
+
+
+def brightness(images):
+    return images.flatten(1).mean(1)
+
+
+class FaultyReward:
+    def __init__(self, change=lambda scores, images: scores, factor=1.0):
+        self.change, self.factor = change, factor
+
+    def score(self, images, prompts):
+        return self.change(brightness(images), images)
+
+    def parts(self, images, prompts):
+        return {"bright": brightness(images)}
+
+    def total(self, parts):
+        return self.factor * parts["bright"]
+
+
+REWARDS = [
+    ("gives_one_number_per_image", FaultyReward(lambda s, images: s[:, None])),
+    ("is_pure", FaultyReward(lambda s, images: s + 1e-3 * torch.randn(1))),
+    ("is_pure", FaultyReward(lambda s, images: s + 0 * images.mul_(0.5).sum())),
+    ("treats_samples_separately", FaultyReward(lambda s, images: s.sort().values)),
+    ("treats_samples_separately", FaultyReward(lambda s, images: s - s.mean())),
+    ("treats_samples_separately", FaultyReward(lambda s, images: s.squeeze())),
+    ("needs_no_gradient", FaultyReward(lambda s, images: s * torch.ones(1, requires_grad=True))),
+    ("adds_up_its_parts", FaultyReward(factor=2.0)),
+]
+
+
+class FaultyGroupReward(FaultyReward):
+    evaluation: Any = Brightness()
+
+    def score_groups(self, images, prompts):
+        return self.change(win_rates(images.flatten(2).mean(2)), images.flatten(2).mean(2))
+
+    def group_parts(self, images, prompts):
+        return {"bright": self.score_groups(images, prompts).detach()}
+
+
+def ranks(rates, scores):
+    return scores.argsort(dim=1, stable=True).argsort(dim=1).float()
+
+
+def named(evaluation):
+    made = FaultyGroupReward()
+    made.evaluation = evaluation
+    return made
+
+
+GROUP_REWARDS = [
+    ("gives_one_number_per_image", FaultyGroupReward(lambda rates, s: rates.flatten())),
+    ("names_an_evaluation_reward", named("brightness")),
+    ("is_pure", FaultyGroupReward(lambda rates, s: rates + 1e-3 * torch.randn(1))),
+    ("accepts_any_number_of_members", FaultyGroupReward(lambda rates, s: rates / (s.shape[1] > 2))),
+    ("treats_members_alike", FaultyGroupReward(lambda rates, s: rates + 0.01 * (s > s[:, :1]))),
+    (
+        "treats_samples_separately",
+        FaultyGroupReward(lambda rates, s: win_rates(s.view(1, -1)).view_as(s)),
+    ),
+    ("gives_equal_images_equal_scores", FaultyGroupReward(ranks)),
+    (
+        "needs_no_gradient",
+        FaultyGroupReward(lambda rates, s: rates * torch.ones(1, requires_grad=True)),
+    ),
+    ("adds_up_its_parts", FaultyGroupReward(factor=2.0)),
+]
+
+
+@dataclass(frozen=True)
+class FaultyLoss:
+    """A clipped loss, changed by `change(batch, loss, mean)`, where `mean` is the weighted mean."""
+
+    change: Any = lambda batch, loss, mean: loss
+    metrics: Any = lambda batch: {}
+    needs_reference: bool = False
+    trains_zero_advantages: bool = False
+    unit: str = "transition"
+
+    def loss(self, batch):
+        loss = ClippedLoss(clip_range=0.5, kl_weight=0.0).loss(batch).loss
+        counts = (batch.weight > 0) & (batch.behaviour.std > 0)
+        weight = torch.where(counts, batch.weight, 0.0)
+
+        def mean(terms):
+            terms = torch.where(counts, terms, 0.0)
+            return (weight * terms).sum() / weight.sum().clamp(min=1e-9)
+
+        return LossResult(self.change(batch, loss, mean), self.metrics(batch))
+
+
+def distance(batch):
+    return (batch.new.mean - batch.behaviour.mean).square().flatten(1).mean(1)
+
+
+def unmasked(batch, loss, mean):
+    ratio = (
+        log_prob(batch.new, batch.next_node) - log_prob(batch.behaviour, batch.next_node)
+    ).exp()
+    return loss + 0.0 * (batch.weight * batch.advantages * ratio).sum()
+
+
+def still(batch, loss, mean):
+    return loss + 0.1 * (batch.weight * distance(batch) * (batch.behaviour.std == 0)).mean()
+
+
+LOSSES = [
+    ("declares_what_it_needs", FaultyLoss(unit="pair")),
+    ("declares_what_it_needs", FaultyLoss(unit="group")),
+    ("returns_a_scalar", FaultyLoss(lambda batch, loss, mean: loss[None])),
+    ("is_pure", FaultyLoss(lambda batch, loss, mean: loss * (1 + 1e-3 * torch.randn(())))),
+    ("reports_detached_metrics", FaultyLoss(metrics=lambda batch: {"mean": batch.new.mean.mean()})),
+    (
+        "starts_at_ratio_one",
+        FaultyLoss(metrics=lambda batch: {"ratio_mean": torch.tensor(1.1)}),
+    ),
+    ("ignores_rows_of_weight_0", FaultyLoss(unmasked)),
+    ("ignores_deterministic_rows", FaultyLoss(still)),
+    (
+        "survives_weights_of_0",
+        FaultyLoss(lambda batch, loss, mean: loss * batch.weight.sum() / batch.weight.sum()),
+    ),
+    ("starts_along_the_advantage", FaultyLoss(lambda batch, loss, mean: -loss)),
+    (
+        "trains_zero_advantages_as_declared",
+        FaultyLoss(lambda batch, loss, mean: loss + mean(distance(batch))),
+    ),
+    ("trains_zero_advantages_as_declared", FaultyLoss(trains_zero_advantages=True)),
+    (
+        "is_a_weighted_mean",
+        FaultyLoss(lambda batch, loss, mean: loss * (1 + mean(batch.delta))),
+    ),
+    (
+        "is_a_weighted_mean",
+        FaultyLoss(lambda batch, loss, mean: loss * len(batch.weight)),
+    ),
+    (
+        "is_a_weighted_mean",
+        FaultyLoss(
+            lambda batch, loss, mean: (
+                loss + mean(distance(batch) * batch.advantages * torch.arange(len(batch.weight)))
+            )
+        ),
+    ),
+    (
+        "does_not_depend_on_resolution",
+        FaultyLoss(lambda batch, loss, mean: loss * batch.new.mean[0].numel()),
+    ),
+    (
+        "differentiates_the_new_policy_only",
+        FaultyLoss(
+            lambda batch, loss, mean: loss + 1e-9 * mean(batch.behaviour.mean.flatten(1).sum(1))
+        ),
+    ),
+    (
+        "needs_what_it_declares",
+        FaultyLoss(lambda batch, loss, mean: loss + 0 * batch.reference.std.sum()),
+    ),
+    ("needs_what_it_declares", FaultyLoss(needs_reference=True)),
+]
+
+
+@dataclass(frozen=True)
+class FaultyUnits:
+    """GSPO with a changed batch."""
+
+    change: Any = lambda batch: batch
+    unit: str = "trajectory"
+    row_terms: Any = GSPO().row_terms
+    needs_reference: bool = False
+    trains_zero_advantages: bool = False
+
+    def loss(self, batch):
+        return GSPO(clip_range=0.02).loss(self.change(batch))
+
+
+def means_without_weights(batch):
+    terms, units = GSPO().row_terms(batch), batch.units("trajectory")
+    means = unit_means(terms, units, (batch.weight > 0).float())
+    return batch if batch.pooled is not None else replace(batch, pooled=means)
+
+
+LOSSES += [
+    ("is_a_weighted_mean", FaultyUnits(lambda batch: replace(batch, pooled=None))),
+    ("is_a_weighted_mean", FaultyUnits(unit="transition")),
+    ("is_a_weighted_mean", FaultyUnits(unit="group")),
+    (
+        "is_a_weighted_mean",
+        FaultyUnits(row_terms=lambda batch: log_prob(batch.new, batch.next_node)),
+    ),
+    (
+        "is_a_weighted_mean",
+        FaultyUnits(lambda batch: replace(batch, sample=torch.arange(len(batch.sample)) % 4)),
+    ),
+    ("is_a_weighted_mean", FaultyUnits(means_without_weights)),
+    (
+        "starts_along_the_advantage",
+        FaultyUnits(lambda batch: replace(batch, pooled=torch.where(batch.group == 1, 0.1, 0.0))),
+    ),
+]
+
+
+class FaultyTimes:
+    """Times that leave (0, 1]."""
+
+    def draws(self, schedule):
+        return 3
+
+    def draw(self, schedule, samples, generator):
+        return torch.rand(samples, 3, generator=generator) - 0.5
+
+
+class FaultyForwardLoss:
+    """DGPO's policy term in a few lines, with one fault; like the others, without a penalty."""
+
+    needs_reference, unit, noise, times = True, "group", "group", DGPO().times
+
+    def __init__(self, fault=""):
+        self.fault = fault
+        self.copies = {"average": WeightCopy()} if fault == "needs_what_it_declares" else {}
+        self.times = FaultyTimes() if fault == "draws_times" else self.times
+        self.noise = "all" if fault == "declares_what_it_needs" else "group"
+
+    def row_terms(self, batch):
+        with torch.no_grad():
+            reference = batch.velocity_of("reference", self)
+            return (
+                50.0
+                * self.advantages(batch)
+                * (self.error(batch, batch.new) - self.error(batch, reference))
+            )
+
+    def advantages(self, batch):
+        return batch.advantages.detach().masked_fill(batch.weight == 0, 0.0)
+
+    def error(self, batch, velocity):
+        mask = (batch.weight > 0)[:, None, None] | (self.fault == "ignores_rows_of_weight_0")
+        leaks = self.fault == "differentiates_the_new_policy_only"
+        target = batch.target if leaks else batch.target.detach()
+        squares = torch.where(mask, velocity - target, 0.0).square().flatten(1)
+        return squares.sum(1) if self.fault == "does_not_depend_on_resolution" else squares.mean(1)
+
+    def loss(self, batch):
+        fault, error, pooled = self.fault, self.error(batch, batch.new), batch.pooled
+        if pooled is None:
+            pooled = unit_means(self.row_terms(batch), batch.units("group"), batch.weight)
+        if fault == "balances_groups":
+            pooled = self.row_terms(batch)
+        weight = batch.weight if fault != "is_a_weighted_mean" else (batch.weight > 0).float()
+        scale = torch.sigmoid(pooled).detach() * self.advantages(batch)
+        terms = (-scale if fault == "starts_along_the_advantage" else scale) * error
+        if fault == "trains_zero_advantages_as_declared":
+            terms = terms + 1e-3 * error
+        least = 0.0 if fault == "survives_weights_of_0" else 1e-9
+        value = (weight * terms).sum() / weight.sum().clamp(min=least)
+        if fault == "is_pure":
+            batch.advantages.mul_(0.5)
+        detached = error if fault == "reports_detached_metrics" else error.detach()
+        metrics = {"error": detached.mean()}
+        return LossResult(value[None] if fault == "returns_a_scalar" else value, metrics)
+
+
+FORWARD_LOSSES = [
+    (p.__name__, FaultyForwardLoss(p.__name__)) for p in (*losses.BASIC, *losses.FORWARD)
+]
+
+
+class FaultyPolicy:
+    """The mixture's policy with one member replaced; the others see the replacement only where they
+    call it through `self`.
+    """
+
+    def __init__(self, **faults):
+        self.inner, self.faults = mixture_policy(), faults
+
+    def __getattr__(self, name):
+        fault = self.faults.get(name)
+        if name not in self.faults:
+            return getattr(self.inner, name)
+        return (lambda *given: fault(self.inner, *given)) if callable(fault) else fault
+
+
+@contextmanager
+def stays_in_reference(inner):
+    inner._base_only = True
+    with torch.no_grad():
+        yield
+    inner._base_only = False
+
+
+@contextmanager
+def rounds_weights(inner):
+    with torch.no_grad():
+        yield
+        for parameter in inner.net.parameters():
+            parameter.copy_(parameter.half().float())
+
+
+@contextmanager
+def merges_badly(inner):
+    with torch.no_grad():
+        inner.net[-1].bias += 0.1
+        yield
+        inner.net[-1].bias -= 0.1
+
+
+def velocity(change):
+    return FaultyPolicy(velocity=lambda p, *given: change(p.velocity(*given)))
+
+
+def grid(*ends, more=1):
+    return FaultyPolicy(schedule=lambda p, steps: Schedule(torch.linspace(*ends, steps + more)))
+
+
+def trained(change):
+    return FaultyPolicy(trainable=lambda p: {n: change(q) for n, q in p.trainable().items()})
+
+
+def by_size(p, prompts):
+    return Condition({"direction": p.encode(prompts).tensors["direction"] * len(prompts)})
+
+
+POLICIES = [
+    ("has_all_members", FaultyPolicy(latent_shape=[2, 1, 1])),
+    ("has_all_members", FaultyPolicy(device="cpu")),
+    ("has_all_members", FaultyPolicy(decode=None)),
+    ("has_a_schedule", grid(1, 0, more=2)),
+    ("has_a_schedule", grid(1, 0.01)),
+    ("has_a_schedule", grid(0.5, 0)),
+    ("encodes_a_row_per_prompt", FaultyPolicy(encode=lambda p, prompts: p.encode(prompts[:1]))),
+    ("gives_velocities", velocity(lambda v: v.bfloat16())),
+    ("gives_velocities", velocity(lambda v: v.flatten(1))),
+    ("gives_velocities", velocity(lambda v: v / 0)),
+    ("is_pure", velocity(lambda v: v + 1e-3 * torch.randn_like(v))),
+    ("treats_samples_separately", velocity(lambda v: v - v.mean(0))),
+    (
+        "treats_samples_separately",
+        FaultyPolicy(velocity=lambda p, x, t, told: p.velocity(x, t[:1].expand(len(x)), told)),
+    ),
+    (
+        "conditions_can_be_rearranged",
+        FaultyPolicy(
+            encode=by_size,
+            velocity=lambda p, x, t, told: (
+                p.velocity(x, t, told) + told.tensors["direction"][..., None, None]
+            ),
+        ),
+    ),
+    ("decodes_images", FaultyPolicy(decode=lambda p, latent: latent.flatten(1))),
+    ("decodes_images", FaultyPolicy(decode=lambda p, x: x * p.net[0].bias.sum())),
+    ("names_what_is_trained", FaultyPolicy(trainable=lambda p: {})),
+    ("names_what_is_trained", trained(lambda q: torch.nn.Parameter(q.detach().clone()))),
+    ("names_what_is_trained", trained(lambda q: q.requires_grad_(False))),
+    ("carries_a_gradient", velocity(lambda v: v.detach())),
+    ("has_a_reference", FaultyPolicy(reference=lambda p: torch.no_grad())),
+    ("has_a_reference", FaultyPolicy(reference=lambda p: nullcontext())),
+    ("has_a_reference", FaultyPolicy(reference=stays_in_reference)),
+    ("may_be_frozen", FaultyPolicy(frozen=lambda p: nullcontext())),
+    ("may_be_frozen", FaultyPolicy(frozen=rounds_weights)),
+    ("may_be_frozen", FaultyPolicy(frozen=merges_badly)),
+]
+
+
+def faulty_probe(**methods):
+    return type("Faulty", (Own,), methods)()
+
+
+def estimator(change):
+    """A probe whose estimates are `change(latents, run)`."""
+    return faulty_probe(
+        estimate=lambda self, run: {
+            node: Estimate(change(run.start(node)[0], run)) for node in run.nodes
+        }
+    )
+
+
+def changes_weights(self, run):
+    next(iter(run.policy.trainable().values())).data.add_(0.01)
+    return Own.estimate(self, run)
+
+
+def own_noise(x, run):
+    return x + 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+
+
+def half(self, run):
+    return {node: each for node, each in Own.estimate(self, run).items() if node % 2}
+
+
+def costs(call):
+    return faulty_probe(cost=lambda self, shape: Cost([call(shape.rows[n]) for n in shape.nodes]))
+
+
+PROBES = [
+    ("is_a_probe", "tweedie"),
+    (
+        "estimates_final_latents",
+        estimator(lambda x, run: x + run.trajectories.states.add_(1).sum()),
+    ),
+    ("estimates_final_latents", estimator(lambda x, run: x / 0)),
+    ("estimates_final_latents", faulty_probe(estimate=lambda self, run: {6: Estimate(run.final)})),
+    ("fills_what_it_says", faulty_probe(estimate=half)),
+    ("fills_what_it_says", faulty_probe(fills=lambda self, steps: range(2))),
+    ("leaves_the_rollout_alone", faulty_probe(estimate=changes_weights)),
+    ("is_deterministic", estimator(lambda x, run: x + 0.1 * torch.randn_like(x))),
+    ("does_not_depend_on_chunks", estimator(own_noise)),
+    ("does_not_depend_on_chunks", estimator(lambda x, run: x - x.mean(0))),
+    ("costs_what_it_declares", costs(lambda rows: Call(10))),
+    ("costs_what_it_declares", costs(lambda rows: Call(rows, 0.5))),
+]
+
+
+class FaultyWorld(MixtureWorld):
+    """The mixture with some members replaced."""
+
+    def __init__(self, **faults: Any) -> None:
+        for name, fault in faults.items():
+            setattr(self, name, fault)
+
+
+mixture = MixtureWorld()
+
+
+def shuffled(task: str, part: str) -> list[Prompt]:
+    prompts = mixture.prompts(task, part)
+    return [prompts[number] for number in torch.randperm(len(prompts))]
+
+
+def with_part(task: str, part: str) -> list[Prompt]:
+    return [Prompt(prompt.text, {"part": part}) for prompt in mixture.prompts(task, part)]
+
+
+class ReadsMetadata(DirectionReward):
+    """A reward that needs what only the world's prompts have."""
+
+    def score(self, images, prompts):
+        told = [float("part" in prompt.metadata) for prompt in prompts]
+        return super().score(images, prompts) + torch.tensor(told)
+
+
+class OverBatch(DirectionReward):
+    """A reward that is normalised over the batch."""
+
+    def score(self, images, prompts):
+        scores = super().score(images, prompts)
+        return scores - scores.mean()
+
+
+class Refuses:
+    def score(self, images, prompts):
+        raise RewardError("no colours")
+
+
+SHARED = mixture_policy()
+
+
+def world_with(change):
+    """The mixture's world with a changed policy."""
+
+    def made(options):
+        model: Any = mixture.policy(options)
+        change(model)
+        return model
+
+    return FaultyWorld(policy=made)
+
+
+WORLDS = [
+    ("has_all_members", FaultyWorld(tasks="direction")),
+    ("has_all_members", FaultyWorld(forms=("soft", "soft"))),
+    ("has_all_members", FaultyWorld(elements=2.0)),
+    ("has_all_members", FaultyWorld(name="")),
+    ("has_all_members", FaultyWorld(qualities=("density",))),
+    ("gives_prompts", FaultyWorld(prompts=lambda task, part: [])),
+    ("gives_prompts", FaultyWorld(prompts=lambda task, part: ["towards 0 degrees"])),
+    ("gives_prompts", FaultyWorld(prompts=shuffled)),
+    ("makes_a_policy", FaultyWorld(elements=128)),
+    ("makes_a_policy", FaultyWorld(policy=lambda options: torch.nn.Linear(2, 2))),
+    (
+        "makes_equal_policies",
+        world_with(lambda model: torch.nn.init.normal_(model.net[0].weight)),
+    ),
+    ("makes_equal_policies", world_with(lambda model: setattr(model, "net", SHARED.net))),
+    ("parses_its_prompts", FaultyWorld(parse=lambda text: Prompt(text.upper()))),
+    ("parses_its_prompts", FaultyWorld(parse=lambda text: None)),
+    ("parses_its_prompts", FaultyWorld(prompts=with_part, reward=ReadsMetadata)),
+    (
+        "policy_keeps_its_promises",
+        world_with(lambda model: setattr(model, "reference", torch.no_grad)),
+    ),
+    ("rewards_keep_their_promises", FaultyWorld(reward=OverBatch)),
+    ("qualities_keep_their_promises", FaultyWorld(qualities={"q": OverBatch})),
+    ("qualities_keep_their_promises", FaultyWorld(qualities={"q": Refuses})),
+]
+KINDS = {
+    check_credit: (RULES, (*credit.BASIC, *credit.OTHERS)),
+    check_sampler: (SAMPLERS, (samplers.is_pure, *samplers.SAMPLER)),
+    check_solver: (SOLVERS, samplers.SOLVER),
+    check_window: (WINDOWS, (samplers.returns_steps, samplers.draws_reproducibly)),
+    check_reward: (REWARDS, (*rewards.BASIC, *rewards.SINGLE)),
+    check_group_reward: (GROUP_REWARDS, (*rewards.BASIC, *rewards.GROUPED[:-1])),
+    check_loss: (LOSSES, (*losses.BASIC, *losses.POLICY)),
+    check_forward_loss: (FORWARD_LOSSES, (*losses.BASIC, *losses.FORWARD)),
+    check_policy: (POLICIES, (*policy.BASIC, *policy.OTHERS)),
+    check_probe: (PROBES, (*probe.BASIC, *probe.OTHERS)),
+    check_world: (WORLDS, (*world.BASIC, *world.OTHERS)),
+}
+CASES = [(check, *fault) for check, (faults, _) in KINDS.items() for fault in faults]
+
+
+@pytest.mark.parametrize(
+    ("check", "promise", "part"), CASES, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_a_fault_breaks_its_promise(check, promise: str, part: Any) -> None:
+    random.seed(3)
+    options = {"prompts": DIRECTIONS} if check is check_policy else {}
+    findings = check((lambda: part) if check is check_credit else part, **options)
+    assert promise in findings.broken, str(findings)
+    assert len(findings.broken) <= 4, str(findings)
+    message = next(finding.message for finding in findings if finding.promise == promise)
+    assert f"breaks the promise {promise!r}" in message
+
+
+@pytest.mark.parametrize(
+    "check", KINDS, ids=lambda check: check.__doc__.split("(")[1].split(")")[0]
+)
+def test_every_promise_has_a_fault(check) -> None:
+    faults, promises = KINDS[check]
+    assert {promise.__name__ for promise in promises} <= {name for name, _ in faults}
+
+
+@pytest.mark.parametrize(
+    ("check", "part"),
+    [
+        (check_solver, Midpoints()),
+        (check_window, FaultyWindow()),
+        (check_reward, FaultyReward()),
+        (check_group_reward, FaultyGroupReward()),
+        (check_loss, FaultyLoss()),
+        (check_loss, FaultyUnits()),
+        (check_forward_loss, FaultyForwardLoss()),
+        (check_world, FaultyWorld()),
+    ],
+)
+def test_the_parts_without_a_fault_keep_every_promise(check, part: Any) -> None:
+    findings = check(part)
+    assert findings.ok, str(findings)
+
+
+def upside_down(values, decisions):
+    return -dense(values, decisions) - 2.0 * dense(values, decisions).square()
+
+
+@pytest.mark.parametrize(
+    ("check", "part", "promise"),
+    [
+        (check_credit, rule(upside_down), "pays_the_better_member"),
+        (check_group_reward, FaultyGroupReward(lambda rates, s: s), "compares_members"),
+        (
+            check_world,
+            FaultyWorld(prompts=lambda task, part: mixture.prompts(task, "train")),
+            "gives_prompts",
+        ),
+    ],
+)
+def test_odd_parts_get_advice(check, part: Any, promise: str) -> None:
+    findings = check(part)
+    assert findings.ok and findings.marked("advice") == [promise]
+    assert f"advice   {promise}" in str(findings)
+
+
+def test_findings_are_counted_by_kind() -> None:
+    findings, total = check_credit(Uniform()), len(credit.BASIC + credit.OTHERS)
+    assert findings.marked("n/a") == ["credits_components"]
+    head = f"Uniform(): {total - 1} of {total - 1} promises kept; 1 not applicable\n"
+    assert str(findings).startswith(head) and "n/a      credits_components" in str(findings)
+    broken = str(check_credit(rule(lambda v, d: dense(v, d).transpose(0, 1))))
+    assert f": 2 of {total} promises kept; {total - 3} not tried\nkept" in broken
+    words = "untried is_deterministic not tried, because 'returns_advantages_per_decision' is"
+    assert words in " ".join(broken.split())
+
+
+def test_an_exception_of_the_part_is_told_with_its_promise() -> None:
+    def fails(values: Any, decisions: Any) -> Any:
+        raise RuntimeError("no such node")
+
+    findings = check_credit(rule(fails))
+    message = next(finding.message for finding in findings if finding.mark == "BROKEN")
+    assert "'leaves_its_input_alone'" in message and "RuntimeError: no such node" in message
+
+
+def test_every_promise_gets_a_fresh_part() -> None:
+    """A part that counts its calls, and breaks after some, keeps all promises."""
+    part = Weighted(weights=(1.8, 1.0, 0.0, 1.3))
+    used = copy.deepcopy(part)
+    assert check_credit(part, decisions=4).ok and part == used
+    assert not check_credit(part).ok, "it is tried with other numbers of decisions"
+    model = mixture_policy()
+    before = [p.detach().clone() for p in model.trainable().values()]
+    check_policy(model, DIRECTIONS)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.trainable().values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: check_credit(Uniform(), without=("pays_rent",)), "promises of a credit rule are"),
+        (lambda: check_credit(Uniform(), decisions=0), "decisions"),
+        (lambda: check_reward(FaultyReward(), (torch.rand(3, 3, 8, 8), [])), "examples"),
+        (lambda: check_policy(mixture_policy(), ["one", "one"]), "two or more different prompts"),
+        (lambda: check_policy(mixture_policy(), DIRECTIONS, tolerance=0), "tolerance"),
+    ],
+)
+def test_options_are_checked(call, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        call()
+
+
+def test_promises_can_be_left_out() -> None:
+    part = rule(lambda values, decisions: -dense(values, decisions))
+    assert check_credit(part, without=("pays_the_better_member",)).ok
+
+
+def test_a_probe_whose_trees_fit_no_table_is_named() -> None:
+    part = rule(None, Branch({0: 97}), assign=lambda self, values, decisions: values[..., 1:])
+    assert "fit no group of up to 97" in str(check_credit(part))
+
+
+test_a_rule_with_pytest = credit_contract(StepwiseGain())
