@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from all_but_last import AllButLast
+from contract_parts import DIRECTIONS, Brightness, Own, dense, mixture_policy, tree_rule
 from flowrl_bench.pretrain_pairs import draw_layout
 
 from flowrl.core.errors import RewardError
@@ -28,10 +29,7 @@ from flowrl.credit import (
     Uniform,
     ValueTracker,
     Weighted,
-    branched_tree,
-    gains,
     group_zscore,
-    unit_values,
     zscore,
 )
 from flowrl.flow import LogitNormalTimes, UniformTimes
@@ -49,12 +47,9 @@ from flowrl.losses import (
 from flowrl.parts.registry import KINDS, build
 from flowrl.probes import (
     Branch,
-    Call,
     Comb,
     Completion,
     Continuation,
-    Cost,
-    Estimate,
     NoProbe,
     Probe,
     Substeps,
@@ -96,12 +91,7 @@ from flowrl.worlds.base import world
 from flowrl.worlds.mixture import DirectionReward
 from flowrl.worlds.render import render
 
-DIRECTIONS = ["towards 45 degrees", "towards 90 degrees", "towards 200 degrees"]
 SHAPES = ["three red circles", "two blue squares", 'text "K72"']
-
-
-def dense(values, decisions):
-    return zscore(gains(values), over=("member",), mask=decisions.mask)
 
 
 def repeated(values, decisions):
@@ -124,19 +114,6 @@ class OfRecords:
 
     def credit(self, shown):
         return Credit(dense(shown.values, shown.decisions))
-
-
-def tree_rule(advantages):
-    """A rule of trees with `advantages(values [prompt, unit], tree)`."""
-
-    class OfTrees:
-        probe = Branch((2, 2))
-
-        def assign(self, values, decisions):
-            tree = branched_tree(decisions, "Rule")
-            return tree.decision_table(advantages(unit_values(values, decisions, tree), tree))
-
-    return OfTrees()
 
 
 FOUR = Weighted(weights=(1.8, 1.0, 0.0, 1.3), std="batch")
@@ -250,14 +227,6 @@ FORWARD_LOSSES = [
 ]
 
 
-@dataclass(frozen=True)
-class Brightness:
-    channels: int = 3
-
-    def score(self, images, prompts):
-        return images[:, : self.channels].flatten(1).mean(1)
-
-
 BRIGHT, RED = Brightness(), Brightness(1)
 REWARDS = [
     BRIGHT,
@@ -265,30 +234,6 @@ REWARDS = [
     WeightedSum({"bright": BRIGHT, "red": RED}, {"red": 2.0}),
 ]
 GROUP_REWARDS = [WinRate(BRIGHT), GroupSum({"bright": WinRate(BRIGHT), "red": RED}, {"red": 2.0})]
-
-
-@dataclass(frozen=True)
-class Own(Probe):
-    """A probe as docs/guides/extend.md writes one: the mean of the one-step estimates of a node and
-    of a point near it.
-    """
-
-    size: float = 0.1
-
-    def estimate(self, run):
-        times, estimates = run.trajectories.schedule.times, {}
-        for node in run.nodes:
-            x, v = run.start(node)
-            noise = run.rand(len(x) // run.groups, *x.shape[1:]).flatten(0, 1)
-            near = x + self.size * (noise - 0.5)
-            velocity = run.velocity(near, (1000 * times[node]).expand(len(near)))
-            both = torch.stack([x - times[node] * v, near - times[node] * velocity], 1)
-            estimates[node] = Estimate(both.flatten(0, 1), copies=2)
-        return estimates
-
-    def cost(self, shape):
-        rows = [shape.rows[node] for node in shape.nodes]
-        return Cost([Call(count) for count in rows], 2 * sum(rows))
 
 
 PROBES = [
@@ -305,10 +250,6 @@ PROBES = [
     Comb(2, count=2),
     Own(),
 ]
-
-
-def mixture_policy() -> Any:
-    return MixtureWorld().policy(PolicyOptions())
 
 
 def small_sd3() -> Any:

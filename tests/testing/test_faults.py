@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_contracts import DIRECTIONS, Brightness, Own, dense, mixture_policy, tree_rule
+from contract_parts import DIRECTIONS, Brightness, Own, dense, mixture_policy, tree_rule
 
 from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.experience import Credit
