@@ -32,10 +32,10 @@ from flowrl_bench.gradients import (
 )
 from torch import Tensor
 
+from flowrl.core.protocols import CreditAssigner
 from flowrl.credit import GDPO, MovingAverageGain, StepwiseGain, TurningPoint, Uniform, Weighted
 from flowrl.io import write_json
 from flowrl.probes import Completion, Substeps, Tweedie
-from flowrl.protocols import CreditAssigner
 from flowrl.samplers import FlowSDE, Windowed
 from flowrl.worlds.base import PolicyOptions, world
 

@@ -24,7 +24,7 @@ print(min(trainer.iteration()["seconds"] for _ in range(2)))
 """
 
 COUNT = """
-import time, torch, flowrl.types as types
+import time, torch, flowrl.core.types as types
 torch.set_num_threads(1)
 calls = 0
 original = types.checked

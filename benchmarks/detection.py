@@ -29,6 +29,7 @@ from flowrl_bench.results_file import provenance
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from flowrl.core.experience import Decisions
 from flowrl.credit import (
     ExpectedCalls,
     TurningPoint,
@@ -39,10 +40,9 @@ from flowrl.credit import (
     turning_points,
 )
 from flowrl.credit.turning_point import deciding_columns
-from flowrl.experience import Decisions
 from flowrl.io import write_json
+from flowrl.parts.prompt_stream import PromptStream
 from flowrl.probes import Completion
-from flowrl.prompts.stream import PromptStream
 from flowrl.rollout import Groups, rollout, score_rollout
 from flowrl.training.build import make_trainer, make_world
 from flowrl.training.config import preset

@@ -6,8 +6,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
+from flowrl.cli.style import COLOURS, INK, clean, save
 from flowrl.io import write_bytes
-from flowrl.plots.style import COLOURS, INK, clean, save
 
 WORLDS = {"mixture": "2-D world", "shapes": "shapes world"}
 ENOUGH = 60

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flowrl.plots.report import result_blocks
+from flowrl.cli.report import result_blocks
 from flowrl.training.results import ArmSummary, load_comparison, summarise
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from flowrl import cli
-from flowrl.commands import progress
+from flowrl.cli import main as cli
+from flowrl.cli import progress
 from flowrl.policies import StorageCounter
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import write_trajectory

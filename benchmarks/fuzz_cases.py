@@ -19,14 +19,15 @@ from flowrl_bench.results_file import ResultsFile, SamplesFile
 from flowrl_bench.suite import kept_memory
 from safetensors.torch import load_file, save
 
-from flowrl.commands.card import card_text
-from flowrl.errors import FlowrlError
+from flowrl.cli.card import card_text
+from flowrl.cli.image_grids import samples, trajectory
+from flowrl.core.errors import FlowrlError
 from flowrl.io import write_bytes, write_json
-from flowrl.plots.image_grids import samples, trajectory
+from flowrl.parts.prompt_files import write_prompts
+from flowrl.parts.prompts import load_prompts
+from flowrl.parts.trust import check_code
 from flowrl.policies import load_policy
 from flowrl.policies.pipeline import ModelOptions
-from flowrl.prompts import load_prompts
-from flowrl.prompts.files import write_prompts
 from flowrl.rewards.weights import read_weights
 from flowrl.testing.tiny import tiny_sd3
 from flowrl.training.build import check, load_trained, make_policy, make_trainer
@@ -36,7 +37,6 @@ from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.observers import Observers
 from flowrl.training.results import load_comparison, load_run, run_folder, summarise
 from flowrl.training.run import Run
-from flowrl.trust import check_code
 from flowrl.worlds.base import PolicyOptions, weights_path, world
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -34,7 +34,7 @@ import fuzz_mutations as change
 import torch
 from fuzz_cases import KINDS, ROOT, Kind, make_seeds
 
-from flowrl.errors import FlowrlError
+from flowrl.core.errors import FlowrlError
 
 TABLE = ROOT / "benchmarks" / "results" / "fuzz_files.md"
 SECONDS, MEGABYTES, CHARACTERS, HANG = 2.0, 500, 2000, 20

@@ -179,7 +179,7 @@ def outcome(prompts: Any, values: Any, valid: Tensor) -> Tables:
 def observe_reference(save: Save) -> None:
     """From now on, the trainer calls `save` in every iteration, before the update.
 
-    The tables are, with the axes of `flowrl.types`:
+    The tables are, with the axes of `flowrl.core.types`:
 
     - prompts [prompt], checksums of the texts;
     - states [prompt, member, node, *latent] and velocities [prompt, member, step, *latent];

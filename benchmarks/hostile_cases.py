@@ -14,12 +14,12 @@ from typing import Any, Literal, cast, get_args, get_origin
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
-from flowrl.cli import load_command, main
-from flowrl.errors import FlowrlError
-from flowrl.registry import KINDS, available, build, find_maker, options_of
+from flowrl.cli.main import load_command, main
+from flowrl.core.errors import FlowrlError
+from flowrl.parts.registry import KINDS, available, build, find_maker, options_of
+from flowrl.parts.settings import fields_of, groups_of, owners
+from flowrl.parts.specs import parse_spec
 from flowrl.rewards import JPEGCompressibility
-from flowrl.settings import fields_of, groups_of, owners
-from flowrl.specs import parse_spec
 from flowrl.training.config import RunConfig
 
 for _name in (

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flowrl.errors import FlowrlError
+from flowrl.core.errors import FlowrlError
 from flowrl.io import folder_lock
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.results import load_run

@@ -49,10 +49,10 @@ from rich.table import Column, Table
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from flowrl.core.experience import Decisions
 from flowrl.credit import TurningPoint, process_rewards
-from flowrl.experience import Decisions
 from flowrl.flow import log_prob, log_prob_without_constants
-from flowrl.registry import build
+from flowrl.parts.registry import build
 
 DATA = Path(__file__).parents[1] / "tests" / "golden_iteration"
 FOLDERS = DATA, DATA.parent / "golden_forward", DATA.parent / "golden_trees"

@@ -21,15 +21,15 @@ from parity_replay import ForwardTrainer, base_config, recorded_policy, recorded
 from safetensors.torch import load_file
 from torch import Tensor
 
+from flowrl.core.forward import ForwardBatch
+from flowrl.core.types import Schedule, Trajectories, unit_means
 from flowrl.flow import LogitNormalTimes, StratifiedTimes, UniformTimes
-from flowrl.forward import ForwardBatch
 from flowrl.losses import AWM, DGPO, DiffusionNFT
+from flowrl.parts.settings import flat
 from flowrl.policies import PipelinePolicy
 from flowrl.samplers import multistep
-from flowrl.settings import flat
 from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
-from flowrl.types import Schedule, Trajectories, unit_means
 
 Loss = DiffusionNFT | AWM | DGPO
 BEGAN = 99

@@ -21,12 +21,13 @@ from parity_recording import (
 from torch import Tensor
 
 from flowrl import Prompt, Trainer
-from flowrl.experience import Credit, Experience
+from flowrl.core.experience import Credit, Experience
+from flowrl.core.forward import ForwardBatch
+from flowrl.core.protocols import FlowPolicy, ForwardLoss, PolicyLoss, Sampler
+from flowrl.core.types import Gaussian, LossBatch, LossResult, Trajectories, Unit
 from flowrl.flow import expand, log_prob, log_prob_without_constants
-from flowrl.forward import ForwardBatch
 from flowrl.methods import Method
 from flowrl.policies import PipelinePolicy
-from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss, Sampler
 from flowrl.rollout import Groups
 from flowrl.rollout.collector import Collected
 from flowrl.rollout.forward_batch import ForwardBatches
@@ -35,7 +36,6 @@ from flowrl.rollout.metrics import LossMetrics
 from flowrl.training.build import make_method, make_policy, make_world
 from flowrl.training.config import RunConfig
 from flowrl.training.nonfinite import NonFiniteCheck
-from flowrl.types import Gaussian, LossBatch, LossResult, Trajectories, Unit
 
 
 @dataclass(frozen=True)

@@ -34,16 +34,16 @@ from ratio_report import PRECISIONS, report, rounding_figure, shares_figure
 from torch import Tensor
 from torch.nn import functional
 
+from flowrl.cli.style import save
+from flowrl.core.protocols import Sampler
+from flowrl.core.types import Prompt, Schedule
 from flowrl.flow.gaussian import log_prob, log_prob_without_constants, sample
 from flowrl.io import write_json
-from flowrl.plots.style import save
 from flowrl.policies.families import SD3, Flux
 from flowrl.policies.family import DTYPES
 from flowrl.policies.pipeline import PipelinePolicy
-from flowrl.protocols import Sampler
 from flowrl.samplers import CPS, DDIMSDE, DanceSDE, FixedWindow, FlowSDE, Windowed, windowed
 from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3
-from flowrl.types import Prompt, Schedule
 from flowrl.worlds.base import PolicyOptions, world
 
 HERE = Path(__file__).parent

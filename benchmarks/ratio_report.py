@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flowrl.plots.style import COLOURS, INK, OTHERS, clean
+from flowrl.cli.style import COLOURS, INK, OTHERS, clean
 
 FORMS = {"exact": "exact density", "released": "released CPS form", "guard": "GRPO-Guard"}
 SHADES = {

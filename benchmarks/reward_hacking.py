@@ -8,7 +8,7 @@ jpeg     minus the size as a JPEG file (--reward jpeg-compressibility): the clas
 
 Compositional task, Flow-GRPO, 16 iterations of the default settings, 96 held-out samples, an
 evaluation every second iteration. Held out: strict success, palette, clarity and balance
-(`flowrl.worlds.shapes.verifier`); diversity of 8 samples of 8 prompts.
+(`flowrl.worlds.verifier`); diversity of 8 samples of 8 prompts.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import torch
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
-from flowrl.plots.style import clean
+from flowrl.cli.style import clean
 from flowrl.training.config import preset
 from flowrl.training.results import RunRecord, load_run
 from flowrl.training.run import Run

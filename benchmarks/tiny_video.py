@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 
-from flowrl.diagnostics import mean
+from flowrl.core.protocols import RewardModel
+from flowrl.core.types import Prompt
 from flowrl.io import write_json
 from flowrl.methods import flow_grpo, stepwise_flow_grpo, tp_grpo
-from flowrl.protocols import RewardModel
 from flowrl.rewards import FunctionReward, Motion
 from flowrl.rollout import initial_noise, sample_images, score
 from flowrl.testing.tiny import TINY_VIDEO, tiny_wan_policy
 from flowrl.training.config import preset
+from flowrl.training.diagnostics import mean
 from flowrl.training.trainer import Trainer
-from flowrl.types import Prompt
 
 METHODS = {"flow-grpo": flow_grpo, "stepwise-flow-grpo": stepwise_flow_grpo, "tp-grpo": tp_grpo}
 REWARDS: dict[str, RewardModel] = {

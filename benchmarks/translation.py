@@ -27,10 +27,10 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
 )
 from torch import Tensor
 
+from flowrl.core.protocols import Sampler
+from flowrl.core.types import Schedule
 from flowrl.policies.family import resolution_shift
-from flowrl.protocols import Sampler
 from flowrl.samplers import CPS, FlowSDE
-from flowrl.types import Schedule
 
 ELEMENTS = 16 * 64 * 64
 """Elements of a latent of SD3.5, FLUX.1 and Qwen-Image at 512 pixels."""

@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import NamedTuple
 
 import flowrl
-from flowrl.cli import COMMANDS, load_command, overview, plugins, run_command
-from flowrl.settings import allowed, fields_of, groups_of
+from flowrl.cli.main import COMMANDS, load_command, overview, plugins, run_command
+from flowrl.parts.settings import allowed, fields_of, groups_of
 from flowrl.training.config import RunConfig
 
 

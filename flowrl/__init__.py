@@ -25,16 +25,17 @@ _HOMES = {
     "make_trainer": "flowrl.training.build",
     "make_world": "flowrl.training.build",
     "world": "flowrl.worlds.base",
-    "World": "flowrl.protocols",
-    "PolicyOptions": "flowrl.protocols",
+    "World": "flowrl.core.protocols",
+    "PolicyOptions": "flowrl.core.protocols",
     "preset": "flowrl.training.config",
-    "Prompt": "flowrl.types",
-    "Schedule": "flowrl.types",
+    "Prompt": "flowrl.core.types",
+    "Schedule": "flowrl.core.types",
 }
 
 if TYPE_CHECKING:
+    from flowrl.core.protocols import PolicyOptions, World
+    from flowrl.core.types import Prompt, Schedule
     from flowrl.methods import METHODS, Method
-    from flowrl.protocols import PolicyOptions, World
     from flowrl.training.build import (
         make_method,
         make_policy,
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from flowrl.training.evaluation import evaluate
     from flowrl.training.run import Run
     from flowrl.training.trainer import Trainer
-    from flowrl.types import Prompt, Schedule
     from flowrl.worlds.base import world
 
 __all__ = [

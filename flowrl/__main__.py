@@ -18,7 +18,7 @@ def entry() -> None:
         gc.freeze()
         atexit.register(ignore_stops)  # the first to be registered is the last to run
         watch_output()
-        from flowrl.cli import run
+        from flowrl.cli.main import run
 
         leave(run(sys.argv[1:]))
     except KeyboardInterrupt:

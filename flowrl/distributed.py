@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from flowrl.errors import ConfigError, TrainingError, require
+from flowrl.core.errors import ConfigError, TrainingError, require
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from flowrl.errors import FULL, ConfigError, DiskError, FlowrlError, require
+from flowrl.core.errors import FULL, ConfigError, DiskError, FlowrlError, require
 
 LOCK = ".lock"
 """The lock of a folder."""

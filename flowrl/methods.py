@@ -9,6 +9,17 @@ from typing import Any, TypeVar
 
 import torch
 
+from flowrl.core.errors import (
+    ConfigError,
+    CreditError,
+    FlowrlError,
+    PartError,
+    part_errors,
+    require,
+)
+from flowrl.core.experience import Credit, Decisions, Experience
+from flowrl.core.protocols import AnySampler, CreditRule, ForwardLoss, PolicyLoss, Window
+from flowrl.core.types import Prompt
 from flowrl.credit import (
     BackedUp,
     DenseGain,
@@ -20,16 +31,12 @@ from flowrl.credit import (
     Weighted,
     credit_of,
 )
-from flowrl.errors import ConfigError, CreditError, FlowrlError, PartError, part_errors, require
-from flowrl.experience import Credit, Decisions, Experience
 from flowrl.flow import uniform_schedule
 from flowrl.losses import AWM, DGPO, ClippedLoss, DiffusionNFT
+from flowrl.parts.registry import build
 from flowrl.probes import Branch, Comb
-from flowrl.protocols import AnySampler, CreditRule, ForwardLoss, PolicyLoss, Window
-from flowrl.registry import build
 from flowrl.rollout import Groups, group_tree
 from flowrl.samplers import DanceSDE, FixedWindow, FlowSDE, Multistep, RandomWindow
-from flowrl.types import Prompt
 
 Loss = PolicyLoss | ForwardLoss
 T = TypeVar("T", bound=Callable[..., Any])
@@ -417,7 +424,7 @@ def named_method(name: str, credit: str = "") -> Method:
     Args:
         name: name of the method; with `credit`, a further name is a label of Flow-GRPO with this
             rule.
-        credit: spec of a credit rule (see `flowrl.specs`).
+        credit: spec of a credit rule (see `flowrl.parts.specs`).
 
     Returns:
         The method.

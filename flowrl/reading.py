@@ -15,7 +15,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from yaml.composer import ComposerError
 
-from flowrl.errors import CheckpointError, ConfigError, FlowrlError
+from flowrl.core.errors import CheckpointError, ConfigError, FlowrlError
 
 if TYPE_CHECKING:
     from torch import Tensor

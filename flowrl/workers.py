@@ -14,19 +14,37 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import FlowrlError, require
-from flowrl.imports import import_modules
+from flowrl.core.errors import FlowrlError, require
 from flowrl.signals import STOPPING, on_stop, watch_output
 
 MOST_WORKERS = 16
 """Default limit of the number of processes."""
 REFRESH = 0.5
 """Largest delay of messages in seconds."""
+
+
+def import_modules(*names: str) -> None:
+    """Import modules without garbage collection, which frees almost no memory during imports.
+
+    In the process of a command, which has called `gc.freeze`, later collections ignore these
+    objects, too.
+    """
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        for name in names:
+            import_module(name)
+    finally:
+        if gc.get_freeze_count():
+            gc.freeze()
+        if collected:
+            gc.enable()
 
 
 @dataclass(frozen=True)

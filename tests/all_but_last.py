@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowrl.protocols import Sampler
+from flowrl.core.protocols import Sampler
+from flowrl.core.types import Gaussian, Schedule
 from flowrl.samplers import Windowed
-from flowrl.types import Gaussian, Schedule
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flowrl.core.types import Prompt
 from flowrl.losses import ClippedLoss
 from flowrl.methods import flow_grpo
 from flowrl.policies import SD3, Flux, ModelOptions, PipelinePolicy, QwenImage, Wan
@@ -16,7 +17,6 @@ from flowrl.samplers import FlowSDE
 from flowrl.testing.tiny import TINY, TINY_VIDEO, tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
-from flowrl.types import Prompt
 
 TEXTS = ["three red circles", "a dog"]
 PROMPTS = [Prompt(text) for text in TEXTS]

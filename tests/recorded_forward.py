@@ -10,10 +10,10 @@ from parity_recording import Recording, below, pipeline_folder
 from parity_replay import give_embeddings, peft_name
 from safetensors.torch import load_file
 
+from flowrl.core.types import Condition
 from flowrl.policies import PipelinePolicy
 from flowrl.training.build import make_policy, make_world
 from flowrl.training.config import RunConfig
-from flowrl.types import Condition
 
 FORWARD = parity.DATA.parent / "golden_forward"
 COMMON = FORWARD / "common" / "inputs.safetensors"

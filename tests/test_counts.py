@@ -12,12 +12,12 @@ import torch
 import torch._dynamo.utils
 from host_sync import HostSyncs
 
+from flowrl.core.types import Prompt
 from flowrl.rewards import FunctionReward
 from flowrl.testing.tiny import TINY, tiny_sd3_policy
 from flowrl.training.build import make_method
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
-from flowrl.types import Prompt
 
 GROUPS, MEMBERS, STEPS, MICRO = 2, 3, 4, 5
 SAMPLES = GROUPS * MEMBERS
@@ -151,7 +151,7 @@ START = """
 import contextlib, io, json, sys
 before = set(sys.modules)
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-    from flowrl.cli import main
+    from flowrl.cli.main import main
     main(sys.argv[1:])
 new = set(sys.modules) - before
 packages = {name.partition(".")[0] for name in new} - set(sys.stdlib_module_names) - {"flowrl"}

@@ -14,13 +14,13 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
+from flowrl.core.errors import FlowrlError
+from flowrl.core.experience import Decisions, Experience
+from flowrl.core.tree import plain_tree
+from flowrl.core.types import CHECKS_ON, Gaussian, LossBatch, Prompt, Schedule, Trajectories
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, credit_of
-from flowrl.errors import FlowrlError
-from flowrl.experience import Decisions, Experience
 from flowrl.flow import uniform_schedule
 from flowrl.samplers import CPS
-from flowrl.tree import plain_tree
-from flowrl.types import CHECKS_ON, Gaussian, LossBatch, Prompt, Schedule, Trajectories
 
 GRID = uniform_schedule(10)
 TREE, STDS = plain_tree(4, 10, tuple(range(10))), torch.ones(10)
@@ -151,14 +151,14 @@ from flowrl.flow import DrawnSteps, LogitNormalTimes, PermutedTimes, StratifiedT
 from flowrl.losses import AWM, DGPO, GSPO, ClippedLoss, DiffusionNFT, FlowDPPO, GRPOGuard, KLPenalty, PolicyGradientLoss
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.small_sd3 import SmallSD3Policy
-from flowrl.protocols import (
+from flowrl.core.protocols import (
     CreditAssigner, ExperienceCredit, FlowPolicy, ForwardLoss, GroupReward, MultistepSolver, PolicyLoss, RewardModel, Sampler,
     Stateful, TimeDraw, Window,
 )
 from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
 from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FixedWindow, FlowSDE, Multistep, RandomWindow, SlidingWindow, Windowed
 from flowrl.worlds.mixture import DirectionReward
-from flowrl.worlds.shapes.verifier import ShapesReward
+from flowrl.worlds.verifier import ShapesReward
 
 rules: list[CreditAssigner] = [Uniform(), Weighted(), StepwiseGain(), TurningPoint(), MovingAverageGain(), GDPO()]
 whole_record: list[ExperienceCredit] = [GDPO(), ValueTracker()]
@@ -187,7 +187,7 @@ def test_parts_conform_to_their_protocols_statically(tmp_path: Path) -> None:
     good.write_text(CONFORMANCE)
     imports = [
         "from flowrl.losses import ClippedLoss",
-        "from flowrl.protocols import CreditAssigner",
+        "from flowrl.core.protocols import CreditAssigner",
     ]
     bad.write_text("\n".join([*imports, "rule: CreditAssigner = ClippedLoss()", ""]))
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 from flowrl.io import file_lock
 
 DIES = """

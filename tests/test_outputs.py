@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.cli import main
-from flowrl.errors import ConfigError, PartError
+from flowrl.cli.main import main
+from flowrl.core.errors import ConfigError, PartError
 from flowrl.io import new_folder, require_new_file
 from flowrl.training.arms import method_arms
 from flowrl.training.compare import CompareConfig, compare

@@ -16,9 +16,7 @@ import yaml
 from jaxtyping import TypeCheckError
 
 import flowrl
-from flowrl.credit import GDPO, StepwiseGain, TurningPoint, Uniform, ValueTracker, Weighted
-from flowrl.losses import ClippedLoss, GRPOGuard
-from flowrl.protocols import (
+from flowrl.core.protocols import (
     CreditAssigner,
     ExperienceCredit,
     FlowPolicy,
@@ -27,6 +25,9 @@ from flowrl.protocols import (
     Sampler,
     Window,
 )
+from flowrl.core.types import CHECKS_ON
+from flowrl.credit import GDPO, StepwiseGain, TurningPoint, Uniform, ValueTracker, Weighted
+from flowrl.losses import ClippedLoss, GRPOGuard
 from flowrl.samplers import (
     CPS,
     DDIMSDE,
@@ -38,9 +39,8 @@ from flowrl.samplers import (
     SlidingWindow,
     Windowed,
 )
-from flowrl.types import CHECKS_ON
 from flowrl.worlds.mixture import DirectionReward
-from flowrl.worlds.shapes.verifier import ShapesReward
+from flowrl.worlds.verifier import ShapesReward
 
 
 def python(code, **environment):
@@ -140,8 +140,8 @@ def test_parts_keep_their_protocols(mixture_policy, shapes_policy):
 
 @pytest.mark.skipif(not CHECKS_ON, reason="shape checks are switched off in this environment")
 def test_wrong_axes_are_refused_at_the_door():
-    from flowrl.errors import CreditError
-    from flowrl.experience import Decisions
+    from flowrl.core.errors import CreditError
+    from flowrl.core.experience import Decisions
     from flowrl.flow import uniform_schedule
 
     schedule, step = uniform_schedule(4), torch.zeros(3, dtype=torch.long)
@@ -153,7 +153,7 @@ def test_wrong_axes_are_refused_at_the_door():
 
 def test_the_switch_turns_the_checks_off():
     code = (
-        "import torch; from flowrl.types import Gaussian; print(type(Gaussian(torch.zeros(2, 3),"
+        "import torch; from flowrl.core.types import Gaussian; print(type(Gaussian(torch.zeros(2, 3),"
         " torch.zeros(5))).__name__)"
     )
     assert python(code, FLOWRL_TYPECHECK="0") == ["Gaussian"]

@@ -18,7 +18,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from flowrl.cli import main
+from flowrl.cli.main import main
 from flowrl.signals import STOPPING, ignore_stops, on_stop
 from flowrl.training.arms import method_arms
 from flowrl.training.compare import CompareConfig
@@ -57,11 +57,11 @@ def python(script: str) -> subprocess.Popen[str]:
 def test_an_interrupt_while_flowrl_imports_is_one_line(start: str) -> None:
     modules = (
         "flowrl.signals",
-        "flowrl.cli",
-        "flowrl.settings",
+        "flowrl.cli.main",
+        "flowrl.parts.settings",
         "pydantic",
         "tyro",
-        "flowrl.commands.env",
+        "flowrl.cli.env",
     )
     processes = {name: python(INTERRUPT.format(name) + start) for name in modules}
     for name, process in processes.items():
@@ -143,14 +143,14 @@ def test_a_command_whose_reader_has_ended_is_silent(unbuffered: str) -> None:
 
 FAILS = f"""
 import sys
-import flowrl.cli
-from flowrl.errors import ConfigError
+import flowrl.cli.main
+from flowrl.core.errors import ConfigError
 def fail(arguments):
     try:
         raise ConfigError("wrong")
     finally:
         print("some output", flush=True)
-flowrl.cli.run_command = fail
+flowrl.cli.main.run_command = fail
 {CONSOLE}"""
 
 
@@ -167,7 +167,7 @@ def test_an_error_without_a_reader_keeps_its_message_and_exit_code() -> None:
 def test_another_broken_pipe_is_an_error(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     lost = BrokenPipeError(errno.EPIPE, "Broken pipe")
-    monkeypatch.setattr("flowrl.cli.run_command", Mock(side_effect=lost))
+    monkeypatch.setattr("flowrl.cli.main.run_command", Mock(side_effect=lost))
     assert main(["parts"]) == 1
     assert capsys.readouterr().err.startswith("flowrl: unexpected error: BrokenPipeError")
 
@@ -214,7 +214,7 @@ def test_a_comparison_pauses_until_its_last_line_and_is_then_complete(
     (out / "config.json").write_text("{}")
     compared = CompareConfig(CONFIG, method_arms(("flow-grpo",)), (0,))
     # the report first: its module imports the other names
-    monkeypatch.setattr("flowrl.plots.report.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("flowrl.cli.report.write_report", lambda folder: folder / "report.html")
     monkeypatch.setattr("flowrl.training.compare.load_compare", lambda path, trust: compared)
     monkeypatch.setattr("flowrl.training.compare.compare", lambda *_, **__: text != "Paused")
     monkeypatch.setattr("flowrl.training.results.load_comparison", lambda folder: None)
@@ -248,7 +248,7 @@ def test_a_comparison_that_is_stopped_before_its_first_run_does_not_say_how_to_r
 def test_a_training_whose_last_iteration_is_done_ends_as_usual(
     text: str, number: int, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("flowrl.commands.runs._draw_proxy", lambda out: out / "proxy.png")
+    monkeypatch.setattr("flowrl.cli.runs._draw_proxy", lambda out: out / "proxy.png")
     command = ["train", *OPTIONS, "--iterations", "2", "--out", str(tmp_path / "out")]
     code, shown = shown_with(text, number, command, monkeypatch)
     assert code == 0 and (tmp_path / "out" / "done.json").exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.cli import COMMANDS, plugins
+from flowrl.cli.main import COMMANDS, plugins
 
 HEAVY = (
     "torch",
@@ -24,7 +24,7 @@ HEAVY = (
 CODE = """
 import contextlib, io, json, sys
 with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
-    from flowrl.cli import main
+    from flowrl.cli.main import main
     main(sys.argv[2:])
 print(json.dumps([len(shown.getvalue()), [name for name in json.loads(sys.argv[1]) if name in sys.modules]]))
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import worker_jobs
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 from flowrl.io import folder_lock
 from flowrl.workers import MOST_WORKERS, run_jobs, usable_cores, worker_count
 

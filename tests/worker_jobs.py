@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 from flowrl.io import folder_lock
 from flowrl.workers import Worker, run_jobs
 

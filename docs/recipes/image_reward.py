@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import Prompt
 from flowrl.rewards.images import to_pillow
-from flowrl.types import Prompt
 
 
 @dataclass(frozen=True)

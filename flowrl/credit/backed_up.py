@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from flowrl.core.errors import require
+from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, ValueTable
+from flowrl.core.options import checked_options
 from flowrl.credit.table import last_column, require_clamp, require_columns, zscore
 from flowrl.credit.units import Backup, backed_up, branched_tree, unit_log_probs
-from flowrl.errors import require
-from flowrl.experience import Credit, CreditTable, Decisions, Experience, ValueTable
-from flowrl.options import checked_options
 from flowrl.probes import Branch, Branching, Probe
 
 

@@ -5,6 +5,9 @@ from typing import Literal
 
 import torch
 
+from flowrl.core.errors import require
+from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, ValueTable
+from flowrl.core.options import checked_options
 from flowrl.credit.table import centred, last_column, require_clamp, require_columns
 from flowrl.credit.units import (
     Backup,
@@ -16,9 +19,6 @@ from flowrl.credit.units import (
     unit_log_probs,
     unit_values,
 )
-from flowrl.errors import require
-from flowrl.experience import Credit, CreditTable, Decisions, Experience, ValueTable
-from flowrl.options import checked_options
 from flowrl.probes import Branch, Branching, Probe
 
 

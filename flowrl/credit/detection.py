@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowrl.core.errors import require
+from flowrl.core.experience import ValueTable
 from flowrl.credit.orders import order_moments
 from flowrl.credit.turning_point import (
     deciding_columns,
@@ -15,8 +17,6 @@ from flowrl.credit.turning_point import (
     turn_orders,
     turning_points,
 )
-from flowrl.errors import require
-from flowrl.experience import ValueTable
 
 Table = Float[Tensor, "prompt member decision"]
 POWERS = ({}, {"x": 1}, {"y": 1}, {"z": 1}, {"y": 2}, {"z": 2}, {"x": 1, "y": 1}, {"x": 1, "z": 1})

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import CreditError
+from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, ValueTable
+from flowrl.core.options import checked_options
+from flowrl.core.protocols import CreditAssigner
 from flowrl.credit.table import STD_EPSILON, credit_of, read_columns, require_assigner
 from flowrl.credit.uniform import Uniform
-from flowrl.errors import CreditError
-from flowrl.experience import Credit, CreditTable, Decisions, Experience, ValueTable
-from flowrl.options import checked_options
 from flowrl.probes import Probe
-from flowrl.protocols import CreditAssigner
 
 
 @checked_options

@@ -9,6 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import require
+from flowrl.core.experience import CreditTable, Decisions, ValueTable
+from flowrl.core.options import checked_options
 from flowrl.credit.table import (
     first_of,
     gain_columns,
@@ -18,9 +21,6 @@ from flowrl.credit.table import (
     require_columns,
     zscore,
 )
-from flowrl.errors import require
-from flowrl.experience import CreditTable, Decisions, ValueTable
-from flowrl.options import checked_options
 from flowrl.probes import Probe, Substeps
 
 

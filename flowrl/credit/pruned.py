@@ -8,15 +8,15 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from flowrl.core.errors import CreditError, require
+from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, ValueTable
+from flowrl.core.options import checked_options
+from flowrl.core.protocols import CreditAssigner, CreditRule, ExperienceCredit, Stateful
+from flowrl.core.tree import Tree
 from flowrl.credit.depth_relative import DepthRelative
 from flowrl.credit.table import credit_of, read_columns
 from flowrl.credit.units import branched_tree
-from flowrl.errors import CreditError, require
-from flowrl.experience import Credit, CreditTable, Decisions, Experience, ValueTable
-from flowrl.options import checked_options
 from flowrl.probes import Branching, Probe
-from flowrl.protocols import CreditAssigner, CreditRule, ExperienceCredit, Stateful
-from flowrl.tree import Tree
 
 
 @checked_options

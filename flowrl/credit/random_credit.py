@@ -7,10 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import require
+from flowrl.core.experience import CreditTable, Decisions, ValueTable
+from flowrl.core.options import checked_options
 from flowrl.credit.table import last_column, require_columns
-from flowrl.errors import require
-from flowrl.experience import CreditTable, Decisions, ValueTable
-from flowrl.options import checked_options
 from flowrl.probes import NoProbe, Probe
 
 

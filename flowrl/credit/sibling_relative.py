@@ -5,6 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import require
+from flowrl.core.experience import CreditTable, Decisions, ValueTable
+from flowrl.core.options import checked_options
 from flowrl.credit.table import last_column, require_clamp, require_columns
 from flowrl.credit.units import (
     Units,
@@ -14,9 +17,6 @@ from flowrl.credit.units import (
     next_columns,
     unit_values,
 )
-from flowrl.errors import require
-from flowrl.experience import CreditTable, Decisions, ValueTable
-from flowrl.options import checked_options
 from flowrl.probes import Branch, Branching, Probe
 
 

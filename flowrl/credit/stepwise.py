@@ -9,10 +9,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import require
+from flowrl.core.experience import CreditTable, Decisions, ValueTable
+from flowrl.core.options import checked_options
 from flowrl.credit.table import gain_columns, gains, require_clamp, require_columns, zscore
-from flowrl.errors import require
-from flowrl.experience import CreditTable, Decisions, ValueTable
-from flowrl.options import checked_options
 from flowrl.probes import Completion, Probe, Substeps
 
 

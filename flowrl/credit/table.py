@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowrl.errors import ConfigError, CreditError, require
-from flowrl.experience import Credit, CreditTable, Decisions, Experience, Mask, ValueTable
+from flowrl.core.errors import ConfigError, CreditError, require
+from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, Mask, ValueTable
+from flowrl.core.protocols import CreditAssigner, CreditRule, Stateful
+from flowrl.core.types import inputs_unchanged, tensor_problem
 from flowrl.probes import Probe
-from flowrl.protocols import CreditAssigner, CreditRule, Stateful
-from flowrl.types import inputs_unchanged, tensor_problem
 
 AXES = ("prompt", "member", "decision")
 STD_EPSILON = 1e-4
@@ -261,7 +261,7 @@ def credit_of(rule: CreditRule, experience: Experience) -> Credit:
         found: Any = rule.credit(experience) if records else rule.assign(values, decisions)  # pyright: ignore
     if records and not isinstance(found, Credit):
         raise CreditError(
-            f"{call} returned a {type(found).__name__}, not a flowrl.experience.Credit"
+            f"{call} returned a {type(found).__name__}, not a flowrl.core.experience.Credit"
         )
     credit = found if records else Credit(cast(Tensor, found))
     advantages = _checked_table(credit.advantages, decisions.mask, f"{call} returned")

@@ -18,6 +18,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowrl.core.errors import MAX_SEED, require
+from flowrl.core.experience import CreditTable, Decisions, Mask, ValueTable
+from flowrl.core.options import checked_options
 from flowrl.credit.orders import order_moments
 from flowrl.credit.table import (
     gain_columns,
@@ -29,9 +32,6 @@ from flowrl.credit.table import (
     reward_to_go,
     zscore,
 )
-from flowrl.errors import MAX_SEED, require
-from flowrl.experience import CreditTable, Decisions, Mask, ValueTable
-from flowrl.options import checked_options
 from flowrl.probes import Completion, Probe
 
 Balance = Literal["aggregate", "trend"]

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from flowrl.core.errors import require
+from flowrl.core.experience import CreditTable, Decisions, ValueTable
+from flowrl.core.options import checked_options
 from flowrl.credit.table import last_column, require_clamp, require_columns, zscore
-from flowrl.errors import require
-from flowrl.experience import CreditTable, Decisions, ValueTable
-from flowrl.options import checked_options
 from flowrl.probes import NoProbe, Probe
 
 

@@ -1,5 +1,5 @@
 """Shared code of credit rules on trees: values and advantages of units, the distinct states of a
-branched rollout (`flowrl.tree`); and examples of the record that a rule receives.
+branched rollout (`flowrl.core.tree`); and examples of the record that a rule receives.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from flowrl.core.errors import CreditError, require
+from flowrl.core.experience import CreditTable, Decisions, Experience, ValueTable
+from flowrl.core.prompt import Prompt
+from flowrl.core.tree import Tree, plain_tree
+from flowrl.core.types import Condition, Schedule, Trajectories
 from flowrl.credit.table import STD_EPSILON, probed
-from flowrl.errors import CreditError, require
-from flowrl.experience import CreditTable, Decisions, Experience, ValueTable
 from flowrl.probes import Branching, Probe
-from flowrl.prompt import Prompt
-from flowrl.tree import Tree, plain_tree
-from flowrl.types import Condition, Schedule, Trajectories
 
 Std = Literal["population", "sample"]
 Backup = Literal["softmax", "mean"]

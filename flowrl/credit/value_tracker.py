@@ -8,6 +8,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import require
+from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, ValueTable
+from flowrl.core.options import checked_options
 from flowrl.credit.table import (
     STD_EPSILON,
     last_column,
@@ -15,9 +18,6 @@ from flowrl.credit.table import (
     require_clamp,
     require_columns,
 )
-from flowrl.errors import require
-from flowrl.experience import Credit, CreditTable, Decisions, Experience, ValueTable
-from flowrl.options import checked_options
 from flowrl.probes import NoProbe, Probe
 
 

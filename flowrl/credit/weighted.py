@@ -8,13 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import CreditError, require
+from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, ValueTable
+from flowrl.core.options import checked_options
+from flowrl.core.protocols import CreditAssigner
 from flowrl.credit.table import credit_of, read_columns, require_assigner, require_clamp
 from flowrl.credit.uniform import Uniform
-from flowrl.errors import CreditError, require
-from flowrl.experience import Credit, CreditTable, Decisions, Experience, ValueTable
-from flowrl.options import checked_options
 from flowrl.probes import NoProbe, Probe
-from flowrl.protocols import CreditAssigner
 
 
 @checked_options

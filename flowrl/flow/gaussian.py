@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from flowrl.core.types import Gaussian, Latents, PerSample
 from flowrl.flow.path import expand
-from flowrl.types import Gaussian, Latents, PerSample
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from flowrl.errors import require
-from flowrl.types import Latents, PerSample, Schedule
+from flowrl.core.errors import require
+from flowrl.core.types import Latents, PerSample, Schedule
 
 
 def uniform_schedule(steps: int) -> Schedule:

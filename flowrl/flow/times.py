@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.errors import require
-from flowrl.options import Count, checked_options
-from flowrl.types import Schedule
+from flowrl.core.errors import require
+from flowrl.core.options import Count, checked_options
+from flowrl.core.types import Schedule
 
 Uniforms = Float[Tensor, "row number"]
 SMALLEST = 2.0**-24

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from flowrl.core.forward import ForwardBatch
+from flowrl.core.types import Latents, LossResult, PerSample
 from flowrl.flow.path import expand
-from flowrl.forward import ForwardBatch
 from flowrl.losses._terms import mean_over
-from flowrl.types import Latents, LossResult, PerSample
 
 VELOCITIES = ("new", "target", "old", "average", "reference")
 

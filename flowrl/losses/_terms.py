@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from flowrl.errors import ConfigError, require
+from flowrl.core.errors import ConfigError, require
+from flowrl.core.forward import ForwardBatch
+from flowrl.core.types import Gaussian, LossBatch, LossResult, PerSample, Unit, unit_means
 from flowrl.flow.gaussian import kl, kl_without_delta, log_prob
-from flowrl.forward import ForwardBatch
-from flowrl.types import Gaussian, LossBatch, LossResult, PerSample, Unit, unit_means
 
 Divergence = Callable[[Gaussian, Gaussian, Tensor], Tensor]
 

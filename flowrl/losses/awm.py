@@ -8,13 +8,13 @@ from typing import Literal
 
 import torch
 
+from flowrl.core.forward import Decay, ForwardBatch, Noise, WeightCopy
+from flowrl.core.options import checked_options
+from flowrl.core.protocols import TimeDraw
+from flowrl.core.types import Latents, LossResult, PerSample, Unit, checked
 from flowrl.flow.times import StratifiedTimes
-from flowrl.forward import Decay, ForwardBatch, Noise, WeightCopy
 from flowrl.losses._forward import combine_rows, counted_rows, elbo_weight, matching, ratio_metrics
 from flowrl.losses._terms import beyond, over_units, require_positive, require_weight, surrogate
-from flowrl.options import checked_options
-from flowrl.protocols import TimeDraw
-from flowrl.types import Latents, LossResult, PerSample, Unit, checked
 
 TINY = 1e-10
 

@@ -6,15 +6,15 @@ from typing import Literal
 
 import torch
 
-from flowrl.errors import require
+from flowrl.core.errors import require
+from flowrl.core.forward import Decay, ForwardBatch, Noise, WeightCopy
+from flowrl.core.options import checked_options
+from flowrl.core.protocols import TimeDraw
+from flowrl.core.types import LossResult, PerSample, Unit, checked, unit_means
 from flowrl.flow.path import expand
 from flowrl.flow.times import DrawnSteps
-from flowrl.forward import Decay, ForwardBatch, Noise, WeightCopy
 from flowrl.losses._forward import combine_rows, counted_rows, matching, ratio_metrics
 from flowrl.losses._terms import mean_over, require_positive, require_weight
-from flowrl.options import checked_options
-from flowrl.protocols import TimeDraw
-from flowrl.types import LossResult, PerSample, Unit, checked, unit_means
 
 
 @checked_options

@@ -6,11 +6,11 @@ from typing import Literal
 
 import torch
 
-from flowrl.errors import require
+from flowrl.core.errors import require
+from flowrl.core.options import checked_options
+from flowrl.core.types import LossBatch, LossResult, Unit, checked
 from flowrl.flow.gaussian import kl
 from flowrl.losses._terms import KL_FORMS, combine, counted, log_ratio, require_kl
-from flowrl.options import checked_options
-from flowrl.types import LossBatch, LossResult, Unit, checked
 
 
 @checked_options

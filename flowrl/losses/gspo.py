@@ -5,6 +5,8 @@ from typing import Literal
 
 import torch
 
+from flowrl.core.options import checked_options
+from flowrl.core.types import LossBatch, LossResult, PerSample, Unit, checked
 from flowrl.losses._terms import (
     KL_FORMS,
     beyond,
@@ -16,8 +18,6 @@ from flowrl.losses._terms import (
     require_kl,
     surrogate,
 )
-from flowrl.options import checked_options
-from flowrl.types import LossBatch, LossResult, PerSample, Unit, checked
 
 
 @checked_options

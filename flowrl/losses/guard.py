@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from flowrl.core.options import checked_options
+from flowrl.core.types import LossBatch, LossResult, Unit, checked
 from flowrl.flow.gaussian import kl
 from flowrl.losses._terms import (
     KL_FORMS,
@@ -14,8 +16,6 @@ from flowrl.losses._terms import (
     require_kl,
     surrogate,
 )
-from flowrl.options import checked_options
-from flowrl.types import LossBatch, LossResult, Unit, checked
 
 
 @checked_options

@@ -5,6 +5,8 @@ from typing import Literal
 
 import torch
 
+from flowrl.core.options import checked_options
+from flowrl.core.types import LossBatch, LossResult, Unit, checked
 from flowrl.flow.gaussian import kl
 from flowrl.losses._terms import (
     KL_FORMS,
@@ -15,8 +17,6 @@ from flowrl.losses._terms import (
     require_kl,
     require_positive,
 )
-from flowrl.options import checked_options
-from flowrl.types import LossBatch, LossResult, Unit, checked
 
 
 @checked_options

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from flowrl.core.forward import Decay, ForwardBatch, Noise, WeightCopy
+from flowrl.core.options import checked_options
+from flowrl.core.protocols import TimeDraw
+from flowrl.core.types import Latents, LossResult, PerSample, Unit, checked
 from flowrl.flow.times import PermutedTimes
-from flowrl.forward import Decay, ForwardBatch, Noise, WeightCopy
 from flowrl.losses._forward import combine_rows, counted_rows, matching
 from flowrl.losses._terms import mean_over, require_positive, require_weight
-from flowrl.options import checked_options
-from flowrl.protocols import TimeDraw
-from flowrl.types import Latents, LossResult, PerSample, Unit, checked
 
 LEAST_WEIGHT = 1e-5
 

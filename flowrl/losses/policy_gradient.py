@@ -5,10 +5,10 @@ from typing import Literal
 
 import torch
 
+from flowrl.core.options import checked_options
+from flowrl.core.types import LossBatch, LossResult, Unit, checked
 from flowrl.flow.gaussian import log_prob
 from flowrl.losses._terms import KL_FORMS, combine, counted, require_kl
-from flowrl.options import checked_options
-from flowrl.types import LossBatch, LossResult, Unit, checked
 
 
 @checked_options

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 
 PYTORCH_KERNELS = {
     "_native_cudnn": SDPBackend.CUDNN_ATTENTION,

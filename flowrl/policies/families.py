@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.errors import ConfigError, require
-from flowrl.plugins import plugin
+from flowrl.core.errors import ConfigError, require
+from flowrl.parts.plugins import plugin
 from flowrl.policies.family import (
     Family,
     decode_scaled,

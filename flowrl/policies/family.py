@@ -13,9 +13,9 @@ from annotated_types import Ge, Gt, Le
 from einops import rearrange
 from torch import Tensor
 
-from flowrl.errors import require
-from flowrl.options import Count
-from flowrl.settings import settings_group
+from flowrl.core.errors import require
+from flowrl.core.options import Count
+from flowrl.parts.settings import settings_group
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: dict[str, torch.dtype] = {

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import ConfigError, require
+from flowrl.core.errors import ConfigError, require
 from flowrl.policies.families import family_of
 from flowrl.policies.family import DTYPES, Family, ModelOptions
 from flowrl.policies.pipeline import PipelinePolicy

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import CheckpointError, ConfigError, require
 from flowrl.distributed import full, is_sharded_network
-from flowrl.errors import CheckpointError, ConfigError, require
 from flowrl.reading import reading
 
 LORA_TARGETS = tuple(

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from flowrl.errors import require
+from flowrl.core.errors import require
 from flowrl.policies.families import SD3, Flux, QwenImage, Wan
 from flowrl.policies.family import DTYPES, Family, latent_shape, latent_size
 from flowrl.policies.lora import Adapters

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.policies.family import device_of
-from flowrl.types import Condition, Prompt, Schedule
 
 
 class MixturePolicy:

@@ -13,8 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from flowrl.core.errors import ConfigError, require
+from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.distributed import full_tensors, is_sharded_network
-from flowrl.errors import ConfigError, require
 from flowrl.policies.attention import set_attention_backend
 from flowrl.policies.family import (
     DTYPES,
@@ -27,7 +28,6 @@ from flowrl.policies.family import (
 )
 from flowrl.policies.lora import Adapters, load_frozen_adapters
 from flowrl.policies.prompt_cache import PromptCache
-from flowrl.types import Condition, Prompt, Schedule
 
 COMPILED_VERSIONS = 64
 """Compiled versions of a block: kinds of blocks x sampling and training x with and without adapters

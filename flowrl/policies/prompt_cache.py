@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 
 Encode = Callable[[Sequence[str]], Iterable[Mapping[str, Tensor]]]
 """From texts to one mapping of named tensors per text, without a prompt axis; an iterator that

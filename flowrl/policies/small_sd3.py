@@ -9,10 +9,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from flowrl.errors import require
+from flowrl.core.errors import require
+from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.policies.family import device_of
 from flowrl.policies.lora import LORA_TARGETS, Adapters
-from flowrl.types import Condition, Prompt, Schedule
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 how to write one.
 """
 
-from flowrl.probes.base import (
+from flowrl.core.probe import (
     Call,
     Cost,
     Estimate,

@@ -8,18 +8,18 @@ from itertools import product
 
 import torch
 
-from flowrl.errors import require
-from flowrl.options import checked_options
-from flowrl.probes.base import Cost, Probe, Shape
-from flowrl.tree import Mean, Tree, Visits, Weight, tree_of
+from flowrl.core.errors import require
+from flowrl.core.options import checked_options
+from flowrl.core.probe import Cost, Probe, Shape
+from flowrl.core.tree import Mean, Tree, Visits, Weight, tree_of
 
 
 class Branching(Probe, ABC):
     """A probe that scores unfinished states by branches of the trajectories.
 
     Such a rollout has as many leaves as the group has members. R_j of a member is the value of its
-    state at node j: the mean reward of the leaves behind this state (`flowrl.tree.Tree.values`).
-    The subclass defines how the tree branches.
+    state at node j: the mean reward of the leaves behind this state
+    (`flowrl.core.tree.Tree.values`). The subclass defines how the tree branches.
     """
 
     @abstractmethod
@@ -61,8 +61,8 @@ class Branch(Branching):
     Args:
         children: number of children by step; or a tuple for the first stochastic steps in order,
             wherever they are; or one number for every stochastic step.
-        weight: weight of a decision in the loss (see `flowrl.tree.Tree`).
-        mean: mean over leaves or children (see `flowrl.tree.Tree`).
+        weight: weight of a decision in the loss (see `flowrl.core.tree.Tree`).
+        mean: mean over leaves or children (see `flowrl.core.tree.Tree`).
 
     Raises:
         ConfigError: a field is out of range.
@@ -155,8 +155,8 @@ class Comb(Branching):
         high: end of the range; None: the number of steps.
         strides: every branch is finished once per stride s, by ODE steps of s nodes (the last may
             be shorter); the network's output at the branch's first state is shared.
-        weight: weight of a decision in the loss (see `flowrl.tree.Tree`).
-        mean: mean over leaves or children (see `flowrl.tree.Tree`).
+        weight: weight of a decision in the loss (see `flowrl.core.tree.Tree`).
+        mean: mean over leaves or children (see `flowrl.core.tree.Tree`).
 
     Raises:
         ConfigError: a field is out of range.

@@ -11,9 +11,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from flowrl.errors import require
-from flowrl.options import checked_options
-from flowrl.probes.base import (
+from flowrl.core.errors import require
+from flowrl.core.options import checked_options
+from flowrl.core.probe import (
     Call,
     Cost,
     Estimate,
@@ -26,7 +26,7 @@ from flowrl.probes.base import (
     Shape,
     Solver,
 )
-from flowrl.types import Schedule
+from flowrl.core.types import Schedule
 
 CONTROL = "control"
 

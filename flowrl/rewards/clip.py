@@ -23,8 +23,9 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowrl.errors import require
-from flowrl.options import Count, checked_options
+from flowrl.core.errors import require
+from flowrl.core.options import Count, checked_options
+from flowrl.core.types import Prompt
 from flowrl.rewards.images import Images, to_pillow
 from flowrl.rewards.weights import (
     DATA_ONLY,
@@ -35,7 +36,6 @@ from flowrl.rewards.weights import (
     loading,
     read_weights,
 )
-from flowrl.types import Prompt
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)

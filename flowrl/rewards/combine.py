@@ -12,12 +12,12 @@ from annotated_types import Ge, Gt, Lt
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.errors import ConfigError, RewardError, require
-from flowrl.options import allowed, checked_options
-from flowrl.protocols import AnyReward, GroupReward, RewardModel
+from flowrl.core.errors import ConfigError, RewardError, require
+from flowrl.core.options import allowed, checked_options
+from flowrl.core.protocols import AnyReward, GroupReward, RewardModel
+from flowrl.core.types import Prompt, checked
 from flowrl.rewards.contract import check_scores, marks_invalid
 from flowrl.rewards.images import Images
-from flowrl.types import Prompt, checked
 
 Finite = Annotated[float, Gt(-math.inf), Lt(math.inf)]
 

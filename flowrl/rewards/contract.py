@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flowrl.errors import RewardContractError
-from flowrl.protocols import AnyReward, GroupReward
-from flowrl.types import Prompt, tensor_problem
+from flowrl.core.errors import RewardContractError
+from flowrl.core.protocols import AnyReward, GroupReward
+from flowrl.core.types import Prompt, tensor_problem
 
 __all__ = [
     "ComponentScores",

@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.errors import RewardError, require
-from flowrl.options import Count, checked_options
-from flowrl.protocols import Features
+from flowrl.core.errors import RewardError, require
+from flowrl.core.options import Count, checked_options
+from flowrl.core.protocols import Features
+from flowrl.core.types import checked
 from flowrl.rewards.clip import ClipNetwork
 from flowrl.rewards.images import Images
-from flowrl.types import checked
 
 
 @checked

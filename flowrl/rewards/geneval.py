@@ -19,13 +19,13 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowrl.errors import ConfigError, RewardError
-from flowrl.options import Count, checked_options
-from flowrl.prompts.geneval import COLOURS, Request, request_of
+from flowrl.core.errors import ConfigError, RewardError
+from flowrl.core.options import Count, checked_options
+from flowrl.core.types import Prompt
+from flowrl.parts.geneval import COLOURS, Request, request_of
 from flowrl.rewards.clip import Encoder, clip_pixels, load_encoder
 from flowrl.rewards.images import Images, to_pillow
 from flowrl.rewards.weights import DATA_ONLY, Precision, load_network, loading
-from flowrl.types import Prompt
 
 RENAMED = {
     "mouse": "computer mouse",
@@ -81,7 +81,7 @@ ColoursOf = Callable[[Sequence[Detection], str], list[str]]
 @dataclass(frozen=True)
 class GenEval:
     """Objects found by a detector, compared with the request in the prompt's metadata
-    (`flowrl.prompts.geneval`).
+    (`flowrl.parts.geneval`).
 
     An object counts if its score is above the threshold. Overlapping objects all count (the limit
     in GenEval's code is 1.0, no limit). Colours: zero-shot classification of the object on grey by

@@ -15,9 +15,9 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from flowrl.errors import RewardError
-from flowrl.options import checked_options
-from flowrl.types import Prompt
+from flowrl.core.errors import RewardError
+from flowrl.core.options import checked_options
+from flowrl.core.types import Prompt
 
 Quality = Annotated[int, Ge(1), Le(95)]
 Images = Float[Tensor, "sample channel height width"]

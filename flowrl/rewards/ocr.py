@@ -13,10 +13,10 @@ from annotated_types import Ge, Le
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
-from flowrl.errors import ConfigError, RewardError
-from flowrl.options import Whole, checked_options
+from flowrl.core.errors import ConfigError, RewardError
+from flowrl.core.options import Whole, checked_options
+from flowrl.core.types import Prompt
 from flowrl.rewards.images import Images, to_bytes, to_rgb
-from flowrl.types import Prompt
 
 QUOTED = re.compile(r'"([^"]+)"|„([^“”]+)[“”]|“([^”]+)”|«([^»]+)»|「([^」]+)」')
 

@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.errors import RewardError
-from flowrl.options import Count, checked_options
-from flowrl.protocols import RewardModel
+from flowrl.core.errors import RewardError
+from flowrl.core.options import Count, checked_options
+from flowrl.core.protocols import RewardModel
+from flowrl.core.types import ImagesOrVideos, Prompt
 from flowrl.rewards.contract import check_scores, marks_invalid
-from flowrl.types import ImagesOrVideos, Prompt
 
 Frames = Literal["first", "middle", "last", "all"] | Count
 

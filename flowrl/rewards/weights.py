@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 
 Precision = Literal["float32", "bfloat16", "float16"]
 UNREADABLE = (

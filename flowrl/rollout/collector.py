@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flowrl.core.protocols import AnyReward, AnySampler, FlowPolicy
+from flowrl.core.transfer import copies_done, to_main_memory
+from flowrl.core.types import Condition, Prompt, Schedule, Trajectories
 from flowrl.distributed import Assignment, Distributed
 from flowrl.probes import Probe, whole
-from flowrl.protocols import AnyReward, AnySampler, FlowPolicy
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.rollout import Rollout, rollout
 from flowrl.rollout.solvers import Usage
 from flowrl.rollout.values import Inspect, Values, score_rollout
-from flowrl.transfer import copies_done, to_main_memory
-from flowrl.types import Condition, Prompt, Schedule, Trajectories
 
 
 @dataclass(frozen=True)

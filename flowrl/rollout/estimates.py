@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowrl.protocols import FlowPolicy, Sampler
+from flowrl.core.protocols import FlowPolicy, Sampler
+from flowrl.core.types import Condition, Gaussian, Schedule
 from flowrl.rollout.solvers import Usage
-from flowrl.types import Condition, Gaussian, Schedule
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flowrl.errors import ConfigError, require
-from flowrl.experience import Decisions
+from flowrl.core.errors import ConfigError, require
+from flowrl.core.experience import Decisions
+from flowrl.core.forward import ForwardBatch, Guidance, WeightCopy
+from flowrl.core.protocols import FlowPolicy, ForwardLoss, extras
+from flowrl.core.transfer import to_device
+from flowrl.core.types import Condition, Schedule
 from flowrl.flow.path import expand
-from flowrl.forward import ForwardBatch, Guidance, WeightCopy
-from flowrl.protocols import FlowPolicy, ForwardLoss, extras
 from flowrl.rollout.loss_batch import (
     MicroBatch,
     Rows,
@@ -24,8 +26,6 @@ from flowrl.rollout.loss_batch import (
     weighted_rows,
 )
 from flowrl.rollout.rollout import Groups, Rollout
-from flowrl.transfer import to_device
-from flowrl.types import Condition, Schedule
 
 
 class CopiedWeights(ABC):

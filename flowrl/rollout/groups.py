@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flowrl.errors import require
+from flowrl.core.errors import require
+from flowrl.core.types import Gaussian
 from flowrl.flow.gaussian import sample as draw
-from flowrl.types import Gaussian
 
 
 @dataclass(frozen=True)

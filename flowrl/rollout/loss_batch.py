@@ -8,15 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flowrl.distributed import Distributed
-from flowrl.errors import ConfigError, TrainingError
-from flowrl.forward import ForwardBatch
-from flowrl.protocols import FlowPolicy, ForwardLoss, PolicyLoss, Sampler
-from flowrl.rollout.collector import Collected
-from flowrl.rollout.rollout import Rollout
-from flowrl.transfer import to_device
-from flowrl.tree import Tree
-from flowrl.types import (
+from flowrl.core.errors import ConfigError, TrainingError
+from flowrl.core.forward import ForwardBatch
+from flowrl.core.protocols import FlowPolicy, ForwardLoss, PolicyLoss, Sampler
+from flowrl.core.transfer import to_device
+from flowrl.core.tree import Tree
+from flowrl.core.types import (
     Condition,
     Gaussian,
     LossBatch,
@@ -26,6 +23,9 @@ from flowrl.types import (
     tensor_problem,
     unit_means,
 )
+from flowrl.distributed import Distributed
+from flowrl.rollout.collector import Collected
+from flowrl.rollout.rollout import Rollout
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.forward import ForwardBatch
-from flowrl.types import LossBatch, LossResult
+from flowrl.core.forward import ForwardBatch
+from flowrl.core.types import LossBatch, LossResult
 
 Row = dict[str, float]
 

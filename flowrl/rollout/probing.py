@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.errors import ProbeError, require
+from flowrl.core.errors import ProbeError, require
+from flowrl.core.protocols import FlowPolicy, Sampler, extras
+from flowrl.core.transfer import to_device
+from flowrl.core.types import Condition, Gaussian, Schedule, Trajectories, inputs_unchanged
 from flowrl.probes import Estimate, Grid, Key, NetworkUse, Probe, Solver
-from flowrl.protocols import FlowPolicy, Sampler, extras
 from flowrl.rollout.estimates import Walkers, continued
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.solvers import SolverSteps, Usage, solver_steps
-from flowrl.transfer import to_device
-from flowrl.types import Condition, Gaussian, Schedule, Trajectories, inputs_unchanged
 
 
 def check_network(use: NetworkUse, policy: FlowPolicy) -> None:

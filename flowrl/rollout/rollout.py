@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flowrl.errors import ProbeError, require
+from flowrl.core.errors import ProbeError, require
+from flowrl.core.protocols import AnySampler, FlowPolicy, MultistepSolver, Sampler
+from flowrl.core.transfer import to_device
+from flowrl.core.tree import Edges, Tree, plain_tree
+from flowrl.core.types import Condition, Gaussian, Schedule, Trajectories
 from flowrl.flow.gaussian import log_prob
 from flowrl.probes import Branching, Estimate, Key, NoProbe, Probe
-from flowrl.protocols import AnySampler, FlowPolicy, MultistepSolver, Sampler
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.probing import check_network, estimates
 from flowrl.rollout.solvers import Usage, ode_step
 from flowrl.samplers import transition_stds
-from flowrl.transfer import to_device
-from flowrl.tree import Edges, Tree, plain_tree
-from flowrl.types import Condition, Gaussian, Schedule, Trajectories
 
 
 @dataclass(frozen=True)

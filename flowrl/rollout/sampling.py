@@ -7,10 +7,10 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from flowrl.errors import require
-from flowrl.protocols import FlowPolicy, extras
+from flowrl.core.errors import require
+from flowrl.core.protocols import FlowPolicy, extras
+from flowrl.core.types import Prompt, Schedule
 from flowrl.rollout.solvers import Usage, solve
-from flowrl.types import Prompt, Schedule
 
 EVALUATION_SEED = 20240
 """Seed of the noise that evaluations share, so that their scores are comparable."""

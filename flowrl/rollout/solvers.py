@@ -9,12 +9,12 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
-from flowrl.errors import require
+from flowrl.core.errors import require
+from flowrl.core.protocols import FlowPolicy
+from flowrl.core.types import Condition, Schedule
 from flowrl.probes import Solver
-from flowrl.protocols import FlowPolicy
 from flowrl.samplers import ODE, Multistep
 from flowrl.samplers.multistep import scheduler_steps
-from flowrl.types import Condition, Schedule
 
 SOLVERS: tuple[str, ...] = (*get_args(Solver), "sa")
 """The names of the solvers of `solve`."""

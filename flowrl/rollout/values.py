@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from flowrl.errors import RewardContractError, require
+from flowrl.core.errors import RewardContractError, require
+from flowrl.core.protocols import AnyReward, FlowPolicy, GroupReward, RewardModel
+from flowrl.core.types import Prompt, inputs_unchanged
 from flowrl.probes import Estimate, Key, Scored
-from flowrl.protocols import AnyReward, FlowPolicy, GroupReward, RewardModel
 from flowrl.rewards.contract import (
     ComponentScores,
     check_group_scores,
@@ -20,7 +21,6 @@ from flowrl.rewards.contract import (
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.rollout import Rollout
 from flowrl.rollout.solvers import Usage
-from flowrl.types import Prompt, inputs_unchanged
 
 Inspect = Callable[[Tensor, Sequence[Prompt], Tensor], None]
 """A function of images, their prompts and their scores."""
@@ -60,7 +60,8 @@ def score(
 
 @dataclass(frozen=True)
 class Values:
-    """A value table, and the same for every component of a composite reward (`flowrl.experience`).
+    """A value table, and the same for every component of a composite reward
+    (`flowrl.core.experience`).
 
     Args:
         total: [prompt, member, decision+1]; NaN in columns that were not estimated, and for invalid
@@ -99,7 +100,7 @@ def score_rollout(
     Column D is the score of the finished trajectory, column k < D that of the estimate from the
     state at which decision k starts, averaged over its copies, or the value that the probe computes
     from such scores. Columns without an estimate are NaN. On a branched tree, column k is the value
-    of this state (`flowrl.tree.Tree.values`).
+    of this state (`flowrl.core.tree.Tree.values`).
 
     A `GroupReward` compares the members of a group: their finished images, and at a probed node
     their estimates of that node (copy k is compared with copy k). A state that a group shares

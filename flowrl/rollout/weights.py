@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from flowrl.errors import RewardError
-from flowrl.experience import Credit, CreditTable, Decisions
+from flowrl.core.errors import RewardError
+from flowrl.core.experience import Credit, CreditTable, Decisions
 
 
 def usable(valid: Bool[Tensor, "prompt member"]) -> Bool[Tensor, "prompt member"]:
@@ -35,9 +35,9 @@ def transition_weights(
     """mask x convention x the rule's factor: the weight of each transition in the loss, which is a
     weighted mean.
 
-    Conventions: in a tree that counts edges (`flowrl.tree.Tree.weight`) a transition that n members
-    share counts 1 / n for each of them. With `drop_zero` a member whose advantages are 0 at every
-    trained decision has weight 0, its KL included, as in Flow-GRPO's public code (arXiv
+    Conventions: in a tree that counts edges (`flowrl.core.tree.Tree.weight`) a transition that n
+    members share counts 1 / n for each of them. With `drop_zero` a member whose advantages are 0 at
+    every trained decision has weight 0, its KL included, as in Flow-GRPO's public code (arXiv
     2505.05470).
 
     Args:

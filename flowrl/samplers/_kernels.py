@@ -9,10 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.errors import ConfigError, require
-from flowrl.flow import expand, noise_estimate, tweedie
-from flowrl.protocols import AnySampler, MultistepSolver
-from flowrl.types import (
+from flowrl.core.errors import ConfigError, require
+from flowrl.core.protocols import AnySampler, MultistepSolver
+from flowrl.core.types import (
     Gaussian,
     Latents,
     PerSample,
@@ -21,6 +20,7 @@ from flowrl.types import (
     inputs_unchanged,
     tensor_problem,
 )
+from flowrl.flow import expand, noise_estimate, tweedie
 
 
 @dataclass(frozen=True)

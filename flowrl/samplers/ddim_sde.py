@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from flowrl.options import checked_options
+from flowrl.core.options import checked_options
+from flowrl.core.types import Gaussian, Latents, Schedule, StepIndex, checked
 from flowrl.samplers._kernels import coefficient_preserving_mean, require_noise_level, step_times
-from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 
 
 @checked_options

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from flowrl.options import checked_options
+from flowrl.core.options import checked_options
+from flowrl.core.types import Gaussian, Latents, Schedule, StepIndex, checked
 from flowrl.samplers._kernels import require_noise_level, sde_mean, step_times
-from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 
 _NOISE_END = 1.0 - 1e-6  # times above this count as t = 1
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowrl.errors import require
-from flowrl.options import checked_options
+from flowrl.core.errors import require
+from flowrl.core.options import checked_options
+from flowrl.core.types import Schedule
 from flowrl.samplers.sa_solver import SASolver, sa_schedule
-from flowrl.types import Schedule
 
 NEAREST_TO_NOISE = 1.0 - 1e-5
 """Largest time of diffusers' solvers, whose half log signal-to-noise ratio is infinite at t = 1.

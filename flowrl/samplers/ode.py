@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from flowrl.core.types import Gaussian, Latents, Schedule, StepIndex, checked
 from flowrl.flow import expand
 from flowrl.samplers._kernels import step_times
-from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from flowrl.types import Schedule
+from flowrl.core.types import Schedule
 
 FIRST_TIME = 0.999
 """Time of the first node; at t = 1 the half log signal-to-noise ratio is infinite."""

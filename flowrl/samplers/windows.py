@@ -12,14 +12,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from flowrl.errors import ConfigError, require
+from flowrl.core.errors import ConfigError, require
+from flowrl.core.options import checked_options
+from flowrl.core.protocols import AnySampler, MultistepSolver, Sampler, Window
+from flowrl.core.types import Gaussian, Latents, Schedule, StepIndex, checked, inputs_unchanged
 from flowrl.flow import expand
-from flowrl.options import checked_options
-from flowrl.protocols import AnySampler, MultistepSolver, Sampler, Window
+from flowrl.parts.specs import parse_slice, parse_spec
 from flowrl.samplers._kernels import checked_gaussian
 from flowrl.samplers.ode import ODE
-from flowrl.specs import parse_slice, parse_spec
-from flowrl.types import Gaussian, Latents, Schedule, StepIndex, checked, inputs_unchanged
 
 
 @checked_options

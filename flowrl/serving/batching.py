@@ -13,13 +13,13 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from torch import Tensor
 
-from flowrl.errors import FlowrlError, RewardContractError
-from flowrl.protocols import RewardModel
+from flowrl.core.errors import FlowrlError, RewardContractError
+from flowrl.core.protocols import RewardModel
+from flowrl.core.types import Prompt
 from flowrl.rewards.contract import ComponentScores
 from flowrl.rollout import score_components
 from flowrl.serving.request import RequestError
 from flowrl.serving.wire_format import TransientError
-from flowrl.types import Prompt
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

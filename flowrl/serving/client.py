@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from flowrl.errors import RewardError, require
+from flowrl.core.errors import RewardError, require
+from flowrl.core.types import Prompt
 from flowrl.rewards.combine import weighted_total
 from flowrl.rewards.contract import ComponentScores
 from flowrl.serving.connections import Answer, Connections, check_endpoint, last_error
 from flowrl.serving.server_settings import TOKEN_VARIABLE
 from flowrl.serving.wire_format import TransientError, decode_error, decode_scores, encode_request
-from flowrl.types import Prompt
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState

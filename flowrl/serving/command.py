@@ -9,8 +9,8 @@ from typing import Annotated
 import tyro
 from annotated_types import Ge, Gt, Le
 
-from flowrl.errors import ConfigError, require
-from flowrl.options import Count
+from flowrl.core.errors import ConfigError, require
+from flowrl.core.options import Count
 from flowrl.serving.server_settings import TOKEN_VARIABLE, tls_context
 
 
@@ -68,7 +68,7 @@ class ServeReward:
                 " '.[server]'"
             )
             raise ConfigError(message) from error
-        from flowrl.registry import build
+        from flowrl.parts.registry import build
         from flowrl.rewards import require_single
         from flowrl.serving.weights import load_weights
 

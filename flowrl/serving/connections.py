@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowrl.errors import ConfigError, RewardError, require
+from flowrl.core.errors import ConfigError, RewardError, require
 from flowrl.serving.wire_format import TransientError
 
 if TYPE_CHECKING:

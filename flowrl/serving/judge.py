@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flowrl.errors import RewardError, require
-from flowrl.options import checked_options
+from flowrl.core.errors import RewardError, require
+from flowrl.core.options import checked_options
+from flowrl.core.types import Prompt
 from flowrl.rewards.images import Images, to_pillow
 from flowrl.serving.connections import Connections, check_endpoint, last_error
 from flowrl.serving.wire_format import TransientError
-from flowrl.types import Prompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from flowrl.plots.pages import render
+from flowrl.cli.pages import render
 from flowrl.serving.wire_format import ErrorResponse, PromptMessage
 
 

@@ -13,6 +13,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from torch import Tensor
 
+from flowrl.core.types import Prompt
 from flowrl.serving.server_settings import ServerLimits
 from flowrl.serving.wire_format import (
     WireFormatError,
@@ -21,7 +22,6 @@ from flowrl.serving.wire_format import (
     decode_safetensors,
     png_size,
 )
-from flowrl.types import Prompt
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks

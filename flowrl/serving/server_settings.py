@@ -5,7 +5,7 @@ import ssl
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from flowrl.errors import require
+from flowrl.core.errors import require
 
 TOKEN_VARIABLE = "FLOWRL_REWARD_TOKEN"
 """The environment variable with the token of a reward server."""

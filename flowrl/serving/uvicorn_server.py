@@ -14,8 +14,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from flowrl.errors import ConfigError, require
-from flowrl.protocols import RewardModel
+from flowrl.core.errors import ConfigError, require
+from flowrl.core.protocols import RewardModel
 from flowrl.serving.app import create_app
 from flowrl.serving.gate import is_loopback
 from flowrl.serving.server_settings import ServerSettings, tls_context

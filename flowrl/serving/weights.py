@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 
-from flowrl.errors import ConfigError, FlowrlError
+from flowrl.core.errors import ConfigError, FlowrlError
 
 
 def load_weights(reward: object) -> None:

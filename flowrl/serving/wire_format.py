@@ -22,10 +22,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from flowrl.errors import FlowrlError, RewardContractError, RewardError
+from flowrl.core.errors import FlowrlError, RewardContractError, RewardError
+from flowrl.core.types import Prompt
 from flowrl.rewards.contract import ComponentScores, check_scores
 from flowrl.rewards.images import to_pillow
-from flowrl.types import Prompt
 
 __all__ = [
     "API_VERSION",

@@ -18,7 +18,8 @@ checks the user's own parts with this package.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowrl.protocols import FlowPolicy
+from flowrl.core.protocols import FlowPolicy
+from flowrl.core.types import Prompt
 from flowrl.testing import (
     credit,
     forward_loss,
@@ -57,7 +58,6 @@ from flowrl.testing.tiny import (
     tiny_wan,
     tiny_wan_policy,
 )
-from flowrl.types import Prompt
 
 __all__ = [
     "TINY",

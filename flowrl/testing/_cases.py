@@ -5,8 +5,9 @@ maker of the part.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowrl.errors import require
-from flowrl.protocols import FlowPolicy
+from flowrl.core.errors import require
+from flowrl.core.protocols import FlowPolicy
+from flowrl.core.types import Prompt
 from flowrl.testing import (
     credit,
     group_reward,
@@ -20,7 +21,6 @@ from flowrl.testing import (
 )
 from flowrl.testing.findings import maker
 from flowrl.testing.reward import Examples
-from flowrl.types import Prompt
 
 
 def credit_case(rule: Any, decisions: int | None) -> Callable[[], credit.Case]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import ConfigError, CreditError
+from flowrl.core.experience import Credit, Decisions, Experience
 from flowrl.credit import check_signature, credit_of, example, read_columns
-from flowrl.errors import ConfigError, CreditError
-from flowrl.experience import Credit, Decisions, Experience
 from flowrl.probes import Branching, Probe
 from flowrl.testing import findings
 from flowrl.testing.findings import (

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flowrl.errors import ConfigError, require
-from flowrl.types import unit_means
+from flowrl.core.errors import ConfigError, require
+from flowrl.core.types import unit_means
 
 T = TypeVar("T")
 Check = Callable[[Any], str | None]

@@ -7,9 +7,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from flowrl.errors import FlowrlError
+from flowrl.core.errors import FlowrlError
+from flowrl.core.forward import ForwardBatch, Noise, WeightCopy
+from flowrl.core.types import Unit, unit_means
 from flowrl.flow import uniform_schedule
-from flowrl.forward import ForwardBatch, Noise, WeightCopy
 from flowrl.testing.findings import (
     INAPPLICABLE,
     Contract,
@@ -23,7 +24,6 @@ from flowrl.testing.findings import (
     unchanged,
     weighs_rows,
 )
-from flowrl.types import Unit, unit_means
 
 CONTRACT = Contract("forward-process loss")
 promise = CONTRACT.promise

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.errors import RewardContractError, require
-from flowrl.protocols import GroupReward, RewardModel
+from flowrl.core.errors import RewardContractError, require
+from flowrl.core.protocols import GroupReward, RewardModel
+from flowrl.core.types import Prompt
 from flowrl.rewards.contract import check_group_scores, component_methods, marks_invalid
 from flowrl.testing.findings import (
     INAPPLICABLE,
@@ -20,7 +21,6 @@ from flowrl.testing.findings import (
     twice,
     unchanged,
 )
-from flowrl.types import Prompt
 
 CONTRACT = Contract("group reward")
 promise = CONTRACT.promise

@@ -7,7 +7,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from flowrl.errors import FlowrlError
+from flowrl.core.errors import FlowrlError
+from flowrl.core.types import Gaussian, LossBatch, Unit
 from flowrl.flow.gaussian import log_prob
 from flowrl.testing.findings import (
     Contract,
@@ -20,7 +21,6 @@ from flowrl.testing.findings import (
     unchanged,
     weighs_rows,
 )
-from flowrl.types import Gaussian, LossBatch, Unit
 
 CONTRACT = Contract("policy loss")
 promise = CONTRACT.promise

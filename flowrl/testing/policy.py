@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.errors import require
+from flowrl.core.errors import require
+from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.testing.findings import Contract, expect, finite, name_of, same, twice
-from flowrl.types import Condition, Prompt, Schedule
 
 CONTRACT = Contract("policy")
 promise = CONTRACT.promise

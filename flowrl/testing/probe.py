@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.protocols import FlowPolicy, Sampler
+from flowrl.core.types import Prompt
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.probes import Branching, Cost, NetworkUse, NoProbe, Probe, Shape, whole
-from flowrl.protocols import FlowPolicy, Sampler
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Rollout, Usage, rollout, score_rollout
 from flowrl.samplers import FlowSDE, Windowed
 from flowrl.testing.findings import INAPPLICABLE, Contract, ContractBroken, expect, name_of, same
 from flowrl.testing.tiny import TINY, tiny_sd3_policy
-from flowrl.types import Prompt
 
 CONTRACT = Contract("probe")
 promise = CONTRACT.promise

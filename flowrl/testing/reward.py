@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.errors import RewardContractError, require
+from flowrl.core.errors import RewardContractError, require
+from flowrl.core.types import Prompt
 from flowrl.rewards.contract import check_scores, component_methods, marks_invalid
 from flowrl.testing.findings import (
     INAPPLICABLE,
@@ -19,7 +20,6 @@ from flowrl.testing.findings import (
     twice,
     unchanged,
 )
-from flowrl.types import Prompt
 
 CONTRACT = Contract("reward model")
 promise = CONTRACT.promise

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.types import Gaussian, Schedule
 from flowrl.flow import expand, shifted_schedule
 from flowrl.testing.findings import (
     Contract,
@@ -16,7 +17,6 @@ from flowrl.testing.findings import (
     twice,
     unchanged,
 )
-from flowrl.types import Gaussian, Schedule
 
 CONTRACT = Contract("sampler")
 promise = CONTRACT.promise

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.types import Schedule
 from flowrl.flow import shifted_schedule
 from flowrl.testing.findings import INAPPLICABLE, Contract, expect, name_of, same, unchanged
-from flowrl.types import Schedule
 
 CONTRACT = Contract("multistep solver")
 promise = CONTRACT.promise

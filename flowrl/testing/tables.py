@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import ConfigError
+from flowrl.core.experience import Experience
+from flowrl.core.protocols import CreditRule
 from flowrl.credit import read_columns
 from flowrl.credit.units import on_tree
-from flowrl.errors import ConfigError
-from flowrl.experience import Experience
 from flowrl.probes import Branching
-from flowrl.protocols import CreditRule
 from flowrl.testing.findings import expect
 
 MOST_MEMBERS, MOST_DECISIONS = 96, 24

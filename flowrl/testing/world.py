@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from flowrl.errors import ConfigError, RewardError
-from flowrl.protocols import FlowPolicy, PolicyOptions, RewardModel, World
-from flowrl.registry import check_part
+from flowrl.core.errors import ConfigError, RewardError
+from flowrl.core.protocols import FlowPolicy, PolicyOptions, RewardModel, World
+from flowrl.core.types import Prompt
+from flowrl.parts.registry import check_part
 from flowrl.testing import policy, reward
 from flowrl.testing.findings import (
     INAPPLICABLE,
@@ -20,7 +21,6 @@ from flowrl.testing.findings import (
     name_of,
     twice,
 )
-from flowrl.types import Prompt
 
 CONTRACT = Contract("world")
 promise = CONTRACT.promise

@@ -8,12 +8,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import ConfigError, require
-from flowrl.settings import read_arms
-from flowrl.specs import identity, parse_options
+from flowrl.core.errors import ConfigError, require
+from flowrl.parts.settings import read_arms
+from flowrl.parts.specs import identity, parse_options
+from flowrl.parts.trust import PARTS, trusted
 from flowrl.training.config import EvaluationConfig, RunConfig
 from flowrl.training.results import REWARDS, run_folder
-from flowrl.trust import PARTS, trusted
 
 Arms = Mapping[str, Mapping[str, Any]]
 """Settings, named without their groups, by the name of the arm."""
@@ -71,7 +71,7 @@ def load_arms(path: Path, trust: bool = False) -> dict[str, dict[str, Any]]:
 
     Args:
         path: the file.
-        trust: allow settings with code, addresses and similar entries (`flowrl.trust`).
+        trust: allow settings with code, addresses and similar entries (`flowrl.parts.trust`).
 
     Returns:
         The arms.

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from flowrl.diagnostics.memory import peak_memory_during
-from flowrl.errors import TrainingError
-from flowrl.protocols import extras
+from flowrl.core.errors import TrainingError
+from flowrl.core.protocols import extras
 from flowrl.training.memory import Peak, drop_gradients, largest_batch, later_bytes, velocities
+from flowrl.training.peak_memory import peak_memory_during
 from flowrl.training.trainer import Trainer
 
 HEADROOM = 0.1

@@ -10,14 +10,8 @@ from pathlib import Path
 
 import torch
 
-from flowrl.credit.random_credit import with_seed
-from flowrl.distributed import Distributed
-from flowrl.errors import CheckpointError, ConfigError, require
-from flowrl.flow import uniform_schedule
-from flowrl.methods import Method, check_one_advantage, named_method, try_credit, with_options
-from flowrl.policies.pipeline import ModelOptions
-from flowrl.probes import NoProbe
-from flowrl.protocols import (
+from flowrl.core.errors import CheckpointError, ConfigError, require
+from flowrl.core.protocols import (
     AnyReward,
     AnySampler,
     CreditRule,
@@ -29,10 +23,16 @@ from flowrl.protocols import (
     PolicyOptions,
     World,
 )
-from flowrl.registry import KINDS, build, find_maker
+from flowrl.credit.random_credit import with_seed
+from flowrl.distributed import Distributed
+from flowrl.flow import uniform_schedule
+from flowrl.methods import Method, check_one_advantage, named_method, try_credit, with_options
+from flowrl.parts.registry import KINDS, build, find_maker
+from flowrl.parts.specs import parse_slice, parse_spec
+from flowrl.policies.pipeline import ModelOptions
+from flowrl.probes import NoProbe
 from flowrl.rewards import NoisyReward
 from flowrl.samplers import ODE, FixedWindow, trained_steps, transition_stds, windowed
-from flowrl.specs import parse_slice, parse_spec
 from flowrl.training.batches import find_batches
 from flowrl.training.checkpoint import load_weights
 from flowrl.training.config import RunConfig, load_config

@@ -16,11 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from flowrl.core.errors import CheckpointError, ConfigError, FlowrlError
 from flowrl.distributed import Distributed, as_module, full_tensors, is_sharded, load_full_tensors
-from flowrl.errors import CheckpointError, ConfigError, FlowrlError
 from flowrl.io import flush_folder, write_bytes
+from flowrl.parts.trust import trust_option
 from flowrl.training.config import load_config
-from flowrl.trust import trust_option
 
 FORMAT = "flowrl-checkpoint-4"
 

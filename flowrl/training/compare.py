@@ -9,15 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import ConfigError, FlowrlError, PartError, require
+from flowrl.core.errors import ConfigError, FlowrlError, PartError, require
+from flowrl.core.protocols import World
 from flowrl.io import folder_lock, new_folder, write_json
 from flowrl.methods import METHODS
-from flowrl.plugins import versions
+from flowrl.parts.plugins import versions
+from flowrl.parts.registry import build
+from flowrl.parts.sources import first_paragraph
+from flowrl.parts.trust import code_of, trust_option, trusted
 from flowrl.probes import NoProbe
-from flowrl.protocols import World
 from flowrl.reading import as_kind, load_document, reading
-from flowrl.registry import build
-from flowrl.sources import first_paragraph
 from flowrl.training.arms import Arms, arm_run, check_arms, of_arm
 from flowrl.training.build import check, make_method, make_world, method_parts
 from flowrl.training.config import RunConfig
@@ -26,7 +27,6 @@ from flowrl.training.plan import Plan, plan
 from flowrl.training.results import has_progress, holds, run_folder
 from flowrl.training.run import Run
 from flowrl.training.trial import try_parts
-from flowrl.trust import code_of, trust_option, trusted
 from flowrl.workers import Worker, run_jobs, usable_cores
 
 
@@ -112,7 +112,7 @@ class CompareConfig:
 
     def allowed(self) -> None:
         """Raise `ConfigError` if the comparison was read without trust and has settings that need
-        consent (`flowrl.trust`).
+        consent (`flowrl.parts.trust`).
         """
         for settings in (self.run.flat(), *self.arms.values()):
             trusted(dict(settings), self.run.source, not self.run.source)

@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal, cast
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator, PlainValidator, model_validator
 
-from flowrl.errors import ConfigError, require
-from flowrl.options import Count, Seed, Whole
-from flowrl.reading import load_document, reading
-from flowrl.settings import (
+from flowrl.core.errors import ConfigError, require
+from flowrl.core.options import Count, Seed, Whole
+from flowrl.parts.settings import (
     flat,
     groups_of,
     nested,
@@ -21,6 +20,8 @@ from flowrl.settings import (
     replaced,
     settings_group,
 )
+from flowrl.parts.trust import trusted, untrusted
+from flowrl.reading import load_document, reading
 from flowrl.training.format import FORMAT, check_format, current, format_of, refuse_older
 from flowrl.training.presets import (
     MODEL_DEFAULTS,
@@ -30,7 +31,6 @@ from flowrl.training.presets import (
     method_overrides,
     world_defaults,
 )
-from flowrl.trust import trusted, untrusted
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Decay = Annotated[float, Ge(0), Lt(1)]
@@ -69,7 +69,7 @@ class EnvironmentConfig:
 
     world: Annotated[str, PlainValidator(_world)] = "shapes"
     """shapes (text to image), mixture (two dimensions), a plug-in, path/to/file.py:Class, or model
-    (see `model`). In Python also an object (`flowrl.protocols.World`).
+    (see `model`). In Python also an object (`flowrl.core.protocols.World`).
     """
     task: str = "compositional"
     """compositional, text or preference (shapes); direction (mixture); prompts (model)."""
@@ -424,7 +424,7 @@ class RunConfig:
     def allowed(self, unused: tuple[str, ...] = ()) -> "RunConfig":
         """The run, to build its parts. Raises `ConfigError` if it was read without trust and has
         settings with code, addresses and similar entries that need the user's consent
-        (`flowrl.trust`), except those that the caller replaces (`unused`).
+        (`flowrl.parts.trust`), except those that the caller replaces (`unused`).
         """
         if self.source:
             trusted(
@@ -483,7 +483,7 @@ def load_config(path: Path, trust: bool = False, planned: bool = False) -> RunCo
     """The run that the config.json or config.yaml at `path` describes; other settings have their
     defaults (`planned`: see `Preset.apply`). Raises `ConfigError` if the file cannot be read.
     Without `trust`, building a part raises it for settings that need the user's consent
-    (`flowrl.trust`).
+    (`flowrl.parts.trust`).
     """
     values, _ = load_document(path)
     found = format_of(path, values)
@@ -535,6 +535,6 @@ class Preset:
 def preset(name: str, trust: bool = False) -> Preset:
     """A preset by `name`, a .yaml file, or several of them separated by commas (see
     `flowrl.training.presets`). Raises `ConfigError` for an unknown name and, without `trust`, for
-    settings that need the user's consent (`flowrl.trust`).
+    settings that need the user's consent (`flowrl.parts.trust`).
     """
     return Preset(name, trusted(combine(name, RunConfig).settings, name, trust), trust)

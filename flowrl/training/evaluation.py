@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from flowrl.core.errors import RewardError
+from flowrl.core.protocols import FlowPolicy, RewardModel, World
+from flowrl.core.types import Prompt
 from flowrl.distributed import Distributed
-from flowrl.errors import RewardError
 from flowrl.io import write_bytes, write_json
 from flowrl.probes import Completion, Tweedie
-from flowrl.protocols import FlowPolicy, RewardModel, World
 from flowrl.rewards import stills
 from flowrl.rollout import (
     EVALUATION_SEED,
@@ -32,7 +33,6 @@ from flowrl.rollout import (
 )
 from flowrl.training.heldout import HeldoutMetrics
 from flowrl.training.trainer import Trainer
-from flowrl.types import Prompt
 
 CUSTOM = "custom reward"
 """The key of a training reward that is not one of the world's forms."""

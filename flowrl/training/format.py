@@ -7,9 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import ConfigError, require
+from flowrl.core.errors import ConfigError, require
+from flowrl.parts.specs import parse_slice
 from flowrl.reading import read_text
-from flowrl.specs import parse_slice
 
 FORMAT = "flowrl-run-3"
 """The format of a run's config.json, which its entry "format" names."""

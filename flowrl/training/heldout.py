@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import RewardError, require
+from flowrl.core.protocols import Features, RewardModel, World
+from flowrl.core.types import Prompt
 from flowrl.distributed import Distributed
-from flowrl.errors import RewardError, require
-from flowrl.protocols import Features, RewardModel, World
-from flowrl.registry import KINDS, build
+from flowrl.parts.registry import KINDS, build
 from flowrl.rewards import FunctionReward, NoisyReward, require_single
 from flowrl.rewards.diversity import group_features, pairwise_diversity
 from flowrl.rollout import ImageBatch, score
 from flowrl.training.config import RunConfig
-from flowrl.types import Prompt
 
 _LOG = logging.getLogger(__name__)
 DIVERSITY_SEED = 20241

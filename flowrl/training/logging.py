@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 from torch.nn import functional
 
-from flowrl.errors import ConfigError, require
+from flowrl.core.errors import ConfigError, require
 from flowrl.io import write_bytes
 from flowrl.reading import read_tensors
 from flowrl.training.build import method_parts

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowrl.diagnostics.memory import peak_memory_during
-from flowrl.errors import TrainingError
+from flowrl.core.errors import TrainingError
+from flowrl.core.types import Condition
 from flowrl.training.monitors import Notice
+from flowrl.training.peak_memory import peak_memory_during
 from flowrl.training.trainer import Trainer
-from flowrl.types import Condition
 
 
 @dataclass(frozen=True)

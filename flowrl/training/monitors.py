@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flowrl.core.protocols import ExperienceCredit, GroupReward, Stateful
 from flowrl.policies.families import SD3
-from flowrl.protocols import ExperienceCredit, GroupReward, Stateful
 from flowrl.training.trainer import Trainer
 
 Row = Mapping[str, Any]

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from flowrl.errors import TrainingError
-from flowrl.experience import Credit, Experience
+from flowrl.core.errors import TrainingError
+from flowrl.core.experience import Credit, Experience
+from flowrl.core.forward import ForwardBatch
+from flowrl.core.protocols import ForwardLoss, PolicyLoss
+from flowrl.core.types import LossBatch, Prompt
 from flowrl.flow.gaussian import kl, log_prob
-from flowrl.forward import ForwardBatch
 from flowrl.io import write_bytes, write_json
-from flowrl.protocols import ForwardLoss, PolicyLoss
 from flowrl.rollout.forward_batch import ForwardBatches
 from flowrl.rollout.loss_batch import LossBatches, MicroBatch, checked_loss
-from flowrl.types import LossBatch, Prompt
 
 LISTED = 64
 """Largest number of rows that a dump lists."""

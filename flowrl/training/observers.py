@@ -17,18 +17,18 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
+from flowrl.core.errors import PartError, foreign_call, is_disk_error, require
+from flowrl.core.experience import FIELDS, LARGER, Actions, Record
+from flowrl.core.options import Whole, checked_options
+from flowrl.core.protocols import Observer, Stateful
+from flowrl.core.types import inputs_unchanged
 from flowrl.distributed import Distributed
-from flowrl.errors import PartError, foreign_call, is_disk_error, require
-from flowrl.experience import FIELDS, LARGER, Actions, Record
 from flowrl.io import write_bytes
-from flowrl.options import Whole, checked_options
-from flowrl.protocols import Observer, Stateful
-from flowrl.registry import build
-from flowrl.specs import parse_spec
+from flowrl.parts.registry import build
+from flowrl.parts.specs import parse_spec
 from flowrl.training.config import RunConfig
 from flowrl.training.monitors import Notice
 from flowrl.training.trainer import Iteration, Trainer
-from flowrl.types import inputs_unchanged
 
 EXPERIENCE = "experience"
 """Folder of the tables of `SaveExperience` within a run's folder."""
@@ -333,7 +333,8 @@ class Observers:
                 return
             if not isinstance(actions, Actions):
                 raise PartError(
-                    f"it returned a {type(actions).__name__}, not flowrl.experience.Actions or None"
+                    f"it returned a {type(actions).__name__}, not "
+                    f"flowrl.core.experience.Actions or None"
                 )
             metrics = {f"{name}/{key}": float(value) for key, value in actions.metrics.items()}
         except (Exception, SystemExit) as error:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from flowrl.core.errors import ConfigError, TrainingError, require
+from flowrl.core.protocols import FlowPolicy, extras
 from flowrl.distributed import Distributed, free_gathered_weights, full, is_sharded, shard
-from flowrl.errors import ConfigError, TrainingError, require
 from flowrl.policies import has_compiled_blocks
-from flowrl.protocols import FlowPolicy, extras
 
 OPTIMIZERS = ("adamw", "adamw-8bit")
 

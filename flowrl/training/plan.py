@@ -10,22 +10,22 @@ from types import MappingProxyType
 
 import torch
 
+from flowrl.core.errors import ConfigError, require
+from flowrl.core.experience import Credit, Decisions
+from flowrl.core.forward import guidance_passes
+from flowrl.core.protocols import ForwardLoss
+from flowrl.core.tree import Tree, plain_tree
 from flowrl.credit import read_columns
-from flowrl.errors import ConfigError, require
-from flowrl.experience import Credit, Decisions
 from flowrl.flow import uniform_schedule
-from flowrl.forward import guidance_passes
 from flowrl.methods import Method
 from flowrl.policies import Memory, Size, architecture_of, count_memory
 from flowrl.probes import Cost, Probe, Shape, whole
-from flowrl.protocols import ForwardLoss
 from flowrl.rollout.loss_batch import Rows, minibatch_rows, weighted_rows
 from flowrl.rollout.rollout import Groups, group_tree
 from flowrl.rollout.weights import transition_weights
 from flowrl.training.build import first_trained_steps, make_method, method_text, trial_stds
 from flowrl.training.config import RunConfig
 from flowrl.training.trainer import loss_guidance
-from flowrl.tree import Tree, plain_tree
 
 
 @dataclass(frozen=True)

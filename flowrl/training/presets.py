@@ -14,9 +14,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import ConfigError, require
+from flowrl.core.errors import ConfigError, require
+from flowrl.parts.settings import read_settings
 from flowrl.reading import load_document
-from flowrl.settings import read_settings
 from flowrl.training.format import current, format_of
 
 KINDS = ("models", "methods", "tasks", "definitions")

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 
 from annotated_types import Len
 
-from flowrl.diagnostics.curves import first_reached
-from flowrl.diagnostics.statistics import collapsed, mean
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 from flowrl.reading import as_kind, parse_json, read_json, reading
+from flowrl.training.curves import first_reached
 from flowrl.training.format import check_format, current_comparison
+from flowrl.training.statistics import collapsed, mean
 
 REWARDS = ("reward", "reward_form")
 """Settings of the training reward: where they differ, so does what an evaluation calls the reward.
@@ -307,8 +307,8 @@ class Mean:
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """The mean of `values` with half of its t interval (`flowrl.diagnostics.mean`); NaN for no
-    value.
+    """The mean of `values` with half of its t interval (`flowrl.training.diagnostics.mean`); NaN
+    for no value.
     """
     if not values:
         return Mean(math.nan, math.nan)

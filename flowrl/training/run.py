@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
+from flowrl.core.errors import CheckpointError, ConfigError, part_errors
+from flowrl.core.protocols import FlowPolicy, Observer, World, extras
 from flowrl.distributed import Distributed, full_tensors
-from flowrl.errors import CheckpointError, ConfigError, part_errors
 from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
-from flowrl.plugins import versions
-from flowrl.protocols import FlowPolicy, Observer, World, extras
+from flowrl.parts.plugins import versions
+from flowrl.parts.settings import settings_text
+from flowrl.parts.trust import check_code, record_code
 from flowrl.reading import as_kind, read_json, read_tensors, reading
 from flowrl.rewards import evaluation_reward
-from flowrl.settings import settings_text
 from flowrl.training import logging as lines
 from flowrl.training.build import make_reward, make_world, policy_options, trainer_in
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
@@ -37,7 +38,6 @@ from flowrl.training.observers import Observers
 from flowrl.training.results import MetricsRow, has_progress, holds
 from flowrl.training.trainer import Trainer
 from flowrl.training.trial import reward_trial, try_parts
-from flowrl.trust import check_code, record_code
 
 TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
 Report = Callable[[dict[str, Any]], None]

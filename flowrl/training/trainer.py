@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.experience import Credit, Decisions, Experience
+from flowrl.core.forward import Guidance
+from flowrl.core.protocols import AnyReward, AnySampler, FlowPolicy, ForwardLoss, Sampler, Stateful
+from flowrl.core.types import Condition, Prompt
 from flowrl.credit import credit_of, read_columns
 from flowrl.distributed import Distributed
-from flowrl.experience import Credit, Decisions, Experience
-from flowrl.forward import Guidance
 from flowrl.methods import Method, check_one_advantage
+from flowrl.parts.prompt_stream import PromptStream
 from flowrl.probes import whole
-from flowrl.prompts.stream import PromptStream
-from flowrl.protocols import AnyReward, AnySampler, FlowPolicy, ForwardLoss, Sampler, Stateful
 from flowrl.rewards.contract import is_remote
 from flowrl.rollout import Groups, Usage, log_probs, transition_weights, usable
 from flowrl.rollout.collector import Collected, Collector
@@ -50,7 +51,6 @@ from flowrl.training.optim import (
     update_average,
     weights_replaced,
 )
-from flowrl.types import Condition, Prompt
 
 
 def loss_guidance(config: RunConfig) -> Guidance:
@@ -101,7 +101,7 @@ class Trainer:
 
     Call `iteration()` once per iteration; it returns the metrics of that iteration, and its record.
     The trainer itself keeps no record. `recorded` names the larger fields of the record
-    (`flowrl.experience.LARGER`) that are gathered besides those that the rule reads, as in
+    (`flowrl.core.experience.LARGER`) that are gathered besides those that the rule reads, as in
     ``trainer.recorded = ("log_probs",)``. Within `averaged()` the policy has its EMA weights.
     `state()` and `restore()` make a run resumable bit for bit on the CPU. `iteration` raises
     `NonFiniteError` if a loss or gradient is not finite, and `CreditError` or `RewardError` if a

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.errors import ConfigError
-from flowrl.protocols import AnyReward, ForwardLoss, GroupReward, MultistepSolver
-from flowrl.registry import build
+from flowrl.core.errors import ConfigError
+from flowrl.core.protocols import AnyReward, ForwardLoss, GroupReward, MultistepSolver
+from flowrl.core.types import Prompt
+from flowrl.parts.registry import build
+from flowrl.parts.trust import own_parts
 from flowrl.rollout.values import Inspect, score_components, score_group_components
 from flowrl.testing import credit, forward_loss, loss, probe, sampler, solver, window
 from flowrl.testing.findings import OVER, Contract, maker
 from flowrl.training.build import run_method, trial_stds
 from flowrl.training.config import RunConfig
-from flowrl.trust import own_parts
-from flowrl.types import Prompt
 
 SECONDS = 5.0
 """Time of the trial of all parts."""

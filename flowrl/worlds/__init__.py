@@ -2,7 +2,7 @@
 diffusers model.
 """
 
-from flowrl.protocols import PolicyOptions, World
+from flowrl.core.protocols import PolicyOptions, World
 from flowrl.worlds import mixture
 from flowrl.worlds.base import MixtureWorld, ModelWorld, ShapesWorld, world
 

@@ -15,21 +15,20 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from flowrl.errors import CheckpointError, ConfigError, require
+from flowrl.core.errors import CheckpointError, ConfigError, require
+from flowrl.core.protocols import FlowPolicy, PolicyOptions, RewardModel, World
+from flowrl.core.types import Prompt
+from flowrl.parts.prompts import prompts_from
+from flowrl.parts.registry import build, check_part
+from flowrl.parts.specs import parse_spec
 from flowrl.policies.load import load_policy
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
-from flowrl.prompts import prompts_from
-from flowrl.protocols import FlowPolicy, PolicyOptions, RewardModel, World
 from flowrl.reading import read_json
-from flowrl.registry import build, check_part
 from flowrl.rewards import evaluation_reward
-from flowrl.specs import parse_spec
-from flowrl.types import Prompt
-from flowrl.worlds import mixture
-from flowrl.worlds.shapes import scene, verifier
-from flowrl.worlds.shapes.verifier import QUALITIES, ShapesQuality
+from flowrl.worlds import mixture, scene, verifier
+from flowrl.worlds.verifier import QUALITIES, ShapesQuality
 
 
 def weights_path() -> Path:

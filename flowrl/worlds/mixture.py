@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowrl.errors import ConfigError, RewardError, require
+from flowrl.core.errors import ConfigError, RewardError, require
+from flowrl.core.types import Prompt
 from flowrl.flow.mixture import GaussianMixture
-from flowrl.types import Prompt
 
 TASKS = ("direction",)
 FORMS = ("strict", "graded", "soft")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from flowrl_bench.catalogue import CLAIMS
 
-from flowrl.cli import main
+from flowrl.cli.main import main
 
 
 def test_list(capsys) -> None:

@@ -18,15 +18,15 @@ from flowrl_bench.continuations import (
 from flowrl_bench.gradients import Setting
 from flowrl_bench.true_advantage import compare_credit, correlation, credit_sums
 
-from flowrl.errors import ConfigError
-from flowrl.experience import Experience
+from flowrl.core.errors import ConfigError
+from flowrl.core.experience import Experience
+from flowrl.core.types import Prompt
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
+from flowrl.parts.registry import build
 from flowrl.policies.mixture import MixturePolicy
-from flowrl.registry import build
 from flowrl.rollout import Rollout
 from flowrl.samplers import FlowSDE
-from flowrl.types import Prompt
 from flowrl.worlds.mixture import DirectionReward, angle_of, target
 
 JOINT, BY_STEP, UNIFORM = "stepwise-gain", "stepwise-gain(normalise=step)", "uniform"

@@ -57,7 +57,7 @@ from flowrl_bench.tables import (
 from flowrl_bench.verdicts import ALIKE, BETTER, FAILS, Compare, each
 from matplotlib.figure import Figure
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 A, B, C = (

@@ -30,8 +30,8 @@ CODE = '''"""A module."""
 
 import math
 
-from flowrl.types import Prompt
-from flowrl.errors import require as check
+from flowrl.core.types import Prompt
+from flowrl.core.errors import require as check
 
 __all__ = ["Shape", "area"]
 LIMIT = 3
@@ -79,7 +79,7 @@ class TestDefinitions:
             ('"""The most."""\n', ""),
             ("  # of a circle", ""),
             ("    return Shape().area()", "    return (\n        Shape().area()\n    )"),
-            ("from flowrl.types import Prompt", "from flowrl.other.place import Prompt"),
+            ("from flowrl.core.types import Prompt", "from flowrl.other.place import Prompt"),
             ("from flowrl.text import short", "from flowrl.words import short"),
             ('__all__ = ["Shape", "area"]\n', ""),
         ],
@@ -93,7 +93,8 @@ class TestDefinitions:
     def test_a_definition_may_move_to_another_module(self) -> None:
         head, body = CODE.rsplit("def area(", 1)
         moved = (
-            "from flowrl.other import Shape\nfrom flowrl.types import Prompt\n\n\ndef area(" + body
+            "from flowrl.other import Shape\nfrom flowrl.core.types import Prompt\n\n\ndef area("
+            + body
         )
         assert digest_of(head, moved) == digest_of(moved, head) == definitions(CODE)
 

@@ -8,10 +8,10 @@ import torch
 from flowrl_bench.explain import explain, parse_rewards
 from flowrl_bench.explain_figure import explanation
 
-from flowrl.cli import main
+from flowrl.cli.main import main
+from flowrl.core.errors import ConfigError
+from flowrl.core.experience import Credit, Decisions
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform
-from flowrl.errors import ConfigError
-from flowrl.experience import Credit, Decisions
 from flowrl.probes import NoProbe
 
 

@@ -20,9 +20,9 @@ from flowrl_bench.measurements import (
 from flowrl_bench.negative_controls import FreshNoiseFault
 from flowrl_bench.suite import _differences, _named
 
+from flowrl.core.errors import ConfigError
+from flowrl.core.experience import Decisions
 from flowrl.credit import RandomCredit, TurningPoint
-from flowrl.errors import ConfigError
-from flowrl.experience import Decisions
 from flowrl.testing import credit_contract
 from flowrl.training.build import make_trainer
 

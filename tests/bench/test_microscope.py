@@ -28,12 +28,12 @@ from flowrl_bench.microscope_page import TITLE, microscope_page
 from flowrl_bench.microscope_study import Study, read_lines, seconds_left
 from flowrl_bench.true_advantage import compare_credit, credit_sums
 
-from flowrl.cli import main
-from flowrl.diagnostics.statistics import mean
-from flowrl.errors import ConfigError, CreditError
-from flowrl.registry import build
+from flowrl.cli.main import main
+from flowrl.core.errors import ConfigError, CreditError
+from flowrl.parts.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.training.build import make_trainer, make_world
+from flowrl.training.statistics import mean
 from flowrl.training.trainer import Trainer
 
 SMALL = Size(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from flowrl_bench.pretraining import PretrainConfig, pretrain_to_file
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 from flowrl.worlds.base import PolicyOptions, world
 
 SHORT = PretrainConfig(

@@ -24,8 +24,8 @@ from flowrl_bench.results_file import (
 )
 from flowrl_bench.suite import Suite
 
-from flowrl.errors import ConfigError
-from flowrl.trust import untrusted
+from flowrl.core.errors import ConfigError
+from flowrl.parts.trust import untrusted
 
 
 @pytest.fixture

@@ -40,8 +40,8 @@ from flowrl_bench.verdicts import ALIKE, BETTER, UNDECIDED, WORSE
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.cli import main
-from flowrl.errors import ConfigError, CreditError
+from flowrl.cli.main import main
+from flowrl.core.errors import ConfigError, CreditError
 from flowrl.training.config import RunConfig
 
 

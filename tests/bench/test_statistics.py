@@ -31,8 +31,8 @@ from flowrl_bench.statistics import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.diagnostics.statistics import COLLAPSE, Inference, collapsed, mean
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
+from flowrl.training.statistics import COLLAPSE, Inference, collapsed, mean
 
 rewards = st.lists(st.floats(0, 1), min_size=2, max_size=12)
 

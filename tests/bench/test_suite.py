@@ -29,8 +29,8 @@ from flowrl_bench.suite import (
 )
 from flowrl_bench.verdicts import BETTER, FAILS, HOLDS, Compare, judge
 
-from flowrl.cli import main
-from flowrl.errors import ConfigError
+from flowrl.cli.main import main
+from flowrl.core.errors import ConfigError
 from flowrl.io import file_lock
 from flowrl.training.config import RunConfig
 

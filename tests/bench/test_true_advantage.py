@@ -23,8 +23,9 @@ from flowrl_bench.true_advantage import (
     true_advantages,
 )
 
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import Prompt
 from flowrl.credit import StepwiseGain
-from flowrl.errors import ConfigError
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.policies.mixture import MixturePolicy
@@ -32,7 +33,6 @@ from flowrl.probes import Branch, Comb, Continuation
 from flowrl.rewards.combine import NoisyReward, pseudo_normal
 from flowrl.rollout import Usage
 from flowrl.samplers import FlowSDE, Windowed
-from flowrl.types import Prompt
 from flowrl.worlds.mixture import WIDTH, DirectionReward, angle_of, target
 
 PROMPTS = [Prompt(f"towards {angle} degrees") for angle in (0, 100, 200)]

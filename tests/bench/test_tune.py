@@ -15,7 +15,7 @@ from flowrl_bench.tune import SEEDS, Point, Search, Trial, best, choices, chosen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.errors import ConfigError, TrainingError
+from flowrl.core.errors import ConfigError, TrainingError
 from flowrl.training.build import check
 from flowrl.training.config import RunConfig
 

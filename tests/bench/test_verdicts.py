@@ -26,7 +26,7 @@ from flowrl_bench.verdicts import (
     judge_family,
 )
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 
 
 class TestEvidence:

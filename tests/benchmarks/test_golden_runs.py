@@ -163,7 +163,7 @@ def tables(tmp_path, monkeypatch, capsys):
     golden_sides.observe_current(lambda iteration, tables: found.append((iteration, tables)))
 
     def train(**settings):
-        from flowrl.cli import main
+        from flowrl.cli.main import main
 
         (job,) = runs(POINTS, {"run": settings})
         words = golden_sides.in_current_terms(job).arguments(str(tmp_path / "run"))

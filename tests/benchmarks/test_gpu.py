@@ -22,6 +22,7 @@ from gpu_compute import (
     share_of_ceiling,
 )
 
+from flowrl.core.types import Prompt
 from flowrl.policies import ARCHITECTURES, SD3, PipelinePolicy
 from flowrl.testing.tiny import (
     CLIP_TOKENS,
@@ -31,7 +32,6 @@ from flowrl.testing.tiny import (
     tiny_sd3,
     tiny_sd3_policy,
 )
-from flowrl.types import Prompt
 
 
 def cost_of(policy):
@@ -136,7 +136,7 @@ def test_the_backward_pass_is_the_networks_time():
 
 PEAKS = """
 import torch
-from flowrl.diagnostics.memory import peak_memory, peak_memory_during
+from flowrl.training.peak_memory import peak_memory, peak_memory_during
 cpu, held = torch.device("cpu"), []
 before = peak_memory(cpu)
 after = peak_memory_during(lambda: held.append(torch.ones(2 * before // 4)), cpu)

@@ -46,10 +46,10 @@ def test_a_share_is_that_of_the_loss_itself():
     """
     import torch
 
+    from flowrl.core.types import Gaussian, LossBatch
     from flowrl.losses import ClippedLoss, GRPOGuard
     from flowrl.rollout.metrics import step_gradients
     from flowrl.samplers import CPS
-    from flowrl.types import Gaussian, LossBatch
 
     schedule, sampler, step = ratio.grids()["SD3, 10 steps"], CPS(0.7), torch.arange(10)
     for form, loss in (

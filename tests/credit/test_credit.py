@@ -11,6 +11,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from flowrl.core.errors import ConfigError, CreditError
+from flowrl.core.experience import Credit, Decisions, Experience
+from flowrl.core.protocols import CreditAssigner
 from flowrl.credit import (
     Pruned,
     RandomCredit,
@@ -31,11 +34,8 @@ from flowrl.credit import (
     zscore,
 )
 from flowrl.credit.random_credit import with_seed
-from flowrl.errors import ConfigError, CreditError
-from flowrl.experience import Credit, Decisions, Experience
+from flowrl.parts.registry import build
 from flowrl.probes import Branch, Completion, NoProbe, Substeps
-from flowrl.protocols import CreditAssigner
-from flowrl.registry import build
 from flowrl.training.build import make_method
 from flowrl.training.config import preset
 from flowrl.training.format import OLDER, current

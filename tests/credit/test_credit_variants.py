@@ -11,6 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrl.core.errors import ConfigError, CreditError
+from flowrl.core.experience import Credit, Decisions, Experience
+from flowrl.core.prompt import Prompt
+from flowrl.core.protocols import CreditAssigner
 from flowrl.credit import (
     GDPO,
     MovingAverageGain,
@@ -29,12 +33,8 @@ from flowrl.credit import (
     turning_points,
     zscore,
 )
-from flowrl.errors import ConfigError, CreditError
-from flowrl.experience import Credit, Decisions, Experience
+from flowrl.parts.registry import build
 from flowrl.probes import Completion, NoProbe, Substeps, Tweedie
-from flowrl.prompt import Prompt
-from flowrl.protocols import CreditAssigner
-from flowrl.registry import build
 
 seeds = st.integers(0, 10_000)
 

@@ -16,6 +16,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.stats import multivariate_normal, norm
 
+from flowrl.core.errors import ConfigError
+from flowrl.core.experience import Decisions
 from flowrl.credit import (
     TurningPoint,
     expected_calls,
@@ -26,8 +28,6 @@ from flowrl.credit import (
 )
 from flowrl.credit.orders import order_moments
 from flowrl.credit.turning_point import turn_orders
-from flowrl.errors import ConfigError
-from flowrl.experience import Decisions
 
 FALSE_ALARM = 1e-3
 ORDERS = sorted({order for key in np.ndindex(2, 2, 2, 2) for order in turn_orders(*map(bool, key))})

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
+from flowrl.core.errors import ConfigError
+from flowrl.core.protocols import CreditAssigner
 from flowrl.credit import DepthRelative, Pruned
-from flowrl.errors import ConfigError
 from flowrl.losses import ClippedLoss
 from flowrl.methods import METHODS, Method, try_credit
 from flowrl.probes import Branch, Comb
-from flowrl.protocols import CreditAssigner
 from flowrl.samplers import FixedWindow, FlowSDE
 from flowrl.training.build import make_method, make_world, policy_options
 from flowrl.training.config import RunConfig, preset

@@ -14,6 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from flowrl.core.errors import ConfigError, CreditError
+from flowrl.core.experience import Decisions, Experience
+from flowrl.core.protocols import CreditAssigner, CreditRule, Stateful
+from flowrl.core.tree import Tree, tree_of
 from flowrl.credit import (
     GDPO,
     BackedUp,
@@ -31,12 +35,8 @@ from flowrl.credit import (
     zscore,
 )
 from flowrl.credit.units import on_tree
-from flowrl.errors import ConfigError, CreditError
-from flowrl.experience import Decisions, Experience
 from flowrl.probes import Branch, Comb, Completion, Probe
-from flowrl.protocols import CreditAssigner, CreditRule, Stateful
 from flowrl.testing.tables import of_members
-from flowrl.tree import Tree, tree_of
 
 GOLDEN = Path(__file__).parent.parent / "golden_trees"
 WORKED = json.loads((GOLDEN / "worked.json").read_text())

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrl.core.errors import ConfigError, CreditError
+from flowrl.core.experience import Decisions
+from flowrl.core.types import Prompt
 from flowrl.credit import GDPO, Pruned, Uniform, ValueTracker, Weighted, credit_of, example
 from flowrl.credit.value_tracker import Tracked, text_key
-from flowrl.errors import ConfigError, CreditError
-from flowrl.experience import Decisions
 from flowrl.methods import flow_grpo, try_credit
+from flowrl.parts.registry import build
 from flowrl.probes import NoProbe
-from flowrl.registry import build
-from flowrl.types import Prompt
 
 FOX, CAR = Prompt("a fox"), Prompt("a car")
 

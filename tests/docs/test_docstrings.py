@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from flowrl.settings import groups_of
+from flowrl.parts.settings import groups_of
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -195,7 +195,7 @@ def test_every_module_is_checked() -> None:
 
 def test_protocols_document_their_methods() -> None:
     """The implementations refer to these sections, and do not repeat them."""
-    protocols = importlib.import_module("flowrl.protocols")
+    protocols = importlib.import_module("flowrl.core.protocols")
     exports = {name: getattr(protocols, name) for name in protocols.__all__}
     classes = {name: vars(value) for name, value in exports.items() if isinstance(value, type)}
     methods = {

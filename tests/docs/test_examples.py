@@ -14,9 +14,9 @@ from types import ModuleType
 import pytest
 from loading import load
 
-from flowrl.cli import load_command, run_command
-from flowrl.registry import build
-from flowrl.settings import read_arms, read_settings
+from flowrl.cli.main import load_command, run_command
+from flowrl.parts.registry import build
+from flowrl.parts.settings import read_arms, read_settings
 from flowrl.training.config import RunConfig
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.cli import main
-from flowrl.experience import Record
+from flowrl.cli.main import main
+from flowrl.core.experience import Record
 from flowrl.testing import (
     check_credit,
     check_forward_loss,

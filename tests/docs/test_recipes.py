@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from flowrl.errors import ConfigError
-from flowrl.registry import build
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import Prompt
+from flowrl.parts.registry import build
 from flowrl.testing import check_reward
-from flowrl.types import Prompt
 
 RECIPE = Path(__file__).parents[2] / "docs" / "recipes" / "image_reward.py"
 

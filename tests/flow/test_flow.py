@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import Gaussian
 from flowrl.flow import (
     expand,
     interpolate,
@@ -24,7 +25,6 @@ from flowrl.flow import (
     uniform_schedule,
     velocity_target,
 )
-from flowrl.types import Gaussian
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "kernels.json").read_text())
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
+from flowrl.core.protocols import TimeDraw
+from flowrl.core.types import Schedule
 from flowrl.flow import (
     DrawnSteps,
     LogitNormalTimes,
@@ -13,8 +15,6 @@ from flowrl.flow import (
     shifted_schedule,
     uniform_schedule,
 )
-from flowrl.protocols import TimeDraw
-from flowrl.types import Schedule
 
 KINDS = [
     PermutedTimes(),

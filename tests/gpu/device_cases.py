@@ -4,10 +4,10 @@ import torch
 from family_cases import CASES as MODELS
 from family_cases import REDNESS
 
+from flowrl.core.types import Prompt
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
-from flowrl.types import Prompt
 
 PROMPTS = [Prompt(text) for text in ("three red circles", "a dog", "a small house")]
 SMALL = dict(

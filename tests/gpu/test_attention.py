@@ -8,7 +8,7 @@ from device_cases import PROMPTS, model_policy
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 from flowrl.rollout import initial_noise, sample_images
 
 

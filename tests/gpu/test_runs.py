@@ -15,7 +15,7 @@ from device_cases import MODELS, PROMPTS, any_trainer, assert_same, flat, model_
 from safetensors.torch import load_file
 
 import flowrl
-from flowrl.cli import main
+from flowrl.cli.main import main
 from flowrl.policies import DTYPES
 from flowrl.training.config import preset
 from flowrl.training.run import Run

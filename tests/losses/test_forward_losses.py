@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
+from flowrl.core.forward import Decay, ForwardBatch, WeightCopy
+from flowrl.core.protocols import ForwardLoss
+from flowrl.core.types import unit_means
 from flowrl.flow import GaussianMixture, expand, interpolate, velocity_target
-from flowrl.forward import Decay, ForwardBatch, WeightCopy
 from flowrl.losses import AWM, DGPO, DiffusionNFT
-from flowrl.protocols import ForwardLoss
-from flowrl.types import unit_means
 
 GROUPS, MEMBERS, DRAWS = 2, 3, 2
 ROWS = GROUPS * MEMBERS * DRAWS

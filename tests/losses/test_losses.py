@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
+from flowrl.core.protocols import PolicyLoss
+from flowrl.core.types import Gaussian, LossBatch
 from flowrl.flow import kl, log_prob, log_prob_without_constants, sample, shifted_schedule
 from flowrl.losses import GSPO, ClippedLoss, FlowDPPO, GRPOGuard, KLPenalty, PolicyGradientLoss
-from flowrl.protocols import PolicyLoss
 from flowrl.samplers import CPS
-from flowrl.types import Gaussian, LossBatch
 
 LOSSES = [
     ClippedLoss(),

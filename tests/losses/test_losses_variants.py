@@ -8,10 +8,11 @@ import pytest
 import torch
 from all_but_last import AllButLast
 
+from flowrl.core.protocols import PolicyLoss
+from flowrl.core.types import Gaussian, LossBatch
 from flowrl.flow import log_prob
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.policies.mixture import MixturePolicy
-from flowrl.protocols import PolicyLoss
 from flowrl.rollout import Groups, rollout
 from flowrl.rollout.loss_batch import LossBatches
 from flowrl.rollout.metrics import step_gradients
@@ -20,7 +21,6 @@ from flowrl.samplers import FlowSDE
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
-from flowrl.types import Gaussian, LossBatch
 from flowrl.worlds.base import PolicyOptions, world
 
 STEPS, GROUPS, LEVEL = 6, Groups(prompts=3, members=4), 0.7

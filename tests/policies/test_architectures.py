@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import Prompt
 from flowrl.policies import ARCHITECTURES, Adapters, Architecture, Size, count_memory, memory
 from flowrl.policies.memory import OPTIMIZER_BYTES
 from flowrl.testing.tiny import (
@@ -27,7 +28,6 @@ from flowrl.testing.tiny import (
 from flowrl.training.config import preset
 from flowrl.training.plan import architecture_of, memory_text, plan
 from flowrl.training.plan import memory as count_plan
-from flowrl.types import Prompt
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from family_cases import CASES, draw, noise_of, velocity
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 from flowrl.policies import Flux
 from flowrl.testing.tiny import tiny_flux
 

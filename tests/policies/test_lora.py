@@ -7,7 +7,7 @@ import torch
 from family_cases import CASES, draw, fill, noise_of, trainer_of
 from family_cases import velocity as velocity_of
 
-from flowrl.errors import CheckpointError, ConfigError
+from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.testing.tiny import TINY
 from flowrl.training.build import model_options
 from flowrl.training.config import preset

@@ -10,9 +10,10 @@ import torch
 from family_cases import CASES, PROMPTS, TEXTS, TIME, draw, fill, noise_of, trainer_of, velocity
 from safetensors.torch import load_file
 
-from flowrl.cli import main
+from flowrl.cli.main import main
+from flowrl.core.errors import CheckpointError, ConfigError
+from flowrl.core.types import Prompt
 from flowrl.distributed import Distributed
-from flowrl.errors import CheckpointError, ConfigError
 from flowrl.methods import stepwise_flow_grpo, tp_grpo
 from flowrl.policies import LORA_TARGETS, SD3, Flux, PipelinePolicy, compile_blocks, load_policy
 from flowrl.testing import policy_contract
@@ -20,7 +21,6 @@ from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3
 from flowrl.training.build import trained_policy
 from flowrl.training.optim import prepare_policy
 from flowrl.training.results import load_run
-from flowrl.types import Prompt
 
 test_qwen_image = policy_contract(
     lambda: CASES["qwen-image"].policy(guidance_scale=4.0, negative_prompt=" ")

@@ -7,10 +7,10 @@ import torch
 from all_but_last import AllButLast
 from family_cases import CASES, PROMPTS, TIME, noise_of, velocity
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import Prompt
 from flowrl.policies import QwenImage
 from flowrl.samplers import FlowSDE
-from flowrl.types import Prompt
 
 QWEN = CASES["qwen-image"]
 

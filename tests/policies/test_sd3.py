@@ -6,10 +6,10 @@ import pytest
 import torch
 from family_cases import CASES, draw, noise_of
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import Prompt
 from flowrl.policies.load import load_policy
 from flowrl.testing.tiny import TINY, tiny_sd3
-from flowrl.types import Prompt
 
 SD3 = CASES["sd3"]
 

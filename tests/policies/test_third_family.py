@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowrl.core.types import Prompt
 from flowrl.methods import flow_grpo
 from flowrl.policies.pipeline import PipelinePolicy
 from flowrl.rewards import FunctionReward
@@ -14,7 +15,6 @@ from flowrl.rollout import Usage, integrate
 from flowrl.testing import policy_contract, tiny
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
-from flowrl.types import Prompt
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "model-families.md"
 TEXTS = ["a dog", "three red circles"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from family_cases import CASES, PROMPTS, TEXTS, draw, noise_of
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 from flowrl.testing.tiny import tiny_wan
 
 WAN = CASES["wan"]

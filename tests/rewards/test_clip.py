@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from tiny_rewards import tiny_clip, tiny_detector
 from torch import nn
 
-from flowrl.errors import ConfigError
-from flowrl.registry import build
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import Prompt
+from flowrl.parts.registry import build
 from flowrl.rewards import Aesthetic, CLIPScore, HPSv21, PickScore
 from flowrl.rewards.clip import clip_pixels, load_encoder
 from flowrl.rewards.geneval import load_detector
 from flowrl.rewards.weights import affine_map
 from flowrl.testing import check_reward
-from flowrl.types import Prompt
 
 PROMPTS = [Prompt("a red fox"), Prompt("two cats"), Prompt("a red fox"), Prompt("x" * 200)]
 TEXTS = [prompt.text for prompt in PROMPTS]

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_rewards import tiny_clip
 
-from flowrl.cli import main
-from flowrl.errors import ConfigError, RewardContractError, RewardError
+from flowrl.cli.main import main
+from flowrl.core.errors import ConfigError, RewardContractError, RewardError
+from flowrl.core.types import Prompt
+from flowrl.parts.registry import build
 from flowrl.probes import Branch, Completion, Continuation, NoProbe, Substeps
-from flowrl.registry import build
 from flowrl.rewards import (
     Clipped,
     CLIPScore,
@@ -35,7 +36,6 @@ from flowrl.training.config import preset
 from flowrl.training.heldout import make_heldout_metrics
 from flowrl.training.monitors import limits_of, notices
 from flowrl.training.results import load_run
-from flowrl.types import Prompt
 
 NAN = float("nan")
 PROMPTS = [Prompt(f"towards {angle} degrees", {"angle": float(angle)}) for angle in (0, 90, 180)]

@@ -6,9 +6,10 @@ import pytest
 import torch
 from tiny_rewards import tiny_clip, tiny_detector
 
-from flowrl.errors import ConfigError, RewardError
-from flowrl.prompts.geneval import COLOURS, request_of
-from flowrl.registry import build
+from flowrl.core.errors import ConfigError, RewardError
+from flowrl.core.types import Prompt
+from flowrl.parts.geneval import COLOURS, request_of
+from flowrl.parts.registry import build
 from flowrl.rewards.clip import load_encoder
 from flowrl.rewards.geneval import (
     TEMPLATES,
@@ -23,7 +24,6 @@ from flowrl.rewards.geneval import (
     strict_score,
 )
 from flowrl.testing import check_reward
-from flowrl.types import Prompt
 
 LEFT, RIGHT, TOP, BOTTOM = (0, 40, 20, 60), (70, 40, 90, 60), (40, 0, 60, 20), (40, 80, 60, 99)
 MASK = torch.ones(1, 1, dtype=torch.bool)

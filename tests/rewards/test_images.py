@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
-from flowrl.errors import ConfigError, RewardContractError, RewardError
-from flowrl.registry import build
+from flowrl.core.errors import ConfigError, RewardContractError, RewardError
+from flowrl.core.types import Prompt
+from flowrl.parts.registry import build
 from flowrl.rewards import (
     OCR,
     FrameMean,
@@ -28,7 +29,6 @@ from flowrl.rewards.images import to_bytes, to_pillow
 from flowrl.rewards.ocr import quoted_text, target_text, text_score
 from flowrl.rewards.video import chosen_frames
 from flowrl.testing import check_reward, reward_contract
-from flowrl.types import Prompt
 
 TWO = [Prompt("a"), Prompt("b")]
 

@@ -7,8 +7,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from flowrl.core.experience import Credit, Decisions, Experience
+from flowrl.core.tree import plain_tree
+from flowrl.core.types import Condition, Gaussian, Prompt, Schedule
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, credit_of, read_columns
-from flowrl.experience import Credit, Decisions, Experience
 from flowrl.flow import uniform_schedule
 from flowrl.losses import ClippedLoss
 from flowrl.methods import Method
@@ -20,8 +22,6 @@ from flowrl.training.build import make_trainer
 from flowrl.training.config import preset
 from flowrl.training.plan import plan
 from flowrl.training.trainer import Trainer
-from flowrl.tree import plain_tree
-from flowrl.types import Condition, Gaussian, Prompt, Schedule
 from flowrl.worlds.base import PolicyOptions, world
 
 PROMPTS = [Prompt("0"), Prompt("90")]

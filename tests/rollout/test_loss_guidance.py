@@ -10,10 +10,12 @@ import torch
 from parity_recording import below
 from recorded_forward import Recorded
 
-from flowrl.errors import ConfigError
-from flowrl.experience import Decisions
+from flowrl.core.errors import ConfigError
+from flowrl.core.experience import Decisions
+from flowrl.core.forward import Guidance, WeightCopy
+from flowrl.core.tree import plain_tree
+from flowrl.core.types import Prompt, Trajectories
 from flowrl.flow import DrawnSteps, uniform_schedule
-from flowrl.forward import Guidance, WeightCopy
 from flowrl.losses import DGPO, DiffusionNFT
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups
@@ -24,8 +26,6 @@ from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
 from flowrl.training.plan import plan, plan_text
 from flowrl.training.trainer import Trainer
-from flowrl.tree import plain_tree
-from flowrl.types import Prompt, Trajectories
 from flowrl.worlds.base import PolicyOptions, world
 
 PROMPTS = [Prompt("three red circles"), Prompt("a dog")]

@@ -12,8 +12,9 @@ import torch
 from all_but_last import AllButLast
 
 import flowrl.rollout.probing as probing
+from flowrl.core.errors import ConfigError, ProbeError
+from flowrl.core.types import Condition, Prompt
 from flowrl.credit import gains
-from flowrl.errors import ConfigError, ProbeError
 from flowrl.flow import uniform_schedule
 from flowrl.probes import (
     Completion,
@@ -32,7 +33,6 @@ from flowrl.rollout import Groups, Usage, group_tree, rollout, score_rollout
 from flowrl.samplers import FlowSDE, Windowed, transition_stds
 from flowrl.testing import TINY, tiny_sd3_policy
 from flowrl.testing.probe import small_policy
-from flowrl.types import Condition, Prompt
 
 PROMPTS = [Prompt("0"), Prompt("90")]
 REWARD = FunctionReward(lambda images, prompts: (images.flatten(1) - 0.3).square().mean(1))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from all_but_last import AllButLast
 
-from flowrl.errors import ConfigError, RewardError
+from flowrl.core.errors import ConfigError, RewardError
 from flowrl.flow.gaussian import log_prob
 from flowrl.probes import Completion, NoProbe, Substeps, Tweedie
 from flowrl.rewards import FunctionReward

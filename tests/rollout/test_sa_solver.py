@@ -7,12 +7,12 @@ import torch
 from diffusers.schedulers.scheduling_sasolver import SASolverScheduler
 from recorded_forward import Recorded
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import Schedule
 from flowrl.flow import shifted_schedule, uniform_schedule
 from flowrl.rollout import Groups, Usage, rollout, solve
 from flowrl.samplers import Multistep
 from flowrl.samplers.sa_solver import SASolver, sa_schedule
-from flowrl.types import Schedule
 from flowrl.worlds.base import PolicyOptions, world
 
 PROMPTS = [world("mixture").parse(f"towards {angle} degrees") for angle in (0, 90, 180)]

@@ -5,10 +5,10 @@ drawn when it is needed.
 import pytest
 import torch
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import Prompt
 from flowrl.rollout import SOLVERS, ImageBatch, Usage, initial_noise, sample_images, solve
 from flowrl.testing.tiny import tiny_sd3_policy
-from flowrl.types import Prompt
 from flowrl.worlds.base import world
 
 PROMPTS = [

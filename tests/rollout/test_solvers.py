@@ -8,13 +8,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import Condition, Schedule
 from flowrl.flow import shifted_schedule, uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.rollout import SOLVERS, Usage, integrate, solve
 from flowrl.training.config import preset
 from flowrl.training.run import Run
-from flowrl.types import Condition, Schedule
 
 RING = GaussianMixture.ring()
 RING64 = GaussianMixture(RING.means.double(), RING.std, RING.weights.double())

@@ -6,10 +6,11 @@ import pytest
 import torch
 from all_but_last import AllButLast
 
+from flowrl.core.errors import ConfigError
+from flowrl.core.experience import Credit, Decisions
+from flowrl.core.tree import plain_tree, tree_of
 from flowrl.credit import StepwiseGain, Uniform
 from flowrl.distributed import Distributed
-from flowrl.errors import ConfigError
-from flowrl.experience import Credit, Decisions
 from flowrl.flow import uniform_schedule
 from flowrl.flow.gaussian import log_prob
 from flowrl.losses import ClippedLoss, PolicyGradientLoss
@@ -31,7 +32,6 @@ from flowrl.rollout.loss_batch import _micro_batch
 from flowrl.samplers import FixedWindow, FlowSDE, Windowed
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
-from flowrl.tree import plain_tree, tree_of
 from flowrl.worlds.base import PolicyOptions, world
 
 PROMPTS = [world("mixture").parse(f"towards {angle} degrees") for angle in (0, 90, 180)]

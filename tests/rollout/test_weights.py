@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from flowrl.core.errors import RewardError
+from flowrl.core.experience import Credit, Decisions, Experience
+from flowrl.core.types import Prompt
 from flowrl.credit import (
     GDPO,
     BackedUp,
@@ -18,8 +21,6 @@ from flowrl.credit import (
     Uniform,
     credit_of,
 )
-from flowrl.errors import RewardError
-from flowrl.experience import Credit, Decisions, Experience
 from flowrl.flow import uniform_schedule
 from flowrl.losses import ClippedLoss, PolicyGradientLoss
 from flowrl.methods import Method
@@ -34,7 +35,6 @@ from flowrl.training.config import preset
 from flowrl.training.evaluation import evaluate
 from flowrl.training.monitors import Limits, notices
 from flowrl.training.trainer import Trainer
-from flowrl.types import Prompt
 
 NAN = float("nan")
 

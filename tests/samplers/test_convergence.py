@@ -12,10 +12,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from flowrl.core.protocols import Sampler
+from flowrl.core.types import Schedule
 from flowrl.flow import kl, log_prob, uniform_schedule
-from flowrl.protocols import Sampler
 from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE
-from flowrl.types import Schedule
 
 MEAN, SPREAD = 0.8, 0.5
 

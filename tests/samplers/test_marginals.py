@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
+from flowrl.core.protocols import Sampler
+from flowrl.core.types import Schedule
 from flowrl.flow import expand, interpolate, sample, uniform_schedule
-from flowrl.protocols import Sampler
 from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE
-from flowrl.types import Schedule
 
 POINT = 1.5  # all the data of the point-mass world
 SDE_KERNELS = [FlowSDE(0.7), DanceSDE(0.3), DanceSDE(1.0)]

@@ -9,7 +9,9 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
+from flowrl.core.protocols import Sampler
+from flowrl.core.types import Schedule
 from flowrl.flow import (
     log_prob,
     log_prob_without_constants,
@@ -18,7 +20,6 @@ from flowrl.flow import (
     tweedie,
     uniform_schedule,
 )
-from flowrl.protocols import Sampler
 from flowrl.samplers import (
     CPS,
     DDIMSDE,
@@ -29,7 +30,6 @@ from flowrl.samplers import (
     Windowed,
     transition_stds,
 )
-from flowrl.types import Schedule
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "kernels.json").read_text())
 KERNELS = [ODE(), FlowSDE(), DanceSDE(), CPS(), DDIMSDE()]

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.errors import ConfigError
-from flowrl.protocols import Window
-from flowrl.registry import build
+from flowrl.core.errors import ConfigError
+from flowrl.core.protocols import Window
+from flowrl.parts.registry import build
 from flowrl.samplers import (
     FixedWindow,
     Multistep,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from reward_serving import numbered, scripted
 
 from flowrl import Prompt
-from flowrl.errors import ConfigError, RewardError
+from flowrl.core.errors import ConfigError, RewardError
 from flowrl.serving.client import RemoteReward, RemoteSum
 from flowrl.serving.connections import PACKAGES
 from flowrl.serving.judge import Judge

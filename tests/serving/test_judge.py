@@ -12,11 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
-from flowrl.errors import ConfigError, RewardError
-from flowrl.registry import build
+from flowrl.core.errors import ConfigError, RewardError
+from flowrl.core.types import Prompt
+from flowrl.parts.registry import build
 from flowrl.serving.judge import MAX_BYTES, Judge, parse_score
 from flowrl.testing import check_reward
-from flowrl.types import Prompt
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import torch
 from reward_serving import Function, marking, numbered, post, refused, served
 from server_load import REWARD, Server
 
-from flowrl.errors import RewardError
-from flowrl.registry import build
+from flowrl.core.errors import RewardError
+from flowrl.parts.registry import build
 from flowrl.rewards import WeightedSum
 from flowrl.serving import ServerSettings
 from flowrl.serving.client import RemoteReward, RemoteSum
@@ -44,7 +44,7 @@ def test_a_server_killed_in_mid_request_and_restarted(tmp_path):
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
-    from flowrl.cli import main
+    from flowrl.cli.main import main
 
     # nothing may get so far
     monkeypatch.setattr("flowrl.serving.uvicorn_server.serve", lambda *_: None)
@@ -110,7 +110,7 @@ def test_without_the_extra_the_command_has_help_and_one_clear_error():
 import sys
 for name in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
     sys.modules[name] = None
-from flowrl.cli import main
+from flowrl.cli.main import main
 try:
     main(["serve-reward", "--help"])
 except SystemExit as end:
@@ -168,7 +168,7 @@ def weights(folder):
     ("world", "reward"),
     [
         ("mixture", "flowrl.worlds.mixture:DirectionReward"),
-        ("shapes", "flowrl.worlds.shapes.verifier:ShapesReward"),
+        ("shapes", "flowrl.worlds.verifier:ShapesReward"),
     ],
 )
 def test_training_through_a_server_gives_the_same_numbers(world, reward, tmp_path):

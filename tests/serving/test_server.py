@@ -38,8 +38,8 @@ from server_load import REWARD, TOKEN
 from starlette.datastructures import Headers
 
 from flowrl import Prompt
-from flowrl.errors import ConfigError, RewardError
-from flowrl.registry import build
+from flowrl.core.errors import ConfigError, RewardError
+from flowrl.parts.registry import build
 from flowrl.rewards import WeightedSum, component_methods
 from flowrl.serving import Listener, ServerLimits, ServerSettings, serve
 from flowrl.serving.client import RemoteReward, RemoteSum

@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from flowrl.core.errors import ConfigError
+from flowrl.core.experience import Credit, Decisions
+from flowrl.core.forward import WeightCopy
+from flowrl.core.types import Gaussian, LossResult, unit_means
 from flowrl.credit import (
     StepwiseGain,
     Uniform,
@@ -21,11 +25,8 @@ from flowrl.credit import (
     zscore,
 )
 from flowrl.credit.table import centred, masked_std
-from flowrl.errors import ConfigError
-from flowrl.experience import Credit, Decisions
 from flowrl.flow import expand
 from flowrl.flow.gaussian import kl, log_prob
-from flowrl.forward import WeightCopy
 from flowrl.losses import DGPO, GSPO, ClippedLoss, DiffusionNFT
 from flowrl.probes import Branch, Completion, NoProbe
 from flowrl.rewards import WinRate, win_rates
@@ -54,7 +55,6 @@ from flowrl.testing import (
     window,
     window_contract,
 )
-from flowrl.types import Gaussian, LossResult, unit_means
 
 test_a_rule = credit_contract(StepwiseGain())
 test_a_sampler = sampler_contract(CPS(0.5))

@@ -8,6 +8,7 @@ import torch
 from all_but_last import AllButLast
 from flowrl_bench.pretrain_pairs import draw_layout
 
+from flowrl.core.types import Prompt
 from flowrl.credit import (
     GDPO,
     BackedUp,
@@ -34,8 +35,8 @@ from flowrl.losses import (
     KLPenalty,
     PolicyGradientLoss,
 )
+from flowrl.parts.registry import KINDS, build
 from flowrl.probes import Branch, Comb, Completion, Tweedie
-from flowrl.registry import KINDS, build
 from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
 from flowrl.samplers import (
     CPS,
@@ -61,9 +62,8 @@ from flowrl.testing import (
     window,
 )
 from flowrl.testing.findings import INAPPLICABLE, maker, name_of
-from flowrl.types import Prompt
 from flowrl.worlds.base import world
-from flowrl.worlds.shapes.render import render
+from flowrl.worlds.render import render
 
 FOUR = Weighted(weights=(1.8, 1.0, 0.0, 1.3), std="batch")
 DEPTHS = Pruned(DepthRelative("tree", "sample"), width="extremes", steps=(2,), every=1, stop=1)

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import Condition, Schedule
 from flowrl.testing import check_policy, policy, policy_contract
 from flowrl.testing.tiny import TINY, tiny_flux_policy, tiny_sd3_policy
-from flowrl.types import Condition, Schedule
 from flowrl.worlds.base import PolicyOptions, world
 
 DIRECTIONS = ["towards 45 degrees", "towards 90 degrees", "towards 200 degrees"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowrl.parts.registry import build
 from flowrl.probes import (
     Branch,
     Call,
@@ -22,7 +23,6 @@ from flowrl.probes import (
     Substeps,
     Tweedie,
 )
-from flowrl.registry import build
 from flowrl.testing import check_credit, check_probe, probe_contract
 from flowrl.testing.credit import CONTRACT
 

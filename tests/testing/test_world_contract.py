@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.errors import RewardError
+from flowrl.core.errors import RewardError
+from flowrl.core.types import Prompt
 from flowrl.testing import check_world, world, world_contract
 from flowrl.testing.tiny import TINY, tiny_sd3
-from flowrl.types import Prompt
 from flowrl.worlds import MixtureWorld, ModelWorld, PolicyOptions, ShapesWorld
 from flowrl.worlds.mixture import DirectionReward
 

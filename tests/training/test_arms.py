@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flowrl.cli import main
-from flowrl.commands.progress import Display
-from flowrl.errors import ConfigError
-from flowrl.plots.report import headline, table_text, write_report
+from flowrl.cli.main import main
+from flowrl.cli.progress import Display
+from flowrl.cli.report import headline, table_text, write_report
+from flowrl.core.errors import ConfigError
 from flowrl.training.arms import arm_run, credit_arms, load_arms, method_arms, parse_arm, together
 from flowrl.training.compare import CompareConfig, load_compare
 from flowrl.training.config import RunConfig, preset

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.errors import ConfigError, TrainingError
+from flowrl.core.errors import ConfigError, TrainingError
+from flowrl.core.types import Prompt
 from flowrl.policies import PipelinePolicy
 from flowrl.rewards import FunctionReward
 from flowrl.testing.tiny import TINY as TINY_MODEL
@@ -23,7 +24,6 @@ from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.plan import plan, plan_text
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
-from flowrl.types import Prompt
 
 FIXED = preset("tiny").apply(world="mixture", iterations=4, checkpoint_every=1, kl_weight=0.1)
 AUTO = FIXED.replace(micro_batch="auto", max_batch="auto")

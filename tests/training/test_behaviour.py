@@ -5,8 +5,8 @@ their checkpoints.
 import pytest
 import torch
 
-from flowrl.errors import ConfigError
-from flowrl.forward import Decay, WeightCopy
+from flowrl.core.errors import ConfigError
+from flowrl.core.forward import Decay, WeightCopy
 from flowrl.training.behaviour import Behaviour
 from flowrl.training.checkpoint import Checkpoint
 from flowrl.training.optim import weights_replaced

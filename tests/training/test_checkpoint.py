@@ -14,9 +14,9 @@ from failing_disk import DiedError, FailingDisk
 from safetensors.torch import save
 from small_run import SMALL, numbers
 
-from flowrl.cli import main
+from flowrl.cli.main import main
+from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.distributed import Distributed
-from flowrl.errors import CheckpointError, ConfigError
 from flowrl.testing.tiny import tiny_flux, tiny_sd3
 from flowrl.training.checkpoint import (
     Checkpoint,

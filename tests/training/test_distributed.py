@@ -18,7 +18,10 @@ import torch
 
 import flowrl
 from flowrl import distributed as module
-from flowrl.commands.runs import asked_to_stop
+from flowrl.cli.runs import asked_to_stop
+from flowrl.core.errors import ConfigError, PartError, RewardError, TrainingError
+from flowrl.core.experience import Actions
+from flowrl.core.types import Prompt
 from flowrl.distributed import (
     Assignment,
     Distributed,
@@ -27,8 +30,6 @@ from flowrl.distributed import (
     full_tensors,
     is_sharded,
 )
-from flowrl.errors import ConfigError, PartError, RewardError, TrainingError
-from flowrl.experience import Actions
 from flowrl.rewards import FunctionReward
 from flowrl.training import batches
 from flowrl.training.build import (
@@ -44,7 +45,6 @@ from flowrl.training.evaluation import evaluate
 from flowrl.training.memory import memory_notices
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
-from flowrl.types import Prompt
 
 SETTINGS = dict(
     group_size=4,

@@ -13,12 +13,12 @@ from bench_lines import small_run
 from flowrl_bench.digest import config_id
 from flowrl_bench.results_file import ResultsFile, make_line
 
-from flowrl.cli import main
-from flowrl.errors import ConfigError
+from flowrl.cli.main import main
+from flowrl.core.errors import ConfigError
 from flowrl.io import write_json
-from flowrl.registry import build
+from flowrl.parts.registry import build
+from flowrl.parts.settings import settings_text
 from flowrl.samplers import trained_steps
-from flowrl.settings import settings_text
 from flowrl.training.arms import method_arms
 from flowrl.training.compare import CompareConfig, load_compare
 from flowrl.training.config import RunConfig, load_config, preset

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flowrl.core.errors import ConfigError
+from flowrl.core.experience import Credit, Decisions
+from flowrl.core.forward import Decay
 from flowrl.credit import StepwiseGain, Uniform
-from flowrl.errors import ConfigError
-from flowrl.experience import Credit, Decisions
 from flowrl.flow import DrawnSteps, StratifiedTimes
-from flowrl.forward import Decay
 from flowrl.losses import AWM, DGPO, ClippedLoss, DiffusionNFT
 from flowrl.methods import METHODS, Method, named_method
 from flowrl.probes import Branch, Tweedie

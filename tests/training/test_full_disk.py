@@ -13,9 +13,9 @@ from failing_disk import DiedError, FailingDisk
 from matplotlib.figure import Figure
 from small_run import SMALL, numbers
 
-from flowrl.cli import main
-from flowrl.commands.runs import Compare
-from flowrl.errors import DiskError
+from flowrl.cli.main import main
+from flowrl.cli.runs import Compare
+from flowrl.core.errors import DiskError
 from flowrl.training.arms import method_arms
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.compare import CompareConfig, compare
@@ -149,7 +149,7 @@ def in_this_process(function, jobs, workers, *, finished, **_):
 def small_report(monkeypatch):
     """Figures that take milliseconds, written as the real ones are."""
     drawn = {"curves": Figure((1, 1)), "samples": Figure((1, 1)), "proxy": None}
-    monkeypatch.setattr("flowrl.plots.report._figures", lambda comparison: drawn)
+    monkeypatch.setattr("flowrl.cli.report._figures", lambda comparison: drawn)
     monkeypatch.setattr("flowrl.training.compare.run_jobs", in_this_process)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
@@ -174,7 +174,7 @@ def test_a_disk_that_fills_at_any_operation_of_a_report_leaves_the_old_or_the_ne
     old = {name: data if name == "config.json" else b"old" for name, data in new.items()}
     assert {"report.html", "summary.json", "table.txt", "curves.png", "samples.png"} < new.keys()
     # parsing takes longer than all else
-    monkeypatch.setattr("flowrl.cli.run_command", lambda _: Compare(resume=out).main())
+    monkeypatch.setattr("flowrl.cli.main.run_command", lambda _: Compare(resume=out).main())
     at, fired, mixed = 1 - step, True, 0
     while fired:
         at += step
@@ -217,7 +217,7 @@ def test_a_disk_that_fills_while_a_comparison_begins_does_not_block_the_next(
         at += 1
         out = tmp_path / f"{at}" / "out"
         monkeypatch.setattr(
-            "flowrl.cli.run_command", lambda _, out=out: replace(command, out=out).main()
+            "flowrl.cli.main.run_command", lambda _, out=out: replace(command, out=out).main()
         )
         with pytest.MonkeyPatch.context() as patch:
             disk = FailingDisk(patch, "full", at)

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_rewards import tiny_clip
 
-from flowrl.cli import main
+from flowrl.cli.figures import proxy_and_heldout
+from flowrl.cli.main import main
+from flowrl.core.errors import ConfigError, RewardError
+from flowrl.core.types import Prompt
 from flowrl.distributed import Distributed
-from flowrl.errors import ConfigError, RewardError
-from flowrl.plots.figures import proxy_and_heldout
-from flowrl.registry import build
+from flowrl.parts.registry import build
 from flowrl.rewards import FunctionReward, NoisyReward
 from flowrl.rewards.clip import load_encoder
 from flowrl.rewards.diversity import (
@@ -34,12 +35,11 @@ from flowrl.training.config import RunConfig, preset
 from flowrl.training.heldout import make_heldout_metrics
 from flowrl.training.results import load_run, short
 from flowrl.training.run import Run
-from flowrl.types import Prompt
 from flowrl.worlds.base import world
 from flowrl.worlds.mixture import DensityReward, ring
-from flowrl.worlds.shapes.render import render
-from flowrl.worlds.shapes.scene import object_class, parse
-from flowrl.worlds.shapes.verifier import ShapesQuality
+from flowrl.worlds.render import render
+from flowrl.worlds.scene import object_class, parse
+from flowrl.worlds.verifier import ShapesQuality
 
 FAILING = """
 class Failing:

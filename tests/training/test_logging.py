@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flowrl.cli import main
-from flowrl.errors import ConfigError
+from flowrl.cli.main import main
+from flowrl.core.errors import ConfigError
 from flowrl.testing.tiny import tiny_sd3
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.logging import over_time, scalars, strip, tracker_name, write_image

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from flowrl.cli import main
-from flowrl.commands.progress import warning_text
-from flowrl.errors import TrainingError
-from flowrl.experience import Credit
+from flowrl.cli.main import main
+from flowrl.cli.progress import warning_text
+from flowrl.core.errors import TrainingError
+from flowrl.core.experience import Credit
+from flowrl.core.types import Gaussian, LossBatch, Prompt
 from flowrl.losses import ClippedLoss
 from flowrl.rewards import FunctionReward
 from flowrl.rollout.loss_batch import MicroBatch
@@ -45,7 +46,6 @@ from flowrl.training.monitors import (
 from flowrl.training.nonfinite import NonFiniteCheck, NonFiniteError, culprit
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
-from flowrl.types import Gaussian, LossBatch, Prompt
 
 TINY = preset("tiny").apply(world="mixture", iterations=4)
 

@@ -15,11 +15,11 @@ import torch
 from safetensors import safe_open
 from small_run import SMALL
 
+from flowrl.core.errors import ConfigError, PartError
+from flowrl.core.experience import FIELDS, LARGER, Actions, Credit, Decisions, Record
+from flowrl.core.prompt import Prompt
 from flowrl.credit import Uniform
-from flowrl.errors import ConfigError, PartError
-from flowrl.experience import FIELDS, LARGER, Actions, Credit, Decisions, Record
-from flowrl.prompt import Prompt
-from flowrl.registry import build
+from flowrl.parts.registry import build
 from flowrl.rollout import transition_weights
 from flowrl.training.build import make_trainer
 from flowrl.training.observers import Budget, SaveExperience, StopOnCollapse
@@ -266,7 +266,7 @@ def test_actions_are_in_the_row_and_reported(tmp_path: Path) -> None:
 
 
 FAILING = """
-from flowrl.experience import Actions
+from flowrl.core.experience import Actions
 
 class Fails:
     fields = ("values",)
@@ -602,7 +602,7 @@ def test_a_run_saves_every_other_iteration_and_overwrites_after_a_resume(tmp_pat
 def test_observers_from_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from flowrl.cli import main
+    from flowrl.cli.main import main
 
     (tmp_path / "mine.py").write_text(FAILING.format("return Actions(stop='enough')"))
     spec, out = f"{tmp_path}/mine.py:Fails", tmp_path / "run"

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.cli import main
-from flowrl.commands.runs import Compare
-from flowrl.errors import ConfigError
+from flowrl.cli.main import main
+from flowrl.cli.runs import Compare
+from flowrl.core.errors import ConfigError
+from flowrl.core.protocols import ForwardLoss
 from flowrl.methods import METHODS, with_options
-from flowrl.protocols import ForwardLoss
 from flowrl.samplers import CPS, FixedWindow, FlowSDE
 from flowrl.training.build import make_trainer, method_parts, run_method
 from flowrl.training.compare import CompareConfig

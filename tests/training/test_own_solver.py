@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import Schedule
+from flowrl.parts.registry import build
 from flowrl.probes import Completion
-from flowrl.registry import build
 from flowrl.rollout import Groups, Usage, rollout
 from flowrl.samplers import Multistep, transition_stds
 from flowrl.testing import check_solver
 from flowrl.training.build import make_method, make_trainer
 from flowrl.training.config import RunConfig, preset
-from flowrl.types import Schedule
 from flowrl.worlds.base import PolicyOptions, world
 
 PAGE = Path(__file__).parents[2] / "docs/guides/sampler.md"

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flowrl.cli import main
-from flowrl.errors import FlowrlError
+from flowrl.cli.main import main
+from flowrl.core.errors import FlowrlError
 from flowrl.training.config import preset
 from flowrl.training.run import Run
 
@@ -155,7 +155,7 @@ def test_the_command_ends_with_1_and_one_line(tmp_path, capsys):
 
 
 def test_an_unforeseen_error_is_saved_and_not_printed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("flowrl.commands.env.Env.main", partial(int, "x"))
+    monkeypatch.setattr("flowrl.cli.env.Env.main", partial(int, "x"))
     assert main(["env"]) == 1
     said = capsys.readouterr().err
     assert "Traceback" not in said and "unexpected error: ValueError" in said

@@ -2,8 +2,8 @@
 
 import pytest
 
-from flowrl.cli import main
-from flowrl.errors import ConfigError
+from flowrl.cli.main import main
+from flowrl.core.errors import ConfigError
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.plan import plan
 from flowrl.training.results import load_run

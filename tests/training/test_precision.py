@@ -14,7 +14,7 @@ import torch._inductor.config
 import torch._inductor.cpp_builder
 from torch import nn
 
-from flowrl.errors import ConfigError, RewardError, TrainingError
+from flowrl.core.errors import ConfigError, RewardError, TrainingError
 from flowrl.policies import MixturePolicy
 from flowrl.rewards import Clipped, FunctionReward, NoisyReward, WeightedSum
 from flowrl.serving.client import RemoteReward

@@ -7,13 +7,13 @@ import torch
 import yaml
 from tiny_rewards import tiny_clip, tiny_detector
 
-from flowrl.cli import main
-from flowrl.errors import ConfigError
+from flowrl.cli.main import main
+from flowrl.core.errors import ConfigError
+from flowrl.core.protocols import ForwardLoss
 from flowrl.io import write_json
 from flowrl.methods import named_method
-from flowrl.prompts import prompts_from
-from flowrl.protocols import ForwardLoss
-from flowrl.settings import grouped, read_settings, settings_text
+from flowrl.parts.prompts import prompts_from
+from flowrl.parts.settings import grouped, read_settings, settings_text
 from flowrl.testing.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 from flowrl.training.build import first_trained_steps, make_method, make_world
 from flowrl.training.config import RunConfig, load_config, preset

@@ -9,17 +9,18 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from flowrl.core.errors import CheckpointError, ConfigError, CreditError, RewardError, TrainingError
+from flowrl.core.experience import Credit, Decisions, Experience
+from flowrl.core.protocols import ForwardLoss
+from flowrl.core.types import Prompt
 from flowrl.credit import GDPO, SiblingRelative, Uniform, Weighted
-from flowrl.errors import CheckpointError, ConfigError, CreditError, RewardError, TrainingError
-from flowrl.experience import Credit, Decisions, Experience
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses import GSPO, ClippedLoss, DiffusionNFT
 from flowrl.methods import METHODS, named_method
+from flowrl.parts.prompt_stream import PromptStream
+from flowrl.parts.registry import build
 from flowrl.probes import Branch, NoProbe
-from flowrl.prompts.stream import PromptStream
-from flowrl.protocols import ForwardLoss
-from flowrl.registry import build
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import minibatch_rows, transition_weights
 from flowrl.rollout.loss_batch import Rows
@@ -38,7 +39,6 @@ from flowrl.training.evaluation import evaluate
 from flowrl.training.presets import PRESETS
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
-from flowrl.types import Prompt
 from flowrl.worlds.base import world
 
 TINY = preset("tiny").apply(world="mixture", task="direction", iterations=4, checkpoint_every=2)

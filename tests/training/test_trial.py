@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from flowrl.cli import main
-from flowrl.errors import ConfigError
-from flowrl.registry import KINDS
+from flowrl.cli.main import main
+from flowrl.core.errors import ConfigError
+from flowrl.parts.registry import KINDS
 from flowrl.training.build import check
 from flowrl.training.compare import CompareConfig, compare
 from flowrl.training.config import preset
@@ -22,7 +22,7 @@ from flowrl.credit import Uniform, zscore
 from flowrl.losses import ClippedLoss
 from flowrl.probes import Completion, NoProbe
 from flowrl.samplers import FixedWindow, FlowSDE
-from flowrl.types import Gaussian, LossResult
+from flowrl.core.types import Gaussian, LossResult
 
 class Ascent(ClippedLoss):
     def loss(self, batch):

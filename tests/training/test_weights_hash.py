@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flowrl.cli import main
-from flowrl.errors import CheckpointError
+from flowrl.cli.main import main
+from flowrl.core.errors import CheckpointError
 from flowrl.training.build import trained_policy
 from flowrl.training.checkpoint import load_weights, save_weights
 

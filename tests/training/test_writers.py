@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.cli import main
-from flowrl.errors import ConfigError
+from flowrl.cli.main import main
+from flowrl.core.errors import ConfigError
 from flowrl.io import folder_lock
 from flowrl.training.arms import credit_arms, method_arms
 from flowrl.training.compare import CompareConfig, compare
@@ -276,7 +276,7 @@ def test_a_comparison_asks_about_changed_code_too(tmp_path: Path, capsys) -> Non
 
 
 def test_built_in_parts_have_no_code_to_change(tmp_path: Path, monkeypatch) -> None:
-    from flowrl.trust import code_of
+    from flowrl.parts.trust import code_of
 
     assert (
         code_of(

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flowrl.cli import main
-from flowrl.errors import ConfigError
+from flowrl.cli.main import main
+from flowrl.core.errors import ConfigError
 from flowrl.losses import ClippedLoss
-from flowrl.prompts import read_prompts
+from flowrl.parts.prompts import read_prompts
 from flowrl.testing.tiny import tiny_flux, tiny_sd3
 from flowrl.training.build import make_world, run_method, trained_policy
 from flowrl.training.config import RunConfig, preset
@@ -103,8 +103,8 @@ def test_train_a_model_and_read_its_lora_with_plain_diffusers(folder, capsys):
         output_type="latent",
     )
     latent = plain("a red fox", latents=noise, **call).images
+    from flowrl.core.types import Prompt
     from flowrl.rollout import Usage, integrate
-    from flowrl.types import Prompt
 
     with policy.guided(1.0):  # pyright: ignore[reportAttributeAccessIssue]
         ours = integrate(

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from flowrl import CompareConfig, Run, compare, make_trainer, preset
-from flowrl.cli import main
-from flowrl.errors import ConfigError
+from flowrl.cli.main import main
+from flowrl.core.errors import ConfigError
 from flowrl.losses import ClippedLoss
 from flowrl.training.build import make_world, run_method
 from flowrl.training.config import RunConfig
@@ -204,9 +204,9 @@ def test_an_installed_package_adds_a_world_by_name(tmp_path: Path, monkeypatch) 
     point = EntryPoint("dial", "my_world:World", "flowrl.worlds")
     asked = {"group": point.group, "name": "dial"}
     monkeypatch.setattr(
-        "flowrl.plugins.entry_points", lambda **wanted: [point] if wanted == asked else []
+        "flowrl.parts.plugins.entry_points", lambda **wanted: [point] if wanted == asked else []
     )
-    monkeypatch.setattr("flowrl.plugins.package_of", lambda point: "clocks")
+    monkeypatch.setattr("flowrl.parts.plugins.package_of", lambda point: "clocks")
     assert preset("default").apply(world="dial").iterations == 20
     (tmp_path / "mine.yaml").write_text("environment: {world: dial}\n")
     assert preset("mine.yaml").apply().environment.task == "hours", "a plug-in needs no trust"

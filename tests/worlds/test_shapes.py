@@ -9,11 +9,11 @@ from flowrl_bench.pretrain_pairs import draw_layout, draw_wrong_layout, requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.errors import CheckpointError, ConfigError, RewardError
-from flowrl.types import Prompt
+from flowrl.core.errors import CheckpointError, ConfigError, RewardError
+from flowrl.core.types import Prompt
 from flowrl.worlds.base import PolicyOptions, check_hash, weights_path, world
-from flowrl.worlds.shapes.render import render
-from flowrl.worlds.shapes.scene import (
+from flowrl.worlds.render import render
+from flowrl.worlds.scene import (
     CELLS,
     TASKS,
     Request,
@@ -23,7 +23,7 @@ from flowrl.worlds.shapes.scene import (
     split,
     tokenise,
 )
-from flowrl.worlds.shapes.verifier import FORMS, ShapesReward, edit_distance, looks, read
+from flowrl.worlds.verifier import FORMS, ShapesReward, edit_distance, looks, read
 
 KINDS = sorted(requests_by_kind())
 

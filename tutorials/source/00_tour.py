@@ -26,7 +26,7 @@ import torch
 
 from flowrl import preset, world
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, turning_points
-from flowrl.experience import Decisions
+from flowrl.core.experience import Decisions
 from flowrl.probes import Completion
 from flowrl.rollout import Groups, rollout, score_rollout
 from flowrl.samplers import FlowSDE, Windowed

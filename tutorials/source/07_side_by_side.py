@@ -32,7 +32,7 @@ from flowrl import world
 from flowrl.credit import TurningPoint
 from flowrl.flow import log_prob
 from flowrl.losses import ClippedLoss
-from flowrl.plots.style import spread_labels
+from flowrl.cli.style import spread_labels
 from flowrl_course import lesson_07 as lesson
 from flowrl_course.figures import COLOURS, INK, NOISE, animation, clean, panels, plane, target
 from flowrl_course.runs import learn, start

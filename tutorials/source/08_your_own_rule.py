@@ -28,9 +28,9 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, credit_of, gains, reward_to_go, zscore
-from flowrl.experience import Credit
+from flowrl.core.experience import Credit
 from flowrl.probes import Completion, NoProbe, Probe, Tweedie
-from flowrl.registry import build
+from flowrl.parts.registry import build
 from flowrl.testing import check_credit
 from flowrl_course import lesson_08 as lesson
 from flowrl_course.batches import sample_groups

@@ -93,7 +93,7 @@ opening()
 # %% [markdown]
 # ## States and their values
 #
-# The states of a group form a tree. In `flowrl.tree.Tree` every distinct state is a *unit*: `parent` `[unit]` is the state it was drawn from (-1: initial noise), `node` `[unit]` its place on the time grid, `drawn` `[unit]` says whether the transition into it was drawn, so that it is a decision (ODE steps are not), `passes` `[member, unit]` says which states a trajectory passes. A group of 12 here has 3 roots with 4 leaves each.
+# The states of a group form a tree. In `flowrl.core.tree.Tree` every distinct state is a *unit*: `parent` `[unit]` is the state it was drawn from (-1: initial noise), `node` `[unit]` its place on the time grid, `drawn` `[unit]` says whether the transition into it was drawn, so that it is a decision (ODE steps are not), `passes` `[member, unit]` says which states a trajectory passes. A group of 12 here has 3 roots with 4 leaves each.
 #
 # The value of a state is the expected reward of a trajectory that goes on from it, $V(x)$. The tree estimates it by the mean reward of the leaves behind the state:
 #
@@ -576,7 +576,7 @@ plt.show()
 #
 # | symbol | meaning | in `flowrl` |
 # |---|---|---|
-# | $u$, $n_i$ | distinct state, number of them at node $i$ | `flowrl.tree.Tree`, `tree.counts` |
+# | $u$, $n_i$ | distinct state, number of them at node $i$ | `flowrl.core.tree.Tree`, `tree.counts` |
 # | $\hat V(u)$ | mean reward of the leaves behind $u$ | `tree.values` |
 # | splits, combs | which states share a past | the probes `Branch`, `Comb` |
 # | Z over siblings; leave-one-out | isolates a decision; undoes $1 - 1/k$ | `credit.SiblingRelative` |

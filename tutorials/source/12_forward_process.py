@@ -28,7 +28,7 @@ import torch
 
 from flowrl.credit import StepwiseGain, Uniform
 from flowrl.flow import DrawnSteps, GaussianMixture, PermutedTimes, interpolate, velocity_target
-from flowrl.forward import ForwardBatch
+from flowrl.core.forward import ForwardBatch
 from flowrl.losses import AWM, DGPO, DiffusionNFT
 from flowrl.probes import NoProbe
 from flowrl.rollout import Groups

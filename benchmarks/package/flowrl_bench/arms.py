@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import ConfigError, require
+from flowrl.core.errors import ConfigError, require
 from flowrl.methods import METHODS
-from flowrl.registry import options_of
-from flowrl.specs import parse_options, parse_spec
+from flowrl.parts.registry import options_of
+from flowrl.parts.specs import parse_options, parse_spec
 from flowrl.training.arms import (
     check_arms,
     credit_arms,

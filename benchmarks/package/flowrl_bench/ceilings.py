@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowrl.core.errors import require
+from flowrl.core.experience import CreditTable, Experience, ValueTable
+from flowrl.core.protocols import CreditRule
 from flowrl.credit import probed
-from flowrl.errors import require
-from flowrl.experience import CreditTable, Experience, ValueTable
-from flowrl.protocols import CreditRule
 from flowrl.rollout import Rollout
 from flowrl_bench.continuations import TrueAdvantages, from_continuations
 from flowrl_bench.gradients import assigned

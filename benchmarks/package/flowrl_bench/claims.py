@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from flowrl.errors import require
+from flowrl.core.errors import require
 from flowrl.training.config import RunConfig
 from flowrl_bench.arms import ARMS, TASKS, tuned
 from flowrl_bench.verdicts import Rule

@@ -12,8 +12,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flowrl.diagnostics.statistics import mean
-from flowrl.plots.style import COLOURS, INK, OTHERS, clean
+from flowrl.cli.style import COLOURS, INK, OTHERS, clean
+from flowrl.training.statistics import mean
 from flowrl_bench.arms import ARMS
 from flowrl_bench.claims import KL_WEIGHTS
 from flowrl_bench.evidence import Line, column, curve

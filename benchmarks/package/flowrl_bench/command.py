@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import tyro
 from annotated_types import Ge, Gt, Le
 
-from flowrl.errors import require
-from flowrl.options import Count, Workers
+from flowrl.core.errors import require
+from flowrl.core.options import Count, Workers
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ V(x) is the expected final reward when the *stochastic* sampler continues from x
 policy. V is estimated by Monte Carlo continuation, so every A* has a standard error, and
 correlations are corrected for it (`flowrl_bench.true_advantage`).
 
-In a branched tree (`flowrl.tree`) the truth belongs to the edge into each state that was drawn: A*
+In a branched tree (`flowrl.core.tree`) the truth belongs to the edge into each state that was drawn: A*
 = V(child) - V(parent). A distinct state is continued once, however many members pass it, and an
 edge counts in the agreement as it does in the update.
 """
@@ -20,11 +20,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.errors import require
-from flowrl.experience import CreditTable, Decisions, ValueTable
+from flowrl.core.errors import require
+from flowrl.core.experience import CreditTable, Decisions, ValueTable
+from flowrl.core.protocols import CreditRule, RewardModel
 from flowrl.flow import sample as draw
 from flowrl.probes import NoProbe, Probe
-from flowrl.protocols import CreditRule, RewardModel
 from flowrl.rollout import Groups, Rollout, Usage, Walkers, continued, score
 from flowrl_bench.gradients import Setting, assigned
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import flowrl
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 from flowrl.methods import METHODS
-from flowrl.registry import files_of
-from flowrl.specs import Spec, parse_spec
+from flowrl.parts.registry import files_of
+from flowrl.parts.specs import Spec, parse_spec
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.format import STEPS, to_older
 from flowrl_bench.measurements import CURVE, measure
@@ -38,7 +38,7 @@ RULES = (
     "evidence",
     "statistics",
 )
-"""Modules of this package that decide on verdicts, with `flowrl.diagnostics.curves`."""
+"""Modules of this package that decide on verdicts, with `flowrl.training.curves`."""
 GOLDEN: dict[str, Any] = {
     "world": "mixture",
     "iterations": 2,
@@ -195,7 +195,7 @@ def code_digest() -> str:
 @cache
 def rules_digest() -> str:
     """The digest of the claims, their verdict rules and the statistics."""
-    names = [f"flowrl_bench.{name}" for name in RULES] + ["flowrl.diagnostics.curves"]
+    names = [f"flowrl_bench.{name}" for name in RULES] + ["flowrl.training.curves"]
     return _digest(path for path in map(_file, names) if path is not None)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.diagnostics.curves import Values
-from flowrl.diagnostics.statistics import collapsed
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
+from flowrl.training.curves import Values
+from flowrl.training.statistics import collapsed
 from flowrl_bench.measurements import CURVE
 from flowrl_bench.statistics import (
     SMALLEST,

@@ -12,6 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from flowrl.core.errors import ConfigError, require
+from flowrl.core.experience import CreditTable, Decisions, Experience, ValueTable
+from flowrl.core.prompt import Prompt
+from flowrl.core.protocols import CreditAssigner, CreditRule
 from flowrl.credit import (
     TurningPoint,
     credit_of,
@@ -20,10 +24,6 @@ from flowrl.credit import (
     reward_to_go,
     turning_points,
 )
-from flowrl.errors import ConfigError, require
-from flowrl.experience import CreditTable, Decisions, Experience, ValueTable
-from flowrl.prompt import Prompt
-from flowrl.protocols import CreditAssigner, CreditRule
 from flowrl.reading import read_text
 
 EXAMPLE = """prompt,member,value_0,value_1,value_2,value_3,reward

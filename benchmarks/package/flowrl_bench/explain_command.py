@@ -38,9 +38,9 @@ class Explain:
 
     def main(self) -> int:
         """Assign, print, draw."""
-        from flowrl.experience import Decisions
-        from flowrl.plots.style import require_figure, save
-        from flowrl.registry import build
+        from flowrl.cli.style import require_figure, save
+        from flowrl.core.experience import Decisions
+        from flowrl.parts.registry import build
         from flowrl.training.build import even_stds
         from flowrl_bench.explain import EXAMPLE, explain, parse_rewards, read_rewards
         from flowrl_bench.explain_figure import explanation

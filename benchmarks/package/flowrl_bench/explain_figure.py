@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from flowrl.plots.style import COLOURS, INK, OTHERS, clean, spread_labels
+from flowrl.cli.style import COLOURS, INK, OTHERS, clean, spread_labels
 from flowrl_bench.explain import Explanation
 
 

@@ -17,13 +17,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import CreditError, FlowrlError, require
+from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, ValueTable
+from flowrl.core.protocols import (
+    CreditRule,
+    FlowPolicy,
+    ForwardLoss,
+    PolicyLoss,
+    RewardModel,
+    Sampler,
+)
+from flowrl.core.types import Prompt, Schedule
 from flowrl.credit import credit_of, generalised_gains
-from flowrl.errors import CreditError, FlowrlError, require
-from flowrl.experience import Credit, CreditTable, Decisions, Experience, ValueTable
 from flowrl.flow import expand
 from flowrl.losses import PolicyGradientLoss
 from flowrl.probes import NoProbe, Probe
-from flowrl.protocols import CreditRule, FlowPolicy, ForwardLoss, PolicyLoss, RewardModel, Sampler
 from flowrl.rollout import (
     ForwardBatches,
     Groups,
@@ -38,7 +46,6 @@ from flowrl.rollout import (
 )
 from flowrl.samplers import transition_stds
 from flowrl.training.behaviour import Copies
-from flowrl.types import Prompt, Schedule
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ the answers in words.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flowrl.diagnostics.curves import Values
-from flowrl.diagnostics.statistics import Estimate, mean
+from flowrl.training.curves import Values
+from flowrl.training.statistics import Estimate, mean
 from flowrl_bench.arms import ARMS, WORLDS
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.leads import LARGER, LEADS, UNIFORM

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import ConfigError
+from flowrl.core.protocols import FlowPolicy
 from flowrl.credit import turning_points
-from flowrl.diagnostics import peak_memory as process_peak
-from flowrl.errors import ConfigError
 from flowrl.policies import MixturePolicy
 from flowrl.probes import Completion
-from flowrl.protocols import FlowPolicy
 from flowrl.rollout import EVALUATION_SEED, Groups, Usage, integrate, rollout, score_rollout
 from flowrl.training.build import make_trainer, make_world
 from flowrl.training.config import RunConfig
+from flowrl.training.diagnostics import peak_memory as process_peak
 from flowrl.training.evaluation import evaluate
 from flowrl.training.trainer import Trainer
 from flowrl.workers import Worker, run_jobs

@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
+from flowrl.core.protocols import Sampler
 from flowrl.io import write_json
 from flowrl.methods import Method
+from flowrl.parts.prompt_stream import PromptStream
 from flowrl.probes import Branching, NoProbe, Probe
-from flowrl.prompts.stream import PromptStream
-from flowrl.protocols import Sampler
 from flowrl.rollout import Groups, Rollout, group_tree, minibatch_rows
 from flowrl.samplers import windowed
 from flowrl.training.build import make_method, make_trainer, make_world

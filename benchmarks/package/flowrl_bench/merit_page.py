@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flowrl.diagnostics.statistics import Estimate
+from flowrl.training.statistics import Estimate
 from flowrl_bench.merit import STAGES, Costs, mean_costs, merit
 from flowrl_bench.merit_rows import REFERENCE, ROWS, WORLDS
 from flowrl_bench.merit_train import Key, Learned, learned

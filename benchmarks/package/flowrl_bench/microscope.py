@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.errors import CreditError, require
-from flowrl.experience import Experience
+from flowrl.core.errors import CreditError, require
+from flowrl.core.experience import Experience
+from flowrl.core.protocols import FlowPolicy, RewardModel, Sampler
 from flowrl.methods import named_method, try_credit
+from flowrl.parts.prompt_stream import PromptStream
+from flowrl.parts.registry import build
 from flowrl.probes import Branching, Continuation
-from flowrl.prompts.stream import PromptStream
-from flowrl.protocols import FlowPolicy, RewardModel, Sampler
-from flowrl.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.rollout import Rollout, Usage
 from flowrl.training.build import make_trainer, make_world, trial_stds

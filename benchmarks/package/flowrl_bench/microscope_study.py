@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 from flowrl.io import file_lock
+from flowrl.parts.registry import files_of
+from flowrl.parts.specs import parse_spec
 from flowrl.reading import is_kind
-from flowrl.registry import files_of
-from flowrl.specs import parse_spec
 from flowrl.workers import Worker, run_jobs
 from flowrl_bench import ceilings, continuations, microscope, true_advantage
 from flowrl_bench.digest import code_digest, functions_digest, golden_run, same_golden

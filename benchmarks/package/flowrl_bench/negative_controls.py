@@ -4,10 +4,10 @@ them.
 
 from dataclasses import dataclass, field
 
+from flowrl.core.experience import CreditTable, Decisions, ValueTable
+from flowrl.core.protocols import CreditAssigner
 from flowrl.credit import TurningPoint
-from flowrl.experience import CreditTable, Decisions, ValueTable
 from flowrl.probes import Probe
-from flowrl.protocols import CreditAssigner
 
 
 @dataclass(frozen=True)

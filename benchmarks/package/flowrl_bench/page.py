@@ -12,10 +12,10 @@ from markupsafe import escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flowrl.cli.pages import render
+from flowrl.cli.style import COLOURS as METHOD_COLOURS
+from flowrl.cli.style import OTHERS, clean, is_own, png, spread_labels
 from flowrl.io import require_new_file, write_bytes
-from flowrl.plots.pages import render
-from flowrl.plots.style import COLOURS as METHOD_COLOURS
-from flowrl.plots.style import OTHERS, clean, is_own, png, spread_labels
 
 COLOURS = (*METHOD_COLOURS.values(), *OTHERS)
 

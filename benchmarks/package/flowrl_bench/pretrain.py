@@ -11,8 +11,8 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
+from flowrl.core.options import Count, Seed
 from flowrl.io import require_new_file
-from flowrl.options import Count, Seed
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Pretrain:
 
     def main(self) -> int:
         """Train the autoencoder and the base model; write weights and card."""
-        from flowrl.commands.options import typed_command
+        from flowrl.cli.options import typed_command
         from flowrl_bench.pretraining import PretrainConfig, pretrain_to_file
 
         changes = {} if self.updates is None else {"updates": self.updates}

@@ -19,12 +19,12 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowrl.errors import require
+from flowrl.core.errors import require
 from flowrl.flow import interpolate, velocity_target
 from flowrl.io import write_bytes, write_json
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config
-from flowrl.worlds.shapes.render import CELL, Jitter, render_cells
-from flowrl.worlds.shapes.scene import CELLS, CLASSES, GRID, MAX_WORDS, VOCABULARY, tokenise
+from flowrl.worlds.render import CELL, Jitter, render_cells
+from flowrl.worlds.scene import CELLS, CLASSES, GRID, MAX_WORDS, VOCABULARY, tokenise
 from flowrl_bench.pretrain_pairs import draw_pair, requests_by_kind
 
 Progress = Callable[[str, int, int, float], None]

@@ -15,13 +15,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flowrl.errors import ConfigError, FlowrlError
+from flowrl.core.errors import ConfigError, FlowrlError
 from flowrl.io import write_json
-from flowrl.plugins import versions
+from flowrl.parts.plugins import versions
+from flowrl.parts.trust import trusted
 from flowrl.reading import is_kind, parse_json, read_json, reading
 from flowrl.training.config import RunConfig
 from flowrl.training.format import OLDER, current
-from flowrl.trust import trusted
 from flowrl.workers import usable_cores
 from flowrl_bench import measurements
 from flowrl_bench.digest import (

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 from flowrl.io import write_json
+from flowrl.parts.specs import identity
 from flowrl.reading import read_json
-from flowrl.specs import identity
 from flowrl.training.arms import arm_run, credit_arms, meaning, rule_name
 from flowrl.training.config import RunConfig
 from flowrl.training.results import difference

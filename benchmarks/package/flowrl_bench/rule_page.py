@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from matplotlib.figure import Figure
 
-from flowrl.diagnostics.statistics import mean
-from flowrl.plots.style import OTHERS, clean, marker
+from flowrl.cli.style import OTHERS, clean, marker
+from flowrl.training.statistics import mean
 from flowrl_bench.arms import WORLDS, is_tuned, world_label
 from flowrl_bench.claims_figures import METHOD_COLOURS
 from flowrl_bench.evidence import Evidence, Line, curve, spent

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from flowrl.errors import require
+from flowrl.core.errors import require
 from flowrl.training.config import RunConfig, preset
 from flowrl.workers import Worker, run_jobs, worker_count
 from flowrl_bench.arms import ARMS, SHORT, TASKS, WORLDS, Arm, chosen_worlds, settings_of, tuned

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from flowrl.diagnostics.curves import Values, first_reached
-from flowrl.diagnostics.statistics import COLLAPSE, LEVEL, Estimate, Inference, t_interval
-from flowrl.errors import require
+from flowrl.core.errors import require
+from flowrl.training.curves import Values, first_reached
+from flowrl.training.statistics import COLLAPSE, LEVEL, Estimate, Inference, t_interval
 
 DRAWS = 2000
 SMALLEST = 0.02

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import ConfigError
+from flowrl.core.errors import ConfigError
 from flowrl.io import file_lock, write_json
+from flowrl.parts.trust import trust_option
 from flowrl.reading import read_json
 from flowrl.training.config import RunConfig
-from flowrl.trust import trust_option
 from flowrl.workers import Worker, run_jobs
 from flowrl_bench.arms import TASKS
 from flowrl_bench.claims import Arm, Claim, make_run

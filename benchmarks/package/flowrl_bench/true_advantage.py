@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.diagnostics.statistics import Estimate
-from flowrl.errors import require
+from flowrl.core.errors import require
+from flowrl.training.statistics import Estimate
 from flowrl_bench.continuations import Look, LookCredit, TrueAdvantages, true_advantages
 
 __all__ = [

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.errors import RewardContractError, TrainingError, require
+from flowrl.core.errors import RewardContractError, TrainingError, require
 from flowrl.io import file_lock, write_json
 from flowrl.reading import read_json
 from flowrl.workers import Worker, run_jobs

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flowrl.core.experience import Decisions, Experience
+from flowrl.core.protocols import CreditRule, FlowPolicy, RewardModel, Sampler
+from flowrl.core.types import Condition, Prompt
 from flowrl.credit import credit_of
-from flowrl.experience import Decisions, Experience
 from flowrl.losses import PolicyGradientLoss
 from flowrl.probes import NoProbe, Probe
-from flowrl.protocols import CreditRule, FlowPolicy, RewardModel, Sampler
 from flowrl.rollout import (
     Groups,
     ImageBatch,
@@ -26,7 +27,6 @@ from flowrl.rollout import (
     score,
     score_rollout,
 )
-from flowrl.types import Condition, Prompt
 
 STEPS = 10
 """Denoising steps during training, in all lessons."""

@@ -1,4 +1,4 @@
-"""Figures that several lessons use; colours are those of `flowrl.plots.style`."""
+"""Figures that several lessons use; colours are those of `flowrl.cli.style`."""
 
 import math
 import tempfile
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from flowrl import Prompt
-from flowrl.plots.style import COLOURS, INK, OTHERS, clean
+from flowrl.cli.style import COLOURS, INK, OTHERS, clean
 
 NOISE = "#5B5B5B"
 """The colour of noise (t = 1)."""

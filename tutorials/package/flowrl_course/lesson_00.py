@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from flowrl import world
-from flowrl.errors import FlowrlError
+from flowrl.core.errors import FlowrlError
 from flowrl.worlds import PolicyOptions
 from flowrl_course.batches import ode_images
 from flowrl_course.checking import answered, check, expect, number, same

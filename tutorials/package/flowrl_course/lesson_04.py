@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from flowrl import Schedule
+from flowrl.core.experience import Decisions
 from flowrl.credit import Uniform
-from flowrl.experience import Decisions
 from flowrl.flow import kl
 from flowrl.samplers import FlowSDE
 from flowrl_course.checking import answered, check, close, expect, number, same, tensor

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.experience import Decisions
 from flowrl.credit import StepwiseGain, gains, generalised_gains, reward_to_go
-from flowrl.experience import Decisions
 from flowrl_course.checking import answered, check, close, expect, number, tensor
 
 Answer = Callable[..., Any]

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.tree import Tree, tree_of
 from flowrl.credit import group_zscore
 from flowrl.probes import Branch
-from flowrl.tree import Tree, tree_of
 from flowrl_course.checking import answered, check, close, expect, number, tensor
 
 Answer = Callable[..., Any]

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.forward import ForwardBatch
 from flowrl.flow import uniform_schedule
-from flowrl.forward import ForwardBatch
 from flowrl.losses import DGPO, DiffusionNFT
 from flowrl.samplers import FlowSDE
 from flowrl_course.checking import answered, check, close, expect, number, tensor

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.experience import Decisions
 from flowrl.credit import reward_to_go, zscore
-from flowrl.experience import Decisions
 from flowrl.probes import Probe, Substeps
 from flowrl.testing import check_credit
 from flowrl_course.checking import answered, close, expect, tensor

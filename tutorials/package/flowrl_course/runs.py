@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl import RunConfig, Trainer, evaluate, preset
-from flowrl.protocols import CreditRule, FlowPolicy
+from flowrl.core.protocols import CreditRule, FlowPolicy
 from flowrl.training.build import make_method, make_policy, make_reward, make_trainer, make_world
 from flowrl.training.evaluation import Evaluation
 

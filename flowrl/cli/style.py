@@ -1,0 +1,201 @@
+"""Style of all figures (colour-blind safe colours, axes, label positions), and saving them as
+PNG.
+"""
+
+import io
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from flowrl.core.errors import require
+from flowrl.io import refused, require_new_file, write_bytes
+
+COLOURS = {
+    "flow-grpo": "#0072B2",
+    "stepwise-flow-grpo": "#D55E00",
+    "tp-grpo": "#009E73",
+    "dance-grpo": "#5B2A86",
+    "noise-weighted": "#5E3A00",
+}
+OTHERS = ("#CC79A7", "#56B4E9", "#5B5B5B", "#E69F00")
+INK = "#22252b"
+SOFT = "#555b66"
+PALE = "#c9ccd3"
+MARKERS = "osD^vP*X"
+"""Markers of the methods in their order, so that curves differ in more than their colour."""
+MOST_TOGETHER = 4
+"""The largest number of methods that share one axis; with more, each method has a panel
+(`multiples`).
+"""
+
+matplotlib.rcParams.update(
+    {
+        "font.size": 10,
+        "axes.titlesize": 11,
+        "axes.edgecolor": "#8a8f98",
+        "axes.labelcolor": INK,
+        "text.color": INK,
+        "xtick.color": "#555b66",
+        "ytick.color": "#555b66",
+        "svg.fonttype": "none",
+    }
+)
+
+
+def colour(arm: str, arms: Sequence[str] = ()) -> str:
+    """The arm's colour; arms without a fixed colour take those of `OTHERS` in order.
+
+    Args:
+        arm: name of the arm.
+        arms: all arms of the figure.
+
+    Returns:
+        A colour of matplotlib.
+    """
+    if arm in COLOURS:
+        return COLOURS[arm]
+    unknown = [m for m in arms if m not in COLOURS]
+    return OTHERS[unknown.index(arm) % len(OTHERS)] if arm in unknown else OTHERS[0]
+
+
+def marker(arm: str, arms: Sequence[str]) -> str:
+    """The arm's marker, by its position in `arms`.
+
+    Args:
+        arm: name of the arm.
+        arms: all arms of the figure.
+
+    Returns:
+        A marker of matplotlib.
+    """
+    return MARKERS[list(arms).index(arm) % len(MARKERS)]
+
+
+def multiples(
+    figure: Any, arms: Sequence[str], draw: Callable[[Axes, str, bool], None], columns: int = 4
+) -> list[Axes]:
+    """One panel per arm with the same axes, each arm on top of the others in grey.
+
+    Args:
+        figure: a figure or subfigure.
+        arms: names of the arms.
+        draw: called as `draw(axes, arm, own)`; `own` selects the arm's colour instead of grey.
+        columns: panels per row.
+
+    Returns:
+        The panels.
+    """
+    columns = min(columns, len(arms))
+    rows = -(-len(arms) // columns)
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    panels = list(grid.flatten())
+    for axes, arm in zip(panels, arms, strict=False):
+        for other in (*(name for name in arms if name != arm), arm):
+            draw(axes, other, other == arm)
+        axes.set_title(arm, color=INK, fontweight="bold", fontsize=9.5)
+        clean(axes)
+    for place, axes in enumerate(panels):
+        axes.tick_params(labelbottom=place + columns >= len(arms))
+    for axes in panels[len(arms) :]:
+        axes.set_visible(False)
+    return panels[: len(arms)]
+
+
+def clean(axes: Axes) -> None:
+    """Remove the upper and right spines and add a light horizontal grid."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e4e6ea", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def spread_labels(values: Sequence[float], low: float, high: float, gap: float) -> list[float]:
+    """Heights of labels near `values`, at least `gap` apart if they fit, so that labels do not
+    overlap.
+
+    Args:
+        values: preferred heights.
+        low: lowest height.
+        high: largest height.
+        gap: distance of two labels.
+
+    Returns:
+        One height per value, within [low, high].
+    """
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    heights = [min(max(value, low), high) for value in values]
+    for before, after in pairwise(order):
+        heights[after] = max(heights[after], heights[before] + gap)
+    over = max(0.0, max(heights, default=low) - high)
+    gap = min(gap, (high - low) / max(1, len(values) - 1))
+    ceiling = high
+    for index in reversed(order) if over else ():
+        heights[index] = min(heights[index], ceiling)
+        ceiling = heights[index] - gap
+    return heights
+
+
+def png(figure: Figure, dpi: int = 130) -> bytes:
+    """The figure as a PNG file on white.
+
+    Args:
+        figure: the figure.
+        dpi: dots per inch.
+
+    Returns:
+        The file's bytes.
+    """
+    buffer = io.BytesIO()
+    figure.set(dpi=dpi, facecolor="white")
+    # savefig draws twice: the same file for 1.3 times the time
+    FigureCanvasAgg(figure).print_png(buffer, metadata=MADE)
+    return buffer.getvalue()
+
+
+MADE = {"Software": "flowrl"}
+"""Metadata of the PNG files of this package."""
+
+
+def require_figure(path: Path) -> None:
+    """Raise `ConfigError` unless a figure can be written to `path`, which is new or a PNG of this
+    package.
+    """
+    formats = FigureCanvasBase.get_supported_filetypes()
+    require(
+        path.suffix[1:].lower() in formats,
+        "out",
+        str(path),
+        f"a name that ends in .png or another of {', '.join(formats)}",
+    )
+    require_new_file(path, is_own)
+
+
+def is_own(data: bytes) -> bool:
+    """Whether `data` is a PNG file of this package."""
+    return b"Software\0flowrl" in data[:4096]
+
+
+def save(figure: Figure, path: Path, dpi: int = 150) -> None:
+    """Write the figure in the format of the file's extension.
+
+    Args:
+        figure: the figure.
+        path: the file.
+        dpi: dots per inch.
+
+    Raises:
+        ConfigError: the file cannot be written.
+        DiskError: the disk is full.
+    """
+    try:
+        buffer, suffix = io.BytesIO(), path.suffix[1:].lower() or "png"
+        figure.savefig(buffer, format=suffix, dpi=dpi, metadata=MADE if suffix == "png" else None)
+        write_bytes(path, buffer.getvalue())
+    except (OSError, ValueError) as error:
+        raise refused(error, f"out: {path} cannot be written: {error}") from error

@@ -1,0 +1,1 @@
+"""Values, protocols and errors that all packages share."""

@@ -1,0 +1,258 @@
+"""The record of one iteration, the decisions that it credits, the credit that a rule gives, and
+what observers exchange.
+
+Further axis names:
+
+==========  =====================================================================================
+decision    transitions that were drawn (std > 0), in order: the steps at which any trajectory
+            of a group was drawn, the same for all groups and processes; D is their number
+decision+1  columns of a value table: column k < D is the value of the state that decision k
+            starts from, column D the reward of the final image
+==========  =====================================================================================
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from flowrl.core.errors import ConfigError
+from flowrl.core.options import checked_options
+from flowrl.core.prompt import Prompt
+from flowrl.core.tree import Tree
+from flowrl.core.types import Condition, Schedule, Trajectories, checked
+
+ValueTable = Float[Tensor, "prompt member decision+1"]
+CreditTable = Float[Tensor, "prompt member decision"]
+Mask = Bool[Tensor, "prompt member decision"]
+LARGER = ("trajectories", "log_probs", "condition")
+"""The fields of an `Experience` that exist on request only."""
+FIELDS = (
+    "metrics",
+    "history",
+    "prompts",
+    "values",
+    "parts",
+    "valid",
+    "decisions",
+    "advantages",
+    "weights",
+    *LARGER,
+)
+"""The fields of a `Record`."""
+
+
+@checked
+@dataclass(frozen=True)
+class Decisions:
+    """The axis of credit: the drawn transitions of an iteration.
+
+    If no transition was drawn (deterministic and multistep samplers), the only decision is the draw
+    of the initial noise: step -1, time 1, delta 0, std 1.
+
+    Args:
+        step: index of the transition on the schedule [decision].
+        time: t at its start [decision].
+        delta: t at its start minus t at its end [decision].
+        std: standard deviation of the transition [decision].
+        trained: whether it enters the loss [decision].
+        drawn: whether a member's transition was drawn [member, decision]; in a comb each member has
+            one drawn transition.
+        mask: valid x drawn x trained [prompt, member, decision]. Means, standard deviations and
+            counts of a rule are over these entries; all others have advantage and weight 0.
+        tree: the tree of a branching probe; None for other groups.
+    """
+
+    step: Int[Tensor, " decision"]
+    time: Float[Tensor, " decision"]
+    delta: Float[Tensor, " decision"]
+    std: Float[Tensor, " decision"]
+    trained: Bool[Tensor, " decision"]
+    drawn: Bool[Tensor, "member decision"]
+    mask: Mask
+    tree: Tree | None = None
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @staticmethod
+    def of(
+        schedule: Schedule,
+        stds: Tensor,
+        tree: Tree,
+        valid: Bool[Tensor, "prompt member"],
+        trained: Sequence[int] | None = None,
+    ) -> "Decisions":
+        """The decisions of a rollout, in main memory.
+
+        Args:
+            schedule: its time grid.
+            stds: standard deviations of the sampler's transitions [step].
+            tree: the states that the trajectories of a group share.
+            valid: the samples that count [prompt, member].
+            trained: the steps of the loss; None for all.
+        """
+        times, stds = schedule.times.cpu(), stds.cpu()
+        deltas = times[:-1] - times[1:]
+        if tree.drawn_steps:
+            step = torch.tensor(tree.drawn_steps)
+            time, delta, std, drawn = times[step], deltas[step], stds[step], tree.decisions[:, step]
+        else:
+            step, drawn = torch.tensor([-1]), torch.ones(tree.members, 1, dtype=torch.bool)
+            time, delta, std = times.new_ones(1), times.new_zeros(1), times.new_ones(1)
+        kept = torch.ones(len(step), dtype=torch.bool)
+        if trained is not None:
+            kept = torch.isin(step, torch.as_tensor(trained, dtype=step.dtype))
+        mask = valid[:, :, None] & drawn & kept
+        return Decisions(step, time, delta, std, kept, drawn, mask, tree if tree.branched else None)
+
+    @staticmethod
+    def like(
+        values: ValueTable,
+        stds: Sequence[float] | None = None,
+        times: Sequence[float] | None = None,
+    ) -> "Decisions":
+        """Decisions that fit a value table: all drawn, trained and valid, on an even time grid
+        unless `times` are given.
+
+        Args:
+            values: a value table; only its shape is used.
+            stds: standard deviations [decision]; None for 0.7 sqrt(delta).
+            times: t at the start of each decision [decision], descending; the last one ends at t =
+                0.
+
+        Raises:
+            ConfigError: the table has no decision, or a length differs.
+        """
+        prompts, members, columns = values.shape
+        count = columns - 1
+        if count < 1:
+            found = f"a value table of shape {tuple(values.shape)}"
+            raise ConfigError(f"{found} has no decision; it needs [prompt, member, decision+1]")
+        time = torch.linspace(1, 0, columns)[:-1] if times is None else torch.tensor(list(times))
+        delta = time - torch.cat([time[1:], torch.zeros(1)])
+        std = 0.7 * delta.sqrt() if stds is None else torch.tensor(list(stds))
+        if not (len(time) == len(std) == count):
+            raise ConfigError(f"{len(time)} times and {len(std)} stds do not fit {count} decisions")
+        every = torch.ones(count, dtype=torch.bool)
+        drawn = every.expand(members, -1)
+        mask = every.expand(prompts, members, -1)
+        return Decisions(torch.arange(count), time, delta, std, every, drawn, mask)
+
+    def to(self, device: torch.device | str) -> "Decisions":
+        """The same decisions on `device`; the tree stays in main memory."""
+        names = ("step", "time", "delta", "std", "trained", "drawn", "mask")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+
+@dataclass(frozen=True)
+class Experience:
+    """The record of one iteration, of all groups of all processes.
+
+    The last three fields are None unless they are requested: by the rule's attribute
+    `reads_fields`, a tuple of names, by the `fields` of an observer, or by `Trainer.recorded`. A
+    rule receives only those that it requests itself.
+
+    Args:
+        prompts: one prompt per group.
+        values: the value table [prompt, member, decision+1]; NaN in columns that no probe
+            evaluated, and for invalid samples.
+        decisions: the axis of the table.
+        valid: False for samples that the reward could not judge [prompt, member].
+        parts: a value table for each component of a composite reward.
+        trajectories: all states and velocities.
+        log_probs: log-probabilities of the transitions under the policy that drew them, mean over
+            latent elements [prompt, member, decision]; NaN where nothing was drawn.
+        condition: the prompts' embeddings, one row per prompt.
+    """
+
+    prompts: Sequence[Prompt]
+    values: ValueTable
+    decisions: Decisions
+    valid: Bool[Tensor, "prompt member"]
+    parts: Mapping[str, ValueTable] = field(default_factory=dict)
+    trajectories: Trajectories | None = None
+    log_probs: CreditTable | None = None
+    condition: Condition | None = None
+
+    def only(self, fields: Collection[str]) -> "Experience":
+        """The record without those of the `LARGER` fields that `fields` does not contain."""
+        return replace(self, **{name: None for name in LARGER if name not in fields})
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What a rule returns.
+
+    Args:
+        advantages: [prompt, member, decision].
+        weights: the rule's factor of each transition in the loss, in [0, 1] [prompt, member,
+            decision]; None for 1. Only ratios matter, because the loss is a weighted mean.
+    """
+
+    advantages: CreditTable
+    weights: CreditTable | None = None
+
+
+class Record:
+    """An iteration as an observer sees it: `iteration`, and the fields that the observer declares
+    (`FIELDS`).
+
+    Tensors are in main memory and of all processes. Other fields raise `AttributeError`. For a test
+    of an observer:
+    ``observer.observe(Record(3, values=..., metrics={"reward_mean": 0.5}))``.
+
+    Args:
+        iteration: its number, from 1.
+        **fields: fields by name.
+    """
+
+    iteration: int
+    metrics: Mapping[str, Any]
+    """The row of metrics.jsonl, with the evaluation if there was one."""
+    history: Sequence[Mapping[str, Any]]
+    """The earlier rows; the first is the untrained model's."""
+    prompts: Sequence[Prompt]
+    """One prompt per group."""
+    values: ValueTable
+    parts: Mapping[str, ValueTable]
+    valid: Bool[Tensor, "prompt member"]
+    decisions: Decisions
+    advantages: CreditTable
+    weights: CreditTable
+    """Weight of each transition in the loss (`flowrl.rollout.transition_weights`)."""
+    trajectories: Trajectories
+    log_probs: CreditTable
+    condition: Condition
+
+    def __init__(self, iteration: int, **fields: Any) -> None:
+        self.__dict__.update(fields, iteration=iteration)
+
+    def __getattr__(self, name: str) -> Any:
+        declared = tuple(field for field in vars(self) if field != "iteration")
+        hint = (
+            f": the observer declares fields = {declared}; add {name!r}" if name in FIELDS else ""
+        )
+        raise AttributeError(f"the record has no {name}{hint}")
+
+
+@checked_options
+@dataclass(frozen=True)
+class Actions:
+    """What an observer requests after an iteration.
+
+    Args:
+        stop: the reason to end the run now, as if this iteration were the last; empty to continue.
+        keep: write a checkpoint of this iteration, and never delete it for newer ones.
+        warn: text of a warning.
+        metrics: numbers for metrics.jsonl and the tracker, which are called OBSERVER/NAME there;
+            null if not finite.
+    """
+
+    stop: str = ""
+    keep: bool = False
+    warn: str = ""
+    metrics: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,322 @@
+"""The interface of probes: how a rollout scores unfinished states for a credit rule, and the cost
+of these scores.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from flowrl.core.errors import require
+from flowrl.core.tree import Tree
+from flowrl.core.types import Gaussian, Schedule, Trajectories
+
+Key = int | tuple[str, int]
+"""The key of an estimate: a node, or (a name, a node) for a further estimate of that node."""
+Solver = Literal["euler", "heun", "dpm++", "unipc"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Final latents estimated from one node, to be decoded and scored.
+
+    Every group has equally many rows: one (a state that its members share), one per member, or one
+    for each of its `members`.
+
+    Args:
+        latents: estimated final latents [row, *latent], prompt-major.
+        copies: number of adjacent latents per row, whose rewards are averaged.
+        members: indices [prompt, chosen] of the members with an estimate; None: all.
+    """
+
+    latents: Tensor
+    copies: int = 1
+    members: Int[Tensor, "prompt chosen"] | None = None
+
+    def part(self, first: int, count: int, groups: int) -> "Estimate":
+        """The estimates of `count` of the `groups`, from index `first` on."""
+        rows = len(self.latents) // groups
+        members = None if self.members is None else self.members[first : first + count]
+        return replace(
+            self, latents=self.latents[first * rows : (first + count) * rows], members=members
+        )
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The times of an ODE solver from one node.
+
+    Args:
+        times: times [point], descending to 0.
+        lengths: lengths of the steps [interval].
+        timesteps: the network's time input at the start of each step [interval].
+    """
+
+    times: Tensor
+    lengths: Tensor
+    timesteps: Tensor
+
+
+@dataclass(frozen=True)
+class NetworkUse:
+    """How a probe calls the network; the trajectories' own evaluations are never affected.
+
+    Args:
+        dtype: "own", or "bfloat16": under autocast; weights keep their precision, and a narrower
+            network is not changed.
+        guidance: "own", or "off": without classifier-free guidance, which halves an evaluation;
+            needs a guidance scale above 1.
+
+    Raises:
+        ConfigError: a field is out of range.
+    """
+
+    dtype: Literal["own", "bfloat16"] = "own"
+    guidance: Literal["own", "off"] = "own"
+
+    def __post_init__(self) -> None:
+        require(self.dtype in ("own", "bfloat16"), "dtype", self.dtype, "'own' or 'bfloat16'")
+        require(self.guidance in ("own", "off"), "guidance", self.guidance, "'own' or 'off'")
+
+    @property
+    def share(self) -> float:
+        """The cost of a call in network evaluations of the policy."""
+        return 1 if self.guidance == "own" else 0.5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The quantities that determine the cost of a rollout.
+
+    Args:
+        groups: number of groups.
+        schedule: the time grid.
+        tree: which states the trajectories of a group share.
+        nodes: the nodes to be estimated (see `Probing`).
+    """
+
+    groups: int
+    schedule: Schedule
+    tree: Tree
+    nodes: Sequence[int]
+
+    @property
+    def rows(self) -> list[int]:
+        """Distinct states of all groups at each node."""
+        return [self.groups * count for count in self.tree.counts]
+
+    @property
+    def members(self) -> int:
+        """Trajectories of a group."""
+        return self.tree.members
+
+
+@dataclass(frozen=True)
+class Call:
+    """A network call of a probe.
+
+    Args:
+        rows: number of latents.
+        share: cost per latent, in network evaluations.
+        step: the step of the rollout whose call it is part of; None for a separate call.
+    """
+
+    rows: int
+    share: float = 1.0
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of a probe, in addition to the rollout.
+
+    Args:
+        calls: the network calls.
+        images: number of decoded and scored images.
+    """
+
+    calls: Sequence[Call] = ()
+    images: int = 0
+
+    @property
+    def nfe(self) -> float:
+        """Number of network evaluations; an integer unless calls cost less than an evaluation."""
+        return whole(sum(call.rows * call.share for call in self.calls))
+
+
+def whole(evaluations: float) -> float:
+    """A number of network evaluations without rounding errors from sums of fractions; an integer if
+    possible.
+    """
+    found = round(float(evaluations), 6)
+    return int(found) if found == int(found) else found
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The rewards of a rollout's estimates.
+
+    Args:
+        rewards: rewards [prompt, row] by key of the estimate.
+        final: rewards of the finished trajectories [prompt, member].
+        nodes: the nodes to be estimated, in order (see `Probing`).
+        members: indices [prompt, chosen] of the rows' members, for keys with estimates of some
+            members only.
+    """
+
+    rewards: Mapping[Key, Float[Tensor, "prompt row"]]
+    final: Float[Tensor, "prompt member"]
+    nodes: Sequence[int]
+    members: Mapping[Key, Int[Tensor, "prompt chosen"]] = field(default_factory=dict)
+
+    def at(self, key: Key) -> Float[Tensor, "prompt member"]:
+        """The reward of an estimate for every member; NaN for members without one."""
+        rows = self.rewards[key]
+        if key not in self.members:
+            return rows.expand_as(self.final)
+        chosen = self.members[key].to(rows.device)
+        return torch.full_like(self.final, float("nan")).scatter(1, chosen, rows)
+
+
+class Probing(Protocol):
+    """The input of a probe: the finished trajectories, which it must not change, and the network
+    with a count of its evaluations.
+    """
+
+    @property
+    def trajectories(self) -> Trajectories:
+        """States, the rollout's velocities, the time grid, and the tree of the states that a group
+        shares.
+        """
+        ...
+
+    @property
+    def nodes(self) -> Sequence[int]:
+        """The nodes to be estimated, in order: those from which the decisions start whose values
+        the credit rule reads.
+        """
+        ...
+
+    @property
+    def final(self) -> Tensor:
+        """x_0 of every trajectory [sample, *latent]."""
+        ...
+
+    @property
+    def completed(self) -> Mapping[int, Tensor]:
+        """The ends of the ODE from the nodes in the probe's `ahead` [row, *latent]."""
+        ...
+
+    @property
+    def groups(self) -> int:
+        """Number of prompts; rows are prompt-major, equally many for each."""
+        ...
+
+    def start(self, node: int, members: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """States of a node and the rollout's velocities there [row, *latent]: one row per distinct
+        state, or for each of `members` [prompt, chosen].
+        """
+        ...
+
+    def velocity(self, latents: Tensor, timestep: Tensor) -> Tensor:
+        """The network's output at `latents` [row, *latent], `timestep` = 1000 t [row]; float32.
+
+        The call has the settings of the probe's `network` and is counted.
+        """
+        ...
+
+    def solve(
+        self,
+        grids: Mapping[int, Grid],
+        solver: Solver = "euler",
+        members: Mapping[int, Tensor | None] | None = None,
+    ) -> Mapping[int, Tensor]:
+        """The ends of the ODE from nodes, each on its own grid, in as few calls as possible; the
+        first velocity is the rollout's.
+
+        `members` by node: as in `start`.
+        """
+        ...
+
+    def continued(self, node: int, count: int) -> Tensor:
+        """Final latents [sample x count, *latent] of `count` stochastic continuations of every
+        trajectory from `node`.
+        """
+        ...
+
+    def rand(self, *shape: int) -> Tensor:
+        """Uniform random numbers [prompt, *shape] that do not depend on which groups share a
+        process or a chunk.
+        """
+        ...
+
+    def draw(self, gaussian: Gaussian) -> Tensor:
+        """A draw per row of `gaussian`, with the same independence. Neither method changes the
+        generator of the trajectories.
+        """
+        ...
+
+
+class Probe:
+    """How a rollout scores unfinished states for a credit rule. To write a probe, derive a class
+    with `estimate`.
+
+    A probe may be approximate: its results enter only the value table's columns before the last.
+    Trajectories, the rewards of finished images and the evaluations of the update are computed
+    without it, and are bit for bit the same with any probe. (Nodes in `ahead` are the exception:
+    they make the rollout's calls larger, which may change the last bits.)
+    `flowrl.testing.check_probe` checks this contract. Options are the fields of a data class.
+    """
+
+    @property
+    def network(self) -> NetworkUse:
+        """How the network is called; the rollout raises `ConfigError` before its first call if the
+        policy does not support it.
+        """
+        return NetworkUse()
+
+    def ahead(self, nodes: Sequence[int]) -> Sequence[int]:
+        """Those of the `nodes` to be estimated from which the rollout follows the ODE within its
+        own calls.
+        """
+        return ()
+
+    def estimate(self, run: Probing) -> Mapping[Key, Estimate]:
+        """Final latents by node (or by further keys, for `rewards`), estimated from the finished
+        trajectories in `run`.
+        """
+        return {}
+
+    def rewards(self, scored: Scored) -> Mapping[int, Float[Tensor, "prompt member"]]:
+        """Values by node, from the rewards of the estimates; by default those of the estimates
+        whose key is a node.
+        """
+        return {key: scored.at(key) for key in scored.rewards if isinstance(key, int)}
+
+    def fills(self, decisions: int) -> Sequence[int]:
+        """The columns of a value table of `decisions` decisions for which `rewards` has values; by
+        default all but the last.
+        """
+        return range(decisions)
+
+    def cost(self, shape: Shape) -> Cost | None:
+        """The calls of `estimate` and the number of scored images, for `flowrl train --plan`; None
+        if unknown.
+        """
+        return None
+
+
+@dataclass(frozen=True)
+class NoProbe(Probe):
+    """Only the finished image is scored; all other columns are NaN. 0 extra network evaluations."""
+
+    def fills(self, decisions: int) -> Sequence[int]:
+        """None."""
+        return ()
+
+    def cost(self, shape: Shape) -> Cost:
+        """Nothing."""
+        return Cost()

@@ -1,0 +1,630 @@
+"""The interfaces between packages, as protocols. Their docstrings are the contract, which
+`flowrl.testing` checks.
+
+The protocols of forward-process losses are defined in `flowrl.core.forward`, next to their batches,
+and exported here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from flowrl.core.experience import Actions, Credit, Decisions, Experience, Record, ValueTable
+from flowrl.core.forward import ForwardLoss as ForwardLoss
+from flowrl.core.forward import TimeDraw as TimeDraw
+from flowrl.core.probe import Probe
+from flowrl.core.types import (
+    Condition,
+    Gaussian,
+    ImagesOrVideos,
+    Latents,
+    LossBatch,
+    LossResult,
+    PerSample,
+    Prompt,
+    Schedule,
+    StepIndex,
+    Unit,
+)
+
+__all__ = [
+    "AnyReward",
+    "AnySampler",
+    "CreditAssigner",
+    "CreditRule",
+    "ExperienceCredit",
+    "Features",
+    "FlowPolicy",
+    "ForwardLoss",
+    "GroupReward",
+    "MultistepSolver",
+    "Observer",
+    "PolicyExtras",
+    "PolicyLoss",
+    "PolicyOptions",
+    "RewardModel",
+    "Sampler",
+    "Stateful",
+    "TimeDraw",
+    "Window",
+    "World",
+    "extras",
+]
+
+
+@runtime_checkable
+class FlowPolicy(Protocol):
+    """A network with its trainable parameters, as a conditional velocity field with a schedule and
+    a decoder.
+    """
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """Shape of one latent, without the sample axis."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the network."""
+        ...
+
+    def schedule(self, steps: int) -> Schedule:
+        """The time grid with `steps` transitions (for diffusers models: the scheduler's own)."""
+        ...
+
+    def encode(self, prompts: Sequence[Prompt]) -> Condition:
+        """The network's condition on the prompts, one row per prompt."""
+        ...
+
+    def velocity(self, latent: Latents, timestep: PerSample, condition: Condition) -> Latents:
+        """The network's estimate of v = eps - x_0, with gradients to the trainable parameters.
+
+        Args:
+            latent: noisy latents [sample, *latent].
+            timestep: the network's timestep [sample], from `Schedule.network_timesteps`.
+            condition: embeddings of the prompts, one row per sample.
+
+        Returns:
+            Velocities [sample, *latent], float32.
+        """
+        ...
+
+    def decode(self, latent: Latents) -> ImagesOrVideos:
+        """Images in [0, 1]; samples of a video model always have a frame axis before the
+        channels.
+        """
+        ...
+
+    def trainable(self) -> Mapping[str, torch.nn.Parameter]:
+        """Named trainable parameters, in a fixed order."""
+        ...
+
+    def reference(self) -> AbstractContextManager[None]:
+        """Within this context `velocity` is the frozen base model's (adapters disabled)."""
+        ...
+
+    def frozen(self) -> AbstractContextManager[None]:
+        """Within this context weights do not change, so a policy may merge its adapters for speed.
+        No gradients.
+        """
+        ...
+
+
+class PolicyExtras(FlowPolicy, Protocol):
+    """Optional members of a policy, each independent of the others; `extras` looks them up."""
+
+    @property
+    def velocity_network(self) -> torch.nn.Module:
+        """The module that `velocity` calls, with all trainable parameters.
+
+        It can be compiled, and its weights can be sharded over processes, in place; `trainable`
+        then returns its new parameters.
+        """
+        ...
+
+    @property
+    def guidance_scale(self) -> float:
+        """The scale of classifier-free guidance; 1: off, one forward pass instead of two."""
+        ...
+
+    def guided(self, guidance: float) -> AbstractContextManager[None]:
+        """Within this context `guidance_scale` is `guidance`."""
+        ...
+
+    def warm(self, prompts: Sequence[Prompt]) -> None:
+        """Embed `prompts` now, up to the size of the cache.
+
+        For policies with separate text encoders, which then move to the device only once.
+        """
+        ...
+
+    def checkpoint_gradients(self, on: bool) -> None:
+        """Set whether the backward pass recomputes activations."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the trained weights to `folder` in the format of other programs.
+
+        An older folder is replaced when the new one is complete.
+        """
+        ...
+
+
+def extras(policy: FlowPolicy, *members: str) -> PolicyExtras | None:
+    """The policy, if it has some optional members.
+
+    Args:
+        policy: the policy.
+        *members: names of members of `PolicyExtras`.
+
+    Returns:
+        The policy, or None if it lacks one of the members.
+    """
+    return cast(PolicyExtras, policy) if all(hasattr(policy, name) for name in members) else None
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """A transition kernel: a pure function from (node, velocity) to a Gaussian over the next node.
+
+    Contract: computed in float32 whatever the input's precision; `step` may differ per sample; std
+    0 means "not a decision" and is returned where the kernel is deterministic; the gradient flows
+    through the mean only.
+    """
+
+    def transition(
+        self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
+    ) -> Gaussian:
+        """The Gaussian over node ``step + 1`` given the latent at node ``step`` and the velocity
+        there.
+
+        Args:
+            latent: node `step` [sample, *latent].
+            velocity: velocity at this node [sample, *latent].
+            schedule: the time grid.
+            step: index of the step [sample].
+
+        Returns:
+            Mean [sample, *latent] and std [sample], float32.
+        """
+        ...
+
+
+@runtime_checkable
+class Window(Protocol):
+    """The stochastic steps of an iteration, the same for all groups; the other steps are ODE
+    steps.
+    """
+
+    def steps(self, count: int, generator: torch.Generator, iteration: int = 0) -> Sequence[int]:
+        """The stochastic steps of `iteration`.
+
+        Args:
+            count: number of steps of the schedule.
+            generator: the only source of randomness.
+            iteration: number of the iteration, from 0.
+
+        Returns:
+            Step indices in [0, `count`), one or more, in ascending order.
+
+        Raises:
+            ConfigError: the window does not fit a schedule of `count` steps.
+        """
+        ...
+
+
+@runtime_checkable
+class MultistepSolver(Protocol):
+    """A sampler whose steps use the velocities of earlier steps, for losses without
+    log-probabilities.
+
+    No step is a decision, also if the solver draws noise. The members of a group need different
+    initial noise, since they would otherwise be equal unless the solver draws.
+
+    Contract: the number of steps stays; the last time is 0; samples do not influence each other;
+    all randomness comes from `draw`. If the network predicts the same clean image everywhere, that
+    is, v = (x - x_0) / t, the end is x_0.
+    """
+
+    def grid(self, schedule: Schedule) -> Schedule:
+        """The solver's grid for the policy's `schedule`, with as many steps; often the same."""
+        ...
+
+    def solution(
+        self, schedule: Schedule, draw: Callable[[Latents], Latents]
+    ) -> Callable[[int, Latents, Latents], Latents]:
+        """A new solution, whose history is empty.
+
+        Args:
+            schedule: the solver's grid.
+            draw: returns standard normal noise of the shape of a state.
+
+        Returns:
+            A function `step(number, velocity, x)`, which is called once for each point of the grid
+            before the last, in order. It returns the state at point `number` + 1 from the state x
+            at point `number` and the network's velocity there [sample, *latent].
+        """
+        ...
+
+
+AnySampler = Sampler | MultistepSolver
+"""Samplers of a rollout."""
+
+
+@runtime_checkable
+class RewardModel(Protocol):
+    """Maps images and prompts to numbers.
+
+    Contract: images are [sample, channel, height, width] in [0, 1]; higher is better; the result is
+    finite, one number per sample, in order, and does not depend on the other samples of the batch.
+    For a video model they are videos [sample, frame, channel, height, width], all frames in order;
+    a reward for images scores them inside `rewards.FrameMean`. A reward that cannot score its input
+    raises `RewardError`.
+
+    A model with a true attribute `marks_invalid` may return NaN for a sample that cannot be judged,
+    for example after an unusable answer of a judge. Such a sample is left out of credit and
+    training, and counted ("invalid" in the metrics). A group with fewer than two valid samples is
+    left out completely. An infinite score, or NaN from any other model, is an error.
+
+    Optional methods of a reward with named components, which are logged and may be credited
+    separately: `parts(images, prompts)` returns every component's scores [sample] before weighting,
+    by name, and `total(parts)` the reward [sample]. `score` equals ``total(parts(images,
+    prompts))``.
+    """
+
+    def score(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Tensor:
+        """Score samples.
+
+        Args:
+            images: images [sample, channel, height, width] or videos [sample, frame, channel,
+                height, width] in [0, 1].
+            prompts: one prompt per sample.
+
+        Returns:
+            One score per sample [sample].
+
+        Raises:
+            RewardError: the samples cannot be scored.
+        """
+        ...
+
+
+@runtime_checkable
+class GroupReward(Protocol):
+    """Maps the samples of whole groups to numbers by comparing the members of a group with each
+    other.
+
+    It replaces a `RewardModel` in training. It compares all members of a prompt: the finished
+    images, or the estimates of one unfinished node. Numbers of different nodes are not on one
+    scale: a gain is a change of rank within the group. Chunks and processes never split a group.
+
+    Contract: images are [prompt, member, channel, height, width] in [0, 1], or videos [prompt,
+    member, frame, ...], with one prompt per group and any number of members from 2; higher is
+    better; the result is finite, [prompt, member]. Permuting the members of a group permutes its
+    numbers; equal images in a group get equal numbers; a group's numbers do not depend on other
+    groups. NaN is allowed as for a `RewardModel` with `marks_invalid`: a sample that cannot be
+    judged is then not compared with the others of its group.
+
+    Optional methods of a reward with named components: `group_parts(images, prompts)` returns every
+    component's scores [prompt, member] before weighting, by name, and `total(parts)` the reward,
+    entry by entry, for any shape. `score_groups` equals ``total(group_parts(images, prompts))``.
+    """
+
+    @property
+    def evaluation(self) -> RewardModel:
+        """A reward of single samples for evaluations. The mean of a comparison within groups, such
+        as a win rate, does not rise when all samples improve.
+        """
+        ...
+
+    def score_groups(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """Score the samples of groups.
+
+        Args:
+            images: images [prompt, member, channel, height, width] in [0, 1], or videos [prompt,
+                member, frame, ...].
+            prompts: one prompt per group.
+
+        Returns:
+            One score per sample [prompt, member].
+        """
+        ...
+
+
+AnyReward = RewardModel | GroupReward
+"""Rewards for training."""
+
+
+@runtime_checkable
+class Features(Protocol):
+    """A feature space for diversity: any callable from images to vectors with meaningful distances.
+
+    With a true attribute `reads_latents` it receives latents instead. The images of a video model
+    are videos. Contract: finite, one row per sample, in order.
+    """
+
+    def __call__(self, images: ImagesOrVideos, /) -> Tensor:
+        """Feature vectors, shape [sample, feature]."""
+        ...
+
+
+@runtime_checkable
+class CreditAssigner(Protocol):
+    """A function from a value table to a table of advantages.
+
+    `probe` declares how unfinished states are scored. Column k < D of the table is the value of the
+    state from which decision k starts, column D the reward of the final image.
+
+    Contract: the result is finite at the entries of `decisions.mask`; every mean, standard
+    deviation and count is over these entries; invariant to a constant added to all values;
+    equivariant to permuting members; 0 for a group of equal values. The trainer sets advantages
+    outside the mask to 0, so a rule may compute with NaN there.
+
+    Optional attributes: `shared_noise` = True starts the members of a group from the same noise.
+    `reads(trained)` returns the columns [decision+1] (Boolean) that the credit of the `trained`
+    decisions [decision] reads; the probe evaluates no others. Without it, all columns are
+    evaluated.
+    """
+
+    @property
+    def probe(self) -> Probe:
+        """How unfinished states are scored."""
+        ...
+
+    def assign(self, values: ValueTable, decisions: Decisions) -> Tensor:
+        """Credit every decision of every trajectory.
+
+        Args:
+            values: value table [prompt, member, decision+1]; NaN in columns that no probe
+                evaluated.
+            decisions: the axis of credit, with the mask.
+
+        Returns:
+            Advantages [prompt, member, decision].
+
+        Raises:
+            CreditError: the table or the decisions do not fit the rule.
+        """
+        ...
+
+
+@runtime_checkable
+class ExperienceCredit(Protocol):
+    """A credit rule that reads more than the value table, or returns weights.
+
+    Contract: as for a `CreditAssigner`, whose optional attributes apply. `credit` is called once
+    per iteration, in every process with the same record. The attribute `reads_fields`, a tuple of
+    "trajectories", "log_probs" and "condition", lists the fields of the record that the rule needs
+    besides the tables. A memory that is keyed by prompt uses the prompt's text. If a rule has
+    `assign`, too, tools that have a table only call that.
+    """
+
+    @property
+    def probe(self) -> Probe:
+        """How unfinished states are scored."""
+        ...
+
+    def credit(self, experience: Experience) -> Credit:
+        """Credit every decision of every trajectory.
+
+        Args:
+            experience: the record of the iteration.
+
+        Returns:
+            Advantages, and the rule's weights.
+
+        Raises:
+            CreditError: the record does not fit the rule.
+        """
+        ...
+
+
+CreditRule = CreditAssigner | ExperienceCredit
+"""Credit rules."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A credit rule or an observer with memory across iterations (for example a running baseline).
+
+    Checkpoints contain its state.
+    """
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """The memory as named tensors."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `state_dict`."""
+        ...
+
+
+@runtime_checkable
+class PolicyLoss(Protocol):
+    """A pure function of Gaussians, advantages and weights to a scalar: the weighted mean over
+    transitions.
+
+    Contract: transitions of weight 0 contribute neither to the loss nor to the gradient; on the
+    first update of an iteration (new = behaviour) every ratio is 1 and the gradient is the policy
+    gradient of mean(A log pi); the order of rows has no effect. Unless `trains_zero_advantages`,
+    units whose advantages are all 0 have no gradient, so the trainer does not evaluate them.
+
+    Optional: `one_advantage` = True refuses credit that differs between the steps of a trajectory.
+    A loss that depends on a mean over its `unit` has a method `row_terms(batch)`, which returns the
+    terms to be averaged, one per row [row], detached and finite, 0 for rows of weight 0. If whole
+    units fit into micro-batches, the trainer calls `loss` with `pooled` = None. Otherwise it makes
+    two passes: `row_terms` of all rows without gradient, their `types.unit_means` over whole units,
+    and then `loss` on parts of units with these means as `pooled`. This costs one more evaluation
+    per row and network. Both give the same gradient.
+    """
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `LossBatch.reference` must be filled (costs one more network evaluation per
+        transition).
+        """
+        ...
+
+    @property
+    def unit(self) -> Unit:
+        """What must be in one batch, unless `LossBatch.pooled` is set."""
+        ...
+
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Whether transitions of advantage 0 can have a gradient, as a penalty's."""
+        ...
+
+    def loss(self, batch: LossBatch) -> LossResult:
+        """The loss over one batch of transitions."""
+        ...
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Looks at every iteration of a run; it may add metrics, warn, keep a checkpoint, or stop the
+    run.
+
+    Contract: it does not change the record. It is built and called in the main process only. An
+    exception is a warning, once per observer, unless the setting `strict` is true.
+
+    Credit rules, losses, rewards and samplers may have metrics of their own without an observer: an
+    optional method `metrics()` returns numbers by name. It is called in the main process after each
+    iteration, and the numbers are called KIND/NAME in metrics.jsonl, as in credit/baseline.
+    """
+
+    @property
+    def fields(self) -> Sequence[str]:
+        """The fields of the record that it reads (`flowrl.core.experience.FIELDS`); only these are
+        gathered.
+        """
+        ...
+
+    def observe(self, record: Record) -> Actions | None:
+        """Look at an iteration after its update.
+
+        Args:
+            record: the iteration.
+
+        Returns:
+            Actions; None for none.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """Options of a world's policy. A policy without LoRA (arXiv 2106.09685), or with one precision,
+    ignores the others.
+
+    Args:
+        lora_rank: rank of the LoRA.
+        lora_alpha: alpha of the LoRA, which scales it by alpha / rank.
+        seed: seed of the initial values of what is trained.
+        device: name of the device.
+        dtype: type of the base weights.
+        base_weights: file that replaces the world's own weights; empty for these.
+    """
+
+    lora_rank: int = 8
+    lora_alpha: float = 16.0
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+    base_weights: str = ""
+
+
+@runtime_checkable
+class World(Protocol):
+    """Prompts, rewards and a policy that fit together: all that a run needs besides a method.
+
+    Contract: every call returns the same for the same arguments, whatever the state of the global
+    generators, since each process of a comparison makes the world anew; nothing is trained on the
+    held-out prompts.
+
+    Optional attributes: `defaults`, settings by name that replace the defaults of a run, as in
+    ``{"iterations": 40}``; without it, the method's published window and clip apply, the clip
+    scaled to `elements`. `qualities`, makers of rewards by name that are only measured
+    (`--heldout-rewards NAME`). `imports`, names of modules that the policy needs, which a
+    comparison imports once. `points` = True if samples are points [sample, 2, 1, 1] and no images:
+    rewards that read images are then refused.
+    """
+
+    @property
+    def name(self) -> str:
+        """The world's name in tables and messages."""
+        ...
+
+    @property
+    def tasks(self) -> Sequence[str]:
+        """Names of the tasks, one or more; the first is the default."""
+        ...
+
+    @property
+    def forms(self) -> Sequence[str]:
+        """Names of the forms of the reward, one or more, all of which evaluations measure; the
+        first is the default.
+        """
+        ...
+
+    @property
+    def elements(self) -> int:
+        """Numbers in a latent, to which published clips are scaled; 0: clips stay as published."""
+        ...
+
+    def prompts(self, task: str, part: str) -> Sequence[Prompt]:
+        """The prompts of a task.
+
+        Args:
+            task: one of `tasks`.
+            part: "train" or "heldout".
+
+        Returns:
+            One or more prompts, in a fixed order.
+        """
+        ...
+
+    def parse(self, text: str) -> Prompt:
+        """The prompt that a user's text means, with the metadata that the rewards read.
+
+        Args:
+            text: the words.
+
+        Returns:
+            The prompt, whose text is `text`.
+
+        Raises:
+            ConfigError: the world does not understand the text.
+        """
+        ...
+
+    def reward(self, form: str) -> RewardModel:
+        """A reward of single samples.
+
+        Args:
+            form: one of `forms`.
+
+        Returns:
+            The reward.
+        """
+        ...
+
+    def policy(self, options: PolicyOptions) -> FlowPolicy:
+        """A new untrained policy, which shares no parameters with earlier ones.
+
+        Args:
+            options: seed, device and LoRA.
+
+        Returns:
+            The policy, in whose `latent_shape` there are `elements` numbers.
+
+        Raises:
+            ConfigError: an option is not allowed.
+            CheckpointError: the weights are missing or damaged.
+        """
+        ...

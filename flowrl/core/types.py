@@ -1,0 +1,391 @@
+"""The names of axes, and the frozen values that packages exchange.
+
+Axis names (used in every shape annotation of the package):
+
+==========  =====================================================================================
+prompt      distinct prompts of one iteration
+member      samples of one prompt; together they are the *group* of GRPO
+sample      prompt x member, flattened (prompt-major)
+node        states of a trajectory, ``node 0`` is pure noise (t=1), ``node T`` the image (t=0)
+step        transitions, ``step i`` leads from ``node i`` to ``node i+1``
+decision    the transitions that were drawn, the axis of credit (`flowrl.core.experience`)
+latent      the latent's own axes (any number)
+frame       images of a video, in order; samples of an image model have no such axis
+==========  =====================================================================================
+
+Time runs from t=1 (noise) to t=0 (data): x_t = (1-t) x_0 + t eps, velocity v = eps - x_0 = dx/dt.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NoReturn, Self, TypeVar, cast
+
+import torch
+from beartype import beartype
+from jaxtyping import Float, Int, jaxtyped
+from torch import Tensor
+
+from flowrl.core.errors import ConfigError, FlowrlError, require
+from flowrl.core.prompt import Prompt as Prompt
+from flowrl.core.transfer import to_device
+from flowrl.core.tree import Tree
+
+T = TypeVar("T")
+
+Latents = Float[Tensor, "sample *latent"]
+ImagesOrVideos = Float[Tensor, "sample *frame channel height width"]
+PerSample = Float[Tensor, " sample"]
+StepIndex = Int[Tensor, " sample"]
+"""Annotations of most signatures. Functions that are `checked` compare them with their arguments at
+every call.
+"""
+
+CHECKS_ON = (
+    os.environ.get("FLOWRL_TYPECHECK", "1") != "0"
+    and os.environ.get("JAXTYPING_DISABLE", "0") != "1"
+)
+
+
+def checked(thing: T) -> T:
+    """Check the jaxtyping annotations of a function (or data class) at every call.
+
+    Used only for the interfaces between packages. A call costs about 20 microseconds;
+    ``FLOWRL_TYPECHECK=0`` (or jaxtyping's own ``JAXTYPING_DISABLE=1``) in the environment before
+    the import removes the check.
+    """
+    if not CHECKS_ON:
+        return thing
+    return jaxtyped(typechecker=beartype)(thing)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def tensor_problem(tensor: Tensor) -> str:
+    """Why a tensor has no plain real numbers ("is sparse", "has no values: ..."); "" if it has."""
+    if tensor.layout is not torch.strided:
+        return "is sparse"
+    if tensor.device.type == "meta":
+        return "has no values: its device is meta"
+    return f"has complex numbers ({tensor.dtype})" if tensor.is_complex() else ""
+
+
+@contextmanager
+def inputs_unchanged(call: str, error: type[FlowrlError], *inputs: Tensor) -> Iterator[None]:
+    """A context that raises `error` if the call of a part changes its inputs in place.
+
+    Args:
+        call: name of the call, for the message.
+        error: class of the exception.
+        *inputs: tensors that the call receives.
+
+    Raises:
+        FlowrlError: an input was changed; the class is `error`.
+    """
+    counted = [tensor for tensor in inputs if not tensor.is_inference()]
+    before = [tensor._version for tensor in counted]
+    yield
+    if [tensor._version for tensor in counted] != before:
+        raise error(f"{call} changed its input in place; work on a copy (tensor.clone())")
+
+
+@checked
+@dataclass(frozen=True)
+class Schedule:
+    """A grid of T+1 node times from noise to data.
+
+    Args:
+        times: t_0 = 1 > t_1 > ... > t_T = 0 [node].
+        timesteps: the network's time input at each step [step]; None for ``1000 * times[:-1]``, as
+            in diffusers.
+
+    Raises:
+        ConfigError: the times do not decrease strictly within [0, 1], or a length differs.
+    """
+
+    times: Float[Tensor, " node"]
+    timesteps: Float[Tensor, " step"] | None = None
+
+    def __post_init__(self) -> None:
+        times = self.times
+        allowed = "one axis, 2 or more nodes"
+        require(times.ndim == 1 and len(times) >= 2, "schedule.times", tuple(times.shape), allowed)
+        falling = bool((times[:-1] > times[1:]).all())
+        require(falling, "schedule.times", times.tolist(), "strictly decreasing")
+        in_range = float(times[0]) <= 1.0 + 1e-6 and float(times[-1]) >= -1e-6
+        require(in_range, "schedule.times", times.tolist(), "within [0, 1]")
+        given = self.timesteps
+        fits = given is None or len(given) == self.steps
+        require(
+            fits, "schedule.timesteps", None if given is None else len(given), f"{self.steps} steps"
+        )
+
+    def to(self, device: torch.device | str) -> "Schedule":
+        """The same grid on `device`."""
+        timesteps = None if self.timesteps is None else self.timesteps.to(device)
+        return Schedule(self.times.to(device), timesteps)
+
+    @property
+    def steps(self) -> int:
+        """T, the number of transitions."""
+        return len(self.times) - 1
+
+    @property
+    def deltas(self) -> Tensor:
+        """Delta_i = t_i - t_{i+1} > 0, shape [step]."""
+        return self.times[:-1] - self.times[1:]
+
+    @property
+    def network_timesteps(self) -> Tensor:
+        """The network's time input at each step, shape [step]."""
+        return self.times[:-1] * 1000.0 if self.timesteps is None else self.timesteps
+
+
+@checked
+@dataclass(frozen=True)
+class Gaussian:
+    """A diagonal Gaussian over the next node.
+
+    Args:
+        mean: mean [sample, *latent].
+        std: one standard deviation per sample [sample]; 0 means "not a decision".
+    """
+
+    mean: Latents
+    std: PerSample
+
+    def __getitem__(self, index: Tensor | slice) -> "Gaussian":
+        """The samples `index`."""
+        return Gaussian(self.mean[index], self.std[index])
+
+
+@dataclass(frozen=True)
+class Condition:
+    """The network's condition on the prompts.
+
+    Args:
+        tensors: named tensors whose first axis is [prompt] or [sample].
+        keys: the prompts to which rows may refer (a superset for a selection of rows). With these,
+            a policy that stores embeddings elsewhere can look them up without reading a tensor from
+            the device.
+    """
+
+    tensors: Mapping[str, Tensor]
+    keys: frozenset[int] = frozenset()
+
+    def take(self, index: Tensor) -> "Condition":
+        """The rows `index` of every tensor."""
+        return Condition({name: tensor[index] for name, tensor in self.tensors.items()}, self.keys)
+
+    def repeat(self, times: int) -> "Condition":
+        """Every row repeated `times` times, adjacent: [prompt] -> [prompt x member]."""
+        return Condition(
+            {name: t.repeat_interleave(times, dim=0) for name, t in self.tensors.items()}, self.keys
+        )
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    @staticmethod
+    def cat(conditions: Sequence["Condition"]) -> "Condition":
+        """Concatenate along the first axis."""
+        names = conditions[0].tensors
+        keys = frozenset().union(*(c.keys for c in conditions))
+        return Condition(
+            {name: torch.cat([c.tensors[name] for c in conditions]) for name in names}, keys
+        )
+
+
+@checked
+@dataclass(frozen=True)
+class Trajectories:
+    """A batch of sampled trajectories: every distinct state once, and the network's output there.
+    Float32, detached.
+
+    Args:
+        states: states of the units of `tree` [prompt, unit, *latent].
+        outputs: velocities at all units except the leaves, which come last [prompt, inner,
+            *latent].
+        schedule: the time grid.
+        tree: which states the trajectories of a group share.
+        stds: standard deviations of the sampler's transitions [step]; 0 = deterministic.
+
+    Raises:
+        ConfigError: states, velocities, tree and schedule do not fit together.
+    """
+
+    states: Float[Tensor, "prompt unit *latent"]
+    outputs: Float[Tensor, "prompt inner *latent"]
+    schedule: Schedule
+    tree: Tree
+    stds: Float[Tensor, " step"]
+
+    def __post_init__(self) -> None:
+        tree, steps = self.tree, self.schedule.steps
+        inner = tree.at(tree.steps).start
+        found = (
+            f"{self.states.shape[1]} states and {self.outputs.shape[1]} velocities, {steps} steps"
+        )
+        fits = tree.steps == steps and len(self.stds) == steps
+        fits = fits and self.states.shape[1] == tree.units and self.outputs.shape[1] == inner
+        wanted = f"{tree.units} states, {inner} velocities and {tree.steps} steps, as in the tree"
+        require(fits, "trajectories", found, wanted)
+
+    @property
+    def samples(self) -> int:
+        """Number of trajectories of all groups."""
+        return len(self.states) * self.tree.members
+
+    def at(self, node: int) -> Latents:
+        """The state of every trajectory at `node`, prompt-major."""
+        return self.states[:, to_device(self.tree.paths[:, node], self.states.device)].flatten(0, 1)
+
+    @property
+    def nodes(self) -> Float[Tensor, "sample node *latent"]:
+        """The states of every trajectory, copied; `sample` is prompt-major."""
+        return self.states[:, to_device(self.tree.paths, self.states.device)].flatten(0, 1)
+
+    @property
+    def velocities(self) -> Float[Tensor, "sample step *latent"]:
+        """The network's outputs along every trajectory, copied."""
+        return self.outputs[:, to_device(self.tree.paths[:, :-1], self.outputs.device)].flatten(
+            0, 1
+        )
+
+    @property
+    def images_latent(self) -> Latents:
+        """The last state of every trajectory."""
+        return self.at(self.schedule.steps)
+
+
+Unit = Literal["transition", "trajectory", "group"]
+"""What a loss needs in one batch: single rows, all rows of a trajectory, or all members of a group
+at one time. A row is a transition or, for a forward-process loss, a (trajectory, drawn time).
+"""
+
+
+class LossRows:
+    """What `LossBatch` and `forward.ForwardBatch` have in common."""
+
+    def units(self, unit: Unit) -> tuple[Tensor, ...]:
+        """The numbers that identify the unit of each row in `unit_means`."""
+        batch = cast(Any, self)
+        row = torch.arange(len(batch.time), device=batch.time.device)
+        return {
+            "transition": (row,),
+            "trajectory": (batch.sample,),
+            "group": (batch.group, batch.time),
+        }[unit]
+
+    def rows(self, index: Tensor | slice) -> Self:
+        """The rows `index` of every field; gradients reach this batch's tensors."""
+        found = {
+            field.name: getattr(self, field.name)
+            for field in fields(cast(Any, self))
+            if field.name != "velocity"
+        }
+        return type(self)(
+            **{name: value[index] for name, value in found.items() if value is not None}
+        )
+
+    @property
+    def mask(self) -> NoReturn:
+        """The former name. Raises `ConfigError` with the replacement."""
+        name = type(self).__name__
+        raise ConfigError(
+            f"{name}.mask is now {name}.weight, and the loss a weighted mean: mask = batch.weight >"
+            " 0 keeps a mask"
+        )
+
+
+def unit_means(values: PerSample, units: Sequence[Tensor], weight: PerSample) -> PerSample:
+    """For each row, the weighted mean of `values` over the rows that agree with it in all of
+    `units`; 0 if their weights are 0.
+
+    Compares every row with every other, so the host does not wait for the device; meant for up to a
+    few thousand rows. A trainer whose units are spread over micro-batches calls it on all their
+    rows at once.
+
+    Args:
+        values: the values [sample]; those of weight 0 may be NaN.
+        units: the numbers that identify each row's unit, as from `LossRows.units`.
+        weight: the weights [sample].
+
+    Returns:
+        The means [sample].
+    """
+    same = (weight > 0)[None, :].expand(len(values), -1)
+    for number in units:
+        same = same & (number[:, None] == number[None, :])
+    weight = torch.where(same, weight[None, :], 0.0)
+    total, weights = torch.where(same, weight * values[None, :], 0.0).sum(1), weight.sum(1)
+    return total / weights.masked_fill(weights == 0, 1.0)
+
+
+@checked
+@dataclass(frozen=True)
+class LossBatch(LossRows):
+    """The input of a policy loss. A row is a transition, that is a trajectory at a step; rows are
+    the axis `sample` in the shapes.
+
+    Args:
+        new: the current policy's transition, whose mean carries the gradient.
+        behaviour: the transition from which `next_node` was sampled.
+        next_node: the sampled latents [sample, *latent].
+        advantages: advantages [sample].
+        weight: weights of the mean over rows, 0 or more [sample]. Rows of weight 0 contribute
+            neither value nor gradient; their other fields may be NaN.
+        delta: the step's Delta = t_i - t_{i+1} [sample].
+        sample: index of the row's trajectory in the whole iteration.
+        group: index of the row's prompt in the whole iteration.
+        step: index of the step on the schedule [sample].
+        time: t_i, at which the transition starts [sample].
+        reference: the frozen base model's transition; None unless the loss needs it.
+        velocity: the network's outputs behind `new`, one per distinct state, if known; losses do
+            not need them.
+        pooled: as in `forward.ForwardBatch`, for a loss whose `unit` is not "transition".
+
+    Raises:
+        ConfigError: the means have another shape than `next_node`.
+    """
+
+    new: Gaussian
+    behaviour: Gaussian
+    next_node: Latents
+    advantages: PerSample
+    weight: PerSample
+    delta: PerSample
+    sample: Int[Tensor, " sample"]
+    group: Int[Tensor, " sample"]
+    step: StepIndex
+    time: PerSample
+    reference: Gaussian | None = None
+    velocity: Float[Tensor, "evaluation *latent"] | None = None
+    pooled: PerSample | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("new", "behaviour", "reference"):
+            gaussian = getattr(self, name)
+            if gaussian is not None:
+                shape, wanted = tuple(gaussian.mean.shape), tuple(self.next_node.shape)
+                require(
+                    shape == wanted,
+                    f"loss batch: {name}.mean",
+                    shape,
+                    f"[sample, *latent] = {wanted}, as next_node",
+                )
+
+
+@dataclass(frozen=True)
+class LossResult:
+    """The result of a loss.
+
+    Args:
+        loss: a scalar to differentiate.
+        metrics: detached weighted means over the rows.
+        policy_term: `loss` without the penalty, with its graph, for a loss with both; step shares
+            are measured on it.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor]
+    policy_term: Tensor | None = None

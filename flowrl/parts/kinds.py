@@ -1,0 +1,183 @@
+"""The kinds of parts, their built-in classes and their protocols; `flowrl.parts.registry` builds
+them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pkgutil import resolve_name
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of part. Makers and protocols are written ``module:name`` and imported at their first
+    use.
+
+    Args:
+        noun: name of the kind in messages.
+        group: entry-point group of plug-ins.
+        built_in: built-in makers by name.
+        protocols: protocols, one of which a part must satisfy.
+        needs: description of the protocols in messages.
+    """
+
+    noun: str
+    group: str
+    built_in: Mapping[str, str]
+    protocols: tuple[str, ...]
+    needs: str
+
+    def protocol_types(self) -> tuple[type, ...]:
+        """The protocols themselves."""
+        return tuple(map(resolve_name, self.protocols))
+
+
+KINDS: dict[str, Kind] = {
+    "credit": Kind(
+        "credit rule",
+        "flowrl.credit",
+        {
+            "uniform": "flowrl.credit.uniform:Uniform",
+            "value-tracker": "flowrl.credit.value_tracker:ValueTracker",
+            "weighted": "flowrl.credit.weighted:Weighted",
+            "stepwise-gain": "flowrl.credit.stepwise:StepwiseGain",
+            "dense-gain": "flowrl.credit.stepwise:DenseGain",
+            "moving-average-gain": "flowrl.credit.moving_average:MovingAverageGain",
+            "turning-point": "flowrl.credit.turning_point:TurningPoint",
+            "sibling-relative": "flowrl.credit.sibling_relative:SiblingRelative",
+            "depth-relative": "flowrl.credit.depth_relative:DepthRelative",
+            "backed-up": "flowrl.credit.backed_up:BackedUp",
+            "pruned": "flowrl.credit.pruned:Pruned",
+            "gdpo": "flowrl.credit.gdpo:GDPO",
+            "random": "flowrl.credit.random_credit:RandomCredit",
+        },
+        ("flowrl.core.protocols:CreditAssigner", "flowrl.core.protocols:ExperienceCredit"),
+        "an attribute `probe` and a method `assign(values, decisions)` or `credit(experience)`",
+    ),
+    "probe": Kind(
+        "probe",
+        "flowrl.probes",
+        {
+            "none": "flowrl.core.probe:NoProbe",
+            "tweedie": "flowrl.probes.solved:Tweedie",
+            "substeps": "flowrl.probes.solved:Substeps",
+            "completion": "flowrl.probes.solved:Completion",
+            "continuation": "flowrl.probes.solved:Continuation",
+            "branch": "flowrl.probes.branching:Branch",
+            "comb": "flowrl.probes.branching:Comb",
+        },
+        ("flowrl.probes:Probe",),
+        "a class derived from flowrl.probes.Probe, with a method `estimate(run)`",
+    ),
+    "sampler": Kind(
+        "sampler",
+        "flowrl.samplers",
+        {
+            "flow-sde": "flowrl.samplers.flow_sde:FlowSDE",
+            "dance-sde": "flowrl.samplers.dance_sde:DanceSDE",
+            "cps": "flowrl.samplers.cps:CPS",
+            "ddim-sde": "flowrl.samplers.ddim_sde:DDIMSDE",
+            "ode": "flowrl.samplers.ode:ODE",
+            "multistep": "flowrl.samplers.multistep:Multistep",
+        },
+        ("flowrl.core.protocols:Sampler", "flowrl.core.protocols:MultistepSolver"),
+        "a method `transition(latent, velocity, schedule, step)`, or `grid(schedule)` and"
+        " `solution(schedule, draw)`",
+    ),
+    "window": Kind(
+        "window",
+        "flowrl.windows",
+        {
+            "fixed": "flowrl.samplers.windows:FixedWindow",
+            "random": "flowrl.samplers.windows:RandomWindow",
+            "sliding": "flowrl.samplers.windows:SlidingWindow",
+        },
+        ("flowrl.core.protocols:Window",),
+        "a method `steps(count, generator, iteration)`",
+    ),
+    "loss": Kind(
+        "loss",
+        "flowrl.losses",
+        {
+            "awm": "flowrl.losses.awm:AWM",
+            "clipped": "flowrl.losses.clipped:ClippedLoss",
+            "dgpo": "flowrl.losses.dgpo:DGPO",
+            "diffusion-nft": "flowrl.losses.nft:DiffusionNFT",
+            "gspo": "flowrl.losses.gspo:GSPO",
+            "grpo-guard": "flowrl.losses.guard:GRPOGuard",
+            "kl-penalty": "flowrl.losses.kl_penalty:KLPenalty",
+            "flow-dppo": "flowrl.losses.dppo:FlowDPPO",
+            "policy-gradient": "flowrl.losses.policy_gradient:PolicyGradientLoss",
+        },
+        ("flowrl.core.protocols:PolicyLoss", "flowrl.core.protocols:ForwardLoss"),
+        "attributes `needs_reference`, `unit` and `trains_zero_advantages` and a method"
+        " `loss(batch)`",
+    ),
+    "reward": Kind(
+        "reward",
+        "flowrl.rewards",
+        {
+            "aesthetic": "flowrl.rewards.clip:Aesthetic",
+            "clipped": "flowrl.rewards.combine:Clipped",
+            "clipscore": "flowrl.rewards.clip:CLIPScore",
+            "frame-mean": "flowrl.rewards.video:FrameMean",
+            "geneval": "flowrl.rewards.geneval:GenEval",
+            "group-sum": "flowrl.rewards.combine:GroupSum",
+            "hpsv2.1": "flowrl.rewards.clip:HPSv21",
+            "jpeg-compressibility": "flowrl.rewards.images:JPEGCompressibility",
+            "jpeg-incompressibility": "flowrl.rewards.images:JPEGIncompressibility",
+            "motion": "flowrl.rewards.video:Motion",
+            "ocr": "flowrl.rewards.ocr:OCR",
+            "pickscore": "flowrl.rewards.clip:PickScore",
+            "weighted-sum": "flowrl.rewards.combine:WeightedSum",
+            "win-rate": "flowrl.rewards.combine:WinRate",
+        },
+        ("flowrl.core.protocols:RewardModel", "flowrl.core.protocols:GroupReward"),
+        "a method `score(images, prompts)`, or `score_groups(images, prompts)` and an attribute"
+        " `evaluation`",
+    ),
+    "features": Kind(
+        "feature space",
+        "flowrl.features",
+        {
+            "pixels": "flowrl.rewards.diversity:PixelFeatures",
+            "latents": "flowrl.rewards.diversity:LatentFeatures",
+            "clip": "flowrl.rewards.diversity:ClipFeatures",
+        },
+        ("flowrl.core.protocols:Features",),
+        "a method `__call__(images)` that returns [sample, feature]",
+    ),
+    "observer": Kind(
+        "observer",
+        "flowrl.observers",
+        {
+            "budget": "flowrl.training.observers:Budget",
+            "stop-on-collapse": "flowrl.training.observers:StopOnCollapse",
+        },
+        ("flowrl.core.protocols:Observer",),
+        "an attribute `fields` and a method `observe(record)`",
+    ),
+    "times": Kind(
+        "distribution of training times",
+        "flowrl.times",
+        {
+            "permuted": "flowrl.flow.times:PermutedTimes",
+            "stratified": "flowrl.flow.times:StratifiedTimes",
+            "uniform": "flowrl.flow.times:UniformTimes",
+            "logit-normal": "flowrl.flow.times:LogitNormalTimes",
+            "steps": "flowrl.flow.times:DrawnSteps",
+        },
+        ("flowrl.core.forward:TimeDraw",),
+        "methods `draws(schedule)` and `draw(schedule, samples, generator)`",
+    ),
+    "world": Kind(
+        "world",
+        "flowrl.worlds",
+        {
+            "shapes": "flowrl.worlds.base:ShapesWorld",
+            "mixture": "flowrl.worlds.base:MixtureWorld",
+        },
+        ("flowrl.core.protocols:World",),
+        "attributes `name`, `tasks`, `forms` and `elements` and methods `prompts(task, part)`,"
+        " `parse(text)`, `reward(form)` and `policy(options)`",
+    ),
+}

@@ -1,0 +1,44 @@
+"""Installed packages: their versions, and their entry points (parts, model families and
+commands).
+"""
+
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+
+from flowrl.core.errors import ConfigError
+
+
+def plugin(group: str, name: str, noun: str) -> EntryPoint | None:
+    """The entry point `name` of `group`; None if no package declares it.
+
+    Raises `ConfigError` with the packages if several declare different objects; its message
+    describes the name as a `noun`.
+    """
+    points = list(entry_points(group=group, name=name))
+    if len({point.value for point in points}) > 1:
+        owners = ", ".join(sorted(package_of(point) for point in points))
+        raise ConfigError(
+            f"{noun} {name!r} is offered by several installed packages: {owners}; remove all"
+            " but one"
+        )
+    return points[0] if points else None
+
+
+def package_of(point: EntryPoint) -> str:
+    """The name of the package that declares an entry point."""
+    return point.dist.name if point.dist is not None else point.module
+
+
+PACKAGES = ("flowrl-lab", "torch", "diffusers", "transformers", "peft")
+"""The packages that a run's numbers depend on."""
+
+
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Versions of installed `packages`; by default of those that the numbers depend on."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found

@@ -1,0 +1,425 @@
+"""Parts by name: built-in parts, plug-ins, and classes in a user's file; `flowrl.parts.specs`
+describes the notation.
+
+A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.probes``,
+``flowrl.samplers``, ``flowrl.windows``, ``flowrl.rewards``, ``flowrl.losses``, ``flowrl.features``,
+``flowrl.times``, ``flowrl.worlds`` and ``flowrl.observers``, each a class (or a function) that
+builds the part from keyword options.
+"""
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import entry_points
+from pathlib import Path
+from pkgutil import resolve_name
+from types import ModuleType
+from typing import Any, get_type_hints
+
+from flowrl.core.errors import ConfigError, FlowrlError, require
+from flowrl.parts.kinds import KINDS as KINDS
+from flowrl.parts.kinds import Kind as Kind
+from flowrl.parts.plugins import package_of, plugin
+from flowrl.parts.sources import first_paragraph, summary
+from flowrl.parts.specs import NESTED, Spec, parse_spec
+
+__all__ = [
+    "Kind",
+    "available",
+    "build",
+    "check_part",
+    "files_of",
+    "find_maker",
+    "options_of",
+    "summary_of",
+]
+
+Maker = Callable[..., Any]
+
+
+def build(kind: str, spec: str, **defaults: Any) -> Any:
+    """The part that a spec describes.
+
+    Args:
+        kind: a name of `KINDS`.
+        spec: name, file or module of the part, with options (see `flowrl.parts.specs`).
+        **defaults: options for parts that have them, unless `spec` sets them.
+
+    Returns:
+        The part.
+
+    Raises:
+        ConfigError: the name or an option is unknown, a file is missing, the part raises, or it is
+            of another kind.
+    """
+    entry = KINDS[kind]
+    parsed = parse_spec(spec, kind)
+    head, maker = parsed.name, find_maker(kind, parsed)
+    if head not in entry.built_in:
+        _require_maker(kind, head, maker)
+    parameters = _parameters(maker)
+    unknown = sorted(set(parsed.options) - set(parameters)) if parameters is not None else []
+    if unknown:
+        raise ConfigError(
+            f"{kind}: {head} has no option {', '.join(unknown)}; allowed:"
+            f" {', '.join(parameters or ()) or 'none'}"
+        )
+    chosen = {
+        name: value
+        for name, value in defaults.items()
+        if parameters is not None and name in parameters
+    }
+    chosen |= {name: _convert(name, value, defaults) for name, value in parsed.options.items()}
+    needed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    missing = [
+        n
+        for n, p in (parameters or {}).items()
+        if p.default is p.empty and p.kind in needed and n not in chosen
+    ]
+    if missing:
+        raise ConfigError(
+            f"{kind}: {head} needs {', '.join(missing)}, as in {head}({missing[0]}=...)"
+        )
+    for name in parsed.options:
+        _require_number(f"{kind}: {head}: {name}", chosen[name], (parameters or {}).get(name))
+    try:
+        part = maker(**chosen)
+    except FlowrlError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{kind}: building {spec} failed: {type(error).__name__}: {error}"
+        ) from error
+    check_part(kind, part, head)
+    if kind == "credit":
+        resolve_name("flowrl.credit.table:check_signature")(part)
+    return part
+
+
+def check_part(kind: str, part: Any, name: str = "") -> None:
+    """Check that an object is a part of some kind.
+
+    Args:
+        kind: a name of `KINDS`.
+        part: the object.
+        name: its name in the message; empty for that of its class.
+
+    Raises:
+        ConfigError: it lacks a member of the kind's protocols, which the message names if there is
+            one protocol.
+    """
+    entry = KINDS[kind]
+    if not isinstance(part, entry.protocol_types()):
+        lacking = _lacking(kind, lambda member: hasattr(part, member))
+        raise ConfigError(
+            f"{kind}: {name or type(part).__name__} is not a {entry.noun}; it needs"
+            f" {entry.needs}{lacking}"
+        )
+
+
+def _lacking(kind: str, has: Callable[[str], bool]) -> str:
+    """Words for the members of the only protocol of `kind` that a part lacks."""
+    first, *others = KINDS[kind].protocol_types()
+    missing = [] if others else [f"`{name}`" for name in _members(first) if not has(name)]
+    return f", and has no {', '.join(missing)}" if missing else ""
+
+
+def _members(protocol: type, kinds: tuple[type, ...] = (property, types.FunctionType)) -> list[str]:
+    """Names of a protocol's methods and properties."""
+    found = {
+        name: value
+        for base in protocol.__mro__
+        for name, value in vars(base).items()
+        if isinstance(value, kinds)
+    }
+    return [name for name in found if name == "__call__" or not name.startswith("_")]
+
+
+def _require_maker(kind: str, head: str, maker: Any) -> None:
+    """Raise `ConfigError` unless `maker` is a class with the methods of `kind`, or a function
+    annotated to return one.
+
+    This check comes before any call, so a name such as ``os:system`` is not executed.
+    """
+    made = maker.func if isinstance(maker, partial) else maker
+    if inspect.isfunction(made):
+        try:
+            made = get_type_hints(made).get("return")
+        except (NameError, TypeError):  # annotations that cannot be resolved
+            made = None
+    bodies = [vars(base) for base in made.__mro__] if isinstance(made, type) else []
+
+    def has(name: str) -> bool:
+        return any(name in body or name in body.get("__annotations__", ()) for body in bodies)
+
+    for protocol in KINDS[kind].protocol_types() if bodies else ():
+        if all(has(name) for name in _members(protocol, (types.FunctionType,))):
+            return
+    entry = KINDS[kind]
+    how = (
+        _lacking(kind, has) if bodies else ""
+    ) or ", as a class, or as a function annotated to return one"
+    raise ConfigError(f"{kind}: {head} is not a {entry.noun}; it needs {entry.needs}{how}")
+
+
+def available(kind: str) -> dict[str, str]:
+    """The names of a kind that `build` accepts, each with its source: "flowrl", or the package
+    whose plug-in it is.
+    """
+    found = dict.fromkeys(KINDS[kind].built_in, "flowrl")
+    for point in entry_points(group=KINDS[kind].group):
+        found.setdefault(point.name, package_of(point))
+    return found
+
+
+def shadowed() -> list[str]:
+    """A line per plug-in that has the name of a built-in part, which is used in its place."""
+    found = []
+    for entry in KINDS.values():
+        points = [
+            point for point in entry_points(group=entry.group) if point.name in entry.built_in
+        ]
+        for point in points:
+            found.append(
+                f"{package_of(point)} offers a {entry.noun} {point.name!r} ({point.value}), which"
+                f" is never used by this name, that of a built-in one: use {point.value}, or"
+                " rename it"
+            )
+    return found
+
+
+def options_of(kind: str, name: str) -> dict[str, Any]:
+    """The options of a part and their defaults (`inspect.Parameter.empty` if there is none).
+
+    Args:
+        kind: a name of `KINDS`.
+        name: a name of `available`, or of a class in a file or a module.
+
+    Returns:
+        Defaults by name of the option.
+
+    Raises:
+        ConfigError: the name is unknown, or the part cannot be imported.
+    """
+    parameters = _parameters(find_maker(kind, Spec(name, {})))
+    return {} if parameters is None else {n: p.default for n, p in parameters.items()}
+
+
+def summary_of(kind: str, name: str) -> str:
+    """The first line of a part's documentation; the part is imported only if its source does not
+    have it.
+
+    Args:
+        kind: a name of `KINDS`.
+        name: a name of `available`.
+
+    Returns:
+        The line; empty without documentation.
+
+    Raises:
+        ConfigError: the name is unknown, or its plug-in cannot be loaded.
+    """
+    point = None if name in KINDS[kind].built_in else plugin(KINDS[kind].group, name, kind)
+    documented = summary(KINDS[kind].built_in[name] if point is None else point.value)
+    return documented or first_paragraph(documentation_of(kind, name))
+
+
+def documentation_of(kind: str, name: str) -> str:
+    """A part's whole documentation."""
+    return inspect.getdoc(_by_name(kind, name)) or ""
+
+
+def _convert(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
+    """The value of an option; specs of other parts are built, and rewards within a reward get its
+    defaults.
+    """
+    kind = NESTED.get(name)
+    if kind == "probe" and value is None:  # the bare word none
+        value = "none"
+    if kind is None:
+        return value
+    inherited = defaults if kind == "reward" else {}
+    if isinstance(value, dict):
+        return {
+            key: build(kind, spec, **inherited) if isinstance(spec, str) else spec
+            for key, spec in value.items()
+        }
+    return build(kind, value, **inherited) if isinstance(value, str) else value
+
+
+def _require_number(option: str, value: Any, parameter: inspect.Parameter | None) -> None:
+    """Raise `ConfigError` if an option whose default is a number is given words."""
+    number = parameter is not None and type(parameter.default) in (int, float)
+    require(not (number and isinstance(value, str)), option, value, "a number")
+
+
+def find_maker(kind: str, spec: Spec) -> Maker:
+    """The class or function that builds the part; `build` calls it.
+
+    Args:
+        kind: a name of `KINDS`.
+        spec: the parsed spec.
+
+    Returns:
+        The class or function, which is not called.
+
+    Raises:
+        ConfigError: the class or function cannot be found or imported.
+    """
+    if spec.file is not None:
+        return _from_file(kind, spec.file, spec.name.rpartition(":")[2])
+    if ":" not in spec.name:
+        return _by_name(kind, spec.name)
+    module_name, _, name = spec.name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        reason = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"{kind}: the module {module_name!r} cannot be imported: {reason}"
+        ) from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{kind}: the module {module_name} has no class {name!r}")
+    return getattr(module, name)
+
+
+def files_of(kind: str, spec: Spec) -> list[Path]:
+    """The files that define a part: its own, or that of a module's or a plug-in's class and the
+    module's.
+
+    Args:
+        kind: a name of `KINDS`.
+        spec: the parsed spec.
+
+    Returns:
+        The files; empty for a built-in part, or if no Python source is found.
+    """
+    if spec.file is not None:
+        return [spec.file]
+    if spec.name in KINDS[kind].built_in:
+        return []
+    try:
+        maker = find_maker(kind, spec)
+        while isinstance(maker, partial):
+            maker = maker.func
+        module = sys.modules.get(spec.name.partition(":")[0]) or sys.modules.get(
+            getattr(maker, "__module__", "")
+        )
+        files = (inspect.getsourcefile(maker), getattr(module, "__file__", None))
+    except Exception:  # a third party's module may raise anything
+        return []
+    return [Path(file) for file in dict.fromkeys(files) if file]
+
+
+def _from_file(kind: str, path: Path, name: str) -> Maker:
+    if not path.is_file():
+        raise ConfigError(f"{kind}: the file {path} does not exist")
+    place = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    module_spec = importlib.util.spec_from_file_location(f"flowrl_user_{path.stem}_{place}", path)
+    if module_spec is None or module_spec.loader is None:
+        raise ConfigError(f"{kind}: {path} cannot be loaded as a Python module")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module
+    try:
+        with _neighbours(path.resolve().parent):
+            module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{kind}: importing {path} failed: {type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(module, name):
+        names = ", ".join(
+            sorted(
+                n
+                for n, v in vars(module).items()
+                if isinstance(v, type) and v.__module__ == module.__name__
+            )
+        )
+        raise ConfigError(
+            f"{kind}: {path} has no class {name!r}; it defines {names or 'no classes'}"
+        )
+    return getattr(module, name)
+
+
+@contextmanager
+def _neighbours(folder: Path) -> Iterator[None]:
+    """Within this context the modules in `folder` can be imported by name, also if another folder's
+    of the same name are known.
+
+    Afterwards the other modules have their names again; the folder is the last on the import path,
+    for imports in functions.
+    """
+    found = {path.stem for path in folder.glob("*.py")} | {
+        path.parent.name for path in folder.glob("*/__init__.py")
+    }
+    names = {
+        name
+        for name in found - sys.stdlib_module_names - {"__main__"}
+        if not _is_in(sys.modules.get(name), folder)
+    }
+    hidden = {
+        name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names
+    }
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+        shared = {name.partition(".")[0] for name in hidden}
+        for name in [name for name in sys.modules if name.partition(".")[0] in shared]:
+            del sys.modules[name]
+        sys.modules.update(hidden)
+
+
+def _is_in(module: ModuleType | None, folder: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve().is_relative_to(folder)
+
+
+def _by_name(kind: str, name: str) -> Maker:
+    """A built-in maker, else the plug-in of that name; a name that two packages declare is an
+    error.
+    """
+    entry = KINDS[kind]
+    if name in entry.built_in:
+        return resolve_name(entry.built_in[name])
+    point = plugin(entry.group, name, kind)
+    if point is None:
+        if name.endswith(".py"):
+            raise ConfigError(f"{kind}: name the class in the file, as in {name}:MyClass")
+        known = sorted(available(kind))
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(
+            f"unknown {entry.noun} {name!r}; allowed: {', '.join(known)}, or"
+            f" path/to/file.py:Class{hint}"
+        )
+    try:
+        return point.load()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        message = (
+            f"{kind} {name!r}: its plug-in {package_of(point)} ({point.value}) cannot be loaded:"
+            f" {reason}"
+        )
+        raise ConfigError(message) from error
+
+
+def _parameters(maker: Maker) -> dict[str, inspect.Parameter] | None:
+    """The maker's keyword parameters; None if it takes any, or cannot be inspected."""
+    try:
+        parameters = inspect.signature(maker).parameters
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return None
+    return dict(parameters)

@@ -1,0 +1,342 @@
+"""Settings as checked data classes: one schema for Python, YAML, JSON and the command line.
+
+`settings_group` makes a frozen data class whose fields pydantic checks at construction: types are
+not converted (except integers to floats), numbers are finite, and ranges are annotations. A run's
+settings are a group of groups; the names of all fields are unique across groups, so a setting can
+be given without its group (`flat`, `replaced`).
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_origin
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from flowrl.core.errors import ConfigError
+from flowrl.core.options import words
+from flowrl.reading import load_document, read_text
+
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
+
+RULES = ConfigDict(strict=True, allow_inf_nan=False)
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", use_attribute_docstrings=True)
+
+
+@dataclass_transform(frozen_default=True)
+def settings_group(group: C) -> C:
+    """Class decorator: a frozen data class that raises `ConfigError` with the field, its value and
+    what is allowed.
+    """
+    checked: Any = checked_dataclass(group, frozen=True, config=STRICT)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    build = checked.__init__
+
+    def __init__(self: Any, *arguments: Any, **values: Any) -> None:
+        tuples = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+        try:
+            build(self, *arguments, **tuples)
+        except ValidationError as error:
+            raise ConfigError(_words(checked, error)) from error
+
+    checked.__init__ = __init__
+    return checked
+
+
+def _words(group: type, error: ValidationError) -> str:
+    """The first error of a group as one sentence."""
+    problem = error.errors(include_url=False)[0]
+    name = str(problem["loc"][0]) if problem["loc"] else ""
+    if problem["type"] == "unexpected_keyword_argument":
+        return unknown(name, [item.name for item in fields(group)])
+    if problem["type"] == "value_error":  # a condition on several fields, written as a ConfigError
+        return str(problem.get("ctx", {}).get("error"))
+    return f"{name} = {problem['input']!r} is not allowed; allowed: {allowed(group, name)}"
+
+
+def unknown(name: str, known: Any, what: str = "setting") -> str:
+    """The message for the unknown `name` of a `what`, with the `known` names and the most similar
+    one.
+    """
+    close = difflib.get_close_matches(name, list(known), n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"unknown {what} {name!r:.100}{hint}; allowed: {', '.join(sorted(known))}"
+
+
+def allowed(group: type, name: str) -> str:
+    """The values that the field `name` of `group` allows, in words made from its annotation."""
+    info = cast(Any, group).__pydantic_fields__[name]
+    return words(info.annotation, info.metadata)
+
+
+def fields_of(settings: Any) -> list[Field[Any]]:
+    """The settings and groups of a settings class (or value): its fields that equality compares."""
+    return [item for item in fields(settings) if item.compare]
+
+
+def groups_of(settings: Any) -> dict[str, type]:
+    """The groups of a settings class (or value) by the name of their field."""
+    return {
+        item.name: cast(type, item.type)
+        for item in fields(settings)
+        if hasattr(item.type, "__pydantic_fields__")
+    }
+
+
+def owners(settings: Any) -> dict[str, str]:
+    """Every setting's name and the field of its group; "" for a setting of no group."""
+    groups = groups_of(settings)
+    found = {item.name: "" for item in fields_of(settings) if item.name not in groups}
+    for group, kind in groups.items():
+        found |= {item.name: group for item in fields(cast(Any, kind))}
+    return found
+
+
+def flat(settings: Any) -> dict[str, Any]:
+    """All settings by their own names."""
+    return {
+        name: getattr(getattr(settings, group) if group else settings, name)
+        for name, group in owners(type(settings)).items()
+    }
+
+
+def nested(settings: Any) -> dict[str, Any]:
+    """Plain values for JSON or YAML, group by group."""
+    return grouped(type(settings), flat(settings))
+
+
+def grouped(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `kind` with `values` by name, sorted into their groups. Raises `ConfigError`
+    for an unknown name.
+    """
+    home, result = owners(kind), {}
+    for name, value in values.items():
+        if name not in home:
+            raise ConfigError(unknown(name, home))
+        place = result.setdefault(home[name], {}) if home[name] else result
+        place[name] = list(value) if isinstance(value, tuple) else value
+    return result
+
+
+def replaced(settings: T, values: Mapping[str, Any]) -> T:
+    """`settings` changed by `values`, named without their groups. Raises `ConfigError`."""
+    changed, groups = grouped(type(settings), values), groups_of(settings)
+    inside = {
+        name: replace(getattr(settings, name), **changed[name])
+        for name in changed
+        if name in groups
+    }
+    return replace(cast(Any, settings), **{**changed, **inside})
+
+
+@dataclass(frozen=True)
+class SettingsFile:
+    """The content of a file of settings.
+
+    Args:
+        settings: settings by name.
+        when: further settings by the name of another preset that is also chosen, in the file's
+            order.
+        about: facts about the file.
+    """
+
+    settings: dict[str, Any]
+    when: dict[str, dict[str, Any]]
+    about: dict[str, Any]
+
+
+def read_values(values: Any, kind: type) -> dict[str, Any]:
+    """The settings of `kind` by name, from groups of plain `values` (the inverse of `nested`).
+    Raises `ConfigError`.
+    """
+    return _Reader(None, kind, None).settings(values)
+
+
+SECTIONS = ("about", "settings", "with")
+
+
+def read_settings(path: Path, kind: type) -> SettingsFile:
+    """Read settings of `kind` from a YAML (.yaml, .yml) or JSON file at `path`.
+
+    The file has groups of ``name: value``, or a preset file's sections ``about``, ``settings`` and
+    ``with``. Numbers may be written as ``1e-4``. Raises `ConfigError` with the file, the line, the
+    setting and what is allowed, also for names that occur twice.
+    """
+    root, node = load_document(path)
+    reader = _Reader(path, kind, node)
+    if root is None:
+        raise reader.error(
+            (), "the file is empty; write groups of settings, as in 'rollout: {groups: 4}'"
+        )
+    if not isinstance(root, dict):
+        raise reader.error(
+            (),
+            "a file of settings holds groups of them, as in 'rollout: {groups: 4}', not"
+            f" {root!r:.60}",
+        )
+    root.pop("format", None)  # checked by the caller
+    if not set(root) & set(SECTIONS):
+        return SettingsFile(reader.settings(root), {}, {})
+    for name in root:
+        if name not in SECTIONS:
+            raise reader.error(
+                [name], f"{unknown(name, SECTIONS, 'section')} (settings go below 'settings:')"
+            )
+    when = {
+        str(other): reader.settings(values, "with", str(other))
+        for other, values in reader.mapping(root, "with").items()
+    }
+    return SettingsFile(
+        reader.settings(reader.mapping(root, "settings"), "settings"),
+        when,
+        reader.mapping(root, "about"),
+    )
+
+
+def read_arms(path: Path, kind: type) -> dict[str, dict[str, Any]]:
+    """Settings of `kind` by the names of arms: the entry ``arms`` of a YAML or JSON file at `path`,
+    without groups.
+
+    Raises `ConfigError` as `read_settings` does.
+    """
+    root, node = load_document(path)
+    reader = _Reader(path, kind, node)
+    if not isinstance(root, dict) or list(root) != ["arms"]:
+        raise reader.error((), "write 'arms:', and below it lines of 'name: {setting: value}'")
+    return {
+        str(name): reader.arm("arms", str(name), {} if settings is None else settings)
+        for name, settings in reader.mapping(root, "arms").items()
+    }
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Checks the settings of one file, and finds the line of an error."""
+
+    path: Path | None
+    kind: type
+    node: yaml.Node | None
+
+    def mapping(self, root: Mapping[str, Any], section: str) -> dict[str, Any]:
+        """The entries of a section; empty if it is missing."""
+        found = root.get(section, {})
+        if not isinstance(found, dict):
+            raise self.error(
+                [section], f"{section} must be lines of 'name: value', not {found!r:.60}"
+            )
+        return found
+
+    def settings(self, values: Any, *section: str) -> dict[str, Any]:
+        """Settings by their own names, every group checked against its class."""
+        groups, own, found = groups_of(self.kind), {item.name for item in fields_of(self.kind)}, {}
+        if not isinstance(values, dict):
+            raise self.error(
+                section,
+                f"{'/'.join(section)} must hold groups of settings, not {values!r:.60}".strip(),
+            )
+        for name, value in values.items():
+            if name in groups:
+                if not isinstance(value, dict):
+                    raise self.error(
+                        [*section, name],
+                        f"{name} must hold lines of 'name: value', not {value!r:.60}",
+                    )
+                for inside, setting in value.items():
+                    found |= self._checked(groups[name], str(inside), setting, *section, name)
+            elif name in own:
+                found |= self._checked(self.kind, name, value, *section)
+            else:
+                home = owners(self.kind).get(name)
+                hint = (
+                    f"{name} belongs below '{home}:'"
+                    if home
+                    else unknown(str(name), [*own], "group or setting")
+                )
+                raise self.error([*section, name], hint)
+        return found
+
+    def arm(self, section: str, arm: str, values: Any) -> dict[str, Any]:
+        """Settings without groups, every one checked against its class."""
+        home, groups, found = owners(self.kind), groups_of(self.kind), {}
+        if not isinstance(values, dict):
+            raise self.error(
+                [section, arm], f"{arm} must hold lines of 'setting: value', not {values!r:.60}"
+            )
+        for name, value in values.items():
+            if name not in home:
+                raise self.error([section, arm, str(name)], unknown(str(name), home))
+            found |= self._checked(groups.get(home[name], self.kind), name, value, section, arm)
+        return found
+
+    def _checked(self, group: type, name: str, value: Any, *place: str) -> dict[str, Any]:
+        """One setting, checked separately, so that the error has its line; conditions on several
+        settings are checked when the run is built.
+        """
+        known = cast(Any, group).__pydantic_fields__
+        if name not in known:
+            home = owners(self.kind).get(name)
+            hint = f"{name} belongs below '{home}:'" if home else unknown(name, known)
+            raise self.error([*place, name], hint)
+        kind, node = known[name].annotation, self._entry([*place, name])[1]
+        if kind is str and isinstance(node, yaml.ScalarNode) and not isinstance(value, str):
+            # 0:9 and 12 are texts if the setting is a text
+            value = node.value if value is not None else ""
+        if get_origin(kind) is tuple:
+            value = (
+                tuple(value)
+                if isinstance(value, list)
+                else (value,)
+                if isinstance(value, str)
+                else value
+            )
+        checked: Any = Annotated[kind, *known[name].metadata] if known[name].metadata else kind
+        try:
+            TypeAdapter(checked, config=RULES).validate_python(value)
+        except ValidationError as error:
+            problem = f"{name} = {value!r:.200} is not allowed; allowed: {allowed(group, name)}"
+            raise self.error([*place, name], problem) from error
+        return {name: value}
+
+    def _entry(self, place: Sequence[str]) -> tuple[int | None, yaml.Node | None]:
+        """The line and the node of the entry at `place`, or of the innermost group on the way to
+        it.
+        """
+        line, node = None, self.node
+        for key in place:
+            entry = next(
+                (
+                    pair
+                    for pair in getattr(node, "value", ())
+                    if getattr(pair[0], "value", None) == str(key)
+                ),
+                None,
+            )
+            if entry is None:
+                break
+            line, node = entry[0].start_mark.line + 1, entry[1]
+        return line, node
+
+    def error(self, place: Sequence[str], message: str) -> ConfigError:
+        """`message` with the file and, if known, the line of the entry at `place`."""
+        if self.path is None:
+            return ConfigError(f"config: {message}")
+        line = self._entry(place)[0]
+        if self.node is None and place:
+            lines = read_text(self.path).splitlines()
+            line = next(
+                (number for number, text in enumerate(lines, start=1) if f'"{place[-1]}"' in text),
+                None,
+            )
+        return ConfigError(f"config: {self.path}{f', line {line}' if line else ''}: {message}")
+
+
+def settings_text(values: Mapping[str, Any], comment: str = "") -> str:
+    """Groups of settings (`values`) as YAML that `read_settings` reads exactly, below `comment`."""
+    head = "".join(f"# {line}\n" for line in comment.splitlines())
+    return head + yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=1000)

@@ -1,0 +1,203 @@
+"""Settings in a file that need the user's consent (SECURITY.md has the reasons), and checks for
+changed code.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flowrl.core.errors import ConfigError
+from flowrl.io import write_json
+from flowrl.parts.plugins import plugin
+from flowrl.parts.registry import KINDS, available, files_of
+from flowrl.parts.specs import Spec, parse_spec
+from flowrl.reading import read_json, reading
+
+PARTS = {
+    "credit": "credit",
+    "sampler": "sampler",
+    "window": "window",
+    "loss": "loss",
+    "reward": "reward",
+    "heldout_rewards": "reward",
+    "diversity": "features",
+    "world": "world",
+    "observe": "observer",
+}
+"""The settings with specs of parts, and the kind of these parts."""
+OWN_PACKAGES = ("flowrl", "flowrl_bench", "flowrl_course")
+OUTSIDE = ("url", "key", "token_file", "certificate")
+"""Options of parts that send data or a secret to another machine."""
+PICKLED = re.compile(r"\.(bin|ckpt|pickle|pkl|pt|pth)\b")
+NAMES_CODE = re.compile(r":|\.py[co]?$")
+"""In the name of a part: only the names of built-in parts and of plug-ins have neither."""
+HUB_FILE = re.compile(r"[\w.-]+/[\w.-]+:[\w./+-]+\.safetensors")
+"""REPOSITORY:FILE, which is read as data; a module's name has no slash."""
+
+
+def parts_in(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Spec]]:
+    """Setting, kind and spec of every part in `settings` (without groups), and of the parts in
+    their options.
+    """
+    for setting, kind in PARTS.items():
+        todo = [(kind, text) for text in _specs(settings, setting)]
+        while todo:
+            kind_of_part, text = todo.pop(0)
+            spec = parse_spec(text, setting)
+            todo += spec.nested()
+            yield setting, kind_of_part, spec
+
+
+def _specs(settings: Mapping[str, Any], setting: str) -> tuple[str, ...]:
+    """The specs of a setting; none for a world given as an object, or for that of a model."""
+    value = settings.get(setting) or ()
+    if setting == "world" and (value == "model" or not isinstance(value, str)):
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def own_parts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Spec]]:
+    """As `parts_in`, of the user's parts only: those in files, in modules and of plug-ins, without
+    flowrl's own.
+    """
+    for setting, kind, spec in parts_in(settings):
+        if spec.file is None and ":" not in spec.name:
+            point = (
+                None
+                if spec.name in KINDS[kind].built_in
+                else plugin(KINDS[kind].group, spec.name, kind)
+            )
+            module = "flowrl" if point is None else point.value
+        else:
+            module = "" if spec.file is not None else spec.name
+        if module.partition(":")[0].partition(".")[0] not in OWN_PACKAGES:
+            yield setting, kind, spec
+
+
+def own_text(runs: Iterable[Mapping[str, Any]]) -> str:
+    """The user's parts in the settings of `runs`, as in "; your parts: credit my_rules.py:MyRule";
+    a plug-in with its package.
+    """
+    found = []
+    for settings in runs:
+        for setting, kind, spec in own_parts(settings):
+            source = "" if ":" in spec.name else f" [{available(kind).get(spec.name, 'unknown')}]"
+            found.append(f"{setting} {spec.name}{source}")
+    return f"; your parts: {', '.join(dict.fromkeys(found))}" if found else ""
+
+
+def untrusted(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(setting, its content, the risk) for every setting that needs the user's consent."""
+    for setting in PARTS:
+        for text in _specs(settings, setting):
+            for content, risk in _risks(parse_spec(text, setting)):
+                yield setting, content, risk
+    backend = settings.get("attention_backend")
+    if isinstance(backend, str) and backend.endswith("hub"):
+        yield "attention_backend", backend, "code from the Hub, which would run"
+
+
+def _risks(spec: Spec) -> Iterator[tuple[str, str]]:
+    """(content, risk) of a part and of every text in its options, whatever the option's name.
+
+    The part may build any of these texts as another part.
+    """
+    if NAMES_CODE.search(spec.name):
+        yield spec.name, "code, which would run"
+    for option, value in spec.options.items():
+        content = f"{spec.name}({option}={value!r})"
+        if option in OUTSIDE or "://" in content:
+            yield content, "an address or a secret for a connection"
+        if PICKLED.search(repr(value)):
+            yield content, "a pickled file"
+        for text in _texts(value):
+            try:
+                inner = parse_spec(text)
+            except ConfigError:  # not a part as a whole
+                if NAMES_CODE.search(text):
+                    yield content, "code, which would run"
+            else:
+                yield from _risks(inner) if not HUB_FILE.fullmatch(text) else ()
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a literal at any depth, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for pair in value.items():
+            yield from _texts(pair)
+    elif isinstance(value, list | tuple | set):
+        for inside in value:
+            yield from _texts(inside)
+
+
+def trusted(settings: dict[str, Any], source: object, trust: bool = False) -> dict[str, Any]:
+    """`settings` (without groups). Raises `ConfigError` if the file `source` contains settings that
+    are not allowed without `trust`.
+
+    A file may name built-in parts and installed plug-ins, at any depth of their options. Code in a
+    file or a module (also of flowrl), addresses, keys and pickled weights need `trust`: `--trust`
+    on the command line.
+    """
+    with reading(str(source)):
+        found = [] if trust else list(untrusted(settings))
+    for setting, named, what in found:
+        raise ConfigError(
+            f"{source}: {setting} names {named}: {what}. If you trust this file and what it names,"
+            " add --trust (trust=True in Python)"
+        )
+    return settings
+
+
+def trust_option(settings: Mapping[str, Any]) -> str:
+    """The option that a command needs to read these settings from a file: " --trust", or ""."""
+    return " --trust" if any(untrusted(settings)) else ""
+
+
+NAME = "code.json"
+"""File in a run's folder with the hashes of the user's parts, compared when the run is resumed."""
+
+
+def code_of(settings: Mapping[str, Any]) -> dict[str, str]:
+    """SHA-256 by "setting: part" of parts in files, in modules and of plug-ins; flowrl's own parts
+    have none.
+
+    Files that these files import or read are not included.
+    """
+    own = {Path(__file__).resolve().parent}
+    found: dict[str, str] = {}
+    for setting, kind, spec in own_parts(settings):
+        files = [path.resolve() for path in files_of(kind, spec)]
+        data = [
+            path.read_bytes() for path in files if path.is_file() and own.isdisjoint(path.parents)
+        ]
+        if data:
+            found[f"{setting}: {spec.name}"] = hashlib.sha256(b"".join(data)).hexdigest()
+    return found
+
+
+def record_code(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Write code.json to the run's `folder` if its `settings` contain such parts."""
+    found = code_of(settings)
+    if found or (folder / NAME).exists():
+        write_json(folder / NAME, found)
+
+
+def check_code(folder: Path, settings: Mapping[str, Any], changed_code: bool) -> None:
+    """Raise `ConfigError` if code in `settings` has changed since `folder`/code.json; with
+    `changed_code` record the new code instead.
+    """
+    if not (folder / NAME).exists():
+        return
+    recorded: dict[str, str] = read_json(folder / NAME, dict[str, str])
+    found = code_of(settings)
+    changed = [name for name in recorded if found.get(name) != recorded[name]]
+    if changed and not changed_code:
+        raise ConfigError(
+            f"{folder}: code has changed since the run was started: {'; '.join(changed)}. Restore"
+            " it, or resume with the new code: add --changed-code (changed_code=True in Python)"
+        )
+    record_code(folder, settings)

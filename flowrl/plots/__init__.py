@@ -1,1 +1,0 @@
-"""Figures, tables and pages, made only from the files of runs and comparisons."""

@@ -1,0 +1,117 @@
+"""Means over seeds or prompts with Student's interval, and the criterion of a collapsed run."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from flowrl.core.errors import require
+
+LEVEL = 0.95
+"""Coverage of all intervals."""
+COLLAPSE = 0.1
+"""A run collapsed if its final reward is more than this below its best."""
+BELOW_START = 0.02
+"""A run also collapsed if its final reward is more than this below its start."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its 95% interval.
+
+    Args:
+        value: the estimate.
+        low: lower end of the interval; -inf if the data do not bound it (fewer than 2 seeds).
+        high: upper end of the interval; inf if the data do not bound it.
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def text(self, digits: int = 3, sign: bool = False) -> str:
+        """'0.123 [0.100, 0.140]'."""
+        form = f"{'+' if sign else ''}.{digits}f"
+        return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
+
+
+@dataclass(frozen=True)
+class Inference(Estimate):
+    """An estimate with the p-value of a null hypothesis.
+
+    Args:
+        value: the estimate.
+        low: lower end of the interval, as in `Estimate`.
+        high: upper end of the interval.
+        p: two-sided p-value of the null hypothesis, by default that the value is 0; NaN for fewer
+            than 2 seeds.
+    """
+
+    p: float = math.nan
+
+    def exponential(self) -> "Inference":
+        """The estimate of a ratio from that of its logarithm."""
+        with np.errstate(over="ignore"):
+            value, low, high = (
+                float(np.exp(number)) for number in (self.value, self.low, self.high)
+            )
+        return Inference(value, low, high, self.p)
+
+
+def mean(values: ArrayLike, null: float = 0.0) -> Inference:
+    """The mean of independent values with its t interval, and the two-sided p value of a null
+    hypothesis.
+
+    Args:
+        values: independent values [seed].
+        null: mean under the null hypothesis, in units of the values.
+
+    Returns:
+        Mean, interval and p value; the interval is infinite for a single value.
+
+    Raises:
+        ConfigError: `values` have another shape or are empty.
+    """
+    found = np.asarray(values, float)
+    require(found.ndim == 1 and found.size > 0, "values", found.shape, "[seed], one or more")
+    value = float(found.mean())
+    if found.size < 2:
+        return Inference(value, -math.inf, math.inf)
+    return t_interval(
+        value, value, float(found.std(ddof=1)) / math.sqrt(found.size), found.size - 1, null
+    )
+
+
+def t_interval(value: float, centre: float, error: float, freedom: float, null: float) -> Inference:
+    """An estimate with Student's interval, centre ± t error.
+
+    Args:
+        value: The estimate that is reported.
+        centre: The middle of the interval, in general `value`.
+        error: The standard error.
+        freedom: Degrees of freedom of t.
+        null: The value whose two-sided p-value is computed.
+
+    Returns:
+        The estimate, its 95% interval and its p-value.
+    """
+    from scipy import stats  # a second of import time
+
+    reach = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
+    distance = abs(centre - null)
+    p = (
+        float(2 * stats.t.sf(distance / error, freedom))
+        if error > 1e-15
+        else float(distance <= 1e-12)
+    )
+    return Inference(value, centre - reach, centre + reach, p)
+
+
+def collapsed(rewards: Sequence[float]) -> bool:
+    """Whether a run ends more than `COLLAPSE` below its best reward, or more than `BELOW_START`
+    below its first.
+    """
+    # not by rounding
+    return rewards[-1] < max(max(rewards) - COLLAPSE, rewards[0] - BELOW_START) - 1e-9

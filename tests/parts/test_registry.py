@@ -1,0 +1,559 @@
+"""Parts by name: built-in, from a file, from an installed plug-in package."""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from pkgutil import resolve_name
+
+import pytest
+
+from flowrl.cli.main import load_command
+from flowrl.core.errors import ConfigError
+from flowrl.credit import GDPO, StepwiseGain, TurningPoint
+from flowrl.flow import UniformTimes
+from flowrl.losses import ClippedLoss
+from flowrl.parts.registry import KINDS, available, build, options_of, shadowed, summary_of
+from flowrl.parts.specs import Spec, identity, parse_options, parse_spec
+from flowrl.parts.trust import code_of, untrusted
+from flowrl.policies.families import family_of
+from flowrl.probes import Completion, Continuation, NoProbe, Substeps, Tweedie
+from flowrl.samplers import CPS, FlowSDE
+
+PLUGIN = '''
+import torch
+from flowrl.probes import NoProbe
+
+
+class LastDecisions:
+    """All credit to the last two decisions."""
+
+    probe = NoProbe()
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def assign(self, values, decisions):
+        final = values[..., -1] - values[..., -1].mean(1, keepdim=True)
+        advantages = torch.zeros_like(values[..., 1:])
+        advantages[..., -2:] = self.scale * final[..., None]
+        return advantages
+
+
+class Brightness:
+    """Mean of the pixels."""
+
+    def score(self, images, prompts):
+        return images.flatten(1).mean(1)
+'''
+
+
+@pytest.fixture
+def plugin_folder(tmp_path: Path) -> Path:
+    """A folder into which pip has installed a package with entry points of two kinds."""
+    info = "sample_plugin-1.0.dist-info"
+    files = {
+        "sample_plugin.py": PLUGIN,
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: sample-plugin\nVersion: 1.0\n",
+        f"{info}/WHEEL": (
+            "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        ),
+        f"{info}/entry_points.txt": (
+            "[flowrl.credit]\nlast-decisions = sample_plugin:LastDecisions\nbroken ="
+            " sample_plugin:Missing\n\n[flowrl.rewards]\nbrightness = sample_plugin:Brightness\n"
+        ),
+    }
+    wheel = tmp_path / "sample_plugin-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+        archive.writestr(
+            f"{info}/RECORD", "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
+        )
+    site = tmp_path / "site"
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-index",
+        "--no-deps",
+        "--target",
+        str(site),
+        str(wheel),
+    ]
+    subprocess.run(install, check=True, capture_output=True)
+    return site
+
+
+def test_an_installed_plugin_is_found_by_name_on_the_command_line(
+    plugin_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    script = f"""
+import sys
+sys.path.insert(0, {str(plugin_folder)!r})
+from flowrl.cli.main import main
+assert main(["parts", "--kind", "credit"]) == 0
+assert main(["explain", "last-decisions(scale=2)", "--out", {str(tmp_path / "x.png")!r}]) == 0
+code = main(["train", "--world", "mixture", "--preset", "tiny", "--credit", "last-decisions(scale=0.5)", "--reward", "brightness",
+             "--window", "0:3", "--out", {str(out)!r}])
+assert code == 0, code
+assert main(["train", "--world", "mixture", "--credit", "broken"]) == 2
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "last-decisions  [sample-plugin]: All credit to the last two decisions." in done.stdout
+    assert "scale=1.0" in done.stdout
+    assert "its plug-in sample-plugin (sample_plugin:Missing) cannot be loaded" in done.stderr
+    assert (
+        json.loads((out / "config.json").read_text())["algorithm"]["method"]
+        == "last-decisions(scale=0.5)"
+    )
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["iteration"] == 2
+    assert rows[0]["evaluation"]["reward"] != rows[0]["evaluation"]["soft"]
+
+
+def test_options_reach_the_part() -> None:
+    rule = build(
+        "credit", "turning-point(consistent=False, balance=None, probe=completion, min_size=0.1)"
+    )
+    assert rule == TurningPoint(consistent=False, balance=None, min_size=0.1)
+    assert build("credit", "turning-point(balance=trend, first_step=false)") == TurningPoint(
+        balance="trend", first_step=False
+    )
+    assert build("credit", "gdpo(rule='stepwise-gain(lam=0.5)')") == GDPO(StepwiseGain(lam=0.5))
+    assert build("credit", " uniform ( std = batch ) ").std == "batch"
+    assert build("sampler", "cps", noise_level=0.3) == CPS(0.3)
+    assert build("sampler", "flow-sde(noise_level=0.5)", noise_level=0.3) == FlowSDE(0.5)
+    assert build(
+        "loss", "clipped(kl=without_delta)", clip_range=1e-5, kl_weight=0.1
+    ) == ClippedLoss(1e-5, 0.1, kl="without_delta")
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "words"),
+    [
+        (
+            "credit",
+            "turning-pont",
+            "unknown credit rule 'turning-pont'.*did you mean 'turning-point'",
+        ),
+        ("credit", "uniform(stdd=1)", "uniform has no option stdd; allowed: std, clamp, probe"),
+        ("credit", "uniform(1)", "option=value is expected at character 9"),
+        ("credit", "uniform(std=", "is not allowed|cannot be read"),
+        ("credit", "uniform(std=open('x'))", "cannot be read"),
+        ("credit", "uniform(std=neither)", "Uniform.std"),
+        ("credit", "none.py:Rule", "the file none.py does not exist"),
+        (
+            "credit",
+            "stepwise-gain(probe=all)",
+            (
+                "unknown probe 'all'; allowed: branch, comb, completion, continuation, none,"
+                " substeps, tweedie, or path"
+            ),
+        ),
+        ("loss", "clipped(clip_range=2)", "ClippedLoss.clip_range"),
+        ("sampler", "euler", "unknown sampler 'euler'"),
+        ("reward", "pretty", "unknown reward 'pretty'"),
+    ],
+)
+def test_what_is_wrong_is_named(kind: str, spec: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build(kind, spec)
+
+
+def test_a_part_of_another_kind_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    imports = "from flowrl.core.protocols import RewardModel\nfrom flowrl.samplers import CPS\n"
+    file.write_text(
+        f"{imports}\n\ndef fails() -> RewardModel:\n    raise RuntimeError('no such model')\n"
+    )
+    with pytest.raises(
+        ConfigError, match="CPS is not a credit rule; it needs an attribute `probe`"
+    ):
+        build("credit", f"{file}:CPS")
+    assert build("sampler", f"{file}:CPS(noise_level=0.2)") == CPS(0.2)
+    with pytest.raises(ConfigError, match="RuntimeError: no such model"):
+        build("reward", f"{file}:fails")
+
+
+def test_every_built_in_part_can_be_listed_and_built() -> None:
+    for kind in KINDS:
+        for name, origin in available(kind).items():
+            if origin == "flowrl":
+                assert summary_of(kind, name)
+                if inspect.Parameter.empty in options_of(kind, name).values():
+                    with pytest.raises(ConfigError, match=f"{name} needs "):
+                        build(kind, name)
+                else:
+                    assert build(kind, name, noise_level=0.5, seconds=60.0) is not None
+                options_of(kind, name)
+
+
+def test_probes_by_word() -> None:
+    probes = [
+        build("probe", words)
+        for words in ("none", "tweedie", "substeps:3", "completion", "continuation:7")
+    ]
+    assert probes == [NoProbe(), Tweedie(), Substeps(3), Completion(), Continuation(7)]
+
+
+PROBE = """
+from dataclasses import dataclass
+
+from flowrl.probes import Estimate, Probe
+
+
+@dataclass(frozen=True)
+class Last(Probe):
+    nodes: int = 2
+
+    def estimate(self, run):
+        return {}
+"""
+
+
+def test_probes_as_parts(tmp_path: Path) -> None:
+    """Options in an inner spec, a bare word that ends in ++, and a class in a file, which needs
+    trust like any part's.
+    """
+    file = tmp_path / "my.py"
+    file.write_text(PROBE)
+    rule = build("credit", "stepwise-gain(probe='substeps(count=3,solver=dpm++,every=2)')")
+    assert rule.probe == Substeps(3, solver="dpm++", every=2)
+    assert build(
+        "credit", "gdpo(rule=\"stepwise-gain(probe='completion(solver=dpm++ )')\")"
+    ).probe == Completion(solver="dpm++")
+    assert build("credit", "stepwise-gain(probe=none)").probe == NoProbe()
+    spec = f"stepwise-gain(probe='{file}:Last(nodes=4)')"
+    assert build("credit", spec).probe.nodes == 4
+    assert [found[1] for found in untrusted({"credit": spec})] == [f"{file}:Last"]
+    assert list(code_of({"credit": spec})) == [f"credit: {file}:Last"]
+    assert not list(untrusted({"credit": "stepwise-gain(probe='substeps:5')"}))
+    assert identity("stepwise-gain(probe='substeps:5')") == identity(
+        "stepwise-gain(probe='substeps(count=5)')"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (
+            "substeps(solvr=heun)",
+            "substeps has no option solvr; allowed: count, every, fraction, control, solver",
+        ),
+        (
+            "substeps(solver=rk4)",
+            r"Substeps.solver = 'rk4' is not allowed; allowed: one of euler, heun, dpm\+\+, unipc",
+        ),
+        (
+            "substeps(count=4, solver=heun)",
+            "Substeps.count = 4 is not allowed; allowed: odd with solver heun",
+        ),
+        ("substeps(count=2.5)", "Substeps.count = 2.5 is not allowed; allowed: a whole number"),
+        ("substeps:0", "Substeps.count = 0 is not allowed; allowed: 1 or more"),
+        ("completion(every=0)", "Completion.every = 0 is not allowed; allowed: 1 or more"),
+        (
+            "completion(fraction=0.0)",
+            "Completion.fraction = 0.0 is not allowed; allowed: above 0, at most 1",
+        ),
+        (
+            "completion(control=mean)",
+            "Completion.control = 'mean' is not allowed; allowed: one of tweedie, uniform",
+        ),
+        (
+            "completion(dtype=float8)",
+            "Completion.dtype = 'float8' is not allowed; allowed: one of own, bfloat16",
+        ),
+        (
+            "completion(guidance=on)",
+            "Completion.guidance = 'on' is not allowed; allowed: one of own, off",
+        ),
+        ("tweedie(every=2)", "tweedie has no option every; allowed: none"),
+        (
+            "os:system",
+            "os:system is not a probe; it needs a class derived from flowrl.probes.Probe",
+        ),
+        ("substeps(solver=dpm++", r"is expected at its end"),
+    ],
+)
+def test_bad_probes_are_named(spec: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build("credit", f"stepwise-gain(probe='{spec}')")
+
+
+def test_training_times_by_spec() -> None:
+    assert build("loss", "awm(times='uniform(low=0.1, shared=true)')").times == UniformTimes(
+        low=0.1, shared=True
+    )
+    assert {
+        type(build("loss", f"diffusion-nft(times={name})").times)
+        for name in KINDS["times"].built_in
+    } == set(map(resolve_name, KINDS["times"].built_in.values()))
+    for spec, words in (
+        (
+            "awm(times=even)",
+            (
+                "unknown distribution of training times 'even'; allowed: logit-normal, permuted,"
+                " steps, stratified, uniform"
+            ),
+        ),
+        (
+            "awm(times='uniform(lo=0.1)')",
+            "times: uniform has no option lo; allowed: count, low, high, shift, shared",
+        ),
+        ("awm(times='uniform(low=2)')", "UniformTimes.low = 2 is not allowed"),
+        ("awm(times=3)", "AWM.times = 3 is not allowed; allowed: a TimeDraw"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            build("loss", spec)
+
+
+def test_a_spec_is_a_name_with_options() -> None:
+    spec = parse_spec(
+        " weighted-sum(models={'pick': 'pickscore', 'text': 'ocr(side=64)'}, weights={'text':"
+        " 2.0}) "
+    )
+    assert (spec.name, spec.file, spec.options["weights"]) == ("weighted-sum", None, {"text": 2.0})
+    assert spec.nested() == [("reward", "pickscore"), ("reward", "ocr(side=64)")]
+    mine = parse_spec("some/rules.py:Mine(scale=2, rule=uniform)")
+    assert (mine.name, mine.file, mine.nested()) == (
+        "some/rules.py:Mine",
+        Path("some/rules.py"),
+        [("credit", "uniform")],
+    )
+    assert parse_spec("uniform") == Spec("uniform", {})
+    for text in ("uniform(1)", "uniform(**{'std': 1})"):
+        with pytest.raises(ConfigError, match="option=value is expected at character 9, before"):
+            parse_spec(text, "credit")
+
+
+def test_the_list_of_parts_names_options_of_train(capsys):
+    from flowrl.cli.main import main
+    from flowrl.parts.settings import owners
+    from flowrl.training.config import RunConfig
+
+    assert main(["parts"]) == 0
+    named = re.findall(r"^\S+ \(--([\w-]+)\)$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert len(named) == len(KINDS)
+    for option in named:
+        assert option.replace("-", "_") in owners(RunConfig)
+
+
+def declared(site: Path, package: str, group: str, name: str) -> Path:
+    """A folder for the path of imports with the metadata of an installed package that declares one
+    entry point.
+    """
+    info = site / f"{package}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {package}:Thing\n")
+    return site
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "use"),
+    [
+        ("flowrl.commands", "twice", lambda name: load_command(name)),
+        ("flowrl.rewards", "twice", lambda name: build("reward", name)),
+        ("flowrl.credit", "twice", lambda name: build("credit", name)),
+        ("flowrl.families", "TwicePipeline", lambda name: family_of(name)),
+    ],
+)
+def test_a_name_of_two_packages_is_one_error_that_names_both(
+    group, name, use, tmp_path: Path, monkeypatch
+) -> None:
+    for package in ("one", "other"):
+        monkeypatch.syspath_prepend(str(declared(tmp_path / package, package, group, name)))
+    with pytest.raises(
+        ConfigError,
+        match=rf"'{name}' is offered by several installed packages: one, other; remove all but one",
+    ):
+        use(name)
+
+
+def test_parts_within_parts_need_no_quotes() -> None:
+    rule = build("credit", "weighted(rule=sibling-relative(probe=comb(branches=6)))")
+    assert rule.rule.probe.branches == 6
+    assert (
+        type(build("reward", "frame-mean(reward=jpeg-compressibility)").reward).__name__
+        == "JPEGCompressibility"
+    )
+    parsed = parse_spec(
+        "weighted-sum(models={pick: pickscore, text: ocr(side=64)}, weights={text: .5})"
+    )
+    assert parsed.options == {
+        "models": {"pick": "pickscore", "text": "ocr(side=64)"},
+        "weights": {"text": 0.5},
+    }
+    assert identity("weighted(rule=uniform(std=none))") == identity(
+        "weighted(rule='uniform( std = None )')"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("weighted(rule=uniform(std=none)", "',' or ')' is expected at its end"),
+        ("uniform(std none)", "option=value is expected at character 9, before 'std none)'"),
+        ("uniform(std=none))", "nothing more is expected at character 18, before ')'"),
+        ("uniform(std=2*3)", "',' or ')' is expected at character 14, before '*3)'"),
+        ("uniform(std=" + "(" * 60, "at most 50 levels of brackets is expected at character 63"),
+    ],
+)
+def test_errors_name_the_place(text: str, place: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"credit = {text!r} cannot be read: {place}")):
+        parse_spec(text, "credit")
+
+
+def test_the_differences_of_an_arm_have_the_notation_of_options() -> None:
+    found = parse_options(
+        "loss=my.py:GSPO(a=1), clip_range=.1, window=1:3, heldout_rewards=[ocr, pickscore]", "arm"
+    )
+    assert found == {
+        "loss": "my.py:GSPO(a=1)",
+        "clip_range": 0.1,
+        "window": "1:3",
+        "heldout_rewards": ["ocr", "pickscore"],
+    }
+
+
+RULE_WITH_NEIGHBOUR = """
+import helpers
+from tools.scale import SCALE
+from flowrl.credit import Uniform
+
+class Mine(Uniform):
+    name = f"{helpers.NAME} {SCALE}"
+"""
+
+
+def two_folders(tmp_path: Path) -> list[Path]:
+    """Two folders with files of the same names."""
+    for name in ("a", "b"):
+        (tmp_path / name / "tools").mkdir(parents=True)
+        (tmp_path / name / "my_rules.py").write_text(RULE_WITH_NEIGHBOUR)
+        (tmp_path / name / "helpers.py").write_text(f"NAME = {name!r}\n")
+        (tmp_path / name / "random.py").write_text(
+            "raise SystemExit('not that of the standard library')\n"
+        )
+        (tmp_path / name / "tools" / "__init__.py").touch()
+        (tmp_path / name / "tools" / "scale.py").write_text(f"SCALE = {name.upper()!r}\n")
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+def test_a_file_imports_its_neighbours_and_no_others(tmp_path: Path, monkeypatch) -> None:
+    """From any working directory, in any order, and twice."""
+    first, second = two_folders(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("helpers", "tools", "tools.scale"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.chdir(first)
+    found = [
+        type(build("credit", f"{folder}/my_rules.py:Mine"))
+        for folder in (first, second, Path(), second, first)
+    ]
+    assert [rule.name for rule in found] == ["a A", "b B", "a A", "b B", "a A"]
+    assert found[0].__module__ != found[1].__module__
+    assert sys.path[0] != str(first) and sys.path.count(str(second)) == 1
+    for name in ("helpers", "tools", "tools.scale"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_a_run_in_a_worker_process_imports_neighbours(tmp_path: Path, monkeypatch) -> None:
+    second = two_folders(tmp_path)[1]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    command = (
+        "compare --preset tiny --world mixture --task direction --seeds 0 --methods flow-grpo"
+        " --workers 1 --out out"
+    )
+    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    rules = f"--credit ../a/my_rules.py:Mine --loss {second}/losses.py:Loss"
+    (second / "losses.py").write_text(
+        "import helpers\nfrom flowrl.losses import ClippedLoss\nassert helpers.NAME == 'b'\nclass"
+        " Loss(ClippedLoss):\n    pass\n"
+    )
+    words = [sys.executable, "-m", "flowrl", *command.split(), *rules.split()]
+    done = subprocess.run(words, env={**os.environ, **paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "elsewhere" / "out" / "runs" / "Mine-seed0" / "done.json").exists()
+
+
+def test_a_plugin_with_the_name_of_a_built_in_part_is_reported(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    from flowrl.cli.main import main
+
+    monkeypatch.syspath_prepend(str(declared(tmp_path / "one", "one", "flowrl.credit", "uniform")))
+    line = (
+        "Warning: one offers a credit rule 'uniform' (one:Thing), which is never used by this name"
+    )
+    tiny = ["--preset", "tiny", "--world", "mixture", "--task", "direction"]
+    for command in (
+        ["parts"],
+        ["train", *tiny, "--out", str(tmp_path / "run")],
+        [
+            "compare",
+            *tiny,
+            "--seeds",
+            "0",
+            "--methods",
+            "flow-grpo",
+            "--workers",
+            "1",
+            "--out",
+            str(tmp_path / "compared"),
+        ],
+    ):
+        assert main(command) == 0
+        assert capsys.readouterr().out.count(line) == 1
+    monkeypatch.undo()
+    assert shadowed() == []
+
+
+def test_the_first_line_of_a_run_names_the_users_parts(tmp_path: Path, capsys) -> None:
+    from flowrl.cli.main import main
+
+    file = tmp_path / "mine.py"
+    file.write_text("from flowrl.credit import Uniform\nfrom flowrl.losses import ClippedLoss\n")
+    tiny = [
+        "--preset",
+        "tiny",
+        "--world",
+        "mixture",
+        "--task",
+        "direction",
+        "--loss",
+        f"{file}:ClippedLoss",
+    ]
+    rule = f"gdpo(rule={file}:Uniform)"
+    assert main(["train", *tiny, "--credit", rule, "--out", str(tmp_path / "run")]) == 0
+    assert (
+        f"your parts: credit {file}:Uniform, loss {file}:ClippedLoss"
+        in capsys.readouterr().out.splitlines()[0]
+    )
+    compared = [
+        "compare",
+        *tiny,
+        "--seeds",
+        "0",
+        "--methods",
+        "flow-grpo",
+        "--workers",
+        "1",
+        "--out",
+        str(tmp_path / "compared"),
+    ]
+    assert main([*compared, "--credit", rule]) == 0
+    assert (
+        f"; your parts: loss {file}:ClippedLoss, credit {file}:Uniform"
+        in capsys.readouterr().out.splitlines()[0]
+    )

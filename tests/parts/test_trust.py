@@ -1,0 +1,690 @@
+"""Somebody else's folders and files: what they name is not run, called, imported, sent or unpickled
+without the user's word.
+"""
+
+import dataclasses
+import json
+import pickle
+import shutil
+import sys
+from contextlib import nullcontext, suppress
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_rewards import tiny_clip
+
+from flowrl.cli.main import main
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import Prompt
+from flowrl.parts.registry import KINDS, available, build, options_of
+from flowrl.parts.specs import NESTED
+from flowrl.parts.trust import PARTS, trusted
+from flowrl.policies.load import load_policy
+from flowrl.probes import NoProbe
+from flowrl.rewards import Aesthetic, PickScore
+from flowrl.testing.tiny import TINY, tiny_sd3
+from flowrl.training import build as training_build
+from flowrl.training.build import (
+    check,
+    make_method,
+    make_policy,
+    make_reward,
+    make_trainer,
+    make_world,
+)
+from flowrl.training.compare import CompareConfig, compare, load_compare
+from flowrl.training.config import RunConfig, load_config, preset
+from flowrl.training.plan import plan
+from flowrl.training.run import Run
+from flowrl.training.trial import try_parts
+
+TINY_MIXTURE = ["--preset", "tiny", "--world", "mixture", "--task", "direction"]
+
+
+@pytest.fixture
+def canary(tmp_path: Path, monkeypatch) -> Path:
+    """The file that hostile code would write: the file evil.py and the module evil_module write it
+    when they are imported.
+    """
+    path = tmp_path / "canary"
+    code = (
+        f"from pathlib import Path\nPath({str(path)!r}).write_text('ran')\nclass Evil:\n    pass\n"
+    )
+    (tmp_path / "evil.py").write_text(code)
+    (tmp_path / "evil_module.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "evil_module", raising=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A comparison of one finished run, of the 2-D world."""
+    out = tmp_path_factory.mktemp("finished") / "out"
+    assert (
+        main(
+            [
+                "compare",
+                *TINY_MIXTURE,
+                "--methods",
+                "flow-grpo",
+                "--seeds",
+                "0",
+                "--workers",
+                "1",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
+    return out
+
+
+SPECS = {
+    "file": ("{folder}/evil.py:Evil", "evil.py:Evil"),
+    "module": ("evil_module:Evil", "evil_module:Evil"),
+    "command": ("os:system(command='touch {folder}/canary')", "os:system"),
+    "process": ("subprocess:run(args=['touch', '{folder}/canary'])", "subprocess:run"),
+    "nested": ('weighted(rule="{folder}/evil.py:Evil")', "evil.py:Evil"),
+    "in a sum": (
+        "weighted-sum(models={{'a': '{folder}/evil.py:Evil'}}, weights={{'a': 1}})",
+        "evil.py:Evil",
+    ),
+    "deep": (
+        "clipped(reward=\"clipped(reward='{folder}/evil.py:Evil', low=0, high=1)\", low=0, high=1)",
+        "evil.py:Evil",
+    ),
+    "own function": (
+        "flowrl.methods:named_method(name='x', credit='{folder}/evil.py:Evil')",
+        "named_method",
+    ),
+    "own class": ("flowrl.io:FileLock(lock_file='{folder}/canary')", "flowrl.io:FileLock"),
+    "own reward": ("win-rate(reward='flowrl.worlds.mixture:DirectionReward')", "DirectionReward"),
+    "any option": ("uniform(std=[{{'x': 'gdpo(x=\"{folder}/evil.py:Evil\")'}}])", "evil.py:Evil"),
+    "address": ("judge(url='http://127.0.0.1:9/v1', model='m')", "judge(url="),
+    "key": ("judge(model='m', key='AWS_SECRET_ACCESS_KEY')", "judge(key="),
+    "server": ("remote(url='http://127.0.0.1:9')", "remote(url="),
+    "token": ("remote(token_file='/etc/passwd')", "remote(token_file="),
+    "pickle": ("aesthetic(head='evil.pth')", "aesthetic(head="),
+}
+"""Specs that need the user's own word, and what the message must contain."""
+
+
+def write_hostile(finished: Path, folder: Path, setting: str, spec: str) -> Path:
+    """A copy of the comparison, with the setting in every settings file; a list of specs for a
+    setting that is a list.
+    """
+    shutil.copytree(finished, folder)
+    run = folder / "runs" / "flow-grpo-seed0"
+    value: Any = [spec] if setting in ("heldout_rewards", "observe") else spec
+    group = dict.fromkeys(("reward", "world"), "environment") | {"observe": "logging"}
+    group |= dict.fromkeys(("credit", "sampler", "loss", "window"), "algorithm")
+    group = group.get(setting, "evaluation")
+    for path in (folder / "config.json", run / "config.json"):
+        values = json.loads(path.read_text())
+        values.get("run", values)[group][setting] = value
+        path.write_text(json.dumps(values))
+    (folder / "mine.yaml").write_text(json.dumps({group: {setting: value}}))
+    (run / "done.json").unlink()
+    return run
+
+
+OF_OTHERS = {"own function": "loss", "own class": "diversity", "any option": "credit"}
+"""The settings of specs that are none of a reward."""
+HOSTILE_SETTINGS = [(OF_OTHERS.get(name, "reward"), name) for name in SPECS]
+HOSTILE_SETTINGS += [(setting, "file") for setting in PARTS]
+
+
+@pytest.mark.parametrize(("setting", "name"), HOSTILE_SETTINGS)
+def test_a_hostile_run_executes_nothing(
+    setting: str, name: str, finished: Path, canary: Path, tmp_path: Path, capsys
+) -> None:
+    """Every command that reads somebody else's settings: one error that names the setting, the
+    value, the file and --trust.
+    """
+    out, new, (spec, word) = tmp_path / "hostile", str(tmp_path / "new"), SPECS[name]
+    run = write_hostile(finished, out, setting, spec.format(folder=tmp_path))
+    before = sorted(out.rglob("*"))
+    for command in (
+        ["train", "--resume", str(run)],
+        ["train", "--config", str(run / "config.json"), "--out", new],
+        ["train", "--preset", str(out / "mine.yaml"), "--plan"],
+        ["train", "--preset", f"{out}/mine.yaml,tiny", "--out", new],
+        ["compare", "--resume", str(out)],
+        ["compare", "--config", str(out / "config.json"), "--out", new],
+        ["compare", "--preset", str(out / "mine.yaml"), "--out", new],
+        ["sample", "--weights", str(run), "--out", f"{new}.png"],
+        ["evaluate", "--weights", str(run), "--out", new],
+    ):
+        if "--preset" in command and (
+            setting == "window" or (command[0], setting) == ("compare", "credit")
+        ):
+            continue  # preset tiny sets the window, a comparison the rule
+        assert main(command) == 2, command
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and error.startswith("flowrl: error: "), error
+        assert all(found in error for found in (setting, word, "--trust", str(out))), error
+    assert (
+        not canary.exists() and not list(tmp_path.glob("new*")) and sorted(out.rglob("*")) == before
+    )
+
+
+def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(
+    finished: Path, canary: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """It is not built then. All other settings are judged as always."""
+    run = write_hostile(finished, tmp_path / "hostile", "reward", f"{tmp_path}/evil.py:Evil")
+    options = [
+        "--reward",
+        "flowrl.worlds.mixture:DirectionReward",
+        "--limit",
+        "1",
+        "--num-steps",
+        "1",
+        "--out",
+        str(tmp_path / "new"),
+    ]
+    built, make_world = [], training_build.make_world
+
+    def recorded(config: RunConfig) -> Any:
+        built.append(config.environment.reward)
+        return make_world(config)
+
+    monkeypatch.setattr(training_build, "make_world", recorded)
+    assert main(["evaluate", "--weights", str(run), *options]) == 0
+    assert set(built) == {"flowrl.worlds.mixture:DirectionReward"} and not canary.exists()
+    other = write_hostile(finished, tmp_path / "other", "loss", f"{tmp_path}/evil.py:Evil")
+    assert main(["evaluate", "--weights", str(other), *options]) == 2
+    assert not canary.exists()
+
+
+def test_a_hostile_comparison_executes_nothing(
+    finished: Path, canary: Path, tmp_path: Path
+) -> None:
+    """The entries that only a comparison has."""
+    values = json.loads((finished / "config.json").read_text())
+    spec = f"{tmp_path}/evil.py:Evil"
+    for change in (
+        {"credit": [spec], "methods": ["flow-grpo", "Evil"]},
+        {"arms": {"flow-grpo": {}, "evil": {"loss": spec}}},
+        {"methods": ["flow-grpo"], "method_settings": {"flow-grpo": {"loss": spec}}},
+        {
+            "methods": ["tp-grpo"],
+            "method_settings": {
+                "tp-grpo": {"loss": f"flowrl.methods:named_method(credit='{spec}')"}
+            },
+        },
+    ):
+        # also as earlier versions wrote it
+        changed = {name: value for name, value in values.items() if name != "arms"} | change
+        with pytest.raises(ConfigError, match=r"names .*(evil\.py:Evil|named_method): code, which"):
+            CompareConfig.from_dict(changed).jobs()
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        read = load_compare(tmp_path / "config.json")
+        for use in (
+            read.allowed,
+            read.descriptions,
+            lambda read=read: compare(read, tmp_path / "new"),
+        ):
+            with pytest.raises(ConfigError, match=r"trust=True in Python"):
+                use()
+        assert (
+            load_compare(tmp_path / "config.json", trust=True).run.algorithm.method == "flow-grpo"
+        )
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "word"),
+    [
+        ("credit", "module", "evil_module:Evil"),
+        ("loss", "own function", "flowrl.methods:named_method"),
+        ("diversity", "own class", "flowrl.io:FileLock"),
+        ("credit", "own fault", "negative_controls:FreshNoiseFault"),
+    ],
+)
+def test_results_of_somebody_else_execute_nothing(
+    setting: str, name: str, word: str, canary: Path, tmp_path: Path, capsys
+) -> None:
+    """A line of `flowrl bench` that could be read otherwise: of this code, and with the id of its
+    settings.
+    """
+    from flowrl_bench.results_file import OWN_RULES, ResultsFile, make_line
+
+    own = (f"{OWN_RULES[0]}(rule='{{folder}}/evil.py:Evil')",)
+    spec = {**SPECS, "own fault": own}[name][0].format(folder=tmp_path)
+    config = preset("tiny").apply(world="mixture", task="direction", **{setting: spec})
+    entries = {"curve": [], "totals": {}, "phases": {}, "gains": None}
+    path = tmp_path / "lines.jsonl"
+    path.write_text(json.dumps(make_line(config, entries, "x", key="0" * 16)) + "\n")
+    with pytest.raises(ConfigError, match="code, which would run"):
+        ResultsFile(path).settings(json.loads(path.read_text()))
+    for arguments in (["--judge"], ["--redo", "0" * 16]):
+        assert main(["bench", "claims", "--quick", "--out", str(path), *arguments]) == 2
+        error = capsys.readouterr().err
+        assert f"{setting} names " in error and f"{word}: code, which would run" in error
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("name", ["own function", "file"])
+def test_with_trust_the_code_runs(
+    name: str,
+    finished: Path,
+    canary: Path,
+    tmp_path: Path,
+    capsys,
+) -> None:
+    """Otherwise the refusals prove nothing. That none is a loss is found after the import."""
+    spec, new = SPECS[name][0].format(folder=tmp_path), str(tmp_path / "new")
+    run = write_hostile(finished, tmp_path / "hostile", "loss", spec)
+    for command in (["--resume", str(run)], ["--config", str(run / "config.json"), "--out", new]):
+        canary.unlink(missing_ok=True)
+        assert main(["train", *command]) == 2 and not canary.exists()
+        assert "--trust" in capsys.readouterr().err
+        assert main(["train", *command, "--trust"]) == 2 and canary.exists()
+        assert "is not a" in capsys.readouterr().err
+
+
+def test_a_module_of_our_own_needs_trust_only_in_a_file(tmp_path: Path) -> None:
+    out, spec = tmp_path / "run", SPECS["own reward"][0]
+    assert main(["train", *TINY_MIXTURE, "--reward", spec, "--out", str(out)]) == 0
+    (out / "done.json").unlink()
+    assert main(["train", "--resume", str(out)]) == 2
+    assert main(["train", "--resume", str(out), "--trust"]) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_option_of_a_built_in_part_names_code(kind: str) -> None:
+    """In a file, under every name that an option has, and under one that none has."""
+    settings_of = {kind: setting for setting, kind in PARTS.items()} | {
+        "probe": "credit",
+        "times": "loss",
+    }
+    texts = ("evil.py:Evil", "evil_module:Evil", "flowrl.methods:awm", "clipped(reward='x.py:A')")
+    for name in available(kind):
+        for option, text in product({*options_of(kind, name), "nothing"}, texts):
+            spec = f"{name}({option}={text!r})"
+            spec = {"probe": f"uniform(probe={spec!r})", "times": f"awm(times={spec!r})"}.get(
+                kind, spec
+            )
+            with pytest.raises(ConfigError, match=rf"mine: {settings_of[kind]} names .*--trust"):
+                trusted({settings_of[kind]: spec}, "mine")
+
+
+TEXTS = [name for name, value in RunConfig().flat().items() if isinstance(value, str | tuple)]
+
+
+@pytest.mark.parametrize("setting", TEXTS)
+def test_no_setting_of_a_file_runs_code(setting: str, canary: Path, tmp_path: Path) -> None:
+    """Every setting that is a text, or a list of texts: most are refused as what they are."""
+    values = preset("tiny").apply(world="mixture", task="direction").as_dict()
+    group = next(group for group in values.values() if isinstance(group, dict) and setting in group)
+    for spec in (f"{tmp_path}/evil.py:Evil", "evil_module:Evil"):
+        group[setting] = [spec] if isinstance(group[setting], list) else spec
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        main(["train", "--config", str(tmp_path / "config.json"), "--plan"])
+        assert not canary.exists()
+
+
+class Greedy:
+    """A plug-in of the worst kind: it builds every text in its options as a part."""
+
+    probe = NoProbe()
+
+    def __init__(self, **options: Any) -> None:
+        self.build(options)
+
+    def build(self, value: Any) -> None:
+        if isinstance(value, str):
+            with suppress(ConfigError):
+                build("credit", value)
+        elif isinstance(value, dict):
+            self.build([*value, *value.values()])
+        elif isinstance(value, list | tuple):
+            for inside in value:
+                self.build(inside)
+
+    def assign(self, values: Any, decisions: Any) -> Any:
+        return values[..., 1:]
+
+
+HOSTILE = st.sampled_from(
+    [
+        "evil.py:Evil",
+        " evil.py:Evil ",
+        "evil.py:Evil()",
+        "evil_module:Evil",
+        "evil_module :Evil",
+        "evil_module:1 (x=1)",
+        "evil-module:1 (x=1)",
+        "a'evil_module:1'(x=1)",
+        "flowrl.methods:named_method(name='x', credit='evil.py:Evil')",
+        "greedy(x='evil.py:Evil')",
+        "greedy ( x = ['evil_module:Evil'] )",
+        "weighted(rule='gdpo(rule=\"evil.py:Evil\")')",
+    ]
+)
+HARMLESS = st.sampled_from(
+    ["noise", "uniform", "substeps:5", "2:5", "greedy(x='uniform')", "gain(probe='substeps:5')"],
+)
+
+
+def nested(texts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Literals with a text at some depth."""
+    names = st.sampled_from(NAMES)
+    return st.recursive(
+        texts,
+        lambda inner: (
+            st.lists(inner, min_size=1, max_size=2)
+            | st.tuples(inner, st.integers(0, 9))
+            | st.dictionaries(HARMLESS | st.integers(0, 9), inner, min_size=1, max_size=2)
+            | st.builds(lambda name, value: f"greedy({name}={value!r})", names, inner)
+        ),
+        max_leaves=4,
+    )
+
+
+NAMES = (*NESTED, *PARTS, "times", "url_of", "evil", "x")
+
+
+@given(option=st.sampled_from(NAMES), hostile=nested(HOSTILE), harmless=nested(HARMLESS))
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_what_needs_no_trust_runs_no_code_at_any_depth(
+    option: str, hostile: Any, harmless: Any, canary: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """Whatever an installed plug-in does with its options, and however the option is called."""
+    monkeypatch.chdir(tmp_path)
+    built_in: Any = KINDS["credit"].built_in
+    monkeypatch.setitem(built_in, "greedy", f"{__name__}:Greedy")
+    for value in (hostile, [harmless, hostile], {"a": harmless, "b": (hostile,)}):
+        with pytest.raises(ConfigError, match=r"mine: credit names .*--trust"):
+            trusted({"credit": f"greedy({option}={value!r})"}, "mine")
+    spec = f"greedy({option}={harmless!r})"
+    trusted({"credit": spec}, "mine")
+    with suppress(ConfigError):  # the option may be one of another kind of part
+        build("credit", spec)
+    assert not canary.exists()
+    build("credit", "greedy(x=[{'a': 'evil.py:Evil'}])")
+    canary.unlink()
+
+
+@pytest.mark.parametrize("backend", ["flash_hub", "_native_cudnn", ""])
+def test_kernels_from_the_hub_need_trust(backend: str) -> None:
+    refused = pytest.raises(ConfigError, match="attention_backend names flash_hub")
+    with refused if backend == "flash_hub" else nullcontext():
+        trusted({"attention_backend": backend}, "mine")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "os:system(command='touch canary')",
+        "subprocess:run(args=['touch', 'canary'])",
+        "shutil:rmtree(path='.')",
+        "pathlib:Path",
+        'builtins:exec(source=\'open("canary", "w")\')',
+        "functools:partial",
+        "time:sleep(seconds=99)",
+        "flowrl.cli.main:entry",
+        "flowrl.io:write_bytes(path='canary', data=b'')",
+        "sys:exit",
+        "sys:modules",
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_called_that_is_not_a_part(
+    kind: str, spec: str, tmp_path: Path, monkeypatch
+) -> None:
+    """Even the user's own word calls no function that does not promise to build a part."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"is not a .*; it needs .*(annotated to return one|, and has no `)|has no option|has no"
+            r" class|"
+            r"building functools:partial failed|cannot be read"
+        ),
+    ):
+        build(kind, spec)
+    assert list(tmp_path.iterdir()) == []
+
+
+RULE = """
+import torch
+from flowrl.credit import Uniform
+from flowrl.core.protocols import CreditAssigner
+
+class Mine(Uniform):
+    pass
+
+def made(scale: float = 1.0) -> CreditAssigner:
+    return Mine()
+
+def unsaid():
+    return Mine()
+"""
+
+
+def test_the_users_own_rule_needs_one_word_to_go_on(tmp_path: Path, capsys) -> None:
+    """A run that was started with a file on the command line goes on with --trust, and its messages
+    say so.
+    """
+    (tmp_path / "rules.py").write_text(RULE)
+    out, again = tmp_path / "run", tmp_path / "again"
+    assert (
+        main(["train", *TINY_MIXTURE, "--credit", f"{tmp_path}/rules.py:Mine", "--out", str(out)])
+        == 0
+    )
+    assert f"flowrl sample --weights {out} --trust" in capsys.readouterr().out
+    assert main(["train", "--resume", str(out)]) == 2
+    assert main(["train", "--resume", str(out), "--trust"]) == 0
+    assert (
+        main(["train", "--config", str(out / "config.yaml"), "--out", str(again), "--trust"]) == 0
+    )
+    # reading runs nothing
+    assert load_config(out / "config.json").algorithm.credit.endswith(":Mine")
+    for read in (
+        load_config(out / "config.json"),
+        RunConfig.from_dict(load_config(out / "config.json").as_dict()),
+    ):
+        with pytest.raises(ConfigError, match="credit names"):
+            make_method(read)
+    assert type(make_method(load_config(out / "config.json", trust=True)).credit).__name__ == "Mine"
+    with pytest.raises(ConfigError, match="credit names"):
+        preset(str(out / "config.yaml"))
+    capsys.readouterr()
+    chosen = [
+        "--preset",
+        f"{out / 'config.yaml'}",
+        "--credit",
+        "uniform",
+        "--out",
+        str(tmp_path / "other"),
+    ]
+    assert main(["train", *chosen]) == 0  # the option replaces what the file names
+
+
+def test_functions_that_promise_a_part_may_build_it(tmp_path: Path) -> None:
+    (tmp_path / "rules.py").write_text(RULE)
+    assert type(build("credit", f"{tmp_path}/rules.py:made(scale=2)")).__name__ == "Mine"
+    with pytest.raises(
+        ConfigError, match=r"unsaid is not a credit rule; .*annotated to return one"
+    ):
+        build("credit", f"{tmp_path}/rules.py:unsaid")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline") / "model"
+    tiny_sd3().save_pretrained(folder)
+    return folder
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def code_in_a_component(folder: Path) -> None:
+    (folder / "vae" / "evil_part.py").write_text((folder.parent / "evil.py").read_text())
+    set_component(folder, "vae", ["evil_part", "Evil"])
+
+
+def set_component(folder: Path, name: str, value: Any) -> None:
+    index = folder / "model_index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), name: value}))
+
+
+def pickled_transformer(folder: Path) -> None:
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    (folder / "transformer" / "diffusion_pytorch_model.bin").write_bytes(
+        pickle.dumps(Bomb(folder.parent / "canary"))
+    )
+
+
+def pickled_encoder(folder: Path) -> None:
+    (folder / "text_encoder" / "model.safetensors").unlink()
+    (folder / "text_encoder" / "pytorch_model.bin").write_bytes(
+        pickle.dumps(Bomb(folder.parent / "canary"))
+    )
+
+
+def auto_map(folder: Path) -> None:
+    config = folder / "text_encoder" / "config.json"
+    values = json.loads(config.read_text())
+    config.write_text(
+        json.dumps({**values, "auto_map": {"AutoModel": "evil_part.Evil"}, "model_type": "evil"})
+    )
+    (folder / "text_encoder" / "evil_part.py").write_text((folder.parent / "evil.py").read_text())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        code_in_a_component,
+        pickled_transformer,
+        pickled_encoder,
+        auto_map,
+        lambda folder: set_component(folder, "vae", ["evil_module", "Evil"]),
+        lambda folder: set_component(folder, "scheduler", ["os", "system"]),
+        lambda folder: set_component(folder, "extra", ["evil_module", "Evil"]),
+        lambda folder: set_component(folder, "vae", ["diffusers", "DiffusionPipeline"]),
+        lambda folder: set_component(folder, "vae", ["transformers", "pipeline"]),
+        lambda folder: set_component(folder, "vae", ["diffusers.utils.nothing", "x"]),
+        lambda folder: set_component(folder, "_class_name", ["evil_module", "Evil"]),
+        lambda folder: set_component(folder, "_class_name", "evil_module.Evil"),
+    ],
+)
+def test_a_hostile_pipeline_executes_nothing(
+    change: Any, model: Path, canary: Path, tmp_path: Path
+) -> None:
+    change(shutil.copytree(model, tmp_path / "model"))
+    with pytest.raises(ConfigError, match=r"^model: "):
+        load_policy(str(tmp_path / "model"), TINY)
+    assert not canary.exists()
+
+
+def reward_of(folder: Path) -> Any:
+    return PickScore(str(folder), tokenizer="").score(torch.rand(1, 3, 40, 40), [Prompt("a fox")])
+
+
+def test_a_hostile_reward_model_executes_nothing(canary: Path, tmp_path: Path, monkeypatch) -> None:
+    """A pickle alone is refused, and code in the folder is neither run nor asked about."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run code"))
+    whole = tiny_clip(tmp_path / "clip")
+    pickled = shutil.copytree(whole, tmp_path / "pickled")
+    (pickled / "model.safetensors").unlink()
+    (pickled / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(canary)))
+    with pytest.raises(ConfigError, match="safetensors"):
+        reward_of(pickled)
+    mapped = shutil.copytree(whole, tmp_path / "mapped")
+    for name in ("config.json", "tokenizer_config.json"):
+        values = json.loads((mapped / name).read_text())
+        classes = {
+            "AutoConfig": "evil.Evil",
+            "AutoModel": "evil.Evil",
+            "AutoTokenizer": ["evil.Evil", None],
+        }
+        unknown = (
+            {"model_type": "evil"}
+            if name == "config.json"
+            else {"tokenizer_class": "EvilTokenizer"}
+        )
+        (mapped / name).write_text(json.dumps({**values, **unknown, "auto_map": classes}))
+    shutil.copy(tmp_path / "evil.py", mapped / "evil.py")
+    with suppress(ConfigError):  # it may also be read as what it is without the code
+        reward_of(mapped)
+    assert not canary.exists()
+
+
+def test_a_pickled_head_executes_nothing(canary: Path, tmp_path: Path) -> None:
+    """Single files in PyTorch's format may be named by the user; what they may contain is
+    tensors.
+    """
+    whole = tiny_clip(tmp_path / "clip")
+    (tmp_path / "head.pth").write_bytes(pickle.dumps(Bomb(canary)))
+    with pytest.raises(ConfigError, match="is no file of tensors"):
+        Aesthetic(str(whole), head=str(tmp_path / "head.pth")).score(
+            torch.rand(1, 3, 40, 40), [Prompt("a fox")]
+        )
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("setting", [setting for setting in PARTS if setting != "window"])
+def test_a_read_run_builds_nothing_that_needs_trust(
+    setting: str, finished: Path, canary: Path, tmp_path: Path
+) -> None:
+    """Whoever builds, also of a changed copy; settings in place of the file's are the user's own
+    word.
+    """
+    path = (
+        write_hostile(finished, tmp_path / "hostile", setting, f"{tmp_path}/evil.py:Evil")
+        / "config.json"
+    )
+    config = load_config(path)
+    copies = (
+        config,
+        config.replace(seed=1),
+        dataclasses.replace(config, seed=1),
+        pickle.loads(pickle.dumps(config)),
+    )
+    assert all(copy.source == str(path) for copy in copies) and config == load_config(
+        path, trust=True
+    )
+    for read in copies:
+        builders = (make_world, make_method, make_reward, make_policy, make_trainer, check, plan)
+        for build_from in (
+            *builders,
+            lambda read: Run(read, tmp_path / "run").execute(),
+            lambda read: try_parts([read]),
+        ):
+            with pytest.raises(
+                ConfigError, match=rf"hostile/.*config.json: {setting} names .*--trust"
+            ):
+                build_from(read)
+    assert not canary.exists() and not (tmp_path / "run").exists()
+    make_method(config.replace(**{setting: RunConfig().flat()[setting]}))
+
+
+def test_a_run_in_python_is_the_users_own_word(canary: Path, tmp_path: Path) -> None:
+    config = preset("tiny").apply(
+        world="mixture", task="direction", credit=f"{tmp_path}/evil.py:Evil"
+    )
+    with pytest.raises(ConfigError, match="Evil is not a credit rule"):
+        Run(config, tmp_path / "run").execute()
+    assert canary.exists() and not (tmp_path / "run").exists()
