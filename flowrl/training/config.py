@@ -95,8 +95,12 @@ class EnvironmentConfig:
 
     @property
     def world_name(self) -> str:
-        """The text in `world`, or the name of the object there."""
-        return self.world if isinstance(self.world, str) else cast(Any, self.world).name
+        """The text in `world`, or the name of the object there, with the class of a user's."""
+        if isinstance(self.world, str):
+            return self.world
+        found: Any = self.world
+        place = f"{type(found).__module__}.{type(found).__qualname__}"
+        return found.name + ("" if place.startswith("flowrl.") else f" [object of {place}]")
 
     @property
     def subject(self) -> str:
@@ -465,7 +469,7 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Groups of plain values, for JSON and YAML; a world that is an object is recorded by its
-        name.
+        name and class.
         """
         values = nested(self)
         values["environment"]["world"] = self.environment.world_name
