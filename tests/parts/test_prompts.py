@@ -25,7 +25,7 @@ from flowrl.parts.prompts import (
     text_prompts,
     write_prompts,
 )
-from flowrl.rewards.ocr import quoted_text
+from flowrl.rewards.images import quoted_text
 from flowrl.testing.tiny import tiny_sd3
 
 GENEVAL = [
