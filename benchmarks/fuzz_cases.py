@@ -221,7 +221,6 @@ def read_base(path: Path) -> None:
 
 def read_prompts(path: Path) -> None:
     found = load_prompts(path)
-    found.remarks()
     write_prompts(path.with_name("again.jsonl"), found.prompts)
     path.with_name("again.jsonl").unlink()
 
