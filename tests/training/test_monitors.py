@@ -33,7 +33,7 @@ from flowrl.training.config import preset
 from flowrl.training.memory import Peak, largest_batch, memory, memory_notices, predicted_bytes
 from flowrl.training.monitors import (
     EVERY,
-    KINDS,
+    CHECKS,
     Limits,
     collapse,
     kl_runaway,
