@@ -92,9 +92,11 @@ class RunRecord:
         return list(dict.fromkeys(name for scores in heldout for name in scores))
 
     @property
-    def stopped(self) -> str:
-        """The observer that ended the run early, with its reason; "" for none."""
-        return self.rows[-1].get("stopped", "") if self.rows else ""
+    def state(self) -> str:
+        """finished, not finished, or stopped by an observer, with its reason."""
+        stopped = self.rows[-1].get("stopped") if self.rows else ""
+        ended = "finished" if self.finished else "not finished"
+        return f"stopped by {stopped}" if stopped else ended
 
     def _points(self, *path: str) -> list[tuple[dict[str, Any], float]]:
         """The rows that contain a number at `path`, with this number."""

@@ -160,8 +160,11 @@ class Run:
         trainer.on_phase = lambda phase: self._tell({"phase": phase})
         trainer.recorded = observers.recorded
         if self.trial and not resume and self.distributed.is_main:
-            inspect = reward_trial(self.config, trainer.reward, self._warn_of_trial)
-            trainer.collector.inspect = inspect
+            tried = partial(reward_trial, self.config, warn=self._warn_of_trial)
+            trainer.collector.inspect = tried(trainer.reward)
+            if self._heldout is not None:
+                inspected = {spec: tried(r, spec=spec) for spec, r in self._heldout.rewards.items()}
+                self._heldout.trials |= {s: call for s, call in inspected.items() if call}
         self._rows = self._restore(start) if resume else []
         # a run that an observer stopped has ended, unless it continues from a named checkpoint
         self._stopped = self._rows[-1].get("stopped", "") if self._rows and not start else ""

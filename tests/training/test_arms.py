@@ -287,14 +287,3 @@ def test_arms_with_different_rewards_are_compared_by_the_first_held_out_one(tmp_
     file = io.StringIO()
     Display(config, tmp_path / "new", 1, Console(file=file, width=200)).start(tmp_path / "new")
     assert "(soft and graded rewards)" in file.getvalue()
-
-
-def test_the_report_marks_a_run_that_an_observer_stopped(tmp_path: Path) -> None:
-    config = configured(a={}, b={"loss": "gspo"})
-    written(tmp_path, config, {"a": (0.4, 0.3), "b": (0.4, 0.3)})
-    path = tmp_path / "runs" / "b-seed0" / "metrics.jsonl"
-    first, last = path.read_text().splitlines()
-    stopped = json.dumps({**json.loads(last), "stopped": "budget: enough"})
-    path.write_text(f"{first}\n{stopped}\n")
-    page = write_report(tmp_path).read_text()
-    assert page.count("stopped by budget: enough") == 1
