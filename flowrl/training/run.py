@@ -162,9 +162,9 @@ class Run:
         if self.trial and not resume and self.distributed.is_main:
             tried = partial(reward_trial, self.config, warn=self._warn_of_trial)
             trainer.collector.inspect = tried(trainer.reward)
-            if self._heldout is not None:
-                inspected = {spec: tried(r, spec=spec) for spec, r in self._heldout.rewards.items()}
-                self._heldout.trials |= {s: call for s, call in inspected.items() if call}
+            if (heldout := self._heldout) is not None:
+                inspects = {spec: tried(r, heldout=spec) for spec, r in heldout.rewards.items()}
+                heldout.trials.update({s: inspect for s, inspect in inspects.items() if inspect})
         self._rows = self._restore(start) if resume else []
         # a run that an observer stopped has ended, unless it continues from a named checkpoint
         self._stopped = self._rows[-1].get("stopped", "") if self._rows and not start else ""
