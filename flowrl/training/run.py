@@ -229,11 +229,20 @@ class Run:
                 self._checkpoints.forget_after(start)
             rows = checkpoint.values.get("rows", [])
             if rows:
-                # a crash leaves a file that ends early, within a line or with later rows
-                write_bytes(self._metrics, "".join(map(_line, rows)).encode())
+                self._rewrite_metrics("".join(map(_line, rows)))
             return rows
 
         return self._in_main(rewind)
+
+    def _rewrite_metrics(self, recorded: str) -> None:
+        """Make metrics.jsonl what the checkpoint `recorded`; other content is kept in a copy."""
+        text = self._metrics.read_text(errors="replace") if self._metrics.exists() else ""
+        # a crash leaves a file that ends early, within a line or with later rows
+        if not (recorded.startswith(text) or text.startswith(recorded)):
+            self._metrics.replace(self._metrics.with_name("metrics.damaged.jsonl"))
+            kept = "the file is kept as metrics.damaged.jsonl"
+            self._tell({"warning": f"{self._metrics} is not what the checkpoint recorded; {kept}"})
+        write_bytes(self._metrics, recorded.encode())
 
     def _write_untrained(self) -> None:
         """Row 0 and the samples of the untrained model."""
