@@ -90,6 +90,19 @@ class CompareConfig:
         for settings in (self.run.flat(), *self.arms.values()):
             trusted(dict(settings), self.run.source, not self.run.source)
 
+    def descriptions(self) -> dict[str, str]:
+        """By arm, the first paragraph of the docstring of its credit rule if it names one, else of
+        its method; "" without one.
+        """
+        self.allowed()
+        return {arm: _description(config) for arm, config in self.examples().items()}
+
+    def parts(self) -> dict[str, dict[str, str]]:
+        """What every arm's method consists of in this comparison
+        (`flowrl.training.build.method_parts`).
+        """
+        return {arm: method_parts(config) for arm, config in self.examples().items()}
+
     def costs(self) -> dict[str, Plan | None]:
         """The plan of an iteration by arm; None for an arm whose probe does not state its cost."""
         plans: dict[str, Plan | None] = dict.fromkeys(self.arms)
@@ -153,10 +166,7 @@ class CompareConfig:
         return CompareConfig(run, arms, tuple(file.seeds), file.preset, file.command)
 
 
-def description(config: RunConfig) -> str:
-    """The first paragraph of the docstring of a run's credit rule if it names one, else of its
-    method; "" without one.
-    """
+def _description(config: RunConfig) -> str:
     credit, method = config.algorithm.credit, config.algorithm.method
     part = type(build("credit", credit)) if credit else METHODS.get(method)
     line = first_paragraph(inspect.getdoc(part) or "")
@@ -275,12 +285,8 @@ def _compare(
     if trial and (changed_code or not resume):
         try_parts(jobs.values(), notes.append)
     if not resume:
-        runs = config.examples()
         # for the report, which does not run the user's code
-        record = {
-            "descriptions": {arm: description(run) for arm, run in runs.items()},
-            "parts": {arm: method_parts(run) for arm, run in runs.items()},
-        }
+        record = {"descriptions": config.descriptions(), "parts": config.parts()}
         write_json(out / "config.json", config.as_dict() | record)
     if notes:
         kinds = [f"trial {n}" for n in range(len(notes))]
