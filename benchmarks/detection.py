@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from detection_report import report
 from flowrl_bench.measurements import reproducible
+from flowrl_bench.older_windows import to_older
 from flowrl_bench.results_file import provenance
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -46,7 +47,6 @@ from flowrl.probes import Completion
 from flowrl.rollout import Groups, rollout, score_rollout
 from flowrl.training.build import make_trainer, make_world
 from flowrl.training.config import preset
-from flowrl.training.format import to_older
 from flowrl.training.trainer import Trainer
 
 HERE = Path(__file__).parent

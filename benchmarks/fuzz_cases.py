@@ -201,8 +201,9 @@ def _trainer() -> Any:
 
 def read_checkpoint(path: Path) -> None:
     run = Run(RunConfig.of(**SETTINGS), path.parents[1])
-    observers = Observers(run.config, run.folder, (), run.distributed)
-    run._restore(_trainer(), observers, "")  # pyright: ignore[reportPrivateUsage]
+    run._observers = Observers(run.config, run.folder, (), run.distributed)  # pyright: ignore[reportPrivateUsage]
+    run._trainer = _trainer()  # pyright: ignore[reportPrivateUsage]
+    run._restore("")  # pyright: ignore[reportPrivateUsage]
 
 
 @cache

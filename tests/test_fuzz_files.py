@@ -223,7 +223,7 @@ def test_a_torn_last_line_is_ignored_and_another_bad_line_is_refused(seeds, tmp_
     path = written(tmp_path / "metrics.jsonl", b"".join(lines)[:-9])
     assert len(load_run(tmp_path).rows) == len(lines) - 1
     written(path, lines[0] + lines[1][:50] + b"\n" + lines[2])
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2: "):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2 "):
         load_run(tmp_path)
 
 

@@ -195,9 +195,7 @@ def test_a_start_that_was_killed_may_be_repeated(tmp_path: Path) -> None:
     (out / "config.json").write_text(json.dumps(CONFIG.as_dict()))
     (out / "metrics.jsonl").write_text('{"iteration": 0}\n')
     assert Run(CONFIG, out).execute()
-    with pytest.raises(
-        ConfigError, match="already holds a run; choose another folder or resume it"
-    ):
+    with pytest.raises(ConfigError, match=r"out = .* a folder without a run; --resume"):
         Run(CONFIG, out).execute()
 
 

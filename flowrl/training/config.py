@@ -22,7 +22,7 @@ from flowrl.parts.settings import (
 )
 from flowrl.parts.trust import trusted, untrusted
 from flowrl.reading import load_document, reading
-from flowrl.training.format import FORMAT, check_format, current, format_of, refuse_older
+from flowrl.training.format import current, format_of
 from flowrl.training.presets import (
     MODEL_DEFAULTS,
     MODEL_ONLY,
@@ -154,11 +154,6 @@ class AlgorithmConfig:
     """Leave samples whose advantage is 0 at every trained step out of the loss, its mean and the
     KL.
     """
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "AlgorithmConfig":
-        refuse_older({"window": self.window, "trained_steps": self.trained_steps})
-        return self
 
 
 @settings_group
@@ -443,10 +438,9 @@ class RunConfig:
         `trust`, parts are built only from settings that need no consent (`allowed`); the message
         names the `source`.
         """
-        check_format("config.json", values)
+        values = current(values, format_of("config.json", values))
         if isinstance(values, dict):
-            values = current({**values}, values.get("format", FORMAT))
-            values.pop("format", None)
+            values = {name: value for name, value in values.items() if name != "format"}
         return replace(
             RunConfig.of(**read_values(values, RunConfig)), source="" if trust else str(source)
         )

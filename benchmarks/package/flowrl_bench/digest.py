@@ -22,8 +22,8 @@ from flowrl.methods import METHODS
 from flowrl.parts.registry import files_of
 from flowrl.parts.specs import Spec, parse_spec
 from flowrl.training.config import RunConfig, preset
-from flowrl.training.format import STEPS, to_older
 from flowrl_bench.measurements import CURVE, measure
+from flowrl_bench.older_windows import STEPS, to_older
 
 PACKAGES = {"flowrl": Path(flowrl.__file__).parent, "flowrl_bench": Path(__file__).parent}
 RUN = ("flowrl_bench.measurements", "flowrl_bench.negative_controls")
@@ -38,7 +38,7 @@ RULES = (
     "evidence",
     "statistics",
 )
-"""Modules of this package that decide on verdicts, with `flowrl.training.curves`."""
+"""Modules of this package that decide on verdicts, with `flowrl.training.statistics`."""
 GOLDEN: dict[str, Any] = {
     "world": "mixture",
     "iterations": 2,
@@ -195,7 +195,7 @@ def code_digest() -> str:
 @cache
 def rules_digest() -> str:
     """The digest of the claims, their verdict rules and the statistics."""
-    names = [f"flowrl_bench.{name}" for name in RULES] + ["flowrl.training.curves"]
+    names = [f"flowrl_bench.{name}" for name in RULES] + ["flowrl.training.statistics"]
     return _digest(path for path in map(_file, names) if path is not None)
 
 

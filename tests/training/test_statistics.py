@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.training.curves import first_reached
+from flowrl.training.statistics import first_reached
 
 
 def crossing(xs: list[float], ys: list[float], target: float) -> float:
