@@ -375,7 +375,7 @@ def test_arms_with_different_rewards_are_compared_by_the_first_held_out_one(tmp_
         comparison, summarise(comparison)
     )
     file = io.StringIO()
-    Display(config, tmp_path / "new", 1, Console(file=file, width=200)).start(tmp_path / "new")
+    Display(config, tmp_path / "new", Console(file=file, width=200)).start()
     assert "(soft and graded rewards)" in file.getvalue()
 
 
