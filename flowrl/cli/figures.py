@@ -157,9 +157,9 @@ def _draw(axes: Axes, runs: Runs, arm: str, panel: Panel, coloured: bool) -> Non
     if isinstance(panel.x, str):
         for run in runs[arm] if len(runs[arm]) > 1 else ():
             axes.plot(*run.curve(panel.x, *panel.y), color=shade, alpha=0.3, linewidth=1)
-    else:  # from the untrained model to the last evaluation
-        ends, faces = [*x[:1], *x[-1:]], ["white", shade]
-        axes.scatter(ends, [*y[:1], *y[-1:]], 80, faces, edgecolors=shade, zorder=4)
+    elif x:  # from the untrained model to the last evaluation
+        ends = [x[0], x[-1]], [y[0], y[-1]]
+        axes.scatter(*ends, s=80, facecolors=["white", shade], edgecolors=shade, zorder=4)
     style = {"linewidth": 2.2, "markersize": 4, "markevery": max(1, len(x) // 10), "zorder": 3}
     axes.plot(x, y, color=shade, marker=marker(arm, list(runs)), label=arm, **style)
 
@@ -251,10 +251,10 @@ def _draw_points(axes: Axes, row: Row) -> None:
         if text in aims:
             axes.plot((x, aims[text][0]), (y, aims[text][1]), color=PALE, linewidth=1, zorder=1)
     for text, (x, y) in aims.items():
-        axes.scatter(x, y, 30, SOFT, marker="+", zorder=2)
+        axes.scatter(x, y, s=30, color=SOFT, marker="+", zorder=2)
         label, place = f"{text.split()[1]}°", (1.4 * x, 1.4 * y)
         axes.annotate(label, place, color=SOFT, fontsize=8, ha="center", va="center")
-    axes.scatter(*zip(*points, strict=True), 16, row.shade, zorder=3)
+    axes.scatter(*zip(*points, strict=True), s=16, color=row.shade, zorder=3)
     if aims:
         axes.set(xlim=(-3.3, 3.3), ylim=(-3.3, 3.3), xticks=(-2, 0, 2), yticks=(-2, 0, 2))
     axes.set(aspect="equal")

@@ -131,7 +131,7 @@ def unchecked_preset(name: str, trust: bool) -> Preset:
 
 
 LONGEST_NAME = 120
-"""Characters of a run's name; settings that do not fit are counted."""
+"""Characters of a run's name before its seed; settings that do not fit are left out."""
 UNNAMED = (
     *("method", "task", "model", "seed"),  # named in their own way
     *("credit", "world", "device", "tracker", "checkpoint_every", "keep_checkpoints"),
@@ -145,16 +145,13 @@ def run_name(config: RunConfig, base: RunConfig) -> str:
     the seed, as in ``tp-grpo,text,learning_rate=0.001,seed=1``; valid in a file system.
     """
     subject = config.policy.model.rstrip("/") or config.environment.task
-    usual, seed = flat(base), f"seed={config.seed}"
-    changed = [
-        f"{name}={_short(value)}"
-        for name, value in flat(config).items()
-        if value != usual[name] and name not in UNNAMED
-    ]
-    parts = [_short(config.algorithm.method), _short(subject)]
-    while changed and len(",".join([*parts, changed[0], seed])) <= LONGEST_NAME:
-        parts.append(changed.pop(0))
-    return ",".join([*parts, *([f"{len(changed)}-more"] if changed else []), seed])
+    usual, names = flat(base), [_short(config.algorithm.method), _short(subject)]
+    for name, value in flat(config).items():
+        if value != usual[name] and name not in UNNAMED:
+            names.append(f"{name}={_short(value)}")
+    # `shorten` leaves out whole words
+    text = textwrap.shorten(" ".join(names), LONGEST_NAME, placeholder=" more")
+    return ",".join([*text.split(), f"seed={config.seed}"])
 
 
 def _short(value: Any) -> str:

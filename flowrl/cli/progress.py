@@ -28,7 +28,7 @@ def _bars(console: Console) -> Progress:
     """Bars on a terminal, which the caller refreshes; in a pipe only the times."""
     return Progress(
         TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold")),
-        BarColumn(20),
+        BarColumn(10),
         TextColumn("{task.fields[text]}", markup=False, table_column=Column(overflow="fold")),
         console=console,
         auto_refresh=False,
