@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 HANGUP = getattr(signal, "SIGHUP", None)  # missing on Windows
-STOPPING = tuple(filter(None, (signal.SIGINT, signal.SIGTERM, HANGUP)))
-"""Ctrl-C, the signal of launchers and clusters, and that of a closed terminal."""
-NOHUP = HANGUP and signal.getsignal(HANGUP) is signal.SIG_IGN
-"""Whether this process was started with SIGHUP ignored, as by nohup."""
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+"""Ctrl-C, the signal of launchers and clusters, and that of a closed terminal, unless this process
+was started with it ignored, as by nohup.
+"""
+if HANGUP and signal.getsignal(HANGUP) is not signal.SIG_IGN:
+    STOPPING = (*STOPPING, HANGUP)
 READER_ENDED = 128 + 13
 """Exit code of a command that could not write all of its output: that of SIGPIPE in a shell."""
 
@@ -75,9 +77,8 @@ def _handle(handler: Any, numbers: Iterable[int] = STOPPING) -> None:
 def on_stop(handle: Callable[[int], None]) -> Iterator[None]:
     """Call `handle(number)` when a signal of `STOPPING` arrives, in the main thread.
 
-    After SIGHUP the terminal is gone, so the output of this process is dropped. Under nohup SIGHUP
-    remains ignored. The previous handlers are restored at the end of the block, unless
-    `ignore_stops` was called in it.
+    After SIGHUP the terminal is gone, so the output of this process is dropped. The previous
+    handlers are restored at the end of the block, unless `ignore_stops` was called in it.
     """
     terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
@@ -87,9 +88,7 @@ def on_stop(handle: Callable[[int], None]) -> Iterator[None]:
         handle(number)
 
     before = {number: signal.getsignal(number) for number in STOPPING}
-    if HANGUP and before[HANGUP] is signal.SIG_IGN:
-        del before[HANGUP]
-    _handle(react, before)
+    _handle(react)
     try:
         yield
     finally:
@@ -122,7 +121,7 @@ def same_handlers() -> Iterator[None]:
 
 def leave(code: int) -> NoReturn:
     """End the process with exit code `code`, even if a signal of `STOPPING` ends its wait for
-    threads. Under nohup SIGHUP remains ignored.
+    threads.
     """
-    _handle(lambda *_: os._exit(code), [n for n in STOPPING if not (NOHUP and n == HANGUP)])
+    _handle(lambda *_: os._exit(code))
     sys.exit(code)
