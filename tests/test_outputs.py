@@ -11,7 +11,7 @@ import pytest
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, PartError
-from flowrl.io import new_folder
+from flowrl.io import new_folder, require_new_file
 from flowrl.training.arms import method_arms
 from flowrl.training.compare import CompareConfig, compare
 from flowrl.training.config import preset
@@ -134,4 +134,5 @@ def test_a_new_folder_is_removed_with_its_new_content_alone(tmp_path: Path) -> N
         ):
             (folder / "inner").mkdir()
             raise ZeroDivisionError
+    require_new_file(tmp_path / "deep" / "er" / "x.png")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["kept", "mine"]

@@ -110,9 +110,11 @@ def test_a_resumed_comparison_shows_what_finished_runs_recorded(tmp_path):
         for i in range(3)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    # no checkpoint: later iterations will be computed again
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "000001.safetensors").write_text("")
+    # iterations after the checkpoint will be computed again
     state = Clocked(tmp_path, False).display.states["tp-grpo-seed0"]
-    assert (state["iteration"], state["nfe_total"], state["heldout"]) == (0, 0, 0.3)
+    assert (state["iteration"], state["nfe_total"], state["heldout"]) == (1, 1000, 0.4)
     (folder / "done.json").write_text("{}")
     again, done = Clocked(tmp_path, False), {"phase": "done", "iteration": 0}
     text = again.watch(tp_grpo__0=done, flow_grpo__0=done)
