@@ -61,8 +61,7 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Parts:
-    """List credit rules, samplers, losses, rewards and other parts, plug-ins too, or describe one
-    (`flowrl parts NAME`).
+    """List the parts of every kind, plug-ins too, or describe one with its options.
 
     Examples: flowrl parts
 
@@ -74,8 +73,8 @@ class Parts:
     all, a line each.
     """
     kind: str = ""
-    """credit, probe, sampler, window, loss, reward, features, observer, times or all: list only
-    these, with their options.
+    """credit, probe, sampler, window, loss, reward, features, observer, times, world or all: list
+    only these, with their options.
     """
 
     def main(self) -> int:
@@ -267,8 +266,8 @@ class Prompts:
     prompts) or check (summarise a file).
     """
     file: Path = Path("prompts.jsonl")
-    """The file to write, or to check: .jsonl, text with a prompt a line, or a dataset
-    (hf:NAME[:SPLIT[:COLUMN]]).
+    """The file to write, or to check: .jsonl, text with a prompt a line, or a dataset,
+    as in hf(name=NAME, split=..., column=...).
     """
     count: Annotated[int, Ge(1), Le(10**6)] = 500
     """How many prompts to make."""

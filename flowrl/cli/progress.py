@@ -127,7 +127,6 @@ class Display:
         for name, state in states.items():
             # A run that continues reports no iteration before its first one is complete.
             iteration = max(self.states[name]["iteration"], state.get("iteration", 0))
-            iteration = self.jobs[name].iterations if state["phase"] == "done" else iteration
             self.states[name] |= {**state, "iteration": iteration}
             texts = state.get("warning", "").splitlines()
             for kind, text in zip(state.get("kinds") or texts, texts, strict=False):
@@ -136,7 +135,7 @@ class Display:
                 self.warned.add((name, kind))
         done = 0
         for task, (arm, names) in zip(self.bars.tasks, self.runs.items(), strict=False):
-            reached = sum(self.states[name]["iteration"] for name in names)
+            reached = sum(map(self._done, names))
             self.bars.update(task.id, completed=reached, text=self._text(names))
             done += reached * self._cost(arm)
         self.bars.update(self.all, completed=done)
@@ -170,8 +169,12 @@ class Display:
 
     def _count(self) -> str:
         """Iterations of all runs that are done, of how many."""
-        done = sum(state["iteration"] for state in self.states.values())
-        return f"{done}/{sum(map(self._iterations, self.runs))}"
+        return f"{sum(map(self._done, self.jobs))}/{sum(map(self._iterations, self.runs))}"
+
+    def _done(self, name: str) -> int:
+        """Iterations that need no more time: all of a run that an observer stopped."""
+        state = self.states[name]
+        return self.jobs[name].iterations if state["phase"] == "done" else state["iteration"]
 
     def finish(self) -> str:
         """Write the report and print the results table; returns the last line to print."""
@@ -203,7 +206,7 @@ def _recorded(folder: Path) -> dict[str, Any]:
     # Later rows are of iterations that will be computed again.
     for row in run.rows:
         if run.finished or row["iteration"] <= kept:
-            state["nfe_total"] = row["nfe_total"]
+            state |= {"iteration": row["iteration"], "nfe_total": row["nfe_total"]}
             state |= {"reward": row["reward_mean"]} if "reward_mean" in row else {}
             state |= {"heldout": row["evaluation"]["reward"]} if row["evaluation"] else {}
     return state

@@ -177,6 +177,8 @@ def comparison_folder(folder, names, **config):
         run.mkdir(parents=True)
         heldout = {"heldout": {f"mine.py:{EVIL}": 0.3}}
         rows = record(name, seed, [0.4, 0.5 + number / 100], heldout).rows
+        if number == 1:
+            rows[-1]["stopped"] = f"budget: {EVIL}"
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         write_trajectory(run, [0.5, 0.4, 0.3, 0.45, 0.6])
         files = {
@@ -210,9 +212,11 @@ def test_the_report_contains_every_run_escapes_every_value_and_loads_nothing(tmp
     for number, (name, seed) in enumerate(itertools.product(names, (0, 1))):
         name = name if name != EVIL else "&lt;script&gt;alert(&#34;1&#34;)&lt;/script&gt;"
         row = page.split(f"<tr><td>{name}</td><td>{seed}</td>")[1].split("</tr>")[0]
-        assert f"<td>{0.5 + number / 100:.3f}</td>" in row and "<td>finished</td>" in row
+        state = "stopped by budget: &lt;script&gt;" if number == 1 else "finished</td>"
+        assert f"<td>{0.5 + number / 100:.3f}</td>" in row and f"<td>{state}" in row
     assert page.count('src="data:image/png;base64,') == len(FIGURES)
     assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in FIGURES)
+    assert "An observer stopped 1 of 8 runs early" in page
     assert "not finished" not in page and "custom rule." in page and "2505.05470" in page
     assert "<b>mine.py:Rule</b>: Gains of &lt;script" in page
     settings = set(re.findall("<span>([a-z_]+)</span>", page))
