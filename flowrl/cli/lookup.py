@@ -224,7 +224,7 @@ def published_lines(combined: Combined, name: str) -> Iterator[str]:
         why = row.why or "not published"
         note = "same" if row.same else why if row.value is None else f"differs: {why}"
         place = f" [{row.where}]" if row.where else ""
-        yield columns.format(row.setting, _plain(row.ours), _plain(row.value))
+        yield fitted(columns.format(row.setting, _plain(row.ours), _plain(row.value)), 4)
         yield fitted(f"    {note}{place}", 4)
     used = {row.where.partition(":")[0] for row in rows}
     for key, text in published_values()["sources"].items():

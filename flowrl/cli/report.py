@@ -145,9 +145,10 @@ def _print(
     """A table with a row per arm; below it the symbols that occur, and the arms' settings."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.add_column("arm", overflow="fold", vertical="bottom")
-    for name, _ in columns:  # cells are never broken, headings after their first word
-        heading = escape(name).replace(" ", "\n", 1)
-        table.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
+    for name, cells in columns:  # cells are never broken, a wider heading after its first word
+        wide = len(name) > max(map(len, cells), default=0)
+        heading = name.replace(" ", "\n", 1) if wide else name
+        table.add_column(escape(heading), justify="right", no_wrap=True, vertical="bottom")
     for row, summary in enumerate(summaries):
         table.add_row(*map(escape, (summary.arm, *(cells[row] for _, cells in columns))))
     console.print(table)

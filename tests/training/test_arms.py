@@ -294,11 +294,9 @@ def test_reports_name_the_parts_in_which_arms_differ(
     ]
     assert main(["compare", *options, "--arm", "base:", "--arm", arm]) == 0
     shown = capsys.readouterr().out
-    assert f"uniform: loss={loss}, sampler={sampler}, group_size=6" in shown
-    assert (
-        "base 24 + 12 (2 iterations of 2 x 3 samples); uniform 48 + 24 (2 iterations of 2 x 6"
-        " samples)" in shown
-    )
+    assert f"; loss={loss}, sampler={sampler}, group_size=6" in shown
+    assert "base: 2 iterations of 2 x 3 samples, each 24 + 12 network evaluations" in shown
+    assert "uniform: 2 iterations of 2 x 6 samples, each 48 + 24 network evaluations" in shown
     comparison = load_comparison(out)
     assert comparison.arms == ["base", "uniform"] and {
         run.folder.name for run in comparison.runs

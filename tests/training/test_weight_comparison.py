@@ -379,7 +379,7 @@ def test_prompts_are_embedded_once_for_both_weights():
     [
         (
             ["--weights", "nowhere"],
-            "is not the folder of a run; for a LoRA or a transformer give its --model too",
+            "the folder of a run; for a LoRA or a transformer give its --model too",
         ),
         (
             ["--weights", "nowhere", "--model", "m", "--prompts", "text[0:2]", "--reward", "ocr"],
