@@ -198,7 +198,7 @@ def _recorded(folder: Path) -> dict[str, Any]:
     from flowrl.training.results import load_run
 
     kept = int((Checkpoints(folder).names() or ["0"])[-1])
-    state: dict[str, Any] = {"phase": "waiting", "iteration": kept}
+    state: dict[str, Any] = {"phase": "waiting", "iteration": 0}
     try:
         run = load_run(folder)
     except FlowrlError:
