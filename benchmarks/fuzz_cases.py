@@ -22,7 +22,7 @@ from flowrl_bench.suite import kept_memory
 from safetensors.torch import load_file, save
 
 from flowrl.cli.card import card_text
-from flowrl.cli.image_grids import samples, trajectory
+from flowrl.cli.figures import samples, trajectory
 from flowrl.core.errors import FlowrlError
 from flowrl.io import write_bytes, write_json
 from flowrl.parts.prompt_files import write_prompts

@@ -226,7 +226,9 @@ def test_reports_name_the_parts_in_which_arms_differ(
     sizes = ["--world", "mixture", "--preset", "tiny", "--seeds", "0", "--workers", "1"]
     arms = ["--arm", "base:", "--arm", f"uniform: {words}"]
     assert main(["compare", *sizes, *arms, "--out", str(out)]) == 0
-    assert f"uniform: {words}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert words in shown
+    assert "base: 2 iterations of 2 x 3 samples, each 24 + 12 network evaluations" in shown
     comparison = load_comparison(out)
     assert {run.folder.name for run in comparison.runs} == {"base-seed0", "uniform-seed0"}
     assert comparison.differences["uniform"] == settings
@@ -285,5 +287,5 @@ def test_arms_with_different_rewards_are_compared_by_the_first_held_out_one(tmp_
     shown = headline(comparison, summarise(comparison))
     assert "trained on different rewards. The held-out strict of soft" in shown
     file = io.StringIO()
-    Display(config, tmp_path / "new", 1, Console(file=file, width=200)).start(tmp_path / "new")
+    Display(config, tmp_path / "new", Console(file=file, width=200)).start()
     assert "(soft and graded rewards)" in file.getvalue()

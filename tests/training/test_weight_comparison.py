@@ -222,7 +222,7 @@ LORA = {"weights": ".", "model": "m", "prompts": "text[0:2]", "reward": "ocr"}
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"weights": "nowhere"}, "is not the folder of a run; for a LoRA or a transformer give"),
+        ({"weights": "nowhere"}, "the folder of a run; for a LoRA or a transformer give"),
         (LORA | {"weights": "nowhere"}, "nowhere does not exist"),
         ({"weights": "w", "model": "m", "reward": "ocr"}, "prompts = "),
         ({"weights": "w", "model": "m", "prompts": "text[0:2]"}, "reward = "),
