@@ -33,10 +33,10 @@ from flowrl.policies.pipeline import ModelOptions
 from flowrl.probes import NoProbe
 from flowrl.rewards import NoisyReward
 from flowrl.samplers import ODE, FixedWindow, trained_steps, transition_stds, windowed
-from flowrl.training.batches import find_batches
 from flowrl.training.checkpoint import load_weights
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.heldout import make_heldout_metrics
+from flowrl.training.memory import find_batches
 from flowrl.training.trainer import Trainer, loss_guidance
 from flowrl.worlds.base import ModelWorld, check_hash, check_policy, prompts_of, world
 
@@ -143,10 +143,8 @@ def make_method(config: RunConfig) -> Method:
         first_trained_steps(config)
     check_per_step(method.credit, stds, part_text("sampler", method.sampler))
     trained = None if isinstance(method.loss, ForwardLoss) else first_trained_steps(config)
-    tried = try_credit(method, stds, config.rollout.group_size, trained)
-    check_one_advantage(
-        method.loss, method.credit, tried.credit.advantages, tried.experience.decisions.mask
-    )
+    experience, credit = try_credit(method, stds, config.rollout.group_size, trained)
+    check_one_advantage(method.loss, method.credit, credit.advantages, experience.decisions.mask)
     return method
 
 

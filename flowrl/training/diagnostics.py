@@ -1,7 +1,7 @@
 """Diagnostics: two sets of weights compared, curves, means with intervals, memory."""
 
 from flowrl.training.curves import Values, first_reached
-from flowrl.training.peak_memory import peak_memory, peak_memory_during, reset_peak_memory
+from flowrl.training.memory import peak_memory, peak_memory_during, reset_peak_memory
 from flowrl.training.statistics import (
     COLLAPSE,
     LEVEL,
