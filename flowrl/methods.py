@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -378,7 +378,6 @@ def named_method(name: str, credit: str = "") -> Method:
 
 def with_options(part: Part, **options: Any) -> Part:
     """`part` with other values of those `options` that it has as a data class."""
-    known: Any = part
-    names = {item.name for item in fields(known)} if is_dataclass(part) else set()
+    names = {item.name for item in fields(part)} if is_dataclass(part) else set()
     chosen = {name: value for name, value in options.items() if name in names}
-    return replace(known, **chosen) if chosen else part
+    return cast(Part, replace(cast(Any, part), **chosen)) if chosen else part

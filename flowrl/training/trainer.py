@@ -319,7 +319,8 @@ class Trainer:
         # in main memory
         advantages, weights = credit.advantages.flatten(0, 1), weights.flatten(0, 1)
         own, decisions = collected.samples, experience.decisions
-        here = (table[own].to(self.policy.device) for table in (advantages, weights))
+        device = self.policy.device
+        here = advantages[own].to(device), weights[own].to(device)
         if isinstance(loss, ForwardLoss):
             times, seed = self.draw_times(loss)
             columns = credited(times.cpu(), decisions)

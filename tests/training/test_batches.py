@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from flowrl.training.batches import GAIN, HEADROOM, Measured, find_batches, grow
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from flowrl.rewards import FunctionReward
 from flowrl.testing.tiny import TINY as TINY_MODEL
 from flowrl.testing.tiny import tiny_sd3_policy
 from flowrl.training import batches, presets
-from flowrl.training.batches import GAIN, HEADROOM, Measured, find_batches, grow
 from flowrl.training.build import make_method, make_trainer
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.plan import plan, plan_text

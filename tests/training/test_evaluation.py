@@ -20,8 +20,7 @@ from flowrl.rewards.diversity import (
     pairwise_diversity,
 )
 from flowrl.rollout import EVALUATION_SEED, ImageBatch, initial_noise, sample_images, score
-from flowrl.training.evaluation import Evaluation, evaluate
-from flowrl.training.heldout import DIVERSITY_SEED, HeldoutMetrics
+from flowrl.training.evaluation import DIVERSITY_SEED, Evaluation, HeldoutMetrics, evaluate
 from flowrl.worlds.base import PolicyOptions, world
 
 WORLD = world("mixture")

@@ -32,7 +32,7 @@ from flowrl.testing import check_reward
 from flowrl.testing.tiny import tiny_sd3
 from flowrl.training.build import make_world
 from flowrl.training.config import RunConfig, preset
-from flowrl.training.heldout import make_heldout_metrics
+from flowrl.training.evaluation import make_heldout_metrics
 from flowrl.training.results import load_run, short
 from flowrl.training.run import Run
 from flowrl.worlds.base import world
