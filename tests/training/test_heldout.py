@@ -13,7 +13,6 @@ from tiny_rewards import tiny_clip
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.types import Prompt
-from flowrl.distributed import Distributed
 from flowrl.parts.registry import build
 from flowrl.rewards import FunctionReward, NoisyReward
 from flowrl.rewards.clip import load_encoder
@@ -207,10 +206,6 @@ def test_measuring_changes_no_number_of_the_run(tmp_path):
         assert one == other
 
 
-def no_samples(prompts, seed, rows, own):
-    raise AssertionError("diversity is not measured")
-
-
 def test_the_proxy_has_the_errors_of_training(tmp_path):
     found = mixture_run(
         tmp_path / "run", heldout_rewards=("density",), reward_bias=10.0
@@ -229,11 +224,8 @@ def test_the_proxy_has_the_errors_of_training(tmp_path):
         .score(points, prompts)[~scores.isnan()]
         .mean()
     )
-    columns = metrics.columns()
-    for some in (slice(0, 4), slice(4, 6)):
-        columns.add(ImageBatch(points, points, prompts)[some], scores[some])
-    measured = metrics.measure(columns, prompts, no_samples, Distributed())
-    assert measured["proxy"] == pytest.approx(float(expected))
+    measured = metrics.with_errors(ImageBatch(points, points, prompts), scores)
+    assert float(measured.nanmean()) == pytest.approx(float(expected))
 
 
 def test_a_failure_is_not_kept_for_other_runs(tmp_path, caplog):

@@ -19,7 +19,7 @@ from flowrl.policies import MixturePolicy
 from flowrl.rewards import Clipped, FunctionReward, NoisyReward, WeightedSum
 from flowrl.serving.client import RemoteReward
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
-from flowrl.training.config import preset
+from flowrl.training.config import OptimConfig, preset
 from flowrl.training.optim import LossScaler, make_optimizer
 from flowrl.training.trainer import Trainer, overlaps_rewards
 

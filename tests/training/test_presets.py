@@ -16,7 +16,7 @@ from flowrl.core.protocols import ForwardLoss
 from flowrl.io import write_json
 from flowrl.methods import named_method
 from flowrl.parts.prompts import prompts_from
-from flowrl.parts.settings import grouped, settings_text
+from flowrl.parts.settings import grouped, read_settings, settings_text
 from flowrl.testing.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 from flowrl.training.build import first_trained_steps, make_method, make_world
 from flowrl.training.config import RunConfig, load_config, preset
@@ -348,6 +348,25 @@ def test_names_that_do_not_exist_or_do_not_combine():
     for source in ("poems[0:3]", "text[3:3]"):
         with pytest.raises(ConfigError, match="START below END of compositional, text, images"):
             prompts_from(source)
+
+
+def test_values_survive_yaml(tmp_path):
+    """Numbers to the last bit, texts that look like something else, and quotation marks."""
+    values = {
+        "learning_rate": 0.1 + 0.2,
+        "window": "0:9",
+        "reward": "ocr(side=32, language='no')",
+        "task": "null",
+        "adapter": "1e5",
+        "model": "a: b # c",
+        "heldout_rewards": ("ocr", "clipscore(weight=1.0)"),
+    }
+    path = tmp_path / "x.yaml"
+    path.write_text(settings_text(grouped(RunConfig, values), "a comment\nof two lines"))
+    assert read_settings(path, RunConfig).settings == values
+    path.write_text("optim: {learning_rate: 1e-4}\npolicy:\n  adapter: 12\n  model:\n")
+    read = read_settings(path, RunConfig).settings
+    assert read == {"learning_rate": 1e-4, "adapter": "12", "model": ""}
 
 
 def test_a_run_folder_of_another_format_is_one_line(tmp_path, capsys):

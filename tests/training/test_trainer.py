@@ -17,6 +17,7 @@ from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses import GSPO, ClippedLoss
 from flowrl.methods import named_method
 from flowrl.parts.prompt_stream import PromptStream
+from flowrl.parts.registry import build
 from flowrl.probes import Branch, NoProbe
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import minibatch_rows, transition_weights
@@ -95,6 +96,12 @@ def test_first_update_is_on_policy_and_updates_split_the_trajectories():
     assert row["ratio_deviation"] < 1e-5
     assert row["train_nfe"] == 2 * 3 * 2  # prompts x members x stochastic steps
     assert trainer(TINY.replace(minibatches=3)).iteration()["train_nfe"] == 2 * 3 * 2
+
+
+def test_kl_to_the_reference_is_zero_at_the_start_and_grows():
+    run = trainer(TINY.replace(kl_weight=0.1, learning_rate=1e-2))
+    kls = [run.iteration()["kl"] for _ in range(4)]
+    assert kls[0] < kls[-1]
 
 
 def test_equal_rewards_change_nothing_but_weight_decay():
@@ -215,12 +222,13 @@ def two_iterations(run):
     return rows, [tensor.clone() for tensor in (*run.parameters, *run.average)]
 
 
+DGPO_LOSS = "dgpo(beta_dpo=1.0, decay=(0, 0.1, 0.3), sample_from=1, times=steps(count=2, steps=3))"
 SAVED = {
     "flow-grpo": {"window": "random(size=2)", "kl_weight": 0.1},
     "diffusion-nft": {"method": "diffusion-nft"},
-    "nft, late copy": {"loss": "diffusion-nft(decay=(1, 0.3, 0.6), sample_from=2)"},
-    "awm": {"method": "awm", "loss": "awm(decay=(0, 0.1, 0.3))"},
-    "dgpo": {"loss": "dgpo(beta_dpo=1.0, decay=(0, 0.1, 0.3), sample_from=1)"},
+    "nft, late copy": {"loss": "diffusion-nft(decay=(1, 0.3, 0.6))"},
+    "awm": {"method": "awm", "loss": "awm(decay=(0, 0.1, 0.3), times=stratified(count=2))"},
+    "dgpo": {"loss": DGPO_LOSS},
     "moving average": {"credit": "moving-average-gain", "method": "gain"},
     "value tracker": {"credit": "value-tracker", "method": "tracker"},
     "float16": {"world": "shapes", "task": "text", "dtype": "float16"},
@@ -545,3 +553,10 @@ def test_units_of_trees_stay_whole(unit, weight):
     assert sum(map(len, found)) == 8 * 5
     edges = 2 * (2 + 2 + 4 + 4 + 4)
     assert sum(one.total for one in found) == pytest.approx(edges if weight == "edge" else 8 * 5)
+
+
+def test_the_trust_region_of_the_penalty_acts_at_advantage_0():
+    loss, credit = build("loss", "kl-penalty"), HalfOfTheGroups()
+    rows, weights = sequences_run(replace(make_method(SEQUENCES), loss=loss, credit=credit))
+    assert [row["zero_rows"] for row in rows] == [0] * 3
+    assert bool(weights.isfinite().all()) and rows[-1]["approx_kl"] > 0
