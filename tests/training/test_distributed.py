@@ -341,12 +341,11 @@ def found_batches(distributed, peaks=(1.0, 1.0), speed=(1e3, 1e3), fails=False):
     half the top speed.
     """
 
-    def measured(trainer, batch, train):
+    def measured(trainer, batch, train, repeats=3):
         if fails and distributed.rank == 1 and batch > 3:
             raise torch.OutOfMemoryError
-        return batches.Measured(
-            0, int(batch * peaks[distributed.rank]), speed[distributed.rank] + batch
-        )
+        peak, half = int(batch * peaks[distributed.rank]), speed[distributed.rank]
+        return memory.Measured(batch, 0, peak, half + batch)
 
     config = MIXTURE.replace(micro_batch="auto", max_batch="auto", group_size=64)
     trainer = world_trainer(config, distributed)
