@@ -37,6 +37,7 @@ from flowrl.rollout import (
     score,
     score_rollout,
 )
+from flowrl.rollout.values import Inspect
 from flowrl.training.config import RunConfig
 from flowrl.training.trainer import Trainer
 
@@ -65,6 +66,7 @@ class HeldoutMetrics:
         seed: seed of the training reward's noise.
         prompts: number of held-out prompts whose diversity is measured.
         samples: samples of each of these prompts.
+        trials: called once, with the first images, prompts and scores of a held-out reward.
     """
 
     rewards: Mapping[str, RewardModel]
@@ -74,6 +76,7 @@ class HeldoutMetrics:
     seed: int = 0
     prompts: int = 8
     samples: int = 8
+    trials: dict[str, Inspect] = field(default_factory=dict)
 
     def with_errors(self, batch: ImageBatch, scores: Tensor) -> Tensor:
         """The training reward's `scores` [sample] of a batch, with its noise and bias."""
@@ -290,8 +293,10 @@ def evaluate(
         if named:
             trained = scores.parts[training] or shown
             scores.add("proxy", partial(metrics.with_errors, batch, trained[-1]))
-        for name, model in named.items():
+        for spec, (name, model) in zip(metrics.rewards, named.items(), strict=True):
             scores.add(name, partial(scored, model), optional=True)
+            if (parts := scores.parts[name]) and (inspect := metrics.trials.pop(spec, None)):
+                inspect(batch.images, batch.prompts, parts[-1])
         missing = keep - share.own.start - sum(map(len, shown))
         if missing > 0:
             shown.append(stills(batch.images[:missing]).cpu().clone())
