@@ -173,7 +173,7 @@ class RolloutConfig:
     """Denoising steps during training."""
     max_batch: Batch = 512
     """Latents per network call without gradients; auto: measured at the start
-    (`flowrl.training.batches`).
+    (`flowrl.training.memory`).
     """
     chunk: Whole = 0
     """Groups rolled out at a time by each process, to save memory; 0 = all."""
@@ -438,7 +438,7 @@ class RunConfig:
         return values
 
 
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     item.name: item.default
     for group in groups_of(RunConfig).values()
     for item in fields(cast(Any, group))
