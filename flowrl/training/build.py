@@ -107,9 +107,10 @@ def make_method(config: RunConfig) -> Method:
         loss_guidance(config)
         trained = None
     else:
+        need = "left out: log-probabilities are those of the velocities that sample"
         for name in ("train_guidance_scale", "reference_guidance_scale"):
             scale = getattr(config.policy, name)
-            require(scale == 0, name, scale, "left out, except with a forward-process loss")
+            require(scale == 0, name, scale, need)
         trained = first_trained_steps(config)
     # if the sampler draws no transition, the initial noise is the only decision
     fits = bool((stds > 0).any()) or isinstance(method.credit.probe, NoProbe)
@@ -245,7 +246,7 @@ def trial_stds(config: RunConfig) -> torch.Tensor:
     if not isinstance(method.loss, ForwardLoss):
         kernel, stochastic = part_text("sampler", method.sampler), bool((stds > 0).any())
         fits = not isinstance(method.sampler, ODE | MultistepSolver)
-        require(fits, "sampler", kernel, "a stochastic one: the loss needs log-probabilities")
+        require(fits, "sampler", kernel, "a stochastic sampler: the loss needs log-probabilities")
         require(stochastic, "window", config.algorithm.window, "at least one stochastic step")
     return stds
 
@@ -270,9 +271,10 @@ def window_text(config: RunConfig) -> str:
         return f"none ({count} steps of a multistep solver)"
     steps = method.window.steps(count, torch.Generator().manual_seed(0))
     chosen = f"steps {steps[0]}-{steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    chosen = f"{chosen} of {count}"
     if not isinstance(method.window, FixedWindow):
-        chosen = f"{len(steps)} steps, chosen every iteration,"
-    return f"{config.algorithm.window or part_text('window', method.window)} ({chosen} of {count})"
+        chosen = f"{len(steps)} of {count} steps, chosen every iteration"
+    return f"{config.algorithm.window or part_text('window', method.window)} ({chosen})"
 
 
 def method_parts(config: RunConfig) -> dict[str, str]:

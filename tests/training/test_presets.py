@@ -74,7 +74,8 @@ def test_a_combination_can_be_planned_and_every_difference_has_a_reason(name):
     counts, forward = plan(config), isinstance(make_method(config).loss, ForwardLoss)
     assert "optimizer steps" in plan_text(counts, config)
     assert forward == (config.algorithm.method in FORWARD)
-    assert forward or counts.trained_steps == len(first_trained_steps(config)) > 0
+    # a comb trains one of the steps
+    assert forward or 0 < counts.trained_steps <= len(first_trained_steps(config))
 
 
 def test_numbers_that_the_papers_print():

@@ -222,7 +222,7 @@ def two_iterations(run):
     return rows, [tensor.clone() for tensor in (*run.parameters, *run.average)]
 
 
-DGPO_LOSS = "dgpo(beta_dpo=1.0, decay=(0, 0.1, 0.3), sample_from=1, times=steps(count=2, steps=3))"
+DGPO_LOSS = "dgpo(beta_dpo=1.0, clip=none, decay=(0, 0.1, 0.3), sample_from=1, times=steps(count=2, steps=3))"
 SAVED = {
     "flow-grpo": {"window": "random(size=2)", "kl_weight": 0.1},
     "diffusion-nft": {"method": "diffusion-nft"},
