@@ -13,7 +13,6 @@ from flowrl.core.types import Prompt, inputs_unchanged
 from flowrl.probes import Estimate, Key, Scored
 from flowrl.rewards.contract import (
     ComponentScores,
-    check_group_scores,
     check_scores,
     component_methods,
     marks_invalid,
@@ -257,15 +256,12 @@ def score_group_components(
     with torch.no_grad(), inputs_unchanged(f"{name}.score_groups", RewardContractError, images):
         if (methods := component_methods(reward)) is not None:
             for key, values in methods[0](together, prompts).items():
-                parts[key] = check_group_scores(
-                    values, prompts, members, f"{name}.group_parts()[{key!r}]", allowed
-                )
-            total = check_group_scores(
-                methods[1](parts), prompts, members, f"{name}.total", allowed
-            )
+                origin = f"{name}.group_parts()[{key!r}]"
+                parts[key] = check_scores(values, prompts, origin, allowed, members)
+            total = check_scores(methods[1](parts), prompts, f"{name}.total", allowed, members)
         else:
             found = reward.score_groups(together, prompts)
-            total = check_group_scores(found, prompts, members, f"{name}.score_groups", allowed)
+            total = check_scores(found, prompts, f"{name}.score_groups", allowed, members)
     if usage is not None:
         usage.reward_calls += len(images)
     flat = {key: values.detach().float().flatten() for key, values in parts.items()}

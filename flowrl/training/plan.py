@@ -18,12 +18,18 @@ from flowrl.core.tree import Tree, plain_tree
 from flowrl.credit import read_columns
 from flowrl.flow import uniform_schedule
 from flowrl.methods import Method
-from flowrl.policies import Memory, Size, architecture_of, count_memory
+from flowrl.policies import Memory, architecture_of, count_memory
 from flowrl.probes import Probe, Shape, whole
 from flowrl.rollout.loss_batch import minibatch_rows
 from flowrl.rollout.rollout import Groups, group_tree
 from flowrl.rollout.weights import transition_weights
-from flowrl.training.build import first_trained_steps, make_method, method_text, trial_stds
+from flowrl.training.build import (
+    first_trained_steps,
+    make_method,
+    method_text,
+    model_options,
+    trial_stds,
+)
 from flowrl.training.config import RunConfig
 from flowrl.training.trainer import loss_guidance
 
@@ -257,35 +263,20 @@ def memory(counts: Plan, config: RunConfig) -> Memory | None:
     """GPU memory of a process, counted (`policies.count_memory`); None for a model of unknown
     architecture.
     """
-    policy, rollout = config.policy, config.rollout
-    known = architecture_of(policy.model) if policy.model else None
+    model, rollout = config.policy.model, config.rollout
+    known = architecture_of(model) if model else None
     if known is None:
         return None
-    if policy.max_sequence_length:
-        known = replace(known, prompt_tokens=policy.max_sequence_length)
     method = make_method(config)
     own_images = math.ceil(counts.reward_calls * counts.groups_per_process / rollout.groups)
-    size = Size(policy.resolution, policy.width or policy.resolution, policy.num_frames)
-    counted = count_memory(
-        known,
-        size,
-        counts.rows_per_micro_batch,
-        counts.rows_per_call,
-        policy.lora_rank,
-        policy.dtype,
-        policy.gradient_checkpointing,
-        policy.tuning == "full",
-        policy.decode_batch,
-        method.loss.needs_reference,
-        min(SCORED_TOGETHER, own_images),
-        policy.decode_dtype,
-        policy.lora_targets,
-    )
+    images, options = min(SCORED_TOGETHER, own_images), model_options(config)
+    rows = counts.rows_per_micro_batch, counts.rows_per_call
+    counted = count_memory(known, options, *rows, images)
     tree, stored = _tree(config, method), rollout.group_size * (2 * rollout.num_steps + 1)
     if tree.branched:
         stored = tree.units + tree.at(tree.steps).start
     latents = 0 if rollout.offload else counts.groups_per_process * stored
-    return replace(counted, trajectories=4 * latents * math.prod(known.latent_shape(size)))
+    return replace(counted, trajectories=4 * latents * math.prod(known.latent_shape(options)))
 
 
 def memory_text(counts: Plan, config: RunConfig) -> str:
@@ -314,5 +305,7 @@ def memory_text(counts: Plan, config: RunConfig) -> str:
         "at most": f"{size['peak']}, without the reward's network, CUDA's work space and the"
         " allocator's reserve",
     }
+    if policy.device != "cpu" and not torch.cuda.is_available():
+        lines["note"] = "counted for a machine with a GPU; this machine has none"
     title = f"memory of a process, counted on the architecture of {Path(policy.model).name} in"
     return "\n".join([f"{title} {policy.dtype}, not measured; GB = 10^9 bytes", *_table(lines)])
