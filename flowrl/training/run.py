@@ -27,9 +27,13 @@ from flowrl.rewards import evaluation_reward
 from flowrl.training.build import make_reward, make_world, policy_options, trainer_in
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
 from flowrl.training.config import RunConfig, load_config
-from flowrl.training.evaluation import Evaluation, evaluate, write_trajectory
+from flowrl.training.evaluation import (
+    Evaluation,
+    evaluate,
+    make_heldout_metrics,
+    write_trajectory,
+)
 from flowrl.training.format import COMMENT, FORMAT
-from flowrl.training.heldout import make_heldout_metrics
 from flowrl.training.logging import Journal
 from flowrl.training.memory import memory_notices, out_of_memory
 from flowrl.training.monitors import limits_of, notices

@@ -28,7 +28,7 @@ from flowrl.samplers import FlowSDE
 from flowrl.serving import ServerSettings, create_app
 from flowrl.training.build import make_reward, make_trainer, make_world
 from flowrl.training.config import preset
-from flowrl.training.heldout import make_heldout_metrics
+from flowrl.training.evaluation import make_heldout_metrics
 from flowrl.training.monitors import limits_of, notices
 from flowrl.training.results import load_run
 

@@ -243,10 +243,6 @@ def test_metrics_and_plan_count_the_passes_of_the_network(sampled, chosen, evalu
     assert (row["train_nfe"] == found.velocities) == (evaluations[1] == 9)
     text = plan_text(found, config)
     assert (
-        f"x 3 (network, base model, copies of the weights){'' if not chosen else ', guidance'}"
-        in text
-    )
-    assert (
         f"= {found.train_nfe:,} network evaluations, {found.gradient_nfe:,} of them with gradients"
         in text
     )
