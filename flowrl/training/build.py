@@ -23,7 +23,6 @@ from flowrl.core.protocols import (
     PolicyOptions,
     World,
 )
-from flowrl.credit.random_credit import with_seed
 from flowrl.distributed import Distributed
 from flowrl.flow import uniform_schedule
 from flowrl.methods import Method, check_one_advantage, named_method, try_credit, with_options
@@ -108,7 +107,9 @@ def run_method(config: RunConfig) -> Method:
     shared = method.shared_noise
     if chosen.initial_noise != "auto":
         shared = chosen.initial_noise == "shared"
-    credit = with_seed(method.credit, config.seed)
+    credit = method.credit
+    if getattr(credit, "seed", 0) is None:  # a rule that draws; None is the run's seed
+        credit = with_options(credit, seed=config.seed)
     return replace(
         method, sampler=sampler, window=window, loss=loss, credit=credit, shared_noise=shared
     )
