@@ -35,9 +35,6 @@ class Page(NamedTuple):
 
 CORE = ("errors", "options", "reading", "settings")
 PARTS = ("registry", "specs", "sources", "plugins", "trust")
-TREES = ("units", "depth_relative", "sibling_relative", "backed_up", "pruned")
-BASELINES = ("moving_average", "value_tracker", "gdpo", "weighted")
-DETECTION = ("detection", "turn_probability", "likely_turns", "clear_swings", "large_aggregates")
 LOSS = ("values", "weights", "loss_batch", "forward_batch")
 SAMPLING = ("sampling", "solvers", "EVALUATION_SEED", "SOLVERS")
 COMBINED = ("combine", "diversity", "contract")
@@ -62,22 +59,21 @@ PAGES = (
         "credit-baselines",
         "Credit rules: baselines over iterations, GDPO, weights",
         ("credit",),
-        BASELINES,
+        ("memory", "wrappers"),
     ),
     Page(
         "credit-turning-points",
         "Credit rules: turning points",
         ("credit",),
-        ("turning_point", "random_credit"),
+        ("turning_point",),
     ),
-    Page("credit-detection", "Turning points under reward noise", ("credit",), DETECTION),
-    Page("credit-trees", "Credit rules on trees", ("credit",), TREES),
+    Page("credit-trees", "Credit rules on trees", ("credit",), ("trees",)),
     Page("losses", "Policy losses: clipped, GRPO-Guard, Flow-DPPO", ("losses",)),
     Page(
         "losses-forward",
         "Forward-process losses: DiffusionNFT, AWM, DGPO",
         ("losses",),
-        ("nft", "awm", "dgpo"),
+        ("forward",),
     ),
     Page("probes", "Probes: substeps, ODE completion, branches", ("probes",)),
     Page("probes-base", "Probes: the base class and its values", ("probes",), ("base", "types")),

@@ -9,7 +9,7 @@ sample's times has no meaning.
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
@@ -230,7 +230,7 @@ class DrawnSteps(_Times):
 
     count: Count = 4
     steps: Count = 7
-    shared: bool = True
+    shared: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         most = f"at most steps = {self.steps}"
