@@ -11,13 +11,13 @@ from tiny_rewards import tiny_clip
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
+from flowrl.parts import prompt_files as files
 from flowrl.parts.geneval import OBJECTS, TAGS
 from flowrl.parts.prompt_lists import plural
 from flowrl.parts.prompts import (
     Clause,
     PromptStream,
     compositional_prompts,
-    files,
     image_prompts,
     load_prompts,
     read_prompts,
