@@ -18,6 +18,8 @@ from flowrl.flow import DrawnSteps, PermutedTimes, StratifiedTimes, expand
 from flowrl.losses.terms import beyond, mean_over, over_units, ratio_metrics, surrogate
 
 VELOCITIES = ("new", "target", "old", "average", "reference")
+LEAST_WEIGHT = 1e-5
+"""Smallest weight w of an error in DiffusionNFT."""
 PENALTIES = {"reference": "kl", "average": "average_kl"}
 """Metrics of the distances from other networks, by the network's name."""
 
@@ -174,7 +176,7 @@ class DiffusionNFT:
         if self.error == "velocity":
             return error
         distance = (velocity - rows.target).detach().abs().flatten(1).mean(1)
-        return rows.time.square() * error / (rows.time * distance).clamp(min=1e-5)
+        return rows.time.square() * error / (rows.time * distance).clamp(min=LEAST_WEIGHT)
 
     @checked
     def loss(self, batch: ForwardBatch) -> LossResult:

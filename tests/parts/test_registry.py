@@ -122,9 +122,9 @@ assert main(["train", "--world", "mixture", "--credit", "broken"]) == 2
 
 def test_options_reach_the_part() -> None:
     rule = build(
-        "credit", "turning-point(consistent=False, balance=None, probe=completion, min_size=0.1)"
+        "credit", "turning-point(consistent=False, balance=None, probe=completion, combine=add)"
     )
-    assert rule == TurningPoint(consistent=False, balance=None, min_size=0.1)
+    assert rule == TurningPoint(consistent=False, balance=None, combine="add")
     assert build("credit", "turning-point(balance=trend, first_step=false)") == TurningPoint(
         balance="trend", first_step=False
     )
@@ -260,14 +260,6 @@ def test_probes_as_parts(tmp_path: Path) -> None:
         ("substeps(count=2.5)", "Substeps.count = 2.5 is not allowed; allowed: a whole number"),
         ("substeps:0", "Substeps.count = 0 is not allowed; allowed: 1 or more"),
         ("completion(every=0)", "Completion.every = 0 is not allowed; allowed: 1 or more"),
-        (
-            "completion(fraction=0.0)",
-            "Completion.fraction = 0.0 is not allowed; allowed: above 0, at most 1",
-        ),
-        (
-            "completion(control=mean)",
-            "Completion.control = 'mean' is not allowed; allowed: one of tweedie, uniform",
-        ),
         (
             "completion(dtype=float8)",
             "Completion.dtype = 'float8' is not allowed; allowed: one of own, bfloat16",

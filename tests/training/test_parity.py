@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flowrl.losses import nft
+from flowrl.losses import forward
 from flowrl.training.behaviour import Behaviour
 
 FORWARD = parity.DATA.parent / "golden_forward"
@@ -438,7 +438,7 @@ def test_another_setting_than_the_plain_formulas_have_fails(case, settings, expe
 
 @pytest.mark.parametrize("floor", [0.0, 9e-6, 1.1e-5])
 def test_another_floor_fails(floor, monkeypatch):
-    monkeypatch.setattr(nft, "LEAST_WEIGHT", floor)
+    monkeypatch.setattr(forward, "LEAST_WEIGHT", floor)
     failed = {row.state for row in parity.plain(["nft", "nft at the floor"]) if not row.passed}
     assert failed == {"nft at the floor"}
 
