@@ -188,7 +188,7 @@ def test_other_words_for_trained_steps_are_refused(spec: str) -> None:
     with pytest.raises(
         ConfigError,
         match=(
-            r"trained_steps = .* is not allowed; allowed: a slice START:STOP, .* random\(fraction="
+            r"trained_steps = .* is not allowed; allowed: a slice START:STOP .* random\(fraction="
         ),
     ):
         chosen(spec, [0.1, 0.1])
