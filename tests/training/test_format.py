@@ -57,8 +57,8 @@ def committed() -> set[tuple[str, str]]:
     """
     found = set[tuple[str, str]]()
     for path in RESULTS:
-        archived = path.suffix == ".gz"
-        text = gzip.open(path, "rt").read() if archived else path.read_text()
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
         found |= set(re.findall(r'"(window|trained_steps)": "([^"]+)"', text))
     for path in PRESETS:
         texts = re.findall(
