@@ -158,12 +158,12 @@ class UniformTimes(_Times):
     """
 
     count: Count = 6
-    low: Positive = 0.2
+    low: Annotated[float, Gt(0), Lt(1)] = 0.2
     high: Fraction = 1.0
     shift: Positive = 3.0
 
     def __post_init__(self) -> None:
-        require(self.low < self.high, "UniformTimes.low", self.low, f"below high = {self.high}")
+        require(self.low < self.high, "UniformTimes.high", self.high, f"above low = {self.low}")
 
     def draws(self, schedule: Schedule) -> int:
         """`count`."""

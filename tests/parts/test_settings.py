@@ -13,7 +13,7 @@ from jaxtyping import TypeCheckError
 
 from flowrl.core.errors import ConfigError, CreditError
 from flowrl.core.experience import Decisions
-from flowrl.core.types import CHECKS_ON
+from flowrl.core.types import CHECKS_ON, Schedule
 from flowrl.credit import (
     GDPO,
     MovingAverageGain,
@@ -347,12 +347,8 @@ def test_missing_values_are_named_by_column() -> None:
 
 def test_noise_larger_than_there_is_leaves_no_old_noise() -> None:
     """DDIM's sigma is capped at s: the share of old noise is then 0."""
-    schedule, x, v = (
-        Schedule(torch.tensor([1.0, 0.5, 0.3, 0.0])),
-        torch.ones(1, 1),
-        2 * torch.ones(1, 1),
-    )
-    found = DDIMSDE(9.0).transition(x, v, schedule, torch.tensor([1]))
+    schedule, x = Schedule(torch.tensor([1.0, 0.5, 0.3, 0.0])), torch.ones(1, 1)
+    found = DDIMSDE(9.0).transition(x, 2 * x, schedule, torch.tensor([1]))
     clean = 1.0 - 0.5 * 2.0
     torch.testing.assert_close(found.mean, torch.tensor([[0.7 * clean]]))
     assert float(found.std) == pytest.approx(0.3)
