@@ -34,6 +34,10 @@ Count = Annotated[int, Ge(1), Le(10**9)]
 Whole = Annotated[int, Ge(0), Le(10**9)]
 Seed = Annotated[int, Ge(0), Le(MAX_SEED)]
 Workers = Annotated[int, Ge(0), Le(1024)]
+Positive = Annotated[float, Gt(0), Lt(math.inf)]
+NonNegative = Annotated[float, Ge(0), Lt(math.inf)]
+Fraction = Annotated[float, Gt(0), Le(1)]
+Share = Annotated[float, Ge(0), Le(1)]
 
 WORDS: dict[Any, str] = {
     int: "a whole number",
@@ -161,7 +165,11 @@ def check_ranges(command: Any) -> None:
 __all__ = [
     "WORDS",
     "Count",
+    "Fraction",
+    "NonNegative",
+    "Positive",
     "Seed",
+    "Share",
     "Whole",
     "Workers",
     "check_ranges",

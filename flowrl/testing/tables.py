@@ -10,8 +10,7 @@ from torch import Tensor
 from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Experience
 from flowrl.core.protocols import CreditRule
-from flowrl.credit import read_columns
-from flowrl.credit.units import on_tree
+from flowrl.credit import on_tree, read_columns
 from flowrl.probes import Branching
 from flowrl.testing.findings import expect
 

@@ -22,7 +22,6 @@ from flowrl.core.protocols import (
     RewardModel,
     World,
 )
-from flowrl.credit.random_credit import with_seed
 from flowrl.distributed import Distributed
 from flowrl.flow import uniform_schedule
 from flowrl.methods import Method, check_one_advantage, named_method, try_credit, with_options
@@ -83,12 +82,15 @@ def run_method(config: RunConfig) -> Method:
     fits = isinstance(loss, ForwardLoss) or not isinstance(method.loss, ForwardLoss)
     require(fits, "loss", chosen.loss, f"a forward-process loss with {chosen.method}")
     shared = {"auto": method.shared_noise, "shared": True, "independent": False}
+    credit = method.credit
+    if getattr(credit, "seed", 0) is None:  # a rule that draws; None is the run's seed
+        credit = with_options(credit, seed=config.seed)
     return replace(
         method,
         sampler=sampler,
         window=build("window", chosen.window) if chosen.window else method.window,
         loss=loss,
-        credit=with_seed(method.credit, config.seed),
+        credit=credit,
         shared_noise=shared[chosen.initial_noise],
     )
 

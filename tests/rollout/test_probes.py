@@ -10,6 +10,7 @@ from itertools import combinations
 import pytest
 import torch
 from all_but_last import AllButLast
+from flowrl_bench.probes import SomeMembers
 
 import flowrl.rollout.probing as probing
 from flowrl.core.errors import ConfigError, ProbeError
@@ -120,10 +121,10 @@ def test_costs_of_one_trajectory_of_ten_steps(probe, nfe, calls, images):
 @pytest.mark.parametrize(
     ("probe", "nfe", "images"),
     [
-        (Substeps(5, fraction=0.25), 80 + 2 * 36, 18 + 72),
-        (Substeps(5, fraction=0.25, control="uniform"), 80 + 2 * 36, 18),
-        (Completion(fraction=0.5), 80 + 4 * 45, 36 + 72),
-        (Completion(fraction=0.01, every=3), 80 + 9 + 6 + 3, 3 + 24),
+        (SomeMembers(Substeps(5), fraction=0.25), 80 + 2 * 36, 18 + 72),
+        (SomeMembers(Substeps(5), fraction=0.25, control="uniform"), 80 + 2 * 36, 18),
+        (SomeMembers(Completion()), 80 + 4 * 45, 36 + 72),
+        (SomeMembers(Completion(every=3), fraction=0.01), 80 + 9 + 6 + 3, 3 + 24),
     ],
     ids=repr,
 )
@@ -251,14 +252,17 @@ def test_the_mean_over_all_subsets_is_the_full_table(control):
     generator = torch.Generator().manual_seed(0)
     full, cheap = torch.rand(2, 3, 5, 7, generator=generator, dtype=torch.float64)
     cheap[..., -1] = full[..., -1]
-    probe = Substeps(3, fraction=0.4, control=control)
+    probe = SomeMembers(Substeps(3), fraction=0.4, control=control)
     subsets = [torch.tensor([subset] * 3) for subset in combinations(range(5), 2)]
     tables = torch.stack([scored_subset(full, cheap, subset, probe) for subset in subsets])
     torch.testing.assert_close(gains(tables.mean(0)), gains(full), atol=1e-12, rtol=0)
     assert torch.equal(tables[..., -1], full[..., -1].expand(len(subsets), -1, -1))
     torch.testing.assert_close(gains(tables[0]).sum(-1), full[..., -1] - tables[0][..., 0])
     same = torch.stack(
-        [scored_subset(full, full, subset, Substeps(3, fraction=0.4)) for subset in subsets]
+        [
+            scored_subset(full, full, subset, SomeMembers(Substeps(3), fraction=0.4))
+            for subset in subsets
+        ]
     )
     torch.testing.assert_close(same, full.expand_as(same))  # a perfect control has no variance
 
@@ -268,7 +272,7 @@ def test_the_uniform_control_grows_evenly_over_the_decisions():
     scored = Scored(
         {node: torch.zeros(1, 2) for node in nodes}, final, nodes, dict.fromkeys(nodes, chosen)
     )
-    found = Substeps(3, fraction=0.5, control="uniform").rewards(scored)
+    found = SomeMembers(Substeps(3), fraction=0.5, control="uniform").rewards(scored)
     for place, node in enumerate(nodes):  # members 2 and 3 were not drawn; the group's mean is 2
         assert found[node][0, 2:].tolist() == pytest.approx([2.0, 2.0 + place / 3 * 3.0])
 
@@ -284,7 +288,7 @@ def test_drawn_subsets_are_unbiased(monkeypatch):
         monkeypatch.setattr(
             probing, "own_generator", lambda g, seed=seed: torch.Generator().manual_seed(seed)
         )
-        tables.append(table_of(policy, Substeps(2, fraction=0.5), steps=6))
+        tables.append(table_of(policy, SomeMembers(Substeps(2), fraction=0.5), steps=6))
     found = gains(torch.stack(tables))
     error = found.std(0) / draws**0.5
     assert float(((found.mean(0) - expected).abs() / (error + 1e-6)).max()) < 6
@@ -292,7 +296,7 @@ def test_drawn_subsets_are_unbiased(monkeypatch):
 
 
 def test_draws_differ_between_groups_and_iterations():
-    probe, policy = Substeps(2, fraction=0.5), small_policy(NetworkUse())
+    probe, policy = SomeMembers(Substeps(2), fraction=0.5), small_policy(NetworkUse())
     members = [run(policy, probe, members=16, seed=seed)[0].estimates[3].members for seed in (0, 1)]
     assert members[0].shape == (2, 8)
     assert not torch.equal(members[0][0], members[0][1]) and not torch.equal(members[0], members[1])
@@ -300,7 +304,7 @@ def test_draws_differ_between_groups_and_iterations():
 
 def test_states_that_a_group_shares_are_scored_for_all():
     policy = small_policy(NetworkUse())
-    found = run(policy, Substeps(2, fraction=0.5), shared=True)[0].estimates
+    found = run(policy, SomeMembers(Substeps(2), fraction=0.5), shared=True)[0].estimates
     assert (
         found[0].members is None and len(found[0].latents) == 2 and len(found[1].latents) == 2 * 2
     )
@@ -312,9 +316,9 @@ CHEAP = [
     Substeps(3, solver="unipc"),
     Substeps(3, dtype="bfloat16"),
     Substeps(4, guidance="off"),
-    Substeps(4, fraction=0.5),
+    SomeMembers(Substeps(4), fraction=0.5),
     Completion(guidance="off"),
-    Completion(fraction=0.5, dtype="bfloat16", solver="heun"),
+    SomeMembers(Completion(dtype="bfloat16", solver="heun")),
 ]
 
 
@@ -450,7 +454,7 @@ def torch_state():
 def test_a_probes_draws_move_no_generator():
     """The order of an iteration's mini-batches, drawn next, is the same for every probe."""
     policy, states = small_policy(NetworkUse()), []
-    for probe in (NoProbe(), Substeps(2, fraction=0.5)):
+    for probe in (NoProbe(), SomeMembers(Substeps(2), fraction=0.5)):
         groups, generator = Groups(2, 4), torch.Generator().manual_seed(3)
         noise = groups.noise(policy.latent_shape, generator)
         with torch_state():

@@ -12,7 +12,7 @@ from flowrl.core.types import Schedule
 from flowrl.flow import shifted_schedule, uniform_schedule
 from flowrl.rollout import Groups, Usage, rollout, solve
 from flowrl.samplers import Multistep
-from flowrl.samplers.sa_solver import SASolver, sa_schedule
+from flowrl.samplers.multistep import SASolver, sa_schedule
 from flowrl.worlds.base import PolicyOptions, world
 
 PROMPTS = [world("mixture").parse(f"towards {angle} degrees") for angle in (0, 90, 180)]

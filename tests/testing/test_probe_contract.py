@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flowrl_bench.probes import SomeMembers
 
 from flowrl.parts.registry import build
 from flowrl.probes import (
@@ -30,11 +31,11 @@ test_none = probe_contract(NoProbe())
 test_tweedie = probe_contract(Tweedie)
 test_substeps = probe_contract(Substeps(3))
 test_substeps_by_a_solver = probe_contract(Substeps(3, solver="dpm++", every=2))
-test_substeps_of_some_members = probe_contract(Substeps(2, fraction=0.5))
+test_substeps_of_some_members = probe_contract(SomeMembers(Substeps(2)))
 test_unguided_substeps = probe_contract(Substeps(4, guidance="off"), members=2)
 test_completion = probe_contract(Completion())
 test_cheap_completion = probe_contract(
-    Completion(every=2, fraction=0.5, control="uniform", solver="unipc")
+    SomeMembers(Completion(every=2, solver="unipc"), control="uniform")
 )
 test_narrow_completion = probe_contract(Completion(dtype="bfloat16"))
 test_continuation = probe_contract(Continuation(2))

@@ -27,11 +27,11 @@ MIXTURE = preset("tiny").apply(
         {"method": "x", "credit": "stepwise-gain(probe='completion(solver=heun,together=False)')"},
         {
             "method": "x",
-            "credit": "stepwise-gain(probe='substeps(count=3,solver=dpm++,every=2,fraction=0.5)')",
+            "credit": "stepwise-gain(probe=some-members(probe=substeps(count=3,solver=dpm++,every=2)))",
         },
         {
             "method": "x",
-            "credit": "stepwise-gain(probe='completion(fraction=0.3,control=uniform)')",
+            "credit": "stepwise-gain(probe=some-members(probe=completion,fraction=0.3,control=uniform))",
             "initial_noise": "shared",
         },
         {"method": "x", "credit": "stepwise-gain(probe='branch(children={1:2,3:2})')"},

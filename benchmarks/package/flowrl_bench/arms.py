@@ -216,13 +216,13 @@ _ARMS = (
     Arm("turning points", {"method": "tp-grpo"}, worlds=BOTH),
     Arm(
         "turning points at random steps",
-        {"credit": "turning-point(where=random)"},
+        {"credit": "turning-point-variant(where=random)"},
         worlds=BOTH,
         control=True,
     ),
     Arm(
         "increments alone",
-        {"credit": "turning-point(where='none')"},
+        {"credit": "turning-point-variant(where='none')"},
         worlds=BOTH,
         same="dense-grpo",
     ),

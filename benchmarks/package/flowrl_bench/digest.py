@@ -26,8 +26,17 @@ from flowrl_bench.measurements import CURVE, measure
 from flowrl_bench.older_windows import STEPS, to_older
 
 PACKAGES = {"flowrl": Path(flowrl.__file__).parent, "flowrl_bench": Path(__file__).parent}
-RUN = ("flowrl_bench.measurements", "flowrl_bench.negative_controls")
+RUN = tuple(
+    f"flowrl_bench.{name}" for name in ("measurements", "negative_controls", "probes", "rules")
+)
 """Modules from which the imports of a run are followed."""
+RENAMED = {
+    "turning-point-variant(where=random)": "turning-point(where=random)",
+    "turning-point-variant(where='none')": "turning-point(where='none')",
+    "turning-point-variant(min_size=0.1)": "turning-point(min_size=0.1)",
+    "turning-point-variant(confidence=1.0)": "turning-point(confidence=1.0)",
+}
+"""Credit rules and their spelling in older results, whose ids remain valid."""
 RULES = (
     "arms",
     "claims",
@@ -277,7 +286,8 @@ def _spelled(config: RunConfig) -> dict[str, Any]:
     spelled = {"random": "random(seed=None)", "random(seed=0)": "random"}
     if settings["method"] in MEASURED:
         spelled |= {ONE_STEP: "", "": "own"}
-    settings["credit"] = spelled.get(credit, credit)
+    settings["credit"] = (spelled | RENAMED).get(credit, credit)
+    settings["method"] = RENAMED.get(settings["method"], settings["method"])
     return settings | {name: to_older(name, settings[name]) for name in STEPS}
 
 

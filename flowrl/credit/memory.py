@@ -1,24 +1,101 @@
-"""Uniform credit relative to a value per prompt, tracked across iterations."""
+"""Rules with a memory across iterations: a moving average of gains, and a value per prompt."""
 
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
+from annotated_types import Ge, Lt
 from torch import Tensor
 
-from flowrl.core.errors import require
 from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, ValueTable
-from flowrl.core.options import checked_options
+from flowrl.core.options import Share, checked_options
 from flowrl.credit.table import (
     STD_EPSILON,
+    Clamp,
+    clamped,
+    first_of,
+    gain_columns,
+    gains,
     last_column,
     masked_mean,
-    require_clamp,
     require_columns,
+    zscore,
 )
-from flowrl.probes import NoProbe, Probe
+from flowrl.probes import NoProbe, Probe, Substeps
+
+
+@checked_options
+@dataclass
+class MovingAverageGain:
+    """A decision gets its gain, less the running average of the gains at its time.
+
+    A = Z(g_k - b_k) over members and decisions, g_k = V_{k+1} - V_k, b_k an exponential moving
+    average of g_k.
+
+    After every table b_k <- `decay` b_k + (1 - `decay`) mean(g_k), the mean over all prompts and
+    members in the mask. The average is kept by the time of the decision; a time that was not seen
+    before starts with its mean gain. Z(y) = (y - mean) / (std + 1e-4) per prompt. Subtracting the
+    mean gain of a decision removes the larger credit that early decisions get only because they are
+    early. A group of equal rewards gets exactly 0: such rewards contain no information about any
+    decision, but the baseline would add some.
+
+    `assign` updates the baseline; checkpoints contain it (`state_dict`), so a resumed run continues
+    with the same values. It raises `CreditError` if a value that the credit reads is not finite.
+    Source: the moving-average ablation of Stepwise-Flow-GRPO (arXiv 2603.28718).
+
+    Args:
+        decay: weight of the previous baseline, in [0, 1).
+        clamp: largest absolute advantage; None for no clamp.
+        probe: the probe that scores unfinished states.
+
+    Raises:
+        ConfigError: a field is out of range.
+    """
+
+    shared_noise: ClassVar[bool] = True
+
+    decay: Annotated[float, Ge(0), Lt(1)] = 0.9
+    clamp: Clamp = 5.0
+    probe: Probe = Substeps(5)
+    baseline: dict[float, float] = field(default_factory=dict, init=False, repr=False)
+
+    def reads(self, trained: Tensor) -> Tensor:
+        """Columns k and k + 1 of trained decisions."""
+        return gain_columns(trained)
+
+    def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
+        """Advantages [prompt, member, decision] relative to the baseline of earlier tables; then
+        updates the baseline.
+        """
+        require_columns(values, decisions, self)
+        mask, increments, over = decisions.mask, gains(values), ("member", "decision")
+        means: list[float] = masked_mean(increments, ("prompt", "member"), mask).flatten().tolist()
+        times: list[float] = decisions.time.tolist()
+        before = [self.baseline.get(time, mean) for time, mean in zip(times, means, strict=True)]
+        relative = increments - increments.new_tensor(before)
+        advantages = zscore(relative, over, clamp=self.clamp, mask=mask)
+        counted = mask.any(0).any(0).tolist()
+        for time, old, mean, counts in zip(times, before, means, counted, strict=True):
+            if counts:
+                self.baseline[time] = self.decay * old + (1.0 - self.decay) * mean
+        # the baseline would credit a group of equal rewards, which says nothing about decisions
+        read = self.reads(mask)
+        silent = ((values == first_of(values, over, read)) | ~read).all(-1).all(-1)
+        return advantages.masked_fill(silent[:, None, None], 0.0)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Times [n] and the baseline at each [n]; empty before the first table."""
+        if not self.baseline:
+            return {}
+        times, baseline = torch.tensor(list(self.baseline.items()), dtype=torch.float64).T
+        return {"times": times.clone(), "baseline": baseline.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `state_dict`."""
+        tables = [state[name].tolist() for name in ("times", "baseline") if name in state]
+        self.baseline = dict(zip(*tables, strict=True))
 
 
 class Tracked(NamedTuple):
@@ -78,14 +155,10 @@ class ValueTracker:
         ConfigError: a field is out of range.
     """
 
-    decay: float = 0.9
+    decay: Share = 0.9
     std: Literal["prompt", "batch"] = "prompt"
-    clamp: float | None = 5.0
+    clamp: Clamp = 5.0
     memory: dict[Hashable, Tracked] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        require(0.0 <= self.decay <= 1.0, "ValueTracker.decay", self.decay, "in [0, 1]")
-        require_clamp("ValueTracker", self.clamp)
 
     @property
     def probe(self) -> Probe:
@@ -113,21 +186,19 @@ class ValueTracker:
         """Update the `memory` of the prompts `keys`, then compare with it."""
         members = decisions.mask.any(-1)
         require_columns(values, decisions, self, last_column(decisions.mask))
-        final, rows = values[..., -1].double(), {}
-        for row, key in enumerate(keys):
-            rows.setdefault(key, []).append(row)
-        for key, chosen in rows.items():
-            rewards = final[chosen][members[chosen]]
+        final = values[..., -1].double()
+        for key in dict.fromkeys(keys):  # groups of one prompt are one visit
+            rows = [row for row, other in enumerate(keys) if other == key]
+            rewards = final[rows][members[rows]]
             if len(rewards):
-                seen = tracked(rewards)
-                memory[key] = memory[key].merged(seen, self.decay) if key in memory else seen
+                visit = tracked(rewards)
+                memory[key] = memory[key].merged(visit, self.decay) if key in memory else visit
         known = [memory.get(key, Tracked(0.0, 0.0, 0.0)) for key in keys]
         statistics = torch.tensor(known, dtype=torch.float64).to(final.device)
         deviations = final - statistics[:, 1, None]
         pooled = masked_mean(deviations.square(), ("prompt", "member"), members)
         std = (statistics[:, 2, None] if self.std == "prompt" else pooled).sqrt()
-        scores = deviations / (std + STD_EPSILON)
-        scores = scores if self.clamp is None else scores.clamp(-self.clamp, self.clamp)
+        scores = clamped(deviations / (std + STD_EPSILON), self.clamp)
         return scores[..., None].repeat(1, 1, len(decisions)).to(values.dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -136,10 +207,9 @@ class ValueTracker:
         """
         if not self.memory:
             return {}
-        statistics = torch.tensor(list(self.memory.values()), dtype=torch.float64)
         return {
             "prompts": torch.tensor(list(self.memory), dtype=torch.int64),
-            "statistics": statistics,
+            "statistics": torch.tensor(list(self.memory.values()), dtype=torch.float64),
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

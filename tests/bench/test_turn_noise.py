@@ -7,27 +7,18 @@ inequality).
 """
 
 import math
-from itertools import pairwise, permutations
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from flowrl_bench.rules import likely_turns
+from flowrl_bench.turn_noise import expected_calls, order_moments, turn_orders, turn_probability
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import multivariate_normal, norm
 
-from flowrl.core.errors import ConfigError
-from flowrl.core.experience import Decisions
-from flowrl.credit import (
-    TurningPoint,
-    expected_calls,
-    likely_turns,
-    process_rewards,
-    turn_probability,
-    turning_points,
-)
-from flowrl.credit.orders import order_moments
-from flowrl.credit.turning_point import turn_orders
+from flowrl.credit import process_rewards, turning_points
 
 FALSE_ALARM = 1e-3
 ORDERS = sorted({order for key in np.ndindex(2, 2, 2, 2) for order in turn_orders(*map(bool, key))})
@@ -48,18 +39,6 @@ def close(actual: torch.Tensor, expected: torch.Tensor, atol: float) -> None:
 
 
 # Probabilities of orders
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_equal_means_give_the_fraction_of_permutations_in_that_order(order: str) -> None:
-    relations = [relation.split("<") for relation in order.split()]
-    letters = sorted({letter for relation in relations for letter in relation})
-    ranks = [
-        dict(zip(letters, ranking, strict=True)) for ranking in permutations(range(len(letters)))
-    ]
-    fraction = sum(all(rank[a] < rank[b] for a, b in relations) for rank in ranks) / len(ranks)
-    probability = order_moments({letter: torch.full((3,), 0.7) for letter in letters}, [order])
-    close(probability, torch.full((1, 3), fraction, dtype=torch.float64), 1e-10)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -122,12 +101,6 @@ def test_orders_of_far_means_are_certain() -> None:
     close(order_moments(means, ["x<y y<z"]), torch.tensor([[1.0, 0.0]]), 1e-12)
 
 
-def test_no_entries_have_no_probabilities() -> None:
-    assert order_moments(
-        {"x": torch.zeros(0), "y": torch.zeros(0)}, ["x<y"], ({}, {"x": 1})
-    ).shape == (2, 0)
-
-
 # Expected calls
 
 
@@ -179,50 +152,6 @@ def test_pure_noise_has_known_densities(count: int) -> None:
         close(found.mean, torch.zeros_like(found.mean), 1e-10)
         assert torch.equal(found.false_calls, found.called)
         assert not found.turns.any()
-
-
-@given(seeds)
-@settings(max_examples=10, deadline=None)
-def test_large_noise_forgets_the_rewards_and_small_noise_changes_nothing(seed: int) -> None:
-    true = table(seed)
-    assume(float((true[..., None] - true[..., None, :]).abs().add(torch.eye(7)).min()) > 1e-4)
-    for consistent, first_step in DEFINITIONS:
-        noise = expected_calls(torch.zeros_like(true), 1.0, consistent, first_step)
-        close(expected_calls(true, 1e6, consistent, first_step).called, noise.called, 1e-5)
-        found = expected_calls(true, 1e-5, consistent, first_step)
-        assert torch.equal(found.turns, turning_points(true, consistent, first_step))
-        close(found.called, found.turns, 1e-9)
-        close(found.bias, torch.zeros_like(found.mean), 1e-9)
-        close(found.variance, torch.full_like(found.mean, 2e-10), 1e-12)
-        close(found.false_calls + found.misses, torch.zeros_like(found.mean), 1e-9)
-
-
-@given(seeds, st.booleans())
-@settings(max_examples=10, deadline=None)
-def test_signs_and_units_of_the_reward(seed: int, consistent: bool) -> None:
-    true = table(seed)
-    found, negated, scaled = (
-        expected_calls(*pair, consistent)
-        for pair in ((true, 0.2), (-true, 0.2), (3 * true + 1, 0.6))
-    )
-    for other, sign in ((negated, -1), (scaled, 3)):
-        close(other.called, found.called, 1e-10)
-        close(other.mean, sign * found.mean, 1e-9)
-        close(other.variance, sign**2 * found.variance, 1e-8)
-
-
-def test_the_last_step_gets_its_increment_called_or_not() -> None:
-    true = table(9)
-    for consistent in (True, False):
-        found = expected_calls(true, 0.3, consistent)
-        close(found.mean[..., -1], true.diff(dim=-1)[..., -1], 1e-12)
-        close(found.variance[..., -1], torch.full((2, 3), 0.18, dtype=torch.float64), 1e-9)
-    assert not expected_calls(true, 0.3).called[..., -1].any()
-
-
-def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ConfigError, match="noise"):
-        expected_calls(table(0), 0.0)
 
 
 # The criterion
@@ -279,22 +208,6 @@ def test_the_criterion_is_monotone_and_none_without_noise(seed: int, consistent:
         assert not (strict & ~loose).any()
 
 
-def test_the_probability_of_a_turn_is_the_chance_of_a_call_at_the_observed_values() -> None:
-    """A flat prior swaps the roles of true and observed rewards; the other direction is a small
-    part of the chance of a call.
-    """
-    rewards = table(11, members=40)
-    for consistent in (True, False):
-        turns = turning_points(rewards, consistent)
-        up, chance = (
-            turn_probability(rewards, turns, 0.1, consistent),
-            expected_calls(rewards, 0.1, consistent).called,
-        )
-        assert bool((up <= chance + 1e-9).all())
-        opposite = (chance - up)[turns]
-        assert float(opposite.mean()) < 0.05 < float(up[turns].mean())
-
-
 def test_equal_values_count_as_one_score() -> None:
     """Repeated columns before the first and after the last change of the image add nothing."""
     short = table(12, 5, members=60)
@@ -309,50 +222,3 @@ def test_equal_values_count_as_one_score() -> None:
                 short, turning_points(short, consistent, False), 0.1, consistent
             )
             close(found, expected, 1e-10)
-
-
-@pytest.mark.parametrize("consistent", [True, False])
-def test_with_a_wide_prior_the_probability_is_the_frequency_of_real_turns(consistent: bool) -> None:
-    """True rewards of a standard deviation of 6 times the noise; calls of one trajectory are
-    dependent, so trajectories are summed before their spread is taken. The width is finite, which
-    biases the probability by less than 0.01.
-    """
-    generator = torch.Generator().manual_seed(13)
-    true = 6 * torch.randn(20_000, 1, 8, generator=generator, dtype=torch.float64)
-    noisy = true + torch.randn(true.shape, generator=generator, dtype=torch.float64)
-    called = turning_points(noisy, consistent)
-    real = called & turning_points(true, consistent) & (noisy.diff(dim=-1) * true.diff(dim=-1) > 0)
-    probability = turn_probability(noisy, called, 1.0, consistent)
-    edges = (0.0, 0.5, 0.7, 0.85, 0.95, 1.0)
-    limit = norm.isf(FALSE_ALARM / (len(edges) - 1) / 2)
-    for low, high in pairwise(edges):
-        inside = (
-            called & (probability >= low) & (probability < high if high < 1 else probability <= 1)
-        )
-        surplus = ((real.double() - probability) * inside).sum((1, 2))
-        count = float(inside.sum())
-        error = float(surplus.std()) * math.sqrt(len(surplus)) / count
-        assert count > 500
-        assert abs(float(surplus.sum()) / count) < limit * error + 0.01
-
-
-def test_the_rule_uses_the_noise() -> None:
-    rewards = table(14, members=30)
-    decisions = Decisions.like(rewards)
-    default, judged = (
-        TurningPoint(balance=None),
-        TurningPoint(balance=None, confidence=1.0, reward_noise=0.1),
-    )
-    turns = turning_points(rewards)
-    assert torch.equal(judged.selected(rewards), likely_turns(rewards, turns, 0.1, 1.0))
-    assert 0 < int(judged.selected(rewards).sum()) < int(default.selected(rewards).sum())
-    assert torch.equal(
-        TurningPoint(reward_noise=1e-9).assign(rewards, decisions),
-        TurningPoint().assign(rewards, decisions),
-    )
-    plain = TurningPoint(consistent=False, balance=None, reward_noise=0.1)
-    assert torch.equal(
-        plain.selected(rewards),
-        likely_turns(rewards, turning_points(rewards, False), 0.1, 0.0, False),
-    )
-    assert judged.assign(rewards.float(), decisions).dtype == torch.float32
