@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.protocols import AnyReward, AnySampler, FlowPolicy
-from flowrl.core.transfer import copies_done, to_main_memory
-from flowrl.core.types import Condition, Prompt, Schedule, Trajectories
+from flowrl.core.types import Condition, Prompt, Schedule, Trajectories, copies_done, to_main_memory
 from flowrl.distributed import Assignment, Distributed
 from flowrl.probes import Probe, whole
 from flowrl.rollout.groups import Groups

@@ -14,8 +14,7 @@ from flowrl.core.errors import ConfigError, require
 from flowrl.core.experience import Decisions
 from flowrl.core.forward import ForwardBatch, Guidance, WeightCopy
 from flowrl.core.protocols import FlowPolicy, ForwardLoss, extras
-from flowrl.core.transfer import to_device
-from flowrl.core.types import Condition, Schedule
+from flowrl.core.types import Condition, Schedule, to_device
 from flowrl.flow.path import expand
 from flowrl.rollout.loss_batch import (
     MicroBatch,

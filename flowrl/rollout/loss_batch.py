@@ -11,7 +11,6 @@ from torch import Tensor
 from flowrl.core.errors import ConfigError, TrainingError
 from flowrl.core.forward import ForwardBatch
 from flowrl.core.protocols import FlowPolicy, ForwardLoss, PolicyLoss, Sampler
-from flowrl.core.transfer import to_device
 from flowrl.core.tree import Tree
 from flowrl.core.types import (
     Condition,
@@ -21,6 +20,7 @@ from flowrl.core.types import (
     Unit,
     inputs_unchanged,
     tensor_problem,
+    to_device,
     unit_means,
 )
 from flowrl.distributed import Distributed

@@ -15,8 +15,14 @@ from torch import Tensor
 
 from flowrl.core.errors import ProbeError, require
 from flowrl.core.protocols import FlowPolicy, Sampler, extras
-from flowrl.core.transfer import to_device
-from flowrl.core.types import Condition, Gaussian, Schedule, Trajectories, inputs_unchanged
+from flowrl.core.types import (
+    Condition,
+    Gaussian,
+    Schedule,
+    Trajectories,
+    inputs_unchanged,
+    to_device,
+)
 from flowrl.probes import Estimate, Grid, Key, NetworkUse, Probe, Solver
 from flowrl.rollout.estimates import Walkers, continued
 from flowrl.rollout.groups import Groups

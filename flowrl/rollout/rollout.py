@@ -10,9 +10,8 @@ from torch import Tensor
 
 from flowrl.core.errors import ProbeError, require
 from flowrl.core.protocols import AnySampler, FlowPolicy, MultistepSolver, Sampler
-from flowrl.core.transfer import to_device
 from flowrl.core.tree import Edges, Tree, plain_tree
-from flowrl.core.types import Condition, Gaussian, Schedule, Trajectories
+from flowrl.core.types import Condition, Gaussian, Schedule, Trajectories, to_device
 from flowrl.flow.gaussian import log_prob
 from flowrl.probes import Branching, Estimate, Key, NoProbe, Probe
 from flowrl.rollout.groups import Groups

@@ -19,7 +19,7 @@ from device_cases import (
 from host_sync import no_host_sync
 from tiny_rewards import tiny_clip
 
-from flowrl.core.transfer import copies_done, to_device, to_main_memory
+from flowrl.core.types import copies_done, to_device, to_main_memory
 from flowrl.parts.registry import build
 from flowrl.policies import DTYPES
 from flowrl.rollout import Usage, initial_noise, sample_images
