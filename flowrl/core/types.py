@@ -207,6 +207,8 @@ class Condition:
     @staticmethod
     def cat(conditions: Sequence["Condition"]) -> "Condition":
         """Concatenate along the first axis."""
+        if len(conditions) == 1:
+            return conditions[0]
         keys = frozenset().union(*(condition.keys for condition in conditions))
         names = conditions[0].tensors
         return Condition(

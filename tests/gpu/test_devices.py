@@ -23,7 +23,7 @@ from flowrl.core.types import copies_done, to_device, to_main_memory
 from flowrl.parts.registry import build
 from flowrl.policies import DTYPES
 from flowrl.rollout import Usage, initial_noise, sample_images
-from flowrl.rollout.loss_batch import LossBatches
+from flowrl.rollout.batches import LossBatches
 
 EVERYWHERE = ["mixture", "shapes", *MODELS]
 NOISE = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-2}

@@ -19,7 +19,7 @@ from flowrl.flow import DrawnSteps, uniform_schedule
 from flowrl.losses import DGPO, DiffusionNFT
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups
-from flowrl.rollout.forward_batch import ForwardBatches
+from flowrl.rollout.batches import ForwardBatches
 from flowrl.rollout.rollout import Rollout
 from flowrl.testing.tiny import TINY, tiny_sd3_policy
 from flowrl.training.build import make_method

@@ -28,7 +28,7 @@ from flowrl.rollout import (
     transition_weights,
 )
 from flowrl.rollout.collector import Collector
-from flowrl.rollout.loss_batch import _micro_batch
+from flowrl.rollout.batches import _micro_batch
 from flowrl.samplers import FixedWindow, FlowSDE, Windowed
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer

@@ -15,7 +15,7 @@ from flowrl.losses import AWM, DGPO, ClippedLoss, DiffusionNFT
 from flowrl.methods import METHODS, Method, named_method
 from flowrl.probes import Branch, Tweedie
 from flowrl.rollout import rollout
-from flowrl.rollout.forward_batch import ForwardBatches, credited, step_of, training_noise
+from flowrl.rollout.batches import ForwardBatches, credited, step_of, training_noise
 from flowrl.rollout.rollout import Groups
 from flowrl.samplers import ODE, FixedWindow, FlowSDE, Multistep, Windowed
 from flowrl.training.build import make_method, make_trainer

@@ -23,7 +23,7 @@ from flowrl.core.experience import Credit
 from flowrl.core.types import Gaussian, LossBatch, Prompt
 from flowrl.losses import ClippedLoss
 from flowrl.rewards import FunctionReward
-from flowrl.rollout.loss_batch import MicroBatch
+from flowrl.rollout.batches import MicroBatch
 from flowrl.samplers import FixedWindow, FlowSDE
 from flowrl.testing.tiny import TINY as TINY_MODEL
 from flowrl.testing.tiny import tiny_sd3_policy
