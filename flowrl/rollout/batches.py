@@ -5,19 +5,19 @@ of a mini-batch are chosen from the weights of all samples, in main memory and e
 processes; each process evaluates its own rows in micro-batches.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError, TrainingError, require
 from flowrl.core.experience import Decisions
-from flowrl.core.forward import ForwardBatch, Guidance, WeightCopy
+from flowrl.core.forward import ForwardBatch, Guidance
 from flowrl.core.protocols import FlowPolicy, ForwardLoss, PolicyLoss, Sampler, extras
 from flowrl.core.tree import Tree
 from flowrl.core.types import (
@@ -32,7 +32,7 @@ from flowrl.core.types import (
     to_device,
     unit_means,
 )
-from flowrl.distributed import Distributed
+from flowrl.distributed import Assignment, Distributed
 from flowrl.flow.path import expand
 from flowrl.rollout.collector import Collected
 from flowrl.rollout.groups import Groups
@@ -66,8 +66,8 @@ class Rows:
         return len(self.sample)
 
     def __getitem__(self, rows: Tensor) -> "Rows":
-        tables = (self.sample, self.column, self.weight, self.unit)
-        return Rows(*(table[rows] for table in tables), self.shared)
+        sample, column, weight = self.sample[rows], self.column[rows], self.weight[rows]
+        return Rows(sample, column, weight, self.unit[rows], self.shared)
 
     @cached_property
     def evaluated(self) -> float:
@@ -103,10 +103,6 @@ class Rows:
         left_out = self.evaluated - rows.evaluated
         return replace(rows, left_out=left_out, zeros=len(self) - len(rows))
 
-    def fit(self, size: int) -> bool:
-        """Whether no unit takes more than `size` network evaluations."""
-        return self.shared or max(self.counts) <= size
-
     def pieces(self, size: int) -> list["Rows"]:
         """The rows in order, at most `size` network evaluations at a time, with whole units if
         `size` allows.
@@ -120,15 +116,6 @@ class Rows:
                     lengths, filled = [*lengths, 0], 0
                 lengths[-1], filled = lengths[-1] + rows, filled + cost
         return [self[rows] for rows in torch.arange(len(self)).split(lengths) if len(rows)]
-
-
-def weighted_rows(samples: Tensor, weights: Tensor) -> Rows:
-    """`samples` with every column of `weights` [sample, column] in which they are above 0."""
-    columns = torch.arange(weights.shape[1])
-    sample, column = torch.cartesian_prod(samples, columns).unbind(1)
-    kept = weights[sample, column] > 0
-    sample, column = sample[kept], column[kept]
-    return Rows(sample, column, weights[sample, column], torch.arange(len(sample)))
 
 
 def minibatch_rows(
@@ -155,34 +142,36 @@ def minibatch_rows(
     Returns:
         One set of rows per mini-batch.
     """
-    rows = [weighted_rows(samples, weights) for samples in parts]
+    rows = []
+    for samples in parts:
+        sample, column = torch.cartesian_prod(samples, torch.arange(weights.shape[1])).unbind(1)
+        kept = weights[sample, column] > 0
+        rows.append((sample[kept], column[kept]))
     shared = share_states and tree.branched and unit == "transition"
-    if (unit == "transition" and not shared) or not any(map(len, rows)):
-        return rows
-    sample, column, weight = (
-        torch.cat([getattr(part, name) for part in rows]) for name in ("sample", "column", "weight")
-    )
-    group, member = sample // tree.members, sample % tree.members
+    if not rows or (unit == "transition" and not shared):
+        return [Rows(s, c, weights[s, c], torch.arange(len(s))) for s, c in rows]
+    sample, column = map(torch.cat, zip(*rows, strict=True))
     if shared:
-        start = tree.paths[member, torch.tensor(tree.drawn_steps)[column]]
-        number = group * tree.units + start
+        state = tree.paths[sample % tree.members, torch.tensor(tree.drawn_steps)[column]]
+        number = sample // tree.members * tree.units + state
     else:
-        number = sample if unit == "trajectory" else group * weights.shape[1] + column
+        group = sample // tree.members * weights.shape[1] + column
+        number = sample if unit == "trajectory" else group
     by_sample = sample.argsort(stable=True)
     first = torch.empty_like(by_sample)
     first[by_sample] = by_sample[_first(number[by_sample])]
     order = first.argsort(stable=True)
-    every = Rows(sample[order], column[order], weight[order], number[order], shared)
+    sample, column, number = sample[order], column[order], number[order]
+    every = Rows(sample, column, weights[sample, column], number, shared)
     # a unit belongs to the mini-batch of its first row
-    place = _first(every.unit) * len(parts) // len(order)
+    place = _first(number) * len(parts) // max(len(order), 1)
     return [every[place == k] for k in range(len(parts))]
 
 
 def _first(keys: Tensor) -> Tensor:
     """For every row the first one with the same key."""
-    distinct, place = keys.unique(return_inverse=True)
-    first = torch.full((len(distinct),), len(keys))
-    return first.scatter_reduce_(0, place, torch.arange(len(keys)), "amin")[place]
+    _, first, inverse = np.unique(keys.numpy(), return_index=True, return_inverse=True)
+    return torch.from_numpy(first[inverse])
 
 
 @dataclass(frozen=True)
@@ -215,48 +204,41 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """This process's rows of a mini-batch, at most `size` network evaluations at a time."""
     device, first = collected.rollout.trajectories.states.device, collected.samples.start
-    whole = rows.fit(size)
+    whole = rows.shared or max(rows.counts) <= size
+
+    def pieces(assignment: Assignment) -> list[Rows]:
+        return rows[collected.owned(rows.sample, assignment)].pieces(size)
+
     batches = []
-    for piece in rows[collected.owned(rows.sample, collected.assignment)].pieces(size):
+    for piece in pieces(collected.assignment):
         shared = None
         if rows.shared:
             place = piece.unit.unique_consecutive(return_inverse=True)[1]
-            starts = torch.cat([place.new_zeros(1), place.diff().nonzero().flatten() + 1])
-            shared = starts.to(device), place.to(device)
+            shared = _first(place).unique().to(device), place.to(device)
         sample, column = (piece.sample - first).to(device), piece.column.to(device)
         share = piece.evaluated / rows.total
         batches.append(MicroBatch(sample, column, share, shared, whole))
     if distributed.sharded:
-        total = collected.rollout.groups.all
-        counts = [
-            len(rows[collected.owned(rows.sample, distributed.assign(total, rank))].pieces(size))
-            for rank in range(distributed.world_size)
-        ]
+        total, ranks = collected.rollout.groups.all, range(distributed.world_size)
+        most = max(len(pieces(distributed.assign(total, rank))) for rank in ranks)
         zero = torch.zeros(1, dtype=torch.long, device=device)
         padding = MicroBatch(zero, rows.column[:1].to(device), 0.0, whole=whole)
-        batches += [padding] * (max(counts) - len(batches))
+        batches += [padding] * (most - len(batches))
     return batches
 
 
-class Batches(ABC):
+class Batches:
     """What the makers of batches have in common."""
 
     policy: FlowPolicy
     rollout: Rollout
+    condition: Condition
     advantages: Tensor
+    weights: Tensor
     loss: Any
     pooled: Tensor | None
-    """Means over units that are spread over micro-batches [sample, column]."""
-    columns_like: Tensor
-    """A table [sample, column] on the policy's device."""
-
-    @abstractmethod
-    def of(self, sample: Tensor, column: Tensor, shared: Any = None) -> LossBatch | ForwardBatch:
-        """The batch of these rows; indices of equal length. `shared`: see `MicroBatch`."""
-
-    @abstractmethod
-    def origin(self, sample: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
-        """The step and the decision of rows."""
+    of: Callable[..., Any]
+    origin: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
     def evaluated_steps(self, micro: MicroBatch) -> Tensor:
         """The step of every network evaluation, on the policy's device."""
@@ -265,6 +247,17 @@ class Batches(ABC):
 
     def _there(self, stored: Tensor) -> Tensor:
         return to_device(stored, self.advantages.device)
+
+    def _credit(self, sample: Tensor, column: Tensor, decision: Tensor) -> dict[str, Any]:
+        """The fields of a batch that do not depend on the loss."""
+        groups = self.rollout.groups
+        return {
+            "advantages": self.advantages[sample, decision],
+            "weight": self.weights[sample, decision],
+            "sample": sample + groups.first * groups.members,
+            "group": sample // groups.members + groups.first,
+            "pooled": None if self.pooled is None else self.pooled[sample, column],
+        }
 
     def prepare(self, minibatch: Sequence[MicroBatch]) -> None:
         """Compute, before a mini-batch, the means of the loss's `row_terms` over units that are
@@ -289,7 +282,8 @@ class Batches(ABC):
                 rows.append((*place, loss.row_terms(batch), weight, *batch.units(loss.unit)))
             sample, column, terms, weight, *units = map(torch.cat, zip(*rows, strict=True))
             means, kept = unit_means(terms, units, weight), weight > 0
-        table = torch.zeros_like(self.columns_like)
+        times = getattr(self, "times", self.advantages)  # [sample, column]
+        table = torch.zeros_like(times)
         self.pooled = table.index_put_((sample[kept], column[kept]), means[kept].to(table))
 
 
@@ -325,11 +319,9 @@ class LossBatches(Batches):
     pooled: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.columns_like, path = self.advantages, self.rollout.trajectories
-        self.paths, self.steps = (
-            to_device(table, path.states.device)
-            for table in (path.tree.paths, torch.tensor(path.tree.drawn_steps))
-        )
+        path = self.rollout.trajectories
+        self.paths = to_device(path.tree.paths, path.states.device)
+        self.steps = to_device(torch.tensor(path.tree.drawn_steps), path.states.device)
 
     @property
     def passes(self) -> int:
@@ -338,7 +330,7 @@ class LossBatches(Batches):
 
         Twice as many if rows of a unit are in several micro-batches.
         """
-        return (1 + self.with_reference) * (2 if self.pooled is not None else 1)
+        return (1 + self.with_reference) * (1 if self.pooled is None else 2)
 
     def origin(self, sample: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
         """The step and the decision of rows."""
@@ -348,62 +340,43 @@ class LossBatches(Batches):
         self, sample: Tensor, column: Tensor, shared: tuple[Tensor, Tensor] | None = None
     ) -> LossBatch:
         """The batch of these rows; indices of equal length. `shared`: see `MicroBatch`."""
-        path, schedule = self.rollout.trajectories, self.rollout.trajectories.schedule
-        sample, column = sample.to(path.states.device), column.to(path.states.device)
-        step, group, member = (
-            self.steps[column],
-            sample // len(self.paths),
-            sample % len(self.paths),
-        )
+        path, device = self.rollout.trajectories, self.paths.device
+        schedule, members = path.schedule, len(self.paths)
+        sample, column = sample.to(device), column.to(device)
+        step, group, member = self.steps[column], sample // members, sample % members
         after = path.states[group, self.paths[member, step + 1]]
-        # the states that the network evaluates, and the index of its state for every row
+        # the rows whose states the network evaluates, and every row's place among them
         rows, place = (slice(None), slice(None)) if shared is None else shared
-        start, at = (group[rows], self.paths[member[rows], step[rows]]), step[rows]
-        x, sampled, prompt = path.states[start], path.outputs[start], group[rows]
-        after, x, sampled, sample, group, step, column, prompt, at = map(
-            self._there, (after, x, sampled, sample, group, step, column, prompt, at)
+        at, prompt = step[rows], group[rows]
+        start = prompt, self.paths[member[rows], at]
+        x, sampled = path.states[start], path.outputs[start]
+        after, x, sampled, sample, column, step, at, prompt = map(
+            self._there, (after, x, sampled, sample, column, step, at, prompt)
         )
-        place = place if shared is None else self._there(place)
+        place = place if isinstance(place, slice) else self._there(place)
         timestep, condition = schedule.network_timesteps[at], self.condition.take(prompt)
 
         def transition(velocity: Tensor) -> Gaussian:
             return self.sampler.transition(x, velocity, schedule, at)[place]
 
+        # a gradient taken at this view does not run the hooks of the network's output (FSDP2's)
         velocity = self.policy.velocity(x, timestep, condition)
-        # a gradient taken here does not run the hooks of the network's output (FSDP2's)
         velocity = velocity.view_as(velocity)
         new, behaviour, reference = transition(velocity), transition(sampled), None
         if self.with_reference:
             with self.policy.reference():
                 reference = transition(self.policy.velocity(x, timestep, condition))
-        first = self.rollout.groups.first
         return LossBatch(
             new=new,
             behaviour=behaviour,
             next_node=after,
-            advantages=self.advantages[sample, column],
-            weight=self.weights[sample, column],
             delta=schedule.deltas[step],
-            sample=sample + first * len(self.paths),
-            group=group + first,
             step=step,
             time=schedule.times[step],
             reference=reference,
             velocity=velocity,
-            pooled=None if self.pooled is None else self.pooled[sample, column],
+            **self._credit(sample, column, column),
         )
-
-
-class CopiedWeights(ABC):
-    """A copy of the trained weights, as declared by a forward-process loss."""
-
-    copy: WeightCopy
-    is_current: bool
-
-    @abstractmethod
-    def weights(self) -> AbstractContextManager[None]:
-        """Within this context the policy has the copy's weights."""
-        ...
 
 
 def step_of(times: Tensor, schedule: Schedule) -> Tensor:
@@ -463,7 +436,7 @@ class ForwardBatches(Batches):
         times: training times [sample, draw].
         decisions: the axis of credit.
         seed: the iteration's seed of the noise.
-        copies: the copies of the weights that the loss declares.
+        copies: the copies of the weights that the loss declares (`training.behaviour.Behaviour`).
         guidance: guidance of the velocities.
         pooled: means over units that are spread over micro-batches; set by `prepare`.
 
@@ -481,28 +454,28 @@ class ForwardBatches(Batches):
     times: Tensor
     decisions: Decisions
     seed: int
-    copies: Mapping[str, CopiedWeights] = field(default_factory=dict)
+    copies: Mapping[str, Any] = field(default_factory=dict)
     guidance: Guidance = Guidance()
     pooled: Tensor | None = None
 
     def __post_init__(self) -> None:
-        path, groups = self.rollout.trajectories, self.rollout.groups
-        self.images, self.steps = path.images_latent, step_of(self.times, path.schedule)
-        self.guided = extras(self.policy, "guided", "guidance_scale")
-        self.sampled = 1.0 if self.guided is None else self.guided.guidance_scale
-        scales = self.guidance.scales(self.sampled)
-        fits = self.guided is not None or scales == (1.0, 1.0)
-        name = type(self.policy).__name__
-        require(fits, "guidance of the loss", scales, f"1: {name} has no guidance")
-        shape, device = self.images.shape[1:], self.images.device
-        if self.loss.noise == "path":
-            allowed = "each, group, group-all-times on branched trajectories"
-            require(not path.tree.branched, "noise", "path", allowed)
-            self.times = path.schedule.times[self.steps]
+        path, noise = self.rollout.trajectories, self.loss.noise
+        self.images = path.images_latent
+        device, shape = self.images.device, self.images.shape[1:]
+        guided = extras(self.policy, "guided", "guidance_scale")
+        self.sampled = 1.0 if guided is None else guided.guidance_scale
+        self.guided = (lambda scale: nullcontext()) if guided is None else guided.guided
+        self.scales = self.guidance.scales(self.sampled)
+        fits = guided is not None or self.scales == (1.0, 1.0)
+        require(fits, "guidance of the loss", self.scales, "1: the policy has no guidance")
+        steps = step_of(self.times, path.schedule)
+        if noise == "path":
+            require(not path.tree.branched, "noise", noise, "each or group, on branches")
+            self.times = path.schedule.times[steps]
         else:
-            draws = self.times.shape[1]
+            groups, draws = self.rollout.groups, self.times.shape[1]
             self.noise = training_noise(self.loss, groups, shape, draws, self.seed, device)
-        self.columns_like, self.steps = self.times, self.steps.to(device)
+        self.steps = steps.to(device)
         self.columns = credited(self.times, self.decisions).to(device)
 
     @property
@@ -516,65 +489,51 @@ class ForwardBatches(Batches):
         copies = sum(copy.copy.evaluated and not copy.is_current for copy in self.copies.values())
         reference = self.loss.needs_reference
         cost = self.guidance.evaluations(1 + copies, reference, self.sampled)
-        return cost * (2 if self.pooled is not None else 1)
+        return cost * (1 if self.pooled is None else 2)
 
     def origin(self, sample: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
         """The step that contains each row's time, and the decision whose credit it takes."""
         return self.steps[sample, column], self.columns[sample, column]
 
-    def _guided(self, scale: float) -> AbstractContextManager[None]:
-        return nullcontext() if self.guided is None else self.guided.guided(scale)
-
     def of(self, sample: Tensor, column: Tensor, shared: object = None) -> ForwardBatch:
         """The batch of these rows; indices of equal length."""
         path, members = self.rollout.trajectories, self.rollout.groups.members
-        sample, column = sample.to(self.images.device), column.to(self.images.device)
+        device, from_path = self.images.device, self.loss.noise == "path"
+        sample, column = sample.to(device), column.to(device)
         step, decision = self.origin(sample, column)
-        image, from_path = self.images[sample], self.loss.noise == "path"
         if from_path:
-            unit = to_device(path.tree.paths, sample.device)[sample % members, step]
+            unit = to_device(path.tree.paths, device)[sample % members, step]
             stored = path.states[sample // members, unit]
         else:
             stored = self.noise[sample, column]
         image, stored, sample, column, decision = map(
-            self._there, (image, stored, sample, column, decision)
+            self._there, (self.images[sample], stored, sample, column, decision)
         )
-        time, group = self.times[sample, column], sample // members
+        time = self.times[sample, column]
         spread = expand(time, image)
         if from_path:
             state, target = stored, (stored - image) / spread
         else:
             state, target = (1 - spread) * image + spread * stored, stored - image
-        timestep, rows = 1000.0 * time, self.condition.take(group)
-        evaluated = {name: c for name, c in self.copies.items() if c.copy.evaluated}
+        inputs = state, 1000.0 * time, self.condition.take(sample // members)
+        copies = {name: copy for name, copy in self.copies.items() if copy.copy.evaluated}
         others: dict[str, Tensor] = {}
-        trained, reference = self.guidance.scales(self.sampled)
+        trained, reference = self.scales
         # before the current network: its graph must not contain other weights
-        with torch.no_grad(), self._guided(trained):
-            for name, copy in evaluated.items():
+        with torch.no_grad(), self.guided(trained):
+            for name, copy in copies.items():
                 if not copy.is_current:
                     with copy.weights():
-                        others[name] = self.policy.velocity(state, timestep, rows)
+                        others[name] = self.policy.velocity(*inputs)
         if self.loss.needs_reference:
-            with torch.no_grad(), self._guided(reference), self.policy.reference():
-                others["reference"] = self.policy.velocity(state, timestep, rows)
-        with self._guided(trained):
-            new = self.policy.velocity(state, timestep, rows)
-        # a gradient taken here does not run the hooks of the network's output (FSDP2's)
-        new = new.view_as(new)
-        others |= {name: new.detach() for name, copy in evaluated.items() if copy.is_current}
-        first = self.rollout.groups.first
-        return ForwardBatch(
-            time=time,
-            target=target,
-            new=new,
-            advantages=self.advantages[sample, decision],
-            weight=self.weights[sample, decision],
-            group=group + first,
-            sample=sample + first * members,
-            pooled=None if self.pooled is None else self.pooled[sample, column],
-            **others,
-        )
+            with torch.no_grad(), self.guided(reference), self.policy.reference():
+                others["reference"] = self.policy.velocity(*inputs)
+        with self.guided(trained):
+            new = self.policy.velocity(*inputs)
+        new = new.view_as(new)  # as in `LossBatches.of`
+        others |= {name: new.detach() for name, copy in copies.items() if copy.is_current}
+        credit = self._credit(sample, column, decision)
+        return ForwardBatch(time=time, target=target, new=new, **credit, **others)
 
 
 def checked_loss(loss: PolicyLoss | ForwardLoss, batch: LossBatch | ForwardBatch) -> LossResult:

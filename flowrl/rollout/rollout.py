@@ -108,12 +108,13 @@ def rollout(
         ProbeError: the probe breaks its contract.
     """
     require(isinstance(probe, Probe), "probe", probe, "an instance of flowrl.probes.Probe")
-    guided = extras(policy, "guided", "guidance_scale") if probe.network.guidance == "off" else None
-    fits = probe.network.guidance == "own" or (guided and guided.guidance_scale != 1)
-    require(fits, "guidance of the probe", "off", "own: the policy samples without guidance")
+    guided = None
+    if probe.network.guidance == "off":
+        guided = extras(policy, "guided", "guidance_scale")
+        fits = guided is not None and guided.guidance_scale != 1
+        require(fits, "guidance of the probe", "off", "own: the policy samples without guidance")
     require(max_batch >= 1, "max_batch", max_batch, "1 or more")
-    rows = groups.samples
-    require(len(noise) == rows, "noise rows", len(noise), f"prompts x members = {rows}")
+    require(len(noise) == groups.samples, "noise rows", len(noise), f"{groups.samples} samples")
     stds = transition_stds(sampler, schedule).cpu()
     if isinstance(sampler, MultistepSolver):
         grid, steps = sampler.grid(schedule), schedule.steps
@@ -122,14 +123,15 @@ def rollout(
         schedule = grid
         sampler = _Deterministic(sampler.solution(grid, lambda x: groups.normal(x, generator)))
     tree = group_tree(stds, groups, probe, generator)
-    asked = [True] * len(tree.drawn_steps) if columns is None else columns.tolist()
-    nodes = [step for step, needed in zip(tree.drawn_steps, asked, strict=False) if needed]
-    usage = usage or Usage()
+    nodes, usage = tree.drawn_steps, usage or Usage()
+    if columns is not None:
+        nodes = [step for step, asked in zip(nodes, columns.tolist(), strict=False) if asked]
     walk = Walk(policy, sampler, schedule, stds, condition, groups, generator, usage, max_batch)
     with policy.frozen(), torch.no_grad():
         path, completed = walk.run(noise, tree, probe.ahead(nodes))
+        run = ProbeRun(walk, path, path.images_latent, nodes, completed, probe.network)
         with guided.guided(1.0) if guided else nullcontext():
-            estimates = ProbeRun(walk, path, nodes, completed, probe.network).estimates(probe)
+            estimates = run.estimates(probe)
     return Rollout(path, estimates, groups, probe, nodes)
 
 
@@ -208,30 +210,31 @@ class Walk:
 
         One batched call per step, for all states of a node and all ODE solutions that have begun.
         """
-        steps, prompts, shape = self.schedule.steps, self.groups.prompts, noise.shape[1:]
-        edges_from = tree.edges  # computed before the device is busy
+        schedule, prompts, shape = self.schedule, self.groups.prompts, noise.shape[1:]
+        edges_from, _ = tree.edges, self.stochastic  # computed before the device is busy
         states = noise.new_empty(prompts, tree.units, *shape, dtype=torch.float32)
-        outputs = torch.empty_like(states[:, : tree.at(steps).start])
-        roots = noise.float().unflatten(0, (prompts, -1)).unbind(1)
-        states[:, tree.at(0)] = torch.stack([roots[m] for m in tree.first_members], 1)
-        solutions: dict[int, Tensor] = {}
-        for i in range(steps):
+        outputs = torch.empty_like(states[:, : tree.at(schedule.steps).start])
+        members = noise.float().unflatten(0, (prompts, -1)).unbind(1)
+        states[:, tree.at(0)] = torch.stack([members[m] for m in tree.first_members], 1)
+        ends: dict[int, Tensor] = {}
+        for i in range(schedule.steps):
             x = states[:, tree.at(i)]
-            parts = [x.flatten(0, 1), *solutions.values()]
-            batch, conditions = torch.cat(parts), Condition.cat([*map(self.conditions, parts)])
-            timestep = self.schedule.network_timesteps[i].expand(len(batch))
+            parts = [x.flatten(0, 1), *ends.values()]
+            conditions = Condition.cat([self.conditions(part) for part in parts])
+            batch = torch.cat(parts)
+            timestep = schedule.network_timesteps[i].expand(len(batch))
             velocity, *others = self.velocity(batch, timestep, conditions).split(
                 [len(part) for part in parts]
             )
             if i in ahead:
-                solutions[i], others = parts[0], [*others, velocity]
-            for node, other in zip(solutions, others, strict=True):
-                solutions[node] = solutions[node] - self.schedule.deltas[i] * other
-            outputs[:, tree.at(i)] = velocity.view_as(x)
+                ends[i], others = parts[0], [*others, velocity]
+            for node, other in zip(ends, others, strict=True):
+                ends[node] = ends[node] - schedule.deltas[i] * other
+            outputs[:, tree.at(i)] = velocity = velocity.view_as(x)
             for edges in edges_from[i]:
-                following = self._following(x, velocity.view_as(x), i, edges)
+                following = self._following(x, velocity, i, edges)
                 states[:, to_device(edges.units, x.device)] = following.unflatten(0, (prompts, -1))
-        return Trajectories(states, outputs, self.schedule, tree, self.stds), solutions
+        return Trajectories(states, outputs, schedule, tree, self.stds), ends
 
     def _following(self, x: Tensor, velocity: Tensor, step: int, edges: Edges) -> Tensor:
         """The states [prompt x edge, *latent] to which `edges` lead from the states x [prompt,
@@ -240,19 +243,16 @@ class Walk:
         if len(edges.parents) < x.shape[1]:
             parents = to_device(edges.parents, x.device)
             x, velocity = x[:, parents], velocity[:, parents]
-
-        def by_edge(parents: Tensor) -> Tensor:
-            if edges.place is None:
-                return parents
-            place = to_device(edges.place, x.device)
-            return parents.unflatten(0, x.shape[:2])[:, place].flatten(0, 1)
-
-        # of a stochastic sampler's step that is not drawn, or one that skips nodes
-        if not edges.drawn and (self.stochastic[step] or edges.node > step + 1):
+        shape, place = x.shape[:2], edges.place
+        x, velocity = x.flatten(0, 1), velocity.flatten(0, 1)
+        if edges.drawn or (edges.node == step + 1 and not self.stochastic[step]):
+            gaussian = self.transition(x, velocity, step)
+        else:  # it may skip nodes
             length = self.schedule.times[edges.node] - self.schedule.times[step]
-            return by_edge((x + length * velocity).flatten(0, 1))
-        gaussian = self.transition(x.flatten(0, 1), velocity.flatten(0, 1), step)
-        gaussian = Gaussian(by_edge(gaussian.mean), by_edge(gaussian.std))
+            gaussian = Gaussian(x + length * velocity, x.new_zeros(len(x)))
+        if place is not None:  # several children of a parent
+            rows = torch.arange(len(x), device=x.device).view(shape)
+            gaussian = gaussian[rows[:, to_device(place, x.device)].flatten()]
         return self.groups.draw(gaussian, self.generator) if edges.drawn else gaussian.mean
 
     def transition(self, latents: Tensor, velocity: Tensor, step: int) -> Gaussian:
@@ -290,6 +290,7 @@ class ProbeRun:
 
     walk: Walk
     trajectories: Trajectories
+    final: Tensor
     nodes: Sequence[int]
     completed: Mapping[int, Tensor]
     network: NetworkUse
@@ -298,11 +299,6 @@ class ProbeRun:
     def groups(self) -> int:
         """Prompts."""
         return self.walk.groups.prompts
-
-    @cached_property
-    def final(self) -> Tensor:
-        """Finished latents."""
-        return self.trajectories.images_latent
 
     @cached_property
     def generator(self) -> torch.Generator:

@@ -3,7 +3,7 @@ counted network calls.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
@@ -71,37 +71,32 @@ class Solution:
     grid: Grid
     condition: Condition
     solver: str = "euler"
-    velocity: Tensor | None = None
-    points: list[int] = field(init=False)
-    """The points of the grid at which the solver needs velocities, in order."""
-    step: Callable[[int, Tensor, Tensor], Tensor] = field(init=False)
-    """A function (number, velocity, x) of an evaluation, to the state of the next one or the end.
-    """
+    velocity: Any = None
 
     def __post_init__(self) -> None:
-        self.points = list(range(len(self.grid.lengths)))
+        # the points of the grid at which the solver needs velocities, in order, and a function
+        # (number, velocity, x) of an evaluation, to the state of the next one or the end
+        grid, self.points = self.grid, list(range(len(self.grid.lengths)))
         if self.solver == "euler":
-            self.step = lambda number, velocity, x: x - self.grid.lengths[number] * velocity
-        elif self.solver == "heun":
+            self.step = lambda number, velocity, x: x - grid.lengths[number] * velocity
+        elif self.solver != "heun":
+            solver: Any = self.solver
+            self.step = Multistep(solver).solution(Schedule(grid.times.cpu()))
+        else:
             from diffusers.schedulers.scheduling_flow_match_heun_discrete import (
                 FlowMatchHeunDiscreteScheduler,
             )
 
-            times, steps = self.grid.times.cpu(), len(self.points)
+            times, last = grid.times.cpu(), len(self.points)
             scheduler: Any = FlowMatchHeunDiscreteScheduler()
-            scheduler.set_timesteps(steps)
+            scheduler.set_timesteps(last)
             # two evaluations in every step but the last, which is Euler's
-            self.points = [0, *(point for point in range(1, steps) for _ in range(2))]
-            scheduler.sigmas = times[[*self.points, steps]]
+            self.points = [0, *(point for point in range(1, last) for _ in range(2))]
+            scheduler.sigmas = times[[*self.points, last]]
             self.step = scheduler_steps(scheduler, times[self.points])
-        else:
-            solver: Any = self.solver
-            self.step = Multistep(solver).solution(Schedule(self.grid.times.cpu()))
 
 
-def advance(
-    solutions: Sequence[Solution], network: Callable[[Tensor, Tensor, Condition], Tensor]
-) -> None:
+def advance(solutions: Sequence[Solution], network: Callable[..., Tensor]) -> None:
     """Move solutions to their ends, all unfinished ones in one call of the `network`, which maps
     (latents, timesteps, condition) to velocities.
     """
@@ -155,7 +150,7 @@ def solve(
     grid = Grid(schedule.times, schedule.deltas, schedule.network_timesteps)
     with policy.frozen(), torch.no_grad():
         solution = Solution(noise.float(), grid, condition, solver)
-        advance([solution], lambda *inputs: usage.velocity(policy, *inputs, max_batch))
+        advance([solution], lambda x, t, c: usage.velocity(policy, x, t, c, max_batch))
     return solution.x
 
 

@@ -12,12 +12,11 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.forward import WeightCopy
 from flowrl.core.protocols import FlowPolicy, ForwardLoss, PolicyLoss
 from flowrl.distributed import Distributed, full_tensors, load_full_tensors
-from flowrl.rollout.batches import CopiedWeights
 from flowrl.training.checkpoint import Checkpoint, in_own_memory
 from flowrl.training.optim import update_average, weights_replaced
 
 
-class Behaviour(CopiedWeights):
+class Behaviour:
     """A copy of a policy's parameters that follows them as declared.
 
     The trainer calls `after_update` after every step that the optimizer has taken and

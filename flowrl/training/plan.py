@@ -20,7 +20,7 @@ from flowrl.flow import uniform_schedule
 from flowrl.methods import Method
 from flowrl.policies import Memory, Size, architecture_of, count_memory
 from flowrl.probes import Cost, Probe, Shape, whole
-from flowrl.rollout.batches import Rows, minibatch_rows, weighted_rows
+from flowrl.rollout.batches import Rows, minibatch_rows
 from flowrl.rollout.rollout import Groups, group_tree
 from flowrl.rollout.values import transition_weights
 from flowrl.training.build import first_trained_steps, make_method, method_text, trial_stds
@@ -208,12 +208,14 @@ def _decisions(config: RunConfig, method: Method) -> Decisions:
 
 def _rows(method: Method, decisions: Decisions, count: int) -> Rows:
     """The rows of one group in the update, `count` for each of its trajectories."""
-    credit, (_, members, _) = Credit(torch.ones(decisions.mask.shape)), decisions.mask.shape
-    if isinstance(method.loss, ForwardLoss):
-        return weighted_rows(torch.arange(members), torch.ones(members, count))
-    weights = transition_weights(credit, decisions)[0]
+    shape = decisions.mask.shape
+    members, unit = shape[1], method.loss.unit
     tree = decisions.tree or plain_tree(members, 1, (0,))
-    return minibatch_rows([torch.arange(members)], weights, tree, method.loss.unit)[0]
+    forward = isinstance(method.loss, ForwardLoss)
+    weights = torch.ones(members, count)
+    if not forward:
+        weights = transition_weights(Credit(torch.ones(shape)), decisions)[0]
+    return minibatch_rows([torch.arange(members)], weights, tree, unit, not forward)[0]
 
 
 def _shape(config: RunConfig, method: Method) -> Shape:
