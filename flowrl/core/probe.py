@@ -36,11 +36,10 @@ class Estimate:
     copies: int = 1
     members: Int[Tensor, "prompt chosen"] | None = None
 
-    def part(self, first: int, count: int, groups: int) -> "Estimate":
-        """The estimates of `count` of the `groups`, from index `first` on."""
-        rows = len(self.latents) // groups
-        latents = self.latents[first * rows : (first + count) * rows]
-        members = None if self.members is None else self.members[first : first + count]
+    def part(self, chosen: slice, groups: int) -> "Estimate":
+        """The estimates of the `chosen` ones of the `groups`."""
+        latents = self.latents.unflatten(0, (groups, -1))[chosen].flatten(0, 1)
+        members = None if self.members is None else self.members[chosen]
         return replace(self, latents=latents, members=members)
 
 

@@ -82,24 +82,19 @@ class Tree:
     @cached_property
     def edges(self) -> list[list["Edges"]]:
         """The edges that start at each node, in the order of the units that they lead to."""
-        kinds: list[dict[tuple[int, bool], list[int]]] = [{} for _ in range(self.steps)]
-        nodes, drawn, parents = self.node.tolist(), self.drawn.tolist(), self.parent.tolist()
-        for unit in range(self.counts[0], self.units):
-            start = nodes[parents[unit]]
-            kinds[start].setdefault((nodes[unit], drawn[unit]), []).append(unit)
-        return [
-            [
-                Edges(node, is_drawn, *self._ends(units, self.at(start).start))
-                for (node, is_drawn), units in from_node.items()
-            ]
-            for start, from_node in enumerate(kinds)
-        ]
-
-    def _ends(self, units: list[int], first: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`Edges.units`, `parents` and `place` of edges from a node whose first unit is `first`."""
-        parents, place = (self.parent[units] - first).unique(return_inverse=True)
-        in_order = torch.equal(place, torch.arange(len(parents)))
-        return torch.tensor(units), parents, None if in_order else place
+        edges: list[list[Edges]] = []
+        for start in range(self.steps):
+            units = self.at(start)
+            children = (self.parent >= units.start) & (self.parent < units.stop)
+            kinds = torch.stack([self.node, self.drawn.long()], 1)
+            edges.append([])
+            for node, drawn in dict.fromkeys(map(tuple, kinds[children].tolist())):
+                ends = (children & (self.node == node) & (self.drawn == drawn)).nonzero().flatten()
+                parents, place = (self.parent[ends] - units.start).unique(return_inverse=True)
+                in_order = torch.equal(place, torch.arange(len(parents)))
+                place = None if in_order else place
+                edges[start].append(Edges(node, bool(drawn), ends, parents, place))
+        return edges
 
     @cached_property
     def first_members(self) -> list[int]:

@@ -47,7 +47,8 @@ class Rows:
         sample: indices of the samples [row], among all samples.
         column: indices of the decisions [row]; for forward-process losses, of the drawn times.
         weight: weights in the mean [row].
-        unit: rows with the same number are adjacent and stay in one micro-batch if they fit.
+        unit: rows with the same number are adjacent and stay in one micro-batch if they fit; None:
+            every row is separate.
         shared: the rows of a unit need one network evaluation together, as they start from one
             state.
         left_out: sum of the weights of further rows that the mean includes, whose gradient is 0.
@@ -57,7 +58,7 @@ class Rows:
     sample: Tensor
     column: Tensor
     weight: Tensor
-    unit: Tensor
+    unit: Tensor | None = None
     shared: bool = False
     left_out: float = 0.0
     zeros: int = 0
@@ -67,7 +68,8 @@ class Rows:
 
     def __getitem__(self, rows: Tensor) -> "Rows":
         sample, column, weight = self.sample[rows], self.column[rows], self.weight[rows]
-        return Rows(sample, column, weight, self.unit[rows], self.shared)
+        unit = None if self.unit is None else self.unit[rows]
+        return Rows(sample, column, weight, unit, self.shared)
 
     @cached_property
     def evaluated(self) -> float:
@@ -82,11 +84,13 @@ class Rows:
     @property
     def evaluations(self) -> int:
         """Network evaluations that the rows take."""
-        return len(self.unit.unique()) if self.shared else len(self)
+        return len(self.counts) if self.shared else len(self)
 
     @cached_property
     def counts(self) -> list[int]:
         """Number of rows of each unit."""
+        if self.unit is None:
+            return [1] * len(self)
         return self.unit.unique_consecutive(return_counts=True)[1].tolist()
 
     def without_zeros(self, advantages: Tensor) -> "Rows":
@@ -96,7 +100,7 @@ class Rows:
         The first row if there are none, because the optimizer also steps on gradients of 0.
         """
         kept = advantages[self.sample, self.column] != 0
-        if not self.shared:
+        if self.unit is not None and not self.shared:
             kept = torch.isin(self.unit, self.unit[kept])
         kept[0] |= ~kept.any()
         rows = self[kept]
@@ -149,7 +153,7 @@ def minibatch_rows(
         rows.append((sample[kept], column[kept]))
     shared = share_states and tree.branched and unit == "transition"
     if not rows or (unit == "transition" and not shared):
-        return [Rows(s, c, weights[s, c], torch.arange(len(s))) for s, c in rows]
+        return [Rows(s, c, weights[s, c]) for s, c in rows]
     sample, column = map(torch.cat, zip(*rows, strict=True))
     if shared:
         state = tree.paths[sample % tree.members, torch.tensor(tree.drawn_steps)[column]]
@@ -212,7 +216,7 @@ def micro_batches(
     batches = []
     for piece in pieces(collected.assignment):
         shared = None
-        if rows.shared:
+        if rows.shared and piece.unit is not None:
             place = piece.unit.unique_consecutive(return_inverse=True)[1]
             shared = _first(place).unique().to(device), place.to(device)
         sample, column = (piece.sample - first).to(device), piece.column.to(device)

@@ -36,10 +36,8 @@ class Groups:
     total: int = 0
 
     def __post_init__(self) -> None:
-        require(self.prompts >= 1, "prompts", self.prompts, "1 or more")
-        require(self.members >= 1, "members", self.members, "1 or more")
-        last = self.all - self.prompts
-        require(0 <= self.first <= last, "first", self.first, f"0 to {last}")
+        fits = min(self.prompts, self.members) >= 1 and 0 <= self.first <= self.all - self.prompts
+        require(fits, "groups", self, "prompts and members 1 or more, within the total")
 
     @property
     def all(self) -> int:

@@ -51,15 +51,12 @@ class Rollout:
 
     def part(self, first: int, count: int) -> "Rollout":
         """`count` of its groups, from index `first` on."""
-        path, groups, chosen = self.trajectories, self.groups, slice(first, first + count)
+        chosen, prompts = slice(first, first + count), self.groups.prompts
+        path = self.trajectories
         path = replace(path, states=path.states[chosen], outputs=path.outputs[chosen])
-        estimates = {
-            key: estimate.part(first, count, groups.prompts)
-            for key, estimate in self.estimates.items()
-        }
-        return replace(
-            self, trajectories=path, estimates=estimates, groups=groups.part(first, count)
-        )
+        estimates = {key: e.part(chosen, prompts) for key, e in self.estimates.items()}
+        groups = self.groups.part(first, count)
+        return replace(self, trajectories=path, estimates=estimates, groups=groups)
 
 
 def rollout(
@@ -260,7 +257,9 @@ class Walk:
         index = torch.full((len(latents),), step, device=latents.device)
         return self.sampler.transition(latents, velocity, self.schedule, index)
 
-    def continued(self, nodes: Tensor, start: int, count: int) -> Tensor:
+    def continued(
+        self, nodes: Tensor, start: int, count: int, generator: torch.Generator
+    ) -> Tensor:
         """Final latents of `count` independent continuations from each of `nodes`, which are
         adjacent: [sample x count, *latent], float32.
 
@@ -271,6 +270,7 @@ class Walk:
             nodes: latents [sample, *latent] at node `start`, equally many for every prompt.
             start: index of the node.
             count: continuations per sample.
+            generator: the source of their draws.
 
         Returns:
             The latents.
@@ -280,7 +280,7 @@ class Walk:
         for i in range(start, self.schedule.steps):
             timestep = self.schedule.network_timesteps[i].expand(len(x))
             gaussian = self.transition(x, self.velocity(x, timestep, conditions), i)
-            x = self.groups.draw(gaussian, self.generator) if self.stochastic[i] else gaussian.mean
+            x = self.groups.draw(gaussian, generator) if self.stochastic[i] else gaussian.mean
         return x
 
 
@@ -312,14 +312,12 @@ class ProbeRun:
 
     def start(self, node: int, members: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """States and velocities of a node."""
-        path, units = self.trajectories, self.trajectories.tree.at(node)
-        x, velocity = path.states[:, units], path.outputs[:, units]
+        path, device = self.trajectories, self.final.device
+        rows: tuple[Any, Any] = slice(None), path.tree.at(node)
         if members is not None:
-            place = to_device(path.tree.paths[:, node] - units.start, x.device)
-            prompt = torch.arange(len(x), device=x.device)[:, None]
-            chosen = place[to_device(members, x.device)]
-            x, velocity = x[prompt, chosen], velocity[prompt, chosen]
-        return x.flatten(0, 1), velocity.flatten(0, 1)
+            units = to_device(path.tree.paths[:, node], device)[to_device(members, device)]
+            rows = torch.arange(self.groups, device=device)[:, None], units
+        return path.states[rows].flatten(0, 1), path.outputs[rows].flatten(0, 1)
 
     def velocity(self, latents: Tensor, timestep: Tensor) -> Tensor:
         """The network, counted."""
@@ -348,8 +346,7 @@ class ProbeRun:
 
     def continued(self, node: int, count: int) -> Tensor:
         """Stochastic continuations."""
-        walk = replace(self.walk, generator=self.generator)
-        return walk.continued(self.trajectories.at(node), node, count)
+        return self.walk.continued(self.trajectories.at(node), node, count, self.generator)
 
     def rand(self, *shape: int) -> Tensor:
         """Uniform random numbers."""
@@ -368,24 +365,21 @@ class ProbeRun:
         given = [path.states, path.outputs, self.final, *condition, *self.completed.values()]
         with inputs_unchanged(name, ProbeError, *given):
             estimates = dict(probe.estimate(self))
+        groups, latent = self.walk.groups, path.states.shape[2:]
         for key, estimate in estimates.items():
-            problem = self._problem(key, estimate)
-            if problem:
-                raise ProbeError(f"{name} returned {problem}")
+            node = key[1] if isinstance(key, tuple) and len(key) == 2 else key
+            if node not in self.nodes:
+                allowed = f"its nodes, from which decisions start: {list(self.nodes)}"
+                raise ProbeError(f"{name} returned an estimate of {key!r}; allowed: {allowed}")
+            if not isinstance(estimate, Estimate):
+                kind = type(estimate).__name__
+                raise ProbeError(f"{name} returned a {kind} for node {node}; allowed: Estimate")
+            members, shape = estimate.members, tuple(estimate.latents.shape)
+            counts = (1, groups.members) if members is None else members.shape[1:]
+            allowed = [(groups.prompts * estimate.copies * count, *latent) for count in counts]
+            if shape not in allowed:
+                raise ProbeError(f"{name}: latents {shape} for node {node}; allowed: {allowed}")
         return estimates
-
-    def _problem(self, key: Any, estimate: Any) -> str:
-        """What is wrong with an estimate; empty if it is valid."""
-        node = key[1] if isinstance(key, tuple) and len(key) == 2 else key
-        if node not in self.nodes:
-            return f"an estimate of {key!r}; allowed: {list(self.nodes)}, where decisions start"
-        if not isinstance(estimate, Estimate) or not isinstance(estimate.latents, Tensor):
-            return f"a {type(estimate).__name__} for node {node}; allowed: Estimate(latents)"
-        groups, latent = self.walk.groups, self.trajectories.states.shape[2:]
-        members, shape = estimate.members, tuple(estimate.latents.shape)
-        counts = (1, groups.members) if members is None else members.shape[1:]
-        allowed = [(groups.prompts * estimate.copies * count, *latent) for count in counts]
-        return "" if shape in allowed else f"latents {shape} for node {node}; allowed: {allowed}"
 
 
 @dataclass

@@ -2,8 +2,7 @@
 credit to the weights in the loss.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,26 +51,18 @@ def score(
         RewardContractError: type or shape is wrong, a score is not finite, or the reward changed
             `images` in place.
     """
-    with _scoring(reward, images, usage):
-        scores, call = reward.score(images, prompts), f"{type(reward).__name__}.score"
-        return check_scores(scores, prompts, call, invalid and marks_invalid(reward)).float()
-
-
-@contextmanager
-def _scoring(reward: AnyReward, images: Tensor, usage: Usage | None) -> Iterator[None]:
-    """A context for calls of a reward: without gradients, images unchanged, and counted."""
-    with torch.no_grad(), inputs_unchanged(type(reward).__name__, RewardContractError, images):
-        yield
-    if usage is not None:
-        usage.reward_calls += len(images)
+    return score_components(reward, images, prompts, usage, invalid).total
 
 
 def score_components(
-    reward: AnyReward, images: Tensor, prompts: Sequence[Prompt], usage: Usage | None = None
+    reward: AnyReward,
+    images: Tensor,
+    prompts: Sequence[Prompt],
+    usage: Usage | None = None,
+    invalid: bool = True,
 ) -> ComponentScores:
-    """The total score and every component, each checked as by `score`. NaN is allowed only from a
-    reward with `marks_invalid`. A composite reward is evaluated once; other rewards have no
-    components.
+    """The total score and every component, each checked as by `score`. A composite reward is
+    evaluated once; other rewards have no components.
 
     Args:
         reward: the reward model.
@@ -79,6 +70,7 @@ def score_components(
             for a `GroupReward` those of whole groups, one group after the other.
         prompts: one prompt per image; for a `GroupReward` one per group.
         usage: counters of scored images, which are updated; None for no count.
+        invalid: accept NaN from a reward with `marks_invalid`.
 
     Returns:
         Total and components [sample], float32.
@@ -86,23 +78,25 @@ def score_components(
     Raises:
         RewardContractError: a score breaks the contract of `score`.
     """
-    name, methods, allowed = type(reward).__name__, component_methods(reward), marks_invalid(reward)
-    members, shaped = None, images
+    name, methods = type(reward).__name__, component_methods(reward)
+    allowed = invalid and marks_invalid(reward)
+    members, given, call = None, images, "score"
     if isinstance(reward, GroupReward):
-        members = len(images) // len(prompts)
-        shaped = images.unflatten(0, (len(prompts), members))
-    with _scoring(reward, images, usage):
-        if methods is not None:
-            call = methods[0].__name__
-            scores = dict(methods[0](shaped, prompts))
-            for key, values in scores.items():
-                check_scores(values, prompts, f"{name}.{call}()[{key!r}]", allowed, members)
-            total, call = methods[1](scores), "total"
+        members, call = len(images) // len(prompts), "score_groups"
+        given = images.unflatten(0, (len(prompts), members))
+    parts: dict[str, Tensor] = {}
+    with torch.no_grad(), inputs_unchanged(f"{name}.{call}", RewardContractError, images):
+        if methods is None:
+            total = getattr(reward, call)(given, prompts)
         else:
-            scores, call = {}, "score" if members is None else "score_groups"
-            total = getattr(reward, call)(shaped, prompts)
+            parts, call = dict(methods[0](given, prompts)), "total"
+            for key, scores in parts.items():
+                check_scores(scores, prompts, f"{name}, component {key!r},", allowed, members)
+            total = methods[1](parts)
         check_scores(total, prompts, f"{name}.{call}", allowed, members)
-    flat = {key: values.detach().float().flatten() for key, values in scores.items()}
+    if usage is not None:
+        usage.reward_calls += len(images)
+    flat = {key: scores.detach().float().flatten() for key, scores in parts.items()}
     return ComponentScores(total.detach().float().flatten(), flat)
 
 

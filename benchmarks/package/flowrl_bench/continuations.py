@@ -137,7 +137,9 @@ def continuation_rewards(
             ..., None
         ]
         for column, step in reversed(list(enumerate(steps))):
-            images = policy.decode(walk.continued(path.at(step), step, continuations))
+            images = policy.decode(
+                walk.continued(path.at(step), step, continuations, walk.generator)
+            )
             for row, reward in enumerate(rewards):
                 found[row, :, column] = score(reward, images, owners).view(-1, continuations)
     return found
@@ -179,7 +181,7 @@ def _on_a_tree(
             units = (needed & (tree.node == node)).nonzero().flatten()
             repeats = continuations if node <= last else 1
             states = result.trajectories.states[:, units].flatten(0, 1)
-            latents = walk.continued(states, node, repeats)
+            latents = walk.continued(states, node, repeats, walk.generator)
             owners = [prompt for prompt in setting.prompts for _ in range(len(units) * repeats)]
             rewards = score(setting.reward, setting.policy.decode(latents), owners).view(
                 count, len(units), repeats
