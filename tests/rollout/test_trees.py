@@ -27,8 +27,8 @@ from flowrl.rollout import (
     score_rollout,
     transition_weights,
 )
-from flowrl.rollout.collector import Collector
 from flowrl.rollout.batches import _micro_batch
+from flowrl.rollout.collector import Collector
 from flowrl.samplers import FixedWindow, FlowSDE, Windowed
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
