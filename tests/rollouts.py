@@ -11,6 +11,7 @@ from flowrl.probes import NoProbe
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, rollout, score_rollout
 from flowrl.samplers import FlowSDE
+from flowrl.training.trainer import Trainer
 
 PROMPTS = [Prompt("0"), Prompt("90")]
 SQUARES = FunctionReward(lambda images, prompts: (images.flatten(1) - 0.3).square().mean(1))
@@ -68,3 +69,28 @@ def disturbed(policy):
     for parameter in policy.trainable().values():
         torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(1))
     return policy
+
+
+class Compared(Trainer):
+    """Before each optimizer step, compares the gradient with that of one loss over all rows of the
+    mini-batch, each with a network evaluation of its own.
+    """
+
+    def loss_batches(self, *arguments):
+        self.weights, self.tree = arguments[-1], arguments[1].rollout.trajectories.tree
+        self.batches, self.rows = super().loss_batches(*arguments)
+        self.left = list(self.rows)
+        return self.batches, self.rows
+
+    def optimizer_step(self, minibatch, check, metrics):
+        rows = self.left.pop(0)
+        self.batches.prepare([])
+        loss = self.method.loss.loss(self.batches.of(rows.sample, rows.column)).loss
+        share = rows.evaluated / rows.total
+        expected = torch.autograd.grad(loss * share, self.parameters)
+        for parameter, gradient in zip(self.parameters, expected, strict=True):
+            scale = max(float(gradient.abs().max()), 1e-6)
+            found, wanted = parameter.grad / scale, gradient / scale
+            torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
+        assert abs(sum(micro.weight for micro in minibatch) - share) < 1e-6
+        super().optimizer_step(minibatch, check, metrics)
