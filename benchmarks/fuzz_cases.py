@@ -1,7 +1,9 @@
 """Every kind of file that flowrl reads: a valid one, how it is changed, and its reader."""
 
 import contextlib
+import gzip
 import hashlib
+import itertools
 import json
 import random
 import shutil
@@ -125,8 +127,8 @@ def make_seeds(folder: Path) -> None:
     write_bytes(folder / "head.safetensors", save(head))
     torch.save({"state_dict": head}, folder / "head.pth")
     results = ROOT / "benchmarks" / "results"
-    lines = (results / "claims-default-settings.jsonl").read_bytes().splitlines(keepends=True)
-    (folder / "results.jsonl").write_bytes(b"".join(lines[:3]))
+    with gzip.open(results / "claims-default-settings.jsonl.gz") as archive:
+        (folder / "results.jsonl").write_bytes(b"".join(itertools.islice(archive, 3)))
     rows = json.loads((results / "claims-default-settings-samples.json").read_text())
     write_json(folder / "samples.json", {**rows, "rows": dict(list(rows["rows"].items())[:3])})
     shutil.copy(results / "claims-default-settings-memory.json", folder / "memory.json")

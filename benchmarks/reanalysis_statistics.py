@@ -2,6 +2,7 @@
 ``reanalysis.py``.
 """
 
+import gzip
 import json
 import re
 from collections import Counter, defaultdict
@@ -99,9 +100,16 @@ class Run(NamedTuple):
         return np.asarray(isotonic_regression(y[: end or None]).x)
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of the archive PATH.gz; of the file if there is no archive."""
+    archive = path.with_name(f"{path.name}.gz")
+    data = gzip.decompress(archive.read_bytes()) if archive.exists() else path.read_bytes()
+    return [json.loads(line) for line in data.splitlines()]
+
+
 def read_runs(path: Path) -> list[Run]:
     runs = []
-    for line in map(json.loads, path.read_text("utf-8").splitlines()):
+    for line in read_lines(path):
         config = line["config"]
         settings = {name: value for name, value in config.items() if not isinstance(value, dict)}
         for group in (group for group in config.values() if isinstance(group, dict)):

@@ -29,8 +29,7 @@ WITHIN = {"probe": "--credit 'RULE(probe={})'", "times": "--loss 'LOSS(times={})
 
 @dataclass(frozen=True)
 class Parts:
-    """List the credit rules, probes, samplers, windows, losses, rewards, features and observers,
-    plug-ins too, or describe one with its options.
+    """List the parts of every kind, plug-ins too, or describe one with its options.
 
     Examples: flowrl parts
 
@@ -42,8 +41,8 @@ class Parts:
     all, a line each.
     """
     kind: str = ""
-    """credit, probe, sampler, window, loss, reward, features, observer, times or all: list only
-    these, with their options.
+    """credit, probe, sampler, window, loss, reward, features, observer, times, world or all: list
+    only these, with their options.
     """
 
     def main(self) -> int:

@@ -181,7 +181,9 @@ class Display:
                 known = {**self.recorded[name], **state}
                 reward = f"{known['reward']:.3f}" if "reward" in known else "-"
                 numbers = f"reward {reward:>5s}  NFE {known.get('nfe_total', 0):>9,d}"
-                count = f"iteration {self._done(name, state):3d}/{self.jobs[name].iterations}"
+                count = (
+                    f"iteration {step or self._done(name, state):3d}/{self.jobs[name].iterations}"
+                )
                 line = (
                     f"{self.labels[name]:28s} {state['phase']:10s} {count}  {numbers} "
                     f" {self._overall(states)}"

@@ -32,8 +32,8 @@ class Prompts:
     prompts) or check (summarise a file).
     """
     file: Path = Path("prompts.jsonl")
-    """The file to write, or to check: .jsonl, text with a prompt a line, or a dataset
-    (hf:NAME[:SPLIT[:COLUMN]]).
+    """The file to write, or to check: .jsonl, text with a prompt a line, or a dataset,
+    as in hf(name=NAME, split=..., column=...).
     """
     count: Annotated[int, Ge(1), Le(10**6)] = 500
     """How many prompts to make."""

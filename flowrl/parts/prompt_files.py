@@ -1,8 +1,8 @@
 """Prompts from files: a prompt per line, JSON lines with metadata (such as GenEval's), or a Hugging
 Face dataset.
 
-Datasets (`hf:NAME[:SPLIT[:COLUMN]]`, folders, .parquet, .arrow, .csv and .json files) need the
-extra `datasets`.
+Datasets (`hf(name=...)`, folders, .parquet, .arrow, .csv and .json files) need the extra
+`datasets`.
 """
 
 import json
@@ -19,6 +19,7 @@ from flowrl.core.prompt import Prompt
 from flowrl.io import require_new_file, write_bytes
 from flowrl.parts.geneval import request_of
 from flowrl.parts.prompt_lists import compositional_prompts, image_prompts, text_prompts
+from flowrl.parts.specs import parse_spec
 from flowrl.reading import parse_json, read_text
 
 T = TypeVar("T")
@@ -29,9 +30,10 @@ GENERATORS: dict[str, Callable[[int], list[Prompt]]] = {
     "text": text_prompts,
     "images": image_prompts,
 }
-DATASET_PREFIX = "hf:"
+DATASET = "hf("
+DATASET_OPTIONS = ("name", "split", "column")
 DATASET_FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json"}
-"""Suffixes of the files that are read as datasets without the prefix."""
+"""Suffixes of the files that are read as datasets by their path alone."""
 TEXT_COLUMNS = ("prompt", "text", "caption")
 """Unless a column is named, the first of these that a dataset has contains the prompts."""
 
@@ -127,13 +129,13 @@ def load_prompts(path: Path) -> PromptFile:
 
     JSON lines are objects with an entry "prompt". Their other entries are the prompt's metadata; an
     entry "include" among them must be a request in GenEval's form (`flowrl.parts.geneval`). A
-    dataset is NAME[:SPLIT[:COLUMN]], NAME being a name on the Hub, a folder (written by
-    `save_to_disk`, or with data files) or a file. SPLIT defaults to train, or the only split;
-    COLUMN to the first of `TEXT_COLUMNS`. Its other columns become metadata if they contain text,
-    numbers, truth values, or lists and objects of these. Raises `ConfigError` that names the file
-    and every bad line (the first five).
+    dataset is ``hf(name=..., split=..., column=...)``, `name` being a name on the Hub, a folder
+    (written by `save_to_disk`, or with data files) or a file. `split` defaults to train, or the
+    only split; `column` to the first of `TEXT_COLUMNS`. Its other columns become metadata if they
+    contain text, numbers, truth values, or lists and objects of these. Raises `ConfigError` that
+    names the file and every bad line (the first five).
     """
-    if str(path).startswith(DATASET_PREFIX) or path.suffix in DATASET_FORMATS or path.is_dir():
+    if str(path).startswith(DATASET) or path.suffix in DATASET_FORMATS or path.is_dir():
         return _collect(path, _dataset_prompts(str(path)), lambda prompt: prompt, "row")
     lines = read_text(path).removesuffix("\n").split("\n")  # splitlines would also cut at U+2028
     return _collect(path, lines, _from_json if path.suffix == ".jsonl" else _from_text, "line")
@@ -194,8 +196,8 @@ def _from_json(line: str) -> Prompt:
 
 
 def _dataset_prompts(spec: str) -> list[Prompt]:
-    """The prompt in every row of ``[hf:]NAME[:SPLIT[:COLUMN]]``; an empty cell is a prompt without
-    a text.
+    """The prompt in every row of ``hf(...)`` or of a path; an empty cell is a prompt without a
+    text.
     """
     try:
         datasets: Any = import_module("datasets")
@@ -205,19 +207,14 @@ def _dataset_prompts(spec: str) -> list[Prompt]:
             " '.[datasets]'"
         )
         raise ConfigError(message) from error
-    name, split, column = spec.removeprefix(DATASET_PREFIX), "", ""
-    if not Path(name or ":").exists():  # the name of a file may contain colons
-        name, split, column = [*name.split(":", 2), "", ""][:3]
+    options = parse_spec(spec, "prompts").options if spec.startswith(DATASET) else {"name": spec}
+    name, split, column = (str(options.get(key, "")) for key in DATASET_OPTIONS)
     path = Path(name or ":")
     # datasets takes a bare name for a reader of the current folder's files; version 4.0 unpickles
     # them for "pandas".
-    known = (path.exists() or "/" in name) and ":" not in column
-    require(
-        known,
-        "prompts",
-        spec,
-        f"{DATASET_PREFIX}OWNER/NAME[:SPLIT[:COLUMN]], or a path instead of OWNER/NAME",
-    )
+    known = (path.exists() or "/" in name) and options.keys() <= set(DATASET_OPTIONS)
+    allowed = "hf(name=OWNER/NAME, split=SPLIT, column=COLUMN), or a path instead of OWNER/NAME"
+    require(known, "prompts", spec, allowed)
     try:
         if any((path / marker).exists() for marker in ("state.json", "dataset_dict.json")):
             splits: Any = datasets.load_from_disk(name)
@@ -236,7 +233,7 @@ def _dataset_prompts(spec: str) -> list[Prompt]:
             split in splits,
             "split of prompts",
             split,
-            f"one of {', '.join(map(str, splits))}, as in hf:{name}:SPLIT",
+            f"one of {', '.join(map(str, splits))}, as in hf(name={name}, split=SPLIT)",
         )
         table = splits[split]
         column = column or next(
@@ -251,7 +248,7 @@ def _dataset_prompts(spec: str) -> list[Prompt]:
             column in texts,
             "column of prompts",
             column,
-            f"one with text ({', '.join(texts)}), as in hf:{name}:{split}:COLUMN",
+            f"one with text ({', '.join(texts)}), as in hf(name={name}, column=COLUMN)",
         )
         kept = [
             key for key, feature in table.features.items() if key == column or _is_plain(feature)

@@ -10,7 +10,7 @@ be a Python slice of the steps, as in ``2:7``.
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ NESTED = {
 """Options that contain other parts, and the kind of these parts."""
 DEEPEST = 50
 WORD = re.compile(r"[\w.:/+~@\\-]+(?: +[\w.:/+~@\\-]+)*")
-KEY = re.compile(r"\s*([\w.-]+)\s*")
+KEY = re.compile(r"[\w.-]+")
 QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", flags=re.DOTALL)
 NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?", flags=re.ASCII | re.IGNORECASE)
 CONSTANTS = {"none": None, "true": True, "false": False, "None": None, "True": True, "False": False}
@@ -85,7 +85,8 @@ def parse_spec(spec: str, kind: str = "part") -> Spec:
         )
     reader = _Reader(spec, kind, len(head) + 1)
     options = reader.options(")")
-    reader.end()
+    if not reader.skip(""):
+        raise reader.error("nothing more")
     return Spec(name, options, spec)
 
 
@@ -102,10 +103,7 @@ def parse_options(text: str, noun: str) -> dict[str, Any]:
     Raises:
         ConfigError: the text cannot be read; the message names the place.
     """
-    reader = _Reader(text, noun, 0)
-    options = reader.options("")
-    reader.end()
-    return options
+    return _Reader(text, noun, 0).options("")
 
 
 def parse_slice(text: str) -> slice | None:
@@ -142,127 +140,104 @@ def identity(spec: str) -> str:
 
 @dataclass
 class _Reader:
-    """A text that is read from left to right."""
+    """A text that is read from left to right; `position` is the next character."""
 
     text: str
     kind: str
-    at: int
+    position: int
     depth: int = 0
 
     def options(self, closing: str) -> dict[str, Any]:
-        """``option=value, ...`` up to the `closing` bracket ("" for the end of the text), which is
-        consumed.
-        """
-        found: dict[str, Any] = {}
-        while not self.closed(closing):
-            key = KEY.match(self.text, self.at)
-            if key is None or self.text[key.end() : key.end() + 1] != "=":
+        """``option=value, ...`` up to the `closing` bracket ("" for the end of the text)."""
+        options: dict[str, Any] = {}
+        for _ in self.items(closing):
+            start, key = self.position, self.match(KEY)
+            if not key or not self.skip("="):
+                self.position = start
                 raise self.error("option=value")
-            if key[1] in found:
-                raise ConfigError(f"{self.kind} = {self.text!r:.200}: {key[1]} is set twice")
-            self.at = key.end() + 1
-            found[key[1]] = self.value()
-            self.separated(closing)
-        return found
+            if key in options:
+                raise ConfigError(f"{self.kind} = {self.text!r:.200}: {key} is set twice")
+            options[key] = self.value()
+        return options
 
-    def value(self) -> Any:
-        """One value; a part with options is returned as its text."""
-        self.blank()
+    def items(self, closing: str) -> Iterator[None]:
+        """Yields before every item of a list that commas separate; consumes `closing`."""
         self.depth += 1
         if self.depth > DEEPEST:
             raise self.error(f"at most {DEEPEST} levels of brackets")
-        try:
-            return self._value()
-        finally:
-            self.depth -= 1
+        while not self.skip(closing):
+            if closing and self.position == len(self.text):
+                raise self.error(repr(closing))
+            yield
+            if not self.skip(","):
+                if not self.skip(closing):
+                    raise self.error(f"',' or {closing!r}" if closing else "','")
+                break
+        self.depth -= 1
 
-    def _value(self) -> Any:
-        start, first = self.at, self.text[self.at : self.at + 1]
-        if quoted := QUOTED.match(self.text, start):
-            self.at = quoted.end()
-            return self.literal(quoted[0], start)
-        if first and first in "[({":
-            self.at += 1
-            return self.dictionary() if first == "{" else self.sequence(first)
-        word = WORD.match(self.text, start)
-        if word is None:
+    def value(self) -> Any:
+        """One value; a part with options is returned as its text."""
+        self.skip("")
+        start = self.position
+        if quoted := self.match(QUOTED):
+            return self.literal(quoted, start)
+        if self.skip("{"):
+            return {self.key(): self.value() for _ in self.items("}")}
+        if self.skip("["):
+            return [self.value() for _ in self.items("]")]
+        if self.skip("("):
+            values = [self.value() for _ in self.items(")")]
+            single = len(values) == 1 and not re.search(r",\s*\)$", self.text[: self.position])
+            return values[0] if single else tuple(values)
+        word = self.match(WORD)
+        if not word:
             raise self.error("a value")
-        self.at = word.end()
-        if self.text[self.at : self.at + 1] == "(":
-            self.at += 1
+        if self.text.startswith("(", self.position):
+            self.position += 1
             self.options(")")
-            return self.text[start : self.at]
-        if word[0] in CONSTANTS:
-            return CONSTANTS[word[0]]
-        return self.literal(word[0], start) if NUMBER.fullmatch(word[0]) else word[0]
+            return self.text[start : self.position]
+        if word in CONSTANTS:
+            return CONSTANTS[word]
+        return self.literal(word, start) if NUMBER.fullmatch(word) else word
+
+    def key(self) -> Any:
+        """The key of a dictionary and its colon."""
+        self.skip("")
+        start = self.position
+        quoted = self.match(QUOTED)
+        key = self.literal(quoted, start) if quoted else self.match(KEY)
+        if key == "" and not quoted:
+            raise self.error("key: value")
+        if not self.skip(":"):
+            raise self.error("':'")
+        return int(key) if not quoted and key.isdecimal() else key
 
     def literal(self, written: str, start: int) -> Any:
         try:
             return ast.literal_eval(written)
         except (SyntaxError, ValueError):
-            self.at = start
+            self.position = start
             raise self.error("a text or a number") from None
 
-    def sequence(self, opening: str) -> Any:
-        """A list, a tuple, or a value in brackets."""
-        closing, found, comma = "]" if opening == "[" else ")", [], False
-        while not self.closed(closing):
-            found.append(self.value())
-            comma = self.separated(closing)
-        if opening == "[":
-            return found
-        return tuple(found) if comma or len(found) != 1 else found[0]
+    def match(self, pattern: re.Pattern[str]) -> str:
+        """The text that `pattern` matches, which is consumed; "" if it does not match."""
+        self.skip("")
+        matched = pattern.match(self.text, self.position)
+        self.position = matched.end() if matched else self.position
+        return matched[0] if matched else ""
 
-    def dictionary(self) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
-        while not self.closed("}"):
-            self.blank()
-            quoted, key = QUOTED.match(self.text, self.at), KEY.match(self.text, self.at)
-            if quoted is None and key is None:
-                raise self.error("key: value")
-            name = self.value() if quoted else key[1] if key else ""
-            self.at = self.at if quoted or key is None else key.end()
-            self.blank()
-            if self.text[self.at : self.at + 1] != ":":
-                raise self.error("':'")
-            self.at += 1
-            found[int(name) if key and name.isdecimal() else name] = self.value()
-            self.separated("}")
-        return found
-
-    def blank(self) -> None:
-        while self.text[self.at : self.at + 1].isspace():
-            self.at += 1
-
-    def closed(self, closing: str) -> bool:
-        """Whether the text is at `closing`, which is consumed."""
-        self.blank()
-        ended = self.at == len(self.text)
-        if ended and closing:
-            raise self.error(repr(closing))
-        if not ended and closing and self.text[self.at] == closing:
-            self.at += 1
-            return True
-        return ended
-
-    def separated(self, closing: str) -> bool:
-        """Whether a comma follows a value, which is consumed; none is needed before `closing`."""
-        self.blank()
-        following = self.text[self.at : self.at + 1]
-        if following == ",":
-            self.at += 1
-        elif following != closing:
-            raise self.error(f"',' or {closing!r}" if closing else "','")
-        return following == ","
-
-    def end(self) -> None:
-        self.blank()
-        if self.at < len(self.text):
-            raise self.error("nothing more")
+    def skip(self, mark: str) -> bool:
+        """Skip blanks, and `mark` if it follows; whether it did ("": the end of the text)."""
+        while self.text[self.position : self.position + 1].isspace():
+            self.position += 1
+        if not mark:
+            return self.position == len(self.text)
+        follows = self.text.startswith(mark, self.position)
+        self.position += len(mark) if follows else 0
+        return follows
 
     def error(self, expected: str) -> ConfigError:
-        rest = self.text[self.at : self.at + 20]
-        place = f"at character {self.at + 1}, before {rest!r}" if rest else "at its end"
-        return ConfigError(
-            f"{self.kind} = {self.text!r:.200} cannot be read: {expected} is expected {place}"
-        )
+        rest = self.text[self.position : self.position + 20]
+        place = f"at character {self.position + 1}, before {rest!r}" if rest else "at its end"
+        text = f"{self.kind} = {self.text!r:.200}"
+        return ConfigError(f"{text} cannot be read: {expected} is expected {place}")

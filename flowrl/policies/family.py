@@ -157,7 +157,7 @@ def require_multiples(height: int, width: int, unit: int, largest: int = 2**30) 
             value % unit == 0 and value <= largest,
             name,
             value,
-            f"a multiple of {unit}, at most {largest}",
+            f"a multiple of {unit}, at most {largest} (settings resolution, width)",
         )
 
 

@@ -86,7 +86,7 @@ class EnvironmentConfig:
     prompts: str = ""
     """Training prompts for `model`: a text file with a prompt per line, .jsonl with "prompt" and
     metadata, a slice of a generated list, as in compositional[0:500] (also text, images), or a
-    dataset: hf:NAME[:SPLIT[:COLUMN]], a folder or .parquet.
+    dataset: hf(name=NAME, split=..., column=...), a folder or .parquet.
     """
     heldout_prompts: str = ""
     """Evaluation prompts for `model`, in the same forms as `prompts`; default: the training
@@ -95,8 +95,12 @@ class EnvironmentConfig:
 
     @property
     def world_name(self) -> str:
-        """The text in `world`, or the name of the object there."""
-        return self.world if isinstance(self.world, str) else cast(Any, self.world).name
+        """The text in `world`, or the name of the object there, with the class of a user's."""
+        if isinstance(self.world, str):
+            return self.world
+        found: Any = self.world
+        place = f"{type(found).__module__}.{type(found).__qualname__}"
+        return found.name + ("" if place.startswith("flowrl.") else f" [object of {place}]")
 
     @property
     def subject(self) -> str:
@@ -465,7 +469,7 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Groups of plain values, for JSON and YAML; a world that is an object is recorded by its
-        name.
+        name and class.
         """
         values = nested(self)
         values["environment"]["world"] = self.environment.world_name

@@ -21,6 +21,7 @@ from flowrl.parts.registry import KINDS, build
 from flowrl.rewards import FunctionReward, NoisyReward, require_single
 from flowrl.rewards.diversity import group_features, pairwise_diversity
 from flowrl.rollout import ImageBatch, score
+from flowrl.rollout.values import Inspect
 from flowrl.training.config import RunConfig
 
 _LOG = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class HeldoutMetrics:
         seed: seed of the training reward's noise.
         prompts: number of held-out prompts whose diversity is measured.
         samples: samples of each of these prompts.
+        trials: called once, with the first images, prompts and scores of a held-out reward.
     """
 
     rewards: Mapping[str, RewardModel]
@@ -60,6 +62,7 @@ class HeldoutMetrics:
     seed: int = 0
     prompts: int = 8
     samples: int = 8
+    trials: dict[str, Inspect] = field(default_factory=dict)
 
     def columns(self) -> "HeldoutColumns":
         """Empty columns for one evaluation."""
@@ -174,9 +177,10 @@ class HeldoutColumns:
         )
         self.proxy.add(lambda: proxy)
         for name, model in m.rewards.items():
-            self.rewards[name].add(
-                lambda model=model: score(model, batch.images, batch.prompts, invalid=True)
-            )
+            column = self.rewards[name]
+            column.add(lambda model=model: score(model, batch.images, batch.prompts, invalid=True))
+            if column.parts and (inspect := m.trials.pop(name, None)):
+                inspect(batch.images, batch.prompts, column.parts[-1])
 
 
 def make_heldout_metrics(config: RunConfig, world: World) -> HeldoutMetrics | None:

@@ -45,6 +45,13 @@ class RunRecord:
         return {name: value for name, value in found.items() if name not in ("seed", "format")}
 
     @property
+    def state(self) -> str:
+        """finished, not finished, or stopped by an observer, with its reason."""
+        stopped = self.rows[-1].get("stopped") if self.rows else ""
+        ended = "finished" if self.finished else "not finished"
+        return f"stopped by {stopped}" if stopped else ended
+
+    @property
     def evaluations(self) -> list[dict[str, Any]]:
         """The rows that contain an evaluation."""
         return [row for row in self.rows if row.get("evaluation")]

@@ -154,6 +154,10 @@ class Run:
             trainer.collector.inspect = reward_trial(
                 self.config, trainer.reward, self._warn_of_trial
             )
+            for spec, reward in self._heldout.rewards.items() if self._heldout else ():
+                inspect = reward_trial(self.config, reward, self._warn_of_trial, spec)
+                if inspect is not None:
+                    self._heldout.trials[spec] = inspect
         trainer.on_phase, trainer.recorded = (
             lambda phase: self._tell({"phase": phase}),
             observers.recorded,

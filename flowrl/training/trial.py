@@ -119,8 +119,8 @@ def _try_part(
     for found in severe:
         if found.tried and not found.ok and found.promise not in untried:
             raise ConfigError(
-                f"{name} failed the trial before the run: {found.message} {check} shows all"
-                f" findings. {GO_ON}"
+                f"{name} failed the trial before the run: {found.message.rstrip('.')}."
+                f" {check} shows all findings. {GO_ON}"
             )
         if found.mark == "advice":
             warn(f"{name}: {found.message}")
@@ -175,9 +175,9 @@ def _contract(
 
 
 def reward_trial(
-    config: RunConfig, reward: AnyReward, warn: Warn = lambda text: None
+    config: RunConfig, reward: AnyReward, warn: Warn = lambda text: None, heldout: str = ""
 ) -> Inspect | None:
-    """A function that tries the run's own reward on its first batch of images; None if the reward
+    """A function that tries a reward of the user on its first batch of images; None if the reward
     is built in.
 
     It scores two samples again in swapped order (of a reward that compares samples, two groups with
@@ -187,16 +187,18 @@ def reward_trial(
         config: the run.
         reward: its reward.
         warn: called with a line if the reward is random.
+        heldout: the held-out reward's spec; empty for the training reward.
 
     Returns:
         A function of images, prompts and scores. It raises `ConfigError` if the new scores differ
         by more than `SHARE` of the batch's standard deviation, and scores of the same samples in
         the same order do not.
     """
-    if not any(setting == "reward" for setting, _, _ in own_parts(config.flat())):
+    setting, spec = "heldout_rewards" if heldout else "reward", heldout or config.environment.reward
+    if not any(own_parts({setting: spec})):
         return None
     name, members = (
-        f"reward: {config.environment.reward}",
+        f"{setting}: {spec}",
         config.rollout.group_size if isinstance(reward, GroupReward) else 1,
     )
 
@@ -237,7 +239,7 @@ def reward_trial(
             )
             return
         raise ConfigError(
-            f"{name} failed the trial in the first iteration: a score depends on the batch or on"
+            f"{name} failed the trial at its first scores: a score depends on the batch or on"
             f" its order. A sample scored {float(expected[place]):.4g} among {count}, and"
             f" {float(found[place]):.4g} among {len(rows)} in another order; expected: the same"
             f" within {limit:.2g} (5% of the batch's standard deviation). Is something normalised"

@@ -165,7 +165,7 @@ class ModelWorld:
     def __init__(
         self, model: str, prompts: str, heldout_prompts: str, reward: str, options: ModelOptions
     ) -> None:
-        allowed = "a text file with a prompt per line, or a dataset (--prompts FILE or hf:NAME)"
+        allowed = "a text file with a prompt per line (--prompts FILE), or hf(name=NAME)"
         require(bool(prompts), "prompts", prompts, allowed)
         require(
             bool(reward),

@@ -2,7 +2,6 @@
 runs.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -331,8 +330,8 @@ class TestPage:
 class TestDefaultSettings:
     @pytest.fixture(scope="class")
     def lines(self) -> dict[str, dict]:
-        with open(ROOT / "benchmarks" / "results" / "claims-default-settings.jsonl") as file:
-            return {line["id"]: line for line in map(json.loads, file)}
+        file = ResultsFile(ROOT / "benchmarks" / "results" / "claims-default-settings.jsonl")
+        return {line["id"]: line for line in file.unchecked()}
 
     def test_the_published_file_has_the_runs(self, lines: dict[str, dict]) -> None:
         rows = survival_table(judge_all(CLAIMS, {}), lines).rows

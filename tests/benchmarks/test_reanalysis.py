@@ -2,6 +2,7 @@
 what the pages say.
 """
 
+import gzip
 import json
 import math
 import re
@@ -15,7 +16,7 @@ import pytest
 import reanalysis
 from reanalysis_page import Row
 from reanalysis_robustness import cheaper, sign_flip
-from reanalysis_statistics import Run, bonett_price, holm, log_ratio, t_test
+from reanalysis_statistics import Run, bonett_price, holm, log_ratio, read_lines, t_test
 from scipy import stats
 
 RESULTS = reanalysis.ROOT / "benchmarks/results"
@@ -29,7 +30,7 @@ def differing(results: Path, docs: Path = DOCS) -> list[Row]:
 @pytest.fixture
 def copies(tmp_path: Path) -> Path:
     for name in ("claims.jsonl", "claims-default-settings.jsonl"):
-        shutil.copy(RESULTS / name, tmp_path / name)
+        (tmp_path / name).write_bytes(gzip.decompress((RESULTS / f"{name}.gz").read_bytes()))
     return tmp_path / "claims.jsonl"
 
 
@@ -133,7 +134,7 @@ def test_robustness() -> None:
 
 
 def lines_of(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+    return read_lines(RESULTS / name)
 
 
 def test_no_result_has_a_seed_of_the_search() -> None:

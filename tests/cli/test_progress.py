@@ -470,3 +470,12 @@ def test_a_plan_counts_in_the_precision_of_a_gpu(capsys):
             text.splitlines()[0].endswith(precision)
             and f"in {precision.split()[0]}, not measured" in text
         )
+
+
+def test_a_run_that_was_stopped_ends_at_its_last_iteration(tmp_path):
+    shown, file = display(tmp_path, 140)
+    shown.console = Console(file=file, width=140)
+    states = {name: {"phase": "waiting", "iteration": 0} for name in shown.jobs}
+    states["tp-grpo-seed1"] = {"phase": "done", "iteration": 1, "reward": 0.5, "nfe_total": 9}
+    shown.watch(states)
+    assert "done       iteration   1/2 " in file.getvalue()

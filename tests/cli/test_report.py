@@ -241,6 +241,17 @@ def comparison_folder(folder, names, world="mixture"):
         (run / "done.json").write_text("{}")
 
 
+def test_the_report_marks_runs_that_an_observer_stopped(tmp_path):
+    comparison_folder(tmp_path, ["flow-grpo"])
+    file = tmp_path / "runs/flow-grpo-seed1/metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[-1]["stopped"] = f"budget: {EVIL}"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_report(tmp_path).read_text()
+    assert "An observer stopped 1 of 2 runs early" in page
+    assert "<td>stopped by budget: &lt;script&gt;" in page and EVIL not in page
+
+
 def test_the_report_contains_every_run_and_loads_nothing(tmp_path):
     names = ["flow-grpo", "tp-grpo", "mine.py:Rule"]
     comparison_folder(tmp_path, names)

@@ -11,13 +11,13 @@ from tiny_rewards import tiny_clip
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
+from flowrl.parts import prompt_files as files
 from flowrl.parts.geneval import OBJECTS, TAGS
 from flowrl.parts.prompt_lists import plural
 from flowrl.parts.prompts import (
     Clause,
     PromptStream,
     compositional_prompts,
-    files,
     image_prompts,
     load_prompts,
     read_prompts,
@@ -221,12 +221,12 @@ def saved(table, path):
     ("file", "spec"),
     [
         ("saved", "{}"),
-        ("saved", "hf:{}"),
-        ("saved", "hf:{}:train:prompt"),
+        ("saved", "hf(name={})"),
+        ("saved", "hf(name={}, split=train, column=prompt)"),
         ("p.parquet", "{}"),
         ("p.json", "{}"),
-        ("p.parquet", "hf:{}:train:prompt"),
-        ("p.jsonl", "hf:{}"),
+        ("p.parquet", "hf(name={}, split=train, column=prompt)"),
+        ("p.jsonl", "hf(name={})"),
         ("p.csv", "{}"),
     ],
 )
@@ -251,21 +251,21 @@ def test_formats(datasets, tmp_path, file, spec):
     ("spec", "wanted"),
     [
         ("both", "b"),
-        ("both:test", "d"),
-        ("both:test:words", "c"),
-        ("both::words", "a"),
+        ("both, split=test", "d"),
+        ("both, split=test, column=words", "c"),
+        ("both, column=words", "a"),
         ("test", "d"),
         ("several", "split of prompts = '' is not allowed; allowed: one of a, b"),
-        ("both:dev", "'dev' .*one of train, test"),
+        ("both, split=dev", "'dev' .*one of train, test"),
         (
-            "both:train:caption",
-            "column of prompts = 'caption' .*one with text .words, text., as in hf:.*:train:COLUMN",
+            "both, column=caption",
+            "column of prompts = 'caption' .*one with text .words, text., as in hf.*column=COLUMN",
         ),
-        ("both:train:text:x", "is not allowed; allowed: hf:OWNER/NAME"),
+        ("both, part=text", r"is not allowed; allowed: hf\(name=OWNER/NAME"),
         ("missing", "cannot be read as a dataset"),
         ("numbers", "column of prompts = 'prompt' is not allowed"),
         ("empty", "contains no prompt"),
-        ("bad.parquet", r"bad\.parquet cannot be read as a dataset"),
+        ("bad.parquet", r"bad\.parquet\) cannot be read as a dataset"),
     ],
 )
 def test_splits_and_columns(datasets, tmp_path, spec, wanted):
@@ -283,10 +283,12 @@ def test_splits_and_columns(datasets, tmp_path, spec, wanted):
         saved(datasets.Dataset.from_dict({"prompt": cells}), tmp_path / name)
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing")
     if len(wanted) == 1:
-        assert [p.text for p in load_prompts(Path(f"hf:{tmp_path}/{spec}")).prompts] == [wanted]
+        assert [p.text for p in load_prompts(Path(f"hf(name={tmp_path}/{spec})")).prompts] == [
+            wanted
+        ]
         return
     with pytest.raises(ConfigError, match=wanted):
-        load_prompts(Path(f"hf:{tmp_path}/{spec}"))
+        load_prompts(Path(f"hf(name={tmp_path}/{spec})"))
 
 
 def test_metadata_of_a_table(datasets, tmp_path):
@@ -322,7 +324,10 @@ def test_metadata_of_a_table(datasets, tmp_path):
 
 def test_training_on_a_dataset(datasets, tmp_path):
     tiny_sd3().save_pretrained(tmp_path / "model")
-    clip, spec = tiny_clip(tmp_path / "clip", size=16), f"hf:{tmp_path}/data:dev:words"
+    clip, spec = (
+        tiny_clip(tmp_path / "clip", size=16),
+        f"hf(name={tmp_path}/data, split=dev, column=words)",
+    )
     datasets.DatasetDict(
         {"dev": datasets.Dataset.from_dict({"words": ["a fox", "a car"]})}
     ).save_to_disk(tmp_path / "data")
@@ -373,16 +378,16 @@ def test_without_the_package_there_is_one_clear_error(monkeypatch):
         ConfigError,
         match=r"needs the package datasets; install it with: pip install -e '\.\[datasets\]'",
     ):
-        load_prompts(Path("hf:user/prompts"))
+        load_prompts(Path("hf(name=user/prompts)"))
 
 
 def test_a_bare_name_reads_no_file_of_the_current_folder(datasets, tmp_path, monkeypatch):
     """`load_dataset("pandas")` reads pickles there. A folder of such a name is a folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.json").write_text('{"prompt": "a fox"}\n')
-    for name in ("", "pandas", "json", "json:train"):
-        with pytest.raises(ConfigError, match=rf"'hf:{name}' is not .*allowed: hf:OWNER/NAME"):
-            load_prompts(Path(f"hf:{name}"))
+    for name in ("''", "pandas", "json"):
+        with pytest.raises(ConfigError, match=r"is not allowed; allowed: hf\(name=OWNER/NAME"):
+            load_prompts(Path(f"hf(name={name})"))
     (tmp_path / "json").mkdir()
     (tmp_path / "json" / "train.jsonl").write_text('{"prompt": "a car"}\n')
-    assert [prompt.text for prompt in load_prompts(Path("hf:json")).prompts] == ["a car"]
+    assert [prompt.text for prompt in load_prompts(Path("hf(name=json)")).prompts] == ["a car"]

@@ -161,7 +161,7 @@ def test_arms_in_a_file(tmp_path: Path) -> None:
             "arms.yaml, line 3: group_size = 'one' is not allowed",
         ),
         ("arms:\n  a: gspo", "line 2: a must hold lines"),
-        ("arms: [a]", "arms must be lines"),
+        ("arms: [a]", "arms must hold lines"),
         ("arms:\n  a: {}\n  a: {loss: gspo}", "arms.yaml"),
         (
             "arms:\n  a: {loss: evil.py:Evil}",

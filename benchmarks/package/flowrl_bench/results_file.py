@@ -2,6 +2,7 @@
 with different numbers.
 """
 
+import gzip
 import json
 import os
 import platform
@@ -172,7 +173,7 @@ def without_rules(
 @dataclass(frozen=True)
 class ResultsFile:
     """One JSON line per run, appended and flushed as runs finish. Writers hold its lock
-    (`flowrl.io.file_lock`).
+    (`flowrl.io.file_lock`). Lines in PATH.gz, if it exists, come before those in PATH.
     """
 
     path: Path
@@ -194,7 +195,7 @@ class ResultsFile:
         """
         found: dict[str, dict[str, Any]] = {}
         with reading(self.path):
-            texts = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
+            texts = self._texts()
         for number, text in enumerate(texts, 1):
             line, error = _parsed(text)
             if number == len(texts) and error:
@@ -284,8 +285,14 @@ class ResultsFile:
         others).
         """
         with reading(self.path):
-            texts = self.path.read_bytes().splitlines() if self.path.exists() else []
+            texts = self._texts()
         return [line for line in (_parsed(text)[0] for text in texts) if isinstance(line, dict)]
+
+    def _texts(self) -> list[bytes]:
+        """Lines of the archive PATH.gz (published runs, never written here), then of the file."""
+        archive = self.path.with_name(f"{self.path.name}.gz")
+        older = gzip.decompress(archive.read_bytes()) if archive.exists() else b""
+        return (older + (self.path.read_bytes() if self.path.exists() else b"")).split(b"\n")
 
 
 def _parsed(text: bytes) -> tuple[Any, str]:
