@@ -361,9 +361,10 @@ class LossBatch(LossRows):
     pooled: PerSample | None = None
 
     def __post_init__(self) -> None:
-        shape = self.next_node.shape
+        shape = tuple(self.next_node.shape)
         for gaussian in filter(None, (self.new, self.behaviour, self.reference)):
-            require(gaussian.mean.shape == shape, "mean", gaussian.mean.shape, f"{shape}")
+            mean = tuple(gaussian.mean.shape)
+            require(mean == shape, "loss batch: mean", mean, f"{shape}, as next_node")
 
 
 @dataclass(frozen=True)

@@ -306,7 +306,7 @@ def test_own_states_of_a_tree_are_refused():
     trainer = trainer_for(
         "nft, own states", credit=Uniform(probe=Branch(2)), config=CONFIG.replace(group_size=32)
     )
-    with pytest.raises(ConfigError, match='noise = "path" is not allowed on branched trajectories'):
+    with pytest.raises(ConfigError, match="noise = 'path' is not allowed"):
         trainer.iteration()
 
 
