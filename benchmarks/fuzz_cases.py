@@ -30,7 +30,7 @@ from flowrl.parts.prompts import load_prompts
 from flowrl.parts.trust import check_code
 from flowrl.policies import load_policy
 from flowrl.policies.pipeline import ModelOptions
-from flowrl.rewards.weights import read_weights
+from flowrl.rewards.clip import read_weights
 from flowrl.testing.tiny import tiny_sd3
 from flowrl.training.build import check, load_trained, make_policy, make_trainer
 from flowrl.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, save_weights
@@ -221,7 +221,6 @@ def read_base(path: Path) -> None:
 
 def read_prompts(path: Path) -> None:
     found = load_prompts(path)
-    found.remarks()
     write_prompts(path.with_name("again.jsonl"), found.prompts)
     path.with_name("again.jsonl").unlink()
 

@@ -56,6 +56,6 @@ class Prompts:
         kinds = sorted({str(prompt.metadata.get("tag", "")) for prompt in found.prompts} - {""})
         kinds_text = f" ({', '.join(kinds)})" if kinds else ""
         print(f"{self.file}: {len(found.prompts)} prompts{kinds_text}")
-        for remark in found.remarks():
+        for remark in found.remarks:
             print(remark)
         return 0

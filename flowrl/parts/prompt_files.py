@@ -8,7 +8,7 @@ Datasets (`hf(name=...)`, folders, .parquet, .arrow, .csv and .json files) need 
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -40,42 +40,20 @@ TEXT_COLUMNS = ("prompt", "text", "caption")
 
 @dataclass(frozen=True)
 class PromptFile:
-    """The content of a file of prompts. For a dataset, lines are its rows, counted from 1.
+    """The content of a file of prompts.
 
     Args:
-        path: the file.
         prompts: its prompts.
-        blank: numbers of the blank lines.
-        repeated: pairs (line, earlier line with the same prompt).
-        unit: "line" or "row", for messages.
+        remarks: what is allowed but may be a mistake (blank lines, repeated prompts), one sentence
+            each; lines, or rows of a dataset, are counted from 1.
     """
 
-    path: Path
     prompts: tuple[Prompt, ...]
-    blank: tuple[int, ...]
-    repeated: tuple[tuple[int, int], ...]
-    unit: str = "line"
-
-    def remarks(self) -> list[str]:
-        """Findings that are allowed but may be mistakes, one sentence each."""
-        remarks = []
-        if self.blank:
-            remarks.append(f"{self.path}: blank {self.unit}s {_first(map(str, self.blank), ', ')}")
-        if self.repeated:
-            pairs = _first(
-                (
-                    f"{self.unit} {line} repeats {self.unit} {first}"
-                    for line, first in self.repeated
-                ),
-                "; ",
-            )
-            remarks.append(f"{self.path}: {pairs}; repeated prompts are drawn more often")
-        return remarks
+    remarks: tuple[str, ...] = ()
 
 
-def _first(texts: Iterable[str], separator: str) -> str:
+def _listed(texts: Sequence[str], separator: str) -> str:
     """The first `SHOWN` texts, and how many more there are."""
-    texts = list(texts)
     more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     return separator.join(texts[:SHOWN]) + more
 
@@ -99,10 +77,11 @@ def prompts_from(source: str) -> list[Prompt]:
 
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of `load_prompts`, with a warning about repeated ones."""
-    found = load_prompts(path)
-    if found.repeated:
-        warnings.warn(found.remarks()[-1], stacklevel=2)
-    return list(found.prompts)
+    content = load_prompts(path)
+    for remark in content.remarks:
+        if "repeats" in remark:
+            warnings.warn(remark, stacklevel=2)
+    return list(content.prompts)
 
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
@@ -147,9 +126,8 @@ def _collect(
     """The prompts of the rows; a row without a text is blank. Raises `ConfigError` that lists the
     bad rows.
     """
-    prompts: list[Prompt] = []
-    first: dict[str, int] = {}
-    blank, repeated, faults = [], [], []
+    prompts, first = list[Prompt](), dict[str, int]()
+    blank, repeated, faults = list[str](), list[str](), list[str]()
     for number, row in enumerate(rows, 1):
         try:
             prompt = parse(row)
@@ -161,19 +139,21 @@ def _collect(
         if prompt is None:
             continue
         if not prompt.text:
-            blank.append(number)
+            blank.append(str(number))
             continue
         prompts.append(prompt)
-        earlier = first.setdefault(
-            json.dumps([prompt.text, dict(prompt.metadata)], sort_keys=True), number
-        )
-        if earlier != number:
-            repeated.append((number, earlier))
+        key = json.dumps([prompt.text, dict(prompt.metadata)], sort_keys=True)
+        if first.setdefault(key, number) != number:
+            repeated.append(f"{unit} {number} repeats {unit} {first[key]}")
     if faults:
-        raise ConfigError(f"prompts: {path}, {_first(faults, '; ')}")
+        raise ConfigError(f"prompts: {path}, {_listed(faults, '; ')}")
     if not prompts:
         raise ConfigError(f"prompts: {path} contains no prompt")
-    return PromptFile(path, tuple(prompts), tuple(blank), tuple(repeated), unit)
+    remarks = [f"{path}: blank {unit}s {_listed(blank, ', ')}"] * bool(blank)
+    if repeated:
+        listed = _listed(repeated, "; ")
+        remarks.append(f"{path}: {listed}; repeated prompts are drawn more often")
+    return PromptFile(tuple(prompts), tuple(remarks))
 
 
 def _from_text(line: str) -> Prompt | None:

@@ -166,14 +166,14 @@ def _check_maker(kind: str, head: str, maker: Any) -> None:
             made = get_type_hints(made).get("return")
         except (NameError, TypeError):  # annotations that cannot be resolved
             made = None
-    if not isinstance(made, type):
-        hint = ", as a class, or as a function annotated to return one"
-        raise ConfigError(f"{kind}: {head} {_lacking(kind, lambda name: True)}{hint}")
-    names = {name for base in made.__mro__ for name in vars(base)}
-    names |= {name for base in made.__mro__ for name in vars(base).get("__annotations__", ())}
+    bases = made.__mro__ if isinstance(made, type) else ()
+    names = {name for base in bases for name in vars(base)}
+    names |= {name for base in bases for name in vars(base).get("__annotations__", ())}
     methods = (_members(p, (types.FunctionType,)) for p in KINDS[kind].protocol_types())
-    if not any(names.issuperset(required) for required in methods):
-        raise ConfigError(f"{kind}: {head} {_lacking(kind, names.__contains__)}")
+    if not bases or not any(names.issuperset(required) for required in methods):
+        lacking = _lacking(kind, names.__contains__ if bases else lambda name: True)
+        form = ", as a class, or as a function annotated to return one"
+        raise ConfigError(f"{kind}: {head} {lacking}{'' if 'has no' in lacking else form}")
 
 
 def available(kind: str) -> dict[str, str]:

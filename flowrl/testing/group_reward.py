@@ -10,7 +10,7 @@ from torch import Tensor
 from flowrl.core.errors import RewardContractError, require
 from flowrl.core.protocols import GroupReward, RewardModel
 from flowrl.core.types import Prompt
-from flowrl.rewards.contract import check_group_scores, component_methods, marks_invalid
+from flowrl.rewards.contract import check_scores, component_methods, marks_invalid
 from flowrl.testing.findings import (
     INAPPLICABLE,
     Contract,
@@ -105,18 +105,13 @@ def close(got: Tensor, expected: Tensor, what: str, hint: str, tolerance: float 
 def checked(
     case: Case, scores: Any, origin: str, groups: int | None = None, members: int | None = None
 ) -> None:
-    """Raise `ContractBroken`, with the message of `check_group_scores`, unless there is one finite
+    """Raise `ContractBroken`, with the message of `check_scores`, unless there is one finite
     number per member.
     """
     prompts = case.prompts[:groups]
     try:
-        check_group_scores(
-            scores,
-            prompts,
-            len(case.members) if members is None else members,
-            origin,
-            marks_invalid(case.reward),
-        )
+        count = len(case.members) if members is None else members
+        check_scores(scores, prompts, origin, marks_invalid(case.reward), count)
     except RewardContractError as error:
         raise ContractBroken(str(error)) from None
 

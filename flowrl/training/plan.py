@@ -18,12 +18,18 @@ from flowrl.core.tree import Tree, plain_tree
 from flowrl.credit import read_columns
 from flowrl.flow import uniform_schedule
 from flowrl.methods import Method
-from flowrl.policies import Memory, Size, architecture_of, count_memory
+from flowrl.policies import Memory, architecture_of, count_memory
 from flowrl.probes import Cost, Probe, Shape, whole
 from flowrl.rollout.batches import Rows, minibatch_rows
 from flowrl.rollout.rollout import Groups, group_tree
 from flowrl.rollout.values import transition_weights
-from flowrl.training.build import first_trained_steps, make_method, method_text, trial_stds
+from flowrl.training.build import (
+    first_trained_steps,
+    make_method,
+    method_text,
+    model_options,
+    trial_stds,
+)
 from flowrl.training.config import RunConfig
 from flowrl.training.trainer import loss_guidance
 
@@ -366,29 +372,13 @@ def memory(found: Plan, config: RunConfig) -> Memory | None:
     known = architecture_of(policy.model) if policy.model else None
     if known is None:
         return None
-    if policy.max_sequence_length:
-        known = replace(known, prompt_tokens=policy.max_sequence_length)
     method = make_method(config)
     images = min(
         SCORED_TOGETHER, math.ceil(found.reward_calls * found.groups_per_process / rollout.groups)
     )
-    size = Size(policy.resolution, policy.width or policy.resolution, policy.num_frames)
-    counted = count_memory(
-        known,
-        size,
-        found.rows_per_micro_batch,
-        found.rows_per_call,
-        policy.lora_rank,
-        policy.dtype,
-        policy.gradient_checkpointing,
-        policy.tuning == "full",
-        policy.decode_batch,
-        method.loss.needs_reference,
-        images,
-        policy.decode_dtype,
-        policy.lora_targets,
-    )
-    latent = 4 * math.prod(known.latent_shape(size))
+    options = model_options(config)
+    counted = count_memory(known, options, found.rows_per_micro_batch, found.rows_per_call, images)
+    latent = 4 * math.prod(known.latent_shape(options))
     tree = _tree(config, method)
     stored = (
         tree.units + tree.at(tree.steps).start

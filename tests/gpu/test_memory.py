@@ -65,7 +65,7 @@ def peak_of(work, trainer):
 def test_peaks_are_those_of_the_plan(name, checkpointing, device, monkeypatch):
     """Of a micro-batch of training and of a call of sampling, by at most 15%."""
     trainer = trainer_of(name, device, checkpointing, monkeypatch)
-    counted = count_memory(name, RESOLUTION, TRAINED, SAMPLED, rank=8, checkpointing=checkpointing)
+    counted = count_memory(ARCHITECTURES[name], trainer.policy.options, TRAINED, SAMPLED)
     update = peak_of(lambda: velocities(trainer, TRAINED, train=True), trainer)
     gradients = 4 * counted.trained_parameters
     assert update == pytest.approx(counted.update + gradients, rel=0.15)

@@ -25,7 +25,7 @@ from flowrl.parts.prompts import (
     text_prompts,
     write_prompts,
 )
-from flowrl.rewards.ocr import quoted_text
+from flowrl.rewards.images import quoted_text
 from flowrl.testing.tiny import tiny_sd3
 
 GENEVAL = [
@@ -49,7 +49,7 @@ def test_text_file_with_blank_and_repeated_lines(tmp_path):
     path = written(tmp_path, "p.txt", "# comment", "a fox", "", "a car", "  a fox ", " ", "a fox")
     found = load_prompts(path)
     assert [p.text for p in found.prompts] == ["a fox", "a car", "a fox", "a fox"]
-    assert (found.blank, found.repeated) == ((3, 6), ((5, 2), (7, 2)))
+    assert found.remarks[0].endswith("blank lines 3, 6") and len(found.remarks) == 2
     with pytest.warns(
         UserWarning,
         match="line 5 repeats line 2; line 7 repeats line 2; repeated prompts are drawn more often",
@@ -60,7 +60,7 @@ def test_text_file_with_blank_and_repeated_lines(tmp_path):
 def test_lines_end_at_line_feeds_only(tmp_path):
     odd = "a fox\u2028beside\u0085a \x0c car"
     found = load_prompts(written(tmp_path, "p.txt", odd, "", "third"))
-    assert [p.text for p in found.prompts] == [odd, "third"] and found.blank == (2,)
+    assert [p.text for p in found.prompts] == [odd, "third"] and "blank lines 2" in found.remarks[0]
     write_prompts(tmp_path / "p.jsonl", found.prompts)
     assert load_prompts(tmp_path / "p.jsonl").prompts == found.prompts
     (tmp_path / "dos.txt").write_bytes("a fox\r\na cat\r\n".encode("utf-8-sig"))
@@ -85,7 +85,8 @@ def test_same_text_with_other_metadata_is_no_repetition(tmp_path):
         '{"prompt": "a", "n": 2}',
         '{"n": 1, "prompt": "a"}',
     )
-    assert load_prompts(path).repeated == ((3, 1),)
+    (remark,) = load_prompts(path).remarks
+    assert ": line 3 repeats line 1;" in remark
 
 
 def test_every_bad_line_is_named(tmp_path):
@@ -243,8 +244,7 @@ def test_formats(datasets, tmp_path, file, spec):
         (text, {name: value for name, value in metadata.items() if name in rows})
         for text, metadata in wanted
     ]
-    assert (found.blank, found.repeated) == ((3, 5), ((4, 1),))
-    assert "blank rows 3, 5" in found.remarks()[0] and "row 4 repeats row 1" in found.remarks()[1]
+    assert "blank rows 3, 5" in found.remarks[0] and "row 4 repeats row 1" in found.remarks[1]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from flowrl.core.types import Prompt
 from flowrl.distributed import Distributed
 from flowrl.parts.registry import build
 from flowrl.rewards import FunctionReward, NoisyReward
-from flowrl.rewards.clip import load_encoder
+from flowrl.rewards.clip import ClipNetwork
 from flowrl.rewards.diversity import (
     ClipFeatures,
     LatentFeatures,
@@ -123,7 +123,7 @@ def test_clip_features_are_those_of_transformers(tmp_path):
     features = build("features", f"clip(model='{folder}')", device="cpu")
     assert features == ClipFeatures(folder)
     found = pairwise_diversity(group_features(features, images, images, (2, 2)))
-    encoder = load_encoder(folder, batch=64)
+    encoder = ClipNetwork(folder, batch=64)
     rows = torch.cat([encoder.images(image[None]) for image in images])
     cosines = (rows[::2] * rows[1::2]).sum(1)
     assert torch.allclose(found.float(), (2 - 2 * cosines).sqrt(), atol=1e-4) and bool(
@@ -134,10 +134,10 @@ def test_clip_features_are_those_of_transformers(tmp_path):
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        (lambda images: images.flatten(1)[:2], r"returned \(2, 48\) for 4 samples"),
-        (lambda images: images, r"returned \(4, 3, 4, 4\)"),
-        (lambda images: [1, 2], "returned list"),
-        (lambda images: images.flatten(1) / 0, "not finite"),
+        (lambda images: images.flatten(1)[:2], "must return 4 finite vectors"),
+        (lambda images: images, "must return 4 finite vectors"),
+        (lambda images: [1, 2], r"must return 4 finite vectors, .*\[1, 2\]"),
+        (lambda images: images.flatten(1) / 0, "must return 4 finite vectors"),
     ],
 )
 def test_features_that_break_their_contract(function, told):
@@ -180,7 +180,7 @@ def test_density_of_points():
     alone = math.log(1 / 8) - math.log(2 * math.pi * 0.25**2)
     between = alone + math.log(2) - (4 * math.sin(math.pi / 16)) ** 2 / (2 * 0.25**2)
     assert found.tolist() == pytest.approx([alone, alone, between], abs=1e-3)
-    with pytest.raises(RewardError, match="needs"):
+    with pytest.raises(RewardError, match="are needed, one per prompt"):
         DensityReward().score(torch.zeros(1, 3, 4, 4), [Prompt("p")])
 
 
