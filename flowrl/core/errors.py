@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 
 class FlowrlError(Exception):
@@ -144,6 +143,6 @@ def _is_foreign(frame: FrameType) -> bool:
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     if not any(file.is_relative_to(folder) for folder in libraries):
         return True
-    points: Any = entry_points()
-    modules = [point.module for point in points if point.group.startswith("flowrl.")]
+    groups = [group for group in entry_points().groups if group.startswith("flowrl.")]
+    modules = [point.module for group in groups for point in entry_points(group=group)]
     return any(module.partition(".")[0] == package for module in modules)

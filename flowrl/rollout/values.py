@@ -164,7 +164,8 @@ def score_rollout(
     """
     compared, groups = isinstance(reward, GroupReward), result.groups
     complete = all(estimate.members is None for estimate in result.estimates.values())
-    allowed = f"one that scores all members: {type(reward).__name__} compares them with each other"
+    name = type(reward).__name__
+    allowed = f"a probe that scores all members of a group: {name} compares them"
     require(complete or not compared, "probe", result.probe, allowed)
     keys = sorted(result.estimates, key=lambda key: ("", key) if isinstance(key, int) else key)
     estimates = [Estimate(result.trajectories.images_latent), *map(result.estimates.get, keys)]
