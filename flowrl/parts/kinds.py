@@ -141,7 +141,7 @@ KINDS: dict[str, Kind] = {
             "latents": "flowrl.rewards.diversity:LatentFeatures",
             "clip": "flowrl.rewards.diversity:ClipFeatures",
         },
-        ("flowrl.core.protocols:Features",),
+        ("collections.abc:Callable",),
         "a method `__call__(images)` that returns [sample, feature]",
     ),
     "observer": Kind(

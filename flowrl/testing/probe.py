@@ -43,7 +43,7 @@ class Trial:
         """The costs of the probe alone."""
         path = self.result.trajectories
         own = len(path.states) * sum(path.tree.counts[:-1])
-        images = self.usage.reward_calls - path.samples
+        images = self.usage.reward_calls - len(path.images_latent)
         return Usage(whole(self.usage.nfe - own), self.usage.calls - path.schedule.steps, images)
 
 

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from flowrl.core.forward import WeightCopy
 from flowrl.core.protocols import FlowPolicy, ForwardLoss, PolicyLoss
 from flowrl.distributed import Distributed
-from flowrl.rollout.forward_batch import CopiedWeights
 from flowrl.training.checkpoint import Checkpoint, full_state, load_matching, prefixed
 from flowrl.training.optim import update_average, weights_replaced
 
 
-class Behaviour(CopiedWeights):
+class Behaviour:
     """A copy of a policy's trained `parameters` that follows them as the loss declares in `copy`.
 
     `is_current`: the copy equals the policy's weights, because it is new, or its decay was 0 and no

@@ -19,8 +19,7 @@ from flowrl.core.protocols import ForwardLoss, PolicyLoss
 from flowrl.core.types import LossBatch, Prompt
 from flowrl.flow.gaussian import kl, log_prob
 from flowrl.io import write_bytes, write_json
-from flowrl.rollout.forward_batch import ForwardBatches
-from flowrl.rollout.loss_batch import LossBatches, MicroBatch, checked_loss
+from flowrl.rollout.batches import ForwardBatches, LossBatches, MicroBatch, checked_loss
 
 LISTED = 64
 """Largest number of rows that a dump lists."""

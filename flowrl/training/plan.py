@@ -20,9 +20,9 @@ from flowrl.flow import uniform_schedule
 from flowrl.methods import Method
 from flowrl.policies import Memory, architecture_of, count_memory
 from flowrl.probes import Probe, Shape, whole
-from flowrl.rollout.loss_batch import minibatch_rows
+from flowrl.rollout.batches import minibatch_rows
 from flowrl.rollout.rollout import Groups, group_tree
-from flowrl.rollout.weights import transition_weights
+from flowrl.rollout.values import transition_weights
 from flowrl.training.build import (
     first_trained_steps,
     make_method,

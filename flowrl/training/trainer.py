@@ -23,16 +23,17 @@ from flowrl.parts.prompt_stream import PromptStream
 from flowrl.probes import whole
 from flowrl.rewards.contract import is_remote
 from flowrl.rollout import Groups, Usage, log_probs, transition_weights, usable
-from flowrl.rollout.collector import Collected, Collector
-from flowrl.rollout.forward_batch import ForwardBatches, credited, forward_rows
-from flowrl.rollout.loss_batch import (
+from flowrl.rollout.batches import (
+    ForwardBatches,
     LossBatches,
     MicroBatch,
     Rows,
     checked_loss,
+    credited,
     micro_batches,
     minibatch_rows,
 )
+from flowrl.rollout.collector import Collected, Collector
 from flowrl.rollout.metrics import Clock, LossMetrics, reward_metrics
 from flowrl.samplers import trained_steps, transition_stds, windowed
 from flowrl.training.behaviour import Copies
@@ -325,7 +326,8 @@ class Trainer:
             times, seed = self.draw_times(loss)
             columns = credited(times.cpu(), decisions)
             parts = self.draw_parts(weights)
-            rows = forward_rows(parts, loss, weights.gather(1, columns), self.groups.members)
+            tree, weights = rollout.trajectories.tree, weights.gather(1, columns)
+            rows = minibatch_rows(parts, weights, tree, loss.unit, share_states=False)
             copies, guidance = self.copies.by_name, loss_guidance(self.config)
             batches = ForwardBatches(
                 self.policy,

@@ -14,7 +14,7 @@ from flowrl.core.protocols import AnyReward, ForwardLoss, GroupReward, Multistep
 from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
 from flowrl.parts.trust import own_parts
-from flowrl.rollout.values import Inspect, score_components, score_group_components
+from flowrl.rollout.values import Inspect, score_components
 from flowrl.testing import credit, forward_loss, loss, probe, sampler, solver, window
 from flowrl.testing.findings import OVER, Contract, maker
 from flowrl.training.build import run_method, trial_stds
@@ -205,7 +205,7 @@ def reward_trial(
     def again(images: Tensor, prompts: Sequence[Prompt], rows: list[int]) -> Tensor:
         some = [prompts[row] for row in rows]
         if isinstance(reward, GroupReward):
-            return score_group_components(reward, images[rows], some[::members]).total.cpu()
+            return score_components(reward, images[rows], some[::members]).total.cpu()
         return score_components(reward, images[rows], some).total.cpu()
 
     def inspect(images: Tensor, prompts: Sequence[Prompt], scores: Tensor) -> None:

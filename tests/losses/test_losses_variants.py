@@ -13,7 +13,7 @@ from flowrl.core.types import Gaussian, LossBatch
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.rollout import Groups, rollout
-from flowrl.rollout.loss_batch import LossBatches
+from flowrl.rollout.batches import LossBatches
 from flowrl.rollout.metrics import step_gradients
 from flowrl.rollout.rollout import Rollout
 from flowrl.samplers import FlowSDE

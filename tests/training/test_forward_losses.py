@@ -14,7 +14,7 @@ from flowrl.flow import DrawnSteps, StratifiedTimes
 from flowrl.losses import AWM, DGPO, DiffusionNFT
 from flowrl.methods import Method
 from flowrl.rollout import rollout
-from flowrl.rollout.forward_batch import ForwardBatches, credited, step_of, training_noise
+from flowrl.rollout.batches import ForwardBatches, credited, step_of, training_noise
 from flowrl.rollout.rollout import Groups
 from flowrl.samplers import ODE, FixedWindow, FlowSDE, Multistep, Windowed
 from flowrl.training.build import make_method

@@ -18,7 +18,7 @@ from flowrl.cli.main import main
 from flowrl.core.experience import Credit
 from flowrl.core.types import Gaussian, LossBatch, Prompt
 from flowrl.losses import ClippedLoss
-from flowrl.rollout.loss_batch import MicroBatch
+from flowrl.rollout.batches import MicroBatch
 from flowrl.training import build
 from flowrl.training.build import make_method, make_reward, make_world, policy_options, trial_stds
 from flowrl.training.config import preset

@@ -21,7 +21,7 @@ from flowrl.parts.registry import build
 from flowrl.probes import Branch, NoProbe
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import minibatch_rows, transition_weights
-from flowrl.rollout.loss_batch import Rows
+from flowrl.rollout.batches import Rows
 from flowrl.samplers import RandomWindow
 from flowrl.training.build import (
     check,
