@@ -30,6 +30,7 @@ from flowrl_bench.gradients import (
     pathwise_gradients,
     policy_gradients,
 )
+from flowrl_bench.rules import TurningPointVariant
 from torch import Tensor
 
 from flowrl.core.protocols import CreditAssigner
@@ -81,10 +82,10 @@ RULES: dict[str, Entry] = {
     "TurningPoint, no balancing": Entry(lambda: TurningPoint(balance=None)),
     "TurningPoint, no first step": Entry(lambda: TurningPoint(first_step=False)),
     "TurningPoint, joint": Entry(lambda: TurningPoint(normalise="joint")),
-    "TurningPoint, random steps": Entry(lambda: TurningPoint(where="random")),
+    "TurningPoint, random steps": Entry(lambda: TurningPointVariant(where="random")),
     "TurningPoint, added": Entry(lambda: TurningPoint(combine="add")),
-    "TurningPoint, confidence 1": Entry(lambda: TurningPoint(confidence=1.0)),
-    "TurningPoint, at least 0.1": Entry(lambda: TurningPoint(min_size=0.1)),
+    "TurningPoint, confidence 1": Entry(lambda: TurningPointVariant(confidence=1.0)),
+    "TurningPoint, at least 0.1": Entry(lambda: TurningPointVariant(min_size=0.1)),
 }
 
 

@@ -9,7 +9,7 @@ TP-GRPO on both worlds with the soft reward, before and after a short training (
 member, decision+1] is the truth. Normal noise is then added to it many times. Windows of 10 steps:
 0:9, TP-GRPO's (the last step is deterministic), and 2:7, the default of the worlds.
 
-Prediction: `flowrl.credit.expected_calls` of every true trajectory. Measurement and prediction are
+Prediction: `flowrl_bench.turn_noise.expected_calls` of every true trajectory. Measurement and prediction are
 of the same trajectories, so they differ by the finite number of draws only; z is their difference
 in standard errors over draws. Every row has its own noise.
 """
@@ -25,28 +25,26 @@ from typing import Any
 import torch
 from detection_report import report
 from flowrl_bench.measurements import reproducible
+from flowrl_bench.older_windows import to_older
 from flowrl_bench.results_file import provenance
+from flowrl_bench.rules import TurningPointVariant
+from flowrl_bench.turn_noise import (
+    ExpectedCalls,
+    deciding_columns,
+    expected_calls,
+    turn_probability,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flowrl.core.experience import Decisions
-from flowrl.credit import (
-    ExpectedCalls,
-    TurningPoint,
-    expected_calls,
-    gains,
-    process_rewards,
-    turn_probability,
-    turning_points,
-)
-from flowrl.credit.turning_point import deciding_columns
+from flowrl.credit import TurningPoint, gains, process_rewards, turning_points
 from flowrl.io import write_json
 from flowrl.parts.prompt_stream import PromptStream
 from flowrl.probes import Completion
 from flowrl.rollout import Groups, rollout, score_rollout
 from flowrl.training.build import make_trainer, make_world
 from flowrl.training.config import preset
-from flowrl.training.format import to_older
 from flowrl.training.trainer import Trainer
 
 HERE = Path(__file__).parent
@@ -59,7 +57,7 @@ ITERATIONS = {"mixture": 10, "shapes": 12}
 CURVE = [0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0]
 """Noise of the predicted densities in the figure."""
 CONFIDENCES: tuple[float | None, ...] = (None, 0.0, 1.0, 1.645)
-"""Of `TurningPoint(reward_noise=...)`; None is the rule without it."""
+"""Of `TurningPointVariant(reward_noise=...)`; None is the rule without it."""
 EDGES = [0.25 * i for i in range(17)]
 """Of the smallest difference that decides a call, in units of the noise; the last bin is open."""
 
@@ -231,16 +229,14 @@ def criteria(table: Tensor, noise: float, seed: int) -> list[dict[str, Any]]:
     """
     true, decisions = table.double(), Decisions.like(table)
     turns = turning_points(true)
-    rewards, target = (
-        process_rewards(true, turns),
-        TurningPoint(balance=None).assign(true, decisions),
-    )
+    unbalanced = TurningPoint(balance=None)
+    rewards, target = process_rewards(true, turns), unbalanced.assign(true, decisions)
     rules = {
-        str(c): TurningPoint(balance=None, reward_noise=noise, confidence=c)
+        str(c): TurningPointVariant(reward_noise=noise, confidence=c, rule=unbalanced)
         for c in CONFIDENCES
         if c is not None
     }
-    rules = {"None": TurningPoint(balance=None), **rules, "increments": TurningPoint(where="none")}
+    rules = {"None": unbalanced, **rules, "increments": TurningPointVariant(where="none")}
     rows = []
     for name, rule in rules.items():
         sums = torch.zeros(5, dtype=torch.float64)

@@ -22,7 +22,7 @@ from flowrl_bench.suite import kept_memory
 from safetensors.torch import load_file, save
 
 from flowrl.cli.card import card_text
-from flowrl.cli.image_grids import samples, trajectory
+from flowrl.cli.figures import samples, trajectory
 from flowrl.core.errors import FlowrlError
 from flowrl.io import write_bytes, write_json
 from flowrl.parts.prompt_files import write_prompts
@@ -30,7 +30,7 @@ from flowrl.parts.prompts import load_prompts
 from flowrl.parts.trust import check_code
 from flowrl.policies import load_policy
 from flowrl.policies.pipeline import ModelOptions
-from flowrl.rewards.weights import read_weights
+from flowrl.rewards.clip import read_weights
 from flowrl.testing.tiny import tiny_sd3
 from flowrl.training.build import check, load_trained, make_policy, make_trainer
 from flowrl.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, save_weights
@@ -201,8 +201,9 @@ def _trainer() -> Any:
 
 def read_checkpoint(path: Path) -> None:
     run = Run(RunConfig.of(**SETTINGS), path.parents[1])
-    observers = Observers(run.config, run.folder, (), run.distributed)
-    run._restore(_trainer(), observers, "")  # pyright: ignore[reportPrivateUsage]
+    run._observers = Observers(run.config, run.folder, (), run.distributed)  # pyright: ignore[reportPrivateUsage]
+    run._trainer = _trainer()  # pyright: ignore[reportPrivateUsage]
+    run._restore("")  # pyright: ignore[reportPrivateUsage]
 
 
 @cache
@@ -221,7 +222,6 @@ def read_base(path: Path) -> None:
 
 def read_prompts(path: Path) -> None:
     found = load_prompts(path)
-    found.remarks()
     write_prompts(path.with_name("again.jsonl"), found.prompts)
     path.with_name("again.jsonl").unlink()
 

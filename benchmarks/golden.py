@@ -115,7 +115,10 @@ def execute(side: str, root: Path, jobs: Path) -> None:
     found = Path(str(flowrl.__file__)).resolve()
     if not found.is_relative_to(root.resolve()):
         raise SystemExit(f"flowrl was imported from {found}, not from {root}")
-    from flowrl.cli.main import main as flowrl_main
+    try:
+        from flowrl.cli.main import main as flowrl_main
+    except ModuleNotFoundError:  # the reference's commands were one module
+        from flowrl.cli import main as flowrl_main
 
     tables: Path | None = None
 

@@ -143,7 +143,7 @@ GAINS = "stepwise-gain(normalise={}, lam={}, gamma={}, pool={}, clamp={}, probe=
 DENSE = "dense-gain(lam=0.0, gamma=1.0, pool=prompt, clamp=5.0, probe='{}')".format
 TURNS = (
     "turning-point(consistent={}, balance={}, balance_scope={}, first_step={}, normalise=step, "
-    "where=turning, combine=replace, clamp={}, probe='{}')"
+    "combine=replace, clamp={}, probe='{}')"
 ).format
 DEPTH = "depth-relative(scope={}, std={}, backup={}, clamp=5.0, probe='{}')".format
 SIBLINGS = "sibling-relative(normalise=true, leave_one_out=false, clamp=5.0, probe='{}')".format
@@ -175,7 +175,7 @@ CREDIT = {
     "dgpo": UNIFORM("batch", "none"),
     "stepwise-flow-grpo": GAINS("joint", 0.0, 1.0, "prompt", 5.0, SUBSTEPS),
     "tp-grpo": TURNS("true", "aggregate", "batch", "true", 5.0, COMPLETION),
-    "noise-weighted": "weighted(weights=noise, std=group, clamp=5.0)",
+    "noise-weighted": "weighted(weights=noise)",
     "dense-grpo": DENSE(COMPLETION),
     "branch-grpo": DEPTH("tree", "sample", "mean", BRANCH("(1, 1, 2, 1, 2)", "leaf", "leaf")),
     "tempflow-grpo": f'weighted(weights=noise, rule="{SIBLINGS(COMB(2, "none", "(1,)"))}")',

@@ -98,7 +98,7 @@ def observe_current(save: Save) -> None:
     from flowrl.training import trainer as module
 
     trainer: Any = module
-    rows = remembered(trainer, "minibatch_rows", "forward_rows")
+    rows = remembered(trainer, "minibatch_rows")
     loss_batches = trainer.Trainer.loss_batches
 
     def observed(self: Any, sampler: Any, collected: Any, experience: Any, *credit: Any) -> Any:

@@ -24,8 +24,8 @@ from flowrl.training.config import RunConfig
 
 for _name in (
     "training.compare",
-    "plots.report",
-    "plots.figures",
+    "cli.report",
+    "cli.figures",
     "worlds.mixture",
     "serving.command",
     "diagnostics",

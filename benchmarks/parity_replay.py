@@ -29,9 +29,8 @@ from flowrl.flow import expand, log_prob, log_prob_without_constants
 from flowrl.methods import Method
 from flowrl.policies import PipelinePolicy
 from flowrl.rollout import Groups
+from flowrl.rollout.batches import ForwardBatches, LossBatches, MicroBatch, Rows
 from flowrl.rollout.collector import Collected
-from flowrl.rollout.forward_batch import ForwardBatches
-from flowrl.rollout.loss_batch import LossBatches, MicroBatch, Rows
 from flowrl.rollout.metrics import LossMetrics
 from flowrl.training.build import make_method, make_policy, make_world
 from flowrl.training.config import RunConfig

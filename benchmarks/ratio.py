@@ -39,9 +39,7 @@ from flowrl.core.protocols import Sampler
 from flowrl.core.types import Prompt, Schedule
 from flowrl.flow.gaussian import log_prob, log_prob_without_constants, sample
 from flowrl.io import write_json
-from flowrl.policies.families import SD3, Flux
-from flowrl.policies.family import DTYPES
-from flowrl.policies.pipeline import PipelinePolicy
+from flowrl.policies import DTYPES, SD3, Flux, PipelinePolicy
 from flowrl.samplers import CPS, DDIMSDE, DanceSDE, FixedWindow, FlowSDE, Windowed, windowed
 from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3
 from flowrl.worlds.base import PolicyOptions, world

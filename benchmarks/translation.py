@@ -29,7 +29,7 @@ from torch import Tensor
 
 from flowrl.core.protocols import Sampler
 from flowrl.core.types import Schedule
-from flowrl.policies.family import resolution_shift
+from flowrl.policies import resolution_shift
 from flowrl.samplers import CPS, FlowSDE
 
 ELEMENTS = 16 * 64 * 64

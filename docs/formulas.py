@@ -91,10 +91,6 @@ FORMULAS = {
     "flowrl.credit.BackedUp": (
         r"A(\text{leaf}) = Z(R), \qquad A(u) = \sum_{c \in \text{children}(u)} w_c\,A(c)"
     ),
-    "flowrl.credit.ExpectedCalls": (
-        r"r_i = C_i\,(R_T - R_i) + (1 - C_i)\,(R_{i+1} - R_i), \qquad \text{called}_i = \Pr(C_i"
-        r" = 1)"
-    ),
     "flowrl.losses.ClippedLoss": (
         rf"L = {CLIPPED} + {KL}, \qquad \rho = \frac{{\pi}}{{\pi_\text{{old}}}}"
     ),

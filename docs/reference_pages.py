@@ -11,140 +11,37 @@ import sys
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 import flowrl
 from flowrl.cli.main import COMMANDS, load_command, overview, plugins, run_command
 from flowrl.parts.settings import allowed, fields_of, groups_of
 from flowrl.training.config import RunConfig
 
-
-class Page(NamedTuple):
-    """A page of the reference: its file's name, its title, and the modules and packages of flowrl
-    that it describes.
-
-    If several pages describe a package, `parts` names the submodules (or single public names) of
-    each; the first page has no `parts` and describes what the others leave.
-    """
-
-    file: str
-    title: str
-    modules: tuple[str, ...]
-    parts: tuple[str, ...] = ()
-
-
-CORE = ("errors", "options", "reading", "settings")
-PARTS = ("registry", "specs", "sources", "plugins", "trust")
-TREES = ("units", "depth_relative", "sibling_relative", "backed_up", "pruned")
-BASELINES = ("moving_average", "value_tracker", "gdpo", "weighted")
-DETECTION = ("detection", "turn_probability", "likely_turns", "clear_swings", "large_aggregates")
-LOSS = ("values", "weights", "loss_batch", "forward_batch")
-SAMPLING = ("sampling", "solvers", "EVALUATION_SEED", "SOLVERS")
-COMBINED = ("combine", "diversity", "contract")
-CHECKS = ("evaluation", "heldout", "monitors", "observers", "nonfinite", "memory")
-HELPERS = ("io", "workers", "signals", "imports", "transfer")
-PAGES = (
-    Page("types", "Data types: prompts, trajectories, batches", ("types", "prompt")),
-    Page("experience", "Decisions, the record of an iteration, credit", ("experience",)),
-    Page(
-        "protocols",
-        "Protocols of samplers, credit rules, losses, rewards and policies",
-        ("protocols",),
-    ),
-    Page("forward", "Forward-process batches and losses", ("forward",)),
-    Page("methods", "Methods: Flow-GRPO, TP-GRPO and others by name", ("methods",)),
-    Page("core", "Errors and settings", CORE),
-    Page("parts", "Parts by name, from files and from packages", PARTS),
-    Page("flow", "Flow: time grids, interpolant, Gaussians", ("flow",)),
-    Page("samplers", "Samplers: Flow-SDE, CPS, windows", ("samplers",)),
-    Page("credit", "Credit rules: uniform credit and stepwise gains", ("credit",)),
-    Page(
-        "credit-baselines",
-        "Credit rules: baselines over iterations, GDPO, weights",
-        ("credit",),
-        BASELINES,
-    ),
-    Page(
-        "credit-turning-points",
-        "Credit rules: turning points",
-        ("credit",),
-        ("turning_point", "random_credit"),
-    ),
-    Page("credit-detection", "Turning points under reward noise", ("credit",), DETECTION),
-    Page("credit-trees", "Credit rules on trees", ("credit",), TREES),
-    Page("losses", "Policy losses: clipped, GRPO-Guard, Flow-DPPO", ("losses",)),
-    Page(
-        "losses-forward",
-        "Forward-process losses: DiffusionNFT, AWM, DGPO",
-        ("losses",),
-        ("nft", "awm", "dgpo"),
-    ),
-    Page("probes", "Probes: substeps, ODE completion, branches", ("probes",)),
-    Page("probes-base", "Probes: the base class and its values", ("probes",), ("base", "types")),
-    Page("rollout", "Rollout: trajectories and groups", ("rollout",)),
-    Page("rollout-values", "Values, weights and batches of a loss", ("rollout",), LOSS),
-    Page("rollout-sampling", "Sampling images, ODE solvers", ("rollout",), SAMPLING),
-    Page("tree", "Trees of trajectories", ("tree",)),
-    Page("rewards", "Reward models: GenEval, OCR, PickScore, HPS, CLIP", ("rewards",)),
-    Page("rewards-combine", "Rewards: sums, groups, diversity, contract", ("rewards",), COMBINED),
-    Page("prompts", "Prompts", ("prompts",)),
-    Page("policies", "Policies: SD3, FLUX, Qwen-Image, Wan", ("policies",)),
-    Page(
-        "policies-small",
-        "Small networks: a tiny SD3, a Gaussian mixture",
-        ("policies",),
-        ("small_sd3", "mixture"),
-    ),
-    Page(
-        "policies-family",
-        "Model families and LoRA",
-        ("policies",),
-        ("family", "lora", "LORA_TARGETS"),
-    ),
-    Page(
-        "policies-memory",
-        "Memory and sizes of models",
-        ("policies",),
-        ("memory", "ARCHITECTURES", "DECODER"),
-    ),
-    Page("worlds", "Worlds: built-in tasks, tasks from a model", ("worlds",)),
-    Page("training", "Training: trainer, batches, optimizer", ("training",)),
-    Page("training-config", "Settings as data classes: RunConfig", ("training",), ("config",)),
-    Page(
-        "training-policy", "Settings of the model: PolicyConfig", ("training",), ("PolicyConfig",)
-    ),
-    Page(
-        "training-runs",
-        "Runs, presets, plans and comparisons",
-        ("training",),
-        ("build", "run", "presets", "plan", "compare"),
-    ),
-    Page(
-        "training-files",
-        "Checkpoints, results, logs",
-        ("training",),
-        ("checkpoint", "results", "format", "logging", "card"),
-    ),
-    Page(
-        "training-checks",
-        "Evaluation, warnings, observers, non-finite values",
-        ("training",),
-        CHECKS,
-    ),
-    Page("diagnostics", "Diagnostics: comparison of weights, statistics", ("diagnostics",)),
-    Page("testing", "Contract tests", ("testing",)),
-    Page("plots", "Figures and reports", ("plots",)),
-    Page("serving", "Reward server", ("serving",)),
-    Page(
-        "serving-client",
-        "Reward client and wire format",
-        ("serving",),
-        ("client", "wire_format", "connections"),
-    ),
-    Page("distributed", "Several processes: collectives, FSDP2", ("distributed",)),
-    Page("helpers", "Files, worker processes, signals, texts", HELPERS),
-)
-NOT_PYTHON = {"cli", "commands", "data"}
+PAGES = {
+    "core": "Values, protocols and errors",
+    "methods": "Methods: Flow-GRPO, TP-GRPO and others by name",
+    "parts": "Parts by name, settings, prompts",
+    "flow": "Flow: time grids, interpolant, Gaussians",
+    "samplers": "Samplers: Flow-SDE, CPS, windows, multistep solvers",
+    "credit": "Credit rules: uniform credit, stepwise gains, turning points, trees",
+    "losses": "Losses: clipped, GSPO, GRPO-Guard, Flow-DPPO, DiffusionNFT, AWM, DGPO",
+    "probes": "Probes: substeps, ODE completion, branches",
+    "rollout": "Rollout: trajectories, values, weights, batches",
+    "rewards": "Reward models: GenEval, OCR, PickScore, HPS, CLIP, sums",
+    "policies": "Policies: SD3, FLUX, Qwen-Image, Wan, two small networks",
+    "worlds": "Worlds: built-in tasks, tasks from a model",
+    "training": "Training: trainer, settings, runs, comparisons, evaluation",
+    "testing": "Contract tests, tiny pipelines",
+    "cli": "Figures and reports",
+    "distributed": "Several processes: collectives, FSDP2",
+    "io": "Atomic files, locks",
+    "reading": "Reading of files",
+    "workers": "Jobs in worker processes",
+    "signals": "Ctrl-C, SIGTERM and closed pipes",
+    "serving": "Reward server and its client",
+}
+"""A page of the reference per package or module of flowrl, and its title."""
+NOT_PYTHON = {"data"}
 """Parts of flowrl whose interface is the command line, or files."""
 
 
@@ -154,7 +51,7 @@ TOP = {name for _, name, _ in pkgutil.iter_modules(flowrl.__path__) if not name.
 
 def unlisted() -> set[str]:
     """Top-level modules of flowrl that no page describes."""
-    return TOP - {name for page in PAGES for name in page.modules} - NOT_PYTHON
+    return TOP - PAGES.keys() - NOT_PYTHON
 
 
 def public_names(module: ModuleType) -> list[str]:
@@ -188,89 +85,35 @@ def modules_of(name: str) -> list[ModuleType]:
     ]
 
 
-def modules_of_page(page: Page) -> tuple[str, ...]:
-    """The modules of a page that exist: a distribution may leave out a satellite."""
-    return tuple(name for name in page.modules if name in TOP)
-
-
-def on_page(page: Page, room: str, module: ModuleType, name: str) -> bool:
-    """Whether `page` describes the public name `name` of `module`, which belongs to the package
-    `room`.
-    """
-    home = getattr(getattr(module, name), "__module__", "") or ""
-    labels = {
-        name,
-        module.__name__.rsplit(".", 1)[-1],
-        home.rsplit(".", 1)[-1] if home.startswith(f"flowrl.{room}.") else name,
-    }
-    if page.parts:
-        wanted = set(page.parts)
-        named_alone = {
-            part for other in PAGES if room in other.modules for part in other.parts
-        } - wanted
-        return bool(labels & wanted) and name not in named_alone
-    return not any(
-        labels & set(other.parts) for other in PAGES if other is not page and room in other.modules
-    )
-
-
-def room_page(page: Page) -> str:
+def room_page(room: str) -> str:
     """The documentation of public names, module by module. What a package exports is described
     there, and not again in the submodule that defines it.
     """
-    text = [f"# {page.title}", ""]
-    for room in modules_of_page(page):
-        others = [
-            f"[{other.title}]({other.file}.md)"
-            for other in PAGES
-            if room in other.modules and other is not page
-        ]
-        if others:
-            text += [f"More of `flowrl.{room}`: {'; '.join(others)}.", ""]
-        described: set[int] = set()
-        for module in modules_of(room):
-            new = [
-                public
-                for public in public_names(module)
-                if id(getattr(module, public)) not in described
-            ]
-            described |= {id(getattr(module, public)) for public in new}
-            chosen = [public for public in new if on_page(page, room, module, public)]
-            if chosen or (module.__name__ == f"flowrl.{room}" and not page.parts):
-                text += [*module_section(module, chosen, first=page_of(module, new) is page), ""]
+    text, described = [f"# {PAGES[room]}", ""], set[int]()
+    for module in modules_of(room):
+        # some names are imported at their first use
+        vars(module).update({name: getattr(module, name) for name in public_names(module)})
+        names = [name for name in public_names(module) if id(vars(module)[name]) not in described]
+        described |= {id(vars(module)[name]) for name in names}
+        if names or module.__name__ == f"flowrl.{room}":
+            text += [*module_section(module, names), ""]
     return "\n".join(text)
 
 
-def page_of(module: ModuleType, names: list[str]) -> Page:
-    """The page that has the docstring of a module: the first that describes one of its names."""
-    room = module.__name__.split(".")[1]
-    pages = [page for page in PAGES if room in page.modules]
-    return next(
-        (page for page in pages if any(on_page(page, room, module, name) for name in names)),
-        pages[0],
-    )
-
-
-def module_section(module: ModuleType, names: list[str], first: bool) -> list[str]:
-    """A heading, the module's docstring (on the `first` page about it), and the documentation of
-    `names`; constants last, without their values.
+def module_section(module: ModuleType, names: list[str]) -> list[str]:
+    """A heading, the module's docstring, and the documentation of `names`; constants last, without
+    their values.
     """
-    # some are imported at their first use
-    vars(module).update({name: getattr(module, name) for name in names})
     constants = [name for name in names if not callable(getattr(module, name))]
-    rest = [name for name in names if name not in constants]
-    label = [f"({module.__name__})="] if first else []
-    lines = [*label, f"## {module.__name__}", "", "```{eval-rst}"]
-    if first:
-        lines += [
-            f".. automodule:: {module.__name__}",
-            *([f"   :members: {', '.join(rest)}"] if rest else []),
-        ]
-    else:
-        lines += [f".. currentmodule:: {module.__name__}", ""]
-        for name in rest:
-            kind = "class" if isinstance(getattr(module, name), type) else "function"
-            lines += [f".. auto{kind}:: {name}", *(["   :members:"] if kind == "class" else []), ""]
+    members = ", ".join(name for name in names if name not in constants)
+    lines = [
+        f"({module.__name__})=",
+        f"## {module.__name__}",
+        "",
+        "```{eval-rst}",
+        f".. automodule:: {module.__name__}",
+        *([f"   :members: {members}"] if members else []),
+    ]
     for name in constants:
         lines += [
             "",
@@ -381,28 +224,15 @@ def help_of(call: list[str]) -> str:
 
 
 def index_page() -> str:
-    """The list of the other pages, with the top modules of each."""
-    rows = [
-        f"| [{page.title}]({page.file}.md) |"
-        f" {', '.join(f'`flowrl.{name}`' for name in page.modules)} |"
-        for page in PAGES
-    ]
-    return "\n".join(
-        [
-            "# Python API",
-            "",
-            API,
-            "",
-            "| page | import from |",
-            "|---|---|",
-            *rows,
-            "",
-            TOCTREE,
-            *files(),
-            "```",
-            "",
-        ]
-    )
+    """The list of the other pages."""
+    rows = [f"| [{title}]({name}.md) | `flowrl.{name}` |" for name, title in existing().items()]
+    head = ["# Python API", "", API, "", "| page | import from |", "|---|---|", *rows, ""]
+    return "\n".join([*head, TOCTREE, *existing(), "```", ""])
+
+
+def existing() -> dict[str, str]:
+    """`PAGES` of modules that exist: a distribution may leave out a satellite."""
+    return {name: title for name, title in PAGES.items() if name in TOP}
 
 
 API = """\
@@ -413,16 +243,11 @@ make_trainer, preset`."""
 TOCTREE = "```{toctree}\n:hidden:\n:maxdepth: 1\n"
 
 
-def files() -> list[str]:
-    """The files of the pages about modules, without ending."""
-    return [page.file for page in PAGES]
-
-
 def pages() -> dict[str, str]:
     """The text of every page below reference/api, by file name."""
     made = {"index.md": index_page(), "settings.md": settings_page()}
     made |= {f"{file}.md": commands_page(file) for file in ("commands", *COMMAND_PAGES)}
-    return made | {f"{page.file}.md": room_page(page) for page in PAGES}
+    return made | {f"{name}.md": room_page(name) for name in existing()}
 
 
 def write_reference(docs: Path) -> None:

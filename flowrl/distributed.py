@@ -9,16 +9,17 @@ torchrun) starts the processes, monitors them, and ends all of them if one fails
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from flowrl.core.errors import ConfigError, TrainingError, require
+from flowrl.core.errors import TrainingError, require
 
 T = TypeVar("T")
 
@@ -64,26 +65,8 @@ class Assignment:
 
     def own_within(self, first: int, count: int) -> range:
         """The own groups among the `count` groups that begin with `first`."""
-        return range(
-            max(self.own.start, first),
-            max(self.own.start, first, min(self.own.stop, first + count)),
-        )
-
-
-def assignment(rank: int, world_size: int, total: int) -> Assignment:
-    """The groups of one process: ceil(total / world_size); the last processes may own fewer.
-
-    Args:
-        rank: index of the process.
-        world_size: number of processes.
-        total: number of groups.
-
-    Returns:
-        The groups to roll out.
-    """
-    count = -(-total // world_size)
-    start, stop = min(rank * count, total), min((rank + 1) * count, total)
-    return Assignment(min(start, total - count), count, range(start, stop))
+        start = max(self.own.start, first)
+        return range(start, max(start, min(self.own.stop, first + count)))
 
 
 @dataclass(frozen=True)
@@ -122,19 +105,17 @@ class Distributed:
         """
         if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
             return Distributed()
-        if _flag("ACCELERATE_USE_DEEPSPEED"):
-            raise ConfigError(
-                "DeepSpeed is not supported: the config file zero2.yaml shards what its ZeRO-2 does"
-            )
-        sharded, reshard = _flag("ACCELERATE_USE_FSDP"), _flag("FSDP_RESHARD_AFTER_FORWARD", "true")
-        if sharded and os.environ.get("FSDP_VERSION", "2") != "2":
-            raise ConfigError("fsdp_version: only 2 is supported; see fsdp2.yaml")
+        deepspeed, sharded = _flag("ACCELERATE_USE_DEEPSPEED"), _flag("ACCELERATE_USE_FSDP")
+        require(not deepspeed, "DeepSpeed", True, "fsdp: zero2.yaml shards what ZeRO-2 does")
+        version = os.environ.get("FSDP_VERSION", "2")
+        require(not sharded or version == "2", "fsdp_version", version, "2, as in fsdp2.yaml")
         backend, limit = "gloo", timedelta(minutes=_timeout_minutes())
         if torch.device(device).type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
             backend = "cpu:gloo,cuda:nccl"
-        torch.distributed.init_process_group(backend, timeout=limit)
-        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        dist.init_process_group(backend, timeout=limit)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        reshard = _flag("FSDP_RESHARD_AFTER_FORWARD", "true")
         return Distributed(rank, world_size, sharded, reshard, stopping)
 
     @property
@@ -143,30 +124,33 @@ class Distributed:
         return self.rank == 0
 
     def assign(self, total: int, rank: int | None = None) -> Assignment:
-        """The groups of this process (or of process `rank`) among `total`."""
-        return assignment(self.rank if rank is None else rank, self.world_size, total)
+        """The groups of this process (or of process `rank`) among `total`: ceil(total /
+        world_size); the last processes may own fewer.
+        """
+        rank = self.rank if rank is None else rank
+        count = -(-total // self.world_size)
+        start, stop = min(rank * count, total), min((rank + 1) * count, total)
+        return Assignment(min(start, total - count), count, range(start, stop))
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true in at least one process. All processes synchronise here."""
         if self.world_size == 1:
             return flag
-        found = torch.tensor(int(flag))
+        raised = torch.tensor(int(flag))
         with self._connected():
-            work: Any = torch.distributed.all_reduce(
-                found, torch.distributed.ReduceOp.MAX, async_op=True
-            )
+            largest = dist.ReduceOp.MAX
+            work: Any = dist.all_reduce(raised, largest, async_op=True)
             waiting_since = time.monotonic()
             while not work.is_completed():  # in Python, so that signal handlers run
                 if not self.stopping():
                     waiting_since = time.monotonic()
                 elif time.monotonic() - waiting_since > GRACE:
                     raise SystemExit(
-                        f"flowrl: {self._name} was asked to stop and has waited {GRACE:g} s for the"
-                        " others; it ends"
+                        f"flowrl: {self._name} was asked to stop and waited {GRACE:g} s for others"
                     )
                 time.sleep(POLL)
             work.wait()
-        return bool(found)
+        return bool(raised)
 
     def gather(self, value: T) -> list[T]:
         """The `value` of every process, in order of rank."""
@@ -175,7 +159,7 @@ class Distributed:
         self.any(False)
         values: list[Any] = [None] * self.world_size
         with self._connected():
-            torch.distributed.all_gather_object(values, value)
+            dist.all_gather_object(values, value)
         return values
 
     @contextmanager
@@ -211,19 +195,15 @@ class Distributed:
                 if parameter.grad is not None:
                     parameter.grad.mul_(self.world_size)
             return
-        used = torch.tensor(
-            [p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device
-        )
-        with self._connected():
-            torch.distributed.all_reduce(used)
-            gradients: list[Tensor] = []
-            for parameter, count in zip(parameters, used.tolist(), strict=True):
-                if count and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients += [parameter.grad] if parameter.grad is not None else []
-            if gradients:
+        has_gradient = self.gather([parameter.grad is not None for parameter in parameters])
+        for parameter, *used in zip(parameters, *has_gradient, strict=True):
+            if parameter.grad is None and True in used:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradients:
+            with self._connected():
                 flat = nn.utils.parameters_to_vector(gradients)
-                torch.distributed.all_reduce(flat)
+                dist.all_reduce(flat)
                 nn.utils.vector_to_parameters(flat, gradients)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
@@ -231,7 +211,7 @@ class Distributed:
         if self.world_size > 1:
             with self._connected():
                 for tensor in tensors:
-                    torch.distributed.broadcast(tensor, 0)
+                    dist.broadcast(tensor, 0)
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
@@ -244,16 +224,16 @@ class Distributed:
             raise
         except RuntimeError as error:
             raise OtherProcessError(
-                f"{self._name} lost another process; the reason is in its own message or in the"
-                f" launcher's report. If it was only slow, {TIMEOUT} (now {_timeout_minutes():g})"
-                f" allows more time ({str(error).splitlines()[0]})"
+                f"{self._name} lost another process, whose own message has the reason; if it was"
+                f" only slow, raise {TIMEOUT} (now {_timeout_minutes():g}):"
+                f" {str(error).splitlines()[0]}"
             ) from error
 
     @property
     def _name(self) -> str:
         return f"process {self.rank} of {self.world_size}"
 
-    def _failure(self, error: BaseException) -> str:
+    def _failure(self, error: Exception) -> str:
         return f"{self._name} failed: {type(error).__name__}: {error}"
 
     def __enter__(self) -> "Distributed":
@@ -266,9 +246,9 @@ class Distributed:
             self.any(False)  # the others need this process until then
         elif isinstance(error, Exception) and not isinstance(error, OtherProcessError):
             _LOG.error(self._failure(error))
-        # NCCL would wait for unfinished operations
-        if error is None or torch.distributed.get_backend() == "gloo":
-            torch.distributed.destroy_process_group()
+        # after an error NCCL would wait for unfinished operations
+        if error is None or dist.get_backend() == "gloo":
+            dist.destroy_process_group()
 
 
 def _flag(name: str, default: str = "false") -> bool:
@@ -307,15 +287,11 @@ def shard(
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    blocks = tuple(getattr(network, "_no_split_modules", None) or ())
+    blocks = getattr(network, "_no_split_modules", None) or ()
+    reshard = distributed.reshard_after_forward
     for module in list(network.modules()):
         if type(module).__name__ in blocks:
-            fully_shard(
-                module,
-                mesh=mesh,
-                reshard_after_forward=distributed.reshard_after_forward,
-                mp_policy=precision,
-            )
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision)
     fully_shard(network, mesh=mesh, mp_policy=precision)
 
 
@@ -323,11 +299,9 @@ def free_gathered_weights(network: nn.Module) -> None:
     """Make the next call of a sharded `network` gather its weights again; needed after they were
     changed outside a step.
     """
-    from torch.distributed.fsdp import FSDPModule
-
     for module in network.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        if is_sharded_network(module):
+            cast(Any, module).reshard()
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -339,19 +313,14 @@ def is_sharded_network(network: nn.Module) -> bool:
     """Whether `shard` was applied to `network`. Between two calls its parameters may be
     gathered.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(network, FSDPModule)
+    return hasattr(network, "unshard")  # a method of FSDP2's modules
 
 
 def full(tensor: Tensor) -> Tensor:
     """The full tensor of a sharded one, in every process; all processes must call it. Other tensors
     are returned unchanged.
     """
-    sharded: Any = tensor
-    return sharded.full_tensor() if is_sharded(tensor) else tensor
+    return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
 def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -360,13 +329,17 @@ def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Sharded tensors are gathered one after the other, so a device has at most one of them; all
     processes must call it.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    connected = dist.is_available() and dist.is_initialized()
+    is_main = not connected or dist.get_rank() == 0
+    gathered = {}
+    for name, tensor in tensors.items():
+        complete = full(tensor.detach())
+        if is_main:
+            gathered[name] = complete.cpu()
+    return gathered
 
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found: Any = get_model_state_dict(as_module(tensors.values()), options=options)
-    return {name: found[str(i)] for i, name in enumerate(tensors)} if found else {}
 
-
+@torch.no_grad()
 def load_full_tensors(
     tensors: Mapping[str, Tensor], values: Mapping[str, Tensor], distributed: Distributed
 ) -> None:
@@ -377,21 +350,16 @@ def load_full_tensors(
         values: full tensors by name; used only in the main process, which sends them to all others.
         distributed: the processes.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    for name, tensor in tensors.items():
+        if distributed.is_main:
+            complete = values[name].to(tensor.device, tensor.dtype)
+        else:
+            complete = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if is_sharded(tensor):
+            from torch.distributed.tensor import distribute_tensor
 
-    numbered: dict[str, Any] = (
-        {str(i): values[name] for i, name in enumerate(tensors)} if distributed.is_main else {}
-    )
-    options = StateDictOptions(
-        full_state_dict=True, broadcast_from_rank0=distributed.world_size > 1
-    )
-    set_model_state_dict(as_module(tensors.values()), numbered, options=options)
-
-
-def as_module(tensors: Iterable[Tensor]) -> nn.ParameterList:
-    """A module that holds `tensors` under the names "0", "1", ..., as PyTorch's functions on states
-    require.
-    """
-    return nn.ParameterList(
-        t if isinstance(t, nn.Parameter) else nn.Parameter(t, requires_grad=False) for t in tensors
-    )
+            layout = cast(Any, tensor)
+            complete = distribute_tensor(complete, layout.device_mesh, layout.placements)
+        else:
+            distributed.broadcast([complete])
+        tensor.copy_(complete)

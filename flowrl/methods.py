@@ -4,10 +4,11 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from flowrl.core.errors import (
     ConfigError,
@@ -39,7 +40,6 @@ from flowrl.rollout import Groups, group_tree
 from flowrl.samplers import DanceSDE, FixedWindow, FlowSDE, Multistep, RandomWindow
 
 Loss = PolicyLoss | ForwardLoss
-T = TypeVar("T", bound=Callable[..., Any])
 Part = TypeVar("Part")
 SECTIONS = """
 
@@ -59,7 +59,7 @@ Raises:
 @dataclass(frozen=True)
 class Method:
     """A method: how trajectories are sampled, how steps are credited (`credit`), and what is
-    minimised (`loss`).
+    minimised (`loss`). The defaults are Flow-GRPO's.
 
     The kernel `sampler` is used on the steps of `window`, and the ODE on the others; a multistep
     solver ignores `window`. `name` is its label in tables. With `shared_noise` the members of a
@@ -68,10 +68,10 @@ class Method:
     """
 
     name: str
-    sampler: AnySampler
-    window: Window
-    credit: CreditRule
-    loss: Loss
+    sampler: AnySampler = FlowSDE(0.7)
+    window: Window = FixedWindow(stop=-1)
+    credit: CreditRule = field(default_factory=Uniform)
+    loss: Loss = ClippedLoss()
     shared_noise: bool = False
     source: str = ""
     elements: int = 65_536
@@ -84,92 +84,84 @@ class Method:
         return getattr(self.loss, "clip_range", 0.0) * math.sqrt(self.elements / elements)
 
 
-def _composition(function: T) -> T:
-    """`function` with the sections that all methods' docstrings share."""
-    function.__doc__ = inspect.cleandoc(function.__doc__ or "") + SECTIONS
-    return function
+METHODS: dict[str, Callable[..., Method]] = {}
+"""The published methods by name; a call makes a new one, since a rule may have memory."""
 
 
-@_composition
-def flow_grpo(
-    sampler: AnySampler | None = None, loss: Loss | None = None, window: Window | None = None
-) -> Method:
+def _published(compose: Callable[[], Method]) -> Callable[..., Method]:
+    """The method of `compose` with optional parts in place of its own, listed in `METHODS`."""
+
+    def method(
+        sampler: AnySampler | None = None, loss: Loss | None = None, window: Window | None = None
+    ) -> Method:
+        own = compose()
+        fits = not isinstance(own.loss, ForwardLoss) or isinstance(loss or own.loss, ForwardLoss)
+        allowed = f"a forward-process loss, such as {own.name}, the method's own"
+        require(fits, f"loss of {own.name}", type(loss).__name__, allowed)
+        return replace(
+            own,
+            sampler=sampler or own.sampler,
+            loss=loss or own.loss,
+            window=window or own.window,
+        )
+
+    method.__name__ = method.__qualname__ = compose.__name__
+    method.__doc__ = inspect.cleandoc(compose.__doc__ or "") + SECTIONS
+    METHODS[compose().name] = method
+    return method
+
+
+@_published
+def flow_grpo() -> Method:
     """Flow-GRPO (arXiv 2505.05470): uniform credit, independent noise, Flow-SDE a = 0.7 on all
     steps but the last.
     """
-    sampler, window = sampler or FlowSDE(0.7), window or FixedWindow(stop=-1)
-    return Method(
-        "flow-grpo", sampler, window, Uniform(), loss or ClippedLoss(), source="arXiv 2505.05470"
-    )
+    return Method("flow-grpo", source="arXiv 2505.05470")
 
 
-@_composition
-def stepwise_flow_grpo(
-    sampler: AnySampler | None = None, loss: Loss | None = None, window: Window | None = None
-) -> Method:
+@_published
+def stepwise_flow_grpo() -> Method:
     """Stepwise-Flow-GRPO (arXiv 2603.28718): gains of 5-substep estimates, normalised jointly;
     shared noise in a group.
     """
-    base = flow_grpo(sampler, loss, window)
-    return replace(
-        base,
-        name="stepwise-flow-grpo",
-        credit=StepwiseGain(),
-        shared_noise=True,
-        source="arXiv 2603.28718",
+    return Method(
+        "stepwise-flow-grpo", credit=StepwiseGain(), shared_noise=True, source="arXiv 2603.28718"
     )
 
 
-@_composition
-def tp_grpo(
-    sampler: AnySampler | None = None, loss: Loss | None = None, window: Window | None = None
-) -> Method:
+@_published
+def tp_grpo() -> Method:
     """TP-GRPO (arXiv 2602.06422): increments of ODE completions, aggregated at consistent turning
     points.
     """
-    base = flow_grpo(sampler, loss or ClippedLoss(clip_range=1e-5), window)
-    return replace(base, name="tp-grpo", credit=TurningPoint(), source="arXiv 2602.06422")
+    loss = ClippedLoss(clip_range=1e-5)
+    return Method("tp-grpo", credit=TurningPoint(), loss=loss, source="arXiv 2602.06422")
 
 
-@_composition
-def dance_grpo(
-    sampler: AnySampler | None = None, loss: Loss | None = None, window: Window | None = None
-) -> Method:
+@_published
+def dance_grpo() -> Method:
     """DanceGRPO (arXiv 2505.07818): uniform credit, constant noise, shared initial noise."""
-    base = flow_grpo(sampler or DanceSDE(0.3), loss, window)
-    return replace(base, name="dance-grpo", shared_noise=True, source="arXiv 2505.07818")
+    sampler = DanceSDE(0.3)
+    return Method("dance-grpo", sampler, shared_noise=True, source="arXiv 2505.07818")
 
 
-@_composition
-def dense_grpo(
-    sampler: AnySampler | None = None, loss: Loss | None = None, window: Window | None = None
-) -> Method:
+@_published
+def tempflow_weights() -> Method:
+    """Uniform credit weighted by each step's noise (TempFlow-GRPO's noise-aware weighting)."""
+    credit = Weighted("noise")
+    return Method("noise-weighted", credit=credit, source="TempFlow-GRPO, ICLR 2026")
+
+
+@_published
+def dense_grpo() -> Method:
     """DenseGRPO (arXiv 2601.20218): gains of ODE completions, normalised over the members step by
     step.
     """
-    return replace(
-        flow_grpo(sampler, loss, window),
-        name="dense-grpo",
-        credit=DenseGain(),
-        source="arXiv 2601.20218",
-    )
+    return Method("dense-grpo", credit=DenseGain(), source="arXiv 2601.20218")
 
 
-@_composition
-def tempflow_weights(
-    sampler: AnySampler | None = None, loss: Loss | None = None, window: Window | None = None
-) -> Method:
-    """Uniform credit weighted by each step's noise (TempFlow-GRPO's noise-aware weighting)."""
-    base = flow_grpo(sampler, loss, window)
-    return replace(
-        base, name="noise-weighted", credit=Weighted("noise"), source="TempFlow-GRPO, ICLR 2026"
-    )
-
-
-@_composition
-def branch_grpo(
-    sampler: AnySampler | None = None, loss: Loss | None = None, window: Window | None = None
-) -> Method:
+@_published
+def branch_grpo() -> Method:
     """BranchGRPO (arXiv 2509.06040): trees from one x_T per prompt, values compared within tree and
     node; Dance-SDE on all steps.
 
@@ -179,17 +171,12 @@ def branch_grpo(
     log-probability assumes. Here a decision counts once per leaf, and the noise is the sampler's.
     """
     credit = DepthRelative("tree", "sample", probe=Branch((1, 1, 2, 1, 2)))
-    loss = loss or ClippedLoss(clip_range=1e-3)
-    base = flow_grpo(sampler or DanceSDE(0.3), loss, window or FixedWindow())
-    return replace(
-        base, name="branch-grpo", credit=credit, shared_noise=True, source="arXiv 2509.06040"
-    )
+    sampler, window, loss = DanceSDE(0.3), FixedWindow(), ClippedLoss(clip_range=1e-3)
+    return Method("branch-grpo", sampler, window, credit, loss, True, "arXiv 2509.06040")
 
 
-@_composition
-def tempflow_grpo(
-    sampler: AnySampler | None = None, loss: Loss | None = None, window: Window | None = None
-) -> Method:
+@_published
+def tempflow_grpo() -> Method:
     """TempFlow-GRPO (arXiv 2508.04324): 6 draws at each step of an ODE trunk, finished by the ODE,
     compared per seed.
 
@@ -199,18 +186,11 @@ def tempflow_grpo(
     Source: its released code (Shredded-Pork/TempFlow-GRPO, e66824e).
     """
     credit = Weighted("noise", rule=SiblingRelative(probe=Comb(branches=6)))
-    return replace(
-        flow_grpo(sampler, loss, window),
-        name="tempflow-grpo",
-        credit=credit,
-        source="arXiv 2508.04324",
-    )
+    return Method("tempflow-grpo", credit=credit, source="arXiv 2508.04324")
 
 
-@_composition
-def granular_grpo(
-    sampler: AnySampler | None = None, loss: Loss | None = None, window: Window | None = None
-) -> Method:
+@_published
+def granular_grpo() -> Method:
     """Granular-GRPO (arXiv 2510.01982): draws at a step of a trunk, finished with strides 1, 2 and
     3; the Z of each are summed.
 
@@ -219,17 +199,17 @@ def granular_grpo(
     each step of the first half of 16, which takes groups of 12 x 3 x 8. The summed advantages are
     up to three times as large as those of one stride.
     """
-    credit = SiblingRelative(probe=Comb(branches=1, count=1, strides=(1, 2, 3)))
-    base = flow_grpo(sampler, loss, window or FixedWindow(0, 5))
-    return replace(
-        base, name="granular-grpo", credit=credit, shared_noise=True, source="arXiv 2510.01982"
+    return Method(
+        "granular-grpo",
+        window=FixedWindow(0, 5),
+        credit=SiblingRelative(probe=Comb(branches=1, count=1, strides=(1, 2, 3))),
+        shared_noise=True,
+        source="arXiv 2510.01982",
     )
 
 
-@_composition
-def tree_grpo(
-    sampler: AnySampler | None = None, loss: Loss | None = None, window: Window | None = None
-) -> Method:
+@_published
+def tree_grpo() -> Method:
     """TreeGRPO (arXiv 2512.08153): leaf advantages backed up a tree from one x_T that branches at
     the first stochastic steps.
 
@@ -238,53 +218,45 @@ def tree_grpo(
     truncated geometric distribution, r = 0.5. Published: three children at each, 27 leaves. With a
     longer window the steps after the third are decisions, too; published trees have none.
     """
-    credit = BackedUp(probe=Branch((1, 2, 2)))
-    base = flow_grpo(sampler, loss, window or RandomWindow(3, geometric=0.5))
-    return replace(
-        base, name="tree-grpo", credit=credit, shared_noise=True, source="arXiv 2512.08153"
+    return Method(
+        "tree-grpo",
+        window=RandomWindow(3, geometric=0.5),
+        credit=BackedUp(probe=Branch((1, 2, 2))),
+        shared_noise=True,
+        source="arXiv 2512.08153",
     )
 
 
-def _forward_process(
-    name: str, sampler: AnySampler, loss: Loss, window: Window | None, source: str
-) -> Method:
-    allowed = f"a forward-process loss, such as {name}, the method's own"
-    require(isinstance(loss, ForwardLoss), f"loss of {name}", type(loss).__name__, allowed)
+def _forward_process(name: str, sampler: AnySampler, loss: Loss, source: str) -> Method:
     credit = Uniform(std="batch", clamp=None)
-    return Method(name, sampler, window or FixedWindow(), credit, loss, source=source)
+    return Method(name, sampler, FixedWindow(), credit, loss, source=source)
 
 
-@_composition
-def diffusion_nft(
-    sampler: AnySampler | None = None, loss: Loss | None = None, window: Window | None = None
-) -> Method:
+@_published
+def diffusion_nft() -> Method:
     """DiffusionNFT (arXiv 2509.16117): the forward process, two mixtures of old and new velocity;
     DPM-Solver++.
 
     The loss has the options published for most rewards (beta 1, an old network whose d grows by
     0.001 per step).
     """
-    sampler, loss = sampler or Multistep(), loss or DiffusionNFT(kl_weight=0.0)
-    return _forward_process("diffusion-nft", sampler, loss, window, "arXiv 2509.16117")
+    return _forward_process(
+        "diffusion-nft", Multistep(), DiffusionNFT(kl_weight=0.0), "arXiv 2509.16117"
+    )
 
 
-@_composition
-def awm(
-    sampler: AnySampler | None = None, loss: Loss | None = None, window: Window | None = None
-) -> Method:
+@_published
+def awm() -> Method:
     """AWM (arXiv 2509.25050): the forward process, matching weighted by advantages; SA-Solver with
     noise 0.4.
 
     The loss has the options published for GenEval, without their KL weight.
     """
-    sampler, loss = sampler or Multistep("sa", tau=0.4), loss or AWM(kl_weight=0.0)
-    return _forward_process("awm", sampler, loss, window, "arXiv 2509.25050")
+    return _forward_process("awm", Multistep("sa", tau=0.4), AWM(kl_weight=0.0), "arXiv 2509.25050")
 
 
-@_composition
-def dgpo(
-    sampler: AnySampler | None = None, loss: Loss | None = None, window: Window | None = None
-) -> Method:
+@_published
+def dgpo() -> Method:
     """DGPO (arXiv 2510.08425): the forward process, the good half of a group preferred to the bad
     half; DPM-Solver++.
 
@@ -293,49 +265,13 @@ def dgpo(
     held-out reward from 0.220: 0.88 to 0.92 with learning rate 2e-2 (seeds 0 to 2; with clip 0.2:
     0.41 to 0.80), 0.26 with beta_dpo 100 (1e-2, no clip, seed 0).
     """
-    sampler, loss = (
-        sampler or Multistep(),
-        loss or DGPO(beta_dpo=1.0, sample_from=None, kl_weight=0.0),
-    )
-    return _forward_process("dgpo", sampler, loss, window, "arXiv 2510.08425")
-
-
-METHODS: dict[str, Callable[..., Method]] = {
-    "flow-grpo": flow_grpo,
-    "stepwise-flow-grpo": stepwise_flow_grpo,
-    "tp-grpo": tp_grpo,
-    "dance-grpo": dance_grpo,
-    "noise-weighted": tempflow_weights,
-    "dense-grpo": dense_grpo,
-    "branch-grpo": branch_grpo,
-    "tempflow-grpo": tempflow_grpo,
-    "granular-grpo": granular_grpo,
-    "tree-grpo": tree_grpo,
-    "diffusion-nft": diffusion_nft,
-    "awm": awm,
-    "dgpo": dgpo,
-}
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A rule's credit for a random record.
-
-    Args:
-        experience: the record.
-        credit: the rule's credit.
-    """
-
-    experience: Experience
-    credit: Credit
+    loss = DGPO(beta_dpo=1.0, sample_from=None, kl_weight=0.0)
+    return _forward_process("dgpo", Multistep(), loss, "arXiv 2510.08425")
 
 
 def try_credit(
-    method: Method,
-    stds: torch.Tensor,
-    members: int,
-    trained: Sequence[int] | torch.Tensor | None = None,
-) -> Trial:
+    method: Method, stds: Tensor, members: int, trained: Sequence[int] | Tensor | None = None
+) -> tuple[Experience, Credit]:
     """Apply a method's rule to a random record of two prompts, to find errors before a run starts.
 
     A rule that reads states or conditions is not applied; its credit is 0.
@@ -355,14 +291,13 @@ def try_credit(
     """
     rule, generator = copy.deepcopy(method.credit), torch.Generator().manual_seed(0)
     prompts = [Prompt(f"prompt {number}") for number in range(2)]
-    tree = group_tree(
-        stds, Groups(len(prompts), members, method.shared_noise), rule.probe, generator
-    )
-    valid, steps = torch.ones(len(prompts), members, dtype=torch.bool), None
-    if trained is not None:
-        steps = torch.as_tensor(trained).tolist()
+    groups = Groups(len(prompts), members, method.shared_noise)
+    tree = group_tree(stds, groups, rule.probe, generator)
+    valid = torch.ones(len(prompts), members, dtype=torch.bool)
+    steps = None if trained is None else torch.as_tensor(trained).tolist()
     decisions = Decisions.of(uniform_schedule(len(stds)), stds, tree, valid, steps)
     values = torch.rand(*decisions.mask.shape[:2], len(decisions) + 1, generator=generator)
+    # only the columns that the probe evaluates have values
     filled = [*rule.probe.fills(len(decisions)), -1]
     seen = torch.full_like(values, torch.nan)
     seen[..., filled] = values[..., filled]
@@ -374,24 +309,21 @@ def try_credit(
     log_probs = log_probs.masked_fill(~decisions.drawn, torch.nan)
     experience = Experience(prompts, seen, decisions, valid, parts, log_probs=log_probs)
     if {"trajectories", "condition"} & set(getattr(rule, "reads_fields", ())):
-        return Trial(experience, Credit(torch.zeros(decisions.mask.shape)))
-    shape, name = tuple(seen.shape), type(rule).__name__
+        return experience, Credit(torch.zeros(decisions.mask.shape))
+    tried = f"tried on a table of {tuple(seen.shape)}"
     try:
         with part_errors():  # names the file and the line of a rule of the user's own
-            return Trial(experience, credit_of(rule, experience))
+            return experience, credit_of(rule, experience)
     except PartError as error:
-        raise CreditError(f"{error}; it was tried on a table of {shape}") from error
+        raise CreditError(f"{error}; {tried}") from error
     except FlowrlError:
         raise
     except Exception as error:
-        raise CreditError(
-            f"{name} failed on a table of {shape}: {type(error).__name__}: {error}"
-        ) from error
+        name = type(rule).__name__
+        raise CreditError(f"{name} failed, {tried}: {type(error).__name__}: {error}") from error
 
 
-def check_one_advantage(
-    loss: Loss, rule: CreditRule, advantages: torch.Tensor, mask: torch.Tensor
-) -> None:
+def check_one_advantage(loss: Loss, rule: CreditRule, advantages: Tensor, mask: Tensor) -> None:
     """Check the credit for a loss that needs one advantage per trajectory.
 
     Args:
@@ -408,11 +340,10 @@ def check_one_advantage(
     highest = advantages.masked_fill(~mask, -torch.inf).amax(-1)
     spread = (highest - advantages.masked_fill(~mask, torch.inf).amin(-1))[mask.any(-1)]
     if bool((spread > 1e-6 * advantages[mask].abs().amax()).any()):
-        most = f"by up to {float(spread.max()):.3g} between the trained decisions of a trajectory"
         raise CreditError(
             f"{type(loss).__name__} needs one advantage per trajectory, but those of"
-            f" {type(rule).__name__} differ {most}: use a rule that credits all decisions equally,"
-            " such as uniform, or another loss"
+            f" {type(rule).__name__} differ by up to {float(spread.max()):.3g} between its"
+            " decisions; allowed: a rule that credits all decisions equally, such as uniform"
         )
 
 
@@ -432,9 +363,11 @@ def named_method(name: str, credit: str = "") -> Method:
     Raises:
         ConfigError: the name is unknown, or `credit` is not allowed.
     """
-    known = f"{', '.join(METHODS)}, or a credit rule by name or file with --credit"
     if name not in METHODS and not credit:
-        raise ConfigError(f"unknown method {name!r}; allowed: {known}")
+        known = ", ".join(METHODS)
+        raise ConfigError(
+            f"unknown method {name!r}; allowed: {known}, or a credit rule with --credit"
+        )
     method = METHODS.get(name, flow_grpo)()
     if not credit:
         return method
@@ -444,11 +377,7 @@ def named_method(name: str, credit: str = "") -> Method:
 
 
 def with_options(part: Part, **options: Any) -> Part:
-    """The `part` with other values of those `options` that it has; it must be a data class to have
-    any.
-    """
-    known: Any = part
-    names = {item.name for item in fields(known)} if is_dataclass(part) else set()
+    """`part` with other values of those `options` that it has as a data class."""
+    names = {item.name for item in fields(part)} if is_dataclass(part) else set()
     chosen = {name: value for name, value in options.items() if name in names}
-    changed: Any = replace(known, **chosen) if chosen else part
-    return changed
+    return cast(Part, replace(cast(Any, part), **chosen)) if chosen else part

@@ -6,16 +6,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-STOPPING = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-)
-"""Ctrl-C, the signal of launchers and clusters, and that of a closed terminal."""
-NOHUP = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-"""Whether this process was started with SIGHUP ignored, as by nohup."""
+HANGUP = getattr(signal, "SIGHUP", None)  # missing on Windows
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+"""Ctrl-C, the signal of launchers and clusters, and that of a closed terminal, unless this process
+was started with it ignored, as by nohup.
+"""
+if HANGUP and signal.getsignal(HANGUP) is not signal.SIG_IGN:
+    STOPPING = (*STOPPING, HANGUP)
 READER_ENDED = 128 + 13
 """Exit code of a command that could not write all of its output: that of SIGPIPE in a shell."""
 
@@ -52,7 +53,7 @@ def watch_output() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w"), "utf-8"))
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper) and not stream.isatty():
             raw = _Output(stream.fileno(), "w", closefd=False)
             text = io.TextIOWrapper(
@@ -65,37 +66,35 @@ def watch_output() -> None:
             setattr(sys, name, text)
 
 
+def _handle(handler: Any, numbers: Iterable[int] = STOPPING) -> None:
+    """Set the handler of signals; only the main thread can, and others receive none."""
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            signal.signal(number, handler)
+
+
 @contextmanager
 def on_stop(handle: Callable[[int], None]) -> Iterator[None]:
-    """Call `handle(number)` when a signal of `STOPPING` arrives, in the main thread; other threads
-    receive none.
+    """Call `handle(number)` when a signal of `STOPPING` arrives, in the main thread.
 
-    After SIGHUP the terminal is gone, so the output of this process is dropped. Under nohup SIGHUP
-    remains ignored. The previous handlers are restored at the end of the block, unless
-    `ignore_stops` was called in it.
+    After SIGHUP the terminal is gone, so the output of this process is dropped. The previous
+    handlers are restored at the end of the block, unless `ignore_stops` was called in it.
     """
     terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
     def react(number: int, _: object) -> None:
-        if number not in (signal.SIGINT, signal.SIGTERM):
-            for stream in terminals:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        for stream in terminals if number == HANGUP else ():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         handle(number)
 
-    previous: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in STOPPING:
-            if (
-                number in (signal.SIGINT, signal.SIGTERM)
-                or signal.getsignal(number) is not signal.SIG_IGN
-            ):
-                previous[number] = signal.signal(number, react)
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    _handle(react)
     try:
         yield
     finally:
-        for number, handler in previous.items():
+        for number, handler in before.items():
             if signal.getsignal(number) is react:
-                signal.signal(number, handler)
+                _handle(handler, [number])
 
 
 def ignore_stops() -> None:
@@ -105,9 +104,7 @@ def ignore_stops() -> None:
     For the end of a command, before its last line. `flowrl.cli.main` restores the handlers of its
     caller, and `leave` ends the process.
     """
-    if threading.current_thread() is threading.main_thread():
-        for number in STOPPING:
-            signal.signal(number, signal.SIG_IGN)
+    _handle(signal.SIG_IGN)
 
 
 @contextmanager
@@ -117,19 +114,14 @@ def same_handlers() -> Iterator[None]:
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                if handler is not None:  # None: not set from Python
-                    signal.signal(number, handler)
+        for number, handler in before.items():
+            if handler is not None:  # None: not set from Python
+                _handle(handler, [number])
 
 
 def leave(code: int) -> NoReturn:
     """End the process with exit code `code`, even if a signal of `STOPPING` ends its wait for
     threads.
-
-    Under nohup SIGHUP remains ignored.
     """
-    for number in STOPPING:
-        if not (NOHUP and number == signal.SIGHUP):
-            signal.signal(number, lambda *_: os._exit(code))
+    _handle(lambda *_: os._exit(code))
     sys.exit(code)

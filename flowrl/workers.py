@@ -99,53 +99,25 @@ def usable_cores(
     cgroup: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
 ) -> int:
     """The number of cores that this process may use: those of its affinity, or fewer under a
-    container's quota.
-
-    The quota is that of the process's control group or of a parent group: cpu.max (version 2), or
-    cpu.cfs_quota_us over cpu.cfs_period_us (version 1). A fraction of a core counts as a core.
+    container's quota (cpu.max of its control group, version 2, or of a parent group).
 
     Args:
         cgroup: the file with the process's control groups.
         mounted: the folder with the mounted control groups.
 
     Returns:
-        The number of cores, 1 or more.
+        The number of cores, 1 or more; a fraction of a core counts as a core.
     """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    quotas = [quota for folder in _cpu_groups(cgroup, mounted) for quota in _quota(folder)]
-    return max(1, min([cores, *map(math.ceil, quotas)]))
-
-
-def _cpu_groups(cgroup: Path, mounted: Path) -> Iterator[Path]:
-    """Folders of the control groups that limit this process, from the innermost to the root; none
-    without control groups.
-
-    In a container the process's group is often the root of the mounted folder, whatever path /proc
-    contains.
-    """
-    lines = [line.split(":", 2) for line in _text(cgroup).splitlines() if line.count(":") >= 2]
-    for number, controllers, path in lines:
-        if number != "0" and "cpu" not in controllers.split(","):
-            continue
-        for root in [mounted] if number == "0" else [mounted / controllers, mounted / "cpu"]:
-            inside = root / path.strip("/")
-            yield from (
-                inside,
-                *(folder for folder in inside.parents if folder.is_relative_to(root)),
-            )
-
-
-def _quota(folder: Path) -> list[float]:
-    """The cores that a control group may use; empty without a readable limit."""
-    words = _text(folder / "cpu.max").split() or [
-        _text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")
-    ]
-    # "max", -1
-    if len(words) != 2 or not all(word.isdecimal() and int(word) > 0 for word in words):
-        return []
-    return [int(words[0]) / int(words[1])]
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    # In a container the process's group is often the root of the mounted folder, whatever path
+    # /proc contains; therefore the root's limit is read, too.
+    group = mounted / _text(cgroup).rpartition("0::")[2].strip().strip("/")
+    for folder in (group, *group.parents):
+        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+        if quota.isdecimal() and period.isdecimal():  # no limit: "max 100000"
+            cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(1, cores)
 
 
 def _text(file: Path) -> str:

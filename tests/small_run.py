@@ -37,3 +37,12 @@ def numbers(folder):
         "trajectory.safetensors",
     )
     return json.dumps(rows), *((folder / name).read_bytes() for name in files)
+
+
+def words(**options):
+    """Options of a command as words: a list repeats its option, True is a flag."""
+    found = []
+    for name, value in options.items():
+        for one in value if isinstance(value, list) else [value]:
+            found += [f"--{name.replace('_', '-')}", *([] if one is True else [str(one)])]
+    return found

@@ -223,7 +223,7 @@ def test_a_torn_last_line_is_ignored_and_another_bad_line_is_refused(seeds, tmp_
     path = written(tmp_path / "metrics.jsonl", b"".join(lines)[:-9])
     assert len(load_run(tmp_path).rows) == len(lines) - 1
     written(path, lines[0] + lines[1][:50] + b"\n" + lines[2])
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2: "):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2 "):
         load_run(tmp_path)
 
 
@@ -238,7 +238,5 @@ def test_a_pipeline_with_missing_weights_is_refused(tmp_path):
     tensors = load_file(path)
     name = sorted(tensors)[0]
     save_file({key: value for key, value in tensors.items() if key != name}, path)
-    with pytest.raises(
-        ConfigError, match=f"files of the transformer in .* lack 1 weights, such as {name}"
-    ):
+    with pytest.raises(ConfigError, match=rf"missing weights of the transformer in .*{name}"):
         load_policy(str(tmp_path / "model"), TINY)

@@ -164,9 +164,6 @@ def cores(tmp_path: Path, monkeypatch, cgroup: str, files: dict[str, str]) -> in
     return usable_cores(tmp_path / "cgroup", tmp_path / "mounted")
 
 
-V1 = "12:pids:/docker/a\n4:cpu,cpuacct:/docker/a\n1:name=systemd:/docker/a\n"
-
-
 @pytest.mark.parametrize(
     ("cgroup", "files", "expected"),
     [
@@ -181,24 +178,6 @@ V1 = "12:pids:/docker/a\n4:cpu,cpuacct:/docker/a\n1:name=systemd:/docker/a\n"
         ("0::/a/b\n", {"cpu.max": "200000 100000\n"}, 2),
         ("0::/\n", {"cpu.max": "200000 100000\n"}, 2),
         ("0::/a/b\n", {"a/b/cpu.max": "what is this\n"}, AFFINITY),
-        (
-            V1,
-            {
-                "cpu,cpuacct/docker/a/cpu.cfs_quota_us": "300000\n",
-                "cpu,cpuacct/docker/a/cpu.cfs_period_us": "100000\n",
-            },
-            3,
-        ),
-        (V1, {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
-        (V1, {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, AFFINITY),
-        (
-            V1,
-            {
-                "pids/docker/a/cpu.cfs_quota_us": "100000\n",
-                "pids/docker/a/cpu.cfs_period_us": "100000\n",
-            },
-            AFFINITY,
-        ),
     ],
 )
 def test_cores_are_those_of_affinity_and_quota(

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from flowrl.cli.pages import render
-from flowrl.core.errors import ConfigError, require
+from flowrl.core.errors import ConfigError
 from flowrl.io import write_bytes
 from flowrl.parts.plugins import versions
 from flowrl.reading import read_json
@@ -20,6 +20,8 @@ from flowrl.training.logging import scalars
 from flowrl.training.results import load_run
 
 HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+BESIDE = ("config.yaml", "samples/over-time.png", "samples/prompts.txt", "evaluation/grid.png")
+"""Files that a card refers to."""
 
 
 def write_card(folder: Path) -> None:
@@ -30,18 +32,12 @@ def write_card(folder: Path) -> None:
     evaluation/evaluation.json; nothing is measured.
     """
     config = load_config(folder / "config.json")
-    text = card_text(folder, config)
+    text, weights = card_text(folder, config), folder / config.policy.tuning
     write_bytes(folder / "README.md", text.encode())
-    weights = folder / config.policy.tuning
     if not weights.is_dir():
         return
-    write_bytes(weights / "README.md", text.replace(f"]({config.policy.tuning}/", "](").encode())
-    for name in (
-        "config.yaml",
-        "samples/over-time.png",
-        "samples/prompts.txt",
-        "evaluation/grid.png",
-    ):
+    write_bytes(weights / "README.md", text.replace(f"]({weights.name}/", "](").encode())
+    for name in BESIDE:
         if (folder / name).exists():
             write_bytes(weights / name, (folder / name).read_bytes())
 
@@ -49,60 +45,40 @@ def write_card(folder: Path) -> None:
 def card_text(folder: Path, config: RunConfig) -> str:
     """The card of the run in `folder`: the YAML header of the Hub, then Markdown."""
     run, base = load_run(folder), base_model(config.policy.model)
-    first, last = run.evaluations[0], run.evaluations[-1]
-    before, after = scalars(first["evaluation"]), scalars(last["evaluation"])
-    measured = [name for name in after if name != "seconds" and name in before]
+    last, path = run.evaluations[-1], folder / "evaluation" / "evaluation.json"
+    before, after = scalars(run.evaluations[0]["evaluation"]), scalars(last["evaluation"])
+    scores = {
+        config.environment.reward if name == "reward" else name: (before[name], after[name])
+        for name in after
+        if name != "seconds" and name in before
+    }
     return render(
         "model-card.md.j2",
         header=yaml.safe_dump(_header(config, base), sort_keys=False),
         config=config,
         base=base or Path(config.policy.model).name,
-        reward=without_folders(config.environment.reward),
-        prompts=without_folders(config.environment.prompts),
-        heldout_prompts=without_folders(config.environment.heldout_prompts),
+        local=without_folders,
         guidance=_guidance(config),
-        scores={
-            without_folders(config.environment.reward) if name == "reward" else name: (
-                before[name],
-                after[name],
-            )
-            for name in measured
-        },
+        scores=scores,
         last=last,
         images=sum(row.get("trajectories", 0) for row in run.rows),
-        evaluation=_evaluation(folder / "evaluation" / "evaluation.json"),
+        evaluation=read_json(path, _Evaluation) if path.is_file() else None,
         over_time=(folder / "samples" / "over-time.png").exists(),
         versions=", ".join(f"{name} {version}" for name, version in versions().items()),
     )
 
 
 def _header(config: RunConfig, base: str) -> dict[str, Any]:
-    relation = (
-        {
-            "base_model": base,
-            "base_model_relation": "adapter" if config.policy.tuning == "lora" else "finetune",
-        }
-        if base
-        else {}
-    )
-    made = "video" if config.policy.num_frames > 1 else "image"
-    lora = ["lora"] if config.policy.tuning == "lora" else []
-    tags = ["diffusers", *lora, "reinforcement-learning", "flow-matching", config.algorithm.method]
+    is_lora = config.policy.tuning == "lora"
+    relation = {"base_model": base, "base_model_relation": "adapter" if is_lora else "finetune"}
+    method = config.algorithm.method
+    tags = ["diffusers", "lora", "reinforcement-learning", "flow-matching", method]
     return {
-        **relation,
+        **(relation if base else {}),
         "library_name": "diffusers",
-        "pipeline_tag": f"text-to-{made}",
-        "tags": tags,
+        "pipeline_tag": f"text-to-{'video' if config.policy.num_frames > 1 else 'image'}",
+        "tags": [tag for tag in tags if tag != "lora" or is_lora],
     }
-
-
-def _evaluation(path: Path) -> dict[str, Any] | None:
-    """What `flowrl evaluate` has written, if anything."""
-    if not path.is_file():
-        return None
-    found: _Evaluation = read_json(path, _Evaluation)
-    scores = {without_folders(name): score for name, score in found.scores.items()}
-    return {**vars(found), "command": without_folders(found.command), "scores": scores}
 
 
 @dataclass(frozen=True)
@@ -112,11 +88,6 @@ class _Difference:
     difference: float
     low: float | None
     high: float | None
-
-    def __post_init__(self) -> None:
-        require(
-            (self.low is None) == (self.high is None), "low", self.low, "a number if `high` is one"
-        )
 
 
 @dataclass(frozen=True)
@@ -129,16 +100,19 @@ class _Evaluation:
     scores: dict[str, _Difference]
 
 
+def _model_index(model: str) -> dict[str, Any]:
+    """The content of model_index.json in the folder `model`; empty for a name on the Hub."""
+    path = Path(model) / "model_index.json"
+    return read_json(path, dict[str, Any]) if path.is_file() else {}
+
+
 def base_model(model: str) -> str:
     """The base model's name on the Hub; "" for a folder that does not record it."""
-    index = Path(model) / "model_index.json"
-    if not index.is_file():
-        return model if HUB_NAME.fullmatch(model) else ""
     try:
-        named = str(read_json(index, dict[str, Any]).get("_name_or_path", ""))
+        name = str(_model_index(model).get("_name_or_path", "" if Path(model).is_dir() else model))
     except ConfigError:
         return ""
-    return named if HUB_NAME.fullmatch(named) and not Path(named).exists() else ""
+    return name if HUB_NAME.fullmatch(name) and not Path(name).exists() else ""
 
 
 def without_folders(text: str) -> str:
@@ -150,15 +124,10 @@ def _guidance(config: RunConfig) -> str:
     """The arguments of classifier-free guidance. Their names and defaults differ: in FLUX
     `guidance_scale` is an input of the network.
     """
-    index = Path(config.policy.model) / "model_index.json"
-    name = (
-        str(read_json(index, dict[str, Any]).get("_class_name", ""))
-        if index.is_file()
-        else config.policy.model
-    )
-    scale, negative = config.policy.guidance_scale, json.dumps(config.policy.negative_prompt)
-    if any(family in name.lower() for family in ("flux", "qwen")):
+    policy = config.policy
+    name = str(_model_index(policy.model).get("_class_name", policy.model)).lower()
+    scale, negative = policy.guidance_scale, json.dumps(policy.negative_prompt)
+    if "flux" in name or "qwen" in name:
         return f", true_cfg_scale={scale}, negative_prompt={negative}" if scale != 1 else ""
-    return f", guidance_scale={scale}" + (
-        f", negative_prompt={negative}" if config.policy.negative_prompt else ""
-    )
+    end = f", negative_prompt={negative}" if policy.negative_prompt else ""
+    return f", guidance_scale={scale}{end}"

@@ -1,181 +1,94 @@
-"""Figures of metrics: learning curves, proxy against held-out rewards, and seconds by phase."""
+"""Figures of reports and commands: learning curves, proxy against held-out rewards, grids of
+samples, and rewards along one trajectory.
+"""
 
+import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
+from torch import Tensor
 
-from flowrl.cli.style import MOST_TOGETHER, PALE, SOFT, clean, colour, marker, multiples
-from flowrl.training.results import Comparison, RunRecord, mean_curve, short, summarise
+from flowrl.cli.style import INK, PALE, SOFT, clean, colour, marker
+from flowrl.core.types import Prompt
+from flowrl.credit import turning_points
+from flowrl.reading import read_json, read_tensors, reading
+from flowrl.training.compare import run_label
+from flowrl.training.results import Comparison, RunRecord, mean_curve, short
+from flowrl.training.weight_comparison import WeightComparison
+from flowrl.worlds.mixture import target
 
 X_LABELS = {
     "iteration": "iteration",
     "nfe_total": "network evaluations while sampling",
     "seconds_total": "training seconds",
 }
-PHASES = {"rollout": "#3f444d", "reward": "#8a8f98", "update": "#d5d8de"}
-"""Greys: colours belong to arms."""
-NARROW = 4.4
-"""Inches of a narrow figure's width."""
+MOST_TOGETHER = 4
+"""Arms that share an axis; if there are more, each has a row of panels of its own."""
+PANELS = 5
+"""Panels of points per row."""
+NOTICEABLE = 0.02
+"""Smallest change of a sample's reward that is marked by a symbol: ▲ for an increase, ▼ for a
+decrease.
+"""
+LEAST_RANGE = 0.1
+"""Smallest range of rewards on an axis, so that rounding does not look like a change."""
+
 Runs = Mapping[str, Sequence[RunRecord]]
 
 
-def curves(comparison: Comparison, metric: str = "reward", narrow: bool = False) -> Figure | None:
-    """An evaluation metric against iterations, network evaluations and seconds.
+@dataclass(frozen=True)
+class Panel:
+    """The axes of a panel: the metric at path `y` within an evaluation, against a counter of
+    `X_LABELS` or against the metric at another path.
+    """
 
-    Up to `MOST_TOGETHER` arms share three axes. With more, each arm has an axis, with the other
-    arms in grey, against iterations and network evaluations.
+    x: str | tuple[str, ...]
+    y: tuple[str, ...]
+    x_label: str
+    y_label: str
+
+    def curve(self, runs: Sequence[RunRecord]) -> tuple[list[float], list[float]]:
+        """Means over the seeds."""
+        if isinstance(self.x, str):
+            return mean_curve(runs, self.x, *self.y)
+        x, y = (
+            dict(zip(*mean_curve(runs, "iteration", *path), strict=True))
+            for path in (self.x, self.y)
+        )
+        shared = [iteration for iteration in x if iteration in y]
+        return [x[iteration] for iteration in shared], [y[iteration] for iteration in shared]
+
+
+def _measured(runs: Runs, path: tuple[str, ...]) -> bool:
+    return any(run.curve("iteration", *path)[1] for seeds in runs.values() for run in seeds)
+
+
+def curves(comparison: Comparison, metric: str = "reward") -> Figure | None:
+    """An evaluation metric against iterations, network evaluations and seconds; None if no run
+    contains it.
 
     Args:
         comparison: the comparison.
         metric: name of the metric.
-        narrow: panels below each other, for a page of a third of the width.
-
-    Returns:
-        The figure; None if no run contains the metric.
-    """
-    runs = {arm: comparison.of(arm) for arm in comparison.arms}
-    path = comparison.metric if metric == "reward" else (metric,)
-    if not any(run.curve("iteration", *path)[1] for some in runs.values() for run in some):
-        return None
-    form = comparison.config["run"]["environment"]["reward_form"]
-    label = f"held-out reward ({form})" if metric == "reward" else f"held-out {metric} success"
-    label = label if len(path) == 1 else f"held out: {short(path[-1])}"
-    baseline = mean_curve(comparison.of(comparison.baseline), "iteration", *path)[1]
-    level = baseline[-1] if baseline else None
-    if len(runs) > MOST_TOGETHER:
-        return _curve_panels(runs, path, label, level, 2 if narrow else 4)
-    figure = Figure(figsize=(NARROW, 8.5) if narrow else (12.5, 4.3), layout="constrained")
-    panels = figure.subplots(3, 1, sharey=True) if narrow else figure.subplots(1, 3, sharey=True)
-    for axes, x in zip(panels, X_LABELS, strict=True):
-        for arm in runs:
-            _draw(axes, runs, arm, x, path)
-        _finish(axes, x, level)
-        clean(axes)
-    for axes in panels if narrow else panels[:1]:
-        axes.set_ylabel(label)
-    _key(figure, list(runs), comparison.baseline if level is not None else "", 1 if narrow else 5)
-    return figure
-
-
-def _curve_panels(
-    runs: Runs, path: Sequence[str], label: str, level: float | None, columns: int
-) -> Figure:
-    """A block of panels for each horizontal axis, one panel per arm."""
-    rows, blocks = -(-len(runs) // columns), list(X_LABELS)[:2]
-    size = (
-        3.125 * columns if columns > 2 else NARROW,
-        2.1 * rows * len(blocks) + 0.5 * len(blocks),
-    )
-    figure = Figure(figsize=size, layout="constrained")
-    parts = figure.subfigures(len(blocks), 1, squeeze=False).flatten()
-    for part, x in zip(parts, blocks, strict=True):
-        panels = multiples(
-            part,
-            list(runs),
-            lambda axes, name, own, x=x: _draw(axes, runs, name, x, path, own),
-            columns,
-        )
-        for axes in panels:
-            _finish(axes, x, level, label=False)
-        part.supxlabel(X_LABELS[x], fontsize=10)
-        part.supylabel(label, fontsize=10)
-    return figure
-
-
-def _draw(axes: Axes, runs: Runs, arm: str, x: str, path: Sequence[str], own: bool = True) -> None:
-    """Thin lines for the seeds if there are several, and a thick line for their mean; only the mean
-    if grey.
-    """
-    some, shade = runs[arm], colour(arm, list(runs))
-    for run in some if own and len(some) > 1 else ():
-        axes.plot(*run.curve(x, *path), color=shade, alpha=0.3, linewidth=1)
-    if own:
-        style = {
-            "color": shade,
-            "linewidth": 2.2,
-            "marker": marker(arm, list(runs)),
-            "markersize": 4,
-            "zorder": 3,
-        }
-        xs, ys = mean_curve(some, x, *path)
-        axes.plot(xs, ys, markevery=max(1, len(xs) // 10), **style)
-    else:
-        axes.plot(*mean_curve(some, x, *path), color=PALE, linewidth=1)
-
-
-def _finish(axes: Axes, x: str, level: float | None, label: bool = True) -> None:
-    """Draw the final value of the baseline, and end the axis at the last data point."""
-    right = axes.dataLim.x1 if axes.dataLim.x1 > 0 else 1.0
-    axes.set_xlim(-0.02 * right, 1.02 * right)
-    if level is not None:
-        axes.axhline(level, color="#8a8f98", linestyle="--", linewidth=1, zorder=1)
-    if x == "iteration":
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    elif x == "nfe_total":
-        axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    if label:
-        axes.set_xlabel(X_LABELS[x])
-
-
-def _key(figure: Figure, arms: Sequence[str], baseline: str, columns: int) -> None:
-    """Lines and markers of the arms above the panels."""
-    handles = [
-        figure.axes[0].plot(
-            [], [], color=colour(m, arms), linewidth=2.2, marker=marker(m, arms), label=m
-        )[0]
-        for m in arms
-    ]
-    if baseline:
-        text = f"final value of {baseline}"
-        handles += figure.axes[0].plot(
-            [], [], color="#8a8f98", linestyle="--", linewidth=1, label=text
-        )
-    figure.legend(
-        handles=handles, loc="outside upper left", ncols=min(len(handles), columns), frameon=False
-    )
-
-
-def phases(comparison: Comparison, narrow: bool = False) -> Figure:
-    """Mean seconds of an iteration by phase, one bar per arm.
-
-    Args:
-        comparison: the comparison.
-        narrow: for a page of half the width.
 
     Returns:
         The figure.
     """
-    summaries = summarise(comparison)
-    figure = Figure(
-        figsize=(NARROW if narrow else 9, 0.9 + 0.45 * len(summaries)), layout="constrained"
-    )
-    axes = figure.subplots()
-    for row, summary in enumerate(summaries):
-        left = 0.0
-        for phase, shade in PHASES.items():
-            width = getattr(summary, f"seconds_{phase}")
-            axes.barh(
-                row, width, left=left, height=0.7, color=shade, label=phase if row == 0 else None
-            )
-            left += width
-        axes.annotate(
-            f"{left:.3g} s",
-            (left, row),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-        )
-    axes.set_yticks(range(len(summaries)), [s.arm for s in summaries])
-    axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("seconds per iteration")
-    axes.margins(x=0.1)
-    figure.legend(loc="outside upper right", ncols=3, frameon=False)
-    return figure
+    runs = {arm: comparison.of(arm) for arm in comparison.arms}
+    path = comparison.metric if metric == "reward" else (metric,)
+    if not _measured(runs, path):
+        return None
+    label = f"held-out {short(path[-1])}"
+    panels = [Panel(x, path, x_label, label) for x, x_label in X_LABELS.items()]
+    level = mean_curve(comparison.of(comparison.baseline), "iteration", *path)[1][-1:]
+    return _line_figure(runs, [panels], level)
 
 
 def proxy_and_heldout(runs: Runs) -> Figure | None:
@@ -183,117 +96,318 @@ def proxy_and_heldout(runs: Runs) -> Figure | None:
     against the proxy.
 
     `runs` by arm. In the plots against the proxy, a hollow point marks the untrained model and a
-    filled one the last evaluation. With more than `MOST_TOGETHER` arms, each has a panel with the
-    others in grey. None if no run contains a held-out reward or a diversity.
+    filled one the last evaluation. None if no run contains a held-out reward or a diversity.
     """
-    every = [run for some in runs.values() for run in some]
-    names = list(dict.fromkeys(name for run in every for name in run.heldout_rewards))
-    columns = {short(name): ("heldout", name) for name in names} | {"diversity": ("diversity",)}
-    columns = {
-        label: path
-        for label, path in columns.items()
-        if any(run.curve("iteration", *path)[1] for run in every)
-    }
-    if not columns:
+    names = dict.fromkeys(
+        name for seeds in runs.values() for run in seeds for name in run.heldout_rewards
+    )
+    paths = {f"held out: {short(name)}": ("heldout", name) for name in names}
+    paths |= {"diversity": ("diversity",)}
+    metrics = {label: path for label, path in paths.items() if _measured(runs, path)}
+    if not metrics:
         return None
     proxy = ("proxy",) if names else ("reward",)
-    if len(runs) > MOST_TOGETHER:
-        return _proxy_panels(runs, proxy, columns)
-    figure = Figure(figsize=(3.3 * (1 + len(columns)), 6.4), layout="constrained")
-    grid = figure.subplots(2, 1 + len(columns), squeeze=False)
-    grid[0, 0].set_title("proxy (trained on)", fontweight="bold")
-    for axes, path in zip(grid[0], (proxy, *columns.values()), strict=True):
-        for arm in runs:
-            _draw(axes, runs, arm, "iteration", path)
-        _finish(axes, "iteration", None)
-        clean(axes)
-    for place, (label, path) in enumerate(columns.items(), 1):
-        grid[0, place].set_title(label if path == ("diversity",) else f"held out: {label}")
-        for arm in runs:
-            _against(grid[1, place], runs, arm, proxy, path)
-        grid[1, place].set(xlabel="proxy", ylabel=label)
-        clean(grid[1, place])
-    key = grid[1, 0]
-    key.set_axis_off()
-    for arm in runs:
-        shade, shape = colour(arm, list(runs)), marker(arm, list(runs))
-        key.plot([], [], color=shade, linewidth=2.2, marker=shape, markersize=4, label=arm)
-    for name, face in (("untrained", "white"), ("last evaluation", SOFT)):
-        key.plot(
-            [],
-            [],
-            marker="o",
-            markersize=8,
-            markerfacecolor=face,
-            markeredgecolor=SOFT,
-            linestyle="none",
-            label=name,
-        )
-    key.legend(loc="center", frameon=False, fontsize=9)
-    return figure
+    shown = {"proxy (trained on)": proxy, **metrics}
+    over_time = [Panel("iteration", path, "iteration", label) for label, path in shown.items()]
+    against = [Panel(proxy, path, "proxy", label) for label, path in metrics.items()]
+    return _line_figure(runs, [over_time, [None, *against]])
 
 
-def _proxy_panels(
-    runs: Runs, proxy: Sequence[str], columns: Mapping[str, tuple[str, ...]]
+def _line_figure(
+    runs: Runs, blocks: Sequence[Sequence[Panel | None]], level: Sequence[float] = ()
 ) -> Figure:
-    """A block of panels per metric over iterations, and one against the proxy; one panel per
-    arm.
+    """A row of panels per block, or with many arms one per block and arm, in which the other arms
+    are grey. `level`: the height of a dashed line, if any.
     """
-    rows = -(-len(runs) // 4)
-    blocks = [
-        (None, "proxy (trained on)", proxy),
-        *((None, label, path) for label, path in columns.items()),
-    ]
-    blocks += [(proxy, label, path) for label, path in columns.items()]
-    figure = Figure(figsize=(12.5, (2.0 * rows + 0.5) * len(blocks)), layout="constrained")
-    for part, (against, label, path) in zip(
-        figure.subfigures(len(blocks), 1, squeeze=False).flatten(), blocks, strict=True
-    ):
-        if against is None:
-            panels = multiples(
-                part,
-                list(runs),
-                lambda axes, m, own, path=path: _draw(axes, runs, m, "iteration", path, own),
-            )
-            for axes in panels:
-                _finish(axes, "iteration", None, label=False)
-        else:
-            multiples(
-                part,
-                list(runs),
-                lambda axes, m, own, path=path: _against(axes, runs, m, proxy, path, own),
-            )
-        part.supxlabel("iteration" if against is None else "proxy", fontsize=10)
-        part.supylabel(label, fontsize=10)
+    arms = list(runs)
+    together = len(arms) <= MOST_TOGETHER
+    rows = list(product(blocks, [arms] if together else [[arm] for arm in arms]))
+    columns = len(blocks[0])
+    size = 4.1 * columns, (3.6 if together else 2.4) * len(rows) + 0.5
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(len(rows), columns, squeeze=False)
+    for cells, (block, shown) in zip(grid, rows, strict=True):
+        for axes, panel in zip(cells, block, strict=True):
+            if panel is None:
+                axes.set_axis_off()
+                continue
+            for arm in sorted(arms, key=shown.__contains__):  # grey curves lie below
+                _draw(axes, runs, arm, panel, arm in shown)
+            for height in level:
+                axes.axhline(height, color="#8a8f98", linestyle="--", linewidth=1)
+            axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
+            axes.set_title("" if together else shown[0], fontweight="bold", fontsize=9.5)
+            axes.xaxis.set_major_locator(MaxNLocator(4, integer=panel.x == "iteration"))
+            if panel.x == "nfe_total":
+                axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            clean(axes)
+    if together:
+        handles = grid[0, 0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside upper left", ncols=5, frameon=False)
     return figure
 
 
-def _against(
-    axes: Axes, runs: Runs, arm: str, proxy: Sequence[str], path: Sequence[str], own: bool = True
-) -> None:
-    """Draw the mean over seeds of the metric at `path` against that of the proxy, at the iterations
-    with both.
+def _draw(axes: Axes, runs: Runs, arm: str, panel: Panel, coloured: bool) -> None:
+    """A thick line for the mean over seeds and thin ones for the seeds; only the mean if grey."""
+    x, y = panel.curve(runs[arm])
+    if not coloured:
+        axes.plot(x, y, color=PALE, linewidth=1)
+        return
+    shade = colour(arm, list(runs))
+    if isinstance(panel.x, str):
+        for run in runs[arm] if len(runs[arm]) > 1 else ():
+            axes.plot(*run.curve(panel.x, *panel.y), color=shade, alpha=0.3, linewidth=1)
+    elif x:  # from the untrained model to the last evaluation
+        ends = [x[0], x[-1]], [y[0], y[-1]]
+        axes.scatter(*ends, s=80, facecolors=["white", shade], edgecolors=shade, zorder=4)
+    style = {"linewidth": 2.2, "markersize": 4, "markevery": max(1, len(x) // 10), "zorder": 3}
+    axes.plot(x, y, color=shade, marker=marker(arm, list(runs)), label=arm, **style)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Samples of one model: a row of images with a caption each, or a panel of points.
+
+    Args:
+        name: label of the row.
+        samples: samples [sample, channel, height, width].
+        captions: texts below the images.
+        prompts: the prompts of the samples, whose targets are drawn in the 2-D world.
+        shade: colour of the label and of the points.
     """
-    shade = colour(arm, list(runs)) if own else PALE
-    x_at, y_at = (
-        dict(zip(*mean_curve(runs[arm], "iteration", *metric), strict=True))
-        for metric in (proxy, path)
-    )
-    shared = [at for at in x_at if at in y_at]
-    xs, ys = [x_at[at] for at in shared], [y_at[at] for at in shared]
-    axes.plot(
-        xs, ys, color=shade, linewidth=1.6 if own else 1, marker="." if own else "", markersize=5
-    )
-    if own:
-        axes.plot(
-            xs[:1],
-            ys[:1],
-            marker="o",
-            markersize=9,
-            markerfacecolor="white",
-            markeredgecolor=shade,
-            linestyle="none",
+
+    name: str
+    samples: Tensor
+    captions: Sequence[str]
+    prompts: Sequence[str]
+    shade: str = INK
+
+
+def sample_figure(rows: Sequence[Row], titles: Sequence[str] = ()) -> Figure:
+    """Images in rows below the `titles` of the columns; if the samples are points, a panel per row.
+
+    Args:
+        rows: the rows, with as many samples each.
+        titles: texts above the columns of images.
+
+    Returns:
+        The figure.
+    """
+    first = drawable(rows[0].samples)
+    if _are_points(first):
+        columns = min(PANELS, len(rows))
+        lines = -(-len(rows) // columns)
+        figure = Figure(figsize=(2.8 * columns, 3.0 * lines), layout="compressed")
+        panels = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flatten()
+        for axes, row in zip(panels, rows, strict=False):
+            _draw_points(axes, row)
+        for axes in panels[len(rows) :]:
+            axes.set_visible(False)
+        return figure
+    # `stills` of a video are wide
+    width = 1.5 * max(1.0, first.shape[-1] / first.shape[-2]) * len(first)
+    figure = Figure(figsize=(width, 1.75 * len(rows) + 0.3), layout="constrained")
+    grid = figure.subplots(len(rows), len(first), squeeze=False)
+    for cells, row in zip(grid, rows, strict=True):
+        for axes, image, caption in zip(cells, drawable(row.samples), row.captions, strict=True):
+            _show(axes, image)
+            axes.set_xlabel(caption, fontsize=9)
+        label = textwrap.fill(row.name, 22)
+        cells[0].set_ylabel(label, color=row.shade, fontweight="bold", fontsize=9)
+    for axes, text in zip(grid[0], titles, strict=False):
+        title = textwrap.fill(text, 22, max_lines=4, placeholder=" ...")
+        axes.set_title(title, fontsize=8.5)
+    return figure
+
+
+def drawable(samples: Tensor) -> Tensor:
+    """Samples [sample, channel, height, width] as they are drawn: points [sample, 2, 1, 1] and
+    images of three channels as they are, the mean over other channels in grey, and a vector
+    [sample, channel, 1, 1] as a row of pixels.
+    """
+    if _are_points(samples) or samples.shape[-3] == 3:
+        return samples
+    if samples.shape[-2:] == (1, 1):
+        samples = samples.transpose(-3, -1)
+    return samples.mean(-3, keepdim=True).expand(*samples.shape[:-3], 3, *samples.shape[-2:])
+
+
+def _are_points(samples: Tensor) -> bool:
+    return samples.shape[-3:] == (2, 1, 1)
+
+
+def _show(axes: Axes, image: Tensor) -> None:
+    axes.imshow(image.permute(1, 2, 0).clamp(0, 1).numpy(), interpolation="nearest")
+    axes.set(xticks=[], yticks=[])
+
+
+def _draw_points(axes: Axes, row: Row) -> None:
+    """Points; in the 2-D world a line from each to its target, and the directions outside."""
+    points, aims = row.samples[:, :, 0, 0].tolist(), dict[str, tuple[float, float]]()
+    for text in row.prompts:
+        with suppress(ValueError):  # prompts of other worlds have no target
+            aims[text] = target(Prompt(text))
+    for (x, y), text in zip(points, row.prompts, strict=True):
+        if text in aims:
+            axes.plot((x, aims[text][0]), (y, aims[text][1]), color=PALE, linewidth=1, zorder=1)
+    for text, (x, y) in aims.items():
+        axes.scatter(x, y, s=30, color=SOFT, marker="+", zorder=2)
+        label, place = f"{text.split()[1]}°", (1.4 * x, 1.4 * y)
+        axes.annotate(label, place, color=SOFT, fontsize=8, ha="center", va="center")
+    axes.scatter(*zip(*points, strict=True), s=16, color=row.shade, zorder=3)
+    if aims:
+        axes.set(xlim=(-3.3, 3.3), ylim=(-3.3, 3.3), xticks=(-2, 0, 2), yticks=(-2, 0, 2))
+    axes.set(aspect="equal")
+    axes.set_title(row.name, fontsize=10, fontweight="bold")
+    clean(axes)
+
+
+def _read_samples(path: Path, name: str, count: int | None) -> Tensor:
+    """`count` samples from a safetensors file. Raises `CheckpointError`."""
+    return read_tensors(path, {name: (count, None, None, None)})[name]
+
+
+def _finished(comparison: Comparison) -> list[RunRecord]:
+    """The first finished run of each arm."""
+    runs = {run.arm: run for run in reversed(comparison.runs) if run.finished}
+    return [runs[arm] for arm in comparison.arms if arm in runs]
+
+
+def shows_points(comparison: Comparison) -> bool:
+    """Whether the samples of the finished runs are points."""
+    files = [run.folder / "samples.safetensors" for run in _finished(comparison)[:1]]
+    return any(_are_points(_read_samples(file, "after", None)) for file in files)
+
+
+def samples(comparison: Comparison) -> Figure | None:
+    """The same prompts and noise before training and after each arm (first seed). None if no run
+    has finished.
+
+    Args:
+        comparison: the comparison.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ConfigError: the files of a run are damaged, or have other samples than the first.
+    """
+    rows, before, prompts = list[Row](), list[float](), list[str]()
+    for run in _finished(comparison):
+        path = run.folder / "samples.json"
+        record, tensors = read_json(path), path.with_suffix(".safetensors")
+        with reading(path):
+            if not rows:
+                before, prompts = record["reward_before"], record["prompts"]
+                images = _read_samples(tensors, "before", len(prompts))
+                rows.append(Row("base model", images, [f"{r:.2f}" for r in before], prompts))
+            if record["prompts"] != prompts:
+                raise ValueError(f"other prompts than those of {rows[-1].name}")
+            captions = [
+                f"{r:.2f}{' ▲' if r > b + NOTICEABLE else ' ▼' if r < b - NOTICEABLE else ''}"
+                for r, b in zip(record["reward_after"], before, strict=True)
+            ]
+            shade = colour(run.arm, list(comparison.config["arms"]))
+            images = _read_samples(tensors, "after", len(prompts))
+            rows.append(Row(run.arm, images.view_as(rows[0].samples), captions, prompts, shade))
+    return sample_figure(rows, prompts) if rows else None
+
+
+def base_and_trained(comparison: WeightComparison) -> Figure:
+    """The first prompts' images from base and trained weights with their scores."""
+    prompts = comparison.prompts[: len(comparison.base.shown)]
+    rows = []
+    for name, side in (("base", comparison.base), ("trained", comparison.trained)):
+        scores = torch.stack([table[: len(prompts), 0] for table in side.scores.values()], 1)
+        captions = [", ".join(f"{score:.3g}" for score in image) for image in scores.tolist()]
+        rows.append(Row(name, side.shown, captions, prompts))
+    return sample_figure(rows, prompts)
+
+
+def image_grid(images: Tensor, scores: Tensor, prompts: Sequence[str]) -> Figure:
+    """Images with their scores, one row (2-D world: one scatter plot) per prompt.
+
+    Args:
+        images: images [prompt, count, channel, height, width].
+        scores: scores [prompt, count].
+        prompts: texts of the prompts.
+
+    Returns:
+        The figure.
+    """
+    rows = [
+        Row(text, cells, [f"{score:.2f}" for score in values.tolist()], [text] * len(cells))
+        for text, cells, values in zip(prompts, images, scores, strict=True)
+    ]
+    return sample_figure(rows)
+
+
+def _gains(record: Mapping[str, list[float]]) -> list[float]:
+    """The gains of a trajectory's decisions."""
+    return [after - before for before, after in pairwise(record["rewards"])]
+
+
+def trajectory(comparison: Comparison) -> Figure | None:
+    """Rewards along one trajectory (ODE completions and one-step estimates), its gains and its
+    turning points.
+
+    The trajectory is the one with the largest changes among the finished runs. If none of its gains
+    reaches `NOTICEABLE`, no turning point is marked.
+
+    Args:
+        comparison: the comparison.
+
+    Returns:
+        The figure; None if no run has finished.
+
+    Raises:
+        ConfigError: the files of a run are damaged.
+    """
+    runs = [run for run in comparison.runs if run.finished]
+    if not runs:
+        return None
+    with reading("trajectory.json"):
+        records = [(run, read_json(run.folder / "trajectory.json")) for run in runs]
+        run, record = max(records, key=lambda pair: sum(map(abs, _gains(pair[1]))))
+        rewards, gains = record["rewards"], _gains(record)
+        images = _read_samples(run.folder / "trajectory.safetensors", "images", len(rewards))
+        figure = Figure(figsize=(11, 6.4), layout="constrained")
+        layout = figure.add_gridspec(3, len(rewards), height_ratios=(1.0, 2.2, 1.3))
+        for node, image in enumerate(() if _are_points(images) else drawable(images)):
+            axes = figure.add_subplot(layout[0, node])
+            _show(axes, image)
+            axes.set_title(f"{rewards[node]:.2f}", fontsize=9)
+        values = figure.add_subplot(layout[1, :])
+        _draw_values(values, record)
+        bars = figure.add_subplot(layout[2, :], sharex=values)
+        shades = [SOFT if gain >= 0 else "white" for gain in gains]
+        bars.bar(range(len(gains)), gains, align="edge", color=shades, edgecolor=SOFT)
+        bars.set(xlabel="decision", ylabel="gain of the decision", xticks=range(len(rewards)))
+        for axes in (values, bars):
+            clean(axes)
+            low, high = axes.get_ylim()
+            spare = max(0.0, LEAST_RANGE - (high - low)) / 2
+            axes.set_ylim(low - spare, high + spare)
+        title = (
+            f'Trajectory of {run_label(run.arm, run.seed)}, after training: "{record["prompt"]}"'
         )
-        axes.plot(xs[-1:], ys[-1:], marker="o", markersize=9, color=shade, linestyle="none")
-    axes.margins(0.12)
-    axes.xaxis.set_major_locator(MaxNLocator(4))
+        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+        figure.legend(loc="outside lower left", ncols=5, frameon=False, fontsize=9)
+    return figure
+
+
+def _draw_values(axes: Axes, record: Mapping[str, list]) -> None:
+    """Estimated rewards of a trajectory's states and of the others in its group, and a ring at
+    every turning point.
+    """
+    rewards, members = record["rewards"], torch.tensor(record["members"])
+    lines = axes.plot(members.T, color=PALE, linewidth=0.8)
+    lines[0].set_label("rest of the group")
+    axes.plot(rewards, color=INK, marker="o", linewidth=2.5, label="ODE completion")
+    axes.plot(record["tweedie"], color=SOFT, linestyle=":", linewidth=2, label="one-step estimate")
+    axes.set_ylabel("estimated final reward")
+    turns = turning_points(members[None], consistent=False)[0, record["chosen"]].nonzero().flatten()
+    if len(turns) and max(map(abs, _gains(record))) >= NOTICEABLE:
+        heights = [rewards[step] for step in turns.tolist()]
+        style = {"facecolors": "none", "edgecolors": INK, "linewidths": 2, "zorder": 5}
+        axes.scatter(turns, heights, 200, label="turning point", **style)

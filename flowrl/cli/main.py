@@ -1,6 +1,5 @@
 """The command line: `flowrl COMMAND`. Only the module of the chosen command is imported."""
 
-import errno
 import os
 import shlex
 import sys
@@ -12,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from flowrl import __version__
-from flowrl.cli.layout import columns, listed, wrapped
+from flowrl.cli.terminal import fitted
 from flowrl.core.errors import FULL, ConfigError, FlowrlError, part_errors
 from flowrl.core.options import check_ranges
 from flowrl.parts.plugins import package_of, plugin
@@ -20,53 +19,23 @@ from flowrl.parts.settings import unknown
 from flowrl.parts.sources import summary
 from flowrl.signals import READER_ENDED, reader_ended, same_handlers
 
-COMMANDS = {
-    "compare": (
-        "flowrl.cli.runs:Compare",
-        "Compare credit rules: train every method with every seed, write a report.",
-    ),
-    "train": (
-        "flowrl.cli.runs:Train",
-        "Train one method with one seed, on a world or a diffusers model.",
-    ),
-    "evaluate": (
-        "flowrl.cli.evaluate:Evaluate",
-        "Score base and trained weights on the same prompts and noise.",
-    ),
-    "sample": (
-        "flowrl.cli.models:Sample",
-        "Sample images for prompts from the base model or a finished run.",
-    ),
-    "parts": (
-        "flowrl.cli.parts:Parts",
-        "List credit rules, samplers, losses and rewards, or describe one (`flowrl parts NAME`).",
-    ),
-    "presets": (
-        "flowrl.cli.presets:Presets",
-        (
-            "List the presets, print one next to the published values or as YAML, or find"
-            " Accelerate's configurations."
-        ),
-    ),
-    "prompts": ("flowrl.cli.prompts:Prompts", "Make or check a file of prompts."),
-    "env": (
-        "flowrl.cli.env:Env",
-        "Print versions, cores and, with --devices, GPUs, as needed in a bug report.",
-    ),
-}
-"""Built-in commands: where their class is, and a line for the list."""
-
 GROUPS = {
-    "train": ("compare", "train"),
-    "results": ("evaluate", "sample"),
-    "look up": ("parts", "presets", "prompts", "env"),
+    "train": {"compare": "flowrl.cli.runs:Compare", "train": "flowrl.cli.runs:Train"},
+    "results": {"evaluate": "flowrl.cli.evaluate:Evaluate", "sample": "flowrl.cli.evaluate:Sample"},
+    "look up": {
+        "parts": "flowrl.cli.lookup:Parts",
+        "presets": "flowrl.cli.lookup:Presets",
+        "prompts": "flowrl.cli.lookup:Prompts",
+        "env": "flowrl.cli.lookup:Env",
+    },
 }
-"""Built-in commands by purpose."""
+"""Built-in commands by purpose, and the places of their classes."""
+COMMANDS = {name: place for group in GROUPS.values() for name, place in group.items()}
 
 DESCRIPTION = """\
 usage: flowrl COMMAND [OPTIONS]
 
-Reinforcement learning for flow-matching image models: compare the credit rules of Flow-GRPO,
+Reinforcement learning for flow-matching image models: compare the credit rules of Flow-GRPO, \
 Stepwise-Flow-GRPO, TP-GRPO and others with your own. Start with `flowrl compare`."""
 
 
@@ -74,31 +43,22 @@ def plugins() -> dict[str, EntryPoint]:
     """The commands of installed packages: entry points in the group ``flowrl.commands``, each a
     tyro data class with `main`.
     """
-    return {
-        point.name: point
-        for point in sorted(entry_points(group="flowrl.commands"), key=lambda point: point.name)
-    }
+    return {point.name: point for point in sorted(entry_points(group="flowrl.commands"))}
 
 
 def overview() -> str:
     """What bare `flowrl` prints."""
-    width, groups = (
-        columns(),
-        {title: [(name, COMMANDS[name][1]) for name in names] for title, names in GROUPS.items()},
-    )
+    groups = {title: dict(group) for title, group in GROUPS.items()}
     for name, point in plugins().items():
-        groups.setdefault(f"from {package_of(point)}", []).append((name, summary(point.value)))
-    longest = max(len(name) for rows in groups.values() for name, _ in rows)
-    lines = wrapped(DESCRIPTION, width)
-    for title, rows in groups.items():
-        lines += [
-            "",
-            f"{title}:",
-            *listed([(f"{name:{longest}s}", text) for name, text in rows], width),
-        ]
-    return "\n".join(
-        [*lines, "", "flowrl COMMAND --help lists the options of a command; flowrl --version."]
-    )
+        groups.setdefault(f"from {package_of(point)}", {})[name] = point.value
+    longest = max(len(name) for group in groups.values() for name in group)
+    lines = [fitted(DESCRIPTION)]
+    for title, group in groups.items():
+        lines += ["", f"{title}:"]
+        for name, place in group.items():
+            lines.append(fitted(f"  {name:{longest}s}  {summary(place)}", longest + 4))
+    end = "flowrl COMMAND --help lists the options of a command; flowrl --version."
+    return "\n".join([*lines, "", fitted(end)])
 
 
 def load_command(name: str) -> Any:
@@ -106,7 +66,7 @@ def load_command(name: str) -> Any:
     failed import.
     """
     if name in COMMANDS:
-        module, _, attribute = COMMANDS[name][0].partition(":")
+        module, _, attribute = COMMANDS[name].partition(":")
         return getattr(import_module(module), attribute)
     point = plugin("flowrl.commands", name, "command")
     if point is None:
@@ -121,28 +81,25 @@ def run_command(arguments: Sequence[str]) -> int:
     """Parse and run one command. A class that has `defaults(arguments)` says what its options start
     from.
     """
-    if not arguments or arguments[0] in ("-h", "--help"):
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
         print(overview())
         return 0
-    if arguments[0] == "--version":
+    if name == "--version":
         print(f"flowrl {__version__}")
         return 0
     for text in arguments:
         if "\0" in text:
-            raise ConfigError(
-                f"{text!r:.200} contains a NUL character, which no option, file or prompt may have"
-            )
+            raise ConfigError(f"{text!r:.200} contains a NUL character")
     import tyro
 
-    from flowrl.cli.help_texts import with_help
+    from flowrl.cli.options import with_help
 
-    name, rest = arguments[0], list(arguments[1:])
     command = with_help(load_command(name))
     start = {"default": command.defaults(rest)} if hasattr(command, "defaults") else {}
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
     try:
-        parsed = tyro.cli(
-            command, prog=f"flowrl {name}", args=rest, config=(tyro.conf.OmitArgPrefixes,), **start
-        )
+        parsed = tyro.cli(command, prog=f"flowrl {name}", args=rest, config=config, **start)
     except SystemExit:  # --help, or a wrong option
         sys.stdout.flush()
         raise
@@ -175,29 +132,13 @@ def run(arguments: Sequence[str]) -> int:
         code = 130
         if not reader_ended.is_set():
             print("flowrl: interrupted", file=sys.stderr)
-    except OSError as error:
-        if error.errno not in USERS_OWN:
+    except Exception as error:
+        if not isinstance(error, OSError) or (not error.filename and error.errno not in FULL):
             return report_unforeseen(error)
+        # a path that cannot be read or written, or a full disk
         print(f"flowrl: error: {error.strerror}: {error.filename or 'the output'}", file=sys.stderr)
         return 1 if error.errno in FULL else 2
-    except Exception as error:
-        return report_unforeseen(error)
     return READER_ENDED if reader_ended.is_set() else code
-
-
-USERS_OWN = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENAMETOOLONG,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ENOENT,
-    errno.EEXIST,
-    errno.ELOOP,
-    *FULL,
-)
-"""What a file system answers to paths that cannot be read or written."""
 
 
 def report_unforeseen(error: BaseException) -> int:

@@ -1,19 +1,63 @@
-"""The settings of a run as options, grouped in the help and flat on the command line."""
+"""Options of commands: their help, and the settings of a run as options, grouped in the help and
+flat on the command line.
+"""
 
 import argparse
+import ast
 import dataclasses
+import inspect
 import re
 import shlex
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any, cast
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import pairwise
+from typing import Annotated, Any, cast, get_args
 
 import tyro
 
-from flowrl.cli.help_texts import argument
 from flowrl.parts.settings import fields_of, flat, groups_of
 from flowrl.training.config import Preset, RunConfig
 from flowrl.training.presets import combine
+
+
+def argument(text: str) -> Any:
+    """tyro's description of an option, without the line breaks of its source. None and the empty
+    string, which mean that it was not given, are not shown as its default.
+    """
+    return tyro.conf.arg(help=" ".join(text.split()), help_behavior_hint=_default)
+
+
+def _default(value: str) -> str:
+    return "" if value.strip() in ("None", "''", "") else f"(default: {value})"
+
+
+@cache
+def with_help(command: type) -> Any:
+    """`command`, a data class, with the string below each field as the help of its option; so too
+    in its groups and subcommands.
+    """
+    for kind in {command, *_inside(command)}:
+        with suppress(OSError):  # options made from `RunConfig` have no source
+            body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+            for node, below in pairwise(cast(ast.ClassDef, body).body):
+                if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    name = ast.unparse(node.target)
+                    text = argument(ast.literal_eval(below.value))
+                    kind.__annotations__[name] = Annotated[kind.__annotations__[name], text]
+    return command
+
+
+def _inside(hint: Any) -> Iterator[type]:
+    """The data classes within the type `hint`: the groups and subcommands of a command."""
+    for item in dataclasses.fields(hint) if dataclasses.is_dataclass(hint) else ():
+        yield from _inside(item.type)
+    for part in get_args(hint):
+        if isinstance(part, type) and dataclasses.is_dataclass(part):
+            yield part
+        yield from _inside(part)
 
 
 def options_class(name: str, without: Sequence[str] = ()) -> type[Any]:
@@ -25,45 +69,33 @@ def options_class(name: str, without: Sequence[str] = ()) -> type[Any]:
     """
     columns = _options(RunConfig, without)
     for group, kind in groups_of(RunConfig).items():
-        options = dataclasses.make_dataclass(
-            f"{name}{kind.__name__}", _options(kind, without), frozen=True
-        )
+        fields = _options(kind, without)
+        options = dataclasses.make_dataclass(f"{name}{kind.__name__}", fields, frozen=True)
         options.__doc__ = kind.__doc__
-        columns.append(
-            (
-                group,
-                Annotated[options, tyro.conf.arg(name=group)],
-                dataclasses.field(default_factory=options),
-            )
-        )
+        hint = Annotated[options, tyro.conf.arg(name=group)]
+        columns.append((group, hint, dataclasses.field(default_factory=options)))
     return dataclasses.make_dataclass(name, columns, frozen=True)
 
 
 def _options(kind: type, without: Sequence[str]) -> list[tuple[str, Any, Any]]:
     known = cast(Any, kind).__pydantic_fields__
-    columns: list[tuple[str, Any, Any]] = []
-    for item in fields_of(kind):
-        if item.name not in without and item.name not in groups_of(kind):
-            info = known[item.name]
-            kind_of_value = Annotated[info.annotation, argument(info.description, info.annotation)]
-            columns.append((item.name, kind_of_value, item.default))
-    return columns
+    return [
+        (name, Annotated[known[name].annotation, argument(known[name].description)], item.default)
+        for item in fields_of(kind)
+        if (name := item.name) not in (*without, *groups_of(kind))
+    ]
 
 
 def options_with(kind: type[Any], base: RunConfig) -> Any:
     """Options whose defaults are the settings of `base`, so that the help shows them."""
     values = flat(base)
-    groups = {}
-    for item in dataclasses.fields(kind):
-        group: Any = getattr(item.type, "__origin__", item.type)
-        if hasattr(group, "__dataclass_fields__"):
-            groups[item.name] = group(
-                **{inside.name: values[inside.name] for inside in dataclasses.fields(group)}
-            )
-    own = {
-        item.name: values[item.name] for item in dataclasses.fields(kind) if item.name not in groups
+    given = {
+        item.name: values[item.name]
+        if item.name in values
+        else options_with(get_args(item.type)[0], base)
+        for item in dataclasses.fields(kind)
     }
-    return kind(**own, **groups)
+    return kind(**given)
 
 
 def changes(options: Any, base: RunConfig) -> dict[str, Any]:
@@ -76,25 +108,21 @@ def changes(options: Any, base: RunConfig) -> dict[str, Any]:
 
 def base_of(arguments: Sequence[str]) -> RunConfig:
     """The run that the options start from: that of `--preset`, `--settings`, `--world`, `--model`
-    and `--method`, found before the others are read. With `--plan`, it is that of a machine with a
+    and `--method`, read before all other options. With `--plan`, it is that of a machine with a
     GPU.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("preset", "settings", "world", "model", "method"):
+    parser.add_argument("--preset", default="default")
+    for name in ("settings", "world", "model", "method"):
         parser.add_argument(f"--{name}")
     try:
-        found, _ = parser.parse_known_args(
-            [text.replace("_", "-", 1) if text.startswith("--") else text for text in arguments]
-        )
+        given = vars(parser.parse_known_args(arguments)[0])
     except argparse.ArgumentError:  # an option without its value: the command's own parser says so
         return RunConfig()
-    chosen = {
-        name: getattr(found, name) for name in ("world", "model", "method") if getattr(found, name)
-    }
-    start = unchecked_preset(found.preset or "default", "--trust" in arguments)
-    return start.apply(
-        planned="--plan" in arguments, published=found.settings == "published", **chosen
-    )
+    start = unchecked_preset(given.pop("preset"), "--trust" in arguments)
+    published = given.pop("settings") == "published"
+    chosen = {name: value for name, value in given.items() if value}
+    return start.apply(planned="--plan" in arguments, published=published, **chosen)
 
 
 def unchecked_preset(name: str, trust: bool) -> Preset:
@@ -103,41 +131,27 @@ def unchecked_preset(name: str, trust: bool) -> Preset:
 
 
 LONGEST_NAME = 120
-"""Characters of a run's name; settings that do not fit are counted."""
-NAMED = ("method", "task", "model", "seed")
-"""Settings that every name has in its own way."""
+"""Characters of a run's name before its seed; settings that do not fit are left out."""
 UNNAMED = (
-    "credit",
-    "world",
-    "device",
-    "tracker",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "prompt_cache",
-    "decode_batch",
-    "observe",
-    "save_experience",
-    "strict",
+    *("method", "task", "model", "seed"),  # named in their own way
+    *("credit", "world", "device", "tracker", "checkpoint_every", "keep_checkpoints"),
+    *("prompt_cache", "decode_batch", "observe", "save_experience", "strict"),
 )
-"""Settings that no name has: where and how a run computes rather than what."""
+"""Settings that are not named: where and how a run computes rather than what."""
 
 
-def run_name(config: RunConfig, base: RunConfig | None = None) -> str:
+def run_name(config: RunConfig, base: RunConfig) -> str:
     """The method, the task or the model, the settings in which `config` differs from `base`, and
     the seed, as in ``tp-grpo,text,learning_rate=0.001,seed=1``; valid in a file system.
     """
-    subject = config.policy.model.rstrip("/").rpartition("/")[2] or config.environment.task
-    values, usual = flat(config), flat(config if base is None else base)
-    changed = [
-        f"{name}={_short(value)}"
-        for name, value in values.items()
-        if value != usual[name] and name not in (*NAMED, *UNNAMED)
-    ]
-    parts = [_short(config.algorithm.method), _short(subject)]
-    seed = f"seed={config.seed}"
-    while changed and len(",".join([*parts, changed[0], seed])) <= LONGEST_NAME:
-        parts.append(changed.pop(0))
-    return ",".join([*parts, *([f"{len(changed)}-more"] if changed else []), seed])
+    subject = config.policy.model.rstrip("/") or config.environment.task
+    usual, names = flat(base), [_short(config.algorithm.method), _short(subject)]
+    for name, value in flat(config).items():
+        if value != usual[name] and name not in UNNAMED:
+            names.append(f"{name}={_short(value)}")
+    # `shorten` leaves out whole words
+    text = textwrap.shorten(" ".join(names), LONGEST_NAME, placeholder=" more")
+    return ",".join([*text.split(), f"seed={config.seed}"])
 
 
 def _short(value: Any) -> str:

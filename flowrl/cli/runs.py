@@ -5,7 +5,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from flowrl.cli.layout import columns, hanging
 from flowrl.cli.options import (
     base_of,
     changes,
@@ -24,6 +23,7 @@ from flowrl.cli.options import (
     typed_command,
     unchecked_preset,
 )
+from flowrl.cli.terminal import fitted
 from flowrl.core.errors import require
 from flowrl.core.options import Count, Seed, Workers
 from flowrl.parts.registry import shadowed
@@ -34,34 +34,19 @@ from flowrl.training.presets import method_overrides, origins
 from flowrl.workers import import_modules
 
 if TYPE_CHECKING:
+    from flowrl.distributed import Distributed
     from flowrl.training.compare import CompareConfig
 
 
 PAPERS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 """The methods of a comparison for which no arm is given."""
+FROM = "With --resume: the checkpoint to go on from, such as 000010; later ones are deleted."
 PLAN_INDENT = 21
 """Columns of the labels of a plan."""
 TrainOptions = options_class("TrainOptions")
 CompareOptions = options_class("CompareOptions", ("method", "credit", "seed", "tracker"))
-
-
-def start_of(
-    name: str, options: Any, settings: str, trust: bool, planned: bool = False
-) -> RunConfig:
-    """The run of preset `name` for the method, and the world or the model, that the options name;
-    without `trust`, nothing in the preset is built.
-    """
-    model, method = options.policy.model, getattr(options.algorithm, "method", "")
-    start, world = unchecked_preset(name, trust), options.environment.world
-    chosen = (
-        {"model": model}
-        if model
-        else {"world": world}
-        if start.changes.get("world") != world
-        else {}
-    )
-    chosen |= {"method": method} if method else {}
-    return start.apply(planned=planned, published=settings == "published", **chosen)
+Base = tyro.conf.Suppress[tyro.conf.Fixed[RunConfig]]
+"""The settings that the options of a command start from: no option."""
 
 
 def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool) -> RunConfig:
@@ -95,41 +80,30 @@ def asked_to_stop() -> Iterator[threading.Event]:
 
 
 @contextmanager
-def _told_how_to_go_on(out: Path, main: bool) -> Iterator[None]:
-    """Where a run of many hours ends by an error (a reward's, the disk's), say what is left of
-    it.
-    """
+def _resume_hint(out: Path, distributed: "Distributed") -> Iterator[None]:
+    """If an error (a reward's, the disk's) ends a run of many hours, say what is left of it."""
     from flowrl.training.checkpoint import Checkpoints, to_resume
 
     try:
         yield
     except Exception:
         names = Checkpoints(out).names()
-        if main and names and not (out / "done.json").exists():
+        if distributed.is_main and names and not (out / "done.json").exists():
             print(f"The run stopped; checkpoint {names[-1]} is kept. Go on with: {to_resume(out)}")
         raise
 
 
-@contextmanager
-def _interrupted_once() -> Iterator[None]:
-    """The first signal of `flowrl.signals.STOPPING` raises `KeyboardInterrupt`; a launcher or an
-    impatient user may send more.
-    """
-    asked = threading.Event()
-
-    def interrupt(_: int) -> None:
-        if not asked.is_set():
-            asked.set()
-            raise KeyboardInterrupt
-
-    with on_stop(interrupt):
-        yield
+def _interrupt(_: int) -> None:
+    """Raise `KeyboardInterrupt` once; a launcher or an impatient user may send more signals."""
+    ignore_stops()
+    raise KeyboardInterrupt
 
 
 @dataclass(frozen=True)
 class Compare:
-    """Compare arms, each a method or any other difference in settings: train every arm with every
-    seed, print a table, write report.html.
+    """Compare credit rules: train every method with every seed, write a report.
+
+    An arm of the comparison is a method or any other difference in settings.
 
     Example: flowrl compare --task text --seeds 0 1 --arm "base:" --arm "gspo: loss=my_loss.py:GSPO,
     clip_range=0.1"
@@ -183,14 +157,14 @@ class Compare:
     trial: bool = True
     """Try your own parts before the first iteration, for at most 5 s (docs/guides/extend.md)."""
     run: Annotated[CompareOptions, tyro.conf.arg(name="")] = field(default_factory=CompareOptions)  # pyright: ignore[reportInvalidTypeForm]
+    base: Base = field(default_factory=RunConfig)
 
     @staticmethod
     def defaults(arguments: Sequence[str]) -> "Compare":
         """The options start from the settings of the chosen preset and world."""
         given = any(text.partition("=")[0] in ("--arm", "--arms") for text in arguments)
-        return Compare(
-            () if given else PAPERS, run=options_with(CompareOptions, base_of(arguments))
-        )
+        base = base_of(arguments)
+        return Compare(() if given else PAPERS, run=options_with(CompareOptions, base), base=base)
 
     def configuration(self) -> "CompareConfig":
         """The comparison that these options describe."""
@@ -198,46 +172,33 @@ class Compare:
         from flowrl.training.compare import CompareConfig, load_compare
 
         if self.config is not None:
-            return dataclasses.replace(
-                load_compare(self.config, self.trust), command=typed_command()
-            )
-        base = start_of(self.preset, self.run, self.settings, self.trust)
+            loaded = load_compare(self.config, self.trust)
+            return dataclasses.replace(loaded, command=typed_command())
+        base, usual = self.base, self.base.flat()
         chosen = changes(self.run, base)
         run = with_options(self.preset, base, chosen, self.trust)
         file = load_arms(self.arms, self.trust) if self.arms else {}
         given = together(
             method_arms(self.methods), *map(parse_arm, self.arm), file, credit_arms(self.credit)
         )
-        arms = {
-            name: {**self._needed(settings, base, chosen), **settings}
-            for name, settings in given.items()
-        }
-        found = CompareConfig(run, arms, self.seeds, self.preset, typed_command())
+        for arm, settings in given.items():
+            if isinstance(method := settings.get("method"), str):
+                # what the preset needs for this method, unless an option gives another value
+                needed = method_overrides(
+                    self.preset, base.environment.world, method, self.settings == "published"
+                )
+                needed = {n: v for n, v in needed.items() if n not in chosen and v != usual[n]}
+                given[arm] = {**needed, **settings}
+        found = CompareConfig(run, given, self.seeds, self.preset, typed_command())
         return found.equal_cost() if self.equal_cost else found
-
-    def _needed(
-        self, settings: Mapping[str, Any], base: RunConfig, chosen: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """What the preset needs for an arm's method, without options and the settings that `base`
-        has already.
-        """
-        if not isinstance(settings.get("method"), str):
-            return {}
-        world, usual = base.environment.world, base.flat()
-        needed = method_overrides(
-            self.preset, world, settings["method"], self.settings == "published"
-        )
-        return {
-            name: value
-            for name, value in needed.items()
-            if name not in chosen and value != usual[name]
-        }
 
     def main(self) -> int:
         """Run, show, report."""
         # runs have one thread, and `run_jobs` forks a process without others
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         import_modules("flowrl.training.compare")
+        from flowrl.cli.progress import Display
+        from flowrl.io import disk_errors
         from flowrl.policies import device_of
         from flowrl.training.compare import compare, load_compare, require_free
 
@@ -245,62 +206,49 @@ class Compare:
         config = (
             load_compare(out / "config.json", self.trust) if self.resume else self.configuration()
         )
-        for device in {job.policy.device for job in config.jobs().values()}:
+        runs = config.jobs().values()
+        for device in {run.policy.device for run in runs}:
             device_of(device)
         if self.resume is None:
             require_free(out)
-        from flowrl.cli.progress import Display
-        from flowrl.io import disk_errors
 
         def again() -> str:
             """The command that goes on."""
-            words = "".join({trust_option(job.flat()) for job in config.jobs().values()})
+            words = "".join({trust_option(run.flat()) for run in runs})
             return f"flowrl compare --resume {shlex.quote(str(out))}{words}"
 
-        display = Display(config, out, self.workers)
-        more = {"changed_code": self.changed_code, "trial": self.trial}
+        display = Display(config, out)
         work = partial(
-            compare, config, out, self.resume is not None, self.workers, display.watch, **more
+            compare,
+            config,
+            out,
+            self.resume is not None,
+            self.workers,
+            display.watch,
+            changed_code=self.changed_code,
+            trial=self.trial,
         )
-        with (
-            _interrupted_once(),
-            disk_errors(out, lambda: "Finished runs and checkpoints are kept", again),
-        ):
+        kept = "Finished runs and checkpoints are kept"
+        with on_stop(_interrupt), disk_errors(out, lambda: kept, again):
             try:
-                display.start(out)
+                display.start()
                 if display.during(work):
-                    last = display.finish(out)
+                    last = display.finish()
                     ignore_stops()
                     display.say(last)
                     return 0
             except KeyboardInterrupt:
                 pass  # also after the last run: the report is drawn again
             ignore_stops()
-            if not (out / "config.json").exists():
-                display.say("Stopped before the first run; nothing was written.")
-                return 130
-            display.say(f"Paused; nothing is lost. Go on with: {again()}")
+            started = (out / "config.json").exists()
+            resume = f"Paused; nothing is lost. Go on with: {again()}"
+            display.say(resume if started else "Stopped before the first run; nothing was written.")
             return 130
-
-
-def _draw_proxy(out: Path) -> Path | None:
-    """Write proxy.png to a run's folder if it has held-out metrics."""
-    from flowrl.cli.figures import proxy_and_heldout
-    from flowrl.cli.style import save
-    from flowrl.training.results import load_run
-
-    run = load_run(out)
-    figure = proxy_and_heldout({run.arm: [run]})
-    if figure is None:
-        return None
-    save(figure, out / "proxy.png", dpi=130)
-    return out / "proxy.png"
 
 
 @dataclass(frozen=True)
 class Train:
-    """Train one method with one seed, on a built-in world, a world of your own or a diffusers
-    model.
+    """Train one method with one seed, on a world or a diffusers model.
 
     Examples: flowrl train --method tp-grpo --task text --iterations 40
 
@@ -325,10 +273,7 @@ class Train:
     """
     resume: Path | None = None
     """Go on with the run in this folder."""
-    start: Annotated[str, tyro.conf.arg(name="from", help_behavior_hint="")] = ""
-    """With --resume: the checkpoint to go on from, such as 000010; the ones after it are deleted.
-    Default: the newest.
-    """
+    start: Annotated[str, tyro.conf.arg(name="from", help=FROM, help_behavior_hint="")] = ""
     config: Path | None = None
     """Repeat a run from its saved config.json or config.yaml; to change some of its settings give
     the .yaml as `preset`.
@@ -348,11 +293,13 @@ class Train:
     trial: bool = True
     """Try your own parts before the first iteration, for at most 5 s (docs/guides/extend.md)."""
     run: Annotated[TrainOptions, tyro.conf.arg(name="")] = field(default_factory=TrainOptions)  # pyright: ignore[reportInvalidTypeForm]
+    base: Base = field(default_factory=RunConfig)
 
     @staticmethod
     def defaults(arguments: Sequence[str]) -> "Train":
         """The options start from the settings of the chosen preset, world or model."""
-        return Train(run=options_with(TrainOptions, base_of(arguments)))
+        base = base_of(arguments)
+        return Train(run=options_with(TrainOptions, base), base=base)
 
     def configuration(self) -> RunConfig:
         """The settings of the run to go on with or to repeat, or else the preset's with the given
@@ -360,76 +307,57 @@ class Train:
         """
         from flowrl.training.arms import rule_name
 
-        base = start_of(self.preset, self.run, self.settings, self.trust, self.plan)
-        chosen = changes(self.run, base)
-        for name, source in (("resume", self.resume), ("config", self.config)):
+        chosen, source = changes(self.run, self.base), self.resume or self.config
+        if source:
             given = ", ".join(f"--{setting.replace('_', '-')}" for setting in chosen)
-            how = (
-                "go on with its own settings"
-                if name == "resume"
-                else "repeat it as it was; --preset FILE.yaml takes changes"
+            allowed = (
+                f"without {given}: the run keeps its settings; --preset FILE.yaml takes changes"
             )
-            require(source is None or not chosen, name, str(source), f"without {given}: {how}")
-        if self.resume or self.config:
-            folder = self.resume or Path()
-            return load_config(self.config or folder / "config.json", self.trust, planned=self.plan)
+            require(not chosen, "resume" if self.resume else "config", str(source), allowed)
+            path = self.config or source / "config.json"
+            return load_config(path, self.trust, planned=self.plan)
         if "credit" in chosen:
             chosen.setdefault("method", rule_name(chosen["credit"]))
-        return with_options(self.preset, base, chosen, self.trust)
+        return with_options(self.preset, self.base, chosen, self.trust)
 
     def origins(self) -> dict[str, str]:
         """Where the run's settings come from, by setting."""
-        source = self.resume or self.config
-        if source is not None:
+        if source := self.resume or self.config:
             return dict.fromkeys(RunConfig().flat(), str(source))
-        base = start_of(self.preset, self.run, self.settings, self.trust, self.plan)
-        world = "model" if base.policy.model else base.environment.world
-        method, chosen = base.algorithm.method, tuple(changes(self.run, base))
+        world, method = self.base.environment.world, self.base.algorithm.method
+        chosen = tuple(changes(self.run, self.base))
         return origins(self.preset, RunConfig, world, method, chosen, self.settings == "published")
 
     def main(self) -> int:
         """Train, printing every evaluation."""
+        from flowrl.training.build import check
+        from flowrl.training.plan import memory_text, plan, plan_text
+
+        require(not self.start or bool(self.resume), "from", self.start, "given with --resume only")
+        allowed = "given with --plan only; `accelerate launch` starts several"
+        require(self.plan or not self.processes, "processes", self.processes, allowed)
+        config = self.configuration()
+        check(config)
+        if not self.plan:
+            return self._train(config)
+        counted = plan(config, self.processes or 1)
+        texts = plan_text(counted, config, self.origins()), memory_text(counted, config)
+        print(fitted("\n".join(filter(None, texts)), PLAN_INDENT))
+        return 0
+
+    def _train(self, config: RunConfig) -> int:
         import torch
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        from flowrl.cli.card import write_card
         from flowrl.cli.progress import train_line
         from flowrl.distributed import Distributed
-        from flowrl.io import disk_errors
         from flowrl.policies import device_of
-        from flowrl.training.build import check, method_text
+        from flowrl.training.build import method_text
         from flowrl.training.checkpoint import to_resume
-        from flowrl.training.plan import memory_text, plan, plan_text
         from flowrl.training.run import Run
 
-        require(
-            not self.start or self.resume is not None,
-            "from",
-            self.start,
-            "given with --resume DIR only",
-        )
-        config = self.configuration()
-        name = run_name(
-            config,
-            None if self.config else start_of(self.preset, self.run, self.settings, self.trust),
-        )
+        name = run_name(config, config if self.config else self.base)
         out = self.resume or self.out or Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")
-        check(config)
-        require(
-            self.plan or self.processes is None,
-            "processes",
-            self.processes,
-            "given with --plan only; `accelerate launch` starts several",
-        )
-        if self.plan:
-            counted = plan(config, 1 if self.processes is None else self.processes)
-            text = "\n".join(
-                filter(
-                    None, (plan_text(counted, config, self.origins()), memory_text(counted, config))
-                )
-            )
-            print(hanging(text, columns(), PLAN_INDENT))
-            return 0
         device_of(config.policy.device)
         if config.policy.device == "cpu":
             torch.set_num_threads(1)
@@ -437,19 +365,17 @@ class Train:
             with Distributed.join(config.policy.device, asked.is_set) as distributed:
                 say = partial(print, flush=True) if distributed.is_main else lambda text: None
                 out = distributed.gather(out)[0]  # the clock in its name may differ
-                several = (
-                    f", {distributed.world_size} processes" if distributed.world_size > 1 else ""
-                )
+                algorithm, size = config.algorithm, distributed.world_size
+                rule = f" with credit {algorithm.credit}" if algorithm.credit else ""
                 subject = config.policy.model or config.environment.subject
-                rule = f" with credit {config.algorithm.credit}" if config.algorithm.credit else ""
-                own = own_text([config.flat()])
+                processes = f", {size} processes" if size > 1 else ""
                 say(
-                    f"{config.algorithm.method}{rule} on {subject}, seed"
-                    f" {config.seed}{several}{own} -> {out}"
+                    f"{algorithm.method}{rule} on {subject}, seed {config.seed}{processes}"
+                    f"{own_text([config.flat()])} -> {out}"
                 )
                 for text in shadowed():
                     say(f"Warning: {text}")
-                say(hanging(f"  {method_text(config, self.origins())}", columns(), 2))
+                say(fitted(f"  {method_text(config, self.origins())}", 2))
                 run = Run(
                     config,
                     out,
@@ -459,23 +385,38 @@ class Train:
                     changed_code=self.changed_code,
                     trial=self.trial,
                 )
-                with _told_how_to_go_on(out, distributed.is_main):
-                    execute = record(run.execute) if distributed.world_size > 1 else run.execute
+                with _resume_hint(out, distributed):
+                    execute = record(run.execute) if size > 1 else run.execute
                     finished = bool(execute(self.resume is not None, self.start))
             if finished and distributed.is_main:
-                with disk_errors(out, lambda: "The run is complete", partial(to_resume, out)):
-                    if config.policy.model:
-                        write_card(out)
-                    drawn = _draw_proxy(out)
-                if drawn is not None:
-                    say(f"Proxy and held-out metrics: {drawn}")
+                for path in _write_results(out, config):
+                    say(f"Proxy and held-out metrics: {path}")
             ignore_stops()
             if not finished:
                 say(f"Paused; nothing is lost. Go on with: {to_resume(out)}")
                 return 130
-            again = f"{shlex.quote(str(out))}{trust_option(config.flat())}"
-            say(
-                f"Done. Weights and metrics in {out}; draw samples with: flowrl sample --weights"
-                f" {again}"
-            )
+            sample = f"flowrl sample --weights {shlex.quote(str(out))}{trust_option(config.flat())}"
+            say(f"Done. Weights and metrics in {out}; draw samples with: {sample}")
             return 0
+
+
+def _write_results(out: Path, config: RunConfig) -> list[Path]:
+    """Write the card of a model's run, and proxy.png if the run has held-out metrics; returns its
+    path.
+    """
+    from flowrl.cli.card import write_card
+    from flowrl.cli.figures import proxy_and_heldout
+    from flowrl.cli.style import save
+    from flowrl.io import disk_errors
+    from flowrl.training.checkpoint import to_resume
+    from flowrl.training.results import load_run
+
+    with disk_errors(out, lambda: "The run is complete", partial(to_resume, out)):
+        if config.policy.model:
+            write_card(out)
+        run = load_run(out)
+        figure = proxy_and_heldout({run.arm: [run]})
+        if figure is None:
+            return []
+        save(figure, out / "proxy.png", dpi=130)
+        return [out / "proxy.png"]

@@ -1,12 +1,9 @@
-"""Style of all figures (colour-blind safe colours, axes, label positions), and saving them as
-PNG.
-"""
+"""Style of all figures (colour-blind safe colours, axes, label positions), and saving them."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -30,10 +27,8 @@ SOFT = "#555b66"
 PALE = "#c9ccd3"
 MARKERS = "osD^vP*X"
 """Markers of the methods in their order, so that curves differ in more than their colour."""
-MOST_TOGETHER = 4
-"""The largest number of methods that share one axis; with more, each method has a panel
-(`multiples`).
-"""
+MADE = {"Software": "flowrl"}
+"""Metadata of the PNG files of this package."""
 
 matplotlib.rcParams.update(
     {
@@ -42,70 +37,22 @@ matplotlib.rcParams.update(
         "axes.edgecolor": "#8a8f98",
         "axes.labelcolor": INK,
         "text.color": INK,
-        "xtick.color": "#555b66",
-        "ytick.color": "#555b66",
+        "xtick.color": SOFT,
+        "ytick.color": SOFT,
         "svg.fonttype": "none",
     }
 )
 
 
-def colour(arm: str, arms: Sequence[str] = ()) -> str:
-    """The arm's colour; arms without a fixed colour take those of `OTHERS` in order.
-
-    Args:
-        arm: name of the arm.
-        arms: all arms of the figure.
-
-    Returns:
-        A colour of matplotlib.
-    """
-    if arm in COLOURS:
-        return COLOURS[arm]
-    unknown = [m for m in arms if m not in COLOURS]
-    return OTHERS[unknown.index(arm) % len(OTHERS)] if arm in unknown else OTHERS[0]
+def colour(arm: str, arms: Sequence[str]) -> str:
+    """The arm's colour; those of `arms` without a fixed colour take those of `OTHERS` in order."""
+    others = [name for name in arms if name not in COLOURS]
+    return COLOURS.get(arm) or OTHERS[others.index(arm) % len(OTHERS)]
 
 
 def marker(arm: str, arms: Sequence[str]) -> str:
-    """The arm's marker, by its position in `arms`.
-
-    Args:
-        arm: name of the arm.
-        arms: all arms of the figure.
-
-    Returns:
-        A marker of matplotlib.
-    """
+    """The arm's marker, by its position in `arms`."""
     return MARKERS[list(arms).index(arm) % len(MARKERS)]
-
-
-def multiples(
-    figure: Any, arms: Sequence[str], draw: Callable[[Axes, str, bool], None], columns: int = 4
-) -> list[Axes]:
-    """One panel per arm with the same axes, each arm on top of the others in grey.
-
-    Args:
-        figure: a figure or subfigure.
-        arms: names of the arms.
-        draw: called as `draw(axes, arm, own)`; `own` selects the arm's colour instead of grey.
-        columns: panels per row.
-
-    Returns:
-        The panels.
-    """
-    columns = min(columns, len(arms))
-    rows = -(-len(arms) // columns)
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    panels = list(grid.flatten())
-    for axes, arm in zip(panels, arms, strict=False):
-        for other in (*(name for name in arms if name != arm), arm):
-            draw(axes, other, other == arm)
-        axes.set_title(arm, color=INK, fontweight="bold", fontsize=9.5)
-        clean(axes)
-    for place, axes in enumerate(panels):
-        axes.tick_params(labelbottom=place + columns >= len(arms))
-    for axes in panels[len(arms) :]:
-        axes.set_visible(False)
-    return panels[: len(arms)]
 
 
 def clean(axes: Axes) -> None:
@@ -128,14 +75,14 @@ def spread_labels(values: Sequence[float], low: float, high: float, gap: float) 
     Returns:
         One height per value, within [low, high].
     """
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    heights = [min(max(value, low), high) for value in values]
-    for before, after in pairwise(order):
-        heights[after] = max(heights[after], heights[before] + gap)
-    over = max(0.0, max(heights, default=low) - high)
+    order = sorted(range(len(values)), key=values.__getitem__)
     gap = min(gap, (high - low) / max(1, len(values) - 1))
+    heights = [min(max(value, low), high) for value in values]
+    for below, above in pairwise(order):
+        heights[above] = max(heights[above], heights[below] + gap)
+    # What was pushed above the top moves down again, and pushes its neighbours.
     ceiling = high
-    for index in reversed(order) if over else ():
+    for index in reversed(order):
         heights[index] = min(heights[index], ceiling)
         ceiling = heights[index] - gap
     return heights
@@ -158,21 +105,13 @@ def png(figure: Figure, dpi: int = 130) -> bytes:
     return buffer.getvalue()
 
 
-MADE = {"Software": "flowrl"}
-"""Metadata of the PNG files of this package."""
-
-
 def require_figure(path: Path) -> None:
     """Raise `ConfigError` unless a figure can be written to `path`, which is new or a PNG of this
     package.
     """
     formats = FigureCanvasBase.get_supported_filetypes()
-    require(
-        path.suffix[1:].lower() in formats,
-        "out",
-        str(path),
-        f"a name that ends in .png or another of {', '.join(formats)}",
-    )
+    allowed = f"a name that ends in .png or another of {', '.join(formats)}"
+    require(path.suffix[1:].lower() in formats, "out", str(path), allowed)
     require_new_file(path, is_own)
 
 
@@ -193,8 +132,8 @@ def save(figure: Figure, path: Path, dpi: int = 150) -> None:
         ConfigError: the file cannot be written.
         DiskError: the disk is full.
     """
+    buffer, suffix = io.BytesIO(), path.suffix[1:].lower() or "png"
     try:
-        buffer, suffix = io.BytesIO(), path.suffix[1:].lower() or "png"
         figure.savefig(buffer, format=suffix, dpi=dpi, metadata=MADE if suffix == "png" else None)
         write_bytes(path, buffer.getvalue())
     except (OSError, ValueError) as error:

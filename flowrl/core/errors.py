@@ -104,10 +104,10 @@ def part_errors() -> Iterator[None]:
     except FlowrlError:
         raise
     except (Exception, SystemExit) as error:
-        place = "" if is_disk_error(error) else foreign_call(error)
-        if not place:
+        call = "" if is_disk_error(error) else foreign_call(error)
+        if not call:
             raise
-        raise PartError(f"{place} failed: {type(error).__name__}: {error}") from error
+        raise PartError(f"{call} failed: {type(error).__name__}: {error}") from error
 
 
 def is_disk_error(error: BaseException) -> bool:
@@ -119,14 +119,15 @@ def foreign_call(error: BaseException) -> str:
     """The call of code outside flowrl that raised `error`, with file and line, as in "MyRule.assign
     (my.py, line 3)"; "" if flowrl's own code raised it.
     """
-    frames = [
+    foreign = [
         (frame, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
         if _is_foreign(frame)
     ]
-    if not frames:
+    if not foreign:
         return ""
-    (outer, _), (inner, line) = frames[0], frames[-1]
+    # The outermost frame is the part's method; the innermost one has the line to mend.
+    (outer, _), (inner, line) = foreign[0], foreign[-1]
     owner = f"{type(outer.f_locals['self']).__name__}." if "self" in outer.f_locals else ""
     return f"{owner}{outer.f_code.co_name} ({inner.f_code.co_filename}, line {line})"
 
@@ -135,20 +136,13 @@ def _is_foreign(frame: FrameType) -> bool:
     """Whether a frame belongs neither to flowrl nor to a library; packages with parts of flowrl are
     not libraries.
     """
-    file, module = (
-        Path(frame.f_code.co_filename),
-        str(frame.f_globals.get("__name__", "")).partition(".")[0],
-    )
-    if module in ("flowrl", "flowrl_bench", "flowrl_course") or not file.exists():
+    file = Path(frame.f_code.co_filename)
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    if package in ("flowrl", "flowrl_bench", "flowrl_course") or not file.exists():
         return False
-    if not any(
-        file.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")
-    ):
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    if not any(file.is_relative_to(folder) for folder in libraries):
         return True
-    offered = [
-        point
-        for group in entry_points().groups
-        if group.startswith("flowrl.")
-        for point in entry_points(group=group)
-    ]
-    return any(point.module.partition(".")[0] == module for point in offered)
+    groups = [group for group in entry_points().groups if group.startswith("flowrl.")]
+    modules = [point.module for group in groups for point in entry_points(group=group)]
+    return any(module.partition(".")[0] == package for module in modules)

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import require
 from flowrl.core.options import checked_options
 from flowrl.core.prompt import Prompt
 from flowrl.core.tree import Tree
@@ -30,19 +30,6 @@ CreditTable = Float[Tensor, "prompt member decision"]
 Mask = Bool[Tensor, "prompt member decision"]
 LARGER = ("trajectories", "log_probs", "condition")
 """The fields of an `Experience` that exist on request only."""
-FIELDS = (
-    "metrics",
-    "history",
-    "prompts",
-    "values",
-    "parts",
-    "valid",
-    "decisions",
-    "advantages",
-    "weights",
-    *LARGER,
-)
-"""The fields of a `Record`."""
 
 
 @checked
@@ -95,12 +82,12 @@ class Decisions:
             valid: the samples that count [prompt, member].
             trained: the steps of the loss; None for all.
         """
-        times, stds = schedule.times.cpu(), stds.cpu()
-        deltas = times[:-1] - times[1:]
-        if tree.drawn_steps:
-            step = torch.tensor(tree.drawn_steps)
-            time, delta, std, drawn = times[step], deltas[step], stds[step], tree.decisions[:, step]
-        else:
+        times, drawn = schedule.times.cpu(), tree.decisions
+        time, delta, std = times[:-1], times[:-1] - times[1:], stds.cpu()
+        step = torch.tensor(tree.drawn_steps, dtype=torch.long)
+        if len(step):
+            time, delta, std, drawn = time[step], delta[step], std[step], drawn[:, step]
+        else:  # the draw of the initial noise
             step, drawn = torch.tensor([-1]), torch.ones(tree.members, 1, dtype=torch.bool)
             time, delta, std = times.new_ones(1), times.new_zeros(1), times.new_ones(1)
         kept = torch.ones(len(step), dtype=torch.bool)
@@ -129,23 +116,19 @@ class Decisions:
         """
         prompts, members, columns = values.shape
         count = columns - 1
-        if count < 1:
-            found = f"a value table of shape {tuple(values.shape)}"
-            raise ConfigError(f"{found} has no decision; it needs [prompt, member, decision+1]")
+        require(count >= 1, "value table", tuple(values.shape), "[prompt, member, decision+1]")
         time = torch.linspace(1, 0, columns)[:-1] if times is None else torch.tensor(list(times))
         delta = time - torch.cat([time[1:], torch.zeros(1)])
         std = 0.7 * delta.sqrt() if stds is None else torch.tensor(list(stds))
-        if not (len(time) == len(std) == count):
-            raise ConfigError(f"{len(time)} times and {len(std)} stds do not fit {count} decisions")
-        every = torch.ones(count, dtype=torch.bool)
-        drawn = every.expand(members, -1)
-        mask = every.expand(prompts, members, -1)
-        return Decisions(torch.arange(count), time, delta, std, every, drawn, mask)
+        lengths = (len(time), len(std))
+        require(lengths == (count, count), "times and stds", lengths, f"{count} decisions")
+        mask = torch.ones(prompts, members, count, dtype=torch.bool)
+        return Decisions(torch.arange(count), time, delta, std, mask[0, 0], mask[0], mask)
 
     def to(self, device: torch.device | str) -> "Decisions":
         """The same decisions on `device`; the tree stays in main memory."""
-        names = ("step", "time", "delta", "std", "trained", "drawn", "mask")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        tensors = {name: table for name, table in vars(self).items() if name != "tree"}
+        return replace(self, **{name: table.to(device) for name, table in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -233,10 +216,14 @@ class Record:
 
     def __getattr__(self, name: str) -> Any:
         declared = tuple(field for field in vars(self) if field != "iteration")
-        hint = (
-            f": the observer declares fields = {declared}; add {name!r}" if name in FIELDS else ""
+        hint = f"; add {name!r}" if name in FIELDS else ""
+        raise AttributeError(
+            f"the record has no {name}: the observer declares fields = {declared}{hint}"
         )
-        raise AttributeError(f"the record has no {name}{hint}")
+
+
+FIELDS = tuple(name for name in Record.__annotations__ if name != "iteration")
+"""The fields of a `Record`."""
 
 
 @checked_options

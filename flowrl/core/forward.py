@@ -9,11 +9,11 @@ transition probabilities. The contract is `ForwardLoss`.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
-import torch
+from annotated_types import Ge, Lt
 from jaxtyping import Int
-from torch import Tensor
+from torch import Generator, Tensor
 
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import checked_options
@@ -72,10 +72,11 @@ class ForwardBatch(LossRows):
         """
         velocity = getattr(self, name)
         if velocity is None:
-            raise ConfigError(
-                f"{type(loss).__name__} needs ForwardBatch.{name}, which is None: set it"
-            )
+            raise ConfigError(f"{type(loss).__name__} needs ForwardBatch.{name}, which is None")
         return velocity.detach()
+
+
+Finite = Annotated[float, Ge(0), Lt(math.inf)]
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,9 @@ class Guidance:
     reference: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("train", "reference"):
-            scale = getattr(self, name)
-            require(
-                scale == 0 or 1 <= scale < math.inf,
-                f"{name}_guidance_scale",
-                scale,
-                "1 (off) or more, or 0 (as sampled)",
-            )
+        for name, scale in vars(self).items():
+            fits = scale == 0 or 1 <= scale < math.inf
+            require(fits, f"{name}_guidance_scale", scale, "1 (off) or more, or 0 (as sampled)")
 
     def scales(self, own: float) -> tuple[float, float]:
         """Both scales, for a policy that samples with the scale `own`."""
@@ -141,24 +137,9 @@ class Decay:
         ConfigError: a field is out of range.
     """
 
-    start: float = 0
-    rate: float = 0.0
-    cap: float = 0.0
-
-    def __post_init__(self) -> None:
-        require(
-            math.isfinite(self.start) and self.start >= 0,
-            "Decay.start",
-            self.start,
-            "0 or more optimizer steps",
-        )
-        require(
-            math.isfinite(self.rate) and self.rate >= 0,
-            "Decay.rate",
-            self.rate,
-            "finite and 0 or more",
-        )
-        require(0 <= self.cap < 1, "Decay.cap", self.cap, "0 or more and below 1")
+    start: Finite = 0
+    rate: Finite = 0.0
+    cap: Annotated[float, Ge(0), Lt(1)] = 0.0
 
     def at(self, steps: int) -> float:
         """d after `steps` optimizer steps."""
@@ -184,17 +165,8 @@ class WeightCopy:
 
     decay: Decay = Decay()
     every: Literal["iteration", "update"] = "iteration"
-    sample_from: int | None = None
+    sample_from: Annotated[int, Ge(0)] | None = None
     evaluated: bool = True
-
-    def __post_init__(self) -> None:
-        begin = self.sample_from
-        require(
-            begin is None or begin >= 0,
-            "WeightCopy.sample_from",
-            begin,
-            "0 or more optimizer steps, or None",
-        )
 
 
 @runtime_checkable
@@ -210,7 +182,7 @@ class TimeDraw(Protocol):
         """Number of times per sample on this grid."""
         ...
 
-    def draw(self, schedule: Schedule, samples: int, generator: torch.Generator) -> Tensor:
+    def draw(self, schedule: Schedule, samples: int, generator: Generator) -> Tensor:
         """Times for all samples of the iteration.
 
         Args:

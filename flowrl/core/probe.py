@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowrl.core.errors import require
+from flowrl.core.options import checked_options
 from flowrl.core.tree import Tree
 from flowrl.core.types import Gaussian, Schedule, Trajectories
 
@@ -36,13 +36,11 @@ class Estimate:
     copies: int = 1
     members: Int[Tensor, "prompt chosen"] | None = None
 
-    def part(self, first: int, count: int, groups: int) -> "Estimate":
-        """The estimates of `count` of the `groups`, from index `first` on."""
-        rows = len(self.latents) // groups
-        members = None if self.members is None else self.members[first : first + count]
-        return replace(
-            self, latents=self.latents[first * rows : (first + count) * rows], members=members
-        )
+    def part(self, chosen: slice, groups: int) -> "Estimate":
+        """The estimates of the `chosen` ones of the `groups`."""
+        latents = self.latents.unflatten(0, (groups, -1))[chosen].flatten(0, 1)
+        members = None if self.members is None else self.members[chosen]
+        return replace(self, latents=latents, members=members)
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,7 @@ class Grid:
     timesteps: Tensor
 
 
+@checked_options
 @dataclass(frozen=True)
 class NetworkUse:
     """How a probe calls the network; the trajectories' own evaluations are never affected.
@@ -76,10 +75,6 @@ class NetworkUse:
 
     dtype: Literal["own", "bfloat16"] = "own"
     guidance: Literal["own", "off"] = "own"
-
-    def __post_init__(self) -> None:
-        require(self.dtype in ("own", "bfloat16"), "dtype", self.dtype, "'own' or 'bfloat16'")
-        require(self.guidance in ("own", "off"), "guidance", self.guidance, "'own' or 'off'")
 
     @property
     def share(self) -> float:
@@ -151,8 +146,8 @@ def whole(evaluations: float) -> float:
     """A number of network evaluations without rounding errors from sums of fractions; an integer if
     possible.
     """
-    found = round(float(evaluations), 6)
-    return int(found) if found == int(found) else found
+    rounded = round(float(evaluations), 6)
+    return int(rounded) if rounded.is_integer() else rounded
 
 
 @dataclass(frozen=True)

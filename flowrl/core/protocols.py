@@ -8,8 +8,7 @@ and exported here.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -44,7 +43,6 @@ __all__ = [
     "GroupReward",
     "MultistepSolver",
     "Observer",
-    "PolicyExtras",
     "PolicyLoss",
     "PolicyOptions",
     "RewardModel",
@@ -61,6 +59,16 @@ __all__ = [
 class FlowPolicy(Protocol):
     """A network with its trainable parameters, as a conditional velocity field with a schedule and
     a decoder.
+
+    Optional members, each independent of the others (`extras`): `velocity_network`, the module that
+    `velocity` calls, with all trainable parameters; it can be compiled, and its weights can be
+    sharded over processes, in place, after which `trainable` returns its new parameters.
+    `guidance_scale`, the scale of classifier-free guidance (1: off, one forward pass instead of
+    two), and `guided(scale)`, a context with another scale. `warm(prompts)` embeds prompts now, up
+    to the size of the cache, so that separate text encoders move to the device only once.
+    `checkpoint_gradients(on)` sets whether the backward pass recomputes activations.
+    `save(folder)` writes the trained weights in the format of other programs; an older folder is
+    replaced when the new one is complete.
     """
 
     @property
@@ -115,57 +123,17 @@ class FlowPolicy(Protocol):
         ...
 
 
-class PolicyExtras(FlowPolicy, Protocol):
-    """Optional members of a policy, each independent of the others; `extras` looks them up."""
-
-    @property
-    def velocity_network(self) -> torch.nn.Module:
-        """The module that `velocity` calls, with all trainable parameters.
-
-        It can be compiled, and its weights can be sharded over processes, in place; `trainable`
-        then returns its new parameters.
-        """
-        ...
-
-    @property
-    def guidance_scale(self) -> float:
-        """The scale of classifier-free guidance; 1: off, one forward pass instead of two."""
-        ...
-
-    def guided(self, guidance: float) -> AbstractContextManager[None]:
-        """Within this context `guidance_scale` is `guidance`."""
-        ...
-
-    def warm(self, prompts: Sequence[Prompt]) -> None:
-        """Embed `prompts` now, up to the size of the cache.
-
-        For policies with separate text encoders, which then move to the device only once.
-        """
-        ...
-
-    def checkpoint_gradients(self, on: bool) -> None:
-        """Set whether the backward pass recomputes activations."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write the trained weights to `folder` in the format of other programs.
-
-        An older folder is replaced when the new one is complete.
-        """
-        ...
-
-
-def extras(policy: FlowPolicy, *members: str) -> PolicyExtras | None:
-    """The policy, if it has some optional members.
+def extras(policy: FlowPolicy, *members: str) -> Any:
+    """The policy if it has some optional members (`FlowPolicy`), else None.
 
     Args:
         policy: the policy.
-        *members: names of members of `PolicyExtras`.
+        *members: their names.
 
     Returns:
         The policy, or None if it lacks one of the members.
     """
-    return cast(PolicyExtras, policy) if all(hasattr(policy, name) for name in members) else None
+    return policy if all(hasattr(policy, name) for name in members) else None
 
 
 @runtime_checkable
@@ -340,17 +308,11 @@ AnyReward = RewardModel | GroupReward
 """Rewards for training."""
 
 
-@runtime_checkable
-class Features(Protocol):
-    """A feature space for diversity: any callable from images to vectors with meaningful distances.
-
-    With a true attribute `reads_latents` it receives latents instead. The images of a video model
-    are videos. Contract: finite, one row per sample, in order.
-    """
-
-    def __call__(self, images: ImagesOrVideos, /) -> Tensor:
-        """Feature vectors, shape [sample, feature]."""
-        ...
+Features = Callable[[ImagesOrVideos], Tensor]
+"""A feature space for diversity: from images to vectors [sample, feature] with meaningful
+distances, finite and in order. With a true attribute `reads_latents` it receives latents instead.
+The images of a video model are videos.
+"""
 
 
 @runtime_checkable

@@ -5,7 +5,6 @@ branches of a tree.
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -73,29 +72,29 @@ class Tree:
         """n_i, the number of units at each node. A rollout evaluates the network sum_{i < T} n_i
         times for a group.
         """
-        nodes = self.node.tolist()
-        return [nodes.count(node) for node in range(self.steps + 1)]
+        return torch.bincount(self.node, minlength=self.steps + 1).tolist()
 
     def at(self, node: int) -> slice:
         """The units at a node."""
-        starts = [0, *accumulate(self.counts)]
-        return slice(starts[node], starts[node + 1])
+        start = sum(self.counts[:node])
+        return slice(start, start + self.counts[node])
 
     @cached_property
     def edges(self) -> list[list["Edges"]]:
         """The edges that start at each node, in the order of the units that they lead to."""
-        found: list[dict[tuple[int, bool], list[int]]] = [{} for _ in range(self.steps)]
-        nodes, drawn, parents = self.node.tolist(), self.drawn.tolist(), self.parent.tolist()
-        for unit, parent in enumerate(parents):
-            if parent >= 0:
-                found[nodes[parent]].setdefault((nodes[unit], drawn[unit]), []).append(unit)
-        return [
-            [
-                edges_of(n, d, units, [parents[unit] - self.at(node).start for unit in units])
-                for (n, d), units in kinds.items()
-            ]
-            for node, kinds in enumerate(found)
-        ]
+        edges: list[list[Edges]] = []
+        for start in range(self.steps):
+            units = self.at(start)
+            children = (self.parent >= units.start) & (self.parent < units.stop)
+            kinds = torch.stack([self.node, self.drawn.long()], 1)
+            edges.append([])
+            for node, drawn in dict.fromkeys(map(tuple, kinds[children].tolist())):
+                ends = (children & (self.node == node) & (self.drawn == drawn)).nonzero().flatten()
+                parents, place = (self.parent[ends] - units.start).unique(return_inverse=True)
+                in_order = torch.equal(place, torch.arange(len(parents)))
+                place = None if in_order else place
+                edges[start].append(Edges(node, bool(drawn), ends, parents, place))
+        return edges
 
     @cached_property
     def first_members(self) -> list[int]:
@@ -106,8 +105,8 @@ class Tree:
     @cached_property
     def passes(self) -> Bool[Tensor, "member unit"]:
         """Mask of the units that a member's trajectory passes."""
-        found = torch.zeros(self.members, self.units, dtype=torch.bool)
-        return found.scatter_(1, self.paths, torch.tensor(True).expand_as(self.paths))
+        passes = torch.zeros(self.members, self.units, dtype=torch.bool)
+        return passes.scatter_(1, self.paths, torch.tensor(True).expand_as(self.paths))
 
     @cached_property
     def leaves(self) -> Int[Tensor, " unit"]:
@@ -117,11 +116,7 @@ class Tree:
     @cached_property
     def roots(self) -> Int[Tensor, " unit"]:
         """The root (initial noise) of each unit: units of one root are one tree."""
-        found = torch.arange(self.units)
-        for unit, parent in enumerate(self.parent.tolist()):
-            if parent >= 0:
-                found[unit] = found[parent]
-        return found
+        return self.paths[self.passes.to(torch.uint8).argmax(0), 0]
 
     @cached_property
     def decisions(self) -> Bool[Tensor, "member step"]:
@@ -133,7 +128,13 @@ class Tree:
     @cached_property
     def drawn_steps(self) -> list[int]:
         """The steps at which any member's trajectory was drawn, in order: the axis of decisions."""
-        return sorted({node - 1 for node in self.node[self.drawn].tolist()})
+        return (self.node[self.drawn].unique() - 1).tolist()
+
+    @cached_property
+    def decision_of(self) -> Int[Tensor, " unit"]:
+        """The index of the decision that led to each drawn unit; -1 for the others."""
+        index = torch.searchsorted(torch.tensor(self.drawn_steps, dtype=torch.long), self.node - 1)
+        return index.masked_fill(~self.drawn, -1)
 
     def values(self, rewards: Float[Tensor, "prompt member"]) -> Float[Tensor, "prompt unit"]:
         """V of every unit from the rewards of the finished trajectories; invalid ones (NaN) are
@@ -144,23 +145,20 @@ class Tree:
         does not depend on the samples; they are equal if all children of a node have equally many
         members. NaN for a unit without a valid member.
         """
-        # float64: rounding does not depend on the number of prompts
+        # float64: the rounding does not depend on the number of prompts
         valid, exact = rewards.isfinite(), rewards.double()
         reached = self.passes.to(exact)
-        # equal rewards: no rounding
+        # differences from a valid reward, so that the mean of equal rewards is exactly this reward
         first = exact.nan_to_num().gather(1, valid.to(torch.uint8).argmax(1, keepdim=True))
-        found = ((exact - first).nan_to_num() @ reached) / (valid.to(exact) @ reached)
-        found = (first + (found if self.mean == "leaf" else self._child_means(found))).to(rewards)
-        alone = self.leaves == 1  # its value is that reward, without rounding
-        found[:, alone] = rewards[:, self.passes[:, alone].to(torch.uint8).argmax(0)]
-        return found
-
-    def _child_means(self, values: Tensor) -> Tensor:
-        for node in reversed(range(self.steps)):
-            for unit in range(*self.at(node).indices(self.units)):
-                children = values[:, self.parent == unit]
+        means = ((exact - first).nan_to_num() @ reached) / (valid.to(exact) @ reached)
+        if self.mean == "child":
+            for unit in reversed(range(self.units)):  # children are numbered after their parents
+                children = means[:, self.parent == unit]
                 if children.shape[1]:
-                    values[:, unit] = children.nanmean(1)
+                    means[:, unit] = children.nanmean(1)
+        values = (first + means).to(rewards)
+        single = self.leaves == 1  # the value is the member's reward, without rounding
+        values[:, single] = rewards[:, self.passes[:, single].to(torch.uint8).argmax(0)]
         return values
 
     def value_table(
@@ -180,18 +178,6 @@ class Tree:
         table = units[:, self.paths[:, [step + 1 for step in self.drawn_steps]]]
         return torch.where(self.decisions[:, self.drawn_steps], table, torch.zeros_like(table))
 
-    @cached_property
-    def decision_of(self) -> Int[Tensor, " unit"]:
-        """The index of the decision that led to each drawn unit; -1 for the others."""
-        found = [
-            self.drawn_steps.index(node - 1) if drawn else -1 for node, drawn in self._arrivals
-        ]
-        return torch.tensor(found)
-
-    @property
-    def _arrivals(self) -> list[tuple[int, bool]]:
-        return list(zip(self.node.tolist(), self.drawn.tolist(), strict=True))
-
     def edge_means(
         self,
         table: Float[Tensor, "prompt member decision"],
@@ -203,13 +189,13 @@ class Tree:
         The inverse of `decision_table`. Equal numbers have this mean without rounding. NaN for
         units without such a member within `mask`, 0 for units that were not drawn.
         """
-        place = self.decision_of.clamp(min=0)
-        among = self.passes.expand(len(table), -1, -1)
+        column = self.decision_of.clamp(min=0)
+        counted = self.passes.expand(len(table), -1, -1)
         if mask is not None:
-            among = among & mask[:, :, place]
-        numbers = table[:, :, place].masked_fill(~among, 0.0)
-        first = numbers.gather(1, among.to(torch.uint8).argmax(1, keepdim=True))
-        means = (numbers - first).masked_fill(~among, 0.0).sum(1) / among.sum(1)
+            counted = counted & mask[:, :, column]
+        numbers = table[:, :, column].masked_fill(~counted, 0.0)
+        first = numbers.gather(1, counted.to(torch.uint8).argmax(1, keepdim=True))
+        means = (numbers - first).masked_fill(~counted, 0.0).sum(1) / counted.sum(1)
         return torch.where(self.drawn, first[:, 0] + means, torch.zeros_like(means))
 
 
@@ -222,28 +208,15 @@ class Edges:
         drawn: whether they are decisions.
         units: the units to which they lead [edge].
         parents: the distinct units from which they start [parent], numbered within their node.
-        place: index into `parents` of each edge's start [edge].
-        in_order: every edge starts from its own parent, in order.
+        place: index into `parents` of each edge's start [edge]; None if every edge starts from a
+            parent of its own, in order.
     """
 
     node: int
     drawn: bool
     units: Int[Tensor, " edge"]
     parents: Int[Tensor, " parent"]
-    place: Int[Tensor, " edge"]
-    in_order: bool
-
-
-def edges_of(node: int, drawn: bool, units: list[int], parents: list[int]) -> Edges:
-    """Edges to `units` of `node`, each from the unit in `parents`; `drawn` if they are
-    decisions.
-    """
-    distinct = sorted(set(parents))
-    place = [distinct.index(parent) for parent in parents]
-    in_order = place == list(range(len(distinct)))
-    return Edges(
-        node, drawn, torch.tensor(units), torch.tensor(distinct), torch.tensor(place), in_order
-    )
+    place: Int[Tensor, " edge"] | None
 
 
 Visits = Sequence[tuple[int, Hashable]]
@@ -263,30 +236,21 @@ def tree_of(
     Every member starts at node 0 and ends at the same last node. `drawn` selects the states (node,
     key) that were drawn from the sampler; `mean`, `weight` and `branched` are those of `Tree`.
     """
-    last = visits[0][-1][0]
-    fits = all(
-        path[0][0] == 0 and path[-1][0] == last and list(dict(path)) == sorted(dict(path))
-        for path in visits
-    )
-    require(
-        fits,
-        "tree: nodes",
-        [[node for node, _ in path] for path in visits],
-        f"from 0 to {last}, ascending, for every member",
-    )
-    states: dict[tuple[int, Hashable], int] = {}
-    for node in range(last + 1):
-        for state in (state for path in visits for state in path if state[0] == node):
-            states.setdefault(state, len(states))
-    parent = torch.full((len(states),), -1)
-    paths = torch.zeros(len(visits), last + 1, dtype=torch.long)
+    nodes = [[node for node, _ in path] for path in visits]
+    last = nodes[0][-1]
+    fits = all(n[0] == 0 and n[-1] == last and n == sorted(set(n)) for n in nodes)
+    require(fits, "tree: nodes", nodes, f"from 0 to {last}, ascending, for every member")
+    states = {state: None for path in visits for state in path}
+    order = sorted(states, key=lambda state: state[0])  # stable: members stay in order
+    unit = {state: number for number, state in enumerate(order)}
+    parent, paths = torch.full((len(unit),), -1), torch.zeros(len(visits), last + 1).long()
     for member, path in enumerate(visits):
-        numbers = [states[state] for state in path]
-        parent[numbers[1:]] = torch.tensor(numbers[:-1], dtype=torch.long)
-        for state, number in zip(path, numbers, strict=True):
-            paths[member, state[0] :] = number
-    node = torch.tensor([state[0] for state in states])
-    flags = torch.tensor([node > 0 and drawn(node, key) for node, key in states])
+        units = [unit[state] for state in path]
+        parent[units[1:]] = torch.tensor(units[:-1])
+        for node, number in zip(nodes[member], units, strict=True):
+            paths[member, node:] = number
+    node = torch.tensor([node for node, _ in order])
+    flags = torch.tensor([node > 0 and drawn(node, key) for node, key in order])
     return Tree(parent, node, flags, paths, branched, mean, weight)
 
 
@@ -299,9 +263,8 @@ def plain_tree(
     """
     shared_until = min(decisions, default=steps) if shared_noise else -1
 
-    def path(member: int) -> Visits:
-        return [(node, 0 if node <= shared_until else member) for node in range(steps + 1)]
-
-    return tree_of(
-        [path(m) for m in range(members)], lambda node, _: node - 1 in decisions, branched=False
-    )
+    visits = [
+        [(node, 0 if node <= shared_until else member) for node in range(steps + 1)]
+        for member in range(members)
+    ]
+    return tree_of(visits, lambda node, _: node - 1 in decisions, branched=False)

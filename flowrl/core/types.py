@@ -19,17 +19,17 @@ Time runs from t=1 (noise) to t=0 (data): x_t = (1-t) x_0 + t eps, velocity v = 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any, Literal, NoReturn, Self, TypeVar, cast
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from beartype import beartype
 from jaxtyping import Float, Int, jaxtyped
 from torch import Tensor
 
-from flowrl.core.errors import ConfigError, FlowrlError, require
+from flowrl.core.errors import FlowrlError, require
 from flowrl.core.prompt import Prompt as Prompt
-from flowrl.core.transfer import to_device
 from flowrl.core.tree import Tree
 
 T = TypeVar("T")
@@ -88,6 +88,31 @@ def inputs_unchanged(call: str, error: type[FlowrlError], *inputs: Tensor) -> It
         raise error(f"{call} changed its input in place; work on a copy (tensor.clone())")
 
 
+def to_main_memory(tensor: Tensor) -> Tensor:
+    """`tensor` in main memory. From CUDA it is copied to pinned memory after the queued work: call
+    `copies_done` before the host reads it.
+    """
+    if not tensor.is_cuda:
+        return tensor.cpu()
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+def copies_done(device: torch.device) -> None:
+    """Wait for this thread's copies from `device`."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`. A transfer from main memory to CUDA uses pinned memory, which PyTorch
+    keeps until the copy is done, so the host does not wait.
+    """
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 @checked
 @dataclass(frozen=True)
 class Schedule:
@@ -106,18 +131,12 @@ class Schedule:
     timesteps: Float[Tensor, " step"] | None = None
 
     def __post_init__(self) -> None:
-        times = self.times
-        allowed = "one axis, 2 or more nodes"
-        require(times.ndim == 1 and len(times) >= 2, "schedule.times", tuple(times.shape), allowed)
-        falling = bool((times[:-1] > times[1:]).all())
-        require(falling, "schedule.times", times.tolist(), "strictly decreasing")
-        in_range = float(times[0]) <= 1.0 + 1e-6 and float(times[-1]) >= -1e-6
-        require(in_range, "schedule.times", times.tolist(), "within [0, 1]")
-        given = self.timesteps
-        fits = given is None or len(given) == self.steps
-        require(
-            fits, "schedule.timesteps", None if given is None else len(given), f"{self.steps} steps"
-        )
+        times = self.times.tolist()
+        fits = len(times) >= 2 and times[0] <= 1.0 + 1e-6 and times[-1] >= -1e-6
+        fits = fits and all(start > end for start, end in pairwise(times))
+        require(fits, "schedule.times", times, "2 or more, strictly decreasing, within [0, 1]")
+        count = self.steps if self.timesteps is None else len(self.timesteps)
+        require(count == self.steps, "schedule.timesteps", count, f"{self.steps} steps")
 
     def to(self, device: torch.device | str) -> "Schedule":
         """The same grid on `device`."""
@@ -188,8 +207,10 @@ class Condition:
     @staticmethod
     def cat(conditions: Sequence["Condition"]) -> "Condition":
         """Concatenate along the first axis."""
+        if len(conditions) == 1:
+            return conditions[0]
+        keys = frozenset().union(*(condition.keys for condition in conditions))
         names = conditions[0].tensors
-        keys = frozenset().union(*(c.keys for c in conditions))
         return Condition(
             {name: torch.cat([c.tensors[name] for c in conditions]) for name in names}, keys
         )
@@ -220,41 +241,34 @@ class Trajectories:
     stds: Float[Tensor, " step"]
 
     def __post_init__(self) -> None:
-        tree, steps = self.tree, self.schedule.steps
-        inner = tree.at(tree.steps).start
-        found = (
-            f"{self.states.shape[1]} states and {self.outputs.shape[1]} velocities, {steps} steps"
-        )
-        fits = tree.steps == steps and len(self.stds) == steps
-        fits = fits and self.states.shape[1] == tree.units and self.outputs.shape[1] == inner
-        wanted = f"{tree.units} states, {inner} velocities and {tree.steps} steps, as in the tree"
-        require(fits, "trajectories", found, wanted)
-
-    @property
-    def samples(self) -> int:
-        """Number of trajectories of all groups."""
-        return len(self.states) * self.tree.members
+        tree, inner = self.tree, self.tree.at(self.tree.steps).start
+        lengths = [self.states.shape[1], self.outputs.shape[1], self.schedule.steps, len(self.stds)]
+        wanted = [tree.units, inner, tree.steps, tree.steps]
+        require(lengths == wanted, "states, velocities, steps and stds", lengths, f"{wanted}")
 
     def at(self, node: int) -> Latents:
         """The state of every trajectory at `node`, prompt-major."""
-        return self.states[:, to_device(self.tree.paths[:, node], self.states.device)].flatten(0, 1)
+        return _along(self.states, self.tree.paths[:, node])
 
     @property
     def nodes(self) -> Float[Tensor, "sample node *latent"]:
         """The states of every trajectory, copied; `sample` is prompt-major."""
-        return self.states[:, to_device(self.tree.paths, self.states.device)].flatten(0, 1)
+        return _along(self.states, self.tree.paths)
 
     @property
     def velocities(self) -> Float[Tensor, "sample step *latent"]:
         """The network's outputs along every trajectory, copied."""
-        return self.outputs[:, to_device(self.tree.paths[:, :-1], self.outputs.device)].flatten(
-            0, 1
-        )
+        return _along(self.outputs, self.tree.paths[:, :-1])
 
     @property
     def images_latent(self) -> Latents:
         """The last state of every trajectory."""
         return self.at(self.schedule.steps)
+
+
+def _along(table: Tensor, units: Tensor) -> Tensor:
+    """The rows `units` [member, ...] of `table` [prompt, unit, *latent], prompt-major."""
+    return table[:, to_device(units, table.device)].flatten(0, 1)
 
 
 Unit = Literal["transition", "trajectory", "group"]
@@ -264,37 +278,21 @@ at one time. A row is a transition or, for a forward-process loss, a (trajectory
 
 
 class LossRows:
-    """What `LossBatch` and `forward.ForwardBatch` have in common."""
+    """What `LossBatch` and `forward.ForwardBatch` have in common: one entry per row in every field,
+    except in `velocity`.
+    """
 
     def units(self, unit: Unit) -> tuple[Tensor, ...]:
         """The numbers that identify the unit of each row in `unit_means`."""
-        batch = cast(Any, self)
-        row = torch.arange(len(batch.time), device=batch.time.device)
-        return {
-            "transition": (row,),
-            "trajectory": (batch.sample,),
-            "group": (batch.group, batch.time),
-        }[unit]
+        batch: Any = self
+        if unit == "transition":
+            return (torch.arange(len(batch.time), device=batch.time.device),)
+        return (batch.sample,) if unit == "trajectory" else (batch.group, batch.time)
 
     def rows(self, index: Tensor | slice) -> Self:
         """The rows `index` of every field; gradients reach this batch's tensors."""
-        found = {
-            field.name: getattr(self, field.name)
-            for field in fields(cast(Any, self))
-            if field.name != "velocity"
-        }
-        return type(self)(
-            **{name: value[index] for name, value in found.items() if value is not None}
-        )
-
-    @property
-    def mask(self) -> NoReturn:
-        """The former name. Raises `ConfigError` with the replacement."""
-        name = type(self).__name__
-        raise ConfigError(
-            f"{name}.mask is now {name}.weight, and the loss a weighted mean: mask = batch.weight >"
-            " 0 keeps a mask"
-        )
+        given = {name: value for name, value in vars(self).items() if name != "velocity"}
+        return type(self)(**{k: v[index] for k, v in given.items() if v is not None})
 
 
 def unit_means(values: PerSample, units: Sequence[Tensor], weight: PerSample) -> PerSample:
@@ -363,16 +361,10 @@ class LossBatch(LossRows):
     pooled: PerSample | None = None
 
     def __post_init__(self) -> None:
-        for name in ("new", "behaviour", "reference"):
-            gaussian = getattr(self, name)
-            if gaussian is not None:
-                shape, wanted = tuple(gaussian.mean.shape), tuple(self.next_node.shape)
-                require(
-                    shape == wanted,
-                    f"loss batch: {name}.mean",
-                    shape,
-                    f"[sample, *latent] = {wanted}, as next_node",
-                )
+        shape = tuple(self.next_node.shape)
+        for gaussian in filter(None, (self.new, self.behaviour, self.reference)):
+            mean = tuple(gaussian.mean.shape)
+            require(mean == shape, "loss batch: mean", mean, f"{shape}, as next_node")
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,15 @@ reward-to-go.
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import require
 from flowrl.core.experience import CreditTable, Decisions, ValueTable
-from flowrl.core.options import checked_options
-from flowrl.credit.table import gain_columns, gains, require_clamp, require_columns, zscore
+from flowrl.core.options import Share, checked_options
+from flowrl.credit.table import Clamp, gain_columns, gains, require_columns, zscore
 from flowrl.probes import Completion, Probe, Substeps
 
 
@@ -35,11 +35,8 @@ def generalised_gains(values: ValueTable, lam: float = 0.0, gamma: float = 1.0) 
     decay = gamma * lam
     if decay == 0:
         return increments
-    total = torch.zeros_like(increments[..., 0])
-    sums = []
-    for increment in reversed(increments.unbind(dim=-1)):
-        total = increment + decay * total
-        sums.append(total)
+    backwards = reversed(increments.unbind(dim=-1))
+    sums = list(accumulate(backwards, lambda total, gain: gain + decay * total))
     return torch.stack(sums[::-1], dim=-1)
 
 
@@ -78,25 +75,11 @@ class StepwiseGain:
     shared_noise: ClassVar[bool] = True
 
     normalise: Literal["joint", "step"] = "joint"
-    lam: float = 0.0
-    gamma: float = 1.0
+    lam: Share = 0.0
+    gamma: Share = 1.0
     pool: Literal["prompt", "batch"] = "prompt"
-    clamp: float | None = 5.0
+    clamp: Clamp = 5.0
     probe: Probe = Substeps(5)
-
-    def __post_init__(self) -> None:
-        require(
-            self.normalise in ("joint", "step"),
-            "StepwiseGain.normalise",
-            self.normalise,
-            "'joint' or 'step'",
-        )
-        require(0.0 <= self.lam <= 1.0, "StepwiseGain.lam", self.lam, "within [0, 1]")
-        require(0.0 <= self.gamma <= 1.0, "StepwiseGain.gamma", self.gamma, "within [0, 1]")
-        require(
-            self.pool in ("prompt", "batch"), "StepwiseGain.pool", self.pool, "'prompt' or 'batch'"
-        )
-        require_clamp("StepwiseGain", self.clamp)
 
     def reads(self, trained: Tensor) -> Tensor:
         """Columns k and k + 1 of trained decisions; if `gamma lam` > 0 all from the first trained

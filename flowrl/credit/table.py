@@ -1,22 +1,25 @@
-"""Shared code of the credit rules: statistics over a mask, checks of a rule's input and output."""
+"""The engine of the credit rules: statistics over a mask, the columns that a rule reads, and the
+checks of a rule's input and output.
+"""
 
 import inspect
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Gt, Lt
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError, CreditError, require
 from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, Mask, ValueTable
-from flowrl.core.protocols import CreditAssigner, CreditRule, Stateful
+from flowrl.core.protocols import CreditRule
 from flowrl.core.types import inputs_unchanged, tensor_problem
-from flowrl.probes import Probe
 
 AXES = ("prompt", "member", "decision")
 STD_EPSILON = 1e-4
+Clamp = Annotated[float, Gt(0), Lt(math.inf)] | None
 Columns = Bool[Tensor, "*group decision+1"]
 
 
@@ -36,21 +39,7 @@ def reward_to_go(values: ValueTable) -> CreditTable:
     return values[..., -1:] - values[..., :-1]
 
 
-def probed(values: ValueTable, probe: Probe) -> ValueTable:
-    """A copy of a full table as a rollout with `probe` fills it: NaN in the columns without
-    estimate, except the last.
-
-    Args:
-        values: a full value table [prompt, member, decision+1].
-        probe: the probe whose columns are kept.
-
-    Returns:
-        The table [prompt, member, decision+1] with NaN in the other columns.
-    """
-    count = values.shape[-1] - 1
-    filled = {*probe.fills(count), count}
-    left_out = torch.tensor([column not in filled for column in range(count + 1)])
-    return values.masked_fill(left_out.to(values.device), float("nan"))
+# Statistics over a mask
 
 
 def zscore(
@@ -84,7 +73,11 @@ def zscore(
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     mask = mask & (mask.any(-1, keepdim=True).sum(1, keepdim=True) > 1)
     std = masked_std(values, std_over or over, mask)
-    scores = centred(values, over, mask) / (std + STD_EPSILON)
+    return clamped(centred(values, over, mask) / (std + STD_EPSILON), clamp)
+
+
+def clamped(scores: Tensor, clamp: float | None) -> Tensor:
+    """`scores` within +-`clamp`; None for no clamp."""
     return scores if clamp is None else scores.clamp(-clamp, clamp)
 
 
@@ -125,16 +118,12 @@ def first_of(values: Tensor, over: Sequence[str], mask: Tensor) -> Tensor:
 
 
 def _dims(axes: Sequence[str]) -> tuple[int, ...]:
-    for axis in axes:
-        require(axis in AXES, "zscore axis", axis, f"one of {', '.join(AXES)}")
-    require(len(axes) > 0, "zscore axes", tuple(axes), "one or more axes")
+    fits = len(axes) > 0 and set(axes) <= set(AXES)
+    require(fits, "zscore axes", tuple(axes), f"one or more of {', '.join(AXES)}")
     return tuple(AXES.index(axis) for axis in axes)
 
 
-def require_clamp(rule: str, clamp: float | None) -> None:
-    """Raise `ConfigError` unless `clamp` is None or finite and above 0."""
-    fits = clamp is None or (math.isfinite(clamp) and clamp > 0)
-    require(fits, f"{rule}.clamp", clamp, "None, or finite and above 0")
+# Columns of the value table that a rule reads
 
 
 def gain_columns(mask: Bool[Tensor, "*group decision"]) -> Columns:
@@ -161,15 +150,17 @@ def read_columns(rule: CreditRule, trained: Bool[Tensor, "*group decision"]) -> 
     Raises:
         CreditError: the rule's `reads` returns something else.
     """
-    reads = getattr(rule, "reads", None)
+    reads, shape = getattr(rule, "reads", None), (*trained.shape[:-1], trained.shape[-1] + 1)
     if reads is None:
-        return trained.any(-1, keepdim=True).repeat_interleave(trained.shape[-1] + 1, -1)
-    found, shape = reads(trained), (*trained.shape[:-1], trained.shape[-1] + 1)
-    if not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != shape:
-        raise CreditError(
-            f"{type(rule).__name__}.reads returned {_shown(found)}, not a Boolean tensor {shape}"
-        )
-    return found
+        return trained.any(-1, keepdim=True).expand(shape).clone()
+    columns = reads(trained)
+    if not isinstance(columns, Tensor) or columns.dtype != torch.bool or columns.shape != shape:
+        name = type(rule).__name__
+        raise CreditError(f"{name}.reads returned {_shown(columns)}, not a Boolean tensor {shape}")
+    return columns
+
+
+# Checks
 
 
 def require_columns(
@@ -187,29 +178,19 @@ def require_columns(
     Raises:
         CreditError: table and decisions do not fit, or a value that the rule reads is not finite.
     """
-    name, wanted = type(rule).__name__, (*decisions.mask.shape[:2], len(decisions) + 1)
-    if tuple(values.shape) != wanted or not values.is_floating_point():
+    name, shape = type(rule).__name__, (*decisions.mask.shape[:2], len(decisions) + 1)
+    if values.shape != shape or not values.is_floating_point():
         raise CreditError(
-            f"{name} needs values [prompt, member, decision+1] = {wanted}, of floating point, for"
-            f" these decisions; got {_shown(values)}"
+            f"{name} needs floating-point values [prompt, member, decision+1] = {shape} for these"
+            f" decisions; got {_shown(values)}"
         )
     columns = read_columns(rule, decisions.mask) if columns is None else columns
     missing = (columns & ~values.isfinite()).flatten(0, 1).any(0).nonzero().flatten().tolist()
     if missing:
         raise CreditError(
-            f"{name} needs a finite value in column{'s' * (len(missing) > 1)}"
-            f" {', '.join(map(str, missing))} of 0..{len(decisions)}: roll out with the probe"
-            f" {rule.probe} (the rule's `probe`) to fill them"
+            f"{name} needs a finite value in column {', '.join(map(str, missing))} of"
+            f" 0..{len(decisions)}: roll out with the probe {rule.probe} to fill it"
         )
-
-
-def require_assigner(rule: object, field: str) -> None:
-    """Raise `ConfigError` unless `rule` can be used within another rule: it has `assign`, and no
-    memory.
-    """
-    fits = isinstance(rule, CreditAssigner) and not isinstance(rule, Stateful)
-    allowed = "a credit rule with a probe, a method assign(values, decisions), and no memory"
-    require(fits, field, rule, allowed)
 
 
 def check_signature(rule: Any) -> None:
@@ -250,63 +231,47 @@ def credit_of(rule: CreditRule, experience: Experience) -> Credit:
     """
     check_signature(rule)
     values, decisions = experience.values, experience.decisions
-    records = hasattr(rule, "credit")
+    records: Any = getattr(rule, "credit", None)
     call = f"{type(rule).__name__}.{'credit' if records else 'assign'}"
-    own = [
-        getattr(decisions, name)
-        for name in ("step", "time", "delta", "std", "trained", "drawn", "mask")
-    ]
-    parts = [table for table in experience.parts.values() if table is not values]
-    with inputs_unchanged(call, CreditError, values, *parts, *own):
-        found: Any = rule.credit(experience) if records else rule.assign(values, decisions)  # pyright: ignore
-    if records and not isinstance(found, Credit):
-        raise CreditError(
-            f"{call} returned a {type(found).__name__}, not a flowrl.core.experience.Credit"
-        )
-    credit = found if records else Credit(cast(Tensor, found))
+    axis = [table for table in vars(decisions).values() if isinstance(table, Tensor)]
+    with inputs_unchanged(call, CreditError, values, *experience.parts.values(), *axis):
+        credit = records(experience) if records else Credit(rule.assign(values, decisions))  # pyright: ignore
+    if not isinstance(credit, Credit):
+        name = type(credit).__name__
+        raise CreditError(f"{call} returned a {name}, not a flowrl.core.experience.Credit")
     advantages = _checked_table(credit.advantages, decisions.mask, f"{call} returned")
     if credit.weights is None:
         return Credit(advantages, decisions.mask.to(advantages))
     weights = _checked_table(credit.weights, decisions.mask, f"{call} returned weights:")
-    if float(weights.min()) < 0 or float(weights.max()) > 1:
-        raise CreditError(
-            f"{call} returned weights from {weights.min():g} to {weights.max():g}, not within"
-            " [0, 1]"
-        )
+    low, high = float(weights.min()), float(weights.max())
+    if low < 0 or high > 1:
+        raise CreditError(f"{call} returned weights from {low:g} to {high:g}, not within [0, 1]")
     if decisions.mask.any() and not weights.any():
-        raise CreditError(
-            f"{call} returned weights of 0 for all decisions, so nothing is left to train on"
-        )
+        raise CreditError(f"{call} returned weights of 0 only, so nothing is left to train on")
     return Credit(advantages, weights)
 
 
-def _checked_table(found: object, mask: Mask, what: str) -> Tensor:
-    """`found`, detached and 0 outside the mask, if it is a table of floating point and finite
+def _checked_table(table: object, mask: Mask, what: str) -> Tensor:
+    """`table`, detached and 0 outside the mask, if it is a table of floating point and finite
     within the mask.
     """
-    if not isinstance(found, Tensor):
-        raise CreditError(f"{what} a {type(found).__name__}, not a torch.Tensor")
-    if tensor_problem(found):
-        raise CreditError(f"{what} a tensor that {tensor_problem(found)}")
-    if found.shape != mask.shape:
-        raise CreditError(
-            f"{what} shape {tuple(found.shape)}, not [prompt, member, decision] ="
-            f" {tuple(mask.shape)}"
-        )
-    if not found.is_floating_point():
-        raise CreditError(f"{what} dtype {found.dtype}, not a floating-point tensor")
-    bad = (mask & ~found.isfinite()).nonzero()
+    if not isinstance(table, Tensor):
+        raise CreditError(f"{what} {_shown(table)}, not a torch.Tensor")
+    if tensor_problem(table):
+        raise CreditError(f"{what} a tensor that {tensor_problem(table)}")
+    if table.shape != mask.shape or not table.is_floating_point():
+        wanted = f"floating point, [prompt, member, decision] = {tuple(mask.shape)}"
+        raise CreditError(f"{what} {_shown(table)}, not {wanted}")
+    bad = (mask & ~table.isfinite()).nonzero()
     if len(bad):
         raise CreditError(
             f"{what} {len(bad)} values that are not finite, the first at (prompt, member, decision)"
             f" = {tuple(bad[0].tolist())}; columns that the rule's probe does not fill are NaN"
         )
-    return found.detach().masked_fill(~mask, 0.0)
+    return table.detach().masked_fill(~mask, 0.0)
 
 
-def _shown(found: object) -> str:
-    return (
-        f"{found.dtype} {tuple(found.shape)}"
-        if isinstance(found, Tensor)
-        else f"a {type(found).__name__}"
-    )
+def _shown(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from flowrl.core.errors import require
 from flowrl.core.experience import CreditTable, Decisions, ValueTable
 from flowrl.core.options import checked_options
-from flowrl.credit.table import last_column, require_clamp, require_columns, zscore
+from flowrl.credit.table import Clamp, last_column, require_columns, zscore
 from flowrl.probes import NoProbe, Probe
 
 
@@ -33,12 +32,8 @@ class Uniform:
     """
 
     std: Literal["group", "batch"] = "group"
-    clamp: float | None = 5.0
+    clamp: Clamp = 5.0
     probe: Probe = NoProbe()
-
-    def __post_init__(self) -> None:
-        require(self.std in ("group", "batch"), "Uniform.std", self.std, "'group' or 'batch'")
-        require_clamp("Uniform", self.clamp)
 
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
         """Advantages [prompt, member, decision]."""

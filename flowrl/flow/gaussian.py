@@ -17,29 +17,28 @@ _HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 
 
 def sample(
-    gaussian: Gaussian, generator: torch.Generator, first: int = 0, of: int | None = None
+    gaussian: Gaussian, generator: torch.Generator, first: int = 0, total: int | None = None
 ) -> Latents:
     """Draw mean + std * eps with eps from `generator`: float32 and detached; exactly the mean where
     std is 0.
 
-    If `of` is given, noise is drawn for `of` samples, and the rows from `first` on are used. A part
-    of a batch then gets the same noise as in the whole batch, and the generator ends in the same
-    state.
+    If `total` is given, noise is drawn for that many samples, and the rows from `first` on are
+    used. A part of a batch then gets the same noise as in the whole batch, and the generator ends
+    in the same state.
 
     Args:
         gaussian: the distribution of the next node, with mean [sample, *latent] and std [sample].
         generator: the source of the noise; its device determines where the noise is drawn.
-        first: index of the first sample within the whole batch; used only with `of`.
-        of: number of samples of the whole batch; None if `gaussian` is the whole batch.
+        first: index of the first sample within the whole batch; used only with `total`.
+        total: number of samples of the whole batch; None if `gaussian` is the whole batch.
 
     Returns:
         Latents [sample, *latent] on the device of the mean.
     """
     mean = gaussian.mean.detach().float()
-    shape = mean.shape if of is None else (of, *mean.shape[1:])
-    noise = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
-    if of is not None:
-        noise = noise[first : first + len(mean)]
+    shape = (total or len(mean), *mean.shape[1:])
+    noise = torch.randn(shape, generator=generator, device=generator.device)
+    noise = noise[first : first + len(mean)]
     return mean + expand(gaussian.std.detach().float(), mean) * noise.to(mean.device)
 
 
@@ -60,7 +59,7 @@ def log_prob(gaussian: Gaussian, x: Latents) -> PerSample:
     std = _safe_std(gaussian)
     squared = _mean_squared_distance(gaussian, x.detach())
     density = -squared / (2.0 * std.square()) - std.log() - _HALF_LOG_TWO_PI
-    return torch.where(gaussian.std > 0, density, torch.zeros_like(density))
+    return torch.where(gaussian.std > 0, density, 0.0)
 
 
 def log_prob_without_constants(gaussian: Gaussian, x: Latents) -> PerSample:
@@ -117,7 +116,7 @@ def kl_without_delta(p: Gaussian, q: Gaussian, delta: PerSample) -> PerSample:
 
 def _safe_std(gaussian: Gaussian) -> Tensor:
     """The std with 1 in place of 0, to avoid a division by 0 and the logarithm of 0."""
-    return torch.where(gaussian.std > 0, gaussian.std, torch.ones_like(gaussian.std)).float()
+    return torch.where(gaussian.std > 0, gaussian.std, 1.0).float()
 
 
 def _mean_squared_distance(gaussian: Gaussian, x: Tensor) -> Tensor:
@@ -125,8 +124,6 @@ def _mean_squared_distance(gaussian: Gaussian, x: Tensor) -> Tensor:
     is 0.
     """
     difference = x.float() - gaussian.mean.float()
-    difference = torch.where(
-        expand(gaussian.std > 0, difference), difference, torch.zeros_like(difference)
-    )
-    squared = difference.square()
+    # `where` before the square: a mean that is not a number has gradient 0, too
+    squared = torch.where(expand(gaussian.std > 0, difference), difference, 0.0).square()
     return squared if squared.ndim == 1 else squared.flatten(1).mean(dim=1)

@@ -8,6 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowrl.core.types import PerSample
+
+Points = Float[Tensor, "sample dim"]
+
 
 @dataclass(frozen=True)
 class GaussianMixture:
@@ -29,60 +33,47 @@ class GaussianMixture:
     def ring(modes: int = 8, radius: float = 2.0, std: float = 0.25) -> "GaussianMixture":
         """Equal modes on a circle in the plane."""
         angle = torch.arange(modes) * (2 * torch.pi / modes)
-        return GaussianMixture(
-            radius * torch.stack([angle.cos(), angle.sin()], 1),
-            std,
-            torch.full((modes,), 1 / modes),
-        )
+        means = radius * torch.stack([angle.cos(), angle.sin()], 1)
+        return GaussianMixture(means, std, torch.full((modes,), 1 / modes))
 
-    def variance(self, t: Tensor) -> Tensor:
-        """c_t of every sample: [sample] -> [sample]."""
-        return (1 - t).square() * self.std**2 + t.square()
+    def _gap_and_variance(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """x - (1-t) m_k [sample, mode, dim] and c_t [sample, 1]."""
+        keep = 1 - t
+        variance = (keep.square() * self.std**2 + t.square())[:, None]
+        return x[:, None] - keep[:, None, None] * self.means, variance
 
-    def log_marginal(
-        self, x: Float[Tensor, "sample dim"], t: Float[Tensor, " sample"]
-    ) -> Float[Tensor, " sample"]:
+    def _log_joint(self, x: Tensor, t: Tensor) -> Tensor:
+        """log (w_k p_t(x | k)) [sample, mode]."""
+        gap, variance = self._gap_and_variance(x, t)
+        normaliser = 0.5 * x.shape[1] * (2 * torch.pi * variance).log()
+        return self.weights.log() - gap.square().sum(-1) / (2 * variance) - normaliser
+
+    def log_marginal(self, x: Points, t: PerSample) -> PerSample:
         """log p_t(x)."""
         return torch.logsumexp(self._log_joint(x, t), dim=1)
 
-    def _log_joint(self, x: Tensor, t: Tensor) -> Tensor:
-        variance = self.variance(t)[:, None]
-        gap = x[:, None] - (1 - t)[:, None, None] * self.means
-        dim = x.shape[1]
-        return (
-            self.weights.log()
-            - gap.square().sum(-1) / (2 * variance)
-            - 0.5 * dim * (2 * torch.pi * variance).log()
-        )
-
-    def clean_and_noise(
-        self, x: Float[Tensor, "sample dim"], t: Float[Tensor, " sample"]
-    ) -> tuple[Tensor, Tensor]:
+    def clean_and_noise(self, x: Points, t: PerSample) -> tuple[Tensor, Tensor]:
         """E[x_0 | x_t = x] (the Tweedie estimate) and E[eps | x_t = x], both [sample, dim]."""
         posterior = torch.softmax(self._log_joint(x, t), dim=1)[..., None]
-        gap = (x[:, None] - (1 - t)[:, None, None] * self.means) / self.variance(t)[:, None, None]
-        clean = self.means + (1 - t)[:, None, None] * self.std**2 * gap
-        noise = t[:, None, None] * gap
-        return (posterior * clean).sum(1), (posterior * noise).sum(1)
+        gap, variance = self._gap_and_variance(x, t)
+        gap, time = gap / variance[..., None], t[:, None, None]
+        clean = self.means + (1 - time) * self.std**2 * gap
+        return (posterior * clean).sum(1), (posterior * (time * gap)).sum(1)
 
-    def velocity(
-        self, x: Float[Tensor, "sample dim"], t: Float[Tensor, " sample"]
-    ) -> Float[Tensor, "sample dim"]:
+    def velocity(self, x: Points, t: PerSample) -> Points:
         """v = E[eps - x_0 | x_t = x], finite for every t in [0, 1]."""
         clean, noise = self.clean_and_noise(x, t)
         return noise - clean
 
-    def sample(self, count: int, generator: torch.Generator) -> Float[Tensor, "sample dim"]:
+    def sample(self, count: int, generator: torch.Generator) -> Points:
         """Draws of x_0."""
         mode = torch.multinomial(self.weights, count, replacement=True, generator=generator)
-        return self.means[mode] + self.std * torch.randn(
-            count, self.means.shape[1], generator=generator
-        )
+        noise = torch.randn(count, self.means.shape[1], generator=generator)
+        return self.means[mode] + self.std * noise
 
     def expected_bump(self, target: Float[Tensor, " dim"], width: float) -> float:
         """E exp(-|x_0 - target|^2 / (2 width^2)) under the data, in closed form."""
         total, dim = self.std**2 + width**2, self.means.shape[1]
-        bumps = (width**2 / total) ** (dim / 2) * torch.exp(
-            -(self.means - target).square().sum(1) / (2 * total)
-        )
+        distance = (self.means - target).square().sum(1)
+        bumps = (width**2 / total) ** (dim / 2) * torch.exp(-distance / (2 * total))
         return float((self.weights * bumps).sum())

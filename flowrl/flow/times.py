@@ -3,38 +3,50 @@
 
 Each kind turns uniform numbers into times (`times`), and `draw` takes these numbers from a
 generator for all samples of the iteration at once. Results therefore do not depend on micro-batches
-or processes. With `shared`, one row is drawn for all samples. Times of the grid are the network's
-own, t_i = timesteps_i / 1000. The order of a sample's times has no meaning.
+or processes. Times of the grid are the network's own, t_i = timesteps_i / 1000. The order of a
+sample's times has no meaning.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Gt, Lt
 from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.core.errors import require
-from flowrl.core.options import Count, checked_options
+from flowrl.core.options import Count, Fraction, Positive, checked_options
 from flowrl.core.types import Schedule
 
 Uniforms = Float[Tensor, "row number"]
-SMALLEST = 2.0**-24
-"""The distance from 0 and 1 that uniform numbers keep before their normal quantile is taken."""
 
 
-def _draw(
-    kind: "PermutedTimes | StratifiedTimes | UniformTimes | LogitNormalTimes | DrawnSteps",
-    schedule: Schedule,
-    samples: int,
-    generator: torch.Generator,
-    numbers: int = 0,
-) -> Tensor:
-    """Times [sample, draw] from `numbers` uniform numbers per row (0: one per draw)."""
-    rows, columns = 1 if kind.shared else samples, numbers or kind.draws(schedule)
-    uniforms = torch.rand(rows, columns, generator=generator, device=generator.device)
-    return kind.times(uniforms, schedule.to(generator.device)).expand(samples, -1).contiguous()
+@dataclass(frozen=True, kw_only=True)
+class _Times(ABC):
+    """A kind of times; with `shared`, one row of times serves all samples."""
+
+    shared: bool = False
+
+    @abstractmethod
+    def draws(self, schedule: Schedule) -> int:
+        """Times per sample."""
+
+    def numbers(self, schedule: Schedule) -> int:
+        """Uniform numbers per row; one per time, unless a kind orders more numbers than that."""
+        return self.draws(schedule)
+
+    @abstractmethod
+    def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
+        """Times [row, draw] from uniform numbers."""
+
+    def draw(self, schedule: Schedule, samples: int, generator: torch.Generator) -> Tensor:
+        """Times [sample, draw]."""
+        rows, device = 1 if self.shared else samples, generator.device
+        uniforms = torch.rand(rows, self.numbers(schedule), generator=generator, device=device)
+        return self.times(uniforms, schedule.to(device)).expand(samples, -1).contiguous()
 
 
 def _grid_times(schedule: Schedule) -> Tensor:
@@ -52,13 +64,9 @@ def _shifted(times: Tensor, shift: float) -> Tensor:
     return shift * times / (1.0 + (shift - 1.0) * times)
 
 
-def _require_shift(kind: str, shift: float) -> None:
-    require(math.isfinite(shift) and shift > 0, f"{kind}.shift", shift, "finite and above 0")
-
-
 @checked_options
 @dataclass(frozen=True)
-class PermutedTimes:
+class PermutedTimes(_Times):
     """The first floor(`fraction` T) of the grid's T times in random order.
 
     With the default fraction and T = 10 these are all but one. Source: DiffusionNFT's code (arXiv
@@ -72,30 +80,24 @@ class PermutedTimes:
         ConfigError: `fraction` is out of range.
     """
 
-    fraction: float = 0.99
-    shared: bool = False
-
-    def __post_init__(self) -> None:
-        require(
-            0 < self.fraction <= 1, "PermutedTimes.fraction", self.fraction, "above 0 and at most 1"
-        )
+    fraction: Fraction = 0.99
 
     def draws(self, schedule: Schedule) -> int:
-        """Times per sample: floor(`fraction` T), at least 1."""
+        """floor(`fraction` T), at least 1."""
         return max(math.floor(self.fraction * schedule.steps), 1)
 
-    def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
-        """Times [row, draw]; the order of T uniform numbers is the permutation."""
-        return _grid_times(schedule)[uniforms.argsort(dim=1)[:, : self.draws(schedule)]]
+    def numbers(self, schedule: Schedule) -> int:
+        """T: their order is the permutation."""
+        return schedule.steps
 
-    def draw(self, schedule: Schedule, samples: int, generator: torch.Generator) -> Tensor:
-        """Times [sample, draw]."""
-        return _draw(self, schedule, samples, generator, numbers=schedule.steps)
+    def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
+        """Times [row, draw]."""
+        return _grid_times(schedule)[uniforms.argsort(dim=1)[:, : self.draws(schedule)]]
 
 
 @checked_options
 @dataclass(frozen=True)
-class StratifiedTimes:
+class StratifiedTimes(_Times):
     """`count` times of the grid, one from each of `count` equal parts of the steps before step
     floor(`fraction` T).
 
@@ -116,43 +118,29 @@ class StratifiedTimes:
 
     count: Count = 6
     first: Literal["drawn", "without", "with"] = "without"
-    fraction: float = 0.9
-    shared: bool = False
-
-    def __post_init__(self) -> None:
-        require(
-            0 < self.fraction <= 1,
-            "StratifiedTimes.fraction",
-            self.fraction,
-            "above 0 and at most 1",
-        )
+    fraction: Fraction = 0.9
 
     def draws(self, schedule: Schedule) -> int:
-        """Times per sample: `count`."""
+        """`count`."""
         return self.count
 
     def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
-        """Times [row, draw] from one uniform number per draw; the first is not used if step 0 is
-        always taken.
-        """
+        """Times [row, draw]; the first number is not used if step 0 is always taken."""
         always, begin = self.first == "with", int(self.first != "drawn")
         parts, steps = self.count - always, math.floor(self.fraction * schedule.steps) - begin
         most = f"{steps + always} or fewer for a grid of {schedule.steps} steps"
         require(parts <= steps, "StratifiedTimes.count", self.count, most)
+        # integer edges, so a step belongs to one part only
         edges = begin + torch.arange(parts + 1, device=uniforms.device) * steps // max(parts, 1)
         uniforms = uniforms[:, always:]
         index = edges[:-1] + (uniforms * (edges[1:] - edges[:-1])).long()
         index = torch.cat([index.new_zeros(len(index), int(always)), index], dim=1)
         return _grid_times(schedule)[index]
 
-    def draw(self, schedule: Schedule, samples: int, generator: torch.Generator) -> Tensor:
-        """Times [sample, draw]."""
-        return _draw(self, schedule, samples, generator)
-
 
 @checked_options
 @dataclass(frozen=True)
-class UniformTimes:
+class UniformTimes(_Times):
     """`count` stratified times, uniform in [`low`, `high`], then shifted: shift t / (1 + (shift -
     1) t).
 
@@ -170,37 +158,25 @@ class UniformTimes:
     """
 
     count: Count = 6
-    low: float = 0.2
-    high: float = 1.0
-    shift: float = 3.0
-    shared: bool = False
+    low: Annotated[float, Gt(0), Lt(1)] = 0.2
+    high: Fraction = 1.0
+    shift: Positive = 3.0
 
     def __post_init__(self) -> None:
-        require(0 < self.low < 1, "UniformTimes.low", self.low, "above 0 and below 1")
-        require(
-            self.low < self.high <= 1,
-            "UniformTimes.high",
-            self.high,
-            f"above low = {self.low} and at most 1",
-        )
-        _require_shift("UniformTimes", self.shift)
+        require(self.low < self.high, "UniformTimes.high", self.high, f"above low = {self.low}")
 
     def draws(self, schedule: Schedule) -> int:
-        """Times per sample: `count`."""
+        """`count`."""
         return self.count
 
     def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
         """Times [row, draw] from one uniform number per draw."""
         return _shifted(self.low + (self.high - self.low) * _strata(uniforms), self.shift)
 
-    def draw(self, schedule: Schedule, samples: int, generator: torch.Generator) -> Tensor:
-        """Times [sample, draw]."""
-        return _draw(self, schedule, samples, generator)
-
 
 @checked_options
 @dataclass(frozen=True)
-class LogitNormalTimes:
+class LogitNormalTimes(_Times):
     """`count` stratified times with a normally distributed logit, then shifted as in
     `UniformTimes`.
 
@@ -219,38 +195,24 @@ class LogitNormalTimes:
     """
 
     count: Count = 6
-    mean: float = 0.0
-    std: float = 1.0
-    shift: float = 3.0
-    shared: bool = False
-
-    def __post_init__(self) -> None:
-        require(math.isfinite(self.mean), "LogitNormalTimes.mean", self.mean, "finite")
-        require(
-            math.isfinite(self.std) and self.std > 0,
-            "LogitNormalTimes.std",
-            self.std,
-            "finite and above 0",
-        )
-        _require_shift("LogitNormalTimes", self.shift)
+    mean: Annotated[float, Gt(-math.inf), Lt(math.inf)] = 0.0
+    std: Positive = 1.0
+    shift: Positive = 3.0
 
     def draws(self, schedule: Schedule) -> int:
-        """Times per sample: `count`."""
+        """`count`."""
         return self.count
 
     def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
         """Times [row, draw] from one uniform number per draw."""
-        quantile = torch.special.ndtri(_strata(uniforms).clamp(SMALLEST, 1 - SMALLEST))
+        edge = 2.0**-24  # the quantiles of 0 and 1 are infinite
+        quantile = torch.special.ndtri(_strata(uniforms).clamp(edge, 1 - edge))
         return _shifted(torch.sigmoid(self.mean + self.std * quantile), self.shift)
-
-    def draw(self, schedule: Schedule, samples: int, generator: torch.Generator) -> Tensor:
-        """Times [sample, draw]."""
-        return _draw(self, schedule, samples, generator)
 
 
 @checked_options
 @dataclass(frozen=True)
-class DrawnSteps:
+class DrawnSteps(_Times):
     """`count` times of the grid's first `steps` steps, drawn without replacement.
 
     Late times are left out because few-step samples have artefacts there, which training would
@@ -268,30 +230,22 @@ class DrawnSteps:
 
     count: Count = 4
     steps: Count = 7
-    shared: bool = True
+    shared: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        require(
-            self.count <= self.steps,
-            "DrawnSteps.count",
-            self.count,
-            f"at most steps = {self.steps}",
-        )
+        most = f"at most steps = {self.steps}"
+        require(self.count <= self.steps, "DrawnSteps.count", self.count, most)
 
     def draws(self, schedule: Schedule) -> int:
-        """Times per sample: `count`."""
+        """`count`."""
         return self.count
 
-    def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
-        """Times [row, draw]; the order of `steps` uniform numbers selects the steps."""
-        require(
-            self.steps <= schedule.steps,
-            "DrawnSteps.steps",
-            self.steps,
-            f"at most the grid's {schedule.steps} steps",
-        )
-        return _grid_times(schedule)[uniforms.argsort(dim=1)[:, : self.count]]
+    def numbers(self, schedule: Schedule) -> int:
+        """`steps`: their order selects the times."""
+        return self.steps
 
-    def draw(self, schedule: Schedule, samples: int, generator: torch.Generator) -> Tensor:
-        """Times [sample, draw]."""
-        return _draw(self, schedule, samples, generator, numbers=self.steps)
+    def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
+        """Times [row, draw]."""
+        most = f"at most the grid's {schedule.steps} steps"
+        require(self.steps <= schedule.steps, "DrawnSteps.steps", self.steps, most)
+        return _grid_times(schedule)[uniforms.argsort(dim=1)[:, : self.count]]

@@ -1,14 +1,14 @@
 """Prompts from files: a prompt per line, JSON lines with metadata (such as GenEval's), or a Hugging
 Face dataset.
 
-Datasets (`hf:NAME[:SPLIT[:COLUMN]]`, folders, .parquet, .arrow, .csv and .json files) need the
-extra `datasets`.
+Datasets (`hf(name=...)`, folders, .parquet, .arrow, .csv and .json files) need the extra
+`datasets`.
 """
 
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +19,7 @@ from flowrl.core.prompt import Prompt
 from flowrl.io import require_new_file, write_bytes
 from flowrl.parts.geneval import request_of
 from flowrl.parts.prompt_lists import compositional_prompts, image_prompts, text_prompts
+from flowrl.parts.specs import parse_spec
 from flowrl.reading import parse_json, read_text
 
 T = TypeVar("T")
@@ -29,51 +30,30 @@ GENERATORS: dict[str, Callable[[int], list[Prompt]]] = {
     "text": text_prompts,
     "images": image_prompts,
 }
-DATASET_PREFIX = "hf:"
+DATASET = "hf("
+DATASET_OPTIONS = ("name", "split", "column")
 DATASET_FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json"}
-"""Suffixes of the files that are read as datasets without the prefix."""
+"""Suffixes of the files that are read as datasets by their path alone."""
 TEXT_COLUMNS = ("prompt", "text", "caption")
 """Unless a column is named, the first of these that a dataset has contains the prompts."""
 
 
 @dataclass(frozen=True)
 class PromptFile:
-    """The content of a file of prompts. For a dataset, lines are its rows, counted from 1.
+    """The content of a file of prompts.
 
     Args:
-        path: the file.
         prompts: its prompts.
-        blank: numbers of the blank lines.
-        repeated: pairs (line, earlier line with the same prompt).
-        unit: "line" or "row", for messages.
+        remarks: what is allowed but may be a mistake (blank lines, repeated prompts), one sentence
+            each; lines, or rows of a dataset, are counted from 1.
     """
 
-    path: Path
     prompts: tuple[Prompt, ...]
-    blank: tuple[int, ...]
-    repeated: tuple[tuple[int, int], ...]
-    unit: str = "line"
-
-    def remarks(self) -> list[str]:
-        """Findings that are allowed but may be mistakes, one sentence each."""
-        remarks = []
-        if self.blank:
-            remarks.append(f"{self.path}: blank {self.unit}s {_first(map(str, self.blank), ', ')}")
-        if self.repeated:
-            pairs = _first(
-                (
-                    f"{self.unit} {line} repeats {self.unit} {first}"
-                    for line, first in self.repeated
-                ),
-                "; ",
-            )
-            remarks.append(f"{self.path}: {pairs}; repeated prompts are drawn more often")
-        return remarks
+    remarks: tuple[str, ...] = ()
 
 
-def _first(texts: Iterable[str], separator: str) -> str:
+def _listed(texts: Sequence[str], separator: str) -> str:
     """The first `SHOWN` texts, and how many more there are."""
-    texts = list(texts)
     more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     return separator.join(texts[:SHOWN]) + more
 
@@ -97,10 +77,11 @@ def prompts_from(source: str) -> list[Prompt]:
 
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of `load_prompts`, with a warning about repeated ones."""
-    found = load_prompts(path)
-    if found.repeated:
-        warnings.warn(found.remarks()[-1], stacklevel=2)
-    return list(found.prompts)
+    content = load_prompts(path)
+    for remark in content.remarks:
+        if "repeats" in remark:
+            warnings.warn(remark, stacklevel=2)
+    return list(content.prompts)
 
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
@@ -127,13 +108,13 @@ def load_prompts(path: Path) -> PromptFile:
 
     JSON lines are objects with an entry "prompt". Their other entries are the prompt's metadata; an
     entry "include" among them must be a request in GenEval's form (`flowrl.parts.geneval`). A
-    dataset is NAME[:SPLIT[:COLUMN]], NAME being a name on the Hub, a folder (written by
-    `save_to_disk`, or with data files) or a file. SPLIT defaults to train, or the only split;
-    COLUMN to the first of `TEXT_COLUMNS`. Its other columns become metadata if they contain text,
-    numbers, truth values, or lists and objects of these. Raises `ConfigError` that names the file
-    and every bad line (the first five).
+    dataset is ``hf(name=..., split=..., column=...)``, `name` being a name on the Hub, a folder
+    (written by `save_to_disk`, or with data files) or a file. `split` defaults to train, or the
+    only split; `column` to the first of `TEXT_COLUMNS`. Its other columns become metadata if they
+    contain text, numbers, truth values, or lists and objects of these. Raises `ConfigError` that
+    names the file and every bad line (the first five).
     """
-    if str(path).startswith(DATASET_PREFIX) or path.suffix in DATASET_FORMATS or path.is_dir():
+    if str(path).startswith(DATASET) or path.suffix in DATASET_FORMATS or path.is_dir():
         return _collect(path, _dataset_prompts(str(path)), lambda prompt: prompt, "row")
     lines = read_text(path).removesuffix("\n").split("\n")  # splitlines would also cut at U+2028
     return _collect(path, lines, _from_json if path.suffix == ".jsonl" else _from_text, "line")
@@ -145,9 +126,8 @@ def _collect(
     """The prompts of the rows; a row without a text is blank. Raises `ConfigError` that lists the
     bad rows.
     """
-    prompts: list[Prompt] = []
-    first: dict[str, int] = {}
-    blank, repeated, faults = [], [], []
+    prompts, first = list[Prompt](), dict[str, int]()
+    blank, repeated, faults = list[str](), list[str](), list[str]()
     for number, row in enumerate(rows, 1):
         try:
             prompt = parse(row)
@@ -159,19 +139,21 @@ def _collect(
         if prompt is None:
             continue
         if not prompt.text:
-            blank.append(number)
+            blank.append(str(number))
             continue
         prompts.append(prompt)
-        earlier = first.setdefault(
-            json.dumps([prompt.text, dict(prompt.metadata)], sort_keys=True), number
-        )
-        if earlier != number:
-            repeated.append((number, earlier))
+        key = json.dumps([prompt.text, dict(prompt.metadata)], sort_keys=True)
+        if first.setdefault(key, number) != number:
+            repeated.append(f"{unit} {number} repeats {unit} {first[key]}")
     if faults:
-        raise ConfigError(f"prompts: {path}, {_first(faults, '; ')}")
+        raise ConfigError(f"prompts: {path}, {_listed(faults, '; ')}")
     if not prompts:
         raise ConfigError(f"prompts: {path} contains no prompt")
-    return PromptFile(path, tuple(prompts), tuple(blank), tuple(repeated), unit)
+    remarks = [f"{path}: blank {unit}s {_listed(blank, ', ')}"] * bool(blank)
+    if repeated:
+        listed = _listed(repeated, "; ")
+        remarks.append(f"{path}: {listed}; repeated prompts are drawn more often")
+    return PromptFile(tuple(prompts), tuple(remarks))
 
 
 def _from_text(line: str) -> Prompt | None:
@@ -194,8 +176,8 @@ def _from_json(line: str) -> Prompt:
 
 
 def _dataset_prompts(spec: str) -> list[Prompt]:
-    """The prompt in every row of ``[hf:]NAME[:SPLIT[:COLUMN]]``; an empty cell is a prompt without
-    a text.
+    """The prompt in every row of ``hf(...)`` or of a path; an empty cell is a prompt without a
+    text.
     """
     try:
         datasets: Any = import_module("datasets")
@@ -205,19 +187,14 @@ def _dataset_prompts(spec: str) -> list[Prompt]:
             " '.[datasets]'"
         )
         raise ConfigError(message) from error
-    name, split, column = spec.removeprefix(DATASET_PREFIX), "", ""
-    if not Path(name or ":").exists():  # the name of a file may contain colons
-        name, split, column = [*name.split(":", 2), "", ""][:3]
+    options = parse_spec(spec, "prompts").options if spec.startswith(DATASET) else {"name": spec}
+    name, split, column = (str(options.get(key, "")) for key in DATASET_OPTIONS)
     path = Path(name or ":")
     # datasets takes a bare name for a reader of the current folder's files; version 4.0 unpickles
     # them for "pandas".
-    known = (path.exists() or "/" in name) and ":" not in column
-    require(
-        known,
-        "prompts",
-        spec,
-        f"{DATASET_PREFIX}OWNER/NAME[:SPLIT[:COLUMN]], or a path instead of OWNER/NAME",
-    )
+    known = (path.exists() or "/" in name) and options.keys() <= set(DATASET_OPTIONS)
+    allowed = "hf(name=OWNER/NAME, split=SPLIT, column=COLUMN), or a path instead of OWNER/NAME"
+    require(known, "prompts", spec, allowed)
     try:
         if any((path / marker).exists() for marker in ("state.json", "dataset_dict.json")):
             splits: Any = datasets.load_from_disk(name)
@@ -236,7 +213,7 @@ def _dataset_prompts(spec: str) -> list[Prompt]:
             split in splits,
             "split of prompts",
             split,
-            f"one of {', '.join(map(str, splits))}, as in hf:{name}:SPLIT",
+            f"one of {', '.join(map(str, splits))}, as in hf(name={name}, split=SPLIT)",
         )
         table = splits[split]
         column = column or next(
@@ -251,7 +228,7 @@ def _dataset_prompts(spec: str) -> list[Prompt]:
             column in texts,
             "column of prompts",
             column,
-            f"one with text ({', '.join(texts)}), as in hf:{name}:{split}:COLUMN",
+            f"one with text ({', '.join(texts)}), as in hf(name={name}, column=COLUMN)",
         )
         kept = [
             key for key, feature in table.features.items() if key == column or _is_plain(feature)

@@ -59,48 +59,63 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
         ConfigError: the name or an option is unknown, a file is missing, the part raises, or it is
             of another kind.
     """
-    entry = KINDS[kind]
     parsed = parse_spec(spec, kind)
     head, maker = parsed.name, find_maker(kind, parsed)
-    if head not in entry.built_in:
-        _require_maker(kind, head, maker)
+    if head not in KINDS[kind].built_in:
+        _check_maker(kind, head, maker)
     parameters = _parameters(maker)
-    unknown = sorted(set(parsed.options) - set(parameters)) if parameters is not None else []
-    if unknown:
-        raise ConfigError(
-            f"{kind}: {head} has no option {', '.join(unknown)}; allowed:"
-            f" {', '.join(parameters or ()) or 'none'}"
-        )
-    chosen = {
-        name: value
-        for name, value in defaults.items()
-        if parameters is not None and name in parameters
-    }
-    chosen |= {name: _convert(name, value, defaults) for name, value in parsed.options.items()}
-    needed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    missing = [
-        n
-        for n, p in (parameters or {}).items()
-        if p.default is p.empty and p.kind in needed and n not in chosen
-    ]
-    if missing:
-        raise ConfigError(
-            f"{kind}: {head} needs {', '.join(missing)}, as in {head}({missing[0]}=...)"
-        )
-    for name in parsed.options:
-        _require_number(f"{kind}: {head}: {name}", chosen[name], (parameters or {}).get(name))
+    if parameters is None:  # it takes any option
+        options = {name: _nested(name, value, defaults) for name, value in parsed.options.items()}
+    else:
+        options = _options(f"{kind}: {head}", parameters, parsed.options, defaults)
     try:
-        part = maker(**chosen)
+        part = maker(**options)
     except FlowrlError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{kind}: building {spec} failed: {type(error).__name__}: {error}"
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{kind}: building {spec} failed: {reason}") from error
     check_part(kind, part, head)
     if kind == "credit":
         resolve_name("flowrl.credit.table:check_signature")(part)
     return part
+
+
+def _options(
+    part: str,
+    parameters: Mapping[str, inspect.Parameter],
+    given: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The options of a part from its spec and the defaults, checked by name."""
+    if extra := sorted(given.keys() - parameters.keys()):
+        allowed = ", ".join(parameters) or "none"
+        raise ConfigError(f"{part} has no option {', '.join(extra)}; allowed: {allowed}")
+    options = {name: value for name, value in defaults.items() if name in parameters}
+    options |= {name: _nested(name, value, defaults) for name, value in given.items()}
+    for name, parameter in parameters.items():
+        named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY)
+        if parameter.default is parameter.empty and named and name not in options:
+            raise ConfigError(f"{part} needs {name}, as in {part.split()[-1]}({name}=...)")
+        number = type(parameter.default) in (int, float)
+        value = options.get(name)
+        require(not (number and isinstance(value, str)), f"{part}: {name}", value, "a number")
+    return options
+
+
+def _nested(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
+    """The value of an option; specs of other parts are built, and rewards within a reward get its
+    defaults.
+    """
+    kind = NESTED.get(name)
+    if kind is None:
+        return value
+    inherited = defaults if kind == "reward" else {}
+    if isinstance(value, dict):
+        return {key: _nested(name, inside, defaults) for key, inside in value.items()}
+    if kind == "probe" and value is None:  # the bare word none
+        value = "none"
+    return build(kind, value, **inherited) if isinstance(value, str) else value
 
 
 def check_part(kind: str, part: Any, name: str = "") -> None:
@@ -115,34 +130,31 @@ def check_part(kind: str, part: Any, name: str = "") -> None:
         ConfigError: it lacks a member of the kind's protocols, which the message names if there is
             one protocol.
     """
-    entry = KINDS[kind]
-    if not isinstance(part, entry.protocol_types()):
+    if not isinstance(part, KINDS[kind].protocol_types()):
         lacking = _lacking(kind, lambda member: hasattr(part, member))
-        raise ConfigError(
-            f"{kind}: {name or type(part).__name__} is not a {entry.noun}; it needs"
-            f" {entry.needs}{lacking}"
-        )
+        raise ConfigError(f"{kind}: {name or type(part).__name__} {lacking}")
 
 
 def _lacking(kind: str, has: Callable[[str], bool]) -> str:
-    """Words for the members of the only protocol of `kind` that a part lacks."""
-    first, *others = KINDS[kind].protocol_types()
+    """Words for what an object or a class lacks to be a part of this kind."""
+    entry, (first, *others) = KINDS[kind], KINDS[kind].protocol_types()
     missing = [] if others else [f"`{name}`" for name in _members(first) if not has(name)]
-    return f", and has no {', '.join(missing)}" if missing else ""
+    names = f", and has no {', '.join(missing)}" if missing else ""
+    return f"is not a {entry.noun}; it needs {entry.needs}{names}"
 
 
 def _members(protocol: type, kinds: tuple[type, ...] = (property, types.FunctionType)) -> list[str]:
     """Names of a protocol's methods and properties."""
-    found = {
-        name: value
+    members = {
+        name
         for base in protocol.__mro__
         for name, value in vars(base).items()
         if isinstance(value, kinds)
     }
-    return [name for name in found if name == "__call__" or not name.startswith("_")]
+    return sorted(name for name in members if name == "__call__" or not name.startswith("_"))
 
 
-def _require_maker(kind: str, head: str, maker: Any) -> None:
+def _check_maker(kind: str, head: str, maker: Any) -> None:
     """Raise `ConfigError` unless `maker` is a class with the methods of `kind`, or a function
     annotated to return one.
 
@@ -154,19 +166,14 @@ def _require_maker(kind: str, head: str, maker: Any) -> None:
             made = get_type_hints(made).get("return")
         except (NameError, TypeError):  # annotations that cannot be resolved
             made = None
-    bodies = [vars(base) for base in made.__mro__] if isinstance(made, type) else []
-
-    def has(name: str) -> bool:
-        return any(name in body or name in body.get("__annotations__", ()) for body in bodies)
-
-    for protocol in KINDS[kind].protocol_types() if bodies else ():
-        if all(has(name) for name in _members(protocol, (types.FunctionType,))):
-            return
-    entry = KINDS[kind]
-    how = (
-        _lacking(kind, has) if bodies else ""
-    ) or ", as a class, or as a function annotated to return one"
-    raise ConfigError(f"{kind}: {head} is not a {entry.noun}; it needs {entry.needs}{how}")
+    bases = made.__mro__ if isinstance(made, type) else ()
+    names = {name for base in bases for name in vars(base)}
+    names |= {name for base in bases for name in vars(base).get("__annotations__", ())}
+    methods = (_members(p, (types.FunctionType,)) for p in KINDS[kind].protocol_types())
+    if not bases or not any(names.issuperset(required) for required in methods):
+        lacking = _lacking(kind, names.__contains__ if bases else lambda name: True)
+        form = ", as a class, or as a function annotated to return one"
+        raise ConfigError(f"{kind}: {head} {lacking}{'' if 'has no' in lacking else form}")
 
 
 def available(kind: str) -> dict[str, str]:
@@ -181,18 +188,13 @@ def available(kind: str) -> dict[str, str]:
 
 def shadowed() -> list[str]:
     """A line per plug-in that has the name of a built-in part, which is used in its place."""
-    found = []
-    for entry in KINDS.values():
-        points = [
-            point for point in entry_points(group=entry.group) if point.name in entry.built_in
-        ]
-        for point in points:
-            found.append(
-                f"{package_of(point)} offers a {entry.noun} {point.name!r} ({point.value}), which"
-                f" is never used by this name, that of a built-in one: use {point.value}, or"
-                " rename it"
-            )
-    return found
+    return [
+        f"{package_of(point)} offers a {entry.noun} {point.name!r} ({point.value}), which is never"
+        f" used by this name, that of a built-in one: use {point.value}, or rename it"
+        for entry in KINDS.values()
+        for point in entry_points(group=entry.group)
+        if point.name in entry.built_in
+    ]
 
 
 def options_of(kind: str, name: str) -> dict[str, Any]:
@@ -234,30 +236,6 @@ def summary_of(kind: str, name: str) -> str:
 def documentation_of(kind: str, name: str) -> str:
     """A part's whole documentation."""
     return inspect.getdoc(_by_name(kind, name)) or ""
-
-
-def _convert(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
-    """The value of an option; specs of other parts are built, and rewards within a reward get its
-    defaults.
-    """
-    kind = NESTED.get(name)
-    if kind == "probe" and value is None:  # the bare word none
-        value = "none"
-    if kind is None:
-        return value
-    inherited = defaults if kind == "reward" else {}
-    if isinstance(value, dict):
-        return {
-            key: build(kind, spec, **inherited) if isinstance(spec, str) else spec
-            for key, spec in value.items()
-        }
-    return build(kind, value, **inherited) if isinstance(value, str) else value
-
-
-def _require_number(option: str, value: Any, parameter: inspect.Parameter | None) -> None:
-    """Raise `ConfigError` if an option whose default is a number is given words."""
-    number = parameter is not None and type(parameter.default) in (int, float)
-    require(not (number and isinstance(value, str)), option, value, "a number")
 
 
 def find_maker(kind: str, spec: Spec) -> Maker:

@@ -155,7 +155,7 @@ def read_values(values: Any, kind: type) -> dict[str, Any]:
     """The settings of `kind` by name, from groups of plain `values` (the inverse of `nested`).
     Raises `ConfigError`.
     """
-    return _Reader(None, kind, None).settings(values)
+    return _Document(None, kind, None).settings(values)
 
 
 SECTIONS = ("about", "settings", "with")
@@ -169,34 +169,20 @@ def read_settings(path: Path, kind: type) -> SettingsFile:
     setting and what is allowed, also for names that occur twice.
     """
     root, node = load_document(path)
-    reader = _Reader(path, kind, node)
-    if root is None:
-        raise reader.error(
-            (), "the file is empty; write groups of settings, as in 'rollout: {groups: 4}'"
-        )
-    if not isinstance(root, dict):
-        raise reader.error(
-            (),
-            "a file of settings holds groups of them, as in 'rollout: {groups: 4}', not"
-            f" {root!r:.60}",
-        )
+    document = _Document(path, kind, node)
+    root = dict(document.mapping(root))
     root.pop("format", None)  # checked by the caller
     if not set(root) & set(SECTIONS):
-        return SettingsFile(reader.settings(root), {}, {})
+        return SettingsFile(document.settings(root), {}, {})
     for name in root:
         if name not in SECTIONS:
-            raise reader.error(
-                [name], f"{unknown(name, SECTIONS, 'section')} (settings go below 'settings:')"
-            )
-    when = {
-        str(other): reader.settings(values, "with", str(other))
-        for other, values in reader.mapping(root, "with").items()
+            hint = f"{unknown(name, SECTIONS, 'section')} (settings go below 'settings:')"
+            raise document.error([name], hint)
+    about, settings, when = (document.mapping(root.get(name, {}), name) for name in SECTIONS)
+    others = {
+        str(other): document.settings(values, "with", str(other)) for other, values in when.items()
     }
-    return SettingsFile(
-        reader.settings(reader.mapping(root, "settings"), "settings"),
-        when,
-        reader.mapping(root, "about"),
-    )
+    return SettingsFile(document.settings(settings, "settings"), others, about)
 
 
 def read_arms(path: Path, kind: type) -> dict[str, dict[str, Any]]:
@@ -206,120 +192,80 @@ def read_arms(path: Path, kind: type) -> dict[str, dict[str, Any]]:
     Raises `ConfigError` as `read_settings` does.
     """
     root, node = load_document(path)
-    reader = _Reader(path, kind, node)
+    document = _Document(path, kind, node)
     if not isinstance(root, dict) or list(root) != ["arms"]:
-        raise reader.error((), "write 'arms:', and below it lines of 'name: {setting: value}'")
+        raise document.error((), "write 'arms:', and below it lines of 'name: {setting: value}'")
     return {
-        str(name): reader.arm("arms", str(name), {} if settings is None else settings)
-        for name, settings in reader.mapping(root, "arms").items()
+        str(name): document.settings(values or {}, "arms", str(name), grouped=False)
+        for name, values in document.mapping(root["arms"], "arms").items()
     }
 
 
 @dataclass(frozen=True)
-class _Reader:
-    """Checks the settings of one file, and finds the line of an error."""
+class _Document:
+    """The settings in one file, which are checked one by one so that an error has its line.
+
+    Conditions on several settings are checked when the run is built.
+    """
 
     path: Path | None
     kind: type
     node: yaml.Node | None
 
-    def mapping(self, root: Mapping[str, Any], section: str) -> dict[str, Any]:
-        """The entries of a section; empty if it is missing."""
-        found = root.get(section, {})
-        if not isinstance(found, dict):
-            raise self.error(
-                [section], f"{section} must be lines of 'name: value', not {found!r:.60}"
-            )
-        return found
-
-    def settings(self, values: Any, *section: str) -> dict[str, Any]:
-        """Settings by their own names, every group checked against its class."""
-        groups, own, found = groups_of(self.kind), {item.name for item in fields_of(self.kind)}, {}
+    def mapping(self, values: Any, *place: str) -> dict[str, Any]:
+        """`values`, which must be a mapping."""
         if not isinstance(values, dict):
-            raise self.error(
-                section,
-                f"{'/'.join(section)} must hold groups of settings, not {values!r:.60}".strip(),
-            )
-        for name, value in values.items():
-            if name in groups:
-                if not isinstance(value, dict):
-                    raise self.error(
-                        [*section, name],
-                        f"{name} must hold lines of 'name: value', not {value!r:.60}",
-                    )
-                for inside, setting in value.items():
-                    found |= self._checked(groups[name], str(inside), setting, *section, name)
-            elif name in own:
-                found |= self._checked(self.kind, name, value, *section)
+            name = place[-1] if place else "a file of settings"
+            message = f"{name} must hold lines of 'name: value', not {values!r:.60}"
+            raise self.error(place, message)
+        return values
+
+    def settings(self, values: Any, *place: str, grouped: bool = True) -> dict[str, Any]:
+        """Settings by their own names, from groups or, if not `grouped`, from names alone."""
+        groups, home, checked = groups_of(self.kind), owners(self.kind), {}
+        for name, value in self.mapping(values, *place).items():
+            if grouped and name in groups:
+                for inside, setting in self.mapping(value, *place, name).items():
+                    checked |= self._checked(groups[name], str(inside), setting, *place, name)
             else:
-                home = owners(self.kind).get(name)
-                hint = (
-                    f"{name} belongs below '{home}:'"
-                    if home
-                    else unknown(str(name), [*own], "group or setting")
-                )
-                raise self.error([*section, name], hint)
-        return found
-
-    def arm(self, section: str, arm: str, values: Any) -> dict[str, Any]:
-        """Settings without groups, every one checked against its class."""
-        home, groups, found = owners(self.kind), groups_of(self.kind), {}
-        if not isinstance(values, dict):
-            raise self.error(
-                [section, arm], f"{arm} must hold lines of 'setting: value', not {values!r:.60}"
-            )
-        for name, value in values.items():
-            if name not in home:
-                raise self.error([section, arm, str(name)], unknown(str(name), home))
-            found |= self._checked(groups.get(home[name], self.kind), name, value, section, arm)
-        return found
+                if not grouped and name not in home:
+                    raise self.error([*place, str(name)], unknown(str(name), home))
+                group = self.kind if grouped else groups.get(home[name], self.kind)
+                checked |= self._checked(group, str(name), value, *place)
+        return checked
 
     def _checked(self, group: type, name: str, value: Any, *place: str) -> dict[str, Any]:
-        """One setting, checked separately, so that the error has its line; conditions on several
-        settings are checked when the run is built.
-        """
-        known = cast(Any, group).__pydantic_fields__
+        """The setting `name` of `group`."""
+        known = {item.name for item in fields_of(group)} - groups_of(group).keys()
         if name not in known:
             home = owners(self.kind).get(name)
-            hint = f"{name} belongs below '{home}:'" if home else unknown(name, known)
-            raise self.error([*place, name], hint)
-        kind, node = known[name].annotation, self._entry([*place, name])[1]
-        if kind is str and isinstance(node, yaml.ScalarNode) and not isinstance(value, str):
-            # 0:9 and 12 are texts if the setting is a text
-            value = node.value if value is not None else ""
-        if get_origin(kind) is tuple:
-            value = (
-                tuple(value)
-                if isinstance(value, list)
-                else (value,)
-                if isinstance(value, str)
-                else value
-            )
-        checked: Any = Annotated[kind, *known[name].metadata] if known[name].metadata else kind
+            inside = groups_of(group)
+            hint = unknown(name, [*known, *inside], "group or setting" if inside else "setting")
+            raise self.error([*place, name], f"{name} belongs below '{home}:'" if home else hint)
+        info, node = cast(Any, group).__pydantic_fields__[name], self._entry([*place, name])[1]
+        if info.annotation is str and isinstance(node, yaml.ScalarNode) and value is not None:
+            value = node.value  # 0:9 and 12 are texts if the setting is a text
+        elif info.annotation is str and node is not None:
+            value = "" if value is None else value
+        if get_origin(info.annotation) is tuple and isinstance(value, str | list):
+            value = (value,) if isinstance(value, str) else tuple(value)
+        kind: Any = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
         try:
-            TypeAdapter(checked, config=RULES).validate_python(value)
+            TypeAdapter(kind, config=RULES).validate_python(value)
         except ValidationError as error:
             problem = f"{name} = {value!r:.200} is not allowed; allowed: {allowed(group, name)}"
             raise self.error([*place, name], problem) from error
         return {name: value}
 
     def _entry(self, place: Sequence[str]) -> tuple[int | None, yaml.Node | None]:
-        """The line and the node of the entry at `place`, or of the innermost group on the way to
-        it.
-        """
+        """The line and the node of the entry at `place`, or of the innermost group around it."""
         line, node = None, self.node
         for key in place:
-            entry = next(
-                (
-                    pair
-                    for pair in getattr(node, "value", ())
-                    if getattr(pair[0], "value", None) == str(key)
-                ),
-                None,
-            )
-            if entry is None:
+            pairs = node.value if isinstance(node, yaml.MappingNode) else []
+            pair = next((pair for pair in pairs if pair[0].value == key), None)
+            if pair is None:
                 break
-            line, node = entry[0].start_mark.line + 1, entry[1]
+            line, node = pair[0].start_mark.line + 1, pair[1]
         return line, node
 
     def error(self, place: Sequence[str], message: str) -> ConfigError:
@@ -327,12 +273,9 @@ class _Reader:
         if self.path is None:
             return ConfigError(f"config: {message}")
         line = self._entry(place)[0]
-        if self.node is None and place:
-            lines = read_text(self.path).splitlines()
-            line = next(
-                (number for number, text in enumerate(lines, start=1) if f'"{place[-1]}"' in text),
-                None,
-            )
+        if self.node is None and place:  # JSON
+            lines = enumerate(read_text(self.path).splitlines(), start=1)
+            line = next((number for number, text in lines if f'"{place[-1]}"' in text), None)
         return ConfigError(f"config: {self.path}{f', line {line}' if line else ''}: {message}")
 
 

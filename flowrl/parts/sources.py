@@ -17,8 +17,7 @@ def summary(place: str) -> str:
     """
     module, _, name = place.partition(":")
     try:
-        file = _file_of(module)
-        return "" if file is None else first_paragraph(_documented(file).get(name, ""))
+        return first_paragraph(_documented(module).get(name, ""))
     except (ValueError, OSError, SyntaxError):
         return ""
 
@@ -28,32 +27,25 @@ def first_paragraph(documentation: str) -> str:
     return " ".join(documentation.partition("\n\n")[0].split())
 
 
-def _file_of(module: str) -> Path | None:
-    """The Python file of a module, found from its top-level package, because finding a submodule
-    imports its packages.
-    """
+@cache
+def _documented(module: str) -> dict[str, str]:
+    """The docstrings of all definitions in a module, by name."""
     package, *inside = module.split(".")
+    # Only the top-level package is looked up: finding a submodule imports its packages.
     spec = find_spec(package)
     if spec is None or spec.origin is None:
-        return None
-    place = Path(spec.origin).parent.joinpath(*inside)
-    files = (place.with_suffix(".py"), place / "__init__.py") if inside else (Path(spec.origin),)
-    return next((file for file in files if file.suffix == ".py" and file.is_file()), None)
-
-
-@cache
-def _documented(file: Path) -> dict[str, str]:
-    """The docstrings of all definitions in a file, by name."""
-    found: dict[str, str] = {}
-    body = ast.parse(file.read_text(encoding="utf-8")).body
+        return {}
+    path = Path(spec.origin).parent.joinpath(*inside)
+    files = (path.with_suffix(".py"), path / "__init__.py") if inside else (Path(spec.origin),)
+    file = next((file for file in files if file.suffix == ".py" and file.is_file()), None)
+    body = ast.parse(file.read_text(encoding="utf-8")).body if file else []
+    documented: dict[str, str] = {}
     for node, following in zip(body, [*body[1:], None], strict=True):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            found[node.name] = ast.get_docstring(node) or ""
-        elif (
-            isinstance(node, ast.Assign)
-            and isinstance(following, ast.Expr)
-            and isinstance(following.value, ast.Constant)
-        ):
-            text = inspect.cleandoc(str(following.value.value))
-            found |= {target.id: text for target in node.targets if isinstance(target, ast.Name)}
-    return found
+        match node, following:
+            case ast.ClassDef() | ast.FunctionDef(), _:
+                documented[node.name] = ast.get_docstring(node) or ""
+            case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(
+                value=ast.Constant(value=str() as text)
+            ):
+                documented[name] = inspect.cleandoc(text)
+    return documented

@@ -63,16 +63,15 @@ def own_parts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Spec]]:
     flowrl's own.
     """
     for setting, kind, spec in parts_in(settings):
-        if spec.file is None and ":" not in spec.name:
-            point = (
-                None
-                if spec.name in KINDS[kind].built_in
-                else plugin(KINDS[kind].group, spec.name, kind)
-            )
-            module = "flowrl" if point is None else point.value
+        if spec.file is not None:
+            package = ""
+        elif ":" in spec.name:
+            package = spec.name.partition(":")[0]
         else:
-            module = "" if spec.file is not None else spec.name
-        if module.partition(":")[0].partition(".")[0] not in OWN_PACKAGES:
+            built_in = spec.name in KINDS[kind].built_in
+            point = None if built_in else plugin(KINDS[kind].group, spec.name, kind)
+            package = "flowrl" if point is None else point.value.partition(":")[0]
+        if package.partition(".")[0] not in OWN_PACKAGES:
             yield setting, kind, spec
 
 
@@ -80,12 +79,11 @@ def own_text(runs: Iterable[Mapping[str, Any]]) -> str:
     """The user's parts in the settings of `runs`, as in "; your parts: credit my_rules.py:MyRule";
     a plug-in with its package.
     """
-    found = []
-    for settings in runs:
-        for setting, kind, spec in own_parts(settings):
-            source = "" if ":" in spec.name else f" [{available(kind).get(spec.name, 'unknown')}]"
-            found.append(f"{setting} {spec.name}{source}")
-    return f"; your parts: {', '.join(dict.fromkeys(found))}" if found else ""
+    names = {}
+    for setting, kind, spec in (part for settings in runs for part in own_parts(settings)):
+        source = "" if ":" in spec.name else f" [{available(kind).get(spec.name, 'unknown')}]"
+        names[f"{setting} {spec.name}{source}"] = None
+    return f"; your parts: {', '.join(names)}" if names else ""
 
 
 def untrusted(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -2,13 +2,14 @@
 pipelines.
 """
 
-from flowrl.policies.families import SD3, Flux, QwenImage, Wan, family_of
-from flowrl.policies.family import (
-    DTYPES,
+from flowrl.policies.families import (
+    SD3,
     Family,
-    ModelOptions,
+    Flux,
+    QwenImage,
+    Wan,
     decode_scaled,
-    device_of,
+    family_of,
     linear_guidance,
     packed_shape,
     resolution_shift,
@@ -21,13 +22,19 @@ from flowrl.policies.memory import (
     DECODER,
     Architecture,
     Memory,
-    Size,
     StorageCounter,
     architecture_of,
     count_memory,
 )
 from flowrl.policies.mixture import MixturePolicy
-from flowrl.policies.pipeline import PipelinePolicy, compile_blocks, has_compiled_blocks
+from flowrl.policies.pipeline import (
+    DTYPES,
+    ModelOptions,
+    PipelinePolicy,
+    compile_blocks,
+    device_of,
+    has_compiled_blocks,
+)
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
 
 __all__ = [
@@ -45,7 +52,6 @@ __all__ = [
     "ModelOptions",
     "PipelinePolicy",
     "QwenImage",
-    "Size",
     "SmallSD3",
     "SmallSD3Config",
     "SmallSD3Policy",

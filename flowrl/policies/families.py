@@ -1,81 +1,215 @@
-"""The built-in model families: Stable Diffusion 3 and 3.5, FLUX.1, Qwen-Image, and Wan 2.1."""
+"""Model families, the differences between diffusers' pipelines: Stable Diffusion 3 and 3.5, FLUX.1,
+Qwen-Image and Wan 2.1; docs/model-families.md explains how to add another.
+"""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from annotated_types import Ge
+from einops import rearrange
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError, require
+from flowrl.core.options import checked_options
 from flowrl.parts.plugins import plugin
-from flowrl.policies.family import (
-    Family,
-    decode_scaled,
-    decode_standardised,
-    linear_guidance,
-    packed_shape,
-    require_multiples,
-    resolution_shift,
-    unpacked,
-)
 from flowrl.policies.lora import LORA_TARGETS
 
+Shape = tuple[int, ...]
+Embeddings = Mapping[str, Tensor]
 
-@dataclass(frozen=True)
-class SD3:
+
+class Family:
+    """The differences between model families: the names of a pipeline's components, and five
+    functions (six with an own guidance).
+
+    A family of videos has `video_shape(pipe, height, width, frames)` in place of `latent_shape`.
+    A family with another guidance than `linear_guidance` has `guide(away, towards, scale)`: the
+    guided velocity from that of the negative prompt and that of the prompt, float32
+    [sample, *latent].
+    """
+
+    pipeline: str
+    """The diffusers class of this family; `pipe` below is a pipeline of that class."""
+    encoders: tuple[str, ...] = ("text_encoder",)
+    """The attributes of its text encoders."""
+    text_tokens: int = 512
+    """The default length of its prompts: tokens of its T5 encoder, or of its only encoder."""
+    lora_targets: tuple[str, ...] = LORA_TARGETS
+    """Ends of the names of the layers that get a LoRA by default."""
+
+    def latent_shape(self, pipe: Any, height: int, width: int) -> Shape:
+        """Shape of one latent. Raises `ConfigError` for a size that the pipeline does not
+        support.
+        """
+        raise NotImplementedError
+
+    def set_timesteps(self, scheduler: Any, steps: int, latent_shape: Shape, pipe: Any) -> None:
+        """Set the pipeline's own grid of `steps` steps, with its resolution-dependent shift, in
+        `scheduler`.
+        """
+        raise NotImplementedError
+
+    def encode(self, pipe: Any, text: str, tokens: int, device: torch.device) -> Embeddings:
+        """The embeddings of one prompt, without a prompt axis.
+
+        If prompts differ in shape, they are padded with zeros at the end to a common shape. A mask
+        of ones among the tensors marks the entries that are not padding.
+        """
+        raise NotImplementedError
+
+    def velocity(
+        self,
+        transformer: Any,
+        latent: Tensor,
+        timestep: Tensor,
+        rows: Embeddings,
+        size: tuple[int, int],
+    ) -> Tensor:
+        """v at `latent` [sample, *latent] in the network's precision; `timestep` = 1000 t [sample],
+        `size` = height, width of the latent image, `rows` the embeddings [sample, ...].
+        """
+        raise NotImplementedError
+
+    def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
+        """Pixels [sample, 3, height, width] (videos: [sample, frame, 3, height, width]) in about
+        [-1, 1] from latents [sample, *latent] in the decoder's precision.
+        """
+        raise NotImplementedError
+
+
+def linear_guidance(away: Tensor, towards: Tensor, scale: float) -> Tensor:
+    """Classifier-free guidance, v_neg + s (v_prompt - v_neg) (arXiv 2207.12598).
+
+    Args:
+        away: velocity v_neg for the negative prompt [sample, *latent].
+        towards: velocity v_prompt for the prompt [sample, *latent].
+        scale: guidance scale s; 1 gives v_prompt.
+
+    Returns:
+        The guided velocity [sample, *latent].
+    """
+    return away + scale * (towards - away)
+
+
+def resolution_shift(scheduler: Any, tokens: int, largest: float) -> float:
+    """mu, linear in the number of image tokens between the sizes in the scheduler's config (arXiv
+    2403.03206, 5.3.2).
+
+    The grid is then sigma = e^mu / (e^mu + 1 / sigma' - 1).
+
+    Args:
+        scheduler: diffusers' scheduler, whose config has sizes and shifts; without dynamic
+            shifting it ignores mu.
+        tokens: number of image tokens.
+        largest: default for a missing `max_shift` in the config, as in the pipelines.
+
+    Returns:
+        mu, dimensionless.
+    """
+    config = scheduler.config
+    low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    least, most = config.get("base_shift", 0.5), config.get("max_shift", largest)
+    return least + (most - least) * (tokens - low) / (high - low)
+
+
+def packed_shape(pipe: Any, height: int, width: int) -> tuple[int, int]:
+    """Shape of a latent whose tokens are its 2 x 2 patches.
+
+    Args:
+        pipe: the diffusers pipeline.
+        height: height of the image in pixels.
+        width: width of the image in pixels.
+
+    Returns:
+        (tokens, channels).
+
+    Raises:
+        ConfigError: the image is not divisible into patches.
+    """
+    unit = 2 * pipe.vae_scale_factor
+    _require_multiples(height, width, unit)
+    return (height // unit) * (width // unit), pipe.transformer.config.in_channels
+
+
+def unpacked(latent: Tensor, size: tuple[int, int]) -> Tensor:
+    """Tokens of 2 x 2 patches, rearranged as latent images.
+
+    Args:
+        latent: tokens [sample, token, 4 x channel].
+        size: (height, width) of the latent image.
+
+    Returns:
+        Latents [sample, channel, height, width].
+    """
+    return rearrange(latent, "s (h w) (k p q) -> s k (h p) (w q)", h=size[0] // 2, p=2, q=2)
+
+
+def decode_scaled(vae: Any, latent: Tensor) -> Tensor:
+    """Pixels from latents of an `AutoencoderKL`: z / scale + shift, decoded.
+
+    Args:
+        vae: the autoencoder; its config has scale and shift.
+        latent: latents z [sample, channel, height, width].
+
+    Returns:
+        Pixels in about [-1, 1], [sample, channel, height, width].
+    """
+    shifted = latent / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+    return vae.decode(shifted, return_dict=False)[0]
+
+
+def _decode_standardised(vae: Any, latent: Tensor) -> Tensor:
+    """Pixels of a video autoencoder: z std + mean per channel, decoded; [sample, channel, frame,
+    height, width].
+    """
+    std, mean = (
+        latent.new_tensor(values).view(-1, 1, 1, 1)
+        for values in (vae.config.latents_std, vae.config.latents_mean)
+    )
+    return vae.decode(latent * std + mean, return_dict=False)[0]
+
+
+def _require_multiples(height: int, width: int, unit: int, largest: int = 2**30) -> None:
+    for name, side in (("height", height), ("width", width)):
+        allowed = f"a multiple of {unit}, at most {largest} (settings resolution, width)"
+        require(side % unit == 0 and side <= largest, name, side, allowed)
+
+
+class SD3(Family):
     """`Family` of diffusers' `StableDiffusion3Pipeline` (SD3-Medium, SD3.5-Medium,
     SD3.5-Large; arXiv 2403.03206).
 
     Latents are [sample, channel, height / 8, width / 8]. Prompts go through two CLIP encoders and
-    T5, which may be absent.
-
-    Args:
-        pipeline: see `Family`.
-        encoders: see `Family`.
-        text_tokens: see `Family`.
-        lora_targets: see `Family`.
+    T5, which may be absent. The grid has the scheduler's fixed shift (3 for SD3.5), or is shifted
+    by resolution if the scheduler's config requires it.
     """
 
-    pipeline: str = "StableDiffusion3Pipeline"
-    encoders: tuple[str, ...] = ("text_encoder", "text_encoder_2", "text_encoder_3")
-    text_tokens: int = 256
-    lora_targets: tuple[str, ...] = LORA_TARGETS
+    pipeline = "StableDiffusion3Pipeline"
+    encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    text_tokens = 256
 
-    def latent_shape(self, pipe: Any, height: int, width: int) -> tuple[int, ...]:
-        """(channels, height / 8, width / 8). Raises `ConfigError` unless both sizes are multiples
-        of 8 x patch size.
-        """
-        factor = pipe.vae_scale_factor
-        unit = factor * pipe.transformer.config.patch_size
-        largest = pipe.transformer.config.pos_embed_max_size * unit
-        require_multiples(height, width, unit, largest)
-        return (pipe.transformer.config.in_channels, height // factor, width // factor)
+    def latent_shape(self, pipe, height, width):
+        """(channels, height / 8, width / 8); sizes are multiples of 8 x patch size."""
+        factor, config = pipe.vae_scale_factor, pipe.transformer.config
+        unit = factor * config.patch_size
+        _require_multiples(height, width, unit, config.pos_embed_max_size * unit)
+        return config.in_channels, height // factor, width // factor
 
-    def set_timesteps(
-        self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any
-    ) -> None:
-        """The scheduler's grid with its fixed shift (3 for SD3.5), or shifted by resolution if its
-        config requires it.
-        """
+    def set_timesteps(self, scheduler, steps, latent_shape, pipe):
+        """The scheduler's grid, shifted by the number of patches."""
         _, height, width = latent_shape
         patch = pipe.transformer.config.patch_size
-        dynamic = scheduler.config.use_dynamic_shifting
-        shift = (
-            {"mu": resolution_shift(scheduler, (height // patch) * (width // patch), 1.16)}
-            if dynamic
-            else {}
-        )
-        scheduler.set_timesteps(steps, **shift)
+        tokens = (height // patch) * (width // patch)
+        scheduler.set_timesteps(steps, mu=resolution_shift(scheduler, tokens, 1.16))
 
-    def encode(
-        self, pipe: Any, text: str, tokens: int, device: torch.device
-    ) -> Mapping[str, Tensor]:
+    def encode(self, pipe, text, tokens, device):
         """Concatenated CLIP and T5 tokens [token, dim], and the pooled CLIP embeddings [dim]."""
-        found = pipe.encode_prompt(
+        words, _, pooled, _ = pipe.encode_prompt(
             text,
             None,
             None,
@@ -83,16 +217,9 @@ class SD3:
             do_classifier_free_guidance=False,
             max_sequence_length=tokens,
         )
-        return {"words": found[0][0], "pooled": found[2][0]}
+        return {"words": words[0], "pooled": pooled[0]}
 
-    def velocity(
-        self,
-        transformer: Any,
-        latent: Tensor,
-        timestep: Tensor,
-        rows: Mapping[str, Tensor],
-        size: tuple[int, int],
-    ) -> Tensor:
+    def velocity(self, transformer, latent, timestep, rows, size):
         """`SD3Transformer2DModel` with 1000 t."""
         return transformer(
             hidden_states=latent,
@@ -102,13 +229,14 @@ class SD3:
             return_dict=False,
         )[0]
 
-    def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
+    def decode(self, pipe, latent, size):
         """Scaled and shifted as in the pipeline."""
         return decode_scaled(pipe.vae, latent)
 
 
+@checked_options
 @dataclass(frozen=True)
-class Flux:
+class Flux(Family):
     """`Family` of diffusers' `FluxPipeline`.
 
     Latents are packed: [sample, token, 4 x channel]; a token is a 2 x 2 patch of the latent image.
@@ -117,98 +245,64 @@ class Flux:
         distilled_guidance: guidance input of a guidance-distilled model (FLUX.1-dev), 0 or more, at
             no cost; separate from classifier-free guidance (`ModelOptions.guidance_scale`, the
             pipeline's `true_cfg_scale`).
-        pipeline: see `Family`.
-        encoders: see `Family`.
-        text_tokens: see `Family`.
-        lora_targets: see `Family`.
 
     Raises:
         ConfigError: `distilled_guidance` is negative.
     """
 
-    distilled_guidance: float = 3.5
-    pipeline: str = "FluxPipeline"
-    encoders: tuple[str, ...] = ("text_encoder", "text_encoder_2")
-    text_tokens: int = 512
-    lora_targets: tuple[str, ...] = LORA_TARGETS
+    distilled_guidance: Annotated[float, Ge(0)] = 3.5
 
-    def __post_init__(self) -> None:
-        require(
-            self.distilled_guidance >= 0, "distilled_guidance", self.distilled_guidance, "0 or more"
-        )
+    pipeline = "FluxPipeline"
+    encoders = ("text_encoder", "text_encoder_2")
 
-    def latent_shape(self, pipe: Any, height: int, width: int) -> tuple[int, ...]:
-        """(height / 16 x width / 16, channels). Raises `ConfigError` unless both sizes are
-        multiples of 16.
-        """
+    def latent_shape(self, pipe, height, width):
+        """(height / 16 x width / 16, channels)."""
         return packed_shape(pipe, height, width)
 
-    def set_timesteps(
-        self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any
-    ) -> None:
-        """The even grid 1, ..., 1/T, shifted by the number of image tokens if the scheduler's
-        config has dynamic shifting.
-        """
-        sigmas = (
-            None
-            if scheduler.config.get("use_flow_sigmas", False)
-            else np.linspace(1.0, 1 / steps, steps)
-        )
+    def set_timesteps(self, scheduler, steps, latent_shape, pipe):
+        """The even grid 1, ..., 1/T, shifted by the number of image tokens."""
+        even = np.linspace(1.0, 1 / steps, steps)
         scheduler.set_timesteps(
-            steps, sigmas=sigmas, mu=resolution_shift(scheduler, latent_shape[0], 1.15)
+            steps,
+            sigmas=None if scheduler.config.get("use_flow_sigmas") else even,
+            mu=resolution_shift(scheduler, latent_shape[0], 1.15),
         )
 
-    def encode(
-        self, pipe: Any, text: str, tokens: int, device: torch.device
-    ) -> Mapping[str, Tensor]:
+    def encode(self, pipe, text, tokens, device):
         """T5 tokens [token, dim], and the pooled CLIP embedding [dim]."""
         words, pooled, _ = pipe.encode_prompt(text, device=device, max_sequence_length=tokens)
         return {"words": words[0], "pooled": pooled[0]}
 
-    def velocity(
-        self,
-        transformer: Any,
-        latent: Tensor,
-        timestep: Tensor,
-        rows: Mapping[str, Tensor],
-        size: tuple[int, int],
-    ) -> Tensor:
+    def velocity(self, transformer, latent, timestep, rows, size):
         """`FluxTransformer2DModel` with t (it multiplies by 1000), positions, and the distilled
         guidance if it has that input.
         """
-        words, device = rows["words"], latent.device
-        guidance = torch.full((len(latent),), self.distilled_guidance, device=device)
+        words = rows["words"]
+        guidance = latent.new_full((len(latent),), self.distilled_guidance, dtype=torch.float32)
         return transformer(
             hidden_states=latent,
             encoder_hidden_states=words,
             pooled_projections=rows["pooled"],
             timestep=timestep / 1000,
             guidance=guidance if transformer.config.guidance_embeds else None,
-            txt_ids=torch.zeros(words.shape[1], 3, device=device, dtype=words.dtype),
-            img_ids=_positions(size, device).to(words.dtype),
+            txt_ids=words.new_zeros(words.shape[1], 3),
+            img_ids=_positions(size, latent.device).to(words.dtype),
             return_dict=False,
         )[0]
 
-    def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
-        """Tokens unpacked to the latent image, which is then scaled and shifted as in the
-        pipeline.
-        """
+    def decode(self, pipe, latent, size):
+        """The unpacked latent image, scaled and shifted as in the pipeline."""
         return decode_scaled(pipe.vae, unpacked(latent, size))
 
 
 @cache
 def _positions(size: tuple[int, int], device: torch.device) -> Tensor:
     """(0, row, column) of every 2 x 2 patch, [token, 3]."""
-    row, column = (
-        torch.arange(size[0] // 2, device=device),
-        torch.arange(size[1] // 2, device=device),
-    )
-    grid = torch.cartesian_prod(row, column).float()
-    return torch.cat([torch.zeros_like(grid[:, :1]), grid], dim=1)
+    axes = [torch.arange(count, device=device) for count in (1, size[0] // 2, size[1] // 2)]
+    return torch.cartesian_prod(*axes).float()
 
 
-@dataclass(frozen=True)
-class QwenImage:
+class QwenImage(Family):
     """`Family` of diffusers' `QwenImagePipeline` (arXiv 2508.02324).
 
     Latents are packed like FLUX's: [sample, token, 4 x channel]. A prompt is the last hidden layer
@@ -217,42 +311,26 @@ class QwenImage:
     (`guide`). The last block's text queries and outputs do not reach the image: their LoRA has no
     gradient. The last time before 0 is the scheduler's `shift_terminal` (.02 for Qwen-Image), and
     the noise of the last step is small: leave it out of the trained steps (window `:-1`).
-
-    Args:
-        pipeline: see `Family`.
-        encoders: see `Family`.
-        text_tokens: see `Family`.
-        lora_targets: see `Family`.
     """
 
-    pipeline: str = "QwenImagePipeline"
-    encoders: tuple[str, ...] = ("text_encoder",)
-    text_tokens: int = 512
-    lora_targets: tuple[str, ...] = LORA_TARGETS
+    pipeline = "QwenImagePipeline"
 
-    def latent_shape(self, pipe: Any, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, pipe, height, width):
         """(height / 16 x width / 16, channels).
 
-        Raises `ConfigError` unless both sizes are multiples of 16. A guidance-distilled transformer
-        raises it, too: diffusers' class has a setting for it but cannot compute it.
+        Raises `ConfigError` for a guidance-distilled transformer, too: diffusers' class has a
+        setting for it but cannot compute it.
         """
         distilled = pipe.transformer.config.guidance_embeds
-        require(
-            not distilled,
-            "guidance_embeds of the transformer",
-            distilled,
-            "false: Qwen-Image has no distilled guidance",
-        )
+        require(not distilled, "guidance_embeds of the transformer", distilled, "false")
         return packed_shape(pipe, height, width)
 
-    def set_timesteps(
-        self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any
-    ) -> None:
+    def set_timesteps(self, scheduler, steps, latent_shape, pipe):
         """The even grid 1, ..., 1/T, shifted by the number of image tokens and stretched to end at
-        `shift_terminal`, as far as the scheduler's config requires it. A single step is not
-        stretched: diffusers would divide by 0.
+        `shift_terminal`, as far as the scheduler's config requires it.
         """
         terminal = scheduler.config.shift_terminal
+        # diffusers would divide by 0 to stretch a single step
         scheduler.register_to_config(shift_terminal=terminal if steps > 1 else None)
         scheduler.set_timesteps(
             sigmas=np.linspace(1.0, 1 / steps, steps),
@@ -260,23 +338,14 @@ class QwenImage:
         )
         scheduler.register_to_config(shift_terminal=terminal)
 
-    def encode(
-        self, pipe: Any, text: str, tokens: int, device: torch.device
-    ) -> Mapping[str, Tensor]:
+    def encode(self, pipe, text, tokens, device):
         """The prompt's tokens [token, dim], at most `tokens` of them, and a mask of ones; padding
         adds zeros to both.
         """
         words, _ = pipe.encode_prompt(text, device=device, max_sequence_length=tokens)
         return {"words": words[0], "mask": words.new_ones(words.shape[1], dtype=torch.bool)}
 
-    def velocity(
-        self,
-        transformer: Any,
-        latent: Tensor,
-        timestep: Tensor,
-        rows: Mapping[str, Tensor],
-        size: tuple[int, int],
-    ) -> Tensor:
+    def velocity(self, transformer, latent, timestep, rows, size):
         """`QwenImageTransformer2DModel` with t (it multiplies by 1000) and the mask of the prompts'
         tokens.
         """
@@ -296,15 +365,12 @@ class QwenImage:
         combined = linear_guidance(away, towards, scale)
         return combined * (towards.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
-    def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
-        """Tokens unpacked to a video of one frame, z std + mean per channel, and the decoder's
-        first frame.
-        """
-        return decode_standardised(pipe.vae, unpacked(latent, size).unsqueeze(2))[:, :, 0]
+    def decode(self, pipe, latent, size):
+        """The decoder's first frame of a video of one frame."""
+        return _decode_standardised(pipe.vae, unpacked(latent, size).unsqueeze(2))[:, :, 0]
 
 
-@dataclass(frozen=True)
-class Wan:
+class Wan(Family):
     """`Family` of diffusers' `WanPipeline` with one transformer (Wan 2.1 text to video, arXiv
     2503.20314).
 
@@ -312,87 +378,53 @@ class Wan:
     video, then one for every four frames. A prompt is UMT5's last hidden layer with zeros after its
     tokens, up to the full length. The transformer has no mask and attends to these zeros, so the
     number of tokens matters. The default is the 512 of the pipeline's call; `encode_prompt` alone
-    has 226. The time input is 1000 t. Guidance is v_neg + s (v_prompt - v_neg).
-
-    Args:
-        pipeline: see `Family`.
-        encoders: see `Family`.
-        text_tokens: see `Family`.
-        lora_targets: see `Family`.
+    has 226. The grid has the scheduler's fixed shift: 3 for 480p, 5 for 720p.
     """
 
-    pipeline: str = "WanPipeline"
-    encoders: tuple[str, ...] = ("text_encoder",)
-    text_tokens: int = 512
-    lora_targets: tuple[str, ...] = tuple(
+    pipeline = "WanPipeline"
+    lora_targets = tuple(
         f"{layer}.{name}"
         for layer in ("attn1", "attn2")
         for name in ("to_q", "to_k", "to_v", "to_out.0")
     )
 
-    def latent_shape(self, pipe: Any, height: int, width: int) -> tuple[int, ...]:
-        """`video_shape` of a single frame."""
-        return self.video_shape(pipe, height, width, 1)
+    def video_shape(self, pipe: Any, height: int, width: int, frames: int) -> Shape:
+        """(channels, (frames - 1) / 4 + 1, height / 8, width / 8); sizes are multiples of 16.
 
-    def video_shape(self, pipe: Any, height: int, width: int, frames: int) -> tuple[int, ...]:
-        """(channels, (frames - 1) / 4 + 1, height / 8, width / 8).
-
-        Raises `ConfigError` unless frames - 1 is a multiple of 4 and both sizes are multiples of
-        16. Wan 2.2, which has two transformers or a time per token, is not supported and raises it,
-        too.
+        Raises `ConfigError` for Wan 2.2, too, which has two transformers or a time per token.
         """
-        wan21 = (
-            pipe.transformer_2 is None
-            and pipe.config["boundary_ratio"] is None
-            and not pipe.config["expand_timesteps"]
+        wan21 = pipe.transformer_2 is None and not (
+            pipe.config["boundary_ratio"] or pipe.config["expand_timesteps"]
         )
         require(wan21, "model", "Wan 2.2", "Wan 2.1: one transformer, and one time for all tokens")
         side, factor = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
-        require_multiples(height, width, side * pipe.transformer.config.patch_size[1])
-        require(
-            (frames - 1) % factor == 0, "num_frames", frames, f"1 more than a multiple of {factor}"
-        )
-        return (
-            pipe.transformer.config.in_channels,
-            (frames - 1) // factor + 1,
-            height // side,
-            width // side,
-        )
+        config = pipe.transformer.config
+        _require_multiples(height, width, side * config.patch_size[1])
+        fits = (frames - 1) % factor == 0
+        require(fits, "num_frames", frames, f"1 more than a multiple of {factor}")
+        return config.in_channels, (frames - 1) // factor + 1, height // side, width // side
 
-    def set_timesteps(
-        self, scheduler: Any, steps: int, latent_shape: tuple[int, ...], pipe: Any
-    ) -> None:
-        """The scheduler's grid with its fixed shift: 3 for 480p, 5 for 720p."""
+    def set_timesteps(self, scheduler, steps, latent_shape, pipe):
+        """The scheduler's grid."""
         scheduler.set_timesteps(steps)
 
-    def encode(
-        self, pipe: Any, text: str, tokens: int, device: torch.device
-    ) -> Mapping[str, Tensor]:
+    def encode(self, pipe, text, tokens, device):
         """The prompt's embeddings [tokens, dim], padded with zeros."""
         words, _ = pipe.encode_prompt(
             text, do_classifier_free_guidance=False, max_sequence_length=tokens, device=device
         )
         return {"words": words[0]}
 
-    def velocity(
-        self,
-        transformer: Any,
-        latent: Tensor,
-        timestep: Tensor,
-        rows: Mapping[str, Tensor],
-        size: tuple[int, int],
-    ) -> Tensor:
-        """`WanTransformer3DModel`."""
+    def velocity(self, transformer, latent, timestep, rows, size):
+        """`WanTransformer3DModel` with 1000 t."""
         return transformer(latent, timestep, rows["words"], return_dict=False)[0]
 
-    def decode(self, pipe: Any, latent: Tensor, size: tuple[int, int]) -> Tensor:
-        """z std + mean per channel, decoded frame by frame: [sample, frame, 3, height, width]."""
-        return decode_standardised(pipe.vae, latent).transpose(1, 2)
+    def decode(self, pipe, latent, size):
+        """Frame by frame: [sample, frame, 3, height, width]."""
+        return _decode_standardised(pipe.vae, latent).transpose(1, 2)
 
 
-FAMILIES: dict[str, Callable[[], Family]] = {
-    made().pipeline: made for made in (SD3, Flux, QwenImage, Wan)
-}
+FAMILIES: dict[str, type[Family]] = {kind.pipeline: kind for kind in (SD3, Flux, QwenImage, Wan)}
 """Built-in families by the class of their pipeline; a package adds one by an entry point of that
 name in `flowrl.families`.
 """
@@ -404,11 +436,21 @@ def family_of(pipeline: str) -> Family:
     """
     if pipeline in FAMILIES:
         return FAMILIES[pipeline]()
-    point = plugin("flowrl.families", pipeline, "model family")
-    if point is not None:
+    if point := plugin("flowrl.families", pipeline, "model family"):
         return point.load()()
     known = ", ".join([*FAMILIES, *entry_points(group="flowrl.families").names])
-    raise ConfigError(
-        f"model: no family for a {pipeline}; known: {known}. docs/model-families.md explains how to"
-        " add one"
-    )
+    raise ConfigError(f"model: no family for a {pipeline}; known: {known}")
+
+
+def shape_of(pipe: Any, family: Family, height: int, width: int, frames: int) -> Shape:
+    """The shape of the latent of an image or video."""
+    if hasattr(family, "video_shape"):
+        return family.video_shape(pipe, height, width, frames)  # pyright: ignore[reportAttributeAccessIssue]
+    require(frames == 1, "num_frames", frames, f"1: a {family.pipeline} makes images")
+    return family.latent_shape(pipe, height, width)
+
+
+def size_of(pipe: Any, height: int, width: int) -> tuple[int, int]:
+    """Height and width of the latent image."""
+    factor = getattr(pipe, "vae_scale_factor", None) or pipe.vae_scale_factor_spatial
+    return height // factor, width // factor

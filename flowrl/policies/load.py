@@ -1,16 +1,16 @@
 """Loading a policy from a model's folder, or from its name on the Hugging Face Hub."""
 
-import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flowrl.core.errors import ConfigError, require
-from flowrl.policies.families import family_of
-from flowrl.policies.family import DTYPES, Family, ModelOptions
-from flowrl.policies.pipeline import PipelinePolicy
+from flowrl.policies.families import Family, family_of
+from flowrl.policies.pipeline import DTYPES, ModelOptions, PipelinePolicy
 from flowrl.reading import reading
 
 
@@ -38,25 +38,15 @@ def load_policy(
         index = dict(diffusers.DiffusionPipeline.load_config(model))
         name = str(index.pop("_class_name"))
     except (OSError, KeyError, ValueError, TypeError) as error:
-        offline = os.environ.get("HF_HUB_OFFLINE", "0") in ("1", "true", "TRUE", "ON", "YES")
-        hint = (
-            "; only the local cache was searched: HF_HUB_OFFLINE=0 allows downloads"
-            if offline
-            else ""
-        )
         raise ConfigError(
             f"model: {model!r} is no folder with a model_index.json, and cannot be loaded from the"
-            f" Hub under this name ({error}){hint}"
+            f" Hub under this name ({error}); HF_HUB_OFFLINE=0 allows downloads"
         ) from error
     family = family or family_of(name)
     _require_data_only(model, index, type(family).__module__.partition(".")[0])
-    network = "float32" if options.tuning == "full" else options.dtype
-    dtypes = {
-        "default": DTYPES[options.dtype],
-        "transformer": DTYPES[network],
-        "vae": DTYPES["float32"],
-    }
     with reading(f"model: the {name} in {model!r}"):
+        dtypes = {"default": DTYPES[options.dtype], "vae": torch.float32}
+        dtypes["transformer"] = torch.float32 if options.tuning == "full" else dtypes["default"]
         networks = {
             part: _complete(model, part, index[part], dtypes[part])
             for part in ("transformer", "vae")
@@ -67,26 +57,16 @@ def load_policy(
     return PipelinePolicy(pipe, family, options)
 
 
-def _complete(model: str, part: str, entry: Sequence[str], dtype: Any) -> Any:
+def _complete(model: str, part: str, entry: Sequence[str], dtype: torch.dtype) -> Any:
     """A network of the pipeline with every weight from its files; diffusers would fill missing
     weights with random numbers.
     """
-    require(
-        isinstance(entry, list | tuple),
-        f"model: {part} in the model_index.json of {model!r}",
-        entry,
-        "[LIBRARY, CLASS]",
-    )
-    kind = getattr(import_module(entry[0]), entry[1])
-    network, info = kind.from_pretrained(
+    library, kind = entry
+    network, info = getattr(import_module(library), kind).from_pretrained(
         model, subfolder=part, use_safetensors=True, torch_dtype=dtype, output_loading_info=True
     )
     missing = info["missing_keys"]
-    if missing:
-        raise ConfigError(
-            f"model: the files of the {part} in {model!r} lack {len(missing)} weights, such as"
-            f" {missing[0]}"
-        )
+    require(not missing, f"model: missing weights of the {part} in {model!r}", missing[:3], "none")
     return network
 
 
@@ -110,16 +90,15 @@ def _require_data_only(model: str, index: Mapping[str, Any], package: str) -> No
     for name, value in index.items():
         if not isinstance(value, list | tuple) or list(value) == [None, None]:
             continue
-        library, made = (*map(str, value), "", "")[:2]
-        known = library in ("diffusers", "transformers") or library.partition(".")[0] == package
-        found = (
-            getattr(import_module(library), made, None) if known and find_spec(library) else None
-        )
-        if not (isinstance(found, type) and issubclass(found, kinds)):
-            allowed = "a model, scheduler or tokenizer of diffusers or transformers"
+        library, component = (*map(str, value), "", "")[:2]
+        known = library.partition(".")[0] in ("diffusers", "transformers", package)
+        module = import_module(library) if known and find_spec(library) else None
+        kind = getattr(module, component, None)
+        if not (isinstance(kind, type) and issubclass(kind, kinds)):
             raise ConfigError(
-                f"model: {name} in the model_index.json of {model!r} is {library:.60}.{made:.60};"
-                f" allowed: {allowed}"
+                f"model: {name} in the model_index.json of {model!r} is {library:.60}."
+                f"{component:.60}; allowed: a model, scheduler or tokenizer of diffusers or"
+                " transformers"
             )
     for path in Path(model).glob("**/*.py"):
         raise ConfigError(f"model: {path} is code; a model's folder must contain data only")

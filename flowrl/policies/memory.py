@@ -12,8 +12,8 @@ import gc
 import json
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
@@ -22,15 +22,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from flowrl.core.errors import require
-from flowrl.policies.families import SD3, Flux, QwenImage, Wan
-from flowrl.policies.family import DTYPES, Family, latent_shape, latent_size
+from flowrl.policies.families import SD3, Family, Flux, QwenImage, Wan, shape_of, size_of
 from flowrl.policies.lora import Adapters
+from flowrl.policies.pipeline import DTYPES, ModelOptions
 
 DECODER: dict[str, Any] = {
     "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -54,21 +54,6 @@ WAN_ENCODER = 5_680_910_336
 
 
 @dataclass(frozen=True)
-class Size:
-    """Size of an image or a video.
-
-    Args:
-        height: height in pixels.
-        width: width in pixels.
-        frames: number of frames; 1 for an image.
-    """
-
-    height: int
-    width: int
-    frames: int = 1
-
-
-@dataclass(frozen=True)
 class Architecture:
     """A transformer, the lengths of its prompts, and its image decoder.
 
@@ -80,8 +65,6 @@ class Architecture:
         transformer: class of the transformer in diffusers.
         config: settings of the transformer.
         encoder_parameters: number of parameters of all text encoders.
-        prompt_tokens: length of a prompt for the encoder whose length `max_sequence_length` sets
-            (T5, Qwen2.5-VL, UMT5).
         clip_tokens: length of a prompt for CLIP; 0 if its tokens are not part of the embedding.
         decoder_class: class of the image decoder in diffusers.
         decoder: settings of the image decoder.
@@ -91,15 +74,14 @@ class Architecture:
     transformer: str
     config: Mapping[str, Any]
     encoder_parameters: int
-    prompt_tokens: int = 512
     clip_tokens: int = 0
     decoder_class: str = "AutoencoderKL"
     decoder: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def text_tokens(self) -> int:
-        """The length of a prompt's embedding."""
-        return self.clip_tokens + self.prompt_tokens
+        """The length of a prompt's embedding, by default."""
+        return self.clip_tokens + self.family.text_tokens
 
     @property
     def text_width(self) -> int:
@@ -111,34 +93,37 @@ class Architecture:
     def pipeline(self) -> Any:
         """The pipeline on "meta", without text encoders."""
         diffusers = import_module("diffusers")
-        names = [(name, name.replace("text_encoder", "tokenizer")) for name in self.family.encoders]
+        encoders = self.family.encoders
+        tokenizers = [name.replace("text_encoder", "tokenizer") for name in encoders]
         return getattr(diffusers, self.family.pipeline)(
             transformer=self.build(),
             vae=self.build_decoder(),
             scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-            **dict.fromkeys(sum(names, ())),
+            **dict.fromkeys([*encoders, *tokenizers]),
         )
 
-    def latent_shape(self, size: Size) -> tuple[int, ...]:
+    def latent_shape(self, options: ModelOptions) -> tuple[int, ...]:
         """The shape of one latent."""
-        return latent_shape(self.pipeline, self.family, size.height, size.width, size.frames)
+        size = (options.height, options.width, options.num_frames)
+        return shape_of(self.pipeline, self.family, *size)
 
-    def inputs(self, rows: int, size: Size, precision: torch.dtype) -> tuple[Any, ...]:
+    def inputs(self, rows: int, options: ModelOptions, dtype: torch.dtype) -> tuple[Any, ...]:
         """The arguments of `Family.velocity` after the transformer for `rows` latents, on "meta".
 
         The mask of padded prompts, one byte per token, is left out.
         """
 
         def shaped(*shape: int) -> Tensor:
-            return torch.empty(rows, *shape, device="meta", dtype=precision)
+            return torch.empty(rows, *shape, device="meta", dtype=dtype)
 
+        tokens = self.clip_tokens + (options.max_sequence_length or self.family.text_tokens)
         embeddings = {
-            "words": shaped(self.text_tokens, self.text_width),
+            "words": shaped(tokens, self.text_width),
             "pooled": shaped(self.pipeline.transformer.config.get("pooled_projection_dim", 0)),
             "mask": None,
         }
-        image = latent_size(self.pipeline, size.height, size.width)
-        return shaped(*self.latent_shape(size)), shaped(), embeddings, image
+        image = size_of(self.pipeline, options.height, options.width)
+        return shaped(*self.latent_shape(options)), shaped(), embeddings, image
 
     def build(self, device: str = "meta") -> Any:
         """The transformer with random weights on `device`; on "meta" it takes no memory."""
@@ -161,30 +146,31 @@ class Architecture:
             json.loads((folder / part / "config.json").read_text())
             for part in ("transformer", "vae")
         )
-        tokenizer = json.loads((folder / "tokenizer/tokenizer_config.json").read_text())
-        known = {known.transformer: known for known in ARCHITECTURES.values()}[
-            transformer["_class_name"]
-        ]
+        kinds = {known.transformer: known for known in ARCHITECTURES.values()}
         return replace(
-            known,
-            config={name: value for name, value in transformer.items() if not name.startswith("_")},
-            clip_tokens=tokenizer["model_max_length"] if known.clip_tokens else 0,
+            kinds[transformer["_class_name"]],
+            config={name: value for name, value in transformer.items() if name[0] != "_"},
             encoder_parameters=sum(map(_elements, folder.glob("text_encoder*/*.safetensors"))),
-            decoder={name: value for name, value in decoder.items() if not name.startswith("_")},
+            decoder={name: value for name, value in decoder.items() if name[0] != "_"},
         )
+
+
+def _elements(file: Path) -> int:
+    """Numbers in a safetensors file, from its header."""
+    with safe_open(file, "pt") as tensors:
+        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
 
 
 def _sd35(layers: int, **config: Any) -> Architecture:
     """SD3.5; a layer more is a head of 64 channels more."""
-    sizes = {
+    config |= {
         "num_layers": layers,
         "num_attention_heads": layers,
         "caption_projection_dim": 64 * layers,
+        "qk_norm": "rms_norm",
+        "pooled_projection_dim": 2048,
     }
-    config = {**sizes, "qk_norm": "rms_norm", "pooled_projection_dim": 2048, **config}
-    return Architecture(
-        SD3(), "SD3Transformer2DModel", config, SD3_ENCODERS, 256, 77, decoder=DECODER
-    )
+    return Architecture(SD3(), "SD3Transformer2DModel", config, SD3_ENCODERS, 77, decoder=DECODER)
 
 
 def _flux(distilled: bool) -> Architecture:
@@ -224,23 +210,11 @@ def architecture_of(model: str) -> Architecture | None:
     """The architecture of the pipeline in the folder `model`, or of a model whose name determines
     it.
     """
-    if (Path(model) / "model_index.json").is_file():
-        with suppress(OSError, KeyError, ValueError):
-            return Architecture.of_folder(Path(model))
+    with suppress(OSError, KeyError, ValueError):
+        return Architecture.of_folder(Path(model))
     name = model.lower().rstrip("/").removesuffix("-diffusers")
-    return next(
-        (known for end, known in ARCHITECTURES.items() if name.endswith(end.removeprefix("sd"))),
-        None,
-    )
-
-
-def _elements(file: Path) -> int:
-    """Numbers in a safetensors file, from its header."""
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return sum(
-        math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
-    )
+    ends = {end.removeprefix("sd"): known for end, known in ARCHITECTURES.items()}
+    return next((known for end, known in ends.items() if name.endswith(end)), None)
 
 
 OPTIMIZER_BYTES = 4 * (1 + 1 + 2 + 1)
@@ -290,118 +264,79 @@ class Memory:
 
 
 def count_memory(
-    model: str | Architecture,
-    resolution: int | Size = 512,
+    known: Architecture,
+    options: ModelOptions,
     update_rows: int = 8,
     rollout_rows: int = 16,
-    rank: int = 32,
-    dtype: str = "bfloat16",
-    checkpointing: bool = True,
-    full: bool = False,
-    decode_batch: int = 8,
-    reference: bool = False,
     images: int = 0,
-    decode_dtype: str = "float32",
-    targets: Sequence[str] = (),
 ) -> Memory:
     """The GPU memory that training a model needs, by part.
 
     During a network call autocast stores the trained weights in `dtype` too.
 
     Args:
-        model: an architecture, or the name of a published model.
-        resolution: size of the images in pixels, or side of a square image.
+        known: the architecture.
+        options: options of the policy.
         update_rows: latents per network call of the update; guidance doubles them.
         rollout_rows: latents per network call of the rollout; guidance doubles them.
-        rank: rank of the LoRA.
-        dtype: type of the network's computations.
-        checkpointing: whether gradient checkpointing is on.
-        full: train all weights, stored in float32, instead of a LoRA.
-        decode_batch: images per call of the image decoder.
-        reference: keep a frozen copy of the trained weights.
         images: number of images that are scored together.
-        decode_dtype: type of the decoder's computations.
-        targets: layers with a LoRA; empty for the model's default.
 
     Returns:
         The memory of each part in bytes.
-
-    Raises:
-        ConfigError: the model is unknown.
     """
-    known = architecture_of(model) if isinstance(model, str) else model
-    require(known is not None, "model", model, f"one of {', '.join(ARCHITECTURES)}, or a folder")
-    assert known is not None
-    size = resolution if isinstance(resolution, Size) else Size(resolution, resolution)
-    decoder, latents = known.build_decoder(), min(decode_batch, images or decode_batch)
-    nn.Module.to(decoder, DTYPES[decode_dtype])
-    latent, _, _, image = known.inputs(latents, size, DTYPES[decode_dtype])
-    with torch.no_grad():
-        decode = _peak(
-            lambda: known.family.decode(SimpleNamespace(vae=decoder), latent, image), decoder
-        )
-    network, precision = known.build(), DTYPES[dtype]
-    parameters = sum(p.numel() for p in network.parameters())
+    family, full = known.family, options.tuning == "full"
+    dtype, decoding = DTYPES[options.dtype], DTYPES[options.decode_dtype]
     # diffusers' `to` warns of layers to keep in float32 even if there are none
-    nn.Module.to(network, precision)
-    network.requires_grad_(full)
+    decoder = nn.Module.to(known.build_decoder(), decoding)
+    network = nn.Module.to(known.build(), dtype).requires_grad_(full)
+    parameters, buffers = _numbers(network.parameters()), _numbers(network.buffers())
     if not full:
-        Adapters(network, rank, float(rank), targets or known.family.lora_targets, seed=0)
-    trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
-    for parameter in network.parameters():
-        parameter.data = parameter.data.to(precision)  # as autocast computes
-    if checkpointing:
+        targets = options.lora_targets or family.lora_targets
+        Adapters(network, options.lora_rank, options.lora_alpha, targets, seed=0)
+    trained = _numbers(p for p in network.parameters() if p.requires_grad)
+    nn.Module.to(network, dtype)  # as autocast computes with a LoRA
+    if options.gradient_checkpointing:
         network.enable_gradient_checkpointing()
     network.train()
 
-    def call(rows: int) -> Tensor:
-        inputs.append(known.inputs(rows, size, precision))  # kept until the end
-        return known.family.velocity(network, *inputs[-1])
+    def update() -> None:
+        inputs = known.inputs(update_rows, options, dtype)
+        family.velocity(network, *inputs).float().square().mean().backward()
 
-    inputs: list[Any] = []
-    update = _peak(lambda: call(update_rows).float().square().mean().backward(), network)
-    inputs.clear()
+    def rollout() -> None:
+        inputs = known.inputs(rollout_rows, options, dtype)
+        family.velocity(network, *inputs)
+
+    def decode() -> None:
+        latent, *_, image = inputs
+        family.decode(SimpleNamespace(vae=decoder), latent, image)
+
+    inputs = known.inputs(min(options.decode_batch, images or 2**30), options, decoding)
+    gradient, copies = trained * dtype.itemsize, 0 if dtype == torch.float32 else trained
+    training = _peak(update, network)
     with torch.no_grad():
-        rollout = _peak(lambda: call(rollout_rows), network)
-    scored = 4 * 3 * size.height * size.width * size.frames * images
-    cast = trained * precision.itemsize if dtype != "float32" else 0
-    buffers = sum(b.numel() for b in network.buffers())
-    frozen = (0 if full and not reference else parameters + buffers) * precision.itemsize + (
-        buffers * 4 if full else 0
-    )
+        sampling, decoded = _peak(rollout, network), _peak(decode, decoder)
+    scored = 4 * 3 * options.height * options.width * options.num_frames * images
+    # full tuning stores float32 weights (in `trained`) and buffers; its reference is in `dtype`
+    frozen = 0 if full and not options.keep_reference else parameters + buffers
     return Memory(
         parameters=parameters,
         trained_parameters=trained,
-        weights=frozen + sum(p.numel() * p.itemsize for p in decoder.parameters()),
+        weights=frozen * dtype.itemsize
+        + 4 * buffers * full
+        + _numbers(decoder.parameters()) * decoding.itemsize,
         trained=trained * OPTIMIZER_BYTES,
         # without the gradients, which `trained` includes
-        update=max(update - trained * precision.itemsize, 0) + cast,
-        rollout=rollout + cast,
+        update=max(training - gradient, 0) + copies * dtype.itemsize,
+        rollout=sampling + copies * dtype.itemsize,
         # the images so far; at the end they are joined, which copies them
-        decode=max(decode + scored, 2 * scored),
-        encoders=known.encoder_parameters * precision.itemsize,
+        decode=max(decoded + scored, 2 * scored),
+        encoders=known.encoder_parameters * dtype.itemsize,
     )
 
 
-@contextmanager
-def _flash_attention() -> Iterator[None]:
-    """Attention as GPUs compute it, without the matrix of weights, which the plain formula on
-    "meta" would store.
-
-    A function mode does not work: it is off while checkpointing recomputes activations.
-    """
-    plain = F.scaled_dot_product_attention
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> Tensor:
-        if query.dtype == torch.float32 or more or options.get("attn_mask") is not None:
-            return plain(query, key, value, *more, **options)
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
-
-    F.scaled_dot_product_attention = attention  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = plain  # pyright: ignore[reportAttributeAccessIssue]
+def _numbers(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 class StorageCounter(TorchDispatchMode):
@@ -419,7 +354,6 @@ class StorageCounter(TorchDispatchMode):
         super().__init__()
         given = [] if network is None else [*network.parameters(), *network.buffers()]
         self.kind, self.known = kind, {t.untyped_storage()._cdata for t in given}
-        self.alive: dict[int, Any] = {}
         self.now = self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -442,20 +376,36 @@ class StorageCounter(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self.known or key in self.alive:
-            return
-        self.alive[key] = weakref.finalize(storage, self._drop, key, size)
-        self.now += size
-        self.largest = max(self.largest, self.now)
+        if key not in self.known:
+            self.known.add(key)
+            weakref.finalize(storage, self._drop, key, size)
+            self.now += size
+            self.largest = max(self.largest, self.now)
 
     def _drop(self, key: int, size: int) -> None:
-        self.alive.pop(key, None)
+        self.known.discard(key)
         self.now -= size
 
 
 def _peak(work: Callable[[], Any], network: Any) -> int:
-    with _flash_attention(), StorageCounter("meta", network) as counter:
-        work()
-    for parameter in network.parameters():
-        parameter.grad = None
+    """Most bytes that `work` holds on "meta" beside `network`.
+
+    Attention is computed as GPUs do, without the matrix of weights, which the plain formula on
+    "meta" would store. A function mode does not work: it is off while checkpointing recomputes
+    activations.
+    """
+    plain: Any = F.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> Tensor:
+        if query.dtype == torch.float32 or more or options.get("attn_mask") is not None:
+            return plain(query, key, value, *more, **options)  # pyright: ignore
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+
+    F.scaled_dot_product_attention = attention  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        with StorageCounter("meta", network) as counter:
+            work()
+    finally:
+        F.scaled_dot_product_attention = plain
+    network.zero_grad()
     return counter.largest

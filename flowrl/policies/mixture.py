@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
-from flowrl.policies.family import device_of
+from flowrl.policies.pipeline import device_of
 
 
 class MixturePolicy:
@@ -38,9 +38,8 @@ class MixturePolicy:
     ) -> None:
         self.device = device = device_of(device)
         self.latent_shape = (2, 1, 1)  # a point
-        self.mixture = GaussianMixture(
-            mixture.means.to(device), mixture.std, mixture.weights.to(device)
-        )
+        means, weights = mixture.means.to(device), mixture.weights.to(device)
+        self.mixture = GaussianMixture(means, mixture.std, weights)
         self.direction = direction
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -76,14 +75,8 @@ class MixturePolicy:
         x, t = latent.flatten(1).float(), timestep / 1000.0
         velocity = self.mixture.velocity(x, t)
         if not self._base_only:
-            features = torch.cat(
-                [
-                    x,
-                    torch.stack([t, (4 * t).sin(), (4 * t).cos()], 1),
-                    condition.tensors["direction"],
-                ],
-                1,
-            )
+            times = torch.stack([t, (4 * t).sin(), (4 * t).cos()], 1)
+            features = torch.cat([x, times, condition.tensors["direction"]], 1)
             velocity = velocity + self.net(features)
         return velocity.view(latent.shape)
 

@@ -1,31 +1,25 @@
-"""Diffusers pipelines as policies: the code common to all model families (`sd3`, `flux`,
-`qwen_image`, `wan`).
-"""
+"""Diffusers pipelines as policies: options, and the code common to all model families."""
 
 import copy
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Literal, get_args
 
 import torch
+from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flowrl.core.errors import ConfigError, require
+from flowrl.core.options import Count
 from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.distributed import full_tensors, is_sharded_network
-from flowrl.policies.attention import set_attention_backend
-from flowrl.policies.family import (
-    DTYPES,
-    Family,
-    ModelOptions,
-    device_of,
-    latent_shape,
-    latent_size,
-    linear_guidance,
-)
+from flowrl.parts.settings import settings_group
+from flowrl.policies.families import Family, linear_guidance, shape_of, size_of
 from flowrl.policies.lora import Adapters, load_frozen_adapters
 from flowrl.policies.prompt_cache import PromptCache
 
@@ -33,6 +27,117 @@ COMPILED_VERSIONS = 64
 """Compiled versions of a block: kinds of blocks x sampling and training x with and without adapters
 x batch sizes.
 """
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
+"""Precisions by their names in settings."""
+
+
+@settings_group
+class ModelOptions:
+    """Options of a policy over a pipeline. Sizes in pixels; the defaults are Flow-GRPO's for
+    SD3.5-Medium (arXiv 2505.05470).
+
+    Args:
+        height: height of the image.
+        width: width of the image.
+        device: cpu, cuda or cuda:NUMBER.
+        negative_prompt: the prompt of v_neg.
+        lora_rank: rank of the LoRA.
+        lora_alpha: alpha of the LoRA, which scales it by alpha / rank.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+
+    height: Count = 512
+    width: Count = 512
+    num_frames: Count = 1
+    """Frames of a video (Wan: 1 more than a multiple of 4); 1 for models of images."""
+    device: str = "cpu"
+    dtype: Dtype = "float32"
+    """Precision of the frozen weights and of the network's arithmetic (autocast): float32, bfloat16
+    or float16. Trained weights, velocities, latents and everything computed from them are float32.
+    Use bfloat16 for training on a GPU; float16 needs a scaled loss (the run's `loss_scale`), or
+    small gradients vanish.
+    """
+    guidance_scale: Annotated[float, Ge(1)] = 1.0
+    """Classifier-free guidance s: v = v_neg + s (v_prompt - v_neg), for Qwen-Image rescaled to the
+    norm of v_prompt, in rollouts and updates alike; 1 = off (half the cost).
+    """
+    negative_prompt: str = ""
+    guidance_gradient: Literal["both", "prompt"] = "both"
+    """both, or prompt: v_neg is computed without a gradient (less memory; the values are the same).
+    """
+    tuning: Literal["lora", "full", "nothing"] = "lora"
+    """lora, full (all weights of the transformer) or nothing."""
+    lora_rank: Count = 32
+    lora_alpha: Annotated[float, Gt(0)] = 64.0
+    lora_targets: tuple[str, ...] = ()
+    """Ends of the names of the layers that get a LoRA; empty: the family's default."""
+    adapter: str = ""
+    """Start from this LoRA: a file or folder that `load_lora_weights` can read."""
+    frozen_adapters: tuple[str, ...] = ()
+    """Further LoRAs, as NAME=PATH or PATH, which are active in sampling, training and the
+    reference, but not trained.
+    """
+    keep_reference: bool = True
+    """Full fine-tuning: keep a frozen copy of the transformer in `dtype`, for a KL to the base
+    model.
+    """
+    gradient_checkpointing: bool = False
+    """Gradient checkpointing: recompute activations in the backward pass instead of storing them.
+    """
+    max_sequence_length: Annotated[int, Ge(0), Le(512)] = 0
+    """Tokens of the T5 encoder, or of the family's only encoder; 0: the family's default."""
+    attention_backend: str = ""
+    """diffusers' name of the attention kernels, as in _native_cudnn or flash
+    (`set_attention_backend`); empty: diffusers' default, with which PyTorch chooses. All kernels
+    give the same result up to rounding.
+    """
+    decode_batch: Count = 8
+    """Latents per call of the image decoder."""
+    decode_dtype: Dtype = "float32"
+    """Precision of the image decoder; images are float32 in any case. bfloat16 is faster and rounds
+    colours slightly.
+    """
+    compile: str = ""
+    """Backend (inductor) that compiles the transformer's blocks; empty: off. The first call of
+    every shape is slow. Sampling and training are then different programs, so the ratio of the
+    first update differs from 1 by rounding.
+    """
+    prompt_cache: Count = 2048
+    """Number of prompts whose embeddings are kept in main memory (SD3.5: 2.7 MB each in bfloat16 at
+    256 T5 tokens; FLUX and Wan: 4 MB at 512). Those of further prompts are kept in a temporary
+    folder.
+    """
+    seed: int = 0
+    """Seed of the LoRA's initial matrices."""
+
+
+def device_of(name: str | torch.device) -> torch.device:
+    """The device `name`: cpu, cuda, or cuda:NUMBER. Raises `ConfigError` for any other name, or a
+    GPU that does not exist.
+    """
+    known = re.fullmatch(r"cpu|cuda(:\d{1,3})?", str(name)) is not None
+    require(known, "device", str(name), "cpu, cuda or cuda:NUMBER")
+    device, count = torch.device(name), torch.cuda.device_count()
+    allowed = f"cuda:0 to cuda:{count - 1}, or cpu"
+    if count == 0:
+        allowed = f"cpu: PyTorch {torch.__version__} sees no GPU"
+    fits = device.type == "cpu" or (device.index or 0) < count
+    require(fits, "device", str(name), allowed)
+    return device
+
+
+def computing_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast to `dtype` within this context; nothing for float32."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+
+
+def schedule_of(scheduler: Any, device: torch.device) -> Schedule:
+    """The grid that was set in a diffusers scheduler, float32."""
+    return Schedule(scheduler.sigmas.float(), scheduler.timesteps.float()).to(device)
 
 
 class PipelinePolicy:
@@ -54,92 +159,73 @@ class PipelinePolicy:
     """
 
     def __init__(self, pipe: Any, family: Family, options: ModelOptions = ModelOptions()) -> None:
-        require(
-            type(pipe).__name__ == family.pipeline, "pipeline", type(pipe).__name__, family.pipeline
-        )
+        kind = type(pipe).__name__
+        require(kind == family.pipeline, "pipeline", kind, family.pipeline)
         _require_rgb(pipe)
         self.pipe, self.family, self.options = pipe, family, options
-        self.device = device_of(options.device)
-        self.dtype = DTYPES[options.dtype]
+        self.device, self.dtype = device_of(options.device), DTYPES[options.dtype]
         self.transformer: Any = pipe.transformer
         self.velocity_network: nn.Module = pipe.transformer
-        _place(
-            self.transformer, self.device, torch.float32 if options.tuning == "full" else self.dtype
-        )
-        if options.attention_backend:
-            set_attention_backend(
-                self.transformer, options.attention_backend, self.device, self.dtype
-            )
+        trained = torch.float32 if options.tuning == "full" else self.dtype
+        _place(self.transformer, self.device, trained)
+        if name := options.attention_backend:
+            set_attention_backend(self.transformer, name, self.device, self.dtype)
         _place(pipe.vae, self.device, DTYPES[options.decode_dtype])
-        self.latent_shape = latent_shape(
+        self.latent_size = size_of(pipe, options.height, options.width)
+        self.latent_shape = shape_of(
             pipe, family, options.height, options.width, options.num_frames
         )
-        self.latent_size = latent_size(pipe, options.height, options.width)
-        self._scheduler = _own_scheduler(pipe)
+        self._scheduler = _euler_scheduler(pipe)
         self.prompts = PromptCache(self._embed, self.device, options.prompt_cache, self.dtype)
         self.guidance_scale = options.guidance_scale
         self.adapters: Adapters | None = None
-        self._copy: Any = None
-        self._released = False
-        self._active = self.transformer
-        self._prepare_training()
+        self._active = self._reference = self.transformer
+        self._prepare_training(options)
 
-    def _prepare_training(self) -> None:
-        options = self.options
+    def _prepare_training(self, options: ModelOptions) -> None:
         fits = options.tuning == "lora" or not options.frozen_adapters
-        require(
-            fits,
-            "frozen_adapters",
-            options.frozen_adapters,
-            "left out unless tuning is lora: make them part of the weights",
-        )
+        require(fits, "frozen_adapters", options.frozen_adapters, "none unless tuning is lora")
         if options.tuning == "lora":
-            targets = options.lora_targets or self.family.lora_targets
-            frozen = load_frozen_adapters(self.pipe, options.frozen_adapters)
             self.adapters = Adapters(
                 self.transformer,
                 options.lora_rank,
                 options.lora_alpha,
-                targets,
+                options.lora_targets or self.family.lora_targets,
                 options.seed,
-                options.adapter_name,
-                frozen,
+                load_frozen_adapters(self.pipe, options.frozen_adapters),
             )
             if options.adapter:
-                self.adapters.load(Path(options.adapter), type(self.pipe))
+                self.adapters.load(options.adapter, type(self.pipe))
         elif options.tuning == "full":
             if options.keep_reference:
-                self._copy = copy.deepcopy(self.transformer)
-                _place(self._copy, self.device, self.dtype)
+                self._reference = copy.deepcopy(self.transformer)
+                _place(self._reference, self.device, self.dtype)
             self.transformer.requires_grad_(True)
         self.checkpoint_gradients(options.gradient_checkpointing)
         if options.compile:
-            for network in filter(None, (self.transformer, self._copy)):
+            for network in {self.transformer, self._reference}:
                 compile_blocks(network, options.compile)
 
     def checkpoint_gradients(self, on: bool) -> None:
         """Set whether the backward pass recomputes activations; the gradient is the same."""
-        network = self.transformer
-        (network.enable_gradient_checkpointing if on else network.disable_gradient_checkpointing)()
+        if on:
+            self.transformer.enable_gradient_checkpointing()
+        else:
+            self.transformer.disable_gradient_checkpointing()
 
     def schedule(self, steps: int) -> Schedule:
         """The pipeline's own grid for this image size, float32."""
         require(steps >= 1, "steps", steps, "1 or more")
         self.family.set_timesteps(self._scheduler, steps, self.latent_shape, self.pipe)
-        return Schedule(self._scheduler.sigmas.float(), self._scheduler.timesteps.float()).to(
-            self.device
-        )
+        return schedule_of(self._scheduler, self.device)
 
     def encode(self, prompts: Sequence[Prompt]) -> Condition:
         """One number per prompt, which `velocity` looks up in the cache of embeddings."""
-        known = self.prompts.numbers(
-            [*(prompt.text for prompt in prompts), self.options.negative_prompt]
-        )
+        texts = [*(prompt.text for prompt in prompts), self.options.negative_prompt]
+        known = self.prompts.numbers(texts)
         numbers = torch.tensor(known, device=self.device)
-        return Condition(
-            {"prompt": numbers[:-1], "negative": numbers[-1:].expand(len(prompts))},
-            frozenset(known),
-        )
+        negative = numbers[-1:].expand(len(prompts))
+        return Condition({"prompt": numbers[:-1], "negative": negative}, frozenset(known))
 
     def warm(self, prompts: Sequence[Prompt]) -> None:
         """Embed all `prompts` and the negative prompt now, so that the text encoders move to the
@@ -147,30 +233,15 @@ class PipelinePolicy:
         """
         self.prompts.warm([self.options.negative_prompt, *(prompt.text for prompt in prompts)])
 
-    def release_encoders(self) -> None:
-        """Remove the text encoders from memory (T5: 9.5 GB in bfloat16). New prompts then raise
-        `ConfigError`, so call `warm` first.
-        """
-        for name in self.family.encoders:
-            setattr(self.pipe, name, None)
-        self._released = True
-
     def _embed(self, texts: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
         """Embed on the device one by one, then send the encoders back to main memory."""
-        if self._released:
-            raise ConfigError(
-                f"the prompt {texts[0]!r} is new, but the text encoders were released; call warm"
-                " with it before release_encoders"
-            )
-        encoders = [
-            encoder
-            for name in self.family.encoders
-            if (encoder := getattr(self.pipe, name)) is not None
-        ]
+        # SD3 may have no T5
+        encoders = [getattr(self.pipe, name) for name in self.family.encoders]
+        encoders = [encoder for encoder in encoders if encoder is not None]
         tokens = self.options.max_sequence_length or self.family.text_tokens
-        for encoder in encoders:
-            encoder.eval().requires_grad_(False).to(self.device)
         try:
+            for encoder in encoders:
+                encoder.eval().requires_grad_(False).to(self.device)
             for text in texts:
                 with torch.no_grad():
                     row = self.family.encode(self.pipe, text, tokens, self.device)
@@ -188,9 +259,8 @@ class PipelinePolicy:
             return self._call(latent, timestep, prompt, keys)
         negative = condition.tensors["negative"]
         if self.options.guidance_gradient == "both":
-            both = self._call(
-                torch.cat([latent] * 2), timestep.repeat(2), torch.cat([negative, prompt]), keys
-            )
+            numbers = torch.cat([negative, prompt])
+            both = self._call(torch.cat([latent] * 2), timestep.repeat(2), numbers, keys)
             away, towards = both.chunk(2)
         else:
             with torch.no_grad():
@@ -202,11 +272,10 @@ class PipelinePolicy:
         self, latent: Tensor, timestep: Tensor, numbers: Tensor, keys: frozenset[int]
     ) -> Tensor:
         rows = self.prompts.rows(numbers, keys)
-        narrow = self.dtype != torch.float32
-        with torch.autocast(self.device.type, dtype=self.dtype) if narrow else nullcontext():
-            return self.family.velocity(
-                self._active, latent.to(self.dtype), timestep, rows, self.latent_size
-            ).float()
+        latent = latent.to(self.dtype)
+        with computing_in(self.dtype, self.device):
+            velocity = self.family.velocity(self._active, latent, timestep, rows, self.latent_size)
+        return velocity.float()
 
     @contextmanager
     def guided(self, guidance: float) -> Iterator[None]:
@@ -240,21 +309,15 @@ class PipelinePolicy:
         """The base model, no gradients. Raises `ConfigError` for full fine-tuning without
         `keep_reference`.
         """
-        if self.options.tuning == "full" and self._copy is None:
-            raise ConfigError(
-                "keep_reference = False is not allowed: this loss compares with the base model; set"
-                " it to True"
-            )
-        kept = self._active
-        self._active = self.transformer if self._copy is None else self._copy
+        lost = self.options.tuning == "full" and not self.options.keep_reference
+        require(not lost, "keep_reference", False, "True: this loss compares with the base model")
+        disabled = self.adapters.disabled() if self.adapters else nullcontext()
+        self._active = self._reference
         try:
-            with (
-                torch.no_grad(),
-                nullcontext() if self.adapters is None else self.adapters.disabled(),
-            ):
+            with torch.no_grad(), disabled:
                 yield
         finally:
-            self._active = kept
+            self._active = self.transformer
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -262,8 +325,8 @@ class PipelinePolicy:
         narrower one: rounding W + BA would make the sampling policy different from the trained
         policy.
         """
-        merge = self.adapters is not None and self.dtype == torch.float32
-        with torch.no_grad(), cast(Adapters, self.adapters).merged() if merge else nullcontext():
+        adapters = self.adapters if self.dtype == torch.float32 else None
+        with torch.no_grad(), adapters.merged() if adapters else nullcontext():
             yield
 
     def save(self, folder: Path) -> None:
@@ -273,12 +336,8 @@ class PipelinePolicy:
         the new one is complete. With sharded weights all processes must call this; only the main
         one writes the full weights.
         """
-        require(
-            self.options.tuning != "nothing",
-            "tuning",
-            self.options.tuning,
-            "lora or full: there is nothing to save",
-        )
+        tuning = self.options.tuning
+        require(tuning != "nothing", "tuning", tuning, "lora or full: there is nothing to save")
         new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
         shutil.rmtree(new, ignore_errors=True)
         if self.adapters is not None:
@@ -301,22 +360,21 @@ def _full_network(network: Any) -> Any:
     """
     if not is_sharded_network(network):
         return network
-    if tensors := full_tensors(network.state_dict()):
-        network = type(network).from_config(network.config)
-        network.load_state_dict(tensors)
-    return network if tensors else None
+    if not (tensors := full_tensors(network.state_dict())):
+        return None
+    network = type(network).from_config(network.config)
+    network.load_state_dict(tensors)
+    return network
 
 
 def _require_rgb(pipe: Any) -> None:
-    """Raise `ConfigError` unless the image decoder makes three channels, the red, green and blue
-    that rewards see.
-    """
+    """Raise `ConfigError` unless the image decoder makes the three channels that rewards read."""
     config = getattr(pipe.vae, "config", None)
     # Wan 2.2 decodes patches
-    found = getattr(config, "out_channels", 3) // (getattr(config, "patch_size", None) or 1) ** 2
-    require(
-        found == 3, "model: channels of the image decoder (vae)", found, "3, red, green and blue"
-    )
+    patch = getattr(config, "patch_size", None) or 1
+    channels = getattr(config, "out_channels", 3) // patch**2
+    field = "model: channels of the image decoder (vae)"
+    require(channels == 3, field, channels, "3, red, green and blue")
 
 
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -333,7 +391,7 @@ def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(torch.float32 if kept & set(name.split(".")) else dtype)
 
 
-def _own_scheduler(pipe: Any) -> Any:
+def _euler_scheduler(pipe: Any) -> Any:
     """A new Euler scheduler for flow matching with the pipeline's settings.
 
     From another scheduler with flow sigmas (Wan's UniPC on the Hub) only the shift is used, because
@@ -348,15 +406,59 @@ def _own_scheduler(pipe: Any) -> Any:
     if issubclass(kind, FlowMatchEulerDiscreteScheduler):
         return FlowMatchEulerDiscreteScheduler.from_config(config)
     allowed = "FlowMatchEulerDiscreteScheduler, or one with flow sigmas and a flow_shift"
-    require(
-        bool(config.get("use_flow_sigmas")) and "flow_shift" in config,
-        "scheduler",
-        kind.__name__,
-        allowed,
-    )
+    fits = bool(config.get("use_flow_sigmas")) and "flow_shift" in config
+    require(fits, "scheduler", kind.__name__, allowed)
     return FlowMatchEulerDiscreteScheduler(
         config["num_train_timesteps"], shift=config["flow_shift"]
     )
+
+
+PYTORCH_KERNELS = {
+    "_native_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "_native_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "_native_flash": SDPBackend.FLASH_ATTENTION,
+    "_native_math": SDPBackend.MATH,
+}
+"""diffusers' names of the kernels of PyTorch's `scaled_dot_product_attention`; "native" means that
+PyTorch chooses.
+"""
+
+
+def set_attention_backend(
+    network: Any, name: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Compute the attention of `network` by diffusers' backend `name`
+    (`diffusers.models.attention_dispatch`).
+
+    Transformers whose attention calls PyTorch's function directly (SD3) support only its kernels.
+    Raises `ConfigError` if `name` is unknown, or fails forward or backward on `device` in `dtype`.
+    """
+    from diffusers.models import attention_dispatch as diffusers
+
+    layers = [module for module in network.modules() if hasattr(module, "set_processor")]
+    dispatched = all(hasattr(layer.processor, "_attention_backend") for layer in layers)
+    names = [backend.value for backend in diffusers.AttentionBackendName]
+    known = names if dispatched else ["native", *PYTORCH_KERNELS]
+    # batch, tokens, heads, channels
+    shape = (1, 64, 2, network.config.attention_head_dim)
+    query = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+    try:
+        backend = diffusers.AttentionBackendName(name if name in known else f"unknown: {name}")
+        if dispatched:
+            # diffusers makes it the backend of all networks; this resets it
+            with diffusers.attention_backend(name):
+                network.set_attention_backend(name)
+        diffusers.dispatch_attention_fn(query, query, query, backend=backend).sum().backward()
+    except Exception as error:
+        place = f"{type(network).__name__} on {device.type} in {str(dtype).removeprefix('torch.')}"
+        raise ConfigError(
+            f"attention_backend = {name!r} is not allowed; allowed: one of {', '.join(known)} that"
+            f" runs for {place}, or empty for diffusers' default ({error})"
+        ) from error
+    if not dispatched and name != "native":
+        # inside the block, so that recomputation under checkpointing has the same kernel
+        for layer in layers:
+            layer.set_processor(sdpa_kernel(PYTORCH_KERNELS[name])(layer.processor))
 
 
 def _blocks(network: Any) -> list[nn.Module]:
@@ -377,16 +479,10 @@ def compile_blocks(network: Any, backend: str) -> None:
     Raises:
         ConfigError: the backend is unknown.
     """
-    allowed = torch.compiler.list_backends(exclude_tags=())
-    require(
-        backend in allowed,
-        "compile",
-        backend,
-        f"a backend of torch.compile ({', '.join(allowed)}), or empty for off",
-    )
-    torch._dynamo.config.recompile_limit = max(
-        torch._dynamo.config.recompile_limit, COMPILED_VERSIONS
-    )
+    backends = torch.compiler.list_backends(exclude_tags=())
+    require(backend in backends, "compile", backend, f"one of {', '.join(backends)}, or empty")
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, COMPILED_VERSIONS)
     for block in _blocks(network):
         block.compile(backend=backend)
 

@@ -37,29 +37,25 @@ class PromptCache:
     device: torch.device
     limit: int
     dtype: torch.dtype
-    _numbers: dict[str, int] = field(default_factory=dict)
-    _stored: list[dict[str, Tensor] | Path] = field(default_factory=list)
+    _stored: dict[str, dict[str, Tensor] | Path] = field(default_factory=dict)
     _folder: TemporaryDirectory[str] | None = None
     _on_device: frozenset[int] = frozenset()
-    _table: dict[str, Tensor] = field(default_factory=dict)
-    _places: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
     def numbers(self, texts: Sequence[str]) -> list[int]:
         """The numbers of `texts`; new texts are embedded."""
         self.warm(texts)
-        numbers = [self._numbers[text] for text in texts]
+        order = {text: number for number, text in enumerate(self._stored)}
+        numbers = [order[text] for text in texts]
         self._bring(frozenset(numbers))
         return numbers
 
     def warm(self, texts: Sequence[str]) -> None:
         """Embed those of `texts` that are new, in one call of `encode`."""
-        new = [text for text in dict.fromkeys(texts) if text not in self._numbers]
+        new = [text for text in dict.fromkeys(texts) if text not in self._stored]
         for text, row in zip(new, self.encode(new) if new else (), strict=True):
             tensors = {name: tensor.detach().cpu() for name, tensor in row.items()}
-            self._stored.append(
-                tensors if len(self._stored) < self.limit else self._on_disk(tensors)
-            )
-            self._numbers[text] = len(self._stored) - 1
+            full = len(self._stored) >= self.limit
+            self._stored[text] = self._on_disk(tensors) if full else tensors
 
     def rows(self, numbers: Tensor, among: frozenset[int] = frozenset()) -> dict[str, Tensor]:
         """The embeddings under `numbers` [sample], a tensor on the device; every result has
@@ -76,16 +72,15 @@ class PromptCache:
 
     def _bring(self, numbers: frozenset[int]) -> None:
         """Fill the tables on the device."""
-        stored = [self._stored[number] for number in numbers]
-        rows = [load_file(row) if isinstance(row, Path) else row for row in stored]
-        tables = {
-            name: pad_sequence([row[name] for row in rows], batch_first=True) for name in rows[0]
-        }
-        self._table = {
-            name: t.to(self.device, self.dtype if t.is_floating_point() else None)
-            for name, t in tables.items()
-        }
-        places = torch.zeros(len(self._stored), dtype=torch.int64)
+        stored = list(self._stored.values())
+        chosen = [stored[number] for number in numbers]
+        rows = [load_file(row) if isinstance(row, Path) else row for row in chosen]
+        self._table = {}
+        for name in rows[0]:
+            table = pad_sequence([row[name] for row in rows], batch_first=True)
+            dtype = self.dtype if table.is_floating_point() else None
+            self._table[name] = table.to(self.device, dtype)
+        places = torch.zeros(len(stored), dtype=torch.int64)
         places[list(numbers)] = torch.arange(len(numbers))
         self._places, self._on_device = places.to(self.device), numbers
 
@@ -96,17 +91,12 @@ class PromptCache:
         )
         path = Path(self._folder.name, f"{len(self._stored)}.safetensors")
         try:
-            save_file(
-                {
-                    name: tensor.clone(memory_format=torch.contiguous_format)
-                    for name, tensor in tensors.items()
-                },
-                path,
-            )
+            # safetensors refuses views of a larger storage
+            copies = {n: t.clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
+            save_file(copies, path)
         except (OSError, SafetensorError) as error:
             raise ConfigError(
-                f"prompt_cache = {self.limit}: the embeddings of further prompts cannot be written"
-                f" to {path.parent} ({error}); set TMPDIR to a folder with more room, or a larger"
-                " prompt_cache for more main memory"
+                f"prompt_cache = {self.limit}: further prompts cannot be written to {path.parent}"
+                f" ({error}); set TMPDIR to a folder with more room, or a larger prompt_cache"
             ) from error
         return path

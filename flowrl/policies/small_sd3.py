@@ -1,7 +1,7 @@
 """The built-in image policy: diffusers' SD3 transformer class at a size that a laptop can train."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from flowrl.core.errors import require
 from flowrl.core.types import Condition, Prompt, Schedule
-from flowrl.policies.family import device_of
 from flowrl.policies.lora import LORA_TARGETS, Adapters
+from flowrl.policies.pipeline import computing_in, device_of, schedule_of
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,6 @@ class SmallSD3Config:
         grid: cells per side of the image.
         cell: pixels per side of a cell.
         channels: channels of the latent.
-        layers: layers of the transformer.
-        heads: attention heads.
-        head_dim: width of a head.
-        text_dim: width of the word embeddings.
-        text_layers: layers of the word encoder.
         shift: time shift of the scheduler (SD3.5: 3; small images need less).
     """
 
@@ -38,12 +33,11 @@ class SmallSD3Config:
     grid: int = 4
     cell: int = 16
     channels: int = 8
-    layers: int = 4
-    heads: int = 2
-    head_dim: int = 32
-    text_dim: int = 64
-    text_layers: int = 2
     shift: float = 1.0
+
+
+TEXT_WIDTH = 64
+"""Width of the word embeddings."""
 
 
 class WordEncoder(nn.Module):
@@ -54,7 +48,7 @@ class WordEncoder(nn.Module):
     example), as in CLIP and T5.
     """
 
-    def __init__(self, vocabulary: int, words: int, dim: int, layers: int) -> None:
+    def __init__(self, vocabulary: int, words: int, dim: int = TEXT_WIDTH) -> None:
         super().__init__()
         self.word = nn.Embedding(vocabulary, dim)
         self.position = nn.Parameter(torch.randn(words, dim))
@@ -62,7 +56,7 @@ class WordEncoder(nn.Module):
             nn.TransformerEncoderLayer(
                 dim, 4, 4 * dim, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
             )
-            for _ in range(layers)
+            for _ in range(2)
         )
         self.norm = nn.LayerNorm(dim)
 
@@ -126,21 +120,18 @@ class SmallSD3(nn.Module):
         from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 
         self.config = config
-        width = config.heads * config.head_dim
-        self.words = WordEncoder(
-            config.vocabulary, config.words, config.text_dim, config.text_layers
-        )
+        self.words = WordEncoder(config.vocabulary, config.words)
         self.transformer = SD3Transformer2DModel(
             sample_size=config.grid,
             patch_size=1,
             in_channels=config.channels,
             out_channels=config.channels,
-            num_layers=config.layers,
-            attention_head_dim=config.head_dim,
-            num_attention_heads=config.heads,
-            joint_attention_dim=config.text_dim,
-            caption_projection_dim=width,
-            pooled_projection_dim=config.text_dim,
+            num_layers=4,
+            attention_head_dim=32,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_WIDTH,
+            caption_projection_dim=2 * 32,
+            pooled_projection_dim=TEXT_WIDTH,
             pos_embed_max_size=config.grid,
         )
         self.autoencoder = CellAutoencoder(config.channels, config.grid, config.cell)
@@ -167,14 +158,14 @@ class SmallSD3Policy:
     Args:
         network: the networks with base weights.
         tokenise: turns a prompt's text into word ids.
-        rank: rank of the LoRA; 0 trains nothing.
+        rank: rank of the LoRA.
         alpha: scale of the LoRA times its rank.
         seed: seed of the adapter.
         device: device of the network.
         dtype: precision of the network.
 
     Raises:
-        ConfigError: `rank` is negative.
+        ConfigError: `rank` is below 1.
     """
 
     def __init__(
@@ -187,7 +178,7 @@ class SmallSD3Policy:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        require(rank >= 0, "lora rank", rank, "0 or more")
+        require(rank >= 1, "lora rank", rank, "1 or more")
         from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
             FlowMatchEulerDiscreteScheduler,
         )
@@ -195,21 +186,17 @@ class SmallSD3Policy:
         self.device = device_of(device)
         self.network = network.to(self.device).eval().requires_grad_(False)
         self.velocity_network: nn.Module = network.transformer
-        self.latent_shape = (network.config.channels, network.config.grid, network.config.grid)
-        self.tokenise = tokenise
-        self.dtype = dtype
-        self._scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=network.config.shift)
-        self._adapters = (
-            Adapters(self.network.transformer, rank, alpha, LORA_TARGETS, seed) if rank else None
-        )
+        config = network.config
+        self.latent_shape = (config.channels, config.grid, config.grid)
+        self.tokenise, self.dtype = tokenise, dtype
+        self._scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=config.shift)
+        self._adapters = Adapters(network.transformer, rank, alpha, LORA_TARGETS, seed)
 
     def schedule(self, steps: int) -> Schedule:
         """The grid of diffusers' `FlowMatchEulerDiscreteScheduler`, float32."""
         require(steps >= 1, "steps", steps, "1 or more")
-        self._scheduler.set_timesteps(steps, device=self.device)
-        return Schedule(self._scheduler.sigmas.float(), self._scheduler.timesteps.float()).to(
-            self.device
-        )
+        self._scheduler.set_timesteps(steps)
+        return schedule_of(self._scheduler, self.device)
 
     def encode(self, prompts: Sequence[Prompt]) -> Condition:
         """Word embeddings [prompt, word, dim]."""
@@ -221,8 +208,7 @@ class SmallSD3Policy:
         """v = eps - x_0 of the network, in float32; under autocast if the policy's dtype is
         narrower.
         """
-        narrow = self.dtype != torch.float32
-        with torch.autocast(self.device.type, dtype=self.dtype) if narrow else nullcontext():
+        with computing_in(self.dtype, self.device):
             return self.network.velocity(latent, timestep, condition.tensors["words"]).float()
 
     def decode(self, latent: Tensor) -> Tensor:
@@ -232,15 +218,12 @@ class SmallSD3Policy:
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """The adapter's matrices by name."""
-        return {} if self._adapters is None else self._adapters.parameters()
+        return self._adapters.parameters()
 
     @contextmanager
     def reference(self) -> Iterator[None]:
         """The base model: adapters disabled, no gradients."""
-        with (
-            torch.no_grad(),
-            nullcontext() if self._adapters is None else self._adapters.disabled(),
-        ):
+        with torch.no_grad(), self._adapters.disabled():
             yield
 
     @contextmanager
@@ -248,5 +231,5 @@ class SmallSD3Policy:
         """No gradients, and the adapter merged into the weights, so that a call costs as much as
         the base model's.
         """
-        with torch.no_grad(), nullcontext() if self._adapters is None else self._adapters.merged():
+        with torch.no_grad(), self._adapters.merged():
             yield

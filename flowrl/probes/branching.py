@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from flowrl.core.errors import require
-from flowrl.core.options import checked_options
+from flowrl.core.options import Count, Whole, checked_options
 from flowrl.core.probe import Cost, Probe, Shape
 from flowrl.core.tree import Mean, Tree, Visits, Weight, tree_of
 
@@ -73,17 +73,15 @@ class Branch(Branching):
     mean: Mean = "leaf"
 
     def __post_init__(self) -> None:
-        allowed = (
-            "a number of children, 1 or more, for every stochastic step, one per step in a tuple,"
-            " or {step: number}"
-        )
-        listed = (self.children,) if isinstance(self.children, int) else self.children
-        given = dict(listed) if isinstance(listed, Mapping) else dict(enumerate(listed))
+        given = self.children
+        if isinstance(given, int):
+            given = {0: given}
+        elif isinstance(given, tuple):
+            given = dict(enumerate(given))
         whole = all(type(number) is int for pair in given.items() for number in pair)
         fits = whole and all(step >= 0 and count >= 1 for step, count in given.items())
+        allowed = "1 or more for every stochastic step, one per step in a tuple, or {step: number}"
         require(fits, "Branch.children", self.children, allowed)
-        require(self.weight in ("leaf", "edge"), "Branch.weight", self.weight, "'leaf' or 'edge'")
-        require(self.mean in ("leaf", "child"), "Branch.mean", self.mean, "'leaf' or 'child'")
 
     def tree(
         self,
@@ -95,22 +93,12 @@ class Branch(Branching):
     ) -> Tree:
         """The same tree every iteration."""
         children = self._children(decisions)
-        odd = sorted(set(children) - set(decisions))
-        require(
-            not odd,
-            "Branch.children at steps",
-            odd,
-            f"stochastic steps of the sampler: {list(decisions)}",
-        )
-        product = math.prod(children.values())
-        require(
-            members % product == 0,
-            "group_size",
-            members,
-            f"a multiple of {product}, the leaves of a tree of {self}",
-        )
+        odd, allowed = sorted(set(children) - set(decisions)), f"stochastic: {list(decisions)}"
+        require(not odd, "Branch.children at steps", odd, allowed)
+        leaves = math.prod(children.values())
+        trees = _count_of(members, leaves, self)
         if shared_noise and decisions:
-            children[decisions[0]] = children.get(decisions[0], 1) * (members // product)
+            children[decisions[0]] = children.get(decisions[0], 1) * trees
         behind = [
             math.prod(count for step, count in children.items() if step >= node)
             for node in range(steps + 1)
@@ -130,6 +118,13 @@ class Branch(Branching):
         allowed = f"at most {len(decisions)} numbers, for the stochastic steps {list(decisions)}"
         require(len(self.children) <= len(decisions), "Branch.children", self.children, allowed)
         return dict(zip(decisions, self.children, strict=False))
+
+
+def _count_of(members: int, leaves: int, probe: Branching) -> int:
+    """The number of trees of `leaves` members in a group."""
+    allowed = f"a multiple of {leaves}, the leaves of a tree of {probe}"
+    require(members % leaves == 0, "group_size", members, allowed)
+    return members // leaves
 
 
 @checked_options
@@ -162,38 +157,19 @@ class Comb(Branching):
         ConfigError: a field is out of range.
     """
 
-    branches: int = 4
-    count: int | None = None
-    low: int = 0
+    branches: Count = 4
+    count: Count | None = None
+    low: Whole = 0
     high: int | None = None
-    strides: tuple[int, ...] = (1,)
+    strides: tuple[Count, ...] = (1,)
     weight: Weight = "leaf"
     mean: Mean = "leaf"
 
     def __post_init__(self) -> None:
-        for name in ("branches", "count"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"Comb.{name}", value, "1 or more")
-        require(self.low >= 0, "Comb.low", self.low, "0 or more")
-        require(
-            self.high is None or self.high > self.low,
-            "Comb.high",
-            self.high,
-            f"above low = {self.low}, or None",
-        )
-        fits = (
-            len(self.strides) > 0
-            and all(stride >= 1 for stride in self.strides)
-            and len(set(self.strides)) == len(self.strides)
-        )
-        require(
-            fits,
-            "Comb.strides",
-            self.strides,
-            "one or more different numbers of nodes, each 1 or more",
-        )
-        require(self.weight in ("leaf", "edge"), "Comb.weight", self.weight, "'leaf' or 'edge'")
-        require(self.mean in ("leaf", "child"), "Comb.mean", self.mean, "'leaf' or 'child'")
+        fits = self.high is None or self.high > self.low
+        require(fits, "Comb.high", self.high, f"above low = {self.low}, or None")
+        fits = 0 < len(self.strides) == len(set(self.strides)) and min(self.strides) >= 1
+        require(fits, "Comb.strides", self.strides, "one or more different numbers of nodes")
 
     def tree(
         self,
@@ -212,38 +188,24 @@ class Comb(Branching):
         if self.count is not None:
             order = torch.randperm(len(within), generator=generator, device=generator.device)
             within = sorted(within[i] for i in order[:count].tolist())
-        each = self.branches * count * len(self.strides)
-        require(
-            members % each == 0,
-            "group_size",
-            members,
-            f"a multiple of {each}, the leaves of a trunk of {self}",
-        )
-        trunks = members // each
+        trunks = _count_of(members, self.branches * count * len(self.strides), self)
         branches, trunks = (self.branches * trunks, 1) if shared_noise else (self.branches, trunks)
 
         def visits(trunk: int, step: int, branch: int, stride: int) -> Visits:
-            later = [
-                *range(step + 1 + stride, steps, stride),
-                *([steps] if step + 1 < steps else []),
-            ]
-            passed = [(node, ("trunk", trunk)) for node in range(step + 1)]
-            return [
-                *passed,
-                *(
-                    (node, (trunk, step, branch, *later[:i]))
-                    for i, node in enumerate([step + 1, *later])
-                ),
-            ]
+            """ODE steps on the trunk, the draw after `step`, and ODE steps of `stride` nodes."""
+            nodes = [step + 1, *range(step + 1 + stride, steps, stride)]
+            nodes += [steps] if step + 1 < steps else []
+            keys = [(trunk, step, branch, *nodes[1:i]) for i in range(1, len(nodes) + 1)]
+            trunk_states = [(node, ("trunk", trunk)) for node in range(step + 1)]
+            return [*trunk_states, *zip(nodes, keys, strict=True)]
 
-        found = [
-            visits(*each) for each in product(range(trunks), within, range(branches), self.strides)
-        ]
+        choices = (range(trunks), within, range(branches), self.strides)
         tree = tree_of(
-            found,
+            [visits(*choice) for choice in product(*choices)],
+            # the first state of a branch was drawn
             lambda node, key: isinstance(key, tuple) and key[0] != "trunk" and len(key) == 3,
             self.mean,
             self.weight,
         )
-        several = torch.tensor(self.strides).repeat(len(found) // len(self.strides))
-        return replace(tree, strides=several) if len(self.strides) > 1 else tree
+        strides = torch.tensor(self.strides).repeat(tree.members // len(self.strides))
+        return replace(tree, strides=strides) if len(self.strides) > 1 else tree

@@ -5,6 +5,7 @@ diversity.
 from flowrl.rewards.clip import Aesthetic, CLIPScore, HPSv21, PickScore
 from flowrl.rewards.combine import (
     Clipped,
+    FrameMean,
     FunctionReward,
     GroupSum,
     NoisyReward,
@@ -17,7 +18,6 @@ from flowrl.rewards.combine import (
 )
 from flowrl.rewards.contract import (
     ComponentScores,
-    check_group_scores,
     check_scores,
     component_methods,
 )
@@ -29,9 +29,15 @@ from flowrl.rewards.diversity import (
     pairwise_diversity,
 )
 from flowrl.rewards.geneval import GenEval
-from flowrl.rewards.images import Images, JPEGCompressibility, JPEGIncompressibility, to_pillow
-from flowrl.rewards.ocr import OCR
-from flowrl.rewards.video import FrameMean, Motion, stills
+from flowrl.rewards.images import (
+    OCR,
+    Images,
+    JPEGCompressibility,
+    JPEGIncompressibility,
+    Motion,
+    stills,
+    to_pillow,
+)
 
 __all__ = [
     "OCR",
@@ -55,7 +61,6 @@ __all__ = [
     "PixelFeatures",
     "WeightedSum",
     "WinRate",
-    "check_group_scores",
     "check_scores",
     "component_methods",
     "evaluation_reward",

@@ -10,9 +10,13 @@ cropped at their centre, or letterboxed for HPSv2.1, as in the published code. P
 to 77 tokens. Features are normalised and compared in float32 for every `dtype` of the network.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -20,22 +24,14 @@ import torch
 from annotated_types import Gt
 from jaxtyping import Float
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowrl.core.errors import require
+from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Count, checked_options
 from flowrl.core.types import Prompt
 from flowrl.rewards.images import Images, to_pillow
-from flowrl.rewards.weights import (
-    DATA_ONLY,
-    Precision,
-    affine_map,
-    from_open_clip,
-    load_network,
-    loading,
-    read_weights,
-)
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
@@ -43,6 +39,132 @@ STD = (0.26862954, 0.26130258, 0.27577711)
 TOKENS = 77
 FeatureRows = Float[Tensor, "sample feature"]
 Pixels = Float[Tensor, "sample 3 size size"]
+
+
+Precision = Literal["float32", "bfloat16", "float16"]
+DATA_ONLY: dict[str, Any] = {"trust_remote_code": False}
+"""For every `from_pretrained`: never run code in a model's folder (``auto_map``), without a prompt
+to allow it.
+"""
+
+CLIP_NAMES = {
+    "visual.transformer.resblocks": "vision_model.encoder.layers",
+    "visual.conv1": "vision_model.embeddings.patch_embedding",
+    "visual.class_embedding": "vision_model.embeddings.class_embedding",
+    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "visual.ln_pre": "vision_model.pre_layrnorm",
+    "visual.ln_post": "vision_model.post_layernorm",
+    "visual.proj": "visual_projection.weight",
+    "transformer.resblocks": "text_model.encoder.layers",
+    "token_embedding": "text_model.embeddings.token_embedding",
+    "positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "ln_final": "text_model.final_layer_norm",
+    "text_projection": "text_projection.weight",
+    ".ln_1": ".layer_norm1",
+    ".ln_2": ".layer_norm2",
+    ".attn.": ".self_attn.",
+    ".mlp.c_fc": ".mlp.fc1",
+    ".mlp.c_proj": ".mlp.fc2",
+}
+"""Parts of the names in open_clip's files and in transformers' `CLIPModel`, replaced in this order.
+"""
+CLIP_CONSTANTS = ("attn_mask", "input_resolution", "context_length", "vocab_size")
+"""Entries of open_clip's files that are not weights."""
+
+
+@contextmanager
+def loading(source: str) -> Iterator[None]:
+    """Errors of transformers and PyTorch within this context, among them that a device does not
+    exist, become `ConfigError`s; a damaged file can raise anything.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"reward: {source!r} cannot be loaded as what this reward needs"
+            f" ({type(error).__name__}: {reason}); HF_HUB_OFFLINE=0 allows downloads from the Hub"
+        ) from error
+
+
+def load_network(loader: Any, model: str, device: str, dtype: str) -> Any:
+    """`loader.from_pretrained(model)` for inference in the precision `dtype`, with every weight
+    from safetensors files.
+
+    transformers fills missing weights with random ones, and such a network would score noise, so
+    missing weights raise `ConfigError` here.
+    """
+    network, info = loader.from_pretrained(
+        model,
+        dtype=getattr(torch, dtype),
+        output_loading_info=True,
+        use_safetensors=True,
+        **DATA_ONLY,
+    )
+    missing = sorted(set(info["missing_keys"]) & {name for name, _ in network.named_parameters()})
+    kind = type(network).__name__
+    require(not missing, f"reward: weights of {kind} that {model} lacks", missing[:3], "none")
+    return network.eval().requires_grad_(False).to(device)
+
+
+def read_weights(place: str) -> dict[str, Tensor]:
+    """The tensors by name in a safetensors or PyTorch file (those under "state_dict" if it has that
+    entry), on the CPU.
+
+    `place` is a path, or ``REPOSITORY:FILE`` on the Hub. PyTorch files are read with
+    ``weights_only``. Raises `ConfigError` for a file that does not exist or contains anything else.
+    """
+    repository, _, name = place.rpartition(":")
+    with loading(place):
+        path = place
+        if repository and not Path(place).is_file():
+            path = import_module("huggingface_hub").hf_hub_download(repository, name)
+        if path.endswith(".safetensors"):
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = content.get("state_dict", content)
+        return {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
+
+
+def from_open_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a CLIP model in OpenAI's and open_clip's naming, renamed for transformers'
+    `CLIPModel`.
+
+    Their query, key and value matrices are one matrix [3 width, width], and their projections are
+    transposed.
+    """
+    result: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        if name in CLIP_CONSTANTS:
+            continue
+        for old, new in CLIP_NAMES.items():
+            name = name.replace(old, new)
+        if ".in_proj_" in name:
+            for letter, matrix in zip("qkv", tensor.chunk(3), strict=True):
+                result[name.replace("in_proj_", f"{letter}_proj.")] = matrix
+        else:
+            result[name] = tensor.t().contiguous() if "projection" in name else tensor
+    return result
+
+
+@lru_cache(maxsize=4)
+def affine_map(place: str) -> tuple[Tensor, Tensor]:
+    """The map x W + b of a stack of linear layers without activations: W [feature], b [], both
+    float64.
+
+    The layers are the entries ``[PREFIX.N.]weight`` and ``bias`` of `read_weights`, in the order of
+    N. Raises `ConfigError` unless they fit together and end in one number.
+    """
+    weights = {name: tensor.double() for name, tensor in read_weights(place).items()}
+    names = [name.removesuffix("weight") for name in weights if name.split(".")[-1] == "weight"]
+    names.sort(key=lambda name: [int(digits) for digits in re.findall(r"\d+", name)])
+    with loading(place):
+        (weight, bias), *rest = [(weights[f"{n}weight"], weights[f"{n}bias"]) for n in names]
+        for next_weight, next_bias in rest:
+            weight, bias = next_weight @ weight, next_weight @ bias + next_bias
+        return weight.squeeze(0), bias.reshape(())
 
 
 def clip_pixels(images: Images, size: int = 224, letterbox: bool = False) -> Pixels:
@@ -53,14 +175,11 @@ def clip_pixels(images: Images, size: int = 224, letterbox: bool = False) -> Pix
     side is, and black bars fill the rest.
     """
     squares = np.stack([np.asarray(_square(image, size, letterbox)) for image in to_pillow(images)])
-    levels = torch.from_numpy(squares).permute(0, 3, 1, 2).float() / 255
-    return (levels - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+    levels = torch.from_numpy(squares).float() / 255
+    return ((levels - torch.tensor(MEAN)) / torch.tensor(STD)).permute(0, 3, 1, 2)
 
 
 def _square(image: Image.Image, size: int, letterbox: bool) -> Image.Image:
-    """The image with its shorter (`letterbox`: longer) side resized to `size`, the other one
-    cropped (filled with black).
-    """
     if letterbox:  # as open_clip rounds
         scale = size / max(image.size)
         wide, high = (max(1, round(side * scale)) for side in image.size)
@@ -68,82 +187,13 @@ def _square(image: Image.Image, size: int, letterbox: bool) -> Image.Image:
     else:  # as torchvision rounds
         wide, high = (size * side // min(image.size) for side in image.size)
         left, top = round((wide - size) / 2), round((high - size) / 2)
-    return image.resize((wide, high), Image.Resampling.BICUBIC).crop(
-        (left, top, left + size, top + size)
-    )
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """A CLIP model with its tokenizer: normalised float32 features of images and texts, `batch` at
-    a time, on the CPU.
-    """
-
-    model: Any
-    tokenizer: Any
-    batch: int
-
-    @property
-    def size(self) -> int:
-        """Height and width of the network's input."""
-        return self.model.config.vision_config.image_size
-
-    @torch.no_grad()
-    def images(self, images: Images, letterbox: bool = False) -> FeatureRows:
-        """Features of the images, of length 1; `letterbox` as in `clip_pixels`."""
-        return torch.cat(
-            [
-                self.features(clip_pixels(piece, self.size, letterbox))
-                for piece in images.split(self.batch)
-            ]
-        )
-
-    @torch.no_grad()
-    def features(self, pixels: Pixels) -> FeatureRows:
-        """Features of the output of `clip_pixels`, of length 1."""
-        return _normalised(
-            self.model.get_image_features(
-                pixel_values=pixels.to(self.model.device, self.model.dtype)
-            )
-        )
-
-    @torch.no_grad()
-    def texts(self, texts: Sequence[str]) -> FeatureRows:
-        """Features of the texts, of length 1; equal texts are encoded once."""
-        distinct, rows = list(dict.fromkeys(texts)), []
-        for start in range(0, len(distinct), self.batch):
-            piece = distinct[start : start + self.batch]
-            tokens = self.tokenizer(
-                piece, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
-            )
-            rows.append(_normalised(self.model.get_text_features(**tokens.to(self.model.device))))
-        return torch.cat(rows)[[distinct.index(text) for text in texts]]
-
-    def cosines(
-        self, images: Images, texts: Sequence[str], letterbox: bool = False
-    ) -> Float[Tensor, " sample"]:
-        """Cosine of every image's features with those of its text; `letterbox` as in
-        `clip_pixels`.
-        """
-        return (self.images(images, letterbox) * self.texts(texts)).sum(1)
-
-
-def _normalised(output: Any) -> Tensor:
-    """Features of length 1; transformers 5 wraps them in an output object."""
-    features = output if isinstance(output, Tensor) else output.pooler_output
-    return F.normalize(features.float(), dim=1).cpu()
+    resized = image.resize((wide, high), Image.Resampling.BICUBIC)
+    return resized.crop((left, top, left + size, top + size))
 
 
 @lru_cache(maxsize=8)
-def load_encoder(
-    model: str,
-    tokenizer: str = "",
-    device: str = "cpu",
-    dtype: str = "float32",
-    batch: int = 32,
-    weights: str = "",
-) -> Encoder:
-    """The CLIP model in the folder `model`, or of that name on the Hub, loaded once per setting.
+def load_clip(model: str, tokenizer: str, weights: str, device: str, dtype: str) -> tuple[Any, Any]:
+    """A CLIP model and its tokenizer, loaded once per setting.
 
     `tokenizer`: folder or name of the tokenizer; "" for the model's. `weights`: a file in
     open_clip's format that replaces the model's weights; only the model's configuration is then
@@ -160,26 +210,19 @@ def load_encoder(
             network = network.eval().requires_grad_(False).to(device, getattr(torch, dtype))
         else:
             network = load_network(CLIPModel, model, device, dtype)
-    vocabulary = network.config.text_config.vocab_size
+    size = network.config.text_config.vocab_size
     # From a folder without a vocabulary transformers makes a tokenizer of two special tokens, which
     # encodes all texts alike.
-    fits = vocabulary / 2 <= len(words) <= vocabulary
-    needed = (
-        f"the folder of a tokenizer for {vocabulary} pieces of text (this one has {len(words)})"
-    )
-    require(fits, "tokenizer", tokenizer or model, needed)
-    return Encoder(network, words, batch)
-
-
-@lru_cache(maxsize=4)
-def _head(place: str) -> tuple[Tensor, Tensor]:
-    return affine_map(read_weights(place))
+    fits = size / 2 <= len(words) <= size
+    require(fits, "tokenizer", tokenizer or model, f"one of {size} tokens, not {len(words)}")
+    return network, words
 
 
 @dataclass(frozen=True)
 class ClipNetwork:
-    """The options of everything that uses a CLIP model; some have a `tokenizer` or `weights` of
-    their own.
+    """A CLIP model: normalised float32 features of images and texts, `batch` at a time, on the CPU.
+
+    Some rewards have a `tokenizer` or `weights` of their own.
     """
 
     model: str
@@ -187,10 +230,51 @@ class ClipNetwork:
     dtype: Precision = "float32"
     batch: Count = 32
 
-    def load(self) -> Encoder:
-        """The network, loaded at the first call."""
+    def load(self) -> tuple[Any, Any]:
+        """The network and its tokenizer, loaded at the first call."""
         tokenizer, weights = (getattr(self, option, "") for option in ("tokenizer", "weights"))
-        return load_encoder(self.model, tokenizer, self.device, self.dtype, self.batch, weights)
+        return load_clip(self.model, tokenizer, weights, self.device, self.dtype)
+
+    def pixels(self, images: Images, letterbox: bool = False) -> Pixels:
+        """The network's input for images; `letterbox` as in `clip_pixels`."""
+        return clip_pixels(images, self.load()[0].config.vision_config.image_size, letterbox)
+
+    def images(self, images: Images, letterbox: bool = False) -> FeatureRows:
+        """Features of images; `letterbox` as in `clip_pixels`."""
+        pieces = images.split(self.batch)
+        return torch.cat([self.features(self.pixels(piece, letterbox)) for piece in pieces])
+
+    @torch.no_grad()
+    def features(self, pixels: Pixels) -> FeatureRows:
+        """Features of the output of `pixels`."""
+        network, _ = self.load()
+        inputs = pixels.to(network.device, network.dtype)
+        return _normalised(network.get_image_features(pixel_values=inputs))
+
+    @torch.no_grad()
+    def texts(self, texts: Sequence[str]) -> FeatureRows:
+        """Features of texts; equal texts are encoded once."""
+        (network, tokenizer), rows = self.load(), []
+        distinct = list(dict.fromkeys(texts))
+        for start in range(0, len(distinct), self.batch):
+            piece = distinct[start : start + self.batch]
+            tokens = tokenizer(
+                piece, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
+            )
+            rows.append(_normalised(network.get_text_features(**tokens.to(network.device))))
+        return torch.cat(rows)[[distinct.index(text) for text in texts]]
+
+    def cosines(
+        self, images: Images, texts: Sequence[str], letterbox: bool = False
+    ) -> Float[Tensor, " sample"]:
+        """Cosine of every image's features with those of its text."""
+        return (self.images(images, letterbox) * self.texts(texts)).sum(1)
+
+
+def _normalised(output: Any) -> FeatureRows:
+    # transformers 5 wraps features in an output object
+    features = output if isinstance(output, Tensor) else output.pooler_output
+    return F.normalize(features.float(), dim=1).cpu()
 
 
 @checked_options
@@ -223,11 +307,10 @@ class PickScore(ClipNetwork):
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
-        encoder = self.load()
-        scale = float(encoder.model.logit_scale.float().exp()) / (
-            26 if self.form == "released" else 1
-        )
-        return scale * encoder.cosines(images, [prompt.text for prompt in prompts])
+        scale = float(self.load()[0].logit_scale.float().exp())
+        if self.form == "released":
+            scale /= 26
+        return scale * self.cosines(images, [prompt.text for prompt in prompts])
 
 
 @checked_options
@@ -259,11 +342,9 @@ class CLIPScore(ClipNetwork):
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample] in [0, `weight`]."""
-        encoder = self.load()
         prefix = f"{self.prefix.rstrip()} " if self.prefix else ""
-        return self.weight * encoder.cosines(
-            images, [prefix + prompt.text for prompt in prompts]
-        ).clamp(min=0)
+        texts = [prefix + prompt.text for prompt in prompts]
+        return self.weight * self.cosines(images, texts).clamp(min=0)
 
 
 @checked_options
@@ -290,23 +371,17 @@ class Aesthetic(ClipNetwork):
     model: str = "openai/clip-vit-large-patch14"
     head: str = "trl-lib/ddpo-aesthetic-predictor:aesthetic-model.pth"
 
-    def load(self) -> Encoder:
+    def load(self) -> tuple[Any, Any]:
         """The network, loaded with the head at the first call."""
-        encoder = super().load()
-        features = encoder.model.config.projection_dim
-        require(
-            len(_head(self.head)[0]) == features,
-            "head",
-            self.head,
-            f"a head for {features} features",
-        )
-        return encoder
+        network, tokenizer = super().load()
+        size = network.config.projection_dim
+        require(len(affine_map(self.head)[0]) == size, "head", self.head, f"{size} features")
+        return network, tokenizer
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Ratings [sample]."""
-        features = self.load().images(images)
-        weight, bias = _head(self.head)
-        return (features.double() @ weight + bias).float()
+        weight, bias = affine_map(self.head)
+        return (self.images(images).double() @ weight + bias).float()
 
 
 @checked_options
@@ -333,5 +408,5 @@ class HPSv21(ClipNetwork):
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
-        encoder = self.load()
-        return encoder.cosines(images, [prompt.text for prompt in prompts], letterbox=True)
+        texts = [prompt.text for prompt in prompts]
+        return self.cosines(images, texts, letterbox=True)

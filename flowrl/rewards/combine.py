@@ -1,5 +1,5 @@
-"""Rewards made from other rewards: weighted sums, win rates in a group, limits and noise; and
-functions as rewards.
+"""Rewards made from other rewards: weighted sums, win rates in a group, means over frames, limits
+and noise; and functions as rewards.
 """
 
 import math
@@ -15,9 +15,9 @@ from torch import Tensor
 from flowrl.core.errors import ConfigError, RewardError, require
 from flowrl.core.options import allowed, checked_options
 from flowrl.core.protocols import AnyReward, GroupReward, RewardModel
-from flowrl.core.types import Prompt, checked
-from flowrl.rewards.contract import check_scores, marks_invalid
-from flowrl.rewards.images import Images
+from flowrl.core.types import ImagesOrVideos, Prompt, checked
+from flowrl.rewards.contract import checked_scores
+from flowrl.rewards.images import Frames, Images, chosen_frames, is_video
 
 Finite = Annotated[float, Gt(-math.inf), Lt(math.inf)]
 
@@ -32,9 +32,8 @@ def weighted_total(parts: Mapping[str, Tensor], weights: Mapping[str, float]) ->
     Returns:
         The weighted sum, of the shape of the scores.
     """
-    return torch.stack(
-        [float(weights.get(name, 1.0)) * values for name, values in parts.items()]
-    ).sum(dim=0)
+    terms = [float(weights.get(name, 1.0)) * scores for name, scores in parts.items()]
+    return torch.stack(terms).sum(dim=0)
 
 
 @dataclass(frozen=True)
@@ -47,19 +46,11 @@ class RewardSum:
     weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        fits = set(self.weights) <= set(self.models) and all(
-            allowed(weight, Finite) for weight in self.weights.values()
-        )
-        names = (
-            f"finite numbers for some of the models {', '.join(self.models)}, of which there is one"
-            " or more"
-        )
-        require(
-            len(self.models) > 0 and fits,
-            f"{type(self).__name__}.weights",
-            dict(self.weights),
-            names,
-        )
+        weights = {name: self.weights.get(name, 1.0) for name in {*self.models, *self.weights}}
+        numbers = all(allowed(weight, Finite) for weight in weights.values())
+        fits = self.models and len(weights) == len(self.models) and numbers
+        names = f"finite numbers for some of the models {', '.join(self.models)}"
+        require(bool(fits), f"{type(self).__name__}.weights", dict(self.weights), names)
 
     def total(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The weighted sum of `parts`."""
@@ -88,20 +79,15 @@ class WeightedSum(RewardSum):
     def __post_init__(self) -> None:
         super().__post_init__()
         compared = [name for name, model in self.models.items() if isinstance(model, GroupReward)]
-        singles = (
-            "rewards of single samples; group-sum adds them to rewards that compare the members of"
-            " a group"
-        )
-        require(not compared, "WeightedSum.models", compared, singles)
+        allowed = "rewards of single samples; group-sum adds rewards that compare members"
+        require(not compared, "WeightedSum.models", compared, allowed)
 
     def parts(self, images: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """Every component's scores [sample], unweighted. Raises `RewardContractError` naming a
         wrong component.
         """
         return {
-            name: check_scores(
-                model.score(images, prompts), prompts, f"reward {name!r}", marks_invalid(model)
-            )
+            name: checked_scores(model, images, prompts, f"reward {name!r}")
             for name, model in self.models.items()
         }
 
@@ -149,10 +135,7 @@ class WinRate:
     def score_groups(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Win rates [prompt, member]."""
         if images.shape[1] < 2:
-            raise RewardError(
-                "win-rate compares the samples of a prompt, but groups have one sample; allowed: 2"
-                " or more"
-            )
+            raise RewardError("win-rate: groups have one sample; allowed: 2 or more")
         return win_rates(scores_of_members(self.reward, images, prompts, "the reward of win-rate"))
 
 
@@ -202,15 +185,11 @@ def scores_of_members(
     """Scores [prompt, member] by a reward of either kind, checked; `origin` is the subject of the
     error's message.
     """
-    members = images.shape[1]
     if isinstance(reward, GroupReward):
-        scores = reward.score_groups(images, prompts)
-        return check_scores(scores, prompts, origin, marks_invalid(reward), members)
-    repeated = [prompt for prompt in prompts for _ in range(members)]
-    scores = check_scores(
-        reward.score(images.flatten(0, 1), repeated), repeated, origin, marks_invalid(reward)
-    )
-    return scores.view(len(prompts), members)
+        return checked_scores(reward, images, prompts, origin)
+    repeated = [prompt for prompt in prompts for _ in range(images.shape[1])]
+    scores = checked_scores(reward, images.flatten(0, 1), repeated, origin)
+    return scores.view(images.shape[:2])
 
 
 def evaluation_reward(reward: AnyReward) -> RewardModel:
@@ -237,8 +216,7 @@ def require_single(reward: AnyReward, name: str, spec: str) -> RewardModel:
     if isinstance(reward, GroupReward):
         raise ConfigError(
             f"{name} = {spec!r:.500} is not allowed: {type(reward).__name__} compares members of a"
-            " group; allowed: a reward of single samples, such as the"
-            f" {type(reward.evaluation).__name__} by which this one is evaluated"
+            f" group; allowed: a reward of single samples, as {type(reward.evaluation).__name__}"
         )
     return reward
 
@@ -269,6 +247,40 @@ class Clipped:
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """The clipped scores [sample]."""
         return self.reward.score(images, prompts).clamp(self.low, self.high)
+
+
+@checked_options
+@dataclass(frozen=True)
+class FrameMean:
+    """The mean over frames of a reward for images: R = 1/|F| sum_{f in F} r(frame f, prompt).
+
+    The reward scores all chosen frames of a video in one call. An image counts as a video of one
+    frame. A video is invalid if the reward marks one of its chosen frames. For components, put it
+    inside a weighted sum.
+
+    Args:
+        reward: a reward for images.
+        frames: F: first, middle, last, all, or a number of frames at equal distances, including the
+            first and the last.
+
+    Raises:
+        ConfigError: `frames` is not allowed.
+    """
+
+    reward: RewardModel
+    frames: Frames = "all"
+
+    def score(self, images: ImagesOrVideos, prompts: Sequence[Prompt]) -> Tensor:
+        """Scores [sample]. Raises `RewardContractError` if the reward breaks its contract on the
+        frames.
+        """
+        videos = images if is_video(images) else images.unsqueeze(1)
+        chosen = chosen_frames(self.frames, videos.shape[1])
+        repeated = [prompt for prompt in prompts for _ in chosen]
+        origin = f"the reward {type(self.reward).__name__} of frame-mean"
+        stack = videos[:, chosen].flatten(0, 1)
+        scores = checked_scores(self.reward, stack, repeated, origin)
+        return scores.view(len(prompts), -1).mean(1)
 
 
 @dataclass(frozen=True)
@@ -316,16 +328,9 @@ class NoisyReward:
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
-        noise = (
-            pseudo_normal(images, self.seed).to(images.device, torch.float32)
-            if self.std > 0
-            else 0.0
-        )
-        return (
-            self.model.score(images, prompts)
-            + self.std * noise
-            + self.bias * images.flatten(1).mean(1)
-        )
+        noise = pseudo_normal(images, self.seed).to(images.device, torch.float32)
+        brightness = images.flatten(1).mean(1)
+        return self.model.score(images, prompts) + self.std * noise + self.bias * brightness
 
 
 def pseudo_normal(images: Tensor, seed: int = 0) -> Float[Tensor, " sample"]:

@@ -12,15 +12,6 @@ from flowrl.core.errors import RewardContractError
 from flowrl.core.protocols import AnyReward, GroupReward
 from flowrl.core.types import Prompt, tensor_problem
 
-__all__ = [
-    "ComponentScores",
-    "check_group_scores",
-    "check_scores",
-    "component_methods",
-    "is_remote",
-    "marks_invalid",
-]
-
 
 @dataclass(frozen=True)
 class ComponentScores:
@@ -44,19 +35,12 @@ def _declares(reward: object, mark: str) -> bool:
     """The attribute `mark` of a reward; without one, whether any reward inside it (in a sum or a
     wrapper) declares it.
     """
-    own = getattr(reward, mark, None)
-    if own is not None:
-        return bool(own)
-    models = getattr(reward, "models", None)
-    inside = [
-        *(models.values() if isinstance(models, Mapping) else ()),
-        *(getattr(reward, n, None) for n in ("reward", "model")),
-    ]
-    return any(
-        _declares(part, mark)
-        for part in inside
-        if hasattr(part, "score") or hasattr(part, "score_groups")
-    )
+    if (declared := getattr(reward, mark, None)) is not None:
+        return bool(declared)
+    models = getattr(reward, "models", {})
+    inside = [*models.values()] if isinstance(models, Mapping) else []
+    inside += [getattr(reward, name, None) for name in ("reward", "model")]
+    return any(_declares(part, mark) for part in inside if isinstance(part, AnyReward))
 
 
 def is_remote(reward: object) -> bool:
@@ -107,55 +91,34 @@ def check_scores(
     Raises:
         RewardContractError: the type or the shape is wrong, or a value is not finite.
     """
-    if not isinstance(scores, Tensor):
-        raise RewardContractError(
-            f"{origin} returned a {type(scores).__name__}; a torch.Tensor is required"
-        )
-    if tensor_problem(scores):
-        raise RewardContractError(
-            f"{origin} returned scores in a tensor that {tensor_problem(scores)}"
-        )
     shape = (len(prompts),) if members is None else (len(prompts), members)
-    if scores.shape != shape:
-        images = (
-            f"{len(prompts)} images"
-            if members is None
-            else f"{len(prompts)} groups of {members} images"
+    if not isinstance(scores, Tensor):
+        problem = f"a {type(scores).__name__}; a torch.Tensor is required"
+    elif reason := tensor_problem(scores):
+        problem = f"scores in a tensor that {reason}"
+    elif scores.shape != shape:
+        images = "images" if members is None else f"groups of {members} images"
+        problem = f"shape {tuple(scores.shape)} for {len(prompts)} {images}; allowed: {shape}"
+    else:
+        # float64 may overflow when the rollout converts it
+        values = scores.detach().float()
+        bad = values.isinf() if allow_invalid else ~values.isfinite()
+        if not bool(bad.any()):
+            return scores
+        prompt, sample = prompts[int(bad.nonzero()[0, 0])], int(bad.flatten().nonzero()[0])
+        problem = (
+            f"{int(bad.sum())} of {bad.numel()} values that are not finite, the first at sample"
+            f" {sample} (prompt {prompt.text!r}); scores must be finite"
         )
-        raise RewardContractError(
-            f"{origin} returned shape {tuple(scores.shape)} for {images}; allowed: {shape}"
-        )
-    in_float32 = scores.detach().float()
-    bad = torch.isinf(in_float32) if allow_invalid else ~torch.isfinite(in_float32)
-    if bool(bad.any()):
-        sample, text = int(bad.flatten().nonzero()[0]), prompts[int(bad.nonzero()[0, 0])].text
-        raise RewardContractError(
-            f"{origin} returned {int(bad.sum())} of {bad.numel()} values that are not finite, the"
-            f" first at sample {sample} (prompt {text!r}); scores must be finite"
-        )
-    return scores
+    raise RewardContractError(f"{origin} returned {problem}")
 
 
-def check_group_scores(
-    scores: object,
-    prompts: Sequence[Prompt],
-    members: int,
-    origin: str,
-    allow_invalid: bool = False,
+def checked_scores(
+    reward: AnyReward, images: Tensor, prompts: Sequence[Prompt], origin: str
 ) -> Tensor:
-    """`check_scores` for a group reward.
-
-    Args:
-        scores: what a group reward returned.
-        prompts: the prompts, one per group.
-        members: number of members per group.
-        origin: what returned the scores, the subject of the message.
-        allow_invalid: whether NaN is allowed, as the mark of an invalid sample.
-
-    Returns:
-        The scores [prompt, member].
-
-    Raises:
-        RewardContractError: the type or the shape is wrong, or a value is not finite.
-    """
-    return check_scores(scores, prompts, origin, allow_invalid, members)
+    """The scores of a reward of either kind, checked by `check_scores`."""
+    if isinstance(reward, GroupReward):
+        scores, members = reward.score_groups(images, prompts), images.shape[1]
+    else:
+        scores, members = reward.score(images, prompts), None
+    return check_scores(scores, prompts, origin, marks_invalid(reward), members)

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional as F
 
 from flowrl.core.errors import RewardError, require
 from flowrl.core.options import Count, checked_options
@@ -33,9 +34,7 @@ def pairwise_diversity(
     """
     members = features.shape[1]
     require(members >= 2, "members", members, "2 or more: one sample has no pair")
-    return torch.stack(
-        [torch.nn.functional.pdist(group).mean() for group in features.double().cpu()]
-    )
+    return torch.stack([F.pdist(group).mean() for group in features.double().cpu()])
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class ClipFeatures(ClipNetwork):
 
     def __call__(self, images: Images) -> Tensor:
         """[sample, feature]."""
-        return self.load().images(images)
+        return self.images(images)
 
 
 def group_features(
@@ -101,16 +100,12 @@ def group_features(
     Raises:
         RewardError: `features` does not return one finite vector per sample.
     """
-    vectors, name = (
-        features(latents if getattr(features, "reads_latents", False) else images),
-        type(features).__name__,
-    )
-    if not isinstance(vectors, Tensor) or vectors.ndim != 2 or len(vectors) != len(images):
-        returned = tuple(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
+    inputs = latents if getattr(features, "reads_latents", False) else images
+    vectors, name = features(inputs), getattr(features, "__name__", type(features).__name__)
+    fits = isinstance(vectors, Tensor) and vectors.ndim == 2 and len(vectors) == len(images)
+    if not fits or not bool(vectors.isfinite().all()):
         raise RewardError(
-            f"diversity: {name} returned {returned} for {len(images)} samples; allowed: a tensor"
-            " [sample, feature]"
+            f"diversity: {name} must return {len(images)} finite vectors, a tensor"
+            f" [sample, feature], not {vectors!r:.100}"
         )
-    if not bool(vectors.isfinite().all()):
-        raise RewardError(f"diversity: {name} returned values that are not finite")
     return vectors.detach().float().unflatten(0, tuple(groups))

@@ -5,16 +5,17 @@ A detector finds the objects (`load_detector`), a CLIP model classifies their co
 `strict_score` or `partial_score` compare both with the request.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from annotated_types import Ge, Lt
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,10 +23,9 @@ from torch.nn import functional as F
 from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.options import Count, checked_options
 from flowrl.core.types import Prompt
-from flowrl.parts.geneval import COLOURS, Request, request_of
-from flowrl.rewards.clip import Encoder, clip_pixels, load_encoder
+from flowrl.parts.geneval import COLOURS, Clause, Request, request_of
+from flowrl.rewards.clip import DATA_ONLY, ClipNetwork, Precision, load_network, loading
 from flowrl.rewards.images import Images, to_pillow
-from flowrl.rewards.weights import DATA_ONLY, Precision, load_network, loading
 
 RENAMED = {
     "mouse": "computer mouse",
@@ -69,7 +69,6 @@ class Detection:
     mask: Mask
 
 
-Picture = Float[Tensor, "channel height width"]
 Detections = Mapping[str, list[Detection]]
 """Detections by class."""
 Threshold = Annotated[float, Ge(0), Lt(1)]
@@ -125,61 +124,48 @@ class GenEval:
 
     def load(self) -> "Detector":
         """The detector, loaded with the CLIP model for colours at the first call."""
-        self._encoder()
+        self._clip.load()
         return load_detector(self.model, self.device, self.dtype, self.batch)
+
+    @property
+    def _clip(self) -> ClipNetwork:
+        return ClipNetwork(self.clip, self.device, self.dtype)
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample] in [0, 1], or at most 1 for form "released"."""
-        detector = load_detector(self.model, self.device, self.dtype, self.batch)
+        detector, scores = self.load(), []
         requests = [_request(prompt, detector.names) for prompt in prompts]
-        if any(clause.colour for request in requests for clause in request.include):
-            self._encoder()  # a wrong folder raises here, not at the first object with a colour
-        detections = detector.find(images, min(self.threshold, self.counting_threshold))
-        scores = []
-        for image, objects, request in zip(images, detections, requests, strict=True):
+        per_image = detector.find(images, min(self.threshold, self.counting_threshold))
+        for image, objects, request in zip(images, per_image, requests, strict=True):
             limit = self.counting_threshold if request.tag == "counting" else self.threshold
             names = {clause.name for clause in (*request.include, *request.exclude)}
-            by_class = {name: of_class(objects, name, limit) for name in names}
-
-            def colours(
-                objects: Sequence[Detection], name: str, image: Tensor = image
-            ) -> list[str]:
-                return object_colours(self._encoder(), image, objects, name)
-
+            detections = {name: of_class(objects, name, limit) for name in names}
+            colours = partial(object_colours, self._clip, image)
             if self.form == "strict":
-                scores.append(strict_score(request, by_class, colours))
+                scores.append(strict_score(request, detections, colours))
             else:
-                scores.append(partial_score(request, by_class, colours, self.form == "released"))
+                released = self.form == "released"
+                scores.append(partial_score(request, detections, colours, released))
         return torch.tensor(scores)
-
-    def _encoder(self) -> Encoder:
-        return load_encoder(self.clip, "", self.device, self.dtype)
 
 
 def of_class(objects: Sequence[Detection], name: str, threshold: float) -> list[Detection]:
     """The `MOST_OBJECTS` objects of a class with the highest scores above `threshold`."""
-    return [
-        detection for detection in objects if detection.name == name and detection.score > threshold
-    ][:MOST_OBJECTS]
+    return [o for o in objects if o.name == name and o.score > threshold][:MOST_OBJECTS]
 
 
 def strict_score(request: Request, detections: Detections, colours: ColoursOf) -> float:
     """GenEval's verdict, 1 or 0; see `GenEval`."""
-    matched: list[list[Detection]] = []
+    matched: list[Sequence[Detection]] = []
     for clause in request.include:
-        objects = detections.get(clause.name, [])[: clause.count]
-        if len(objects) < clause.count:
-            return 0.0
-        if clause.colour and colours(objects, clause.name).count(clause.colour) < clause.count:
-            return 0.0
-        if clause.position and not _in_position(
-            clause.position[0], objects, matched[clause.position[1]]
-        ):
+        objects, count = detections[clause.name][: clause.count], clause.count
+        right = len(objects) == count
+        if right and clause.colour:
+            right = colours(objects, clause.name).count(clause.colour) == count
+        if not right or not _in_position(clause, objects, matched):
             return 0.0
         matched.append(objects)
-    return float(
-        all(len(detections.get(clause.name, [])) < clause.count for clause in request.exclude)
-    )
+    return float(all(len(detections[c.name]) < c.count for c in request.exclude))
 
 
 def partial_score(
@@ -187,35 +173,40 @@ def partial_score(
 ) -> float:
     """Partial credit in [0, 1], or that of Flow-GRPO's reward server, at most 1; see `GenEval`."""
     entries: list[float] = []
-    matched: list[list[Detection] | None] = []
+    matched: list[Sequence[Detection]] = []  # of a clause that is not fulfilled: empty
     for clause in request.include:
-        objects = detections.get(clause.name, [])
-        number = 1 - abs(len(objects) - clause.count) / clause.count
+        objects, count = detections[clause.name], clause.count
+        number = 1 - abs(len(objects) - count) / count
         entries.append(number if released else max(0.0, number))
-        good = len(objects) == clause.count
+        good = len(objects) == count
         if released and not good:
             # the server scores a single 0 for colour and position
             entries += [0.0] if clause.colour or clause.position else []
-            matched.append(None)
-            continue
-        if clause.colour:
-            right = colours(objects, clause.name).count(clause.colour) if good else 0
-            entries.append(right / clause.count)
-            good = good and right == clause.count
-        if clause.position and (good or not released):
-            relation, target = clause.position[0], matched[clause.position[1]]
-            good = good and target is not None and _in_position(relation, objects, target)
-            # the server adds a 1 even to a wrong position
-            entries += [0.0, 1.0] if released and target is not None and not good else [float(good)]
-        matched.append(objects if good else None)
+        else:
+            if clause.colour:
+                right = colours(objects, clause.name).count(clause.colour) if good else 0
+                entries.append(right / count)
+                good = right == count
+            if clause.position and (good or not released):
+                targets = matched[clause.position[1]]
+                good = good and bool(targets) and _in_position(clause, objects, matched)
+                # the server adds a 1 even to a wrong position
+                entries += [0.0, 1.0] if released and targets and not good else [float(good)]
+        matched.append(objects if good else [])
     return sum(entries) / len(entries)
 
 
-def _in_position(relation: str, objects: Sequence[Detection], targets: Sequence[Detection]) -> bool:
-    """Whether all objects are in a relation to all targets."""
-    return all(
-        relation in relations(item.box, target.box) for item in objects for target in targets
-    )
+def _in_position(
+    clause: Clause, objects: Sequence[Detection], matched: Sequence[Sequence[Detection]]
+) -> bool:
+    """Whether all objects are in the clause's relation, if it has one, to all objects of the
+    earlier clause.
+    """
+    if clause.position is None:
+        return True
+    relation, target = clause.position
+    pairs = itertools.product(objects, matched[target])
+    return all(relation in relations(item.box, other.box) for item, other in pairs)
 
 
 def relations(a: Sequence[float], b: Sequence[float]) -> set[str]:
@@ -233,43 +224,29 @@ def relations(a: Sequence[float], b: Sequence[float]) -> set[str]:
     if (np.abs(beyond) < 1e-3).all():
         return set()
     across, down = beyond / math.hypot(*offset)
-    checks = {
-        "left of": across < -0.5,
-        "right of": across > 0.5,
-        "above": down < -0.5,
-        "below": down > 0.5,
-    }
-    return {name for name, holds in checks.items() if holds}
+    sides = {"left of": -across, "right of": across, "above": -down, "below": down}
+    return {name for name, distance in sides.items() if distance > 0.5}
 
 
 def object_colours(
-    encoder: Encoder, image: Picture, objects: Sequence[Detection], name: str
+    clip: ClipNetwork, image: Tensor, objects: Sequence[Detection], name: str
 ) -> list[str]:
     """The most likely of ten colours for each object: CLIP features of its crop against the mean
     features of the templates.
     """
     if not objects:
         return []
-    texts = [
-        template.format(colour=colour, name=name) for colour in COLOURS for template in TEMPLATES
-    ]
-    classes = F.normalize(
-        encoder.texts(texts).view(len(COLOURS), len(TEMPLATES), -1).mean(1), dim=1
-    )
-    pixels = torch.cat(
-        [clip_pixels(_crop(image, detection)[None], encoder.size) for detection in objects]
-    )
-    return [COLOURS[i] for i in (encoder.features(pixels) @ classes.T).argmax(1).tolist()]
+    texts = [text.format(colour=colour, name=name) for colour in COLOURS for text in TEMPLATES]
+    classes = F.normalize(clip.texts(texts).unflatten(0, (len(COLOURS), -1)).mean(1), dim=1)
+    pixels = torch.cat([clip.pixels(_crop(image, item)[None]) for item in objects])
+    return [COLOURS[i] for i in (clip.features(pixels) @ classes.T).argmax(1).tolist()]
 
 
-def _crop(image: Picture, detection: Detection) -> Tensor:
+def _crop(image: Tensor, detection: Detection) -> Tensor:
     """The object's box, grey outside its mask; at least a pixel wide and high."""
+    left, top, right, bottom = map(int, detection.box)
     image = torch.where(detection.mask.to(image.device), image, GREY)
-    box = [round(edge) for edge in detection.box]
-    top, left = (
-        min(max(edge, 0), size - 1) for edge, size in zip(box[1::-1], image.shape[-2:], strict=True)
-    )
-    return image[:, top : max(box[3], top + 1), left : max(box[2], left + 1)]
+    return image[:, top : max(bottom, top + 1), left : max(right, left + 1)]
 
 
 def _request(prompt: Prompt, known: Sequence[str]) -> Request:
@@ -280,12 +257,12 @@ def _request(prompt: Prompt, known: Sequence[str]) -> Request:
         raise RewardError(
             f"geneval: the prompt {prompt.text!r} {error}; give prompts as JSON lines"
         ) from error
-    for clause in (*request.include, *request.exclude):
-        if clause.name not in known:
-            raise RewardError(
-                f"geneval: the detector has no class {clause.name!r}; allowed:"
-                f" {', '.join(known[:100])}"
-            )
+    unknown = {clause.name for clause in (*request.include, *request.exclude)} - set(known)
+    if unknown:
+        raise RewardError(
+            f"geneval: the detector has no class {', '.join(map(repr, unknown))}; allowed:"
+            f" {', '.join(known[:100])}"
+        )
     return request
 
 
@@ -307,31 +284,28 @@ class Detector:
         """The objects in every image with a score of at least `threshold`, highest scores first."""
         detections: list[list[Detection]] = []
         for piece in images.split(self.batch):
-            inputs = self.processor(images=to_pillow(piece), return_tensors="pt").to(
-                self.model.device, self.model.dtype
-            )
-            outputs = self.model(
-                **{name: inputs[name] for name in ("pixel_values", "pixel_mask") if name in inputs}
-            )
+            inputs = self.processor(images=to_pillow(piece), return_tensors="pt")
+            inputs = inputs.to(self.model.device, self.model.dtype)
+            masks = {
+                name: inputs[name] for name in ("pixel_values", "pixel_mask") if name in inputs
+            }
+            outputs = self.model(**masks)
             for name, value in outputs.items():
                 if isinstance(value, Tensor) and value.is_floating_point():
                     outputs[name] = value.float()
-            results = self.processor.post_process_instance_segmentation(
+            for result in self.processor.post_process_instance_segmentation(
                 outputs,
                 threshold=threshold,
                 target_sizes=[tuple(piece.shape[-2:])] * len(piece),
                 return_binary_maps=True,
-            )
-            for result in results:
+            ):
                 # without a segment the second is a map of -1
-                pairs = zip(
-                    result["segments_info"], result["segmentation"].bool().cpu(), strict=False
-                )
+                maps = result["segmentation"].bool().cpu()
                 objects = [
-                    Detection(self.names[s["label_id"]], s["score"], box_of(mask), mask)
-                    for s, mask in pairs
+                    Detection(self.names[info["label_id"]], info["score"], box_of(mask), mask)
+                    for info, mask in zip(result["segments_info"], maps, strict=False)
                 ]
-                detections.append(sorted(objects, key=lambda detection: -detection.score))
+                detections.append(sorted(objects, key=lambda item: -item.score))
         return detections
 
 

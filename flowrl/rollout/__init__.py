@@ -2,15 +2,19 @@
 counted.
 """
 
-from flowrl.rollout.estimates import Walkers, continued
-from flowrl.rollout.forward_batch import ForwardBatches
+from flowrl.rollout.batches import ForwardBatches, LossBatches, minibatch_rows
 from flowrl.rollout.groups import Groups
-from flowrl.rollout.loss_batch import LossBatches, minibatch_rows
-from flowrl.rollout.rollout import Rollout, group_tree, log_probs, rollout
+from flowrl.rollout.rollout import Rollout, Walk, group_tree, log_probs, rollout
 from flowrl.rollout.sampling import EVALUATION_SEED, ImageBatch, initial_noise, sample_images
 from flowrl.rollout.solvers import SOLVERS, Usage, integrate, solve
-from flowrl.rollout.values import Values, score, score_components, score_rollout
-from flowrl.rollout.weights import transition_weights, usable
+from flowrl.rollout.values import (
+    Values,
+    score,
+    score_components,
+    score_rollout,
+    transition_weights,
+    usable,
+)
 
 __all__ = [
     "EVALUATION_SEED",
@@ -22,8 +26,7 @@ __all__ = [
     "Rollout",
     "Usage",
     "Values",
-    "Walkers",
-    "continued",
+    "Walk",
     "group_tree",
     "initial_noise",
     "integrate",

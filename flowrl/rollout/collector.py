@@ -3,15 +3,22 @@ joined.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl.core.protocols import AnyReward, AnySampler, FlowPolicy
-from flowrl.core.transfer import copies_done, to_main_memory
-from flowrl.core.types import Condition, Prompt, Schedule, Trajectories
+from flowrl.core.types import (
+    Condition,
+    Prompt,
+    Schedule,
+    Trajectories,
+    copies_done,
+    to_main_memory,
+)
 from flowrl.distributed import Assignment, Distributed
 from flowrl.probes import Probe, whole
 from flowrl.rollout.groups import Groups
@@ -39,23 +46,21 @@ class Collected:
 
     def own(self) -> Trajectories:
         """The trajectories of the groups that belong to this process alone, to be gathered."""
-        own, first, path = self.assignment.own, self.assignment.first, self.rollout.trajectories
-        chosen = slice(own.start - first, own.stop - first)
-        return replace(path, states=path.states[chosen], outputs=path.outputs[chosen])
+        own = self.assignment.own
+        return self.rollout.part(own.start - self.assignment.first, len(own)).trajectories
 
     @property
     def samples(self) -> slice:
         """The samples in `rollout` as a slice of all samples."""
-        members = self.rollout.groups.members
-        first = self.assignment.first * members
-        return slice(first, first + self.assignment.count * members)
+        first, groups = self.assignment.first, self.rollout.groups
+        return slice(first * groups.members, first * groups.members + groups.samples)
 
     def owned(self, sample: Tensor, assignment: Assignment) -> Tensor:
         """Mask of those of `sample` (indices among all samples) that belong to the process with
         this `assignment`.
         """
-        own, members = assignment.own, self.rollout.groups.members
-        return (sample >= own.start * members) & (sample < own.stop * members)
+        group, own = sample // self.rollout.groups.members, assignment.own
+        return (group >= own.start) & (group < own.stop)
 
 
 @dataclass
@@ -111,49 +116,52 @@ class Collector:
         begin. `columns`: see `rollout`. An error of a part is raised in every process.
         """
         assigned, members = self.distributed.assign(self.groups.prompts), self.groups.members
-        start = generator.get_state()
-        scored = Usage()
-        done: list[Rollout] = []
-        jobs: list[Callable[[], Values]] = []
-        with self.distributed.shared_errors(), _Background(self.overlap) as background:
-            for first, count in assigned.chunks(self.chunk):
-                enter("rollout")
-                background.raise_early()
-                generator.set_state(start)
-                rows = torch.arange(first, first + count, device=self.policy.device)
-                part = noise[first * members : (first + count) * members]
-                result = rollout(
-                    self.policy,
-                    sampler,
-                    self.schedule,
-                    condition.take(rows),
-                    part,
-                    generator,
-                    self.groups.part(first, count),
-                    self.probe,
-                    usage,
-                    self.max_batch,
-                    columns,
-                )
-                done.append(self._kept(result))
-                own = assigned.own_within(first, count)
-                if own:
-                    enter("reward" if not self.overlap else "rollout")
-                    owned, texts = (
-                        result.part(own.start - first, len(own)),
-                        prompts[own.start : own.stop],
+        device, start = self.policy.device, generator.get_state()
+        scored, paths, jobs = Usage(), list[Trajectories](), list[Future[Values]]()
+        rewards = self._executor()
+        try:
+            with self.distributed.shared_errors():
+                for first, count in assigned.chunks(self.chunk):
+                    enter("rollout")
+                    for job in jobs:
+                        if job.done():
+                            job.result()  # raises its error before the next chunk
+                    generator.set_state(start)
+                    result = rollout(
+                        self.policy,
+                        sampler,
+                        self.schedule,
+                        condition.take(torch.arange(first, first + count, device=device)),
+                        noise[first * members : (first + count) * members],
+                        generator,
+                        self.groups.part(first, count),
+                        self.probe,
+                        usage,
+                        self.max_batch,
+                        columns,
                     )
-                    jobs.append(background.submit(self._score, owned, texts, scored))
-            enter("reward")
-            own_tables = [job() for job in jobs]
+                    paths.append(self._kept(result.trajectories))
+                    own = assigned.own_within(first, count)
+                    if own:
+                        enter("rollout" if self.overlap else "reward")
+                        part = result.part(own.start - first, len(own))
+                        texts = prompts[own.start : own.stop]
+                        jobs.append(rewards.submit(self._score, part, texts, scored))
+                enter("reward")
+                own_tables = [job.result() for job in jobs]
+        finally:
+            rewards.shutdown(cancel_futures=True)
         gathered = self.distributed.gather((own_tables, scored.reward_calls))
         usage.nfe = whole(usage.nfe / assigned.count * self.groups.prompts)
         usage.reward_calls += sum(calls for _, calls in gathered)
-        copies_done(self.policy.device)
-        path = _joined([result.trajectories for result in done])
-        rows = torch.arange(
-            assigned.first, assigned.first + assigned.count, device=self.policy.device
-        )
+        copies_done(device)
+        path = paths[0]
+        if len(paths) > 1:
+            states, outputs = (
+                torch.cat([getattr(p, n) for p in paths]) for n in ("states", "outputs")
+            )
+            path = replace(path, states=states, outputs=outputs)
+        rows = torch.arange(assigned.first, assigned.first + assigned.count, device=device)
         values = Values.cat([table for tables, _ in gathered for table in tables])
         groups = self.groups.part(assigned.first, assigned.count)
         return Collected(Rollout(path, {}, groups), condition.take(rows), values, assigned)
@@ -162,61 +170,33 @@ class Collector:
         inspect, self.inspect = self.inspect, None
         return score_rollout(self.policy, self.reward, result, prompts, usage, inspect=inspect)
 
-    def _kept(self, result: Rollout) -> Rollout:
-        """`result` without the estimates, in main memory if `offload` is set."""
-        path = result.trajectories
-        if self.offload:
-            path = replace(
-                path, states=to_main_memory(path.states), outputs=to_main_memory(path.outputs)
-            )
-        return Rollout(path, {}, result.groups)
+    def _kept(self, path: Trajectories) -> Trajectories:
+        """The trajectories, in main memory if `offload` is set."""
+        if not self.offload:
+            return path
+        states, outputs = to_main_memory(path.states), to_main_memory(path.outputs)
+        return replace(path, states=states, outputs=outputs)
 
-
-class _Background:
-    """Runs jobs in order in a second thread, with this thread's device and number of threads; or
-    immediately in this thread.
-    """
-
-    def __init__(self, on: bool) -> None:
+    def _executor(self) -> Executor:
+        """A second thread, with this thread's device and number of threads, or this thread."""
+        if not self.overlap:
+            return _Immediate()
         threads = torch.get_num_threads()
-        device = torch.cuda.current_device() if on and torch.cuda.is_available() else None
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-        def like_here() -> None:
+        def begin() -> None:
             torch.set_num_threads(threads)
             if device is not None:
                 torch.cuda.set_device(device)
 
-        self.pool = ThreadPoolExecutor(1, "rewards", like_here) if on else None
-        self.futures: list[Future[Values]] = []
-
-    def submit(self, job: Callable[..., Values], *arguments: object) -> Callable[[], Values]:
-        """Run a job; returns a function that returns its result or raises its error."""
-        if self.pool is None:
-            result = job(*arguments)
-            return lambda: result
-        future = self.pool.submit(job, *arguments)
-        self.futures.append(future)
-        return future.result
-
-    def raise_early(self) -> None:
-        """Raise the error of a job that has failed already."""
-        for future in self.futures:
-            if future.done():
-                future.result()
-
-    def __enter__(self) -> "_Background":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(cancel_futures=True)
+        return ThreadPoolExecutor(1, "rewards", begin)
 
 
-def _joined(paths: Sequence[Trajectories]) -> Trajectories:
-    """The trajectories concatenated along the prompts."""
-    if len(paths) == 1:
-        return paths[0]
-    states, outputs = (
-        torch.cat([getattr(path, name) for path in paths]) for name in ("states", "outputs")
-    )
-    return replace(paths[0], states=states, outputs=outputs)
+class _Immediate(Executor):
+    """Runs each job when it is submitted."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """The finished job; its error is raised here."""
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future

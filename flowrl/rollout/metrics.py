@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl.core.forward import ForwardBatch
 from flowrl.core.types import LossBatch, LossResult
 
-Row = dict[str, float]
+Row = dict[str, Any]
 
 
 class Clock:
@@ -20,8 +20,7 @@ class Clock:
 
     def __init__(self, on_phase: Callable[[str], None], phase: str) -> None:
         self.phases: dict[str, float] = {}
-        self.on_phase, self.phase = on_phase, phase
-        self.last = time.perf_counter()
+        self.on_phase, self.phase, self.last = on_phase, phase, time.perf_counter()
 
     def enter(self, phase: str) -> None:
         """End the current phase and begin `phase`."""
@@ -38,7 +37,7 @@ class Clock:
         self.last = now
 
 
-def reward_metrics(values: Tensor) -> dict[str, Any]:
+def reward_metrics(values: Tensor) -> Row:
     """Statistics of the finished images' rewards, and of the gains if every column was scored;
     without invalid samples.
 
@@ -46,16 +45,16 @@ def reward_metrics(values: Tensor) -> dict[str, Any]:
     """
     valid = values[..., -1].isfinite()
     groups = [group[kept] for group, kept in zip(values[..., -1], valid, strict=True) if kept.any()]
+    spread = torch.stack([group.std(unbiased=False) for group in groups])
     values = values[valid]
     final = values[..., -1]
-    spread = torch.stack([group.std(unbiased=False) for group in groups])
-    metrics: dict[str, Any] = {
+    metrics: Row = {
         "reward_mean": float(final.mean()),
         "reward_std": float(final.std()) if final.numel() > 1 else 0.0,
         "group_std": float(spread.mean()),
         "zero_spread_groups": float((spread < 1e-6).float().mean()),
     }
-    if bool(torch.isfinite(values).all()):
+    if bool(values.isfinite().all()):
         metrics["mean_abs_gain"] = values.diff(dim=-1).abs().mean(0).tolist()
     return metrics
 
@@ -72,15 +71,14 @@ def step_gradients(
     is the gradient of the whole loss. Call it before `backward`.
     """
     term = result.loss if result.policy_term is None else result.policy_term
-    found = torch.zeros(steps, dtype=torch.float64, device=step.device)
-    if batch.velocity is None:
-        return found
-    (gradient,) = torch.autograd.grad(term, batch.velocity, retain_graph=True, allow_unused=True)
-    return (
-        found
-        if gradient is None
-        else found.index_add_(0, step, gradient.double().flatten(1).square().sum(1))
-    )
+    squares = torch.zeros(steps, dtype=torch.float64, device=step.device)
+    if batch.velocity is not None:
+        (gradient,) = torch.autograd.grad(
+            term, batch.velocity, retain_graph=True, allow_unused=True
+        )
+        if gradient is not None:
+            squares.index_add_(0, step, gradient.double().flatten(1).square().sum(1))
+    return squares
 
 
 class LossMetrics:
@@ -98,12 +96,11 @@ class LossMetrics:
     """
 
     def __init__(self, steps: int) -> None:
-        self.means: dict[str, Any] = {}
+        self.means: Row = {}
         self.merged, self.steps = 0, steps
         self._squares = [0.0] * steps
-        self._weights: list[float] = []
         self._names: list[str] = []
-        self._values: list[Tensor] = []
+        self._pending: list[tuple[float, Tensor]] = []
 
     def add(
         self,
@@ -120,52 +117,39 @@ class LossMetrics:
         over which the means are taken.
         """
         if weight > 0:
-            named = {"loss": result.loss.detach(), **result.metrics}
-            self._names = [*named, *map(_square, range(self.steps))]
-            self._weights.append(weight / evaluated)
-            values = torch.stack([value.detach().double().reshape(()) for value in named.values()])
-            self._values.append(
-                torch.cat([values, weight**2 * step_gradients(result, batch, step, self.steps)])
-            )
+            named = {"loss": result.loss, **result.metrics}
+            self._names = list(named)
+            means = torch.stack([value.detach().double().reshape(()) for value in named.values()])
+            squares = weight**2 * step_gradients(result, batch, step, self.steps)
+            self._pending.append((weight / evaluated, torch.cat([means, squares])))
 
     def take(self) -> list[Row]:
         """One row per micro-batch since the last call: "weight", "loss", the loss's metrics and the
-        steps' squared gradients.
+        steps' "squares" of gradients.
         """
-        values = torch.stack(self._values).tolist() if self._values else []
-        named = [dict(zip(self._names, row, strict=True)) for row in values]
-        rows = [{"weight": weight, **row} for weight, row in zip(self._weights, named, strict=True)]
-        self._weights, self._values = [], []
-        return rows
+        values = torch.stack([v for _, v in self._pending]).tolist() if self._pending else []
+        weights, count = [weight for weight, _ in self._pending], len(self._names)
+        self._pending = []
+        return [
+            {"weight": weight, "squares": row[count:], **dict(zip(self._names, row, strict=False))}
+            for weight, row in zip(weights, values, strict=True)
+        ]
 
     def merge(self, rows: Sequence[Sequence[Row]]) -> None:
         """Add the rows of one mini-batch, process by process."""
-        every = [row for part in rows for row in part]
-        for row in every:
-            squares = [row.pop(_square(i)) for i in range(self.steps)]
-            self._squares = [
-                before + new for before, new in zip(self._squares, squares, strict=True)
-            ]
+        means, total = self.means, 0
+        for row in (row for part in rows for row in part):
+            weight, squares = row.pop("weight"), row.pop("squares")
+            total += weight
+            self._squares = [a + b for a, b in zip(self._squares, squares, strict=True)]
             for key, value in row.items():
                 if key == "ratio_deviation":
-                    self._raise("ratio_deviation", value)
-                    if self.merged == 0:
-                        self._raise("ratio_noise", value)
-                elif key != "weight":
-                    self.means[key] = self.means.get(key, 0.0) + value * row["weight"]
-        if self.merged == 0 and "ratio_distance" in self.means:
-            self.means["ratio_noise_mean"] = self.means["ratio_distance"] / sum(
-                row["weight"] for row in every
-            )
-        self.means["step_shares"] = [
-            square / (sum(self._squares) or 1.0) for square in self._squares
-        ]
+                    means[key] = max(means.get(key, 0.0), value)
+                else:
+                    means[key] = means.get(key, 0.0) + value * weight
+        if self.merged == 0 and "ratio_deviation" in means:
+            means["ratio_noise"] = means["ratio_deviation"]
+        if self.merged == 0 and "ratio_distance" in means:
+            means["ratio_noise_mean"] = means["ratio_distance"] / total
+        means["step_shares"] = [square / (sum(self._squares) or 1.0) for square in self._squares]
         self.merged += 1
-
-    def _raise(self, key: str, value: float) -> None:
-        self.means[key] = max(self.means.get(key, 0.0), value)
-
-
-def _square(step: int) -> str:
-    """The key of a step's squared gradient in a row."""
-    return f"squared gradient {step}"

@@ -2,22 +2,32 @@
 possible.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import ctypes
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl.core.errors import ProbeError, require
-from flowrl.core.protocols import AnySampler, FlowPolicy, MultistepSolver, Sampler
-from flowrl.core.transfer import to_device
+from flowrl.core.protocols import AnySampler, FlowPolicy, MultistepSolver, Sampler, extras
 from flowrl.core.tree import Edges, Tree, plain_tree
-from flowrl.core.types import Condition, Gaussian, Schedule, Trajectories
+from flowrl.core.types import (
+    Condition,
+    Gaussian,
+    Schedule,
+    Trajectories,
+    inputs_unchanged,
+    to_device,
+)
 from flowrl.flow.gaussian import log_prob
-from flowrl.probes import Branching, Estimate, Key, NoProbe, Probe
+from flowrl.probes import Branching, Estimate, Grid, Key, NetworkUse, NoProbe, Probe, Solver
 from flowrl.rollout.groups import Groups
-from flowrl.rollout.probing import check_network, estimates
-from flowrl.rollout.solvers import Usage, ode_step
+from flowrl.rollout.solvers import Solution, Usage, advance
 from flowrl.samplers import transition_stds
 
 
@@ -41,14 +51,12 @@ class Rollout:
 
     def part(self, first: int, count: int) -> "Rollout":
         """`count` of its groups, from index `first` on."""
-        path, groups, chosen = self.trajectories, self.groups, slice(first, first + count)
-        part = replace(path, states=path.states[chosen], outputs=path.outputs[chosen])
-        estimates = {
-            key: one.part(first, count, groups.prompts) for key, one in self.estimates.items()
-        }
-        return replace(
-            self, trajectories=part, estimates=estimates, groups=groups.part(first, count)
-        )
+        chosen, prompts = slice(first, first + count), self.groups.prompts
+        path = self.trajectories
+        path = replace(path, states=path.states[chosen], outputs=path.outputs[chosen])
+        estimates = {key: e.part(chosen, prompts) for key, e in self.estimates.items()}
+        groups = self.groups.part(first, count)
+        return replace(self, trajectories=path, estimates=estimates, groups=groups)
 
 
 def rollout(
@@ -96,44 +104,32 @@ def rollout(
         ConfigError: the policy lacks what the probe needs.
         ProbeError: the probe breaks its contract.
     """
-    allowed = "an object of a class derived from flowrl.probes.Probe, such as Completion()"
-    require(isinstance(probe, Probe), "probe", probe, allowed)
-    check_network(probe.network, policy)
+    require(isinstance(probe, Probe), "probe", probe, "an instance of flowrl.probes.Probe")
+    guided = None
+    if probe.network.guidance == "off":
+        guided = extras(policy, "guided", "guidance_scale")
+        fits = guided is not None and guided.guidance_scale != 1
+        require(fits, "guidance of the probe", "off", "own: the policy samples without guidance")
     require(max_batch >= 1, "max_batch", max_batch, "1 or more")
-    require(
-        len(noise) == groups.samples,
-        "noise rows",
-        len(noise),
-        f"prompts x members = {groups.samples}",
-    )
+    require(len(noise) == groups.samples, "noise rows", len(noise), f"{groups.samples} samples")
     stds = transition_stds(sampler, schedule).cpu()
     if isinstance(sampler, MultistepSolver):
-        grid = sampler.grid(schedule)
-        kept = isinstance(grid, Schedule) and grid.steps == schedule.steps
-        require(
-            kept, f"{type(sampler).__name__}.grid", grid, f"a Schedule of {schedule.steps} steps"
-        )
+        grid, steps = sampler.grid(schedule), schedule.steps
+        fits = isinstance(grid, Schedule) and grid.steps == steps
+        require(fits, f"{type(sampler).__name__}.grid", grid, f"a Schedule of {steps} steps")
         schedule = grid
-        sampler = _Solution(sampler.solution(grid, lambda x: groups.normal(x, generator)))
+        sampler = _Deterministic(sampler.solution(grid, lambda x: groups.normal(x, generator)))
     tree = group_tree(stds, groups, probe, generator)
-    asked = [True] * len(tree.drawn_steps) if columns is None else columns.tolist()
-    nodes = [step for step, needed in zip(tree.drawn_steps, asked, strict=False) if needed]
-    walk = _Walk(
-        policy,
-        sampler,
-        schedule,
-        tree,
-        stds,
-        nodes,
-        condition,
-        generator,
-        groups,
-        usage or Usage(),
-        max_batch,
-    )
+    nodes, usage = tree.drawn_steps, usage or Usage()
+    if columns is not None:
+        nodes = [step for step, asked in zip(nodes, columns.tolist(), strict=False) if asked]
+    walk = Walk(policy, sampler, schedule, stds, condition, groups, generator, usage, max_batch)
     with policy.frozen(), torch.no_grad():
-        starts = noise.float().unflatten(0, (groups.prompts, -1))
-        return walk.run(torch.stack([starts[:, member] for member in tree.first_members], 1), probe)
+        path, completed = walk.run(noise, tree, probe.ahead(nodes))
+        run = ProbeRun(walk, path, path.images_latent, nodes, completed, probe.network)
+        with guided.guided(1.0) if guided else nullcontext():
+            estimates = run.estimates(probe)
+    return Rollout(path, estimates, groups, probe, nodes)
 
 
 def group_tree(stds: Tensor, groups: Groups, probe: Probe, generator: torch.Generator) -> Tree:
@@ -157,125 +153,237 @@ def group_tree(stds: Tensor, groups: Groups, probe: Probe, generator: torch.Gene
     if not isinstance(probe, Branching):
         return plain_tree(groups.members, steps, tuple(stochastic), groups.shared_noise)
     tree = probe.tree(steps, stochastic, groups.members, groups.shared_noise, generator)
-    fits = tree.members == groups.members and tree.steps == steps and tree.branched
-    found, name = f"{tree.members} leaves, {tree.steps} steps", f"{type(probe).__name__}.tree"
-    require(fits, name, found, f"a branched tree of {groups.members} leaves, {steps} steps")
+    shape, wanted = (tree.branched, tree.members, tree.steps), (True, groups.members, steps)
+    require(shape == wanted, "tree: (branched, leaves, steps)", shape, f"{wanted}")
     return tree
 
 
-@dataclass
-class _Walk:
-    """One rollout in progress: the arguments of `rollout`, bundled, with the nodes to be
-    estimated.
+@dataclass(frozen=True)
+class Walk:
+    """The steps of a sampler from given states, in batches of all groups.
+
+    Args:
+        policy: the policy that computes velocities.
+        sampler: the sampler.
+        schedule: the time grid.
+        stds: standard deviations of the sampler's transitions, in main memory [step].
+        condition: the prompts' embeddings, one row per prompt.
+        groups: sizes of the groups.
+        generator: the source of the draws.
+        usage: counters of network evaluations, which are updated.
+        max_batch: largest number of latents per network call.
     """
 
     policy: FlowPolicy
     sampler: Sampler
     schedule: Schedule
-    tree: Tree
     stds: Tensor
-    nodes: Sequence[int]
     condition: Condition
-    generator: torch.Generator
     groups: Groups
+    generator: torch.Generator
     usage: Usage
-    max_batch: int
+    max_batch: int = 1024
 
-    def run(self, x: Tensor, probe: Probe) -> Rollout:
-        """One batched call per step for all states of a node and all running completions. `x` is
-        the noise of the roots [prompt, root, *latent].
+    @cached_property
+    def stochastic(self) -> list[bool]:
+        """Whether the sampler draws at each step."""
+        return (self.stds > 0).tolist()
+
+    def conditions(self, latents: Tensor) -> Condition:
+        """The condition of each of `latents`, equally many for every prompt."""
+        return self.condition.repeat(len(latents) // self.groups.prompts)
+
+    def velocity(
+        self, latents: Tensor, timestep: Tensor, condition: Condition, share: float = 1
+    ) -> Tensor:
+        """The network's output, counted as `share` of an evaluation per latent."""
+        return self.usage.velocity(self.policy, latents, timestep, condition, self.max_batch, share)
+
+    def run(
+        self, noise: Tensor, tree: Tree, ahead: Sequence[int]
+    ) -> tuple[Trajectories, dict[int, Tensor]]:
+        """The trajectories from `noise` [sample, *latent], and the ends of the ODE from the nodes
+        in `ahead`.
+
+        One batched call per step, for all states of a node and all ODE solutions that have begun.
         """
-        steps, completing = self.schedule.steps, set(probe.ahead(self.nodes))
-        _ = self.tree.edges  # before the device is busy
-        pieces: dict[int, list[Piece]] = {0: [Piece(torch.arange(x.shape[1]), x)]}
-        running: dict[int, Tensor] = {}
-        states, outputs = [], []
-        for i in range(steps):
-            x = _in_order(pieces.pop(i))
-            states.append(x)
-            velocity, ahead = self._velocities(x, i, running)
-            running = {j: ode_step(self.schedule, running[j], ahead[j], i) for j in running}
-            if i in completing:
-                running[i] = ode_step(self.schedule, x.flatten(0, 1), velocity.flatten(0, 1), i)
-            for node, piece in self._children(x, velocity, i):
-                pieces.setdefault(node, []).append(piece)
-            outputs.append(velocity)
-        states.append(_in_order(pieces.pop(steps)))
-        trajectories = Trajectories(
-            torch.cat(states, 1), torch.cat(outputs, 1), self.schedule, self.tree, self.stds
-        )
-        found = estimates(
-            probe,
-            self.policy,
-            self.sampler,
-            self.stochastic,
-            trajectories,
-            self.nodes,
-            running,
-            self.condition,
-            self.groups,
-            self.generator,
-            self.usage,
-            self.max_batch,
-        )
-        return Rollout(trajectories, found, self.groups, probe, self.nodes)
+        schedule, prompts, shape = self.schedule, self.groups.prompts, noise.shape[1:]
+        edges_from, _ = tree.edges, self.stochastic  # computed before the device is busy
+        states = noise.new_empty(prompts, tree.units, *shape, dtype=torch.float32)
+        outputs = torch.empty_like(states[:, : tree.at(schedule.steps).start])
+        members = noise.float().unflatten(0, (prompts, -1)).unbind(1)
+        states[:, tree.at(0)] = torch.stack([members[m] for m in tree.first_members], 1)
+        ends: dict[int, Tensor] = {}
+        for i in range(schedule.steps):
+            x = states[:, tree.at(i)]
+            parts = [x.flatten(0, 1), *ends.values()]
+            conditions = Condition.cat([self.conditions(part) for part in parts])
+            batch = torch.cat(parts)
+            timestep = schedule.network_timesteps[i].expand(len(batch))
+            velocity, *others = self.velocity(batch, timestep, conditions).split(
+                [len(part) for part in parts]
+            )
+            if i in ahead:
+                ends[i], others = parts[0], [*others, velocity]
+            for node, other in zip(ends, others, strict=True):
+                ends[node] = ends[node] - schedule.deltas[i] * other
+            outputs[:, tree.at(i)] = velocity = velocity.view_as(x)
+            for edges in edges_from[i]:
+                following = self._following(x, velocity, i, edges)
+                states[:, to_device(edges.units, x.device)] = following.unflatten(0, (prompts, -1))
+        return Trajectories(states, outputs, schedule, tree, self.stds), ends
 
-    def __post_init__(self) -> None:
-        self.stochastic = (self.stds > 0).tolist()
-
-    def _velocities(
-        self, x: Tensor, step: int, running: Mapping[int, Tensor]
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Velocities of the states at a node and, in the same call, of the completions started
-        before it.
-        """
-        latents = [x.flatten(0, 1), *running.values()]
-        conditions = [self.condition.repeat(len(part) // self.groups.prompts) for part in latents]
-        batch = torch.cat(latents)
-        timestep = self.schedule.network_timesteps[step].expand(len(batch))
-        velocity = self.usage.velocity(
-            self.policy, batch, timestep, Condition.cat(conditions), self.max_batch
-        )
-        first, *others = velocity.split([len(part) for part in latents])
-        return first.view_as(x), dict(zip(running, others, strict=True))
-
-    def _children(self, x: Tensor, velocity: Tensor, step: int) -> Iterator[tuple[int, "Piece"]]:
-        """The states that follow from those of a node, with their node: draws from the sampler, its
-        deterministic steps, and ODE steps, which may skip nodes.
-        """
-        for edges in self.tree.edges[step]:
-            if edges.drawn or (edges.node == step + 1 and not self.stochastic[step]):
-                gaussian = self._transition(x, velocity, step, edges)
-                following = (
-                    self.groups.draw(gaussian, self.generator) if edges.drawn else gaussian.mean
-                )
-            else:
-                length = self.schedule.times[edges.node] - self.schedule.times[step]
-                following = (x + length * velocity)[
-                    :, to_device(edges.parents[edges.place], x.device)
-                ].flatten(0, 1)
-            yield edges.node, Piece(edges.units, following.unflatten(0, (self.groups.prompts, -1)))
-
-    def _transition(self, x: Tensor, velocity: Tensor, step: int, edges: Edges) -> Gaussian:
-        """The sampler's distributions over the children of states [prompt, unit, *latent] along
-        `edges`.
+    def _following(self, x: Tensor, velocity: Tensor, step: int, edges: Edges) -> Tensor:
+        """The states [prompt x edge, *latent] to which `edges` lead from the states x [prompt,
+        unit, *latent]: a draw from the sampler, its deterministic step, or an ODE step.
         """
         if len(edges.parents) < x.shape[1]:
-            chosen = to_device(edges.parents, x.device)
-            x, velocity = x[:, chosen], velocity[:, chosen]
-        index = torch.full((x.shape[0] * x.shape[1],), step, device=x.device)
-        gaussian = self.sampler.transition(
-            x.flatten(0, 1), velocity.flatten(0, 1), self.schedule, index
-        )
-        if edges.in_order:
-            return gaussian
-        place = to_device(edges.place, x.device)
-        mean, std = gaussian.mean.view_as(x)[:, place], gaussian.std.view(x.shape[:2])[:, place]
-        return Gaussian(mean.flatten(0, 1), std.flatten())
+            parents = to_device(edges.parents, x.device)
+            x, velocity = x[:, parents], velocity[:, parents]
+        shape, place = x.shape[:2], edges.place
+        x, velocity = x.flatten(0, 1), velocity.flatten(0, 1)
+        if edges.drawn or (edges.node == step + 1 and not self.stochastic[step]):
+            gaussian = self.transition(x, velocity, step)
+        else:  # it may skip nodes
+            length = self.schedule.times[edges.node] - self.schedule.times[step]
+            gaussian = Gaussian(x + length * velocity, x.new_zeros(len(x)))
+        if place is not None:  # several children of a parent
+            rows = torch.arange(len(x), device=x.device).view(shape)
+            gaussian = gaussian[rows[:, to_device(place, x.device)].flatten()]
+        return self.groups.draw(gaussian, self.generator) if edges.drawn else gaussian.mean
+
+    def transition(self, latents: Tensor, velocity: Tensor, step: int) -> Gaussian:
+        """The sampler's distribution over node `step` + 1."""
+        index = torch.full((len(latents),), step, device=latents.device)
+        return self.sampler.transition(latents, velocity, self.schedule, index)
+
+    def continued(
+        self, nodes: Tensor, start: int, count: int, generator: torch.Generator
+    ) -> Tensor:
+        """Final latents of `count` independent continuations from each of `nodes`, which are
+        adjacent: [sample x count, *latent], float32.
+
+        Takes `count` (T - `start`) network evaluations per sample. Gradients are computed if they
+        are enabled in the caller.
+
+        Args:
+            nodes: latents [sample, *latent] at node `start`, equally many for every prompt.
+            start: index of the node.
+            count: continuations per sample.
+            generator: the source of their draws.
+
+        Returns:
+            The latents.
+        """
+        x = nodes.repeat_interleave(count, dim=0)
+        conditions = self.conditions(x)
+        for i in range(start, self.schedule.steps):
+            timestep = self.schedule.network_timesteps[i].expand(len(x))
+            gaussian = self.transition(x, self.velocity(x, timestep, conditions), i)
+            x = self.groups.draw(gaussian, generator) if self.stochastic[i] else gaussian.mean
+        return x
+
+
+@dataclass(frozen=True)
+class ProbeRun:
+    """`flowrl.probes.Probing`, whose docstrings define each member."""
+
+    walk: Walk
+    trajectories: Trajectories
+    final: Tensor
+    nodes: Sequence[int]
+    completed: Mapping[int, Tensor]
+    network: NetworkUse
+
+    @property
+    def groups(self) -> int:
+        """Prompts."""
+        return self.walk.groups.prompts
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """The probe's generator, seeded by the state of the trajectories' generator, which does not
+        change.
+        """
+        source = self.walk.generator
+        state = source.get_state()  # bytes in main memory, whatever the generator's device
+        digest = hashlib.sha256(ctypes.string_at(state.data_ptr(), state.numel())).digest()
+        return torch.Generator(source.device).manual_seed(int.from_bytes(digest[:7]))
+
+    def start(self, node: int, members: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """States and velocities of a node."""
+        path, device = self.trajectories, self.final.device
+        rows: tuple[Any, Any] = slice(None), path.tree.at(node)
+        if members is not None:
+            units = to_device(path.tree.paths[:, node], device)[to_device(members, device)]
+            rows = torch.arange(self.groups, device=device)[:, None], units
+        return path.states[rows].flatten(0, 1), path.outputs[rows].flatten(0, 1)
+
+    def velocity(self, latents: Tensor, timestep: Tensor) -> Tensor:
+        """The network, counted."""
+        rows, prompts = len(latents), self.groups
+        require(rows % prompts == 0, "latents", rows, f"equally many for each of {prompts} prompts")
+        return self._velocity(latents, timestep, self.walk.conditions(latents))
+
+    def _velocity(self, latents: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
+        use, device = self.network, self.walk.policy.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=use.dtype == "bfloat16"):
+            return self.walk.velocity(latents, timestep, condition, use.share).float()
+
+    def solve(
+        self,
+        grids: Mapping[int, Grid],
+        solver: Solver = "euler",
+        members: Mapping[int, Tensor | None] | None = None,
+    ) -> dict[int, Tensor]:
+        """The ends of the ODE, all nodes together."""
+        solutions: dict[int, Solution] = {}
+        for node, grid in grids.items():
+            x, velocity = self.start(node, (members or {}).get(node))
+            solutions[node] = Solution(x, grid, self.walk.conditions(x), solver, velocity)
+        advance(list(solutions.values()), self._velocity)
+        return {node: solution.x for node, solution in solutions.items()}
+
+    def continued(self, node: int, count: int) -> Tensor:
+        """Stochastic continuations."""
+        return self.walk.continued(self.trajectories.at(node), node, count, self.generator)
+
+    def rand(self, *shape: int) -> Tensor:
+        """Uniform random numbers."""
+        return self.walk.groups.rand(shape, self.generator)
+
+    def draw(self, gaussian: Gaussian) -> Tensor:
+        """Draws of Gaussians."""
+        return self.walk.groups.draw(gaussian, self.generator)
+
+    def estimates(self, probe: Probe) -> dict[Key, Estimate]:
+        """The probe's estimates. Raises `ProbeError` if it changes its input or returns anything
+        but latents of `nodes`.
+        """
+        name, path = f"{type(probe).__name__}.estimate", self.trajectories
+        condition = self.walk.condition.tensors.values()
+        given = [path.states, path.outputs, self.final, *condition, *self.completed.values()]
+        with inputs_unchanged(name, ProbeError, *given):
+            estimates = dict(probe.estimate(self))
+        groups, latent = self.walk.groups, path.states.shape[2:]
+        for key, estimate in estimates.items():
+            node = key[1] if isinstance(key, tuple) and len(key) == 2 else key
+            if node not in self.nodes:
+                allowed = f"its nodes, from which decisions start: {list(self.nodes)}"
+                raise ProbeError(f"{name} returned an estimate of {key!r}; allowed: {allowed}")
+            if not isinstance(estimate, Estimate):
+                kind = type(estimate).__name__
+                raise ProbeError(f"{name} returned a {kind} for node {node}; allowed: Estimate")
+            members, shape = estimate.members, tuple(estimate.latents.shape)
+            counts = (1, groups.members) if members is None else members.shape[1:]
+            allowed = [(groups.prompts * estimate.copies * count, *latent) for count in counts]
+            if shape not in allowed:
+                raise ProbeError(f"{name}: latents {shape} for node {node}; allowed: {allowed}")
+        return estimates
 
 
 @dataclass
-class _Solution:
+class _Deterministic:
     """The steps of a multistep solver, one call for each in order, as a sampler without noise."""
 
     step: Callable[[int, Tensor, Tensor], Tensor]
@@ -286,29 +394,10 @@ class _Solution:
     ) -> Gaussian:
         """The next state, with std 0."""
         if self.number == schedule.steps:
-            raise ProbeError(
-                "a multistep solver has no continuations; use a probe that solves the ODE"
-            )
+            raise ProbeError("a multistep solver has no continuations; use a probe of the ODE")
         following = self.step(self.number, velocity, latent)
         self.number += 1
         return Gaussian(following, latent.new_zeros(len(latent)))
-
-
-@dataclass(frozen=True)
-class Piece:
-    """States [prompt, unit, *latent] of some of a node's `units`."""
-
-    units: Tensor
-    states: Tensor
-
-
-def _in_order(pieces: list[Piece]) -> Tensor:
-    """All states of a node, by unit."""
-    if len(pieces) == 1:
-        return pieces[0].states
-    order = torch.cat([piece.units for piece in pieces]).argsort()
-    states = torch.cat([piece.states for piece in pieces], 1)
-    return states[:, to_device(order, states.device)]
 
 
 def log_probs(sampler: AnySampler, trajectories: Trajectories) -> Tensor:
@@ -328,11 +417,8 @@ def log_probs(sampler: AnySampler, trajectories: Trajectories) -> Tensor:
         return torch.full((len(path.states), tree.members, 1), torch.nan)
     columns = []
     for step in tree.drawn_steps:
-        units = tree.paths[:, step]
-        latent, velocity = (
-            table[:, to_device(units, table.device)].flatten(0, 1)
-            for table in (path.states, path.outputs)
-        )
+        units = to_device(tree.paths[:, step], path.states.device)
+        latent, velocity = path.states[:, units].flatten(0, 1), path.outputs[:, units].flatten(0, 1)
         index = torch.full((len(latent),), step, device=latent.device)
         gaussian = sampler.transition(latent, velocity, path.schedule, index)
         density = log_prob(gaussian, path.at(step + 1)).unflatten(0, (-1, tree.members)).cpu()

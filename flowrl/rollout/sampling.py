@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.core.errors import require
 from flowrl.core.protocols import FlowPolicy, extras
-from flowrl.core.types import Prompt, Schedule
+from flowrl.core.types import Prompt
 from flowrl.rollout.solvers import Usage, solve
 
 EVALUATION_SEED = 20240
@@ -33,12 +33,12 @@ class ImageBatch:
     @staticmethod
     def cat(batches: Iterable["ImageBatch"]) -> "ImageBatch":
         """Concatenate along the samples."""
-        found = list(batches)
+        listed = list(batches)
         images, latents = (
-            torch.cat([batch.images for batch in found]),
-            torch.cat([batch.latents for batch in found]),
+            torch.cat([b.images for b in listed]),
+            torch.cat([b.latents for b in listed]),
         )
-        return ImageBatch(images, latents, [prompt for batch in found for prompt in batch.prompts])
+        return ImageBatch(images, latents, [prompt for b in listed for prompt in b.prompts])
 
     def __getitem__(self, samples: slice) -> "ImageBatch":
         return ImageBatch(self.images[samples], self.latents[samples], self.prompts[samples])
@@ -89,37 +89,15 @@ def sample_images(
     require(max_batch >= 1, "max_batch", max_batch, "1 or more")
     if (embedding := extras(policy, "warm")) is not None:
         embedding.warm(prompts)
-    schedule, latents = policy.schedule(num_steps), iter(noise)
-    for start in range(0, len(prompts), max_batch):
-        batch = prompts[start : start + max_batch]
+    latents, schedule = iter(noise), policy.schedule(num_steps)
+
+    def sampled(batch: Sequence[Prompt]) -> ImageBatch:
         drawn = list(islice(latents, len(batch)))
-        require(
-            len(drawn) == len(batch),
-            "noise",
-            start + len(drawn),
-            f"one latent for each of the {len(prompts)} prompts",
-        )
-        yield _sampled(policy, batch, solver, schedule, torch.stack(drawn), max_batch)
+        require(len(drawn) == len(batch), "noise", len(drawn), f"{len(batch)} more latents")
+        start, condition = torch.stack(drawn).to(policy.device), policy.encode(batch)
+        final = solve(solver, policy, schedule, condition, start, Usage(), max_batch)
+        return ImageBatch(policy.decode(final), final, batch)
 
-
-def _sampled(
-    policy: FlowPolicy,
-    prompts: Sequence[Prompt],
-    solver: str,
-    schedule: Schedule,
-    noise: Tensor,
-    max_batch: int,
-) -> ImageBatch:
-    """One batch, in a function of its own: a variable of the generator would keep the batch on the
-    device until the next one is sampled.
-    """
-    final = solve(
-        solver,
-        policy,
-        schedule,
-        policy.encode(prompts),
-        noise.to(policy.device),
-        Usage(),
-        max_batch,
-    )
-    return ImageBatch(policy.decode(final), final, prompts)
+    for first in range(0, len(prompts), max_batch):
+        # no variable: it would keep the batch on the device until the next one is sampled
+        yield sampled(prompts[first : first + max_batch])

@@ -2,9 +2,10 @@
 counted network calls.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from functools import partial
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from torch import Tensor
 from flowrl.core.errors import require
 from flowrl.core.protocols import FlowPolicy
 from flowrl.core.types import Condition, Schedule
-from flowrl.probes import Solver
-from flowrl.samplers import ODE, Multistep
+from flowrl.probes import Grid, Solver
+from flowrl.samplers import Multistep
 from flowrl.samplers.multistep import scheduler_steps
 
 SOLVERS: tuple[str, ...] = (*get_args(Solver), "sa")
@@ -50,11 +51,66 @@ class Usage:
         self.calls += 1
         if len(latent) <= max_batch:
             return policy.velocity(latent, timestep, condition)
-        pieces = torch.arange(len(latent), device=latent.device).split(max_batch)
-        parts = zip(latent.split(max_batch), timestep.split(max_batch), pieces, strict=True)
-        return torch.cat(
-            [policy.velocity(part, time, condition.take(index)) for part, time, index in parts]
-        )
+        rows = torch.arange(len(latent), device=latent.device).split(max_batch)
+        return torch.cat([policy.velocity(latent[r], timestep[r], condition.take(r)) for r in rows])
+
+
+@dataclass
+class Solution:
+    """A solution of the ODE on a grid; `advance` moves it to its end.
+
+    Args:
+        x: the current states [row, *latent].
+        grid: the times.
+        condition: the prompts' embeddings, one row per state.
+        solver: name of the solver.
+        velocity: the network's output at `x`, if it is known.
+    """
+
+    x: Tensor
+    grid: Grid
+    condition: Condition
+    solver: str = "euler"
+    velocity: Any = None
+
+    def __post_init__(self) -> None:
+        # the points of the grid at which the solver needs velocities, in order, and a function
+        # (number, velocity, x) of an evaluation, to the state of the next one or the end
+        grid, self.points = self.grid, list(range(len(self.grid.lengths)))
+        if self.solver == "euler":
+            self.step = lambda number, velocity, x: x - grid.lengths[number] * velocity
+        elif self.solver != "heun":
+            solver: Any = self.solver
+            self.step = Multistep(solver).solution(Schedule(grid.times.cpu()))
+        else:
+            from diffusers.schedulers.scheduling_flow_match_heun_discrete import (
+                FlowMatchHeunDiscreteScheduler,
+            )
+
+            times, last = grid.times.cpu(), len(self.points)
+            scheduler: Any = FlowMatchHeunDiscreteScheduler()
+            scheduler.set_timesteps(last)
+            # two evaluations in every step but the last, which is Euler's
+            self.points = [0, *(point for point in range(1, last) for _ in range(2))]
+            scheduler.sigmas = times[[*self.points, last]]
+            self.step = scheduler_steps(scheduler, times[self.points])
+
+
+def advance(solutions: Sequence[Solution], network: Callable[..., Tensor]) -> None:
+    """Move solutions to their ends, all unfinished ones in one call of the `network`, which maps
+    (latents, timesteps, condition) to velocities.
+    """
+    for number in range(max((len(solution.points) for solution in solutions), default=0)):
+        left = [solution for solution in solutions if number < len(solution.points)]
+        if number > 0 or left[0].velocity is None:
+            times = [s.grid.timesteps[s.points[number]].expand(len(s.x)) for s in left]
+            condition = Condition.cat([solution.condition for solution in left])
+            velocities = network(torch.cat([s.x for s in left]), torch.cat(times), condition)
+            parts = velocities.split([len(solution.x) for solution in left])
+            for solution, velocity in zip(left, parts, strict=True):
+                solution.velocity = velocity
+        for solution in left:
+            solution.x = solution.step(number, solution.velocity, solution.x)
 
 
 def solve(
@@ -68,10 +124,10 @@ def solve(
 ) -> Tensor:
     """The last node of the probability-flow ODE from `noise`.
 
-    "euler": `integrate`, T evaluations, order 1. "heun" (FlowMatchHeunDiscreteScheduler): 2 T - 1,
-    order 2. "dpm++" (DPMSolverMultistepScheduler, arXiv 2211.01095) and "unipc"
-    (UniPCMultistepScheduler, arXiv 2302.04867): T, order 2, exact if the clean estimate is constant
-    along the trajectory. "sa" (`SASolver` with tau 0, on the grid of `sa_schedule`): the same.
+    "euler": T evaluations, order 1. "heun" (FlowMatchHeunDiscreteScheduler): 2 T - 1, order 2.
+    "dpm++" (DPMSolverMultistepScheduler, arXiv 2211.01095) and "unipc" (UniPCMultistepScheduler,
+    arXiv 2302.04867): T, order 2, exact if the clean estimate is constant along the trajectory.
+    "sa" (`SASolver` with tau 0, on the grid of `sa_schedule`): the same.
 
     Args:
         solver: "euler", "heun", "dpm++", "unipc" or "sa".
@@ -89,85 +145,14 @@ def solve(
         ConfigError: the solver is unknown.
     """
     require(solver in SOLVERS, "solver", solver, f"one of {', '.join(SOLVERS)}")
-    if solver == "euler":
-        return integrate(policy, schedule, condition, noise, usage, max_batch)
-    if solver != "heun":
-        schedule = Multistep(cast(Any, solver)).grid(schedule)
-    steps = solver_steps(solver, schedule)
-    x = noise.float()
+    if solver == "sa":
+        schedule = Multistep("sa").grid(schedule)
+    grid = Grid(schedule.times, schedule.deltas, schedule.network_timesteps)
     with policy.frozen(), torch.no_grad():
-        for number, node in enumerate(steps.points):
-            timestep = schedule.network_timesteps[node].expand(len(x))
-            velocity = usage.velocity(policy, x, timestep, condition, max_batch)
-            x = steps.step(number, velocity, x)
-    return x
+        solution = Solution(noise.float(), grid, condition, solver)
+        advance([solution], lambda x, t, c: usage.velocity(policy, x, t, c, max_batch))
+    return solution.x
 
 
-def integrate(
-    policy: FlowPolicy,
-    schedule: Schedule,
-    condition: Condition,
-    noise: Tensor,
-    usage: Usage,
-    max_batch: int = 1024,
-) -> Tensor:
-    """The last node of Euler's method on the policy's schedule. T network evaluations per sample.
-
-    Args:
-        policy: the policy that computes velocities.
-        schedule: the policy's schedule with T steps.
-        condition: the prompts' embeddings, one row per sample.
-        noise: initial latents [sample, *latent].
-        usage: counters of network evaluations, which are updated.
-        max_batch: largest number of latents per network call.
-
-    Returns:
-        Final latents [sample, *latent], float32, without gradients.
-    """
-    x = noise.float()
-    with policy.frozen(), torch.no_grad():
-        for i in range(schedule.steps):
-            velocity = usage.velocity(
-                policy, x, schedule.network_timesteps[i].expand(len(x)), condition, max_batch
-            )
-            x = ode_step(schedule, x, velocity, i)
-    return x
-
-
-def ode_step(schedule: Schedule, x: Tensor, velocity: Tensor, step: int) -> Tensor:
-    """Node `step` + 1 from node `step` by Euler's method."""
-    index = torch.full((len(x),), step, device=x.device)
-    return ODE().transition(x, velocity, schedule, index).mean
-
-
-@dataclass(frozen=True)
-class SolverSteps:
-    """A solver on one grid; every solution needs its own.
-
-    `points` [evaluation] are the grid's points at which the solver needs velocities, in order.
-    `step(number, velocity, x)` returns the state for the next evaluation (or the end), from
-    evaluation `number` at x.
-    """
-
-    points: list[int]
-    step: Callable[[int, Tensor, Tensor], Tensor]
-
-
-def solver_steps(solver: str, schedule: Schedule) -> SolverSteps:
-    """A solver other than Euler's on a grid: heun, or one of `Multistep`."""
-    if solver == "heun":
-        return _heun(schedule.times.cpu())
-    return SolverSteps(list(range(schedule.steps)), Multistep(cast(Any, solver)).solution(schedule))
-
-
-def _heun(times: Tensor) -> SolverSteps:
-    from diffusers.schedulers.scheduling_flow_match_heun_discrete import (
-        FlowMatchHeunDiscreteScheduler,
-    )
-
-    steps = len(times) - 1
-    scheduler: Any = FlowMatchHeunDiscreteScheduler()
-    scheduler.set_timesteps(steps)
-    points = [0, *(point for point in range(1, steps) for _ in range(2))]
-    scheduler.sigmas = times[[*points, steps]]
-    return SolverSteps(points, scheduler_steps(scheduler, times[points]))
+integrate = partial(solve, "euler")
+"""`solve` by Euler's method: T network evaluations per sample."""

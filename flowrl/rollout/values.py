@@ -1,4 +1,6 @@
-"""From finished and estimated images to the value table [prompt, member, decision+1]."""
+"""From finished and estimated images to the value table [prompt, member, decision+1], and from
+credit to the weights in the loss.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,13 +9,13 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from flowrl.core.errors import RewardContractError, require
+from flowrl.core.errors import RewardContractError, RewardError, require
+from flowrl.core.experience import Credit, CreditTable, Decisions
 from flowrl.core.protocols import AnyReward, FlowPolicy, GroupReward, RewardModel
 from flowrl.core.types import Prompt, inputs_unchanged
 from flowrl.probes import Estimate, Key, Scored
 from flowrl.rewards.contract import (
     ComponentScores,
-    check_group_scores,
     check_scores,
     component_methods,
     marks_invalid,
@@ -49,13 +51,53 @@ def score(
         RewardContractError: type or shape is wrong, a score is not finite, or the reward changed
             `images` in place.
     """
+    return score_components(reward, images, prompts, usage, invalid).total
+
+
+def score_components(
+    reward: AnyReward,
+    images: Tensor,
+    prompts: Sequence[Prompt],
+    usage: Usage | None = None,
+    invalid: bool = True,
+) -> ComponentScores:
+    """The total score and every component, each checked as by `score`. A composite reward is
+    evaluated once; other rewards have no components.
+
+    Args:
+        reward: the reward model.
+        images: images [sample, channel, height, width] in [0, 1], or videos [sample, frame, ...];
+            for a `GroupReward` those of whole groups, one group after the other.
+        prompts: one prompt per image; for a `GroupReward` one per group.
+        usage: counters of scored images, which are updated; None for no count.
+        invalid: accept NaN from a reward with `marks_invalid`.
+
+    Returns:
+        Total and components [sample], float32.
+
+    Raises:
+        RewardContractError: a score breaks the contract of `score`.
+    """
+    name, methods = type(reward).__name__, component_methods(reward)
     allowed = invalid and marks_invalid(reward)
-    name = f"{type(reward).__name__}.score"
-    with torch.no_grad(), inputs_unchanged(name, RewardContractError, images):
-        scores = check_scores(reward.score(images, prompts), prompts, name, allowed)
+    members, given, call = None, images, "score"
+    if isinstance(reward, GroupReward):
+        members, call = len(images) // len(prompts), "score_groups"
+        given = images.unflatten(0, (len(prompts), members))
+    parts: dict[str, Tensor] = {}
+    with torch.no_grad(), inputs_unchanged(f"{name}.{call}", RewardContractError, images):
+        if methods is None:
+            total = getattr(reward, call)(given, prompts)
+        else:
+            parts, call = dict(methods[0](given, prompts)), "total"
+            for key, scores in parts.items():
+                check_scores(scores, prompts, f"{name}, component {key!r},", allowed, members)
+            total = methods[1](parts)
+        check_scores(total, prompts, f"{name}.{call}", allowed, members)
     if usage is not None:
-        usage.reward_calls += len(prompts)
-    return scores.detach().float()
+        usage.reward_calls += len(images)
+    flat = {key: scores.detach().float().flatten() for key, scores in parts.items()}
+    return ComponentScores(total.detach().float().flatten(), flat)
 
 
 @dataclass(frozen=True)
@@ -77,12 +119,9 @@ class Values:
     @staticmethod
     def cat(tables: Sequence["Values"]) -> "Values":
         """Concatenate along the prompts."""
-        parts = {
-            name: torch.cat([table.parts[name] for table in tables]) for name in tables[0].parts
-        }
-        total, valid = (
-            torch.cat([getattr(t, name) for t in tables]) for name in ("total", "valid")
-        )
+        names = tables[0].parts
+        parts = {name: torch.cat([table.parts[name] for table in tables]) for name in names}
+        total, valid = torch.cat([t.total for t in tables]), torch.cat([t.valid for t in tables])
         return Values(total, parts, valid)
 
 
@@ -123,46 +162,44 @@ def score_rollout(
         ConfigError: a group reward is combined with a probe that leaves out members.
         RewardError: the reward breaks its contract.
     """
-    compared, name = isinstance(reward, GroupReward), type(reward).__name__
-    allowed = f"a probe that scores all members of a group: {name} compares them with each other"
-    whole = all(one.members is None for one in result.estimates.values())
-    require(whole or not compared, "probe", result.probe, allowed)
-    groups, path = result.groups, result.trajectories
+    compared, groups = isinstance(reward, GroupReward), result.groups
+    complete = all(estimate.members is None for estimate in result.estimates.values())
+    name = type(reward).__name__
+    allowed = f"a probe that scores all members of a group: {name} compares them"
+    require(complete or not compared, "probe", result.probe, allowed)
     keys = sorted(result.estimates, key=lambda key: ("", key) if isinstance(key, int) else key)
-    scored = [Estimate(path.images_latent), *(result.estimates[key] for key in keys)]
-    latents = [_by_copy(one, groups) if compared else one.latents for one in scored]
-    owners = [
-        prompt for rows in latents for prompt in prompts for _ in range(len(rows) // groups.prompts)
-    ]
-    flat, finished = torch.cat(latents), len(latents[0])
-    # Finished images have batches of their own, so that no probe changes the last bit of their
-    # rewards.
+    estimates = [Estimate(result.trajectories.images_latent), *map(result.estimates.get, keys)]
+    latents = [_by_copy(e, groups) if compared else e.latents for e in estimates]
+    lengths, flat = [len(rows) for rows in latents], torch.cat(latents)
+    owners = [p for count in lengths for p in prompts for _ in range(count // groups.prompts)]
+    # Batches of a reward that compares members have whole groups. Finished images have batches of
+    # their own, so that no probe changes the last bit of their rewards.
     size = max(max_batch // groups.members, 1) * groups.members if compared else max_batch
-    pieces = [*torch.arange(finished).split(size), *torch.arange(finished, len(flat)).split(size)]
     columns: dict[str, list[Tensor]] = {}
-    for piece in (piece for piece in pieces if len(piece)):
-        images = policy.decode(flat[piece.to(flat.device)])
-        texts = [owners[i] for i in piece.tolist()]
-        if isinstance(reward, GroupReward):
-            scores = score_group_components(reward, images, texts[:: groups.members], usage)
-        else:
-            scores = score_components(reward, images, texts, usage)
-        for name, column in {_TOTAL: scores.total, **scores.parts}.items():
-            columns.setdefault(name, []).append(column.cpu())
-        if inspect is not None:
-            inspect(images, texts, scores.total)
-            inspect = None
+    for rows in [*flat[: lengths[0]].split(size), *flat[lengths[0] :].split(size)]:
+        if len(rows):
+            images, texts, owners = policy.decode(rows), owners[: len(rows)], owners[len(rows) :]
+            scores = score_components(
+                reward, images, texts[:: groups.members] if compared else texts, usage
+            )
+            for name, column in {_TOTAL: scores.total, **scores.parts}.items():
+                columns.setdefault(name, []).append(column.cpu())
+            if inspect is not None:
+                inspect(images, texts, scores.total)
+                inspect = None
     tables, filled = {}, [-1]
     for name, column in columns.items():
-        each = torch.cat(column).split([len(rows) for rows in latents])
-        final, *rewards = (
-            _mean(*pair, groups, compared) for pair in zip(each, scored, strict=True)
-        )
+        split = zip(torch.cat(column).split(lengths), estimates, strict=True)
+        final, *rewards = (_mean(scores, estimate, groups, compared) for scores, estimate in split)
         tables[name], filled = _table(result, dict(zip(keys, rewards, strict=True)), final)
     valid = torch.stack([~table[..., filled].isnan().any(-1) for table in tables.values()]).all(0)
     for table in tables.values():
         table[~valid] = float("nan")
     return Values(tables.pop(_TOTAL), tables, valid)
+
+
+_TOTAL = ""
+"""The key of the total among the component names."""
 
 
 def _mean(scores: Tensor, estimate: Estimate, groups: Groups, compared: bool) -> Tensor:
@@ -176,8 +213,8 @@ def _by_copy(estimate: Estimate, groups: Groups) -> Tensor:
     """Latents [prompt x member x copy] as [prompt x copy x member], so that latents to compare are
     adjacent; a state that a group shares is repeated for every member.
     """
-    found = estimate.latents.unflatten(0, (groups.prompts, -1, estimate.copies)).transpose(1, 2)
-    return found.expand(-1, -1, groups.members, *found.shape[3:]).flatten(0, 2)
+    copies = estimate.latents.unflatten(0, (groups.prompts, -1, estimate.copies)).transpose(1, 2)
+    return copies.expand(-1, -1, groups.members, *copies.shape[3:]).flatten(0, 2)
 
 
 def _table(
@@ -191,82 +228,63 @@ def _table(
     if tree.branched:
         return tree.value_table(tree.values(final)), [-1]
     steps = tree.drawn_steps or [-1]  # without decisions, the initial noise is the only one
-    members = {key: one.members for key, one in result.estimates.items() if one.members is not None}
+    members = {key: e.members for key, e in result.estimates.items() if e.members is not None}
     nodes = result.probe.rewards(Scored(rewards, final, result.nodes, members))
-    table = torch.full((groups.prompts, groups.members, len(steps) + 1), float("nan"))
-    table[..., -1] = final
-    filled = [steps.index(node) for node in nodes]
-    for column, values in zip(filled, nodes.values(), strict=True):
+    table = torch.full((*final.shape, len(steps) + 1), float("nan"))
+    filled = [*map(steps.index, nodes), -1]
+    for column, values in zip(filled, [*nodes.values(), final], strict=True):
         table[..., column] = values
-    return table, [*filled, -1]
+    return table, filled
 
 
-_TOTAL = ""
-"""The key of the total among the component names."""
-
-
-def score_components(
-    reward: RewardModel, images: Tensor, prompts: Sequence[Prompt], usage: Usage | None = None
-) -> ComponentScores:
-    """The total score and every component, each checked as by `score`. NaN is allowed only from a
-    reward with `marks_invalid`. A composite reward is evaluated once; other rewards have no
-    components.
+def usable(valid: Bool[Tensor, "prompt member"]) -> Bool[Tensor, "prompt member"]:
+    """The valid samples of groups that have two or more of them, so that they can be compared.
 
     Args:
-        reward: the reward model.
-        images: images [sample, channel, height, width] in [0, 1], or videos [sample, frame, ...].
-        prompts: one prompt per image.
-        usage: counters of scored images, which are updated; None for no count.
+        valid: False for samples that the reward could not judge [prompt, member].
 
     Returns:
-        Total and components [sample], float32.
+        A mask [prompt, member].
 
     Raises:
-        RewardContractError: a score breaks the contract of `score`.
+        RewardError: no sample remains.
     """
-    methods = component_methods(reward)
-    if methods is None:
-        return ComponentScores(score(reward, images, prompts, usage, invalid=True))
-    name, allowed = type(reward).__name__, marks_invalid(reward)
-    with torch.no_grad(), inputs_unchanged(f"{name}.parts", RewardContractError, images):
-        parts = dict(methods[0](images, prompts))
-        for key, values in parts.items():
-            check_scores(values, prompts, f"{name}.parts()[{key!r}]", allowed)
-        total = check_scores(methods[1](parts), prompts, f"{name}.total", allowed)
-    if usage is not None:
-        usage.reward_calls += len(prompts)
-    return ComponentScores(
-        total.detach().float(), {key: values.detach().float() for key, values in parts.items()}
-    )
+    used = valid & (valid.sum(1) >= 2)[:, None]
+    if not bool(used.any()):
+        marked = f"the reward marked {int((~valid).sum())} of {valid.numel()} samples invalid"
+        raise RewardError(f"{marked}; no prompt has two left to be compared")
+    return used
 
 
-def score_group_components(
-    reward: GroupReward, images: Tensor, prompts: Sequence[Prompt], usage: Usage | None = None
-) -> ComponentScores:
-    """As `score_components`, for a reward that compares the members of groups.
+def transition_weights(
+    credit: Credit, decisions: Decisions, drop_zero: bool = False
+) -> CreditTable:
+    """mask x convention x the rule's factor: the weight of each transition in the loss, which is a
+    weighted mean.
 
-    `images` [sample, ...] are of whole groups, one group after the other, with one prompt per
-    group; scores are [sample].
+    Conventions: in a tree that counts edges (`flowrl.core.tree.Tree.weight`) a transition that n
+    members share counts 1 / n for each of them. With `drop_zero` a member whose advantages are 0 at
+    every trained decision has weight 0, its KL included, as in Flow-GRPO's public code (arXiv
+    2505.05470).
+
+    Args:
+        credit: advantages and the rule's factors.
+        decisions: the axis of credit.
+        drop_zero: the method's convention for advantages of 0.
+
+    Returns:
+        Weights [prompt, member, decision], 0 or more.
     """
-    name, allowed, members = (
-        type(reward).__name__,
-        marks_invalid(reward),
-        len(images) // len(prompts),
-    )
-    together, parts = images.unflatten(0, (len(prompts), members)), {}
-    with torch.no_grad(), inputs_unchanged(f"{name}.score_groups", RewardContractError, images):
-        if (methods := component_methods(reward)) is not None:
-            for key, values in methods[0](together, prompts).items():
-                parts[key] = check_group_scores(
-                    values, prompts, members, f"{name}.group_parts()[{key!r}]", allowed
-                )
-            total = check_group_scores(
-                methods[1](parts), prompts, members, f"{name}.total", allowed
-            )
-        else:
-            found = reward.score_groups(together, prompts)
-            total = check_group_scores(found, prompts, members, f"{name}.score_groups", allowed)
-    if usage is not None:
-        usage.reward_calls += len(images)
-    flat = {key: values.detach().float().flatten() for key, values in parts.items()}
-    return ComponentScores(total.detach().float().flatten(), flat)
+    mask, tree = decisions.mask, decisions.tree
+    weights = mask.to(credit.advantages.dtype)
+    if credit.weights is not None:
+        weights = torch.where(mask, credit.weights.to(weights), 0.0)
+    if tree is not None and tree.weight == "edge":
+        # the unmasked members that share each transition
+        arrived, drawn = tree.paths[:, decisions.step + 1], decisions.drawn
+        same = (arrived[:, None] == arrived[None]) & drawn[:, None] & drawn[None]
+        weights = weights / (same[None] & mask[:, None]).sum(2).clamp(min=1)
+    if drop_zero:
+        credited = (credit.advantages != 0) & mask
+        weights = weights * credited.any(-1, keepdim=True)
+    return weights

@@ -1,14 +1,7 @@
-"""Transition kernels: pure functions from (node, velocity) to a Gaussian over the next node, one
-file each.
-"""
+"""Samplers: transition kernels, multistep solvers, and the windows of stochastic steps."""
 
-from flowrl.samplers._kernels import transition_stds
-from flowrl.samplers.cps import CPS
-from flowrl.samplers.dance_sde import DanceSDE
-from flowrl.samplers.ddim_sde import DDIMSDE
-from flowrl.samplers.flow_sde import FlowSDE
+from flowrl.samplers.kernels import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE, transition_stds
 from flowrl.samplers.multistep import Multistep
-from flowrl.samplers.ode import ODE
 from flowrl.samplers.windows import (
     FixedWindow,
     RandomWindow,

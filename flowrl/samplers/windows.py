@@ -6,20 +6,20 @@ variance to the rewards of a group, so random windows are drawn once per iterati
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Gt, Lt
 from jaxtyping import Int
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError, require
-from flowrl.core.options import checked_options
+from flowrl.core.options import Count, Whole, checked_options
 from flowrl.core.protocols import AnySampler, MultistepSolver, Sampler, Window
-from flowrl.core.types import Gaussian, Latents, Schedule, StepIndex, checked, inputs_unchanged
+from flowrl.core.types import Gaussian, Latents, Schedule, StepIndex, checked
 from flowrl.flow import expand
 from flowrl.parts.specs import parse_slice, parse_spec
-from flowrl.samplers._kernels import checked_gaussian
-from flowrl.samplers.ode import ODE
+from flowrl.samplers.kernels import ODE, checked_transition
 
 
 @checked_options
@@ -52,11 +52,7 @@ class Windowed:
         """The Gaussian over node `step + 1`: the kernel's, or the ODE's with std 0."""
         fits = max(self.steps) < schedule.steps
         require(fits, "Windowed.steps", self.steps, f"within the schedule's {schedule.steps} steps")
-        call = f"{type(self.sampler).__name__}.transition"
-        with inputs_unchanged(call, ConfigError, latent, velocity):
-            stochastic = checked_gaussian(
-                self.sampler.transition(latent, velocity, schedule, step), call
-            )
+        stochastic = checked_transition(self.sampler, latent, velocity, schedule, step)
         deterministic = ODE().transition(latent, velocity, schedule, step)
         inside = torch.zeros_like(step, dtype=torch.bool)
         # without a tensor of the steps, whose copy to a GPU would wait for it
@@ -115,9 +111,9 @@ class FixedWindow:
 
     def steps(self, count: int, generator: torch.Generator, iteration: int = 0) -> Sequence[int]:
         """The window's steps among `count`; nothing is drawn from the generator."""
-        chosen, ends = range(count)[self.start : self.stop], (self.start or 0, self.stop or 0)
-        written = ":".join("" if end is None else str(end) for end in (self.start, self.stop))
-        fits = all(-count <= end <= count for end in ends) and len(chosen) > 0
+        chosen, ends = range(count)[self.start : self.stop], (self.start, self.stop)
+        written = ":".join("" if end is None else str(end) for end in ends)
+        fits = all(-count <= (end or 0) <= count for end in ends) and len(chosen) > 0
         require(fits, "window", written, f"one step or more, within the schedule's {count} steps")
         return chosen
 
@@ -142,47 +138,32 @@ class RandomWindow:
         ConfigError: a field is out of range.
     """
 
-    size: int
-    low: int = 0
+    size: Count
+    low: Whole = 0
     high: int | None = None
-    geometric: float | None = None
+    geometric: Annotated[float, Gt(0), Lt(1)] | None = None
 
     def __post_init__(self) -> None:
-        fits = self.geometric is None or 0 < self.geometric < 1
-        require(
-            fits,
-            "RandomWindow.geometric",
-            self.geometric,
-            "in (0, 1), or None for equally likely starts",
-        )
-        require(self.size >= 1, "RandomWindow.size", self.size, "1 or more steps")
-        require(self.low >= 0, "RandomWindow.low", self.low, "0 or more")
         if self.high is not None:
-            least = self.low + self.size
-            require(
-                self.high >= least,
-                "RandomWindow.high",
-                self.high,
-                f"low + size = {least} or more, or None",
-            )
+            self._require_room(self.high)
+
+    def _require_room(self, high: int) -> None:
+        room = f"a window of {self.size} steps within steps [{self.low}, {high})"
+        require(self.low + self.size <= high, "RandomWindow.size", self.size, room)
 
     def steps(self, count: int, generator: torch.Generator, iteration: int = 0) -> Sequence[int]:
         """This iteration's steps; the same generator state gives the same steps."""
         high = count if self.high is None else self.high
         require(high <= count, "RandomWindow.high", high, f"at most the schedule's {count} steps")
-        room = f"a window of {self.size} steps within steps [{self.low}, {high})"
-        require(self.low + self.size <= high, "RandomWindow.size", self.size, room)
-        last_start = high - self.size
+        self._require_room(high)
+        starts, device = high - self.size - self.low + 1, generator.device
         if self.geometric is None:
-            start = torch.randint(
-                self.low, last_start + 1, (), generator=generator, device=generator.device
-            )
+            place = torch.randint(starts, (), generator=generator, device=device)
         else:
-            chances = self.geometric ** torch.arange(
-                last_start - self.low + 1, device=generator.device
-            )
-            start = self.low + torch.multinomial(chances, 1, generator=generator)
-        return range(int(start), int(start) + self.size)
+            chances = self.geometric ** torch.arange(starts, device=device)
+            place = torch.multinomial(chances, 1, generator=generator)
+        start = self.low + int(place)
+        return range(start, start + self.size)
 
 
 @checked_options
@@ -209,28 +190,15 @@ class SlidingWindow:
         ConfigError: a field is out of range.
     """
 
-    size: int
-    stride: int = 1
-    every: int = 1
+    size: Count
+    stride: Count = 1
+    every: Count = 1
     at_end: Literal["wrap", "stay"] = "wrap"
-
-    def __post_init__(self) -> None:
-        for name in ("size", "stride", "every"):
-            require(
-                getattr(self, name) >= 1, f"SlidingWindow.{name}", getattr(self, name), "1 or more"
-            )
-        require(
-            self.at_end in ("wrap", "stay"), "SlidingWindow.at_end", self.at_end, "'wrap' or 'stay'"
-        )
 
     def starts(self, count: int) -> list[int]:
         """The positions of the window, in order, on a schedule of `count` steps."""
-        require(
-            self.size <= count,
-            "SlidingWindow.size",
-            self.size,
-            f"at most the schedule's {count} steps",
-        )
+        most = f"at most the schedule's {count} steps"
+        require(self.size <= count, "SlidingWindow.size", self.size, most)
         last = count - self.size
         return [*range(0, last, self.stride), last]
 
@@ -242,12 +210,6 @@ class SlidingWindow:
         return range(starts[position], starts[position] + self.size)
 
 
-TRAINED_STEPS = (
-    "a slice START:STOP, as in : (all), :-1 (all but the last) or 2:7, or random(fraction=...) in"
-    " (0, 1], drawn every iteration"
-)
-
-
 def trained_steps(spec: str, stds: Tensor, generator: torch.Generator) -> Int[Tensor, " step"]:
     """Indices of the stochastic steps that enter the loss, in order, selected by `spec`.
 
@@ -257,7 +219,7 @@ def trained_steps(spec: str, stds: Tensor, generator: torch.Generator) -> Int[Te
     at all steps and trains all but the last.
 
     Args:
-        spec: a slice of the schedule's steps, or random(fraction=...) (see `TRAINED_STEPS`).
+        spec: a slice of the schedule's steps, or random(fraction=...).
         stds: standard deviations of the sampler's transitions [step].
         generator: the source of the draw of random(fraction=...); a slice leaves it unchanged.
 
@@ -269,32 +231,21 @@ def trained_steps(spec: str, stds: Tensor, generator: torch.Generator) -> Int[Te
     """
     noisy = (stds > 0).nonzero().flatten()
     if len(noisy) == 0:
-        raise ConfigError(
-            "the sampler has no stochastic step on this schedule: there is no log-probability to"
-            " train on"
-        )
-    fixed, fraction = parse_slice(spec), 1.0
+        raise ConfigError("the sampler has no stochastic step on this schedule: nothing to train")
+    fixed = parse_slice(spec)
+    fraction: Any = 1.0
     if fixed is None:
         parsed = parse_spec(spec, "trained_steps")
-        known = parsed.name == "random" and parsed.options.keys() == {"fraction"}
-        fraction = parsed.options["fraction"] if known else 0
-        require(
-            type(fraction) in (int, float) and 0 < fraction <= 1,
-            "trained_steps",
-            spec,
-            TRAINED_STEPS,
-        )
+        fraction = parsed.options.get("fraction") if parsed.name == "random" else None
+        fits = type(fraction) in (int, float) and 0 < fraction <= 1 and len(parsed.options) == 1
+        allowed = "a slice START:STOP as in : or :-1, or random(fraction=...) in (0, 1]"
+        require(fits, "trained_steps", spec, allowed)
     start, stop, _ = (fixed or slice(None)).indices(len(stds))
     steps = noisy[(noisy >= start) & (noisy < stop)]
-    require(
-        len(steps) > 0,
-        "trained_steps",
-        spec,
-        f"at least one of the stochastic steps {noisy.tolist()}",
-    )
+    remaining = f"at least one of the stochastic steps {noisy.tolist()}"
+    require(len(steps) > 0, "trained_steps", spec, remaining)
     if fixed is None:
-        order = torch.randperm(len(steps), generator=generator, device=generator.device).to(
-            steps.device
-        )
-        steps = steps[order[: max(1, int(fraction * len(steps)))]].sort().values
+        order = torch.randperm(len(steps), generator=generator, device=generator.device)
+        order = order[: max(1, int(fraction * len(steps)))].to(steps.device)
+        steps = steps[order].sort().values
     return steps

@@ -12,8 +12,7 @@ from torch import Tensor
 from flowrl.core.errors import ConfigError, CreditError, require
 from flowrl.core.experience import Decisions, Experience
 from flowrl.core.protocols import CreditRule
-from flowrl.credit import check_signature, credit_of, example, read_columns
-from flowrl.credit.units import on_tree
+from flowrl.credit import check_signature, credit_of, example, on_tree, read_columns
 from flowrl.parts.registry import check_part
 from flowrl.probes import Branching, Probe
 from flowrl.testing.contract import (

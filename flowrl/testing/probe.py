@@ -180,7 +180,7 @@ def costs_what_it_declares(case: Case) -> None:
         counted = {
             "network evaluations": whole(usage.nfe - len(path.states) * sum(path.tree.counts[:-1])),
             "calls": usage.calls - path.schedule.steps,
-            "scored images": usage.reward_calls - path.samples,
+            "scored images": usage.reward_calls - len(path.images_latent),
         }
         declared = (cost.nfe, sum(call.step is None for call in cost.calls), cost.images)
         for (name, count), told in zip(counted.items(), declared, strict=True):

@@ -25,24 +25,14 @@ COMMON = ("world", "task", "heldout_prompts", *(item.name for item in fields(Eva
 
 def method_arms(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """An arm for each method, by its name."""
-    require(len(set(names)) == len(names), "methods", names, "each method once")
-    return {name: {"method": name} for name in names}
+    return together(*({name: {"method": name}} for name in names))
 
 
 def credit_arms(specs: Sequence[str]) -> dict[str, dict[str, Any]]:
     """An arm for each credit rule, named by `rule_name`: Flow-GRPO with this rule."""
-    found: dict[str, dict[str, Any]] = {}
-    for spec in specs:
-        name = rule_name(spec)
-        other = found.get(name, {}).get("credit", "")
-        require(
-            not other,
-            "credit",
-            spec,
-            f"a rule with a name of its own, which is not that of {other}: rename a class",
-        )
-        found[name] = {"method": name, "credit": spec}
-    return found
+    return together(
+        *({rule_name(spec): {"method": rule_name(spec), "credit": spec}} for spec in specs)
+    )
 
 
 def rule_name(spec: str) -> str:
@@ -57,12 +47,8 @@ def parse_arm(text: str) -> dict[str, dict[str, Any]]:
     """
     name, colon, options = text.partition(":")
     name = name.strip()
-    require(
-        bool(name and colon) and "=" not in name,
-        "arm",
-        text,
-        "'NAME: setting=value, ...', or 'NAME:' for no difference",
-    )
+    need = "'NAME: setting=value, ...', or 'NAME:' for no difference"
+    require(bool(name and colon) and "=" not in name, "arm", text, need)
     return {name: parse_options(options, f"arm {name!r}")}
 
 
@@ -79,22 +65,18 @@ def load_arms(path: Path, trust: bool = False) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: the file cannot be read, or has an entry that is not allowed.
     """
-    found = read_arms(path, RunConfig)
-    for settings in found.values():
-        trusted(settings, path, trust)
-    return found
+    return {
+        name: trusted(settings, path, trust)
+        for name, settings in read_arms(path, RunConfig).items()
+    }
 
 
 def together(*several: Arms) -> dict[str, dict[str, Any]]:
     """All arms in one. Raises `ConfigError` if two have the same name."""
-    found: dict[str, dict[str, Any]] = {}
-    for arms in several:
-        for name, settings in arms.items():
-            require(
-                name not in found, "arm", name, "a name of its own: there are two arms of this name"
-            )
-            found[name] = dict(settings)
-    return found
+    pairs = [pair for arms in several for pair in arms.items()]
+    names = [name for name, _ in pairs]
+    require(len(set(names)) == len(names), "arms", names, "a different name for each")
+    return {name: dict(settings) for name, settings in pairs}
 
 
 @contextmanager
@@ -110,8 +92,8 @@ def arm_run(run: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """The run `run` with the `settings` of an arm. A method has its own credit rule unless `credit`
     gives another.
     """
-    own = {"credit": ""} if "method" in settings else {}
-    return run.replace(**{**own, **settings})
+    cleared = {"credit": ""} if "method" in settings else {}
+    return run.replace(**{**cleared, **settings})
 
 
 def check_arms(run: RunConfig, arms: Arms, seeds: Sequence[int]) -> None:
@@ -126,80 +108,38 @@ def check_arms(run: RunConfig, arms: Arms, seeds: Sequence[int]) -> None:
         ConfigError: an unknown setting, a value that is not allowed, arms with equal settings or
             the same folder, or arms with different evaluations.
     """
-    runs = dict[str, RunConfig]()
+    runs, names = dict[str, RunConfig](), dict[str, str]()
     for name, settings in arms.items():
-        require(
-            name.isprintable() and name == name.strip() != "", "arm", name, "a name on one line"
-        )
+        folder = run_folder(name, max(seeds)).casefold()  # some file systems ignore case
+        fits = name.isprintable() and name == name.strip() and len(folder.encode()) <= LONGEST
+        need = f"a name on one line, for a folder of {LONGEST} bytes or fewer"
+        require(fits and name != "", "arm", name, need)
         with of_arm(name):
-            require(
-                "seed" not in settings,
-                "seed",
-                settings.get("seed"),
-                "left out: every arm has all seeds",
-            )
+            require("seed" not in settings, "seed", settings.get("seed"), "left out of arms")
             runs[name] = arm_run(run, settings)
-    folders, known = dict[str, str](), dict[str, str]()
-    for name, config in runs.items():
-        folder = run_folder(name, max(seeds)).casefold()
-        require(
-            len(folder.encode()) <= LONGEST,
-            "arm",
-            name,
-            f"a name for a folder, of {LONGEST} bytes or fewer",
-        )
-        other = folders.setdefault(folder, name)
-        require(
-            other is name, "arm", name, f"a name whose folder is not that of {other!r}, {folder}"
-        )
-        with of_arm(name):
-            other = known.setdefault(meaning(config), name)
-        require(other is name, "arm", name, f"settings that differ from those of {other!r}")
-    _check_evaluation({name: config.flat() for name, config in runs.items()})
+            keys = (f"folder {folder}", meaning(runs[name]))
+        for key in keys:
+            other = names.setdefault(key, name)
+            require(other is name, "arm", name, f"a folder and settings other than {other!r} has")
+    settings = [config.flat() for config in runs.values()]
+    for name in COMMON:
+        values = [chosen[name] for chosen in settings]
+        need = "the same in all arms, because they are evaluated alike"
+        require(all(value == values[0] for value in values), name, values, need)
+    given = settings[0]["heldout_rewards"]
+    same = len({tuple(chosen[name] for name in REWARDS) for chosen in settings}) == 1
+    need = "one or more, the first of which compares arms that are trained on different rewards"
+    require(same or len(given) > 0, "heldout_rewards", given, need)
 
 
 def meaning(config: RunConfig) -> str:
     """A text that runs with equal settings share: other spellings of a part, and the label of a
     credit rule, do not count.
     """
-    settings = config.flat()
+    settings, credit = config.flat(), config.algorithm.credit
     for name in PARTS:
         if isinstance(settings[name], str) and settings[name]:
             settings[name] = identity(settings[name])
-    return repr(
-        {
-            name: value
-            for name, value in settings.items()
-            if name != "method" or not _is_label(config)
-        }
-    )
-
-
-def _is_label(config: RunConfig) -> bool:
-    return bool(config.algorithm.credit) and config.algorithm.method == rule_name(
-        config.algorithm.credit
-    )
-
-
-def _check_evaluation(runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise `ConfigError` unless the held-out evaluations of all arms can be compared."""
-    baseline = next(iter(runs))
-    for name, settings in runs.items():
-        for setting in COMMON:
-            allowed = (
-                f"{runs[baseline][setting]!r}, as for {baseline!r}: arms are compared by the same"
-                " evaluation"
-            )
-            with of_arm(name):
-                require(
-                    settings[setting] == runs[baseline][setting],
-                    setting,
-                    settings[setting],
-                    allowed,
-                )
-    rewards = {tuple(settings[name] for name in REWARDS) for settings in runs.values()}
-    given = runs[baseline]["heldout_rewards"]
-    need = (
-        "one or more: arms that are trained on different rewards are compared by the first of them"
-    )
-    require(len(rewards) == 1 or len(given) > 0, "heldout_rewards", given, need)
+    if credit and config.algorithm.method == rule_name(credit):
+        del settings["method"]
+    return repr(settings)

@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from flowrl.core.errors import CheckpointError, ConfigError, FlowrlError
-from flowrl.distributed import Distributed, as_module, full_tensors, is_sharded, load_full_tensors
+from flowrl.distributed import Distributed, full_tensors, is_sharded, load_full_tensors
 from flowrl.io import flush_folder, write_bytes
 from flowrl.parts.trust import trust_option
 from flowrl.training.config import load_config
@@ -47,102 +47,85 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     values: dict[str, Any]
 
+    def __or__(self, other: "Checkpoint") -> "Checkpoint":
+        return Checkpoint(self.tensors | other.tensors, self.values | other.values)
 
-def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint atomically: an old file remains until the new one is complete and on the
-    disk.
 
-    The metadata of the safetensors file contain the format, the plain values as JSON, and a hash of
-    values and tensors.
+def _hash(tensors: Mapping[str, Tensor], values: str) -> str:
+    """A hash of the plain values, and of the tensors' names, types, shapes and bytes."""
+    digest = hashlib.sha256(values.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
-    Args:
-        path: the file.
-        checkpoint: the checkpoint.
+
+def _write(path: Path, tensors: Mapping[str, Tensor], **card: str) -> None:
+    """Write a safetensors file atomically, with a hash of its content in the metadata: an old file
+    remains until the new one is complete and on the disk.
     """
-    tensors = {
-        name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()
-    }
-    values = json.dumps(checkpoint.values)
-    data = save(tensors, {"format": FORMAT, "values": values, "sha256": _hash(tensors, values)})
-    if not path.parent.exists():
-        path.parent.mkdir(parents=True)
-        flush_folder(path.parent.parent)
-    write_bytes(path, data)
+    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    content = _hash(stored, card.get("values", ""))
+    write_bytes(path, save(stored, {**card, "sha256": content}))
 
 
-def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write trained weights as a safetensors file, with a hash of names, types, shapes and values
-    in its metadata.
-
-    Args:
-        path: the file.
-        tensors: the weights by name.
-    """
-    found = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_bytes(path, save(found, {"sha256": _hash(found, "")}))
-
-
-def load_weights(path: Path) -> dict[str, Tensor]:
-    """The inverse of `save_weights`. Raises `CheckpointError` for a file that was changed or cannot
-    be read.
+def _read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a file of this `kind`. Raises `CheckpointError` if it cannot
+    be read, was changed after it was written, or is a checkpoint of another version.
     """
     try:
         data = path.read_bytes()
         tensors = load(data)
-        recorded = _card(data).get("sha256")
+        # the header: its length in 8 bytes, then JSON
+        card = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        if kind == "checkpoint" and card["format"] != FORMAT:
+            raise _other_version(path, card["format"])
+        if card["sha256"] != _hash(tensors, card.get("values", "")):
+            raise CheckpointError(
+                f"{kind}: {path} does not match its own hash; it was changed after it was written"
+            )
+        return tensors, card
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"weights: {path} cannot be read: {error}") from error
-    if recorded != _hash(tensors, ""):
         raise CheckpointError(
-            f"weights: {path} does not match its own hash; it was changed after it was written"
-        )
-    return tensors
+            f"{kind}: {path} cannot be read as {kind} of flowrl: {type(error).__name__}: {error}"
+        ) from error
 
 
-def _card(data: bytes) -> dict[str, str]:
-    """The metadata of a safetensors file."""
-    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+def _other_version(path: Path, written: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint: {path} was written by another version of flowrl (format {written!r}; this"
+        f" version reads {FORMAT!r})"
+    )
+
+
+def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint atomically, with its format, its plain values as JSON, and a hash of
+    values and tensors in the metadata.
+    """
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True)
+        flush_folder(path.parent.parent)
+    _write(path, checkpoint.tensors, format=FORMAT, values=json.dumps(checkpoint.values))
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read the checkpoint in the file `path`. Raises `CheckpointError` with the reason if it cannot
     be used.
     """
-    if not path.is_file():
-        raise CheckpointError(f"checkpoint: {path} does not exist")
-    try:
-        data = path.read_bytes()
-        tensors = load(data)
-        card = _card(data)
-        if card["format"] != FORMAT:
-            raise _other_version(path, card["format"])
-        if card["sha256"] != _hash(tensors, card["values"]):
-            raise CheckpointError(
-                f"checkpoint: {path} does not match its own hash; it was changed after it was"
-                " written"
-            )
-        return Checkpoint(tensors, json.loads(card["values"]))
-    except OSError as error:
-        raise CheckpointError(f"checkpoint: {path} cannot be read: {error}") from error
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"checkpoint: {path} is not a flowrl checkpoint ({type(error).__name__}: {error})"
-        ) from error
+    tensors, card = _read(path, "checkpoint")
+    return Checkpoint(tensors, json.loads(card["values"]))
 
 
-def _other_version(path: Path, found: str) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint: {path} was written by another version of flowrl (format {found!r}; this"
-        f" version reads {FORMAT!r})"
-    )
+def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write trained weights by name as a safetensors file, with a hash in its metadata."""
+    _write(path, tensors)
 
 
-def _hash(tensors: Mapping[str, Tensor], values: str) -> str:
-    found = hashlib.sha256(values.encode())
-    for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """The inverse of `save_weights`. Raises `CheckpointError` for a file that was changed or cannot
+    be read.
+    """
+    return _read(path, "weights")[0]
 
 
 @dataclass(frozen=True)
@@ -171,6 +154,7 @@ class Checkpoints:
         """
         for card in self.folder.glob("*/checkpoint.json"):
             raise _other_version(card.parent, "flowrl-checkpoint-3 or older")
+        # as numbers: names have more than six digits after a million iterations
         return sorted((path.stem for path in self.folder.glob("[0-9]*.safetensors")), key=int)
 
     def newest(self) -> str:
@@ -189,12 +173,8 @@ class Checkpoints:
         name = f"{iteration:06d}"
         save_checkpoint(self.path(name), checkpoint)
         others = [other for other in self.names() if other != name and int(other) not in kept]
-        self._delete(
-            [
-                *map(self.path, others[: max(0, len(others) - self.keep + 1)]),
-                *self.folder.glob("*.tmp"),
-            ]
-        )
+        old = others[: max(0, len(others) - self.keep + 1)]
+        self._delete([*map(self.path, old), *self.folder.glob("*.tmp")])
 
     def forget_after(self, name: str) -> None:
         """Delete checkpoints newer than `name`, the newest first, so that a crash leaves no gap."""
@@ -213,50 +193,55 @@ class Checkpoints:
         earlier complete one.
         """
         names = self.names()
-        if not names or (name and name not in names):
-            there = f"; there are {', '.join(names)}" if names else ""
+        chosen = name or (names[-1] if names else "at all")
+        if chosen not in names:
             raise CheckpointError(
-                f"checkpoint: there is no checkpoint {name or 'at all'} in {self.run}{there}"
+                f"checkpoint: there is no checkpoint {chosen} in {self.run}; there are"
+                f" {', '.join(names) or 'none'}"
             )
-        chosen = name or names[-1]
         try:
             return load_checkpoint(self.path(chosen))
         except CheckpointError as error:
-            earlier = next(filter(self._complete, reversed(names[: names.index(chosen)])), None)
-            advice = (
-                f"There is no earlier one in {self.run} (keep_checkpoints = {self.keep}; 2 or more"
-                " keeps some)"
-                if earlier is None
-                else (
-                    f"Checkpoint {earlier} is complete; resume from it with: {to_resume(self.run)}"
-                    f" --from {earlier}"
-                )
-            )
+            advice = f"There is no earlier one in {self.run} (keep_checkpoints = {self.keep})"
+            for earlier in reversed(names[: names.index(chosen)]):
+                with suppress(CheckpointError):
+                    load_checkpoint(self.path(earlier))
+                    advice = (
+                        f"Checkpoint {earlier} is complete; resume from it with:"
+                        f" {to_resume(self.run)} --from {earlier}"
+                    )
+                    break
             raise CheckpointError(f"{error}. {advice}") from error
-
-    def _complete(self, name: str) -> bool:
-        try:
-            load_checkpoint(self.path(name))
-        except CheckpointError:
-            return False
-        return True
 
 
 PER_PARAMETER = ("weight.", "average.", "optimizer.", "copy.")
 """Prefixes of the names of tensors that belong to a parameter."""
 
 
-def in_own_memory(checkpoint: Checkpoint, live: Iterable[Tensor]) -> Checkpoint:
-    """`checkpoint` with copies of the tensors that share memory with `live` ones, as on the CPU."""
+def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with `prefix` in front of their names."""
+    return {prefix + name: value for name, value in values.items()}
 
-    def place(tensor: Any) -> int:
+
+def without_prefix(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `values` whose names begin with `prefix`, named without it."""
+    chosen = (name for name in values if name.startswith(prefix))
+    return {name.removeprefix(prefix): values[name] for name in chosen}
+
+
+def full_state(live: Mapping[str, Tensor], values: Mapping[str, Any], copied: bool) -> Checkpoint:
+    """`values` and the full tensors of `live`, which share no memory with them if `copied`."""
+
+    def storage(tensor: Any) -> int:
         local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
         return local.untyped_storage().data_ptr()
 
-    used = set(map(place, live))
-    items = checkpoint.tensors.items()
-    tensors = {name: tensor.clone() if place(tensor) in used else tensor for name, tensor in items}
-    return Checkpoint(tensors, checkpoint.values)
+    used = set(map(storage, live.values())) if copied else set()
+    tensors = {
+        name: tensor.clone() if storage(tensor) in used else tensor
+        for name, tensor in full_tensors(live).items()
+    }
+    return Checkpoint(tensors, dict(values))
 
 
 def training_state(
@@ -267,39 +252,38 @@ def training_state(
 ) -> Checkpoint:
     """Full weights, averages and optimizer state, in the main process's main memory.
 
-    With sharded weights all processes must call this.
-
-    Args:
-        parameters: the trained parameters by name.
-        average: their averages, in the same order.
-        optimizer: the optimizer.
-        copied: copy tensors that are in main memory already; otherwise updates change them.
-
-    Returns:
-        The state; its plain numbers are values. Empty in other processes than the main one.
+    With sharded weights all processes must call this. The plain numbers of the optimizer are
+    values; without `copied`, updates change tensors that are in main memory already.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+    moments = {
+        f"optimizer.{key}.{name}": value
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    live = {
+        **prefixed("weight.", parameters),
+        **prefixed("average.", dict(zip(parameters, average, strict=True))),
+        **{name: value for name, value in moments.items() if isinstance(value, Tensor)},
+    }
+    numbers = {name: value for name, value in moments.items() if not isinstance(value, Tensor)}
+    return full_state(live, {"optimizer": numbers}, copied)
 
-    tensors = {f"weight.{name}": tensor for name, tensor in full_tensors(parameters).items()}
-    averages = full_tensors(dict(zip(parameters, average, strict=True)))
-    tensors |= {f"average.{name}": tensor for name, tensor in averages.items()}
-    numbers: dict[str, Any] = {}
-    if optimizer.state:  # if it is empty, PyTorch would take a step to fill it
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state: Any = get_optimizer_state_dict(
-            as_module(parameters.values()), optimizer, options=options
-        ).get("state", {})
-        for i, name in enumerate(parameters):
-            for key, value in state.get(str(i), {}).items():
-                (tensors if isinstance(value, Tensor) else numbers)[f"optimizer.{key}.{name}"] = (
-                    value
+
+def load_matching(
+    tensors: Mapping[str, Tensor], values: Mapping[str, Tensor], distributed: Distributed
+) -> None:
+    """Fill `tensors` with the main process's `values` of the same names.
+
+    Raises `ConfigError` in all processes if one is missing or has another shape.
+    """
+    with distributed.shared_errors():
+        for name, tensor in tensors.items() if distributed.is_main else ():
+            if name not in values or values[name].shape != tensor.shape:
+                raise ConfigError(
+                    f"checkpoint: no {name} of shape {tuple(tensor.shape)}; it belongs to another"
+                    " run, loss or model"
                 )
-    state = Checkpoint(tensors, {"optimizer": numbers})
-    if not copied:
-        return state
-    entries = [entry for entries in optimizer.state.values() for entry in entries.values()]
-    moments = [entry for entry in entries if isinstance(entry, Tensor)]
-    return in_own_memory(state, [*parameters.values(), *average, *moments])
+    load_full_tensors(tensors, values, distributed)
 
 
 def restore_training_state(
@@ -309,68 +293,32 @@ def restore_training_state(
     optimizer: torch.optim.Optimizer,
     distributed: Distributed,
 ) -> None:
-    """The inverse of `training_state`, in place, on any number of processes.
-
-    Args:
-        checkpoint: the state; only the main process's is used.
-        parameters: the trained parameters by name.
-        average: their averages, in the same order.
-        optimizer: the optimizer.
-        distributed: the processes.
-
-    Raises:
-        ConfigError: the state belongs to other parameters.
+    """The inverse of `training_state`, in place, on any number of processes, of which only the main
+    one's checkpoint is used. Raises `ConfigError` if it belongs to other parameters.
     """
-    with distributed.shared_errors():
-        for name, parameter in parameters.items() if distributed.is_main else ():
-            found = checkpoint.tensors.get(f"weight.{name}")
-            if found is None or found.shape != parameter.shape:
-                raise ConfigError(
-                    f"checkpoint: no weight {name} of shape {tuple(parameter.shape)}; it belongs to"
-                    " another run"
-                )
-    for prefix, tensors in (
-        ("weight", parameters),
-        ("average", dict(zip(parameters, average, strict=True))),
-    ):
-        values = {
-            name.removeprefix(f"{prefix}."): value for name, value in checkpoint.tensors.items()
-        }
-        load_full_tensors(tensors, values, distributed)
-    _restore_optimizer(checkpoint, parameters, optimizer, distributed)
-
-
-def _restore_optimizer(
-    checkpoint: Checkpoint,
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    distributed: Distributed,
-) -> None:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
-    state: dict[str, dict[str, Any]] = {}
-    numbers = {name: str(i) for i, name in enumerate(parameters)}
-    everything = (
-        {**checkpoint.tensors, **checkpoint.values.get("optimizer", {})}
-        if distributed.is_main
-        else {}
-    )
-    for full_name, value in everything.items():
-        prefix, _, rest = full_name.partition(".")
-        key, _, name = rest.partition(".")
-        if prefix == "optimizer":
-            state.setdefault(numbers[name], {})[key] = (
-                value.clone() if isinstance(value, Tensor) else value
-            )
-    with_state = distributed.gather(set(state))[0]
+    averages = dict(zip(parameters, average, strict=True))
+    live = {**prefixed("weight.", parameters), **prefixed("average.", averages)}
+    load_matching(live, checkpoint.tensors, distributed)
+    saved = {**checkpoint.tensors, **checkpoint.values.get("optimizer", {})}
+    # The other processes get numbers, and of tensors the shape and type, before the tensors.
+    described = {
+        name: (value.shape, value.dtype) if isinstance(value, Tensor) else value
+        for name, value in without_prefix("optimizer.", saved).items()
+    }
+    order = {name: index for index, name in enumerate(parameters)}
+    state: dict[int, dict[str, Any]] = {}
+    for entry, value in distributed.gather(described)[0].items():
+        key, _, name = entry.partition(".")
+        if isinstance(value, tuple):
+            shape, dtype = value
+            parameter = parameters[name].detach()
+            # a moment is sharded like its parameter; a step counter is not
+            if shape == parameter.shape:
+                value = torch.empty_like(parameter, dtype=dtype)
+            else:
+                value = torch.empty(shape, dtype=dtype, device=parameter.device)
+            load_full_tensors({f"optimizer.{entry}": value}, checkpoint.tensors, distributed)
+        state.setdefault(order[name], {})[key] = value
     optimizer.zero_grad()
-    if with_state:
-        group: dict[str, Any] = {**optimizer.param_groups[0], "params": list(numbers.values())}
-        given: Any = {"state": state, "param_groups": [group]} if distributed.is_main else {}
-        options = StateDictOptions(
-            full_state_dict=True, broadcast_from_rank0=distributed.world_size > 1, strict=False
-        )
-        set_optimizer_state_dict(as_module(parameters.values()), optimizer, given, options=options)
-    for number, parameter in zip(numbers.values(), parameters.values(), strict=True):
-        if number not in with_state:
-            optimizer.state.pop(parameter, None)
+    # replaces the whole state, so that parameters without moments in the checkpoint have none
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

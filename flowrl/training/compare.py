@@ -3,9 +3,10 @@
 import inspect
 import platform
 import shlex
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,15 @@ from flowrl.methods import METHODS
 from flowrl.parts.plugins import versions
 from flowrl.parts.registry import build
 from flowrl.parts.sources import first_paragraph
-from flowrl.parts.trust import code_of, trust_option, trusted
+from flowrl.parts.trust import code_of, trusted
 from flowrl.probes import NoProbe
 from flowrl.reading import as_kind, load_document, reading
 from flowrl.training.arms import Arms, arm_run, check_arms, of_arm
 from flowrl.training.build import check, make_method, make_world, method_parts
 from flowrl.training.config import RunConfig
-from flowrl.training.format import FORMAT, check_format, current_comparison
+from flowrl.training.format import FORMAT, current_comparison
 from flowrl.training.plan import Plan, plan
-from flowrl.training.results import has_progress, holds, run_folder
+from flowrl.training.results import ComparisonFile, has_progress, holds, run_folder
 from flowrl.training.run import Run
 from flowrl.training.trial import try_parts
 from flowrl.workers import Worker, run_jobs, usable_cores
@@ -54,41 +55,10 @@ class CompareConfig:
     command: str = ""
 
     def __post_init__(self) -> None:
-        require(
-            len(self.arms) >= 1,
-            "arms",
-            self.arms,
-            "one or more, such as those of methods or credit rules",
-        )
-        require(len(self.seeds) >= 1, "seeds", self.seeds, "one or more seeds")
-        require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "each seed once")
+        require(len(self.arms) >= 1, "arms", self.arms, "one or more")
+        once = len(set(self.seeds)) == len(self.seeds) >= 1
+        require(once, "seeds", self.seeds, "one or more seeds, each once")
         check_arms(self.run, self.arms, self.seeds)
-        plain = {
-            arm: {
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in settings.items()
-            }
-            for arm, settings in self.arms.items()
-        }
-        object.__setattr__(self, "arms", plain)
-
-    def arm_of(self) -> dict[str, str]:
-        """The arm of every run by the run's folder name."""
-        return {run_folder(arm, seed): arm for seed in self.seeds for arm in self.arms}
-
-    def jobs(self) -> dict[str, RunConfig]:
-        """Run configurations by folder name; building them checks every method and setting."""
-        result = {}
-        for seed in self.seeds:
-            for arm, settings in self.arms.items():
-                config = arm_run(self.run, settings).replace(seed=seed)
-                if settings.keys() <= {"method"}:
-                    check(config)
-                else:
-                    with of_arm(arm):
-                        check(config)
-                result[run_folder(arm, seed)] = config
-        return result
 
     def examples(self) -> dict[str, RunConfig]:
         """The run of the first seed by arm."""
@@ -97,18 +67,21 @@ class CompareConfig:
             for arm, settings in self.arms.items()
         }
 
-    def descriptions(self) -> dict[str, str]:
-        """The first line of the docstring of every arm's credit rule if it names one, else of its
-        method; "" without one.
-        """
-        self.allowed()
-        found = {}
-        for arm, config in self.examples().items():
-            credit, method = config.algorithm.credit, config.algorithm.method
-            found[arm] = _first_line(
-                type(build("credit", credit)) if credit else METHODS.get(method)
-            )
-        return found
+    def arm_of(self) -> dict[str, str]:
+        """The arm of every run by the run's folder name."""
+        return {run_folder(arm, seed): arm for seed in self.seeds for arm in self.arms}
+
+    def jobs(self) -> dict[str, RunConfig]:
+        """Run configurations by folder name; building them checks every method and setting."""
+        examples = self.examples()
+        for arm, config in examples.items():
+            with of_arm(arm):
+                check(config)
+        return {
+            run_folder(arm, seed): config.replace(seed=seed)
+            for seed in self.seeds
+            for arm, config in examples.items()
+        }
 
     def allowed(self) -> None:
         """Raise `ConfigError` if the comparison was read without trust and has settings that need
@@ -116,6 +89,13 @@ class CompareConfig:
         """
         for settings in (self.run.flat(), *self.arms.values()):
             trusted(dict(settings), self.run.source, not self.run.source)
+
+    def descriptions(self) -> dict[str, str]:
+        """By arm, the first paragraph of the docstring of its credit rule if it names one, else of
+        its method; "" without one.
+        """
+        self.allowed()
+        return {arm: _description(config) for arm, config in self.examples().items()}
 
     def parts(self) -> dict[str, dict[str, str]]:
         """What every arm's method consists of in this comparison
@@ -125,7 +105,11 @@ class CompareConfig:
 
     def costs(self) -> dict[str, Plan | None]:
         """The plan of an iteration by arm; None for an arm whose probe does not state its cost."""
-        return {arm: _plan(config) for arm, config in self.examples().items()}
+        plans: dict[str, Plan | None] = dict.fromkeys(self.arms)
+        for arm, config in self.examples().items():
+            with suppress(ConfigError):
+                plans[arm] = plan(config)
+        return plans
 
     def equal_cost(self) -> "CompareConfig":
         """This comparison with as many iterations of each arm as need the network evaluations of
@@ -137,27 +121,20 @@ class CompareConfig:
         Raises:
             ConfigError: an arm sets `iterations`, or the cost of a probe is unknown.
         """
-        runs, arms, total = self.examples(), dict[str, Mapping[str, Any]](), 0.0
-        for arm, settings in self.arms.items():
+        arms, passes = dict[str, dict[str, Any]](), dict[str, float]()
+        for arm, config in self.examples().items():
+            given, arms[arm] = self.arms[arm].get("iterations"), dict(self.arms[arm])
             with of_arm(arm):
-                given = settings.get("iterations")
-                require(
-                    given is None,
-                    "iterations",
-                    given,
-                    "left out: they are chosen so that all arms cost the same",
-                )
-                found = plan(runs[arm])
-            total = total or self.run.iterations * found.passes
-            iterations = max(1, round(total / found.passes))
-            arms[arm] = {
-                **settings,
-                **({} if iterations == self.run.iterations else {"iterations": iterations}),
-            }
+                require(given is None, "iterations", given, "left out: all arms cost the same")
+                passes[arm] = plan(config).passes
+            total = self.run.iterations * next(iter(passes.values()))
+            if (iterations := max(1, round(total / passes[arm]))) != self.run.iterations:
+                arms[arm]["iterations"] = iterations
         return replace(self, arms=arms)
 
     def as_dict(self) -> dict[str, Any]:
         """The content of config.json, which `from_dict` reads."""
+        machine = f"{usable_cores()} CPU cores ({platform.machine()})"
         return {
             "format": FORMAT,
             "arms": self.arms,
@@ -165,10 +142,7 @@ class CompareConfig:
             "preset": self.preset,
             "command": self.command,
             "versions": versions(),
-            "hardware": (
-                f"{usable_cores()} CPU cores ({platform.machine()}), Python"
-                f" {platform.python_version()}"
-            ),
+            "hardware": f"{machine}, Python {platform.python_version()}",
             "run": self.run.as_dict(),
         }
 
@@ -181,37 +155,27 @@ class CompareConfig:
         Raises `ConfigError` if entries are missing. Without `trust`, parts are built only from
         settings that the file `source` may contain (`allowed`).
         """
-        check_format(source, values)
-        values = current_comparison(values, source)
-        missing = sorted({"arms", "seeds", "run"} - set(values))
-        if missing:
-            raise ConfigError(
-                f"config: no entry {', '.join(missing)}; a comparison's config.json is needed"
-            )
-        run = RunConfig.from_dict(values["run"], trust, source)
-        preset, command = values.get("preset", "default"), values.get("command", "")
-        return CompareConfig(run, values["arms"], tuple(values["seeds"]), preset, command)
+        with reading(source):
+            file: ComparisonFile = as_kind(current_comparison(values, source), ComparisonFile)
+        run = RunConfig.from_dict(file.run, trust, source)
+        # JSON has no tuples
+        arms = {
+            arm: {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()}
+            for arm, settings in file.arms.items()
+        }
+        return CompareConfig(run, arms, tuple(file.seeds), file.preset, file.command)
 
 
-def _plan(config: RunConfig) -> Plan | None:
-    try:
-        return plan(config)
-    except ConfigError:
-        return None
-
-
-def _first_line(part: Any) -> str:
-    """The first paragraph of a docstring; "" without one, also if a data class has made one of its
-    fields.
-    """
+def _description(config: RunConfig) -> str:
+    credit, method = config.algorithm.credit, config.algorithm.method
+    part = type(build("credit", credit)) if credit else METHODS.get(method)
     line = first_paragraph(inspect.getdoc(part) or "")
+    # a data class without a docstring gets one of its fields
     return "" if line.startswith(f"{getattr(part, '__name__', '')}(") else line.rstrip(".")
 
 
 Watcher = Callable[[dict[str, dict[str, Any]]], None]
-"""Called about twice a second with the state of every job: {"phase", "iteration", "reward",
-"nfe_total", "seconds"}.
-"""
+"""Called about twice a second with the state of every job, as `Run` reports it."""
 
 
 def _run_job(
@@ -228,8 +192,8 @@ def _run_job(
         shared=folder.parent,
         changed_code=changed_code,
         trial=trial,
+        parts_tried=True,
     )
-    run.parts_tried = True
     try:
         return run.execute(resume)
     except ConfigError:
@@ -238,13 +202,14 @@ def _run_job(
         return str(error) or type(error).__name__
 
 
+def _started(out: Path) -> bool:
+    return any(map(has_progress, out.glob("runs/*")))
+
+
 def require_free(out: Path) -> None:
     """Raise `ConfigError` if `out` holds a comparison that has begun."""
-    if any(map(has_progress, out.glob("runs/*"))):
-        raise ConfigError(
-            f"out: {out} already holds a comparison; choose another folder, or continue it with"
-            f" --resume {out}"
-        )
+    need = f"another folder; to continue the comparison in this one: --resume {out}"
+    require(not _started(out), "out", str(out), need)
 
 
 def compare(
@@ -252,7 +217,7 @@ def compare(
     out: Path,
     resume: bool = False,
     workers: int = 0,
-    watch: Watcher | None = None,
+    watch: Watcher = lambda states: None,
     changed_code: bool = False,
     world: World | None = None,
     trial: bool = True,
@@ -280,20 +245,20 @@ def compare(
             another comparison.
         PartError: some runs failed.
     """
-
-    def started() -> bool:
-        return any(map(has_progress, out.glob("runs/*")))
-
     config.allowed()
     if world is not None:
         config = replace(config, run=config.run.replace(world=world))
     if not resume:
         require_free(out)
-    with (
-        folder_lock(out)
-        if resume
-        else new_folder(out, "comparison", lambda folder: holds(folder, "arms", "methods"), started)
-    ):
+    lock = folder_lock(out)
+    if not resume:
+        lock = new_folder(
+            out,
+            "comparison",
+            partial(holds, entries=("arms", "methods")),
+            partial(_started, out),
+        )
+    with lock:
         return _compare(config, out, resume, workers, watch, changed_code, trial)
 
 
@@ -302,47 +267,32 @@ def _compare(
     out: Path,
     resume: bool,
     workers: int,
-    watch: Watcher | None,
+    watch: Watcher,
     changed_code: bool,
     trial: bool,
 ) -> bool:
-    jobs = config.jobs()
-    notes: list[str] = []
+    jobs, arms, notes = config.jobs(), config.arm_of(), list[str]()
+    states = {name: dict[str, Any](phase="waiting", iteration=0) for name in jobs}
+    results: dict[str, bool | str] = {}
+
+    def finished(name: str, result: bool | str) -> None:
+        results[name] = result
+        states[name]["phase"] = "done" if result else "paused"
+        if isinstance(result, str):
+            warning = f"the run failed: {result}"
+            states[name] |= {"phase": "failed", "warning": warning, "kinds": ["failed"]}
+
     if trial and (changed_code or not resume):
         try_parts(jobs.values(), notes.append)
     if not resume:
-        written = {"descriptions": config.descriptions(), "parts": config.parts()}
-        write_json(out / "config.json", config.as_dict() | written)
-    states: dict[str, dict[str, Any]] = {
-        name: {"phase": "waiting", "iteration": 0} for name in jobs
-    }
-    if notes and watch:
-        first = next(iter(jobs))
-        watch(
-            states
-            | {
-                first: {
-                    **states[first],
-                    "warning": "\n".join(notes),
-                    "kinds": [f"trial {n}" for n in range(len(notes))],
-                }
-            }
-        )
-    ended: dict[str, bool | str] = {}
-
-    def received(name: str, state: dict[str, Any]) -> None:
-        began = states[name].setdefault("began", time.monotonic())
-        states[name] |= {**state, "seconds": time.monotonic() - began}
-
-    def finished(name: str, done: bool | str) -> None:
-        ended[name] = done
-        received(
-            name, {"phase": "failed" if isinstance(done, str) else "done" if done else "paused"}
-        )
-        if isinstance(done, str):
-            received(name, {"warning": f"the run failed: {done}", "kinds": ["failed"]})
-
-    arms = config.arm_of()
+        # for the report, which does not run the user's code
+        record = {"descriptions": config.descriptions(), "parts": config.parts()}
+        write_json(out / "config.json", config.as_dict() | record)
+    if notes:
+        kinds = [f"trial {n}" for n in range(len(notes))]
+        states[next(iter(jobs))] |= {"warning": "\n".join(notes), "kinds": kinds}
+        watch(states)
+    imports = ("flowrl.training.compare", *getattr(make_world(config.run), "imports", ()))
     # forks of a process that has used a GPU cannot use it
     on_cpu = all(job.policy.device == "cpu" for job in jobs.values())
     completed = run_jobs(
@@ -353,42 +303,25 @@ def _compare(
         },
         workers,
         finished=finished,
-        received=received,
-        watch=lambda: watch(states) if watch else None,
+        received=lambda name, state: states[name].update(state),
+        watch=lambda: watch(states),
         describe=lambda name: f"the run {run_label(arms[name], jobs[name].seed)}",
-        preload=(
-            (
-                "flowrl.training.compare",
-                *getattr(make_world(next(iter(jobs.values()))), "imports", ()),
-            )
-            if on_cpu
-            else ()
-        ),
+        preload=imports if on_cpu else (),
     )
-    failed = {name: text for name, text in ended.items() if isinstance(text, str)}
+    failed = [name for name, result in results.items() if isinstance(result, str)]
     if failed and completed:
-        name, text = next(iter(failed.items()))
-        words = "".join({trust_option(jobs[one].flat()) for one in failed})
-        words += " --changed-code" if any(code_of(jobs[one].flat()) for one in failed) else ""
-        label = run_label(arms[name], jobs[name].seed)
+        label = run_label(arms[failed[0]], jobs[failed[0]].seed)
+        options = " --changed-code" if any(code_of(jobs[name].flat()) for name in failed) else ""
         raise PartError(
             f"{len(failed)} of {len(jobs)} runs failed, and the others are complete. {label}:"
-            f" {text}. Correct the cause, then run the missing ones with: flowrl compare --resume"
-            f" {shlex.quote(str(out))}{words}"
+            f" {results[failed[0]]}. Correct the cause, then run the missing ones with:"
+            f" flowrl compare --resume {shlex.quote(str(out))}{options}"
         )
-    return completed and not failed and all(ended.values())
+    return completed and not failed and all(results.values())
 
 
 def run_label(name: str, seed: int) -> str:
-    """Name of a run in tables, figures and messages.
-
-    Args:
-        name: name of the arm.
-        seed: seed of the run.
-
-    Returns:
-        The name.
-    """
+    """Name of the run of an arm in tables, figures and messages."""
     return f"{name}, seed {seed}"
 
 
@@ -412,21 +345,4 @@ def load_compare(path: Path, trust: bool = False) -> CompareConfig:
     """
     values, _ = load_document(path)
     with reading(path):
-        as_kind(values, _File)
         return CompareConfig.from_dict(values, trust, path)
-
-
-@dataclass(frozen=True)
-class _File:
-    """The entries of a comparison's config.json, all optional here; those of earlier versions at
-    the end.
-    """
-
-    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    seeds: list[int] = field(default_factory=list)
-    preset: str = ""
-    command: str = ""
-    run: dict[str, Any] = field(default_factory=dict)
-    methods: list[str] = field(default_factory=list)
-    credit: list[str] = field(default_factory=list)
-    method_settings: dict[str, dict[str, Any]] = field(default_factory=dict)

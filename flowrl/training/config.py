@@ -22,7 +22,7 @@ from flowrl.parts.settings import (
 )
 from flowrl.parts.trust import trusted, untrusted
 from flowrl.reading import load_document, reading
-from flowrl.training.format import FORMAT, check_format, current, format_of, refuse_older
+from flowrl.training.format import current, format_of
 from flowrl.training.presets import (
     MODEL_DEFAULTS,
     MODEL_ONLY,
@@ -86,7 +86,7 @@ class EnvironmentConfig:
     prompts: str = ""
     """Training prompts for `model`: a text file with a prompt per line, .jsonl with "prompt" and
     metadata, a slice of a generated list, as in compositional[0:500] (also text, images), or a
-    dataset: hf:NAME[:SPLIT[:COLUMN]], a folder or .parquet.
+    dataset: hf(name=NAME, split=..., column=...), a folder or .parquet.
     """
     heldout_prompts: str = ""
     """Evaluation prompts for `model`, in the same forms as `prompts`; default: the training
@@ -95,8 +95,12 @@ class EnvironmentConfig:
 
     @property
     def world_name(self) -> str:
-        """The text in `world`, or the name of the object there."""
-        return self.world if isinstance(self.world, str) else cast(Any, self.world).name
+        """The text in `world`, or the name of the object there, with the class of a user's."""
+        if isinstance(self.world, str):
+            return self.world
+        found: Any = self.world
+        place = f"{type(found).__module__}.{type(found).__qualname__}"
+        return found.name + ("" if place.startswith("flowrl.") else f" [object of {place}]")
 
     @property
     def subject(self) -> str:
@@ -151,11 +155,6 @@ class AlgorithmConfig:
     KL.
     """
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "AlgorithmConfig":
-        refuse_older({"window": self.window, "trained_steps": self.trained_steps})
-        return self
-
 
 @settings_group
 class RolloutConfig:
@@ -169,7 +168,7 @@ class RolloutConfig:
     """Denoising steps during training."""
     max_batch: Batch = 512
     """Latents per network call without gradients; auto: measured at the start
-    (`flowrl.training.batches`).
+    (`flowrl.training.memory`).
     """
     chunk: Whole = 0
     """Groups rolled out at a time by each process, to save memory; 0 = all."""
@@ -182,16 +181,8 @@ class RolloutConfig:
 
     @model_validator(mode="after")
     def _consistent(self) -> "RolloutConfig":
-        need = (
-            "with `chunk` 1 or more only: a chunk's rewards are computed during the next one's"
-            " rollout"
-        )
-        require(
-            self.chunk >= 1 or self.overlap_rewards != "true",
-            "overlap_rewards",
-            self.overlap_rewards,
-            need,
-        )
+        fits, need = self.chunk >= 1 or self.overlap_rewards != "true", "with a `chunk` only"
+        require(fits, "overlap_rewards", self.overlap_rewards, need)
         return self
 
 
@@ -219,16 +210,6 @@ class OptimConfig:
     """Decay of the averaged weights that evaluation uses, per optimizer step; 0 = no averaging."""
     loss_scale: Annotated[float, Ge(0)] = 65536.0
     """Initial loss scale when `dtype` is float16, adapted during training; 0 = none."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "OptimConfig":
-        require(
-            self.loss_scale == 0 or self.loss_scale >= 1,
-            "loss_scale",
-            self.loss_scale,
-            "1 or more, or 0 for none",
-        )
-        return self
 
 
 @settings_group
@@ -338,12 +319,6 @@ class EvaluationConfig:
     diversity_samples: Annotated[int, Ge(2), Le(10**5)] = 8
     """Samples of each of these prompts."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "EvaluationConfig":
-        once = len(set(self.heldout_rewards)) == len(self.heldout_rewards)
-        require(once, "heldout_rewards", self.heldout_rewards, "each reward once")
-        return self
-
 
 @settings_group
 class LoggingConfig:
@@ -395,20 +370,11 @@ class RunConfig:
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
-        is_model, world = bool(self.policy.model), self.environment.world
-        require(
-            (world == "model") == is_model,
-            "world",
-            world,
-            "model if `model` is given, and only then",
-        )
-        chosen = flat(self)
-        for name in MODEL_ONLY if not is_model else ("base_weights",):
-            missing, own = (
-                "left out without a `model`: other worlds have no such setting",
-                "left out: a `model` has its own",
-            )
-            need = own if is_model else missing
+        is_model, world, chosen = bool(self.policy.model), self.environment.world, flat(self)
+        fits = (world == "model") == is_model
+        require(fits, "world", world, "model if `model` is given, and only then")
+        need = "left out " + ("with" if is_model else "without") + " a `model`"
+        for name in ("base_weights",) if is_model else MODEL_ONLY:
             require(chosen[name] == DEFAULTS[name], name, chosen[name], need)
         return self
 
@@ -426,12 +392,11 @@ class RunConfig:
         settings with code, addresses and similar entries that need the user's consent
         (`flowrl.parts.trust`), except those that the caller replaces (`unused`).
         """
-        if self.source:
-            trusted(
-                {name: value for name, value in self.flat().items() if name not in unused},
-                self.source,
-            )
-        return replace(self, source="") if self.source else self
+        if not self.source:
+            return self
+        used = {name: value for name, value in self.flat().items() if name not in unused}
+        trusted(used, self.source)
+        return replace(self, source="")
 
     @staticmethod
     def from_dict(values: Any, trust: bool = False, source: object = "config.json") -> "RunConfig":
@@ -439,10 +404,9 @@ class RunConfig:
         `trust`, parts are built only from settings that need no consent (`allowed`); the message
         names the `source`.
         """
-        check_format("config.json", values)
+        values = current(values, format_of("config.json", values))
         if isinstance(values, dict):
-            values = current({**values}, values.get("format", FORMAT))
-            values.pop("format", None)
+            values = {name: value for name, value in values.items() if name != "format"}
         return replace(
             RunConfig.of(**read_values(values, RunConfig)), source="" if trust else str(source)
         )
@@ -452,12 +416,9 @@ class RunConfig:
         """The sizes as numbers. Until `make_trainer` has measured them, auto counts as the CPU's
         default, of a model or of a built-in world.
         """
-        known: Any = MODEL_DEFAULTS if self.policy.model else DEFAULTS
-        micro, most = self.optim.micro_batch, self.rollout.max_batch
-        return Batches(
-            known["micro_batch"] if micro == "auto" else micro,
-            known["max_batch"] if most == "auto" else most,
-        )
+        usual = MODEL_DEFAULTS if self.policy.model else DEFAULTS
+        sizes: Any = {"micro_batch": self.optim.micro_batch, "max_batch": self.rollout.max_batch}
+        return Batches(**{n: usual[n] if size == "auto" else size for n, size in sizes.items()})
 
     def flat(self) -> dict[str, Any]:
         """All settings by their own names."""
@@ -465,14 +426,14 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Groups of plain values, for JSON and YAML; a world that is an object is recorded by its
-        name.
+        name and class.
         """
         values = nested(self)
         values["environment"]["world"] = self.environment.world_name
         return values
 
 
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     item.name: item.default
     for group in groups_of(RunConfig).values()
     for item in fields(cast(Any, group))
@@ -511,25 +472,21 @@ class Preset:
         `changes` or a file sets them.
         """
         chosen = {**self.changes, **changes}
-        method, world = (
-            chosen.get("method", DEFAULTS["method"]),
-            chosen.get("world", DEFAULTS["world"]),
-        )
-        world = "model" if chosen.get("model") else world
+        method = chosen.get("method", DEFAULTS["method"])
+        world = "model" if chosen.get("model") else chosen.get("world", DEFAULTS["world"])
         base: dict[str, Any] = {}
-        allowed = "world" in changes or self.trust or not any(untrusted({"world": world}))
-        # of a complete file, the world is not built
-        if allowed and not chosen.keys() >= DEFAULTS.keys():
-            base = world_defaults(world)
         if chosen.get("model"):
             accelerator = accelerator_defaults(chosen.get("device", "cuda"), planned)
             if not accelerator and "device" not in chosen and "dtype" not in changes:
                 chosen.pop("dtype", None)
             base = {**MODEL_DEFAULTS, **accelerator}
-        preset = {name: value for name, value in chosen.items() if name not in changes}
-        return RunConfig.of(
-            **{**base, **preset, **method_overrides(self.name, world, method, published), **changes}
-        )
+        # the world of a complete file is not built, nor one that only a file without trust names
+        elif not chosen.keys() >= DEFAULTS.keys() and (
+            "world" in changes or self.trust or not any(untrusted({"world": world}))
+        ):
+            base = world_defaults(world)
+        overrides = method_overrides(self.name, world, method, published)
+        return RunConfig.of(**{**base, **chosen, **overrides, **changes})
 
 
 def preset(name: str, trust: bool = False) -> Preset:

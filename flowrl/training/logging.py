@@ -1,19 +1,18 @@
-"""The output of a run in progress: Accelerate's trackers (TensorBoard, W&B, trackio), and sample
-strips as PNG files.
+"""The output of a run in progress: metrics.jsonl, Accelerate's trackers (TensorBoard, W&B,
+trackio), and sample strips as PNG files.
 """
 
 import importlib
 import io
-import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from einops import rearrange
+from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,7 +23,15 @@ from flowrl.training.build import method_parts
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import Evaluation
 
-PROJECT = "flowrl"
+Row = dict[str, Any]
+SIDE = 256
+"""Largest side of an image in a strip, in pixels."""
+GAP = 4
+"""White pixels between images, and between strips."""
+MARGIN = 90
+"""Pixels on the left of strips for their labels."""
+MOST_ROWS = 16
+"""Largest number of strips in samples/over-time.png."""
 
 
 def tracker_name(config: RunConfig) -> str:
@@ -32,21 +39,15 @@ def tracker_name(config: RunConfig) -> str:
 
     Raises `ConfigError` if the tracker's package is not installed.
     """
-    if config.logging.tracker == "auto":
+    name = config.logging.tracker
+    if name == "auto":
         return "tensorboard" if config.policy.model and find_spec("tensorboard") else "none"
-    if config.logging.tracker != "none":
-        # which is also its package's
-        found, name = find_spec(config.logging.tracker) is not None, config.logging.tracker
-        require(
-            found,
-            "tracker",
-            name,
-            f"a tracker that is installed (pip install {name}), auto or none",
-        )
-    return config.logging.tracker
+    installed = name == "none" or find_spec(name) is not None  # also the name of its package
+    require(installed, "tracker", name, f"auto, none or an installed tracker (pip install {name})")
+    return name
 
 
-def scalars(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def scalars(row: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, float]:
     """The numbers of a metrics row by name: groups become "group/name", lists "name/0", "name/1",
     ...
 
@@ -57,19 +58,17 @@ def scalars(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     Returns:
         Numbers by name, without all other entries.
     """
-    found: dict[str, float] = {}
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            found |= scalars(value, f"{prefix}{name}/")
-        elif isinstance(value, list):
-            found |= scalars({str(i): item for i, item in enumerate(value)}, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[f"{prefix}{name}"] = float(value)
-    return found
+    numbers: dict[str, float] = {}
+    for name, value in enumerate(row) if isinstance(row, list) else row.items():
+        if isinstance(value, Mapping | list):
+            numbers |= scalars(value, f"{prefix}{name}/")
+        elif type(value) in (int, float):
+            numbers[f"{prefix}{name}"] = float(value)
+    return numbers
 
 
 class Journal:
-    """Logs a run to its tracker and as images; inactive in all processes but the first.
+    """Logs a run to its tracker and as images.
 
     The tracker gets every number, the settings, and a strip of the first held-out samples. A
     model's run also writes the strips as PNG files in samples/, and samples/over-time.png. The
@@ -79,12 +78,13 @@ class Journal:
         config: the run.
         folder: its folder.
         done: the iteration from which the run continues.
+        active: whether this process logs.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, done: int = 0) -> None:
+    def __init__(self, config: RunConfig, folder: Path, done: int, active: bool) -> None:
         self.config, self.folder, self.done = config, folder, done
-        self.name = tracker_name(config) if _first_process() else "none"
-        self.keeps_images = _first_process() and (bool(config.policy.model) or self.name != "none")
+        self.name = tracker_name(config) if active else "none"
+        self.writes_files = active and bool(config.policy.model)
         self._tracker: Any = None
 
     def row(self, row: Mapping[str, Any], evaluation: Evaluation | None = None) -> None:
@@ -94,45 +94,34 @@ class Journal:
         step = int(row["iteration"])
         if self.name != "none":
             self._tracker = self._tracker or self._start()
-            self._tracker.log(
-                {name: value for name, value in scalars(row).items() if name != "iteration"},
-                step=step,
-            )
-        if not self.keeps_images:
-            return
+            numbers = scalars(row)
+            del numbers["iteration"]
+            self._tracker.log(numbers, step=step)
         images = None if evaluation is None else evaluation.images
-        if step == 0:
-            images = read_tensors(self.folder / "before.safetensors", {"images": (None,) * 4})[
-                "images"
-            ]
+        if step == 0 and (self.writes_files or self._tracker is not None):
+            before = self.folder / "before.safetensors"
+            images = read_tensors(before, {"images": (None,) * 4})["images"]
         if images is not None and images.shape[1] == 3:
-            self._show(images, step)
-        if evaluation is not None and self.config.policy.model:
+            self._show(strip(images), step)
+        if evaluation is not None and self.writes_files:
             texts = "".join(f"{prompt.text}\n" for prompt in evaluation.prompts)
             # from left to right
             write_bytes(self.folder / "samples" / "prompts.txt", texts.encode())
 
-    def _show(self, images: Tensor, step: int) -> None:
-        sheet = strip(images)
-        if self.config.policy.model:
-            place = self.folder / "samples"
-            write_image(place / f"iteration-{step:06d}.png", sheet)
-            everything = over_time(place)
-            if everything is not None:
-                write_image(place / "over-time.png", everything)
-        if self._tracker is not None:
-            self._send(np.asarray(sheet), step)
-
-    def _send(self, pixels: np.ndarray, step: int) -> None:
-        """Send the strip in the format of each tracker."""
+    def _show(self, sheet: Image.Image, step: int) -> None:
+        """Write the strip to a file, and send it in the format of the tracker."""
+        if self.writes_files:
+            samples = self.folder / "samples"
+            write_image(samples / f"iteration-{step:06d}.png", sheet)
+            write_image(samples / "over-time.png", over_time(samples))
+        pixels = np.asarray(sheet)
         if self.name == "tensorboard":
             self._tracker.log_images({"samples": pixels[None]}, step=step, dataformats="NHWC")
         elif self.name == "wandb":
             self._tracker.log_images({"samples": [pixels]}, step=step)
-        else:
-            self._tracker.log(
-                {"samples": importlib.import_module("trackio").Image(pixels)}, step=step
-            )
+        elif self.name == "trackio":
+            image = importlib.import_module("trackio").Image(pixels)
+            self._tracker.log({"samples": image}, step=step)
 
     def _start(self) -> Any:
         """The tracker, initialised with the settings. On a resumed run it continues after iteration
@@ -147,15 +136,16 @@ class Journal:
             purge = {"purge_step": self.done + 1} if self.done else {}
             tracker = kind("tensorboard", str(self.folder), **purge)
         else:
-            tracker = kind(PROJECT, name=self.folder.name)
+            tracker = kind("flowrl", name=self.folder.name)
+        settings = self.config.flat() | method_parts(self.config)
+        # TensorBoard takes no lists
+        plain = {
+            name: ", ".join(map(str, value)) if isinstance(value, tuple) else value
+            for name, value in settings.items()
+        }
         try:
             tracker.start()
-            settings = self.config.flat() | method_parts(self.config)
-            plain = {
-                name: ", ".join(map(str, value)) if isinstance(value, tuple) else value
-                for name, value in settings.items()
-            }
-            tracker.store_init_configuration(plain)  # TensorBoard takes no lists
+            tracker.store_init_configuration(plain)
         except Exception as error:
             raise ConfigError(
                 f"tracker: {self.name} cannot start: {error}; --tracker none switches it off"
@@ -169,132 +159,37 @@ class Journal:
             self._tracker = None
 
 
-def _first_process() -> bool:
-    parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not parallel or torch.distributed.get_rank() == 0
-
-
-Row = dict[str, Any]
-
-
-def append(path: Path, row: Row) -> None:
-    """Append a row to metrics.jsonl.
-
-    Args:
-        path: the file.
-        row: the row.
+def strip(images: Tensor) -> Image.Image:
+    """Images [sample, 3, height, width] in [0, 1] side by side; small ones are enlarged by an
+    integer factor, large ones reduced to `SIDE`.
     """
-    with open(path, "a") as file:
-        file.write(_line(row))
-
-
-def _line(row: Row) -> str:
-    return json.dumps(row) + "\n"
-
-
-def restore(path: Path, recorded: Sequence[Row]) -> str:
-    """Rewrite a metrics file so that it contains exactly the rows that a checkpoint recorded.
-
-    A crash leaves a file that ends early or within a line, which is completed without a message. A
-    file with other content is kept as metrics.damaged.jsonl.
-
-    Args:
-        path: the file.
-        recorded: the checkpoint's rows.
-
-    Returns:
-        A warning about other content; "" otherwise.
-    """
-    note = _difference(path, path.read_text(errors="replace") if path.exists() else "", recorded)
-    if note:
-        os.replace(path, path.with_name("metrics.damaged.jsonl"))
-    write_bytes(path, "".join(map(_line, recorded)).encode())
-    return note
-
-
-def _difference(path: Path, text: str, recorded: Sequence[Row]) -> str:
-    lines = text.splitlines(keepends=True)
-    for number, (line, row) in enumerate(zip(lines, recorded, strict=False), start=1):
-        if line != _line(row) and not (number == len(lines) and _line(row).startswith(line)):
-            return (
-                f"{path}: line {number} is not what the checkpoint recorded. Lines 1 to"
-                f" {len(recorded)} were written again from the checkpoint; the other file is kept"
-                " as metrics.damaged.jsonl"
-            )
-    return ""
-
-
-SIDE = 256
-"""Largest side of an image in a strip, in pixels."""
-GAP = 4
-"""White pixels between images, and between strips."""
-MARGIN = 90
-"""Pixels on the left of strips for their labels."""
-MOST_ROWS = 16
-"""Largest number of strips in samples/over-time.png."""
-
-
-def strip(images: Tensor, side: int = SIDE) -> Image.Image:
-    """Images side by side.
-
-    Small images are enlarged by an integer factor, large ones reduced by antialiased bicubic
-    interpolation.
-
-    Args:
-        images: images [sample, 3, height, width] in [0, 1].
-        side: largest width and height of an image, in pixels.
-
-    Returns:
-        The strip.
-    """
-    images = images.float().cpu().clamp(0, 1)
-    height, width = images.shape[2:]
-    longest = max(height, width)
-    if longest <= side:
-        images = functional.interpolate(images, scale_factor=side // longest)
-    else:
-        size = [max(1, round(edge * side / longest)) for edge in (height, width)]
-        images = functional.interpolate(images, size, mode="bicubic", antialias=True).clamp(0, 1)
-    sheet = functional.pad(images, (0, GAP), value=1.0).permute(2, 0, 3, 1).flatten(1, 2)[:, :-GAP]
-    return Image.fromarray((sheet * 255).round().to(torch.uint8).numpy())
+    longest = max(images.shape[2:])
+    scale = SIDE // longest or SIDE / longest
+    gap = max(1, round(GAP / scale))
+    padded = functional.pad(images.float().cpu().clamp(0, 1), (0, gap), value=1.0)
+    sheet = rearrange(padded, "sample c h w -> h (sample w) c")[:, :-gap]
+    picture = Image.fromarray((sheet * 255).round().to(torch.uint8).numpy())
+    method = Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BICUBIC
+    return ImageOps.scale(picture, scale, method)
 
 
 def write_image(path: Path, image: Image.Image) -> None:
-    """Write a PNG atomically.
-
-    Args:
-        path: the file.
-        image: the image.
-    """
+    """Write a PNG atomically."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     write_bytes(path, buffer.getvalue())
 
 
-def over_time(folder: Path) -> Image.Image | None:
+def over_time(folder: Path) -> Image.Image:
     """The strips ``iteration-NUMBER.png`` in `folder` at half size, one below the other, with their
-    iterations on the left.
-
-    At most `MOST_ROWS`, including the first and the last; None if there are none.
+    iterations on the left; at most `MOST_ROWS`, including the first and the last.
     """
-    files = sorted(folder.glob("iteration-*.png"))
-    if not files:
-        return None
+    files, rows = sorted(folder.glob("iteration-*.png")), []
     chosen = np.linspace(0, len(files) - 1, min(len(files), MOST_ROWS)).round().astype(int)
-    rows = {
-        int(files[i].stem.partition("-")[2]): ImageOps.scale(Image.open(files[i]), 0.5)
-        for i in chosen
-    }
-    width, height = (
-        max(row.width for row in rows.values()),
-        sum(row.height + GAP for row in rows.values()) - GAP,
-    )
-    sheet = Image.new("RGB", (MARGIN + width, height), "white")
-    pen, font, top = ImageDraw.Draw(sheet), ImageFont.load_default(size=15), 0
-    for iteration, row in rows.items():
-        pen.text(
-            (6, top + row.height // 2), f"it. {iteration}", fill="black", font=font, anchor="lm"
-        )
-        sheet.paste(row, (MARGIN, top))
-        top += row.height + GAP
-    return sheet
+    for path in (files[i] for i in chosen):
+        picture = ImageOps.scale(Image.open(path), 0.5)
+        row = ImageOps.expand(picture, (MARGIN, 0, 0, GAP), "white")
+        label, place = f"it. {int(path.stem.partition('-')[2])}", (6, picture.height // 2)
+        ImageDraw.Draw(row).text(place, label, fill="black", anchor="lm", font_size=15)
+        rows.append(np.asarray(row))
+    return Image.fromarray(np.concatenate(rows)[:-GAP])

@@ -1,108 +1,170 @@
-"""The memory probe: predicts whether a run's batches fit on its device, from small batches before
-the first iteration.
+"""What fits on the device, measured on small batches before the first iteration: the sizes of
+settings that are auto, and warnings about sizes that will not fit.
+
+Automatic `micro_batch` and `max_batch`: sizes double from 1, or grow to the largest size that is
+predicted to fit from the memory of the last two, while a step raises the network evaluations per
+second by a factor of `GAIN` or more. A fraction `HEADROOM` of a GPU's memory stays free for image
+decoding, the reward's network and fragmentation, which are not measured. On the CPU only the speed
+counts. The sizes change results only by float rounding. The run's config.json and config.yaml
+contain the sizes, so a resumed or repeated run uses the same.
 """
 
 import math
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from flowrl.core.errors import TrainingError
-from flowrl.core.types import Condition
+from flowrl.core.errors import TrainingError, require
+from flowrl.core.protocols import extras
 from flowrl.training.monitors import Notice
-from flowrl.training.peak_memory import peak_memory_during
 from flowrl.training.trainer import Trainer
+
+HEADROOM = 0.1
+"""Fraction of the GPU's memory that stays free."""
+GAIN = 1.05
+"""Smallest ratio of the evaluations per second of a larger batch to those of the smaller one."""
+REPEATS = 3
+"""Timed calls per size; the fastest one counts."""
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: of PyTorch's tensors on a GPU since `reset_peak_memory`, of this process on the
+    CPU since its start.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 2**10
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset the peak; without effect on the CPU, whose peak cannot be reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_during(work: Callable[[], None], device: torch.device) -> int:
+    """Reset the peak, run `work` on `device`, and return `peak_memory`."""
+    reset_peak_memory(device)
+    work()
+    return peak_memory(device)
 
 
 @dataclass(frozen=True)
-class Peak:
-    """A measured peak of memory.
-
-    Args:
-        batch: number of latents.
-        bytes: peak of the bytes in use.
+class Measured:
+    """A network call on `batch` latents: bytes `held` before it, peak `bytes`, and the fastest of
+    several durations in `seconds`. Bytes are 0 on the CPU.
     """
 
     batch: int
+    held: int
     bytes: int
+    seconds: float = 0.0
 
 
-def predicted_bytes(small: Peak, large: Peak, batch: int) -> float:
-    """Memory at `batch` by a line through two measurements; with a negative slope, the larger
-    measurement.
+def measured(trainer: Trainer, batch: int, train: bool, repeats: int = REPEATS) -> Measured:
+    """Memory and time of a network call, as in the update (`train`) or the rollout.
 
-    Args:
-        small: measurement of a small batch.
-        large: measurement of a larger batch.
-        batch: number of latents.
-
-    Returns:
-        The prediction in bytes.
+    The gradients of a call that runs out of memory are freed.
     """
-    slope = max(0.0, (large.bytes - small.bytes) / (large.batch - small.batch))
-    return large.bytes + slope * (batch - large.batch)
+    device, durations = trainer.policy.device, [0.0] if not repeats else []
+    on_gpu = device.type == "cuda"
+    try:
+        if batch == 1:
+            velocities(trainer, 1, train)  # allocates permanent memory: handles, workspaces
+        held = torch.cuda.memory_allocated(device) if on_gpu else 0
+        peak = peak_memory_during(lambda: velocities(trainer, batch, train), device)
+        for _ in range(repeats):
+            start = time.perf_counter()
+            velocities(trainer, batch, train)
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            durations.append(time.perf_counter() - start)
+    except torch.OutOfMemoryError:
+        drop_gradients(trainer)
+        raise
+    return Measured(batch, held, peak if on_gpu else 0, min(durations))
 
 
-def largest_batch(small: Peak, large: Peak, room: float) -> int | None:
-    """The largest batch that is predicted to fit into `room` bytes.
+def velocities(trainer: Trainer, batch: int, train: bool) -> None:
+    """One network call on `batch` latents of noise; with a gradient if `train`. Uses a separate
+    generator and leaves no gradient, so that the run's results do not change.
+    """
+    policy = trainer.policy
+    generator = torch.Generator(policy.device).manual_seed(0)
+    latent = torch.randn(batch, *policy.latent_shape, generator=generator, device=policy.device)
+    timestep = trainer.schedule.network_timesteps[:1].to(policy.device).expand(batch)
+    first_prompt = torch.zeros(batch, dtype=torch.long, device=policy.device)
+    rows = policy.encode(trainer.prompts.prompts[:1]).take(first_prompt)
+    if train:
+        policy.velocity(latent, timestep, rows).square().mean().backward()
+        drop_gradients(trainer)
+    else:
+        with policy.frozen():
+            policy.velocity(latent, timestep, rows)
 
-    Args:
-        small: measurement of a small batch.
-        large: measurement of a larger batch.
-        room: free bytes.
 
-    Returns:
-        The batch; 0 if not even 1 fits, None if every batch does.
+def drop_gradients(trainer: Trainer) -> None:
+    """Free the gradients of the trained weights."""
+    for parameter in trainer.parameters:
+        parameter.grad = None
+
+
+def room(trainer: Trainer) -> float:
+    """Bytes that a network call of this process may use; infinite on the CPU.
+
+    Free memory and PyTorch's reserve, less the headroom and what training will need in addition:
+    this process's trajectories (nodes and velocities in float32), and the optimizer's moments.
+    """
+    device, config = trainer.policy.device, trainer.config
+    if device.type != "cuda":
+        return math.inf
+    free, total = torch.cuda.mem_get_info(device)
+    rollout, latent = config.rollout, 4 * math.prod(trainer.policy.latent_shape)
+    groups = 0 if rollout.offload else trainer.distributed.assign(rollout.groups).count
+    trajectories = groups * rollout.group_size * (2 * rollout.num_steps + 1) * latent
+    bytes_per_weight = 8 if config.optim.optimizer == "adamw" else 2
+    weights = 0 if trainer.optimizer.state else sum(p.numel() for p in trainer.parameters)
+    usable = free + torch.cuda.memory_reserved(device) - HEADROOM * total
+    return usable - trajectories - bytes_per_weight * weights
+
+
+def largest_batch(small: Measured, large: Measured, room: float) -> float:
+    """The largest batch that is predicted to fit into `room` bytes, by a line through two
+    measurements; 0 if not even 1 fits, infinite if every batch does.
     """
     slope = (large.bytes - small.bytes) / (large.batch - small.batch)
     if slope <= 0:
-        return None if large.bytes <= room else 0
-    return max(0, int((room - (large.bytes - slope * large.batch)) // slope))
+        return math.inf if large.bytes <= room else 0
+    return max(0, (room - (large.bytes - slope * large.batch)) // slope)
 
 
-def memory(
-    setting: str, chosen: int, small: Peak, large: Peak, room: float, later: float = 0.0
-) -> Notice | None:
-    """A warning if a batch size is predicted to exceed the memory.
+def memory_notices(trainer: Trainer) -> list[Notice]:
+    """Warnings if `micro_batch` (velocities with a gradient) or `max_batch` (without) is predicted
+    not to fit, from calls on at most 4 latents. Image decoding is not measured.
 
-    Args:
-        setting: name of the setting.
-        chosen: its value, the number of latents.
-        small: measurement of a small batch.
-        large: measurement of a larger batch.
-        room: free bytes.
-        later: bytes that training will need in addition, such as the optimizer's state.
-
-    Returns:
-        The warning; None if the batch fits.
+    All processes call this and get the warnings of all.
     """
-    needed = predicted_bytes(small, large, chosen) + later
-    if needed <= room:
-        return None
-    fits = largest_batch(small, large, room - later)
-    advice = (
-        f"{setting} {fits} fits"
-        if fits
-        else "not even 1 fits: use a smaller resolution, rank or dtype, or gradient checkpointing"
-    )
-    return Notice(
-        "memory",
-        f"{setting} {chosen} will need about {needed / 1e9:.1f} GB of GPU memory, and"
-        f" {room / 1e9:.1f} GB are there: {advice}",
-    )
-
-
-SHARE = 0.95
-"""Usable fraction of the free memory; fragmentation takes the rest."""
-
-
-def cuda_room() -> float:
-    """Bytes that this process may use: free memory and PyTorch's reserve."""
-    free, _ = torch.cuda.mem_get_info()
-    return SHARE * (free + torch.cuda.memory_reserved())
+    batches, notices = trainer.config.batches, []
+    with trainer.distributed.shared_errors():
+        for setting, train in (("micro_batch", True), ("max_batch", False)):
+            chosen = getattr(batches, setting)
+            sizes = [size for size in (1, 2, 4) if size <= chosen]
+            if len(sizes) > 1:
+                *_, small, large = (measured(trainer, size, train, 0) for size in sizes)
+                fits = largest_batch(small, large, room(trainer))
+                text = f"{setting} {chosen} will not fit into the GPU's memory; {fits:g} will"
+                notices += [Notice("memory", text)] if chosen > fits else []
+    if trainer.policy.device.type == "cuda":
+        torch.cuda.empty_cache()
+    gathered = trainer.distributed.gather(notices)
+    return list(dict.fromkeys(notice for part in gathered for notice in part))
 
 
 @contextmanager
@@ -121,117 +183,89 @@ def out_of_memory() -> Iterator[None]:
         ) from error
 
 
-def memory_notices(
-    trainer: Trainer,
-    peak: Callable[[Callable[[], None], torch.device], int] = peak_memory_during,
-    room: Callable[[], float] = cuda_room,
-) -> list[Notice]:
-    """Warnings if `micro_batch` (velocities with a gradient) or `max_batch` (without) will not fit;
-    makes four small network calls.
-
-    Uses a separate generator and leaves no gradient, so the run's results do not change. Image
-    decoding is not measured. All processes call this and get the warnings of all.
-
-    Args:
-        trainer: the trainer.
-        peak: measures the peak memory of a call.
-        room: returns the free bytes.
-
-    Returns:
-        The warnings.
-
-    Raises:
-        TrainingError: memory ran out in one of several processes; raised in all.
+@dataclass(frozen=True)
+class Growth:
+    """The result of growing a batch: the last size with a gain in speed (0: not even 1 fits), its
+    evaluations per second, and whether memory excluded a larger size.
     """
-    with trainer.distributed.shared_errors():
-        found = _own_memory_notices(trainer, peak, room)
-    return list(
-        dict.fromkeys(notice for part in trainer.distributed.gather(found) for notice in part)
-    )
+
+    batch: int
+    rate: float
+    full: bool
 
 
-def _own_memory_notices(
-    trainer: Trainer,
-    peak: Callable[[Callable[[], None], torch.device], int],
-    room: Callable[[], float],
-) -> list[Notice]:
-    config, later, found = trainer.config, later_bytes(trainer), []
-    for setting, chosen, train in (
-        ("micro_batch", config.batches.micro_batch, True),
-        ("max_batch", config.batches.max_batch, False),
-    ):
-        if chosen > 1:
-            small, large = (1, 2) if chosen < 4 else (2, 4)
+def grow(trainer: Trainer, train: bool, limit: int) -> Growth:
+    """The largest batch up to `limit` at which a step still gains a factor of `GAIN` in speed, the
+    same in all processes: that of the slowest, and of the one with the least free memory.
+    """
+    distributed = trainer.distributed
+    best, batch = Growth(0, 0.0, full=True), 1
+    before: Measured | None = None
+    while True:
+        current: tuple[float, float] | None = None
+        with distributed.shared_errors():
             try:
-                velocities(trainer, 1, train)  # allocates permanent memory: handles, workspaces
-                peaks = [
-                    Peak(
-                        batch,
-                        peak(
-                            lambda batch=batch, train=train: velocities(trainer, batch, train),
-                            trainer.policy.device,
-                        ),
-                    )
-                    for batch in (small, large)
-                ]
-            except torch.OutOfMemoryError as error:
-                drop_gradients(trainer)
-                less = "Use 1, gradient_checkpointing or a smaller model"
-                text = (
-                    f"{setting} {chosen} will not fit: a batch of {large} is too much already."
-                    f" {less}"
-                )
+                now = measured(trainer, batch, train)
+            except torch.OutOfMemoryError:
                 # with sharded weights the other processes wait inside the network
-                if trainer.distributed.world_size > 1:
-                    raise TrainingError(text) from error
-                found.append(Notice("memory", text))
-                continue
-            notice = memory(setting, chosen, peaks[0], peaks[1], room(), later)
-            found += [notice] if notice else []
-    if trainer.policy.device.type == "cuda":
+                if distributed.sharded and distributed.world_size > 1:
+                    raise
+            else:
+                # the first line goes through the memory in use without a call, which is less than
+                # what a call on 0 latents needs: it is too steep rather than too flat
+                small, usable = before or Measured(0, 0, now.held), room(trainer)
+                if now.bytes <= usable:
+                    current = now.seconds, largest_batch(small, now, usable)
+                before = now
+        known = [part for part in distributed.gather(current) if part is not None]
+        if len(known) < distributed.world_size:
+            return replace(best, full=True)
+        rate = batch / max(seconds for seconds, _ in known)
+        if rate < GAIN * best.rate:
+            return replace(best, full=False)
+        most = int(min(limit, *(max(batch, fits) for _, fits in known)))
+        best = Growth(batch, rate, most < limit)
+        if most <= batch:
+            return best
+        batch = min(2 * batch, most)
+
+
+def find_batches(trainer: Trainer) -> None:
+    """Replace the auto sizes in `trainer.config` by measured ones.
+
+    If `micro_batch` is auto and gradient checkpointing is on, it is switched off unless memory
+    limits the size without it and the size with it gives more evaluations per second. All processes
+    call this. Raises `ConfigError` if not even a batch of 1 fits.
+    """
+    config, policy = trainer.config, trainer.policy
+    rollout, optim, changes = config.rollout, config.optim, {}
+    if policy.device.type == "cuda":
         torch.cuda.empty_cache()
-    return found
-
-
-def later_bytes(trainer: Trainer) -> float:
-    """Bytes that training will need in addition: this process's trajectories (nodes and velocities
-    in float32), AdamW's moments.
-    """
-    config = trainer.config
-    groups = (
-        0 if config.rollout.offload else trainer.distributed.assign(config.rollout.groups).count
-    )
-    latents = groups * config.rollout.group_size * (2 * config.rollout.num_steps + 1)
-    each = 8.0 if config.optim.optimizer == "adamw" else 2.0
-    moments = 0.0 if trainer.optimizer.state else each * sum(p.numel() for p in trainer.parameters)
-    return 4.0 * latents * math.prod(trainer.policy.latent_shape) + moments
-
-
-def velocities(trainer: Trainer, batch: int, train: bool) -> None:
-    """One network call on noise, as in the update or the rollout.
-
-    Args:
-        trainer: the trainer.
-        batch: number of latents.
-        train: with a gradient, as in the update.
-    """
-    policy = trainer.policy
-    generator = torch.Generator(policy.device).manual_seed(0)
-    latent = torch.randn(batch, *policy.latent_shape, generator=generator, device=policy.device)
-    timestep = trainer.schedule.network_timesteps[:1].to(policy.device).expand(batch)
-    rows: Condition = policy.encode(trainer.prompts.prompts[:1]).take(
-        torch.zeros(batch, dtype=torch.long, device=policy.device)
-    )
-    if not train:
-        with policy.frozen():
-            policy.velocity(latent, timestep, rows)
-        return
-    loss: Tensor = policy.velocity(latent, timestep, rows).square().mean()
-    loss.backward()
-    drop_gradients(trainer)
-
-
-def drop_gradients(trainer: Trainer) -> None:
-    """Free the gradients of the trained weights."""
-    for parameter in trainer.parameters:
-        parameter.grad = None
+    samples = trainer.distributed.assign(rollout.groups, 0).count * rollout.group_size
+    if optim.micro_batch == "auto":
+        limit = math.ceil(samples * rollout.num_steps / optim.minibatches)
+        checkpointing = config.policy.gradient_checkpointing
+        switch = extras(policy, "checkpoint_gradients") if checkpointing else None
+        if switch:
+            switch.checkpoint_gradients(False)
+        growth = grow(trainer, True, limit)
+        if switch:
+            plain = growth
+            if plain.full:
+                switch.checkpoint_gradients(True)
+                growth = max(plain, grow(trainer, True, limit), key=lambda found: found.rate)
+            changes["gradient_checkpointing"] = growth is not plain
+            switch.checkpoint_gradients(growth is not plain)
+        changes["micro_batch"] = growth.batch
+    if rollout.max_batch == "auto":
+        limit = max(samples, config.evaluation.eval_samples)
+        changes["max_batch"] = grow(trainer, False, limit).batch
+    for setting in ("micro_batch", "max_batch"):
+        need = (
+            "more GPU memory: a smaller resolution, lora_rank, dtype or model, chunk 1 or offload"
+        )
+        require(changes.get(setting, 1) > 0, setting, "auto", need)
+    if policy.device.type == "cuda":
+        torch.cuda.empty_cache()
+    if changes:
+        trainer.use_batches(config.replace(**changes))

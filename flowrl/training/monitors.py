@@ -5,12 +5,11 @@ The thresholds were set on healthy and deliberately broken runs of the built-in 
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from flowrl.core.protocols import ExperienceCredit, GroupReward, Stateful
-from flowrl.policies.families import SD3
 from flowrl.training.trainer import Trainer
 
 Row = Mapping[str, Any]
@@ -21,6 +20,17 @@ WINDOW = 3
 """Iterations over which noisy metrics are averaged."""
 HISTORY = 20
 """Iterations before the window whose median is the usual value."""
+KL_LIMITS = {
+    "kl": (1.0, 2.0, "to the base model"),
+    "approx_kl": (0.1, 4.0, "to the policy that sampled"),
+}
+"""Of a KL per latent element: its level and its growth over the usual value, and what it is a KL
+to. At 1.0 the means differ by sqrt(2) standard deviations of the step's noise.
+"""
+SHARE = 0.9
+"""Largest fraction of the policy term's squared gradient in one step."""
+FALL = 0.5
+"""Largest lost fraction of a reward's gain."""
 
 
 @dataclass(frozen=True)
@@ -28,300 +38,200 @@ class Notice:
     """A warning.
 
     Args:
-        kind: one of `KINDS`.
+        kind: a key of `CHECKS`, memory, or the name of an observer.
         text: what happened, and what to do.
     """
 
     kind: str
     text: str
 
-    def as_dict(self) -> dict[str, str]:
-        """Plain values for metrics.jsonl."""
-        return asdict(self)
-
-
-KINDS = ("zero-spread", "no-update", "ratio-noise", "step-share", "kl", "collapse", "memory")
-
 
 @dataclass(frozen=True)
 class Limits:
-    """The thresholds of the warnings.
+    """What the warnings of a run depend on, besides its metrics.
 
     Args:
         clip: the loss's clip range for the ratio; None for a loss without one.
         prompts: number of groups per iteration.
-        kl_growth: smallest growth of the KL to the base model, as a factor.
-        approx_kl_growth: smallest growth of the approximate KL, as a factor.
-        dtype: precision of the network.
+        samples: held-out samples per evaluation.
+        zero_spread: largest fraction of groups with equal rewards.
+        compared: whether the training reward compares samples: its mean does not rise, and
+            evaluations have another scale.
     """
 
     clip: float | None = None
     prompts: int = 1
     samples: int = 192
-    """Held-out samples per evaluation."""
     zero_spread: float = 0.5
-    """Fraction of groups with equal rewards."""
-    kl: float = 1.0
-    """KL to the base model per latent element; at 1.0 the means differ by sqrt(2) standard
-    deviations of the step's noise.
-    """
-    kl_growth: float = 2.0
-    approx_kl: float = 0.1
-    """KL between the policy after and before one iteration's updates, per latent element."""
-    approx_kl_growth: float = 4.0
-    fall: float = 0.5
-    """Lost fraction of the gain."""
-    share: float = 0.9
-    """Fraction of the policy term's squared gradient in one step."""
-    dtype: str = "float32"
-    float16_works: bool = False
-    """Whether the network's activations stay within the range of float16 on this device: SD3.5's on
-    a GPU do, FLUX's do not.
-    """
     compared: bool = False
-    """Whether the training reward compares samples: its mean does not rise, and evaluations have
-    another scale.
-    """
 
 
 def limits_of(trainer: Trainer) -> Limits:
-    """The thresholds for this run."""
-    config, policy = trainer.config, trainer.policy
-    float16_works = policy.device.type == "cuda" and isinstance(
-        getattr(policy, "family", None), SD3
-    )
-    clip = getattr(trainer.method.loss, "clip_range", None)
-    rule = trainer.method.credit
+    """The limits of this run."""
+    config, rule = trainer.config, trainer.method.credit
     # with a memory by prompt, groups of equal rewards may have credit, too
     remembers = isinstance(rule, ExperienceCredit) and isinstance(rule, Stateful)
     return Limits(
-        clip,
+        getattr(trainer.method.loss, "clip_range", None),
         config.rollout.groups,
         config.evaluation.eval_samples,
         1.0 if remembers else Limits.zero_spread,
-        dtype=config.policy.dtype,
-        float16_works=float16_works,
-        compared=isinstance(trainer.reward, GroupReward),
+        isinstance(trainer.reward, GroupReward),
     )
 
 
-def notices(rows: Sequence[Row], limits: Limits, every: int = EVERY) -> list[Notice]:
+def notices(rows: Sequence[Row], limits: Limits) -> list[Notice]:
     """Warnings after the last of `rows`.
 
-    A kind that is among the "warnings" of one of the `every` - 1 rows before is not repeated.
+    A kind that is among the "warnings" of one of the `EVERY` - 1 rows before is not repeated.
     step-share, which depends only on the settings, is given once. A resumed run therefore gives the
     same warnings.
 
     Args:
         rows: one row per iteration; row 0, the untrained model, may be included.
-        limits: the thresholds.
-        every: iterations before a kind is repeated.
+        limits: the limits of the run.
 
     Returns:
         The warnings.
     """
-    trained = [row for row in rows if row.get("iteration", 0) > 0]
-    if not trained:
+    now = rows[-1].get("iteration", 0)
+    if now == 0:
         return []
-    now = trained[-1]["iteration"]
-    before = [(row, said["kind"]) for row in trained[:-1] for said in row.get("warnings", ())]
+    before = [(row, said["kind"]) for row in rows[:-1] for said in row.get("warnings", ())]
     recent = {
-        kind for row, kind in before if now - row["iteration"] < every or kind == "step-share"
+        kind for row, kind in before if now - row["iteration"] < EVERY or kind == "step-share"
     }
-    checks = (zero_spread, no_update, ratio_noise, step_share, kl_runaway)
-    found = [*(check(trained, limits) for check in checks), collapse(rows, limits)]
-    return [notice for notice in found if notice is not None and notice.kind not in recent]
+    texts = {kind: check(rows, limits) for kind, check in CHECKS.items() if kind not in recent}
+    return [Notice(kind, text) for kind, text in texts.items() if text]
 
 
-def zero_spread(rows: Sequence[Row], limits: Limits) -> Notice | None:
-    """Most groups of the last `WINDOW` iterations had equal rewards, so their advantages are 0 and
-    they do not train.
+def _last(rows: Sequence[Row], name: str) -> list[Any]:
+    """The metric in the last `WINDOW` rows; empty as long as there are fewer with this metric."""
+    values = [row[name] for row in rows[-WINDOW:] if name in row]
+    return values if len(values) == WINDOW else []
 
-    Args:
-        rows: the metrics so far.
-        limits: the thresholds.
 
-    Returns:
-        The warning; None if all is well.
-    """
-    values = [row["zero_spread_groups"] for row in rows[-WINDOW:] if "zero_spread_groups" in row]
-    if len(values) < WINDOW or statistics.fmean(values) <= limits.zero_spread:
-        return None
-    return Notice(
-        "zero-spread",
-        f"{statistics.fmean(values):.0%} of the groups have equal rewards, so their advantages are"
-        " 0. The prompts may be solved already, or too hard. Use a finer reward (reward_form soft"
-        " instead of strict), other prompts, a larger group_size, or a larger noise_level",
+def zero_spread(rows: Sequence[Row], limits: Limits) -> str:
+    """Most groups had equal rewards, so their advantages are 0 and they do not train."""
+    share = statistics.fmean(_last(rows, "zero_spread_groups") or [0.0])
+    if share <= limits.zero_spread:
+        return ""
+    return (
+        f"{share:.0%} of the groups have equal rewards, so their advantages are 0. The prompts may"
+        " be solved already, or too hard. Use a finer reward (reward_form soft instead of strict),"
+        " other prompts, a larger group_size, or a larger noise_level"
     )
 
 
-def no_update(rows: Sequence[Row], limits: Limits) -> Notice | None:
-    """`drop_zero_advantages` left no sample for the loss, so the weights did not change.
-
-    Args:
-        rows: the metrics so far.
-        limits: the thresholds.
-
-    Returns:
-        The warning; None if all is well.
-    """
-    if not rows[-1].get("dropped") or rows[-1]["train_nfe"] > 0:
-        return None
-    return Notice(
-        "no-update",
-        f"all advantages are 0, so all {rows[-1]['dropped']} samples were dropped and the weights"
-        " did not change in this iteration. If this happens often, use a finer reward, other"
-        " prompts, a larger group_size, or a larger noise_level",
+def no_update(rows: Sequence[Row], limits: Limits) -> str:
+    """`drop_zero_advantages` left no sample for the loss, so the weights did not change."""
+    dropped = rows[-1].get("dropped", 0)
+    if not dropped or rows[-1]["train_nfe"] > 0:
+        return ""
+    return (
+        f"all advantages are 0, so all {dropped} samples were dropped and the weights did not"
+        " change in this iteration. If this happens often, use a finer reward, other prompts, a"
+        " larger group_size, or a larger noise_level"
     )
 
 
-def ratio_noise(rows: Sequence[Row], limits: Limits) -> Notice | None:
+def ratio_noise(rows: Sequence[Row], limits: Limits) -> str:
     """Rounding exceeds the clip: a ratio differs from 1 before the first optimizer step of an
     iteration.
 
     The reasons are half precision, another batch shape, or merged adapters. Tiny clips such as
     TP-GRPO's 1e-5 (arXiv 2602.06422) and Flow-GRPO's 1e-4 (arXiv 2505.05470) are of this size.
-    float16 is recommended if it works and a tenth of the noise suffices: its noise was 11 to 65
-    times smaller than bfloat16's in benchmarks/ratio.py.
-
-    Args:
-        rows: the metrics so far.
-        limits: the thresholds.
-
-    Returns:
-        The warning; None if all is well.
     """
-    noise = rows[-1].get("ratio_noise")
-    if limits.clip is None or noise is None or noise <= limits.clip:
-        return None
+    noise = rows[-1].get("ratio_noise", 0.0)
+    if limits.clip is None or noise <= limits.clip:
+        return ""
+    unit = 10.0 ** int(f"{3 * noise:e}".partition("e")[2])
+    clip = -(-3 * noise // unit) * unit  # rounded up to one digit
     mean = f" (mean {rows[-1]['ratio_noise_mean']:.1e})" if "ratio_noise_mean" in rows[-1] else ""
-    float16 = limits.dtype == "bfloat16" and limits.float16_works and noise <= 10 * limits.clip
-    finer = (
-        "dtype float16, which rounds 8 times finer (the loss is scaled), or "
-        if float16
-        else "dtype float32 or "
-    )
-    return Notice(
-        "ratio-noise",
+    return (
         f"before any update the ratio, which should be 1, is off by up to {noise:.1e}{mean}, more"
-        f" than the clip of {limits.clip:.1e}, so rounding decides which pairs count. Use"
-        f" {'' if limits.dtype == 'float32' else finer}clip_range {_round_up(3 * noise):.0e} or"
-        " more",
+        f" than the clip of {limits.clip:.1e}, so rounding decides which pairs count. Use a"
+        f" finer dtype (docs/reading-the-ratio.md), or clip_range {clip:.0e} or more"
     )
 
 
-def step_share(rows: Sequence[Row], limits: Limits) -> Notice | None:
-    """One of several trained steps had most of the policy term's squared gradient in the last
-    `WINDOW` iterations.
-
-    Args:
-        rows: the metrics so far.
-        limits: the thresholds.
-
-    Returns:
-        The warning; None if all is well.
-    """
-    recent = [
-        row["step_shares"]
-        for row in rows[-WINDOW:]
-        if sum(share > 0 for share in row.get("step_shares", ())) > 1
-    ]
-    if len(recent) < WINDOW:
-        return None
+def step_share(rows: Sequence[Row], limits: Limits) -> str:
+    """One of several trained steps had most of the policy term's squared gradient."""
+    recent = _last(rows, "step_shares")
+    # without credit all shares are 0, and with one trained step there is nothing to compare
+    if not recent or any(sum(share > 0 for share in shares) < 2 for shares in recent):
+        return ""
     means = [statistics.fmean(shares) for shares in zip(*recent, strict=True)]
-    step, share = max(enumerate(means), key=lambda one: one[1])
-    if share <= limits.share:
-        return None
+    step = max(range(len(means)), key=means.__getitem__)
+    if means[step] <= SHARE:
+        return ""
     others = [i for i, mean in enumerate(means) if mean > 0 and i != step]
-    span = (
-        f"trained_steps {others[0]}:{others[-1] + 1}"
-        if others[-1] - others[0] == len(others) - 1
-        else "another window"
-    )
-    return Notice(
-        "step-share",
-        f"step {step} (the first is 0) has {100 * share:.4g}% of the policy term's squared"
+    is_slice = others[-1] - others[0] == len(others) - 1
+    span = f"trained_steps {others[0]}:{others[-1] + 1}" if is_slice else "another window"
+    return (
+        f"step {step} (the first is 0) has {100 * means[step]:.4g}% of the policy term's squared"
         f" gradient, so the other steps hardly train. Leave it out ({span}), or use loss grpo-guard"
         " or, with cps, clipped(log_prob=released_cps), each with its own clip_range"
-        " (docs/reading-the-ratio.md)",
+        " (docs/reading-the-ratio.md)"
     )
 
 
-def kl_runaway(rows: Sequence[Row], limits: Limits) -> Notice | None:
+def kl_runaway(rows: Sequence[Row], limits: Limits) -> str:
     """The mean KL of the last `WINDOW` iterations is above a level and a multiple of the median of
     the (up to `HISTORY`) iterations before.
-
-    The policy moves too far from the base model ("kl"), or from the one that sampled ("approx_kl").
-
-    Args:
-        rows: the metrics so far.
-        limits: the thresholds.
-
-    Returns:
-        The warning; None if all is well.
     """
-    for key, level, growth, what in (
-        ("kl", limits.kl, limits.kl_growth, "to the base model"),
-        ("approx_kl", limits.approx_kl, limits.approx_kl_growth, "to the policy that sampled"),
-    ):
-        values = [row[key] for row in rows if key in row]
+    for name, (level, growth, what) in KL_LIMITS.items():
+        values = [row[name] for row in rows if name in row]
         recent, before = values[-WINDOW:], values[-WINDOW - HISTORY : -WINDOW]
-        if len(recent) < WINDOW or not before:
+        if not before:
             continue
         mean, usual = statistics.fmean(recent), statistics.median(before)
         if mean > level and mean > growth * usual:
-            return Notice(
-                "kl",
+            return (
                 f"the KL {what} has grown to {mean:.2g} per latent element from {usual:.2g}. Look"
-                " at the samples; lower learning_rate or minibatches, or raise kl_weight",
+                " at the samples; lower learning_rate or minibatches, or raise kl_weight"
             )
-    return None
+    return ""
 
 
-def collapse(rows: Sequence[Row], limits: Limits) -> Notice | None:
-    """The reward fell from its best by more than `fall` of the gain, and by more than chance
+def collapse(rows: Sequence[Row], limits: Limits) -> str:
+    """The reward fell from its best by more than `FALL` of the gain, and by more than chance
     explains.
 
     Chance: for the held-out reward 0.2 standard deviations of a sample's reward, or 3 standard
     errors if this is more; for the training reward (means of `WINDOW` iterations) 7 standard
     errors, as if all of the reward's variance were between prompts.
-
-    Args:
-        rows: the metrics so far.
-        limits: the thresholds.
-
-    Returns:
-        The warning; None if all is well.
     """
-    if limits.compared:
-        return None
     trained = [row for row in rows if "reward_mean" in row]
-    spread = statistics.median([row["reward_std"] for row in trained]) if trained else 0.0
-    held = [row["evaluation"]["reward"] for row in rows if row.get("evaluation")]
+    if limits.compared or not trained:
+        return ""
+    spread = statistics.median(row["reward_std"] for row in trained)
     means = [
         statistics.fmean(row["reward_mean"] for row in trained[i - WINDOW : i])
         for i in range(WINDOW, len(trained) + 1)
     ]
-    chance = 7.0 * spread / (WINDOW * limits.prompts) ** 0.5
-    for name, values, least in (
-        ("held-out", held, max(0.2, 3.0 / limits.samples**0.5) * spread),
-        ("training", means, chance),
+    heldout = [row["evaluation"]["reward"] for row in rows if row.get("evaluation")]
+    for name, values, errors in (
+        ("held-out", heldout, max(0.2, 3.0 / limits.samples**0.5)),
+        ("training", means, 7.0 / (WINDOW * limits.prompts) ** 0.5),
     ):
-        if len(values) < 2:
-            continue
-        first, best, last = values[0], max(values), values[-1]
-        if best - last > max(limits.fall * (best - first), least):
-            return Notice(
-                "collapse",
+        first, best, last = (values[0], max(values), values[-1]) if values else (0.0,) * 3
+        if best - last > max(FALL * (best - first), errors * spread):
+            return (
                 f"the {name} reward has fallen back to {last:.3f} from its best, {best:.3f} (it"
                 f" began at {first:.3f}). Stop, and resume from an earlier checkpoint"
                 " (keep_checkpoints above 1) with a lower learning_rate or clip_range, fewer"
-                " minibatches or a kl_weight",
+                " minibatches or a kl_weight"
             )
-    return None
+    return ""
 
 
-def _round_up(value: float) -> float:
-    """Rounded up to one digit."""
-    unit = 10.0 ** int(f"{value:e}".partition("e")[2])
-    return -(-value // unit) * unit
+CHECKS: dict[str, Callable[[Sequence[Row], Limits], str]] = {
+    "zero-spread": zero_spread,
+    "no-update": no_update,
+    "ratio-noise": ratio_noise,
+    "step-share": step_share,
+    "kl": kl_runaway,
+    "collapse": collapse,
+}
+"""The text of each kind of warning, or "" if it does not apply."""

@@ -19,50 +19,22 @@ from flowrl.core.protocols import ForwardLoss, PolicyLoss
 from flowrl.core.types import LossBatch, Prompt
 from flowrl.flow.gaussian import kl, log_prob
 from flowrl.io import write_bytes, write_json
-from flowrl.rollout.forward_batch import ForwardBatches
-from flowrl.rollout.loss_batch import LossBatches, MicroBatch, checked_loss
+from flowrl.rollout.batches import ForwardBatches, LossBatches, MicroBatch, checked_loss
 
 LISTED = 64
 """Largest number of rows that a dump lists."""
 ADVICE = {
     "advantage": "Look at the reward model and the credit rule",
-    "sampled latent": (
-        "The rollout went out of range: use bfloat16 instead of float16, or a smaller noise_level"
-    ),
-    "velocity of the rollout": (
-        "The rollout went out of range: use bfloat16 instead of float16, or a lower learning_rate"
-    ),
-    "velocity of the network": (
-        "The last update broke the network: lower learning_rate, or use bfloat16 instead of float16"
-    ),
-    "velocity of the old": (
-        "The copy of the weights is broken: lower learning_rate, or use bfloat16 instead of float16"
-    ),
-    "velocity of the average": (
-        "The copy of the weights is broken: lower learning_rate, or use bfloat16 instead of float16"
-    ),
-    "velocity of the reference": "The base model overflows: use bfloat16 instead of float16",
-    "ratio": (
-        "The policy moved too far from the one that sampled: lower learning_rate or minibatches, or"
-        " raise the noise level"
-    ),
-    "KL": (
-        "The policy moved too far from the base model: lower learning_rate, or raise the noise"
-        " level"
-    ),
-    "loss": "Lower learning_rate, or raise the noise level",
-    "gradient": "Lower learning_rate, or use bfloat16 instead of float16",
+    "sampled latent": "Use bfloat16 instead of float16, or a smaller noise_level",
+    "ratio": "Lower learning_rate or minibatches, or raise noise_level",
+    "KL": "Lower learning_rate, or raise noise_level",
 }
+"""What to do, by the term that is not finite; of other terms a network has overflowed."""
+OVERFLOW = "Lower learning_rate, or use bfloat16 instead of float16"
 
 
 class NonFiniteError(TrainingError):
-    """A `TrainingError` with data for a report.
-
-    Args:
-        message: text of the error.
-        values: plain values.
-        tensors: tensors by name.
-    """
+    """A `TrainingError` with data for a report: plain `values`, and `tensors` by name."""
 
     def __init__(self, message: str, values: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         super().__init__(message)
@@ -76,13 +48,12 @@ class NonFiniteError(TrainingError):
         sentence about them.
         """
         write_json(folder / "failure.json", self.values)
-        tensors = {
-            name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()
-        }
-        write_bytes(folder / "failure.safetensors", save(tensors))
-        return NonFiniteError(
-            f"{self}. Prompts, rewards and advantages are in {folder}", self.values, self.tensors
+        write_bytes(
+            folder / "failure.safetensors",
+            save({name: tensor.contiguous() for name, tensor in self.tensors.items()}),
         )
+        message = f"{self}. Prompts, rewards and advantages are in {folder}"
+        return NonFiniteError(message, self.values, self.tensors)
 
 
 @dataclass(frozen=True)
@@ -115,18 +86,12 @@ class NonFiniteCheck:
         for row, micro in zip(rows, minibatch, strict=False):
             if not math.isfinite(row["loss"]):
                 with torch.no_grad():
-                    found = culprit(self.batches.of(micro.sample, micro.column))
-                bad = found.bad.to(micro.sample.device)
-                count = f"{int(bad.sum())} of {len(bad)} rows"
-                cause = (
-                    ""
-                    if found.term == "loss"
-                    else f", because the {found.term} is not finite in {count},"
-                )
-                what = f"the loss is {row['loss']}{cause}"
-                raise self._error(
-                    what, found.term, row["loss"], micro.sample[bad], micro.column[bad]
-                )
+                    term, bad = culprit(self.batches.of(micro.sample, micro.column))
+                what = f"the loss is {row['loss']}"
+                if term != "loss":
+                    what += f", because the {term} is not finite in {int(bad.sum())} rows,"
+                bad = bad.to(micro.sample.device)
+                raise self._error(what, term, row["loss"], micro.sample[bad], micro.column[bad], ())
 
     def gradient(
         self, norm: float, minibatch: Sequence[MicroBatch], trained: Mapping[str, Tensor]
@@ -138,36 +103,24 @@ class NonFiniteCheck:
         """
         if math.isfinite(norm):
             return
-        bad: list[tuple[int, int]] = []
-        names: list[str] = []
-        rows = [
-            row
-            for micro in minibatch
-            if micro.weight > 0
-            for row in zip(micro.sample, micro.column, strict=True)
-        ]
-        for sample, column in rows:
-            loss = checked_loss(self.loss, self.batches.of(sample[None], column[None])).loss
-            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-            broken = [
-                name
-                for name, g in zip(trained, found, strict=True)
-                if g is not None and not bool(g.isfinite().all())
-            ]
-            names += [name for name in broken if name not in names]
-            bad += [(int(sample), int(column))] if broken else []
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        where = (
-            f"the gradient of {', '.join(names[:4])}{more} is not finite"
-            if names
-            else "the gradient of every row is finite, but the sum is not"
-        )
-        chosen = bad or [(int(sample), int(column)) for sample, column in rows]
-        samples, columns = (
-            torch.tensor([row[i] for row in chosen], dtype=torch.long) for i in (0, 1)
-        )
-        what = f"the gradient norm is {norm}, {where},"
-        raise self._error(what, "gradient", norm, samples, columns, names)
+        counted = [micro for micro in minibatch if micro.weight > 0]
+        empty = torch.empty(0, dtype=torch.long)
+        sample = torch.cat([empty, *(micro.sample.cpu() for micro in counted)])
+        column = torch.cat([empty, *(micro.column.cpu() for micro in counted)])
+        names: dict[str, None] = {}
+        bad = torch.zeros(len(sample), dtype=torch.bool)
+        for i in range(len(sample)):
+            row = self.batches.of(sample[i : i + 1], column[i : i + 1])
+            loss = checked_loss(self.loss, row).loss
+            gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            for name, gradient in zip(trained, gradients, strict=True):
+                if gradient is not None and not bool(gradient.isfinite().all()):
+                    names[name], bad[i] = None, True
+        # if every row is finite and only the sum is not, all rows are listed
+        bad |= ~bad.any()
+        where = ", ".join([*names][:4]) or "the sum of all rows"
+        what = f"the gradient norm is {norm}, the gradient of {where} is not finite,"
+        raise self._error(what, "gradient", norm, sample[bad], column[bad], [*names])
 
     def _error(
         self,
@@ -176,28 +129,29 @@ class NonFiniteCheck:
         value: float,
         sample: Tensor,
         column: Tensor,
-        parameters: Sequence[str] = (),
+        parameters: Sequence[str],
     ) -> NonFiniteError:
         advantages = self.credit.advantages
-        members, flat = advantages.shape[1], advantages.flatten(0, 1)
-        step, decision = (index.tolist() for index in self.batches.origin(sample, column))
-        rows = list(zip((sample + self.first).tolist(), step, decision, strict=True))
-        steps = sorted(set(step))
-        texts = sorted(
-            {self.prompts[row[0] // members].text for row in rows}
-            or {prompt.text for prompt in self.prompts}
-        )
-        shown = ", ".join(map(repr, texts[:8])) + (
-            f" and {len(texts) - 8} more" if len(texts) > 8 else ""
-        )
-        at_steps = (
-            f" at denoising step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
-            if steps
-            else ""
-        )
+        step, decision = self.batches.origin(sample, column)
+        rows = [
+            {
+                "prompt": self.prompts[number // advantages.shape[1]].text,
+                "member": number % advantages.shape[1],
+                "step": at_step,
+                "advantage": float(advantages.flatten(0, 1)[number, at_decision]),
+            }
+            for number, at_step, at_decision in zip(
+                (sample + self.first).tolist(), step.tolist(), decision.tolist(), strict=True
+            )
+        ]
+        steps = sorted({row["step"] for row in rows})
+        texts = [prompt.text for prompt in self.prompts]
+        shown = sorted({row["prompt"] for row in rows} or texts)[:8]
         message = (
-            f"iteration {self.iteration}: {what}{at_steps}; the weights are those of the last"
-            f" update. Prompts: {shown}. {ADVICE[term]}"
+            f"iteration {self.iteration}: {what} at denoising step {', '.join(map(str, steps))};"
+            " the weights are those of the last update. Prompts:"
+            f" {', '.join(map(repr, shown))}."
+            f" {ADVICE.get(term, OVERFLOW)}"
         )
         values = {
             "iteration": self.iteration,
@@ -205,74 +159,39 @@ class NonFiniteCheck:
             "value": str(value),
             "denoising_steps": steps,
             "parameters": list(parameters),
-            "prompts": [prompt.text for prompt in self.prompts],
+            "prompts": texts,
             "bad_rows": len(rows),
-            "rows": [
-                {
-                    "prompt": self.prompts[i // members].text,
-                    "member": i % members,
-                    "step": j,
-                    "advantage": float(flat[i, k]),
-                }
-                for i, j, k in rows[:LISTED]
-            ],
+            "rows": rows[:LISTED],
         }
-        return NonFiniteError(
-            message, values, {"values": self.experience.values, "advantages": advantages}
-        )
+        tensors = {"values": self.experience.values, "advantages": advantages}
+        return NonFiniteError(message, values, tensors)
 
 
-@dataclass(frozen=True)
-class Culprit:
-    """The first term that is not finite.
-
-    Args:
-        term: name of the term.
-        bad: mask of the pairs in which it is not finite [sample].
+def culprit(batch: LossBatch | ForwardBatch) -> tuple[str, Tensor]:
+    """The first non-finite term in the order of computation, and a mask of the rows in which it is
+    not finite [sample]; "loss" and all rows that count if all terms are finite.
     """
-
-    term: str
-    bad: Tensor
-
-
-def culprit(batch: LossBatch | ForwardBatch) -> Culprit:
-    """The first non-finite term in the order of computation; "loss", with all pairs, if all terms
-    are finite.
-    """
+    terms: dict[str, Tensor | None] = {"advantage": batch.advantages}
+    counts = batch.weight > 0
     if isinstance(batch, ForwardBatch):
-        others = {"old": batch.old, "average": batch.average, "reference": batch.reference}
-        copies = {
-            f"velocity of the {name}": value for name, value in others.items() if value is not None
+        terms["sampled latent"] = batch.target
+        for name in ("old", "average", "reference"):
+            terms[f"velocity of the {name}"] = getattr(batch, name)
+        terms["velocity of the network"] = batch.new
+    else:
+        counts &= batch.behaviour.std > 0
+        reference, node = batch.reference, batch.next_node
+        terms |= {
+            "sampled latent": node,
+            "velocity of the rollout": batch.behaviour.mean,
+            "velocity of the network": batch.new.mean,
+            "velocity of the reference": reference and reference.mean,
+            "ratio": (log_prob(batch.new, node) - log_prob(batch.behaviour, node)).exp(),
+            "KL": reference and kl(batch.new, reference),
         }
-        target = {"advantage": batch.advantages, "sampled latent": batch.target}
-        return _first_broken(
-            {**target, **copies, "velocity of the network": batch.new}, batch.weight > 0
-        )
-    counts = (batch.weight > 0) & (batch.behaviour.std > 0)
-    terms: dict[str, Tensor] = {
-        "advantage": batch.advantages,
-        "sampled latent": batch.next_node,
-        "velocity of the rollout": batch.behaviour.mean,
-        "velocity of the network": batch.new.mean,
-    }
-    if batch.reference is not None:
-        terms["velocity of the reference"] = batch.reference.mean
-    with torch.no_grad():
-        terms["ratio"] = (
-            log_prob(batch.new, batch.next_node) - log_prob(batch.behaviour, batch.next_node)
-        ).exp()
-        if batch.reference is not None:
-            terms["KL"] = kl(batch.new, batch.reference)
-    return _first_broken(terms, counts)
-
-
-def _first_broken(terms: Mapping[str, Tensor], counts: Tensor) -> Culprit:
     for term, values in terms.items():
-        bad = (
-            counts & ~torch.isfinite(values).flatten(1).all(1)
-            if values.ndim > 1
-            else counts & ~torch.isfinite(values)
-        )
-        if bool(bad.any()):
-            return Culprit(term, bad)
-    return Culprit("loss", counts)
+        if values is not None:
+            bad = counts & ~values.isfinite().reshape(len(counts), -1).all(1)
+            if bool(bad.any()):
+                return term, bad
+    return "loss", counts

@@ -7,13 +7,14 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import torch
+from annotated_types import Ge, Gt, Le
 from safetensors.torch import save
 from torch import Tensor
 
@@ -27,11 +28,7 @@ from flowrl.io import write_bytes
 from flowrl.parts.registry import build
 from flowrl.parts.specs import parse_spec
 from flowrl.training.config import RunConfig
-from flowrl.training.monitors import Notice
 from flowrl.training.trainer import Iteration, Trainer
-
-EXPERIENCE = "experience"
-"""Folder of the tables of `SaveExperience` within a run's folder."""
 
 
 @checked_options
@@ -44,25 +41,18 @@ class StopOnCollapse:
         drop: the fraction, in (0, 1]; choose a small one for a reward with a large constant part.
     """
 
-    drop: float = 0.3
+    drop: Annotated[float, Gt(0), Le(1)] = 0.3
     fields = ("metrics", "history")
-
-    def __post_init__(self) -> None:
-        require(0 < self.drop <= 1, "drop", self.drop, "in (0, 1]")
 
     def observe(self, record: Record) -> Actions | None:
         """Compare the evaluation, if there is one, with the best so far."""
-        rewards = [
-            row["evaluation"]["reward"]
-            for row in (*record.history, record.metrics)
-            if row.get("evaluation")
-        ]
+        rows = [row for row in (*record.history, record.metrics) if row.get("evaluation")]
+        rewards = [row["evaluation"]["reward"] for row in rows]
         best = max(rewards, default=0.0)
         if not record.metrics.get("evaluation") or best - rewards[-1] <= self.drop * abs(best):
             return None
-        return Actions(
-            stop=f"the held-out reward fell to {rewards[-1]:.3f} from its best, {best:.3f}"
-        )
+        reason = f"the held-out reward fell to {rewards[-1]:.3f} from its best, {best:.3f}"
+        return Actions(stop=reason)
 
 
 @checked_options
@@ -78,12 +68,10 @@ class Budget:
     """
 
     nfe: Whole = 0
-    seconds: float = 0.0
+    seconds: Annotated[float, Ge(0)] = 0.0
     fields = ("metrics",)
 
     def __post_init__(self) -> None:
-        require(self.nfe >= 0, "nfe", self.nfe, "0 or more")
-        require(self.seconds >= 0, "seconds", self.seconds, "0 or more")
         require(self.nfe + self.seconds > 0, "nfe", self.nfe, "above 0, or seconds above 0")
 
     def observe(self, record: Record) -> Actions | None:
@@ -118,73 +106,56 @@ class SaveExperience:
     def observe(self, record: Record) -> None:
         """Write both files; older ones of this iteration are replaced."""
         if record.iteration % self.every == 0:
-            place = self.folder / EXPERIENCE / f"{record.iteration:06d}"
+            place = self.folder / "experience" / f"{record.iteration:06d}"
             write_bytes(place.with_suffix(".csv"), _table(record).encode())
             write_bytes(place.with_suffix(".safetensors"), _tensors(record))
 
     def forget_after(self, iteration: int) -> None:
         """Delete the files of iterations after `iteration`, which will be computed again."""
-        for path in (self.folder / EXPERIENCE).glob("[0-9]*.*"):
+        for path in (self.folder / "experience").glob("[0-9]*.*"):
             if int(path.stem) > iteration:
                 path.unlink()
 
 
 def _table(record: Record) -> str:
     """One line per sample; a cell that is NaN is empty."""
-    finals = {
-        "reward": record.values[..., -1],
-        **{f"part_{name}": table[..., -1] for name, table in record.parts.items()},
-    }
-    credits = {"advantage": record.advantages, "weight": record.weights}
-    columns = finals | {
-        f"{name}_{k}": table[..., k]
-        for name, table in credits.items()
-        for k in range(len(record.decisions))
-    }
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    names = list(columns)
-    writer.writerow(["iteration", "prompt", "member", "text", "reward", "valid", *names[1:]])
+    names, count = ["reward", *(f"part_{name}" for name in record.parts)], len(record.decisions)
+    names += [f"{name}_{k}" for name in ("advantage", "weight") for k in range(count)]
+    finals = [table[..., -1:] for table in (record.values, *record.parts.values())]
+    numbers = torch.cat([*finals, record.advantages, record.weights], dim=-1)
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow(["iteration", "prompt", "member", "text", names[0], "valid", *names[1:]])
     for i, prompt in enumerate(record.prompts):
-        for j, valid in enumerate(record.valid[i].tolist()):
-            reward, *others = (
-                "" if math.isnan(x) else f"{x:.9g}"
-                for x in (float(columns[name][i, j]) for name in names)
-            )
+        for j, sample in enumerate(numbers[i].tolist()):
+            reward, *others = ("" if math.isnan(number) else f"{number:.9g}" for number in sample)
+            valid = bool(record.valid[i, j])
             writer.writerow([record.iteration, i, j, prompt.text, reward, valid, *others])
-    return text.getvalue()
+    return lines.getvalue()
 
 
 def _tensors(record: Record) -> bytes:
     """The tensors as safetensors."""
-    columns, decisions = "prompt member decision+1", record.decisions
-    named = {"values": (record.values, columns)} | {
-        f"part.{name}": (table, columns) for name, table in record.parts.items()
-    }
+    decisions, columns = record.decisions, "prompt member decision+1"
+    named = {"values": (record.values, columns), "valid": (record.valid, "prompt member")}
+    named |= {f"part.{name}": (table, columns) for name, table in record.parts.items()}
     tables = {"advantages": record.advantages, "weights": record.weights, "mask": decisions.mask}
     named |= {name: (table, "prompt member decision") for name, table in tables.items()}
     named |= {name: (getattr(decisions, name), "decision") for name in ("step", "time", "std")}
-    named["valid"] = (record.valid, "prompt member")
     axes = json.dumps({name: words for name, (_, words) in named.items()})
-    found = {name: tensor.contiguous() for name, (tensor, _) in named.items()}
-    return save(found, {"axes": axes})  # safetensors writes several entries in random order
+    # one entry of metadata: safetensors writes several in random order
+    return save({name: table.contiguous() for name, (table, _) in named.items()}, {"axes": axes})
 
 
-@dataclass
-class Decided:
-    """The actions of all observers after an iteration.
+@dataclass(frozen=True)
+class _PartMetrics:
+    """The optional `metrics` of a part as an observer."""
 
-    Args:
-        metrics: numbers by OBSERVER/NAME.
-        warnings: the observers' warnings and failures.
-        keep: whether to keep the checkpoint of the iteration.
-        stop: "OBSERVER: reason" of the first observer that stops the run.
-    """
+    part: Any
+    fields = ()
 
-    metrics: dict[str, float | None] = field(default_factory=dict)
-    warnings: list[Notice] = field(default_factory=list)
-    keep: bool = False
-    stop: str = ""
+    def observe(self, record: Record) -> Actions:
+        return Actions(metrics=self.part.metrics())
 
 
 class Observers:
@@ -207,32 +178,23 @@ class Observers:
         chosen, self.strict, self.distributed = config.logging, config.logging.strict, distributed
         self.saved = SaveExperience(folder, chosen.save_experience or 1)
         self.named: dict[str, Observer] = {}
-        self.memory: dict[str, dict[str, Tensor]] = {}
-        self.any = bool(chosen.observe or others or chosen.save_experience)
         with distributed.shared_errors():
             if distributed.is_main:
-                found = [("save-experience", self.saved)] if chosen.save_experience else []
-                found += [
-                    (parse_spec(spec).name.rpartition(":")[2], build("observer", spec))
-                    for spec in chosen.observe
-                ]
-                for name, observer in (
-                    *found,
-                    *((type(other).__name__, other) for other in others),
-                ):
-                    self._add(name, observer)
-        needed = {
-            name for observer in self.named.values() for name in observer.fields if name in LARGER
-        }
-        self.recorded: set[str] = distributed.gather(needed)[0] if self.any else set()
+                if chosen.save_experience:
+                    self._add("save-experience", self.saved)
+                for spec in chosen.observe:
+                    name = parse_spec(spec).name.rpartition(":")[2]
+                    self._add(name, build("observer", spec))
+                for other in others:
+                    self._add(type(other).__name__, other)
+        needed = {name for observer in self.named.values() for name in observer.fields}
+        self.recorded: set[str] = distributed.gather(needed & set(LARGER))[0]
 
     def _add(self, name: str, observer: Observer) -> None:
-        fields = observer.fields
+        fields, known = observer.fields, ", ".join(FIELDS)
         fits = not isinstance(fields, str) and set(fields) <= set(FIELDS)
-        require(
-            fits, f"fields of observer {name}", fields, f"a tuple with some of {', '.join(FIELDS)}"
-        )
-        same = sum(other == name or other.startswith(f"{name}#") for other in self.named)
+        require(fits, f"fields of observer {name}", fields, f"a tuple with some of {known}")
+        same = sum(other.partition("#")[0] == name for other in self.named)
         self.named[f"{name}#{same + 1}" if same else name] = observer
 
     def observe(
@@ -241,7 +203,7 @@ class Observers:
         iteration: Iteration,
         row: dict[str, Any],
         rows: Sequence[dict[str, Any]],
-    ) -> Decided:
+    ) -> dict[str, Any]:
         """Call the observers and the `metrics` of parts; all processes must call this.
 
         Args:
@@ -251,135 +213,92 @@ class Observers:
             rows: the earlier rows.
 
         Returns:
-            The decisions, the same in all processes.
+            Entries of the row, the same in all processes: numbers by OBSERVER/NAME, "warnings",
+            "kept" if an observer keeps the checkpoint, and "stopped" with "OBSERVER: reason" of the
+            first that stops the run.
 
         Raises:
             PartError: an observer raised an exception, and `strict` is set.
         """
-        decided, method = Decided(), trainer.method
-        parts: dict[str, Any] = {
-            "credit": method.credit,
-            "loss": method.loss,
-            "sampler": method.sampler,
-        }
-        parts["reward"] = trainer.reward
-        metered = {
-            kind: part.metrics
-            for kind, part in parts.items()
+        method, known = trainer.method, dict(vars(iteration.experience))
+        known |= {"advantages": iteration.credit.advantages, "weights": iteration.weights}
+        known |= {"metrics": row, "history": rows}
+        parts = {"credit": method.credit, "loss": method.loss, "sampler": method.sampler}
+        observers = {
+            kind: _PartMetrics(part)
+            for kind, part in {**parts, "reward": trainer.reward}.items()
             if callable(getattr(part, "metrics", None))
         }
-        if not (self.any or metered):
-            return decided
         warned = {said["kind"] for earlier in rows for said in earlier.get("warnings", ())}
+        entries: dict[str, Any] = {"warnings": []}
         with self.distributed.shared_errors():
-            for kind, metrics in metered.items() if self.distributed.is_main else ():
-                self._decide(
-                    kind,
-                    f"metrics of {kind}",
-                    lambda metrics=metrics: Actions(metrics=metrics()),
-                    decided,
-                    warned,
-                )
-            for name, observer in self.named.items():
-                look = partial(self._look, name, observer, iteration, row, rows)
-                self._decide(name, f"observer {name}", look, decided, warned)
-        return self.distributed.gather(decided)[0]
-
-    def _look(
-        self,
-        name: str,
-        observer: Observer,
-        iteration: Iteration,
-        row: dict[str, Any],
-        rows: Sequence[dict[str, Any]],
-    ) -> Actions | None:
-        """Call one observer, and note its state for the next checkpoint."""
-        experience = iteration.experience
-        known = {
-            "advantages": iteration.credit.advantages,
-            "weights": iteration.weights,
-            "metrics": row,
-            "history": rows,
-        }
-        fields = {
-            key: known[key] if key in known else getattr(experience, key) for key in observer.fields
-        }
-        fields |= {
-            key: copy.deepcopy(fields[key]) for key in ("metrics", "history") if key in fields
-        }
-        inputs = [value for value in fields.values() if isinstance(value, Tensor)]
-        with inputs_unchanged(f"{type(observer).__name__}.observe", PartError, *inputs):
-            actions = observer.observe(Record(row["iteration"], **fields))
-        if isinstance(observer, Stateful):
-            self.memory[name] = {
-                key: tensor.detach().cpu().clone() for key, tensor in observer.state_dict().items()
-            }
-        return actions
-
-    def _decide(
-        self,
-        name: str,
-        label: str,
-        call: Callable[[], Actions | None],
-        decided: Decided,
-        warned: set[str],
-    ) -> None:
-        """Add the actions that `call` returns; an exception is a warning, unless one was given for
-        this name before.
-        """
-        try:
-            actions = call()
-            if actions is None:
-                return
-            if not isinstance(actions, Actions):
-                raise PartError(
-                    f"it returned a {type(actions).__name__}, not "
-                    f"flowrl.core.experience.Actions or None"
-                )
-            metrics = {f"{name}/{key}": float(value) for key, value in actions.metrics.items()}
-        except (Exception, SystemExit) as error:
-            if is_disk_error(error):
-                raise
-            kind, place = f"{name} failed", foreign_call(error)
-            problem = (
-                str(error) if isinstance(error, PartError) else f"{type(error).__name__}: {error}"
-            )
-            text = _line(f"{label}{f', {place}' if place else ''}: {problem}")
-            if self.strict:
-                raise PartError(text) from error
-            decided.warnings += [Notice(kind, f"{text} (shown once)")] if kind not in warned else []
-            return
-        decided.metrics |= {
-            key: value if math.isfinite(value) else None for key, value in metrics.items()
-        }
-        decided.warnings += [Notice(name, _line(actions.warn))] if actions.warn else []
-        decided.keep |= actions.keep
-        decided.stop = decided.stop or (f"{name}: {_line(actions.stop)}" if actions.stop else "")
+            called = {**observers, **self.named} if self.distributed.is_main else {}
+            for name, observer in called.items():
+                kind = name
+                try:
+                    actions = _look(observer, known)
+                    numbers = {key: float(value) for key, value in actions.metrics.items()}
+                except (Exception, SystemExit) as error:
+                    text = _line(f"observer {name}{_problem(error)}")
+                    if self.strict:
+                        raise PartError(text) from error
+                    kind, numbers = f"{name} failed", {}
+                    actions = Actions(warn="" if kind in warned else f"{text} (shown once)")
+                for key, number in numbers.items():
+                    entries[f"{name}/{key}"] = number if math.isfinite(number) else None
+                if actions.warn:
+                    entries["warnings"].append({"kind": kind, "text": _line(actions.warn)})
+                if actions.keep:
+                    entries["kept"] = True
+                if actions.stop:
+                    entries.setdefault("stopped", f"{name}: {_line(actions.stop)}")
+        return self.distributed.gather(entries)[0]
 
     def state(self) -> dict[str, Tensor]:
-        """The state of the observers with memory after the last iteration, by name, for a
-        checkpoint.
-        """
+        """The state of the observers with memory, by name, for a checkpoint."""
         return {
-            f"observer/{name}/{key}": tensor
-            for name, state in self.memory.items()
-            for key, tensor in state.items()
+            f"observer/{name}/{key}": tensor.detach().cpu().clone()
+            for name, observer in self.named.items()
+            if isinstance(observer, Stateful)
+            for key, tensor in observer.state_dict().items()
         }
 
     def restore(self, tensors: Mapping[str, Tensor], iteration: int) -> None:
         """Continue from the `tensors` of the checkpoint of `iteration`, in the main process."""
         for name, observer in self.named.items():
             head = f"observer/{name}/"
-            found = {
+            state = {
                 key.removeprefix(head): tensor
                 for key, tensor in tensors.items()
                 if key.startswith(head)
             }
-            if isinstance(observer, Stateful) and found:
-                observer.load_state_dict(found)
-                self.memory[name] = {key: tensor.clone() for key, tensor in found.items()}
+            if isinstance(observer, Stateful) and state:
+                observer.load_state_dict(state)
         with suppress(FileNotFoundError):
             self.saved.forget_after(iteration)
+
+
+def _look(observer: Observer, known: Mapping[str, Any]) -> Actions:
+    """Call one observer with the fields that it declares."""
+    fields = {
+        key: copy.deepcopy(known[key]) if key in ("metrics", "history") else known[key]
+        for key in observer.fields
+    }
+    inputs = [value for value in fields.values() if isinstance(value, Tensor)]
+    with inputs_unchanged(f"{type(observer).__name__}.observe", PartError, *inputs):
+        actions = observer.observe(Record(known["metrics"]["iteration"], **fields)) or Actions()
+    if not isinstance(actions, Actions):
+        raise PartError(f"it returned a {type(actions).__name__}, not Actions or None")
+    return actions
+
+
+def _problem(error: BaseException) -> str:
+    """Where and why an observer failed; a disk's error is raised again."""
+    if is_disk_error(error):
+        raise error
+    place = foreign_call(error)
+    kind = "" if isinstance(error, PartError) else f"{type(error).__name__}: "
+    return f"{place and f', {place}'}: {kind}{error}"
 
 
 def _line(text: str) -> str:

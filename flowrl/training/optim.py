@@ -15,43 +15,27 @@ from flowrl.core.errors import ConfigError, TrainingError, require
 from flowrl.core.protocols import FlowPolicy, extras
 from flowrl.distributed import Distributed, free_gathered_weights, full, is_sharded, shard
 from flowrl.policies import has_compiled_blocks
-
-OPTIMIZERS = ("adamw", "adamw-8bit")
+from flowrl.training.config import OptimConfig
 
 
 def make_optimizer(
-    name: str,
-    parameters: Sequence[nn.Parameter],
-    lr: float,
-    betas: tuple[float, float],
-    weight_decay: float,
+    settings: OptimConfig, parameters: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """AdamW (arXiv 1711.05101); "adamw-8bit" stores both moments in 8 bits (arXiv 2110.02861).
 
     On CUDA "adamw" updates all parameters in one fused kernel. "adamw-8bit" quantises only tensors
-    of 4,096 elements or more.
-
-    Args:
-        name: "adamw" or "adamw-8bit".
-        parameters: the trained parameters.
-        lr: learning rate.
-        betas: decays of the two moments.
-        weight_decay: weight decay.
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        ConfigError: the name is unknown, or the package bitsandbytes, which "adamw-8bit" needs, is
-            missing.
+    of 4,096 elements or more. Raises `ConfigError` without the package bitsandbytes, which it
+    needs.
     """
-    require(name in OPTIMIZERS, "optimizer", name, f"one of {', '.join(OPTIMIZERS)}")
-    if name == "adamw":
+    numbers: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": settings.betas,
+        "weight_decay": settings.weight_decay,
+    }
+    if settings.optimizer == "adamw":
         # None: PyTorch's choice, which is a loop on the CPU
         fused = all(parameter.is_cuda for parameter in parameters) or None
-        return torch.optim.AdamW(
-            parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused
-        )
+        return torch.optim.AdamW(parameters, fused=fused, **numbers)
     try:
         bitsandbytes: Any = import_module("bitsandbytes")
     except ImportError as error:
@@ -59,45 +43,31 @@ def make_optimizer(
             "optimizer = 'adamw-8bit' needs the package bitsandbytes: pip install bitsandbytes, or"
             " adamw"
         ) from error
-    return bitsandbytes.optim.AdamW8bit(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
+    return bitsandbytes.optim.AdamW8bit(parameters, **numbers)
 
 
 def prepare_policy(
     policy: FlowPolicy, distributed: Distributed, compiled: bool
 ) -> Mapping[str, nn.Parameter]:
-    """Send the main process's weights to all processes; shard and compile the network if required.
+    """Send the main process's weights to all processes; shard the network if `distributed` requires
+    it, and compile it if `compiled`. Returns the trained parameters by name.
 
     A network whose blocks are compiled already (`policies.compile_blocks`) is not compiled again.
-
-    Args:
-        policy: the policy.
-        distributed: the processes, which determine whether weights are sharded.
-        compiled: compile the network.
-
-    Returns:
-        The trained parameters by name.
-
-    Raises:
-        ConfigError: sharding or compilation is required and the policy has no `velocity_network`,
-            or compilation is required on the CPU and there is no C++ compiler.
+    Raises `ConfigError` if sharding or compilation is required and the policy has no
+    `velocity_network`, or if there is no C++ compiler for the CPU.
     """
     distributed.broadcast([parameter.data for parameter in policy.trainable().values()])
-    found = extras(policy, "velocity_network")
+    extra = extras(policy, "velocity_network")
     for name, wanted in (("compile", compiled), ("sharded weights", distributed.sharded)):
-        fits = not wanted or found is not None
-        require(
-            fits,
-            name,
-            True,
-            f"for a policy with a velocity_network, which {type(policy).__name__} lacks",
-        )
+        allowed = f"for a policy with a velocity_network, which {type(policy).__name__} lacks"
+        require(not wanted or extra is not None, name, True, allowed)
     if compiled and policy.device.type == "cpu":
         _require_compiler()
-    if found is not None and distributed.sharded:
+    if extra is not None and distributed.sharded:
         dtype = getattr(policy, "dtype", torch.float32)  # in which the network computes
-        shard(found.velocity_network, distributed, policy.device, dtype)
-    if found is not None and compiled and not has_compiled_blocks(found.velocity_network):
-        found.velocity_network.compile()
+        shard(extra.velocity_network, distributed, policy.device, dtype)
+    if extra is not None and compiled and not has_compiled_blocks(extra.velocity_network):
+        extra.velocity_network.compile()
     return policy.trainable()
 
 
@@ -106,11 +76,10 @@ def _require_compiler() -> None:
     try:
         cpp_builder.get_cpp_compiler()
     except RuntimeError as error:
-        allowed = (
-            "with a C++ compiler, which torch.compile needs on the CPU: install g++, or name one"
-            " in CXX"
-        )
-        raise ConfigError(f"compile = True is only allowed {allowed}") from error
+        raise ConfigError(
+            "compile = True is not allowed on the CPU without a C++ compiler: install g++, or name"
+            " one in CXX"
+        ) from error
 
 
 class LossScaler:
@@ -153,9 +122,7 @@ class LossScaler:
         before.
         """
         self.scaler.unscale_(optimizer)
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return float(full(nn.utils.clip_grad_norm_(parameters, largest)))
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -172,8 +139,7 @@ class LossScaler:
             return True
         if before <= 1:
             raise TrainingError(
-                "the gradient is not finite although the loss scale has come down to 1: lower"
-                " learning_rate, or use bfloat16"
+                "the gradient is not finite at loss scale 1: lower learning_rate, or use bfloat16"
             )
         self.skipped += 1
         return False
@@ -185,9 +151,7 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue from `state_dict()`; the state of a run without scaling has no effect."""
         if self.enabled and state:
-            self.scaler.load_state_dict(
-                {name: value for name, value in state.items() if name != "skipped"}
-            )
+            self.scaler.load_state_dict(dict(state))
             self.skipped = int(state["skipped"])
 
 
@@ -211,35 +175,25 @@ def update_average(
 def weights_replaced(
     policy: FlowPolicy, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]
 ) -> Iterator[None]:
-    """A context in which parameters have other values. Sharded parameters keep their memory; the
-    values are copied.
-
-    Args:
-        policy: the policy.
-        parameters: its parameters.
-        values: their values, in the same order.
+    """A context in which the policy's `parameters` have other `values`, in the same order. Sharded
+    parameters keep their memory; the values are copied.
     """
     sharded = any(map(is_sharded, parameters))
+
+    @torch.no_grad()
+    def put(tensors: Sequence[Tensor]) -> None:
+        for parameter, tensor in zip(parameters, tensors, strict=True):
+            if sharded:
+                parameter.copy_(tensor)
+            else:
+                parameter.data = tensor
+        extra = extras(policy, "velocity_network")
+        if sharded and extra is not None:
+            free_gathered_weights(extra.velocity_network)
+
     kept = [parameter.detach().clone() if sharded else parameter.data for parameter in parameters]
-    put = _copy if sharded else _point
-    put(policy, parameters, values)
+    put(values)
     try:
         yield
     finally:
-        put(policy, parameters, kept)
-
-
-def _point(
-    policy: FlowPolicy, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]
-) -> None:
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.data = value
-
-
-@torch.no_grad()
-def _copy(policy: FlowPolicy, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
-    found = extras(policy, "velocity_network")
-    if found is not None:
-        free_gathered_weights(found.velocity_network)
+        put(kept)

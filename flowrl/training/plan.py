@@ -1,5 +1,5 @@
 """The cost of one iteration, counted before anything is loaded: rows, batches, network
-evaluations.
+evaluations, memory.
 """
 
 import math
@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from flowrl.core.errors import ConfigError, require
+from flowrl.core.errors import require
 from flowrl.core.experience import Credit, Decisions
 from flowrl.core.forward import guidance_passes
 from flowrl.core.protocols import ForwardLoss
@@ -18,12 +18,18 @@ from flowrl.core.tree import Tree, plain_tree
 from flowrl.credit import read_columns
 from flowrl.flow import uniform_schedule
 from flowrl.methods import Method
-from flowrl.policies import Memory, Size, architecture_of, count_memory
-from flowrl.probes import Cost, Probe, Shape, whole
-from flowrl.rollout.loss_batch import Rows, minibatch_rows, weighted_rows
+from flowrl.policies import Memory, architecture_of, count_memory
+from flowrl.probes import Probe, Shape, whole
+from flowrl.rollout.batches import minibatch_rows
 from flowrl.rollout.rollout import Groups, group_tree
-from flowrl.rollout.weights import transition_weights
-from flowrl.training.build import first_trained_steps, make_method, method_text, trial_stds
+from flowrl.rollout.values import transition_weights
+from flowrl.training.build import (
+    first_trained_steps,
+    make_method,
+    method_text,
+    model_options,
+    trial_stds,
+)
 from flowrl.training.config import RunConfig
 from flowrl.training.trainer import loss_guidance
 
@@ -38,16 +44,13 @@ class Plan:
     velocities are then fractions or multiples of an evaluation.
 
     Args:
+        processes: number of processes.
+        groups_per_process: groups of a process; the last ones may have fewer.
         trajectories: number of trajectories.
         trained_steps: steps that enter the loss.
         rows: trained transitions of all trajectories, or (image, drawn time) rows.
         evaluations: network evaluations of these rows, one per distinct state.
         updates: optimizer steps.
-        trajectories_per_update: trajectories of an optimizer step.
-        rows_per_update: rows of an optimizer step.
-        processes: number of processes.
-        idle: processes without a group, which wait for the others.
-        groups_per_process: groups of a process; the last ones may have fewer.
         evaluations_per_update_and_process: mean over updates, for a process with its full number of
             groups.
         micro_batches_per_update: backward passes of an optimizer step in a process.
@@ -55,10 +58,9 @@ class Plan:
         nfe: network evaluations of the rollout and its probe (`Probe.cost`), without guidance;
             calls that compute less count fractions.
         sequential_calls: sequential network calls of the rollout.
-        calls_of_a_process: network calls of a process, split by `max_batch`.
         rows_per_call: latents per network call in sampling.
-        velocities: evaluations of a state in the update: 1, and 1 for the base model if its KL is
-            used.
+        velocities: evaluations of the states in the update, by the network, the base model and
+            copies of the weights.
         train_nfe: network evaluations of the update, without guidance.
         gradient_nfe: those of `train_nfe` with a gradient.
         passes_per_evaluation: 2 with classifier-free guidance, else 1.
@@ -67,22 +69,18 @@ class Plan:
         evaluation_nfe: network evaluations of an evaluation.
     """
 
+    processes: int
+    groups_per_process: int
     trajectories: int
     trained_steps: int
     rows: int
     evaluations: int
     updates: int
-    trajectories_per_update: int
-    rows_per_update: int
-    processes: int
-    idle: int
-    groups_per_process: int
     evaluations_per_update_and_process: int
     micro_batches_per_update: int
     rows_per_micro_batch: int
     nfe: float
     sequential_calls: int
-    calls_of_a_process: int
     rows_per_call: int
     velocities: int
     train_nfe: float
@@ -111,76 +109,72 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
         ConfigError: a setting is not allowed, or the probe's cost is unknown.
     """
     require(processes >= 1, "processes", processes, "1 or more")
-    method, rollout, optim, evaluation = (
-        make_method(config),
-        config.rollout,
-        config.optim,
-        config.evaluation,
-    )
-    groups = math.ceil(rollout.groups / processes)
-    decisions = _decisions(config, method)
-    own, networks = config.policy.guidance_scale, 1
-    if isinstance(method.loss, ForwardLoss):
-        count = method.loss.times.draws(uniform_schedule(rollout.num_steps))
-        networks += sum(copy.evaluated for copy in method.loss.copies.values())
+    method, rollout, evaluation = make_method(config), config.rollout, config.evaluation
+    loss, batches, groups = method.loss, config.batches, math.ceil(rollout.groups / processes)
+
+    # One group: its decisions, and the rows of its trajectories in the update.
+    tree, grid = _tree(config, method), uniform_schedule(rollout.num_steps)
+    forward, valid = isinstance(loss, ForwardLoss), torch.ones(1, tree.members, dtype=torch.bool)
+    trained = None if forward else first_trained_steps(config).tolist()
+    decisions = Decisions.of(grid, trial_stds(config), tree, valid, trained)
+    if isinstance(loss, ForwardLoss):
+        count = loss.times.draws(grid)
+        networks = 1 + sum(copy.evaluated for copy in loss.copies.values())
+        rows = evaluations = tree.members * count
     else:
-        count = int(decisions.trained.sum())
-    rows = _rows(method, decisions, count)
-    samples, evaluations = rollout.groups * rollout.group_size, rollout.groups * rows.evaluations
-    minibatches = torch.arange(samples).chunk(optim.minibatches)
+        count, networks = int(decisions.trained.sum()), 1
+        weights = transition_weights(Credit(torch.ones(decisions.mask.shape)), decisions)[0]
+        states = decisions.tree or plain_tree(tree.members, 1, (0,))
+        (group,) = minibatch_rows([torch.arange(tree.members)], weights, states, loss.unit)
+        rows, evaluations = len(group), group.evaluations
+
+    # All groups: the update.
+    samples, evaluations = rollout.groups * rollout.group_size, rollout.groups * evaluations
+    minibatches = torch.arange(samples).chunk(config.optim.minibatches)
     share = max(map(len, minibatches)) / samples
-    shape = _shape(config, method)
-    calls, reward_calls = _rollout(shape, method.credit.probe)
-    own_calls = [
-        latents for latents, _ in _rollout(replace(shape, groups=groups), method.credit.probe)[0]
-    ]
-    nfe = whole(sum(latents * part for latents, part in calls))
     per_process = math.ceil(evaluations * share * groups / rollout.groups)
-    guidance, reference, passes = (
-        loss_guidance(config),
-        method.loss.needs_reference,
-        guidance_passes(own),
-    )
-    unit = {"transition": 1, "trajectory": count, "group": rollout.group_size}[method.loss.unit]
-    # the means of units that are spread over micro-batches
-    twice = 1 + (unit > config.batches.micro_batch)
-    train_nfe = whole(evaluations * guidance.evaluations(networks, reference, own) * twice)
-    branches = (
-        guidance_passes(guidance.scales(own)[0]) if config.policy.guidance_gradient == "both" else 1
-    )
-    solver = (
-        2 * evaluation.eval_steps - 1 if evaluation.eval_solver == "heun" else evaluation.eval_steps
-    )
+    own, guidance = config.policy.guidance_scale, loss_guidance(config)
+    unit = {"transition": 1, "trajectory": count, "group": rollout.group_size}[loss.unit]
+    # units that are spread over micro-batches need their means first
+    twice = 1 + (unit > batches.micro_batch)
+    each = guidance.evaluations(networks, loss.needs_reference, own)
+    train_nfe = whole(evaluations * each * twice)
+    both = config.policy.guidance_gradient == "both"
+    branches = guidance_passes(guidance.scales(own)[0]) if both else 1
+
+    # All groups: the rollout and its probe.
+    asked = read_columns(method.credit, decisions.trained).tolist()
+    nodes = [step for step, needed in zip(tree.drawn_steps, asked, strict=False) if needed]
+    shape, probe = Shape(rollout.groups, grid, tree, nodes), method.credit.probe
+    calls, images = _rollout(shape, probe)
+    nfe = whole(sum(latents * fraction for latents, fraction in calls))
+    own_calls = [latents for latents, _ in _rollout(replace(shape, groups=groups), probe)[0]]
+    passes = guidance_passes(own)
+    largest = max(*own_calls, evaluation.eval_samples // processes)
+    # the last step of Heun's method is one of Euler's
+    heun = evaluation.eval_solver == "heun"
+    solver_nfe = 2 * evaluation.eval_steps - 1 if heun else evaluation.eval_steps
     return Plan(
+        processes=processes,
+        groups_per_process=groups,
         trajectories=samples,
         trained_steps=count,
-        rows=rollout.groups * len(rows),
+        rows=rollout.groups * rows,
         evaluations=evaluations,
         updates=len(minibatches),
-        trajectories_per_update=max(map(len, minibatches)),
-        rows_per_update=math.ceil(rollout.groups * len(rows) * share),
-        processes=processes,
-        idle=processes - math.ceil(rollout.groups / groups),
-        groups_per_process=groups,
         evaluations_per_update_and_process=per_process,
-        micro_batches_per_update=math.ceil(per_process / config.batches.micro_batch),
-        rows_per_micro_batch=min(config.batches.micro_batch, per_process) * branches,
+        micro_batches_per_update=math.ceil(per_process / batches.micro_batch),
+        rows_per_micro_batch=min(batches.micro_batch, per_process) * branches,
         nfe=nfe,
         sequential_calls=len(calls),
-        calls_of_a_process=sum(
-            math.ceil(latents / config.batches.max_batch) for latents in own_calls
-        ),
-        rows_per_call=min(
-            config.batches.max_batch, max(*own_calls, evaluation.eval_samples // processes)
-        )
-        * passes,
-        velocities=evaluations * (networks + reference),
+        rows_per_call=min(batches.max_batch, largest) * passes,
+        velocities=evaluations * (networks + loss.needs_reference),
         train_nfe=train_nfe,
         gradient_nfe=whole(evaluations * guidance.evaluations(1, False, own)),
         passes_per_evaluation=passes,
         passes=whole((nfe + train_nfe) * passes),
-        reward_calls=reward_calls,
-        evaluation_nfe=evaluation.eval_samples * solver,
+        reward_calls=images,
+        evaluation_nfe=evaluation.eval_samples * solver_nfe,
     )
 
 
@@ -188,253 +182,130 @@ def _tree(config: RunConfig, method: Method) -> Tree:
     """The tree of the first iteration's groups; a tree that changes between iterations is one
     draw.
     """
-    rollout = config.rollout
-    groups = Groups(rollout.groups, rollout.group_size, method.shared_noise)
-    return group_tree(
-        trial_stds(config), groups, method.credit.probe, torch.Generator().manual_seed(0)
-    )
-
-
-def _decisions(config: RunConfig, method: Method) -> Decisions:
-    """The decisions of one group in the first iteration."""
-    grid, tree = uniform_schedule(config.rollout.num_steps), _tree(config, method)
-    forward, valid = (
-        isinstance(method.loss, ForwardLoss),
-        torch.ones(1, tree.members, dtype=torch.bool),
-    )
-    trained = None if forward else first_trained_steps(config).tolist()
-    return Decisions.of(grid, trial_stds(config), tree, valid, trained)
-
-
-def _rows(method: Method, decisions: Decisions, count: int) -> Rows:
-    """The rows of one group in the update, `count` for each of its trajectories."""
-    credit, (_, members, _) = Credit(torch.ones(decisions.mask.shape)), decisions.mask.shape
-    if isinstance(method.loss, ForwardLoss):
-        return weighted_rows(torch.arange(members), torch.arange(count), torch.ones(members, count))
-    weights = transition_weights(credit, decisions)[0]
-    tree = decisions.tree or plain_tree(members, 1, (0,))
-    return minibatch_rows([torch.arange(members)], weights, tree, method.loss.unit)[0]
-
-
-def _shape(config: RunConfig, method: Method) -> Shape:
-    """The quantities that determine the cost of the rollout."""
-    tree, grid = _tree(config, method), uniform_schedule(config.rollout.num_steps)
-    trained = _decisions(config, method).trained
-    asked = read_columns(method.credit, trained).tolist()
-    nodes = [step for step, needed in zip(tree.drawn_steps, asked, strict=False) if needed]
-    return Shape(config.rollout.groups, grid, tree, nodes)
+    groups = Groups(config.rollout.groups, config.rollout.group_size, method.shared_noise)
+    generator = torch.Generator().manual_seed(0)
+    return group_tree(trial_stds(config), groups, method.credit.probe, generator)
 
 
 def _rollout(shape: Shape, probe: Probe) -> tuple[list[tuple[int, float]], int]:
     """Network calls of `rollout.rollout`, each with its rows and their fraction of an evaluation,
     and the number of scored images.
     """
-    calls, cost = [(rows, 1.0) for rows in shape.rows[:-1]], _cost(shape, probe)
+    cost, calls = probe.cost(shape), [(rows, 1.0) for rows in shape.rows[:-1]]
+    require(cost is not None, "probe", type(probe).__name__, "one with a method `cost`")
+    assert cost is not None
     for call in cost.calls:
         if call.step is None:
             calls.append((call.rows, call.share))
-        else:
+        else:  # part of a step's call
             calls[call.step] = (calls[call.step][0] + call.rows, 1.0)
     return calls, cost.images + shape.groups * shape.members
 
 
-def _cost(shape: Shape, probe: Probe) -> Cost:
-    cost = probe.cost(shape)
-    if cost is None:
-        raise ConfigError(
-            f"{type(probe).__name__} has no method `cost`, so the evaluations of its rollouts"
-            " cannot be planned"
-        )
-    return cost
-
-
 def plan_text(
-    found: Plan, config: RunConfig, origins: Mapping[str, str] = MappingProxyType({})
+    counts: Plan, config: RunConfig, origins: Mapping[str, str] = MappingProxyType({})
 ) -> str:
     """The plan as text, as ``flowrl train --plan`` prints it.
 
     Args:
-        found: the counts.
+        counts: the counts.
         config: the run.
         origins: where settings come from, by setting (`presets.origins`).
 
     Returns:
         The lines.
     """
-    p, rollout, evaluation = found, config.rollout, config.evaluation
+    p, rollout, evaluation = counts, config.rollout, config.evaluation
     guidance = f" x {p.passes_per_evaluation} (guidance)" if p.passes_per_evaluation > 1 else ""
     networks = p.velocities // p.evaluations if p.evaluations else 1
-    loss = make_method(config).loss
-    others = ["base model"] * loss.needs_reference + ["copies of the weights"] * (
-        networks > 1 + loss.needs_reference
-    )
-    kl = f" x {networks} ({', '.join(['network', *others])})" if networks > 1 else ""
-    if (config.policy.train_guidance_scale, config.policy.reference_guidance_scale) != (0, 0):
-        train, reference = loss_guidance(config).scales(config.policy.guidance_scale)
-        kl += f", guidance {train:g}" + (
-            f" and {reference:g} of the base model" if reference != train else ""
+    micro, most = (
+        f"{name} {number}" + " (measured at the start)" * (setting == "auto")
+        for name, setting, number in (
+            ("micro_batch", config.optim.micro_batch, config.batches.micro_batch),
+            ("max_batch", rollout.max_batch, config.batches.max_batch),
         )
-    shared = f", on {p.evaluations:,} distinct states" if p.evaluations < p.rows else ""
-    kind, mean = "states" if shared else "rows", " (on average)" if p.processes > 1 else ""
-    whole = p.rows == p.trajectories * p.trained_steps
-    counted = (
-        f"{p.trajectories:,} trajectories x {p.trained_steps} trained steps of {rollout.num_steps}"
-        if whole
-        else "decisions"
     )
-    micro = _batch(config.optim.micro_batch, config.batches.micro_batch)
-    most = _batch(rollout.max_batch, config.batches.max_batch)
-    idle = f", {p.idle} of {p.processes} processes have none and wait" if p.idle else ""
-    lines = [
-        (
-            f"{config.algorithm.method}: one iteration of {config.iterations}, {p.processes}"
-            f" process{'es' if p.processes > 1 else ''}, {config.policy.dtype} on"
-            f" {config.policy.device}"
-        ),
-        (
-            f"  trajectories       {rollout.groups} groups x {rollout.group_size} members ="
-            f" {p.trajectories:,}; a process rolls out {p.groups_per_process} whole"
-            f" group{'s' if p.groups_per_process > 1 else ''}{idle}"
-        ),
-        f"  method             {method_text(config, origins)}",
-        f"  rows               {counted} = {p.rows:,}{shared}",
-        (
-            f"  optimizer steps    {p.updates}, each on the mean over {p.trajectories_per_update:,}"
-            f" trajectories = {p.rows_per_update:,} rows"
-        ),
-        (
-            f"  backward passes    {p.evaluations_per_update_and_process:,} {kind} a process{mean}"
-            f" / micro_batch {micro} = {p.micro_batches_per_update} an optimizer step, of"
-            f" {p.rows_per_micro_batch} network rows"
-        ),
-        (
-            f"  rollout            {p.nfe:,} network evaluations ({p.nfe / p.trajectories:.1f} a"
-            f" trajectory) in {p.sequential_calls} sequential calls; split by max_batch {most}:"
-            f" {p.calls_of_a_process} a process"
-        ),
-        (
-            f"  update             {p.evaluations:,} {kind}{kl} = {p.train_nfe:,} network"
-            f" evaluations, {p.gradient_nfe:,} of them with gradients"
-        ),
-        (
-            f"  network in all     ({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward"
-            " passes"
-        ),
-        (
-            f"  reward             {p.reward_calls:,} images scored"
-            f" ({p.reward_calls / p.trajectories:.1f} a trajectory)"
-        ),
-        (
-            f"  evaluation         {evaluation.eval_samples} samples every {evaluation.eval_every}"
-            f" iterations: {p.evaluation_nfe:,} network evaluations{guidance}"
-        ),
-        (
-            f"  in all             {config.iterations * p.updates:,} optimizer steps,"
-            f" {config.iterations * p.trajectories:,} trajectories,"
-            f" {config.iterations * p.passes:,} forward passes in training"
-        ),
-    ]
-    return "\n".join(lines)
+    lines = {
+        "trajectories": f"{rollout.groups} groups x {rollout.group_size} members ="
+        f" {p.trajectories:,}; whole groups a process: {p.groups_per_process}",
+        "method": method_text(config, origins),
+        "rows": f"{p.trained_steps} trained steps of {rollout.num_steps}: {p.rows:,} rows,"
+        f" {p.evaluations:,} distinct states",
+        "optimizer steps": f"{p.updates}; {p.evaluations_per_update_and_process:,} states a process"
+        f" / {micro} = {p.micro_batches_per_update} backward passes of {p.rows_per_micro_batch}"
+        " network rows",
+        "rollout": f"{p.nfe:,} network evaluations ({p.nfe / p.trajectories:.1f} a trajectory) in"
+        f" {p.sequential_calls} sequential calls, split by {most}",
+        "update": f"{p.evaluations:,} states x {networks} networks = {p.train_nfe:,} network"
+        f" evaluations, {p.gradient_nfe:,} of them with gradients",
+        "network in all": f"({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes",
+        "reward": f"{p.reward_calls:,} images scored"
+        f" ({p.reward_calls / p.trajectories:.1f} a trajectory)",
+        "evaluation": f"{evaluation.eval_samples} samples every {evaluation.eval_every} iterations:"
+        f" {p.evaluation_nfe:,} network evaluations{guidance}",
+        "in all": f"{config.iterations * p.updates:,} optimizer steps,"
+        f" {config.iterations * p.passes:,} forward passes in training",
+    }
+    title = f"{config.algorithm.method}: one iteration of {config.iterations}, processes:"
+    where = f"{p.processes}, {config.policy.dtype} on {config.policy.device}"
+    return "\n".join([f"{title} {where}", *_table(lines)])
 
 
-def _batch(setting: int | str, counted: int) -> str:
-    """A batch size, or the counted size in place of one that the run will measure."""
-    return (
-        str(setting)
-        if setting == counted
-        else f"{setting} (measured at the start; counted as {counted})"
-    )
+def _table(lines: Mapping[str, str]) -> list[str]:
+    return [f"  {name:18s} {text}" for name, text in lines.items()]
 
 
 SCORED_TOGETHER = 512
 """Images that `rollout.score_rollout` decodes before it scores them."""
 
 
-def memory(found: Plan, config: RunConfig) -> Memory | None:
-    """GPU memory of a process, counted (`policies.count_memory`).
-
-    Args:
-        found: the counts of the run.
-        config: the run.
-
-    Returns:
-        The memory; None for a model of unknown architecture.
+def memory(counts: Plan, config: RunConfig) -> Memory | None:
+    """GPU memory of a process, counted (`policies.count_memory`); None for a model of unknown
+    architecture.
     """
-    policy, rollout = config.policy, config.rollout
-    known = architecture_of(policy.model) if policy.model else None
+    model, rollout = config.policy.model, config.rollout
+    known = architecture_of(model) if model else None
     if known is None:
         return None
-    if policy.max_sequence_length:
-        known = replace(known, prompt_tokens=policy.max_sequence_length)
     method = make_method(config)
-    images = min(
-        SCORED_TOGETHER, math.ceil(found.reward_calls * found.groups_per_process / rollout.groups)
-    )
-    size = Size(policy.resolution, policy.width or policy.resolution, policy.num_frames)
-    counted = count_memory(
-        known,
-        size,
-        found.rows_per_micro_batch,
-        found.rows_per_call,
-        policy.lora_rank,
-        policy.dtype,
-        policy.gradient_checkpointing,
-        policy.tuning == "full",
-        policy.decode_batch,
-        method.loss.needs_reference,
-        images,
-        policy.decode_dtype,
-        policy.lora_targets,
-    )
-    latent = 4 * math.prod(known.latent_shape(size))
-    tree = _tree(config, method)
-    stored = (
-        tree.units + tree.at(tree.steps).start
-        if tree.branched
-        else rollout.group_size * (2 * rollout.num_steps + 1)
-    )
-    nodes = 0 if rollout.offload else found.groups_per_process * stored
-    return replace(counted, trajectories=nodes * latent)
+    own_images = math.ceil(counts.reward_calls * counts.groups_per_process / rollout.groups)
+    images, options = min(SCORED_TOGETHER, own_images), model_options(config)
+    rows = counts.rows_per_micro_batch, counts.rows_per_call
+    counted = count_memory(known, options, *rows, images)
+    tree, stored = _tree(config, method), rollout.group_size * (2 * rollout.num_steps + 1)
+    if tree.branched:
+        stored = tree.units + tree.at(tree.steps).start
+    latents = 0 if rollout.offload else counts.groups_per_process * stored
+    return replace(counted, trajectories=4 * latents * math.prod(known.latent_shape(options)))
 
 
-def memory_text(found: Plan, config: RunConfig) -> str:
-    """`memory` as text.
-
-    Args:
-        found: the counts of the run.
-        config: the run.
-
-    Returns:
-        The lines; empty for a model of unknown architecture.
-    """
-    policy, counted = config.policy, memory(found, config)
+def memory_text(counts: Plan, config: RunConfig) -> str:
+    """`memory` as text; empty for a model of unknown architecture."""
+    policy, counted = config.policy, memory(counts, config)
     if counted is None:
         return ""
-    lines = [
-        (
-            f"memory of a process, counted on the architecture of {Path(policy.model).name} in"
-            f" {policy.dtype}, not measured; GB = 10^9 bytes"
-        ),
-        (
-            f"  always             {_gb(counted.weights)} frozen weights + {_gb(counted.trained)}"
-            f" for {counted.trained_parameters:,} trained ones"
-        ),
-        f"  trajectories       {_gb(counted.trajectories)} (nodes and velocities, float32)",
-        (
-            f"  and one of         {_gb(counted.update)} micro-batch of"
-            f" {found.rows_per_micro_batch} rows, {_gb(counted.rollout)} sampling"
-            f" {found.rows_per_call} rows, {_gb(counted.decode)} decoding {policy.decode_batch}"
-            f" images at a time, {_gb(counted.encoders)} text encoders"
-        ),
-        (
-            f"  at most            {_gb(counted.peak)}, without the reward's network, CUDA's work"
-            " space and the allocator's reserve"
-        ),
-    ]
+    parts = (
+        "weights",
+        "trained",
+        "trajectories",
+        "update",
+        "rollout",
+        "decode",
+        "encoders",
+        "peak",
+    )
+    size = {name: f"{getattr(counted, name) / 1e9:.1f} GB" for name in parts}
+    lines = {
+        "always": f"{size['weights']} frozen weights + {size['trained']} for"
+        f" {counted.trained_parameters:,} trained ones",
+        "trajectories": f"{size['trajectories']} (nodes and velocities, float32)",
+        "and one of": f"{size['update']} micro-batch of {counts.rows_per_micro_batch} rows,"
+        f" {size['rollout']} sampling {counts.rows_per_call} rows, {size['decode']} decoding"
+        f" {policy.decode_batch} images at a time, {size['encoders']} text encoders",
+        "at most": f"{size['peak']}, without the reward's network, CUDA's work space and the"
+        " allocator's reserve",
+    }
     if policy.device != "cpu" and not torch.cuda.is_available():
-        lines.append("  counted for a machine with a GPU; this machine has none")
-    return "\n".join(lines)
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
+        lines["note"] = "counted for a machine with a GPU; this machine has none"
+    title = f"memory of a process, counted on the architecture of {Path(policy.model).name} in"
+    return "\n".join([f"{title} {policy.dtype}, not measured; GB = 10^9 bytes", *_table(lines)])

@@ -5,17 +5,16 @@ Clips, KL weights and rules of the method files are the published ones, with the
 released code. ``sd3.5-medium,tp-grpo,ocr,exact`` has flowrl's definitions and translated numbers.
 """
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 from flowrl.core.errors import ConfigError, require
-from flowrl.parts.settings import read_settings
+from flowrl.parts.settings import read_settings, unknown
 from flowrl.reading import load_document
 from flowrl.training.format import current, format_of
 
@@ -101,39 +100,26 @@ preset does not replace it.
 
 def world_defaults(world: Any) -> dict[str, Any]:
     """Changes to the defaults in a world: those of `WORLD_DEFAULTS`, or the world's first task and
-    form and its own `defaults`.
+    form and its own `defaults`; none for "model".
 
     Args:
         world: the setting `world`: a spec, which is built, or an object.
 
     Returns:
-        Settings; none for "model".
+        The settings.
 
     Raises:
         ConfigError: the world cannot be built, or its defaults name a world or a model.
     """
     if world == "model" or (isinstance(world, str) and world in WORLD_DEFAULTS):
         return WORLD_DEFAULTS.get(world, {})
-    from flowrl.worlds.base import world as find
+    from flowrl.worlds.base import world as build_world
 
-    found = find(world)
-    own = dict(getattr(found, "defaults", {}))
-    require(
-        not {"world", "model"} & own.keys(),
-        f"defaults of world {found.name}",
-        own,
-        "settings other than world and model",
-    )
-    return {"task": found.tasks[0], "reward_form": found.forms[0], **own}
-
-
-def _name(world: Any) -> str:
-    """The world's name."""
-    if isinstance(world, str) and world in WORLD_DEFAULTS:
-        return world
-    from flowrl.worlds.base import world as find
-
-    return find(world).name
+    built = build_world(world)
+    defaults = dict(getattr(built, "defaults", {}))
+    fits = not {"world", "model"} & defaults.keys()
+    require(fits, f"defaults of world {built.name}", defaults, "neither world nor model")
+    return {"task": built.tasks[0], "reward_form": built.forms[0], **defaults}
 
 
 METHOD_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
@@ -177,18 +163,12 @@ def method_overrides(
     names = preset.split(",")
     if not set(names) <= set(PRESETS):
         return {}
-    own = method in OWN_WINDOWS or published
-    found: dict[str, Any] = {"window": ""} if own else {}
-    if published:
-        found["clip_range"] = 0.0
-    key = (
-        "tiny"
-        if "tiny" in names
-        else world
-        if isinstance(world, str) and world in METHOD_SETTINGS
-        else "model"
-    )
-    return {**found, **METHOD_SETTINGS[key].get(method, {})}
+    key = "tiny" if "tiny" in names else str(world) if str(world) in METHOD_SETTINGS else "model"
+    return {
+        **({"window": ""} if published or method in OWN_WINDOWS else {}),
+        **({"clip_range": 0.0} if published else {}),
+        **METHOD_SETTINGS[key].get(method, {}),
+    }
 
 
 def origins(
@@ -214,12 +194,15 @@ def origins(
         Origins; settings without one have their default.
     """
     base = MODEL_DEFAULTS if world == "model" else world_defaults(world)
-    found = dict.fromkeys(base, "models" if world == "model" else f"world {_name(world)}")
-    found |= {name: f"preset {piece}" for name, piece in combine(preset, schema).origins.items()}
-    found |= dict.fromkeys(
-        method_overrides(preset, world, method, published), f"{preset}, for {method}"
-    )
-    return found | dict.fromkeys(chosen, "option")
+    label = "models" if world == "model" else f"world {getattr(world, 'name', world)}"
+    pieces = combine(preset, schema).origins.items()
+    overrides = method_overrides(preset, world, method, published)
+    return {
+        **dict.fromkeys(base, label),
+        **{name: f"preset {piece}" for name, piece in pieces},
+        **dict.fromkeys(overrides, f"{preset}, for {method}"),
+        **dict.fromkeys(chosen, "option"),
+    }
 
 
 MODEL_ONLY = (
@@ -331,60 +314,43 @@ def combine(name: str, schema: type) -> Combined:
         ConfigError: a name is unknown, or two presets are of one kind.
     """
     pieces = [_piece(part.strip(), schema) for part in name.split(",")]
-    for kind in KINDS:
-        same = [piece.name for piece in pieces if piece.origin == kind]
-        if len(same) > 1:
-            raise ConfigError(f"preset: {' and '.join(same)} are both {kind}; choose one of them")
-    ordered = sorted(
-        pieces, key=lambda piece: KINDS.index(piece.origin) if piece.origin in KINDS else len(KINDS)
-    )
-    settings, origins = {}, {}
-    for layer in _layers(ordered):
-        settings |= layer.settings
-        origins |= dict.fromkeys(layer.settings, layer.name)
-    return Combined(tuple(ordered), settings, origins)
-
-
-def _layers(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces in the order in which their settings override each other."""
+    files = [piece for kind in KINDS for piece in pieces if piece.origin == kind]
+    for first, second in pairwise(files):
+        fits = first.origin != second.origin
+        require(fits, "preset", name, f"one of {first.origin}: {first.name} or {second.name}")
+    others = [piece for piece in pieces if piece not in files]
     chosen = {piece.name for piece in pieces}
-    files = [piece for piece in pieces if piece.origin in KINDS]
-    crossed = [
-        Piece(f"{piece.name} with {other}", piece.origin, settings)
-        for piece in files
-        for other, settings in piece.when.items()
-        if set(other.split(",")) <= chosen
+    layers = [
+        *((piece.name, piece.settings) for piece in files),
+        *(
+            (f"{piece.name} with {other}", settings)
+            for piece in files
+            for other, settings in piece.when.items()
+            if set(other.split(",")) <= chosen
+        ),
+        *((piece.name, piece.settings) for piece in others),
     ]
-    return [*files, *crossed, *(piece for piece in pieces if piece.origin not in KINDS)]
+    settings, origins = {}, {}
+    for origin, changes in layers:
+        settings |= changes
+        origins |= dict.fromkeys(changes, origin)
+    return Combined((*files, *others), settings, origins)
 
 
 def _piece(name: str, schema: type) -> Piece:
     if name in PRESETS:
         return Piece(name, "built-in", PRESETS[name])
-    kind, path = next(
-        ((kind, files[name]) for kind, files in shipped().items() if name in files),
-        ("file", Path(name)),
-    )
-    if kind != "file" or path.suffix in (".yaml", ".yml"):
-        if not path.is_file():
-            raise ConfigError(f"preset: the file {name} does not exist")
-        older = format_of(path, load_document(path)[0])
-        found = read_settings(path, schema)
-        return Piece(
-            name,
-            kind,
-            current(found.settings, older, path),
-            current(found.when, older, path),
-            found.about,
-        )
-    lists = [", ".join(PRESETS), *(", ".join(files) for files in shipped().values())]
-    known = [*PRESETS, *(stem for files in shipped().values() for stem in files)]
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ConfigError(
-        f"unknown preset {name!r}{hint}; allowed: {'; '.join(lists)}; several separated by commas,"
-        f" as in {combinations()[-1]}; or a .yaml file"
-    )
+    files = {
+        stem: (kind, path) for kind, stems in shipped().items() for stem, path in stems.items()
+    }
+    kind, path = files.get(name, ("file", Path(name)))
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{unknown(name, [*PRESETS, *files], 'preset')}; or a .yaml file")
+    require(path.is_file(), "preset", name, "a file that exists")
+    older = format_of(path, load_document(path)[0])
+    read = read_settings(path, schema)
+    settings, when = (current(part, older, path) for part in (read.settings, read.when))
+    return Piece(name, kind, settings, when, read.about)
 
 
 @dataclass(frozen=True)
@@ -411,39 +377,31 @@ class Published:
         return self.ours == self.value
 
 
-def published(found: Combined) -> list[Published]:
-    """All settings of `found` with the published values for its pieces
+def published(combined: Combined) -> list[Published]:
+    """All settings of `combined` with the published values for its pieces
     (``presets/published.yaml``).
 
     An entry of the file applies to all combinations that contain the pieces it names; later entries
     override earlier ones. Settings from the user's files have that file as the reason for a
     difference.
     """
-    chosen, known, reasons, unpublished = {piece.name for piece in found.pieces}, {}, {}, ""
+    chosen, known, reasons, unpublished = {piece.name for piece in combined.pieces}, {}, {}, ""
     for entry in published_values()["entries"]:
         if set(filter(None, entry["for"].split(","))) <= chosen:
-            known |= {
-                name: (*values, entry.get("source", ""))
-                for name, values in entry.get("values", {}).items()
-            }
+            source = entry.get("source", "")
+            known |= {name: (*value, source) for name, value in entry.get("values", {}).items()}
             reasons |= entry.get("why", {})
             unpublished = entry.get("unpublished", unpublished)
-    own = {piece.name for piece in found.pieces if piece.origin not in KINDS}
+    users = {piece.name for piece in combined.pieces if piece.origin not in KINDS}
     rows = []
-    for name, ours in found.settings.items():
+    for name, ours in combined.settings.items():
         value, place, source = known.get(name, (None, "", ""))
         ours, value = (tuple(v) if isinstance(v, list) else v for v in (ours, value))
         why = reasons.get(name, unpublished if value is None else "")
-        why = f"set by {found.origins[name]}" if found.origins[name] in own else why
-        rows.append(
-            Published(
-                name,
-                ours,
-                value,
-                f"{source}: {place}" if place else "",
-                "" if ours == value else why,
-            )
-        )
+        if combined.origins[name] in users:
+            why = f"set by {combined.origins[name]}"
+        where = f"{source}: {place}" if place else ""
+        rows.append(Published(name, ours, value, where, "" if ours == value else why))
     return rows
 
 

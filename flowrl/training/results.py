@@ -1,6 +1,5 @@
 """Reads run folders and summarises the runs of a comparison."""
 
-import json
 import math
 import re
 import statistics
@@ -14,194 +13,14 @@ from annotated_types import Len
 
 from flowrl.core.errors import ConfigError
 from flowrl.reading import as_kind, parse_json, read_json, reading
-from flowrl.training.curves import first_reached
-from flowrl.training.format import check_format, current_comparison
-from flowrl.training.statistics import collapsed, mean
+from flowrl.training.format import current_comparison, format_of
+from flowrl.training.statistics import collapsed, first_reached, mean
 
 REWARDS = ("reward", "reward_form")
 """Settings of the training reward: where they differ, so does what an evaluation calls the reward.
 """
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """One run: its `arm` (of a run by itself: its method) and `seed`, its `folder`, `rows` (one per
-    iteration; row 0: untrained), whether it has `finished`, and the `config` in its config.json.
-    """
-
-    arm: str
-    seed: int
-    folder: Path
-    rows: tuple[dict[str, Any], ...]
-    finished: bool
-    config: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The run's settings without their groups, except the seed."""
-        found: dict[str, Any] = {}
-        for name, value in self.config.items():
-            found |= value if isinstance(value, dict) else {name: value}
-        return {name: value for name, value in found.items() if name not in ("seed", "format")}
-
-    @property
-    def evaluations(self) -> list[dict[str, Any]]:
-        """The rows that contain an evaluation."""
-        return [row for row in self.rows if row.get("evaluation")]
-
-    @property
-    def heldout_rewards(self) -> list[str]:
-        """Names of the held-out rewards that the evaluations contain."""
-        return list(
-            dict.fromkeys(
-                name for row in self.evaluations for name in row["evaluation"].get("heldout", {})
-            )
-        )
-
-    def curve(self, x: str, *path: str) -> tuple[list[float], list[float]]:
-        """`x` (iteration, nfe_total or seconds_total) and the metric at `path` within each
-        evaluation that contains it.
-
-        `path` is for example ("strict",), ("proxy",), ("diversity",) or ("heldout", NAME); the
-        default is the reward.
-        """
-        points = [
-            (float(row[x]), _number(row["evaluation"], path or ("reward",)))
-            for row in self.evaluations
-        ]
-        found = [(at, value) for at, value in points if value is not None]
-        return [at for at, _ in found], [value for _, value in found]
-
-    def mean(self, *path: str) -> float:
-        """Mean over the training rows of the number at `path`; NaN if no row contains it."""
-        values = [_number(row, path) for row in self.rows if row["iteration"] > 0]
-        found = [value for value in values if value is not None]
-        return statistics.fmean(found) if found else math.nan
-
-
-def _number(value: Any, path: Sequence[str]) -> float | None:
-    """The number at `path` within nested objects; None if there is none."""
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    return float(value) if isinstance(value, int | float) else None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The `runs` of a comparison, its `folder`, and the `config` in its config.json."""
-
-    folder: Path
-    config: dict[str, Any]
-    runs: tuple[RunRecord, ...]
-
-    @property
-    def arms(self) -> list[str]:
-        """Arms with at least one evaluated run, in the order of the configuration."""
-        return [arm for arm in self.config["arms"] if self.of(arm)]
-
-    @property
-    def baseline(self) -> str:
-        """The arm that all others are compared with."""
-        return next(iter(self.config["arms"]))
-
-    def of(self, arm: str) -> list[RunRecord]:
-        """The arm's runs with at least one evaluation, in the order of the seeds."""
-        return [
-            run for run in self.runs if run.arm == arm and run.curve("iteration", *self.metric)[1]
-        ]
-
-    @cached_property
-    def differences(self) -> dict[str, dict[str, Any]]:
-        """By arm, the settings in which the runs of the arms differ."""
-        settings = {run.arm: run.settings for run in self.runs}
-        names = dict.fromkeys(name for values in settings.values() for name in values)
-        first = next(iter(settings.values()), {})
-        differ = [
-            name
-            for name in names
-            if any(values.get(name) != first.get(name) for values in settings.values())
-        ]
-        return {
-            arm: {name: values.get(name) for name in differ} for arm, values in settings.items()
-        }
-
-    @property
-    def shared(self) -> dict[str, Any]:
-        """The settings of all runs, in their groups, without `differences`."""
-        known, differ = (
-            self.runs[0].settings if self.runs else {},
-            next(iter(self.differences.values()), {}),
-        )
-
-        def common(values: Mapping[str, Any]) -> dict[str, Any]:
-            return {
-                name: common(value) if isinstance(value, dict) else known.get(name, value)
-                for name, value in values.items()
-                if name not in differ
-            }
-
-        return common(self.config["run"])
-
-    @property
-    def metric(self) -> tuple[str, ...]:
-        """The path of the metric by which the arms are compared: the reward, or the first held-out
-        reward if the arms are trained on different rewards.
-        """
-        differ = next(iter(self.differences.values()), {})
-        heldout = (
-            self.config["run"].get("evaluation", {}).get("heldout_rewards", ())
-            if differ.keys() & set(REWARDS)
-            else ()
-        )
-        return ("heldout", heldout[0]) if heldout else ("reward",)
-
-
-def load_run(folder: Path, arm: str = "") -> RunRecord:
-    """Read a run folder, of a comparison's `arm`; an incomplete last line is ignored.
-
-    Raises `ConfigError` if `folder` is not the folder of a run, or a line of metrics.jsonl is not a
-    row of a run.
-    """
-    settings = _config(folder, "run")
-    check_format(folder / "config.json", settings)
-    config: _RunFile = _config(folder, "run", _RunFile)
-    path, rows = folder / "metrics.jsonl", list[dict[str, Any]]()
-    with reading(path):
-        lines = path.read_bytes().splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            row = parse_json(line)
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise ConfigError(f"{path}, line {number}: {str(error)[:200]}") from error
-        with reading(f"{path}, line {number}"):
-            as_kind(row, MetricsRow)
-        rows.append(row)
-    done = (folder / "done.json").exists()
-    return RunRecord(
-        arm or config.algorithm.method, config.seed, folder, tuple(rows), done, settings
-    )
-
-
-def _config(folder: Path, kind: str, content: Any = Any) -> Any:
-    try:
-        return read_json(folder / "config.json", content)
-    except ConfigError as error:
-        raise ConfigError(f"{folder} is not the folder of a {kind}: {error}") from error
-
-
-@dataclass(frozen=True)
-class _Algorithm:
-    method: str
-
-
-@dataclass(frozen=True)
-class _RunFile:
-    """The entries of a run's config.json that are read."""
-
-    algorithm: _Algorithm
-    seed: int
+AXES = ("iteration", "nfe_total", "seconds_total")
+"""Horizontal axes of learning curves: entries of every row."""
 
 
 @dataclass(frozen=True)
@@ -225,23 +44,188 @@ class MetricsRow:
 
 
 @dataclass(frozen=True)
-class _ComparisonFile:
-    """The entries of a comparison's config.json that are read."""
+class _RunFile:
+    algorithm: dict[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class ComparisonFile:
+    """The entries of a comparison's config.json."""
 
     arms: Annotated[dict[str, dict[str, Any]], Len(1)]
     seeds: list[int]
     run: dict[str, Any]
+    preset: str = "default"
+    command: str = ""
 
 
-def holds(folder: Path, *entries: str) -> bool:
+@dataclass(frozen=True)
+class RunRecord:
+    """One run: its `arm` (of a run by itself: its method) and `seed`, its `folder`, `rows` (one per
+    iteration; row 0: untrained), whether it has `finished`, and the `config` in its config.json.
+    """
+
+    arm: str
+    seed: int
+    folder: Path
+    rows: tuple[dict[str, Any], ...]
+    finished: bool
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The run's settings without their groups, except the seed."""
+        groups = [v if isinstance(v, dict) else {name: v} for name, v in self.config.items()]
+        flat = {name: value for group in groups for name, value in group.items()}
+        return {name: value for name, value in flat.items() if name not in ("seed", "format")}
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The rows that contain an evaluation."""
+        return [row for row in self.rows if row.get("evaluation")]
+
+    @property
+    def heldout_rewards(self) -> list[str]:
+        """Names of the held-out rewards that the evaluations contain."""
+        heldout = [row["evaluation"].get("heldout", {}) for row in self.evaluations]
+        return list(dict.fromkeys(name for scores in heldout for name in scores))
+
+    @property
+    def state(self) -> str:
+        """finished, not finished, or stopped by an observer, with its reason."""
+        stopped = self.rows[-1].get("stopped") if self.rows else ""
+        ended = "finished" if self.finished else "not finished"
+        return f"stopped by {stopped}" if stopped else ended
+
+    def _points(self, *path: str) -> list[tuple[dict[str, Any], float]]:
+        """The rows that contain a number at `path`, with this number."""
+        points = []
+        for row in self.rows:
+            value: Any = row
+            for key in path:
+                value = value.get(key) if isinstance(value, dict) else None
+            if isinstance(value, int | float):
+                points.append((row, float(value)))
+        return points
+
+    def curve(self, x: str, *path: str) -> tuple[list[float], list[float]]:
+        """`x` (iteration, nfe_total or seconds_total) and the metric at `path` within each
+        evaluation that contains it.
+
+        `path` is for example ("strict",), ("proxy",), ("diversity",) or ("heldout", NAME); the
+        default is the reward.
+        """
+        points = self._points("evaluation", *(path or ("reward",)))
+        return [float(row[x]) for row, _ in points], [value for _, value in points]
+
+    def mean(self, *path: str) -> float:
+        """Mean over the training rows of the number at `path`; NaN if no row contains it."""
+        values = [value for row, value in self._points(*path) if row["iteration"] > 0]
+        return statistics.fmean(values) if values else math.nan
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The `runs` of a comparison, its `folder`, and the `config` in its config.json."""
+
+    folder: Path
+    config: dict[str, Any]
+    runs: tuple[RunRecord, ...]
+
+    @property
+    def arms(self) -> list[str]:
+        """Arms with at least one evaluated run, in the order of the configuration."""
+        return [arm for arm in self.config["arms"] if self.of(arm)]
+
+    @property
+    def baseline(self) -> str:
+        """The arm that all others are compared with."""
+        return next(iter(self.config["arms"]))
+
+    def of(self, arm: str) -> list[RunRecord]:
+        """The arm's runs with at least one evaluation, in the order of the seeds."""
+        return [run for run in self.runs if run.arm == arm and run.curve(AXES[0], *self.metric)[1]]
+
+    @cached_property
+    def differences(self) -> dict[str, dict[str, Any]]:
+        """By arm, the settings in which the runs of the arms differ."""
+        arms = {run.arm: run.settings for run in self.runs}
+        first = self.runs[0].settings if self.runs else {}
+        differ = [
+            name
+            for name in first
+            if any(settings.get(name) != first[name] for settings in arms.values())
+        ]
+        return {arm: {name: known.get(name) for name in differ} for arm, known in arms.items()}
+
+    @property
+    def _differing(self) -> dict[str, Any]:
+        return next(iter(self.differences.values()), {})
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The settings of all runs, in their groups, without `differences`."""
+
+        def common(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {
+                name: common(value) if isinstance(value, dict) else value
+                for name, value in values.items()
+                if name not in self._differing
+            }
+
+        return common(self.runs[0].config if self.runs else self.config["run"])
+
+    @property
+    def metric(self) -> tuple[str, ...]:
+        """The path of the metric by which the arms are compared: the reward, or the first held-out
+        reward if the arms are trained on different rewards.
+        """
+        heldout = self.config["run"].get("evaluation", {}).get("heldout_rewards", ())
+        differ = self._differing.keys() & set(REWARDS)
+        return ("heldout", heldout[0]) if differ and heldout else ("reward",)
+
+
+def load_run(folder: Path, arm: str = "") -> RunRecord:
+    """Read a run folder, of a comparison's `arm`; an incomplete last line is ignored.
+
+    Raises `ConfigError` if `folder` is not the folder of a run, or a line of metrics.jsonl is not a
+    row of a run.
+    """
+    settings, config = _config(folder, "run", _RunFile)
+    format_of(folder / "config.json", settings)
+    path, rows = folder / "metrics.jsonl", list[dict[str, Any]]()
+    with reading(path):
+        method = str(config.algorithm["method"])
+        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last one is incomplete
+    for number, line in enumerate(lines, 1):
+        with reading(f"{path}, line {number}"):
+            rows.append(parse_json(line))
+            as_kind(rows[-1], MetricsRow)
+    done = (folder / "done.json").exists()
+    return RunRecord(arm or method, config.seed, folder, tuple(rows), done, settings)
+
+
+def _config(folder: Path, what: str, kind: Any) -> tuple[dict[str, Any], Any]:
+    """The content of the config.json of a run or of a comparison, and its entries as a `kind`."""
+    path = folder / "config.json"
+    try:
+        values = read_json(path, dict[str, Any])
+        with reading(path):
+            values = current_comparison(values) if what == "comparison" else values
+            return values, as_kind(values, kind)
+    except ConfigError as error:
+        raise ConfigError(f"{folder} is not the folder of a {what}: {error}") from error
+
+
+def holds(folder: Path, entries: Sequence[str]) -> bool:
     """Whether config.json in `folder` was written by flowrl and has one of `entries`: "algorithm"
     for a run, "arms" (in earlier versions "methods") for a comparison.
     """
     try:
-        found = read_json(folder / "config.json", dict[str, Any])
+        return not read_json(folder / "config.json", dict[str, Any]).keys().isdisjoint(entries)
     except ConfigError:
         return False
-    return any(entry in found for entry in entries)
 
 
 def has_progress(folder: Path) -> bool:
@@ -249,10 +233,12 @@ def has_progress(folder: Path) -> bool:
     run would overwrite.
     """
     metrics = folder / "metrics.jsonl"
-    found = any((folder / "checkpoints").glob("*")) or any(
-        (folder / name).exists() for name in ("failure", "done.json")
+    return (
+        any((folder / "checkpoints").glob("*"))
+        or any((folder / name).exists() for name in ("failure", "done.json"))
+        # row 0 is the untrained model's
+        or (metrics.exists() and metrics.read_bytes().count(b"\n") > 1)
     )
-    return found or (metrics.exists() and metrics.read_bytes().count(b"\n") > 1)
 
 
 def run_folder(name: str, seed: int) -> str:
@@ -266,27 +252,15 @@ def load_comparison(folder: Path) -> Comparison:
     """Read a comparison folder, finished or not. Raises `ConfigError` if `folder` is not the folder
     of a comparison.
     """
-    path = folder / "config.json"
-    with reading(path):
-        config = current_comparison(_config(folder, "comparison", dict[str, Any]))
-        try:
-            found: _ComparisonFile = as_kind(config, _ComparisonFile)
-        except ValueError as error:
-            raise ConfigError(
-                f"{folder} is not the folder of a comparison: {str(error)[:200]}"
-            ) from error
-    folders = {
-        folder / "runs" / run_folder(name, seed): name
-        for name in found.arms
-        for seed in found.seeds
+    config, entries = _config(folder, "comparison", ComparisonFile)
+    places = {
+        folder / "runs" / run_folder(arm, seed): arm
+        for arm in entries.arms
+        for seed in entries.seeds
     }
-    with reading(path):  # a name may be too long for the file system
-        started = {
-            place: name for place, name in folders.items() if (place / "metrics.jsonl").exists()
-        }
-    return Comparison(
-        folder, config, tuple(load_run(place, name) for place, name in started.items())
-    )
+    with reading(folder / "config.json"):  # a name may be too long for the file system
+        started = [place for place in places if (place / "metrics.jsonl").exists()]
+    return Comparison(folder, config, tuple(load_run(place, places[place]) for place in started))
 
 
 @dataclass(frozen=True)
@@ -307,13 +281,11 @@ class Mean:
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """The mean of `values` with half of its t interval (`flowrl.training.diagnostics.mean`); NaN
-    for no value.
-    """
-    if not values:
-        return Mean(math.nan, math.nan)
-    found = mean(values)
-    return Mean(found.value, found.high - found.value if math.isfinite(found.high) else math.nan)
+    """The mean of `values` with half of its t interval; NaN for no value."""
+    if len(values) < 2:
+        return Mean(values[0] if values else math.nan, math.nan)
+    estimate = mean(values)
+    return Mean(estimate.value, estimate.high - estimate.value)
 
 
 @dataclass(frozen=True)
@@ -327,9 +299,8 @@ class Change:
 
     def text(self) -> str:
         """'0.712 to 0.934 ± 0.013'."""
-        return (
-            f"{self.before.mean:.3f} to {self.after.text()}" if self.before.text() != "-" else "-"
-        )
+        before = self.before.mean
+        return "-" if math.isnan(before) else f"{before:.3f} to {self.after.text()}"
 
 
 @dataclass(frozen=True)
@@ -391,37 +362,13 @@ class ArmSummary:
 
 
 def difference(arm: str, settings: Mapping[str, Any]) -> str:
-    """The `settings` of an `arm` as text, without empty ones and without a method that gave the arm
-    its name.
-    """
-    named = {
-        name: value
+    """The `settings` of an `arm` as text, as in `ArmSummary.difference`."""
+    texts = {
+        name: f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
         for name, value in settings.items()
         if (name, value) != ("method", arm) and value not in ("", [], (), None)
     }
-    return ", ".join(f"{name}={_plain(value)}" for name, value in named.items())
-
-
-def _plain(value: Any) -> str:
-    return f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
-
-
-def _heldout(runs: Sequence[RunRecord]) -> dict[str, Change]:
-    """Changes of the proxy, of every held-out reward and of the diversity."""
-    names = list(dict.fromkeys(name for run in runs for name in run.heldout_rewards))
-    paths = {
-        "proxy": ("proxy",),
-        **{f"held out: {short(name)}": ("heldout", name) for name in names},
-        "diversity": ("diversity",),
-    }
-    found = {
-        label: [run.curve("iteration", *path)[1] for run in runs] for label, path in paths.items()
-    }
-    return {
-        label: Change(mean_of([c[0] for c in curves if c]), mean_of([c[-1] for c in curves if c]))
-        for label, curves in found.items()
-        if any(curves) or label.startswith("held out")
-    }
+    return ", ".join(f"{name}={text}" for name, text in texts.items())
 
 
 def short(spec: str) -> str:
@@ -429,15 +376,15 @@ def short(spec: str) -> str:
     24 characters.
     """
     head, bracket, rest = spec.partition("(")
-    head = head.rpartition("/")[2]
-    return head + (f"({rest}" if bracket and len(rest) <= 24 else "(...)" if bracket else "")
+    options = bracket and (rest if len(rest) <= 24 else "...)")
+    return head.rpartition("/")[2] + bracket + options
 
 
 def mean_curve(runs: Sequence[RunRecord], x: str, *path: str) -> tuple[list[float], list[float]]:
     """`RunRecord.curve` of `x` and `path` averaged over seeds, at the iterations that all `runs`
     have evaluated.
     """
-    tables = [
+    points = [
         dict(
             zip(
                 run.curve("iteration", *path)[0],
@@ -447,79 +394,89 @@ def mean_curve(runs: Sequence[RunRecord], x: str, *path: str) -> tuple[list[floa
         )
         for run in runs
     ]
-    shared = sorted(set.intersection(*map(set, tables))) if tables else []
+    shared = sorted(set.intersection(*map(set, points))) if points else []
     means = [
-        [statistics.fmean(table[at][axis] for table in tables) for at in shared] for axis in (0, 1)
+        [statistics.fmean(curve[iteration][axis] for curve in points) for iteration in shared]
+        for axis in (0, 1)
     ]
     return means[0], means[1]
 
 
 def summarise(comparison: Comparison) -> list[ArmSummary]:
     """One summary per evaluated arm."""
-    metric = comparison.metric
-    baseline = mean_curve(comparison.of(comparison.baseline), "iteration", *metric)[1]
-    finals = {
-        run.seed: run.curve("iteration", *metric)[1][-1]
-        for run in comparison.of(comparison.baseline)
-    }
+    path, runs = comparison.metric, comparison.of(comparison.baseline)
+    baseline = mean_curve(runs, "iteration", *path)[1]
+    finals = {run.seed: run.curve("iteration", *path)[1][-1] for run in runs}
     # no target without a gain
     target = baseline[-1] if baseline and baseline[-1] > baseline[0] else math.inf
-    result = []
-    for arm in comparison.arms:
-        runs = comparison.of(arm)
-        rewards = [run.curve("iteration", *metric)[1] for run in runs]
-        axes = ("iteration", "nfe_total", "seconds_total")
-        reached = {
-            x: _finite(float(first_reached(*mean_curve(runs, x, *metric), target))) for x in axes
-        }
-        per_run = {
-            key: statistics.fmean(run.mean(key) for run in runs)
-            for key in ("nfe", "calls", "reward_calls", "train_nfe")
-        }
-        samples = statistics.fmean(run.mean("trajectories") for run in runs)
-        phases = {
-            p: statistics.fmean(run.mean("phases", p) for run in runs)
-            for p in ("rollout", "reward", "update")
-        }
-        result.append(
-            ArmSummary(
-                arm=arm,
-                seeds=len(runs),
-                base=mean_of([r[0] for r in rewards]),
-                final=mean_of([r[-1] for r in rewards]),
-                lead=mean_of(
-                    [
-                        r[-1] - finals[run.seed]
-                        for run, r in zip(runs, rewards, strict=True)
-                        if run.seed in finals
-                    ]
-                ),
-                worst=min(r[-1] for r in rewards),
-                collapsed=sum(map(collapsed, rewards)),
-                final_strict=mean_of(
-                    [last for run in runs for last in run.curve("iteration", "strict")[1][-1:]]
-                ),
-                to_baseline_iterations=reached["iteration"],
-                to_baseline_nfe=reached["nfe_total"],
-                to_baseline_seconds=reached["seconds_total"],
-                nfe_per_trajectory=per_run["nfe"] / samples,
-                calls_per_iteration=per_run["calls"],
-                rewards_per_trajectory=per_run["reward_calls"] / samples,
-                train_nfe_per_trajectory=per_run["train_nfe"] / samples,
-                seconds_rollout=phases["rollout"],
-                seconds_reward=phases["reward"],
-                seconds_update=phases["update"],
-                heldout=_heldout(runs),
-                settings=comparison.differences[arm],
-            )
-        )
-    return result
+    return [_summary(comparison, arm, finals, target) for arm in comparison.arms]
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _summary(
+    comparison: Comparison, arm: str, baseline: Mapping[int, float], target: float
+) -> ArmSummary:
+    """The summary of an arm, given the baseline's final rewards by seed and the level to reach."""
+    path, runs = comparison.metric, comparison.of(arm)
+    rewards = [run.curve("iteration", *path)[1] for run in runs]
+    finals = {run.seed: curve[-1] for run, curve in zip(runs, rewards, strict=True)}
+    reached = [float(first_reached(*mean_curve(runs, x, *path), target)) for x in AXES]
+
+    def over_seeds(*path: str) -> float:
+        return statistics.fmean(run.mean(*path) for run in runs)
+
+    trajectories = over_seeds("trajectories")
+    return ArmSummary(
+        arm,
+        len(runs),
+        base=mean_of([curve[0] for curve in rewards]),
+        final=mean_of(list(finals.values())),
+        lead=mean_of([finals[seed] - baseline[seed] for seed in finals if seed in baseline]),
+        worst=min(finals.values()),
+        collapsed=sum(map(collapsed, rewards)),
+        final_strict=_change(runs, "strict").after,
+        **{
+            f"to_baseline_{name}": point if math.isfinite(point) else None
+            for name, point in zip(("iterations", "nfe", "seconds"), reached, strict=True)
+        },
+        nfe_per_trajectory=over_seeds("nfe") / trajectories,
+        calls_per_iteration=over_seeds("calls"),
+        rewards_per_trajectory=over_seeds("reward_calls") / trajectories,
+        train_nfe_per_trajectory=over_seeds("train_nfe") / trajectories,
+        **{f"seconds_{p}": over_seeds("phases", p) for p in ("rollout", "reward", "update")},
+        heldout=_heldout(runs),
+        settings=comparison.differences[arm],
+    )
+
+
+def _change(runs: Sequence[RunRecord], *path: str) -> Change:
+    """The change of the metric at `path` over the runs that contain it."""
+    curves = [curve for run in runs if (curve := run.curve("iteration", *path)[1])]
+    return Change(mean_of([c[0] for c in curves]), mean_of([c[-1] for c in curves]))
+
+
+def _heldout(runs: Sequence[RunRecord]) -> dict[str, Change]:
+    """Changes of the proxy, of every held-out reward and of the diversity; of a held-out reward
+    also if no evaluation has succeeded.
+    """
+    names = dict.fromkeys(name for run in runs for name in run.heldout_rewards)
+    rewards = {f"held out: {short(name)}": _change(runs, "heldout", name) for name in names}
+    proxy, diversity = _change(runs, "proxy"), _change(runs, "diversity")
+    return (
+        ({} if proxy.text() == "-" else {"proxy": proxy})
+        | rewards
+        | ({} if diversity.text() == "-" else {"diversity": diversity})
+    )
 
 
 def summary_values(summaries: Sequence[ArmSummary]) -> list[dict[str, Any]]:
-    """Plain values for JSON (NaN becomes null)."""
-    return json.loads(json.dumps([asdict(s) for s in summaries]).replace("NaN", "null"))
+    """Plain values for JSON."""
+    return finite([asdict(summary) for summary in summaries])
+
+
+def finite(values: Any) -> Any:
+    """Nested values with None for numbers that JSON cannot represent."""
+    if isinstance(values, dict):
+        return {name: finite(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values

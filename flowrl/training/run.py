@@ -5,8 +5,9 @@ trajectory.
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from flowrl.core.errors import CheckpointError, ConfigError, part_errors
+from flowrl.core.errors import CheckpointError, part_errors, require
 from flowrl.core.protocols import FlowPolicy, Observer, World, extras
 from flowrl.distributed import Distributed, full_tensors
 from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
@@ -23,32 +24,30 @@ from flowrl.parts.settings import settings_text
 from flowrl.parts.trust import check_code, record_code
 from flowrl.reading import as_kind, read_json, read_tensors, reading
 from flowrl.rewards import evaluation_reward
-from flowrl.training import logging as lines
 from flowrl.training.build import make_reward, make_world, policy_options, trainer_in
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
 from flowrl.training.config import RunConfig, load_config
-from flowrl.training.evaluation import Evaluation, evaluate, write_trajectory
+from flowrl.training.evaluation import (
+    Evaluation,
+    evaluate,
+    make_heldout_metrics,
+    write_trajectory,
+)
 from flowrl.training.format import COMMENT, FORMAT
-from flowrl.training.heldout import HeldoutMetrics, make_heldout_metrics
 from flowrl.training.logging import Journal
 from flowrl.training.memory import memory_notices, out_of_memory
-from flowrl.training.monitors import Notice, limits_of, notices
+from flowrl.training.monitors import limits_of, notices
 from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.observers import Observers
 from flowrl.training.results import MetricsRow, has_progress, holds
-from flowrl.training.trainer import Trainer
 from flowrl.training.trial import reward_trial, try_parts
 
+Row = dict[str, Any]
 TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
 Report = Callable[[dict[str, Any]], None]
 """Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes,
-and with {"warning"}, whose "kinds" are those of its lines (`flowrl.training.monitors.KINDS`).
+and with {"warning"}, whose "kinds" are those of its lines (`flowrl.training.monitors.Notice`).
 """
-
-
-def _heldout(row: dict[str, Any]) -> dict[str, Any]:
-    """The held-out reward of a row with an evaluation, for `Report`."""
-    return {"heldout": row["evaluation"]["reward"]} if row["evaluation"] else {}
 
 
 @dataclass
@@ -79,6 +78,7 @@ class Run:
             needed again.
         trial: try the user's own parts before a new run, or with `changed_code`
             (`flowrl.training.trial`).
+        parts_tried: try only the reward, because the caller has tried the other parts.
     """
 
     config: RunConfig
@@ -91,13 +91,13 @@ class Run:
     observers: Sequence[Observer] = ()
     world: World | None = None
     trial: bool = True
-    parts_tried: bool = field(default=False, init=False)
-    _heldout: HeldoutMetrics | None = field(default=None, init=False, repr=False)
-    _stopped: str = field(default="", init=False, repr=False)
+    parts_tried: bool = False
 
     def __post_init__(self) -> None:
         if self.world is not None:
             self.config = self.config.replace(world=self.world)
+        self._metrics = self.folder / "metrics.jsonl"
+        self._checkpoints = Checkpoints(self.folder, self.config.logging.keep_checkpoints)
 
     def execute(self, resume: bool = False, start: str = "") -> bool:
         """Train to the end; with `resume`, from the last checkpoint or from the checkpoint `start`,
@@ -111,231 +111,155 @@ class Run:
         self.config = self.config.allowed()
         full = disk_errors(self.folder, self._checkpoints.newest, lambda: to_resume(self.folder))
         with part_errors(), full, out_of_memory(), ExitStack() as stack:
-            with self.distributed.shared_errors():
-                if self.distributed.is_main:
-                    if self.trial and not self.parts_tried and (self.changed_code or not resume):
-                        try_parts([self.config], self._warn_of_trial)
-                    stack.enter_context(folder_lock(self.folder) if resume else self._new_folder())
-            return self._execute(resume, start)
+            self._in_main(lambda: self._enter(stack, resume))
+            if resume and not start and (self.folder / "done.json").exists():
+                return True
+            self._open(resume, start)
+            while not self._ended:
+                self._iterate()
+                paused = self.distributed.any(not self._ended and self.stop())
+                due = self._trainer.done % self.config.logging.checkpoint_every == 0
+                if paused or due or self._ended or "kept" in self._rows[-1]:
+                    self._save(self._trainer.state(copied=False))
+                if paused:
+                    break
+            if self._ended:
+                self._finish()
+            self._journal.finish()
+            return self._ended
 
-    def _new_folder(self) -> AbstractContextManager[None]:
-        """A context: a start that fails before its first iteration leaves no files, and one that
-        was killed by then may be repeated.
-        """
-        if has_progress(self.folder):
-            raise ConfigError(
-                f"out: {self.folder} already holds a run; choose another folder or resume it"
-            )
-        return new_folder(
-            self.folder,
-            "run",
-            lambda folder: holds(folder, "algorithm"),
-            lambda: has_progress(self.folder),
-        )
-
-    @property
-    def _checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.folder, self.config.logging.keep_checkpoints)
-
-    def _execute(self, resume: bool, start: str) -> bool:
-        if resume and not start and (self.folder / "done.json").exists():
-            return True
+    def _in_main(self, call: Callable[[], Any]) -> Any:
+        """The result of a call in the main process, in all processes; its error ends all."""
         with self.distributed.shared_errors():
-            if resume and self.distributed.is_main:
-                check_code(self.folder, self.config.flat(), self.changed_code)
+            result = call() if self.distributed.is_main else None
+        return self.distributed.gather(result)[0]
+
+    # ----- Start
+
+    def _enter(self, stack: ExitStack, resume: bool) -> None:
+        """Try the user's parts and lock the folder."""
+        if self.trial and not self.parts_tried and (self.changed_code or not resume):
+            try_parts([self.config], self._warn_of_trial)
+        lock = folder_lock(self.folder)
+        if not resume:
+            need = "a folder without a run; --resume continues one"
+            require(not has_progress(self.folder), "out", str(self.folder), need)
+            # a start that fails before its first iteration leaves no files, and may be repeated
+            made, kept = partial(holds, entries=("algorithm",)), partial(has_progress, self.folder)
+            lock = new_folder(self.folder, "run", made, kept)
+        stack.enter_context(lock)
+
+    def _open(self, resume: bool, start: str) -> None:
+        """Build the run, restore it if it is resumed, and evaluate the untrained model if it is
+        new.
+        """
         if resume:
-            self.config = self._with_found_batches()
+            self.config = self.config.replace(**self._in_main(self._measured_sizes))
         observers = Observers(self.config, self.folder, self.observers, self.distributed)
         world = make_world(self.config)
         self._heldout = make_heldout_metrics(self.config, world)
         trainer = trainer_in(world, self.config, self.distributed)
-        found, self.config, policy = trainer.config != self.config, trainer.config, trainer.policy
+        self.config = trainer.config  # with the measured sizes
+        self._observers, self._world, self._trainer = observers, world, trainer
+        trainer.on_phase = lambda phase: self._tell({"phase": phase})
+        trainer.recorded = observers.recorded
         if self.trial and not resume and self.distributed.is_main:
-            trainer.collector.inspect = reward_trial(
-                self.config, trainer.reward, self._warn_of_trial
-            )
-        trainer.on_phase, trainer.recorded = (
-            lambda phase: self._tell({"phase": phase}),
-            observers.recorded,
-        )
-        rows = self._restore(trainer, observers, start) if resume else []
-        self._stopped = rows[-1].get("stopped", "") if rows and not start else ""
-        journal = Journal(self.config, self.folder, trainer.done)
-        if self.distributed.is_main and (found or not rows):
-            self._write_settings()
-        if not rows:
-            rows = [self._first_row(policy, world)]
-            journal.row(rows[0])
-        if (embedding := extras(policy, "warm")) is not None:
-            self._tell({"phase": "prompts"})
-            embedding.warm(
-                trainer.prompts.upcoming(
-                    (self.config.iterations - trainer.done) * self.config.rollout.groups
-                )
-            )
-        latest = self._train(trainer, world, rows, journal, observers)
-        if self._ended(trainer):
-            self._finish(trainer, world, latest or self._evaluate(trainer, world))
-        journal.finish()
-        return self._ended(trainer)
-
-    def _ended(self, trainer: Trainer) -> bool:
-        return trainer.done == self.config.iterations or bool(self._stopped)
-
-    def _train(
-        self,
-        trainer: Trainer,
-        world: World,
-        rows: list[dict[str, Any]],
-        journal: Journal,
-        observers: Observers,
-    ) -> Evaluation | None:
-        """Iterations to the end or to a pause; returns the evaluation of the last iteration if it
-        had one.
-        """
-        latest: Evaluation | None = None
-        limits = limits_of(trainer)
-        found = (
-            memory_notices(trainer)
-            if trainer.policy.device.type == "cuda" and trainer.done < self.config.iterations
-            else []
-        )
-        self._warn(found)
-        while not self._ended(trainer):
-            row, latest, observed = self._iterate(trainer, world, rows, observers)
-            rows.append(row)
-            new = notices(rows, limits) + observed
-            if found or new:
-                row["warnings"] = [notice.as_dict() for notice in (*found, *new)]
-            found = []
-            self._append(row)
-            journal.row(row, latest)
-            self._warn(new)
-            self._tell(
-                {
-                    "iteration": trainer.done,
-                    "reward": row["reward_mean"],
-                    "nfe_total": row["nfe_total"],
-                    **_heldout(row),
-                }
-            )
-            paused = self.distributed.any(not self._ended(trainer) and self.stop())
-            due = trainer.done % self.config.logging.checkpoint_every == 0 or "kept" in row
-            if paused or due or self._ended(trainer):
-                self._save(trainer.state(copied=False), trainer, rows, observers)
-            if paused:
-                return latest
-        return latest
-
-    def _iterate(
-        self, trainer: Trainer, world: World, rows: list[dict[str, Any]], observers: Observers
-    ) -> tuple[dict[str, Any], Evaluation | None, list[Notice]]:
-        """One iteration: its row, its evaluation if it has one, and the observers' warnings. Its
-        record ends here.
-        """
-        before = trainer.small_state()
-        try:
-            iteration = trainer.iteration()
-        except NonFiniteError as error:
-            raise error.saved(self.folder / "failure") from error
-        except (Exception, SystemExit):
-            self._save_before(trainer, before, rows, observers)
-            raise
-        row: dict[str, Any] = dict(iteration)
-        for name in TOTALS:
-            row[f"{name}_total"] = rows[-1][f"{name}_total"] + row[name]
-        last = trainer.done == self.config.iterations
-        due = trainer.done % self.config.evaluation.eval_every == 0 or last
-        latest = self._evaluate(trainer, world) if due else None
-        row["evaluation"] = latest.row(self.config.environment.reward_form) if latest else None
-        decided = observers.observe(trainer, iteration, row, rows)
-        row |= decided.metrics | ({"kept": True} if decided.keep else {})
-        if decided.stop and not last:
-            self._stopped = row["stopped"] = decided.stop
-            latest = latest or self._evaluate(trainer, world)
-            row["evaluation"] = latest.row(self.config.environment.reward_form)
-            text = (
-                f"stopped after iteration {trainer.done} of {self.config.iterations} by"
-                f" {decided.stop}"
-            )
-            decided.warnings.append(Notice("stopped", text))
-        return row, latest, decided.warnings
-
-    def _save(
-        self, state: Checkpoint, trainer: Trainer, rows: list[dict[str, Any]], observers: Observers
-    ) -> None:
-        """Write `state`, the rows and the observers' state as the checkpoint of this iteration."""
+            tried = partial(reward_trial, self.config, warn=self._warn_of_trial)
+            trainer.collector.inspect = tried(trainer.reward)
+            if (heldout := self._heldout) is not None:
+                inspects = {spec: tried(r, heldout=spec) for spec, r in heldout.rewards.items()}
+                heldout.trials.update({s: inspect for s, inspect in inspects.items() if inspect})
+        self._rows = self._restore(start) if resume else []
+        # a run that an observer stopped has ended, unless it continues from a named checkpoint
+        self._stopped = self._rows[-1].get("stopped", "") if self._rows and not start else ""
+        self._evaluation: Evaluation | None = None
+        is_main = self.distributed.is_main
+        self._journal = Journal(self.config, self.folder, trainer.done, is_main)
         if self.distributed.is_main:
-            whole = Checkpoint(
-                {**state.tensors, **observers.state()}, {**state.values, "rows": rows}
-            )
-            self._checkpoints.save(
-                whole, trainer.done, {row["iteration"] for row in rows if "kept" in row}
-            )
+            self._write_settings()
+        if not self._rows:
+            self._write_untrained()
+        if (embedding := extras(trainer.policy, "warm")) is not None:
+            self._tell({"phase": "prompts"})
+            remaining = (self.config.iterations - trainer.done) * self.config.rollout.groups
+            embedding.warm(trainer.prompts.upcoming(remaining))
+        self._limits, self._memory = limits_of(trainer), []
+        if trainer.policy.device.type == "cuda" and not self._ended:
+            self._memory = [asdict(notice) for notice in memory_notices(trainer)]
+            self._warn(self._memory)
 
-    def _save_before(
-        self, trainer: Trainer, before: Checkpoint, rows: list[dict[str, Any]], observers: Observers
-    ) -> None:
-        """After a failure before the first update of an iteration, save a checkpoint of its
-        beginning, so that no result is lost.
+    def _measured_sizes(self) -> dict[str, Any]:
+        """The auto sizes in the config.json of a run that is resumed, so that it uses the same;
+        refuses changed code.
         """
-        if trainer.updated or trainer.done == 0 or self.distributed.world_size > 1:
-            return
-        state = trainer.state(copied=False)
-        whole = Checkpoint({**state.tensors, **before.tensors}, {**state.values, **before.values})
-        self._save(whole, trainer, rows, observers)
-
-    def _warn(self, found: list[Notice]) -> None:
-        if found:
-            kinds = [notice.kind for notice in found]
-            self._tell({"warning": "\n".join(notice.text for notice in found), "kinds": kinds})
-
-    def _warn_of_trial(self, text: str) -> None:
-        self._tell({"warning": text, "kinds": ["trial"]})
+        given, path = self.config.flat(), self.folder / "config.json"
+        check_code(self.folder, given, self.changed_code)
+        if not path.exists():
+            return {}
+        recorded = load_config(path).flat()
+        names = [name for name in ("micro_batch", "max_batch") if given[name] == "auto"]
+        names += ["gradient_checkpointing"] if "micro_batch" in names else []
+        return {name: recorded[name] for name in names}
 
     def _write_settings(self) -> None:
         """code.json, config.json, and config.yaml for ``flowrl train --config``."""
         record_code(self.folder, self.config.flat())
         values = {"format": FORMAT, **self.config.as_dict()}
         write_json(self.folder / "config.json", values)
-        packages = ", ".join(f"{name} {found}" for name, found in versions().items())
+        packages = ", ".join(f"{name} {version}" for name, version in versions().items())
         comment = f"{COMMENT}: flowrl train --config config.yaml --out NEW_FOLDER ({packages})"
         write_bytes(self.folder / "config.yaml", settings_text(values, comment).encode())
 
-    def _with_found_batches(self) -> RunConfig:
-        """The run with the auto sizes from its config.json, so that a resumed run uses the same
-        sizes.
+    def _restore(self, start: str) -> list[Row]:
+        """Rows up to the last checkpoint (or `start`); later rows will be computed again. Without a
+        checkpoint the run starts anew.
         """
-        found: dict[str, Any] = {}
-        with self.distributed.shared_errors():
-            if self.distributed.is_main and (self.folder / "config.json").exists():
-                recorded = load_config(self.folder / "config.json")
-                found = {
-                    name: value
-                    for name, value in recorded.flat().items()
-                    if self.config.flat()[name] == "auto"
-                }
-                if "micro_batch" in found:
-                    found["gradient_checkpointing"] = recorded.policy.gradient_checkpointing
-        return self.config.replace(**self.distributed.gather(found)[0])
+        trainer, checkpoint = self._trainer, Checkpoint({}, {})
+        names = [start] if start else self._checkpoints.names()
+        with reading(self._checkpoints.path((names or [""])[-1]), CheckpointError):
+            with self.distributed.shared_errors():
+                if self.distributed.is_main and names:
+                    checkpoint = self._checkpoints.load(start)
+                    as_kind(checkpoint.values.get("rows"), list[MetricsRow])
+            if self.distributed.any(bool(checkpoint.values)):
+                trainer.restore(checkpoint)
 
-    def _first_row(self, policy: FlowPolicy, world: World) -> dict[str, Any]:
+        def rewind() -> list[Row]:
+            self._observers.restore(checkpoint.tensors, trainer.done)
+            for half in self.folder.glob("*.tmp"):  # of a killed process
+                half.unlink()
+            if start:
+                (self.folder / "done.json").unlink(missing_ok=True)
+                self._checkpoints.forget_after(start)
+            rows = checkpoint.values.get("rows", [])
+            if rows:
+                self._rewrite_metrics("".join(map(_line, rows)))
+            return rows
+
+        return self._in_main(rewind)
+
+    def _rewrite_metrics(self, recorded: str) -> None:
+        """Make metrics.jsonl what the checkpoint `recorded`; other content is kept in a copy."""
+        text = self._metrics.read_text(errors="replace") if self._metrics.exists() else ""
+        # a crash leaves a file that ends early, within a line or with later rows
+        if not (recorded.startswith(text) or text.startswith(recorded)):
+            self._metrics.replace(self._metrics.with_name("metrics.damaged.jsonl"))
+            kept = "the file is kept as metrics.damaged.jsonl"
+            self._tell({"warning": f"{self._metrics} is not what the checkpoint recorded; {kept}"})
+        write_bytes(self._metrics, recorded.encode())
+
+    def _write_untrained(self) -> None:
+        """Row 0 and the samples of the untrained model."""
         self._tell({"phase": "evaluation"})
-        images, scores = self._untrained(policy, world)
-        row: dict[str, Any] = {"iteration": 0, "evaluation": scores}
-        row |= {f"{name}_total": 0 for name in TOTALS}
+        images, scores = self._untrained(self._trainer.policy)
+        row = {"iteration": 0, "evaluation": scores, **{f"{name}_total": 0 for name in TOTALS}}
         if self.distributed.is_main:
             write_bytes(self.folder / "before.safetensors", images)
-            write_bytes(self.folder / "metrics.jsonl", b"")
+            write_bytes(self._metrics, b"")
         self._append(row)
-        self._tell(_heldout(row))
-        return row
+        self._tell({"heldout": scores["reward"]})
 
-    def _tell(self, state: dict[str, Any]) -> None:
-        if self.distributed.is_main:
-            self.report(state)
-
-    def _untrained(self, policy: FlowPolicy, world: World) -> tuple[bytes, dict[str, float]]:
+    def _untrained(self, policy: FlowPolicy) -> tuple[bytes, dict[str, float]]:
         """First samples (safetensors) and scores of the model before training, computed once per
         evaluation setting.
         """
@@ -348,121 +272,179 @@ class Run:
             c.seed if c.environment.reward_noise else 0,
         ]
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-        kept = None if self.shared is None else self.shared / f"untrained-{key}.safetensors"
-        if kept is not None and kept.exists() and kept.with_suffix(".json").exists():
-            return kept.read_bytes(), read_json(kept.with_suffix(".json"), dict[str, Any])
-        before = self._score(policy, world)
+        stored = None if self.shared is None else self.shared / f"untrained-{key}.json"
+        if stored is not None and stored.exists():  # written after the images
+            return stored.with_suffix(".safetensors").read_bytes(), read_json(
+                stored, dict[str, Any]
+            )
+        before = self._score(policy)
         images = save({"images": before.images, "scores": before.image_scores})
-        if kept is not None and not before.incomplete:
-            write_bytes(kept, images)
-            write_json(kept.with_suffix(".json"), before.row(c.environment.reward_form))
-        return images, before.row(c.environment.reward_form)
+        scores = before.row(c.environment.reward_form)
+        if stored is not None and not before.incomplete:
+            write_bytes(stored.with_suffix(".safetensors"), images)
+            write_json(stored, scores)
+        return images, scores
 
-    def _append(self, row: dict[str, Any]) -> None:
-        if self.distributed.is_main:
-            lines.append(self.folder / "metrics.jsonl", row)
+    # ----- Iterations
 
-    def _restore(self, trainer: Trainer, observers: Observers, start: str) -> list[dict[str, Any]]:
-        """Rows up to the last checkpoint (or `start`); later rows will be computed again. Without a
-        checkpoint the run starts anew.
+    @property
+    def _ended(self) -> bool:
+        return self._trainer.done == self.config.iterations or bool(self._stopped)
+
+    def _iterate(self) -> None:
+        """One iteration, its evaluation if it has one, and what observers and monitors say; appends
+        the row.
         """
-        kept = self._checkpoints
-        checkpoint: Checkpoint | None = None
-        with self.distributed.shared_errors():
-            if self.distributed.is_main and (kept.names() or start):
-                checkpoint = kept.load(start)
-                with reading(kept.path(start or kept.names()[-1]), CheckpointError):
-                    as_kind(checkpoint.values.get("rows"), list[MetricsRow])
-        if self.distributed.any(checkpoint is not None):
-            with reading(kept.path(start or (kept.names() or [""])[-1]), CheckpointError):
-                trainer.restore(checkpoint or Checkpoint({}, {}))
-        rows: list[dict[str, Any]] = []
-        with self.distributed.shared_errors():
-            if self.distributed.is_main:
-                observers.restore(checkpoint.tensors if checkpoint else {}, trainer.done)
-                rows = self._rewind(checkpoint, start)
-        return self.distributed.gather(rows)[0]
+        trainer, rows = self._trainer, self._rows
+        before = trainer.small_state()
+        try:
+            iteration = trainer.iteration()
+        except NonFiniteError as error:
+            raise error.saved(self.folder / "failure") from error
+        except (Exception, SystemExit):
+            self._save_before(before)
+            raise
+        row: Row = dict(iteration)
+        row |= {f"{name}_total": rows[-1][f"{name}_total"] + row[name] for name in TOTALS}
+        last, every = self._ended, self.config.evaluation.eval_every
+        self._evaluation = None
+        row["evaluation"] = self._evaluate() if last or trainer.done % every == 0 else None
+        entries = self._observers.observe(trainer, iteration, row, rows)
+        warnings = entries.pop("warnings")
+        if last:
+            entries.pop("stopped", None)
+        row |= entries
+        if "stopped" in row:
+            self._stopped = row["stopped"]
+            row["evaluation"] = row["evaluation"] or self._evaluate()
+            when = f"after iteration {trainer.done} of {self.config.iterations}"
+            warnings.append({"kind": "stopped", "text": f"stopped {when} by {self._stopped}"})
+        warnings = [*map(asdict, notices([*rows, row], self._limits)), *warnings]
+        if self._memory or warnings:
+            row["warnings"] = self._memory + warnings
+        self._memory = []
+        self._append(row)
+        self._warn(warnings)
+        heldout = {"heldout": row["evaluation"]["reward"]} if row["evaluation"] else {}
+        state = {"iteration": trainer.done, "reward": row["reward_mean"], **heldout}
+        self._tell({**state, "nfe_total": row["nfe_total"]})
 
-    def _rewind(self, checkpoint: Checkpoint | None, start: str) -> list[dict[str, Any]]:
-        """Restore the folder to the checkpoint's iteration; returns its rows."""
-        for half in self.folder.glob("*.tmp"):
-            half.unlink()
-        if checkpoint is None:
-            return []
-        if start:
-            (self.folder / "done.json").unlink(missing_ok=True)
-            self._checkpoints.forget_after(start)
-        note = lines.restore(self.folder / "metrics.jsonl", checkpoint.values["rows"])
-        if note:
-            self._tell({"warning": note})
-        return checkpoint.values["rows"]
+    def _evaluate(self) -> dict[str, Any]:
+        """The row's entry of the held-out evaluation of the averaged weights."""
+        self._tell({"phase": "evaluation"})
+        with self._trainer.averaged():
+            self._evaluation = self._score(self._trainer.policy)
+        return self._evaluation.row(self.config.environment.reward_form)
 
-    def _score(self, policy: FlowPolicy, world: World) -> Evaluation:
-        c, own = self.config, None
+    def _score(self, policy: FlowPolicy) -> Evaluation:
+        c, custom = self.config, None
         if c.environment.reward and not c.policy.model:  # the only reward of a model's world
-            own = evaluation_reward(make_reward(c.replace(reward_noise=0.0, reward_bias=0.0)))
+            custom = evaluation_reward(make_reward(c.replace(reward_noise=0.0, reward_bias=0.0)))
         return evaluate(
             policy,
-            world,
+            self._world,
             c.environment.task,
             c.environment.reward_form,
             c.evaluation.eval_samples,
             c.evaluation.eval_steps,
             c.batches.max_batch,
-            reward=own,
+            reward=custom,
             solver=c.evaluation.eval_solver,
             heldout_metrics=self._heldout,
             distributed=self.distributed,
         )
 
-    def _evaluate(self, trainer: Trainer, world: World) -> Evaluation:
-        self._tell({"phase": "evaluation"})
-        with trainer.averaged():
-            return self._score(trainer.policy, world)
-
-    def _finish(self, trainer: Trainer, world: World, after: Evaluation) -> None:
-        before = self._before(world)
+    def _append(self, row: Row) -> None:
+        self._rows.append(row)
         if self.distributed.is_main:
-            write_bytes(
-                self.folder / "samples.safetensors",
-                save({"before": before["images"], "after": after.images}),
-            )
+            with open(self._metrics, "a") as file:
+                file.write(_line(row))
+        self._journal.row(row, self._evaluation)
+
+    def _tell(self, state: dict[str, Any]) -> None:
+        if self.distributed.is_main:
+            self.report(state)
+
+    def _warn(self, warnings: list[dict[str, str]]) -> None:
+        if warnings:
+            text = "\n".join(warning["text"] for warning in warnings)
+            self._tell({"warning": text, "kinds": [warning["kind"] for warning in warnings]})
+
+    def _warn_of_trial(self, text: str) -> None:
+        self._warn([{"kind": "trial", "text": text}])
+
+    def _save(self, state: Checkpoint) -> None:
+        """Write `state`, the rows and the observers' state as the checkpoint of this iteration."""
+        if self.distributed.is_main:
+            tensors = {**state.tensors, **self._observers.state()}
+            kept = {row["iteration"] for row in self._rows if "kept" in row}
+            checkpoint = Checkpoint(tensors, {**state.values, "rows": self._rows})
+            self._checkpoints.save(checkpoint, self._trainer.done, kept)
+
+    def _save_before(self, before: Checkpoint) -> None:
+        """After a failure before the first update of an iteration, save a checkpoint of its
+        beginning, so that no result is lost.
+        """
+        trainer = self._trainer
+        if trainer.done > 0 and not trainer.updated and self.distributed.world_size == 1:
+            state = trainer.state(copied=False)
+            tensors = {**state.tensors, **before.tensors}
+            self._save(Checkpoint(tensors, {**state.values, **before.values}))
+
+    # ----- End
+
+    def _finish(self) -> None:
+        """Write samples, weights, a trajectory, and last done.json."""
+        if self._evaluation is None:  # the run was killed after its last checkpoint
+            self._evaluate()
+        before, after = self._before(), self._evaluation
+        assert after is not None
+        if self.distributed.is_main:
+            images = save({"before": before["images"], "after": after.images})
+            write_bytes(self.folder / "samples.safetensors", images)
             samples = {
                 "prompts": [prompt.text for prompt in after.prompts],
                 "reward_before": before["scores"].tolist(),
                 "reward_after": after.image_scores.tolist(),
             }
             write_json(self.folder / "samples.json", samples)
-            self._export(self.folder, trainer, world)
+            self._export(self.folder)
             stopped = {"stopped": self._stopped} if self._stopped else {}
-            write_json(self.folder / "done.json", {"iterations": trainer.done, **stopped})
+            write_json(self.folder / "done.json", {"iterations": self._trainer.done, **stopped})
         # the main process alone can neither call the network nor gather its weights
         elif self.distributed.sharded:
             with TemporaryDirectory() as scratch:
-                self._export(Path(scratch), trainer, world)
+                self._export(Path(scratch))
 
-    def _before(self, world: World) -> dict[str, torch.Tensor]:
+    def _before(self) -> dict[str, torch.Tensor]:
         """The untrained model's samples and scores; computed again if the file is missing or
         damaged.
         """
-        path, found = self.folder / "before.safetensors", None
-        if self.distributed.is_main:
-            with suppress(CheckpointError):
-                found = read_tensors(path, {"images": (None,) * 4, "scores": (None,)})
-        found = self.distributed.gather(found)[0]
-        if found is None:
-            images, _ = self._untrained(world.policy(policy_options(self.config)), world)
-            if self.distributed.is_main:
-                write_bytes(path, images)
-            found = load(images)
-        return found
+        path = self.folder / "before.safetensors"
 
-    def _export(self, folder: Path, trainer: Trainer, world: World) -> None:
+        def stored() -> dict[str, torch.Tensor] | None:
+            with suppress(CheckpointError):
+                return read_tensors(path, {"images": (None,) * 4, "scores": (None,)})
+            return None
+
+        if (tensors := self._in_main(stored)) is not None:
+            return tensors
+        images, _ = self._untrained(self._world.policy(policy_options(self.config)))
+        if self.distributed.is_main:
+            write_bytes(path, images)
+        return load(images)
+
+    def _export(self, folder: Path) -> None:
         """Write the averaged weights, and a trajectory sampled with them."""
+        trainer = self._trainer
         with trainer.averaged():
-            write_trajectory(folder, trainer, world)
+            write_trajectory(folder, trainer, self._world)
             if (exported := extras(trainer.policy, "save")) is not None:
                 exported.save(folder / self.config.policy.tuning)
         average = full_tensors(dict(zip(trainer.names, trainer.average, strict=True)))
         if average:
             save_weights(folder / "weights.safetensors", average)
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row) + "\n"

@@ -1,11 +1,13 @@
-"""Means over seeds or prompts with Student's interval, and the criterion of a collapsed run."""
+"""Means over seeds or prompts with Student's interval, the criterion of a collapsed run, and the
+position at which a learning curve first reaches a level.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from flowrl.core.errors import require
 
@@ -15,6 +17,8 @@ COLLAPSE = 0.1
 """A run collapsed if its final reward is more than this below its best."""
 BELOW_START = 0.02
 """A run also collapsed if its final reward is more than this below its start."""
+Values = NDArray[np.float64]
+"""One value per seed, or per target."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +58,12 @@ class Inference(Estimate):
     def exponential(self) -> "Inference":
         """The estimate of a ratio from that of its logarithm."""
         with np.errstate(over="ignore"):
-            value, low, high = (
-                float(np.exp(number)) for number in (self.value, self.low, self.high)
-            )
+            value, low, high = (float(np.exp(n)) for n in (self.value, self.low, self.high))
         return Inference(value, low, high, self.p)
 
 
 def mean(values: ArrayLike, null: float = 0.0) -> Inference:
-    """The mean of independent values with its t interval, and the two-sided p value of a null
+    """The mean of independent values with its t interval, and the two-sided p-value of a null
     hypothesis.
 
     Args:
@@ -69,30 +71,29 @@ def mean(values: ArrayLike, null: float = 0.0) -> Inference:
         null: mean under the null hypothesis, in units of the values.
 
     Returns:
-        Mean, interval and p value; the interval is infinite for a single value.
+        Mean, interval and p-value; the interval is infinite for a single value.
 
     Raises:
         ConfigError: `values` have another shape or are empty.
     """
-    found = np.asarray(values, float)
-    require(found.ndim == 1 and found.size > 0, "values", found.shape, "[seed], one or more")
-    value = float(found.mean())
-    if found.size < 2:
+    sample = np.asarray(values, float)
+    require(sample.ndim == 1 and sample.size > 0, "values", sample.shape, "[seed], one or more")
+    value, count = float(sample.mean()), sample.size
+    if count < 2:
         return Inference(value, -math.inf, math.inf)
-    return t_interval(
-        value, value, float(found.std(ddof=1)) / math.sqrt(found.size), found.size - 1, null
-    )
+    error = float(sample.std(ddof=1)) / math.sqrt(count)
+    return t_interval(value, value, error, count - 1, null)
 
 
 def t_interval(value: float, centre: float, error: float, freedom: float, null: float) -> Inference:
     """An estimate with Student's interval, centre ± t error.
 
     Args:
-        value: The estimate that is reported.
-        centre: The middle of the interval, in general `value`.
-        error: The standard error.
-        freedom: Degrees of freedom of t.
-        null: The value whose two-sided p-value is computed.
+        value: the estimate that is reported.
+        centre: the middle of the interval, in general `value`.
+        error: the standard error.
+        freedom: degrees of freedom of t.
+        null: the value whose two-sided p-value is computed.
 
     Returns:
         The estimate, its 95% interval and its p-value.
@@ -101,12 +102,9 @@ def t_interval(value: float, centre: float, error: float, freedom: float, null: 
 
     reach = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * error
     distance = abs(centre - null)
-    p = (
-        float(2 * stats.t.sf(distance / error, freedom))
-        if error > 1e-15
-        else float(distance <= 1e-12)
-    )
-    return Inference(value, centre - reach, centre + reach, p)
+    # equal values leave no error to divide by: the hypothesis is then true or false
+    p = 2 * stats.t.sf(distance / error, freedom) if error > 1e-15 else distance <= 1e-12
+    return Inference(value, centre - reach, centre + reach, float(p))
 
 
 def collapsed(rewards: Sequence[float]) -> bool:
@@ -115,3 +113,28 @@ def collapsed(rewards: Sequence[float]) -> bool:
     """
     # not by rounding
     return rewards[-1] < max(max(rewards) - COLLAPSE, rewards[0] - BELOW_START) - 1e-9
+
+
+def first_reached(xs: Sequence[float], ys: Sequence[float], target: ArrayLike) -> Values:
+    """The x at which the curve through (xs, ys), linear between points, first reaches `target`.
+
+    Args:
+        xs: positions [point], ascending.
+        ys: values [point].
+        target: one target, or an array of targets.
+
+    Returns:
+        Positions of the shape of `target`; infinite if the curve, which may have no points, does
+        not reach the target.
+    """
+    x, y, goal = np.asarray(xs, float), np.asarray(ys, float), np.asarray(target, float)
+    if not len(y):
+        return np.full(goal.shape, math.inf)
+    # the running maximum is sorted, and first reaches each level where the curve does
+    first = np.searchsorted(np.maximum.accumulate(y), goal - 1e-12)
+    after = np.clip(first, 1, len(y) - 1)
+    rise = y[after] - y[after - 1]
+    fraction = (goal - y[after - 1]) / np.where(rise > 0, rise, 1.0)
+    with np.errstate(invalid="ignore"):  # an infinite target is never reached
+        between = x[after - 1] + fraction * (x[after] - x[after - 1])
+    return np.where(first == len(y), math.inf, np.where(first == 0, x[0], between))

@@ -23,24 +23,27 @@ from flowrl.parts.prompt_stream import PromptStream
 from flowrl.probes import whole
 from flowrl.rewards.contract import is_remote
 from flowrl.rollout import Groups, Usage, log_probs, transition_weights, usable
-from flowrl.rollout.collector import Collected, Collector
-from flowrl.rollout.forward_batch import ForwardBatches, credited, forward_rows
-from flowrl.rollout.loss_batch import (
+from flowrl.rollout.batches import (
+    ForwardBatches,
     LossBatches,
     MicroBatch,
     Rows,
     checked_loss,
+    credited,
     micro_batches,
     minibatch_rows,
 )
+from flowrl.rollout.collector import Collected, Collector
 from flowrl.rollout.metrics import Clock, LossMetrics, reward_metrics
 from flowrl.samplers import trained_steps, transition_stds, windowed
 from flowrl.training.behaviour import Copies
 from flowrl.training.checkpoint import (
     PER_PARAMETER,
     Checkpoint,
+    prefixed,
     restore_training_state,
     training_state,
+    without_prefix,
 )
 from flowrl.training.config import RunConfig
 from flowrl.training.nonfinite import NonFiniteCheck
@@ -63,18 +66,10 @@ def loss_guidance(config: RunConfig) -> Guidance:
 def overlaps_rewards(config: RunConfig, reward: AnyReward) -> bool:
     """Whether a chunk is scored during the rollout of the next one; auto: if there are chunks and a
     server computes the reward.
-
-    Args:
-        config: the run.
-        reward: the reward.
-
-    Returns:
-        Whether rollout and scoring overlap.
     """
-    chosen = config.rollout.overlap_rewards
-    return chosen == "true" or (
-        chosen == "auto" and config.rollout.chunk >= 1 and is_remote(reward)
-    )
+    rollout = config.rollout
+    remote = rollout.overlap_rewards == "auto" and rollout.chunk >= 1 and is_remote(reward)
+    return remote or rollout.overlap_rewards == "true"
 
 
 class Iteration(dict[str, Any]):
@@ -132,16 +127,13 @@ class Trainer:
         self.generator = torch.Generator(policy.device).manual_seed(config.seed + 1)
         self.schedule = policy.schedule(rollout.num_steps)
         self.groups = Groups(rollout.groups, rollout.group_size, method.shared_noise)
-        named = prepare_policy(policy, distributed, config.policy.compile)
-        self.names, self.parameters = list(named), list(named.values())
+        self.named = dict(prepare_policy(policy, distributed, config.policy.compile))
+        self.names, self.parameters = list(self.named), list(self.named.values())
         self.average = [parameter.detach().clone() for parameter in self.parameters]
-        self.optimizer = make_optimizer(
-            optim.optimizer, self.parameters, optim.learning_rate, optim.betas, optim.weight_decay
-        )
-        self.scaler = LossScaler(
-            optim.loss_scale if config.policy.dtype == "float16" else 0.0, policy.device
-        )
-        self.copies = Copies(method.loss, policy, named)
+        self.optimizer = make_optimizer(optim, self.parameters)
+        scale = optim.loss_scale if config.policy.dtype == "float16" else 0.0
+        self.scaler = LossScaler(scale, policy.device)
+        self.copies = Copies(method.loss, policy, self.named)
         self.collector = Collector(
             policy,
             reward,
@@ -184,52 +176,43 @@ class Trainer:
         # has weight 0.
         experience = self.experience(prompts, condition, sampler, collected)
         credit = credit_of(self.method.credit, experience.only(self.rule_fields))
-        weights = transition_weights(
-            credit, experience.decisions, self.config.algorithm.drop_zero_advantages
-        )
+        drop_zeros = self.config.algorithm.drop_zero_advantages
+        weights = transition_weights(credit, experience.decisions, drop_zeros)
 
         # Update: one optimizer step per mini-batch. Micro-batches are transitions of this process,
-        # or (image, drawn time) rows;
-        # the weighted sum of their mean losses, over all processes, is the mean over the
-        # mini-batch.
+        # or (image, drawn time) rows; the weighted sum of their mean losses, over all processes, is
+        # the mean over the mini-batch.
         clock.enter("update")
         self.set_learning_rate()
         loss, metrics, train_nfe = self.method.loss, LossMetrics(self.schedule.steps), 0
         batches, rows = self.loss_batches(sampler, collected, experience, credit, weights)
-        check = NonFiniteCheck(
-            self.done + 1, prompts, experience, credit, loss, batches, collected.samples.start
-        )
-        for minibatch, of in self.minibatches(rows, collected):
+        first = collected.samples.start
+        check = NonFiniteCheck(self.done + 1, prompts, experience, credit, loss, batches, first)
+        for minibatch, all_rows in self.minibatches(rows, collected):
             self.optimizer.zero_grad()
             with self.distributed.shared_errors():
                 batches.prepare(minibatch)
-                train_nfe += of.evaluations * batches.passes
+                train_nfe += all_rows.evaluations * batches.passes
+                share = all_rows.evaluated / all_rows.total
                 for micro in minibatch:
                     batch = batches.of(micro.sample, micro.column, micro.shared)
                     result = checked_loss(loss, batch)
-                    share, steps = of.evaluated / of.total, batches.evaluated_steps(micro)
+                    steps = batches.evaluated_steps(micro)
                     metrics.add(micro.weight / len(rows), result, batch, steps, share)
                     self.scaler.scale(result.loss * micro.weight).backward()
                 losses = metrics.take()
                 check.losses(losses, minibatch)
             metrics.merge(self.distributed.gather(losses))
             self.optimizer_step(minibatch, check, metrics)
-        self.copies.after_iteration()
+        self.copies.after("iteration")
         clock.stop()
 
         self.done += 1
-        used = experience.decisions.mask.any(-1)
-        parts = {name: float(table[..., -1].nanmean()) for name, table in experience.parts.items()}
+        mask, advantages = experience.decisions.mask, credit.advantages
         row = {
             "iteration": self.done,
             **reward_metrics(experience.values),
-            **({"parts": parts} if parts else {}),
             "invalid": int((~experience.valid).sum()),
-            **(
-                {"dropped": int((used & ~(weights > 0).any(-1)).sum())}
-                if self.config.algorithm.drop_zero_advantages
-                else {}
-            ),
             "trajectories": self.groups.samples,
             "nfe": usage.nfe,
             "calls": usage.calls,
@@ -238,9 +221,14 @@ class Trainer:
             "phases": clock.phases,
             **metrics.means,
             "train_nfe": whole(train_nfe),
-            "zero_rows": sum(one.zeros for one in rows),
-            "abs_advantage": float(credit.advantages[experience.decisions.mask].abs().mean()),
+            "zero_rows": sum(part.zeros for part in rows),
+            "abs_advantage": float(advantages[mask].abs().mean()),
         }
+        if experience.parts:
+            tables = experience.parts.items()
+            row["parts"] = {name: float(table[..., -1].nanmean()) for name, table in tables}
+        if drop_zeros:
+            row["dropped"] = int((mask.any(-1) & ~(weights > 0).any(-1)).sum())
         return Iteration(row, experience.only(self.recorded), credit, weights)
 
     @property
@@ -250,28 +238,21 @@ class Trainer:
 
     def draw_sampler(self) -> AnySampler:
         """This iteration's sampler; a random or sliding window is drawn once for all groups."""
-        method = self.method
-        return windowed(
-            method.sampler, method.window, self.schedule.steps, self.generator, self.done
-        )
+        method, steps = self.method, self.schedule.steps
+        return windowed(method.sampler, method.window, steps, self.generator, self.done)
 
     def asked_columns(self, sampler: AnySampler) -> Tensor | None:
         """The columns of the value table that the rule reads [decision+1], Boolean; None for all of
         them.
-
-        Random trained steps are drawn after the rollout, so all columns are evaluated for them.
         """
-        rule, spec = self.method.credit, self.config.algorithm.trained_steps
-        if (
-            not hasattr(rule, "reads")
-            or "random" in spec
-            or isinstance(self.method.loss, ForwardLoss)
-        ):
+        rule = self.method.credit
+        # random trained steps are drawn after the rollout, so all columns are evaluated for them
+        random = "random" in self.config.algorithm.trained_steps
+        if random or isinstance(self.method.loss, ForwardLoss) or not hasattr(rule, "reads"):
             return None
         stds = transition_stds(sampler, self.schedule).cpu()
-        return read_columns(
-            rule, torch.isin((stds > 0).nonzero().flatten(), self.trained_steps(stds))
-        )
+        drawn = (stds > 0).nonzero().flatten()
+        return read_columns(rule, torch.isin(drawn, self.trained_steps(stds)))
 
     def experience(
         self,
@@ -289,25 +270,22 @@ class Trainer:
         decisions = Decisions.of(path.schedule, path.stds, path.tree, usable(values.valid), trained)
         experience = Experience(prompts, values.total, decisions, values.valid, values.parts)
         fields = {*self.rule_fields, *self.recorded}
-        if not fields:
-            return experience
-        found: dict[str, Any] = {}
-        own = collected.own()
-        if "trajectories" in fields:
-            states, outputs = (
-                torch.cat(self.distributed.gather(table.cpu()))
-                for table in (own.states, own.outputs)
-            )
-            found["trajectories"] = replace(own, states=states, outputs=outputs)
-        if "log_probs" in fields:
-            found["log_probs"] = torch.cat(self.distributed.gather(log_probs(sampler, own)))
+        larger: dict[str, Any] = {}
+        if fields & {"trajectories", "log_probs"}:
+            own, gather = collected.own(), self.distributed.gather
+            if "trajectories" in fields:
+                states, outputs = (
+                    torch.cat(gather(table.cpu())) for table in (own.states, own.outputs)
+                )
+                larger["trajectories"] = replace(own, states=states, outputs=outputs)
+            if "log_probs" in fields:
+                larger["log_probs"] = torch.cat(gather(log_probs(sampler, own)))
         if "condition" in fields:
             # a copy: the policy may keep these tensors for later iterations
-            found["condition"] = Condition(
-                {name: tensor.to("cpu", copy=True) for name, tensor in condition.tensors.items()},
-                condition.keys,
-            )
-        return replace(experience, **found)
+            tensors = condition.tensors.items()
+            copied = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+            larger["condition"] = Condition(copied, condition.keys)
+        return replace(experience, **larger)
 
     def set_learning_rate(self) -> None:
         """Set the learning rate: linear from `learning_rate` to `learning_rate` x
@@ -341,23 +319,24 @@ class Trainer:
         rollout, condition, loss = collected.rollout, collected.condition, self.method.loss
         # in main memory
         advantages, weights = credit.advantages.flatten(0, 1), weights.flatten(0, 1)
-        own, device = collected.samples, self.policy.device
-        credited_here = advantages[own].to(device), weights[own].to(device)
+        own, decisions = collected.samples, experience.decisions
+        device = self.policy.device
+        here = advantages[own].to(device), weights[own].to(device)
         if isinstance(loss, ForwardLoss):
             times, seed = self.draw_times(loss)
-            columns = credited(times.cpu(), experience.decisions)
+            columns = credited(times.cpu(), decisions)
             parts = self.draw_parts(weights)
-            rows = forward_rows(parts, loss, weights.gather(1, columns), self.groups.members)
-            mine, copies = times[collected.samples], self.copies.by_name
-            guidance = loss_guidance(self.config)
+            tree, weights = rollout.trajectories.tree, weights.gather(1, columns)
+            rows = minibatch_rows(parts, weights, tree, loss.unit, share_states=False)
+            copies, guidance = self.copies.by_name, loss_guidance(self.config)
             batches = ForwardBatches(
                 self.policy,
                 loss,
                 rollout,
                 condition,
-                *credited_here,
-                mine,
-                experience.decisions,
+                *here,
+                times[own],
+                decisions,
                 seed,
                 copies,
                 guidance,
@@ -365,16 +344,14 @@ class Trainer:
         else:
             assert isinstance(sampler, Sampler), "log-probabilities need a kernel"
             parts = self.draw_parts(weights)
-            check_one_advantage(
-                loss, self.method.credit, credit.advantages, experience.decisions.mask
-            )
+            check_one_advantage(loss, self.method.credit, credit.advantages, decisions.mask)
             rows = minibatch_rows(parts, weights, rollout.trajectories.tree, loss.unit)
             if not loss.trains_zero_advantages:
-                rows = [one.without_zeros(advantages) for one in rows if len(one)]
+                rows = [part.without_zeros(advantages) for part in rows if len(part)]
             batches = LossBatches(
-                self.policy, sampler, rollout, condition, *credited_here, loss.needs_reference, loss
+                self.policy, sampler, rollout, condition, *here, loss.needs_reference, loss
             )
-        return batches, [one for one in rows if len(one)]
+        return batches, [part for part in rows if len(part)]
 
     def draw_parts(self, weights: Tensor) -> Sequence[Tensor]:
         """The samples of each mini-batch: those with a weight above 0 [sample, decision], in random
@@ -388,26 +365,22 @@ class Trainer:
         """The times [sample, draw] of all samples of this iteration, and the seed of their
         noise.
         """
-        times = loss.times.draw(self.schedule, self.groups.samples, self.generator)
-        return times, int(
-            torch.randint(2**62, (), generator=self.generator, device=self.generator.device)
-        )
+        generator = self.generator
+        times = loss.times.draw(self.schedule, self.groups.samples, generator)
+        return times, int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
     def minibatches(
         self, rows: Sequence[Rows], collected: Collected
     ) -> Iterator[tuple[list[MicroBatch], Rows]]:
         """This process's micro-batches of each mini-batch, and the rows of all processes in it."""
-        for one in rows:
-            yield (
-                micro_batches(one, self.config.batches.micro_batch, collected, self.distributed),
-                one,
-            )
+        size = self.config.batches.micro_batch
+        for part in rows:
+            yield micro_batches(part, size, collected, self.distributed), part
 
     def draw_order(self) -> Tensor:
         """This iteration's order of all samples, a random permutation."""
-        return torch.randperm(
-            self.groups.samples, generator=self.generator, device=self.policy.device
-        )
+        device = self.policy.device
+        return torch.randperm(self.groups.samples, generator=self.generator, device=device)
 
     def optimizer_step(
         self, minibatch: Sequence[MicroBatch], check: NonFiniteCheck, metrics: LossMetrics
@@ -418,13 +391,12 @@ class Trainer:
         self.distributed.all_reduce_gradients(self.parameters)
         norm = self.scaler.clip(self.optimizer, self.config.optim.max_grad_norm)
         if not self.scaler.enabled:
-            trained = dict(zip(self.names, self.parameters, strict=True))
-            check.gradient(norm, [] if self.distributed.sharded else minibatch, trained)
+            check.gradient(norm, [] if self.distributed.sharded else minibatch, self.named)
         taken, self.updated = self.scaler.step(self.optimizer), True
         if self.scaler.enabled:
             metrics.means |= {"loss_scale": self.scaler.value, "skipped_steps": self.scaler.skipped}
         if taken:
-            self.copies.after_update()
+            self.copies.after("update")
             metrics.means["grad_norm"] = norm
             update_average(self.average, self.parameters, self.config.optim.ema_decay)
 
@@ -442,16 +414,9 @@ class Trainer:
         change them: for a caller that writes them at once. Other processes than the main one get
         an empty checkpoint; with sharded weights all must call this.
         """
-        named = dict(zip(self.names, self.parameters, strict=True))
-        state = training_state(named, self.average, self.optimizer, copied)
+        state = training_state(self.named, self.average, self.optimizer, copied)
         copies = self.copies.state(copied)
-        if not self.distributed.is_main:
-            return state
-        small = self.small_state()
-        return Checkpoint(
-            {**state.tensors, **copies.tensors, **small.tensors},
-            {**state.values, **copies.values, **small.values},
-        )
+        return state | copies | self.small_state() if self.distributed.is_main else state
 
     def small_state(self) -> Checkpoint:
         """The part of `state` whose size does not depend on the model."""
@@ -460,10 +425,9 @@ class Trainer:
             "prompts.generator": self.prompts.generator.get_state(),
         }
         if isinstance(self.method.credit, Stateful):
-            tensors |= {
-                f"credit.{name}": tensor.clone()
-                for name, tensor in self.method.credit.state_dict().items()
-            }
+            # copies: the rule may go on writing to its tensors
+            memory = self.method.credit.state_dict().items()
+            tensors |= prefixed("credit.", {name: tensor.clone() for name, tensor in memory})
         values = {
             "done": self.done,
             "order": list(self.prompts.order),
@@ -477,22 +441,15 @@ class Trainer:
 
         Raises `ConfigError` if it belongs to other weights.
         """
-        named = dict(zip(self.names, self.parameters, strict=True))
-        restore_training_state(checkpoint, named, self.average, self.optimizer, self.distributed)
+        restore_training_state(
+            checkpoint, self.named, self.average, self.optimizer, self.distributed
+        )
         self.copies.restore(checkpoint, self.distributed)
-        small = {
-            name: tensor
-            for name, tensor in checkpoint.tensors.items()
-            if not name.startswith(PER_PARAMETER)
-        }
+        saved = checkpoint.tensors.items()
+        small = {name: tensor for name, tensor in saved if not name.startswith(PER_PARAMETER)}
         tensors, values = self.distributed.gather((small, checkpoint.values))[0]
         if isinstance(self.method.credit, Stateful):
-            memory = {
-                name.removeprefix("credit."): t
-                for name, t in tensors.items()
-                if name.startswith("credit.")
-            }
-            self.method.credit.load_state_dict(memory)
+            self.method.credit.load_state_dict(without_prefix("credit.", tensors))
         self.scaler.load_state_dict(values["loss_scale"])
         self.generator.set_state(tensors["generator"])
         self.prompts.generator.set_state(tensors["prompts.generator"])

@@ -14,7 +14,7 @@ from flowrl.core.protocols import AnyReward, ForwardLoss, GroupReward, Multistep
 from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
 from flowrl.parts.trust import own_parts
-from flowrl.rollout.values import Inspect, score_components, score_group_components
+from flowrl.rollout.values import Inspect, score_components
 from flowrl.testing import credit, losses, probe, samplers
 from flowrl.testing.contract import OVER, Contract
 from flowrl.training.build import run_method, trial_stds
@@ -90,8 +90,8 @@ def _try_part(
             untried.append(finding.promise)
         elif finding.mark == "BROKEN" and finding.promise in SEVERE:
             raise ConfigError(
-                f"{name} failed the trial before the run: {finding.message} {check} shows all"
-                f" findings. {GO_ON}"
+                f"{name} failed the trial before the run: {finding.message.rstrip('.')}."
+                f" {check} shows all findings. {GO_ON}"
             )
         elif finding.mark == "BROKEN":
             broken.append(finding.promise)
@@ -125,9 +125,9 @@ def _contract(config: RunConfig, kind: str, part: Any) -> tuple[str, Contract]:
 
 
 def reward_trial(
-    config: RunConfig, reward: AnyReward, warn: Warn = lambda text: None
+    config: RunConfig, reward: AnyReward, warn: Warn = lambda text: None, heldout: str = ""
 ) -> Inspect | None:
-    """A function that tries the run's own reward on its first batch of images; None if the reward
+    """A function that tries a reward of the user on its first batch of images; None if the reward
     is built in.
 
     It scores two samples again in swapped order (of a reward that compares samples, two groups with
@@ -137,15 +137,17 @@ def reward_trial(
         config: the run.
         reward: its reward.
         warn: called with a line if the reward is random.
+        heldout: the held-out reward's spec; empty for the training reward.
 
     Returns:
         A function of images, prompts and scores. It raises `ConfigError` if the new scores differ
         by more than `SHARE` of the batch's standard deviation, and scores of the same samples in
         the same order do not.
     """
-    if not any(setting == "reward" for setting, _, _ in own_parts(config.flat())):
+    setting, spec = "heldout_rewards" if heldout else "reward", heldout or config.environment.reward
+    if not any(own_parts({setting: spec})):
         return None
-    grouped = isinstance(reward, GroupReward)
+    name, grouped = f"{setting}: {spec}", isinstance(reward, GroupReward)
     members = config.rollout.group_size if grouped else 1
 
     def inspect(images: Tensor, prompts: Sequence[Prompt], scores: Tensor) -> None:
@@ -161,9 +163,7 @@ def reward_trial(
         some = [prompts[row] for row in rows]
 
         def again() -> Tensor:
-            if isinstance(reward, GroupReward):
-                return score_group_components(reward, images[rows], some[::members]).total.cpu()
-            return score_components(reward, images[rows], some).total.cpu()
+            return score_components(reward, images[rows], some[::members]).total.cpu()
 
         def gaps(expected: Tensor) -> Tensor:
             return (again_scores - expected).abs().nan_to_num(torch.inf)
@@ -175,14 +175,13 @@ def reward_trial(
             if gap <= limit:
                 return
             repeated = max(float(gaps(again()).max()) for _ in range(3))
-        name = f"reward: {config.environment.reward}"
         if repeated > gap / 10:
             same = f"the same {len(rows)} samples scored again differ by up to {repeated:.3g}"
             warn(f"{name}: the reward is random: {same}")
             return
         first, second = float(scores[rows][place]), float(again_scores[place])
         raise ConfigError(
-            f"{name} failed the trial in the first iteration: a score depends on the batch or on"
+            f"{name} failed the trial at its first scores: a score depends on the batch or on"
             f" its order. A sample scored {first:.4g} among {len(scores)}, and {second:.4g} among"
             f" {len(rows)} in another order; expected: the same within {limit:.2g} (5% of the"
             " batch's standard deviation). Is something normalised over the batch, or are results"

@@ -5,18 +5,23 @@ differences with intervals.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import CheckpointError, ConfigError, require
+from flowrl.core.errors import CheckpointError, require
+from flowrl.core.options import Count, checked_options
 from flowrl.core.protocols import FlowPolicy, RewardModel
 from flowrl.core.types import Prompt
 from flowrl.rewards import stills
 from flowrl.rollout import EVALUATION_SEED, sample_images, score
+from flowrl.training.results import finite
 from flowrl.training.statistics import mean
+
+Rewards = Mapping[str, RewardModel]
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,8 @@ class ScoreDifference:
         base: mean score with the base weights.
         trained: mean score with the trained weights.
         difference: `trained` - `base`.
-        low: lower end of the interval; NaN for fewer than two prompts.
-        high: upper end of the interval; NaN for fewer than two prompts.
+        low: lower end of the interval; infinite for a single prompt.
+        high: upper end of the interval; infinite for a single prompt.
         better: fraction of prompts that score higher with the trained weights.
         prompts: number of compared prompts.
         invalid: number of pairs left out because the reward marked an image invalid.
@@ -45,6 +50,7 @@ class ScoreDifference:
     invalid: int
 
 
+@checked_options
 @dataclass(frozen=True)
 class SamplingSettings:
     """Settings of sampling for a comparison of weights.
@@ -58,30 +64,13 @@ class SamplingSettings:
         seed: seed of the noise.
         batch: latents per network call.
         shown: number of prompts of which images are kept.
-        solver: name of the solver (see `rollout.solve`).
-
-    Raises:
-        ConfigError: a number is below 1.
     """
 
-    steps: int = 40
-    count: int = 1
+    steps: Count = 40
+    count: Count = 1
     seed: int = EVALUATION_SEED
-    batch: int = 16
-    shown: int = 8
-    solver: str = "euler"
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "count", "batch", "shown"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-
-    def noise(self, policy: FlowPolicy, prompts: int) -> Iterator[Tensor]:
-        """One latent per image, in order of the prompts, each from a separate CPU generator, so
-        that the batch size has no effect.
-        """
-        for number in range(prompts * self.count):
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-            yield torch.randn(policy.latent_shape, generator=generator)
+    batch: Count = 16
+    shown: Count = 8
 
 
 @dataclass(frozen=True)
@@ -100,7 +89,7 @@ class ScoredImages:
 def sample_and_score(
     policy: FlowPolicy,
     prompts: Sequence[Prompt],
-    rewards: Mapping[str, RewardModel],
+    rewards: Rewards,
     how: SamplingSettings,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ScoredImages:
@@ -108,28 +97,25 @@ def sample_and_score(
     finished and the total images.
     """
     require(len(prompts) >= 1, "prompts", len(prompts), "one or more")
-    require(len(rewards) >= 1, "rewards", tuple(rewards), "one or more")
     scores: dict[str, list[Tensor]] = {name: [] for name in rewards}
     shown: list[Tensor] = []
     repeated, done = [prompt for prompt in prompts for _ in range(how.count)], 0
-    for batch in sample_images(
-        policy, repeated, how.noise(policy, len(prompts)), how.steps, how.solver, how.batch
-    ):
+
+    def noise() -> Iterator[Tensor]:
+        for number in range(len(repeated)):  # a generator each: the batch size has no effect
+            generator = torch.Generator().manual_seed(how.seed * 1_000_003 + number)
+            yield torch.randn(policy.latent_shape, generator=generator)
+
+    for batch in sample_images(policy, repeated, noise(), how.steps, max_batch=how.batch):
         for name, reward in rewards.items():
             scores[name].append(score(reward, batch.images, batch.prompts, invalid=True).cpu())
-        numbers = range(done, done + len(batch.prompts))
-        firsts = [
-            number - done
-            for number in numbers
-            if number % how.count == 0 and number < how.shown * how.count
-        ]
-        shown += list(stills(batch.images[firsts]).cpu())
-        done = numbers.stop
+        # the first image of each prompt
+        firsts = list(range(-done % how.count, len(batch.prompts), how.count))
+        shown += stills(batch.images[firsts[: how.shown - len(shown)]]).cpu()
+        done += len(batch.prompts)
         progress(done, len(repeated))
         del batch  # before the next one is sampled
-    tables = {
-        name: torch.cat(found).view(len(prompts), how.count) for name, found in scores.items()
-    }
+    tables = {name: torch.cat(parts).view(-1, how.count) for name, parts in scores.items()}
     return ScoredImages(tables, torch.stack(shown))
 
 
@@ -143,28 +129,20 @@ def compare_scores(base: Tensor, trained: Tensor) -> ScoreDifference:
     """
     valid = base.isfinite() & trained.isfinite()
     kept = valid.any(1)
-    if not bool(kept.any()):
-        raise ConfigError(
-            "evaluate: the reward marked an image of every pair invalid; there is nothing to"
-            " compare"
-        )
-    weight = valid[kept].double()
+    require(bool(kept.any()), "scores", "NaN", "one or more pairs that the reward judges valid")
     before, after = (
-        (torch.where(valid, t, 0.0)[kept].double() * weight).sum(1) / weight.sum(1)
-        for t in (base, trained)
+        torch.where(valid, scores.double(), math.nan)[kept].nanmean(1) for scores in (base, trained)
     )
     difference = after - before
-    found, n = mean(difference.tolist()), len(difference)
-    low, high = (found.low, found.high) if n > 1 else (math.nan, math.nan)
-    better = float((difference > 0).double().mean())
+    estimate, better = mean(difference.tolist()), float((difference > 0).double().mean())
     return ScoreDifference(
         float(before.mean()),
         float(after.mean()),
-        found.value,
-        low,
-        high,
+        estimate.value,
+        estimate.low,
+        estimate.high,
         better,
-        n,
+        len(difference),
         int((~valid).sum()),
     )
 
@@ -190,42 +168,17 @@ class WeightComparison:
     facts: dict[str, Any]
 
     def values(self) -> dict[str, Any]:
-        """Plain values for JSON: `facts`, settings, differences, and every prompt with its mean
-        scores (null: invalid).
-        """
-        sides = (self.base.scores, self.trained.scores)
-        each = [
-            {
-                "prompt": text,
-                "scores": {
-                    name: [_number(float(side[name][i].nanmean())) for side in sides]
-                    for name in self.scores
-                },
-            }
-            for i, text in enumerate(self.prompts)
-        ]
-        scores = {
-            name: {k: _number(v) for k, v in asdict(found).items()}
-            for name, found in self.scores.items()
-        }
-        return {
-            **self.facts,
-            "prompts": len(self.prompts),
-            **asdict(self.how),
-            "scores": scores,
-            "each": each,
-        }
-
-
-def _number(value: float) -> float | None:
-    return None if isinstance(value, float) and math.isnan(value) else value
+        """Plain values for JSON: `facts`, settings and differences."""
+        scores = {name: asdict(difference) for name, difference in self.scores.items()}
+        settings = {"prompts": len(self.prompts), **asdict(self.how)}
+        return {**self.facts, **settings, "scores": finite(scores)}
 
 
 def compare_weights(
     policy: FlowPolicy,
     load_trained: Callable[[], None],
     prompts: Sequence[Prompt],
-    rewards: Mapping[str, RewardModel],
+    rewards: Rewards,
     how: SamplingSettings,
     facts: dict[str, Any],
     progress: Callable[[str, int, int], None] = lambda weights, done, total: None,
@@ -245,17 +198,16 @@ def compare_weights(
     Returns:
         Scores and images of both weights.
     """
-    base = sample_and_score(
-        policy, prompts, rewards, how, lambda done, total: progress("base", done, total)
-    )
+
+    def side(name: str) -> ScoredImages:
+        return sample_and_score(policy, prompts, rewards, how, partial(progress, name))
+
+    base = side("base")
     load_trained()
-    trained = sample_and_score(
-        policy, prompts, rewards, how, lambda done, total: progress("trained", done, total)
-    )
+    trained = side("trained")
     scores = {name: compare_scores(base.scores[name], trained.scores[name]) for name in rewards}
-    return WeightComparison(
-        scores, base, trained, tuple(prompt.text for prompt in prompts), how, facts
-    )
+    texts = tuple(prompt.text for prompt in prompts)
+    return WeightComparison(scores, base, trained, texts, how, facts)
 
 
 def load_weights(policy: Any, folder: Path) -> None:
@@ -272,24 +224,20 @@ def load_weights(policy: Any, folder: Path) -> None:
 
     try:
         if (folder / "transformer").is_dir():
-            whole = type(policy.transformer).from_pretrained(
+            trained = type(policy.transformer).from_pretrained(
                 folder, subfolder="transformer", use_safetensors=True
             )
-            policy.transformer.load_state_dict(whole.state_dict())
+            policy.transformer.load_state_dict(trained.state_dict())
         else:
-            place = (
-                (str(folder.parent), {"weight_name": folder.name})
-                if folder.is_file()
-                else (str(folder), {})
-            )
-            policy.pipe.load_lora_weights(place[0], use_safetensors=True, **place[1])
-            _require_all_loaded(
-                policy, policy.pipe.lora_state_dict(place[0], use_safetensors=True, **place[1])
-            )
+            place, options = folder, {"use_safetensors": True}
+            if folder.is_file():
+                place, options = folder.parent, {**options, "weight_name": folder.name}
+            policy.pipe.load_lora_weights(str(place), **options)
+            _require_all_loaded(policy, policy.pipe.lora_state_dict(str(place), **options))
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(
-            f"weights: {folder} holds no LoRA and no transformer for this model ({first[:200]})"
+            f"weights: {folder} holds no LoRA and no transformer for this model ({reason})"
         ) from error
 
 
@@ -299,19 +247,15 @@ def _require_all_loaded(policy: Any, state: Any) -> None:
     """
     tensors = state[0] if isinstance(state, tuple) else state
     wanted = {
-        name.removeprefix("transformer.")
+        name.removeprefix("transformer.").partition(".lora_A")[0]
         for name in tensors
         if "lora_A" in name and not name.startswith("text_encoder")
     }
     layers = {
-        name
-        for name, module in policy.transformer.named_modules()
-        if hasattr(module, "lora_A") and len(module.lora_A)
+        name for name, module in policy.transformer.named_modules() if getattr(module, "lora_A", {})
     }
-    lost = sorted(name for name in wanted if name.partition(".lora_A")[0] not in layers)
+    lost = sorted(wanted - layers)
     if lost or not wanted:
         raise ValueError(
-            f"{len(lost)} of its {len(wanted)} layers are not in the model, such as {lost[0]}"
-            if lost
-            else "no LoRA layers"
+            f"{len(lost)} of its {len(wanted)} layers are not in the model: {lost[:1]}"
         )

@@ -6,16 +6,16 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from flowrl.core.errors import CheckpointError, ConfigError, require
+from flowrl.core.errors import CheckpointError, require
+from flowrl.core.options import Whole, allowed
 from flowrl.core.protocols import FlowPolicy, PolicyOptions, RewardModel, World
 from flowrl.core.types import Prompt
 from flowrl.parts.prompts import prompts_from
@@ -25,10 +25,9 @@ from flowrl.policies.load import load_policy
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
-from flowrl.reading import read_json
+from flowrl.reading import read_json, reading
 from flowrl.rewards import evaluation_reward
 from flowrl.worlds import mixture, scene, verifier
-from flowrl.worlds.verifier import QUALITIES, ShapesQuality
 
 
 def weights_path() -> Path:
@@ -41,20 +40,15 @@ def check_hash(path: Path) -> None:
     JSON file of the same name.
     """
     card = path.with_suffix(".json")
+    again = f"make it with `flowrl pretrain --out {path}`"
     for needed in (path, card):
         if not needed.is_file():
-            raise CheckpointError(
-                f"base_weights: {needed} does not exist; make it with `flowrl pretrain --out"
-                f" {path}`"
-            )
+            raise CheckpointError(f"base_weights: {needed} does not exist; {again}")
     expected = read_json(card, dict[str, Any], CheckpointError).get("sha256")
-    if not isinstance(expected, str):
-        raise CheckpointError(f"weights: {card} is not a weight card with an entry 'sha256'")
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != expected:
+    if hashlib.sha256(path.read_bytes()).hexdigest() != expected:
         raise CheckpointError(
-            f"weights: {path} has SHA-256 {found[:16]}..., its card {card} has {expected[:16]}...;"
-            f" one of them is damaged or foreign; make it again with `flowrl pretrain --out {path}`"
+            f"weights: {path} does not have the entry 'sha256' of its card {card}; one of them is"
+            f" damaged or foreign; {again}"
         )
 
 
@@ -65,11 +59,11 @@ class ShapesWorld:
 
     name = "shapes"
     tasks = scene.TASKS
-    forms = verifier.FORMS
+    forms = get_args(verifier.Form)
     elements = SmallSD3Config.channels * scene.GRID**2
     imports = ("diffusers.models.transformers.transformer_sd3", "peft")
     qualities: Mapping[str, Callable[[], RewardModel]] = {
-        name: partial(ShapesQuality, name) for name in QUALITIES
+        name: partial(verifier.ShapesQuality, name) for name in get_args(verifier.Quality)
     }
 
     def prompts(self, task: str, part: str) -> list[Prompt]:
@@ -80,7 +74,7 @@ class ShapesWorld:
         """A request in words. Raises `ConfigError` for other words."""
         return scene.parse(text).prompt()
 
-    def reward(self, form: str) -> RewardModel:
+    def reward(self, form: Any) -> RewardModel:
         """The verifier's score."""
         return verifier.ShapesReward(form)
 
@@ -91,13 +85,8 @@ class ShapesWorld:
         path = Path(options.base_weights) if options.base_weights else weights_path()
         check_hash(path)
         network = SmallSD3(SmallSD3Config(len(scene.VOCABULARY), scene.MAX_WORDS, grid=scene.GRID))
-        try:
+        with reading(f"weights of the shapes world: {path}", CheckpointError):
             network.load_state_dict(load_file(path))
-        except (SafetensorError, RuntimeError) as error:
-            raise CheckpointError(
-                f"weights: {path} does not contain the shapes world's model: {str(error)[:200]}"
-            ) from error
-        dtype = getattr(torch, options.dtype)
         return SmallSD3Policy(
             network,
             scene.tokenise,
@@ -105,7 +94,7 @@ class ShapesWorld:
             options.lora_alpha,
             options.seed,
             options.device,
-            dtype,
+            getattr(torch, options.dtype),
         )
 
 
@@ -116,7 +105,7 @@ class MixtureWorld:
 
     name = "mixture"
     tasks = mixture.TASKS
-    forms = mixture.FORMS
+    forms = get_args(mixture.Form)
     elements = 2
     points = True
     qualities: Mapping[str, Callable[[], RewardModel]] = {"density": mixture.DensityReward}
@@ -129,7 +118,7 @@ class MixtureWorld:
         """A direction in words. Raises `ConfigError` for other words."""
         return Prompt(text, {"angle": mixture.angle_of(text)})
 
-    def reward(self, form: str) -> RewardModel:
+    def reward(self, form: Any) -> RewardModel:
         """Closeness to the direction's target."""
         return mixture.DirectionReward(form)
 
@@ -165,18 +154,12 @@ class ModelWorld:
     def __init__(
         self, model: str, prompts: str, heldout_prompts: str, reward: str, options: ModelOptions
     ) -> None:
-        allowed = "a text file with a prompt per line, or a dataset (--prompts FILE or hf:NAME)"
-        require(bool(prompts), "prompts", prompts, allowed)
-        require(
-            bool(reward),
-            "reward",
-            reward,
-            "NAME of a reward or path/to/file.py:Class: a model has none of its own",
-        )
+        require(bool(prompts), "prompts", prompts, "a file of prompts, or hf(name=NAME)")
+        allowed = "NAME of a reward or path/to/file.py:Class: a model has none of its own"
+        require(bool(reward), "reward", reward, allowed)
         self._model, self._spec, self._options = model, reward, options
         self._training = prompts_from(prompts)
         self._heldout = prompts_from(heldout_prompts) if heldout_prompts else self._training
-        self._reward: RewardModel | None = None
 
     def prompts(self, task: str, part: str) -> list[Prompt]:
         """The prompts of the training or the held-out file."""
@@ -188,18 +171,16 @@ class ModelWorld:
 
     def reward(self, form: str) -> RewardModel:
         """The reward of the run, loaded once."""
-        if self._reward is None:
-            self._reward = evaluation_reward(
-                build("reward", self._spec, device=self._options.device)
-            )
         return self._reward
+
+    @cached_property
+    def _reward(self) -> RewardModel:
+        return evaluation_reward(build("reward", self._spec, device=self._options.device))
 
     def policy(self, options: PolicyOptions) -> FlowPolicy:
         """The pipeline's transformer, as a policy."""
-        shared = {
-            name: getattr(options, name)
-            for name in ("lora_rank", "lora_alpha", "seed", "device", "dtype")
-        }
+        names = ("lora_rank", "lora_alpha", "seed", "device", "dtype")
+        shared = {name: getattr(options, name) for name in names}
         return load_policy(self._model, replace(self._options, **shared))
 
 
@@ -221,105 +202,56 @@ def world(named: str | World) -> World:
         check_part("world", named)
         return _checked(named)
     file = parse_spec(named, "world").file
-    if file is None or not file.is_file():
-        return _built(named, None, 0)
-    return _built(named, file.resolve(), file.stat().st_mtime_ns)
+    changed = file.stat().st_mtime_ns if file and file.is_file() else 0
+    return _built(named, file and file.resolve(), changed)
 
 
 @cache
 def _built(spec: str, file: Path | None, changed: int) -> World:
+    """The world of a spec; a file is loaded again after a change."""
     return _checked(build("world", spec))
 
 
-def _checked(found: World) -> World:
+NAMES = list[str] | tuple[str, ...]
+
+
+def _checked(chosen: World) -> World:
     """The world. Raises `ConfigError` for a member of another type than `World` says."""
-    label = type(found).__name__
-    require(
-        isinstance(found.name, str) and bool(found.name),
-        f"world: {label}.name",
-        found.name,
-        "a text",
-    )
-    for member in ("tasks", "forms"):
-        names = getattr(found, member)
-        fits = (
-            isinstance(names, list | tuple)
-            and len(names) > 0
-            and all(isinstance(name, str) and name for name in names)
-        )
-        require(
-            fits,
-            f"world: {label}.{member}",
-            names,
-            "a tuple of one or more names, as in ('direction',)",
-        )
-    whole = (
-        isinstance(found.elements, int)
-        and not isinstance(found.elements, bool)
-        and found.elements >= 0
-    )
-    require(
-        whole,
-        f"world: {label}.elements",
-        found.elements,
-        "the count of numbers in a latent, or 0 for unscaled clips",
-    )
-    for member in ("defaults", "qualities"):
-        given = getattr(found, member, {})
-        fits = isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
-        require(fits, f"world: {label}.{member}", given, "a mapping by name")
-    return found
+    for member, kind, what in (
+        ("name", str, "a text"),
+        ("tasks", NAMES, "a tuple of one or more names, as in ('direction',)"),
+        ("forms", NAMES, "a tuple of one or more names"),
+        ("elements", Whole, "the count of numbers in a latent, or 0 for unscaled clips"),
+        ("defaults", Mapping[str, Any], "a mapping by name"),
+        ("qualities", Mapping[str, Any], "a mapping by name"),
+    ):
+        value = getattr(chosen, member, {})
+        fits = allowed(value, kind) and (value or member not in ("name", "tasks", "forms"))
+        require(bool(fits), f"world: {type(chosen).__name__}.{member}", value, what)
+    return chosen
 
 
-def check_policy(found: World, policy: FlowPolicy) -> None:
+def check_policy(chosen: World, policy: FlowPolicy) -> None:
     """Check that the policy of a world is a policy and has latents of `World.elements` numbers.
 
     Args:
-        found: the world.
+        chosen: the world.
         policy: what its method `policy` has returned.
 
     Raises:
         ConfigError: it does not fit.
     """
-    missing = [name for name in POLICY if not hasattr(policy, name)]
-    if missing:
-        what = f"policy(options) has returned a {type(policy).__name__}, which is not a policy"
-        raise ConfigError(
-            f"world {found.name}: {what}: it has no {', '.join(f'`{name}`' for name in missing)}"
-        )
-    shape, wanted = policy.latent_shape, found.elements
-    fits = not wanted or math.prod(shape) == wanted
-    require(
-        fits,
-        f"elements of world {found.name}",
-        wanted,
-        f"{math.prod(shape)}, for the policy's latents of shape {shape}",
-    )
+    kind, shape = type(policy).__name__, getattr(policy, "latent_shape", ())
+    is_policy = isinstance(policy, FlowPolicy)
+    require(is_policy, f"policy of world {chosen.name}", kind, "a flowrl.core.protocols.FlowPolicy")
+    fits = chosen.elements in (0, math.prod(shape))
+    allowed = f"{math.prod(shape)}, for the policy's latents of shape {shape}"
+    require(fits, f"elements of world {chosen.name}", chosen.elements, allowed)
 
 
-POLICY = (
-    "device",
-    "latent_shape",
-    "schedule",
-    "encode",
-    "velocity",
-    "decode",
-    "trainable",
-    "reference",
-    "frozen",
-)
-"""The members of a `FlowPolicy`."""
-
-
-def prompts_of(found: World, task: str, part: str) -> list[Prompt]:
+def prompts_of(chosen: World, task: str, part: str) -> list[Prompt]:
     """The prompts of a task. Raises `ConfigError` unless there are one or more."""
-    prompts = list(found.prompts(task, part))
-    need = "one or more flowrl.Prompt"
-    wrong = next((prompt for prompt in prompts if not isinstance(prompt, Prompt)), None)
-    require(
-        len(prompts) > 0 and wrong is None,
-        f"{part} prompts of world {found.name}",
-        wrong or prompts,
-        need,
-    )
+    prompts = list(chosen.prompts(task, part))
+    fits = prompts and all(isinstance(prompt, Prompt) for prompt in prompts)
+    require(bool(fits), f"{part} prompts of world {chosen.name}", prompts, "flowrl.Prompts")
     return prompts

@@ -6,18 +6,22 @@ Its images are points: [sample, 2, 1, 1], not restricted to [0, 1].
 
 import math
 import random
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError, RewardError, require
+from flowrl.core.options import checked_options
 from flowrl.core.types import Prompt
 from flowrl.flow.mixture import GaussianMixture
 
 TASKS = ("direction",)
-FORMS = ("strict", "graded", "soft")
+Form = Literal["strict", "graded", "soft"]
 RADIUS = 2.0
 WIDTH = 1.0
 """Standard deviation of the soft reward's bump."""
@@ -42,12 +46,10 @@ def angle_of(text: str) -> float:
     """The direction, in degrees, of a prompt such as 'towards 45 degrees'. Raises `ConfigError` for
     other words.
     """
-    words = text.split()
-    try:
-        if words[0] == "towards" and words[-1] == "degrees" and len(words) == 3:
-            return float(words[1])
-    except (IndexError, ValueError):
-        pass
+    match = re.fullmatch(r"\s*towards\s+(\S+)\s+degrees\s*", text)
+    with suppress(ValueError):
+        if match:
+            return float(match[1])
     raise ConfigError(f"prompt {text!r} is not understood; write for example 'towards 45 degrees'")
 
 
@@ -57,24 +59,18 @@ def target(prompt: Prompt) -> tuple[float, float]:
     return RADIUS * math.cos(angle), RADIUS * math.sin(angle)
 
 
+@checked_options
 @dataclass(frozen=True)
 class DirectionReward:
     """Closeness to the target point. soft: exp(-d^2 / (2 WIDTH^2)); strict: d < 0.8; graded: 1, 0.5
     (d < 1.6) or 0.
     """
 
-    form: str = "soft"
-
-    def __post_init__(self) -> None:
-        require(self.form in FORMS, "reward form", self.form, f"one of {', '.join(FORMS)}")
+    form: Form = "soft"
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Points [sample, 2, 1, 1] and as many prompts -> [sample]."""
-        if images.shape[1:] != (2, 1, 1) or len(images) != len(prompts):
-            raise RewardError(
-                "DirectionReward needs [sample, 2, 1, 1] and as many prompts, got"
-                f" {tuple(images.shape)}"
-            )
+        _require_points(images, prompts)
         targets = torch.tensor([target(prompt) for prompt in prompts], device=images.device)
         distance = (images.flatten(1) - targets).norm(dim=1)
         if self.form == "soft":
@@ -94,7 +90,14 @@ class DensityReward:
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Points [sample, 2, 1, 1] -> [sample]."""
-        if images.shape[1:] != (2, 1, 1):
-            raise RewardError(f"DensityReward needs [sample, 2, 1, 1], got {tuple(images.shape)}")
+        _require_points(images, prompts)
         data, points = ring(), images.flatten(1).float().cpu()
         return data.log_marginal(points, torch.zeros(len(points))).to(images.device)
+
+
+def _require_points(images: Tensor, prompts: Sequence[Prompt]) -> None:
+    if images.shape != (len(prompts), 2, 1, 1):
+        shape = tuple(images.shape)
+        raise RewardError(
+            f"points [{len(prompts)}, 2, 1, 1] are needed, one per prompt; got {shape}"
+        )

@@ -2,8 +2,6 @@
 tensors.
 """
 
-from dataclasses import dataclass
-
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -39,64 +37,55 @@ _BITMAPS = {
 }
 
 
-@dataclass(frozen=True)
-class Jitter:
-    """Sub-pixel placement of each drawn cell.
+def random_jitter(count: int, generator: torch.Generator) -> Tensor:
+    """Sub-pixel placements of `count` cells: uniform offsets in x and y of up to one pixel, and
+    sizes of 92% to 108%.
 
     Args:
-        x: horizontal offsets in pixels [cell].
-        y: vertical offsets in pixels [cell].
-        size: size factors [cell].
+        count: number of cells.
+        generator: source of the randomness.
+
+    Returns:
+        Offsets in x, offsets in y, and size factors, [3, cell].
     """
-
-    x: Tensor
-    y: Tensor
-    size: Tensor
-
-    @staticmethod
-    def none(count: int) -> "Jitter":
-        """Everything centred at its nominal size."""
-        return Jitter(torch.zeros(count), torch.zeros(count), torch.ones(count))
-
-    @staticmethod
-    def random(count: int, generator: torch.Generator) -> "Jitter":
-        """Uniform offsets of up to one pixel and sizes of 92% to 108%."""
-        u = torch.rand(3, count, generator=generator) * 2 - 1
-        return Jitter(u[0], u[1], 1 + 0.08 * u[2])
+    x, y, size = torch.rand(3, count, generator=generator) * 2 - 1
+    return torch.stack([x, y, 1 + 0.08 * size])
 
 
-def _coverage(kind: Tensor, jitter: Jitter) -> Tensor:
+def _coverage(kind: Tensor, jitter: Tensor) -> Tensor:
     """The fraction of each pixel that the figure covers, [cell, CELL, CELL]; `kind` 0..2 = shapes,
     3.. = glyphs.
     """
-    axis = torch.arange(CELL) - (CELL - 1) / 2
+    axis, is_glyph = torch.arange(CELL) - (CELL - 1) / 2, kind >= 3
     # glyphs are finer than shapes: they move less, to stay legible
-    calm = torch.where(kind >= 3, GLYPH_JITTER, 1.0)
-    size = (1 + calm * (jitter.size - 1))[:, None, None]
-    x = (axis[None, None, :] - (calm * jitter.x)[:, None, None]) / size
-    y = (axis[None, :, None] - (calm * jitter.y)[:, None, None]) / size
+    calm = torch.where(is_glyph, GLYPH_JITTER, 1.0)
+    right, down, size = jitter
+    left, top, size = (
+        values[:, None, None] for values in (calm * right, calm * down, 1 + calm * (size - 1))
+    )
+    x = (axis[None, None, :] - left) / size
+    y = (axis[None, :, None] - top) / size
     x, y = torch.broadcast_tensors(x, y)
+    # signed distances to the outlines, in pixels
     circle = (x.square() + y.square()).sqrt() - 5.8
     square = torch.maximum(x.abs(), y.abs()) - 5.2
     triangle = torch.maximum(y - 4.6, (x.abs() * 1.9 - (y + 6.4)) / 2.15)
-    inside = [(0.5 - distance).clamp(0, 1) for distance in (circle, square, triangle)]
+    inside = (0.5 - torch.stack([circle, square, triangle], dim=1)).clamp(0, 1)
+    shapes = inside[torch.arange(len(kind)), kind.clamp(max=2)]
     rows = [[[float(c == "#") for c in row] for row in _BITMAPS[g].split("|")] for g in GLYPHS]
-    glyphs = F.interpolate(torch.tensor(rows)[:, None], scale_factor=4, mode="nearest")[:, 0]
-    glyphs = F.pad(glyphs, (2, 2, 2, 2))
+    glyphs = F.interpolate(torch.tensor(rows)[:, None], scale_factor=4, mode="nearest")
+    glyphs = F.pad(glyphs, (2, 2, 2, 2))[(kind - 3).clamp(min=0)]
     grid = torch.stack([x / 6.0, y / 8.0], dim=-1)
-    drawn = F.grid_sample(glyphs[(kind - 3).clamp(min=0)][:, None], grid, align_corners=False)[:, 0]
-    shapes = torch.stack(inside, dim=1).gather(
-        1, kind.clamp(max=2)[:, None, None, None].expand(-1, 1, CELL, CELL)
-    )[:, 0]
-    return torch.where((kind >= 3)[:, None, None], drawn, shapes)
+    drawn = F.grid_sample(glyphs, grid, align_corners=False)[:, 0]
+    return torch.where(is_glyph[:, None, None], drawn, shapes)
 
 
-def render_cells(classes: Tensor, jitter: Jitter) -> Tensor:
+def render_cells(classes: Tensor, jitter: Tensor) -> Tensor:
     """Pixels of single cells.
 
     Args:
         classes: cell classes [cell].
-        jitter: offsets in pixels and size factors, each [cell].
+        jitter: offsets in x and y in pixels, and size factors, [3, cell] (`random_jitter`).
 
     Returns:
         Pixels in [0, 1], [cell, 3, CELL, CELL].
@@ -105,6 +94,7 @@ def render_cells(classes: Tensor, jitter: Jitter) -> Tensor:
     kinds = torch.tensor([i % 3 for i in range(len(OBJECTS))] + [3 + i for i in range(len(GLYPHS))])
     index = (classes - 1).clamp(min=0)
     cover = _coverage(kinds[index], jitter) * (classes > 0)[:, None, None]
+    # darker towards the bottom
     shade = 1 - 0.18 * torch.linspace(-0.6, 1, CELL).clamp(min=0)[None, None, :, None]
     colour = colours[index][:, :, None, None] * shade
     background = torch.tensor(BACKGROUND)[None, :, None, None]
@@ -115,9 +105,10 @@ def render(layouts: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Images: layouts [sample, 16] -> [sample, 3, SIZE, SIZE] in [0, 1]; jittered when a generator
     is given.
     """
-    flat = layouts.reshape(-1)
-    jitter = Jitter.none(len(flat)) if generator is None else Jitter.random(len(flat), generator)
-    cells = render_cells(flat, jitter)
+    count = layouts.numel()
+    centred = torch.tensor([0.0, 0.0, 1.0])[:, None].expand(3, count)
+    jitter = centred if generator is None else random_jitter(count, generator)
+    cells = render_cells(layouts.flatten(), jitter)
     return rearrange(cells, "(s r c) k h w -> s k (r h) (c w)", r=GRID, c=GRID)
 
 
@@ -132,10 +123,6 @@ def template_bank() -> Tensor:
     """
     classes = torch.arange(CLASSES).repeat_interleave(9)
     offsets = torch.tensor([-0.7, 0.0, 0.7])
-    x, y = torch.meshgrid(offsets, offsets, indexing="ij")
-    jitter = Jitter(
-        x.reshape(-1).repeat(CLASSES), y.reshape(-1).repeat(CLASSES), torch.ones(9 * CLASSES)
-    )
-    keep = (classes > 0) | (torch.arange(len(classes)) == 0)
-    cells = render_cells(classes, jitter)[keep]
-    return F.avg_pool2d(cells, 2).flatten(1)
+    places = torch.cartesian_prod(offsets, offsets, torch.ones(1)).T.repeat(1, CLASSES)
+    cells = F.avg_pool2d(render_cells(classes, places), 2).flatten(1)
+    return torch.cat([cells[:1], cells[9:]])

@@ -9,8 +9,8 @@ empty, 1..12 = objects, 13..24 = glyphs.
 import itertools
 import random
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from flowrl.core.errors import ConfigError, require
@@ -72,23 +72,13 @@ def tokenise(text: str) -> list[int]:
     for word in re.findall(r'"[^"]*"|[^\s"]+', text.strip()):
         if word.startswith('"'):
             words.extend(word.strip('"').upper())
-        elif word.lower() != "of":
-            word = word.lower()
-            words.append(word[:-1] if word.endswith("s") and word[:-1] in SHAPES else word)
-    for word in words:
-        if word not in VOCABULARY[1:]:
-            raise ConfigError(
-                f"prompt {text!r}: unknown word {word!r}; the shapes world has"
-                f" {', '.join(VOCABULARY[1:])}"
-            )
-    require(
-        0 < len(words) <= MAX_WORDS,
-        "prompt",
-        text,
-        f"1 to {MAX_WORDS} words (each character of a text counts as one)",
-    )
-    ids = [VOCABULARY.index(word) for word in words]
-    return ids + [0] * (MAX_WORDS - len(ids))
+        elif (word := word.lower()) != "of":
+            words.append(word.removesuffix("s") if word[:-1] in SHAPES else word)
+    known = VOCABULARY[1:]
+    fits = 0 < len(words) <= MAX_WORDS and set(words) <= set(known)
+    allowed = f"1 to {MAX_WORDS} words or characters of a text, of {', '.join(known)}"
+    require(fits, "prompt", text, allowed)
+    return [*map(VOCABULARY.index, words), *[0] * (MAX_WORDS - len(words))]
 
 
 @dataclass(frozen=True)
@@ -114,11 +104,6 @@ class Request:
     colours: tuple[str, ...] = ()
 
     @property
-    def task(self) -> str:
-        """The task to which this kind of request belongs."""
-        return self.kind if self.kind in ("text", "preference") else "compositional"
-
-    @property
     def meaning(self) -> tuple[object, ...]:
         """A key that is equal for requests with the same images ("a left of b", "b right of a");
         used to split the sets.
@@ -128,15 +113,8 @@ class Request:
             objects, relation = objects[::-1], {"right": "left", "below": "above"}[relation]
         if self.kind == "binding":
             objects = tuple(sorted(objects))
-        return (
-            self.kind,
-            objects,
-            self.number,
-            relation,
-            self.text,
-            self.mood,
-            frozenset(self.colours),
-        )
+        look = (self.mood, frozenset(self.colours))
+        return self.kind, objects, self.number, relation, self.text, look
 
     def prompt(self) -> Prompt:
         """The request in words, with itself as metadata for the verifier."""
@@ -144,49 +122,42 @@ class Request:
 
     def words(self) -> str:
         """The request in words."""
-        names = [" ".join(OBJECTS[k - 1]) for k in self.objects]
-        if self.kind == "count":
-            return f"{NUMBERS[self.number - 1]} {names[0]}{'s' if self.number > 1 else ''}"
-        if self.kind == "binding":
-            return f"{names[0]} and {names[1]}"
-        if self.kind == "position":
-            of = " of" if self.relation in ("left", "right") else ""
-            return f"{names[0]} {self.relation}{of} {names[1]}"
         if self.kind == "text":
             return f'text "{self.text}"'
-        return f"{self.mood} {' and '.join(self.colours)} pattern"
+        if self.kind == "preference":
+            return f"{self.mood} {' and '.join(self.colours)} pattern"
+        first, *others = [" ".join(OBJECTS[k - 1]) for k in self.objects]
+        if self.kind == "count":
+            return f"{NUMBERS[self.number - 1]} {first}{'s' if self.number > 1 else ''}"
+        joint = {"": "and", "left": "left of", "right": "right of"}.get(
+            self.relation, self.relation
+        )
+        return f"{first} {joint} {others[0]}"
 
 
 def parse(text: str) -> Request:
     """The request that a prompt's words express; the inverse of `Request.words`. Raises
     `ConfigError` for other words.
     """
-    words = [VOCABULARY[i] for i in tokenise(text) if i]
-    try:
-        if words[0] == "text" and len(words) > 1:
-            return Request("text", text="".join(words[1:]))
-        if words[-1] == "pattern":
-            colours = tuple(w for w in words[1:-1] if w != "and")
-            if (
-                words[0] in MOODS
-                and 0 < len(set(colours)) == len(colours) <= 2
-                and set(colours) <= set(COLOURS)
-            ):
-                return Request("preference", mood=words[0], colours=colours)
-        if words[0] in NUMBERS and len(words) == 3:
-            return Request("count", (object_class(*words[1:]),), NUMBERS.index(words[0]) + 1)
-        if len(words) == 5 and words[2] in ("and", *RELATIONS):
-            pair = (object_class(*words[:2]), object_class(*words[3:]))
-            if pair[0] != pair[1]:
-                kind = "binding" if words[2] == "and" else "position"
-                return Request(kind, pair, relation="" if kind == "binding" else words[2])
-    except ValueError:
-        pass
-    raise ConfigError(
-        f"prompt {text!r} is not understood; write for example 'three red circles', 'red circle and"
-        " blue square', 'red circle left of blue square', 'text \"K72\"' or 'calm red and blue"
-        " pattern'"
-    )
+    ids = tokenise(text)
+    words = [VOCABULARY[i] for i in ids if i]
+    if words[0] == "text" and len(words) > 1 and set(words[1:]) <= set(GLYPHS):
+        return Request("text", text="".join(words[1:]))
+    request = _requests_by_ids().get(tuple(ids))
+    if request is None:
+        raise ConfigError(
+            f"prompt {text!r} is not understood; write for example 'three red circles', 'red circle"
+            " and blue square', 'red circle left of blue square', 'text \"K72\"' or 'calm red and"
+            " blue pattern'"
+        )
+    return request
+
+
+@cache
+def _requests_by_ids() -> dict[tuple[int, ...], Request]:
+    singles = [Request("count", (k,)) for k in range(1, 1 + len(OBJECTS))]
+    requests = [*singles, *all_requests("compositional"), *all_requests("preference")]
+    return {tuple(tokenise(request.words())): request for request in requests}
 
 
 def all_requests(task: str) -> list[Request]:
@@ -217,7 +188,7 @@ def split(task: str) -> dict[str, list[Request]]:
     and any prefix is balanced.
     """
     rng = random.Random(f"flowrl shapes {task}")
-    by_kind: dict[str, dict[tuple[object, ...], list[Request]]] = {}
+    by_kind: dict[str, dict[object, list[Request]]] = {}
     for request in all_requests(task):
         by_kind.setdefault(request.kind, {}).setdefault(request.meaning, []).append(request)
     parts: dict[str, list[list[Request]]] = {"train": [], "heldout": []}
@@ -226,19 +197,16 @@ def split(task: str) -> dict[str, list[Request]]:
         rng.shuffle(groups)
         cut = max(1, len(groups) // 4)
         for name, chosen in (("heldout", groups[:cut]), ("train", groups[cut:])):
-            requests = [request for group in chosen for request in group]
+            requests = [*itertools.chain(*chosen)]
             rng.shuffle(requests)
             parts[name].append(requests)
-    return {name: _interleave(lists) for name, lists in parts.items()}
-
-
-def _interleave(lists: Sequence[list[Request]]) -> list[Request]:
-    """Round-robin over the lists until the longest is used up; shorter ones start over."""
-    longest = max(map(len, lists))
-    return [requests[i % len(requests)] for i in range(longest) for requests in lists]
+    return {
+        name: [kind[i % len(kind)] for i in range(max(map(len, kinds))) for kind in kinds]
+        for name, kinds in parts.items()
+    }
 
 
 def request_of(prompt: Prompt) -> Request:
     """The request in a prompt's metadata, or parsed from its words."""
-    found: Any = prompt.metadata.get("request")
-    return found if isinstance(found, Request) else parse(prompt.text)
+    request: Any = prompt.metadata.get("request")
+    return request if isinstance(request, Request) else parse(prompt.text)

@@ -9,20 +9,20 @@ soft    the graded score of the cells' class *probabilities*, plus a fraction fo
         continuous in the pixels.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import torch
-from einops import rearrange
 from numpy.typing import NDArray
-from rapidfuzz.distance.Levenshtein import distance as edit_distance
+from rapidfuzz.distance.Levenshtein import normalized_similarity
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowrl.core.errors import RewardError, require
+from flowrl.core.errors import RewardError
+from flowrl.core.options import checked_options
 from flowrl.core.types import Prompt
 from flowrl.worlds.render import BACKGROUND, PALETTE, SIZE, split_cells, template_bank
 from flowrl.worlds.scene import (
@@ -37,7 +37,7 @@ from flowrl.worlds.scene import (
     request_of,
 )
 
-FORMS = ("strict", "graded", "soft")
+Form = Literal["strict", "graded", "soft"]
 RESIDUAL_LIMIT = 0.015
 """Mean squared pixel error beyond which a cell counts as unreadable (class `JUNK`)."""
 TEMPERATURE = 0.0015
@@ -48,7 +48,7 @@ LOOK_LIMITS = {"palette": 0.85, "balance": 0.7, "mood": 0.55}
 """Thresholds above which a part of the preference score counts as met (graded); strict requires all
 of them.
 """
-QUALITIES = ("palette", "balance", "clarity")
+Quality = Literal["palette", "balance", "clarity"]
 
 Presence = NDArray[np.float32]
 """[16, CLASSES + 1]: the class of each cell, as 0/1 or as probabilities."""
@@ -75,22 +75,15 @@ def read(images: Tensor) -> Reading:
     """Nearest template per cell, at half resolution, over 9 sub-pixel placements of every class."""
     templates, norms = _bank(images.device)
     cells = split_cells(F.avg_pool2d(images.float().clamp(0, 1), 2)).flatten(2)
-    size = cells.shape[-1]
-    distance = (cells.square().sum(-1, keepdim=True) - 2 * cells @ templates.T + norms).clamp(
-        min=0
-    ) / size
-    empty, rest = distance[..., :1], rearrange(distance[..., 1:], "s c (k n) -> s c k n", n=9)
+    products = cells.square().sum(-1, keepdim=True) - 2 * cells @ templates.T + norms
+    distance = products.clamp(min=0) / cells.shape[-1]
+    empty, rest = distance[..., :1], distance[..., 1:].unflatten(-1, (-1, 9))
     best = torch.cat([empty, rest.amin(-1)], dim=-1)
-    limit = torch.full_like(best[..., :1], RESIDUAL_LIMIT)
     shortest = best.amin(-1)
     labels = torch.where(shortest <= RESIDUAL_LIMIT, best.argmin(-1), JUNK)
+    limit = torch.full_like(best[..., :1], RESIDUAL_LIMIT)
     probabilities = torch.softmax(-torch.cat([best, limit], dim=-1) / TEMPERATURE, dim=-1)
-    clarity = torch.exp(-shortest / RESIDUAL_LIMIT).mean(-1)
-    return Reading(labels, probabilities, clarity)
-
-
-def _one_hot(classes: Tensor) -> Tensor:
-    return F.one_hot(classes, CLASSES + 1).float()
+    return Reading(labels, probabilities, torch.exp(-shortest / RESIDUAL_LIMIT).mean(-1))
 
 
 def _composition(presence: Presence, request: Request) -> float:
@@ -110,34 +103,26 @@ def _composition(presence: Presence, request: Request) -> float:
 
 def _relation(presence: Presence, request: Request) -> float:
     """How far the relation holds between the most likely cells of the two objects."""
-    where = [int(presence[:, k].argmax()) for k in request.objects]
-    sure = float(presence[where[0], request.objects[0]] * presence[where[1], request.objects[1]])
-    horizontal = request.relation in ("left", "right")
-    gap = (
-        (where[1] % GRID - where[0] % GRID) if horizontal else (where[1] // GRID - where[0] // GRID)
-    )
-    return sure * float((gap if request.relation in ("left", "above") else -gap) > 0)
+    first, second = (int(presence[:, k].argmax()) for k in request.objects)
+    sure = float(presence[first, request.objects[0]] * presence[second, request.objects[1]])
+    across, down = second % GRID - first % GRID, second // GRID - first // GRID
+    distances = {"left": across, "right": -across, "above": down, "below": -down}
+    return sure * (distances[request.relation] > 0)
 
 
-def _text_of(classes: Sequence[int]) -> str:
-    """Glyphs in reading order; objects and unreadable cells read as '?'."""
-    first = glyph_class(GLYPHS[0])
-    return "".join(GLYPHS[k - first] if first <= k < CLASSES else "?" for k in classes if k != 0)
+def _text(classes: Sequence[int], presence: Presence, wanted: str, soft: bool) -> float:
+    """1 - edit distance / length of the longer text; objects and unreadable cells are read as '?'.
 
-
-def text_similarity(read_text: str, wanted: str) -> float:
-    """1 - edit distance / length of the longer text, in [0, 1]."""
-    return 1 - edit_distance(read_text, wanted) / max(len(read_text), len(wanted), 1)
-
-
-def _text_soft(probabilities: Presence, read_text: str, wanted: str) -> float:
-    """Three quarters similarity, one quarter the mean over the prompt's glyphs of their largest
-    probability.
+    The soft form is three quarters of this, and one quarter the mean over the prompt's glyphs of
+    their largest probability.
     """
-    clear = sum(
-        float(probabilities[:, glyph_class(g)].max()) if g in GLYPHS else 0.0 for g in wanted
-    )
-    return 0.75 * text_similarity(read_text, wanted) + 0.25 * clear / len(wanted)
+    glyphs = {glyph_class(glyph): glyph for glyph in GLYPHS}
+    text = "".join(glyphs.get(k, "?") for k in classes if k != 0)
+    similarity = normalized_similarity(text, wanted)
+    if not soft:
+        return similarity
+    clear = sum(float(presence[:, glyph_class(glyph)].max()) for glyph in wanted)
+    return 0.75 * similarity + 0.25 * clear / len(wanted)
 
 
 def looks(images: Tensor, requests: Sequence[Request]) -> dict[str, Tensor]:
@@ -148,35 +133,32 @@ def looks(images: Tensor, requests: Sequence[Request]) -> dict[str, Tensor]:
     exp(-((area - target) / width)^2), the painted area that 4 objects (calm) or 9 objects (lively)
     would cover.
     """
-    background = torch.tensor(BACKGROUND, device=images.device)[:, None, None]
+    device, cell = images.device, SIZE // 2 // GRID
+    background = torch.tensor(BACKGROUND, device=device)[:, None, None]
     deviation = F.avg_pool2d(images.float().clamp(0, 1), 2) - background
-    paint = deviation.abs().sum(1)
-    strength = ((paint - 0.25) / 0.35).clamp(0, 1)
-    anchors = (
-        torch.tensor([PALETTE[c] for c in COLOURS], device=images.device) - background[:, 0, 0]
-    )
-    direction = F.normalize(deviation, dim=1)
-    likeness = torch.softmax(
-        torch.einsum("skhw,ck->schw", direction, F.normalize(anchors, dim=1)) * 40, dim=1
-    )
-    wanted = torch.tensor(
-        [[float(c in r.colours) for c in COLOURS] for r in requests], device=images.device
-    )
+    strength = ((deviation.abs().sum(1) - 0.25) / 0.35).clamp(0, 1)
     area = strength.sum((1, 2))
-    palette = (likeness * wanted[:, :, None, None]).sum(1).mul(strength).sum((1, 2)) / area.clamp(
-        min=1.0
-    )
-    cells = F.avg_pool2d(deviation, SIZE // 2 // GRID)
+    anchors = torch.tensor([PALETTE[c] for c in COLOURS], device=device) - background[:, 0, 0]
+    direction, anchors = F.normalize(deviation, dim=1), F.normalize(anchors, dim=1)
+    likeness = torch.softmax(torch.einsum("skhw,ck->schw", direction, anchors) * 40, dim=1)
+    wanted = torch.tensor([[float(c in r.colours) for c in COLOURS] for r in requests])
+    painted = (likeness * wanted.to(device)[:, :, None, None]).sum(1).mul(strength).sum((1, 2))
+    cells = F.avg_pool2d(deviation, cell)
     mirrored = cells.flip(-1)
     total = cells.abs().sum((1, 2, 3)) + mirrored.abs().sum((1, 2, 3))
     balance = 1 - (cells - mirrored).abs().sum((1, 2, 3)) / total.clamp(min=0.1)
-    balance = balance * (total / 0.1).clamp(max=1.0)
-    objects = torch.tensor([sum(MOOD_OBJECTS[r.mood]) / 2 for r in requests], device=images.device)
-    per_object = 0.42 * (SIZE // 2 // GRID) ** 2
-    mood = torch.exp(-(((area / per_object - objects) / (0.5 * objects)) ** 2))
-    return {"palette": palette.clamp(0, 1), "balance": balance.clamp(0, 1), "mood": mood}
+    balance = balance * (total / 0.1).clamp(max=1.0)  # 0 for an image without paint
+    objects = torch.tensor([sum(MOOD_OBJECTS[r.mood]) / 2 for r in requests], device=device)
+    covered = area / (0.42 * cell**2)  # in objects, which cover 42% of a cell
+    mood = torch.exp(-(((covered - objects) / (0.5 * objects)) ** 2))
+    return {
+        "palette": (painted / area.clamp(min=1.0)).clamp(0, 1),
+        "balance": balance.clamp(0, 1),
+        "mood": mood,
+    }
 
 
+@checked_options
 @dataclass(frozen=True)
 class ShapesReward:
     """Scores images against their prompts' requests, any mix of tasks in one batch.
@@ -186,10 +168,7 @@ class ShapesReward:
     outside the world's language.
     """
 
-    form: str = "soft"
-
-    def __post_init__(self) -> None:
-        require(self.form in FORMS, "reward form", self.form, f"one of {', '.join(FORMS)}")
+    form: Form = "soft"
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """[sample, 3, 64, 64] in [0, 1] and as many prompts -> [sample]."""
@@ -200,47 +179,36 @@ class ShapesReward:
             )
         requests = [request_of(prompt) for prompt in prompts]
         scores = torch.zeros(len(requests))
-        looked = [i for i, r in enumerate(requests) if r.kind == "preference"]
-        if looked:
-            scores[looked] = self._looks_score(images[looked], [requests[i] for i in looked]).cpu()
-        seen = [i for i, r in enumerate(requests) if r.kind != "preference"]
-        if seen:
-            reading = read(images[seen])
-            classes, probabilities = reading.classes.cpu(), reading.probabilities.cpu()
-            clarity = reading.clarity.cpu()
-            presence = (probabilities if self.form == "soft" else _one_hot(classes)).numpy()
-            values = [
-                self._cell_score(classes[n], presence[n], float(clarity[n]), requests[i])
-                for n, i in enumerate(seen)
-            ]
-            scores[seen] = torch.tensor(values)
+        for is_look, score in ((True, self._looks), (False, self._cells)):
+            chosen = [i for i, r in enumerate(requests) if (r.kind == "preference") == is_look]
+            if chosen:
+                scores[chosen] = score(images[chosen], [requests[i] for i in chosen]).cpu()
+        if self.form == "strict":
+            scores = scores.isclose(torch.ones(())).float()
         return scores.to(images.device)
 
-    def _looks_score(self, images: Tensor, requests: Sequence[Request]) -> Tensor:
+    def _looks(self, images: Tensor, requests: Sequence[Request]) -> Tensor:
         parts = looks(images, requests)
-        if self.form == "soft":
-            return torch.stack(list(parts.values())).mean(0)
-        met = torch.stack([value >= LOOK_LIMITS[name] for name, value in parts.items()]).float()
-        return met.mean(0) if self.form == "graded" else met.prod(0)
+        if self.form != "soft":
+            parts = {name: (value >= LOOK_LIMITS[name]).float() for name, value in parts.items()}
+        return torch.stack(list(parts.values())).mean(0)
 
-    def _cell_score(
-        self, classes: Tensor, presence: Presence, clarity: float, request: Request
-    ) -> float:
-        soft = self.form == "soft"
-        if request.kind == "text":
-            text = _text_of(classes.tolist())
-            graded = (
-                _text_soft(presence, text, request.text)
-                if soft
-                else text_similarity(text, request.text)
-            )
-        else:
-            graded = _composition(presence, request)
-        if soft:
-            return (1 - CLARITY_SHARE) * graded + CLARITY_SHARE * clarity
-        return graded if self.form == "graded" else float(math.isclose(graded, 1.0))
+    def _cells(self, images: Tensor, requests: Sequence[Request]) -> Tensor:
+        soft, reading, scores = self.form == "soft", read(images), []
+        classes, clarity = reading.classes.cpu(), reading.clarity.tolist()
+        certain = F.one_hot(classes, CLASSES + 1).float()
+        table = (reading.probabilities.cpu() if soft else certain).numpy()
+        for request, row, presence, clear in zip(requests, classes, table, clarity, strict=True):
+            if request.kind == "text":
+                score = _text(row.tolist(), presence, request.text, soft)
+            else:
+                score = _composition(presence, request)
+            share = CLARITY_SHARE if soft else 0.0
+            scores.append((1 - share) * score + share * clear)
+        return torch.tensor(scores)
 
 
+@checked_options
 @dataclass(frozen=True)
 class ShapesQuality:
     """One quality of images [sample, 3, 64, 64], in [0, 1].
@@ -252,21 +220,16 @@ class ShapesQuality:
     (`verifier.read`); does not read the prompt, and an empty image is clear.
     """
 
-    quality: str
-
-    def __post_init__(self) -> None:
-        require(
-            self.quality in QUALITIES, "quality", self.quality, f"one of {', '.join(QUALITIES)}"
-        )
+    quality: Quality
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Scores [sample]."""
         if self.quality == "clarity":
             return read(images).clarity
         requests = [_as_look(request_of(prompt)) for prompt in prompts]
-        if self.quality == "palette" and not all(request.colours for request in requests):
-            text = next(p.text for p, r in zip(prompts, requests, strict=True) if not r.colours)
-            raise RewardError(f"palette: the prompt {text!r} names no colour")
+        for prompt, request in zip(prompts, requests, strict=True):
+            if self.quality == "palette" and not request.colours:
+                raise RewardError(f"palette: the prompt {prompt.text!r} names no colour")
         return looks(images, requests)[self.quality]
 
 
@@ -274,5 +237,5 @@ def _as_look(request: Request) -> Request:
     """The request as one for a look: its colours, and a mood, which these two qualities do not
     read.
     """
-    colours = request.colours or tuple(dict.fromkeys(OBJECTS[k - 1][0] for k in request.objects))
+    colours = request.colours or tuple(OBJECTS[k - 1][0] for k in request.objects)
     return replace(request, colours=colours, mood=request.mood or "calm")

@@ -18,11 +18,12 @@ from flowrl_bench.measurements import (
     reproducible,
 )
 from flowrl_bench.negative_controls import FreshNoiseFault
+from flowrl_bench.rules import RandomCredit
 from flowrl_bench.suite import _differences, _named
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Decisions
-from flowrl.credit import RandomCredit, TurningPoint
+from flowrl.credit import TurningPoint
 from flowrl.testing import credit_contract
 from flowrl.training.build import make_trainer
 
@@ -57,7 +58,10 @@ class TestRuns:
     )
     def test_the_same_run_gives_the_same_numbers(self, world: str, task: str) -> None:
         config = make_run(
-            world, task, 0, {**SMALL, "credit": "turning-point(where=random)", "reward_noise": 0.1}
+            world,
+            task,
+            0,
+            {**SMALL, "credit": "turning-point-variant(where=random)", "reward_noise": 0.1},
         )
         found = []
         for other in (1, 2):

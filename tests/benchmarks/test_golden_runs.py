@@ -155,7 +155,6 @@ def tables(tmp_path, monkeypatch, capsys):
     """The tables of both iterations of a training on the 2-D world."""
     for owner, name in (
         (trainer, "minibatch_rows"),
-        (trainer, "forward_rows"),
         (trainer.Trainer, "loss_batches"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # restored after the test

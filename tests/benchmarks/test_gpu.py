@@ -136,7 +136,7 @@ def test_the_backward_pass_is_the_networks_time():
 
 PEAKS = """
 import torch
-from flowrl.training.peak_memory import peak_memory, peak_memory_during
+from flowrl.training.memory import peak_memory, peak_memory_during
 cpu, held = torch.device("cpu"), []
 before = peak_memory(cpu)
 after = peak_memory_during(lambda: held.append(torch.ones(2 * before // 4)), cpu)

@@ -176,8 +176,8 @@ def test_network_evaluations_follow_from_the_settings() -> None:
             "stepwise-gain(probe=tweedie)": nodes,
             "tp-grpo": 10 + 9 + 8 + 7 + 6 + 5,  # the ODE from the node before every stochastic step
             "dense-grpo": 10 + 9 + 8 + 7 + 6 + 5,
-            "turning-point(where=random)": 10 + 9 + 8 + 7 + 6 + 5,
-            "turning-point(where='none')": 10 + 9 + 8 + 7 + 6 + 5,
+            "turning-point-variant(where=random)": 10 + 9 + 8 + 7 + 6 + 5,
+            "turning-point-variant(where='none')": 10 + 9 + 8 + 7 + 6 + 5,
         }.get(algorithm["credit"] or algorithm["method"])
         if sampled is None or algorithm["initial_noise"] != "auto":
             continue

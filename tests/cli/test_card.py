@@ -8,50 +8,34 @@ import yaml
 from flowrl.cli.card import base_model, card_text, without_folders, write_card
 from flowrl.training.config import preset
 
+SD3 = "stabilityai/stable-diffusion-3.5-medium"
+
 
 @pytest.fixture
 def folder(tmp_path):
-    rows = [
-        {
-            "iteration": 0,
-            "evaluation": {"reward": 0.25, "strict": 0.125, "seconds": 1.0},
-            "nfe_total": 0,
-            "seconds_total": 0.0,
-        },
-        {
-            "iteration": 7,
-            "evaluation": {"reward": 0.75, "strict": 0.5, "seconds": 1.0},
-            "nfe_total": 12345,
-            "seconds_total": 67.8,
-            "trajectories": 96,
-        },
-    ]
+    rows = []
+    for iteration, reward in ((0, 0.25), (7, 0.75)):
+        evaluation = {"reward": reward, "strict": reward / 2, "seconds": 1.0}
+        counts = {"nfe_total": 12345, "seconds_total": 67.8, "trajectories": 96 * iteration // 7}
+        rows.append({"iteration": iteration, "evaluation": evaluation, **counts})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "done.json").write_text("{}")
+    (tmp_path / "prompts.txt").write_text("a fox\n")
     return tmp_path
 
 
 def run_config(folder, **changes):
-    (folder / "prompts.txt").write_text("a fox\n")
-    config = preset("sd3.5-medium,tp-grpo,ocr").apply(
-        prompts=str(folder / "prompts.txt"), **changes
-    )
+    prompts = str(folder / "prompts.txt")
+    config = preset("sd3.5-medium,tp-grpo,ocr").apply(prompts=prompts, **changes)
     (folder / "config.json").write_text(json.dumps(config.as_dict()))
     return config
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("stabilityai/stable-diffusion-3.5-medium", "stabilityai/stable-diffusion-3.5-medium"),
-        ("models/a/b", ""),
-        ("nowhere", ""),
-    ],
-)
-def test_the_base_model_is_a_name_of_the_hub_or_nothing(name, expected, tmp_path):
-    assert base_model(name) == expected
+@pytest.mark.parametrize(("name", "hub"), [(SD3, SD3), ("models/a/b", ""), ("nowhere", "")])
+def test_the_base_model_is_a_name_of_the_hub_or_nothing(name, hub, tmp_path):
+    assert base_model(name) == hub
     (tmp_path / "model_index.json").write_text(json.dumps({"_name_or_path": name}))
-    assert base_model(str(tmp_path)) == expected
+    assert base_model(str(tmp_path)) == hub
 
 
 def test_the_card_calls_each_pipeline_with_the_guidance_of_the_training(folder):
@@ -60,40 +44,33 @@ def test_the_card_calls_each_pipeline_with_the_guidance_of_the_training(folder):
     (folder / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     flux = sd3.replace(model=str(folder))
     assert "scale" not in card_text(folder, flux).split("```")[1]
-    assert 'true_cfg_scale=2.0, negative_prompt=""' in card_text(
-        folder, flux.replace(guidance_scale=2.0)
-    )
+    text = card_text(folder, flux.replace(guidance_scale=2.0))
+    assert 'true_cfg_scale=2.0, negative_prompt=""' in text
     (folder / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
-    qwen = sd3.replace(model=str(folder), guidance_scale=4.0, negative_prompt=" ")
-    assert 'true_cfg_scale=4.0, negative_prompt=" "' in card_text(folder, qwen)
+    text = card_text(folder, flux.replace(guidance_scale=4.0, negative_prompt=" "))
+    assert 'true_cfg_scale=4.0, negative_prompt=" "' in text
 
 
-@pytest.mark.parametrize("tuning", ["lora", "full"])
-def test_header_code_and_numbers(folder, tuning):
+@pytest.mark.parametrize(("tuning", "kind"), [("lora", "adapter"), ("full", "finetune")])
+def test_header_code_and_numbers(folder, tuning, kind):
     text = card_text(folder, run_config(folder, tuning=tuning))
     _, header, body = text.split("---\n", 2)
-    values = yaml.safe_load(header)
-    assert (
-        values["base_model"] == "stabilityai/stable-diffusion-3.5-medium"
-        and values["pipeline_tag"] == "text-to-image"
-    )
-    assert values["base_model_relation"] == {"lora": "adapter", "full": "finetune"}[tuning]
-    assert ("lora" in values["tags"]) == (tuning == "lora")
+    values, is_lora = yaml.safe_load(header), tuning == "lora"
+    assert (values["base_model"], values["pipeline_tag"]) == (SD3, "text-to-image")
+    assert values["base_model_relation"] == kind and ("lora" in values["tags"]) == is_lora
     code = body.split("```python\n")[1].split("```")[0]
     compile(code, "card", "exec")
-    assert ("load_lora_weights" in code) == (tuning == "lora") and ("AutoModel" in code) == (
-        tuning == "full"
-    )
-    assert (
-        "| `ocr(form=released)` | 0.2500 | 0.7500 |" in body
-        and "| `strict` | 0.1250 | 0.5000 |" in body
-        and "`seconds`" not in body
-    )
-    assert (
-        "7 iterations, 12,345 network evaluations in rollouts and 68 seconds" in body
-        and "96 images in total" in body
-    )
-    assert "no confidence interval" in body and str(folder) not in text and "`prompts.txt`" in body
+    assert ("load_lora_weights" in code) == is_lora == ("AutoModel" not in code)
+    for words in (
+        "| `ocr(form=released)` | 0.2500 | 0.7500 |",
+        "| `strict` | 0.1250 | 0.3750 |",
+        "7 iterations, 12,345 network evaluations in rollouts and 68 seconds",
+        "96 images in total",
+        "no confidence interval",
+        "`prompts.txt`",
+    ):
+        assert words in body
+    assert "`seconds`" not in body and str(folder) not in text
 
 
 def test_an_evaluation_and_names_with_special_characters(folder):
@@ -103,14 +80,10 @@ def test_an_evaluation_and_names_with_special_characters(folder):
     config, reward = run_config(folder), "/home/me/mine.py:A|`b`(x=1)"
     score = {"base": 0.1, "trained": 0.4, "difference": 0.3, "low": 0.2, "high": 0.4}
     scores = {reward: score, "<script>": score | {"low": None, "high": None}}
-    found = {
-        "command": "flowrl evaluate --weights /home/me/run",
-        "prompts": 9,
-        "count": 2,
-        "scores": scores,
-    }
+    command = "flowrl evaluate --weights /home/me/run"
+    content = {"command": command, "prompts": 9, "count": 2, "scores": scores}
     (folder / "evaluation").mkdir()
-    (folder / "evaluation" / "evaluation.json").write_text(json.dumps(found))
+    (folder / "evaluation" / "evaluation.json").write_text(json.dumps(content))
     weights = folder / config.policy.tuning
     weights.mkdir()
     (folder / "config.yaml").write_text("method: tp-grpo\n")
@@ -120,7 +93,4 @@ def test_an_evaluation_and_names_with_special_characters(folder):
     assert "| `<script>` | 0.1000 | 0.4000 | +0.3000 |" in text and "/home" not in text
     assert "`flowrl evaluate --weights run` on 9 prompts with 2 images per prompt" in text
     assert (weights / "README.md").read_text() == text and (weights / "config.yaml").exists()
-
-
-def test_paths_lose_their_folders():
     assert without_folders("a ~/b/c.py:D('/e/f.txt') ../g/h i/j") == "a c.py:D('f.txt') h i/j"

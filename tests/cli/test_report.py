@@ -1,13 +1,13 @@
-"""Reports: numbers of the results table, figures for any values, escaped and self-contained pages,
-lazy imports.
+"""Reports: numbers of the results, figures for any values, colours, escaped and self-contained
+pages, lazy imports.
 """
 
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
-from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -16,20 +16,21 @@ import torch
 from jinja2 import UndefinedError
 from safetensors.torch import save_file
 
-from flowrl.cli.figures import curves, phases
-from flowrl.cli.image_grids import image_grid, trajectory
+from flowrl.cli.figures import curves, image_grid, proxy_and_heldout, trajectory
 from flowrl.cli.pages import inline, markdown_code, render
 from flowrl.cli.report import (
     collapse_text,
     headline,
     table_rows,
     table_text,
+    verdict,
     write_evaluation,
     write_report,
 )
-from flowrl.cli.style import save, spread_labels
+from flowrl.cli.style import COLOURS, INK, OTHERS, PALE, SOFT, colour, marker, save, spread_labels
+from flowrl.core.errors import ConfigError
 from flowrl.training.arms import credit_arms, method_arms
-from flowrl.training.compare import CompareConfig, run_label
+from flowrl.training.compare import CompareConfig
 from flowrl.training.config import preset
 from flowrl.training.presets import MODEL_ONLY
 from flowrl.training.results import (
@@ -51,82 +52,51 @@ from flowrl.training.weight_comparison import (
 )
 
 RULES = '''
-from dataclasses import dataclass
 from flowrl.credit import Uniform
-from flowrl.probes import NoProbe
-@dataclass(frozen=True)
-class Own(Uniform):
+class Mine(Uniform):
     """Gains, doubled.
 
     More of them.
     """
-    a: float = 1.0
-@dataclass(frozen=True)
-class Bare:
-    probe = NoProbe()
-    def assign(self, values, decisions):
-        return values[..., 1:] * 0
 '''
 EVIL = '<script>alert("1")</script>'
 REMOTE = re.compile(r"""(src|href|url)\s*[=(]\s*["']?(http|//|file)""")
+FIGURES = ("curves", "strict", "samples", "trajectory", "proxy")
 
 
-def record(method, seed, rewards, seconds=2.0, finished=True):
+def record(method, seed, rewards, heldout=None):
     rows = []
     for i, reward in enumerate(rewards):
-        totals = {
-            "nfe_total": 100 * i,
-            "seconds_total": seconds * i,
-            "reward_calls_total": 0,
-            "train_nfe_total": 0,
-        }
-        row = {"iteration": i, "evaluation": {"reward": reward, "strict": reward / 2}, **totals}
-        if i:
-            row |= {
-                "nfe": 100,
-                "calls": 10,
-                "reward_calls": 20,
-                "train_nfe": 40,
-                "trajectories": 10,
-            }
-            row["phases"] = {"rollout": 1.0, "reward": 0.5, "update": 0.5}
-        rows.append(row)
-    return RunRecord(method, seed, None, tuple(rows), finished)  # pyright: ignore[reportArgumentType]
+        evaluation = {"reward": reward, "strict": reward / 2} | (heldout or {})
+        row = {"iteration": i, "evaluation": evaluation, "nfe_total": 100 * i}
+        row |= {"seconds_total": 2.0 * i, "nfe": 100, "calls": 10, "reward_calls": 20}
+        row |= {"train_nfe": 40, "trajectories": 10}
+        rows.append(row | {"phases": {"rollout": 1.0, "reward": 0.5, "update": 0.5}})
+    return RunRecord(method, seed, Path(), tuple(rows), True)
+
+
+def comparison(**rewards):
+    """A comparison of arms with the rewards of each of their seeds."""
+    runs = [record(a, seed, r) for a, seeds in rewards.items() for seed, r in enumerate(seeds)]
+    run = {"environment": {"world": "shapes", "reward_form": "soft"}}
+    config = {"arms": {arm: {} for arm in rewards}, "seeds": [0, 1], "run": run}
+    return Comparison(Path(), config, tuple(runs))
 
 
 def test_summary_numbers_worked_out_by_hand():
-    runs = (
-        record("base", 0, [0.4, 0.5, 0.6]),
-        record("base", 1, [0.4, 0.6, 0.8]),
-        record("fast", 0, [0.4, 0.8, 0.8]),
-        record("fast", 1, [0.4, 0.8, 0.7]),
+    base, fast = summarise(
+        comparison(base=[[0.4, 0.5, 0.6], [0.4, 0.6, 0.8]], fast=[[0.4, 0.8, 0.8], [0.4, 0.8, 0.7]])
     )
-    config = {
-        "arms": {"base": {}, "fast": {}},
-        "seeds": [0, 1],
-        "run": {"environment": {"world": "shapes"}},
-    }
-    base, fast = summarise(Comparison(Path("."), config, runs))
-    # t of 1 degree
-    assert base.final.mean == pytest.approx(0.7) and base.final.half == pytest.approx(
-        12.7062 * 0.1, rel=1e-4
-    )
+    t = 12.7062  # of 1 degree of freedom
+    assert vars(base.final) == pytest.approx({"mean": 0.7, "half": t * 0.1}, rel=1e-4)
     assert base.lead == Mean(0.0, 0.0) and base.worst == 0.6
     # +0.2, -0.1
-    assert fast.lead.mean == pytest.approx(0.05) and fast.lead.half == pytest.approx(
-        12.7062 * 0.15, rel=1e-4
-    )
-    assert (base.collapsed, fast.collapsed) == (0, 0) and fast.worst == 0.7
+    assert vars(fast.lead) == pytest.approx({"mean": 0.05, "half": t * 0.15}, rel=1e-4)
+    assert (base.collapsed, fast.collapsed, fast.worst) == (0, 0, 0.7)
+    reached = (fast.to_baseline_iterations, fast.to_baseline_nfe, fast.to_baseline_seconds)
     assert base.to_baseline_iterations == pytest.approx(2.0)
-    assert fast.to_baseline_iterations == pytest.approx(0.75)
-    assert fast.to_baseline_nfe == pytest.approx(75) and fast.to_baseline_seconds == pytest.approx(
-        1.5
-    )
-    assert (
-        fast.nfe_per_trajectory == 10
-        and fast.rewards_per_trajectory == 2
-        and fast.seconds_reward == 0.5
-    )
+    assert reached == pytest.approx((0.75, 75, 1.5))
+    assert (fast.nfe_per_trajectory, fast.rewards_per_trajectory) == (10, 2)
     assert mean_of([]).text() == "-" and mean_of([0.5]).text() == "0.500"
     assert mean_curve([], "iteration") == ([], [])
 
@@ -134,319 +104,212 @@ def test_summary_numbers_worked_out_by_hand():
 def test_a_collapse_ends_far_below_the_best_or_below_the_start():
     assert collapsed([0.4, 0.9, 0.79]) and not collapsed([0.4, 0.9, 0.81])
     assert collapsed([0.4, 0.41, 0.37]) and not collapsed([0.4, 0.41, 0.39])
+    runs = comparison(base=[[0.1, 0.5], [0.1, 0.6]], fast=[[0.1, 0.9, 0.2], [0.1, 0.9]])
+    assert collapse_text(summarise(runs)) == "Collapsed: fast 1 of 2 seeds"
+    assert collapse_text(summarise(comparison(base=[[0.1, 0.5]]))) == ""
 
 
 def test_means_over_seeds_use_the_iterations_of_all_runs():
     """A metric that failed in one evaluation of one seed is left out of the mean there, and no
     other point moves.
     """
-    first, second = record("a", 0, [0.1, 0.2, 0.3]), record("a", 1, [0.3, 0.4, 0.5], seconds=4.0)
-    for run, values in ((first, (1.0, None, 3.0)), (second, (2.0, 2.5, 5.0))):
+    runs = [record("a", 0, [0.1, 0.2, 0.3]), record("a", 1, [0.3, 0.4, 0.5])]
+    for run, values in zip(runs, ((1.0, None, 3.0), (2.0, 2.5, 5.0)), strict=True):
         for row, value in zip(run.rows, values, strict=True):
             row["evaluation"]["heldout"] = {"ocr": value}
-    assert mean_curve([first, second], "iteration", "heldout", "ocr") == ([0.0, 2.0], [1.5, 4.0])
-    assert mean_curve([first, second], "seconds_total", "heldout", "ocr") == (
-        [0.0, 6.0],
-        [1.5, 4.0],
-    )
-    assert mean_curve([first, second], "nfe_total", "missing") == ([], [])
-    (summary,) = summarise(
-        Comparison(Path("."), {"arms": {"a": {}}, "seeds": [0, 1], "run": {}}, (first, second))
-    )
-    assert summary.heldout["held out: ocr"].text() == "1.500 to 4.000 ± 12.706"
-    assert ("held out: ocr", ["1.500 to 4.000 ± 12.706"]) in table_rows(
-        [summary]
-    ) and "held out: ocr" in table_text([summary])
+    assert mean_curve(runs, "iteration", "heldout", "ocr") == ([0.0, 2.0], [1.5, 4.0])
+    assert mean_curve(runs, "seconds_total", "heldout", "ocr") == ([0.0, 4.0], [1.5, 4.0])
+    assert mean_curve(runs, "nfe_total", "missing") == ([], [])
+    config = {"arms": {"a": {}}, "seeds": [0, 1], "run": {}}
+    rows = table_rows(summarise(Comparison(Path(), config, tuple(runs))))
+    assert ("held out: ocr", ["1.500 to 4.000 ± 12.706"]) in rows
 
 
-def test_the_headline_has_intervals_and_the_machine_spread():
-    config = {
-        "arms": {"base": {}, "fast": {}},
-        "seeds": [0, 1],
-        "run": {"environment": {"world": "shapes"}},
-    }
-    finals = {("base", 0): 0.5, ("base", 1): 0.6, ("fast", 0): 0.9, ("fast", 1): 0.98}
-    runs = [record(name, seed, [0.1, final]) for (name, seed), final in finals.items()]
-    comparison = Comparison(Path("."), config, tuple(runs))
-    text = headline(comparison, summarise(comparison))
+def test_the_headline_and_table_have_every_lead_with_its_interval():
+    base, fast = [[0.1, 0.5], [0.1, 0.6]], [[0.1, 0.9], [0.1, 0.98]]
+    runs = comparison(low=[[0.1, 0.2]] * 2, base=base, fast=fast)
+    runs.config["arms"] = {"base": {}, "fast": {}, "low": {}}
+    text = headline(runs, summarise(runs))
     assert "base changes from 0.100 to 0.550 ± 0.635; fast ends 0.390 above it" in text
-    assert text.endswith("(95% interval +0.263 to +0.517). 2 seeds.")
-    single = Comparison(Path("."), config, (runs[0], runs[2]))
+    assert "(95% interval +0.263 to +0.517); low ends 0.350 below it" in text
+    assert text.endswith(" 2 seeds.")
+    single = comparison(base=base[:1], fast=fast[:1])
     text = headline(single, summarise(single))
     assert text.endswith("fast ends 0.400 above it. With one seed, the interval is unknown.")
-    near = Comparison(
-        Path("."),
-        config,
-        (*runs[:2], record("fast", 0, [0.1, 0.508]), record("fast", 1, [0.1, 0.606])),
-    )
-    assert headline(near, summarise(near)).endswith(
-        "A difference below 0.009 may also come from the rounding of another processor."
-    )
+    summaries = summarise(comparison(base=base, fast=fast))
+    lines = table_text(summaries).splitlines()
+    (row,) = (line for line in lines if line.startswith(" fast "))
+    assert all(cells[1] in row for _, cells in table_rows(summaries))
+    assert sum(line.startswith(" arm ") for line in lines) == 1 and lines[-1].startswith("±: half")
+    assert lines[-2] == "▲ above the baseline" and "○" not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("mean", "half", "symbol"),
+    [(0.1, 0.05, "▲"), (-0.1, 0.05, "▼"), (0.1, 0.2, "○"), (0.1, float("nan"), ""), (0, 0, "")],
+)
+def test_a_verdict_is_that_of_the_interval(mean, half, symbol):
+    assert verdict(Mean(mean, half)) == symbol
 
 
 def test_a_report_can_be_written_before_any_run_has_finished(tmp_path):
-    config = CompareConfig(
-        preset("tiny").apply(),
-        method_arms(("flow-grpo", "dense-grpo", "tp-grpo")),
-        (0,),
-        command='flowrl compare --out "<script>"',
-    )
+    arms = method_arms(("flow-grpo", "dense-grpo", "tp-grpo"))
+    config = CompareConfig(preset("tiny").apply(), arms, (0,), command=EVIL)
     (tmp_path / "config.json").write_text(json.dumps(config.as_dict()))
     page = write_report(tmp_path).read_text()
     assert "No run has been evaluated yet" in page and "<script>" not in page
     folder = tmp_path / "runs" / "flow-grpo-seed0"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config.jobs()["flow-grpo-seed0"].as_dict()))
-    rows = record("flow-grpo", 0, [0.4, 0.5]).rows
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows) + '{"iteration": 2, "re'
-    )
+    lines = [json.dumps(row) for row in record("flow-grpo", 0, [0.4, 0.5]).rows]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"iteration": 2, "re']))
     assert "3 runs have not finished" in write_report(tmp_path).read_text()
 
 
-def comparison_folder(folder, names, world="mixture"):
+def comparison_folder(folder, names, **config):
     """Files as `flowrl compare` writes them, with values chosen by hand."""
-    run = preset("tiny").apply(world=world, task="direction")
-    config = CompareConfig(run, method_arms(("flow-grpo",)), (0, 1), command=f"flowrl {EVIL}")
-    values = config.as_dict() | {"arms": method_arms(names), "hardware": EVIL}
+    run = preset("tiny").apply(world="mixture", task="direction")
+    values = CompareConfig(run, method_arms(("flow-grpo",)), (0, 1), command=EVIL).as_dict()
+    values |= {"arms": method_arms(names), "hardware": EVIL, **config}
     (folder / "config.json").write_text(json.dumps(values))
-    for number, (name, seed) in enumerate((n, s) for n in names for s in (0, 1)):
+    for number, (name, seed) in enumerate(itertools.product(names, (0, 1))):
         run = folder / "runs" / run_folder(name, seed)
         run.mkdir(parents=True)
-        (run / "config.json").write_text(json.dumps({"algorithm": {"method": name}, "seed": seed}))
-        rows = record(name, seed, [0.4, 0.5 + number / 100]).rows
-        for row in rows:
-            row["evaluation"]["heldout"] = {f"mine.py:{EVIL}": 0.3}
+        heldout = {"heldout": {f"mine.py:{EVIL}": 0.3}}
+        rows = record(name, seed, [0.4, 0.5 + number / 100], heldout).rows
+        if number == 1:
+            rows[-1]["stopped"] = f"budget: {EVIL}"
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        samples = {
-            "prompts": ["towards 0 degrees"] * 2,
-            "reward_before": [0.1, 0.2],
-            "reward_after": [0.3, 0.1],
+        write_trajectory(run, [0.5, 0.4, 0.3, 0.45, 0.6])
+        files = {
+            "config": {"algorithm": {"method": name}, "seed": seed},
+            "samples": {
+                "prompts": ["towards 0 degrees", EVIL],
+                "reward_before": [0.1, 0.2],
+                "reward_after": [0.3, 0.1],
+            },
+            "done": {},
         }
-        (run / "samples.json").write_text(json.dumps(samples))
-        save_file(
-            {name: torch.rand(2, 2, 1, 1) for name in ("before", "after")},
-            run / "samples.safetensors",
-        )
-        members = [[0.5, 0.4, 0.3, 0.45, 0.6], [0.5, 0.6, 0.7, 0.55, 0.4]]
-        trajectory = {
-            "prompt": EVIL,
-            "chosen": 0,
-            "rewards": members[0],
-            "members": members,
-            "tweedie": members[1],
-        }
-        (run / "trajectory.json").write_text(json.dumps(trajectory))
+        for file, content in files.items():
+            (run / f"{file}.json").write_text(json.dumps(content))
+        points = {side: torch.rand(2, 2, 1, 1) for side in ("before", "after")}
+        save_file(points, run / "samples.safetensors")
         save_file({"images": torch.rand(5, 2, 1, 1)}, run / "trajectory.safetensors")
-        (run / "done.json").write_text("{}")
 
 
-def test_the_report_contains_every_run_and_loads_nothing(tmp_path):
-    names = ["flow-grpo", "tp-grpo", "mine.py:Rule"]
-    comparison_folder(tmp_path, names)
+def write_trajectory(folder, rewards):
+    values = {"rewards": rewards, "members": [rewards, rewards[::-1]], "tweedie": rewards}
+    (folder / "trajectory.json").write_text(json.dumps(values | {"prompt": "p", "chosen": 0}))
+
+
+def test_the_report_contains_every_run_escapes_every_value_and_loads_nothing(tmp_path):
+    names = ["flow-grpo", "tp-grpo", EVIL, "mine.py:Rule"]
+    described = {"mine.py:Rule": f"Gains of {EVIL}", EVIL: ""}
+    comparison_folder(tmp_path, names, descriptions=described, preset=EVIL, versions={EVIL: EVIL})
     page = write_report(tmp_path).read_text()
     assert page.startswith("<!doctype html>") and not REMOTE.search(page)
-    for number, (name, seed) in enumerate((n, s) for n in names for s in (0, 1)):
+    assert "<script" not in page and page.count("&lt;script&gt;alert(") > 15
+    for number, (name, seed) in enumerate(itertools.product(names, (0, 1))):
+        name = name if name != EVIL else "&lt;script&gt;alert(&#34;1&#34;)&lt;/script&gt;"
         row = page.split(f"<tr><td>{name}</td><td>{seed}</td>")[1].split("</tr>")[0]
-        assert f"<td>{0.5 + number / 100:.3f}</td>" in row and "<td>finished</td>" in row
-    for name, cells in table_rows(
-        summarise(Comparison(tmp_path, json.loads((tmp_path / "config.json").read_text()), ()))
-    ):
-        label = escape(name).replace("/", "/<wbr>")
-        assert f"<th>{label}</th>" in page and not cells
-    figures = ("curves", "strict", "samples", "trajectory", "phases", "proxy")
-    assert page.count('src="data:image/png;base64,') == len(figures)
-    # the proxy's figure is scaled
-    assert page.count('srcset="data:image/png;base64,') == len(figures) - 1
-    assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in figures)
-    assert "not finished" not in page and "custom rule" in page and "2505.05470" in page
-    algorithm = page.split("<h3>Algorithm</h3>")[1].split("<h3>")[0]
-    assert "<span>window</span><span>1:3</span>" in algorithm and "eval_steps" not in algorithm
-    assert "noise_level" not in algorithm  # 0: the method's
-
-
-def test_rules_are_described_and_settings_of_models_left_out(tmp_path):
-    comparison_folder(tmp_path, ["flow-grpo", "Mine(a=1)", "Bare"])
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["descriptions"] = {"Mine(a=1)": f"Gains of {EVIL}", "Bare": ""}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    page = write_report(tmp_path).read_text()
+        state = "stopped by budget: &lt;script&gt;" if number == 1 else "finished</td>"
+        assert f"<td>{0.5 + number / 100:.3f}</td>" in row and f"<td>{state}" in row
+    assert page.count('src="data:image/png;base64,') == len(FIGURES)
+    assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in FIGURES)
+    assert "An observer stopped 1 of 8 runs early" in page
+    assert "not finished" not in page and "custom rule." in page and "2505.05470" in page
+    assert "<b>mine.py:Rule</b>: Gains of &lt;script" in page
+    settings = set(re.findall("<span>([a-z_]+)</span>", page))
     assert (
-        f"<b>Mine(a=1)</b>: Gains of {escape(EVIL, quote=False).replace(chr(34), '&#34;')}." in page
-    )
-    assert "<b>Bare</b>: custom rule." in page and "-seed0" not in page
-    assert (
-        not set(re.findall("<span>([a-z_]+)</span>", page)) & set(MODEL_ONLY)
-        and "<span>num_steps</span>" in page
-    )
+        not settings & {*MODEL_ONLY, "noise_level"} and "num_steps" in settings
+    )  # 0: the method's
+    assert "<span>window</span><span>1:3</span>" in page
 
 
 def test_the_first_lines_of_docstrings_describe_the_methods(tmp_path):
     (tmp_path / "rules.py").write_text(RULES)
-    specs = tuple(f"{tmp_path}/rules.py:{name}" for name in ("Own(a=2.0)", "Bare"))
-    found = CompareConfig(
-        preset("tiny").apply(world="mixture"),
-        method_arms(("dense-grpo",)) | credit_arms(specs),
-        (0,),
-    ).descriptions()
-    assert (
-        found["Own(a=2.0)"] == "Gains, doubled"
-        and found["Bare"] == ""
-        and "gains of ODE completions" in found["dense-grpo"]
-    )
+    arms = method_arms(("dense-grpo",)) | credit_arms((f"{tmp_path}/rules.py:Mine()",))
+    texts = CompareConfig(preset("tiny").apply(world="mixture"), arms, (0,)).descriptions()
+    assert texts["Mine()"] == "Gains, doubled" and "gains of ODE" in texts["dense-grpo"]
 
 
 def test_the_trajectory_is_the_one_that_changes_most_and_flat_ones_have_no_turning_points(tmp_path):
     comparison_folder(tmp_path, ["flow-grpo", "tp-grpo"])
-    comparison = load_comparison(tmp_path)
-    flat, shaken = [0.999, 0.998, 0.9995, 0.999, 1.0], [0.1, 0.05, 0.9, 0.85, 0.95]
+    runs = load_comparison(tmp_path)
+    flat = [0.999, 0.998, 0.9995, 0.999, 1.0]
 
-    def drawn(values, name="flow-grpo"):
-        for run in comparison.runs:
-            own = values if run_label(run.arm, run.seed) == f"{name}, seed 1" else flat
-            record = {"prompt": "p", "chosen": 0, "rewards": own, "members": [own], "tweedie": own}
-            (run.folder / "trajectory.json").write_text(json.dumps(record))
-        return [trajectory(comparison, narrow) for narrow in (False, True)]
+    def drawn(values):
+        for run in runs.runs:
+            chosen = (run.arm, run.seed) == ("flow-grpo", 1)
+            write_trajectory(run.folder, values if chosen else flat)
+        figure = trajectory(runs)
+        return figure, [text.get_text() for text in figure.legends[0].get_texts()]
 
-    for figure in drawn(shaken):
-        labels = [text.get_text() for text in figure.legends[0].get_texts()]
-        title = " ".join(figure.get_suptitle().split())
-        assert (
-            "consistent turning point" in labels
-            and title == 'Trajectory of flow-grpo, seed 1, after training: "p"'
-        )
-    for figure in drawn(flat):
-        assert not any("turning point" in text.get_text() for text in figure.legends[0].get_texts())
-        assert all(np.ptp(axes.get_ylim()) >= 0.0999 for axes in figure.axes)
+    figure, labels = drawn([0.1, 0.05, 0.9, 0.1, 0.1])
+    assert figure.get_suptitle() == 'Trajectory of flow-grpo, seed 1, after training: "p"'
+    assert "turning point" not in labels  # no trend
+    assert "turning point" in drawn([0.1, 0.05, 0.9, 0.85, 0.95])[1]
+    figure, labels = drawn(flat)
+    assert "turning point" not in labels
+    assert all(np.ptp(axes.get_ylim()) >= 0.0999 for axes in figure.axes)
 
 
-def test_table_txt_is_one_table_with_a_legend_of_its_symbols():
-    config = {
-        "arms": {"base": {}, "fast": {}},
-        "seeds": [0, 1],
-        "run": {"environment": {"world": "shapes"}},
-    }
-    finals = {("base", 0): 0.5, ("base", 1): 0.6, ("fast", 0): 0.9, ("fast", 1): 0.98}
-    runs = tuple(record(name, seed, [0.1, final]) for (name, seed), final in finals.items())
-    summaries = summarise(Comparison(Path("."), config, runs))
-    lines = table_text(summaries).splitlines()
-    assert (
-        sum(line.startswith(" fast ") for line in lines) == 1
-        and sum(line.startswith(" arm ") for line in lines) == 1
-    )
-    (row,) = (line for line in lines if line.startswith(" fast "))
-    assert all(cells[1] in row for _, cells in table_rows(summaries))
-    assert (
-        lines[-2] == "▲ above the baseline"
-        and "○" not in "".join(lines)
-        and lines[-1].startswith("±: half")
-    )
-    assert collapse_text(summaries) == ""
-    fallen = Comparison(
-        Path("."),
-        config,
-        (*runs[:2], record("fast", 0, [0.1, 0.9, 0.2]), record("fast", 1, [0.1, 0.9])),
-    )
-    assert collapse_text(summarise(fallen)) == "Collapsed: fast 1 of 2 seeds"
-
-
-def test_many_methods_are_named_in_the_headline():
-    names = [f"rule-{i}" for i in range(5)]
-    config = {
-        "arms": {name: {} for name in names},
-        "seeds": [0, 1],
-        "run": {"environment": {"world": "shapes"}},
-    }
-    finals = (0.5, 0.9, 0.1, 0.91, 0.5)
-    runs = tuple(
-        record(n, s, [0.1, f + s / 100]) for n, f in zip(names, finals, strict=True) for s in (0, 1)
-    )
-    runs = (*runs[:-2], record("rule-4", 0, [0.1, 0.4]), record("rule-4", 1, [0.1, 0.6]))
-    comparison = Comparison(Path("."), config, runs)
-    text = headline(comparison, summarise(comparison))
-    assert (
-        "above it by the 95% intervals: rule-1, rule-3; below it: rule-2; not distinguishable from"
-        " it: rule-4. 2 seeds." in text
-    )
-
-
-def test_every_value_of_the_report_is_escaped(tmp_path):
-    comparison_folder(tmp_path, ["flow-grpo", EVIL])
-    config = json.loads((tmp_path / "config.json").read_text())
-    for group in config["run"].values():
-        if isinstance(group, dict):
-            group.update({name: EVIL for name, value in group.items() if isinstance(value, str)})
-    config |= {"preset": EVIL, "versions": {EVIL: EVIL}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    page = write_report(tmp_path).read_text()
-    assert "<script" not in page
-    assert page.count("&lt;script&gt;alert(") > 15
-
-
-def weight_comparison(channels=3, size=8):
+def weight_comparison(channels, size):
     generator = torch.Generator().manual_seed(0)
-    sides = [torch.rand(3, 2, generator=generator) for _ in range(2)]
-    shown = [torch.rand(2, channels, size, size, generator=generator) for _ in range(2)]
     base, trained = (
-        ScoredImages({EVIL: scores}, images) for scores, images in zip(sides, shown, strict=True)
+        ScoredImages(
+            {EVIL: torch.rand(3, 2, generator=generator)},
+            torch.rand(2, channels, size, size, generator=generator),
+        )
+        for _ in range(2)
     )
-    facts = {"command": EVIL, "weights": EVIL, "guidance": 1.5, "resolution": None}
-    return WeightComparison(
-        {EVIL: compare_scores(*sides)},
-        base,
-        trained,
-        ("a fox", EVIL, "a hat"),
-        SamplingSettings(steps=3, count=2),
-        facts,
-    )
+    scores = {EVIL: compare_scores(base.scores[EVIL], trained.scores[EVIL])}
+    facts = {"command": EVIL, "guidance": 1.5, "resolution": None}
+    how = SamplingSettings(steps=3, count=2)
+    return WeightComparison(scores, base, trained, ("a fox", EVIL, "a hat"), how, facts)
 
 
-@pytest.mark.parametrize("channels", [3, 2])
-def test_the_page_of_an_evaluation(channels, tmp_path):
-    """Images, and points of the 2-D world: numbers as in evaluation.json, escaped,
-    self-contained.
-    """
-    found = weight_comparison(channels, 8 if channels == 3 else 1)
+@pytest.mark.parametrize(("channels", "size", "kind"), [(3, 8, "images"), (2, 1, "samples")])
+def test_the_page_of_an_evaluation(channels, size, kind, tmp_path):
+    """Numbers as in evaluation.json, escaped, self-contained; gains first."""
+    found = weight_comparison(channels, size)
     write_evaluation(found, tmp_path, html=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluation.json", "grid.png"]
     write_evaluation(found, tmp_path, html=True)
     page, score = (tmp_path / "report.html").read_text(), found.scores[EVIL]
     assert "<script" not in page and not REMOTE.search(page)
-    for value in (
-        f"<td>{score.base:.4f}</td>",
-        f"<td>{score.difference:+.4f}</td>",
-        f"{score.low:+.4f} to {score.high:+.4f}",
-    ):
+    for value in (f"{score.base:.4f}", f"{score.difference:+.4f}", f"{score.low:+.4f} to "):
         assert value in page
     assert "<span>guidance</span><span>1.5</span>" in page and "<span>resolution</span>" not in page
-    kind = "images" if channels == 3 else "samples"
-    assert (
-        f"3 prompts, 2 {kind} per prompt" in " ".join(page.split())
-        and page.count("data:image/png;base64,") == 1
-    )
+    assert f"3 prompts, 2 {kind} per prompt" in " ".join(page.split())
+    assert page.count("data:image/png;base64,") == 1
+    change = (found.trained.scores[EVIL] - found.base.scores[EVIL]).mean(1).tolist()
+    shown = re.findall(r"<td>([+-]0\.\d{4})</td></tr>", page)
+    assert shown == [f"{value:+.4f}" for value in sorted(change, reverse=True)]
 
 
-@pytest.mark.parametrize("rewards", [[0.0, 0.0], [0.5, 0.5, 0.5], [0.1, 0.9], [0.3]])
-@pytest.mark.parametrize("methods", [1, 2, 7])
-def test_curves_can_be_drawn_whatever_the_values(rewards, methods):
-    names = [f"rule {i}" for i in range(methods)]
-    config = {
-        "arms": {name: {} for name in names},
-        "seeds": [0],
-        "run": {"environment": {"reward_form": "soft"}},
-    }
-    comparison = Comparison(Path("."), config, tuple(record(name, 0, rewards) for name in names))
-    for figure in (curves(comparison), curves(comparison, "strict"), phases(comparison)):
-        assert figure is not None
+@pytest.mark.parametrize("rewards", [[0.0, 0.0], [0.1, 0.9, 0.5], [0.3]])
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_figures_can_be_drawn_whatever_the_values(rewards, count):
+    names = [f"rule {i}" for i in range(count)]
+    runs = comparison(**{name: [rewards] for name in names})
+    for run in runs.runs:
+        for row in run.rows:
+            row["evaluation"]["diversity"] = 0.5
+    proxy = proxy_and_heldout({name: runs.of(name) for name in names})
+    for figure in (curves(runs), curves(runs, "strict"), proxy):
         figure.savefig(os.devnull, format="png", dpi=50)
-    heights = spread_labels([rewards[-1]] * methods, 0.0, 1.0, 0.075)
+        if count > 4:  # a row per arm, whose curve lies above the grey ones
+            grey = [line.get_color() == PALE for line in figure.axes[0].lines]
+            assert grey[:count] == [True] * (count - 1) + [False]
+            assert figure.axes[0].get_title() == names[0]
+    assert curves(runs, "missing") is None
+    heights = spread_labels([rewards[-1]] * count, 0.0, 1.0, 0.075)
     assert min(heights) >= -1e-9 and max(heights) <= 1 + 1e-9
-    assert len({round(height, 6) for height in heights}) == methods
+    assert len({round(height, 6) for height in heights}) == count
 
 
 def test_files_that_cannot_be_written_are_named(tmp_path):
-    from flowrl.core.errors import ConfigError
-
     grid = image_grid(torch.rand(2, 3, 3, 8, 8), torch.rand(2, 3), ("a", "b"))
     save(grid, tmp_path / "new" / "grid.png")
     assert len(grid.axes) == 6 and (tmp_path / "new" / "grid.png").stat().st_size > 1000
@@ -460,40 +323,81 @@ def test_packages_render_templates_of_their_own(tmp_path, monkeypatch):
     templates.mkdir(parents=True)
     (templates.parent / "__init__.py").write_text("")
     (templates / "own.html.j2").write_text(
-        '{% extends "base.html.j2" %}{% from "macros.html.j2" import figure, table %}{% block title'
-        " %}{{ title }}{% endblock %}{% block main %}{{ text|inline }}{{ table(head, rows) }}{{"
-        " figure(png, title) }}{% endblock %}"
+        '{% extends "base.html.j2" %}{% from "macros.html.j2" import figure, table %}{% block main'
+        " %}{{ text|inline }}{{ table(head, rows) }}{{ figure(png, text) }}{% endblock %}"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    values = {
-        "title": EVIL,
-        "text": f"`code` of *stress* {EVIL}",
-        "head": [EVIL],
-        "rows": [[EVIL], [1]],
-        "png": b"png",
-    }
+    values = {"text": f"`code` of *stress* {EVIL}", "head": [EVIL], "rows": [[1]], "png": b"png"}
     page = render("own.html.j2", "otherpages", **values)
-    assert (
-        "<script" not in page
-        and "--accent" in page
-        and "<code>code</code> of <em>stress</em>" in page
-    )
-    assert 'src="data:image/png;base64,cG5n"' in page and "<td>1</td>" in page
-    with pytest.raises(UndefinedError, match="'title' is undefined"):
+    assert "<script" not in page and "--accent" in page
+    assert "<code>code</code> of <em>stress</em>" in page and "<td>1</td>" in page
+    assert 'src="data:image/png;base64,cG5n"' in page
+    with pytest.raises(UndefinedError, match="'text' is undefined"):
         render("own.html.j2", "otherpages")
-
-
-def test_filters():
     assert inline("2 * 3 * 4 and `a<b`") == "2 * 3 * 4 and <code>a&lt;b</code>"
     assert markdown_code("plain") == "`plain`" and markdown_code("a`b\nc``d") == "``` a`b c``d ```"
 
 
 def test_the_command_line_starts_without_figures():
-    """Neither matplotlib nor jinja2 nor the figures are imported before they are used."""
-    code = (
-        "import sys; import flowrl.cli.main; import flowrl.cli.progress\nprint([name for name in"
-        " sys.modules if name.partition('.')[0] == 'matplotlib' or"
-        " name.startswith('flowrl.cli.report')])"
-    )
+    """Neither matplotlib nor the report are imported before they are used."""
+    code = "import sys; import flowrl.cli.main, flowrl.cli.progress; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert not {"matplotlib", "jinja2", "flowrl.cli.report"} & set(done.stdout.split())
+
+
+# Linear RGB as dichromats see it: Machado, Oliveira and Fernandes (2009), severity 1.
+VISION = {
+    "normal": np.eye(3),
+    "protanopia": np.array(
+        [
+            [0.152286, 1.052583, -0.204868],
+            [0.114503, 0.786281, 0.099216],
+            [-0.003882, -0.048116, 1.051998],
+        ]
+    ),
+    "deuteranopia": np.array(
+        [
+            [0.367322, 0.860646, -0.227968],
+            [0.280085, 0.672501, 0.047413],
+            [-0.011820, 0.042940, 0.968881],
+        ]
+    ),
+}
+# Linear RGB to OKLab (Ottosson, 2020), in which a distance of about 0.02 is noticed side by side.
+TO_LMS = np.array(
+    [
+        [0.4122214708, 0.5363325363, 0.0514459929],
+        [0.2119034982, 0.6806995451, 0.1073969566],
+        [0.0883024619, 0.2817188376, 0.6299787005],
+    ]
+)
+TO_LAB = np.array(
+    [
+        [0.2104542553, 0.7936177850, -0.0040720468],
+        [1.9779984951, -2.4285922050, 0.4505937099],
+        [0.0259040371, 0.7827717662, -0.8086757660],
+    ]
+)
+
+
+def seen(shade: str, vision: str) -> np.ndarray:
+    values = np.array([int(shade[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+    return TO_LAB @ np.cbrt(TO_LMS @ np.clip(VISION[vision] @ linear, 0, 1))
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_methods_differ_under_colour_blindness(vision):
+    for first, second in itertools.combinations([*COLOURS.values(), *OTHERS], 2):
+        distance = np.linalg.norm(seen(first, vision) - seen(second, vision))
+        assert distance > 0.075, (first, second)
+    # brown beside vermilion
+    assert np.linalg.norm(seen("#D55E00", "protanopia") - seen("#8C6D1F", "protanopia")) < 0.075
+    for shade in (INK, SOFT, PALE):  # grey: no method's colour
+        assert np.hypot(*seen(shade, "normal")[1:]) < 0.025
+
+
+def test_eight_methods_have_markers_and_colours_of_their_own():
+    names = ["flow-grpo", "stepwise-flow-grpo", "tp-grpo", "dance-grpo", "a", "b", "c", "d"]
+    assert len({marker(name, names) for name in names}) == 8
+    assert len({colour(name, names) for name in names}) == 8

@@ -1,15 +1,11 @@
 """Named tree methods: their shapes at default size, one run each, pruned decisions in training."""
 
-import copy
 import math
 
 import pytest
 import torch
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.protocols import CreditAssigner
-from flowrl.credit import DepthRelative, Pruned
-from flowrl.losses import ClippedLoss
 from flowrl.methods import METHODS, Method, try_credit
 from flowrl.probes import Branch, Comb
 from flowrl.samplers import FixedWindow, FlowSDE
@@ -97,25 +93,3 @@ def test_tree_methods_run(name: str) -> None:
     for _ in range(2):
         row = run.iteration()
         assert math.isfinite(row["loss"]) and row["abs_advantage"] > 0
-
-
-def test_pruned_decisions_are_not_evaluated_and_the_count_is_kept() -> None:
-    rule = Pruned(
-        DepthRelative("tree", "sample", probe=Branch((3, 2))),
-        steps=(2,),
-        every=1,
-        stop=1,
-        width="extremes",
-    )
-
-    def run(credit: CreditAssigner) -> Trainer:
-        method = Method(
-            "pruned", FlowSDE(0.7), FixedWindow(0, 4), credit, ClippedLoss(), shared_noise=True
-        )
-        return trainer(TINY, method)
-
-    whole, pruned = run(rule.rule), run(copy.deepcopy(rule))
-    everything, some = whole.iteration(), pruned.iteration()
-    assert some["train_nfe"] < everything["train_nfe"]
-    assert some["nfe"] == everything["nfe"]
-    assert int(pruned.state().tensors["credit.iteration"]) == 1

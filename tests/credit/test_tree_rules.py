@@ -5,40 +5,33 @@ trees, special cases.
 import json
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from published_trees import GOLDEN, SPLITS, credit, published, record_of
 from torch import Tensor
 
-from flowrl.core.errors import ConfigError, CreditError
-from flowrl.core.experience import Decisions, Experience
-from flowrl.core.protocols import CreditAssigner, CreditRule, Stateful
+from flowrl.core.errors import CreditError
+from flowrl.core.experience import Experience
+from flowrl.core.protocols import CreditAssigner
 from flowrl.core.tree import Tree, tree_of
 from flowrl.credit import (
     GDPO,
     BackedUp,
     DepthRelative,
-    Pruned,
-    RandomCredit,
     SiblingRelative,
     StepwiseGain,
-    TurningPoint,
     Uniform,
     Weighted,
-    credit_of,
     example,
     generalised_gains,
     zscore,
 )
-from flowrl.credit.units import on_tree
-from flowrl.probes import Branch, Comb, Completion, Probe
+from flowrl.probes import Branch, Comb, Probe
 from flowrl.testing.credit import chosen
 
-GOLDEN = Path(__file__).parent.parent / "golden_trees"
 WORKED = json.loads((GOLDEN / "worked.json").read_text())
 BRANCH = Branch((2,))
 """A branching probe for rules that are given their tree; its shape does not matter."""
@@ -50,32 +43,6 @@ RULES = {
     "depth_tree_sample_std": DepthRelative("tree", "sample", clamp=None),
     "softmax_backup": BackedUp(clamp=None),
 }
-
-
-def record_of(tree: Tree, rewards: Tensor, log_probs: Tensor | None = None) -> Experience:
-    """The record of a tree from the leaves' rewards [prompt, member] and log-probabilities [prompt,
-    unit].
-    """
-    shown = on_tree(rewards, Decisions.like(torch.zeros(*rewards.shape, tree.steps + 1)), tree)
-    found = shown.experience()
-    if log_probs is None:
-        return found
-    return replace(
-        found,
-        log_probs=tree.decision_table(log_probs).masked_fill(~shown.decisions.drawn, torch.nan),
-    )
-
-
-def credit(rule: CreditRule, record: Experience) -> Tensor:
-    """Advantages [prompt, member, decision]."""
-    return credit_of(rule, record).advantages
-
-
-def trained(rule: Pruned, record: Experience) -> Tensor:
-    """The decisions of weight 1 [prompt, member, decision]."""
-    weights = credit_of(rule, record).weights
-    assert weights is not None and bool(((weights == 0) | (weights == 1)).all())
-    return weights.bool()
 
 
 @dataclass(frozen=True)
@@ -174,59 +141,6 @@ def test_the_worked_costs_are_those_of_the_probes() -> None:
 # BranchGRPO's published code
 
 
-@dataclass(frozen=True)
-class Published:
-    """A pair of trees of the published code as one tree of two prompts; `units` [prompt, unit] are
-    the nodes in its files.
-    """
-
-    name: str
-    tree: Tree
-    units: Tensor
-
-    def read(self, what: str) -> Tensor:
-        """A number per unit [prompt, unit]."""
-        return FILES[f"{self.name}/{what}"][self.units]
-
-    @property
-    def record(self) -> Experience:
-        log_probs = FILES[f"{self.name}/log_prob"][self.units]
-        return record_of(self.tree, FILES[f"{self.name}/rewards"].view(2, -1), log_probs)
-
-
-FILES = load_file(GOLDEN / "branch.safetensors")
-SPLITS = {
-    "published": (20, (0, 3, 6, 9)),
-    "small": (4, (0, 2)),
-    "late": (8, (1, 4, 5)),
-    "rounds": (10, (0, 3, 6)),
-    "mixed": (12, (0, 3, 6, 9)),
-    "equal_rewards": (4, (0, 2)),
-}
-
-
-@cache
-def published(name: str) -> Published:
-    steps, splits = SPLITS[name]
-    depth, parent, leaf = (FILES[f"{name}/{what}"].tolist() for what in ("step", "parent", "leaf"))
-    decisions = sorted(
-        {d - 1 for d, sde in zip(depth, FILES[f"{name}/is_sde_edge"].tolist(), strict=True) if sde}
-    )
-    members = 2 ** len(splits)
-    tree = Branch(dict.fromkeys(splits, 2)).tree(
-        steps, decisions, members, False, torch.Generator()
-    )
-    units = torch.zeros(2, tree.units, dtype=torch.long)
-    for place, node in enumerate(leaf):
-        for unit in reversed(tree.paths[place % members].tolist()):
-            units[place // members, unit] = node
-            node = parent[node]
-        assert node == -1
-    assert sorted(units.flatten().tolist()) == list(range(len(depth))), "every node is one unit"
-    assert torch.equal(FILES[f"{name}/step"][units], tree.node.expand(2, -1).short())
-    return Published(name, tree, units)
-
-
 RELEASED = DepthRelative("tree", "sample", clamp=None)
 
 
@@ -258,127 +172,6 @@ def test_branch_grpo_has_the_published_advantages() -> None:
     rule, case = named_method("branch-grpo").credit, published("published")
     expected = case.tree.decision_table(case.read("default/advantage")).clamp(-5, 5)
     torch.testing.assert_close(credit(rule, case.record), expected, rtol=0, atol=5e-6)
-
-
-LATE = dict(steps=(14, 15, 16, 17))
-SLIDE = dict(**LATE, every=30, stop=8)
-PRUNING = {
-    ("published", "default"): ({}, 0),
-    ("published", "depth"): (LATE, 0),
-    ("published", "depth_slide_step0"): (SLIDE, 0),
-    ("published", "depth_slide_step100"): (SLIDE, 100),
-    ("published", "depth_slide_step299"): (SLIDE, 299),
-    # the code's own stop is the last split, 9
-    ("published", "depth_slide_no_stop_step299"): (SLIDE, 299),
-    ("published", "width1"): (dict(width="best"), 0),
-    ("published", "width2"): (dict(width="extremes"), 0),
-    ("published", "width2_ratio0.3"): (dict(width="extremes", ratio=0.3), 0),
-    ("published", "depth_and_width1"): (dict(**LATE, width="best"), 0),
-    ("published", "depth_and_width2"): (dict(**LATE, width="extremes"), 0),
-    ("published", "after_pruning_cutoff"): (dict(**LATE, width="extremes", until=150), 200),
-    ("published", "at_pruning_cutoff"): (dict(**LATE, width="extremes", until=150), 150),
-    ("small", "width1"): (dict(width="best"), 0),
-    ("small", "width2"): (dict(width="extremes"), 0),
-    ("late", "depth"): (dict(steps=(0, 5)), 0),
-    ("late", "width1"): (dict(width="best"), 0),
-    ("late", "width2"): (dict(width="extremes"), 0),
-    ("rounds", "width2"): (dict(width="extremes"), 0),
-    ("mixed", "default"): ({}, 0),
-    ("mixed", "prob_weighted"): ({}, 0),
-}
-
-
-@pytest.mark.parametrize(("name", "variant"), list(PRUNING))
-def test_pruning_masks_of_the_published_code(name: str, variant: str) -> None:
-    case, (options, iteration) = published(name), PRUNING[name, variant]
-    rule = Pruned(RELEASED, released=True, **options)
-    rule.iteration = iteration
-    found = trained(rule, case.record)
-    expected = case.tree.decision_table(case.read(f"{variant}/trained").float()).bool()
-    assert torch.equal(found, expected)
-
-
-def test_every_published_variant_is_tested() -> None:
-    variants = {tuple(name.split("/")[:2]) for name in FILES if name.endswith("/trained")}
-    without_pruning = {(n, v) for n, v in variants if v in ("default", "prob_weighted")}
-    assert variants - without_pruning <= set(PRUNING)
-    for name, variant in without_pruning:
-        case = published(name)
-        expected = case.tree.decision_table(case.read(f"{variant}/trained").float())
-        assert torch.equal(expected.bool(), case.record.decisions.mask)
-
-
-# Pruning as it should be
-
-
-def test_width_pruning_keeps_whole_branches() -> None:
-    probe = Branch((2, 1, 4))
-    values = torch.rand(2, 8, 6, generator=torch.Generator().manual_seed(0)).sort(dim=1).values
-    shown = example(values, probe).experience()
-    advantages = credit(SiblingRelative(probe=probe), shown)
-    kept = trained(Pruned(DepthRelative(probe=probe), width="best", ratio=0.5), shown)
-    assert kept[..., :3].all(), "the split itself is trained"
-    assert torch.equal(kept[..., 3], kept[..., 4]), "whole branches"
-    for prompt in range(2):
-        for half in (slice(0, 4), slice(4, 8)):
-            rewards = shown.values[prompt, half, -1]
-            assert torch.equal(
-                kept[prompt, half, 3], rewards >= rewards.sort(descending=True).values[1]
-            )
-    extremes = trained(Pruned(SiblingRelative(), width="extremes", ratio=0.5), shown)
-    worth = advantages[..., 2]
-    for prompt in range(2):
-        found = worth[prompt][extremes[prompt, :, 3]].sort().values
-        torch.testing.assert_close(found, worth[prompt].sort().values[[0, 1, 6, 7]])
-
-
-@pytest.mark.parametrize("width", ["best", "extremes"])
-def test_width_pruning_ranks_the_members_in_the_mask(width: str) -> None:
-    """Of four branches two are invalid, so one of the other two remains with "best", and the better
-    with "extremes".
-    """
-    rewards = torch.tensor([[0.1, 0.9, float("nan"), float("nan")]])
-    shown = example(torch.zeros(1, 4, 3), Branch((4,)))
-    tree = shown.decisions.tree
-    assert tree is not None
-    kept = trained(Pruned(SiblingRelative(), width=width, ratio=0.5), record_of(tree, rewards))  # pyright: ignore[reportArgumentType]
-    assert kept[0, :, 0].tolist() == [True, True, False, False]
-    assert kept[0, :, 1].tolist() == [False, True, False, False]
-
-
-def test_width_pruning_ignores_trees_without_branches() -> None:
-    shown = example(torch.rand(1, 4, 4), Branch({})).experience()
-    assert trained(Pruned(width="best"), shown).all()
-
-
-def test_pruned_keeps_count_and_the_memory_of_its_rule() -> None:
-    rule = Pruned(RandomCredit(probe=Branch((2,))), steps=(2,), every=1)
-    assert isinstance(rule, Stateful)
-    shown = example(torch.rand(1, 4, 4), rule.probe).experience()
-    left = [(~trained(rule, shown)[0, 0]).nonzero().flatten().tolist() for _ in range(4)]
-    assert left == [[2], [1], [0], [0]]
-    restored = Pruned(RandomCredit(probe=Branch((2,))), steps=(2,), every=1)
-    restored.load_state_dict(rule.state_dict())
-    assert restored.iteration == 4
-    assert torch.equal(credit(restored, shown), credit(rule, shown))
-
-
-def test_pruned_may_wrap_any_rule_and_multiplies_its_weights() -> None:
-    shown = example(torch.rand(1, 4, 4), Branch((2,))).experience()
-    twice = Pruned(Pruned(GDPO(SiblingRelative()), steps=(0,)), steps=(2,))
-    assert trained(twice, shown)[0, 0].tolist() == [False, True, False]
-    assert twice.reads_fields == () and Pruned(BackedUp()).reads_fields == ("log_probs",)
-
-    class Records:
-        probe = Branch((2,))
-
-        def credit(self, experience: Experience) -> object:
-            return credit_of(SiblingRelative(), experience)
-
-    only = Pruned(Records())  # pyright: ignore[reportArgumentType]
-    assert torch.equal(credit(only, shown), credit(SiblingRelative(), shown))
-    with pytest.raises(CreditError, match=r"Records needs the record of an iteration"):
-        only.assign(shown.values, shown.decisions)
 
 
 # Invariants on random trees
@@ -543,15 +336,6 @@ def test_leave_one_out_is_the_difference_to_the_others() -> None:
     )
 
 
-def test_two_siblings_keep_the_sign_only() -> None:
-    torch.testing.assert_close(
-        sibling_pair([0.0, 0.25]), torch.tensor([-1.0, 1.0]).double(), rtol=1e-3, atol=0
-    )
-    torch.testing.assert_close(
-        sibling_pair([0.0, 25.0]), torch.tensor([-1.0, 1.0]).double(), rtol=1e-3, atol=0
-    )
-
-
 def test_strides_are_normalised_one_by_one_and_summed() -> None:
     probe = Comb(branches=3, count=1, high=1, strides=(1, 2, 3))
     shown = drawn(probe, 2, 9, 6, seed=3)
@@ -589,15 +373,6 @@ def test_a_comb_compares_draws_not_the_trunk() -> None:
         assert (found != 0).sum() == 6, "every member has one decision"
 
 
-def test_depth_averages_the_strides_of_a_draw() -> None:
-    """Strides skip nodes, so after the draw the members of one draw have different values."""
-    probe = Comb(branches=2, strides=(1, 2, 3), high=3)
-    shown = drawn(probe, 1, 18, 6)
-    expected = zscores(shown.values[0, :, -1].view(3, 2, 3).mean(-1))
-    found = credit(DepthRelative(probe=probe), shown)[0].sum(-1)
-    torch.testing.assert_close(found, expected.flatten().repeat_interleave(3))
-
-
 def test_shared_noise_is_a_tree_of_one_split() -> None:
     """Sibling- and depth-relative credit of the first decision is then uniform credit."""
     shown = drawn(Branch((6,)), 3, 6, 4)
@@ -612,18 +387,6 @@ def test_a_plain_group_as_a_tree_has_uniform_depth_credit() -> None:
     torch.testing.assert_close(credit(DepthRelative(), shown), credit(Uniform(), shown))
     assert not credit(SiblingRelative(), shown).any()
     assert not credit(StepwiseGain(), shown).any()
-
-
-def test_noise_weights_multiply_any_rule() -> None:
-    probe = Branch((2, 2))
-    shown = drawn(probe, 2, 4, 5)
-    shown = replace(shown, decisions=replace(shown.decisions, std=torch.linspace(0.5, 0.1, 5)))
-    plain = credit(SiblingRelative(), shown)
-    weighted = Weighted(rule=SiblingRelative())
-    assert weighted.probe == probe
-    torch.testing.assert_close(credit(weighted, shown), plain * torch.linspace(0.5, 0.1, 5) / 0.3)
-    by_hand = credit(Weighted((1.0, 2.0, 0.0, 0.0, 0.0), rule=SiblingRelative()), shown)
-    torch.testing.assert_close(by_hand, plain * torch.tensor([1.0, 2.0, 0.0, 0.0, 0.0]))
 
 
 def test_several_rewards_on_a_tree_are_credited_one_by_one() -> None:
@@ -645,9 +408,7 @@ def test_errors_name_what_is_missing(rule: CreditAssigner) -> None:
     shown = drawn(Branch((2, 2)), 2, 4, 5)
     with pytest.raises(CreditError, match="needs decisions with a branched tree"):
         rule.assign(shown.values, replace(shown.decisions, tree=None))
-    with pytest.raises(
-        CreditError, match=r"needs values \[prompt, member, decision\+1\] = \(2, 4, 6\)"
-    ):
+    with pytest.raises(CreditError, match=r"needs .* = \(2, 4, 6\)"):
         rule.assign(torch.rand(2, 5, 6), shown.decisions)
     missing = shown.values.clone()
     missing[..., [2, 5]] = float("nan")
@@ -672,45 +433,3 @@ def test_log_probabilities_are_named_when_they_are_missing() -> None:
                 call()
     assert credit(BackedUp("mean"), replace(shown, log_probs=None)).isfinite().all()
     assert BackedUp("mean").reads_fields == ()
-
-
-@dataclass(frozen=True)
-class RecordsOnly:
-    """A rule with `credit` only."""
-
-    probe: Probe = Completion()
-
-    def credit(self, experience: Experience) -> object:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize(
-    ("build", "field"),
-    [
-        (lambda: SiblingRelative(probe=Probe()), "SiblingRelative.probe"),
-        (lambda: DepthRelative(probe=Probe()), "DepthRelative.probe"),
-        (lambda: BackedUp(probe=Probe()), "BackedUp.probe"),
-        (lambda: DepthRelative(clamp=0.0), "DepthRelative.clamp"),
-        (lambda: Pruned(Uniform()), "Pruned.rule.probe"),
-        (lambda: Pruned("depth"), "Pruned.rule"),  # pyright: ignore[reportArgumentType]
-        (lambda: Pruned(steps=(3,), stop=4), "Pruned.stop"),
-        (lambda: Pruned(ratio=0.0), "Pruned.ratio"),
-        (lambda: Pruned(every=0), "Pruned.every"),
-        (lambda: Pruned(until=-1), "Pruned.until"),
-        (lambda: Pruned(steps=(-1,)), "Pruned.steps"),
-        (lambda: Weighted(rule=Pruned()), "Weighted.rule"),
-        (lambda: Weighted(rule=RandomCredit()), "Weighted.rule"),
-        (lambda: Weighted(rule=TurningPoint(), std="batch"), "Weighted.std"),
-        (lambda: GDPO(Pruned()), "GDPO.rule"),
-        (lambda: GDPO(RecordsOnly()), "GDPO.rule = RecordsOnly"),  # pyright: ignore[reportArgumentType]
-        (lambda: Weighted(rule=RecordsOnly()), "Weighted.rule = RecordsOnly"),  # pyright: ignore[reportArgumentType]
-    ],
-)
-def test_bad_options_are_named(build: object, field: str) -> None:
-    with pytest.raises(ConfigError, match=field.replace(".", r"\.")):
-        build()  # pyright: ignore[reportCallIssue]
-
-
-def test_pruned_steps_must_be_on_the_schedule() -> None:
-    with pytest.raises(CreditError, match=r"Pruned.steps = \(9,\) on a schedule of 4 steps"):
-        trained(Pruned(steps=(9,)), drawn(Branch((2, 2)), 1, 4, 4))

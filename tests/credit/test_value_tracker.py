@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from flowrl.core.errors import ConfigError, CreditError
 from flowrl.core.experience import Decisions
 from flowrl.core.types import Prompt
-from flowrl.credit import GDPO, Pruned, Uniform, ValueTracker, Weighted, credit_of, example
-from flowrl.credit.value_tracker import Tracked, text_key
+from flowrl.credit import GDPO, Uniform, ValueTracker, Weighted, credit_of, example
+from flowrl.credit.memory import MovingAverageGain, Tracked, text_key
 from flowrl.methods import flow_grpo, try_credit
-from flowrl.parts.registry import build
 from flowrl.probes import NoProbe
 
 FOX, CAR = Prompt("a fox"), Prompt("a car")
@@ -101,15 +100,6 @@ def test_a_group_of_equal_rewards_teaches_once_its_prompt_is_known(std):
     assert bool((better > 0).all()) and bool((worse < 0).all())
 
 
-def test_a_group_of_one_is_credited_against_its_past():
-    rule = ValueTracker()
-    assert [float(credit(rule, [[value]], [FOX])[0, 0]) > 0 for value in (0.5, 0.7, 0.1)] == [
-        False,
-        True,
-        False,
-    ]
-
-
 def test_the_scale_of_a_batch_is_the_root_mean_square_of_all_deviations():
     rule = ValueTracker(std="batch", clamp=None)
     found = credit(rule, [[0.0, 2.0], [5.0, 11.0]], [FOX, CAR])
@@ -181,32 +171,18 @@ def test_the_state_restores_the_memory_and_takes_32_bytes_per_prompt():
     assert restored.memory == {}
 
 
-def test_what_it_refuses():
-    for options, words in (
-        ({"decay": -0.1}, "decay"),
-        ({"decay": 1.1}, "decay"),
-        ({"clamp": 0.0}, "clamp"),
-        ({"std": "group"}, "std"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            ValueTracker(**options)
-    with pytest.raises(CreditError, match="finite value in column 2"):
-        ValueTracker().assign(table([0.0, float("nan")]), Decisions.like(table([0.0, 1.0])))
-    for wrapper in (
-        lambda rule: GDPO(rule),
-        lambda rule: Weighted(rule=rule),
-        lambda rule: Pruned(rule),
-    ):
-        with pytest.raises(ConfigError, match="rule"):
-            wrapper(ValueTracker())
-    assert build("credit", "value-tracker(decay=1.0, std=batch)") == ValueTracker(
-        decay=1.0, std="batch"
-    )
-
-
 def test_merging_gives_no_negative_variance_and_keeps_equal_values_exact():
     values = Tracked(2.0, 0.1, 0.0)
     for _ in range(50):
         values = values.merged(Tracked(3.0, 0.1, 0.0), 0.9)
     assert (values.mean, values.variance) == (0.1, 0.0)
     assert copy.copy(values).merged(Tracked(1.0, 7.0, 0.5), 0.0) == Tracked(1.0, 7.0, 0.5)
+
+
+def test_rules_around_a_rule_refuse_one_with_a_memory():
+    for wrapper in (GDPO, lambda rule: Weighted(rule=rule)):
+        for rule in (ValueTracker(), MovingAverageGain()):
+            with pytest.raises(ConfigError, match=r"\.rule = .* a rule without memory"):
+                wrapper(rule)
+    with pytest.raises(CreditError, match="finite value in column 2"):
+        ValueTracker().assign(table([0.0, float("nan")]), Decisions.like(table([0.0, 1.0])))

@@ -16,7 +16,7 @@ def test_import_order_is_that_of_the_linter() -> None:
         {name.removeprefix("flowrl.") for name in re.findall(r"`([\w.]+)`", row)} for row in rows
     ]
     assert documented == [
-        {name.strip().removeprefix("flowrl.") for name in layer.split("|")}
+        {name.strip().removeprefix("flowrl.") for name in re.split(r"[|:]", layer)}
         for layer in reversed(layers)
     ]
 

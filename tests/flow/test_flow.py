@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Gaussian
 from flowrl.flow import (
-    expand,
     interpolate,
     kl,
     kl_without_delta,
@@ -22,7 +21,6 @@ from flowrl.flow import (
     sample,
     shifted_schedule,
     tweedie,
-    uniform_schedule,
     velocity_target,
 )
 
@@ -31,10 +29,6 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "kernels.json").read
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def test_uniform_schedule_is_even() -> None:
-    assert torch.allclose(uniform_schedule(4).times, torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0]))
 
 
 def test_shifted_schedule_is_dancegrpos_grid() -> None:
@@ -58,11 +52,6 @@ def test_bad_schedules_are_refused(steps: int, shift: float) -> None:
         shifted_schedule(steps, shift)
 
 
-def test_expand_broadcasts_over_the_latent_axes() -> None:
-    assert expand(torch.ones(3), torch.zeros(3, 4, 5)).shape == (3, 1, 1)
-    assert expand(torch.ones(3), torch.zeros(3)).shape == (3,)
-
-
 @given(seed=st.integers(0, 1000))
 @settings(max_examples=25, derandomize=True, deadline=None)
 def test_estimates_invert_the_interpolant(seed: int) -> None:
@@ -80,13 +69,6 @@ def test_log_prob_is_the_mean_of_the_normal_log_density() -> None:
     )
     normal = torch.distributions.Normal(gaussian.mean, gaussian.std.reshape(4, 1, 1))
     torch.testing.assert_close(log_prob(gaussian, x), normal.log_prob(x).mean(dim=(1, 2)))
-
-
-def test_log_prob_of_a_latent_without_axes() -> None:
-    gaussian, x = Gaussian(randn(4), torch.full((4,), 0.5)), randn(4, seed=1)
-    torch.testing.assert_close(
-        log_prob(gaussian, x), torch.distributions.Normal(gaussian.mean, 0.5).log_prob(x)
-    )
 
 
 def test_log_prob_without_constants_is_minus_the_mean_square() -> None:
@@ -115,12 +97,6 @@ def test_densities_give_no_gradient_to_the_sample(function) -> None:
     function(Gaussian(mean, torch.full((3,), 0.4)), x).sum().backward()
     assert x.grad is None
     assert mean.grad is not None and bool((mean.grad != 0).all())
-
-
-def test_gradient_of_log_prob_is_the_score_over_the_number_of_elements() -> None:
-    mean, x = randn(3, 4).requires_grad_(), randn(3, 4, seed=1)
-    log_prob(Gaussian(mean, torch.full((3,), 0.4)), x).sum().backward()
-    torch.testing.assert_close(mean.grad, (x - mean.detach()) / 0.4**2 / 4)
 
 
 def test_std_zero_gives_exact_zeros_with_finite_gradients() -> None:
@@ -164,9 +140,3 @@ def test_samples_have_the_stated_mean_and_std() -> None:
     )
     assert abs(float(draws.mean()) - 3.0) < 5 * 0.5 / math.sqrt(n)
     assert abs(float(draws.var()) / 0.25 - 1.0) < 5 * math.sqrt(2 / n)
-
-
-@pytest.mark.parametrize("steps", [0, -1])
-def test_a_grid_without_steps_is_refused_by_name(steps: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^steps = {steps} is not allowed; allowed: 1 or more"):
-        uniform_schedule(steps)

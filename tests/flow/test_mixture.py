@@ -72,19 +72,3 @@ def test_the_expected_bump_is_its_integral(mixture: GaussianMixture, width: floa
     bump = torch.exp(-(grid - target).square().sum(1) / (2 * width**2))
     integral = float((log_density(mixture, grid, 0.0).exp() * bump).sum() * 0.02**2)
     assert mixture.expected_bump(target, width) == pytest.approx(integral, rel=1e-3)
-
-
-def test_the_ring() -> None:
-    assert RING.means.shape == (8, 2)
-    torch.testing.assert_close(RING.means.norm(dim=1), torch.full((8,), 2.0))
-    torch.testing.assert_close(RING.means.sum(0), torch.zeros(2), atol=1e-5, rtol=0)
-    torch.testing.assert_close(RING.weights, torch.full((8,), 1 / 8))
-
-
-@pytest.mark.parametrize("dim", [1, 3])
-def test_the_expected_bump_in_other_dimensions(dim: int) -> None:
-    """With one mode at the target the integral is (w^2 / (w^2 + s^2))^(dim/2)."""
-    mixture = GaussianMixture(torch.zeros(1, dim), 0.5, torch.ones(1))
-    assert mixture.expected_bump(torch.zeros(dim), 1.0) == pytest.approx(
-        (1 / 1.25) ** (dim / 2), rel=1e-6
-    )

@@ -19,11 +19,11 @@ from device_cases import (
 from host_sync import no_host_sync
 from tiny_rewards import tiny_clip
 
-from flowrl.core.transfer import copies_done, to_device, to_main_memory
+from flowrl.core.types import copies_done, to_device, to_main_memory
 from flowrl.parts.registry import build
 from flowrl.policies import DTYPES
 from flowrl.rollout import Usage, initial_noise, sample_images
-from flowrl.rollout.loss_batch import LossBatches
+from flowrl.rollout.batches import LossBatches
 
 EVERYWHERE = ["mixture", "shapes", *MODELS]
 NOISE = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-2}

@@ -13,7 +13,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.forward import Decay, ForwardBatch, WeightCopy
 from flowrl.core.protocols import ForwardLoss
 from flowrl.core.types import unit_means
-from flowrl.flow import GaussianMixture, expand, interpolate, velocity_target
+from flowrl.flow import expand
 from flowrl.losses import AWM, DGPO, DiffusionNFT
 
 GROUPS, MEMBERS, DRAWS = 2, 3, 2
@@ -163,42 +163,6 @@ def test_awm_at_the_old_weights_is_advantage_weighted_matching(weight):
     assert float(loss.loss(batch).metrics["ratio_deviation"]) == 0.0
 
 
-def test_nft_gradient_is_awms_huber_one_at_the_old_weights():
-    """Up to 2 rms / mean-abs of the error, and c: NFT has A / c in r and c outside, AWM A / c
-    inside.
-    """
-    batch = at_old(batch_of(2))
-    nft = gradient(DiffusionNFT(kl_weight=0.0, beta=0.3), batch)
-    awm = gradient(
-        AWM(
-            weight="huber",
-            kl_weight=0.0,
-            average_weight=0.0,
-            advantage_clip=5.0,
-            advantage_scale=5.0,
-        ),
-        batch,
-    )
-    error = (batch.new - batch.target).detach()
-    factor = 2 * squares(error).sqrt() / error.abs().flatten(1).mean(1)
-    close(nft, expand(factor, error) * awm, 1e-9)  # huber's 1e-10
-
-
-@pytest.mark.parametrize(
-    "loss", [DiffusionNFT(kl_weight=0.0), AWM(kl_weight=0.0)], ids=["nft", "awm"]
-)
-def test_the_gradient_at_the_old_weights_is_proportional_to_the_advantage(loss):
-    batch = at_old(batch_of(4))
-    close(
-        gradient(loss, replace(batch, advantages=-2 * batch.advantages)),
-        -2 * gradient(loss, batch),
-        1e-10,
-    )
-    assert (
-        float(gradient(loss, replace(batch, advantages=0 * batch.advantages)).abs().max()) < 1e-15
-    )
-
-
 def test_nft_without_advantage_is_proximal_only():
     batch, loss = batch_of(5), DiffusionNFT(beta=0.5, kl_weight=0.0, error="velocity")
     still = replace(batch, advantages=0 * batch.advantages)
@@ -260,21 +224,6 @@ def test_dgpo_is_the_gradient_of_its_logistic_objective():
     close(gradient(dgpo(), batch), expected)
 
 
-def error_weights(loss, batch):
-    error = (batch.new - batch.target).detach()
-    return inner(gradient(loss, batch), error) * 6 / (2 * squares(error))
-
-
-def test_dgpo_weights_of_a_group_sum_to_zero():
-    batch = batch_of(10)
-    weights = error_weights(dgpo(), batch).view(GROUPS, MEMBERS, DRAWS)
-    assert float(weights.sum(1).abs().max()) < 1e-15 < float(weights.abs().min())
-    clamped = replace(batch, advantages=batch.advantages.clamp(max=0.5))
-    assert (
-        float(error_weights(dgpo(), clamped).view(GROUPS, MEMBERS, DRAWS).sum(1).abs().max()) > 1e-4
-    )
-
-
 @pytest.mark.parametrize(
     "loss", [dgpo(), dgpo(clip=0.05, kl_weight=0.3, clip_kl=True), dgpo(anchor="old")], ids=repr
 )
@@ -314,37 +263,6 @@ def test_members_of_weight_0_leave_the_group():
         found = gradient(loss, replace(batch, weight=mask.float(), new=batch.new))
         close(found[kept], gradient(loss, take(batch, kept)), 1e-14)
         assert not found[~mask].any()
-
-
-def test_the_loss_points_at_the_rewarded_mode_of_the_mixture():
-    """On the built-in mixture with its exact velocity as the old network: a step against each
-    loss's gradient moves the clean estimates of rewarded samples towards their x_0, and those of
-    the others away.
-    """
-    mixture, generator = GaussianMixture.ring(), torch.Generator().manual_seed(0)
-    clean = mixture.sample(64, generator)
-    noise = torch.randn(64, 2, generator=generator)
-    time = torch.full((64,), 0.5)
-    latent, target = interpolate(clean, noise, time), velocity_target(clean, noise)
-    velocity = mixture.velocity(latent, time)
-    advantages = (clean[:, 0] > 0).float() * 2 - 1
-    sample = torch.arange(64)
-    batch = ForwardBatch(
-        time,
-        target,
-        velocity.clone().requires_grad_(),
-        advantages,
-        torch.ones(64),
-        0 * sample,
-        sample,
-        old=velocity,
-        average=velocity,
-        reference=velocity,
-    )
-    for loss in (DiffusionNFT(), AWM(), DGPO()):
-        step = velocity - 1e-2 * 64 * gradient(loss, batch)
-        change = squares(step - target) - squares(velocity - target)
-        assert bool((advantages * change < 0).all()), type(loss).__name__
 
 
 def test_modes_of_nft():

@@ -10,17 +10,13 @@ from all_but_last import AllButLast
 
 from flowrl.core.protocols import PolicyLoss
 from flowrl.core.types import Gaussian, LossBatch
-from flowrl.flow import log_prob
 from flowrl.losses import ClippedLoss, FlowDPPO, GRPOGuard, PolicyGradientLoss
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.rollout import Groups, rollout
-from flowrl.rollout.loss_batch import LossBatches
+from flowrl.rollout.batches import LossBatches
 from flowrl.rollout.metrics import step_gradients
 from flowrl.rollout.rollout import Rollout
 from flowrl.samplers import FlowSDE
-from flowrl.training.build import make_method, make_reward, make_world, policy_options
-from flowrl.training.config import preset
-from flowrl.training.trainer import Trainer
 from flowrl.worlds.base import PolicyOptions, world
 
 STEPS, GROUPS, LEVEL = 6, Groups(prompts=3, members=4), 0.7
@@ -120,23 +116,6 @@ def weights_of(loss: PolicyLoss, batch: LossBatch) -> torch.Tensor:
     return torch.ones_like(batch.delta)
 
 
-def test_rows_say_where_they_are(world_of: OnPolicy) -> None:
-    batch, grid = world_of.batch(), world_of.result.trajectories.schedule
-    assert torch.equal(batch.sample, world_of.sample) and torch.equal(batch.step, world_of.step)
-    assert torch.equal(batch.group, world_of.sample // GROUPS.members)
-    assert torch.equal(batch.time, grid.times[world_of.step]) and torch.equal(
-        batch.time - batch.delta, grid.times[1:][world_of.step]
-    )
-    part = replace(world_of.result, groups=replace(GROUPS, first=3, of=3 + GROUPS.prompts))
-    later = world_of.batches(part).of(world_of.sample, world_of.step)
-    assert torch.equal(later.sample, world_of.sample + 3 * GROUPS.members) and torch.equal(
-        later.group, batch.group + 3
-    )
-    assert torch.equal(later.weight, batch.weight) and torch.equal(
-        batch.weight, world_of.weights.flatten()
-    )
-
-
 @pytest.mark.parametrize("kl", ["exact", "without_delta"])
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize(
@@ -201,49 +180,6 @@ def test_step_gradients_are_those_of_the_policy_term_alone(
     assert not step_gradients(loss.loss(fifth), fifth, world_of.step[4:5], STEPS).any()
 
 
-@pytest.mark.parametrize(
-    "loss", [PolicyGradientLoss(), ClippedLoss(), GRPOGuard(), FlowDPPO(bound=1e-12)], ids=repr
-)
-def test_before_the_first_update_nothing_is_off_policy(
-    world_of: OnPolicy, loss: PolicyLoss
-) -> None:
-    """The network is evaluated in another batch than in the rollout: the ratio is 1 to rounding,
-    and nothing is held back.
-    """
-    metrics = loss.loss(world_of.batch()).metrics
-    assert float(metrics["ratio_deviation"]) < 1e-5
-    assert float(metrics["approx_kl"]) < 1e-10
-    assert float(metrics["clip_fraction"]) == 0.0
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        PolicyGradientLoss(0.1),
-        ClippedLoss(kl_weight=0.1),
-        GRPOGuard(kl_weight=0.1),
-        FlowDPPO(1e-5, 0.1),
-    ],
-)
-def test_rows_of_weight_0_leave_no_trace_in_the_parameters(
-    world_of: OnPolicy, loss: PolicyLoss
-) -> None:
-    batch = world_of.batch()
-    nothing = replace(batch, weight=torch.zeros_like(batch.weight))
-    assert torch.equal(
-        world_of.gradient(loss, nothing), torch.zeros(sum(p.numel() for p in world_of.parameters))
-    )
-    half = world_of.sample < GROUPS.samples // 2
-    batch = world_of.batch()
-    masked = world_of.gradient(loss, replace(batch, weight=batch.weight * half))
-    other = replace(
-        world_of.batch(),
-        weight=batch.weight * half,
-        advantages=torch.where(half, batch.advantages, torch.inf),
-    )
-    assert torch.equal(masked, world_of.gradient(loss, other))
-
-
 MOVES = (0.05, -0.05, 0.3, -0.3)
 """Shifts of the mean towards (+) and away from (-) the node sampled: KL = move^2 / 2 = .00125 and
 .045.
@@ -299,34 +235,3 @@ def test_dppo_still_pulls_dropped_pairs_to_the_reference() -> None:
     )
     pull = 0.5 * (batch.new.mean.detach() - 1) / 8
     torch.testing.assert_close(found[DROPPED], pull[DROPPED])
-
-
-def test_dppo_keeps_what_a_clip_cuts_and_the_reverse() -> None:
-    """The clip looks at one sample's ratio, the mask at the distance: near pairs are cut by a clip
-    of 1e-4, never by the mask; a far pair whose ratio happens to be 1 passes the clip and the mask
-    alike.
-    """
-    batch = moved()
-    far = Gaussian(torch.full((8, 1), 2.0), batch.new.std)  # x = 1 lies midway: ratio 1, KL 2
-    same = replace(batch, new=far)
-    assert torch.equal(log_prob(far, same.next_node), log_prob(same.behaviour, same.next_node))
-    assert float(ClippedLoss().loss(batch).metrics["clip_fraction"]) == 1.0
-    assert float(FlowDPPO(0.1).loss(batch).metrics["mask_fraction"]) == 0.0
-    assert float(ClippedLoss().loss(same).metrics["clip_fraction"]) == 0.0
-    assert float(FlowDPPO().loss(same).metrics["mask_fraction"]) == 0.0
-
-
-@pytest.mark.parametrize(
-    "spec", ["flow-dppo(bound=1e-7)", "policy-gradient", "grpo-guard(kl=without_delta)"]
-)
-def test_by_name_in_the_trainer(spec: str) -> None:
-    config = preset("tiny").apply(world="mixture", loss=spec, minibatches=2, kl_weight=0.01)
-    chosen = make_world(config)
-    policy, prompts = chosen.policy(policy_options(config)), chosen.prompts("direction", "train")
-    run = Trainer(policy, make_method(config), make_reward(config), prompts, config)
-    before = [p.detach().clone() for p in run.parameters]
-    metrics = run.iteration()
-    assert any(not torch.equal(a, b) for a, b in zip(before, run.parameters, strict=True))
-    assert metrics["kl"] >= 0
-    if spec.startswith("flow-dppo"):
-        assert 0 < metrics["mask_fraction"] == metrics["clip_fraction"] < 1

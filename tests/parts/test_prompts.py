@@ -25,7 +25,7 @@ from flowrl.parts.prompts import (
     text_prompts,
     write_prompts,
 )
-from flowrl.rewards.ocr import quoted_text
+from flowrl.rewards.images import quoted_text
 from flowrl.testing.tiny import tiny_sd3
 
 GENEVAL = [
@@ -49,7 +49,7 @@ def test_text_file_with_blank_and_repeated_lines(tmp_path):
     path = written(tmp_path, "p.txt", "# comment", "a fox", "", "a car", "  a fox ", " ", "a fox")
     found = load_prompts(path)
     assert [p.text for p in found.prompts] == ["a fox", "a car", "a fox", "a fox"]
-    assert (found.blank, found.repeated) == ((3, 6), ((5, 2), (7, 2)))
+    assert found.remarks[0].endswith("blank lines 3, 6") and len(found.remarks) == 2
     with pytest.warns(
         UserWarning,
         match="line 5 repeats line 2; line 7 repeats line 2; repeated prompts are drawn more often",
@@ -60,7 +60,7 @@ def test_text_file_with_blank_and_repeated_lines(tmp_path):
 def test_lines_end_at_line_feeds_only(tmp_path):
     odd = "a fox\u2028beside\u0085a \x0c car"
     found = load_prompts(written(tmp_path, "p.txt", odd, "", "third"))
-    assert [p.text for p in found.prompts] == [odd, "third"] and found.blank == (2,)
+    assert [p.text for p in found.prompts] == [odd, "third"] and "blank lines 2" in found.remarks[0]
     write_prompts(tmp_path / "p.jsonl", found.prompts)
     assert load_prompts(tmp_path / "p.jsonl").prompts == found.prompts
     (tmp_path / "dos.txt").write_bytes("a fox\r\na cat\r\n".encode("utf-8-sig"))
@@ -85,7 +85,8 @@ def test_same_text_with_other_metadata_is_no_repetition(tmp_path):
         '{"prompt": "a", "n": 2}',
         '{"n": 1, "prompt": "a"}',
     )
-    assert load_prompts(path).repeated == ((3, 1),)
+    (remark,) = load_prompts(path).remarks
+    assert ": line 3 repeats line 1;" in remark
 
 
 def test_every_bad_line_is_named(tmp_path):
@@ -221,12 +222,12 @@ def saved(table, path):
     ("file", "spec"),
     [
         ("saved", "{}"),
-        ("saved", "hf:{}"),
-        ("saved", "hf:{}:train:prompt"),
+        ("saved", "hf(name={})"),
+        ("saved", "hf(name={}, split=train, column=prompt)"),
         ("p.parquet", "{}"),
         ("p.json", "{}"),
-        ("p.parquet", "hf:{}:train:prompt"),
-        ("p.jsonl", "hf:{}"),
+        ("p.parquet", "hf(name={}, split=train, column=prompt)"),
+        ("p.jsonl", "hf(name={})"),
         ("p.csv", "{}"),
     ],
 )
@@ -243,29 +244,28 @@ def test_formats(datasets, tmp_path, file, spec):
         (text, {name: value for name, value in metadata.items() if name in rows})
         for text, metadata in wanted
     ]
-    assert (found.blank, found.repeated) == ((3, 5), ((4, 1),))
-    assert "blank rows 3, 5" in found.remarks()[0] and "row 4 repeats row 1" in found.remarks()[1]
+    assert "blank rows 3, 5" in found.remarks[0] and "row 4 repeats row 1" in found.remarks[1]
 
 
 @pytest.mark.parametrize(
     ("spec", "wanted"),
     [
         ("both", "b"),
-        ("both:test", "d"),
-        ("both:test:words", "c"),
-        ("both::words", "a"),
+        ("both, split=test", "d"),
+        ("both, split=test, column=words", "c"),
+        ("both, column=words", "a"),
         ("test", "d"),
         ("several", "split of prompts = '' is not allowed; allowed: one of a, b"),
-        ("both:dev", "'dev' .*one of train, test"),
+        ("both, split=dev", "'dev' .*one of train, test"),
         (
-            "both:train:caption",
-            "column of prompts = 'caption' .*one with text .words, text., as in hf:.*:train:COLUMN",
+            "both, column=caption",
+            "column of prompts = 'caption' .*one with text .words, text., as in hf.*column=COLUMN",
         ),
-        ("both:train:text:x", "is not allowed; allowed: hf:OWNER/NAME"),
+        ("both, part=text", r"is not allowed; allowed: hf\(name=OWNER/NAME"),
         ("missing", "cannot be read as a dataset"),
         ("numbers", "column of prompts = 'prompt' is not allowed"),
         ("empty", "contains no prompt"),
-        ("bad.parquet", r"bad\.parquet cannot be read as a dataset"),
+        ("bad.parquet", r"bad\.parquet\) cannot be read as a dataset"),
     ],
 )
 def test_splits_and_columns(datasets, tmp_path, spec, wanted):
@@ -283,10 +283,12 @@ def test_splits_and_columns(datasets, tmp_path, spec, wanted):
         saved(datasets.Dataset.from_dict({"prompt": cells}), tmp_path / name)
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing")
     if len(wanted) == 1:
-        assert [p.text for p in load_prompts(Path(f"hf:{tmp_path}/{spec}")).prompts] == [wanted]
+        assert [p.text for p in load_prompts(Path(f"hf(name={tmp_path}/{spec})")).prompts] == [
+            wanted
+        ]
         return
     with pytest.raises(ConfigError, match=wanted):
-        load_prompts(Path(f"hf:{tmp_path}/{spec}"))
+        load_prompts(Path(f"hf(name={tmp_path}/{spec})"))
 
 
 def test_metadata_of_a_table(datasets, tmp_path):
@@ -322,7 +324,10 @@ def test_metadata_of_a_table(datasets, tmp_path):
 
 def test_training_on_a_dataset(datasets, tmp_path):
     tiny_sd3().save_pretrained(tmp_path / "model")
-    clip, spec = tiny_clip(tmp_path / "clip", size=16), f"hf:{tmp_path}/data:dev:words"
+    clip, spec = (
+        tiny_clip(tmp_path / "clip", size=16),
+        f"hf(name={tmp_path}/data, split=dev, column=words)",
+    )
     datasets.DatasetDict(
         {"dev": datasets.Dataset.from_dict({"words": ["a fox", "a car"]})}
     ).save_to_disk(tmp_path / "data")
@@ -373,16 +378,16 @@ def test_without_the_package_there_is_one_clear_error(monkeypatch):
         ConfigError,
         match=r"needs the package datasets; install it with: pip install -e '\.\[datasets\]'",
     ):
-        load_prompts(Path("hf:user/prompts"))
+        load_prompts(Path("hf(name=user/prompts)"))
 
 
 def test_a_bare_name_reads_no_file_of_the_current_folder(datasets, tmp_path, monkeypatch):
     """`load_dataset("pandas")` reads pickles there. A folder of such a name is a folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.json").write_text('{"prompt": "a fox"}\n')
-    for name in ("", "pandas", "json", "json:train"):
-        with pytest.raises(ConfigError, match=rf"'hf:{name}' is not .*allowed: hf:OWNER/NAME"):
-            load_prompts(Path(f"hf:{name}"))
+    for name in ("''", "pandas", "json"):
+        with pytest.raises(ConfigError, match=r"is not allowed; allowed: hf\(name=OWNER/NAME"):
+            load_prompts(Path(f"hf(name={name})"))
     (tmp_path / "json").mkdir()
     (tmp_path / "json" / "train.jsonl").write_text('{"prompt": "a car"}\n')
-    assert [prompt.text for prompt in load_prompts(Path("hf:json")).prompts] == ["a car"]
+    assert [prompt.text for prompt in load_prompts(Path("hf(name=json)")).prompts] == ["a car"]

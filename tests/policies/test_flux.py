@@ -25,11 +25,6 @@ def test_the_grid_of_flux_schnell_is_the_pipelines_own():
     assert torch.equal(schedule.network_timesteps, pipe.scheduler.timesteps)
 
 
-def test_larger_pictures_spend_more_steps_at_high_noise():
-    grids = [FLUX.policy(height=size, width=size).schedule(10).times for size in (16, 256)]
-    assert bool((grids[1][1:-1] > grids[0][1:-1]).all())
-
-
 @pytest.mark.parametrize("scale", [1.0, 7.0])
 def test_the_distilled_guidance_is_told_to_the_network(scale):
     policy = replace(FLUX, family=Flux(distilled_guidance=scale)).policy()

@@ -68,6 +68,7 @@ def test_a_unipc_scheduler_gives_its_shift_and_not_its_grid():
 
 
 def test_other_lengths_and_wan_2_2_are_refused():
+    assert [WAN.policy(num_frames=count).latent_shape[1] for count in (1, 5, 9)] == [1, 2, 3]
     with pytest.raises(ConfigError, match=r"num_frames = 6 .* 1 more than a multiple of 4"):
         WAN.policy(num_frames=6)
     second = tiny_wan()

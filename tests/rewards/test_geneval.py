@@ -10,7 +10,7 @@ from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.types import Prompt
 from flowrl.parts.geneval import COLOURS, request_of
 from flowrl.parts.registry import build
-from flowrl.rewards.clip import load_encoder
+from flowrl.rewards.clip import ClipNetwork
 from flowrl.rewards.geneval import (
     TEMPLATES,
     Detection,
@@ -84,6 +84,7 @@ def test_scores_by_hand(include, dogs, cats, strict, partial, released):
         ((0, 0, 10, 10), (0, 0, 10, 10), set()),
         ((0, 0, 100, 10), (15, 0, 115, 10), set()),  # 15 apart, 0.1 x 200 are needed
         ((0, 0, 10, 10), (6, 3, 16, 13), {"left of"}),  # (6 - 2, 3 - 2) / |(6, 3)| = (0.60, 0.15)
+        ((0, 0, 10, 10), (4, 4, 14, 14), set()),  # (4 - 2) / |(4, 4)| = 0.35
     ],
 )
 def test_relations_by_hand(a, b, names):
@@ -118,14 +119,12 @@ def test_detector(detector):
     network = load_detector(detector, batch=2)
     assert network.names == ["person", "cat", "dog", "computer mouse"]
     found = network.find(images(), 0.0)
-    assert len(found) == 3 and all(objects for objects in found)
+    assert len(found) == 3 and all(found)
     for objects in found:
-        assert [item.score for item in objects] == sorted(
-            (item.score for item in objects), reverse=True
-        )
-        for item in objects:
-            assert item.name in network.names and 0 <= item.score <= 1
-            assert item.mask.shape == (60, 80) and item.box == box_of(item.mask)
+        scores = [item.score for item in objects]
+        assert scores == sorted(scores, reverse=True) and 0 <= scores[-1] <= scores[0] <= 1
+        assert all(item.mask.shape == (60, 80) for item in objects)
+        assert all(item.box == box_of(item.mask) for item in objects)
     assert network.find(images(), 0.999999) == [[], [], []]
 
 
@@ -133,23 +132,22 @@ def test_colours_are_those_of_the_masked_object_on_grey(clip):
     """Equal to the features of the crop by hand; the box around the mask ends behind its last
     pixel.
     """
-    encoder, image = load_encoder(clip), images(1)[0]
+    network, image = ClipNetwork(clip), images(1)[0]
     mask = torch.zeros(60, 80, dtype=torch.bool)
     mask[10:30, 20:50], mask[10, 20] = True, False
-    assert box_of(mask) == (20.0, 10.0, 50.0, 30.0)
-    classes = []
-    for colour in COLOURS:
-        mean = encoder.texts([t.format(colour=colour, name="dog") for t in TEMPLATES]).mean(0)
-        classes.append(mean / mean.norm())
+    box = box_of(mask)
+    assert box == (20.0, 10.0, 50.0, 30.0)
+    templates = [[t.format(colour=c, name="dog") for t in TEMPLATES] for c in COLOURS]
+    means = torch.stack([network.texts(texts).mean(0) for texts in templates])
     crop = image[:, 10:30, 20:50].clone()
     crop[:, 0, 0] = 0.6
-    best = COLOURS[int((torch.stack(classes) @ encoder.images(crop[None])[0]).argmax())]
-    assert object_colours(encoder, image, [Detection("dog", 0.9, box_of(mask), mask)], "dog") == [
-        best
-    ]
-    whole = Detection("dog", 0.9, (0.0, 0.0, 80.0, 60.0), mask)
-    assert torch.equal(_crop(torch.where(mask, image, 0.1), whole), torch.where(mask, image, 0.6))
-    assert object_colours(encoder, image, [], "dog") == []
+    classes = means / means.norm(dim=1, keepdim=True)
+    best = COLOURS[int((classes @ network.images(crop[None])[0]).argmax())]
+    assert object_colours(network, image, [Detection("dog", 0.9, box, mask)], "dog") == [best]
+    everything = Detection("dog", 0.9, (0.0, 0.0, 80.0, 60.0), mask)
+    on_grey = _crop(torch.where(mask, image, 0.1), everything)
+    assert torch.equal(on_grey, torch.where(mask, image, 0.6))
+    assert object_colours(network, image, [], "dog") == []
 
 
 def prompts():
@@ -177,42 +175,24 @@ def test_keeps_the_contract(form, detector, clip):
 
 
 def test_counting_has_a_threshold_of_its_own(detector, clip):
-    scores = [
-        item.score for item in load_detector(detector).find(images(1), 0.0)[0] if item.name == "cat"
-    ]
-    assert scores
     spec = f"geneval(model='{detector}', clip='{clip}', threshold=0.01, counting_threshold=0.999)"
-    asked = [
-        Prompt("a cat", {"tag": tag, "include": [CAT]}) for tag in ("single_object", "counting")
-    ]
-    assert build("reward", spec).score(images(1).expand(2, -1, -1, -1), asked).tolist() == [
-        1.0,
-        0.0,
-    ]
+    tags = ("single_object", "counting")
+    asked = [Prompt("a cat", {"tag": tag, "include": [CAT]}) for tag in tags]
+    scores = build("reward", spec).score(images(1).expand(2, -1, -1, -1), asked)
+    assert scores.tolist() == [1.0, 0.0]
 
 
 def test_a_wrong_clip_shows_before_a_coloured_object_is_found(detector):
-    reward = build(
-        "reward", f"geneval(model='{detector}', clip='/no/such/folder', threshold=0.999)"
-    )
+    spec = f"geneval(model='{detector}', clip='/no/such/folder', threshold=0.999)"
     with pytest.raises(ConfigError, match="'/no/such/folder' cannot be loaded"):
-        reward.score(images(1), prompts()[1:2])
-    assert reward.score(images(1), prompts()[2:]).tolist() == [0.0]
+        build("reward", spec).score(images(1), prompts()[1:2])
 
 
-def test_prompts_without_a_request_are_refused(detector):
-    reward = build("reward", f"geneval(model='{detector}')")
-    for metadata, told in (
-        ({}, "is no request in GenEval's form: include"),
-        (
-            {"include": [{"class": "zebra", "count": 1}]},
-            "the detector has no class 'zebra'; allowed: person, cat",
-        ),
-    ):
+def test_prompts_without_a_request_are_refused(detector, clip):
+    reward = build("reward", f"geneval(model='{detector}', clip='{clip}')")
+    zebra = {"include": [{"class": "zebra", "count": 1}]}
+    for metadata, told in (({}, "is no request in GenEval's form"), (zebra, "no class 'zebra'")):
         with pytest.raises(RewardError, match=told):
             reward.score(images(1), [Prompt("x", metadata)])
-    with pytest.raises(
-        ConfigError,
-        match="form = 'loose' is not allowed; allowed: one of strict, partial, released",
-    ):
+    with pytest.raises(ConfigError, match=r"form = 'loose' .*strict, partial, released"):
         build("reward", "geneval(form=loose)")

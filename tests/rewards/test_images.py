@@ -8,8 +8,6 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
 from flowrl.core.errors import ConfigError, RewardContractError, RewardError
@@ -19,16 +17,20 @@ from flowrl.rewards import (
     OCR,
     FrameMean,
     FunctionReward,
-    JPEGCompressibility,
     JPEGIncompressibility,
     Motion,
     WeightedSum,
     stills,
 )
-from flowrl.rewards.images import to_bytes, to_pillow
-from flowrl.rewards.ocr import quoted_text, target_text, text_score
-from flowrl.rewards.video import chosen_frames
-from flowrl.testing import check_reward, reward_contract
+from flowrl.rewards.images import (
+    chosen_frames,
+    quoted_text,
+    target_text,
+    text_score,
+    to_bytes,
+    to_pillow,
+)
+from flowrl.testing import reward_contract
 
 TWO = [Prompt("a"), Prompt("b")]
 
@@ -47,19 +49,15 @@ def test_bytes_round_and_clamp_and_channels_keep_their_order():
 def test_jpeg_size_is_that_of_the_file():
     noise = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0))
     images, file = torch.stack([torch.full((3, 64, 64), 0.5), noise]), io.BytesIO()
-    sizes = JPEGIncompressibility().score(images, TWO)
-    Image.fromarray((noise * 255).round().byte().permute(1, 2, 0).numpy()).save(
-        file, format="JPEG", quality=95
-    )
-    assert float(sizes[1]) == pytest.approx(len(file.getvalue()) / 1000) and float(
-        sizes[1]
-    ) > 3 * float(sizes[0])
-    assert torch.equal(JPEGCompressibility().score(images, TWO), -sizes)
-    assert float(JPEGIncompressibility(50).score(images, TWO)[1]) < 0.6 * float(sizes[1])
-    with pytest.raises(
-        ConfigError, match=r"quality = 100 is not allowed; allowed: a whole number in \[1, 95\]"
-    ):
+    plain, detailed = JPEGIncompressibility().score(images, TWO).tolist()
+    array = (noise * 255).round().byte().permute(1, 2, 0).numpy()
+    Image.fromarray(array).save(file, format="JPEG", quality=95)
+    assert detailed == pytest.approx(len(file.getvalue()) / 1000) and detailed > 3 * plain
+    assert float(JPEGIncompressibility(50).score(images, TWO)[1]) < 0.6 * detailed
+    with pytest.raises(ConfigError, match=r"quality = 100 .* in \[1, 95\]"):
         build("reward", "jpeg-compressibility(quality=100)")
+    with pytest.raises(RewardError, match=r"got videos \[4, 5, 3, 8, 8\]; frame-mean"):
+        JPEGIncompressibility().score(*videos())
 
 
 test_jpeg_compressibility = reward_contract(lambda: build("reward", "jpeg-compressibility"))
@@ -94,24 +92,13 @@ def test_quoted_text(prompt, text):
         ("something else altogether", "OPEN", 0.0, 0.0),
         ("O\tPEN", "OPEN", 1.0, 0.75),
         ("\ufb01sh", "fish", 1.0, 0.5),  # a ligature
+        ("\uff2f\uff30\uff25\uff2e", "OPEN", 1.0, 0.0),  # full-width letters
     ],
 )
 def test_text_score(read, target, exact, released):
     """The released form finds a text anywhere, and ignores spaces and case only."""
     assert text_score(read, target) == pytest.approx(exact)
     assert text_score(read, target, "released") == pytest.approx(released)
-
-
-@given(
-    st.text(max_size=12), st.text(alphabet="abcXYZ 19", min_size=1, max_size=12).filter(str.strip)
-)
-def test_text_score_is_1_for_equal_texts_only(read, target):
-    score, plain = (
-        text_score(read, target),
-        ["".join(text.casefold().split()) for text in (read, target)],
-    )
-    assert 0 <= score <= 1 and text_score(target, target) == 1
-    assert (score == 1) == (plain[0] == plain[1]) or not read.isascii()
 
 
 def test_targets_of_a_prompt():
@@ -134,25 +121,13 @@ def test_the_real_reader_reads_what_is_drawn():
     pytest.importorskip("rapidocr")
     images = torch.stack([drawn(text) for text in ("Hello World", "OPEN 24", "K72", "")])
     reader = build("reward", "ocr(threads=1, side=160)")
-    assert [text.replace(" ", "") for text in reader.read(images)] == [
-        "HelloWorld",
-        "OPEN24",
-        "K72",
-        "",
-    ]
-    scores = reader.score(
-        images, [Prompt(f'a "{text}" sign') for text in ("Hello World", "OPEN", "K27", "nothing")]
-    )
+    read = [text.replace(" ", "") for text in reader.read(images)]
+    assert read == ["HelloWorld", "OPEN24", "K72", ""]
+    wanted = [Prompt(f'a "{text}" sign') for text in ("Hello World", "OPEN", "K27", "nothing")]
+    scores = reader.score(images, wanted)
     assert torch.allclose(scores, torch.tensor([1.0, 0.5, 1 / 3, 0.0]))
     released = build("reward", "ocr(form=released, threads=1, side=160)")
     assert float(released.score(images[1:2], [Prompt('the word "OPEN", not "SHUT"')])) == 1.0
-    images = torch.stack([drawn(text, (128, 96), 32) for text in ("ABC", "cat")])
-    found = check_reward(OCR(side=96, threads=1), (images, [Prompt('"ABC"'), Prompt('"cut"')]))
-    assert found.ok, found
-
-
-# --- videos
-# --------------------------------------------------------------------------------------------------
 
 
 def videos():
@@ -167,7 +142,6 @@ BRIGHT = FunctionReward(
 )
 
 test_frame_mean = reward_contract(FrameMean(BRIGHT, 2), videos)
-test_frame_mean_of_images = reward_contract(FrameMean(JPEGIncompressibility()))
 test_a_sum = reward_contract(
     WeightedSum({"look": FrameMean(BRIGHT, "first"), "motion": Motion()}, {"motion": 2.0}), videos
 )
@@ -200,11 +174,10 @@ def test_every_frame_has_its_videos_prompt_and_an_invalid_frame_makes_the_video_
     marks = torch.tensor([1.0, 1.0, 1.0, torch.nan, 1.0, 1.0, 1.0, 1.0])
     reward = FrameMean(FunctionReward(lambda images, prompts: marks, marks_invalid=True), 2)
     assert reward.score(images, prompts).isnan().tolist() == [False, True, False, False]
-    with pytest.raises(
-        RewardContractError,
-        match="FunctionReward of frame-mean returned 1 of 8 values that are not finite",
-    ):
+    with pytest.raises(RewardContractError, match="FunctionReward of frame-mean returned 1 of 8"):
         FrameMean(FunctionReward(lambda images, prompts: marks), 2).score(images, prompts)
+    with pytest.raises(ConfigError, match=r"frames = 'second' .*first, middle, last, all or"):
+        FrameMean(BRIGHT, "second")
 
 
 def test_motion_by_hand():
@@ -224,23 +197,3 @@ def test_stills_are_the_first_middle_and_last_frame_side_by_side():
     )
     assert [stills(images[:, :count]).shape[-1] for count in (1, 2, 4)] == [6, 12, 18]
     assert torch.equal(stills(images[:, 0]), images[:, 0])
-
-
-def test_specs_of_video_rewards():
-    spec = (
-        "weighted-sum(models={'look': 'frame-mean(reward=pickscore, frames=3)', 'motion':"
-        " 'motion'}, weights={'motion': 10})"
-    )
-    assert build("reward", spec).models["look"].frames == 3
-    for frames in (0, "second"):
-        with pytest.raises(
-            ConfigError,
-            match=(
-                f"frames = {frames!r} is not allowed; allowed: one of first, middle, last, all or"
-            ),
-        ):
-            FrameMean(BRIGHT, frames)
-    with pytest.raises(
-        RewardError, match=r"scores images, and got videos \[4, 5, 3, 8, 8\]; frame-mean"
-    ):
-        JPEGIncompressibility().score(*videos())

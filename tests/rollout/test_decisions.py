@@ -2,21 +2,20 @@
 other state is estimated.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
+from rollouts import PROMPTS, SQUARES, Straight, rolled
 
 from flowrl.core.experience import Credit, Decisions, Experience
 from flowrl.core.tree import plain_tree
-from flowrl.core.types import Condition, Gaussian, Prompt, Schedule
+from flowrl.core.types import Gaussian, Schedule
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, credit_of, read_columns
 from flowrl.flow import uniform_schedule
 from flowrl.losses import ClippedLoss
 from flowrl.methods import Method
 from flowrl.probes import Completion, NoProbe, Substeps, Tweedie
 from flowrl.rewards import FunctionReward, WeightedSum
-from flowrl.rollout import Groups, Usage, log_probs, rollout, score_rollout
+from flowrl.rollout import log_probs, score_rollout
 from flowrl.samplers import DanceSDE, FixedWindow, FlowSDE, Windowed
 from flowrl.training.build import make_trainer
 from flowrl.training.config import preset
@@ -24,31 +23,9 @@ from flowrl.training.plan import plan
 from flowrl.training.trainer import Trainer
 from flowrl.worlds.base import PolicyOptions, world
 
-PROMPTS = [Prompt("0"), Prompt("90")]
-REWARD = FunctionReward(lambda images, prompts: (images.flatten(1) - 0.3).square().mean(1))
 COARSE = [1.0, 0.8, 0.55, 0.3, 0.1, 0.0]
 DRAWN = [0.8, 0.55, 0.3]
 """The times from which decisions start, whatever the grid."""
-
-
-class Straight:
-    """v depends on the prompt only, so Euler's method is exact."""
-
-    latent_shape, device = (2, 1, 1), torch.device("cpu")
-
-    def encode(self, prompts):
-        return Condition(
-            {"slope": torch.tensor([float(prompt.text) / 90 - 0.3 for prompt in prompts])}
-        )
-
-    def velocity(self, latent, timestep, condition):
-        return condition.tensors["slope"].view(-1, 1, 1, 1).expand_as(latent).clone()
-
-    def decode(self, latent):
-        return latent
-
-    def frozen(self):
-        return nullcontext()
 
 
 class Jump:
@@ -63,41 +40,19 @@ class Jump:
         )
 
 
-def walk(times, probe, members=6, columns=None):
-    """A rollout on a grid and its record. The draw of a decision takes no time: the ODE's grid is
-    inserted around it.
+def walk(times, probe, columns=None):
+    """A rollout on a grid, its record and its usage. A decision takes no time: it ends at a node
+    right after its start, and the ODE's grid is inserted around it.
     """
-    policy, groups, usage = Straight(), Groups(2, members), Usage()
-    generator = torch.Generator().manual_seed(0)
-    noise = groups.noise(policy.latent_shape, generator)
-    schedule = Schedule(torch.tensor(times))
-    result = rollout(
-        policy,
-        Jump(),
-        schedule,
-        policy.encode(PROMPTS),
-        noise,
-        generator,
-        groups,
-        probe,
-        usage,
-        columns=columns,
-    )
-    values = score_rollout(policy, REWARD, result, PROMPTS, usage)
+    times = sorted({*times, *(time - 1e-3 for time in DRAWN)}, reverse=True)
+    options = dict(members=6, sampler=Jump(), columns=columns)
+    result, usage = rolled(Straight(), probe, steps=Schedule(torch.tensor(times)), **options)
+    values = score_rollout(Straight(), SQUARES, result, PROMPTS, usage)
     path = result.trajectories
     decisions = Decisions.of(path.schedule, path.stds, path.tree, values.valid)
-    return (
-        result,
-        Experience(
-            PROMPTS, values.total, decisions, values.valid, log_probs=log_probs(Jump(), path)
-        ),
-        usage,
-    )
-
-
-def with_draws(times):
-    """`times` with a node right after each of `DRAWN`, at which its decision ends."""
-    return sorted({*times, *(time - 1e-3 for time in DRAWN)}, reverse=True)
+    logs = log_probs(Jump(), path)
+    record = Experience(PROMPTS, values.total, decisions, values.valid, log_probs=logs)
+    return result, record, usage
 
 
 class ReadsLogProbs:
@@ -110,32 +65,13 @@ class ReadsLogProbs:
         return Credit(values[..., -1:] - values[..., :-1], experience.log_probs.sigmoid())
 
 
+FINER = [1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.55, 0.45, 0.3, 0.2, 0.1, 0.05, 0.0]
 GRIDS = {
-    "finer before, between and after": [
-        1.0,
-        0.95,
-        0.9,
-        0.8,
-        0.7,
-        0.6,
-        0.55,
-        0.45,
-        0.3,
-        0.2,
-        0.1,
-        0.05,
-        0.0,
-    ],
-    "finer before the first": [1.0, 0.9, *COARSE[1:]],
-    "finer after the last": [*COARSE[:-1], 0.07, 0.03, 0.0],
+    "before, between and after": FINER,
+    "before the first": [1.0, 0.9, *COARSE[1:]],
+    "after the last": [*COARSE[:-1], 0.07, 0.03, 0.0],
 }
-RULES = [
-    Uniform(),
-    StepwiseGain(probe=Completion()),
-    StepwiseGain(probe=Tweedie()),
-    TurningPoint(),
-    ReadsLogProbs(),
-]
+RULES = [Uniform(), StepwiseGain(probe=Tweedie()), TurningPoint(), ReadsLogProbs()]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
@@ -144,67 +80,52 @@ def test_inserted_ode_steps_change_neither_states_nor_values_nor_credit(grid, ru
     """From the noise on: the same draws at the same decisions, with more ODE steps before, between
     and after them.
     """
-    (plain, coarse, spent), (finer, fine, usage) = (
-        walk(with_draws(times), rule.probe) for times in (COARSE, GRIDS[grid])
-    )
+    plain, coarse, spent = walk(COARSE, rule.probe)
+    finer, fine, usage = walk(GRIDS[grid], rule.probe)
     assert len(coarse.decisions) == len(fine.decisions) == 3
     assert finer.trajectories.schedule.steps > plain.trajectories.schedule.steps
+    close = dict(atol=1e-5, rtol=0, equal_nan=True)
     for name in ("time", "delta", "std"):
         torch.testing.assert_close(getattr(fine.decisions, name), getattr(coarse.decisions, name))
-    for before, after in zip(
-        coarse.decisions.step.tolist(), fine.decisions.step.tolist(), strict=True
-    ):
+    for before, after in zip(coarse.decisions.step, fine.decisions.step, strict=True):
         for later in (0, 1):
-            states = [
-                run.trajectories.at(step + later) for run, step in ((plain, before), (finer, after))
-            ]
-            torch.testing.assert_close(*states, atol=1e-5, rtol=0)
-    torch.testing.assert_close(fine.values, coarse.values, atol=1e-5, rtol=0, equal_nan=True)
+            expected, state = plain.trajectories.at(before + later), finer.trajectories
+            torch.testing.assert_close(state.at(after + later), expected, **close)
+    torch.testing.assert_close(fine.values, coarse.values, **close)
     torch.testing.assert_close(fine.log_probs, coarse.log_probs, atol=1e-3, rtol=0)
     found, expected = credit_of(rule, fine), credit_of(rule, coarse)
     torch.testing.assert_close(found.advantages, expected.advantages, atol=1e-4, rtol=0)
     torch.testing.assert_close(found.weights, expected.weights, atol=1e-4, rtol=0)
-    assert usage.reward_calls == spent.reward_calls
-    assert float(found.advantages.abs().max()) > 0.5
+    assert usage.reward_calls == spent.reward_calls and float(found.advantages.abs().max()) > 0.5
 
 
 def test_the_gain_of_a_decision_spans_the_ode_steps_up_to_the_next():
     """With completions, whose end the ODE does not change, the reward of a state is that of the
     state at the next decision.
     """
-    result, record, _ = walk(with_draws(GRIDS["finer before, between and after"]), Completion())
-    path, slope = (
-        result.trajectories,
-        torch.tensor([-0.3, 0.7]).repeat_interleave(6).view(-1, 1, 1, 1),
-    )
-    for column, step in enumerate(record.decisions.step.tolist()):
-        for node in (step, record.decisions.step.tolist()[column - 1] + 1) if column else (step,):
-            end = path.at(node) - path.schedule.times[node] * slope
-            expected = REWARD.score(end, [PROMPTS[0]] * 12).view(2, 6)
+    result, record, _ = walk(FINER, Completion())
+    path, slope = result.trajectories, torch.tensor([-0.3, 0.7]).repeat_interleave(6)
+    steps = record.decisions.step.tolist()
+    for column, step in enumerate(steps):
+        for node in (step, steps[column - 1] + 1) if column else (step,):
+            end = path.at(node) - path.schedule.times[node] * slope.view(-1, 1, 1, 1)
+            expected = SQUARES.score(end, [PROMPTS[0]] * 12).view(2, 6)
             torch.testing.assert_close(record.values[..., column], expected, atol=1e-5, rtol=0)
 
 
 def test_a_sample_that_is_invalid_in_one_value_has_none():
     """In one component at one state: the total and all components are NaN at every decision."""
-    result = walk(with_draws(COARSE), Completion())[0]
+    result = walk(COARSE, Completion())[0]
 
     def marked(images, prompts):
         finished = len(images) == 12  # estimates have batches of their own
-        return (
-            images.flatten(1).sum(1)
-            if finished
-            else torch.where(torch.arange(len(images)) == 15, torch.nan, 1.0)
-        )
+        return torch.ones(len(images)).where(torch.arange(len(images)) != 15 + finished, torch.nan)
 
-    reward = WeightedSum({"all": REWARD, "some": FunctionReward(marked, marks_invalid=True)})
+    reward = WeightedSum({"all": SQUARES, "some": FunctionReward(marked, marks_invalid=True)})
     found = score_rollout(Straight(), reward, result, PROMPTS)
     assert found.valid.tolist() == [[True, True, True, False, True, True], [True] * 6]
     for values in (found.total, *found.parts.values()):
         assert bool(values[0, 3].isnan().all()) and bool(values[found.valid].isfinite().all())
-
-
-# --- which columns are estimated
-# -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -215,41 +136,23 @@ def test_only_the_columns_that_are_asked_for_are_estimated(probe, saved):
     """Without the second of 3 decisions, at node 3 of 8: `saved` evaluations fewer of each
     trajectory.
     """
-    every, some = (
-        walk(with_draws(COARSE), probe, columns=c)
-        for c in (None, torch.tensor([True, False, True, True]))
-    )
-    nodes = every[1].decisions.step.tolist()
-    assert (every[0].nodes, some[0].nodes, list(some[0].estimates)) == (
-        nodes,
-        [nodes[0], nodes[2]],
-        [nodes[0], nodes[2]],
-    )
+    every, record, spent = walk(COARSE, probe)
+    some, fewer, usage = walk(COARSE, probe, torch.tensor([True, False, True, True]))
+    first, _, last = record.decisions.step.tolist()
+    assert some.nodes == list(some.estimates) == [first, last] and len(every.nodes) == 3
     asked = [0, 2, 3]
-    torch.testing.assert_close(some[1].values[..., asked], every[1].values[..., asked])
-    assert bool(some[1].values[..., 1].isnan().all()) and bool(some[1].valid.all())
-    assert every[2].reward_calls - some[2].reward_calls == 12
-    assert every[2].nfe - some[2].nfe == 12 * saved
+    torch.testing.assert_close(fewer.values[..., asked], record.values[..., asked])
+    assert bool(fewer.values[..., 1].isnan().all()) and bool(fewer.valid.all())
+    assert spent.reward_calls - usage.reward_calls == 12 and spent.nfe - usage.nfe == 12 * saved
 
 
 def trainer_of(rule, trained):
-    config = preset("tiny").apply(
-        world="mixture",
-        task="direction",
-        groups=2,
-        group_size=4,
-        num_steps=6,
-        trained_steps=trained,
-    )
+    settings = dict(world="mixture", groups=2, group_size=4, num_steps=6, trained_steps=trained)
     method = Method("own", FlowSDE(0.7), FixedWindow(None, -1), rule, ClippedLoss())
-    prompts = [world("mixture").parse(f"towards {angle} degrees") for angle in (0, 90, 180)]
-    return Trainer(
-        world("mixture").policy(PolicyOptions()),
-        method,
-        world("mixture").reward("soft"),
-        prompts,
-        config,
-    )
+    mixture = world("mixture")
+    prompts = [mixture.parse(f"towards {angle} degrees") for angle in (0, 90, 180)]
+    policy, reward = mixture.policy(PolicyOptions()), mixture.reward("soft")
+    return Trainer(policy, method, reward, prompts, preset("tiny").apply(**settings))
 
 
 # of 5 decisions and the image, with the decisions 0 and 1 trained: a gain reads its column and the
@@ -276,9 +179,7 @@ def test_a_trainer_asks_for_what_the_rule_reads_for_trained_decisions(name):
 # trained
 COSTS = {
     "gains of completions": ("stepwise-gain(probe=completion)", 6 + 5 + 4 + 3, 3 + 1),
-    "turning points": ("turning-point", 6 + 5 + 4 + 3, 3 + 1),
     "gains of substeps": ("stepwise-gain(probe='substeps:3')", 6 + 3 * 2, 3 + 1),
-    "tweedie": ("stepwise-gain(probe=tweedie)", 6, 3 + 1),
     "reward-to-go": ("stepwise-gain(probe=tweedie, lam=1.0)", 6, 5 + 1),
     "uniform": ("uniform", 6, 1),
 }
@@ -287,78 +188,34 @@ COSTS = {
 @pytest.mark.parametrize("case", COSTS)
 def test_counters_and_the_plan_count_the_states_of_trained_decisions_only(case):
     credit, nfe, images = COSTS[case]
-    config = preset("tiny").apply(
-        world="mixture",
-        task="direction",
-        groups=2,
-        group_size=4,
-        num_steps=6,
-        window=":-1",
-        trained_steps=":2",
-        credit=credit,
-        initial_noise="independent",
-    )
-    row, found = make_trainer(config).iteration(), plan(config)
-    assert (
-        (row["nfe"], row["reward_calls"])
-        == (8 * nfe, 8 * images)
-        == (found.nfe, found.reward_calls)
-    )
-    assert row["train_nfe"] == found.train_nfe == 8 * 2
+    settings = dict(window=":-1", trained_steps=":2", initial_noise="independent", num_steps=6)
+    settings |= dict(world="mixture", groups=2, group_size=4, credit=credit)
+    config = preset("tiny").apply(**settings)
+    row, planned = make_trainer(config).iteration(), plan(config)
+    assert (row["nfe"], row["reward_calls"]) == (planned.nfe, planned.reward_calls)
+    assert (row["nfe"], row["reward_calls"]) == (8 * nfe, 8 * images)
+    assert row["train_nfe"] == planned.train_nfe == 8 * 2
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_tweedie_evaluates_nothing_and_scores_a_shared_state_once(shared):
-    """One decode and one reward per state; the first state of a group that shares its noise counts
-    once.
-    """
-    policy = world("mixture").policy(PolicyOptions())
-    prompts = [world("mixture").parse(f"towards {angle} degrees") for angle in (0, 90)]
-    decoded, decode, spent = [], policy.decode, []
-    policy.decode = lambda latents: decoded.append(len(latents)) or decode(latents)
+    """One reward per state; the first state of a group that shares its noise counts once."""
+    spent, options = [], dict(steps=6, sampler=Windowed(DanceSDE(0.3), range(5)), shared=shared)
     for probe in (NoProbe(), Tweedie()):
-        groups, usage, generator = Groups(2, 4, shared), Usage(), torch.Generator().manual_seed(0)
-        noise, sampler = (
-            groups.noise(policy.latent_shape, generator),
-            Windowed(DanceSDE(0.3), range(5)),
-        )
-        result = rollout(
-            policy,
-            sampler,
-            policy.schedule(6),
-            policy.encode(prompts),
-            noise,
-            generator,
-            groups,
-            probe,
-            usage,
-        )
-        decoded.clear()
-        score_rollout(policy, REWARD, result, prompts, usage)
-        spent.append((usage.nfe, usage.calls, usage.reward_calls, sum(decoded)))
-    plain, tweedie = spent
+        result, usage = rolled(Straight(), probe, **options)
+        score_rollout(Straight(), SQUARES, result, PROMPTS, usage)
+        spent.append((usage.nfe, usage.calls, usage.reward_calls))
     states = 2 * (1 + 4 * 4) if shared else 2 * 4 * 5
-    assert (
-        plain[:2] == tweedie[:2] and plain[2:] == (8, 8) and tweedie[2:] == (8 + states, 8 + states)
-    )
+    assert spent[0][:2] == spent[1][:2] and (spent[0][2], spent[1][2]) == (8, 8 + states)
 
 
 def test_without_a_drawn_transition_the_initial_noise_is_the_only_decision():
     grid, valid = uniform_schedule(4), torch.tensor([[True, True], [True, False]])
-    found = Decisions.of(grid, torch.zeros(4), plain_tree(2, 4, ()), valid)
-    assert [found.step.item(), found.time.item(), found.delta.item(), found.std.item()] == [
-        -1,
-        1.0,
-        0.0,
-        1.0,
-    ]
-    assert found.mask[..., 0].tolist() == valid.tolist() and found.tree is None
-    drawn = Decisions.of(
-        grid, torch.tensor([0.0, 0.5, 0.0, 0.2]), plain_tree(2, 4, (1, 3)), valid, trained=[1, 2]
-    )
-    assert (drawn.step.tolist(), drawn.trained.tolist(), drawn.time.tolist()) == (
-        [1, 3],
-        [True, False],
-        [0.75, 0.25],
-    )
+    only = Decisions.of(grid, torch.zeros(4), plain_tree(2, 4, ()), valid)
+    assert [float(x) for x in (only.step, only.time, only.delta, only.std)] == [-1, 1, 0, 1]
+    assert only.mask[..., 0].tolist() == valid.tolist() and only.tree is None
+    stds, tree = torch.tensor([0.0, 0.5, 0.0, 0.2]), plain_tree(2, 4, (1, 3))
+    drawn = Decisions.of(grid, stds, tree, valid, trained=[1, 2])
+    assert (drawn.step.tolist(), drawn.trained.tolist()) == ([1, 3], [True, False])
+    assert drawn.time.tolist() == [0.75, 0.25]
     assert drawn.mask[..., 0].tolist() == valid.tolist() and not drawn.mask[..., 1].any()

@@ -76,13 +76,12 @@ def test_prompts_are_embedded_before_the_first_batch():
     assert len(batches) == 3 and visits == [6], "five prompts and the negative one"
 
 
-def test_what_is_wrong_is_named(mixture_policy):
+@pytest.mark.parametrize(
+    ("noise", "options", "words"),
+    [(2, {}, "noise = 2"), (3, {"max_batch": 0}, "max_batch = 0"), (3, {"solver": "rk4"}, "'rk4'")],
+)
+def test_what_is_wrong_is_named(mixture_policy, noise, options, words):
     prompts = [world("mixture").parse("towards 90 degrees")] * 3
-    with pytest.raises(ConfigError, match=r"noise = 2 .*one latent for each of the 3 prompts"):
-        list(sample_images(mixture_policy, prompts, initial_noise(mixture_policy, 2), 2))
-    with pytest.raises(ConfigError, match="max_batch = 0"):
-        list(
-            sample_images(mixture_policy, prompts, initial_noise(mixture_policy, 3), 2, max_batch=0)
-        )
-    with pytest.raises(ConfigError, match="solver = 'rk4'"):
-        list(sample_images(mixture_policy, prompts, initial_noise(mixture_policy, 3), 2, "rk4"))
+    latents = initial_noise(mixture_policy, noise)
+    with pytest.raises(ConfigError, match=words):
+        list(sample_images(mixture_policy, prompts, latents, 2, **options))

@@ -4,31 +4,19 @@ updates that share a parent's evaluation.
 
 import pytest
 import torch
-from all_but_last import AllButLast
+from rollouts import SDE, Compared, disturbed, rolled
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Credit, Decisions
 from flowrl.core.tree import plain_tree, tree_of
 from flowrl.credit import StepwiseGain, Uniform
-from flowrl.distributed import Distributed
 from flowrl.flow import uniform_schedule
 from flowrl.flow.gaussian import log_prob
-from flowrl.losses import ClippedLoss, PolicyGradientLoss
+from flowrl.losses import ClippedLoss
 from flowrl.methods import Method
 from flowrl.probes import Branch, Comb, Completion, NoProbe
 from flowrl.rewards import FunctionReward
-from flowrl.rollout import (
-    Groups,
-    LossBatches,
-    Usage,
-    log_probs,
-    minibatch_rows,
-    rollout,
-    score_rollout,
-    transition_weights,
-)
-from flowrl.rollout.collector import Collector
-from flowrl.rollout.loss_batch import _micro_batch
+from flowrl.rollout import log_probs, minibatch_rows, score_rollout, transition_weights
 from flowrl.samplers import FixedWindow, FlowSDE, Windowed
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
@@ -39,23 +27,9 @@ REWARD = world("mixture").reward("soft")
 ALL = FlowSDE(0.7)
 
 
-def run(policy, probe, members, steps, sampler=ALL, shared=False, prompts=2, max_batch=10_000):
-    groups, usage = Groups(prompts, members, shared), Usage()
-    generator = torch.Generator().manual_seed(3)
-    noise = groups.noise(policy.latent_shape, generator)
-    schedule, condition = policy.schedule(steps), policy.encode(PROMPTS[:prompts])
-    return (
-        rollout(
-            policy, sampler, schedule, condition, noise, generator, groups, probe, usage, max_batch
-        ),
-        usage,
-    )
-
-
-def disturbed(policy):
-    for parameter in policy.trainable().values():
-        torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(1))
-    return policy
+def run(policy, probe, members, steps, sampler=ALL, shared=False):
+    options = dict(sampler=sampler, shared=shared, prompts=PROMPTS[:2], seed=3)
+    return rolled(policy, probe, members, steps, **options)
 
 
 COSTS = {
@@ -64,18 +38,8 @@ COSTS = {
     "BranchGRPO": (Branch({0: 2, 3: 2, 6: 2, 9: 2}), 16, 20, ALL, 203, 219, 203),
     "TreeGRPO": (Branch(3), 27, 10, Windowed(FlowSDE(0.7), range(3)), 202, 229, 13),
     "shared noise": (Branch({0: 24}), 24, 10, ALL, 217, 241, 217),
-    "comb of one branch": (Comb(1), 10, 10, ALL, 55, 65, 10),
     "TempFlow-GRPO": (Comb(6), 60, 10, ALL, 280, 340, 10),
-    "Granular-GRPO": (Comb(12, high=8), 96, 16, ALL, 1112, 1208, 8),
-    "Granular-GRPO, three strides": (
-        Comb(12, high=8, strides=(1, 2, 3)),
-        288,
-        16,
-        ALL,
-        1892,
-        2180,
-        8,
-    ),
+    "Granular-GRPO": (Comb(12, high=8, strides=(1, 2, 3)), 288, 16, ALL, 1892, 2180, 8),
 }
 
 
@@ -96,57 +60,40 @@ def test_every_state_is_stored_and_evaluated_once_in_as_many_calls_as_steps(mixt
     assert usage.reward_calls == 2 * members and bool(table.isfinite().all())
 
 
-def test_plain_groups_and_shared_noise_are_trees_bit_for_bit(mixture_policy):
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("sampler", [SDE, Windowed(FlowSDE(0.7), range(2, 5))])
+def test_plain_groups_and_shared_noise_are_trees_bit_for_bit(mixture_policy, sampler, shared):
     disturbed(mixture_policy)
-    for sampler in (AllButLast(FlowSDE(0.7)), Windowed(FlowSDE(0.7), range(2, 5))):
-        for shared, probe in ((False, Branch({})), (True, Branch({}))):
-            plain, spent = run(mixture_policy, NoProbe(), 4, 10, sampler, shared)
-            tree, usage = run(mixture_policy, probe, 4, 10, sampler, shared)
-            assert torch.equal(plain.trajectories.nodes, tree.trajectories.nodes)
-            assert torch.equal(plain.trajectories.velocities, tree.trajectories.velocities)
-            assert (spent.nfe, spent.calls) == (usage.nfe, usage.calls)
+    plain, spent = run(mixture_policy, NoProbe(), 4, 10, sampler, shared)
+    tree, usage = run(mixture_policy, Branch({}), 4, 10, sampler, shared)
+    assert torch.equal(plain.trajectories.nodes, tree.trajectories.nodes)
+    assert torch.equal(plain.trajectories.velocities, tree.trajectories.velocities)
+    assert (spent.nfe, spent.calls) == (usage.nfe, usage.calls)
+    path = run(mixture_policy, Completion(), 4, 6, SDE, shared)[0].trajectories
+    expected = plain_tree(4, 6, (0, 1, 2, 3, 4), shared)
+    assert torch.equal(path.tree.paths, expected.paths) and not path.tree.branched
 
 
-def test_a_comb_with_one_branch_a_step_has_the_completions_of_the_states_it_branches_from(
-    mixture_policy,
-):
-    disturbed(mixture_policy)
-    comb = run(mixture_policy, Comb(1), 10, 10)[0]
-    path, schedule = comb.trajectories, comb.trajectories.schedule
-    rows = mixture_policy.encode(PROMPTS[:2])
-    with torch.no_grad():
-        for member in range(10):
-            x = path.nodes.unflatten(0, (2, 10))[:, member, member + 1]
-            for i in range(member + 1, 10):
-                x = x - schedule.deltas[i] * mixture_policy.velocity(
-                    x, schedule.network_timesteps[i].expand(2), rows
-                )
-            torch.testing.assert_close(
-                path.at(10).unflatten(0, (2, 10))[:, member], x, atol=2e-5, rtol=1e-4
-            )
-        trunk = path.nodes.unflatten(0, (2, 10))[:, 9]  # the last member follows the trunk longest
-        for i in range(9):
-            velocity = mixture_policy.velocity(
-                trunk[:, i], schedule.network_timesteps[i].expand(2), rows
-            )
-            torch.testing.assert_close(
-                trunk[:, i + 1], trunk[:, i] - schedule.deltas[i] * velocity, atol=2e-5, rtol=1e-4
-            )
+def test_a_comb_follows_the_ode_from_the_states_it_branches_from(mixture_policy):
+    """A member draws once, at its step; before and after it, there are ODE steps."""
+    path = run(disturbed(mixture_policy), Comb(1), 10, 10)[0].trajectories
+    nodes, velocities = (table.unflatten(0, (2, 10)) for table in (path.nodes, path.velocities))
+    for step, delta in enumerate(path.schedule.deltas):
+        following = nodes[:, :, step] - delta * velocities[:, :, step]
+        off = (nodes[:, :, step + 1] - following).flatten(2).norm(dim=2) > 1e-4
+        assert off.nonzero()[:, 1].tolist() == [step, step]
 
 
 def test_strides_skip_nodes(mixture_policy):
-    path = run(mixture_policy, Comb(2, count=1, low=1, high=2, strides=(1, 3)), 4, 9)[
-        0
-    ].trajectories
-    tree, schedule = path.tree, path.schedule
-    by_three = tree.node[tree.paths[1]].tolist()
-    assert by_three == [0, 1, 2, 2, 2, 5, 5, 5, 8, 9] and tree.node[tree.paths[0]].tolist() == list(
-        range(10)
-    )
+    probe = Comb(2, count=1, low=1, high=2, strides=(1, 3))
+    path = run(mixture_policy, probe, 4, 9)[0].trajectories
+    tree, times = path.tree, path.schedule.times
+    assert tree.node[tree.paths[1]].tolist() == [0, 1, 2, 2, 2, 5, 5, 5, 8, 9]
+    assert tree.node[tree.paths[0]].tolist() == list(range(10))
     states, outputs = path.states[:, tree.paths[1]], path.outputs[:, tree.paths[1, :-1]]
     for start, end in ((2, 5), (5, 8), (8, 9)):
-        length = schedule.times[start] - schedule.times[end]
-        torch.testing.assert_close(states[:, end], states[:, start] - length * outputs[:, start])
+        following = states[:, start] - (times[start] - times[end]) * outputs[:, start]
+        torch.testing.assert_close(states[:, end], following)
     assert tree.decisions.nonzero().tolist() == [[member, 1] for member in range(4)]
 
 
@@ -154,11 +101,9 @@ def test_values_are_means_over_the_leaves_behind_a_state(mixture_policy):
     result, _ = run(mixture_policy, Branch({0: 2, 3: 3}), 12, 6)
     table = score_rollout(mixture_policy, REWARD, result, PROMPTS[:2]).total
     final = table[..., -1].view(2, 2, 2, 3)
-    expected = final.mean((2, 3), keepdim=True).expand_as(final).reshape(2, 12)
-    torch.testing.assert_close(table[..., 0], expected)
-    torch.testing.assert_close(
-        table[..., 2], final.mean(3, keepdim=True).expand_as(final).reshape(2, 12)
-    )
+    for column, axes in ((0, (2, 3)), (2, 3)):
+        expected = final.mean(axes, keepdim=True).expand_as(final).reshape(2, 12)
+        torch.testing.assert_close(table[..., column], expected)
     assert torch.equal(table[..., 4], table[..., -1])
 
 
@@ -181,27 +126,23 @@ def test_an_invalid_leaf_is_left_out_of_its_ancestors(mixture_policy):
 
 METHODS = {
     "gains": StepwiseGain(probe=Branch({0: 2, 3: 3})),
-    "uniform": Uniform(probe=Branch({0: 2, 3: 3})),
     "edges": StepwiseGain(probe=Branch({0: 2, 3: 3}, weight="edge")),
     "every step": StepwiseGain(probe=Branch(2)),
     "comb": StepwiseGain(probe=Comb(3, count=2, strides=(1, 2))),
 }
 CONFIG = preset("tiny").apply(
-    world="mixture",
-    task="direction",
-    groups=3,
-    group_size=12,
-    num_steps=6,
-    iterations=3,
-    minibatches=2,
+    world="mixture", groups=3, group_size=12, num_steps=6, iterations=3, minibatches=2
 )
 
 
-def trainer_for(case, config=CONFIG, reward=REWARD, loss=None):
+def trainer_of(rule, config=CONFIG, window=FixedWindow(stop=-1), kind=Trainer):
+    method = Method("own", FlowSDE(0.7), window, rule, ClippedLoss())
+    return kind(world("mixture").policy(PolicyOptions()), method, REWARD, PROMPTS, config)
+
+
+def trainer_for(case, config=CONFIG, kind=Trainer):
     window = FixedWindow(1, 3) if case == "every step" else FixedWindow(stop=-1)
-    method = Method(case, FlowSDE(0.7), window, METHODS[case], loss or ClippedLoss())
-    policy = world("mixture").policy(PolicyOptions())
-    return Trainer(policy, method, reward, PROMPTS, config)
+    return trainer_of(METHODS[case], config, window, kind)
 
 
 def trained(trainer, iterations=2):
@@ -211,14 +152,13 @@ def trained(trainer, iterations=2):
 
 @pytest.mark.parametrize("case", METHODS)
 def test_neither_chunks_nor_micro_batches_nor_main_memory_change_what_is_trained(case):
-    _, expected = trained(trainer_for(case))
-    for changes in (
-        dict(micro_batch=5),
-        dict(chunk=1),
-        dict(max_batch=7, chunk=2, offload=True, overlap_rewards=True),
-    ):
-        _, found = trained(trainer_for(case, CONFIG.replace(**changes)))
-        torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-4)
+    rows, expected = trained(trainer_for(case))
+    all_in_chunks = dict(max_batch=7, chunk=2, offload=True, overlap_rewards=True)
+    for changes in (dict(micro_batch=5), dict(chunk=1), all_in_chunks):
+        again, weights = trained(trainer_for(case, CONFIG.replace(**changes)))
+        torch.testing.assert_close(weights, expected, atol=2e-6, rtol=1e-4)
+        assert again[0]["reward_mean"] == pytest.approx(rows[0]["reward_mean"], abs=1e-6)
+        assert again[0]["nfe"] == rows[0]["nfe"]
 
 
 @pytest.mark.parametrize("case", METHODS)
@@ -248,91 +188,25 @@ def test_the_update_evaluates_every_parent_once_and_says_so(case):
 
 
 @pytest.mark.parametrize("case", METHODS)
-def test_shared_evaluations_give_the_gradient_of_separate_ones(case, mixture_policy):
-    disturbed(mixture_policy)
-    trainer = trainer_for(case)
-    groups, generator = trainer.groups, torch.Generator().manual_seed(0)
-    noise = groups.noise(mixture_policy.latent_shape, generator)
-    condition = mixture_policy.encode(PROMPTS)
-    result = rollout(
-        mixture_policy,
-        trainer.draw_sampler(),
-        trainer.schedule,
-        condition,
-        noise,
-        generator,
-        groups,
-        trainer.method.credit.probe,
-    )
-    tree = result.trajectories.tree
-    path, valid = result.trajectories, torch.ones(3, 12, dtype=torch.bool)
-    decisions = Decisions.of(path.schedule, path.stds, tree, valid)
-    advantages = torch.randn(3, 12, len(decisions), generator=generator)
-    weights = transition_weights(Credit(advantages), decisions).flatten(0, 1)
-    batches = LossBatches(
-        mixture_policy, trainer.draw_sampler(), result, condition, advantages.flatten(0, 1), weights
-    )
-    order = torch.randperm(36, generator=generator)
-    parts = minibatch_rows(order.chunk(2), weights, tree)
-
-    def gradient(weighted):
-        loss = sum(weight * PolicyGradientLoss().loss(batch).loss for weight, batch in weighted)
-        return torch.cat(
-            [
-                g.flatten()
-                for g in torch.autograd.grad(loss, list(mixture_policy.trainable().values()))
-            ]
-        )
-
-    shared, separate = [], []
-    for rows in parts:
-        for piece in rows.pieces(7):
-            micro = _micro_batch(piece, 0, piece.evaluated / rows.total)
-            assert piece.evaluations <= 7 and len(micro.shared[0]) == piece.evaluations
-            shared.append((micro.weight, batches.of(micro.sample, micro.column, micro.shared)))
-        separate.append((1.0, batches.of(rows.sample, rows.column)))
-    torch.testing.assert_close(gradient(shared), gradient(separate), atol=1e-6, rtol=1e-4)
-    # Every decision of every member is in exactly one mini-batch; in "edges" those of a state weigh
-    # 1 together.
-    pairs = torch.cat([torch.stack([p.sample, p.column], 1) for p in parts])
-    assert len(pairs) == len(pairs.unique(dim=0)) == 3 * int(tree.decisions.sum())
-    total = sum(one.total for one in parts)
-    assert total == pytest.approx(
-        3 * int((tree.drawn if case == "edges" else tree.decisions).sum())
-    )
-    parents = [
-        set(
-            (
-                tree.paths[p.sample % 12, decisions.step[p.column]] + tree.units * (p.sample // 12)
-            ).tolist()
-        )
-        for p in parts
-    ]
-    assert not parents[0] & parents[1]
+def test_shared_evaluations_give_the_gradient_of_separate_ones(case):
+    """Of one loss over all rows of the mini-batch, each with an evaluation of its own. Every
+    decision of every member is in exactly one mini-batch, all of a state's in the same.
+    """
+    trainer = trainer_for(case, CONFIG.replace(micro_batch=7), Compared)
+    row, tree = trainer.iteration(), trainer.tree
+    decisions = int((tree.drawn if case == "edges" else tree.decisions).sum())
+    assert sum(rows.total for rows in trainer.rows) == pytest.approx(3 * decisions)
+    pairs = torch.cat([torch.stack([rows.sample, rows.column], 1) for rows in trainer.rows])
+    assert len(pairs) == len(pairs.unique(dim=0))
+    assert len(pairs) + row["zero_rows"] == 3 * int(tree.decisions.sum())
+    first, second = ({*rows.unit.tolist()} for rows in trainer.rows)
+    assert trainer.rows[0].shared and not first & second
 
 
 def test_on_a_tree_without_branches_the_update_is_the_plain_one():
-    rows, expected = trained(trainer_for("gains", CONFIG, loss=ClippedLoss()), 1)
-    plain = Trainer(
-        world("mixture").policy(PolicyOptions()),
-        Method("plain", FlowSDE(0.7), FixedWindow(stop=-1), Uniform(), ClippedLoss()),
-        REWARD,
-        PROMPTS,
-        CONFIG,
-    )
-    tree = Trainer(
-        world("mixture").policy(PolicyOptions()),
-        Method(
-            "tree", FlowSDE(0.7), FixedWindow(stop=-1), Uniform(probe=Branch({})), ClippedLoss()
-        ),
-        REWARD,
-        PROMPTS,
-        CONFIG,
-    )
-    first, second = trained(plain), trained(tree)
-    torch.testing.assert_close(first[1], second[1], atol=1e-7, rtol=1e-5)
-    assert first[0][0]["train_nfe"] == second[0][0]["train_nfe"] == 36 * 5
-    assert rows[0]["train_nfe"] < 36 * 5 and not torch.equal(expected, second[1])
+    plain, tree = (trained(trainer_of(rule)) for rule in (Uniform(), Uniform(probe=Branch({}))))
+    torch.testing.assert_close(plain[1], tree[1], atol=1e-7, rtol=1e-5)
+    assert plain[0][0]["train_nfe"] == tree[0][0]["train_nfe"] == 36 * 5
 
 
 class OnlyTheFirstDecision(Uniform):
@@ -344,91 +218,23 @@ class OnlyTheFirstDecision(Uniform):
 
 
 def test_a_rule_may_leave_transitions_out_of_the_update():
-    rule = OnlyTheFirstDecision(probe=Branch({0: 2, 3: 3}))
-    method = Method("first", FlowSDE(0.7), FixedWindow(stop=-1), rule, ClippedLoss())
-    trainer = Trainer(world("mixture").policy(PolicyOptions()), method, REWARD, PROMPTS, CONFIG)
-    row = trainer.iteration()
+    row = trainer_of(OnlyTheFirstDecision(probe=Branch({0: 2, 3: 3}))).iteration()
     assert row["train_nfe"] == 3 * 2  # of each group the two roots
     assert [share > 0 for share in row["step_shares"]] == [True, False, False, False, False, False]
 
 
-def test_the_steps_of_a_comb_are_drawn_once_for_all_groups_and_chunks(mixture_policy):
-    probe, members = Comb(2, count=1), 4
-    seen = []
-    for chunk in (0, 1, 2):
-        groups, generator = Groups(3, members), torch.Generator().manual_seed(0)
-        noise = groups.noise(mixture_policy.latent_shape, generator)
-        collector = Collector(
-            mixture_policy,
-            REWARD,
-            mixture_policy.schedule(6),
-            groups,
-            probe,
-            Distributed(),
-            100,
-            chunk,
-        )
-        condition = mixture_policy.encode(PROMPTS)
-        found = collector.collect(
-            PROMPTS, condition, noise, ALL, generator, Usage(), lambda phase: None
-        )
-        seen.append(
-            (
-                found.rollout.trajectories.nodes,
-                found.values.total,
-                found.rollout.trajectories.tree.paths,
-            )
-        )
-    for other in seen[1:]:
-        assert torch.equal(seen[0][2], other[2])
-        torch.testing.assert_close(seen[0][0], other[0])
-        torch.testing.assert_close(seen[0][1], other[1])
-
-
-WRONG = {
-    "group size": (
-        Branch({0: 2, 2: 2}),
-        6,
-        r"group_size = 6 is not allowed; allowed: a multiple of 4",
-    ),
-    "step": (
-        Branch({0: 2, 7: 2}),
-        8,
-        r"Branch.children at steps = \[7\] is not allowed; allowed: stochastic steps",
-    ),
-    "comb's size": (
-        Comb(4, count=2),
-        12,
-        r"group_size = 12 is not allowed; allowed: a multiple of 8",
-    ),
-    "comb's steps": (Comb(4, low=6), 12, r"1 or more stochastic steps within \[6, 6\)"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_trees_that_do_not_fit_are_refused(mixture_policy, case):
-    probe, members, message = WRONG[case]
-    with pytest.raises(ConfigError, match=message):
-        run(mixture_policy, probe, members, 6)
-
-
 @pytest.mark.parametrize(
-    "make",
+    ("probe", "members", "message"),
     [
-        lambda: Branch({0: 0}),
-        lambda: Branch(0),
-        lambda: Branch({-1: 2}),
-        lambda: Branch(weight="leaves"),
-        lambda: Comb(0),
-        lambda: Comb(high=0),
-        lambda: Comb(strides=()),
-        lambda: Comb(strides=(1, 1)),
-        lambda: Comb(count=0),
+        (Branch({0: 2, 2: 2}), 6, "group_size = 6 is not allowed; allowed: a multiple of 4"),
+        (Branch({0: 2, 7: 2}), 8, r"Branch.children at steps = \[7\] is not allowed"),
+        (Comb(4, count=2), 12, "group_size = 12 is not allowed; allowed: a multiple of 8"),
+        (Comb(4, low=6), 12, r"1 or more stochastic steps within \[6, 6\)"),
     ],
 )
-def test_bad_options_are_refused(make):
-    with pytest.raises(ConfigError, match=r"Branch|Comb"):
-        make()
+def test_trees_that_do_not_fit_are_refused(mixture_policy, probe, members, message):
+    with pytest.raises(ConfigError, match=message):
+        run(mixture_policy, probe, members, 6)
 
 
 def test_child_means_weigh_children_alike():
@@ -439,30 +245,17 @@ def test_child_means_weigh_children_alike():
     assert child.values(rewards)[0].tolist() == [3.75, 1.5, 6.0, 1.0, 2.0, 6.0]
 
 
-def test_probes_other_than_branches_keep_the_plain_tree(mixture_policy):
-    for shared in (False, True):
-        path = run(mixture_policy, Completion(), 4, 6, AllButLast(FlowSDE(0.7)), shared)[
-            0
-        ].trajectories
-        expected = plain_tree(4, 6, (0, 1, 2, 3, 4), shared)
-        assert torch.equal(path.tree.paths, expected.paths) and not path.tree.branched
-
-
-def test_log_probabilities_are_those_of_the_draws(mixture_policy):
-    for probe in (Branch({0: 2, 3: 3}), Comb(3, count=2), NoProbe()):
-        result, _ = run(mixture_policy, probe, 12, 6, AllButLast(FlowSDE(0.7)))
-        path, sampler = result.trajectories, AllButLast(FlowSDE(0.7))
-        found = log_probs(sampler, path)
-        assert found.shape == (2, 12, len(path.tree.drawn_steps))
-        for column, step in enumerate(path.tree.drawn_steps):
-            index = torch.full((24,), step)
-            gaussian = sampler.transition(
-                path.nodes[:, step], path.velocities[:, step], path.schedule, index
-            )
-            density = log_prob(gaussian, path.nodes[:, step + 1]).view(2, 12)
-            drawn = path.tree.decisions[:, step]
-            torch.testing.assert_close(found[:, drawn, column], density[:, drawn])
-            assert bool(found[:, ~drawn, column].isnan().all())
+@pytest.mark.parametrize("probe", [Branch({0: 2, 3: 3}), Comb(3, count=2), NoProbe()])
+def test_log_probabilities_are_those_of_the_draws(mixture_policy, probe):
+    path = run(mixture_policy, probe, 12, 6, SDE)[0].trajectories
+    found = log_probs(SDE, path)
+    assert found.shape == (2, 12, len(path.tree.drawn_steps))
+    for column, step in enumerate(path.tree.drawn_steps):
+        index, drawn = torch.full((24,), step), path.tree.decisions[:, step]
+        given = path.nodes[:, step], path.velocities[:, step], path.schedule, index
+        density = log_prob(SDE.transition(*given), path.nodes[:, step + 1]).view(2, 12)
+        torch.testing.assert_close(found[:, drawn, column], density[:, drawn])
+        assert bool(found[:, ~drawn, column].isnan().all())
 
 
 @pytest.mark.parametrize(
@@ -473,20 +266,16 @@ def test_minibatches_of_trees_have_about_equally_many_rows_of_all_depths(probe):
     it.
     """
     generator, groups, parts = torch.Generator().manual_seed(0), 400, 4
-    tree = probe.tree(
-        5, range(3 if isinstance(probe, Comb) else 5), 12, isinstance(probe, Branch), generator
-    )
-    stds = torch.zeros(5)
+    branches = isinstance(probe, Branch)
+    tree = probe.tree(5, range(5 if branches else 3), 12, branches, generator)
+    stds, valid = torch.zeros(5), torch.ones(groups, tree.members, dtype=torch.bool)
     stds[tree.drawn_steps] = 0.5
-    valid = torch.ones(groups, tree.members, dtype=torch.bool)
     decisions = Decisions.of(uniform_schedule(5), stds, tree, valid)
     weights = transition_weights(Credit(torch.ones(decisions.mask.shape)), decisions).flatten(0, 1)
     order = torch.randperm(len(weights), generator=generator)
     rows = minibatch_rows(order.chunk(parts), weights, tree)
-    sizes = torch.tensor([len(one) for one in rows]).double()
+    sizes = torch.tensor([len(part) for part in rows]).double()
     assert float((sizes - sizes.mean()).abs().max()) <= 12
-    depths = (
-        torch.stack([torch.bincount(one.column, minlength=len(decisions)) for one in rows])
-        / sizes.mean()
-    )
+    counts = [torch.bincount(part.column, minlength=len(decisions)) for part in rows]
+    depths = torch.stack(counts) / sizes.mean()
     assert float((depths - depths.mean(0)).abs().max()) < 0.08

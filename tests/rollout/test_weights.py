@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from rollouts import Compared
 
 from flowrl.core.errors import RewardError
 from flowrl.core.experience import Credit, Decisions, Experience
@@ -14,7 +15,6 @@ from flowrl.core.types import Prompt
 from flowrl.credit import (
     GDPO,
     BackedUp,
-    MovingAverageGain,
     SiblingRelative,
     StepwiseGain,
     TurningPoint,
@@ -25,11 +25,10 @@ from flowrl.flow import uniform_schedule
 from flowrl.losses import ClippedLoss, PolicyGradientLoss
 from flowrl.methods import Method
 from flowrl.probes import Branch, NoProbe
-from flowrl.rewards import Clipped, FunctionReward, NoisyReward, WeightedSum
+from flowrl.rewards import Clipped, FunctionReward, WeightedSum
 from flowrl.rewards.contract import marks_invalid
 from flowrl.rollout import score, transition_weights, usable
 from flowrl.samplers import FixedWindow, FlowSDE
-from flowrl.testing import check_reward
 from flowrl.training.build import make_method, make_reward, make_world, policy_options, trial_stds
 from flowrl.training.config import preset
 from flowrl.training.evaluation import evaluate
@@ -65,7 +64,6 @@ INVALID = ((1, 2), (3, 0), (3, 5))
         StepwiseGain(),
         StepwiseGain(normalise="step", lam=0.5),
         TurningPoint(balance_scope="prompt"),
-        MovingAverageGain(decay=0.0),
     ],
     ids=repr,
 )
@@ -77,42 +75,11 @@ def test_the_others_get_what_a_group_without_it_gets(rule):
     found = credit_of(rule, record(values))
     for prompt in range(4):
         kept = values[prompt, :, 0].isfinite()
-        if not isinstance(rule, MovingAverageGain):  # its baseline is over all groups
-            alone = credit_of(rule, record(values[prompt : prompt + 1, kept]))
-            torch.testing.assert_close(
-                found.advantages[prompt, kept], alone.advantages[0], atol=1e-6, rtol=1e-5
-            )
+        alone = credit_of(rule, record(values[prompt : prompt + 1, kept])).advantages[0]
+        torch.testing.assert_close(found.advantages[prompt, kept], alone, atol=1e-6, rtol=1e-5)
         assert not found.advantages[prompt, ~kept].any() and not found.weights[prompt, ~kept].any()
-    if not isinstance(rule, MovingAverageGain):
-        whole = credit_of(rule, record(table(4, 6, 5)))
-        assert torch.equal(found.advantages[[0, 2]], whole.advantages[[0, 2]])
-
-
-def reference_loop(values, gains, joint):
-    """Z with the means of groups and the std of the batch over valid samples, sample by sample."""
-    kept = [
-        [m for m in range(values.shape[1]) if bool(values[p, m].isfinite().all())]
-        for p in range(len(values))
-    ]
-    scored = (
-        values[..., 1:] - values[..., :-1]
-        if gains
-        else values[..., -1:].expand(-1, -1, values.shape[2] - 1)
-    )
-    scored = scored.double()
-    columns = [slice(None)] if joint else [slice(k, k + 1) for k in range(scored.shape[2])]
-    advantages = torch.zeros_like(scored)
-    for column in columns:
-        deviations = {}
-        for p, members in enumerate(kept):
-            mean = torch.stack([scored[p, m, column] for m in members]).mean()
-            deviations |= {(p, m): scored[p, m, column] - mean for m in members}
-        std = torch.cat(
-            [scored[p, m, column] for p, members in enumerate(kept) for m in members]
-        ).std(unbiased=False)
-        for place, deviation in deviations.items():
-            advantages[*place, column] = (deviation / (std + 1e-4)).clamp(-5, 5)
-    return advantages
+    whole = credit_of(rule, record(table(4, 6, 5)))
+    assert torch.equal(found.advantages[[0, 2]], whole.advantages[[0, 2]])
 
 
 @pytest.mark.parametrize(
@@ -125,11 +92,20 @@ def reference_loop(values, gains, joint):
     ids=repr,
 )
 def test_statistics_of_the_batch_are_those_of_a_loop_over_valid_samples(rule, gains, joint):
+    """Z with the means of groups and the std of the batch, sample by sample."""
     values = table(4, 6, 5, invalid=INVALID)
     found = credit_of(rule, record(values)).advantages
-    expected = reference_loop(values, gains, joint)
+    scores = (values.diff(dim=-1) if gains else values[..., -1:].expand(-1, -1, 4)).double()
+    valid = scores.isfinite().all(2)
+    expected = torch.zeros_like(scores)
+    for columns in [slice(None)] if joint else [slice(k, k + 1) for k in range(4)]:
+        centred = scores[..., columns].clone()
+        for prompt in range(4):
+            centred[prompt] -= scores[prompt, valid[prompt]][:, columns].mean()
+        std = torch.cat([scores[p, valid[p]][:, columns] for p in range(4)]).std(unbiased=False)
+        expected[..., columns] = (centred / (std + 1e-4)).clamp(-5, 5)
+    expected[~valid] = 0
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(found, credit_of(rule, record(table(4, 6, 5))).advantages, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -196,68 +172,41 @@ class Unsure:
 
 
 def test_only_a_reward_that_says_so_may_mark():
-    silent = Unsure(
-        FunctionReward(lambda images, prompts: images.mean((1, 2, 3))), marks_invalid=False
-    )
+    loud = Unsure(FunctionReward(lambda images, prompts: images.mean((1, 2, 3))))
     images, prompts = torch.rand(4, 3, 2, 2), [Prompt("x")] * 4
-    with pytest.raises(RewardError, match="2 of 4 values that are not finite"):
-        score(silent, images, prompts, invalid=True)
-    loud = replace(silent, marks_invalid=True)
     assert score(loud, images, prompts, invalid=True).isnan().tolist() == [True, False, False, True]
-    with pytest.raises(RewardError, match="not finite"):
-        score(loud, images, prompts)
-    infinite = FunctionReward(
-        lambda images, prompts: torch.full((4,), float("inf")), marks_invalid=True
-    )
-    with pytest.raises(RewardError, match="4 of 4 values that are not finite"):
-        score(infinite, images, prompts, invalid=True)
-
-
-def test_marks_pass_through_combinations():
-    dark = FunctionReward(
-        lambda i, p: torch.where(i.mean((1, 2, 3)) > 0.5, i.mean((1, 2, 3)), NAN),
-        marks_invalid=True,
-    )
-    plain = FunctionReward(lambda i, p: i.amax((1, 2, 3)))
-    for reward in (
-        WeightedSum({"a": dark, "b": plain}),
-        NoisyReward(dark, 0.1),
-        Clipped(dark, high=0.7),
-        dark,
+    infinite = FunctionReward(lambda i, p: torch.full((4,), math.inf), marks_invalid=True)
+    for reward, invalid, bad in (
+        (replace(loud, marks_invalid=False), True, 2),
+        (loud, False, 2),
+        (infinite, True, 4),
     ):
-        assert marks_invalid(reward) and check_reward(reward).ok
-        images = torch.stack([torch.zeros(3, 4, 4), torch.ones(3, 4, 4)])
-        assert reward.score(images, [Prompt("x")] * 2).isnan().tolist() == [True, False]
-    assert not marks_invalid(WeightedSum({"b": plain})) and not marks_invalid(
-        Clipped(plain, high=0.7)
-    )
-    assert check_reward(FunctionReward(dark.function)).broken
+        with pytest.raises(RewardError, match=f"{bad} of 4 values that are not finite"):
+            score(reward, images, prompts, invalid=invalid)
+    silent = FunctionReward(lambda i, p: i.amax((1, 2, 3)))
+    assert marks_invalid(WeightedSum({"a": loud, "b": silent})) and marks_invalid(Clipped(loud))
+    assert not marks_invalid(WeightedSum({"b": silent})) and not marks_invalid(Clipped(silent))
 
 
-def test_clipped_limits():
-    reward = Clipped(FunctionReward(lambda i, p: torch.tensor([-2.0, 0.3, 2.0])), low=0.0, high=1.0)
-    assert reward.score(torch.zeros(3, 3, 1, 1), [Prompt("x")] * 3).tolist() == pytest.approx(
-        [0.0, 0.3, 1.0]
-    )
+def trainer_of(reward, kind=Trainer, method=None, **settings):
+    """On the mixture world; `reward` makes the reward from that of the world and the prompts."""
+    config = preset("tiny").apply(world="mixture", **settings)
+    world = make_world(config)
+    prompts = world.prompts(config.environment.task, "train")[: config.rollout.groups]
+    policy, method = world.policy(policy_options(config)), method or make_method(config)
+    return kind(policy, method, reward(make_reward(config), prompts), prompts, config)
 
 
 def test_training_leaves_them_out_and_counts_them():
-    config = preset("tiny").apply(world="mixture", groups=2, group_size=6, iterations=2)
-    world = make_world(config)
-    policy = world.policy(policy_options(config))
-    reward = Unsure(make_reward(config))
-    trainer = Trainer(
-        policy, make_method(config), reward, world.prompts(config.environment.task, "train"), config
-    )
+    trainer = trainer_of(lambda reward, prompts: Unsure(reward), groups=2, group_size=6)
     rows = [trainer.iteration() for _ in range(2)]
     assert [row["invalid"] for row in rows] == [4, 4]
-    stochastic = int((trial_stds(config) > 0).sum())
-    assert rows[0]["train_nfe"] == 8 * stochastic
-    assert all(torch.isfinite(torch.tensor(row["reward_mean"])) for row in rows)
-    found = evaluate(
-        policy, world, config.environment.task, config.environment.reward_form, 4, 2, reward=reward
-    )
-    assert found.custom_reward is not None and not math.isnan(found.custom_reward)
+    assert rows[0]["train_nfe"] == 8 * int((trial_stds(trainer.config) > 0).sum())
+    assert all(math.isfinite(row["reward_mean"]) for row in rows)
+    world, part = make_world(trainer.config), trainer.config.environment
+    given = trainer.policy, world, part.task, part.reward_form, 4, 2
+    found = evaluate(*given, reward=trainer.reward)
+    assert found.custom_reward is not None and math.isfinite(found.custom_reward)
     assert found.image_scores.isnan().sum() == 2
 
 
@@ -265,67 +214,40 @@ def test_groups_with_one_valid_sample_are_not_trained():
     """Every third of 6 samples in groups of 2 is invalid: only the third group is left, with its
     penalty.
     """
-    config = preset("tiny").apply(world="mixture", groups=3, group_size=2, kl_weight=0.1)
-    world = make_world(config)
-    prompts, reward = world.prompts(config.environment.task, "train"), Unsure(make_reward(config))
-    row = Trainer(
-        world.policy(policy_options(config)), make_method(config), reward, prompts, config
-    ).iteration()
-    stochastic = int((trial_stds(config) > 0).sum())
-    assert (row["invalid"], row["train_nfe"]) == (2, 2 * stochastic * 2)
+    settings = dict(groups=3, group_size=2, kl_weight=0.1)
+    trainer = trainer_of(lambda reward, prompts: Unsure(reward), **settings)
+    row, drawn = trainer.iteration(), int((trial_stds(trainer.config) > 0).sum())
+    assert (row["invalid"], row["train_nfe"]) == (2, 2 * drawn * 2)
 
 
 def test_without_marks_nothing_changes():
-    def run(wrapped):
-        config = preset("tiny").apply(world="mixture", groups=2, group_size=4)
-        world = make_world(config)
-        policy = world.policy(policy_options(config))
-        reward = make_reward(config)
-        reward = FunctionReward(reward.score, marks_invalid=True) if wrapped else reward
-        trainer = Trainer(
-            policy,
-            make_method(config),
-            reward,
-            world.prompts(config.environment.task, "train"),
-            config,
+    rows = []
+    for marks in (False, True):
+        trainer = trainer_of(
+            lambda reward, prompts, m=marks: FunctionReward(reward.score, marks_invalid=m),
+            groups=2,
+            group_size=4,
         )
-        return [
-            {k: v for k, v in trainer.iteration().items() if k not in ("seconds", "phases")}
-            for _ in range(2)
-        ]
-
-    assert run(False) == run(True)
+        row = trainer.iteration()
+        rows.append({k: v for k, v in row.items() if k not in ("seconds", "phases")})
+    assert rows[0] == rows[1]
 
 
 def dropping(drop, reward, kl_weight=0.0):
-    """One iteration on the mixture world with 2 groups of 4 and one update; the row and the
-    trainer.
-    """
-    config = preset("tiny").apply(
-        world="mixture",
-        groups=2,
-        group_size=4,
-        minibatches=1,
-        kl_weight=kl_weight,
-        drop_zero_advantages=drop,
-        learning_rate=1e-2,
-    )
-    world = make_world(config)
-    prompts = world.prompts(config.environment.task, "train")[:2]
-    trainer = Trainer(
-        world.policy(policy_options(config)), make_method(config), reward(prompts), prompts, config
-    )
+    """One iteration with 2 groups of 4 and one update; the row and the trainer."""
+    settings = dict(groups=2, group_size=4, minibatches=1, learning_rate=1e-2)
+    settings |= dict(drop_zero_advantages=drop, kl_weight=kl_weight)
+    trainer = trainer_of(lambda _, prompts: reward(prompts), **settings)
     return trainer.iteration(), trainer
 
 
 def equal_for_one(prompts):
     """A reward that gives all images of one prompt the same score."""
-    return FunctionReward(
-        lambda images, asked: (
-            images.flatten(1)[:, 0]
-            * torch.tensor([float(p.text == prompts[0].text) for p in asked])
-        )
-    )
+
+    def score(images, asked):
+        return images.flatten(1)[:, 0] * torch.tensor([float(p == prompts[0]) for p in asked])
+
+    return FunctionReward(score)
 
 
 @pytest.mark.parametrize("kl_weight", [0.0, 0.1])
@@ -334,31 +256,21 @@ def test_samples_without_advantage_leave_the_mean_if_they_are_dropped(kl_weight)
     large. They are evaluated for the penalty only.
     """
     (kept, _), (dropped, _) = (dropping(drop, equal_for_one, kl_weight) for drop in (False, True))
-    assert "dropped" not in kept and dropped["dropped"] == 4
     more = 2 if kl_weight else 1
-    assert (
-        dropped["train_nfe"] * more == kept["train_nfe"]
-        and dropped["abs_advantage"] == kept["abs_advantage"]
-    )
+    assert "dropped" not in kept and dropped["dropped"] == 4
+    assert dropped["train_nfe"] * more == kept["train_nfe"]
+    assert dropped["abs_advantage"] == kept["abs_advantage"]
     assert dropped["grad_norm"] == pytest.approx(2 * kept["grad_norm"], rel=1e-5)
     assert dropped["policy_loss"] == pytest.approx(more * kept["policy_loss"], abs=1e-7)
 
 
 def test_a_batch_without_any_advantage_changes_nothing():
-    row, trainer = dropping(
-        True, lambda prompts: FunctionReward(lambda images, asked: torch.zeros(len(images)))
-    )
+    row, trainer = dropping(True, lambda _: FunctionReward(lambda i, p: torch.zeros(len(i))))
     before = [parameter.detach().clone() for parameter in trainer.parameters]
     again = trainer.iteration()
-    assert (row["dropped"], row["train_nfe"], row["abs_advantage"]) == (
-        8,
-        0,
-        0.0,
-    ) and "loss" not in row
-    assert (
-        all(torch.equal(a, b) for a, b in zip(before, trainer.parameters, strict=True))
-        and not trainer.optimizer.state
-    )
+    assert (row["dropped"], row["train_nfe"], row["abs_advantage"]) == (8, 0, 0.0)
+    assert "loss" not in row and not trainer.optimizer.state
+    assert all(map(torch.equal, before, trainer.parameters))
     assert [notice.kind for notice in notices([row, again], Limits())] == ["no-update"]
 
 
@@ -375,17 +287,11 @@ def test_one_trained_decision_with_an_advantage_is_enough():
     decisions, advantages = Decisions.like(torch.zeros(1, 3, 5)), torch.zeros(1, 3, 4)
     advantages[0, 0, 1], advantages[0, 1, 3] = 0.5, 0.5
     credit = Credit(advantages)
-    assert transition_weights(credit, decisions, drop_zero=True)[0].tolist() == [
-        [1.0] * 4,
-        [1.0] * 4,
-        [0.0] * 4,
-    ]
-    some = replace(decisions, mask=torch.tensor([True, True, False, False]).expand(1, 3, 4))
-    kept = transition_weights(credit, some, drop_zero=True)[0].tolist()
-    assert kept == [[1.0, 1.0, 0.0, 0.0], [0.0] * 4, [0.0] * 4]
-    none = replace(decisions, mask=torch.zeros(1, 3, 4, dtype=torch.bool))
-    assert not transition_weights(credit, none, drop_zero=True).any()
-    assert transition_weights(credit, decisions).tolist() == [[[1.0] * 4] * 3]
+    for mask, kept in (([True] * 4, 2), ([True, True, False, False], 1), ([False] * 4, 0)):
+        some = replace(decisions, mask=torch.tensor(mask).expand(1, 3, 4))
+        weights = transition_weights(credit, some, drop_zero=True)[0].bool().tolist()
+        assert weights == [mask] * kept + [[False] * 4] * (3 - kept)
+        assert transition_weights(credit, some).bool().tolist() == [[mask] * 3]
 
 
 def test_a_rules_weights_multiply_the_others_and_count_within_the_mask_only():
@@ -402,22 +308,17 @@ def test_members_that_share_a_transition_share_its_weight_if_edges_count():
     """n counts the valid members: a tree of two children at the first step and three at the
     second.
     """
-    grid, stds, valid = (
-        uniform_schedule(3),
-        torch.tensor([0.5, 0.5, 0.0]),
-        torch.ones(2, 6, dtype=torch.bool),
-    )
+    grid, stds = uniform_schedule(3), torch.tensor([0.5, 0.5, 0.0])
+    valid = torch.ones(2, 6, dtype=torch.bool)
     valid[1, [0, 3, 4]] = False
-    for kind in ("leaf", "edge"):
+    counts = {"leaf": torch.ones(2, 6), "edge": torch.tensor([[3.0] * 6, [2, 2, 2, 1, 1, 1]])}
+    for kind, shared in counts.items():
         tree = Branch((2, 3), weight=kind).tree(3, (0, 1), 6, False, torch.Generator())
         decisions = Decisions.of(grid, stds, tree, valid)
-        credit = Credit(torch.ones(decisions.mask.shape), torch.full(decisions.mask.shape, 0.5))
-        found = transition_weights(credit, decisions)
-        shared = (
-            torch.tensor([[3.0] * 6, [2, 2, 2, 1, 1, 1]]) if kind == "edge" else torch.ones(2, 6)
-        )
-        torch.testing.assert_close(found[..., 0], 0.5 * valid / shared)
-        torch.testing.assert_close(found[..., 1], 0.5 * valid.float())
+        half = torch.full(decisions.mask.shape, 0.5)
+        weights = transition_weights(Credit(torch.ones_like(half), half), decisions)
+        torch.testing.assert_close(weights[..., 0], 0.5 * valid / shared)
+        torch.testing.assert_close(weights[..., 1], 0.5 * valid.float())
 
 
 class Factors(Uniform):
@@ -431,58 +332,22 @@ class Factors(Uniform):
         return Credit(advantages, torch.where(factors > 0.2, factors, 0.0))
 
 
-class Compared(Trainer):
-    """Before each optimizer step, compares the gradient with that of one loss over all rows of the
-    mini-batch.
-    """
-
-    compared, weights = 0, ()
-
-    def loss_batches(self, *arguments):
-        self.batches, self.rows = super().loss_batches(*arguments)
-        self.weights, self.compared = arguments[-1], 0
-        return self.batches, self.rows
-
-    def optimizer_step(self, minibatch, check, metrics):
-        rows = self.rows[self.compared]
-        self.compared += 1
-        self.batches.prepare([])
-        whole = self.method.loss.loss(self.batches.of(rows.sample, rows.column))
-        expected = torch.autograd.grad(whole.loss, self.parameters)
-        for parameter, gradient in zip(self.parameters, expected, strict=True):
-            scale = max(float(gradient.abs().max()), 1e-6)
-            torch.testing.assert_close(
-                parameter.grad / scale, gradient / scale, atol=2e-5, rtol=1e-4
-            )
-        assert sum(micro.weight for micro in minibatch) == pytest.approx(1.0)
-        super().optimizer_step(minibatch, check, metrics)
-
-
 @pytest.mark.parametrize("micro_batch", [1, 3, 1000])
 @pytest.mark.parametrize("probe", [NoProbe(), Branch((1, 3), weight="edge")], ids=repr)
 @pytest.mark.parametrize(
-    "loss", [ClippedLoss(kl_weight=0.1), PolicyGradientLoss()], ids=lambda one: type(one).__name__
+    "loss", [ClippedLoss(kl_weight=0.1), PolicyGradientLoss()], ids=lambda loss: type(loss).__name__
 )
 def test_the_gradient_is_that_of_one_loss_over_all_rows(micro_batch, probe, loss):
     """With unequal weights, one invalid sample, and any number of rows in a micro-batch."""
-    config = preset("tiny").apply(
-        world="mixture",
-        groups=2,
-        group_size=6,
-        num_steps=4,
-        minibatches=2,
-        learning_rate=1e-2,
-        micro_batch=micro_batch,
-    )
-    world = make_world(config)
     method = Method("weighted", FlowSDE(0.7), FixedWindow(stop=-1), Factors(probe=probe), loss)
     reward = FunctionReward(
         lambda images, prompts: torch.tensor([NAN, *range(1, len(images))]), marks_invalid=True
     )
-    prompts = world.prompts(config.environment.task, "train")
-    trainer = Compared(world.policy(policy_options(config)), method, reward, prompts, config)
+    settings = dict(groups=2, group_size=6, num_steps=4, minibatches=2, learning_rate=1e-2)
+    settings |= dict(kind=Compared, method=method, micro_batch=micro_batch)
+    trainer = trainer_of(lambda *_: reward, **settings)
     row = trainer.iteration()
-    assert trainer.compared == 2 and row["invalid"] == 1 and not trainer.weights[0, 0].any()
+    assert not trainer.left and row["invalid"] == 1 and not trainer.weights[0, 0].any()
     weights = torch.cat([rows.weight for rows in trainer.rows])
     assert torch.equal(weights.sort().values, trainer.weights[trainer.weights > 0].sort().values)
     assert len(weights.unique()) > 10

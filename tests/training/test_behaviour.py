@@ -8,7 +8,6 @@ import torch
 from flowrl.core.errors import ConfigError
 from flowrl.core.forward import Decay, WeightCopy
 from flowrl.training.behaviour import Behaviour
-from flowrl.training.checkpoint import Checkpoint
 from flowrl.training.optim import weights_replaced
 from flowrl.worlds.base import PolicyOptions, world
 
@@ -19,7 +18,7 @@ def policy():
 
 
 def made(policy, **declared):
-    return Behaviour("old", WeightCopy(**declared), policy, policy.trainable())
+    return Behaviour(WeightCopy(**declared), policy, policy.trainable())
 
 
 def change(policy, by=0.5):
@@ -37,9 +36,9 @@ def test_a_plain_copy_is_current_until_the_first_update(policy):
     assert copy.is_current
     before = [value.clone() for value in copy.values]
     change(policy)
-    copy.after_update(1)
+    copy.after("update", 1)
     assert not copy.is_current and all(map(torch.equal, copy.values, before))
-    copy.after_iteration(1)
+    copy.after("iteration", 1)
     assert copy.is_current and all(map(torch.equal, copy.values, copy.parameters))
 
 
@@ -49,9 +48,9 @@ def test_a_copy_follows_by_its_decay(policy, every):
     start, expected = values(copy.values), values(copy.values)
     for steps in range(1, 7):
         change(policy)
-        copy.after_update(steps)
+        copy.after("update", steps)
         if steps % 2 == 0:
-            copy.after_iteration(steps)
+            copy.after("iteration", steps)
         if every == "update" or steps % 2 == 0:
             d = min(max(steps - 1, 0) * 0.1, 0.3)
             new = [value + 0.5 * steps for value in start]
@@ -75,7 +74,7 @@ def test_within_its_weights_the_policy_is_the_copy(policy):
 
     first = velocity()
     change(policy)
-    copy.after_update(1)
+    copy.after("update", 1)
     changed = velocity()
     with copy.weights():
         assert torch.equal(velocity(), first)
@@ -83,18 +82,11 @@ def test_within_its_weights_the_policy_is_the_copy(policy):
     with pytest.raises(RuntimeError), copy.weights():
         raise RuntimeError
     assert torch.equal(velocity(), changed)
-    copy.after_iteration(1)
+    copy.after("iteration", 1)
     with weights_replaced(policy, copy.parameters, copy.values):
         halfway = velocity()
     with copy.weights():
         assert torch.equal(velocity(), halfway) and not torch.equal(halfway, first)
-
-
-def test_nothing_is_replaced_while_the_copy_is_current(policy):
-    copy = made(policy)
-    places = [parameter.data_ptr() for parameter in copy.parameters]
-    with copy.weights():
-        assert [parameter.data_ptr() for parameter in copy.parameters] == places
 
 
 @pytest.mark.parametrize(
@@ -103,28 +95,6 @@ def test_nothing_is_replaced_while_the_copy_is_current(policy):
 def test_when_a_copy_samples(policy, begin, expected):
     copy = made(policy, sample_from=begin)
     assert [copy.samples(steps) for steps in (199, 200, 201)] == expected
-
-
-def test_a_copy_goes_on_from_its_checkpoint(policy):
-    copy = made(policy, decay=Decay(0, 0.5, 0.5))
-    change(policy)
-    copy.after_update(1)
-    saved = copy.state()
-    assert all(name.startswith("copy.old.") for name in (*saved.tensors, *saved.values))
-    kept = [value.clone() for value in copy.values]
-    copy.after_iteration(1)
-    fresh = made(policy, decay=Decay(0, 0.5, 0.5))
-    fresh.restore(saved)
-    assert all(map(torch.equal, fresh.values, kept)) and not fresh.is_current
-    copy.restore(made(policy).state())
-    assert copy.is_current and all(map(torch.equal, copy.values, copy.parameters))
-
-
-def test_a_checkpoint_without_the_copy_is_refused(policy):
-    with pytest.raises(
-        ConfigError, match=r"checkpoint: no copy 'old' of .*; it belongs to another loss or model"
-    ):
-        made(policy).restore(Checkpoint({}, {}))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from flowrl.testing.tiny import tiny_flux, tiny_sd3
 from flowrl.training.checkpoint import (
     Checkpoint,
     Checkpoints,
-    load_checkpoint,
     restore_training_state,
     training_state,
 )
@@ -67,13 +66,6 @@ def test_names_stay_in_order_beyond_six_digits(tmp_path):
     for done in (999_999, 1_000_000):
         kept.save(checkpoint(done), done)
     assert kept.names() == ["999999", "1000000"] and whole_content(kept.load()) == 1_000_000
-
-
-def test_saving_the_same_iteration_again_replaces_it(tmp_path):
-    kept = Checkpoints(tmp_path)
-    kept.save(checkpoint(1), 5)
-    kept.save(checkpoint(2), 5)
-    assert whole_content(kept.load()) == 2 and kept.names() == ["000005"]
 
 
 DAMAGE = {
@@ -177,7 +169,7 @@ def test_weights_averages_and_moments_come_back_and_share_no_memory():
         training_state(*parameters_and(torch.optim.AdamW)), others, means, other, Distributed()
     )
     assert not other.state  # of a checkpoint before the first step
-    with pytest.raises(ConfigError, match=r"no weight c of shape \(2, 3\)"):
+    with pytest.raises(ConfigError, match=r"no weight.c of shape \(2, 3\)"):
         restore_training_state(
             Checkpoint({"weight.a.b": torch.ones(4)}, {}), others, means, other, Distributed()
         )
@@ -304,15 +296,6 @@ def test_metrics_that_were_tampered_with_come_back_from_the_checkpoint(tmp_path,
     assert (tmp_path / "run" / "metrics.damaged.jsonl").exists() == noted
 
 
-def test_lost_metrics_and_lost_pictures_come_back(tmp_path):
-    Run(SMALL, tmp_path / "whole").execute()
-    Run(SMALL, tmp_path / "run", stop=lambda: True).execute()
-    (tmp_path / "run" / "metrics.jsonl").unlink()
-    (tmp_path / "run" / "before.safetensors").write_bytes(b"no")
-    assert Run(SMALL, tmp_path / "run").execute(resume=True)
-    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
-
-
 NURSERY = """
 import json, os, random, select, signal, sys, time
 from pathlib import Path
@@ -435,9 +418,3 @@ def test_paused_and_killed_diffusers_models_resume_to_the_same_bits(tmp_path, fa
     assert numbers(tmp_path / "run0") == numbers(tmp_path / "whole")
     adapter = Path("lora") / "pytorch_lora_weights.safetensors"
     assert (tmp_path / "run0" / adapter).read_bytes() == (tmp_path / "whole" / adapter).read_bytes()
-
-
-def test_a_finished_run_leaves_one_checkpoint_that_can_be_read(tmp_path):
-    Run(SMALL, tmp_path).execute()
-    assert load_checkpoint(tmp_path / "checkpoints" / "000002.safetensors").values["done"] == 2
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000002.safetensors"]

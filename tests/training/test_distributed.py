@@ -26,12 +26,11 @@ from flowrl.distributed import (
     Assignment,
     Distributed,
     OtherProcessError,
-    assignment,
     full_tensors,
     is_sharded,
 )
 from flowrl.rewards import FunctionReward
-from flowrl.training import batches
+from flowrl.training import memory
 from flowrl.training.build import (
     make_method,
     make_reward,
@@ -42,7 +41,6 @@ from flowrl.training.build import (
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.config import load_config, preset
 from flowrl.training.evaluation import evaluate
-from flowrl.training.memory import memory_notices
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
 
@@ -338,67 +336,28 @@ def failing_update(distributed):
     return "nothing"
 
 
-def probe(trainer):
-    """The memory probe, in which memory runs out in process 1 alone."""
-    distributed = trainer.distributed
-
-    def peak(work, device):
-        if distributed.rank == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        work()
-        return 10**9
-
-    return memory_notices(trainer, peak, lambda: 8e9 if distributed.rank == 1 else 16e9)
-
-
-def failing_probe(distributed):
-    """The error in each process if memory runs out in process 1's probe; before, what they report
-    if only its room is small.
-    """
-    trainer = world_trainer(MIXTURE, distributed)
-    small = memory_notices(
-        trainer, lambda work, device: 10**9, lambda: 5e8 if distributed.rank == 1 else 16e9
-    )
-    try:
-        probe(trainer)
-    except TrainingError as error:
-        return (
-            [notice.text for notice in small],
-            str(error),
-            [p.grad is None for p in trainer.parameters],
-        )
-    return "nothing"
-
-
 def found_batches(distributed, peaks=(1.0, 1.0), speed=(1e3, 1e3), fails=False):
     """The sizes that each process finds on a simulated device: bytes per latent, and the batch of
     half the top speed.
     """
 
-    def measured(trainer, batch, train):
+    def measured(trainer, batch, train, repeats=3):
         if fails and distributed.rank == 1 and batch > 3:
             raise torch.OutOfMemoryError
-        return batches.Measured(
-            0, int(batch * peaks[distributed.rank]), speed[distributed.rank] + batch
-        )
+        peak, half = int(batch * peaks[distributed.rank]), speed[distributed.rank]
+        return memory.Measured(batch, 0, peak, half + batch)
 
     config = MIXTURE.replace(micro_batch="auto", max_batch="auto", group_size=64)
     trainer = world_trainer(config, distributed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches, "measured", measured)
-        patch.setattr(batches, "room", lambda device: 24.0)
-        patch.setattr(batches, "later_bytes", lambda trainer: 0.0)
-        batches.find_batches(trainer)
+        patch.setattr(memory, "measured", measured)
+        patch.setattr(memory, "room", lambda trainer: 24.0)
+        memory.find_batches(trainer)
     return [
         trainer.config.optim.micro_batch,
         trainer.config.rollout.max_batch,
         trainer.collector.max_batch,
     ]
-
-
-def failing_sharded_probe(distributed, tell, folder):
-    """The same with sharded weights: process 0 is inside the network then, which needs both."""
-    probe(full_trainer(SHARDED, replace(distributed, sharded=True)))
 
 
 def everything(distributed, tell, folder):
@@ -408,7 +367,6 @@ def everything(distributed, tell, folder):
     tell("compared", compared(distributed))
     tell("reward", failing_reward(distributed))
     tell("update", failing_update(distributed))
-    tell("probe", failing_probe(distributed))
     tell("batches", [found_batches(distributed), found_batches(distributed, peaks=(1.0, 2.0))])
     tell("slower", found_batches(distributed, speed=(1e3, 0.0)))
     tell("batches out of memory", found_batches(distributed, fails=True))
@@ -657,37 +615,10 @@ def test_an_error_in_one_process_stops_all_and_names_it(two):
     assert two[0]["update"] == "process 1 of 2 failed: TrainingError: made up"
 
 
-TOO_LARGE = (
-    "micro_batch 7 will not fit: a batch of 4 is too much already. Use 1, gradient_checkpointing or"
-    " a smaller model"
-)
-
-
-def test_memory_that_runs_out_in_one_probe_ends_all_processes(two):
-    for told, error in zip(
-        two, (f"process 1 of 2 failed: TrainingError: {TOO_LARGE}", TOO_LARGE), strict=True
-    ):
-        notices, found, empty = told["probe"]
-        assert found == error and all(empty)
-        assert len(notices) == 2 and "0.5 GB are there" in notices[0], (
-            "process 1's, in both processes"
-        )
-
-
 def test_all_processes_find_the_sizes_of_the_fullest_and_slowest(two):
     assert two[0]["batches"] == two[1]["batches"] == [[24] * 3, [12] * 3]
     assert two[0]["slower"] == two[1]["slower"] == [24] * 3, "process 0 sets the time"
     assert two[0]["batches out of memory"] == two[1]["batches out of memory"] == [2] * 3
-
-
-@pytest.mark.slow
-def test_memory_that_runs_out_in_one_probe_ends_processes_that_wait_inside_the_network(tmp_path):
-    first, second = lives(failing_sharded_probe, tmp_path, limit=100.0)
-    assert second["end"] == f"TrainingError: {TOO_LARGE}" and [first["code"], second["code"]] == [
-        1,
-        1,
-    ]
-    assert "Connection closed by peer" in first["end"] or "Connection reset by peer" in first["end"]
 
 
 def test_a_process_that_leaves_by_an_error_ends_the_others(two):
@@ -793,7 +724,7 @@ def test_config_files_are_accelerates(name):
 
 @pytest.mark.parametrize(("world_size", "total"), [(1, 5), (2, 3), (2, 1), (4, 5), (3, 9), (8, 3)])
 def test_assignments_cover_all_groups_once(world_size, total):
-    assignments = [assignment(rank, world_size, total) for rank in range(world_size)]
+    assignments = [Distributed(0, world_size).assign(total, rank) for rank in range(world_size)]
     assert [i for assigned in assignments for i in assigned.own] == list(range(total))
     assert len({assigned.count for assigned in assignments}) == 1
     for assigned in assignments:

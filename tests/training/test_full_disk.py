@@ -7,11 +7,12 @@ import errno
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from failing_disk import DiedError, FailingDisk
 from matplotlib.figure import Figure
-from small_run import SMALL, numbers
+from small_run import SMALL, numbers, words
 
 from flowrl.cli.main import main
 from flowrl.cli.runs import Compare
@@ -92,20 +93,8 @@ def test_a_run_whose_process_dies_at_any_operation_resumes_to_the_same_numbers(
 
 
 def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(tmp_path, capsys):
-    out = tmp_path / "run"
-    options = [
-        "--preset",
-        "tiny",
-        "--world",
-        "mixture",
-        "--task",
-        "direction",
-        "--iterations",
-        "4",
-        "--checkpoint-every",
-        "2",
-    ]
-    real = os.replace
+    out, real = tmp_path / "run", os.replace
+    options = words(preset="tiny", world="mixture", iterations=4, checkpoint_every=2, out=out)
 
     def full(source, target):
         if str(target).endswith("000004.safetensors"):
@@ -114,13 +103,10 @@ def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(tmp_path, c
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", full)
-        assert main(["train", *options, "--out", str(out)]) == 1
-    error = capsys.readouterr().err
-    assert (
-        ".tmp cannot be written: No space left on device. Checkpoint 000002 is complete"
-        in error.replace("\n", " ")
-    )
-    assert f"flowrl train --resume {out}" in error.replace("\n", " ")
+        assert main(["train", *options]) == 1
+    error = capsys.readouterr().err.replace("\n", " ")
+    assert "No space left on device. Checkpoint 000002 is complete" in error
+    assert f"flowrl train --resume {out}" in error
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["000002.safetensors"]
     assert main(["train", "--resume", str(out)]) == 0
     assert Checkpoints(out).names() == ["000004"]
@@ -132,16 +118,9 @@ def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(tmp_path, c
 
 def in_this_process(function, jobs, workers, *, finished, **_):
     """`run_jobs` without processes."""
-
-    class Worker:
-        def send(self, message):
-            pass
-
-        def stopped(self):
-            return False
-
+    worker = SimpleNamespace(send=lambda message: None, stopped=lambda: False)
     for key, arguments in jobs.items():
-        finished(key, function(Worker(), *arguments))
+        finished(key, function(worker, *arguments))
     return True
 
 
@@ -231,52 +210,3 @@ def test_a_disk_that_fills_while_a_comparison_begins_does_not_block_the_next(
         assert main() == 130
         assert json.loads((out / "config.json").read_text())["preset"] == "tiny"
     assert at > 8
-
-
-def test_a_disk_that_fills_in_a_run_of_a_comparison_is_told_at_its_end(
-    tmp_path, small_report, capsys
-):
-    out = tmp_path / "out"
-    real = os.replace
-
-    def full(source, target):
-        if str(target).endswith("000002.safetensors"):
-            raise OSError(errno.ENOSPC, "No space left on device", str(source))
-        real(source, target)
-
-    options = [
-        "--preset",
-        "tiny",
-        "--world",
-        "mixture",
-        "--task",
-        "direction",
-        "--methods",
-        "flow-grpo",
-        "--seeds",
-        "0",
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "replace", full)
-        assert (
-            main(
-                [
-                    "compare",
-                    *options,
-                    "--iterations",
-                    "2",
-                    "--checkpoint-every",
-                    "1",
-                    "--out",
-                    str(out),
-                ]
-            )
-            == 1
-        )
-    error = capsys.readouterr().err
-    assert (
-        "1 of 1 runs failed" in error
-        and "No space left on device" in error
-        and "compare --resume" in error
-    )
-    assert main(["compare", "--resume", str(out)]) == 0

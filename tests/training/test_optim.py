@@ -11,6 +11,7 @@ from device_cases import world_trainer
 from torch import nn
 
 from flowrl.distributed import full
+from flowrl.training.config import OptimConfig
 from flowrl.training.optim import make_optimizer, update_average
 
 ADAMW = torch.optim.AdamW
@@ -28,7 +29,7 @@ def test_adamw_is_fused_if_all_parameters_are_on_cuda(on_cuda, fused, monkeypatc
     for parameter, there in zip(parameters, on_cuda, strict=True):
         parameter.there = there
     monkeypatch.setattr(torch.optim, "AdamW", lambda *given, **named: named)
-    assert make_optimizer("adamw", parameters, 1e-3, (0.9, 0.99), 0.1)["fused"] is fused
+    assert make_optimizer(OptimConfig(), parameters)["fused"] is fused
 
 
 def test_averages_of_many_tensors_have_the_bits_of_one_at_a_time():
@@ -93,7 +94,7 @@ def test_a_fused_optimizer_resumes_with_its_moments(monkeypatch):
     monkeypatch.setattr(
         TRAINER,
         "make_optimizer",
-        lambda name, p, lr, betas, decay: ADAMW(p, lr, betas, 1e-8, decay, fused=True),
+        lambda settings, parameters: ADAMW(parameters, settings.learning_rate, fused=True),
     )
     trainer, again = (world_trainer("mixture", "cpu", iterations=3) for _ in range(2))
     trainer.iteration()

@@ -155,7 +155,7 @@ def test_the_command_ends_with_1_and_one_line(tmp_path, capsys):
 
 
 def test_an_unforeseen_error_is_saved_and_not_printed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("flowrl.cli.env.Env.main", partial(int, "x"))
+    monkeypatch.setattr("flowrl.cli.lookup.Env.main", partial(int, "x"))
     assert main(["env"]) == 1
     said = capsys.readouterr().err
     assert "Traceback" not in said and "unexpected error: ValueError" in said

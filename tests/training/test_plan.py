@@ -27,11 +27,11 @@ MIXTURE = preset("tiny").apply(
         {"method": "x", "credit": "stepwise-gain(probe='completion(solver=heun,together=False)')"},
         {
             "method": "x",
-            "credit": "stepwise-gain(probe='substeps(count=3,solver=dpm++,every=2,fraction=0.5)')",
+            "credit": "stepwise-gain(probe=some-members(probe=substeps(count=3,solver=dpm++,every=2)))",
         },
         {
             "method": "x",
-            "credit": "stepwise-gain(probe='completion(fraction=0.3,control=uniform)')",
+            "credit": "stepwise-gain(probe=some-members(probe=completion,fraction=0.3,control=uniform))",
             "initial_noise": "shared",
         },
         {"method": "x", "credit": "stepwise-gain(probe='branch(children={1:2,3:2})')"},
@@ -82,12 +82,7 @@ def test_the_arithmetic_of_the_published_batch():
     config = preset("sd3.5-medium,flow-grpo,geneval").apply(groups=48)
     found = plan(config, 32)
     assert (found.trajectories, found.rows, found.updates) == (1152, 1152 * 9, 2)
-    assert (found.trajectories_per_update, found.rows_per_update) == (576, 576 * 9)
-    assert (found.groups_per_process, found.evaluations_per_update_and_process, found.idle) == (
-        2,
-        216,
-        8,
-    )
+    assert (found.groups_per_process, found.evaluations_per_update_and_process) == (2, 216)
     assert (found.micro_batches_per_update, found.rows_per_micro_batch) == (54, 4)
     assert (found.nfe, found.train_nfe, found.reward_calls) == (11520, 2 * 10368, 1152)
     assert found.passes == 2 * (11520 + 2 * 10368)
@@ -106,19 +101,6 @@ def test_the_passes_of_the_published_dgpo():
     assert plan(published.apply(**other)).passes == 64 * (26 + 16)
 
 
-def test_evaluations_of_a_trajectory_are_those_of_the_papers_at_their_least():
-    """T T' = 50 less what a group shares, and T (T + 1) / 2 = 55 where all 10 steps are stochastic:
-    the gain of the last trained decision reads the value of the untrained one after it.
-    """
-    stepwise = plan(preset("sd3.5-medium,stepwise-flow-grpo,ocr").apply())
-    assert stepwise.nfe == 96 * 50 - 5 * (96 - 4) and stepwise.sequential_calls == 14
-    turning = plan(preset("sd3.5-medium,tp-grpo,ocr").apply())
-    assert (
-        turning.nfe == 96 * 55 and turning.sequential_calls == 10
-    )  # the last step is no decision, and its completion no evaluation
-    assert plan(MIXTURE.replace(method="tp-grpo", num_steps=10, window=":")).nfe == 12 * 55
-
-
 @pytest.mark.parametrize(
     ("groups", "processes", "each"), [(4, 1, 4), (4, 3, 2), (5, 2, 3), (4, 8, 1)]
 )
@@ -126,10 +108,6 @@ def test_groups_are_not_split(groups, processes, each):
     found = plan(preset("sd3.5-medium,flow-grpo,ocr").apply(groups=groups), processes)
     # the batch does not grow with the processes
     assert found.groups_per_process == each and found.trajectories == 24 * groups
-
-
-def test_more_updates_than_trajectories_are_as_many_as_there_are():
-    assert plan(MIXTURE.replace(minibatches=100)).updates == 12
 
 
 def test_train_prints_it_and_trains_nothing(tmp_path, capsys):
@@ -152,11 +130,11 @@ def test_train_prints_it_and_trains_nothing(tmp_path, capsys):
     shown = capsys.readouterr().out
     for words in (
         "4 groups x 24 members = 96",
-        "96 trajectories x 9 trained steps of 10 = 864",
+        "9 trained steps of 10: 864 rows",
         "5,280 network evaluations (55.0 a trajectory)",
         "x 2 (guidance)",
-        "2 processes",
-        "216 rows a process (on average) / micro_batch 4 = 54",
+        "processes: 2",
+        "216 states a process / micro_batch 4 = 54",
     ):
         assert words in shown
     assert not out.exists()

@@ -39,9 +39,9 @@ def weights(credit: str, world: str = "mixture") -> list[torch.Tensor]:
         "substeps(count=3)",
         "substeps(count=3, solver=unipc, every=2)",
         "substeps(count=3, dtype=bfloat16)",
-        "substeps(count=2, fraction=0.5)",
+        "some-members(probe=substeps(count=2))",
         "completion(together=False)",
-        "completion(fraction=0.5, control=uniform, solver=dpm++)",
+        "some-members(probe=completion(solver=dpm++), control=uniform)",
         "continuation(count=2)",
     ],
 )

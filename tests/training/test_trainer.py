@@ -7,24 +7,22 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from safetensors.torch import save
 
-from flowrl.core.errors import CheckpointError, ConfigError, CreditError, RewardError, TrainingError
+from flowrl.core.errors import ConfigError, CreditError, RewardError, TrainingError
 from flowrl.core.experience import Credit, Decisions, Experience
-from flowrl.core.protocols import ForwardLoss
 from flowrl.core.types import Prompt
 from flowrl.credit import GDPO, SiblingRelative, Uniform, Weighted
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
-from flowrl.losses import GSPO, ClippedLoss, DiffusionNFT
-from flowrl.methods import METHODS, named_method
+from flowrl.losses import GSPO, ClippedLoss
+from flowrl.methods import named_method
 from flowrl.parts.prompt_stream import PromptStream
 from flowrl.parts.registry import build
 from flowrl.probes import Branch, NoProbe
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import minibatch_rows, transition_weights
-from flowrl.rollout.loss_batch import Rows
-from flowrl.samplers import CPS, RandomWindow
+from flowrl.rollout.batches import Rows
+from flowrl.samplers import RandomWindow
 from flowrl.training.build import (
     check,
     make_method,
@@ -33,10 +31,9 @@ from flowrl.training.build import (
     trained_policy,
     trial_stds,
 )
-from flowrl.training.checkpoint import PER_PARAMETER, load_checkpoint, save_checkpoint
+from flowrl.training.checkpoint import PER_PARAMETER, load_checkpoint
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.evaluation import evaluate
-from flowrl.training.presets import PRESETS
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
 from flowrl.worlds.base import world
@@ -102,10 +99,9 @@ def test_first_update_is_on_policy_and_updates_split_the_trajectories():
 
 
 def test_kl_to_the_reference_is_zero_at_the_start_and_grows():
-    run = trainer(TINY.replace(kl_weight=0.1, learning_rate=1e-2, iterations=6))
-    kls = [run.iteration()["kl"] for _ in range(6)]
-    assert kls[0] == pytest.approx(0.0, abs=1e-9) or kls[0] < kls[-1]
-    assert kls[-1] > 0
+    run = trainer(TINY.replace(kl_weight=0.1, learning_rate=1e-2))
+    kls = [run.iteration()["kl"] for _ in range(4)]
+    assert kls[0] < kls[-1]
 
 
 def test_equal_rewards_change_nothing_but_weight_decay():
@@ -148,33 +144,6 @@ def test_components_are_logged_and_credited_one_by_one():
     small = GDPO(batch=False).credit(record).advantages
     torch.testing.assert_close(Uniform().assign(values, decisions), small)
     assert trainer(TINY, reward=both).iteration()["parts"].keys() == {"small", "large"}
-
-
-def test_a_wrong_component_is_named():
-    wrong = WeightedSum(
-        {
-            "ok": FunctionReward(lambda i, p: torch.zeros(len(p))),
-            "odd": FunctionReward(lambda i, p: torch.zeros(2)),
-        }
-    )
-    with pytest.raises(RewardError, match="reward 'odd' returned shape"):
-        trainer(TINY, reward=wrong).iteration()
-    nan = WeightedSum({"nan": FunctionReward(lambda i, p: torch.full((len(p),), float("nan")))})
-    with pytest.raises(RewardError, match=r"reward 'nan' returned .* not finite"):
-        trainer(TINY, reward=nan).iteration()
-    with pytest.raises(ConfigError, match=r"WeightedSum.weights"):
-        WeightedSum({"a": FunctionReward(lambda i, p: torch.zeros(len(p)))}, {"b": 1.0})
-
-
-def test_initial_noise_can_be_overruled():
-    assert make_method(TINY.replace(method="stepwise-flow-grpo")).shared_noise
-    assert not make_method(
-        TINY.replace(method="stepwise-flow-grpo", initial_noise="independent")
-    ).shared_noise
-    assert make_method(TINY.replace(initial_noise="shared")).shared_noise
-    assert make_method(TINY.replace(credit="stepwise-gain")).shared_noise
-    with pytest.raises(ConfigError, match="initial_noise"):
-        TINY.replace(initial_noise="same")
 
 
 def test_a_random_window_is_drawn_once_per_iteration():
@@ -253,32 +222,39 @@ def two_iterations(run):
     return rows, [tensor.clone() for tensor in (*run.parameters, *run.average)]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"window": "random(size=2)", "kl_weight": 0.1},
-        {"method": "diffusion-nft"},
-        {"credit": "moving-average-gain", "method": "gain"},
-        {"credit": "value-tracker", "method": "tracker"},
-        {"world": "shapes", "task": "text", "dtype": "float16"},
-    ],
-    ids=lambda changes: changes.get("method", changes.get("dtype", "flow-grpo")),
-)
-def test_a_state_is_a_snapshot(changes):
-    """The trainer repeats two iterations to the bit, twice; its state stays as it was taken."""
-    run = trainer(TINY.replace(iterations=20, **changes))
+DGPO_LOSS = "dgpo(beta_dpo=1.0, clip=none, decay=(0, 0.1, 0.3), sample_from=1, times=steps(count=2, steps=3))"
+SAVED = {
+    "flow-grpo": {"window": "random(size=2)", "kl_weight": 0.1},
+    "diffusion-nft": {"method": "diffusion-nft"},
+    "nft, late copy": {"loss": "diffusion-nft(decay=(1, 0.3, 0.6))"},
+    "awm": {"method": "awm", "loss": "awm(decay=(0, 0.1, 0.3), times=stratified(count=2))"},
+    "dgpo": {"loss": DGPO_LOSS},
+    "moving average": {"credit": "moving-average-gain", "method": "gain"},
+    "value tracker": {"credit": "value-tracker", "method": "tracker"},
+    "float16": {"world": "shapes", "task": "text", "dtype": "float16"},
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_state_is_a_snapshot_of_all_that_the_next_iterations_need(name):
+    """This trainer and a fresh one repeat two iterations to the bit; the state stays as taken."""
+    config = TINY.replace(iterations=20, **SAVED[name])
+    run = trainer(config)
     run.iteration()
     state = run.state()
     tensors = {name: tensor.clone() for name, tensor in state.tensors.items()}
     values = json.dumps(state.values)
     rows, tensors_after = two_iterations(run)
     assert rows[0]["grad_norm"] > 0
-    for _ in range(2):
+    for other in (run, trainer(config)):
         assert all(torch.equal(state.tensors[name], tensor) for name, tensor in tensors.items())
         assert json.dumps(state.values) == values
-        run.restore(state)
-        again, found = two_iterations(run)
-        assert again == rows and all(map(torch.equal, found, tensors_after))
+        other.restore(state)
+        again, tensors_again = two_iterations(other)
+        assert again == rows and all(map(torch.equal, tensors_again, tensors_after))
+    if run.copies.by_name:
+        with pytest.raises(ConfigError, match="another run, loss or model"):
+            run.restore(trainer().state())
 
 
 def test_only_a_state_to_keep_is_copied():
@@ -292,59 +268,6 @@ def test_only_a_state_to_keep_is_copied():
         large = {n: t for n, t in run.state(copied).tensors.items() if n.startswith(PER_PARAMETER)}
         assert len(large) == len(places)
         assert {t.data_ptr() in places for t in large.values()} == {not copied}
-
-
-def test_checkpoints_refuse_what_is_not_theirs(tmp_path):
-    run = trainer()
-    run.iteration()
-    path = tmp_path / "checkpoint.safetensors"
-    save_checkpoint(path, run.state())
-    with pytest.raises(ConfigError, match="another run"):
-        trainer(preset("tiny").apply()).restore(load_checkpoint(path))
-    data = path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match="hash"):
-        load_checkpoint(path)
-    path.write_bytes(save({}, {"format": "other"}))
-    with pytest.raises(CheckpointError, match="format 'other'"):
-        load_checkpoint(path)
-    path.write_bytes(data[:-9])
-    with pytest.raises(CheckpointError, match="not a flowrl checkpoint"):
-        load_checkpoint(path)
-    with pytest.raises(CheckpointError, match="does not exist"):
-        load_checkpoint(tmp_path / "none")
-
-
-@dataclass(frozen=True)
-class WrongShape:
-    """One advantage too many."""
-
-    probe: NoProbe = NoProbe()
-
-    def assign(self, values, decisions):
-        return torch.zeros_like(values)
-
-
-@dataclass(frozen=True)
-class ReadsUnfilledColumns:
-    """Asks for nothing, reads everything."""
-
-    probe: NoProbe = NoProbe()
-
-    def assign(self, values, decisions):
-        return values.diff(dim=-1)
-
-
-@pytest.mark.parametrize(
-    ("rule", "words"),
-    [
-        (WrongShape(), r"shape \(2, 3, 3\), not .* \(2, 3, 2\)"),
-        (ReadsUnfilledColumns(), "not finite"),
-    ],
-)
-def test_rules_that_break_their_contract_are_named(rule, words):
-    with pytest.raises(CreditError, match=words):
-        trainer(method=replace(make_method(TINY), credit=rule)).iteration()
 
 
 def test_failures_name_the_cause_and_leave_the_weights_alone():
@@ -392,40 +315,6 @@ def test_failures_name_the_cause_and_leave_the_weights_alone():
 def test_bad_settings_are_refused_before_anything_is_built(changes, words):
     with pytest.raises(ConfigError, match=words):
         check(RunConfig.of(**changes))
-
-
-def test_unknown_names_list_what_is_allowed(tmp_path):
-    with pytest.raises(ConfigError, match="flow-grpo, stepwise-flow-grpo, tp-grpo"):
-        named_method("ppo")
-    with pytest.raises(ConfigError, match="default, long, tiny"):
-        preset("huge")
-    with pytest.raises(ConfigError, match="unknown group or setting 'colour'"):
-        RunConfig.from_dict({"colour": 1})
-    with pytest.raises(ConfigError, match="does not exist"):
-        build("credit", str(tmp_path / "none.py:Rule"))
-    file = tmp_path / "rules.py"
-    file.write_text("class Rule:\n    pass\n")
-    with pytest.raises(ConfigError, match="no class 'Other'; it defines Rule"):
-        build("credit", f"{file}:Other")
-    with pytest.raises(ConfigError, match="not a credit rule"):
-        build("credit", f"{file}:Rule")
-    with pytest.raises(ConfigError, match=r"file\.py:Class"):
-        build("credit", "rules")
-
-
-def test_configs_survive_json_and_presets_are_valid():
-    for name in PRESETS:
-        config = preset(name).apply()
-        assert RunConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
-    for name in METHODS:
-        own = METHODS[name]()
-        loss = (
-            DiffusionNFT(beta=0.5)
-            if isinstance(own.loss, ForwardLoss)
-            else ClippedLoss(clip_range=1e-3)
-        )
-        method = METHODS[name](CPS(0.7), loss)
-        assert method.name == name and method.loss == loss
 
 
 def test_prompts_come_in_shuffled_passes():
@@ -642,16 +531,6 @@ def test_trajectories_of_advantage_0_are_left_out_as_a_whole(monkeypatch):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
 
 
-def test_a_loss_of_trajectories_without_row_terms_needs_room_for_them():
-    method = replace(make_method(SEQUENCES), loss=ByStep())
-    sequences_run(method, micro_batch=5)
-    with pytest.raises(
-        ConfigError,
-        match=r"ByStep needs a whole trajectory in a micro-batch.*raise micro_batch.*row_terms",
-    ):
-        sequences_run(method, micro_batch=4)
-
-
 @pytest.mark.parametrize("unit", ["trajectory", "group"])
 @pytest.mark.parametrize("weight", ["leaf", "edge"])
 def test_units_of_trees_stay_whole(unit, weight):
@@ -677,8 +556,7 @@ def test_units_of_trees_stay_whole(unit, weight):
 
 
 def test_the_trust_region_of_the_penalty_acts_at_advantage_0():
-    rows, found = sequences_run(
-        replace(make_method(SEQUENCES), loss=build("loss", "kl-penalty"), credit=HalfOfTheGroups())
-    )
+    loss, credit = build("loss", "kl-penalty"), HalfOfTheGroups()
+    rows, weights = sequences_run(replace(make_method(SEQUENCES), loss=loss, credit=credit))
     assert [row["zero_rows"] for row in rows] == [0] * 3
-    assert bool(found.isfinite().all()) and rows[-1]["approx_kl"] > 0
+    assert bool(weights.isfinite().all()) and rows[-1]["approx_kl"] > 0

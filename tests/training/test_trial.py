@@ -129,7 +129,10 @@ def test_a_faulty_part_stops_the_run_before_anything_is_written(
     assert Run(config, out, trial=False).execute()
 
 
-@pytest.mark.parametrize(("setting", "part"), [("loss", "Ascent"), ("reward", "Centred")])
+@pytest.mark.parametrize(
+    ("setting", "part"),
+    [("loss", "Ascent"), ("reward", "Centred"), ("heldout-rewards", "Centred")],
+)
 def test_a_faulty_part_stops_a_comparison(
     setting: str, part: str, mine: Path, tmp_path: Path, capsys
 ) -> None:

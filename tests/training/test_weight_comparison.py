@@ -9,13 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from scipy import stats
+from small_run import words
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
 from flowrl.rewards.combine import FunctionReward
-from flowrl.testing.tiny import TINY, tiny_sd3, tiny_sd3_policy
+from flowrl.testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 from flowrl.training.weight_comparison import (
     SamplingSettings,
     compare_scores,
@@ -37,16 +39,8 @@ class Dark:
         return scores
 """
 PROMPTS = ("a red fox", "a red car", "a red hat")
-SIZES = [
-    "--resolution",
-    "16",
-    "--max-sequence-length",
-    "24",
-    "--device",
-    "cpu",
-    "--dtype",
-    "float32",
-]
+SIZES = {"resolution": 16, "max_sequence_length": 24, "device": "cpu", "dtype": "float32"}
+BRIGHT = {"bright": FunctionReward(lambda images, _: images.mean((1, 2, 3)))}
 
 
 @pytest.fixture(scope="module")
@@ -56,259 +50,117 @@ def folder(tmp_path_factory):
     (root / "prompts.txt").write_text("\n".join(PROMPTS))
     (root / "reward.py").write_text(REWARDS)
     tiny_sd3().save_pretrained(root / "model")
-    files = [
-        "--model",
-        str(root / "model"),
-        "--prompts",
-        str(root / "prompts.txt"),
-        "--reward",
-        f"{root}/reward.py:Redness",
-    ]
-    more = [
-        "--lora-rank",
-        "2",
-        "--preset",
-        "tiny",
-        "--learning-rate",
-        "0.3",
-        "--ema-decay",
-        "0",
-        "--groups",
-        "1",
-        "--guidance-scale",
-        "2",
-        "--tracker",
-        "none",
-    ]
-    assert main(["train", *files, *SIZES, *more, "--out", str(root / "run")]) == 0
+    training = {"preset": "tiny", "lora_rank": 2, "learning_rate": 0.3, "ema_decay": 0, "groups": 1}
+    more = {"guidance_scale": 2, "tracker": "none", "reward": redness(root), "out": root / "run"}
+    assert main(["train", *words(**base(root), **training, **more)]) == 0
     return root
 
 
-def results(path):
-    return json.loads((path / "evaluation.json").read_text())
+def base(folder):
+    """The model and its prompts."""
+    return {"model": folder / "model", "prompts": folder / "prompts.txt", **SIZES}
+
+
+def redness(folder):
+    return f"{folder}/reward.py:Redness"
+
+
+def evaluated(out, **options):
+    """evaluation.json of a command, and the difference by its first reward."""
+    assert main(["evaluate", *words(**options, out=out)]) == 0
+    values = json.loads((out / "evaluation.json").read_text())
+    return values, next(iter(values["scores"].values()))
 
 
 def test_a_run_is_compared_with_its_base_model(folder, capsys):
-    run, rewards = folder / "run", f"{folder}/reward.py"
-    several = ["--reward", f"{rewards}:Redness", "--reward", f"{rewards}:Dark"]
-    assert (
-        main(
-            [
-                "evaluate",
-                "--weights",
-                str(run),
-                "--trust",
-                *several,
-                "--count",
-                "2",
-                "--batch",
-                "4",
-                "--html",
-            ]
-        )
-        == 0
-    )
-    shown, found = capsys.readouterr().out, results(run / "evaluation")
-    assert (
-        set(found["scores"]) == {f"{rewards}:Redness", f"{rewards}:Dark"}
-        and "difference [95% interval]" in shown
-    )
-    redness, dark = found["scores"].values()
-    assert redness["trained"] != redness["base"] and f"{redness['difference']:+.4f}" in shown
-    assert (redness["prompts"], redness["invalid"], dark["prompts"], dark["invalid"]) == (
-        3,
-        0,
-        2,
-        2,
-    )
-    assert [line["prompt"] for line in found["each"]] == list(PROMPTS) and found["guidance"] == 2
-    assert found["each"][1]["scores"][f"{rewards}:Dark"] == [None, None]
+    run, rewards = folder / "run", [redness(folder), f"{folder}/reward.py:Dark"]
+    options = {"weights": run, "trust": True, "reward": rewards, "count": 2, "batch": 4}
+    values, red = evaluated(run / "evaluation", **options, html=True)
+    shown = capsys.readouterr().out
+    assert list(values["scores"]) == rewards and "difference [95% interval]" in shown
+    assert red["trained"] != red["base"] and f"{red['difference']:+.4f}" in shown
+    assert values["prompts"] == 3 and values["guidance"] == 2
+    dark = values["scores"][rewards[1]]
+    assert (red["prompts"], red["invalid"], dark["prompts"], dark["invalid"]) == (3, 0, 2, 2)
     page = (run / "evaluation" / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 1 and "a red hat" in page and "http" not in page
-    assert (run / "evaluation" / "grid.png").stat().st_size > 1000
     for card in (run / "README.md", run / "lora" / "README.md"):
-        assert f"{redness['difference']:+.4f} [{redness['low']:+.4f}" in card.read_text()
-        # nobody else has these folders
-        assert str(folder) not in card.read_text().replace("](", "")
+        text = card.read_text()
+        assert f"{red['difference']:+.4f} [{red['low']:+.4f}" in text
+        # these folders exist on this machine only
+        assert str(folder) not in text.replace("](", "")
 
 
 def test_a_lora_gives_the_numbers_of_the_run_it_comes_from(folder, tmp_path):
-    """Through diffusers' own loader, as a LoRA from any other program."""
-    common = [
-        "--reward",
-        f"{folder}/reward.py:Redness",
-        "--num-steps",
-        "3",
-        "--guidance-scale",
-        "2",
-        "--batch",
-        "2",
-    ]
-    assert (
-        main(
-            [
-                "evaluate",
-                "--weights",
-                str(folder / "run"),
-                "--trust",
-                *common,
-                "--out",
-                str(tmp_path / "a"),
-            ]
-        )
-        == 0
-    )
-    again = [
-        "--model",
-        str(folder / "model"),
-        "--prompts",
-        str(folder / "prompts.txt"),
-        *SIZES,
-        *common,
-    ]
-    files = {
-        "folder": folder / "run" / "lora",
-        "file": folder / "run" / "lora" / "pytorch_lora_weights.safetensors",
-    }
-    (expected,) = results(tmp_path / "a")["scores"].values()
-    for name, weights in files.items():
-        assert (
-            main(["evaluate", "--weights", str(weights), *again, "--out", str(tmp_path / name)])
-            == 0
-        )
-        (found,) = results(tmp_path / name)["scores"].values()
+    """Through diffusers' own loader, as a LoRA from any other program; a file is not looked for
+    under its usual name.
+    """
+    run, lora = folder / "run", folder / "run" / "lora"
+    common = {"reward": redness(folder), "num_steps": 3, "guidance_scale": 2, "batch": 2}
+    _, expected = evaluated(tmp_path / "run", weights=run, trust=True, **common)
+    usual = "pytorch_lora_weights.safetensors"
+    shutil.copy(lora / usual, tmp_path / "mine.safetensors")
+    other = {name: 0 * tensor for name, tensor in load_file(lora / usual).items()}
+    save_file(other, tmp_path / usual)
+    for weights in (lora, tmp_path / "mine.safetensors"):
+        _, found = evaluated(tmp_path / weights.stem, weights=weights, **base(folder), **common)
         for key in ("base", "trained", "low", "high"):
-            assert found[key] == pytest.approx(expected[key], abs=2e-6), (name, key)
+            assert found[key] == pytest.approx(expected[key], abs=2e-6), (weights, key)
 
 
 def test_whole_transformers_can_be_compared_too(folder, tmp_path):
-    other = tiny_sd3(seed=5)
-    other.transformer.save_pretrained(tmp_path / "full" / "transformer")
-    again = [
-        "--model",
-        str(folder / "model"),
-        "--prompts",
-        str(folder / "prompts.txt"),
-        *SIZES,
-        "--num-steps",
-        "2",
-        "--limit",
-        "2",
-    ]
-    assert (
-        main(
-            [
-                "evaluate",
-                "--weights",
-                str(tmp_path / "full"),
-                *again,
-                "--reward",
-                f"{folder}/reward.py:Redness",
-            ]
-        )
-        == 0
-    )
-    (found,) = results(tmp_path / "full" / "evaluation")["scores"].values()
+    tiny_sd3(seed=5).transformer.save_pretrained(tmp_path / "full" / "transformer")
+    options = {"reward": redness(folder), "num_steps": 2, "limit": 2}
+    _, found = evaluated(tmp_path / "out", weights=tmp_path / "full", **base(folder), **options)
     assert found["prompts"] == 2 and found["base"] != found["trained"]
 
 
 def test_every_prompt_is_embedded_once_for_both_weights(folder, tmp_path, monkeypatch):
-    """However many prompts the run kept in training: here fewer than it has. The text encoders
-    visit the device once.
-    """
+    """However many prompts the run kept in training: here fewer than it has."""
     from flowrl.policies.families import SD3
-    from flowrl.policies.prompt_cache import PromptCache
 
     shutil.copytree(folder / "run", tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     config["policy"]["prompt_cache"] = 2
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
-    texts, encode, warm, visits = [], SD3.encode, PromptCache.warm, []
+    texts, encode = [], SD3.encode
     monkeypatch.setattr(
         SD3,
         "encode",
         lambda self, pipe, text, *more: (texts.append(text), encode(self, pipe, text, *more))[1],
     )
-    monkeypatch.setattr(
-        PromptCache,
-        "warm",
-        lambda self, given: (visits.append(len(self._numbers)), warm(self, given))[1],
-    )
-    common = [
-        "--reward",
-        f"{folder}/reward.py:Redness",
-        "--num-steps",
-        "1",
-        "--count",
-        "2",
-        "--batch",
-        "2",
-    ]
-    lora = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.txt"), *SIZES]
-    for weights, more in ((tmp_path / "run", ["--trust"]), (folder / "run" / "lora", lora)):
-        assert (
-            main(
-                [
-                    "evaluate",
-                    "--weights",
-                    str(weights),
-                    *more,
-                    *common,
-                    "--out",
-                    str(tmp_path / "out"),
-                ]
-            )
-            == 0
-        )
-        assert sorted(texts) == ["", *sorted(PROMPTS)] and visits[0] == 0 and set(visits[1:]) == {4}
-        texts.clear(), visits.clear()
+    common = {"reward": redness(folder), "num_steps": 1, "count": 2, "batch": 2}
+    run, lora = tmp_path / "run", folder / "run" / "lora"
+    for sources in ({"weights": run, "trust": True}, {"weights": lora, **base(folder)}):
+        evaluated(tmp_path / "out", **sources, **common)
+        assert sorted(texts) == ["", *sorted(PROMPTS)]
+        texts.clear()
 
 
-def test_weights_that_changed_nothing_differ_by_nothing(tmp_path):
-    """A run of the image world whose learning rate rounds to no change: every difference is 0 to
-    rounding, in all three forms.
+@pytest.mark.parametrize("name", ["shapes", "mixture"])
+def test_weights_that_changed_nothing_differ_by_nothing(name, tmp_path):
+    """A run whose learning rate rounds to no change: every difference is 0 to rounding, by all
+    forms of the reward.
     """
     out = tmp_path / "run"
-    assert (
-        main(
-            [
-                "train",
-                "--preset",
-                "tiny",
-                "--learning-rate",
-                "1e-12",
-                "--weight-decay",
-                "0",
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
-    assert main(["evaluate", "--weights", str(out), "--limit", "3", "--num-steps", "4"]) == 0
-    found = results(out / "evaluation")["scores"]
-    assert set(found) == {"strict", "graded", "soft"}
-    assert all(abs(score["difference"]) < 1e-5 for score in found.values())
-
-
-def test_the_mixture_world_too(tmp_path):
-    out = tmp_path / "run"
-    assert main(["train", "--preset", "tiny", "--world", "mixture", "--out", str(out)]) == 0
-    assert main(["evaluate", "--weights", str(out), "--limit", "2", "--count", "3", "--html"]) == 0
-    assert (out / "evaluation" / "report.html").exists()
+    training = words(preset="tiny", world=name, learning_rate=1e-12, weight_decay=0, out=out)
+    assert main(["train", *training]) == 0
+    values, _ = evaluated(tmp_path / "out", weights=out, limit=3, num_steps=4, html=True)
+    assert len(values["scores"]) == 3
+    assert all(abs(score["difference"]) < 1e-5 for score in values["scores"].values())
 
 
 def test_the_interval_is_students_over_prompts():
     """Golden: scipy's paired t-test on the prompts' means."""
     generator = torch.Generator().manual_seed(3)
-    base = torch.rand(12, 4, generator=generator)
-    trained = base + 0.1 + 0.3 * torch.randn(12, 4, generator=generator)
-    found = compare_scores(base, trained)
-    test = stats.ttest_rel(trained.double().mean(1), base.double().mean(1))
+    before = torch.rand(12, 4, generator=generator)
+    after = before + 0.1 + 0.3 * torch.randn(12, 4, generator=generator)
+    found = compare_scores(before, after)
+    test = stats.ttest_rel(after.double().mean(1), before.double().mean(1))
     interval = test.confidence_interval(0.95)  # pyright: ignore[reportAttributeAccessIssue]
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high), abs=1e-9)
     assert found.difference == pytest.approx(found.trained - found.base)
-    assert found.better == pytest.approx(float((trained.mean(1) > base.mean(1)).double().mean()))
+    assert found.better == pytest.approx(float((after.mean(1) > before.mean(1)).double().mean()))
 
 
 def test_intervals_cover():
@@ -324,39 +176,31 @@ def test_intervals_cover():
 
 
 def test_invalid_pairs_are_left_out():
-    nan = float("nan")
-    found = compare_scores(
-        torch.tensor([[1.0, nan], [nan, nan], [3.0, 5.0]]),
-        torch.tensor([[2.0, 9.0], [1.0, 1.0], [4.0, 8.0]]),
-    )
-    assert (found.base, found.trained, found.difference, found.prompts, found.invalid) == (
-        2.5,
-        4.0,
-        1.5,
-        2,
-        3,
-    )
-    with pytest.raises(ConfigError, match="invalid"):
+    nan = math.nan
+    before, after = [[1.0, nan], [nan, nan], [3.0, 5.0]], [[2.0, 9.0], [1.0, 1.0], [4.0, 8.0]]
+    found = compare_scores(torch.tensor(before), torch.tensor(after))
+    assert (found.base, found.trained, found.difference) == (2.5, 4.0, 1.5)
+    assert (found.prompts, found.invalid) == (2, 3)
+    with pytest.raises(ConfigError, match="scores = 'NaN' is not allowed"):
         compare_scores(torch.tensor([[nan]]), torch.tensor([[1.0]]))
-    single = compare_scores(torch.tensor([[1.0]]), torch.tensor([[2.0]]))
-    assert single.difference == 1.0 and math.isnan(single.low)
+    assert compare_scores(torch.tensor([[1.0]]), torch.tensor([[2.0]])).high == math.inf
 
 
 def test_images_do_not_depend_on_batches():
     chosen = world("shapes")
     policy, prompts = chosen.policy(PolicyOptions()), chosen.prompts("compositional", "heldout")[:3]
-    reward = {"bright": FunctionReward(lambda images, _: images.mean((1, 2, 3)))}
-    whole, parts = (
-        sample_and_score(
-            policy, prompts, reward, SamplingSettings(steps=3, count=2, batch=batch, shown=2)
-        )
-        for batch in (64, 4)
+    single, parts, together = (
+        sample_and_score(policy, prompts, BRIGHT, SamplingSettings(3, count, batch=batch, shown=2))
+        for count, batch in ((1, 64), (2, 4), (2, 64))
     )
-    torch.testing.assert_close(whole.scores["bright"], parts.scores["bright"], atol=1e-5, rtol=0)
-    assert whole.shown.shape == parts.shown.shape == (2, 3, 64, 64)
-    one = sample_and_score(policy, prompts, reward, SamplingSettings(steps=3, count=1, batch=64))
+    scores = [side.scores["bright"] for side in (single, parts, together)]
+    torch.testing.assert_close(scores[2], scores[1], atol=1e-5, rtol=0)
+    # the first image of each prompt is shown
+    means = parts.shown.mean((1, 2, 3))
+    assert parts.shown.shape == together.shown.shape == (2, 3, 64, 64)
+    torch.testing.assert_close(means, scores[1][:2, 0], atol=1e-5, rtol=0)
     # image j of prompt i: noise i count + j
-    assert not torch.equal(whole.scores["bright"][1:, 0], one.scores["bright"][1:, 0])
+    assert not torch.equal(scores[2][1:, 0], scores[0][1:, 0])
 
 
 def test_prompts_are_embedded_once_for_both_weights():
@@ -366,115 +210,40 @@ def test_prompts_are_embedded_once_for_both_weights():
     policy = tiny_sd3_policy(replace(TINY, prompt_cache=2, guidance_scale=2.0))
     embed, calls = policy.prompts.encode, []
     policy.prompts.encode = lambda texts: (calls.append(len(texts)), embed(texts))[1]
-    reward = {"bright": FunctionReward(lambda images, _: images.mean((1, 2, 3)))}
     prompts = [Prompt(f"number {n}") for n in range(5)]
-    compare_weights(
-        policy, lambda: None, prompts, reward, SamplingSettings(steps=2, count=2, batch=3), {}
-    )
+    how = SamplingSettings(steps=2, count=2, batch=3)
+    compare_weights(policy, lambda: None, prompts, BRIGHT, how, {})
     assert calls == [6]
 
 
+LORA = {"weights": ".", "model": "m", "prompts": "text[0:2]", "reward": "ocr"}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("options", "told"),
     [
-        (
-            ["--weights", "nowhere"],
-            "is not the folder of a run; for a LoRA or a transformer give its --model too",
-        ),
-        (
-            ["--weights", "nowhere", "--model", "m", "--prompts", "text[0:2]", "--reward", "ocr"],
-            "nowhere does not exist",
-        ),
-        (["--weights", "w", "--model", "m", "--reward", "ocr"], "prompts = "),
-        (["--weights", "w", "--model", "m", "--prompts", "text[0:2]"], "reward = "),
-        (["--weights", "w", "--limit", "-1"], "limit = -1"),
-        (
-            [
-                "--weights",
-                ".",
-                "--model",
-                "m",
-                "--prompts",
-                "text[0:2]",
-                "--reward",
-                "ocr",
-                "--guidance-scale",
-                "0",
-            ],
-            "guidance_scale = 0.0",
-        ),
-        (
-            [
-                "--weights",
-                ".",
-                "--model",
-                "m",
-                "--prompts",
-                "text[0:2]",
-                "--reward",
-                "ocr",
-                "--resolution",
-                "0",
-            ],
-            "resolution = 0",
-        ),
+        ({"weights": "nowhere"}, "the folder of a run; for a LoRA or a transformer give"),
+        (LORA | {"weights": "nowhere"}, "nowhere does not exist"),
+        ({"weights": "w", "model": "m", "reward": "ocr"}, "prompts = "),
+        ({"weights": "w", "model": "m", "prompts": "text[0:2]"}, "reward = "),
+        ({"weights": "w", "limit": -1}, "limit = -1"),
+        (LORA | {"guidance_scale": 0}, "guidance_scale = 0.0"),
+        (LORA | {"resolution": 0}, "resolution = 0"),
     ],
 )
-def test_what_is_wrong_is_said(arguments, words, capsys, tmp_path, monkeypatch):
+def test_what_is_wrong_is_said(options, told, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["evaluate", *arguments]) == 2
-    assert words in capsys.readouterr().err
+    assert main(["evaluate", *words(**options)]) == 2
+    assert told in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_steps_are_not_the_usual_ones(folder, tmp_path, capsys):
-    assert (
-        main(
-            [
-                "evaluate",
-                "--weights",
-                str(folder / "run"),
-                "--trust",
-                "--num-steps",
-                "0",
-                "--out",
-                str(tmp_path),
-            ]
-        )
-        == 2
-    )
-    assert "steps = 0 is not allowed" in capsys.readouterr().err
-
-
 def test_a_lora_of_another_model_is_refused(folder, tmp_path, capsys):
-    from flowrl.testing.tiny import tiny_flux_policy
-
     tiny_flux_policy().save(tmp_path / "flux")
-    again = [
-        "--model",
-        str(folder / "model"),
-        "--prompts",
-        str(folder / "prompts.txt"),
-        *SIZES,
-        "--num-steps",
-        "1",
-        "--limit",
-        "1",
-    ]
-    assert (
-        main(
-            [
-                "evaluate",
-                "--weights",
-                str(tmp_path / "flux"),
-                *again,
-                "--reward",
-                f"{folder}/reward.py:Redness",
-            ]
-        )
-        == 2
-    )
-    assert (
-        "holds no LoRA and no transformer for this model"
-        in capsys.readouterr().err.splitlines()[-1]
-    )
+    options = {"weights": tmp_path / "flux", "reward": redness(folder), "num_steps": 1, "limit": 1}
+    assert main(["evaluate", *words(**base(folder), **options)]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "holds no LoRA and no transformer for this model" in told
+    run = words(weights=folder / "run", trust=True, num_steps=0, out=tmp_path)
+    assert main(["evaluate", *run]) == 2
+    assert "steps = 0 is not allowed" in capsys.readouterr().err

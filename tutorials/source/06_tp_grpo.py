@@ -31,6 +31,7 @@ from flowrl.probes import Completion
 from flowrl.samplers import FlowSDE, Windowed
 from flowrl.worlds import PolicyOptions
 from flowrl_bench.explain import explain
+from flowrl_bench.rules import TurningPointVariant
 from flowrl_course import lesson_06 as lesson
 from flowrl_course.batches import STEPS, credit_gradients, ode_images, pairwise_cosines, sample_groups
 from flowrl_course.figures import ACCENT, COLOURS, DATA, INK, NOISE, OTHERS, animation, clean, panels, pixels
@@ -545,7 +546,7 @@ plt.show()
 # The measured count is below that of independent noise and of a random walk, and within its error of the shuffle: **the number of turning points in this world is explained by chance.** By decision there is a difference. Decision 0 is consistent much less often than after shuffling, and decisions 2 to 6 turn somewhat more often. An early gain tends to be
 # followed by a loss, plausibly because a reward close to its bound of 1 can mostly fall. On the right, from decision 5 on, the remaining change at a turning point is tiny, but step-by-step normalisation scales it up to full size.
 #
-# This does not show that the credit $R - R_k$ is wrong. It shows that a large number of turning points is no evidence for the method, and that `TurningPoint(min_size=0.01)` may be useful.
+# This does not show that the credit $R - R_k$ is wrong. It shows that a large number of turning points is no evidence for the method, and that `TurningPointVariant(min_size=0.01)` may be useful.
 #
 # ## The first reward must be the trajectory's own
 #
@@ -583,10 +584,10 @@ palette = shapes.prompts("preference", "train")
 batches = [sample_groups(base, judge, palette[8 * k % 24 :][:8], 12, window, Completion(), seed=k) for k in range(4)]
 rules = {
     "uniform (Flow-GRPO)": Uniform(),
-    "increments alone": TurningPoint(where="none"),
+    "increments alone": TurningPointVariant(where="none"),
     "turning points": TurningPoint(),
-    "random decisions": TurningPoint(where="random"),
-    "increments, joint": TurningPoint(where="none", normalise="joint"),
+    "random decisions": TurningPointVariant(where="random"),
+    "increments, joint": TurningPointVariant(where="none", rule=TurningPoint(normalise="joint")),
     "turning points, joint": TurningPoint(normalise="joint"),
 }
 by_batch = [credit_gradients(batch, list(rules.values())) for batch in batches]
@@ -612,7 +613,7 @@ settings = preset("default").apply(task="preference", groups=8, group_size=12, i
 changes = {
     "flow-grpo": {"method": "flow-grpo"},
     "tp-grpo": {"method": "tp-grpo"},
-    "random": {"method": "random decisions", "credit": "turning-point(where=random)"},
+    "random": {"method": "random decisions", "credit": "turning-point-variant(where=random)"},
 }
 runs = {name: train(settings.replace(**change)) for name, change in changes.items()}
 for name, run in runs.items():

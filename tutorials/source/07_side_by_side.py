@@ -29,10 +29,10 @@ import matplotlib.pyplot as plt
 import torch
 
 from flowrl import world
-from flowrl.credit import TurningPoint
 from flowrl.flow import log_prob
 from flowrl.losses import ClippedLoss
 from flowrl.cli.style import spread_labels
+from flowrl_bench.rules import TurningPointVariant
 from flowrl_course import lesson_07 as lesson
 from flowrl_course.figures import COLOURS, INK, NOISE, animation, clean, panels, plane, target
 from flowrl_course.runs import learn, start
@@ -576,8 +576,10 @@ for price, budget in (("iterations", 6), ("work", 14_400)):
 # %%
 controls = {
     "turning points": [run.reward[:5] for run in runs["tp-grpo", TIGHT]],
-    "random steps": [learn(rule=TurningPoint(where="random"), seed=s, clip_range=TIGHT, iterations=8).reward for s in range(6)],
-    "none": [learn(rule=TurningPoint(where="none"), seed=s, clip_range=TIGHT, iterations=8).reward for s in range(6)],
+    "random steps": [
+        learn(rule=TurningPointVariant(where="random"), seed=s, clip_range=TIGHT, iterations=8).reward for s in range(6)
+    ],
+    "none": [learn(rule=TurningPointVariant(where="none"), seed=s, clip_range=TIGHT, iterations=8).reward for s in range(6)],
 }
 controls = {name: torch.stack(found) for name, found in controls.items()}
 ends = {name: found[:, -1] for name, found in controls.items()}
@@ -678,7 +680,7 @@ lesson.check_claims(verdicts)
 # | is a difference due to chance | exact permutation test; the method against itself | `training.results.load_comparison` returns the curves of all seeds |
 # | at what cost | iterations, NFE, NFE + 3 × pairs trained, seconds | `nfe_total`, `train_nfe_total`, `seconds_total` of every metrics line |
 # | rule or setting | equal tuning effort for all rules; report on other seeds | `--clip-range`, `--learning-rate`, `--loss`; the metric `clip_fraction` |
-# | which part of the rule | controls that keep all but one part | `--credit "turning-point(where=random)"`, `where=none` |
+# | which part of the rule | controls that keep all but one part | `--credit "turning-point-variant(where=random)"`, `where=none` |
 #
 # ## Further reading
 #

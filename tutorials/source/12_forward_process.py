@@ -32,7 +32,7 @@ from flowrl.core.forward import ForwardBatch
 from flowrl.losses import AWM, DGPO, DiffusionNFT
 from flowrl.probes import NoProbe
 from flowrl.rollout import Groups
-from flowrl.rollout.forward_batch import credited
+from flowrl.rollout.batches import credited
 from flowrl.samplers import ODE, FlowSDE, Multistep, Windowed
 from flowrl.worlds.mixture import WIDTH, ring
 from flowrl_bench.gradients import Setting, alignment, forward_gradients, pathwise_gradients, policy_gradients

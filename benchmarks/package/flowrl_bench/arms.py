@@ -20,7 +20,7 @@ from flowrl.training.arms import (
     rule_name,
     together,
 )
-from flowrl.training.build import check, make_loss, run_method
+from flowrl.training.build import check, run_method
 from flowrl.training.config import RunConfig, preset
 from flowrl_bench.digest import MEASURED
 
@@ -135,7 +135,7 @@ def chosen_worlds(
 
 
 def _own_clip(run: RunConfig) -> float:
-    return float(getattr(make_loss(run), "clip_range", 0.0))
+    return float(getattr(run_method(run).loss, "clip_range", 0.0))
 
 
 def _own_rate(run: RunConfig) -> float:
@@ -216,13 +216,13 @@ _ARMS = (
     Arm("turning points", {"method": "tp-grpo"}, worlds=BOTH),
     Arm(
         "turning points at random steps",
-        {"credit": "turning-point(where=random)"},
+        {"credit": "turning-point-variant(where=random)"},
         worlds=BOTH,
         control=True,
     ),
     Arm(
         "increments alone",
-        {"credit": "turning-point(where='none')"},
+        {"credit": "turning-point-variant(where='none')"},
         worlds=BOTH,
         same="dense-grpo",
     ),

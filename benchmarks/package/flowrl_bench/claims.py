@@ -53,6 +53,11 @@ def points(options: str) -> Arm:
     return {**POINTS, "credit": f"turning-point({options})"}
 
 
+def variant(options: str) -> Arm:
+    """The arm of a variant of turning points with the same learning rate, clip and noise level."""
+    return {**POINTS, "credit": f"turning-point-variant({options})"}
+
+
 @dataclass(frozen=True)
 class Claim:
     """A claim or an open question as data.

@@ -21,6 +21,9 @@ class Claims:
     """Test the papers' claims: make the missing runs of the results file, judge, and write the
     page.
 
+    Arms and rules were fixed before the runs, so there is no `--arm`: for an arm of your own use
+    `flowrl bench rule --arm`.
+
     Example: flowrl bench claims --quick --workers 2
     """
 

@@ -14,7 +14,6 @@ edge counts in the agreement as it does in the update.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -23,9 +22,8 @@ from torch import Tensor
 from flowrl.core.errors import require
 from flowrl.core.experience import CreditTable, Decisions, ValueTable
 from flowrl.core.protocols import CreditRule, RewardModel
-from flowrl.flow import sample as draw
 from flowrl.probes import NoProbe, Probe
-from flowrl.rollout import Groups, Rollout, Usage, Walkers, continued, score
+from flowrl.rollout import Groups, Rollout, Usage, Walk, score
 from flowrl_bench.gradients import Setting, assigned
 
 
@@ -97,11 +95,18 @@ def _require_two(continuations: int) -> None:
     )
 
 
-def _walkers(setting: Setting, seed: int, usage: Usage, max_batch: int) -> Walkers:
-    next_nodes = partial(draw, generator=torch.Generator().manual_seed(seed))
-    drawn = (setting.stds > 0).tolist()
-    return Walkers(
-        setting.policy, setting.sampler, setting.schedule, drawn, next_nodes, usage, max_batch
+def _walk(setting: Setting, groups: Groups, seed: int, usage: Usage | None, max_batch: int) -> Walk:
+    condition, generator = setting.policy.encode(setting.prompts), torch.Generator()
+    return Walk(
+        setting.policy,
+        setting.sampler,
+        setting.schedule,
+        setting.stds.cpu(),
+        condition,
+        groups,
+        generator.manual_seed(seed),
+        usage or Usage(),
+        max_batch,
     )
 
 
@@ -124,8 +129,7 @@ def continuation_rewards(
     groups, path, policy = trajectories.groups, trajectories.trajectories, setting.policy
     prompts = [prompt for prompt in setting.prompts for _ in range(groups.members)]
     owners = [prompt for prompt in prompts for _ in range(continuations)]
-    condition = policy.encode(setting.prompts).repeat(groups.members)
-    walkers, steps = _walkers(setting, seed, usage or Usage(), max_batch), path.tree.drawn_steps
+    walk, steps = _walk(setting, groups, seed, usage, max_batch), path.tree.drawn_steps
     found = torch.zeros(len(rewards), groups.samples, len(steps) + 1, continuations)
     with policy.frozen(), torch.no_grad():
         images = policy.decode(path.images_latent)
@@ -134,7 +138,7 @@ def continuation_rewards(
         ]
         for column, step in reversed(list(enumerate(steps))):
             images = policy.decode(
-                continued(walkers, path.at(step), step, condition, continuations)
+                walk.continued(path.at(step), step, continuations, walk.generator)
             )
             for row, reward in enumerate(rewards):
                 found[row, :, column] = score(reward, images, owners).view(-1, continuations)
@@ -164,8 +168,10 @@ def _on_a_tree(
     once, without error.
     """
     tree, count = result.trajectories.tree, result.groups.prompts
-    condition, last = setting.policy.encode(setting.prompts), int(setting.stds.nonzero().max())
-    walkers = _walkers(setting, seed, usage, max_batch)
+    last, walk = (
+        int(setting.stds.nonzero().max()),
+        _walk(setting, result.groups, seed, usage, max_batch),
+    )
     into, parent = tree.drawn.nonzero().flatten(), tree.parent[tree.drawn]
     needed = torch.zeros(tree.units, dtype=torch.bool)
     needed[torch.cat([into, parent, tree.paths[:, -1]])] = True
@@ -175,7 +181,7 @@ def _on_a_tree(
             units = (needed & (tree.node == node)).nonzero().flatten()
             repeats = continuations if node <= last else 1
             states = result.trajectories.states[:, units].flatten(0, 1)
-            latents = continued(walkers, states, node, condition.repeat(len(units)), repeats)
+            latents = walk.continued(states, node, repeats, walk.generator)
             owners = [prompt for prompt in setting.prompts for _ in range(len(units) * repeats)]
             rewards = score(setting.reward, setting.policy.decode(latents), owners).view(
                 count, len(units), repeats

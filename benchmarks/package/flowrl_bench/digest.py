@@ -22,12 +22,21 @@ from flowrl.methods import METHODS
 from flowrl.parts.registry import files_of
 from flowrl.parts.specs import Spec, parse_spec
 from flowrl.training.config import RunConfig, preset
-from flowrl.training.format import STEPS, to_older
 from flowrl_bench.measurements import CURVE, measure
+from flowrl_bench.older_windows import STEPS, to_older
 
 PACKAGES = {"flowrl": Path(flowrl.__file__).parent, "flowrl_bench": Path(__file__).parent}
-RUN = ("flowrl_bench.measurements", "flowrl_bench.negative_controls")
+RUN = tuple(
+    f"flowrl_bench.{name}" for name in ("measurements", "negative_controls", "probes", "rules")
+)
 """Modules from which the imports of a run are followed."""
+RENAMED = {
+    "turning-point-variant(where=random)": "turning-point(where=random)",
+    "turning-point-variant(where='none')": "turning-point(where='none')",
+    "turning-point-variant(min_size=0.1)": "turning-point(min_size=0.1)",
+    "turning-point-variant(confidence=1.0)": "turning-point(confidence=1.0)",
+}
+"""Credit rules and their spelling in older results, whose ids remain valid."""
 RULES = (
     "arms",
     "claims",
@@ -38,7 +47,7 @@ RULES = (
     "evidence",
     "statistics",
 )
-"""Modules of this package that decide on verdicts, with `flowrl.training.curves`."""
+"""Modules of this package that decide on verdicts, with `flowrl.training.statistics`."""
 GOLDEN: dict[str, Any] = {
     "world": "mixture",
     "iterations": 2,
@@ -195,7 +204,7 @@ def code_digest() -> str:
 @cache
 def rules_digest() -> str:
     """The digest of the claims, their verdict rules and the statistics."""
-    names = [f"flowrl_bench.{name}" for name in RULES] + ["flowrl.training.curves"]
+    names = [f"flowrl_bench.{name}" for name in RULES] + ["flowrl.training.statistics"]
     return _digest(path for path in map(_file, names) if path is not None)
 
 
@@ -277,7 +286,8 @@ def _spelled(config: RunConfig) -> dict[str, Any]:
     spelled = {"random": "random(seed=None)", "random(seed=0)": "random"}
     if settings["method"] in MEASURED:
         spelled |= {ONE_STEP: "", "": "own"}
-    settings["credit"] = spelled.get(credit, credit)
+    settings["credit"] = (spelled | RENAMED).get(credit, credit)
+    settings["method"] = RENAMED.get(settings["method"], settings["method"])
     return settings | {name: to_older(name, settings[name]) for name in STEPS}
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.core.errors import ConfigError
-from flowrl.training.curves import Values
-from flowrl.training.statistics import collapsed
+from flowrl.training.statistics import Values, collapsed
 from flowrl_bench.measurements import CURVE
 from flowrl_bench.statistics import (
     SMALLEST,

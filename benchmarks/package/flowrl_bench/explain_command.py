@@ -40,8 +40,9 @@ class Explain:
         """Assign, print, draw."""
         from flowrl.cli.style import require_figure, save
         from flowrl.core.experience import Decisions
+        from flowrl.flow import uniform_schedule
         from flowrl.parts.registry import build
-        from flowrl.training.build import even_stds
+        from flowrl.samplers import transition_stds
         from flowrl_bench.explain import EXAMPLE, explain, parse_rewards, read_rewards
         from flowrl_bench.explain_figure import explanation
 
@@ -51,7 +52,8 @@ class Explain:
         columns = table.values.shape[-1]
         if not table.header and not self.decisions:
             print(f"{columns} columns read as {columns - 1} decisions")
-        stds = even_stds(columns - 1, build("sampler", self.sampler, noise_level=self.noise_level))
+        sampler = build("sampler", self.sampler, noise_level=self.noise_level)
+        stds = transition_stds(sampler, uniform_schedule(columns - 1))
         decisions = Decisions.like(table.values, stds.tolist())
         shown = [explain(build("credit", spec), table, decisions, spec) for spec in self.rules]
         parts = [(one, prompt) for one in shown for prompt in range(len(table.prompts))]

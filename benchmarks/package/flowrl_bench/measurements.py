@@ -19,8 +19,8 @@ from flowrl.probes import Completion
 from flowrl.rollout import EVALUATION_SEED, Groups, Usage, integrate, rollout, score_rollout
 from flowrl.training.build import make_trainer, make_world
 from flowrl.training.config import RunConfig
-from flowrl.training.diagnostics import peak_memory as process_peak
 from flowrl.training.evaluation import evaluate
+from flowrl.training.memory import peak_memory as process_peak
 from flowrl.training.trainer import Trainer
 from flowrl.workers import Worker, run_jobs
 from flowrl.worlds import World

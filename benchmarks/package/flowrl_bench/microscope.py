@@ -52,9 +52,9 @@ RULES: dict[str, str] = {
     "stepwise gains": "stepwise-gain",
     "gains, z-scored by step": "stepwise-gain(normalise=step)",
     "one-step gains": "stepwise-gain(probe=tweedie)",
-    "increments alone": "turning-point(where='none')",
+    "increments alone": "turning-point-variant(where='none')",
     "turning points": "turning-point",
-    "turning points at random steps": "turning-point(where=random)",
+    "turning points at random steps": "turning-point-variant(where=random)",
     "random": "random",
 }
 """Rules by their names in figures. The last one is a control."""

@@ -16,7 +16,14 @@ from flowrl.parts.specs import parse_spec
 from flowrl.reading import is_kind
 from flowrl.workers import Worker, run_jobs
 from flowrl_bench import ceilings, continuations, microscope, true_advantage
-from flowrl_bench.digest import code_digest, functions_digest, golden_run, same_golden
+from flowrl_bench.digest import (
+    PACKAGES,
+    RENAMED,
+    code_digest,
+    functions_digest,
+    golden_run,
+    same_golden,
+)
 from flowrl_bench.microscope import FORMS, NOISES, Cell, Size, cells, session
 from flowrl_bench.results_file import ResultsFile, provenance
 
@@ -55,12 +62,13 @@ class Study:
             path.read_bytes()
             for spec in self.rules.values()
             for path in files_of("credit", parse_spec(spec, "credit"))
+            if not path.is_relative_to(PACKAGES["flowrl_bench"])
         ]
         own = [hashlib.sha256(data).hexdigest() for data in files]
         text = json.dumps(
             [
                 size,
-                dict(self.rules),
+                {name: RENAMED.get(spec, spec) for name, spec in self.rules.items()},
                 own,
                 FORMS,
                 NOISES,

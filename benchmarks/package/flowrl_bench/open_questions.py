@@ -14,6 +14,7 @@ from flowrl_bench.claims import (
     gains,
     points,
     question,
+    variant,
 )
 from flowrl_bench.verdicts import Compare, Interaction, Level, Parts, each
 
@@ -76,8 +77,8 @@ _CREDIT = (
         "Do stricter turning points (large ones, clear ones) do better?",
         {
             "turning points": POINTS,
-            "at least 0.1": points("min_size=0.1"),
-            "clear swings": points("confidence=1.0"),
+            "at least 0.1": variant("min_size=0.1"),
+            "clear swings": variant("confidence=1.0"),
         },
         each(("at least 0.1", "clear swings"), "turning points"),
     ),

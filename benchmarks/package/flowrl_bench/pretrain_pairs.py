@@ -5,7 +5,7 @@ not.
 import random
 from collections.abc import Mapping
 
-from flowrl.worlds.shapes import (
+from flowrl.worlds.scene import (
     CELLS,
     COLOURS,
     GLYPHS,

@@ -23,7 +23,7 @@ from flowrl.core.errors import require
 from flowrl.flow import interpolate, velocity_target
 from flowrl.io import write_bytes, write_json
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config
-from flowrl.worlds.render import CELL, Jitter, render_cells
+from flowrl.worlds.render import CELL, random_jitter, render_cells
 from flowrl.worlds.scene import CELLS, CLASSES, GRID, MAX_WORDS, VOCABULARY, tokenise
 from flowrl_bench.pretrain_pairs import draw_pair, requests_by_kind
 
@@ -80,7 +80,7 @@ def train_autoencoder(network: SmallSD3, config: PretrainConfig, progress: Progr
         for group in optimiser.param_groups:
             group["lr"] = 3e-3 * (1 - update / total) + 1e-5
         classes = torch.randint(0, CLASSES, (512,), generator=generator)
-        cells = render_cells(classes, Jitter.random(512, generator))
+        cells = render_cells(classes, random_jitter(512, generator))
         raw = auto.encoder(cells.flatten(1))
         spread = raw.std(0).detach() + 1e-4
         noise = torch.randn(raw.shape, generator=generator) * config.latent_noise * spread
@@ -94,7 +94,7 @@ def train_autoencoder(network: SmallSD3, config: PretrainConfig, progress: Progr
     with torch.no_grad():
         classes = torch.randint(0, CLASSES, (8000,), generator=generator)
         classes[::2] = 0  # about half of the cells of an image
-        raw = auto.encoder(render_cells(classes, Jitter.random(8000, generator)).flatten(1))
+        raw = auto.encoder(render_cells(classes, random_jitter(8000, generator)).flatten(1))
         auto.shift.copy_(raw.mean(0))
         auto.scale.copy_(raw.std(0))
 
@@ -104,7 +104,7 @@ def latent_table(network: SmallSD3, config: PretrainConfig) -> Tensor:
     generator = torch.Generator().manual_seed(config.seed + 1)
     classes = torch.arange(CLASSES).repeat_interleave(config.variants)
     with torch.no_grad():
-        cells = render_cells(classes, Jitter.random(len(classes), generator))
+        cells = render_cells(classes, random_jitter(len(classes), generator))
         return network.autoencoder.encode_cells(cells).unflatten(0, (CLASSES, config.variants))
 
 

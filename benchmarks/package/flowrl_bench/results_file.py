@@ -28,6 +28,7 @@ from flowrl_bench import measurements
 from flowrl_bench.digest import (
     MEASURED,
     PACKAGES,
+    RENAMED,
     code_digest,
     code_digest_now,
     config_id,
@@ -304,12 +305,11 @@ def _parsed(text: bytes) -> tuple[Any, str]:
     if isinstance(line, dict) and line.get("format") == 2:
         line |= {"format": FORMAT, "config": current(line.get("config"), OLDER)}
         algorithm = line["config"].get("algorithm") if isinstance(line["config"], dict) else None
-        if (
-            isinstance(algorithm, dict)
-            and algorithm.get("method") in MEASURED
-            and not algorithm.get("credit")
-        ):
-            algorithm["credit"] = MEASURED[algorithm["method"]]["credit"]
+        if isinstance(algorithm, dict):
+            for new, older in RENAMED.items():
+                algorithm |= {name: new for name, value in algorithm.items() if value == older}
+            if algorithm.get("method") in MEASURED and not algorithm.get("credit"):
+                algorithm["credit"] = MEASURED[algorithm["method"]]["credit"]
     return line, ""
 
 

@@ -15,8 +15,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from flowrl.core.errors import require
-from flowrl.training.curves import Values, first_reached
-from flowrl.training.statistics import COLLAPSE, LEVEL, Estimate, Inference, t_interval
+from flowrl.training.statistics import (
+    COLLAPSE,
+    LEVEL,
+    Estimate,
+    Inference,
+    Values,
+    first_reached,
+    t_interval,
+)
 
 DRAWS = 2000
 SMALLEST = 0.02

@@ -12,8 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flowrl.training.curves import Values
-from flowrl.training.statistics import LEVEL, Inference, mean
+from flowrl.training.statistics import LEVEL, Inference, Values, mean
 from flowrl_bench.evidence import BUDGET, MEASURES, RATE, SMALLEST_OF, Evidence
 from flowrl_bench.statistics import holm, rate_difference, wins
 

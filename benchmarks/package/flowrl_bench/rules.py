@@ -1,0 +1,351 @@
+"""Credit rules of the laboratory: a random control, variants of turning points, pruned trees.
+
+They are registered by entry points, as a third party's rules would be.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Ge
+from jaxtyping import Bool
+from torch import Tensor
+
+from flowrl.core.errors import CreditError, require
+from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, Mask, ValueTable
+from flowrl.core.options import Count, Fraction, NonNegative, Seed, Whole, checked_options
+from flowrl.core.protocols import CreditAssigner, CreditRule, Stateful
+from flowrl.core.tree import Tree
+from flowrl.credit import (
+    DepthRelative,
+    RuleAround,
+    TurningPoint,
+    balanced,
+    branched_tree,
+    credit_of,
+    gains,
+    read_columns,
+    reward_to_go,
+    turning_points,
+)
+from flowrl.credit.table import gain_columns, last_column, masked_std, require_columns
+from flowrl.probes import Branching, NoProbe, Probe
+from flowrl_bench.turn_noise import turn_probability
+
+Steps = Bool[Tensor, "prompt member decision"]
+
+
+@checked_options
+@dataclass
+class RandomCredit:
+    """Random credit, a control.
+
+    A ~ N(0, 1) for every member and decision, drawn anew for every table; 0 for a group whose final
+    rewards are all equal.
+
+    A negative control: every measurement of credit rules should find it useless. The draws are
+    assigned by the rank of the members' rewards, so the order of members has no effect. They depend
+    on `seed` and on the number of earlier tables, which checkpoints contain.
+
+    Args:
+        seed: seed of the draws; None: the run's seed (0 without a run).
+        probe: the probe of the rollout, whose rewards are not used.
+
+    Raises:
+        ConfigError: `seed` is out of range.
+    """
+
+    seed: Seed | None = None
+    probe: Probe = NoProbe()
+    tables: int = field(default=0, init=False, repr=False)
+
+    def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
+        """Advantages [prompt, member, decision]; counts the table."""
+        require_columns(values, decisions, self, last_column(decisions.mask))
+        seed = 1_000_003 * ((self.seed or 0) % 10**12) + self.tables
+        self.tables += 1
+        draws = torch.randn(decisions.mask.shape, generator=torch.Generator().manual_seed(seed))
+        members = decisions.mask.any(-1)
+        final = values[..., -1].masked_fill(~members, torch.inf)
+        ranks = final.argsort(dim=1, stable=True).argsort(dim=1)
+        credit = draws.to(values).gather(1, ranks[..., None].expand_as(draws))
+        silent = ((final == final.amin(1, keepdim=True)) | ~members).all(1)
+        return credit.masked_fill(silent[:, None, None], 0.0)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The number of tables so far."""
+        return {"tables": torch.tensor(self.tables)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `state_dict`."""
+        self.tables = int(state.get("tables", torch.tensor(0)))
+
+
+# Turning points
+
+
+def clear_swings(values: ValueTable, confidence: float, mask: Mask) -> Steps:
+    """|d_k| >= `confidence` times the population std of d_k = V_{k+1} - V_k over the group's members
+    in the mask at that decision.
+
+    A turn that is small against the spread of its decision may be due to noise of the estimate.
+    """
+    increments = gains(values)
+    return increments.abs() >= confidence * masked_std(increments, ("member",), mask)
+
+
+def likely_turns(
+    values: ValueTable, turns: Steps, noise: float, confidence: float, consistent: bool = True
+) -> Steps:
+    """The entries of `turns` that are real with probability Phi(`confidence`) or more, given the
+    standard deviation `noise` of the rewards (`turn_probability`).
+
+    If only the sign of d_k = V_{k+1} - V_k is in doubt, the criterion is |d_k| >= `confidence`
+    sqrt(2) `noise`, where sqrt(2) `noise` is the standard deviation of d_k.
+    """
+    least = 0.5 * (1 + math.erf(confidence / math.sqrt(2)))
+    return turns & (turn_probability(values, turns, noise, consistent) >= least)
+
+
+def random_steps(values: ValueTable, selected: Steps, seed: int, mask: Mask) -> Steps:
+    """As many decisions of the mask per trajectory as in `selected`, at positions independent of
+    the sizes and signs of the values.
+
+    The positions come from a pseudo-random permutation of the decisions, drawn from `seed` and the
+    rank order of the trajectory's values. They do not change if members are permuted or a constant
+    is added. Trajectories of the same rank order share the permutation.
+    """
+    count = selected.shape[-1]
+    orders = [tuple(order) for order in values.argsort(dim=-1, stable=True).flatten(0, 1).tolist()]
+    places: dict[tuple[int, ...], Tensor] = {}
+    for order in set(orders):
+        digest = hashlib.sha256(repr((seed, order)).encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        places[order] = torch.randperm(count, generator=generator)
+    table = torch.stack([places[order] for order in orders]).view(selected.shape)
+    ranks = table.masked_fill(~mask, count).argsort(-1).argsort(-1)
+    return ranks < selected.sum(dim=-1, keepdim=True)
+
+
+@checked_options
+@dataclass(frozen=True)
+class TurningPointVariant(RuleAround):
+    """Turning points by stricter criteria, or a control that gives other decisions the long-term
+    reward.
+
+    With 0 for all thresholds and where = "turning" it is `rule`.
+
+    Args:
+        where: the long-term reward at turning points, at as many random decisions per trajectory, or
+            nowhere ("none"). A control for whether the position of a turning point matters.
+        min_size: smallest |R - V_k| of a turning point, in units of the reward.
+        confidence: threshold of `clear_swings`, or of `likely_turns` if `reward_noise` > 0.
+        reward_noise: standard deviation of the reward's noise, in units of the reward; 0: unknown.
+        permutation: seed of the random decisions.
+        rule: the turning points, their balance and normalisation.
+
+    Raises:
+        ConfigError: a field is out of range.
+    """
+
+    where: Literal["turning", "random", "none"] = "turning"
+    min_size: NonNegative = 0.0
+    confidence: NonNegative = 0.0
+    reward_noise: NonNegative = 0.0
+    permutation: Seed = 0
+    rule: TurningPoint = TurningPoint()
+
+    def reads(self, trained: Tensor) -> Tensor:
+        """The columns of gains if `where` is "none", all if it is "random", else those of
+        `rule`.
+        """
+        columns = read_columns(self.rule, trained)
+        if self.where == "turning":
+            return columns
+        if self.where == "random":
+            return last_column(trained)[..., -1:].expand_as(columns)
+        return gain_columns(trained)
+
+    def selected(self, values: ValueTable, mask: Mask | None = None) -> Steps:
+        """Mask of the decisions that get their long-term reward.
+
+        `mask`: the entries that count; None for all.
+        """
+        mask = torch.ones_like(gains(values), dtype=torch.bool) if mask is None else mask
+        if self.where == "none":
+            return torch.zeros_like(mask)
+        consistent, confidence = self.rule.consistent, self.confidence
+        turns = turning_points(values, consistent, self.rule.first_step) & mask
+        if self.reward_noise > 0:
+            turns = likely_turns(values, turns, self.reward_noise, confidence, consistent)
+        else:
+            turns = turns & clear_swings(values, confidence, mask)
+        turns = turns & (reward_to_go(values).abs() >= self.min_size)
+        if self.rule.balance is not None:
+            turns = balanced(values, turns, self.rule.balance, self.rule.balance_scope)
+        if self.where == "turning":
+            return turns
+        return random_steps(values, turns, self.permutation, mask)
+
+    def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
+        """Advantages [prompt, member, decision]."""
+        require_columns(values, decisions, self)
+        return self.rule.scores(values, decisions, self.selected(values, decisions.mask))
+
+
+# Pruned trees
+
+
+@checked_options
+@dataclass
+class Pruned(RuleAround):
+    """The credit of `rule`, of which only some decisions enter the loss: the others have weight 0.
+
+    The weights apply after normalisation; normalising over the remaining decisions would be biased.
+    Depth pruning leaves out the decisions at `steps` of the schedule. Width pruning leaves out
+    branches after the last step at which the tree branches, ranked among the members in the mask.
+    Of equal branches the earlier member's remains. An iteration is a call of `credit`; checkpoints
+    contain the count.
+
+    `credit` raises `CreditError` without a branched tree. Source: BranchGRPO (arXiv 2509.06040),
+    code at 19fbb9f. Its depths are nodes, `steps` one less. Published: depths 15 to 18 of 20, moved
+    every 30 iterations until depth 9, or width modes 1 ("best") and 2 ("extremes"), ratio 0.5.
+
+    Args:
+        rule: the rule for a branching probe.
+        steps: the steps whose decisions are left out.
+        every: move `steps` one step earlier every so many iterations; None: never.
+        stop: the smallest first step that this reaches.
+        width: "best" keeps the fraction `ratio` of the branches of every state that branched there,
+            at least one; "extremes" keeps this fraction of the prompt's branches, half best and
+            half worst by the advantage of the decision at which they parted; None: all.
+        ratio: fraction of branches that remain, in (0, 1].
+        until: the last iteration with pruning, counted from 0; None: no end.
+        released: rank single decisions as BranchGRPO's code does. Under a depth rule all decisions
+            of a branch have the same advantage, so "best", taken within each branch, keeps its
+            earliest decisions whatever its value, and "extremes", taken over all prompts, may cut a
+            branch in two.
+
+    Raises:
+        ConfigError: a field is out of range, or `rule` is not allowed.
+    """
+
+    rule: CreditRule = field(default_factory=DepthRelative)
+    steps: tuple[Whole, ...] = ()
+    every: Count | None = None
+    stop: Whole = 0
+    width: Literal["best", "extremes"] | None = None
+    ratio: Fraction = 0.5
+    until: Annotated[int, Ge(0)] | None = None
+    released: bool = False
+    iteration: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        branching = isinstance(self.rule.probe, Branching)
+        require(branching, "Pruned.rule.probe", self.rule.probe, "a branching probe")
+        first = min(self.steps, default=self.stop)
+        require(self.stop <= first, "Pruned.stop", self.stop, "at most the first of `steps`")
+
+    def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
+        """All advantages of `rule`. Raises `CreditError` if it has only `credit`."""
+        if not isinstance(self.rule, CreditAssigner):
+            raise CreditError(f"{self.rule} needs the record of an iteration: credit(experience)")
+        return self.rule.assign(values, decisions)
+
+    def credit(self, experience: Experience) -> Credit:
+        """The credit of `rule`, with weight 0 for pruned decisions; counts the iteration."""
+        credit = credit_of(self.rule, experience)
+        assert credit.weights is not None
+        kept = self._kept(credit.advantages, experience.decisions)
+        return Credit(credit.advantages, credit.weights * kept)
+
+    def _kept(
+        self, advantages: CreditTable, decisions: Decisions
+    ) -> Bool[Tensor, "prompt member decision"]:
+        """Which decisions of an iteration are trained on; counts the iteration."""
+        tree = branched_tree(decisions, "Pruned")
+        now, self.iteration = self.iteration, self.iteration + 1
+        kept = decisions.mask.clone()
+        if self.until is not None and now > self.until:
+            return kept
+        kept &= ~torch.isin(decisions.step, torch.tensor(self._left_out(now, tree.steps)))
+        split = _last_split(tree)
+        if self.width is None or split is None:
+            return kept
+        last = tree.drawn_steps.index(split)
+        later, after = advantages[..., last + 1 :], kept[..., last + 1 :]
+        if self.released:
+            kept[..., last + 1 :] = self._decisions(later, after)
+        else:
+            worth = advantages[..., last].masked_fill(~decisions.mask.any(-1), -torch.inf)
+            after &= self._branches(worth, tree.paths[:, split])[..., None]
+        return kept
+
+    def _left_out(self, iteration: int, steps: int) -> list[int]:
+        """The steps that depth pruning leaves out."""
+        moved = 0 if self.every is None else iteration // self.every
+        moved = min(moved, min(self.steps, default=0) - self.stop)
+        left_out = [step - moved for step in self.steps]
+        if any(step >= steps for step in left_out):
+            raise CreditError(f"Pruned.steps = {self.steps} on a schedule of {steps} steps")
+        return left_out
+
+    def _branches(self, worth: Tensor, parents: Tensor) -> Tensor:
+        """Mask of the members whose branches remain [prompt, member]; those with -inf do not count.
+
+        `parents`: the state from which each member's branch started [member]."""
+        if self.width == "extremes":
+            return torch.stack([_extremes(row, self.ratio) for row in worth])
+        kept = torch.zeros_like(worth, dtype=torch.bool)
+        for unit in parents.unique():
+            members = (parents == unit).nonzero().flatten()
+            ranks = worth[:, members].argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+            count = (worth[:, members] > -torch.inf).sum(1, keepdim=True)
+            kept[:, members] = ranks < (self.ratio * count.double()).long().clamp(min=1)
+        return kept
+
+    def _decisions(self, worth: Tensor, candidates: Tensor) -> Tensor:
+        """Mask of the single decisions that remain under the released ranking [prompt, member,
+        decision].
+        """
+        kept = torch.zeros_like(candidates)
+        if self.width == "extremes":
+            kept[candidates] = _extremes(worth[candidates], self.ratio)
+            return kept
+        for place in torch.cartesian_prod(*map(torch.arange, worth.shape[:2])).tolist():
+            choice = candidates[*place].nonzero().flatten()
+            order = worth[*place][choice].argsort(descending=True, stable=True)
+            kept[*place, choice[order[: max(1, int(self.ratio * len(choice)))]]] = True
+        return kept
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The number of iterations so far, and the memory of `rule`."""
+        inner = self.rule.state_dict() if isinstance(self.rule, Stateful) else {}
+        memory = {f"rule.{name}": value for name, value in inner.items()}
+        return {"iteration": torch.tensor(self.iteration), **memory}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `state_dict`."""
+        self.iteration = int(state.get("iteration", torch.tensor(0)))
+        memory = {name[5:]: value for name, value in state.items() if name.startswith("rule.")}
+        if isinstance(self.rule, Stateful):
+            self.rule.load_state_dict(memory)
+
+
+def _last_split(tree: Tree) -> int | None:
+    """The last step at which several states are drawn from one."""
+    drawn = tree.parent[tree.drawn]
+    split = (torch.bincount(drawn, minlength=tree.units) > 1).nonzero().flatten()
+    return int(tree.node[split].max()) if len(split) else None
+
+
+def _extremes(worth: Tensor, ratio: float) -> Tensor:
+    """The int(ratio n) largest and smallest of the n entries above -inf, half each."""
+    number = int((worth > -torch.inf).sum())
+    kept = int(ratio * number)
+    order = worth.argsort(descending=True, stable=True)[:number]
+    chosen = torch.cat([order[: (kept + 1) // 2], order[number - kept // 2 :]])
+    return torch.zeros_like(worth, dtype=torch.bool).scatter_(0, chosen, True)

@@ -1,0 +1,17 @@
+"""Lines of text fitted to a terminal; whole lines in a pipe."""
+
+import os
+import shutil
+import sys
+import textwrap
+
+
+def fitted(text: str, indent: int = 0) -> str:
+    """`text` with its lines wrapped to the columns of the terminal or of the variable COLUMNS, the
+    rest of each line `indent` columns to the right. Unchanged if the output is a pipe or a file.
+    """
+    if not (sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()):
+        return text
+    width = max(40, shutil.get_terminal_size().columns)
+    wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return "\n".join(wrapper.fill(line) for line in text.splitlines())

@@ -1,0 +1,161 @@
+"""Rules around another rule: weights per decision, and several rewards."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flowrl.core.errors import CreditError, require
+from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, ValueTable
+from flowrl.core.options import checked_options
+from flowrl.core.protocols import CreditAssigner, Stateful
+from flowrl.credit.table import STD_EPSILON, credit_of, read_columns
+from flowrl.credit.uniform import Uniform
+from flowrl.probes import Probe
+
+
+class RuleAround:
+    """What a rule around another one takes from its attribute `rule`."""
+
+    rule: Any
+
+    @property
+    def probe(self) -> Probe:
+        """The probe of `rule`."""
+        return self.rule.probe
+
+    @property
+    def shared_noise(self) -> bool:
+        """Whether the members of a group start from the same noise under `rule`."""
+        return bool(getattr(self.rule, "shared_noise", False))
+
+    @property
+    def reads_fields(self) -> tuple[str, ...]:
+        """The fields of the record that `rule` needs."""
+        return getattr(self.rule, "reads_fields", ())
+
+    def reads(self, trained: Tensor) -> Tensor:
+        """The columns that `rule` reads."""
+        return read_columns(self.rule, trained)
+
+
+def require_no_memory(outer: RuleAround) -> None:
+    """Raise `ConfigError` if the inner rule has a memory, which `outer` would not store."""
+    fits = not isinstance(outer.rule, Stateful)
+    require(fits, f"{type(outer).__name__}.rule", outer.rule, "a rule without memory")
+
+
+@checked_options
+@dataclass(frozen=True)
+class Weighted(RuleAround):
+    """The advantages of another rule, times a weight per decision.
+
+    A_k = w_k A_k', with A' the advantages of `rule`.
+
+    The weights multiply advantages, so they scale the policy term and no penalty. `assign` raises
+    `CreditError` if the number of weights is not the number of decisions. Source: TempFlow-GRPO
+    (arXiv 2508.04324, ICLR 2026), noise-aware weighting.
+
+    Args:
+        weights: one finite number per decision; or a function of the decisions' times [decision]
+            that returns the weights [decision]; or "noise": w_k proportional to the transition's
+            std (sigma sqrt(Delta)), with mean 1 over the trained decisions.
+        rule: the rule for A', with a method `assign` and without memory.
+
+    Raises:
+        ConfigError: a field is out of range, or `rule` is not allowed.
+    """
+
+    weights: tuple[float, ...] | Callable[[Tensor], Tensor] | Literal["noise"] = "noise"
+    rule: CreditAssigner = field(default_factory=Uniform)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.weights, tuple):
+            fits = len(self.weights) > 0 and all(map(math.isfinite, self.weights))
+            require(fits, "Weighted.weights", self.weights, "a finite number per decision")
+        require_no_memory(self)
+
+    def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
+        """Advantages [prompt, member, decision]; the rule's clamp applies before the weights."""
+        return self._times(self.rule.assign(values, decisions), decisions)
+
+    def credit(self, experience: Experience) -> Credit:
+        """As `assign`, for a rule that reads more of the record."""
+        credit = credit_of(self.rule, experience)
+        return replace(credit, advantages=self._times(credit.advantages, experience.decisions))
+
+    def _times(self, advantages: Tensor, decisions: Decisions) -> Tensor:
+        if isinstance(self.weights, tuple):
+            weights = torch.tensor(self.weights)
+        elif callable(self.weights):
+            weights = self.weights(decisions.time)
+        else:
+            weights = decisions.std / decisions.std[decisions.trained].mean()
+        if weights.shape != (len(decisions),):
+            given, count = tuple(weights.shape), len(decisions)
+            raise CreditError(f"Weighted has weights {given}, but the table has {count} decisions")
+        return advantages * weights.to(advantages)
+
+
+@checked_options
+@dataclass(frozen=True)
+class GDPO(RuleAround):
+    """Several rewards are normalised one by one before they are summed.
+
+    A = S / (std(S) + 1e-4), S = sum_j w_j A^(j), with A^(j) the advantages that `rule` assigns to
+    reward j alone.
+
+    No reward dominates by its spread, as in a sum of rewards that is normalised afterwards. A
+    reward without components is one reward named "reward".
+
+    `credit` raises `CreditError` if `weights` names an unknown reward. Source: GDPO, group
+    reward-decoupled normalisation (arXiv 2601.05242), there with uniform credit.
+
+    Args:
+        rule: the credit rule for each reward, with a method `assign` and without memory.
+        weights: w_j by name of the reward; 1 for those left out.
+        batch: divide the sum by its std over all entries of the mask, as in the paper, so that the
+            scale does not grow with the number of rewards. The mean is 0 in every group already.
+            False: A = S.
+
+    Raises:
+        ConfigError: `rule` is not allowed.
+    """
+
+    rule: CreditAssigner = field(default_factory=Uniform)
+    weights: Mapping[str, float] | None = None
+    batch: bool = True
+
+    def __post_init__(self) -> None:
+        require_no_memory(self)
+
+    def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
+        """Advantages of a single reward."""
+        return self._sum({"reward": self.rule.assign(values, decisions)}, decisions)
+
+    def credit(self, experience: Experience) -> Credit:
+        """Advantages from the value table of each component; of the weights that `rule` gives, the
+        smallest.
+        """
+        parts = experience.parts or {"reward": experience.values}
+        unknown = ", ".join(sorted(set(self.weights or {}) - set(parts)))
+        if unknown:
+            raise CreditError(f"GDPO.weights names rewards {unknown}; there are {', '.join(parts)}")
+        credits = {
+            name: credit_of(self.rule, replace(experience, values=table, parts={}))
+            for name, table in parts.items()
+        }
+        advantages = {name: credit.advantages for name, credit in credits.items()}
+        weights = [credit.weights for credit in credits.values() if credit.weights is not None]
+        return Credit(self._sum(advantages, experience.decisions), torch.stack(weights).amin(0))
+
+    def _sum(self, advantages: Mapping[str, Tensor], decisions: Decisions) -> Tensor:
+        weights = self.weights or {}
+        weighted = [float(weights.get(name, 1.0)) * table for name, table in advantages.items()]
+        total = torch.stack(weighted).sum(dim=0)
+        if not self.batch:
+            return total
+        return total / (total[decisions.mask].std(unbiased=False) + STD_EPSILON)

@@ -1,0 +1,53 @@
+"""What policy and forward-process losses share: weighted means, the clipped surrogate, and the
+metrics of a ratio.
+"""
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from flowrl.core.forward import ForwardBatch
+from flowrl.core.types import LossBatch, PerSample, Unit, unit_means
+
+
+def mean_over(values: PerSample, weight: PerSample) -> Tensor:
+    """sum(weight x values) / sum(weight); 0 if the weights are 0. `values` must be finite."""
+    total = weight.sum()
+    return (weight * values).sum() / total.masked_fill(total == 0, 1.0)
+
+
+def over_units(values: PerSample, rows: LossBatch | ForwardBatch, unit: Unit) -> PerSample:
+    """The mean of `values` over each row's unit, or `pooled`, with the row's share of its
+    gradient.
+    """
+    pooled, each = rows.pooled, values.detach()
+    if pooled is None:
+        pooled = unit_means(each, rows.units(unit), rows.weight)
+    return pooled.detach() + (values - each)
+
+
+def surrogate(ratio: PerSample, advantages: PerSample, clip_range: float) -> PerSample:
+    """max(-A ratio, -A clip(ratio, 1 - c, 1 + c)). Source: PPO (arXiv 1707.06347, equation 7)."""
+    clipped = ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
+    return torch.maximum(-advantages * ratio, -advantages * clipped)
+
+
+def beyond(ratio: PerSample, clip_range: float) -> Bool[Tensor, " sample"]:
+    """Where |ratio - 1| > `clip_range`."""
+    return (ratio.detach() - 1.0).abs() > clip_range
+
+
+def ratio_metrics(
+    ratio: PerSample, clipped: Bool[Tensor, " sample"], weight: PerSample
+) -> dict[str, Tensor]:
+    """The mean of a ratio, the largest and the mean |ratio - 1|, and the fraction of clipped
+    rows.
+    """
+    ratio = torch.where(weight > 0, ratio.detach(), 1.0)
+    deviation = (ratio - 1.0).abs()
+    return {
+        "ratio_mean": mean_over(ratio, weight).masked_fill(~(weight > 0).any(), 1.0),
+        "ratio_deviation": deviation.max() if len(ratio) else ratio.sum(),
+        "ratio_distance": mean_over(deviation, weight),
+        "clip_fraction": mean_over(clipped.to(ratio.dtype), weight),
+    }

@@ -1,0 +1,560 @@
+"""From trajectories and credit to the input of a loss.
+
+A *row* is a transition or, for a forward-process loss, a finished image at a drawn time. Rows
+of a mini-batch are chosen from the weights of all samples, in main memory and equally in all
+processes; each process evaluates its own rows in micro-batches.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowrl.core.errors import ConfigError, TrainingError, require
+from flowrl.core.experience import Decisions
+from flowrl.core.forward import ForwardBatch, Guidance
+from flowrl.core.protocols import FlowPolicy, ForwardLoss, PolicyLoss, Sampler, extras
+from flowrl.core.tree import Tree
+from flowrl.core.types import (
+    Condition,
+    Gaussian,
+    LossBatch,
+    LossResult,
+    Schedule,
+    Unit,
+    inputs_unchanged,
+    tensor_problem,
+    to_device,
+    unit_means,
+)
+from flowrl.distributed import Assignment, Distributed
+from flowrl.flow.path import expand
+from flowrl.rollout.collector import Collected
+from flowrl.rollout.groups import Groups
+from flowrl.rollout.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a mini-batch, in main memory.
+
+    Args:
+        sample: indices of the samples [row], among all samples.
+        column: indices of the decisions [row]; for forward-process losses, of the drawn times.
+        weight: weights in the mean [row].
+        unit: rows with the same number are adjacent and stay in one micro-batch if they fit; None:
+            every row is separate.
+        shared: the rows of a unit need one network evaluation together, as they start from one
+            state.
+        left_out: sum of the weights of further rows that the mean includes, whose gradient is 0.
+        zeros: number of these rows.
+    """
+
+    sample: Tensor
+    column: Tensor
+    weight: Tensor
+    unit: Tensor | None = None
+    shared: bool = False
+    left_out: float = 0.0
+    zeros: int = 0
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+    def __getitem__(self, rows: Tensor) -> "Rows":
+        sample, column, weight = self.sample[rows], self.column[rows], self.weight[rows]
+        unit = None if self.unit is None else self.unit[rows]
+        return Rows(sample, column, weight, unit, self.shared)
+
+    @cached_property
+    def evaluated(self) -> float:
+        """The sum of the weights."""
+        return sum(self.weight.tolist())
+
+    @property
+    def total(self) -> float:
+        """The denominator of the mean."""
+        return self.evaluated + self.left_out
+
+    @property
+    def evaluations(self) -> int:
+        """Network evaluations that the rows take."""
+        return len(self.counts) if self.shared else len(self)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Number of rows of each unit."""
+        if self.unit is None:
+            return [1] * len(self)
+        return self.unit.unique_consecutive(return_counts=True)[1].tolist()
+
+    def without_zeros(self, advantages: Tensor) -> "Rows":
+        """The rows whose advantage [sample, decision] is not 0, as part of the same mean; whole
+        units, unless they are only shared states.
+
+        The first row if there are none, because the optimizer also steps on gradients of 0.
+        """
+        kept = advantages[self.sample, self.column] != 0
+        if self.unit is not None and not self.shared:
+            kept = torch.isin(self.unit, self.unit[kept])
+        kept[0] |= ~kept.any()
+        rows = self[kept]
+        left_out = self.evaluated - rows.evaluated
+        return replace(rows, left_out=left_out, zeros=len(self) - len(rows))
+
+    def pieces(self, size: int) -> list["Rows"]:
+        """The rows in order, at most `size` network evaluations at a time, with whole units if
+        `size` allows.
+        """
+        lengths, filled = [0], 0
+        for count in self.counts:
+            fits = self.shared or count <= size
+            for rows in [count] if fits else [*[size] * (count // size), count % size]:
+                cost = 1 if self.shared else rows
+                if filled + cost > size:
+                    lengths, filled = [*lengths, 0], 0
+                lengths[-1], filled = lengths[-1] + rows, filled + cost
+        return [self[rows] for rows in torch.arange(len(self)).split(lengths) if len(rows)]
+
+
+def minibatch_rows(
+    parts: Sequence[Tensor],
+    weights: Tensor,
+    tree: Tree,
+    unit: Unit = "transition",
+    share_states: bool = True,
+) -> list[Rows]:
+    """The rows of each mini-batch: those of weight above 0.
+
+    If rows are units, these are the columns of the samples `parts[k]`. Other units are divided into
+    as many mini-batches, of about equally many rows, in the order of their first samples. In a
+    branched tree all transitions from one state are a unit if states are shared: the network
+    evaluates their state once, and every mini-batch has all depths.
+
+    Args:
+        parts: sample indices [sample] of each mini-batch.
+        weights: weights [sample, column] of all samples: columns are decisions or drawn times.
+        tree: the tree of the rollout.
+        unit: what the loss needs in one batch.
+        share_states: whether a row's network evaluation is that of the state it starts from.
+
+    Returns:
+        One set of rows per mini-batch.
+    """
+    rows = []
+    for samples in parts:
+        sample, column = torch.cartesian_prod(samples, torch.arange(weights.shape[1])).unbind(1)
+        kept = weights[sample, column] > 0
+        rows.append((sample[kept], column[kept]))
+    shared = share_states and tree.branched and unit == "transition"
+    if not rows or (unit == "transition" and not shared):
+        return [Rows(s, c, weights[s, c]) for s, c in rows]
+    sample, column = map(torch.cat, zip(*rows, strict=True))
+    if shared:
+        state = tree.paths[sample % tree.members, torch.tensor(tree.drawn_steps)[column]]
+        number = sample // tree.members * tree.units + state
+    else:
+        group = sample // tree.members * weights.shape[1] + column
+        number = sample if unit == "trajectory" else group
+    by_sample = sample.argsort(stable=True)
+    first = torch.empty_like(by_sample)
+    first[by_sample] = by_sample[_first(number[by_sample])]
+    order = first.argsort(stable=True)
+    sample, column, number = sample[order], column[order], number[order]
+    every = Rows(sample, column, weights[sample, column], number, shared)
+    # a unit belongs to the mini-batch of its first row
+    place = _first(number) * len(parts) // max(len(order), 1)
+    return [every[place == k] for k in range(len(parts))]
+
+
+def _first(keys: Tensor) -> Tensor:
+    """For every row the first one with the same key."""
+    _, first, inverse = np.unique(keys.numpy(), return_index=True, return_inverse=True)
+    return torch.from_numpy(first[inverse])
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one micro-batch.
+
+    Indices are stored where the trajectories are, in main memory if they are offloaded, so the host
+    can read the rows without waiting for the device.
+
+    Args:
+        sample: indices of the samples [row], among those that this process rolled out.
+        column: indices of the decisions or drawn times [row].
+        weight: sum of its rows' weights / that of its mini-batch (`Rows.total`) over all processes,
+            so that the weighted sum of mean losses is the mean over the mini-batch. 0 is padding:
+            sharded weights need equally many network calls in all processes.
+        shared: the first row of every distinct state, and the index of its state for every row;
+            None if no row shares one.
+        whole: no unit of the mini-batch is spread over micro-batches.
+    """
+
+    sample: Tensor
+    column: Tensor
+    weight: float
+    shared: tuple[Tensor, Tensor] | None = None
+    whole: bool = True
+
+
+def micro_batches(
+    rows: Rows, size: int, collected: Collected, distributed: Distributed
+) -> list[MicroBatch]:
+    """This process's rows of a mini-batch, at most `size` network evaluations at a time."""
+    device, first = collected.rollout.trajectories.states.device, collected.samples.start
+    whole = rows.shared or max(rows.counts) <= size
+
+    def pieces(assignment: Assignment) -> list[Rows]:
+        return rows[collected.owned(rows.sample, assignment)].pieces(size)
+
+    batches = []
+    for piece in pieces(collected.assignment):
+        shared = None
+        if rows.shared and piece.unit is not None:
+            place = piece.unit.unique_consecutive(return_inverse=True)[1]
+            shared = _first(place).unique().to(device), place.to(device)
+        sample, column = (piece.sample - first).to(device), piece.column.to(device)
+        share = piece.evaluated / rows.total
+        batches.append(MicroBatch(sample, column, share, shared, whole))
+    if distributed.sharded:
+        total, ranks = collected.rollout.groups.all, range(distributed.world_size)
+        most = max(len(pieces(distributed.assign(total, rank))) for rank in ranks)
+        zero = torch.zeros(1, dtype=torch.long, device=device)
+        padding = MicroBatch(zero, rows.column[:1].to(device), 0.0, whole=whole)
+        batches += [padding] * (most - len(batches))
+    return batches
+
+
+class Batches:
+    """What the makers of batches have in common."""
+
+    policy: FlowPolicy
+    rollout: Rollout
+    condition: Condition
+    advantages: Tensor
+    weights: Tensor
+    loss: Any
+    pooled: Tensor | None
+    of: Callable[..., Any]
+    origin: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+    def evaluated_steps(self, micro: MicroBatch) -> Tensor:
+        """The step of every network evaluation, on the policy's device."""
+        step, _ = self.origin(micro.sample, micro.column)
+        return self._there(step if micro.shared is None else step[micro.shared[0]])
+
+    def _there(self, stored: Tensor) -> Tensor:
+        return to_device(stored, self.advantages.device)
+
+    def _credit(self, sample: Tensor, column: Tensor, decision: Tensor) -> dict[str, Any]:
+        """The fields of a batch that do not depend on the loss."""
+        groups = self.rollout.groups
+        return {
+            "advantages": self.advantages[sample, decision],
+            "weight": self.weights[sample, decision],
+            "sample": sample + groups.first * groups.members,
+            "group": sample // groups.members + groups.first,
+            "pooled": None if self.pooled is None else self.pooled[sample, column],
+        }
+
+    def prepare(self, minibatch: Sequence[MicroBatch]) -> None:
+        """Compute, before a mini-batch, the means of the loss's `row_terms` over units that are
+        spread over micro-batches, with the current weights.
+
+        Raises `ConfigError` if units are spread and the loss has no method `row_terms`.
+        """
+        self.pooled, loss = None, self.loss  # `of` must not use the last mini-batch's means
+        if loss is None or loss.unit == "transition" or all(micro.whole for micro in minibatch):
+            return
+        if not hasattr(loss, "row_terms"):
+            raise ConfigError(
+                f"{type(loss).__name__} needs a whole {loss.unit} in a micro-batch: raise"
+                " micro_batch, or give the loss a method row_terms(batch)"
+            )
+        rows: list[Sequence[Tensor]] = []
+        with torch.no_grad():
+            for micro in minibatch:
+                batch = self.of(micro.sample, micro.column)
+                weight = batch.weight if micro.weight > 0 else torch.zeros_like(batch.weight)
+                place = self._there(micro.sample), self._there(micro.column)
+                rows.append((*place, loss.row_terms(batch), weight, *batch.units(loss.unit)))
+            sample, column, terms, weight, *units = map(torch.cat, zip(*rows, strict=True))
+            means, kept = unit_means(terms, units, weight), weight > 0
+        times = getattr(self, "times", self.advantages)  # [sample, column]
+        table = torch.zeros_like(times)
+        self.pooled = table.index_put_((sample[kept], column[kept]), means[kept].to(table))
+
+
+@dataclass
+class LossBatches(Batches):
+    """Makes loss batches from trajectories.
+
+    The batch of (`sample[k]`, `column[k]`) has any mixture of decisions; the current policy's
+    transitions carry the gradient. One network evaluation per row, or per state of a micro-batch
+    whose rows share theirs; two with the reference. Trajectories in main memory are copied to the
+    policy's device.
+
+    Args:
+        policy: the policy.
+        sampler: the sampler of the rollout.
+        rollout: the rollout with the trajectories.
+        condition: the condition, one row per prompt.
+        advantages: the credit rule's advantages [sample, decision].
+        weights: the weights of the transitions [sample, decision].
+        with_reference: also evaluate the frozen base model.
+        loss: the loss; needed by `prepare` only.
+        pooled: means over units that are spread over micro-batches; set by `prepare`.
+    """
+
+    policy: FlowPolicy
+    sampler: Sampler
+    rollout: Rollout
+    condition: Condition
+    advantages: Tensor
+    weights: Tensor
+    with_reference: bool = False
+    loss: PolicyLoss | None = None
+    pooled: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        path = self.rollout.trajectories
+        self.paths = to_device(path.tree.paths, path.states.device)
+        self.steps = to_device(torch.tensor(path.tree.drawn_steps), path.states.device)
+
+    @property
+    def passes(self) -> int:
+        """Network evaluations of a state: by the current network and, with the reference, by the
+        base model.
+
+        Twice as many if rows of a unit are in several micro-batches.
+        """
+        return (1 + self.with_reference) * (1 if self.pooled is None else 2)
+
+    def origin(self, sample: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+        """The step and the decision of rows."""
+        return self.steps[column.to(self.steps.device)], column
+
+    def of(
+        self, sample: Tensor, column: Tensor, shared: tuple[Tensor, Tensor] | None = None
+    ) -> LossBatch:
+        """The batch of these rows; indices of equal length. `shared`: see `MicroBatch`."""
+        path, device = self.rollout.trajectories, self.paths.device
+        schedule, members = path.schedule, len(self.paths)
+        sample, column = sample.to(device), column.to(device)
+        step, group, member = self.steps[column], sample // members, sample % members
+        after = path.states[group, self.paths[member, step + 1]]
+        # the rows whose states the network evaluates, and every row's place among them
+        rows, place = (slice(None), slice(None)) if shared is None else shared
+        at, prompt = step[rows], group[rows]
+        start = prompt, self.paths[member[rows], at]
+        x, sampled = path.states[start], path.outputs[start]
+        after, x, sampled, sample, column, step, at, prompt = map(
+            self._there, (after, x, sampled, sample, column, step, at, prompt)
+        )
+        place = place if isinstance(place, slice) else self._there(place)
+        timestep, condition = schedule.network_timesteps[at], self.condition.take(prompt)
+
+        def transition(velocity: Tensor) -> Gaussian:
+            return self.sampler.transition(x, velocity, schedule, at)[place]
+
+        # a gradient taken at this view does not run the hooks of the network's output (FSDP2's)
+        velocity = self.policy.velocity(x, timestep, condition)
+        velocity = velocity.view_as(velocity)
+        new, behaviour, reference = transition(velocity), transition(sampled), None
+        if self.with_reference:
+            with self.policy.reference():
+                reference = transition(self.policy.velocity(x, timestep, condition))
+        return LossBatch(
+            new=new,
+            behaviour=behaviour,
+            next_node=after,
+            delta=schedule.deltas[step],
+            step=step,
+            time=schedule.times[step],
+            reference=reference,
+            velocity=velocity,
+            **self._credit(sample, column, column),
+        )
+
+
+def step_of(times: Tensor, schedule: Schedule) -> Tensor:
+    """The step i with t_{i+1} < t <= t_i for each of `times`."""
+    nodes = schedule.times.to(times.device)
+    return ((nodes >= times[..., None] - 1e-6).sum(-1) - 1).clamp(0, schedule.steps - 1)
+
+
+def credited(times: Tensor, decisions: Decisions) -> Tensor:
+    """The decision whose credit a row at each of `times` takes: the last one whose time is not
+    below the row's, or the first one if all are below.
+    """
+    starts = to_device(decisions.time, times.device)
+    return ((starts >= times[..., None] - 1e-6).sum(-1) - 1).clamp(min=0)
+
+
+def training_noise(
+    loss: ForwardLoss,
+    groups: Groups,
+    shape: Sequence[int],
+    draws: int,
+    seed: int,
+    device: torch.device,
+) -> Tensor:
+    """The noise of every row of `groups` [sample, draw, *latent], shared as the loss declares.
+
+    Every sample or group has its own generator, seeded by its index among all and the iteration's
+    `seed`, so its noise does not depend on chunks or processes.
+    """
+    each = groups.members if loss.noise == "each" else 1
+    columns = 1 if loss.noise == "group-all-times" else draws
+    generator, noise = torch.Generator(device), []
+    for number in range(groups.first * each, (groups.first + groups.prompts) * each):
+        generator.manual_seed((seed + number) % 2**63)
+        noise.append(torch.randn((columns, *shape), generator=generator, device=device))
+    expanded = torch.stack(noise).expand(-1, draws, *shape)
+    return expanded.repeat_interleave(groups.members // each, 0)
+
+
+@dataclass
+class ForwardBatches(Batches):
+    """Makes the batches of a forward-process loss from the finished latents of a rollout. Samples
+    are numbered within this process.
+
+    A row has the advantage of the decision that `credited` assigns to its time, so rules that
+    credit decisions weight times. This is a heuristic: unless the loss's `noise` is "path", the
+    regressed states are noised images, not those that the decisions reached. A rule with equal
+    credit for all decisions gives the papers' losses.
+
+    Args:
+        policy: the policy.
+        loss: the forward-process loss.
+        rollout: the rollout with the finished latents.
+        condition: the condition, one row per prompt.
+        advantages: the credit rule's advantages [sample, decision].
+        weights: the weights [sample, decision].
+        times: training times [sample, draw].
+        decisions: the axis of credit.
+        seed: the iteration's seed of the noise.
+        copies: the copies of the weights that the loss declares (`training.behaviour.Behaviour`).
+        guidance: guidance of the velocities.
+        pooled: means over units that are spread over micro-batches; set by `prepare`.
+
+    Raises:
+        ConfigError: the policy does not support the guidance, or the trajectories do not fit the
+            loss's noise.
+    """
+
+    policy: FlowPolicy
+    loss: ForwardLoss
+    rollout: Rollout
+    condition: Condition
+    advantages: Tensor
+    weights: Tensor
+    times: Tensor
+    decisions: Decisions
+    seed: int
+    copies: Mapping[str, Any] = field(default_factory=dict)
+    guidance: Guidance = Guidance()
+    pooled: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        path, noise = self.rollout.trajectories, self.loss.noise
+        self.images = path.images_latent
+        device, shape = self.images.device, self.images.shape[1:]
+        guided = extras(self.policy, "guided", "guidance_scale")
+        self.sampled = 1.0 if guided is None else guided.guidance_scale
+        self.guided = (lambda scale: nullcontext()) if guided is None else guided.guided
+        self.scales = self.guidance.scales(self.sampled)
+        fits = guided is not None or self.scales == (1.0, 1.0)
+        require(fits, "guidance of the loss", self.scales, "1: the policy has no guidance")
+        steps = step_of(self.times, path.schedule)
+        if noise == "path":
+            require(not path.tree.branched, "noise", noise, "each or group, on branches")
+            self.times = path.schedule.times[steps]
+        else:
+            groups, draws = self.rollout.groups, self.times.shape[1]
+            self.noise = training_noise(self.loss, groups, shape, draws, self.seed, device)
+        self.steps = steps.to(device)
+        self.columns = credited(self.times, self.decisions).to(device)
+
+    @property
+    def passes(self) -> float:
+        """Network evaluations of a row with the current weights: the current network, the
+        reference, and copies with other weights.
+
+        Twice as many if rows of a unit are in several micro-batches. With another guidance than in
+        sampling, fractions or multiples (`Guidance.evaluations`).
+        """
+        copies = sum(copy.copy.evaluated and not copy.is_current for copy in self.copies.values())
+        reference = self.loss.needs_reference
+        cost = self.guidance.evaluations(1 + copies, reference, self.sampled)
+        return cost * (1 if self.pooled is None else 2)
+
+    def origin(self, sample: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+        """The step that contains each row's time, and the decision whose credit it takes."""
+        return self.steps[sample, column], self.columns[sample, column]
+
+    def of(self, sample: Tensor, column: Tensor, shared: object = None) -> ForwardBatch:
+        """The batch of these rows; indices of equal length."""
+        path, members = self.rollout.trajectories, self.rollout.groups.members
+        device, from_path = self.images.device, self.loss.noise == "path"
+        sample, column = sample.to(device), column.to(device)
+        step, decision = self.origin(sample, column)
+        if from_path:
+            unit = to_device(path.tree.paths, device)[sample % members, step]
+            stored = path.states[sample // members, unit]
+        else:
+            stored = self.noise[sample, column]
+        image, stored, sample, column, decision = map(
+            self._there, (self.images[sample], stored, sample, column, decision)
+        )
+        time = self.times[sample, column]
+        spread = expand(time, image)
+        if from_path:
+            state, target = stored, (stored - image) / spread
+        else:
+            state, target = (1 - spread) * image + spread * stored, stored - image
+        inputs = state, 1000.0 * time, self.condition.take(sample // members)
+        copies = {name: copy for name, copy in self.copies.items() if copy.copy.evaluated}
+        others: dict[str, Tensor] = {}
+        trained, reference = self.scales
+        # before the current network: its graph must not contain other weights
+        with torch.no_grad(), self.guided(trained):
+            for name, copy in copies.items():
+                if not copy.is_current:
+                    with copy.weights():
+                        others[name] = self.policy.velocity(*inputs)
+        if self.loss.needs_reference:
+            with torch.no_grad(), self.guided(reference), self.policy.reference():
+                others["reference"] = self.policy.velocity(*inputs)
+        with self.guided(trained):
+            new = self.policy.velocity(*inputs)
+        new = new.view_as(new)  # as in `LossBatches.of`
+        others |= {name: new.detach() for name, copy in copies.items() if copy.is_current}
+        credit = self._credit(sample, column, decision)
+        return ForwardBatch(time=time, target=target, new=new, **credit, **others)
+
+
+def checked_loss(loss: PolicyLoss | ForwardLoss, batch: LossBatch | ForwardBatch) -> LossResult:
+    """The result of `loss` for the batch. Raises `TrainingError` unless its loss is a
+    differentiable scalar.
+    """
+    call, part = f"{type(loss).__name__}.loss", loss
+    given = batch.target if isinstance(batch, ForwardBatch) else batch.next_node
+    with inputs_unchanged(call, TrainingError, batch.advantages, given, batch.weight):
+        result: Any = part.loss(batch)  # pyright: ignore[reportArgumentType]
+    value = result.loss if isinstance(result, LossResult) else None
+    if not isinstance(value, Tensor):
+        name = type(result).__name__
+        raise TrainingError(f"{call} returned a {name}; allowed: a LossResult with a scalar tensor")
+    problem = tensor_problem(value)
+    if not problem and (value.numel() != 1 or not value.requires_grad):
+        problem = f"is no scalar with a gradient (shape {tuple(value.shape)})"
+    if problem:
+        raise TrainingError(f"{call} returned a loss that {problem}")
+    return result

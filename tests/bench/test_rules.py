@@ -1,0 +1,296 @@
+"""The laboratory's rules: random credit, variants of turning points, pruned trees."""
+
+import math
+
+import pytest
+import torch
+from flowrl_bench.rules import (
+    Pruned,
+    RandomCredit,
+    TurningPointVariant,
+    clear_swings,
+    likely_turns,
+    random_steps,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from published_trees import FILES, credit, published, record_of
+
+from flowrl.core.errors import ConfigError, CreditError
+from flowrl.core.experience import Decisions, Experience
+from flowrl.core.protocols import Stateful
+from flowrl.credit import (
+    GDPO,
+    BackedUp,
+    DepthRelative,
+    SiblingRelative,
+    StepwiseGain,
+    TurningPoint,
+    Uniform,
+    Weighted,
+    credit_of,
+    example,
+    read_columns,
+    turning_points,
+)
+from flowrl.parts.registry import build
+from flowrl.probes import Branch, Completion
+from flowrl.testing import credit_contract
+from flowrl.training.build import make_method
+from flowrl.training.config import preset
+from flowrl.training.format import OLDER, current
+
+PER_PROMPT = TurningPoint(balance_scope="prompt")
+test_variants = [
+    credit_contract(TurningPointVariant(min_size=0.1, confidence=0.5, rule=PER_PROMPT)),
+    credit_contract(TurningPointVariant(confidence=1.0, reward_noise=0.1, rule=PER_PROMPT)),
+]
+test_random_steps_contract = credit_contract(
+    TurningPointVariant(where="random", rule=TurningPoint(clamp=None))
+)
+test_increments_contract = credit_contract(TurningPointVariant(where="none"))
+test_best_branches_contract = credit_contract(
+    Pruned(DepthRelative(probe=Branch((2, 2))), width="best")
+)
+test_moving_depths_contract = credit_contract(
+    Pruned(DepthRelative("tree", "sample"), width="extremes", steps=(2,), every=1, stop=1),
+    decisions=6,
+)
+test_released_pruning_contract = credit_contract(
+    Pruned(SiblingRelative(probe=Branch((4,))), width="best", released=True)
+)
+
+
+def table(seed: int, prompts: int = 3, members: int = 6, columns: int = 11) -> torch.Tensor:
+    return torch.rand(prompts, members, columns, generator=torch.Generator().manual_seed(seed))
+
+
+# Random credit
+
+
+def test_random_credit_has_the_runs_seed_unless_its_own_is_given() -> None:
+    config = preset("tiny").apply(world="mixture", task="direction", credit="random", seed=7)
+    assert make_method(config).credit.seed == 7
+    assert make_method(config.replace(credit="random(seed=0)", seed=3)).credit.seed == 0
+    values = table(0)
+    zero, one = (
+        make_method(config.replace(credit="random", seed=seed)).credit.assign(
+            values, Decisions.like(values)
+        )
+        for seed in (0, 1)
+    )
+    assert not torch.equal(zero, one)
+    assert torch.equal(zero, build("credit", "random").assign(values, Decisions.like(values)))
+    assert current({"credit": "random"}, OLDER) == {"credit": "random(seed=0)"}
+
+
+def test_random_credit_follows_the_ranks_and_changes_with_every_table() -> None:
+    rule, values, order = RandomCredit(), table(1), [3, 1, 0, 5, 4, 2]
+    first, second = (rule.assign(values, Decisions.like(values)) for _ in range(2))
+    assert not torch.equal(first, second)
+    rule.load_state_dict({})
+    permuted = rule.assign(values[:, order], Decisions.like(values))
+    assert torch.equal(permuted, first[:, order])
+    rule.load_state_dict({"tables": torch.tensor(1)})
+    assert torch.equal(rule.assign(values, Decisions.like(values)), second)
+    values[1] = 0.3
+    assert not rule.assign(values, Decisions.like(values))[1].any()
+
+
+# Variants of turning points
+
+
+@given(st.integers(0, 10_000))
+def test_random_steps_keep_the_density_of_every_trajectory_and_nothing_else(seed: int) -> None:
+    values = table(seed)
+    mask = torch.rand(3, 6, 10, generator=torch.Generator().manual_seed(seed)) > 0.3
+    turns = turning_points(values) & mask
+    moved = random_steps(values, turns, seed, mask)
+    assert torch.equal(moved.sum(-1), turns.sum(-1)) and not bool((moved & ~mask).any())
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
+    rows = (values[:, order], turns[:, order], seed, mask[:, order])
+    assert torch.equal(random_steps(*rows), moved[:, order])
+    assert torch.equal(random_steps(values + 0.5, turns, seed, mask), moved)
+
+
+def test_random_steps_fall_on_every_step_alike() -> None:
+    """4000 trajectories, one step each: counts are binomial; |z| < 5 per step holds but for 6e-6 of
+    all seeds.
+    """
+    values, every = table(1, 20, 200), torch.ones(20, 200, 10, dtype=torch.bool)
+    first = torch.zeros_like(every)
+    first[..., 0] = True
+    counts = random_steps(values, first, 0, every).flatten(0, 1).sum(0).double()
+    n, p = 4000, 0.1
+    assert float(((counts - n * p).abs() / math.sqrt(n * p * (1 - p))).max()) < 5
+    assert not torch.equal(
+        random_steps(values, first, 0, every), random_steps(values, first, 1, every)
+    )
+
+
+def test_filters_by_hand() -> None:
+    values = torch.tensor(
+        [[[0.5, 0.4, 0.3, 0.45, 0.6], [0.5, 0.6, 0.7, 0.55, 0.4], [0.5, 0.55, 0.52, 0.65, 0.62]]]
+    )
+    turns, every = turning_points(values), torch.ones(1, 3, 4, dtype=torch.bool)
+    assert turns.nonzero().tolist() == [[0, 0, 2], [0, 1, 2], [0, 2, 0]]
+    # std of d_0 over the members is 0.0850, of d_2 0.1370
+    assert (turns & clear_swings(values, 1.0, every)).nonzero().tolist() == [[0, 0, 2], [0, 1, 2]]
+    # another group's spread does not count
+    both = torch.cat([values, 100 * values])
+    assert torch.equal(clear_swings(both, 1.0, every)[:1], clear_swings(values, 1.0, every))
+    rule = TurningPoint(balance=None)
+    for options, count in (
+        ({"min_size": 0.2}, 2),
+        ({"confidence": 0.5}, 3),
+        ({"confidence": 1.1}, 0),
+    ):
+        assert TurningPointVariant(**options, rule=rule).selected(values).sum() == count
+    swings = clear_swings(
+        torch.tensor([[[0.0, 1.0], [0.0, -1.0], [0.0, 50.0]]]),
+        0.9,
+        torch.tensor([[[True], [True], [False]]]),
+    )
+    assert swings[0, :2, 0].tolist() == [True, True]
+
+
+def test_special_cases_of_a_variant() -> None:
+    values, reads = table(5), torch.tensor([False, False, True, False])
+    decisions = Decisions.like(values)
+
+    def assign(rule) -> torch.Tensor:
+        return rule.assign(values, decisions)
+
+    assert torch.equal(assign(TurningPointVariant()), assign(TurningPoint()))
+    gains = StepwiseGain(normalise="step", probe=Completion())
+    assert torch.equal(assign(TurningPointVariant(where="none")), assign(gains))
+    noisy = TurningPointVariant(reward_noise=0.1, confidence=1.0, rule=TurningPoint(balance=None))
+    likely = likely_turns(values, turning_points(values), 0.1, 1.0)
+    assert torch.equal(noisy.selected(values), likely)
+    expected = {
+        "turning": [True] * 5,
+        "random": [True] * 5,
+        "none": [False, False, True, True, False],
+    }
+    for where, columns in expected.items():
+        assert read_columns(TurningPointVariant(where=where), reads).tolist() == columns
+
+
+# Pruned trees
+
+LATE = dict(steps=(14, 15, 16, 17))
+SLIDE = dict(**LATE, every=30, stop=8)
+BEST, EXTREMES = dict(width="best"), dict(width="extremes")
+PRUNING = {
+    ("published", "default"): ({}, 0),
+    ("published", "depth"): (LATE, 0),
+    ("published", "depth_slide_step0"): (SLIDE, 0),
+    ("published", "depth_slide_step100"): (SLIDE, 100),
+    ("published", "depth_slide_step299"): (SLIDE, 299),
+    # the code's own stop is the last split, 9
+    ("published", "depth_slide_no_stop_step299"): (SLIDE, 299),
+    ("published", "width1"): (BEST, 0),
+    ("published", "width2"): (EXTREMES, 0),
+    ("published", "width2_ratio0.3"): (EXTREMES | dict(ratio=0.3), 0),
+    ("published", "depth_and_width1"): (LATE | BEST, 0),
+    ("published", "depth_and_width2"): (LATE | EXTREMES, 0),
+    ("published", "after_pruning_cutoff"): (LATE | EXTREMES | dict(until=150), 200),
+    ("published", "at_pruning_cutoff"): (LATE | EXTREMES | dict(until=150), 150),
+    ("small", "width1"): (BEST, 0),
+    ("small", "width2"): (EXTREMES, 0),
+    ("late", "depth"): (dict(steps=(0, 5)), 0),
+    ("late", "width1"): (BEST, 0),
+    ("late", "width2"): (EXTREMES, 0),
+    ("rounds", "width2"): (EXTREMES, 0),
+    ("mixed", "default"): ({}, 0),
+    ("mixed", "prob_weighted"): ({}, 0),
+}
+
+
+def trained(rule: Pruned, record: Experience) -> torch.Tensor:
+    """The decisions of weight 1 [prompt, member, decision]."""
+    weights = credit_of(rule, record).weights
+    assert weights is not None and bool(((weights == 0) | (weights == 1)).all())
+    return weights.bool()
+
+
+@pytest.mark.parametrize(("name", "variant"), list(PRUNING))
+def test_pruning_masks_of_the_published_code(name: str, variant: str) -> None:
+    case, (options, iteration) = published(name), PRUNING[name, variant]
+    rule = Pruned(DepthRelative("tree", "sample", clamp=None), released=True, **options)
+    rule.iteration = iteration
+    expected = case.tree.decision_table(case.read(f"{variant}/trained").float()).bool()
+    assert torch.equal(trained(rule, case.record), expected)
+
+
+def test_every_published_variant_is_tested() -> None:
+    variants = {tuple(name.split("/")[:2]) for name in FILES if name.endswith("/trained")}
+    assert {v for v in variants if v[1] not in ("default", "prob_weighted")} <= set(PRUNING)
+
+
+def test_width_pruning_keeps_whole_branches_of_every_state() -> None:
+    probe = Branch((2, 1, 4))
+    values = torch.rand(2, 8, 6, generator=torch.Generator().manual_seed(0)).sort(dim=1).values
+    shown = example(values, probe).experience()
+    kept = trained(Pruned(DepthRelative(probe=probe), width="best", ratio=0.5), shown)
+    assert kept[..., :3].all(), "the split itself is trained"
+    assert torch.equal(kept[..., 3], kept[..., 4]), "whole branches"
+    halves, final = kept[..., 3].view(2, 2, 4), shown.values[..., -1].view(2, 2, 4)
+    assert torch.equal(halves, final >= final.sort(descending=True).values[..., 1:2])
+    extremes = trained(Pruned(SiblingRelative(), width="extremes", ratio=0.5), shown)
+    worth = credit(SiblingRelative(probe=probe), shown)[..., 2]
+    for prompt in range(2):
+        chosen = worth[prompt][extremes[prompt, :, 3]].sort().values
+        torch.testing.assert_close(chosen, worth[prompt].sort().values[[0, 1, 6, 7]])
+
+
+@pytest.mark.parametrize("width", ["best", "extremes"])
+def test_width_pruning_ranks_the_members_in_the_mask(width) -> None:
+    """Of four branches two are invalid, so one of the other two remains."""
+    tree = example(torch.zeros(1, 4, 3), Branch((4,))).decisions.tree
+    assert tree is not None
+    record = record_of(tree, torch.tensor([[0.1, 0.9, float("nan"), float("nan")]]))
+    kept = trained(Pruned(SiblingRelative(), width=width, ratio=0.5), record)
+    assert kept[0].T.tolist() == [[True, True, False, False], [False, True, False, False]]
+
+
+def test_pruned_keeps_count_and_the_memory_of_its_rule() -> None:
+    rule, restored = (
+        Pruned(RandomCredit(probe=Branch((2,))), steps=(2,), every=1) for _ in range(2)
+    )
+    assert isinstance(rule, Stateful)
+    shown = example(torch.rand(1, 4, 4), rule.probe).experience()
+    left = [(~trained(rule, shown)[0, 0]).nonzero().flatten().tolist() for _ in range(4)]
+    assert left == [[2], [1], [0], [0]]
+    restored.load_state_dict(rule.state_dict())
+    assert restored.iteration == 4
+    assert torch.equal(credit(restored, shown), credit(rule, shown))
+
+
+def test_pruned_may_wrap_any_rule_and_multiplies_its_weights() -> None:
+    shown = example(torch.rand(1, 4, 4), Branch((2,))).experience()
+    twice = Pruned(Pruned(GDPO(SiblingRelative()), steps=(0,)), steps=(2,))
+    assert trained(twice, shown)[0, 0].tolist() == [False, True, False]
+    assert twice.reads_fields == () and Pruned(BackedUp()).reads_fields == ("log_probs",)
+    assert trained(
+        Pruned(width="best"), example(torch.rand(1, 4, 4), Branch({})).experience()
+    ).all()
+    with pytest.raises(CreditError, match=r"Pruned.steps = \(9,\) on a schedule of 3 steps"):
+        trained(Pruned(steps=(9,)), shown)
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: Pruned(Uniform()), "Pruned.rule.probe"),
+        (lambda: Pruned(steps=(3,), stop=4), "Pruned.stop"),
+        (lambda: Pruned(ratio=0.0), "Pruned.ratio"),
+        (lambda: Pruned(steps=(-1,)), "Pruned.stop"),
+        (lambda: Weighted(rule=Pruned()), "Weighted.rule"),
+        (lambda: GDPO(RandomCredit()), "GDPO.rule"),
+        (lambda: TurningPointVariant(min_size=-1.0), "TurningPointVariant.min_size"),
+    ],
+)
+def test_bad_options_are_named(make, field: str) -> None:
+    with pytest.raises(ConfigError, match=field.replace(".", r"\.")):
+        make()

@@ -1,0 +1,224 @@
+"""Turning points under reward noise: closed forms, the Gaussian orthant, Monte Carlo, limits, and
+the criterion that uses them.
+
+Monte Carlo comparisons have fixed seeds; had they not, each test would fail by chance with a
+probability of at most 1e-3 (`FALSE_ALARM`, divided among the test's comparisons by Bonferroni's
+inequality).
+"""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from flowrl_bench.rules import likely_turns
+from flowrl_bench.turn_noise import expected_calls, order_moments, turn_orders, turn_probability
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import multivariate_normal, norm
+
+from flowrl.credit import process_rewards, turning_points
+
+FALSE_ALARM = 1e-3
+ORDERS = sorted({order for key in np.ndindex(2, 2, 2, 2) for order in turn_orders(*map(bool, key))})
+DEFINITIONS = [
+    (consistent, first_step) for consistent in (True, False) for first_step in (True, False)
+]
+seeds = st.integers(0, 10**6)
+
+
+def table(seed: int, count: int = 6, prompts: int = 2, members: int = 3) -> torch.Tensor:
+    """Random values of `count` decisions."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(prompts, members, count + 1, generator=generator, dtype=torch.float64)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, atol: float) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), atol=atol, rtol=0)
+
+
+# Probabilities of orders
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders_have_the_probability_of_the_orthant_of_their_differences(order: str) -> None:
+    """scipy integrates the correlated differences with an absolute error of 1e-5."""
+    rng = np.random.default_rng(len(order))
+    relations = [relation.split("<") for relation in order.split()]
+    letters = sorted({letter for relation in relations for letter in relation})
+    difference = np.array(
+        [[(letter == high) - (letter == low) for letter in letters] for low, high in relations],
+        float,
+    )
+    means = rng.normal(0, 1.5, (8, len(letters)))
+    found = order_moments(
+        {letter: torch.from_numpy(means[:, k]) for k, letter in enumerate(letters)}, [order]
+    )[0]
+    covariance = difference @ difference.T
+    expected = [
+        multivariate_normal(-difference @ mean, covariance).cdf(np.zeros(len(relations)))
+        for mean in means
+    ]
+    close(found, torch.tensor(expected, dtype=torch.float64), 5e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_moments_are_derivatives_of_the_probability(order: str) -> None:
+    """Stein: E[C e_k] = dP/dm_k, E[C (e_k^2 - 1)] = d^2P/dm_k^2, E[C e_k e_l] = d^2P/dm_k dm_l for
+    means m.
+    """
+    letters = sorted(set(order) - set("< "))
+    point = {letter: 0.3 * k**2 - 0.2 * k for k, letter in enumerate(letters)}
+    h, x, y = 1e-2, letters[0], letters[1]
+    fine = (-2, -1, 0, 1, 2)
+
+    def at(**moved: float) -> float:
+        means = {
+            letter: torch.tensor([value + moved.get(letter, 0.0)]).double()
+            for letter, value in point.items()
+        }
+        return float(order_moments(means, [order])[0, 0])
+
+    first = sum(w * at(**{x: j * h}) for j, w in zip(fine, (1, -8, 0, 8, -1), strict=True)) / (
+        12 * h
+    )
+    second = sum(w * at(**{x: j * h}) for j, w in zip(fine, (-1, 16, -30, 16, -1), strict=True)) / (
+        12 * h * h
+    )
+    mixed = sum(a * b * at(**{x: a * h, y: b * h}) for a in (1, -1) for b in (1, -1)) / (4 * h * h)
+    means = {letter: torch.tensor([value]).double() for letter, value in point.items()}
+    p, one, two, both = order_moments(means, [order], ({}, {x: 1}, {x: 2}, {x: 1, y: 1}))[
+        :, 0
+    ].tolist()
+    assert abs(one - first) < 1e-8
+    assert abs(two - p - second) < 1e-6
+    assert abs(both - mixed) < 1e-4
+
+
+def test_orders_of_far_means_are_certain() -> None:
+    means = {letter: torch.tensor([1e6 * k, -1e6 * k]).double() for k, letter in enumerate("xyz")}
+    close(order_moments(means, ["x<y y<z"]), torch.tensor([[1.0, 0.0]]), 1e-12)
+
+
+# Expected calls
+
+
+@pytest.mark.parametrize(("consistent", "first_step"), DEFINITIONS)
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_calls_bias_and_variance_agree_with_monte_carlo(
+    count: int, consistent: bool, first_step: bool
+) -> None:
+    true, noise, draws = table(3, count, 1, 1), 0.3, 100_000
+    expected = expected_calls(true, noise, consistent, first_step)
+    generator = torch.Generator().manual_seed(4)
+    noisy = true + noise * torch.randn(
+        draws, 1, count + 1, generator=generator, dtype=torch.float64
+    )
+    called = turning_points(noisy, consistent, first_step)
+    rewards = process_rewards(noisy, called)
+    deviations = rewards - expected.mean[0, 0]
+    limit = norm.isf(FALSE_ALARM / (3 * count) / 2)
+    for sample, prediction in (
+        (called.double(), expected.called),
+        (rewards, expected.mean),
+        (deviations**2, expected.variance),
+    ):
+        error = sample.std(0)[0] / math.sqrt(draws)
+        assert bool(((sample.mean(0)[0] - prediction[0, 0]).abs() <= limit * error + 1e-9).all())
+
+
+@pytest.mark.parametrize("count", range(3, 12))
+def test_pure_noise_has_known_densities(count: int) -> None:
+    """Orders of exchangeable scores: (n + 1) / 3 turning points in n decisions under the plain
+    rule, 1/2 + 11 (n - 3) / 60 under the consistent one; the noise has the same standard deviation
+    at every decision, and no bias.
+    """
+    flat = torch.full((1, 1, count + 1), 0.4)
+    plain, consistent = (expected_calls(flat, 0.1, rule) for rule in (False, True))
+    close(
+        plain.called[0, 0],
+        torch.tensor([2 / 3, 1 / 4, *[1 / 3] * (count - 3), 5 / 12], dtype=torch.float64),
+        1e-10,
+    )
+    close(
+        consistent.called[0, 0],
+        torch.tensor([1 / 3, 1 / 6, *[11 / 60] * (count - 3), 0.0], dtype=torch.float64),
+        1e-10,
+    )
+    assert abs(float(plain.called.sum()) - (count + 1) / 3) < 1e-9
+    assert abs(float(consistent.called.sum()) - (1 / 2 + 11 * (count - 3) / 60)) < 1e-9
+    for found in (plain, consistent):
+        close(found.mean, torch.zeros_like(found.mean), 1e-10)
+        assert torch.equal(found.false_calls, found.called)
+        assert not found.turns.any()
+
+
+# The criterion
+
+
+def test_one_uncertain_difference_is_judged_by_its_standard_deviations() -> None:
+    """All other differences are certain: the probability is Phi(d / (sqrt(2) noise))."""
+    noise = 0.01
+    for z in (0.2, 1.0, 2.5):
+        d = z * math.sqrt(2) * noise
+        rows = torch.tensor(
+            [[[5.0, 9.0, 7.0, 7.0 + d, 12.0]], [[-5.0, -9.0, -7.0, -7.0 - d, -12.0]]],
+            dtype=torch.float64,
+        )
+        for consistent in (True, False):
+            turns = turning_points(rows, consistent)
+            assert turns[:, 0, 2].all()
+            probability = turn_probability(rows, turns, noise, consistent)
+            close(probability[:, 0, 2], torch.full((2,), norm.cdf(z), dtype=torch.float64), 1e-9)
+            assert likely_turns(rows, turns, noise, z - 1e-6, consistent)[:, 0, 2].all()
+            assert not likely_turns(rows, turns, noise, z + 1e-6, consistent)[:, 0, 2].any()
+
+
+def test_the_last_step_compares_one_score_with_two() -> None:
+    """R_T must exceed R_{T-1} and R_0; if all three are equal but for a hair, it is the largest
+    with a probability of 1/3.
+    """
+    rows = torch.tensor([[[0.0, 9.0, 0.0, 1e-9]], [[0.0, -9.0, 0.0, -1e-9]]], dtype=torch.float64)
+    turns = turning_points(rows, False)
+    assert turns[:, 0, 2].all()
+    close(
+        turn_probability(rows, turns, 0.1, False)[:, 0, 2],
+        torch.full((2,), 1 / 3, dtype=torch.float64),
+        1e-7,
+    )
+
+
+@given(seeds, st.booleans())
+@settings(max_examples=15, deadline=None)
+def test_the_criterion_is_monotone_and_none_without_noise(seed: int, consistent: bool) -> None:
+    rewards = table(seed)
+    turns = turning_points(rewards, consistent)
+    assert torch.equal(likely_turns(rewards, turns, 1e-9, 3.0, consistent), turns)
+    probabilities = [
+        turn_probability(rewards, turns, noise, consistent) for noise in (0.01, 0.05, 0.2, 1.0)
+    ]
+    for quiet, loud in pairwise(probabilities):
+        assert bool((loud <= quiet + 1e-9).all())
+    assert not probabilities[0][~turns].any()
+    kept = [
+        likely_turns(rewards, turns, 0.05, confidence, consistent) for confidence in (0.0, 1.0, 2.0)
+    ]
+    for loose, strict in pairwise(kept):
+        assert not (strict & ~loose).any()
+
+
+def test_equal_values_count_as_one_score() -> None:
+    """Repeated columns before the first and after the last change of the image add nothing."""
+    short = table(12, 5, members=60)
+    for repeats, kept in ((([0] * 2), slice(2, None)), ([5] * 3, slice(0, 5))):
+        columns = torch.tensor(sorted([*range(6), *repeats]))
+        values = short[..., columns]
+        for consistent in (True, False):
+            found = turn_probability(
+                values, turning_points(values, consistent, False), 0.1, consistent
+            )[..., kept]
+            expected = turn_probability(
+                short, turning_points(short, consistent, False), 0.1, consistent
+            )
+            close(found, expected, 1e-10)

@@ -1,0 +1,214 @@
+"""What fits on the device: sizes that are found by trying, as large as memory allows and speed
+rewards, the same after a resumption; warnings; and errors with advice.
+"""
+
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.core.errors import ConfigError, TrainingError
+from flowrl.core.types import Prompt
+from flowrl.rewards import FunctionReward
+from flowrl.testing.tiny import TINY as TINY_MODEL
+from flowrl.testing.tiny import tiny_sd3_policy
+from flowrl.training import memory
+from flowrl.training.build import make_method, make_trainer
+from flowrl.training.config import load_config, preset
+from flowrl.training.memory import (
+    GAIN,
+    Measured,
+    find_batches,
+    grow,
+    largest_batch,
+    memory_notices,
+    room,
+)
+from flowrl.training.run import Run
+from flowrl.training.trainer import Trainer
+
+FIXED = preset("tiny").apply(world="mixture", iterations=4, checkpoint_every=1, kl_weight=0.1)
+AUTO = FIXED.replace(micro_batch="auto", max_batch="auto")
+
+
+def simulate(patch, room, base=1.0, each=2.0, half=1e12, limit=10**9):
+    """A call on n takes base + each * n bytes and (half + n) seconds; from `limit` on memory runs
+    out unforeseen. Returns the sizes of the calls.
+    """
+    calls = []
+
+    def measured(trainer, batch, train, repeats=3):
+        calls.append(batch)
+        if batch >= limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Measured(batch, base, base + each * batch, half + batch)
+
+    patch.setattr(memory, "measured", measured)
+    patch.setattr(memory, "room", lambda trainer: room)
+    return calls
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    return make_trainer(FIXED)
+
+
+def best(trainer, limit=10**9):
+    return grow(trainer, True, limit).batch
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6), st.integers(0, 10**8), st.integers(0, 10**8))
+def test_a_size_fits_and_more_room_gives_no_smaller_one(trainer, base, each, room, more):
+    with pytest.MonkeyPatch.context() as patch:
+        simulate(patch, room, base, each)  # larger is always faster
+        small = best(trainer)
+        fits = max(0, (room - base) // each)
+        assert small <= fits < GAIN * small or small == fits == 0
+        simulate(patch, room + more, base, each)
+        assert best(trainer) >= small
+
+
+@pytest.mark.parametrize("half", [0.0, 0.5, 4.0, 16.0, 1000.0])
+def test_growth_ends_when_a_step_brings_less_than_the_gain(half, trainer, monkeypatch):
+    simulate(monkeypatch, 10**18, half=half)
+    chosen = best(trainer)
+    rates = {n: n / (half + n) for n in (chosen // 2, chosen, 2 * chosen) if n}
+    assert rates[2 * chosen] < GAIN * rates[chosen]
+    assert chosen == 1 or rates[chosen] >= GAIN * rates[chosen // 2]
+    assert all(best(trainer, limit) == limit for limit in (chosen, max(1, chosen - 1)))
+
+
+def test_no_call_is_made_that_is_predicted_not_to_fit(trainer, monkeypatch):
+    calls = simulate(monkeypatch, 1.0 + 13.5 * 2.0)
+    assert best(trainer) == 13 == max(calls) and calls == [1, 2, 4, 8, 13]
+    simulate(monkeypatch, 10**18, limit=11)
+    assert grow(trainer, True, 64) == memory.Growth(8, pytest.approx(8e-12), full=True)
+    simulate(monkeypatch, 2.0)
+    with pytest.raises(ConfigError, match=r"micro_batch = 'auto' .* resolution"):
+        find_batches(make_like(trainer))
+
+
+def make_like(trainer):
+    """A trainer with auto sizes around the parts of another one."""
+    parts = trainer.policy, trainer.method, trainer.reward, trainer.prompts.prompts
+    return Trainer(*parts, AUTO)
+
+
+@given(
+    st.integers(0, 10**9), st.integers(1, 10**7), st.integers(1, 99), st.integers(1, 99),
+    st.integers(0, 10**10),
+)  # fmt: skip
+def test_the_largest_batch_fits_and_the_next_does_not(base, slope, first, more, room):
+    small, large = (Measured(batch, 0, base + slope * batch) for batch in (first, first + more))
+    fits = largest_batch(small, large, room)
+    assert fits == 0 or base + slope * fits <= room * (1 + 1e-9)
+    assert base + slope * (fits + 1) > room * (1 - 1e-9)
+    # memory that does not grow with the batch says nothing about its size
+    flat = replace(large, bytes=min(small.bytes, large.bytes))
+    assert largest_batch(small, flat, room) == (math.inf if flat.bytes <= room else 0)
+
+
+def test_the_room_leaves_a_tenth_of_the_gpu_and_what_training_holds_later(trainer, monkeypatch):
+    assert room(trainer) == math.inf
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15 * 10**9)
+    weights = sum(parameter.numel() for parameter in trainer.parameters)
+    policy = SimpleNamespace(device=torch.device("cuda"), latent_shape=(10**6,))
+    shown = SimpleNamespace(**{**vars(trainer), "policy": policy})
+    nodes = 2 * 3 * (2 * 4 + 1)  # groups x members x (nodes and velocities)
+    assert room(shown) == pytest.approx(67e9 - 4e6 * nodes - 8 * weights)
+    shown.config = trainer.config.replace(offload=True, optimizer="adamw-8bit")
+    assert room(shown) == pytest.approx(67e9 - 2 * weights)
+
+
+def test_sizes_that_will_not_fit_are_told_and_measuring_changes_nothing(trainer, monkeypatch):
+    fresh = make_trainer(FIXED)
+    assert memory_notices(trainer) == []
+    assert all(parameter.grad is None for parameter in trainer.parameters)
+    assert trainer.iteration()["grad_norm"] == fresh.iteration()["grad_norm"]
+    calls = simulate(monkeypatch, 1.0 + 300 * 2.0)
+    (notice,) = memory_notices(trainer)
+    assert notice.text == "max_batch 512 will not fit into the GPU's memory; 300 will"
+    assert notice.kind == "memory" and calls == [1, 2, 4] * 2
+    simulate(monkeypatch, 0.0, limit=2)
+    words = r"GPU memory ran out: .*micro_batch .*gradient_checkpointing"
+    with pytest.raises(TrainingError, match=words), memory.out_of_memory():
+        memory_notices(trainer)
+
+
+RED = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("room", "changes", "found", "on"),
+    [
+        (10**4, {}, 128, False),  # the speed ends the growth without checkpointing
+        (40, {}, 20, True),  # 5 without, 0.38 pairs per second; 20 with, 0.57
+        (200, {}, 25, False),  # 25 without, 0.76 pairs per second; 64 with, 0.71
+        (7, {}, 3, True),  # not even 1 without
+        (200, {"gradient_checkpointing": False}, 25, False),
+        (40, {"micro_batch": 5}, 5, True),  # as it is set
+    ],
+)
+def test_gradient_checkpointing_is_on_where_it_pays_only(room, changes, found, on, monkeypatch):
+    auto = {"micro_batch": "auto", "max_batch": "auto", "gradient_checkpointing": True}
+    config = preset("tiny").apply(model="none", iterations=1, group_size=64, **{**auto, **changes})
+    checkpointing = config.policy.gradient_checkpointing
+    policy = tiny_sd3_policy(replace(TINY_MODEL, gradient_checkpointing=checkpointing))
+    run = Trainer(policy, make_method(config), RED, [Prompt("a dog"), Prompt("a fox")], config)
+
+    def measured(trainer, batch, train, repeats=3):
+        saved = trainer.policy.transformer.is_gradient_checkpointing or not train
+        seconds = (8 + batch) * (1.25 if saved else 1)
+        return Measured(batch, 0, batch * (2 if saved else 8), seconds)
+
+    monkeypatch.setattr(memory, "measured", measured)
+    monkeypatch.setattr(memory, "room", lambda trainer: room)
+    find_batches(run)
+    config = run.config
+    assert (config.optim.micro_batch, config.policy.gradient_checkpointing) == (found, on)
+    assert run.policy.transformer.is_gradient_checkpointing == on
+    assert run.collector.max_batch == config.rollout.max_batch != "auto"
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_writes_what_it_found_and_goes_on_with_it(tmp_path, monkeypatch):
+    simulate(monkeypatch, 1.0 + 3.5 * 2.0)
+    pause = Run(AUTO, tmp_path / "run", stop=lambda: True)
+    assert not pause.execute()
+    sizes = {"micro_batch": 3, "max_batch": 3}
+    written = load_config(tmp_path / "run" / "config.json")
+    assert written == pause.config == FIXED.replace(**sizes)
+    monkeypatch.setattr(memory, "measured", lambda *call: pytest.fail("measured again"))
+    rest = Run(AUTO, tmp_path / "run")
+    assert rest.execute(resume=True) and rest.config == written
+    Run(FIXED.replace(**sizes), tmp_path / "same").execute()
+    Run(FIXED, tmp_path / "large").execute()
+    names = ("reward_mean", "loss", "kl", "grad_norm")
+    mine, same, large = (
+        [[row[name] for name in names] for row in rows(tmp_path / folder)[1:]]
+        for folder in ("run", "same", "large")
+    )
+    assert mine == same
+    for one, other in zip(mine, large, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+def test_trying_for_real_changes_no_number_and_leaves_no_gradient():
+    run, fixed = make_trainer(AUTO), make_trainer(FIXED)
+    sizes = run.config.batches
+    # a process has no more: 6 samples, 24 pairs in 4 mini-batches
+    assert 1 <= sizes.micro_batch <= 6 and 1 <= sizes.max_batch <= 6
+    assert all(parameter.grad is None for parameter in run.parameters)
+    for _ in range(2):
+        first, second = run.iteration(), fixed.iteration()
+        for name in ("reward_mean", "loss", "kl", "grad_norm"):
+            assert first[name] == pytest.approx(second[name], rel=1e-5, abs=1e-7)
