@@ -32,6 +32,8 @@ SIZES = ((3, 5, 10), (1, 2, 4), (4, 3, 1), (2, 6, 6))
 are detected.
 """
 MOST_MEMBERS = 97
+LARGE = 100.0
+"""An advantage above this is likely to end a training."""
 EQUAL_REWARDS = (0.0, 0.3, -3.3, 1000.1, 12345.678, 1e6 / 3)
 
 
@@ -113,10 +115,20 @@ def chosen(record: Experience, prompts: Tensor, members: Tensor) -> Experience:
     def rows(table: Tensor) -> Tensor:
         return table[prompts][:, members]
 
-    # units that only other members pass remain in the tree
+    # units that only other members pass are left out, and the others get new numbers
+    kept = path.tree.passes[members].any(0)
+    number, parent = kept.cumsum(0) - 1, path.tree.parent[kept]
     strides = None if path.tree.strides is None else path.tree.strides[members]
-    tree = replace(path.tree, paths=path.tree.paths[members], strides=strides)
-    states, outputs = path.states[prompts], path.outputs[prompts]
+    tree = replace(
+        path.tree,
+        parent=torch.where(parent < 0, parent, number[parent]),
+        node=path.tree.node[kept],
+        drawn=path.tree.drawn[kept],
+        paths=number[path.tree.paths[members]],
+        strides=strides,
+    )
+    inner = kept[: path.outputs.shape[1]]  # the leaves have no velocity
+    states, outputs = path.states[prompts][:, kept], path.outputs[prompts][:, inner]
     drawn, mask = decisions.drawn[members], rows(decisions.mask)
     branched = decisions.tree and tree
     return replace(
@@ -260,7 +272,7 @@ def follows_order(case: Case, axis: str) -> None:
         compare(credited(moved, second), credited(rule, second), f"after a table {what}", hint)
 
 
-def gives_a_silent_group_zero(case: Case) -> None:
+def gives_a_silent_group_zero(case: Case) -> str | None:
     """A group whose rewards are all equal gets exactly 0, among other groups and alone."""
     hint = (
         "Subtract the group's mean before dividing, and one of its rewards before that mean is"
@@ -276,6 +288,13 @@ def gives_a_silent_group_zero(case: Case) -> None:
                 silent = case.credit(table)[-1, ..., 0]
                 where = f"with rewards of {value:g} in a group, one of {len(table.values)},"
                 same(silent, torch.zeros_like(silent), f"{where} the advantage", hint)
+    for values in case.tables():
+        values[..., -1] = 0.5
+        largest = float(case.credit(case.filled(values)).abs().max())
+        if largest > LARGE:
+            advice = "equal final rewards after unequal estimates give an advantage of"
+            return f"{advice} {largest:.3g}; clamp it, as zscore does"
+    return None
 
 
 def survives_extremes(case: Case) -> None:
@@ -318,6 +337,24 @@ def keeps_its_memory(case: Case) -> None:
         hint = "Is part of the memory missing, or shared and not cloned?"
     expected = credited(rule, record)
     compare(credited(fresh, record), expected, what, hint, 0.0)
+
+
+def agrees_with_its_assign(case: Case) -> str | None:
+    """A rule with `credit` and `assign` gives the same advantages by both, or `assign` raises a
+    CreditError.
+    """
+    if not (hasattr(case.rule, "credit") and hasattr(case.rule, "assign")):
+        return INAPPLICABLE
+    hint = "`assign` is for a first record without components."
+    for record in case.records():
+        mask = record.decisions.mask
+        try:
+            got = copy.deepcopy(case.rule).assign(record.values, record.decisions)
+        except CreditError:
+            continue
+        expected = case.credit(record)[..., 0]
+        same(got.masked_fill(~mask, 0.0), expected, "by `assign` the advantage", hint, 1e-6)
+    return None
 
 
 def credits_components(case: Case) -> str | None:
@@ -365,6 +402,7 @@ OTHERS = (
     gives_a_silent_group_zero,
     survives_extremes,
     keeps_its_memory,
+    agrees_with_its_assign,
     credits_components,
     pays_the_better_member,
 )
