@@ -297,7 +297,7 @@ def count_memory(
     nn.Module.to(network, dtype)  # as autocast computes with a LoRA
     if options.gradient_checkpointing:
         network.enable_gradient_checkpointing()
-    network.train()
+    nn.Module.train(network)
 
     def update() -> None:
         inputs = known.inputs(update_rows, options, dtype)
