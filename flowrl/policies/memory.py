@@ -296,8 +296,8 @@ def count_memory(
     trained = _numbers(p for p in network.parameters() if p.requires_grad)
     nn.Module.to(network, dtype)  # as autocast computes with a LoRA
     if options.gradient_checkpointing:
-        network.enable_gradient_checkpointing()
-    nn.Module.train(network)
+        cast(Any, network).enable_gradient_checkpointing()
+    network.train()
 
     def update() -> None:
         inputs = known.inputs(update_rows, options, dtype)
