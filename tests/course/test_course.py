@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from course.wrong_answers import WRONG_ANSWERS
 from flowrl_course import checking
 from flowrl_course.checking import Unsolved, Verdict
-from course.wrong_answers import WRONG_ANSWERS
 
 from flowrl.flow import GaussianMixture
 
