@@ -91,18 +91,6 @@ def test_the_lowest_versions_are_the_lower_bounds():
     assert "torch==2.13.0" in (root / "constraints.txt").read_text()
 
 
-def test_the_readme_is_short():
-    """Outside of code and tables no line is longer than 120 characters."""
-    lines = (Path(__file__).parents[1] / "README.md").read_text().splitlines()
-    assert len(lines) <= 130
-    fenced = [
-        line
-        for number, line in enumerate(lines)
-        if sum(other.startswith("```") for other in lines[:number]) % 2 == 0
-    ]
-    assert not [line for line in fenced if len(line) > 120 and not line.startswith("|")]
-
-
 def test_importing_costs_little_beyond_torch():
     """Processor seconds, so that a busy machine does not matter."""
     code = (
