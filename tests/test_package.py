@@ -157,11 +157,9 @@ ROOMS = (
     "losses",
     "rewards",
     "policies",
-    "prompts",
     "worlds",
     "rollout",
     "testing",
-    "diagnostics",
 )
 
 

@@ -817,7 +817,7 @@ def test_findings_read_well() -> None:
         str(check_credit(faulty_rule(lambda v, d: dense(v, d).transpose(0, 1)))).split()
     )
     assert "BROKEN returns_advantages_per_decision" in broken
-    assert "shape (5, 3, 10)" in broken
+    assert "(5, 3, 10), not floating point of shape" in broken
     assert (
         "untried is_deterministic not tried, because 'returns_advantages_per_decision' is broken"
         in broken
