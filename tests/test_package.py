@@ -225,12 +225,7 @@ def test_satellites_use_public_names(folder):
                 packages = [
                     import_module(".".join(parts[:depth])) for depth in range(2, len(parts) + 1)
                 ]
-                public = {
-                    name
-                    for package in packages
-                    if hasattr(package, "__path__")
-                    for name in package.__all__
-                }
+                public = {name for package in packages for name in getattr(package, "__all__", ())}
                 private += [
                     f"{path.name}: {statement.module}.{a.name}"
                     for a in statement.names

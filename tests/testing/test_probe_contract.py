@@ -125,7 +125,7 @@ def batch_means(self, run):
 
 
 def weights(self, run):
-    parameter = next(iter(run.policy.trainable().values()))
+    parameter = next(iter(run.walk.policy.trainable().values()))
     parameter.data.add_(0.01)
     return Own.estimate(self, run)
 

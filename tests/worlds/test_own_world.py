@@ -64,8 +64,8 @@ def test_the_settings_start_from_the_worlds_defaults(capsys) -> None:
     assert preset("default").apply(world=OWN, method="tempflow-grpo").rollout.group_size == 54
     known = origins("default", RunConfig, OWN, "flow-grpo", ("seed",))
     assert (known["iterations"], known["task"], known["seed"]) == (
-        "world clock",
-        "world clock",
+        f"world {OWN}",
+        f"world {OWN}",
         "option",
     )
     assert main(["train", "--world", OWN, "--plan"]) == 0
