@@ -28,7 +28,7 @@ for _name in (
     "cli.figures",
     "worlds.mixture",
     "serving.command",
-    "diagnostics",
+    "training.statistics",
 ):
     # before the processes fork, so that a case takes a fraction of a second
     import_module(f"flowrl.{_name}")

@@ -119,7 +119,7 @@ def test_a_start_that_was_killed_may_be_repeated_but_an_iteration_is_kept(tmp_pa
     with pytest.raises(PartError, match="later"):
         Run(CONFIG, out, report=stop).execute()
     assert (out / "metrics.jsonl").read_text().count("\n") == 2
-    with pytest.raises(ConfigError, match="already holds a run; choose another folder or resume"):
+    with pytest.raises(ConfigError, match="a folder without a run; --resume continues one"):
         Run(CONFIG, out).execute()
     assert Run(CONFIG, out).execute(resume=True)
 

@@ -260,7 +260,7 @@ def _checked_table(table: object, mask: Mask, what: str) -> Tensor:
     if tensor_problem(table):
         raise CreditError(f"{what} a tensor that {tensor_problem(table)}")
     if table.shape != mask.shape or not table.is_floating_point():
-        wanted = f"floating point, [prompt, member, decision] = {tuple(mask.shape)}"
+        wanted = f"floating point of shape [prompt, member, decision] = {tuple(mask.shape)}"
         raise CreditError(f"{what} {_shown(table)}, not {wanted}")
     bad = (mask & ~table.isfinite()).nonzero()
     if len(bad):

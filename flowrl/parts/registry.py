@@ -146,12 +146,12 @@ def _lacking(kind: str, has: Callable[[str], bool]) -> str:
 def _members(protocol: type, kinds: tuple[type, ...] = (property, types.FunctionType)) -> list[str]:
     """Names of a protocol's methods and properties."""
     members = {
-        name
+        name: None
         for base in protocol.__mro__
         for name, value in vars(base).items()
         if isinstance(value, kinds)
     }
-    return sorted(name for name in members if name == "__call__" or not name.startswith("_"))
+    return [name for name in members if name == "__call__" or not name.startswith("_")]
 
 
 def _check_maker(kind: str, head: str, maker: Any) -> None:
@@ -287,9 +287,9 @@ def files_of(kind: str, spec: Spec) -> list[Path]:
         maker = find_maker(kind, spec)
         while isinstance(maker, partial):
             maker = maker.func
-        module = sys.modules.get(spec.name.partition(":")[0]) or sys.modules.get(
-            getattr(maker, "__module__", "")
-        )
+        # A module's own file counts too; a plug-in's name may be that of an unrelated module.
+        named = spec.name.partition(":")[0] if ":" in spec.name else ""
+        module = sys.modules.get(named) or sys.modules.get(getattr(maker, "__module__", ""))
         files = (inspect.getsourcefile(maker), getattr(module, "__file__", None))
     except Exception:  # a third party's module may raise anything
         return []

@@ -296,7 +296,7 @@ def count_memory(
     trained = _numbers(p for p in network.parameters() if p.requires_grad)
     nn.Module.to(network, dtype)  # as autocast computes with a LoRA
     if options.gradient_checkpointing:
-        network.enable_gradient_checkpointing()
+        cast(Any, network).enable_gradient_checkpointing()
     network.train()
 
     def update() -> None:

@@ -14,16 +14,14 @@ import pytest
 from bench_lines import SMALL, fake_line, here, rule_file
 from flowrl_bench import rule_plan, tune
 from flowrl_bench.arms import ARMS, SHORT, WORLDS, Arm, own_arm, tuned
-from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.measurements import measure
 from flowrl_bench.microscope import RULES
 from flowrl_bench.results_file import make_line
 from flowrl_bench.rule_bench import Bench, bench_rule
 from flowrl_bench.rule_names import identity, named_rules, results_folder
-from flowrl_bench.rule_page import World, judged, rule_page, sentence, terminal
+from flowrl_bench.rule_page import World, judged, sentence
 from flowrl_bench.rule_plan import (
-    BASELINES,
     FULL,
     PROBES,
     QUICK,
@@ -309,25 +307,6 @@ class TestFindings:
         )
         assert bool(power) == (words == UNDECIDED)
 
-    def test_a_collapse_is_in_the_sentence(self) -> None:
-        world = world_of(0.01, uniform=0.4, mine=0.5)
-        low = {"direction": [fake_line([0.1, 0.9, 0.2], 100.0) for _ in world.evidence.seeds]}
-        runs = {
-            arm: tasks if arm == "uniform" else low for arm, tasks in world.evidence.runs.items()
-        }
-        (found,) = judged("mine", [replace(world, evidence=replace(world.evidence, runs=runs))])
-        assert "mine collapsed in 8 of 8 seeds." in sentence("mine", found)
-
-    def test_baselines_with_the_same_outcome_share_words(self) -> None:
-        (found,) = judged(
-            "mine", [world_of(0.01, uniform=0.4, stepwise_gains=0.4, turning_points=0.9, mine=0.6)]
-        )
-        text = sentence("mine", found)
-        better = (
-            "against uniform and stepwise gains: better at equal updates, evaluations and seconds"
-        )
-        assert f"{better}; against turning points: worse at" in text
-
     def test_what_could_have_been_seen(self) -> None:
         """It shrinks with the spread and grows with the number of comparisons."""
         (wide,), (narrow,) = (
@@ -343,55 +322,6 @@ class TestFindings:
         )
         assert both[0].findings[0].visible > wide.findings[0].visible
         assert both[0].findings[0].alone == wide.findings[0].alone
-
-    def test_the_terminal_has_80_columns(self) -> None:
-        name = "a_rule_with_a_name_that_is_very_long"
-        world = world_of(0.05, uniform=0.4, stepwise_gains=0.1, turning_points=0.9, mine=0.4)
-        runs = {name if arm == "mine" else arm: tasks for arm, tasks in world.evidence.runs.items()}
-        text = terminal(
-            name, judged(name, [replace(world, evidence=replace(world.evidence, runs=runs))])
-        )
-        assert max(map(len, text.splitlines())) <= 80 and "0 of 8" in text and "undecided" in text
-
-    def test_page(self, tmp_path: Path) -> None:
-        worlds = judged(
-            "mine",
-            [
-                world_of(0.01, uniform=0.4, mine=0.5),
-                world_of(0.01, 3, world="shapes", uniform=0.4, mine=0.4),
-            ],
-        )
-        worlds[1] = replace(worlds[1], part=replace(worlds[1].part, budget=0))
-        trials = (
-            ({"clip_range": 0.02, "noise_level": 0.7}, 0.31),
-            ({"clip_range": 0.06, "noise_level": 0.7}, 0.42),
-        )
-        worlds[0] = replace(worlds[0], search=trials)
-        page = rule_page(
-            "mine",
-            "my.py:Mine",
-            worlds,
-            list(QUICK.values()),
-            True,
-            "flowrl bench rule my.py:Mine --quick",
-        )
-        text = page.write(tmp_path, "rule")[0].read_text()
-        assert text.index("2-D world, 8 seeds. mine against uniform: better") < text.index("## ")
-        assert (
-            "Not tuned in the image world: " in text
-            and "The rule has the settings of uniform credit." in text
-        )
-        assert "in the 2-D world 6 of 12 runs of the search and 12 of 20 seeds" in text
-        assert (
-            "made 2 runs of 2 settings, all with the same noise level; their mean rewards are 0.310"
-            " to 0.420." in text
-        )
-        assert "| 0.06 | 0.7 | 0.420 |" in text
-        assert (
-            "the baseline stepwise gains" in text
-            and "rule-mixture.png" in text
-            and "0 of 8" in text
-        )
 
 
 TINY = {name: value for name, value in SMALL.items() if name != "arm"} | {"eval_samples": 18}
@@ -536,19 +466,6 @@ class TestFolder:
         )
         assert "Not tuned" not in Path("runs/rule-Mine/rule.md").read_text()
 
-    def test_a_paused_search_leaves_its_lines(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        rule_file(tmp_path / "my.py")
-        said: list[str] = []
-        monkeypatch.setattr(module, "tune", lambda *_: False)
-        assert not bench_rule("my.py:Mine", [Part("mixture", 2, 2)], None, 1, say=said.append)
-        assert (
-            said[-1]
-            == "Paused; finished runs are kept. Continue with: flowrl bench rule my.py:Mine --out"
-            " runs/rule-Mine"
-        )
-
     def test_two_rules_of_one_name_have_folders_of_their_own(self, tmp_path: Path) -> None:
         for place in ("v1.py", "sub/v2.py", "other/v2.py"):
             rule_file(tmp_path / place)
@@ -600,17 +517,3 @@ class TestFolder:
         ):
             self.bench("my.py:Mine")
         assert not Path("runs").exists()
-
-    def test_workers_and_unknown_rules(self) -> None:
-        with pytest.raises(
-            ConfigError, match="workers = -1 is not allowed; allowed: 1 or more, or 0"
-        ):
-            bench_rule("weighted", [], None, -1)
-        with pytest.raises(ConfigError, match="unknown credit rule"):
-            self.bench("nothing")
-
-
-def test_baselines_are_arms_of_both_worlds() -> None:
-    assert all(set(ARMS[name].worlds) == set(WORLDS) for name in BASELINES)
-    runs = FULL["shapes"].arms(ARMS["stepwise gains"], {})["uniform"]
-    assert len({config_id(run) for run in runs}) == FULL["shapes"].seeds

@@ -168,8 +168,8 @@ def test_a_report_can_be_written_before_any_run_has_finished(tmp_path):
 
 def comparison_folder(folder, names, **config):
     """Files as `flowrl compare` writes them, with values chosen by hand."""
-    run = preset("tiny").apply(world="mixture", task="direction")
-    values = CompareConfig(run, method_arms(("flow-grpo",)), (0, 1), command=EVIL).as_dict()
+    settings = preset("tiny").apply(world="mixture", task="direction")
+    values = CompareConfig(settings, method_arms(("flow-grpo",)), (0, 1), command=EVIL).as_dict()
     values |= {"arms": method_arms(names), "hardware": EVIL, **config}
     (folder / "config.json").write_text(json.dumps(values))
     for number, (name, seed) in enumerate(itertools.product(names, (0, 1))):
@@ -182,7 +182,7 @@ def comparison_folder(folder, names, **config):
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         write_trajectory(run, [0.5, 0.4, 0.3, 0.45, 0.6])
         files = {
-            "config": {"algorithm": {"method": name}, "seed": seed},
+            "config": settings.replace(method=name, seed=seed).as_dict(),
             "samples": {
                 "prompts": ["towards 0 degrees", EVIL],
                 "reward_before": [0.1, 0.2],

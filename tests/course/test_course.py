@@ -1,34 +1,82 @@
-"""The checks of the course accept the solutions and name the likely mistakes; lessons have the
-promised parts.
+"""The checks of the course accept the lessons' solutions, refuse the starting cells and name likely
+mistakes; lessons have the promised parts.
 """
 
 import ast
 import importlib
 import re
-import sys
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from flowrl_course.checking import Unsolved
+from course.wrong_answers import WRONG_ANSWERS
+from flowrl_course import checking
+from flowrl_course.checking import Unsolved, Verdict
+
+from flowrl.flow import GaussianMixture
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-LESSONS = sorted(p.stem for p in (ROOT / "tests" / "course").glob("lesson_[0-9][0-9].py"))
-CASES = [case for name in LESSONS for case in importlib.import_module(f"tests.course.{name}").CASES]
+SOURCES = {
+    f"lesson_{path.name[:2]}": path
+    for path in sorted((ROOT / "tutorials" / "source").glob("[0-9][0-9]_*.py"))
+}
 RATINGS = (
     r"\*Difficulty: (?:easy|medium|harder|project) · importance: (?:essential|useful|optional) ·"
     r" time: \d+ minutes\*"
 )
-RATED = rf"[^*\n]+\n#\n# {RATINGS}"
-SOURCES = sorted((ROOT / "tutorials" / "source").glob("[0-9][0-9]_*.py"))
+CHECKS = [
+    (name, check)
+    for name, source in SOURCES.items()
+    for check in re.findall(r"^lesson\.(check_\w+)\(", source.read_text(), re.MULTILINE)
+]
 
 
-def answers(value):
-    return value if isinstance(value, tuple) else (value,)
+def cells(source: Path) -> list[tuple[str, str]]:
+    """The tags and the text of each cell."""
+    parts = re.split(r"^# %%(.*)\n", source.read_text(), flags=re.MULTILINE)
+    return list(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def own_checks(module) -> set[str]:
-    """The checks that a module defines itself."""
+@cache
+def exercises(lesson: str, role: str = "solution") -> dict[str, SimpleNamespace]:
+    """The answer cell of each check, and the variables before it: the lesson's imports and
+    definitions, and its answers so far. Nothing else of the lesson is executed.
+    """
+    variables: dict[str, Any] = {"__name__": lesson, "ring": GaussianMixture.ring()}
+    answer, result = "", {}
+    for tags, text in cells(SOURCES[lesson]):
+        if f'"{role}"' in tags:
+            answer += text
+        elif call := re.match(r"lesson\.(check_\w+)(\(.*\))\n", text):
+            result[call[1]] = SimpleNamespace(
+                answer=answer, call=call[0], variables=dict(variables)
+            )
+            exec(answer, variables)
+            answer = ""
+        elif not tags.strip() or "hide" in tags:
+            definitions = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+            code = "\n".join(line for line in text.splitlines() if not line.startswith("%"))
+            for node in ast.parse(code).body:
+                needs = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+                if isinstance(node, definitions) and not needs & {"STEPS", "look", "truths"}:
+                    exec(compile(ast.Module([node], []), lesson, "exec"), variables)
+    return result
+
+
+def verdict(lesson: str, check: str, find: str = "", replace: str = "", role="solution") -> Verdict:
+    """The check's verdict on the lesson's answer, with one text replaced."""
+    exercise = exercises(lesson, role)[check]
+    assert find in exercise.answer, (check, find)
+    variables = dict(exercise.variables)
+    exec(exercise.answer.replace(find, replace) if find else exercise.answer, variables)
+    return eval(exercise.call, variables)
+
+
+def own_checks(lesson: str) -> set[str]:
+    """The checks that a module of the course defines."""
+    module = importlib.import_module(f"flowrl_course.{lesson}")
     return {
         name
         for name, value in vars(module).items()
@@ -36,77 +84,66 @@ def own_checks(module) -> set[str]:
     }
 
 
-@pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: f"{case.check.__module__[-9:]}-{case.name}"
-)
-def test_solutions_are_accepted(case) -> None:
-    case.check.__wrapped__(*answers(case.solution))
-    assert case.check(*answers(case.solution)).passed
-
-
-@pytest.mark.parametrize(
-    ("case", "mistake", "message"),
-    [(case, mistake, message) for case in CASES for mistake, message in case.mistakes],
-    ids=lambda value: value[:40] if isinstance(value, str) else getattr(value, "name", ""),
-)
-def test_likely_mistakes_are_named(case, mistake, message: str) -> None:
-    verdict = case.check(*answers(mistake))
-    assert not verdict.passed, f"{case.name} accepts a mistake that it should call {message!r}"
-    assert message in verdict.problem
-
-
-@pytest.mark.slow
-def test_every_check_has_three_mistakes_with_messages_of_their_own() -> None:
-    for case in CASES:
-        assert len(case.mistakes) >= 3, case.name
-        told = [case.check(*answers(mistake)).problem for mistake, _ in case.mistakes]
-        assert len(set(told)) == len(told), (case.name, told)
-
-
-def test_every_check_of_a_lesson_is_tried() -> None:
-    for name in LESSONS:
-        module = importlib.import_module(f"flowrl_course.{name}")
-        checks = own_checks(module)
-        assert checks == {c.name for c in CASES if c.check.__module__ == module.__name__}
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
-def test_lessons_have_their_parts(source: Path) -> None:
-    """An opening, three exercises with difficulty and minutes, each checked, and checks that
-    exist.
+@pytest.mark.parametrize(("lesson", "check"), CHECKS)
+def test_the_solution_passes_and_the_starting_cell_does_not(lesson: str, check: str, monkeypatch):
+    """Every hint in a table of the check is shown for the value that the table gives; without a
+    known mistake the check still refuses.
     """
+    shown: dict[str, bool] = {}
+    close = checking.close
+
+    def hint(*given: Any) -> str | None:
+        try:
+            return close(*given)
+        except Unsolved as error:
+            return str(error)
+
+    def watched(got, wanted, otherwise, mistakes=None, tolerance=1e-4) -> None:
+        for message, value in (mistakes or {}).items():
+            told = hint(value, wanted, otherwise, mistakes, tolerance)
+            shown[message] = shown.get(message, False) or told == message
+        close(got, wanted, otherwise, mistakes, tolerance)
+
+    for name in (lesson, "rule_checks"):
+        module = importlib.import_module(f"flowrl_course.{name}")
+        monkeypatch.setattr(module, "close", watched, raising=False)
+    assert verdict(lesson, check).passed
+    assert [message for message, reached in shown.items() if not reached] == []
+    assert not verdict(lesson, check, role="exercise").passed
+
+
+@pytest.mark.parametrize(
+    ("lesson", "check", "find", "replace", "message"),
+    [
+        pytest.param(lesson, check, *wrong, id=f"{check}: {wrong[2]}")
+        for lesson, checks in WRONG_ANSWERS.items()
+        for check, answers in checks.items()
+        for wrong in answers
+    ],
+)
+def test_likely_mistakes_are_named(lesson, check, find: str, replace: str, message: str) -> None:
+    problem = verdict(lesson, check, find, replace).problem
+    assert problem is not None, "a wrong answer is accepted"
+    assert message in problem
+
+
+@pytest.mark.parametrize("lesson", SOURCES)
+def test_lessons_have_their_parts(lesson: str) -> None:
+    """Three exercises or more, each with its ratings, starting cell, hint, solution, explanation,
+    check and likely mistakes; the course's table has their number.
+    """
+    source = SOURCES[lesson]
     text = source.read_text()
-    assert "**After this lesson you can**" in text
-    assert "**Time**" in text
-    exercises = re.findall(f"^# ### Exercise \\d+ · {RATED}$", text, re.MULTILINE)
-    starts, solutions = text.count('tags=["exercise"]'), text.count('tags=["solution"]')
-    explanations = text.count('tags=["explanation"]')
-    assert len(exercises) == starts == explanations <= solutions
-    assert len(exercises) >= 3
-    used = set(re.findall(r"lesson\.(check_\w+)\(", text))
-    assert text.count('tags=["hint"]') == len(exercises)
-    assert "# ## Further reading" in text
-    if exercises:
-        module = importlib.import_module(f"flowrl_course.lesson_{source.stem[:2]}")
-        assert used == own_checks(module)
-        assert len(used) >= len(exercises)
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
-def test_the_table_of_the_course_links_every_lesson_with_its_number_of_exercises(
-    source: Path,
-) -> None:
-    table, text = (ROOT / "docs" / "course.md").read_text(), source.read_text()
-    rows = re.findall(
-        rf"^\| \[[^|]+\]\(course/{source.stem}\.ipynb\) \| [^|]+ \| (\d+) \|", table, re.MULTILINE
-    )
-    assert rows == [str(len(re.findall(r"^# ### Exercise \d+ · ", text, re.MULTILINE)))]
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
-def test_names_that_a_lesson_imports_exist(source: Path) -> None:
-    """A lesson is executed rarely; a renamed function must not wait for it."""
-    for node in ast.walk(ast.parse(source.read_text())):
+    rated = re.findall(rf"^# ### Exercise \d+ · [^*\n]+\n#\n# {RATINGS}$", text, re.MULTILINE)
+    count = len(re.findall(r"^# ### Exercise \d+ · ", text, re.MULTILINE))
+    assert len(rated) == count >= 3
+    assert {text.count(f'tags=["{tag}"]') for tag in ("exercise", "hint", "explanation")} == {count}
+    assert {check for name, check in CHECKS if name == lesson} == own_checks(lesson)
+    assert set(WRONG_ANSWERS[lesson]) == own_checks(lesson) and len(own_checks(lesson)) >= count
+    table = (ROOT / "docs" / "course.md").read_text()
+    link = rf"^\| \[[^|]+\]\(course/{source.stem}\.ipynb\) \| [^|]+ \| (\d+) \|"
+    assert re.findall(link, table, re.MULTILINE) == [str(count)]
+    for node in ast.walk(ast.parse(text)):  # a lesson is executed rarely
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flowrl"):
             module = importlib.import_module(str(node.module))
             for alias in node.names:
@@ -115,16 +152,20 @@ def test_names_that_a_lesson_imports_exist(source: Path) -> None:
 
 
 def test_a_failed_check_raises_where_lessons_are_built(monkeypatch) -> None:
-    case = next(case for case in CASES if case.name == "check_interpolate")
     monkeypatch.setenv("FLOWRL_COURSE", "strict")
     with pytest.raises(Unsolved, match=r"Exercise 1: .*swapped"):
-        case.check(case.mistakes[0][0])
+        verdict(
+            "lesson_01",
+            "check_interpolate",
+            "return (1 - t) * clean + t * noise",
+            "return (1 - t) * noise + t * clean",
+        )
 
 
 def test_verdicts_read_well() -> None:
-    case = next(case for case in CASES if case.name == "check_interpolate")
-    assert repr(case.check(case.solution)) == "✓ Exercise 1: correct"
-    wrong = case.check(lambda clean, noise, time: 1 / 0)
-    assert "ZeroDivisionError" in repr(wrong)
-    assert "✗ Exercise 1" in wrong._repr_html_()
-    assert "not answered yet" in repr(case.check(...))
+    assert repr(verdict("lesson_01", "check_interpolate")) == "✓ Exercise 1: correct"
+    wrong = verdict("lesson_01", "check_interpolate", "return", "return 1 / 0 *")
+    assert "ZeroDivisionError" in repr(wrong) and "✗ Exercise 1" in wrong._repr_html_()
+    assert "not answered yet" in repr(
+        importlib.import_module("flowrl_course.lesson_01").check_interpolate(...)
+    )

@@ -365,9 +365,6 @@ def test_trajectories_that_cannot_fit_are_refused_with_their_size():
     config = preset("tiny").apply(world="mixture", groups=10**6, group_size=10**5)
     with pytest.raises(
         ConfigError,
-        match=(
-            r"groups = 1000000 is not allowed; allowed: 1000000 x 100000 samples of 4 steps take .*"
-            r" GB, and"
-        ),
+        match=r"groups = 1000000 is not allowed; .* trajectories take [\d.e+]+ GB",
     ):
         make_trainer(config)

@@ -5,6 +5,7 @@ evaluations, refusals.
 import pytest
 import torch
 from all_but_last import AllButLast
+from flowrl_bench.probes import SomeMembers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -156,7 +157,7 @@ def test_parts_have_tables_of_their_own_and_broken_scores_are_refused(mixture_po
     told = r"Flat.score_groups returned shape \(12,\) for 3 groups of 4 images; allowed: \(3, 4\)"
     with pytest.raises(RewardContractError, match=told):
         totals(mixture_policy, sampled(mixture_policy, NoProbe()), Flat())
-    some = sampled(mixture_policy, Substeps(2, fraction=0.5))
+    some = sampled(mixture_policy, SomeMembers(Substeps(2), fraction=0.5))
     with pytest.raises(ConfigError, match="a probe that scores all members of a group"):
         totals(mixture_policy, some, WinRate(BASE))
 

@@ -57,9 +57,9 @@ def shape_of(members=1):
         (Completion(together=False), 1, 45, 9, 9),
         (Completion(solver="unipc", every=2), 1, 25, 9, 5),
         (Completion(solver="heun"), 1, 90, 18, 9),
-        (Substeps(5, fraction=0.25), 8, 2 * 36, 4, 18 + 72),
-        (Substeps(5, fraction=0.25, control="uniform"), 8, 2 * 36, 4, 18),
-        (Completion(fraction=0.01, every=3), 8, 9 + 6 + 3, 9, 3 + 24),
+        (SomeMembers(Substeps(5), fraction=0.25), 8, 2 * 36, 4, 18 + 72),
+        (SomeMembers(Substeps(5), fraction=0.25, control="uniform"), 8, 2 * 36, 4, 18),
+        (SomeMembers(Completion(every=3), fraction=0.01), 8, 9 + 6 + 3, 9, 3 + 24),
     ],
     ids=repr,
 )
@@ -67,21 +67,6 @@ def test_costs_of_trajectories_of_ten_steps(probe, members, nfe, calls, images):
     cost = probe.cost(shape_of(members))
     assert (cost.nfe, cost.images) == (nfe, images)
     assert sum(call.step is None for call in cost.calls) == calls
-
-
-@pytest.mark.parametrize(
-    ("probe", "nfe", "images"),
-    [
-        (SomeMembers(Substeps(5), fraction=0.25), 80 + 2 * 36, 18 + 72),
-        (SomeMembers(Substeps(5), fraction=0.25, control="uniform"), 80 + 2 * 36, 18),
-        (SomeMembers(Completion()), 80 + 4 * 45, 36 + 72),
-        (SomeMembers(Completion(every=3), fraction=0.01), 80 + 9 + 6 + 3, 3 + 24),
-    ],
-    ids=repr,
-)
-def test_costs_of_some_members_of_eight(probe, nfe, images):
-    cost = probe.cost(shape_of(members=8))
-    assert 80 + cost.nfe == nfe and cost.images == images
 
 
 @pytest.mark.parametrize("solver", ["euler", "heun", "dpm++", "unipc"])

@@ -64,8 +64,8 @@ def test_the_settings_start_from_the_worlds_defaults(capsys) -> None:
     assert preset("default").apply(world=OWN, method="tempflow-grpo").rollout.group_size == 54
     known = origins("default", RunConfig, OWN, "flow-grpo", ("seed",))
     assert (known["iterations"], known["task"], known["seed"]) == (
-        "world clock",
-        "world clock",
+        f"world {OWN}",
+        f"world {OWN}",
         "option",
     )
     assert main(["train", "--world", OWN, "--plan"]) == 0
@@ -218,7 +218,7 @@ def test_what_is_wrong_with_a_world_is_said_in_one_line(body: str, words: str, c
         (f"--world {OWN}(x=1)", "has no option x"),
         (f"--world {OWN} --task=x", "task of world clock = 'x' is not allowed"),
         (f"--world {OWN} --reward-form=x", "reward_form = 'x' is not allowed"),
-        (f"--world {OWN} --heldout-rewards=pickscore", "the clock world has points"),
+        (f"--world {OWN} --heldout-rewards=pickscore", "a reward of points"),
         (f"--world {OWN} --guidance-scale=2", "left out without a `model`"),
         ("--world model", "model if `model` is given"),
     ],

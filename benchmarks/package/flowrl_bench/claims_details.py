@@ -168,10 +168,11 @@ def _final_words(world: str, arms: Mapping[str, Arm]) -> str:
 def _frontier_words(judged: Mapping[str, Judged]) -> str:
     parts = []
     for name, one in judged.items():
-        for arm in one.evidence.runs if one.evidence else ():
-            final, near = (
-                float(one.evidence.values(arm, measure).mean()) for measure in ("final", "quality")
-            )  # pyright: ignore
+        if one.evidence is None:
+            continue
+        for arm in one.evidence.runs:
+            final = float(one.evidence.values(arm, "final").mean())
+            near = float(one.evidence.values(arm, "quality").mean())
             parts.append(f"{name}, {arm}: reward {final:.2f}, log-density {near:.2f}")
     return f"Final reward against log-density and diversity. {'; '.join(parts)}"
 

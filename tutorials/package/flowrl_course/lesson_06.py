@@ -362,7 +362,6 @@ def check_balance(answer: Answer) -> None:
         "entries that are no turning points are kept: combine with `turns`": _ranked(
             torch.ones_like(turns), size, k, k
         ),
-        "max(n+, n-) is used, so nothing is dropped": _ranked(turns, size, plus, minus),
     }
     close(got, wanted, "keep the min(n+, n-) largest of each sign", mistakes)
     single = answer(turns.clone(), size.abs())
