@@ -239,8 +239,12 @@ def check_remembers(rule: Any) -> None:
     )
     rules.check_equal_values(first, "a table of equal values gives 0/0: add 1e-4 to the root")
     outside = "entries outside decisions.mask enter a mean: set them to nan, and use nanmean"
+    by_group = (
+        "each group has a scale of its own: take the mean of the squares over the whole table"
+    )
     hints = {
         "keeps_its_memory": kept,
+        "treats_prompts_alike": by_group,  # a memory by the place of the group
         "gives_a_silent_group_zero": "centre over the members before you divide",
         **dict.fromkeys(rules.MASKED, outside),
     }
@@ -264,9 +268,7 @@ def check_remembers(rule: Any) -> None:
         "this averages roots; average the squares, and take the root at the end": _one_ruler(
             tables, 0.9, roots=True
         ),
-        "each group has a scale of its own: take the mean of the squares over the whole table": (
-            _one_ruler(tables, 0.9, over=(1, 2))
-        ),
+        by_group: _one_ruler(tables, 0.9, over=(1, 2)),
         "each decision has a scale of its own: one number for the whole table": _one_ruler(
             tables, 0.9, over=(0, 1)
         ),
