@@ -10,11 +10,13 @@ import pytest
 import torch
 from contract_parts import DIRECTIONS, Brightness, Own, dense, mixture_policy, tree_rule
 
+from flowrl import testing
 from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.experience import Credit
 from flowrl.core.forward import WeightCopy
 from flowrl.core.types import Condition, Gaussian, LossResult, Prompt, Schedule, unit_means
 from flowrl.credit import (
+    MovingAverageGain,
     StepwiseGain,
     Uniform,
     Weighted,
@@ -807,12 +809,15 @@ KINDS = {
     check_probe: (PROBES, (*probe.BASIC, *probe.OTHERS)),
     check_world: (WORLDS, (*world.BASIC, *world.OTHERS)),
 }
-CASES = [(check, *fault) for check, (faults, _) in KINDS.items() for fault in faults]
+NAMES = {getattr(testing, name): name for name in testing.__all__ if name.startswith("check_")}
+CASES = [
+    pytest.param(check, *fault, id=f"{NAMES[check]}-{fault[0]}")
+    for check, (faults, _) in KINDS.items()
+    for fault in faults
+]
 
 
-@pytest.mark.parametrize(
-    ("check", "promise", "part"), CASES, ids=lambda v: v if isinstance(v, str) else ""
-)
+@pytest.mark.parametrize(("check", "promise", "part"), CASES)
 def test_a_fault_breaks_its_promise(check, promise: str, part: Any) -> None:
     random.seed(3)
     options = {"prompts": DIRECTIONS} if check is check_policy else {}
@@ -823,9 +828,7 @@ def test_a_fault_breaks_its_promise(check, promise: str, part: Any) -> None:
     assert f"breaks the promise {promise!r}" in message
 
 
-@pytest.mark.parametrize(
-    "check", KINDS, ids=lambda check: check.__doc__.split("(")[1].split(")")[0]
-)
+@pytest.mark.parametrize("check", KINDS, ids=NAMES.get)
 def test_every_promise_has_a_fault(check) -> None:
     faults, promises = KINDS[check]
     assert {promise.__name__ for promise in promises} <= {name for name, _ in faults}
@@ -904,6 +907,8 @@ def test_every_promise_gets_a_fresh_part() -> None:
     used = copy.deepcopy(part)
     assert check_credit(part, decisions=4).ok and part == used
     assert not check_credit(part).ok, "it is tried with other numbers of decisions"
+    memory = MovingAverageGain()
+    assert check_credit(memory).ok and not memory.state_dict()
     model = mixture_policy()
     before = [p.detach().clone() for p in model.trainable().values()]
     check_policy(model, DIRECTIONS)
