@@ -136,8 +136,8 @@ def remembered(module: Any, *names: str) -> Callable[[], Any]:
     made: list[Any] = [None]
 
     def wrapping(make: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any) -> Any:
-            made[0] = make(*arguments)
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            made[0] = make(*arguments, **options)
             return made[0]
 
         return wrapped

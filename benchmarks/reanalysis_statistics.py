@@ -100,6 +100,13 @@ class Run(NamedTuple):
         return np.asarray(isotonic_regression(y[: end or None]).x)
 
 
+RULES = {
+    f"turning-point({option})": f"turning-point-variant({option})"
+    for option in ("where=random", "where='none'", "min_size=0.1", "confidence=1.0")
+}
+"""Spelling of credit rules in older lines, and today's."""
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of the archive PATH.gz; of the file if there is no archive."""
     archive = path.with_name(f"{path.name}.gz")
@@ -116,7 +123,8 @@ def read_runs(path: Path) -> list[Run]:
             settings |= group
         if line["format"] == 2:
             settings["window"] = from_older("window", settings["window"])
-        settings["rule"] = settings["credit"] or settings["method"]
+        credit = RULES.get(settings["credit"], settings["credit"])
+        settings |= {"credit": credit, "rule": credit or settings["method"]}
         curve = np.array(line["curve"], dtype=float)
         runs.append(Run(settings["world"], (line["seed"], settings["task"]), settings, curve))
     return runs

@@ -159,7 +159,8 @@ class Evaluate:
 
             found = compare_weights(policy, load, prompts, rewards, how, facts, show)
             write_evaluation(found, out, self.html)
-        if (self.weights / "README.md").exists() and not (self.model or self.out):
+        of_run = not self.model and out == self.weights / "evaluation"
+        if of_run and (self.weights / "README.md").exists():
             write_card(self.weights)
         page = f" and {out}/report.html" if self.html else ""
         print(f"{table(found)}\nWrote {out}/evaluation.json and {out}/grid.png{page}")

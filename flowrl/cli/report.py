@@ -37,6 +37,8 @@ from flowrl.training.results import (
 )
 from flowrl.training.weight_comparison import WeightComparison
 
+__all__ = ["write_report"]
+
 Cells = dict[str, Callable[[ArmSummary], str]]
 
 

@@ -19,7 +19,7 @@ from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open

@@ -178,7 +178,13 @@ def test_the_digest_leaves_out_what_no_run_imports() -> None:
     assert {"training", "credit", "rollout", "worlds"} <= names
     assert not names & {"plots", "commands", "serving", "testing", "cli.py"}
     own = {path.name for path in imported() if path.is_relative_to(PACKAGES["flowrl_bench"])}
-    assert own == {"measurements.py", "negative_controls.py"}
+    assert own == {
+        "measurements.py",
+        "negative_controls.py",
+        "probes.py",
+        "rules.py",
+        "turn_noise.py",
+    }
 
 
 def test_golden_runs_agree_up_to_rounding() -> None:

@@ -254,7 +254,7 @@ class Mine:
 @pytest.mark.parametrize(
     ("how", "message"),
     {
-        "found = values": "not \\[prompt, member, decision\\]",
+        "found = values": "of shape \\[prompt, member, decision\\]",
         "found = found * float('nan')": "not finite",
         "found[0, 99]": "failed.*IndexError",
         "found = None": "NoneType",

@@ -513,7 +513,8 @@ class TestFolder:
     def test_a_broken_rule_is_refused_before_any_run(self, tmp_path: Path) -> None:
         rule_file(tmp_path / "my.py", steps="(steps + 1)")
         with pytest.raises(
-            CreditError, match=r"Mine.assign returned shape.*not .prompt, member, decision."
+            CreditError,
+            match=r"Mine.assign returned .*not floating point of shape .prompt, member, decision.",
         ):
             self.bench("my.py:Mine")
         assert not Path("runs").exists()

@@ -261,5 +261,5 @@ def test_settings_are_checked():
         ConfigError, match=r"question = 'good\?' is not allowed; allowed: a text with {prompt}"
     ):
         Judge("http://x", "m", question="good?")
-    with pytest.raises(ConfigError, match="judge needs url, model"):
+    with pytest.raises(ConfigError, match="judge needs url"):
         build("reward", "judge")

@@ -392,7 +392,7 @@ def test_a_run_folder_of_another_format_is_one_line(tmp_path, capsys):
             )
         with pytest.raises(ConfigError, match=f"{words}|is not the folder of a run"):
             load_run(tmp_path)
-    with pytest.raises(ConfigError, match="format = 'flowrl 0.1'"):
+    with pytest.raises(ConfigError, match=r"format = 'flowrl 0\.1'"):
         RunConfig.from_dict(old)
     write_json(tmp_path / "config.json", {"format": "flowrl-run-3", **RunConfig(seed=3).as_dict()})
     assert load_config(tmp_path / "config.json") == RunConfig(seed=3)
