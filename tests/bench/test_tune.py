@@ -126,10 +126,10 @@ class TestArms:
     @pytest.mark.parametrize(
         ("settings", "told"),
         [
-            ({}, "settings that differ from those of 'uniform'"),
+            ({}, "settings other than 'uniform' has"),
             ({"los": "gspo"}, r"arm 'mine': unknown setting 'los' \(did you mean 'loss'"),
             ({"iterations": 80}, "arm 'mine': iterations = 80 is not allowed; allowed: left out"),
-            ({"world": "shapes"}, "arm 'mine': world = 'shapes' is not allowed"),
+            ({"world": "shapes"}, "the same in all arms, because"),
             ({"loss": "gspx"}, "arm 'mine': unknown loss 'gspx'"),
         ],
     )
