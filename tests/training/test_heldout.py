@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_rewards import tiny_clip
 
+from flowrl.cli.figures import proxy_and_heldout
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.types import Prompt
