@@ -100,9 +100,12 @@ def make_like(trainer):
 
 
 @given(
-    st.integers(0, 10**9), st.integers(1, 10**7), st.integers(1, 99), st.integers(1, 99),
+    st.integers(0, 10**9),
+    st.integers(1, 10**7),
+    st.integers(1, 99),
+    st.integers(1, 99),
     st.integers(0, 10**10),
-)  # fmt: skip
+)
 def test_the_largest_batch_fits_and_the_next_does_not(base, slope, first, more, room):
     small, large = (Measured(batch, 0, base + slope * batch) for batch in (first, first + more))
     fits = largest_batch(small, large, room)
