@@ -27,7 +27,7 @@ from flowrl.core.types import (
     LossResult,
     Schedule,
     Unit,
-    inputs_unchanged,
+    part_call,
     tensor_problem,
     to_device,
     unit_means,
@@ -546,7 +546,7 @@ def checked_loss(loss: PolicyLoss | ForwardLoss, batch: LossBatch | ForwardBatch
     """
     call, part = f"{type(loss).__name__}.loss", loss
     given = batch.target if isinstance(batch, ForwardBatch) else batch.next_node
-    with inputs_unchanged(call, TrainingError, batch.advantages, given, batch.weight):
+    with part_call(call, TrainingError, batch.advantages, given, batch.weight):
         result: Any = part.loss(batch)  # pyright: ignore[reportArgumentType]
     value = result.loss if isinstance(result, LossResult) else None
     if not isinstance(value, Tensor):
