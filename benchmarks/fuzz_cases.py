@@ -19,6 +19,7 @@ import torch
 from flowrl_bench.explain import EXAMPLE, read_rewards
 from flowrl_bench.results_file import ResultsFile, SamplesFile
 from flowrl_bench.suite import kept_memory
+from flowrl_rewards.clip import read_weights
 from safetensors.torch import load_file, save
 
 from flowrl.cli.card import card_text
@@ -30,7 +31,6 @@ from flowrl.parts.prompts import load_prompts
 from flowrl.parts.trust import check_code
 from flowrl.policies import load_policy
 from flowrl.policies.pipeline import ModelOptions
-from flowrl.rewards.clip import read_weights
 from flowrl.testing.tiny import tiny_sd3
 from flowrl.training.build import check, load_trained, make_policy, make_trainer
 from flowrl.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, save_weights

@@ -27,7 +27,8 @@ PAGES = {
     "losses": "Losses: clipped, GSPO, GRPO-Guard, Flow-DPPO, DiffusionNFT, AWM, DGPO",
     "probes": "Probes: substeps, ODE completion, branches",
     "rollout": "Rollout: trajectories, values, weights, batches",
-    "rewards": "Reward models: GenEval, OCR, PickScore, HPS, CLIP, sums",
+    "rewards": "Rewards: JPEG sizes, motion, sums, win rates, diversity",
+    "flowrl_rewards": "Reward networks: GenEval, OCR, PickScore, HPS, CLIP",
     "policies": "Policies: SD3, FLUX, Qwen-Image, Wan, two small networks",
     "worlds": "Worlds: built-in tasks, tasks from a model",
     "training": "Training: trainer, settings, runs, comparisons, evaluation",
@@ -40,7 +41,7 @@ PAGES = {
     "signals": "Ctrl-C, SIGTERM and closed pipes",
     "serving": "Reward server and its client",
 }
-"""A page of the reference per package or module of flowrl, and its title."""
+"""A page of the reference per package or module of flowrl, or public satellite, and its title."""
 NOT_PYTHON = {"data"}
 """Parts of flowrl whose interface is the command line, or files."""
 
@@ -66,11 +67,16 @@ def public_names(module: ModuleType) -> list[str]:
     return [name for name in here if not name.startswith("_")]
 
 
+def full_name(page: str) -> str:
+    """The package or module that a page describes."""
+    return page if page.startswith("flowrl_") else f"flowrl.{page}"
+
+
 def modules_of(name: str) -> list[ModuleType]:
     """A package and its public submodules. If the package has an `__all__`, only submodules with
     one of their own are public.
     """
-    room = importlib.import_module(f"flowrl.{name}")
+    room = importlib.import_module(full_name(name))
     if not hasattr(room, "__path__"):
         return [room]
     found = pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
@@ -95,7 +101,7 @@ def room_page(room: str) -> str:
         vars(module).update({name: getattr(module, name) for name in public_names(module)})
         names = [name for name in public_names(module) if id(vars(module)[name]) not in described]
         described |= {id(vars(module)[name]) for name in names}
-        if names or module.__name__ == f"flowrl.{room}":
+        if names or module.__name__ == full_name(room):
             text += [*module_section(module, names), ""]
     return "\n".join(text)
 
@@ -225,14 +231,16 @@ def help_of(call: list[str]) -> str:
 
 def index_page() -> str:
     """The list of the other pages."""
-    rows = [f"| [{title}]({name}.md) | `flowrl.{name}` |" for name, title in existing().items()]
+    rows = [f"| [{title}]({name}.md) | `{full_name(name)}` |" for name, title in existing().items()]
     head = ["# Python API", "", API, "", "| page | import from |", "|---|---|", *rows, ""]
     return "\n".join([*head, TOCTREE, *existing(), "```", ""])
 
 
 def existing() -> dict[str, str]:
     """`PAGES` of modules that exist: a distribution may leave out a satellite."""
-    return {name: title for name, title in PAGES.items() if name in TOP}
+    return {
+        name: title for name, title in PAGES.items() if name in TOP or name.startswith("flowrl_")
+    }
 
 
 API = """\

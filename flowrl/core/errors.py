@@ -132,13 +132,17 @@ def foreign_call(error: BaseException) -> str:
     return f"{owner}{outer.f_code.co_name} ({inner.f_code.co_filename}, line {line})"
 
 
+OWN_PACKAGES = ("flowrl", "flowrl_bench", "flowrl_course", "flowrl_rewards")
+"""Packages of this repository."""
+
+
 def _is_foreign(frame: FrameType) -> bool:
     """Whether a frame belongs neither to flowrl nor to a library; packages with parts of flowrl are
     not libraries.
     """
     file = Path(frame.f_code.co_filename)
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    if package in ("flowrl", "flowrl_bench", "flowrl_course") or not file.exists():
+    if package in OWN_PACKAGES or not file.exists():
         return False
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     if not any(file.is_relative_to(folder) for folder in libraries):

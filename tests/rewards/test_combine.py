@@ -17,7 +17,6 @@ from flowrl.probes import Branch, Completion, Continuation, NoProbe, Substeps
 from flowrl.reading import read_json
 from flowrl.rewards import (
     Clipped,
-    CLIPScore,
     FunctionReward,
     GroupSum,
     JPEGCompressibility,
@@ -216,7 +215,10 @@ def test_rewards_within_a_reward_take_their_options_and_the_device():
     )
     reward = build("reward", f"weighted-sum(models={models})", device="meta")
     assert reward == WeightedSum(
-        {"size": JPEGCompressibility(50), "cut": Clipped(CLIPScore(device="meta"), high=1)}
+        {
+            "size": JPEGCompressibility(50),
+            "cut": Clipped(build("reward", "clipscore(device=meta)"), high=1),
+        }
     )
 
 

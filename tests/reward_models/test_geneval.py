@@ -4,14 +4,8 @@ classes (tiny, random).
 
 import pytest
 import torch
-from tiny_rewards import tiny_clip, tiny_detector
-
-from flowrl.core.errors import ConfigError, RewardError
-from flowrl.core.types import Prompt
-from flowrl.parts.geneval import COLOURS, request_of
-from flowrl.parts.registry import build
-from flowrl.rewards.clip import ClipNetwork
-from flowrl.rewards.geneval import (
+from flowrl_rewards.clip import ClipNetwork
+from flowrl_rewards.geneval import (
     TEMPLATES,
     Detection,
     _crop,
@@ -23,6 +17,12 @@ from flowrl.rewards.geneval import (
     relations,
     strict_score,
 )
+from tiny_rewards import tiny_clip, tiny_detector
+
+from flowrl.core.errors import ConfigError, RewardError
+from flowrl.core.types import Prompt
+from flowrl.parts.geneval import COLOURS, request_of
+from flowrl.parts.registry import build
 from flowrl.testing import check_reward
 
 LEFT, RIGHT, TOP, BOTTOM = (0, 40, 20, 60), (70, 40, 90, 60), (40, 0, 60, 20), (40, 80, 60, 99)
