@@ -11,6 +11,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType
 
+OWN_PACKAGES = ("flowrl", "flowrl_bench", "flowrl_compare", "flowrl_course", "flowrl_rewards")
+"""The packages of this distribution."""
+
 
 class FlowrlError(Exception):
     """Base of every error that flowrl raises on purpose; the command line prints it and returns its
@@ -130,10 +133,6 @@ def foreign_call(error: BaseException) -> str:
     (outer, _), (inner, line) = foreign[0], foreign[-1]
     owner = f"{type(outer.f_locals['self']).__name__}." if "self" in outer.f_locals else ""
     return f"{owner}{outer.f_code.co_name} ({inner.f_code.co_filename}, line {line})"
-
-
-OWN_PACKAGES = ("flowrl", "flowrl_bench", "flowrl_course", "flowrl_rewards")
-"""Packages of this repository."""
 
 
 def _is_foreign(frame: FrameType) -> bool:
