@@ -16,9 +16,7 @@ from flowrl.parts.registry import build
 @pytest.mark.parametrize(
     ("prompt", "text"),
     [
-        ('a sign that says "OPEN"', "OPEN"),
-        ("a sign that says “New York”", "New York"),
-        ('"ONE" above "TWO"', "ONE TWO"),
+        ('"ONE" above “New York”', "ONE New York"),
         ("ein Schild „Bäckerei“ neben „Bar”", "Bäckerei Bar"),
         ("一块写着「茶」的牌子", "茶"),
         ("une enseigne « Café »", " Café "),
@@ -32,11 +30,9 @@ def test_quoted_text(prompt, text):
 @pytest.mark.parametrize(
     ("read", "target", "exact", "released"),
     [
-        ("HelloWorld", "hello world", 1.0, 1.0),
         ("Helo World", "Hello World", 0.9, 0.9),
         ("", "Hello", 0.0, 0.0),
         ("OPEN 24", "OPEN", 0.5, 1.0),
-        ("something else altogether", "OPEN", 0.0, 0.0),
         ("O\tPEN", "OPEN", 1.0, 0.75),
         ("\ufb01sh", "fish", 1.0, 0.5),  # a ligature
         ("\uff2f\uff30\uff25\uff2e", "OPEN", 1.0, 0.0),  # full-width letters
