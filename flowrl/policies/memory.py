@@ -137,15 +137,14 @@ def _elements(file: Path) -> int:
 
 
 def _published() -> dict[str, Architecture]:
-    known = json.loads(resources.files("flowrl").joinpath("data/architectures.json").read_text())
-    return {
-        name: Architecture(family_of(row.pop("pipeline")), **row) for name, row in known.items()
-    }
+    file = resources.files("flowrl") / "data" / "architectures.json"
+    rows = json.loads(file.read_text()).items()
+    return {name: Architecture(family_of(row.pop("pipeline")), **row) for name, row in rows}
 
 
 ARCHITECTURES = _published()
 """The published architectures by name, from data/architectures.json. Text encoders: T5 v1.1 XXL and
-CLIP ViT-L/14 (FLUX.1), also OpenCLIP ViT-bigG/14 (SD3.5), Qwen2.5-VL-7B with its vision tower, which
+CLIP ViT-L/14 (FLUX.1), also OpenCLIP ViT-bigG/14 (SD3.5), Qwen2.5-VL-7B with the vision tower that
 the pipeline loads too (Qwen-Image), UMT5 XXL (Wan).
 """
 

@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flowrl.core.errors import ConfigError, require
+from flowrl.core.errors import require
 from flowrl.core.options import Count
 from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.distributed import full_tensors, is_sharded_network

@@ -212,12 +212,11 @@ def require_single(reward: AnyReward, name: str, spec: str) -> RewardModel:
     Raises:
         ConfigError: `reward` is a `GroupReward`.
     """
-    if isinstance(reward, GroupReward):
-        allowed = f"a reward of single samples, as {type(reward.evaluation).__name__}"
-        require(
-            False, name, spec, f"{allowed}: {type(reward).__name__} compares members of a group"
-        )
-    return reward
+    single = evaluation_reward(reward)
+    kind, allowed = type(reward).__name__, f"a reward of single samples, as {type(single).__name__}"
+    fits = not isinstance(reward, GroupReward)
+    require(fits, name, spec, f"{allowed}: {kind} compares members of a group")
+    return single
 
 
 @checked_options

@@ -34,7 +34,6 @@ from flowrl.training.plan import memory_text, plan
     ("name", "billion", "layers", "tokens"),
     [
         ("sd3.5-medium", 2.47, 191, 333),
-        ("sd3.5-large", 8.1, 303, 333),
         ("flux.1-dev", 11.9, 266, 512),
         ("qwen-image", 20.4, 480, 512),
         ("wan2.1-t2v-1.3b", 1.42, 240, 512),

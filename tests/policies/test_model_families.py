@@ -1,7 +1,6 @@
 """What every model family promises, on tiny random pipelines of the real classes."""
 
 import gc
-from dataclasses import replace
 
 import pytest
 import torch
@@ -230,11 +229,10 @@ def test_pictures_are_decoded_in_small_batches_and_in_the_decoders_precision(pai
     parts, narrow = pair.policy(decode_batch=2), pair.policy(decode_dtype="bfloat16")
     latents, sizes, decode = noise_of(parts, 5), [], parts.pipe.vae.decode
     parts.pipe.vae.decode = lambda z, **more: (sizes.append(len(z)), decode(z, **more))[1]
-    images = pair.policy(decode_batch=8).decode(latents)
-    torch.testing.assert_close(parts.decode(latents), images, atol=1e-6, rtol=0)
+    images, rounded = parts.decode(latents), narrow.decode(latents)
     assert sizes == [2, 2, 1]
+    torch.testing.assert_close(images, pair.policy().decode(latents), atol=1e-6, rtol=0)
     assert {p.dtype for p in narrow.pipe.vae.parameters()} == {torch.bfloat16}
-    rounded = narrow.decode(latents)
     assert rounded.dtype == torch.float32 and 0 < (rounded - images).abs().max() < 0.05
 
 
@@ -293,10 +291,9 @@ def test_encoders_wait_in_main_memory_also_after_a_failure(pair, monkeypatch):
     # another name for the same place, to tell coming from going
     policy.device = torch.device("cpu", 0)
     visit = ["cpu:0"] * len(encoders) + ["cpu"] * len(encoders)
-    for _ in range(2):
-        policy.encode(PROMPTS)
-        assert visits == visit
-    assert not any(p.requires_grad for encoder in encoders for p in encoder.parameters())
+    policy.encode(PROMPTS)
+    policy.encode(PROMPTS)
+    assert visits == visit
     monkeypatch.setattr(type(policy.family), "encode", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         policy.encode([Prompt("new")])
@@ -325,17 +322,6 @@ def test_compiled_blocks_compute_the_same():
     torch.testing.assert_close(*results, atol=1e-6, rtol=1e-5)
     with pytest.raises(ConfigError, match="compile = 'nothing'"):
         compile_blocks(policy.transformer, "nothing")
-
-
-def test_a_model_is_loaded_from_its_folder(case, tmp_path):
-    pipe = case.make()
-    pipe.save_pretrained(tmp_path)
-    policy = load_policy(str(tmp_path), replace(case.options, dtype="bfloat16"))
-    assert type(policy.family) is type(case.family)
-    assert {p.dtype for p in policy.pipe.text_encoder.parameters()} == {torch.bfloat16}
-    torch.testing.assert_close(
-        [*policy.pipe.vae.parameters()], [*pipe.vae.parameters()], atol=0, rtol=0
-    )
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from family_cases import CASES, PROMPTS, TEXTS, TIME, draw, noise_of, velocity
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
 from flowrl.policies import Flux, load_policy
-from flowrl.samplers import FlowSDE
 from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3, tiny_wan
 
 SD3, FLUX, QWEN, WAN = CASES.values()
@@ -45,15 +44,12 @@ def test_the_distilled_guidance_of_flux_is_an_input_if_the_network_has_it():
     assert torch.equal(*map(velocity, without))
 
 
-def test_sd3_without_t5_and_without_its_second_attention():
-    pipe = tiny_sd3(large=True)
+def test_sd3_without_t5():
+    pipe = tiny_sd3()
     pipe.text_encoder_3 = pipe.tokenizer_3 = None
-    policy = SD3.policy(pipe, guidance_scale=4.5)
+    policy = SD3.policy(pipe)
     rows = policy.prompts.rows(policy.encode([Prompt("a dog")]).tensors["prompt"])
     assert rows["words"].shape[1] == 40 + 24 and not bool(rows["words"][0, 40:].any())
-    policy = SD3.policy(tiny_sd3(large=True), guidance_scale=4.5, negative_prompt="blurry")
-    expected = SD3.picture(tiny_sd3(large=True), noise_of(policy), 4.5)
-    torch.testing.assert_close(draw(policy), expected, atol=2e-6, rtol=0)
 
 
 def test_the_lora_of_sd3_is_on_the_joint_attention():
@@ -72,18 +68,17 @@ def test_the_lora_of_sd3_is_on_the_joint_attention():
     assert layers(lora_targets=("to_q", "attn2.to_out.0")) == few
 
 
-def test_guidance_of_qwen_image_has_the_norm_of_the_prompts_velocity_in_every_token():
+def test_guidance_has_the_norm_of_the_prompts_velocity_in_every_token():
     policy = QWEN.policy(guidance_scale=4.0, negative_prompt=" ")
     with torch.no_grad():
         guided = velocity(policy)
         with policy.guided(1.0):
             towards = velocity(policy)
             away = policy.velocity(noise_of(policy), TIME, policy.encode([Prompt(" ")] * 2))
-    torch.testing.assert_close(guided.norm(dim=-1), towards.norm(dim=-1), atol=1e-5, rtol=1e-5)
     combined = away + 4.0 * (towards - away)
+    expected = torch.nn.functional.normalize(combined, dim=-1) * towards.norm(dim=-1, keepdim=True)
+    torch.testing.assert_close(guided, expected, atol=1e-5, rtol=1e-5)
     assert (guided - combined).norm() > 5e-3 * combined.norm()  # plain guidance is something else
-    cosines = torch.cosine_similarity(guided, combined, dim=-1)
-    torch.testing.assert_close(cosines, torch.ones(2, 16), atol=1e-5, rtol=0)
 
 
 def test_padding_changes_nothing_and_is_masked():
@@ -110,17 +105,10 @@ def test_padding_changes_nothing_and_is_masked():
     assert (second(mask=torch.ones_like(rows["mask"])) - alone).abs().max() > 1e-3
 
 
-def test_the_last_step_of_qwen_image_has_little_noise():
-    """From t = .02 to 0: with noise it would have 42% of the squared gradient norm of Flow-SDE
-    (benchmarks/translation.py).
-    """
+def test_the_grid_of_qwen_image_ends_at_a_small_time():
     policy = QWEN.policy(height=64, width=64)
-    schedule = policy.schedule(10)
-    assert schedule.times[-2:].tolist() == pytest.approx([0.02, 0.0])
+    assert policy.schedule(10).times[-2:].tolist() == pytest.approx([0.02, 0.0])
     assert policy.schedule(1).times.tolist() == [1.0, 0.0]
-    zero, steps = torch.zeros(10, *policy.latent_shape), torch.arange(10)
-    std = FlowSDE(1.2).transition(zero, zero, schedule, steps).std
-    assert 0 < std[9] < 0.15 * std[8]
 
 
 def test_a_prompt_of_wan_has_zeros_up_to_its_full_length_which_is_part_of_the_model():

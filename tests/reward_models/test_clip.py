@@ -201,18 +201,18 @@ class Bomb:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "problem"),
     [
         ({"text.layers.0": torch.zeros(1)}, "state_dict for CLIPModel"),
         ({"state_dict": {"weight": Bomb()}}, "cannot be loaded"),
         ({"weight": torch.zeros(1, 5), "bias": torch.zeros(1)}, "head = .* 8 features"),
     ],
 )
-def test_foreign_weights_are_refused(folder, tmp_path, content, told):
+def test_foreign_weights_are_refused(folder, tmp_path, content, problem):
     path = str(tmp_path / "weights")
     torch.save(content, path)
     kind = Aesthetic(folder, head=path) if "weight" in content else HPSv21(folder, weights=path)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=problem):
         kind.load()
 
 

@@ -96,21 +96,18 @@ def test_members_are_compared_decision_by_decision_and_copy_by_copy(mixture_poli
 
 @pytest.mark.parametrize(("max_batch", "groups"), [(1, 1), (9, 2), (512, 12)])
 def test_batches_are_whole_groups(mixture_policy, max_batch, groups):
-    result, usage, seen = sampled(mixture_policy, Substeps(2)), Usage(), []
+    result, usage, counts = sampled(mixture_policy, Substeps(2)), Usage(), []
 
     class Watched:
         evaluation = BASE
 
         def score_groups(self, images, prompts):
-            assert images.shape[:2] == (len(prompts), 4)
-            seen.append(prompts)
+            counts.append(len(prompts))
             return WinRate(BASE).score_groups(images, prompts)
 
     scores = score_rollout(mixture_policy, Watched(), result, PROMPTS, usage, max_batch)
     assert torch.equal(scores.total, totals(mixture_policy, result, WinRate(BASE))[0])
-    counts = [len(prompts) for prompts in seen]
-    assert max(counts) == groups and list(seen[0]) == PROMPTS[: counts[0]]
-    assert usage.reward_calls == sum(counts) * 4 == 3 * 4 * 5
+    assert max(counts) == groups and usage.reward_calls == sum(counts) * 4 == 3 * 4 * 5
 
 
 def test_leaves_of_a_tree_are_compared_and_states_have_the_mean_win_rate_behind_them(

@@ -6,8 +6,6 @@ import json
 import math
 import re
 import runpy
-import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -97,45 +95,11 @@ def test_a_killed_run_resumes_to_the_same_weights(monkeypatch, capsys) -> None:
     assert set(scores) == {"near", "hit"} and Path("base.png").exists()
 
 
-COMPARE = ["compare", *TINY, "--seeds=0", "--workers=1", "--out=cmp"]
-
-
-@pytest.mark.slow
-def test_a_comparison_has_a_report_and_knows_its_code(capsys) -> None:
-    assert main([*COMPARE, "--methods", "flow-grpo", "tp-grpo"]) == 0
-    assert f"on {OWN}/hours (near reward)" in capsys.readouterr().out
-    page = Path("cmp/report.html").read_text()
-    assert "crosses their targets" not in page and "Points are samples" in page
-    Path("cmp/runs/tp-grpo-seed0/done.json").unlink()
-    assert main(["compare", "--resume", "cmp"]) == 2
-    assert "cmp/config.json: world names my_world.py:World" in capsys.readouterr().err
-    Path("my_world.py").write_text(CODE + "# changed\n")
-    resumed = ["compare", "--resume", "cmp", "--trust", "--workers=1"]
-    assert main(resumed) == 2
-    changed = "code has changed since the run was started: world: my_world.py:World"
-    assert changed in capsys.readouterr().err
-    assert main([*resumed, "--changed-code"]) == 0
-
-
 def test_a_changed_file_is_another_world() -> None:
     before = world(OWN)
     assert world(OWN) is before
     Path("my_world.py").write_text(CODE.replace('name = "clock"', 'name = "changed"'))
     assert world(OWN).name == "changed"
-
-
-def test_an_installed_package_adds_a_world_by_name(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_world", raising=False)
-    point = EntryPoint("dial", "my_world:World", "flowrl.worlds")
-    asked = {"group": point.group, "name": "dial"}
-    monkeypatch.setattr(
-        "flowrl.parts.plugins.entry_points", lambda **wanted: [point] if wanted == asked else []
-    )
-    monkeypatch.setattr("flowrl.parts.plugins.package_of", lambda point: "clocks")
-    assert preset("default").apply(world="dial").iterations == 20
-    (tmp_path / "mine.yaml").write_text("environment: {world: dial}\n")
-    assert preset("mine.yaml").apply().environment.task == "hours", "a plug-in needs no trust"
 
 
 @pytest.mark.parametrize("how", ["name", "settings", "argument"])
@@ -205,25 +169,3 @@ def test_an_exception_in_a_world_names_the_line(capsys) -> None:
     assert main(["train", "--preset", "tiny", "--world", spec, "--out", "run"]) == 1
     error = capsys.readouterr().err
     assert "Other.policy" in error and "other.py, line" in error and "no network" in error
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(5, 1, 1), (2, 8, 8)])
-def test_samples_of_any_shape_are_drawn(shape: tuple[int, ...]) -> None:
-    """Vectors, grey images, images of two channels; the first two numbers are the point."""
-    point = "torch.nn.functional.pad(latent.flatten(1), (0, 2))[:, :2]"
-    velocity = "self.active(inputs)[:, :1, None, None] + latent"
-    code = CODE.replace("points = True", "")
-    for old, new in (
-        ("latent_shape = (2, 1, 1)", f"latent_shape = {shape}"),
-        ("elements = 2", f"elements = {math.prod(shape)}"),
-        ("self.active(inputs).view(latent.shape)", velocity),
-        ("latent.flatten(1), timestep", f"{point}, timestep"),
-        ("images.flatten(1) - marks", "images.flatten(1)[:, :2] - marks"),
-    ):
-        assert old in code
-        code = code.replace(old, new)
-    Path("my_world.py").write_text(code)
-    assert main([*COMPARE, "--methods", "flow-grpo"]) == 0
-    assert Path("cmp/samples.png").exists() and Path("cmp/trajectory.png").exists()
-    assert main(["evaluate", "--weights", "cmp/runs/flow-grpo-seed0", "--trust"]) == 0
