@@ -236,20 +236,6 @@ def test_pictures_are_decoded_in_small_batches_and_in_the_decoders_precision(pai
     assert rounded.dtype == torch.float32 and 0 < (rounded - images).abs().max() < 0.05
 
 
-def test_a_condition_has_numbers_of_prompts_that_are_embedded_once(case):
-    """Conditions of several calls may be joined."""
-    policy, texts = case.policy(), []
-    embed = policy.prompts.encode
-    policy.prompts.encode = lambda new: (texts.extend(new), embed(new))[1]
-    early, late, both = (policy.encode(prompts) for prompts in (PROMPTS[:1], PROMPTS[1:], PROMPTS))
-    assert sorted(texts) == sorted([*TEXTS, ""])
-    assert all(tensor.ndim == 1 for tensor in both.tensors.values())
-    with torch.no_grad():
-        joined = type(early).cat([early, late])
-        velocities = [policy.velocity(noise_of(policy), TIME, c) for c in (joined, both)]
-    assert torch.equal(*velocities)
-
-
 def test_more_prompts_than_the_cache_holds_cost_one_pass(tmp_path, monkeypatch):
     """Ten prompts and the negative one, three of them in main memory, and those of the latest call
     on the device: one call of the encoders, and the same velocities as with room for all.

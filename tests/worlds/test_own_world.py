@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from flowrl import Run, preset
 from flowrl.cli.main import main
-from flowrl.core.errors import ConfigError
 from flowrl.losses import ClippedLoss
 from flowrl.training.build import run_method
 from flowrl.training.config import RunConfig
@@ -59,15 +58,6 @@ def test_the_settings_start_from_the_worlds_defaults(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["compare", "--world", OWN, "--help"])
     assert "(default: hours)" in re.sub(r"\s+", " ", capsys.readouterr().out)
-
-
-def test_a_file_that_may_not_run_code_gives_no_defaults(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(f"environment: {{world: '{OWN}'}}\n")
-    with pytest.raises(ConfigError, match=r"mine\.yaml: world names my_world\.py:World: code"):
-        preset("mine.yaml")
-    assert preset("mine.yaml", trust=True).apply().iterations == 20
-    assert main(["train", "--preset", "mine.yaml", "--plan"]) == 2
-    assert main(["train", "--preset", "mine.yaml", "--plan", "--trust"]) == 0
 
 
 def test_a_killed_run_resumes_to_the_same_weights(monkeypatch, capsys) -> None:

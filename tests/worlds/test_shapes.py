@@ -1,6 +1,5 @@
 """The shapes world: its language, its verifier, its decoder and its base model."""
 
-import contextlib
 import random
 
 import pytest
@@ -154,33 +153,6 @@ def test_base_model_is_undecided_on_every_task(shapes_policy):
                 "strict"
             ]
             assert 0.25 - 0.08 < strict < 0.65, task
-
-
-def test_adapter_starts_as_the_base_model_and_merging_changes_nothing():
-    policy = world("shapes").policy(PolicyOptions(lora_rank=4))
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(5, *policy.latent_shape, generator=generator)
-    t = torch.rand(5, generator=generator) * 1000
-    condition = policy.encode([world("shapes").parse("two red circles")]).repeat(5)
-    assert all(p.requires_grad for p in policy.trainable().values())
-
-    @torch.no_grad()
-    def velocity(*contexts):
-        with contextlib.ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context())
-            return policy.velocity(x, t, condition)
-
-    start = velocity()
-    for name, parameter in policy.trainable().items():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05, generator=generator)
-    trained = velocity()
-    assert float((trained - start).abs().max()) > 1e-3
-    torch.testing.assert_close(velocity(policy.frozen), trained, atol=1e-5, rtol=1e-5)
-    for contexts in ((policy.reference,), (policy.reference, policy.frozen)):
-        assert torch.equal(velocity(*contexts), start)
-        assert torch.equal(velocity(), trained)
 
 
 def test_damaged_or_missing_weights_are_refused(tmp_path):
