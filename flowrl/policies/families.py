@@ -261,8 +261,8 @@ class Flux(Family):
 
     def set_timesteps(self, scheduler, steps, latent_shape, pipe):
         """The even grid 1, ..., 1/T, shifted by the number of image tokens."""
-        own = scheduler.config.get("use_flow_sigmas")
-        sigmas = None if own else np.linspace(1.0, 1 / steps, steps)
+        flow_sigmas = scheduler.config.get("use_flow_sigmas")
+        sigmas = None if flow_sigmas else np.linspace(1.0, 1 / steps, steps)
         mu = resolution_shift(scheduler, latent_shape[0], 1.15)
         scheduler.set_timesteps(steps, sigmas=sigmas, mu=mu)
 

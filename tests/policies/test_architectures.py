@@ -136,11 +136,11 @@ def test_the_counter_agrees_with_the_allocators_records(make, train):
     """
     policy = make(replace(TINY, height=64, width=64, gradient_checkpointing=train))
     condition = policy.encode([Prompt("a dog")] * 8)
-    noise, told = torch.randn(8, *policy.latent_shape), torch.full((8,), 500.0)
+    noise, time = torch.randn(8, *policy.latent_shape), torch.full((8,), 500.0)
 
     def once():
         with torch.set_grad_enabled(train):
-            velocity = policy.velocity(noise, told, condition)
+            velocity = policy.velocity(noise, time, condition)
             if train:
                 velocity.square().mean().backward()
         policy.transformer.zero_grad()

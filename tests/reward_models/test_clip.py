@@ -227,7 +227,7 @@ def drop_tokenizer(folder):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "problem"),
     [
         (drop_weights, r"weights of CLIPModel that .* lacks = \['text_model"),
         (cut_file, "cannot be loaded as what this reward needs"),
@@ -235,10 +235,10 @@ def drop_tokenizer(folder):
         (shutil.rmtree, "HF_HUB_OFFLINE=0"),
     ],
 )
-def test_damaged_folders_are_refused(folder, tmp_path, damage, told):
+def test_damaged_folders_are_refused(folder, tmp_path, damage, problem):
     copied = shutil.copytree(folder, tmp_path / "model")
     damage(copied)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=problem):
         PickScore(str(copied), tokenizer="").load()
 
 

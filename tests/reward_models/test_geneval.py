@@ -58,14 +58,14 @@ def test_scores_by_hand(include, dogs, cats, strict, partial, released):
     """Objects on the left are red, others white."""
     request = request_of({"include": include, "exclude": [{"class": "dog", "count": 3}]})
     boxes = {"dog": dogs, "cat": cats}
-    found = {name: [Detection(name, 0.9, box, MASK) for box in boxes[name]] for name in boxes}
+    detections = {name: [Detection(name, 0.9, box, MASK) for box in boxes[name]] for name in boxes}
 
     def colours(objects, name):
         return ["red" if item.box == LEFT else "white" for item in objects]
 
     scores = [
-        strict_score(request, found, colours),
-        *(partial_score(request, found, colours, flag) for flag in (False, True)),
+        strict_score(request, detections, colours),
+        *(partial_score(request, detections, colours, flag) for flag in (False, True)),
     ]
     assert scores == [strict, pytest.approx(partial), pytest.approx(released)]
 
@@ -160,8 +160,8 @@ def test_keeps_the_contract(form, detector, clip):
         f"geneval(form={form}, model='{detector}', clip='{clip}', threshold=0.1,"
         " counting_threshold=0.12)"
     )
-    found = check_reward(build("reward", spec), (images(), prompts()))
-    assert found.ok, found
+    report = check_reward(build("reward", spec), (images(), prompts()))
+    assert report.ok, report
 
 
 def test_counting_has_a_threshold_of_its_own(detector, clip):

@@ -65,8 +65,8 @@ def test_a_sum_adds_rewards_of_both_kinds():
     with pytest.raises(RewardError, match="groups have one sample; allowed: 2 or more"):
         WinRate(SIZE).score_groups(images[:, :1], PROMPTS)
     broken = FunctionReward(lambda images, prompts: images.flatten(1).mean(1).double() * 1e300)
-    told = "the reward of win-rate returned 12 of 12 values that are not finite"
-    with pytest.raises(RewardContractError, match=told):
+    message = "the reward of win-rate returned 12 of 12 values that are not finite"
+    with pytest.raises(RewardContractError, match=message):
         WinRate(broken).score_groups(images, PROMPTS)
 
 
@@ -200,7 +200,7 @@ def test_rewards_within_a_reward_take_their_options_and_the_device():
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: Clipped(WinRate(BASE), high=1.0), "Clipped.reward = .*a RewardModel"),
         (lambda: Clipped(BASE, 1.0, 0.0), "allowed: low below high"),
@@ -223,6 +223,6 @@ def test_rewards_within_a_reward_take_their_options_and_the_device():
         ),
     ],
 )
-def test_what_is_refused(make, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
         make()
