@@ -5,8 +5,8 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+from flowrl_compare.style import COLOURS, INK, clean, save
 
-from flowrl.cli.style import COLOURS, INK, clean, save
 from flowrl.io import write_bytes
 
 WORLDS = {"mixture": "2-D world", "shapes": "shapes world"}

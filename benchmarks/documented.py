@@ -17,8 +17,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flowrl.cli.report import result_blocks
-from flowrl.training.results import ArmSummary, load_comparison, summarise
+from flowrl_compare.report import result_blocks
+from flowrl_compare.results import ArmSummary, load_comparison, summarise
 
 DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = re.compile(

@@ -19,10 +19,12 @@ import torch
 from flowrl_bench.explain import EXAMPLE, read_rewards
 from flowrl_bench.results_file import ResultsFile, SamplesFile
 from flowrl_bench.suite import kept_memory
+from flowrl_compare.card import card_text
+from flowrl_compare.comparison import CompareConfig, load_compare
+from flowrl_compare.figures import samples, trajectory
+from flowrl_compare.results import load_comparison, load_run, run_folder, summarise
 from safetensors.torch import load_file, save
 
-from flowrl.cli.card import card_text
-from flowrl.cli.figures import samples, trajectory
 from flowrl.core.errors import FlowrlError
 from flowrl.io import write_bytes, write_json
 from flowrl.parts.prompt_files import write_prompts
@@ -34,10 +36,8 @@ from flowrl.rewards.clip import read_weights
 from flowrl.testing.tiny import tiny_sd3
 from flowrl.training.build import check, load_trained, make_policy, make_trainer
 from flowrl.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, save_weights
-from flowrl.training.compare import CompareConfig, load_compare
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.observers import Observers
-from flowrl.training.results import load_comparison, load_run, run_folder, summarise
 from flowrl.training.run import Run
 from flowrl.worlds.base import PolicyOptions, weights_path, world
 

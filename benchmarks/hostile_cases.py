@@ -23,17 +23,13 @@ from flowrl.rewards import JPEGCompressibility
 from flowrl.training.config import RunConfig
 
 for _name in (
-    "training.compare",
-    "cli.report",
-    "cli.figures",
-    "worlds.mixture",
-    "serving.command",
-    "training.statistics",
+    *("flowrl.serving.command", "flowrl.worlds.mixture"),
+    *("flowrl_compare.comparison", "flowrl_compare.report", "flowrl_compare.statistics"),
+    *(f"flowrl_bench.{name}" for name in ("command", "explain_command", "pretrain")),
+    *("flowrl_bench.claims_page", "flowrl_bench.rule_bench"),
 ):
     # before the processes fork, so that a case takes a fraction of a second
-    import_module(f"flowrl.{_name}")
-for _name in ("command", "explain_command", "pretrain", "claims_page", "rule_bench"):
-    import_module(f"flowrl_bench.{_name}")
+    import_module(_name)
 
 Values = list[tuple[str, Any]]
 

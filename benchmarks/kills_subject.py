@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flowrl_compare.results import load_run
+
 from flowrl.core.errors import FlowrlError
 from flowrl.io import folder_lock
 from flowrl.training.checkpoint import Checkpoints
-from flowrl.training.results import load_run
 
 SETTINGS = (
     "--preset tiny --world mixture --task direction --iterations 12 --checkpoint-every 2"

@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from flowrl_compare.style import save
 from ratio_report import PRECISIONS, report, rounding_figure, shares_figure
 from torch import Tensor
 from torch.nn import functional
 
-from flowrl.cli.style import save
 from flowrl.core.protocols import Sampler
 from flowrl.core.types import Prompt, Schedule
 from flowrl.flow.gaussian import log_prob, log_prob_without_constants, sample

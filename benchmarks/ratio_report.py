@@ -3,10 +3,9 @@
 import statistics
 from typing import Any
 
+from flowrl_compare.style import COLOURS, INK, OTHERS, clean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-from flowrl.cli.style import COLOURS, INK, OTHERS, clean
 
 FORMS = {"exact": "exact density", "released": "released CPS form", "guard": "GRPO-Guard"}
 SHADES = {

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flowrl_compare.results import RunRecord, load_run
+from flowrl_compare.style import clean
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
-from flowrl.cli.style import clean
 from flowrl.training.config import preset
-from flowrl.training.results import RunRecord, load_run
 from flowrl.training.run import Run
 
 RESULTS = Path(__file__).parent / "results" / "reward_hacking"

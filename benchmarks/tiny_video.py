@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flowrl_compare.statistics import mean
 
 from flowrl.core.protocols import RewardModel
 from flowrl.core.types import Prompt
@@ -29,7 +30,6 @@ from flowrl.rewards import FunctionReward, Motion
 from flowrl.rollout import initial_noise, sample_images, score
 from flowrl.testing.tiny import TINY_VIDEO, tiny_wan_policy
 from flowrl.training.config import preset
-from flowrl.training.statistics import mean
 from flowrl.training.trainer import Trainer
 
 METHODS = {"flow-grpo": flow_grpo, "stepwise-flow-grpo": stepwise_flow_grpo, "tp-grpo": tp_grpo}

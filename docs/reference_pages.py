@@ -9,6 +9,7 @@ import os
 import pkgutil
 import sys
 from contextlib import redirect_stdout, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -32,17 +33,23 @@ PAGES = {
     "worlds": "Worlds: built-in tasks, tasks from a model",
     "training": "Training: trainer, settings, runs, comparisons, evaluation",
     "testing": "Contract tests, tiny pipelines",
-    "cli": "Figures and reports",
+    "cli": "Command line",
     "distributed": "Several processes: collectives, FSDP2",
     "io": "Atomic files, locks",
     "reading": "Reading of files",
     "workers": "Jobs in worker processes",
     "signals": "Ctrl-C, SIGTERM and closed pipes",
     "serving": "Reward server and its client",
+    "flowrl_compare": "Comparisons, evaluations, figures and reports",
 }
-"""A page of the reference per package or module of flowrl, and its title."""
+"""A page of the reference per package or module of flowrl, or satellite, and its title."""
 NOT_PYTHON = {"data"}
 """Parts of flowrl whose interface is the command line, or files."""
+
+
+def module_name(page: str) -> str:
+    """The module that a page of `PAGES` describes."""
+    return page if page.startswith("flowrl_") else f"flowrl.{page}"
 
 
 TOP = {name for _, name, _ in pkgutil.iter_modules(flowrl.__path__) if not name.startswith("_")}
@@ -70,7 +77,7 @@ def modules_of(name: str) -> list[ModuleType]:
     """A package and its public submodules. If the package has an `__all__`, only submodules with
     one of their own are public.
     """
-    room = importlib.import_module(f"flowrl.{name}")
+    room = importlib.import_module(module_name(name))
     if not hasattr(room, "__path__"):
         return [room]
     found = pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
@@ -95,7 +102,7 @@ def room_page(room: str) -> str:
         vars(module).update({name: getattr(module, name) for name in public_names(module)})
         names = [name for name in public_names(module) if id(vars(module)[name]) not in described]
         described |= {id(vars(module)[name]) for name in names}
-        if names or module.__name__ == f"flowrl.{room}":
+        if names or module.__name__ == module_name(room):
             text += [*module_section(module, names), ""]
     return "\n".join(text)
 
@@ -225,20 +232,22 @@ def help_of(call: list[str]) -> str:
 
 def index_page() -> str:
     """The list of the other pages."""
-    rows = [f"| [{title}]({name}.md) | `flowrl.{name}` |" for name, title in existing().items()]
+    rows = [
+        f"| [{title}]({name}.md) | `{module_name(name)}` |" for name, title in existing().items()
+    ]
     head = ["# Python API", "", API, "", "| page | import from |", "|---|---|", *rows, ""]
     return "\n".join([*head, TOCTREE, *existing(), "```", ""])
 
 
 def existing() -> dict[str, str]:
     """`PAGES` of modules that exist: a distribution may leave out a satellite."""
-    return {name: title for name, title in PAGES.items() if name in TOP}
+    return {name: title for name, title in PAGES.items() if find_spec(module_name(name))}
 
 
 API = """\
 The public interface, made from the code. Import a name from the module under which it is listed, as in
 `from flowrl.policies import load_policy`. [Versions](../../versioning.md) defines what is public, and what a change of a public
-name requires. The top-level package exports the names that most programs need: `from flowrl import RunConfig, compare,
+name requires. The top-level package exports the names that most programs need: `from flowrl import RunConfig,
 make_trainer, preset`."""
 TOCTREE = "```{toctree}\n:hidden:\n:maxdepth: 1\n"
 

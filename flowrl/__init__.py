@@ -14,8 +14,6 @@ _HOMES = {
     "Method": "flowrl.methods",
     "METHODS": "flowrl.methods",
     "RunConfig": "flowrl.training.config",
-    "CompareConfig": "flowrl.training.compare",
-    "compare": "flowrl.training.compare",
     "Trainer": "flowrl.training.trainer",
     "Run": "flowrl.training.run",
     "evaluate": "flowrl.training.evaluation",
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
         make_trainer,
         make_world,
     )
-    from flowrl.training.compare import CompareConfig, compare
     from flowrl.training.config import RunConfig, preset
     from flowrl.training.evaluation import evaluate
     from flowrl.training.run import Run
@@ -52,7 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METHODS",
-    "CompareConfig",
     "Method",
     "PolicyOptions",
     "Prompt",
@@ -62,7 +58,6 @@ __all__ = [
     "Trainer",
     "World",
     "__version__",
-    "compare",
     "evaluate",
     "make_method",
     "make_policy",

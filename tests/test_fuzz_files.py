@@ -14,13 +14,13 @@ import pytest
 import torch
 import yaml
 from flowrl_bench.explain import read_rewards
+from flowrl_compare.results import load_run
 from safetensors.torch import save
 
 from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.parts.prompts import load_prompts
 from flowrl.reading import DEPTH, NODES, load_document, parse_json, read_json, read_tensors, reading
 from flowrl.testing.tiny import tiny_sd3
-from flowrl.training.results import load_run
 
 INPUTS = 300
 SLOW = ("base weights", "model: ")

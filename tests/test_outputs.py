@@ -8,12 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from flowrl_compare.arms import method_arms
+from flowrl_compare.comparison import CompareConfig, compare
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, PartError
 from flowrl.io import new_folder, require_new_file
-from flowrl.training.arms import method_arms
-from flowrl.training.compare import CompareConfig, compare
 from flowrl.training.config import preset
 from flowrl.training.run import Run
 

@@ -10,14 +10,15 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from flowrl_compare.arms import method_arms
+from flowrl_compare.comparison import CompareConfig
 
 from flowrl.cli.main import main
 from flowrl.signals import STOPPING, ignore_stops, on_stop, same_handlers
-from flowrl.training.arms import method_arms
-from flowrl.training.compare import CompareConfig
 from flowrl.training.config import preset
 
 pytestmark = [
@@ -165,11 +166,11 @@ def test_a_comparison_pauses_until_its_last_line_and_is_then_complete(
     (tmp_path / "config.json").write_text("{}")
     compared = CompareConfig(CONFIG, method_arms(("flow-grpo",)), (0,))
     # the report first: its module imports the other names
-    monkeypatch.setattr("flowrl.cli.report.write_report", lambda folder: folder / "report.html")
-    monkeypatch.setattr("flowrl.training.compare.load_compare", lambda path, trust: compared)
-    monkeypatch.setattr("flowrl.training.compare.compare", lambda *_, **__: text != "Paused")
-    monkeypatch.setattr("flowrl.training.results.load_comparison", lambda folder: None)
-    monkeypatch.setattr("flowrl.training.results.summarise", lambda comparison: [])
+    monkeypatch.setattr("flowrl_compare.report.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("flowrl_compare.comparison.load_compare", lambda path, trust: compared)
+    monkeypatch.setattr("flowrl_compare.comparison.compare", lambda *_, **__: text != "Paused")
+    monkeypatch.setattr("flowrl_compare.results.load_comparison", lambda folder: None)
+    monkeypatch.setattr("flowrl_compare.results.summarise", lambda comparison: [])
     code, lines = shown_with(text, number, "compare", "--resume", str(tmp_path))
     if text == "Finished":
         assert code == 0 and lines[-1].startswith("Finished in ")
@@ -193,7 +194,8 @@ def test_a_comparison_that_is_stopped_before_its_first_run_does_not_say_how_to_r
 def test_a_training_pauses_until_its_last_iteration_and_then_ends_as_usual(
     text: str, number: int, tmp_path, monkeypatch, shown_with
 ) -> None:
-    monkeypatch.setattr("flowrl.cli.runs._write_results", lambda out, config: [out / "proxy.png"])
+    finished = SimpleNamespace(load=lambda: lambda folder: ["Proxy"])
+    monkeypatch.setattr("flowrl.cli.train.entry_points", lambda group: [finished])
     if text == "Paused":
         monkeypatch.setattr("flowrl.training.run.Run.execute", lambda *_: False)
     out = tmp_path / "out"

@@ -19,18 +19,20 @@ from flowrl.parts.settings import unknown
 from flowrl.parts.sources import summary
 from flowrl.signals import READER_ENDED, reader_ended, same_handlers
 
-GROUPS = {
-    "train": {"compare": "flowrl.cli.runs:Compare", "train": "flowrl.cli.runs:Train"},
-    "results": {"evaluate": "flowrl.cli.evaluate:Evaluate", "sample": "flowrl.cli.evaluate:Sample"},
-    "look up": {
-        "parts": "flowrl.cli.lookup:Parts",
-        "presets": "flowrl.cli.lookup:Presets",
-        "prompts": "flowrl.cli.lookup:Prompts",
-        "env": "flowrl.cli.lookup:Env",
-    },
+COMMANDS = {
+    "train": "flowrl.cli.train:Train",
+    "parts": "flowrl.cli.lookup:Parts",
+    "presets": "flowrl.cli.lookup:Presets",
+    "prompts": "flowrl.cli.lookup:Prompts",
+    "env": "flowrl.cli.lookup:Env",
 }
-"""Built-in commands by purpose, and the places of their classes."""
-COMMANDS = {name: place for group in GROUPS.values() for name, place in group.items()}
+"""Built-in commands, and the places of their classes."""
+GROUPS = {
+    "train": ("compare", "train"),
+    "results": ("evaluate", "sample", "explain"),
+    "look up": ("parts", "presets", "prompts", "env"),
+}
+"""Commands by purpose; those of other packages follow."""
 
 DESCRIPTION = """\
 usage: flowrl COMMAND [OPTIONS]
@@ -48,15 +50,18 @@ def plugins() -> dict[str, EntryPoint]:
 
 def overview() -> str:
     """What bare `flowrl` prints."""
-    groups = {title: dict(group) for title, group in GROUPS.items()}
-    for name, point in plugins().items():
-        groups.setdefault(f"from {package_of(point)}", {})[name] = point.value
+    points = plugins()
+    places = COMMANDS | {name: point.value for name, point in points.items()}
+    groups = {title: [name for name in names if name in places] for title, names in GROUPS.items()}
+    listed = {name for names in groups.values() for name in names}
+    for name in sorted(points.keys() - listed):
+        groups.setdefault(f"from {package_of(points[name])}", []).append(name)
     longest = max(len(name) for group in groups.values() for name in group)
     lines = [fitted(DESCRIPTION)]
     for title, group in groups.items():
         lines += ["", f"{title}:"]
-        for name, place in group.items():
-            lines.append(fitted(f"  {name:{longest}s}  {summary(place)}", longest + 4))
+        for name in group:
+            lines.append(fitted(f"  {name:{longest}s}  {summary(places[name])}", longest + 4))
     end = "flowrl COMMAND --help lists the options of a command; flowrl --version."
     return "\n".join([*lines, "", fitted(end)])
 

@@ -19,8 +19,12 @@ from typing import Annotated, Any, cast, get_args
 import tyro
 
 from flowrl.parts.settings import fields_of, flat, groups_of
+from flowrl.parts.trust import trusted
 from flowrl.training.config import Preset, RunConfig
 from flowrl.training.presets import combine
+
+Base = tyro.conf.Suppress[tyro.conf.Fixed[RunConfig]]
+"""The settings that the options of a command start from: no option."""
 
 
 def argument(text: str) -> Any:
@@ -140,6 +144,18 @@ UNNAMED = (
 """Settings that are not named: where and how a run computes rather than what."""
 
 
+def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool) -> RunConfig:
+    """The settings `base` of preset `name` with the `chosen` ones and the world, which are the
+    user's own word, on top.
+    """
+    own, values = unchecked_preset(name, trust).changes, base.flat()
+    named = {setting: values[setting] for setting in own if setting not in chosen}
+    if own.get("world") != values["world"]:
+        named.pop("world", None)
+    trusted(named, name, trust)
+    return base.replace(**chosen)
+
+
 def run_name(config: RunConfig, base: RunConfig) -> str:
     """The method, the task or the model, the settings in which `config` differs from `base`, and
     the seed, as in ``tp-grpo,text,learning_rate=0.001,seed=1``; valid in a file system.
@@ -152,6 +168,12 @@ def run_name(config: RunConfig, base: RunConfig) -> str:
     # `shorten` leaves out whole words
     text = textwrap.shorten(" ".join(names), LONGEST_NAME, placeholder=" more")
     return ",".join([*text.split(), f"seed={config.seed}"])
+
+
+def rule_name(spec: str) -> str:
+    """A rule's name in tables: its spec, without the path of a file."""
+    path, mark, rest = spec.partition(".py:")
+    return rest if mark and "(" not in path else spec
 
 
 def _short(value: Any) -> str:

@@ -11,6 +11,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType
 
+OWN_PACKAGES = ("flowrl", "flowrl_bench", "flowrl_compare", "flowrl_course", "flowrl_rewards")
+"""The packages of this distribution."""
+
 
 class FlowrlError(Exception):
     """Base of every error that flowrl raises on purpose; the command line prints it and returns its
@@ -138,7 +141,7 @@ def _is_foreign(frame: FrameType) -> bool:
     """
     file = Path(frame.f_code.co_filename)
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    if package in ("flowrl", "flowrl_bench", "flowrl_course") or not file.exists():
+    if package in OWN_PACKAGES or not file.exists():
         return False
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     if not any(file.is_relative_to(folder) for folder in libraries):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import OWN_PACKAGES, ConfigError
 from flowrl.io import write_json
 from flowrl.parts.plugins import plugin
 from flowrl.parts.registry import KINDS, available, files_of
@@ -27,7 +27,6 @@ PARTS = {
     "observe": "observer",
 }
 """The settings with specs of parts, and the kind of these parts."""
-OWN_PACKAGES = ("flowrl", "flowrl_bench", "flowrl_course")
 OUTSIDE = ("url", "key", "token_file", "certificate")
 """Options of parts that send data or a secret to another machine."""
 PICKLED = re.compile(r"\.(bin|ckpt|pickle|pkl|pt|pth)\b")

@@ -6,9 +6,9 @@ import json
 from functools import partial
 from typing import Any
 
+from flowrl_compare.pages import render
 from pydantic import BaseModel, Field
 
-from flowrl.cli.pages import render
 from flowrl.serving.wire_format import ErrorResponse, PromptMessage
 
 

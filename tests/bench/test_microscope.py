@@ -25,13 +25,13 @@ from flowrl_bench.microscope_numbers import (
 )
 from flowrl_bench.microscope_study import Study, read_lines, seconds_left
 from flowrl_bench.true_advantage import compare_credit, credit_sums
+from flowrl_compare.statistics import mean
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, CreditError
 from flowrl.parts.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.training.build import make_trainer, make_world
-from flowrl.training.statistics import mean
 from flowrl.training.trainer import Trainer
 
 SMALL = Size(

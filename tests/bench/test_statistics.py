@@ -28,11 +28,11 @@ from flowrl_bench.statistics import (
     wins,
     worst,
 )
+from flowrl_compare.statistics import COLLAPSE, Inference, collapsed, mean
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.core.errors import ConfigError
-from flowrl.training.statistics import COLLAPSE, Inference, collapsed, mean
 
 rewards = st.lists(st.floats(0, 1), min_size=2, max_size=12)
 

@@ -7,9 +7,9 @@ from dataclasses import fields
 
 import documented
 import pytest
+from flowrl_compare.results import ArmSummary, Mean
 
 from flowrl.methods import METHODS
-from flowrl.training.results import ArmSummary, Mean
 
 
 def summary(method: str, **known: object) -> ArmSummary:

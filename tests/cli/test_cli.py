@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 import tyro
+from flowrl_compare.results import load_comparison, summarise
 
 import flowrl
 from flowrl.cli.main import COMMANDS, main, plugins
 from flowrl.cli.options import LONGEST_NAME, changes, options_with, run_name
-from flowrl.cli.runs import TrainOptions
+from flowrl.cli.train import TrainOptions
 from flowrl.methods import METHODS
 from flowrl.training.config import RunConfig
-from flowrl.training.results import load_comparison, summarise
 
 RULE = """
 from flowrl.probes import NoProbe

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from flowrl_compare.comparison import CompareConfig, compare, load_compare
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_rewards import tiny_clip
@@ -37,7 +38,6 @@ from flowrl.training.build import (
     make_trainer,
     make_world,
 )
-from flowrl.training.compare import CompareConfig, compare, load_compare
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.plan import plan
 from flowrl.training.run import Run

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from family_cases import CASES, PROMPTS, TEXTS, TIME, draw, fill, noise_of, trainer_of, velocity
+from flowrl_compare.results import load_run
 from safetensors.torch import load_file
 
 from flowrl.cli.main import main
@@ -22,7 +23,6 @@ from flowrl.policies import (
 from flowrl.testing import policy_contract
 from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3
 from flowrl.training.build import trained_policy
-from flowrl.training.results import load_run
 
 test_qwen_image = policy_contract(
     lambda: CASES["qwen-image"].policy(guidance_scale=4.0, negative_prompt=" ")

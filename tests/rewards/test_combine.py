@@ -6,6 +6,7 @@ import pytest
 import torch
 from all_but_last import AllButLast
 from flowrl_bench.probes import SomeMembers
+from flowrl_compare.results import load_run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +33,6 @@ from flowrl.training.build import make_reward, make_trainer, make_world
 from flowrl.training.config import preset
 from flowrl.training.evaluation import make_heldout_metrics
 from flowrl.training.monitors import limits_of, notices
-from flowrl.training.results import load_run
 
 NAN = float("nan")
 PROMPTS = [Prompt(f"towards {angle} degrees", {"angle": float(angle)}) for angle in (0, 90, 180)]

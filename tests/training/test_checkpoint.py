@@ -305,7 +305,7 @@ import torch
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.build import make_world, policy_options
 from flowrl.training.config import RunConfig
-from flowrl.training.results import load_run
+from flowrl_compare.results import load_run
 from flowrl.training.run import Run
 
 torch.set_num_threads(1)

@@ -18,7 +18,7 @@ import torch
 
 import flowrl
 from flowrl import distributed as module
-from flowrl.cli.runs import asked_to_stop
+from flowrl.cli.train import asked_to_stop
 from flowrl.core.errors import ConfigError, PartError, RewardError, TrainingError
 from flowrl.core.experience import Actions
 from flowrl.core.types import Prompt

@@ -8,14 +8,14 @@ from bench_lines import small_run
 from flowrl_bench.digest import config_id
 from flowrl_bench.older_windows import to_older
 from flowrl_bench.results_file import ResultsFile, make_line
+from flowrl_compare.arms import method_arms
+from flowrl_compare.comparison import CompareConfig, load_compare
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.io import write_json
 from flowrl.parts.registry import build
 from flowrl.parts.settings import settings_text
-from flowrl.training.arms import method_arms
-from flowrl.training.compare import CompareConfig, load_compare
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.format import COMMENT, FORMAT, OLDER, from_older
 

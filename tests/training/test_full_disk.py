@@ -11,17 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 from failing_disk import DiedError, FailingDisk
+from flowrl_compare.arms import method_arms
+from flowrl_compare.command import Compare
+from flowrl_compare.comparison import CompareConfig, compare
+from flowrl_compare.results import load_run
 from matplotlib.figure import Figure
 from small_run import SMALL, numbers, words
 
 from flowrl.cli.main import main
-from flowrl.cli.runs import Compare
 from flowrl.core.errors import DiskError
-from flowrl.training.arms import method_arms
 from flowrl.training.checkpoint import Checkpoints
-from flowrl.training.compare import CompareConfig, compare
 from flowrl.training.config import load_config
-from flowrl.training.results import has_progress, load_run
+from flowrl.training.results import has_progress
 from flowrl.training.run import Run
 
 
@@ -128,8 +129,8 @@ def in_this_process(function, jobs, workers, *, finished, **_):
 def small_report(monkeypatch):
     """Figures that take milliseconds, written as the real ones are."""
     drawn = {"curves": Figure((1, 1)), "samples": Figure((1, 1)), "proxy": None}
-    monkeypatch.setattr("flowrl.cli.report._figures", lambda comparison: drawn)
-    monkeypatch.setattr("flowrl.training.compare.run_jobs", in_this_process)
+    monkeypatch.setattr("flowrl_compare.report._figures", lambda comparison: drawn)
+    monkeypatch.setattr("flowrl_compare.comparison.run_jobs", in_this_process)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -188,7 +189,7 @@ def test_a_disk_that_fills_at_any_operation_of_a_report_leaves_the_old_or_the_ne
 def test_a_disk_that_fills_while_a_comparison_begins_does_not_block_the_next(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("flowrl.training.compare.run_jobs", lambda *_, **__: False)
+    monkeypatch.setattr("flowrl_compare.comparison.run_jobs", lambda *_, **__: False)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     command, at, fired = Compare.defaults(["--preset", "tiny", "--world", "mixture"]), 0, True
     command = replace(command, preset="tiny")

@@ -8,9 +8,10 @@ import re
 
 import pytest
 import torch
+from flowrl_compare.figures import proxy_and_heldout
+from flowrl_compare.results import load_run, short
 from tiny_rewards import tiny_clip
 
-from flowrl.cli.figures import proxy_and_heldout
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.types import Prompt
@@ -29,7 +30,6 @@ from flowrl.testing import check_reward
 from flowrl.training.build import make_world
 from flowrl.training.config import preset
 from flowrl.training.evaluation import make_heldout_metrics
-from flowrl.training.results import load_run, short
 from flowrl.training.run import Run
 from flowrl.worlds.mixture import DensityReward, ring
 from flowrl.worlds.render import render

@@ -9,6 +9,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
+from flowrl_compare.results import load_run
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -17,7 +18,6 @@ from flowrl.core.errors import ConfigError
 from flowrl.testing.tiny import tiny_sd3
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.logging import over_time, scalars, strip, tracker_name, write_image
-from flowrl.training.results import load_run
 from flowrl.training.run import Run
 
 REWARD = """

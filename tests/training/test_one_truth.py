@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from flowrl_compare.command import Compare
+from flowrl_compare.comparison import CompareConfig
 
 from flowrl.cli.main import main
-from flowrl.cli.runs import Compare
 from flowrl.core.errors import ConfigError
 from flowrl.core.protocols import ForwardLoss
 from flowrl.methods import METHODS, with_options
 from flowrl.samplers import CPS, FixedWindow, FlowSDE
 from flowrl.training.build import make_trainer, method_parts, run_method
-from flowrl.training.compare import CompareConfig
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.format import current
 from flowrl.training.presets import METHOD_SETTINGS, OWN_WINDOWS, WORLD_DEFAULTS, shipped

@@ -1,12 +1,12 @@
 """The plan of a run: its arithmetic by hand, and against what runs record."""
 
 import pytest
+from flowrl_compare.results import load_run
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.training.config import RunConfig, preset
 from flowrl.training.plan import plan
-from flowrl.training.results import load_run
 from flowrl.training.run import Run
 
 MIXTURE = preset("tiny").apply(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flowrl_compare.results import load_run
 from tiny_rewards import tiny_clip, tiny_detector
 
 from flowrl.cli.main import main
@@ -30,7 +31,6 @@ from flowrl.training.presets import (
     published_values,
     shipped,
 )
-from flowrl.training.results import load_run
 
 FLOW, STEPWISE, TURNING, DANCE = "flow-grpo", "stepwise-flow-grpo", "tp-grpo", "dance-grpo"
 BRANCH, TEMPFLOW, GRANULAR, TREE = "branch-grpo", "tempflow-grpo", "granular-grpo", "tree-grpo"

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flowrl_compare.comparison import CompareConfig, compare
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.parts.registry import KINDS
 from flowrl.training.build import check
-from flowrl.training.compare import CompareConfig, compare
 from flowrl.training.config import preset
 from flowrl.training.run import Run
 from flowrl.training.trial import try_parts
@@ -284,7 +284,7 @@ def test_a_part_of_several_runs_is_tried_once(mine: Path, monkeypatch) -> None:
 def test_a_comparison_says_what_was_not_tried(mine: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("flowrl.training.trial.SECONDS", 0.0)
     monkeypatch.setattr(
-        "flowrl.training.compare.try_parts",
+        "flowrl_compare.comparison.try_parts",
         lambda jobs, warn: warn("loss: 3 of 3 promises were not tried"),
     )
     seen: list[str] = []

@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+from flowrl_compare.arms import credit_arms, method_arms
+from flowrl_compare.comparison import CompareConfig, compare
 from small_run import words
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.io import folder_lock
-from flowrl.training.arms import credit_arms, method_arms
-from flowrl.training.compare import CompareConfig, compare
 from flowrl.training.config import preset
 from flowrl.training.run import Run
 

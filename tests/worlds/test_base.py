@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 from family_cases import CASES, PROMPTS, draw, noise_of
+from flowrl_compare.results import load_run
 from safetensors.torch import load_file
 
 from flowrl.cli.main import main
@@ -15,7 +16,6 @@ from flowrl.losses import ClippedLoss
 from flowrl.testing.tiny import tiny_flux, tiny_sd3
 from flowrl.training.build import make_world, run_method, trained_policy
 from flowrl.training.config import RunConfig, preset
-from flowrl.training.results import load_run
 
 REWARD = """
 class Redness:

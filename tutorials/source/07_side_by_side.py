@@ -31,7 +31,7 @@ import torch
 from flowrl import world
 from flowrl.flow import log_prob
 from flowrl.losses import ClippedLoss
-from flowrl.cli.style import spread_labels
+from flowrl_compare.style import spread_labels
 from flowrl_bench.rules import TurningPointVariant
 from flowrl_course import lesson_07 as lesson
 from flowrl_course.figures import COLOURS, INK, NOISE, animation, clean, panels, plane, target

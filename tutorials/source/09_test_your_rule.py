@@ -28,7 +28,7 @@ import torch
 
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, gains, reward_to_go, zscore
 from flowrl_bench.gradients import Setting, alignment, pathwise_gradients, policy_gradients, update_evaluations
-from flowrl.training.statistics import mean
+from flowrl_compare.statistics import mean
 from flowrl_bench.statistics import detectable, holm
 from flowrl_bench.true_advantage import Look, compare_credit, true_advantages
 from flowrl.flow import sample as draw_from
@@ -434,7 +434,7 @@ lesson.check_mean_reward(mean_reward)
 # **Why.** The mean of the evaluated rewards would give every evaluation the same weight, whatever it cost, and would depend on the spacing of the evaluations. Without the piece up to the budget, two rules with different costs per update would be compared over different budgets.
 
 # %% [markdown]
-# The measure gives one number per run. Subtract the numbers of two rules *seed by seed*, which gives one paired difference $d_k$ per seed. Their mean has a t interval and a p-value for the null hypothesis of no difference (`flowrl.training.statistics.mean`).
+# The measure gives one number per run. Subtract the numbers of two rules *seed by seed*, which gives one paired difference $d_k$ per seed. Their mean has a t interval and a p-value for the null hypothesis of no difference (`flowrl_compare.statistics.mean`).
 #
 # A p-value is the probability of a difference at least as large if there were none. It does not say whether the difference matters, and a large p-value is no evidence of equality. The verdict rules of `docs/verdicts.md` separate the questions:
 #

@@ -7,11 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flowrl.core.errors import ConfigError, require
-from flowrl.methods import METHODS
-from flowrl.parts.registry import options_of
-from flowrl.parts.specs import parse_options, parse_spec
-from flowrl.training.arms import (
+from flowrl_compare.arms import (
     check_arms,
     credit_arms,
     load_arms,
@@ -20,6 +16,11 @@ from flowrl.training.arms import (
     rule_name,
     together,
 )
+
+from flowrl.core.errors import ConfigError, require
+from flowrl.methods import METHODS
+from flowrl.parts.registry import options_of
+from flowrl.parts.specs import parse_options, parse_spec
 from flowrl.training.build import check, run_method
 from flowrl.training.config import RunConfig, preset
 from flowrl_bench.digest import MEASURED

@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from flowrl_compare.statistics import mean
+from flowrl_compare.style import COLOURS, INK, OTHERS, clean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flowrl.cli.style import COLOURS, INK, OTHERS, clean
-from flowrl.training.statistics import mean
 from flowrl_bench.arms import ARMS
 from flowrl_bench.claims import KL_WEIGHTS
 from flowrl_bench.evidence import Line, column, curve

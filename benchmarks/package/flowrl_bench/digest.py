@@ -47,7 +47,7 @@ RULES = (
     "evidence",
     "statistics",
 )
-"""Modules of this package that decide on verdicts, with `flowrl.training.statistics`."""
+"""Modules of this package that decide on verdicts, with `flowrl_compare.statistics`."""
 GOLDEN: dict[str, Any] = {
     "world": "mixture",
     "iterations": 2,
@@ -204,7 +204,7 @@ def code_digest() -> str:
 @cache
 def rules_digest() -> str:
     """The digest of the claims, their verdict rules and the statistics."""
-    names = [f"flowrl_bench.{name}" for name in RULES] + ["flowrl.training.statistics"]
+    names = [f"flowrl_bench.{name}" for name in RULES] + ["flowrl_compare.statistics"]
     return _digest(path for path in map(_file, names) if path is not None)
 
 

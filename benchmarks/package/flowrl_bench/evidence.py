@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from flowrl_compare.statistics import Values, collapsed
 
 from flowrl.core.errors import ConfigError
-from flowrl.training.statistics import Values, collapsed
 from flowrl_bench.measurements import CURVE
 from flowrl_bench.statistics import (
     SMALLEST,

@@ -38,7 +38,8 @@ class Explain:
 
     def main(self) -> int:
         """Assign, print, draw."""
-        from flowrl.cli.style import require_figure, save
+        from flowrl_compare.style import require_figure, save
+
         from flowrl.core.experience import Decisions
         from flowrl.flow import uniform_schedule
         from flowrl.parts.registry import build

@@ -1,11 +1,11 @@
 """The figure of `flowrl explain`: values with turning points, gains and advantages."""
 
 import matplotlib
+from flowrl_compare.style import COLOURS, INK, OTHERS, clean, spread_labels
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from flowrl.cli.style import COLOURS, INK, OTHERS, clean, spread_labels
 from flowrl_bench.explain import Explanation
 
 

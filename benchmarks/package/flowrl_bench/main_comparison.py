@@ -5,7 +5,8 @@ the answers in words.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flowrl.training.statistics import Estimate, Values, mean
+from flowrl_compare.statistics import Estimate, Values, mean
+
 from flowrl_bench.arms import ARMS, WORLDS
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.leads import LARGER, LEADS, UNIFORM

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from flowrl_compare.statistics import Estimate
 
-from flowrl.training.statistics import Estimate
 from flowrl_bench.merit import STAGES, Costs, mean_costs, merit
 from flowrl_bench.merit_rows import REFERENCE, ROWS, WORLDS
 from flowrl_bench.merit_train import Key, Learned, learned

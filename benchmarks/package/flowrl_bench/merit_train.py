@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from flowrl_compare.statistics import Estimate
 
 from flowrl.core.errors import ConfigError
 from flowrl.probes import Branching
 from flowrl.rollout import Groups, group_tree
 from flowrl.training.build import make_method, trial_stds
 from flowrl.training.config import RunConfig
-from flowrl.training.statistics import Estimate
 from flowrl.workers import Worker, run_jobs
 from flowrl_bench.digest import code_digest
 from flowrl_bench.measurements import CURVE, measure

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 
+from flowrl_compare.style import COLOURS, INK, clean, spread_labels
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from flowrl.cli.style import COLOURS, INK, clean, spread_labels
 from flowrl_bench.microscope import FORMS, METHODS
 from flowrl_bench.microscope_numbers import Lines, ceiling_of, measurable, over_looks
 from flowrl_bench.page import dot_plot_axes

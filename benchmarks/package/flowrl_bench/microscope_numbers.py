@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from flowrl_compare.statistics import Inference, mean
 
-from flowrl.training.statistics import Inference, mean
 from flowrl_bench.ceilings import ceiling
 from flowrl_bench.statistics import detectable
 from flowrl_bench.true_advantage import LEAST_RELIABILITY, correlation

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from flowrl_compare.pages import render
+from flowrl_compare.style import COLOURS as METHOD_COLOURS
+from flowrl_compare.style import OTHERS, clean, is_own, png, spread_labels
 from markupsafe import escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flowrl.cli.pages import render
-from flowrl.cli.style import COLOURS as METHOD_COLOURS
-from flowrl.cli.style import OTHERS, clean, is_own, png, spread_labels
 from flowrl.io import require_new_file, write_bytes
 
 COLOURS = (*METHOD_COLOURS.values(), *OTHERS)

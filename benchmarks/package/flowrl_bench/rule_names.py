@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrl_compare.arms import arm_run, credit_arms, meaning, rule_name
+from flowrl_compare.results import difference
+
 from flowrl.core.errors import ConfigError
 from flowrl.io import write_json
 from flowrl.parts.specs import identity
 from flowrl.reading import read_json
-from flowrl.training.arms import arm_run, credit_arms, meaning, rule_name
 from flowrl.training.config import RunConfig
-from flowrl.training.results import difference
 from flowrl_bench.arms import Arm, own_arm
 from flowrl_bench.digest import config_id
 from flowrl_bench.results_file import ResultsFile

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from flowrl_compare.statistics import mean
+from flowrl_compare.style import OTHERS, clean, marker
 from matplotlib.figure import Figure
 
-from flowrl.cli.style import OTHERS, clean, marker
-from flowrl.training.statistics import mean
 from flowrl_bench.arms import WORLDS, is_tuned, world_label
 from flowrl_bench.claims_figures import METHOD_COLOURS
 from flowrl_bench.evidence import Evidence, Line, curve, spent

@@ -12,10 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
-from flowrl.core.errors import require
-from flowrl.training.statistics import (
+from flowrl_compare.statistics import (
     COLLAPSE,
     LEVEL,
     Estimate,
@@ -24,6 +21,9 @@ from flowrl.training.statistics import (
     first_reached,
     t_interval,
 )
+from numpy.typing import ArrayLike, NDArray
+
+from flowrl.core.errors import require
 
 DRAWS = 2000
 SMALLEST = 0.02

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from flowrl_compare.statistics import mean
 
 from flowrl.training.config import RunConfig
-from flowrl.training.statistics import mean
 from flowrl_bench.arms import TASKS
 from flowrl_bench.claims import GAINS, POINTS, SEEDS, UNIFORM, Arm, Claim, gains, make_run
 from flowrl_bench.digest import config_id

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from flowrl_compare.statistics import Estimate
 from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.core.errors import require
-from flowrl.training.statistics import Estimate
 from flowrl_bench.continuations import Look, LookCredit, TrueAdvantages, true_advantages
 
 __all__ = [

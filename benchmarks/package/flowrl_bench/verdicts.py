@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
+from flowrl_compare.statistics import LEVEL, Inference, Values, mean
 
-from flowrl.training.statistics import LEVEL, Inference, Values, mean
 from flowrl_bench.evidence import BUDGET, MEASURES, RATE, SMALLEST_OF, Evidence
 from flowrl_bench.statistics import holm, rate_difference, wins
 

@@ -4,10 +4,9 @@ import math
 
 import numpy as np
 import pytest
+from flowrl_compare.statistics import first_reached
 from hypothesis import given
 from hypothesis import strategies as st
-
-from flowrl.training.statistics import first_reached
 
 
 def crossing(xs: list[float], ys: list[float], target: float) -> float:

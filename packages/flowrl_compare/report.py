@@ -12,7 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flowrl.cli.figures import (
+from flowrl.io import write_bytes, write_json
+from flowrl.training.presets import MODEL_ONLY
+from flowrl.training.results import short
+from flowrl_compare.figures import (
     MOST_TOGETHER,
     NOTICEABLE,
     base_and_trained,
@@ -22,20 +25,17 @@ from flowrl.cli.figures import (
     shows_points,
     trajectory,
 )
-from flowrl.cli.pages import render
-from flowrl.cli.style import colour, png
-from flowrl.io import write_bytes, write_json
-from flowrl.training.presets import MODEL_ONLY
-from flowrl.training.results import (
+from flowrl_compare.pages import render
+from flowrl_compare.results import (
     ArmSummary,
     Comparison,
     Mean,
     load_comparison,
-    short,
     summarise,
     summary_values,
 )
-from flowrl.training.weight_comparison import WeightComparison
+from flowrl_compare.style import colour, png
+from flowrl_compare.weight_comparison import WeightComparison
 
 __all__ = ["write_report"]
 

@@ -9,6 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from flowrl_compare.weight_comparison import (
+    SamplingSettings,
+    compare_scores,
+    compare_weights,
+    sample_and_score,
+)
 from safetensors.torch import load_file, save_file
 from scipy import stats
 from small_run import words
@@ -18,12 +24,6 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
 from flowrl.rewards.combine import FunctionReward
 from flowrl.testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
-from flowrl.training.weight_comparison import (
-    SamplingSettings,
-    compare_scores,
-    compare_weights,
-    sample_and_score,
-)
 from flowrl.worlds.base import PolicyOptions, world
 
 REWARDS = """

@@ -10,18 +10,34 @@ from typing import Any
 
 import yaml
 
-from flowrl.cli.pages import render
 from flowrl.core.errors import ConfigError
 from flowrl.io import write_bytes
 from flowrl.parts.plugins import versions
 from flowrl.reading import read_json
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.logging import scalars
-from flowrl.training.results import load_run
+from flowrl_compare.figures import proxy_and_heldout
+from flowrl_compare.pages import render
+from flowrl_compare.results import load_run
+from flowrl_compare.style import save
 
 HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 BESIDE = ("config.yaml", "samples/over-time.png", "samples/prompts.txt", "evaluation/grid.png")
 """Files that a card refers to."""
+
+
+def finish_run(folder: Path) -> list[str]:
+    """After `flowrl train`: the card of a model's run, and proxy.png if the run has held-out
+    metrics; the lines to print.
+    """
+    if load_config(folder / "config.json").policy.model:
+        write_card(folder)
+    run = load_run(folder)
+    figure = proxy_and_heldout({run.arm: [run]})
+    if figure is None:
+        return []
+    save(figure, folder / "proxy.png", dpi=130)
+    return [f"Proxy and held-out metrics: {folder / 'proxy.png'}"]
 
 
 def write_card(folder: Path) -> None:

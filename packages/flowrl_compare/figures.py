@@ -15,14 +15,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 from torch import Tensor
 
-from flowrl.cli.style import INK, PALE, SOFT, clean, colour, marker
 from flowrl.core.types import Prompt
 from flowrl.credit import turning_points
 from flowrl.reading import read_json, read_tensors, reading
-from flowrl.training.compare import run_label
-from flowrl.training.results import Comparison, RunRecord, mean_curve, short
-from flowrl.training.weight_comparison import WeightComparison
+from flowrl.training.results import short
 from flowrl.worlds.mixture import target
+from flowrl_compare.comparison import run_label
+from flowrl_compare.results import Comparison, RunRecord, mean_curve
+from flowrl_compare.style import INK, PALE, SOFT, clean, colour, marker
+from flowrl_compare.weight_comparison import WeightComparison
 
 X_LABELS = {
     "iteration": "iteration",

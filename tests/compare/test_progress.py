@@ -6,15 +6,16 @@ import io
 import json
 
 import pytest
+from flowrl_compare.arms import method_arms
+from flowrl_compare.comparison import CompareConfig
+from flowrl_compare.progress import Display
+from flowrl_compare.report import print_table
+from flowrl_compare.results import ArmSummary, Change, Mean
 from rich.console import Console
 
-from flowrl.cli.progress import Display, clock
-from flowrl.cli.report import print_table
+from flowrl.cli.progress import clock
 from flowrl.io import write_json
-from flowrl.training.arms import method_arms
-from flowrl.training.compare import CompareConfig
 from flowrl.training.config import preset
-from flowrl.training.results import ArmSummary, Change, Mean
 
 RUN = preset("tiny").apply(world="mixture", task="direction")
 ARMS = method_arms(("flow-grpo", "tp-grpo"))

@@ -8,12 +8,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from flowrl.cli.options import rule_name
 from flowrl.core.errors import ConfigError, require
 from flowrl.parts.settings import read_arms
 from flowrl.parts.specs import identity, parse_options
 from flowrl.parts.trust import PARTS, trusted
 from flowrl.training.config import EvaluationConfig, RunConfig
-from flowrl.training.results import REWARDS, run_folder
+from flowrl_compare.results import REWARDS, run_folder
 
 Arms = Mapping[str, Mapping[str, Any]]
 """Settings, named without their groups, by the name of the arm."""
@@ -33,12 +34,6 @@ def credit_arms(specs: Sequence[str]) -> dict[str, dict[str, Any]]:
     return together(
         *({rule_name(spec): {"method": rule_name(spec), "credit": spec}} for spec in specs)
     )
-
-
-def rule_name(spec: str) -> str:
-    """A rule's name in tables: its spec, without the path of a file."""
-    path, mark, rest = spec.partition(".py:")
-    return rest if mark and "(" not in path else spec
 
 
 def parse_arm(text: str) -> dict[str, dict[str, Any]]:

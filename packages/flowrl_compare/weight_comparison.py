@@ -18,8 +18,8 @@ from flowrl.core.protocols import FlowPolicy, RewardModel
 from flowrl.core.types import Prompt
 from flowrl.rewards import stills
 from flowrl.rollout import EVALUATION_SEED, sample_images, score
-from flowrl.training.results import finite
-from flowrl.training.statistics import mean
+from flowrl_compare.results import finite
+from flowrl_compare.statistics import mean
 
 Rewards = Mapping[str, RewardModel]
 

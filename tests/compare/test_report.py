@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from jinja2 import UndefinedError
-from safetensors.torch import save_file
-
-from flowrl.cli.figures import curves, image_grid, proxy_and_heldout, trajectory
-from flowrl.cli.pages import inline, markdown_code, render
-from flowrl.cli.report import (
+from flowrl_compare.arms import credit_arms, method_arms
+from flowrl_compare.comparison import CompareConfig
+from flowrl_compare.figures import curves, image_grid, proxy_and_heldout, trajectory
+from flowrl_compare.pages import inline, markdown_code, render
+from flowrl_compare.report import (
     collapse_text,
     headline,
     table_rows,
@@ -27,13 +26,7 @@ from flowrl.cli.report import (
     write_evaluation,
     write_report,
 )
-from flowrl.cli.style import COLOURS, INK, OTHERS, PALE, SOFT, colour, marker, save, spread_labels
-from flowrl.core.errors import ConfigError
-from flowrl.training.arms import credit_arms, method_arms
-from flowrl.training.compare import CompareConfig
-from flowrl.training.config import preset
-from flowrl.training.presets import MODEL_ONLY
-from flowrl.training.results import (
+from flowrl_compare.results import (
     Comparison,
     Mean,
     RunRecord,
@@ -44,12 +37,29 @@ from flowrl.training.results import (
     run_folder,
     summarise,
 )
-from flowrl.training.weight_comparison import (
+from flowrl_compare.style import (
+    COLOURS,
+    INK,
+    OTHERS,
+    PALE,
+    SOFT,
+    colour,
+    marker,
+    save,
+    spread_labels,
+)
+from flowrl_compare.weight_comparison import (
     SamplingSettings,
     ScoredImages,
     WeightComparison,
     compare_scores,
 )
+from jinja2 import UndefinedError
+from safetensors.torch import save_file
+
+from flowrl.core.errors import ConfigError
+from flowrl.training.config import preset
+from flowrl.training.presets import MODEL_ONLY
 
 RULES = '''
 from flowrl.credit import Uniform
@@ -342,7 +352,7 @@ def test_the_command_line_starts_without_figures():
     """Neither matplotlib nor the report are imported before they are used."""
     code = "import sys; import flowrl.cli.main, flowrl.cli.progress; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"matplotlib", "jinja2", "flowrl.cli.report"} & set(done.stdout.split())
+    assert not {"matplotlib", "jinja2", "flowrl_compare.report"} & set(done.stdout.split())
 
 
 # Linear RGB as dichromats see it: Machado, Oliveira and Fernandes (2009), severity 1.

@@ -20,15 +20,16 @@ from flowrl.parts.sources import first_paragraph
 from flowrl.parts.trust import code_of, trusted
 from flowrl.probes import NoProbe
 from flowrl.reading import as_kind, load_document, reading
-from flowrl.training.arms import Arms, arm_run, check_arms, of_arm
 from flowrl.training.build import check, make_method, make_world, method_parts
 from flowrl.training.config import RunConfig
 from flowrl.training.format import FORMAT, current_comparison
 from flowrl.training.plan import Plan, plan
-from flowrl.training.results import ComparisonFile, has_progress, holds, run_folder
+from flowrl.training.results import has_progress, holds
 from flowrl.training.run import Run
 from flowrl.training.trial import try_parts
 from flowrl.workers import Worker, run_jobs, usable_cores
+from flowrl_compare.arms import Arms, arm_run, check_arms, of_arm
+from flowrl_compare.results import ComparisonFile, run_folder
 
 
 @dataclass(frozen=True)
@@ -292,7 +293,7 @@ def _compare(
         kinds = [f"trial {n}" for n in range(len(notes))]
         states[next(iter(jobs))] |= {"warning": "\n".join(notes), "kinds": kinds}
         watch(states)
-    imports = ("flowrl.training.compare", *getattr(make_world(config.run), "imports", ()))
+    imports = ("flowrl_compare.comparison", *getattr(make_world(config.run), "imports", ()))
     # forks of a process that has used a GPU cannot use it
     on_cpu = all(job.policy.device == "cpu" for job in jobs.values())
     completed = run_jobs(

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flowrl_compare.arms import arm_run, credit_arms, load_arms, method_arms, parse_arm, together
+from flowrl_compare.comparison import CompareConfig, load_compare
+from flowrl_compare.progress import Display
+from flowrl_compare.report import headline, table_text, write_report
+from flowrl_compare.results import load_comparison, run_folder, summarise, summary_values
 from rich.console import Console
 
 from flowrl.cli.main import main
-from flowrl.cli.progress import Display
-from flowrl.cli.report import headline, table_text, write_report
 from flowrl.core.errors import ConfigError
-from flowrl.training.arms import arm_run, credit_arms, load_arms, method_arms, parse_arm, together
-from flowrl.training.compare import CompareConfig, load_compare
 from flowrl.training.config import preset
 from flowrl.training.plan import plan
-from flowrl.training.results import load_comparison, run_folder, summarise, summary_values
 
 TINY = preset("tiny").apply(world="mixture")
 PARTS = """
@@ -195,7 +195,7 @@ def test_the_command_orders_methods_arms_and_credit(
         compared.append(config)
         return False
 
-    monkeypatch.setattr("flowrl.training.compare.compare", kept)
+    monkeypatch.setattr("flowrl_compare.comparison.compare", kept)
     (tmp_path / "arms.yaml").write_text("arms: {file: {kl_weight: 0.1}}")
     base = ["compare", "--world", "mixture", "--preset", "tiny", "--out", str(tmp_path / "out")]
     papers = ["flow-grpo", "stepwise-flow-grpo", "tp-grpo"]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import yaml
+from flowrl_compare.card import base_model, card_text, without_folders, write_card
 
-from flowrl.cli.card import base_model, card_text, without_folders, write_card
 from flowrl.training.config import preset
 
 SD3 = "stabilityai/stable-diffusion-3.5-medium"

@@ -14,7 +14,7 @@ from flowrl.core.options import Count, Seed, Whole
 
 if TYPE_CHECKING:
     from flowrl.training.config import RunConfig
-    from flowrl.training.weight_comparison import WeightComparison
+    from flowrl_compare.weight_comparison import WeightComparison
 
 SHAPES_PROMPTS = (
     "three red circles",
@@ -95,20 +95,20 @@ class Evaluate:
         """Compare, show, write."""
         from rich.progress import Progress
 
-        from flowrl.cli.card import write_card
-        from flowrl.cli.report import write_evaluation
         from flowrl.io import new_folder
         from flowrl.parts.prompts import prompts_from
         from flowrl.parts.registry import build
         from flowrl.policies.load import load_policy
         from flowrl.rewards import evaluation_reward
         from flowrl.training.build import load_trained, make_policy, make_world, model_options
-        from flowrl.training.weight_comparison import (
+        from flowrl.worlds.base import prompts_of
+        from flowrl_compare.card import write_card
+        from flowrl_compare.report import write_evaluation
+        from flowrl_compare.weight_comparison import (
             SamplingSettings,
             compare_weights,
             load_weights,
         )
-        from flowrl.worlds.base import prompts_of
 
         config = self.settings()
         world, options, environment = make_world(config), config.policy, config.environment
@@ -243,13 +243,13 @@ class Sample:
         """Sample, score and write the grid."""
         import torch
 
-        from flowrl.cli.figures import image_grid
-        from flowrl.cli.style import require_figure, save
         from flowrl.rewards import stills
         from flowrl.rollout import initial_noise, sample_images, score
         from flowrl.training.build import make_policy, make_world, trained_policy
         from flowrl.training.config import preset
         from flowrl.worlds.base import check_policy, prompts_of
+        from flowrl_compare.figures import image_grid
+        from flowrl_compare.style import require_figure, save
 
         require(self.prompts != (), "prompts", self.prompts, "one or more prompts")
         require_figure(self.out)

@@ -1,0 +1,190 @@
+"""`flowrl compare`."""
+
+import dataclasses
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from flowrl.cli.options import (
+    Base,
+    base_of,
+    changes,
+    options_class,
+    options_with,
+    typed_command,
+    with_options,
+)
+from flowrl.core.options import Seed, Workers
+from flowrl.parts.trust import trust_option
+from flowrl.signals import ignore_stops, on_stop
+from flowrl.training.config import RunConfig
+from flowrl.training.presets import method_overrides
+from flowrl.workers import import_modules
+
+if TYPE_CHECKING:
+    from flowrl_compare.comparison import CompareConfig
+
+
+PAPERS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
+"""The methods of a comparison for which no arm is given."""
+CompareOptions = options_class("CompareOptions", ("method", "credit", "seed", "tracker"))
+
+
+def _interrupt(_: int) -> None:
+    """Raise `KeyboardInterrupt` once; a launcher or an impatient user may send more signals."""
+    ignore_stops()
+    raise KeyboardInterrupt
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Compare credit rules: train every method with every seed, write a report.
+
+    An arm of the comparison is a method or any other difference in settings.
+
+    Example: flowrl compare --task text --seeds 0 1 --arm "base:" --arm "gspo: loss=my_loss.py:GSPO,
+    clip_range=0.1"
+    """
+
+    methods: tuple[str, ...] = PAPERS
+    """Methods, each an arm: flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted,
+    dense-grpo, branch-grpo, tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm, dgpo. The
+    first arm of all is the baseline. With `arm` or `arms`, the default is none.
+    """
+    arm: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """An arm as "NAME: setting=value, ..."; can be repeated. The settings are the options below,
+    `method` and `credit`, with underscores; "NAME:" has no difference.
+    """
+    arms: Path | None = None
+    """A YAML file with further arms: below "arms:", lines of "NAME: {setting: value}"."""
+    credit: tuple[str, ...] = ()
+    """Credit rules, each an arm after the others: path/to/file.py:Class, NAME or
+    NAME(option=value), as `flowrl parts` lists.
+    """
+    seeds: tuple[Seed, ...] = (0, 1, 2)
+    """One run per arm and seed."""
+    equal_cost: bool = False
+    """Train every arm for as many iterations as need the network evaluations of the baseline's run
+    (sampling, probes and update).
+    """
+    preset: str = "default"
+    """default (about five minutes on 2 cores), long (about 15 minutes per method) or tiny (seconds,
+    for a first look).
+    """
+    settings: Literal["world", "published"] = "world"
+    """Window and clip that are not given: the world's, or the method's published ones. A published
+    clip is scaled to the elements of the world's latents.
+    """
+    out: Path | None = None
+    """Folder for the results; default runs/compare-DATE."""
+    resume: Path | None = None
+    """Go on with the comparison in this folder (other options are then ignored)."""
+    config: Path | None = None
+    """Repeat a comparison from its saved config.json (other options but --out are then ignored)."""
+    workers: Workers = 0
+    """Runs at a time; 0 = one per core. Every run uses one thread, so the numbers do not depend on
+    this.
+    """
+    trust: bool = False
+    """Run code that the file of `resume`, `config`, `preset` or `arms` names, and use its addresses
+    and keys.
+    """
+    changed_code: bool = False
+    """With `resume`: go on although the files of your own parts have changed since the start."""
+    trial: bool = True
+    """Try your own parts before the first iteration, for at most 5 s (docs/guides/extend.md)."""
+    run: Annotated[CompareOptions, tyro.conf.arg(name="")] = field(default_factory=CompareOptions)  # pyright: ignore[reportInvalidTypeForm]
+    base: Base = field(default_factory=RunConfig)
+
+    @staticmethod
+    def defaults(arguments: Sequence[str]) -> "Compare":
+        """The options start from the settings of the chosen preset and world."""
+        given = any(text.partition("=")[0] in ("--arm", "--arms") for text in arguments)
+        base = base_of(arguments)
+        return Compare(() if given else PAPERS, run=options_with(CompareOptions, base), base=base)
+
+    def configuration(self) -> "CompareConfig":
+        """The comparison that these options describe."""
+        from flowrl_compare.arms import credit_arms, load_arms, method_arms, parse_arm, together
+        from flowrl_compare.comparison import CompareConfig, load_compare
+
+        if self.config is not None:
+            loaded = load_compare(self.config, self.trust)
+            return dataclasses.replace(loaded, command=typed_command())
+        base, usual = self.base, self.base.flat()
+        chosen = changes(self.run, base)
+        run = with_options(self.preset, base, chosen, self.trust)
+        file = load_arms(self.arms, self.trust) if self.arms else {}
+        given = together(
+            method_arms(self.methods), *map(parse_arm, self.arm), file, credit_arms(self.credit)
+        )
+        for arm, settings in given.items():
+            if isinstance(method := settings.get("method"), str):
+                # what the preset needs for this method, unless an option gives another value
+                needed = method_overrides(
+                    self.preset, base.environment.world, method, self.settings == "published"
+                )
+                needed = {n: v for n, v in needed.items() if n not in chosen and v != usual[n]}
+                given[arm] = {**needed, **settings}
+        found = CompareConfig(run, given, self.seeds, self.preset, typed_command())
+        return found.equal_cost() if self.equal_cost else found
+
+    def main(self) -> int:
+        """Run, show, report."""
+        # runs have one thread, and `run_jobs` forks a process without others
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        import_modules("flowrl_compare.comparison")
+        from flowrl.io import disk_errors
+        from flowrl.policies import device_of
+        from flowrl_compare.comparison import compare, load_compare, require_free
+        from flowrl_compare.progress import Display
+
+        out = self.resume or self.out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
+        config = (
+            load_compare(out / "config.json", self.trust) if self.resume else self.configuration()
+        )
+        runs = config.jobs().values()
+        for device in {run.policy.device for run in runs}:
+            device_of(device)
+        if self.resume is None:
+            require_free(out)
+
+        def again() -> str:
+            """The command that goes on."""
+            words = "".join({trust_option(run.flat()) for run in runs})
+            return f"flowrl compare --resume {shlex.quote(str(out))}{words}"
+
+        display = Display(config, out)
+        work = partial(
+            compare,
+            config,
+            out,
+            self.resume is not None,
+            self.workers,
+            display.watch,
+            changed_code=self.changed_code,
+            trial=self.trial,
+        )
+        kept = "Finished runs and checkpoints are kept"
+        with on_stop(_interrupt), disk_errors(out, lambda: kept, again):
+            try:
+                display.start()
+                if display.during(work):
+                    last = display.finish()
+                    ignore_stops()
+                    display.say(last)
+                    return 0
+            except KeyboardInterrupt:
+                pass  # also after the last run: the report is drawn again
+            ignore_stops()
+            started = (out / "config.json").exists()
+            resume = f"Paused; nothing is lost. Go on with: {again()}"
+            display.say(resume if started else "Stopped before the first run; nothing was written.")
+            return 130

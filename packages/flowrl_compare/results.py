@@ -1,0 +1,431 @@
+"""Reads run folders and summarises the runs of a comparison."""
+
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Len
+
+from flowrl.core.errors import ConfigError
+from flowrl.reading import as_kind, parse_json, read_json, reading
+from flowrl.training.format import current_comparison, format_of
+from flowrl.training.results import MetricsRow, short
+from flowrl_compare.statistics import collapsed, first_reached, mean
+
+REWARDS = ("reward", "reward_form")
+"""Settings of the training reward: where they differ, so does what an evaluation calls the reward.
+"""
+AXES = ("iteration", "nfe_total", "seconds_total")
+"""Horizontal axes of learning curves: entries of every row."""
+
+
+@dataclass(frozen=True)
+class _RunFile:
+    algorithm: dict[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class ComparisonFile:
+    """The entries of a comparison's config.json."""
+
+    arms: Annotated[dict[str, dict[str, Any]], Len(1)]
+    seeds: list[int]
+    run: dict[str, Any]
+    preset: str = "default"
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run: its `arm` (of a run by itself: its method) and `seed`, its `folder`, `rows` (one per
+    iteration; row 0: untrained), whether it has `finished`, and the `config` in its config.json.
+    """
+
+    arm: str
+    seed: int
+    folder: Path
+    rows: tuple[dict[str, Any], ...]
+    finished: bool
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The run's settings without their groups, except the seed."""
+        groups = [v if isinstance(v, dict) else {name: v} for name, v in self.config.items()]
+        flat = {name: value for group in groups for name, value in group.items()}
+        return {name: value for name, value in flat.items() if name not in ("seed", "format")}
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The rows that contain an evaluation."""
+        return [row for row in self.rows if row.get("evaluation")]
+
+    @property
+    def heldout_rewards(self) -> list[str]:
+        """Names of the held-out rewards that the evaluations contain."""
+        heldout = [row["evaluation"].get("heldout", {}) for row in self.evaluations]
+        return list(dict.fromkeys(name for scores in heldout for name in scores))
+
+    @property
+    def state(self) -> str:
+        """finished, not finished, or stopped by an observer, with its reason."""
+        stopped = self.rows[-1].get("stopped") if self.rows else ""
+        ended = "finished" if self.finished else "not finished"
+        return f"stopped by {stopped}" if stopped else ended
+
+    def _points(self, *path: str) -> list[tuple[dict[str, Any], float]]:
+        """The rows that contain a number at `path`, with this number."""
+        points = []
+        for row in self.rows:
+            value: Any = row
+            for key in path:
+                value = value.get(key) if isinstance(value, dict) else None
+            if isinstance(value, int | float):
+                points.append((row, float(value)))
+        return points
+
+    def curve(self, x: str, *path: str) -> tuple[list[float], list[float]]:
+        """`x` (iteration, nfe_total or seconds_total) and the metric at `path` within each
+        evaluation that contains it.
+
+        `path` is for example ("strict",), ("proxy",), ("diversity",) or ("heldout", NAME); the
+        default is the reward.
+        """
+        points = self._points("evaluation", *(path or ("reward",)))
+        return [float(row[x]) for row, _ in points], [value for _, value in points]
+
+    def mean(self, *path: str) -> float:
+        """Mean over the training rows of the number at `path`; NaN if no row contains it."""
+        values = [value for row, value in self._points(*path) if row["iteration"] > 0]
+        return statistics.fmean(values) if values else math.nan
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The `runs` of a comparison, its `folder`, and the `config` in its config.json."""
+
+    folder: Path
+    config: dict[str, Any]
+    runs: tuple[RunRecord, ...]
+
+    @property
+    def arms(self) -> list[str]:
+        """Arms with at least one evaluated run, in the order of the configuration."""
+        return [arm for arm in self.config["arms"] if self.of(arm)]
+
+    @property
+    def baseline(self) -> str:
+        """The arm that all others are compared with."""
+        return next(iter(self.config["arms"]))
+
+    def of(self, arm: str) -> list[RunRecord]:
+        """The arm's runs with at least one evaluation, in the order of the seeds."""
+        return [run for run in self.runs if run.arm == arm and run.curve(AXES[0], *self.metric)[1]]
+
+    @cached_property
+    def differences(self) -> dict[str, dict[str, Any]]:
+        """By arm, the settings in which the runs of the arms differ."""
+        arms = {run.arm: run.settings for run in self.runs}
+        first = self.runs[0].settings if self.runs else {}
+        differ = [
+            name
+            for name in first
+            if any(settings.get(name) != first[name] for settings in arms.values())
+        ]
+        return {arm: {name: known.get(name) for name in differ} for arm, known in arms.items()}
+
+    @property
+    def _differing(self) -> dict[str, Any]:
+        return next(iter(self.differences.values()), {})
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The settings of all runs, in their groups, without `differences`."""
+
+        def common(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {
+                name: common(value) if isinstance(value, dict) else value
+                for name, value in values.items()
+                if name not in self._differing
+            }
+
+        return common(self.runs[0].config if self.runs else self.config["run"])
+
+    @property
+    def metric(self) -> tuple[str, ...]:
+        """The path of the metric by which the arms are compared: the reward, or the first held-out
+        reward if the arms are trained on different rewards.
+        """
+        heldout = self.config["run"].get("evaluation", {}).get("heldout_rewards", ())
+        differ = self._differing.keys() & set(REWARDS)
+        return ("heldout", heldout[0]) if differ and heldout else ("reward",)
+
+
+def load_run(folder: Path, arm: str = "") -> RunRecord:
+    """Read a run folder, of a comparison's `arm`; an incomplete last line is ignored.
+
+    Raises `ConfigError` if `folder` is not the folder of a run, or a line of metrics.jsonl is not a
+    row of a run.
+    """
+    settings, config = _config(folder, "run", _RunFile)
+    format_of(folder / "config.json", settings)
+    path, rows = folder / "metrics.jsonl", list[dict[str, Any]]()
+    with reading(path):
+        method = str(config.algorithm["method"])
+        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last one is incomplete
+    for number, line in enumerate(lines, 1):
+        with reading(f"{path}, line {number}"):
+            rows.append(parse_json(line))
+            as_kind(rows[-1], MetricsRow)
+    done = (folder / "done.json").exists()
+    return RunRecord(arm or method, config.seed, folder, tuple(rows), done, settings)
+
+
+def _config(folder: Path, what: str, kind: Any) -> tuple[dict[str, Any], Any]:
+    """The content of the config.json of a run or of a comparison, and its entries as a `kind`."""
+    path = folder / "config.json"
+    try:
+        values = read_json(path, dict[str, Any])
+        with reading(path):
+            values = current_comparison(values) if what == "comparison" else values
+            return values, as_kind(values, kind)
+    except ConfigError as error:
+        raise ConfigError(f"{folder} is not the folder of a {what}: {error}") from error
+
+
+def run_folder(name: str, seed: int) -> str:
+    """Folder name of the run of arm `name` with `seed` in a comparison, valid on every operating
+    system.
+    """
+    return re.sub(r"[^\w.=,-]+", "_", name).strip("_") + f"-seed{seed}"
+
+
+def load_comparison(folder: Path) -> Comparison:
+    """Read a comparison folder, finished or not. Raises `ConfigError` if `folder` is not the folder
+    of a comparison.
+    """
+    config, entries = _config(folder, "comparison", ComparisonFile)
+    places = {
+        folder / "runs" / run_folder(arm, seed): arm
+        for arm in entries.arms
+        for seed in entries.seeds
+    }
+    with reading(folder / "config.json"):  # a name may be too long for the file system
+        started = [place for place in places if (place / "metrics.jsonl").exists()]
+    return Comparison(folder, config, tuple(load_run(place, places[place]) for place in started))
+
+
+@dataclass(frozen=True)
+class Mean:
+    """`mean` over seeds, and `half` the width of its 95% interval (Student's t; NaN for a single
+    seed).
+    """
+
+    mean: float
+    half: float
+
+    def text(self, digits: int = 3, sign: bool = False) -> str:
+        """'0.712 ± 0.013'."""
+        if math.isnan(self.mean):
+            return "-"
+        value = f"{self.mean:{'+' if sign else ''}.{digits}f}"
+        return value + ("" if math.isnan(self.half) else f" ± {self.half:.{digits}f}")
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """The mean of `values` with half of its t interval; NaN for no value."""
+    if len(values) < 2:
+        return Mean(values[0] if values else math.nan, math.nan)
+    estimate = mean(values)
+    return Mean(estimate.value, estimate.high - estimate.value)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A metric at the first (`before`) and at the last evaluation (`after`) that contains it, over
+    seeds.
+    """
+
+    before: Mean
+    after: Mean
+
+    def text(self) -> str:
+        """'0.712 to 0.934 ± 0.013'."""
+        before = self.before.mean
+        return "-" if math.isnan(before) else f"{before:.3f} to {self.after.text()}"
+
+
+@dataclass(frozen=True)
+class ArmSummary:
+    """One row of the results table: evaluation rewards (held-out prompts, ODE sampler, averaged
+    weights) and costs.
+
+    Args:
+        arm: name of the arm.
+        seeds: number of seeds.
+        base: reward before training.
+        final: reward at the last evaluation.
+        lead: final reward minus the baseline's, paired by seed.
+        worst: lowest final reward of a seed.
+        collapsed: number of collapsed seeds.
+        final_strict: success rate by the strict score.
+        to_baseline_iterations: where the mean curve over seeds first reaches the baseline's final
+            mean reward; None: not reached.
+        to_baseline_nfe: the same point in network evaluations of the rollout.
+        to_baseline_seconds: the same point in seconds.
+        nfe_per_trajectory: network evaluations of the rollout per trajectory.
+        calls_per_iteration: sequential network calls per iteration.
+        rewards_per_trajectory: scored images per trajectory.
+        train_nfe_per_trajectory: network evaluations of the update per trajectory.
+        seconds_rollout: seconds of an iteration's rollout.
+        seconds_reward: seconds of an iteration's scoring.
+        seconds_update: seconds of an iteration's update.
+        heldout: changes of the proxy, the held-out rewards and the diversity by label.
+        settings: the settings in which arms differ.
+    """
+
+    arm: str
+    seeds: int
+    base: Mean
+    final: Mean
+    lead: Mean
+    worst: float
+    collapsed: int
+    final_strict: Mean
+    to_baseline_iterations: float | None
+    to_baseline_nfe: float | None
+    to_baseline_seconds: float | None
+    nfe_per_trajectory: float
+    calls_per_iteration: float
+    rewards_per_trajectory: float
+    train_nfe_per_trajectory: float
+    seconds_rollout: float
+    seconds_reward: float
+    seconds_update: float
+    heldout: dict[str, Change] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def difference(self) -> str:
+        """`settings` as text, without empty ones and without a method that gave the arm its
+        name.
+        """
+        return difference(self.arm, self.settings)
+
+
+def difference(arm: str, settings: Mapping[str, Any]) -> str:
+    """The `settings` of an `arm` as text, as in `ArmSummary.difference`."""
+    texts = {
+        name: f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
+        for name, value in settings.items()
+        if (name, value) != ("method", arm) and value not in ("", [], (), None)
+    }
+    return ", ".join(f"{name}={text}" for name, text in texts.items())
+
+
+def mean_curve(runs: Sequence[RunRecord], x: str, *path: str) -> tuple[list[float], list[float]]:
+    """`RunRecord.curve` of `x` and `path` averaged over seeds, at the iterations that all `runs`
+    have evaluated.
+    """
+    points = [
+        dict(
+            zip(
+                run.curve("iteration", *path)[0],
+                zip(*run.curve(x, *path), strict=True),
+                strict=True,
+            )
+        )
+        for run in runs
+    ]
+    shared = sorted(set.intersection(*map(set, points))) if points else []
+    means = [
+        [statistics.fmean(curve[iteration][axis] for curve in points) for iteration in shared]
+        for axis in (0, 1)
+    ]
+    return means[0], means[1]
+
+
+def summarise(comparison: Comparison) -> list[ArmSummary]:
+    """One summary per evaluated arm."""
+    path, runs = comparison.metric, comparison.of(comparison.baseline)
+    baseline = mean_curve(runs, "iteration", *path)[1]
+    finals = {run.seed: run.curve("iteration", *path)[1][-1] for run in runs}
+    # no target without a gain
+    target = baseline[-1] if baseline and baseline[-1] > baseline[0] else math.inf
+    return [_summary(comparison, arm, finals, target) for arm in comparison.arms]
+
+
+def _summary(
+    comparison: Comparison, arm: str, baseline: Mapping[int, float], target: float
+) -> ArmSummary:
+    """The summary of an arm, given the baseline's final rewards by seed and the level to reach."""
+    path, runs = comparison.metric, comparison.of(arm)
+    rewards = [run.curve("iteration", *path)[1] for run in runs]
+    finals = {run.seed: curve[-1] for run, curve in zip(runs, rewards, strict=True)}
+    reached = [float(first_reached(*mean_curve(runs, x, *path), target)) for x in AXES]
+
+    def over_seeds(*path: str) -> float:
+        return statistics.fmean(run.mean(*path) for run in runs)
+
+    trajectories = over_seeds("trajectories")
+    return ArmSummary(
+        arm,
+        len(runs),
+        base=mean_of([curve[0] for curve in rewards]),
+        final=mean_of(list(finals.values())),
+        lead=mean_of([finals[seed] - baseline[seed] for seed in finals if seed in baseline]),
+        worst=min(finals.values()),
+        collapsed=sum(map(collapsed, rewards)),
+        final_strict=_change(runs, "strict").after,
+        **{
+            f"to_baseline_{name}": point if math.isfinite(point) else None
+            for name, point in zip(("iterations", "nfe", "seconds"), reached, strict=True)
+        },
+        nfe_per_trajectory=over_seeds("nfe") / trajectories,
+        calls_per_iteration=over_seeds("calls"),
+        rewards_per_trajectory=over_seeds("reward_calls") / trajectories,
+        train_nfe_per_trajectory=over_seeds("train_nfe") / trajectories,
+        **{f"seconds_{p}": over_seeds("phases", p) for p in ("rollout", "reward", "update")},
+        heldout=_heldout(runs),
+        settings=comparison.differences[arm],
+    )
+
+
+def _change(runs: Sequence[RunRecord], *path: str) -> Change:
+    """The change of the metric at `path` over the runs that contain it."""
+    curves = [curve for run in runs if (curve := run.curve("iteration", *path)[1])]
+    return Change(mean_of([c[0] for c in curves]), mean_of([c[-1] for c in curves]))
+
+
+def _heldout(runs: Sequence[RunRecord]) -> dict[str, Change]:
+    """Changes of the proxy, of every held-out reward and of the diversity; of a held-out reward
+    also if no evaluation has succeeded.
+    """
+    names = dict.fromkeys(name for run in runs for name in run.heldout_rewards)
+    rewards = {f"held out: {short(name)}": _change(runs, "heldout", name) for name in names}
+    proxy, diversity = _change(runs, "proxy"), _change(runs, "diversity")
+    return (
+        ({} if proxy.text() == "-" else {"proxy": proxy})
+        | rewards
+        | ({} if diversity.text() == "-" else {"diversity": diversity})
+    )
+
+
+def summary_values(summaries: Sequence[ArmSummary]) -> list[dict[str, Any]]:
+    """Plain values for JSON."""
+    return finite([asdict(summary) for summary in summaries])
+
+
+def finite(values: Any) -> Any:
+    """Nested values with None for numbers that JSON cannot represent."""
+    if isinstance(values, dict):
+        return {name: finite(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
