@@ -13,7 +13,7 @@ from flowrl.credit import Uniform
 from flowrl.rollout import rollout
 from flowrl.rollout.batches import ForwardBatches, credited, step_of, training_noise
 from flowrl.rollout.rollout import Groups
-from flowrl.samplers import ODE, FlowSDE, Multistep, Windowed
+from flowrl.samplers import FlowSDE, Multistep, Windowed
 from flowrl.training.build import make_method
 from flowrl.training.config import preset
 from flowrl.training.plan import plan

@@ -6,47 +6,11 @@ import json
 
 import pytest
 import torch
-from small_run import plain, trained, trainer_of
+from small_run import BASE, CASES, plain, trained, trainer_of
 
 from flowrl.core.errors import ConfigError
 from flowrl.training.checkpoint import PER_PARAMETER
-from flowrl.training.config import preset
 
-BASE = preset("tiny").apply(
-    world="mixture",
-    groups=3,
-    group_size=4,
-    num_steps=6,
-    iterations=9,
-    minibatches=2,
-    window=":-1",
-    learning_rate=1e-3,
-    kl_weight=0.1,
-)
-TRANSITIONS = {
-    "uniform": dict(window="random(size=2)"),
-    "stepwise": dict(method="stepwise-flow-grpo"),
-    "turning points": dict(method="tp-grpo"),
-    "moving average": dict(method="average", credit="moving-average-gain"),
-    "value tracker": dict(credit="value-tracker"),
-    "win rates": dict(reward="win-rate(reward='flowrl.worlds.mixture:DirectionReward')"),
-    "batch statistics": dict(method="global", credit="uniform(std=batch)"),
-    "trajectories": dict(loss="gspo", clip_range=0.003),
-    "tree": dict(credit="stepwise-gain(probe='branch(children=(1, 2))')"),
-    "tree of edges": dict(credit="backed-up(probe='branch(children=(1, 2), weight=edge)')"),
-    "comb": dict(credit="sibling-relative(probe='comb(branches=2, count=1)')"),
-}
-DGPO = "dgpo(beta_dpo=1.0, clip=none, times=steps(count=2, steps=5), {})"
-FORWARD = {  # copies that follow late are neither the current weights nor the first
-    "nft": dict(method="diffusion-nft", loss="diffusion-nft(decay=(0, 0.2, 0.5))"),
-    "nft, late copy": dict(loss="diffusion-nft(decay=(1, 0.3, 0.6))"),
-    "nft, own states": dict(loss="diffusion-nft(noise=path)"),
-    "awm": dict(method="awm", loss="awm(decay=(0, 0.1, 0.3), times=stratified(count=3))"),
-    "awm, a ratio per sample": dict(loss="awm(ratio=sum_first, times=stratified(count=4))"),
-    "dgpo": dict(loss=DGPO.format("decay=(0, 0.1, 0.3), sample_from=1")),
-    "dgpo, shared noise": dict(loss=DGPO.format("noise=group-all-times")),
-}
-CASES = TRANSITIONS | FORWARD
 SPLITS = (dict(micro_batch=3), dict(micro_batch=7, max_batch=5, chunk=1, offload=True))
 COUNTS = ("calls", "train_nfe")
 """Of network calls, which depend on the split: means over trajectories take a pass of their own."""

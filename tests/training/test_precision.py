@@ -59,8 +59,12 @@ def test_overlapped_rewards_are_the_same_numbers_and_overlap_with_the_rollout():
 
 @pytest.mark.parametrize(
     ("overlap", "chunk", "local", "remote"),
-    [("auto", 1, False, True), ("auto", 0, False, False), (True, 1, True, True)]
-    + [("false", 1, False, False)],
+    [
+        ("auto", 1, False, True),
+        ("auto", 0, False, False),
+        (True, 1, True, True),
+        ("false", 1, False, False),
+    ],
 )
 def test_rewards_overlap_by_default_if_a_server_computes_them(overlap, chunk, local, remote):
     served, reward = RemoteReward("http://localhost:1"), make_reward(TINY)
