@@ -98,6 +98,8 @@ def test_event_files_hold_the_metrics_and_the_pictures(folder):
         expected = [(row["iteration"], scalars(row)[name]) for row in rows if name in scalars(row)]
         assert torch.allclose(torch.tensor(points), torch.tensor(expected)) and len(points) >= 2
     assert [event.step for event in recorded.Images("samples")] == [0, 1, 2]
+    (settings,) = (folder / "run" / "tensorboard").glob("*/hparams.yml")
+    assert "sampler: flow-sde(noise_level=0.7)" in settings.read_text()
 
 
 def test_strips_show_the_same_prompts_from_the_same_noise(folder):

@@ -150,9 +150,7 @@ RED = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)))
         (10**4, {}, 128, False),  # the speed ends the growth without checkpointing
         (40, {}, 20, True),  # 5 without, 0.38 pairs per second; 20 with, 0.57
         (200, {}, 25, False),  # 25 without, 0.76 pairs per second; 64 with, 0.71
-        (7, {}, 3, True),  # not even 1 without
         (200, {"gradient_checkpointing": False}, 25, False),
-        (40, {"micro_batch": 5}, 5, True),  # as it is set
     ],
 )
 def test_gradient_checkpointing_is_on_where_it_pays_only(room, changes, found, on, monkeypatch):
