@@ -113,8 +113,9 @@ def test_the_largest_batch_fits_and_the_next_does_not(base, slope, first, more, 
     assert fits == 0 or base + slope * fits <= room * (1 + 1e-9)
     assert base + slope * (fits + 1) > room * (1 - 1e-9)
     # memory that does not grow with the batch says nothing about its size
-    flat = replace(large, bytes=min(small.bytes, large.bytes))
-    assert largest_batch(small, flat, room) == (math.inf if flat.bytes <= room else 0)
+    for bytes_held in (small.bytes, small.bytes - 1):
+        flat = replace(large, bytes=bytes_held)
+        assert largest_batch(small, flat, room) == (math.inf if flat.bytes <= room else 0)
 
 
 def test_the_room_leaves_a_tenth_of_the_gpu_and_what_training_holds_later(trainer, monkeypatch):
