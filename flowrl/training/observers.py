@@ -18,11 +18,11 @@ from annotated_types import Ge, Gt, Le
 from safetensors.torch import save
 from torch import Tensor
 
-from flowrl.core.errors import PartError, foreign_call, is_disk_error, require
+from flowrl.core.errors import PartError, is_disk_error, require
 from flowrl.core.experience import FIELDS, LARGER, Actions, Record
 from flowrl.core.options import Whole, checked_options
 from flowrl.core.protocols import Observer, Stateful
-from flowrl.core.types import inputs_unchanged
+from flowrl.core.types import part_call
 from flowrl.distributed import Distributed
 from flowrl.io import write_bytes
 from flowrl.parts.registry import build
@@ -241,9 +241,8 @@ class Observers:
                 except (Exception, SystemExit) as error:
                     if is_disk_error(error):
                         raise
-                    place = foreign_call(error)
                     what = "" if isinstance(error, PartError) else f"{type(error).__name__}: "
-                    text = f"observer {name}{place and f', {place}'}: {what}{error}"
+                    text = f"observer {name}: {what}{error}"
                     if self.strict:
                         raise PartError(text) from error
                     kind, numbers = f"{name} failed", {}
@@ -291,7 +290,7 @@ def _look(observer: Observer, known: Mapping[str, Any]) -> Actions:
         for key in observer.fields
     }
     inputs = [value for value in fields.values() if isinstance(value, Tensor)]
-    with inputs_unchanged(f"{type(observer).__name__}.observe", PartError, *inputs):
+    with part_call(f"{type(observer).__name__}.observe", PartError, *inputs):
         actions = observer.observe(Record(known["metrics"]["iteration"], **fields)) or Actions()
     if not isinstance(actions, Actions):
         raise PartError(f"it returned a {type(actions).__name__}, not Actions or None")

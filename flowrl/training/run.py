@@ -17,6 +17,7 @@ from safetensors.torch import load, save
 
 from flowrl.core.errors import CheckpointError, part_errors, require
 from flowrl.core.protocols import FlowPolicy, Observer, World, extras
+from flowrl.core.types import watched_calls
 from flowrl.distributed import Distributed, full_tensors
 from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
 from flowrl.parts.plugins import versions
@@ -110,7 +111,7 @@ class Run:
         """
         self.config = self.config.allowed()
         full = disk_errors(self.folder, self._checkpoints.newest, lambda: to_resume(self.folder))
-        with part_errors(), full, out_of_memory(), ExitStack() as stack:
+        with part_errors(), watched_calls(), full, out_of_memory(), ExitStack() as stack:
             self._in_main(lambda: self._enter(stack, resume))
             if resume and not start and (self.folder / "done.json").exists():
                 return True

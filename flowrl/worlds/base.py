@@ -40,15 +40,14 @@ def check_hash(path: Path) -> None:
     JSON file of the same name.
     """
     card = path.with_suffix(".json")
-    again = f"make it with `flowrl pretrain --out {path}`"
-    for needed in (path, card):
-        if not needed.is_file():
-            raise CheckpointError(f"base_weights: {needed} does not exist; {again}")
-    expected = read_json(card, dict[str, Any], CheckpointError).get("sha256")
-    if hashlib.sha256(path.read_bytes()).hexdigest() != expected:
+    is_known = path.is_file() and card.is_file()
+    if is_known:
+        expected = read_json(card, dict[str, Any], CheckpointError).get("sha256")
+        is_known = hashlib.sha256(path.read_bytes()).hexdigest() == expected
+    if not is_known:
         raise CheckpointError(
-            f"weights: {path} does not have the entry 'sha256' of its card {card}; one of them is"
-            f" damaged or foreign; {again}"
+            f"base_weights: {path} needs a card {card} with its 'sha256'; one of them is missing,"
+            f" damaged or foreign; make both with `flowrl pretrain --out {path}`"
         )
 
 
@@ -212,7 +211,7 @@ def _built(spec: str, file: Path | None, changed: int) -> World:
     return _checked(build("world", spec))
 
 
-NAMES = list[str] | tuple[str, ...]
+NAMES, MEMBERS = list[str] | tuple[str, ...], Mapping[str, Any]
 
 
 def _checked(chosen: World) -> World:
@@ -222,12 +221,12 @@ def _checked(chosen: World) -> World:
         ("tasks", NAMES, "a tuple of one or more names, as in ('direction',)"),
         ("forms", NAMES, "a tuple of one or more names"),
         ("elements", Whole, "the count of numbers in a latent, or 0 for unscaled clips"),
-        ("defaults", Mapping[str, Any], "a mapping by name"),
-        ("qualities", Mapping[str, Any], "a mapping by name"),
+        ("defaults", MEMBERS, "a mapping by name"),
+        ("qualities", MEMBERS, "a mapping by name"),
     ):
         value = getattr(chosen, member, {})
-        fits = allowed(value, kind) and (value or member not in ("name", "tasks", "forms"))
-        require(bool(fits), f"world: {type(chosen).__name__}.{member}", value, what)
+        fits = allowed(value, kind) and (bool(value) or kind in (Whole, MEMBERS))
+        require(fits, f"world: {type(chosen).__name__}.{member}", value, what)
     return chosen
 
 
