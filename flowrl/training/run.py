@@ -25,7 +25,7 @@ from flowrl.parts.settings import settings_text
 from flowrl.parts.trust import check_code, record_code
 from flowrl.reading import as_kind, read_bytes, read_json, read_tensors, reading
 from flowrl.rewards import evaluation_reward
-from flowrl.training.build import make_reward, make_world, policy_options, trainer_in
+from flowrl.training.build import make_reward, make_trainer, make_world, policy_options
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.evaluation import (
@@ -159,7 +159,7 @@ class Run:
         observers = Observers(self.config, self.folder, self.observers, self.distributed)
         world = make_world(self.config)
         self._heldout = make_heldout_metrics(self.config, world)
-        trainer = trainer_in(world, self.config, self.distributed)
+        trainer = make_trainer(self.config, self.distributed, world)
         self.config = trainer.config  # with the measured sizes
         self._observers, self._world, self._trainer = observers, world, trainer
         trainer.on_phase = lambda phase: self._tell({"phase": phase})

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -165,26 +166,14 @@ def compared(distributed):
     differences["sd3"] = largest_difference(alone[:2], together[:2])
     world = make_world(MIXTURE)
     policy, strict = world.policy(policy_options(MIXTURE)), world.reward("strict")
+    parts = attrgetter("scores", "images", "image_scores", "custom_reward")
     for count in (1, 9):
+        options = dict(count=count, steps=5, keep=7, reward=strict)
         alone, together = (
-            vars(
-                evaluate(
-                    policy,
-                    world,
-                    "direction",
-                    "soft",
-                    count,
-                    5,
-                    keep=7,
-                    reward=strict,
-                    distributed=some,
-                )
-            )
+            parts(evaluate(policy, world, "direction", "soft", **options, distributed=some))
             for some in both
         )
-        for part in ("scores", "images", "image_scores", "custom_reward"):
-            name = f"evaluation of {count}: {part}"
-            differences[name] = largest_difference(alone[part], together[part])
+        differences[f"evaluation of {count}"] = largest_difference(alone, together)
     return differences
 
 

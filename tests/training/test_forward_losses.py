@@ -89,13 +89,6 @@ def test_trajectories_are_sampled_with_the_copy_that_the_loss_declares():
     assert trainer.copies.steps == 8
 
 
-def test_times_belong_to_the_step_that_passes_them():
-    schedule = trainer_for("awm").policy.schedule(5)
-    between = (schedule.times[:-1] + schedule.times[1:]) / 2
-    for times in (schedule.times[:-1], between):
-        assert step_of(times, schedule).tolist() == list(range(5))
-
-
 @pytest.mark.parametrize("noise", ["each", "group", "group-all-times"])
 def test_noise_does_not_depend_on_the_part_of_the_groups(noise):
     loss = trainer_for(DRAWN.format(noise)).method.loss

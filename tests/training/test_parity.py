@@ -231,42 +231,27 @@ def test_another_setting_fails(method, case, update, settings, expected):
         assert found == expected  # nothing before the optimizer's step has changed
 
 
-@pytest.fixture
-def small(tmp_path):
-    """A data folder with one update of one model."""
+def test_the_command_fails_if_one_recorded_gradient_differs(tmp_path, monkeypatch, capsys):
     data = shutil.copytree(
         parity.DATA, tmp_path / "data", ignore=shutil.ignore_patterns("tp", "*.md")
     )
+    monkeypatch.setattr(sys, "argv", ["parity.py", "--data", str(data)])
     meta = json.loads((data / "fg" / "meta.json").read_text())
     case = meta["cases"][PLAIN]
     meta["cases"] = {PLAIN: {**case, "runs": {"on_policy": case["runs"]["on_policy"]}}}
     (data / "fg" / "meta.json").write_text(json.dumps(meta))
-    return data
-
-
-def run(monkeypatch, data):
-    monkeypatch.setattr(sys, "argv", ["parity.py", "--data", str(data)])
-    return parity.main()
-
-
-def test_the_command_compares_another_folder(small, monkeypatch, capsys):
-    assert run(monkeypatch, small) == 0
-    assert "on_policy" in capsys.readouterr().out
-
-
-def test_the_command_fails_where_one_recorded_gradient_differs(small, monkeypatch, capsys):
-    path = small / "fg" / f"update_{PLAIN}.safetensors"
+    assert parity.main() == 0
+    capsys.readouterr()
+    path = data / "fg" / f"update_{PLAIN}.safetensors"
     tensors = load_file(path)
-    name = "on_policy/grad/base_model.model.transformer_blocks.1.attn.to_q.lora_A.weight"
-    largest = max(
-        tensor.abs().max() for key, tensor in tensors.items() if key.startswith("on_policy/grad/")
-    )
-    tensors[name][0, 0] += 4e-5 * largest
+    gradients = {name: t for name, t in tensors.items() if name.startswith("on_policy/grad/")}
+    largest = max(tensor.abs().max() for tensor in gradients.values())
+    next(iter(gradients.values())).view(-1)[0] += 4e-5 * largest
     save_file(tensors, path)
-    assert run(monkeypatch, small) == 1
-    verdicts = [line.split() for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
-    assert verdicts[0][:4] == ["fg", PLAIN, "on_policy", "gradients"]
-    assert verdicts[1:] == [["FAILED", "fg", PLAIN, "on_policy", "gradients"]]
+    assert parity.main() == 1
+    failures = [line.split() for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
+    assert failures[0][:4] == ["fg", PLAIN, "on_policy", "gradients"]
+    assert failures[1:] == [["FAILED", "fg", PLAIN, "on_policy", "gradients"]]
 
 
 def test_the_trainer_agrees_with_formulas_in_plain_torch():

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from flowrl_compare.comparison import CompareConfig, compare
 from small_run import words
 
 from flowrl.cli.main import main
@@ -232,20 +231,3 @@ def test_checks_that_do_not_fit_into_the_time_are_named(mine: Path) -> None:
     notes = notes_on(TINY.replace(credit=f"{mine}:Upside", loss=f"{mine}:Ascent"), seconds=0.0)
     assert len(notes) == 2
     assert all(re.search(r"(\d+) of \1 promises were not tried", note) for note in notes)
-
-
-def test_a_comparison_says_what_was_not_tried(mine: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("flowrl.training.trial.SECONDS", 0.0)
-    monkeypatch.setattr(
-        "flowrl_compare.comparison.try_parts",
-        lambda jobs, warn: warn("loss: 3 of 3 promises were not tried"),
-    )
-    seen: list[str] = []
-    config = CompareConfig(TINY, {"base": {}}, (0,))
-    compare(
-        config,
-        tmp_path / "out",
-        workers=1,
-        watch=lambda states: seen.extend(s.get("warning", "") for s in states.values()),
-    )
-    assert "loss: 3 of 3 promises were not tried" in seen
