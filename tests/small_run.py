@@ -37,7 +37,7 @@ TRANSITIONS = {
     "uniform": dict(window="random(size=2)"),
     "stepwise": dict(method="stepwise-flow-grpo"),
     "turning points": dict(method="tp-grpo"),
-    "moving average": dict(method="average", credit="moving-average-gain"),
+    "moving average": dict(method="average", credit="moving-average-gain", window="2:5"),
     "value tracker": dict(credit="value-tracker"),
     "win rates": dict(reward="win-rate(reward='flowrl.worlds.mixture:DirectionReward')"),
     "batch statistics": dict(method="global", credit="uniform(std=batch)"),
