@@ -103,6 +103,14 @@ def read_json(path: Path, kind: Any = Any, error: type[FlowrlError] = ConfigErro
         return as_kind(parse_json(read_bytes(path)), kind)
 
 
+def is_json(data: bytes) -> bool:
+    """Whether `data` is a JSON object."""
+    try:
+        return isinstance(parse_json(data), dict)
+    except ValueError:
+        return False
+
+
 def as_kind(value: Any, kind: Any) -> Any:
     """A `value` from JSON as a `kind`; types are not converted, further entries are ignored. Raises
     `ValueError`.
