@@ -10,7 +10,7 @@ sample's times has no meaning.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Gt, Lt
@@ -29,10 +29,11 @@ class _Times(ABC):
     """A kind of times; with `shared`, one row of times serves all samples."""
 
     shared: bool = False
+    count: ClassVar[int]
 
-    @abstractmethod
     def draws(self, schedule: Schedule) -> int:
-        """Times per sample."""
+        """Times per sample: `count`, if the grid does not determine them."""
+        return self.count
 
     def numbers(self, schedule: Schedule) -> int:
         """Uniform numbers per row; one per time, unless a kind orders more numbers than that."""
@@ -120,10 +121,6 @@ class StratifiedTimes(_Times):
     first: Literal["drawn", "without", "with"] = "without"
     fraction: Fraction = 0.9
 
-    def draws(self, schedule: Schedule) -> int:
-        """`count`."""
-        return self.count
-
     def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
         """Times [row, draw]; the first number is not used if step 0 is always taken."""
         always, begin = self.first == "with", int(self.first != "drawn")
@@ -165,10 +162,6 @@ class UniformTimes(_Times):
     def __post_init__(self) -> None:
         require(self.low < self.high, "UniformTimes.high", self.high, f"above low = {self.low}")
 
-    def draws(self, schedule: Schedule) -> int:
-        """`count`."""
-        return self.count
-
     def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
         """Times [row, draw] from one uniform number per draw."""
         return _shifted(self.low + (self.high - self.low) * _strata(uniforms), self.shift)
@@ -198,10 +191,6 @@ class LogitNormalTimes(_Times):
     mean: Annotated[float, Gt(-math.inf), Lt(math.inf)] = 0.0
     std: Positive = 1.0
     shift: Positive = 3.0
-
-    def draws(self, schedule: Schedule) -> int:
-        """`count`."""
-        return self.count
 
     def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
         """Times [row, draw] from one uniform number per draw."""
@@ -235,10 +224,6 @@ class DrawnSteps(_Times):
     def __post_init__(self) -> None:
         most = f"at most steps = {self.steps}"
         require(self.count <= self.steps, "DrawnSteps.count", self.count, most)
-
-    def draws(self, schedule: Schedule) -> int:
-        """`count`."""
-        return self.count
 
     def numbers(self, schedule: Schedule) -> int:
         """`steps`: their order selects the times."""

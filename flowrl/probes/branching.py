@@ -73,13 +73,12 @@ class Branch(Branching):
     mean: Mean = "leaf"
 
     def __post_init__(self) -> None:
-        given = self.children
-        if isinstance(given, int):
-            given = {0: given}
-        elif isinstance(given, tuple):
-            given = dict(enumerate(given))
-        whole = all(type(number) is int for pair in given.items() for number in pair)
-        fits = whole and all(step >= 0 and count >= 1 for step, count in given.items())
+        children = (self.children,) if isinstance(self.children, int) else self.children
+        by_step = children if isinstance(children, Mapping) else dict(enumerate(children))
+        fits = all(
+            type(step) is type(count) is int and step >= 0 and count >= 1
+            for step, count in by_step.items()
+        )
         allowed = "1 or more for every stochastic step, one per step in a tuple, or {step: number}"
         require(fits, "Branch.children", self.children, allowed)
 
@@ -93,8 +92,8 @@ class Branch(Branching):
     ) -> Tree:
         """The same tree every iteration."""
         children = self._children(decisions)
-        odd, allowed = sorted(set(children) - set(decisions)), f"stochastic: {list(decisions)}"
-        require(not odd, "Branch.children at steps", odd, allowed)
+        fits, allowed = set(children) <= set(decisions), f"stochastic steps: {list(decisions)}"
+        require(fits, "Branch.children at steps", sorted(children), allowed)
         leaves = math.prod(children.values())
         trees = _count_of(members, leaves, self)
         if shared_noise and decisions:

@@ -335,6 +335,15 @@ def test_equal_rewards_and_a_group_of_one_give_exactly_zero() -> None:
         assert not credit(rule, table(2, members=1)).any()
 
 
+def test_a_group_with_one_member_is_in_no_statistic() -> None:
+    values, mask = table(6), torch.ones(3, 5, COUNT, dtype=torch.bool)
+    mask[2, 1:] = False
+    rule, decisions = Uniform(std="batch"), replace(Decisions.like(values), mask=mask)
+    found = rule.assign(values, decisions)
+    torch.testing.assert_close(found[:2], credit(rule, values[:2]))
+    assert not found[2].any()
+
+
 def test_scores_are_clamped() -> None:
     values = torch.zeros(1, 100, 2)
     values[0, 0, 1] = 1.0
@@ -400,10 +409,13 @@ ZEROS = torch.zeros(3, 5, COUNT)
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (MyRule([[1.0]]), r"MyRule\.assign returned a list, not floating point \(3, 5, 4\)"),
+        (
+            MyRule([[1.0]]),
+            r"MyRule\.assign returned a list, not dense floating point .* \(3, 5, 4\)",
+        ),
         (MyRule(torch.zeros(3, 5, 5)), r"torch\.float32 \(3, 5, 5\), not .* \(3, 5, 4\)"),
         (MyRule(ZEROS.long()), r"torch\.int64"),
-        (MyRule(ZEROS.to_sparse()), "which is sparse"),
+        (MyRule(ZEROS.to_sparse()), "not dense floating point"),
         (MyRule(ZEROS.index_fill(2, torch.tensor([1]), torch.nan)), r"not finite, .* \[0, 0, 1\]"),
         (MyRule(lambda values, decisions: gains(values.mul_(2))), "changed its input in place"),
         (MyRecordRule(ZEROS), r"MyRecordRule\.credit returned torch.*, not a Credit"),

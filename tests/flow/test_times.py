@@ -17,14 +17,10 @@ from flowrl.flow import (
 )
 
 KINDS = [
-    PermutedTimes(),
     PermutedTimes(fraction=0.5, shared=True),
-    StratifiedTimes(),
     StratifiedTimes(first="drawn"),
     StratifiedTimes(first="with", count=3),
-    UniformTimes(),
     UniformTimes(shift=1.0, shared=True),
-    LogitNormalTimes(),
     LogitNormalTimes(count=2, mean=1.0, std=2.0),
     DrawnSteps(),
     DrawnSteps(count=7, shared=False),
@@ -32,7 +28,7 @@ KINDS = [
 GRID = shifted_schedule(10)
 
 
-def drawn(kind, samples=200, seed=0, schedule=GRID):
+def drawn(kind, samples=50, seed=0, schedule=GRID):
     return kind.draw(schedule, samples, torch.Generator().manual_seed(seed))
 
 
@@ -40,19 +36,13 @@ def drawn(kind, samples=200, seed=0, schedule=GRID):
 def test_times_are_in_range_and_repeatable(kind):
     times = drawn(kind)
     assert isinstance(kind, TimeDraw) and times.dtype == torch.float32
-    assert times.shape == (200, kind.draws(GRID))
+    assert times.shape == (50, kind.draws(GRID))
     assert bool(((times > 0) & (times <= 1)).all())
     assert torch.equal(times, drawn(kind)) and not torch.equal(times, drawn(kind, seed=1))
     assert torch.equal(times, times[:1].expand_as(times)) == kind.shared
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=repr)
-def test_times_of_the_grid_are_used_once(kind):
-    if isinstance(kind, UniformTimes | LogitNormalTimes):
-        return
-    times, grid = drawn(kind), GRID.times[:-1]
-    assert bool(torch.isclose(times[..., None], grid, atol=1e-6).any(-1).all())
-    assert all(len(row.unique()) == len(row) for row in times)
+    if not isinstance(kind, UniformTimes | LogitNormalTimes):  # times of the grid, each used once
+        assert bool(torch.isclose(times[..., None], GRID.times[:-1], atol=1e-6).any(-1).all())
+        assert all(len(row.unique()) == len(row) for row in times)
 
 
 def counts(kind, samples=4000):
@@ -99,15 +89,8 @@ def test_the_smallest_uniform_number_gives_a_time_above_0():
 def test_times_are_what_the_network_is_told():
     """A scheduler whose time steps are not 1000 sigma."""
     schedule = Schedule(GRID.times, timesteps=torch.arange(999, 0, -100).float())
-    assert set(drawn(DrawnSteps(), schedule=schedule)[0].mul(1000).round().tolist()) <= {
-        999.0,
-        899,
-        799,
-        699,
-        599,
-        499,
-        399,
-    }
+    times = drawn(DrawnSteps(), schedule=schedule)[0]
+    assert set(times.mul(1000).round().tolist()) <= set(range(399, 1000, 100))
 
 
 @pytest.mark.parametrize(
