@@ -10,13 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import (
-    ConfigError,
-    CreditError,
-    FlowrlError,
-    PartError,
-    part_errors,
-)
+from flowrl.core.errors import ConfigError, CreditError
 from flowrl.core.experience import Credit, Decisions, Experience
 from flowrl.core.protocols import AnySampler, CreditRule, ForwardLoss, PolicyLoss, Window
 from flowrl.credit import (
@@ -272,7 +266,8 @@ def try_credit(
 
     Raises:
         ConfigError: the number of members does not fit the rule's probe.
-        CreditError: the rule fails or breaks its contract.
+        CreditError: the rule breaks its contract.
+        PartError: a rule of the user raises an exception.
     """
     rule, generator = copy.deepcopy(method.credit), torch.Generator().manual_seed(0)
     groups = Groups(2, members, method.shared_noise)
@@ -287,14 +282,7 @@ def try_credit(
         experience = replace(experience, parts=dict.fromkeys(names, experience.values))
     if {"trajectories", "condition"} & set(getattr(rule, "reads_fields", ())):
         return experience, Credit(torch.zeros(decisions.mask.shape))
-    try:
-        with part_errors():  # names the file and the line of a rule of the user's own
-            return experience, credit_of(rule, experience)
-    except Exception as error:
-        if isinstance(error, FlowrlError) and not isinstance(error, PartError):
-            raise
-        table = f"on a table of {tuple(experience.values.shape)}"
-        raise CreditError(f"trying {rule!r:.200} {table}: {type(error).__name__}: {error}") from error
+    return experience, credit_of(rule, experience)
 
 
 def check_one_advantage(loss: Loss, rule: CreditRule, advantages: Tensor, mask: Tensor) -> None:

@@ -20,7 +20,7 @@ from flowrl.core.types import (
     Schedule,
     StepIndex,
     checked,
-    inputs_unchanged,
+    part_call,
     tensor_problem,
 )
 from flowrl.flow import expand, noise_estimate, tweedie
@@ -196,7 +196,7 @@ def checked_transition(
     its inputs unchanged.
     """
     call = f"{type(sampler).__name__}.transition"
-    with inputs_unchanged(call, ConfigError, latent, velocity):
+    with part_call(call, ConfigError, latent, velocity):
         gaussian = sampler.transition(latent, velocity, schedule, step)
     fits, kind = isinstance(gaussian, Gaussian), type(gaussian).__name__
     require(fits, f"{call} returned", kind, "a Gaussian(mean, std)")
