@@ -91,11 +91,11 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "columns for decisions": (
         lambda: credited((2, 3, 11)),
-        r"Mine.assign returned torch.float32 \(2, 3, 11\), not dense floating point \[prompt, member, decision",
+        r"Mine.assign returned torch.float32 \(2, 3, 11\), not floating point of shape \[prompt, member, decision",
     ),
     "prompt and member swapped": (
         lambda: credited((3, 2, 10)),
-        r"Mine.assign returned torch.float32 \(3, 2, 10\), not dense floating point \[prompt, member, decision",
+        r"Mine.assign returned torch.float32 \(3, 2, 10\), not floating point of shape \[prompt, member, decision",
     ),
     "std per element": (
         lambda: Gaussian(torch.zeros(4, 2), torch.ones(4, 2)),

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -97,16 +98,23 @@ def _record(values: ValueTable, decisions: Decisions, seed: int) -> Experience:
     states, outputs = (torch.randn(prompts, n, 1, 2, 2, generator=generator) for n in counts)
     log_probs = torch.randn(prompts, tree.units, generator=generator)
     log_probs = log_probs[:, tree.paths[:, (decisions.step + 1).tolist()]]
-    times, stds = torch.linspace(1.0, 0.0, tree.steps + 1), torch.zeros(tree.steps)
+    stds = torch.zeros(tree.steps)
     stds[steps] = decisions.std[on_schedule]
-    times[steps] = decisions.time[on_schedule]
-    times[[step + 1 for step in steps]] = (decisions.time - decisions.delta)[on_schedule]
+    # the ODE steps between two drawn ones are equally long
+    starts, ends = decisions.time.tolist(), (decisions.time - decisions.delta).tolist()
+    times = {0: 1.0, tree.steps: 0.0}
+    for step, start, end in zip(decisions.step.tolist(), starts, ends, strict=True):
+        times |= {step: start, step + 1: end} if step >= 0 else {}
+    nodes = sorted(times)
+    grid = np.interp(range(tree.steps + 1), nodes, [times[node] for node in nodes])
     return Experience(
         prompts=[Prompt(f"prompt {row}") for row in range(prompts)],
         values=values,
         decisions=decisions,
         valid=decisions.mask.any(-1),
-        trajectories=Trajectories(states, outputs, Schedule(times), tree, stds),
+        trajectories=Trajectories(
+            states, outputs, Schedule(torch.tensor(grid).float()), tree, stds
+        ),
         log_probs=log_probs.masked_fill(~decisions.drawn | ~on_schedule, torch.nan),
         condition=Condition({"embedding": torch.randn(prompts, 4, generator=generator)}),
     )

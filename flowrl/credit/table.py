@@ -246,9 +246,11 @@ def _checked_table(table: Any, mask: Mask, what: str) -> Tensor:
     """`table`, detached and 0 outside the mask, if it is a table of floating point and finite
     within the mask.
     """
+    if isinstance(table, Tensor) and tensor_problem(table):
+        raise CreditError(f"{what} a tensor that {tensor_problem(table)}")
     fits = isinstance(table, Tensor) and table.shape == mask.shape and table.is_floating_point()
-    if not fits or tensor_problem(table):
-        allowed = f"dense floating point [prompt, member, decision] = {tuple(mask.shape)}"
+    if not fits:
+        allowed = f"floating point of shape [prompt, member, decision] = {tuple(mask.shape)}"
         raise CreditError(f"{what} {_shown(table)}, not {allowed}")
     bad = (mask & ~table.isfinite()).nonzero().tolist()
     if bad:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.core.errors import ConfigError, require
+from flowrl.core.errors import ConfigError
 from flowrl.core.options import NonNegative, Share, checked_options
 from flowrl.core.protocols import AnySampler, MultistepSolver, Sampler
 from flowrl.core.types import (
@@ -198,10 +198,11 @@ def checked_transition(
     call = f"{type(sampler).__name__}.transition"
     with part_call(call, ConfigError, latent, velocity):
         gaussian = sampler.transition(latent, velocity, schedule, step)
-    fits, kind = isinstance(gaussian, Gaussian), type(gaussian).__name__
-    require(fits, f"{call} returned", kind, "a Gaussian(mean, std)")
+    if not isinstance(gaussian, Gaussian):
+        raise ConfigError(f"{call} returned a {type(gaussian).__name__}, not a Gaussian(mean, std)")
     problem = tensor_problem(gaussian.mean) or tensor_problem(gaussian.std)
-    require(not problem, f"{call} returned", kind, f"tensors with values; one {problem}")
+    if problem:
+        raise ConfigError(f"{call} returned a tensor that {problem}")
     return gaussian
 
 

@@ -411,11 +411,11 @@ ZEROS = torch.zeros(3, 5, COUNT)
     [
         (
             MyRule([[1.0]]),
-            r"MyRule\.assign returned a list, not dense floating point .* \(3, 5, 4\)",
+            r"MyRule\.assign returned a list, not floating point .* \(3, 5, 4\)",
         ),
         (MyRule(torch.zeros(3, 5, 5)), r"torch\.float32 \(3, 5, 5\), not .* \(3, 5, 4\)"),
         (MyRule(ZEROS.long()), r"torch\.int64"),
-        (MyRule(ZEROS.to_sparse()), "not dense floating point"),
+        (MyRule(ZEROS.to_sparse()), "a tensor that is sparse"),
         (MyRule(ZEROS.index_fill(2, torch.tensor([1]), torch.nan)), r"not finite, .* \[0, 0, 1\]"),
         (MyRule(lambda values, decisions: gains(values.mul_(2))), "changed its input in place"),
         (MyRecordRule(ZEROS), r"MyRecordRule\.credit returned torch.*, not a Credit"),
