@@ -10,7 +10,7 @@ sample's times has no meaning.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Gt, Lt
@@ -29,11 +29,10 @@ class _Times(ABC):
     """A kind of times; with `shared`, one row of times serves all samples."""
 
     shared: bool = False
-    count: ClassVar[int]
 
     def draws(self, schedule: Schedule) -> int:
-        """Times per sample: `count`, if the grid does not determine them."""
-        return self.count
+        """Times per sample: the option `count`, unless the grid determines them."""
+        return self.count  # pyright: ignore[reportAttributeAccessIssue]
 
     def numbers(self, schedule: Schedule) -> int:
         """Uniform numbers per row; one per time, unless a kind orders more numbers than that."""
