@@ -92,8 +92,8 @@ class Branch(Branching):
     ) -> Tree:
         """The same tree every iteration."""
         children = self._children(decisions)
-        fits, allowed = set(children) <= set(decisions), f"stochastic steps: {list(decisions)}"
-        require(fits, "Branch.children at steps", sorted(children), allowed)
+        odd, allowed = sorted(set(children) - set(decisions)), f"stochastic: {list(decisions)}"
+        require(not odd, "Branch.children at steps", odd, allowed)
         leaves = math.prod(children.values())
         trees = _count_of(members, leaves, self)
         if shared_noise and decisions:
