@@ -44,7 +44,7 @@ RULES = [
     TurningPoint(),
     TurningPoint(balance=None, normalise="joint", first_step=False),
 ]
-seeds = settings(max_examples=15, derandomize=True, deadline=None)(given(seed=st.integers(0, 9999)))
+seeds = settings(max_examples=10, derandomize=True, deadline=None)(given(seed=st.integers(0, 9999)))
 
 
 def load(name: str) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from flowrl.core.errors import ConfigError, CreditError
 from flowrl.core.experience import Decisions
 from flowrl.core.types import Prompt
 from flowrl.credit import GDPO, Uniform, ValueTracker, Weighted, credit_of, example
-from flowrl.credit.memory import MovingAverageGain, Tracked, text_key
+from flowrl.credit.memory import MovingAverageGain, text_key
 from flowrl.methods import flow_grpo, try_credit
 from flowrl.probes import NoProbe
 
@@ -151,13 +151,6 @@ def test_the_state_restores_the_memory() -> None:
     assert restored.memory != rule.memory and len(state["prompts"]) == 2
     restored.load_state_dict(ValueTracker().state_dict())
     assert restored.memory == {}
-
-
-def test_merging_keeps_equal_values_exact() -> None:
-    values = Tracked(2.0, 0.1, 0.0)
-    for _ in range(50):
-        values = values.merged(Tracked(3.0, 0.1, 0.0), 0.9)
-    assert (values.mean, values.variance) == (0.1, 0.0)
 
 
 def test_rules_around_a_rule_refuse_one_with_a_memory():
