@@ -72,13 +72,17 @@ def read_bytes(path: Path | str, limit: int | None = LARGEST) -> bytes:
     these and for a file of more than `limit` bytes, and `OSError` if the file cannot be read.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    with open(os.open(path, flags), "rb") as file:
-        found = os.fstat(file.fileno())
+    descriptor = os.open(path, flags)
+    try:
+        found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"{path} is no regular file, but a pipe, a device or a folder")
         if limit is not None and found.st_size > limit:
             raise ConfigError(f"{path} has {found.st_size:,} bytes; allowed: {limit:,}")
-        return file.read()
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
 
 
 def require_file(path: Path | str) -> None:
