@@ -229,7 +229,7 @@ def test_every_published_variant_is_tested() -> None:
 def test_width_pruning_keeps_whole_branches_of_every_state() -> None:
     probe = Branch((2, 1, 4))
     values = torch.rand(2, 8, 6, generator=torch.Generator().manual_seed(0)).sort(dim=1).values
-    shown = example(values, probe).experience()
+    shown = example(values, probe)
     kept = trained(Pruned(DepthRelative(probe=probe), width="best", ratio=0.5), shown)
     assert kept[..., :3].all(), "the split itself is trained"
     assert torch.equal(kept[..., 3], kept[..., 4]), "whole branches"
@@ -257,7 +257,7 @@ def test_pruned_keeps_count_and_the_memory_of_its_rule() -> None:
         Pruned(RandomCredit(probe=Branch((2,))), steps=(2,), every=1) for _ in range(2)
     )
     assert isinstance(rule, Stateful)
-    shown = example(torch.rand(1, 4, 4), rule.probe).experience()
+    shown = example(torch.rand(1, 4, 4), rule.probe)
     left = [(~trained(rule, shown)[0, 0]).nonzero().flatten().tolist() for _ in range(4)]
     assert left == [[2], [1], [0], [0]]
     restored.load_state_dict(rule.state_dict())
@@ -266,13 +266,11 @@ def test_pruned_keeps_count_and_the_memory_of_its_rule() -> None:
 
 
 def test_pruned_may_wrap_any_rule_and_multiplies_its_weights() -> None:
-    shown = example(torch.rand(1, 4, 4), Branch((2,))).experience()
+    shown = example(torch.rand(1, 4, 4), Branch((2,)))
     twice = Pruned(Pruned(GDPO(SiblingRelative()), steps=(0,)), steps=(2,))
     assert trained(twice, shown)[0, 0].tolist() == [False, True, False]
     assert twice.reads_fields == () and Pruned(BackedUp()).reads_fields == ("log_probs",)
-    assert trained(
-        Pruned(width="best"), example(torch.rand(1, 4, 4), Branch({})).experience()
-    ).all()
+    assert trained(Pruned(width="best"), example(torch.rand(1, 4, 4), Branch({}))).all()
     with pytest.raises(CreditError, match=r"Pruned.steps = \(9,\) on a schedule of 3 steps"):
         trained(Pruned(steps=(9,)), shown)
 

@@ -14,7 +14,6 @@ from flowrl.core.types import Gaussian
 from flowrl.flow import (
     interpolate,
     kl,
-    kl_without_delta,
     log_prob,
     log_prob_without_constants,
     noise_estimate,
@@ -38,7 +37,7 @@ def test_shifted_schedule_is_dancegrpos_grid() -> None:
 
 
 @given(steps=st.integers(1, 60), shift=st.floats(0.1, 20.0))
-@settings(max_examples=50, derandomize=True, deadline=None)
+@settings(max_examples=15, derandomize=True, deadline=None)
 def test_schedules_end_exactly_at_one_and_zero(steps: int, shift: float) -> None:
     times = shifted_schedule(steps, shift).times
     assert times[0] == 1.0 and times[-1] == 0.0 and len(times) == steps + 1
@@ -53,7 +52,7 @@ def test_bad_schedules_are_refused(steps: int, shift: float) -> None:
 
 
 @given(seed=st.integers(0, 1000))
-@settings(max_examples=25, derandomize=True, deadline=None)
+@settings(max_examples=10, derandomize=True, deadline=None)
 def test_estimates_invert_the_interpolant(seed: int) -> None:
     clean, noise = randn(5, 2, 3, seed=seed), randn(5, 2, 3, seed=seed + 1)
     time = torch.rand(5, generator=torch.Generator().manual_seed(seed))
@@ -80,10 +79,6 @@ def test_kl_matches_torch_distributions() -> None:
     normals = torch.distributions.Normal(p.mean, column), torch.distributions.Normal(q.mean, column)
     exact = torch.distributions.kl_divergence(*normals).mean(dim=1)
     torch.testing.assert_close(kl(p, q), exact)
-    delta = torch.tensor([0.1, 0.2, 0.3])
-    sigma = std / delta.sqrt()
-    expected = (p.mean - q.mean).square().mean(dim=1) / (2 * sigma.square())
-    torch.testing.assert_close(kl_without_delta(p, q, delta), expected)
 
 
 @pytest.mark.parametrize("function", [log_prob, log_prob_without_constants])
@@ -100,9 +95,8 @@ def test_std_zero_gives_exact_zeros_with_finite_gradients() -> None:
     mean[2] = torch.nan
     mean.requires_grad_()
     gaussian, x = Gaussian(mean, torch.tensor([0.4, 0.0, 0.0])), randn(3, 4, seed=1)
-    delta, other = torch.ones(3), Gaussian(randn(3, 4, seed=2), gaussian.std)
-    outputs = [log_prob(gaussian, x), log_prob_without_constants(gaussian, x)]
-    outputs += [kl(gaussian, other), kl_without_delta(gaussian, other, delta)]
+    other = Gaussian(randn(3, 4, seed=2), gaussian.std)
+    outputs = [log_prob(gaussian, x), log_prob_without_constants(gaussian, x), kl(gaussian, other)]
     for output in outputs:
         assert output[0] != 0 and output[1] == 0 and output[2] == 0
     torch.stack(outputs).sum().backward()
@@ -113,16 +107,12 @@ def test_std_zero_gives_exact_zeros_with_finite_gradients() -> None:
 def test_samples_are_detached_float32_and_reproducible() -> None:
     mean = randn(3, 4).to(torch.bfloat16).requires_grad_()
     gaussian = Gaussian(mean, torch.tensor([0.0, 0.5, 2.0]))
+    state = torch.get_rng_state()
     first, second = (sample(gaussian, torch.Generator().manual_seed(7)) for _ in range(2))
+    assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(first, second) and first.dtype == torch.float32 and not first.requires_grad
     assert torch.equal(first[0], mean[0].detach().float())
     assert not torch.equal(first, sample(gaussian, torch.Generator().manual_seed(8)))
-
-
-def test_samples_leave_the_global_generator_alone() -> None:
-    state = torch.get_rng_state()
-    sample(Gaussian(randn(3, 4), torch.ones(3)), torch.Generator().manual_seed(7))
-    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_samples_have_the_stated_mean_and_std() -> None:

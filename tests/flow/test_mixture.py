@@ -64,11 +64,10 @@ def test_samples_have_the_mixtures_moments() -> None:
 
 
 @pytest.mark.parametrize("mixture", [RING, UNEVEN], ids=["ring", "uneven"])
-@pytest.mark.parametrize("width", [0.5, 1.0])
-def test_the_expected_bump_is_its_integral(mixture: GaussianMixture, width: float) -> None:
-    axis = torch.linspace(-6, 6, 601)
+def test_the_expected_bump_is_its_integral(mixture: GaussianMixture) -> None:
+    width, axis = 0.7, torch.linspace(-6, 6, 201)
     grid = torch.cartesian_prod(axis, axis)
     target = torch.tensor([1.5, -0.7])
     bump = torch.exp(-(grid - target).square().sum(1) / (2 * width**2))
-    integral = float((log_density(mixture, grid, 0.0).exp() * bump).sum() * 0.02**2)
+    integral = float((log_density(mixture, grid, 0.0).exp() * bump).sum() * 0.06**2)
     assert mixture.expected_bump(target, width) == pytest.approx(integral, rel=1e-3)
