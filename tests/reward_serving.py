@@ -75,6 +75,22 @@ def post(url, attempt, **options):
         )
 
 
+def get(url, path):
+    return httpx.get(url + path, trust_env=False)
+
+
+def connected(url):
+    """A socket to the server."""
+    return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5)
+
+
+def raw_request(attempt):
+    """The bytes of a request to score."""
+    head = "POST /v1/score HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: {attempt.headers['Content-Type']}\r\n"
+    return f"{head}Content-Length: {len(attempt.body)}\r\n\r\n".encode() + attempt.body
+
+
 def refused(answer, status, code):
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (status, code), answer.text

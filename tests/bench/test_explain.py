@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from flowrl_bench.explain import explain, parse_rewards
-from flowrl_bench.explain_figure import explanation
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Credit, Decisions
-from flowrl.credit import StepwiseGain, TurningPoint, Uniform
+from flowrl.credit import StepwiseGain, TurningPoint
 from flowrl.probes import NoProbe
 
 
@@ -29,15 +28,6 @@ def test_the_example_shows_the_rule_at_work() -> None:
     assert "(x)+0.050" in text
     assert "~+0.130" in text
     assert shown._repr_html_().startswith("<pre>")
-
-
-def test_tables_as_tensors_and_rules_of_the_last_column() -> None:
-    values = torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(0))
-    shown = explain(Uniform(), values)
-    assert shown.selected is None
-    torch.testing.assert_close(shown.advantages, Uniform().assign(values, Decisions.like(values)))
-    assert "prompt 1" in str(shown)
-    assert len(explanation(shown, 1).axes) == 3
 
 
 def test_a_table_without_header_is_one_group() -> None:
@@ -64,11 +54,6 @@ def test_drawn_steps_choose_the_columns_of_a_table_with_nodes(text: str) -> None
 def test_drawn_steps_are_ascending_and_on_the_grid(decisions: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r"decisions = .*; allowed: ascending steps from 0 to 3"):
         parse_rewards(NODES, decisions=decisions)
-
-
-def test_drawn_steps_of_a_table_of_decisions_are_refused() -> None:
-    with pytest.raises(ConfigError, match="allowed: left out: the columns are decisions already"):
-        parse_rewards("value_0,reward\n0,1\n1,2\n", decisions=(0,))
 
 
 def test_rules_that_need_the_record_are_refused_by_name() -> None:

@@ -10,29 +10,21 @@ import merit as script
 import pytest
 import torch
 from flowrl_bench.merit import (
-    Costs,
-    Size,
     layout_of,
     layouts,
-    look_seeds,
-    merit,
     setting_of,
     structure,
 )
 from flowrl_bench.merit_page import (
-    MARGIN,
-    compact_table,
-    credit_table,
     judged,
     recommendation,
-    train_table,
     verdicts,
 )
 from flowrl_bench.merit_rows import PROBES, REFERENCE, ROWS, SHAPES, WORLDS
-from flowrl_bench.merit_train import learned, sampling_nfe, train_config, train_jobs
+from flowrl_bench.merit_train import sampling_nfe
 from flowrl_bench.true_advantage import Look
 
-from flowrl.probes import Branch, Comb, NoProbe, Substeps
+from flowrl.probes import Branch, NoProbe, Substeps
 from flowrl.training.build import make_method, make_trainer
 from flowrl.training.plan import plan
 
@@ -81,34 +73,6 @@ def test_costs_are_the_formulas(name: str) -> None:
     assert found == pytest.approx({"sampling": sampling, "update": update, "decisions": decisions})
     credit = look.credit(method.credit, method.shared_noise)
     assert credit.nfe_per_trajectory == pytest.approx(sampling + probe)
-
-
-def test_a_drawn_tree_is_seen_at_every_stochastic_step() -> None:
-    setting = setting_of("mixture", 0, make_trainer(ROWS["flow-grpo"].run("mixture")).policy, 2)
-    size = Size(2, 12, 2, 1)
-    seeds = look_seeds(setting, False, Comb(6, count=1), size, 3)
-    trees = [
-        Look(setting, 12, seed).trajectories(False, Comb(6, count=1)).trajectories.tree
-        for seed in seeds
-    ]
-    assert [sorted({int(node) - 1 for node in tree.node[tree.drawn]}) for tree in trees] == [
-        [0],
-        [1],
-        [2],
-        [3],
-        [4],
-    ]
-    assert (
-        look_seeds(setting, False, Branch((2,)), size, 3)
-        == look_seeds(setting, True, NoProbe(), size, 3)
-        == [3]
-    )
-
-
-def test_merit_is_the_squared_correlation_per_evaluation() -> None:
-    assert merit(0.8, 16) == pytest.approx(0.04)
-    assert merit(-0.5, 16) == 0
-    assert Costs(10, 40, 5, 5, 0.1).nfe == 55
 
 
 def sums_of(noise: float, seed: int = 0) -> torch.Tensor:
@@ -206,58 +170,6 @@ def test_a_probe_is_recommended_if_it_is_cheap_and_agrees_and_trains() -> None:
         one.row: one for one in verdicts(cells, lines_of({**steady, GOOD: [0.9, 0.9, 0.19, 0.92]}))
     }
     assert falls[GOOD].trained is False and "does not learn, shapes world" in falls[GOOD].why
-
-
-def test_the_difference_to_the_reference_is_paired() -> None:
-    cells = judged(cells_of({GOOD: (0.5, 10.0)}), 200)
-    (one,) = [one for one in cells["mixture", "after"] if one.row == GOOD]
-    assert one.difference is not None and (one.difference.value, one.difference.low) == (0.0, 0.0)
-    assert one.report.overall.correlation.value == pytest.approx(1 / (1 + 0.5**2) ** 0.5, abs=0.02)
-    assert one.slopes == pytest.approx([1] * 5, abs=0.05) and -MARGIN < one.difference.high < MARGIN
-    assert one.merit_of_decisions == pytest.approx(5 * one.merit) and len(one.looks) == 2
-
-
-def test_learning_needs_every_seed_and_the_interval() -> None:
-    found, _ = learned(
-        lines_of(
-            {
-                REFERENCE: [0.9, 0.91, 0.9, 0.92],
-                GOOD: [0.6, 0.7, 0.19, 0.65],
-                POOR: [0.21, 0.2, 0.2, 0.22],
-            }
-        )
-    )
-    by_row = {one.row: one for one in found if one.world == "shapes"}
-    assert by_row[REFERENCE].learns and by_row[REFERENCE].gain.value == pytest.approx(0.705)
-    assert not by_row[GOOD].learns and by_row[GOOD].worst == pytest.approx(-0.01)
-    assert by_row[POOR].worst >= 0 and by_row[POOR].gain.low <= 0 and not by_row[POOR].learns
-
-
-def test_training_runs_are_compares_defaults_evaluated_at_both_ends() -> None:
-    run = train_config(("shapes", REFERENCE, 3))
-    assert (run.seed, run.iterations, run.evaluation.eval_every) == (3, 12, 12)
-    assert run.replace(seed=0, eval_every=2) == ROWS[REFERENCE].run("shapes")
-    jobs = train_jobs(2, (REFERENCE, POOR), ("mixture",))
-    assert jobs == [
-        ("mixture", REFERENCE, 0),
-        ("mixture", POOR, 0),
-        ("mixture", REFERENCE, 1),
-        ("mixture", POOR, 1),
-    ]
-
-
-def test_tables_say_what_is_not_applicable() -> None:
-    cells = judged(cells_of({GOOD: (0.5, 10.0)}), 50)
-    table = credit_table(
-        cells["mixture", "after"], {"gains, Substeps(5), no guidance": "no"}, ("probe",)
-    )
-    assert (
-        any("no guidance | not applicable" in line for line in table)
-        and len({line.count("|") for line in table}) == 1
-    )
-    assert len({line.count("|") for line in compact_table(cells, {}, ("method", "probe"))}) == 1
-    lines = {**lines_of({REFERENCE: [0.9, 0.9]}), ("mixture", POOR, 0): {"not_applicable": "no"}}
-    assert len({line.count("|") for line in train_table(lines)}) == 1
 
 
 @pytest.mark.slow

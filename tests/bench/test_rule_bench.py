@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from bench_lines import SMALL, fake_line, here, rule_file
 from flowrl_bench import rule_plan, tune
-from flowrl_bench.arms import ARMS, SHORT, WORLDS, Arm, own_arm, tuned
+from flowrl_bench.arms import ARMS, SHORT, Arm, own_arm, tuned
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.measurements import measure
 from flowrl_bench.microscope import RULES
@@ -31,16 +31,11 @@ from flowrl_bench.rule_plan import (
     Part,
     make_parts,
     makespan,
-    probe,
 )
 from flowrl_bench.suite import Suite
 from flowrl_bench.verdicts import ALIKE, BETTER, UNDECIDED, WORSE
-from hypothesis import given
-from hypothesis import strategies as st
 
-from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, CreditError
-from flowrl.training.config import RunConfig
 
 
 class TestNames:
@@ -77,12 +72,6 @@ class TestNames:
         assert len({identity(spec) for spec in spellings}) == 1
         others = ("my.py:Mine(scale=2)", "my.py:Other", "sub/my.py:Mine", "weighted")
         assert len({identity(spec) for spec in (*spellings, *others)}) == 5
-
-    def test_a_baseline_is_refused(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(["bench", "rule", "uniform", "--out", str(tmp_path)]) == 2
-        assert "rule = 'uniform' is not allowed" in capsys.readouterr().err
 
 
 class TestPlan:
@@ -128,26 +117,6 @@ class TestPlan:
 
 
 class TestTime:
-    @given(st.lists(st.floats(0.1, 100), max_size=12), st.integers(1, 4))
-    def test_makespan(self, jobs: list[float], workers: int) -> None:
-        """Between the work per worker and that plus the longest job; on one worker the sum."""
-        found, share = makespan(jobs, workers), sum(jobs) / workers
-        assert share - 1e-6 <= found <= share + max(jobs, default=0.0) + 1e-6
-        assert makespan(jobs, 1) == pytest.approx(sum(jobs))
-
-    def test_by_hand(self) -> None:
-        assert makespan([3.0, 2.0, 2.0, 1.0], 2) == 4.0
-        clock = Clock(
-            {"mixture": [1.0, 1.0], "shapes": [4.0]},
-            {("mixture", "a", 200): 3.0, ("mixture", "a", 201): 2.0},
-            2,
-        )
-        assert clock.seconds() == 4.0 + 3.0
-        clock.searched("shapes")
-        assert clock.seconds() == 2.0 + 3.0
-        clock.finished(("mixture", "a", 200))
-        assert clock.seconds() == 2.0 + 2.0
-
     @pytest.mark.parametrize("speed", [0.85, 1.0, 1.2])
     @pytest.mark.parametrize("workers", [1, 2, 4])
     def test_the_estimate_is_within_a_quarter(self, workers: int, speed: float) -> None:
@@ -187,33 +156,6 @@ class TestTime:
             elapsed += runs[key] / workers
             assert abs(clock.seconds(elapsed) - (total - elapsed)) < 0.25 * total
         assert clock.seconds(elapsed) == 0.0
-
-    def test_a_probe_predicts_a_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A recorded run whose iterations take 2 s and whose evaluations take 3 s per 100 samples,
-        at any length.
-        """
-        ticks = [0.0]
-        # another process has a third of the core
-        monkeypatch.setattr(rule_plan.time, "monotonic", lambda: 1.5 * ticks[0])
-        monkeypatch.setattr(rule_plan.time, "process_time", lambda: ticks[0])
-
-        def recorded(config: RunConfig) -> dict:
-            evaluations = 1 + -(-config.iterations // config.evaluation.eval_every)
-            ticks[0] += (
-                2.0 * config.iterations + 0.03 * config.evaluation.eval_samples * evaluations
-            )
-            return {"totals": {"seconds": 2.0 * config.iterations}}
-
-        monkeypatch.setattr(rule_plan, "measure", recorded)
-        for world in WORLDS:
-            config = Part(world, 0, 2).arms(ARMS["stepwise gains"], tuned(world, "uniform"))[
-                "uniform"
-            ][0]
-            found = probe(None, config)
-            assert found.iteration == pytest.approx(3.0) and found.sample == pytest.approx(0.045)
-            started = 1.5 * ticks[0]
-            recorded(config)
-            assert found.of(config) == pytest.approx(1.5 * ticks[0] - started)
 
 
 def world_of(
@@ -273,24 +215,6 @@ class TestFindings:
             )
         assert false < 8
 
-    def test_budgets_differ(self) -> None:
-        """A curve that rises by update, at twice the evaluations per update: alike per update,
-        worse per evaluation.
-        """
-        rise = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
-        runs = {
-            arm: {"direction": [fake_line([r + 1e-4 * s for r in rise], nfe) for s in range(5)]}
-            for arm, nfe in (("uniform", 100.0), ("mine", 200.0))
-        }
-        part = replace(FULL["mixture"], seeds=5, baselines=("uniform",))
-        (found,) = judged("mine", [World(part, Evidence(runs, part.numbers), {})])
-        sizes = {f.budget: f.comparison.size for f in found.findings}
-        assert sizes == {"updates": ALIKE, "evaluations": WORSE, "seconds": ALIKE}
-        assert (
-            "against uniform: worse at equal evaluations, no difference that matters at equal"
-            " updates and seconds" in sentence("mine", found)
-        )
-
     @pytest.mark.parametrize(
         ("level", "spread", "words"),
         [(0.5, 0.01, BETTER), (0.3, 0.01, WORSE), (0.4, 0.001, ALIKE), (0.41, 0.1, UNDECIDED)],
@@ -306,22 +230,6 @@ class TestFindings:
             text,
         )
         assert bool(power) == (words == UNDECIDED)
-
-    def test_what_could_have_been_seen(self) -> None:
-        """It shrinks with the spread and grows with the number of comparisons."""
-        (wide,), (narrow,) = (
-            judged("mine", [world_of(s, uniform=0.4, mine=0.4)]) for s in (0.1, 0.01)
-        )
-        assert wide.findings[0].visible == pytest.approx(10 * narrow.findings[0].visible)
-        both = judged(
-            "mine",
-            [
-                world_of(0.1, uniform=0.4, mine=0.4),
-                world_of(0.1, world="shapes", uniform=0.4, mine=0.4),
-            ],
-        )
-        assert both[0].findings[0].visible > wide.findings[0].visible
-        assert both[0].findings[0].alone == wide.findings[0].alone
 
 
 TINY = {name: value for name, value in SMALL.items() if name != "arm"} | {"eval_samples": 18}
@@ -419,26 +327,6 @@ class TestFolder:
             file.write("# changed\n")
         with pytest.raises(ConfigError, match=r"before its file was changed: choose another --out"):
             self.bench(arm, budget=2)
-
-    def test_numbers_that_an_arm_sets_are_not_searched(self) -> None:
-        arm = own_arm("near", {"kl_weight": 0.1, "clip_range": 0.05})
-        assert set(arm.knobs) == {"learning_rate", "noise_level"}
-        bench = Bench(arm, [Part("mixture", 0, 2)])
-        runs = [run for (_, name, _), run in bench.runs() if name == "near"]
-        assert [(run.algorithm.kl_weight, run.algorithm.clip_range) for run in runs if run] == [
-            (0.1, 0.05)
-        ] * 2
-        assert {run.optim.learning_rate for run in runs if run} == {
-            tuned("mixture", "uniform")["learning_rate"]
-        }
-
-    def test_a_folder_of_an_earlier_version_names_its_rule_by_its_lines(
-        self, tmp_path: Path
-    ) -> None:
-        rule_file(tmp_path / "my.py")
-        assert self.bench("my.py:Mine") == 8
-        Path("runs/rule-Mine/arm.json").unlink()
-        assert self.bench("./my.py:Mine") == 0
 
     def test_search_pause_and_resume(self, tmp_path: Path) -> None:
         rule_file(tmp_path / "my.py")

@@ -10,21 +10,17 @@ from pathlib import Path
 import pytest
 from bench_lines import SMALL, small_line, small_run
 from flowrl_bench import suite as module
-from flowrl_bench.arms import WORLDS
-from flowrl_bench.catalogue import CLAIMS
 from flowrl_bench.claims import Claim, make_run
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.measurements import CURVE, measure, observe_run
-from flowrl_bench.remaining import USUAL, RemainingTime, duration
+from flowrl_bench.remaining import RemainingTime
 from flowrl_bench.results_file import ResultsFile, SamplesFile, make_line
 from flowrl_bench.suite import (
     Suite,
-    arm_memory,
     complete_samples,
     evidence,
     needed,
-    needed_samples,
     redo,
 )
 from flowrl_bench.verdicts import BETTER, FAILS, HOLDS, Compare, judge
@@ -117,27 +113,6 @@ class TestRuns:
             assert suite.file.read() == {}  # reading needs no lock
         assert not suite.execute(1, minutes=0)
 
-    def test_negative_workers_are_refused(self, tmp_path: Path, capsys) -> None:
-        with pytest.raises(
-            ConfigError, match="workers = -1 is not allowed; allowed: 1 or more, or 0"
-        ):
-            suite_of(tmp_path / "results.jsonl", small_run()).execute(-1)
-        assert (
-            main(
-                [
-                    "bench",
-                    "claims",
-                    "--quick",
-                    "--workers",
-                    "-1",
-                    "--out",
-                    str(tmp_path / "results.jsonl"),
-                ]
-            )
-            == 2
-        )
-        assert "workers = -1 is not allowed" in capsys.readouterr().err
-
     def test_incomplete_seeds_are_left_out(self) -> None:
         both = [
             small_line(seed, **more) for seed in (0, 1, 2) for more in ({}, {"credit": "random"})
@@ -148,28 +123,8 @@ class TestRuns:
         assert evidence(TINY, "mixture", lines, (1, 2, 3)) is None  # two complete seeds are too few
         assert evidence(TINY, "mixture", {}, (0, 1)) is None
 
-    def test_peak_memory_is_that_of_a_process(self) -> None:
-        (row,) = arm_memory(["mixture"], {"uniform": SMALL})
-        # torch alone: over 100
-        assert (row["world"], row["arm"]) == ("mixture", "uniform") and 100 < row[
-            "peak_mib"
-        ] < 10_000
-
 
 class TestSamples:
-    def test_claims_about_samplers_need_them(self) -> None:
-        claim = CLAIMS["point-density"]
-        run = make_run("mixture", "direction", 0, {**claim.base, **claim.arms["turning points"]})
-        assert list(needed_samples({"point-density": claim}, {"mixture": (0,)})) == [config_id(run)]
-        changes = {**claim.base, **claim.arms["turning points"]}
-        lines = {
-            config_id(make_run("mixture", "direction", seed, changes)): small_line(seed)
-            for seed in (0, 1, 2)
-        }
-        assert evidence(claim, "mixture", lines, (0, 1, 2)) is None
-        sampled = {key: {**line, "samples": {}} for key, line in lines.items()}
-        assert evidence(claim, "mixture", sampled, (0, 1, 2)) is not None
-
     def test_missing_rows_are_measured_and_others_are_kept(self, tmp_path: Path) -> None:
         file, counts, small = SamplesFile(tmp_path / "samples.json"), [], small_run(window=":-1")
         file.write({"kept": {"final": 0.0}})
@@ -188,25 +143,6 @@ class TestSamples:
             pytest.raises(ConfigError, match="another's work"),
         ):
             complete_samples(file, {"b": small}, 1, lambda *_: None)
-
-    def test_rows_of_other_code_are_measured_again(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        file = SamplesFile(tmp_path / "samples.json")
-        file.path.write_text(
-            json.dumps(
-                {"observer": "0123456789abcdef", "rows": {"a": {"final": 0.0}, "b": {"final": 0.0}}}
-            )
-        )
-
-        def run_jobs(function, jobs, workers, *, finished, describe) -> bool:
-            assert function is observe_run and list(jobs) == ["a"]
-            finished("a", {"final": 1.0})
-            return True
-
-        monkeypatch.setattr(module, "run_jobs", run_jobs)
-        assert complete_samples(file, {"a": small_run()}, 1, lambda *_: None)
-        assert file.read() == {"a": {"final": 1.0}}
 
 
 class TestRedo:
@@ -275,16 +211,6 @@ class TestRedo:
         found = redo(line["id"], suite.file)
         assert name in found.differing and found.largest > 0
 
-    def test_nan_is_the_same_as_nan(self) -> None:
-        assert not list(module._differences({"a": [math.nan, 1]}, {"a": [math.nan, 1.0]}))
-        assert dict(module._differences({"a": [math.nan, math.inf]}, {"a": [1.0, math.inf]})) == {
-            "a[0]": math.inf
-        }
-        assert dict(module._differences({"a": 1.0}, {"a": 1.5, "b": None})) == {
-            "a": 0.5,
-            "b": math.inf,
-        }
-
 
 class TestRemainingTime:
     @pytest.fixture(scope="class")
@@ -326,10 +252,6 @@ class TestRemainingTime:
         known = ratios if speed == 1.0 else ratios[8:]
         assert min(known) > 0.5 and max(known) < 2.0
         assert min(plain[1:100]) < 0.25  # what a mean over all runs would have estimated
-
-    def test_words(self) -> None:
-        assert [duration(x) for x in (40, 600, 7200)] == ["40 seconds", "10 minutes", "2.0 hours"]
-        assert set(USUAL) == set(WORLDS)
 
 
 @pytest.mark.slow

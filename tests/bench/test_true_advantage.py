@@ -10,22 +10,19 @@ import math
 import pytest
 import torch
 from all_but_last import AllButLast
-from flowrl_bench.gradients import Setting, alignment
-from flowrl_bench.merit import on_steps
+from flowrl_bench.gradients import Setting
 from flowrl_bench.true_advantage import (
     LEAST_RELIABILITY,
     Look,
     TrueAdvantages,
     compare_credit,
     correlation_difference,
-    credit_report,
     credit_sums,
     true_advantages,
 )
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
-from flowrl.credit import StepwiseGain
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.policies.mixture import MixturePolicy
@@ -150,36 +147,6 @@ def test_true_advantages_of_the_edges_of_a_tree_are_the_exact_ones(case) -> None
     assert sum(squares) / 4 == pytest.approx(1.0, abs=0.4)
 
 
-def test_edges_count_as_often_as_the_tree_says() -> None:
-    """The moments with the weights of a table are those of the distinct edges, each once ("edge")
-    or once per leaf.
-    """
-    setting = gaussian_setting()
-    for weight in ("leaf", "edge"):
-        result = Look(setting, 8, seed=1).trajectories(False, Branch((2, 1, 2), weight=weight))
-        found = true_advantages(setting, result, 8, seed=2)
-        tree = result.trajectories.tree
-        credit = tree.decision_table(
-            torch.randn(3, tree.units, generator=torch.Generator().manual_seed(0))
-        )
-        sums = credit_sums(credit, found).sum((0, 1))
-        a, t = (tree.edge_means(table)[:, tree.drawn].double() for table in (credit, found.values))
-        times = (
-            tree.leaves[tree.drawn].double()
-            if weight == "leaf"
-            else torch.ones(int(tree.drawn.sum())).double()
-        )
-        expected = [
-            3 * times.sum(),
-            (times * a).sum(),
-            (times * t).sum(),
-            (times * a * a).sum(),
-            (times * t * t).sum(),
-        ]
-        torch.testing.assert_close(sums[:5], torch.stack(expected))
-        torch.testing.assert_close(sums[5], (times * a * t).sum())
-
-
 def test_the_truth_as_credit_has_correlation_and_slope_1_on_a_tree() -> None:
     """Also with the noise of the truth, which the corrections take out; scaled by step, the slopes
     are the scales.
@@ -207,31 +174,6 @@ def test_the_truth_as_credit_has_correlation_and_slope_1_on_a_tree() -> None:
     assert correlation_difference(itself, credit_sums(-truth.values, truth)).low == pytest.approx(
         2.0
     )
-
-
-def test_looks_whose_trees_branched_at_other_steps_are_added_up_by_step() -> None:
-    look = Look(gaussian_setting(), 8, seed=3)
-    result = look.trajectories(False, Comb(2, count=1))
-    truth = true_advantages(look.setting, result, 4, seed=5)
-    own = sorted(set((result.trajectories.tree.node[result.trajectories.tree.drawn] - 1).tolist()))
-    assert truth.values.shape == (3, 8, 1) and list(truth.steps) == own
-    sums = on_steps(credit_sums(truth.values, truth), truth.steps, range(6))
-    report = credit_report(sums, range(6))
-    assert [step for step, found in enumerate(report.per_step) if found.count] == own
-    alone = compare_credit(truth.values, truth).overall
-    assert (report.overall.slope, report.overall.count) == (alone.slope, alone.count)
-    assert report.overall.correlation.value == 1.0 and math.isfinite(report.overall.bias.value)
-
-
-def test_the_mean_of_an_advantage_given_its_node_is_0() -> None:
-    """From one shared node the first step's advantages average to 0 over members."""
-    setting = gaussian_setting()
-    result = Look(setting, 400, seed=1).trajectories(shared_noise=True)
-    exact = (
-        exact_values(setting, result.trajectories.nodes, 400).view(3, 400, -1).diff(dim=-1)[..., 0]
-    )
-    error = exact.std(1) / math.sqrt(400)
-    assert float((exact.mean(1) / error).abs().max()) < 4
 
 
 def test_gains_of_the_continuation_probe_are_true_advantages() -> None:
@@ -357,31 +299,3 @@ def test_a_noisy_reward_adds_what_it_says() -> None:
     for bad in (-0.1, math.inf):
         with pytest.raises(ConfigError):
             NoisyReward(DirectionReward(), std=bad)
-
-
-def test_stepwise_credit_is_closer_to_the_truth_than_its_opposite() -> None:
-    setting = gaussian_setting()
-    look = Look(setting, 12)
-    truth = true_advantages(setting, look.trajectories(True), 200)
-    credit = look.credit(StepwiseGain(), True)
-    assert compare_credit(credit.advantages, truth).overall.correlation.low > 0.6
-    with pytest.raises(ConfigError, match="continuations"):
-        true_advantages(setting, look.trajectories(True), 1)
-
-
-def test_a_comparison_refuses_what_is_no_credit(known) -> None:
-    exact, truth = known
-    for bad in (torch.cat([exact, exact[..., :1]], -1), exact[:1], exact[..., 0], exact.log()):
-        with pytest.raises(ConfigError, match="credit"):
-            compare_credit(bad, truth)
-
-
-def test_an_alignment_needs_three_batches_and_bears_silence() -> None:
-    truths = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)) + 5
-    with pytest.raises(ConfigError, match="batches = 2"):
-        alignment(truths[:2], truths)
-    with pytest.raises(ConfigError, match="truth = 1"):
-        alignment(truths, truths[:1])
-    found = alignment(truths[:3], truths)
-    assert all(map(math.isfinite, (*found.cosine_interval, *found.scale_interval)))
-    assert alignment(torch.zeros(3, 6), truths).signal_to_noise == 0.0

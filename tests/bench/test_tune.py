@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from bench_lines import here
 from flowrl_bench import tune
-from flowrl_bench.arms import ARMS, WORLDS, Arm, named_arm, own_arm, own_arms
+from flowrl_bench.arms import ARMS, Arm, own_arm, own_arms
 from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.tune import SEEDS, Point, Search, Trial, best, choices, chosen, proposals
 from hypothesis import given
@@ -77,38 +77,6 @@ class TestArms:
                     check(config)
                     assert config.environment.world == world
 
-    def test_a_knob_inside_a_spec_is_no_setting(self) -> None:
-        arm = ARMS["awm"]
-        config = arm.run("mixture", arm.values("mixture", {"clip": 1}))
-        assert config.algorithm.loss == "awm(clip=3, kl_weight=0.001)"
-
-    def test_larger_groups_cost_what_turning_points_cost(self) -> None:
-        """Sampling and update of an iteration in network evaluations, to within 2 percent."""
-        from flowrl_bench.measurements import measure
-
-        totals = []
-        for name in ("turning points", "uniform, larger groups"):
-            found = measure(
-                ARMS[name].run(
-                    "mixture", ARMS[name].values("mixture", {}), iterations=1, eval_samples=18
-                )
-            )
-            assert found is not None
-            totals.append(found["totals"]["nfe"] + found["totals"]["train_nfe"])
-        assert totals[1] == pytest.approx(totals[0], rel=0.02)
-
-    def test_names_of_methods_and_rules(self) -> None:
-        assert (
-            named_arm("tp-grpo") is ARMS["turning points"]
-            and named_arm("turning points") is ARMS["turning points"]
-        )
-        assert named_arm("dance-grpo").worlds == tuple(WORLDS)
-        assert named_arm("stepwise-gain(lam=0.5)").settings["credit"] == "stepwise-gain(lam=0.5)"
-        with pytest.raises(
-            ConfigError, match=r"method = 'nothing' is not allowed; allowed: .*uniform"
-        ):
-            named_arm("nothing")
-
     @pytest.mark.parametrize(
         ("settings", "knobs"),
         [
@@ -149,22 +117,6 @@ class TestArms:
 
 
 class TestLog:
-    def test_runs_of_another_arm_of_the_name_do_not_count(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setitem(
-            tune.SHORT,
-            "mixture",
-            {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2},
-        )
-        monkeypatch.setattr(tune, "run_jobs", here)
-        one, other = (
-            Search(own_arm("mine", {"kl_weight": weight}), "mixture", 2) for weight in (0.1, 0.2)
-        )
-        assert tune.tune([one], tmp_path / "tuning.jsonl", "-")
-        lines = [json.loads(text) for text in (tmp_path / "tuning.jsonl").read_text().splitlines()]
-        assert len(one.scores(lines)) == 2 and other.scores(lines) == {}
-
     def test_a_run_that_diverges_has_the_lowest_score(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

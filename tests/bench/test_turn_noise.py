@@ -63,44 +63,6 @@ def test_orders_have_the_probability_of_the_orthant_of_their_differences(order: 
     close(found, torch.tensor(expected, dtype=torch.float64), 5e-5)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_moments_are_derivatives_of_the_probability(order: str) -> None:
-    """Stein: E[C e_k] = dP/dm_k, E[C (e_k^2 - 1)] = d^2P/dm_k^2, E[C e_k e_l] = d^2P/dm_k dm_l for
-    means m.
-    """
-    letters = sorted(set(order) - set("< "))
-    point = {letter: 0.3 * k**2 - 0.2 * k for k, letter in enumerate(letters)}
-    h, x, y = 1e-2, letters[0], letters[1]
-    fine = (-2, -1, 0, 1, 2)
-
-    def at(**moved: float) -> float:
-        means = {
-            letter: torch.tensor([value + moved.get(letter, 0.0)]).double()
-            for letter, value in point.items()
-        }
-        return float(order_moments(means, [order])[0, 0])
-
-    first = sum(w * at(**{x: j * h}) for j, w in zip(fine, (1, -8, 0, 8, -1), strict=True)) / (
-        12 * h
-    )
-    second = sum(w * at(**{x: j * h}) for j, w in zip(fine, (-1, 16, -30, 16, -1), strict=True)) / (
-        12 * h * h
-    )
-    mixed = sum(a * b * at(**{x: a * h, y: b * h}) for a in (1, -1) for b in (1, -1)) / (4 * h * h)
-    means = {letter: torch.tensor([value]).double() for letter, value in point.items()}
-    p, one, two, both = order_moments(means, [order], ({}, {x: 1}, {x: 2}, {x: 1, y: 1}))[
-        :, 0
-    ].tolist()
-    assert abs(one - first) < 1e-8
-    assert abs(two - p - second) < 1e-6
-    assert abs(both - mixed) < 1e-4
-
-
-def test_orders_of_far_means_are_certain() -> None:
-    means = {letter: torch.tensor([1e6 * k, -1e6 * k]).double() for k, letter in enumerate("xyz")}
-    close(order_moments(means, ["x<y y<z"]), torch.tensor([[1.0, 0.0]]), 1e-12)
-
-
 # Expected calls
 
 
@@ -206,19 +168,3 @@ def test_the_criterion_is_monotone_and_none_without_noise(seed: int, consistent:
     ]
     for loose, strict in pairwise(kept):
         assert not (strict & ~loose).any()
-
-
-def test_equal_values_count_as_one_score() -> None:
-    """Repeated columns before the first and after the last change of the image add nothing."""
-    short = table(12, 5, members=60)
-    for repeats, kept in ((([0] * 2), slice(2, None)), ([5] * 3, slice(0, 5))):
-        columns = torch.tensor(sorted([*range(6), *repeats]))
-        values = short[..., columns]
-        for consistent in (True, False):
-            found = turn_probability(
-                values, turning_points(values, consistent, False), 0.1, consistent
-            )[..., kept]
-            expected = turn_probability(
-                short, turning_points(short, consistent, False), 0.1, consistent
-            )
-            close(found, expected, 1e-10)

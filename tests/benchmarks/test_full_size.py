@@ -3,15 +3,14 @@ failure.
 """
 
 import json
-from types import SimpleNamespace
 
 import full_size
 import pytest
 import torch
-from full_size_model import Brightness, fewer_blocks, small_encoders, write_pipeline
+from full_size_model import fewer_blocks, small_encoders
 from full_size_train import PhaseMeter
 
-from flowrl.policies import ARCHITECTURES, Architecture, Memory
+from flowrl.policies import ARCHITECTURES, Memory
 
 
 @pytest.mark.slow
@@ -52,14 +51,6 @@ def test_a_share_of_the_blocks_and_small_encoders_fit_the_published_widths():
         (flux["text_encoder_2"], flux["tokenizer"]),
     ):
         assert t5.config.d_model == known.text_width and tokenizer.model_max_length == 77
-
-
-def test_a_pipeline_in_bfloat16_is_written(tmp_path):
-    written = write_pipeline("tiny-sd3", 1.0, tmp_path / "model")
-    known = Architecture.of_folder(tmp_path / "model")
-    assert written["parameters"] == sum(p.numel() for p in known.build().parameters())
-    assert written["bytes"] > 2 * written["parameters"]
-    assert Brightness().score(torch.full((2, 3, 4, 4), 0.25), []).tolist() == [0.25, 0.25]
 
 
 def test_the_meter_counts_phases_and_kills_after_an_iteration(tmp_path, monkeypatch):
@@ -112,20 +103,3 @@ def test_failures_are_named(tmp_path):
         and "diffusers' image differs" in image
     )
     assert len(full_size.failures({**good, **bad, "model": "tiny-sd3"})) == 2
-
-
-def test_finished_runs_are_not_made_again(tmp_path, monkeypatch):
-    """With --work a stopped benchmark goes on where it was; a step that fails shows the end of its
-    log.
-    """
-    args = SimpleNamespace(model="tiny-sd3", threads=1, steps=2)
-    (tmp_path / "flow-grpo.finished.json").write_text('{"wall": 1.0}')
-    assert full_size.train(args, tmp_path / "model", "flow-grpo", 1, "finished") == {"wall": 1.0}
-
-    def fails(command, stdout, **given):
-        stdout.write("the reason")
-        return SimpleNamespace(returncode=2)
-
-    monkeypatch.setattr("subprocess.run", fails)
-    with pytest.raises(SystemExit, match=r"exit code 2\nthe reason"):
-        full_size.train(args, tmp_path / "model", "tp-grpo", 1, "finished")

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import shutil
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 import reanalysis
 from reanalysis_page import Row
 from reanalysis_robustness import cheaper, sign_flip
-from reanalysis_statistics import Run, bonett_price, holm, log_ratio, read_lines, t_test
+from reanalysis_statistics import Run, bonett_price, holm, read_lines, t_test
 from scipy import stats
 
 RESULTS = reanalysis.ROOT / "benchmarks/results"
@@ -67,19 +66,6 @@ def test_a_changed_learning_curve_is_found(copies: Path) -> None:
     )
 
 
-def test_a_missing_line_is_found(copies: Path) -> None:
-    lines = copies.read_text().splitlines()
-    kept = [
-        line
-        for line in lines
-        if json.loads(line)["config"]["algorithm"]["credit"] != "random"
-        or json.loads(line)["seed"] != 107
-    ]
-    assert 1 <= len(lines) - len(kept) <= 2  # of the main comparison and of the self-test
-    copies.write_text("\n".join(kept) + "\n")
-    assert any("random credit" in row.what for row in differing(copies))
-
-
 def test_a_changed_number_of_the_page_is_found(tmp_path: Path) -> None:
     (tmp_path / "claims").mkdir()
     shutil.copy(DOCS / "claims.md", tmp_path)
@@ -114,16 +100,6 @@ def test_statistics_against_closed_forms() -> None:
     )
 
 
-def test_an_arm_that_needs_twice_the_budget_has_the_ratio_two() -> None:
-    def run(budget: float) -> Run:
-        curve = np.zeros((21, 10))
-        curve[:, 0] = budget * np.arange(21)
-        curve[:, 7] = np.linspace(0.2, 0.9, 21)
-        return Run("mixture", (0, "direction"), {}, curve)
-
-    assert log_ratio(run(2.0), run(1.0), "updates") == pytest.approx(math.log(2))
-
-
 def test_robustness() -> None:
     assert sign_flip(np.array([1.0, 2.0, 3.0])) == pytest.approx(2 / 8)  # all signs equal
     assert sign_flip(np.array([1.0, -1.0])) == pytest.approx(1.0)
@@ -135,21 +111,6 @@ def test_robustness() -> None:
 
 def lines_of(name: str) -> list[dict[str, Any]]:
     return read_lines(RESULTS / name)
-
-
-def test_no_result_has_a_seed_of_the_search() -> None:
-    used = {
-        line["seed"]
-        for line in lines_of("claims.jsonl") + lines_of("claims-default-settings.jsonl")
-    }
-    assert not used & {line["seed"] for line in lines_of("tuning.jsonl")}
-
-
-def test_all_arms_of_a_seed_ran_on_one_kind_of_processor() -> None:
-    kinds = defaultdict(set)
-    for line in lines_of("claims.jsonl"):
-        kinds[line["config"]["environment"]["world"], line["seed"]].add(line["hardware"])
-    assert {seed: found for seed, found in kinds.items() if len(found) > 1} == {}
 
 
 def test_network_evaluations_follow_from_the_settings() -> None:

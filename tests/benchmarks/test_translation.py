@@ -51,21 +51,6 @@ def test_shares_and_ratios_of_the_published_grids():
     )
 
 
-def test_slopes_are_those_of_the_kernels():
-    """d mean / d v at step 1: CPS (1 - s) t - sqrt(s^2 - std^2) (1 - t), Flow-SDE Delta (1 +
-    sigma^2 (1 - t) / (2 t)).
-    """
-    t, s = (float(time) for time in sd3_grid().times[1:3])
-    std = float(CPS_SD3.std[1])
-    assert float(CPS_SD3.slope[1]) == pytest.approx(
-        abs((1 - s) * t - (s**2 - std**2) ** 0.5 * (1 - t)), rel=1e-4
-    )
-    sigma = float(FLOW.std[1]) / (t - s) ** 0.5
-    assert float(FLOW.slope[1]) == pytest.approx(
-        (t - s) * (1 + sigma**2 * (1 - t) / (2 * t)), rel=1e-4
-    )
-
-
 def test_grids_are_those_of_the_families():
     """What a pipeline with these schedulers gives; FLUX's and Qwen-Image's depend on the number of
     image tokens.

@@ -102,15 +102,6 @@ def test_an_expected_output_is_in_neither_version(tmp_path: Path) -> None:
         assert "0.75..0.90" not in nbformat.writes(notebook)
 
 
-@pytest.mark.parametrize(
-    "before", ["", "# %% [markdown]\n# Text.\n\n", '# %% tags=["solution"]\nx = 1\n\n']
-)
-def test_an_expected_output_must_follow_its_code_cell(tmp_path: Path, before: str) -> None:
-    source = lesson(tmp_path, before + EXPECTED)
-    with pytest.raises(SystemExit, match="must follow its code cell"):
-        build.read(source)
-
-
 def test_check_compares_trained_cells_with_their_ranges(tmp_path: Path) -> None:
     """The stored and the fresh output may differ inside the range; each must be inside."""
     source = lesson(tmp_path, TRAINED)
@@ -183,29 +174,6 @@ def test_hint_and_solution_are_folded_after_the_check(tmp_path: Path) -> None:
         " 1.\n\n</details>"
     )
     assert len(cells) == 6
-
-
-def test_the_version_with_solutions_has_the_hint_and_no_starting_cell(tmp_path: Path) -> None:
-    cells = [cell.source for cell in build.solved(lesson(tmp_path, EXERCISE)).cells]
-    assert cells[2:] == [
-        "**Hint.** Twice one.",
-        "answer = 2",
-        "check(answer)",
-        "**Why.** 2 = 1 + 1.",
-    ]
-
-
-@pytest.mark.parametrize("part", ["hint", "explanation"])
-def test_a_solution_without_its_explanation_is_an_error(tmp_path: Path, part: str) -> None:
-    cut = EXERCISE[
-        : EXERCISE.index(
-            '# %% [markdown] tags=["explanation"]'
-            if part == "explanation"
-            else '# %% tags=["solution"]'
-        )
-    ]
-    with pytest.raises(SystemExit, match="no explanation cell after it"):
-        build.student(lesson(tmp_path, cut))
 
 
 def test_only_the_colab_version_installs(tmp_path: Path) -> None:
