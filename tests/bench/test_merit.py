@@ -22,7 +22,7 @@ from flowrl_bench.merit_page import (
 )
 from flowrl_bench.merit_rows import PROBES, REFERENCE, ROWS, SHAPES, WORLDS
 from flowrl_bench.merit_train import sampling_nfe
-from flowrl_bench.true_advantage import Look
+from flowrl_bench.true_advantage import Look, TrueAdvantages, credit_sums
 
 from flowrl.probes import Branch, NoProbe, Substeps
 from flowrl.training.build import make_method, make_trainer
@@ -76,28 +76,16 @@ def test_costs_are_the_formulas(name: str) -> None:
 
 
 def sums_of(noise: float, seed: int = 0) -> torch.Tensor:
-    """Sums of credit = truth + noise on 40 groups of 12 members and 5 steps, without noise of the
-    truth.
+    """`credit_sums` of credit = truth + noise on 40 groups of 12 members and 5 steps; the truth has
+    no noise.
     """
-    truth = torch.randn(40, 12, 5, generator=torch.Generator().manual_seed(1)).double()
-    credit = (
-        truth
-        + noise
-        * torch.randn(40, 12, 5, generator=torch.Generator().manual_seed(seed + 10)).double()
+    exact, errors = (
+        torch.randn(40, 12, 5, generator=torch.Generator().manual_seed(number)).double()
+        for number in (1, seed + 10)
     )
-    one, zero = torch.ones_like(truth), torch.zeros_like(truth)
-    columns = [
-        one,
-        credit,
-        truth,
-        credit**2,
-        truth**2,
-        credit * truth,
-        zero,
-        one,
-        (credit.sign() == truth.sign()).double(),
-    ]
-    return torch.stack(columns, -1).sum(1)
+    zero, states = torch.zeros_like(exact), torch.zeros(40, 12, 6)
+    truth = TrueAdvantages(exact, zero, states, states, tuple(range(5)))
+    return credit_sums(exact + noise * errors, truth)
 
 
 def cells_of(probes: dict[str, tuple[float, float]]):
@@ -138,81 +126,49 @@ GOOD, CHEAP, POOR = (
 
 
 def test_a_probe_is_recommended_if_it_is_cheap_and_agrees_and_trains() -> None:
-    cells = judged(
-        cells_of(
-            {
-                GOOD: (0.5, 10.0),
-                CHEAP: (0.45, 14.0),
-                POOR: (1.5, 0.0),
-                "gains, Completion": (0.4, 45.0),
-            }
-        ),
-        200,
-    )
+    costly = "gains, Completion"
+    probes = {GOOD: (0.5, 10.0), CHEAP: (0.45, 14.0), POOR: (1.5, 0.0), costly: (0.4, 45.0)}
+    cells = judged(cells_of(probes), 200)
     steady = {
         REFERENCE: [0.9, 0.91, 0.9, 0.92],
         GOOD: [0.9, 0.9, 0.91, 0.92],
         POOR: [0.3, 0.1, 0.4, 0.3],
     }
-    found = {one.row: one for one in verdicts(cells, lines_of(steady))}
-    assert found[GOOD].recommended and found[GOOD].share == {"mixture": 0.4, "shapes": 0.4}
-    assert found[CHEAP].reaches and found[CHEAP].trained is None and not found[CHEAP].recommended
-    assert not found[POOR].reaches and found[POOR].trained is False
-    assert "110% of the evaluations, 2-D world" in found["gains, Completion"].why
-    assert GOOD in recommendation(list(found.values())) and "40%" in recommendation(
-        list(found.values())
-    )
-    collapses = verdicts(cells, lines_of({**steady, GOOD: [0.5, 0.5, 0.51, 0.5]}))
-    assert not any(one.recommended for one in collapses) and recommendation(collapses).startswith(
-        "No probe"
-    )
-    falls = {
-        one.row: one for one in verdicts(cells, lines_of({**steady, GOOD: [0.9, 0.9, 0.19, 0.92]}))
-    }
-    assert falls[GOOD].trained is False and "does not learn, shapes world" in falls[GOOD].why
+
+    def verdict_of(**changes):
+        rows = verdicts(cells, lines_of({**steady, **changes}))
+        return {row.row: row for row in rows}, recommendation(rows)
+
+    rows, text = verdict_of()
+    assert rows[GOOD].recommended and rows[GOOD].share == {"mixture": 0.4, "shapes": 0.4}
+    assert rows[CHEAP].reaches and rows[CHEAP].trained is None and not rows[CHEAP].recommended
+    assert not rows[POOR].reaches and rows[POOR].trained is False
+    assert "110% of the evaluations, 2-D world" in rows[costly].why
+    assert GOOD in text and "40%" in text
+    rows, text = verdict_of(**{GOOD: [0.5, 0.5, 0.51, 0.5]})
+    assert not any(row.recommended for row in rows.values()) and text.startswith("No probe")
+    rows, _ = verdict_of(**{GOOD: [0.9, 0.9, 0.19, 0.92]})  # one seed has learned nothing
+    assert rows[GOOD].trained is False and "does not learn, shapes world" in rows[GOOD].why
 
 
 @pytest.mark.slow
 def test_the_command_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
-    told = [
-        "--quick",
-        "--out",
-        str(tmp_path),
-        "--work",
-        str(tmp_path / "work"),
-        "--worlds",
-        "mixture",
-        "--workers",
-        "1",
-    ]
-    assert script.main([*told, "--looks", "1"]) == 0
-    kept = sorted((tmp_path / "work").glob("*.json"))
+    work = tmp_path / "work"
+    command = f"--quick --out {tmp_path} --work {work} --worlds mixture --workers 1".split()
+    assert script.main([*command, "--looks", "1"]) == 0
+    kept = sorted(work.glob("*.json"))
     assert len(kept) == 2 * len(layouts("mixture"))
     before = {path: path.stat().st_mtime_ns for path in kept}
     kept[0].unlink()
-    assert script.main([*told, "--looks", "1"]) == 0
+    assert script.main([*command, "--looks", "1"]) == 0
     assert [path for path in kept if path.stat().st_mtime_ns != before[path]] == kept[:1]
-    assert (
-        script.main(
-            [
-                *told,
-                "--train",
-                "--seeds",
-                "2",
-                "--rows",
-                REFERENCE,
-                "gains, Substeps(5), no guidance",
-            ]
-        )
-        == 0
-    )
-    found = json.loads((tmp_path / "merit.json").read_text())
-    assert {cell["stage"] for cell in found["cells"]} == {"before", "after"}
-    assert {row["row"] for row in found["not_applicable"]} >= {"gains, Substeps(5), no guidance"}
-    assert [(one["row"], one["seeds"]) for one in found["training"]] == [(REFERENCE, 2)]
+    unguided = "gains, Substeps(5), no guidance"
+    training = ["--train", "--seeds", "2", "--rows", REFERENCE, unguided]
+    assert script.main([*command, *training]) == 0
+    results = json.loads((tmp_path / "merit.json").read_text())
+    assert {cell["stage"] for cell in results["cells"]} == {"before", "after"}
+    assert unguided in {row["row"] for row in results["not_applicable"]}
+    assert [(row["row"], row["seeds"]) for row in results["training"]] == [(REFERENCE, 2)]
     page = (tmp_path / "branching.md").read_text()
-    assert (
-        "## Recommendation" in page
-        and "stepwise-flow-grpo" in page
-        and (tmp_path / "merit.md").exists()
-    )
+    assert "## Recommendation" in page and "stepwise-flow-grpo" in page
+    assert (tmp_path / "merit.md").exists()

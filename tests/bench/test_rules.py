@@ -7,32 +7,28 @@ from flowrl_bench.rules import (
     RandomCredit,
     TurningPointVariant,
     clear_swings,
-    likely_turns,
     random_steps,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 from published_trees import credit, published
 
-from flowrl.core.errors import ConfigError, CreditError
+from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Decisions, Experience
 from flowrl.core.protocols import Stateful
 from flowrl.credit import (
     GDPO,
-    BackedUp,
     DepthRelative,
     SiblingRelative,
-    StepwiseGain,
     TurningPoint,
     Uniform,
     Weighted,
     credit_of,
     example,
-    read_columns,
     turning_points,
 )
 from flowrl.parts.registry import build
-from flowrl.probes import Branch, Completion
+from flowrl.probes import Branch
 from flowrl.testing import credit_contract
 from flowrl.training.build import make_method
 from flowrl.training.config import preset
@@ -43,9 +39,6 @@ test_variants = [
     credit_contract(TurningPointVariant(min_size=0.1, confidence=0.5, rule=PER_PROMPT)),
     credit_contract(TurningPointVariant(confidence=1.0, reward_noise=0.1, rule=PER_PROMPT)),
 ]
-test_best_branches_contract = credit_contract(
-    Pruned(DepthRelative(probe=Branch((2, 2))), width="best")
-)
 test_moving_depths_contract = credit_contract(
     Pruned(DepthRelative("tree", "sample"), width="extremes", steps=(2,), every=1, stop=1),
     decisions=6,
@@ -130,28 +123,6 @@ def test_filters_by_hand() -> None:
     assert swings[0, :2, 0].tolist() == [True, True]
 
 
-def test_special_cases_of_a_variant() -> None:
-    values, reads = table(5), torch.tensor([False, False, True, False])
-    decisions = Decisions.like(values)
-
-    def assign(rule) -> torch.Tensor:
-        return rule.assign(values, decisions)
-
-    assert torch.equal(assign(TurningPointVariant()), assign(TurningPoint()))
-    gains = StepwiseGain(normalise="step", probe=Completion())
-    assert torch.equal(assign(TurningPointVariant(where="none")), assign(gains))
-    noisy = TurningPointVariant(reward_noise=0.1, confidence=1.0, rule=TurningPoint(balance=None))
-    likely = likely_turns(values, turning_points(values), 0.1, 1.0)
-    assert torch.equal(noisy.selected(values), likely)
-    expected = {
-        "turning": [True] * 5,
-        "random": [True] * 5,
-        "none": [False, False, True, True, False],
-    }
-    for where, columns in expected.items():
-        assert read_columns(TurningPointVariant(where=where), reads).tolist() == columns
-
-
 # Pruned trees
 
 LATE = dict(steps=(14, 15, 16, 17))
@@ -226,18 +197,6 @@ def test_pruned_keeps_count_and_the_memory_of_its_rule() -> None:
     restored.load_state_dict(rule.state_dict())
     assert restored.iteration == 4
     assert torch.equal(credit(restored, shown), credit(rule, shown))
-
-
-def test_pruned_may_wrap_any_rule_and_multiplies_its_weights() -> None:
-    shown = example(torch.rand(1, 4, 4), Branch((2,))).experience()
-    twice = Pruned(Pruned(GDPO(SiblingRelative()), steps=(0,)), steps=(2,))
-    assert trained(twice, shown)[0, 0].tolist() == [False, True, False]
-    assert twice.reads_fields == () and Pruned(BackedUp()).reads_fields == ("log_probs",)
-    assert trained(
-        Pruned(width="best"), example(torch.rand(1, 4, 4), Branch({})).experience()
-    ).all()
-    with pytest.raises(CreditError, match=r"Pruned.steps = \(9,\) on a schedule of 3 steps"):
-        trained(Pruned(steps=(9,)), shown)
 
 
 @pytest.mark.parametrize(

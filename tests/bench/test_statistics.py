@@ -9,25 +9,20 @@ import pytest
 from flowrl_bench.calibration import LAWS, experiment
 from flowrl_bench.statistics import (
     Curve,
-    bootstrap,
     detectable,
     first_passage,
     holm,
     interquartile_mean,
     mean_until,
-    median,
     monotone,
     rate,
     rate_difference,
     shift_at_equal_reward,
     widening,
-    worst,
 )
 from flowrl_compare.statistics import mean
 from hypothesis import given
 from hypothesis import strategies as st
-
-from flowrl.core.errors import ConfigError
 
 rewards = st.lists(st.floats(0, 1), min_size=2, max_size=12)
 
@@ -37,7 +32,9 @@ class TestMean:
         """Of 1, 2, 3: error 1 / sqrt(3), t = 2 sqrt(3) with 2 degrees of freedom."""
         three = mean([1.0, 2.0, 3.0])
         reach = 4.30265 / math.sqrt(3)
-        assert (three.low, three.value, three.high) == pytest.approx((2 - reach, 2, 2 + reach))
+        assert (three.low, three.value, three.high) == pytest.approx(
+            (2 - reach, 2, 2 + reach), rel=1e-5
+        )
         assert three.p == pytest.approx(0.0741799, rel=1e-5)
         assert mean([1.0, 2.0, 3.0], null=2.0).p == pytest.approx(1.0)
         assert mean([0.5, 0.5]) == Inference(0.5, 0.5, 0.5, 0.0)
@@ -97,23 +94,11 @@ class TestBootstrap:
         assert widening(10) == pytest.approx(2.2622 / 1.95996 * math.sqrt(10 / 9), rel=1e-4)
         assert math.isinf(widening(1))
 
-    def test_means_show_what_interquartile_means_hide(self) -> None:
-        sound, fallen = np.full(10, 0.98), np.array([0.19, 0.19] + [0.98] * 8)
-        assert interquartile_mean(fallen, sound).value == 0.0
-        assert mean(fallen - sound).value == pytest.approx(-0.158) and worst(
-            fallen, sound
-        ).value == pytest.approx(-0.79)
-        assert median(fallen).value == 0.98
-
     def test_exchanges_are_exact_if_the_arms_are_alike(self) -> None:
         """p < 0.05 in at most 5% of 300 experiments, plus three standard errors."""
         generator = np.random.default_rng(0)
         found = [interquartile_mean(*generator.standard_cauchy((2, 8))).p for _ in range(300)]
         assert np.mean(np.array(found) <= 0.05) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 300)
-
-    def test_pairs(self) -> None:
-        with pytest.raises(ConfigError, match="same seeds"):
-            bootstrap(np.median, [1.0, 2.0], [1.0])
 
 
 class TestHolm:
@@ -154,10 +139,6 @@ class TestFirstPassage:
         forth, back = first_passage(first, second), first_passage(second, first)
         assert forth.log_ratio == pytest.approx(-back.log_ratio, abs=1e-9)
         assert (forth.first_never, forth.second_never) == (back.second_never, back.first_never)
-
-    def test_who_never_arrives_is_counted(self) -> None:
-        found = first_passage(Curve([0, 1, 2], [0.0, 0.5, 1.0]), Curve([0, 1, 2], [0.0, 0.0, 0.0]))
-        assert found.second_never and not found.first_never and found.log_ratio < 0
 
     @pytest.mark.parametrize("law", LAWS)
     def test_an_arm_against_its_copy_is_1(self, law: str) -> None:

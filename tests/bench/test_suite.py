@@ -3,17 +3,14 @@ estimate of the remaining time.
 """
 
 import json
-import math
 import shlex
 from pathlib import Path
 
 import pytest
 from bench_lines import SMALL, small_line, small_run
-from flowrl_bench import suite as module
-from flowrl_bench.claims import Claim, make_run
+from flowrl_bench.claims import Claim
 from flowrl_bench.digest import config_id
-from flowrl_bench.evidence import Evidence
-from flowrl_bench.measurements import CURVE, measure, observe_run
+from flowrl_bench.measurements import measure, observe_run
 from flowrl_bench.remaining import RemainingTime
 from flowrl_bench.results_file import ResultsFile, SamplesFile, make_line
 from flowrl_bench.suite import (
@@ -23,7 +20,7 @@ from flowrl_bench.suite import (
     needed,
     redo,
 )
-from flowrl_bench.verdicts import BETTER, FAILS, HOLDS, Compare, judge
+from flowrl_bench.verdicts import BETTER, Compare
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
@@ -59,36 +56,28 @@ def suite_of(
 
 class TestRuns:
     def test_runs_resumes_and_pauses(self, tmp_path: Path) -> None:
-        runs, seen = needed({"tiny": TINY}, "mixture", {"mixture": (0, 1, 2)}), []
-        suite = Suite(runs, ResultsFile(tmp_path / "results.jsonl"), runs)
+        runs, progress = needed({"tiny": TINY}, "mixture", {"mixture": (0, 1, 2)}), []
+        path = tmp_path / "results.jsonl"
+        suite = Suite(runs, ResultsFile(path), runs)
         assert not suite.execute(1, minutes=0) and suite.file.read() == {}
 
         def interrupt(done: int, total: int, line) -> None:
-            seen.append((done, total))
+            progress.append((done, total))
             raise KeyboardInterrupt
 
         assert not suite.execute(1, interrupt)
-        kept = suite.file.path.read_text()
-        assert seen == [(1, 6)] and 1 <= kept.count("\n") < 6
+        kept = path.read_text()
+        assert progress == [(1, 6)] and 1 <= kept.count("\n") < 6
         order = []
         assert suite.execute(1, lambda done, total, line: order.append(line["seed"]))
-        assert suite.file.path.read_text().startswith(kept) and order == sorted(order)
+        assert path.read_text().startswith(kept) and order == sorted(order)
         lines = suite.file.read(suite.allowed)
         assert set(lines) == set(suite.runs)
         assert suite.execute(1, interrupt)  # nothing is left to do
-        found = evidence(TINY, "mixture", lines, (0, 1, 2))
-        assert found is not None and found.seeds == (0, 1, 2)
+        complete = evidence(TINY, "mixture", lines, (0, 1, 2))
+        assert complete is not None and complete.seeds == (0, 1, 2)
         for key, line in lines.items():
-            words = [
-                "flowrl",
-                "bench",
-                "claims",
-                "--out",
-                str(tmp_path / "results.jsonl"),
-                "--redo",
-                key,
-            ]
-            assert shlex.split(line["command"]) == words
+            assert line["command"] == f"flowrl bench claims --out {path} --redo {key}"
         assert redo(next(iter(lines)), suite.file).same  # made in a worker, repeated here
 
     def test_a_file_that_is_edited_during_its_run_leaves_no_line(self, tmp_path: Path) -> None:
@@ -105,10 +94,7 @@ class TestRuns:
     def test_only_one_process_works_on_a_file(self, tmp_path: Path) -> None:
         suite = suite_of(tmp_path / "results.jsonl", small_run(), command="flowrl bench other")
         with file_lock(suite.file.path, "flowrl bench one"):
-            with pytest.raises(
-                ConfigError,
-                match=r"results\.jsonl is being written by process .* \(`flowrl bench one`",
-            ):
+            with pytest.raises(ConfigError, match=r"results\.jsonl is being written by process"):
                 suite.execute(1)
             assert suite.file.read() == {}  # reading needs no lock
         assert not suite.execute(1, minutes=0)
@@ -124,25 +110,14 @@ class TestRuns:
         assert evidence(TINY, "mixture", {}, (0, 1)) is None
 
 
-class TestSamples:
-    def test_missing_rows_are_measured_and_others_are_kept(self, tmp_path: Path) -> None:
-        file, counts, small = SamplesFile(tmp_path / "samples.json"), [], small_run(window=":-1")
-        file.write({"kept": {"final": 0.0}})
-        assert complete_samples(
-            file, {"a": small, "kept": small}, 1, lambda *one: counts.append(one)
-        )
-        assert counts == [(2, 2)] and file.read() == {
-            "kept": {"final": 0.0},
-            "a": observe_run(None, small),
-        }
-        assert complete_samples(
-            file, {"a": small.replace(seed=1)}, 1, lambda *_: pytest.fail("measured again")
-        )
-        with (
-            file_lock(file.path, "another's work"),
-            pytest.raises(ConfigError, match="another's work"),
-        ):
-            complete_samples(file, {"b": small}, 1, lambda *_: None)
+def test_missing_samples_are_measured_and_others_are_kept(tmp_path: Path) -> None:
+    file, progress, small = SamplesFile(tmp_path / "samples.json"), [], small_run(window=":-1")
+    file.write({"kept": {"final": 0.0}})
+    runs = {"a": small, "kept": small}
+    assert complete_samples(file, runs, 1, lambda *counts: progress.append(counts))
+    assert progress == [(2, 2)]
+    assert file.read() == {"kept": {"final": 0.0}, "a": observe_run(None, small)}
+    assert complete_samples(file, runs, 1, lambda *_: pytest.fail("measured again"))
 
 
 class TestRedo:
@@ -176,41 +151,6 @@ class TestRedo:
         with pytest.raises(ConfigError, match="redo = 'nothing' is not allowed"):
             redo("nothing", suite.file)
 
-    @pytest.mark.parametrize(
-        ("change", "name"),
-        [
-            (lambda line: line["totals"].update(reward_calls=0.0), "totals.reward_calls"),
-            (lambda line: line.update(gains=[[0.1]]), "gains"),
-            (lambda line: line["curve"][1].__setitem__(CURVE.index("nfe"), 1.0), "curve[1].nfe"),
-            (
-                lambda line: line["curve"][1].__setitem__(CURVE.index("soft"), math.nan),
-                "curve[1].soft",
-            ),
-            (
-                lambda line: line["curve"][1].__setitem__(CURVE.index("quality"), None),
-                "curve[1].quality",
-            ),
-            (lambda line: line["curve"].pop(), "curve"),
-            (lambda line: line["curve"][1].pop(), "curve[1].columns"),
-        ],
-    )
-    def test_everything_but_seconds_is_compared(
-        self, suite: Suite, change, name: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (line,) = suite.file.read().values()
-        kept = {key: line[key] for key in ("curve", "totals", "phases", "gains")}
-        monkeypatch.setattr(module, "measure", lambda config: json.loads(json.dumps(kept)))
-        assert redo(line["id"], suite.file).same
-        self.change(
-            suite,
-            lambda line: [line["totals"].update(seconds=1e9), line["phases"].update(rollout=1e9)],
-        )
-        self.change(suite, lambda line: line["curve"][1].__setitem__(CURVE.index("seconds"), 1e9))
-        assert redo(line["id"], suite.file).same
-        self.change(suite, change)
-        found = redo(line["id"], suite.file)
-        assert name in found.differing and found.largest > 0
-
 
 class TestRemainingTime:
     @pytest.fixture(scope="class")
@@ -227,8 +167,9 @@ class TestRemainingTime:
         ]
         return [{**line, "config": RunConfig.from_dict(line["config"])} for line in some]
 
-    @pytest.mark.parametrize("order", ["as finished", "low seeds first", "expensive last"])
-    @pytest.mark.parametrize("speed", [1.0, 4.0])
+    @pytest.mark.parametrize(
+        ("order", "speed"), [("low seeds first", 1.0), ("expensive last", 4.0)]
+    )
     def test_the_estimate_is_close_from_the_start(
         self, lines: list[dict], order: str, speed: float
     ) -> None:
@@ -239,7 +180,7 @@ class TestRemainingTime:
             "low seeds first": lambda line: line["seed"],
             "expensive last": lambda line: line["totals"]["seconds"],
         }
-        lines = sorted(lines, key=keys[order]) if order in keys else lines
+        lines = sorted(lines, key=keys[order])
         remaining = RemainingTime({line["id"]: line["config"] for line in lines})
         seconds = [speed * line["totals"]["seconds"] for line in lines]
         left, elapsed, ratios, plain = sum(seconds), 0.0, [], []
@@ -252,46 +193,3 @@ class TestRemainingTime:
         known = ratios if speed == 1.0 else ratios[8:]
         assert min(known) > 0.5 and max(known) < 2.0
         assert min(plain[1:100]) < 0.25  # what a mean over all runs would have estimated
-
-
-@pytest.mark.slow
-def test_the_suite_detects_known_differences() -> None:
-    """Credit by true advantages leads, random credit trails, and the verdicts say so, in runs of a
-    few seconds.
-    """
-    short = {
-        "arm": "uniform",
-        "clip_range": 2e-3,
-        "iterations": 10,
-        "eval_every": 1,
-        "groups": 12,
-        "group_size": 12,
-        "eval_samples": 48,
-        "eval_steps": 10,
-        "num_steps": 5,
-        "window": "0:3",
-        "learning_rate": 4e-2,
-        "noise_level": 0.7,
-    }
-    arms = {
-        "true": {"credit": "stepwise-gain(probe='continuation:6')"},
-        "uniform": {},
-        "turning points": {"method": "tp-grpo"},
-        "random": {"credit": "random"},
-    }
-    seeds = (0, 1, 2)
-    runs = {
-        name: {
-            "direction": [
-                measure(make_run("mixture", "direction", seed, {**short, **arm})) for seed in seeds
-            ]
-        }
-        for name, arm in arms.items()
-    }
-    found = Evidence(runs, seeds)  # type: ignore[arg-type]
-    levels = {name: float(found.values(name, "area").mean()) for name in arms}
-    order = sorted(levels, key=lambda name: -levels[name])
-    assert order[0] == "true" and order[-1] == "random"
-    assert judge(Compare("true", "uniform", expects=BETTER), found).verdict == HOLDS
-    assert judge(Compare("uniform", "random", expects=BETTER), found).verdict == HOLDS
-    assert judge(Compare("random", "true", expects=BETTER), found).verdict == FAILS

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from bench_lines import here
 from flowrl_bench import tune
-from flowrl_bench.arms import ARMS, Arm, own_arm, own_arms
+from flowrl_bench.arms import ARMS, Arm, own_arm
 from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.tune import SEEDS, Point, Search, Trial, best, choices, chosen, proposals
 from hypothesis import given
@@ -37,10 +37,6 @@ class TestSearch:
     def test_every_method_gets_exactly_its_budget(self, budget: int, knobs: int, seed: int) -> None:
         """Whatever the scores are."""
         assert len(run(lambda trial: hash((trial, seed)) % 1000, knobs, budget)) == budget
-
-    @given(st.tuples(st.integers(-1, 1), st.integers(-1, 1), st.integers(-1, 1)))
-    def test_it_finds_a_top_near_the_start(self, top: Point) -> None:
-        assert best(run(hill(top), budget=18)) == top
 
     @given(st.integers(-5, 5))
     def test_an_optimum_at_an_edge_widens_the_grid(self, top: int) -> None:
@@ -78,20 +74,6 @@ class TestArms:
                     assert config.environment.world == world
 
     @pytest.mark.parametrize(
-        ("settings", "knobs"),
-        [
-            ({"loss": "gspo"}, {"clip_range", "learning_rate", "noise_level"}),
-            ({"loss": "policy-gradient"}, {"learning_rate", "noise_level"}),
-            ({"loss": "gspo", "clip_range": 0.1}, {"learning_rate", "noise_level"}),
-            ({"method": "diffusion-nft"}, {"learning_rate"}),
-        ],
-    )
-    def test_an_arm_is_searched_by_the_numbers_that_it_has(
-        self, settings: dict[str, object], knobs: set[str]
-    ) -> None:
-        assert set(own_arm("mine", settings).knobs) == knobs
-
-    @pytest.mark.parametrize(
         ("settings", "told"),
         [
             ({}, "settings other than 'uniform' has"),
@@ -106,14 +88,6 @@ class TestArms:
             own_arm("mine", settings)
         with pytest.raises(ConfigError, match="arm = 'uniform' is not allowed"):
             own_arm("uniform", {"loss": "gspo"})
-
-    def test_arms_of_the_command(self, tmp_path: Path) -> None:
-        (tmp_path / "arms.yaml").write_text("arms: {file: {kl_weight: 0.1}}")
-        found = own_arms(["gspo: loss=gspo"], tmp_path / "arms.yaml")
-        assert [(arm.name, dict(arm.settings)) for arm in found] == [
-            ("gspo", {"loss": "gspo"}),
-            ("file", {"kl_weight": 0.1}),
-        ]
 
 
 class TestLog:

@@ -90,32 +90,6 @@ def test_calls_bias_and_variance_agree_with_monte_carlo(
         assert bool(((sample.mean(0)[0] - prediction[0, 0]).abs() <= limit * error + 1e-9).all())
 
 
-@pytest.mark.parametrize("count", range(3, 12))
-def test_pure_noise_has_known_densities(count: int) -> None:
-    """Orders of exchangeable scores: (n + 1) / 3 turning points in n decisions under the plain
-    rule, 1/2 + 11 (n - 3) / 60 under the consistent one; the noise has the same standard deviation
-    at every decision, and no bias.
-    """
-    flat = torch.full((1, 1, count + 1), 0.4)
-    plain, consistent = (expected_calls(flat, 0.1, rule) for rule in (False, True))
-    close(
-        plain.called[0, 0],
-        torch.tensor([2 / 3, 1 / 4, *[1 / 3] * (count - 3), 5 / 12], dtype=torch.float64),
-        1e-10,
-    )
-    close(
-        consistent.called[0, 0],
-        torch.tensor([1 / 3, 1 / 6, *[11 / 60] * (count - 3), 0.0], dtype=torch.float64),
-        1e-10,
-    )
-    assert abs(float(plain.called.sum()) - (count + 1) / 3) < 1e-9
-    assert abs(float(consistent.called.sum()) - (1 / 2 + 11 * (count - 3) / 60)) < 1e-9
-    for found in (plain, consistent):
-        close(found.mean, torch.zeros_like(found.mean), 1e-10)
-        assert torch.equal(found.false_calls, found.called)
-        assert not found.turns.any()
-
-
 # The criterion
 
 
