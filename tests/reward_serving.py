@@ -36,10 +36,9 @@ class Function:
 
 def echo(images, prompts):
     """The number in the image, if the prompt names the same one, else -1."""
-    found = (images.flatten(1).amax(1) * 2**24).round()
-    return torch.where(
-        found == torch.tensor([float(p.metadata["sample"]) for p in prompts]), found, -1.0
-    )
+    numbers = (images.flatten(1).amax(1) * 2**24).round()
+    named = torch.tensor([float(prompt.metadata["sample"]) for prompt in prompts])
+    return torch.where(numbers == named, numbers, -1.0)
 
 
 @contextlib.contextmanager
@@ -100,8 +99,8 @@ def refused(answer, status, code):
 
 def unsure(images, prompts):
     """Cannot judge images whose number is a multiple of three."""
-    found = echo(images, prompts)
-    return torch.where(found % 3 == 0, torch.nan, found)
+    numbers = echo(images, prompts)
+    return torch.where(numbers % 3 == 0, torch.nan, numbers)
 
 
 def marking(function):

@@ -16,13 +16,10 @@ from flowrl_bench.measurements import (
     observe_run,
     reproducible,
 )
-from flowrl_bench.negative_controls import FreshNoiseFault
 from flowrl_bench.rules import RandomCredit
 from flowrl_bench.suite import _differences, _named
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.experience import Decisions
-from flowrl.credit import TurningPoint
 from flowrl.testing import credit_contract
 from flowrl.training.build import make_trainer
 
@@ -104,22 +101,6 @@ class TestRuns:
         assert clean["curve"][1][CURVE.index("soft")] != noisy["curve"][1][CURVE.index("soft")]
         with pytest.raises(ConfigError, match="reward_noise"):
             small_run(reward_noise=-1.0)
-
-    def test_fresh_noise_corrupts_only_the_first_values(self) -> None:
-        table = torch.rand(2, 4, 6, generator=torch.Generator().manual_seed(0))
-
-        class Shown:
-            probe = TurningPoint().probe
-
-            def assign(self, values, decisions):
-                self.values = values
-                return values.diff(dim=-1)
-
-        shown = Shown()
-        FreshNoiseFault(shown).assign(table, Decisions.like(table))
-        assert torch.equal(shown.values[..., 1:], table[..., 1:])
-        assert torch.equal(shown.values[..., 0].sort(1).values, table[..., 0].sort(1).values)
-        assert not torch.equal(shown.values[..., 0], table[..., 0])
 
 
 def trainer_of(seed=0, **changes):

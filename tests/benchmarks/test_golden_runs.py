@@ -8,7 +8,7 @@ import golden
 import golden_sides
 import pytest
 import torch
-from golden_cases import METHODS, POINTS, Job, cases, runs
+from golden_cases import METHODS, POINTS, cases, runs
 from safetensors.torch import save_file
 
 from flowrl.credit.table import zscore
@@ -97,27 +97,6 @@ def test_only_what_is_meant_is_excused(compared, monkeypatch):
     assert keys(result.differences) == ["case/run/weights.safetensors:weight.a"]
 
 
-def test_commands_use_the_names_of_their_side(monkeypatch):
-    monkeypatch.setattr(golden_sides, "SETTINGS", {"lr": "learning_rate"})
-    job = Job("run", {"lr": 0.1, "offload": True, "chunked": False, "heldout_rewards": ("a", "b")})
-    words = ["--offload", "--no-chunked", "--heldout-rewards", "a", "b"]
-    old, new = (side.translate(job).arguments("folder") for side in golden_sides.SIDES.values())
-    assert old == ["train", "--out", "folder", "--lr", "0.1", *words]
-    assert new == ["train", "--out", "folder", "--learning-rate", "0.1", *words]
-
-
-def test_every_training_names_its_settings_and_uniform_credit_its_case(tmp_path):
-    named = {"sampler", "noise_level", "window", "loss", "clip_range", "kl_weight", "betas"}
-    named |= {"learning_rate", "group_size", "num_steps", "minibatches", "ema_decay"}
-    named |= {"initial_noise", "trained_steps", "drop_zero_advantages", "eval_solver", "dtype"}
-    for case, jobs in cases(tmp_path).items():
-        for job in (job for job in jobs if job.folder == "out"):
-            assert named <= set(job.settings), (case, job.name, named - set(job.settings))
-            if job.command == "train":
-                uniform = job.settings["credit"].startswith("uniform(")
-                assert uniform == case.startswith("uniform-"), (case, job.name)
-
-
 def test_every_method_runs_in_both_worlds(tmp_path):
     for world in ("mixture", "shapes"):
         found = [job for kind in ("uniform", "rules") for job in cases(tmp_path)[f"{kind}-{world}"]]
@@ -171,20 +150,3 @@ def test_states_and_log_probabilities_fit_the_schedule(tables):
         # of noise, a mean over two elements
         squared = -2 * one["log_probs"] - 2 * one["std"][drawn].log() - math.log(2 * math.pi)
         assert float(squared.mean()) == pytest.approx(1, abs=4 / math.sqrt(squared.numel()))
-
-
-def test_a_forward_process_loss_has_a_weight_and_an_advantage_per_drawn_time(tables):
-    for one in tables(**METHODS["awm"]):
-        assert one["weights"].shape == one["advantages"].shape == one["row_times"].shape
-        assert one["weights"].shape[-1] == 3 and bool((one["weights"] > 0).all())
-        assert bool(one["log_probs"].isnan().all()) and not one["drawn"].any()
-
-
-def test_the_tables_of_a_branched_iteration_contain_its_tree(tables):
-    for one in tables(**METHODS["tree-grpo"]):
-        paths, nodes = one["tree.paths"], one["states"].shape[2]
-        for node in range(nodes):
-            states = one["states"][:, :, node]
-            same = paths[:, node, None] == paths[:, node]
-            equal = (states[:, :, None] == states[:, None]).flatten(3).all(3)
-            assert torch.equal(equal, same.expand_as(equal))

@@ -169,21 +169,3 @@ def test_the_benchmark_runs_prints_one_table_and_goes_on_where_it_was(
     gpu.main(words)
     again = capsys.readouterr()
     assert again.out.splitlines() == shown and "a broken line" in again.err
-
-
-def test_time_that_is_up_and_failures_are_said(tmp_path, capsys, monkeypatch):
-    words = [*TOY, "--methods", "flow-grpo", "--variants", "none", "--out", str(tmp_path)]
-    gpu.main([*words, "--minutes", "0"])
-    told = capsys.readouterr()
-    assert "not measured, the time is up" in told.err and "0 of 1 configurations" in told.out
-
-    def fails(*given):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    monkeypatch.setattr(gpu, "measure", fails)
-    gpu.main(words)
-    assert "out of memory" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="no such setting"):
-        gpu.main([*words, "--set", "nothing=1"])
-    with pytest.raises(SystemExit, match="a int is needed"):
-        gpu.main([*words, "--set", "members=many"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowrl.core.errors import ConfigError, RewardError
+from flowrl.core.errors import RewardError
 from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
 from flowrl.serving.judge import Judge, parse_score
@@ -205,16 +205,3 @@ def test_refused_answers_can_be_marked_invalid(serve):
     assert judge(server, mark_invalid=True).marks_invalid and not judge(server).marks_invalid
     with pytest.raises(RewardError, match="I like it"):
         judge(server, attempts=2).score(shades(4), [Prompt("x")] * 4)
-
-
-@pytest.mark.parametrize(
-    ("url", "question", "message"),
-    [
-        ("file:///etc/passwd", "{prompt}", r"judge\.url = 'file:///etc/passwd' is not allowed"),
-        ("http://user:word@x/v1", "{prompt}", r"judge\.url"),
-        ("http://x", "good?", r"question = 'good\?' is not allowed; allowed: a text with {prompt}"),
-    ],
-)
-def test_settings_are_checked(url, question, message):
-    with pytest.raises(ConfigError, match=message):
-        Judge(url, "m", question=question)

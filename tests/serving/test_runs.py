@@ -4,42 +4,19 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 
 import httpx
 import pytest
 import server_fuzz as fuzzing
-from reward_serving import Function, numbered, post, refused, served
-from server_load import REWARD, Server
+from reward_serving import Function, post, refused, served
+from server_load import REWARD
 
 from flowrl.cli.main import main
 from flowrl.core.errors import RewardError
 from flowrl.parts.registry import build
 from flowrl.serving import ServerSettings
-from flowrl.serving.client import RemoteReward
 from flowrl.training.config import preset
 from flowrl.training.run import Run
-
-
-@pytest.mark.slow
-def test_a_server_killed_in_mid_request_and_restarted(tmp_path):
-    """SIGKILL while the reward computes; the same call ends with the right scores once the server
-    is back.
-    """
-    server = Server(tmp_path, seconds=60.0).start()
-    results = []
-    remote = RemoteReward(server.url, batch=2, token_file=str(tmp_path / "token"), backoff=0.05)
-    client = threading.Thread(target=lambda: results.append(remote.score(*numbered(range(7)))))
-    client.start()
-    while server.metrics()["flowrl_reward_memory_bytes"] == 0:
-        time.sleep(0.02)
-    server.end(signal.SIGKILL)
-    server.seconds = 0.0
-    server.start()
-    client.join(60)
-    server.end()
-    assert [found.tolist() for found in results] == [[float(n) for n in range(7)]]
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
