@@ -60,7 +60,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def satellites(session: nox.Session) -> None:
-    """Run the fast tests of the benchmarks, the course, the site and the reward server."""
+    """Run the fast tests of the satellites and of the site."""
     session.run(
         "python", "-m", "pytest", "-n", "2", "-m", "satellite and not slow", *session.posargs
     )

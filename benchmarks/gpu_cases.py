@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.policies import ARCHITECTURES, DECODER, SD3, Architecture, Family, Flux
+from flowrl.policies import ARCHITECTURES, SD3, Architecture, Family, Flux
 from flowrl.testing import tiny
+
+DECODER = ARCHITECTURES["flux.1-dev"].decoder
+"""The image decoder of SD3, SD3.5 and FLUX.1, an `AutoencoderKL`."""
 
 METHODS = ("flow-grpo", "stepwise-flow-grpo", "tp-grpo")
 

@@ -1,7 +1,7 @@
 """Bad input, generated from the settings' own schema and tried on every command, file format and
 the Python API.
 
-    python benchmarks/hostile.py [--only CLASS ...] [--out FILE] [--show N]
+    python benchmarks/hostile.py [--mutants SEED] [--only CLASS ...] [--out FILE] [--show N]
 
 An input is handled *clearly* if there is exactly one message that names what was wrong, the exit
 code is 2, nothing is written, no traceback is printed and it takes less than ten seconds. In Python
@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hostile_cases import Case, all_cases, make_sandbox
+from hostile_mutants import drawn, mutants
 
 LIMIT = 10.0
 """Seconds after which a case counts as hanging, or as having started work."""
@@ -112,14 +113,14 @@ def judged(
     """What is wrong with how an input was handled; "" if nothing is."""
     if status is None:
         return "hangs or starts work"
-    if "Traceback" in output:
+    if "Traceback" in output or "unexpected error" in output:
         return "traceback"
     if status == 0:
         return "accepted"
-    if status != 2:
+    if status != 2 and not (case.begins and status == 1):
         return f"exit code {status}"
     changed = sorted(set(before.items()) ^ set(after.items()))
-    if changed:
+    if changed and not case.begins:
         return f"leaves {changed[0][0]}"
     errors = output.count("flowrl: error:") + output.count("╭─")
     if errors != 1:
@@ -182,10 +183,20 @@ def main() -> int:
     parser.add_argument(
         "--every", type=int, default=1, help="try every n-th case of each class only"
     )
+    parser.add_argument(
+        "--mutants", type=int, metavar="SEED", help="the cases of hostile_mutants instead"
+    )
+    parser.add_argument(
+        "--drawn", action="store_true", help="with --mutants: 300 drawn cases and no listed ones"
+    )
     args = parser.parse_args()
-    cases = [case for case in all_cases() if not args.only or case.family in args.only][
-        :: args.every
-    ]
+    if args.mutants is None:
+        known = all_cases()
+    elif args.drawn:
+        known = drawn(args.mutants, specs=60, commands=90, files=60, calls=90)
+    else:
+        known = mutants(args.mutants)
+    cases = [case for case in known if not args.only or case.family in args.only][:: args.every]
     outcomes = list(progress(cases, tried))
     unclear = [outcome for outcome in outcomes if outcome.problem]
     for outcome in unclear[: args.show]:

@@ -49,6 +49,8 @@ class Case:
     named: tuple[str, ...]
     run: Callable[[Path], int]
     prepare: Callable[[Path], None] = _nothing
+    begins: bool = False
+    """The fault may show after the work has begun: exit code 1, and files, are allowed."""
 
 
 def make_sandbox(root: Path) -> None:

@@ -50,7 +50,7 @@ TIME_LIMIT = 180
 """Seconds per bug."""
 KEYS = {"id", "meaning", "source", "tests"}
 EDIT = {"file", "find", "replace"}
-PACKAGES = ("", "tutorials/package", "benchmarks/package", "benchmarks", "tests")
+PACKAGES = ("", "tutorials/package", "benchmarks/package", "packages", "benchmarks", "tests")
 PRELOADED = (
     *("torch", "pytest", "hypothesis", "jaxtyping", "beartype", "einops", "safetensors.torch"),
     *("rich.table", "tyro", "matplotlib.figure", "peft", "scipy.stats"),

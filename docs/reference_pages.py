@@ -28,7 +28,7 @@ PAGES = {
     "losses": "Losses: clipped, GSPO, GRPO-Guard, Flow-DPPO, DiffusionNFT, AWM, DGPO",
     "probes": "Probes: substeps, ODE completion, branches",
     "rollout": "Rollout: trajectories, values, weights, batches",
-    "rewards": "Reward models: GenEval, OCR, PickScore, HPS, CLIP, sums",
+    "rewards": "Rewards: JPEG sizes, motion, sums, win rates, diversity",
     "policies": "Policies: SD3, FLUX, Qwen-Image, Wan, two small networks",
     "worlds": "Worlds: built-in tasks, tasks from a model",
     "training": "Training: trainer, settings, runs, comparisons, evaluation",
@@ -40,6 +40,7 @@ PAGES = {
     "workers": "Jobs in worker processes",
     "signals": "Ctrl-C, SIGTERM and closed pipes",
     "serving": "Reward server and its client",
+    "flowrl_rewards": "Reward networks: GenEval, OCR, PickScore, HPS, CLIP",
     "flowrl_compare": "Comparisons, evaluations, figures and reports",
 }
 """A page of the reference per package or module of flowrl, or satellite, and its title."""

@@ -18,7 +18,7 @@ settings.register_profile("flowrl", derandomize=True, deadline=None)
 settings.load_profile("flowrl")
 
 
-SATELLITES = ("bench", "benchmarks", "compare", "course", "docs", "serving")
+SATELLITES = ("bench", "benchmarks", "compare", "course", "docs", "reward_models", "serving")
 """Folders with the tests of what imports the library, which a change of the library rarely breaks.
 """
 

@@ -73,18 +73,21 @@ def evaluations(trained):
 
 
 @pytest.mark.parametrize(
-    ("method", "sampling"),
+    ("method", "kl_weight", "sampling"),
     [
-        ("flow-grpo", [SAMPLES] * STEPS),
+        ("flow-grpo", 0.0, [SAMPLES] * STEPS),
         # one noise per group, then estimates of the 3 nodes from which decisions start, the first
         # of them one per group
-        ("stepwise-flow-grpo", [GROUPS, *[SAMPLES] * (STEPS - 1), *[2 * SAMPLES + GROUPS] * STEPS]),
+        (
+            "stepwise-flow-grpo",
+            0.1,
+            [GROUPS, *[SAMPLES] * (STEPS - 1), *[2 * SAMPLES + GROUPS] * STEPS],
+        ),
         # completions run along with the later steps
-        ("tp-grpo", [SAMPLES, 2 * SAMPLES, 3 * SAMPLES, 4 * SAMPLES]),
+        ("tp-grpo", 0.1, [SAMPLES, 2 * SAMPLES, 3 * SAMPLES, 4 * SAMPLES]),
     ],
 )
-@pytest.mark.parametrize("kl_weight", [0.0, 0.1])
-def test_network_calls_and_rows_of_an_iteration(method, sampling, kl_weight):
+def test_network_calls_and_rows_of_an_iteration(method, kl_weight, sampling):
     """Every (trajectory, decision) is evaluated once for the policy and, if there is a KL, once for
     the reference.
     """
@@ -126,20 +129,13 @@ def test_synchronisations_grow_with_neither_steps_nor_micro_batches(method):
     assert count(minibatches=4) <= usual + 2 * 19
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        name if name == "tp-grpo" else pytest.param(name, marks=pytest.mark.slow)
-        for name in SYNCHRONISATIONS
-    ],
-)
-def test_nothing_is_compiled_after_the_first_iteration(method):
+def test_nothing_is_compiled_after_the_first_iteration():
     """Rollout, probing and update of blocks that are compiled, with batches of other sizes in every
     phase.
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    trained, graphs = trainer(method, compiled="eager"), []
+    trained, graphs = trainer("tp-grpo", compiled="eager"), []
     for _ in range(3):
         trained.iteration()
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -206,7 +206,12 @@ def test_the_names_of_a_room_do_not_load_heavy_packages():
     assert python(code) == []
 
 
-SATELLITES = ("flowrl/serving", "benchmarks/package", "tutorials/package")
+SATELLITES = (
+    "flowrl/serving",
+    "benchmarks/package",
+    "tutorials/package",
+    "packages/flowrl_rewards",
+)
 
 
 @pytest.mark.parametrize("folder", SATELLITES)

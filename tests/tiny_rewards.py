@@ -19,18 +19,10 @@ def tiny_clip(folder: Path, seed: int = 0, size: int = 32) -> Path:
 
     pieces = [*CHARACTERS, *(f"{c}</w>" for c in CHARACTERS), "<|startoftext|>", "<|endoftext|>"]
     words = {piece: i for i, piece in enumerate(pieces)}
-    layers = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    text = {
-        **layers,
-        "vocab_size": len(words),
-        "bos_token_id": len(words) - 2,
-        "eos_token_id": len(words) - 1,
-    }
+    layers = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    text = layers | dict(
+        vocab_size=len(words), bos_token_id=len(words) - 2, eos_token_id=len(words) - 1
+    )
     vision = {**layers, "image_size": size, "patch_size": 8}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -7,7 +7,7 @@ import sys
 from importlib.machinery import PathFinder
 
 TREE = os.environ["FLOWRL_TREE"]
-OURS = ("flowrl", "flowrl_bench", "flowrl_course")
+OURS = ("flowrl", "flowrl_bench", "flowrl_course", "flowrl_rewards")
 
 
 class Origin:

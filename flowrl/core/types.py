@@ -16,7 +16,11 @@ frame       images of a video, in order; samples of an image model have no such 
 Time runs from t=1 (noise) to t=0 (data): x_t = (1-t) x_0 + t eps, velocity v = eps - x_0 = dx/dt.
 """
 
+import mmap
 import os
+import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +32,7 @@ from beartype import beartype
 from jaxtyping import Float, Int, jaxtyped
 from torch import Tensor
 
-from flowrl.core.errors import FlowrlError, require
+from flowrl.core.errors import FlowrlError, part_errors, require
 from flowrl.core.prompt import Prompt as Prompt
 from flowrl.core.tree import Tree
 
@@ -69,9 +73,16 @@ def tensor_problem(tensor: Tensor) -> str:
     return f"has complex numbers ({tensor.dtype})" if tensor.is_complex() else ""
 
 
+SLOW = 60.0
+"""Seconds after which a call of a part is named on standard error."""
+_forked = mmap.mmap(-1, 256)
+"""Memory that a process shares with its forks: process and call of a part that returned twice."""
+
+
 @contextmanager
-def inputs_unchanged(call: str, error: type[FlowrlError], *inputs: Tensor) -> Iterator[None]:
-    """A context that raises `error` if the call of a part changes its inputs in place.
+def part_call(call: str, error: type[FlowrlError], *inputs: Tensor) -> Iterator[None]:
+    """The context of every call of a part of the user: what the call raises or breaks is an error
+    that names it.
 
     Args:
         call: name of the call, for the message.
@@ -79,13 +90,66 @@ def inputs_unchanged(call: str, error: type[FlowrlError], *inputs: Tensor) -> It
         *inputs: tensors that the call receives.
 
     Raises:
-        FlowrlError: an input was changed; the class is `error`.
+        PartError: the part raised an exception.
+        FlowrlError: an input was changed in place, PyTorch's default type or gradient mode was
+            changed, or the process was forked and not ended; the class is `error`.
     """
     counted = [tensor for tensor in inputs if not tensor.is_inference()]
     before = [tensor._version for tensor in counted]
-    yield
+    process, modes = os.getpid(), (torch.get_default_dtype(), torch.is_grad_enabled())
+    with part_errors(), _named_if_slow(call):
+        yield
+    if os.getpid() != process:
+        _forked[:] = f"{process} {call}".encode()[:256].ljust(256)
+        os._exit(1)
+    parent, _, forking = _forked[:].decode(errors="replace").strip().partition(" ")
+    if parent == str(process):
+        _forked[:] = bytes(256)
+        raise error(f"{forking} forked the process, and the copy returned too; end it first")
     if [tensor._version for tensor in counted] != before:
         raise error(f"{call} changed its input in place; work on a copy (tensor.clone())")
+    if (torch.get_default_dtype(), torch.is_grad_enabled()) != modes:
+        torch.set_default_dtype(modes[0])
+        torch.set_grad_enabled(modes[1])
+        raise error(f"{call} changed torch's default dtype or gradient mode; restore them")
+
+
+_calls: dict[object, tuple[str, float]] = {}
+"""The calls of parts in progress, the longest first, and when each began."""
+
+
+@contextmanager
+def _named_if_slow(call: str) -> Iterator[None]:
+    key = object()
+    _calls[key] = (call, time.monotonic())
+    try:
+        yield
+    finally:
+        del _calls[key]
+
+
+@contextmanager
+def watched_calls() -> Iterator[None]:
+    """A context in which a line on standard error names each call of a part that takes more than
+    `SLOW` seconds.
+    """
+    ended = threading.Event()
+
+    def watch() -> None:
+        named = None
+        while not ended.wait(SLOW / 10):
+            current = next(iter(_calls.copy().values()), None)
+            if current and current != named and time.monotonic() - current[1] > SLOW:
+                named = current
+                print(f"{current[0]} has not returned for {SLOW:g} s", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def to_main_memory(tensor: Tensor) -> Tensor:

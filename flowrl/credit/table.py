@@ -15,7 +15,7 @@ from torch import Tensor
 from flowrl.core.errors import ConfigError, CreditError, require
 from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, Mask, ValueTable
 from flowrl.core.protocols import CreditRule
-from flowrl.core.types import inputs_unchanged, tensor_problem
+from flowrl.core.types import part_call, tensor_problem
 
 AXES = ("prompt", "member", "decision")
 STD_EPSILON = 1e-4
@@ -234,7 +234,7 @@ def credit_of(rule: CreditRule, experience: Experience) -> Credit:
     records: Any = getattr(rule, "credit", None)
     call = f"{type(rule).__name__}.{'credit' if records else 'assign'}"
     axis = [table for table in vars(decisions).values() if isinstance(table, Tensor)]
-    with inputs_unchanged(call, CreditError, values, *experience.parts.values(), *axis):
+    with part_call(call, CreditError, values, *experience.parts.values(), *axis):
         credit = records(experience) if records else Credit(rule.assign(values, decisions))  # pyright: ignore
     if not isinstance(credit, Credit):
         name = type(credit).__name__

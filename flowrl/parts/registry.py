@@ -23,7 +23,7 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from flowrl.core.errors import ConfigError, FlowrlError, require
+from flowrl.core.errors import ConfigError, FlowrlError, part_errors, require
 from flowrl.parts.kinds import KINDS as KINDS
 from flowrl.parts.kinds import Kind as Kind
 from flowrl.parts.plugins import package_of, plugin
@@ -75,7 +75,8 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{kind}: building {spec} failed: {reason}") from error
-    check_part(kind, part, head)
+    with part_errors():
+        check_part(kind, part, head)
     if kind == "credit":
         resolve_name("flowrl.credit.table:check_signature")(part)
     return part
@@ -128,11 +129,60 @@ def check_part(kind: str, part: Any, name: str = "") -> None:
 
     Raises:
         ConfigError: it lacks a member of the kind's protocols, which the message names if there is
-            one protocol.
+            one protocol; a method is none or takes other arguments; or its probe or its optional
+            methods are not what they must be.
     """
-    if not isinstance(part, KINDS[kind].protocol_types()):
-        lacking = _lacking(kind, lambda member: hasattr(part, member))
-        raise ConfigError(f"{kind}: {name or type(part).__name__} {lacking}")
+    name = name or type(part).__name__
+    protocols = KINDS[kind].protocol_types()
+    fits = [protocol for protocol in protocols if isinstance(part, protocol)]
+    if not fits:
+        raise ConfigError(f"{kind}: {name} {_lacking(kind, lambda member: hasattr(part, member))}")
+    for member in _members(fits[0], (types.FunctionType,)):
+        method, takes = getattr(part, member), getattr(fits[0], member)
+        if member == "__call__":  # of any callable
+            continue
+        arguments = [*inspect.signature(takes).parameters][1:]
+        _check_method(f"{kind}: {name}.{member}", method, len(arguments), ", ".join(arguments))
+    states = [member for member in STATE if hasattr(part, member)]
+    if len(states) == 1:
+        (other,) = set(STATE) - set(states)
+        raise ConfigError(f"{kind}: {name} has {states[0]}, but no {other}; write both or neither")
+    for member, count in OPTIONAL.items():
+        if hasattr(part, member):
+            _check_method(f"{kind}: {name}.{member}", getattr(part, member), count, "")
+    if states and kind == "credit":
+        _check_state(f"{kind}: {name}.state_dict()", part.state_dict())
+    if kind == "credit":
+        probe = part.probe
+        if not isinstance(probe, KINDS["probe"].protocol_types()):
+            shown = f"the class {probe.__name__}" if isinstance(probe, type) else repr(probe)[:60]
+            need = "an instance of a class derived from flowrl.probes.Probe, such as NoProbe()"
+            raise ConfigError(f"{kind}: {name}.probe is {shown}; allowed: {need}")
+
+
+STATE = ("state_dict", "load_state_dict")
+"""Methods of a part with memory."""
+OPTIONAL = {"state_dict": 0, "load_state_dict": 1, "metrics": 0}
+"""Optional methods of a part, and how many arguments each takes."""
+
+
+def _check_method(name: str, method: Any, count: int, arguments: str) -> None:
+    """Raise `ConfigError` unless `method` can be called with `count` arguments."""
+    if not callable(method):
+        raise ConfigError(f"{name} is {method!r:.60}; allowed: a method ({arguments})")
+    try:
+        inspect.signature(method).bind(*[None] * count)
+    except TypeError as error:
+        raise ConfigError(f"{name} must take ({arguments}): {error}") from error
+    except ValueError:  # a built-in function without a signature
+        return
+
+
+def _check_state(name: str, state: Any) -> None:
+    """Raise `ConfigError` unless a checkpoint can hold `state`."""
+    tensor = sys.modules["torch"].Tensor
+    if not isinstance(state, Mapping) or not all(isinstance(v, tensor) for v in state.values()):
+        raise ConfigError(f"{name} is {state!r:.60}; allowed: a dictionary of tensors by name")
 
 
 def _lacking(kind: str, has: Callable[[str], bool]) -> str:

@@ -19,7 +19,6 @@ from flowrl.policies.load import load_policy
 from flowrl.policies.lora import LORA_TARGETS, Adapters
 from flowrl.policies.memory import (
     ARCHITECTURES,
-    DECODER,
     Architecture,
     Memory,
     StorageCounter,
@@ -39,7 +38,6 @@ from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
 
 __all__ = [
     "ARCHITECTURES",
-    "DECODER",
     "DTYPES",
     "LORA_TARGETS",
     "SD3",

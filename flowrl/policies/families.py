@@ -261,12 +261,10 @@ class Flux(Family):
 
     def set_timesteps(self, scheduler, steps, latent_shape, pipe):
         """The even grid 1, ..., 1/T, shifted by the number of image tokens."""
-        even = np.linspace(1.0, 1 / steps, steps)
-        scheduler.set_timesteps(
-            steps,
-            sigmas=None if scheduler.config.get("use_flow_sigmas") else even,
-            mu=resolution_shift(scheduler, latent_shape[0], 1.15),
-        )
+        flow_sigmas = scheduler.config.get("use_flow_sigmas")
+        sigmas = None if flow_sigmas else np.linspace(1.0, 1 / steps, steps)
+        mu = resolution_shift(scheduler, latent_shape[0], 1.15)
+        scheduler.set_timesteps(steps, sigmas=sigmas, mu=mu)
 
     def encode(self, pipe, text, tokens, device):
         """T5 tokens [token, dim], and the pooled CLIP embedding [dim]."""

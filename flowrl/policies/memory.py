@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib import import_module
+from importlib import import_module, resources
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,29 +28,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from flowrl.policies.families import SD3, Family, Flux, QwenImage, Wan, shape_of, size_of
+from flowrl.policies.families import Family, family_of, shape_of, size_of
 from flowrl.policies.lora import Adapters
 from flowrl.policies.pipeline import DTYPES, ModelOptions
-
-DECODER: dict[str, Any] = {
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "block_out_channels": (128, 256, 512, 512),
-    "layers_per_block": 2,
-    "latent_channels": 16,
-    "sample_size": 1024,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-}
-"""The image decoder of SD3, SD3.5 and FLUX.1, an `AutoencoderKL`."""
-FLUX_ENCODERS = 4_762_310_656 + 123_650_304
-"""Parameters of T5 v1.1 XXL's encoder and of CLIP ViT-L/14's text encoder."""
-SD3_ENCODERS = FLUX_ENCODERS + 694_659_840
-"""Parameters of these and of OpenCLIP ViT-bigG/14's text encoder."""
-QWEN_ENCODER = 8_292_166_656
-"""Parameters of Qwen2.5-VL-7B with its vision tower, which the pipeline also loads."""
-WAN_ENCODER = 5_680_910_336
-"""Parameters of UMT5 XXL's encoder."""
+from flowrl.reading import read_json
 
 
 @dataclass(frozen=True)
@@ -77,11 +58,6 @@ class Architecture:
     clip_tokens: int = 0
     decoder_class: str = "AutoencoderKL"
     decoder: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def text_tokens(self) -> int:
-        """The length of a prompt's embedding, by default."""
-        return self.clip_tokens + self.family.text_tokens
 
     @property
     def text_width(self) -> int:
@@ -143,8 +119,7 @@ class Architecture:
         Raises `OSError`, `KeyError` or `ValueError` if files are missing or have another form.
         """
         transformer, decoder = (
-            json.loads((folder / part / "config.json").read_text())
-            for part in ("transformer", "vae")
+            read_json(folder / part / "config.json") for part in ("transformer", "vae")
         )
         kinds = {known.transformer: known for known in ARCHITECTURES.values()}
         return replace(
@@ -161,49 +136,17 @@ def _elements(file: Path) -> int:
         return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
 
 
-def _sd35(layers: int, **config: Any) -> Architecture:
-    """SD3.5; a layer more is a head of 64 channels more."""
-    config |= {
-        "num_layers": layers,
-        "num_attention_heads": layers,
-        "caption_projection_dim": 64 * layers,
-        "qk_norm": "rms_norm",
-        "pooled_projection_dim": 2048,
-    }
-    return Architecture(SD3(), "SD3Transformer2DModel", config, SD3_ENCODERS, 77, decoder=DECODER)
+def _published() -> dict[str, Architecture]:
+    file = resources.files("flowrl") / "data" / "architectures.json"
+    rows = json.loads(file.read_text()).items()
+    return {name: Architecture(family_of(row.pop("pipeline")), **row) for name, row in rows}
 
 
-def _flux(distilled: bool) -> Architecture:
-    config = {
-        "num_layers": 19,
-        "num_single_layers": 38,
-        "pooled_projection_dim": 768,
-        "guidance_embeds": distilled,
-    }
-    return Architecture(Flux(), "FluxTransformer2DModel", config, FLUX_ENCODERS, decoder=DECODER)
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "sd3.5-medium": _sd35(24, pos_embed_max_size=384, dual_attention_layers=tuple(range(13))),
-    "sd3.5-large": _sd35(38, pos_embed_max_size=192),
-    "flux.1-dev": _flux(True),
-    "flux.1-schnell": _flux(False),
-    "qwen-image": Architecture(
-        QwenImage(),
-        "QwenImageTransformer2DModel",
-        {},
-        QWEN_ENCODER,
-        decoder_class="AutoencoderKLQwenImage",
-    ),
-    "wan2.1-t2v-1.3b": Architecture(
-        Wan(),
-        "WanTransformer3DModel",
-        {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960},
-        WAN_ENCODER,
-        decoder_class="AutoencoderKLWan",
-    ),
-}
-"""The published architectures by name."""
+ARCHITECTURES = _published()
+"""The published architectures by name, from data/architectures.json. Text encoders: T5 v1.1 XXL and
+CLIP ViT-L/14 (FLUX.1), also OpenCLIP ViT-bigG/14 (SD3.5), Qwen2.5-VL-7B with the vision tower that
+the pipeline loads too (Qwen-Image), UMT5 XXL (Wan).
+"""
 
 
 def architecture_of(model: str) -> Architecture | None:

@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flowrl.core.errors import ConfigError, require
+from flowrl.core.errors import require
 from flowrl.core.options import Count
 from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.distributed import full_tensors, is_sharded_network
@@ -119,15 +119,11 @@ def device_of(name: str | torch.device) -> torch.device:
     """The device `name`: cpu, cuda, or cuda:NUMBER. Raises `ConfigError` for any other name, or a
     GPU that does not exist.
     """
-    known = re.fullmatch(r"cpu|cuda(:\d{1,3})?", str(name)) is not None
-    require(known, "device", str(name), "cpu, cuda or cuda:NUMBER")
-    device, count = torch.device(name), torch.cuda.device_count()
-    allowed = f"cuda:0 to cuda:{count - 1}, or cpu"
-    if count == 0:
-        allowed = f"cpu: PyTorch {torch.__version__} sees no GPU"
-    fits = device.type == "cpu" or (device.index or 0) < count
+    form, count = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", str(name)), torch.cuda.device_count()
+    allowed = f"cpu, cuda or cuda:NUMBER; PyTorch {torch.__version__} sees {count} GPUs"
+    fits = form is not None and (form[0] == "cpu" or int(form[1] or 0) < count)
     require(fits, "device", str(name), allowed)
-    return device
+    return torch.device(name)
 
 
 def computing_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
@@ -161,7 +157,6 @@ class PipelinePolicy:
     def __init__(self, pipe: Any, family: Family, options: ModelOptions = ModelOptions()) -> None:
         kind = type(pipe).__name__
         require(kind == family.pipeline, "pipeline", kind, family.pipeline)
-        _require_rgb(pipe)
         self.pipe, self.family, self.options = pipe, family, options
         self.device, self.dtype = device_of(options.device), DTYPES[options.dtype]
         self.transformer: Any = pipe.transformer
@@ -175,6 +170,9 @@ class PipelinePolicy:
         self.latent_shape = shape_of(
             pipe, family, options.height, options.width, options.num_frames
         )
+        # Qwen-Image's decoder has no such entry
+        channels = getattr(getattr(pipe.vae, "config", None), "out_channels", 3)
+        require(channels == 3, "channels of the image decoder", channels, "3, red, green and blue")
         self._scheduler = _euler_scheduler(pipe)
         self.prompts = PromptCache(self._embed, self.device, options.prompt_cache, self.dtype)
         self.guidance_scale = options.guidance_scale
@@ -236,8 +234,7 @@ class PipelinePolicy:
     def _embed(self, texts: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
         """Embed on the device one by one, then send the encoders back to main memory."""
         # SD3 may have no T5
-        encoders = [getattr(self.pipe, name) for name in self.family.encoders]
-        encoders = [encoder for encoder in encoders if encoder is not None]
+        encoders = list(filter(None, map(self.pipe.components.get, self.family.encoders)))
         tokens = self.options.max_sequence_length or self.family.text_tokens
         try:
             for encoder in encoders:
@@ -367,16 +364,6 @@ def _full_network(network: Any) -> Any:
     return network
 
 
-def _require_rgb(pipe: Any) -> None:
-    """Raise `ConfigError` unless the image decoder makes the three channels that rewards read."""
-    config = getattr(pipe.vae, "config", None)
-    # Wan 2.2 decodes patches
-    patch = getattr(config, "patch_size", None) or 1
-    channels = getattr(config, "out_channels", 3) // patch**2
-    field = "model: channels of the image decoder (vae)"
-    require(channels == 3, field, channels, "3, red, green and blue")
-
-
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Freeze and move a module.
 
@@ -439,22 +426,21 @@ def set_attention_backend(
     dispatched = all(hasattr(layer.processor, "_attention_backend") for layer in layers)
     names = [backend.value for backend in diffusers.AttentionBackendName]
     known = names if dispatched else ["native", *PYTORCH_KERNELS]
+    place = f"{type(network).__name__} on {device.type} in {dtype}"
+    allowed = f"one of {', '.join(known)} that runs for {place}, or empty"
+    require(name in known, "attention_backend", name, allowed)
     # batch, tokens, heads, channels
     shape = (1, 64, 2, network.config.attention_head_dim)
     query = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
     try:
-        backend = diffusers.AttentionBackendName(name if name in known else f"unknown: {name}")
+        backend = diffusers.AttentionBackendName(name)
         if dispatched:
             # diffusers makes it the backend of all networks; this resets it
             with diffusers.attention_backend(name):
                 network.set_attention_backend(name)
         diffusers.dispatch_attention_fn(query, query, query, backend=backend).sum().backward()
     except Exception as error:
-        place = f"{type(network).__name__} on {device.type} in {str(dtype).removeprefix('torch.')}"
-        raise ConfigError(
-            f"attention_backend = {name!r} is not allowed; allowed: one of {', '.join(known)} that"
-            f" runs for {place}, or empty for diffusers' default ({error})"
-        ) from error
+        require(False, "attention_backend", name, f"{allowed} ({error})")
     if not dispatched and name != "native":
         # inside the block, so that recomputation under checkpointing has the same kernel
         for layer in layers:

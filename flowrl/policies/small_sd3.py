@@ -96,20 +96,11 @@ class CellAutoencoder(nn.Module):
         """[cell, 3, size, size] -> [cell, channels]."""
         return (self.encoder(cells.flatten(1)) - self.shift) / self.scale
 
-    def decode_cells(self, latents: Tensor) -> Tensor:
-        """[cell, channels] -> [cell, 3, size, size] in [0, 1]."""
-        pixels = self.decoder(latents * self.scale + self.shift)
-        return pixels.unflatten(1, (3, self.cell, self.cell))
-
-    def encode(self, images: Tensor) -> Tensor:
-        """Images to latents."""
-        cells = rearrange(images, "s k (r h) (c w) -> (s r c) k h w", r=self.grid, c=self.grid)
-        return rearrange(self.encode_cells(cells), "(s r c) z -> s z r c", r=self.grid, c=self.grid)
-
     def decode(self, latents: Tensor) -> Tensor:
         """Latents to images."""
-        cells = self.decode_cells(rearrange(latents, "s z r c -> (s r c) z"))
-        return rearrange(cells, "(s r c) k h w -> s k (r h) (c w)", r=self.grid, c=self.grid)
+        rows = rearrange(latents, "s z r c -> (s r c) z") * self.scale + self.shift
+        sizes = {"r": self.grid, "c": self.grid, "k": 3, "h": self.cell}
+        return rearrange(self.decoder(rows), "(s r c) (k h w) -> s k (r h) (c w)", **sizes)
 
 
 class SmallSD3(nn.Module):

@@ -1,8 +1,8 @@
-"""Reward models that do not belong to a world, wrappers around rewards, and feature spaces for
-diversity.
+"""Rewards that need no network, wrappers around rewards, and feature spaces for diversity.
+
+Rewards by networks (CLIP, GenEval, OCR) are in the package `flowrl_rewards`.
 """
 
-from flowrl.rewards.clip import Aesthetic, CLIPScore, HPSv21, PickScore
 from flowrl.rewards.combine import (
     Clipped,
     FrameMean,
@@ -22,15 +22,12 @@ from flowrl.rewards.contract import (
     component_methods,
 )
 from flowrl.rewards.diversity import (
-    ClipFeatures,
     LatentFeatures,
     PixelFeatures,
     group_features,
     pairwise_diversity,
 )
-from flowrl.rewards.geneval import GenEval
 from flowrl.rewards.images import (
-    OCR,
     Images,
     JPEGCompressibility,
     JPEGIncompressibility,
@@ -40,24 +37,17 @@ from flowrl.rewards.images import (
 )
 
 __all__ = [
-    "OCR",
-    "Aesthetic",
-    "CLIPScore",
-    "ClipFeatures",
     "Clipped",
     "ComponentScores",
     "FrameMean",
     "FunctionReward",
-    "GenEval",
     "GroupSum",
-    "HPSv21",
     "Images",
     "JPEGCompressibility",
     "JPEGIncompressibility",
     "LatentFeatures",
     "Motion",
     "NoisyReward",
-    "PickScore",
     "PixelFeatures",
     "WeightedSum",
     "WinRate",

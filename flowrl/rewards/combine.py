@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Lt
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.core.errors import ConfigError, RewardError, require
+from flowrl.core.errors import RewardError, require
 from flowrl.core.options import allowed, checked_options
 from flowrl.core.protocols import AnyReward, GroupReward, RewardModel
 from flowrl.core.types import ImagesOrVideos, Prompt, checked
@@ -46,11 +46,16 @@ class RewardSum:
     weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        weights = {name: self.weights.get(name, 1.0) for name in {*self.models, *self.weights}}
-        numbers = all(allowed(weight, Finite) for weight in weights.values())
-        fits = self.models and len(weights) == len(self.models) and numbers
+        numbers = all(allowed(weight, Finite) for weight in self.weights.values())
+        fits = bool(self.models) and self.weights.keys() <= self.models.keys() and numbers
         names = f"finite numbers for some of the models {', '.join(self.models)}"
-        require(bool(fits), f"{type(self).__name__}.weights", dict(self.weights), names)
+        require(fits, f"{type(self).__name__}.weights", dict(self.weights), names)
+
+    def each(self, scores: Callable[..., Tensor], *batch: Any) -> dict[str, Tensor]:
+        """`scores` of every model for a batch of images and prompts, unweighted."""
+        return {
+            name: scores(model, *batch, f"reward {name!r}") for name, model in self.models.items()
+        }
 
     def total(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The weighted sum of `parts`."""
@@ -86,10 +91,7 @@ class WeightedSum(RewardSum):
         """Every component's scores [sample], unweighted. Raises `RewardContractError` naming a
         wrong component.
         """
-        return {
-            name: checked_scores(model, images, prompts, f"reward {name!r}")
-            for name, model in self.models.items()
-        }
+        return self.each(checked_scores, images, prompts)
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """The weighted sum [sample]."""
@@ -169,10 +171,7 @@ class GroupSum(RewardSum):
         """Every component's scores [prompt, member], unweighted. Raises `RewardContractError`
         naming a wrong one.
         """
-        return {
-            name: scores_of_members(model, images, prompts, f"reward {name!r}")
-            for name, model in self.models.items()
-        }
+        return self.each(scores_of_members, images, prompts)
 
     def score_groups(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """The weighted sum [prompt, member]."""
@@ -213,12 +212,11 @@ def require_single(reward: AnyReward, name: str, spec: str) -> RewardModel:
     Raises:
         ConfigError: `reward` is a `GroupReward`.
     """
-    if isinstance(reward, GroupReward):
-        raise ConfigError(
-            f"{name} = {spec!r:.500} is not allowed: {type(reward).__name__} compares members of a"
-            f" group; allowed: a reward of single samples, as {type(reward.evaluation).__name__}"
-        )
-    return reward
+    single = evaluation_reward(reward)
+    kind, allowed = type(reward).__name__, f"a reward of single samples, as {type(single).__name__}"
+    fits = not isinstance(reward, GroupReward)
+    require(fits, name, spec, f"{allowed}: {kind} compares members of a group")
+    return single
 
 
 @checked_options

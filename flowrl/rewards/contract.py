@@ -37,9 +37,8 @@ def _declares(reward: object, mark: str) -> bool:
     """
     if (declared := getattr(reward, mark, None)) is not None:
         return bool(declared)
-    models = getattr(reward, "models", {})
-    inside = [*models.values()] if isinstance(models, Mapping) else []
-    inside += [getattr(reward, name, None) for name in ("reward", "model")]
+    inside = [getattr(reward, name, None) for name in ("reward", "model")]
+    inside += dict(getattr(reward, "models", {})).values()
     return any(_declares(part, mark) for part in inside if isinstance(part, AnyReward))
 
 
@@ -102,13 +101,14 @@ def check_scores(
     else:
         # float64 may overflow when the rollout converts it
         values = scores.detach().float()
-        bad = values.isinf() if allow_invalid else ~values.isfinite()
-        if not bool(bad.any()):
+        bad = (values.isinf() if allow_invalid else ~values.isfinite()).flatten().nonzero()
+        if not len(bad):
             return scores
-        prompt, sample = prompts[int(bad.nonzero()[0, 0])], int(bad.flatten().nonzero()[0])
+        sample = int(bad[0])
+        prompt = prompts[sample // (members or 1)].text
         problem = (
-            f"{int(bad.sum())} of {bad.numel()} values that are not finite, the first at sample"
-            f" {sample} (prompt {prompt.text!r}); scores must be finite"
+            f"{len(bad)} of {values.numel()} values that are not finite, the first at sample"
+            f" {sample} (prompt {prompt!r}); scores must be finite"
         )
     raise RewardContractError(f"{origin} returned {problem}")
 
@@ -117,8 +117,7 @@ def checked_scores(
     reward: AnyReward, images: Tensor, prompts: Sequence[Prompt], origin: str
 ) -> Tensor:
     """The scores of a reward of either kind, checked by `check_scores`."""
-    if isinstance(reward, GroupReward):
-        scores, members = reward.score_groups(images, prompts), images.shape[1]
-    else:
-        scores, members = reward.score(images, prompts), None
+    grouped = isinstance(reward, GroupReward)
+    scores = (reward.score_groups if grouped else reward.score)(images, prompts)
+    members = images.shape[1] if grouped else None
     return check_scores(scores, prompts, origin, marks_invalid(reward), members)

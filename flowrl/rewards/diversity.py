@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl.core.errors import RewardError, require
-from flowrl.core.options import Count, checked_options
 from flowrl.core.protocols import Features
 from flowrl.core.types import checked
-from flowrl.rewards.clip import ClipNetwork
 from flowrl.rewards.images import Images
 
 
@@ -57,29 +55,6 @@ class LatentFeatures(PixelFeatures):
     """As `PixelFeatures`, for the latents before decoding."""
 
     reads_latents: ClassVar[bool] = True
-
-
-@checked_options
-@dataclass(frozen=True)
-class ClipFeatures(ClipNetwork):
-    """CLIP's image features, of length 1: the distance is sqrt(2 - 2 cos), 0 to 2, and reflects
-    content rather than noise.
-
-    Images are preprocessed as in `flowrl.rewards.clip`.
-
-    Args:
-        model: a folder in transformers' format, or a name on the Hub.
-        device: name of the device.
-        dtype: precision of the network.
-        batch: images per network call.
-    """
-
-    model: str = "openai/clip-vit-base-patch32"
-    batch: Count = 64
-
-    def __call__(self, images: Images) -> Tensor:
-        """[sample, feature]."""
-        return self.images(images)
 
 
 def group_features(

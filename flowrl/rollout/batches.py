@@ -27,7 +27,7 @@ from flowrl.core.types import (
     LossResult,
     Schedule,
     Unit,
-    inputs_unchanged,
+    part_call,
     tensor_problem,
     to_device,
     unit_means,
@@ -247,9 +247,9 @@ class Batches:
     def evaluated_steps(self, micro: MicroBatch) -> Tensor:
         """The step of every network evaluation, on the policy's device."""
         step, _ = self.origin(micro.sample, micro.column)
-        return self._there(step if micro.shared is None else step[micro.shared[0]])
+        return self._on_device(step if micro.shared is None else step[micro.shared[0]])
 
-    def _there(self, stored: Tensor) -> Tensor:
+    def _on_device(self, stored: Tensor) -> Tensor:
         return to_device(stored, self.advantages.device)
 
     def _credit(self, sample: Tensor, column: Tensor, decision: Tensor) -> dict[str, Any]:
@@ -282,7 +282,7 @@ class Batches:
             for micro in minibatch:
                 batch = self.of(micro.sample, micro.column)
                 weight = batch.weight if micro.weight > 0 else torch.zeros_like(batch.weight)
-                place = self._there(micro.sample), self._there(micro.column)
+                place = self._on_device(micro.sample), self._on_device(micro.column)
                 rows.append((*place, loss.row_terms(batch), weight, *batch.units(loss.unit)))
             sample, column, terms, weight, *units = map(torch.cat, zip(*rows, strict=True))
             means, kept = unit_means(terms, units, weight), weight > 0
@@ -351,17 +351,17 @@ class LossBatches(Batches):
         after = path.states[group, self.paths[member, step + 1]]
         # the rows whose states the network evaluates, and every row's place among them
         rows, place = (slice(None), slice(None)) if shared is None else shared
-        at, prompt = step[rows], group[rows]
-        start = prompt, self.paths[member[rows], at]
+        start_step, prompt = step[rows], group[rows]
+        start = prompt, self.paths[member[rows], start_step]
         x, sampled = path.states[start], path.outputs[start]
-        after, x, sampled, sample, column, step, at, prompt = map(
-            self._there, (after, x, sampled, sample, column, step, at, prompt)
+        after, x, sampled, sample, column, step, start_step, prompt = map(
+            self._on_device, (after, x, sampled, sample, column, step, start_step, prompt)
         )
-        place = place if isinstance(place, slice) else self._there(place)
-        timestep, condition = schedule.network_timesteps[at], self.condition.take(prompt)
+        place = place if isinstance(place, slice) else self._on_device(place)
+        timestep, condition = schedule.network_timesteps[start_step], self.condition.take(prompt)
 
         def transition(velocity: Tensor) -> Gaussian:
-            return self.sampler.transition(x, velocity, schedule, at)[place]
+            return self.sampler.transition(x, velocity, schedule, start_step)[place]
 
         # a gradient taken at this view does not run the hooks of the network's output (FSDP2's)
         velocity = self.policy.velocity(x, timestep, condition)
@@ -511,7 +511,7 @@ class ForwardBatches(Batches):
         else:
             stored = self.noise[sample, column]
         image, stored, sample, column, decision = map(
-            self._there, (self.images[sample], stored, sample, column, decision)
+            self._on_device, (self.images[sample], stored, sample, column, decision)
         )
         time = self.times[sample, column]
         spread = expand(time, image)
@@ -546,7 +546,7 @@ def checked_loss(loss: PolicyLoss | ForwardLoss, batch: LossBatch | ForwardBatch
     """
     call, part = f"{type(loss).__name__}.loss", loss
     given = batch.target if isinstance(batch, ForwardBatch) else batch.next_node
-    with inputs_unchanged(call, TrainingError, batch.advantages, given, batch.weight):
+    with part_call(call, TrainingError, batch.advantages, given, batch.weight):
         result: Any = part.loss(batch)  # pyright: ignore[reportArgumentType]
     value = result.loss if isinstance(result, LossResult) else None
     if not isinstance(value, Tensor):

@@ -21,7 +21,7 @@ from flowrl.core.types import (
     Gaussian,
     Schedule,
     Trajectories,
-    inputs_unchanged,
+    part_call,
     to_device,
 )
 from flowrl.flow.gaussian import log_prob
@@ -363,7 +363,7 @@ class ProbeRun:
         name, path = f"{type(probe).__name__}.estimate", self.trajectories
         condition = self.walk.condition.tensors.values()
         given = [path.states, path.outputs, self.final, *condition, *self.completed.values()]
-        with inputs_unchanged(name, ProbeError, *given):
+        with part_call(name, ProbeError, *given):
             estimates = dict(probe.estimate(self))
         groups, latent = self.walk.groups, path.states.shape[2:]
         for key, estimate in estimates.items():

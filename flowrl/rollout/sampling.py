@@ -34,11 +34,9 @@ class ImageBatch:
     def cat(batches: Iterable["ImageBatch"]) -> "ImageBatch":
         """Concatenate along the samples."""
         listed = list(batches)
-        images, latents = (
-            torch.cat([b.images for b in listed]),
-            torch.cat([b.latents for b in listed]),
-        )
-        return ImageBatch(images, latents, [prompt for b in listed for prompt in b.prompts])
+        images = torch.cat([batch.images for batch in listed])
+        latents = torch.cat([batch.latents for batch in listed])
+        return ImageBatch(images, latents, [prompt for batch in listed for prompt in batch.prompts])
 
     def __getitem__(self, samples: slice) -> "ImageBatch":
         return ImageBatch(self.images[samples], self.latents[samples], self.prompts[samples])

@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl.core.errors import RewardContractError, RewardError, require
 from flowrl.core.experience import Credit, CreditTable, Decisions
 from flowrl.core.protocols import AnyReward, FlowPolicy, GroupReward, RewardModel
-from flowrl.core.types import Prompt, inputs_unchanged
+from flowrl.core.types import Prompt, part_call
 from flowrl.probes import Estimate, Key, Scored
 from flowrl.rewards.contract import (
     ComponentScores,
@@ -85,7 +85,7 @@ def score_components(
         members, call = len(images) // len(prompts), "score_groups"
         given = images.unflatten(0, (len(prompts), members))
     parts: dict[str, Tensor] = {}
-    with torch.no_grad(), inputs_unchanged(f"{name}.{call}", RewardContractError, images):
+    with torch.no_grad(), part_call(f"{name}.{call}", RewardContractError, images):
         if methods is None:
             total = getattr(reward, call)(given, prompts)
         else:

@@ -22,7 +22,7 @@ from flowrl.core.types import (
     Schedule,
     StepIndex,
     checked,
-    inputs_unchanged,
+    part_call,
     tensor_problem,
 )
 from flowrl.flow import expand, noise_estimate, tweedie
@@ -198,7 +198,7 @@ def checked_transition(
     its inputs unchanged.
     """
     call = f"{type(sampler).__name__}.transition"
-    with inputs_unchanged(call, ConfigError, latent, velocity):
+    with part_call(call, ConfigError, latent, velocity):
         gaussian = sampler.transition(latent, velocity, schedule, step)
     if not isinstance(gaussian, Gaussian):
         name = type(gaussian).__name__

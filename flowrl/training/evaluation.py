@@ -22,7 +22,7 @@ from flowrl.core.protocols import Features, FlowPolicy, RewardModel, World
 from flowrl.core.types import Prompt
 from flowrl.distributed import Assignment, Distributed
 from flowrl.io import write_bytes, write_json
-from flowrl.parts.registry import KINDS, build
+from flowrl.parts.registry import available, build
 from flowrl.probes import Completion, Tweedie
 from flowrl.rewards import FunctionReward, NoisyReward, require_single, stills
 from flowrl.rewards.diversity import group_features, pairwise_diversity
@@ -46,8 +46,7 @@ DIVERSITY_SEED = 20241
 CUSTOM = "custom reward"
 """The key of a training reward that is not one of the world's forms."""
 COMBINATIONS = ("weighted-sum", "clipped", "frame-mean", "group-sum", "win-rate")
-"""Built-in rewards whose input is that of their components; all other built-in rewards read images.
-"""
+"""Rewards whose input is that of their components; flowrl's other rewards read images."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +112,8 @@ def _heldout_reward(spec: str, config: RunConfig, world: World) -> RewardModel:
     if spec in world.forms and not config.policy.model:
         return world.reward(spec)
     name = spec.partition("(")[0].strip()
-    reads_images = name in KINDS["reward"].built_in and name not in COMBINATIONS
-    fits = not (getattr(world, "points", False) and reads_images)
+    ours = available("reward").get(name) in ("flowrl", "flowrl-lab")
+    fits = not (getattr(world, "points", False) and ours and name not in COMBINATIONS)
     own = ", ".join([*world.forms, *qualities])
     require(fits, "heldout_rewards", spec, f"a reward of points: {own} or path/to/file.py:Class")
     reward = build("reward", spec, device=config.policy.device)

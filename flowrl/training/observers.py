@@ -18,11 +18,11 @@ from annotated_types import Ge, Gt, Le
 from safetensors.torch import save
 from torch import Tensor
 
-from flowrl.core.errors import PartError, foreign_call, is_disk_error, require
+from flowrl.core.errors import PartError, is_disk_error, require
 from flowrl.core.experience import FIELDS, LARGER, Actions, Record
 from flowrl.core.options import Whole, checked_options
 from flowrl.core.protocols import Observer, Stateful
-from flowrl.core.types import inputs_unchanged
+from flowrl.core.types import part_call
 from flowrl.distributed import Distributed
 from flowrl.io import write_bytes
 from flowrl.parts.registry import build
@@ -239,7 +239,7 @@ class Observers:
                     actions = _look(observer, known)
                     numbers = {key: float(value) for key, value in actions.metrics.items()}
                 except (Exception, SystemExit) as error:
-                    text = _line(f"observer {name}{_problem(error)}")
+                    text = _line(f"observer {name}: {_problem(error)}")
                     if self.strict:
                         raise PartError(text) from error
                     kind, numbers = f"{name} failed", {}
@@ -285,7 +285,7 @@ def _look(observer: Observer, known: Mapping[str, Any]) -> Actions:
         for key in observer.fields
     }
     inputs = [value for value in fields.values() if isinstance(value, Tensor)]
-    with inputs_unchanged(f"{type(observer).__name__}.observe", PartError, *inputs):
+    with part_call(f"{type(observer).__name__}.observe", PartError, *inputs):
         actions = observer.observe(Record(known["metrics"]["iteration"], **fields)) or Actions()
     if not isinstance(actions, Actions):
         raise PartError(f"it returned a {type(actions).__name__}, not Actions or None")
@@ -296,9 +296,8 @@ def _problem(error: BaseException) -> str:
     """Where and why an observer failed; a disk's error is raised again."""
     if is_disk_error(error):
         raise error
-    place = foreign_call(error)
     kind = "" if isinstance(error, PartError) else f"{type(error).__name__}: "
-    return f"{place and f', {place}'}: {kind}{error}"
+    return f"{kind}{error}"
 
 
 def _line(text: str) -> str:

@@ -17,12 +17,13 @@ from safetensors.torch import load, save
 
 from flowrl.core.errors import CheckpointError, part_errors, require
 from flowrl.core.protocols import FlowPolicy, Observer, World, extras
+from flowrl.core.types import watched_calls
 from flowrl.distributed import Distributed, full_tensors
 from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
 from flowrl.parts.plugins import versions
 from flowrl.parts.settings import settings_text
 from flowrl.parts.trust import check_code, record_code
-from flowrl.reading import as_kind, read_json, read_tensors, reading
+from flowrl.reading import as_kind, read_bytes, read_json, read_tensors, reading
 from flowrl.rewards import evaluation_reward
 from flowrl.training.build import make_reward, make_world, policy_options, trainer_in
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
@@ -110,7 +111,7 @@ class Run:
         """
         self.config = self.config.allowed()
         full = disk_errors(self.folder, self._checkpoints.newest, lambda: to_resume(self.folder))
-        with part_errors(), full, out_of_memory(), ExitStack() as stack:
+        with part_errors(), watched_calls(), full, out_of_memory(), ExitStack() as stack:
             self._in_main(lambda: self._enter(stack, resume))
             if resume and not start and (self.folder / "done.json").exists():
                 return True
@@ -240,7 +241,8 @@ class Run:
 
     def _rewrite_metrics(self, recorded: str) -> None:
         """Make metrics.jsonl what the checkpoint `recorded`; other content is kept in a copy."""
-        text = self._metrics.read_text(errors="replace") if self._metrics.exists() else ""
+        data = read_bytes(self._metrics) if self._metrics.exists() else b""
+        text = data.decode(errors="replace")
         # a crash leaves a file that ends early, within a line or with later rows
         if not (recorded.startswith(text) or text.startswith(recorded)):
             self._metrics.replace(self._metrics.with_name("metrics.damaged.jsonl"))
@@ -274,9 +276,7 @@ class Run:
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
         stored = None if self.shared is None else self.shared / f"untrained-{key}.json"
         if stored is not None and stored.exists():  # written after the images
-            return stored.with_suffix(".safetensors").read_bytes(), read_json(
-                stored, dict[str, Any]
-            )
+            return read_bytes(stored.with_suffix(".safetensors")), read_json(stored, dict[str, Any])
         before = self._score(policy)
         images = save({"images": before.images, "scores": before.image_scores})
         scores = before.row(c.environment.reward_form)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 from flowrl.core.errors import CheckpointError, require
 from flowrl.core.options import Whole, allowed
@@ -25,7 +25,7 @@ from flowrl.policies.load import load_policy
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
-from flowrl.reading import read_json, reading
+from flowrl.reading import read_bytes, read_json, reading
 from flowrl.rewards import evaluation_reward
 from flowrl.worlds import mixture, scene, verifier
 
@@ -40,15 +40,14 @@ def check_hash(path: Path) -> None:
     JSON file of the same name.
     """
     card = path.with_suffix(".json")
-    again = f"make it with `flowrl pretrain --out {path}`"
-    for needed in (path, card):
-        if not needed.is_file():
-            raise CheckpointError(f"base_weights: {needed} does not exist; {again}")
-    expected = read_json(card, dict[str, Any], CheckpointError).get("sha256")
-    if hashlib.sha256(path.read_bytes()).hexdigest() != expected:
+    is_known = path.is_file() and card.is_file()
+    if is_known:
+        expected = read_json(card, dict[str, Any], CheckpointError).get("sha256")
+        is_known = hashlib.sha256(read_bytes(path)).hexdigest() == expected
+    if not is_known:
         raise CheckpointError(
-            f"weights: {path} does not have the entry 'sha256' of its card {card}; one of them is"
-            f" damaged or foreign; {again}"
+            f"base_weights: {path} needs a card {card} with its 'sha256'; one of them is missing,"
+            f" damaged or foreign; make both with `flowrl pretrain --out {path}`"
         )
 
 
@@ -86,7 +85,7 @@ class ShapesWorld:
         check_hash(path)
         network = SmallSD3(SmallSD3Config(len(scene.VOCABULARY), scene.MAX_WORDS, grid=scene.GRID))
         with reading(f"weights of the shapes world: {path}", CheckpointError):
-            network.load_state_dict(load_file(path))
+            network.load_state_dict(load(read_bytes(path)))
         return SmallSD3Policy(
             network,
             scene.tokenise,
@@ -212,7 +211,7 @@ def _built(spec: str, file: Path | None, changed: int) -> World:
     return _checked(build("world", spec))
 
 
-NAMES = list[str] | tuple[str, ...]
+NAMES, MEMBERS = list[str] | tuple[str, ...], Mapping[str, Any]
 
 
 def _checked(chosen: World) -> World:
@@ -222,12 +221,12 @@ def _checked(chosen: World) -> World:
         ("tasks", NAMES, "a tuple of one or more names, as in ('direction',)"),
         ("forms", NAMES, "a tuple of one or more names"),
         ("elements", Whole, "the count of numbers in a latent, or 0 for unscaled clips"),
-        ("defaults", Mapping[str, Any], "a mapping by name"),
-        ("qualities", Mapping[str, Any], "a mapping by name"),
+        ("defaults", MEMBERS, "a mapping by name"),
+        ("qualities", MEMBERS, "a mapping by name"),
     ):
         value = getattr(chosen, member, {})
-        fits = allowed(value, kind) and (value or member not in ("name", "tasks", "forms"))
-        require(bool(fits), f"world: {type(chosen).__name__}.{member}", value, what)
+        fits = allowed(value, kind) and (bool(value) or kind in (Whole, MEMBERS))
+        require(fits, f"world: {type(chosen).__name__}.{member}", value, what)
     return chosen
 
 

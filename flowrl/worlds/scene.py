@@ -135,6 +135,11 @@ class Request:
         look = (self.mood, frozenset(self.colours))
         return self.kind, objects, self.number, relation, self.text, look
 
+    @property
+    def palette(self) -> tuple[str, ...]:
+        """The colours that the prompt names."""
+        return self.colours or tuple(OBJECTS[k - 1][0] for k in self.objects)
+
     def prompt(self) -> Prompt:
         """The request in words, with itself as metadata for the verifier."""
         return Prompt(self.words(), {"request": self})

@@ -10,7 +10,7 @@ soft    the graded score of the cells' class *probabilities*, plus a fraction fo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -31,7 +31,6 @@ from flowrl.worlds.scene import (
     GLYPHS,
     GRID,
     MOOD_OBJECTS,
-    OBJECTS,
     Request,
     glyph_class,
     request_of,
@@ -141,14 +140,15 @@ def looks(images: Tensor, requests: Sequence[Request]) -> dict[str, Tensor]:
     anchors = torch.tensor([PALETTE[c] for c in COLOURS], device=device) - background[:, 0, 0]
     direction, anchors = F.normalize(deviation, dim=1), F.normalize(anchors, dim=1)
     likeness = torch.softmax(torch.einsum("skhw,ck->schw", direction, anchors) * 40, dim=1)
-    wanted = torch.tensor([[float(c in r.colours) for c in COLOURS] for r in requests])
+    wanted = torch.tensor([[float(c in r.palette) for c in COLOURS] for r in requests])
     painted = (likeness * wanted.to(device)[:, :, None, None]).sum(1).mul(strength).sum((1, 2))
     cells = F.avg_pool2d(deviation, cell)
     mirrored = cells.flip(-1)
     total = cells.abs().sum((1, 2, 3)) + mirrored.abs().sum((1, 2, 3))
     balance = 1 - (cells - mirrored).abs().sum((1, 2, 3)) / total.clamp(min=0.1)
     balance = balance * (total / 0.1).clamp(max=1.0)  # 0 for an image without paint
-    objects = torch.tensor([sum(MOOD_OBJECTS[r.mood]) / 2 for r in requests], device=device)
+    moods = [MOOD_OBJECTS[r.mood or "calm"] for r in requests]
+    objects = torch.tensor([sum(limits) / 2 for limits in moods], device=device)
     covered = area / (0.42 * cell**2)  # in objects, which cover 42% of a cell
     mood = torch.exp(-(((covered - objects) / (0.5 * objects)) ** 2))
     return {
@@ -226,16 +226,8 @@ class ShapesQuality:
         """Scores [sample]."""
         if self.quality == "clarity":
             return read(images).clarity
-        requests = [_as_look(request_of(prompt)) for prompt in prompts]
+        requests = [request_of(prompt) for prompt in prompts]
         for prompt, request in zip(prompts, requests, strict=True):
-            if self.quality == "palette" and not request.colours:
+            if self.quality == "palette" and not request.palette:
                 raise RewardError(f"palette: the prompt {prompt.text!r} names no colour")
         return looks(images, requests)[self.quality]
-
-
-def _as_look(request: Request) -> Request:
-    """The request as one for a look: its colours, and a mood, which these two qualities do not
-    read.
-    """
-    colours = request.colours or tuple(OBJECTS[k - 1][0] for k in request.objects)
-    return replace(request, colours=colours, mood=request.mood or "calm")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from annotated_types import Len
 
 from flowrl.core.errors import ConfigError
-from flowrl.reading import as_kind, parse_json, read_json, reading
+from flowrl.reading import as_kind, parse_json, read_bytes, read_json, reading
 from flowrl.training.format import current_comparison, format_of
 from flowrl.training.results import MetricsRow, short
 from flowrl_compare.statistics import collapsed, first_reached, mean
@@ -178,7 +178,7 @@ def load_run(folder: Path, arm: str = "") -> RunRecord:
     path, rows = folder / "metrics.jsonl", list[dict[str, Any]]()
     with reading(path):
         method = str(config.algorithm["method"])
-        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last one is incomplete
+        lines = read_bytes(path).split(b"\n")[:-1]  # what follows the last one is incomplete
     for number, line in enumerate(lines, 1):
         with reading(f"{path}, line {number}"):
             rows.append(parse_json(line))

@@ -26,7 +26,7 @@ def log_density(mixture: GaussianMixture, x: torch.Tensor, t: float) -> torch.Te
 
 
 @pytest.mark.parametrize("mixture", [RING, UNEVEN], ids=["ring", "uneven"])
-@pytest.mark.parametrize("t", [0.05, 0.4, 0.8, 1.0])
+@pytest.mark.parametrize("t", [0.05, 0.4, 1.0])
 def test_estimates_follow_from_the_score(mixture: GaussianMixture, t: float) -> None:
     """E[eps | x] = -t score, and x = (1-t) E[x_0 | x] + t E[eps | x]; v is their difference."""
     x = (2 * torch.randn(50, 2, generator=torch.Generator().manual_seed(0))).requires_grad_()

@@ -44,15 +44,9 @@ def test_times_are_in_range_and_repeatable(kind):
     assert bool(((times > 0) & (times <= 1)).all())
     assert torch.equal(times, drawn(kind)) and not torch.equal(times, drawn(kind, seed=1))
     assert torch.equal(times, times[:1].expand_as(times)) == kind.shared
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=repr)
-def test_times_of_the_grid_are_used_once(kind):
-    if isinstance(kind, UniformTimes | LogitNormalTimes):
-        return
-    times, grid = drawn(kind), GRID.times[:-1]
-    assert bool(torch.isclose(times[..., None], grid, atol=1e-6).any(-1).all())
-    assert all(len(row.unique()) == len(row) for row in times)
+    if not isinstance(kind, UniformTimes | LogitNormalTimes):  # distinct times of the grid
+        assert bool(torch.isclose(times[..., None], GRID.times[:-1], atol=1e-6).any(-1).all())
+        assert all(len(row.unique()) == len(row) for row in times)
 
 
 def counts(kind, samples=4000):
@@ -99,35 +93,15 @@ def test_the_smallest_uniform_number_gives_a_time_above_0():
 def test_times_are_what_the_network_is_told():
     """A scheduler whose time steps are not 1000 sigma."""
     schedule = Schedule(GRID.times, timesteps=torch.arange(999, 0, -100).float())
-    assert set(drawn(DrawnSteps(), schedule=schedule)[0].mul(1000).round().tolist()) <= {
-        999.0,
-        899,
-        799,
-        699,
-        599,
-        499,
-        399,
-    }
+    times = drawn(DrawnSteps(), schedule=schedule)[0]
+    assert set(times.mul(1000).round().tolist()) <= set(range(399, 1000, 100))
 
 
 @pytest.mark.parametrize(
     ("kind", "steps", "words"),
     [
-        (
-            StratifiedTimes(),
-            6,
-            r"StratifiedTimes.count = 6 is not allowed; allowed: 4 or fewer for a grid of 6 steps",
-        ),
-        (
-            StratifiedTimes(first="with"),
-            5,
-            r"StratifiedTimes.count = 6 is not allowed; allowed: 4 or fewer",
-        ),
-        (
-            DrawnSteps(),
-            5,
-            r"DrawnSteps.steps = 7 is not allowed; allowed: at most the grid's 5 steps",
-        ),
+        (StratifiedTimes(), 6, "StratifiedTimes.count = 6 .* 4 or fewer for a grid of 6 steps"),
+        (DrawnSteps(), 5, "DrawnSteps.steps = 7 .* at most the grid's 5 steps"),
     ],
 )
 def test_a_grid_with_too_few_steps_is_named(kind, steps, words):

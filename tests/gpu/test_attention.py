@@ -70,7 +70,7 @@ def test_images_and_gradients_agree_within_rounding(name, backend, options, devi
 def test_what_cannot_be_used_is_refused_with_the_names_that_can(name, backend):
     with pytest.raises(
         ConfigError,
-        match=rf"attention_backend = '{backend}' .*native, .*_native_math.* on cpu in float32",
+        match=rf"attention_backend = '{backend}' .*native, .*_native_math.* on cpu in torch.float32",
     ):
         model_policy(name, "cpu", attention_backend=backend)
 

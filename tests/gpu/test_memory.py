@@ -40,7 +40,9 @@ def trainer_of(name, device, checkpointing, monkeypatch, dtype="bfloat16"):
         lora_alpha=8.0,
         gradient_checkpointing=checkpointing,
     )
-    family = RandomEmbeddings(SD3() if name.startswith("sd3") else Flux(), known.text_tokens)
+    family = RandomEmbeddings(
+        SD3() if name.startswith("sd3") else Flux(), known.clip_tokens + known.family.text_tokens
+    )
     policy = PipelinePolicy(random_pipeline(name, device, getattr(torch, dtype)), family, options)
     config = preset("tiny").apply(method="flow-grpo", window=":-1", dtype=dtype)
     return Trainer(policy, make_method(config), REDNESS, PROMPTS, config)

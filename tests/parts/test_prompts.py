@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from flowrl_rewards.ocr import quoted_text
 from tiny_rewards import tiny_clip
 
 from flowrl.cli.main import main
@@ -25,7 +26,6 @@ from flowrl.parts.prompts import (
     text_prompts,
     write_prompts,
 )
-from flowrl.rewards.images import quoted_text
 from flowrl.testing.tiny import tiny_sd3
 
 GENEVAL = [

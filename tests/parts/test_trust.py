@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from flowrl_compare.comparison import CompareConfig, compare, load_compare
+from flowrl_rewards import Aesthetic, PickScore
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_rewards import tiny_clip
@@ -27,7 +28,6 @@ from flowrl.parts.specs import NESTED
 from flowrl.parts.trust import PARTS, trusted
 from flowrl.policies.load import load_policy
 from flowrl.probes import NoProbe
-from flowrl.rewards import Aesthetic, PickScore
 from flowrl.testing.tiny import TINY, tiny_sd3
 from flowrl.training import build as training_build
 from flowrl.training.build import (

@@ -7,18 +7,14 @@ import torch
 from all_but_last import AllButLast
 from flowrl_bench.probes import SomeMembers
 from flowrl_compare.results import load_run
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, RewardContractError, RewardError
 from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
-from flowrl.probes import Branch, Completion, Continuation, NoProbe, Substeps
-from flowrl.reading import read_json
+from flowrl.probes import Branch, Continuation, NoProbe, Substeps
 from flowrl.rewards import (
     Clipped,
-    CLIPScore,
     FunctionReward,
     GroupSum,
     JPEGCompressibility,
@@ -46,6 +42,9 @@ MIXTURE = preset("tiny").apply(
 )
 
 
+HELDOUT = preset("tiny").apply(heldout_rewards=("win-rate(reward='jpeg-compressibility')",))
+
+
 def test_win_rates_by_hand():
     scores = torch.tensor(
         [[1.0, 3.0, 2.0, 2.0], [-1.0, 0.0, 1.0, 1e9], [1.0, NAN, 2.0, 3.0], [NAN, NAN, NAN, 1.0]]
@@ -54,18 +53,6 @@ def test_win_rates_by_hand():
         [[0.0, 1.0, 0.5, 0.5], [0.0, 1 / 3, 2 / 3, 1.0], [0.0, NAN, 0.5, 1.0], [NAN, NAN, NAN, NAN]]
     )
     torch.testing.assert_close(win_rates(scores), wanted, equal_nan=True)
-
-
-@given(st.lists(st.integers(-3, 3), min_size=2, max_size=9))
-def test_win_rates_are_ranks(values):
-    scores, count = torch.tensor([values], dtype=torch.float32), len(values)
-    rates = win_rates(scores)
-    assert float(rates.mean()) == pytest.approx(0.5)
-    assert torch.equal(rates, win_rates(scores.exp())) and torch.allclose(
-        rates, 1 - win_rates(-scores)
-    )
-    if len(set(values)) == count:
-        assert float(rates.var(unbiased=False)) == pytest.approx((count + 1) / (12 * (count - 1)))
 
 
 def test_a_sum_adds_rewards_of_both_kinds():
@@ -78,8 +65,8 @@ def test_a_sum_adds_rewards_of_both_kinds():
     with pytest.raises(RewardError, match="groups have one sample; allowed: 2 or more"):
         WinRate(SIZE).score_groups(images[:, :1], PROMPTS)
     broken = FunctionReward(lambda images, prompts: images.flatten(1).mean(1).double() * 1e300)
-    told = "the reward of win-rate returned 12 of 12 values that are not finite"
-    with pytest.raises(RewardContractError, match=told):
+    message = "the reward of win-rate returned 12 of 12 values that are not finite"
+    with pytest.raises(RewardContractError, match=message):
         WinRate(broken).score_groups(images, PROMPTS)
 
 
@@ -94,19 +81,12 @@ def totals(policy, result, *rewards):
     return [score_rollout(policy, reward, result, PROMPTS).total for reward in rewards]
 
 
-@pytest.mark.parametrize("probe", [NoProbe(), Completion(), Substeps(2)], ids=str)
-def test_members_are_compared_decision_by_decision(mixture_policy, probe):
-    result = sampled(mixture_policy, probe, shared=True)
+def test_members_are_compared_decision_by_decision_and_copy_by_copy(mixture_policy):
+    result = sampled(mixture_policy, Substeps(2), shared=True)
     scores, rates = totals(mixture_policy, result, BASE, WinRate(BASE))
-    filled = [*probe.fills(4), 4]
-    for column in range(5):
-        expected = win_rates(scores[..., column]) if column in filled else torch.tensor(torch.nan)
-        assert torch.equal(rates[..., column].nan_to_num(9), expected.expand(3, 4).nan_to_num(9))
-    if not isinstance(probe, NoProbe):
-        assert bool((rates[..., 0] == 0.5).all())  # all members have the same state
-
-
-def test_copies_are_compared_with_those_of_the_same_number(mixture_policy):
+    expected = torch.stack([win_rates(column) for column in scores.unbind(-1)], -1)
+    assert torch.equal(rates.nan_to_num(9), expected.nan_to_num(9))
+    assert bool((rates[..., 0] == 0.5).all())  # all members have the same state
     result = sampled(mixture_policy, Continuation(3))
     (rates,) = totals(mixture_policy, result, WinRate(BASE))
     scores = (result.estimates[2].latents.view(3, 4, 3, -1) - 0.3).square().mean(3)
@@ -116,21 +96,18 @@ def test_copies_are_compared_with_those_of_the_same_number(mixture_policy):
 
 @pytest.mark.parametrize(("max_batch", "groups"), [(1, 1), (9, 2), (512, 12)])
 def test_batches_are_whole_groups(mixture_policy, max_batch, groups):
-    result, usage, seen = sampled(mixture_policy, Substeps(2)), Usage(), []
+    result, usage, counts = sampled(mixture_policy, Substeps(2)), Usage(), []
 
     class Watched:
         evaluation = BASE
 
         def score_groups(self, images, prompts):
-            assert images.shape[:2] == (len(prompts), 4)
-            seen.append(prompts)
+            counts.append(len(prompts))
             return WinRate(BASE).score_groups(images, prompts)
 
     scores = score_rollout(mixture_policy, Watched(), result, PROMPTS, usage, max_batch)
     assert torch.equal(scores.total, totals(mixture_policy, result, WinRate(BASE))[0])
-    counts = [len(prompts) for prompts in seen]
-    assert max(counts) == groups and list(seen[0]) == PROMPTS[: counts[0]]
-    assert usage.reward_calls == sum(counts) * 4 == 3 * 4 * 5
+    assert max(counts) == groups and usage.reward_calls == sum(counts) * 4 == 3 * 4 * 5
 
 
 def test_leaves_of_a_tree_are_compared_and_states_have_the_mean_win_rate_behind_them(
@@ -155,8 +132,10 @@ def test_parts_have_tables_of_their_own_and_broken_scores_are_refused(mixture_po
         def score_groups(self, images, prompts):
             return images.flatten(2).mean(2).flatten()
 
-    told = r"Flat.score_groups returned shape \(12,\) for 3 groups of 4 images; allowed: \(3, 4\)"
-    with pytest.raises(RewardContractError, match=told):
+    problem = (
+        r"Flat.score_groups returned shape \(12,\) for 3 groups of 4 images; allowed: \(3, 4\)"
+    )
+    with pytest.raises(RewardContractError, match=problem):
         totals(mixture_policy, sampled(mixture_policy, NoProbe()), Flat())
     some = sampled(mixture_policy, SomeMembers(Substeps(2), fraction=0.5))
     with pytest.raises(ConfigError, match="a probe that scores all members of a group"):
@@ -187,7 +166,7 @@ def test_chunks_and_threads_change_no_number():
 def test_a_run_is_evaluated_by_the_reward_that_is_compared(tmp_path):
     run = str(tmp_path / "run")
     reward = f"group-sum(models={{'win': \"{WIN}\", 'own': '{DIRECTION}'}}, weights={{'own': 2.0}})"
-    options = [
+    sizes = [
         "--world",
         "mixture",
         "--groups",
@@ -199,14 +178,11 @@ def test_a_run_is_evaluated_by_the_reward_that_is_compared(tmp_path):
         "--eval-samples",
         "4",
     ]
-    assert main(["train", *options, "--reward", reward, "--out", run, "--trust"]) == 0
+    assert main(["train", *sizes, "--reward", reward, "--out", run, "--trust"]) == 0
     row = load_run(tmp_path / "run").rows[-1]
     assert row["parts"]["win"] == pytest.approx(0.5)
     # the own reward once and twice
     assert row["evaluation"]["reward"] == pytest.approx(3 * row["evaluation"]["soft"], abs=1e-5)
-    assert main(["evaluate", "--weights", run, "--limit", "2", "--trust"]) == 0
-    (score,) = read_json(tmp_path / "run" / "evaluation" / "evaluation.json")["scores"].values()
-    assert score["trained"] > 0
 
 
 def test_rewards_within_a_reward_take_their_options_and_the_device():
@@ -216,12 +192,15 @@ def test_rewards_within_a_reward_take_their_options_and_the_device():
     )
     reward = build("reward", f"weighted-sum(models={models})", device="meta")
     assert reward == WeightedSum(
-        {"size": JPEGCompressibility(50), "cut": Clipped(CLIPScore(device="meta"), high=1)}
+        {
+            "size": JPEGCompressibility(50),
+            "cut": Clipped(build("reward", "clipscore(device=meta)"), high=1),
+        }
     )
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: Clipped(WinRate(BASE), high=1.0), "Clipped.reward = .*a RewardModel"),
         (lambda: Clipped(BASE, 1.0, 0.0), "allowed: low below high"),
@@ -235,20 +214,15 @@ def test_rewards_within_a_reward_take_their_options_and_the_device():
             r"reward_noise, reward_bias = .* 0 with WinRate",
         ),
         (
+            lambda: make_heldout_metrics(HELDOUT, make_world(HELDOUT)),
+            r"heldout_rewards = .*as JPEGCompress.*WinRate compares members of a group",
+        ),
+        (
             lambda: create_app(WinRate(BASE), ServerSettings()),
             "reward = 'reward' .*WinRate compares members of a group",
         ),
     ],
 )
-def test_what_is_refused(make, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
         make()
-
-
-def test_held_out_rewards_are_for_single_samples():
-    shapes = preset("tiny").apply(heldout_rewards=("win-rate(reward='jpeg-compressibility')",))
-    with pytest.raises(
-        ConfigError,
-        match=r"heldout_rewards = .*WinRate compares members of a group.*JPEGCompressibility",
-    ):
-        make_heldout_metrics(shapes, make_world(shapes))

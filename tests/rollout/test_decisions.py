@@ -9,19 +9,14 @@ from rollouts import PROMPTS, SQUARES, Straight, rolled
 from flowrl.core.experience import Credit, Decisions, Experience
 from flowrl.core.tree import plain_tree
 from flowrl.core.types import Gaussian, Schedule
-from flowrl.credit import StepwiseGain, TurningPoint, Uniform, credit_of, read_columns
+from flowrl.credit import StepwiseGain, TurningPoint, Uniform, credit_of
 from flowrl.flow import uniform_schedule
-from flowrl.losses import ClippedLoss
-from flowrl.methods import Method
-from flowrl.probes import Completion, NoProbe, Substeps, Tweedie
+from flowrl.probes import Completion, Substeps, Tweedie
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import log_probs, score_rollout
-from flowrl.samplers import DanceSDE, FixedWindow, FlowSDE, Windowed
 from flowrl.training.build import make_trainer
 from flowrl.training.config import preset
 from flowrl.training.plan import plan
-from flowrl.training.trainer import Trainer
-from flowrl.worlds.base import PolicyOptions, world
 
 COARSE = [1.0, 0.8, 0.55, 0.3, 0.1, 0.0]
 DRAWN = [0.8, 0.55, 0.3]
@@ -66,22 +61,16 @@ class ReadsLogProbs:
 
 
 FINER = [1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.55, 0.45, 0.3, 0.2, 0.1, 0.05, 0.0]
-GRIDS = {
-    "before, between and after": FINER,
-    "before the first": [1.0, 0.9, *COARSE[1:]],
-    "after the last": [*COARSE[:-1], 0.07, 0.03, 0.0],
-}
 RULES = [Uniform(), StepwiseGain(probe=Tweedie()), TurningPoint(), ReadsLogProbs()]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
-@pytest.mark.parametrize("grid", GRIDS)
-def test_inserted_ode_steps_change_neither_states_nor_values_nor_credit(grid, rule):
+def test_inserted_ode_steps_change_neither_states_nor_values_nor_credit(rule):
     """From the noise on: the same draws at the same decisions, with more ODE steps before, between
     and after them.
     """
     plain, coarse, spent = walk(COARSE, rule.probe)
-    finer, fine, usage = walk(GRIDS[grid], rule.probe)
+    finer, fine, usage = walk(FINER, rule.probe)
     assert len(coarse.decisions) == len(fine.decisions) == 3
     assert finer.trajectories.schedule.steps > plain.trajectories.schedule.steps
     close = dict(atol=1e-5, rtol=0, equal_nan=True)
@@ -146,37 +135,7 @@ def test_only_the_columns_that_are_asked_for_are_estimated(probe, saved):
     assert spent.reward_calls - usage.reward_calls == 12 and spent.nfe - usage.nfe == 12 * saved
 
 
-def trainer_of(rule, trained):
-    settings = dict(world="mixture", groups=2, group_size=4, num_steps=6, trained_steps=trained)
-    method = Method("own", FlowSDE(0.7), FixedWindow(None, -1), rule, ClippedLoss())
-    mixture = world("mixture")
-    prompts = [mixture.parse(f"towards {angle} degrees") for angle in (0, 90, 180)]
-    policy, reward = mixture.policy(PolicyOptions()), mixture.reward("soft")
-    return Trainer(policy, method, reward, prompts, preset("tiny").apply(**settings))
-
-
-# of 5 decisions and the image, with the decisions 0 and 1 trained: a gain reads its column and the
-# next
-ASKED = {
-    "gains": (StepwiseGain(), [True, True, True, False, False, False]),
-    "turning points": (TurningPoint(), [True, True, True, False, False, True]),
-    "reward-to-go": (StepwiseGain(lam=1.0), [True] * 6),
-}
-
-
-@pytest.mark.parametrize("name", ASKED)
-def test_a_trainer_asks_for_what_the_rule_reads_for_trained_decisions(name):
-    rule, expected = ASKED[name]
-    trainer = trainer_of(rule, ":2")
-    columns = trainer.asked_columns(trainer.draw_sampler())
-    assert columns.tolist() == expected
-    assert torch.equal(columns, read_columns(rule, torch.tensor([True, True, False, False, False])))
-    for other in (trainer_of(rule, "random(fraction=0.4)"), trainer_of(Uniform(), ":2")):
-        assert other.asked_columns(trainer.draw_sampler()) is None
-
-
-# settings, then evaluations and scored images of a trajectory: 6 steps, 5 decisions, 2 of them
-# trained
+# the rule, and evaluations and scored images of a trajectory of 6 steps and 5 decisions
 COSTS = {
     "gains of completions": ("stepwise-gain(probe=completion)", 6 + 5 + 4 + 3, 3 + 1),
     "gains of substeps": ("stepwise-gain(probe='substeps:3')", 6 + 3 * 2, 3 + 1),
@@ -185,28 +144,26 @@ COSTS = {
 }
 
 
+def costs_of(credit, trained):
+    """The counters of an iteration of 8 trajectories, and the plan's."""
+    settings = dict(window=":-1", trained_steps=trained, initial_noise="independent", num_steps=6)
+    settings |= dict(world="mixture", groups=2, group_size=4, credit=credit)
+    config = preset("tiny").apply(**settings)
+    return make_trainer(config).iteration(), plan(config)
+
+
 @pytest.mark.parametrize("case", COSTS)
 def test_counters_and_the_plan_count_the_states_of_trained_decisions_only(case):
     credit, nfe, images = COSTS[case]
-    settings = dict(window=":-1", trained_steps=":2", initial_noise="independent", num_steps=6)
-    settings |= dict(world="mixture", groups=2, group_size=4, credit=credit)
-    config = preset("tiny").apply(**settings)
-    row, planned = make_trainer(config).iteration(), plan(config)
+    row, planned = costs_of(credit, ":2")
     assert (row["nfe"], row["reward_calls"]) == (planned.nfe, planned.reward_calls)
     assert (row["nfe"], row["reward_calls"]) == (8 * nfe, 8 * images)
     assert row["train_nfe"] == planned.train_nfe == 8 * 2
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_tweedie_evaluates_nothing_and_scores_a_shared_state_once(shared):
-    """One reward per state; the first state of a group that shares its noise counts once."""
-    spent, options = [], dict(steps=6, sampler=Windowed(DanceSDE(0.3), range(5)), shared=shared)
-    for probe in (NoProbe(), Tweedie()):
-        result, usage = rolled(Straight(), probe, **options)
-        score_rollout(Straight(), SQUARES, result, PROMPTS, usage)
-        spent.append((usage.nfe, usage.calls, usage.reward_calls))
-    states = 2 * (1 + 4 * 4) if shared else 2 * 4 * 5
-    assert spent[0][:2] == spent[1][:2] and (spent[0][2], spent[1][2]) == (8, 8 + states)
+def test_every_state_is_scored_if_the_trained_decisions_are_random():
+    row, _ = costs_of("stepwise-gain(probe=tweedie)", "random(fraction=0.4)")
+    assert (row["reward_calls"], row["train_nfe"]) == (8 * (5 + 1), 8 * 2)
 
 
 def test_without_a_drawn_transition_the_initial_noise_is_the_only_decision():

@@ -2,7 +2,6 @@
 them.
 """
 
-import math
 from dataclasses import replace
 from itertools import combinations
 
@@ -48,15 +47,12 @@ def shape_of(members=1):
         (NoProbe(), 1, 0, 0, 0),
         (Tweedie(), 1, 0, 0, 9),
         (Substeps(5), 1, 36, 4, 9),
-        (Substeps(5, solver="heun"), 1, 36, 4, 9),
         (Substeps(5, every=2, dtype="bfloat16"), 1, 20, 4, 5),
-        (Substeps(5, guidance="off"), 1, 18, 4, 9),
         (Substeps(4, guidance="off", every=5), 1, 3, 3, 2),
         (Substeps(2, guidance="off", every=3), 1, 1.5, 1, 3),
         (Completion(), 1, 45, 0, 9),
         (Completion(together=False), 1, 45, 9, 9),
         (Completion(solver="unipc", every=2), 1, 25, 9, 5),
-        (Completion(solver="heun"), 1, 90, 18, 9),
         (SomeMembers(Substeps(5), fraction=0.25), 8, 2 * 36, 4, 18 + 72),
         (SomeMembers(Substeps(5), fraction=0.25, control="uniform"), 8, 2 * 36, 4, 18),
         (SomeMembers(Completion(every=3), fraction=0.01), 8, 9 + 6 + 3, 9, 3 + 24),
@@ -81,36 +77,18 @@ def test_straight_lines_are_exact_for_every_solver(solver):
             torch.testing.assert_close(end.latents, expected, atol=5e-5, rtol=0)
 
 
-def test_solvers_converge_with_their_order(policy):
-    """Mean distances at 3, 33 and 129 evaluations from one node to the end of 2,049 evaluations: Euler .145
-    .0141 .0037, Heun .162 .0041 .0003, DPM-Solver++ .110 .0024 .0004, UniPC .104 .0013 .0001.
-    Slopes of log error from 33 to 129: 0.97, 1.97, 1.27, 1.64.
-    """
-    for parameter in policy.trainable().values():
-        parameter.data.zero_()
-
-    def end(solver, count):
-        probe = Substeps(count, solver=solver, every=3)
-        return rolled(policy, probe, members=32)[0].estimates[3].latents.flatten(1)
-
-    exact = end("heun", 1025)
-    limits = {"euler": (0.9, 1.1), "heun": (1.8, 2.2), "dpm++": (1.1, 2.2), "unipc": (1.4, 2.3)}
-    for solver, (low, high) in limits.items():
-        rough, fine = (float((end(solver, n) - exact).norm(dim=1).mean()) for n in (33, 129))
-        assert low < math.log2(rough / fine) / math.log2(129 / 33) < high, (solver, rough, fine)
-
-
 @pytest.mark.parametrize("probe", [Substeps(3), Completion()], ids=repr)
-@pytest.mark.parametrize("sampler", [SDE, Windowed(FlowSDE(0.7), (1, 2, 4, 5, 8))])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("sampler", "shared"), [(SDE, True), (Windowed(FlowSDE(0.7), (1, 2, 4, 5, 8)), False)]
+)
 def test_gains_of_every_second_decision_are_split_evenly(policy, probe, sampler, shared):
     options = {"sampler": sampler, "shared": shared}
-    whole = valued(policy, probe, **options)
+    complete = valued(policy, probe, **options)
     thin = valued(policy, replace(probe, every=2), **options)
-    count = whole.shape[-1] - 1
+    count = complete.shape[-1] - 1
     assert count == (9 if sampler is SDE else 5)
     scored = [*range(0, count, 2), count]
-    torch.testing.assert_close(thin[..., scored], whole[..., scored], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(thin[..., scored], complete[..., scored], atol=2e-6, rtol=1e-5)
     for first in range(0, count - 1, 2):
         pair = gains(thin)[..., first : first + 2]
         torch.testing.assert_close(pair[..., 0], pair[..., 1], atol=1e-6, rtol=0)
@@ -169,17 +147,16 @@ CHEAP = [
 ]
 
 
-@pytest.mark.parametrize("guidance_gradient", ["both", "prompt"])
-def test_trajectories_and_final_rewards_are_the_same_bit_for_bit(guidance_gradient):
+def test_trajectories_and_final_rewards_are_the_same_bit_for_bit():
     """On SD3's transformer with guidance; the network afterwards is what it was."""
-    policy = tiny_sd3_policy(replace(TINY, guidance_scale=3.0, guidance_gradient=guidance_gradient))
+    policy = tiny_sd3_policy(replace(TINY, guidance_scale=3.0, guidance_gradient="prompt"))
     for parameter in policy.trainable().values():
         torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(1))
     plain = rolled(policy, members=2, steps=4)[0]
     final = score_rollout(policy, SQUARES, plain, PROMPTS).total[..., -1]
     inputs = plain.trajectories.at(1)[:2], torch.full((2,), 500.0), policy.encode(PROMPTS)
     trained = policy.velocity(*inputs)
-    for probe in CHEAP if guidance_gradient == "both" else CHEAP[-2:]:
+    for probe in CHEAP:
         result = rolled(policy, probe, members=2, steps=4)[0]
         for part in ("states", "outputs"):
             same = (getattr(found.trajectories, part) for found in (result, plain))
@@ -227,13 +204,10 @@ CHANGED = r"Faulty\.estimate changed its input in place"
     ("fault", "words"),
     [
         (lambda run: run.trajectories.states.add_(1.0) is None or {}, CHANGED),
-        (lambda run: run.trajectories.outputs.mul_(0.9) is None or {}, CHANGED),
         (lambda run: {0: Estimate(run.final.clamp_(0, 1))}, CHANGED),
         (lambda run: {10: Estimate(run.final)}, r"of 10; allowed: .*\[0, 1, 2, 3, 4, 5, 6, 7, 8\]"),
-        (lambda run: {"first": Estimate(run.final)}, "an estimate of 'first'"),
         (lambda run: {3: run.final}, "a Tensor for node 3; allowed: Estimate"),
         (lambda run: {3: Estimate(run.final[1:])}, "7, 2, 1, 1.* node 3; .*2, 2.*8, 2"),
-        (lambda run: {3: Estimate(run.final.flatten(1))}, "8, 2.* node 3"),
     ],
 )
 def test_probes_that_break_their_contract_are_named(policy, fault, words):

@@ -37,7 +37,7 @@ def test_it_samples_what_the_released_code_samples(tmp_path):
     torch.testing.assert_close(evaluated, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("tau", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("tau", [0.0, 0.4])
 def test_a_step_has_the_coefficients_of_diffusers(tau):
     """Predictor and corrector of one step, from given clean estimates and noise."""
     times = torch.tensor([0.8, 0.7, 0.55, 0.4, 0.0], dtype=torch.float64)
@@ -82,7 +82,7 @@ def gaussian_end(tau: float, steps: int, count: int) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("tau", [0.0, 0.4, 1.5])
+@pytest.mark.parametrize("tau", [0.4, 1.5])
 def test_the_noise_keeps_the_law_of_the_data(tau):
     """100,000 samples: standard errors of mean and std are 0.0010 and 0.0007; false alarms in 1 of
     10,000 at 4 of them.
@@ -109,17 +109,17 @@ def test_the_noise_is_the_rollouts_own():
     """
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
-    whole, state = sampled()
+    complete, state = sampled()
     assert torch.equal(torch.random.get_rng_state(), before)
     for first, count in ((0, 1), (1, 2), (2, 1)):
         part, left = sampled(first, count)
-        torch.testing.assert_close(part, whole[first : first + count], atol=1e-6, rtol=0)
+        torch.testing.assert_close(part, complete[first : first + count], atol=1e-6, rtol=0)
         assert torch.equal(left, state)
-    torch.testing.assert_close(sampled(max_batch=5)[0], whole, atol=1e-6, rtol=0)
-    assert not torch.allclose(sampled(seed=2)[0], whole, atol=1e-2)
+    torch.testing.assert_close(sampled(max_batch=5)[0], complete, atol=1e-6, rtol=0)
+    assert not torch.allclose(sampled(seed=2)[0], complete, atol=1e-2)
     silent, untouched = sampled(tau=0.0)
     assert torch.equal(untouched, torch.Generator().manual_seed(1).get_state())
-    assert not torch.allclose(silent, whole, atol=1e-2)
+    assert not torch.allclose(silent, complete, atol=1e-2)
 
 
 def test_the_grid_is_that_of_the_released_code():

@@ -70,29 +70,19 @@ def error(solver, steps):
     return float((end(solver, uniform_schedule(steps)) - truth()).square().mean().sqrt())
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_solvers_converge_and_higher_orders_are_nearer(solver):
-    """Measured at 10, 20, 40, 160 steps: Euler .067 .034 .017 .0044, Heun .016 .0036 .0008 .0000,
-    DPM-Solver++ .037 .0062 .0016 .0003, UniPC .038 .0049 .0012 .0001, SA-Solver .055 .0095 .0035
-    .0005: it takes pure noise as a state at 0.999.
-    """
-    errors = [error(solver, steps) for steps in (10, 20, 40, 160)]
-    assert errors == sorted(errors, reverse=True)
-    if solver == "euler":
-        assert 0.003 < errors[-1] < 0.006
-    else:
-        slack = 1.4 if solver == "sa" else 1.0
-        assert errors[-1] < slack * 5e-4
-        limits = ((10, 0.65), (20, 0.3), (40, 0.15), (160, 0.1))
-        assert all(error(solver, n) < slack * limit * error("euler", n) for n, limit in limits)
+ORDERS = [
+    ("euler", 0.9, 1.1),
+    ("heun", 1.8, 2.4),
+    ("dpm++", 1.2, 1.8),
+    ("unipc", 1.7, 2.6),
+    ("sa", 1.1, 1.8),
+]
 
 
-@pytest.mark.parametrize(
-    ("solver", "least", "most"), [("euler", 0.9, 1.1), ("heun", 1.8, 2.4), ("unipc", 1.7, 2.6)]
-)
+@pytest.mark.parametrize(("solver", "least", "most"), ORDERS)
 def test_orders_of_convergence(solver, least, most):
-    """Slopes of log error against log steps from 20 to 160 steps: 0.99, 2.06 and 1.81. DPM-Solver++
-    wobbles about 1.4.
+    """Slopes of log error against log steps from 20 to 160 steps, measured: 0.99, 2.06, 1.46, 1.81
+    and 1.42. DPM-Solver++ wobbles; SA-Solver takes pure noise as a state at 0.999.
     """
     slope = math.log2(error(solver, 20) / error(solver, 160)) / 3
     assert least < slope < most, slope
@@ -111,7 +101,7 @@ def test_heun_is_heuns_method_with_an_euler_step_at_the_end():
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("steps", [1, 2, 3, 10])
+@pytest.mark.parametrize("steps", [1, 3])
 def test_every_solver_is_exact_for_a_point(solver, steps):
     policy = Exact(lambda x, t: (x - POINT) / t[:, None])
     reached = end(solver, shifted_schedule(steps), policy)
@@ -142,12 +132,7 @@ def test_evaluations_are_counted_and_chunks_do_not_matter(solver, calls):
 
 
 def test_a_run_can_be_evaluated_by_another_solver(tmp_path):
-    config = preset("tiny").apply(world="mixture", eval_solver="heun")
-    assert Run(config, tmp_path / "a").execute()
-    for solver in ("dpm++", "sa"):
-        assert Run(config.replace(eval_solver=solver), tmp_path / solver).execute()
-    with pytest.raises(
-        ConfigError,
-        match=r"solver = 'rk4' is not allowed; allowed: one of euler, heun, dpm\+\+, unipc, sa",
-    ):
+    config = preset("tiny").apply(world="mixture", eval_solver="sa")
+    assert Run(config, tmp_path / "run").execute()
+    with pytest.raises(ConfigError, match="solver = 'rk4' is not allowed; allowed: one of euler,"):
         config.replace(eval_solver="rk4")

@@ -33,11 +33,9 @@ def run(policy, probe, members, steps, sampler=ALL, shared=False):
 
 
 COSTS = {
-    "three roots": (Branch({2: 2, 4: 2, 6: 2}), 24, 10, ALL, 117, 141, 117),
     "branch steps only": (Branch({2: 2, 4: 2, 6: 2}), 24, 10, ALL, 117, 141, 21),
     "BranchGRPO": (Branch({0: 2, 3: 2, 6: 2, 9: 2}), 16, 20, ALL, 203, 219, 203),
     "TreeGRPO": (Branch(3), 27, 10, Windowed(FlowSDE(0.7), range(3)), 202, 229, 13),
-    "shared noise": (Branch({0: 24}), 24, 10, ALL, 217, 241, 217),
     "TempFlow-GRPO": (Comb(6), 60, 10, ALL, 280, 340, 10),
     "Granular-GRPO": (Comb(12, high=8, strides=(1, 2, 3)), 288, 16, ALL, 1892, 2180, 8),
 }
@@ -115,13 +113,13 @@ def test_an_invalid_leaf_is_left_out_of_its_ancestors(mixture_policy):
 
     reward = FunctionReward(some_invalid, marks_invalid=True)
     result, _ = run(mixture_policy, Branch({0: 2, 3: 3}), 12, 6)
-    whole = score_rollout(mixture_policy, REWARD, result, PROMPTS[:2]).total
+    complete = score_rollout(mixture_policy, REWARD, result, PROMPTS[:2]).total
     found = score_rollout(mixture_policy, reward, result, PROMPTS[:2])
     assert (~found.valid).nonzero().tolist() == [[0, 5]] and bool(found.total[0, 5].isnan().all())
-    final = whole[0, :, -1]
+    final = complete[0, :, -1]
     torch.testing.assert_close(found.total[0, 3:5, 2], final[3:5].mean().expand(2))
     torch.testing.assert_close(found.total[0, 0, 0], final[[0, 1, 2, 3, 4]].mean())
-    assert torch.equal(found.total[1], whole[1])
+    assert torch.equal(found.total[1], complete[1])
 
 
 METHODS = {
@@ -161,7 +159,7 @@ def test_neither_chunks_nor_micro_batches_nor_main_memory_change_what_is_trained
         assert again[0]["nfe"] == rows[0]["nfe"]
 
 
-@pytest.mark.parametrize("case", METHODS)
+@pytest.mark.parametrize("case", ["comb"])
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(case):
     _, expected = trained(trainer_for(case), 3)
     first, second = trainer_for(case), trainer_for(case)
@@ -170,7 +168,7 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(case):
     assert torch.equal(trained(second, 2)[1], expected)
 
 
-@pytest.mark.parametrize("case", METHODS)
+@pytest.mark.parametrize("case", ["edges", "comb"])
 def test_the_update_evaluates_every_parent_once_and_says_so(case):
     trainer = trainer_for(case, CONFIG.replace(minibatches=1))
     rows, original = [], trainer.policy.velocity
@@ -184,7 +182,7 @@ def test_the_update_evaluates_every_parent_once_and_says_so(case):
     row = trainer.iteration()
     seen = torch.cat(rows)
     assert len(seen) == row["train_nfe"] == len(seen.unique(dim=0))
-    assert row["train_nfe"] < {"every step": 72, "comb": 36}.get(case, 3 * 12 * 5)
+    assert row["train_nfe"] < {"edges": 3 * 12 * 5, "comb": 36}[case]
 
 
 @pytest.mark.parametrize("case", METHODS)

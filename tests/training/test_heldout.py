@@ -10,6 +10,7 @@ import pytest
 import torch
 from flowrl_compare.figures import proxy_and_heldout
 from flowrl_compare.results import load_run, short
+from flowrl_rewards.clip import ClipFeatures, ClipNetwork
 from tiny_rewards import tiny_clip
 
 from flowrl.cli.main import main
@@ -17,9 +18,7 @@ from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
 from flowrl.rewards import FunctionReward, NoisyReward
-from flowrl.rewards.clip import ClipNetwork
 from flowrl.rewards.diversity import (
-    ClipFeatures,
     LatentFeatures,
     PixelFeatures,
     group_features,

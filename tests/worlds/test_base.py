@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from family_cases import CASES, PROMPTS, draw, noise_of
+from family_cases import CASES, draw, noise_of
 from flowrl_compare.results import load_run
 from safetensors.torch import load_file
 
@@ -56,14 +56,12 @@ def arguments(folder, *more):
     return [*(f"--{name}={folder}/{file}" for name, file in files.items()), *SIZES, *more]
 
 
-def test_train_a_model_and_read_its_lora_with_plain_diffusers(folder, capsys):
+def test_train_a_model_and_read_its_lora_with_plain_diffusers(folder):
     run = folder / "run"
     more = ("--groups", "3", "--method", "tp-grpo", "--guidance-scale", "2", "--out", str(run))
     assert main(["train", *arguments(folder, *more)]) == 0
-    assert "tp-grpo on" in capsys.readouterr().out
     record = load_run(run)
     assert record.finished and [row["trajectories"] for row in record.rows[1:]] == [9, 9]
-    assert record.rows[0]["evaluation"].keys() == {"reward", "seconds"}
     config = json.loads((run / "config.json").read_text())
     assert config["environment"]["world"] == "model" and config["policy"]["lora_rank"] == 2
     policy, _ = trained_policy(run, trust=True)
@@ -71,27 +69,6 @@ def test_train_a_model_and_read_its_lora_with_plain_diffusers(folder, capsys):
     plain.load_lora_weights(run / "lora")
     picture = CASES["sd3"].picture(plain, noise_of(policy), 2.0, negative_prompt=["", ""])
     torch.testing.assert_close(draw(policy), picture, atol=5e-6, rtol=0)
-    sampled = ["--prompts", PROMPTS[1].text, "--count=2", "--num-steps=2"]
-    out = f"--out={folder}/grid.png"
-    assert main(["sample", "--weights", str(run), "--trust", *sampled, out]) == 0
-    assert (folder / "grid.png").stat().st_size > 0
-
-
-@pytest.mark.slow
-def test_compare_methods_on_a_model(folder, capsys):
-    out = folder / "cmp"
-    more = ("--methods", "flow-grpo", "tp-grpo", "--seeds=0", "--workers=1", f"--out={out}")
-    assert main(["compare", *arguments(folder, *more)]) == 0
-    assert f"Comparing flow-grpo, tp-grpo on {folder / 'model'} (" in capsys.readouterr().out
-    run = out / "runs" / "tp-grpo-seed0"
-    assert load_run(run).finished and (run / "lora").is_dir()
-    assert f"on the model {folder / 'model'}, task prompts" in (out / "report.html").read_text()
-    weights = load_file(run / "weights.safetensors")
-    (run / "done.json").unlink()
-    assert main(["compare", "--resume", str(out)]) == 2
-    assert main(["compare", "--resume", str(out), "--trust", "--workers=1"]) == 0
-    again = load_file(run / "weights.safetensors")
-    assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
 def test_full_fine_tuning_of_flux_against_its_reference(folder):
@@ -125,16 +102,13 @@ def test_held_out_prompts_have_their_own_file(folder):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("--prompts=missing.txt", "missing.txt cannot be read"),
         ("--reward=", "a model has none of its own"),
         ("--model=nowhere/at-all", "no folder with a model_index.json"),
-        ("--world=shapes", "model if `model` is given"),
         ("--prompts=", "prompts = ''"),
-        ("--resolution=17", "height = 17"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(folder, capsys, more, words):
     logging.getLogger("diffusers").setLevel(logging.CRITICAL)
     assert main(["train", *arguments(folder, f"--out={folder}/run", more)]) == 2
-    told = capsys.readouterr().err.splitlines()[-1]  # before it: progress of loading
-    assert told.startswith("flowrl: error: ") and words in told
+    last = capsys.readouterr().err.splitlines()[-1]  # before it: progress of loading
+    assert last.startswith("flowrl: error: ") and words in last

@@ -1,17 +1,15 @@
 """The shapes world: its language, its verifier, its decoder and its base model."""
 
-import contextlib
-import json
 import random
 
 import pytest
 import torch
-from flowrl_bench.pretrain_pairs import draw_layout, draw_wrong_layout, requests_by_kind
+from flowrl_bench.pretrain_pairs import draw_layout, requests_by_kind
 
 from flowrl.core.errors import CheckpointError, ConfigError, RewardError
 from flowrl.core.types import Prompt
 from flowrl.worlds.base import PolicyOptions, check_hash, weights_path, world
-from flowrl.worlds.render import render
+from flowrl.worlds.render import render, split_cells
 from flowrl.worlds.scene import (
     CELLS,
     TASKS,
@@ -21,18 +19,17 @@ from flowrl.worlds.scene import (
     object_class,
     parse,
     split,
-    tokenise,
 )
 from flowrl.worlds.verifier import ShapesReward, looks, read
 
 KINDS, FORMS = sorted(requests_by_kind()), ("strict", "graded", "soft")
 
 
-def drawings(kind, count=100, draw=draw_layout, seed=0):
+def drawings(kind, count=50):
     """Requests of one kind with pictures drawn for them."""
-    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     requests = [rng.choice(requests_by_kind()[kind]) for _ in range(count)]
-    layouts = torch.tensor([draw(request, rng) for request in requests])
+    layouts = torch.tensor([draw_layout(request, rng) for request in requests])
     return [r.prompt() for r in requests], layouts, render(layouts, generator)
 
 
@@ -43,23 +40,9 @@ def test_verifier_is_right_about_renderings_and_reconstructions(kind, shapes_pol
     assert float((read(images).classes == layouts).float().mean()) >= 0.9999
     auto = shapes_policy.network.autoencoder
     with torch.no_grad():
-        again = auto.decode(auto.encode(images))
+        cells = auto.encode_cells(split_cells(images).flatten(0, 1)).view(-1, 4, 4, 8)
+        again = auto.decode(cells.permute(0, 3, 1, 2))
     assert float(ShapesReward("strict").score(again, prompts).mean()) >= 0.97
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_verifier_tells_careless_pictures_from_right_ones(kind):
-    right, careless = drawings(kind), drawings(kind, draw=draw_wrong_layout)
-    for form in FORMS:
-        reward = ShapesReward(form)
-        assert (
-            reward.score(right[2], right[0]).mean()
-            > reward.score(careless[2], careless[0]).mean() + 0.1
-        )
-        for prompts, _, images in (right, careless):
-            scores = reward.score(images, prompts)
-            assert bool(((scores >= 0) & (scores <= 1)).all())
 
 
 def picture(objects):
@@ -91,14 +74,6 @@ def test_scores_worked_out_by_hand(text, objects, graded):
     assert soft == pytest.approx(0.85 * graded + 0.15, abs=0.05)
 
 
-def test_soft_form_is_continuous_where_the_others_jump():
-    first, second = picture("0 red circle"), picture("0 red circle, 9 red circle")
-    blends = torch.cat([first.lerp(second, share) for share in torch.linspace(0, 1, 41).tolist()])
-    prompts = [Prompt("two red circles")] * 41
-    assert len(set(ShapesReward("strict").score(blends, prompts).tolist())) == 2
-    assert len(set(ShapesReward("soft").score(blends, prompts).tolist())) > 20
-
-
 def test_preference_parts_move_with_what_they_measure():
     request = parse("calm red pattern")
     mirrored = "0 red circle, 3 red circle, 8 red circle, 11 red circle"
@@ -115,20 +90,19 @@ def test_preference_parts_move_with_what_they_measure():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_train_and_heldout_prompts_do_not_overlap_in_words_or_meaning(task):
-    parts = split(task)
-    assert parts == split(task)
-    assert {*parts["train"], *parts["heldout"]} == set(all_requests(task))
+    train, heldout = split(task).values()
+    assert {*train, *heldout} == set(all_requests(task))
     for key in (Request.words, lambda request: request.meaning):
-        assert not {key(r) for r in parts["train"]} & {key(r) for r in parts["heldout"]}
-    assert {r.kind for r in parts["train"]} == {r.kind for r in parts["heldout"]}
+        assert not set(map(key, train)) & set(map(key, heldout))
+    assert {r.kind for r in train} == {r.kind for r in heldout}
 
 
 def test_both_orders_of_a_pair_are_one_meaning():
-    for texts in (
+    for first, second in (
         ("red circle and blue square", "blue square and red circle"),
         ("red circle left of blue square", "blue square right of red circle"),
     ):
-        assert len({parse(text).meaning for text in texts}) == 1
+        assert parse(first).meaning == parse(second).meaning
 
 
 def test_every_kind_of_request_counts_alike():
@@ -138,20 +112,13 @@ def test_every_kind_of_request_counts_alike():
             assert {kinds.count(kind) for kind in set(kinds)} == {length // 3}
 
 
-def test_every_prompt_is_read_back_as_what_it_asks():
+def test_every_prompt_is_read_back_as_what_it_asks_and_others_are_refused():
     for task in TASKS:
         for request in all_requests(task):
             assert parse(request.words()) == request
-            assert len(tokenise(request.words())) == 5
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "a dog", "three red", "red circle and red circle", "calm pattern", 'text "Q"', "pattern"],
-)
-def test_prompts_outside_the_language_are_refused(text):
-    with pytest.raises(ConfigError, match="prompt"):
-        parse(text)
+    for text in ("", "a dog", "red circle and red circle", "calm pattern", 'text "Q"'):
+        with pytest.raises(ConfigError, match="prompt"):
+            parse(text)
 
 
 @pytest.mark.parametrize(
@@ -168,11 +135,9 @@ def test_text_is_scored_by_its_edit_distance(text, graded):
     assert float(ShapesReward("graded").score(image, prompts)) == pytest.approx(graded)
 
 
-def test_wrong_pictures_and_forms_are_refused():
+def test_images_of_another_size_are_refused():
     with pytest.raises(RewardError, match="64"):
         ShapesReward().score(torch.zeros(1, 3, 32, 32), [Prompt("two red circles")])
-    with pytest.raises(ConfigError, match="strict, graded, soft"):
-        ShapesReward("fuzzy")
 
 
 @pytest.mark.slow
@@ -190,45 +155,12 @@ def test_base_model_is_undecided_on_every_task(shapes_policy):
             assert 0.25 - 0.08 < strict < 0.65, task
 
 
-def test_adapter_starts_as_the_base_model_and_merging_changes_nothing():
-    policy = world("shapes").policy(PolicyOptions(lora_rank=4))
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(5, *policy.latent_shape, generator=generator)
-    t = torch.rand(5, generator=generator) * 1000
-    condition = policy.encode([world("shapes").parse("two red circles")]).repeat(5)
-    assert all(p.requires_grad for p in policy.trainable().values())
-
-    @torch.no_grad()
-    def velocity(*contexts):
-        with contextlib.ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context())
-            return policy.velocity(x, t, condition)
-
-    start = velocity()
-    assert torch.equal(velocity(policy.reference), start)
-    for name, parameter in policy.trainable().items():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05, generator=generator)
-    trained = velocity()
-    assert float((trained - start).abs().max()) > 1e-3
-    torch.testing.assert_close(velocity(policy.frozen), trained, atol=1e-5, rtol=1e-5)
-    assert torch.equal(velocity(), trained)
-    assert torch.equal(velocity(policy.reference), start)
-    assert torch.equal(velocity(policy.reference, policy.frozen), start)
-    assert torch.equal(velocity(), trained)
-
-
 def test_damaged_or_missing_weights_are_refused(tmp_path):
-    copy = tmp_path / "shapes.safetensors"
-    with pytest.raises(CheckpointError, match="does not exist"):
+    copy, data = tmp_path / "shapes.safetensors", bytearray(weights_path().read_bytes())
+    with pytest.raises(CheckpointError, match="one of them is missing"):
         check_hash(copy)
-    data = bytearray(weights_path().read_bytes())
     data[-1] ^= 1
     copy.write_bytes(data)
     copy.with_suffix(".json").write_text(weights_path().with_suffix(".json").read_text())
     with pytest.raises(CheckpointError, match="damaged or foreign"):
         world("shapes").policy(PolicyOptions(base_weights=str(copy)))
-    copy.with_suffix(".json").write_text(json.dumps({"hash": 1}))
-    with pytest.raises(CheckpointError, match="sha256"):
-        check_hash(copy)

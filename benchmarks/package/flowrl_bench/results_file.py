@@ -20,7 +20,7 @@ from flowrl.core.errors import ConfigError, FlowrlError
 from flowrl.io import write_json
 from flowrl.parts.plugins import versions
 from flowrl.parts.trust import trusted
-from flowrl.reading import is_kind, parse_json, read_json, reading
+from flowrl.reading import is_kind, parse_json, read_bytes, read_json, reading
 from flowrl.training.config import RunConfig
 from flowrl.training.format import OLDER, current
 from flowrl.workers import usable_cores
@@ -274,7 +274,7 @@ class ResultsFile:
         """The position of the next line: a complete last line gets its line break, an incomplete
         one is cut off.
         """
-        tail = self.path.read_bytes().rpartition(b"\n")[2]
+        tail = read_bytes(self.path).rpartition(b"\n")[2]
         if tail and _parsed(tail)[1]:
             os.truncate(handle, os.fstat(handle).st_size - len(tail))
         elif tail:
@@ -292,8 +292,8 @@ class ResultsFile:
     def _texts(self) -> list[bytes]:
         """Lines of the archive PATH.gz (published runs, never written here), then of the file."""
         archive = self.path.with_name(f"{self.path.name}.gz")
-        older = gzip.decompress(archive.read_bytes()) if archive.exists() else b""
-        return (older + (self.path.read_bytes() if self.path.exists() else b"")).split(b"\n")
+        older = gzip.decompress(read_bytes(archive)) if archive.exists() else b""
+        return (older + (read_bytes(self.path) if self.path.exists() else b"")).split(b"\n")
 
 
 def _parsed(text: bytes) -> tuple[Any, str]:

@@ -24,8 +24,8 @@ from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.options import Count, checked_options
 from flowrl.core.types import Prompt
 from flowrl.parts.geneval import COLOURS, Clause, Request, request_of
-from flowrl.rewards.clip import DATA_ONLY, ClipNetwork, Precision, load_network, loading
 from flowrl.rewards.images import Images, to_pillow
+from flowrl_rewards.clip import DATA_ONLY, ClipNetwork, Precision, load_network, loading
 
 RENAMED = {
     "mouse": "computer mouse",

@@ -410,3 +410,24 @@ class HPSv21(ClipNetwork):
         """Scores [sample]."""
         texts = [prompt.text for prompt in prompts]
         return self.cosines(images, texts, letterbox=True)
+
+
+@checked_options
+@dataclass(frozen=True)
+class ClipFeatures(ClipNetwork):
+    """CLIP's image features, of length 1: the distance is sqrt(2 - 2 cos), 0 to 2, and reflects
+    content rather than noise.
+
+    Args:
+        model: a folder in transformers' format, or a name on the Hub.
+        device: name of the device.
+        dtype: precision of the network.
+        batch: images per network call.
+    """
+
+    model: str = "openai/clip-vit-base-patch32"
+    batch: Count = 64
+
+    def __call__(self, images: Images) -> Tensor:
+        """[sample, feature]."""
+        return self.images(images)

@@ -1,0 +1,123 @@
+"""Recognised text (OCR), compared with the text that the prompt requests."""
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from annotated_types import Ge, Le
+from rapidfuzz.distance import Levenshtein
+from torch import Tensor
+
+from flowrl.core.errors import ConfigError, RewardError
+from flowrl.core.options import Whole, checked_options
+from flowrl.core.types import Prompt
+from flowrl.rewards.images import Images, to_pillow
+
+QUOTED = re.compile(r'"([^"]+)"|„([^“”]+)[“”]|“([^”]+)”|«([^»]+)»|「([^」]+)」')
+
+
+@checked_options
+@dataclass(frozen=True)
+class OCR:
+    """max(0, 1 - N_e / N_ref), N_e the edit distance between recognised and target text, N_ref the
+    target's length.
+
+    The target is the text in quotation marks in the prompt, or else the entry "text" of its
+    metadata. Recognised passages are joined from top to bottom. The recogniser is RapidOCR (PP-OCR,
+    Latin and Chinese script, Apache-2.0), whose package contains its models, so nothing is
+    downloaded.
+
+    `score` raises `RewardError` for a prompt without a target, and `ConfigError` if RapidOCR is not
+    installed. Source: Flow-GRPO (arXiv 2505.05470), visual text rendering.
+
+    Args:
+        form: "exact": white space, case and Unicode's compatible forms are ignored, and a
+            superfluous letter costs as much as a missing one. "released": as in Flow-GRPO's public
+            code, an image that contains the target scores 1 regardless of other text, only the
+            first text in quotation marks counts, and only spaces and case are ignored.
+        confidence: passages recognised with a lower confidence are left out, in [0, 1]. The
+            released code keeps all passages from PaddleOCR 2, which drops those below 0.5.
+        side: images whose shorter side has fewer pixels are enlarged for the detector, 32 or more;
+            smaller values are faster and miss small letters.
+        threads: number of threads; 0: one per core.
+
+    Raises:
+        ConfigError: a field is out of range.
+    """
+
+    form: Literal["exact", "released"] = "exact"
+    confidence: Annotated[float, Ge(0), Le(1)] = 0.5
+    side: Annotated[int, Ge(32)] = 736
+    threads: Whole = 0
+
+    def load(self) -> Any:
+        """The recogniser, loaded at the first call."""
+        return _engine(self.confidence, self.side, self.threads)
+
+    @torch.no_grad()
+    def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
+        """Scores [sample] in [0, 1]."""
+        targets = [target_text(prompt, self.form) for prompt in prompts]
+        pairs = zip(self.read(images), targets, strict=True)
+        return torch.tensor([text_score(text, target, self.form) for text, target in pairs])
+
+    def read(self, images: Images) -> list[str]:
+        """The recognised text of each image."""
+        engine = self.load()
+        blue_first = [np.asarray(image)[..., ::-1].copy() for image in to_pillow(images)]
+        return [" ".join(engine(array).txts or ()) for array in blue_first]
+
+
+def quoted_text(prompt: str, first: bool = False) -> str:
+    """The text in quotation marks ("...", “...”, „...“, «...», 「...」): the `first`, or all joined
+    by spaces.
+    """
+    texts = [match[match.lastindex or 0] for match in QUOTED.finditer(prompt)]
+    return " ".join(texts[:1] if first else texts)
+
+
+def target_text(prompt: Prompt, form: str = "exact") -> str:
+    """The text that an image of `prompt` should contain. Raises `RewardError` if there is none."""
+    quoted = quoted_text(prompt.text, first=form == "released")
+    text = quoted or str(prompt.metadata.get("text", ""))
+    if not _plain(text):
+        raise RewardError(
+            f"ocr: the prompt {prompt.text!r} has no text to render; put it in quotation marks"
+        )
+    return text
+
+
+def text_score(read: str, target: str, form: str = "exact") -> float:
+    """max(0, 1 - edit distance / length of `target`) in a `form` of `OCR`."""
+    if form == "released":
+        read, target = (text.replace(" ", "").lower() for text in (read, target))
+        if target in read:
+            return 1.0
+    else:
+        read, target = _plain(read), _plain(target)
+    return max(0.0, 1 - Levenshtein.distance(read, target) / len(target))
+
+
+def _plain(text: str) -> str:
+    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+@lru_cache(maxsize=2)
+def _engine(confidence: float, side: int, threads: int) -> Any:
+    """The recogniser, built once per setting."""
+    try:
+        rapidocr: Any = import_module("rapidocr")
+        import_module("onnxruntime")
+    except ImportError as error:
+        raise ConfigError('ocr: RapidOCR is not installed: pip install -e ".[rewards]"') from error
+    limits = {"Global.text_score": confidence, "Det.limit_side_len": side}
+    pools = [f"EngineConfig.onnxruntime.{pool}_op_num_threads" for pool in ("intra", "inter")]
+    return rapidocr.RapidOCR(
+        params={"Global.log_level": "critical", **limits, **dict.fromkeys(pools, threads or -1)}
+    )

@@ -1,0 +1,178 @@
+"""What is particular to one model family: grids, guidance, prompts, precisions, refusals."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from family_cases import CASES, PROMPTS, TEXTS, TIME, draw, noise_of, velocity
+
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import Prompt
+from flowrl.policies import Flux, load_policy
+from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3, tiny_wan
+
+SD3, FLUX, QWEN, WAN = CASES.values()
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (SD3, dict(use_dynamic_shifting=True, base_image_seq_len=4, max_image_seq_len=64)),
+        (FLUX, dict(use_dynamic_shifting=False, shift=1.0)),  # FLUX.1-schnell
+    ],
+    ids=["sd3", "flux"],
+)
+def test_grids_of_other_schedulers_are_the_pipelines_own(case, options):
+    pipe = case.make()
+    pipe.scheduler = type(pipe.scheduler)(**options)
+    policy = case.policy(pipe, height=32, width=16)
+    schedule = policy.schedule(7)
+    case.picture(pipe, noise_of(policy), steps=7, height=32, width=16)
+    assert torch.equal(schedule.times, pipe.scheduler.sigmas)
+    assert torch.equal(schedule.network_timesteps, pipe.scheduler.timesteps)
+
+
+def test_the_distilled_guidance_of_flux_is_an_input_if_the_network_has_it():
+    weak, strong = (replace(FLUX, family=Flux(distilled_guidance=scale)) for scale in (1.0, 7.0))
+    policy, without = (
+        strong.policy(),
+        (c.policy(tiny_flux(distilled=False)) for c in (weak, strong)),
+    )
+    plain = FLUX.picture(tiny_flux(), noise_of(policy), guidance_scale=7.0)
+    torch.testing.assert_close(draw(policy), plain, atol=2e-6, rtol=0)
+    assert (draw(weak.policy()) - plain).abs().max() > 1e-4
+    assert torch.equal(*map(velocity, without))
+
+
+def test_sd3_without_t5():
+    pipe = tiny_sd3()
+    pipe.text_encoder_3 = pipe.tokenizer_3 = None
+    policy = SD3.policy(pipe)
+    rows = policy.prompts.rows(policy.encode([Prompt("a dog")]).tensors["prompt"])
+    assert rows["words"].shape[1] == 40 + 24 and not bool(rows["words"][0, 40:].any())
+
+
+def test_the_lora_of_sd3_is_on_the_joint_attention():
+    """Of the image and the text stream, not on SD3.5-Medium's second attention; the last layer's
+    text leads nowhere.
+    """
+
+    def layers(**changes):
+        names = {name.split(".lora_")[0] for name in SD3.policy(**changes).trainable()}
+        return {name.removeprefix("transformer_blocks.") for name in names}
+
+    both = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")
+    joint = {f"{layer}.attn.{name}" for layer in (0, 1) for name in both} | {"0.attn.to_add_out"}
+    assert layers() == joint
+    few = {"0.attn.to_q", "0.attn2.to_q", "0.attn2.to_out.0", "1.attn.to_q"}
+    assert layers(lora_targets=("to_q", "attn2.to_out.0")) == few
+
+
+def test_guidance_has_the_norm_of_the_prompts_velocity_in_every_token():
+    policy = QWEN.policy(guidance_scale=4.0, negative_prompt=" ")
+    with torch.no_grad():
+        guided = velocity(policy)
+        with policy.guided(1.0):
+            towards = velocity(policy)
+            away = policy.velocity(noise_of(policy), TIME, policy.encode([Prompt(" ")] * 2))
+    combined = away + 4.0 * (towards - away)
+    expected = torch.nn.functional.normalize(combined, dim=-1) * towards.norm(dim=-1, keepdim=True)
+    torch.testing.assert_close(guided, expected, atol=1e-5, rtol=1e-5)
+    assert (guided - combined).norm() > 5e-3 * combined.norm()  # plain guidance is something else
+
+
+def test_padding_changes_nothing_and_is_masked():
+    """A prompt of Qwen-Image beside a longer one, and alone; with wrong embeddings in place of the
+    padding; and without the mask. The prompt is what remains behind the pipeline's template.
+    """
+    policy = QWEN.policy()
+    noise, rows = noise_of(policy), policy.prompts.rows(policy.encode(PROMPTS).tensors["prompt"])
+    assert rows["words"].shape == (2, 19, 32) and rows["mask"].sum(1).tolist() == [19, 9]
+    pipe = policy.pipe
+    tokens = pipe.tokenizer.tokenize(pipe.prompt_template_encode.format(TEXTS[1]))
+    assert len(tokens[pipe.prompt_template_encode_start_idx :]) == 9
+
+    @torch.no_grad()
+    def second(**changed):
+        given = {name: tensor[1:] for name, tensor in {**rows, **changed}.items()}
+        network, size = policy.transformer, policy.latent_size
+        return policy.family.velocity(network, noise[1:], TIME[1:], given, size)
+
+    alone = second(**{name: tensor[:, :9] for name, tensor in rows.items()})
+    wrong = torch.where(rows["mask"].unsqueeze(-1), rows["words"], 3.0)
+    for result in (second(), velocity(policy)[1:].detach(), second(words=wrong)):
+        torch.testing.assert_close(result, alone, atol=2e-6, rtol=0)
+    assert (second(mask=torch.ones_like(rows["mask"])) - alone).abs().max() > 1e-3
+
+
+def test_the_grid_of_qwen_image_ends_at_a_small_time():
+    policy = QWEN.policy(height=64, width=64)
+    assert policy.schedule(10).times[-2:].tolist() == pytest.approx([0.02, 0.0])
+    assert policy.schedule(1).times.tolist() == [1.0, 0.0]
+
+
+def test_a_prompt_of_wan_has_zeros_up_to_its_full_length_which_is_part_of_the_model():
+    """512 tokens by default, as the pipeline's call has, not the 226 of its `encode_prompt`;
+    another length is another video.
+    """
+    default, short = WAN.policy(max_sequence_length=0), WAN.policy()
+    words, few = (
+        p.prompts.rows(p.encode(PROMPTS).tensors["prompt"])["words"] for p in (default, short)
+    )
+    assert words.shape == (2, 512, 32) and few.shape == (2, 24, 32)
+    used = words.abs().sum(-1) > 0
+    assert used.sum(1).tolist() == [len(default.pipe.tokenizer(text).input_ids) for text in TEXTS]
+    plain = WAN.picture(tiny_wan(), noise_of(default), max_sequence_length=512)
+    torch.testing.assert_close(draw(default), plain, atol=5e-6, rtol=0)
+    assert (draw(default) - draw(short)).abs().max() > 1e-3
+
+
+def test_layers_that_diffusers_keeps_in_float32_stay_there(tmp_path):
+    """Wan's norms, modulation, time embedding and rotary frequencies, as when diffusers loads the
+    model in bfloat16.
+    """
+    from diffusers import WanTransformer3DModel
+
+    tiny_wan().transformer.save_pretrained(tmp_path)
+    plain = WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+    policy = WAN.policy(dtype="bfloat16", tuning="nothing")
+    for named in ("named_parameters", "named_buffers"):
+        mine, theirs = dict(getattr(policy.transformer, named)()), dict(getattr(plain, named)())
+        assert {n: t.dtype for n, t in mine.items()} == {n: t.dtype for n, t in theirs.items()}
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert {p.dtype for p in plain.parameters()} == {torch.float32, torch.bfloat16}
+
+
+def test_of_a_unipc_scheduler_only_the_shift_is_used():
+    """As in many copies of Wan on the Hub: the Euler grid has the same shift, and other times."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+
+    pipe = tiny_wan()
+    pipe.scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
+    )
+    times, euler = WAN.policy(pipe).schedule(10).times, FlowMatchEulerDiscreteScheduler(shift=5.0)
+    for scheduler in (euler, pipe.scheduler):
+        scheduler.set_timesteps(10)
+    assert torch.equal(times, euler.sigmas) and (times - pipe.scheduler.sigmas).abs().max() > 0.1
+    pipe.scheduler = UniPCMultistepScheduler()
+    with pytest.raises(ConfigError, match=r"'UniPCMultistepScheduler' .*flow sigmas"):
+        WAN.policy(pipe)
+
+
+def test_other_lengths_and_other_models_are_refused(tmp_path):
+    assert [WAN.policy(num_frames=count).latent_shape[1] for count in (1, 5, 9)] == [1, 2, 3]
+    second, distilled, pipe = tiny_wan(), QWEN.make(), tiny_sd3()
+    second.register_modules(transformer_2=tiny_wan().transformer)
+    distilled.transformer.register_to_config(guidance_embeds=True)
+    config = {name: value for name, value in pipe.vae.config.items() if name[0] != "_"}
+    pipe.vae = type(pipe.vae).from_config(config | {"out_channels": 4})
+    pipe.save_pretrained(tmp_path)
+    for make, message in (
+        (lambda: WAN.policy(second), r"'Wan 2\.2' is not allowed"),
+        (lambda: QWEN.policy(distilled), "guidance_embeds of the transformer = True"),
+        (lambda: load_policy(str(tmp_path), TINY), "image decoder = 4 .* allowed: 3, red"),
+        (lambda: Flux(distilled_guidance=-1.0), "distilled_guidance = -1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make()
