@@ -20,7 +20,7 @@ from flowrl_bench.statistics import (
     shift_at_equal_reward,
     widening,
 )
-from flowrl_compare.statistics import mean
+from flowrl_compare.statistics import Inference, mean
 from hypothesis import given
 from hypothesis import strategies as st
 
