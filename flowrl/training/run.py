@@ -34,9 +34,9 @@ from flowrl.training.evaluation import (
     make_heldout_metrics,
     write_trajectory,
 )
-from flowrl.training.format import COMMENT, FORMAT
+from flowrl.training.format import FORMAT
 from flowrl.training.logging import Journal
-from flowrl.training.memory import memory_notices, out_of_memory
+from flowrl.training.memory import out_of_memory
 from flowrl.training.monitors import limits_of, notices
 from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.observers import Observers
@@ -184,10 +184,7 @@ class Run:
             self._tell({"phase": "prompts"})
             remaining = (self.config.iterations - trainer.done) * self.config.rollout.groups
             embedding.warm(trainer.prompts.upcoming(remaining))
-        self._limits, self._memory = limits_of(trainer), []
-        if trainer.policy.device.type == "cuda" and not self._ended:
-            self._memory = [asdict(notice) for notice in memory_notices(trainer)]
-            self._warn(self._memory)
+        self._limits = limits_of(trainer)
 
     def _measured_sizes(self) -> dict[str, Any]:
         """The auto sizes in the config.json of a run that is resumed, so that it uses the same;
@@ -208,7 +205,8 @@ class Run:
         values = {"format": FORMAT, **self.config.as_dict()}
         write_json(self.folder / "config.json", values)
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())
-        comment = f"{COMMENT}: flowrl train --config config.yaml --out NEW_FOLDER ({packages})"
+        command = "flowrl train --config config.yaml --out NEW_FOLDER"
+        comment = f"All settings of this run; repeat it with: {command} ({packages})"
         write_bytes(self.folder / "config.yaml", settings_text(values, comment).encode())
 
     def _restore(self, start: str) -> list[Row]:
@@ -320,9 +318,8 @@ class Run:
             when = f"after iteration {trainer.done} of {self.config.iterations}"
             warnings.append({"kind": "stopped", "text": f"stopped {when} by {self._stopped}"})
         warnings = [*map(asdict, notices([*rows, row], self._limits)), *warnings]
-        if self._memory or warnings:
-            row["warnings"] = self._memory + warnings
-        self._memory = []
+        if warnings:
+            row["warnings"] = warnings
         self._append(row)
         self._warn(warnings)
         heldout = {"heldout": row["evaluation"]["reward"]} if row["evaluation"] else {}
