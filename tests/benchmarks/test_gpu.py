@@ -3,6 +3,8 @@ size of a toy.
 """
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import gpu
@@ -111,6 +113,27 @@ def test_the_meter_counts_latents_and_the_networks_time(checkpointing, guidance)
     assert meter.work["update"].operations(NetworkCost(10, 7)) == 6 * factor * 17
     for work in meter.work.values():
         assert 0 < work.network_seconds <= work.seconds
+
+
+PEAKS = """
+import torch
+from flowrl.training.memory import peak_memory
+cpu, held = torch.device("cpu"), []
+before = peak_memory(cpu)
+held.append(torch.ones(2 * before // 4))
+after = peak_memory(cpu)
+held.clear()
+print(before, after, peak_memory(cpu))
+"""
+
+
+def test_the_peak_memory_of_a_process():
+    """In bytes: a process that has loaded PyTorch takes more than 100 MB, and the peak never
+    falls.
+    """
+    printed = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, check=True).stdout
+    before, after, later = map(int, printed.split())
+    assert 1e8 < before < 1e12 and later >= after > 1.9 * before
 
 
 def test_a_share_above_the_ceiling_is_refused():
