@@ -15,15 +15,13 @@ from flowrl_bench.verdicts import Parts
 from flowrl.training.config import RunConfig
 
 
-def fake_line(
-    rewards: list[float], nfe: float = 100.0, seconds: float = 1.0, **extra: float
-) -> dict:
+def fake_line(rewards: list[float], nfe: float = 100.0, seconds: float = 1.0) -> dict:
     """A line whose curve has one evaluation per iteration, costing `nfe` and `seconds` each."""
     rows = []
     for i, reward in enumerate(rewards):
         row = {"iteration": i, "nfe": nfe * i, "seconds": seconds * i, "reward": reward}
         row |= {"soft": reward, "strict": reward / 2, "quality": -reward, "diversity": 1.0}
-        rows.append([(row | extra).get(name, 0.0) for name in CURVE])
+        rows.append([row.get(name, 0.0) for name in CURVE])
     observed = {"quality": -2.0, "points": 2.5, "null": 2.0}
     totals = {"nfe": 100.0, "train_nfe": 1.0, "calls": 4.0, "reward_calls": 2.0, "seconds": 9.0}
     return {

@@ -17,7 +17,6 @@ from flowrl_bench.claims_page import (
     cell,
     claims_page,
     default_lines,
-    provenance,
     read_calibration,
 )
 from flowrl_bench.digest import config_id
@@ -207,18 +206,6 @@ class TestPage:
     def test_cells_have_symbols(self, rule, first, second, text: str, label: str) -> None:
         judged = judged_pair(rule, first, second)
         assert cell(judged).startswith(text) and judged.label == label
-
-
-def test_one_kind_of_processor_per_seed() -> None:
-    lines = made(LEADS[0], "mixture", dict.fromkeys(LEADS[0].arms, SLOW), (100, 101))
-    origin, processors, *_ = provenance(lines, Path("x.jsonl"))
-    for words in ("AMD EPYC (4 runs)", "commits `1` (4 runs)", "code `c` (4 runs)"):
-        assert words in origin
-    assert processors == "All arms of one seed ran on one kind of processor."
-    other = next(line for line in lines.values() if line["seed"] == 101)
-    other["hardware"] = "one core of 4 (Intel(R) Xeon(R))"
-    warning = provenance(lines, Path("x.jsonl"))[1]
-    assert "Warning" in warning and "2-D world, seed 101 (AMD EPYC, Intel(R) Xeon(R))" in warning
 
 
 def test_tasks_alone_and_levels() -> None:

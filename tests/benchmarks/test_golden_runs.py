@@ -134,19 +134,3 @@ def test_advantages_follow_from_the_tables_of_an_iteration(tables):
         assert torch.equal(one["advantages"], scores.expand(shape))
         assert torch.equal(one["values"][..., -1], one["rewards"])
         assert float(one["weights"].sum()) == pytest.approx(POINTS["minibatches"])
-
-
-def test_states_and_log_probabilities_fit_the_schedule(tables):
-    for one in tables(noise_level=0.05):  # far less noise than drift
-        ode = (one["std"] == 0).nonzero().flatten()
-        states, moved = one["states"], one["times"].diff()[ode, None, None, None]
-        expected = states[:, :, ode] + moved * one["velocities"][:, :, ode]
-        torch.testing.assert_close(states[:, :, ode + 1], expected)
-        drawn = one["std"] > 0
-        assert torch.equal(one["drawn"], drawn.expand_as(one["drawn"]))
-        assert one["log_probs"].shape[-1] == int(drawn.sum()) and bool(
-            one["log_probs"].isfinite().all()
-        )
-        # of noise, a mean over two elements
-        squared = -2 * one["log_probs"] - 2 * one["std"][drawn].log() - math.log(2 * math.pi)
-        assert float(squared.mean()) == pytest.approx(1, abs=4 / math.sqrt(squared.numel()))

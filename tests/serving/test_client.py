@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reward_serving import numbered, scripted
+from reward_serving import numbered, raw, scripted
 
 from flowrl import Prompt
 from flowrl.core.errors import ConfigError, RewardError
@@ -23,22 +23,18 @@ from flowrl.serving.connections import PACKAGES
 from flowrl.serving.judge import Judge
 
 
+def answering(**fields):
+    """A server's answer with these fields, as JSON text."""
+    text = "".join(f', "{name}": {value}' for name, value in fields.items())
+    return lambda request: f'{{"request": "{request.headers["x-request-id"]}"{text}}}'
+
+
 def scores(text):
-    return lambda name: f'{{"request": "{name}", "scores": {text}}}'
+    return answering(scores=text)
 
 
 def marked(text, marks, **more):
-    extra = "".join(f', "{name}": {value}' for name, value in more.items())
-    return lambda name: f'{{"request": "{name}", "scores": {text}, "invalid": {marks}{extra}}}'
-
-
-def raw(status, body=b"", **headers):
-    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
-    return (
-        f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\nConnection: "
-        f"close\r\n{lines}\r\n".encode()
-        + body
-    )
+    return answering(scores=text, invalid=marks, **more)
 
 
 GOOD = scores("[1.0, 2.0]")
@@ -81,7 +77,7 @@ def test_faults_that_pass_are_waited_out(fault):
         (marked("[1.0, 2.0]", "[false, true]"), "marks sample 1 of 2 invalid, yet sends a score"),
         (marked("[1.0, null]", "[true]"), "sent 1 invalid marks for 2 images"),
         (marked("[1.0, null]", "[0, 1]"), "sent 0 as invalid.0: .*boolean"),
-        (lambda name: " " * 100_000, "response is larger than"),
+        (" " * 100_000, "response is larger than"),
         (raw(401), "401.*token"),
         (raw(404, b"not here"), "refuses: status 404"),
         (raw(307, Location="http://127.0.0.1:1/"), "refuses: status 307"),
@@ -160,17 +156,14 @@ def test_no_answer_crashes_the_client(answer_server, content):
 def answer_server():
     answers = []
 
-    def step(name):
+    def step(request):
         content = answers[-1]
         if isinstance(content, bytes):
-            return content.decode("latin-1")
+            return raw(200, content)
+        values, marks = content
+        name = request.headers["x-request-id"]
         return json.dumps(
-            {
-                "request": name,
-                "scores": content[0],
-                "invalid": content[1],
-                "parts": {"a": content[0]},
-            }
+            {"request": name, "scores": values, "invalid": marks, "parts": {"a": values}}
         )
 
     with scripted(step) as (url, _):

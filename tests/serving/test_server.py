@@ -197,9 +197,9 @@ def test_weights_that_change_are_an_error():
     images, prompts = numbered([1, 2])
 
     def answer(weight):
-        return lambda name: json.dumps(
+        return lambda request: json.dumps(
             {
-                "request": name,
+                "request": request.headers["x-request-id"],
                 "scores": [1.0, 2.0],
                 "invalid": [False] * 2,
                 "parts": {"a": [1, 2]},
