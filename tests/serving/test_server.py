@@ -633,6 +633,7 @@ SECRET = "/srv/secret/weights.bin of key sk-123"
         (lambda images, prompts: [0.0, 0.0], "reward_broken", "returned a list"),
         (lambda images, prompts: sys.exit(SECRET), "reward_failed", SECRET),
         (lambda images, prompts: prompts[0].metadata[SECRET], "reward_failed", SECRET),
+        (raising(KeyboardInterrupt(SECRET)).score, "reward_failed", SECRET),
         (raising(RewardError(SECRET)).score, "reward_refused", SECRET),
     ],
 )
