@@ -22,7 +22,7 @@ from flowrl_bench.microscope_study import Study, read_lines, seconds_left
 from flowrl_bench.true_advantage import compare_credit, credit_sums
 
 from flowrl.cli.main import main
-from flowrl.core.errors import ConfigError, CreditError
+from flowrl.core.errors import ConfigError, CreditError, FlowrlError
 from flowrl.parts.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.training.build import make_trainer, make_world
@@ -147,19 +147,18 @@ class Mine:
     probe = NoProbe()
     def assign(self, values, decisions):
         final = values[..., -1:]
-        found = (final - final.mean(1, keepdim=True)).repeat(1, 1, len(decisions))
+        advantages = (final - final.mean(1, keepdim=True)).repeat(1, 1, len(decisions))
         BREAK
-        return found
+        return advantages
 """
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     {
-        "found = values": "of shape \\[prompt, member, decision\\]",
-        "found = found * float('nan')": "not finite",
-        "found[0, 99]": "failed.*IndexError",
-        "found = None": "NoneType",
+        "advantages = values": "of shape \\[prompt, member, decision\\]",
+        "advantages = advantages * float('nan')": "not finite",
+        "advantages[0, 99]": "failed.*IndexError",
     }.items(),
 )
 def test_a_broken_rule_is_refused_before_and_in_a_cell(
@@ -173,7 +172,7 @@ def test_a_broken_rule_is_refused_before_and_in_a_cell(
     late.write_text(BROKEN.replace("BREAK", f"if len(values) > 2: {how}"))
     rules = {"x": f"{late}:Mine"}
     check_rules(rules, SMALL)
-    with pytest.raises(CreditError, match=f"Mine.assign.*{message}"):
+    with pytest.raises(FlowrlError, match=f"Mine.assign.*{message}"):
         line_of(BEFORE, replace(SMALL, prompts=3), rules)
 
 

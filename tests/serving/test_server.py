@@ -271,7 +271,17 @@ def test_https(tmp_path):
         (
             {},
             ["127.0.0.1:80", "LOCALHOST:1", "[::1]:8000", "[::1]", "127.3.2.1:8000"],
-            ["attacker.example:80", "127.0.0.1.attacker.example", "192.168.0.1", "me@localhost"],
+            [
+                "attacker.example:80",
+                "127.0.0.1.attacker.example",
+                "192.168.0.1",
+                "me@localhost",
+                "localhost/x",
+                "localhost:x",
+                "[::1",
+                "",
+                "localhost localhost",
+            ],
         ),
         (
             {"any_host": True, "names": ("GPU.example.org",)},
