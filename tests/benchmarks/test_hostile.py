@@ -16,23 +16,6 @@ SLOWER = [
 ]
 
 
-def test_there_are_many_cases_of_every_command():
-    assert len(CASES) >= 2000
-    lines = {case.label.split()[1] for case in CASES if case.family == "command line"}
-    assert {
-        "train",
-        "compare",
-        "evaluate",
-        "sample",
-        "explain",
-        "parts",
-        "presets",
-        "prompts",
-        "bench",
-        "pretrain",
-    } <= lines
-
-
 @pytest.mark.parametrize("part", range(8))
 def test_calls_in_python_are_refused_by_name(part, tmp_path):
     for case in QUICK[part::8]:
