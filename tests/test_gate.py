@@ -44,6 +44,8 @@ def test_no_callable_of_the_packages_is_built_from_a_file() -> None:
                         with pytest.raises(ConfigError, match="trust"):
                             trusted({setting: [text] if kind == "observer" else text}, "a file")
     assert count > 3000
+    with pytest.raises(ConfigError, match=r"tracker names wandb"):
+        trusted({"tracker": "wandb"}, "a file")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large"])
@@ -57,7 +59,7 @@ def test_only_regular_files_of_limited_size_are_read(kind: str, tmp_path: Path) 
         path.mkdir()
     else:
         path.write_bytes(b"12345")
-    with pytest.raises(ConfigError, match="no regular file|has 5 bytes; allowed: 4"):
+    with pytest.raises(ConfigError, match=r"no regular file|has 5 bytes; allowed: 4"):
         read_bytes(path, 4)
     (tmp_path / "link").symlink_to(__file__)
     assert read_bytes(tmp_path / "link").startswith(b'"""What comes')
