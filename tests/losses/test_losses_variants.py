@@ -58,13 +58,11 @@ class OnPolicy:
         self.sample, self.step = pairs.unbind(1)
 
     def batch(self) -> LossBatch:
-        return self.batches(with_reference=True).of(self.sample, self.step)
+        return self.batches(kl_weight=0.1).of(self.sample, self.step)
 
-    def batches(self, result: Rollout | None = None, with_reference: bool = False) -> LossBatches:
-        tables = (self.advantages, self.weights)
-        return LossBatches(
-            self.policy, SAMPLER, result or self.result, self.condition, *tables, with_reference
-        )
+    def batches(self, result: Rollout | None = None, kl_weight: float = 0.0) -> LossBatches:
+        given = self.policy, ClippedLoss(kl_weight=kl_weight), result or self.result, self.condition
+        return LossBatches(*given, self.advantages, self.weights, SAMPLER)
 
     def gradient(self, loss: PolicyLoss, batch: LossBatch | None = None) -> torch.Tensor:
         value = loss.loss(self.batch() if batch is None else batch).loss

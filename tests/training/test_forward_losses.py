@@ -14,7 +14,7 @@ from flowrl.flow import DrawnSteps, StratifiedTimes
 from flowrl.losses import AWM, DGPO, DiffusionNFT
 from flowrl.methods import Method
 from flowrl.rollout import rollout
-from flowrl.rollout.batches import ForwardBatches, credited, step_of, training_noise
+from flowrl.rollout.batches import ForwardBatches, credited, training_noise
 from flowrl.rollout.rollout import Groups
 from flowrl.samplers import ODE, FixedWindow, FlowSDE, Multistep, Windowed
 from flowrl.training.build import make_method
@@ -139,9 +139,9 @@ def test_trajectories_are_sampled_with_the_copy_that_the_loss_wants():
 
 def test_times_belong_to_the_step_that_passes_them():
     schedule = world("mixture").policy(PolicyOptions()).schedule(5)
-    assert step_of(schedule.times[:-1], schedule).tolist() == list(range(5))
+    assert credited(schedule.times[:-1], schedule.times[:-1]).tolist() == list(range(5))
     between = (schedule.times[:-1] + schedule.times[1:]) / 2
-    assert step_of(between, schedule).tolist() == list(range(5))
+    assert credited(between, schedule.times[:-1]).tolist() == list(range(5))
 
 
 def test_noise_does_not_depend_on_the_part_of_the_groups():
@@ -234,7 +234,7 @@ def test_a_row_takes_the_credit_of_the_last_decision_above_its_time(sampler):
 def test_rows_at_above_and_below_the_times_of_decisions():
     decisions = Decisions.like(torch.zeros(1, 2, 4), times=(0.8, 0.5, 0.2))
     times = torch.tensor([[1.0, 0.81, 0.8, 0.79], [0.5, 0.499, 0.2, 0.01]])
-    assert credited(times, decisions).tolist() == [[0, 0, 0, 0], [1, 1, 2, 2]]
+    assert credited(times, decisions.time).tolist() == [[0, 0, 0, 0], [1, 1, 2, 2]]
 
 
 def test_own_states_are_those_that_the_trajectory_has_passed():
@@ -242,7 +242,7 @@ def test_own_states_are_those_that_the_trajectory_has_passed():
     batches, _, _ = batches_of(trainer)
     for draw in range(3):
         batch = batches.of(torch.arange(12), torch.full((12,), draw))
-        steps = step_of(batch.time, trainer.schedule)
+        steps = credited(batch.time, trainer.schedule.times[:-1])
         states = batches.images + batch.time.view(-1, 1, 1, 1) * batch.target
         torch.testing.assert_close(
             states,
