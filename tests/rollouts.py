@@ -48,11 +48,12 @@ def rolled(
     shared=False,
     prompts=PROMPTS,
     seed=0,
+    generator=None,
     **options,
 ):
     """A rollout, and the usage of its network; `steps` may be a schedule."""
     groups, usage = Groups(len(prompts), members, shared), Usage()
-    generator = torch.Generator().manual_seed(seed)
+    generator = (generator or torch.Generator()).manual_seed(seed)
     noise, condition = groups.noise(policy.latent_shape, generator), policy.encode(prompts)
     grid = policy.schedule(steps) if isinstance(steps, int) else steps
     given = policy, sampler, grid, condition, noise, generator, groups, probe, usage
