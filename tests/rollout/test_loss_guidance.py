@@ -2,18 +2,15 @@
 values, cost.
 """
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-from parity_recording import below
-from recorded_forward import Recorded
 from rollouts import disturbed
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Decisions
-from flowrl.core.forward import Guidance, WeightCopy
+from flowrl.core.forward import Guidance
 from flowrl.core.tree import plain_tree
 from flowrl.core.types import Prompt, Trajectories
 from flowrl.flow import DrawnSteps, uniform_schedule
@@ -34,7 +31,7 @@ REDNESS = FunctionReward(
 )
 
 
-def batches_of(policy, loss, images, groups, times, condition, advantages=None, **options):
+def batches_of(policy, loss, images, groups, times, condition, **options):
     """The batches of finished latents [sample, *latent] of an ODE of one step, whose only decision
     is the initial noise.
     """
@@ -44,9 +41,10 @@ def batches_of(policy, loss, images, groups, times, condition, advantages=None, 
     path = Trajectories(states, torch.zeros_like(ends), grid, tree, stds)
     valid, ones = torch.ones(ends.shape[:2], dtype=torch.bool), torch.ones(groups.samples, 1)
     decisions = Decisions.of(grid, stds, tree, valid)
-    credit = ones if advantages is None else advantages, ones
     result = Rollout(path, {}, groups)
-    return ForwardBatches(policy, loss, result, condition, *credit, times, decisions, 7, **options)
+    return ForwardBatches(
+        policy, loss, result, condition, ones, ones, times, decisions, 7, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,54 +80,6 @@ def test_velocities_have_the_guidance_that_was_chosen(scale, guidance, scales):
     assert policy.guidance_scale == scale
     changed = (policy.velocity(*inputs) - expected).abs().max() > 1e-3
     assert bool(changed) == (scales[0] != scale)
-
-
-class OldWeights:
-    """The recorded old weights as a copy."""
-
-    copy, is_current = WeightCopy(), False
-
-    def __init__(self, recorded):
-        self.recorded = recorded
-
-    @contextmanager
-    def weights(self):
-        self.recorded.put("lora_old")
-        yield
-        self.recorded.put("lora_current")
-
-
-@pytest.mark.parametrize(
-    ("state", "reference", "scale"), [("ocr", 0.0, 4.5), ("wocfg_ocr", 4.5, 1.0)]
-)
-def test_distances_are_those_of_the_released_dgpo(state, reference, scale, tmp_path):
-    """Its code trains the conditional velocity; kl_cfg is the guidance of the reference, in the
-    penalty and in the group's sum. The guidance of sampling has no effect on the loss.
-    """
-    released = Recorded("dgpo", tmp_path)
-    inputs, policy = released.recording.tensors("inputs"), released.policy
-    tables = below(released.recording.tensors("update"), state)
-    config = released.recording.meta["states"][state]["config"]
-    penalty, strength = config["train"]["beta"], float(config["train"]["beta_dpo"])
-    loss = DGPO(beta_dpo=strength, clip=config["clip_range"], kl_weight=penalty)
-    advantages, copies = inputs["advantages"].float().view(8, 1), {"old": OldWeights(released)}
-    times = tables.get("time", inputs["times"]).float()
-    given = policy, loss, inputs["x0"], Groups(2, 4), times, released.condition, advantages
-    with policy.guided(scale):
-        batches = batches_of(*given, copies=copies, guidance=Guidance(1.0, reference))
-        batches.noise = released.common["group_noise"].float().repeat_interleave(4, 0)[:, :4]
-        batch = batches.of(torch.arange(8).repeat_interleave(4), torch.arange(4).repeat(8))
-    pairs = {
-        "kl": (batch.new, batch.reference),
-        "matching": (batch.new, batch.target),
-        "matching_old": (batch.old, batch.target),
-        "matching_reference": (batch.reference, batch.target),
-    }
-    for name, (velocity, target) in pairs.items():
-        distances = (velocity - target).square().flatten(1).mean(1).view(8, 4).detach()
-        torch.testing.assert_close(distances, tables[name].float(), atol=1e-6, rtol=2e-5)
-    sums = loss.row_terms(batch).view(2, 4, 4).mean(1)
-    torch.testing.assert_close(sums, tables["group/sum"].float(), atol=2e-4, rtol=2e-4)
 
 
 SETTINGS = {

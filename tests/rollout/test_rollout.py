@@ -21,9 +21,9 @@ def run(policy, probe=NoProbe(), **options):
 
 
 def test_same_seed_same_numbers_and_shared_noise_is_shared(mixture_policy):
-    first, second = (run(mixture_policy, shared=True)[0].trajectories.nodes for _ in range(2))
-    assert torch.equal(first, second)
-    start, end = (first[:, node].view(len(PROMPTS), MEMBERS, -1) for node in (0, -1))
+    first, second = (run(mixture_policy, shared=True)[0].trajectories for _ in range(2))
+    assert torch.equal(first.nodes, second.nodes)
+    start, end = (first.at(node).view(len(PROMPTS), MEMBERS, -1) for node in (0, STEPS))
     assert torch.equal(start, start[:, :1].expand_as(start))
     assert not torch.equal(start[0, 0], start[1, 0]) and not torch.equal(end[:, 0], end[:, 1])
 
@@ -65,20 +65,6 @@ def test_batched_estimates_equal_sequential_ones(mixture_policy, probe, sampler,
                 velocity = mixture_policy.velocity(x, timestep[None], condition.take(prompt))
                 x = x - delta * velocity.detach()
             torch.testing.assert_close(ends.flatten(0, 1)[sample], x[0], atol=2e-5, rtol=1e-4)
-
-
-def test_the_maximum_batch_bounds_calls_and_changes_nothing(mixture_policy):
-    sizes, velocity = [], mixture_policy.velocity
-    mixture_policy.velocity = lambda x, t, c: sizes.append(len(x)) or velocity(x, t, c)
-    small, usage = run(mixture_policy, Completion(), max_batch=7)
-    assert max(sizes) <= 7 and usage.calls == STEPS
-    large = run(mixture_policy, Completion())[0]
-    torch.testing.assert_close(small.trajectories.nodes, large.trajectories.nodes)
-    complete, pieces = (
-        score_rollout(mixture_policy, REWARD, result, PROMPTS, max_batch=size).total
-        for result, size in ((large, 512), (small, 5))
-    )
-    torch.testing.assert_close(pieces, complete)
 
 
 def test_deterministic_steps_draw_nothing(mixture_policy):
