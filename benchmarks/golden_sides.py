@@ -58,15 +58,28 @@ for run, reason in CHANGED.items():
     MEANT[f"*/tables/{run}/00000[2-9].safetensors:*"] = reason
 
 
+STEPS = {
+    "all": ":",
+    "all-but-last": ":-1",
+    "0:2": "0:2",
+    "0:3": "0:3",
+    "0:5": "0:5",
+    "1:4": "1:5",
+    "2:3": "2:5",
+    "random:3": "random(size=3)",
+    "random:3:0.5": "random(size=3, geometric=0.5)",
+    "random:0.6": "random(fraction=0.6)",
+    "sliding:2:1:1": "sliding(size=2, stride=1, every=1)",
+}
+"""Windows and trained steps: START:SIZE and words in the reference -> slices and specs."""
+
+
 def in_current_terms(job: Job) -> Job:
-    """The job as the working tree's command line describes it.
-
-    Windows and trained steps, START:SIZE and words in the reference, are slices and specs.
-    """
-    from flowrl.training.format import OLDER, current
-
-    settings = current(dict(job.settings), OLDER)
-    return replace(job, settings={SETTINGS.get(name, name): v for name, v in settings.items()})
+    """The job as the working tree's command line describes it."""
+    settings = {SETTINGS.get(name, name): value for name, value in job.settings.items()}
+    for name in settings.keys() & {"window", "trained_steps"}:
+        settings[name] = STEPS[settings[name]]
+    return replace(job, settings=settings)
 
 
 def tables_in_current_terms(tables: Tables) -> Tables:

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from scipy import stats
 from scipy.optimize import isotonic_regression
 
-from flowrl.training.format import from_older
-
 Values = NDArray[np.float64]
 Settings = Mapping[str, Any]
 Key = tuple[int, str]
@@ -100,13 +98,6 @@ class Run(NamedTuple):
         return np.asarray(isotonic_regression(y[: end or None]).x)
 
 
-RULES = {
-    f"turning-point({option})": f"turning-point-variant({option})"
-    for option in ("where=random", "where='none'", "min_size=0.1", "confidence=1.0")
-}
-"""Spelling of credit rules in older lines, and today's."""
-
-
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of the archive PATH.gz; of the file if there is no archive."""
     archive = path.with_name(f"{path.name}.gz")
@@ -121,10 +112,10 @@ def read_runs(path: Path) -> list[Run]:
         settings = {name: value for name, value in config.items() if not isinstance(value, dict)}
         for group in (group for group in config.values() if isinstance(group, dict)):
             settings |= group
-        if line["format"] == 2:
-            settings["window"] = from_older("window", settings["window"])
-        credit = RULES.get(settings["credit"], settings["credit"])
-        settings |= {"credit": credit, "rule": credit or settings["method"]}
+        named = settings["method"] == "tempflow-grpo" or not settings["credit"]
+        rule = settings["method"] if named else settings["credit"]
+        settings["rule"] = "random" if rule == "random(seed=0)" else rule
+        settings["sampler"] = settings["sampler"] or "flow-sde"
         curve = np.array(line["curve"], dtype=float)
         runs.append(Run(settings["world"], (line["seed"], settings["task"]), settings, curve))
     return runs

@@ -19,6 +19,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from flowrl.core.errors import FULL, ConfigError, DiskError, FlowrlError, require
+from flowrl.reading import read_bytes
 
 LOCK = ".lock"
 """The lock of a folder."""
@@ -172,8 +173,21 @@ def folder_lock(folder: Path, work: str = "") -> Iterator[None]:
     Raises:
         ConfigError: another process has the lock, or the folder cannot be written.
     """
+    require_no_links(folder)
     with _lock(folder, str(folder / LOCK), work or command_line()):
         yield
+
+
+def require_no_links(folder: Path) -> None:
+    """Raise `ConfigError` if a file or folder in `folder` is a link, through which files elsewhere
+    would be written or deleted. The folder itself may be one.
+    """
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(parent, name)
+            if path.is_symlink():
+                need = "replace it by what it links to"
+                raise ConfigError(f"{path} is a link, in a folder that is written; {need}")
 
 
 @contextmanager
@@ -256,7 +270,7 @@ def require_new_file(
     try:
         require(not path.is_dir(), option, str(path), "a file; this is a folder")
         fine, missing = (
-            not path.exists() or made(path.read_bytes()),
+            not path.exists() or made(read_bytes(path)),
             [place for place in path.parents if not place.exists()],
         )
         probe = path.with_name(f"{path.name}.{os.getpid()}.tmp")

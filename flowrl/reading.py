@@ -4,7 +4,9 @@ the file and the place.
 
 import json
 import math
+import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -59,10 +61,38 @@ def reading(path: Path | str, kind: type[FlowrlError] = ConfigError) -> Iterator
         raise kind(f"{path} cannot be read: {type(error).__name__}: {str(error)[:200]}") from error
 
 
+LARGEST = 2**28
+"""Largest number of bytes of a file that is read as a whole, but for weights."""
+
+
+def read_bytes(path: Path | str, limit: int | None = LARGEST) -> bytes:
+    """The content of a regular file; every file of the library is read here.
+
+    A pipe or a device is not opened for reading, since it may have no end. Raises `ConfigError` for
+    these and for a file of more than `limit` bytes, and `OSError` if the file cannot be read.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    with open(os.open(path, flags), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{path} is no regular file, but a pipe, a device or a folder")
+        if limit is not None and found.st_size > limit:
+            raise ConfigError(f"{path} has {found.st_size:,} bytes; allowed: {limit:,}")
+        return file.read()
+
+
+def require_file(path: Path | str) -> None:
+    """Raise `ConfigError` unless `path` is a regular file or a link to one, for libraries that open
+    files themselves.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"{path} is no regular file")
+
+
 def read_text(path: Path) -> str:
     """The text of a file in UTF-8, with or without a byte order mark. Raises `ConfigError`."""
     with reading(path):
-        return path.read_text(encoding="utf-8-sig")
+        return read_bytes(path).decode("utf-8-sig")
 
 
 def read_json(path: Path, kind: Any = Any, error: type[FlowrlError] = ConfigError) -> Any:
@@ -70,7 +100,7 @@ def read_json(path: Path, kind: Any = Any, error: type[FlowrlError] = ConfigErro
     data class. Raises `error`.
     """
     with reading(path, error):
-        return as_kind(parse_json(path.read_bytes()), kind)
+        return as_kind(parse_json(read_bytes(path)), kind)
 
 
 def as_kind(value: Any, kind: Any) -> Any:
@@ -166,7 +196,7 @@ def read_tensors(
     from safetensors.torch import load
 
     with reading(path, CheckpointError):
-        found = load(path.read_bytes())
+        found = load(read_bytes(path, None))
     for name, shape in shapes.items():
         tensor = found.get(name)
         size = None if tensor is None or not tensor.is_floating_point() else tuple(tensor.shape)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.progress import Progress
 
+from flowrl.reading import read_text
+
 if TYPE_CHECKING:
     from flowrl.training.config import RunConfig
 
@@ -39,7 +41,7 @@ def train_line(out: Path, config: "RunConfig") -> Callable[[dict[str, Any]], Non
         if "iteration" not in state:
             return
         bars.update(bars.tasks[0].id, completed=state["iteration"])
-        row = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+        row = json.loads(read_text(out / "metrics.jsonl").splitlines()[-1])
         line = (
             f"iteration {row['iteration']:3d}/{config.iterations}  reward {row['reward_mean']:.3f} "
             f" NFE {row['nfe_total']:>9,d}  {clock(bars.tasks[0].elapsed)}"

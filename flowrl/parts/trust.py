@@ -13,7 +13,7 @@ from flowrl.io import write_json
 from flowrl.parts.plugins import plugin
 from flowrl.parts.registry import KINDS, available, files_of
 from flowrl.parts.specs import Spec, parse_spec
-from flowrl.reading import read_json, reading
+from flowrl.reading import read_bytes, read_json, reading
 
 PARTS = {
     "credit": "credit",
@@ -169,7 +169,7 @@ def code_of(settings: Mapping[str, Any]) -> dict[str, str]:
     for setting, kind, spec in own_parts(settings):
         files = [path.resolve() for path in files_of(kind, spec)]
         data = [
-            path.read_bytes() for path in files if path.is_file() and own.isdisjoint(path.parents)
+            read_bytes(path) for path in files if path.is_file() and own.isdisjoint(path.parents)
         ]
         if data:
             found[f"{setting}: {spec.name}"] = hashlib.sha256(b"".join(data)).hexdigest()

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_iter
 from flowrl.policies.families import Family, family_of, shape_of, size_of
 from flowrl.policies.lora import Adapters
 from flowrl.policies.pipeline import DTYPES, ModelOptions
+from flowrl.reading import read_json
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,7 @@ class Architecture:
         Raises `OSError`, `KeyError` or `ValueError` if files are missing or have another form.
         """
         transformer, decoder = (
-            json.loads((folder / part / "config.json").read_text())
-            for part in ("transformer", "vae")
+            read_json(folder / part / "config.json") for part in ("transformer", "vae")
         )
         kinds = {known.transformer: known for known in ARCHITECTURES.values()}
         return replace(

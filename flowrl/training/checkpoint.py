@@ -20,6 +20,7 @@ from flowrl.core.errors import CheckpointError, ConfigError, FlowrlError
 from flowrl.distributed import Distributed, full_tensors, is_sharded, load_full_tensors
 from flowrl.io import flush_folder, write_bytes
 from flowrl.parts.trust import trust_option
+from flowrl.reading import read_bytes
 from flowrl.training.config import load_config
 
 FORMAT = "flowrl-checkpoint-4"
@@ -74,7 +75,7 @@ def _read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     be read, was changed after it was written, or is a checkpoint of another version.
     """
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, None)
         tensors = load(data)
         # the header: its length in 8 bytes, then JSON
         card = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]

@@ -22,7 +22,7 @@ from flowrl.parts.settings import (
 )
 from flowrl.parts.trust import trusted, untrusted
 from flowrl.reading import load_document, reading
-from flowrl.training.format import current, format_of
+from flowrl.training.format import require_format
 from flowrl.training.presets import (
     MODEL_DEFAULTS,
     MODEL_ONLY,
@@ -404,7 +404,7 @@ class RunConfig:
         `trust`, parts are built only from settings that need no consent (`allowed`); the message
         names the `source`.
         """
-        values = current(values, format_of("config.json", values))
+        require_format("config.json", values)
         if isinstance(values, dict):
             values = {name: value for name, value in values.items() if name != "format"}
         return replace(
@@ -447,9 +447,9 @@ def load_config(path: Path, trust: bool = False, planned: bool = False) -> RunCo
     (`flowrl.parts.trust`).
     """
     values, _ = load_document(path)
-    found = format_of(path, values)
+    require_format(path, values)
     with reading(path):
-        settings = current(read_settings(path, RunConfig).settings, found, path)
+        settings = read_settings(path, RunConfig).settings
         run = Preset(str(path), settings, trust).apply(planned=planned)
         return replace(run, source="" if trust else str(path))
 

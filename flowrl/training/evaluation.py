@@ -311,11 +311,11 @@ def evaluate(
     seconds = time.perf_counter() - started
     with distributed.shared_errors():
         diversity = _diversity(metrics, heldout, sample, scores, distributed)
-    own = {name: scores.own(name) for name in scores.parts} | {"diversity": diversity}
-    gathered = distributed.gather((own, torch.cat(shown)))
+    mine = {name: scores.own(name) for name in scores.parts} | {"diversity": diversity}
+    gathered = distributed.gather((mine, torch.cat(shown)))
     images = torch.cat([part for _, part in gathered if len(part)])
     tables: dict[str, Any] = {}
-    for name in own:
+    for name in mine:
         parts: list[Any] = [part[name] for part, _ in gathered]
         tables[name] = None if any(part is None for part in parts) else torch.cat(parts)
     means: dict[str, Any] = {name: _mean(name, tables[name]) for name in models}

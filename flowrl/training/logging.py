@@ -115,11 +115,10 @@ class Journal:
             write_image(samples / f"iteration-{step:06d}.png", sheet)
             write_image(samples / "over-time.png", over_time(samples))
         pixels = np.asarray(sheet)
-        if self.name == "tensorboard":
-            self._tracker.log_images({"samples": pixels[None]}, step=step, dataformats="NHWC")
-        elif self.name == "wandb":
-            self._tracker.log_images({"samples": [pixels]}, step=step)
-        elif self.name == "trackio":
+        if self.name in ("tensorboard", "wandb"):
+            layout = {"dataformats": "NHWC"} if self.name == "tensorboard" else {}
+            self._tracker.log_images({"samples": pixels[None]}, step=step, **layout)
+        elif self.name == "trackio":  # Accelerate's tracker logs no images
             image = importlib.import_module("trackio").Image(pixels)
             self._tracker.log({"samples": image}, step=step)
 

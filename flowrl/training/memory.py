@@ -1,5 +1,5 @@
-"""What fits on the device, measured on small batches before the first iteration: the sizes of
-settings that are auto, and warnings about sizes that will not fit.
+"""What fits on the device, measured before the first iteration: the sizes of settings that are
+auto.
 
 Automatic `micro_batch` and `max_batch`: sizes double from 1, or grow to the largest size that is
 predicted to fit from the memory of the last two, while a step raises the network evaluations per
@@ -12,7 +12,7 @@ contain the sizes, so a resumed or repeated run uses the same.
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,6 @@ import torch
 
 from flowrl.core.errors import TrainingError, require
 from flowrl.core.protocols import extras
-from flowrl.training.monitors import Notice
 from flowrl.training.trainer import Trainer
 
 HEADROOM = 0.1
@@ -49,13 +48,6 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak_memory_during(work: Callable[[], None], device: torch.device) -> int:
-    """Reset the peak, run `work` on `device`, and return `peak_memory`."""
-    reset_peak_memory(device)
-    work()
-    return peak_memory(device)
-
-
 @dataclass(frozen=True)
 class Measured:
     """A network call on `batch` latents: bytes `held` before it, peak `bytes`, and the fastest of
@@ -68,19 +60,21 @@ class Measured:
     seconds: float = 0.0
 
 
-def measured(trainer: Trainer, batch: int, train: bool, repeats: int = REPEATS) -> Measured:
+def measured(trainer: Trainer, batch: int, train: bool) -> Measured:
     """Memory and time of a network call, as in the update (`train`) or the rollout.
 
     The gradients of a call that runs out of memory are freed.
     """
-    device, durations = trainer.policy.device, [0.0] if not repeats else []
+    device, durations = trainer.policy.device, []
     on_gpu = device.type == "cuda"
     try:
         if batch == 1:
             velocities(trainer, 1, train)  # allocates permanent memory: handles, workspaces
         held = torch.cuda.memory_allocated(device) if on_gpu else 0
-        peak = peak_memory_during(lambda: velocities(trainer, batch, train), device)
-        for _ in range(repeats):
+        reset_peak_memory(device)
+        velocities(trainer, batch, train)
+        peak = peak_memory(device)
+        for _ in range(REPEATS):
             start = time.perf_counter()
             velocities(trainer, batch, train)
             if on_gpu:
@@ -143,28 +137,6 @@ def largest_batch(small: Measured, large: Measured, room: float) -> float:
     if slope <= 0:
         return math.inf if large.bytes <= room else 0
     return max(0, (room - (large.bytes - slope * large.batch)) // slope)
-
-
-def memory_notices(trainer: Trainer) -> list[Notice]:
-    """Warnings if `micro_batch` (velocities with a gradient) or `max_batch` (without) is predicted
-    not to fit, from calls on at most 4 latents. Image decoding is not measured.
-
-    All processes call this and get the warnings of all.
-    """
-    batches, notices = trainer.config.batches, []
-    with trainer.distributed.shared_errors():
-        for setting, train in (("micro_batch", True), ("max_batch", False)):
-            chosen = getattr(batches, setting)
-            sizes = [size for size in (1, 2, 4) if size <= chosen]
-            if len(sizes) > 1:
-                *_, small, large = (measured(trainer, size, train, 0) for size in sizes)
-                fits = largest_batch(small, large, room(trainer))
-                text = f"{setting} {chosen} will not fit into the GPU's memory; {fits:g} will"
-                notices += [Notice("memory", text)] if chosen > fits else []
-    if trainer.policy.device.type == "cuda":
-        torch.cuda.empty_cache()
-    gathered = trainer.distributed.gather(notices)
-    return list(dict.fromkeys(notice for part in gathered for notice in part))
 
 
 @contextmanager

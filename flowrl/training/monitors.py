@@ -38,7 +38,7 @@ class Notice:
     """A warning.
 
     Args:
-        kind: a key of `CHECKS`, memory, or the name of an observer.
+        kind: a key of `CHECKS`, or the name of an observer.
         text: what happened, and what to do.
     """
 
@@ -145,13 +145,10 @@ def ratio_noise(rows: Sequence[Row], limits: Limits) -> str:
     noise = rows[-1].get("ratio_noise", 0.0)
     if limits.clip is None or noise <= limits.clip:
         return ""
-    unit = 10.0 ** int(f"{3 * noise:e}".partition("e")[2])
-    clip = -(-3 * noise // unit) * unit  # rounded up to one digit
-    mean = f" (mean {rows[-1]['ratio_noise_mean']:.1e})" if "ratio_noise_mean" in rows[-1] else ""
     return (
-        f"before any update the ratio, which should be 1, is off by up to {noise:.1e}{mean}, more"
+        f"before any update the ratio, which should be 1, is off by up to {noise:.1e}, more"
         f" than the clip of {limits.clip:.1e}, so rounding decides which pairs count. Use a"
-        f" finer dtype (docs/reading-the-ratio.md), or clip_range {clip:.0e} or more"
+        f" finer dtype (docs/reading-the-ratio.md), or clip_range {3 * noise:.1e} or more"
     )
 
 
@@ -165,13 +162,10 @@ def step_share(rows: Sequence[Row], limits: Limits) -> str:
     step = max(range(len(means)), key=means.__getitem__)
     if means[step] <= SHARE:
         return ""
-    others = [i for i, mean in enumerate(means) if mean > 0 and i != step]
-    is_slice = others[-1] - others[0] == len(others) - 1
-    span = f"trained_steps {others[0]}:{others[-1] + 1}" if is_slice else "another window"
     return (
         f"step {step} (the first is 0) has {100 * means[step]:.4g}% of the policy term's squared"
-        f" gradient, so the other steps hardly train. Leave it out ({span}), or use loss grpo-guard"
-        " or, with cps, clipped(log_prob=released_cps), each with its own clip_range"
+        f" gradient, so the other steps hardly train. Leave it out of trained_steps, or use loss"
+        " grpo-guard or, with cps, clipped(log_prob=released_cps), each with its own clip_range"
         " (docs/reading-the-ratio.md)"
     )
 

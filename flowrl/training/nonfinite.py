@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from flowrl.core.errors import TrainingError
@@ -18,7 +17,7 @@ from flowrl.core.forward import ForwardBatch
 from flowrl.core.protocols import ForwardLoss, PolicyLoss
 from flowrl.core.types import LossBatch, Prompt
 from flowrl.flow.gaussian import kl, log_prob
-from flowrl.io import write_bytes, write_json
+from flowrl.io import write_json
 from flowrl.rollout.batches import ForwardBatches, LossBatches, MicroBatch, checked_loss
 
 LISTED = 64
@@ -34,26 +33,20 @@ OVERFLOW = "Lower learning_rate, or use bfloat16 instead of float16"
 
 
 class NonFiniteError(TrainingError):
-    """A `TrainingError` with data for a report: plain `values`, and `tensors` by name."""
+    """A `TrainingError` with plain `values` for a report."""
 
-    def __init__(self, message: str, values: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def __init__(self, message: str, values: dict[str, Any]) -> None:
         super().__init__(message)
-        self.values, self.tensors = values, tensors
+        self.values = values
 
     def __reduce__(self) -> Any:
-        return type(self), (str(self), self.values, self.tensors)  # for pickling between processes
+        return type(self), (str(self), self.values)  # for pickling between processes
 
     def saved(self, folder: Path) -> "NonFiniteError":
-        """Write failure.json and failure.safetensors to `folder`; returns the error with a further
-        sentence about them.
-        """
+        """Write failure.json to `folder`; returns the error with a further sentence about it."""
         write_json(folder / "failure.json", self.values)
-        write_bytes(
-            folder / "failure.safetensors",
-            save({name: tensor.contiguous() for name, tensor in self.tensors.items()}),
-        )
         message = f"{self}. Prompts, rewards and advantages are in {folder}"
-        return NonFiniteError(message, self.values, self.tensors)
+        return NonFiniteError(message, self.values)
 
 
 @dataclass(frozen=True)
@@ -103,11 +96,10 @@ class NonFiniteCheck:
         """
         if math.isfinite(norm):
             return
-        counted = [micro for micro in minibatch if micro.weight > 0]
-        empty = torch.empty(0, dtype=torch.long)
-        sample = torch.cat([empty, *(micro.sample.cpu() for micro in counted)])
-        column = torch.cat([empty, *(micro.column.cpu() for micro in counted)])
-        names: dict[str, None] = {}
+        counted = [micro for micro in minibatch if micro.weight > 0] or minibatch
+        sample = torch.cat([micro.sample.cpu() for micro in counted])
+        column = torch.cat([micro.column.cpu() for micro in counted])
+        names: dict[str, None] = {}  # ordered
         bad = torch.zeros(len(sample), dtype=torch.bool)
         for i in range(len(sample)):
             row = self.batches.of(sample[i : i + 1], column[i : i + 1])
@@ -132,16 +124,17 @@ class NonFiniteCheck:
         parameters: Sequence[str],
     ) -> NonFiniteError:
         advantages = self.credit.advantages
-        step, decision = self.batches.origin(sample, column)
+        all_steps, decisions = self.batches.origin(sample, column)
         rows = [
             {
                 "prompt": self.prompts[number // advantages.shape[1]].text,
                 "member": number % advantages.shape[1],
-                "step": at_step,
-                "advantage": float(advantages.flatten(0, 1)[number, at_decision]),
+                "step": step,
+                "reward": float(self.experience.values.flatten(0, 1)[number, -1]),
+                "advantage": float(advantages.flatten(0, 1)[number, decision]),
             }
-            for number, at_step, at_decision in zip(
-                (sample + self.first).tolist(), step.tolist(), decision.tolist(), strict=True
+            for number, step, decision in zip(
+                (sample + self.first).tolist(), all_steps.tolist(), decisions.tolist(), strict=True
             )
         ]
         steps = sorted({row["step"] for row in rows})
@@ -163,8 +156,7 @@ class NonFiniteCheck:
             "bad_rows": len(rows),
             "rows": rows[:LISTED],
         }
-        tensors = {"values": self.experience.values, "advantages": advantages}
-        return NonFiniteError(message, values, tensors)
+        return NonFiniteError(message, values)
 
 
 def culprit(batch: LossBatch | ForwardBatch) -> tuple[str, Tensor]:

@@ -239,7 +239,10 @@ class Observers:
                     actions = _look(observer, known)
                     numbers = {key: float(value) for key, value in actions.metrics.items()}
                 except (Exception, SystemExit) as error:
-                    text = _line(f"observer {name}: {_problem(error)}")
+                    if is_disk_error(error):
+                        raise
+                    what = "" if isinstance(error, PartError) else f"{type(error).__name__}: "
+                    text = f"observer {name}: {what}{error}"
                     if self.strict:
                         raise PartError(text) from error
                     kind, numbers = f"{name} failed", {}
@@ -247,11 +250,13 @@ class Observers:
                 for key, number in numbers.items():
                     entries[f"{name}/{key}"] = number if math.isfinite(number) else None
                 if actions.warn:
-                    entries["warnings"].append({"kind": kind, "text": _line(actions.warn)})
+                    entries["warnings"].append(
+                        {"kind": kind, "text": " ".join(actions.warn.split())}
+                    )
                 if actions.keep:
                     entries["kept"] = True
                 if actions.stop:
-                    entries.setdefault("stopped", f"{name}: {_line(actions.stop)}")
+                    entries.setdefault("stopped", f"{name}: {actions.stop}")
         return self.distributed.gather(entries)[0]
 
     def state(self) -> dict[str, Tensor]:
@@ -290,16 +295,3 @@ def _look(observer: Observer, known: Mapping[str, Any]) -> Actions:
     if not isinstance(actions, Actions):
         raise PartError(f"it returned a {type(actions).__name__}, not Actions or None")
     return actions
-
-
-def _problem(error: BaseException) -> str:
-    """Where and why an observer failed; a disk's error is raised again."""
-    if is_disk_error(error):
-        raise error
-    kind = "" if isinstance(error, PartError) else f"{type(error).__name__}: "
-    return f"{kind}{error}"
-
-
-def _line(text: str) -> str:
-    """`text` in one line."""
-    return " ".join(text.split())

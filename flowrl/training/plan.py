@@ -306,7 +306,5 @@ def memory_text(counts: Plan, config: RunConfig) -> str:
         "at most": f"{size['peak']}, without the reward's network, CUDA's work space and the"
         " allocator's reserve",
     }
-    if policy.device != "cpu" and not torch.cuda.is_available():
-        lines["note"] = "counted for a machine with a GPU; this machine has none"
     title = f"memory of a process, counted on the architecture of {Path(policy.model).name} in"
     return "\n".join([f"{title} {policy.dtype}, not measured; GB = 10^9 bytes", *_table(lines)])

@@ -16,7 +16,7 @@ from typing import Any
 from flowrl.core.errors import ConfigError, require
 from flowrl.parts.settings import read_settings, unknown
 from flowrl.reading import load_document
-from flowrl.training.format import current, format_of
+from flowrl.training.format import require_format
 
 KINDS = ("models", "methods", "tasks", "definitions")
 """The folders of preset files, in the order in which they are applied; later settings override
@@ -347,10 +347,9 @@ def _piece(name: str, schema: type) -> Piece:
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{unknown(name, [*PRESETS, *files], 'preset')}; or a .yaml file")
     require(path.is_file(), "preset", name, "a file that exists")
-    older = format_of(path, load_document(path)[0])
+    require_format(path, load_document(path)[0])
     read = read_settings(path, schema)
-    settings, when = (current(part, older, path) for part in (read.settings, read.when))
-    return Piece(name, kind, settings, when, read.about)
+    return Piece(name, kind, read.settings, read.when, read.about)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.core.errors import ConfigError
-from flowrl.reading import read_json
+from flowrl.reading import read_bytes, read_json
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def has_progress(folder: Path) -> bool:
         any((folder / "checkpoints").glob("*"))
         or any((folder / name).exists() for name in ("failure", "done.json"))
         # row 0 is the untrained model's
-        or (metrics.exists() and metrics.read_bytes().count(b"\n") > 1)
+        or (metrics.exists() and read_bytes(metrics).count(b"\n") > 1)
     )
 
 

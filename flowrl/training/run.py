@@ -23,7 +23,7 @@ from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_j
 from flowrl.parts.plugins import versions
 from flowrl.parts.settings import settings_text
 from flowrl.parts.trust import check_code, record_code
-from flowrl.reading import as_kind, read_json, read_tensors, reading
+from flowrl.reading import as_kind, read_bytes, read_json, read_tensors, reading
 from flowrl.rewards import evaluation_reward
 from flowrl.training.build import make_reward, make_world, policy_options, trainer_in
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
@@ -34,9 +34,9 @@ from flowrl.training.evaluation import (
     make_heldout_metrics,
     write_trajectory,
 )
-from flowrl.training.format import COMMENT, FORMAT
+from flowrl.training.format import FORMAT
 from flowrl.training.logging import Journal
-from flowrl.training.memory import memory_notices, out_of_memory
+from flowrl.training.memory import out_of_memory
 from flowrl.training.monitors import limits_of, notices
 from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.observers import Observers
@@ -184,10 +184,7 @@ class Run:
             self._tell({"phase": "prompts"})
             remaining = (self.config.iterations - trainer.done) * self.config.rollout.groups
             embedding.warm(trainer.prompts.upcoming(remaining))
-        self._limits, self._memory = limits_of(trainer), []
-        if trainer.policy.device.type == "cuda" and not self._ended:
-            self._memory = [asdict(notice) for notice in memory_notices(trainer)]
-            self._warn(self._memory)
+        self._limits = limits_of(trainer)
 
     def _measured_sizes(self) -> dict[str, Any]:
         """The auto sizes in the config.json of a run that is resumed, so that it uses the same;
@@ -208,7 +205,8 @@ class Run:
         values = {"format": FORMAT, **self.config.as_dict()}
         write_json(self.folder / "config.json", values)
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())
-        comment = f"{COMMENT}: flowrl train --config config.yaml --out NEW_FOLDER ({packages})"
+        command = "flowrl train --config config.yaml --out NEW_FOLDER"
+        comment = f"All settings of this run; repeat it with: {command} ({packages})"
         write_bytes(self.folder / "config.yaml", settings_text(values, comment).encode())
 
     def _restore(self, start: str) -> list[Row]:
@@ -241,7 +239,8 @@ class Run:
 
     def _rewrite_metrics(self, recorded: str) -> None:
         """Make metrics.jsonl what the checkpoint `recorded`; other content is kept in a copy."""
-        text = self._metrics.read_text(errors="replace") if self._metrics.exists() else ""
+        data = read_bytes(self._metrics) if self._metrics.exists() else b""
+        text = data.decode(errors="replace")
         # a crash leaves a file that ends early, within a line or with later rows
         if not (recorded.startswith(text) or text.startswith(recorded)):
             self._metrics.replace(self._metrics.with_name("metrics.damaged.jsonl"))
@@ -275,9 +274,7 @@ class Run:
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
         stored = None if self.shared is None else self.shared / f"untrained-{key}.json"
         if stored is not None and stored.exists():  # written after the images
-            return stored.with_suffix(".safetensors").read_bytes(), read_json(
-                stored, dict[str, Any]
-            )
+            return read_bytes(stored.with_suffix(".safetensors")), read_json(stored, dict[str, Any])
         before = self._score(policy)
         images = save({"images": before.images, "scores": before.image_scores})
         scores = before.row(c.environment.reward_form)
@@ -321,9 +318,8 @@ class Run:
             when = f"after iteration {trainer.done} of {self.config.iterations}"
             warnings.append({"kind": "stopped", "text": f"stopped {when} by {self._stopped}"})
         warnings = [*map(asdict, notices([*rows, row], self._limits)), *warnings]
-        if self._memory or warnings:
-            row["warnings"] = self._memory + warnings
-        self._memory = []
+        if warnings:
+            row["warnings"] = warnings
         self._append(row)
         self._warn(warnings)
         heldout = {"heldout": row["evaluation"]["reward"]} if row["evaluation"] else {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 from flowrl.core.errors import CheckpointError, require
 from flowrl.core.options import Whole, allowed
@@ -25,7 +25,7 @@ from flowrl.policies.load import load_policy
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
-from flowrl.reading import read_json, reading
+from flowrl.reading import read_bytes, read_json, reading
 from flowrl.rewards import evaluation_reward
 from flowrl.worlds import mixture, scene, verifier
 
@@ -43,7 +43,7 @@ def check_hash(path: Path) -> None:
     is_known = path.is_file() and card.is_file()
     if is_known:
         expected = read_json(card, dict[str, Any], CheckpointError).get("sha256")
-        is_known = hashlib.sha256(path.read_bytes()).hexdigest() == expected
+        is_known = hashlib.sha256(read_bytes(path)).hexdigest() == expected
     if not is_known:
         raise CheckpointError(
             f"base_weights: {path} needs a card {card} with its 'sha256'; one of them is missing,"
@@ -85,7 +85,7 @@ class ShapesWorld:
         check_hash(path)
         network = SmallSD3(SmallSD3Config(len(scene.VOCABULARY), scene.MAX_WORDS, grid=scene.GRID))
         with reading(f"weights of the shapes world: {path}", CheckpointError):
-            network.load_state_dict(load_file(path))
+            network.load_state_dict(load(read_bytes(path)))
         return SmallSD3Policy(
             network,
             scene.tokenise,

@@ -13,7 +13,7 @@ import yaml
 from flowrl.core.errors import ConfigError
 from flowrl.io import write_bytes
 from flowrl.parts.plugins import versions
-from flowrl.reading import read_json
+from flowrl.reading import read_bytes, read_json
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.logging import scalars
 from flowrl_compare.figures import proxy_and_heldout
@@ -55,7 +55,7 @@ def write_card(folder: Path) -> None:
     write_bytes(weights / "README.md", text.replace(f"]({weights.name}/", "](").encode())
     for name in BESIDE:
         if (folder / name).exists():
-            write_bytes(weights / name, (folder / name).read_bytes())
+            write_bytes(weights / name, read_bytes(folder / name))
 
 
 def card_text(folder: Path, config: RunConfig) -> str:

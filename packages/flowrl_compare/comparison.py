@@ -22,7 +22,7 @@ from flowrl.probes import NoProbe
 from flowrl.reading import as_kind, load_document, reading
 from flowrl.training.build import check, make_method, make_world, method_parts
 from flowrl.training.config import RunConfig
-from flowrl.training.format import FORMAT, current_comparison
+from flowrl.training.format import FORMAT, require_format
 from flowrl.training.plan import Plan, plan
 from flowrl.training.results import has_progress, holds
 from flowrl.training.run import Run
@@ -151,13 +151,14 @@ class CompareConfig:
     def from_dict(
         values: dict[str, Any], trust: bool = False, source: Path | str = "config.json"
     ) -> "CompareConfig":
-        """The inverse of `as_dict`; also reads what earlier versions wrote.
+        """The inverse of `as_dict`.
 
         Raises `ConfigError` if entries are missing. Without `trust`, parts are built only from
         settings that the file `source` may contain (`allowed`).
         """
+        require_format(source, values)
         with reading(source):
-            file: ComparisonFile = as_kind(current_comparison(values, source), ComparisonFile)
+            file: ComparisonFile = as_kind(values, ComparisonFile)
         run = RunConfig.from_dict(file.run, trust, source)
         # JSON has no tuples
         arms = {

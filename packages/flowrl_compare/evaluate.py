@@ -9,7 +9,7 @@ import tyro
 from annotated_types import Ge
 
 from flowrl.cli.options import typed_command
-from flowrl.core.errors import CheckpointError, require
+from flowrl.core.errors import CheckpointError, ConfigError, require
 from flowrl.core.options import Count, Seed, Whole
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Evaluate:
         """Compare, show, write."""
         from rich.progress import Progress
 
-        from flowrl.io import new_folder
+        from flowrl.io import new_folder, require_no_links
         from flowrl.parts.prompts import prompts_from
         from flowrl.parts.registry import build
         from flowrl.policies.load import load_policy
@@ -146,10 +146,10 @@ class Evaluate:
         }
         beside = self.weights if self.weights.is_dir() else self.weights.parent
         out = self.out or beside / "evaluation"
+        if beside in (out, *out.parents):
+            require_no_links(beside)
         with (
-            new_folder(
-                out, "evaluation", lambda at: (at / "evaluation.json").exists(), lambda: False
-            ),
+            new_folder(out, "evaluation", made_evaluation, lambda: False),
             Progress(transient=True) as bars,
         ):
             tasks = {side: bars.add_task(side) for side in ("base", "trained")}
@@ -192,6 +192,16 @@ class Evaluate:
         is_cuda = bool(config.policy.model) and torch.cuda.is_available()
         device = self.device or ("cuda" if is_cuda else "cpu")
         return config.replace(**changes, device=device, reward_noise=0.0, reward_bias=0.0)
+
+
+def made_evaluation(folder: Path) -> bool:
+    """Whether `flowrl evaluate` has written the content of `folder`."""
+    from flowrl.reading import read_json
+
+    try:
+        return {"command", "scores", "prompts"} <= read_json(folder / "evaluation.json").keys()
+    except (ConfigError, AttributeError):
+        return False
 
 
 def table(comparison: "WeightComparison") -> str:

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from annotated_types import Len
 
 from flowrl.core.errors import ConfigError
-from flowrl.reading import as_kind, parse_json, read_json, reading
-from flowrl.training.format import current_comparison, format_of
+from flowrl.reading import as_kind, parse_json, read_bytes, read_json, reading
+from flowrl.training.format import require_format
 from flowrl.training.results import MetricsRow, short
 from flowrl_compare.statistics import collapsed, first_reached, mean
 
@@ -174,11 +174,11 @@ def load_run(folder: Path, arm: str = "") -> RunRecord:
     row of a run.
     """
     settings, config = _config(folder, "run", _RunFile)
-    format_of(folder / "config.json", settings)
+    require_format(folder / "config.json", settings)
     path, rows = folder / "metrics.jsonl", list[dict[str, Any]]()
     with reading(path):
         method = str(config.algorithm["method"])
-        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last one is incomplete
+        lines = read_bytes(path).split(b"\n")[:-1]  # what follows the last one is incomplete
     for number, line in enumerate(lines, 1):
         with reading(f"{path}, line {number}"):
             rows.append(parse_json(line))
@@ -192,8 +192,8 @@ def _config(folder: Path, what: str, kind: Any) -> tuple[dict[str, Any], Any]:
     path = folder / "config.json"
     try:
         values = read_json(path, dict[str, Any])
+        require_format(path, values)
         with reading(path):
-            values = current_comparison(values) if what == "comparison" else values
             return values, as_kind(values, kind)
     except ConfigError as error:
         raise ConfigError(f"{folder} is not the folder of a {what}: {error}") from error

@@ -26,6 +26,9 @@ from flowrl_bench.suite import Suite
 
 from flowrl.core.errors import ConfigError
 from flowrl.parts.trust import untrusted
+from flowrl.training.config import RunConfig
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.fixture
@@ -134,10 +137,10 @@ class TestReading:
         [
             ("3", "is no run but '3'"),
             ("[]", "is no run"),
-            ('{"format": 2}', "lacks id, code, golden"),
+            ('{"format": 3}', "lacks id, code, golden"),
             ('{"id": "x"}', "has format None"),
-            ('{"format": 1}', "has format 1; allowed: 2"),
-            ('{"format": 2, "id"', "is not JSON"),
+            ('{"format": 1}', "has format 1; allowed: 3"),
+            ('{"format": 3, "id"', "is not JSON"),
             ("", "is not JSON"),
         ],
     )
@@ -168,7 +171,7 @@ class TestWriting:
         file.append(small_line(2))
         assert seeds(file) == [0, 1, 2]
 
-    @pytest.mark.parametrize("tail", [b'{"format": 2, "id"', b"\0\0\0\0", "é".encode()[:1]])
+    @pytest.mark.parametrize("tail", [b'{"format": 3, "id"', b"\0\0\0\0", "é".encode()[:1]])
     def test_a_torn_last_line_is_cut_off_and_the_others_stay(
         self, file: ResultsFile, tail: bytes, monkeypatch
     ) -> None:
@@ -252,3 +255,11 @@ class TestSamples:
         lines = {line["id"]: line for line in ResultsFile(folder / f"{name}.jsonl").unchecked()}
         assert len(rows) > 10 and rows.keys() <= lines.keys()
         assert sum("samples" in line for line in joined(lines, rows).values()) == len(rows)
+
+
+@pytest.mark.parametrize("name", ["claims.jsonl", "claims-default-settings.jsonl", "tuning.jsonl"])
+def test_committed_results_are_read_under_their_ids(name: str) -> None:
+    lines = ResultsFile(RESULTS / name).unchecked()
+    assert len(lines) > 100
+    for line in lines[::50]:
+        assert config_id(RunConfig.from_dict(line["config"], trust=True)) == line["id"]

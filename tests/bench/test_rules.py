@@ -38,7 +38,6 @@ from flowrl.probes import Branch, Completion
 from flowrl.testing import credit_contract
 from flowrl.training.build import make_method
 from flowrl.training.config import preset
-from flowrl.training.format import OLDER, current
 
 PER_PROMPT = TurningPoint(balance_scope="prompt")
 test_variants = [
@@ -81,7 +80,6 @@ def test_random_credit_has_the_runs_seed_unless_its_own_is_given() -> None:
     )
     assert not torch.equal(zero, one)
     assert torch.equal(zero, build("credit", "random").assign(values, Decisions.like(values)))
-    assert current({"credit": "random"}, OLDER) == {"credit": "random(seed=0)"}
 
 
 def test_random_credit_follows_the_ranks_and_changes_with_every_table() -> None:

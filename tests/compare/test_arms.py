@@ -12,7 +12,7 @@ from flowrl_compare.arms import arm_run, credit_arms, load_arms, method_arms, pa
 from flowrl_compare.comparison import CompareConfig, load_compare
 from flowrl_compare.progress import Display
 from flowrl_compare.report import headline, table_text, write_report
-from flowrl_compare.results import load_comparison, run_folder, summarise, summary_values
+from flowrl_compare.results import load_comparison, summarise, summary_values
 from rich.console import Console
 
 from flowrl.cli.main import main
@@ -146,26 +146,6 @@ def test_a_comparison_is_read_as_written(tmp_path: Path) -> None:
     config = configured(base={}, mine=arms)
     (tmp_path / "config.json").write_text(json.dumps(config.as_dict()))
     assert load_compare(tmp_path / "config.json") == config
-
-
-def test_a_comparison_of_earlier_versions_has_arms() -> None:
-    """The runs have the folders and settings that they had then."""
-    values = {
-        "format": "flowrl-run-3",
-        "methods": ["flow-grpo", "branch-grpo", "Mine"],
-        "credit": ["my.py:Mine"],
-        "seeds": [0, 1],
-        "method_settings": {"branch-grpo": {"window": "", "group_size": 4}},
-        "run": TINY.as_dict(),
-    }
-    config = CompareConfig.from_dict(values, trust=True)
-    assert config.arms == {
-        "flow-grpo": {"method": "flow-grpo"},
-        "branch-grpo": {"method": "branch-grpo", "window": "", "group_size": 4},
-        "Mine": {"method": "Mine", "credit": "my.py:Mine"},
-    }
-    folders = [run_folder(name, seed) for seed in (0, 1) for name in values["methods"]]
-    assert list(config.arm_of()) == folders
 
 
 def test_every_arm_needs_trust() -> None:

@@ -4,9 +4,7 @@ next command goes on.
 
 import contextlib
 import errno
-import json
 import os
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -183,31 +181,3 @@ def test_a_disk_that_fills_at_any_operation_of_a_report_leaves_the_old_or_the_ne
             assert main() == 0
         assert files(out) == new
     assert at > 25 and mixed > 5 / step
-
-
-@pytest.mark.slow
-def test_a_disk_that_fills_while_a_comparison_begins_does_not_block_the_next(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr("flowrl_compare.comparison.run_jobs", lambda *_, **__: False)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    command, at, fired = Compare.defaults(["--preset", "tiny", "--world", "mixture"]), 0, True
-    command = replace(command, preset="tiny")
-    while fired:
-        at += 1
-        out = tmp_path / f"{at}" / "out"
-        monkeypatch.setattr(
-            "flowrl.cli.main.run_command", lambda _, out=out: replace(command, out=out).main()
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            disk = FailingDisk(patch, "full", at)
-            code = main()
-            fired = disk.fired
-        error = capsys.readouterr().err
-        if code == 1:
-            assert "No space left on device" in error and error.count("\n") == 1
-        else:
-            assert code == 130 and not error
-        assert main() == 130
-        assert json.loads((out / "config.json").read_text())["preset"] == "tiny"
-    assert at > 8

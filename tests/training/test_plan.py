@@ -17,22 +17,14 @@ MIXTURE = preset("tiny").apply(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"method": "flow-grpo"},
         {"method": "stepwise-flow-grpo"},
         {"method": "tp-grpo"},
-        {"method": "dance-grpo", "window": "2:4"},
         {"method": "tp-grpo", "initial_noise": "shared", "window": "1:4"},
         {"method": "stepwise-flow-grpo", "sampler": "ddim-sde", "window": ":"},
         {"method": "x", "credit": "stepwise-gain(probe='continuation:2')", "kl_weight": 0.1},
-        {"method": "x", "credit": "stepwise-gain(probe='completion(solver=heun,together=False)')"},
         {
             "method": "x",
             "credit": "stepwise-gain(probe=some-members(probe=substeps(count=3,solver=dpm++,every=2)))",
-        },
-        {
-            "method": "x",
-            "credit": "stepwise-gain(probe=some-members(probe=completion,fraction=0.3,control=uniform))",
-            "initial_noise": "shared",
         },
         {"method": "x", "credit": "stepwise-gain(probe='branch(children={1:2,3:2})')"},
         {
@@ -42,9 +34,7 @@ MIXTURE = preset("tiny").apply(
             "minibatches": 5,
             "kl_weight": 0.1,
         },
-        {"method": "flow-grpo", "window": "random(size=2)", "minibatches": 24},
         {"method": "flow-grpo", "window": ":", "trained_steps": ":-1", "kl_weight": 0.1},
-        {"method": "tp-grpo", "window": ":", "trained_steps": "random(fraction=0.6)"},
         {
             "method": "flow-grpo",
             "window": "random(size=3)",
@@ -57,17 +47,11 @@ MIXTURE = preset("tiny").apply(
 )
 def test_a_run_records_what_the_plan_counts(changes, tmp_path):
     config = MIXTURE.replace(**changes)
-    row, found = (
-        (Run(config, tmp_path / "run").execute(), load_run(tmp_path / "run").rows[1])[1],
-        plan(config),
-    )
-    for name, value in {
-        "trajectories": found.trajectories,
-        "nfe": found.nfe,
-        "calls": found.sequential_calls,
-        "reward_calls": found.reward_calls,
-        "train_nfe": found.train_nfe,
-    }.items():
+    assert Run(config, tmp_path / "run").execute()
+    row, counts = load_run(tmp_path / "run").rows[1], vars(plan(config))
+    recorded = {"calls": "sequential_calls"}
+    for name in ("trajectories", "nfe", "calls", "reward_calls", "train_nfe"):
+        value = counts[recorded.get(name, name)]
         # the plan cannot know which advantages are 0
         fewer = name == "train_nfe" and row["zero_rows"] > 0
         assert row[name] < value if fewer else row[name] == value, name
@@ -112,21 +96,8 @@ def test_groups_are_not_split(groups, processes, each):
 
 def test_train_prints_it_and_trains_nothing(tmp_path, capsys):
     out = tmp_path / "run"
-    assert (
-        main(
-            [
-                "train",
-                "--preset",
-                "sd3.5-medium,tp-grpo,ocr",
-                "--plan",
-                "--processes",
-                "2",
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
+    options = ["--preset", "sd3.5-medium,tp-grpo,ocr", "--model", "of/unknown-architecture"]
+    assert main(["train", *options, "--plan", "--processes", "2", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     for words in (
         "4 groups x 24 members = 96",
@@ -138,7 +109,5 @@ def test_train_prints_it_and_trains_nothing(tmp_path, capsys):
     ):
         assert words in shown
     assert not out.exists()
-    assert main(["train", "--plan", "--processes", "0"]) == 2
-    assert "processes = 0" in capsys.readouterr().err
-    with pytest.raises(ConfigError):
-        plan(RunConfig(), -1)
+    with pytest.raises(ConfigError, match="processes = 0"):
+        plan(RunConfig(), 0)

@@ -16,7 +16,6 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.protocols import ForwardLoss
 from flowrl.io import write_json
 from flowrl.methods import named_method
-from flowrl.parts.prompts import prompts_from
 from flowrl.parts.settings import grouped, read_settings, settings_text
 from flowrl.testing.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 from flowrl.training.build import first_trained_steps, make_method, make_world
@@ -24,7 +23,6 @@ from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.evaluation import write_trajectory
 from flowrl.training.plan import plan, plan_text
 from flowrl.training.presets import (
-    WORLD_DEFAULTS,
     combinations,
     combine,
     published,
@@ -114,8 +112,6 @@ def test_published_values_have_a_source_and_are_used():
 def test_the_precision_of_a_preset_is_for_gpus(monkeypatch):
     """Without a device: CUDA in the preset's precision, or float32."""
     assert preset(f"{SD3},{FLOW},ocr").apply().policy.dtype == "float32"
-    assert preset(f"{SD3},{FLOW},ocr").apply(dtype="float16").policy.dtype == "float16"
-    assert preset(f"{SD3},{FLOW},ocr").apply(device="cpu").policy.dtype == "float16"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for model, dtype in (
         (SD3, "float16"),
@@ -227,16 +223,13 @@ def test_every_preset_runs_at_tiny_size(name, tiny, tmp_path, monkeypatch):
     assert config == load_config(out / "config.json")
 
 
-@pytest.mark.parametrize("columns", [80, 200])
-def test_a_preset_is_shown_beside_what_is_published(columns, tmp_path, capsys, monkeypatch):
-    """At any width: our value, the published one, the place in the source, the reason, the
-    source.
-    """
-    monkeypatch.setenv("COLUMNS", str(columns))
+def test_a_preset_is_shown_beside_what_is_published(tmp_path, capsys, monkeypatch):
+    """Our value, the published one, the place in the source, the reason, the source."""
+    monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "mine.yaml").write_text("optim: {learning_rate: 1e-5}\n")
     assert main(["presets", f"{SD3},{TURNING},ocr,{tmp_path / 'mine.yaml'}"]) == 0
     shown = capsys.readouterr().out
-    assert all(len(line) <= columns for line in shown.splitlines())
+    assert all(len(line) <= 80 for line in shown.splitlines())
     plain = " ".join(shown.split())
     assert (
         "clip_range 1e-05 1e-05 same [TurningPoint-GRPO: config/my_grpo.py, train.clip_range]"
@@ -259,10 +252,6 @@ def test_later_files_and_options_overrule_earlier_ones(tmp_path):
         24,
     )
     assert named_method(config.algorithm.method).name == FLOW
-    assert preset("tiny").apply(method=FLOW) == RunConfig.of(
-        **{**WORLD_DEFAULTS["shapes"], **preset("tiny").changes, "method": FLOW}
-    )
-    assert preset(f"{SD3},{TURNING},ocr").apply(groups=48).rollout.groups == 48
 
 
 @pytest.mark.parametrize(
@@ -272,12 +261,7 @@ def test_later_files_and_options_overrule_earlier_ones(tmp_path):
             "rollout:\n  num_steps: 10\n  gropus: 4\n",
             "line 3: unknown setting 'gropus' (did you mean 'groups'?); allowed: chunk",
         ),
-        (
-            "policy: {guidence_scale: 2}\n",
-            "line 1: unknown setting 'guidence_scale' (did you mean 'guidance_scale'?)",
-        ),
         ("settings:\n  seed: 1\n  groups: 4\n", "line 3: groups belongs below 'rollout:'"),
-        ("settings:\n  policy:\n    groups: 4\n", "line 3: groups belongs below 'rollout:'"),
         (
             "settings:\n  seed: 1\noptim: {}\n",
             "line 3: unknown section 'optim'; allowed: about, settings, with (settings go below",
@@ -291,40 +275,16 @@ def test_later_files_and_options_overrule_earlier_ones(tmp_path):
             "line 2: num_steps = 'ten' is not allowed; allowed: a whole number, 1 or more",
         ),
         (
-            "rollout: {num_steps: 10.5}\n",
-            "num_steps = 10.5 is not allowed; allowed: a whole number",
-        ),
-        (
-            "rollout: {num_steps: true}\n",
-            "num_steps = True is not allowed; allowed: a whole number",
-        ),
-        (
-            "optim: {learning_rate: fast}\n",
-            "learning_rate = 'fast' is not allowed; allowed: a number above 0",
-        ),
-        (
             "optim: {learning_rate: .nan}\n",
             "learning_rate = nan is not allowed; allowed: a number above 0",
         ),
-        ("optim: {ema_decay: 1}\n", "ema_decay = 1 is not allowed; allowed: a number in [0, 1)"),
-        (
-            "optim: {optimizer: sgd}\n",
-            "optimizer = 'sgd' is not allowed; allowed: one of adamw, adamw-8bit",
-        ),
-        (
-            "policy: {gradient_checkpointing: 3}\n",
-            "gradient_checkpointing = 3 is not allowed; allowed: true or false",
-        ),
-        ("environment: {reward: [a, b]}\n", "reward = ['a', 'b'] is not allowed; allowed: a text"),
         (
             "evaluation: {heldout_rewards: [3]}\n",
             "heldout_rewards = (3,) is not allowed; allowed: a list of texts",
         ),
         ("optim:\n  weight_decay: 1\n  weight_decay: 2\n", "line 3: weight_decay is set twice"),
-        ("- seed\n", "a file of settings must hold lines"),
         ("rollout: 3\n", "line 1: rollout must hold lines of 'name: value', not 3"),
         ("seed: [1\nrollout: 3\n", "is not YAML"),
-        ("# nothing\n", "not None"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_line(text, words, tmp_path, capsys):
@@ -334,21 +294,6 @@ def test_what_is_wrong_with_a_file_is_one_line(text, words, tmp_path, capsys):
     told = capsys.readouterr().err
     assert words in told and told.count("\n") == 1 and not (tmp_path / "run").exists()
     assert str(path) in told
-
-
-def test_names_that_do_not_exist_or_do_not_combine():
-    with pytest.raises(
-        ConfigError,
-        match=(r"unknown preset 'tp-grp' \(did you mean 'tp-grpo'\?\); allowed: .*tiny"),
-    ):
-        preset("tp-grp")
-    with pytest.raises(ConfigError, match="one of tasks: ocr or geneval"):
-        preset("ocr,geneval")
-    with pytest.raises(ConfigError, match=r"preset = \'none\.yaml\'"):
-        preset("ocr,none.yaml")
-    for source in ("poems[0:3]", "text[3:3]"):
-        with pytest.raises(ConfigError, match="START below END of compositional, text, images"):
-            prompts_from(source)
 
 
 def test_values_survive_yaml(tmp_path):
@@ -372,10 +317,10 @@ def test_values_survive_yaml(tmp_path):
 
 def test_a_run_folder_of_another_format_is_one_line(tmp_path, capsys):
     old = {"seed": 0, "method": "flow-grpo", "members": 12, "lr": 4e-3, "world": "shapes"}
-    other = {"format": "flowrl-run-9", **RunConfig().as_dict()}
+    other = {"format": "flowrl-run-2", **RunConfig().as_dict()}
     for values, words in (
         (old, "format = 'flowrl 0.1' is not allowed"),
-        (other, "'flowrl-run-9' is not allowed"),
+        (other, "'flowrl-run-2' is not allowed"),
     ):
         write_json(tmp_path / "config.json", values)
         (tmp_path / "metrics.jsonl").write_text("")

@@ -2,12 +2,12 @@
 are on a separate page.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flowrl.reading import read_json
 from flowrl_bench.arms import WORLDS
 from flowrl_bench.claims import SEEDS, Claim
 from flowrl_bench.claims_figures import band as band  # `rule_ranking` uses it
@@ -106,7 +106,7 @@ class Inputs:
 def read_calibration(results: Path) -> dict[str, Any]:
     """The calibration next to a results file; empty if there is none."""
     path = results.with_name("calibration.json")
-    return json.loads(path.read_text()) if path.exists() else {}
+    return read_json(path) if path.exists() else {}
 
 
 def claims_page(inputs: Inputs) -> Document:

@@ -6,7 +6,6 @@ prompts, and rows whose trajectories have the same structure (their *layout*) to
 trajectories. A *look* is one seed of all of these.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from flowrl.io import write_json
 from flowrl.methods import Method
 from flowrl.parts.prompt_stream import PromptStream
 from flowrl.probes import Branching, NoProbe, Probe
+from flowrl.reading import read_json
 from flowrl.rollout import Groups, Rollout, group_tree, minibatch_rows
 from flowrl.samplers import windowed
 from flowrl.training.build import make_method, make_trainer, make_world
@@ -300,7 +300,7 @@ def read_sums(
         path = job_path(folder, job, quick)
         if not path.exists():
             continue
-        result = json.loads(path.read_text())
+        result = read_json(path)
         for name, row in result["rows"].items():
             kept = found.setdefault(job[:2], {}).setdefault(
                 name, {"sums": [], "costs": [], "steps": result["steps"]}

@@ -13,7 +13,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.io import file_lock
 from flowrl.parts.registry import files_of
 from flowrl.parts.specs import parse_spec
-from flowrl.reading import is_kind
+from flowrl.reading import is_kind, read_bytes
 from flowrl.workers import Worker, run_jobs
 from flowrl_bench import ceilings, continuations, microscope, true_advantage
 from flowrl_bench.digest import (
@@ -211,7 +211,7 @@ def read_lines(path: Path) -> list[Line]:
         return []
     if path.is_dir():
         raise ConfigError(f"out = {str(path)!r} is not allowed: a folder; allowed: a file")
-    found, texts = list[Line](), path.read_bytes().split(b"\n")
+    found, texts = list[Line](), read_bytes(path).split(b"\n")
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)

@@ -8,8 +8,8 @@ STEPS = ("window", "trained_steps")
 
 
 def to_older(setting: str, text: str) -> str:
-    """The inverse of `flowrl.training.format.from_older` for a `setting` of `STEPS`; a `text` that
-    the older format cannot express is returned unchanged.
+    """A `text` of a `setting` of `STEPS` as START:SIZE, all, random:SIZE, ...; one that this
+    spelling cannot express is returned unchanged.
     """
     fixed = parse_slice(text)
     if fixed is not None:

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flowrl.io import require_new_file, write_bytes
+from flowrl.reading import read_bytes
 
 COLOURS = (*METHOD_COLOURS.values(), *OTHERS)
 
@@ -139,7 +140,7 @@ class Document:
         """
         require_page(folder, name, self.kind or self.title)
         old = folder / f"{name}.md"
-        shown = old.read_text(encoding="utf-8", errors="replace") if old.exists() else ""
+        shown = read_bytes(old).decode(errors="replace") if old.exists() else ""
         for block in self.blocks:
             if isinstance(block, Image):
                 known = block.markdown(images).partition("](")[2] in shown

@@ -20,15 +20,12 @@ from flowrl.core.errors import ConfigError, FlowrlError
 from flowrl.io import write_json
 from flowrl.parts.plugins import versions
 from flowrl.parts.trust import trusted
-from flowrl.reading import is_kind, parse_json, read_json, reading
+from flowrl.reading import is_kind, parse_json, read_bytes, read_json, reading
 from flowrl.training.config import RunConfig
-from flowrl.training.format import OLDER, current
 from flowrl.workers import usable_cores
 from flowrl_bench import measurements
 from flowrl_bench.digest import (
-    MEASURED,
     PACKAGES,
-    RENAMED,
     code_digest,
     code_digest_now,
     config_id,
@@ -41,7 +38,7 @@ from flowrl_bench.digest import (
 from flowrl_bench.evidence import column
 
 FORMAT = 3
-"""The format of a line; the settings of lines of format 2 are converted when they are read."""
+"""The format of a line."""
 ENTRIES: dict[str, Any] = {
     "id": str,
     "code": str,
@@ -274,7 +271,7 @@ class ResultsFile:
         """The position of the next line: a complete last line gets its line break, an incomplete
         one is cut off.
         """
-        tail = self.path.read_bytes().rpartition(b"\n")[2]
+        tail = read_bytes(self.path).rpartition(b"\n")[2]
         if tail and _parsed(tail)[1]:
             os.truncate(handle, os.fstat(handle).st_size - len(tail))
         elif tail:
@@ -292,25 +289,16 @@ class ResultsFile:
     def _texts(self) -> list[bytes]:
         """Lines of the archive PATH.gz (published runs, never written here), then of the file."""
         archive = self.path.with_name(f"{self.path.name}.gz")
-        older = gzip.decompress(archive.read_bytes()) if archive.exists() else b""
-        return (older + (self.path.read_bytes() if self.path.exists() else b"")).split(b"\n")
+        older = gzip.decompress(read_bytes(archive)) if archive.exists() else b""
+        return (older + (read_bytes(self.path) if self.path.exists() else b"")).split(b"\n")
 
 
 def _parsed(text: bytes) -> tuple[Any, str]:
-    """A line's value in the present format, or the error in it."""
+    """A line's value, or the error in it."""
     try:
-        line = parse_json(text)
+        return parse_json(text), ""
     except ValueError as error:  # JSONDecodeError, UnicodeDecodeError
         return None, str(error)
-    if isinstance(line, dict) and line.get("format") == 2:
-        line |= {"format": FORMAT, "config": current(line.get("config"), OLDER)}
-        algorithm = line["config"].get("algorithm") if isinstance(line["config"], dict) else None
-        if isinstance(algorithm, dict):
-            for new, older in RENAMED.items():
-                algorithm |= {name: new for name, value in algorithm.items() if value == older}
-            if algorithm.get("method") in MEASURED and not algorithm.get("credit"):
-                algorithm["credit"] = MEASURED[algorithm["method"]]["credit"]
-    return line, ""
 
 
 def _require_whole(line: Any, where: str) -> None:
@@ -321,7 +309,7 @@ def _require_whole(line: Any, where: str) -> None:
             " writes it"
         )
     if line.get("format") != FORMAT:
-        raise ConfigError(f"{where} has format {line.get('format')!r:.60}; allowed: 2 or {FORMAT}")
+        raise ConfigError(f"{where} has format {line.get('format')!r:.60}; allowed: {FORMAT}")
     missing = [
         name for name, kind in ENTRIES.items() if name not in line or not is_kind(line[name], kind)
     ]
