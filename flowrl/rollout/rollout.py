@@ -193,11 +193,11 @@ class Walk:
         """The condition of each of `latents`, equally many for every prompt."""
         return self.condition.repeat(len(latents) // self.groups.prompts)
 
-    def velocity(self, *inputs: Any, share: float = 1) -> Tensor:
-        """The network's output at (latents, timesteps, condition), counted as `share` of an
-        evaluation per latent.
-        """
-        return self.usage.velocity(self.policy, *inputs, self.max_batch, share)
+    def velocity(
+        self, latents: Tensor, timestep: Tensor, condition: Condition, share: float = 1
+    ) -> Tensor:
+        """The network's output, counted as `share` of an evaluation per latent."""
+        return self.usage.velocity(self.policy, latents, timestep, condition, self.max_batch, share)
 
     def run(
         self, noise: Tensor, tree: Tree, ahead: Sequence[int]
@@ -328,7 +328,7 @@ class ProbeRun:
     def _velocity(self, latents: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
         use, device = self.network, self.walk.policy.device.type
         with torch.autocast(device, torch.bfloat16, enabled=use.dtype == "bfloat16"):
-            return self.walk.velocity(latents, timestep, condition, share=use.share).float()
+            return self.walk.velocity(latents, timestep, condition, use.share).float()
 
     def solve(
         self,

@@ -143,7 +143,7 @@ def score_rollout(
     require(complete or not compared, "probe", result.probe, allowed)
     keys = sorted(result.estimates, key=lambda key: ("", key) if isinstance(key, int) else key)
     estimates = [Estimate(result.trajectories.images_latent), *map(result.estimates.get, keys)]
-    latents = [_by_copy(e, groups) if compared else e.latents for e in estimates]
+    latents = [_by_copy(estimate, groups, compared) for estimate in estimates]
     lengths, flat = [len(rows) for rows in latents], torch.cat(latents)
     owners = [p for count in lengths for p in prompts for _ in range(count // groups.prompts)]
     # Batches of a reward that compares members have whole groups. Finished images have batches of
@@ -162,7 +162,9 @@ def score_rollout(
     tables, filled = {}, [-1]
     for name, column in columns.items():
         split = zip(torch.cat(column).split(lengths), estimates, strict=True)
-        final, *rewards = (_mean(scores, estimate, groups, compared) for scores, estimate in split)
+        final, *rewards = (  # means over the copies [prompt, row]
+            scores.view(groups.prompts, estimate.copies, -1).mean(1) for scores, estimate in split
+        )
         tables[name], filled = _table(result, dict(zip(keys, rewards, strict=True)), final)
     valid = torch.stack([~table[..., filled].isnan().any(-1) for table in tables.values()]).all(0)
     for table in tables.values():
@@ -174,19 +176,14 @@ _TOTAL = ""
 """The key of the total among the component names."""
 
 
-def _mean(scores: Tensor, estimate: Estimate, groups: Groups, compared: bool) -> Tensor:
-    """The rewards of an estimate [prompt, row], means over its copies."""
-    if compared:
-        return scores.view(groups.prompts, estimate.copies, groups.members).mean(1)
-    return scores.view(-1, estimate.copies).mean(1).view(groups.prompts, -1)
-
-
-def _by_copy(estimate: Estimate, groups: Groups) -> Tensor:
-    """Latents [prompt x member x copy] as [prompt x copy x member], so that latents to compare are
-    adjacent; a state that a group shares is repeated for every member.
+def _by_copy(estimate: Estimate, groups: Groups, compared: bool) -> Tensor:
+    """Latents [prompt x row x copy] as [prompt x copy x row], so that latents to compare are
+    adjacent; a state that a group shares is repeated for every member if they are `compared`.
     """
     copies = estimate.latents.unflatten(0, (groups.prompts, -1, estimate.copies)).transpose(1, 2)
-    return copies.expand(-1, -1, groups.members, *copies.shape[3:]).flatten(0, 2)
+    if compared:
+        copies = copies.expand(-1, -1, groups.members, *copies.shape[3:])
+    return copies.flatten(0, 2)
 
 
 def _table(

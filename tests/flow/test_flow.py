@@ -92,7 +92,7 @@ def test_std_zero_gives_exact_zeros_with_finite_gradients() -> None:
     )
     assert bool((values[:, 0] != 0).all()) and not values[:, 1:].any()
     values.sum().backward()
-    assert not mean.grad[1:].any() and bool((mean.grad[0] != 0).all())
+    assert mean.grad is not None and not mean.grad[1:].any() and bool((mean.grad[0] != 0).all())
 
 
 def test_samples_are_detached_float32_and_depend_on_their_generator_alone() -> None:
