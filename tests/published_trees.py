@@ -22,13 +22,11 @@ def record_of(tree: Tree, rewards: Tensor, log_probs: Tensor | None = None) -> E
     unit].
     """
     shown = on_tree(rewards, Decisions.like(torch.zeros(*rewards.shape, tree.steps + 1)), tree)
-    found = shown.experience()
+    record = shown.experience()
     if log_probs is None:
-        return found
-    return replace(
-        found,
-        log_probs=tree.decision_table(log_probs).masked_fill(~shown.decisions.drawn, torch.nan),
-    )
+        return record
+    table = tree.decision_table(log_probs).masked_fill(~shown.decisions.drawn, torch.nan)
+    return replace(record, log_probs=table)
 
 
 def credit(rule: CreditRule, record: Experience) -> Tensor:

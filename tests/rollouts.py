@@ -12,10 +12,13 @@ from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, rollout, score_rollout
 from flowrl.samplers import FlowSDE
 from flowrl.training.trainer import Trainer
+from flowrl.worlds.base import world
 
 PROMPTS = [Prompt("0"), Prompt("90")]
 SQUARES = FunctionReward(lambda images, prompts: (images.flatten(1) - 0.3).square().mean(1))
 SDE = AllButLast(FlowSDE(0.7))
+DIRECTIONS = [world("mixture").parse(f"towards {angle} degrees") for angle in (0, 90, 180)]
+SOFT = world("mixture").reward("soft")
 
 
 class Straight:

@@ -2,28 +2,25 @@
 
 import pytest
 import torch
-from rollouts import SDE, disturbed, rolled
+from rollouts import DIRECTIONS, SDE, SOFT, disturbed, rolled
 
 from flowrl.core.errors import ConfigError
 from flowrl.probes import Completion, NoProbe, Substeps
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import Groups, rollout, score, score_rollout
 from flowrl.samplers import CPS, FlowSDE, Windowed
-from flowrl.worlds.base import world
 
-PROMPTS = [world("mixture").parse(f"towards {angle} degrees") for angle in (0, 90, 180)]
-REWARD = world("mixture").reward("soft")
 MEMBERS, STEPS = 4, 10
 
 
 def run(policy, probe=NoProbe(), **options):
-    return rolled(policy, probe, prompts=PROMPTS, **options)
+    return rolled(policy, probe, prompts=DIRECTIONS, **options)
 
 
 def test_same_seed_same_numbers_and_shared_noise_is_shared(mixture_policy):
     first, second = (run(mixture_policy, shared=True)[0].trajectories for _ in range(2))
     assert torch.equal(first.nodes, second.nodes)
-    start, end = (first.at(node).view(len(PROMPTS), MEMBERS, -1) for node in (0, STEPS))
+    start, end = (first.at(node).view(len(DIRECTIONS), MEMBERS, -1) for node in (0, STEPS))
     assert torch.equal(start, start[:, :1].expand_as(start))
     assert not torch.equal(start[0, 0], start[1, 0]) and not torch.equal(end[:, 0], end[:, 1])
 
@@ -39,11 +36,11 @@ def test_network_evaluations_are_the_minimum(mixture_policy, probe, nfe, saved, 
     for shared in (False, True):
         result, usage = run(mixture_policy, probe, shared=shared)
         expected = nfe - shared * saved * (1 - 1 / MEMBERS)
-        assert usage.nfe / (len(PROMPTS) * MEMBERS) == pytest.approx(expected)
+        assert usage.nfe / (len(DIRECTIONS) * MEMBERS) == pytest.approx(expected)
         assert usage.calls == calls
-        table = score_rollout(mixture_policy, REWARD, result, PROMPTS, usage).total
+        table = score_rollout(mixture_policy, SOFT, result, DIRECTIONS, usage).total
         once = shared and images > 1
-        assert usage.reward_calls == len(PROMPTS) * (MEMBERS * (images - once) + once)
+        assert usage.reward_calls == len(DIRECTIONS) * (MEMBERS * (images - once) + once)
         assert bool(table[..., :-1].isnan().all() if images == 1 else table.isfinite().all())
 
 
@@ -54,10 +51,10 @@ def test_network_evaluations_are_the_minimum(mixture_policy, probe, nfe, saved, 
 def test_batched_estimates_equal_sequential_ones(mixture_policy, probe, sampler, shared):
     """The ODE from one node of one trajectory, one call at a time."""
     result, _ = run(disturbed(mixture_policy), probe, shared=shared, sampler=sampler)
-    path, condition = result.trajectories, mixture_policy.encode(PROMPTS)
+    path, condition = result.trajectories, mixture_policy.encode(DIRECTIONS)
     assert list(result.estimates) == path.tree.drawn_steps
     for node, estimate in result.estimates.items():
-        ends = estimate.latents.unflatten(0, (len(PROMPTS), -1)).expand(-1, MEMBERS, -1, -1, -1)
+        ends = estimate.latents.unflatten(0, (len(DIRECTIONS), -1)).expand(-1, MEMBERS, -1, -1, -1)
         grid = probe.grid(path.schedule, node)
         for sample in (0, 5, 11):
             x, prompt = path.at(node)[sample : sample + 1], torch.tensor([sample // MEMBERS])
@@ -82,7 +79,7 @@ def test_deterministic_steps_draw_nothing(mixture_policy):
 def test_low_precision_noise_gives_trajectories_in_float32(mixture_policy):
     groups, generator = Groups(3, MEMBERS), torch.Generator()
     noise = groups.noise(mixture_policy.latent_shape, generator).bfloat16()
-    grid, condition = mixture_policy.schedule(4), mixture_policy.encode(PROMPTS)
+    grid, condition = mixture_policy.schedule(4), mixture_policy.encode(DIRECTIONS)
     path = rollout(mixture_policy, SDE, grid, condition, noise, generator, groups).trajectories
     assert path.states.dtype == path.outputs.dtype == torch.float32
 
@@ -108,6 +105,6 @@ def test_a_rewards_own_weights_get_no_gradients():
 
     reward, images = FunctionReward(weighted), torch.zeros(3, 3, 1, 1)
     for model in (reward, WeightedSum({"a": reward, "b": reward})):
-        scores = score(model, images, PROMPTS)
+        scores = score(model, images, DIRECTIONS)
         assert not any(table.requires_grad for table in (scores.total, *scores.parts.values()))
     assert modes == [False] * 3

@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers.schedulers.scheduling_sasolver import SASolverScheduler
 from recorded_forward import Recorded
+from rollouts import DIRECTIONS
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Condition, Prompt, Schedule
@@ -36,7 +37,6 @@ NOISE = torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(0))
 CONDITION = Condition({"none": torch.zeros(ROWS, 1)})
 TEXTS = ("three red circles", "two blue squares", "one green triangle")
 PROMPTS = [world("shapes").parse(text) for text in TEXTS] * 2
-DIRECTIONS = [world("mixture").parse(f"towards {angle} degrees") for angle in (0, 90, 180)]
 
 
 class Exact:

@@ -4,7 +4,7 @@ updates that share a parent's evaluation.
 
 import pytest
 import torch
-from rollouts import SDE, Compared, disturbed, rolled
+from rollouts import DIRECTIONS, SDE, SOFT, Compared, disturbed, rolled
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Decisions
@@ -22,13 +22,11 @@ from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
 from flowrl.worlds.base import PolicyOptions, world
 
-PROMPTS = [world("mixture").parse(f"towards {angle} degrees") for angle in (0, 90, 180)]
-REWARD = world("mixture").reward("soft")
 ALL = FlowSDE(0.7)
 
 
 def run(policy, probe, members, steps, sampler=ALL, shared=False):
-    options = dict(sampler=sampler, shared=shared, prompts=PROMPTS[:2], seed=3)
+    options = dict(sampler=sampler, shared=shared, prompts=DIRECTIONS[:2], seed=3)
     return rolled(policy, probe, members, steps, **options)
 
 
@@ -51,7 +49,7 @@ def test_every_state_is_stored_and_evaluated_once_in_as_many_calls_as_steps(mixt
     weights = decisions.mask.flatten(0, 1).float()
     (rows,) = minibatch_rows([torch.arange(2 * members)], weights, path.tree)
     assert rows.evaluations == 2 * training
-    table = score_rollout(mixture_policy, REWARD, result, PROMPTS[:2], usage).total
+    table = score_rollout(mixture_policy, SOFT, result, DIRECTIONS[:2], usage).total
     assert usage.reward_calls == 2 * members and bool(table.isfinite().all())
 
 
@@ -83,16 +81,16 @@ def test_strides_skip_nodes(mixture_policy):
 
 def test_values_are_means_over_the_valid_leaves_behind_a_state(mixture_policy):
     def one_invalid(images, prompts):
-        return REWARD.score(images, prompts).index_fill(0, torch.tensor(5), torch.nan)
+        return SOFT.score(images, prompts).index_fill(0, torch.tensor(5), torch.nan)
 
     result, _ = run(mixture_policy, Branch({0: 2, 3: 3}), 12, 6)
-    complete = score_rollout(mixture_policy, REWARD, result, PROMPTS[:2]).total
+    complete = score_rollout(mixture_policy, SOFT, result, DIRECTIONS[:2]).total
     final = complete[..., -1].view(2, 2, 2, 3)
     for column, axes in ((0, (2, 3)), (2, 3)):
         expected = final.mean(axes, keepdim=True).expand_as(final).reshape(2, 12)
         torch.testing.assert_close(complete[..., column], expected)
     reward = FunctionReward(one_invalid, marks_invalid=True)
-    values = score_rollout(mixture_policy, reward, result, PROMPTS[:2])
+    values = score_rollout(mixture_policy, reward, result, DIRECTIONS[:2])
     assert (~values.valid).nonzero().tolist() == [[0, 5]]
     assert bool(values.total[0, 5].isnan().all()) and torch.equal(values.total[1], complete[1])
     torch.testing.assert_close(values.total[0, 0, 0], complete[0, :5, -1].mean())
@@ -110,7 +108,7 @@ CONFIG = preset("tiny").apply(
 
 def trainer_for(case, config=CONFIG, kind=Trainer):
     method = Method("own", ALL, FixedWindow(stop=-1), METHODS[case], ClippedLoss())
-    return kind(world("mixture").policy(PolicyOptions()), method, REWARD, PROMPTS, config)
+    return kind(world("mixture").policy(PolicyOptions()), method, SOFT, DIRECTIONS, config)
 
 
 def trained(trainer):
