@@ -91,9 +91,9 @@ def test_gains_of_every_second_decision_are_split_evenly(policy, probe, sampler,
 
 def table_of(probe, full, chosen, control):
     """The values of 6 nodes and the finished images if `chosen` members have an estimate."""
-    nodes = range(6)
-    rewards = {node: full[..., node].gather(1, chosen) for node in nodes}
-    rewards |= {("control", node): control[..., node] for node in nodes}
+    nodes = (1, 2, 4, 5, 8, 9)
+    rewards = {node: full[..., k].gather(1, chosen) for k, node in enumerate(nodes)}
+    rewards |= {("control", node): control[..., k] for k, node in enumerate(nodes)}
     values = probe.rewards(Scored(rewards, full[..., -1], nodes, dict.fromkeys(nodes, chosen)))
     return torch.stack([*(values[node] for node in nodes), full[..., -1]], -1)
 

@@ -192,7 +192,8 @@ def test_log_probabilities_are_those_of_the_draws(mixture_policy, probe):
 
 
 @pytest.mark.parametrize(
-    ("probe", "shared"), [(Branch((1, 1, 2, 1, 2)), True), (Comb(6, count=1), False)]
+    ("probe", "shared"),
+    [(Branch((1, 1, 2, 1, 2)), True), (Comb(6, count=1), False)],
 )
 def test_minibatches_of_trees_have_about_equally_many_rows_of_all_depths(probe, shared):
     """Most parents are passed by some sample of the first mini-batch; they do not all belong to
@@ -210,3 +211,5 @@ def test_minibatches_of_trees_have_about_equally_many_rows_of_all_depths(probe, 
     counts = [torch.bincount(part.column, minlength=weights.shape[1]) for part in rows]
     depths = torch.stack(counts) / mean
     assert float((depths - depths.mean(0)).abs().max()) < 0.08
+    # and rows of most groups
+    assert all(len((part.sample // tree.members).unique()) > groups / 2 for part in rows)
