@@ -50,7 +50,7 @@ CHANGED = {
     "moving-*": "the joint Z is over decisions; the average is kept by time",
     "turning-later": "TP-GRPO's first step is the first decision",
 }
-"""Runs with other credit -> reason; `recompute.py` recomputes it from the reference's tables."""
+"""Runs with other credit -> reason."""
 for run, reason in CHANGED.items():
     for case in ("mixture", "shapes", "models", "resume"):
         MEANT[f"*-{case}/{run}/*"] = reason

@@ -554,11 +554,8 @@ UNREAD = {
         "prompts": "p.txt",
         "heldout-prompts": "p.txt",
         "base-weights": "run/weights.safetensors",
-        "offload": "",
-        "decay": "1",
     },
     "shapes": {
-        "dtype": "bfloat16",
         "loss-scale": "1e308",
         "resolution": "64",
         "width": "64",
@@ -586,14 +583,12 @@ def effect_cases() -> Iterator[Case]:
     for more, name in (
         (["--method", "awm", "--clip-range", "0.1"], "clip"),
         (["--method", "diffusion-nft", "--window", "1:2"], "window"),
-        (["--final-learning-rate", "0.1", "--iterations", "1"], "final"),
         (["--reward-form", "soft", "--reward", "jpeg-compressibility"], "reward"),
         (["--kl-weight", "0.1", "--loss", "clipped(kl_weight=0.2)"], "kl"),
         (["--clip-range", "0.1", "--loss", "clipped(clip_range=0.2)"], "clip"),
         (["--noise-level", "0.5", "--sampler", "flow-sde(noise_level=0.7)"], "noise"),
         (["--processes", "2"], "processes"),
         (["--from", "000001"], "from"),
-        (["--changed-code"], "changed"),
     ):
         yield case(family, [*loss, *more], name)
     for words, name in (
@@ -608,7 +603,6 @@ def effect_cases() -> Iterator[Case]:
         (["evaluate", "--weights", "run", "--resolution", "64"], "resolution"),
         (["evaluate", "--weights", "run", "--dtype", "bfloat16"], "dtype"),
         (["evaluate", "--weights", "run", "--shown", "0"], "shown"),
-        (["sample", "--weights", "run", "--world", "shapes"], "world"),
         (
             ["explain", "uniform", "--rewards", "table.csv", "--sampler", "cps", "--out", "t.png"],
             "sampler",
@@ -631,7 +625,6 @@ def effect_cases() -> Iterator[Case]:
         (["presets", "--accelerate", "ddp", "--yaml"], "yaml"),
         (["parts", "uniform", "--kind", "all"], "kind"),
         (["compare", *TINY, "--arm", "a: dtype=bfloat16", "--arm", "b:", "--out", "new"], "dtype"),
-        (["compare", *TINY, "--equal-cost", "--methods", "flow-grpo", "--out", "new"], "equal"),
         (["compare", "--resume", "comparison", "--seeds", "5"], "seeds"),
         (
             ["compare", "--config", "comparison/config.json", "--seeds", "5", "--out", "new"],
@@ -655,8 +648,6 @@ TARGETS = (
     "a\0b",
     "x" * 300,
     "foreign",
-    "~nobody_at_all/x",
-    "new/../mine.txt/y",
     "/sys/new",
 )
 
@@ -673,7 +664,7 @@ def target_cases() -> Iterator[Case]:
         (["prompts", "text", "--count", "2"], "--file"),
         (["bench", "tune", "flow-grpo"], "--save"),
         (["bench", "tune", "flow-grpo"], "--out"),
-        (["bench", "rule", "uniform"], "--out"),
+        (["bench", "rule", "--arm", "a: clip_range=0.3"], "--out"),
         (["bench", "claims"], "--out"),
         (["bench", "claims"], "--page"),
         (["bench", "microscope"], "--out"),
@@ -682,8 +673,9 @@ def target_cases() -> Iterator[Case]:
     )
     for words, option in commands:
         for target in TARGETS:
-            if target == "foreign" and option == "--out" and words[0] == "explain":
-                continue  # a folder for the figure
+            folder = option == "--page" or words[0] == "explain"
+            if folder and target in ("/", "", "foreign"):
+                continue  # files among others in a folder
             yield case(family, [*words, f"{option}={target}"], option.strip("-"), target or "empty")
 
 
@@ -1172,13 +1164,7 @@ def further_cases() -> Iterator[Case]:
         "decisions",
         change=wide,
     )
-    for tag in ("\\u001b[31m", "[/]", "[red]", "\\u202e", "x" * 5000):
-
-        def tagged(root: Path, tag: str = tag) -> None:
-            (root / "p.jsonl").write_text(f'{{"prompt": "a", "tag": "{tag}"}}\n')
-
-        yield case(family, ["prompts", "check", "--file", "p.jsonl"], "tag", change=tagged)
-    for name in ("[/]", "[bold]", "\x1b[31m", "a/b", "..", ".", "a\nb", "a" * 300, " a", "CON:\0"):
+    for name in ("\x1b[31m", "a\nb", "a" * 300, "CON:\0"):
         yield case(
             family,
             ["compare", *TINY, "--arm", f"{name}: clip_range=0.1", "--out", "new", "--seeds", "0"],

@@ -33,7 +33,6 @@ FORMULAS = {
     "flowrl.flow.kl": (
         rf"\mathrm{{KL}}(p\,\|\,q) = {MEAN}\,\frac{{(\mu_p - \mu_q)^2}}{{2\,\text{{std}}_p^2}}"
     ),
-    "flowrl.flow.kl_without_delta": r"\mathrm{KL}(p\,\|\,q)\,\Delta",
     "flowrl.flow.sample": (
         r"x = \mu + \text{std}\;\varepsilon, \qquad \varepsilon \sim \mathcal N(0, I)"
     ),

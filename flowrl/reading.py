@@ -72,13 +72,17 @@ def read_bytes(path: Path | str, limit: int | None = LARGEST) -> bytes:
     these and for a file of more than `limit` bytes, and `OSError` if the file cannot be read.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    with open(os.open(path, flags), "rb") as file:
-        found = os.fstat(file.fileno())
+    descriptor = os.open(path, flags)
+    try:
+        found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"{path} is no regular file, but a pipe, a device or a folder")
         if limit is not None and found.st_size > limit:
             raise ConfigError(f"{path} has {found.st_size:,} bytes; allowed: {limit:,}")
-        return file.read()
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
 
 
 def require_file(path: Path | str) -> None:
@@ -101,6 +105,14 @@ def read_json(path: Path, kind: Any = Any, error: type[FlowrlError] = ConfigErro
     """
     with reading(path, error):
         return as_kind(parse_json(read_bytes(path)), kind)
+
+
+def is_json(data: bytes) -> bool:
+    """Whether `data` is a JSON object."""
+    try:
+        return isinstance(parse_json(data), dict)
+    except ValueError:
+        return False
 
 
 def as_kind(value: Any, kind: Any) -> Any:

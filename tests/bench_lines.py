@@ -15,41 +15,21 @@ from flowrl_bench.verdicts import Parts
 from flowrl.training.config import RunConfig
 
 
-def fake_line(
-    rewards: list[float], nfe: float = 100.0, seconds: float = 1.0, **extra: float
-) -> dict:
+def fake_line(rewards: list[float], nfe: float = 100.0, seconds: float = 1.0) -> dict:
     """A line whose curve has one evaluation per iteration, costing `nfe` and `seconds` each."""
     rows = []
     for i, reward in enumerate(rewards):
-        row = dict.fromkeys(CURVE, 0.0) | {
-            "iteration": i,
-            "nfe": nfe * i,
-            "seconds": seconds * i,
-            "strict": reward / 2,
-        }
-        rows.append(
-            [
-                (
-                    {**row, "reward": reward, "soft": reward, "quality": -reward, "diversity": 1.0}
-                    | extra
-                )[name]
-                for name in CURVE
-            ]
-        )
-    seen = {"quality": -2.0, "points": 2.5, "null": 2.0}
+        row = {"iteration": i, "nfe": nfe * i, "seconds": seconds * i, "reward": reward}
+        row |= {"soft": reward, "strict": reward / 2, "quality": -reward, "diversity": 1.0}
+        rows.append([row.get(name, 0.0) for name in CURVE])
+    observed = {"quality": -2.0, "points": 2.5, "null": 2.0}
+    totals = {"nfe": 100.0, "train_nfe": 1.0, "calls": 4.0, "reward_calls": 2.0, "seconds": 9.0}
     return {
         "curve": rows,
-        "totals": {
-            "nfe": 100.0,
-            "train_nfe": 1.0,
-            "calls": 4.0,
-            "reward_calls": 2.0,
-            "trajectories": 4,
-            "seconds": 9.0,
-        },
+        "totals": totals | {"trajectories": 4},
         "phases": {"rollout": 1.0, "reward": 0.1, "update": 0.5},
         "gains": [[0.4, 0.2, 0.1], [0.1, 0.1, 0.1]],
-        "samples": {"final": rewards[-1], "before": seen, "after": seen},
+        "samples": {"final": rewards[-1], "before": observed, "after": observed},
     }
 
 
@@ -91,24 +71,21 @@ def small_run(seed: int = 0, **changes) -> RunConfig:
 def small_line(seed: int = 0, **changes) -> dict:
     """A tiny run's line with an invented result."""
     row = dict.fromkeys(CURVE, 0.5) | {"iteration": 1, "seconds": 9.0}
-    found = {
+    result = {
         "curve": [[row[name] for name in CURVE]],
         "totals": {"nfe": 3.0, "seconds": 9.0},
         "phases": {"rollout": 1.0},
         "gains": None,
     }
-    return make_line(small_run(seed, **changes), found, "-")
+    return make_line(small_run(seed, **changes), result, "-")
 
 
 def arms_of(rule) -> set[str]:
-    """The arms that a rule speaks of."""
+    """The arms that a rule compares."""
     if isinstance(rule, Parts):
         return set().union(*(arms_of(part) for part in rule.rules))
-    found: set[str] = set()
-    for name, value in dataclasses.asdict(rule).items():
-        if name in ("arm", "than", "other", "other_than"):
-            found.add(value)
-    return found
+    names = ("arm", "than", "other", "other_than")
+    return {value for name, value in dataclasses.asdict(rule).items() if name in names}
 
 
 RULE = """

@@ -21,11 +21,10 @@ def record_of(tree: Tree, rewards: Tensor, log_probs: Tensor | None = None) -> E
     """The record of a tree from the leaves' rewards [prompt, member] and log-probabilities [prompt,
     unit].
     """
-    shown = on_tree(rewards, Decisions.like(torch.zeros(*rewards.shape, tree.steps + 1)), tree)
-    record = shown.experience()
+    record = on_tree(rewards, Decisions.like(torch.zeros(*rewards.shape, tree.steps + 1)), tree)
     if log_probs is None:
         return record
-    table = tree.decision_table(log_probs).masked_fill(~shown.decisions.drawn, torch.nan)
+    table = tree.decision_table(log_probs).masked_fill(~record.decisions.drawn, torch.nan)
     return replace(record, log_probs=table)
 
 

@@ -36,10 +36,9 @@ class Function:
 
 def echo(images, prompts):
     """The number in the image, if the prompt names the same one, else -1."""
-    found = (images.flatten(1).amax(1) * 2**24).round()
-    return torch.where(
-        found == torch.tensor([float(p.metadata["sample"]) for p in prompts]), found, -1.0
-    )
+    numbers = (images.flatten(1).amax(1) * 2**24).round()
+    named = torch.tensor([float(prompt.metadata["sample"]) for prompt in prompts])
+    return torch.where(numbers == named, numbers, -1.0)
 
 
 @contextlib.contextmanager
@@ -75,6 +74,22 @@ def post(url, attempt, **options):
         )
 
 
+def get(url, path):
+    return httpx.get(url + path, trust_env=False)
+
+
+def connected(url):
+    """A socket to the server."""
+    return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5)
+
+
+def raw_request(attempt):
+    """The bytes of a request to score."""
+    head = "POST /v1/score HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: {attempt.headers['Content-Type']}\r\n"
+    return f"{head}Content-Length: {len(attempt.body)}\r\n\r\n".encode() + attempt.body
+
+
 def refused(answer, status, code):
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (status, code), answer.text
@@ -84,47 +99,64 @@ def refused(answer, status, code):
 
 def unsure(images, prompts):
     """Cannot judge images whose number is a multiple of three."""
-    found = echo(images, prompts)
-    return torch.where(found % 3 == 0, torch.nan, found)
+    numbers = echo(images, prompts)
+    return torch.where(numbers % 3 == 0, torch.nan, numbers)
 
 
 def marking(function):
     return FunctionReward(function, marks_invalid=True)
 
 
+def raw(status, body=b"", **headers):
+    """An HTTP response."""
+    fields = {"Content_Length": len(body), "Connection": "close"} | headers
+    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in fields.items())
+    return f"HTTP/1.1 {status} X\r\n{lines}\r\n".encode() + body
+
+
+@dataclass(frozen=True)
+class Received:
+    """A request to a `scripted` server; names of headers are in lower case."""
+
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+def received(connection):
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += connection.recv(65536)
+    head, _, body = data.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+    while len(body) < int(headers["content-length"]):
+        body += connection.recv(65536)
+    return Received(first.split()[1], headers, body)
+
+
 @contextlib.contextmanager
 def scripted(*script):
-    """A server that answers its requests by `script` in turn: bytes to send, then the connection is
-    closed; or a function of the request's id and the number of images that gives the scores as JSON
-    text. Its last entry serves all further requests.
+    """A server that answers its requests by `script` in turn; the last entry serves all further
+    requests.
+
+    An entry is bytes to send before the connection is closed, JSON text, seconds to wait before the
+    connection is closed without an answer, or a function of the request that returns one of these.
     """
     counts = []
 
     def answer(connection):
         with connection, contextlib.suppress(OSError):
-            data = b""
-            while b"\r\n\r\n" not in data:
-                data += connection.recv(65536)
-            head, _, body = data.partition(b"\r\n\r\n")
-            headers = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
-            while len(body) < int(headers[b"content-length"]):
-                body += connection.recv(65536)
-            number = len(counts)
-            counts.append(number)
-            step = script[min(number, len(script) - 1)]
-            name = next(
-                line for line in head.split(b"\r\n") if line.lower().startswith(b"x-request-id")
-            )[14:].decode()
-            if callable(step):
-                text = step(name)
-                step = (
-                    f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\nConnection:"
-                    f" close\r\n\r\n{text}".encode()
+            request = received(connection)
+            step = script[min(len(counts), len(script) - 1)]
+            counts.append(len(counts))
+            content = step(request) if callable(step) else step
+            if isinstance(content, float):
+                time.sleep(content)
+            else:
+                connection.sendall(
+                    raw(200, content.encode()) if isinstance(content, str) else content
                 )
-            if isinstance(step, float):
-                time.sleep(step)
-                return
-            connection.sendall(step)
 
     def listen():
         with contextlib.suppress(OSError):

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from annotated_types import Ge, Le
 
-from flowrl.cli.terminal import fitted
+from flowrl.cli.terminal import fitted, printable
 from flowrl.core.errors import ConfigError, FlowrlError, require
 from flowrl.core.options import Seed
 from flowrl.parts.plugins import versions
@@ -81,6 +81,8 @@ class Parts:
         """Print the list, or one part."""
         known = ("", "all", *KINDS)
         require(self.kind in known, "kind", self.kind, f"one of {', '.join(KINDS)}, all")
+        allowed = "a kind with a name, or left out"
+        require(not (self.name and self.kind == "all"), "kind", self.kind, allowed)
         kinds = (self.kind,) if self.kind in KINDS else tuple(KINDS)
         lines = described(self.name, kinds) if self.name else self._list(kinds)
         print("\n".join(lines))
@@ -168,6 +170,8 @@ class Presets:
 
     def main(self) -> int:
         """Print."""
+        only = not self.accelerate or not (self.yaml or self.name)
+        require(only, "accelerate", self.accelerate, "given alone: it prints a path, no YAML")
         if self.accelerate:
             print(resources.files("flowrl") / "data" / "launch" / f"{self.accelerate}.yaml")
         elif not self.name:
@@ -285,9 +289,12 @@ class Prompts:
             allowed = "a name that ends in .jsonl"
             require(self.file.suffix == ".jsonl", "file", str(self.file), allowed)
             write_prompts(self.file, makers[self.kind](self.count, self.seed))
+        elif (self.count, self.seed) != (Prompts.count, Prompts.seed):
+            name = "count" if self.count != Prompts.count else "seed"
+            require(False, name, getattr(self, name), "left out: a check makes no prompts")
         loaded = load_prompts(self.file)
         kinds = {str(prompt.metadata.get("tag", "")) for prompt in loaded.prompts} - {""}
-        tags = f" ({', '.join(sorted(kinds))})" if kinds else ""
+        tags = f" ({', '.join(map(printable, sorted(kinds)))})" if kinds else ""
         print(f"{self.file}: {len(loaded.prompts)} prompts{tags}", *loaded.remarks, sep="\n")
         return 0
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any, cast, get_args
 
 import tyro
 
+from flowrl.core.errors import require
 from flowrl.parts.settings import fields_of, flat, groups_of
 from flowrl.parts.trust import trusted
 from flowrl.training.config import Preset, RunConfig
@@ -154,6 +155,18 @@ def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool
         named.pop("world", None)
     trusted(named, name, trust)
     return base.replace(**chosen)
+
+
+def refuse_others(command: Any, mode: str, allowed: Sequence[str]) -> None:
+    """Raise `ConfigError` for an option that is given with the option `mode`, which reads only the
+    `allowed` ones.
+    """
+    for item in dataclasses.fields(command):
+        value = getattr(command, item.name)
+        made = item.default_factory
+        usual = item.default if made is dataclasses.MISSING else made()
+        if item.name not in (mode, "run", "base", *allowed):
+            require(value == usual, item.name, value, f"left out with --{mode}, which has it")
 
 
 def run_name(config: RunConfig, base: RunConfig) -> str:

@@ -19,6 +19,7 @@ from flowrl.cli.options import (
     changes,
     options_class,
     options_with,
+    refuse_others,
     rule_name,
     run_name,
     with_options,
@@ -41,6 +42,7 @@ FINISHED = "flowrl.finished"
 """Entry points of installed packages: functions of the folder of a finished run that write further
 files, such as the model's card, and return lines to print.
 """
+RESUMED = ("start", "trust", "changed_code", "trial", "plan", "processes")
 PLAN_INDENT = 21
 """Columns of the labels of a plan."""
 TrainOptions = options_class("TrainOptions")
@@ -139,6 +141,10 @@ class Train:
         """
         chosen, source = changes(self.run, self.base), self.resume or self.config
         if source:
+            if self.resume:
+                refuse_others(self, "resume", RESUMED)
+            else:
+                refuse_others(self, "config", ("out", "trust", "trial", "plan", "processes"))
             given = ", ".join(f"--{setting.replace('_', '-')}" for setting in chosen)
             allowed = (
                 f"without {given}: the run keeps its settings; --preset FILE.yaml takes changes"
@@ -148,7 +154,12 @@ class Train:
             return load_config(path, self.trust, planned=self.plan)
         if "credit" in chosen:
             chosen.setdefault("method", rule_name(chosen["credit"]))
-        return with_options(self.preset, self.base, chosen, self.trust)
+        from flowrl.training.build import unread
+
+        config = with_options(self.preset, self.base, chosen, self.trust)
+        for name in unread(config, chosen):
+            require(False, name, chosen[name], "left out: nothing reads it in this run")
+        return config
 
     def origins(self) -> dict[str, str]:
         """Where the run's settings come from, by setting."""

@@ -514,7 +514,8 @@ class World(Protocol):
     scaled to `elements`. `qualities`, makers of rewards by name that are only measured
     (`--heldout-rewards NAME`). `imports`, names of modules that the policy needs, which a
     comparison imports once. `points` = True if samples are points [sample, 2, 1, 1] and no images:
-    rewards that read images are then refused.
+    rewards that read images are then refused. `reads`, the settings of the policy that it reads;
+    without it, all.
     """
 
     @property

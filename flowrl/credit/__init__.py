@@ -1,6 +1,6 @@
 """Credit rules: pure functions from a value table to a table of advantages."""
 
-from flowrl.credit.example import Example, example, on_tree, probed
+from flowrl.credit.example import example, on_tree, probed
 from flowrl.credit.memory import MovingAverageGain, ValueTracker
 from flowrl.credit.stepwise import DenseGain, StepwiseGain, generalised_gains
 from flowrl.credit.table import (
@@ -33,7 +33,6 @@ __all__ = [
     "BackedUp",
     "DenseGain",
     "DepthRelative",
-    "Example",
     "MovingAverageGain",
     "RuleAround",
     "SiblingRelative",

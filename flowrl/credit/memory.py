@@ -86,16 +86,14 @@ class MovingAverageGain:
         return advantages.masked_fill(silent[:, None, None], 0.0)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Times [n] and the baseline at each [n]; empty before the first table."""
-        if not self.baseline:
-            return {}
-        times, baseline = torch.tensor(list(self.baseline.items()), dtype=torch.float64).T
-        return {"times": times.clone(), "baseline": baseline.clone()}
+        """Times [n] and the baseline at each [n]."""
+        columns = {"times": [*self.baseline], "baseline": [*self.baseline.values()]}
+        return {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict`."""
-        tables = [state[name].tolist() for name in ("times", "baseline") if name in state]
-        self.baseline = dict(zip(*tables, strict=True))
+        times, baseline = state["times"].tolist(), state["baseline"].tolist()
+        self.baseline = dict(zip(times, baseline, strict=True))
 
 
 class Tracked(NamedTuple):
@@ -118,6 +116,9 @@ class Tracked(NamedTuple):
         mean = self.mean + gap * (new.weight / weight)
         inside = (old * self.variance + new.weight * new.variance) / weight
         return Tracked(weight, mean, inside + gap * gap * (old / weight) * (new.weight / weight))
+
+
+UNSEEN = Tracked(0.0, 0.0, 0.0)
 
 
 @checked_options
@@ -191,9 +192,8 @@ class ValueTracker:
             rows = [row for row, other in enumerate(keys) if other == key]
             rewards = final[rows][members[rows]]
             if len(rewards):
-                visit = tracked(rewards)
-                memory[key] = memory[key].merged(visit, self.decay) if key in memory else visit
-        known = [memory.get(key, Tracked(0.0, 0.0, 0.0)) for key in keys]
+                memory[key] = memory.get(key, UNSEEN).merged(tracked(rewards), self.decay)
+        known = [memory.get(key, UNSEEN) for key in keys]
         statistics = torch.tensor(known, dtype=torch.float64).to(final.device)
         deviations = final - statistics[:, 1, None]
         pooled = masked_mean(deviations.square(), ("prompt", "member"), members)
@@ -202,11 +202,7 @@ class ValueTracker:
         return scores[..., None].repeat(1, 1, len(decisions)).to(values.dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The texts' hashes [prompt] and weight, mean and variance [prompt, 3]; empty before the
-        first visit.
-        """
-        if not self.memory:
-            return {}
+        """The texts' hashes [prompt] and weight, mean and variance [prompt, 3]."""
         return {
             "prompts": torch.tensor(list(self.memory), dtype=torch.int64),
             "statistics": torch.tensor(list(self.memory.values()), dtype=torch.float64),
@@ -214,10 +210,8 @@ class ValueTracker:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict`."""
-        self.memory = {}
-        if "prompts" in state:
-            rows = zip(state["prompts"].tolist(), state["statistics"].tolist(), strict=True)
-            self.memory = {key: Tracked(*numbers) for key, numbers in rows}
+        rows = zip(state["prompts"].tolist(), state["statistics"].tolist(), strict=True)
+        self.memory = {key: Tracked(*numbers) for key, numbers in rows}
 
 
 def tracked(values: Tensor) -> Tracked:

@@ -12,7 +12,7 @@ from annotated_types import Gt, Lt
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowrl.core.errors import ConfigError, CreditError, require
+from flowrl.core.errors import CreditError, require
 from flowrl.core.experience import Credit, CreditTable, Decisions, Experience, Mask, ValueTable
 from flowrl.core.protocols import CreditRule
 from flowrl.core.types import part_call, tensor_problem
@@ -180,10 +180,8 @@ def require_columns(
     """
     name, shape = type(rule).__name__, (*decisions.mask.shape[:2], len(decisions) + 1)
     if values.shape != shape or not values.is_floating_point():
-        raise CreditError(
-            f"{name} needs floating-point values [prompt, member, decision+1] = {shape} for these"
-            f" decisions; got {_shown(values)}"
-        )
+        allowed = f"floating-point values [prompt, member, decision+1] = {shape}"
+        raise CreditError(f"{name} needs {allowed}; got {_shown(values)}")
     columns = read_columns(rule, decisions.mask) if columns is None else columns
     missing = (columns & ~values.isfinite()).flatten(0, 1).any(0).nonzero().flatten().tolist()
     if missing:
@@ -200,16 +198,10 @@ def check_signature(rule: Any) -> None:
     Rules of version 0.1 had a table with one column per node; they would run, and compute something
     else.
     """
-    if not hasattr(rule, "assign"):
-        return
-    names = list(inspect.signature(rule.assign).parameters)
-    if names[:2] != ["values", "decisions"]:
-        raise ConfigError(
-            f"{type(rule).__name__}.assign({', '.join(names)}) is the form of version 0.1; write:\n"
-            "    def assign(self, values, decisions):\n"
-            "        # values[..., k]: the value of the state that decision k starts from; "
-            "values[..., -1]: the final reward"
-        )
+    if hasattr(rule, "assign"):
+        names = list(inspect.signature(rule.assign).parameters)
+        call, allowed = f"{type(rule).__name__}.assign", "assign(self, values, decisions)"
+        require(names[:2] == ["values", "decisions"], call, names, allowed)
 
 
 def credit_of(rule: CreditRule, experience: Experience) -> Credit:
@@ -231,47 +223,42 @@ def credit_of(rule: CreditRule, experience: Experience) -> Credit:
     """
     check_signature(rule)
     values, decisions = experience.values, experience.decisions
-    records: Any = getattr(rule, "credit", None)
-    call = f"{type(rule).__name__}.{'credit' if records else 'assign'}"
+    by_record: Any = getattr(rule, "credit", None)
+    call = f"{type(rule).__name__}.{'credit' if by_record else 'assign'}"
     axis = [table for table in vars(decisions).values() if isinstance(table, Tensor)]
     with part_call(call, CreditError, values, *experience.parts.values(), *axis):
-        credit = records(experience) if records else Credit(rule.assign(values, decisions))  # pyright: ignore
+        credit = by_record(experience) if by_record else Credit(rule.assign(values, decisions))  # pyright: ignore
     if not isinstance(credit, Credit):
-        name = type(credit).__name__
-        raise CreditError(f"{call} returned a {name}, not a flowrl.core.experience.Credit")
-    advantages = _checked_table(credit.advantages, decisions.mask, f"{call} returned")
+        raise CreditError(f"{call} returned {_shown(credit)}, not a Credit(advantages, weights)")
+    mask = decisions.mask
+    advantages = _checked_table(credit.advantages, mask, f"{call} returned")
     if credit.weights is None:
-        return Credit(advantages, decisions.mask.to(advantages))
-    weights = _checked_table(credit.weights, decisions.mask, f"{call} returned weights:")
+        return Credit(advantages, mask.to(advantages))
+    weights = _checked_table(credit.weights, mask, f"{call} returned weights:")
     low, high = float(weights.min()), float(weights.max())
-    if low < 0 or high > 1:
-        raise CreditError(f"{call} returned weights from {low:g} to {high:g}, not within [0, 1]")
-    if decisions.mask.any() and not weights.any():
-        raise CreditError(f"{call} returned weights of 0 only, so nothing is left to train on")
+    if low < 0 or high > 1 or (mask.any() and high == 0):
+        allowed = "within [0, 1] and not all 0"
+        raise CreditError(f"{call} returned weights from {low:g} to {high:g}, not {allowed}")
     return Credit(advantages, weights)
 
 
-def _checked_table(table: object, mask: Mask, what: str) -> Tensor:
+def _checked_table(table: Any, mask: Mask, what: str) -> Tensor:
     """`table`, detached and 0 outside the mask, if it is a table of floating point and finite
     within the mask.
     """
-    if not isinstance(table, Tensor):
-        raise CreditError(f"{what} {_shown(table)}, not a torch.Tensor")
-    if tensor_problem(table):
+    if isinstance(table, Tensor) and tensor_problem(table):
         raise CreditError(f"{what} a tensor that {tensor_problem(table)}")
-    if table.shape != mask.shape or not table.is_floating_point():
-        wanted = f"floating point of shape [prompt, member, decision] = {tuple(mask.shape)}"
-        raise CreditError(f"{what} {_shown(table)}, not {wanted}")
-    bad = (mask & ~table.isfinite()).nonzero()
-    if len(bad):
-        raise CreditError(
-            f"{what} {len(bad)} values that are not finite, the first at (prompt, member, decision)"
-            f" = {tuple(bad[0].tolist())}; columns that the rule's probe does not fill are NaN"
-        )
+    fits = isinstance(table, Tensor) and table.shape == mask.shape and table.is_floating_point()
+    if not fits:
+        allowed = f"floating point of shape [prompt, member, decision] = {tuple(mask.shape)}"
+        raise CreditError(f"{what} {_shown(table)}, not {allowed}")
+    bad = (mask & ~table.isfinite()).nonzero().tolist()
+    if bad:
+        place = f"the first of {len(bad)} at [prompt, member, decision] = {bad[0]}"
+        raise CreditError(f"{what} values that are not finite, {place}")
     return table.detach().masked_fill(~mask, 0.0)
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
+    kind = type(value).__name__
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {kind}"

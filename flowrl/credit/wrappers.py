@@ -22,6 +22,10 @@ class RuleAround:
 
     rule: Any
 
+    def __post_init__(self) -> None:
+        fits = not isinstance(self.rule, Stateful)  # the rule around it would not store the memory
+        require(fits, f"{type(self).__name__}.rule", self.rule, "a rule without memory")
+
     @property
     def probe(self) -> Probe:
         """The probe of `rule`."""
@@ -40,12 +44,6 @@ class RuleAround:
     def reads(self, trained: Tensor) -> Tensor:
         """The columns that `rule` reads."""
         return read_columns(self.rule, trained)
-
-
-def require_no_memory(outer: RuleAround) -> None:
-    """Raise `ConfigError` if the inner rule has a memory, which `outer` would not store."""
-    fits = not isinstance(outer.rule, Stateful)
-    require(fits, f"{type(outer).__name__}.rule", outer.rule, "a rule without memory")
 
 
 @checked_options
@@ -76,7 +74,7 @@ class Weighted(RuleAround):
         if isinstance(self.weights, tuple):
             fits = len(self.weights) > 0 and all(map(math.isfinite, self.weights))
             require(fits, "Weighted.weights", self.weights, "a finite number per decision")
-        require_no_memory(self)
+        super().__post_init__()
 
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
         """Advantages [prompt, member, decision]; the rule's clamp applies before the weights."""
@@ -129,9 +127,6 @@ class GDPO(RuleAround):
     weights: Mapping[str, float] | None = None
     batch: bool = True
 
-    def __post_init__(self) -> None:
-        require_no_memory(self)
-
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
         """Advantages of a single reward."""
         return self._sum({"reward": self.rule.assign(values, decisions)}, decisions)
@@ -144,12 +139,10 @@ class GDPO(RuleAround):
         unknown = ", ".join(sorted(set(self.weights or {}) - set(parts)))
         if unknown:
             raise CreditError(f"GDPO.weights names rewards {unknown}; there are {', '.join(parts)}")
-        credits = {
-            name: credit_of(self.rule, replace(experience, values=table, parts={}))
-            for name, table in parts.items()
-        }
-        advantages = {name: credit.advantages for name, credit in credits.items()}
-        weights = [credit.weights for credit in credits.values() if credit.weights is not None]
+        records = (replace(experience, values=table, parts={}) for table in parts.values())
+        credits = [credit_of(self.rule, record) for record in records]
+        advantages = dict(zip(parts, [credit.advantages for credit in credits], strict=True))
+        weights = [credit.weights for credit in credits if credit.weights is not None]
         return Credit(self._sum(advantages, experience.decisions), torch.stack(weights).amin(0))
 
     def _sum(self, advantages: Mapping[str, Tensor], decisions: Decisions) -> Tensor:

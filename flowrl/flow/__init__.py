@@ -2,7 +2,7 @@
 Gaussians, a Gaussian mixture.
 """
 
-from flowrl.flow.gaussian import kl, kl_without_delta, log_prob, log_prob_without_constants, sample
+from flowrl.flow.gaussian import kl, log_prob, log_prob_without_constants, sample
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.flow.path import (
     expand,
@@ -31,7 +31,6 @@ __all__ = [
     "expand",
     "interpolate",
     "kl",
-    "kl_without_delta",
     "log_prob",
     "log_prob_without_constants",
     "noise_estimate",

@@ -96,24 +96,6 @@ def kl(p: Gaussian, q: Gaussian) -> PerSample:
     return _mean_squared_distance(p, q.mean) / (2.0 * _safe_std(p).square())
 
 
-def kl_without_delta(p: Gaussian, q: Gaussian, delta: PerSample) -> PerSample:
-    """Mean over elements of (mu_p - mu_q)^2 / (2 sigma^2) with sigma^2 = std_p^2 / Delta, shape
-    [sample].
-
-    This is `kl` times the step length, a weighting that the released Flow-GRPO code (arXiv
-    2505.05470) applies to Flow-SDE; kept for parity. 0 where std is 0.
-
-    Args:
-        p: the first distribution, with mean [sample, *latent] and std [sample].
-        q: the second distribution; only its mean is used.
-        delta: length of the time step, Delta [sample], in units of t.
-
-    Returns:
-        The divergence times Delta [sample].
-    """
-    return kl(p, q) * delta
-
-
 def _safe_std(gaussian: Gaussian) -> Tensor:
     """The std with 1 in place of 0, to avoid a division by 0 and the logarithm of 0."""
     return torch.where(gaussian.std > 0, gaussian.std, 1.0).float()

@@ -30,9 +30,9 @@ class _Times(ABC):
 
     shared: bool = False
 
-    @abstractmethod
     def draws(self, schedule: Schedule) -> int:
-        """Times per sample."""
+        """Times per sample: the option `count`, unless the grid determines them."""
+        return self.count  # pyright: ignore[reportAttributeAccessIssue]
 
     def numbers(self, schedule: Schedule) -> int:
         """Uniform numbers per row; one per time, unless a kind orders more numbers than that."""
@@ -120,10 +120,6 @@ class StratifiedTimes(_Times):
     first: Literal["drawn", "without", "with"] = "without"
     fraction: Fraction = 0.9
 
-    def draws(self, schedule: Schedule) -> int:
-        """`count`."""
-        return self.count
-
     def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
         """Times [row, draw]; the first number is not used if step 0 is always taken."""
         always, begin = self.first == "with", int(self.first != "drawn")
@@ -165,10 +161,6 @@ class UniformTimes(_Times):
     def __post_init__(self) -> None:
         require(self.low < self.high, "UniformTimes.high", self.high, f"above low = {self.low}")
 
-    def draws(self, schedule: Schedule) -> int:
-        """`count`."""
-        return self.count
-
     def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
         """Times [row, draw] from one uniform number per draw."""
         return _shifted(self.low + (self.high - self.low) * _strata(uniforms), self.shift)
@@ -198,10 +190,6 @@ class LogitNormalTimes(_Times):
     mean: Annotated[float, Gt(-math.inf), Lt(math.inf)] = 0.0
     std: Positive = 1.0
     shift: Positive = 3.0
-
-    def draws(self, schedule: Schedule) -> int:
-        """`count`."""
-        return self.count
 
     def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
         """Times [row, draw] from one uniform number per draw."""
@@ -235,10 +223,6 @@ class DrawnSteps(_Times):
     def __post_init__(self) -> None:
         most = f"at most steps = {self.steps}"
         require(self.count <= self.steps, "DrawnSteps.count", self.count, most)
-
-    def draws(self, schedule: Schedule) -> int:
-        """`count`."""
-        return self.count
 
     def numbers(self, schedule: Schedule) -> int:
         """`steps`: their order selects the times."""

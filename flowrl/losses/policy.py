@@ -15,7 +15,7 @@ from torch import Tensor
 from flowrl.core.errors import ConfigError
 from flowrl.core.options import NonNegative, Positive, checked_options
 from flowrl.core.types import Gaussian, LossBatch, LossResult, PerSample, Unit, checked
-from flowrl.flow import kl, kl_without_delta, log_prob, log_prob_without_constants
+from flowrl.flow import kl, log_prob, log_prob_without_constants
 from flowrl.losses.terms import beyond, mean_over, over_units, ratio_metrics, surrogate
 
 Clip = Annotated[float, Gt(0), Lt(1)]
@@ -93,7 +93,7 @@ class _Penalised:
         if rows.reference is not None:
             divergence = kl(rows.new, rows.reference)
             if self.kl == "without_delta":
-                divergence = kl_without_delta(rows.new, rows.reference, rows.delta)
+                divergence = divergence * rows.delta
             penalty = mean_over(divergence, rows.weight)
             metrics["kl"] = penalty.detach()
             loss = loss + self.kl_weight * penalty if self.kl_weight > 0 else loss
@@ -250,9 +250,9 @@ class FlowDPPO(_Penalised):
     for c = 1e-4 at SD3.5's latents (d = 65,536) and for c = 2e-3 in the built-in image world (d =
     128). The published bound is tighter than both; small worlds may need `bound` = 3e-4.
 
-    Metrics as in `ClippedLoss`; clip_fraction and mask_fraction are both the fraction of dropped
-    rows. `loss` raises `ConfigError` if `kl_weight` > 0 and the batch has no reference. Source:
-    Flow-DPPO (arXiv 2606.11025, equations 14 and 18) and its public code.
+    Metrics as in `ClippedLoss`; clip_fraction is the fraction of dropped rows. `loss` raises
+    `ConfigError` if `kl_weight` > 0 and the batch has no reference. Source: Flow-DPPO (arXiv
+    2606.11025, equations 14 and 18) and its public code.
 
     Args:
         bound: largest KL per latent element, above 0.
@@ -273,9 +273,7 @@ class FlowDPPO(_Penalised):
         far = kl(rows.behaviour, rows.new).detach() > self.bound
         dropped = far & (rows.advantages * (ratio.detach() - 1.0) > 0)
         terms = torch.where(dropped, 0.0, -rows.advantages * ratio)
-        result = self._combined(rows, ratio, terms, dropped)
-        dropped_share = {"mask_fraction": result.metrics["clip_fraction"]}
-        return replace(result, metrics={**result.metrics, **dropped_share})
+        return self._combined(rows, ratio, terms, dropped)
 
 
 @checked_options

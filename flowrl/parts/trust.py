@@ -94,6 +94,8 @@ def untrusted(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     backend = settings.get("attention_backend")
     if isinstance(backend, str) and backend.endswith("hub"):
         yield "attention_backend", backend, "code from the Hub, which would run"
+    if settings.get("tracker") == "wandb":
+        yield "tracker", "wandb", "a service to which metrics and samples are sent"
 
 
 def _risks(spec: Spec) -> Iterator[tuple[str, str]]:

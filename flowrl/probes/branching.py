@@ -73,13 +73,12 @@ class Branch(Branching):
     mean: Mean = "leaf"
 
     def __post_init__(self) -> None:
-        given = self.children
-        if isinstance(given, int):
-            given = {0: given}
-        elif isinstance(given, tuple):
-            given = dict(enumerate(given))
-        whole = all(type(number) is int for pair in given.items() for number in pair)
-        fits = whole and all(step >= 0 and count >= 1 for step, count in given.items())
+        children = (self.children,) if isinstance(self.children, int) else self.children
+        by_step = children if isinstance(children, Mapping) else dict(enumerate(children))
+        fits = all(
+            type(step) is type(count) is int and step >= 0 and count >= 1
+            for step, count in by_step.items()
+        )
         allowed = "1 or more for every stochastic step, one per step in a tuple, or {step: number}"
         require(fits, "Branch.children", self.children, allowed)
 

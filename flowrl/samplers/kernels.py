@@ -5,7 +5,6 @@ time of a transition's start, s that of its end, and Delta = t - s.
 """
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,6 @@ from flowrl.core.protocols import AnySampler, MultistepSolver, Sampler
 from flowrl.core.types import (
     Gaussian,
     Latents,
-    PerSample,
     Schedule,
     StepIndex,
     checked,
@@ -53,35 +51,41 @@ class ODE:
         return Gaussian(mean=mean, std=torch.zeros_like(t))
 
 
-class _SDE(ABC):
-    """One Euler-Maruyama step of the reverse SDE, std = sigma sqrt(Delta).
+def euler_maruyama(
+    latent: Tensor, velocity: Tensor, t: Tensor, s: Tensor, sigma: Tensor
+) -> Gaussian:
+    """One step of the reverse SDE, std = sigma sqrt(Delta).
 
     Mean x (1 - sigma^2 Delta / (2t)) - v (1 + sigma^2 (1-t) / (2t)) Delta, which equals x - Delta v
     + (sigma^2 / 2) Delta score with score = -(x + (1-t) v) / t. Source: Flow-GRPO (arXiv
     2505.05470, section on ODE-to-SDE).
     """
+    delta, half_rate = t - s, sigma.square() / (2.0 * t)
+    keep = expand(1.0 - half_rate * delta, latent)
+    drift = expand((1.0 + half_rate * (1.0 - t)) * delta, latent)
+    mean = keep * latent.float() - drift * velocity.float()
+    return Gaussian(mean=mean, std=sigma * delta.sqrt())
 
-    @abstractmethod
-    def sigma(self, t: PerSample, s: PerSample) -> PerSample:
-        """The diffusion coefficient at t."""
 
-    @checked
-    def transition(
-        self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
-    ) -> Gaussian:
-        """The Gaussian over node `step + 1`: mean [sample, *latent] and std [sample], float32."""
-        t, s = step_times(schedule, step, latent.device)
-        sigma, delta = self.sigma(t, s), t - s
-        half_rate = sigma.square() / (2.0 * t)
-        keep = expand(1.0 - half_rate * delta, latent)
-        drift = expand((1.0 + half_rate * (1.0 - t)) * delta, latent)
-        mean = keep * latent.float() - drift * velocity.float()
-        return Gaussian(mean=mean, std=sigma * delta.sqrt())
+def coefficient_preserving(
+    latent: Tensor, velocity: Tensor, t: Tensor, s: Tensor, sigma: Tensor
+) -> Gaussian:
+    """Mean (1-s) x0_hat + sqrt(s^2 - sigma^2) eps_hat and std = sigma, for 0 <= sigma <= s.
+
+    With the noise of the draw, the coefficient of the noise is s again, so the sample has the
+    interpolant's marginal. Source: CPS (arXiv 2509.05952), after DDIM (arXiv 2010.02502, equation
+    12).
+    """
+    latent, velocity = latent.float(), velocity.float()
+    clean, noise = tweedie(latent, velocity, t), noise_estimate(latent, velocity, t)
+    kept_noise = (s.square() - sigma.square()).clamp(min=0.0).sqrt()
+    mean = expand(1.0 - s, latent) * clean + expand(kept_noise, latent) * noise
+    return Gaussian(mean=mean, std=sigma)
 
 
 @checked_options
 @dataclass(frozen=True)
-class FlowSDE(_SDE):
+class FlowSDE:
     """Flow-GRPO's SDE: much noise early, little late.
 
     Euler-Maruyama step with sigma = a sqrt(t / (1-t)), a = `noise_level` >= 0, and std = sigma
@@ -100,15 +104,20 @@ class FlowSDE(_SDE):
 
     noise_level: NonNegative = 0.7
 
-    def sigma(self, t: PerSample, s: PerSample) -> PerSample:
-        """a sqrt(t / (1-t))."""
+    @checked
+    def transition(
+        self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
+    ) -> Gaussian:
+        """Node `step + 1`: mean [sample, *latent] and std [sample], float32."""
+        t, s = step_times(schedule, step, latent.device)
         below_one = torch.where(t > 1.0 - 1e-6, s, t)
-        return self.noise_level * (t / (1.0 - below_one)).sqrt()
+        sigma = self.noise_level * (t / (1.0 - below_one)).sqrt()
+        return euler_maruyama(latent, velocity, t, s, sigma)
 
 
 @checked_options
 @dataclass(frozen=True)
-class DanceSDE(_SDE):
+class DanceSDE:
     """DanceGRPO's SDE: the same noise at every step.
 
     Euler-Maruyama step with a constant sigma = eta = `noise_level` >= 0 and std = eta sqrt(Delta).
@@ -119,39 +128,19 @@ class DanceSDE(_SDE):
 
     noise_level: NonNegative = 0.3
 
-    def sigma(self, t: PerSample, s: PerSample) -> PerSample:
-        """eta."""
-        return torch.full_like(t, self.noise_level)
-
-
-class _CoefficientPreserving(ABC):
-    """Mean (1-s) x0_hat + sqrt(s^2 - sigma^2) eps_hat and std = sigma, for 0 <= sigma <= s.
-
-    With the noise of the draw, the coefficient of the noise is s again, so the sample has the
-    interpolant's marginal. Source: CPS (arXiv 2509.05952), after DDIM (arXiv 2010.02502, equation
-    12).
-    """
-
-    @abstractmethod
-    def sigma(self, t: PerSample, s: PerSample) -> PerSample:
-        """The standard deviation of the transition."""
-
     @checked
     def transition(
         self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
     ) -> Gaussian:
-        """The Gaussian over node `step + 1`: mean [sample, *latent] and std [sample], float32."""
+        """Node `step + 1`: mean [sample, *latent] and std [sample], float32."""
         t, s = step_times(schedule, step, latent.device)
-        sigma, latent, velocity = self.sigma(t, s), latent.float(), velocity.float()
-        clean, noise = tweedie(latent, velocity, t), noise_estimate(latent, velocity, t)
-        kept_noise = (s.square() - sigma.square()).clamp(min=0.0).sqrt()
-        mean = expand(1.0 - s, latent) * clean + expand(kept_noise, latent) * noise
-        return Gaussian(mean=mean, std=sigma)
+        sigma = torch.full_like(t, self.noise_level)
+        return euler_maruyama(latent, velocity, t, s, sigma)
 
 
 @checked_options
 @dataclass(frozen=True)
-class CPS(_CoefficientPreserving):
+class CPS:
     """Coefficients-preserving sampling: the noise level of every node is exact.
 
     Mean (1-s) x0_hat + sqrt(s^2 - sigma^2) eps_hat and std = sigma = s sin(eta pi/2), eta =
@@ -164,14 +153,19 @@ class CPS(_CoefficientPreserving):
 
     noise_level: Share = 0.7
 
-    def sigma(self, t: PerSample, s: PerSample) -> PerSample:
-        """s sin(eta pi/2)."""
-        return s * math.sin(self.noise_level * math.pi / 2.0)
+    @checked
+    def transition(
+        self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
+    ) -> Gaussian:
+        """Node `step + 1`: mean [sample, *latent] and std [sample], float32."""
+        t, s = step_times(schedule, step, latent.device)
+        sigma = s * math.sin(self.noise_level * math.pi / 2.0)
+        return coefficient_preserving(latent, velocity, t, s, sigma)
 
 
 @checked_options
 @dataclass(frozen=True)
-class DDIMSDE(_CoefficientPreserving):
+class DDIMSDE:
     """Stepwise-Flow-GRPO's DDIM-inspired SDE: the noise level of every node is exact.
 
     Mean (1-s) x0_hat + sqrt(s^2 - sigma^2) eps_hat and std = sigma = a s sqrt(1-t), a =
@@ -185,10 +179,14 @@ class DDIMSDE(_CoefficientPreserving):
 
     noise_level: NonNegative = 0.7
 
-    def sigma(self, t: PerSample, s: PerSample) -> PerSample:
-        """a s sqrt(1-t), at most s."""
-        sigma = self.noise_level * s * (1.0 - t).clamp(min=0.0).sqrt()
-        return torch.minimum(sigma, s)
+    @checked
+    def transition(
+        self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
+    ) -> Gaussian:
+        """Node `step + 1`: mean [sample, *latent] and std [sample], float32."""
+        t, s = step_times(schedule, step, latent.device)
+        sigma = torch.minimum(self.noise_level * s * (1.0 - t).clamp(min=0.0).sqrt(), s)
+        return coefficient_preserving(latent, velocity, t, s, sigma)
 
 
 def checked_transition(
@@ -201,8 +199,7 @@ def checked_transition(
     with part_call(call, ConfigError, latent, velocity):
         gaussian = sampler.transition(latent, velocity, schedule, step)
     if not isinstance(gaussian, Gaussian):
-        name = type(gaussian).__name__
-        raise ConfigError(f"{call} returned a {name}; a Gaussian(mean, std) is required")
+        raise ConfigError(f"{call} returned a {type(gaussian).__name__}, not a Gaussian(mean, std)")
     problem = tensor_problem(gaussian.mean) or tensor_problem(gaussian.std)
     if problem:
         raise ConfigError(f"{call} returned a tensor that {problem}")
@@ -225,9 +222,6 @@ def transition_stds(sampler: AnySampler, schedule: Schedule) -> Float[Tensor, " 
     """
     if isinstance(sampler, MultistepSolver):
         return torch.zeros_like(schedule.deltas)
-    device = schedule.times.device
-    zeros, steps = (
-        torch.zeros(schedule.steps, 1, device=device),
-        torch.arange(schedule.steps, device=device),
-    )
+    zeros = torch.zeros_like(schedule.deltas)[:, None]
+    steps = torch.arange(schedule.steps, device=zeros.device)
     return checked_transition(sampler, zeros, zeros, schedule, steps).std

@@ -4,7 +4,7 @@ grid of AWM's released code.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -105,7 +105,6 @@ def sa_schedule(schedule: Schedule) -> Schedule:
     )
 
 
-@dataclass
 class SASolver:
     """One solution on `times` [point], descending to 0; `draw(x)` gives standard normal noise of
     the shape of x.
@@ -128,17 +127,10 @@ class SASolver:
     tau at the beginning of a step, corrects the second point and draws its own noise.
     """
 
-    times: Tensor
-    tau: float
-    draw: Callable[[Tensor], Tensor]
-    _points: list[float] = field(init=False)
-    _start: Tensor = field(init=False)
-    _clean: Tensor = field(init=False)
-    _noise: Tensor | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
+    def __init__(self, times: Tensor, tau: float, draw: Callable[[Tensor], Tensor]) -> None:
+        self.times, self.tau, self.draw = times, tau, draw
         # once: a number of the device makes the host wait for it
-        self._points = self.times.tolist()
+        self._points: list[float] = times.tolist()
 
     def step(self, number: int, velocity: Tensor, x: Tensor) -> Tensor:
         """The predicted state at point `number` + 1, from the predicted state x at point `number`

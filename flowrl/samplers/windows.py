@@ -143,19 +143,11 @@ class RandomWindow:
     high: int | None = None
     geometric: Annotated[float, Gt(0), Lt(1)] | None = None
 
-    def __post_init__(self) -> None:
-        if self.high is not None:
-            self._require_room(self.high)
-
-    def _require_room(self, high: int) -> None:
-        room = f"a window of {self.size} steps within steps [{self.low}, {high})"
-        require(self.low + self.size <= high, "RandomWindow.size", self.size, room)
-
     def steps(self, count: int, generator: torch.Generator, iteration: int = 0) -> Sequence[int]:
         """This iteration's steps; the same generator state gives the same steps."""
         high = count if self.high is None else self.high
-        require(high <= count, "RandomWindow.high", high, f"at most the schedule's {count} steps")
-        self._require_room(high)
+        fits, allowed = self.low + self.size <= high <= count, f"within the {count} steps"
+        require(fits, "RandomWindow", self, f"{allowed} of the schedule, with high >= low + size")
         starts, device = high - self.size - self.low + 1, generator.device
         if self.geometric is None:
             place = torch.randint(starts, (), generator=generator, device=device)
@@ -233,19 +225,18 @@ def trained_steps(spec: str, stds: Tensor, generator: torch.Generator) -> Int[Te
     if len(noisy) == 0:
         raise ConfigError("the sampler has no stochastic step on this schedule: nothing to train")
     fixed = parse_slice(spec)
-    fraction: Any = 1.0
-    if fixed is None:
-        parsed = parse_spec(spec, "trained_steps")
-        fraction = parsed.options.get("fraction") if parsed.name == "random" else None
-        fits = type(fraction) in (int, float) and 0 < fraction <= 1 and len(parsed.options) == 1
-        allowed = "a slice START:STOP as in : or :-1, or random(fraction=...) in (0, 1]"
-        require(fits, "trained_steps", spec, allowed)
-    start, stop, _ = (fixed or slice(None)).indices(len(stds))
-    steps = noisy[(noisy >= start) & (noisy < stop)]
-    remaining = f"at least one of the stochastic steps {noisy.tolist()}"
-    require(len(steps) > 0, "trained_steps", spec, remaining)
-    if fixed is None:
-        order = torch.randperm(len(steps), generator=generator, device=generator.device)
-        order = order[: max(1, int(fraction * len(steps)))].to(steps.device)
-        steps = steps[order].sort().values
-    return steps
+    if fixed is not None:
+        start, stop, _ = fixed.indices(len(stds))
+        steps = noisy[(noisy >= start) & (noisy < stop)]
+        allowed = f"at least one of the stochastic steps {noisy.tolist()}"
+        require(len(steps) > 0, "trained_steps", spec, allowed)
+        return steps
+    parsed = parse_spec(spec, "trained_steps")
+    fraction: Any = parsed.options.get("fraction")
+    fits = parsed.name == "random" and parsed.options.keys() == {"fraction"}
+    fits = fits and type(fraction) in (int, float) and 0 < fraction <= 1
+    allowed = "a slice START:STOP as in : or :-1, or random(fraction=...) in (0, 1]"
+    require(fits, "trained_steps", spec, allowed)
+    order = torch.randperm(len(noisy), generator=generator, device=generator.device)
+    order = order[: max(1, int(fraction * len(noisy)))].to(noisy.device)
+    return noisy[order].sort().values

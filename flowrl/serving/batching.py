@@ -13,7 +13,7 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from torch import Tensor
 
-from flowrl.core.errors import FlowrlError, RewardContractError
+from flowrl.core.errors import FlowrlError, PartError, RewardContractError
 from flowrl.core.protocols import RewardModel
 from flowrl.core.types import Prompt
 from flowrl.rewards.contract import ComponentScores
@@ -295,6 +295,8 @@ def _request_error(error: BaseException) -> RequestError:
     """The response to an exception in the model; a deliberate refusal by the model is the request's
     fault (422).
     """
+    if isinstance(error, PartError) and error.__cause__ is not None:
+        error = error.__cause__  # the reward's own exception
     kind, transient = type(error).__name__, is_transient(error)
     if isinstance(error, RewardContractError):
         failure = RequestError(500, "reward_broken", "the scores of the reward break its contract")

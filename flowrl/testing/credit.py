@@ -68,7 +68,7 @@ class Case:
         values of a tree).
         """
         stds = torch.linspace(0.3, 0.1, values.shape[-1] - 1).tolist()
-        return example(values, self.rule.probe, Decisions.like(values, stds)).experience()
+        return example(values, self.rule.probe, Decisions.like(values, stds))
 
     def credit(self, record: Experience) -> Tensor:
         """The credit by a copy of the rule, so that a memory does not carry over."""
@@ -153,7 +153,8 @@ def left_out(
     decisions, valid = replace(record.decisions, trained=trained), record.valid & ~members
     if decisions.tree is not None:
         final = record.values[..., -1].masked_fill(members, torch.nan)
-        return replace(record, **vars(on_tree(final, decisions, decisions.tree)), valid=valid)
+        part = on_tree(final, decisions, decisions.tree)
+        return replace(record, values=part.values, decisions=part.decisions, valid=valid)
     decisions = replace(decisions, mask=decisions.mask & valid[..., None] & trained)
     values = record.values.masked_fill(~read_columns(rule, trained) | members[:, None], torch.nan)
     return replace(record, values=values, decisions=decisions, valid=valid)

@@ -4,7 +4,7 @@ runs.
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,7 @@ from flowrl.distributed import Distributed
 from flowrl.flow import uniform_schedule
 from flowrl.methods import Method, check_one_advantage, named_method, try_credit, with_options
 from flowrl.parts.registry import KINDS, build, find_maker
+from flowrl.parts.settings import owners
 from flowrl.parts.specs import parse_slice, parse_spec
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.probes import NoProbe
@@ -277,6 +278,34 @@ def window_text(config: RunConfig) -> str:
     if not isinstance(method.window, FixedWindow):
         chosen = f"{len(steps)} of {count} steps, chosen every iteration"
     return f"{config.algorithm.window or part_text('window', method.window)} ({chosen})"
+
+
+def unread(config: RunConfig, chosen: Iterable[str]) -> list[str]:
+    """Those of the settings `chosen` that have no effect on this run: the method is the same with
+    another value, the world's policy does not read them, or they belong to another precision.
+    """
+
+    def acts(config: RunConfig) -> str:
+        method = run_method(config)
+        return repr((method.sampler, method.loss, method.credit))
+
+    chosen = tuple(chosen)
+    if not chosen:
+        return []
+    values, home = config.flat(), owners(RunConfig)
+    reads = getattr(make_world(config), "reads", None)
+    without_effect = []
+    for name in chosen:
+        if name in ("noise_level", "clip_range", "kl_weight") and values[name] > 0:
+            same = acts(config) == acts(config.replace(**{name: values[name] / 2}))
+        elif name == "window" and values[name]:
+            same = not bool((trial_stds(config) > 0).any())  # no step is drawn in any window
+        elif home.get(name) == "policy":
+            same = reads is not None and name not in reads and not config.policy.model
+        else:
+            same = name == "loss_scale" and config.policy.dtype != "float16"
+        without_effect += [name] if same else []
+    return without_effect
 
 
 def method_parts(config: RunConfig) -> dict[str, str]:

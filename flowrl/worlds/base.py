@@ -107,6 +107,7 @@ class MixtureWorld:
     forms = get_args(mixture.Form)
     elements = 2
     points = True
+    reads = ("device", "compile")
     qualities: Mapping[str, Callable[[], RewardModel]] = {"density": mixture.DensityReward}
 
     def prompts(self, task: str, part: str) -> list[Prompt]:

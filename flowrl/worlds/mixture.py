@@ -48,7 +48,7 @@ def angle_of(text: str) -> float:
     """
     match = re.fullmatch(r"\s*towards\s+(\S+)\s+degrees\s*", text)
     with suppress(ValueError):
-        if match:
+        if match and math.isfinite(float(match[1])):
             return float(match[1])
     raise ConfigError(f"prompt {text!r} is not understood; write for example 'towards 45 degrees'")
 

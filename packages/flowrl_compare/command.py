@@ -18,6 +18,7 @@ from flowrl.cli.options import (
     changes,
     options_class,
     options_with,
+    refuse_others,
     typed_command,
     with_options,
 )
@@ -116,6 +117,7 @@ class Compare:
         from flowrl_compare.comparison import CompareConfig, load_compare
 
         if self.config is not None:
+            refuse_others(self, "config", ("out", "workers", "trust", "trial"))
             loaded = load_compare(self.config, self.trust)
             return dataclasses.replace(loaded, command=typed_command())
         base, usual = self.base, self.base.flat()
@@ -133,8 +135,10 @@ class Compare:
                 )
                 needed = {n: v for n, v in needed.items() if n not in chosen and v != usual[n]}
                 given[arm] = {**needed, **settings}
-        found = CompareConfig(run, given, self.seeds, self.preset, typed_command())
-        return found.equal_cost() if self.equal_cost else found
+        compared = CompareConfig(run, given, self.seeds, self.preset, typed_command())
+        for text in compared.require_read(chosen):
+            print(f"Note: {text}")
+        return compared.equal_cost() if self.equal_cost else compared
 
     def main(self) -> int:
         """Run, show, report."""
@@ -155,6 +159,8 @@ class Compare:
             device_of(device)
         if self.resume is None:
             require_free(out)
+        else:
+            refuse_others(self, "resume", ("workers", "trust", "changed_code", "trial"))
 
         def again() -> str:
             """The command that goes on."""

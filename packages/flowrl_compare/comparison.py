@@ -3,7 +3,7 @@
 import inspect
 import platform
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from flowrl.parts.sources import first_paragraph
 from flowrl.parts.trust import code_of, trusted
 from flowrl.probes import NoProbe
 from flowrl.reading import as_kind, load_document, reading
-from flowrl.training.build import check, make_method, make_world, method_parts
+from flowrl.training.build import check, make_method, make_world, method_parts, unread
 from flowrl.training.config import RunConfig
 from flowrl.training.format import FORMAT, require_format
 from flowrl.training.plan import Plan, plan
@@ -58,7 +58,7 @@ class CompareConfig:
     def __post_init__(self) -> None:
         require(len(self.arms) >= 1, "arms", self.arms, "one or more")
         once = len(set(self.seeds)) == len(self.seeds) >= 1
-        require(once, "seeds", self.seeds, "one or more seeds, each once")
+        require(once and len(self.seeds) <= 1000, "seeds", self.seeds, "1 to 1000, each once")
         check_arms(self.run, self.arms, self.seeds)
 
     def examples(self) -> dict[str, RunConfig]:
@@ -111,6 +111,24 @@ class CompareConfig:
             with suppress(ConfigError):
                 plans[arm] = plan(config)
         return plans
+
+    def require_read(self, chosen: Iterable[str]) -> list[str]:
+        """Raise `ConfigError` for a setting that nothing reads: one of an arm in its runs, or one
+        of the `chosen` settings of all arms in any. Returns a line per setting that some arms do
+        not read.
+        """
+        runs, notes = self.examples(), []
+        for arm, config in runs.items():
+            for name in unread(config, self.arms[arm].keys() - set(chosen)):
+                with of_arm(arm):
+                    require(False, name, config.flat()[name], "left out: this arm does not read it")
+        without = {arm: unread(config, chosen) for arm, config in runs.items()}
+        for name in dict.fromkeys(name for names in without.values() for name in names):
+            arms = [arm for arm, names in without.items() if name in names]
+            need = "left out: no arm reads it"
+            require(len(arms) < len(runs), name, self.run.flat()[name], need)
+            notes.append(f"{name} has no effect on {', '.join(arms)}")
+        return notes
 
     def equal_cost(self) -> "CompareConfig":
         """This comparison with as many iterations of each arm as need the network evaluations of

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
 from flowrl.cli.options import typed_command
 from flowrl.core.errors import CheckpointError, ConfigError, require
@@ -54,11 +54,11 @@ class Evaluate:
     """NAME, NAME(option=value) or path/to/file.py:Class; repeat the option for several rewards.
     Default: the run's.
     """
-    limit: Whole = 0
-    """Number of prompts, the first of the file; 0 = all (of a run without a model: as many as it
-    evaluated).
+    limit: Count | None = None
+    """Number of prompts, the first of the file [default: all; of a run without a model: as many as
+    it evaluated].
     """
-    shown: Whole = 8
+    shown: Count = 8
     """Prompts in grid.png."""
     out: Path | None = None
     """Folder for the results; default evaluation/ in the run's folder, or next to the weights."""
@@ -66,9 +66,9 @@ class Evaluate:
     """Write report.html as well."""
     trust: bool = False
     """Run code that the settings in `weights` name, and use their addresses and keys."""
-    count: Count = 1
+    count: Annotated[int, Ge(1), Le(1000)] = 1
     """Images per prompt."""
-    num_steps: Count | None = None
+    num_steps: Annotated[int, Ge(1), Le(1000)] | None = None
     """ODE steps [default: the run's, else 40]."""
     guidance_scale: Annotated[float, Ge(1)] | None = None
     """Classifier-free guidance of both models [default: the run's, else 1]."""
@@ -118,7 +118,7 @@ class Evaluate:
         else:  # all of a model's, as many as the run evaluated of another world's
             end = None if options.model else config.evaluation.eval_samples
             prompts = prompts_of(world, environment.task, "heldout")[:end]
-        prompts = prompts[: self.limit or None]
+        prompts = prompts[: self.limit]
         specs = self.reward or tuple(filter(None, [environment.reward]))
         rewards = {
             spec: evaluation_reward(build("reward", spec, device=options.device)) for spec in specs
@@ -170,6 +170,7 @@ class Evaluate:
         """The settings of the run, or of the base model, with the options in their place."""
         import torch
 
+        from flowrl.training.build import unread
         from flowrl.training.config import load_config, preset
 
         changes = {name: getattr(self, name) for name in REPLACED}
@@ -189,6 +190,8 @@ class Evaluate:
             allowed = "the folder of a run; for a LoRA or a transformer give its --model too"
             require(file.is_file(), "weights", str(self.weights), allowed)
             config = load_config(file, self.trust).allowed(("reward",) if self.reward else ())
+            for name in unread(config, changes.keys() - {"eval_steps", "reward"}):
+                require(False, name, changes[name], "left out: the run's policy does not read it")
         is_cuda = bool(config.policy.model) and torch.cuda.is_available()
         device = self.device or ("cuda" if is_cuda else "cpu")
         return config.replace(**changes, device=device, reward_noise=0.0, reward_bias=0.0)
@@ -240,9 +243,9 @@ class Sample:
     """The PNG file to write."""
     world: str = "shapes"
     """The world of the base model: shapes, mixture, a plug-in or path/to/file.py:Class."""
-    count: Count = 8
+    count: Annotated[int, Ge(1), Le(100)] = 8
     """Images per prompt."""
-    num_steps: Count = 20
+    num_steps: Annotated[int, Ge(1), Le(1000)] = 20
     """ODE steps."""
     seed: Seed = 0
     """Draws the noise; the same seed gives every model the same noise."""
@@ -262,6 +265,8 @@ class Sample:
         from flowrl_compare.style import require_figure, save
 
         require(self.prompts != (), "prompts", self.prompts, "one or more prompts")
+        default = self.world == Sample.world or self.weights is None
+        require(default, "world", self.world, "left out with --weights, which have theirs")
         require_figure(self.out)
         if self.weights:
             policy, config = trained_policy(self.weights, trust=self.trust)

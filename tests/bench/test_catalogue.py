@@ -9,7 +9,6 @@ from flowrl_bench.catalogue import CLAIMS
 from flowrl_bench.claims import SEEDS, Claim
 from flowrl_bench.digest import config_id
 from flowrl_bench.leads import LEADS, UNIFORM
-from flowrl_bench.suite import QUICK_QUESTIONS, needed, quick
 
 from flowrl.training.build import make_method
 
@@ -28,11 +27,6 @@ class TestCatalogue:
             hashes = [config_id(config) for _, _, _, config in claim.configs("mixture", (0,))]
             assert len(set(hashes)) == len(hashes), claim.id
 
-    def test_shared_runs_are_made_once(self) -> None:
-        two = {key: CLAIMS[key] for key in ("stepwise-updates", "stepwise-cost")}
-        assert len(needed(two, "mixture", {"mixture": (0, 1), "shapes": ()})) == 4
-        assert len(needed(two, "all", {"mixture": (0,), "shapes": (0,)})) == 2 + 2 * 3
-
     def test_the_main_comparison_has_every_arm_in_each_of_its_worlds(self) -> None:
         assert len(LEADS) == len(ARMS) - 1
         for claim, arm in zip(
@@ -42,6 +36,3 @@ class TestCatalogue:
 
     def test_seeds_are_those_that_no_search_has_used(self) -> None:
         assert set(SEEDS) == set(TASKS) and min(min(seeds) for seeds in SEEDS.values()) >= 100
-
-    def test_the_quick_suite_has_questions_that_exist(self) -> None:
-        assert set(QUICK_QUESTIONS) <= set(quick(CLAIMS))

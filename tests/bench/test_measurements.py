@@ -11,19 +11,15 @@ from bench_lines import SMALL, small_run
 from flowrl_bench.claims import make_run
 from flowrl_bench.measurements import (
     CURVE,
-    log_density,
     measure,
     observe,
     observe_run,
     reproducible,
 )
-from flowrl_bench.negative_controls import FreshNoiseFault
 from flowrl_bench.rules import RandomCredit
 from flowrl_bench.suite import _differences, _named
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.experience import Decisions
-from flowrl.credit import TurningPoint
 from flowrl.testing import credit_contract
 from flowrl.training.build import make_trainer
 
@@ -98,9 +94,6 @@ class TestRuns:
         finally:
             torch.set_num_threads(threads)
 
-    def test_a_stopped_run_returns_nothing(self) -> None:
-        assert measure(small_run(), lambda: True) is None
-
     def test_errors_of_the_reward_affect_training_only(self) -> None:
         clean, noisy = measure(small_run()), measure(small_run(reward_noise=0.5))
         assert clean is not None and noisy is not None
@@ -108,22 +101,6 @@ class TestRuns:
         assert clean["curve"][1][CURVE.index("soft")] != noisy["curve"][1][CURVE.index("soft")]
         with pytest.raises(ConfigError, match="reward_noise"):
             small_run(reward_noise=-1.0)
-
-    def test_fresh_noise_corrupts_only_the_first_values(self) -> None:
-        table = torch.rand(2, 4, 6, generator=torch.Generator().manual_seed(0))
-
-        class Shown:
-            probe = TurningPoint().probe
-
-            def assign(self, values, decisions):
-                self.values = values
-                return values.diff(dim=-1)
-
-        shown = Shown()
-        FreshNoiseFault(shown).assign(table, Decisions.like(table))
-        assert torch.equal(shown.values[..., 1:], table[..., 1:])
-        assert torch.equal(shown.values[..., 0].sort(1).values, table[..., 0].sort(1).values)
-        assert not torch.equal(shown.values[..., 0], table[..., 0])
 
 
 def trainer_of(seed=0, **changes):
@@ -140,18 +117,6 @@ class TestSamples:
         # a standard deviation of 8: outside less than once in 1,000
         assert 0.4 * error < float(found.std()) < 2.5 * error
 
-    def test_the_quality_of_a_fine_sampler_is_that_of_the_data(self) -> None:
-        """Euler-Maruyama with 40 steps and the exact velocity; the false-alarm rate is that of 4
-        standard errors.
-        """
-        trainer = trainer_of(num_steps=40)
-        data = trainer.policy.mixture.sample(20_000, torch.Generator().manual_seed(0)).reshape(
-            -1, 2, 1, 1
-        )
-        error = 1.0 / (18 * 32) ** 0.5
-        quality = observe(trainer, samples=32)["quality"]
-        assert quality == pytest.approx(log_density(trainer.policy, data), abs=4 * error + 0.03)
-
     def test_observing_changes_nothing(self) -> None:
         one, other = trainer_of(), trainer_of()
         observe(one, samples=2)
@@ -166,9 +131,3 @@ class TestSamples:
             "points",
             "null",
         }
-
-    def test_only_the_two_dimensional_world_can_be_observed(self) -> None:
-        trainer = trainer_of()
-        trainer.policy = object()
-        with pytest.raises(ConfigError, match="only the 2-D world"):
-            observe(trainer)

@@ -10,29 +10,21 @@ import merit as script
 import pytest
 import torch
 from flowrl_bench.merit import (
-    Costs,
-    Size,
     layout_of,
     layouts,
-    look_seeds,
-    merit,
     setting_of,
     structure,
 )
 from flowrl_bench.merit_page import (
-    MARGIN,
-    compact_table,
-    credit_table,
     judged,
     recommendation,
-    train_table,
     verdicts,
 )
 from flowrl_bench.merit_rows import PROBES, REFERENCE, ROWS, SHAPES, WORLDS
-from flowrl_bench.merit_train import learned, sampling_nfe, train_config, train_jobs
-from flowrl_bench.true_advantage import Look
+from flowrl_bench.merit_train import sampling_nfe
+from flowrl_bench.true_advantage import Look, TrueAdvantages, credit_sums
 
-from flowrl.probes import Branch, Comb, NoProbe, Substeps
+from flowrl.probes import Branch, NoProbe, Substeps
 from flowrl.training.build import make_method, make_trainer
 from flowrl.training.plan import plan
 
@@ -83,57 +75,17 @@ def test_costs_are_the_formulas(name: str) -> None:
     assert credit.nfe_per_trajectory == pytest.approx(sampling + probe)
 
 
-def test_a_drawn_tree_is_seen_at_every_stochastic_step() -> None:
-    setting = setting_of("mixture", 0, make_trainer(ROWS["flow-grpo"].run("mixture")).policy, 2)
-    size = Size(2, 12, 2, 1)
-    seeds = look_seeds(setting, False, Comb(6, count=1), size, 3)
-    trees = [
-        Look(setting, 12, seed).trajectories(False, Comb(6, count=1)).trajectories.tree
-        for seed in seeds
-    ]
-    assert [sorted({int(node) - 1 for node in tree.node[tree.drawn]}) for tree in trees] == [
-        [0],
-        [1],
-        [2],
-        [3],
-        [4],
-    ]
-    assert (
-        look_seeds(setting, False, Branch((2,)), size, 3)
-        == look_seeds(setting, True, NoProbe(), size, 3)
-        == [3]
-    )
-
-
-def test_merit_is_the_squared_correlation_per_evaluation() -> None:
-    assert merit(0.8, 16) == pytest.approx(0.04)
-    assert merit(-0.5, 16) == 0
-    assert Costs(10, 40, 5, 5, 0.1).nfe == 55
-
-
 def sums_of(noise: float, seed: int = 0) -> torch.Tensor:
-    """Sums of credit = truth + noise on 40 groups of 12 members and 5 steps, without noise of the
-    truth.
+    """`credit_sums` of credit = truth + noise on 40 groups of 12 members and 5 steps; the truth has
+    no noise.
     """
-    truth = torch.randn(40, 12, 5, generator=torch.Generator().manual_seed(1)).double()
-    credit = (
-        truth
-        + noise
-        * torch.randn(40, 12, 5, generator=torch.Generator().manual_seed(seed + 10)).double()
+    exact, errors = (
+        torch.randn(40, 12, 5, generator=torch.Generator().manual_seed(number)).double()
+        for number in (1, seed + 10)
     )
-    one, zero = torch.ones_like(truth), torch.zeros_like(truth)
-    columns = [
-        one,
-        credit,
-        truth,
-        credit**2,
-        truth**2,
-        credit * truth,
-        zero,
-        one,
-        (credit.sign() == truth.sign()).double(),
-    ]
-    return torch.stack(columns, -1).sum(1)
+    zero, states = torch.zeros_like(exact), torch.zeros(40, 12, 6)
+    truth = TrueAdvantages(exact, zero, states, states, tuple(range(5)))
+    return credit_sums(exact + noise * errors, truth)
 
 
 def cells_of(probes: dict[str, tuple[float, float]]):
@@ -174,133 +126,49 @@ GOOD, CHEAP, POOR = (
 
 
 def test_a_probe_is_recommended_if_it_is_cheap_and_agrees_and_trains() -> None:
-    cells = judged(
-        cells_of(
-            {
-                GOOD: (0.5, 10.0),
-                CHEAP: (0.45, 14.0),
-                POOR: (1.5, 0.0),
-                "gains, Completion": (0.4, 45.0),
-            }
-        ),
-        200,
-    )
+    costly = "gains, Completion"
+    probes = {GOOD: (0.5, 10.0), CHEAP: (0.45, 14.0), POOR: (1.5, 0.0), costly: (0.4, 45.0)}
+    cells = judged(cells_of(probes), 200)
     steady = {
         REFERENCE: [0.9, 0.91, 0.9, 0.92],
         GOOD: [0.9, 0.9, 0.91, 0.92],
         POOR: [0.3, 0.1, 0.4, 0.3],
     }
-    found = {one.row: one for one in verdicts(cells, lines_of(steady))}
-    assert found[GOOD].recommended and found[GOOD].share == {"mixture": 0.4, "shapes": 0.4}
-    assert found[CHEAP].reaches and found[CHEAP].trained is None and not found[CHEAP].recommended
-    assert not found[POOR].reaches and found[POOR].trained is False
-    assert "110% of the evaluations, 2-D world" in found["gains, Completion"].why
-    assert GOOD in recommendation(list(found.values())) and "40%" in recommendation(
-        list(found.values())
-    )
-    collapses = verdicts(cells, lines_of({**steady, GOOD: [0.5, 0.5, 0.51, 0.5]}))
-    assert not any(one.recommended for one in collapses) and recommendation(collapses).startswith(
-        "No probe"
-    )
-    falls = {
-        one.row: one for one in verdicts(cells, lines_of({**steady, GOOD: [0.9, 0.9, 0.19, 0.92]}))
-    }
-    assert falls[GOOD].trained is False and "does not learn, shapes world" in falls[GOOD].why
 
+    def verdict_of(**changes):
+        rows = verdicts(cells, lines_of({**steady, **changes}))
+        return {row.row: row for row in rows}, recommendation(rows)
 
-def test_the_difference_to_the_reference_is_paired() -> None:
-    cells = judged(cells_of({GOOD: (0.5, 10.0)}), 200)
-    (one,) = [one for one in cells["mixture", "after"] if one.row == GOOD]
-    assert one.difference is not None and (one.difference.value, one.difference.low) == (0.0, 0.0)
-    assert one.report.overall.correlation.value == pytest.approx(1 / (1 + 0.5**2) ** 0.5, abs=0.02)
-    assert one.slopes == pytest.approx([1] * 5, abs=0.05) and -MARGIN < one.difference.high < MARGIN
-    assert one.merit_of_decisions == pytest.approx(5 * one.merit) and len(one.looks) == 2
-
-
-def test_learning_needs_every_seed_and_the_interval() -> None:
-    found, _ = learned(
-        lines_of(
-            {
-                REFERENCE: [0.9, 0.91, 0.9, 0.92],
-                GOOD: [0.6, 0.7, 0.19, 0.65],
-                POOR: [0.21, 0.2, 0.2, 0.22],
-            }
-        )
-    )
-    by_row = {one.row: one for one in found if one.world == "shapes"}
-    assert by_row[REFERENCE].learns and by_row[REFERENCE].gain.value == pytest.approx(0.705)
-    assert not by_row[GOOD].learns and by_row[GOOD].worst == pytest.approx(-0.01)
-    assert by_row[POOR].worst >= 0 and by_row[POOR].gain.low <= 0 and not by_row[POOR].learns
-
-
-def test_training_runs_are_compares_defaults_evaluated_at_both_ends() -> None:
-    run = train_config(("shapes", REFERENCE, 3))
-    assert (run.seed, run.iterations, run.evaluation.eval_every) == (3, 12, 12)
-    assert run.replace(seed=0, eval_every=2) == ROWS[REFERENCE].run("shapes")
-    jobs = train_jobs(2, (REFERENCE, POOR), ("mixture",))
-    assert jobs == [
-        ("mixture", REFERENCE, 0),
-        ("mixture", POOR, 0),
-        ("mixture", REFERENCE, 1),
-        ("mixture", POOR, 1),
-    ]
-
-
-def test_tables_say_what_is_not_applicable() -> None:
-    cells = judged(cells_of({GOOD: (0.5, 10.0)}), 50)
-    table = credit_table(
-        cells["mixture", "after"], {"gains, Substeps(5), no guidance": "no"}, ("probe",)
-    )
-    assert (
-        any("no guidance | not applicable" in line for line in table)
-        and len({line.count("|") for line in table}) == 1
-    )
-    assert len({line.count("|") for line in compact_table(cells, {}, ("method", "probe"))}) == 1
-    lines = {**lines_of({REFERENCE: [0.9, 0.9]}), ("mixture", POOR, 0): {"not_applicable": "no"}}
-    assert len({line.count("|") for line in train_table(lines)}) == 1
+    rows, text = verdict_of()
+    assert rows[GOOD].recommended and rows[GOOD].share == {"mixture": 0.4, "shapes": 0.4}
+    assert rows[CHEAP].reaches and rows[CHEAP].trained is None and not rows[CHEAP].recommended
+    assert not rows[POOR].reaches and rows[POOR].trained is False
+    assert "110% of the evaluations, 2-D world" in rows[costly].why
+    assert GOOD in text and "40%" in text
+    rows, text = verdict_of(**{GOOD: [0.5, 0.5, 0.51, 0.5]})
+    assert not any(row.recommended for row in rows.values()) and text.startswith("No probe")
+    rows, _ = verdict_of(**{GOOD: [0.9, 0.9, 0.19, 0.92]})  # one seed has learned nothing
+    assert rows[GOOD].trained is False and "does not learn, shapes world" in rows[GOOD].why
 
 
 @pytest.mark.slow
 def test_the_command_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
-    told = [
-        "--quick",
-        "--out",
-        str(tmp_path),
-        "--work",
-        str(tmp_path / "work"),
-        "--worlds",
-        "mixture",
-        "--workers",
-        "1",
-    ]
-    assert script.main([*told, "--looks", "1"]) == 0
-    kept = sorted((tmp_path / "work").glob("*.json"))
+    work = tmp_path / "work"
+    command = f"--quick --out {tmp_path} --work {work} --worlds mixture --workers 1".split()
+    assert script.main([*command, "--looks", "1"]) == 0
+    kept = sorted(work.glob("*.json"))
     assert len(kept) == 2 * len(layouts("mixture"))
     before = {path: path.stat().st_mtime_ns for path in kept}
     kept[0].unlink()
-    assert script.main([*told, "--looks", "1"]) == 0
+    assert script.main([*command, "--looks", "1"]) == 0
     assert [path for path in kept if path.stat().st_mtime_ns != before[path]] == kept[:1]
-    assert (
-        script.main(
-            [
-                *told,
-                "--train",
-                "--seeds",
-                "2",
-                "--rows",
-                REFERENCE,
-                "gains, Substeps(5), no guidance",
-            ]
-        )
-        == 0
-    )
-    found = json.loads((tmp_path / "merit.json").read_text())
-    assert {cell["stage"] for cell in found["cells"]} == {"before", "after"}
-    assert {row["row"] for row in found["not_applicable"]} >= {"gains, Substeps(5), no guidance"}
-    assert [(one["row"], one["seeds"]) for one in found["training"]] == [(REFERENCE, 2)]
+    unguided = "gains, Substeps(5), no guidance"
+    training = ["--train", "--seeds", "2", "--rows", REFERENCE, unguided]
+    assert script.main([*command, *training]) == 0
+    results = json.loads((tmp_path / "merit.json").read_text())
+    assert {cell["stage"] for cell in results["cells"]} == {"before", "after"}
+    assert unguided in {row["row"] for row in results["not_applicable"]}
+    assert [(row["row"], row["seeds"]) for row in results["training"]] == [(REFERENCE, 2)]
     page = (tmp_path / "branching.md").read_text()
-    assert (
-        "## Recommendation" in page
-        and "stepwise-flow-grpo" in page
-        and (tmp_path / "merit.md").exists()
-    )
+    assert "## Recommendation" in page and "stepwise-flow-grpo" in page
+    assert (tmp_path / "merit.md").exists()

@@ -14,21 +14,15 @@ from flowrl_bench.continuations import Look, TrueAdvantages, true_advantages
 from flowrl_bench.gradients import Setting
 from flowrl_bench.microscope import Cell, Size, cells, check_rules, run_of, session
 from flowrl_bench.microscope_numbers import (
-    change,
-    difference,
-    groups_needed,
     jackknife,
-    measurable,
     over_looks,
     row_of,
-    spread_of,
 )
 from flowrl_bench.microscope_study import Study, read_lines, seconds_left
 from flowrl_bench.true_advantage import compare_credit, credit_sums
-from flowrl_compare.statistics import mean
 
 from flowrl.cli.main import main
-from flowrl.core.errors import ConfigError, CreditError
+from flowrl.core.errors import ConfigError, CreditError, FlowrlError
 from flowrl.parts.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.training.build import make_trainer, make_world
@@ -95,60 +89,11 @@ class TestCells:
                 expected = [step.correlation.value for step in report.per_step]
                 assert np.allclose(row["steps"], expected, atol=1e-3)
 
-    def test_own_and_common_trajectories_differ(self) -> None:
-        """All rules of a cell see the same trajectories; cells of the other kind see others: there,
-        members of a group share the value of the first node, so the first step's advantages have
-        mean 0.
-        """
-        one, other = line_of(BEFORE), line_of(SHARED)
-        for line in (one, other):
-            truth_sums = {
-                tuple(row["sums"][i] for i in (0, 2, 4, 6))
-                for row in line["rows"]
-                if row["form"] == "soft"
-            }
-            assert len(truth_sums) == 1  # count, sum, square and error of the truth
-        assert (
-            row_of(one, "soft", "stepwise gains")["sums"]
-            != row_of(other, "soft", "stepwise gains")["sums"]
-        )
-        setting_nodes = []
-        for cell in (BEFORE, SHARED):
-            trainer = make_trainer(run_of("mixture", "", 0, SMALL))
-            setting = setting_in(cell, trainer)
-            nodes = Look(setting, 3, 10_000).trajectories(cell.noise == "shared").trajectories.nodes
-            setting_nodes.append(nodes[:3, 0])
-        assert bool((setting_nodes[1] == setting_nodes[1][0]).all()) and not torch.equal(
-            *setting_nodes
-        )
-
-    def test_looks_have_other_policies_and_trajectories(self) -> None:
-        after = [
-            line_of(Cell("mixture", "flow-grpo", "after", "independent", look)) for look in (0, 1)
-        ]
-        assert after[0]["truth"] != after[1]["truth"]
-        assert line_of(BEFORE)["truth"] != line_of(replace(BEFORE, look=1))["truth"]
-
     def test_a_cell_does_not_depend_on_the_cells_before(self) -> None:
         """A session that begins at the last stage gives the same numbers as a whole one."""
         wanted = [cell for cell in cells("mixture", 0) if cell.method == "tp-grpo"]
         whole = [plain(line) for line in session("tp-grpo", wanted, SMALL, GAINS)]
         assert [plain(line) for line in session("tp-grpo", wanted[-1:], SMALL, GAINS)] == whole[-1:]
-
-    def test_the_second_measurement_agrees(self) -> None:
-        """Without correction and from other seeds: within the spread of two looks of 216
-        trajectories.
-        """
-        size = replace(microscope.SIZES["mixture"], first=48, prompts=12)
-        rules = {"one-step gains": "stepwise-gain(probe=tweedie)", "uniform": "uniform"}
-        first, again = (
-            line_of(Cell("mixture", "", "before", noise, 0), size, rules)
-            for noise in ("independent", "check")
-        )
-        for form, tolerance in (("soft", 0.1), ("strict", 0.15)):
-            for rule in rules:
-                one, other = (row_of(line, form, rule)["correlation"] for line in (first, again))
-                assert one == pytest.approx(other, abs=tolerance)
 
 
 class TestStudy:
@@ -181,15 +126,6 @@ class TestStudy:
         )
         assert resumed.execute(1, lambda done, total, line: pytest.fail("nothing is missing"))
 
-    def test_more_looks_add_to_the_file(self, study: Study) -> None:
-        fewer = replace(study, sizes={"mixture": replace(SMALL, looks=1)})
-        more = replace(study, sizes={"mixture": replace(SMALL, looks=3)})
-        assert fewer.read().keys() == study.read().keys() == more.read().keys()
-        assert (
-            seconds_left(fewer, fewer.read()) == pytest.approx(0.0, abs=1e-6)
-            and seconds_left(more, more.read()) > 0
-        )
-
     @pytest.mark.parametrize(
         "changes",
         [
@@ -202,40 +138,6 @@ class TestStudy:
         with pytest.raises(ConfigError, match="other rules, sizes or code"):
             replace(study, **changes).read()
 
-    def test_lines_of_other_numbers_are_refused(self, study: Study, tmp_path: Path) -> None:
-        line = json.loads(study.path.read_text().splitlines()[0])
-        line["golden"][0] += 1
-        path = tmp_path / "other.jsonl"
-        path.write_text(json.dumps(line) + "\n")
-        with pytest.raises(ConfigError, match="other numbers"):
-            replace(study, path=path).read()
-
-    @pytest.mark.parametrize("text", ["mine\n", "{}\n", '{"format": 1}\n', "[1]\n"])
-    def test_other_files_are_refused(self, tmp_path: Path, text: str) -> None:
-        path = tmp_path / "mine.jsonl"
-        path.write_text(text)
-        with pytest.raises(ConfigError, match="out: line 1 of"):
-            read_lines(path)
-        assert path.read_text() == text
-
-    def test_a_change_of_the_users_rule_is_another_setting(self, tmp_path: Path) -> None:
-        mine = rule_file(tmp_path / "my.py")
-        study = Study({"mixture": SMALL}, {"mine": f"{mine}:Mine"}, tmp_path / "m.jsonl")
-        before = study.settings("mixture")
-        mine.write_text(mine.read_text() + "\n\nX = 1\n")
-        assert study.settings("mixture") != before
-
-    def test_the_estimate_follows_what_cells_took(self, study: Study) -> None:
-        lines = study.read()
-        part = {
-            key: {**line, "seconds": 10 * line["seconds"]} for key, line in list(lines.items())[:5]
-        }
-        slow, usual = (
-            seconds_left(study, part),
-            seconds_left(study, {key: lines[key] for key in part}),
-        )
-        assert slow == pytest.approx(10 * usual)
-
 
 BROKEN = """
 import torch
@@ -245,19 +147,18 @@ class Mine:
     probe = NoProbe()
     def assign(self, values, decisions):
         final = values[..., -1:]
-        found = (final - final.mean(1, keepdim=True)).repeat(1, 1, len(decisions))
+        advantages = (final - final.mean(1, keepdim=True)).repeat(1, 1, len(decisions))
         BREAK
-        return found
+        return advantages
 """
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     {
-        "found = values": "of shape \\[prompt, member, decision\\]",
-        "found = found * float('nan')": "not finite",
-        "found[0, 99]": "failed.*IndexError",
-        "found = None": "NoneType",
+        "advantages = values": "of shape \\[prompt, member, decision\\]",
+        "advantages = advantages * float('nan')": "not finite",
+        "advantages[0, 99]": "failed.*IndexError",
     }.items(),
 )
 def test_a_broken_rule_is_refused_before_and_in_a_cell(
@@ -271,15 +172,8 @@ def test_a_broken_rule_is_refused_before_and_in_a_cell(
     late.write_text(BROKEN.replace("BREAK", f"if len(values) > 2: {how}"))
     rules = {"x": f"{late}:Mine"}
     check_rules(rules, SMALL)
-    with pytest.raises(CreditError, match=f"Mine.assign.*{message}"):
+    with pytest.raises(FlowrlError, match=f"Mine.assign.*{message}"):
         line_of(BEFORE, replace(SMALL, prompts=3), rules)
-
-
-def test_rules_that_branch_are_refused() -> None:
-    with pytest.raises(ConfigError, match="a probe without branches"):
-        check_rules({"tree": "stepwise-gain(probe='branch(children=(1,2))')"}, SMALL)
-    with pytest.raises(ConfigError, match="unknown credit rule"):
-        check_rules({"x": "nothing"}, SMALL)
 
 
 def synthetic(
@@ -323,19 +217,6 @@ class TestNumbers:
             covered += found.low <= 0.5 <= found.high
         assert 178 <= covered <= 199
 
-    def test_cells_without_variation_are_not_measured(self) -> None:
-        line = synthetic(6, 0, (0.5,))[0]
-        assert measurable([line], "soft")
-        count, noise = line["rows"][0]["sums"][0], line["rows"][0]["sums"][6]
-        line["rows"][0]["sums"][4] = noise + 0.001 * count  # the variance of the truth is its noise
-        assert not measurable([line], "soft")
-        line["rows"][0]["sums"][1:] = [0.0] * 8
-        assert not measurable([line], "soft")
-        strict = synthetic(6, 0, (0.5,))[0]
-        strict["rows"][0]["form"] = "strict"
-        assert measurable([{**strict, "truth": {"strict": {"reward": 0.9}}}], "strict")
-        assert not measurable([{**strict, "truth": {"strict": {"reward": 0.99}}}], "strict")
-
     def test_the_jackknife_of_a_mean_is_its_t_interval(self) -> None:
         values = np.random.default_rng(0).normal(size=7).tolist()
         found = jackknife(lambda chosen: float(np.mean(chosen)), values)
@@ -344,79 +225,25 @@ class TestNumbers:
             np.mean(values)
         ) and found.high - found.value == pytest.approx(reach, rel=1e-4)
 
-    def test_pairs_are_looks_that_both_cells_have(self) -> None:
-        looks = [synthetic(6, seed, (0.5, 0.5))[0] for seed in range(3)]
-        assert change(looks, looks[1:], "soft", "0").value == pytest.approx(0.0)
-        assert difference(looks, "soft", "0", "0").high == pytest.approx(0.0)
 
-    @pytest.mark.slow
-    def test_the_estimated_number_of_groups_has_its_power(self) -> None:
-        """Correlations 0.60 and 0.52: of 300 studies with the estimated number of groups, 80% find
-        the difference; the limits are 3.5 standard errors, and 6 points more for the error of the
-        estimated spread.
-        """
-
-        pilot = synthetic(400, 1, (0.60, 0.52))[0]
-        count = groups_needed(spread_of([pilot], "soft", "0", "1"), size=0.08)
-        assert 5 < count < 200
-        found = 0
-        for seed in range(300):
-            one, other = (
-                row_of(synthetic(count, 1000 + seed, (0.60, 0.52))[0], "soft", rule)["groups"]
-                for rule in "01"
-            )
-            gap = np.subtract(one, other)
-            found += mean(gap).p < 0.05 and gap.mean() > 0
-        assert 0.66 < found / 300 < 0.94
-
-    def test_a_quarter_of_the_difference_takes_sixteen_times_the_groups(self) -> None:
-        assert groups_needed(0.5, 0.05) == pytest.approx(16 * groups_needed(0.5, 0.2), rel=0.1)
-
-
-class TestMicroscopeCommand:
-    @pytest.fixture(autouse=True)
-    def small(self, tmp_path: Path, monkeypatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(microscope, "QUICK", {"mixture": SMALL, "shapes": SMALL})
-        monkeypatch.setattr(microscope, "RULES", GAINS)
-
-    @pytest.mark.slow
-    def test_results_and_page_go_where_the_options_say(self, tmp_path: Path, capsys) -> None:
-        mine = rule_file(tmp_path / "v1.py")
-        options = ["--quick", "--world", "mixture", "--looks", "1", "--workers", "1"]
-        command = [
-            "bench",
-            "microscope",
-            *options,
-            "--rules",
-            f"{mine}:Mine",
-            "--out",
-            "results/m.jsonl",
-            "--page",
-            "docs",
-        ]
-        assert main(command) == 0
-        shown = capsys.readouterr().out
-        count = len(list(cells("mixture", 0)))
-        assert (
-            f"{count} of {count} cells to measure in results/m.jsonl; about " in shown
-            and "Mine" in shown
-        )
-        assert (
-            f"{count}/{count} mixture, after tp-grpo, shared, look 0; about 0 seconds left" in shown
-        )
-        lines = read_lines(Path("results/m.jsonl"))
-        assert {row["rule"] for row in lines[0]["rows"]} == {*GAINS, "Mine"}
-        assert {"code", "commit", "versions", "hardware", "golden", "command"} <= set(lines[0])
-        page = Path("docs/microscope.md").read_text()
-        assert (
-            "| Mine |" in page
-            and lines[0]["commit"] in page
-            and Path("docs/microscope.html").exists()
-        )
-        made = Path("results/m.jsonl").read_bytes()
-        assert main(command) == 0
-        assert (
-            "cells to measure" not in capsys.readouterr().out
-            and Path("results/m.jsonl").read_bytes() == made
-        )
+@pytest.mark.slow
+def test_results_and_page_go_where_the_options_say(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(microscope, "QUICK", {"mixture": SMALL, "shapes": SMALL})
+    monkeypatch.setattr(microscope, "RULES", GAINS)
+    mine, results = rule_file(tmp_path / "v1.py"), Path("results/m.jsonl")
+    command = ["bench", "microscope", "--quick", "--world", "mixture", "--looks", "1"]
+    command += ["--workers", "1", "--rules", f"{mine}:Mine", "--out", str(results)]
+    assert main([*command, "--page", "docs"]) == 0
+    shown = capsys.readouterr().out
+    count = len(list(cells("mixture", 0)))
+    assert f"{count} of {count} cells to measure in results/m.jsonl; about " in shown
+    assert f"{count}/{count} mixture, after tp-grpo, shared, look 0; about 0 seconds left" in shown
+    line = read_lines(results)[0]
+    assert {row["rule"] for row in line["rows"]} == {*GAINS, "Mine"}
+    page = Path("docs/microscope.md").read_text()
+    assert "| Mine |" in page and line["commit"] in page
+    assert Path("docs/microscope.html").exists()
+    made = results.read_bytes()
+    assert main([*command, "--page", "docs"]) == 0
+    assert "cells to measure" not in capsys.readouterr().out and results.read_bytes() == made

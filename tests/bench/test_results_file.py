@@ -44,26 +44,6 @@ def seeds(file: ResultsFile) -> list[int]:
 
 
 class TestLines:
-    def test_a_line_says_where_it_comes_from(self) -> None:
-        import peft
-
-        line = small_line()
-        entries = {
-            "id",
-            "code",
-            "golden",
-            "rules",
-            "commit",
-            "versions",
-            "hardware",
-            "seed",
-            "command",
-            "config",
-        }
-        assert entries <= set(line) and json.loads(json.dumps(line)) == line
-        # it draws and merges the adapters of the image world
-        assert line["versions"]["peft"] == peft.__version__
-
     def test_a_line_keeps_what_was_so_before_its_run(self) -> None:
         line = make_line(small_run(), {}, "-", "an id", {**stamp(), "code": "before"})
         assert (line["id"], line["code"], line["rules"]) == ("an id", "before", rules_digest())
@@ -152,17 +132,6 @@ class TestReading:
             with pytest.raises(ConfigError, match=rf"line 1 of .*results\.jsonl {message}"):
                 file.read(any_code=any_code)
 
-    @pytest.mark.parametrize(
-        "config",
-        [{"nothing": 1}, {"optim": {"learning_rate": "x"}}, {"iterations": None}, {"lr": 0.1}],
-    )
-    def test_settings_that_cannot_be_read_name_their_line(
-        self, file: ResultsFile, config: dict
-    ) -> None:
-        file.append({**small_line(2), "config": config})
-        with pytest.raises(ConfigError, match=r"line 3 of .* has settings that cannot be read"):
-            file.read()
-
 
 class TestWriting:
     def test_a_whole_last_line_without_its_line_break_is_kept(self, file: ResultsFile) -> None:
@@ -183,14 +152,6 @@ class TestWriting:
         )
         file.append(small_line(2))
         assert file.path.read_bytes().startswith(whole) and seeds(file) == [0, 1, 2]
-
-    def test_a_torn_line_that_is_not_the_last_is_an_error(self, file: ResultsFile) -> None:
-        text = file.path.read_text()
-        file.path.write_text(text[:-40])
-        assert seeds(file) == [0]
-        file.path.write_text(text[:40] + "\n" + text)
-        with pytest.raises(ConfigError, match=r"line 1 .* is not JSON"):
-            file.read()
 
     def test_a_full_disk_takes_no_line_away(
         self, file: ResultsFile, monkeypatch: pytest.MonkeyPatch
@@ -220,14 +181,6 @@ class TestSamples:
         }
         with pytest.raises(ConfigError, match="delete the file of samples"):
             joined({"a": {"curve": [[0.0] * 7 + [0.25 + 1e-7, 0.0, 0.0]]}}, {"a": row})
-
-    def test_a_file_of_another_kind_is_refused(self, tmp_path: Path) -> None:
-        file = SamplesFile(tmp_path / "samples.json")
-        assert file.read() == {}
-        for text in ("{", json.dumps({"other": 1})):
-            file.path.write_text(text)
-            with pytest.raises(ConfigError, match=r"samples\.json does not hold"):
-                file.read()
 
     @pytest.mark.parametrize("other", [{"observer": "0123456789abcdef"}, {}])
     def test_rows_that_other_code_observed_are_refused(self, tmp_path: Path, other: dict) -> None:

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from bench_lines import SMALL, fake_line, here, rule_file
 from flowrl_bench import rule_plan, tune
-from flowrl_bench.arms import ARMS, SHORT, WORLDS, Arm, own_arm, tuned
+from flowrl_bench.arms import ARMS, SHORT, Arm, own_arm, tuned
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.measurements import measure
 from flowrl_bench.microscope import RULES
 from flowrl_bench.results_file import make_line
 from flowrl_bench.rule_bench import Bench, bench_rule
-from flowrl_bench.rule_names import identity, named_rules, results_folder
+from flowrl_bench.rule_names import named_rules, results_folder
 from flowrl_bench.rule_page import World, judged, sentence
 from flowrl_bench.rule_plan import (
     FULL,
@@ -31,38 +31,32 @@ from flowrl_bench.rule_plan import (
     Part,
     make_parts,
     makespan,
-    probe,
 )
 from flowrl_bench.suite import Suite
 from flowrl_bench.verdicts import ALIKE, BETTER, UNDECIDED, WORSE
-from hypothesis import given
-from hypothesis import strategies as st
 
-from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, CreditError
-from flowrl.training.config import RunConfig
 
 
 class TestNames:
-    def test_a_rule_is_called_by_its_class(self) -> None:
-        assert named_rules(["a/v1.py:Mine", "weighted", "package.module:Other"], RULES) == {
-            "Mine": "a/v1.py:Mine",
-            "weighted": "weighted",
-            "package.module:Other": "package.module:Other",
-        }
-
-    def test_one_class_in_two_files(self) -> None:
-        specs = ["v1.py:Mine", "sub/v2.py:Mine", "sub/v2.py:Mine(scale=2)"]
-        assert list(named_rules(specs)) == ["v1:Mine", "v2:Mine", "Mine(scale=2)"]
-        assert list(named_rules(["a/v.py:Mine", "b/v.py:Mine"])) == ["a/v.py:Mine", "b/v.py:Mine"]
-        assert list(named_rules(["v1:Mine", "v1.py:Mine", "b/v2.py:Mine"])) == [
-            "v1:Mine",
-            "v1.py:Mine",
-            "v2:Mine",
-        ]
-
-    def test_a_class_that_is_called_like_a_built_in_rule(self) -> None:
-        assert named_rules(["x.py:uniform"], RULES) == {"x:uniform": "x.py:uniform"}
+    @pytest.mark.parametrize(
+        ("specs", "names"),
+        [
+            (
+                ["a/v1.py:Mine", "weighted", "package.module:Other"],
+                ["Mine", "weighted", "package.module:Other"],
+            ),
+            (
+                ["v1.py:Mine", "sub/v2.py:Mine", "sub/v2.py:Mine(scale=2)"],
+                ["v1:Mine", "v2:Mine", "Mine(scale=2)"],
+            ),
+            (["a/v.py:Mine", "b/v.py:Mine"], ["a/v.py:Mine", "b/v.py:Mine"]),
+            (["x.py:uniform"], ["x:uniform"]),
+        ],
+    )
+    def test_rules_are_called_by_their_classes(self, specs: list[str], names: list[str]) -> None:
+        """With their files if that is not unique."""
+        assert named_rules(specs, RULES) == dict(zip(names, specs, strict=True))
 
     @pytest.mark.parametrize(
         "specs", [["uniform"], ["weighted", "weighted"], ["x.py:Mine", "./x.py:Mine"]]
@@ -70,19 +64,6 @@ class TestNames:
     def test_what_cannot_be_told_apart_is_refused(self, specs: list[str]) -> None:
         with pytest.raises(ConfigError, match=r"rule = .* is not allowed"):
             named_rules(specs, RULES)
-
-    def test_identity(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        spellings = ("my.py:Mine", "./my.py:Mine", f"{tmp_path}/sub/../my.py:Mine")
-        assert len({identity(spec) for spec in spellings}) == 1
-        others = ("my.py:Mine(scale=2)", "my.py:Other", "sub/my.py:Mine", "weighted")
-        assert len({identity(spec) for spec in (*spellings, *others)}) == 5
-
-    def test_a_baseline_is_refused(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(["bench", "rule", "uniform", "--out", str(tmp_path)]) == 2
-        assert "rule = 'uniform' is not allowed" in capsys.readouterr().err
 
 
 class TestPlan:
@@ -93,127 +74,69 @@ class TestPlan:
         """
         rule = replace(ARMS["stepwise gains"], name="mine")
         arms = part.arms(rule, tuned(part.world, "uniform"))
-        assert set(arms) == {*part.baselines, "mine"} and part.numbers == tuple(
-            range(200, 200 + part.seeds)
-        )
-        for place in range(part.seeds):
-            left = []
-            for runs in arms.values():
-                flat = runs[place].flat()
-                tuned_names = ("method", "credit", "clip_range", "learning_rate", "noise_level")
-                left.append(
-                    {name: value for name, value in flat.items() if name not in tuned_names}
-                )
-            assert all(one == left[0] for one in left)
+        assert set(arms) == {*part.baselines, "mine"}
+        assert part.numbers == tuple(range(200, 200 + part.seeds))
+        searched = {"method", "credit", "clip_range", "learning_rate", "noise_level"}
+        for runs in zip(*arms.values(), strict=True):
+            settings = [run.flat() for run in runs]
+            assert all(
+                settings[0][name] == other[name]
+                for other in settings
+                for name in other.keys() - searched
+            )
         for name in part.baselines:
-            assert {arms[name][0].flat()[knob] for knob in tuned(part.world, name)} == set(
-                tuned(part.world, name).values()
+            settings = arms[name][0].flat()
+            assert {knob: settings[knob] for knob in tuned(part.world, name)} == tuned(
+                part.world, name
             )
 
-    def test_options(self) -> None:
-        assert [(p.world, p.budget, p.seeds) for p in make_parts()] == [
-            ("mixture", 12, 20),
-            ("shapes", 6, 8),
-        ]
-        assert [(p.world, p.budget, p.seeds) for p in make_parts(True)] == [
-            ("mixture", 6, 8),
-            ("shapes", 0, 4),
-        ]
-        assert make_parts(True, "shapes", 4, 3) == [Part("shapes", 3, 4, ("uniform",))]
-        for options, name in (({"seeds": 1}, "seeds"), ({"budget": -2}, "budget")):
-            with pytest.raises(ConfigError, match=f"{name} = .* is not allowed"):
-                make_parts(**options)
-        with pytest.raises(ConfigError, match="unknown world 'x'"):
-            make_parts(world="x")
+    @pytest.mark.parametrize(
+        ("options", "parts"),
+        [
+            ({}, [("mixture", 12, 20), ("shapes", 6, 8)]),
+            ({"quick": True}, [("mixture", 6, 8), ("shapes", 0, 4)]),
+            ({"quick": True, "world": "shapes", "seeds": 4, "budget": 3}, [("shapes", 3, 4)]),
+        ],
+    )
+    def test_options(self, options: dict, parts: list) -> None:
+        assert [(part.world, part.budget, part.seeds) for part in make_parts(**options)] == parts
 
 
-class TestTime:
-    @given(st.lists(st.floats(0.1, 100), max_size=12), st.integers(1, 4))
-    def test_makespan(self, jobs: list[float], workers: int) -> None:
-        """Between the work per worker and that plus the longest job; on one worker the sum."""
-        found, share = makespan(jobs, workers), sum(jobs) / workers
-        assert share - 1e-6 <= found <= share + max(jobs, default=0.0) + 1e-6
-        assert makespan(jobs, 1) == pytest.approx(sum(jobs))
+@pytest.mark.parametrize("speed", [0.85, 1.2])
+@pytest.mark.parametrize("workers", [1, 4])
+def test_the_estimated_time_is_within_a_quarter(workers: int, speed: float) -> None:
+    """Simulated: every run takes its cost times the machine's `speed` times noise of 20%, from
+    the first run on; the estimate is updated on the way, and ends at 0.
+    """
+    generator = np.random.default_rng(7)
+    cost = {
+        ("mixture", "uniform"): 3.0,
+        ("mixture", "mine"): 4.0,
+        ("shapes", "uniform"): 45.0,
+        ("shapes", "mine"): 70.0,
+    }
+    searches = {"mixture": [2.0] * 12, "shapes": [55.0] * 6}
+    keys: list[Key] = [(world, arm, seed) for seed in range(200, 208) for world, arm in cost]
+    estimates = {key: cost[key[0], key[1]] for key in keys}
+    clock = Clock({world: list(chain) for world, chain in searches.items()}, estimates, workers)
 
-    def test_by_hand(self) -> None:
-        assert makespan([3.0, 2.0, 2.0, 1.0], 2) == 4.0
-        clock = Clock(
-            {"mixture": [1.0, 1.0], "shapes": [4.0]},
-            {("mixture", "a", 200): 3.0, ("mixture", "a", 201): 2.0},
-            2,
-        )
-        assert clock.seconds() == 4.0 + 3.0
-        clock.searched("shapes")
-        assert clock.seconds() == 2.0 + 3.0
-        clock.finished(("mixture", "a", 200))
-        assert clock.seconds() == 2.0 + 2.0
+    def took(seconds: float) -> float:
+        return seconds * speed * float(generator.lognormal(0.0, 0.2))
 
-    @pytest.mark.parametrize("speed", [0.85, 1.0, 1.2])
-    @pytest.mark.parametrize("workers", [1, 2, 4])
-    def test_the_estimate_is_within_a_quarter(self, workers: int, speed: float) -> None:
-        """Simulated: every run takes its cost times the machine's `speed` times noise of 20%, from
-        the first run on; the estimate is updated on the way, and ends at 0.
-        """
-        generator = np.random.default_rng(7)
-        cost = {
-            ("mixture", "uniform"): 3.0,
-            ("mixture", "mine"): 4.0,
-            ("shapes", "uniform"): 45.0,
-            ("shapes", "mine"): 70.0,
-        }
-        searches = {"mixture": [2.0] * 12, "shapes": [55.0] * 6}
-        keys: list[Key] = [(world, arm, seed) for seed in range(200, 208) for world, arm in cost]
-        clock = Clock(
-            {k: list(v) for k, v in searches.items()},
-            {key: cost[key[0], key[1]] for key in keys},
-            workers,
-        )
-
-        def took(seconds: float) -> float:
-            return seconds * speed * float(generator.lognormal(0.0, 0.2))
-
-        chains = [[took(seconds) for seconds in chain] for chain in searches.values()]
-        runs = {key: took(cost[key[0], key[1]]) for key in keys}
-        first = makespan([sum(chain) for chain in chains], min(workers, 2))
-        total = first + makespan(list(runs.values()), workers)
-        assert clock.seconds() == pytest.approx(total, rel=0.25)
-        for world in searches:
-            for _ in searches[world]:
-                clock.searched(world)
-        assert clock.seconds(first) == pytest.approx(total - first, rel=0.2)
-        elapsed = first
-        for key in keys:
-            clock.finished(key)
-            elapsed += runs[key] / workers
-            assert abs(clock.seconds(elapsed) - (total - elapsed)) < 0.25 * total
-        assert clock.seconds(elapsed) == 0.0
-
-    def test_a_probe_predicts_a_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A recorded run whose iterations take 2 s and whose evaluations take 3 s per 100 samples,
-        at any length.
-        """
-        ticks = [0.0]
-        # another process has a third of the core
-        monkeypatch.setattr(rule_plan.time, "monotonic", lambda: 1.5 * ticks[0])
-        monkeypatch.setattr(rule_plan.time, "process_time", lambda: ticks[0])
-
-        def recorded(config: RunConfig) -> dict:
-            evaluations = 1 + -(-config.iterations // config.evaluation.eval_every)
-            ticks[0] += (
-                2.0 * config.iterations + 0.03 * config.evaluation.eval_samples * evaluations
-            )
-            return {"totals": {"seconds": 2.0 * config.iterations}}
-
-        monkeypatch.setattr(rule_plan, "measure", recorded)
-        for world in WORLDS:
-            config = Part(world, 0, 2).arms(ARMS["stepwise gains"], tuned(world, "uniform"))[
-                "uniform"
-            ][0]
-            found = probe(None, config)
-            assert found.iteration == pytest.approx(3.0) and found.sample == pytest.approx(0.045)
-            started = 1.5 * ticks[0]
-            recorded(config)
-            assert found.of(config) == pytest.approx(1.5 * ticks[0] - started)
+    chains = [[took(seconds) for seconds in chain] for chain in searches.values()]
+    runs = {key: took(estimates[key]) for key in keys}
+    elapsed = makespan([sum(chain) for chain in chains], min(workers, 2))
+    total = elapsed + makespan(list(runs.values()), workers)
+    assert clock.seconds() == pytest.approx(total, rel=0.25)
+    for world, chain in searches.items():
+        for _ in chain:
+            clock.searched(world)
+    assert clock.seconds(elapsed) == pytest.approx(total - elapsed, rel=0.2)
+    for key in keys:
+        clock.finished(key)
+        elapsed += runs[key] / workers
+        assert abs(clock.seconds(elapsed) - (total - elapsed)) < 0.25 * total
+    assert clock.seconds(elapsed) == 0.0
 
 
 def world_of(
@@ -242,89 +165,48 @@ def world_of(
     return World(part, Evidence(runs, part.numbers), {arm: {"learning_rate": 0.02} for arm in runs})
 
 
+BUDGETS = ("updates", "evaluations", "seconds")
+
+
 class TestFindings:
-    def test_a_known_effect_is_found(self) -> None:
-        (found,) = judged(
-            "mine",
-            [world_of(0.01, uniform=0.4, stepwise_gains=0.6, turning_points=0.501, mine=0.5)],
-        )
-        sizes = {(f.baseline, f.budget): f.comparison.size for f in found.findings}
-        assert {sizes["uniform", b] for b in ("updates", "evaluations", "seconds")} == {BETTER}
-        assert {sizes["stepwise gains", b] for b in ("updates", "evaluations", "seconds")} == {
-            WORSE
+    def test_a_known_effect_is_found_at_every_budget(self) -> None:
+        levels = {"uniform": 0.4, "stepwise_gains": 0.6, "turning_points": 0.501, "mine": 0.5}
+        (judgement,) = judged("mine", [world_of(0.01, **levels)])
+        expected = {"uniform": BETTER, "stepwise gains": WORSE, "turning points": ALIKE}
+        assert {(f.baseline, f.budget): f.comparison.size for f in judgement.findings} == {
+            (baseline, budget): size for baseline, size in expected.items() for budget in BUDGETS
         }
-        assert {sizes["turning points", b] for b in ("updates", "evaluations", "seconds")} == {
-            ALIKE
-        }
-        assert len(sizes) == 9
 
     def test_a_copy_of_uniform_is_neither_better_nor_worse(self) -> None:
-        """Family-wise error 5%: of 60 pages of a rule that is no different from the baselines, 8 or
-        more with a better or worse has a probability below 0.02.
+        """Family-wise error 5%: of 40 pages of a rule that is no different from the baselines, 6 or
+        more with a better or worse have a probability below 0.02.
         """
-        false = 0
-        for seed in range(60):
+        alarms = 0
+        for seed in range(40):
             worlds = [world_of(0.05, seed=2 * seed, uniform=0.5, turning_points=0.5, mine=0.5)]
             worlds.append(world_of(0.05, 4, 2 * seed + 1, "shapes", uniform=0.5, mine=0.5))
-            false += any(
-                f.comparison.size in (BETTER, WORSE)
-                for world in judged("mine", worlds)
-                for f in world.findings
-            )
-        assert false < 8
-
-    def test_budgets_differ(self) -> None:
-        """A curve that rises by update, at twice the evaluations per update: alike per update,
-        worse per evaluation.
-        """
-        rise = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
-        runs = {
-            arm: {"direction": [fake_line([r + 1e-4 * s for r in rise], nfe) for s in range(5)]}
-            for arm, nfe in (("uniform", 100.0), ("mine", 200.0))
-        }
-        part = replace(FULL["mixture"], seeds=5, baselines=("uniform",))
-        (found,) = judged("mine", [World(part, Evidence(runs, part.numbers), {})])
-        sizes = {f.budget: f.comparison.size for f in found.findings}
-        assert sizes == {"updates": ALIKE, "evaluations": WORSE, "seconds": ALIKE}
-        assert (
-            "against uniform: worse at equal evaluations, no difference that matters at equal"
-            " updates and seconds" in sentence("mine", found)
-        )
+            sizes = {f.comparison.size for w in judged("mine", worlds) for f in w.findings}
+            alarms += bool(sizes & {BETTER, WORSE})
+        assert alarms < 6
 
     @pytest.mark.parametrize(
-        ("level", "spread", "words"),
+        ("level", "spread", "size"),
         [(0.5, 0.01, BETTER), (0.3, 0.01, WORSE), (0.4, 0.001, ALIKE), (0.41, 0.1, UNDECIDED)],
     )
-    def test_the_sentence_for_each_outcome(self, level: float, spread: float, words: str) -> None:
-        (found,) = judged("mine", [world_of(spread, seed=1, uniform=0.4, mine=level)])
-        text = sentence("mine", found)
-        against = f"mine against uniform: {words} at equal updates, evaluations and seconds."
-        assert text.startswith(f"2-D world, 8 seeds. {against}")
-        power = re.search(
-            r"Differences in mean reward of 0\.\d{3}.* would have been found with a probability of"
-            r" 80%\.$",
-            text,
-        )
-        assert bool(power) == (words == UNDECIDED)
-
-    def test_what_could_have_been_seen(self) -> None:
-        """It shrinks with the spread and grows with the number of comparisons."""
-        (wide,), (narrow,) = (
-            judged("mine", [world_of(s, uniform=0.4, mine=0.4)]) for s in (0.1, 0.01)
-        )
-        assert wide.findings[0].visible == pytest.approx(10 * narrow.findings[0].visible)
-        both = judged(
-            "mine",
-            [
-                world_of(0.1, uniform=0.4, mine=0.4),
-                world_of(0.1, world="shapes", uniform=0.4, mine=0.4),
-            ],
-        )
-        assert both[0].findings[0].visible > wide.findings[0].visible
-        assert both[0].findings[0].alone == wide.findings[0].alone
+    def test_the_sentence_for_each_outcome(self, level: float, spread: float, size: str) -> None:
+        (judgement,) = judged("mine", [world_of(spread, seed=1, uniform=0.4, mine=level)])
+        text = sentence("mine", judgement)
+        verdict = f"mine against uniform: {size} at equal updates, evaluations and seconds."
+        assert text.startswith(f"2-D world, 8 seeds. {verdict}")
+        power = r"Differences in mean reward of 0\.\d{3}.* with a probability of 80%\.$"
+        assert bool(re.search(power, text)) == (size == UNDECIDED)
 
 
 TINY = {name: value for name, value in SMALL.items() if name != "arm"} | {"eval_samples": 18}
+
+
+def lines_in(folder: str | Path) -> list[dict]:
+    return [json.loads(text) for text in (Path(folder) / "results.jsonl").read_text().splitlines()]
 
 
 class TestFolder:
@@ -376,69 +258,32 @@ class TestFolder:
         (tmp_path / "my.py").write_text(
             "from flowrl.credit import Uniform\n\n\nclass Copy(Uniform):\n    pass\n"
         )
-        said: list[str] = []
-        assert self.bench("my.py:Copy", say=said.append) == 2 * 4
-        text = "\n".join(said)
+        shown: list[str] = []
+        assert self.bench("my.py:Copy", say=shown.append) == 2 * 4
+        text = "\n".join(shown)
         row = next(line for line in text.splitlines() if line.startswith("uniform "))
         assert row.count("+0.000 no difference") >= 2
         assert "8 runs to make in runs/rule-Copy: about 28 seconds; Ctrl-C pauses" in text
         assert self.bench("my.py:Copy") == 0 and self.bench("my.py:Copy", 3) == 4
 
     def test_an_arm_with_a_loss_of_its_own(self, tmp_path: Path) -> None:
-        """It runs in a folder of its name, found again by other spellings of its parts, and by no
+        """It runs in a folder of its name, also under other spellings of its parts, but not with
         other settings.
         """
         (tmp_path / "my.py").write_text(
             "from flowrl.losses import ClippedLoss\n\n\nclass Copy(ClippedLoss):\n    pass\n"
         )
-        said: list[str] = []
-        arm = own_arm("copy", {"loss": "my.py:Copy(kl='without_delta')"})
+        spec = "my.py:Copy(kl='without_delta')"
+        arm = own_arm("copy", {"loss": spec})
         assert set(arm.knobs) == {"learning_rate", "clip_range", "noise_level"}
-        assert self.bench(arm, budget=2, say=said.append) == 2 * 4
-        lines = [
-            json.loads(text)
-            for text in Path("runs/rule-copy/results.jsonl").read_text().splitlines()
-        ]
-        losses = [line["config"]["algorithm"]["loss"] for line in lines]
-        assert losses.count("my.py:Copy(kl='without_delta')") == 2 and losses.count("") == 6
-        page = Path("runs/rule-copy/rule.md").read_text()
-        assert (
-            "The rule is `loss=my.py:Copy(kl='without_delta')`" in page and "microscope" not in page
-        )
-        assert (
-            self.bench(
-                own_arm("copy", {"loss": f"{tmp_path}/my.py:Copy(kl=without_delta)"}), budget=2
-            )
-            == 0
-        )
-        with pytest.raises(
-            ConfigError, match=r"another rule, loss=my\.py:Copy\(.*\): choose another --out"
-        ):
-            self.bench(own_arm("copy", {"loss": "my.py:Copy"}), budget=2)
-        with (tmp_path / "my.py").open("a") as file:
-            file.write("# changed\n")
-        with pytest.raises(ConfigError, match=r"before its file was changed: choose another --out"):
-            self.bench(arm, budget=2)
-
-    def test_numbers_that_an_arm_sets_are_not_searched(self) -> None:
-        arm = own_arm("near", {"kl_weight": 0.1, "clip_range": 0.05})
-        assert set(arm.knobs) == {"learning_rate", "noise_level"}
-        bench = Bench(arm, [Part("mixture", 0, 2)])
-        runs = [run for (_, name, _), run in bench.runs() if name == "near"]
-        assert [(run.algorithm.kl_weight, run.algorithm.clip_range) for run in runs if run] == [
-            (0.1, 0.05)
-        ] * 2
-        assert {run.optim.learning_rate for run in runs if run} == {
-            tuned("mixture", "uniform")["learning_rate"]
-        }
-
-    def test_a_folder_of_an_earlier_version_names_its_rule_by_its_lines(
-        self, tmp_path: Path
-    ) -> None:
-        rule_file(tmp_path / "my.py")
-        assert self.bench("my.py:Mine") == 8
-        Path("runs/rule-Mine/arm.json").unlink()
-        assert self.bench("./my.py:Mine") == 0
+        assert self.bench(arm) == 2 * 4
+        losses = [line["config"]["algorithm"]["loss"] for line in lines_in("runs/rule-copy")]
+        assert losses.count(spec) == 2 and losses.count("") == 6
+        assert f"The rule is `loss={spec}`" in Path("runs/rule-copy/rule.md").read_text()
+        same = own_arm("copy", {"loss": f"{tmp_path}/my.py:Copy(kl=without_delta)"})
+        assert self.bench(same) == 0
+        with pytest.raises(ConfigError, match=r"another rule, loss=my\.py:Copy\(.*another --out"):
+            self.bench(own_arm("copy", {"loss": "my.py:Copy"}))
 
     def test_search_pause_and_resume(self, tmp_path: Path) -> None:
         rule_file(tmp_path / "my.py")
@@ -450,71 +295,43 @@ class TestFolder:
         assert self.bench("./my.py:Mine", budget=3) == 5
         assert Path("runs/rule-Mine/tuning.jsonl").read_text() == tuning
         best = Bench("my.py:Mine", [Part("mixture", 3, 2)]).values(Part("mixture", 3, 2))
-        lines = [
-            json.loads(text)
-            for text in Path("runs/rule-Mine/results.jsonl").read_text().splitlines()
-        ]
-        mine = [
-            line["config"]["algorithm"]
-            for line in lines
-            if line["config"]["algorithm"]["credit"] == "my.py:Mine"
-        ]
-        assert (
-            best is not None
-            and len(mine) == 2
-            and {run["clip_range"] for run in mine} == {best["clip_range"]}
-        )
+        settings = [line["config"]["algorithm"] for line in lines_in("runs/rule-Mine")]
+        clips = [run["clip_range"] for run in settings if run["credit"] == "my.py:Mine"]
+        assert best is not None and clips == [best["clip_range"]] * 2
         assert "Not tuned" not in Path("runs/rule-Mine/rule.md").read_text()
 
     def test_two_rules_of_one_name_have_folders_of_their_own(self, tmp_path: Path) -> None:
-        for place in ("v1.py", "sub/v2.py", "other/v2.py"):
+        for place in ("v1.py", "sub/v2.py"):
             rule_file(tmp_path / place)
             assert self.bench(f"{place}:Mine") == 8
-        names = {"rule-Mine", "rule-v2_Mine", "rule-other_v2.py_Mine"}
-        assert {folder.name for folder in Path("runs").iterdir()} == names
+        assert {folder.name for folder in Path("runs").iterdir()} == {"rule-Mine", "rule-v2_Mine"}
         assert self.bench(f"{tmp_path}/sub/v2.py:Mine") == 0
         assert results_folder("./v1.py:Mine") == Path("runs/rule-Mine")
 
-    def test_an_edited_rule_says_what_to_do(self, tmp_path: Path) -> None:
-        """Also if only its search has runs."""
-        rule_file(tmp_path / "my.py")
+    def test_results_of_another_rule_or_code_are_refused(self, tmp_path: Path) -> None:
+        """Also if only the search has runs; the message says what to do."""
+        mine = rule_file(tmp_path / "my.py")
+        rule_file(tmp_path / "other.py")
+        out = tmp_path / "out"
+        self.bench("my.py:Mine", out=out)
+        with pytest.raises(ConfigError, match=r"another rule, my.py:Mine: choose another --out"):
+            self.bench("other.py:Mine", out=out)
+        changed = [line | {"golden": [0.0], "commit": "0123abc"} for line in lines_in(out)]
+        text = "".join(json.dumps(line) + "\n" for line in changed)
+        (out / "results.jsonl").write_text(text)
+        with pytest.raises(ConfigError, match=r"golden run .*0123abc.*choose another --out"):
+            self.bench("my.py:Mine", out=out)
         self.most = 0
         bench_rule("my.py:Mine", [Part("mixture", 1, 2)], None, 1, say=lambda _: None)
-        assert not Path("runs/rule-Mine/results.jsonl").exists()
         self.most = 1000
-        with (tmp_path / "my.py").open("a") as file:
-            file.write("# changed\n")
-        with pytest.raises(
-            ConfigError,
-            match=r"before its file was changed: choose another --out, or delete tuning.jsonl and",
-        ):
+        mine.write_text(mine.read_text() + "# changed\n")
+        with pytest.raises(ConfigError, match=r"its file was changed: .* or delete tuning.jsonl"):
             self.bench("my.py:Mine")
-        assert self.bench("my.py:Mine", out=tmp_path / "anew") > 0
-
-    def test_other_code_and_another_rule_say_what_to_do(self, tmp_path: Path) -> None:
-        rule_file(tmp_path / "my.py")
-        rule_file(tmp_path / "other.py")
-        self.bench("my.py:Mine", out=tmp_path / "out")
-        with pytest.raises(
-            ConfigError, match=r"another rule, my.py:Mine: choose another --out, or delete"
-        ):
-            self.bench("other.py:Mine", out=tmp_path / "out")
-        results = tmp_path / "out" / "results.jsonl"
-        lines = [
-            {**json.loads(text), "golden": [0.0], "commit": "0123abc"}
-            for text in results.read_text().splitlines()
-        ]
-        results.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        with pytest.raises(
-            ConfigError, match=r"other numbers in the golden run .*0123abc.*choose another --out"
-        ):
-            self.bench("my.py:Mine", out=tmp_path / "out")
 
     def test_a_broken_rule_is_refused_before_any_run(self, tmp_path: Path) -> None:
         rule_file(tmp_path / "my.py", steps="(steps + 1)")
         with pytest.raises(
-            CreditError,
-            match=r"Mine.assign returned .*not floating point of shape .prompt, member, decision.",
+            CreditError, match=r"Mine.assign returned .*not floating point of shape"
         ):
             self.bench("my.py:Mine")
         assert not Path("runs").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from bench_lines import here
 from flowrl_bench import tune
-from flowrl_bench.arms import ARMS, WORLDS, Arm, named_arm, own_arm, own_arms
+from flowrl_bench.arms import ARMS, Arm, own_arm
 from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.tune import SEEDS, Point, Search, Trial, best, choices, chosen, proposals
 from hypothesis import given
@@ -37,10 +37,6 @@ class TestSearch:
     def test_every_method_gets_exactly_its_budget(self, budget: int, knobs: int, seed: int) -> None:
         """Whatever the scores are."""
         assert len(run(lambda trial: hash((trial, seed)) % 1000, knobs, budget)) == budget
-
-    @given(st.tuples(st.integers(-1, 1), st.integers(-1, 1), st.integers(-1, 1)))
-    def test_it_finds_a_top_near_the_start(self, top: Point) -> None:
-        assert best(run(hill(top), budget=18)) == top
 
     @given(st.integers(-5, 5))
     def test_an_optimum_at_an_edge_widens_the_grid(self, top: int) -> None:
@@ -77,52 +73,6 @@ class TestArms:
                     check(config)
                     assert config.environment.world == world
 
-    def test_a_knob_inside_a_spec_is_no_setting(self) -> None:
-        arm = ARMS["awm"]
-        config = arm.run("mixture", arm.values("mixture", {"clip": 1}))
-        assert config.algorithm.loss == "awm(clip=3, kl_weight=0.001)"
-
-    def test_larger_groups_cost_what_turning_points_cost(self) -> None:
-        """Sampling and update of an iteration in network evaluations, to within 2 percent."""
-        from flowrl_bench.measurements import measure
-
-        totals = []
-        for name in ("turning points", "uniform, larger groups"):
-            found = measure(
-                ARMS[name].run(
-                    "mixture", ARMS[name].values("mixture", {}), iterations=1, eval_samples=18
-                )
-            )
-            assert found is not None
-            totals.append(found["totals"]["nfe"] + found["totals"]["train_nfe"])
-        assert totals[1] == pytest.approx(totals[0], rel=0.02)
-
-    def test_names_of_methods_and_rules(self) -> None:
-        assert (
-            named_arm("tp-grpo") is ARMS["turning points"]
-            and named_arm("turning points") is ARMS["turning points"]
-        )
-        assert named_arm("dance-grpo").worlds == tuple(WORLDS)
-        assert named_arm("stepwise-gain(lam=0.5)").settings["credit"] == "stepwise-gain(lam=0.5)"
-        with pytest.raises(
-            ConfigError, match=r"method = 'nothing' is not allowed; allowed: .*uniform"
-        ):
-            named_arm("nothing")
-
-    @pytest.mark.parametrize(
-        ("settings", "knobs"),
-        [
-            ({"loss": "gspo"}, {"clip_range", "learning_rate", "noise_level"}),
-            ({"loss": "policy-gradient"}, {"learning_rate", "noise_level"}),
-            ({"loss": "gspo", "clip_range": 0.1}, {"learning_rate", "noise_level"}),
-            ({"method": "diffusion-nft"}, {"learning_rate"}),
-        ],
-    )
-    def test_an_arm_is_searched_by_the_numbers_that_it_has(
-        self, settings: dict[str, object], knobs: set[str]
-    ) -> None:
-        assert set(own_arm("mine", settings).knobs) == knobs
-
     @pytest.mark.parametrize(
         ("settings", "told"),
         [
@@ -139,32 +89,8 @@ class TestArms:
         with pytest.raises(ConfigError, match="arm = 'uniform' is not allowed"):
             own_arm("uniform", {"loss": "gspo"})
 
-    def test_arms_of_the_command(self, tmp_path: Path) -> None:
-        (tmp_path / "arms.yaml").write_text("arms: {file: {kl_weight: 0.1}}")
-        found = own_arms(["gspo: loss=gspo"], tmp_path / "arms.yaml")
-        assert [(arm.name, dict(arm.settings)) for arm in found] == [
-            ("gspo", {"loss": "gspo"}),
-            ("file", {"kl_weight": 0.1}),
-        ]
-
 
 class TestLog:
-    def test_runs_of_another_arm_of_the_name_do_not_count(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setitem(
-            tune.SHORT,
-            "mixture",
-            {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2},
-        )
-        monkeypatch.setattr(tune, "run_jobs", here)
-        one, other = (
-            Search(own_arm("mine", {"kl_weight": weight}), "mixture", 2) for weight in (0.1, 0.2)
-        )
-        assert tune.tune([one], tmp_path / "tuning.jsonl", "-")
-        lines = [json.loads(text) for text in (tmp_path / "tuning.jsonl").read_text().splitlines()]
-        assert len(one.scores(lines)) == 2 and other.scores(lines) == {}
-
     def test_a_run_that_diverges_has_the_lowest_score(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -63,44 +63,6 @@ def test_orders_have_the_probability_of_the_orthant_of_their_differences(order: 
     close(found, torch.tensor(expected, dtype=torch.float64), 5e-5)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_moments_are_derivatives_of_the_probability(order: str) -> None:
-    """Stein: E[C e_k] = dP/dm_k, E[C (e_k^2 - 1)] = d^2P/dm_k^2, E[C e_k e_l] = d^2P/dm_k dm_l for
-    means m.
-    """
-    letters = sorted(set(order) - set("< "))
-    point = {letter: 0.3 * k**2 - 0.2 * k for k, letter in enumerate(letters)}
-    h, x, y = 1e-2, letters[0], letters[1]
-    fine = (-2, -1, 0, 1, 2)
-
-    def at(**moved: float) -> float:
-        means = {
-            letter: torch.tensor([value + moved.get(letter, 0.0)]).double()
-            for letter, value in point.items()
-        }
-        return float(order_moments(means, [order])[0, 0])
-
-    first = sum(w * at(**{x: j * h}) for j, w in zip(fine, (1, -8, 0, 8, -1), strict=True)) / (
-        12 * h
-    )
-    second = sum(w * at(**{x: j * h}) for j, w in zip(fine, (-1, 16, -30, 16, -1), strict=True)) / (
-        12 * h * h
-    )
-    mixed = sum(a * b * at(**{x: a * h, y: b * h}) for a in (1, -1) for b in (1, -1)) / (4 * h * h)
-    means = {letter: torch.tensor([value]).double() for letter, value in point.items()}
-    p, one, two, both = order_moments(means, [order], ({}, {x: 1}, {x: 2}, {x: 1, y: 1}))[
-        :, 0
-    ].tolist()
-    assert abs(one - first) < 1e-8
-    assert abs(two - p - second) < 1e-6
-    assert abs(both - mixed) < 1e-4
-
-
-def test_orders_of_far_means_are_certain() -> None:
-    means = {letter: torch.tensor([1e6 * k, -1e6 * k]).double() for k, letter in enumerate("xyz")}
-    close(order_moments(means, ["x<y y<z"]), torch.tensor([[1.0, 0.0]]), 1e-12)
-
-
 # Expected calls
 
 
@@ -126,32 +88,6 @@ def test_calls_bias_and_variance_agree_with_monte_carlo(
     ):
         error = sample.std(0)[0] / math.sqrt(draws)
         assert bool(((sample.mean(0)[0] - prediction[0, 0]).abs() <= limit * error + 1e-9).all())
-
-
-@pytest.mark.parametrize("count", range(3, 12))
-def test_pure_noise_has_known_densities(count: int) -> None:
-    """Orders of exchangeable scores: (n + 1) / 3 turning points in n decisions under the plain
-    rule, 1/2 + 11 (n - 3) / 60 under the consistent one; the noise has the same standard deviation
-    at every decision, and no bias.
-    """
-    flat = torch.full((1, 1, count + 1), 0.4)
-    plain, consistent = (expected_calls(flat, 0.1, rule) for rule in (False, True))
-    close(
-        plain.called[0, 0],
-        torch.tensor([2 / 3, 1 / 4, *[1 / 3] * (count - 3), 5 / 12], dtype=torch.float64),
-        1e-10,
-    )
-    close(
-        consistent.called[0, 0],
-        torch.tensor([1 / 3, 1 / 6, *[11 / 60] * (count - 3), 0.0], dtype=torch.float64),
-        1e-10,
-    )
-    assert abs(float(plain.called.sum()) - (count + 1) / 3) < 1e-9
-    assert abs(float(consistent.called.sum()) - (1 / 2 + 11 * (count - 3) / 60)) < 1e-9
-    for found in (plain, consistent):
-        close(found.mean, torch.zeros_like(found.mean), 1e-10)
-        assert torch.equal(found.false_calls, found.called)
-        assert not found.turns.any()
 
 
 # The criterion
@@ -206,19 +142,3 @@ def test_the_criterion_is_monotone_and_none_without_noise(seed: int, consistent:
     ]
     for loose, strict in pairwise(kept):
         assert not (strict & ~loose).any()
-
-
-def test_equal_values_count_as_one_score() -> None:
-    """Repeated columns before the first and after the last change of the image add nothing."""
-    short = table(12, 5, members=60)
-    for repeats, kept in ((([0] * 2), slice(2, None)), ([5] * 3, slice(0, 5))):
-        columns = torch.tensor(sorted([*range(6), *repeats]))
-        values = short[..., columns]
-        for consistent in (True, False):
-            found = turn_probability(
-                values, turning_points(values, consistent, False), 0.1, consistent
-            )[..., kept]
-            expected = turn_probability(
-                short, turning_points(short, consistent, False), 0.1, consistent
-            )
-            close(found, expected, 1e-10)

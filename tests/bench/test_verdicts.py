@@ -1,12 +1,11 @@
 """Numbers read from runs, and the rules that turn them into verdicts."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from bench_lines import FAST, FLAT, SLOW, fake_evidence, fake_line, small_run
-from flowrl_bench.calibration import CASES, LAWS, alarms, experiment, family_alarms, power
+from flowrl_bench.calibration import CASES, LAWS, alarms, family_alarms, power
 from flowrl_bench.evidence import MEASURES, Evidence
 from flowrl_bench.measurements import measure
 from flowrl_bench.verdicts import (
@@ -27,6 +26,8 @@ from flowrl_bench.verdicts import (
 )
 
 from flowrl.core.errors import ConfigError
+
+LEAD = Compare("fast", "slow", expects=BETTER)
 
 
 class TestEvidence:
@@ -60,14 +61,6 @@ class TestEvidence:
         with pytest.raises(ConfigError, match="compares two runs"):
             found.values("fast", "updates")
 
-    def test_equal_budget_is_the_smaller_one(self) -> None:
-        runs = {
-            "a": {"task": [fake_line([0.0, 0.5, 1.0], nfe=100)]},
-            "b": {"task": [fake_line([0.0, 0.5, 1.0], nfe=50)]},
-        }
-        found = Evidence(runs, (0,)).differences("a", "b", "reward at equal nfe")
-        assert float(found[0, 0]) == pytest.approx(0.25 - 0.5)
-
     def test_every_measure_reads_a_real_line(self) -> None:
         line = {**measure(small_run()), "samples": fake_line(SLOW)["samples"]}
         line["gains"] = [[0.2, 0.1, 0.1], [0.1, 0.1, 0.1]]
@@ -77,58 +70,25 @@ class TestEvidence:
                 np.zeros((2, 1)), abs=1e-12
             ), name
 
-    def test_censored_runs_are_counted(self) -> None:
-        found = fake_evidence(4, slow=SLOW, flat=FLAT)
-        assert found.never("flat", "slow", "updates") == (4, 0)
-        (comparison,) = judge(Compare("flat", "slow", "updates"), found).comparisons
-        assert (
-            "a bound: flat missed a reward in 4" in comparison.text and comparison.verdict == WORSE
-        )
-
 
 class TestVerdicts:
     @pytest.mark.parametrize(
         ("rule", "verdict"),
         [
-            (Compare("fast", "slow", expects=BETTER), HOLDS),
-            (Compare("slow", "fast", expects=BETTER), FAILS),
+            (LEAD, HOLDS),
             (Compare("slow", "slow", expects=BETTER), FAILS),  # no difference that matters
             (Compare("slow", "falling", "collapse", BETTER), HOLDS),
-            (Compare("falling", "slow", "collapse", BETTER), FAILS),
             (Compare("slow", "slow", expects=NO_WORSE), HOLDS),
             (Compare("flat", "slow", expects=NO_WORSE), FAILS),
             (each(("slow", "slow"), "slow", expects=ALIKE), HOLDS),
-            (each(("fast", "flat"), "slow", expects=ALIKE), FAILS),
             (each(("slow", "fast"), "slow", expects=ALIKE), "1 of 2 parts hold"),
             (Compare("fast", "slow", "updates", BETTER), HOLDS),
             (Compare("fast", "slow", "updates", BETTER, at_most=0.5), FAILS),
             (Compare("flat", "slow", "updates", BETTER), FAILS),
-            (Compare("slow", "slow", "updates", BETTER), FAILS),
             (Level("slow", "early gains"), HOLDS),
-            (Level("slow", "early gains", 3.0), FAILS),
             (Interaction("fast", "flat", "slow", "flat"), HOLDS),
-            (Interaction("slow", "flat", "fast", "flat"), FAILS),
-            (
-                Parts(
-                    (
-                        Compare("fast", "slow", expects=BETTER),
-                        Compare("slow", "flat", expects=BETTER),
-                    )
-                ),
-                HOLDS,
-            ),
-            (
-                Parts(
-                    (
-                        Compare("fast", "slow", expects=BETTER),
-                        Compare("flat", "slow", expects=BETTER),
-                    )
-                ),
-                "1 of 2 parts hold",
-            ),
-            (each(("fast",), "slow"), BETTER),
+            (Parts((LEAD, Compare("flat", "slow", expects=BETTER))), "1 of 2 parts hold"),
             (each(("flat",), "slow"), WORSE),
-            (each(("slow",), "slow"), ALIKE),
             (each(("slow", "fast"), "slow"), "depends on the arm"),
         ],
         ids=lambda x: str(x)[:60],
@@ -140,7 +100,7 @@ class TestVerdicts:
     @pytest.mark.parametrize(
         "rule",
         [
-            Compare("fast", "slow", expects=BETTER),
+            LEAD,
             Compare("slow", "fast", expects=NO_WORSE),
             Compare("fast", "slow", expects=ALIKE),
             Compare("fast", "slow", "updates"),
@@ -190,8 +150,8 @@ class TestCalibration:
     @pytest.mark.parametrize("law", LAWS)
     def test_false_alarms(self, law: str) -> None:
         """At most 5% and three standard errors (13.4%) for every case."""
-        found = alarms(CASES, LAWS[law], 10, 60, seed=10_000)
-        assert max(found.values()) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 60), found
+        rates = alarms(CASES, LAWS[law], 10, 60, seed=10_000)
+        assert max(rates.values()) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 60), rates
 
     def test_a_family_of_20_has_the_same_rate(self) -> None:
         """30 families: at most 5% and three standard errors (16.9%); without the correction it
@@ -205,11 +165,3 @@ class TestCalibration:
         rule, law = Compare("first", "second"), LAWS["slow rise, widely spread"]
         found = [power(rule, {"shift": size}, law, 10, 60)["1"] for size in (0.02, 0.05, 0.1)]
         assert found[0] < found[1] < found[2] and found[2] > 0.9
-
-    def test_the_shift_is_what_it_says(self) -> None:
-        for law in LAWS.values():
-            plain, shifted = (
-                experiment(3, 0, a=one).values("a", "area")
-                for one in (law, replace(law, shift=0.05))
-            )
-            assert shifted - plain == pytest.approx(np.full((3, 1), 0.05))

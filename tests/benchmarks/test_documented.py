@@ -31,21 +31,6 @@ def test_every_method_with_a_page_has_a_command_and_a_result() -> None:
         assert len(documented.SENTENCE.findall(page.read_text())) == 1, page
 
 
-def test_a_result_becomes_the_sentence_of_the_page() -> None:
-    page = documented.DOCS / "papers" / "granular-grpo.md"
-    known = summary(
-        "granular-grpo",
-        seeds=3,
-        base=Mean(0.187, 0.0),
-        final=Mean(0.869, 0.326),
-        worst=0.718,
-        collapsed=1,
-        nfe_per_trajectory=4.0,
-        train_nfe_per_trajectory=0.1,
-    )
-    assert documented.sentence(known) in page.read_text()
-
-
 @pytest.mark.parametrize("name", ["papers/tp-grpo.md", "start/first-result.md"])
 def test_only_the_results_change(name: str) -> None:
     page = documented.DOCS / name

@@ -3,15 +3,13 @@ failure.
 """
 
 import json
-from types import SimpleNamespace
 
 import full_size
 import pytest
 import torch
-from full_size_model import Brightness, fewer_blocks, small_encoders, write_pipeline
 from full_size_train import PhaseMeter
 
-from flowrl.policies import ARCHITECTURES, Architecture, Memory
+from flowrl.policies import Memory
 
 
 @pytest.mark.slow
@@ -36,30 +34,6 @@ def test_the_whole_path_at_tiny_size(model, method, evaluations, tmp_path, capsy
     assert [line["phase"] for line in found["memory"]] == ["rollout", "reward", "update"]
     assert f"{evaluations} network evaluations" in "\n".join(found["plan"][method])
     assert all(abs(line["error"]) < 0.5 for line in found["memory"])  # of a megabyte
-
-
-def test_a_share_of_the_blocks_and_small_encoders_fit_the_published_widths():
-    known = fewer_blocks(ARCHITECTURES["flux.1-dev"], 0.25)
-    assert (known.config["num_layers"], known.config["num_single_layers"]) == (5, 10)
-    assert sum(p.numel() for p in known.build().parameters()) / 1e9 == pytest.approx(3.1, abs=0.1)
-    assert fewer_blocks(ARCHITECTURES["sd3.5-medium"], 1.0) == ARCHITECTURES["sd3.5-medium"]
-    sd3, flux = small_encoders(True), small_encoders(False)
-    pooled = sum(sd3[name].config.projection_dim for name in ("text_encoder", "text_encoder_2"))
-    assert pooled == ARCHITECTURES["sd3.5-medium"].config["pooled_projection_dim"]
-    assert flux["text_encoder"].config.hidden_size == known.config["pooled_projection_dim"]
-    for t5, tokenizer in (
-        (sd3["text_encoder_3"], sd3["tokenizer"]),
-        (flux["text_encoder_2"], flux["tokenizer"]),
-    ):
-        assert t5.config.d_model == known.text_width and tokenizer.model_max_length == 77
-
-
-def test_a_pipeline_in_bfloat16_is_written(tmp_path):
-    written = write_pipeline("tiny-sd3", 1.0, tmp_path / "model")
-    known = Architecture.of_folder(tmp_path / "model")
-    assert written["parameters"] == sum(p.numel() for p in known.build().parameters())
-    assert written["bytes"] > 2 * written["parameters"]
-    assert Brightness().score(torch.full((2, 3, 4, 4), 0.25), []).tolist() == [0.25, 0.25]
 
 
 def test_the_meter_counts_phases_and_kills_after_an_iteration(tmp_path, monkeypatch):
@@ -112,20 +86,3 @@ def test_failures_are_named(tmp_path):
         and "diffusers' image differs" in image
     )
     assert len(full_size.failures({**good, **bad, "model": "tiny-sd3"})) == 2
-
-
-def test_finished_runs_are_not_made_again(tmp_path, monkeypatch):
-    """With --work a stopped benchmark goes on where it was; a step that fails shows the end of its
-    log.
-    """
-    args = SimpleNamespace(model="tiny-sd3", threads=1, steps=2)
-    (tmp_path / "flow-grpo.finished.json").write_text('{"wall": 1.0}')
-    assert full_size.train(args, tmp_path / "model", "flow-grpo", 1, "finished") == {"wall": 1.0}
-
-    def fails(command, stdout, **given):
-        stdout.write("the reason")
-        return SimpleNamespace(returncode=2)
-
-    monkeypatch.setattr("subprocess.run", fails)
-    with pytest.raises(SystemExit, match=r"exit code 2\nthe reason"):
-        full_size.train(args, tmp_path / "model", "tp-grpo", 1, "finished")

@@ -6,6 +6,7 @@ import io
 import pytest
 from hostile import judged, snapshot, table, tried
 from hostile_cases import all_cases
+from hostile_mutants import mutants
 
 CASES = all_cases()
 QUICK = [case for case in CASES if case.family.startswith(("parts", "Python"))]
@@ -14,23 +15,6 @@ SLOWER = [
     for case in CASES
     if case.family in ("command line", "outputs", "YAML: setting", "JSON: setting")
 ]
-
-
-def test_there_are_many_cases_of_every_command():
-    assert len(CASES) >= 2000
-    lines = {case.label.split()[1] for case in CASES if case.family == "command line"}
-    assert {
-        "train",
-        "compare",
-        "evaluate",
-        "sample",
-        "explain",
-        "parts",
-        "presets",
-        "prompts",
-        "bench",
-        "pretrain",
-    } <= lines
 
 
 @pytest.mark.parametrize("part", range(8))
@@ -46,6 +30,21 @@ def test_calls_in_python_are_refused_by_name(part, tmp_path):
 def test_command_lines_are_refused_by_name(case):
     outcome = tried(case)
     assert not outcome.problem, outcome.output
+
+
+MUTANTS = mutants()
+FAMILIES = {case.family: case for case in MUTANTS}
+
+
+def test_there_are_many_mutants():
+    assert len(MUTANTS) >= 1500 and len(FAMILIES) == 10
+    assert [case.label for case in mutants(1)] != [case.label for case in MUTANTS]
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "Python calls"])
+def test_mutants_are_refused_by_name(family):
+    outcome = tried(FAMILIES[family])
+    assert not outcome.problem, (outcome.case.label, outcome.output)
 
 
 def test_the_judge_sees_what_is_wrong(tmp_path):

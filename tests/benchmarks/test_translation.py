@@ -51,21 +51,6 @@ def test_shares_and_ratios_of_the_published_grids():
     )
 
 
-def test_slopes_are_those_of_the_kernels():
-    """d mean / d v at step 1: CPS (1 - s) t - sqrt(s^2 - std^2) (1 - t), Flow-SDE Delta (1 +
-    sigma^2 (1 - t) / (2 t)).
-    """
-    t, s = (float(time) for time in sd3_grid().times[1:3])
-    std = float(CPS_SD3.std[1])
-    assert float(CPS_SD3.slope[1]) == pytest.approx(
-        abs((1 - s) * t - (s**2 - std**2) ** 0.5 * (1 - t)), rel=1e-4
-    )
-    sigma = float(FLOW.std[1]) / (t - s) ** 0.5
-    assert float(FLOW.slope[1]) == pytest.approx(
-        (t - s) * (1 + sigma**2 * (1 - t) / (2 * t)), rel=1e-4
-    )
-
-
 def test_grids_are_those_of_the_families():
     """What a pipeline with these schedulers gives; FLUX's and Qwen-Image's depend on the number of
     image tokens.
@@ -89,31 +74,39 @@ def test_a_translated_clip_cuts_the_same_share():
         assert exact_clip(steps, 1e-5, trained, 0.05) > clip > exact_clip(steps, 1e-5, trained, 0.5)
 
 
-def test_the_preset_has_these_numbers():
+FLOW_KL = {
+    published: exact_kl_weight(FLOW, published, range(9), range(9), released=True)
+    for published in (0.04, 0.01)
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "expected"),
+    [
+        *[
+            (f"sd3.5-medium,{method},{task}", "kl_weight", FLOW_KL[published])
+            for task, published in (("ocr", 0.04), ("geneval", 0.04), ("pickscore", 0.01))
+            for method in ("flow-grpo", "stepwise-flow-grpo")
+        ],
+        *[
+            (f"{model},tp-grpo,ocr", "kl_weight", exact_kl_weight(steps, 1e-4, *ranges, False))
+            for model, steps, ranges in (
+                ("sd3.5-medium", CPS_SD3, (range(9), range(8))),
+                ("qwen-image", CPS_QWEN, (range(9), range(8))),
+                ("wan2.1-t2v-1.3b", CPS_WAN, (range(19), range(18))),
+            )
+        ],
+        ("flux.1-dev,tp-grpo,ocr", "kl_weight", 1e-4),
+        ("sd3.5-medium,tp-grpo,ocr", "clip_range", exact_clip(CPS_SD3, 1e-5, range(8))),
+        ("flux.1-dev,tp-grpo,ocr", "clip_range", exact_clip(CPS_FLUX, 1e-5, range(5))),
+        ("qwen-image,tp-grpo,ocr", "clip_range", exact_clip(CPS_QWEN, 1e-5, range(8))),
+        (
+            "wan2.1-t2v-1.3b,tp-grpo,ocr",
+            "clip_range",
+            exact_clip(CPS_WAN, 1e-5, range(18), elements=WAN_ELEMENTS),
+        ),
+    ],
+)
+def test_the_preset_has_these_numbers(name, setting, expected):
     """To two digits, as the script prints them."""
-    value = lambda name, setting: preset(f"{name},exact").changes[setting]  # noqa: E731
-    two = lambda number: float(f"{number:.2g}")  # noqa: E731
-    for task, published in (("ocr", 0.04), ("geneval", 0.04), ("pickscore", 0.01)):
-        for method in ("flow-grpo", "stepwise-flow-grpo"):
-            expected = exact_kl_weight(FLOW, published, range(9), range(9), released=True)
-            assert value(f"sd3.5-medium,{method},{task}", "kl_weight") == two(expected)
-    assert value("sd3.5-medium,tp-grpo,ocr", "kl_weight") == two(
-        exact_kl_weight(CPS_SD3, 1e-4, range(9), range(8), False)
-    )
-    assert value("sd3.5-medium,tp-grpo,ocr", "clip_range") == two(
-        exact_clip(CPS_SD3, 1e-5, range(8))
-    )
-    assert value("flux.1-dev,tp-grpo,ocr", "clip_range") == two(
-        exact_clip(CPS_FLUX, 1e-5, range(5))
-    )
-    assert value("flux.1-dev,tp-grpo,ocr", "kl_weight") == 1e-4
-    assert value("qwen-image,tp-grpo,ocr", "kl_weight") == two(
-        exact_kl_weight(CPS_QWEN, 1e-4, range(9), range(8), False)
-    )
-    assert value("qwen-image,tp-grpo,ocr", "clip_range") == two(
-        exact_clip(CPS_QWEN, 1e-5, range(8))
-    )
-    weight = exact_kl_weight(CPS_WAN, 1e-4, range(19), range(18), False)
-    clip = exact_clip(CPS_WAN, 1e-5, range(18), elements=WAN_ELEMENTS)
-    assert value("wan2.1-t2v-1.3b,tp-grpo,ocr", "kl_weight") == two(weight)
-    assert value("wan2.1-t2v-1.3b,tp-grpo,ocr", "clip_range") == two(clip)
+    assert preset(f"{name},exact").changes[setting] == float(f"{expected:.2g}")

@@ -1,7 +1,5 @@
 """The value tracker: closed forms of its statistics, prompts by their text, and its memory."""
 
-import copy
-import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -13,7 +11,7 @@ from flowrl.core.errors import ConfigError, CreditError
 from flowrl.core.experience import Decisions
 from flowrl.core.types import Prompt
 from flowrl.credit import GDPO, Uniform, ValueTracker, Weighted, credit_of, example
-from flowrl.credit.memory import MovingAverageGain, Tracked, text_key
+from flowrl.credit.memory import MovingAverageGain, text_key
 from flowrl.methods import flow_grpo, try_credit
 from flowrl.probes import NoProbe
 
@@ -34,7 +32,7 @@ def visit(rule, values, prompts):
     """Advantages [prompt, member, decision] of these prompts."""
     decisions = Decisions.like(values)
     decisions = replace(decisions, mask=decisions.mask & values[..., -1:].isfinite())
-    record = example(values, NoProbe(), decisions).experience()
+    record = example(values, NoProbe(), decisions)
     return credit_of(rule, replace(record, prompts=prompts)).advantages
 
 
@@ -58,9 +56,8 @@ def test_after_n_visits_mean_and_variance_have_their_closed_form(visits, decay):
     for rewards in visits:
         visit(rule, table(rewards), [FOX])
     rewards = torch.tensor(visits, dtype=torch.float64)
-    weights = (decay ** torch.arange(len(visits) - 1, -1, -1, dtype=torch.float64))[
-        :, None
-    ].expand_as(rewards)
+    ages = torch.arange(len(visits) - 1, -1, -1, dtype=torch.float64)
+    weights = (decay**ages)[:, None].expand_as(rewards)
     mean = (weights * rewards).sum() / weights.sum()
     variance = (weights * (rewards - mean) ** 2).sum() / weights.sum()
     wanted = [float(weights.sum()), float(mean), float(variance)]
@@ -79,7 +76,6 @@ def test_advantages_by_hand():
 
 
 def test_at_a_first_visit_and_without_a_memory_it_is_uniform_credit():
-    rewards = torch.rand(4, 6, 5, generator=torch.Generator().manual_seed(0))
     prompts = [Prompt(str(i)) for i in range(4)]
     uniform, forgetful = Uniform(), ValueTracker(decay=0.0)
     for seed in range(3):
@@ -120,19 +116,12 @@ def test_prompts_are_told_apart_by_text_in_any_order():
 
 def test_members_outside_the_mask_are_not_remembered():
     nan, rule, other = float("nan"), ValueTracker(std="batch"), ValueTracker(std="batch")
-    found = credit(rule, [[0.1, nan, 0.5], [0.7, 0.8, nan]], [FOX, CAR])
-    assert torch.equal(
-        found[:, [0, 1]].flatten()[[0, 2, 3]],
-        credit(other, [[0.1, 0.5], [0.7, 0.8]], [FOX, CAR])[[0, 1, 1], [0, 0, 1]],
-    )
-    assert tracked(rule, FOX) == tracked(other, FOX) and tracked(rule, CAR) == tracked(other, CAR)
-    before = tracked(rule, FOX)
-    assert not credit(rule, [[nan, nan], [0.3, 0.4]], [FOX, Prompt("new")])[0].any()
-    assert tracked(rule, FOX) == before
-    assert (
-        not credit(rule, [[nan, nan]], [Prompt("unseen")]).any()
-        and text_key("unseen") not in rule.memory
-    )
+    found = credit(rule, [[0.1, nan, 0.5], [nan, 0.7, 0.8]], [FOX, CAR])
+    expected = credit(other, [[0.1, 0.5], [0.7, 0.8]], [FOX, CAR])
+    torch.testing.assert_close(found[found != 0], expected.flatten())
+    assert rule.memory == other.memory
+    for prompt in (FOX, Prompt("unseen")):
+        assert not credit(rule, [[nan, nan]], [prompt]).any() and rule.memory == other.memory
 
 
 def test_equal_prompts_of_one_table_are_one_visit():
@@ -151,32 +140,17 @@ def test_a_trial_is_not_remembered():
     assert not rule.memory
 
 
-def test_the_state_restores_the_memory_and_takes_32_bytes_per_prompt():
+def test_the_state_restores_the_memory() -> None:
     rule, restored = ValueTracker(), ValueTracker()
-    assert rule.state_dict() == {}
-    prompts = [Prompt(f"prompt {i}") for i in range(500)]
-    rewards = torch.rand(500, 2, 3, generator=torch.Generator().manual_seed(0))
-    tracemalloc.start()
-    visit(rule, rewards, prompts)
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert held / 500 < 400  # bytes in main memory
+    visit(rule, torch.rand(2, 2, 3), [FOX, CAR])
     state = rule.state_dict()
-    assert sum(tensor.numel() * tensor.element_size() for tensor in state.values()) == 32 * 500
+    credit(restored, [[0.0, 1.0]], [Prompt("forgotten")])
     restored.load_state_dict(state)
     assert restored.memory == rule.memory
     credit(rule, [[0.0, 1.0]], [FOX])  # neither the state nor a restored rule shares it
-    assert restored.memory != rule.memory and len(state["prompts"]) == 500
-    restored.load_state_dict({})
+    assert restored.memory != rule.memory and len(state["prompts"]) == 2
+    restored.load_state_dict(ValueTracker().state_dict())
     assert restored.memory == {}
-
-
-def test_merging_gives_no_negative_variance_and_keeps_equal_values_exact():
-    values = Tracked(2.0, 0.1, 0.0)
-    for _ in range(50):
-        values = values.merged(Tracked(3.0, 0.1, 0.0), 0.9)
-    assert (values.mean, values.variance) == (0.1, 0.0)
-    assert copy.copy(values).merged(Tracked(1.0, 7.0, 0.5), 0.0) == Tracked(1.0, 7.0, 0.5)
 
 
 def test_rules_around_a_rule_refuse_one_with_a_memory():

@@ -17,14 +17,10 @@ from flowrl.flow import (
 )
 
 KINDS = [
-    PermutedTimes(),
     PermutedTimes(fraction=0.5, shared=True),
-    StratifiedTimes(),
     StratifiedTimes(first="drawn"),
     StratifiedTimes(first="with", count=3),
-    UniformTimes(),
     UniformTimes(shift=1.0, shared=True),
-    LogitNormalTimes(),
     LogitNormalTimes(count=2, mean=1.0, std=2.0),
     DrawnSteps(),
     DrawnSteps(count=7, shared=False),
@@ -32,7 +28,7 @@ KINDS = [
 GRID = shifted_schedule(10)
 
 
-def drawn(kind, samples=200, seed=0, schedule=GRID):
+def drawn(kind, samples=50, seed=0, schedule=GRID):
     return kind.draw(schedule, samples, torch.Generator().manual_seed(seed))
 
 
@@ -40,7 +36,7 @@ def drawn(kind, samples=200, seed=0, schedule=GRID):
 def test_times_are_in_range_and_repeatable(kind):
     times = drawn(kind)
     assert isinstance(kind, TimeDraw) and times.dtype == torch.float32
-    assert times.shape == (200, kind.draws(GRID))
+    assert times.shape == (50, kind.draws(GRID))
     assert bool(((times > 0) & (times <= 1)).all())
     assert torch.equal(times, drawn(kind)) and not torch.equal(times, drawn(kind, seed=1))
     assert torch.equal(times, times[:1].expand_as(times)) == kind.shared

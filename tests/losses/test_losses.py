@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,26 +10,17 @@ import torch
 from flowrl.core.errors import ConfigError
 from flowrl.core.protocols import PolicyLoss
 from flowrl.core.types import Gaussian, LossBatch
-from flowrl.flow import kl, log_prob, log_prob_without_constants, sample, shifted_schedule
+from flowrl.flow import kl, sample
 from flowrl.losses import GSPO, ClippedLoss, FlowDPPO, GRPOGuard, KLPenalty, PolicyGradientLoss
-from flowrl.samplers import CPS
 
 LOSSES = [
     ClippedLoss(),
-    ClippedLoss(log_prob="released_cps"),
-    ClippedLoss(kl_weight=0.1),
-    ClippedLoss(kl_weight=0.1, kl="without_delta"),
-    GRPOGuard(),
-    GRPOGuard(kl_weight=0.1),
+    ClippedLoss(kl_weight=0.1, log_prob="released_cps"),
     GRPOGuard(kl_weight=0.1, kl="without_delta"),
-    PolicyGradientLoss(),
-    PolicyGradientLoss(kl_weight=0.1, kl="without_delta"),
+    PolicyGradientLoss(kl_weight=0.1),
     FlowDPPO(),
-    FlowDPPO(kl_weight=0.1),
-    GSPO(),
     GSPO(kl_weight=0.1),
     KLPenalty(),
-    KLPenalty(kl_weight=0.1),
 ]
 METRICS = {
     "policy_loss",
@@ -42,233 +34,181 @@ METRICS = {
 N = 6
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def places(rows: int) -> dict[str, torch.Tensor]:
-    """The first half of the rows is at step 1, the second at step 2 of the same trajectories, two
-    of each group.
+def rows_of(new: torch.Tensor, behaviour: Gaussian, **fields: Any) -> LossBatch:
+    """Rows whose new mean takes gradients; the first half is at step 1, the second at step 2 of the
+    same trajectories, two of each group.
     """
-    row, half = torch.arange(rows), max(rows // 2, 1)
+    count = len(new)
+    row, half = torch.arange(count), max(count // 2, 1)
     step = 1 + row // half
-    return {"sample": row % half, "group": row % half // 2, "step": step, "time": 1.0 - 0.1 * step}
+    values: dict[str, Any] = {
+        "next_node": torch.ones_like(new),
+        "advantages": torch.ones(count),
+        "weight": torch.ones(count),
+        "delta": torch.ones(count),
+        "sample": row % half,
+        "group": row % half // 2,
+        "step": step,
+        "time": 1.0 - 0.1 * step,
+    }
+    leaf = Gaussian(new.clone().requires_grad_(), behaviour.std)
+    return LossBatch(new=leaf, behaviour=behaviour, **values | fields)
 
 
-def make_batch(move: float = 0.0, seed: int = 0, weight: torch.Tensor | None = None) -> LossBatch:
-    """Rows whose new mean (a leaf that takes gradients) is `move` away from the behaviour's."""
-    std = torch.linspace(0.1, 1.0, N)
-    behaviour = Gaussian(randn(N, 2, 3, seed=seed), std)
-    new = Gaussian((behaviour.mean + move * randn(N, 2, 3, seed=seed + 1)).requires_grad_(), std)
-    return LossBatch(
-        new=new,
-        behaviour=behaviour,
-        next_node=sample(behaviour, torch.Generator().manual_seed(seed)),
-        advantages=randn(N, seed=seed + 2),
+def make_batch(move: float = 0.0, weight: torch.Tensor | None = None) -> LossBatch:
+    """Random rows whose new mean is `move` away from the behaviour's."""
+    generator, std = torch.Generator().manual_seed(0), torch.linspace(0.1, 1.0, N)
+    means = torch.randn(3, N, 2, 3, generator=generator)
+    behaviour = Gaussian(means[0], std)
+    return rows_of(
+        means[0] + move * means[1],
+        behaviour,
+        next_node=sample(behaviour, generator),
+        advantages=torch.randn(N, generator=generator),
         weight=torch.ones(N) if weight is None else weight,
         delta=torch.linspace(0.05, 0.3, N),
-        **places(N),
-        reference=Gaussian(randn(N, 2, 3, seed=seed + 3), std),
+        reference=Gaussian(means[2], std),
     )
+
+
+def scalars(new: list[float], **fields: Any) -> LossBatch:
+    """Rows of one element with std 1, node 1 and behaviour 0: log ratio d - d^2 / 2."""
+    count = len(new)
+    behaviour = Gaussian(torch.zeros(count, 1), torch.ones(count))
+    return rows_of(torch.tensor(new)[:, None], behaviour, **fields)
 
 
 def gradient(loss: PolicyLoss, batch: LossBatch) -> torch.Tensor:
     return torch.autograd.grad(loss.loss(batch).loss, batch.new.mean)[0]
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=repr)
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
 class TestContract:
     """What every policy loss promises."""
 
-    def test_is_a_policy_loss_with_detached_metrics(self, loss: PolicyLoss) -> None:
-        assert isinstance(loss, PolicyLoss)
-        result = loss.loss(make_batch(0.01))
-        assert result.loss.ndim == 0 and set(result.metrics) - {"mask_fraction"} == METRICS
+    def test_on_policy_every_ratio_is_exactly_one(self, loss: PolicyLoss) -> None:
+        result = loss.loss(make_batch())
+        assert result.loss.ndim == 0 and set(result.metrics) == METRICS
         for value in result.metrics.values():
             assert value.ndim == 0 and not value.requires_grad and bool(value.isfinite())
-
-    def test_on_policy_every_ratio_is_exactly_one(self, loss: PolicyLoss) -> None:
-        batch = make_batch(0.0)
-        metrics = loss.loss(batch).metrics
+        metrics = result.metrics
         assert metrics["ratio_mean"] == 1 and metrics["ratio_deviation"] == 0
         assert metrics["clip_fraction"] == 0 and metrics["approx_kl"] == 0
 
     def test_rows_of_weight_0_do_not_count(self, loss: PolicyLoss) -> None:
-        """Whatever they hold: the result is that of the batch without them, and their gradient is
-        exactly 0.
+        """Whatever they contain: the result is that of the batch without them, and their gradient
+        is exactly 0.
         """
         counts = torch.tensor([True, False, True, True, False, False])
         batch = make_batch(0.01, weight=counts.float())
-        poisoned = batch.new.mean.detach().clone()
-        poisoned[1] = torch.nan
-        poisoned.requires_grad_()
-        others = {
-            "advantages": batch.advantages.where(counts, torch.nan),
-            "new": Gaussian(poisoned, batch.new.std),
-        }
-        with_poison = replace(batch, **others)
-        without = batch.rows(counts.nonzero().squeeze(-1))
-        without = replace(
-            without, new=Gaussian(without.new.mean.detach().requires_grad_(), without.new.std)
-        )
-        torch.testing.assert_close(loss.loss(with_poison).loss, loss.loss(without).loss)
-        grad = gradient(loss, with_poison)
-        assert bool((grad[~counts] == 0).all())
-        torch.testing.assert_close(grad[counts], gradient(loss, without))
+        few = batch.rows(counts.nonzero().squeeze(-1))
+        few = replace(few, new=Gaussian(few.new.mean.detach().requires_grad_(), few.new.std))
+        bad = batch.new.mean.detach().index_fill(0, torch.tensor([1]), torch.nan).requires_grad_()
+        advantages = batch.advantages.where(counts, torch.nan)
+        batch = replace(batch, advantages=advantages, new=Gaussian(bad, batch.new.std))
+        torch.testing.assert_close(loss.loss(batch).loss, loss.loss(few).loss)
+        found = gradient(loss, batch)
+        assert bool((found[~counts] == 0).all())
+        torch.testing.assert_close(found[counts], gradient(loss, few))
+        nothing = make_batch(0.01, weight=torch.zeros(N))
+        result = loss.loss(nothing)
+        assert result.loss == 0 and all(bool(v.isfinite()) for v in result.metrics.values())
+        assert not gradient(loss, nothing).any()
 
     def test_rows_that_are_no_decision_do_not_count(self, loss: PolicyLoss) -> None:
         batch = make_batch(0.01)
-        std = batch.new.std.clone()
-        std[2] = 0.0
-        still = replace(
-            batch,
-            new=Gaussian(batch.new.mean, std),
-            behaviour=Gaussian(batch.behaviour.mean, std),
-            reference=Gaussian(batch.reference.mean, std) if batch.reference else None,
-        )
+        std = batch.new.std.index_fill(0, torch.tensor([2]), 0.0)
+        names = ("new", "behaviour", "reference")
+        still = {name: Gaussian(getattr(batch, name).mean, std) for name in names}
         masked = replace(batch, weight=(torch.arange(N) != 2).float())
-        assert torch.equal(loss.loss(still).loss, loss.loss(masked).loss)
-        assert torch.equal(gradient(loss, still), gradient(loss, masked))
-
-    def test_weights_of_0_give_an_exact_zero_with_zero_gradient(self, loss: PolicyLoss) -> None:
-        batch = make_batch(0.01, weight=torch.zeros(N))
-        result = loss.loss(batch)
-        assert result.loss == 0 and all(bool(value.isfinite()) for value in result.metrics.values())
-        assert torch.equal(gradient(loss, batch), torch.zeros(N, 2, 3))
+        assert torch.equal(gradient(loss, replace(batch, **still)), gradient(loss, masked))
 
     def test_only_the_new_mean_gets_a_gradient(self, loss: PolicyLoss) -> None:
-        batch = make_batch(0.0)
-        reference = batch.reference
-        assert reference is not None
+        batch = make_batch()
         batch = replace(batch, new=Gaussian(batch.new.mean, batch.new.std.clone()))
-        others = [batch.next_node, batch.behaviour.mean, reference.mean, batch.new.std]
+        assert batch.reference is not None
+        others = [batch.next_node, batch.behaviour.mean, batch.reference.mean, batch.new.std]
         for tensor in others:
             tensor.requires_grad_()
         loss.loss(batch).loss.backward()
-        assert batch.new.mean.grad is not None and bool((batch.new.mean.grad != 0).any())
+        assert batch.new.mean.grad is not None
         assert all(tensor.grad is None for tensor in others)
 
-    def test_a_missing_reference(self, loss: PolicyLoss) -> None:
-        batch = replace(make_batch(0.01), reference=None)
-        if loss.needs_reference:
-            with pytest.raises(ConfigError, match=r"kl_weight = 0\.1 needs LossBatch\.reference"):
-                loss.loss(batch)
-        else:
-            assert set(loss.loss(batch).metrics) - {"mask_fraction"} == METRICS - {"kl"}
+    def test_the_reference_penalty_and_its_parity_form(self, loss: Any) -> None:
+        batch = make_batch(0.01)
+        assert batch.reference is not None
+        plain = replace(loss, kl_weight=0.0).loss(batch).loss
+        exact = kl(batch.new, batch.reference)
+        for form, divergence in (("exact", exact), ("without_delta", exact * batch.delta)):
+            result = replace(loss, kl_weight=0.3, kl=form).loss(batch)
+            torch.testing.assert_close(result.loss, plain + 0.3 * divergence.mean())
+            torch.testing.assert_close(result.metrics["kl"], divergence.mean().detach())
+            if not isinstance(loss, KLPenalty):  # the policy term has no penalty
+                torch.testing.assert_close(result.policy_term, plain)
+        with pytest.raises(ConfigError, match=r"kl_weight = 0\.3 needs LossBatch\.reference"):
+            replace(loss, kl_weight=0.3).loss(replace(batch, reference=None))
+        without = replace(loss, kl_weight=0.0).loss(replace(batch, reference=None))
+        assert set(without.metrics) == METRICS - {"kl"}
 
 
 def test_on_policy_gradient_is_the_policy_gradient() -> None:
     """-mean over pairs of A grad logp, with grad logp = (x - mu) / std^2 over the number of
     elements.
     """
-    batch = make_batch(0.0)
-    score = (batch.next_node - batch.behaviour.mean) / batch.new.std.reshape(N, 1, 1).square() / 6
+    batch = make_batch()
+    std = batch.new.std.reshape(N, 1, 1)
+    score = (batch.next_node - batch.behaviour.mean) / std.square() / 6
     expected = -(batch.advantages.reshape(N, 1, 1) * score) / N
-    for loss in (ClippedLoss(), PolicyGradientLoss(), FlowDPPO()):
-        torch.testing.assert_close(gradient(loss, batch), expected)
-    weights = (batch.new.std / batch.delta).reshape(N, 1, 1)
-    torch.testing.assert_close(gradient(GRPOGuard(), batch), expected * weights)
-    released = 2 * batch.new.std.square().reshape(N, 1, 1)
-    torch.testing.assert_close(
-        gradient(ClippedLoss(log_prob="released_cps"), batch), expected * released
-    )
-
-
-def test_off_policy_loss_by_hand() -> None:
-    """Two pairs of one element, std 1: ratios e^{.1} and e^{-.1} around a clip of .05."""
-    x, old = torch.tensor([[1.0], [1.0]]), torch.zeros(2, 1)
-    # log ratio = x d - d^2 / 2 with x = 1
-    d = torch.tensor([[0.10557281], [-0.09544512]])
-    std = torch.ones(2)
-    for advantages, expected in (
-        # a gain beyond 1 + c is cut, a loss of probability is not
-        ([1.0, 1.0], -(1.05 + 0.904837) / 2),
-        ([-1.0, -1.0], (1.105171 + 0.95) / 2),
+    for loss, factor in (
+        (ClippedLoss(), 1.0),
+        (PolicyGradientLoss(), 1.0),
+        (FlowDPPO(), 1.0),
+        (GRPOGuard(), std / batch.delta.reshape(N, 1, 1)),
+        (ClippedLoss(log_prob="released_cps"), 2 * std.square()),
     ):
-        batch = LossBatch(
-            new=Gaussian(d.clone().requires_grad_(), std),
-            behaviour=Gaussian(old, std),
-            next_node=x,
-            advantages=torch.tensor(advantages),
-            weight=torch.ones(2),
-            delta=torch.ones(2),
-            **places(2),
-        )
-        result = ClippedLoss(clip_range=0.05).loss(batch)
-        assert float(result.loss.detach()) == pytest.approx(expected, abs=1e-5)
-        assert float(result.metrics["clip_fraction"]) == 1.0
-        assert float(result.metrics["ratio_deviation"]) == pytest.approx(0.105171, abs=1e-5)
-        # the clipped pair has none
-        assert bool((gradient(ClippedLoss(clip_range=0.05), batch) == 0).any())
+        torch.testing.assert_close(gradient(loss, batch), expected * factor)
 
 
 @pytest.mark.parametrize(
-    ("advantage", "move", "dropped"),
-    [(1.0, 0.1, True), (1.0, -0.1, False), (-1.0, 0.1, False), (-1.0, -0.1, True)],
+    ("advantage", "expected"),
+    # a gain beyond 1 + c is clipped, a loss of probability is not
+    [(1.0, -(1.05 + 0.904837) / 2), (-1.0, (1.105171 + 0.95) / 2)],
 )
-def test_dppo_drops_what_is_far_and_would_go_further(
-    advantage: float, move: float, dropped: bool
-) -> None:
-    """One element, std 1, x = 1: KL = move^2 / 2 = .005, ratio e^(move - move^2 / 2)."""
-    batch = LossBatch(
-        new=Gaussian(torch.tensor([[move]], requires_grad=True), torch.ones(1)),
-        behaviour=Gaussian(torch.zeros(1, 1), torch.ones(1)),
-        next_node=torch.ones(1, 1),
-        advantages=torch.tensor([advantage]),
-        weight=torch.ones(1),
-        delta=torch.ones(1),
-        **places(1),
-    )
-    ratio = math.exp(move - move**2 / 2)
-    for bound, drops in ((0.0049, dropped), (0.0051, False)):
-        result = FlowDPPO(bound=bound).loss(batch)
-        assert float(result.loss.detach()) == pytest.approx(
-            0.0 if drops else -advantage * ratio, abs=1e-6
-        )
-        assert (
-            float(result.metrics["clip_fraction"])
-            == float(result.metrics["mask_fraction"])
-            == float(drops)
-        )
-        assert bool(gradient(FlowDPPO(bound=bound), batch) == 0) == drops
+def test_clipped_loss_by_hand(advantage: float, expected: float) -> None:
+    """Ratios e^.1 and e^-.1 around a clip of .05; the clipped row has no gradient."""
+    batch = scalars([0.10557281, -0.09544512], advantages=torch.full((2,), advantage))
+    result = ClippedLoss(clip_range=0.05).loss(batch)
+    assert float(result.loss.detach()) == pytest.approx(expected, abs=1e-5)
+    assert float(result.metrics["clip_fraction"]) == 1.0
+    assert float(result.metrics["ratio_deviation"]) == pytest.approx(0.105171, abs=1e-5)
+    assert int((gradient(ClippedLoss(clip_range=0.05), batch) == 0).sum()) == 1
+
+
+def test_dppo_drops_rows_that_are_far_and_would_move_further() -> None:
+    """Shifts towards (+) and away from (-) the node, with A = 1 and A = -2: KL = move^2 / 2 =
+    .00125 and .045. Dropped rows count in the mean, and in the penalty.
+    """
+    advantages = torch.tensor([1.0] * 4 + [-2.0] * 4)
+    dropped = torch.tensor([False, False, True, False, False, False, False, True])
+    reference = Gaussian(torch.ones(8, 1), torch.ones(8))
+    moves = [0.05, -0.05, 0.3, -0.3] * 2
+    batch = scalars(moves, advantages=advantages, reference=reference)
+    result, mean = FlowDPPO(bound=0.01).loss(batch), batch.new.mean.detach()
+    terms = torch.where(dropped, 0.0, -advantages * (mean - mean.square() / 2).exp().flatten())
+    torch.testing.assert_close(result.loss.detach(), terms.mean())
+    assert float(result.metrics["clip_fraction"]) == 0.25
+    found = gradient(FlowDPPO(bound=0.01), batch)
+    torch.testing.assert_close(found, terms[:, None] * (1 - mean) / 8)
+    pulled = gradient(FlowDPPO(bound=0.01, kl_weight=0.5), batch)
+    torch.testing.assert_close(pulled - found, 0.5 * (mean - 1) / 8)
+    assert gradient(FlowDPPO(bound=0.046), batch).all()
 
 
 def test_the_plain_policy_gradient_ignores_the_behaviour() -> None:
-    far, near = make_batch(0.3), make_batch(0.3)
-    near = replace(near, behaviour=near.new)
-    torch.testing.assert_close(
-        gradient(PolicyGradientLoss(), far), gradient(PolicyGradientLoss(), near)
-    )
-    assert not torch.allclose(
-        gradient(FlowDPPO(1e6), far), gradient(PolicyGradientLoss(), far), rtol=1e-3
-    )
-    assert float(PolicyGradientLoss().loss(far).metrics["clip_fraction"]) == 0.0
-
-
-def test_the_reference_penalty_and_its_parity_form() -> None:
-    batch = make_batch(0.01)
-    assert batch.reference is not None
-    plain = ClippedLoss().loss(batch).loss
-    exact = kl(batch.new, batch.reference)
-    torch.testing.assert_close(
-        ClippedLoss(kl_weight=0.3).loss(batch).loss - plain, 0.3 * exact.mean()
-    )
-    parity = ClippedLoss(kl_weight=0.3, kl="without_delta").loss(batch)
-    torch.testing.assert_close(parity.loss - plain, 0.3 * (exact * batch.delta).mean())
-    torch.testing.assert_close(parity.metrics["kl"], (exact * batch.delta).mean().detach())
-    torch.testing.assert_close(
-        parity.metrics["approx_kl"], kl(batch.new, batch.behaviour).mean().detach()
-    )
-
-
-def test_the_released_cps_ratio_drops_the_constants() -> None:
-    batch = make_batch(0.01)
-    x = batch.next_node
-    ratio = (
-        log_prob_without_constants(batch.new, x) - log_prob_without_constants(batch.behaviour, x)
-    ).exp()
-    metrics = ClippedLoss(log_prob="released_cps").loss(batch).metrics
-    torch.testing.assert_close(metrics["ratio_mean"], ratio.mean().detach())
+    far, loss = make_batch(0.3), PolicyGradientLoss()
+    near = replace(far, behaviour=Gaussian(far.new.mean.detach(), far.new.std))
+    torch.testing.assert_close(gradient(loss, far), gradient(loss, near))
+    assert not torch.allclose(gradient(FlowDPPO(1e6), far), gradient(loss, far), rtol=1e-3)
 
 
 def test_guards_ratio_is_the_projected_noise() -> None:
@@ -284,64 +224,28 @@ def test_guards_ratio_is_the_projected_noise() -> None:
     torch.testing.assert_close(metrics["policy_loss"], terms.mean().detach())
 
 
-def drift(dtype: torch.dtype) -> torch.Tensor:
-    """|ratio - 1| before any update when nodes are stored in `dtype` after the behaviour's
-    log-probability was computed.
-    """
-    schedule, step = shifted_schedule(10), torch.full((256,), 7)
-    x, v = randn(256, 64), randn(256, 64, seed=1)
-    transition = CPS(0.3).transition(x, v, schedule, step)
-    node = sample(transition, torch.Generator().manual_seed(2))
-    again = CPS(0.3).transition(x.to(dtype).float(), v, schedule, step)
-    ratio = (log_prob(again, node.to(dtype).float()) - log_prob(transition, node)).exp()
-    return (ratio - 1).abs()
-
-
-def test_only_nodes_stored_in_float32_keep_the_ratio_at_one() -> None:
-    """Measured: bfloat16 moves the ratio by 1.2e-3 on average, at most 5e-3; float16 by 1e-4: a
-    clip of 1e-4 is used up.
-    """
-    assert float(drift(torch.float32).max()) == 0.0
-    means = {dtype: float(drift(dtype).mean()) for dtype in (torch.bfloat16, torch.float16)}
-    assert 5e-4 < means[torch.bfloat16] < 5e-3
-    assert 5e-5 < means[torch.float16] < 1e-3
-    assert means[torch.bfloat16] > 4 * means[torch.float16]
-
-
 def test_gspo_by_hand() -> None:
-    """Two trajectories of two steps, one element, std 1, x = 1: log-ratios d - d^2 / 2, weights 1
-    and 3 within a trajectory.
-    """
-    d = torch.tensor([0.3, -0.3, 0.1, 0.02])
-    weight, advantages = torch.tensor([1.0, 1.0, 3.0, 3.0]), torch.tensor([1.0, -2.0, 1.0, -2.0])
-    batch = LossBatch(
-        new=Gaussian(d[:, None].clone().requires_grad_(), torch.ones(4)),
-        behaviour=Gaussian(torch.zeros(4, 1), torch.ones(4)),
-        next_node=torch.ones(4, 1),
-        advantages=advantages,
-        weight=weight,
-        delta=torch.ones(4),
-        **places(4),
-    )
-    log = d - d.square() / 2
-    s = [math.exp(float(log[0] + 3 * log[2]) / 4), math.exp(float(log[1] + 3 * log[3]) / 4)]
-    assert s[0] > 1.1 and 0.9 < s[1] < 1.0
+    """Two trajectories of two steps, with weights 1 and 3 within a trajectory."""
+    moves, weight = torch.tensor([0.3, -0.3, 0.1, 0.02]), torch.tensor([1.0, 1.0, 3.0, 3.0])
+    advantages = torch.tensor([1.0, -2.0, 1.0, -2.0])
+    batch = scalars(moves.tolist(), advantages=advantages, weight=weight)
+    log = (moves - moves.square() / 2).tolist()
+    ratios = [math.exp((log[0] + 3 * log[2]) / 4), math.exp((log[1] + 3 * log[3]) / 4)]
+    assert ratios[0] > 1.1 and 0.9 < ratios[1] < 1.0
     result = GSPO(clip_range=0.1).loss(batch)
-    assert float(result.loss.detach()) == pytest.approx((-1.1 + 2 * s[1]) / 2, abs=1e-6)
-    assert float(result.metrics["clip_fraction"]) == 0.5 and float(
-        result.metrics["ratio_mean"]
-    ) == pytest.approx(sum(s) / 2)
+    assert float(result.loss.detach()) == pytest.approx((-1.1 + 2 * ratios[1]) / 2, abs=1e-6)
+    assert float(result.metrics["clip_fraction"]) == 0.5
+    assert float(result.metrics["ratio_mean"]) == pytest.approx(sum(ratios) / 2)
     found = gradient(GSPO(clip_range=0.1), batch).flatten()
-    assert bool((found[[0, 2]] == 0).all())  # the whole trajectory is clipped
-    torch.testing.assert_close(found[[1, 3]], (2 * s[1] * weight / weight.sum() * (1 - d))[[1, 3]])
+    assert not found[[0, 2]].any()  # the trajectory is clipped
+    expected = 2 * ratios[1] * weight / weight.sum() * (1 - moves)
+    torch.testing.assert_close(found[[1, 3]], expected[[1, 3]])
 
 
 def test_gspo_of_single_transitions_is_the_clipped_loss() -> None:
     batch = replace(make_batch(0.05), sample=torch.arange(N))
-    for loss in (GSPO(clip_range=0.01), GSPO(clip_range=0.01, kl_weight=0.2)):
-        clipped = ClippedLoss(clip_range=0.01, kl_weight=loss.kl_weight)
-        torch.testing.assert_close(loss.loss(batch).loss, clipped.loss(batch).loss)
-        torch.testing.assert_close(gradient(loss, batch), gradient(clipped, batch))
+    found = gradient(GSPO(clip_range=0.01), batch)
+    torch.testing.assert_close(found, gradient(ClippedLoss(clip_range=0.01), batch))
 
 
 def test_the_penalty_pulls_to_the_behaviour_also_at_advantage_0() -> None:
@@ -354,10 +258,7 @@ def test_the_penalty_pulls_to_the_behaviour_also_at_advantage_0() -> None:
     expected = 3.0 * pull * (weight / weight.sum())[:, None, None] / 6
     torch.testing.assert_close(gradient(KLPenalty(coefficient=3.0), batch), expected)
     result = KLPenalty(coefficient=3.0).loss(batch)
-    torch.testing.assert_close(result.loss.detach(), 3.0 * result.metrics["approx_kl"])
     assert result.policy_term is not None and float(result.policy_term.detach()) == 0.0
     far = make_batch(0.05)
-    apart = gradient(KLPenalty(coefficient=1e-9), far) - gradient(
-        ClippedLoss(clip_range=0.999), far
-    )
-    torch.testing.assert_close(apart, torch.zeros_like(apart), atol=1e-7, rtol=0)
+    difference = gradient(KLPenalty(1e-9), far) - gradient(ClippedLoss(clip_range=0.999), far)
+    assert difference.abs().max() < 1e-7

@@ -280,7 +280,7 @@ def test_windows_end_where_they_should() -> None:
         lambda: Windowed(CPS(), range(1, 5)).transition(x, x, schedule, step),
         lambda: RandomWindow(0),
         lambda: RandomWindow(1, low=-1),
-        lambda: RandomWindow(3, low=1, high=3),
+        lambda: RandomWindow(3, low=1, high=3).steps(4, generator),
         lambda: RandomWindow(1, high=5).steps(4, generator),
         lambda: RandomWindow(4, low=1).steps(4, generator),
         lambda: FixedWindow(stop=-1).steps(1, generator),

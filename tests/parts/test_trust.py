@@ -211,18 +211,10 @@ def test_a_hostile_comparison_executes_nothing(
     values = json.loads((finished / "config.json").read_text())
     spec = f"{tmp_path}/evil.py:Evil"
     for change in (
-        {"credit": [spec], "methods": ["flow-grpo", "Evil"]},
         {"arms": {"flow-grpo": {}, "evil": {"loss": spec}}},
-        {"methods": ["flow-grpo"], "method_settings": {"flow-grpo": {"loss": spec}}},
-        {
-            "methods": ["tp-grpo"],
-            "method_settings": {
-                "tp-grpo": {"loss": f"flowrl.methods:named_method(credit='{spec}')"}
-            },
-        },
+        {"arms": {"evil": {"credit": f"flowrl.methods:named_method(credit='{spec}')"}}},
     ):
-        # also as earlier versions wrote it
-        changed = {name: value for name, value in values.items() if name != "arms"} | change
+        changed = values | change
         with pytest.raises(ConfigError, match=r"names .*(evil\.py:Evil|named_method): code, which"):
             CompareConfig.from_dict(changed).jobs()
         (tmp_path / "config.json").write_text(json.dumps(changed))

@@ -1,4 +1,6 @@
-"""Fixed, random and sliding windows, their texts, and the steps of them that are trained."""
+"""Fixed, random and sliding windows, and the steps of them that are trained."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +14,9 @@ from flowrl.samplers import (
     Multistep,
     RandomWindow,
     SlidingWindow,
-    Windowed,
     trained_steps,
     windowed,
 )
-from flowrl.training.build import make_method, make_world, policy_options, window_text
-from flowrl.training.config import RunConfig, preset
-from flowrl.training.trainer import Trainer
 
 
 def steps_of(window: Window, count: int = 10, iteration: int = 0, seed: int = 0) -> list[int]:
@@ -47,40 +45,33 @@ def test_a_fixed_window_is_a_slice_of_the_steps(
             steps_of(FixedWindow(start, stop), count)
 
 
-def test_it_moves_by_its_stride_and_starts_over() -> None:
-    assert starts(SlidingWindow(4), 9) == [0, 1, 2, 3, 4, 5, 6, 0, 1]
-    assert starts(SlidingWindow(4, stride=4, every=2), 8) == [0, 0, 4, 4, 6, 6, 0, 0]
-    assert starts(SlidingWindow(10), 3) == [0, 0, 0]
-
-
-def test_it_may_stay_at_the_end_instead() -> None:
-    assert starts(SlidingWindow(4, at_end="stay"), 9) == [0, 1, 2, 3, 4, 5, 6, 6, 6]
-    assert starts(SlidingWindow(4, stride=4, every=2, at_end="stay"), 8) == [0, 0, 4, 4, 6, 6, 6, 6]
-
-
-@pytest.mark.parametrize(("size", "stride"), [(1, 1), (3, 2), (4, 4), (7, 5), (10, 1)])
-def test_one_pass_trains_every_step(size: int, stride: int) -> None:
-    window = SlidingWindow(size, stride)
-    places = window.starts(10)
-    assert {start + i for start in places for i in range(size)} == set(range(10))
-    assert starts(window, len(places) + 1) == [*places, 0]
+@pytest.mark.parametrize(
+    ("at_end", "first", "second"),
+    [
+        ("wrap", [0, 1, 2, 3, 4, 5, 6, 0, 1], [0, 0, 4, 4, 6, 6, 0, 0]),
+        ("stay", [0, 1, 2, 3, 4, 5, 6, 6, 6], [0, 0, 4, 4, 6, 6, 6, 6]),
+    ],
+)
+def test_a_sliding_window_moves_to_the_end(
+    at_end: Any, first: list[int], second: list[int]
+) -> None:
+    assert starts(SlidingWindow(4, at_end=at_end), 9) == first
+    assert starts(SlidingWindow(4, stride=4, every=2, at_end=at_end), 8) == second
+    assert starts(SlidingWindow(10, at_end=at_end), 3) == [0, 0, 0]
 
 
 def test_a_random_window_is_reproducible_and_covers_every_place() -> None:
-    """200 draws over 4 places miss one of them with probability below 1e-24."""
+    """100 draws over 4 places miss one of them with probability below 1e-11."""
     window = RandomWindow(size=3, low=1, high=7)
 
     def drawn() -> list[list[int]]:
         generator = torch.Generator().manual_seed(0)
-        return [list(window.steps(8, generator)) for _ in range(200)]
+        return [list(window.steps(8, generator)) for _ in range(100)]
 
     assert {tuple(steps) for steps in drawn()} == {(1, 2, 3), (2, 3, 4), (3, 4, 5), (4, 5, 6)}
     assert drawn() == drawn()
-
-
-def test_a_random_window_does_not_depend_on_the_iteration() -> None:
-    assert steps_of(RandomWindow(3), seed=7) == steps_of(RandomWindow(3), iteration=1, seed=7)
-    assert steps_of(RandomWindow(3), seed=7) == steps_of(RandomWindow(3), iteration=50, seed=7)
+    for iteration in (1, 50):
+        assert steps_of(window, iteration=iteration, seed=7) == steps_of(window, seed=7)
 
 
 @pytest.mark.parametrize("window", [FixedWindow(2, -1), SlidingWindow(3, stride=2)])
@@ -91,40 +82,6 @@ def test_only_random_windows_draw(window: Window) -> None:
     assert torch.equal(generator.get_state(), before)
     RandomWindow(3).steps(10, generator)
     assert not torch.equal(generator.get_state(), before)
-
-
-def test_a_window_of_the_users_own(tmp_path) -> None:
-    code = (
-        "class Ends:\n    def steps(self, count, generator, iteration=0):\n        return [0, count"
-        " - 1]\n"
-    )
-    (tmp_path / "my.py").write_text(code)
-    config = preset("tiny").apply(
-        world="mixture", window=f"{tmp_path / 'my.py'}:Ends", iterations=1
-    )
-    assert drawn_samplers(config, 1) == [[0, 3]]
-    assert window_text(config).endswith("my.py:Ends (2 of 4 steps, chosen every iteration)")
-    with pytest.raises(ConfigError, match=r"window names .*: code, which would run"):
-        RunConfig.from_dict(config.as_dict()).allowed()
-
-
-def drawn_samplers(config: RunConfig, iterations: int) -> list[list[int]]:
-    chosen = make_world(config)
-    policy = chosen.policy(policy_options(config))
-    run = Trainer(
-        policy,
-        make_method(config),
-        chosen.reward("soft"),
-        chosen.prompts("direction", "train"),
-        config,
-    )
-    seen = []
-    for _ in range(iterations):
-        sampler = run.draw_sampler()
-        assert isinstance(sampler, Windowed)
-        seen.append(list(sampler.steps))
-        run.iteration() if run.done < config.iterations else None
-    return seen
 
 
 def test_a_multistep_solver_has_no_window() -> None:
@@ -154,15 +111,15 @@ def test_only_steps_with_noise_are_trained(spec: str, expected: list[int]) -> No
 
 
 def test_a_random_share_is_drawn_evenly_and_again_from_the_same_state() -> None:
-    """0.6 of 9 steps are 5 (DanceGRPO's floor); 2,000 draws: a step's count has standard deviation
-    22; five are allowed.
+    """0.6 of 9 steps are 5 (DanceGRPO's floor); 500 draws: a step's count has standard deviation
+    11.1; five are allowed.
     """
-    draws = [chosen("random(fraction=0.6)", [0.1] * 9 + [0.0], seed) for seed in range(2000)]
+    draws = [chosen("random(fraction=0.6)", [0.1] * 9 + [0.0], seed) for seed in range(500)]
     assert {len(steps) for steps in draws} == {5} and all(
         steps == sorted(set(steps)) for steps in draws
     )
     counts = torch.tensor(draws).flatten().bincount(minlength=10)
-    assert counts[9] == 0 and (counts[:9] - 2000 * 5 / 9).abs().max() < 5 * 22.3
+    assert counts[9] == 0 and (counts[:9] - 500 * 5 / 9).abs().max() < 5 * 11.2
     assert (
         chosen("random(fraction=0.6)", [0.1] * 9 + [0.0], 7) == draws[7]
         and len(chosen("random(fraction=0.01)", [0.1] * 9)) == 1
@@ -176,7 +133,6 @@ def test_a_random_share_is_drawn_evenly_and_again_from_the_same_state() -> None:
         "3",
         "1:2:3",
         "random",
-        "random(fraction=0)",
         "random(fraction=1.5)",
         "random(fraction=nan)",
         "random(size=3)",
@@ -195,15 +151,13 @@ def test_other_words_for_trained_steps_are_refused(spec: str) -> None:
 
 
 def test_a_geometric_start_is_drawn_with_its_probabilities() -> None:
-    """Chi-squared over 5 starts; 4000 draws; the false-alarm rate is 0.1% (critical value 18.5 at 4
+    """Chi-squared over 5 starts; 1000 draws; the false-alarm rate is 0.1% (critical value 18.5 at 4
     degrees of freedom).
     """
-    window, generator = (
-        RandomWindow(3, low=1, high=8, geometric=0.5),
-        torch.Generator().manual_seed(1),
-    )
-    starts = torch.tensor([window.steps(9, generator)[0] for _ in range(4000)])
-    expected = 4000 * 0.5 ** torch.arange(5) / sum(0.5**i for i in range(5))
+    window = RandomWindow(3, low=1, high=8, geometric=0.5)
+    generator = torch.Generator().manual_seed(1)
+    starts = torch.tensor([window.steps(9, generator)[0] for _ in range(1000)])
+    expected = 1000 * 0.5 ** torch.arange(5) / sum(0.5**i for i in range(5))
     counts = torch.bincount(starts, minlength=6)
     assert counts[0] == 0 and len(counts) == 6
     assert float(((counts[1:] - expected) ** 2 / expected).sum()) < 18.5

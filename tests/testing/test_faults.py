@@ -908,7 +908,7 @@ def test_every_promise_gets_a_fresh_part() -> None:
     assert check_credit(part, decisions=4).ok and part == used
     assert not check_credit(part).ok, "it is tried with other numbers of decisions"
     memory = MovingAverageGain()
-    assert check_credit(memory).ok and not memory.state_dict()
+    assert check_credit(memory).ok and not memory.baseline
     model = mixture_policy()
     before = [p.detach().clone() for p in model.trainable().values()]
     check_policy(model, DIRECTIONS)

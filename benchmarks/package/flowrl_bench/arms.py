@@ -252,7 +252,7 @@ _ARMS = (
     Arm("noise-weighted", {"method": "noise-weighted"}),
     Arm("gains over a moving average", {"credit": "moving-average-gain"}),
     Arm("gains, one-step estimate", {"credit": "stepwise-gain(probe=tweedie)"}),
-    Arm("random credit", {"method": "random", "credit": "random(seed=0)"}, control=True),
+    Arm("random credit", {"method": "flow-grpo", "credit": "random(seed=0)"}, control=True),
     Arm("true advantages", {"credit": "stepwise-gain(probe='continuation:8')"}, control=True),
 )
 ARMS: dict[str, Arm] = {arm.name: arm for arm in _ARMS}

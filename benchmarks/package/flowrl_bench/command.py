@@ -14,6 +14,8 @@ from annotated_types import Ge, Gt, Le
 
 from flowrl.core.errors import require
 from flowrl.core.options import Count, Workers
+from flowrl.io import require_new_file
+from flowrl.reading import is_json, require_file
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Claims:
     """With --judge: measure missing samples of samplers (FILE-samples.json) with the current code;
     a run that then ends otherwise than its line says is refused.
     """
-    redo: str = ""
+    redo: Annotated[str | None, tyro.conf.arg(help_behavior_hint="")] = None
     """Repeat the run with this id from its line in `out` (also that of a rule of your own), compare
     every number except seconds, say whether another processor's rounding explains what differs, and
     stop.
@@ -93,6 +95,8 @@ class Claims:
             self.world,
             "mixture, shapes or all",
         )
+        if self.judge:
+            require_file(self.out)
         for name in self.only:
             require(name in CLAIMS, "only", name, f"one of {', '.join(CLAIMS)}")
         offered = CLAIMS if self.only or not self.quick else quick(CLAIMS)
@@ -100,8 +104,11 @@ class Claims:
         if self.list:
             print("\n".join(f"{c.id}: {c.says} ({c.rule.words()})" for c in chosen.values()))
             return 0
+        require(self.judge or not self.look, "look", self.look, "given with --judge only")
+        if self.redo is None and not self.judge:
+            require_new_file(self.out, lambda data: True)
         file = ResultsFile(self.out, self.trust)
-        if self.redo:
+        if self.redo is not None:
             return _redo(self.redo, file)
         folder = self.page or self.out.parent
         require_page(folder, "claims", TITLE)
@@ -188,6 +195,13 @@ class Tune:
         from flowrl_bench.arms import ARMS, chosen_worlds, in_world, named_arm, own_arms, short_name
         from flowrl_bench.tune import Search, choices, save, tune
 
+        if self.show:
+            default = Tune.__dataclass_fields__["budget"].default
+            require(self.budget == default, "budget", self.budget, "left out with --show")
+        else:
+            require_new_file(self.out, lambda data: True)
+        if self.save is not None:
+            require_new_file(self.save, is_json, "save")
         worlds = chosen_worlds(self.world, self.model, self.prompts, self.reward, self.set)
         own = own_arms(self.arm, self.arms, self.trust)
         arms = [*(named_arm(name) for name in self.methods or (ARMS if not own else ())), *own]

@@ -20,7 +20,7 @@ import flowrl
 from flowrl.core.errors import ConfigError
 from flowrl.methods import METHODS
 from flowrl.parts.registry import files_of
-from flowrl.parts.specs import Spec, parse_spec
+from flowrl.parts.specs import parse_spec
 from flowrl.training.config import RunConfig, preset
 from flowrl_bench.measurements import CURVE, measure
 from flowrl_bench.older_windows import STEPS, to_older
@@ -301,21 +301,24 @@ def own_files(config: RunConfig) -> list[Path]:
     """
     algorithm, reward = config.algorithm, config.environment.reward
     chosen = {kind: getattr(algorithm, kind) for kind in ("credit", "sampler", "window", "loss")}
-    found: dict[Path, None] = {}
     world = {} if config.environment.world == "model" else {"world": config.environment.world}
-    for kind, spec in {**chosen, "reward": reward, **world}.items():
-        for part, parsed in _parts(kind, spec):
-            found |= dict.fromkeys(files_of(part, parsed))
-    covered = {path.resolve() for path in imported()} if found else set()
-    return [path for path in found if path.is_file() and path.resolve() not in covered]
+    specs = {**chosen, "reward": reward, **world}
+    files = dict.fromkeys(path for kind, spec in specs.items() for path in _files(kind, spec))
+    return [path for path in files if path.is_file() and path.resolve() not in _covered()]
 
 
 @cache
-def _parts(kind: str, spec: str) -> tuple[tuple[str, Spec], ...]:
-    """Kind and spec of a part and of the parts in its options; none if the spec cannot be read."""
+def _covered() -> frozenset[Path]:
+    """The files of the code's digest, as of the first call in this process."""
+    return frozenset(path.resolve() for path in imported())
+
+
+@cache
+def _files(kind: str, spec: str) -> tuple[Path, ...]:
+    """Files of a part and of the parts in its options; none if the spec cannot be read."""
     try:
         parsed = parse_spec(spec, kind)
     except ConfigError:
         return ()
-    inner = [part for nested in parsed.nested() for part in _parts(*nested)]
-    return ((kind, parsed), *inner)
+    inner = [path for nested in parsed.nested() for path in _files(*nested)]
+    return (*files_of(kind, parsed), *inner)

@@ -78,6 +78,8 @@ def parse_rewards(text: str, origin: str = "rewards", decisions: Sequence[int] =
         ]
     except csv.Error as error:
         raise ConfigError(f"{origin}, line {lines.line_num}: {error}") from error
+    widest = max((len(cells) for _, cells in rows), default=0)
+    require(widest <= 1000, f"{origin}: columns", widest, "1000 or fewer (decisions and reward)")
     if not rows:
         raise ConfigError(
             f"{origin}: no rows; write one line per trajectory: its values, then its reward"

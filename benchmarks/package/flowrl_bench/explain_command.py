@@ -3,8 +3,11 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
+
+from flowrl.core.errors import require
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,19 @@ class Explain:
         columns = table.values.shape[-1]
         if not table.header and not self.decisions:
             print(f"{columns} columns read as {columns - 1} decisions")
-        sampler = build("sampler", self.sampler, noise_level=self.noise_level)
-        stds = transition_stds(sampler, uniform_schedule(columns - 1))
-        decisions = Decisions.like(table.values, stds.tolist())
-        shown = [explain(build("credit", spec), table, decisions, spec) for spec in self.rules]
+
+        def with_sampler(spec: str, noise_level: float) -> list[Any]:
+            sampler = build("sampler", spec, noise_level=noise_level)
+            stds = transition_stds(sampler, uniform_schedule(columns - 1))
+            decisions = Decisions.like(table.values, stds.tolist())
+            return [explain(build("credit", spec), table, decisions, spec) for spec in self.rules]
+
+        usual = (Explain.sampler, Explain.noise_level)
+        shown = with_sampler(self.sampler, self.noise_level)
+        if (self.sampler, self.noise_level) != usual:
+            acts = list(map(str, shown)) != list(map(str, with_sampler(*usual)))
+            name = "sampler" if self.sampler != usual[0] else "noise_level"
+            require(acts, name, getattr(self, name), "left out: these rules do not read the noise")
         parts = [(one, prompt) for one in shown for prompt in range(len(table.prompts))]
         first = (
             self.out / "explain.png" if os.path.isdir(self.out) or not self.out.suffix else self.out

@@ -223,7 +223,7 @@ def _row(
     try:
         credits = [look.credit(method.credit, shared) for look in looks]
     except ConfigError as error:
-        if "not applicable" not in str(error):
+        if "guidance of the probe" not in str(error):
             raise
         return {"not_applicable": str(error)}
     trajectories = sum(truth.values.shape[:2].numel() for truth in truths)

@@ -66,7 +66,7 @@ def train_run(worker: Worker, key: Key, quick: bool) -> dict[str, Any] | None:
     try:
         found = measure(config, worker.stopped)
     except ConfigError as error:
-        if "not applicable" not in str(error):
+        if "guidance of the probe" not in str(error):
             raise
         return {"not_applicable": str(error)}
     if found is None:

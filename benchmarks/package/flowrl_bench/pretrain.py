@@ -11,8 +11,10 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
+from flowrl.core.errors import require
 from flowrl.core.options import Count, Seed
 from flowrl.io import require_new_file
+from flowrl.reading import read_bytes
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,10 @@ class Pretrain:
 
         changes = {} if self.updates is None else {"updates": self.updates}
         config = PretrainConfig(seed=self.seed, **changes)
+        require(not self.out.is_dir(), "out", str(self.out), "a file; this is a folder")
         card = self.out.with_suffix(".json")
         require_new_file(
-            self.out, lambda data: hashlib.sha256(data).hexdigest().encode() in card.read_bytes()
+            self.out, lambda data: hashlib.sha256(data).hexdigest().encode() in read_bytes(card)
         )
         require_new_file(card, lambda data: b'"sha256"' in data)
         pretrain_to_file(config, self.out, self.threads, _print_progress(), typed_command())

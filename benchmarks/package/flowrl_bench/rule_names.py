@@ -65,15 +65,8 @@ def named_rules(specs: Sequence[str], taken: Collection[str] = ()) -> dict[str, 
 
 
 def _held(folder: Path) -> dict[str, Any] | None:
-    """The settings of the arm that has results in a folder; earlier versions, whose lines name a
-    credit rule, wrote no `ARM`.
-    """
-    if (folder / ARM).exists():
-        return read_json(folder / ARM, dict[str, Any])
-    lines = [line for name in (TUNING, RESULTS) for line in ResultsFile(folder / name).unchecked()]
-    specs = (line.get("config", {}).get("algorithm", {}).get("credit") for line in lines)
-    spec = next(filter(None, specs), "")
-    return credit_arms([spec])[rule_name(spec)] if spec else None
+    """The settings of the arm that has results in a folder."""
+    return read_json(folder / ARM, dict[str, Any]) if (folder / ARM).exists() else None
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -1,0 +1,211 @@
+"""What comes from elsewhere: files, folders, and objects of users."""
+
+import os
+import re
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from pkgutil import walk_packages
+
+import pytest
+import torch
+
+import flowrl.core.types as types
+from flowrl.cli.main import main
+from flowrl.core.errors import OWN_PACKAGES, ConfigError, CreditError, PartError
+from flowrl.core.types import part_call, watched_calls
+from flowrl.io import folder_lock
+from flowrl.parts.registry import build, check_part
+from flowrl.parts.trust import PARTS, trusted
+from flowrl.probes import Completion, NoProbe
+from flowrl.reading import read_bytes
+from flowrl.training.build import unread
+from flowrl.training.config import preset
+
+ROOT = Path(__file__).parent.parent
+TINY = preset("tiny").apply(world="mixture")
+
+
+def test_no_callable_of_the_packages_is_built_from_a_file() -> None:
+    """By its module's name, alone or as an option of a built-in part, for every setting."""
+    count = 0
+    for package in OWN_PACKAGES:
+        room = import_module(package)
+        for module in walk_packages(room.__path__, f"{package}."):
+            if module.name.endswith("__main__"):
+                continue
+            for name, value in vars(import_module(module.name)).items():
+                if not callable(value):
+                    continue
+                spec, count = f"{module.name}:{name}", count + 1
+                for setting, kind in PARTS.items():
+                    for text in (spec, f"{spec}(x=1)", f"nested(a=[{{b: '{spec}'}}])"):
+                        with pytest.raises(ConfigError, match="trust"):
+                            trusted({setting: [text] if kind == "observer" else text}, "a file")
+    assert count > 3000
+    with pytest.raises(ConfigError, match=r"tracker names wandb"):
+        trusted({"tracker": "wandb"}, "a file")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large"])
+def test_only_regular_files_of_limited_size_are_read(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(b"12345")
+    with pytest.raises(ConfigError, match=r"no regular file|has 5 bytes; allowed: 4"):
+        read_bytes(path, 4)
+    (tmp_path / "link").symlink_to(__file__)
+    assert read_bytes(tmp_path / "link").startswith(b'"""What comes')
+
+
+def test_the_library_opens_files_in_one_place() -> None:
+    opening = re.compile(r"\.read_text\(|\.read_bytes\(|[^\w.]open\(")
+    allowed = {"reading.py", "io.py", "signals.py", "workers.py", "sources.py", "run.py"}
+    found = [
+        f"{path}: {line.strip()}"
+        for path in (ROOT / "flowrl").rglob("*.py")
+        if path.name not in allowed and "serving" not in path.parts
+        for line in path.read_text().splitlines()
+        if opening.search(line) and "files(" not in line
+    ]
+    assert len(found) <= 1, found  # data that ship with the package
+
+
+def interrupted_run(folder: Path) -> Path:
+    """A run that can go on after its last iteration."""
+    sizes = ["--preset", "tiny", "--world", "mixture", "--checkpoint-every", "1"]
+    assert main(["train", *sizes, "--out", str(folder)]) == 0
+    for name in ("done.json", "weights.safetensors"):
+        (folder / name).unlink()
+    return folder
+
+
+def test_a_link_in_a_run_folder_is_neither_written_nor_deleted(tmp_path: Path, capsys) -> None:
+    run, other = interrupted_run(tmp_path / "run"), tmp_path / "other"
+    os.rename(run / "checkpoints", other)
+    before = {path.name: path.read_bytes() for path in other.iterdir()}
+    (run / "checkpoints").symlink_to(other)
+    assert main(["train", "--resume", str(run)]) == 2
+    assert "checkpoints is a link" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in other.iterdir()} == before
+    (run / "checkpoints").unlink()
+    os.rename(other, run / "checkpoints")
+    (tmp_path / "linked").symlink_to(run)  # the folder itself may be one
+    with folder_lock(tmp_path / "linked"):
+        pass
+
+
+class Rule:
+    probe = NoProbe()
+
+    def assign(self, values, decisions):
+        return values
+
+
+class Reward:
+    def score(self, images, prompts):
+        return images
+
+
+@pytest.mark.parametrize(
+    ("kind", "members", "message"),
+    [
+        ("credit", {"probe": None}, r"Wrong\.probe is None; allowed: an instance"),
+        ("credit", {"probe": "completion"}, r"Wrong\.probe is 'completion'"),
+        ("credit", {"probe": Completion}, r"Wrong\.probe is the class Completion"),
+        ("credit", {"assign": 3}, r"Wrong\.assign is 3; allowed: a method"),
+        ("credit", {"state_dict": lambda self: {}}, "has state_dict, but no load_state_dict"),
+        ("credit", {"state_dict": {}, "load_state_dict": {}}, r"Wrong\.state_dict is {}"),
+        (
+            "credit",
+            {"state_dict": lambda self: 1.0, "load_state_dict": lambda self, state: None},
+            "allowed: a dictionary of tensors",
+        ),
+        ("credit", {"metrics": {}}, r"Wrong\.metrics is {}"),
+        ("reward", {"score": 3}, r"Wrong\.score is 3"),
+        ("reward", {"score": lambda self, images: images}, r"Wrong\.score must take \(images, pro"),
+    ],
+)
+def test_mistakes_of_authors_are_named_when_the_part_is_built(kind, members, message) -> None:
+    base = {"credit": Rule, "reward": Reward}[kind]
+    check_part(kind, base())
+    with pytest.raises(ConfigError, match=message):
+        check_part(kind, type("Wrong", (base,), members)())
+
+
+def test_what_a_call_of_a_part_breaks_is_named(capfd) -> None:
+    values = torch.zeros(2)
+
+    def called(work) -> None:
+        with part_call("X.assign", CreditError, values):
+            work()
+
+    called(lambda: None)
+    with pytest.raises(CreditError, match=r"X\.assign changed its input in place"):
+        called(lambda: values.add_(1))
+    for work in (
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.set_grad_enabled(False),
+    ):
+        with pytest.raises(CreditError, match=r"X\.assign changed torch's default"):
+            called(work)
+        assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+    with pytest.raises(PartError, match=r"test_gate\.py, line \d+\) failed: KeyError: 'oops'"):
+        called(lambda: {}["oops"])
+
+
+def test_a_part_that_forks_is_named_in_its_process() -> None:
+    code = (
+        "import os\nfrom flowrl.core.types import part_call\n"
+        "from flowrl.core.errors import CreditError\n"
+        "def fork():\n    if (child := os.fork()):\n        os.waitpid(child, 0)\n"
+        "with part_call('X.assign', CreditError):\n    fork()\n"
+    )
+    import subprocess
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.count("X.assign forked the process") == 1 and done.returncode == 1
+
+
+def test_a_part_that_does_not_return_is_named_once(monkeypatch, capfd) -> None:
+    monkeypatch.setattr(types, "SLOW", 0.1)
+    with watched_calls():
+        with part_call("X.score", CreditError):
+            time.sleep(0.4)
+        time.sleep(0.1)
+    assert capfd.readouterr().err.count("X.score has not returned for 0.1 s") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"dtype": "bfloat16", "lora_rank": 4, "loss_scale": 2.0}, None),
+        ({"clip_range": 0.1, "noise_level": 0.5, "window": "0:2"}, []),
+        ({"method": "awm", "clip_range": 0.1}, ["clip_range"]),
+        ({"method": "diffusion-nft", "window": "1:2"}, ["window"]),
+        ({"loss": "clipped(clip_range=0.2)", "clip_range": 0.1}, ["clip_range"]),
+        ({"sampler": "flow-sde(noise_level=0.7)", "noise_level": 0.5}, ["noise_level"]),
+    ],
+)
+def test_settings_without_effect_are_found(settings, names) -> None:
+    names = list(settings) if names is None else names
+    assert unread(TINY.replace(**settings), settings) == names
+
+
+def test_an_option_that_nothing_reads_is_refused(tmp_path: Path, capsys) -> None:
+    tiny = ["--preset", "tiny", "--world", "mixture", "--out", str(tmp_path / "new")]
+    for words in (["train", *tiny], ["compare", *tiny, "--seeds", "0"]):
+        assert main([*words, "--dtype", "bfloat16"]) == 2
+        assert "dtype = 'bfloat16' is not allowed; allowed: left out" in capsys.readouterr().err
+    arms = ["--arm", "a:", "--arm", "b: method=awm", "--seeds", "0", "--workers", "1"]
+    assert main(["compare", *tiny, *arms, "--clip-range", "0.1"]) == 0
+    assert "Note: clip_range has no effect on b" in capsys.readouterr().out
+    assert main(["train", "--resume", str(tmp_path / "new"), "--seed", "3"]) == 2
+    assert build("credit", "uniform")
