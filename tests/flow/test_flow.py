@@ -12,7 +12,6 @@ from flowrl.core.types import Gaussian
 from flowrl.flow import (
     interpolate,
     kl,
-    kl_without_delta,
     log_prob,
     log_prob_without_constants,
     noise_estimate,
@@ -64,10 +63,6 @@ def test_kl_matches_torch_distributions() -> None:
     normals = torch.distributions.Normal(p.mean, column), torch.distributions.Normal(q.mean, column)
     exact = torch.distributions.kl_divergence(*normals).mean(dim=1)
     torch.testing.assert_close(kl(p, q), exact)
-    delta = torch.tensor([0.1, 0.2, 0.3])
-    sigma = std / delta.sqrt()
-    expected = (p.mean - q.mean).square().mean(dim=1) / (2 * sigma.square())
-    torch.testing.assert_close(kl_without_delta(p, q, delta), expected)
 
 
 @pytest.mark.parametrize("density", [log_prob, log_prob_without_constants])
@@ -87,7 +82,6 @@ def test_std_zero_gives_exact_zeros_with_finite_gradients() -> None:
             log_prob(gaussian, x),
             log_prob_without_constants(gaussian, x),
             kl(gaussian, other),
-            kl_without_delta(gaussian, other, torch.ones(3)),
         ]
     )
     assert bool((values[:, 0] != 0).all()) and not values[:, 1:].any()
