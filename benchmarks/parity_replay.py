@@ -219,7 +219,9 @@ class KeptBatches(ForwardBatches):
     """Batches with the given `noise` [sample, draw, *latent], which keep their rows."""
 
     def __init__(self, made: ForwardBatches, noise: Tensor) -> None:
-        super().__init__(**{field.name: getattr(made, field.name) for field in fields(made)})
+        super().__init__(
+            **{field.name: getattr(made, field.name) for field in fields(made) if field.init}
+        )
         self.noise, self.kept = noise, list[tuple[Tensor, ForwardBatch]]()
 
     def of(self, sample: Tensor, draw: Tensor, shared: object = None) -> ForwardBatch:

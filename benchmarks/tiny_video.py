@@ -74,7 +74,7 @@ def evaluate(policy: Any, reward: RewardModel) -> torch.Tensor:
         batches = sample_images(
             policy, prompts, initial_noise(policy, VIDEOS), SETTINGS["num_steps"]
         )
-        return torch.cat([score(reward, batch.images, batch.prompts) for batch in batches])
+        return torch.cat([score(reward, batch.images, batch.prompts).total for batch in batches])
 
 
 def table(results: dict[str, Any]) -> str:

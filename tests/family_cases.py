@@ -12,7 +12,7 @@ from flowrl.losses import ClippedLoss
 from flowrl.methods import flow_grpo
 from flowrl.policies import SD3, Flux, ModelOptions, PipelinePolicy, QwenImage, Wan
 from flowrl.rewards import FunctionReward
-from flowrl.rollout import Usage, integrate
+from flowrl.rollout import Usage, solve
 from flowrl.samplers import FlowSDE
 from flowrl.testing.tiny import TINY, TINY_VIDEO, tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 from flowrl.training.config import preset
@@ -79,7 +79,7 @@ def velocity(policy):
 def draw(policy, noise=None, steps=STEPS):
     noise = noise_of(policy) if noise is None else noise
     return policy.decode(
-        integrate(policy, policy.schedule(steps), policy.encode(PROMPTS), noise, Usage())
+        solve(policy, policy.schedule(steps), policy.encode(PROMPTS), noise, Usage())
     )
 
 

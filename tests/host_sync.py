@@ -8,7 +8,7 @@ the operations that would.
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import torch
@@ -88,9 +88,9 @@ def _waits(func, args, kwargs):
         return "a boolean mask becomes indices, whose number the host needs"
     if name == "repeat_interleave" and kwargs.get("output_size") is None:
         return "the host needs the sum of the repeats"
-    return (
-        "a number or a list is copied to the device and waited for" if name == "lift_fresh" else ""
-    )
+    if name == "lift_fresh":
+        return "a number or a list is copied to the device and waited for"
+    return ""
 
 
 @contextmanager
@@ -120,14 +120,8 @@ def no_host_sync(device: torch.device | str) -> Iterator[None]:
             raise HostSyncError("Tensor.to('cpu'): the values are copied to the host")
         return to(tensor, *given, **named)
 
-    patches = [patch.object(Tensor, name, refused(name)) for name in COPIES_TO_THE_HOST] + [
-        patch.object(Tensor, "to", to_device)
-    ]
-    with _NoHostSync(), _OnDevice():
-        for one in patches:
-            one.start()
-        try:
-            yield
-        finally:
-            for one in patches:
-                one.stop()
+    with _NoHostSync(), _OnDevice(), ExitStack() as patches:
+        patches.enter_context(patch.object(Tensor, "to", to_device))
+        for name in COPIES_TO_THE_HOST:
+            patches.enter_context(patch.object(Tensor, name, refused(name)))
+        yield

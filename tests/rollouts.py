@@ -12,10 +12,13 @@ from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, rollout, score_rollout
 from flowrl.samplers import FlowSDE
 from flowrl.training.trainer import Trainer
+from flowrl.worlds.base import world
 
 PROMPTS = [Prompt("0"), Prompt("90")]
 SQUARES = FunctionReward(lambda images, prompts: (images.flatten(1) - 0.3).square().mean(1))
 SDE = AllButLast(FlowSDE(0.7))
+DIRECTIONS = [world("mixture").parse(f"towards {angle} degrees") for angle in (0, 90, 180)]
+SOFT = world("mixture").reward("soft")
 
 
 class Straight:
@@ -48,11 +51,12 @@ def rolled(
     shared=False,
     prompts=PROMPTS,
     seed=0,
+    generator=None,
     **options,
 ):
     """A rollout, and the usage of its network; `steps` may be a schedule."""
     groups, usage = Groups(len(prompts), members, shared), Usage()
-    generator = torch.Generator().manual_seed(seed)
+    generator = (generator or torch.Generator()).manual_seed(seed)
     noise, condition = groups.noise(policy.latent_shape, generator), policy.encode(prompts)
     grid = policy.schedule(steps) if isinstance(steps, int) else steps
     given = policy, sampler, grid, condition, noise, generator, groups, probe, usage

@@ -6,15 +6,8 @@ from flowrl.rollout.batches import ForwardBatches, LossBatches, minibatch_rows
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.rollout import Rollout, Walk, group_tree, log_probs, rollout
 from flowrl.rollout.sampling import EVALUATION_SEED, ImageBatch, initial_noise, sample_images
-from flowrl.rollout.solvers import SOLVERS, Usage, integrate, solve
-from flowrl.rollout.values import (
-    Values,
-    score,
-    score_components,
-    score_rollout,
-    transition_weights,
-    usable,
-)
+from flowrl.rollout.solvers import SOLVERS, Usage, solve
+from flowrl.rollout.values import Values, score, score_rollout, transition_weights, usable
 
 __all__ = [
     "EVALUATION_SEED",
@@ -29,13 +22,11 @@ __all__ = [
     "Walk",
     "group_tree",
     "initial_noise",
-    "integrate",
     "log_probs",
     "minibatch_rows",
     "rollout",
     "sample_images",
     "score",
-    "score_components",
     "score_rollout",
     "solve",
     "transition_weights",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from flowrl.core.types import (
     Gaussian,
     LossBatch,
     LossResult,
-    Schedule,
     Unit,
     part_call,
     tensor_problem,
@@ -47,8 +46,7 @@ class Rows:
         sample: indices of the samples [row], among all samples.
         column: indices of the decisions [row]; for forward-process losses, of the drawn times.
         weight: weights in the mean [row].
-        unit: rows with the same number are adjacent and stay in one micro-batch if they fit; None:
-            every row is separate.
+        unit: rows with the same number are adjacent and stay in one micro-batch if they fit.
         shared: the rows of a unit need one network evaluation together, as they start from one
             state.
         left_out: sum of the weights of further rows that the mean includes, whose gradient is 0.
@@ -58,7 +56,7 @@ class Rows:
     sample: Tensor
     column: Tensor
     weight: Tensor
-    unit: Tensor | None = None
+    unit: Tensor
     shared: bool = False
     left_out: float = 0.0
     zeros: int = 0
@@ -67,9 +65,8 @@ class Rows:
         return len(self.sample)
 
     def __getitem__(self, rows: Tensor) -> "Rows":
-        sample, column, weight = self.sample[rows], self.column[rows], self.weight[rows]
-        unit = None if self.unit is None else self.unit[rows]
-        return Rows(sample, column, weight, unit, self.shared)
+        columns = (table[rows] for table in (self.sample, self.column, self.weight, self.unit))
+        return Rows(*columns, shared=self.shared)
 
     @cached_property
     def evaluated(self) -> float:
@@ -89,8 +86,6 @@ class Rows:
     @cached_property
     def counts(self) -> list[int]:
         """Number of rows of each unit."""
-        if self.unit is None:
-            return [1] * len(self)
         return self.unit.unique_consecutive(return_counts=True)[1].tolist()
 
     def without_zeros(self, advantages: Tensor) -> "Rows":
@@ -100,7 +95,7 @@ class Rows:
         The first row if there are none, because the optimizer also steps on gradients of 0.
         """
         kept = advantages[self.sample, self.column] != 0
-        if self.unit is not None and not self.shared:
+        if not self.shared:
             kept = torch.isin(self.unit, self.unit[kept])
         kept[0] |= ~kept.any()
         rows = self[kept]
@@ -153,7 +148,7 @@ def minibatch_rows(
         rows.append((sample[kept], column[kept]))
     shared = share_states and tree.branched and unit == "transition"
     if not rows or (unit == "transition" and not shared):
-        return [Rows(s, c, weights[s, c]) for s, c in rows]
+        return [Rows(s, c, weights[s, c], torch.arange(len(s))) for s, c in rows]
     sample, column = map(torch.cat, zip(*rows, strict=True))
     if shared:
         state = tree.paths[sample % tree.members, torch.tensor(tree.drawn_steps)[column]]
@@ -216,7 +211,7 @@ def micro_batches(
     batches = []
     for piece in pieces(collected.assignment):
         shared = None
-        if rows.shared and piece.unit is not None:
+        if rows.shared:
             place = piece.unit.unique_consecutive(return_inverse=True)[1]
             shared = _first(place).unique().to(device), place.to(device)
         sample, column = (piece.sample - first).to(device), piece.column.to(device)
@@ -231,18 +226,44 @@ def micro_batches(
     return batches
 
 
+@dataclass
 class Batches:
-    """What the makers of batches have in common."""
+    """What the makers of batches have in common. Samples are numbered within this process.
+
+    Args:
+        policy: the policy.
+        loss: the loss.
+        rollout: the rollout with the trajectories.
+        condition: the condition, one row per prompt.
+        advantages: the credit rule's advantages [sample, decision].
+        weights: the weights of the transitions [sample, decision].
+        pooled: means over units that are spread over micro-batches; set by `prepare`.
+        steps: the step of every row [sample, column]; set by the subclasses.
+        decided: the decision whose credit every row takes [sample, column].
+    """
 
     policy: FlowPolicy
+    loss: Any
     rollout: Rollout
     condition: Condition
     advantages: Tensor
     weights: Tensor
-    loss: Any
-    pooled: Tensor | None
-    of: Callable[..., Any]
-    origin: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    pooled: Tensor | None = field(default=None, init=False)
+    steps: Tensor = field(init=False)
+    decided: Tensor = field(init=False)
+    of: ClassVar[Callable[..., Any]]
+    networks: ClassVar[Callable[..., float]]
+
+    @property
+    def passes(self) -> float:
+        """Network evaluations of a row, or of a shared state; twice as many if rows of a unit are
+        in several micro-batches.
+        """
+        return self.networks() * (1 if self.pooled is None else 2)
+
+    def origin(self, sample: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+        """The step and the decision of rows."""
+        return self.steps[sample, column], self.decided[sample, column]
 
     def evaluated_steps(self, micro: MicroBatch) -> Tensor:
         """The step of every network evaluation, on the policy's device."""
@@ -270,7 +291,7 @@ class Batches:
         Raises `ConfigError` if units are spread and the loss has no method `row_terms`.
         """
         self.pooled, loss = None, self.loss  # `of` must not use the last mini-batch's means
-        if loss is None or loss.unit == "transition" or all(micro.whole for micro in minibatch):
+        if loss.unit == "transition" or all(micro.whole for micro in minibatch):
             return
         if not hasattr(loss, "row_terms"):
             raise ConfigError(
@@ -286,8 +307,7 @@ class Batches:
                 rows.append((*place, loss.row_terms(batch), weight, *batch.units(loss.unit)))
             sample, column, terms, weight, *units = map(torch.cat, zip(*rows, strict=True))
             means, kept = unit_means(terms, units, weight), weight > 0
-        times = getattr(self, "times", self.advantages)  # [sample, column]
-        table = torch.zeros_like(times)
+        table = torch.zeros(self.steps.shape, device=self.advantages.device)
         self.pooled = table.index_put_((sample[kept], column[kept]), means[kept].to(table))
 
 
@@ -297,48 +317,25 @@ class LossBatches(Batches):
 
     The batch of (`sample[k]`, `column[k]`) has any mixture of decisions; the current policy's
     transitions carry the gradient. One network evaluation per row, or per state of a micro-batch
-    whose rows share theirs; two with the reference. Trajectories in main memory are copied to the
-    policy's device.
+    whose rows share theirs; two if the loss needs the frozen base model. Trajectories in main
+    memory are copied to the policy's device.
 
     Args:
-        policy: the policy.
-        sampler: the sampler of the rollout.
-        rollout: the rollout with the trajectories.
-        condition: the condition, one row per prompt.
-        advantages: the credit rule's advantages [sample, decision].
-        weights: the weights of the transitions [sample, decision].
-        with_reference: also evaluate the frozen base model.
-        loss: the loss; needed by `prepare` only.
-        pooled: means over units that are spread over micro-batches; set by `prepare`.
+        sampler: the sampler of the rollout; for the others see `Batches`.
     """
 
-    policy: FlowPolicy
     sampler: Sampler
-    rollout: Rollout
-    condition: Condition
-    advantages: Tensor
-    weights: Tensor
-    with_reference: bool = False
-    loss: PolicyLoss | None = None
-    pooled: Tensor | None = None
 
     def __post_init__(self) -> None:
-        path = self.rollout.trajectories
-        self.paths = to_device(path.tree.paths, path.states.device)
-        self.steps = to_device(torch.tensor(path.tree.drawn_steps), path.states.device)
+        tree, device = self.rollout.trajectories.tree, self.rollout.trajectories.states.device
+        samples, drawn = self.rollout.groups.samples, torch.tensor(tree.drawn_steps)
+        self.paths = to_device(tree.paths, device)
+        self.steps = to_device(drawn, device).expand(samples, -1)
+        self.decided = torch.arange(len(drawn), device=device).expand(samples, -1)
 
-    @property
-    def passes(self) -> int:
-        """Network evaluations of a state: by the current network and, with the reference, by the
-        base model.
-
-        Twice as many if rows of a unit are in several micro-batches.
-        """
-        return (1 + self.with_reference) * (1 if self.pooled is None else 2)
-
-    def origin(self, sample: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
-        """The step and the decision of rows."""
-        return self.steps[column.to(self.steps.device)], column
+    def networks(self) -> int:
+        """Evaluations of a state: by the current network and, if needed, the base model."""
+        return 1 + self.loss.needs_reference
 
     def of(
         self, sample: Tensor, column: Tensor, shared: tuple[Tensor, Tensor] | None = None
@@ -347,7 +344,7 @@ class LossBatches(Batches):
         path, device = self.rollout.trajectories, self.paths.device
         schedule, members = path.schedule, len(self.paths)
         sample, column = sample.to(device), column.to(device)
-        step, group, member = self.steps[column], sample // members, sample % members
+        step, group, member = self.steps[sample, column], sample // members, sample % members
         after = path.states[group, self.paths[member, step + 1]]
         # the rows whose states the network evaluates, and every row's place among them
         rows, place = (slice(None), slice(None)) if shared is None else shared
@@ -367,7 +364,7 @@ class LossBatches(Batches):
         velocity = self.policy.velocity(x, timestep, condition)
         velocity = velocity.view_as(velocity)
         new, behaviour, reference = transition(velocity), transition(sampled), None
-        if self.with_reference:
+        if self.loss.needs_reference:
             with self.policy.reference():
                 reference = transition(self.policy.velocity(x, timestep, condition))
         return LossBatch(
@@ -383,17 +380,11 @@ class LossBatches(Batches):
         )
 
 
-def step_of(times: Tensor, schedule: Schedule) -> Tensor:
-    """The step i with t_{i+1} < t <= t_i for each of `times`."""
-    nodes = schedule.times.to(times.device)
-    return ((nodes >= times[..., None] - 1e-6).sum(-1) - 1).clamp(0, schedule.steps - 1)
-
-
-def credited(times: Tensor, decisions: Decisions) -> Tensor:
-    """The decision whose credit a row at each of `times` takes: the last one whose time is not
-    below the row's, or the first one if all are below.
+def credited(times: Tensor, starts: Tensor) -> Tensor:
+    """For each of `times` the last of the descending `starts` that is not below it, or the first
+    one if all are below: the step that contains the time, or the decision whose credit a row takes.
     """
-    starts = to_device(decisions.time, times.device)
+    starts = to_device(starts, times.device)
     return ((starts >= times[..., None] - 1e-6).sum(-1) - 1).clamp(min=0)
 
 
@@ -422,8 +413,7 @@ def training_noise(
 
 @dataclass
 class ForwardBatches(Batches):
-    """Makes the batches of a forward-process loss from the finished latents of a rollout. Samples
-    are numbered within this process.
+    """Makes the batches of a forward-process loss from the finished latents of a rollout.
 
     A row has the advantage of the decision that `credited` assigns to its time, so rules that
     credit decisions weight times. This is a heuristic: unless the loss's `noise` is "path", the
@@ -431,36 +421,22 @@ class ForwardBatches(Batches):
     credit for all decisions gives the papers' losses.
 
     Args:
-        policy: the policy.
-        loss: the forward-process loss.
-        rollout: the rollout with the finished latents.
-        condition: the condition, one row per prompt.
-        advantages: the credit rule's advantages [sample, decision].
-        weights: the weights [sample, decision].
-        times: training times [sample, draw].
+        times: training times [sample, draw]; for the first arguments see `Batches`.
         decisions: the axis of credit.
         seed: the iteration's seed of the noise.
         copies: the copies of the weights that the loss declares (`training.behaviour.Behaviour`).
         guidance: guidance of the velocities.
-        pooled: means over units that are spread over micro-batches; set by `prepare`.
 
     Raises:
         ConfigError: the policy does not support the guidance, or the trajectories do not fit the
             loss's noise.
     """
 
-    policy: FlowPolicy
-    loss: ForwardLoss
-    rollout: Rollout
-    condition: Condition
-    advantages: Tensor
-    weights: Tensor
     times: Tensor
     decisions: Decisions
     seed: int
     copies: Mapping[str, Any] = field(default_factory=dict)
     guidance: Guidance = Guidance()
-    pooled: Tensor | None = None
 
     def __post_init__(self) -> None:
         path, noise = self.rollout.trajectories, self.loss.noise
@@ -472,7 +448,7 @@ class ForwardBatches(Batches):
         self.scales = self.guidance.scales(self.sampled)
         fits = guided is not None or self.scales == (1.0, 1.0)
         require(fits, "guidance of the loss", self.scales, "1: the policy has no guidance")
-        steps = step_of(self.times, path.schedule)
+        steps = credited(self.times, path.schedule.times[:-1])
         if noise == "path":
             require(not path.tree.branched, "noise", noise, "each or group, on branches")
             self.times = path.schedule.times[steps]
@@ -480,24 +456,15 @@ class ForwardBatches(Batches):
             groups, draws = self.rollout.groups, self.times.shape[1]
             self.noise = training_noise(self.loss, groups, shape, draws, self.seed, device)
         self.steps = steps.to(device)
-        self.columns = credited(self.times, self.decisions).to(device)
+        self.decided = credited(self.times, self.decisions.time).to(device)
 
-    @property
-    def passes(self) -> float:
-        """Network evaluations of a row with the current weights: the current network, the
-        reference, and copies with other weights.
-
-        Twice as many if rows of a unit are in several micro-batches. With another guidance than in
-        sampling, fractions or multiples (`Guidance.evaluations`).
+    def networks(self) -> float:
+        """Evaluations of a row with the current weights: the current network, the reference, and
+        copies with other weights; another guidance than in sampling counts fractions or multiples
+        (`Guidance.evaluations`).
         """
         copies = sum(copy.copy.evaluated and not copy.is_current for copy in self.copies.values())
-        reference = self.loss.needs_reference
-        cost = self.guidance.evaluations(1 + copies, reference, self.sampled)
-        return cost * (1 if self.pooled is None else 2)
-
-    def origin(self, sample: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
-        """The step that contains each row's time, and the decision whose credit it takes."""
-        return self.steps[sample, column], self.columns[sample, column]
+        return self.guidance.evaluations(1 + copies, self.loss.needs_reference, self.sampled)
 
     def of(self, sample: Tensor, column: Tensor, shared: object = None) -> ForwardBatch:
         """The batch of these rows; indices of equal length."""

@@ -417,8 +417,8 @@ def log_probs(sampler: AnySampler, trajectories: Trajectories) -> Tensor:
         return torch.full((len(path.states), tree.members, 1), torch.nan)
     columns = []
     for step in tree.drawn_steps:
-        units = to_device(tree.paths[:, step], path.states.device)
-        latent, velocity = path.states[:, units].flatten(0, 1), path.outputs[:, units].flatten(0, 1)
+        latent, units = path.at(step), to_device(tree.paths[:, step], path.states.device)
+        velocity = path.outputs[:, units].flatten(0, 1)
         index = torch.full((len(latent),), step, device=latent.device)
         gaussian = sampler.transition(latent, velocity, path.schedule, index)
         density = log_prob(gaussian, path.at(step + 1)).unflatten(0, (-1, tree.members)).cpu()

@@ -93,7 +93,7 @@ def sample_images(
         drawn = list(islice(latents, len(batch)))
         require(len(drawn) == len(batch), "noise", len(drawn), f"{len(batch)} more latents")
         start, condition = torch.stack(drawn).to(policy.device), policy.encode(batch)
-        final = solve(solver, policy, schedule, condition, start, Usage(), max_batch)
+        final = solve(policy, schedule, condition, start, Usage(), max_batch, solver)
         return ImageBatch(policy.decode(final), final, batch)
 
     for first in range(0, len(prompts), max_batch):

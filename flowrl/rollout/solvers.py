@@ -4,7 +4,6 @@ counted network calls.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -114,13 +113,13 @@ def advance(solutions: Sequence[Solution], network: Callable[..., Tensor]) -> No
 
 
 def solve(
-    solver: str,
     policy: FlowPolicy,
     schedule: Schedule,
     condition: Condition,
     noise: Tensor,
     usage: Usage,
     max_batch: int = 1024,
+    solver: str = "euler",
 ) -> Tensor:
     """The last node of the probability-flow ODE from `noise`.
 
@@ -130,13 +129,13 @@ def solve(
     "sa" (`SASolver` with tau 0, on the grid of `sa_schedule`): the same.
 
     Args:
-        solver: "euler", "heun", "dpm++", "unipc" or "sa".
         policy: the policy that computes velocities.
         schedule: the policy's schedule with T steps.
         condition: the prompts' embeddings, one row per sample.
         noise: initial latents [sample, *latent].
         usage: counters of network evaluations, which are updated.
         max_batch: largest number of latents per network call.
+        solver: "euler", "heun", "dpm++", "unipc" or "sa".
 
     Returns:
         Final latents [sample, *latent], float32, without gradients.
@@ -152,7 +151,3 @@ def solve(
         solution = Solution(noise.float(), grid, condition, solver)
         advance([solution], lambda x, t, c: usage.velocity(policy, x, t, c, max_batch))
     return solution.x
-
-
-integrate = partial(solve, "euler")
-"""`solve` by Euler's method: T network evaluations per sample."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowrl.core.errors import RewardContractError, RewardError, require
 from flowrl.core.experience import Credit, CreditTable, Decisions
-from flowrl.core.protocols import AnyReward, FlowPolicy, GroupReward, RewardModel
+from flowrl.core.protocols import AnyReward, FlowPolicy, GroupReward
 from flowrl.core.types import Prompt, part_call
 from flowrl.probes import Estimate, Key, Scored
 from flowrl.rewards.contract import (
@@ -29,40 +29,14 @@ Inspect = Callable[[Tensor, Sequence[Prompt], Tensor], None]
 
 
 def score(
-    reward: RewardModel,
-    images: Tensor,
-    prompts: Sequence[Prompt],
-    usage: Usage | None = None,
-    invalid: bool = False,
-) -> Tensor:
-    """Scores in float32 and without gradients, checked to be one finite number per image.
-
-    Args:
-        reward: the reward model.
-        images: images [sample, channel, height, width] in [0, 1], or videos [sample, frame, ...].
-        prompts: one prompt per image.
-        usage: counters of scored images, which are updated; None for no count.
-        invalid: accept NaN from a reward with `marks_invalid`, as the mark of an invalid sample.
-
-    Returns:
-        Scores [sample], float32, detached.
-
-    Raises:
-        RewardContractError: type or shape is wrong, a score is not finite, or the reward changed
-            `images` in place.
-    """
-    return score_components(reward, images, prompts, usage, invalid).total
-
-
-def score_components(
     reward: AnyReward,
     images: Tensor,
     prompts: Sequence[Prompt],
     usage: Usage | None = None,
     invalid: bool = True,
 ) -> ComponentScores:
-    """The total score and every component, each checked as by `score`. A composite reward is
-    evaluated once; other rewards have no components.
+    """The total score and every component in float32 and without gradients, each checked to be one
+    finite number per image. A composite reward is evaluated once; others have no components.
 
     Args:
         reward: the reward model.
@@ -70,13 +44,14 @@ def score_components(
             for a `GroupReward` those of whole groups, one group after the other.
         prompts: one prompt per image; for a `GroupReward` one per group.
         usage: counters of scored images, which are updated; None for no count.
-        invalid: accept NaN from a reward with `marks_invalid`.
+        invalid: accept NaN from a reward with `marks_invalid`, as the mark of an invalid sample.
 
     Returns:
-        Total and components [sample], float32.
+        Total and components [sample], float32, detached.
 
     Raises:
-        RewardContractError: a score breaks the contract of `score`.
+        RewardContractError: type or shape is wrong, a score is not finite, or the reward changed
+            `images` in place.
     """
     name, methods = type(reward).__name__, component_methods(reward)
     allowed = invalid and marks_invalid(reward)
@@ -119,10 +94,9 @@ class Values:
     @staticmethod
     def cat(tables: Sequence["Values"]) -> "Values":
         """Concatenate along the prompts."""
-        names = tables[0].parts
-        parts = {name: torch.cat([table.parts[name] for table in tables]) for name in names}
-        total, valid = torch.cat([t.total for t in tables]), torch.cat([t.valid for t in tables])
-        return Values(total, parts, valid)
+        parts = {name: torch.cat([t.parts[name] for t in tables]) for name in tables[0].parts}
+        total, valid = ([getattr(t, name) for t in tables] for name in ("total", "valid"))
+        return Values(torch.cat(total), parts, torch.cat(valid))
 
 
 def score_rollout(
@@ -169,7 +143,7 @@ def score_rollout(
     require(complete or not compared, "probe", result.probe, allowed)
     keys = sorted(result.estimates, key=lambda key: ("", key) if isinstance(key, int) else key)
     estimates = [Estimate(result.trajectories.images_latent), *map(result.estimates.get, keys)]
-    latents = [_by_copy(e, groups) if compared else e.latents for e in estimates]
+    latents = [_by_copy(estimate, groups, compared) for estimate in estimates]
     lengths, flat = [len(rows) for rows in latents], torch.cat(latents)
     owners = [p for count in lengths for p in prompts for _ in range(count // groups.prompts)]
     # Batches of a reward that compares members have whole groups. Finished images have batches of
@@ -179,9 +153,7 @@ def score_rollout(
     for rows in [*flat[: lengths[0]].split(size), *flat[lengths[0] :].split(size)]:
         if len(rows):
             images, texts, owners = policy.decode(rows), owners[: len(rows)], owners[len(rows) :]
-            scores = score_components(
-                reward, images, texts[:: groups.members] if compared else texts, usage
-            )
+            scores = score(reward, images, texts[:: groups.members] if compared else texts, usage)
             for name, column in {_TOTAL: scores.total, **scores.parts}.items():
                 columns.setdefault(name, []).append(column.cpu())
             if inspect is not None:
@@ -190,7 +162,9 @@ def score_rollout(
     tables, filled = {}, [-1]
     for name, column in columns.items():
         split = zip(torch.cat(column).split(lengths), estimates, strict=True)
-        final, *rewards = (_mean(scores, estimate, groups, compared) for scores, estimate in split)
+        final, *rewards = (  # means over the copies [prompt, row]
+            scores.view(groups.prompts, estimate.copies, -1).mean(1) for scores, estimate in split
+        )
         tables[name], filled = _table(result, dict(zip(keys, rewards, strict=True)), final)
     valid = torch.stack([~table[..., filled].isnan().any(-1) for table in tables.values()]).all(0)
     for table in tables.values():
@@ -202,19 +176,14 @@ _TOTAL = ""
 """The key of the total among the component names."""
 
 
-def _mean(scores: Tensor, estimate: Estimate, groups: Groups, compared: bool) -> Tensor:
-    """The rewards of an estimate [prompt, row], means over its copies."""
-    if compared:
-        return scores.view(groups.prompts, estimate.copies, groups.members).mean(1)
-    return scores.view(-1, estimate.copies).mean(1).view(groups.prompts, -1)
-
-
-def _by_copy(estimate: Estimate, groups: Groups) -> Tensor:
-    """Latents [prompt x member x copy] as [prompt x copy x member], so that latents to compare are
-    adjacent; a state that a group shares is repeated for every member.
+def _by_copy(estimate: Estimate, groups: Groups, compared: bool) -> Tensor:
+    """Latents [prompt x row x copy] as [prompt x copy x row], so that latents to compare are
+    adjacent; a state that a group shares is repeated for every member if they are `compared`.
     """
     copies = estimate.latents.unflatten(0, (groups.prompts, -1, estimate.copies)).transpose(1, 2)
-    return copies.expand(-1, -1, groups.members, *copies.shape[3:]).flatten(0, 2)
+    if compared:
+        copies = copies.expand(-1, -1, groups.members, *copies.shape[3:])
+    return copies.flatten(0, 2)
 
 
 def _table(

@@ -17,7 +17,7 @@ from flowrl.core.errors import FlowrlError, PartError, RewardContractError
 from flowrl.core.protocols import RewardModel
 from flowrl.core.types import Prompt
 from flowrl.rewards.contract import ComponentScores
-from flowrl.rollout import score_components
+from flowrl.rollout import score
 from flowrl.serving.request import RequestError
 from flowrl.serving.wire_format import TransientError
 
@@ -256,7 +256,7 @@ class Batcher:
         for start in range(0, len(prompts), self.max_batch):
             piece = prompts[start : start + self.max_batch]
             began = time.monotonic()
-            found = score_components(self.model, images[start : start + self.max_batch], piece)
+            found = score(self.model, images[start : start + self.max_batch], piece)
             # copies, because a model may return the same tensor at every call
             parts = {name: values.to("cpu", copy=True) for name, values in found.parts.items()}
             pieces.append(ComponentScores(found.total.to("cpu", copy=True), parts))

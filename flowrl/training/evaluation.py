@@ -81,7 +81,7 @@ class HeldoutMetrics:
         """The training reward's `scores` [sample] of a batch, with its noise and bias."""
         known = FunctionReward(lambda images, _: scores.to(images.device), marks_invalid=True)
         noisy = NoisyReward(known, self.noise, self.bias, self.seed)
-        return score(noisy, batch.images, batch.prompts, invalid=True)
+        return score(noisy, batch.images, batch.prompts).total
 
 
 def make_heldout_metrics(config: RunConfig, world: World) -> HeldoutMetrics | None:
@@ -286,7 +286,10 @@ def evaluate(
         """Score a batch, and keep its images that are among the first `keep`; nothing of it stays
         on the device.
         """
-        scored = partial(score, images=batch.images, prompts=batch.prompts, invalid=True)
+
+        def scored(model: RewardModel) -> Tensor:
+            return score(model, batch.images, batch.prompts).total
+
         for name, model in models.items():
             scores.add(name, partial(scored, model))
         if named:

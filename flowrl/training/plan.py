@@ -31,7 +31,7 @@ from flowrl.training.build import (
     trial_stds,
 )
 from flowrl.training.config import RunConfig
-from flowrl.training.trainer import loss_guidance
+from flowrl.training.trainer import asks_for_all, loss_guidance
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,9 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     branches = guidance_passes(guidance.scales(own)[0]) if both else 1
 
     # All groups: the rollout and its probe.
+    every = asks_for_all(config, method)
     asked = read_columns(method.credit, decisions.trained).tolist()
-    nodes = [step for step, needed in zip(tree.drawn_steps, asked, strict=False) if needed]
+    nodes = [step for step, needed in zip(tree.drawn_steps, asked, strict=False) if every or needed]
     shape, probe = Shape(rollout.groups, grid, tree, nodes), method.credit.probe
     calls, images = _rollout(shape, probe)
     nfe = whole(sum(latents * fraction for latents, fraction in calls))

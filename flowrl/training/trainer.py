@@ -63,6 +63,15 @@ def loss_guidance(config: RunConfig) -> Guidance:
     return Guidance(config.policy.train_guidance_scale, config.policy.reference_guidance_scale)
 
 
+def asks_for_all(config: RunConfig, method: Method) -> bool:
+    """Whether every column of the value table is estimated, whatever the rule reads: random trained
+    steps are drawn after the rollout.
+    """
+    random = "random" in config.algorithm.trained_steps
+    forward = isinstance(method.loss, ForwardLoss)
+    return random or forward or not hasattr(method.credit, "reads")
+
+
 def overlaps_rewards(config: RunConfig, reward: AnyReward) -> bool:
     """Whether a chunk is scored during the rollout of the next one; auto: if there are chunks and a
     server computes the reward.
@@ -245,14 +254,11 @@ class Trainer:
         """The columns of the value table that the rule reads [decision+1], Boolean; None for all of
         them.
         """
-        rule = self.method.credit
-        # random trained steps are drawn after the rollout, so all columns are evaluated for them
-        random = "random" in self.config.algorithm.trained_steps
-        if random or isinstance(self.method.loss, ForwardLoss) or not hasattr(rule, "reads"):
+        if asks_for_all(self.config, self.method):
             return None
         stds = transition_stds(sampler, self.schedule).cpu()
         drawn = (stds > 0).nonzero().flatten()
-        return read_columns(rule, torch.isin(drawn, self.trained_steps(stds)))
+        return read_columns(self.method.credit, torch.isin(drawn, self.trained_steps(stds)))
 
     def experience(
         self,
@@ -323,7 +329,7 @@ class Trainer:
         on_device = advantages[samples].to(device), weights[samples].to(device)
         if isinstance(loss, ForwardLoss):
             times, seed = self.draw_times(loss)
-            columns = credited(times.cpu(), decisions)
+            columns = credited(times.cpu(), decisions.time)
             parts = self.draw_parts(weights)
             tree, weights = rollout.trajectories.tree, weights.gather(1, columns)
             rows = minibatch_rows(parts, weights, tree, loss.unit, share_states=False)
@@ -347,9 +353,7 @@ class Trainer:
             rows = minibatch_rows(parts, weights, rollout.trajectories.tree, loss.unit)
             if not loss.trains_zero_advantages:
                 rows = [part.without_zeros(advantages) for part in rows if len(part)]
-            batches = LossBatches(
-                self.policy, sampler, rollout, condition, *on_device, loss.needs_reference, loss
-            )
+            batches = LossBatches(self.policy, loss, rollout, condition, *on_device, sampler)
         return batches, [part for part in rows if len(part)]
 
     def draw_parts(self, weights: Tensor) -> Sequence[Tensor]:

@@ -14,7 +14,7 @@ from flowrl.core.protocols import AnyReward, ForwardLoss, GroupReward, Multistep
 from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
 from flowrl.parts.trust import own_parts
-from flowrl.rollout.values import Inspect, score_components
+from flowrl.rollout.values import Inspect, score
 from flowrl.testing import credit, losses, probe, samplers
 from flowrl.testing.contract import OVER, Contract
 from flowrl.training.build import run_method, trial_stds
@@ -163,7 +163,7 @@ def reward_trial(
         chosen = [prompts[row] for row in rows[::members]]
 
         def scored() -> Tensor:
-            return score_components(reward, images[rows], chosen).total.cpu()
+            return score(reward, images[rows], chosen).total.cpu()
 
         def gaps(expected: Tensor) -> Tensor:
             return (again - expected).abs().nan_to_num(torch.inf)

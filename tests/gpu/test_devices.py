@@ -57,9 +57,8 @@ def test_what_an_iteration_makes_is_on_the_device(name, method, device):
     collected, micro = seen["collected"], seen["minibatches"][0][0][0]
     path = collected.rollout.trajectories
     ones = torch.ones(6, len(path.tree.drawn_steps), device=device)
-    batches = LossBatches(
-        trainer.policy, trainer.draw_sampler(), collected.rollout, collected.condition, ones, ones
-    )
+    given = trainer.policy, trainer.method.loss, collected.rollout, collected.condition, ones, ones
+    batches = LossBatches(*given, trainer.draw_sampler())
     batch = of(batches, micro.sample, micro.column)
     moments = [
         state[key]
@@ -203,9 +202,8 @@ def test_a_device_has_the_gradients_of_the_cpu(name, device):
             replace(result, trajectories=replace(path, **tensors)),
             torch.ones_like(advantages),
         )
-        batches = LossBatches(
-            policy, sampler, on_device, policy.encode(prompts), advantages, weights
-        )
+        given = policy, trainer.method.loss, on_device, policy.encode(prompts), advantages, weights
+        batches = LossBatches(*given, sampler)
         index = torch.arange(6, device=place)
         trainer.method.loss.loss(batches.of(index, index % count)).loss.backward()
         # the text stream's last projections reach no image in Qwen-Image

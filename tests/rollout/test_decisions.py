@@ -66,40 +66,26 @@ RULES = [Uniform(), StepwiseGain(probe=Tweedie()), TurningPoint(), ReadsLogProbs
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 def test_inserted_ode_steps_change_neither_states_nor_values_nor_credit(rule):
-    """From the noise on: the same draws at the same decisions, with more ODE steps before, between
-    and after them.
-    """
-    plain, coarse, spent = walk(COARSE, rule.probe)
-    finer, fine, usage = walk(FINER, rule.probe)
-    assert len(coarse.decisions) == len(fine.decisions) == 3
-    assert finer.trajectories.schedule.steps > plain.trajectories.schedule.steps
+    """The same draws at the same decisions, with more ODE steps before, between and after them."""
+    coarse, fine = (walk(times, rule.probe) for times in (COARSE, FINER))
     close = dict(atol=1e-5, rtol=0, equal_nan=True)
+    paths, records = [coarse[0].trajectories, fine[0].trajectories], [coarse[1], fine[1]]
+    assert paths[1].schedule.steps > paths[0].schedule.steps
+    for later in (0, 1):
+        states = (
+            torch.stack([path.at(step + later) for step in record.decisions.step])
+            for path, record in zip(paths, records, strict=True)
+        )
+        torch.testing.assert_close(*states, **close)
     for name in ("time", "delta", "std"):
-        torch.testing.assert_close(getattr(fine.decisions, name), getattr(coarse.decisions, name))
-    for before, after in zip(coarse.decisions.step, fine.decisions.step, strict=True):
-        for later in (0, 1):
-            expected, state = plain.trajectories.at(before + later), finer.trajectories
-            torch.testing.assert_close(state.at(after + later), expected, **close)
-    torch.testing.assert_close(fine.values, coarse.values, **close)
-    torch.testing.assert_close(fine.log_probs, coarse.log_probs, atol=1e-3, rtol=0)
-    found, expected = credit_of(rule, fine), credit_of(rule, coarse)
-    torch.testing.assert_close(found.advantages, expected.advantages, atol=1e-4, rtol=0)
-    torch.testing.assert_close(found.weights, expected.weights, atol=1e-4, rtol=0)
-    assert usage.reward_calls == spent.reward_calls and float(found.advantages.abs().max()) > 0.5
-
-
-def test_the_gain_of_a_decision_spans_the_ode_steps_up_to_the_next():
-    """With completions, whose end the ODE does not change, the reward of a state is that of the
-    state at the next decision.
-    """
-    result, record, _ = walk(FINER, Completion())
-    path, slope = result.trajectories, torch.tensor([-0.3, 0.7]).repeat_interleave(6)
-    steps = record.decisions.step.tolist()
-    for column, step in enumerate(steps):
-        for node in (step, steps[column - 1] + 1) if column else (step,):
-            end = path.at(node) - path.schedule.times[node] * slope.view(-1, 1, 1, 1)
-            expected = SQUARES.score(end, [PROMPTS[0]] * 12).view(2, 6)
-            torch.testing.assert_close(record.values[..., column], expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(*(getattr(record.decisions, name) for record in records))
+    torch.testing.assert_close(*(record.values for record in records), **close)
+    torch.testing.assert_close(*(record.log_probs for record in records), atol=1e-3, rtol=0)
+    credits = [credit_of(rule, record) for record in records]
+    torch.testing.assert_close(*(credit.advantages for credit in credits), atol=1e-4, rtol=0)
+    torch.testing.assert_close(*(credit.weights for credit in credits), atol=1e-4, rtol=0)
+    assert coarse[2].reward_calls == fine[2].reward_calls
+    assert float(credits[0].advantages.abs().max()) > 0.5
 
 
 def test_a_sample_that_is_invalid_in_one_value_has_none():
@@ -126,44 +112,39 @@ def test_only_the_columns_that_are_asked_for_are_estimated(probe, saved):
     trajectory.
     """
     every, record, spent = walk(COARSE, probe)
-    some, fewer, usage = walk(COARSE, probe, torch.tensor([True, False, True, True]))
-    first, _, last = record.decisions.step.tolist()
-    assert some.nodes == list(some.estimates) == [first, last] and len(every.nodes) == 3
-    asked = [0, 2, 3]
-    torch.testing.assert_close(fewer.values[..., asked], record.values[..., asked])
-    assert bool(fewer.values[..., 1].isnan().all()) and bool(fewer.valid.all())
+    asked = torch.tensor([True, False, True, True])
+    some, fewer, usage = walk(COARSE, probe, asked)
+    assert list(some.estimates) == [every.nodes[0], every.nodes[2]]
+    expected = record.values.where(asked, torch.nan)
+    torch.testing.assert_close(fewer.values, expected, equal_nan=True)
+    assert bool(fewer.valid.all())
     assert spent.reward_calls - usage.reward_calls == 12 and spent.nfe - usage.nfe == 12 * saved
 
 
-# the rule, and evaluations and scored images of a trajectory of 6 steps and 5 decisions
-COSTS = {
-    "gains of completions": ("stepwise-gain(probe=completion)", 6 + 5 + 4 + 3, 3 + 1),
-    "gains of substeps": ("stepwise-gain(probe='substeps:3')", 6 + 3 * 2, 3 + 1),
-    "reward-to-go": ("stepwise-gain(probe=tweedie, lam=1.0)", 6, 5 + 1),
-    "uniform": ("uniform", 6, 1),
-}
+RANDOM = "random(fraction=0.4)"
 
 
-def costs_of(credit, trained):
-    """The counters of an iteration of 8 trajectories, and the plan's."""
+@pytest.mark.parametrize(
+    ("credit", "trained", "nfe", "images"),
+    [
+        ("stepwise-gain(probe=completion)", ":2", 6 + 5 + 4 + 3, 3 + 1),
+        ("stepwise-gain(probe='substeps:3')", ":2", 6 + 3 * 2, 3 + 1),
+        ("stepwise-gain(probe=tweedie, lam=1.0)", ":2", 6, 5 + 1),
+        ("uniform", ":2", 6, 1),
+        ("stepwise-gain(probe=tweedie)", RANDOM, 6, 5 + 1),
+        ("uniform", RANDOM, 6, 1),
+    ],
+)
+def test_counters_and_the_plan_count_the_states_that_are_estimated(credit, trained, nfe, images):
+    """Of trajectories of 6 steps and 5 decisions, 2 of them trained. Random ones are drawn after
+    the rollout, so that every state is estimated.
+    """
     settings = dict(window=":-1", trained_steps=trained, initial_noise="independent", num_steps=6)
     settings |= dict(world="mixture", groups=2, group_size=4, credit=credit)
     config = preset("tiny").apply(**settings)
-    return make_trainer(config).iteration(), plan(config)
-
-
-@pytest.mark.parametrize("case", COSTS)
-def test_counters_and_the_plan_count_the_states_of_trained_decisions_only(case):
-    credit, nfe, images = COSTS[case]
-    row, planned = costs_of(credit, ":2")
-    assert (row["nfe"], row["reward_calls"]) == (planned.nfe, planned.reward_calls)
-    assert (row["nfe"], row["reward_calls"]) == (8 * nfe, 8 * images)
-    assert row["train_nfe"] == planned.train_nfe == 8 * 2
-
-
-def test_every_state_is_scored_if_the_trained_decisions_are_random():
-    row, _ = costs_of("stepwise-gain(probe=tweedie)", "random(fraction=0.4)")
-    assert (row["reward_calls"], row["train_nfe"]) == (8 * (5 + 1), 8 * 2)
+    row, planned = make_trainer(config).iteration(), plan(config)
+    for name, count in {"nfe": nfe, "reward_calls": images, "train_nfe": 2}.items():
+        assert row[name] == getattr(planned, name) == 8 * count
 
 
 def test_without_a_drawn_transition_the_initial_noise_is_the_only_decision():

@@ -24,7 +24,7 @@ from flowrl.probes import (
     Substeps,
     Tweedie,
 )
-from flowrl.rollout import Groups, group_tree, rollout, score_rollout
+from flowrl.rollout import Groups, group_tree, score_rollout
 from flowrl.samplers import FlowSDE, Windowed, transition_stds
 from flowrl.testing import TINY, tiny_sd3_policy
 from flowrl.testing.probe import small_policy
@@ -44,14 +44,10 @@ def shape_of(members=1):
 @pytest.mark.parametrize(
     ("probe", "members", "nfe", "calls", "images"),
     [
-        (NoProbe(), 1, 0, 0, 0),
         (Tweedie(), 1, 0, 0, 9),
         (Substeps(5), 1, 36, 4, 9),
-        (Substeps(5, every=2, dtype="bfloat16"), 1, 20, 4, 5),
-        (Substeps(4, guidance="off", every=5), 1, 3, 3, 2),
         (Substeps(2, guidance="off", every=3), 1, 1.5, 1, 3),
         (Completion(), 1, 45, 0, 9),
-        (Completion(together=False), 1, 45, 9, 9),
         (Completion(solver="unipc", every=2), 1, 25, 9, 5),
         (SomeMembers(Substeps(5), fraction=0.25), 8, 2 * 36, 4, 18 + 72),
         (SomeMembers(Substeps(5), fraction=0.25, control="uniform"), 8, 2 * 36, 4, 18),
@@ -77,72 +73,67 @@ def test_straight_lines_are_exact_for_every_solver(solver):
             torch.testing.assert_close(end.latents, expected, atol=5e-5, rtol=0)
 
 
-@pytest.mark.parametrize("probe", [Substeps(3), Completion()], ids=repr)
 @pytest.mark.parametrize(
-    ("sampler", "shared"), [(SDE, True), (Windowed(FlowSDE(0.7), (1, 2, 4, 5, 8)), False)]
+    ("probe", "sampler", "count"),
+    [(Substeps(3), SDE, 9), (Completion(), Windowed(FlowSDE(0.7), (1, 2, 4, 5, 8)), 5)],
+    ids=repr,
 )
-def test_gains_of_every_second_decision_are_split_evenly(policy, probe, sampler, shared):
-    options = {"sampler": sampler, "shared": shared}
-    complete = valued(policy, probe, **options)
-    thin = valued(policy, replace(probe, every=2), **options)
-    count = complete.shape[-1] - 1
-    assert count == (9 if sampler is SDE else 5)
+def test_gains_of_every_second_decision_are_split_evenly(policy, probe, sampler, count):
+    complete, thin = (
+        valued(policy, replace(probe, every=every), sampler=sampler) for every in (1, 2)
+    )
+    assert complete.shape[-1] == thin.shape[-1] == count + 1
     scored = [*range(0, count, 2), count]
     torch.testing.assert_close(thin[..., scored], complete[..., scored], atol=2e-6, rtol=1e-5)
-    for first in range(0, count - 1, 2):
-        pair = gains(thin)[..., first : first + 2]
-        torch.testing.assert_close(pair[..., 0], pair[..., 1], atol=1e-6, rtol=0)
+    first, second = gains(thin)[..., : count - count % 2].unflatten(-1, (-1, 2)).unbind(-1)
+    torch.testing.assert_close(first, second, atol=1e-6, rtol=0)
+
+
+def table_of(probe, full, chosen, control):
+    """The values of 6 nodes and the finished images if `chosen` members have an estimate."""
+    nodes = (1, 2, 4, 5, 8, 9)
+    rewards = {node: full[..., k].gather(1, chosen) for k, node in enumerate(nodes)}
+    rewards |= {("control", node): control[..., k] for k, node in enumerate(nodes)}
+    values = probe.rewards(Scored(rewards, full[..., -1], nodes, dict.fromkeys(nodes, chosen)))
+    return torch.stack([*(values[node] for node in nodes), full[..., -1]], -1)
 
 
 @pytest.mark.parametrize("control", ["tweedie", "uniform"])
 def test_the_mean_over_all_subsets_is_the_full_table(control):
     """Unbiased exactly: every subset of 2 of 5 members is equally likely. A perfect control has no
-    variance.
+    variance; the uniform one grows evenly over the decisions.
     """
     full, cheap = torch.rand(2, 3, 5, 7, generator=torch.Generator().manual_seed(0)).double()
-    probe, nodes = SomeMembers(Substeps(3), fraction=0.4, control=control), range(6)
-
-    def subset_table(chosen, control):
-        rewards = {node: full[..., node].gather(1, chosen) for node in nodes}
-        rewards |= {("control", node): control[..., node] for node in nodes}
-        scored = Scored(rewards, full[..., -1], nodes, dict.fromkeys(nodes, chosen))
-        values = probe.rewards(scored)
-        return torch.stack([*(values[node] for node in nodes), full[..., -1]], -1)
-
+    probe = SomeMembers(Substeps(3), fraction=0.4, control=control)
     subsets = [torch.tensor([subset] * 3) for subset in combinations(range(5), 2)]
-    tables = torch.stack([subset_table(subset, cheap) for subset in subsets])
+    tables = torch.stack([table_of(probe, full, subset, cheap) for subset in subsets])
     torch.testing.assert_close(tables.mean(0), full, atol=1e-12, rtol=0)
     if control == "tweedie":
-        same = torch.stack([subset_table(subset, full) for subset in subsets])
-        torch.testing.assert_close(same, full.expand_as(same))
-
-
-def test_the_uniform_control_grows_evenly_over_the_decisions():
-    final, chosen, nodes = torch.tensor([[0.0, 1.0, 2.0, 5.0]]), torch.tensor([[0, 1]]), (1, 2, 6)
-    rewards = {node: torch.zeros(1, 2) for node in nodes}
-    scored = Scored(rewards, final, nodes, dict.fromkeys(nodes, chosen))
-    values = SomeMembers(Substeps(3), fraction=0.5, control="uniform").rewards(scored)
-    for place, node in enumerate(nodes):  # members 2 and 3 were not drawn; the group's mean is 2
-        assert values[node][0, 2:].tolist() == pytest.approx([2.0, 2.0 + place / 3 * 3.0])
+        torch.testing.assert_close(table_of(probe, full, subsets[3], full), full)
+    else:
+        full[..., :-1] = 0  # of members 0 and 1; the others rise to their final reward
+        rises = full[:, 2:, -1] - full[..., -1].mean(1, keepdim=True)
+        values = table_of(probe, full, subsets[0], cheap)[:, 2:, :6]
+        steps = torch.arange(6) / 6
+        expected = full[..., -1].mean(1)[:, None, None] + rises[..., None] * steps
+        torch.testing.assert_close(values, expected)
 
 
 def test_draws_differ_between_groups_and_iterations(policy):
     probe = SomeMembers(Substeps(2), fraction=0.5)
     first, second = (
-        rolled(policy, probe, members=16, seed=seed)[0].estimates[3].members for seed in (0, 1)
+        rolled(policy, probe, members=16, steps=4, seed=seed)[0].estimates[2].members
+        for seed in (0, 1)
     )
     assert first.shape == (2, 8)
     assert not torch.equal(first[0], first[1]) and not torch.equal(first, second)
-    shared = rolled(policy, probe, shared=True)[0].estimates  # a shared state is scored for all
-    assert shared[0].members is None
-    assert (len(shared[0].latents), len(shared[1].latents)) == (2, 2 * 2)
+    shared = rolled(policy, probe, steps=4, shared=True)[0].estimates[0]
+    assert shared.members is None and len(shared.latents) == 2  # it is scored for all
 
 
 CHEAP = [
-    Substeps(5),
     Substeps(3, solver="dpm++", every=2),
-    Substeps(3, solver="unipc", dtype="bfloat16"),
-    Substeps(4, guidance="off"),
+    Substeps(2, guidance="off"),
     SomeMembers(Completion(dtype="bfloat16", solver="heun")),
 ]
 
@@ -152,18 +143,16 @@ def test_trajectories_and_final_rewards_are_the_same_bit_for_bit():
     policy = tiny_sd3_policy(replace(TINY, guidance_scale=3.0, guidance_gradient="prompt"))
     for parameter in policy.trainable().values():
         torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(1))
-    plain = rolled(policy, members=2, steps=4)[0]
-    final = score_rollout(policy, SQUARES, plain, PROMPTS).total[..., -1]
-    inputs = plain.trajectories.at(1)[:2], torch.full((2,), 500.0), policy.encode(PROMPTS)
-    trained = policy.velocity(*inputs)
+
+    def outcome(probe):
+        result = rolled(policy, probe, members=2, steps=3)[0]
+        path, values = result.trajectories, score_rollout(policy, SQUARES, result, PROMPTS).total
+        inputs = path.at(1)[:2], torch.full((2,), 500.0), policy.encode(PROMPTS)
+        return path.states, path.outputs, values[..., -1], policy.velocity(*inputs)
+
+    plain = outcome(NoProbe())
     for probe in CHEAP:
-        result = rolled(policy, probe, members=2, steps=4)[0]
-        for part in ("states", "outputs"):
-            same = (getattr(found.trajectories, part) for found in (result, plain))
-            assert torch.equal(*same), (probe, part)
-        values = score_rollout(policy, SQUARES, result, PROMPTS).total
-        assert torch.equal(values[..., -1], final), probe
-        assert torch.equal(policy.velocity(*inputs), trained), probe
+        assert all(map(torch.equal, outcome(probe), plain)), probe
     assert policy.guidance_scale == 3.0
 
 
@@ -173,9 +162,8 @@ def test_probes_without_guidance_take_the_unguided_velocity():
     path, half = result.trajectories, result.trajectories.schedule.times[1] / 2
     x, condition = path.at(1) - half * path.velocities[:, 1], policy.encode(PROMPTS).repeat(2)
     with policy.frozen(), policy.guided(1.0):
-        velocity = policy.velocity(x, (1000 * half).expand(4), condition)
-    found = result.estimates[1].latents
-    torch.testing.assert_close(found, x - half * velocity, atol=1e-5, rtol=1e-4)
+        expected = x - half * policy.velocity(x, (1000 * half).expand(4), condition)
+    torch.testing.assert_close(result.estimates[1].latents, expected, atol=1e-5, rtol=1e-4)
     assert usage.nfe == 4 * (3 + 2 * 0.5)  # two decisions
 
 
@@ -218,7 +206,7 @@ def test_probes_that_break_their_contract_are_named(policy, fault, words):
 def test_bfloat16_changes_the_probe_only():
     policy = tiny_sd3_policy(TINY)
     wide, narrow = (
-        rolled(policy, Substeps(3, dtype=dtype), members=2, steps=3)[0].estimates[0].latents
+        rolled(policy, Substeps(2, dtype=dtype), members=2, steps=2)[0].estimates[0].latents
         for dtype in ("own", "bfloat16")
     )
     assert 1e-5 < float((wide - narrow).abs().max()) < 0.1 and narrow.dtype == torch.float32
@@ -229,8 +217,7 @@ def test_a_probes_draws_move_no_generator(policy):
     """The order of an iteration's mini-batches, drawn next, is the same for every probe."""
     states, before = [], torch.get_rng_state()
     for probe in (NoProbe(), SomeMembers(Substeps(2), fraction=0.5)):
-        groups, generator = Groups(2, 4), torch.Generator().manual_seed(3)
-        noise, grid = groups.noise(policy.latent_shape, generator), policy.schedule(4)
-        rollout(policy, SDE, grid, policy.encode(PROMPTS), noise, generator, groups, probe)
+        generator = torch.Generator()
+        rolled(policy, probe, steps=3, generator=generator)
         states.append(generator.get_state())
     assert torch.equal(*states) and torch.equal(torch.get_rng_state(), before)

@@ -168,8 +168,8 @@ def test_an_evaluation_has_one_batch_in_memory_and_measures_what_all_at_once_wou
     whole = all_at_once(prompts, EVALUATION_SEED)
     repeated = all_at_once([prompt for prompt in heldout[:2] for _ in range(3)], DIVERSITY_SEED)
     features = group_features(LatentFeatures(), repeated.images, repeated.latents, (2, 3))
-    expected = {form: score(here.reward(form), whole.images, prompts) for form in here.forms}
-    density = score(here.qualities[quality](), whole.images, prompts)
+    expected = {form: score(here.reward(form), whole.images, prompts).total for form in here.forms}
+    density = score(here.qualities[quality](), whole.images, prompts).total
 
     images, latents, conditions = LiveRows(), LiveRows(), LiveRows()
     decode, encode = policy.decode, policy.encode

@@ -11,7 +11,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Credit, Decisions
 from flowrl.credit import Uniform
 from flowrl.rollout import rollout
-from flowrl.rollout.batches import ForwardBatches, credited, step_of, training_noise
+from flowrl.rollout.batches import ForwardBatches, credited, training_noise
 from flowrl.rollout.rollout import Groups
 from flowrl.samplers import FlowSDE, Multistep, Windowed
 from flowrl.training.build import make_method
@@ -147,7 +147,7 @@ def test_a_row_takes_the_credit_of_the_last_decision_above_its_time(sampler):
 def test_rows_at_above_and_below_the_times_of_decisions():
     decisions = Decisions.like(torch.zeros(1, 2, 4), times=(0.8, 0.5, 0.2))
     times = torch.tensor([[1.0, 0.81, 0.8, 0.79], [0.5, 0.499, 0.2, 0.01]])
-    assert credited(times, decisions).tolist() == [[0, 0, 0, 0], [1, 1, 2, 2]]
+    assert credited(times, decisions.time).tolist() == [[0, 0, 0, 0], [1, 1, 2, 2]]
 
 
 def test_own_states_are_those_that_the_trajectory_has_passed():
@@ -155,7 +155,7 @@ def test_own_states_are_those_that_the_trajectory_has_passed():
     batches, *_ = batches_of(trainer, trainer.draw_sampler())
     for draw in range(3):
         batch = batches.of(torch.arange(12), torch.full((12,), draw))
-        steps = step_of(batch.time, trainer.schedule)
+        steps = credited(batch.time, trainer.schedule.times[:-1])
         states = batches.images + batch.time.view(-1, 1, 1, 1) * batch.target
         passed = batches.rollout.trajectories.nodes[torch.arange(12), steps]
         torch.testing.assert_close(states, passed, atol=1e-5, rtol=1e-4)

@@ -351,7 +351,7 @@ print(
 # %%
 from flowrl import world
 from flowrl.flow import tweedie as library_tweedie
-from flowrl.rollout import Usage, integrate
+from flowrl.rollout import Usage, solve
 from flowrl.worlds import PolicyOptions
 
 mixture = world("mixture")
@@ -359,7 +359,7 @@ policy = mixture.policy(PolicyOptions())  # the exact field of this ring plus a 
 prompts = [mixture.parse("towards 45 degrees")] * 200
 usage = Usage()
 start = torch.randn(200, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
-points = integrate(policy, policy.schedule(20), policy.encode(prompts), start, usage)
+points = solve(policy, policy.schedule(20), policy.encode(prompts), start, usage)
 own = euler(ring.velocity, start.flatten(1), torch.linspace(1, 0, 21))[-1]
 print(
     f"{usage.nfe} network evaluations in {usage.calls} calls; largest difference from ours {float((points.flatten(1) - own).abs().max()):.1e}"
@@ -425,7 +425,7 @@ plt.show()
 # | $v = \mathbb E[\varepsilon - x_0 \mid x_t]$ | velocity | `FlowPolicy.velocity` |
 # | $t_0 = 1 > \dots > t_T = 0$ | grid | `Schedule.times` |
 # | $\hat x_0 = x_t - tv$ | Tweedie estimate | `flow.tweedie` |
-# | $x_{i+1} = x_i - \Delta_i v$ | Euler step | `samplers.ODE`, `rollout.integrate` |
+# | $x_{i+1} = x_i - \Delta_i v$ | Euler step | `samplers.ODE`, `rollout.solve` |
 #
 # ## Further reading
 #

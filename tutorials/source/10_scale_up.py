@@ -35,7 +35,7 @@ from flowrl.losses import ClippedLoss
 from flowrl.methods import flow_grpo, tp_grpo
 from flowrl.policies import ARCHITECTURES, LORA_TARGETS, ModelOptions, load_policy
 from flowrl.rewards import FunctionReward
-from flowrl.rollout import Groups, Usage, integrate, rollout
+from flowrl.rollout import Groups, Usage, rollout, solve
 from flowrl.samplers import FlowSDE, Windowed
 from flowrl.testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 from flowrl_course import lesson_10 as lesson
@@ -115,7 +115,7 @@ print(
 
 # %%
 noise = torch.randn(4, *policy.latent_shape, generator=torch.Generator().manual_seed(0)).to(policy.device)
-latents = integrate(policy, policy.schedule(STEPS), policy.encode(PROMPTS), noise, Usage())
+latents = solve(policy, policy.schedule(STEPS), policy.encode(PROMPTS), noise, Usage())
 show_images(ImageRow(policy.decode(latents).cpu(), [prompt.text for prompt in PROMPTS]))
 plt.show()
 
@@ -666,7 +666,7 @@ size = dict(height=best.options.height, width=best.options.width, max_sequence_l
 plain = pipe(
     [p.text for p in PROMPTS], latents=noise, num_inference_steps=STEPS, guidance_scale=1.0, output_type="pt", **size
 ).images
-ours = best.decode(integrate(best, best.schedule(STEPS), best.encode(PROMPTS), noise, Usage()))
+ours = best.decode(solve(best, best.schedule(STEPS), best.encode(PROMPTS), noise, Usage()))
 before = policy.decode(latents)
 print(
     "largest difference between plain diffusers and ours:",

@@ -816,7 +816,7 @@ print(
     f"SDE: D = {len(decisions)}, values {tuple(values.shape)}; DPM++: D = {len(initial.decisions)}, values {tuple(initial.values.shape)}"
 )
 drawn = NINE.draw(setting.schedule, 18 * 12, torch.Generator().manual_seed(0)).view(18, 12, -1)
-weights = by_decision[0, 4, credited(drawn[0, 4], decisions)]
+weights = by_decision[0, 4, credited(drawn[0, 4], decisions.time)]
 print("times of one sample: " + " ".join(f"{time:5.1f}" for time in drawn[0, 4]))
 print("weights by gain:     " + " ".join(f"{value:+5.1f}" for value in weights))
 print("\nstepwise credit, before training\n" + HEAD)

@@ -133,7 +133,7 @@ def continuation_rewards(
     found = torch.zeros(len(rewards), groups.samples, len(steps) + 1, continuations)
     with policy.frozen(), torch.no_grad():
         images = policy.decode(path.images_latent)
-        found[:, :, -1] = torch.stack([score(reward, images, prompts) for reward in rewards])[
+        found[:, :, -1] = torch.stack([score(reward, images, prompts).total for reward in rewards])[
             ..., None
         ]
         for column, step in reversed(list(enumerate(steps))):
@@ -141,7 +141,7 @@ def continuation_rewards(
                 walk.continued(path.at(step), step, continuations, walk.generator)
             )
             for row, reward in enumerate(rewards):
-                found[row, :, column] = score(reward, images, owners).view(-1, continuations)
+                found[row, :, column] = score(reward, images, owners).total.view(-1, continuations)
     return found
 
 
@@ -183,7 +183,7 @@ def _on_a_tree(
             states = result.trajectories.states[:, units].flatten(0, 1)
             latents = walk.continued(states, node, repeats, walk.generator)
             owners = [prompt for prompt in setting.prompts for _ in range(len(units) * repeats)]
-            rewards = score(setting.reward, setting.policy.decode(latents), owners).view(
+            rewards = score(setting.reward, setting.policy.decode(latents), owners).total.view(
                 count, len(units), repeats
             )
             values[:, units] = rewards.mean(2)

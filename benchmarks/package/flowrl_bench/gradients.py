@@ -230,11 +230,12 @@ def policy_gradients(
         found = _credited(setting, rule, groups, generator, usage, reward)
         batches_of = LossBatches(
             setting.policy,
-            setting.sampler,
+            loss,
             found.result,
             condition,
             found.advantages,
             found.weights,
+            setting.sampler,
         )
         result = loss.loss(batches_of.of(sample, column))
         rows.append(-flat(torch.autograd.grad(result.loss, setting.parameters)) * count * elements)

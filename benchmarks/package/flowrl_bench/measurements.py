@@ -16,7 +16,7 @@ from flowrl.core.protocols import FlowPolicy
 from flowrl.credit import turning_points
 from flowrl.policies import MixturePolicy
 from flowrl.probes import Completion
-from flowrl.rollout import EVALUATION_SEED, Groups, Usage, integrate, rollout, score_rollout
+from flowrl.rollout import EVALUATION_SEED, Groups, Usage, rollout, score_rollout, solve
 from flowrl.training.build import make_trainer, make_world
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import evaluate
@@ -157,7 +157,7 @@ def _plausible(
         policy.schedule(config.evaluation.eval_steps),
         policy.encode(prompts).repeat(repeats),
     )
-    points = integrate(policy, schedule, condition, noise, Usage(), 4096)
+    points = solve(policy, schedule, condition, noise, Usage(), 4096)
     by_prompt = points.flatten(1).view(-1, repeats, 2)
     spread = torch.cdist(by_prompt, by_prompt)
     return log_density(policy, points), float(spread.sum((1, 2)).mean() / (repeats * (repeats - 1)))

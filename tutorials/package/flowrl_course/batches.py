@@ -97,7 +97,13 @@ def credit_gradients(batch: Batch, rules: Sequence[CreditRule]) -> list[Tensor]:
     weights = list(batch.policy.trainable().values())
     ones = torch.ones_like(credits[0])
     batches = LossBatches(
-        batch.policy, batch.sampler, batch.rollout, batch.condition, credits[0], ones
+        batch.policy,
+        PolicyGradientLoss(),
+        batch.rollout,
+        batch.condition,
+        credits[0],
+        ones,
+        batch.sampler,
     )
     totals = [torch.zeros(sum(weight.numel() for weight in weights)) for _ in rules]
     for micro in torch.arange(len(sample)).split(256):
@@ -141,4 +147,4 @@ def ode_images(
     images = ImageBatch.cat(
         sample_images(policy, prompts, initial_noise(policy, len(prompts), seed), steps)
     ).images
-    return ScoredImages(images, score(reward, images, prompts))
+    return ScoredImages(images, score(reward, images, prompts).total)
