@@ -45,18 +45,18 @@ def formulas(text: str) -> list[str]:
 
 def all_formulas() -> dict[str, list[str]]:
     """By file; lessons' texts are Markdown cells."""
-    found = {path.relative_to(ROOT).as_posix(): formulas(path.read_text()) for path in PAGES}
+    by_file = {path.relative_to(ROOT).as_posix(): formulas(path.read_text()) for path in PAGES}
     for path in LESSONS:
         cells = [
             cell
             for cell in json.loads(path.read_text())["cells"]
             if cell["cell_type"] == "markdown"
         ]
-        found[path.name] = [
+        by_file[path.name] = [
             formula for cell in cells for formula in formulas("".join(cell["source"]))
         ]
-    found["docs/formulas.py"] = list(REFERENCE.values())
-    return {name: texts for name, texts in found.items() if texts}
+    by_file["docs/formulas.py"] = list(REFERENCE.values())
+    return {name: texts for name, texts in by_file.items() if texts}
 
 
 REFERENCE: dict[str, str] = runpy.run_path(str(ROOT / "docs" / "formulas.py"))["FORMULAS"]
@@ -83,9 +83,10 @@ def test_formulas_of_the_reference_belong_to_public_parts() -> None:
         assert getattr(importlib.import_module(module), part).__doc__, name
 
 
-def test_formulas_are_found() -> None:
+def test_formulas_and_misspelt_commands_are_seen(katex: str) -> None:
     assert formulas("a $x_t$ and\n$$\\sqrt{t}$$ `$no$`\n```\n$no$\n```\n") == ["\\sqrt{t}", "x_t"]
     assert sum(map(len, FORMULAS.values())) > 300
+    assert unknown_commands(r"\sqrt{\epsilom}", katex) == {"epsilom"}
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -95,10 +96,6 @@ def test_commands_are_known_to_katex(name: str, katex: str) -> None:
         assert text.replace("\\{", "").count("{") == text.replace("\\}", "").count("}"), text
         begun, ended = (re.findall(rf"\\{word}{{(\w+)}}", text) for word in ("begin", "end"))
         assert sorted(begun) == sorted(ended), text
-
-
-def test_a_misspelt_command_is_found(katex: str) -> None:
-    assert unknown_commands(r"\sqrt{\epsilom}", katex) == {"epsilom"}
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")

@@ -45,37 +45,12 @@ def package(monkeypatch):
 
 def test_image_reward_keeps_the_contract(package):
     reward = build("reward", f"{RECIPE}:ImageRewardScore", device="cpu")
-    found = check_reward(reward)
-    assert found.ok, found
+    findings = check_reward(reward)
+    assert findings.ok, findings
     images = torch.stack([torch.zeros(3, 4, 4), torch.ones(3, 4, 4)])
     assert reward.score(images, [Prompt("ab"), Prompt("a")]).tolist() == pytest.approx([2.0, 2.0])
     assert reward.score(images, [Prompt("a"), Prompt("abcd")]).tolist() == pytest.approx([1.0, 5.0])
     assert package == [("ImageReward-v1.0", "cpu")], "loaded once, at the first score"
-
-
-def test_image_reward_can_be_served(package):
-    pytest.importorskip("fastapi")
-    import threading
-    import time
-
-    from flowrl.serving import Listener, ServerSettings, make_server
-    from flowrl.serving.client import RemoteReward
-
-    listener = Listener.open("127.0.0.1", 0)
-    server = make_server(
-        build("reward", f"{RECIPE}:ImageRewardScore(device='cpu')"), ServerSettings()
-    )
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener.socket]}, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        images = torch.stack([torch.zeros(3, 4, 4), torch.ones(3, 4, 4)])
-        found = RemoteReward(listener.url()).score(images, [Prompt("ab"), Prompt("a")])
-        assert found.tolist() == pytest.approx([2.0, 2.0])
-    finally:
-        server.should_exit = True
-        thread.join(20)
 
 
 def test_without_the_package_there_is_one_clear_error(monkeypatch):

@@ -1,7 +1,6 @@
 """Every built-in part, and parts as users write them, keep the promises of `flowrl.testing`."""
 
 import random
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -364,14 +363,6 @@ def test_every_built_in_name_is_held_to_its_contract(kind: str) -> None:
     size = "(size=2)" if kind == "window" else ""
     specs = [f"{name}{size}" if name != "fixed" else name for name in KINDS[kind].built_in]
     assert {type(build(kind, spec)) for spec in specs} <= held | {ODE}
-
-
-def test_the_probe_in_the_documentation_keeps_the_contract(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "extend.md").read_text()
-    (code,) = re.findall(r"```python\n(# my_probes.py\n.*?)```", page, re.DOTALL)
-    (tmp_path / "my_probes.py").write_text(code)
-    part = build("probe", f"{tmp_path / 'my_probes.py'}:TwoSteps(share=0.3)")
-    assert check_probe(part).ok, str(check_probe(part))
 
 
 @pytest.mark.slow
