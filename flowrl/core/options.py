@@ -7,14 +7,13 @@ parsing (`check_ranges`). Ranges are those of `annotated_types`, as in ``Annotat
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
-from beartype import BeartypeConf
-from beartype.door import is_bearable
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from flowrl.core.errors import MAX_SEED, require
 
@@ -36,13 +35,7 @@ NAMES: dict[Any, str] = {
     str: "a text",
     NoneType: "None",
 }
-WITHIN: dict[type, Callable[[float, Any], bool]] = {
-    Ge: lambda number, bound: number >= bound.ge,
-    Gt: lambda number, bound: number > bound.gt,
-    Le: lambda number, bound: number <= bound.le,
-    Lt: lambda number, bound: number < bound.lt,
-}
-INTEGERS_ARE_NUMBERS = BeartypeConf(is_pep484_tower=True)
+RULES = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 def words(kind: Any, bounds: Sequence[Any] = ()) -> str:
@@ -85,19 +78,29 @@ def allowed(value: Any, hint: Any, bounds: Sequence[Any] = ()) -> bool:
     Integers are numbers, Booleans are neither, and NaN is not a number.
     """
     kind, bounds = split(hint, bounds)
-    if get_origin(kind) in (Union, UnionType):
-        return any(allowed(value, member, bounds) for member in get_args(kind))
-    if get_origin(kind) is Mapping:  # the part checks its entries
+    origin, members = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(allowed(value, member, bounds) for member in members)
+    if origin is Sequence or (origin is tuple and members[-1] is Ellipsis):
+        return isinstance(value, origin) and all(
+            allowed(item, members[0], bounds) for item in value
+        )
+    if origin is Mapping:  # the part checks its entries
         return isinstance(value, Mapping)
-    if isinstance(value, bool):  # an int for Python
-        return is_bearable(value, kind) and not is_bearable(2, kind, conf=INTEGERS_ARE_NUMBERS)
-    limits = [bound for bound in bounds if type(bound) in WITHIN]
-    values = value if isinstance(value, tuple) else (value,)
-    return is_bearable(value, kind, conf=INTEGERS_ARE_NUMBERS) and all(
-        not math.isnan(number) and all(WITHIN[type(limit)](number, limit) for limit in limits)
-        for number in values
-        if isinstance(number, int | float)
-    )
+    if isinstance(kind, type) and kind not in NAMES:
+        return isinstance(value, kind)
+    if isinstance(value, float) and math.isnan(value):
+        return False
+    try:
+        _adapter(kind, tuple(bounds)).validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+@functools.cache
+def _adapter(kind: Any, bounds: tuple[Any, ...]) -> TypeAdapter[Any]:
+    return TypeAdapter(Annotated[kind, *bounds] if bounds else kind, config=RULES)
 
 
 def checked_options(part: C) -> C:
