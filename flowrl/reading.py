@@ -145,10 +145,10 @@ def parse_json(data: str | bytes, finite: bool = False) -> Any:
     """
     text = data.decode("utf-8-sig") if isinstance(data, bytes) else data.removeprefix("\ufeff")
     try:
-        number = _finite if finite else float
+        number = finite_number if finite else float
         value = json.loads(
             text,
-            object_pairs_hook=_once,
+            object_pairs_hook=once,
             parse_int=_whole,
             parse_float=number,
             parse_constant=number,
@@ -168,7 +168,10 @@ def parse_json(data: str | bytes, finite: bool = False) -> Any:
     return value
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object with `pairs` of names and values. Raises `ValueError` for a name that is there
+    twice.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -182,7 +185,8 @@ def _inside(values: Iterable[Any]) -> list[Any]:
     return [value for value in values if isinstance(value, dict | list)]
 
 
-def _finite(digits: str) -> float:
+def finite_number(digits: str) -> float:
+    """The number; `ValueError` for NaN, Infinity and what is as large."""
     if not math.isfinite(float(digits)):
         raise ValueError(f"{digits:.20} is not a number in JSON")
     return float(digits)

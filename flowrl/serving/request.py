@@ -214,7 +214,8 @@ async def read_request(
     try:
         return await asyncio.to_thread(_decode, parts, limits, memory)
     except WireFormatError as error:
-        raise RequestError(422, error.code, str(error)) from error
+        status = 413 if error.code == "too_many_samples" else 422
+        raise RequestError(status, error.code, str(error)) from error
 
 
 async def _receive_form(
@@ -257,8 +258,7 @@ def _decode(
             "no_images",
             "the images are missing: send them in parts 'png' or in one part 'safetensors'",
         )
-    prompts = decode_prompts(parts["prompts"][0])
-    _check_samples(len(prompts), limits)
+    prompts = decode_prompts(parts["prompts"][0], limits.samples)
     if pngs:
         width, height = png_size(pngs)
         _check_pixels(width, height, limits)

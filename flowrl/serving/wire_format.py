@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flowrl.core.errors import FlowrlError, RewardContractError, RewardError
 from flowrl.core.types import Prompt
+from flowrl.reading import finite_number, once
 from flowrl.rewards.contract import ComponentScores, check_scores
 from flowrl.rewards.images import to_pillow
 
@@ -136,6 +137,11 @@ class ErrorResponse(BaseModel):
 
 
 _PROMPTS: TypeAdapter[list[PromptMessage]] = TypeAdapter(list[PromptMessage])
+_ENTRIES: TypeAdapter[list[Any]] = TypeAdapter(list[Any])
+OBJECTS = 100
+"""Largest mean number of JSON objects of a prompt with its metadata."""
+HEADER_BYTES = 10_000
+"""Largest header of a safetensors part."""
 
 
 # --- requests
@@ -217,11 +223,27 @@ def _to_json(value: Any, prompt: Prompt, path: str) -> Any:
     )
 
 
-def decode_prompts(data: bytes) -> list[Prompt]:
-    """A JSON list of {"text": ..., "metadata": {...}}. Raises `WireFormatError`."""
+def decode_prompts(data: bytes, most: int = 2**31) -> list[Prompt]:
+    """A JSON list of at most `most` {"text": ..., "metadata": {...}}; without NaN, and with every
+    name of an object once. Raises `WireFormatError`.
+    """
+    if (objects := data.count(b"{")) > OBJECTS * most:  # before they cost seconds
+        message = f"prompts with {objects} objects; allowed: 1 to {most} samples of {OBJECTS}"
+        raise WireFormatError("too_many_samples", message)
     try:
+        if (count := len(_ENTRIES.validate_json(data))) > most:
+            message = f"{count} samples in one request; allowed: 1 to {most}"
+            raise WireFormatError("too_many_samples", message)
         found = _PROMPTS.validate_json(data)
-    except ValidationError as error:
+        json.loads(
+            data,
+            object_pairs_hook=once,
+            parse_constant=finite_number,
+            parse_float=finite_number,
+        )
+    except ValueError as error:
+        if not isinstance(error, ValidationError):
+            raise WireFormatError("bad_prompts", f"prompts: {str(error)[:200]}") from error
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise WireFormatError(
@@ -234,6 +256,10 @@ def decode_safetensors(data: bytes) -> Tensor:
     """The tensor `images` [sample, channel, height, width] in float32; uint8 is divided by 255.
     Raises `WireFormatError`.
     """
+    header = int.from_bytes(data[:8], "little")
+    if header > HEADER_BYTES:  # of one tensor; the library reads a longer one in seconds
+        message = f"the safetensors header has {header} bytes; allowed: {HEADER_BYTES}"
+        raise WireFormatError("bad_safetensors", message)
     try:
         tensors = load(data)
     except (

@@ -47,7 +47,12 @@ from flowrl.parts.registry import build
 from flowrl.rewards import WeightedSum, component_methods
 from flowrl.serving import Listener, ServerLimits, ServerSettings, serve
 from flowrl.serving.client import RemoteReward, RemoteSum
-from flowrl.serving.wire_format import TransientError
+from flowrl.serving.wire_format import (
+    TransientError,
+    WireFormatError,
+    decode_prompts,
+    decode_safetensors,
+)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "png"])
@@ -715,3 +720,30 @@ def test_state_and_description():
         assert f"flowrl_reward_{line}\n" in text, text
     assert "echo" not in page + document, "the description names the reward"
     assert "POST /v1/score" in page and "<script" not in page
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b'[{"text": "a", "metadata": {"a": NaN}}]', "bad_prompts"),
+        (b'[{"text": "a", "text": "b"}]', "bad_prompts"),
+        (b'[{"text": "a", "metadata": {"a": 1e999}}]', "bad_prompts"),
+        (b'[{"text": ""}, {"text": ""}, {"text": ""}]', "too_many_samples"),
+        (b"[" + b'{"text": ""},' * 500_000 + b'{"text": ""}]', "too_many_samples"),
+    ],
+    ids=["nan", "twice", "infinite", "more", "many"],
+)
+def test_prompts_are_strict_json_and_counted_before_they_are_read(data, code):
+    start = time.process_time()
+    with pytest.raises(WireFormatError) as raised:
+        decode_prompts(data, 2)
+    assert raised.value.code == code and time.process_time() - start < 0.1
+
+
+def test_a_header_of_many_tensors_is_not_read():
+    names = {f"t{i}": {} for i in range(300_000)}
+    header = json.dumps(names).encode()
+    start = time.process_time()
+    with pytest.raises(WireFormatError, match="header has"):
+        decode_safetensors(len(header).to_bytes(8, "little") + header)
+    assert time.process_time() - start < 0.1
