@@ -1,8 +1,15 @@
-"""A run that takes a tenth of a second, and what must not depend on what happens to it."""
+"""Runs and trainers that take a tenth of a second, and what must not depend on what happens to
+them.
+"""
 
 import json
 
+import torch
+
+from flowrl.distributed import Distributed
+from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import preset
+from flowrl.training.trainer import Trainer
 
 SMALL = preset("tiny").apply(
     world="mixture",
@@ -15,34 +22,100 @@ SMALL = preset("tiny").apply(
     checkpoint_every=1,
     minibatches=2,
 )
+BASE = preset("tiny").apply(
+    world="mixture",
+    groups=3,
+    group_size=4,
+    num_steps=6,
+    iterations=9,
+    minibatches=2,
+    window=":-1",
+    learning_rate=1e-3,
+    kl_weight=0.1,
+)
+TRANSITIONS = {
+    "uniform": dict(window="random(size=2)"),
+    "stepwise": dict(method="stepwise-flow-grpo"),
+    "turning points": dict(method="tp-grpo"),
+    "moving average": dict(method="average", credit="moving-average-gain", window="2:5"),
+    "value tracker": dict(credit="value-tracker"),
+    "win rates": dict(reward="win-rate(reward='flowrl.worlds.mixture:DirectionReward')"),
+    "batch statistics": dict(method="global", credit="uniform(std=batch)"),
+    "trajectories": dict(loss="gspo", clip_range=0.003),
+    "tree": dict(credit="stepwise-gain(probe='branch(children=(1, 2))')"),
+    "tree of edges": dict(credit="backed-up(probe='branch(children=(1, 2), weight=edge)')"),
+    "comb": dict(credit="sibling-relative(probe='comb(branches=2, count=1)')"),
+}
+DGPO = "dgpo(beta_dpo=1.0, clip=none, times=steps(count=2, steps=5), {})"
+FORWARD = {  # copies that follow late are neither the current weights nor the first
+    "nft": dict(method="diffusion-nft", loss="diffusion-nft(decay=(0, 0.2, 0.5))"),
+    "nft, late copy": dict(loss="diffusion-nft(decay=(1, 0.3, 0.6))"),
+    "nft, own states": dict(loss="diffusion-nft(noise=path)"),
+    "awm": dict(method="awm", loss="awm(decay=(0, 0.1, 0.3), times=stratified(count=3))"),
+    "awm, a ratio per sample": dict(loss="awm(ratio=sum_first, times=stratified(count=4))"),
+    "dgpo": dict(loss=DGPO.format("decay=(0, 0.1, 0.3), sample_from=1")),
+    "dgpo, shared noise": dict(loss=DGPO.format("noise=group-all-times")),
+}
+CASES = TRANSITIONS | FORWARD
+"""Settings of `BASE` for all kinds of training."""
+
+TIMES = ("seconds", "seconds_total", "phases")
+FILES = (
+    "weights.safetensors",
+    "samples.safetensors",
+    "samples.json",
+    "trajectory.json",
+    "trajectory.safetensors",
+)
+
+
+def plain(row, without=()):
+    """A row of metrics without its times, and without some other entries."""
+    row = {name: value for name, value in row.items() if name not in (*TIMES, *without)}
+    if row.get("evaluation"):
+        row["evaluation"] = plain(row["evaluation"])
+    return row
+
+
+def rows_of(folder, without=()):
+    """The rows of the run in `folder`."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [plain(json.loads(line), without) for line in lines]
 
 
 def numbers(folder):
     """What must not depend on interruptions."""
-    rows = []
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        row = {
-            k: v
-            for k, v in json.loads(line).items()
-            if k not in ("seconds", "seconds_total", "phases")
-        }
-        if row["evaluation"]:
-            row["evaluation"].pop("seconds")
-        rows.append(row)
-    files = (
-        "weights.safetensors",
-        "samples.safetensors",
-        "samples.json",
-        "trajectory.json",
-        "trajectory.safetensors",
-    )
-    return json.dumps(rows), *((folder / name).read_bytes() for name in files)
+    return json.dumps(rows_of(folder)), *((folder / name).read_bytes() for name in FILES)
 
 
 def words(**options):
     """Options of a command as words: a list repeats its option, True is a flag."""
-    found = []
+    command = []
     for name, value in options.items():
-        for one in value if isinstance(value, list) else [value]:
-            found += [f"--{name.replace('_', '-')}", *([] if one is True else [str(one)])]
-    return found
+        for item in value if isinstance(value, list) else [value]:
+            command += [f"--{name.replace('_', '-')}", *([] if item is True else [str(item)])]
+    return command
+
+
+def trainer_of(config, method=None, reward=None, distributed=Distributed()):
+    """A trainer of a built-in world, with another method or reward."""
+    world = make_world(config)
+    return Trainer(
+        world.policy(policy_options(config)),
+        method or make_method(config),
+        reward or make_reward(config),
+        world.prompts(config.environment.task, "train"),
+        config,
+        distributed,
+    )
+
+
+def weights(trainer):
+    """A copy of the trained weights as one vector."""
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.parameters])
+
+
+def trained(trainer, iterations=2):
+    """Metrics without times, and the weights after some iterations."""
+    rows = [plain(trainer.iteration()) for _ in range(iterations)]
+    return rows, weights(trainer)

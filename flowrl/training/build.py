@@ -172,7 +172,7 @@ def make_trainer(
     Args:
         config: the run.
         distributed: the processes.
-        world: a world that replaces that of the settings; None for this one.
+        world: the world of `config` if it is already made.
 
     Returns:
         The trainer.
@@ -181,14 +181,7 @@ def make_trainer(
         ConfigError: a setting is not allowed, the policy or the prompts do not fit, or the
             trajectories do not fit into main memory.
     """
-    config = config if world is None else config.replace(world=world)
-    return trainer_in(make_world(config), config, distributed)
-
-
-def trainer_in(
-    world: World, config: RunConfig, distributed: Distributed = Distributed()
-) -> Trainer:
-    """`make_trainer` in a world that is already made."""
+    world = make_world(config) if world is None else world
     method = make_method(config)
     reward = make_reward(config)  # before the policy: its errors should not wait for a large model
     prompts = prompts_of(world, config.environment.task, "train")
@@ -331,11 +324,11 @@ def method_text(config: RunConfig, origins: Mapping[str, str]) -> str:
     """`method_parts` of the run `config` with the origin of each: that in `origins`, by setting, or
     the method.
     """
-    unset, texts = ("", "auto", 0.0), []
+    texts = []
     for name, text in method_parts(config).items():
         # a KL weight of 0 is a choice, other empty settings are the method's
-        own = getattr(config.algorithm, name) in unset and name != "kl_weight"
-        texts.append(f"{name} {text} [{'method' if own else origins.get(name, 'default')}]")
+        empty = name != "kl_weight" and getattr(config.algorithm, name) in ("", "auto", 0.0)
+        texts.append(f"{name} {text} [{'method' if empty else origins.get(name, 'default')}]")
     return ", ".join(texts)
 
 

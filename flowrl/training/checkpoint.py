@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from flowrl.core.errors import CheckpointError, ConfigError, FlowrlError
-from flowrl.distributed import Distributed, full_tensors, is_sharded, load_full_tensors
+from flowrl.distributed import Distributed, full_tensors, load_full_tensors
 from flowrl.io import flush_folder, write_bytes
 from flowrl.parts.trust import trust_option
 from flowrl.reading import read_bytes
@@ -80,7 +80,10 @@ def _read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, str]]:
         # the header: its length in 8 bytes, then JSON
         card = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         if kind == "checkpoint" and card["format"] != FORMAT:
-            raise _other_version(path, card["format"])
+            raise CheckpointError(
+                f"checkpoint: {path} was written by another version of flowrl (format"
+                f" {card['format']!r}; this version reads {FORMAT!r})"
+            )
         if card["sha256"] != _hash(tensors, card.get("values", "")):
             raise CheckpointError(
                 f"{kind}: {path} does not match its own hash; it was changed after it was written"
@@ -90,13 +93,6 @@ def _read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointError(
             f"{kind}: {path} cannot be read as {kind} of flowrl: {type(error).__name__}: {error}"
         ) from error
-
-
-def _other_version(path: Path, written: str) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint: {path} was written by another version of flowrl (format {written!r}; this"
-        f" version reads {FORMAT!r})"
-    )
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
@@ -150,11 +146,7 @@ class Checkpoints:
         return self.run / "checkpoints"
 
     def names(self) -> list[str]:
-        """Names, oldest first. Raises `CheckpointError` for checkpoints of an older version, which
-        were folders.
-        """
-        for card in self.folder.glob("*/checkpoint.json"):
-            raise _other_version(card.parent, "flowrl-checkpoint-3 or older")
+        """Names, oldest first."""
         # as numbers: names have more than six digits after a million iterations
         return sorted((path.stem for path in self.folder.glob("[0-9]*.safetensors")), key=int)
 
@@ -232,17 +224,9 @@ def without_prefix(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def full_state(live: Mapping[str, Tensor], values: Mapping[str, Any], copied: bool) -> Checkpoint:
     """`values` and the full tensors of `live`, which share no memory with them if `copied`."""
-
-    def storage(tensor: Any) -> int:
-        local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-        return local.untyped_storage().data_ptr()
-
-    used = set(map(storage, live.values())) if copied else set()
-    tensors = {
-        name: tensor.clone() if storage(tensor) in used else tensor
-        for name, tensor in full_tensors(live).items()
-    }
-    return Checkpoint(tensors, dict(values))
+    tensors = full_tensors(live).items()
+    complete = {name: tensor.clone() if copied else tensor for name, tensor in tensors}
+    return Checkpoint(complete, dict(values))
 
 
 def training_state(

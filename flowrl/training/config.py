@@ -98,9 +98,9 @@ class EnvironmentConfig:
         """The text in `world`, or the name of the object there, with the class of a user's."""
         if isinstance(self.world, str):
             return self.world
-        found: Any = self.world
-        place = f"{type(found).__module__}.{type(found).__qualname__}"
-        return found.name + ("" if place.startswith("flowrl.") else f" [object of {place}]")
+        world: Any = self.world
+        place = f"{type(world).__module__}.{type(world).__qualname__}"
+        return world.name + ("" if place.startswith("flowrl.") else f" [object of {place}]")
 
     @property
     def subject(self) -> str:

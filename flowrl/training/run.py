@@ -25,7 +25,7 @@ from flowrl.parts.settings import settings_text
 from flowrl.parts.trust import check_code, record_code
 from flowrl.reading import as_kind, read_bytes, read_json, read_tensors, reading
 from flowrl.rewards import evaluation_reward
-from flowrl.training.build import make_reward, make_world, policy_options, trainer_in
+from flowrl.training.build import make_reward, make_trainer, make_world, policy_options
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.evaluation import (
@@ -159,7 +159,7 @@ class Run:
         observers = Observers(self.config, self.folder, self.observers, self.distributed)
         world = make_world(self.config)
         self._heldout = make_heldout_metrics(self.config, world)
-        trainer = trainer_in(world, self.config, self.distributed)
+        trainer = make_trainer(self.config, self.distributed, world)
         self.config = trainer.config  # with the measured sizes
         self._observers, self._world, self._trainer = observers, world, trainer
         trainer.on_phase = lambda phase: self._tell({"phase": phase})
@@ -231,22 +231,11 @@ class Run:
                 (self.folder / "done.json").unlink(missing_ok=True)
                 self._checkpoints.forget_after(start)
             rows = checkpoint.values.get("rows", [])
-            if rows:
-                self._rewrite_metrics("".join(map(_line, rows)))
+            if rows:  # a crash leaves metrics with later rows, or a line that is cut
+                write_bytes(self._metrics, "".join(map(_line, rows)).encode())
             return rows
 
         return self._in_main(rewind)
-
-    def _rewrite_metrics(self, recorded: str) -> None:
-        """Make metrics.jsonl what the checkpoint `recorded`; other content is kept in a copy."""
-        data = read_bytes(self._metrics) if self._metrics.exists() else b""
-        text = data.decode(errors="replace")
-        # a crash leaves a file that ends early, within a line or with later rows
-        if not (recorded.startswith(text) or text.startswith(recorded)):
-            self._metrics.replace(self._metrics.with_name("metrics.damaged.jsonl"))
-            kept = "the file is kept as metrics.damaged.jsonl"
-            self._tell({"warning": f"{self._metrics} is not what the checkpoint recorded; {kept}"})
-        write_bytes(self._metrics, recorded.encode())
 
     def _write_untrained(self) -> None:
         """Row 0 and the samples of the untrained model."""
@@ -263,24 +252,24 @@ class Run:
         """First samples (safetensors) and scores of the model before training, computed once per
         evaluation setting.
         """
-        c = self.config
-        values = c.as_dict()
+        environment, values = self.config.environment, self.config.as_dict()
         settings = [
             values["environment"],
             values["policy"],
             values["evaluation"],
-            c.seed if c.environment.reward_noise else 0,
+            self.config.seed if environment.reward_noise else 0,
         ]
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-        stored = None if self.shared is None else self.shared / f"untrained-{key}.json"
-        if stored is not None and stored.exists():  # written after the images
-            return read_bytes(stored.with_suffix(".safetensors")), read_json(stored, dict[str, Any])
+        shared = self.shared and self.shared / f"untrained-{key}.json"
+        if shared and shared.exists():  # written after the images
+            images = read_bytes(shared.with_suffix(".safetensors"))
+            return images, read_json(shared, dict[str, Any])
         before = self._score(policy)
         images = save({"images": before.images, "scores": before.image_scores})
-        scores = before.row(c.environment.reward_form)
-        if stored is not None and not before.incomplete:
-            write_bytes(stored.with_suffix(".safetensors"), images)
-            write_json(stored, scores)
+        scores = before.row(environment.reward_form)
+        if shared and not before.incomplete:
+            write_bytes(shared.with_suffix(".safetensors"), images)
+            write_json(shared, scores)
         return images, scores
 
     # ----- Iterations
@@ -334,19 +323,21 @@ class Run:
         return self._evaluation.row(self.config.environment.reward_form)
 
     def _score(self, policy: FlowPolicy) -> Evaluation:
-        c, custom = self.config, None
-        if c.environment.reward and not c.policy.model:  # the only reward of a model's world
-            custom = evaluation_reward(make_reward(c.replace(reward_noise=0.0, reward_bias=0.0)))
+        config, custom = self.config, None
+        environment, settings = config.environment, config.evaluation
+        if environment.reward and not config.policy.model:  # the only reward of a model's world
+            exact = config.replace(reward_noise=0.0, reward_bias=0.0)
+            custom = evaluation_reward(make_reward(exact))
         return evaluate(
             policy,
             self._world,
-            c.environment.task,
-            c.environment.reward_form,
-            c.evaluation.eval_samples,
-            c.evaluation.eval_steps,
-            c.batches.max_batch,
+            environment.task,
+            environment.reward_form,
+            settings.eval_samples,
+            settings.eval_steps,
+            config.batches.max_batch,
             reward=custom,
-            solver=c.evaluation.eval_solver,
+            solver=settings.eval_solver,
             heldout_metrics=self._heldout,
             distributed=self.distributed,
         )
@@ -424,12 +415,9 @@ class Run:
                 return read_tensors(path, {"images": (None,) * 4, "scores": (None,)})
             return None
 
-        if (tensors := self._in_main(stored)) is not None:
+        if tensors := self._in_main(stored):
             return tensors
-        images, _ = self._untrained(self._world.policy(policy_options(self.config)))
-        if self.distributed.is_main:
-            write_bytes(path, images)
-        return load(images)
+        return load(self._untrained(self._world.policy(policy_options(self.config)))[0])
 
     def _export(self, folder: Path) -> None:
         """Write the averaged weights, and a trajectory sampled with them."""

@@ -272,14 +272,13 @@ class Trainer:
         fields = {*self.rule_fields, *self.recorded}
         larger: dict[str, Any] = {}
         if fields & {"trajectories", "log_probs"}:
-            own, gather = collected.own(), self.distributed.gather
+            kept, gather = collected.own(), self.distributed.gather
             if "trajectories" in fields:
-                states, outputs = (
-                    torch.cat(gather(table.cpu())) for table in (own.states, own.outputs)
-                )
-                larger["trajectories"] = replace(own, states=states, outputs=outputs)
+                tables = (torch.cat(gather(table.cpu())) for table in (kept.states, kept.outputs))
+                states, outputs = tables
+                larger["trajectories"] = replace(kept, states=states, outputs=outputs)
             if "log_probs" in fields:
-                larger["log_probs"] = torch.cat(gather(log_probs(sampler, own)))
+                larger["log_probs"] = torch.cat(gather(log_probs(sampler, kept)))
         if "condition" in fields:
             # a copy: the policy may keep these tensors for later iterations
             tensors = condition.tensors.items()
@@ -319,9 +318,9 @@ class Trainer:
         rollout, condition, loss = collected.rollout, collected.condition, self.method.loss
         # in main memory
         advantages, weights = credit.advantages.flatten(0, 1), weights.flatten(0, 1)
-        own, decisions = collected.samples, experience.decisions
+        samples, decisions = collected.samples, experience.decisions
         device = self.policy.device
-        here = advantages[own].to(device), weights[own].to(device)
+        on_device = advantages[samples].to(device), weights[samples].to(device)
         if isinstance(loss, ForwardLoss):
             times, seed = self.draw_times(loss)
             columns = credited(times.cpu(), decisions)
@@ -334,8 +333,8 @@ class Trainer:
                 loss,
                 rollout,
                 condition,
-                *here,
-                times[own],
+                *on_device,
+                times[samples],
                 decisions,
                 seed,
                 copies,
@@ -349,7 +348,7 @@ class Trainer:
             if not loss.trains_zero_advantages:
                 rows = [part.without_zeros(advantages) for part in rows if len(part)]
             batches = LossBatches(
-                self.policy, sampler, rollout, condition, *here, loss.needs_reference, loss
+                self.policy, sampler, rollout, condition, *on_device, loss.needs_reference, loss
             )
         return batches, [part for part in rows if len(part)]
 

@@ -98,12 +98,12 @@ def _try_part(
         elif finding.mark == "advice":
             warn(f"{name}: {finding.message}")
     if broken:
-        told = f"promises that matter in some runs are not kept: {', '.join(broken)}"
-        warn(f"{name}: {told}; {check} explains them")
+        why = "promises that matter in some runs are not kept"
+        warn(f"{name}: {why}: {', '.join(broken)}; {check} explains them")
     if untried:
-        why = f"{SECONDS:g} s were over, or the part refuses their data"
-        count = f"{len(untried)} of {len(promises)} promises were not tried"
-        warn(f"{name}: {count} ({why}): {', '.join(untried)}; {check} tries all")
+        why = f"{len(untried)} of {len(promises)} promises were not tried"
+        why += f" ({SECONDS:g} s were over, or the part refuses their data)"
+        warn(f"{name}: {why}: {', '.join(untried)}; {check} tries all")
 
 
 def _contract(config: RunConfig, kind: str, part: Any) -> tuple[str, Contract]:
@@ -160,26 +160,26 @@ def reward_trial(
         # the best and one in the middle: not symmetric about the batch's mean
         groups = dict.fromkeys((order[-1], order[(len(order) - 1) // 2]))
         rows = [group * members + member for group in groups for member in range(members)[::-1]]
-        some = [prompts[row] for row in rows]
+        chosen = [prompts[row] for row in rows[::members]]
 
-        def again() -> Tensor:
-            return score_components(reward, images[rows], some[::members]).total.cpu()
+        def scored() -> Tensor:
+            return score_components(reward, images[rows], chosen).total.cpu()
 
         def gaps(expected: Tensor) -> Tensor:
-            return (again_scores - expected).abs().nan_to_num(torch.inf)
+            return (again - expected).abs().nan_to_num(torch.inf)
 
         with torch.random.fork_rng(devices=[]):
-            again_scores, known = again(), scores[scores.isfinite()]
-            limit = max(SHARE * float(known.std(unbiased=False)), 1e-3 * float(known.abs().max()))
+            again, finite = scored(), scores[scores.isfinite()]
+            limit = max(SHARE * float(finite.std(unbiased=False)), 1e-3 * float(finite.abs().max()))
             gap, place = gaps(scores[rows]).max(0)
             if gap <= limit:
                 return
-            repeated = max(float(gaps(again()).max()) for _ in range(3))
+            repeated = max(float(gaps(scored()).max()) for _ in range(3))
         if repeated > gap / 10:
             same = f"the same {len(rows)} samples scored again differ by up to {repeated:.3g}"
             warn(f"{name}: the reward is random: {same}")
             return
-        first, second = float(scores[rows][place]), float(again_scores[place])
+        first, second = float(scores[rows][place]), float(again[place])
         raise ConfigError(
             f"{name} failed the trial at its first scores: a score depends on the batch or on"
             f" its order. A sample scored {first:.4g} among {len(scores)}, and {second:.4g} among"

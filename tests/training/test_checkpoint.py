@@ -18,6 +18,7 @@ from flowrl.cli.main import main
 from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.distributed import Distributed
 from flowrl.testing.tiny import tiny_flux, tiny_sd3
+from flowrl.training.build import trained_policy
 from flowrl.training.checkpoint import (
     Checkpoint,
     Checkpoints,
@@ -35,8 +36,8 @@ def checkpoint(done):
     )
 
 
-def whole_content(found):
-    """What a checkpoint of `checkpoint` holds, if it is all of one piece."""
+def complete(found):
+    """The iteration of a checkpoint that `checkpoint` has made, all of which must belong to it."""
     done = found.values["done"]
     assert torch.equal(found.tensors["weight"], checkpoint(done).tensors["weight"])
     assert found.values["rows"][0]["iteration"] == done
@@ -47,39 +48,19 @@ def whole_content(found):
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, ["000040"]), (3, ["000020", "000030", "000040"])])
-def test_the_newest_few_are_kept(tmp_path, keep, left):
+@pytest.mark.parametrize("keep", [1, 3])
+def test_the_newest_few_are_kept_in_order_beyond_six_digits(tmp_path, keep):
     kept = Checkpoints(tmp_path, keep)
-    for done in (10, 20, 30, 40):
+    iterations = (10, 20, 999_999, 1_000_000)
+    for done in iterations:
         kept.save(checkpoint(done), done)
-        assert whole_content(kept.load()) == done
-    assert kept.names() == left == sorted(path.stem for path in kept.folder.iterdir())
-    assert [whole_content(kept.load(name)) for name in left] == [int(name) for name in left]
-    with pytest.raises(
-        CheckpointError, match=f"no checkpoint 000011 in .*; there are {', '.join(left)}"
-    ):
+        assert complete(kept.load()) == done
+    left = [f"{done:06d}" for done in iterations[-keep:]]
+    assert kept.names() == left and len(list(kept.folder.iterdir())) == keep
+    assert [complete(kept.load(name)) for name in left] == list(map(int, left))
+    message = f"no checkpoint 000011 in .*; there are {', '.join(left)}"
+    with pytest.raises(CheckpointError, match=message):
         kept.load("000011")
-
-
-def test_names_stay_in_order_beyond_six_digits(tmp_path):
-    kept = Checkpoints(tmp_path, 2)
-    for done in (999_999, 1_000_000):
-        kept.save(checkpoint(done), done)
-    assert kept.names() == ["999999", "1000000"] and whole_content(kept.load()) == 1_000_000
-
-
-DAMAGE = {
-    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-3]),
-    "one bit": lambda file: file.write_bytes(flipped(file.read_bytes())),
-    "half a header": lambda file: file.write_bytes(file.read_bytes()[:40]),
-    "binary": lambda file: file.write_bytes(b"\xff\x00\xfe"),
-    "empty": lambda file: file.write_bytes(b""),
-    "tensors alone": lambda file: file.write_bytes(save({"weight": torch.zeros(3)})),
-    "another position": lambda file: edit(file, rb"\"done\": 20", rb"\"done\": 21"),
-    "another row": lambda file: edit(file, rb"\"iteration\": 20", rb"\"iteration\": 21"),
-    "another name": lambda file: edit(file, b'"weight"', b'"height"'),
-    "a folder": lambda file: (file.unlink(), file.mkdir()),
-}
 
 
 def flipped(data):
@@ -92,6 +73,19 @@ def edit(path, before, after):
     path.write_bytes(data.replace(before, after))
 
 
+DAMAGE = {
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-3]),
+    "one bit": lambda file: file.write_bytes(flipped(file.read_bytes())),
+    "half a header": lambda file: file.write_bytes(file.read_bytes()[:40]),
+    "empty": lambda file: file.write_bytes(b""),
+    "tensors alone": lambda file: file.write_bytes(save({"weight": torch.zeros(3)})),
+    "another position": lambda file: edit(file, rb"\"done\": 20", rb"\"done\": 21"),
+    "another name": lambda file: edit(file, b'"weight"', b'"height"'),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "another version": lambda file: edit(file, b"checkpoint-4", b"checkpoint-5"),
+}
+
+
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_offered(tmp_path, kind):
     kept = Checkpoints(tmp_path / "a run", keep=2)
@@ -101,29 +95,10 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_offered(tm
     words = r"000020.*Checkpoint 000010 is complete.*flowrl train --resume '.*a run' --from 000010$"
     with pytest.raises(CheckpointError, match=words):
         kept.load()
-    assert whole_content(kept.load("000010")) == 10
+    assert complete(kept.load("000010")) == 10
     kept.path("000010").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"000020.*no earlier one.*keep_checkpoints"):
         kept.load()
-
-
-def test_a_checkpoint_of_another_version_is_refused_by_its_format(tmp_path):
-    kept = Checkpoints(tmp_path)
-    kept.save(checkpoint(7), 7)
-    edit(kept.path("000007"), b"flowrl-checkpoint-4", b"flowrl-checkpoint-5")
-    words = (
-        r"000007.safetensors was written by another version of flowrl \(format"
-        r" 'flowrl-checkpoint-5'"
-    )
-    with pytest.raises(CheckpointError, match=words):
-        kept.load()
-    (kept.folder / "000010").mkdir()
-    (kept.folder / "000010" / "checkpoint.json").write_text("{}")
-    with pytest.raises(
-        CheckpointError,
-        match=r"000010 was written by another version .*'flowrl-checkpoint-3 or older'",
-    ):
-        kept.names()
 
 
 def parameters_and(optimizer):
@@ -135,44 +110,33 @@ def parameters_and(optimizer):
     return parameters, [torch.zeros(4), torch.full((2, 3), 0.5)], optimizer(parameters.values())
 
 
-def test_weights_averages_and_moments_come_back_and_share_no_memory():
-    """Also the state of a parameter that had no gradient yet: none."""
-    parameters, average, optimizer = parameters_and(torch.optim.AdamW)
-    assert training_state(parameters, average, optimizer).tensors.keys() == {
-        f"{k}.{n}" for k in ("weight", "average") for n in parameters
-    }
-    for _ in range(3):
+def test_weights_averages_and_moments_are_restored_and_share_no_memory():
+    """A parameter without a gradient has no moments, and neither has a new optimizer."""
+    training, other = parameters_and(torch.optim.AdamW), parameters_and(torch.optim.AdamW)
+    untrained = training_state(*training)
+
+    def step(some, *names):
+        parameters, _, optimizer = some
         optimizer.zero_grad()
-        (parameters["a.b"] ** 2).sum().backward()
+        sum((parameters[name] ** 2).sum() for name in names).backward()
         optimizer.step()
-    state = training_state(parameters, average, optimizer)
-    others, means, other = parameters_and(torch.optim.AdamW)
-    restore_training_state(state, others, means, other, Distributed())
-    assert parameters["c"] not in optimizer.state and others["c"] not in other.state
+
+    for _ in range(3):
+        step(training, "a.b")
+    restore_training_state(training_state(*training), *other, Distributed())
+    assert [other[0][name] in other[2].state for name in ("a.b", "c")] == [True, False]
     for _ in range(2):
-        for some, one in ((parameters, optimizer), (others, other)):
-            one.zero_grad()
-            sum((p**2).sum() for p in some.values()).backward()
-            one.step()
-        again = [
-            training_state(*each)
-            for each in ((parameters, average, optimizer), (others, means, other))
-        ]
-        assert (
-            again[0].values == again[1].values
-            and again[0].tensors.keys() == again[1].tensors.keys()
-        )
-        assert all(
-            torch.equal(again[0].tensors[name], again[1].tensors[name]) for name in again[0].tensors
-        )
-    restore_training_state(
-        training_state(*parameters_and(torch.optim.AdamW)), others, means, other, Distributed()
-    )
-    assert not other.state  # of a checkpoint before the first step
+        for some in (training, other):
+            step(some, "a.b", "c")
+        first, second = training_state(*training), training_state(*other)
+        assert first.values == second.values and first.tensors.keys() == second.tensors.keys()
+        for name, tensor in first.tensors.items():
+            assert torch.equal(tensor, second.tensors[name]), name
+    restore_training_state(untrained, *other, Distributed())
+    assert not other[2].state
+    incomplete = Checkpoint({"weight.a.b": torch.ones(4)}, {})
     with pytest.raises(ConfigError, match=r"no weight.c of shape \(2, 3\)"):
-        restore_training_state(
-            Checkpoint({"weight.a.b": torch.ones(4)}, {}), others, means, other, Distributed()
-        )
+        restore_training_state(incomplete, *other, Distributed())
 
 
 class Counting(torch.optim.Optimizer):
@@ -189,111 +153,107 @@ class Counting(torch.optim.Optimizer):
             state["qmap1"] = torch.full((2,), 0.1 * state["step"])
 
 
-def test_numbers_and_bytes_of_an_optimizer_come_back():
-    parameters, average, optimizer = parameters_and(Counting)
+def test_numbers_and_bytes_of_an_optimizer_are_restored():
+    training, other = parameters_and(Counting), parameters_and(Counting)
     for _ in range(3):
-        optimizer.step()
-    state = training_state(parameters, average, optimizer)
-    assert json.loads(json.dumps(state.values)) == {
-        "optimizer": {"optimizer.step.a.b": 3, "optimizer.step.c": 3}
-    }
-    others, means, other = parameters_and(Counting)
-    restore_training_state(state, others, means, other, Distributed())
-    for name in parameters:
-        found = other.state[others[name]]
-        assert found["step"] == 3 and isinstance(found["step"], int)
-        assert found["qmap1"].tolist() == pytest.approx([0.3, 0.3])
-        assert found["state1"].tolist() == [3, 4, 5, 6]
+        training[2].step()
+    state = training_state(*training)
+    numbers = {"optimizer.step.a.b": 3, "optimizer.step.c": 3}
+    assert json.loads(json.dumps(state.values)) == {"optimizer": numbers}
+    restore_training_state(state, *other, Distributed())
+    for parameter in other[0].values():
+        restored = other[2].state[parameter]
+        assert restored["step"] == 3 and isinstance(restored["step"], int)
+        assert restored["qmap1"].tolist() == pytest.approx([0.3, 0.3])
+        assert restored["state1"].tolist() == [3, 4, 5, 6]
 
 
 # --- a failing disk
 # -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("mode", ["error", "full", "before", "after", "half"])
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(("keep", "iteration"), [(1, 3), (1, 2), (2, 3)])
 def test_whatever_operation_of_a_save_fails_a_complete_checkpoint_is_left(
-    tmp_path, mode, keep, again
+    tmp_path, mode, keep, iteration
 ):
-    """The fault moves through all operations of the third save, of a new iteration or of one that
-    is there already.
+    """The fault moves through all operations of the third save, of a new iteration or of one whose
+    checkpoint exists.
     """
-    at, fired = 0, True
+    operation, fired = 0, True
     while fired:
-        at += 1
-        kept = Checkpoints(tmp_path / f"{at}", keep)
+        operation += 1
+        kept = Checkpoints(tmp_path / f"{operation}", keep)
         for done in (1, 2):
             kept.save(checkpoint(done), done)
-        iteration = 2 if again else 3
         with pytest.MonkeyPatch.context() as patch:
-            disk = FailingDisk(patch, mode, at)
+            disk, possible = FailingDisk(patch, mode, operation), (3,)
             try:
                 kept.save(checkpoint(3), iteration)
-                saved = True
             except (OSError, DiedError):
-                saved = False
+                possible = (2, 3)
             fired = disk.fired
-        assert whole_content(kept.load()) in ((3,) if saved else (2, 3))
+        assert complete(kept.load()) in possible
         for name in kept.names():
-            whole_content(kept.load(name))
-        kept.save(checkpoint(4), 4)  # and it goes on, and cleans up
-        assert whole_content(kept.load()) == 4
+            complete(kept.load(name))
+        kept.save(checkpoint(4), 4)  # which removes what was left
+        assert complete(kept.load()) == 4 and len(kept.names()) == keep
         assert sorted(path.stem for path in kept.folder.iterdir()) == kept.names()
-        assert len(kept.names()) == keep
-    assert at > 6
+    assert operation > 6
 
 
 # --- resuming
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_from_the_previous_checkpoint_where_the_last_is_damaged(tmp_path, capsys):
+def test_a_run_resumes_from_the_previous_checkpoint_if_the_last_is_damaged(tmp_path, capsys):
     out = tmp_path / "run"
-    config = SMALL.replace(iterations=4, keep_checkpoints=3)
-    Run(config, out).execute()
-    expected = numbers(out)
-    assert Checkpoints(out).names() == ["000002", "000003", "000004"]
+    Run(SMALL.replace(iterations=4, keep_checkpoints=3), out).execute()
+    expected, names = numbers(out), Checkpoints(out).names()
+    assert names == ["000002", "000003", "000004"]
     DAMAGE["one bit"](Checkpoints(out).path("000004"))
     (out / "done.json").unlink()
-    assert main(["train", "--resume", str(out)]) == 2
+    resume = ["train", "--resume", str(out)]
+    assert main(resume) == 2
     assert "Checkpoint 000003 is complete" in capsys.readouterr().err.replace("\n", " ")
-    assert main(["train", "--resume", str(out), "--from", "000009"]) == 2
+    assert main([*resume, "--from", "000009"]) == 2
     assert main(["train", "--out", str(tmp_path / "other"), "--from", "000003"]) == 2
     assert "given with --resume only" in capsys.readouterr().err.replace("\n", " ")
-    assert main(["train", "--resume", str(out), "--from", "000003"]) == 0
-    assert numbers(out) == expected
-    assert main(["train", "--resume", str(out), "--from", "000002"]) == 0  # also of a finished run
-    assert numbers(out) == expected and Checkpoints(out).names() == ["000002", "000003", "000004"]
+    for start in ("000003", "000002"):  # the second time of a finished run
+        assert main([*resume, "--from", start]) == 0
+        assert numbers(out) == expected and Checkpoints(out).names() == names
+
+
+CHANGES = {
+    "later rows": lambda text: text + '{"iteration": 2}\n{"iteration": 3, "half',
+    "cut": lambda text: text[: len(text) // 2],
+    "edited": lambda text: text.replace('"reward_mean": 0', '"reward_mean": 1', 1),
+    "a row less": lambda text: text.partition("\n")[2],
+}
 
 
 @pytest.mark.parametrize(
-    ("tamper", "noted"),
+    ("change", "settings"),
     [
-        (lambda text: text.replace('"reward_mean": 0', '"reward_mean": 1', 1), True),
-        (lambda text: text.replace("{", "", 1), True),
-        (lambda text: "".join(text.splitlines(keepends=True)[1:]), True),
-        (lambda text: text + '{"iteration": 3, "half', False),
-        (lambda text: text[: len(text) // 2], False),
-        (lambda text: "", False),
+        ("later rows", dict(method="tp-grpo", checkpoint_every=2)),
+        ("cut", dict(method="average", credit="moving-average-gain")),
+        ("edited", dict(credit="value-tracker", method="tracker")),
+        ("a row less", {}),
     ],
 )
-def test_metrics_that_were_tampered_with_come_back_from_the_checkpoint(tmp_path, tamper, noted):
-    config = SMALL.replace(iterations=3)
-    Run(config, tmp_path / "whole").execute()
-    assert not Run(
-        config, tmp_path / "run", stop=lambda: (tmp_path / "run" / "checkpoints").exists()
-    ).execute()
-    metrics, said = tmp_path / "run" / "metrics.jsonl", []
-    text = metrics.read_text()
-    metrics.write_text(tamper(text))
-    assert Run(config, tmp_path / "run", said.append).execute(resume=True)
-    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
-    warnings = [state["warning"] for state in said if "warning" in state]
-    assert len(warnings) == noted and all(
-        "is not what the checkpoint recorded" in warning for warning in warnings
-    )
-    assert (tmp_path / "run" / "metrics.damaged.jsonl").exists() == noted
+def test_a_paused_run_resumes_to_the_same_numbers_whatever_its_metrics(tmp_path, change, settings):
+    config = SMALL.replace(iterations=4, **settings)
+    folder, pauses = tmp_path / "run", iter([False, True])
+    assert Run(config, tmp_path / "uninterrupted").execute()
+    assert not Run(config, folder, stop=lambda: next(pauses)).execute()
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(CHANGES[change](metrics.read_text()))
+    assert Run(config, folder).execute(resume=True)
+    assert numbers(folder) == numbers(tmp_path / "uninterrupted")
+    states = [Checkpoints(tmp_path / name).load() for name in ("run", "uninterrupted")]
+    for name, tensor in states[0].tensors.items():
+        assert torch.equal(tensor, states[1].tensors[name]), name
+    trained_policy(folder)
 
 
 NURSERY = """
@@ -376,11 +336,11 @@ def kill(config, out, kills, longest, pauses=False):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_at_twenty_random_moments_a_run_loses_nothing_but_the_iteration_under_way(tmp_path):
-    told = kill(SMALL.replace(iterations=12), tmp_path, kills=20, longest=0.25)
-    assert len(told["killed"]) == 20
+def test_killed_at_twenty_random_moments_a_run_loses_at_most_an_iteration(tmp_path):
+    report = kill(SMALL.replace(iterations=12), tmp_path, kills=20, longest=0.25)
+    assert len(report["killed"]) == 20
     expected = numbers(tmp_path / "whole")
-    for number in range(told["runs"]):
+    for number in range(report["runs"]):
         assert numbers(tmp_path / f"run{number}") == expected
         assert not list((tmp_path / f"run{number}").glob("*.tmp"))
 

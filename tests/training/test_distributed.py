@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,10 +12,12 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import torch
+from small_run import BASE, CASES, plain, rows_of, trainer_of, words
 
 import flowrl
 from flowrl import distributed as module
@@ -33,7 +36,6 @@ from flowrl.rewards import FunctionReward
 from flowrl.training import memory
 from flowrl.training.build import (
     make_method,
-    make_reward,
     make_world,
     policy_options,
     trained_policy,
@@ -44,67 +46,40 @@ from flowrl.training.evaluation import evaluate
 from flowrl.training.run import Run
 from flowrl.training.trainer import Trainer
 
-SETTINGS = dict(
+PROCESSES = dict(micro_batch=7, iterations=2, learning_rate=3e-4)
+MIXTURE = BASE.replace(**PROCESSES, window="random(size=2)")
+TOGETHER = {
+    "uniform": {},
+    "turning points": dict(groups=1),
+    "value tracker": dict(chunk=1, overlap_rewards=True, offload=True),
+    "win rates": dict(chunk=1),
+    "batch statistics": {},
+    "trajectories": dict(groups=5, chunk=1, micro_batch=2),
+    "tree of edges": dict(groups=5, chunk=1),
+    "comb": {},
+    "nft": {},
+    "awm": {},
+    "dgpo": {},
+}
+IMAGES = preset("tiny").apply(
+    method="tp-grpo",
     group_size=4,
     minibatches=2,
-    micro_batch=7,
-    iterations=2,
     kl_weight=0.1,
     window="random(size=2)",
-    learning_rate=3e-4,
+    **{**PROCESSES, "learning_rate": 1e-4},
 )
-MIXTURE = preset("tiny").apply(world="mixture", task="direction", groups=3, **SETTINGS)
-CASES = {
-    "uniform": MIXTURE.replace(method="flow-grpo"),
-    "stepwise": MIXTURE.replace(method="stepwise-flow-grpo"),
-    "turning points": MIXTURE.replace(method="tp-grpo"),
-    "moving average": MIXTURE.replace(method="average", credit="moving-average-gain"),
-    "value tracker": MIXTURE.replace(credit="value-tracker"),
-    "win rates": MIXTURE.replace(
-        reward="win-rate(reward='flowrl.worlds.mixture:DirectionReward')", chunk=1
-    ),
-    "batch statistics": MIXTURE.replace(method="global", credit="uniform(std=batch)"),
-    "one prompt": MIXTURE.replace(method="tp-grpo", groups=1),
-    "continuations": MIXTURE.replace(credit="stepwise-gain(probe='continuation:3')"),
-    "chunks": MIXTURE.replace(groups=5, chunk=1, overlap_rewards=True, offload=True),
-    "tree": MIXTURE.replace(credit="depth-relative(probe='branch(children=(1, 2))')"),
-    "comb": MIXTURE.replace(credit="sibling-relative(probe='comb(branches=2, count=1)')"),
-    "trajectories in parts": MIXTURE.replace(
-        loss="gspo", clip_range=0.01, micro_batch=2, groups=5, chunk=1
-    ),
-    "edges and log-probabilities": MIXTURE.replace(
-        credit="backed-up(probe='branch(children=(1, 2), weight=edge)')", groups=5, chunk=1
-    ),
-    "tree, chunks": MIXTURE.replace(
-        credit="stepwise-gain(probe='branch(children=(1, 2))')", groups=5, chunk=1
-    ),
-}
-FORWARD = MIXTURE.replace(window="0:2", minibatches=1, num_steps=10)
-CASES |= {  # copies after one step are a quarter new: neither the current weights nor the first
-    "diffusion-nft": FORWARD.replace(
-        method="diffusion-nft", loss="diffusion-nft(decay=(0, 0.75, 0.75))"
-    ),
-    "awm": FORWARD.replace(method="awm", loss="awm(decay=(0, 0.75, 0.75), off_policy=True)"),
-    "dgpo": FORWARD.replace(
-        method="dgpo",
-        loss="dgpo(beta_dpo=1.0, decay=(0, 0.75, 0.75), sample_from=1)",
-        minibatches=2,
-    ),
-}
 RESUMED = MIXTURE.replace(iterations=3, checkpoint_every=1)
 OBSERVED = RESUMED.replace(checkpoint_every=9, save_experience=1)
+WITHOUT = ("calls", "evaluation")
+"""Entries of rows that depend on the processes."""
 REDNESS = FunctionReward(
     lambda images, prompts: images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
 )
 
 
 def world_trainer(config, distributed):
-    world = make_world(config)
-    policy, prompts = (
-        world.policy(policy_options(config)),
-        world.prompts(config.environment.task, "train"),
-    )
-    return Trainer(policy, make_method(config), make_reward(config), prompts, config, distributed)
+    return trainer_of(config, distributed=distributed)
 
 
 def pipeline_trainer(config, distributed, **options):
@@ -119,7 +94,7 @@ def full_trainer(config, distributed):
     return pipeline_trainer(config, distributed, tuning="full")
 
 
-def weights(trainer):
+def full_weights(trainer):
     """The trained ones and their copies, in every process."""
     values = {"": trainer.parameters} | {
         f"{name}.": copy.values for name, copy in trainer.copies.by_name.items()
@@ -136,11 +111,9 @@ def trained(make, config, distributed, evaluated=False):
     calls, which processes share. `evaluated`: also a velocity of the averaged weights after each
     iteration.
     """
-    trainer = make(config, distributed)
-    rows = []
+    trainer, rows = make(config, distributed), []
     for _ in range(config.iterations):
-        row = trainer.iteration()
-        row.pop("seconds"), row.pop("phases"), row.pop("calls")
+        row = plain(trainer.iteration(), ["calls"])
         if evaluated:
             with trainer.averaged(), torch.no_grad():
                 row["velocity"] = velocity(trainer.policy).tolist()
@@ -149,7 +122,7 @@ def trained(make, config, distributed, evaluated=False):
     state = trainer.state().tensors
     assert all(torch.equal(average[name], state[f"average.{name}"]) for name in average)
     assert distributed.is_main or not (average or state)
-    return rows, weights(trainer), {name: tensor.clone() for name, tensor in average.items()}
+    return rows, full_weights(trainer), {name: t.clone() for name, t in average.items()}
 
 
 def largest_difference(first, second):
@@ -177,48 +150,34 @@ def compared(distributed):
     together.
     """
     torch.manual_seed(distributed.rank)  # no number may depend on the global generator
-    found = {}
-    for name, config in CASES.items():
-        found[name] = largest_difference(
-            *(trained(world_trainer, config, some)[:2] for some in (Distributed(), distributed))
-        )
-    for name in ("flow-grpo", "tp-grpo"):
-        # Adam divides by the gradient's size: where that is near its epsilon of 1e-8, rounding
-        # errors of 1e-10 in the gradient
-        # are 1% of the step, so the learning rate bounds how close weights can be
-        config = preset("tiny").apply(method=name, groups=3, **{**SETTINGS, "learning_rate": 1e-4})
-        alone, together = (
-            trained(pipeline_trainer, config, some) for some in (Distributed(), distributed)
-        )
-        # a group's rewards differ by hundredths here, so advantages have a hundred times the
-        # rewards' rounding errors
-        sizes = [[row.pop("abs_advantage") for row in rows] for rows, *_ in (alone, together)]
-        assert largest_difference(*sizes) < 1e-5
-        found[f"sd3 {name}"] = largest_difference(alone[:2], together[:2])
-    policy, world = make_world(MIXTURE).policy(policy_options(MIXTURE)), make_world(MIXTURE)
+    both, differences = (Distributed(), distributed), {}
+    for name, changes in TOGETHER.items():
+        config = MIXTURE.replace(**{**CASES[name], **changes})
+        alone, together = (trained(world_trainer, config, some) for some in both)
+        differences[name] = largest_difference(alone[:2], together[:2])
+    # Adam divides by the gradient's size: where that is near its epsilon of 1e-8, rounding errors
+    # of 1e-10 in the gradient are 1% of the step, so the learning rate bounds how close weights can
+    # be
+    alone, together = (trained(pipeline_trainer, IMAGES.replace(groups=3), some) for some in both)
+    # a group's rewards differ by hundredths here, so advantages have a hundred times the rewards'
+    # rounding errors
+    sizes = [[row.pop("abs_advantage") for row in rows] for rows, *_ in (alone, together)]
+    assert largest_difference(*sizes) < 1e-5
+    differences["sd3"] = largest_difference(alone[:2], together[:2])
+    world = make_world(MIXTURE)
+    policy, strict = world.policy(policy_options(MIXTURE)), world.reward("strict")
+    parts = attrgetter("scores", "images", "image_scores", "custom_reward")
     for count in (1, 9):
+        options = dict(count=count, steps=5, keep=7, reward=strict)
         alone, together = (
-            evaluate(
-                policy,
-                world,
-                "direction",
-                "soft",
-                count,
-                5,
-                keep=7,
-                reward=world.reward("strict"),
-                distributed=some,
-            )
-            for some in (Distributed(), distributed)
+            parts(evaluate(policy, world, "direction", "soft", **options, distributed=some))
+            for some in both
         )
-        for part in ("scores", "images", "image_scores", "custom_reward"):
-            found[f"evaluation of {count}: {part}"] = largest_difference(
-                getattr(alone, part), getattr(together, part)
-            )
-    return found
+        differences[f"evaluation of {count}"] = largest_difference(alone, together)
+    return differences
 
 
-SHARDED = preset("tiny").apply(method="tp-grpo", **{**SETTINGS, "learning_rate": 1e-4, "groups": 1})
+SHARDED = IMAGES.replace(groups=1)
 COPIED = SHARDED.replace(
     method="diffusion-nft", loss="diffusion-nft(decay=(0, 0.75, 0.75))", window="0:2"
 )
@@ -228,7 +187,7 @@ def sharded(distributed):
     """The same for sharded weights; with what was saved, and after a resumption."""
     from flowrl.testing.tiny import TINY, tiny_sd3_policy
 
-    found = {}
+    differences = {}
     for reshard, config in ((True, SHARDED), (False, COPIED)):
         distributed = replace(distributed, sharded=True, reshard_after_forward=reshard)
         make = full_trainer if reshard else pipeline_trainer
@@ -236,39 +195,30 @@ def sharded(distributed):
             trained(make, config, some, evaluated=True) for some in (Distributed(), distributed)
         )
         assert largest_difference(alone[0], together[0]) < 1e-5
-        found[make.__name__] = largest_difference(alone[1], together[1])
-        trainer = make(config, distributed)
-        assert all(map(is_sharded, [*trainer.parameters, *trainer.average]))
+        differences[make.__name__] = largest_difference(alone[1], together[1])
+        trainer, again = make(config, distributed), make(config, distributed)
         trainer.iteration()
-        moments = [
-            state[key]
-            for state in trainer.optimizer.state.values()
-            for key in ("exp_avg", "exp_avg_sq")
-        ]
-        assert moments and all(map(is_sharded, moments))
-        state = trainer.state()
-        assert distributed.is_main or not state.tensors
-        again = make(config, distributed)
-        again.restore(state)
-        rows = [trainer.iteration(), again.iteration()]
-        for row in rows:
-            row.pop("seconds"), row.pop("phases")
-        found[f"{make.__name__} resumed"] = largest_difference(*rows)
+        states = trainer.optimizer.state.values()
+        moments = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq")]
+        assert moments
+        assert all(map(is_sharded, [*trainer.parameters, *trainer.average, *moments]))
+        again.restore(trainer.state())
+        rows = [plain(some.iteration()) for some in (trainer, again)]
+        differences[f"{make.__name__} resumed"] = largest_difference(*rows)
         with trainer.averaged(), tempfile.TemporaryDirectory() as folder:
-            trainer.policy.save(Path(folder) / "saved")
+            saved = Path(folder) / "saved"
+            trainer.policy.save(saved)
             average = full_tensors(dict(zip(trainer.names, trainer.average, strict=True)))
             if not distributed.is_main:
                 continue
-            plain = tiny_sd3_policy(TINY if reshard else replace(TINY, adapter=f"{folder}/saved"))
+            loaded = tiny_sd3_policy(TINY if reshard else replace(TINY, adapter=str(saved)))
+            network = loaded.transformer
             if reshard:
-                plain.transformer = type(plain.transformer).from_pretrained(
-                    f"{folder}/saved/transformer"
-                )
-        named = {name: tensor.detach() for name, tensor in plain.transformer.named_parameters()}
-        found[f"{make.__name__} saved"] = largest_difference(
-            average, {name: named[name] for name in average}
-        )
-    return found
+                network = type(network).from_pretrained(saved / "transformer")
+        named = {name: tensor.detach() for name, tensor in network.named_parameters()}
+        expected = {name: named[name] for name in average}
+        differences[f"{make.__name__} saved"] = largest_difference(average, expected)
+    return differences
 
 
 def narrow(distributed):
@@ -276,24 +226,16 @@ def narrow(distributed):
     distributed = replace(distributed, sharded=True)
     config = SHARDED.replace(dtype="bfloat16")
     alone, together = full_trainer(config, Distributed()), full_trainer(config, distributed)
-    dtypes = []
+    dtypes = set()
     block = together.policy.transformer.transformer_blocks[0]
     handle = block.register_forward_pre_hook(
-        lambda block, _: dtypes.append(next(block.parameters()).dtype)
+        lambda block, _: dtypes.add(str(next(block.parameters()).dtype))
     )
     with torch.no_grad():
         velocities = [velocity(trainer.policy) for trainer in (alone, together)]
     handle.remove()
     norms = [trainer.iteration()["grad_norm"] for trainer in (alone, together)]
-    found = {
-        "gathered": sorted({str(dtype) for dtype in dtypes}),
-        "shards": sorted(
-            {str(tensor.dtype) for p in together.parameters for tensor in (p, p.grad)}
-        ),
-        "velocity": float((velocities[0] - velocities[1]).norm() / velocities[0].norm()),
-        "norm": abs(norms[0] / norms[1] - 1),
-    }
-    scaled = full_trainer(SHARDED.replace(dtype="float16"), distributed)
+    scaled, steps = full_trainer(SHARDED.replace(dtype="float16"), distributed), []
     scaled.scaler.load_state_dict({**scaled.scaler.state_dict(), "scale": 64.0})
     for bad in (True, False):
         for parameter in scaled.parameters:
@@ -302,26 +244,31 @@ def narrow(distributed):
         if bad and distributed.rank == 1:  # in the shard of one process only
             largest.grad.to_local().fill_(float("inf"))
         scaled.scaler.clip(scaled.optimizer, 1.0)
-        found[f"step taken, {bad}"] = scaled.scaler.step(scaled.optimizer)
-    found["scale"] = [scaled.scaler.value, scaled.scaler.skipped]
-    return found
+        steps.append(scaled.scaler.step(scaled.optimizer))
+    return {
+        "gathered": sorted(dtypes),
+        "shards": sorted({str(t.dtype) for p in together.parameters for t in (p, p.grad)}),
+        "velocity": float((velocities[0] - velocities[1]).norm() / velocities[0].norm()),
+        "norm": abs(norms[0] / norms[1] - 1),
+        "steps taken": steps,
+        "scale": [scaled.scaler.value, scaled.scaler.skipped],
+    }
+
+
+def error_of(call):
+    """The class and the message of the error that a call raises."""
+    try:
+        call()
+    except (PartError, RewardError, TrainingError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def failing_reward(distributed):
     """The error in each process if the reward fails in process 1."""
-
-    def score(images, prompts):
-        return torch.full((len(images),), float("nan") if distributed.rank == 1 else 0.0)
-
-    world = make_world(MIXTURE)
-    policy, prompts = world.policy(policy_options(MIXTURE)), world.prompts("direction", "train")
-    try:
-        Trainer(
-            policy, make_method(MIXTURE), FunctionReward(score), prompts, MIXTURE, distributed
-        ).iteration()
-    except (RewardError, TrainingError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    value = float("nan") if distributed.rank == 1 else 0.0
+    reward = FunctionReward(lambda images, prompts: torch.full((len(images),), value))
+    return error_of(trainer_of(MIXTURE, reward=reward, distributed=distributed).iteration)
 
 
 def failing_update(distributed):
@@ -329,15 +276,11 @@ def failing_update(distributed):
     trainer = world_trainer(MIXTURE, distributed)
     if distributed.rank == 1:
         trainer.scaler.scale = lambda loss: (_ for _ in ()).throw(TrainingError("made up"))
-    try:
-        trainer.iteration()
-    except TrainingError as error:
-        return str(error)
-    return "nothing"
+    return error_of(trainer.iteration)
 
 
 def found_batches(distributed, peaks=(1.0, 1.0), speed=(1e3, 1e3), fails=False):
-    """The sizes that each process finds on a simulated device: bytes per latent, and the batch of
+    """The size that each process finds on a simulated device: bytes per latent, and the batch of
     half the top speed.
     """
 
@@ -353,11 +296,9 @@ def found_batches(distributed, peaks=(1.0, 1.0), speed=(1e3, 1e3), fails=False):
         patch.setattr(memory, "measured", measured)
         patch.setattr(memory, "room", lambda trainer: 24.0)
         memory.find_batches(trainer)
-    return [
-        trainer.config.optim.micro_batch,
-        trainer.config.rollout.max_batch,
-        trainer.collector.max_batch,
-    ]
+    sizes = trainer.config.batches
+    (size,) = {sizes.micro_batch, sizes.max_batch, trainer.collector.max_batch}
+    return size
 
 
 def everything(distributed, tell, folder):
@@ -367,23 +308,17 @@ def everything(distributed, tell, folder):
     tell("compared", compared(distributed))
     tell("reward", failing_reward(distributed))
     tell("update", failing_update(distributed))
-    tell("batches", [found_batches(distributed), found_batches(distributed, peaks=(1.0, 2.0))])
-    tell("slower", found_batches(distributed, speed=(1e3, 0.0)))
-    tell("batches out of memory", found_batches(distributed, fails=True))
+    devices = ({}, dict(peaks=(1.0, 2.0)), dict(speed=(1e3, 0.0)), dict(fails=True))
+    tell("batches", [found_batches(distributed, **device) for device in devices])
     tell("sharded", sharded(distributed))
     tell("narrow", narrow(distributed))
     tell("any", [distributed.any(distributed.rank == 1), distributed.any(False)])
-    for name, some in (
-        ("two-one", distributed),
-        ("sharded-one", replace(distributed, sharded=True)),
-    ):
-        run = Run(RESUMED, folder / name, stop=lambda: True, distributed=some)
-        tell(name, run.execute())
-    for name, some in (
-        ("one-two", distributed),
-        ("one-sharded", replace(distributed, sharded=True)),
-    ):
-        tell(name, Run(RESUMED, folder / name, distributed=some).execute(resume=True))
+    kinds = {"two": distributed, "sharded": replace(distributed, sharded=True)}
+    for kind, some in kinds.items():
+        paused = Run(RESUMED, folder / f"{kind}-one", stop=lambda: True, distributed=some)
+        tell(f"{kind}-one", paused.execute())
+        resumed = Run(RESUMED, folder / f"one-{kind}", distributed=some)
+        tell(f"one-{kind}", resumed.execute(resume=True))
     tell("observed", observed(distributed, folder / "observed"))
     if distributed.rank == 1:
         raise OSError("the disk is full")
@@ -422,19 +357,13 @@ def observed(distributed, folder):
     """
     observer = Observes()
     ended = Run(OBSERVED, folder, distributed=distributed, observers=(observer,)).execute()
-    try:
-        strict = OBSERVED.replace(strict=True)
-        Run(
-            strict,
-            folder.with_name("strict"),
-            distributed=distributed,
-            observers=(Observes(fails=True),),
-        ).execute()
-    except TrainingError as error:
-        return ended, observer.calls, f"{type(error).__name__}: {error}"
-    except PartError as error:
-        return ended, observer.calls, f"PartError: {error}"
-    return ended, observer.calls, "nothing"
+    strict = Run(
+        OBSERVED.replace(strict=True),
+        folder.with_name("strict"),
+        distributed=distributed,
+        observers=(Observes(fails=True),),
+    )
+    return ended, observer.calls, error_of(strict.execute)
 
 
 def stuck(distributed, tell, folder):
@@ -452,7 +381,7 @@ def stuck(distributed, tell, folder):
 
 
 def live(work, rank, world_size, port, folder, grace):
-    """The body of process `rank`; what it tells is in `folder`."""
+    """The body of process `rank`; what it reports is in `folder`."""
     environment = dict(
         RANK=rank,
         LOCAL_RANK=rank,
@@ -465,19 +394,19 @@ def live(work, rank, world_size, port, folder, grace):
     torch.set_num_threads(1)
     os.environ["FLOWRL_TIMEOUT_MINUTES"] = "1"
     module.GRACE = grace
-    told = {}
+    reported = {}
     try:
         with asked_to_stop() as asked, Distributed.join("cpu", asked.is_set) as distributed:
-            work(distributed, told.__setitem__, folder)
+            work(distributed, reported.__setitem__, folder)
     except (Exception, SystemExit) as error:
-        told["end"] = f"{type(error).__name__}: {error}"
+        reported["end"] = f"{type(error).__name__}: {error}"
         raise
     finally:
-        (folder / f"{rank}.json").write_text(json.dumps(told))
+        (folder / f"{rank}.json").write_text(json.dumps(reported))
 
 
 def lives(work, folder, world_size=2, limit=200.0, grace=20.0):
-    """What each of `world_size` processes told, with its exit code. Fails if one is still there
+    """What each of `world_size` processes reported, with its exit code. Fails if one is still there
     after `limit` seconds.
     """
     with socket.socket() as free:
@@ -503,136 +432,95 @@ def lives(work, folder, world_size=2, limit=200.0, grace=20.0):
     ]
 
 
-def metrics(folder):
-    """The rows of a run, without times and numbers of network calls."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
-        for name in ("seconds", "seconds_total", "phases", "calls", "evaluation"):
-            row.pop(name, None)
-    return rows
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Two processes that share all cases: starting one takes seconds."""
+    """What two processes report that share all cases, because starting one takes seconds."""
     folder = tmp_path_factory.mktemp("two")
     Run(RESUMED, folder / "alone").execute()
     for name in ("one-two", "one-sharded"):
         Run(RESUMED, folder / name, stop=lambda: True).execute()
-    found = lives(everything, folder)
-    assert all("one-sharded" in told for told in found), found
-    found[0]["folder"] = str(folder)
+    reports = lives(everything, folder)
+    assert all("one-sharded" in report for report in reports), reports
     for name in ("two-one", "sharded-one"):
         assert Run(RESUMED, folder / name).execute(resume=True)
-    found[0]["resumed"] = {
-        name: largest_difference(metrics(folder / "alone"), metrics(folder / name))
-        for name in ("one-two", "one-sharded", "two-one", "sharded-one")
-    }
-    return found
+    return [{**report, "folder": folder} for report in reports]
+
+
+def above(differences, limit):
+    return {name: worst for name, worst in differences.items() if not worst < limit}
 
 
 def test_two_processes_train_what_one_does(two):
-    for told in two:
-        assert set(CASES) < set(told["compared"])
-        assert {name: worst for name, worst in told["compared"].items() if not worst < 1e-6} == {}
-        assert told["any"] == [True, False]
+    for report in two:
+        assert set(TOGETHER) < set(report["compared"])
+        assert above(report["compared"], 1e-6) == {}
+        assert report["any"] == [True, False]
 
 
 def test_sharded_weights_train_as_replicated_ones_do(two):
-    for told in two:
-        assert {name: worst for name, worst in told["sharded"].items() if not worst < 2e-6} == {}
-        assert all(
-            told["sharded"][f"{name} resumed"] == 0 for name in ("full_trainer", "pipeline_trainer")
-        )
-    assert {f"{name} saved" for name in ("full_trainer", "pipeline_trainer")} < set(
-        two[0]["sharded"]
-    )
+    for report in two:
+        assert above(report["sharded"], 2e-6) == {}
+    for name in ("full_trainer", "pipeline_trainer"):
+        assert [report["sharded"][f"{name} resumed"] for report in two] == [0, 0]
+        assert f"{name} saved" in two[0]["sharded"]
 
 
-def test_sharded_weights_are_gathered_in_the_dtype_of_the_network(two):
-    for told in two:
-        assert told["narrow"]["gathered"] == ["torch.bfloat16"] and told["narrow"]["shards"] == [
-            "torch.float32"
-        ]
-        assert told["narrow"]["velocity"] < 0.01 and told["narrow"]["norm"] < 0.1
+def test_narrow_sharded_weights_are_gathered_in_their_dtype_and_overflow_together(two):
+    """A gradient that overflows in one shard skips the step in all processes."""
+    for narrow in (report["narrow"] for report in two):
+        assert narrow["gathered"] == ["torch.bfloat16"] and narrow["shards"] == ["torch.float32"]
+        assert narrow["velocity"] < 0.01 and narrow["norm"] < 0.1
+        assert narrow["steps taken"] == [False, True] and narrow["scale"] == [32.0, 1]
 
 
-def test_a_gradient_that_overflows_in_one_shard_skips_the_step_in_all_processes(two):
-    for told in two:
-        assert (
-            told["narrow"]["step taken, True"] is False
-            and told["narrow"]["step taken, False"] is True
-        )
-        assert told["narrow"]["scale"] == [32.0, 1]
-
-
-def test_a_run_resumes_on_another_number_of_processes(two):
-    assert {name: worst for name, worst in two[0]["resumed"].items() if not worst < 1e-6} == {}
-    assert [two[0][name] for name in ("two-one", "sharded-one", "one-two", "one-sharded")] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+@pytest.mark.parametrize("name", ["one-two", "one-sharded", "two-one", "sharded-one"])
+def test_a_run_resumes_on_another_number_of_processes(name, two):
+    rows = [rows_of(two[0]["folder"] / run, WITHOUT) for run in ("alone", name)]
+    assert largest_difference(*rows) < 1e-6
+    assert two[0][name] == name.startswith("one")  # the others were paused
 
 
 def test_observers_see_the_groups_of_all_processes_and_decide_in_the_first(two, tmp_path):
-    ended = [told["observed"] for told in two]
-    assert [found[:2] for found in ended] == [[True, 2], [True, 0]]
-    assert (
-        ended[0][2].startswith("PartError: observer Observes, Observes.observe (")
-        and "ValueError: made up" in ended[0][2]
-    )
-    assert ended[1][2].startswith(
-        "OtherProcessError: process 0 of 2 failed: PartError: observer Observes"
-    )
-    together, alone = Path(two[0]["folder"]) / "observed", tmp_path / "observed"
+    ended, calls, errors = zip(*(report["observed"] for report in two), strict=True)
+    assert ended == (True, True) and calls == (2, 0)
+    assert re.match(r"PartError: observer Observes.*ValueError: made up", errors[0])
+    assert errors[1].startswith("OtherProcessError: process 0 of 2 failed: PartError: observer")
+    together, alone = two[0]["folder"] / "observed", tmp_path / "observed"
     assert Run(OBSERVED, alone, observers=(Observes(),)).execute()
-    rows = [metrics(folder) for folder in (together, alone)]
+    rows = [rows_of(folder, WITHOUT) for folder in (together, alone)]
     assert rows[0][-1]["stopped"] == "Observes: enough" and rows[0][-1]["Observes/samples"] == 3
     sums = [
-        [row.pop(name) for row in found[1:] for name in sorted(row) if "/" in name]
-        for found in rows
+        [row.pop(name) for row in run[1:] for name in sorted(row) if "/" in name] for run in rows
     ]
     assert sums[0] == pytest.approx(sums[1], rel=1e-5) and len(sums[0]) == 12
     assert largest_difference(*rows) < 1e-6
-    for kind, names in (
-        ("checkpoints", ["000001", "000002"]),
-        ("experience", ["000001", "000001", "000002", "000002"]),
-    ):
-        assert sorted(path.stem for path in (together / kind).iterdir()) == names
-    tables = [(folder / "experience" / "000001.csv").read_text() for folder in (together, alone)]
-    assert len(tables[0].splitlines()) == len(tables[1].splitlines()) == 1 + 3 * 4
+    assert Checkpoints(together).names() == ["000001", "000002"]
+    for folder in (together, alone):
+        table = (folder / "experience" / "000001.csv").read_text()
+        assert len(table.splitlines()) == 1 + 3 * 4
 
 
 def test_an_error_in_one_process_stops_all_and_names_it(two):
     assert two[1]["reward"].startswith("RewardContractError: FunctionReward.score returned")
-    assert two[0]["reward"].startswith(
-        "OtherProcessError: process 1 of 2 failed: RewardContractError: FunctionReward.score"
-        " returned"
-    )
-    assert two[1]["update"] == "made up"
-    assert two[0]["update"] == "process 1 of 2 failed: TrainingError: made up"
+    assert two[1]["update"] == "TrainingError: made up"
+    for name in ("reward", "update"):
+        other = f"OtherProcessError: process 1 of 2 failed: {two[1][name]}"
+        assert two[0][name].startswith(other[:80])
+    assert two[1]["end"] == "OSError: the disk is full"
+    assert two[0]["end"].startswith("OtherProcessError: process 0 of 2 lost another process")
+    assert [report["code"] for report in two] == [1, 1]
 
 
 def test_all_processes_find_the_sizes_of_the_fullest_and_slowest(two):
-    assert two[0]["batches"] == two[1]["batches"] == [[24] * 3, [12] * 3]
-    assert two[0]["slower"] == two[1]["slower"] == [24] * 3, "process 0 sets the time"
-    assert two[0]["batches out of memory"] == two[1]["batches out of memory"] == [2] * 3
-
-
-def test_a_process_that_leaves_by_an_error_ends_the_others(two):
-    assert two[1]["end"] == "OSError: the disk is full"
-    assert two[0]["end"].startswith("OtherProcessError: process 0 of 2 lost another process")
-    assert [told["code"] for told in two] == [1, 1]
+    for report in two:
+        assert report["batches"] == [24, 12, 24, 2]
 
 
 @pytest.mark.slow
 def test_a_process_that_was_asked_to_stop_does_not_wait_long_for_the_others(tmp_path):
     stopped, _ = lives(stuck, tmp_path, grace=0.5)
-    assert stopped["end"].startswith(
-        "SystemExit: flowrl: process 0 of 2 was asked to stop and has waited 0.5 s for the others"
-    )
+    message = "SystemExit: flowrl: process 0 of 2 was asked to stop and waited 0.5 s for others"
+    assert stopped["end"].startswith(message)
     assert stopped["code"] == 1 and 0.9 < stopped["seconds"] < 3
 
 
@@ -652,21 +540,17 @@ class Deadly:
 """
 
 
+def launch_file(name):
+    return str(Path(flowrl.__file__).parent / "data" / "launch" / f"{name}.yaml")
+
+
 def launch(config, folder, arguments):
     """`flowrl train` on two CPU processes by a shipped config file."""
-    file = Path(flowrl.__file__).parent / "data" / "launch" / f"{config}.yaml"
-    launcher = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(file),
-        "--num_processes",
-        "2",
-    ]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        launcher += ["--main_process_port", str(free.getsockname()[1])]
+        port = free.getsockname()[1]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    launcher += [launch_file(config), "--num_processes", "2", "--main_process_port", str(port)]
     command = [*launcher, "-m", "flowrl", "train", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=120, cwd=folder, check=False
@@ -679,7 +563,10 @@ def test_a_killed_process_ends_the_run_by_name_and_the_run_resumes(tmp_path):
     replicated ones.
     """
     (tmp_path / "deadly.py").write_text(DEADLY)
-    changes = dict(
+    options = words(
+        preset="tiny",
+        device="cpu",
+        out="run",
         world="mixture",
         task="direction",
         groups=3,
@@ -687,14 +574,7 @@ def test_a_killed_process_ends_the_run_by_name_and_the_run_resumes(tmp_path):
         checkpoint_every=1,
         reward="deadly.py:Deadly",
     )
-    options = [
-        part
-        for name, value in changes.items()
-        for part in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    dead = launch(
-        "fsdp2", tmp_path, ["--preset", "tiny", *options, "--device", "cpu", "--out", "run"]
-    )
+    dead = launch("fsdp2", tmp_path, options)
     assert dead.returncode != 0 and "2 processes" in dead.stdout
     report = dead.stderr[dead.stderr.index("FAILED") :]
     assert "rank      : 1 (local_rank: 1)" in report and "Signal 9 (SIGKILL)" in report
@@ -704,7 +584,8 @@ def test_a_killed_process_ends_the_run_by_name_and_the_run_resumes(tmp_path):
     assert "2 processes" in done.stdout and done.stdout.count("Done.") == 1
     config = load_config(tmp_path / "run" / "config.json", trust=True)
     Run(config.replace(reward=f"{tmp_path}/deadly.py:Deadly"), tmp_path / "alone").execute()
-    assert largest_difference(metrics(tmp_path / "alone"), metrics(tmp_path / "run")) < 1e-6
+    rows = [rows_of(tmp_path / name, WITHOUT) for name in ("alone", "run")]
+    assert largest_difference(*rows) < 1e-6
     trained_policy(tmp_path / "run", trust=True)
 
 
@@ -712,9 +593,7 @@ def test_a_killed_process_ends_the_run_by_name_and_the_run_resumes(tmp_path):
 def test_config_files_are_accelerates(name):
     from accelerate.commands.config.config_args import load_config_from_file
 
-    config = load_config_from_file(
-        str(Path(flowrl.__file__).parent / "data" / "launch" / f"{name}.yaml")
-    )
+    config = load_config_from_file(launch_file(name))
     assert config.mixed_precision == "no" and config.num_processes == 8
     assert (config.distributed_type == "FSDP") == (name != "ddp")
     if name != "ddp":
@@ -728,14 +607,15 @@ def test_assignments_cover_all_groups_once(world_size, total):
     assert [i for assigned in assignments for i in assigned.own] == list(range(total))
     assert len({assigned.count for assigned in assignments}) == 1
     for assigned in assignments:
-        assert assigned.first >= 0 and assigned.first + assigned.count <= total
-        assert set(assigned.own) <= set(range(assigned.first, assigned.first + assigned.count))
-        for chunk in (0, 1, 2):
-            parts = list(assigned.chunks(chunk))
-            assert [i for first, count in parts for i in range(first, first + count)] == list(
-                range(assigned.first, assigned.first + assigned.count)
+        groups = range(assigned.first, assigned.first + assigned.count)
+        assert set(assigned.own) <= set(groups) <= set(range(total))
+        for size in (0, 1, 2):
+            chunks = list(assigned.chunks(size))
+            rolled_out = [i for first, count in chunks for i in range(first, first + count)]
+            assert rolled_out == list(groups)
+            assert [i for chunk in chunks for i in assigned.own_within(*chunk)] == list(
+                assigned.own
             )
-            assert [i for part in parts for i in assigned.own_within(*part)] == list(assigned.own)
 
 
 def test_a_single_process_needs_no_others():
@@ -760,8 +640,8 @@ def test_with_sharded_weights_an_error_does_not_wait_for_processes_that_compute(
 def test_a_full_gpu_is_no_lost_connection():
     with pytest.raises(torch.OutOfMemoryError), Distributed(0, 2)._connected():
         raise torch.OutOfMemoryError("CUDA out of memory")
-    words = r"process 0 of 2 lost another.*FLOWRL_TIMEOUT_MINUTES \(now 10\).*Connection closed"
-    with pytest.raises(OtherProcessError, match=words), Distributed(0, 2)._connected():
+    message = r"process 0 of 2 lost another.*FLOWRL_TIMEOUT_MINUTES \(now 10\).*Connection closed"
+    with pytest.raises(OtherProcessError, match=message), Distributed(0, 2)._connected():
         raise RuntimeError("Connection closed by peer")
 
 

@@ -3,11 +3,11 @@ with sharded weights and a scaled loss. PyTorch has the fused kernel on the CPU 
 values can be compared without a GPU.
 """
 
-import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from device_cases import world_trainer
+from small_run import SMALL, trained, trainer_of
 from torch import nn
 
 from flowrl.distributed import full
@@ -15,31 +15,20 @@ from flowrl.training.config import OptimConfig
 from flowrl.training.optim import make_optimizer, update_average
 
 ADAMW = torch.optim.AdamW
-TRAINER = sys.modules["flowrl.training.trainer"]
 
 
-@pytest.mark.parametrize(
-    ("on_cuda", "fused"), [([True, True], True), ([False, False], None), ([True, False], None)]
-)
-def test_adamw_is_fused_if_all_parameters_are_on_cuda(on_cuda, fused, monkeypatch):
-    class Parameter(nn.Parameter):
-        is_cuda = property(lambda parameter: parameter.there)
-
-    parameters = [Parameter(torch.ones(2)) for _ in on_cuda]
-    for parameter, there in zip(parameters, on_cuda, strict=True):
-        parameter.there = there
+@pytest.mark.parametrize("on_cuda", [(True, True), (False, False), (True, False)])
+def test_adamw_is_fused_if_all_parameters_are_on_cuda(on_cuda, monkeypatch):
+    parameters = [SimpleNamespace(is_cuda=cuda) for cuda in on_cuda]
     monkeypatch.setattr(torch.optim, "AdamW", lambda *given, **named: named)
-    assert make_optimizer(OptimConfig(), parameters)["fused"] is fused
+    assert make_optimizer(OptimConfig(), parameters)["fused"] is (all(on_cuda) or None)
 
 
-def test_averages_of_many_tensors_have_the_bits_of_one_at_a_time():
-    generator = torch.Generator().manual_seed(0)
-    average, weights = (
-        [torch.randn(n, 7, generator=generator) for n in (1, 5, 64)] for _ in range(2)
-    )
+def test_averages_of_many_tensors_have_the_bits_of_separate_ones():
+    average, weights = ([torch.randn(n, 7) for n in (1, 5, 64)] for _ in range(2))
     expected = [mean.lerp(weight, 1 - 0.8) for mean, weight in zip(average, weights, strict=True)]
     update_average(average, [nn.Parameter(weight) for weight in weights], 0.8)
-    assert all(torch.equal(*pair) for pair in zip(average, expected, strict=True))
+    assert all(map(torch.equal, average, expected))
     assert not any(mean.requires_grad for mean in average)
 
 
@@ -66,9 +55,8 @@ def steps(fused, scale, sharded, mesh, overflow_at=None):
         scaler.step(optimizer)
         scaler.update()
         update_average(average, parameters, 0.8)
-    return torch.cat(
-        [full(t).detach().flatten() for t in (*parameters, *average)]
-    ), scaler.get_scale()
+    tensors = [full(tensor).detach().flatten() for tensor in (*parameters, *average)]
+    return torch.cat(tensors), scaler.get_scale()
 
 
 @pytest.fixture(scope="module")
@@ -91,17 +79,13 @@ def test_fused_steps_are_the_plain_ones(scale, overflow_at, sharded, mesh):
 
 
 def test_a_fused_optimizer_resumes_with_its_moments(monkeypatch):
-    monkeypatch.setattr(
-        TRAINER,
-        "make_optimizer",
-        lambda settings, parameters: ADAMW(parameters, settings.learning_rate, fused=True),
-    )
-    trainer, again = (world_trainer("mixture", "cpu", iterations=3) for _ in range(2))
+    def fused(settings, parameters):
+        return ADAMW(parameters, settings.learning_rate, fused=True)
+
+    monkeypatch.setattr("flowrl.training.trainer.make_optimizer", fused)
+    trainer, again = trainer_of(SMALL), trainer_of(SMALL)
     trainer.iteration()
     again.restore(trainer.state())
     assert again.optimizer.param_groups[0]["fused"]
-    for one in (trainer, again):
-        one.iteration()
-    assert all(
-        torch.equal(*pair) for pair in zip(trainer.parameters, again.parameters, strict=True)
-    )
+    (_, expected), (_, result) = trained(trainer, 1), trained(again, 1)
+    assert torch.equal(expected, result)

@@ -81,27 +81,17 @@ def test_the_trainer_reproduces_the_released_forward_processes(method):
 ROWS = {"row losses", "loss of micro-batches"}
 FORWARD_FAULTS = {
     "another beta": ("nft", "ocr", {"beta": 0.2}, {*ROWS, "gradients"}),
-    "the paper's error": ("nft", "ocr", {"error": "velocity"}, {*ROWS, "gradients"}),
     "another bound of advantages": (
         "nft",
         "adv_clip1",
         {"advantage_clip": 5.0},
         {*ROWS, "weights of rows"},
     ),
-    "no KL": ("nft", "kl1", {"kl_weight": 0.0}, {"loss of micro-batches", "gradients"}),
-    "another mode": ("nft", "mode_binary", {"mode": "one_only"}, {"weights of rows"}),
     "another weight over time": (
         "awm",
         "policy_only",
         {"weight": "huber"},
         {"matching errors", "gradients"},
-    ),
-    "another power": ("awm", "policy_only", {"power": 0.3}, {"matching errors", "gradients"}),
-    "on policy": (
-        "awm",
-        "off_policy_clip_policy_only",
-        {"off_policy": False},
-        {"ratios of errors", "gradients"},
     ),
     "no clip": ("awm", "off_policy_clip_policy_only", {"clip": 1.0}, {*ROWS, "gradients"}),
     "a ratio per time": (
@@ -111,12 +101,6 @@ FORWARD_FAULTS = {
         {"ratios of errors", "row losses"},
     ),
     "unweighted penalties": ("awm", "kl_elbo", {"kl": "uniform"}, {"loss of micro-batches"}),
-    "a duller sigmoid": (
-        "dgpo",
-        "ocr",
-        {"beta_dpo": 50.0},
-        {"group sums", "group weights", "gradients"},
-    ),
     "another anchor": (
         "dgpo",
         "ocr",
@@ -138,20 +122,6 @@ FORWARD_FAULTS = {
         {"advantages", "weights of rows", "gradients"},
     ),
     "an Euler sampler": ("nft", "geneval", {"sampler": "ode"}, {"latents"}),
-    "two updates for one": ("nft", "ocr", {"minibatches": 2}, {"gradients"}),
-    "one update for two": (
-        "dgpo",
-        "two_updates",
-        {"minibatches": 1},
-        {"gradients", "ratios of errors"},
-    ),
-    "another learning rate": (
-        "awm",
-        "two_updates",
-        {"learning_rate": 3.1e-4},
-        {"weights / learning rate", "gradients"},
-    ),
-    "other betas": ("nft", "two_updates_ocr", {"betas": (0.9, 0.99)}, {"weights / learning rate"}),
 }
 
 
@@ -162,30 +132,16 @@ def test_another_option_of_a_forward_process_fails(method, state, options, expec
     assert expected <= failed(data=FORWARD, methods=[method], updates=[state], **options)
 
 
-BROKEN = {
-    "a copy does not follow": (
-        "after",
-        lambda self, event, steps: setattr(self, "is_current", False),
-        "dgpo",
-        "two_updates",
-        {"ratios of errors"},
-    ),
-    "a copy is not used": (
-        "weights",
-        lambda self: nullcontext(),
-        "nft",
-        "geneval",
-        {"squared distances", "gradient norm"},
-    ),
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "broken", "method", "state", "expected"), BROKEN.values(), ids=BROKEN
+    ("name", "broken", "method", "state", "expected"),
+    [
+        ("after", lambda *arguments: None, "dgpo", "two_updates", "ratios of errors"),
+        ("weights", lambda copy: nullcontext(), "nft", "geneval", "squared distances"),
+    ],
 )
 def test_a_fault_of_the_copies_shows(name, broken, method, state, expected, monkeypatch):
     monkeypatch.setattr(Behaviour, name, broken)
-    assert expected <= failed(data=FORWARD, methods=[method], updates=[state])
+    assert expected in failed(data=FORWARD, methods=[method], updates=[state])
 
 
 @pytest.mark.parametrize(
@@ -212,13 +168,6 @@ FAULTS = {
         {"guidance_gradient": "both"},
         GRADIENTS,
     ),
-    "gradient through one branch": (
-        "tp",
-        DUAL,
-        "on_policy_beta0",
-        {"guidance_gradient": "prompt"},
-        GRADIENTS,
-    ),
     "other betas": (
         "fg",
         PLAIN,
@@ -227,13 +176,6 @@ FAULTS = {
         {"weights / learning rate"},
     ),
     "the last step is trained": ("fg", PLAIN, "on_policy_beta0", {"trained_steps": ":"}, GRADIENTS),
-    "a step is left out": (
-        "tp",
-        PLAIN,
-        "on_policy",
-        {"trained_steps": "0:8"},
-        {*GRADIENTS, "KL", "mean loss"},
-    ),
     "samples without advantage count": (
         "fg",
         DUAL,
@@ -248,7 +190,6 @@ FAULTS = {
         {"loss": "clipped"},
         {*GRADIENTS, "KL", "loss / advantage", "mean loss"},
     ),
-    "no KL": ("tp", PLAIN, "on_policy", {"kl_weight": 0.0}, {*GRADIENTS, "KL"}),
     "exact CPS density": (
         "tp",
         PLAIN,
@@ -263,13 +204,6 @@ FAULTS = {
         {"clip_range": 2e-5},
         {*GRADIENTS, "clipped pairs"},
     ),
-    "std of the group": (
-        "fg",
-        PLAIN,
-        "on_policy_beta0",
-        {"credit": "uniform"},
-        {*GRADIENTS, "advantages"},
-    ),
     "balancing of the batch": (
         "tp",
         PLAIN,
@@ -277,27 +211,12 @@ FAULTS = {
         {"credit": "turning-point(balance=trend)"},
         {*GRADIENTS, "advantages"},
     ),
-    "another number of updates": ("fg", PLAIN, "on_policy", {"minibatches": 2}, {"gradients"}),
     "no guidance": (
         "tp",
         DUAL,
         "on_policy",
         {"guidance_scale": 1.0},
         {*GRADIENTS, "latents", "velocities (RMS)"},
-    ),
-    "another noise level": (
-        "tp",
-        PLAIN,
-        "on_policy",
-        {"noise_level": 0.8},
-        {*GRADIENTS, "latents", "standard deviations"},
-    ),
-    "another learning rate": (
-        "tp",
-        PLAIN,
-        "on_policy",
-        {"learning_rate": 3.1e-4},
-        {"weights / learning rate"},
     ),
 }
 
@@ -312,42 +231,27 @@ def test_another_setting_fails(method, case, update, settings, expected):
         assert found == expected  # nothing before the optimizer's step has changed
 
 
-@pytest.fixture
-def small(tmp_path):
-    """A data folder with one update of one model."""
+def test_the_command_fails_if_one_recorded_gradient_differs(tmp_path, monkeypatch, capsys):
     data = shutil.copytree(
         parity.DATA, tmp_path / "data", ignore=shutil.ignore_patterns("tp", "*.md")
     )
+    monkeypatch.setattr(sys, "argv", ["parity.py", "--data", str(data)])
     meta = json.loads((data / "fg" / "meta.json").read_text())
     case = meta["cases"][PLAIN]
     meta["cases"] = {PLAIN: {**case, "runs": {"on_policy": case["runs"]["on_policy"]}}}
     (data / "fg" / "meta.json").write_text(json.dumps(meta))
-    return data
-
-
-def run(monkeypatch, data):
-    monkeypatch.setattr(sys, "argv", ["parity.py", "--data", str(data)])
-    return parity.main()
-
-
-def test_the_command_compares_another_folder(small, monkeypatch, capsys):
-    assert run(monkeypatch, small) == 0
-    assert "on_policy" in capsys.readouterr().out
-
-
-def test_the_command_fails_where_one_recorded_gradient_differs(small, monkeypatch, capsys):
-    path = small / "fg" / f"update_{PLAIN}.safetensors"
+    assert parity.main() == 0
+    capsys.readouterr()
+    path = data / "fg" / f"update_{PLAIN}.safetensors"
     tensors = load_file(path)
-    name = "on_policy/grad/base_model.model.transformer_blocks.1.attn.to_q.lora_A.weight"
-    largest = max(
-        tensor.abs().max() for key, tensor in tensors.items() if key.startswith("on_policy/grad/")
-    )
-    tensors[name][0, 0] += 4e-5 * largest
+    gradients = {name: t for name, t in tensors.items() if name.startswith("on_policy/grad/")}
+    largest = max(tensor.abs().max() for tensor in gradients.values())
+    next(iter(gradients.values())).view(-1)[0] += 4e-5 * largest
     save_file(tensors, path)
-    assert run(monkeypatch, small) == 1
-    verdicts = [line.split() for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
-    assert verdicts[0][:4] == ["fg", PLAIN, "on_policy", "gradients"]
-    assert verdicts[1:] == [["FAILED", "fg", PLAIN, "on_policy", "gradients"]]
+    assert parity.main() == 1
+    failures = [line.split() for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
+    assert failures[0][:4] == ["fg", PLAIN, "on_policy", "gradients"]
+    assert failures[1:] == [["FAILED", "fg", PLAIN, "on_policy", "gradients"]]
 
 
 def test_the_trainer_agrees_with_formulas_in_plain_torch():
@@ -361,10 +265,7 @@ UPDATED = SHARED | CLIPPED
 PLAIN_FAULTS = {
     "no weight decay": ("grpo", {"weight_decay": 0.0}, {"weights / learning rate"}),
     "no clip of the gradient": ("grpo", {"max_grad_norm": 1e9}, CLIPPED),
-    "no clamp": ("grpo", {"credit": "uniform(clamp=none)"}, {"advantages", *UPDATED}),
     "another KL weight": ("grpo", {"kl_weight": 0.505}, UPDATED),
-    "a wider clip": ("grpo", {"clip_range": 6e-3}, SHARED),
-    "no clamp, nft": ("nft", {"credit": "uniform(std=batch, clamp=none)"}, {"advantages"}),
     "another KL weight, nft": ("nft at the floor", {"kl_weight": 1.01e5}, UPDATED),
 }
 

@@ -3,16 +3,15 @@ part, the call and the place.
 """
 
 import re
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from small_run import numbers, words
 
 from flowrl.cli.main import main
 from flowrl.core.errors import FlowrlError
+from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.config import preset
 from flowrl.training.run import Run
 
@@ -54,104 +53,67 @@ class Part:
 }
 
 
-@dataclass(frozen=True)
-class Bad:
-    kind: str
-    line: str
-    message: str
-    """A regular expression."""
-
-
 PLACE = r"\(.*part\.py, line \d+\) failed"
-CASES = [
-    *(
-        Bad("credit", line, rf"assign.*{what}")
-        for line, what in (
-            ("return good.to('meta')", "device is meta"),
-            ("return good.to_sparse()", "is sparse"),
-            ("return None", "NoneType"),
-            ("return good.to(torch.complex64)", "complex"),
-            ("return good.numpy()", "ndarray"),
-            ("return good.long()", "int64"),
-            ("return good[:, :1]", "shape"),
-            ("return good * float('nan')", "not finite"),
-            ("return 1 / 0", "ZeroDivisionError"),
-            ("decisions.std.zero_(); return good", "changed its input in place"),
-            ("values.zero_(); return good", "changed its input in place"),
-        )
-    ),
-    Bad("credit", "sys.exit(0)", rf"Part\.assign {PLACE}: SystemExit: 0"),
-    *(
-        Bad("reward", line, rf"score.*{what}")
-        for line, what in (
-            ("return good.to('meta')", "device is meta"),
-            ("return good.to_sparse()", "is sparse"),
-            ("return None", "NoneType"),
-            ("return good.to(torch.complex64)", "complex"),
-            ("return good.tolist()", "list"),
-            ("return good[:-1]", "shape"),
-            ("images.zero_(); return good", "changed its input in place"),
-        )
-    ),
-    Bad("reward", "sys.exit(0)", rf"Part\.score {PLACE}: SystemExit: 0"),
-    Bad("reward", "return {}['x']", rf"Part\.score {PLACE}: KeyError: 'x'"),
-    *(
-        Bad("loss", line, rf"Part\.loss returned.*{what}")
-        for line, what in (
-            ("return good.loss", "Tensor"),
-            ("return None", "NoneType"),
-            ("return dataclasses.replace(good, loss=1.0)", "LossResult"),
-            (
-                "return dataclasses.replace(good, loss=good.loss.detach())",
-                "no scalar with a gradient",
-            ),
-            (
-                "return dataclasses.replace(good, loss=good.loss.expand(3))",
-                "no scalar with a gradient",
-            ),
-            ("return dataclasses.replace(good, loss=good.loss.to(torch.complex64))", "complex"),
-            ("return dataclasses.replace(good, loss=good.loss.to('meta'))", "device is meta"),
-        )
-    ),
-    Bad("loss", "batch.advantages.zero_(); return good", r"Part\.loss changed its input in place"),
-    Bad("loss", "sys.exit(0)", rf"Part\.loss {PLACE}: SystemExit: 0"),
-    Bad("loss", "raise KeyError('a')", rf"Part\.loss {PLACE}: KeyError: 'a'"),
-    Bad("sampler", "return (good.mean, good.std)", r"Part\.transition returned a tuple"),
-    Bad(
-        "sampler",
-        "return dataclasses.replace(good, mean=good.mean.to('meta'))",
-        r"Part\.transition.*meta|expected device",
-    ),
-    Bad("sampler", "raise ValueError('no')", rf"Part\.transition {PLACE}: ValueError: no"),
-    Bad("sampler", "sys.exit(0)", rf"Part\.transition {PLACE}: SystemExit: 0"),
-    Bad("sampler", "latent.zero_(); return good", r"Part\.transition changed its input in place"),
-]
+IN_PLACE = "changed its input in place"
+CASES = {
+    "credit": {
+        "return good.to('meta')": "assign.*device is meta",
+        "return good.to_sparse()": "assign.*is sparse",
+        "return None": "assign.*NoneType",
+        "return good.to(torch.complex64)": "assign.*complex",
+        "return good.numpy()": "assign.*ndarray",
+        "return good.long()": "assign.*int64",
+        "return good[:, :1]": "assign.*shape",
+        "return good * float('nan')": "assign.*not finite",
+        "return 1 / 0": rf"assign {PLACE}: ZeroDivisionError",
+        "decisions.std.zero_(); return good": f"assign {IN_PLACE}",
+        "values.zero_(); return good": f"assign {IN_PLACE}",
+        "sys.exit(0)": rf"Part\.assign {PLACE}: SystemExit: 0",
+    },
+    "reward": {
+        "return good.tolist()": "score.*list",
+        "return good[:-1]": "score.*shape",
+        "images.zero_(); return good": f"score {IN_PLACE}",
+        "return {}['x']": rf"Part\.score {PLACE}: KeyError: 'x'",
+    },
+    "loss": {
+        "return good.loss": r"Part\.loss returned.*Tensor",
+        "return dataclasses.replace(good, loss=1.0)": "LossResult",
+        "return dataclasses.replace(good, loss=good.loss.detach())": "no scalar with a gradient",
+        "return dataclasses.replace(good, loss=good.loss.expand(3))": "no scalar with a gradient",
+        "return dataclasses.replace(good, loss=good.loss.to('meta'))": "device is meta",
+        "batch.advantages.zero_(); return good": rf"Part\.loss {IN_PLACE}",
+        "raise KeyError('a')": rf"Part\.loss {PLACE}: KeyError: 'a'",
+    },
+    "sampler": {
+        "return (good.mean, good.std)": r"Part\.transition returned a tuple",
+        "return dataclasses.replace(good, mean=good.mean.to('meta'))": "meta|expected device",
+        "raise ValueError('no')": rf"Part\.transition {PLACE}: ValueError: no",
+        "latent.zero_(); return good": rf"Part\.transition {IN_PLACE}",
+    },
+}
+TINY = preset("tiny").apply(world="mixture", iterations=1, window="0:3")
 
 
-@pytest.mark.parametrize("bad", CASES, ids=lambda bad: f"{bad.kind}: {bad.line}")
-def test_a_part_that_breaks_is_named(bad, tmp_path):
-    (tmp_path / "part.py").write_text(HEAD + BASES[bad.kind].format(bad.line))
-    part = {bad.kind: f"{tmp_path}/part.py:Part"}
-    config = preset("tiny").apply(world="mixture", iterations=1, window="0:3", **part)
-    with pytest.raises(FlowrlError) as caught:
+@pytest.mark.parametrize(
+    ("kind", "line", "message"),
+    [(kind, *case) for kind, lines in CASES.items() for case in lines.items()],
+)
+def test_a_part_that_breaks_is_named(kind, line, message, tmp_path):
+    (tmp_path / "part.py").write_text(HEAD + BASES[kind].format(line))
+    config = TINY.replace(**{kind: f"{tmp_path}/part.py:Part"})
+    with pytest.raises(FlowrlError, match=message):
         Run(config, tmp_path / "run", trial=False).execute()
-    assert re.search(bad.message, str(caught.value)), str(caught.value)
 
 
 def test_the_command_ends_with_1_and_one_line(tmp_path, capsys):
     (tmp_path / "part.py").write_text(HEAD + BASES["reward"].format("sys.exit(0)"))
-    words = [
-        "train",
-        "--world",
-        "mixture",
-        "--preset",
-        "tiny",
-        "--reward",
-        f"{tmp_path}/part.py:Part",
-    ]
-    assert main([*words, "--out", str(tmp_path / "run")]) == 1
-    said = capsys.readouterr().err
-    assert re.fullmatch(rf"flowrl: error: Part\.score {PLACE}: SystemExit: 0\n", said), said
+    options = words(
+        preset="tiny", world="mixture", reward=f"{tmp_path}/part.py:Part", out=tmp_path / "run"
+    )
+    assert main(["train", *options]) == 1
+    error = capsys.readouterr().err
+    assert re.fullmatch(rf"flowrl: error: Part\.score {PLACE}: SystemExit: 0\n", error), error
 
 
 def test_an_unforeseen_error_is_saved_and_not_printed(tmp_path, capsys, monkeypatch):
@@ -175,70 +137,35 @@ class Part:
 
 
 def test_an_iteration_that_fails_in_its_rollout_loses_nothing(tmp_path):
-    """The iterations before it are in a checkpoint, also where none was due, and the resumed run is
-    the whole one's.
+    """The iterations before it are in a checkpoint, also if none was due, and the resumed run has
+    the numbers of an uninterrupted one.
     """
     part = tmp_path / "part.py"
-    config = preset("tiny").apply(
-        world="mixture", iterations=6, eval_every=9, checkpoint_every=99, reward=f"{part}:Part"
-    )
+    config = TINY.replace(iterations=6, eval_every=9, checkpoint_every=99, reward=f"{part}:Part")
     part.write_text(FAILS.format(999))
-    assert Run(config, tmp_path / "whole").execute()
+    assert Run(config, tmp_path / "uninterrupted").execute()
     part.write_text(FAILS.format(4))
     with pytest.raises(FlowrlError, match="the server has gone"):
         Run(config, tmp_path / "run", trial=False).execute()
-    saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert len(saved) == 1 and saved[0].startswith("000004")
+    assert Checkpoints(tmp_path / "run").names() == ["000004"]
     part.write_text(FAILS.format(999))
     assert Run(config, tmp_path / "run", changed_code=True).execute(resume=True)
-    whole, again = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "run"))
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "uninterrupted")
 
 
 def test_a_comparison_survives_a_failing_run(tmp_path, capsys):
     rule = HEAD + BASES["credit"].format(
-        "Part.calls = getattr(Part, 'calls', 0) + 1; assert Part.calls < 8, 'gone'; return good"
+        "Part.calls = getattr(Part, 'calls', 0) + 1; assert Part.calls < 5, 'gone'; return good"
     )
-    (tmp_path / "part.py").write_text(rule)
-    words = [
-        "compare",
-        "--preset",
-        "tiny",
-        "--world",
-        "mixture",
-        "--methods",
-        "flow-grpo",
-        "--credit",
-        f"{tmp_path}/part.py:Part",
-    ]
-    words += [
-        "--seeds",
-        "0",
-        "--iterations",
-        "9",
-        "--workers",
-        "1",
-        "--no-trial",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert main(words) == 1
-    said = capsys.readouterr().err
-    assert (
-        "1 of 2 runs failed, and the others are complete" in said and "AssertionError: gone" in said
-    )
-    assert (tmp_path / "out" / "runs" / "flow-grpo-seed0" / "done.json").exists()
-    (tmp_path / "part.py").write_text(rule.replace("< 8", "< 800"))
-    assert (
-        main(
-            [
-                "compare",
-                "--resume",
-                str(tmp_path / "out"),
-                "--trust",
-                "--changed-code",
-                "--no-trial",
-            ]
-        )
-        == 0
-    )
+    part, out = tmp_path / "part.py", tmp_path / "out"
+    part.write_text(rule)
+    options = words(preset="tiny", world="mixture", methods="flow-grpo", credit=f"{part}:Part")
+    options += words(seeds=0, iterations=5, workers=1, no_trial=True, out=out)
+    assert main(["compare", *options]) == 1
+    error = capsys.readouterr().err
+    assert "1 of 2 runs failed, and the others are complete" in error
+    assert "AssertionError: gone" in error
+    assert (out / "runs" / "flow-grpo-seed0" / "done.json").exists()
+    part.write_text(rule.replace("< 5", "< 800"))
+    options = words(resume=out, trust=True, changed_code=True, no_trial=True)
+    assert main(["compare", *options]) == 0

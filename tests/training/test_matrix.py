@@ -1,0 +1,90 @@
+"""All kinds of training, and what may change no number of them: the split of the work, a state that
+is restored, and probes that no rule reads. `test_distributed` adds several processes.
+"""
+
+import json
+
+import pytest
+import torch
+from small_run import BASE, CASES, plain, trained, trainer_of
+
+from flowrl.core.errors import ConfigError
+from flowrl.training.checkpoint import PER_PARAMETER
+
+SPLITS = (dict(micro_batch=3), dict(micro_batch=7, max_batch=5, chunk=1, offload=True))
+COUNTS = ("calls", "train_nfe")
+"""Of network calls, which depend on the split: means over trajectories take a pass of their own."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_split_of_the_work_changes_nothing(case):
+    """Neither micro-batches that divide nothing, nor chunks, nor small network calls."""
+    config = BASE.replace(**CASES[case])
+    expected_rows, expected = trained(trainer_of(config.replace(micro_batch=1000)))
+    assert all(row["grad_norm"] > 0 for row in expected_rows)
+    for split in SPLITS:
+        rows, result = trained(trainer_of(config.replace(**split)))
+        torch.testing.assert_close(result, expected, atol=2e-5, rtol=1e-3)
+        for row, other in zip(rows, expected_rows, strict=True):
+            assert row.keys() == other.keys() and sum(row["step_shares"]) == pytest.approx(1)
+            for name in row.keys() - set(COUNTS):
+                assert row[name] == pytest.approx(other[name], rel=2e-3, abs=1e-4, nan_ok=True)
+
+
+def state_of(trainer):
+    """All that a checkpoint has: tensors as bytes, and plain values."""
+    state = trainer.state()
+    tensors = {name: tensor.numpy().tobytes() for name, tensor in state.tensors.items()}
+    return tensors, json.dumps(state.values)
+
+
+FLOAT16 = dict(world="shapes", task="text", dtype="float16", num_steps=2, groups=1)
+
+
+@pytest.mark.parametrize("case", [*CASES, "float16"])
+def test_a_state_is_a_snapshot_of_all_that_the_next_iteration_needs(case):
+    """This trainer and a new one repeat an iteration to the bit; the state stays as taken."""
+    config = BASE.replace(**CASES.get(case, FLOAT16))
+    trainer = trainer_of(config)
+    trainer.iteration()
+    state, taken = trainer.state(), state_of(trainer)
+    row, after = plain(trainer.iteration()), state_of(trainer)
+    for other in (trainer, trainer_of(config)):
+        other.restore(state)
+        assert state_of(other) == taken
+        assert plain(other.iteration()) == row and state_of(other) == after
+    if trainer.copies.by_name:
+        with pytest.raises(ConfigError, match="another run, loss or model"):
+            trainer.restore(trainer_of(BASE).state())
+
+
+def test_only_a_state_to_keep_is_copied():
+    """On the CPU a checkpoint that is written at once has the memory of the trainer."""
+    trainer = trainer_of(BASE.replace(method="diffusion-nft"))
+    trainer.iteration()
+    moments = [value for values in trainer.optimizer.state.values() for value in values.values()]
+    copies = trainer.copies.by_name["old"].values
+    used = {t.data_ptr() for t in (*trainer.parameters, *trainer.average, *copies, *moments)}
+    for copied in (True, False):
+        tensors = trainer.state(copied).tensors.items()
+        stored = {t.data_ptr() for name, t in tensors if name.startswith(PER_PARAMETER)}
+        assert stored.isdisjoint(used) if copied else stored == used
+
+
+@pytest.mark.parametrize(
+    "probe",
+    [
+        "substeps(count=3, solver=unipc, every=2)",
+        "some-members(probe=substeps(count=2))",
+        "completion(together=False)",
+        "continuation(count=2)",
+    ],
+)
+def test_a_probe_that_no_rule_reads_changes_no_bit(probe):
+    """Random steps and mini-batches are drawn after the rollout."""
+    config = BASE.replace(trained_steps="random(fraction=0.5)", chunk=1)
+    results = [
+        trained(trainer_of(config.replace(credit=credit)))[1]
+        for credit in ("uniform", f"uniform(probe='{probe}')")
+    ]
+    assert torch.equal(*results)
