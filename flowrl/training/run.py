@@ -34,7 +34,7 @@ from flowrl.training.evaluation import (
     make_heldout_metrics,
     write_trajectory,
 )
-from flowrl.training.format import FORMAT
+from flowrl.training.format import COMMENT, FORMAT
 from flowrl.training.logging import Journal
 from flowrl.training.memory import out_of_memory
 from flowrl.training.monitors import limits_of, notices
@@ -206,7 +206,7 @@ class Run:
         write_json(self.folder / "config.json", values)
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())
         command = "flowrl train --config config.yaml --out NEW_FOLDER"
-        comment = f"All settings of this run; repeat it with: {command} ({packages})"
+        comment = f"{COMMENT}: {command} ({packages})"
         write_bytes(self.folder / "config.yaml", settings_text(values, comment).encode())
 
     def _restore(self, start: str) -> list[Row]:

@@ -116,11 +116,11 @@ def test_a_plan_counts_what_its_settings_say(tmp_path):
     assert plan(config).rows_per_call == 2 * 4
     assert plan(config.replace(max_batch=100)).rows_per_call == 2 * 6
     base = counted()
-    assert base.trained == OPTIMIZER_BYTES * base.trained_parameters
+    assert base.trained == memory.OPTIMIZER_BYTES * base.trained_parameters
     phases = max(base.update, base.rollout, base.decode, base.encoders)
     assert base.peak == base.weights + base.trained + base.trajectories + phases
     full = counted(tuning="full")
-    assert full.trained == OPTIMIZER_BYTES * full.parameters and full.weights >= base.weights
+    assert full.trained == memory.OPTIMIZER_BYTES * full.parameters and full.weights >= base.weights
     assert counted(gradient_checkpointing=False).update > 1.2 * base.update
     assert counted(micro_batch=4).update > 1.5 * base.update
     assert base.trajectories == 6 * 21 * 4 * 16 * 16 * 4

@@ -123,7 +123,7 @@ def test_a_heldout_reward_that_fails_in_one_process_is_left_out_in_all(mixture_p
         }
     )
     results = by_threads(2, mixture_policy, 4, metrics)
-    assert caplog.text.count("broken could not be measured and is left out: RuntimeError") == 1
+    assert caplog.text.count("broken could not be measured and is left out: PartError") == 1
     assert "invalid marked all 4 samples invalid" in caplog.text
     for evaluation in results:
         scores = evaluation.heldout["heldout"]

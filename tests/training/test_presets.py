@@ -341,3 +341,21 @@ def test_a_run_folder_of_another_format_is_one_line(tmp_path, capsys):
         RunConfig.from_dict(old)
     write_json(tmp_path / "config.json", {"format": "flowrl-run-3", **RunConfig(seed=3).as_dict()})
     assert load_config(tmp_path / "config.json") == RunConfig(seed=3)
+
+
+def test_a_runs_yaml_file_without_a_format_is_refused(tmp_path, capsys):
+    """Runs of flowrl-run-2 wrote no entry `format` there, and their window 2:5 was start and size;
+    a user's own file needs none.
+    """
+    path = tmp_path / "config.yaml"
+    comment = "All settings of this run; repeat it with: flowrl train --config config.yaml"
+    settings = grouped(RunConfig, {"window": "2:5"})
+    path.write_text(settings_text(settings, comment))
+    for option in ("--config", "--preset"):
+        assert main(["train", option, str(path), "--out", str(tmp_path / "run")]) == 2
+        error = capsys.readouterr().err
+        assert f"{path}: format = 'flowrl-run-2' is not allowed" in error
+    path.write_text(settings_text({"format": "flowrl-run-3", **settings}, comment))
+    assert load_config(path).algorithm.window == "2:5"
+    path.write_text(settings_text(settings))
+    assert load_config(path).algorithm.window == "2:5"
