@@ -203,7 +203,7 @@ def test_pruned_keeps_count_and_the_memory_of_its_rule() -> None:
         (lambda: Pruned(Uniform()), "Pruned.rule.probe"),
         (lambda: Pruned(steps=(3,), stop=4), "Pruned.stop"),
         (lambda: Pruned(ratio=0.0), "Pruned.ratio"),
-        (lambda: Pruned(steps=(-1,)), "Pruned.stop"),
+        (lambda: Pruned(steps=(-1,)), "Pruned.steps"),
         (lambda: Weighted(rule=Pruned()), "Weighted.rule"),
         (lambda: GDPO(RandomCredit()), "GDPO.rule"),
         (lambda: TurningPointVariant(min_size=-1.0), "TurningPointVariant.min_size"),

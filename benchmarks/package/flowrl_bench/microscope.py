@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import CreditError, require
+from flowrl.core.errors import CreditError, PartError, require
 from flowrl.core.experience import Experience
 from flowrl.core.protocols import FlowPolicy, RewardModel, Sampler
 from flowrl.methods import named_method, try_credit
@@ -168,7 +168,7 @@ def check_rules(rules: Mapping[str, str], size: Size) -> None:
             )
             require(not isinstance(method.credit.probe, Branching), "rules", spec, allowed)
             try_credit(method, stds, size.members)
-        except CreditError as error:
+        except (CreditError, PartError) as error:
             raise CreditError(f"rule {name!r}: {error}") from error
 
 
