@@ -22,6 +22,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from hostile_cases import Case, all_cases, make_sandbox
@@ -41,7 +42,7 @@ class Outcome:
     output: str
 
 
-def tried(case: Case) -> Outcome:
+def tried(case: Case, limit: float = LIMIT) -> Outcome:
     """Run one case in a child process and judge it."""
     with tempfile.TemporaryDirectory(prefix="flowrl-hostile-") as folder:
         root, log = Path(folder) / "work", Path(folder) / "output"
@@ -52,7 +53,7 @@ def tried(case: Case) -> Outcome:
         child = os.fork()
         if child == 0:
             _child(case, root, log)
-        status = _wait(child, start)
+        status = _wait(child, start, limit)
         seconds = time.monotonic() - start
         output = log.read_text(errors="replace")
         return Outcome(case, judged(case, status, output, before, snapshot(root)), seconds, output)
@@ -82,9 +83,9 @@ def _child(case: Case, root: Path, log: Path) -> None:
         os._exit(code)
 
 
-def _wait(child: int, start: float) -> int | None:
+def _wait(child: int, start: float, limit: float) -> int | None:
     """The exit code; None if the case had to be ended."""
-    while time.monotonic() - start < LIMIT:
+    while time.monotonic() - start < limit:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             with contextlib.suppress(ProcessLookupError):
@@ -189,6 +190,7 @@ def main() -> int:
     parser.add_argument(
         "--drawn", action="store_true", help="with --mutants: 300 drawn cases and no listed ones"
     )
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of a case")
     args = parser.parse_args()
     if args.mutants is None:
         known = all_cases()
@@ -197,7 +199,7 @@ def main() -> int:
     else:
         known = mutants(args.mutants)
     cases = [case for case in known if not args.only or case.family in args.only][:: args.every]
-    outcomes = list(progress(cases, tried))
+    outcomes = list(progress(cases, partial(tried, limit=args.limit)))
     unclear = [outcome for outcome in outcomes if outcome.problem]
     for outcome in unclear[: args.show]:
         tail = outcome.output.strip().splitlines()[-1:] or [""]

@@ -60,6 +60,11 @@ class Architecture:
     decoder: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def text_tokens(self) -> int:
+        """The length of a prompt's embedding, by default."""
+        return self.clip_tokens + self.family.text_tokens
+
+    @property
     def text_width(self) -> int:
         """The width of a prompt's embedding."""
         config = self.pipeline.transformer.config
