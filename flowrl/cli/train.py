@@ -126,7 +126,9 @@ class Train:
     """With `resume`: go on although the files of your own parts have changed since the start."""
     trial: bool = True
     """Try your own parts before the first iteration, for at most 5 s (docs/guides/extend.md)."""
-    run: Annotated[TrainOptions, tyro.conf.arg(name="")] = field(default_factory=TrainOptions)  # pyright: ignore[reportInvalidTypeForm]
+    run: Annotated[TrainOptions, tyro.conf.arg(name="")] = field(  # pyright: ignore
+        default_factory=TrainOptions
+    )
     base: Base = field(default_factory=RunConfig)
 
     @staticmethod

@@ -100,7 +100,8 @@ def allowed(value: Any, hint: Any, bounds: Sequence[Any] = ()) -> bool:
 
 @functools.cache
 def _adapter(kind: Any, bounds: tuple[Any, ...]) -> TypeAdapter[Any]:
-    return TypeAdapter(Annotated[kind, *bounds] if bounds else kind, config=RULES)
+    hint: Any = Annotated[kind, *bounds] if bounds else kind  # pyright: ignore
+    return TypeAdapter(hint, config=RULES)
 
 
 def checked_options(part: C) -> C:

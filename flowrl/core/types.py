@@ -61,7 +61,7 @@ def checked(thing: T) -> T:
     """
     if not CHECKS_ON:
         return thing
-    return jaxtyped(typechecker=beartype)(thing)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return jaxtyped(typechecker=beartype)(thing)  # pyright: ignore
 
 
 def tensor_problem(tensor: Tensor) -> str:

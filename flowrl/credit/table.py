@@ -227,7 +227,8 @@ def credit_of(rule: CreditRule, experience: Experience) -> Credit:
     call = f"{type(rule).__name__}.{'credit' if by_record else 'assign'}"
     axis = [table for table in vars(decisions).values() if isinstance(table, Tensor)]
     with part_call(call, CreditError, values, *experience.parts.values(), *axis):
-        credit = by_record(experience) if by_record else Credit(rule.assign(values, decisions))  # pyright: ignore
+        assigned: Any = by_record or rule.assign  # pyright: ignore
+        credit = assigned(experience) if by_record else Credit(assigned(values, decisions))
     if not isinstance(credit, Credit):
         raise CreditError(f"{call} returned {_shown(credit)}, not a Credit(advantages, weights)")
     mask = decisions.mask

@@ -32,7 +32,7 @@ def settings_group(group: C) -> C:
     """Class decorator: a frozen data class that raises `ConfigError` with the field, its value and
     what is allowed.
     """
-    checked: Any = checked_dataclass(group, frozen=True, config=STRICT)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    checked: Any = checked_dataclass(group, frozen=True, config=STRICT)  # pyright: ignore
     build = checked.__init__
 
     def __init__(self: Any, *arguments: Any, **values: Any) -> None:

@@ -443,7 +443,7 @@ def family_of(pipeline: str) -> Family:
 def shape_of(pipe: Any, family: Family, height: int, width: int, frames: int) -> Shape:
     """The shape of the latent of an image or video."""
     if hasattr(family, "video_shape"):
-        return family.video_shape(pipe, height, width, frames)  # pyright: ignore[reportAttributeAccessIssue]
+        return family.video_shape(pipe, height, width, frames)  # pyright: ignore
     require(frames == 1, "num_frames", frames, f"1: a {family.pipeline} makes images")
     return family.latent_shape(pipe, height, width)
 

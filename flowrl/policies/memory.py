@@ -138,7 +138,8 @@ class Architecture:
 def _elements(file: Path) -> int:
     """Numbers in a safetensors file, from its header."""
     with safe_open(file, "pt") as tensors:
-        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+        names = tensors.keys()  # not iterable itself
+        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
 
 
 def _published() -> dict[str, Architecture]:

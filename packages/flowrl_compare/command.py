@@ -101,7 +101,9 @@ class Compare:
     """With `resume`: go on although the files of your own parts have changed since the start."""
     trial: bool = True
     """Try your own parts before the first iteration, for at most 5 s (docs/guides/extend.md)."""
-    run: Annotated[CompareOptions, tyro.conf.arg(name="")] = field(default_factory=CompareOptions)  # pyright: ignore[reportInvalidTypeForm]
+    run: Annotated[CompareOptions, tyro.conf.arg(name="")] = field(  # pyright: ignore
+        default_factory=CompareOptions
+    )
     base: Base = field(default_factory=RunConfig)
 
     @staticmethod

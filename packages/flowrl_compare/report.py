@@ -135,7 +135,7 @@ def table_text(summaries: Sequence[ArmSummary]) -> str:
     """All results as plain text in one table, with a line per arm however long."""
     console = Console(width=10_000, file=io.StringIO())
     _print(summaries, table_rows(summaries), console)
-    lines = [*console.file.getvalue().splitlines(), INTERVALS]  # pyright: ignore[reportAttributeAccessIssue]
+    lines = [*console.file.getvalue().splitlines(), INTERVALS]  # pyright: ignore
     return "\n".join(map(str.rstrip, lines)).strip("\n") + "\n"
 
 

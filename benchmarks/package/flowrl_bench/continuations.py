@@ -6,8 +6,8 @@ V(x) is the expected final reward when the *stochastic* sampler continues from x
 policy. V is estimated by Monte Carlo continuation, so every A* has a standard error, and
 correlations are corrected for it (`flowrl_bench.true_advantage`).
 
-In a branched tree (`flowrl.core.tree`) the truth belongs to the edge into each state that was drawn: A*
-= V(child) - V(parent). A distinct state is continued once, however many members pass it, and an
+In a branched tree (`flowrl.core.tree`) the truth belongs to the edge into each state that was
+drawn: A* = V(child) - V(parent). A distinct state is continued once, however many members pass it, and an
 edge counts in the agreement as it does in the update.
 """
 

@@ -201,7 +201,7 @@ def observe(trainer: Trainer, samples: int = SAMPLES) -> dict[str, float]:
         generator,
         groups,
         Completion(),
-        max_batch=config.rollout.max_batch,  # pyright: ignore[reportArgumentType]  (auto is for models)
+        max_batch=config.rollout.max_batch,  # pyright: ignore
     )
     values = score_rollout(policy, world.reward("soft"), result, prompts).total
     increments = values.diff(dim=-1)

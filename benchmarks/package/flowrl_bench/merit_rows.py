@@ -93,7 +93,9 @@ PROBES: dict[str, str] = {
     "Substeps(3), every second node": "substeps(count=3,every=2)",
     "Substeps(3), DPM-Solver++, every second node": "substeps(count=3,solver=dpm++,every=2)",
     "Substeps(5), half of the members, Tweedie control": "some-members(fraction=0.5)",
-    "Substeps(5), half of the members, uniform control": "some-members(fraction=0.5,control=uniform)",
+    "Substeps(5), half of the members, uniform control": (
+        "some-members(fraction=0.5,control=uniform)"
+    ),
     "Substeps(5), bfloat16": "substeps(count=5,dtype=bfloat16)",
     "Substeps(5), no guidance": "substeps(count=5,guidance=off)",
     "Completion": "completion",

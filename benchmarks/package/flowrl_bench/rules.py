@@ -88,8 +88,8 @@ class RandomCredit:
 
 
 def clear_swings(values: ValueTable, confidence: float, mask: Mask) -> Steps:
-    """|d_k| >= `confidence` times the population std of d_k = V_{k+1} - V_k over the group's members
-    in the mask at that decision.
+    """|d_k| >= `confidence` times the population std of d_k = V_{k+1} - V_k over the group's
+    members in the mask at that decision.
 
     A turn that is small against the spread of its decision may be due to noise of the estimate.
     """
@@ -139,8 +139,8 @@ class TurningPointVariant(RuleAround):
     With 0 for all thresholds and where = "turning" it is `rule`.
 
     Args:
-        where: the long-term reward at turning points, at as many random decisions per trajectory, or
-            nowhere ("none"). A control for whether the position of a turning point matters.
+        where: the long-term reward at turning points, at as many random decisions per trajectory,
+            or nowhere ("none"). A control for whether the position of a turning point matters.
         min_size: smallest |R - V_k| of a turning point, in units of the reward.
         confidence: threshold of `clear_swings`, or of `likely_turns` if `reward_noise` > 0.
         reward_noise: standard deviation of the reward's noise, in units of the reward; 0: unknown.
