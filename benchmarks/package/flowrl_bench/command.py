@@ -95,7 +95,7 @@ class Claims:
             self.world,
             "mixture, shapes or all",
         )
-        if self.judge:
+        if self.judge and not Path(f"{self.out}.gz").is_file():
             require_file(self.out)
         for name in self.only:
             require(name in CLAIMS, "only", name, f"one of {', '.join(CLAIMS)}")
