@@ -44,7 +44,9 @@ class Outcome:
 
 def tried(case: Case, limit: float = LIMIT) -> Outcome:
     """Run one case in a child process and judge it."""
-    with tempfile.TemporaryDirectory(prefix="flowrl-hostile-") as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="flowrl-hostile-", ignore_cleanup_errors=True
+    ) as folder:
         root, log = Path(folder) / "work", Path(folder) / "output"
         make_sandbox(root)
         case.prepare(root)
