@@ -68,7 +68,9 @@ def page_arms(details: str) -> dict[str, dict[str, Settings]]:
             settings: dict[str, Any] = {
                 n: value(v) for n, v in numbers.items() if n in DEFAULTS[world]
             }
-            settings["rule"] = given.get("method") or given["credit"]
+            named = given.get("method") not in (None, "flow-grpo") or "credit" not in given
+            rule = given["method"] if named else given["credit"]
+            settings["rule"] = "random" if rule == "random(seed=0)" else rule
             if "loss" in given:
                 settings["loss"] = given["loss"].format(**numbers)
             if "group_size" in given:
