@@ -16,7 +16,7 @@ from flowrl.cli.main import main
 from flowrl.core.errors import OWN_PACKAGES, ConfigError, CreditError, PartError
 from flowrl.core.types import part_call, watched_calls
 from flowrl.io import folder_lock
-from flowrl.parts.registry import build, check_part
+from flowrl.parts.registry import check_part
 from flowrl.parts.trust import PARTS, trusted
 from flowrl.probes import Completion, NoProbe
 from flowrl.reading import read_bytes
@@ -207,5 +207,20 @@ def test_an_option_that_nothing_reads_is_refused(tmp_path: Path, capsys) -> None
     arms = ["--arm", "a:", "--arm", "b: method=awm", "--seeds", "0", "--workers", "1"]
     assert main(["compare", *tiny, *arms, "--clip-range", "0.1"]) == 0
     assert "Note: clip_range has no effect on b" in capsys.readouterr().out
-    assert main(["train", "--resume", str(tmp_path / "new"), "--seed", "3"]) == 2
-    assert build("credit", "uniform")
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        (["--iterations", "9"], "--iterations"),
+        (["--world", "mixture"], "--world"),
+        (["--method", "awm"], "--method"),
+        (["--out", "new"], "out = "),
+    ],
+)
+def test_a_run_that_goes_on_keeps_its_settings(command, option, named, tmp_path, capsys) -> None:
+    option = ["--arm", "a:"] if (command, option[0]) == ("compare", "--method") else option
+    named = "arm = " if option[0] == "--arm" else named
+    assert main([command, "--resume", str(tmp_path), *option]) == 2
+    assert named in capsys.readouterr().err

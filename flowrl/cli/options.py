@@ -158,9 +158,15 @@ def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool
 
 
 def refuse_others(command: Any, mode: str, allowed: Sequence[str]) -> None:
-    """Raise `ConfigError` for an option that is given with the option `mode`, which reads only the
-    `allowed` ones.
+    """Raise `ConfigError` for an option or a setting that is given with the option `mode`, which
+    reads only the `allowed` ones.
     """
+    usual, base = base_of(()).flat(), command.base.flat()
+    settings = [name for name in ("world", "model", "method") if base[name] != usual[name]]
+    settings += changes(command.run, command.base)
+    given = ", ".join(f"--{setting.replace('_', '-')}" for setting in settings)
+    need = f"without {given}: the run keeps its settings; --preset FILE.yaml takes changes"
+    require(not settings, mode, str(getattr(command, mode)), need)
     for item in dataclasses.fields(command):
         value = getattr(command, item.name)
         made = item.default_factory

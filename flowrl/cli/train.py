@@ -42,7 +42,9 @@ FINISHED = "flowrl.finished"
 """Entry points of installed packages: functions of the folder of a finished run that write further
 files, such as the model's card, and return lines to print.
 """
-RESUMED = ("start", "trust", "changed_code", "trial", "plan", "processes")
+PLANNED = ("trust", "trial", "plan", "processes")
+READ = {"resume": ("start", "changed_code", *PLANNED), "config": ("out", *PLANNED)}
+"""Options that are read together with one that names a run."""
 PLAN_INDENT = 21
 """Columns of the labels of a plan."""
 TrainOptions = options_class("TrainOptions")
@@ -141,26 +143,18 @@ class Train:
         """The settings of the run to go on with or to repeat, or else the preset's with the given
         ones on top.
         """
-        chosen, source = changes(self.run, self.base), self.resume or self.config
-        if source:
-            if self.resume:
-                refuse_others(self, "resume", RESUMED)
-            else:
-                refuse_others(self, "config", ("out", "trust", "trial", "plan", "processes"))
-            given = ", ".join(f"--{setting.replace('_', '-')}" for setting in chosen)
-            allowed = (
-                f"without {given}: the run keeps its settings; --preset FILE.yaml takes changes"
-            )
-            require(not chosen, "resume" if self.resume else "config", str(source), allowed)
+        from flowrl.training.build import require_read
+
+        if source := self.resume or self.config:
+            mode = "resume" if self.resume else "config"
+            refuse_others(self, mode, READ[mode])
             path = self.config or source / "config.json"
             return load_config(path, self.trust, planned=self.plan)
+        chosen = changes(self.run, self.base)
         if "credit" in chosen:
             chosen.setdefault("method", rule_name(chosen["credit"]))
-        from flowrl.training.build import unread
-
         config = with_options(self.preset, self.base, chosen, self.trust)
-        for name in unread(config, chosen):
-            require(False, name, chosen[name], "left out: nothing reads it in this run")
+        require_read(config, chosen)
         return config
 
     def origins(self) -> dict[str, str]:

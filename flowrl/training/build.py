@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from flowrl.core.errors import CheckpointError, require
+from flowrl.core.errors import CheckpointError, ConfigError, require
 from flowrl.core.protocols import (
     AnyReward,
     FlowPolicy,
@@ -299,6 +299,13 @@ def unread(config: RunConfig, chosen: Iterable[str]) -> list[str]:
             same = name == "loss_scale" and config.policy.dtype != "float16"
         without_effect += [name] if same else []
     return without_effect
+
+
+def require_read(config: RunConfig, chosen: Iterable[str]) -> None:
+    """Raise `ConfigError` for one of the settings `chosen` without effect on this run."""
+    for name in unread(config, chosen):
+        need = "left out: nothing reads it in this run"
+        raise ConfigError(f"{name} = {config.flat()[name]!r} is not allowed; allowed: {need}")
 
 
 def method_parts(config: RunConfig) -> dict[str, str]:

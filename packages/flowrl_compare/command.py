@@ -86,9 +86,9 @@ class Compare:
     out: Path | None = None
     """Folder for the results; default runs/compare-DATE."""
     resume: Path | None = None
-    """Go on with the comparison in this folder (other options are then ignored)."""
+    """Go on with the comparison in this folder, which has arms and settings."""
     config: Path | None = None
-    """Repeat a comparison from its saved config.json (other options but --out are then ignored)."""
+    """Repeat a comparison from its saved config.json, which has arms and settings."""
     workers: Workers = 0
     """Runs at a time; 0 = one per core. Every run uses one thread, so the numbers do not depend on
     this.
@@ -152,6 +152,8 @@ class Compare:
         from flowrl_compare.comparison import compare, load_compare, require_free
         from flowrl_compare.progress import Display
 
+        if self.resume is not None:
+            refuse_others(self, "resume", ("workers", "trust", "changed_code", "trial"))
         out = self.resume or self.out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
         config = (
             load_compare(out / "config.json", self.trust) if self.resume else self.configuration()
@@ -161,8 +163,6 @@ class Compare:
             device_of(device)
         if self.resume is None:
             require_free(out)
-        else:
-            refuse_others(self, "resume", ("workers", "trust", "changed_code", "trial"))
 
         def again() -> str:
             """The command that goes on."""

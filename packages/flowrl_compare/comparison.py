@@ -20,7 +20,7 @@ from flowrl.parts.sources import first_paragraph
 from flowrl.parts.trust import code_of, trusted
 from flowrl.probes import NoProbe
 from flowrl.reading import as_kind, load_document, reading
-from flowrl.training.build import check, make_method, make_world, method_parts, unread
+from flowrl.training.build import check, make_method, make_world, method_parts, require_read, unread
 from flowrl.training.config import RunConfig
 from flowrl.training.format import FORMAT, require_format
 from flowrl.training.plan import Plan, plan
@@ -119,9 +119,8 @@ class CompareConfig:
         """
         runs, notes = self.examples(), []
         for arm, config in runs.items():
-            for name in unread(config, self.arms[arm].keys() - set(chosen)):
-                with of_arm(arm):
-                    require(False, name, config.flat()[name], "left out: this arm does not read it")
+            with of_arm(arm):
+                require_read(config, self.arms[arm].keys() - set(chosen))
         without = {arm: unread(config, chosen) for arm, config in runs.items()}
         for name in dict.fromkeys(name for names in without.values() for name in names):
             arms = [arm for arm, names in without.items() if name in names]

@@ -170,7 +170,7 @@ class Evaluate:
         """The settings of the run, or of the base model, with the options in their place."""
         import torch
 
-        from flowrl.training.build import unread
+        from flowrl.training.build import require_read
         from flowrl.training.config import load_config, preset
 
         changes = {name: getattr(self, name) for name in REPLACED}
@@ -190,8 +190,8 @@ class Evaluate:
             allowed = "the folder of a run; for a LoRA or a transformer give its --model too"
             require(file.is_file(), "weights", str(self.weights), allowed)
             config = load_config(file, self.trust).allowed(("reward",) if self.reward else ())
-            for name in unread(config, changes.keys() - {"eval_steps", "reward"}):
-                require(False, name, changes[name], "left out: the run's policy does not read it")
+            read = changes.keys() - {"eval_steps", "reward"}
+            require_read(config.replace(**{name: changes[name] for name in read}), read)
         is_cuda = bool(config.policy.model) and torch.cuda.is_available()
         device = self.device or ("cuda" if is_cuda else "cpu")
         return config.replace(**changes, device=device, reward_noise=0.0, reward_bias=0.0)
