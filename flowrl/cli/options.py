@@ -172,7 +172,8 @@ def refuse_others(command: Any, mode: str, allowed: Sequence[str]) -> None:
         made = item.default_factory
         usual = item.default if made is dataclasses.MISSING else made()
         if item.name not in (mode, "run", "base", *allowed):
-            require(value == usual, item.name, value, f"left out with --{mode}, which has it")
+            fits = value == usual or not value
+            require(fits, item.name, value, f"left out with --{mode}, which has it")
 
 
 def run_name(config: RunConfig, base: RunConfig) -> str:
