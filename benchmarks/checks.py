@@ -1,103 +1,61 @@
-"""What the shape checks cost: seconds of a TP-GRPO iteration with and without them, in alternating
-fresh processes.
+"""What the checks of arguments cost: processor seconds of a TP-GRPO iteration with and without them,
+in alternating fresh processes, and the number of checked calls.
 
-    python benchmarks/checks.py
-
-Prints the mean cost of a checked call times the number of checked calls in an iteration, as a share
-of the iteration; the difference of whole iterations is printed too, but is smaller than their
-noise.
+    python benchmarks/checks.py [--pairs 5]
 """
 
+import argparse
 import os
 import statistics
 import subprocess
 import sys
 
-CODE = """
-import time, torch
+ITERATION = """
+import sys, time, torch
 torch.set_num_threads(1)
+from flowrl.core import calls
 from flowrl.training.build import make_trainer
 from flowrl.training.config import RunConfig
-trainer = make_trainer(RunConfig.of(method="tp-grpo", iterations=3))
+trainer = make_trainer(RunConfig.of(method="tp-grpo", iterations=4))
 trainer.iteration()
-print(min(trainer.iteration()["seconds"] for _ in range(2)))
-"""
-
-COUNT = """
-import time, torch, flowrl.core.types as types
-torch.set_num_threads(1)
-calls = 0
-original = types.checked
-def counting(thing):
-    checked = original(thing)
-    if isinstance(thing, type):
-        init = checked.__init__
-        def counted_init(self, *a, **k):
-            global calls
-            calls += 1
-            init(self, *a, **k)
-        checked.__init__ = counted_init
-        return checked
-    import functools
-    @functools.wraps(checked)
-    def counted(*a, **k):
-        global calls
-        calls += 1
-        return checked(*a, **k)
-    return counted
-types.checked = counting
-from flowrl.training.build import make_trainer
-from flowrl.training.config import RunConfig
-trainer = make_trainer(RunConfig.of(method="tp-grpo", iterations=3))
-calls = 0
+seconds = []
+for _ in range(2):
+    start = time.process_time()
+    trainer.iteration()
+    seconds.append(time.process_time() - start)
+counted = 0
+def count(frame, event, argument):
+    global counted
+    counted += frame.f_code.co_qualname == "checked_call.<locals>.call"
+sys.settrace(count)
 trainer.iteration()
-print(calls)
-"""
-
-CALL = """
-import time, torch
-torch.set_num_threads(1)
-from flowrl.flow import uniform_schedule
-from flowrl.samplers import FlowSDE
-x, schedule, step = torch.zeros(64, 8, 4, 4), uniform_schedule(10), torch.full((64,), 3)
-best = 1e9
-for _ in range(20):
-    start = time.perf_counter()
-    for _ in range(100):
-        FlowSDE(0.7).transition(x, x, schedule, step)
-    best = min(best, (time.perf_counter() - start) / 100)
-print(best)
+print(min(seconds), counted)
 """
 
 
-def run(code: str, checks: str) -> float:
-    """The number that `code` prints, with the checks on ("1") or off ("0")."""
-    environment = {**os.environ, "FLOWRL_TYPECHECK": checks}
-    return float(
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
+def iteration(checks: str) -> tuple[float, int]:
+    """Seconds of an iteration with the checks on ("1") or off ("0"), and the checked calls."""
+    ran = subprocess.run(
+        [sys.executable, "-c", ITERATION],
+        env={**os.environ, "FLOWRL_TYPECHECK": checks},
+        check=True,
+        capture_output=True,
+        text=True,
     )
+    seconds, count = ran.stdout.split()
+    return float(seconds), int(count)
 
 
 def main() -> None:
     """Measure and print."""
-    whole: dict[str, list[float]] = {"0": [], "1": []}
-    for _ in range(3):
-        for checks in ("0", "1"):
-            whole[checks].append(run(CODE, checks))
-    off, on = (statistics.median(whole[c]) for c in ("0", "1"))
-    per_call = run(CALL, "1") - run(CALL, "0")
-    calls = run(COUNT, "1")
-    print(f"iteration without checks {off:.3f} s, with {on:.3f} s (medians of 3 processes)")
-    share = calls * per_call / off
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=5, help="processes with and without checks")
+    pairs = [(iteration("0"), iteration("1")) for _ in range(parser.parse_args().pairs)]
+    shares = [on[0] / off[0] - 1 for off, on in pairs]
     print(
-        f"{calls:.0f} checked calls x {per_call * 1e6:.0f} us = {calls * per_call:.4f} s ="
-        f" {share:.2%} of an iteration"
+        f"{statistics.median(off[0] for off, _ in pairs):.3f} s without checks; "
+        f"{pairs[0][1][1]} checked calls cost {statistics.median(shares):.1%} more "
+        f"({min(shares):.1%} to {max(shares):.1%} in {len(pairs)} pairs)"
     )
 
 

@@ -102,7 +102,7 @@ def random_pipeline(
     return pipeline(transformer=transformer, vae=decoder, scheduler=scheduler, **encoders)
 
 
-class RandomEmbeddings:
+class RandomEmbeddings(Family):
     """`family` with noise of the true shape as embeddings: words [tokens, width] and pooled
     [width], float32.
 
@@ -111,10 +111,10 @@ class RandomEmbeddings:
     """
 
     def __init__(self, family: Family, tokens: int) -> None:
-        self.family, self.tokens = family, tokens
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.family, name)
+        self.tokens = tokens
+        for name in dir(family):
+            if not (name.startswith("_") or name == "encode"):
+                setattr(self, name, getattr(family, name))
 
     def encode(
         self, pipe: Any, text: str, tokens: int, device: torch.device

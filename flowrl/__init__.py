@@ -8,6 +8,10 @@ Packages: `samplers` (transition kernels), `credit` (credit assignment over deno
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from flowrl.core.calls import check_imports
+
+check_imports()
+
 __version__ = "0.1.0"
 
 _HOMES = {

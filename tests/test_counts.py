@@ -137,7 +137,7 @@ print(json.dumps([sum(name.startswith("flowrl") for name in new), sorted(package
 
 
 @pytest.mark.parametrize(
-    ("line", "own", "packages"), [("--help", 13, 12), ("parts", 31, 16), ("compare --help", 26, 18)]
+    ("line", "own", "packages"), [("--help", 14, 12), ("parts", 32, 16), ("compare --help", 27, 18)]
 )
 def test_modules_that_are_imported_at_the_start(line, own, packages):
     """Modules of flowrl and packages of others, counted when this was written, with two packages

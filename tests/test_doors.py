@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from jaxtyping import TypeCheckError
 
+from flowrl.core.calls import CHECKS_ON
 from flowrl.core.errors import FlowrlError
 from flowrl.core.experience import Decisions, Experience
 from flowrl.core.tree import plain_tree
-from flowrl.core.types import CHECKS_ON, Gaussian, LossBatch, Prompt, Schedule, Trajectories
+from flowrl.core.types import Gaussian, LossBatch, Prompt, Schedule, Trajectories
 from flowrl.credit import StepwiseGain, TurningPoint, Uniform, credit_of
 from flowrl.flow import uniform_schedule
 from flowrl.samplers import CPS
@@ -39,6 +39,8 @@ def credited(shape: tuple[int, ...]) -> object:
     """The credit of a rule whose advantages have this shape."""
 
     class Mine:
+        probe = None
+
         def assign(self, values, decisions):
             return torch.zeros(shape)
 
@@ -67,15 +69,15 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
         r"states, velocities.* = \[43, 40, .* allowed: \[44, 40, 10, 10\]",
     ),
     "a velocity too many": (lambda: path(velocities=41), r"allowed: \[44, 40, 10, 10\]"),
-    "prompts differ": (lambda: path(prompts=2), r"outputs[\s\S]*prompt=1"),
+    "prompts differ": (lambda: path(prompts=2), r"outputs = .*prompt=1"),
     "stds for nodes": (lambda: path(stds=torch.ones(11)), r"allowed: \[44, 40, 10, 10\]"),
     "no member axis": (
         lambda: Uniform().assign(torch.zeros(3, 11), TEN),
-        r"decision\+1\] = \(2, 3, 11\).* got torch.float32 \(3, 11\)",
+        r"values = torch.float32 \[3, 11\] .*'prompt member column'",
     ),
     "an axis too many": (
         lambda: TurningPoint().assign(torch.zeros(2, 3, 11, 1), TEN),
-        r"decision\+1\] = \(2, 3, 11\).* got torch.float32 \(2, 3, 11, 1\)",
+        r"values = torch.float32 \[2, 3, 11, 1\] .*'prompt member column'",
     ),
     "no decision": (
         lambda: Decisions.like(torch.zeros(2, 3, 1)),
@@ -87,7 +89,7 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a mask of other decisions": (
         lambda: replace(TEN, mask=torch.ones(2, 3, 9).bool()),
-        r"'mask'[\s\S]*decision=10",
+        r"mask = torch.* is not allowed.*decision=10",
     ),
     "columns for decisions": (
         lambda: credited((2, 3, 11)),
@@ -99,19 +101,19 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "std per element": (
         lambda: Gaussian(torch.zeros(4, 2), torch.ones(4, 2)),
-        r"'std'[\s\S]*'sample'",
+        r"std = torch.* is not allowed.*'sample'",
     ),
     "std of other samples": (
         lambda: Gaussian(torch.zeros(4, 2), torch.ones(3)),
-        r"'std'[\s\S]*sample=4",
+        r"std = torch.* is not allowed.*sample=4",
     ),
     "advantages per step": (
         lambda: batch(advantages=torch.zeros(4, 10)),
-        r"'advantages'[\s\S]*'sample'",
+        r"advantages = torch.* is not allowed.*'sample'",
     ),
     "a mask for weights": (
         lambda: batch(weight=torch.ones(4, dtype=torch.bool)),
-        r"'weight'[\s\S]*Float",
+        r"weight = torch.* is not allowed.*Float",
     ),
     "other latents": (
         lambda: batch(next_node=torch.zeros(4, 3)),
@@ -119,11 +121,11 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "velocity of other samples": (
         lambda: CPS().transition(torch.zeros(4, 2), torch.zeros(3, 2), GRID, STEP),
-        r"'velocity'[\s\S]*sample=4",
+        r"velocity = torch.* is not allowed.*sample=4",
     ),
     "step of other samples": (
         lambda: CPS().transition(torch.zeros(4, 2), torch.zeros(4, 2), GRID, STEP[:3]),
-        r"'step'[\s\S]*sample=4",
+        r"step = torch.* is not allowed.*sample=4",
     ),
     "timesteps for nodes": (
         lambda: Schedule(GRID.times, timesteps=torch.ones(11)),
@@ -140,7 +142,7 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
 @pytest.mark.parametrize("name", DOORS)
 def test_wrong_shapes_are_refused_by_axis(name: str) -> None:
     enter, words = DOORS[name]
-    with pytest.raises((TypeCheckError, FlowrlError)) as caught:
+    with pytest.raises(FlowrlError) as caught:
         enter()
     assert re.search(words, str(caught.value)), str(caught.value)
 

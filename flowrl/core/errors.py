@@ -27,6 +27,10 @@ class ConfigError(FlowrlError, ValueError):
     """A setting is unknown, out of range, or contradicts another one."""
 
 
+class ArgumentError(FlowrlError, TypeError):
+    """An argument of a call has a wrong name, type or shape."""
+
+
 class CheckpointError(FlowrlError):
     """A checkpoint or weight file is missing, truncated, of another program, or does not match its
     recorded hash.

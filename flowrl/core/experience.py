@@ -23,16 +23,15 @@ from flowrl.core.errors import require
 from flowrl.core.options import checked_options
 from flowrl.core.prompt import Prompt
 from flowrl.core.tree import Tree
-from flowrl.core.types import Condition, Schedule, Trajectories, checked
+from flowrl.core.types import Condition, Schedule, Trajectories
 
-ValueTable = Float[Tensor, "prompt member decision+1"]
+ValueTable = Float[Tensor, "prompt member column"]
 CreditTable = Float[Tensor, "prompt member decision"]
 Mask = Bool[Tensor, "prompt member decision"]
 LARGER = ("trajectories", "log_probs", "condition")
 """The fields of an `Experience` that exist on request only."""
 
 
-@checked
 @dataclass(frozen=True)
 class Decisions:
     """The axis of credit: the drawn transitions of an iteration.

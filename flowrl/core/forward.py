@@ -17,13 +17,12 @@ from torch import Generator, Tensor
 
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import checked_options
-from flowrl.core.types import Latents, LossResult, LossRows, PerSample, Schedule, Unit, checked
+from flowrl.core.types import Latents, LossResult, LossRows, PerSample, Schedule, Unit
 
 Noise = Literal["each", "group", "group-all-times", "path"]
 """Which rows share their noise; "path": the states of the sample's own trajectory."""
 
 
-@checked
 @dataclass(frozen=True)
 class ForwardBatch(LossRows):
     """The input of a forward-process loss. A row is one (sample, drawn time); rows are the axis

@@ -4,7 +4,7 @@ of these scores.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -176,6 +176,7 @@ class Scored:
         return torch.full_like(self.final, float("nan")).scatter(1, chosen, rows)
 
 
+@runtime_checkable
 class Probing(Protocol):
     """The input of a probe: the finished trajectories, which it must not change, and the network
     with a count of its evaluations.

@@ -163,7 +163,7 @@ class Tree:
 
     def value_table(
         self, values: Float[Tensor, "prompt unit"]
-    ) -> Float[Tensor, "prompt member decision+1"]:
+    ) -> Float[Tensor, "prompt member column"]:
         """Values of units as a value table: the values of the states that a member's decisions
         start from, and of its leaf.
         """

@@ -25,43 +25,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
-from beartype import beartype
-from jaxtyping import Float, Int, jaxtyped
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowrl.core.errors import FlowrlError, part_errors, require
 from flowrl.core.prompt import Prompt as Prompt
 from flowrl.core.tree import Tree
 
-T = TypeVar("T")
+Rows = TypeVar("Rows", bound="LossRows")
 
 Latents = Float[Tensor, "sample *latent"]
 ImagesOrVideos = Float[Tensor, "sample *frame channel height width"]
 PerSample = Float[Tensor, " sample"]
 StepIndex = Int[Tensor, " sample"]
-"""Annotations of most signatures. Functions that are `checked` compare them with their arguments at
-every call.
-"""
-
-CHECKS_ON = (
-    os.environ.get("FLOWRL_TYPECHECK", "1") != "0"
-    and os.environ.get("JAXTYPING_DISABLE", "0") != "1"
-)
-
-
-def checked(thing: T) -> T:
-    """Check the jaxtyping annotations of a function (or data class) at every call.
-
-    Used only for the interfaces between packages. A call costs about 20 microseconds;
-    ``FLOWRL_TYPECHECK=0`` (or jaxtyping's own ``JAXTYPING_DISABLE=1``) in the environment before
-    the import removes the check.
-    """
-    if not CHECKS_ON:
-        return thing
-    return jaxtyped(typechecker=beartype)(thing)  # pyright: ignore
+"""Annotations of most signatures, compared with the arguments at every call (`core.calls`)."""
 
 
 def tensor_problem(tensor: Tensor) -> str:
@@ -177,7 +157,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-@checked
 @dataclass(frozen=True)
 class Schedule:
     """A grid of T+1 node times from noise to data.
@@ -223,7 +202,6 @@ class Schedule:
         return self.times[:-1] * 1000.0 if self.timesteps is None else self.timesteps
 
 
-@checked
 @dataclass(frozen=True)
 class Gaussian:
     """A diagonal Gaussian over the next node.
@@ -280,7 +258,6 @@ class Condition:
         )
 
 
-@checked
 @dataclass(frozen=True)
 class Trajectories:
     """A batch of sampled trajectories: every distinct state once, and the network's output there.
@@ -353,7 +330,7 @@ class LossRows:
             return (torch.arange(len(batch.time), device=batch.time.device),)
         return (batch.sample,) if unit == "trajectory" else (batch.group, batch.time)
 
-    def rows(self, index: Tensor | slice) -> Self:
+    def rows(self: Rows, index: Tensor | slice) -> Rows:
         """The rows `index` of every field; gradients reach this batch's tensors."""
         given = {name: value for name, value in vars(self).items() if name != "velocity"}
         return type(self)(**{k: v[index] for k, v in given.items() if v is not None})
@@ -383,7 +360,6 @@ def unit_means(values: PerSample, units: Sequence[Tensor], weight: PerSample) ->
     return total / weights.masked_fill(weights == 0, 1.0)
 
 
-@checked
 @dataclass(frozen=True)
 class LossBatch(LossRows):
     """The input of a policy loss. A row is a transition, that is a trajectory at a step; rows are

@@ -9,6 +9,7 @@ latents and velocities [sample, *latent].
 import math
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
 from flowrl.core.errors import require
@@ -47,7 +48,7 @@ def shifted_schedule(steps: int, shift: float = 3.0) -> Schedule:
     return Schedule(times=(shift * even / (1.0 + (shift - 1.0) * even)).float())
 
 
-def expand(values: PerSample, like: Latents) -> Tensor:
+def expand(values: Shaped[Tensor, " sample"], like: Latents) -> Tensor:
     """`values` [sample] viewed as [sample, 1, ..., 1], so that it broadcasts over the latent axes
     of `like`.
 

@@ -13,7 +13,7 @@ from flowrl.core.errors import require
 from flowrl.core.forward import Decay, ForwardBatch, Noise, WeightCopy
 from flowrl.core.options import NonNegative, Positive, checked_options
 from flowrl.core.protocols import TimeDraw
-from flowrl.core.types import Latents, LossResult, PerSample, Unit, checked, unit_means
+from flowrl.core.types import Latents, LossResult, PerSample, Unit, unit_means
 from flowrl.flow import DrawnSteps, PermutedTimes, StratifiedTimes, expand
 from flowrl.losses.terms import beyond, mean_over, over_units, ratio_metrics, surrogate
 
@@ -178,7 +178,6 @@ class DiffusionNFT:
         distance = (velocity - rows.target).detach().abs().flatten(1).mean(1)
         return rows.time.square() * error / (rows.time * distance).clamp(min=LEAST_WEIGHT)
 
-    @checked
     def loss(self, batch: ForwardBatch) -> LossResult:
         """The scalar loss over the rows of `batch`, and its metrics."""
         rows = counted_rows(batch)
@@ -305,7 +304,6 @@ class AWM:
         """log p - log p_old of each row; "sum_first" averages it over a sample's times."""
         return self._log_ratio(counted_rows(batch))
 
-    @checked
     def loss(self, batch: ForwardBatch) -> LossResult:
         """The scalar loss over the rows of `batch`, and its metrics."""
         rows = counted_rows(batch)
@@ -408,7 +406,6 @@ class DGPO:
         anchor = matching(rows.velocity_of(self.anchor, self), rows.target)
         return self.beta_dpo * rows.advantages * (matching(rows.new, rows.target) - anchor)
 
-    @checked
     def loss(self, batch: ForwardBatch) -> LossResult:
         """The scalar loss over the rows of `batch`, and its metrics."""
         rows = counted_rows(batch)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.options import NonNegative, Positive, checked_options
-from flowrl.core.types import Gaussian, LossBatch, LossResult, PerSample, Unit, checked
+from flowrl.core.types import Gaussian, LossBatch, LossResult, PerSample, Unit
 from flowrl.flow import kl, log_prob, log_prob_without_constants
 from flowrl.losses.terms import beyond, mean_over, over_units, ratio_metrics, surrogate
 
@@ -139,7 +139,6 @@ class ClippedLoss(_Penalised):
     clip_range: Clip = 1e-4
     log_prob: Literal["exact", "released_cps"] = "exact"
 
-    @checked
     def loss(self, batch: LossBatch) -> LossResult:
         """The scalar loss over the rows of `batch`, and its metrics."""
         rows = counted(batch)
@@ -187,7 +186,6 @@ class GSPO(_Penalised):
         """The log-ratio of each transition; its mean over a trajectory is log s."""
         return log_ratio(counted(batch))
 
-    @checked
     def loss(self, batch: LossBatch) -> LossResult:
         """The scalar loss over the rows of `batch`, and its metrics."""
         rows = counted(batch)
@@ -222,7 +220,6 @@ class GRPOGuard(_Penalised):
 
     clip_range: Clip = 1e-4
 
-    @checked
     def loss(self, batch: LossBatch) -> LossResult:
         """The scalar loss over the rows of `batch`, and its metrics."""
         rows = counted(batch)
@@ -265,7 +262,6 @@ class FlowDPPO(_Penalised):
 
     bound: Positive = 1e-5
 
-    @checked
     def loss(self, batch: LossBatch) -> LossResult:
         """The scalar loss over the rows of `batch`, and its metrics."""
         rows = counted(batch)
@@ -307,7 +303,6 @@ class KLPenalty(_Penalised):
 
     coefficient: Positive = 1.0
 
-    @checked
     def loss(self, batch: LossBatch) -> LossResult:
         """The scalar loss over the rows of `batch`, and its metrics."""
         rows = counted(batch)
@@ -341,7 +336,6 @@ class PolicyGradientLoss(_Penalised):
         ConfigError: a field is out of range.
     """
 
-    @checked
     def loss(self, batch: LossBatch) -> LossResult:
         """The scalar loss over the rows of `batch`, and its metrics."""
         rows = counted(batch)

@@ -15,7 +15,7 @@ from torch import Tensor
 from flowrl.core.errors import RewardError, require
 from flowrl.core.options import allowed, checked_options
 from flowrl.core.protocols import AnyReward, GroupReward, RewardModel
-from flowrl.core.types import ImagesOrVideos, Prompt, checked
+from flowrl.core.types import ImagesOrVideos, Prompt
 from flowrl.rewards.contract import checked_scores
 from flowrl.rewards.images import Frames, Images, chosen_frames, is_video
 
@@ -98,7 +98,6 @@ class WeightedSum(RewardSum):
         return self.total(self.parts(images, prompts))
 
 
-@checked
 def win_rates(scores: Float[Tensor, "prompt member"]) -> Float[Tensor, "prompt member"]:
     """w_i = 1/(M-1) sum_{j != i} (1 if s_i > s_j, 1/2 if s_i = s_j, else 0) over the M members of
     each prompt; in [0, 1].
@@ -181,7 +180,7 @@ class GroupSum(RewardSum):
 def scores_of_members(
     reward: AnyReward, images: Tensor, prompts: Sequence[Prompt], origin: str
 ) -> Tensor:
-    """Scores [prompt, member] by a reward of either kind, checked; `origin` is the subject of the
+    """Scores [prompt, member] by a reward of either kind; `origin` is the subject of the
     error's message.
     """
     if isinstance(reward, GroupReward):

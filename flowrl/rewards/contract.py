@@ -116,7 +116,7 @@ def check_scores(
 def checked_scores(
     reward: AnyReward, images: Tensor, prompts: Sequence[Prompt], origin: str
 ) -> Tensor:
-    """The scores of a reward of either kind, checked by `check_scores`."""
+    """The scores of a reward of either kind by `check_scores`."""
     grouped = isinstance(reward, GroupReward)
     scores = (reward.score_groups if grouped else reward.score)(images, prompts)
     members = images.shape[1] if grouped else None

@@ -15,11 +15,9 @@ from torch.nn import functional as F
 
 from flowrl.core.errors import RewardError, require
 from flowrl.core.protocols import Features
-from flowrl.core.types import checked
 from flowrl.rewards.images import Images
 
 
-@checked
 def pairwise_diversity(
     features: Float[Tensor, "prompt member feature"],
 ) -> Float[Tensor, " prompt"]:

@@ -19,7 +19,6 @@ from flowrl.core.types import (
     Latents,
     Schedule,
     StepIndex,
-    checked,
     part_call,
     tensor_problem,
 )
@@ -41,7 +40,6 @@ class ODE:
     Euler's method.
     """
 
-    @checked
     def transition(
         self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
     ) -> Gaussian:
@@ -104,7 +102,6 @@ class FlowSDE:
 
     noise_level: NonNegative = 0.7
 
-    @checked
     def transition(
         self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
     ) -> Gaussian:
@@ -128,7 +125,6 @@ class DanceSDE:
 
     noise_level: NonNegative = 0.3
 
-    @checked
     def transition(
         self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
     ) -> Gaussian:
@@ -153,7 +149,6 @@ class CPS:
 
     noise_level: Share = 0.7
 
-    @checked
     def transition(
         self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
     ) -> Gaussian:
@@ -179,7 +174,6 @@ class DDIMSDE:
 
     noise_level: NonNegative = 0.7
 
-    @checked
     def transition(
         self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
     ) -> Gaussian:

@@ -16,7 +16,7 @@ from torch import Tensor
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Count, Whole, checked_options
 from flowrl.core.protocols import AnySampler, MultistepSolver, Sampler, Window
-from flowrl.core.types import Gaussian, Latents, Schedule, StepIndex, checked
+from flowrl.core.types import Gaussian, Latents, Schedule, StepIndex
 from flowrl.flow import expand
 from flowrl.parts.specs import parse_slice, parse_spec
 from flowrl.samplers.kernels import ODE, checked_transition
@@ -45,7 +45,6 @@ class Windowed:
         fits = len(self.steps) > 0 and min(self.steps) >= 0
         require(fits, "Windowed.steps", self.steps, "one or more step indices, each 0 or more")
 
-    @checked
     def transition(
         self, latent: Latents, velocity: Latents, schedule: Schedule, step: StepIndex
     ) -> Gaussian:

@@ -105,7 +105,9 @@ def test_filters_by_hand() -> None:
     assert (turns & clear_swings(values, 1.0, every)).nonzero().tolist() == [[0, 0, 2], [0, 1, 2]]
     # another group's spread does not count
     both = torch.cat([values, 100 * values])
-    assert torch.equal(clear_swings(both, 1.0, every)[:1], clear_swings(values, 1.0, every))
+    assert torch.equal(
+        clear_swings(both, 1.0, every.repeat(2, 1, 1))[:1], clear_swings(values, 1.0, every)
+    )
     rule = TurningPoint(balance=None)
     for options, count in (
         ({"min_size": 0.2}, 2),

@@ -51,7 +51,7 @@ def group_ceiling(groups: Sequence[Tensor]) -> float:
 
 def ceiling_sums(
     make: Callable[[], CreditRule],
-    rewards: Float[Tensor, "sample decision+1 continuation"],
+    rewards: Float[Tensor, "sample column continuation"],
     trajectories: Rollout,
     experience: Experience,
     seed: int = 0,

@@ -118,7 +118,7 @@ def continuation_rewards(
     seed: int = 0,
     usage: Usage | None = None,
     max_batch: int = 8192,
-) -> Float[Tensor, "reward sample decision+1 continuation"]:
+) -> Float[Tensor, "reward sample column continuation"]:
     """Scores, by each of `rewards`, of the same `continuations` stochastic continuations from every
     decision's start.
 
@@ -146,7 +146,7 @@ def continuation_rewards(
 
 
 def from_continuations(
-    rewards: Float[Tensor, "sample decision+1 continuation"], trajectories: Rollout
+    rewards: Float[Tensor, "sample column continuation"], trajectories: Rollout
 ) -> TrueAdvantages:
     """A* from the scores of continuations, as `continuation_rewards` returns them for one reward.
 

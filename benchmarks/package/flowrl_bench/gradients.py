@@ -55,7 +55,7 @@ class Setting:
     """
 
     policy: FlowPolicy
-    sampler: Sampler
+    sampler: Sampler | MultistepSolver
     schedule: Schedule
     reward: RewardModel
     prompts: Sequence[Prompt]

@@ -8,7 +8,7 @@ p-values of all comparisons of a family, which determine the verdicts.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from flowrl_compare.statistics import LEVEL, Inference, Values, mean
@@ -107,6 +107,7 @@ class Verdict:
         return "depends on the arm" if asks else f"{found.count(HOLDS)} of {len(found)} parts hold"
 
 
+@runtime_checkable
 class Rule(Protocol):
     """From runs to comparisons."""
 
