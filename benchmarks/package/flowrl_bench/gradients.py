@@ -23,6 +23,7 @@ from flowrl.core.protocols import (
     CreditRule,
     FlowPolicy,
     ForwardLoss,
+    MultistepSolver,
     PolicyLoss,
     RewardModel,
     Sampler,
