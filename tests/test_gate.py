@@ -4,16 +4,22 @@ import os
 import re
 import sys
 import time
+from collections.abc import Hashable
+from contextlib import suppress
 from importlib import import_module
+from inspect import isabstract, isclass, iscoroutinefunction, isfunction, signature
 from pathlib import Path
 from pkgutil import walk_packages
+from typing import Any, Protocol, get_type_hints
 
 import pytest
 import torch
+from pydantic import BaseModel
 
 import flowrl.core.types as types
 from flowrl.cli.main import main
-from flowrl.core.errors import OWN_PACKAGES, ConfigError, CreditError, PartError
+from flowrl.core.calls import CHECKS_ON
+from flowrl.core.errors import OWN_PACKAGES, ConfigError, CreditError, FlowrlError, PartError
 from flowrl.core.types import part_call, watched_calls
 from flowrl.io import folder_lock
 from flowrl.parts.registry import check_part
@@ -24,6 +30,9 @@ from flowrl.training.build import unread
 from flowrl.training.config import preset
 
 ROOT = Path(__file__).parent.parent
+WRONG = object()
+OTHERS = (Exception, BaseModel, Protocol, tuple)
+"""Classes with checks of their own, or without any."""
 TINY = preset("tiny").apply(world="mixture")
 
 
@@ -46,6 +55,47 @@ def test_no_callable_of_the_packages_is_built_from_a_file() -> None:
     assert count > 3000
     with pytest.raises(ConfigError, match=r"tracker names wandb"):
         trusted({"tracker": "wandb"}, "a file")
+
+
+def required(call: Any) -> dict[str, Any]:
+    """The required arguments of a call, with their annotations; none if it is not checked."""
+    try:
+        hints = get_type_hints(getattr(call, "__init__", call) if isclass(call) else call)
+        arguments = signature(call).parameters.values()
+    except (NameError, TypeError, ValueError):
+        return {}
+    return {p.name: hints.get(p.name, Any) for p in arguments if p.default is p.empty}
+
+
+@pytest.mark.skipif(not CHECKS_ON, reason="checks of arguments are switched off")
+@pytest.mark.parametrize("package", sorted({*OWN_PACKAGES} - {"flowrl_course"}))
+def test_a_wrong_argument_of_a_public_call_is_named(package: str) -> None:
+    """Every function and constructor with a required argument of a plain type or a class of ours,
+    called with another object there.
+    """
+    count, accepted = 0, []
+    for module in walk_packages(import_module(package).__path__, f"{package}."):
+        if module.name in ("flowrl.core.calls", "flowrl.core.errors"):  # the checks need these
+            continue
+        for name, call in vars(import_module(module.name)).items():
+            public = getattr(call, "__module__", "") == module.name and name[0] != "_"
+            if not public or not (isclass(call) or isfunction(call)) or isabstract(call):
+                continue
+            arguments = required(call)
+            plain = any(isclass(kind) and kind not in (object, Any, Hashable) for kind in arguments.values())
+            if (
+                not plain
+                or (isclass(call) and (issubclass(call, OTHERS) or "__init__" not in vars(call)))
+                or iscoroutinefunction(call)
+            ):
+                continue
+            wrong = dict.fromkeys(arguments, WRONG)
+            with suppress(FlowrlError):
+                call(**wrong)
+                accepted.append(f"{module.name}.{name}")
+            count += 1
+    assert not accepted
+    assert count >= {"flowrl": 400}.get(package, 5), count
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large"])

@@ -29,7 +29,7 @@ class _Loader(SourceFileLoader):
         super().exec_module(module)
         for name, value in [*vars(module).items()]:
             if getattr(value, "__module__", "") == module.__name__ and name[0] != "_":
-                if isinstance(value, FunctionType):
+                if _is_checked(value):
                     setattr(module, name, checked_call(value))
                 elif isinstance(value, type):
                     _check_methods(value)
@@ -54,12 +54,17 @@ def check_imports() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
+def _is_checked(value: Any) -> bool:
+    """Whether a value is a function that a plain wrapper can stand for."""
+    return isinstance(value, FunctionType) and not inspect.iscoroutinefunction(value)
+
+
 def _check_methods(kind: type) -> None:
     if issubclass(kind, BaseException) or getattr(kind, "_is_protocol", False):
         return
     for name, value in [*vars(kind).items()]:
         public = name == "__init__" or name[0] != "_"
-        if public and isinstance(value, FunctionType) and not hasattr(value, "__wrapped__"):
+        if public and _is_checked(value) and not hasattr(value, "__wrapped__"):
             setattr(kind, name, checked_call(value))
 
 
@@ -96,6 +101,19 @@ def _hints(function: Any) -> dict[str, Any]:
 
 
 def _checked(function: Any) -> Any:
+    """`function` with the checkers' comparison. They see no parameters in the wrapper of a
+    decorator, as of `contextmanager` or `torch.no_grad`, and look at a generator's arguments when
+    it starts; there the arguments are compared one by one.
+    """
+    if hasattr(function, "__wrapped__") or inspect.isgeneratorfunction(function):
+
+        def checked(*arguments: Any, **options: Any) -> Any:
+            problem = _problem(function, arguments, options, "")
+            if problem:
+                raise ArgumentError(problem)
+            return function(*arguments, **options)
+
+        return checked
     from beartype import BeartypeConf, beartype
     from jaxtyping import jaxtyped
 

@@ -5,6 +5,8 @@ compare`, `flowrl evaluate` and `flowrl sample`. The names below are imported at
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from flowrl import __version__ as __version__
+
 if TYPE_CHECKING:
     from flowrl_compare.comparison import CompareConfig, compare
     from flowrl_compare.results import load_comparison, load_run, summarise

@@ -15,9 +15,7 @@ from flowrl.methods import METHODS
 def summary(method: str, **known: object) -> ArmSummary:
     """Results with these values; the others are 0."""
     zeros = {
-        entry.name: Mean(0.0, 0.0)
-        if entry.name in ("base", "final", "lead", "final_strict")
-        else 0
+        entry.name: Mean(0.0, 0.0) if entry.name in ("base", "final", "lead", "final_strict") else 0
         for entry in fields(ArmSummary)
     }
     return ArmSummary(**{**zeros, "arm": method, "heldout": {}, "settings": {}, **known})  # pyright: ignore[reportArgumentType]

@@ -4,3 +4,5 @@ trajectories and short training runs.
 Lessons and this package import public names of `flowrl` only; nothing in `flowrl` imports this
 package.
 """
+
+from flowrl import __version__ as __version__
