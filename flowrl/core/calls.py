@@ -133,18 +133,24 @@ def _problem(function: Any, arguments: Sequence[Any], options: dict[str, Any], m
     from jaxtyping import jaxtyped
 
     name = function.__qualname__.removesuffix(".__init__")
+    signature, hints = inspect.signature(function), _hints(function)
     try:
-        given = inspect.signature(function).bind(*arguments, **options).arguments
+        given = signature.bind(*arguments, **options).arguments
     except TypeError as error:
         return f"{name}: {error}"
     config = BeartypeConf(is_pep484_tower=True)
-    with jaxtyped("context"):
-        for key, hint in _hints(function).items():
-            if key in given and not is_bearable(given[key], hint, conf=config):
+    with jaxtyped("context"):  # axes keep the sizes of the arguments before
+        for key, value in given.items():
+            single = signature.parameters[key].kind not in (
+                inspect.Parameter.VAR_POSITIONAL,
+                inspect.Parameter.VAR_KEYWORD,
+            )
+            hint = hints.get(key, Any) if single else Any
+            if not is_bearable(value, hint, conf=config):
                 axes = re.search(r"are as follows\.\n(.+)", message)
                 return (
-                    f"{name}: {key} = {_shown(given[key])} is not allowed; allowed: "
-                    f"{getattr(hint, '__name__', hint)}{_lacking(given[key], hint)}"
+                    f"{name}: {key} = {_shown(value)} is not allowed; allowed: "
+                    f"{getattr(hint, '__name__', hint)}{_lacking(value, hint)}"
                     + (f" with {axes[1]}" if axes else "")
                 )
     return ""
