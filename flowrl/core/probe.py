@@ -3,11 +3,10 @@ of these scores.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.core.options import checked_options
@@ -16,31 +15,12 @@ from flowrl.core.types import Gaussian, Schedule, Trajectories
 
 Key = int | tuple[str, int]
 """The key of an estimate: a node, or (a name, a node) for a further estimate of that node."""
+Estimates = Mapping[Key, Tensor]
+"""Final latents estimated from unfinished states, to be decoded and scored: by key [row, *latent],
+prompt-major. Every group has equally many rows: at a node one per member, or one for a state that
+its members share; under a further key also those of its first members only.
+"""
 Solver = Literal["euler", "heun", "dpm++", "unipc"]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Final latents estimated from one node, to be decoded and scored.
-
-    Every group has equally many rows: one (a state that its members share), one per member, or one
-    for each of its `members`.
-
-    Args:
-        latents: estimated final latents [row, *latent], prompt-major.
-        copies: number of adjacent latents per row, whose rewards are averaged.
-        members: indices [prompt, chosen] of the members with an estimate; None: all.
-    """
-
-    latents: Tensor
-    copies: int = 1
-    members: Int[Tensor, "prompt chosen"] | None = None
-
-    def part(self, chosen: slice, groups: int) -> "Estimate":
-        """The estimates of the `chosen` ones of the `groups`."""
-        latents = self.latents.unflatten(0, (groups, -1))[chosen].flatten(0, 1)
-        members = None if self.members is None else self.members[chosen]
-        return replace(self, latents=latents, members=members)
 
 
 @dataclass(frozen=True)
@@ -158,22 +138,15 @@ class Scored:
         rewards: rewards [prompt, row] by key of the estimate.
         final: rewards of the finished trajectories [prompt, member].
         nodes: the nodes to be estimated, in order (see `Probing`).
-        members: indices [prompt, chosen] of the rows' members, for keys with estimates of some
-            members only.
     """
 
     rewards: Mapping[Key, Float[Tensor, "prompt row"]]
     final: Float[Tensor, "prompt member"]
     nodes: Sequence[int]
-    members: Mapping[Key, Int[Tensor, "prompt chosen"]] = field(default_factory=dict)
 
     def at(self, key: Key) -> Float[Tensor, "prompt member"]:
-        """The reward of an estimate for every member; NaN for members without one."""
-        rows = self.rewards[key]
-        if key not in self.members:
-            return rows.expand_as(self.final)
-        chosen = self.members[key].to(rows.device)
-        return torch.full_like(self.final, float("nan")).scatter(1, chosen, rows)
+        """The reward of an estimate for every member."""
+        return self.rewards[key].expand_as(self.final)
 
 
 class Probing(Protocol):
@@ -210,9 +183,9 @@ class Probing(Protocol):
         """Number of prompts; rows are prompt-major, equally many for each."""
         ...
 
-    def start(self, node: int, members: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def start(self, node: int, members: int | None = None) -> tuple[Tensor, Tensor]:
         """States of a node and the rollout's velocities there [row, *latent]: one row per distinct
-        state, or for each of `members` [prompt, chosen].
+        state of a group, or of its first `members`.
         """
         ...
 
@@ -227,12 +200,10 @@ class Probing(Protocol):
         self,
         grids: Mapping[int, Grid],
         solver: Solver = "euler",
-        members: Mapping[int, Tensor | None] | None = None,
+        members: int | None = None,
     ) -> Mapping[int, Tensor]:
-        """The ends of the ODE from nodes, each on its own grid, in as few calls as possible; the
-        first velocity is the rollout's.
-
-        `members` by node: as in `start`.
+        """The ends of the ODE from the states `start(node, members)`, each node on its own grid, in
+        as few calls as possible; the first velocity is the rollout's.
         """
         ...
 
@@ -279,7 +250,7 @@ class Probe:
         """
         return ()
 
-    def estimate(self, run: Probing) -> Mapping[Key, Estimate]:
+    def estimate(self, run: Probing) -> Estimates:
         """Final latents by node (or by further keys, for `rewards`), estimated from the finished
         trajectories in `run`.
         """

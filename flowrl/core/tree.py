@@ -90,10 +90,7 @@ class Tree:
             edges.append([])
             for node, drawn in dict.fromkeys(map(tuple, kinds[children].tolist())):
                 ends = (children & (self.node == node) & (self.drawn == drawn)).nonzero().flatten()
-                parents, place = (self.parent[ends] - units.start).unique(return_inverse=True)
-                in_order = torch.equal(place, torch.arange(len(parents)))
-                place = None if in_order else place
-                edges[start].append(Edges(node, bool(drawn), ends, parents, place))
+                edges[start].append(Edges(node, bool(drawn), ends, self.parent[ends] - units.start))
         return edges
 
     @cached_property
@@ -207,16 +204,13 @@ class Edges:
         node: the node to which they lead.
         drawn: whether they are decisions.
         units: the units to which they lead [edge].
-        parents: the distinct units from which they start [parent], numbered within their node.
-        place: index into `parents` of each edge's start [edge]; None if every edge starts from a
-            parent of its own, in order.
+        parents: the units from which they start [edge], numbered within their node.
     """
 
     node: int
     drawn: bool
     units: Int[Tensor, " edge"]
-    parents: Int[Tensor, " parent"]
-    place: Int[Tensor, " edge"] | None
+    parents: Int[Tensor, " edge"]
 
 
 Visits = Sequence[tuple[int, Hashable]]

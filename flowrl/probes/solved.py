@@ -16,9 +16,8 @@ from flowrl.core.options import Count, checked_options
 from flowrl.core.probe import (
     Call,
     Cost,
-    Estimate,
+    Estimates,
     Grid,
-    Key,
     NetworkUse,
     Probe,
     Probing,
@@ -85,11 +84,11 @@ class ODEProbe(Probe, ABC):
         """The grids from those of the `nodes` whose states are scored."""
         return {node: self.grid(schedule, node) for node in nodes[:: self.every]}
 
-    def estimate(self, run: Probing) -> Mapping[Key, Estimate]:
+    def estimate(self, run: Probing) -> Estimates:
         """The ends of the ODE."""
-        grids = self.grids(run.trajectories.schedule, run.nodes)
-        ends = run.completed if self.ahead(run.nodes) else run.solve(grids, self.solver)
-        return {node: Estimate(ends[node]) for node in grids}
+        if self.ahead(run.nodes):
+            return run.completed
+        return run.solve(self.grids(run.trajectories.schedule, run.nodes), self.solver)
 
     def rewards(self, scored: Scored) -> Mapping[int, Tensor]:
         """The values of all nodes to be estimated."""
@@ -230,9 +229,21 @@ class Continuation(Probe):
 
     count: Count = 16
 
-    def estimate(self, run: Probing) -> Mapping[Key, Estimate]:
-        """The ends of the continuations."""
-        return {node: Estimate(run.continued(node, self.count), self.count) for node in run.nodes}
+    def estimate(self, run: Probing) -> Estimates:
+        """The ends of the continuations, by number and node."""
+        ends = {node: run.continued(node, self.count) for node in run.nodes}
+        return {
+            (str(number), node): ends[node][number :: self.count]
+            for node in run.nodes
+            for number in range(self.count)
+        }
+
+    def rewards(self, scored: Scored) -> Mapping[int, Tensor]:
+        """The means over the continuations."""
+        return {
+            node: torch.stack([scored.at((str(n), node)) for n in range(self.count)]).mean(0)
+            for node in scored.nodes
+        }
 
     def cost(self, shape: Shape) -> Cost:
         """`count` rows for every trajectory, node and step after it."""

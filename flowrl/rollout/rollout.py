@@ -25,7 +25,7 @@ from flowrl.core.types import (
     to_device,
 )
 from flowrl.flow.gaussian import log_prob
-from flowrl.probes import Branching, Estimate, Grid, Key, NetworkUse, NoProbe, Probe, Solver
+from flowrl.probes import Branching, Estimates, Grid, NetworkUse, NoProbe, Probe, Solver
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.solvers import Solution, Usage, advance
 from flowrl.samplers import transition_stds
@@ -37,26 +37,30 @@ class Rollout:
 
     Args:
         trajectories: the trajectories.
-        estimates: the probe's estimates of final images, by node; some probes use further keys.
+        estimates: the probe's estimates of final latents.
         groups: sizes of the groups.
         probe: the probe.
         nodes: the nodes that the probe was to estimate (`flowrl.probes.Probing`).
     """
 
     trajectories: Trajectories
-    estimates: Mapping[Key, Estimate]
+    estimates: Estimates
     groups: Groups
     probe: Probe = NoProbe()
     nodes: Sequence[int] = ()
 
     def part(self, first: int, count: int) -> "Rollout":
         """`count` of its groups, from index `first` on."""
-        chosen, prompts = slice(first, first + count), self.groups.prompts
-        path = self.trajectories
-        path = replace(path, states=path.states[chosen], outputs=path.outputs[chosen])
-        estimates = {key: e.part(chosen, prompts) for key, e in self.estimates.items()}
-        groups = self.groups.part(first, count)
-        return replace(self, trajectories=path, estimates=estimates, groups=groups)
+        chosen, path, prompts = slice(first, first + count), self.trajectories, self.groups.prompts
+        return replace(
+            self,
+            trajectories=replace(path, states=path.states[chosen], outputs=path.outputs[chosen]),
+            estimates={
+                key: rows.unflatten(0, (prompts, -1))[chosen].flatten(0, 1)
+                for key, rows in self.estimates.items()
+            },
+            groups=self.groups.part(first, count),
+        )
 
 
 def rollout(
@@ -237,19 +241,13 @@ class Walk:
         """The states [prompt x edge, *latent] to which `edges` lead from the states x [prompt,
         unit, *latent]: a draw from the sampler, its deterministic step, or an ODE step.
         """
-        if len(edges.parents) < x.shape[1]:
-            parents = to_device(edges.parents, x.device)
-            x, velocity = x[:, parents], velocity[:, parents]
-        shape, place = x.shape[:2], edges.place
-        x, velocity = x.flatten(0, 1), velocity.flatten(0, 1)
+        parents = to_device(edges.parents, x.device)
+        x, velocity = x[:, parents].flatten(0, 1), velocity[:, parents].flatten(0, 1)
         if edges.drawn or (edges.node == step + 1 and not self.stochastic[step]):
             gaussian = self.transition(x, velocity, step)
         else:  # it may skip nodes
             length = self.schedule.times[edges.node] - self.schedule.times[step]
             gaussian = Gaussian(x + length * velocity, x.new_zeros(len(x)))
-        if place is not None:  # several children of a parent
-            rows = torch.arange(len(x), device=x.device).view(shape)
-            gaussian = gaussian[rows[:, to_device(place, x.device)].flatten()]
         return self.groups.draw(gaussian, self.generator) if edges.drawn else gaussian.mean
 
     def transition(self, latents: Tensor, velocity: Tensor, step: int) -> Gaussian:
@@ -310,14 +308,12 @@ class ProbeRun:
         digest = hashlib.sha256(ctypes.string_at(state.data_ptr(), state.numel())).digest()
         return torch.Generator(source.device).manual_seed(int.from_bytes(digest[:7]))
 
-    def start(self, node: int, members: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def start(self, node: int, members: int | None = None) -> tuple[Tensor, Tensor]:
         """States and velocities of a node."""
-        path, device = self.trajectories, self.final.device
-        rows: tuple[Any, Any] = slice(None), path.tree.at(node)
-        if members is not None:
-            units = to_device(path.tree.paths[:, node], device)[to_device(members, device)]
-            rows = torch.arange(self.groups, device=device)[:, None], units
-        return path.states[rows].flatten(0, 1), path.outputs[rows].flatten(0, 1)
+        path = self.trajectories
+        units = range(*path.tree.at(node).indices(path.tree.units))[:members]
+        rows = slice(units.start, units.stop)
+        return path.states[:, rows].flatten(0, 1), path.outputs[:, rows].flatten(0, 1)
 
     def velocity(self, latents: Tensor, timestep: Tensor) -> Tensor:
         """The network, counted."""
@@ -334,12 +330,12 @@ class ProbeRun:
         self,
         grids: Mapping[int, Grid],
         solver: Solver = "euler",
-        members: Mapping[int, Tensor | None] | None = None,
+        members: int | None = None,
     ) -> dict[int, Tensor]:
         """The ends of the ODE, all nodes together."""
         solutions: dict[int, Solution] = {}
         for node, grid in grids.items():
-            x, velocity = self.start(node, (members or {}).get(node))
+            x, velocity = self.start(node, members)
             solutions[node] = Solution(x, grid, self.walk.conditions(x), solver, velocity)
         advance(list(solutions.values()), self._velocity)
         return {node: solution.x for node, solution in solutions.items()}
@@ -356,7 +352,7 @@ class ProbeRun:
         """Draws of Gaussians."""
         return self.walk.groups.draw(gaussian, self.generator)
 
-    def estimates(self, probe: Probe) -> dict[Key, Estimate]:
+    def estimates(self, probe: Probe) -> Estimates:
         """The probe's estimates. Raises `ProbeError` if it changes its input or returns anything
         but latents of `nodes`.
         """
@@ -366,19 +362,16 @@ class ProbeRun:
         with part_call(name, ProbeError, *given):
             estimates = dict(probe.estimate(self))
         groups, latent = self.walk.groups, path.states.shape[2:]
-        for key, estimate in estimates.items():
+        for key, latents in estimates.items():
             node = key[1] if isinstance(key, tuple) and len(key) == 2 else key
             if node not in self.nodes:
                 allowed = f"its nodes, from which decisions start: {list(self.nodes)}"
                 raise ProbeError(f"{name} returned an estimate of {key!r}; allowed: {allowed}")
-            if not isinstance(estimate, Estimate):
-                kind = type(estimate).__name__
-                raise ProbeError(f"{name} returned a {kind} for node {node}; allowed: Estimate")
-            members, shape = estimate.members, tuple(estimate.latents.shape)
-            counts = (1, groups.members) if members is None else members.shape[1:]
-            allowed = [(groups.prompts * estimate.copies * count, *latent) for count in counts]
-            if shape not in allowed:
-                raise ProbeError(f"{name}: latents {shape} for node {node}; allowed: {allowed}")
+            counts = (1, groups.members) if key == node else range(1, groups.members + 1)
+            shapes = [(groups.prompts * count, *latent) for count in counts]
+            if not isinstance(latents, Tensor) or latents.shape not in shapes:
+                given = getattr(latents, "shape", type(latents).__name__)
+                raise ProbeError(f"{name}: {given} for {key!r}; allowed: latents of {shapes}")
         return estimates
 
 

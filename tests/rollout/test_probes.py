@@ -3,7 +3,6 @@ them.
 """
 
 from dataclasses import replace
-from itertools import combinations
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from flowrl.credit import gains
 from flowrl.flow import uniform_schedule
 from flowrl.probes import (
     Completion,
-    Estimate,
     NetworkUse,
     NoProbe,
     Probe,
@@ -67,10 +65,10 @@ def test_straight_lines_are_exact_for_every_solver(solver):
     for probe in (Substeps(3, solver=solver), Completion(solver=solver, every=2)):
         result = rolled(Straight(), probe)[0]
         assert list(result.estimates) == [*range(9)][:: probe.every]
-        for node, end in result.estimates.items():
+        for node, latents in result.estimates.items():
             path = result.trajectories
             expected = path.at(node) - path.schedule.times[node] * slope
-            torch.testing.assert_close(end.latents, expected, atol=5e-5, rtol=0)
+            torch.testing.assert_close(latents, expected, atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -89,46 +87,31 @@ def test_gains_of_every_second_decision_are_split_evenly(policy, probe, sampler,
     torch.testing.assert_close(first, second, atol=1e-6, rtol=0)
 
 
-def table_of(probe, full, chosen, control):
-    """The values of 6 nodes and the finished images if `chosen` members have an estimate."""
-    nodes = (1, 2, 4, 5, 8, 9)
-    rewards = {node: full[..., k].gather(1, chosen) for k, node in enumerate(nodes)}
-    rewards |= {("control", node): control[..., k] for k, node in enumerate(nodes)}
-    values = probe.rewards(Scored(rewards, full[..., -1], nodes, dict.fromkeys(nodes, chosen)))
-    return torch.stack([*(values[node] for node in nodes), full[..., -1]], -1)
-
-
 @pytest.mark.parametrize("control", ["tweedie", "uniform"])
-def test_the_mean_over_all_subsets_is_the_full_table(control):
-    """Unbiased exactly: every subset of 2 of 5 members is equally likely. A perfect control has no
-    variance; the uniform one grows evenly over the decisions.
+def test_the_mean_over_all_orders_of_the_members_is_the_full_table(policy, control):
+    """Unbiased exactly: each of 5 members is equally often among the first 2. A perfect control has
+    no variance; the uniform one grows evenly over the decisions. A shared state is scored for all.
     """
     full, cheap = torch.rand(2, 3, 5, 7, generator=torch.Generator().manual_seed(0)).double()
-    probe = SomeMembers(Substeps(3), fraction=0.4, control=control)
-    subsets = [torch.tensor([subset] * 3) for subset in combinations(range(5), 2)]
-    tables = torch.stack([table_of(probe, full, subset, cheap) for subset in subsets])
-    torch.testing.assert_close(tables.mean(0), full, atol=1e-12, rtol=0)
+    probe, nodes = SomeMembers(Substeps(3), fraction=0.4, control=control), (1, 2, 4, 5, 8, 9)
+
+    def table(full, cheap):
+        rewards = {("some", node): full[:, :2, k] for k, node in enumerate(nodes)}
+        rewards |= {("control", node): cheap[..., k] for k, node in enumerate(nodes)}
+        values = probe.rewards(Scored(rewards, full[..., -1], nodes))
+        return torch.stack([*(values[node] for node in nodes), full[..., -1]], -1)
+
+    tables = [table(full.roll(n, 1), cheap.roll(n, 1)).roll(-n, 1) for n in range(5)]
+    torch.testing.assert_close(torch.stack(tables).mean(0), full, atol=1e-12, rtol=0)
     if control == "tweedie":
-        torch.testing.assert_close(table_of(probe, full, subsets[3], full), full)
+        torch.testing.assert_close(table(full, full), full)
     else:
         full[..., :-1] = 0  # of members 0 and 1; the others rise to their final reward
-        rises = full[:, 2:, -1] - full[..., -1].mean(1, keepdim=True)
-        values = table_of(probe, full, subsets[0], cheap)[:, 2:, :6]
-        steps = torch.arange(6) / 6
-        expected = full[..., -1].mean(1)[:, None, None] + rises[..., None] * steps
-        torch.testing.assert_close(values, expected)
-
-
-def test_draws_differ_between_groups_and_iterations(policy):
-    probe = SomeMembers(Substeps(2), fraction=0.5)
-    first, second = (
-        rolled(policy, probe, members=16, steps=4, seed=seed)[0].estimates[2].members
-        for seed in (0, 1)
-    )
-    assert first.shape == (2, 8)
-    assert not torch.equal(first[0], first[1]) and not torch.equal(first, second)
-    shared = rolled(policy, probe, steps=4, shared=True)[0].estimates[0]
-    assert shared.members is None and len(shared.latents) == 2  # it is scored for all
+        mean, steps = full[..., -1:].mean(1, keepdim=True), torch.arange(6) / 6
+        expected = mean + (full[:, 2:, -1:] - mean) * steps
+        torch.testing.assert_close(table(full, cheap)[:, 2:, :6], expected)
+    latents = rolled(policy, probe, shared=True)[0].estimates
+    assert len(latents[0]) == len(PROMPTS) and len(latents["some", 1]) == 2 * len(PROMPTS)
 
 
 CHEAP = [
@@ -163,7 +146,7 @@ def test_probes_without_guidance_take_the_unguided_velocity():
     x, condition = path.at(1) - half * path.velocities[:, 1], policy.encode(PROMPTS).repeat(2)
     with policy.frozen(), policy.guided(1.0):
         expected = x - half * policy.velocity(x, (1000 * half).expand(4), condition)
-    torch.testing.assert_close(result.estimates[1].latents, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(result.estimates[1], expected, atol=1e-5, rtol=1e-4)
     assert usage.nfe == 4 * (3 + 2 * 0.5)  # two decisions
 
 
@@ -192,10 +175,10 @@ CHANGED = r"Faulty\.estimate changed its input in place"
     ("fault", "words"),
     [
         (lambda run: run.trajectories.states.add_(1.0) is None or {}, CHANGED),
-        (lambda run: {0: Estimate(run.final.clamp_(0, 1))}, CHANGED),
-        (lambda run: {10: Estimate(run.final)}, r"of 10; allowed: .*\[0, 1, 2, 3, 4, 5, 6, 7, 8\]"),
-        (lambda run: {3: run.final}, "a Tensor for node 3; allowed: Estimate"),
-        (lambda run: {3: Estimate(run.final[1:])}, "7, 2, 1, 1.* node 3; .*2, 2.*8, 2"),
+        (lambda run: {0: run.final.clamp_(0, 1)}, CHANGED),
+        (lambda run: {10: run.final}, r"of 10; allowed: .*\[0, 1, 2, 3, 4, 5, 6, 7, 8\]"),
+        (lambda run: {3: [run.final]}, "list for 3; allowed: latents of"),
+        (lambda run: {3: run.final[1:]}, "7, 2, 1, 1.* for 3; .*2, 2.*8, 2"),
     ],
 )
 def test_probes_that_break_their_contract_are_named(policy, fault, words):
@@ -206,7 +189,7 @@ def test_probes_that_break_their_contract_are_named(policy, fault, words):
 def test_bfloat16_changes_the_probe_only():
     policy = tiny_sd3_policy(TINY)
     wide, narrow = (
-        rolled(policy, Substeps(2, dtype=dtype), members=2, steps=2)[0].estimates[0].latents
+        rolled(policy, Substeps(2, dtype=dtype), members=2, steps=2)[0].estimates[0]
         for dtype in ("own", "bfloat16")
     )
     assert 1e-5 < float((wide - narrow).abs().max()) < 0.1 and narrow.dtype == torch.float32

@@ -55,8 +55,8 @@ def test_batched_estimates_equal_sequential_ones(mixture_policy, probe, sampler,
     result, _ = run(disturbed(mixture_policy), probe, **options)
     path, condition = result.trajectories, mixture_policy.encode(DIRECTIONS)
     assert list(result.estimates) == path.tree.drawn_steps
-    for node, estimate in result.estimates.items():
-        ends = estimate.latents.unflatten(0, (len(DIRECTIONS), -1)).expand(-1, MEMBERS, -1, -1, -1)
+    for node, latents in result.estimates.items():
+        ends = latents.unflatten(0, (len(DIRECTIONS), -1)).expand(-1, MEMBERS, -1, -1, -1)
         grid = probe.grid(path.schedule, node)
         for sample in (0, 5, 11):
             x, prompt = path.at(node)[sample : sample + 1], torch.tensor([sample // MEMBERS])
