@@ -141,30 +141,28 @@ def minibatch_rows(
     Returns:
         One set of rows per mini-batch.
     """
-    rows = []
-    for samples in parts:
-        sample, column = torch.cartesian_prod(samples, torch.arange(weights.shape[1])).unbind(1)
-        kept = weights[sample, column] > 0
-        rows.append((sample[kept], column[kept]))
+    if not parts:
+        return []
+    samples, lengths = torch.cat([*parts]), torch.tensor([len(part) for part in parts])
+    row, column = (weights[samples] > 0).nonzero().unbind(1)
+    sample, minibatch = samples[row], torch.arange(len(parts)).repeat_interleave(lengths)[row]
+    group, number = sample // tree.members, torch.arange(len(row))
     shared = share_states and tree.branched and unit == "transition"
-    if not rows or (unit == "transition" and not shared):
-        return [Rows(s, c, weights[s, c], torch.arange(len(s))) for s, c in rows]
-    sample, column = map(torch.cat, zip(*rows, strict=True))
     if shared:
         state = tree.paths[sample % tree.members, torch.tensor(tree.drawn_steps)[column]]
-        number = sample // tree.members * tree.units + state
-    else:
-        group = sample // tree.members * weights.shape[1] + column
-        number = sample if unit == "trajectory" else group
-    by_sample = sample.argsort(stable=True)
-    first = torch.empty_like(by_sample)
-    first[by_sample] = by_sample[_first(number[by_sample])]
-    order = first.argsort(stable=True)
-    sample, column, number = sample[order], column[order], number[order]
-    every = Rows(sample, column, weights[sample, column], number, shared)
-    # a unit belongs to the mini-batch of its first row
-    place = _first(number) * len(parts) // max(len(order), 1)
-    return [every[place == k] for k in range(len(parts))]
+        number = group * tree.units + state
+    elif unit != "transition":
+        number = sample if unit == "trajectory" else group * weights.shape[1] + column
+    if shared or unit != "transition":
+        by_sample = sample.argsort(stable=True)
+        first = torch.empty_like(by_sample)
+        first[by_sample] = by_sample[_first(number[by_sample])]
+        order = first.argsort(stable=True)
+        sample, column, number = sample[order], column[order], number[order]
+        # a unit belongs to the mini-batch of its first row
+        minibatch = _first(number) * len(parts) // max(len(order), 1)
+    rows = Rows(sample, column, weights[sample, column], number, shared)
+    return [rows[minibatch == k] for k in range(len(parts))]
 
 
 def _first(keys: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "kl": "uniform",
         "off_policy": False,
         "decay": (0, 0.001, 0.3),
-        "times": StratifiedTimes(6, "without", 0.9),
+        "times": StratifiedTimes(6, 0.9),
         "noise": "each",
     },
     DGPO: {
@@ -147,7 +147,7 @@ def test_defaults_are_the_documented_ones(part: type) -> None:
 
 def test_defaults_of_windows_and_functions() -> None:
     window = SlidingWindow(2)
-    assert (window.stride, window.every, window.at_end) == (1, 1, "wrap")
+    assert (window.stride, window.every) == (1, 1)
     assert list(window.steps(4, torch.Generator())) == [0, 1]
     assert (RandomWindow(2).low, RandomWindow(2).high) == (0, None)
     assert (FixedWindow().start, FixedWindow().stop) == (None, None)

@@ -132,7 +132,6 @@ RANDOM = "random(fraction=0.4)"
         ("stepwise-gain(probe=tweedie, lam=1.0)", ":2", 6, 5 + 1),
         ("uniform", ":2", 6, 1),
         ("stepwise-gain(probe=tweedie)", RANDOM, 6, 5 + 1),
-        ("uniform", RANDOM, 6, 1),
     ],
 )
 def test_counters_and_the_plan_count_the_states_that_are_estimated(credit, trained, nfe, images):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from flowrl_bench.probes import SomeMembers
-from rollouts import PROMPTS, SDE, SQUARES, Straight, rolled, valued
+from rollouts import PROMPTS, SDE, Straight, rolled, valued
 
 from flowrl.core.errors import ConfigError, ProbeError
 from flowrl.credit import gains
@@ -22,7 +22,7 @@ from flowrl.probes import (
     Substeps,
     Tweedie,
 )
-from flowrl.rollout import Groups, group_tree, score_rollout
+from flowrl.rollout import Groups, group_tree
 from flowrl.samplers import FlowSDE, Windowed, transition_stds
 from flowrl.testing import TINY, tiny_sd3_policy
 from flowrl.testing.probe import small_policy
@@ -114,31 +114,6 @@ def test_the_mean_over_all_orders_of_the_members_is_the_full_table(policy, contr
     assert len(latents[0]) == len(PROMPTS) and len(latents["some", 1]) == 2 * len(PROMPTS)
 
 
-CHEAP = [
-    Substeps(3, solver="dpm++", every=2),
-    Substeps(2, guidance="off"),
-    SomeMembers(Completion(dtype="bfloat16", solver="heun")),
-]
-
-
-def test_trajectories_and_final_rewards_are_the_same_bit_for_bit():
-    """On SD3's transformer with guidance; the network afterwards is what it was."""
-    policy = tiny_sd3_policy(replace(TINY, guidance_scale=3.0, guidance_gradient="prompt"))
-    for parameter in policy.trainable().values():
-        torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(1))
-
-    def outcome(probe):
-        result = rolled(policy, probe, members=2, steps=3)[0]
-        path, values = result.trajectories, score_rollout(policy, SQUARES, result, PROMPTS).total
-        inputs = path.at(1)[:2], torch.full((2,), 500.0), policy.encode(PROMPTS)
-        return path.states, path.outputs, values[..., -1], policy.velocity(*inputs)
-
-    plain = outcome(NoProbe())
-    for probe in CHEAP:
-        assert all(map(torch.equal, outcome(probe), plain)), probe
-    assert policy.guidance_scale == 3.0
-
-
 def test_probes_without_guidance_take_the_unguided_velocity():
     policy = tiny_sd3_policy(replace(TINY, guidance_scale=3.0))
     result, usage = rolled(policy, Substeps(2, guidance="off"), members=2, steps=3)
@@ -158,17 +133,27 @@ def test_guidance_that_a_policy_does_not_have_is_refused_before_the_first_call(n
         rolled(policy, Substeps(guidance="off"))
 
 
-class Faulty(Probe):
-    """Changes its input, or returns what is not an estimate."""
+class Own(Probe):
+    """Estimates by a function of the probe's input."""
 
-    def __init__(self, fault):
-        self.fault = fault
-
-    def estimate(self, run):
-        return self.fault(run)
+    def __init__(self, estimate):
+        self.estimate = estimate
 
 
-CHANGED = r"Faulty\.estimate changed its input in place"
+def test_draws_differ_between_groups_and_iterations_and_move_no_generator(policy):
+    """The order of an iteration's mini-batches, drawn next, is the same for every probe."""
+    draws, states, before = [], [], torch.get_rng_state()
+    for probe in (NoProbe(), Own(lambda run: draws.append(run.rand(8)) or {})):
+        for seed in (0, 1):
+            generator = torch.Generator()
+            rolled(policy, probe, steps=3, generator=generator, seed=seed)
+            states.append(generator.get_state())
+    assert len(torch.cat(draws).unique(dim=0)) == 2 * len(PROMPTS)
+    assert torch.equal(torch.stack(states[:2]), torch.stack(states[2:]))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+CHANGED = r"Own\.estimate changed its input in place"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +168,7 @@ CHANGED = r"Faulty\.estimate changed its input in place"
 )
 def test_probes_that_break_their_contract_are_named(policy, fault, words):
     with pytest.raises(ProbeError, match=words):
-        rolled(policy, Faulty(fault))
+        rolled(policy, Own(fault))
 
 
 def test_bfloat16_changes_the_probe_only():
@@ -194,13 +179,3 @@ def test_bfloat16_changes_the_probe_only():
     )
     assert 1e-5 < float((wide - narrow).abs().max()) < 0.1 and narrow.dtype == torch.float32
     assert {parameter.dtype for parameter in policy.transformer.parameters()} == {torch.float32}
-
-
-def test_a_probes_draws_move_no_generator(policy):
-    """The order of an iteration's mini-batches, drawn next, is the same for every probe."""
-    states, before = [], torch.get_rng_state()
-    for probe in (NoProbe(), SomeMembers(Substeps(2), fraction=0.5)):
-        generator = torch.Generator()
-        rolled(policy, probe, steps=3, generator=generator)
-        states.append(generator.get_state())
-    assert torch.equal(*states) and torch.equal(torch.get_rng_state(), before)
