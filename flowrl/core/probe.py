@@ -2,9 +2,10 @@
 of these scores.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from jaxtyping import Float
 from torch import Tensor
@@ -149,53 +150,47 @@ class Scored:
         return self.rewards[key].expand_as(self.final)
 
 
-class Probing(Protocol):
+@dataclass(frozen=True)
+class Probing(ABC):
     """The input of a probe: the finished trajectories, which it must not change, and the network
-    with a count of its evaluations.
+    with a count of its evaluations. Rows are prompt-major, equally many for each prompt.
+
+    Args:
+        trajectories: states, the rollout's velocities, the time grid, and the tree of the states
+            that a group shares.
+        final: x_0 of every trajectory [sample, *latent].
+        nodes: the nodes to be estimated, in order: those from which the decisions start whose
+            values the credit rule reads.
+        completed: the ends of the ODE from the nodes in the probe's `ahead` [row, *latent].
     """
 
-    @property
-    def trajectories(self) -> Trajectories:
-        """States, the rollout's velocities, the time grid, and the tree of the states that a group
-        shares.
-        """
-        ...
-
-    @property
-    def nodes(self) -> Sequence[int]:
-        """The nodes to be estimated, in order: those from which the decisions start whose values
-        the credit rule reads.
-        """
-        ...
-
-    @property
-    def final(self) -> Tensor:
-        """x_0 of every trajectory [sample, *latent]."""
-        ...
-
-    @property
-    def completed(self) -> Mapping[int, Tensor]:
-        """The ends of the ODE from the nodes in the probe's `ahead` [row, *latent]."""
-        ...
+    trajectories: Trajectories
+    final: Tensor
+    nodes: Sequence[int]
+    completed: Mapping[int, Tensor]
 
     @property
     def groups(self) -> int:
-        """Number of prompts; rows are prompt-major, equally many for each."""
-        ...
+        """Number of prompts."""
+        return len(self.trajectories.states)
 
     def start(self, node: int, members: int | None = None) -> tuple[Tensor, Tensor]:
         """States of a node and the rollout's velocities there [row, *latent]: one row per distinct
         state of a group, or of its first `members`.
         """
-        ...
+        path = self.trajectories
+        units = range(path.tree.units)[path.tree.at(node)][:members]
+        rows = slice(units.start, units.stop)
+        return path.states[:, rows].flatten(0, 1), path.outputs[:, rows].flatten(0, 1)
 
+    @abstractmethod
     def velocity(self, latents: Tensor, timestep: Tensor) -> Tensor:
         """The network's output at `latents` [row, *latent], `timestep` = 1000 t [row]; float32.
 
         The call has the settings of the probe's `network` and is counted.
         """
-        ...
 
+    @abstractmethod
     def solve(
         self,
         grids: Mapping[int, Grid],
@@ -205,25 +200,24 @@ class Probing(Protocol):
         """The ends of the ODE from the states `start(node, members)`, each node on its own grid, in
         as few calls as possible; the first velocity is the rollout's.
         """
-        ...
 
+    @abstractmethod
     def continued(self, node: int, count: int) -> Tensor:
         """Final latents [sample x count, *latent] of `count` stochastic continuations of every
         trajectory from `node`.
         """
-        ...
 
+    @abstractmethod
     def rand(self, *shape: int) -> Tensor:
         """Uniform random numbers [prompt, *shape] that do not depend on which groups share a
         process or a chunk.
         """
-        ...
 
+    @abstractmethod
     def draw(self, gaussian: Gaussian) -> Tensor:
         """A draw per row of `gaussian`, with the same independence. Neither method changes the
         generator of the trajectories.
         """
-        ...
 
 
 class Probe:

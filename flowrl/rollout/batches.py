@@ -143,9 +143,10 @@ def minibatch_rows(
     """
     if not parts:
         return []
-    samples, lengths = torch.cat([*parts]), torch.tensor([len(part) for part in parts])
+    samples = torch.cat([*parts])
     row, column = (weights[samples] > 0).nonzero().unbind(1)
-    sample, minibatch = samples[row], torch.arange(len(parts)).repeat_interleave(lengths)[row]
+    minibatch = torch.cat([torch.full_like(part, k) for k, part in enumerate(parts)])[row]
+    sample = samples[row]
     group, number = sample // tree.members, torch.arange(len(row))
     shared = share_states and tree.branched and unit == "transition"
     if shared:
@@ -162,7 +163,7 @@ def minibatch_rows(
         # a unit belongs to the mini-batch of its first row
         minibatch = _first(number) * len(parts) // max(len(order), 1)
     rows = Rows(sample, column, weights[sample, column], number, shared)
-    return [rows[minibatch == k] for k in range(len(parts))]
+    return [rows[(minibatch == k).nonzero().flatten()] for k in range(len(parts))]
 
 
 def _first(keys: Tensor) -> Tensor:
@@ -488,17 +489,20 @@ class ForwardBatches(Batches):
         copies = {name: copy for name, copy in self.copies.items() if copy.copy.evaluated}
         others: dict[str, Tensor] = {}
         trained, reference = self.scales
-        # before the current network: its graph must not contain other weights
-        with torch.no_grad(), self.guided(trained):
+
+        def velocity(scale: float) -> Tensor:
+            with self.guided(scale):
+                return self.policy.velocity(*inputs)
+
+        with torch.no_grad():  # before the current network: its graph must not have other weights
             for name, copy in copies.items():
                 if not copy.is_current:
                     with copy.weights():
-                        others[name] = self.policy.velocity(*inputs)
-        if self.loss.needs_reference:
-            with torch.no_grad(), self.guided(reference), self.policy.reference():
-                others["reference"] = self.policy.velocity(*inputs)
-        with self.guided(trained):
-            new = self.policy.velocity(*inputs)
+                        others[name] = velocity(trained)
+            if self.loss.needs_reference:
+                with self.policy.reference():
+                    others["reference"] = velocity(reference)
+        new = velocity(trained)
         new = new.view_as(new)  # as in `LossBatches.of`
         others |= {name: new.detach() for name, copy in copies.items() if copy.is_current}
         credit = self._credit(sample, column, decision)

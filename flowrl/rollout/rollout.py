@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,16 @@ from flowrl.core.types import (
     to_device,
 )
 from flowrl.flow.gaussian import log_prob
-from flowrl.probes import Branching, Estimates, Grid, NetworkUse, NoProbe, Probe, Solver
+from flowrl.probes import (
+    Branching,
+    Estimates,
+    Grid,
+    NetworkUse,
+    NoProbe,
+    Probe,
+    Probing,
+    Solver,
+)
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.solvers import Solution, Usage, advance
 from flowrl.samplers import transition_stds
@@ -130,7 +138,7 @@ def rollout(
     walk = Walk(policy, sampler, schedule, stds, condition, groups, generator, usage, max_batch)
     with policy.frozen(), torch.no_grad():
         path, completed = walk.run(noise, tree, probe.ahead(nodes))
-        run = ProbeRun(walk, path, path.images_latent, nodes, completed, probe.network)
+        run = ProbeRun(path, path.images_latent, nodes, completed, walk, probe.network)
         with guided.guided(1.0) if guided else nullcontext():
             estimates = run.estimates(probe)
     return Rollout(path, estimates, groups, probe, nodes)
@@ -283,20 +291,11 @@ class Walk:
 
 
 @dataclass(frozen=True)
-class ProbeRun:
-    """`flowrl.probes.Probing`, whose docstrings define each member."""
+class ProbeRun(Probing):
+    """The input of a probe that calls the network `walk.policy` as `network` says."""
 
     walk: Walk
-    trajectories: Trajectories
-    final: Tensor
-    nodes: Sequence[int]
-    completed: Mapping[int, Tensor]
     network: NetworkUse
-
-    @property
-    def groups(self) -> int:
-        """Prompts."""
-        return self.walk.groups.prompts
 
     @cached_property
     def generator(self) -> torch.Generator:
@@ -307,13 +306,6 @@ class ProbeRun:
         state = source.get_state()  # bytes in main memory, whatever the generator's device
         digest = hashlib.sha256(ctypes.string_at(state.data_ptr(), state.numel())).digest()
         return torch.Generator(source.device).manual_seed(int.from_bytes(digest[:7]))
-
-    def start(self, node: int, members: int | None = None) -> tuple[Tensor, Tensor]:
-        """States and velocities of a node."""
-        path = self.trajectories
-        units = range(*path.tree.at(node).indices(path.tree.units))[:members]
-        rows = slice(units.start, units.stop)
-        return path.states[:, rows].flatten(0, 1), path.outputs[:, rows].flatten(0, 1)
 
     def velocity(self, latents: Tensor, timestep: Tensor) -> Tensor:
         """The network, counted."""

@@ -20,7 +20,6 @@ from flowrl.rewards.contract import (
     component_methods,
     marks_invalid,
 )
-from flowrl.rollout.groups import Groups
 from flowrl.rollout.rollout import Rollout
 from flowrl.rollout.solvers import Usage
 
@@ -111,13 +110,13 @@ def score_rollout(
     """The value table of a rollout, in total and for each component of a composite reward.
 
     Column D is the score of the finished trajectory, column k < D that of the estimate from the
-    state at which decision k starts, or the value that the probe computes from such scores. Columns without an estimate are NaN. On a branched tree, column k is the value
-    of this state (`flowrl.core.tree.Tree.values`).
+    state at which decision k starts, or the value that the probe computes from such scores. Columns
+    without an estimate are NaN. On a branched tree, column k is the value of this state
+    (`flowrl.core.tree.Tree.values`).
 
-    A `GroupReward` compares the members of a group: their finished images, and at a probed node
-    their estimates under one key. A state that a group shares
-    counts as one image per member. A batch has whole groups, even if a group is larger than
-    `max_batch`.
+    A `GroupReward` compares the members of a group: their finished images, and the estimates of one
+    key. A state that a group shares counts as one image per member. A batch has whole groups, even
+    if a group is larger than `max_batch`.
 
     Args:
         policy: the policy, which decodes latents.

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diffusers.schedulers.scheduling_sasolver import SASolverScheduler
 from recorded_forward import Recorded
 from rollouts import DIRECTIONS
 
@@ -94,33 +93,6 @@ def test_evaluations_are_counted_and_chunks_do_not_matter(solver):
     calls = 11 if solver == "heun" else 6
     assert (usage.calls, usage.nfe) == (calls, ROWS * calls)
     torch.testing.assert_close(complete, end(solver, schedule, max_batch=33))
-
-
-@pytest.mark.parametrize("tau", [0.0, 0.4])
-def test_a_step_has_the_coefficients_of_diffusers(tau):
-    """Predictor and corrector of one step, from given clean estimates and noise."""
-    times = torch.tensor([0.8, 0.7, 0.55, 0.4, 0.0], dtype=torch.float64)
-    x, noise, *clean = torch.randn(
-        6, 5, 3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
-    scheduler = SASolverScheduler(use_flow_sigmas=True, prediction_type="flow_prediction")
-    scheduler.sigmas, level = times, torch.tensor(tau, dtype=torch.float64)
-    solver, state, start = SASolver(times, tau, lambda x: noise), x, x
-    for number in range(3):
-        scheduler._step_index, scheduler.model_outputs = number, clean[:number]
-        corrected = state
-        if number == 2:
-            given = dict(last_sample=start, last_noise=noise, this_sample=state)
-            corrected = scheduler.stochastic_adams_moulton_update(
-                clean[number], **given, order=2, tau=level
-            )
-        start, scheduler.model_outputs = corrected, clean[: number + 1]
-        expected = scheduler.stochastic_adams_bashforth_update(
-            clean[number], sample=start, noise=noise, order=min(number + 1, 2), tau=level
-        )
-        state = solver.step(number, (state - clean[number]) / times[number], state)
-        torch.testing.assert_close(state, expected, atol=1e-6, rtol=0)
-    torch.testing.assert_close(solver.step(3, (state - clean[3]) / times[3], state), clean[3])
 
 
 def test_it_samples_what_the_released_code_samples(tmp_path):
