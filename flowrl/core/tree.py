@@ -94,12 +94,6 @@ class Tree:
         return edges
 
     @cached_property
-    def first_members(self) -> list[int]:
-        """The first member of every root."""
-        starts = self.paths[:, 0].tolist()
-        return [starts.index(root) for root in range(self.counts[0])]
-
-    @cached_property
     def passes(self) -> Bool[Tensor, "member unit"]:
         """Mask of the units that a member's trajectory passes."""
         passes = torch.zeros(self.members, self.units, dtype=torch.bool)

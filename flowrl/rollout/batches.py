@@ -187,14 +187,14 @@ class MicroBatch:
             sharded weights need equally many network calls in all processes.
         shared: the first row of every distinct state, and the index of its state for every row;
             None if no row shares one.
-        whole: no unit of the mini-batch is spread over micro-batches.
+        complete: no unit of the mini-batch is spread over micro-batches.
     """
 
     sample: Tensor
     column: Tensor
     weight: float
     shared: tuple[Tensor, Tensor] | None = None
-    whole: bool = True
+    complete: bool = True
 
 
 def micro_batches(
@@ -202,7 +202,7 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """This process's rows of a mini-batch, at most `size` network evaluations at a time."""
     device, first = collected.rollout.trajectories.states.device, collected.samples.start
-    whole = rows.shared or max(rows.counts) <= size
+    complete = rows.shared or max(rows.counts) <= size
 
     def pieces(assignment: Assignment) -> list[Rows]:
         return rows[collected.owned(rows.sample, assignment)].pieces(size)
@@ -215,12 +215,12 @@ def micro_batches(
             shared = _first(place).unique().to(device), place.to(device)
         sample, column = (piece.sample - first).to(device), piece.column.to(device)
         share = piece.evaluated / rows.total
-        batches.append(MicroBatch(sample, column, share, shared, whole))
+        batches.append(MicroBatch(sample, column, share, shared, complete))
     if distributed.sharded:
         total, ranks = collected.rollout.groups.all, range(distributed.world_size)
         most = max(len(pieces(distributed.assign(total, rank))) for rank in ranks)
         zero = torch.zeros(1, dtype=torch.long, device=device)
-        padding = MicroBatch(zero, rows.column[:1].to(device), 0.0, whole=whole)
+        padding = MicroBatch(zero, rows.column[:1].to(device), 0.0, complete=complete)
         batches += [padding] * (most - len(batches))
     return batches
 
@@ -290,7 +290,7 @@ class Batches:
         Raises `ConfigError` if units are spread and the loss has no method `row_terms`.
         """
         self.pooled, loss = None, self.loss  # `of` must not use the last mini-batch's means
-        if loss.unit == "transition" or all(micro.whole for micro in minibatch):
+        if loss.unit == "transition" or all(micro.complete for micro in minibatch):
             return
         if not hasattr(loss, "row_terms"):
             raise ConfigError(

@@ -224,7 +224,8 @@ class Walk:
         states = noise.new_empty(prompts, tree.units, *shape, dtype=torch.float32)
         outputs = torch.empty_like(states[:, : tree.at(schedule.steps).start])
         members = noise.float().unflatten(0, (prompts, -1)).unbind(1)
-        states[:, tree.at(0)] = torch.stack([members[m] for m in tree.first_members], 1)
+        for member in reversed(range(tree.members)):  # the first member's noise is its tree's
+            states[:, int(tree.paths[member, 0])] = members[member]
         ends: dict[int, Tensor] = {}
         for i in range(schedule.steps):
             x = states[:, tree.at(i)]
