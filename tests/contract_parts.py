@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from flowrl.credit import branched_tree, gains, unit_values, zscore
 from flowrl.probes import Branch, Call, Cost, Probe
 from flowrl.worlds import MixtureWorld, PolicyOptions

@@ -5,7 +5,7 @@ of these scores.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxtyping import Float
 from torch import Tensor
@@ -16,10 +16,10 @@ from flowrl.core.types import Gaussian, Schedule, Trajectories
 
 Key = int | tuple[str, int]
 """The key of an estimate: a node, or (a name, a node) for a further estimate of that node."""
-Estimates = Mapping[Key, Tensor]
-"""Final latents estimated from unfinished states, to be decoded and scored: by key [row, *latent],
-prompt-major. Every group has equally many rows: at a node one per member, or one for a state that
-its members share; under a further key also those of its first members only.
+Estimates = Mapping[Any, Tensor]
+"""Final latents estimated from unfinished states, to be decoded and scored: by `Key` [row,
+*latent], prompt-major. Every group has equally many rows: at a node one per member, or one for a
+state that its members share; under a further key also those of its first members only.
 """
 Solver = Literal["euler", "heun", "dpm++", "unipc"]
 

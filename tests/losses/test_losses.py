@@ -90,6 +90,13 @@ def test_the_reference_penalty_and_its_parity_form(loss: Any) -> None:
     assert "kl" not in replace(loss, kl_weight=0.0).loss(replace(batch, reference=None)).metrics
 
 
+def test_the_std_gets_no_gradient() -> None:
+    batch = make_batch()
+    std = batch.new.std.clone().requires_grad_()
+    ClippedLoss().loss(replace(batch, new=Gaussian(batch.new.mean, std))).loss.backward()
+    assert std.grad is None
+
+
 def test_on_policy_gradient_is_the_policy_gradient() -> None:
     """-mean over pairs of A grad logp, with grad logp = (x - mu) / std^2 over the number of
     elements.
