@@ -11,8 +11,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowrl.core.errors import require
-
 Mean = Literal["leaf", "child"]
 Weight = Literal["leaf", "edge"]
 
@@ -221,21 +219,19 @@ def tree_of(
 ) -> Tree:
     """The tree of the members with the states `visits`, one unit per distinct state.
 
-    Every member starts at node 0 and ends at the same last node. `drawn` selects the states (node,
-    key) that were drawn from the sampler; `mean`, `weight` and `branched` are those of `Tree`.
+    Every member starts at node 0 and ends at the same last node; nodes ascend. `drawn` selects the
+    states (node, key) that were drawn from the sampler; `mean`, `weight` and `branched` are those
+    of `Tree`.
     """
-    nodes = [[node for node, _ in path] for path in visits]
-    last = nodes[0][-1]
-    fits = all(n[0] == 0 and n[-1] == last and n == sorted(set(n)) for n in nodes)
-    require(fits, "tree: nodes", nodes, f"from 0 to {last}, ascending, for every member")
     states = {state: None for path in visits for state in path}
     order = sorted(states, key=lambda state: state[0])  # stable: members stay in order
     unit = {state: number for number, state in enumerate(order)}
+    last, _ = order[-1]
     parent, paths = torch.full((len(unit),), -1), torch.zeros(len(visits), last + 1).long()
     for member, path in enumerate(visits):
         units = [unit[state] for state in path]
         parent[units[1:]] = torch.tensor(units[:-1])
-        for node, number in zip(nodes[member], units, strict=True):
+        for (node, _), number in zip(path, units, strict=True):
             paths[member, node:] = number
     node = torch.tensor([node for node, _ in order])
     flags = torch.tensor([node > 0 and drawn(node, key) for node, key in order])

@@ -357,14 +357,12 @@ class ProbeRun(Probing):
         groups, latent = self.walk.groups, path.states.shape[2:]
         for key, latents in estimates.items():
             node = key[1] if isinstance(key, tuple) and len(key) == 2 else key
-            if node not in self.nodes:
-                allowed = f"its nodes, from which decisions start: {list(self.nodes)}"
-                raise ProbeError(f"{name} returned an estimate of {key!r}; allowed: {allowed}")
             counts = (1, groups.members) if key == node else range(1, groups.members + 1)
             shapes = [(groups.prompts * count, *latent) for count in counts]
-            if not isinstance(latents, Tensor) or latents.shape not in shapes:
-                given = getattr(latents, "shape", type(latents).__name__)
-                raise ProbeError(f"{name}: {given} for {key!r}; allowed: latents of {shapes}")
+            shape = tuple(latents.shape) if isinstance(latents, Tensor) else type(latents).__name__
+            if node not in self.nodes or shape not in shapes:
+                allowed = f"latents of {shapes} for the nodes {list(self.nodes)}"
+                raise ProbeError(f"{name} returned {shape} for {key!r}; allowed: {allowed}")
         return estimates
 
 

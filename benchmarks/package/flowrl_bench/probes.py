@@ -97,5 +97,5 @@ class SomeMembers(Probe):
         counts = {node: shape.rows[node] for node in nodes}
         rows = {n: chosen if count == every_member else count for n, count in counts.items()}
         controls = sum(counts.values()) if self.control == "tweedie" else 0
-        calls = self.probe.calls(shape.schedule.steps, rows)
+        calls = self.probe.calls(shape.schedule, rows)
         return Cost(calls, sum(rows.values()) + controls)
