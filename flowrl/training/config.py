@@ -26,7 +26,6 @@ from flowrl.training.format import require_format
 from flowrl.training.presets import (
     MODEL_DEFAULTS,
     MODEL_ONLY,
-    accelerator_defaults,
     combine,
     method_overrides,
     world_defaults,
@@ -475,11 +474,16 @@ class Preset:
         method = chosen.get("method", DEFAULTS["method"])
         world = "model" if chosen.get("model") else chosen.get("world", DEFAULTS["world"])
         base: dict[str, Any] = {}
-        if chosen.get("model"):
-            accelerator = accelerator_defaults(chosen.get("device", "cuda"), planned)
-            if not accelerator and "device" not in chosen and "dtype" not in changes:
+        if world == "model":
+            import torch
+
+            base = dict(MODEL_DEFAULTS)
+            if planned or torch.cuda.is_available():
+                base |= {"device": "cuda", "dtype": "bfloat16"}
+                if str(chosen.get("device", "cuda")).startswith("cuda"):
+                    base |= {"micro_batch": "auto", "max_batch": "auto"}
+            elif "device" not in chosen and "dtype" not in changes:
                 chosen.pop("dtype", None)
-            base = {**MODEL_DEFAULTS, **accelerator}
         # the world of a complete file is not built, nor one that only a file without trust names
         elif not chosen.keys() >= DEFAULTS.keys() and (
             "world" in changes or self.trust or not any(untrusted({"world": world}))
