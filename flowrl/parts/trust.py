@@ -186,17 +186,16 @@ def record_code(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def check_code(folder: Path, settings: Mapping[str, Any], changed_code: bool) -> None:
-    """Raise `ConfigError` if code in `settings` has changed since `folder`/code.json; with
-    `changed_code` record the new code instead.
+    """Raise `ConfigError` if code in `settings` has changed since `folder`/code.json, unless
+    `changed_code` allows it.
     """
-    if not (folder / NAME).exists():
+    if changed_code or not (folder / NAME).exists():
         return
     recorded: dict[str, str] = read_json(folder / NAME, dict[str, str])
     found = code_of(settings)
     changed = [name for name in recorded if found.get(name) != recorded[name]]
-    if changed and not changed_code:
+    if changed:
         raise ConfigError(
             f"{folder}: code has changed since the run was started: {'; '.join(changed)}. Restore"
             " it, or resume with the new code: add --changed-code (changed_code=True in Python)"
         )
-    record_code(folder, settings)

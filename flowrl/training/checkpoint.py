@@ -165,10 +165,10 @@ class Checkpoints:
             raise CheckpointError(f"no checkpoint {name} in {self.run}; there are {known}")
         try:
             return load_checkpoint(self.path(name))
-        except CheckpointError as error:
+        except FlowrlError as error:
             advice = f"There is no earlier one in {self.run} (keep_checkpoints = {self.keep})"
             for earlier in reversed(names[: names.index(name)]):
-                with suppress(CheckpointError):
+                with suppress(FlowrlError):
                     load_checkpoint(self.path(earlier))
                     command = f"{to_resume(self.run)} --from {earlier}"
                     advice = f"Checkpoint {earlier} is complete; resume from it with: {command}"

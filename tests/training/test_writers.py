@@ -161,8 +161,8 @@ class Mine(Uniform):
 
 
 def test_a_resume_after_the_code_has_changed_asks(tmp_path: Path, capsys) -> None:
-    """By name, for a part of a run and one within another part; the flag goes on, and the new code
-    is then the known one.
+    """By name, for a part within another part; the flag goes on, and the new code is then the known
+    one, so the next resume does not ask.
     """
     rules, out = tmp_path / "rules.py", tmp_path / "out"
     rules.write_text(CODE)
@@ -171,22 +171,22 @@ def test_a_resume_after_the_code_has_changed_asks(tmp_path: Path, capsys) -> Non
         checkpoint_every=1,
         iterations=4,
     )
-    stops = iter([True, True, False, False])
-    assert not Run(config, out, stop=lambda: next(stops)).execute()
+    resume = ["train", "--resume", str(out), "--trust"]
+    assert not Run(config, out, stop=lambda: True).execute()
     assert list(json.loads((out / "code.json").read_text())) == [f"credit: {rules}:Mine"]
     rules.write_text(CODE.replace("scale: float = 1.0", "scale: float = 2.0"))
-    told = (
+    message = (
         rf"code has changed since the run was started: credit: {re.escape(str(rules))}:Mine\."
         r" Restore it, or .*--changed-code"
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         Run(config, out).execute(resume=True)
-    assert main(["train", "--resume", str(out), "--trust"]) == 2
-    assert re.search(told, capsys.readouterr().err)
-    assert not Run(config, out, stop=lambda: next(stops), changed_code=True).execute(resume=True)
-    assert main(["train", "--resume", str(out), "--trust"]) == 0
+    assert main(resume) == 2 and re.search(message, capsys.readouterr().err)
+    assert not Run(config, out, stop=lambda: True, changed_code=True).execute(resume=True)
+    assert not Run(config, out, stop=lambda: True).execute(resume=True)
+    assert main(resume) == 0
     rules.write_text(CODE + "# after the end\n")
-    assert main(["train", "--resume", str(out), "--trust"]) == 0  # nothing is left to do
+    assert main(resume) == 0  # nothing is left to do
 
 
 RULE = """
