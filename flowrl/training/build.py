@@ -192,8 +192,8 @@ def require_room(config: RunConfig, latent_shape: Sequence[int], processes: int)
     needed = 4 * math.prod(latent_shape) * latents // processes
     if hasattr(os, "sysconf"):  # not on Windows
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        allowed = f"{memory / 1e9:.3g} GB of trajectories; these take {needed / 1e9:.3g} GB"
-        require(needed <= memory, "groups", rollout.groups, allowed)
+        size = f"{memory / 1e9:.3g} GB; its trajectories take {needed / 1e9:.3g} GB"
+        require(needed <= memory, "groups", rollout.groups, f"what fits into {size}")
 
 
 def model_options(config: RunConfig) -> ModelOptions:
@@ -248,19 +248,6 @@ def first_trained_steps(config: RunConfig) -> torch.Tensor:
     return trained_steps(chosen, trial_stds(config), torch.Generator())
 
 
-def _window_text(method: Method, count: int) -> str:
-    """The window with its steps, as in "2:7 (steps 2-6 of 10)"."""
-    window = method.window
-    if isinstance(method.sampler, MultistepSolver):
-        return f"none ({count} steps of a multistep solver)"
-    steps = window.steps(count, torch.Generator().manual_seed(0))
-    if isinstance(window, FixedWindow):
-        ends = (window.start, window.stop)
-        text = ":".join("" if end is None else str(end) for end in ends)
-        return f"{text} (steps {steps[0]}-{steps[-1]} of {count})"
-    return f"{part_text('window', window)} ({len(steps)} of {count} steps, drawn every iteration)"
-
-
 def unread(config: RunConfig, chosen: Iterable[str]) -> list[str]:
     """Those of the settings `chosen` that have no effect on this run."""
     values, policy_settings = config.flat(), {item.name for item in fields(config.policy)}
@@ -294,14 +281,13 @@ def method_parts(config: RunConfig) -> dict[str, str]:
     """
     method, chosen = run_method(config), config.algorithm
     parts = {
-        "sampler": chosen.sampler or part_text("sampler", method.sampler),
-        "window": _window_text(method, config.rollout.num_steps),
-        "credit": chosen.credit or part_text("credit", method.credit),
-        "loss": chosen.loss or part_text("loss", method.loss),
-        "initial_noise": "shared" if method.shared_noise else "independent",
+        kind: getattr(chosen, kind) or part_text(kind, getattr(method, kind))
+        for kind in ("sampler", "window", "credit", "loss")
     }
-    if hasattr(method.loss, "clip_range"):
-        parts["clip_range"] = f"{method.loss.clip_range:.3g}"
+    parts["initial_noise"] = "shared" if method.shared_noise else "independent"
+    clip = getattr(method.loss, "clip_range", None)
+    if clip is not None:
+        parts["clip_range"] = f"{clip:.3g}"
     return {**parts, "kl_weight": f"{chosen.kl_weight:g}"}
 
 
@@ -319,6 +305,8 @@ def part_text(kind: str, part: object) -> str:
     """A `part` of some `kind` as its specification, as in "flow-sde(noise_level=0.7)"; the class of
     a part without a name.
     """
+    if isinstance(part, FixedWindow):
+        return ":".join("" if end is None else str(end) for end in (part.start, part.stop))
     class_name, options = type(part).__name__, []
     known = {maker.partition(":")[2]: name for name, maker in KINDS[kind].built_in.items()}
     for item in fields(part) if is_dataclass(part) else ():

@@ -1,6 +1,4 @@
-"""What a run of a model leaves for people: event files, strips of samples, the settings as YAML,
-the model card.
-"""
+"""What a run of a model leaves for people: event files and strips of samples."""
 
 import json
 import shutil
@@ -117,22 +115,6 @@ def test_a_resumed_run_has_the_same_numbers_and_goes_on_in_the_event_files(folde
     assert numbers(out) == numbers(folder / "run")
     recorded = events(out / "tensorboard").Scalars("reward_mean")
     assert sorted(event.step for event in recorded) == [1, 2]
-
-
-def test_the_card_says_what_was_measured_and_plain_diffusers_ignores_it(folder):
-    from huggingface_hub import ModelCard
-
-    run = folder / "run"
-    card, rows = ModelCard.load(run / "README.md"), load_run(run).rows
-    assert card.data.library_name == "diffusers" and card.data.pipeline_tag == "text-to-image"
-    scores = [f"{rows[i]['evaluation']['reward']:.4f}" for i in (0, -1)]
-    for text in (*scores, "flowrl train --config config.yaml", "## Limitations", "guidance 2"):
-        assert text in card.text
-    names = {path.name for path in (run / "lora").iterdir()}
-    assert names == {"README.md", "config.yaml", "samples", "pytorch_lora_weights.safetensors"}
-    plain = tiny_sd3()
-    plain.load_lora_weights(run / "lora")
-    assert plain.get_active_adapters() == ["default_0"]
 
 
 def test_a_tracker_is_used_if_it_is_installed(monkeypatch):
