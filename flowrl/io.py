@@ -95,12 +95,11 @@ def flush_folder(folder: Path) -> None:
 
 
 @contextmanager
-def disk_errors(folder: Path, kept: Callable[[], str], again: Callable[[], str]) -> Iterator[None]:
+def disk_errors(folder: Path, again: Callable[[], str]) -> Iterator[None]:
     """A context that turns the error of a full or read-only disk into a `DiskError` with a remedy.
 
     Args:
         folder: the folder that is written.
-        kept: a sentence about what is stored already.
         again: the command to resume with; without a config.json in `folder`, the command of this
             process is shown.
 
@@ -118,9 +117,8 @@ def disk_errors(folder: Path, kept: Callable[[], str], again: Callable[[], str])
             raise
         path, reason = getattr(error, "filename", None) or folder, os.strerror(number or 28)
         command = again() if (folder / "config.json").exists() else command_line()
-        raise DiskError(
-            f"disk: {path} cannot be written: {reason}. {kept()}. Make room, then: {command}"
-        ) from error
+        message = f"disk: {path} cannot be written: {reason}. Make room, then: {command}"
+        raise DiskError(message) from error
 
 
 def refused(error: Exception, message: str) -> FlowrlError:

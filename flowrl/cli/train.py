@@ -219,7 +219,7 @@ class Train:
                     finished = bool(execute(self.resume is not None, self.start))
             if finished and distributed.is_main:
                 finish = [point.load() for point in sorted(entry_points(group=FINISHED))]
-                with disk_errors(out, lambda: "The run is complete", partial(to_resume, out)):
+                with disk_errors(out, partial(to_resume, out)):
                     for line in (line for work in finish for line in work(out)):
                         say(line)
             ignore_stops()

@@ -18,13 +18,13 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from flowrl.core.errors import RewardError, require
+from flowrl.core.errors import RewardError
 from flowrl.core.protocols import Features, FlowPolicy, RewardModel, World
 from flowrl.core.types import Prompt
 from flowrl.distributed import Assignment, Distributed
 from flowrl.io import write_bytes, write_json
-from flowrl.parts.registry import available, build
-from flowrl.probes import Completion, Tweedie
+from flowrl.parts.registry import build
+from flowrl.probes import Completion
 from flowrl.rewards import FunctionReward, NoisyReward, require_single, stills
 from flowrl.rewards.diversity import group_features, pairwise_diversity
 from flowrl.rollout import (
@@ -48,8 +48,6 @@ CUSTOM, ERRORS, HELDOUT, DIVERSITY = "custom reward", "errors", "held-out reward
 """Names of measurements: a training reward that is not one of the world's forms, the errors of the
 training reward, the prefix of held-out rewards, and features.
 """
-COMBINATIONS = ("weighted-sum", "clipped", "frame-mean", "group-sum", "win-rate")
-"""Rewards whose input is that of their components; flowrl's other rewards read images."""
 
 
 def _none(images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
@@ -108,11 +106,6 @@ def _heldout_reward(spec: str, config: RunConfig, world: World) -> RewardModel:
         return qualities[spec]()
     if spec in world.forms and not config.policy.model:
         return world.reward(spec)
-    name = spec.partition("(")[0].strip()
-    ours = available("reward").get(name) in ("flowrl", "flowrl-lab")
-    fits = not (getattr(world, "points", False) and ours and name not in COMBINATIONS)
-    known = ", ".join([*world.forms, *qualities])
-    require(fits, "heldout_rewards", spec, f"a reward of points: {known} or path/to/file.py:Class")
     reward = build("reward", spec, device=config.policy.device)
     return require_single(reward, "heldout_rewards", spec)
 
@@ -305,37 +298,36 @@ def write_trajectory(folder: Path, trainer: Trainer, world: World, members: int 
     """Write trajectory.json: values along the trajectories of one group, by ODE completion from the
     start of every decision.
 
-    The member with the largest changes of reward is "chosen". The file also contains its rewards by
-    one-step (Tweedie) estimates, and trajectory.safetensors contains the images of its completions.
+    The member with the largest changes of reward is "chosen"; trajectory.safetensors contains the
+    images of its completions.
     """
     policy, prompt = trainer.policy, world.prompts(trainer.config.environment.task, "heldout")[0]
-    generator = torch.Generator(policy.device).manual_seed(7)
-    groups = Groups(1, members)
-    noise = groups.noise(policy.latent_shape, generator)
-    start = generator.get_state()
-    sampler, batch = trainer.draw_sampler(), trainer.config.batches.max_batch
-    tables, latents = [], []
-    for probe in (Completion(), Tweedie()):
-        generator.set_state(start)  # the same trajectories
-        condition, usage = policy.encode([prompt]), Usage()
-        schedule = trainer.schedule
-        result = rollout(
-            policy, sampler, schedule, condition, noise, generator, groups, probe, usage, batch
-        )
-        table = score_rollout(policy, trainer.reward, result, [prompt]).total[0]
-        images = result.trajectories.images_latent
-        # without decisions the ODE leads to the image
-        tables.append(torch.where(table.isnan(), table[:, -1:], table))
-        starts = [result.estimates[node].latents for node in result.nodes] or [images]
-        latents = latents or [*starts, images]
-    chosen = int(tables[0].diff(dim=1).abs().sum(1).nan_to_num(-1.0).argmax())
+    generator, groups = torch.Generator(policy.device).manual_seed(7), Groups(1, members)
+    result = rollout(
+        policy,
+        trainer.draw_sampler(),
+        trainer.schedule,
+        policy.encode([prompt]),
+        groups.noise(policy.latent_shape, generator),
+        generator,
+        groups,
+        Completion(),
+        Usage(),
+        trainer.config.batches.max_batch,
+    )
+    table = score_rollout(policy, trainer.reward, result, [prompt]).total[0]
+    # without decisions the ODE leads to the image
+    table = torch.where(table.isnan(), table[:, -1:], table)
+    chosen = int(table.diff(dim=1).abs().sum(1).nan_to_num(-1.0).argmax())
+    final = result.trajectories.images_latent
+    latents = [result.estimates[node].latents for node in result.nodes] or [final]
     record = {
         "prompt": prompt.text,
         "chosen": chosen,
-        "rewards": tables[0][chosen].tolist(),
-        "members": tables[0].tolist(),
-        "tweedie": tables[1][chosen].tolist(),
+        "rewards": table[chosen].tolist(),
+        "members": table.tolist(),
     }
     write_json(folder / "trajectory.json", record)
-    images = torch.cat([stills(policy.decode(node[chosen : chosen + 1])) for node in latents])
+    row = slice(chosen, chosen + 1)
+    images = torch.cat([stills(policy.decode(node[row])) for node in (*latents, final)])
     write_bytes(folder / "trajectory.safetensors", save({"images": images.cpu().contiguous()}))

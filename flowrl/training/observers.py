@@ -10,16 +10,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from annotated_types import Ge, Gt, Le
 from safetensors.torch import save
 from torch import Tensor
 
 from flowrl.core.errors import PartError, is_disk_error, require
 from flowrl.core.experience import FIELDS, LARGER, Actions, Record
-from flowrl.core.options import Whole, checked_options
+from flowrl.core.options import Fraction, NonNegative, Whole, checked_options
 from flowrl.core.protocols import Observer, Stateful
 from flowrl.core.types import part_call
 from flowrl.distributed import Distributed
@@ -41,7 +40,7 @@ class StopOnCollapse:
         drop: the fraction, in (0, 1]; choose a small one for a reward with a large constant part.
     """
 
-    drop: Annotated[float, Gt(0), Le(1)] = 0.3
+    drop: Fraction = 0.3
     fields = ("metrics", "history")
 
     def observe(self, record: Record) -> Actions | None:
@@ -68,7 +67,7 @@ class Budget:
     """
 
     nfe: Whole = 0
-    seconds: Annotated[float, Ge(0)] = 0.0
+    seconds: NonNegative = 0.0
     fields = ("metrics",)
 
     def __post_init__(self) -> None:
@@ -89,7 +88,7 @@ class SaveExperience:
     """Writes the table and the tensors of every `every`-th iteration.
 
     experience/000010.csv has a line per sample: iteration, prompt (index of the group), member,
-    text, reward, valid, part_NAME for each component of a composite reward, advantage_k and
+    text, valid, reward, part_NAME for each component of a composite reward, advantage_k and
     weight_k for decision k. experience/000010.safetensors has values and part.NAME [prompt, member,
     decision+1]; advantages, weights and mask [prompt, member, decision]; valid [prompt, member];
     step, time and std [decision]. The entry "axes" of its metadata lists these axes as JSON.
@@ -113,18 +112,18 @@ class SaveExperience:
 
 def _table(record: Record) -> str:
     """One line per sample; a cell that is NaN is empty."""
-    names, count = ["reward", *(f"part_{name}" for name in record.parts)], len(record.decisions)
-    names += [f"{name}_{k}" for name in ("advantage", "weight") for k in range(count)]
-    finals = [table[..., -1:] for table in (record.values, *record.parts.values())]
-    numbers = torch.cat([*finals, record.advantages, record.weights], dim=-1)
+    columns = {"reward": record.values[..., -1]}
+    columns |= {f"part_{name}": table[..., -1] for name, table in record.parts.items()}
+    for name, table in (("advantage", record.advantages), ("weight", record.weights)):
+        columns |= {f"{name}_{k}": column for k, column in enumerate(table.unbind(-1))}
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(["iteration", "prompt", "member", "text", names[0], "valid", *names[1:]])
+    writer.writerow(["iteration", "prompt", "member", "text", "valid", *columns])
+    numbers = torch.stack(list(columns.values()), dim=-1).tolist()
     for i, prompt in enumerate(record.prompts):
-        for j, sample in enumerate(numbers[i].tolist()):
-            reward, *others = ("" if math.isnan(number) else f"{number:.9g}" for number in sample)
-            valid = bool(record.valid[i, j])
-            writer.writerow([record.iteration, i, j, prompt.text, reward, valid, *others])
+        for j, valid in enumerate(record.valid[i].tolist()):
+            cells = ["" if math.isnan(number) else f"{number:.9g}" for number in numbers[i][j]]
+            writer.writerow([record.iteration, i, j, prompt.text, valid, *cells])
     return lines.getvalue()
 
 

@@ -100,12 +100,7 @@ class Run:
         are then in failure/). If another process executes the run, a `ConfigError` names it.
         """
         self.config = self.config.allowed()
-
-        def kept() -> str:
-            newest = self._checkpoints.newest
-            return f"Checkpoint {newest} is complete" if newest else "There was no checkpoint yet"
-
-        full = disk_errors(self.folder, kept, lambda: to_resume(self.folder))
+        full = disk_errors(self.folder, partial(to_resume, self.folder))
         with part_errors(), watched_calls(), full, out_of_memory(), ExitStack() as stack:
             self._in_main(lambda: self._enter(stack, resume))
             if resume and not start and (self.folder / "done.json").exists():

@@ -98,9 +98,10 @@ def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(tmp_path, c
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", full)
         assert main(["train", *options]) == 1
-    error = capsys.readouterr().err.replace("\n", " ")
-    assert "No space left on device. Checkpoint 000002 is complete" in error
-    assert f"flowrl train --resume {out}" in error
+    shown = capsys.readouterr()
+    error = shown.err.replace("\n", " ")
+    assert f"No space left on device. Make room, then: flowrl train --resume {out}" in error
+    assert "checkpoint 000002 is kept" in shown.out
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["000002.safetensors"]
     assert main(["train", "--resume", str(out)]) == 0
     assert Checkpoints(out).names() == ["000004"]

@@ -102,7 +102,6 @@ def test_density_of_points():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"world": "mixture", "heldout_rewards": ("jpeg-compressibility",)}, "a reward of points"),
         ({"world": "mixture", "heldout_rewards": ("clarity",)}, "unknown reward 'clarity'"),
         ({"heldout_rewards": ("ocr(speed=1)",)}, "has no option speed"),
         ({"diversity": "pixel"}, "unknown feature space 'pixel'.*did you mean 'pixels'"),
