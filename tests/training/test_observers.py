@@ -220,6 +220,7 @@ def test_unknown_fields_are_refused_before_the_run(fields, tmp_path):
 
 
 PARTS = """
+from flowrl.credit import Uniform
 from flowrl.losses import ClippedLoss
 from flowrl.samplers import FlowSDE
 from flowrl.worlds.mixture import DirectionReward
