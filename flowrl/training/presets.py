@@ -114,8 +114,7 @@ def world_defaults(world: Any) -> dict[str, Any]:
 
 
 METHOD_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "shapes": {"tempflow-grpo": {"groups": 6, "group_size": 30}},
-    "mixture": {"tempflow-grpo": {"groups": 6, "group_size": 30}},
+    "world": {"tempflow-grpo": {"groups": 6, "group_size": 30}},
     "model": {"tempflow-grpo": {"group_size": 54}},
     "tiny": {
         "awm": {"loss": "awm(times=stratified(count=2))"},
@@ -132,8 +131,8 @@ METHOD_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "tree-grpo": {"group_size": 4},
     },
 }
-"""Changes by world (others: those of model), or for the preset tiny, that a method's groups, trees
-and times need.
+"""Changes that a method's groups, trees and times need: in the built-in worlds, in others and for
+models, or for the preset tiny.
 """
 
 
@@ -147,8 +146,8 @@ def method_overrides(
     names = preset.split(",")
     if not set(names) <= set(PRESETS):
         return {}
-    key = "tiny" if "tiny" in names else str(world) if str(world) in METHOD_SETTINGS else "model"
-    changes = dict(METHOD_SETTINGS[key].get(method, {}))
+    key = "world" if str(world) in WORLD_DEFAULTS else "model"
+    changes = dict(METHOD_SETTINGS["tiny" if "tiny" in names else key].get(method, {}))
     if published:
         changes["clip_range"] = 0.0
     if published or method in OWN_WINDOWS:

@@ -136,7 +136,6 @@ def test_what_is_wrong_with_a_world_is_said_in_one_line(body: str, words: str, c
         ("--world my_world.py:Nearness", "is not a world; it needs"),
         (f"--world {OWN} --task=x", "task of world clock = 'x' is not allowed"),
         (f"--world {OWN} --reward-form=x", "reward_form = 'x' is not allowed"),
-        (f"--world {OWN} --heldout-rewards=pickscore", "a reward of points"),
         (f"--world {OWN} --guidance-scale=2", "left out without a `model`"),
         ("--world model", "model if `model` is given"),
     ],
