@@ -271,7 +271,7 @@ KINDS = (
         "run: code.json",
         f"{RUN}/code.json",
         JSON,
-        lambda path: check_code(path.parent, RunConfig().flat(), False),
+        lambda path: check_code(path.parent, RunConfig().flat(), True),
         0.5,
     ),
     Kind("run: samples.json", f"{RUN}/samples.json", JSON, partial(read_figure, samples), 0.5),

@@ -189,12 +189,12 @@ def check_code(folder: Path, settings: Mapping[str, Any], changed_code: bool) ->
     """Raise `ConfigError` if code in `settings` has changed since `folder`/code.json, unless
     `changed_code` allows it.
     """
-    if changed_code or not (folder / NAME).exists():
+    if not (folder / NAME).exists():
         return
     recorded: dict[str, str] = read_json(folder / NAME, dict[str, str])
     found = code_of(settings)
     changed = [name for name in recorded if found.get(name) != recorded[name]]
-    if changed:
+    if changed and not changed_code:
         raise ConfigError(
             f"{folder}: code has changed since the run was started: {'; '.join(changed)}. Restore"
             " it, or resume with the new code: add --changed-code (changed_code=True in Python)"

@@ -16,9 +16,11 @@ from small_run import numbers, words
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.testing.tiny import tiny_sd3
+from flowrl.training.build import make_world
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.logging import over_time, scalars, strip, tracker_name, write_image
 from flowrl.training.run import Run
+from flowrl.worlds.base import PolicyOptions
 
 REWARD = """
 class Redness:
@@ -178,3 +180,8 @@ def test_a_run_is_sampled_where_its_device_is_not(folder, tmp_path):
     (run / "config.json").write_text(json.dumps(config.as_dict()))
     options = words(prompts="a fox", count=1, num_steps=2, trust=True)
     assert main(["sample", *words(weights=run, out=tmp_path / "picture.png"), *options]) == 0
+
+
+def test_the_policy_of_a_models_world_has_the_options_of_its_caller(folder):
+    policy = make_world(trusted_config(folder)).policy(PolicyOptions(lora_rank=3))
+    assert {min(weight.shape) for weight in policy.trainable().values()} == {3}
