@@ -320,7 +320,7 @@ def write_trajectory(folder: Path, trainer: Trainer, world: World, members: int 
     table = torch.where(table.isnan(), table[:, -1:], table)
     chosen = int(table.diff(dim=1).abs().sum(1).nan_to_num(-1.0).argmax())
     final = result.trajectories.images_latent
-    latents = [result.estimates[node].latents for node in result.nodes] or [final]
+    latents = [result.estimates[node] for node in result.nodes] or [final]
     record = {
         "prompt": prompt.text,
         "chosen": chosen,
