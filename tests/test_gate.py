@@ -82,7 +82,9 @@ def test_a_wrong_argument_of_a_public_call_is_named(package: str) -> None:
             if not public or not (isclass(call) or isfunction(call)) or isabstract(call):
                 continue
             arguments = required(call)
-            plain = any(isclass(kind) and kind not in (object, Any, Hashable) for kind in arguments.values())
+            plain = any(
+                isclass(kind) and kind not in (object, Any, Hashable) for kind in arguments.values()
+            )
             if (
                 not plain
                 or (isclass(call) and (issubclass(call, OTHERS) or "__init__" not in vars(call)))

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.core.errors import ArgumentError
 from flowrl.core.protocols import Sampler
 from flowrl.core.types import Schedule
 from flowrl.flow import log_prob, log_prob_without_constants, shifted_schedule, tweedie
