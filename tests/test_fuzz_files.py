@@ -18,7 +18,7 @@ from flowrl_compare.results import load_run
 from safetensors.torch import save
 
 from flowrl.core.errors import CheckpointError, ConfigError
-from flowrl.parts.prompts import load_prompts
+from flowrl.parts.prompts import read_prompts
 from flowrl.reading import DEPTH, NODES, load_document, parse_json, read_json, read_tensors, reading
 from flowrl.testing.tiny import tiny_sd3
 
@@ -211,7 +211,7 @@ def test_a_table_from_a_spreadsheet_is_read(tmp_path):
 
 def test_half_a_surrogate_pair_or_a_name_given_twice_is_no_prompt(tmp_path):
     with pytest.raises(ConfigError, match=r"line 1 .*surrogates.*line 2 .*prompt is set twice"):
-        load_prompts(
+        read_prompts(
             written(tmp_path / "p.jsonl", '{"prompt": "\\ud800"}\n{"prompt": "a", "prompt": "b"}\n')
         )
 
