@@ -121,7 +121,7 @@ class Reward:
         ("credit", {"probe": "completion"}, r"Wrong\.probe = 'completion'"),
         ("credit", {"probe": Completion}, r"Wrong\.probe = <class .*Completion"),
         ("credit", {"assign": 3}, r"Wrong\.assign = 3 .*allowed: a method"),
-        ("credit", {"state_dict": lambda self: {}}, "has state_dict, but no load_state_dict"),
+        ("credit", {"state_dict": lambda self: {}}, "has state_dict alone"),
         ("credit", {"state_dict": {}, "load_state_dict": {}}, r"Wrong\.state_dict = {}"),
         (
             "credit",

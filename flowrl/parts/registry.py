@@ -148,13 +148,13 @@ def check_part(kind: str, part: Any, name: str = "") -> None:
     for member, arguments in OPTIONAL.items():
         if hasattr(part, member):
             _check_method(f"{name}.{member}", getattr(part, member), arguments)
-    partners = [hasattr(part, member) for member in ("state_dict", "load_state_dict")]
-    if partners[0] != partners[1]:
-        has, lacks = ("state_dict", "load_state_dict")[:: 1 if partners[0] else -1]
-        raise ConfigError(f"{name} has {has}, but no {lacks}; write both or neither")
+    states = [member for member in ("state_dict", "load_state_dict") if hasattr(part, member)]
+    if len(states) == 1:
+        need = "write state_dict and load_state_dict, or neither"
+        raise ConfigError(f"{name} has {states[0]} alone; {need}")
     if kind != "credit":
         return
-    if all(partners):
+    if states:
         state = part.state_dict()
         tensor = sys.modules["torch"].Tensor
         fits = isinstance(state, Mapping) and all(isinstance(v, tensor) for v in state.values())
