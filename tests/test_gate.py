@@ -130,7 +130,11 @@ class Reward:
         ),
         ("credit", {"metrics": {}}, r"Wrong\.metrics = {}"),
         ("reward", {"score": 3}, r"Wrong\.score = 3"),
-        ("reward", {"score": lambda self, images: images}, r"Wrong\.score must be a method \(images, pro"),
+        (
+            "reward",
+            {"score": lambda self, images: images},
+            r"Wrong\.score must be a method \(images, pro",
+        ),
     ],
 )
 def test_mistakes_of_authors_are_named_when_the_part_is_built(kind, members, message) -> None:

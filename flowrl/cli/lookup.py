@@ -19,7 +19,7 @@ from annotated_types import Ge, Le
 from flowrl.cli.terminal import fitted, printable
 from flowrl.core.errors import ConfigError, FlowrlError, require
 from flowrl.core.options import Seed
-from flowrl.parts.plugins import versions
+from flowrl.parts.plugins import PACKAGES, versions
 from flowrl.parts.prompts import GENERATORS, read_prompts, write_prompts
 from flowrl.parts.registry import (
     KINDS,
@@ -48,10 +48,7 @@ OPTIONS = {"features": "diversity", "probe": "credit", "times": "loss", "observe
 options of parts.
 """
 WITHIN = {"probe": "credit 'RULE(probe={})'", "times": "loss 'LOSS(times={})'"}
-PACKAGES = (
-    *("flowrl-lab", "torch", "diffusers", "transformers", "peft", "accelerate", "safetensors"),
-    *("jaxtyping", "beartype", "tyro", "pydantic", "numpy"),
-)
+MORE_PACKAGES = ("accelerate", "safetensors", "jaxtyping", "tyro", "pydantic", "numpy")
 
 
 @dataclass(frozen=True)
@@ -76,8 +73,6 @@ class Parts:
         """Print the list, or one part."""
         known = ("", "all", *KINDS)
         require(self.kind in known, "kind", self.kind, f"one of {', '.join(KINDS)}, all")
-        allowed = "a kind with a name, or left out"
-        require(not (self.name and self.kind == "all"), "kind", self.kind, allowed)
         kinds = (self.kind,) if self.kind in KINDS else tuple(KINDS)
         lines = described(self.name, kinds) if self.name else self._list(kinds)
         print("\n".join(lines))
@@ -302,7 +297,7 @@ class Env:
 
     def main(self) -> int:
         """Print one fact per line."""
-        facts = versions(PACKAGES) | {
+        facts = versions((*PACKAGES, *MORE_PACKAGES)) | {
             "Python": platform.python_version(),
             "system": platform.platform(),
             "CPU cores": f"{usable_cores()} of {os.cpu_count()}",

@@ -225,8 +225,10 @@ class _Document:
             if grouped and name in groups:
                 for inside, setting in self.mapping(value, *place, name).items():
                     checked[inside] = self._checked(name, str(inside), setting, *place, name)
+            elif not grouped and name not in home:
+                raise self.error([*place, str(name)], unknown(str(name), home))
             else:
-                group = "" if grouped else home.get(name, "")
+                group = "" if grouped else home[name]
                 checked[name] = self._checked(group, str(name), value, *place)
         return checked
 
