@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo.utils
+from family_cases import PROMPTS, REDNESS
 from host_sync import HostSyncs
 
-from flowrl.core.types import Prompt
 from flowrl.rewards import FunctionReward
 from flowrl.testing.tiny import TINY, tiny_sd3_policy
 from flowrl.training.build import make_method
@@ -16,8 +16,6 @@ from flowrl.training.trainer import Trainer
 
 GROUPS, MEMBERS, STEPS, MICRO = 2, 3, 4, 5
 SAMPLES = GROUPS * MEMBERS
-PROMPTS = [Prompt(text) for text in ("three red circles", "a dog")]
-REDNESS = FunctionReward(lambda images, prompts: (2 * images[:, 0] - images.sum(1)).mean((1, 2)))
 
 
 def trainer(method, compiled="", reward=REDNESS, **changes):

@@ -40,34 +40,18 @@ def test_no_reader_crashes_or_runs_code(kind, seeds):
     assert found.tried == inputs
 
 
-def crash(path):
-    raise KeyError("boom")
-
-
-def connect(path):
-    subprocess.run(["true"])
-
-
-def shout(path):
-    raise ConfigError(f"{path} " + "x" * 3000)
-
-
-def anonymous(path):
-    raise ConfigError("something is wrong")
-
-
-def touch(path):
-    (path.parent / "CANARY").touch()
+def refuse(path, end):
+    raise ConfigError(f"{path} {end}")
 
 
 @pytest.mark.parametrize(
     ("reader", "problem"),
     [
-        (crash, "KeyError: 'boom'"),
-        (connect, "subprocess.Popen"),
-        (touch, "code was run"),
-        (shout, "a message of"),
-        (anonymous, "the file is not named"),
+        (lambda path: {}["boom"], "KeyError: 'boom'"),
+        (lambda path: subprocess.run(["true"]), "subprocess.Popen"),
+        (lambda path: (path.parent / "CANARY").touch(), "code was run"),
+        (lambda path: refuse(path, "x" * 3000), "a message of"),
+        (lambda path: refuse("", "something is wrong"), "the file is not named"),
         (lambda path: os._exit(7), "exit code 7"),
         (lambda path: [n * n for n in range(10**9)], "MemoryError|not done"),
     ],

@@ -134,7 +134,9 @@ def test_satellites_use_public_names(folder):
                 and parts[1] in ROOMS
             ):
                 modules = [".".join(parts[:depth]) for depth in range(2, len(parts) + 1)]
-                public = {name for m in modules for name in getattr(import_module(m), "__all__", ())}
+                public = {
+                    name for m in modules for name in getattr(import_module(m), "__all__", ())
+                }
                 names = [f"{path.name}: {statement.module}.{a.name}" for a in statement.names]
                 private += [name for name in names if name.rpartition(".")[2] not in public]
     assert not private

@@ -62,7 +62,7 @@ def own_parts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Spec]]:
 
 
 def own_text(runs: Iterable[Mapping[str, Any]]) -> str:
-    """The user's parts in the settings of `runs`, as in "; your parts: credit my_rules.py:MyRule"."""
+    """The user's parts in the settings of `runs`, as in "; your parts: credit my.py:MyRule"."""
     names = [f"{part[0]} {part[2].name}" for settings in runs for part in own_parts(settings)]
     return f"; your parts: {', '.join(dict.fromkeys(names))}" if names else ""
 
