@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,7 @@ def run_jobs(
         context.set_forkserver_preload([function.__module__, *preload])
     with _signals_blocked():  # multiprocessing starts a further process here
         stop = context.Event()
-    waiting, running = list(jobs.items())[::-1], dict[Connection, tuple[Any, Any]]()
+    waiting, running = list(jobs.items())[::-1], dict[Any, tuple[Any, Any]]()
     signals, errors = list[int](), list[Exception]()
 
     def may_start() -> bool:
@@ -162,12 +162,13 @@ def run_jobs(
         outbox.close()  # so that the pipe ends with the process
         running[inbox] = key, process
 
-    def receive(inbox: Connection) -> None:
+    def receive(inbox: Any) -> None:
         key, process = running[inbox]
+        content: Any = None
         try:
             kind, content = inbox.recv()
-        except EOFError:
-            kind, content = "end", None
+        except (EOFError, OSError):  # the latter in the middle of a message
+            kind = "end"
         if kind == "message":
             received(key, content)
             return

@@ -77,14 +77,12 @@ def read_prompts(source: Path | str) -> list[Prompt]:
         known = f"a file, or [START:END] with START below END of {', '.join(GENERATORS)}"
         require(name in GENERATORS and start < end, "prompts", source, known)
         return GENERATORS[name](end)[start:]
-    rows: Iterable[Any]
-    unit = "line"
     if str(source).startswith("hf("):
-        rows, unit, parse = _dataset_prompts(str(source)), "row", lambda prompt: prompt
+        rows, unit, parse = list[Any](_dataset_prompts(str(source))), "row", copy.copy  # as it is
     else:
-        path = Path(source)
-        rows = read_text(path).removesuffix("\n").split("\n")  # splitlines would cut at U+2028
-        parse = _from_json if path.suffix == ".jsonl" else _from_text
+        text = read_text(Path(source)).removesuffix("\n")
+        rows, unit = list[Any](text.split("\n")), "line"  # splitlines would also cut at U+2028
+        parse = _from_json if Path(source).suffix == ".jsonl" else _from_text
     prompts, first = list[Prompt](), dict[str, int]()
     repeated, faults = list[str](), list[str]()
     for number, row in enumerate(rows, 1):

@@ -23,7 +23,7 @@ from flowrl.reading import load_document
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
 
-RULES = ConfigDict(**options.RULES, extra="forbid", use_attribute_docstrings=True)
+RULES: ConfigDict = {**options.RULES, "extra": "forbid", "use_attribute_docstrings": True}
 
 
 @dataclass_transform(frozen_default=True)
