@@ -157,24 +157,6 @@ def test_tensors_of_another_shape_or_type_are_refused(tensor, tmp_path):
         read_tensors(path, {"images": (2, None, None)})
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("a\xe9,1".encode("latin-1"), "r.csv cannot be read: UnicodeDecodeError"),
-        ("x" * 200_000 + ",1", "line 1: field larger"),
-        (
-            "prompt,member,value_0,reward\na,b,1,2\na,b,1,3\n",
-            "line 3: the member 'b' of this prompt is there twice",
-        ),
-        ("prompt,prompt,value_0,reward\na,b,1,2\n", "the column prompt is there twice"),
-        ('"1,2\n3,4\n', "line 2: unexpected end of data"),
-    ],
-)
-def test_tables_that_are_no_csv_are_refused(text, reason, tmp_path):
-    with pytest.raises(ConfigError, match=reason):
-        read_rewards(written(tmp_path / "r.csv", text))
-
-
 def test_a_table_from_a_spreadsheet_is_read(tmp_path):
     found = read_rewards(
         written(tmp_path / "r.csv", b"\xef\xbb\xbfprompt,Value_0,Reward\r\na,1,2\r\na,3,4\r\n")
