@@ -76,7 +76,7 @@ def test_public_names_exist(room):
 
 
 def test_the_names_of_a_room_do_not_load_heavy_packages():
-    code = f"import sys, {', '.join(f'flowrl.{room}' for room in ROOMS)}; "
+    code = f"import sys, {', '.join(f'flowrl.{room}' for room in ROOMS)}"
     code += "; print(*sys.modules)"
     heavy = {"diffusers", "transformers", "peft", "matplotlib", "datasets", "scipy"}
     assert not heavy & set(python(code))
