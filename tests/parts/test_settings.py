@@ -109,7 +109,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "kl": "uniform",
         "off_policy": False,
         "decay": (0, 0.001, 0.3),
-        "times": StratifiedTimes(6, "without", 0.9),
+        "times": StratifiedTimes(6, 0.9),
         "noise": "each",
     },
     DGPO: {
@@ -124,7 +124,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "noise": "group",
     },
     PermutedTimes: {"fraction": 0.99, "shared": False},
-    StratifiedTimes: {"count": 6, "first": "without", "fraction": 0.9, "shared": False},
+    StratifiedTimes: {"count": 6, "fraction": 0.9, "shared": False},
     UniformTimes: {"count": 6, "low": 0.2, "high": 1.0, "shift": 3.0, "shared": False},
     LogitNormalTimes: {"count": 6, "mean": 0.0, "std": 1.0, "shift": 3.0, "shared": False},
     DrawnSteps: {"count": 4, "steps": 7, "shared": True},
