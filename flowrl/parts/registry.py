@@ -213,8 +213,9 @@ def _check_maker(kind: str, head: str, maker: Any) -> None:
     names = {name for base in bases for name in (*vars(base), *inspect.get_annotations(base))}
     methods = (_members(p, (types.FunctionType,)) for p in KINDS[kind].protocol_types())
     if not bases or not any(names.issuperset(required) for required in methods):
-        form = "as a class, or as a function annotated to return one"
-        raise ConfigError(f"{kind}: {head} {_lacking(kind, lambda name: True)}, {form}")
+        lacking = _lacking(kind, names.__contains__ if bases else lambda name: True)
+        form = "write a class, or a function annotated to return one"
+        raise ConfigError(f"{kind}: {head} {lacking}; {form}")
 
 
 def available(kind: str) -> dict[str, str]:
