@@ -11,10 +11,10 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import FunctionType, ModuleType
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 from flowrl.core.errors import OWN_PACKAGES, ArgumentError, FlowrlError
 
@@ -84,7 +84,7 @@ def checked_call(function: Callable[..., Any]) -> Callable[..., Any]:
         except (TypeError, ValueError, AttributeError) as error:
             if isinstance(error, FlowrlError) and not isinstance(error, ArgumentError):
                 raise
-            problem = _problem(function, arguments, options, str(error))
+            problem = _problem(function, arguments, options, error)
             if problem:
                 raise ArgumentError(problem) from error
             raise
@@ -100,6 +100,37 @@ def _hints(function: Any) -> dict[str, Any]:
         return {}
 
 
+@functools.cache
+def _rules(protocols: frozenset[Any]) -> Any:
+    """beartype's settings: integers are numbers, and what stands for a protocol need not have the
+    members that a call does not use, but one of them.
+    """
+    from beartype import BeartypeConf, BeartypeHintOverrides
+    from beartype.vale import Is
+
+    def resembles(protocol: Any) -> Any:
+        names = [name for name in dir(protocol) if name[0] != "_"]
+        return Is[
+            lambda value: (
+                type(value).__module__ != "builtins" and any(hasattr(value, name) for name in names)
+            )
+        ]
+
+    return BeartypeConf(
+        is_pep484_tower=True,
+        violation_param_type=ArgumentError,
+        hint_overrides=BeartypeHintOverrides(
+            {kind: Annotated[object, resembles(kind)] for kind in protocols}
+        ),
+    )
+
+
+def _protocols(hints: Iterable[Any]) -> frozenset[Any]:
+    """The protocols among annotations, alone or in a union, list or mapping."""
+    inner = [kind for hint in hints for kind in (hint, *get_args(hint))]
+    return frozenset(kind for kind in inner if getattr(kind, "_is_protocol", False))
+
+
 def _checked(function: Any) -> Any:
     """`function` with the checkers' comparison. They see no parameters in the wrapper of a
     decorator, as of `contextmanager` or `torch.no_grad`, and look at a generator's arguments when
@@ -108,27 +139,26 @@ def _checked(function: Any) -> Any:
     if hasattr(function, "__wrapped__") or inspect.isgeneratorfunction(function):
 
         def checked(*arguments: Any, **options: Any) -> Any:
-            problem = _problem(function, arguments, options, "")
+            problem = _problem(function, arguments, options, None)
             if problem:
                 raise ArgumentError(problem)
             return function(*arguments, **options)
 
         return checked
-    from beartype import BeartypeConf, beartype
+    from beartype import beartype
     from jaxtyping import jaxtyped
 
-    typechecker: Any = beartype(
-        conf=BeartypeConf(is_pep484_tower=True, violation_param_type=ArgumentError)
-    )
     hints = _hints(function)
+    typechecker: Any = beartype(conf=_rules(_protocols(hints.values())))
     if any("jaxtyping" in repr(hint) for hint in hints.values()):
         return jaxtyped(typechecker=typechecker)(function)
     return typechecker(function) if hints else function
 
 
-def _problem(function: Any, arguments: Sequence[Any], options: dict[str, Any], message: str) -> str:
+def _problem(
+    function: Any, arguments: Sequence[Any], options: dict[str, Any], error: Exception | None
+) -> str:
     """What is wrong with the arguments of a call, by name; "" if nothing is."""
-    from beartype import BeartypeConf
     from beartype.door import is_bearable
     from jaxtyping import jaxtyped
 
@@ -136,9 +166,8 @@ def _problem(function: Any, arguments: Sequence[Any], options: dict[str, Any], m
     signature, hints = inspect.signature(function), _hints(function)
     try:
         given = signature.bind(*arguments, **options).arguments
-    except TypeError as error:
-        return f"{name}: {error}"
-    config = BeartypeConf(is_pep484_tower=True)
+    except TypeError as wrong:
+        return f"{name}: {wrong}"
     with jaxtyped("context"):  # axes keep the sizes of the arguments before
         for key, value in given.items():
             single = signature.parameters[key].kind not in (
@@ -146,25 +175,17 @@ def _problem(function: Any, arguments: Sequence[Any], options: dict[str, Any], m
                 inspect.Parameter.VAR_KEYWORD,
             )
             hint = hints.get(key, Any) if single else Any
-            if not is_bearable(value, hint, conf=config):
-                axes = re.search(r"are as follows\.\n(.+)", message)
+            lacking = isinstance(error, AttributeError) and error.obj is value and error.name
+            fits = is_bearable(value, hint, conf=_rules(_protocols([hint])))
+            if not fits or (lacking and _protocols([hint])):
+                axes = re.search(r"are as follows\.\n(.+)", str(error))
                 return (
                     f"{name}: {key} = {_shown(value)} is not allowed; allowed: "
-                    f"{getattr(hint, '__name__', hint)}{_lacking(value, hint)}"
+                    f"{getattr(hint, '__name__', hint)}"
+                    + (f"; it lacks {lacking}" if lacking else "")
                     + (f" with {axes[1]}" if axes else "")
                 )
     return ""
-
-
-def _lacking(value: Any, hint: Any) -> str:
-    """The members of protocols that `value` has not."""
-    kinds = [kind for kind in (hint, *get_args(hint)) if getattr(kind, "_is_protocol", False)]
-    return "".join(
-        f"; lacks {member} of {kind.__name__}"
-        for kind in kinds
-        for member in dir(kind)
-        if member[0] != "_" and not hasattr(value, member)
-    )
 
 
 def _shown(value: Any) -> str:
