@@ -37,7 +37,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
             (f"{reward} --token-file {tmp_path}", "token_file: "),
             (f"{reward} --token-file {empty}", "token_file = "),
             (f"{reward} --no-token --token-file x", "token_file = 'x'"),
-            (f"{reward} --tls-key key.pem", "tls_key = 'key.pem'"),
+            (f"{reward} --tls-key key.pem", "tls_certificate, tls_key = ['key.pem']"),
             (f"{reward} --tls-certificate {empty} --tls-key {empty}", "tls_certificate, tls_key: "),
             (f"{reward} --max-body 0", "max_body = 0 is"),
             (f"{reward} --score-seconds nan", "score_seconds = nan is"),

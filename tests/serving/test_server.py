@@ -11,7 +11,6 @@ import pickle
 import re
 import shutil
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -19,7 +18,6 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 
-import httpx
 import pytest
 import server_fuzz as fuzzing
 import torch
@@ -72,7 +70,7 @@ def test_scores_equal_those_in_process(form):
 @dataclass(frozen=True)
 class Request:
     words: tuple[str, ...] = ("two", "rot & grün", '\u2603 "quoted"\n')
-    number: int = 2**70
+    number: int = 2**62
 
 
 def test_prompts_arrive_whole():
@@ -88,9 +86,9 @@ def test_prompts_arrive_whole():
         remote.score(
             image, [Prompt("snöw\u2603\0", {"request": Request(), "x": [1.5, None, True]})]
         )
-        with pytest.raises(RewardError, match=r"metadata\['a'\]\[1\] of prompt 'p' is nan"):
+        with pytest.raises(RewardError, match="metadata of prompt 'p' cannot be sent"):
             remote.score(image, [Prompt("p", {"a": (0.0, float("nan"))})])
-    words = {"words": list(Request.words), "number": 2**70}
+    words = {"words": list(Request.words), "number": 2**62}
     assert seen == [Prompt("snöw\u2603\0", {"request": words, "x": [1.5, None, True]})]
 
 
@@ -216,13 +214,11 @@ def test_weights_that_change_are_an_error():
         remote = RemoteSum(url)
         for _ in range(2):
             assert remote.total(remote.parts(images, prompts)).tolist() == [1.0, 2.0]
-        with pytest.raises(
-            RewardError, match=r"the weights at .* were {'a': 1.0}, and are {'a': 2.0} now"
-        ):
+        with pytest.raises(RewardError, match=r"were {'a': 1.0}, and are {'a': 2.0} now"):
             remote.parts(images, prompts)
 
 
-PATHS = ("/v1/info", "/metrics", "/docs", "/other")
+PATHS = ("/v1/info", "/metrics", "/openapi.json", "/other")
 
 
 def test_token(tmp_path, monkeypatch):
@@ -231,14 +227,7 @@ def test_token(tmp_path, monkeypatch):
     images, prompts = numbered([5])
     settings = ServerSettings(token="my-word")
     with served(Function(echo), settings) as (url, _):
-        for given in (
-            "",
-            "Bearer",
-            "Bearer x",
-            "Basic my-word",
-            "Bearer my-word2",
-            "bearer\tmy-word",
-        ):
+        for given in ("", "Bearer", "Basic my-word", "Bearer my-word2", "bearer\tmy-word"):
             answer = post(url, fuzzing.good([5]), Authorization=given)
             refused(answer, 401, "wrong_token")
             assert answer.headers["WWW-Authenticate"] == "Bearer"
@@ -460,17 +449,13 @@ def test_time_is_limited():
     limits = ServerLimits(header_seconds=0.3, body_seconds=0.4, score_seconds=0.3)
     release, fine = threading.Event(), fuzzing.good([1])
     with served(held(release), ServerSettings(limits=limits)) as (url, state):
-        first = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-        for opening in (b"", b"POST /v1/score HTTP/1.1\r\nHost: localh", first):
+        for opening in SILENT:
             with connected(url) as slow:
                 slow.sendall(opening)
-                if opening == first:
+                if opening == SILENT[-1]:
                     assert slow.recv(4096).startswith(b"HTTP/1.1 200")
                     slow.sendall(b"GET /hea")
-                began = time.monotonic()
-                while slow.recv(4096):
-                    pass
-                assert time.monotonic() - began < 3, f"{opening!r} was left open"
+                wait_until(lambda: not is_open(slow))
         with connected(url) as slow:
             slow.sendall(raw_request(fine)[:-20])
             assert slow.recv(4096).startswith(b"HTTP/1.1 408")
@@ -503,49 +488,34 @@ SILENT = (
 )
 
 
-@pytest.mark.parametrize(
-    ("limits", "secure"),
-    [
-        (ServerLimits(connections=10), False),
-        (ServerLimits(connections=10), True),
-        (ServerLimits(header_seconds=0.5), True),
-    ],
-)
-def test_handshakes_that_never_end_do_not_keep_others_out(limits, secure, tmp_path, capfd):
-    """Many connections that are silent before, within or after a request or a TLS handshake: the
-    limits count for all, and a request underway is never given up.
+def test_silent_connections_do_not_keep_others_out(capfd):
+    """Many connections that are silent before, within or after a request: the limit counts for all,
+    and a request underway is never given up.
     """
-    if secure and shutil.which("openssl") is None:
-        pytest.skip("needs openssl to make a certificate")
-    files = certificate(tmp_path) if secure else ()
-    openings = (*SILENT, handshake()[:100], handshake()) if secure else SILENT
-    trusted = ssl.create_default_context(cafile=files[0] if secure else None)
     release, entered, outcomes = threading.Event(), threading.Event(), []
-    with (
-        served(held(release, entered), ServerSettings(limits=limits), *files) as (url, _),
-        contextlib.ExitStack() as stack,
-        httpx.Client(verify=trusted, trust_env=False) as client,
-    ):
-        address = url.replace("http", "https") if secure else url
-        remote = RemoteReward(address, certificate=str(files[0]) if secure else "", retries=0)
+    settings = ServerSettings(limits=ServerLimits(connections=10))
+    with served(held(release, entered), settings) as (url, _), contextlib.ExitStack() as stack:
+        remote = RemoteReward(url, retries=0)
         underway = threading.Thread(target=lambda: outcomes.append(remote.score(*numbered([1]))))
         underway.start()
         assert entered.wait(10)
         silent = [stack.enter_context(connected(url)) for _ in range(60)]
         for number, connection in enumerate(silent):
-            connection.sendall(openings[number % len(openings)])
+            connection.sendall(SILENT[number % len(SILENT)])
         began = time.monotonic()
-        for _ in range(2):
-            assert client.get(f"{address}/health").json() == {"status": "ok"}
-        assert time.monotonic() - began < 5
-        end = time.monotonic() + 10
-        while sum(map(is_open, silent)) >= 10 and time.monotonic() < end:
-            time.sleep(0.05)
-        assert sum(map(is_open, silent)) < 10
+        assert get(url, "/health").json() == {"status": "ok"} and time.monotonic() - began < 5
+        wait_until(lambda: sum(map(is_open, silent)) < 10)
         release.set()
         underway.join()
     assert [scores.tolist() for scores in outcomes] == [[1.0]]
     assert capfd.readouterr().err == ""
+
+
+def wait_until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "the server never reached this state"
+        time.sleep(0.01)
 
 
 def certificate(folder):
@@ -558,16 +528,6 @@ def certificate(folder):
     return folder / "cert", folder / "key"
 
 
-def handshake():
-    """The first message of a TLS client."""
-    sent = ssl.MemoryBIO()
-    with contextlib.suppress(ssl.SSLWantReadError):
-        ssl.create_default_context().wrap_bio(
-            ssl.MemoryBIO(), sent, server_hostname="localhost"
-        ).do_handshake()
-    return sent.read()
-
-
 def test_requests_at_one_time_are_limited_and_health_is_not():
     release = threading.Event()
     limits = ServerLimits(connections=2)
@@ -575,9 +535,7 @@ def test_requests_at_one_time_are_limited_and_health_is_not():
         waiting = [threading.Thread(target=post, args=(url, fuzzing.good([n]))) for n in range(2)]
         for thread in waiting:
             thread.start()
-        end = time.monotonic() + 10
-        while state.memory.used < 2 * 64 and time.monotonic() < end:
-            time.sleep(0.05)
+        wait_until(lambda: state.memory.used >= 2 * 64)
         time.sleep(0.3)
         answer = post(url, fuzzing.good([3]))
         refused(answer, 503, "busy")
@@ -612,8 +570,7 @@ def test_a_full_queue_refuses_and_clients_that_leave_are_not_scored():
         assert entered.wait(10)
         with connected(url) as leaver:
             leaver.sendall(raw_request(fuzzing.good([7, 8])))
-            while state.batcher.waiting < 2:
-                time.sleep(0.01)
+            wait_until(lambda: state.batcher.waiting == 2)
             answer = post(url, fuzzing.good([2]))
             refused(answer, 503, "busy")
             assert answer.headers["Retry-After"] == "1"
@@ -699,11 +656,8 @@ def test_fuzzed_requests_do_no_harm(tmp_path):
     reward = build("reward", f"{tmp_path / 'echo.py'}:Echo")
     with served(reward, ServerSettings(token=TOKEN)) as (url, state):
         seen = fuzzing.fuzz(url, TOKEN, 200)
-        end = time.monotonic() + 10
-        # the last connection may still be closing
-        while state.memory.used and time.monotonic() < end:
-            time.sleep(0.01)
-        assert state.memory.used == 0 and state.health() == "ok"
+        wait_until(lambda: state.memory.used == 0)  # the last connection may still be closing
+        assert state.health() == "ok"
     assert sum(seen.values()) == 200 and not any(status >= 500 for status in seen)
     assert {0, 200} <= set(seen) and sum(status >= 400 for status in seen) >= 3, seen
 
@@ -712,14 +666,13 @@ def test_state_and_description():
     with served(Function(), ServerSettings(name="echo<script>", max_batch=2)) as (url, _):
         RemoteReward(url).score(torch.zeros(5, 3, 2, 2), [Prompt("p")] * 5)
         info, text = get(url, "/v1/info").json(), get(url, "/metrics").text
-        page, document = get(url, "/docs").text, get(url, "/openapi.json").text
+        document = get(url, "/openapi.json").text
         refused(get(url, "/v2/score"), 404, "no_such_endpoint")
         refused(get(url, "/v1/score"), 405, "no_such_endpoint")
     assert info["reward"] == "echo<script>" and info["limits"]["samples"] == 1024
     for line in ('requests_total{status="200"} 1.0', "samples_total 5.0"):
         assert f"flowrl_reward_{line}\n" in text, text
-    assert "echo" not in page + document, "the description names the reward"
-    assert "POST /v1/score" in page and "<script" not in page
+    assert "/v1/score" in document and "echo" not in document, "the description names the reward"
 
 
 @pytest.mark.parametrize(
