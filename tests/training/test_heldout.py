@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from flowrl_bench.pretrain_pairs import render
 from flowrl_compare.results import load_run
 from flowrl_rewards.clip import ClipFeatures, ClipNetwork
 from tiny_rewards import tiny_clip
@@ -26,7 +27,6 @@ from flowrl.training.config import preset
 from flowrl.training.evaluation import make_heldout_metrics
 from flowrl.training.run import Run
 from flowrl.worlds.mixture import DensityReward, ring
-from flowrl.worlds.render import render
 from flowrl.worlds.scene import object_class, parse
 from flowrl.worlds.verifier import ShapesQuality
 

@@ -122,7 +122,7 @@ def refused(capsys, *arguments: str) -> str:
     ("body", "words"),
     [
         ("parse = None", "has no `parse`"),
-        ("tasks = 'hours'", "world: Other.tasks = 'hours' is not allowed"),
+        ("tasks = 'hours'", "world: Other: tasks: "),
         ("elements = 3", "elements of world clock = 3 is not allowed; allowed: 2, for"),
         ("defaults = {'learning_rat': 1}", "unknown setting 'learning_rat'"),
         ("defaults = {'world': 'shapes'}", "defaults of world clock"),
