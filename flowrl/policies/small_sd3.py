@@ -8,7 +8,6 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from flowrl.core.errors import require
 from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.policies.lora import LORA_TARGETS, Adapters
 from flowrl.policies.pipeline import computing_in, device_of, schedule_of
@@ -138,9 +137,6 @@ class SmallSD3Policy:
         seed: seed of the adapter.
         device: device of the network.
         dtype: precision of the network.
-
-    Raises:
-        ConfigError: `rank` is below 1.
     """
 
     def __init__(
@@ -153,10 +149,7 @@ class SmallSD3Policy:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        require(rank >= 1, "lora rank", rank, "1 or more")
-        from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
-            FlowMatchEulerDiscreteScheduler,
-        )
+        from diffusers import FlowMatchEulerDiscreteScheduler
 
         self.device = device_of(device)
         self.network = network.to(self.device).eval().requires_grad_(False)
@@ -168,7 +161,6 @@ class SmallSD3Policy:
 
     def schedule(self, steps: int) -> Schedule:
         """The grid of diffusers' `FlowMatchEulerDiscreteScheduler`, float32."""
-        require(steps >= 1, "steps", steps, "1 or more")
         self._scheduler.set_timesteps(steps)
         return schedule_of(self._scheduler, self.device)
 

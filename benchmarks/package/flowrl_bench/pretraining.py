@@ -23,7 +23,7 @@ from flowrl.core.errors import require
 from flowrl.flow import interpolate, velocity_target
 from flowrl.io import write_bytes, write_json
 from flowrl.policies.small_sd3 import SmallSD3
-from flowrl.worlds.render import render_cells
+from flowrl.worlds.render import CELL, render_cells
 from flowrl.worlds.scene import CELLS, CLASSES, GRID, MAX_WORDS, VOCABULARY, tokenise
 from flowrl_bench.pretrain_pairs import draw_pair, random_jitter, requests_by_kind
 
