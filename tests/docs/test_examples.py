@@ -198,7 +198,6 @@ class TestReadmeInCI:
         [
             ("<!-- ci: skip -->\n```bash\na\n```\n", "one marker"),
             ("<!-- ci: skip: x -->\n\n```bash\na\n```\n", "directly above"),
-            ("<!-- ci: skip: x -->\n```yaml\na\n```\n", "does not run"),
             (5 * "<!-- ci: skip: x -->\n```bash\na\n```\n", "at most 4"),
         ],
     )

@@ -90,16 +90,15 @@ def test_guidance_and_its_gradient_without_the_negative_branch(case):
     [
         ("float32", 3.0, stepwise_flow_grpo),
         ("bfloat16", 1.0, tp_grpo),
-        pytest.param("float16", 3.0, stepwise_flow_grpo, marks=pytest.mark.slow),
     ],
-    ids=["float32", "bfloat16", "float16"],
+    ids=["float32", "bfloat16"],
 )
 def test_train_save_reload_resume(case, dtype, guidance, method, tmp_path):
     """Rollouts with probes, updates with a KL, saving, the same image from plain diffusers, and a
     resume to the bit.
 
     The root mean square differences from a float32 network with the same rounded weights are
-    1.4e-7, 1.8e-4 in float16 and, in bfloat16, 1.8e-3 (SD3) and 5.9e-3 (FLUX, whose transformer
+    1.4e-7 and, in bfloat16, 1.8e-3 (SD3) and 5.9e-3 (FLUX, whose transformer
     rounds its time input, in plain diffusers too). alpha is not the rank, so a reader that forgot
     the scale would draw another image.
     """
@@ -135,7 +134,7 @@ def test_train_save_reload_resume(case, dtype, guidance, method, tmp_path):
     base = case.picture(pipe, noise, guidance)
     pipe.load_lora_weights(tmp_path / "lora")
     plain = case.picture(pipe, noise, guidance)
-    error = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 7e-3}[dtype]
+    error = {"float32": 1e-6, "bfloat16": 7e-3}[dtype]
     assert (draw(trainer.policy) - plain).square().mean().sqrt() < error
     assert (plain - base).square().mean().sqrt() > 2 * error  # a lost adapter would show
 
@@ -354,8 +353,6 @@ def test_a_preset_of_videos_is_planned_trained_and_resumed(tmp_path, capsys):
     [
         ("sd3", {"height": 68}, "height = 68 .* a multiple of 4, at most 64"),
         ("wan", {"lora_targets": ("nowhere",)}, r"lora_targets = \('nowhere',\)"),
-        ("sd3", {"dtype": "int8"}, "dtype = 'int8' .*one of float32, bfloat16, float16"),
-        ("sd3", {"max_sequence_length": 513}, r"max_sequence_length = 513 .* in \[0, 512\]"),
         ("sd3", {"tuning": "full", "frozen_adapters": ("x",)}, "none unless tuning is lora"),
         ("sd3", {"num_frames": 6}, "num_frames = 6 .*makes images"),
         ("wan", {"num_frames": 6}, "num_frames = 6 .* 1 more than a multiple of 4"),

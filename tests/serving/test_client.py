@@ -100,6 +100,19 @@ def test_components_that_are_garbage(components, weights, message):
     assert len(counts) == 1
 
 
+def test_weights_that_change_are_an_error():
+    """A server that was started again with others would change the reward in the middle of a
+    run.
+    """
+    first, other = (answer(parts='{"a": [1, 2]}', weights=f'{{"a": {w}}}') for w in (1.0, 2.0))
+    with scripted(first, first, other) as (url, _):
+        remote = RemoteSum(url)
+        for _ in range(2):
+            assert remote.total(remote.parts(*TWO)).tolist() == [1.0, 2.0]
+        with pytest.raises(RewardError, match=r"were {'a': 1.0}, and are {'a': 2.0} now"):
+            remote.parts(*TWO)
+
+
 def test_an_answer_that_trickles_ends_with_the_time_limit():
     def trickle():
         connection, _ = listener.accept()
