@@ -11,16 +11,10 @@ WRONG_ANSWERS = {
         "check_best_decision": [
             (".diff()", "", "highest score"),
             ("argmax", "argmin", "largest fall"),
-            ("argmax())", "argmax()) + 1", "column that the largest rise leads to"),
-            ("diff()", "diff().abs()", "absolute value"),
-            ("int(values.diff().argmax())", "values.diff().max()", "argmax instead of max"),
-            ("int(values.diff().argmax())", "4", "not where the score is highest"),
         ],
         "check_blame": [
             ("stepwise-flow-grpo", "flow-grpo", "looks at the finished image only"),
             ('"stepwise-flow-grpo", ', "", "gives each decision its own gain"),
-            (', "tp-grpo"', "", "uses increments too"),
-            ("tp-grpo", "grpo", "no rule is called"),
         ],
     },
     "lesson_01": {
@@ -30,19 +24,10 @@ WRONG_ANSWERS = {
         "check_loss": [
             ("network(x,", "network(clean,", "given the clean data"),
             ("mean()", "mean().detach()", "do not detach"),
-            ("mean()", "mean().item()", "leave out .item()"),
         ],
         "check_euler": [
             ("t.expand", "s.expand", "where the step starts"),
             ("stack(nodes)", "stack(nodes[:1])", "only the noise came back"),
-            ("stack(nodes)", "stack(nodes[1:])", "node 0 is the noise"),
-            ("t.expand(len(x))", "t", "one per sample"),
-            (
-                "nodes.append(x - (t - s) * velocity(x, t.expand(len(x))))",
-                "x -= (t - s) * velocity(x, t.expand(len(x))); nodes.append(x)",
-                "write x = x - ...",
-            ),
-            ("t.expand", "times[4].expand", "T + 1 times and T steps"),
         ],
         "check_tweedie": [
             ("time[:, None]", "time", "time[:, None]"),
@@ -61,17 +46,7 @@ WRONG_ANSWERS = {
         ],
         "check_sde_ends": [
             ("+ std * torch.randn(x.shape, generator=generator)", "* 0 + x", "returned unchanged"),
-            ("if not correct", "if False", "`correct` has no effect"),
-            ("if not correct", "if correct", "swapped"),
-            ("+ std *", "+ 0 *", "the noise is missing"),
-            ("mean = x - delta * v", "mean, std = x - delta * v, 0", "the noise is missing too"),
-            ("mean = x -", "mean = 2 * (x - delta * v) - mean + 0 *", "opposite sign"),
-            ("mean = x -", "mean = 2 * mean - (x - delta * v) + 0 *", "twice as large"),
-            ("std *", "std**2 *", "by std twice"),
-            ("    return x", "        return x", "ends after one step"),
             ("x.shape", "2", "of the shape of x"),
-            (", generator=generator)", ")", "two calls with equal generators"),
-            ("std *", "1.3 * std *", "standard deviation of"),
         ],
         "check_excess_variance": [
             (" - s**2", "", "subtract s squared"),
@@ -82,8 +57,6 @@ WRONG_ANSWERS = {
         "check_decisions": [
             ("10", "9", "takes a wrapper"),
             ("9", "10", "factor s at the last step"),
-            ("8", "9", "at the first step"),
-            ('"FlowSDE": 10, ', "", "no entry for FlowSDE"),
         ],
     },
     "lesson_03": {
@@ -104,7 +77,6 @@ WRONG_ANSWERS = {
         "check_clipped_loss": [
             ("mean()", "mean().detach()", "no gradient to the new"),
             ("mean()", "mean().item()", "leave out .item()"),
-            ("torch.maximum", "max", "torch.maximum"),
         ],
         "check_kl": [
             (
@@ -116,20 +88,10 @@ WRONG_ANSWERS = {
         "check_translated_clip": [
             ("(elements / own_elements)", "(own_elements / elements)", "inverse factor"),
             (" ** 0.5", "", "take the root"),
-            (" * (elements / own_elements) ** 0.5", "", "unchanged"),
-            ("elements / own_elements", "elements", "change delta per element"),
-            (
-                "clip_range * (elements / own_elements)",
-                "(clip_range * elements / own_elements)",
-                "applied to the clip range",
-            ),
-            ("clip_range * ", "", "multiply it by the clip range"),
         ],
         "check_diagnosis": [
             ('1: "B", 2: "C"', '1: "C", 2: "B"', "nothing is clipped"),
             ('2: "C", 3: "A"', '2: "A", 3: "C"', "log 2 clips pairs"),
-            ('1: "B", 2: "C", 3: "A"', '1: "A", 2: "C", 3: "B"', "log 1 moves a lot"),
-            ('"B"', '"A"', "once"),
         ],
     },
     "lesson_04": {
@@ -176,12 +138,6 @@ WRONG_ANSWERS = {
         "check_figure_1": [
             ("3,", "8,", "g at 0.86: find the node"),
             ("5,", "2,", "g at 0.71: find the node"),
-            ("3,", "2,", "not of the step that leads to it"),
-            ("3,", "4,", "one too large"),
-            ('3, "g at 0.71": 5', '7, "g at 0.71": 5', "count from the image"),
-            ("2}", "3}", "leads out of the dip"),
-            ("2}", "4}", "the step into node j"),
-            (', "into the dip at 0.86": 2', "", "with the keys"),
         ],
         "check_substeps": [
             ("t - k * length)", "torch.full((4,), t - k * length))", "one per sample"),
@@ -212,11 +168,6 @@ WRONG_ANSWERS = {
                 '{"a": [3], "b": [3], "c": [1, 3]}',
                 "one too large",
             ),
-            ('"b": [2], "c": [0, 2]', '"b": [], "c": [0, 2]', "turning points of b go down"),
-            ("[0, 2]", "[0, 1, 2, 3]", "goes with the trend"),
-            ('"c": [0, 2]', '"c": [2]', "decision 0 of c is missing"),
-            ('"c": [0]}', '"c": [0, 2]}', "not consistent"),
-            ('plain = {"a": [2], ', "plain = {", "the keys a, b, c"),
         ],
         "check_plain": [
             ("turns[..., 1:] = (along", "turns = (along", "fill decision 0"),
@@ -225,14 +176,6 @@ WRONG_ANSWERS = {
         "check_paper_labels": [
             ("{5: 0.35, 2: 0.45}", "{4: 0.35, 1: 0.45}", "one too small"),
             ("{5: 0.35, 2: 0.45}", "{5: -0.35, 2: -0.45}", "signs are wrong"),
-            ("{5: 0.35, 2: 0.45}", "{0: 0.35, 3: 0.45}", "our numbers of decisions"),
-            ("{5: 0.35, 2: 0.45}", "{5: 0.10, 2: 0.15}", "these are the increments"),
-            ("{5: 0.35, 2: 0.45}", "{5: 0.25, 2: 0.30}", "changes after the decision"),
-            ("{5: 0.35, 2: 0.45}", "{5: 0.35, 2: 0.35}", "trend Δ for both"),
-            (", 2: 0.45", "", "after one down is missing"),
-            ("5: 0.35, ", "", "first decision is missing"),
-            ("}", ", 1: 0.30}", "nothing turns there"),
-            ("2: 0.45", "3: 0.40", "against the trend"),
         ],
         "check_balance": [
             ("return turns & ((", "return ((", "keep the min"),
@@ -244,10 +187,6 @@ WRONG_ANSWERS = {
                 "columns, generator=generator).cumsum(-1)",
                 "random walk",
             ),
-            (".sum(dim=-1).mean()", ".sum()", "total over trajectories"),
-            ("400, columns", "400, columns + 1", "11 columns"),
-            ("400, columns", "400, 10", "another length: use `columns`"),
-            ("100, 400", "1, 4", "too few"),
         ],
     },
     "lesson_07": {
@@ -267,22 +206,12 @@ WRONG_ANSWERS = {
         "check_claims": [
             ('"C": "contradicted"', '"C": "supported"', "without any turning point"),
             ('"E": "open"', '"E": "supported"', "overhead per call"),
-            ('"F": "contradicted"', '"F": "open"', "same six prompts"),
-            ('"G": "open"', '"G": "supported"', "two dimensions do not decide"),
-            ('"B": "contradicted"', '"B": ...', "no answer yet for claim B"),
         ],
     },
     "lesson_08": {
         "check_mended": [
             ("Probe = Tweedie()", "Probe = Tweedie", "with brackets"),
             ("Tweedie()", "NoProbe()", "scores the finished sample only"),
-            (
-                "return zscore(gains(values)",
-                "values -= values.mean(1, keepdim=True)\n        return zscore(gains(values)",
-                "works in place",
-            ),
-            (", mask=decisions.mask", "", "mask=decisions.mask"),
-            ("shared_noise: bool = True", "shared_noise: bool = False", "shared_noise = True"),
         ],
         "check_to_go": [
             (", mask=decisions.mask", "", "mask=decisions.mask"),
@@ -296,21 +225,12 @@ WRONG_ANSWERS = {
             ("NoProbe()", "Tweedie()", "costs network evaluations"),
         ],
         "check_remembers": [
-            ("def state_dict", "def other_dict", "has state_dict and load_state_dict"),
-            ('{"squares": self.squares.clone()}', "{}", "is the memory in state_dict"),
             (
                 "self.decay * self.squares + (1 - self.decay) * new",
                 "(1 - self.decay) * self.squares + self.decay * new",
                 "average are swapped",
             ),
             (".clamp(-5, 5)", ".clamp(-10, 10)", "clamp them to ±5"),
-            (' if "squares" in state else None', "", "load_state_dict must accept it"),
-            ("else None", "else self.squares", "must empty the memory"),
-            (
-                "self.decay * self.squares + (1 - self.decay)",
-                "0.9 * self.squares + 0.1",
-                "is 0.9 written into the rule",
-            ),
         ],
     },
     "lesson_09": {
@@ -325,17 +245,10 @@ WRONG_ANSWERS = {
                 "found.low > 0 or found.high < 0",
                 "the corrected p-value is not below 0.05",
             ),
-            (
-                "-smallest < found.low and found.high < smallest",
-                "-0.02 < found.low and found.high < 0.02",
-                "is the 0.02 written into the function",
-            ),
-            ('"undecided"', '"equal"', "is not one of the four strings"),
         ],
         "check_rate": [
             ("spread *", "spread / seeds**0.5 *", "each difference has the whole spread"),
             ("spread *", "spread**2 *", "the spread is squared"),
-            ("effect +", "0 +", "the effect is missing"),
         ],
         "check_calibrated": [
             ("known.nanmean(dim=1, keepdim=True)", "0", "easy and hard prompts"),
@@ -374,7 +287,6 @@ WRONG_ANSWERS = {
         "check_evaluations": [
             ("states = 0, roots", "states = 0, 1", "for one root"),
             ("return total", "return total + states", "is the number of states"),
-            ("return total", "return 0", "you get 0"),
         ],
     },
     "lesson_12": {
@@ -395,7 +307,6 @@ WRONG_ANSWERS = {
                 "1 + draws * networks",
                 "guidance is missing",
             ),
-            ("draws * networks * (2 if guided_training else 1)", "0", "only the sampling"),
         ],
     },
 }

@@ -310,7 +310,7 @@ def test_compiled_blocks_compute_the_same():
 
 
 @pytest.mark.slow
-def test_a_preset_of_videos_is_planned_trained_and_resumed(tmp_path, capsys):
+def test_a_preset_of_videos_is_trained_and_resumed(tmp_path):
     """With the preset's window, guidance, negative prompt and LoRA targets; motion and diversity as
     metrics.
     """
@@ -326,8 +326,6 @@ def test_a_preset_of_videos_is_planned_trained_and_resumed(tmp_path, capsys):
         --num-frames=5 --max-sequence-length=24 --iterations=2 --groups=2 --group-size=3
         --num-steps=4 --eval-samples=2 --eval-steps=3 --heldout-rewards=motion --diversity=pixels
         --lora-rank=2 --learning-rate=0.03 --device=cpu --dtype=float32 --tracker=none""".split()
-    assert main([*words, "--plan", "--dtype=bfloat16"]) == 0
-    assert "x 2 (guidance) = " in capsys.readouterr().out
     assert main([*words, f"--out={run}", "--checkpoint-every=1", "--keep-checkpoints=2"]) == 0
     record, weights = load_run(run), load_file(run / "weights.safetensors")
     last = record.rows[-1]["evaluation"]
@@ -336,8 +334,6 @@ def test_a_preset_of_videos_is_planned_trained_and_resumed(tmp_path, capsys):
     assert main(["sample", f"--weights={run}", *grid]) == 0
     # first, middle and last frame
     assert load_file(run / "samples.safetensors")["after"].shape == (2, 3, 16, 3 * 16)
-    assert main([*words, f"--out={tmp_path}/images", "--reward=jpeg-compressibility"]) == 2
-    assert "frame-mean(reward=...)" in capsys.readouterr().err
     assert main(["train", "--resume", str(run), "--from", "000001", "--trust"]) == 0
     again = load_file(run / "weights.safetensors")
     assert all(torch.equal(again[name], weights[name]) for name in weights)

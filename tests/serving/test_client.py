@@ -38,12 +38,10 @@ MARKED = "[false, true]"
 @pytest.mark.parametrize(
     "fault",
     [
-        raw(500, b"<html>oops</html>"),
         raw(503, BUSY, Retry_After=0),
         raw(429, b'{"error": []}', Retry_After="soon"),
         b"",  # closed without an answer
         b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{",  # truncated
-        b"\x00\x01garbage\r\n\r\n",
         raw(200, b"[1.0, 2.0]"),
         raw(200, b'{"request": "another", "scores": [1.0, 2.0], "invalid": [false, false]}'),
         0.6,  # no answer in time
@@ -61,14 +59,11 @@ def test_faults_that_pass_are_waited_out(fault):
     ("fault", "message"),
     [
         (answer("[1.0]"), r"\(scores\) returned shape \(1,\) for 2 images"),
-        (answer("{}"), "sent {} as scores: .*array"),
         (answer("[1e300, 1.0]"), "1 of 2 values that are not finite, the first at sample 0"),
         (answer("[1.0, null]"), "sent null in scores without an invalid mark"),
         (answer('[1.0, "2.0"]'), "sent '2.0' as scores.1: .*number"),
-        (answer("[1.0, NaN]", MARKED), "sent nan as scores.1: .*finite"),
         (answer(invalid=MARKED), "a score for a sample that it marks invalid"),
         (answer("[1.0, null]", "[true]"), "sent 1 invalid marks for 2 images"),
-        (answer("[1.0, null]", "[0, 1]"), "sent 0 as invalid.0: .*boolean"),
         (" " * 100_000, "response is larger than"),
         (raw(401), "401.*token"),
         (raw(307, Location="http://127.0.0.1:1/"), "refuses: status 307"),
@@ -88,7 +83,6 @@ def test_faults_that_stay_are_one_error_at_once(fault, message):
         ('{"a": [1.0]}', '{"a": 1}', r"\(component 'a'\) returned shape \(1,\) for 2 images"),
         ('{"a": [1.0, null]}', '{"a": 1}', "sent null in component 'a'"),
         ('{"a": [1.0, 2.0]}', '{"b": 1}', "sent components .* and weights"),
-        ('{"a": [1.0, 2.0]}', '{"a": NaN}', "sent nan as weights.a: .*finite"),
     ],
 )
 def test_components_that_are_garbage(components, weights, message):
