@@ -67,19 +67,3 @@ def test_a_lesson_has_alternative_texts_and_folded_solutions(path: Path) -> None
         tags = cell.metadata.get("tags", [])
         assert "solution" not in tags or "hide-input" in tags
         assert not {"hint", "explanation"} & set(tags) or cell.source.startswith("<details")
-
-
-def test_an_unchanged_page_keeps_its_time(tmp_path: Path) -> None:
-    """Sphinx makes a page again if its file is newer."""
-    (tmp_path / "tutorials").mkdir()
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
-    (tmp_path / "tutorials" / STORED[0].name).write_text(STORED[0].read_text())
-    course_pages.write_course(tmp_path / "docs")
-    written = tmp_path / "docs" / "course" / STORED[0].name
-    before = written.stat().st_mtime_ns
-    course_pages.write_course(tmp_path / "docs")
-    assert written.stat().st_mtime_ns == before
-    (tmp_path / "tutorials" / STORED[0].name).unlink()
-    course_pages.write_course(tmp_path / "docs")
-    assert not written.exists()
