@@ -331,7 +331,11 @@ class QwenImage(Family):
         """The even grid 1, ..., 1/T, shifted by the number of image tokens and stretched to end at
         `shift_terminal`, as far as the scheduler's config requires it.
         """
+        terminal = scheduler.config.shift_terminal
+        # diffusers would divide by 0 to stretch a single step
+        scheduler.register_to_config(shift_terminal=terminal if steps > 1 else None)
         _set_even_grid(scheduler, steps, latent_shape[0])
+        scheduler.register_to_config(shift_terminal=terminal)
 
     def encode(self, pipe, text, tokens, device):
         """The prompt's tokens [token, dim], at most `tokens` of them, and a mask of ones; padding
