@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -381,17 +382,14 @@ def _euler_scheduler(pipe: Any) -> Any:
     transitions need an Euler grid; the two grids differ. Raises `ConfigError` for any other
     scheduler.
     """
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
+    euler: Any = import_module("diffusers").FlowMatchEulerDiscreteScheduler
     kind, config = type(pipe.scheduler), pipe.scheduler.config
-    if issubclass(kind, FlowMatchEulerDiscreteScheduler):
-        return FlowMatchEulerDiscreteScheduler.from_config(config)
+    if issubclass(kind, euler):
+        return euler.from_config(config)
     allowed = "FlowMatchEulerDiscreteScheduler, or one with flow sigmas and a flow_shift"
     fits = bool(config.get("use_flow_sigmas")) and "flow_shift" in config
     require(fits, "scheduler", kind.__name__, allowed)
-    return FlowMatchEulerDiscreteScheduler(
-        config["num_train_timesteps"], shift=config["flow_shift"]
-    )
+    return euler(config["num_train_timesteps"], shift=config["flow_shift"])
 
 
 PYTORCH_KERNELS = {

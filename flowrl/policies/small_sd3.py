@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -149,14 +150,13 @@ class SmallSD3Policy:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
         self.device = device_of(device)
         self.network = network.to(self.device).eval().requires_grad_(False)
         self.velocity_network: nn.Module = network.transformer
         self.latent_shape = (CHANNELS, GRID, GRID)
         self.tokenise, self.dtype = tokenise, dtype
-        self._scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=network.shift)
+        euler: Any = import_module("diffusers").FlowMatchEulerDiscreteScheduler
+        self._scheduler = euler(shift=network.shift)
         self._adapters = Adapters(network.transformer, rank, alpha, LORA_TARGETS, seed)
 
     def schedule(self, steps: int) -> Schedule:
