@@ -7,6 +7,8 @@ from torch.nn import functional as F
 
 from flowrl.worlds.scene import CLASSES, GLYPHS, GRID, OBJECTS
 
+__all__ = ["CELL", "render_cells"]
+
 CELL = 16
 SIZE = GRID * CELL
 GLYPH_JITTER = 0.4

@@ -16,6 +16,25 @@ from typing import Any
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.types import Prompt
 
+__all__ = [
+    "CELLS",
+    "CLASSES",
+    "COLOURS",
+    "GLYPHS",
+    "GRID",
+    "MAX_WORDS",
+    "MOOD_OBJECTS",
+    "OBJECTS",
+    "SHAPES",
+    "TASKS",
+    "VOCABULARY",
+    "Request",
+    "all_requests",
+    "glyph_class",
+    "object_class",
+    "tokenise",
+]
+
 GRID = 4
 CELLS = GRID * GRID
 COLOURS = ("red", "green", "blue", "yellow")
