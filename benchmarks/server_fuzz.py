@@ -234,7 +234,6 @@ def attempts(draw: st.DrawFn) -> Attempt:
                     "/v1/info",
                     "/metrics",
                     "/health",
-                    "/docs",
                     "/openapi.json",
                     "/",
                     "/v1/../x",

@@ -2,7 +2,6 @@
 folded, with links and with alternative texts of figures.
 """
 
-import ast
 import re
 import tomllib
 from pathlib import Path
@@ -24,67 +23,28 @@ def links(name: str, address: str) -> str:
     GitHub.
     """
     files = "../../tutorials"
-    found = [
+    versions = [
         f"{{download}}`Notebook for students <{files}/student/{name}>`",
         f"{{download}}`Notebook with solutions <{files}/{name}>`",
     ]
     if on_github := re.fullmatch(r"https://github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?/?", address):
         place = on_github[1]
-        found += [
+        versions += [
             f"[Open in Colab](https://colab.research.google.com/github/{place}/blob/HEAD/tutorials/colab/{name})",
             f"[Open in Binder](https://mybinder.org/v2/gh/{place}/HEAD?labpath=tutorials/student/{name})",
         ]
-    return " · ".join(found)
+    return " · ".join(versions)
 
 
-TITLES = ("suptitle", "title", "set_title")
-LABELS = {"xlabel": "x axis", "set_xlabel": "x axis", "ylabel": "y axis", "set_ylabel": "y axis"}
-
-
-def labels_in(code: str) -> list[str]:
-    """Docstrings of its functions, titles and names of axes that the code of a figure has as plain
-    strings, once each.
-    """
-    found: list[tuple[bool, str]] = []
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.FunctionDef) and (documentation := ast.get_docstring(node)):
-            found.append((False, " ".join(documentation.partition("\n\n")[0].split()).rstrip(".")))
-        if isinstance(node, ast.Call):
-            named = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            pairs = [(word.arg or "", word.value) for word in node.keywords] + [
-                (named, value) for value in node.args[:1]
-            ]
-            pairs += [("title", value) for value in node.args[1:2] if named == "plane"]
-            for name, value in pairs:
-                if (
-                    isinstance(value, ast.Constant)
-                    and isinstance(value.value, str)
-                    and (name in TITLES or name in LABELS)
-                ):
-                    text = re.sub(r"[$\\{}]", "", value.value)
-                    found.append(
-                        (name in LABELS, f"{LABELS[name]}: {text}" if name in LABELS else text)
-                    )
-    return [text for _, text in dict.fromkeys(sorted(found, key=lambda entry: entry[0]))]
-
-
-def alternative(code: str, before: str, heading: str) -> str:
-    """Alternative text of the figures of a code cell: the labels in the code; without any, the last
-    sentence of the text before that announces a figure, or the heading of the section.
+def alternative(before: str, heading: str) -> str:
+    """Alternative text of the figures of a code cell: the last sentence of the text before that
+    announces a figure, or the heading of the section.
     """
     heading = re.sub(r"[$\\]", "", heading)
-    if labels := labels_in(code):
-        return f"Figure: {'; '.join(labels)} ({heading})"
     text = re.sub(r"[*`$\\]", "", " ".join(before.split()))
     sentences = re.split(r"(?<=[.:?]) ", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
-    announcing = [
-        sentence for sentence in sentences if re.search(r"\b(figure|animation|images)\b", sentence)
-    ]
-    return (
-        f"Figure: {announcing[-1]} ({heading})"
-        if announcing
-        else f"Figure made by the code of the section: {heading}"
-    )
+    figures = [part for part in sentences if re.search(r"\b(figure|animation|images)\b", part)]
+    return f"Figure: {(figures or ['made by the code of the section'])[-1]} ({heading})"
 
 
 def has_figure(cell: Notebook) -> bool:
@@ -106,7 +66,7 @@ def page(notebook: Notebook, name: str, address: str) -> Notebook:
             before = cell.source
             heading = (re.findall(r"^#+ (.*)", before, re.MULTILINE) or [heading])[-1]
         elif has_figure(cell):
-            cell.metadata["mystnb"] = {"image": {"alt": alternative(cell.source, before, heading)}}
+            cell.metadata["mystnb"] = {"image": {"alt": alternative(before, heading)}}
         tags = cell.metadata.get("tags", [])
         title, word = next((FOLDED[tag] for tag in tags if tag in FOLDED), ("", ""))
         if title:

@@ -34,7 +34,7 @@ from flowrl.policies.pipeline import (
     device_of,
     has_compiled_blocks,
 )
-from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
+from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Policy
 
 __all__ = [
     "ARCHITECTURES",
@@ -51,7 +51,6 @@ __all__ = [
     "PipelinePolicy",
     "QwenImage",
     "SmallSD3",
-    "SmallSD3Config",
     "SmallSD3Policy",
     "StorageCounter",
     "Wan",

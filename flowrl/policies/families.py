@@ -261,10 +261,7 @@ class Flux(Family):
 
     def set_timesteps(self, scheduler, steps, latent_shape, pipe):
         """The even grid 1, ..., 1/T, shifted by the number of image tokens."""
-        flow_sigmas = scheduler.config.get("use_flow_sigmas")
-        sigmas = None if flow_sigmas else np.linspace(1.0, 1 / steps, steps)
-        mu = resolution_shift(scheduler, latent_shape[0], 1.15)
-        scheduler.set_timesteps(steps, sigmas=sigmas, mu=mu)
+        _set_even_grid(scheduler, steps, latent_shape[0])
 
     def encode(self, pipe, text, tokens, device):
         """T5 tokens [token, dim], and the pooled CLIP embedding [dim]."""
@@ -291,6 +288,13 @@ class Flux(Family):
     def decode(self, pipe, latent, size):
         """The unpacked latent image, scaled and shifted as in the pipeline."""
         return decode_scaled(pipe.vae, unpacked(latent, size))
+
+
+def _set_even_grid(scheduler: Any, steps: int, tokens: int) -> None:
+    flow_sigmas = scheduler.config.get("use_flow_sigmas")
+    sigmas = None if flow_sigmas else np.linspace(1.0, 1 / steps, steps)
+    mu = resolution_shift(scheduler, tokens, 1.15)
+    scheduler.set_timesteps(steps, sigmas=sigmas, mu=mu)
 
 
 @cache
@@ -330,10 +334,7 @@ class QwenImage(Family):
         terminal = scheduler.config.shift_terminal
         # diffusers would divide by 0 to stretch a single step
         scheduler.register_to_config(shift_terminal=terminal if steps > 1 else None)
-        scheduler.set_timesteps(
-            sigmas=np.linspace(1.0, 1 / steps, steps),
-            mu=resolution_shift(scheduler, latent_shape[0], 1.15),
-        )
+        _set_even_grid(scheduler, steps, latent_shape[0])
         scheduler.register_to_config(shift_terminal=terminal)
 
     def encode(self, pipe, text, tokens, device):

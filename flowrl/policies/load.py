@@ -39,8 +39,8 @@ def load_policy(
         name = str(index.pop("_class_name"))
     except (OSError, KeyError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"model: {model!r} is no folder with a model_index.json, and cannot be loaded from the"
-            f" Hub under this name ({error}); HF_HUB_OFFLINE=0 allows downloads"
+            f"model: {model!r} is no folder with a model_index.json, and the Hub has no such model"
+            f" ({error}); HF_HUB_OFFLINE=0 allows downloads"
         ) from error
     family = family or family_of(name)
     _require_data_only(model, index, type(family).__module__.partition(".")[0])

@@ -6,6 +6,8 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -167,9 +169,8 @@ class PipelinePolicy:
             set_attention_backend(self.transformer, name, self.device, self.dtype)
         _place(pipe.vae, self.device, DTYPES[options.decode_dtype])
         self.latent_size = size_of(pipe, options.height, options.width)
-        self.latent_shape = shape_of(
-            pipe, family, options.height, options.width, options.num_frames
-        )
+        size = (options.height, options.width, options.num_frames)
+        self.latent_shape = shape_of(pipe, family, *size)
         # Qwen-Image's decoder has no such entry
         channels = getattr(getattr(pipe.vae, "config", None), "out_channels", 3)
         require(channels == 3, "channels of the image decoder", channels, "3, red, green and blue")
@@ -213,7 +214,6 @@ class PipelinePolicy:
 
     def schedule(self, steps: int) -> Schedule:
         """The pipeline's own grid for this image size, float32."""
-        require(steps >= 1, "steps", steps, "1 or more")
         self.family.set_timesteps(self._scheduler, steps, self.latent_shape, self.pipe)
         return schedule_of(self._scheduler, self.device)
 
@@ -335,7 +335,7 @@ class PipelinePolicy:
         """
         tuning = self.options.tuning
         require(tuning != "nothing", "tuning", tuning, "lora or full: there is nothing to save")
-        new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
+        new = folder.with_name(folder.name + ".new")
         shutil.rmtree(new, ignore_errors=True)
         if self.adapters is not None:
             type(self.pipe).save_lora_weights(new, transformer_lora_layers=self.adapters.tensors())
@@ -344,11 +344,8 @@ class PipelinePolicy:
             if network is None:
                 return
             network.save_pretrained(new / "transformer")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            os.replace(folder, old)
+        shutil.rmtree(folder, ignore_errors=True)
         os.replace(new, folder)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _full_network(network: Any) -> Any:
@@ -385,19 +382,14 @@ def _euler_scheduler(pipe: Any) -> Any:
     transitions need an Euler grid; the two grids differ. Raises `ConfigError` for any other
     scheduler.
     """
-    from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
-        FlowMatchEulerDiscreteScheduler,
-    )
-
+    euler: Any = import_module("diffusers").FlowMatchEulerDiscreteScheduler
     kind, config = type(pipe.scheduler), pipe.scheduler.config
-    if issubclass(kind, FlowMatchEulerDiscreteScheduler):
-        return FlowMatchEulerDiscreteScheduler.from_config(config)
+    if issubclass(kind, euler):
+        return euler.from_config(config)
     allowed = "FlowMatchEulerDiscreteScheduler, or one with flow sigmas and a flow_shift"
     fits = bool(config.get("use_flow_sigmas")) and "flow_shift" in config
     require(fits, "scheduler", kind.__name__, allowed)
-    return FlowMatchEulerDiscreteScheduler(
-        config["num_train_timesteps"], shift=config["flow_shift"]
-    )
+    return euler(config["num_train_timesteps"], shift=config["flow_shift"])
 
 
 PYTORCH_KERNELS = {
@@ -449,9 +441,8 @@ def set_attention_backend(
 
 def _blocks(network: Any) -> list[nn.Module]:
     """The entries of the module lists at the top of a transformer, its blocks, in order."""
-    return [
-        block for child in network.children() if isinstance(child, nn.ModuleList) for block in child
-    ]
+    lists = [child for child in network.children() if isinstance(child, nn.ModuleList)]
+    return list(chain(*lists))
 
 
 def compile_blocks(network: Any, backend: str) -> None:

@@ -2,40 +2,19 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from flowrl.core.errors import require
 from flowrl.core.types import Condition, Prompt, Schedule
 from flowrl.policies.lora import LORA_TARGETS, Adapters
 from flowrl.policies.pipeline import computing_in, device_of, schedule_of
 
-
-@dataclass(frozen=True)
-class SmallSD3Config:
-    """Sizes of the built-in model.
-
-    Args:
-        vocabulary: number of words.
-        words: length of a prompt in words.
-        grid: cells per side of the image.
-        cell: pixels per side of a cell.
-        channels: channels of the latent.
-        shift: time shift of the scheduler (SD3.5: 3; small images need less).
-    """
-
-    vocabulary: int
-    words: int
-    grid: int = 4
-    cell: int = 16
-    channels: int = 8
-    shift: float = 1.0
-
-
+GRID, CELL, CHANNELS = 4, 16, 8
+"""Cells per side of the image, pixels per side of a cell, and channels of the latent."""
 TEXT_WIDTH = 64
 """Width of the word embeddings."""
 
@@ -69,7 +48,7 @@ class WordEncoder(nn.Module):
 
 
 class CellAutoencoder(nn.Module):
-    """Images [sample, 3, grid*cell, grid*cell] in [0, 1] <-> latents [sample, channels, grid, grid]
+    """Images [sample, 3, 64, 64] in [0, 1] <-> latents [sample, 8, 4, 4]
     of unit scale.
 
     A two-layer network encodes each cell separately. `shift` and `scale` [channels] give the
@@ -79,18 +58,17 @@ class CellAutoencoder(nn.Module):
     shift: Tensor
     scale: Tensor
 
-    def __init__(self, channels: int, grid: int, cell: int, hidden: int = 128) -> None:
+    def __init__(self, hidden: int = 128) -> None:
         super().__init__()
-        pixels = 3 * cell * cell
-        self.grid, self.cell = grid, cell
+        pixels = 3 * CELL * CELL
         self.encoder = nn.Sequential(
-            nn.Linear(pixels, hidden), nn.GELU(), nn.Linear(hidden, channels)
+            nn.Linear(pixels, hidden), nn.GELU(), nn.Linear(hidden, CHANNELS)
         )
         self.decoder = nn.Sequential(
-            nn.Linear(channels, hidden), nn.GELU(), nn.Linear(hidden, pixels), nn.Sigmoid()
+            nn.Linear(CHANNELS, hidden), nn.GELU(), nn.Linear(hidden, pixels), nn.Sigmoid()
         )
-        self.register_buffer("shift", torch.zeros(channels))
-        self.register_buffer("scale", torch.ones(channels))
+        self.register_buffer("shift", torch.zeros(CHANNELS))
+        self.register_buffer("scale", torch.ones(CHANNELS))
 
     def encode_cells(self, cells: Tensor) -> Tensor:
         """[cell, 3, size, size] -> [cell, channels]."""
@@ -99,33 +77,39 @@ class CellAutoencoder(nn.Module):
     def decode(self, latents: Tensor) -> Tensor:
         """Latents to images."""
         rows = rearrange(latents, "s z r c -> (s r c) z") * self.scale + self.shift
-        sizes = {"r": self.grid, "c": self.grid, "k": 3, "h": self.cell}
+        sizes = {"r": GRID, "c": GRID, "k": 3, "h": CELL}
         return rearrange(self.decoder(rows), "(s r c) (k h w) -> s k (r h) (c w)", **sizes)
 
 
 class SmallSD3(nn.Module):
-    """The networks of the shapes world: word encoder, `SD3Transformer2DModel`, cell autoencoder."""
+    """The networks of the shapes world: word encoder, `SD3Transformer2DModel`, cell autoencoder.
 
-    def __init__(self, config: SmallSD3Config) -> None:
+    Args:
+        vocabulary: number of words.
+        words: length of a prompt in words.
+        shift: time shift of the scheduler (SD3.5: 3; small images need less).
+    """
+
+    def __init__(self, vocabulary: int, words: int, shift: float = 1.0) -> None:
         super().__init__()
         from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 
-        self.config = config
-        self.words = WordEncoder(config.vocabulary, config.words)
+        self.shift = shift
+        self.words = WordEncoder(vocabulary, words)
         self.transformer = SD3Transformer2DModel(
-            sample_size=config.grid,
+            sample_size=GRID,
             patch_size=1,
-            in_channels=config.channels,
-            out_channels=config.channels,
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
             num_layers=4,
             attention_head_dim=32,
             num_attention_heads=2,
             joint_attention_dim=TEXT_WIDTH,
             caption_projection_dim=2 * 32,
             pooled_projection_dim=TEXT_WIDTH,
-            pos_embed_max_size=config.grid,
+            pos_embed_max_size=GRID,
         )
-        self.autoencoder = CellAutoencoder(config.channels, config.grid, config.cell)
+        self.autoencoder = CellAutoencoder()
 
     def velocity(self, latent: Tensor, timestep: Tensor, words: Tensor) -> Tensor:
         """v at `latent` [sample, channel, grid, grid], `timestep` = 1000 t [sample], `words`
@@ -154,9 +138,6 @@ class SmallSD3Policy:
         seed: seed of the adapter.
         device: device of the network.
         dtype: precision of the network.
-
-    Raises:
-        ConfigError: `rank` is below 1.
     """
 
     def __init__(
@@ -169,23 +150,17 @@ class SmallSD3Policy:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        require(rank >= 1, "lora rank", rank, "1 or more")
-        from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
-            FlowMatchEulerDiscreteScheduler,
-        )
-
         self.device = device_of(device)
         self.network = network.to(self.device).eval().requires_grad_(False)
         self.velocity_network: nn.Module = network.transformer
-        config = network.config
-        self.latent_shape = (config.channels, config.grid, config.grid)
+        self.latent_shape = (CHANNELS, GRID, GRID)
         self.tokenise, self.dtype = tokenise, dtype
-        self._scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=config.shift)
+        euler: Any = import_module("diffusers").FlowMatchEulerDiscreteScheduler
+        self._scheduler = euler(shift=network.shift)
         self._adapters = Adapters(network.transformer, rank, alpha, LORA_TARGETS, seed)
 
     def schedule(self, steps: int) -> Schedule:
         """The grid of diffusers' `FlowMatchEulerDiscreteScheduler`, float32."""
-        require(steps >= 1, "steps", steps, "1 or more")
         self._scheduler.set_timesteps(steps)
         return schedule_of(self._scheduler, self.device)
 

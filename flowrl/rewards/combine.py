@@ -257,8 +257,8 @@ class FrameMean:
 
     Args:
         reward: a reward for images.
-        frames: F: first, middle, last, all, or a number of frames at equal distances, including the
-            first and the last.
+        frames: F: all, or a number of frames at equal distances, including the first and the last;
+            1 is the middle one.
 
     Raises:
         ConfigError: `frames` is not allowed.

@@ -20,7 +20,7 @@ from flowrl.core.types import ImagesOrVideos, Prompt
 Quality = Annotated[int, Ge(1), Le(95)]
 Images = Float[Tensor, "sample channel height width"]
 """Images in [0, 1]."""
-Frames = Literal["first", "middle", "last", "all"] | Count
+Frames = Literal["all"] | Count
 
 
 def to_bytes(images: Images) -> UInt8[Tensor, "sample height width channel"]:
@@ -97,16 +97,12 @@ def is_video(images: Tensor) -> bool:
 
 
 def chosen_frames(frames: Frames, count: int) -> list[int]:
-    """The indices among `count` frames that `frames` selects.
-
-    first, middle (the earlier one of two), last, all, or a number k of frames at equal distances,
-    rounded, including the first and the last (k = 1: the middle one; all if there are fewer).
+    """The indices of all frames, or of a number of `frames` at equal distances, including the first
+    and the last (1: the middle one, the earlier of two; all if there are fewer).
     """
-    middle = (count - 1) // 2
-    ends = {"first": 0, "middle": middle, "last": count - 1, 1: middle}
-    if frames in ends:
-        return [ends[frames]]
-    number = count if frames == "all" else min(int(frames), count)
+    if frames == 1:
+        return [(count - 1) // 2]
+    number = count if frames == "all" else min(frames, count)
     return torch.linspace(0, count - 1, number).round().int().tolist()
 
 
@@ -135,6 +131,4 @@ def stills(images: ImagesOrVideos) -> Float[Tensor, "sample channel height side"
     """
     if not is_video(images):
         return images
-    ends = ("first", "middle", "last")
-    chosen = sorted({chosen_frames(frame, images.shape[1])[0] for frame in ends})
-    return torch.cat(images[:, chosen].unbind(1), dim=-1)
+    return torch.cat(images[:, chosen_frames(3, images.shape[1])].unbind(1), dim=-1)

@@ -1,20 +1,17 @@
-"""The application: POST /v1/score, GET /v1/info, /health, /metrics, /openapi.json, and /docs, a
-page with the schema.
-"""
+"""The application: POST /v1/score, GET /v1/info, /health, /metrics and /openapi.json."""
 
 import asyncio
 import contextlib
 import logging
 import re
 import secrets
-import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -24,7 +21,7 @@ from flowrl.rewards.combine import WeightedSum, require_single
 from flowrl.rewards.contract import ComponentScores
 from flowrl.serving.batching import Batcher, Metrics, is_transient
 from flowrl.serving.gate import Gate, error_response
-from flowrl.serving.openapi import ERRORS, SCORE_REQUEST, HealthResponse, InfoResponse, render_page
+from flowrl.serving.openapi import ERRORS, SCORE_REQUEST, HealthResponse, InfoResponse
 from flowrl.serving.request import MemoryBudget, RequestError, RequestMemory, read_request
 from flowrl.serving.server_settings import ServerSettings
 from flowrl.serving.wire_format import API_VERSION, ScoreResponse, encode_scores
@@ -46,14 +43,7 @@ class RewardServer:
         self.metrics = Metrics()
         self.memory = MemoryBudget(self.limits.memory_bytes)
         self.weights = _component_weights(reward)
-        self.batcher = Batcher(
-            reward,
-            self.metrics,
-            settings.max_batch,
-            settings.wait,
-            self.limits.queue,
-            settings.merge,
-        )
+        self.batcher = Batcher(reward, self.metrics, settings)
 
     async def score(self, request: Request) -> bytes:
         """The body of the response. Raises `RequestError`, or `ClientDisconnect` if the client has
@@ -69,10 +59,10 @@ class RewardServer:
         """The weights of the components if the query requests them. Raises `RequestError` if the
         reward has none.
         """
-        value = request.query_params.get("parts", "false").lower()
-        if value not in ("true", "false", "1", "0"):
+        value = request.query_params.get("parts", "false")
+        if value not in ("true", "false"):
             raise RequestError(422, "bad_query", "parts must be true or false")
-        if value in ("false", "0"):
+        if value == "false":
             return None
         if self.weights is None:
             raise RequestError(422, "no_parts", "this reward has no components: a weighted-sum has")
@@ -162,7 +152,7 @@ def _add_score(app: FastAPI, server: RewardServer) -> None:
         `curl -F 'prompts=[{"text": "a red circle"}]' -F png=@image.png -H "Authorization: Bearer
         TOKEN" URL/v1/score`
         """
-        began, status = time.monotonic(), 499  # client disconnected
+        status = 499  # client disconnected
         try:
             body = await server.score(request)
             status = 200
@@ -173,7 +163,7 @@ def _add_score(app: FastAPI, server: RewardServer) -> None:
         except ClientDisconnect:
             return error_response(RequestError(400, "gone", "the client has gone"))
         finally:
-            server.metrics.count_request(status, time.monotonic() - began)
+            server.metrics.count_request(status)
 
 
 def _add_status(app: FastAPI, server: RewardServer) -> None:
@@ -198,9 +188,16 @@ def _add_status(app: FastAPI, server: RewardServer) -> None:
     )
     async def info() -> JSONResponse:
         """The reward and the limits."""
-        found = {"reward": settings.name, "version": API_VERSION, "max_batch": settings.max_batch}
         components = {} if server.weights is None else {"components": server.weights}
-        return JSONResponse({**found, **components, "limits": asdict(settings.limits)})
+        return JSONResponse(
+            {
+                "reward": settings.name,
+                "version": API_VERSION,
+                "max_batch": settings.max_batch,
+                **components,
+                "limits": asdict(settings.limits),
+            }
+        )
 
     @app.get(
         "/metrics",
@@ -210,16 +207,8 @@ def _add_status(app: FastAPI, server: RewardServer) -> None:
     )
     async def metrics() -> Response:
         """Requests by status, samples, sizes and seconds of the model's calls, queue and memory."""
-        return Response(
-            server.metrics.text(server.batcher.waiting, server.memory.used),
-            media_type=CONTENT_TYPE_LATEST,
-        )
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> HTMLResponse:
-        """The OpenAPI schema as a page that needs no network."""
-        policy = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
-        return HTMLResponse(render_page(app.openapi()), headers=policy)
+        text = server.metrics.text(server.batcher.waiting, server.memory.used)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -229,17 +218,15 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_exception(_: Request, error: HTTPException) -> Response:
-        response = error_response(
-            RequestError(error.status_code, "no_such_endpoint", str(error.detail))
-        )
+        refusal = RequestError(error.status_code, "no_such_endpoint", str(error.detail))
+        response = error_response(refusal)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
     async def server_failure(request: Request, error: Exception) -> Response:
-        failure = RequestError(
-            500, "server_failed", f"the server failed ({type(error).__name__})", is_transient(error)
-        )
+        message = f"the server failed ({type(error).__name__})"
+        failure = RequestError(500, "server_failed", message, is_transient(error))
         failure.__cause__ = error
         return error_response(_logged(request, failure))
 

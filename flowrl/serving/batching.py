@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -19,9 +20,15 @@ from flowrl.core.types import Prompt
 from flowrl.rewards.contract import ComponentScores
 from flowrl.rollout import score
 from flowrl.serving.request import RequestError
+from flowrl.serving.server_settings import ServerSettings
 from flowrl.serving.wire_format import TransientError
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LASTING = (
+    *(ValueError, FileNotFoundError, PermissionError),
+    *(NotADirectoryError, IsADirectoryError),
+)
+"""Errors that the same call raises again, although some are `OSError`s."""
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -32,55 +39,34 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
-        self._started = time.monotonic()
-        self._requests = Counter(
-            "flowrl_reward_requests", "Requests for scores", ["status"], registry=registry
-        )
-        self._samples = Counter("flowrl_reward_samples", "Scored images", registry=registry)
-        self._invalid = Counter(
-            "flowrl_reward_invalid", "Images that the reward marked invalid", registry=registry
-        )
-        self._uptime = Gauge(
-            "flowrl_reward_uptime_seconds", "Seconds since the start", registry=registry
-        )
-        self._waiting = Gauge(
-            "flowrl_reward_waiting_samples", "Images in the queue", registry=registry
-        )
-        self._memory = Gauge(
-            "flowrl_reward_memory_bytes", "Bytes of all requests in memory", registry=registry
-        )
-        batch, model, request = (
-            "Images in a call of the model",
-            "Seconds of a call of the model",
-            "Seconds of a request",
-        )
-        self._batch_samples = Histogram(
-            "flowrl_reward_batch_samples", batch, buckets=BATCH_BUCKETS, registry=registry
-        )
-        self._model_seconds = Histogram(
-            "flowrl_reward_model_seconds", model, buckets=SECONDS_BUCKETS, registry=registry
-        )
-        self._request_seconds = Histogram(
-            "flowrl_reward_request_seconds", request, buckets=SECONDS_BUCKETS, registry=registry
-        )
 
-    def count_request(self, status: int, seconds: float) -> None:
+        def metric(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
+            return kind(f"flowrl_reward_{name}", text, labels, registry=registry, **options)
+
+        self._requests = metric(Counter, "requests", "Requests for scores", "status")
+        self._samples = metric(Counter, "samples", "Scored images")
+        self._invalid = metric(Counter, "invalid", "Images that the reward marked invalid")
+        self._waiting = metric(Gauge, "waiting_samples", "Images in the queue")
+        self._memory = metric(Gauge, "memory_bytes", "Bytes of all requests in memory")
+        sizes, seconds = {"buckets": BATCH_BUCKETS}, {"buckets": SECONDS_BUCKETS}
+        self._batch = metric(Histogram, "batch_samples", "Images in a call of the model", **sizes)
+        self._model = metric(Histogram, "model_seconds", "Seconds of a call", **seconds)
+
+    def count_request(self, status: int) -> None:
         """Count an answered request."""
         self._requests.labels(status).inc()
-        self._request_seconds.observe(seconds)
 
     def count_batch(self, size: int, seconds: float, invalid: int) -> None:
         """Count a call of the model with `size` images, of which it marked `invalid`."""
         self._samples.inc(size)
         self._invalid.inc(invalid)
-        self._batch_samples.observe(size)
-        self._model_seconds.observe(seconds)
+        self._batch.observe(size)
+        self._model.observe(seconds)
 
     def text(self, waiting_samples: int, memory_bytes: int) -> bytes:
         """All metrics in Prometheus' text format, with the current length of the queue and the
         current memory.
         """
-        self._uptime.set(time.monotonic() - self._started)
         self._waiting.set(waiting_samples)
         self._memory.set(memory_bytes)
         return generate_latest(self._registry)
@@ -111,24 +97,11 @@ class Batcher:
     Args:
         model: the reward model.
         metrics: counters to update.
-        max_batch: largest number of images per call.
-        wait: seconds that a call with fewer images waits for more jobs.
-        queue: largest number of queued images.
-        merge: whether jobs share calls; if not, scores do not depend on the traffic, not even in
-            the last digit.
+        settings: settings of the server.
     """
 
-    def __init__(
-        self,
-        model: RewardModel,
-        metrics: Metrics,
-        max_batch: int = 64,
-        wait: float = 0.005,
-        queue: int = 8192,
-        merge: bool = True,
-    ) -> None:
-        self.model, self.metrics = model, metrics
-        self.max_batch, self.wait, self.queue, self.merge = max_batch, wait, queue, merge
+    def __init__(self, model: RewardModel, metrics: Metrics, settings: ServerSettings) -> None:
+        self.model, self.metrics, self.settings = model, metrics, settings
         self._jobs: deque[ScoringJob] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -141,15 +114,11 @@ class Batcher:
         job = ScoringJob(images, prompts)
         with self._changed:
             if self._closed:
-                raise RequestError(503, "stopping", "the server is stopping", retry=True)
-            waiting = self.waiting
-            if waiting and waiting + len(prompts) > self.queue:
-                raise RequestError(
-                    503,
-                    "busy",
-                    f"{waiting} samples wait already; allowed: {self.queue}",
-                    retry=True,
-                )
+                raise _stopping()
+            waiting, most = self.waiting, self.settings.limits.queue
+            if waiting and waiting + len(prompts) > most:
+                message = f"{waiting} samples wait already; allowed: {most}"
+                raise RequestError(503, "busy", message, retry=True)
             self._jobs.append(job)
             self._changed.notify()
         return job.future
@@ -178,15 +147,10 @@ class Batcher:
             self._changed.notify()
         for job in left:
             if job.future.set_running_or_notify_cancel():
-                job.future.set_exception(
-                    RequestError(503, "stopping", "the server is stopping", retry=True)
-                )
+                job.future.set_exception(_stopping())
 
     def _work(self) -> None:
-        while True:
-            jobs = self._next_jobs()
-            if jobs is None:
-                return
+        while (jobs := self._next_jobs()) is not None:
             self._busy_since = time.monotonic()
             self._score(jobs)
             self._busy_since = None
@@ -196,15 +160,12 @@ class Batcher:
         with self._changed:
             while not self._jobs and not self._closed:
                 self._changed.wait()
-            deadline = time.monotonic() + self.wait
-            while self.merge and not self._closed and self.waiting < self.max_batch:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(left)
-            if self._closed:
-                return None
-            return self._take_jobs()
+            if self.settings.merge:
+                self._changed.wait_for(self._is_full, self.settings.wait)
+            return None if self._closed else self._take_jobs()
+
+    def _is_full(self) -> bool:
+        return self._closed or self.waiting >= self.settings.max_batch
 
     def _take_jobs(self) -> list[ScoringJob]:
         """The first job, and all of its shape that fit into the same call; cancelled jobs are
@@ -214,11 +175,10 @@ class Batcher:
         kept: deque[ScoringJob] = deque()
         count = 0
         for job in self._jobs:
-            if not chosen:
-                fits = True
-            else:
+            fits = not chosen
+            if chosen and self.settings.merge:
                 same = job.images.shape[1:] == chosen[0].images.shape[1:]
-                fits = self.merge and same and count + len(job.prompts) <= self.max_batch
+                fits = same and count + len(job.prompts) <= self.settings.max_batch
             if not fits:
                 kept.append(job)
             elif job.future.set_running_or_notify_cancel():
@@ -228,7 +188,7 @@ class Batcher:
         return chosen
 
     def _score(self, jobs: list[ScoringJob]) -> None:
-        if not jobs:
+        if not jobs:  # all cancelled
             return
         try:
             images = jobs[0].images if len(jobs) == 1 else torch.cat([job.images for job in jobs])
@@ -253,20 +213,23 @@ class Batcher:
         on the CPU.
         """
         pieces: list[ComponentScores] = []
-        for start in range(0, len(prompts), self.max_batch):
-            piece = prompts[start : start + self.max_batch]
+        size = self.settings.max_batch
+        for start in range(0, len(prompts), size):
+            piece = prompts[start : start + size]
             began = time.monotonic()
-            found = score(self.model, images[start : start + self.max_batch], piece)
+            scores = score(self.model, images[start : start + size], piece)
             # copies, because a model may return the same tensor at every call
-            parts = {name: values.to("cpu", copy=True) for name, values in found.parts.items()}
-            pieces.append(ComponentScores(found.total.to("cpu", copy=True), parts))
-            self.metrics.count_batch(
-                len(piece), time.monotonic() - began, int(pieces[-1].invalid.sum())
-            )
-        parts = {
-            name: torch.cat([piece.parts[name] for piece in pieces]) for name in pieces[0].parts
-        }
+            parts = {name: values.to("cpu", copy=True) for name, values in scores.parts.items()}
+            pieces.append(ComponentScores(scores.total.to("cpu", copy=True), parts))
+            seconds = time.monotonic() - began
+            self.metrics.count_batch(len(piece), seconds, int(pieces[-1].invalid.sum()))
+        names = pieces[0].parts
+        parts = {name: torch.cat([piece.parts[name] for piece in pieces]) for name in names}
         return ComponentScores(torch.cat([piece.total for piece in pieces]), parts)
+
+
+def _stopping() -> RequestError:
+    return RequestError(503, "stopping", "the server is stopping", retry=True)
 
 
 def is_transient(error: BaseException | None) -> bool:
@@ -276,14 +239,7 @@ def is_transient(error: BaseException | None) -> bool:
     Every other exception counts as the result of these inputs, which a repetition would not change.
     """
     for _ in range(10):  # an error can be its own cause
-        if isinstance(
-            error,
-            ValueError
-            | FileNotFoundError
-            | PermissionError
-            | NotADirectoryError
-            | IsADirectoryError,
-        ):
+        if isinstance(error, LASTING):
             return False
         if isinstance(error, OSError | MemoryError | torch.OutOfMemoryError | TransientError):
             return True
@@ -301,9 +257,8 @@ def _request_error(error: BaseException) -> RequestError:
     if isinstance(error, RewardContractError):
         failure = RequestError(500, "reward_broken", "the scores of the reward break its contract")
     elif isinstance(error, FlowrlError) and not transient:
-        failure = RequestError(
-            422, "reward_refused", f"the reward refuses these prompts or images ({kind})"
-        )
+        message = f"the reward refuses these prompts or images ({kind})"
+        failure = RequestError(422, "reward_refused", message)
     else:
         failure = RequestError(500, "reward_failed", f"the reward failed ({kind})", retry=transient)
     failure.__cause__ = error

@@ -4,8 +4,6 @@ Requires the extra `remote`; see `flowrl.serving.connections`.
 """
 
 import contextlib
-import math
-import random
 import threading
 import time
 import uuid
@@ -13,12 +11,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import RewardError, require
+from flowrl.core.errors import RewardError
+from flowrl.core.options import Count, NonNegative, Positive, Whole, checked_options
 from flowrl.core.types import Prompt
 from flowrl.rewards.combine import weighted_total
 from flowrl.rewards.contract import ComponentScores
@@ -38,6 +38,7 @@ MAX_BACKOFF = 20.0
 """Longest pause between two attempts in seconds, unless the server requests a longer pause."""
 
 
+@checked_options
 @dataclass(frozen=True)
 class RemoteReward:
     """Scores from the reward server at `url` (docs/guides/reward-server.md), in the order of the
@@ -45,8 +46,8 @@ class RemoteReward:
 
     An attempt fails if the server cannot be reached, answers with a temporary error (500, 503,
     ...), sends nothing for `timeout` seconds, or its response is cut off. The next attempt follows
-    after `backoff` seconds, doubled each time up to 20, minus a random part of up to a half; a
-    longer pause in the server's Retry-After header takes precedence.
+    after `backoff` seconds, doubled each time up to 20; a longer pause in the server's Retry-After
+    header takes precedence.
 
     `score` raises `RewardError` after `retries` repetitions of a request, or if the next pause
     would end after `deadline`. The trainer then stops with its last checkpoint, and the run can be
@@ -77,47 +78,24 @@ class RemoteReward:
 
     url: str
     images: Literal["safetensors", "png"] = "safetensors"
-    batch: int = 32
-    concurrency: int = 4
-    timeout: float = 120.0
-    deadline: float = 900.0
-    retries: int = 40
-    backoff: float = 0.5
+    batch: Count = 32
+    concurrency: Count = 4
+    timeout: Positive = 120.0
+    deadline: Positive = 900.0
+    retries: Whole = 40
+    backoff: NonNegative = 0.5
     token_file: str = ""
     certificate: str = ""
-    _connections: Connections = field(init=False, repr=False, compare=False)
     marks_invalid: ClassVar[bool] = True
     remote: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_endpoint("remote", self.url)
-        require(
-            self.images in ("safetensors", "png"),
-            "remote.images",
-            self.images,
-            "safetensors or png",
-        )
-        for name in ("batch", "concurrency"):
-            require(getattr(self, name) >= 1, f"remote.{name}", getattr(self, name), "1 or more")
-        for name in ("timeout", "deadline"):
-            value = getattr(self, name)
-            require(
-                math.isfinite(value) and value > 0,
-                f"remote.{name}",
-                value,
-                "a positive number of seconds",
-            )
-        require(self.retries >= 0, "remote.retries", self.retries, "0 or more")
-        require(
-            math.isfinite(self.backoff) and self.backoff >= 0,
-            "remote.backoff",
-            self.backoff,
-            "0 seconds or more",
-        )
-        pool = Connections(
-            "remote", self.url, self.concurrency, TOKEN_VARIABLE, self.token_file, self.certificate
-        )
-        object.__setattr__(self, "_connections", pool)
+
+    @cached_property
+    def _connections(self) -> Connections:
+        options = (TOKEN_VARIABLE, self.token_file, self.certificate)
+        return Connections("remote", self.url, self.concurrency, *options)
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """[sample, channel, height, width] and as many prompts -> [sample], on the images' device.
@@ -142,6 +120,7 @@ class RemoteReward:
         return _Call(self, time.monotonic() + self.deadline, with_parts).score(images, prompts)
 
 
+@checked_options
 @dataclass(frozen=True)
 class RemoteSum(RemoteReward):
     """A `remote` reward for a server of a weighted sum, with logged components that may be credited
@@ -172,9 +151,8 @@ class RemoteSum(RemoteReward):
         for scores, weights in self._score(images, prompts, with_parts=True):
             known = self._weights or weights
             if weights != known:
-                raise RewardError(
-                    f"remote-sum: the weights at {self.url} were {known}, and are {weights} now"
-                )
+                changed = f"were {known}, and are {weights} now"
+                raise RewardError(f"remote-sum: the weights at {self.url} {changed}")
             self._weights.update(known)
             pieces.append(scores.parts)
         return {
@@ -184,12 +162,6 @@ class RemoteSum(RemoteReward):
 
     def total(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The weighted sum of `parts` from this server."""
-        unknown = sorted(set(parts) - set(self._weights))
-        if unknown:
-            known = ", ".join(self._weights) or "none yet"
-            raise RewardError(
-                f"remote-sum: components {', '.join(unknown)}; the server has {known}"
-            )
         return weighted_total(parts, self._weights)
 
 
@@ -252,31 +224,21 @@ class _Call:
         return retrying(self._attempt, form.read(), form.headers["Content-Type"], prompts)
 
     def _pause(self, state: "RetryCallState") -> float:
-        """Seconds before the next attempt. The jitter does not use Python's global random numbers,
-        because results must not depend on it.
-        """
+        """Seconds before the next attempt."""
         from tenacity import wait_exponential
 
-        longest = wait_exponential(multiplier=self.reward.backoff, max=MAX_BACKOFF)(state)
-        return max(
-            longest * random.SystemRandom().uniform(0.5, 1.0),
-            getattr(last_error(state), "retry_after", 0.0),
-        )
+        pause = wait_exponential(multiplier=self.reward.backoff, max=MAX_BACKOFF)(state)
+        return max(pause, getattr(last_error(state), "retry_after", 0.0))
 
     def _sleep(self, seconds: float) -> None:
         if self.stopped.wait(seconds):
             raise RewardError("remote: another request of this call has failed")
 
     def _give_up(self, state: "RetryCallState") -> NoReturn:
-        error, attempts = last_error(state), state.attempt_number
-        pause = (
-            f" (the next attempt was due {state.upcoming_sleep:.0f} seconds later)"
-            if attempts <= self.reward.retries
-            else ""
-        )
+        error, seconds = last_error(state), state.seconds_since_start or 0
         raise RewardError(
-            f"remote: the reward server at {self.reward.url} gave no scores in {attempts} attempts"
-            f" over {state.seconds_since_start or 0:.0f} seconds{pause}; the last error: {error}."
+            f"remote: the reward server at {self.reward.url} gave no scores in"
+            f" {state.attempt_number} attempts over {seconds:.0f} seconds; the last error: {error}."
             " Start the server again, then resume the run from its last checkpoint"
         ) from error
 
@@ -292,35 +254,22 @@ class _Call:
         answer = reward._connections.post(path, body, headers, seconds, max_bytes)
         if answer.status != 200:
             raise self._status_error(answer)
-        return decode_scores(
-            answer.content,
-            request_id,
-            prompts,
-            f"remote: the reward server at {reward.url}",
-            self.with_parts,
-        )
+        origin = f"remote: the reward server at {reward.url}"
+        return decode_scores(answer.content, request_id, prompts, origin, self.with_parts)
 
     def _status_error(self, answer: Answer) -> Exception:
         """The error for a response without scores."""
         status, error = answer.status, decode_error(answer.content)
-        reason = f"status {status}" + (
-            f", {error.code[:100]}: {error.message[:1000]}" if error else ""
-        )
+        reason = f"status {status}"
+        if error is not None:
+            reason += f", {error.code[:100]}: {error.message[:1000]}"
         if status in (408, 425, 429) or status >= 500 if error is None else error.retry:
             return TransientError(reason, answer.retry_after)
-        hint = (
-            f"; set {TOKEN_VARIABLE} or token_file to the server's token" if status == 401 else ""
-        )
-        hint = (
-            f"; lower remote's batch (now {self.reward.batch}) or raise the server's limits"
-            if status == 413
-            else hint
-        )
-        hint = (
-            "; use remote instead of remote-sum for the total alone"
-            if error and error.code == "no_parts"
-            else hint
-        )
+        hints = {
+            401: f"; set {TOKEN_VARIABLE} or token_file to the server's token",
+            413: f"; lower remote's batch (now {self.reward.batch}) or raise the server's limits",
+        }
+        hint = hints.get(status, "")
         return RewardError(
             f"remote: the reward server at {self.reward.url} refuses: {reason}{hint}"
         )

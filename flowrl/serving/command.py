@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,8 @@ from annotated_types import Ge, Gt, Le
 
 from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Count
-from flowrl.serving.server_settings import TOKEN_VARIABLE, tls_context
+from flowrl.reading import read_text, reading
+from flowrl.serving.server_settings import TOKEN_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,9 @@ class ServeReward:
         try:
             from flowrl.serving import Listener, ServerLimits, ServerSettings, serve
         except ImportError as error:
-            message = (
-                f"serve-reward needs the extra 'server' ({error}); install it with: pip install -e"
-                " '.[server]'"
-            )
-            raise ConfigError(message) from error
+            raise ConfigError(
+                f"serve-reward needs the extra 'server' ({error}): pip install -e '.[server]'"
+            ) from error
         from flowrl.parts.registry import build
         from flowrl.rewards import require_single
         from flowrl.serving.weights import load_weights
@@ -98,7 +98,10 @@ class ServeReward:
             )
             url = listener.url("https" if self.tls_certificate else "http")
             access = "a token is required" if token else "no token is required"
-            print(f"Serving {self.reward} at {url} ({access}; description: {url}/docs)", flush=True)
+            print(
+                f"Serving {self.reward} at {url} ({access}; description: {url}/openapi.json)",
+                flush=True,
+            )
             serve(reward, settings, listener, self.tls_certificate, self.tls_key)
         return 0
 
@@ -106,46 +109,24 @@ class ServeReward:
         """Raise `ConfigError` for options with which a server cannot start, before anything is
         imported or opened.
         """
-        require(
-            bool(self.host),
-            "host",
-            self.host,
-            "an address or a name of this machine; 0.0.0.0 for all",
-        )
-        certificate, key = self.tls_certificate, self.tls_key
-        together = (certificate is None) == (key is None)
-        given = ("tls_key", key) if certificate is None else ("tls_certificate", certificate)
-        require(
-            together, given[0], str(given[1]), "tls_certificate and tls_key together, or neither"
-        )
-        if certificate is None or key is None:
-            return
-        try:
-            tls_context(certificate, key)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            allowed = "a certificate chain and its key without a passphrase, both PEM"
-            message = (
-                f"tls_certificate, tls_key: {certificate} and {key} cannot be used ({reason});"
-                f" allowed: {allowed}"
-            )
-            raise ConfigError(message) from error
+        allowed = "an address or a name of this machine; 0.0.0.0 for all"
+        require(bool(self.host), "host", self.host, allowed)
+        files = [str(path) for path in (self.tls_certificate, self.tls_key) if path]
+        require(len(files) != 1, "tls_certificate, tls_key", files, "both or neither")
+        if files:
+            with reading(f"tls_certificate, tls_key: {', '.join(files)}"):
+                # without a password it would ask for the passphrase of the key
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files, password="")
 
     def _token(self) -> str:
         """The token from the file or the environment; "" if there is none."""
         if self.no_token:
-            require(
-                self.token_file is None,
-                "token_file",
-                str(self.token_file),
-                "left out with --no-token",
-            )
+            allowed = "left out with --no-token"
+            require(self.token_file is None, "token_file", str(self.token_file), allowed)
             return ""
         if self.token_file is None:
             return os.environ.get(TOKEN_VARIABLE, "").strip()
-        try:
-            token = self.token_file.read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"token_file: {self.token_file} cannot be read: {error}") from error
+        with reading("token_file"):
+            token = read_text(self.token_file).strip()
         require(bool(token), "token_file", str(self.token_file), "a file that contains a token")
         return token

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.core.errors import ConfigError, RewardError, require
+from flowrl.reading import read_text, reading
 from flowrl.serving.wire_format import TransientError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def check_endpoint(name: str, url: str) -> None:
     Raises:
         ConfigError: `url` cannot be an endpoint, or the packages of the extra are not installed.
     """
-    good = isinstance(url, str) and url.startswith(("http://", "https://")) and "@" not in url
+    good = url.startswith(("http://", "https://")) and "@" not in url
     require(good, f"{name}.url", url, "http://HOST:PORT or https://HOST:PORT")
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
@@ -128,18 +129,12 @@ class Connections:
             raise TransientError(f"no response within {seconds:.0f} seconds") from error
         except (httpx.TransportError, httpx.StreamError) as error:
             if _is_certificate_error(error):
-                hint = "give the authority's, or the server's own if it is self-signed, as "
-                hint += (
-                    "certificate='ca.pem'"
-                    if name == "remote"
-                    else "SSL_CERT_FILE in the environment"
-                )
                 raise RewardError(
-                    f"{name}: the certificate of {url} is not trusted ({error}); {hint}"
+                    f"{name}: the certificate of {url} is not trusted ({error}); give the"
+                    " authority's as certificate='ca.pem', or in SSL_CERT_FILE"
                 ) from error
-            raise TransientError(
-                f"the connection failed ({type(error).__name__}: {error})"
-            ) from error
+            reason = f"{type(error).__name__}: {error}"
+            raise TransientError(f"the connection failed ({reason})") from error
         except (httpx.InvalidURL, UnicodeError) as error:
             raise RewardError(f"{name}: {url} is not a valid URL: {error}") from error
         return Answer(response.status_code, response.headers, content)
@@ -165,28 +160,20 @@ def _open_client(
     import httpx
 
     headers = {"Accept-Encoding": "identity", "User-Agent": "flowrl"}
-    token = _read_token(name, token_file) if token_file else os.environ.get(variable, "").strip()
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
-    try:  # reading the system's certificates is slow, and http does not need them
-        trusted = (
-            ssl.create_default_context(cafile=certificate or None)
-            if url.startswith("https://")
-            else False
-        )
-    except OSError as error:
-        raise ConfigError(f"{name}.certificate: {certificate} cannot be read: {error}") from error
+    token = os.environ.get(variable, "")
+    if token_file:
+        with reading(f"{name}.token_file"):
+            token = read_text(Path(token_file).expanduser())
+    if token.strip():
+        headers["Authorization"] = f"Bearer {token.strip()}"
+    trusted = False
+    if url.startswith("https://"):  # reading the system's certificates is slow
+        with reading(f"{name}.certificate: {certificate}"):
+            trusted = ssl.create_default_context(cafile=certificate or None)
     limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit)
     return httpx.Client(
         headers=headers, verify=trusted, limits=limits, follow_redirects=False, trust_env=False
     )
-
-
-def _read_token(name: str, file: str) -> str:
-    try:
-        return Path(file).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}.token_file: {file} cannot be read: {error}") from error
 
 
 def _is_certificate_error(error: BaseException | None) -> bool:

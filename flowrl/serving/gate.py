@@ -57,29 +57,20 @@ class AccessCheck:
         scheme, _, token = headers.get("authorization", "").encode("latin-1").partition(b" ")
         same = hmac.compare_digest(hashlib.sha256(token.strip()).digest(), self._digest)
         if scheme.lower() != b"bearer" or not same:
-            raise RequestError(
-                401,
-                "wrong_token",
-                "the token is missing or wrong; send it as Authorization: Bearer TOKEN",
-            )
+            message = "the token is missing or wrong; send it as Authorization: Bearer TOKEN"
+            raise RequestError(401, "wrong_token", message)
 
     def _check_page(self, headers: Headers) -> None:
         host = headers.get("host", "").lower()
-        found = HOST.fullmatch(host)
-        if found is None or not self._serves(found[1].strip("[]")):
-            message = (
-                "without a token only requests to the server's own address are served, such as"
-                " localhost or 127.0.0.1"
-            )
+        match = HOST.fullmatch(host)
+        if match is None or not self._serves(match[1].strip("[]")):
+            message = "without a token only requests to the server's own address are served"
             raise RequestError(421, "wrong_host", message)
-        foreign = any(
-            origin.lower() not in (f"http://{host}", f"https://{host}")
-            for origin in headers.getlist("origin")
-        )
+        origins = {origin.lower() for origin in headers.getlist("origin")}
+        foreign = origins - {f"http://{host}", f"https://{host}"}
         if foreign or set(headers.getlist("sec-fetch-site")) - {"none", "same-origin"}:
-            raise RequestError(
-                403, "web_page", "without a token the server refuses requests from web pages"
-            )
+            message = "without a token the server refuses requests from web pages"
+            raise RequestError(403, "web_page", message)
 
     def _serves(self, name: str) -> bool:
         return is_loopback(name) or (
@@ -101,11 +92,8 @@ class Gate:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
-        self._access, self._most, self._underway = (
-            AccessCheck(settings),
-            settings.limits.connections,
-            0,
-        )
+        self._access, self._most = AccessCheck(settings), settings.limits.connections
+        self._underway = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request, or respond with a refusal."""
@@ -116,7 +104,7 @@ class Gate:
             self._admit(Headers(scope=scope), scope["path"])
         except RequestError as error:
             if scope["path"] == "/v1/score":
-                self.metrics.count_request(error.status, 0.0)
+                self.metrics.count_request(error.status)
             await error_response(error)(scope, receive, send)
             return
         self._underway += 1
@@ -129,26 +117,20 @@ class Gate:
         """Raise `RequestError` unless the request is admitted."""
         # a proxy might find another end of the body
         if "transfer-encoding" in headers and "content-length" in headers:
-            raise RequestError(
-                400, "two_lengths", "the request has both Content-Length and Transfer-Encoding"
-            )
+            message = "the request has both Content-Length and Transfer-Encoding"
+            raise RequestError(400, "two_lengths", message)
         if path == "/health":
             return
         self._access.check(headers)
         if self._underway >= self._most:
-            raise RequestError(
-                503,
-                "busy",
-                f"{self._underway} requests are underway; allowed: {self._most}",
-                retry=True,
-            )
+            message = f"{self._underway} requests are underway; allowed: {self._most}"
+            raise RequestError(503, "busy", message, retry=True)
 
 
 def error_response(error: RequestError) -> Response:
     """The response for `error`; after an ambiguous length the connection is closed."""
     headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(error.status, {})
     headers |= {"Connection": "close"} if error.code == "two_lengths" else {}
-    body = ErrorResponse(
-        error=ErrorDetail(code=error.code, message=error.message, retry=error.retry)
-    )
+    detail = ErrorDetail(code=error.code, message=error.message, retry=error.retry)
+    body = ErrorResponse(error=detail)
     return Response(body.model_dump_json(), error.status, headers, "application/json")

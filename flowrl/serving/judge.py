@@ -10,14 +10,15 @@ import json
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flowrl.core.errors import RewardError, require
-from flowrl.core.options import checked_options
+from flowrl.core.options import Count, NonNegative, Positive, checked_options
 from flowrl.core.types import Prompt
 from flowrl.rewards.images import Images, to_pillow
 from flowrl.serving.connections import Connections, check_endpoint, last_error
@@ -89,30 +90,25 @@ class Judge:
     url: str
     model: str
     question: str = QUESTION
-    low: float = 1.0
-    high: float = 5.0
-    attempts: int = 4
-    timeout: float = 60.0
-    pause: float = 0.5
-    workers: int = 8
-    tokens: int = 512
+    low: NonNegative = 1.0
+    high: NonNegative = 5.0
+    attempts: Count = 4
+    timeout: Positive = 60.0
+    pause: NonNegative = 0.5
+    workers: Count = 8
+    tokens: Count = 512
     key: str = "OPENAI_API_KEY"
     mark_invalid: bool = False
-    _connections: Connections = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_endpoint("judge", self.url)
-        require(
-            "{prompt}" in self.question, "question", self.question, "a text with {prompt} in it"
-        )
-        require(0 <= self.low < self.high, "low, high", (self.low, self.high), "0 <= low < high")
-        for name in ("attempts", "workers", "tokens"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        require(self.timeout > 0, "timeout", self.timeout, "above 0")
-        require(self.pause >= 0, "pause", self.pause, "0 or more")
-        object.__setattr__(
-            self, "_connections", Connections("judge", self.url, self.workers, self.key)
-        )
+        allowed = "a text with {prompt} in it"
+        require("{prompt}" in self.question, "question", self.question, allowed)
+        require(self.low < self.high, "low, high", (self.low, self.high), "low below high")
+
+    @cached_property
+    def _connections(self) -> Connections:
+        return Connections("judge", self.url, self.workers, self.key)
 
     @property
     def marks_invalid(self) -> bool:
@@ -134,9 +130,9 @@ class Judge:
             last = last_error(state)
             if self.mark_invalid and isinstance(last, _Unusable):
                 return float("nan")
-            tried = f"after {self.attempts} attempts at {self.url}"
             raise RewardError(
-                f"judge: no score for the prompt {prompt.text!r} {tried}: {last}"
+                f"judge: no score for the prompt {prompt.text!r} after {self.attempts} attempts at"
+                f" {self.url}: {last}"
             ) from last
 
         retrying = tenacity.Retrying(
@@ -178,13 +174,11 @@ class Judge:
         answer = self._connections.post("/chat/completions", body, headers, self.timeout, MAX_BYTES)
         if answer.status in TRANSIENT_STATUS:
             raise TransientError(f"HTTP error {answer.status}", answer.retry_after)
-        if 300 <= answer.status < 400:
-            target = answer.headers.get("Location", "nowhere")
-            raise RewardError(
-                f"judge: {self.url} redirects to {target}; redirects are not followed, change url"
-            )
         if not 200 <= answer.status < 300:
-            raise RewardError(f"judge: {self.url} answered with HTTP error {answer.status}")
+            raise RewardError(
+                f"judge: {self.url} answered with HTTP status {answer.status}; redirects are not"
+                " followed"
+            )
         try:
             content: Any = json.loads(answer.content)
             text = content["choices"][0]["message"]["content"]
@@ -213,13 +207,11 @@ def parse_score(answer: str, low: float, high: float) -> float:
         RewardError: there is no number, there are different numbers, or the number is out of range
             or relative to another maximum.
     """
-    found = {(float(number), float(of) if of else high) for number, of in SCORE.findall(answer)}
-    shown = answer if len(answer) <= 120 else f"...{answer[-120:]}"
-    if len(found) != 1:
-        raise _Unusable(
-            f'the answer {shown!r} has {"no" if not found else "more than one"} "Final Score: X"'
-        )
-    score, of = found.pop()
-    if of != high or not low <= score <= high:
-        raise _Unusable(f"the answer {shown!r} has a score that is not from {low:g} to {high:g}")
+    scores = {(float(number), float(maximum or high)) for number, maximum in SCORE.findall(answer)}
+    shown = f"the answer {answer[-120:]!r}"
+    if len(scores) != 1:
+        raise _Unusable(f'{shown} has {len(scores)} different "Final Score: X"')
+    score, maximum = scores.pop()
+    if maximum != high or not low <= score <= high:
+        raise _Unusable(f"{shown} has a score that is not from {low:g} to {high:g}")
     return score

@@ -1,12 +1,7 @@
-"""The description of the API: types of the responses, the OpenAPI schema of a request, and the page
-at /docs.
-"""
+"""The description of the API: types of the responses, and the OpenAPI schema of a request."""
 
-import json
-from functools import partial
 from typing import Any
 
-from flowrl_compare.pages import render
 from pydantic import BaseModel, Field
 
 from flowrl.serving.wire_format import ErrorResponse, PromptMessage
@@ -100,13 +95,3 @@ SCORE_REQUEST: dict[str, Any] = {
         },
     },
 }
-
-
-def render_page(document: dict[str, Any]) -> str:
-    """An OpenAPI document as one HTML page without scripts, which works without a network."""
-    return render(
-        "openapi.html.j2",
-        "flowrl.serving",
-        document=document,
-        to_json=partial(json.dumps, indent=2),
-    )

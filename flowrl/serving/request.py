@@ -4,13 +4,13 @@ limits.
 
 import asyncio
 import logging
+import math
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from python_multipart.multipart import FormParser, parse_options_header
 from torch import Tensor
 
 from flowrl.core.types import Prompt
@@ -22,9 +22,6 @@ from flowrl.serving.wire_format import (
     decode_safetensors,
     png_size,
 )
-
-if TYPE_CHECKING:
-    from python_multipart.multipart import MultipartCallbacks
 
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # its warnings are in the response
 
@@ -55,12 +52,8 @@ class MemoryBudget:
         """Count `amount` bytes. Raises `RequestError` (503) beyond the limit."""
         with self._lock:
             if self.used + amount > self.limit:
-                raise RequestError(
-                    503,
-                    "busy",
-                    f"requests take {self.used} bytes; allowed: {self.limit}",
-                    retry=True,
-                )
+                message = f"requests take {self.used} bytes; allowed: {self.limit}"
+                raise RequestError(503, "busy", message, retry=True)
             self.used += amount
 
     def release(self, amount: int) -> None:
@@ -123,33 +116,23 @@ class MultipartForm:
         self._max_parts, self._max_bytes = max_parts, max_bytes
         self._parts: dict[str, list[bytes]] = {name: [] for name in max_parts}
         self._complete = False
-        self._name = ""
-        self._data, self._header, self._value, self._disposition = (
-            bytearray(),
-            bytearray(),
-            bytearray(),
-            b"",
+        self._parser = FormParser(
+            "multipart/form-data",
+            on_field=lambda field: self._add(field.field_name, field.value or b""),
+            # a file in memory, as there is no limit beyond which it is written to the disk
+            on_file=lambda file: self._add(file.field_name, file.file_object.getvalue()),  # pyright: ignore
+            on_end=self._end,
+            boundary=boundary,
+            config={"MAX_MEMORY_FILE_SIZE": math.inf},
         )
-        callbacks: MultipartCallbacks = {
-            "on_part_begin": self._part_begin,
-            "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
-            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
-            "on_header_end": self._header_end,
-            "on_headers_finished": self._headers_finished,
-            "on_part_data": self._part_data,
-            "on_part_end": self._part_end,
-            "on_end": self._end,
-        }
-        self._parser = MultipartParser(boundary, callbacks)
 
     def write(self, chunk: bytes) -> None:
         """The next bytes of the body."""
         try:
             self._parser.write(chunk)
         except FormParserError as error:
-            raise RequestError(
-                400, "bad_multipart", f"the multipart body cannot be read: {error}"
-            ) from error
+            message = f"the multipart body cannot be read: {error}"
+            raise RequestError(400, "bad_multipart", message) from error
 
     def finish(self) -> dict[str, list[bytes]]:
         """The contents of the parts by name, in the order of the body."""
@@ -157,43 +140,17 @@ class MultipartForm:
             raise RequestError(400, "truncated", "the multipart body ends before its last boundary")
         return self._parts
 
-    def _part_begin(self) -> None:
-        self._name, self._data, self._disposition = "", bytearray(), b""
-
-    def _header_end(self) -> None:
-        if bytes(self._header).lower() == b"content-disposition":
-            self._disposition = bytes(self._value)
-        self._header.clear()
-        self._value.clear()
-
-    def _headers_finished(self) -> None:
-        _, options = parse_options_header(self._disposition)
-        name = self._name = options.get(b"name", b"").decode("latin-1")
+    def _add(self, field_name: bytes | None, data: bytes) -> None:
+        name = (field_name or b"").decode("latin-1")
         if name not in self._parts:
-            raise RequestError(
-                400,
-                "unknown_part",
-                f"unknown part {name[:40]!r}; allowed: {', '.join(self._parts)}",
-            )
-        most = self._max_parts[name]
+            allowed = ", ".join(self._parts)
+            raise RequestError(400, "unknown_part", f"part {name[:40]!r}; allowed: {allowed}")
+        most, size = self._max_parts[name], self._max_bytes.get(name, math.inf)
         if len(self._parts[name]) >= most:
-            raise RequestError(
-                413,
-                "too_many_parts",
-                f"more than {most} part{'s' if most > 1 else ''} called {name!r}",
-            )
-
-    def _part_data(self, data: bytes, start: int, end: int) -> None:
-        self._data += data[start:end]
-        most = self._max_bytes.get(self._name)
-        if most is not None and len(self._data) > most:
-            raise RequestError(
-                413, "part_too_large", f"the part {self._name!r} is larger than {most} bytes"
-            )
-
-    def _part_end(self) -> None:
-        self._parts[self._name].append(bytes(self._data))
-        self._data = bytearray()
+            raise RequestError(413, "too_many_parts", f"parts {name!r}; allowed: {most}")
+        if len(data) > size:
+            raise RequestError(413, "part_too_large", f"part {name!r}; allowed: {size} bytes")
+        self._parts[name].append(data)
 
     def _end(self) -> None:
         self._complete = True
@@ -221,24 +178,17 @@ async def read_request(
 async def _receive_form(
     request: Request, limits: ServerLimits, memory: RequestMemory
 ) -> dict[str, list[bytes]]:
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced[:20]) > limits.body_bytes:
-        raise RequestError(
-            413,
-            "body_too_large",
-            f"the body has {announced[:20]} bytes; allowed: {limits.body_bytes}",
-        )
     max_parts = {"prompts": 1, "safetensors": 1, "png": limits.samples}
     form = MultipartForm(
         request.headers.get("content-type", ""), max_parts, {"prompts": limits.prompts_bytes}
     )
+    announced = request.headers.get("content-length", "0")
+    size = int(announced[:20]) if announced.isdecimal() else 0
+    _require_most(size, limits.body_bytes, "body_too_large", "bytes in the body")
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > limits.body_bytes:
-            raise RequestError(
-                413, "body_too_large", f"the body has more than {limits.body_bytes} bytes"
-            )
+        _require_most(size, limits.body_bytes, "body_too_large", "bytes in the body")
         memory.reserve(len(chunk))
         form.write(chunk)
     return form.finish()
@@ -249,46 +199,29 @@ def _decode(
 ) -> tuple[Tensor, Sequence[Prompt]]:
     pngs, tensors = parts["png"], parts["safetensors"]
     if not parts["prompts"]:
-        raise RequestError(
-            422, "no_prompts", "the part 'prompts' is missing: a JSON list, one object per image"
-        )
+        message = "the part 'prompts' is missing: a JSON list, one object per image"
+        raise RequestError(422, "no_prompts", message)
     if bool(pngs) == bool(tensors):
-        raise RequestError(
-            422,
-            "no_images",
-            "the images are missing: send them in parts 'png' or in one part 'safetensors'",
-        )
+        message = "images are needed in parts 'png' or in one part 'safetensors'"
+        raise RequestError(422, "no_images", message)
     prompts = decode_prompts(parts["prompts"][0], limits.samples)
     if pngs:
         width, height = png_size(pngs)
-        _check_pixels(width, height, limits)
+        _require_most(width * height, limits.pixels, "too_many_pixels", "pixels in an image")
         memory.reserve(12 * len(pngs) * width * height)  # 3 floats per pixel
         images = decode_pngs(pngs)
     else:
         memory.reserve(4 * len(tensors[0]))  # a byte becomes at most a float
         images = decode_safetensors(tensors[0])
-        _check_pixels(images.shape[3], images.shape[2], limits)
-        _check_samples(len(images), limits)
+        pixels = images.shape[2] * images.shape[3]
+        _require_most(pixels, limits.pixels, "too_many_pixels", "pixels in an image")
+        _require_most(len(images), limits.samples, "too_many_samples", "images")
     if len(images) != len(prompts):
-        raise RequestError(
-            422,
-            "wrong_count",
-            f"{len(images)} images and {len(prompts)} prompts; allowed: as many of each",
-        )
+        message = f"{len(images)} images and {len(prompts)} prompts; allowed: as many of each"
+        raise RequestError(422, "wrong_count", message)
     return images, prompts
 
 
-def _check_samples(count: int, limits: ServerLimits) -> None:
-    if count > limits.samples:
-        raise RequestError(
-            413,
-            "too_many_samples",
-            f"{count} samples in one request; allowed: 1 to {limits.samples}",
-        )
-
-
-def _check_pixels(width: int, height: int, limits: ServerLimits) -> None:
-    if width * height > limits.pixels:
-        raise RequestError(
-            413, "too_many_pixels", f"images of {width} x {height}; allowed: {limits.pixels} pixels"
-        )
+def _require_most(count: int, most: int, code: str, what: str) -> None:
+    if count > most:
+        raise RequestError(413, code, f"{count} {what}; allowed: {most}")

@@ -4,8 +4,6 @@ shutdown.
 
 import asyncio
 import socket
-import ssl
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from flowrl.core.errors import ConfigError, require
 from flowrl.core.protocols import RewardModel
 from flowrl.serving.app import create_app
 from flowrl.serving.gate import is_loopback
-from flowrl.serving.server_settings import ServerSettings, tls_context
+from flowrl.serving.server_settings import ServerSettings
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,6 @@ def make_server(
     """
     limits = settings.limits
     bounds = {"header_seconds": limits.header_seconds, "most_connections": limits.connections}
-    bounds["tls"] = tls_context(certificate, key) if certificate and key else None
     protocol = type("BoundedProtocol", (LimitedProtocol,), bounds)
     config = uvicorn.Config(
         create_app(reward, settings),
@@ -95,6 +92,8 @@ def make_server(
         # also accepted at once; closing idle connections in between stays within the usual limit of
         # 1024 files
         backlog=128,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
     )
     return uvicorn.Server(config)
 
@@ -117,12 +116,8 @@ def serve(
         key: file of the certificate's private key.
     """
     if not settings.token and not listener.loopback:
-        require(
-            settings.any_host,
-            "token",
-            "",
-            "a token, or any_host=True to serve everyone who can reach this machine",
-        )
+        allowed = "a token, or any_host=True to serve everyone who can reach this machine"
+        require(settings.any_host, "token", "", allowed)
     make_server(reward, settings, certificate, key).run(sockets=[listener.socket])
 
 
@@ -135,18 +130,13 @@ class LimitedProtocol(H11Protocol):
     connections.
 
     uvicorn's `limit_concurrency` refuses requests because of idle connections; here these are
-    closed instead. uvicorn also counts a TLS connection only after its handshake; here the
-    handshake (with `tls`) is within both limits.
+    closed instead.
     """
 
     header_seconds = 10.0
     most_connections = 512
-    tls: ssl.SSLContext | None = None
     _active = 0.0
     _timer: asyncio.TimerHandle | None = None
-    _handshake: asyncio.Task[None] | None = None
-    _early: bytes | None = None
-    """Data received after the handshake's, while it is in progress."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer. Turn off Nagle's algorithm, which would delay the second packet of a
@@ -156,39 +146,11 @@ class LimitedProtocol(H11Protocol):
         self._make_room()
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._timer = self.loop.call_later(self.header_seconds, self._time_out)
-        if self.tls is not None:
-            transport.pause_reading()
-            self._early, self._handshake = (
-                b"",
-                self.loop.create_task(self._start_tls(transport, self.tls)),
-            )
-
-    async def _start_tls(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
-        """Continue over TLS. A connection whose handshake fails or is given up is closed without a
-        response, as it has no request yet.
-        """
-        secure = None
-        with suppress(OSError):
-            secure = await self.loop.start_tls(
-                transport, self, tls, server_side=True, ssl_handshake_timeout=self.header_seconds
-            )
-        early, self._early = self._early, None
-        if secure is None or secure.is_closing():
-            self._stop_timer()
-            self.connections.discard(self)
-            transport.abort()
-            return
-        super().connection_made(secure)
-        if early:
-            self.data_received(early)
 
     def data_received(self, data: bytes) -> None:
         """Stop the timer when the headers are complete; start it with the first bytes of another
         request.
         """
-        if self._early is not None:
-            self._early += data
-            return
         self._active = self.loop.time()
         super().data_received(data)
         waiting = self.conn.their_state is h11.IDLE
@@ -210,10 +172,6 @@ class LimitedProtocol(H11Protocol):
         self._stop_timer()
         super().connection_lost(exc)
 
-    def handle_websocket_upgrade(self, event: Any) -> None:
-        """Refuse: there are no websockets."""
-        self.send_400_response("Unsupported upgrade request.")
-
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are not HTTP. If they are in the body of a request, that request has
         ended without a response.
@@ -233,10 +191,10 @@ class LimitedProtocol(H11Protocol):
         self._active = self.loop.time()
         if len(self.connections) <= self.most_connections:
             return
-        others = [c for c in self.connections if isinstance(c, LimitedProtocol) and c is not self]
-        idle = [c for c in others if c.cycle is None or c.cycle.response_complete]
+        others: Any = self.connections - {self}
+        idle = [other for other in others if other.cycle is None or other.cycle.response_complete]
         if idle:
-            silent = min(idle, key=lambda c: c._active)
+            silent = min(idle, key=lambda other: other._active)
             self.connections.discard(silent)
             silent.transport.abort()
 

@@ -4,18 +4,20 @@ diffusers model as a world.
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import torch
+from annotated_types import MinLen
+from pydantic import BaseModel, ConfigDict
 from safetensors.torch import load
 
 from flowrl.core.errors import CheckpointError, require
-from flowrl.core.options import Whole, allowed
+from flowrl.core.options import Whole
 from flowrl.core.protocols import FlowPolicy, PolicyOptions, RewardModel, World
 from flowrl.core.types import Prompt
 from flowrl.parts.prompts import read_prompts
@@ -24,7 +26,7 @@ from flowrl.parts.specs import parse_spec
 from flowrl.policies.load import load_policy
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.policies.pipeline import ModelOptions
-from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config, SmallSD3Policy
+from flowrl.policies.small_sd3 import CHANNELS, SmallSD3, SmallSD3Policy
 from flowrl.reading import read_bytes, read_json, reading
 from flowrl.rewards import evaluation_reward
 from flowrl.worlds import mixture, scene, verifier
@@ -59,7 +61,7 @@ class ShapesWorld:
     name = "shapes"
     tasks = scene.TASKS
     forms = get_args(verifier.Form)
-    elements = SmallSD3Config.channels * scene.GRID**2
+    elements = CHANNELS * scene.GRID**2
     imports = ("diffusers.models.transformers.transformer_sd3", "peft")
     qualities: Mapping[str, Callable[[], RewardModel]] = {
         name: partial(verifier.ShapesQuality, name) for name in get_args(verifier.Quality)
@@ -83,7 +85,7 @@ class ShapesWorld:
         """
         path = Path(options.base_weights) if options.base_weights else weights_path()
         check_hash(path)
-        network = SmallSD3(SmallSD3Config(len(scene.VOCABULARY), scene.MAX_WORDS, grid=scene.GRID))
+        network = SmallSD3(len(scene.VOCABULARY), scene.MAX_WORDS)
         with reading(f"weights of the shapes world: {path}", CheckpointError):
             network.load_state_dict(load(read_bytes(path)))
         return SmallSD3Policy(
@@ -212,22 +214,23 @@ def _built(spec: str, file: Path | None, changed: int) -> World:
     return _checked(build("world", spec))
 
 
-NAMES, MEMBERS = list[str] | tuple[str, ...], Mapping[str, Any]
+class _Members(BaseModel):
+    """The types of a world's attributes."""
+
+    model_config = ConfigDict(from_attributes=True, strict=True)
+
+    name: Annotated[str, MinLen(1)]
+    tasks: Annotated[Sequence[str], MinLen(1)]
+    forms: Annotated[Sequence[str], MinLen(1)]
+    elements: Whole
+    defaults: Mapping[str, Any] = {}
+    qualities: Mapping[str, Any] = {}
 
 
 def _checked(chosen: World) -> World:
     """The world. Raises `ConfigError` for a member of another type than `World` says."""
-    for member, kind, what in (
-        ("name", str, "a text"),
-        ("tasks", NAMES, "a tuple of one or more names, as in ('direction',)"),
-        ("forms", NAMES, "a tuple of one or more names"),
-        ("elements", Whole, "the count of numbers in a latent, or 0 for unscaled clips"),
-        ("defaults", MEMBERS, "a mapping by name"),
-        ("qualities", MEMBERS, "a mapping by name"),
-    ):
-        value = getattr(chosen, member, {})
-        fits = allowed(value, kind) and (bool(value) or kind in (Whole, MEMBERS))
-        require(fits, f"world: {type(chosen).__name__}.{member}", value, what)
+    with reading(f"world: {type(chosen).__name__}"):
+        _Members.model_validate(chosen)
     return chosen
 
 

@@ -1,6 +1,4 @@
-"""Rendering of cell classes to pixels, with sub-pixel jitter and soft edges. Pure functions of
-tensors.
-"""
+"""Rendering of cell classes to pixels, with sub-pixel jitter and soft edges."""
 
 import torch
 from einops import rearrange
@@ -9,11 +7,7 @@ from torch.nn import functional as F
 
 from flowrl.worlds.scene import CLASSES, GLYPHS, GRID, OBJECTS
 
-__all__ = [
-    "CELL",
-    "random_jitter",
-    "render_cells",
-]
+__all__ = ["CELL", "render_cells"]
 
 CELL = 16
 SIZE = GRID * CELL
@@ -41,21 +35,6 @@ _BITMAPS = {
     "5": "#####|#....|####.|....#|....#|#...#|.###.",
     "7": "#####|....#|...#.|..#..|..#..|..#..|..#..",
 }
-
-
-def random_jitter(count: int, generator: torch.Generator) -> Tensor:
-    """Sub-pixel placements of `count` cells: uniform offsets in x and y of up to one pixel, and
-    sizes of 92% to 108%.
-
-    Args:
-        count: number of cells.
-        generator: source of the randomness.
-
-    Returns:
-        Offsets in x, offsets in y, and size factors, [3, cell].
-    """
-    x, y, size = torch.rand(3, count, generator=generator) * 2 - 1
-    return torch.stack([x, y, 1 + 0.08 * size])
 
 
 def _coverage(kind: Tensor, jitter: Tensor) -> Tensor:
@@ -91,7 +70,7 @@ def render_cells(classes: Tensor, jitter: Tensor) -> Tensor:
 
     Args:
         classes: cell classes [cell].
-        jitter: offsets in x and y in pixels, and size factors, [3, cell] (`random_jitter`).
+        jitter: offsets in x and y in pixels, and size factors, [3, cell].
 
     Returns:
         Pixels in [0, 1], [cell, 3, CELL, CELL].
@@ -105,17 +84,6 @@ def render_cells(classes: Tensor, jitter: Tensor) -> Tensor:
     colour = colours[index][:, :, None, None] * shade
     background = torch.tensor(BACKGROUND)[None, :, None, None]
     return background + cover[:, None] * (colour - background)
-
-
-def render(layouts: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Images: layouts [sample, 16] -> [sample, 3, SIZE, SIZE] in [0, 1]; jittered when a generator
-    is given.
-    """
-    count = layouts.numel()
-    centred = torch.tensor([0.0, 0.0, 1.0])[:, None].expand(3, count)
-    jitter = centred if generator is None else random_jitter(count, generator)
-    cells = render_cells(layouts.flatten(), jitter)
-    return rearrange(cells, "(s r c) k h w -> s k (r h) (c w)", r=GRID, c=GRID)
 
 
 def split_cells(images: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ cropped at their centre, or letterboxed for HPSv2.1, as in the published code. P
 to 77 tokens. Features are normalised and compared in float32 for every `dtype` of the network.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -150,21 +149,14 @@ def from_open_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @lru_cache(maxsize=4)
-def affine_map(place: str) -> tuple[Tensor, Tensor]:
-    """The map x W + b of a stack of linear layers without activations: W [feature], b [], both
-    float64.
-
-    The layers are the entries ``[PREFIX.N.]weight`` and ``bias`` of `read_weights`, in the order of
-    N. Raises `ConfigError` unless they fit together and end in one number.
+def read_head(place: str) -> list[tuple[Tensor, Tensor]]:
+    """Weight [out, in] and bias [out], float64, of linear layers without activations between them:
+    the entries ``[PREFIX.N.]weight`` and ``bias`` of `read_weights` by name.
     """
     weights = {name: tensor.double() for name, tensor in read_weights(place).items()}
-    names = [name.removesuffix("weight") for name in weights if name.split(".")[-1] == "weight"]
-    names.sort(key=lambda name: [int(digits) for digits in re.findall(r"\d+", name)])
+    names = sorted(name.removesuffix("weight") for name in weights if name.endswith("weight"))
     with loading(place):
-        (weight, bias), *rest = [(weights[f"{n}weight"], weights[f"{n}bias"]) for n in names]
-        for next_weight, next_bias in rest:
-            weight, bias = next_weight @ weight, next_weight @ bias + next_bias
-        return weight.squeeze(0), bias.reshape(())
+        return [(weights[f"{name}weight"], weights[f"{name}bias"]) for name in names]
 
 
 def clip_pixels(images: Images, size: int = 224, letterbox: bool = False) -> Pixels:
@@ -353,10 +345,9 @@ class Aesthetic(ClipNetwork):
     """Predicted human rating of the image from 1 to 10: a linear head on CLIP ViT-L/14's features,
     independent of the prompt.
 
-    The published head is five linear layers without activations between them, which is one affine
-    map. Source: LAION's improved aesthetic predictor (public code, file
-    sac+logos+ava1-l14-linearMSE; the reward of DDPO, arXiv 2305.13301). Weights:
-    Apache-2.0, CLIP's: MIT.
+    The published head is five linear layers without activations between them. Source: LAION's
+    improved aesthetic predictor (public code, file sac+logos+ava1-l14-linearMSE; the reward of
+    DDPO, arXiv 2305.13301). Weights: Apache-2.0, CLIP's: MIT.
 
     Args:
         model: the model's folder, or its name on the Hub.
@@ -375,13 +366,16 @@ class Aesthetic(ClipNetwork):
         """The network, loaded with the head at the first call."""
         network, tokenizer = super().load()
         size = network.config.projection_dim
-        require(len(affine_map(self.head)[0]) == size, "head", self.head, f"{size} features")
+        inputs = read_head(self.head)[0][0].shape[1]
+        require(inputs == size, "features of the head", inputs, size)
         return network, tokenizer
 
     def score(self, images: Images, prompts: Sequence[Prompt]) -> Tensor:
         """Ratings [sample]."""
-        weight, bias = affine_map(self.head)
-        return (self.images(images).double() @ weight + bias).float()
+        ratings = self.images(images).double()
+        for weight, bias in read_head(self.head):
+            ratings = F.linear(ratings, weight, bias)
+        return ratings.squeeze(1).float()
 
 
 @checked_options

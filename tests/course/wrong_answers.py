@@ -11,88 +11,52 @@ WRONG_ANSWERS = {
         "check_best_decision": [
             (".diff()", "", "highest score"),
             ("argmax", "argmin", "largest fall"),
-            ("argmax())", "argmax()) + 1", "column that the largest rise leads to"),
-            ("diff()", "diff().abs()", "absolute value"),
-            ("int(values.diff().argmax())", "values.diff().max()", "argmax instead of max"),
-            ("int(values.diff().argmax())", "4", "not where the score is highest"),
         ],
         "check_blame": [
             ("stepwise-flow-grpo", "flow-grpo", "looks at the finished image only"),
             ('"stepwise-flow-grpo", ', "", "gives each decision its own gain"),
-            (', "tp-grpo"', "", "uses increments too"),
-            ("tp-grpo", "grpo", "no rule is called"),
         ],
     },
     "lesson_01": {
         "check_interpolate": [
             ("time[:, None]", "time", "time[:, None]"),
-            ("(1 - t) * clean", "clean", "must add up to 1"),
         ],
         "check_loss": [
             ("network(x,", "network(clean,", "given the clean data"),
             ("mean()", "mean().detach()", "do not detach"),
-            ("mean()", "mean().item()", "leave out .item()"),
-            ("noise - clean", "noise", "the target is the noise"),
         ],
         "check_euler": [
-            ("x - (t - s)", "x + (t - s)", "the sign is wrong"),
             ("t.expand", "s.expand", "where the step starts"),
             ("stack(nodes)", "stack(nodes[:1])", "only the noise came back"),
-            ("stack(nodes)", "stack(nodes[1:])", "node 0 is the noise"),
-            ("t.expand(len(x))", "t", "one per sample"),
-            (
-                "nodes.append(x - (t - s) * velocity(x, t.expand(len(x))))",
-                "x -= (t - s) * velocity(x, t.expand(len(x))); nodes.append(x)",
-                "write x = x - ...",
-            ),
-            ("t.expand", "times[4].expand", "T + 1 times and T steps"),
         ],
         "check_tweedie": [
-            ("time[:, None]", "(1 - time[:, None])", "already passed"),
             ("time[:, None]", "time", "time[:, None]"),
         ],
         "check_euler_error": [
-            ("sum(dim=1).", "", "sums over them"),
             (".sqrt())", ".sqrt()) + 0.1", "must be 0"),
-            ("count + 1", "count", "steps + 1"),
         ],
     },
     "lesson_02": {
-        "check_score": [("/ t", "/ t**2", "t squared"), ("-(x", "(x", "the sign is wrong")],
+        "check_score": [
+            ("/ t", "/ t**2", "t squared"),
+        ],
         "check_flow_sde": [
             ("return mean, (variance * delta) ** 0.5", "return mean", "return two values"),
             ("return mean,", "return mean + torch.randn(7, 2),", "noise is not drawn"),
-            ("(variance * delta) ** 0.5", "variance**0.5 * delta", "root of Delta"),
-            ("delta * velocity -", "delta * velocity +", "wrong sign"),
         ],
         "check_sde_ends": [
             ("+ std * torch.randn(x.shape, generator=generator)", "* 0 + x", "returned unchanged"),
-            ("if not correct", "if False", "`correct` has no effect"),
-            ("if not correct", "if correct", "swapped"),
-            ("+ std *", "+ 0 *", "the noise is missing"),
-            ("mean = x - delta * v", "mean, std = x - delta * v, 0", "the noise is missing too"),
-            ("mean = x -", "mean = 2 * (x - delta * v) - mean + 0 *", "opposite sign"),
-            ("mean = x -", "mean = 2 * mean - (x - delta * v) + 0 *", "twice as large"),
-            ("std *", "std**2 *", "by std twice"),
-            ("    return x", "        return x", "ends after one step"),
             ("x.shape", "2", "of the shape of x"),
-            (", generator=generator)", ")", "two calls with equal generators"),
-            ("std *", "1.3 * std *", "standard deviation of"),
         ],
         "check_excess_variance": [
             (" - s**2", "", "subtract s squared"),
-            (") ** 2 +", ") +", "square s - sigma"),
         ],
         "check_cps": [
             ("eta * math.pi / 2", "eta", "radians"),
-            ("math.sqrt(max(0, s**2 - std**2))", "(s**2 - std**2)", "the root is missing"),
-            ("math.sqrt(max(0, s**2 - std**2))", "(s - std)", "deviations were subtracted"),
         ],
         "check_decisions": [
             ("10", "9", "takes a wrapper"),
             ("9", "10", "factor s at the last step"),
-            ("8", "9", "at the first step"),
-            ('"FlowSDE": 10, ', "", "no entry for FlowSDE"),
         ],
     },
     "lesson_03": {
@@ -103,24 +67,16 @@ WRONG_ANSWERS = {
                 "(x - mean).square() / (2 * std[:, None] ** 2) - std[:, None].log()",
                 "one number per sample",
             ),
-            ("-squares", "squares", "wrong sign"),
-            ("(2 * std**2)", "2 * std**2", "in brackets"),
         ],
         "check_gradient_samples": [
             ("(rewards - baseline)", "rewards", "baseline is missing"),
-            ("std**2", "std", "std squared"),
         ],
         "check_group_advantage": [
-            ("correction=0", "correction=1", "G - 1"),
             (" + 1e-4", "", "gives nan"),
-            ("keepdim=True", "keepdim=False", "keepdim=True"),
         ],
         "check_clipped_loss": [
             ("mean()", "mean().detach()", "no gradient to the new"),
             ("mean()", "mean().item()", "leave out .item()"),
-            ("torch.maximum", "max", "torch.maximum"),
-            ("torch.maximum", "torch.minimum", "this takes the minimum"),
-            ("new_log_prob - old_log_prob", "old_log_prob - new_log_prob", "inverted"),
         ],
         "check_kl": [
             (
@@ -128,32 +84,20 @@ WRONG_ANSWERS = {
                 "mean(dim=1).div(2 * std**2).mean()",
                 "not the mean over the batch",
             ),
-            ("2 * std", "std", "the 2 is missing"),
         ],
         "check_translated_clip": [
             ("(elements / own_elements)", "(own_elements / elements)", "inverse factor"),
             (" ** 0.5", "", "take the root"),
-            (" * (elements / own_elements) ** 0.5", "", "unchanged"),
-            ("elements / own_elements", "elements", "change delta per element"),
-            (
-                "clip_range * (elements / own_elements)",
-                "(clip_range * elements / own_elements)",
-                "applied to the clip range",
-            ),
-            ("clip_range * ", "", "multiply it by the clip range"),
         ],
         "check_diagnosis": [
             ('1: "B", 2: "C"', '1: "C", 2: "B"', "nothing is clipped"),
             ('2: "C", 3: "A"', '2: "A", 3: "C"', "log 2 clips pairs"),
-            ('1: "B", 2: "C", 3: "A"', '1: "A", 2: "C", 3: "B"', "log 1 moves a lot"),
-            ('"B"', '"A"', "once"),
         ],
     },
     "lesson_04": {
         "check_uniform": [
             (" + 1e-4", "", "equal rewards gives NaN"),
             ("[:, :, None].repeat(1, 1, decisions)", "", "axis of decisions is missing"),
-            ("unbiased=False", "unbiased=True", "unbiased=False"),
         ],
         "check_silent": [
             (
@@ -161,16 +105,12 @@ WRONG_ANSWERS = {
                 "success**size + (1 - success) ** size",
                 "one share per prompt",
             ),
-            ("success**size + ", "", "only groups in which all fail"),
         ],
         "check_cost": [
             ("3 * ", "", "backward pass is missing"),
-            ("(steps +", "(steps - decisions +", "sampled too"),
         ],
         "check_kl_from_velocities": [
             (".mean(dim=1)", ".mean()", "mean"),
-            (") ** 2", ")", "not squared"),
-            ("** 0.5", "", "root in sigma"),
         ],
         "check_kl_estimates": [
             (
@@ -178,8 +118,6 @@ WRONG_ANSWERS = {
                 "return (-log_ratio)",
                 "three tensors",
             ),
-            (" - 1", "", "the -1 is missing"),
-            ("return log_ratio", "return -log_ratio", "the sign is wrong: k1"),
         ],
         "check_path_kl": [
             (
@@ -187,42 +125,29 @@ WRONG_ANSWERS = {
                 "elements * step_kl.sum(dim=1)",
                 "return one number",
             ),
-            ("elements * ", "", "per element: multiply"),
         ],
         "check_pushing": [
             ("far_down)", "far_down) * 1.0", "booleans are wanted"),
-            ("~(", "(", "whose gradient is zero"),
         ],
     },
     "lesson_05": {
         "check_gains": [
             ("values[..., 1:] - values[..., :-1]", "values - values[..., :1]", "one less"),
             ("values[..., 1:] - values[..., :-1]", "values.diff(dim=1)", "along another axis"),
-            ("values[..., 1:]", "values[..., -1:]", "reward-to-go"),
         ],
         "check_figure_1": [
             ("3,", "8,", "g at 0.86: find the node"),
             ("5,", "2,", "g at 0.71: find the node"),
-            ("3,", "2,", "not of the step that leads to it"),
-            ("3,", "4,", "one too large"),
-            ('3, "g at 0.71": 5', '7, "g at 0.71": 5', "count from the image"),
-            ("2}", "3}", "leads out of the dip"),
-            ("2}", "4}", "the step into node j"),
-            (', "into the dip at 0.86": 2', "", "with the keys"),
         ],
         "check_substeps": [
             ("t - k * length)", "torch.full((4,), t - k * length))", "one per sample"),
             ("k > 0", "True", "3 suffice"),
-            ("k * length", "(k - 1) * length", "behind its state"),
         ],
         "check_joint": [
             ("unbiased=False", "unbiased=True", "unbiased=False"),
-            ("dim=(1, 2)", "dim=(1,)", "every decision is normalised by itself"),
         ],
         "check_generalised": [
             ("sums = torch.zeros_like(gained)", "sums = gained", "was changed"),
-            ("reversed(range(gained.shape[-1]))", "range(gained.shape[-1])", "over the past"),
-            ("lam * running", "running", "lambda is not applied"),
         ],
         "check_worth": [
             ("strong / (1 - strong) * (1 - weak) / weak", "strong / weak", "of the cosines"),
@@ -231,7 +156,6 @@ WRONG_ANSWERS = {
     "lesson_06": {
         "check_complete": [
             ("velocity(x, times[i])", "velocity(x, times[i].expand(len(x)))", "one per sample"),
-            ("range(node", "range(node + 1", "begin at node itself"),
         ],
         "check_by_hand": [
             (
@@ -244,11 +168,6 @@ WRONG_ANSWERS = {
                 '{"a": [3], "b": [3], "c": [1, 3]}',
                 "one too large",
             ),
-            ('"b": [2], "c": [0, 2]', '"b": [], "c": [0, 2]', "turning points of b go down"),
-            ("[0, 2]", "[0, 1, 2, 3]", "goes with the trend"),
-            ('"c": [0, 2]', '"c": [2]', "decision 0 of c is missing"),
-            ('"c": [0]}', '"c": [0, 2]}', "not consistent"),
-            ('plain = {"a": [2], ', "plain = {", "the keys a, b, c"),
         ],
         "check_plain": [
             ("turns[..., 1:] = (along", "turns = (along", "fill decision 0"),
@@ -257,18 +176,9 @@ WRONG_ANSWERS = {
         "check_paper_labels": [
             ("{5: 0.35, 2: 0.45}", "{4: 0.35, 1: 0.45}", "one too small"),
             ("{5: 0.35, 2: 0.45}", "{5: -0.35, 2: -0.45}", "signs are wrong"),
-            ("{5: 0.35, 2: 0.45}", "{0: 0.35, 3: 0.45}", "our numbers of decisions"),
-            ("{5: 0.35, 2: 0.45}", "{5: 0.10, 2: 0.15}", "these are the increments"),
-            ("{5: 0.35, 2: 0.45}", "{5: 0.25, 2: 0.30}", "changes after the decision"),
-            ("{5: 0.35, 2: 0.45}", "{5: 0.35, 2: 0.35}", "trend Δ for both"),
-            (", 2: 0.45", "", "after one down is missing"),
-            ("5: 0.35, ", "", "first decision is missing"),
-            ("}", ", 1: 0.30}", "nothing turns there"),
-            ("2: 0.45", "3: 0.40", "against the trend"),
         ],
         "check_balance": [
             ("return turns & ((", "return ((", "keep the min"),
-            ("[count - 1]", "[-1]", "nothing is dropped"),
         ],
         "check_null": [
             (".sum(dim=-1).mean()", ".mean()", "share of decisions"),
@@ -277,22 +187,14 @@ WRONG_ANSWERS = {
                 "columns, generator=generator).cumsum(-1)",
                 "random walk",
             ),
-            (".sum(dim=-1).mean()", ".sum()", "total over trajectories"),
-            ("400, columns", "400, columns + 1", "11 columns"),
-            ("400, columns", "400, 10", "another length: use `columns`"),
-            ("100, 400", "1, 4", "too few"),
         ],
     },
     "lesson_07": {
         "check_interval": [
             ("return float(values.mean()), ", "return ", "return two numbers"),
-            ("n - 1]", "n]", "degrees of freedom"),
-            ("lesson.T_QUANTILE[n - 1]", "1.96", "1.96 holds for a known spread"),
-            (" / math.sqrt(n)", "", "how far single seeds lie apart"),
         ],
         "check_permutation": [
             ("- 1e-6", "+ 1e-6", "p = 0 cannot be"),
-            (">= observed", "<= 2e-6 + observed", "the other tail"),
         ],
         "check_reach": [
             ("return math.nan", "return None", "not None"),
@@ -300,33 +202,19 @@ WRONG_ANSWERS = {
         ],
         "check_tuned": [
             ("tuning:].mean", ":].mean", "this reports all seeds"),
-            ("[..., :tuning]", "[..., tuning:]", "luck is reported as skill"),
         ],
         "check_claims": [
             ('"C": "contradicted"', '"C": "supported"', "without any turning point"),
             ('"E": "open"', '"E": "supported"', "overhead per call"),
-            ('"F": "contradicted"', '"F": "open"', "same six prompts"),
-            ('"G": "open"', '"G": "supported"', "two dimensions do not decide"),
-            ('"B": "contradicted"', '"B": ...', "no answer yet for claim B"),
         ],
     },
     "lesson_08": {
         "check_mended": [
             ("Probe = Tweedie()", "Probe = Tweedie", "with brackets"),
             ("Tweedie()", "NoProbe()", "scores the finished sample only"),
-            (
-                "return zscore(gains(values)",
-                "values -= values.mean(1, keepdim=True)\n        return zscore(gains(values)",
-                "works in place",
-            ),
-            (", mask=decisions.mask", "", "mask=decisions.mask"),
-            ('over=("member", "decision")', 'over=("member",)', "normalised by itself"),
-            ("shared_noise: bool = True", "shared_noise: bool = False", "shared_noise = True"),
         ],
         "check_to_go": [
             (", mask=decisions.mask", "", "mask=decisions.mask"),
-            ("reward_to_go(values)", "gains(values)", "these are the gains again"),
-            (', ("member", "decision")', "", "inflates late ones"),
         ],
         "check_rank": [
             (
@@ -334,39 +222,20 @@ WRONG_ANSWERS = {
                 "final.argsort(1).argsort(1).to(final)",
                 "share their mean rank",
             ),
-            (
-                "return zscore(ranks[..., None].repeat(1, 1, len(decisions)), "
-                'over=("member",), mask=decisions.mask)',
-                "return ranks[..., None].repeat(1, 1, len(decisions))",
-                "take the z-score",
-            ),
-            ("final = values", "final = -values", "lowest rank"),
-            ("ranks = below + (equal - 1) / 2", "ranks = final", "take ranks first"),
             ("NoProbe()", "Tweedie()", "costs network evaluations"),
         ],
         "check_remembers": [
-            ("def state_dict", "def other_dict", "has state_dict and load_state_dict"),
-            ('{"squares": self.squares.clone()}', "{}", "is the memory in state_dict"),
             (
                 "self.decay * self.squares + (1 - self.decay) * new",
                 "(1 - self.decay) * self.squares + self.decay * new",
                 "average are swapped",
             ),
             (".clamp(-5, 5)", ".clamp(-10, 10)", "clamp them to ±5"),
-            ("nanmean()", "nanmean((1, 2), keepdim=True)", "each group has a scale of its own"),
-            (' if "squares" in state else None', "", "load_state_dict must accept it"),
-            ("else None", "else self.squares", "must empty the memory"),
-            (
-                "self.decay * self.squares + (1 - self.decay)",
-                "0.9 * self.squares + 0.1",
-                "is 0.9 written into the rule",
-            ),
         ],
     },
     "lesson_09": {
         "check_state_value": [
             ("range(node, steps)", "range(steps - node)", "the steps 1, 2, 3 follow"),
-            ("repeat_interleave(count, dim=0)", "repeat(count, 1, 1)", "repeat_interleave"),
         ],
         "check_mean_reward": [("area / budget", "area", "divide it by the budget")],
         "check_verdict": [
@@ -376,18 +245,10 @@ WRONG_ANSWERS = {
                 "found.low > 0 or found.high < 0",
                 "the corrected p-value is not below 0.05",
             ),
-            (
-                "-smallest < found.low and found.high < smallest",
-                "-0.02 < found.low and found.high < 0.02",
-                "is the 0.02 written into the function",
-            ),
-            ('"undecided"', '"equal"', "is not one of the four strings"),
         ],
         "check_rate": [
             ("spread *", "spread / seeds**0.5 *", "each difference has the whole spread"),
             ("spread *", "spread**2 *", "the spread is squared"),
-            ("effect +", "0 +", "the effect is missing"),
-            (" / draws", "", "divide it by `draws`"),
         ],
         "check_calibrated": [
             ("known.nanmean(dim=1, keepdim=True)", "0", "easy and hard prompts"),
@@ -399,12 +260,10 @@ WRONG_ANSWERS = {
         "check_lora_parameters": [("rank * (out + wide)", "out * wide", "own weights")],
         "check_folded": [
             ("return A, B *", "B *= alpha / A.shape[0]\n    return A, B + 0 *", "in place"),
-            ("A.shape[0]", "A.shape[1]", "number of columns"),
         ],
         "check_guided": [("scale *", "4.5 *", "written into the function")],
         "check_arithmetic": [
             ("math.ceil(groups / processes)", "groups", "over all processes"),
-            ("* steps", "", "the steps are missing"),
         ],
         "check_memory": [("* 4 /", "* 2 /", "would be bfloat16")],
         "check_iteration": [("(backward + 1)", "backward", "checkpointing is missing")],
@@ -412,11 +271,9 @@ WRONG_ANSWERS = {
     "lesson_11": {
         "check_values": [
             ("(rewards @ passes) / passes.sum(dim=0)", "rewards", "shape"),
-            (" / passes.sum(dim=0)", "", "these are sums"),
         ],
         "check_siblings": [
             ("unbiased=False", "unbiased=True", "NaN"),
-            ("parent[parent >= 0].unique()", "parent.unique()", "roots are compared"),
         ],
         "check_shrinkage": [
             ("estimate - mean", "mean", "the share that is lost"),
@@ -430,14 +287,12 @@ WRONG_ANSWERS = {
         "check_evaluations": [
             ("states = 0, roots", "states = 0, 1", "for one root"),
             ("return total", "return total + states", "is the number of states"),
-            ("return total", "return 0", "you get 0"),
         ],
     },
     "lesson_12": {
         "check_target": [("x - x_next", "x + x_next", "this")],
         "check_branches": [
             ("r * positive + (1 - r) * negative", "r * negative + (1 - r) * positive", "swapped"),
-            ("beta * (velocity", "(velocity", "beta is missing"),
         ],
         "check_gradient": [("return 2 *", "return -2 *", "the sign is wrong")],
         "check_optimum": [
@@ -452,7 +307,6 @@ WRONG_ANSWERS = {
                 "1 + draws * networks",
                 "guidance is missing",
             ),
-            ("draws * networks * (2 if guided_training else 1)", "0", "only the sampling"),
         ],
     },
 }

@@ -192,16 +192,3 @@ class TestReadmeInCI:
         assert "needs weights" in readme.describe(
             [plain, skipped]
         ) and "fast" not in readme.describe([plain, skipped])
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("<!-- ci: skip -->\n```bash\na\n```\n", "one marker"),
-            ("<!-- ci: skip: x -->\n\n```bash\na\n```\n", "directly above"),
-            ("<!-- ci: skip: x -->\n```yaml\na\n```\n", "does not run"),
-            (5 * "<!-- ci: skip: x -->\n```bash\na\n```\n", "at most 4"),
-        ],
-    )
-    def test_wrong_markers_are_named(self, readme: ModuleType, text: str, message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            readme.blocks(text)

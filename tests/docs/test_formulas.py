@@ -6,8 +6,6 @@ import importlib
 import json
 import re
 import runpy
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -21,14 +19,6 @@ PAGES = [
     if not MADE & set(path.relative_to(ROOT / "docs").parts)
 ]
 LESSONS = sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.ipynb"))
-DRAW = """
-const katex = require(process.argv[1]);
-const wrong = [];
-for (const text of JSON.parse(require("fs").readFileSync(0, "utf8"))) {
-  try { katex.renderToString(text, { strict: "error" }); } catch (error) { wrong.push(`${text}: ${error.message}`); }
-}
-console.log(JSON.stringify(wrong));
-"""
 
 
 def formulas(text: str) -> list[str]:
@@ -96,17 +86,6 @@ def test_commands_are_known_to_katex(name: str, katex: str) -> None:
         assert text.replace("\\{", "").count("{") == text.replace("\\}", "").count("}"), text
         begun, ended = (re.findall(rf"\\{word}{{(\w+)}}", text) for word in ("begin", "end"))
         assert sorted(begun) == sorted(ended), text
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_katex_draws_all() -> None:
-    texts = [text for texts in FORMULAS.values() for text in texts]
-    command = ["node", "-e", DRAW, str(KATEX / "katex.min.js")]
-    made = subprocess.run(
-        command, input=json.dumps([*texts, "\\frac{"]), capture_output=True, text=True, check=True
-    )
-    wrong = json.loads(made.stdout)
-    assert len(wrong) == 1 and wrong[0].startswith("\\frac{:"), wrong
 
 
 def test_fonts_are_in_the_repository() -> None:

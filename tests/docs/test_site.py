@@ -43,15 +43,6 @@ def test_rows_of_a_table_have_the_cells_of_its_head(name: str) -> None:
             assert len(re.findall(r"(?<!\\)\|", row)) == len(re.findall(r"(?<!\\)\|", head)), row
 
 
-def test_every_page_is_in_the_contents() -> None:
-    listed = set(
-        re.findall(
-            r"^(?:[^\n<]+<)?([\w/-]+)>?$", TEXTS["index.md"] + TEXTS["course.md"], re.MULTILINE
-        )
-    ) | {"index"}
-    assert {name.removesuffix(".md") for name in IDS} <= listed
-
-
 def test_numbers_of_the_findings_about_trees_are_those_of_the_tables() -> None:
     """The tables are written by benchmarks/merit.py."""
     rows = [line for line in TEXTS["branching.md"].splitlines() if line.startswith("| ")]

@@ -4,7 +4,6 @@ grow with what.
 
 import gc
 import itertools
-import math
 from dataclasses import replace
 
 import pytest
@@ -21,7 +20,6 @@ from flowrl.policies import (
 from flowrl.testing.tiny import (
     TINY,
     tiny_flux_policy,
-    tiny_qwen_image,
     tiny_sd3,
     tiny_sd3_policy,
 )
@@ -52,41 +50,6 @@ def test_sizes_are_the_published_ones(name, billion, layers, tokens):
         assert trained / 1e6 == pytest.approx(52.3, abs=0.05)
     assert known.clip_tokens + known.family.text_tokens == tokens
     assert architecture_of(f"somewhere/{name}") is known
-
-
-def test_the_counter_counts_living_storages():
-    """Forward, of three tensors of 4 kB at most two exist at a time, and the weight does not count.
-    Backward, tanh(tanh(x)) has kept both results, and a gradient joins them.
-    """
-    layer = torch.nn.Linear(32, 32, bias=False, device="meta")
-    x, kilobytes = torch.empty(32, 32, device="meta", requires_grad=True), 32 * 32 * 4
-
-    @torch.no_grad()
-    def forward():
-        y = layer.weight @ x
-        z = y + 1
-        del y
-        return z * 2
-
-    assert memory._peak(forward, layer) == 2 * kilobytes
-    assert memory._peak(lambda: x.tanh().tanh(), layer) == 2 * kilobytes
-    assert memory._peak(lambda: x.tanh().tanh().sum().backward(), layer) > 3 * kilobytes
-
-
-@pytest.mark.parametrize("make", [tiny_sd3, tiny_qwen_image])
-def test_a_folder_has_its_pipelines_architecture(make, tmp_path):
-    pipe, folder = make(), str(tmp_path)
-    pipe.save_pretrained(folder)
-    known = architecture_of(folder)
-    assert math.prod(known.latent_shape(TINY)) == 4 * 8 * 8
-    assert known.text_width == 32 * (1 + (make is tiny_sd3))
-    encoders = [getattr(pipe, name) for name in known.family.encoders]
-    parameters = sum(p.numel() for encoder in encoders for p in encoder.parameters())
-    assert known.encoder_parameters == parameters
-    shapes = [[t.shape for t in n.parameters()] for n in (known.build(), pipe.transformer)]
-    assert shapes[0] == shapes[1]
-    (tmp_path / "vae/config.json").unlink()
-    assert architecture_of(folder) is None
 
 
 def test_a_plan_counts_what_its_settings_say(tmp_path):

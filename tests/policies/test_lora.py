@@ -70,8 +70,7 @@ def test_files_that_are_no_loras_are_refused(tmp_path):
 
 def test_settings_of_a_run_reach_the_model():
     files = {"model": "somewhere", "prompts": "prompts.txt", "reward": "jpeg-compressibility"}
-    same = {"decode_batch": 3, "lora_targets": ("attn.to_q", "ff.net.2"), "prompt_cache": 7}
-    same |= {"guidance_gradient": "prompt", "attention_backend": "_native_math"}
+    same = {"decode_batch": 3, "lora_targets": ("attn.to_q", "ff.net.2")}
     config = preset("default").apply(**files, **same, frozen_adapters="style=a,b", compile=True)
     options = model_options(config)
     assert {name: getattr(options, name) for name in same} == same

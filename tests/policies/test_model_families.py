@@ -90,16 +90,15 @@ def test_guidance_and_its_gradient_without_the_negative_branch(case):
     [
         ("float32", 3.0, stepwise_flow_grpo),
         ("bfloat16", 1.0, tp_grpo),
-        pytest.param("float16", 3.0, stepwise_flow_grpo, marks=pytest.mark.slow),
     ],
-    ids=["float32", "bfloat16", "float16"],
+    ids=["float32", "bfloat16"],
 )
 def test_train_save_reload_resume(case, dtype, guidance, method, tmp_path):
     """Rollouts with probes, updates with a KL, saving, the same image from plain diffusers, and a
     resume to the bit.
 
     The root mean square differences from a float32 network with the same rounded weights are
-    1.4e-7, 1.8e-4 in float16 and, in bfloat16, 1.8e-3 (SD3) and 5.9e-3 (FLUX, whose transformer
+    1.4e-7 and, in bfloat16, 1.8e-3 (SD3) and 5.9e-3 (FLUX, whose transformer
     rounds its time input, in plain diffusers too). alpha is not the rank, so a reader that forgot
     the scale would draw another image.
     """
@@ -135,7 +134,7 @@ def test_train_save_reload_resume(case, dtype, guidance, method, tmp_path):
     base = case.picture(pipe, noise, guidance)
     pipe.load_lora_weights(tmp_path / "lora")
     plain = case.picture(pipe, noise, guidance)
-    error = {"float32": 1e-6, "float16": 5e-4, "bfloat16": 7e-3}[dtype]
+    error = {"float32": 1e-6, "bfloat16": 7e-3}[dtype]
     assert (draw(trainer.policy) - plain).square().mean().sqrt() < error
     assert (plain - base).square().mean().sqrt() > 2 * error  # a lost adapter would show
 
@@ -311,7 +310,7 @@ def test_compiled_blocks_compute_the_same():
 
 
 @pytest.mark.slow
-def test_a_preset_of_videos_is_planned_trained_and_resumed(tmp_path, capsys):
+def test_a_preset_of_videos_is_trained_and_resumed(tmp_path):
     """With the preset's window, guidance, negative prompt and LoRA targets; motion and diversity as
     metrics.
     """
@@ -327,8 +326,6 @@ def test_a_preset_of_videos_is_planned_trained_and_resumed(tmp_path, capsys):
         --num-frames=5 --max-sequence-length=24 --iterations=2 --groups=2 --group-size=3
         --num-steps=4 --eval-samples=2 --eval-steps=3 --heldout-rewards=motion --diversity=pixels
         --lora-rank=2 --learning-rate=0.03 --device=cpu --dtype=float32 --tracker=none""".split()
-    assert main([*words, "--plan", "--dtype=bfloat16"]) == 0
-    assert "x 2 (guidance) = " in capsys.readouterr().out
     assert main([*words, f"--out={run}", "--checkpoint-every=1", "--keep-checkpoints=2"]) == 0
     record, weights = load_run(run), load_file(run / "weights.safetensors")
     last = record.rows[-1]["evaluation"]
@@ -337,8 +334,6 @@ def test_a_preset_of_videos_is_planned_trained_and_resumed(tmp_path, capsys):
     assert main(["sample", f"--weights={run}", *grid]) == 0
     # first, middle and last frame
     assert load_file(run / "samples.safetensors")["after"].shape == (2, 3, 16, 3 * 16)
-    assert main([*words, f"--out={tmp_path}/images", "--reward=jpeg-compressibility"]) == 2
-    assert "frame-mean(reward=...)" in capsys.readouterr().err
     assert main(["train", "--resume", str(run), "--from", "000001", "--trust"]) == 0
     again = load_file(run / "weights.safetensors")
     assert all(torch.equal(again[name], weights[name]) for name in weights)
@@ -354,8 +349,6 @@ def test_a_preset_of_videos_is_planned_trained_and_resumed(tmp_path, capsys):
     [
         ("sd3", {"height": 68}, "height = 68 .* a multiple of 4, at most 64"),
         ("wan", {"lora_targets": ("nowhere",)}, r"lora_targets = \('nowhere',\)"),
-        ("sd3", {"dtype": "int8"}, "dtype = 'int8' .*one of float32, bfloat16, float16"),
-        ("sd3", {"max_sequence_length": 513}, r"max_sequence_length = 513 .* in \[0, 512\]"),
         ("sd3", {"tuning": "full", "frozen_adapters": ("x",)}, "none unless tuning is lora"),
         ("sd3", {"num_frames": 6}, "num_frames = 6 .*makes images"),
         ("wan", {"num_frames": 6}, "num_frames = 6 .* 1 more than a multiple of 4"),

@@ -52,35 +52,6 @@ def test_sd3_without_t5():
     assert rows["words"].shape[1] == 40 + 24 and not bool(rows["words"][0, 40:].any())
 
 
-def test_the_lora_of_sd3_is_on_the_joint_attention():
-    """Of the image and the text stream, not on SD3.5-Medium's second attention; the last layer's
-    text leads nowhere.
-    """
-
-    def layers(**changes):
-        names = {name.split(".lora_")[0] for name in SD3.policy(**changes).trainable()}
-        return {name.removeprefix("transformer_blocks.") for name in names}
-
-    both = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")
-    joint = {f"{layer}.attn.{name}" for layer in (0, 1) for name in both} | {"0.attn.to_add_out"}
-    assert layers() == joint
-    few = {"0.attn.to_q", "0.attn2.to_q", "0.attn2.to_out.0", "1.attn.to_q"}
-    assert layers(lora_targets=("to_q", "attn2.to_out.0")) == few
-
-
-def test_guidance_has_the_norm_of_the_prompts_velocity_in_every_token():
-    policy = QWEN.policy(guidance_scale=4.0, negative_prompt=" ")
-    with torch.no_grad():
-        guided = velocity(policy)
-        with policy.guided(1.0):
-            towards = velocity(policy)
-            away = policy.velocity(noise_of(policy), TIME, policy.encode([Prompt(" ")] * 2))
-    combined = away + 4.0 * (towards - away)
-    expected = torch.nn.functional.normalize(combined, dim=-1) * towards.norm(dim=-1, keepdim=True)
-    torch.testing.assert_close(guided, expected, atol=1e-5, rtol=1e-5)
-    assert (guided - combined).norm() > 5e-3 * combined.norm()  # plain guidance is something else
-
-
 def test_padding_changes_nothing_and_is_masked():
     """A prompt of Qwen-Image beside a longer one, and alone; with wrong embeddings in place of the
     padding; and without the mask. The prompt is what remains behind the pipeline's template.
@@ -108,23 +79,16 @@ def test_padding_changes_nothing_and_is_masked():
 def test_the_grid_of_qwen_image_ends_at_a_small_time():
     policy = QWEN.policy(height=64, width=64)
     assert policy.schedule(10).times[-2:].tolist() == pytest.approx([0.02, 0.0])
-    assert policy.schedule(1).times.tolist() == [1.0, 0.0]
 
 
 def test_a_prompt_of_wan_has_zeros_up_to_its_full_length_which_is_part_of_the_model():
-    """512 tokens by default, as the pipeline's call has, not the 226 of its `encode_prompt`;
-    another length is another video.
-    """
-    default, short = WAN.policy(max_sequence_length=0), WAN.policy()
-    words, few = (
-        p.prompts.rows(p.encode(PROMPTS).tensors["prompt"])["words"] for p in (default, short)
-    )
-    assert words.shape == (2, 512, 32) and few.shape == (2, 24, 32)
-    used = words.abs().sum(-1) > 0
-    assert used.sum(1).tolist() == [len(default.pipe.tokenizer(text).input_ids) for text in TEXTS]
-    plain = WAN.picture(tiny_wan(), noise_of(default), max_sequence_length=512)
-    torch.testing.assert_close(draw(default), plain, atol=5e-6, rtol=0)
-    assert (draw(default) - draw(short)).abs().max() > 1e-3
+    """512 tokens by default, as the pipeline's call has, not the 226 of its `encode_prompt`."""
+    policy = WAN.policy(max_sequence_length=0)
+    words = policy.prompts.rows(policy.encode(PROMPTS).tensors["prompt"])["words"]
+    tokens = [len(policy.pipe.tokenizer(text).input_ids) for text in TEXTS]
+    assert words.shape == (2, 512, 32) and (words.abs().sum(-1) > 0).sum(1).tolist() == tokens
+    plain = WAN.picture(tiny_wan(), noise_of(policy), max_sequence_length=512)
+    torch.testing.assert_close(draw(policy), plain, atol=5e-6, rtol=0)
 
 
 def test_layers_that_diffusers_keeps_in_float32_stay_there(tmp_path):

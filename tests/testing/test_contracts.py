@@ -10,7 +10,7 @@ import pytest
 import torch
 from all_but_last import AllButLast
 from contract_parts import DIRECTIONS, Brightness, Own, dense, mixture_policy, tree_rule
-from flowrl_bench.pretrain_pairs import draw_layout
+from flowrl_bench.pretrain_pairs import draw_layout, render
 from flowrl_bench.probes import SomeMembers
 
 from flowrl.core.errors import RewardError
@@ -87,7 +87,6 @@ from flowrl.testing.contract import name_of
 from flowrl.worlds import MixtureWorld, ModelWorld, PolicyOptions, ShapesWorld
 from flowrl.worlds.base import world
 from flowrl.worlds.mixture import DirectionReward
-from flowrl.worlds.render import render
 
 SHAPES = ["three red circles", "two blue squares", 'text "K72"']
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from flowrl_bench.pretrain_pairs import render
 from flowrl_rewards.clip import ClipFeatures, ClipNetwork
 from small_run import rows_of
 from tiny_rewards import tiny_clip
@@ -23,7 +24,6 @@ from flowrl.training.config import preset
 from flowrl.training.evaluation import evaluate, make_heldout_metrics
 from flowrl.training.run import Run
 from flowrl.worlds.mixture import DensityReward, ring
-from flowrl.worlds.render import render
 from flowrl.worlds.scene import object_class, parse
 from flowrl.worlds.verifier import ShapesQuality
 

@@ -4,12 +4,12 @@ import random
 
 import pytest
 import torch
-from flowrl_bench.pretrain_pairs import draw_layout, requests_by_kind
+from flowrl_bench.pretrain_pairs import draw_layout, render, requests_by_kind
 
 from flowrl.core.errors import CheckpointError, ConfigError, RewardError
 from flowrl.core.types import Prompt
 from flowrl.worlds.base import PolicyOptions, check_hash, weights_path, world
-from flowrl.worlds.render import render, split_cells
+from flowrl.worlds.render import split_cells
 from flowrl.worlds.scene import (
     CELLS,
     TASKS,

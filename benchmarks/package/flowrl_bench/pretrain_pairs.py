@@ -5,6 +5,11 @@ not.
 import random
 from collections.abc import Mapping
 
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from flowrl.worlds.render import render_cells
 from flowrl.worlds.scene import (
     CELLS,
     COLOURS,
@@ -19,6 +24,32 @@ from flowrl.worlds.scene import (
     glyph_class,
     object_class,
 )
+
+
+def random_jitter(count: int, generator: torch.Generator) -> Tensor:
+    """Sub-pixel placements of `count` cells: uniform offsets in x and y of up to one pixel, and
+    sizes of 92% to 108%.
+
+    Args:
+        count: number of cells.
+        generator: source of the randomness.
+
+    Returns:
+        Offsets in x, offsets in y, and size factors, [3, cell].
+    """
+    x, y, size = torch.rand(3, count, generator=generator) * 2 - 1
+    return torch.stack([x, y, 1 + 0.08 * size])
+
+
+def render(layouts: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Images: layouts [sample, 16] -> [sample, 3, SIZE, SIZE] in [0, 1]; jittered when a generator
+    is given.
+    """
+    count = layouts.numel()
+    centred = torch.tensor([0.0, 0.0, 1.0])[:, None].expand(3, count)
+    jitter = centred if generator is None else random_jitter(count, generator)
+    cells = render_cells(layouts.flatten(), jitter)
+    return rearrange(cells, "(s r c) k h w -> s k (r h) (c w)", r=GRID, c=GRID)
 
 
 def draw_layout(request: Request, rng: random.Random) -> list[int]:

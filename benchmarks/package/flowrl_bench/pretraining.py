@@ -22,10 +22,10 @@ from torch.nn import functional as F
 from flowrl.core.errors import require
 from flowrl.flow import interpolate, velocity_target
 from flowrl.io import write_bytes, write_json
-from flowrl.policies.small_sd3 import SmallSD3, SmallSD3Config
-from flowrl.worlds.render import CELL, random_jitter, render_cells
+from flowrl.policies.small_sd3 import SmallSD3
+from flowrl.worlds.render import CELL, render_cells
 from flowrl.worlds.scene import CELLS, CLASSES, GRID, MAX_WORDS, VOCABULARY, tokenise
-from flowrl_bench.pretrain_pairs import draw_pair, requests_by_kind
+from flowrl_bench.pretrain_pairs import draw_pair, random_jitter, requests_by_kind
 
 Progress = Callable[[str, int, int, float], None]
 """Called with (phase, update, updates, loss)."""
@@ -132,9 +132,7 @@ def pretrain(
     weights every 5 minutes.
     """
     torch.manual_seed(config.seed)
-    network = SmallSD3(
-        SmallSD3Config(len(VOCABULARY), MAX_WORDS, grid=GRID, cell=CELL, shift=config.shift)
-    )
+    network = SmallSD3(len(VOCABULARY), MAX_WORDS, config.shift)
     train_autoencoder(network, config, progress)
     network.autoencoder.requires_grad_(False)
     table = latent_table(network, config)
