@@ -83,7 +83,7 @@ from flowrl.testing import (
     tiny_sd3,
     tiny_sd3_policy,
 )
-from flowrl.testing.contract import name_of
+
 from flowrl.worlds import MixtureWorld, ModelWorld, PolicyOptions, ShapesWorld
 from flowrl.worlds.base import world
 from flowrl.worlds.mixture import DirectionReward
@@ -308,7 +308,7 @@ def name(value: Any) -> str:
     return (
         ""
         if isinstance(value, dict) or hasattr(value, "__wrapped__")
-        else getattr(value, "__name__", name_of(value))
+        else getattr(value, "__name__", type(value).__name__)
     )
 
 
