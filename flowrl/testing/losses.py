@@ -36,7 +36,6 @@ CONSTANTS = ("next_node", "behaviour.mean", "reference.mean", "target", *NETWORK
 """Tensors of a batch that take no gradient."""
 
 
-@dataclass(frozen=True)
 class LossContract(Pure):
     """The promises that both kinds of losses have in common."""
 
@@ -168,7 +167,7 @@ class LossContract(Pure):
         `trains_zero_advantages`; of a forward-process loss never, if all networks are equal.
         """
         declared = getattr(self.part, "trains_zero_advantages", False)
-        batch = self.batch(0.0 if isinstance(self, ForwardCase) else MOVE)
+        batch = self.batch(0.0 if isinstance(self, ForwardLossContract) else MOVE)
         first_unit = [number == number[0] for number in batch.units(self.part.unit)]
         silent = torch.stack(first_unit).all(0)
         batch = replace(batch, advantages=batch.advantages.masked_fill(silent, 0.0))

@@ -1,6 +1,6 @@
 """The promises of a probe."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import require
 from flowrl.core.protocols import FlowPolicy
 from flowrl.core.types import Prompt
 from flowrl.flow.mixture import GaussianMixture
@@ -36,6 +35,12 @@ class Trial:
     usage: Usage
     generator: Tensor
 
+    @property
+    def traces(self) -> Mapping[str, Tensor]:
+        """What a probe must not change."""
+        states, reward = self.rollout.trajectories.states, self.table[..., -1]
+        return {"states": states, "reward": reward, "generator": self.generator}
+
 
 @dataclass(frozen=True)
 class ProbeContract(Contract):
@@ -50,10 +55,6 @@ class ProbeContract(Contract):
 
     policy: FlowPolicy | None = None
     members: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.members >= 1, "members", self.members, "1 or more")
 
     @cached_property
     def network(self) -> FlowPolicy:
@@ -129,25 +130,12 @@ class ProbeContract(Contract):
         if isinstance(self.part, Branching):
             return INAPPLICABLE
         for decisions in self.layouts:
-            plain = self.run(decisions, NoProbe())
-            probed, after = self.run(decisions), self.run(decisions, NoProbe())
-            ahead = 1e-5 if self.part.ahead(probed.rollout.nodes) else 0.0
-            for name, trial, limit in (
-                ("with", probed, ahead),
-                ("after a rollout with", after, 0.0),
-            ):
-                states, expected = (
-                    trial.rollout.trajectories.states,
-                    plain.rollout.trajectories.states,
-                )
-                same(states, expected, f"{name} the probe, the states", limit)
-                same(
-                    trial.table[..., -1],
-                    plain.table[..., -1],
-                    f"{name} the probe, the reward",
-                    limit,
-                )
-                same(trial.generator, plain.generator, f"{name} the probe, the generator", limit)
+            plain, probed = self.run(decisions, NoProbe()), self.run(decisions)
+            after, ahead = self.run(decisions, NoProbe()), self.part.ahead(probed.rollout.nodes)
+            for name, expected in plain.traces.items():
+                limit = 1e-5 if ahead else 0.0
+                same(probed.traces[name], expected, f"with the probe, the {name}", limit)
+                same(after.traces[name], expected, f"after a rollout with the probe, the {name}")
         return None
 
     @promise

@@ -115,7 +115,7 @@ class SamplerContract(OnGrids, Pure, Separate):
 
         Convert both with .float() before all else.
         """
-        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for dtype in (torch.bfloat16, torch.float64):
             low = {name: self.inputs[name].to(dtype) for name in ("latent", "velocity")}
             expected = self.move(**{name: tensor.float() for name, tensor in low.items()})
             moved = self.move(**low)
@@ -131,9 +131,7 @@ class SamplerContract(OnGrids, Pure, Separate):
         """
         std, zeros = self.move().std, torch.zeros_like(self.inputs["latent"])
         still = self.move(latent=zeros, velocity=zeros).std
-        same(
-            std[self.steps :], std[: self.steps], "of the second sample at each step, the std", 1e-6
-        )
+        same(std.roll(self.steps), std, "of another sample at each step, the std", 1e-6)
         same(still, std, "for latents and velocities of 0, the std", 1e-6)
 
     @promise
@@ -144,19 +142,14 @@ class SamplerContract(OnGrids, Pure, Separate):
 
         Time falls from t = times[i] to s = times[i + 1]; v = eps - x_0.
         """
-        clean, eps, times = (
-            self.inputs["latent"],
-            self.inputs["velocity"],
-            self.inputs["schedule"].times,
-        )
-        t, s = (expand(times[self.inputs["step"] + i], clean) for i in (0, 1))
+        clean, eps, schedule, step = self.inputs.values()
+        t, s = (expand(schedule.times[step + i], clean) for i in (0, 1))
         mean = self.move(latent=(1 - t) * clean, velocity=-clean).mean
         same(mean, (1 - s) * clean, "the mean of a noise-free latent", 1e-4)
         moved = self.move(latent=(1 - t) * clean + t * eps, velocity=eps - clean)
-        still = moved.std == 0
-        end = ((1 - s) * clean + s * eps)[still]
-        if still.any():
-            same(moved.mean[still], end, "the mean of a step without noise", 1e-4)
+        still = expand(moved.std == 0, clean)
+        end = torch.where(still, (1 - s) * clean + s * eps, moved.mean)
+        same(moved.mean, end, "the mean of a step without noise", 1e-4)
 
     @promise
     def passes_gradient_through_the_mean(self) -> None:
@@ -166,7 +159,7 @@ class SamplerContract(OnGrids, Pure, Separate):
         """
         velocity = self.inputs["velocity"].requires_grad_()
         moved = self.move(velocity=velocity)
-        expect(moved.mean.requires_grad and not moved.std.requires_grad, "std or mean is wrong")
+        expect(not moved.std.requires_grad, "the std carries a gradient")
         (gradient,) = torch.autograd.grad(moved.mean.sum(), velocity)
         size = gradient.flatten(1).abs().amax(1)
         expect((size > 0).all() and size.isfinite().all(), f"the gradients of samples are {size}")
@@ -243,11 +236,9 @@ class SolverContract(OnGrids, Separate):
             for axes in SHAPES:
                 for number, state in enumerate(self.solve(curved, steps, axes=axes)[0]):
                     fits = state.shape == (SAMPLES, *axes) and state.dtype == torch.float32
-                    kind = f"{tuple(state.shape)}, {state.dtype}"
-                    what = f"step {number - 1} of {steps} returned a state of {kind}"
-                    expect(
-                        fits and state.isfinite().all(), f"{what}, finite: {state.isfinite().all()}"
-                    )
+                    kind = f"{tuple(state.shape)}, {state.dtype}, or a number that is not finite"
+                    what = f"step {number - 1} of {steps} returned {kind}"
+                    expect(fits and state.isfinite().all(), what)
 
     @promise
     def starts_anew(self) -> None:

@@ -6,7 +6,7 @@ of the real classes: they can be saved, loaded and get a LoRA like the published
 downloaded. The libraries are imported on use, because that takes seconds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -200,24 +200,20 @@ def tiny_wan(seed: int = 0) -> Any:
         )
 
 
-def tiny_sd3_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
-    """A policy with these options over `tiny_sd3` with this seed."""
-    return PipelinePolicy(tiny_sd3(seed), SD3(), options)
+def _policy(make: Callable[[int], Any], family: Any, default: ModelOptions) -> Any:
+    """A maker of policies over the pipelines of `make`."""
+
+    def policy(options: ModelOptions = default, seed: int = 0) -> PipelinePolicy:
+        return PipelinePolicy(make(seed), family(), options)
+
+    return policy
 
 
-def tiny_flux_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
-    """A policy with these options over `tiny_flux` with this seed."""
-    return PipelinePolicy(tiny_flux(seed), Flux(), options)
-
-
-def tiny_qwen_image_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
-    """A policy with these options over `tiny_qwen_image` with this seed."""
-    return PipelinePolicy(tiny_qwen_image(seed), QwenImage(), options)
-
-
-def tiny_wan_policy(options: ModelOptions = TINY_VIDEO, seed: int = 0) -> PipelinePolicy:
-    """A policy with these options over `tiny_wan` with this seed."""
-    return PipelinePolicy(tiny_wan(seed), Wan(), options)
+tiny_sd3_policy = _policy(tiny_sd3, SD3, TINY)
+"""A policy with options and a seed over `tiny_sd3` with this seed; likewise the next ones."""
+tiny_flux_policy = _policy(tiny_flux, Flux, TINY)
+tiny_qwen_image_policy = _policy(tiny_qwen_image, QwenImage, TINY)
+tiny_wan_policy = _policy(tiny_wan, Wan, TINY_VIDEO)
 
 
 @contextmanager
