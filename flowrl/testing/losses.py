@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, get_args
 
 import torch
@@ -17,7 +17,6 @@ from flowrl.flow.gaussian import log_prob
 from flowrl.parts.registry import check_part
 from flowrl.rollout.batches import checked_loss
 from flowrl.testing.contract import (
-    INAPPLICABLE,
     Pure,
     basic,
     expect,
@@ -107,7 +106,7 @@ class LossContract(Pure):
         few, gradient = batch.rows(kept.nonzero().flatten()), self.gradient(batch)
         equal(self.result(batch), self.result(few), f"with rows {state}, the loss")
         rest = gradient[~kept]
-        equal(rest, torch.zeros_like(rest), f"the gradient of rows {state}", 0.0)
+        equal(rest, torch.zeros_like(rest), f"the gradient of rows {state}", tolerance=0.0)
         equal(gradient[kept], self.gradient(few), f"with rows {state}, the other gradients")
 
     @promise
@@ -143,7 +142,7 @@ class LossContract(Pure):
         other = replace(batch, advantages=-2.0 * batch.advantages)
         ratio = self.row_weights(other) / other.advantages / weights
         what = "with -2 A in place of A, the factor by which the weight changes"
-        equal(ratio, torch.ones_like(ratio), what, 1e-2)
+        equal(ratio, torch.ones_like(ratio), what, tolerance=1e-2)
 
     def row_weights(self, batch: Any) -> Tensor:
         """The factor of each row's gradient along its `uphill` direction [row], without the
@@ -209,7 +208,7 @@ class LossContract(Pure):
         """
         for move in (0.0, MOVE):
             large, small = self.result(self.batch(move, tiles=3)), self.result(self.batch(move))
-            equal(large, small, "the loss with every latent element three times", 1e-2)
+            equal(large, small, "the loss with every latent element three times", tolerance=1e-2)
 
     @promise
     def differentiates_the_new_policy_only(self) -> None:
@@ -342,22 +341,6 @@ class ForwardLossContract(LossContract):
         if self.part.unit == "group":
             same(first, first[:1].expand(wanted), "times of a group's members")
 
-    @promise
-    def balances_groups(self) -> str | None:
-        """With unit = 'group' and advantages that sum to 0, the weights of a group's errors in the
-        gradient sum to 0.
-
-        All members of a group at one time need the same factor.
-        """
-        if self.part.unit != "group":
-            return INAPPLICABLE
-        batch = self.batch()
-        batch = replace(batch, old=batch.new, average=batch.new)
-        weights = self.row_weights(batch)
-        means = unit_means(weights, batch.units("group"), batch.weight) / weights.abs().max()
-        same(means, torch.zeros_like(means), "a group's mean weight of errors", 1e-3)
-        return None
-
 
 def noises(rows: int, count: int, tiles: int) -> list[Tensor]:
     """Tensors of noise [row, 2, 3], whose elements are repeated `tiles` times."""
@@ -371,6 +354,5 @@ def output(batch: Any) -> Tensor:
     return batch.new.mean if isinstance(batch, LossBatch) else batch.new
 
 
-def equal(got: Tensor, expected: Tensor, what: str, tolerance: float = 1e-4) -> None:
-    """Check that values are equal up to rounding, relative to the largest value."""
-    same(got, expected, what, tolerance, floor=1e-6)
+equal = partial(same, tolerance=1e-4, floor=1e-6)
+"""Check that values are equal up to rounding, relative to the largest value."""

@@ -82,7 +82,7 @@ class PolicyContract(Pure, Separate):
         )
 
     @basic
-    def has_a_schedule(self) -> str | None:
+    def has_a_schedule(self) -> None:
         """schedule(T) has T steps from noise (t near 1) to data (t = 0), in float32."""
         for steps in (1, 4, 10):
             schedule = self.part.schedule(steps)

@@ -478,8 +478,6 @@ class FaultyForwardLoss:
         pooled = batch.pooled
         if pooled is None:
             pooled = unit_means(self.row_terms(batch), batch.units("group"), batch.weight)
-        if self.fault == "balances_groups":
-            pooled = self.row_terms(batch)
         sign = -1.0 if self.fault == "starts_along_the_advantage" else 1.0
         scale = torch.sigmoid(pooled).detach() * batch.advantages.masked_fill(batch.weight == 0, 0)
         total = (batch.weight * sign * scale * self.error(batch, batch.new)).sum()
@@ -490,7 +488,6 @@ class FaultyForwardLoss:
 FORWARD_FAULTS = (
     "declares_what_it_needs",
     "draws_times",
-    "balances_groups",
     "starts_along_the_advantage",
     "needs_what_it_declares",
 )
