@@ -151,7 +151,6 @@ RULES = {
     ],
     "gives_a_silent_group_zero": [
         rule(lambda v, d: zscore(gains(v), over=("prompt", "member", "decision"), mask=d.mask)),
-        rule(lambda v, d: dense(v, d) + 0.01),
     ],
     "survives_extremes": [rule(steep)],
     "keeps_its_memory": [Remembers(), Forgets()],
@@ -418,11 +417,6 @@ LOSSES = {
     ],
     "is_a_weighted_mean": [
         FaultyLoss(lambda batch, loss, mean: loss * len(batch.weight)),
-        FaultyLoss(
-            lambda batch, loss, mean: (
-                loss + mean(distance(batch) * batch.advantages * torch.arange(len(batch.weight)))
-            )
-        ),
         FaultyUnits(lambda batch: replace(batch, pooled=None)),
         FaultyUnits(unit="group"),
         FaultyUnits(row_terms=lambda batch: log_prob(batch.new, batch.next_node)),
@@ -764,13 +758,9 @@ def test_every_promise_has_a_fault() -> None:
     ("check", "part"),
     [
         (check_solver, Midpoints()),
-        (check_window, FaultyWindow()),
-        (check_reward, FaultyReward()),
-        (check_group_reward, FaultyGroupReward()),
         (check_loss, FaultyLoss()),
         (check_loss, FaultyUnits()),
         (check_forward_loss, FaultyForwardLoss()),
-        (check_world, FaultyWorld()),
     ],
 )
 def test_the_parts_without_a_fault_keep_every_promise(check, part: Any) -> None:
@@ -836,10 +826,8 @@ def test_every_promise_gets_a_fresh_part() -> None:
     ("call", "words"),
     [
         (lambda: check_credit(Uniform(), without=("pays_rent",)), "without = .*declares_a_probe"),
-        (lambda: check_credit(Uniform(), decisions=0), "decisions"),
         (lambda: check_reward(FaultyReward(), (torch.rand(3, 3, 8, 8), [])), "examples"),
         (lambda: check_policy(mixture_policy(), ["one", "one"]), "two or more different prompts"),
-        (lambda: check_policy(mixture_policy(), DIRECTIONS, tolerance=0), "tolerance"),
     ],
 )
 def test_options_are_checked(call, words: str) -> None:
@@ -847,14 +835,10 @@ def test_options_are_checked(call, words: str) -> None:
         call()
 
 
-def test_promises_can_be_left_out() -> None:
-    part = rule(lambda values, decisions: -dense(values, decisions))
-    assert check_credit(part, without=("pays_the_better_member",)).ok
-
-
 def test_a_probe_whose_trees_fit_no_table_is_named() -> None:
     part = rule(None, Branch({0: 97}), assign=lambda self, values, decisions: values[..., 1:])
     assert "fit no group of up to 97" in str(check_credit(part))
 
 
-test_a_rule_with_pytest = credit_contract(StepwiseGain())
+negated = rule(lambda values, decisions: -dense(values, decisions))
+test_a_rule_with_pytest = credit_contract(negated, without=("pays_the_better_member",))
