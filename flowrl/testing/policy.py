@@ -90,9 +90,6 @@ class PolicyContract(Pure, Separate):
             fits = schedule.steps == steps and first > 0.9 and abs(last) < 1e-6
             fits = fits and schedule.times.dtype == torch.float32
             expect(fits, f"schedule({steps}) is {schedule}: T steps join T + 1 times")
-        return (
-            None if first > 0.999 else f"it begins at t = {first:.4g}, but rollouts with pure noise"
-        )
 
     @basic
     def gives_velocities(self) -> None:
