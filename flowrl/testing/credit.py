@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowrl.core.errors import ConfigError, CreditError, require
 from flowrl.core.experience import Decisions, Experience
-from flowrl.credit import credit_of, example, on_tree, read_columns
+from flowrl.credit import check_signature, credit_of, example, on_tree, read_columns
 from flowrl.parts.registry import check_part
 from flowrl.probes import Branching
 from flowrl.testing.contract import (
@@ -88,6 +88,7 @@ class CreditContract(Contract):
         flowrl.probes.Probe, such as NoProbe().
         """
         check_part("credit", self.part)
+        check_signature(self.part)
 
     @basic
     def leaves_its_input_alone(self) -> None:
