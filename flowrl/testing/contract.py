@@ -200,7 +200,8 @@ class Contract:
             broken = isinstance(error, ContractBroken)
             reason = error if broken else f"it raised {type(error).__name__}: {error}"
             head = f"{type(part).__name__} breaks the promise {name!r} ({says.rstrip('.')})"
-            return Finding(name, BROKEN, f"{head}: {reason}. {hint}", error)
+            message = " ".join(f"{head}: {reason}. {hint}".split())
+            return Finding(name, BROKEN, message, error)
         if advice == INAPPLICABLE:
             return Finding(name, INAPPLICABLE)
         return Finding(name, "advice" if advice else "kept", advice or "")

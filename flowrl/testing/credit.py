@@ -280,7 +280,7 @@ class CreditContract(Contract):
                 0.0, 1.0, decisions + 1
             )
             total = self.credit(self.filled(rise[None]))[0, ..., 0].sum(dim=-1)
-            falls.append(bool((total.diff() <= 0).all()))
+            falls.append(bool(total[-1] < total[0] and (total.diff() <= 0).all()))
             if total[-1] <= total[0]:
                 advice = (
                     f"rising from 0 to 1 gets {total[-1]:.3g} in all {decisions} decisions, staying"
