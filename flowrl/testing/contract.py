@@ -200,7 +200,7 @@ class Contract:
             broken = isinstance(error, ContractBroken)
             reason = error if broken else f"it raised {type(error).__name__}: {error}"
             head = f"{type(part).__name__} breaks the promise {name!r} ({says.rstrip('.')})"
-            message = " ".join(f"{head}: {reason}. {hint}".split())
+            message = " ".join(f"{head}: {str(reason).rstrip('.')}. {hint}".split())
             return Finding(name, BROKEN, message, error)
         if advice == INAPPLICABLE:
             return Finding(name, INAPPLICABLE)
