@@ -154,10 +154,9 @@ class Contract:
 
     @classmethod
     def promises(cls) -> list[Promise]:
-        """All promises of the kind, the basic ones first."""
+        """All promises of the kind."""
         methods = [method for owner in cls.__mro__ for method in vars(owner).values()]
-        marked = [method for method in methods if hasattr(method, "is_basic")]
-        return sorted(marked, key=lambda promise: not promise.is_basic)
+        return [method for method in methods if hasattr(method, "is_basic")]
 
     def tried(self, first: Collection[str] = (), deadline: float = math.inf) -> Iterator[Finding]:
         """The findings: on basic promises, on those named `first`, on the others. None is tried
@@ -165,9 +164,8 @@ class Contract:
         """
         make = functools.cache(self.fresh) if self.shared else self.fresh
         obstacle = ""
-        for promise in sorted(
-            self.promises(), key=lambda p: (not p.is_basic, p.__name__ not in first)
-        ):
+        order = sorted(self.promises(), key=lambda p: (not p.is_basic, p.__name__ not in first))
+        for promise in order:
             name = promise.__name__
             if name in self.without:
                 continue

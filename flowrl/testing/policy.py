@@ -75,11 +75,6 @@ class PolicyContract(Pure, Separate):
         members = [name for name in vars(FlowPolicy) if not name.startswith("_")]
         missing = [name for name in members if getattr(self.part, name, None) is None]
         expect(not missing, f"these members are missing: {', '.join(missing)}")
-        shape, device = self.part.latent_shape, self.part.device
-        fits = isinstance(shape, tuple) and isinstance(device, torch.device)
-        expect(
-            fits, f"latent_shape is {shape!r}, device {device!r}; write a tuple and a torch.device"
-        )
 
     @basic
     def has_a_schedule(self) -> None:
@@ -100,10 +95,9 @@ class PolicyContract(Pure, Separate):
             shape, count = tuple(tensor.shape), len(self.prompts)
             expect(shape[:1] == (count,), f"encode: {name!r} has shape {shape} for {count} prompts")
         velocity, wanted = self.result(), (len(self.prompts), *self.part.latent_shape)
-        expect(
-            velocity.shape == wanted, f"velocity has shape {tuple(velocity.shape)}, not {wanted}"
-        )
-        expect(velocity.dtype == torch.float32, f"velocities are {velocity.dtype}: use .float()")
+        fits = velocity.shape == wanted and velocity.dtype == torch.float32
+        kind = f"{tuple(velocity.shape)}, {velocity.dtype}"
+        expect(fits, f"velocity is {kind}, not {wanted}, float32: use .float()")
         expect(velocity.isfinite().all(), "velocities are not finite")
 
     @promise
@@ -146,8 +140,6 @@ class PolicyContract(Pure, Separate):
         expect(first, "nothing is trained")
         names = [[(name, id(p)) for name, p in made.items()] for made in (first, second)]
         expect(names[0] == names[1], "a second call has other names, order or objects")
-        closed = [name for name, p in first.items() if not p.requires_grad]
-        expect(not closed, f"requires_grad is off for {closed[:3]}")
         narrow = [name for name, p in first.items() if p.dtype != torch.float32]
         lost = f"{narrow[:3]} are stored in less than float32: small updates will be lost"
         return lost if narrow else None

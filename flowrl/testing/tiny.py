@@ -57,7 +57,7 @@ TEMPLATE_WORDS = [
 """Words of Qwen-Image's template; Ġ is a space before the word, in byte-level tokenizers."""
 
 
-def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
+def tiny_sd3(seed: int = 0) -> Any:
     """A `StableDiffusion3Pipeline` with a two-layer transformer, 2 x 2 patches and shift 3.
 
     As in SD3.5-Medium, queries and keys are normalised, and the first layer has a second
@@ -65,7 +65,6 @@ def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
 
     Args:
         seed: seed of the random weights.
-        large: leave out the second self-attention, as in SD3.5-Large.
 
     Returns:
         The pipeline.
@@ -84,7 +83,7 @@ def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
             pooled_projection_dim=2 * WIDTH,
             pos_embed_max_size=16,
             qk_norm="rms_norm",
-            dual_attention_layers=() if large else (0,),
+            dual_attention_layers=(0,),
             **ATTENTION,
         )
         return diffusers.StableDiffusion3Pipeline(

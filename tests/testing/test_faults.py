@@ -541,7 +541,7 @@ def by_size(p, prompts):
 
 
 POLICIES = {
-    "has_all_members": [FaultyPolicy(latent_shape=[2, 1, 1]), FaultyPolicy(decode=None)],
+    "has_all_members": [FaultyPolicy(decode=None)],
     "has_a_schedule": [grid(1, 0.01), grid(0.5, 0)],
     "gives_velocities": [
         FaultyPolicy(encode=lambda p, prompts: p.encode(prompts[:1])),
