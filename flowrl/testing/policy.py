@@ -133,9 +133,7 @@ class PolicyContract(Pure, Separate):
 
     @promise
     def names_what_is_trained(self) -> str | None:
-        """trainable gives the same named parameters in the same order every time, all of them open
-        to gradients.
-        """
+        """trainable gives the same named parameters in the same order every time."""
         first, second = self.part.trainable(), self.part.trainable()
         expect(first, "nothing is trained")
         names = [[(name, id(p)) for name, p in made.items()] for made in (first, second)]
@@ -146,7 +144,7 @@ class PolicyContract(Pure, Separate):
 
     @promise
     def carries_a_gradient(self) -> None:
-        """The gradient of the velocity reaches what is trained."""
+        """The gradient of the velocity reaches what is trained; all of it is open to gradients."""
         velocity, parameters = self.velocity(), list(self.part.trainable().values())
         expect(velocity.requires_grad, "the velocity carries no gradient")
         gradients = torch.autograd.grad(velocity.square().mean(), parameters, allow_unused=True)
