@@ -209,10 +209,13 @@ def _policy(make: Callable[[int], Any], family: Any, default: ModelOptions) -> A
 
 
 tiny_sd3_policy = _policy(tiny_sd3, SD3, TINY)
-"""A policy with options and a seed over `tiny_sd3` with this seed; likewise the next ones."""
+"""A policy with options and a seed over `tiny_sd3` with this seed."""
 tiny_flux_policy = _policy(tiny_flux, Flux, TINY)
+"""Likewise over `tiny_flux`."""
 tiny_qwen_image_policy = _policy(tiny_qwen_image, QwenImage, TINY)
+"""Likewise over `tiny_qwen_image`."""
 tiny_wan_policy = _policy(tiny_wan, Wan, TINY_VIDEO)
+"""Likewise over `tiny_wan`."""
 
 
 @contextmanager
