@@ -104,8 +104,8 @@ class ProbeContract(Contract):
         given.
         """
         for decisions in self.layouts:
-            for key, estimate in self.run(decisions).rollout.estimates.items():
-                expect(estimate.latents.isfinite().all(), f"the estimate of {key!r} is not finite")
+            for key, latents in self.run(decisions).rollout.estimates.items():
+                expect(latents.isfinite().all(), f"the estimate of {key!r} is not finite")
 
     @promise
     def fills_what_it_says(self) -> None:

@@ -136,7 +136,7 @@ RULES = [
     Uniform(probe=Branch((2, 2))),
     StepwiseGain(probe=Comb(2, count=1)),
     MovingAverageGain(probe=Branch((3,), mean="child")),
-    SiblingRelative(leave_one_out=True, probe=Branch(2)),
+    SiblingRelative(leave_one_out=True, probe=Branch((2, 2, 2))),
     SiblingRelative(normalise=False, clamp=None, probe=Comb(3)),
     SiblingRelative(probe=Comb(3, count=1, strides=(1, 2, 3))),
     DepthRelative("tree", "sample", probe=Branch({0: 2, 3: 2, 6: 2, 9: 2})),

@@ -28,7 +28,7 @@ from flowrl.credit.table import masked_std
 from flowrl.flow import expand
 from flowrl.flow.gaussian import log_prob
 from flowrl.losses import DGPO, GSPO, ClippedLoss
-from flowrl.probes import Branch, Call, Completion, Cost, Estimate, NoProbe
+from flowrl.probes import Branch, Call, Completion, Cost, NoProbe, Probe
 from flowrl.rewards import win_rates
 from flowrl.samplers import FlowSDE, Multistep, Windowed
 from flowrl.testing import (
@@ -588,9 +588,8 @@ def faulty_probe(**methods):
 def estimator(change):
     """A probe whose estimates are `change(latents, run)`."""
     return faulty_probe(
-        estimate=lambda self, run: {
-            node: Estimate(change(run.start(node)[0], run)) for node in run.nodes
-        }
+        estimate=lambda self, run: {node: change(run.start(node)[0], run) for node in run.nodes},
+        rewards=Probe.rewards,
     )
 
 
@@ -603,8 +602,8 @@ def own_noise(x, run):
     return x + 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
 
 
-def half(self, run):
-    return {node: each for node, each in Own.estimate(self, run).items() if node % 2}
+def half(self, scored):
+    return {node: values for node, values in Own.rewards(self, scored).items() if node % 2}
 
 
 def costs(call):
@@ -618,7 +617,7 @@ PROBES = {
         estimator(lambda x, run: x / 0),
     ],
     "fills_what_it_says": [
-        faulty_probe(estimate=half),
+        faulty_probe(rewards=half),
         faulty_probe(fills=lambda self, steps: range(2)),
     ],
     "leaves_the_rollout_alone": [faulty_probe(estimate=changes_weights)],
