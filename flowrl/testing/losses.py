@@ -291,6 +291,16 @@ class PolicyLossContract(LossContract):
             gaussian.std[~kept] = 0.0
         self.counts_only(batch, kept, "of std 0")
 
+    @promise
+    def starts_at_ratio_one(self) -> None:
+        """On policy (new = behaviour) the metrics, if given, are: ratio_mean 1; ratio_deviation,
+        clip_fraction, approx_kl 0.
+        """
+        metrics = self.part.loss(self.batch(0.0)).metrics
+        wanted = {"ratio_mean": 1.0, "ratio_deviation": 0.0, "clip_fraction": 0.0, "approx_kl": 0.0}
+        for name in wanted.keys() & metrics.keys():
+            same(torch.as_tensor(metrics[name]), torch.tensor(wanted[name]), name, 1e-6)
+
 
 @dataclass(frozen=True)
 class ForwardLossContract(LossContract):

@@ -407,6 +407,7 @@ LOSSES = {
         FaultyLoss(lambda batch, loss, mean: loss * batch.weight.sum() / batch.weight.sum()),
         FaultyLoss(reported=lambda batch: {"mean": batch.new.mean.mean()}),
     ],
+    "starts_at_ratio_one": [FaultyLoss(reported=lambda batch: {"ratio_mean": torch.tensor(1.1)})],
     "starts_along_the_advantage": [FaultyLoss(lambda batch, loss, mean: -loss)],
     "trains_zero_advantages_as_declared": [
         FaultyLoss(lambda batch, loss, mean: loss + mean(distance(batch))),
