@@ -15,8 +15,11 @@ from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
 from flowrl.parts.trust import own_parts
 from flowrl.rollout.values import Inspect, score
-from flowrl.testing import credit, losses, probe, samplers
 from flowrl.testing.contract import OVER, Contract
+from flowrl.testing.credit import CreditContract
+from flowrl.testing.losses import ForwardLossContract, PolicyLossContract
+from flowrl.testing.probe import ProbeContract
+from flowrl.testing.samplers import SamplerContract, SolverContract, WindowContract
 from flowrl.training.build import run_method, trial_stds
 from flowrl.training.config import RunConfig
 
@@ -41,8 +44,6 @@ SEVERE = frozenset(
 """Promises that stop a run if they are broken. Others matter in some runs only, or a part may break
 them on purpose (as random credit does): the trial warns.
 """
-IGNORED = "makes_decisions"
-"""The ODE samples for forward-process losses."""
 REFUSED = "it raised ConfigError"
 """In the message of a finding: the part refuses the data of the promise."""
 GO_ON = "If this is intended, add --no-trial (trial=False in Python)"
@@ -81,11 +82,9 @@ def _try_part(
 ) -> None:
     """Try one part, severe promises first; `warn` of what does not stop the run."""
     check, contract = _contract(config, kind, part)
-    promises = [promise for promise in contract.promises if promise.__name__ != IGNORED]
-    promises.sort(key=lambda promise: promise.__name__ not in SEVERE)
-    broken, untried = [], []
-    for promise in promises:
-        finding = contract.finding(promise, deadline)
+    broken, untried, count = [], [], 0
+    for finding in contract.tried(SEVERE, deadline):
+        count += 1
         if finding.message == OVER or REFUSED in finding.message:
             untried.append(finding.promise)
         elif finding.mark == "BROKEN" and finding.promise in SEVERE:
@@ -101,7 +100,7 @@ def _try_part(
         why = "promises that matter in some runs are not kept"
         warn(f"{name}: {why}: {', '.join(broken)}; {check} explains them")
     if untried:
-        why = f"{len(untried)} of {len(promises)} promises were not tried"
+        why = f"{len(untried)} of {count} promises were not tried"
         why += f" ({SECONDS:g} s were over, or the part refuses their data)"
         warn(f"{name}: {why}: {', '.join(untried)}; {check} tries all")
 
@@ -112,15 +111,20 @@ def _contract(config: RunConfig, kind: str, part: Any) -> tuple[str, Contract]:
     if kind in ("loss", "times"):
         forward = isinstance(part, ForwardLoss)
         kind = "forward_loss" if forward else "loss"
-        contract = losses.forward_loss(part) if forward else losses.policy_loss(part)
+        contract = (ForwardLossContract if forward else PolicyLossContract)(part)
     elif kind == "sampler" and isinstance(part, MultistepSolver):
-        kind, contract = "solver", samplers.solver(part)
+        kind, contract = "solver", SolverContract(part)
     elif kind == "credit":
-        contract = credit.contract(part, max(1, int((trial_stds(config) > 0).sum())))
+        contract = CreditContract(part, max(1, int((trial_stds(config) > 0).sum())))
     elif kind == "probe":
-        contract = probe.contract(part, None, members)
+        contract = ProbeContract(part, members=members)
     else:
-        contract = (samplers.sampler if kind == "sampler" else samplers.window)(part, steps)
+        limits = ("makes_decisions",)  # the ODE samples for forward-process losses
+        contract = (
+            SamplerContract(part, steps, without=limits)
+            if kind == "sampler"
+            else WindowContract(part, steps)
+        )
     return f"flowrl.testing.check_{kind}", contract
 
 
