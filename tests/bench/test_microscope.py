@@ -18,7 +18,7 @@ from flowrl_bench.microscope_numbers import (
     over_looks,
     row_of,
 )
-from flowrl_bench.microscope_study import Study, read_lines, seconds_left
+from flowrl_bench.microscope_study import Study, read_lines
 from flowrl_bench.true_advantage import compare_credit, credit_sums
 
 from flowrl.cli.main import main
@@ -104,7 +104,6 @@ class TestStudy:
             if line["cell"]["noise"] not in ("gradient", "check"):
                 assert {row["rule"] for row in line["rows"]} == set(GAINS)
                 assert {row["form"] for row in line["rows"]} == {"soft", "strict"}
-        assert seconds_left(study, lines) == pytest.approx(0.0, abs=1e-6)
 
     def test_resumption_gives_the_same_lines(self, study: Study, tmp_path: Path) -> None:
         """After a loss of half of the lines and in the middle of another, only these are made
@@ -135,7 +134,7 @@ class TestStudy:
         ids=["rules", "sizes"],
     )
     def test_lines_of_other_settings_are_refused(self, study: Study, changes) -> None:
-        with pytest.raises(ConfigError, match="other rules, sizes or code"):
+        with pytest.raises(ConfigError, match="other rules or sizes"):
             replace(study, **changes).read()
 
 
@@ -237,7 +236,7 @@ def test_results_and_page_go_where_the_options_say(tmp_path: Path, capsys, monke
     assert main([*command, "--page", "docs"]) == 0
     shown = capsys.readouterr().out
     count = len(list(cells("mixture", 0)))
-    assert f"{count} of {count} cells to measure in results/m.jsonl; about " in shown
+    assert f"{count} of {count} cells to measure in results/m.jsonl; Ctrl-C pauses" in shown
     assert f"{count}/{count} mixture, after tp-grpo, shared, look 0; about 0 seconds left" in shown
     line = read_lines(results)[0]
     assert {row["rule"] for row in line["rows"]} == {*GAINS, "Mine"}
