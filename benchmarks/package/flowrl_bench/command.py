@@ -296,9 +296,7 @@ class Rule:
         world = self.world if self.world == "all" and not self.model else worlds[0]
         parts = make_parts(self.quick, world, self.seeds, self.budget)
         command = shlex.join(["flowrl", *sys.argv[1:]])
-        return (
-            0 if bench_rule(given[0], parts, self.out, self.workers, self.quick, command) else 130
-        )
+        return 0 if bench_rule(given[0], parts, self.out, self.workers, command) else 130
 
 
 @dataclass(frozen=True)

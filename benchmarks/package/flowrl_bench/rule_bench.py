@@ -204,7 +204,6 @@ def bench_rule(
     parts: Sequence[Part],
     out: Path | None = None,
     workers: int = 0,
-    quick: bool = False,
     command: str = "",
     say: Say = print,
 ) -> bool:
@@ -219,9 +218,7 @@ def bench_rule(
     finished = bench.execute(say)
     worlds = bench.worlds()
     if worlds:
-        written = rule_page(bench.name, bench.text, worlds, bench.parts, quick, command).write(
-            bench.folder, "rule"
-        )
+        written = rule_page(bench.name, bench.text, worlds, command).write(bench.folder, "rule")
         say("\n" + "\n".join(textwrap.fill(sentence(bench.name, world), 80) for world in worlds))
         say("\n" + terminal(bench.name, worlds))
         say(f"\nWrote {', '.join(map(str, written))}")
