@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from flowrl_bench.digest import code_digest
+from flowrl_bench.page import Table
 from flowrl_bench.results_file import ResultsFile
 from gpu_cases import METHODS, MODELS, Case, RandomEmbeddings, Setting, cases, parse_changes
 from gpu_compute import (
@@ -224,20 +225,6 @@ COLUMNS = (
 COLUMNS = (*COLUMNS, "other: rollout", "other: update")
 
 
-def table(lines: Sequence[dict[str, Any]]) -> str:
-    """One aligned table."""
-    rows = [COLUMNS, *(_cells(line) for line in lines)]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(COLUMNS))]
-    shown = []
-    for row in rows:
-        cells = (
-            cell.ljust(w) if k < 3 else cell.rjust(w)
-            for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        shown.append("  ".join(cells).rstrip())
-    return "\n".join([shown[0], "-" * len(shown[0]), *shown[1:]])
-
-
 def _cells(line: dict[str, Any]) -> tuple[str, ...]:
     case = line["case"]
     head = (case["model"], case["method"], case["variant"])
@@ -337,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{where['device']}, torch {where['versions']['torch']}, {len(lines)} of {len(todo)}"
         " configurations"
     )
-    print(table(lines))
+    print(Table(COLUMNS, [_cells(line) for line in lines]).markdown(""))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

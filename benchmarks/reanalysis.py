@@ -29,6 +29,8 @@ from reanalysis_statistics import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results/claims.jsonl"
+DOCS = ROOT / "docs"
 
 
 def family(claim: str, page: str) -> str:
@@ -148,18 +150,6 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--results",
-        type=Path,
-        default=ROOT / "benchmarks/results/claims.jsonl",
-        help="the published lines",
-    )
-    parser.add_argument(
-        "--docs",
-        type=Path,
-        default=ROOT / "docs",
-        help="the folder with claims.md and claims/details.md",
-    )
-    parser.add_argument(
         "--all", action="store_true", help="print every number, not only those that differ"
     )
     parser.add_argument(
@@ -169,10 +159,10 @@ def main() -> int:
     )
     given = parser.parse_args()
     if given.robustness:
-        arms = page_arms((given.docs / "claims/details.md").read_text("utf-8"))["mixture"]
-        print("\n".join(robustness(arms, Results(read_runs(given.results)))))
+        arms = page_arms((DOCS / "claims/details.md").read_text("utf-8"))["mixture"]
+        print("\n".join(robustness(arms, Results(read_runs(RESULTS)))))
         return 0
-    rows = all_rows(given.results, given.docs)
+    rows = all_rows(RESULTS, DOCS)
     differing = [row for row in rows if not row.agrees]
     for row in rows if given.all else differing:
         print(

@@ -114,7 +114,6 @@ def make_parts(
     require(
         seeds == 0 or 2 <= seeds <= 1000, "seeds", seeds, "2 to 1000, or 0 for the usual number"
     )
-    require(-1 <= budget <= 200, "budget", budget, "0 to 200 runs, or -1 for the usual number")
     parts = [usual(one, quick) for one in chosen_worlds(world)]
     return [
         Part(p.world, p.budget if budget < 0 else budget, seeds or p.seeds, p.baselines)
