@@ -56,14 +56,6 @@ class TestLines:
 
 
 class TestReading:
-    def test_other_code_with_the_same_numbers_goes_on(
-        self, file: ResultsFile, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(results_file, "code_digest", lambda: "0123456789abcdef")
-        file.append(small_line(2))
-        lines = file.read()
-        assert len(lines) == 3 and len({line["code"] for line in lines.values()}) == 2
-
     def test_code_or_libraries_with_another_golden_run_are_refused(
         self, file: ResultsFile, monkeypatch: pytest.MonkeyPatch
     ) -> None:
