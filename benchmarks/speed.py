@@ -48,7 +48,7 @@ def cpu_seconds(words: list[str], variables: dict[str, str]) -> float | None:
     return spent if result.returncode == 0 else None
 
 
-def row(name: str, pairs: list[tuple[float | None, float | None]]) -> str:
+def row(name: str, pairs: list[tuple[float | None, ...]]) -> str:
     """A row of the table."""
     base, new = (
         [seconds for seconds in side if seconds is not None] for side in zip(*pairs, strict=True)
