@@ -278,7 +278,7 @@ class Trainer:
         fields = {*self.rule_fields, *self.recorded}
         larger: dict[str, Any] = {}
         if fields & {"trajectories", "log_probs"}:
-            kept, gather = collected.own(), self.distributed.gather
+            kept, gather = collected.to_gather(), self.distributed.gather
             if "trajectories" in fields:
                 tables = (torch.cat(gather(table.cpu())) for table in (kept.states, kept.outputs))
                 states, outputs = tables
