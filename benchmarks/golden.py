@@ -30,8 +30,7 @@ from torch import Tensor
 from trees import ROOT, environment, worktree
 
 COMPARED = ("metrics.jsonl", "samples.json", "trajectory.json", "summary.json", "*.safetensors")
-# Named after a hash of the settings; before.safetensors of each run has the same content.
-SKIPPED_FILES = "untrained-*"
+SKIPPED_FILES = "untrained-*"  # of earlier versions
 TIMES = re.compile(r"seconds|phases|(^|/)time(/|$)|warnings/\d+/text")
 
 

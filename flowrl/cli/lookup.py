@@ -187,7 +187,7 @@ class Presets:
 
 def _about(piece: Piece) -> Iterator[str]:
     """The facts in a preset's file, such as its memory, and its notes."""
-    for key, value in piece.about.items():
+    for key, value in piece.file.about.items():
         texts = value if key == "notes" else [value] if key != "summary" else []
         yield from (f"{key.replace('_', ' ').removesuffix('s')}: {text}" for text in texts)
 
@@ -199,7 +199,7 @@ def preset_list() -> Iterator[str]:
         yield f"\n{kind}:"
         for name in files:
             piece = combine(name, RunConfig).pieces[0]
-            yield fitted(f"  {name}: {piece.about['summary']}", 6)
+            yield fitted(f"  {name}: {piece.file.about['summary']}", 6)
             yield from (fitted(f"      {line}", 6) for line in _about(piece))
     names = combinations()
     yield fitted(
@@ -249,7 +249,7 @@ def preset_lines(combined: Combined) -> Iterator[str]:
     say of themselves above.
     """
     for piece in combined.pieces:
-        yield f"# {piece.name}: {piece.about.get('summary', piece.origin)}"
+        yield f"# {piece.name}: {piece.file.about.get('summary', piece.kind)}"
         yield from (f"#   {line}" for line in _about(piece))
     for line in settings_text(grouped(RunConfig, combined.settings)).splitlines():
         origin = combined.origins.get(line.strip().partition(":")[0])

@@ -186,8 +186,8 @@ def record_code(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def check_code(folder: Path, settings: Mapping[str, Any], changed_code: bool) -> None:
-    """Raise `ConfigError` if code in `settings` has changed since `folder`/code.json; with
-    `changed_code` record the new code instead.
+    """Raise `ConfigError` if code in `settings` has changed since `folder`/code.json, unless
+    `changed_code` allows it.
     """
     if not (folder / NAME).exists():
         return
@@ -199,4 +199,3 @@ def check_code(folder: Path, settings: Mapping[str, Any], changed_code: bool) ->
             f"{folder}: code has changed since the run was started: {'; '.join(changed)}. Restore"
             " it, or resume with the new code: add --changed-code (changed_code=True in Python)"
         )
-    record_code(folder, settings)

@@ -180,8 +180,7 @@ class Compare:
             changed_code=self.changed_code,
             trial=self.trial,
         )
-        kept = "Finished runs and checkpoints are kept"
-        with on_stop(_interrupt), disk_errors(out, lambda: kept, again):
+        with on_stop(_interrupt), disk_errors(out, again):
             try:
                 display.start()
                 if display.during(work):

@@ -208,7 +208,6 @@ def _run_job(
         folder,
         worker.send,
         worker.stopped,
-        shared=folder.parent,
         changed_code=changed_code,
         trial=trial,
         parts_tried=True,
@@ -274,7 +273,7 @@ def compare(
         lock = new_folder(
             out,
             "comparison",
-            partial(holds, entries=("arms", "methods")),
+            partial(holds, entry="arms"),
             partial(_started, out),
         )
     with lock:
