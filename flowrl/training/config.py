@@ -90,7 +90,7 @@ class EnvironmentConfig:
     prompts: str = ""
     """Training prompts for `model`: a text file with a prompt per line, .jsonl with "prompt" and
     metadata, a slice of a generated list, as in compositional[0:500] (also text, images), or a
-    dataset: hf(name=NAME, split=..., column=...), a folder or .parquet.
+    dataset: hf(name=NAME, split=..., column=...).
     """
     heldout_prompts: str = ""
     """Evaluation prompts for `model`, in the same forms as `prompts`; default: the training
