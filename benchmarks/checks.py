@@ -1,11 +1,9 @@
-"""What the shape checks cost: seconds of a TP-GRPO iteration with and without them, in alternating
-fresh processes.
+"""What the shape checks cost in a TP-GRPO iteration.
 
     python benchmarks/checks.py
 
 Prints the mean cost of a checked call times the number of checked calls in an iteration, as a share
-of the iteration; the difference of whole iterations is printed too, but is smaller than their
-noise.
+of the iteration.
 """
 
 import os
@@ -86,14 +84,10 @@ def run(code: str, checks: str) -> float:
 
 def main() -> None:
     """Measure and print."""
-    whole: dict[str, list[float]] = {"0": [], "1": []}
-    for _ in range(3):
-        for checks in ("0", "1"):
-            whole[checks].append(run(CODE, checks))
-    off, on = (statistics.median(whole[c]) for c in ("0", "1"))
+    off = statistics.median(run(CODE, "0") for _ in range(3))
     per_call = run(CALL, "1") - run(CALL, "0")
     calls = run(COUNT, "1")
-    print(f"iteration without checks {off:.3f} s, with {on:.3f} s (medians of 3 processes)")
+    print(f"iteration without checks {off:.3f} s (median of 3 processes)")
     share = calls * per_call / off
     print(
         f"{calls:.0f} checked calls x {per_call * 1e6:.0f} us = {calls * per_call:.4f} s ="
