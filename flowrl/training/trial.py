@@ -4,6 +4,7 @@ computed again.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from flowrl.parts.registry import build
 from flowrl.parts.trust import own_parts
 from flowrl.rollout.values import Inspect, score
 from flowrl.testing import credit, losses, probe, samplers
-from flowrl.testing.contract import OVER, Contract
+from flowrl.testing.contract import BROKEN, Contract
 from flowrl.training.build import run_method, trial_stds
 from flowrl.training.config import RunConfig
 
@@ -26,23 +27,30 @@ SHARE = 0.05
 """Largest difference of a score that is computed again, in standard deviations of its batch."""
 SEVERE = frozenset(
     {
-        *("declares_what_it_needs", "returns_a_scalar", "is_pure", "starts_along_the_advantage"),
-        *("trains_zero_advantages_as_declared", "differentiates_the_new_policy_only"),
-        *("draws_times", "returns_a_gaussian_per_sample", "treats_samples_separately"),
-        *("has_one_std_per_step", "moves_along_the_path", "passes_gradient_through_the_mean"),
-        *("keeps_the_number_of_steps", "returns_states", "starts_anew", "converges"),
-        *("ends_at_the_predicted_image", "returns_steps", "draws_reproducibly"),
-        *("declares_a_probe", "leaves_its_input_alone", "returns_advantages_per_decision"),
-        *("reads_only_what_its_probe_fills", "treats_members_alike", "pays_the_better_member"),
-        *("is_a_probe", "estimates_final_latents", "fills_what_it_says"),
-        *("leaves_the_rollout_alone", "does_not_depend_on_chunks"),
+        "converges",
+        "differentiates_the_new_policy_only",
+        "does_not_depend_on_chunks",
+        "draws_reproducibly",
+        "draws_times",
+        "ends_at_the_predicted_image",
+        "fills_what_it_says",
+        "has_one_std_per_step",
+        "leaves_the_rollout_alone",
+        "moves_along_the_path",
+        "passes_gradient_through_the_mean",
+        "pays_the_better_member",
+        "starts_along_the_advantage",
+        "starts_anew",
+        "trains_zero_advantages_as_declared",
+        "treats_members_alike",
+        "treats_samples_separately",
     }
 )
-"""Promises that stop a run if they are broken. Others matter in some runs only, or a part may break
-them on purpose (as random credit does): the trial warns.
+"""Promises that stop a run if they are broken, as basic ones do. Others matter in some runs only:
+the trial warns.
 """
-IGNORED = "makes_decisions"
-"""The ODE samples for forward-process losses."""
+IGNORED = ("is_deterministic", "makes_decisions")
+"""Credit may be random on purpose, and the ODE samples for forward-process losses."""
 REFUSED = "it raised ConfigError"
 """In the message of a finding: the part refuses the data of the promise."""
 GO_ON = "If this is intended, add --no-trial (trial=False in Python)"
@@ -81,29 +89,25 @@ def _try_part(
 ) -> None:
     """Try one part, severe promises first; `warn` of what does not stop the run."""
     check, contract = _contract(config, kind, part)
-    promises = [promise for promise in contract.promises if promise.__name__ != IGNORED]
-    promises.sort(key=lambda promise: promise.__name__ not in SEVERE)
-    broken, untried = [], []
-    for promise in promises:
+    ignored = [p.__name__ for p in contract.promises if p.__name__ in IGNORED]
+    contract = replace(contract, without=ignored)
+    severe = {promise.__name__ for promise in contract.basic} | SEVERE
+    doubtful = []
+    for promise in sorted(contract.promises, key=lambda promise: promise.__name__ not in severe):
         finding = contract.finding(promise, deadline)
-        if finding.message == OVER or REFUSED in finding.message:
-            untried.append(finding.promise)
-        elif finding.mark == "BROKEN" and finding.promise in SEVERE:
+        broken = finding.mark == BROKEN and REFUSED not in finding.message
+        if broken and finding.promise in severe:
             raise ConfigError(
                 f"{name} failed the trial before the run: {finding.message.rstrip('.')}."
                 f" {check} shows all findings. {GO_ON}"
             )
-        elif finding.mark == "BROKEN":
-            broken.append(finding.promise)
-        elif finding.mark == "advice":
+        if finding.mark == "advice":
             warn(f"{name}: {finding.message}")
-    if broken:
-        why = "promises that matter in some runs are not kept"
-        warn(f"{name}: {why}: {', '.join(broken)}; {check} explains them")
-    if untried:
-        why = f"{len(untried)} of {len(promises)} promises were not tried"
-        why += f" ({SECONDS:g} s were over, or the part refuses their data)"
-        warn(f"{name}: {why}: {', '.join(untried)}; {check} tries all")
+        elif not finding.ok:
+            doubtful.append(finding.promise)
+    if doubtful:
+        why = f"promises that are not kept, or were not tried within {SECONDS:g} s"
+        warn(f"{name}: {why}: {', '.join(doubtful)}; {check} explains them")
 
 
 def _contract(config: RunConfig, kind: str, part: Any) -> tuple[str, Contract]:
@@ -154,38 +158,35 @@ def reward_trial(
         scores = scores.cpu()
         table = scores.view(-1, members)
         valid = table.isfinite().all(1).nonzero().flatten()
-        if len(valid) < 2 and not grouped:
+        if len(valid) < 2:
             return
-        order = valid[table[valid].mean(1).argsort()].tolist()
+        order = valid[table[valid].mean(1).argsort()]
         # the best and one in the middle: not symmetric about the batch's mean
-        groups = dict.fromkeys((order[-1], order[(len(order) - 1) // 2]))
-        rows = [group * members + member for group in groups for member in range(members)[::-1]]
-        chosen = [prompts[row] for row in rows[::members]]
-
-        def scored() -> Tensor:
-            return score(reward, images[rows], chosen).total.cpu()
+        groups = order[[-1, (len(order) - 1) // 2]]
+        rows = (groups[:, None] * members + torch.arange(members).flip(0)).flatten()
+        chosen = [prompts[row] for row in rows[::members].tolist()]
 
         def gaps(expected: Tensor) -> Tensor:
+            again = score(reward, images[rows], chosen).total.cpu()
             return (again - expected).abs().nan_to_num(torch.inf)
 
         with torch.random.fork_rng(devices=[]):
-            again, finite = scored(), scores[scores.isfinite()]
+            finite = scores[scores.isfinite()]
             limit = max(SHARE * float(finite.std(unbiased=False)), 1e-3 * float(finite.abs().max()))
-            gap, place = gaps(scores[rows]).max(0)
+            gap = float(gaps(scores[rows]).max())
             if gap <= limit:
                 return
-            repeated = max(float(gaps(scored()).max()) for _ in range(3))
+            first = score(reward, images[rows], chosen).total.cpu()
+            repeated = max(float(gaps(first).max()) for _ in range(3))
         if repeated > gap / 10:
-            same = f"the same {len(rows)} samples scored again differ by up to {repeated:.3g}"
-            warn(f"{name}: the reward is random: {same}")
+            warn(f"{name}: the reward is random: scores repeat within {repeated:.3g} only")
             return
-        first, second = float(scores[rows][place]), float(again[place])
         raise ConfigError(
-            f"{name} failed the trial at its first scores: a score depends on the batch or on"
-            f" its order. A sample scored {first:.4g} among {len(scores)}, and {second:.4g} among"
-            f" {len(rows)} in another order; expected: the same within {limit:.2g} (5% of the"
-            " batch's standard deviation). Is something normalised over the batch, or are results"
-            f" out of order? flowrl.testing.check_{'group_' * grouped}reward tells more. {GO_ON}"
+            f"{name} failed the trial at its first scores: a score depends on the batch or on its"
+            f" order. {len(rows)} of {len(scores)} samples scored again in another order differ by"
+            f" {gap:.2g}; expected: the same within {limit:.2g} (5% of the batch's standard"
+            " deviation). Is something normalised over the batch, or are results out of order?"
+            f" flowrl.testing.check_{'group_' * grouped}reward tells more. {GO_ON}"
         )
 
     return inspect
