@@ -3,18 +3,14 @@ evaluated, and on two GPUs.
 """
 
 import json
-import socket
-import subprocess
-import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
 from device_cases import MODELS, PROMPTS, any_trainer, assert_same, flat, model_trainer
 from safetensors.torch import load_file
+from small_run import launch
 
-import flowrl
 from flowrl.cli.main import main
 from flowrl.policies import DTYPES
 from flowrl.training.config import preset
@@ -117,20 +113,6 @@ def test_a_checkpoint_restores_weights_moments_and_generators(name, device):
     assert_same(flat(again.parameters) - before, flat(trainer.parameters) - before, device)
 
 
-def launched(config, folder, words):
-    """`flowrl train` in two processes, by a shipped config file of Accelerate."""
-    file = Path(flowrl.__file__).parent / "data" / "launch" / f"{config}.yaml"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    options = ["--config_file", str(file), "--num_processes", "2", "--main_process_port", port]
-    launcher = ["-m", "accelerate.commands.launch", *options]
-    command = [sys.executable, *launcher, "-m", "flowrl", "train", *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=folder, check=False
-    )
-
-
 @pytest.mark.parametrize(
     "place",
     [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu(2))],
@@ -139,7 +121,7 @@ def launched(config, folder, words):
 def test_two_processes_train_what_one_does(config, place, tmp_path):
     settings = config_of("sd3", place, "float32", tmp_path).replace(iterations=2)
     Run(settings, tmp_path / "alone").execute()
-    done = launched(
+    done = launch(
         config,
         tmp_path,
         ["--config", str(tmp_path / "alone" / "config.yaml"), "--out", "together", "--trust"],
