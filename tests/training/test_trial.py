@@ -111,7 +111,7 @@ def spec_of(mine, part):
     return part.format(f"{mine}:{nested}") if nested else f"{mine}:{part}"
 
 
-def notes_on(*configs, seconds: float = SECONDS):
+def notes_on(*configs, seconds=SECONDS):
     """The warnings of a trial."""
     notes = []
     try_parts(configs, notes.append, seconds)
@@ -120,7 +120,7 @@ def notes_on(*configs, seconds: float = SECONDS):
 
 @pytest.mark.parametrize(("setting", "part", "message"), FAULTS)
 def test_a_faulty_part_stops_the_run_before_anything_is_written(
-    setting, part, message, mine, tmp_path: Path
+    setting, part, message, mine, tmp_path
 ):
     config, out = TINY.replace(**{setting: spec_of(mine, part)}), tmp_path / "out"
     with pytest.raises(
@@ -157,7 +157,7 @@ def test_what_matters_in_some_runs_only_is_a_warning(part, message, mine):
 
 @pytest.mark.parametrize(("reward", "count"), [("Noisy", 1), ("Fine", 0), ("Ranks", 0)])
 def test_only_a_random_reward_is_a_warning_and_the_trial_changes_no_number(
-    reward, count, mine, tmp_path: Path
+    reward, count, mine, tmp_path
 ):
     """Also of a reward that draws from PyTorch's generator."""
     states = []
