@@ -3,16 +3,16 @@ evaluated, and on two GPUs.
 """
 
 import json
-from importlib import import_module
 
 import pytest
 import torch
 from device_cases import MODELS, PROMPTS, any_trainer, assert_same, flat, model_trainer
 from safetensors.torch import load_file
-from small_run import launch
+from small_run import launch, rows_of, words
 
 from flowrl.cli.main import main
 from flowrl.policies import DTYPES
+from flowrl.training import memory
 from flowrl.training.config import preset
 from flowrl.training.run import Run
 
@@ -66,29 +66,13 @@ def test_a_paused_run_goes_on_as_a_whole_one_and_is_evaluated(name, dtype, devic
     assert Run(config, tmp_path / "parts").execute(resume=True)
     whole, parts = (load_file(tmp_path / run / "weights.safetensors") for run in ("whole", "parts"))
     assert_same(flat(parts.values()), flat(whole.values()), device)
-    rows = [
-        json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [row["iteration"] for row in rows] == [0, 1, 2, 3] and all(
-        row["grad_norm"] > 0 for row in rows[1:]
-    )
-    words = [
-        "evaluate",
-        "--weights",
-        str(tmp_path / "parts"),
-        "--device",
-        device,
-        "--batch",
-        "2",
-        "--num-steps",
-        "2",
-        "--trust",
-    ]
-    assert main([*words, "--out", str(tmp_path / "out")]) == 0
-    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    assert (
-        found["prompts"] == len(PROMPTS) and found["dtype"] == dtype and found["device"] == device
-    )
+    rows = rows_of(tmp_path / "parts")
+    assert [row["iteration"] for row in rows] == [0, 1, 2, 3]
+    assert all(row["grad_norm"] > 0 for row in rows[1:])
+    options = words(weights=tmp_path / "parts", device=device, batch=2, num_steps=2, trust=True)
+    assert main(["evaluate", *options, "--out", str(tmp_path / "out")]) == 0
+    result = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert (result["prompts"], result["dtype"], result["device"]) == (len(PROMPTS), dtype, device)
 
 
 @pytest.mark.parametrize("name", ["mixture", "shapes", *MODELS])
@@ -138,10 +122,9 @@ def test_two_processes_train_what_one_does(config, place, tmp_path):
 
 
 def test_the_memory_probe_of_a_tiny_model_finds_room_and_leaves_no_gradient(device, monkeypatch):
-    memory = import_module("flowrl.training.memory")
     trainer = model_trainer("sd3", device, dtype="bfloat16", max_batch=6)
-    assert memory.grow(trainer, True, 6).batch > 0
+    assert memory.grow(trainer, True, 6)[1] > 0
     assert all(parameter.grad is None for parameter in trainer.parameters)
     if device == "cuda":
         monkeypatch.setattr(memory, "room", lambda trainer: 1.0)
-        assert memory.grow(trainer, True, 6).batch == 0
+        assert memory.grow(trainer, True, 6)[1] == 0

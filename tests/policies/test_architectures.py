@@ -80,9 +80,6 @@ def test_a_folder_has_its_pipelines_architecture(make, tmp_path):
     known = architecture_of(folder)
     assert math.prod(known.latent_shape(TINY)) == 4 * 8 * 8
     assert known.text_width == 32 * (1 + (make is tiny_sd3))
-    encoders = [getattr(pipe, name) for name in known.family.encoders]
-    parameters = sum(p.numel() for encoder in encoders for p in encoder.parameters())
-    assert known.encoder_parameters == parameters
     shapes = [[t.shape for t in n.parameters()] for n in (known.build(), pipe.transformer)]
     assert shapes[0] == shapes[1]
     (tmp_path / "vae/config.json").unlink()
@@ -120,7 +117,8 @@ def test_a_plan_counts_what_its_settings_say(tmp_path):
     phases = max(base.update, base.rollout, base.decode, base.encoders)
     assert base.peak == base.weights + base.trained + base.trajectories + phases
     full = counted(tuning="full")
-    assert full.trained == memory.OPTIMIZER_BYTES * full.parameters and full.weights >= base.weights
+    assert full.trained == memory.OPTIMIZER_BYTES * full.trained_parameters
+    assert full.trained > base.trained and full.weights >= base.weights
     assert counted(gradient_checkpointing=False).update > 1.2 * base.update
     assert counted(micro_batch=4).update > 1.5 * base.update
     assert base.trajectories == 6 * 21 * 4 * 16 * 16 * 4
@@ -155,7 +153,9 @@ def test_the_counter_agrees_with_the_allocators_records(make, train):
     once()
     gc.collect()  # what earlier tests left must not be freed in between
     with StorageCounter("cpu") as counter:
-        counter.add_all()
+        for item in gc.get_objects():
+            if issubclass(type(item), torch.Tensor):
+                counter.add(item)
         before = counter.largest
         once()
     activities = [torch.profiler.ProfilerActivity.CPU]

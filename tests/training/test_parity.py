@@ -117,8 +117,11 @@ FAULTS = {
     "an early copy": ("dgpo", "", "two_updates", {"decay": (2, 0.001, 0.3)}, {"ratios of errors"}),
     "an Euler sampler": ("nft", "", "geneval", {"sampler": "ode"}, {"latents"}),
     "gradient through both branches": (
-        *("fg", DUAL, "on_policy_beta0"),
-        *({"guidance_gradient": "both"}, GRADIENTS),
+        "fg",
+        DUAL,
+        "on_policy_beta0",
+        {"guidance_gradient": "both"},
+        GRADIENTS,
     ),
     "other betas": (
         "fg",
