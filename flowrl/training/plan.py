@@ -224,8 +224,8 @@ def plan_text(
         " network rows",
         "rollout": f"{p.nfe:,} network evaluations ({p.nfe / p.trajectories:.1f} a trajectory) in"
         f" {p.sequential_calls} sequential calls, split by {most}",
-        "update": f"{p.evaluations:,} states take {p.train_nfe:,} network evaluations,"
-        f" {p.gradient_nfe:,} of them with gradients",
+        "update": f"{p.evaluations:,} states x {p.train_nfe / max(p.evaluations, 1):g} ="
+        f" {p.train_nfe:,} network evaluations, {p.gradient_nfe:,} of them with gradients",
         "network in all": f"({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes",
         "reward": f"{p.reward_calls:,} images scored"
         f" ({p.reward_calls / p.trajectories:.1f} a trajectory)",
