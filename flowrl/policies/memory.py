@@ -237,13 +237,16 @@ def count_memory(
         cast(Any, network).enable_gradient_checkpointing()
     network.train()
 
-    def velocity(rows: int) -> Tensor:
-        return family.velocity(network, *known.inputs(rows, options, dtype))
+    def call(rows: int) -> None:
+        inputs = known.inputs(rows, options, dtype)  # held until the end of the backward pass
+        velocity = family.velocity(network, *inputs)
+        if velocity.requires_grad:
+            velocity.float().square().mean().backward()
 
     latent, *_, size = known.inputs(min(options.decode_batch, images or 2**30), options, decoding)
-    update = _peak(lambda: velocity(update_rows).float().square().mean().backward(), network)
+    update = _peak(lambda: call(update_rows), network)
     with torch.no_grad():
-        rollout = _peak(lambda: velocity(rollout_rows), network)
+        rollout = _peak(lambda: call(rollout_rows), network)
         pipe = SimpleNamespace(vae=decoder)
         decode = _peak(lambda: family.decode(pipe, latent, size), decoder)
     copies = 0 if dtype == torch.float32 else trained * dtype.itemsize

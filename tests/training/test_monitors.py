@@ -48,6 +48,7 @@ SHARES = [[0.0, 0.05, 0.95, 0.0]] * 3
     ("kind", "columns", "told"),
     [
         ("zero-spread", {"zero_spread_groups": [0.0, 1.0, 1.0]}, "67% of the groups"),
+        ("zero-spread", {"zero_spread_groups": [1.0, 1.0]}, None),
         ("zero-spread", {"zero_spread_groups": [0.5, 0.5, 0.5]}, None),
         ("zero-spread", {"zero_spread_groups": [1.0, 0.1, 0.1, 0.1]}, None),
         (
