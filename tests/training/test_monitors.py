@@ -61,6 +61,7 @@ SHARES = [[0.0, 0.05, 0.95, 0.0]] * 3
         ("step-share", {"step_shares": [*SHARES[:2], [0.0, 0.95, 0.05, 0.0]]}, None),  # by chance
         ("step-share", {"step_shares": [[0.0, 0.0, 1.0, 0.0]] * 3}, None),  # of one step
         ("kl", {"approx_kl": [0.02] * 10 + [0.12, 0.14, 0.17]}, "to the policy that sampled"),
+        ("kl", {"approx_kl": [0.036, 0.32, 0.11, 0.031]}, "to the policy that sampled"),
         ("kl", {"kl": [0.4] * 20 + [0.97, 1.3, 1.4]}, "to the base model"),
         # large, but not much larger than before, and the other way round
         ("kl", {"approx_kl": [0.05] * 10 + [0.12, 0.14, 0.17]}, None),
