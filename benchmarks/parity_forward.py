@@ -422,9 +422,7 @@ def time_differences(recording: Recording, schedule: Schedule) -> Iterator[float
     """AWM's times from the recorded uniform numbers."""
     recorded = recording.tensors("times")
     kinds = {
-        "discrete": StratifiedTimes(first="drawn"),
-        "discrete_wo_init": StratifiedTimes(first="without"),
-        "discrete_with_init": StratifiedTimes(first="with"),
+        "discrete_wo_init": StratifiedTimes(),
         "uniform": UniformTimes(),
         "logit_normal": LogitNormalTimes(),
     }
@@ -432,9 +430,6 @@ def time_differences(recording: Recording, schedule: Schedule) -> Iterator[float
         for micro, part in enumerate(recorded["perm"].view(2, -1)):
             uniforms = recorded[f"{name}/uniform_draws/{micro}"].float()
             uniforms = uniforms.T if uniforms.ndim == 2 else uniforms[None]
-            uniforms = torch.cat(
-                [torch.zeros(len(uniforms), kind.count - uniforms.shape[1]), uniforms], dim=1
-            )
             ours = kind.times(uniforms, schedule).expand(len(part), -1)
             yield distance(ours.sort(1).values, recorded[f"{name}/times"][part].sort(1).values)
 

@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from flowrl.credit import branched_tree, gains, unit_values, zscore
-from flowrl.probes import Branch, Call, Cost, Estimate, Probe
+from flowrl.probes import Branch, Call, Cost, Probe
 from flowrl.worlds import MixtureWorld, PolicyOptions
 
 DIRECTIONS = ["towards 45 degrees", "towards 90 degrees", "towards 200 degrees"]
@@ -52,9 +50,13 @@ class Own(Probe):
             noise = run.rand(len(x) // run.groups, *x.shape[1:]).flatten(0, 1)
             near = x + self.size * (noise - 0.5)
             velocity = run.velocity(near, (1000 * times[node]).expand(len(near)))
-            both = torch.stack([x - times[node] * v, near - times[node] * velocity], 1)
-            estimates[node] = Estimate(both.flatten(0, 1), copies=2)
+            estimates["state", node] = x - times[node] * v
+            estimates["near", node] = near - times[node] * velocity
         return estimates
+
+    def rewards(self, scored):
+        both = {n: (scored.at(("state", n)), scored.at(("near", n))) for n in scored.nodes}
+        return {node: (first + second) / 2 for node, (first, second) in both.items()}
 
     def cost(self, shape):
         rows = [shape.rows[node] for node in shape.nodes]

@@ -2,12 +2,12 @@
 of these scores.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal
 
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from flowrl.core.options import checked_options
@@ -16,31 +16,12 @@ from flowrl.core.types import Gaussian, Schedule, Trajectories
 
 Key = int | tuple[str, int]
 """The key of an estimate: a node, or (a name, a node) for a further estimate of that node."""
+Estimates = Mapping[Any, Tensor]
+"""Final latents estimated from unfinished states, to be decoded and scored: by `Key` [row,
+*latent], prompt-major. Every group has equally many rows: at a node one per member, or one for a
+state that its members share; under a further key also those of its first members only.
+"""
 Solver = Literal["euler", "heun", "dpm++", "unipc"]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Final latents estimated from one node, to be decoded and scored.
-
-    Every group has equally many rows: one (a state that its members share), one per member, or one
-    for each of its `members`.
-
-    Args:
-        latents: estimated final latents [row, *latent], prompt-major.
-        copies: number of adjacent latents per row, whose rewards are averaged.
-        members: indices [prompt, chosen] of the members with an estimate; None: all.
-    """
-
-    latents: Tensor
-    copies: int = 1
-    members: Int[Tensor, "prompt chosen"] | None = None
-
-    def part(self, chosen: slice, groups: int) -> "Estimate":
-        """The estimates of the `chosen` ones of the `groups`."""
-        latents = self.latents.unflatten(0, (groups, -1))[chosen].flatten(0, 1)
-        members = None if self.members is None else self.members[chosen]
-        return replace(self, latents=latents, members=members)
 
 
 @dataclass(frozen=True)
@@ -158,101 +139,85 @@ class Scored:
         rewards: rewards [prompt, row] by key of the estimate.
         final: rewards of the finished trajectories [prompt, member].
         nodes: the nodes to be estimated, in order (see `Probing`).
-        members: indices [prompt, chosen] of the rows' members, for keys with estimates of some
-            members only.
     """
 
     rewards: Mapping[Key, Float[Tensor, "prompt row"]]
     final: Float[Tensor, "prompt member"]
     nodes: Sequence[int]
-    members: Mapping[Key, Int[Tensor, "prompt chosen"]] = field(default_factory=dict)
 
     def at(self, key: Key) -> Float[Tensor, "prompt member"]:
-        """The reward of an estimate for every member; NaN for members without one."""
-        rows = self.rewards[key]
-        if key not in self.members:
-            return rows.expand_as(self.final)
-        chosen = self.members[key].to(rows.device)
-        return torch.full_like(self.final, float("nan")).scatter(1, chosen, rows)
+        """The reward of an estimate for every member."""
+        return self.rewards[key].expand_as(self.final)
 
 
-class Probing(Protocol):
+@dataclass(frozen=True)
+class Probing(ABC):
     """The input of a probe: the finished trajectories, which it must not change, and the network
-    with a count of its evaluations.
+    with a count of its evaluations. Rows are prompt-major, equally many for each prompt.
+
+    Args:
+        trajectories: states, the rollout's velocities, the time grid, and the tree of the states
+            that a group shares.
+        final: x_0 of every trajectory [sample, *latent].
+        nodes: the nodes to be estimated, in order: those from which the decisions start whose
+            values the credit rule reads.
+        completed: the ends of the ODE from the nodes in the probe's `ahead` [row, *latent].
     """
 
-    @property
-    def trajectories(self) -> Trajectories:
-        """States, the rollout's velocities, the time grid, and the tree of the states that a group
-        shares.
-        """
-        ...
-
-    @property
-    def nodes(self) -> Sequence[int]:
-        """The nodes to be estimated, in order: those from which the decisions start whose values
-        the credit rule reads.
-        """
-        ...
-
-    @property
-    def final(self) -> Tensor:
-        """x_0 of every trajectory [sample, *latent]."""
-        ...
-
-    @property
-    def completed(self) -> Mapping[int, Tensor]:
-        """The ends of the ODE from the nodes in the probe's `ahead` [row, *latent]."""
-        ...
+    trajectories: Trajectories
+    final: Tensor
+    nodes: Sequence[int]
+    completed: Mapping[int, Tensor]
 
     @property
     def groups(self) -> int:
-        """Number of prompts; rows are prompt-major, equally many for each."""
-        ...
+        """Number of prompts."""
+        return len(self.trajectories.states)
 
-    def start(self, node: int, members: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def start(self, node: int, members: int | None = None) -> tuple[Tensor, Tensor]:
         """States of a node and the rollout's velocities there [row, *latent]: one row per distinct
-        state, or for each of `members` [prompt, chosen].
+        state of a group, or of its first `members`.
         """
-        ...
+        path = self.trajectories
+        units = range(path.tree.units)[path.tree.at(node)][:members]
+        rows = slice(units.start, units.stop)
+        return path.states[:, rows].flatten(0, 1), path.outputs[:, rows].flatten(0, 1)
 
+    @abstractmethod
     def velocity(self, latents: Tensor, timestep: Tensor) -> Tensor:
         """The network's output at `latents` [row, *latent], `timestep` = 1000 t [row]; float32.
 
         The call has the settings of the probe's `network` and is counted.
         """
-        ...
 
+    @abstractmethod
     def solve(
         self,
         grids: Mapping[int, Grid],
         solver: Solver = "euler",
-        members: Mapping[int, Tensor | None] | None = None,
+        members: int | None = None,
     ) -> Mapping[int, Tensor]:
-        """The ends of the ODE from nodes, each on its own grid, in as few calls as possible; the
-        first velocity is the rollout's.
-
-        `members` by node: as in `start`.
+        """The ends of the ODE from the states `start(node, members)`, each node on its own grid, in
+        as few calls as possible; the first velocity is the rollout's.
         """
-        ...
 
+    @abstractmethod
     def continued(self, node: int, count: int) -> Tensor:
         """Final latents [sample x count, *latent] of `count` stochastic continuations of every
         trajectory from `node`.
         """
-        ...
 
+    @abstractmethod
     def rand(self, *shape: int) -> Tensor:
         """Uniform random numbers [prompt, *shape] that do not depend on which groups share a
         process or a chunk.
         """
-        ...
 
+    @abstractmethod
     def draw(self, gaussian: Gaussian) -> Tensor:
         """A draw per row of `gaussian`, with the same independence. Neither method changes the
         generator of the trajectories.
         """
-        ...
 
 
 class Probe:
@@ -279,7 +244,7 @@ class Probe:
         """
         return ()
 
-    def estimate(self, run: Probing) -> Mapping[Key, Estimate]:
+    def estimate(self, run: Probing) -> Estimates:
         """Final latents by node (or by further keys, for `rewards`), estimated from the finished
         trajectories in `run`.
         """

@@ -11,8 +11,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowrl.core.errors import require
-
 Mean = Literal["leaf", "child"]
 Weight = Literal["leaf", "edge"]
 
@@ -90,17 +88,8 @@ class Tree:
             edges.append([])
             for node, drawn in dict.fromkeys(map(tuple, kinds[children].tolist())):
                 ends = (children & (self.node == node) & (self.drawn == drawn)).nonzero().flatten()
-                parents, place = (self.parent[ends] - units.start).unique(return_inverse=True)
-                in_order = torch.equal(place, torch.arange(len(parents)))
-                place = None if in_order else place
-                edges[start].append(Edges(node, bool(drawn), ends, parents, place))
+                edges[start].append(Edges(node, bool(drawn), ends, self.parent[ends] - units.start))
         return edges
-
-    @cached_property
-    def first_members(self) -> list[int]:
-        """The first member of every root."""
-        starts = self.paths[:, 0].tolist()
-        return [starts.index(root) for root in range(self.counts[0])]
 
     @cached_property
     def passes(self) -> Bool[Tensor, "member unit"]:
@@ -207,16 +196,13 @@ class Edges:
         node: the node to which they lead.
         drawn: whether they are decisions.
         units: the units to which they lead [edge].
-        parents: the distinct units from which they start [parent], numbered within their node.
-        place: index into `parents` of each edge's start [edge]; None if every edge starts from a
-            parent of its own, in order.
+        parents: the units from which they start [edge], numbered within their node.
     """
 
     node: int
     drawn: bool
     units: Int[Tensor, " edge"]
-    parents: Int[Tensor, " parent"]
-    place: Int[Tensor, " edge"] | None
+    parents: Int[Tensor, " edge"]
 
 
 Visits = Sequence[tuple[int, Hashable]]
@@ -233,21 +219,19 @@ def tree_of(
 ) -> Tree:
     """The tree of the members with the states `visits`, one unit per distinct state.
 
-    Every member starts at node 0 and ends at the same last node. `drawn` selects the states (node,
-    key) that were drawn from the sampler; `mean`, `weight` and `branched` are those of `Tree`.
+    Every member starts at node 0 and ends at the same last node; nodes ascend. `drawn` selects the
+    states (node, key) that were drawn from the sampler; `mean`, `weight` and `branched` are those
+    of `Tree`.
     """
-    nodes = [[node for node, _ in path] for path in visits]
-    last = nodes[0][-1]
-    fits = all(n[0] == 0 and n[-1] == last and n == sorted(set(n)) for n in nodes)
-    require(fits, "tree: nodes", nodes, f"from 0 to {last}, ascending, for every member")
     states = {state: None for path in visits for state in path}
     order = sorted(states, key=lambda state: state[0])  # stable: members stay in order
     unit = {state: number for number, state in enumerate(order)}
+    last, _ = order[-1]
     parent, paths = torch.full((len(unit),), -1), torch.zeros(len(visits), last + 1).long()
     for member, path in enumerate(visits):
         units = [unit[state] for state in path]
         parent[units[1:]] = torch.tensor(units[:-1])
-        for node, number in zip(nodes[member], units, strict=True):
+        for (node, _), number in zip(path, units, strict=True):
             paths[member, node:] = number
     node = torch.tensor([node for node, _ in order])
     flags = torch.tensor([node > 0 and drawn(node, key) for node, key in order])

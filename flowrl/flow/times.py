@@ -10,7 +10,7 @@ sample's times has no meaning.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from annotated_types import Gt, Lt
@@ -98,17 +98,14 @@ class PermutedTimes(_Times):
 @checked_options
 @dataclass(frozen=True)
 class StratifiedTimes(_Times):
-    """`count` times of the grid, one from each of `count` equal parts of the steps before step
-    floor(`fraction` T).
+    """`count` times of the grid, one from each of `count` equal parts of the steps from step 1 to
+    before step floor(`fraction` T).
 
-    Source: AWM's code (arXiv 2509.25050), time types discrete, discrete_wo_init (published) and
-    discrete_with_init; there the times are drawn once per micro-batch. `draw` raises `ConfigError`
-    if a part contains no step.
+    Source: AWM's code (arXiv 2509.25050), the published time type discrete_wo_init; there the times
+    are drawn once per micro-batch. `draw` raises `ConfigError` if a part contains no step.
 
     Args:
         count: times per sample.
-        first: first step of the parts: 0 ("drawn") or 1 ("without"); "with" always takes step 0 and
-            draws the other count - 1.
         fraction: fraction of the steps to draw from, in (0, 1].
         shared: draw the times once for all samples.
 
@@ -117,20 +114,16 @@ class StratifiedTimes(_Times):
     """
 
     count: Count = 6
-    first: Literal["drawn", "without", "with"] = "without"
     fraction: Fraction = 0.9
 
     def times(self, uniforms: Uniforms, schedule: Schedule) -> Tensor:
-        """Times [row, draw]; the first number is not used if step 0 is always taken."""
-        always, begin = self.first == "with", int(self.first != "drawn")
-        parts, steps = self.count - always, math.floor(self.fraction * schedule.steps) - begin
-        most = f"{steps + always} or fewer for a grid of {schedule.steps} steps"
-        require(parts <= steps, "StratifiedTimes.count", self.count, most)
+        """Times [row, draw]."""
+        steps = math.floor(self.fraction * schedule.steps) - 1
+        most = f"{steps} or fewer for a grid of {schedule.steps} steps"
+        require(self.count <= steps, "StratifiedTimes.count", self.count, most)
         # integer edges, so a step belongs to one part only
-        edges = begin + torch.arange(parts + 1, device=uniforms.device) * steps // max(parts, 1)
-        uniforms = uniforms[:, always:]
+        edges = 1 + torch.arange(self.count + 1, device=uniforms.device) * steps // self.count
         index = edges[:-1] + (uniforms * (edges[1:] - edges[:-1])).long()
-        index = torch.cat([index.new_zeros(len(index), int(always)), index], dim=1)
         return _grid_times(schedule)[index]
 
 

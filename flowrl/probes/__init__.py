@@ -5,7 +5,7 @@ how to write one.
 from flowrl.core.probe import (
     Call,
     Cost,
-    Estimate,
+    Estimates,
     Grid,
     Key,
     NetworkUse,
@@ -28,7 +28,7 @@ __all__ = [
     "Completion",
     "Continuation",
     "Cost",
-    "Estimate",
+    "Estimates",
     "Grid",
     "Key",
     "NetworkUse",

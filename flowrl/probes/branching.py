@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from flowrl.core.errors import require
-from flowrl.core.options import Count, Whole, checked_options
+from flowrl.core.options import Count, Whole, allowed, checked_options
 from flowrl.core.probe import Cost, Probe, Shape
 from flowrl.core.tree import Mean, Tree, Visits, Weight, tree_of
 
@@ -59,8 +59,8 @@ class Branch(Branching):
     2512.08153), three children at each of three consecutive stochastic steps.
 
     Args:
-        children: number of children by step; or a tuple for the first stochastic steps in order,
-            wherever they are; or one number for every stochastic step.
+        children: number of children by step, or a tuple for the first stochastic steps in order,
+            wherever they are.
         weight: weight of a decision in the loss (see `flowrl.core.tree.Tree`).
         mean: mean over leaves or children (see `flowrl.core.tree.Tree`).
 
@@ -68,19 +68,14 @@ class Branch(Branching):
         ConfigError: a field is out of range.
     """
 
-    children: Mapping[int, int] | tuple[int, ...] | int = 2
+    children: Mapping[int, int] | tuple[Count, ...] = (2,)
     weight: Weight = "leaf"
     mean: Mean = "leaf"
 
     def __post_init__(self) -> None:
-        children = (self.children,) if isinstance(self.children, int) else self.children
-        by_step = children if isinstance(children, Mapping) else dict(enumerate(children))
-        fits = all(
-            type(step) is type(count) is int and step >= 0 and count >= 1
-            for step, count in by_step.items()
-        )
-        allowed = "1 or more for every stochastic step, one per step in a tuple, or {step: number}"
-        require(fits, "Branch.children", self.children, allowed)
+        by_step = self.children if isinstance(self.children, Mapping) else {}
+        fits = all(allowed(step, Whole) and allowed(by_step[step], Count) for step in by_step)
+        require(fits, "Branch.children", self.children, "{step: number}, 1 or more for each step")
 
     def tree(
         self,
@@ -91,9 +86,14 @@ class Branch(Branching):
         generator: torch.Generator,
     ) -> Tree:
         """The same tree every iteration."""
-        children = self._children(decisions)
-        odd, allowed = sorted(set(children) - set(decisions)), f"stochastic: {list(decisions)}"
-        require(not odd, "Branch.children at steps", odd, allowed)
+        stochastic = f"the stochastic steps {list(decisions)}"
+        if isinstance(self.children, Mapping):
+            children = dict(self.children)
+            fits = children.keys() <= set(decisions)
+        else:
+            children = dict(zip(decisions, self.children, strict=False))
+            fits = len(children) == len(self.children)
+        require(fits, "Branch.children", self.children, stochastic)
         leaves = math.prod(children.values())
         trees = _count_of(members, leaves, self)
         if shared_noise and decisions:
@@ -107,16 +107,6 @@ class Branch(Branching):
             for member in range(members)
         ]
         return tree_of(visits, lambda node, _: node - 1 in decisions, self.mean, self.weight)
-
-    def _children(self, decisions: Sequence[int]) -> dict[int, int]:
-        """Children by step."""
-        if isinstance(self.children, int):
-            return dict.fromkeys(decisions, self.children)
-        if isinstance(self.children, Mapping):
-            return dict(self.children)
-        allowed = f"at most {len(decisions)} numbers, for the stochastic steps {list(decisions)}"
-        require(len(self.children) <= len(decisions), "Branch.children", self.children, allowed)
-        return dict(zip(decisions, self.children, strict=False))
 
 
 def _count_of(members: int, leaves: int, probe: Branching) -> int:
@@ -167,7 +157,7 @@ class Comb(Branching):
     def __post_init__(self) -> None:
         fits = self.high is None or self.high > self.low
         require(fits, "Comb.high", self.high, f"above low = {self.low}, or None")
-        fits = 0 < len(self.strides) == len(set(self.strides)) and min(self.strides) >= 1
+        fits = 0 < len(self.strides) == len(set(self.strides))
         require(fits, "Comb.strides", self.strides, "one or more different numbers of nodes")
 
     def tree(

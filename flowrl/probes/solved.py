@@ -16,9 +16,8 @@ from flowrl.core.options import Count, checked_options
 from flowrl.core.probe import (
     Call,
     Cost,
-    Estimate,
+    Estimates,
     Grid,
-    Key,
     NetworkUse,
     Probe,
     Probing,
@@ -75,21 +74,15 @@ class ODEProbe(Probe, ABC):
     def grid(self, schedule: Schedule, node: int) -> Grid:
         """The solver's grid from `node`."""
 
-    @abstractmethod
-    def evaluations(self, steps: int, node: int) -> int:
-        """Network evaluations of a solution from `node`, including the rollout's evaluation at this
-        node.
-        """
-
     def grids(self, schedule: Schedule, nodes: Sequence[int]) -> dict[int, Grid]:
         """The grids from those of the `nodes` whose states are scored."""
         return {node: self.grid(schedule, node) for node in nodes[:: self.every]}
 
-    def estimate(self, run: Probing) -> Mapping[Key, Estimate]:
+    def estimate(self, run: Probing) -> Estimates:
         """The ends of the ODE."""
-        grids = self.grids(run.trajectories.schedule, run.nodes)
-        ends = run.completed if self.ahead(run.nodes) else run.solve(grids, self.solver)
-        return {node: Estimate(ends[node]) for node in grids}
+        if self.ahead(run.nodes):
+            return run.completed
+        return run.solve(self.grids(run.trajectories.schedule, run.nodes), self.solver)
 
     def rewards(self, scored: Scored) -> Mapping[int, Tensor]:
         """The values of all nodes to be estimated."""
@@ -99,18 +92,20 @@ class ODEProbe(Probe, ABC):
     def cost(self, shape: Shape) -> Cost:
         """Solutions from all nodes advance together."""
         rows = {node: shape.rows[node] for node in shape.nodes[:: self.every]}
-        steps, calls = shape.schedule.steps, self.calls(shape.schedule.steps, rows)
+        calls = self.calls(shape.schedule, rows)
         if self.ahead(shape.nodes):
             calls = [
                 Call(count, step=step)
                 for node, count in rows.items()
-                for step in range(node + 1, steps)
+                for step in range(node + 1, shape.schedule.steps)
             ]
         return Cost(calls, sum(rows.values()))
 
-    def calls(self, steps: int, rows: Mapping[int, int]) -> list[Call]:
+    def calls(self, schedule: Schedule, rows: Mapping[int, int]) -> list[Call]:
         """Separate calls for solutions of `rows` latents by node."""
-        lengths = {node: self.evaluations(steps, node) for node in rows}
+        lengths = {node: len(self.grid(schedule, node).lengths) for node in rows}
+        if self.solver == "heun":  # two evaluations in every step but the last
+            lengths = {node: 2 * steps - 1 for node, steps in lengths.items()}
         last = max(lengths.values(), default=0)
         together = [
             sum(rows[node] for node in rows if lengths[node] > number) for number in range(1, last)
@@ -168,10 +163,6 @@ class Substeps(ODEProbe):
         timesteps = torch.stack([1000.0 * start * (1 - k / steps) for k in range(steps)])
         return Grid(times, (start / steps).expand(steps), timesteps)
 
-    def evaluations(self, steps: int, node: int) -> int:
-        """`count` from every node."""
-        return self.count
-
 
 def Tweedie() -> Substeps:
     """The one-step clean estimate x_j - t_j v_j: `Substeps(1)`."""
@@ -212,10 +203,6 @@ class Completion(ODEProbe):
             schedule.times[node:], schedule.deltas[node:], schedule.network_timesteps[node:]
         )
 
-    def evaluations(self, steps: int, node: int) -> int:
-        """One for each remaining step; with heun two for all but the last."""
-        return 2 * (steps - node) - 1 if self.solver == "heun" else steps - node
-
 
 @checked_options
 @dataclass(frozen=True)
@@ -230,9 +217,21 @@ class Continuation(Probe):
 
     count: Count = 16
 
-    def estimate(self, run: Probing) -> Mapping[Key, Estimate]:
-        """The ends of the continuations."""
-        return {node: Estimate(run.continued(node, self.count), self.count) for node in run.nodes}
+    def estimate(self, run: Probing) -> Estimates:
+        """The ends of the continuations, by number and node."""
+        ends = {node: run.continued(node, self.count) for node in run.nodes}
+        return {
+            (str(number), node): ends[node][number :: self.count]
+            for node in run.nodes
+            for number in range(self.count)
+        }
+
+    def rewards(self, scored: Scored) -> Mapping[int, Tensor]:
+        """The means over the continuations."""
+        return {
+            node: torch.stack([scored.at((str(n), node)) for n in range(self.count)]).mean(0)
+            for node in scored.nodes
+        }
 
     def cost(self, shape: Shape) -> Cost:
         """`count` rows for every trajectory, node and step after it."""

@@ -141,30 +141,29 @@ def minibatch_rows(
     Returns:
         One set of rows per mini-batch.
     """
-    rows = []
-    for samples in parts:
-        sample, column = torch.cartesian_prod(samples, torch.arange(weights.shape[1])).unbind(1)
-        kept = weights[sample, column] > 0
-        rows.append((sample[kept], column[kept]))
+    if not parts:
+        return []
+    samples = torch.cat([*parts])
+    row, column = (weights[samples] > 0).nonzero().unbind(1)
+    minibatch = torch.cat([torch.full_like(part, k) for k, part in enumerate(parts)])[row]
+    sample = samples[row]
+    group, number = sample // tree.members, torch.arange(len(row))
     shared = share_states and tree.branched and unit == "transition"
-    if not rows or (unit == "transition" and not shared):
-        return [Rows(s, c, weights[s, c], torch.arange(len(s))) for s, c in rows]
-    sample, column = map(torch.cat, zip(*rows, strict=True))
     if shared:
         state = tree.paths[sample % tree.members, torch.tensor(tree.drawn_steps)[column]]
-        number = sample // tree.members * tree.units + state
-    else:
-        group = sample // tree.members * weights.shape[1] + column
-        number = sample if unit == "trajectory" else group
-    by_sample = sample.argsort(stable=True)
-    first = torch.empty_like(by_sample)
-    first[by_sample] = by_sample[_first(number[by_sample])]
-    order = first.argsort(stable=True)
-    sample, column, number = sample[order], column[order], number[order]
-    every = Rows(sample, column, weights[sample, column], number, shared)
-    # a unit belongs to the mini-batch of its first row
-    place = _first(number) * len(parts) // max(len(order), 1)
-    return [every[place == k] for k in range(len(parts))]
+        number = group * tree.units + state
+    elif unit != "transition":
+        number = sample if unit == "trajectory" else group * weights.shape[1] + column
+    if shared or unit != "transition":
+        by_sample = sample.argsort(stable=True)
+        first = torch.empty_like(by_sample)
+        first[by_sample] = by_sample[_first(number[by_sample])]
+        order = first.argsort(stable=True)
+        sample, column, number = sample[order], column[order], number[order]
+        # a unit belongs to the mini-batch of its first row
+        minibatch = _first(number) * len(parts) // max(len(order), 1)
+    rows = Rows(sample, column, weights[sample, column], number, shared)
+    return [rows[(minibatch == k).nonzero().flatten()] for k in range(len(parts))]
 
 
 def _first(keys: Tensor) -> Tensor:
@@ -188,14 +187,14 @@ class MicroBatch:
             sharded weights need equally many network calls in all processes.
         shared: the first row of every distinct state, and the index of its state for every row;
             None if no row shares one.
-        whole: no unit of the mini-batch is spread over micro-batches.
+        complete: no unit of the mini-batch is spread over micro-batches.
     """
 
     sample: Tensor
     column: Tensor
     weight: float
     shared: tuple[Tensor, Tensor] | None = None
-    whole: bool = True
+    complete: bool = True
 
 
 def micro_batches(
@@ -203,7 +202,7 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """This process's rows of a mini-batch, at most `size` network evaluations at a time."""
     device, first = collected.rollout.trajectories.states.device, collected.samples.start
-    whole = rows.shared or max(rows.counts) <= size
+    complete = rows.shared or max(rows.counts) <= size
 
     def pieces(assignment: Assignment) -> list[Rows]:
         return rows[collected.owned(rows.sample, assignment)].pieces(size)
@@ -216,12 +215,12 @@ def micro_batches(
             shared = _first(place).unique().to(device), place.to(device)
         sample, column = (piece.sample - first).to(device), piece.column.to(device)
         share = piece.evaluated / rows.total
-        batches.append(MicroBatch(sample, column, share, shared, whole))
+        batches.append(MicroBatch(sample, column, share, shared, complete))
     if distributed.sharded:
         total, ranks = collected.rollout.groups.all, range(distributed.world_size)
         most = max(len(pieces(distributed.assign(total, rank))) for rank in ranks)
         zero = torch.zeros(1, dtype=torch.long, device=device)
-        padding = MicroBatch(zero, rows.column[:1].to(device), 0.0, whole=whole)
+        padding = MicroBatch(zero, rows.column[:1].to(device), 0.0, complete=complete)
         batches += [padding] * (most - len(batches))
     return batches
 
@@ -291,7 +290,7 @@ class Batches:
         Raises `ConfigError` if units are spread and the loss has no method `row_terms`.
         """
         self.pooled, loss = None, self.loss  # `of` must not use the last mini-batch's means
-        if loss.unit == "transition" or all(micro.whole for micro in minibatch):
+        if loss.unit == "transition" or all(micro.complete for micro in minibatch):
             return
         if not hasattr(loss, "row_terms"):
             raise ConfigError(
@@ -490,17 +489,20 @@ class ForwardBatches(Batches):
         copies = {name: copy for name, copy in self.copies.items() if copy.copy.evaluated}
         others: dict[str, Tensor] = {}
         trained, reference = self.scales
-        # before the current network: its graph must not contain other weights
-        with torch.no_grad(), self.guided(trained):
+
+        def velocity(scale: float) -> Tensor:
+            with self.guided(scale):
+                return self.policy.velocity(*inputs)
+
+        with torch.no_grad():  # before the current network: its graph must not have other weights
             for name, copy in copies.items():
                 if not copy.is_current:
                     with copy.weights():
-                        others[name] = self.policy.velocity(*inputs)
-        if self.loss.needs_reference:
-            with torch.no_grad(), self.guided(reference), self.policy.reference():
-                others["reference"] = self.policy.velocity(*inputs)
-        with self.guided(trained):
-            new = self.policy.velocity(*inputs)
+                        others[name] = velocity(trained)
+            if self.loss.needs_reference:
+                with self.policy.reference():
+                    others["reference"] = velocity(reference)
+        new = velocity(trained)
         new = new.view_as(new)  # as in `LossBatches.of`
         others |= {name: new.detach() for name, copy in copies.items() if copy.is_current}
         credit = self._credit(sample, column, decision)

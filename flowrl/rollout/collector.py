@@ -44,8 +44,8 @@ class Collected:
     values: Values
     assignment: Assignment
 
-    def own(self) -> Trajectories:
-        """The trajectories of the groups that belong to this process alone, to be gathered."""
+    def to_gather(self) -> Trajectories:
+        """The trajectories of the groups that belong to this process alone."""
         own = self.assignment.own
         return self.rollout.part(own.start - self.assignment.first, len(own)).trajectories
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,16 @@ from flowrl.core.types import (
     to_device,
 )
 from flowrl.flow.gaussian import log_prob
-from flowrl.probes import Branching, Estimate, Grid, Key, NetworkUse, NoProbe, Probe, Solver
+from flowrl.probes import (
+    Branching,
+    Estimates,
+    Grid,
+    NetworkUse,
+    NoProbe,
+    Probe,
+    Probing,
+    Solver,
+)
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.solvers import Solution, Usage, advance
 from flowrl.samplers import transition_stds
@@ -37,26 +45,30 @@ class Rollout:
 
     Args:
         trajectories: the trajectories.
-        estimates: the probe's estimates of final images, by node; some probes use further keys.
+        estimates: the probe's estimates of final latents.
         groups: sizes of the groups.
         probe: the probe.
         nodes: the nodes that the probe was to estimate (`flowrl.probes.Probing`).
     """
 
     trajectories: Trajectories
-    estimates: Mapping[Key, Estimate]
+    estimates: Estimates
     groups: Groups
     probe: Probe = NoProbe()
     nodes: Sequence[int] = ()
 
     def part(self, first: int, count: int) -> "Rollout":
         """`count` of its groups, from index `first` on."""
-        chosen, prompts = slice(first, first + count), self.groups.prompts
-        path = self.trajectories
-        path = replace(path, states=path.states[chosen], outputs=path.outputs[chosen])
-        estimates = {key: e.part(chosen, prompts) for key, e in self.estimates.items()}
-        groups = self.groups.part(first, count)
-        return replace(self, trajectories=path, estimates=estimates, groups=groups)
+        chosen, path, prompts = slice(first, first + count), self.trajectories, self.groups.prompts
+        return replace(
+            self,
+            trajectories=replace(path, states=path.states[chosen], outputs=path.outputs[chosen]),
+            estimates={
+                key: rows.unflatten(0, (prompts, -1))[chosen].flatten(0, 1)
+                for key, rows in self.estimates.items()
+            },
+            groups=self.groups.part(first, count),
+        )
 
 
 def rollout(
@@ -126,7 +138,7 @@ def rollout(
     walk = Walk(policy, sampler, schedule, stds, condition, groups, generator, usage, max_batch)
     with policy.frozen(), torch.no_grad():
         path, completed = walk.run(noise, tree, probe.ahead(nodes))
-        run = ProbeRun(walk, path, path.images_latent, nodes, completed, probe.network)
+        run = ProbeRun(path, path.images_latent, nodes, completed, walk, probe.network)
         with guided.guided(1.0) if guided else nullcontext():
             estimates = run.estimates(probe)
     return Rollout(path, estimates, groups, probe, nodes)
@@ -212,7 +224,8 @@ class Walk:
         states = noise.new_empty(prompts, tree.units, *shape, dtype=torch.float32)
         outputs = torch.empty_like(states[:, : tree.at(schedule.steps).start])
         members = noise.float().unflatten(0, (prompts, -1)).unbind(1)
-        states[:, tree.at(0)] = torch.stack([members[m] for m in tree.first_members], 1)
+        for member in reversed(range(tree.members)):  # the first member's noise is its tree's
+            states[:, int(tree.paths[member, 0])] = members[member]
         ends: dict[int, Tensor] = {}
         for i in range(schedule.steps):
             x = states[:, tree.at(i)]
@@ -237,19 +250,13 @@ class Walk:
         """The states [prompt x edge, *latent] to which `edges` lead from the states x [prompt,
         unit, *latent]: a draw from the sampler, its deterministic step, or an ODE step.
         """
-        if len(edges.parents) < x.shape[1]:
-            parents = to_device(edges.parents, x.device)
-            x, velocity = x[:, parents], velocity[:, parents]
-        shape, place = x.shape[:2], edges.place
-        x, velocity = x.flatten(0, 1), velocity.flatten(0, 1)
+        parents = to_device(edges.parents, x.device)
+        x, velocity = x[:, parents].flatten(0, 1), velocity[:, parents].flatten(0, 1)
         if edges.drawn or (edges.node == step + 1 and not self.stochastic[step]):
             gaussian = self.transition(x, velocity, step)
         else:  # it may skip nodes
             length = self.schedule.times[edges.node] - self.schedule.times[step]
             gaussian = Gaussian(x + length * velocity, x.new_zeros(len(x)))
-        if place is not None:  # several children of a parent
-            rows = torch.arange(len(x), device=x.device).view(shape)
-            gaussian = gaussian[rows[:, to_device(place, x.device)].flatten()]
         return self.groups.draw(gaussian, self.generator) if edges.drawn else gaussian.mean
 
     def transition(self, latents: Tensor, velocity: Tensor, step: int) -> Gaussian:
@@ -285,20 +292,11 @@ class Walk:
 
 
 @dataclass(frozen=True)
-class ProbeRun:
-    """`flowrl.probes.Probing`, whose docstrings define each member."""
+class ProbeRun(Probing):
+    """The input of a probe that calls the network `walk.policy` as `network` says."""
 
     walk: Walk
-    trajectories: Trajectories
-    final: Tensor
-    nodes: Sequence[int]
-    completed: Mapping[int, Tensor]
     network: NetworkUse
-
-    @property
-    def groups(self) -> int:
-        """Prompts."""
-        return self.walk.groups.prompts
 
     @cached_property
     def generator(self) -> torch.Generator:
@@ -309,15 +307,6 @@ class ProbeRun:
         state = source.get_state()  # bytes in main memory, whatever the generator's device
         digest = hashlib.sha256(ctypes.string_at(state.data_ptr(), state.numel())).digest()
         return torch.Generator(source.device).manual_seed(int.from_bytes(digest[:7]))
-
-    def start(self, node: int, members: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """States and velocities of a node."""
-        path, device = self.trajectories, self.final.device
-        rows: tuple[Any, Any] = slice(None), path.tree.at(node)
-        if members is not None:
-            units = to_device(path.tree.paths[:, node], device)[to_device(members, device)]
-            rows = torch.arange(self.groups, device=device)[:, None], units
-        return path.states[rows].flatten(0, 1), path.outputs[rows].flatten(0, 1)
 
     def velocity(self, latents: Tensor, timestep: Tensor) -> Tensor:
         """The network, counted."""
@@ -334,12 +323,12 @@ class ProbeRun:
         self,
         grids: Mapping[int, Grid],
         solver: Solver = "euler",
-        members: Mapping[int, Tensor | None] | None = None,
+        members: int | None = None,
     ) -> dict[int, Tensor]:
         """The ends of the ODE, all nodes together."""
         solutions: dict[int, Solution] = {}
         for node, grid in grids.items():
-            x, velocity = self.start(node, (members or {}).get(node))
+            x, velocity = self.start(node, members)
             solutions[node] = Solution(x, grid, self.walk.conditions(x), solver, velocity)
         advance(list(solutions.values()), self._velocity)
         return {node: solution.x for node, solution in solutions.items()}
@@ -356,7 +345,7 @@ class ProbeRun:
         """Draws of Gaussians."""
         return self.walk.groups.draw(gaussian, self.generator)
 
-    def estimates(self, probe: Probe) -> dict[Key, Estimate]:
+    def estimates(self, probe: Probe) -> Estimates:
         """The probe's estimates. Raises `ProbeError` if it changes its input or returns anything
         but latents of `nodes`.
         """
@@ -366,19 +355,14 @@ class ProbeRun:
         with part_call(name, ProbeError, *given):
             estimates = dict(probe.estimate(self))
         groups, latent = self.walk.groups, path.states.shape[2:]
-        for key, estimate in estimates.items():
+        for key, latents in estimates.items():
             node = key[1] if isinstance(key, tuple) and len(key) == 2 else key
-            if node not in self.nodes:
-                allowed = f"its nodes, from which decisions start: {list(self.nodes)}"
-                raise ProbeError(f"{name} returned an estimate of {key!r}; allowed: {allowed}")
-            if not isinstance(estimate, Estimate):
-                kind = type(estimate).__name__
-                raise ProbeError(f"{name} returned a {kind} for node {node}; allowed: Estimate")
-            members, shape = estimate.members, tuple(estimate.latents.shape)
-            counts = (1, groups.members) if members is None else members.shape[1:]
-            allowed = [(groups.prompts * estimate.copies * count, *latent) for count in counts]
-            if shape not in allowed:
-                raise ProbeError(f"{name}: latents {shape} for node {node}; allowed: {allowed}")
+            counts = (1, groups.members) if key == node else range(1, groups.members + 1)
+            shapes = [(groups.prompts * count, *latent) for count in counts]
+            shape = tuple(latents.shape) if isinstance(latents, Tensor) else type(latents).__name__
+            if node not in self.nodes or shape not in shapes:
+                allowed = f"latents of {shapes} for the nodes {list(self.nodes)}"
+                raise ProbeError(f"{name} returned {shape} for {key!r}; allowed: {allowed}")
         return estimates
 
 

@@ -13,14 +13,13 @@ from flowrl.core.errors import RewardContractError, RewardError, require
 from flowrl.core.experience import Credit, CreditTable, Decisions
 from flowrl.core.protocols import AnyReward, FlowPolicy, GroupReward
 from flowrl.core.types import Prompt, part_call
-from flowrl.probes import Estimate, Key, Scored
+from flowrl.probes import Key, Scored
 from flowrl.rewards.contract import (
     ComponentScores,
     check_scores,
     component_methods,
     marks_invalid,
 )
-from flowrl.rollout.groups import Groups
 from flowrl.rollout.rollout import Rollout
 from flowrl.rollout.solvers import Usage
 
@@ -111,14 +110,13 @@ def score_rollout(
     """The value table of a rollout, in total and for each component of a composite reward.
 
     Column D is the score of the finished trajectory, column k < D that of the estimate from the
-    state at which decision k starts, averaged over its copies, or the value that the probe computes
-    from such scores. Columns without an estimate are NaN. On a branched tree, column k is the value
-    of this state (`flowrl.core.tree.Tree.values`).
+    state at which decision k starts, or the value that the probe computes from such scores. Columns
+    without an estimate are NaN. On a branched tree, column k is the value of this state
+    (`flowrl.core.tree.Tree.values`).
 
-    A `GroupReward` compares the members of a group: their finished images, and at a probed node
-    their estimates of that node (copy k is compared with copy k). A state that a group shares
-    counts as one image per member. A batch has whole groups, even if a group is larger than
-    `max_batch`.
+    A `GroupReward` compares the members of a group: their finished images, and the estimates of one
+    key. A state that a group shares counts as one image per member. A batch has whole groups, even
+    if a group is larger than `max_batch`.
 
     Args:
         policy: the policy, which decodes latents.
@@ -137,13 +135,14 @@ def score_rollout(
         RewardError: the reward breaks its contract.
     """
     compared, groups = isinstance(reward, GroupReward), result.groups
-    complete = all(estimate.members is None for estimate in result.estimates.values())
-    name = type(reward).__name__
-    allowed = f"a probe that scores all members of a group: {name} compares them"
-    require(complete or not compared, "probe", result.probe, allowed)
     keys = sorted(result.estimates, key=lambda key: ("", key) if isinstance(key, int) else key)
-    estimates = [Estimate(result.trajectories.images_latent), *map(result.estimates.get, keys)]
-    latents = [_by_copy(estimate, groups, compared) for estimate in estimates]
+    latents = [result.trajectories.images_latent, *(result.estimates[key] for key in keys)]
+    if compared:
+        complete = all(len(rows) in (groups.prompts, groups.samples) for rows in latents)
+        allowed = f"a probe that scores all members: {type(reward).__name__} compares them"
+        require(complete, "probe", result.probe, allowed)
+        # a state that a group shares is repeated for every member
+        latents = [rows.repeat_interleave(groups.samples // len(rows), 0) for rows in latents]
     lengths, flat = [len(rows) for rows in latents], torch.cat(latents)
     owners = [p for count in lengths for p in prompts for _ in range(count // groups.prompts)]
     # Batches of a reward that compares members have whole groups. Finished images have batches of
@@ -159,14 +158,11 @@ def score_rollout(
             if inspect is not None:
                 inspect(images, texts, scores.total)
                 inspect = None
-    tables, filled = {}, [-1]
+    tables, valid = {}, torch.ones(groups.prompts, groups.members, dtype=torch.bool)
     for name, column in columns.items():
-        split = zip(torch.cat(column).split(lengths), estimates, strict=True)
-        final, *rewards = (  # means over the copies [prompt, row]
-            scores.view(groups.prompts, estimate.copies, -1).mean(1) for scores, estimate in split
-        )
-        tables[name], filled = _table(result, dict(zip(keys, rewards, strict=True)), final)
-    valid = torch.stack([~table[..., filled].isnan().any(-1) for table in tables.values()]).all(0)
+        rows = [scores.view(groups.prompts, -1) for scores in torch.cat(column).split(lengths)]
+        tables[name], judged = _table(result, dict(zip(keys, rows[1:], strict=True)), rows[0])
+        valid &= judged
     for table in tables.values():
         table[~valid] = float("nan")
     return Values(tables.pop(_TOTAL), tables, valid)
@@ -176,34 +172,21 @@ _TOTAL = ""
 """The key of the total among the component names."""
 
 
-def _by_copy(estimate: Estimate, groups: Groups, compared: bool) -> Tensor:
-    """Latents [prompt x row x copy] as [prompt x copy x row], so that latents to compare are
-    adjacent; a state that a group shares is repeated for every member if they are `compared`.
-    """
-    copies = estimate.latents.unflatten(0, (groups.prompts, -1, estimate.copies)).transpose(1, 2)
-    if compared:
-        copies = copies.expand(-1, -1, groups.members, *copies.shape[3:])
-    return copies.flatten(0, 2)
-
-
 def _table(
     result: Rollout, rewards: Mapping[Key, Tensor], final: Tensor
-) -> tuple[Tensor, list[int]]:
+) -> tuple[Tensor, Bool[Tensor, "prompt member"]]:
     """The value table from the rewards [prompt, row] of the estimates and of the finished images,
-    and its filled columns.
+    and whether the reward could judge a sample in all of them.
     """
-    groups, tree = result.groups, result.trajectories.tree
-    final = final.expand(-1, groups.members)
+    tree = result.trajectories.tree
     if tree.branched:
-        return tree.value_table(tree.values(final)), [-1]
+        return tree.value_table(tree.values(final)), ~final.isnan()
     steps = tree.drawn_steps or [-1]  # without decisions, the initial noise is the only one
-    members = {key: e.members for key, e in result.estimates.items() if e.members is not None}
-    nodes = result.probe.rewards(Scored(rewards, final, result.nodes, members))
+    values = {**result.probe.rewards(Scored(rewards, final, result.nodes)), tree.steps: final}
+    filled = torch.stack([*values.values()], -1)
     table = torch.full((*final.shape, len(steps) + 1), float("nan"))
-    filled = [*map(steps.index, nodes), -1]
-    for column, values in zip(filled, [*nodes.values(), final], strict=True):
-        table[..., column] = values
-    return table, filled
+    table[..., [[*steps, tree.steps].index(node) for node in values]] = filled
+    return table, ~filled.isnan().any(-1)
 
 
 def usable(valid: Bool[Tensor, "prompt member"]) -> Bool[Tensor, "prompt member"]:

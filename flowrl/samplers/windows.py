@@ -6,7 +6,7 @@ variance to the rewards of a group, so random windows are drawn once per iterati
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Gt, Lt
@@ -164,9 +164,9 @@ class SlidingWindow:
     """`size` neighbouring steps, the first from step 0, which move by `stride` every `every`
     iterations.
 
-    The last position ends with the schedule, even if the stride does not divide the distance. Early
-    steps, which determine the layout, are trained first. `steps` raises `ConfigError` if the window
-    does not fit the schedule.
+    The last position ends with the schedule, even if the stride does not divide the distance; the
+    window then restarts at step 0. Early steps, which determine the layout, are trained first.
+    `steps` raises `ConfigError` if the window does not fit the schedule.
 
     Source: MixGRPO (arXiv 2507.21802), progressive sliding window, published with size 4, stride 1
     and every 25 on 25 steps. By default its public code stops at the end, and its window shrinks
@@ -176,7 +176,6 @@ class SlidingWindow:
         size: number of stochastic steps, 1 or more.
         stride: steps by which the window moves, 1 or more.
         every: iterations between two moves, 1 or more.
-        at_end: after the last position, restart at step 0 ("wrap") or remain ("stay").
 
     Raises:
         ConfigError: a field is out of range.
@@ -185,7 +184,6 @@ class SlidingWindow:
     size: Count
     stride: Count = 1
     every: Count = 1
-    at_end: Literal["wrap", "stay"] = "wrap"
 
     def starts(self, count: int) -> list[int]:
         """The positions of the window, in order, on a schedule of `count` steps."""
@@ -197,9 +195,8 @@ class SlidingWindow:
     def steps(self, count: int, generator: torch.Generator, iteration: int = 0) -> Sequence[int]:
         """The steps of `iteration` (counted from 0); nothing is drawn from the generator."""
         starts = self.starts(count)
-        moves = iteration // self.every
-        position = moves % len(starts) if self.at_end == "wrap" else min(moves, len(starts) - 1)
-        return range(starts[position], starts[position] + self.size)
+        start = starts[iteration // self.every % len(starts)]
+        return range(start, start + self.size)
 
 
 def trained_steps(spec: str, stds: Tensor, generator: torch.Generator) -> Int[Tensor, " step"]:

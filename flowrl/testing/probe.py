@@ -109,8 +109,8 @@ def estimates_final_latents(case: Case) -> None:
     given.
     """
     for decisions in case.layouts:
-        for key, estimate in case.run(decisions).rollout.estimates.items():
-            expect(estimate.latents.isfinite().all(), f"the estimate of {key!r} is not finite")
+        for key, latents in case.run(decisions).rollout.estimates.items():
+            expect(latents.isfinite().all(), f"the estimate of {key!r} is not finite")
 
 
 def fills_what_it_says(case: Case) -> None:

@@ -368,7 +368,7 @@ def write_trajectory(folder: Path, trainer: Trainer, world: World, members: int 
         images = result.trajectories.images_latent
         # without decisions the ODE leads to the image
         tables.append(torch.where(table.isnan(), table[:, -1:], table))
-        starts = [result.estimates[node].latents for node in result.nodes] or [images]
+        starts = [result.estimates[node] for node in result.nodes] or [images]
         latents = latents or [*starts, images]
     chosen = int(tables[0].diff(dim=1).abs().sum(1).nan_to_num(-1.0).argmax())
     record = {

@@ -272,7 +272,7 @@ class Trainer:
         fields = {*self.rule_fields, *self.recorded}
         larger: dict[str, Any] = {}
         if fields & {"trajectories", "log_probs"}:
-            kept = collected.own()
+            kept = collected.to_gather()
 
             def gathered(table: Tensor) -> Tensor:
                 return torch.cat(self.distributed.gather(table.cpu()))

@@ -18,8 +18,7 @@ from flowrl.flow import (
 
 KINDS = [
     PermutedTimes(fraction=0.5, shared=True),
-    StratifiedTimes(first="drawn"),
-    StratifiedTimes(first="with", count=3),
+    StratifiedTimes(),
     UniformTimes(shift=1.0, shared=True),
     LogitNormalTimes(count=2, mean=1.0, std=2.0),
     DrawnSteps(),
@@ -58,8 +57,6 @@ def counts(kind, samples=4000):
         (DrawnSteps(shared=False), [4 / 7] * 7 + [0] * 3),
         # steps 1 to 8 in 6 parts: edges 1, 2, 3, 5, 6, 7, 9
         (StratifiedTimes(), [0, 1, 1, 0.5, 0.5, 1, 1, 0.5, 0.5, 0]),
-        # step 0, then steps 1 to 8 in 2 parts
-        (StratifiedTimes(first="with", count=3), [1] + [0.25] * 8 + [0]),
     ],
 )
 def test_every_step_has_its_probability(kind, shares):

@@ -208,7 +208,7 @@ def test_probes_by_word() -> None:
 PROBE = """
 from dataclasses import dataclass
 
-from flowrl.probes import Estimate, Probe
+from flowrl.probes import Probe
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "kl": "uniform",
         "off_policy": False,
         "decay": (0, 0.001, 0.3),
-        "times": StratifiedTimes(6, "without", 0.9),
+        "times": StratifiedTimes(6, 0.9),
         "noise": "each",
     },
     DGPO: {
@@ -130,7 +130,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "noise": "group",
     },
     PermutedTimes: {"fraction": 0.99, "shared": False},
-    StratifiedTimes: {"count": 6, "first": "without", "fraction": 0.9, "shared": False},
+    StratifiedTimes: {"count": 6, "fraction": 0.9, "shared": False},
     UniformTimes: {"count": 6, "low": 0.2, "high": 1.0, "shift": 3.0, "shared": False},
     LogitNormalTimes: {"count": 6, "mean": 0.0, "std": 1.0, "shift": 3.0, "shared": False},
     DrawnSteps: {"count": 4, "steps": 7, "shared": True},
@@ -147,7 +147,7 @@ def test_defaults_are_the_documented_ones(part: type) -> None:
 
 def test_defaults_of_windows_and_functions() -> None:
     window = SlidingWindow(2)
-    assert (window.stride, window.every, window.at_end) == (1, 1, "wrap")
+    assert (window.stride, window.every) == (1, 1)
     assert list(window.steps(4, torch.Generator())) == [0, 1]
     assert (RandomWindow(2).low, RandomWindow(2).high) == (0, None)
     assert (FixedWindow().start, FixedWindow().stop) == (None, None)
@@ -233,7 +233,6 @@ LIMITS: list[tuple[type, str, list[Any], list[Any]]] = [
     (DGPO, "times", [DrawnSteps(), PermutedTimes(shared=True)], [PermutedTimes(), "steps"]),
     (PermutedTimes, "fraction", [1e-6, 1.0], [0.0, 1.1, math.nan]),
     (StratifiedTimes, "fraction", [1e-6, 1.0], [0.0, 1.1]),
-    (StratifiedTimes, "first", ["drawn", "without", "with"], ["0"]),
     (UniformTimes, "low", [1e-6, 0.5], [0.0, 1.0, math.nan]),
     (UniformTimes, "high", [0.3, 1.0], [0.2, 1.1]),
     (UniformTimes, "shift", [0.5, 3.0], [0.0, math.inf]),

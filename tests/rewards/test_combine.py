@@ -89,8 +89,9 @@ def test_members_are_compared_decision_by_decision_and_copy_by_copy(mixture_poli
     assert bool((rates[..., 0] == 0.5).all())  # all members have the same state
     result = sampled(mixture_policy, Continuation(3))
     (rates,) = totals(mixture_policy, result, WinRate(BASE))
-    scores = (result.estimates[2].latents.view(3, 4, 3, -1) - 0.3).square().mean(3)
-    expected = torch.stack([win_rates(scores[..., copy]) for copy in range(3)]).mean(0)
+    ends = [result.estimates[str(number), 2].view(3, 4, -1) for number in range(3)]
+    scores = [(latents - 0.3).square().mean(2) for latents in ends]
+    expected = torch.stack([win_rates(column) for column in scores]).mean(0)
     assert torch.allclose(rates[..., 2], expected)
 
 
@@ -138,7 +139,7 @@ def test_parts_have_tables_of_their_own_and_broken_scores_are_refused(mixture_po
     with pytest.raises(RewardContractError, match=problem):
         totals(mixture_policy, sampled(mixture_policy, NoProbe()), Flat())
     some = sampled(mixture_policy, SomeMembers(Substeps(2), fraction=0.5))
-    with pytest.raises(ConfigError, match="a probe that scores all members of a group"):
+    with pytest.raises(ConfigError, match="a probe that scores all members: "):
         totals(mixture_policy, some, WinRate(BASE))
 
 

@@ -14,9 +14,6 @@ from flowrl.flow import uniform_schedule
 from flowrl.probes import Completion, Substeps, Tweedie
 from flowrl.rewards import FunctionReward, WeightedSum
 from flowrl.rollout import log_probs, score_rollout
-from flowrl.training.build import make_trainer
-from flowrl.training.config import preset
-from flowrl.training.plan import plan
 
 COARSE = [1.0, 0.8, 0.55, 0.3, 0.1, 0.0]
 DRAWN = [0.8, 0.55, 0.3]
@@ -119,32 +116,6 @@ def test_only_the_columns_that_are_asked_for_are_estimated(probe, saved):
     torch.testing.assert_close(fewer.values, expected, equal_nan=True)
     assert bool(fewer.valid.all())
     assert spent.reward_calls - usage.reward_calls == 12 and spent.nfe - usage.nfe == 12 * saved
-
-
-RANDOM = "random(fraction=0.4)"
-
-
-@pytest.mark.parametrize(
-    ("credit", "trained", "nfe", "images"),
-    [
-        ("stepwise-gain(probe=completion)", ":2", 6 + 5 + 4 + 3, 3 + 1),
-        ("stepwise-gain(probe='substeps:3')", ":2", 6 + 3 * 2, 3 + 1),
-        ("stepwise-gain(probe=tweedie, lam=1.0)", ":2", 6, 5 + 1),
-        ("uniform", ":2", 6, 1),
-        ("stepwise-gain(probe=tweedie)", RANDOM, 6, 5 + 1),
-        ("uniform", RANDOM, 6, 1),
-    ],
-)
-def test_counters_and_the_plan_count_the_states_that_are_estimated(credit, trained, nfe, images):
-    """Of trajectories of 6 steps and 5 decisions, 2 of them trained. Random ones are drawn after
-    the rollout, so that every state is estimated.
-    """
-    settings = dict(window=":-1", trained_steps=trained, initial_noise="independent", num_steps=6)
-    settings |= dict(world="mixture", groups=2, group_size=4, credit=credit)
-    config = preset("tiny").apply(**settings)
-    row, planned = make_trainer(config).iteration(), plan(config)
-    for name, count in {"nfe": nfe, "reward_calls": images, "train_nfe": 2}.items():
-        assert row[name] == getattr(planned, name) == 8 * count
 
 
 def test_without_a_drawn_transition_the_initial_noise_is_the_only_decision():

@@ -13,8 +13,8 @@ from flowrl.core.experience import Decisions
 from flowrl.core.forward import Guidance
 from flowrl.core.tree import plain_tree
 from flowrl.core.types import Prompt, Trajectories
-from flowrl.flow import DrawnSteps, uniform_schedule
-from flowrl.losses import DGPO, DiffusionNFT
+from flowrl.flow import uniform_schedule
+from flowrl.losses import DiffusionNFT
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups
 from flowrl.rollout.batches import ForwardBatches
@@ -138,10 +138,3 @@ def test_guidance_without_effect_is_refused(name):
         make_method(config.replace(**{name: 1.0}, **policy_loss))
     with pytest.raises(ConfigError, match=name):
         RunConfig.of(world="mixture", task="direction", **{name: 2.0})
-
-
-def test_guidance_that_the_policy_does_not_have_is_refused(mixture_policy):
-    images = torch.zeros(2, *mixture_policy.latent_shape)
-    given = mixture_policy, DGPO(times=DrawnSteps()), images, Groups(1, 2), torch.ones(2, 1), None
-    with pytest.raises(ConfigError, match=r"guidance of the loss = .* has no guidance"):
-        batches_of(*given, guidance=Guidance(train=2.0))

@@ -3,29 +3,23 @@ them.
 """
 
 from dataclasses import replace
-from itertools import combinations
 
 import pytest
 import torch
 from flowrl_bench.probes import SomeMembers
-from rollouts import PROMPTS, SDE, SQUARES, Straight, rolled, valued
+from rollouts import PROMPTS, SDE, Straight, rolled, valued
 
 from flowrl.core.errors import ConfigError, ProbeError
 from flowrl.credit import gains
-from flowrl.flow import uniform_schedule
 from flowrl.probes import (
     Completion,
-    Estimate,
     NetworkUse,
     NoProbe,
     Probe,
     Scored,
-    Shape,
     Substeps,
-    Tweedie,
 )
-from flowrl.rollout import Groups, group_tree, score_rollout
-from flowrl.samplers import FlowSDE, Windowed, transition_stds
+from flowrl.samplers import FlowSDE, Windowed
 from flowrl.testing import TINY, tiny_sd3_policy
 from flowrl.testing.probe import small_policy
 
@@ -35,42 +29,16 @@ def policy():
     return small_policy(NetworkUse())
 
 
-def shape_of(members=1):
-    schedule, groups = uniform_schedule(10), Groups(1, members)
-    tree = group_tree(transition_stds(SDE, schedule), groups, NoProbe(), torch.Generator())
-    return Shape(1, schedule, tree, tree.drawn_steps)
-
-
-@pytest.mark.parametrize(
-    ("probe", "members", "nfe", "calls", "images"),
-    [
-        (Tweedie(), 1, 0, 0, 9),
-        (Substeps(5), 1, 36, 4, 9),
-        (Substeps(2, guidance="off", every=3), 1, 1.5, 1, 3),
-        (Completion(), 1, 45, 0, 9),
-        (Completion(solver="unipc", every=2), 1, 25, 9, 5),
-        (SomeMembers(Substeps(5), fraction=0.25), 8, 2 * 36, 4, 18 + 72),
-        (SomeMembers(Substeps(5), fraction=0.25, control="uniform"), 8, 2 * 36, 4, 18),
-        (SomeMembers(Completion(every=3), fraction=0.01), 8, 9 + 6 + 3, 9, 3 + 24),
-    ],
-    ids=repr,
-)
-def test_costs_of_trajectories_of_ten_steps(probe, members, nfe, calls, images):
-    cost = probe.cost(shape_of(members))
-    assert (cost.nfe, cost.images) == (nfe, images)
-    assert sum(call.step is None for call in cost.calls) == calls
-
-
 @pytest.mark.parametrize("solver", ["euler", "heun", "dpm++", "unipc"])
 def test_straight_lines_are_exact_for_every_solver(solver):
     slope = Straight().encode(PROMPTS).tensors["slope"].repeat_interleave(4).view(-1, 1, 1, 1)
     for probe in (Substeps(3, solver=solver), Completion(solver=solver, every=2)):
         result = rolled(Straight(), probe)[0]
         assert list(result.estimates) == [*range(9)][:: probe.every]
-        for node, end in result.estimates.items():
+        for node, latents in result.estimates.items():
             path = result.trajectories
             expected = path.at(node) - path.schedule.times[node] * slope
-            torch.testing.assert_close(end.latents, expected, atol=5e-5, rtol=0)
+            torch.testing.assert_close(latents, expected, atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -89,71 +57,31 @@ def test_gains_of_every_second_decision_are_split_evenly(policy, probe, sampler,
     torch.testing.assert_close(first, second, atol=1e-6, rtol=0)
 
 
-def table_of(probe, full, chosen, control):
-    """The values of 6 nodes and the finished images if `chosen` members have an estimate."""
-    nodes = (1, 2, 4, 5, 8, 9)
-    rewards = {node: full[..., k].gather(1, chosen) for k, node in enumerate(nodes)}
-    rewards |= {("control", node): control[..., k] for k, node in enumerate(nodes)}
-    values = probe.rewards(Scored(rewards, full[..., -1], nodes, dict.fromkeys(nodes, chosen)))
-    return torch.stack([*(values[node] for node in nodes), full[..., -1]], -1)
-
-
 @pytest.mark.parametrize("control", ["tweedie", "uniform"])
-def test_the_mean_over_all_subsets_is_the_full_table(control):
-    """Unbiased exactly: every subset of 2 of 5 members is equally likely. A perfect control has no
-    variance; the uniform one grows evenly over the decisions.
+def test_the_mean_over_all_orders_of_the_members_is_the_full_table(policy, control):
+    """Unbiased exactly: each of 5 members is equally often among the first 2. A perfect control has
+    no variance; the uniform one grows evenly over the decisions. A shared state is scored for all.
     """
     full, cheap = torch.rand(2, 3, 5, 7, generator=torch.Generator().manual_seed(0)).double()
-    probe = SomeMembers(Substeps(3), fraction=0.4, control=control)
-    subsets = [torch.tensor([subset] * 3) for subset in combinations(range(5), 2)]
-    tables = torch.stack([table_of(probe, full, subset, cheap) for subset in subsets])
-    torch.testing.assert_close(tables.mean(0), full, atol=1e-12, rtol=0)
+    probe, nodes = SomeMembers(Substeps(3), fraction=0.4, control=control), (1, 2, 4, 5, 8, 9)
+
+    def table(full, cheap):
+        rewards = {("some", node): full[:, :2, k] for k, node in enumerate(nodes)}
+        rewards |= {("control", node): cheap[..., k] for k, node in enumerate(nodes)}
+        values = probe.rewards(Scored(rewards, full[..., -1], nodes))
+        return torch.stack([*(values[node] for node in nodes), full[..., -1]], -1)
+
+    tables = [table(full.roll(n, 1), cheap.roll(n, 1)).roll(-n, 1) for n in range(5)]
+    torch.testing.assert_close(torch.stack(tables).mean(0), full, atol=1e-12, rtol=0)
     if control == "tweedie":
-        torch.testing.assert_close(table_of(probe, full, subsets[3], full), full)
+        torch.testing.assert_close(table(full, full), full)
     else:
         full[..., :-1] = 0  # of members 0 and 1; the others rise to their final reward
-        rises = full[:, 2:, -1] - full[..., -1].mean(1, keepdim=True)
-        values = table_of(probe, full, subsets[0], cheap)[:, 2:, :6]
-        steps = torch.arange(6) / 6
-        expected = full[..., -1].mean(1)[:, None, None] + rises[..., None] * steps
-        torch.testing.assert_close(values, expected)
-
-
-def test_draws_differ_between_groups_and_iterations(policy):
-    probe = SomeMembers(Substeps(2), fraction=0.5)
-    first, second = (
-        rolled(policy, probe, members=16, steps=4, seed=seed)[0].estimates[2].members
-        for seed in (0, 1)
-    )
-    assert first.shape == (2, 8)
-    assert not torch.equal(first[0], first[1]) and not torch.equal(first, second)
-    shared = rolled(policy, probe, steps=4, shared=True)[0].estimates[0]
-    assert shared.members is None and len(shared.latents) == 2  # it is scored for all
-
-
-CHEAP = [
-    Substeps(3, solver="dpm++", every=2),
-    Substeps(2, guidance="off"),
-    SomeMembers(Completion(dtype="bfloat16", solver="heun")),
-]
-
-
-def test_trajectories_and_final_rewards_are_the_same_bit_for_bit():
-    """On SD3's transformer with guidance; the network afterwards is what it was."""
-    policy = tiny_sd3_policy(replace(TINY, guidance_scale=3.0, guidance_gradient="prompt"))
-    for parameter in policy.trainable().values():
-        torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(1))
-
-    def outcome(probe):
-        result = rolled(policy, probe, members=2, steps=3)[0]
-        path, values = result.trajectories, score_rollout(policy, SQUARES, result, PROMPTS).total
-        inputs = path.at(1)[:2], torch.full((2,), 500.0), policy.encode(PROMPTS)
-        return path.states, path.outputs, values[..., -1], policy.velocity(*inputs)
-
-    plain = outcome(NoProbe())
-    for probe in CHEAP:
-        assert all(map(torch.equal, outcome(probe), plain)), probe
-    assert policy.guidance_scale == 3.0
+        mean, steps = full[..., -1:].mean(1, keepdim=True), torch.arange(6) / 6
+        expected = mean + (full[:, 2:, -1:] - mean) * steps
+        torch.testing.assert_close(table(full, cheap)[:, 2:, :6], expected)
+    latents = rolled(policy, replace(probe, fraction=0.01), shared=True)[0].estimates
+    assert len(latents[0]) == len(latents["some", 1]) == len(PROMPTS)  # 1 of 4 members
 
 
 def test_probes_without_guidance_take_the_unguided_velocity():
@@ -163,7 +91,7 @@ def test_probes_without_guidance_take_the_unguided_velocity():
     x, condition = path.at(1) - half * path.velocities[:, 1], policy.encode(PROMPTS).repeat(2)
     with policy.frozen(), policy.guided(1.0):
         expected = x - half * policy.velocity(x, (1000 * half).expand(4), condition)
-    torch.testing.assert_close(result.estimates[1].latents, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(result.estimates[1], expected, atol=1e-5, rtol=1e-4)
     assert usage.nfe == 4 * (3 + 2 * 0.5)  # two decisions
 
 
@@ -175,49 +103,49 @@ def test_guidance_that_a_policy_does_not_have_is_refused_before_the_first_call(n
         rolled(policy, Substeps(guidance="off"))
 
 
-class Faulty(Probe):
-    """Changes its input, or returns what is not an estimate."""
+class Own(Probe):
+    """Estimates by a function of the probe's input."""
 
-    def __init__(self, fault):
-        self.fault = fault
-
-    def estimate(self, run):
-        return self.fault(run)
+    def __init__(self, estimate):
+        self.estimate = estimate
 
 
-CHANGED = r"Faulty\.estimate changed its input in place"
+def test_draws_differ_between_groups_and_iterations_and_move_no_generator(policy):
+    """The order of an iteration's mini-batches, drawn next, is the same for every probe."""
+    draws, states, before = [], [], torch.get_rng_state()
+    for probe in (NoProbe(), Own(lambda run: draws.append(run.rand(8)) or {})):
+        for seed in (0, 1):
+            generator = torch.Generator()
+            rolled(policy, probe, steps=3, generator=generator, seed=seed)
+            states.append(generator.get_state())
+    assert len(torch.cat(draws).unique(dim=0)) == 2 * len(PROMPTS)
+    assert torch.equal(torch.stack(states[:2]), torch.stack(states[2:]))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+CHANGED = r"Own\.estimate changed its input in place"
 
 
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
         (lambda run: run.trajectories.states.add_(1.0) is None or {}, CHANGED),
-        (lambda run: {0: Estimate(run.final.clamp_(0, 1))}, CHANGED),
-        (lambda run: {10: Estimate(run.final)}, r"of 10; allowed: .*\[0, 1, 2, 3, 4, 5, 6, 7, 8\]"),
-        (lambda run: {3: run.final}, "a Tensor for node 3; allowed: Estimate"),
-        (lambda run: {3: Estimate(run.final[1:])}, "7, 2, 1, 1.* node 3; .*2, 2.*8, 2"),
+        (lambda run: {0: run.final.clamp_(0, 1)}, CHANGED),
+        (lambda run: {10: run.final}, r"for 10; allowed: .*nodes \[0, 1, 2, 3, 4, 5, 6, 7, 8\]"),
+        (lambda run: {3: [run.final]}, "list for 3; allowed: latents of"),
+        (lambda run: {3: run.final[1:]}, "7, 2, 1, 1.* for 3; .*2, 2.*8, 2"),
     ],
 )
 def test_probes_that_break_their_contract_are_named(policy, fault, words):
     with pytest.raises(ProbeError, match=words):
-        rolled(policy, Faulty(fault))
+        rolled(policy, Own(fault))
 
 
 def test_bfloat16_changes_the_probe_only():
     policy = tiny_sd3_policy(TINY)
     wide, narrow = (
-        rolled(policy, Substeps(2, dtype=dtype), members=2, steps=2)[0].estimates[0].latents
+        rolled(policy, Substeps(2, dtype=dtype), members=2, steps=2)[0].estimates[0]
         for dtype in ("own", "bfloat16")
     )
     assert 1e-5 < float((wide - narrow).abs().max()) < 0.1 and narrow.dtype == torch.float32
     assert {parameter.dtype for parameter in policy.transformer.parameters()} == {torch.float32}
-
-
-def test_a_probes_draws_move_no_generator(policy):
-    """The order of an iteration's mini-batches, drawn next, is the same for every probe."""
-    states, before = [], torch.get_rng_state()
-    for probe in (NoProbe(), SomeMembers(Substeps(2), fraction=0.5)):
-        generator = torch.Generator()
-        rolled(policy, probe, steps=3, generator=generator)
-        states.append(generator.get_state())
-    assert torch.equal(*states) and torch.equal(torch.get_rng_state(), before)

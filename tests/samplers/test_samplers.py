@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from jaxtyping import TypeCheckError
 
 from flowrl.core.protocols import Sampler
 from flowrl.core.types import Schedule
@@ -77,18 +76,6 @@ def test_matches_the_public_dancegrpo_step() -> None:
         clean, density = tweedie(x, v, schedule.times[step]), log_prob(gaussian, x_next)
         torch.testing.assert_close(clean, torch.tensor(case["x0"]), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(density, torch.tensor(case["log_prob"]), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=name)
-def test_mixed_steps_equal_one_at_a_time(kernel: Sampler) -> None:
-    x, v, step = randn(4, 2, 3), randn(4, 2, 3, seed=1), torch.tensor([9, 0, 4, 2])
-    together = kernel.transition(x, v, SCHEDULE, step)
-    for i in range(len(step)):
-        alone = kernel.transition(x[i : i + 1], v[i : i + 1], SCHEDULE, step[i : i + 1])
-        torch.testing.assert_close(together.mean[i], alone.mean[0], rtol=0, atol=1e-6)
-        assert together.std[i] == alone.std[0]
-    with pytest.raises(TypeCheckError, match=rf"{name(kernel)}\.transition(.|\n)*parameter .step."):
-        kernel.transition(x, v, SCHEDULE, step[:3])
 
 
 @pytest.mark.parametrize("kernel", [FlowSDE(0.0), DanceSDE(0.0), CPS(0.0), DDIMSDE(0.0)], ids=name)

@@ -1,7 +1,5 @@
 """Fixed, random and sliding windows, and the steps of them that are trained."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -45,19 +43,10 @@ def test_a_fixed_window_is_a_slice_of_the_steps(
             steps_of(FixedWindow(start, stop), count)
 
 
-@pytest.mark.parametrize(
-    ("at_end", "first", "second"),
-    [
-        ("wrap", [0, 1, 2, 3, 4, 5, 6, 0, 1], [0, 0, 4, 4, 6, 6, 0, 0]),
-        ("stay", [0, 1, 2, 3, 4, 5, 6, 6, 6], [0, 0, 4, 4, 6, 6, 6, 6]),
-    ],
-)
-def test_a_sliding_window_moves_to_the_end(
-    at_end: Any, first: list[int], second: list[int]
-) -> None:
-    assert starts(SlidingWindow(4, at_end=at_end), 9) == first
-    assert starts(SlidingWindow(4, stride=4, every=2, at_end=at_end), 8) == second
-    assert starts(SlidingWindow(10, at_end=at_end), 3) == [0, 0, 0]
+def test_a_sliding_window_moves_to_the_end_and_restarts() -> None:
+    assert starts(SlidingWindow(4), 9) == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+    assert starts(SlidingWindow(4, stride=4, every=2), 8) == [0, 0, 4, 4, 6, 6, 0, 0]
+    assert starts(SlidingWindow(10), 3) == [0, 0, 0]
 
 
 def test_a_random_window_is_reproducible_and_covers_every_place() -> None:
@@ -72,16 +61,6 @@ def test_a_random_window_is_reproducible_and_covers_every_place() -> None:
     assert drawn() == drawn()
     for iteration in (1, 50):
         assert steps_of(window, iteration=iteration, seed=7) == steps_of(window, seed=7)
-
-
-@pytest.mark.parametrize("window", [FixedWindow(2, -1), SlidingWindow(3, stride=2)])
-def test_only_random_windows_draw(window: Window) -> None:
-    generator = torch.Generator().manual_seed(0)
-    before = generator.get_state()
-    window.steps(10, generator, 2)
-    assert torch.equal(generator.get_state(), before)
-    RandomWindow(3).steps(10, generator)
-    assert not torch.equal(generator.get_state(), before)
 
 
 def test_a_multistep_solver_has_no_window() -> None:
@@ -115,38 +94,18 @@ def test_a_random_share_is_drawn_evenly_and_again_from_the_same_state() -> None:
     11.1; five are allowed.
     """
     draws = [chosen("random(fraction=0.6)", [0.1] * 9 + [0.0], seed) for seed in range(500)]
-    assert {len(steps) for steps in draws} == {5} and all(
-        steps == sorted(set(steps)) for steps in draws
-    )
+    assert all(len(steps) == 5 and steps == sorted(set(steps)) for steps in draws)
     counts = torch.tensor(draws).flatten().bincount(minlength=10)
     assert counts[9] == 0 and (counts[:9] - 500 * 5 / 9).abs().max() < 5 * 11.2
-    assert (
-        chosen("random(fraction=0.6)", [0.1] * 9 + [0.0], 7) == draws[7]
-        and len(chosen("random(fraction=0.01)", [0.1] * 9)) == 1
-    )
+    assert chosen("random(fraction=0.6)", [0.1] * 9 + [0.0], 7) == draws[7]
+    assert len(chosen("random(fraction=0.01)", [0.1] * 9)) == 1
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [
-        "some",
-        "3",
-        "1:2:3",
-        "random",
-        "random(fraction=1.5)",
-        "random(fraction=nan)",
-        "random(size=3)",
-        "random(fraction=true)",
-        "all(fraction=0.5)",
-    ],
+    "spec", ["3", "1:2:3", "random", "random(fraction=nan)", "random(size=3)", "all(fraction=0.5)"]
 )
 def test_other_words_for_trained_steps_are_refused(spec: str) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"trained_steps = .* is not allowed; allowed: a slice START:STOP .* random\(fraction="
-        ),
-    ):
+    with pytest.raises(ConfigError, match=r"^trained_steps = .*allowed: a slice START:STOP"):
         chosen(spec, [0.1, 0.1])
 
 

@@ -145,7 +145,7 @@ RULES = [
     TurningPoint(probe=Branch({0: 2, 2: 2})),
     MovingAverageGain(probe=Branch((3,), mean="child")),
     SiblingRelative(),
-    SiblingRelative(leave_one_out=True, probe=Branch(2)),
+    SiblingRelative(leave_one_out=True, probe=Branch((2, 2, 2))),
     SiblingRelative(normalise=False, clamp=None, probe=Comb(3)),
     SiblingRelative(probe=Comb(3, count=1, strides=(1, 2, 3))),
     DepthRelative(),

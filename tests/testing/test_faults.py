@@ -29,7 +29,7 @@ from flowrl.credit.table import centred, masked_std
 from flowrl.flow import expand
 from flowrl.flow.gaussian import log_prob
 from flowrl.losses import DGPO, GSPO, ClippedLoss
-from flowrl.probes import Branch, Call, Completion, Cost, Estimate, NoProbe
+from flowrl.probes import Branch, Call, Completion, Cost, NoProbe, Probe
 from flowrl.rewards import win_rates
 from flowrl.samplers import FlowSDE, Multistep, Windowed
 from flowrl.testing import (
@@ -672,9 +672,8 @@ def faulty_probe(**methods):
 def estimator(change):
     """A probe whose estimates are `change(latents, run)`."""
     return faulty_probe(
-        estimate=lambda self, run: {
-            node: Estimate(change(run.start(node)[0], run)) for node in run.nodes
-        }
+        estimate=lambda self, run: {node: change(run.start(node)[0], run) for node in run.nodes},
+        rewards=Probe.rewards,
     )
 
 
@@ -687,8 +686,8 @@ def own_noise(x, run):
     return x + 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
 
 
-def half(self, run):
-    return {node: each for node, each in Own.estimate(self, run).items() if node % 2}
+def half(self, scored):
+    return {node: values for node, values in Own.rewards(self, scored).items() if node % 2}
 
 
 def costs(call):
@@ -702,8 +701,8 @@ PROBES = [
         estimator(lambda x, run: x + run.trajectories.states.add_(1).sum()),
     ),
     ("estimates_final_latents", estimator(lambda x, run: x / 0)),
-    ("estimates_final_latents", faulty_probe(estimate=lambda self, run: {6: Estimate(run.final)})),
-    ("fills_what_it_says", faulty_probe(estimate=half)),
+    ("estimates_final_latents", faulty_probe(estimate=lambda self, run: {6: run.final})),
+    ("fills_what_it_says", faulty_probe(rewards=half)),
     ("fills_what_it_says", faulty_probe(fills=lambda self, steps: range(2))),
     ("leaves_the_rollout_alone", faulty_probe(estimate=changes_weights)),
     ("is_deterministic", estimator(lambda x, run: x + 0.1 * torch.randn_like(x))),

@@ -116,7 +116,7 @@ plt.show()
 heads = [*(f"before decision {k}\n(step {step})" for k, step in enumerate(decisions.step)), "finished\nimage"]
 figure, axes = plt.subplots(4, 6, figsize=(9, 7.4), layout="constrained", height_ratios=[1, 1, 0.1, 1.8])
 for row, member in enumerate((int(order[0]), int(order[-1]))):
-    latents = [result.estimates[int(step)].latents[member] for step in decisions.step]
+    latents = [result.estimates[int(step)][member] for step in decisions.step]
     for column, image in enumerate(policy.decode(torch.stack([*latents, path.images_latent[member]]))):
         axes[row, column].imshow(pixels(image), interpolation="nearest")
         axes[row, column].set_title(heads[column] if row == 0 else "", fontsize=8)

@@ -62,7 +62,7 @@ estimates = batch.rollout.estimates
 def estimate_of(member):
     """The estimated image at every column of the table, the last one finished, [column, channel, height, width]."""
     index = group * 12 + member
-    latents = [estimates[node].latents for node in range(9)]
+    latents = [estimates[node] for node in range(9)]
     latents = [rows[index if len(rows) == len(prompts) * 12 else group] for rows in latents]  # node 0 has one row per group
     return base.decode(torch.stack([*latents, batch.rollout.trajectories.images_latent[index]]))
 
@@ -306,7 +306,7 @@ def network(x, t):
 
 with torch.no_grad():
     ours = substep_estimate(network, paths.nodes[:, node], paths.schedule.times[node], paths.velocities[:, node], 5)
-print(f"largest difference from the library: {float((ours - estimates[node].latents).abs().max()):.0e} (latents are of size 1)")
+print(f"largest difference from the library: {float((ours - estimates[node]).abs().max()):.0e} (latents are of size 1)")
 probes = {"1 step (Tweedie)": Substeps(1), "2 steps": Substeps(2), "5 steps": Substeps(5), "whole ODE": Completion()}
 tables = {}
 for name, probe in probes.items():
@@ -330,7 +330,7 @@ index, shown = group * 12 + winner, [1, 2, 3, 4, 5, 7]
 rows = []
 for name in ("1 step (Tweedie)", "5 steps", "whole ODE"):
     scored = tables[name]
-    latents = [scored.rollout.estimates[node].latents[index] for node in shown]
+    latents = [scored.rollout.estimates[node][index] for node in shown]
     latents = torch.stack([*latents, scored.rollout.trajectories.images_latent[index]])
     rows.append(ImageRow(base.decode(latents), scored.values[group, winner, [*shown, -1]], name))
 heads = [*(f"before decision {k}" for k in shown), "finished"]

@@ -62,7 +62,7 @@ group, member, turn = clearest(values)
 
 def completions(index):
     """The completion before every decision of one trajectory, and its finished state, [column, *latent]."""
-    latents = [batch.rollout.estimates[node].latents[index] for node in range(9)]
+    latents = [batch.rollout.estimates[node][index] for node in range(9)]
     return torch.stack([*latents, batch.rollout.trajectories.images_latent[index]])
 
 
@@ -144,7 +144,7 @@ def network(x, t):
 with torch.no_grad():
     ours = complete(network, paths.nodes[:, node], node, paths.schedule.times)
 print(
-    f"largest difference from the library: {float((ours - batch.rollout.estimates[node].latents).abs().max()):.0e} (latents are of size 1)"
+    f"largest difference from the library: {float((ours - batch.rollout.estimates[node]).abs().max()):.0e} (latents are of size 1)"
 )
 print(
     f"{batch.usage.nfe / 192:g} network evaluations per trajectory in {batch.usage.calls} sequential calls, {batch.usage.reward_calls / 192:g} images scored"

@@ -4,14 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from flowrl.core.options import Fraction, checked_options
 from flowrl.probes import (
     Cost,
-    Estimate,
-    Key,
+    Estimates,
     NetworkUse,
     ODEProbe,
     Probe,
@@ -21,7 +19,7 @@ from flowrl.probes import (
     Substeps,
 )
 
-CONTROL = "control"
+SOME, CONTROL = "some", "control"
 
 
 @checked_options
@@ -29,13 +27,13 @@ CONTROL = "control"
 class SomeMembers(Probe):
     """Estimates of another probe for a fraction of the members of every group.
 
-    m = round(p G) members of every group of G (at least one), drawn anew every iteration, have
-    estimates. R_j is C_j + (G / m) M (R_j - C_j), with M = 1 for these members and 0 for the
-    others. Its expectation over the draw is exactly R_j, so expected gains are exact, too. R_T is
-    scored for all members. The variance grows by (G / m - 1) E (R_j - C_j)^2. Statistics that are
-    linear in the gains, such as the group's mean, are unbiased. Z divides by a standard deviation
-    that contains the noise of the draw: advantages are smaller by a factor common to the group,
-    with a bias of order 1 / G. Clamps are not linear.
+    The first m = round(p G) members of every group of G (at least one) have estimates; members are
+    exchangeable, so no draw is needed. R_j is C_j + (G / m) M (R_j - C_j), with M = 1 for these
+    members and 0 for the others. Its mean over the members has the expectation of R_j, so expected
+    gains are exact, too. R_T is scored for all members. The variance grows by (G / m - 1) E (R_j -
+    C_j)^2. Statistics that are linear in the gains, such as the group's mean, are unbiased. Z
+    divides by a standard deviation that contains the noise of the choice: advantages are smaller by
+    a factor common to the group, with a bias of order 1 / G. Clamps are not linear.
 
     Args:
         probe: the probe whose estimates are computed.
@@ -61,35 +59,29 @@ class SomeMembers(Probe):
         """m."""
         return max(1, round(self.fraction * members))
 
-    def estimate(self, run: Probing) -> Mapping[Key, Estimate]:
+    def estimate(self, run: Probing) -> Estimates:
         """The ends of the ODE of some members, and those of the control."""
         schedule, tree = run.trajectories.schedule, run.trajectories.tree
         grids = self.probe.grids(schedule, run.nodes)
-        order = run.rand(tree.members).argsort(dim=1)
-        members = order[:, : self._count(tree.members)].sort(dim=1).values
-        # a state that all members share has one estimate
-        rows = {node: members if tree.counts[node] == tree.members else None for node in grids}
-        ends = run.solve(grids, self.probe.solver, rows)
-        estimates: dict[Key, Estimate] = {
-            node: Estimate(ends[node], members=rows[node]) for node in grids
-        }
+        ends = run.solve(grids, self.probe.solver, self._count(tree.members))
+        # a state that all members share has one estimate, for all of them
+        shared = {node for node in grids if tree.counts[node] == 1}
+        estimates = {node if node in shared else (SOME, node): ends[node] for node in grids}
         for node in grids if self.control == "tweedie" else ():
             x, velocity = run.start(node)
-            estimates[CONTROL, node] = Estimate(x - schedule.times[node] * velocity)
+            estimates[CONTROL, node] = x - schedule.times[node] * velocity
         return estimates
 
     def rewards(self, scored: Scored) -> Mapping[int, Tensor]:
         """The values of all nodes to be estimated."""
         rewards = dict(scored.rewards)
         for place, node in enumerate(scored.nodes):
-            if node in scored.members:
-                estimated, control = scored.at(node), self._control(scored, place)
-                weight = estimated.shape[1] / scored.members[node].shape[1]
-                drawn = scored.members[node].to(estimated.device)
-                chosen = torch.zeros_like(estimated, dtype=torch.bool).scatter(1, drawn, True)
-                corrected = control + weight * (estimated - control)
-                rewards[node] = torch.where(chosen, corrected, control)
-        return self.probe.rewards(replace(scored, rewards=rewards, members={}))
+            if (SOME, node) in rewards:
+                estimated, values = rewards[SOME, node], self._control(scored, place).clone()
+                chosen = values[:, : estimated.shape[1]]
+                chosen += values.shape[1] / estimated.shape[1] * (estimated - chosen)
+                rewards[node] = values
+        return self.probe.rewards(replace(scored, rewards=rewards))
 
     def _control(self, scored: Scored, place: int) -> Tensor:
         """C at the node `scored.nodes[place]` [prompt, member]."""
@@ -105,5 +97,5 @@ class SomeMembers(Probe):
         counts = {node: shape.rows[node] for node in nodes}
         rows = {n: chosen if count == every_member else count for n, count in counts.items()}
         controls = sum(counts.values()) if self.control == "tweedie" else 0
-        calls = self.probe.calls(shape.schedule.steps, rows)
+        calls = self.probe.calls(shape.schedule, rows)
         return Cost(calls, sum(rows.values()) + controls)
