@@ -40,7 +40,7 @@ from torch import Tensor
 from flowrl.core.experience import Decisions
 from flowrl.credit import TurningPoint, gains, process_rewards, turning_points
 from flowrl.io import write_json
-from flowrl.parts.prompt_stream import PromptStream
+from flowrl.parts.prompts import PromptStream
 from flowrl.probes import Completion
 from flowrl.rollout import Groups, rollout, score_rollout
 from flowrl.training.build import make_trainer, make_world

@@ -28,8 +28,7 @@ from safetensors.torch import load_file, save
 
 from flowrl.core.errors import FlowrlError
 from flowrl.io import write_bytes, write_json
-from flowrl.parts.prompt_files import write_prompts
-from flowrl.parts.prompts import load_prompts
+from flowrl.parts.prompts import read_prompts, write_prompts
 from flowrl.parts.trust import check_code
 from flowrl.policies import load_policy
 from flowrl.policies.pipeline import ModelOptions
@@ -220,9 +219,8 @@ def read_base(path: Path) -> None:
     world("shapes").policy(PolicyOptions(base_weights=str(place)))
 
 
-def read_prompts(path: Path) -> None:
-    found = load_prompts(path)
-    write_prompts(path.with_name("again.jsonl"), found.prompts)
+def copy_prompts(path: Path) -> None:
+    write_prompts(path.with_name("again.jsonl"), read_prompts(path))
     path.with_name("again.jsonl").unlink()
 
 
@@ -342,9 +340,9 @@ KINDS = (
         0.3,
         "model",
     ),
-    Kind("prompts: text", "prompts.txt", change.mixed(), read_prompts),
+    Kind("prompts: text", "prompts.txt", change.mixed(), copy_prompts),
     Kind(
-        "prompts: JSON lines", "prompts.jsonl", change.mixed(change.lines_changed), read_prompts, 2
+        "prompts: JSON lines", "prompts.jsonl", change.mixed(change.lines_changed), copy_prompts, 2
     ),
     Kind("reward table: CSV", "rewards.csv", change.mixed(change.table_changed), read_rewards, 2),
     Kind(

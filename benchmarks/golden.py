@@ -43,8 +43,7 @@ from torch import Tensor
 
 Content = Mapping[str, Any]
 COMPARED = ("metrics.jsonl", "samples.json", "trajectory.json", "summary.json", "*.safetensors")
-# Named after a hash of the settings; before.safetensors of each run has the same content.
-SKIPPED_FILES = "untrained-*"
+SKIPPED_FILES = "untrained-*"  # of earlier versions
 SKIPPED_KEYS = re.compile(r"seconds|phases|(^|/)time(/|$)|warnings/\d+/text")
 
 

@@ -95,12 +95,11 @@ def flush_folder(folder: Path) -> None:
 
 
 @contextmanager
-def disk_errors(folder: Path, kept: Callable[[], str], again: Callable[[], str]) -> Iterator[None]:
+def disk_errors(folder: Path, again: Callable[[], str]) -> Iterator[None]:
     """A context that turns the error of a full or read-only disk into a `DiskError` with a remedy.
 
     Args:
         folder: the folder that is written.
-        kept: a sentence about what is stored already.
         again: the command to resume with; without a config.json in `folder`, the command of this
             process is shown.
 
@@ -109,36 +108,22 @@ def disk_errors(folder: Path, kept: Callable[[], str], again: Callable[[], str])
     """
     try:
         yield
+    except FlowrlError:
+        raise
     except Exception as error:
+        number = getattr(error, "errno", None)
         # safetensors raises another class, with the error number in its text
-        full = (
-            error.errno in (*FULL, errno.EROFS)
-            if isinstance(error, OSError)
-            else "os error 28" in str(error)
-        )
-        if not full or isinstance(error, FlowrlError):
+        if number not in (*FULL, errno.EROFS) and "os error 28" not in str(error):
             raise
-        there = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
-        where, reason = (
-            getattr(error, "filename", None) or folder,
-            getattr(error, "strerror", "No space left on device"),
-        )
-        raise DiskError(
-            f"disk: {where} cannot be written: {reason}. {kept()};"
-            f" {shutil.disk_usage(there).free / 1e6:,.1f} MB are free. Make room, then:"
-            f" {again() if (folder / 'config.json').exists() else command_line()}"
-        ) from error
+        path, reason = getattr(error, "filename", None) or folder, os.strerror(number or 28)
+        command = again() if (folder / "config.json").exists() else command_line()
+        message = f"disk: {path} cannot be written: {reason}. Make room, then: {command}"
+        raise DiskError(message) from error
 
 
 def refused(error: Exception, message: str) -> FlowrlError:
-    """The error for a path that cannot be written.
-
-    Args:
-        error: the original error.
-        message: text of the new error.
-
-    Returns:
-        A `DiskError` if the disk is full, else a `ConfigError`.
+    """The error for a path that cannot be written: a `DiskError` if the disk is full, else a
+    `ConfigError`.
     """
     return (DiskError if getattr(error, "errno", None) in FULL else ConfigError)(message)
 
@@ -186,8 +171,7 @@ def require_no_links(folder: Path) -> None:
         for name in (*folders, *files):
             path = Path(parent, name)
             if path.is_symlink():
-                need = "replace it by what it links to"
-                raise ConfigError(f"{path} is a link, in a folder that is written; {need}")
+                raise ConfigError(f"{path} is a link; replace it by what it links to")
 
 
 @contextmanager
@@ -209,48 +193,33 @@ def new_folder(
         ConfigError: the folder has other content, which is left unchanged, or cannot be used.
     """
     try:
-        require(
-            not folder.is_file(), "out", str(folder), "a folder that may be new; this is a file"
-        )
-        require(
-            folder.resolve() != Path.cwd(),
-            "out",
-            str(folder),
-            "a folder of its own; this is the current one",
-        )
-        missing, had_lock = (
-            [place for place in (folder, *folder.parents) if not place.exists()],
-            (folder / LOCK).exists(),
-        )
+        usable = not folder.is_file() and folder.resolve() != Path.cwd()
+        require(usable, "out", str(folder), "a folder other than the current one; it may be new")
+        missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+        had_lock = (folder / LOCK).exists()
     except OSError as error:
-        raise refused(
-            error, f"out: {folder} cannot be used: {error.strerror}; choose another folder"
-        ) from error
+        raise refused(error, f"out: {folder} cannot be used: {error.strerror}") from error
     try:
         with folder_lock(folder):
             before = {path.name for path in folder.iterdir()} | {LOCK}
             # of `write_bytes`, by a killed process
             halves = {name for name in before if re.fullmatch(r".+\.\d+\.tmp", name)}
-            if before - {LOCK, f"{LOCK}.json"} - halves and not made(folder):
-                raise ConfigError(
-                    f"out: {folder} contains other files than a {kind} of flowrl; choose another"
-                    " folder"
-                )
+            is_ours = not before - {LOCK, f"{LOCK}.json"} - halves or made(folder)
+            need = f"a new folder, or one of a {kind} of flowrl; this one contains other files"
+            require(is_ours, "out", str(folder), need)
             try:
                 yield
             except BaseException as error:
-                stays = kept() or (isinstance(error, OSError) and made(folder))
-                for path in (
-                    () if stays else [path for path in folder.iterdir() if path.name not in before]
-                ):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                if not (kept() or (isinstance(error, OSError) and made(folder))):
+                    for path in [path for path in folder.iterdir() if path.name not in before]:
+                        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
                 raise
     except BaseException:
         with suppress(OSError):
             if not had_lock and not kept():
                 (folder / LOCK).unlink()
-            for place in missing:
-                place.rmdir()
+            for parent in missing:
+                parent.rmdir()
         raise
 
 
@@ -268,26 +237,16 @@ def require_new_file(
         ConfigError: `path` cannot be written, or exists with other content.
     """
     try:
-        require(not path.is_dir(), option, str(path), "a file; this is a folder")
-        fine, missing = (
-            not path.exists() or made(read_bytes(path)),
-            [place for place in path.parents if not place.exists()],
-        )
-        probe = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        replaceable = not path.exists() or (path.is_file() and made(read_bytes(path)))
+        require(replaceable, option, str(path), "a new file, or one from this command")
+        parent = next(parent for parent in path.absolute().parents if parent.exists())
+        probe = parent / f"{path.name}.{os.getpid()}.tmp"
         try:
             write_file(probe, b"")
         finally:
             probe.unlink(missing_ok=True)
-            for place in missing:
-                place.rmdir()
     except OSError as error:
         raise refused(error, f"{option}: {path} cannot be written: {error.strerror}") from error
-    if not fine:
-        raise ConfigError(
-            f"{option}: {path} exists and is not from this command; choose another name, or"
-            " delete it"
-        )
 
 
 def command_line() -> str:
@@ -303,14 +262,10 @@ def _lock(path: Path, name: str, work: str) -> Iterator[None]:
         holder.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise ConfigError(
-            f"{path} is being written by {_holder(holder)}; wait until it has ended or choose"
-            " another --out"
-        ) from error
+        need = "wait until it has ended or choose another --out"
+        raise ConfigError(f"{path} is being written by {_holder(holder)}; {need}") from error
     except OSError as error:
-        raise refused(
-            error, f"{path} cannot be locked ({error.strerror}); choose another --out"
-        ) from error
+        raise refused(error, f"{path} cannot be locked: {error.strerror}") from error
     try:
         who = {
             "process": os.getpid(),
@@ -334,9 +289,6 @@ def _lock(path: Path, name: str, work: str) -> Iterator[None]:
 def _holder(path: Path) -> str:
     """The holder that `file_lock` has recorded."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads(path.read_text())
-        return (
-            f"process {found['process']} on {found['machine']} (`{found['work']}`, since"
-            f" {found['since']})"
-        )
+        who = json.loads(path.read_text())
+        return "process {process} on {machine} (`{work}`, since {since})".format_map(who)
     return "another process"

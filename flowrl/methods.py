@@ -1,16 +1,15 @@
 """The papers as compositions of a sampler, a credit rule and a loss, and compositions by name."""
 
 import copy
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import ConfigError, CreditError
+from flowrl.core.errors import CreditError, require
 from flowrl.core.experience import Credit, Decisions, Experience
 from flowrl.core.protocols import AnySampler, CreditRule, ForwardLoss, PolicyLoss, Window
 from flowrl.credit import (
@@ -34,16 +33,6 @@ from flowrl.samplers import DanceSDE, FixedWindow, FlowSDE, Multistep, RandomWin
 
 Loss = PolicyLoss | ForwardLoss
 Part = TypeVar("Part")
-SECTIONS = """
-
-Args:
-    sampler: replaces the method's kernel.
-    loss: replaces the method's loss.
-    window: replaces the method's stochastic steps.
-
-Returns:
-    The method.
-"""
 
 
 @dataclass(frozen=True)
@@ -73,28 +62,14 @@ class Method:
         return getattr(self.loss, "clip_range", 0.0) * math.sqrt(self.elements / elements)
 
 
-METHODS: dict[str, Callable[..., Method]] = {}
+METHODS: dict[str, Callable[[], Method]] = {}
 """The published methods by name; a call makes a new one, since a rule may have memory."""
 
 
-def _published(compose: Callable[[], Method]) -> Callable[..., Method]:
-    """The method of `compose` with optional parts in place of its own, listed in `METHODS`."""
-
-    def method(
-        sampler: AnySampler | None = None, loss: Loss | None = None, window: Window | None = None
-    ) -> Method:
-        base = compose()
-        return replace(
-            base,
-            sampler=sampler or base.sampler,
-            loss=loss or base.loss,
-            window=window or base.window,
-        )
-
-    method.__name__ = method.__qualname__ = compose.__name__
-    method.__doc__ = inspect.cleandoc(compose.__doc__ or "") + SECTIONS
-    METHODS[compose().name] = method
-    return method
+def _published(compose: Callable[[], Method]) -> Callable[[], Method]:
+    """List `compose` in `METHODS`."""
+    METHODS[compose().name] = compose
+    return compose
 
 
 @_published
@@ -118,22 +93,19 @@ def tp_grpo() -> Method:
     """TP-GRPO (arXiv 2602.06422): increments of ODE completions, aggregated at consistent turning
     points.
     """
-    loss = ClippedLoss(clip_range=1e-5)
-    return Method("tp-grpo", credit=TurningPoint(), loss=loss)
+    return Method("tp-grpo", credit=TurningPoint(), loss=ClippedLoss(clip_range=1e-5))
 
 
 @_published
 def dance_grpo() -> Method:
     """DanceGRPO (arXiv 2505.07818): uniform credit, constant noise, shared initial noise."""
-    sampler = DanceSDE(0.3)
-    return Method("dance-grpo", sampler, shared_noise=True)
+    return Method("dance-grpo", DanceSDE(0.3), shared_noise=True)
 
 
 @_published
 def tempflow_weights() -> Method:
     """Uniform credit weighted by each step's noise (TempFlow-GRPO's noise-aware weighting)."""
-    credit = Weighted("noise")
-    return Method("noise-weighted", credit=credit)
+    return Method("noise-weighted", credit=Weighted("noise"))
 
 
 @_published
@@ -155,8 +127,8 @@ def branch_grpo() -> Method:
     log-probability assumes. Here a decision counts once per leaf, and the noise is the sampler's.
     """
     credit = DepthRelative("tree", "sample", probe=Branch((1, 1, 2, 1, 2)))
-    sampler, window, loss = DanceSDE(0.3), FixedWindow(), ClippedLoss(clip_range=1e-3)
-    return Method("branch-grpo", sampler, window, credit, loss, True)
+    loss = ClippedLoss(clip_range=1e-3)
+    return Method("branch-grpo", DanceSDE(0.3), FixedWindow(), credit, loss, shared_noise=True)
 
 
 @_published
@@ -249,7 +221,7 @@ def dgpo() -> Method:
 
 
 def try_credit(
-    method: Method, stds: Tensor, members: int, trained: Sequence[int] | Tensor | None = None
+    method: Method, stds: Tensor, members: int, trained: Tensor | None = None
 ) -> tuple[Experience, Credit]:
     """Apply a method's rule to a random record of two prompts, to find errors before a run starts.
 
@@ -273,7 +245,7 @@ def try_credit(
     groups = Groups(2, members, method.shared_noise)
     tree = group_tree(stds, groups, rule.probe, generator)
     valid = torch.ones(2, members, dtype=torch.bool)
-    steps = None if trained is None else torch.as_tensor(trained).tolist()
+    steps = None if trained is None else trained.tolist()
     decisions = Decisions.of(uniform_schedule(len(stds)), stds, tree, valid, steps)
     values = torch.rand(2, members, len(decisions) + 1, generator=generator)
     experience = example(values, rule.probe, decisions)
@@ -286,16 +258,8 @@ def try_credit(
 
 
 def check_one_advantage(loss: Loss, rule: CreditRule, advantages: Tensor, mask: Tensor) -> None:
-    """Check the credit for a loss that needs one advantage per trajectory.
-
-    Args:
-        loss: the loss; any other loss passes.
-        rule: the credit rule, for the message.
-        advantages: advantages [prompt, member, decision].
-        mask: the trained decisions [prompt, member, decision].
-
-    Raises:
-        CreditError: the advantages of a trajectory differ between trained decisions.
+    """Raise `CreditError` if the `loss` needs one advantage per trajectory, and those of `rule`
+    ([prompt, member, decision]) differ between the trained decisions of `mask`.
     """
     if not getattr(loss, "one_advantage", False) or not bool(mask.any()):
         return
@@ -310,26 +274,12 @@ def check_one_advantage(loss: Loss, rule: CreditRule, advantages: Tensor, mask: 
 
 
 def named_method(name: str, credit: str = "") -> Method:
-    """A method by name, as published, optionally with another credit rule.
-
-    With `credit`, the rule's attribute `shared_noise`, if there is one, replaces the method's.
-
-    Args:
-        name: name of the method; with `credit`, a further name is a label of Flow-GRPO with this
-            rule.
-        credit: spec of a credit rule (see `flowrl.parts.specs`).
-
-    Returns:
-        The method.
-
-    Raises:
-        ConfigError: the name is unknown, or `credit` is not allowed.
+    """A method by name, as published, or with the credit rule of the spec `credit`, whose attribute
+    `shared_noise`, if there is one, replaces the method's. With `credit`, a further name is a label
+    of Flow-GRPO with this rule. Raises `ConfigError` for an unknown name.
     """
-    if name not in METHODS and not credit:
-        known = ", ".join(METHODS)
-        raise ConfigError(
-            f"unknown method {name!r}; allowed: {known}, or a credit rule with --credit"
-        )
+    known = f"{', '.join(METHODS)}; any name with --credit"
+    require(name in METHODS or bool(credit), "method", name, known)
     method = METHODS.get(name, flow_grpo)()
     if not credit:
         return method

@@ -33,8 +33,6 @@ def reading(path: Path | str, kind: type[FlowrlError] = ConfigError) -> Iterator
     """A context that converts errors in the content of the file `path` into a `kind` of error that
     names the file.
     """
-    from safetensors import SafetensorError
-
     try:
         yield
     except FlowrlError as error:
@@ -49,15 +47,7 @@ def reading(path: Path | str, kind: type[FlowrlError] = ConfigError) -> Iterator
         ) from error
     except OSError as error:
         raise kind(f"{path} cannot be read: {str(error.strerror or error)[:200]}") from error
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:
+    except Exception as error:
         raise kind(f"{path} cannot be read: {type(error).__name__}: {str(error)[:200]}") from error
 
 
@@ -172,13 +162,12 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object with `pairs` of names and values. Raises `ValueError` for a name that is there
     twice.
     """
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(
-            f"{next(name for name in names if names.count(name) > 1):.60} is set twice"
-        )
-    return found
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{repeated:.60} is set twice")
+    return value
 
 
 def _inside(values: Iterable[Any]) -> list[Any]:
@@ -198,35 +187,25 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
-def read_tensors(
-    path: Path,
-    shapes: Mapping[str, tuple[int | None, ...]],
-    kind: type[FlowrlError] = CheckpointError,
-) -> "dict[str, Tensor]":
+def read_tensors(path: Path, shapes: Mapping[str, tuple[int | None, ...]]) -> "dict[str, Tensor]":
     """The tensors of the safetensors file at `path`, which must contain floating-point tensors of
-    the names and `shapes` (None:
-    any size).
-
-    Raises an error of class `kind`.
+    the names and `shapes` (None: any size). Raises `CheckpointError`.
     """
     from safetensors.torch import load
 
     with reading(path, CheckpointError):
-        found = load(read_bytes(path, None))
+        tensors = load(read_bytes(path, None))
     for name, shape in shapes.items():
-        tensor = found.get(name)
-        size = None if tensor is None or not tensor.is_floating_point() else tuple(tensor.shape)
-        if (
-            size is None
-            or len(size) != len(shape)
-            or any(fit not in (None, n) for fit, n in zip(shape, size, strict=True))
-        ):
-            there = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-            wanted = ", ".join("any" if fit is None else str(fit) for fit in shape)
+        tensor = tensors.get(name)
+        size = tuple(tensor.shape) if tensor is not None and tensor.is_floating_point() else ()
+        fits = [allowed in (None, n) for allowed, n in zip(shape, size, strict=False)]
+        if len(size) != len(shape) or not all(fits):
+            actual = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            allowed = ", ".join("any" if count is None else str(count) for count in shape)
             raise CheckpointError(
-                f"{path}: tensor {name!r} is {there}; allowed: floating-point numbers [{wanted}]"
+                f"{path}: tensor {name!r} is {actual}; allowed: floating-point numbers [{allowed}]"
             )
-    return found
+    return tensors
 
 
 def load_document(path: Path) -> tuple[Any, yaml.Node | None]:
@@ -253,12 +232,10 @@ def load_document(path: Path) -> tuple[Any, yaml.Node | None]:
     except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
-        mark = getattr(error, "problem_mark", None)
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(
-            f"config: {path}{place}, is not YAML:"
-            f" {str(getattr(error, 'problem', None) or error)[:200]}"
-        ) from error
+        problem = str(problem or error)[:200]
+        raise ConfigError(f"config: {path}{place}, is not YAML: {problem}") from error
 
 
 LONGEST = 100_000
@@ -280,11 +257,8 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """The next node of the tree."""
-        mark, is_alias, before = (
-            self.peek_event().start_mark,
-            self.check_event(yaml.AliasEvent),
-            self.nodes,
-        )
+        mark, before = self.peek_event().start_mark, self.nodes
+        is_alias = self.check_event(yaml.AliasEvent)
         self.level, self.nodes = self.level + 1, self.nodes + 1
         node = super().compose_node(parent, index) if self.level <= DEPTH else None
         self.level -= 1
@@ -293,12 +267,8 @@ class _Loader(yaml.SafeLoader):
             self.nodes += self.sizes.get(id(node), NODES)
         self.sizes[id(node)] = self.nodes - before
         if node is None or self.nodes > NODES:
-            raise ComposerError(
-                None,
-                None,
-                f"more than {DEPTH} levels, or {NODES:,} values with those of aliases",
-                mark,
-            )
+            limits = f"more than {DEPTH} levels, or {NODES:,} values with those of aliases"
+            raise ComposerError(None, None, limits, mark)
         return node
 
 

@@ -1,5 +1,5 @@
-"""Jobs in worker processes: one torch thread each, with results and messages passed on as they
-arrive.
+"""Jobs in worker processes: a process and a torch thread for each, with messages and results passed
+on as they arrive.
 """
 
 import gc
@@ -10,13 +10,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
-from multiprocessing.connection import wait as wait_for
-from multiprocessing.context import BaseContext
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -29,53 +27,27 @@ REFRESH = 0.5
 """Largest delay of messages in seconds."""
 
 
-def import_modules(*names: str) -> None:
-    """Import modules without garbage collection, which frees almost no memory during imports.
-
-    In the process of a command, which has called `gc.freeze`, later collections ignore these
-    objects, too.
-    """
-    collected = gc.isenabled()
-    gc.disable()
-    try:
-        for name in names:
-            import_module(name)
-    finally:
-        if gc.get_freeze_count():
-            gc.freeze()
-        if collected:
-            gc.enable()
-
-
 @dataclass(frozen=True)
 class Worker:
     """The first argument of every job: the connection to the parent process.
 
     Args:
-        key: key of the job.
-        stop: event that stops the job.
-        messages: pipe to the parent.
-        lock: lock of the pipe.
+        stop: event that stops all jobs.
+        outbox: pipe to the parent.
     """
 
-    key: Hashable
     stop: Any
-    messages: Any
-    lock: Any
+    outbox: Any
 
     def send(self, message: Any) -> None:
         """Send a message (anything that can be pickled) to the parent, which receives it before the
         job's result.
         """
-        with self.lock:
-            self.messages.send((self.key, message))
+        self.outbox.send(("message", message))
 
     def stopped(self) -> bool:
-        """Whether the job should end soon: the parent was interrupted, another job failed, or the
-        parent is gone.
-        """
-        parent = multiprocessing.parent_process()
-        return self.stop.is_set() or (parent is not None and not parent.is_alive())
+        """Whether the job should end soon: the parent was interrupted, or another job failed."""
+        return self.stop.is_set()
 
 
 def worker_count(workers: int, jobs: int) -> int:
@@ -139,16 +111,14 @@ def run_jobs(
     describe: Callable[[Any], str] = str,
     preload: Sequence[str] = (),
 ) -> bool:
-    """Call `function(worker, *arguments)` for every job, in the order of `jobs`, in worker
-    processes.
+    """Call `function(worker, *arguments)` for every job, in the order of `jobs`, each in a process.
 
     Ctrl-C, SIGTERM and SIGHUP pause: running jobs are stopped through `Worker.stopped`, and their
-    results are passed on. If this process is killed, its workers end within a second or two. The
-    first error stops all jobs.
+    results are passed on; a second Ctrl-C ends them at once. If this process is killed, its workers
+    end with it. The first error stops all jobs.
 
-    On Linux one process imports the modules of `preload` once, and the workers are its forks, which
-    saves processor time and memory. It is this process if it has a single thread. Otherwise a
-    server process is started, which keeps the environment variables of the first such call.
+    On Linux a server process imports the module of `function` and those of `preload` once, and the
+    workers are its forks. It keeps the environment variables of the first call.
 
     Args:
         function: an importable function of a module.
@@ -159,169 +129,108 @@ def run_jobs(
         watch: called in this process after these, at least every `REFRESH` seconds.
         seconds: time after the call until which jobs may start.
         describe: name of a job, from its key, for messages.
-        preload: modules that all jobs need; importing them must not start threads or use a GPU.
+        preload: further modules that all jobs need; importing them must not use a GPU.
 
     Returns:
         Whether all jobs were completed; False after a pause or if the time was too short.
 
     Raises:
         FlowrlError: a job raised it.
-        RuntimeError: a job raised another error, or a worker process was killed; the message names
-            the job.
+        RuntimeError: a job raised another error, or its process was killed; the message names the
+            job.
     """
     count, deadline = worker_count(workers, len(jobs)), time.monotonic() + seconds
-    context = _context(preload)
+    # not forks of this process: they would inherit locked locks of its other threads
+    context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    if sys.platform == "linux":
+        context.set_forkserver_preload([function.__module__, *preload])
     with _signals_blocked():  # multiprocessing starts a further process here
-        stop, (inbox, outbox) = context.Event(), context.Pipe(duplex=False)
-    waiting, running = list(jobs.items())[::-1], dict[Future[Any], Any]()
+        stop = context.Event()
+    waiting, running = list(jobs.items())[::-1], dict[Any, tuple[Any, Any]]()
+    signals, errors = list[int](), list[Exception]()
 
-    def pass_on() -> None:
-        done = wait(running, REFRESH, FIRST_COMPLETED).done
-        while inbox.poll():
-            received(*inbox.recv())
-        for future in done:
-            names = describe(running[future]), ", ".join(map(describe, running.values()))
-            key = running.pop(future)
-            ran, result = _outcome(future, *names, paused=stop.is_set())
-            if ran:
-                finished(key, result)
-        watch()
+    def may_start() -> bool:
+        return bool(waiting) and not stop.is_set() and time.monotonic() < deadline
 
-    def interrupt(number: int) -> None:
-        if number == signal.SIGINT or not stop.is_set():  # a launcher may repeat its signal
-            raise KeyboardInterrupt
-
-    others, lock = set(multiprocessing.active_children()), context.Lock()
-    with (
-        ProcessPoolExecutor(count, context, _start, (stop, outbox, lock)) as pool,
-        on_stop(interrupt),
-    ):
-        try:
-            while waiting or running:
-                while waiting and len(running) < count and time.monotonic() < deadline:
-                    key, arguments = waiting.pop()
-                    with _signals_blocked():
-                        running[pool.submit(_call, function, key, arguments)] = key
-                        # concurrent.futures monitors a process only from the next call on
-                        pool.submit(_nothing)
-                if not running:
-                    return False
-                pass_on()
-        except KeyboardInterrupt:
-            stop.set()
-            while running:
-                pass_on()
-            return False
-        except BaseException:
-            stop.set()
-            while wait(running, REFRESH).not_done:
-                while inbox.poll():
-                    inbox.recv()  # a full pipe would keep a worker from ending
-            raise
-        finally:
-            # its other workers ignore the SIGTERM with which it would end them
-            if _is_broken(pool):
-                for process in set(multiprocessing.active_children()) - others:
-                    process.kill()
-    return True
-
-
-def _context(preload: Sequence[str]) -> BaseContext:
-    """The start method of worker processes: spawned, or with `preload` forked from this process or
-    from a server that has imported it.
-
-    A fork has only the thread that forked, and locks of other threads remain locked: a pool of
-    OpenMP then hangs. Threads are therefore counted by the system, before and after the imports.
-    """
-    if not preload or sys.platform != "linux":
-        return multiprocessing.get_context("spawn")
-    # no second import in a server: 2.9 s of processor time for a comparison in the shapes world
-    if _has_one_thread():
-        import_modules(*preload)
-        if _has_one_thread():
-            return multiprocessing.get_context("fork")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
-    return context
-
-
-def _has_one_thread() -> bool:
-    return len(os.listdir("/proc/self/task")) == 1
-
-
-def _is_broken(pool: ProcessPoolExecutor) -> bool:
-    try:
+    def start() -> None:
+        key, arguments = waiting.pop()
+        inbox, outbox = context.Pipe(duplex=False)
+        call = Worker(stop, outbox), describe(key), function, arguments
+        process = context.Process(target=_work, args=call)
         with _signals_blocked():
-            pool.submit(_nothing)
-    except (BrokenExecutor, RuntimeError):
-        return True
-    return False
+            process.start()
+        outbox.close()  # so that the pipe ends with the process
+        running[inbox] = key, process
+
+    def receive(inbox: Any) -> None:
+        key, process = running[inbox]
+        content: Any = None
+        try:
+            kind, content = inbox.recv()
+        except (EOFError, OSError):  # the latter in the middle of a message
+            kind = "end"
+        if kind == "message":
+            received(key, content)
+            return
+        del running[inbox]
+        process.join()
+        if kind == "result":
+            finished(key, content)
+        elif kind == "error":
+            raise content
+        elif not stop.is_set():
+            raise RuntimeError(f"the process of {describe(key)} was killed (out of memory?)")
+
+    try:
+        with on_stop(signals.append):
+            while running or may_start():
+                while len(running) < count and may_start():
+                    start()
+                try:
+                    for inbox in wait(list(running), REFRESH):
+                        receive(inbox)
+                    watch()
+                except Exception as error:
+                    errors.append(error)
+                if signals or errors:
+                    stop.set()
+                if signals.count(signal.SIGINT) > 1:
+                    raise KeyboardInterrupt
+    finally:
+        for _, process in running.values():
+            process.kill()
+    if errors:
+        raise errors[0]
+    return not waiting and not signals
 
 
-_parts: list[Any] = []
-"""In a worker process: the event that stops it, and the pipe to the parent with its lock."""
-
-
-def _start(*parts: Any) -> None:
-    """Prepare a worker process: it ignores signals, because the parent controls pauses, and ends
-    with the parent.
-
-    A fork of the parent prints past a progress display, and its garbage collection ignores
-    inherited objects.
+def _work(worker: Worker, name: str, function: Any, arguments: tuple[Any, ...]) -> None:
+    """The process of the job `name`. It ignores signals, because the parent controls pauses, and
+    ends with the parent; the last checkpoint is always complete.
     """
-    global _parts
-    _parts = list(parts)
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-    watch_output()
-    gc.freeze()
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    watch_output()
+    gc.freeze()  # collections ignore what the server has imported
     import torch
 
     torch.set_num_threads(1)
+    try:
+        if not worker.stopped():
+            worker.outbox.send(("result", function(worker, *arguments)))
+    except FlowrlError as error:
+        worker.outbox.send(("error", error))
+    except BaseException as error:  # perhaps one that cannot be pickled
+        failure = RuntimeError(f"{name} failed: {error!r}")
+        failure.add_note(traceback.format_exc())
+        worker.outbox.send(("error", failure))
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent has ended for any reason; the last checkpoint is always
-    complete.
-    """
-    parent, started_by = multiprocessing.parent_process(), os.getppid()
-    while (
-        parent is not None and os.getppid() == started_by and not wait_for([parent.sentinel], 1.0)
-    ):
-        pass
+    parent: Any = multiprocessing.parent_process()
+    parent.join()
     os._exit(1)
-
-
-def _nothing() -> None:
-    """A job that does nothing."""
-
-
-def _call(
-    function: Callable[..., Any], key: Hashable, arguments: tuple[Any, ...]
-) -> tuple[bool, Any]:
-    """(whether the job ran, its result); in a worker process."""
-    worker = Worker(key, *_parts)
-    return (False, None) if worker.stopped() else (True, function(worker, *arguments))
-
-
-def _outcome(future: Future[Any], name: str, names: str, paused: bool) -> tuple[bool, Any]:
-    """The result of `_call` for the job `name`, one of the running `names`. During a pause, a
-    killed worker is not an error.
-    """
-    try:
-        return future.result()
-    except FlowrlError:
-        raise
-    except BrokenExecutor as error:
-        if paused:
-            return False, None
-        raise RuntimeError(
-            f"a worker process was killed (out of memory?) while these jobs ran: {names}"
-        ) from error
-    except Exception as error:
-        raise RuntimeError(f"{name} failed: {error!r}") from error
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from flowrl.methods import flow_grpo
 from flowrl.policies import SD3, Flux, ModelOptions, PipelinePolicy, QwenImage, Wan
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Usage, solve
-from flowrl.samplers import FlowSDE
 from flowrl.testing.tiny import TINY, TINY_VIDEO, tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
@@ -104,7 +103,7 @@ def trainer_of(policy, method=flow_grpo, **changes):
     )
     return Trainer(
         policy,
-        method(FlowSDE(0.7), ClippedLoss(clip_range=1e-2, kl_weight=0.1)),
+        replace(method(), loss=ClippedLoss(clip_range=1e-2, kl_weight=0.1)),
         REDNESS,
         PROMPTS,
         config,

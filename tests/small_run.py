@@ -3,6 +3,7 @@ them.
 """
 
 import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 
 import flowrl
+from flowrl.cli.main import main
 from flowrl.distributed import Distributed
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
 from flowrl.training.config import preset
@@ -91,6 +93,15 @@ def rows_of(folder, without=()):
 def numbers(folder):
     """What must not depend on interruptions."""
     return json.dumps(rows_of(folder)), *((folder / name).read_bytes() for name in FILES)
+
+
+MIXTURE = "--preset tiny --world mixture --task direction"
+"""Options of the shortest run."""
+
+
+def flowrl_(line):
+    """The exit code of a command line."""
+    return main(shlex.split(line))
 
 
 def words(**options):

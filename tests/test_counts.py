@@ -1,18 +1,13 @@
-"""What costs time, counted instead of timed: network calls, rows, synchronisations, compilations,
-and imports at the start.
-"""
+"""What costs time, counted instead of timed: network calls, rows, synchronisations and compilations."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import torch._dynamo.utils
+from family_cases import PROMPTS, REDNESS
 from host_sync import HostSyncs
 
-from flowrl.core.types import Prompt
 from flowrl.rewards import FunctionReward
 from flowrl.testing.tiny import TINY, tiny_sd3_policy
 from flowrl.training.build import make_method
@@ -21,8 +16,6 @@ from flowrl.training.trainer import Trainer
 
 GROUPS, MEMBERS, STEPS, MICRO = 2, 3, 4, 5
 SAMPLES = GROUPS * MEMBERS
-PROMPTS = [Prompt(text) for text in ("three red circles", "a dog")]
-REDNESS = FunctionReward(lambda images, prompts: (2 * images[:, 0] - images.sum(1)).mean((1, 2)))
 
 
 def trainer(method, compiled="", reward=REDNESS, **changes):
@@ -122,29 +115,3 @@ def test_nothing_is_compiled_after_the_first_iteration():
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     # two kinds of blocks: one size, any size, and any size with gradients
     assert graphs == [6, 6, 6]
-
-
-START = """
-import contextlib, io, json, sys
-before = set(sys.modules)
-with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-    from flowrl.cli.main import main
-    main(sys.argv[1:])
-new = set(sys.modules) - before
-packages = {name.partition(".")[0] for name in new} - set(sys.stdlib_module_names) - {"flowrl"}
-print(json.dumps([sum(name.startswith("flowrl") for name in new), sorted(packages)]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("line", "own", "packages"), [("--help", 13, 12), ("parts", 31, 16), ("compare --help", 26, 18)]
-)
-def test_modules_that_are_imported_at_the_start(line, own, packages):
-    """Modules of flowrl and packages of others, counted when this was written, with two packages
-    for other versions of these.
-    """
-    command = subprocess.run(
-        [sys.executable, "-c", START, *line.split()], capture_output=True, text=True, check=True
-    )
-    modules, others = json.loads(command.stdout)
-    assert modules <= own and len(others) <= packages, others

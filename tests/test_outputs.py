@@ -3,22 +3,20 @@ start leaves nothing.
 """
 
 import json
-import shlex
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from flowrl_compare.arms import method_arms
 from flowrl_compare.comparison import CompareConfig, compare
+from small_run import MIXTURE, flowrl_
 
-from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, PartError
 from flowrl.io import new_folder, require_new_file
 from flowrl.training.config import preset
 from flowrl.training.run import Run
 
 CONFIG = preset("tiny").apply(world="mixture", task="direction")
-TINY = "--preset tiny --world mixture --task direction"
 EVALUATE = "evaluate --weights run --limit 1 --num-steps 2"
 REWARD = """
 class Late:
@@ -29,8 +27,8 @@ class Late:
 """
 # Commands that end with the option of their output, which is one of these to them
 OUTPUTS = {
-    f"train {TINY} --out": "comparison run run/evaluation notes file file/x notes/mine.txt .",
-    f"compare {TINY} --out": "comparison run run/evaluation notes file file/x .",
+    f"train {MIXTURE} --out": "comparison run run/evaluation notes file file/x notes/mine.txt .",
+    f"compare {MIXTURE} --out": "comparison run run/evaluation notes file file/x .",
     f"{EVALUATE} --out": "comparison run notes file file/x .",
     "sample --prompts 'three red circles' --count 1 --num-steps 1 --out": "mine.png x.mine run"
     f" run/samples.json file/x.png {'x' * 300}.png",
@@ -48,8 +46,8 @@ def made(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        run(f"compare {TINY} --methods flow-grpo --seeds 0 --workers 1 --out comparison")
-        run(f"train {TINY} --out run", EVALUATE, "prompts text --count 3 --file prompts.jsonl")
+        run(f"compare {MIXTURE} --methods flow-grpo --seeds 0 --workers 1 --out comparison")
+        run(f"train {MIXTURE} --out run", EVALUATE, "prompts text --count 3 --file prompts.jsonl")
     for path in ("notes/mine.txt", "file", "mine.png", "mine.jsonl"):
         (root / path).parent.mkdir(exist_ok=True)
         (root / path).write_text("mine")
@@ -58,7 +56,7 @@ def made(tmp_path_factory) -> Path:
 
 def run(*lines: str) -> None:
     for line in lines:
-        assert main(shlex.split(line)) == 0
+        assert flowrl_(line) == 0
 
 
 @pytest.mark.parametrize(
@@ -70,7 +68,7 @@ def test_nothing_of_others_is_written_over(command, taken, made, monkeypatch, ca
     """
     monkeypatch.chdir(made)
     before = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}
-    assert main([*shlex.split(command), taken]) == 2
+    assert flowrl_(f"{command} {taken}") == 2
     error = capsys.readouterr().err
     assert error.startswith("flowrl: error: ") and error.count("\n") == 1
     assert taken.split("/")[0][:20] in error

@@ -1,5 +1,6 @@
 """Jobs for the tests of the worker pool: functions that a worker process can import."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -27,12 +28,14 @@ def fail(worker: Worker, kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "other":
         raise ValueError("what went wrong")
+    if kind == "not pickled":
+        return lambda: None
     until_stopped(worker)
 
 
-def until_stopped(worker: Worker, seconds: float = 60.0) -> str:
+def until_stopped(worker: Worker) -> str:
     worker.send("running")
-    ends = time.monotonic() + seconds
+    ends = time.monotonic() + 60
     while time.monotonic() < ends:
         if worker.stopped():
             return "stopped"
@@ -40,8 +43,8 @@ def until_stopped(worker: Worker, seconds: float = 60.0) -> str:
     return "not stopped"
 
 
-def preloaded(worker: Worker) -> tuple[bool, int]:
-    """Whether the module was there before the job; the number of processes that imported it."""
+def server(worker: Worker) -> tuple[bool, int]:
+    """Whether a module was imported before the job; the process of which this one is a fork."""
     return "xml.dom.minidom" in sys.modules, os.getppid()
 
 
@@ -53,35 +56,25 @@ def until_killed(worker: Worker, held: str) -> None:
 
 def interrupt_everything(delay: float) -> None:
     """Ctrl-C for the whole process group, as a terminal sends it, once a worker exists."""
-    import multiprocessing
-
     while not multiprocessing.active_children():
         time.sleep(0.001)
     time.sleep(delay)
     os.killpg(0, signal.SIGINT)
 
 
-# a script with its own process group: sys.argv says when the interrupt comes
+# a script with its own process group: what it does, and for how long or where
 if __name__ == "__main__":
-    if sys.argv[1] in ("preload", "preload-with-threads"):
-        if sys.argv[1] != "preload":
-            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-        seen: dict[str, tuple[bool, int]] = {}
-        done = run_jobs(
-            preloaded,
-            {"a": (), "b": ()},
-            2,
-            finished=seen.__setitem__,
-            preload=("xml.dom.minidom",),
-        )
-        servers = {server for _, server in seen.values()}
-        print(done, [there for there, _ in seen.values()], len(servers), os.getpid() in servers)
-        sys.exit()
-    if sys.argv[1] == "lock":
-        with folder_lock(Path(sys.argv[2])):
-            jobs = {"a": (sys.argv[2],), "b": (sys.argv[2],)}
-            run_jobs(until_killed, jobs, 2, finished=lambda *_: None, preload=("xml.dom.minidom",))
-    threading.Thread(target=interrupt_everything, args=(float(sys.argv[1]),), daemon=True).start()
-    results: dict[str, str] = {}
-    completed = run_jobs(until_stopped, {"a": (), "b": ()}, 1, finished=results.__setitem__)
-    print(completed, results, Path(__file__).name)
+    work, argument = sys.argv[1:]
+    results: dict[str, object] = {}
+    if work == "preload":
+        jobs, names = {"a": (), "b": ()}, ("xml.dom.minidom",)
+        run_jobs(server, jobs, 2, finished=results.__setitem__, preload=names)
+        print(results["a"] == results["b"], results["a"][0], results["a"][1] != os.getpid())
+    elif work == "lock":
+        with folder_lock(Path(argument)):
+            jobs = {"a": (argument,), "b": (argument,)}
+            run_jobs(until_killed, jobs, 2, finished=results.__setitem__)
+    else:
+        threading.Thread(target=interrupt_everything, args=(float(argument),), daemon=True).start()
+        jobs = {"a": (), "b": ()}
+        print(run_jobs(until_stopped, jobs, 1, finished=results.__setitem__), results)

@@ -6,6 +6,7 @@ import inspect
 import os
 import platform
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -18,14 +19,8 @@ from annotated_types import Ge, Le
 from flowrl.cli.terminal import fitted, printable
 from flowrl.core.errors import ConfigError, FlowrlError, require
 from flowrl.core.options import Seed
-from flowrl.parts.plugins import versions
-from flowrl.parts.prompts import (
-    compositional_prompts,
-    image_prompts,
-    load_prompts,
-    text_prompts,
-    write_prompts,
-)
+from flowrl.parts.plugins import PACKAGES, versions
+from flowrl.parts.prompts import GENERATORS, read_prompts, write_prompts
 from flowrl.parts.registry import (
     KINDS,
     available,
@@ -53,10 +48,7 @@ OPTIONS = {"features": "diversity", "probe": "credit", "times": "loss", "observe
 options of parts.
 """
 WITHIN = {"probe": "credit 'RULE(probe={})'", "times": "loss 'LOSS(times={})'"}
-PACKAGES = (
-    *("flowrl-lab", "torch", "diffusers", "transformers", "peft", "accelerate", "safetensors"),
-    *("jaxtyping", "beartype", "tyro", "pydantic", "numpy"),
-)
+MORE_PACKAGES = ("accelerate", "safetensors", "jaxtyping", "tyro", "pydantic", "numpy")
 
 
 @dataclass(frozen=True)
@@ -81,8 +73,6 @@ class Parts:
         """Print the list, or one part."""
         known = ("", "all", *KINDS)
         require(self.kind in known, "kind", self.kind, f"one of {', '.join(KINDS)}, all")
-        allowed = "a kind with a name, or left out"
-        require(not (self.name and self.kind == "all"), "kind", self.kind, allowed)
         kinds = (self.kind,) if self.kind in KINDS else tuple(KINDS)
         lines = described(self.name, kinds) if self.name else self._list(kinds)
         print("\n".join(lines))
@@ -187,7 +177,7 @@ class Presets:
 
 def _about(piece: Piece) -> Iterator[str]:
     """The facts in a preset's file, such as its memory, and its notes."""
-    for key, value in piece.about.items():
+    for key, value in piece.file.about.items():
         texts = value if key == "notes" else [value] if key != "summary" else []
         yield from (f"{key.replace('_', ' ').removesuffix('s')}: {text}" for text in texts)
 
@@ -199,7 +189,7 @@ def preset_list() -> Iterator[str]:
         yield f"\n{kind}:"
         for name in files:
             piece = combine(name, RunConfig).pieces[0]
-            yield fitted(f"  {name}: {piece.about['summary']}", 6)
+            yield fitted(f"  {name}: {piece.file.about['summary']}", 6)
             yield from (fitted(f"      {line}", 6) for line in _about(piece))
     names = combinations()
     yield fitted(
@@ -249,7 +239,7 @@ def preset_lines(combined: Combined) -> Iterator[str]:
     say of themselves above.
     """
     for piece in combined.pieces:
-        yield f"# {piece.name}: {piece.about.get('summary', piece.origin)}"
+        yield f"# {piece.name}: {piece.file.about.get('summary', piece.kind)}"
         yield from (f"#   {line}" for line in _about(piece))
     for line in settings_text(grouped(RunConfig, combined.settings)).splitlines():
         origin = combined.origins.get(line.strip().partition(":")[0])
@@ -280,22 +270,21 @@ class Prompts:
 
     def main(self) -> int:
         """Write or check."""
-        makers = {
-            "compositional": compositional_prompts,
-            "text": text_prompts,
-            "images": image_prompts,
-        }
-        if self.kind in makers:
+        if self.kind in GENERATORS:
             allowed = "a name that ends in .jsonl"
             require(self.file.suffix == ".jsonl", "file", str(self.file), allowed)
-            write_prompts(self.file, makers[self.kind](self.count, self.seed))
-        elif (self.count, self.seed) != (Prompts.count, Prompts.seed):
-            name = "count" if self.count != Prompts.count else "seed"
-            require(False, name, getattr(self, name), "left out: a check makes no prompts")
-        loaded = load_prompts(self.file)
-        kinds = {str(prompt.metadata.get("tag", "")) for prompt in loaded.prompts} - {""}
+            write_prompts(self.file, GENERATORS[self.kind](self.count, self.seed))
+        else:
+            given, usual = (self.count, self.seed), (Prompts.count, Prompts.seed)
+            require(given == usual, "count, seed", given, "left out: a check makes no prompts")
+        with warnings.catch_warnings(record=True) as remarks:
+            warnings.simplefilter("always")
+            prompts = read_prompts(self.file)
+        kinds = {str(prompt.metadata.get("tag", "")) for prompt in prompts} - {""}
         tags = f" ({', '.join(map(printable, sorted(kinds)))})" if kinds else ""
-        print(f"{self.file}: {len(loaded.prompts)} prompts{tags}", *loaded.remarks, sep="\n")
+        print(f"{self.file}: {len(prompts)} prompts{tags}")
+        for remark in remarks:
+            print(f"Warning: {remark.message}")
         return 0
 
 
@@ -308,7 +297,7 @@ class Env:
 
     def main(self) -> int:
         """Print one fact per line."""
-        facts = versions(PACKAGES) | {
+        facts = versions((*PACKAGES, *MORE_PACKAGES)) | {
             "Python": platform.python_version(),
             "system": platform.platform(),
             "CPU cores": f"{usable_cores()} of {os.cpu_count()}",

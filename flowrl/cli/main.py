@@ -14,7 +14,7 @@ from flowrl import __version__
 from flowrl.cli.terminal import fitted
 from flowrl.core.errors import FULL, ConfigError, FlowrlError, part_errors
 from flowrl.core.options import check_ranges
-from flowrl.parts.plugins import package_of, plugin
+from flowrl.parts.plugins import plugin
 from flowrl.parts.settings import unknown
 from flowrl.parts.sources import summary
 from flowrl.signals import READER_ENDED, reader_ended, same_handlers
@@ -27,13 +27,6 @@ COMMANDS = {
     "env": "flowrl.cli.lookup:Env",
 }
 """Built-in commands, and the places of their classes."""
-GROUPS = {
-    "train": ("compare", "train"),
-    "results": ("evaluate", "sample", "explain"),
-    "look up": ("parts", "presets", "prompts", "env"),
-}
-"""Commands by purpose; those of other packages follow."""
-
 DESCRIPTION = """\
 usage: flowrl COMMAND [OPTIONS]
 
@@ -50,20 +43,14 @@ def plugins() -> dict[str, EntryPoint]:
 
 def overview() -> str:
     """What bare `flowrl` prints."""
-    points = plugins()
-    places = COMMANDS | {name: point.value for name, point in points.items()}
-    groups = {title: [name for name in names if name in places] for title, names in GROUPS.items()}
-    listed = {name for names in groups.values() for name in names}
-    for name in sorted(points.keys() - listed):
-        groups.setdefault(f"from {package_of(points[name])}", []).append(name)
-    longest = max(len(name) for group in groups.values() for name in group)
-    lines = [fitted(DESCRIPTION)]
-    for title, group in groups.items():
-        lines += ["", f"{title}:"]
-        for name in group:
-            lines.append(fitted(f"  {name:{longest}s}  {summary(places[name])}", longest + 4))
+    places = COMMANDS | {name: point.value for name, point in plugins().items()}
+    longest = max(map(len, places))
+    lines = [
+        fitted(f"  {name:{longest}s}  {summary(place)}", longest + 4)
+        for name, place in sorted(places.items())
+    ]
     end = "flowrl COMMAND --help lists the options of a command; flowrl --version."
-    return "\n".join([*lines, "", fitted(end)])
+    return "\n".join([fitted(DESCRIPTION), "", *lines, "", fitted(end)])
 
 
 def load_command(name: str) -> Any:

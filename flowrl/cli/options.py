@@ -149,9 +149,9 @@ def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool
     """The settings `base` of preset `name` with the `chosen` ones and the world, which are the
     user's own word, on top.
     """
-    own, values = unchecked_preset(name, trust).changes, base.flat()
-    named = {setting: values[setting] for setting in own if setting not in chosen}
-    if own.get("world") != values["world"]:
+    changed, values = unchecked_preset(name, trust).changes, base.flat()
+    named = {setting: values[setting] for setting in changed if setting not in chosen}
+    if changed.get("world") != values["world"]:
         named.pop("world", None)
     trusted(named, name, trust)
     return base.replace(**chosen)

@@ -1,20 +1,15 @@
 """Progress of comparisons and of single runs, and the results at the end."""
 
 import json
-import math
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from rich.progress import Progress
+from typing import TYPE_CHECKING, Any
 
 from flowrl.reading import read_text
 
 if TYPE_CHECKING:
     from flowrl.training.config import RunConfig
-
-T = TypeVar("T")
 
 
 def clock(seconds: float | None) -> str:
@@ -32,22 +27,18 @@ def train_line(out: Path, config: "RunConfig") -> Callable[[dict[str, Any]], Non
     """Progress of a single run: one line per iteration, with its evaluation if there is one."""
     from flowrl.training.results import short
 
-    bars = Progress(disable=True, speed_estimate_period=math.inf)
-    bars.add_task("", total=config.iterations)
-
     def show(state: dict[str, Any]) -> None:
         if "warning" in state:
             print(warning_text(state["warning"]), flush=True)
         if "iteration" not in state:
             return
-        bars.update(bars.tasks[0].id, completed=state["iteration"])
         row = json.loads(read_text(out / "metrics.jsonl").splitlines()[-1])
+        done, seconds = row["iteration"], row["seconds_total"]
+        left = seconds / done * (config.iterations - done) if done else None
         line = (
-            f"iteration {row['iteration']:3d}/{config.iterations}  reward {row['reward_mean']:.3f} "
-            f" NFE {row['nfe_total']:>9,d}  {clock(bars.tasks[0].elapsed)}"
+            f"iteration {done:3d}/{config.iterations}  reward {row['reward_mean']:.3f}  "
+            f"NFE {row['nfe_total']:>9,d}  {clock(seconds)}, left: {clock(left)}"
         )
-        if row["iteration"] < config.iterations:
-            line += f", left: {clock(bars.tasks[0].time_remaining)}"
         if evaluation := row["evaluation"]:
             scores = {"strict": evaluation.get("strict"), **evaluation.get("heldout", {})}
             scores |= {"diversity": evaluation["diversity"]} if "diversity" in evaluation else {}

@@ -31,7 +31,6 @@ from flowrl.parts.registry import shadowed
 from flowrl.parts.trust import own_text, trust_option
 from flowrl.signals import ignore_stops, on_stop
 from flowrl.training.config import RunConfig, load_config
-from flowrl.training.presets import origins
 
 if TYPE_CHECKING:
     from flowrl.distributed import Distributed
@@ -76,9 +75,9 @@ def _resume_hint(out: Path, distributed: "Distributed") -> Iterator[None]:
     try:
         yield
     except Exception:
-        names = Checkpoints(out).names()
-        if distributed.is_main and names and not (out / "done.json").exists():
-            print(f"The run stopped; checkpoint {names[-1]} is kept. Go on with: {to_resume(out)}")
+        newest = Checkpoints(out).newest
+        if distributed.is_main and newest and not (out / "done.json").exists():
+            print(f"The run stopped; checkpoint {newest} is kept. Go on with: {to_resume(out)}")
         raise
 
 
@@ -157,14 +156,6 @@ class Train:
         require_read(config, chosen)
         return config
 
-    def origins(self) -> dict[str, str]:
-        """Where the run's settings come from, by setting."""
-        if source := self.resume or self.config:
-            return dict.fromkeys(RunConfig().flat(), str(source))
-        world, method = self.base.environment.world, self.base.algorithm.method
-        chosen = tuple(changes(self.run, self.base))
-        return origins(self.preset, RunConfig, world, method, chosen, self.settings == "published")
-
     def main(self) -> int:
         """Train, printing every evaluation."""
         from flowrl.training.build import check
@@ -178,7 +169,7 @@ class Train:
         if not self.plan:
             return self._train(config)
         counted = plan(config, self.processes or 1)
-        texts = plan_text(counted, config, self.origins()), memory_text(counted, config)
+        texts = plan_text(counted, config), memory_text(counted, config)
         print(fitted("\n".join(filter(None, texts)), PLAN_INDENT))
         return 0
 
@@ -213,7 +204,7 @@ class Train:
                 )
                 for text in shadowed():
                     say(f"Warning: {text}")
-                say(fitted(f"  {method_text(config, self.origins())}", 2))
+                say(fitted(f"  {method_text(config)}", 2))
                 run = Run(
                     config,
                     out,
@@ -228,7 +219,7 @@ class Train:
                     finished = bool(execute(self.resume is not None, self.start))
             if finished and distributed.is_main:
                 finish = [point.load() for point in sorted(entry_points(group=FINISHED))]
-                with disk_errors(out, lambda: "The run is complete", partial(to_resume, out)):
+                with disk_errors(out, partial(to_resume, out)):
                     for line in (line for work in finish for line in work(out)):
                         say(line)
             ignore_stops()

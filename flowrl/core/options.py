@@ -6,7 +6,6 @@ parsing (`check_ranges`). Ranges are those of `annotated_types`, as in ``Annotat
 
 import functools
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
@@ -23,8 +22,8 @@ Count = Annotated[int, Ge(1), Le(10**9)]
 Whole = Annotated[int, Ge(0), Le(10**9)]
 Seed = Annotated[int, Ge(0), Le(MAX_SEED)]
 Workers = Annotated[int, Ge(0), Le(1024)]
-Positive = Annotated[float, Gt(0), Lt(math.inf)]
-NonNegative = Annotated[float, Ge(0), Lt(math.inf)]
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Gt(0), Le(1)]
 Share = Annotated[float, Ge(0), Le(1)]
 
@@ -35,7 +34,8 @@ NAMES: dict[Any, str] = {
     str: "a text",
     NoneType: "None",
 }
-RULES = ConfigDict(strict=True, arbitrary_types_allowed=True)
+RULES = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+"""Of settings, too: types are not converted, except integers to floats, and numbers are finite."""
 
 
 def words(kind: Any, bounds: Sequence[Any] = ()) -> str:
@@ -75,7 +75,7 @@ def split(kind: Any, bounds: Sequence[Any] = ()) -> tuple[Any, Sequence[Any]]:
 def allowed(value: Any, hint: Any, bounds: Sequence[Any] = ()) -> bool:
     """Whether `value` is of the type and within the bounds that `hint` annotates.
 
-    Integers are numbers, Booleans are neither, and NaN is not a number.
+    Integers are numbers, Booleans are neither, and numbers are finite.
     """
     kind, bounds = split(hint, bounds)
     origin, members = get_origin(kind), get_args(kind)
@@ -89,8 +89,6 @@ def allowed(value: Any, hint: Any, bounds: Sequence[Any] = ()) -> bool:
         return isinstance(value, Mapping)
     if isinstance(kind, type) and kind not in NAMES:
         return isinstance(value, kind)
-    if isinstance(value, float) and math.isnan(value):
-        return False
     try:
         _adapter(kind, tuple(bounds)).validate_python(value)
     except ValidationError:
@@ -127,13 +125,13 @@ def checked_options(part: C) -> C:
 
 
 def check_ranges(command: Any) -> None:
-    """Raise `ConfigError` for a number in a parsed command, or in a command within it, that is
-    outside its annotated range.
+    """Raise `ConfigError` for a number given in a parsed command, or in a command within it, that
+    is outside its annotated range.
     """
     hints = get_type_hints(type(command), include_extras=True)
     for item in fields(command):
         value = getattr(command, item.name)
         if is_dataclass(value):
             check_ranges(value)
-        else:
+        elif value != item.default:
             require(allowed(value, hints[item.name]), item.name, value, words(hints[item.name]))

@@ -513,9 +513,8 @@ class World(Protocol):
     ``{"iterations": 40}``; without it, the method's published window and clip apply, the clip
     scaled to `elements`. `qualities`, makers of rewards by name that are only measured
     (`--heldout-rewards NAME`). `imports`, names of modules that the policy needs, which a
-    comparison imports once. `points` = True if samples are points [sample, 2, 1, 1] and no images:
-    rewards that read images are then refused. `reads`, the settings of the policy that it reads;
-    without it, all.
+    comparison imports once. `points` = True if samples are points [sample, 2, 1, 1] and no images,
+    which reports draw. `reads`, the settings of the policy that it reads; without it, all.
     """
 
     @property

@@ -35,10 +35,10 @@ PACKAGES = ("flowrl-lab", "torch", "diffusers", "transformers", "peft")
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Versions of installed `packages`; by default of those that the numbers depend on."""
-    found = {}
+    installed = {}
     for package in packages:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            installed[package] = "not installed"
+    return installed

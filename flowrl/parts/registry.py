@@ -7,7 +7,6 @@ A package adds parts by entry points in the groups ``flowrl.credit``, ``flowrl.p
 builds the part from keyword options.
 """
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -27,6 +26,7 @@ from flowrl.core.errors import ConfigError, FlowrlError, part_errors, require
 from flowrl.parts.kinds import KINDS as KINDS
 from flowrl.parts.kinds import Kind as Kind
 from flowrl.parts.plugins import package_of, plugin
+from flowrl.parts.settings import unknown
 from flowrl.parts.sources import first_paragraph, summary
 from flowrl.parts.specs import NESTED, Spec, parse_spec
 
@@ -42,6 +42,17 @@ __all__ = [
 ]
 
 Maker = Callable[..., Any]
+
+
+@contextmanager
+def _named(work: str) -> Iterator[None]:
+    """A context whose `work` runs code of others; what it raises is a `ConfigError`."""
+    try:
+        yield
+    except FlowrlError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{work} failed: {type(error).__name__}: {error}") from error
 
 
 def build(kind: str, spec: str, **defaults: Any) -> Any:
@@ -68,17 +79,10 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
         options = {name: _nested(name, value, defaults) for name, value in parsed.options.items()}
     else:
         options = _options(f"{kind}: {head}", parameters, parsed.options, defaults)
-    try:
+    with _named(f"{kind}: building {spec}"):
         part = maker(**options)
-    except FlowrlError:
-        raise
-    except (Exception, SystemExit) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{kind}: building {spec} failed: {reason}") from error
     with part_errors():
         check_part(kind, part, head)
-    if kind == "credit":
-        resolve_name("flowrl.credit.table:check_signature")(part)
     return part
 
 
@@ -95,12 +99,11 @@ def _options(
     options = {name: value for name, value in defaults.items() if name in parameters}
     options |= {name: _nested(name, value, defaults) for name, value in given.items()}
     for name, parameter in parameters.items():
-        named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY)
-        if parameter.default is parameter.empty and named and name not in options:
+        if parameter.default is parameter.empty and name not in options:
             raise ConfigError(f"{part} needs {name}, as in {part.split()[-1]}({name}=...)")
-        number = type(parameter.default) in (int, float)
+        is_number = type(parameter.default) in (int, float)
         value = options.get(name)
-        require(not (number and isinstance(value, str)), f"{part}: {name}", value, "a number")
+        require(not (is_number and isinstance(value, str)), f"{part}: {name}", value, "a number")
     return options
 
 
@@ -132,57 +135,47 @@ def check_part(kind: str, part: Any, name: str = "") -> None:
             one protocol; a method is none or takes other arguments; or its probe or its optional
             methods are not what they must be.
     """
-    name = name or type(part).__name__
-    protocols = KINDS[kind].protocol_types()
-    fits = [protocol for protocol in protocols if isinstance(part, protocol)]
+    name = f"{kind}: {name or type(part).__name__}"
+    fits = [item for item in KINDS[kind].protocol_types() if isinstance(part, item)]
     if not fits:
-        raise ConfigError(f"{kind}: {name} {_lacking(kind, lambda member: hasattr(part, member))}")
+        raise ConfigError(f"{name} {_lacking(kind, lambda member: hasattr(part, member))}")
     for member in _members(fits[0], (types.FunctionType,)):
-        method, takes = getattr(part, member), getattr(fits[0], member)
-        if member == "__call__":  # of any callable
-            continue
-        arguments = [*inspect.signature(takes).parameters][1:]
-        _check_method(f"{kind}: {name}.{member}", method, len(arguments), ", ".join(arguments))
-    states = [member for member in STATE if hasattr(part, member)]
-    if len(states) == 1:
-        (other,) = set(STATE) - set(states)
-        raise ConfigError(f"{kind}: {name} has {states[0]}, but no {other}; write both or neither")
-    for member, count in OPTIONAL.items():
+        if member != "__call__":  # of any callable
+            arguments = [*inspect.signature(getattr(fits[0], member)).parameters][1:]
+            _check_method(f"{name}.{member}", getattr(part, member), arguments)
+    for member, arguments in OPTIONAL.items():
         if hasattr(part, member):
-            _check_method(f"{kind}: {name}.{member}", getattr(part, member), count, "")
-    if states and kind == "credit":
-        _check_state(f"{kind}: {name}.state_dict()", part.state_dict())
-    if kind == "credit":
-        probe = part.probe
-        if not isinstance(probe, KINDS["probe"].protocol_types()):
-            shown = f"the class {probe.__name__}" if isinstance(probe, type) else repr(probe)[:60]
-            need = "an instance of a class derived from flowrl.probes.Probe, such as NoProbe()"
-            raise ConfigError(f"{kind}: {name}.probe is {shown}; allowed: {need}")
+            _check_method(f"{name}.{member}", getattr(part, member), arguments)
+    states = [member for member in ("state_dict", "load_state_dict") if hasattr(part, member)]
+    if len(states) == 1:
+        need = "write state_dict and load_state_dict, or neither"
+        raise ConfigError(f"{name} has {states[0]} alone; {need}")
+    if kind != "credit":
+        return
+    if states:
+        state = part.state_dict()
+        tensor = sys.modules["torch"].Tensor
+        fits = isinstance(state, Mapping) and all(isinstance(v, tensor) for v in state.values())
+        require(fits, f"{name}.state_dict()", state, "a dictionary of tensors by name")
+    is_probe = isinstance(part.probe, KINDS["probe"].protocol_types())
+    need = "an instance of a class derived from flowrl.probes.Probe, such as NoProbe()"
+    require(is_probe, f"{name}.probe", part.probe, need)
 
 
-STATE = ("state_dict", "load_state_dict")
-"""Methods of a part with memory."""
-OPTIONAL = {"state_dict": 0, "load_state_dict": 1, "metrics": 0}
-"""Optional methods of a part, and how many arguments each takes."""
+OPTIONAL: dict[str, list[str]] = {"state_dict": [], "load_state_dict": ["state"], "metrics": []}
+"""Optional methods of a part, and the arguments that each takes."""
 
 
-def _check_method(name: str, method: Any, count: int, arguments: str) -> None:
-    """Raise `ConfigError` unless `method` can be called with `count` arguments."""
-    if not callable(method):
-        raise ConfigError(f"{name} is {method!r:.60}; allowed: a method ({arguments})")
+def _check_method(name: str, method: Any, arguments: list[str]) -> None:
+    """Raise `ConfigError` unless `method` can be called with these arguments."""
+    need = f"a method ({', '.join(arguments)})"
+    require(callable(method), name, method, need)
     try:
-        inspect.signature(method).bind(*[None] * count)
+        inspect.signature(method).bind(*arguments)
     except TypeError as error:
-        raise ConfigError(f"{name} must take ({arguments}): {error}") from error
+        raise ConfigError(f"{name} must be {need}: {error}") from error
     except ValueError:  # a built-in function without a signature
         return
-
-
-def _check_state(name: str, state: Any) -> None:
-    """Raise `ConfigError` unless a checkpoint can hold `state`."""
-    tensor = sys.modules["torch"].Tensor
-    if not isinstance(state, Mapping) or not all(isinstance(v, tensor) for v in state.values()):
-        raise ConfigError(f"{name} is {state!r:.60}; allowed: a dictionary of tensors by name")
 
 
 def _lacking(kind: str, has: Callable[[str], bool]) -> str:
@@ -217,23 +210,21 @@ def _check_maker(kind: str, head: str, maker: Any) -> None:
         except (NameError, TypeError):  # annotations that cannot be resolved
             made = None
     bases = made.__mro__ if isinstance(made, type) else ()
-    names = {name for base in bases for name in vars(base)}
-    names |= {name for base in bases for name in vars(base).get("__annotations__", ())}
+    names = {name for base in bases for name in (*vars(base), *inspect.get_annotations(base))}
     methods = (_members(p, (types.FunctionType,)) for p in KINDS[kind].protocol_types())
     if not bases or not any(names.issuperset(required) for required in methods):
         lacking = _lacking(kind, names.__contains__ if bases else lambda name: True)
-        form = ", as a class, or as a function annotated to return one"
-        raise ConfigError(f"{kind}: {head} {lacking}{'' if 'has no' in lacking else form}")
+        form = "write a class, or a function annotated to return one"
+        raise ConfigError(f"{kind}: {head} {lacking}; {form}")
 
 
 def available(kind: str) -> dict[str, str]:
     """The names of a kind that `build` accepts, each with its source: "flowrl", or the package
     whose plug-in it is.
     """
-    found = dict.fromkeys(KINDS[kind].built_in, "flowrl")
-    for point in entry_points(group=KINDS[kind].group):
-        found.setdefault(point.name, package_of(point))
-    return found
+    points = entry_points(group=KINDS[kind].group)
+    plugins = {point.name: package_of(point) for point in points}
+    return plugins | dict.fromkeys(KINDS[kind].built_in, "flowrl")
 
 
 def shadowed() -> list[str]:
@@ -301,20 +292,14 @@ def find_maker(kind: str, spec: Spec) -> Maker:
     Raises:
         ConfigError: the class or function cannot be found or imported.
     """
-    if spec.file is not None:
-        return _from_file(kind, spec.file, spec.name.rpartition(":")[2])
-    if ":" not in spec.name:
+    if ":" not in spec.name and spec.file is None:
         return _by_name(kind, spec.name)
-    module_name, _, name = spec.name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        reason = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"{kind}: the module {module_name!r} cannot be imported: {reason}"
-        ) from error
+    place, _, name = spec.name.rpartition(":")
+    with _named(f"{kind}: importing {place}"):
+        module = _file_module(spec.file) if spec.file else importlib.import_module(place)
     if not hasattr(module, name):
-        raise ConfigError(f"{kind}: the module {module_name} has no class {name!r}")
+        classes = [n for n, v in vars(module).items() if isinstance(v, type)]
+        raise ConfigError(f"{kind}: {place} has no class {name!r}; it has {', '.join(classes)}")
     return getattr(module, name)
 
 
@@ -335,45 +320,26 @@ def files_of(kind: str, spec: Spec) -> list[Path]:
         return []
     try:
         maker = find_maker(kind, spec)
-        while isinstance(maker, partial):
-            maker = maker.func
+        maker = maker.func if isinstance(maker, partial) else maker
         # A module's own file counts too; a plug-in's name may be that of an unrelated module.
-        named = spec.name.partition(":")[0] if ":" in spec.name else ""
-        module = sys.modules.get(named) or sys.modules.get(getattr(maker, "__module__", ""))
-        files = (inspect.getsourcefile(maker), getattr(module, "__file__", None))
+        module = spec.name.partition(":")[0] if ":" in spec.name else maker.__module__
+        files = (inspect.getsourcefile(maker), getattr(sys.modules[module], "__file__", None))
     except Exception:  # a third party's module may raise anything
         return []
     return [Path(file) for file in dict.fromkeys(files) if file]
 
 
-def _from_file(kind: str, path: Path, name: str) -> Maker:
+def _file_module(path: Path) -> ModuleType:
+    """The module in a user's file, imported anew."""
     if not path.is_file():
-        raise ConfigError(f"{kind}: the file {path} does not exist")
+        raise ConfigError(f"the file {path} does not exist")
     place = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
-    module_spec = importlib.util.spec_from_file_location(f"flowrl_user_{path.stem}_{place}", path)
-    if module_spec is None or module_spec.loader is None:
-        raise ConfigError(f"{kind}: {path} cannot be loaded as a Python module")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module
-    try:
-        with _neighbours(path.resolve().parent):
-            module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{kind}: importing {path} failed: {type(error).__name__}: {error}"
-        ) from error
-    if not hasattr(module, name):
-        names = ", ".join(
-            sorted(
-                n
-                for n, v in vars(module).items()
-                if isinstance(v, type) and v.__module__ == module.__name__
-            )
-        )
-        raise ConfigError(
-            f"{kind}: {path} has no class {name!r}; it defines {names or 'no classes'}"
-        )
-    return getattr(module, name)
+    spec = importlib.util.spec_from_file_location(f"flowrl_user_{path.stem}_{place}", path)
+    assert spec is not None and spec.loader is not None  # of a name that ends in .py
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    with _neighbours(path.resolve().parent):
+        spec.loader.exec_module(module)
+    return module
 
 
 @contextmanager
@@ -384,17 +350,13 @@ def _neighbours(folder: Path) -> Iterator[None]:
     Afterwards the other modules have their names again; the folder is the last on the import path,
     for imports in functions.
     """
-    found = {path.stem for path in folder.glob("*.py")} | {
-        path.parent.name for path in folder.glob("*/__init__.py")
-    }
-    names = {
-        name
-        for name in found - sys.stdlib_module_names - {"__main__"}
-        if not _is_in(sys.modules.get(name), folder)
-    }
-    hidden = {
-        name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names
-    }
+    names = {path.stem for path in folder.glob("*.py")}
+    names |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    names -= {*sys.stdlib_module_names, "__main__"}
+    names = {name for name in names if not _is_in(sys.modules.get(name), folder)}
+    hidden = {name: sys.modules[name] for name in sys.modules if name.partition(".")[0] in names}
+    for name in hidden:
+        del sys.modules[name]
     sys.path.insert(0, str(folder))
     try:
         yield
@@ -424,30 +386,18 @@ def _by_name(kind: str, name: str) -> Maker:
     if point is None:
         if name.endswith(".py"):
             raise ConfigError(f"{kind}: name the class in the file, as in {name}:MyClass")
-        known = sorted(available(kind))
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(
-            f"unknown {entry.noun} {name!r}; allowed: {', '.join(known)}, or"
-            f" path/to/file.py:Class{hint}"
-        )
-    try:
+        message = unknown(name, available(kind), entry.noun)
+        raise ConfigError(f"{message}, or path/to/file.py:Class")
+    with _named(f"{kind} {name!r}: loading its plug-in {package_of(point)} ({point.value})"):
         return point.load()
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        message = (
-            f"{kind} {name!r}: its plug-in {package_of(point)} ({point.value}) cannot be loaded:"
-            f" {reason}"
-        )
-        raise ConfigError(message) from error
 
 
 def _parameters(maker: Maker) -> dict[str, inspect.Parameter] | None:
-    """The maker's keyword parameters; None if it takes any, or cannot be inspected."""
+    """The maker's options; None if it takes any, or cannot be inspected."""
     try:
-        parameters = inspect.signature(maker).parameters
+        parameters = inspect.signature(maker).parameters.values()
     except (TypeError, ValueError):
         return None
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
-    return dict(parameters)
+    return {p.name: p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}

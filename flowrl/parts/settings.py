@@ -10,21 +10,20 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_origin
+from typing import Any, TypeVar, cast, dataclass_transform, get_origin
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from flowrl.core import options
 from flowrl.core.errors import ConfigError
-from flowrl.core.options import words
-from flowrl.reading import load_document, read_text
+from flowrl.reading import load_document
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
 
-RULES = ConfigDict(strict=True, allow_inf_nan=False)
-STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", use_attribute_docstrings=True)
+RULES: ConfigDict = {**options.RULES, "extra": "forbid", "use_attribute_docstrings": True}
 
 
 @dataclass_transform(frozen_default=True)
@@ -32,7 +31,7 @@ def settings_group(group: C) -> C:
     """Class decorator: a frozen data class that raises `ConfigError` with the field, its value and
     what is allowed.
     """
-    checked: Any = checked_dataclass(group, frozen=True, config=STRICT)  # pyright: ignore
+    checked: Any = checked_dataclass(group, frozen=True, config=RULES)  # pyright: ignore
     build = checked.__init__
 
     def __init__(self: Any, *arguments: Any, **values: Any) -> None:
@@ -72,7 +71,7 @@ def unknown(name: str, known: Any, what: str = "setting") -> str:
 def allowed(group: type, name: str) -> str:
     """The values that the field `name` of `group` allows, in words made from its annotation."""
     info = cast(Any, group).__pydantic_fields__[name]
-    return words(info.annotation, info.metadata)
+    return options.words(info.annotation, info.metadata)
 
 
 def fields_of(settings: Any) -> list[Field[Any]]:
@@ -92,10 +91,10 @@ def groups_of(settings: Any) -> dict[str, type]:
 def owners(settings: Any) -> dict[str, str]:
     """Every setting's name and the field of its group; "" for a setting of no group."""
     groups = groups_of(settings)
-    found = {item.name: "" for item in fields_of(settings) if item.name not in groups}
+    home = {item.name: "" for item in fields_of(settings) if item.name not in groups}
     for group, kind in groups.items():
-        found |= {item.name: group for item in fields(cast(Any, kind))}
-    return found
+        home |= {item.name: group for item in fields(cast(Any, kind))}
+    return home
 
 
 def flat(settings: Any) -> dict[str, Any]:
@@ -174,10 +173,9 @@ def read_settings(path: Path, kind: type) -> SettingsFile:
     root.pop("format", None)  # checked by the caller
     if not set(root) & set(SECTIONS):
         return SettingsFile(document.settings(root), {}, {})
-    for name in root:
-        if name not in SECTIONS:
-            hint = f"{unknown(name, SECTIONS, 'section')} (settings go below 'settings:')"
-            raise document.error([name], hint)
+    for name in root.keys() - set(SECTIONS):
+        hint = f"{unknown(name, SECTIONS, 'section')} (settings go below 'settings:')"
+        raise document.error([name], hint)
     about, settings, when = (document.mapping(root.get(name, {}), name) for name in SECTIONS)
     others = {
         str(other): document.settings(values, "with", str(other)) for other, values in when.items()
@@ -222,40 +220,38 @@ class _Document:
 
     def settings(self, values: Any, *place: str, grouped: bool = True) -> dict[str, Any]:
         """Settings by their own names, from groups or, if not `grouped`, from names alone."""
-        groups, home, checked = groups_of(self.kind), owners(self.kind), {}
+        groups, home, checked = groups_of(self.kind), owners(self.kind), dict[str, Any]()
         for name, value in self.mapping(values, *place).items():
             if grouped and name in groups:
                 for inside, setting in self.mapping(value, *place, name).items():
-                    checked |= self._checked(groups[name], str(inside), setting, *place, name)
+                    checked[inside] = self._checked(name, str(inside), setting, *place, name)
+            elif not grouped and name not in home:
+                raise self.error([*place, str(name)], unknown(str(name), home))
             else:
-                if not grouped and name not in home:
-                    raise self.error([*place, str(name)], unknown(str(name), home))
-                group = self.kind if grouped else groups.get(home[name], self.kind)
-                checked |= self._checked(group, str(name), value, *place)
+                group = "" if grouped else home[name]
+                checked[name] = self._checked(group, str(name), value, *place)
         return checked
 
-    def _checked(self, group: type, name: str, value: Any, *place: str) -> dict[str, Any]:
-        """The setting `name` of `group`."""
-        known = {item.name for item in fields_of(group)} - groups_of(group).keys()
-        if name not in known:
-            home = owners(self.kind).get(name)
-            inside = groups_of(group)
-            hint = unknown(name, [*known, *inside], "group or setting" if inside else "setting")
-            raise self.error([*place, name], f"{name} belongs below '{home}:'" if home else hint)
-        info, node = cast(Any, group).__pydantic_fields__[name], self._entry([*place, name])[1]
-        if info.annotation is str and isinstance(node, yaml.ScalarNode) and value is not None:
-            value = node.value  # 0:9 and 12 are texts if the setting is a text
-        elif info.annotation is str and node is not None:
-            value = "" if value is None else value
+    def _checked(self, group: str, name: str, value: Any, *place: str) -> Any:
+        """The value of the setting `name` of `group` ("": of none), which is at `place`."""
+        groups, home = groups_of(self.kind), owners(self.kind)
+        place = (*place, name)
+        if home.get(name) != group:
+            known = [setting for setting, owner in home.items() if owner == group]
+            what = "setting" if group else "group or setting"
+            hint = unknown(name, [*known, *(() if group else groups)], what)
+            below = f"{name} belongs below '{home.get(name)}:'"
+            raise self.error(place, below if home.get(name) else hint)
+        owner = groups.get(group, self.kind)
+        info, node = cast(Any, owner).__pydantic_fields__[name], self._entry(place)[1]
+        if info.annotation is str and isinstance(node, yaml.ScalarNode):
+            value = "" if value is None else node.value  # 0:9 and 12 are texts here
         if get_origin(info.annotation) is tuple and isinstance(value, str | list):
             value = (value,) if isinstance(value, str) else tuple(value)
-        kind: Any = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
-        try:
-            TypeAdapter(kind, config=RULES).validate_python(value)
-        except ValidationError as error:
-            problem = f"{name} = {value!r:.200} is not allowed; allowed: {allowed(group, name)}"
-            raise self.error([*place, name], problem) from error
-        return {name: value}
+        if not options.allowed(value, info.annotation, info.metadata):
+            problem = f"{name} = {value!r:.200} is not allowed; allowed: {allowed(owner, name)}"
+            raise self.error(place, problem)
+        return value
 
     def _entry(self, place: Sequence[str]) -> tuple[int | None, yaml.Node | None]:
         """The line and the node of the entry at `place`, or of the innermost group around it."""
@@ -273,9 +269,6 @@ class _Document:
         if self.path is None:
             return ConfigError(f"config: {message}")
         line = self._entry(place)[0]
-        if self.node is None and place:  # JSON
-            lines = enumerate(read_text(self.path).splitlines(), start=1)
-            line = next((number for number, text in lines if f'"{place[-1]}"' in text), None)
         return ConfigError(f"config: {self.path}{f', line {line}' if line else ''}: {message}")
 
 

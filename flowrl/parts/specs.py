@@ -56,12 +56,12 @@ class Spec:
 
     def nested(self) -> list[tuple[str, str]]:
         """Kind and spec of every part in the options."""
-        found = []
+        parts = []
         for option, kind in NESTED.items():
             value = self.options.get(option)
             values = value.values() if isinstance(value, dict) else [value]
-            found += [(kind, text) for text in values if isinstance(text, str)]
-        return found
+            parts += [(kind, text) for text in values if isinstance(text, str)]
+        return parts
 
 
 def parse_spec(spec: str, kind: str = "part") -> Spec:
@@ -80,9 +80,8 @@ def parse_spec(spec: str, kind: str = "part") -> Spec:
         )
     if not bracket:
         counted = re.fullmatch(r"([\w.-]+):(\d+)", name)
-        return (
-            Spec(counted[1], {"count": int(counted[2])}, spec) if counted else Spec(name, {}, spec)
-        )
+        head, options = (counted[1], {"count": int(counted[2])}) if counted else (name, {})
+        return Spec(head, options, spec)
     reader = _Reader(spec, kind, len(head) + 1)
     options = reader.options(")")
     if not reader.skip(""):
@@ -120,22 +119,15 @@ def identity(spec: str) -> str:
     """
     parsed = parse_spec(spec)
 
-    def plain(option: str, value: Any) -> Any:
-        if option not in NESTED or not isinstance(value, str | dict):
-            return value
-        inner = value.items() if isinstance(value, dict) else [("", value)]
-        return sorted(
-            (str(name), identity(text) if isinstance(text, str) else repr(text))
-            for name, text in inner
-        )
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return sorted((str(name), plain(inside)) for name, inside in value.items())
+        return identity(value) if isinstance(value, str) else value
 
-    head = (
-        f"{parsed.file.resolve()}:{parsed.name.rpartition(':')[2]}" if parsed.file else parsed.name
-    )
-    options = sorted(
-        (option, repr(plain(option, value))) for option, value in parsed.options.items()
-    )
-    return f"{head} {options}"
+    file, name = parsed.file, parsed.name
+    head = f"{file.resolve()}:{name.rpartition(':')[2]}" if file else name
+    options = {n: plain(v) if n in NESTED else v for n, v in parsed.options.items()}
+    return f"{head} {sorted((n, repr(v)) for n, v in options.items())}"
 
 
 @dataclass

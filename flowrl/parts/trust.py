@@ -11,7 +11,7 @@ from typing import Any
 from flowrl.core.errors import OWN_PACKAGES, ConfigError
 from flowrl.io import write_json
 from flowrl.parts.plugins import plugin
-from flowrl.parts.registry import KINDS, available, files_of
+from flowrl.parts.registry import KINDS, files_of
 from flowrl.parts.specs import Spec, parse_spec
 from flowrl.reading import read_bytes, read_json, reading
 
@@ -36,19 +36,6 @@ HUB_FILE = re.compile(r"[\w.-]+/[\w.-]+:[\w./+-]+\.safetensors")
 """REPOSITORY:FILE, which is read as data; a module's name has no slash."""
 
 
-def parts_in(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Spec]]:
-    """Setting, kind and spec of every part in `settings` (without groups), and of the parts in
-    their options.
-    """
-    for setting, kind in PARTS.items():
-        todo = [(kind, text) for text in _specs(settings, setting)]
-        while todo:
-            kind_of_part, text = todo.pop(0)
-            spec = parse_spec(text, setting)
-            todo += spec.nested()
-            yield setting, kind_of_part, spec
-
-
 def _specs(settings: Mapping[str, Any], setting: str) -> tuple[str, ...]:
     """The specs of a setting; none for a world given as an object, or for that of a model."""
     value = settings.get(setting) or ()
@@ -58,31 +45,26 @@ def _specs(settings: Mapping[str, Any], setting: str) -> tuple[str, ...]:
 
 
 def own_parts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Spec]]:
-    """As `parts_in`, of the user's parts only: those in files, in modules and of plug-ins, without
-    flowrl's own.
+    """Setting, kind and spec of the user's parts in `settings` (without groups) and in the options
+    of parts: those in files, in modules and of plug-ins, without flowrl's own.
     """
-    for setting, kind, spec in parts_in(settings):
-        if spec.file is not None:
-            package = ""
-        elif ":" in spec.name:
-            package = spec.name.partition(":")[0]
-        else:
-            built_in = spec.name in KINDS[kind].built_in
-            point = None if built_in else plugin(KINDS[kind].group, spec.name, kind)
-            package = "flowrl" if point is None else point.value.partition(":")[0]
-        if package.partition(".")[0] not in OWN_PACKAGES:
-            yield setting, kind, spec
+    for setting, outer in PARTS.items():
+        todo = [(outer, text) for text in _specs(settings, setting)]
+        for kind, text in todo:  # grows
+            spec = parse_spec(text, setting)
+            todo += spec.nested()
+            place = KINDS[kind].built_in.get(spec.name, spec.name)
+            if ":" not in place:
+                point = plugin(KINDS[kind].group, place, kind)
+                place = point.value if point else "flowrl"
+            if spec.file or re.split("[.:]", place)[0] not in OWN_PACKAGES:
+                yield setting, kind, spec
 
 
 def own_text(runs: Iterable[Mapping[str, Any]]) -> str:
-    """The user's parts in the settings of `runs`, as in "; your parts: credit my_rules.py:MyRule";
-    a plug-in with its package.
-    """
-    names = {}
-    for setting, kind, spec in (part for settings in runs for part in own_parts(settings)):
-        source = "" if ":" in spec.name else f" [{available(kind).get(spec.name, 'unknown')}]"
-        names[f"{setting} {spec.name}{source}"] = None
-    return f"; your parts: {', '.join(names)}" if names else ""
+    """The user's parts in the settings of `runs`, as in "; your parts: credit my.py:MyRule"."""
+    names = [f"{part[0]} {part[2].name}" for settings in runs for part in own_parts(settings)]
+    return f"; your parts: {', '.join(dict.fromkeys(names))}" if names else ""
 
 
 def untrusted(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -91,20 +73,22 @@ def untrusted(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         for text in _specs(settings, setting):
             for content, risk in _risks(parse_spec(text, setting)):
                 yield setting, content, risk
-    backend = settings.get("attention_backend")
-    if isinstance(backend, str) and backend.endswith("hub"):
-        yield "attention_backend", backend, "code from the Hub, which would run"
+    backend = str(settings.get("attention_backend"))
+    if backend.endswith("hub"):
+        yield "attention_backend", backend, CODE
     if settings.get("tracker") == "wandb":
         yield "tracker", "wandb", "a service to which metrics and samples are sent"
 
 
-def _risks(spec: Spec) -> Iterator[tuple[str, str]]:
-    """(content, risk) of a part and of every text in its options, whatever the option's name.
+CODE = "code, which would run"
 
-    The part may build any of these texts as another part.
+
+def _risks(spec: Spec) -> Iterator[tuple[str, str]]:
+    """(content, risk) of a part and of every text in its options, at any depth and whatever the
+    option's name: the part may build any of these texts as another part.
     """
     if NAMES_CODE.search(spec.name):
-        yield spec.name, "code, which would run"
+        yield spec.name, CODE
     for option, value in spec.options.items():
         content = f"{spec.name}({option}={value!r})"
         if option in OUTSIDE or "://" in content:
@@ -113,22 +97,19 @@ def _risks(spec: Spec) -> Iterator[tuple[str, str]]:
             yield content, "a pickled file"
         for text in _texts(value):
             try:
-                inner = parse_spec(text)
+                yield from () if HUB_FILE.fullmatch(text) else _risks(parse_spec(text))
             except ConfigError:  # not a part as a whole
                 if NAMES_CODE.search(text):
-                    yield content, "code, which would run"
-            else:
-                yield from _risks(inner) if not HUB_FILE.fullmatch(text) else ()
+                    yield content, CODE
 
 
 def _texts(value: Any) -> Iterator[str]:
     """The texts in a literal at any depth, keys included."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for pair in value.items():
-            yield from _texts(pair)
-    elif isinstance(value, list | tuple | set):
+    elif isinstance(value, list | tuple):
         for inside in value:
             yield from _texts(inside)
 
@@ -142,12 +123,11 @@ def trusted(settings: dict[str, Any], source: object, trust: bool = False) -> di
     on the command line.
     """
     with reading(str(source)):
-        found = [] if trust else list(untrusted(settings))
-    for setting, named, what in found:
-        raise ConfigError(
-            f"{source}: {setting} names {named}: {what}. If you trust this file and what it names,"
-            " add --trust (trust=True in Python)"
-        )
+        for setting, content, risk in () if trust else untrusted(settings):
+            raise ConfigError(
+                f"{source}: {setting} names {content}: {risk}. If you trust this file and what it"
+                " names, add --trust (trust=True in Python)"
+            )
     return settings
 
 
@@ -166,37 +146,33 @@ def code_of(settings: Mapping[str, Any]) -> dict[str, str]:
 
     Files that these files import or read are not included.
     """
-    own = {Path(__file__).resolve().parent}
-    found: dict[str, str] = {}
+    library, hashes = Path(__file__).resolve().parents[1], dict[str, str]()
     for setting, kind, spec in own_parts(settings):
-        files = [path.resolve() for path in files_of(kind, spec)]
-        data = [
-            read_bytes(path) for path in files if path.is_file() and own.isdisjoint(path.parents)
-        ]
+        files = [path.resolve() for path in files_of(kind, spec) if path.is_file()]
+        data = [read_bytes(path) for path in files if not path.is_relative_to(library)]
         if data:
-            found[f"{setting}: {spec.name}"] = hashlib.sha256(b"".join(data)).hexdigest()
-    return found
+            hashes[f"{setting}: {spec.name}"] = hashlib.sha256(b"".join(data)).hexdigest()
+    return hashes
 
 
 def record_code(folder: Path, settings: Mapping[str, Any]) -> None:
     """Write code.json to the run's `folder` if its `settings` contain such parts."""
-    found = code_of(settings)
-    if found or (folder / NAME).exists():
-        write_json(folder / NAME, found)
+    hashes = code_of(settings)
+    if hashes or (folder / NAME).exists():
+        write_json(folder / NAME, hashes)
 
 
 def check_code(folder: Path, settings: Mapping[str, Any], changed_code: bool) -> None:
-    """Raise `ConfigError` if code in `settings` has changed since `folder`/code.json; with
-    `changed_code` record the new code instead.
+    """Raise `ConfigError` if code in `settings` has changed since `folder`/code.json, unless
+    `changed_code` allows it.
     """
     if not (folder / NAME).exists():
         return
     recorded: dict[str, str] = read_json(folder / NAME, dict[str, str])
-    found = code_of(settings)
-    changed = [name for name in recorded if found.get(name) != recorded[name]]
+    hashes = code_of(settings)
+    changed = [name for name in recorded if hashes.get(name) != recorded[name]]
     if changed and not changed_code:
         raise ConfigError(
             f"{folder}: code has changed since the run was started: {'; '.join(changed)}. Restore"
             " it, or resume with the new code: add --changed-code (changed_code=True in Python)"
         )
-    record_code(folder, settings)

@@ -4,14 +4,14 @@ runs.
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from flowrl.core.errors import CheckpointError, ConfigError, require
+from flowrl.core.errors import CheckpointError, require
 from flowrl.core.protocols import (
     AnyReward,
     FlowPolicy,
@@ -26,7 +26,6 @@ from flowrl.distributed import Distributed
 from flowrl.flow import uniform_schedule
 from flowrl.methods import Method, check_one_advantage, named_method, try_credit, with_options
 from flowrl.parts.registry import KINDS, build, find_maker
-from flowrl.parts.settings import owners
 from flowrl.parts.specs import parse_slice, parse_spec
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.probes import NoProbe
@@ -157,29 +156,19 @@ def check(config: RunConfig) -> None:
         check_hash(Path(config.policy.base_weights))
 
 
-def make_policy(config: RunConfig, device: str = "") -> FlowPolicy:
-    """The untrained policy, on the named `device` instead of the run's if there is one."""
-    device = device or config.policy.device
-    return make_world(config).policy(replace(policy_options(config), device=device))
+def make_policy(config: RunConfig) -> FlowPolicy:
+    """The untrained policy."""
+    return make_world(config).policy(policy_options(config))
 
 
 def make_trainer(
     config: RunConfig, distributed: Distributed = Distributed(), world: World | None = None
 ) -> Trainer:
     """A trainer of `config`, in whose own `config` the auto sizes are replaced by measured ones
-    (`training.memory`).
+    (`training.memory`); `world` is that of `config` if it is already made.
 
-    Args:
-        config: the run.
-        distributed: the processes.
-        world: the world of `config` if it is already made.
-
-    Returns:
-        The trainer.
-
-    Raises:
-        ConfigError: a setting is not allowed, the policy or the prompts do not fit, or the
-            trajectories do not fit into main memory.
+    Raises `ConfigError` if a setting is not allowed, the policy or the prompts do not fit, or the
+    trajectories do not fit into main memory.
     """
     world = make_world(config) if world is None else world
     method = make_method(config)
@@ -198,14 +187,13 @@ def require_room(config: RunConfig, latent_shape: Sequence[int], processes: int)
     """Raise `ConfigError` if the trajectories (nodes and velocities in float32) of this process do
     not fit into main memory, if the `processes` on this machine share it.
     """
-    rollout, latent = config.rollout, 4 * math.prod(latent_shape)
+    rollout = config.rollout
     latents = rollout.groups * rollout.group_size * (2 * rollout.num_steps + 1)
-    needed = latents * latent // processes
-    memory = math.inf
+    needed = 4 * math.prod(latent_shape) * latents // processes
     if hasattr(os, "sysconf"):  # not on Windows
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    allowed = f"what fits into {memory / 1e9:.3g} GB; its trajectories take {needed / 1e9:.3g} GB"
-    require(needed <= memory, "groups", rollout.groups, allowed)
+        size = f"{memory / 1e9:.3g} GB; its trajectories take {needed / 1e9:.3g} GB"
+        require(needed <= memory, "groups", rollout.groups, f"what fits into {size}")
 
 
 def model_options(config: RunConfig) -> ModelOptions:
@@ -260,52 +248,31 @@ def first_trained_steps(config: RunConfig) -> torch.Tensor:
     return trained_steps(chosen, trial_stds(config), torch.Generator())
 
 
-def window_text(config: RunConfig) -> str:
-    """The run's window with its steps, as in "2:7 (steps 2-6 of 10)"."""
-    method, count = run_method(config), config.rollout.num_steps
-    if isinstance(method.sampler, MultistepSolver):
-        return f"none ({count} steps of a multistep solver)"
-    steps = method.window.steps(count, torch.Generator().manual_seed(0))
-    chosen = f"steps {steps[0]}-{steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-    chosen = f"{chosen} of {count}"
-    if not isinstance(method.window, FixedWindow):
-        chosen = f"{len(steps)} of {count} steps, chosen every iteration"
-    return f"{config.algorithm.window or part_text('window', method.window)} ({chosen})"
-
-
 def unread(config: RunConfig, chosen: Iterable[str]) -> list[str]:
-    """Those of the settings `chosen` that have no effect on this run: the method is the same with
-    another value, the world's policy does not read them, or they belong to another precision.
-    """
+    """Those of the settings `chosen` that have no effect on this run."""
+    values, policy_settings = config.flat(), {item.name for item in fields(config.policy)}
 
-    def acts(config: RunConfig) -> str:
+    def parts(config: RunConfig) -> str:
         method = run_method(config)
         return repr((method.sampler, method.loss, method.credit))
 
-    chosen = tuple(chosen)
-    if not chosen:
-        return []
-    values, home = config.flat(), owners(RunConfig)
-    reads = getattr(make_world(config), "reads", None)
-    without_effect = []
-    for name in chosen:
-        if name in ("noise_level", "clip_range", "kl_weight") and values[name] > 0:
-            same = acts(config) == acts(config.replace(**{name: values[name] / 2}))
-        elif name == "window" and values[name]:
-            same = not bool((trial_stds(config) > 0).any())  # no step is drawn in any window
-        elif home.get(name) == "policy":
-            same = reads is not None and name not in reads and not config.policy.model
-        else:
-            same = name == "loss_scale" and config.policy.dtype != "float16"
-        without_effect += [name] if same else []
-    return without_effect
+    def has_effect(name: str) -> bool:
+        value = values[name]
+        if name in ("noise_level", "clip_range", "kl_weight"):
+            return value <= 0 or parts(config) != parts(config.replace(**{name: value / 2}))
+        if name == "window" and value:
+            return bool((trial_stds(config) > 0).any())  # else no step is drawn in any window
+        if name in policy_settings and not config.policy.model:
+            return name in getattr(make_world(config), "reads", policy_settings)
+        return name != "loss_scale" or config.policy.dtype == "float16"
+
+    return [name for name in chosen if not has_effect(name)]
 
 
 def require_read(config: RunConfig, chosen: Iterable[str]) -> None:
     """Raise `ConfigError` for one of the settings `chosen` without effect on this run."""
     for name in unread(config, chosen):
-        need = "left out: nothing reads it in this run"
-        raise ConfigError(f"{name} = {config.flat()[name]!r} is not allowed; allowed: {need}")
+        require(False, name, config.flat()[name], "left out: nothing reads it in this run")
 
 
 def method_parts(config: RunConfig) -> dict[str, str]:
@@ -313,73 +280,58 @@ def method_parts(config: RunConfig) -> dict[str, str]:
     the initial noise.
     """
     method, chosen = run_method(config), config.algorithm
-    numbers = ("clip_range", "kl_weight")
     parts = {
-        "sampler": chosen.sampler or part_text("sampler", method.sampler),
-        "window": window_text(config),
-        "credit": chosen.credit or part_text("credit", method.credit),
-        "loss": chosen.loss or part_text("loss", method.loss, numbers),
-        "initial_noise": "shared" if method.shared_noise else "independent",
+        kind: getattr(chosen, kind) or part_text(kind, getattr(method, kind))
+        for kind in ("sampler", "window", "credit", "loss")
     }
+    parts["initial_noise"] = "shared" if method.shared_noise else "independent"
     clip = getattr(method.loss, "clip_range", None)
     if clip is not None:
         parts["clip_range"] = f"{clip:.3g}"
     return {**parts, "kl_weight": f"{chosen.kl_weight:g}"}
 
 
-def method_text(config: RunConfig, origins: Mapping[str, str]) -> str:
-    """`method_parts` of the run `config` with the origin of each: that in `origins`, by setting, or
-    the method.
-    """
+def method_text(config: RunConfig) -> str:
+    """`method_parts` on one line; "[method]" marks parts that no setting replaces."""
     texts = []
     for name, text in method_parts(config).items():
         # a KL weight of 0 is a choice, other empty settings are the method's
-        empty = name != "kl_weight" and getattr(config.algorithm, name) in ("", "auto", 0.0)
-        texts.append(f"{name} {text} [{'method' if empty else origins.get(name, 'default')}]")
+        is_own = name != "kl_weight" and getattr(config.algorithm, name) in ("", "auto", 0.0)
+        texts.append(f"{name} {text}" + " [method]" * is_own)
     return ", ".join(texts)
 
 
-def part_text(kind: str, part: object, without: Sequence[str] = ()) -> str:
-    """A `part` of some `kind` as its specification `without` some options, as in
-    "flow-sde(noise_level=0.7)"; the class of a part without a name.
+def part_text(kind: str, part: object) -> str:
+    """A `part` of some `kind` as its specification, as in "flow-sde(noise_level=0.7)"; the class of
+    a part without a name.
     """
     if isinstance(part, FixedWindow):
         return ":".join("" if end is None else str(end) for end in (part.start, part.stop))
-    name, options = type(part).__name__, []
-    for known, maker in KINDS[kind].built_in.items():
-        name = known if maker.endswith(f":{type(part).__name__}") else name
+    class_name, options = type(part).__name__, []
+    known = {maker.partition(":")[2]: name for name, maker in KINDS[kind].built_in.items()}
     for item in fields(part) if is_dataclass(part) else ():
-        if item.init and item.name not in without:
+        # clip and KL weight are settings of their own
+        if item.init and item.name not in ("clip_range", "kl_weight"):
             value = getattr(part, item.name)
             if value != item.default or item.name == "noise_level":
                 text = f"{value:.3g}" if isinstance(value, float) else str(value)
                 options.append(f"{item.name}={text}")
+    name = known.get(class_name, class_name)
     return f"{name}({', '.join(options)})" if options else name
 
 
-def trained_policy(
-    folder: Path, device: str = "", trust: bool = False
-) -> tuple[FlowPolicy, RunConfig]:
-    """The policy of a finished run with its averaged weights.
+def trained_policy(folder: Path, trust: bool = False) -> tuple[FlowPolicy, RunConfig]:
+    """The policy of the finished run in `folder` with its averaged weights, and the run's settings.
 
-    Args:
-        folder: the run's folder.
-        device: name of the device; empty for the CPU, or for a model for the run's device if CUDA
-            is available.
-        trust: allow settings that name code (see `load_config`).
-
-    Returns:
-        The policy and the run's settings.
-
-    Raises:
-        ConfigError: the settings are not allowed.
-        CheckpointError: the weights are missing, damaged or of another model.
+    It is on the CPU, or for a model on the run's device if CUDA is available. Raises `ConfigError`
+    for settings that name code, without `trust`, and `CheckpointError` if the weights are missing,
+    damaged or of another model.
     """
     if not (folder / "weights.safetensors").is_file():
         raise CheckpointError(f"weights: {folder} is not the folder of a finished run")
     config = load_config(folder / "config.json", trust)
     on_gpu = config.policy.model and torch.cuda.is_available()
-    policy = make_policy(config, device or (config.policy.device if on_gpu else "cpu"))
+    policy = make_policy(config if on_gpu else config.replace(device="cpu"))
     load_trained(policy, folder)
     return policy, config
 

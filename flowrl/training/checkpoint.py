@@ -5,14 +5,13 @@ fsync, rename).
 import hashlib
 import json
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
@@ -20,7 +19,7 @@ from flowrl.core.errors import CheckpointError, ConfigError, FlowrlError
 from flowrl.distributed import Distributed, full_tensors, load_full_tensors
 from flowrl.io import flush_folder, write_bytes
 from flowrl.parts.trust import trust_option
-from flowrl.reading import read_bytes
+from flowrl.reading import read_bytes, reading
 from flowrl.training.config import load_config
 
 FORMAT = "flowrl-checkpoint-4"
@@ -38,12 +37,7 @@ def to_resume(run: Path) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run.
-
-    Args:
-        tensors: tensors by name.
-        values: values that JSON can represent, by name.
-    """
+    """The state of a run: tensors, and values that JSON can represent, by name."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any]
@@ -61,68 +55,50 @@ def _hash(tensors: Mapping[str, Tensor], values: str) -> str:
     return digest.hexdigest()
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], **card: str) -> None:
-    """Write a safetensors file atomically, with a hash of its content in the metadata: an old file
-    remains until the new one is complete and on the disk.
+def save_weights(path: Path, tensors: Mapping[str, Tensor], **card: str) -> None:
+    """Write tensors by name as a safetensors file, with the entries of `card` and a hash of the
+    content in its metadata. An old file remains until the new one is complete and on the disk.
     """
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     content = _hash(stored, card.get("values", ""))
     write_bytes(path, save(stored, {**card, "sha256": content}))
 
 
-def _read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the metadata of a file of this `kind`. Raises `CheckpointError` if it cannot
-    be read, was changed after it was written, or is a checkpoint of another version.
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """The inverse of `save_weights`. Raises `CheckpointError` for a file that was changed or cannot
+    be read.
     """
-    try:
+    return _read(path)[0]
+
+
+def _read(path: Path, written: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a file in the format `written`."""
+    with reading(path, CheckpointError):
         data = read_bytes(path, None)
         tensors = load(data)
         # the header: its length in 8 bytes, then JSON
         card = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-        if kind == "checkpoint" and card["format"] != FORMAT:
-            raise CheckpointError(
-                f"checkpoint: {path} was written by another version of flowrl (format"
-                f" {card['format']!r}; this version reads {FORMAT!r})"
-            )
+        if card.get("format", "") != written:
+            raise CheckpointError(f"format {card.get('format')!r}; this version reads {written!r}")
         if card["sha256"] != _hash(tensors, card.get("values", "")):
-            raise CheckpointError(
-                f"{kind}: {path} does not match its own hash; it was changed after it was written"
-            )
-        return tensors, card
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{kind}: {path} cannot be read as {kind} of flowrl: {type(error).__name__}: {error}"
-        ) from error
+            raise CheckpointError("it does not match its own hash: changed after it was written")
+    return tensors, card
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint atomically, with its format, its plain values as JSON, and a hash of
-    values and tensors in the metadata.
-    """
+    """Write a checkpoint as `save_weights` does, with its plain values as JSON in the metadata."""
     if not path.parent.exists():
         path.parent.mkdir(parents=True)
         flush_folder(path.parent.parent)
-    _write(path, checkpoint.tensors, format=FORMAT, values=json.dumps(checkpoint.values))
+    save_weights(path, checkpoint.tensors, format=FORMAT, values=json.dumps(checkpoint.values))
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read the checkpoint in the file `path`. Raises `CheckpointError` with the reason if it cannot
     be used.
     """
-    tensors, card = _read(path, "checkpoint")
+    tensors, card = _read(path, FORMAT)
     return Checkpoint(tensors, json.loads(card["values"]))
-
-
-def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write trained weights by name as a safetensors file, with a hash in its metadata."""
-    _write(path, tensors)
-
-
-def load_weights(path: Path) -> dict[str, Tensor]:
-    """The inverse of `save_weights`. Raises `CheckpointError` for a file that was changed or cannot
-    be read.
-    """
-    return _read(path, "weights")[0]
 
 
 @dataclass(frozen=True)
@@ -150,10 +126,10 @@ class Checkpoints:
         # as numbers: names have more than six digits after a million iterations
         return sorted((path.stem for path in self.folder.glob("[0-9]*.safetensors")), key=int)
 
+    @property
     def newest(self) -> str:
-        """A sentence about the newest checkpoint."""
-        names = self.names()
-        return f"Checkpoint {names[-1]} is complete" if names else "There was no checkpoint yet"
+        """The name of the newest checkpoint, or ""."""
+        return (self.names() or [""])[-1]
 
     def path(self, name: str) -> Path:
         """The file of checkpoint `name`."""
@@ -167,42 +143,35 @@ class Checkpoints:
         save_checkpoint(self.path(name), checkpoint)
         others = [other for other in self.names() if other != name and int(other) not in kept]
         old = others[: max(0, len(others) - self.keep + 1)]
-        self._delete([*map(self.path, old), *self.folder.glob("*.tmp")])
+        for path in (*map(self.path, old), *self.folder.glob("*.tmp")):
+            with suppress(OSError):  # what cannot be deleted remains until the next save
+                path.unlink(missing_ok=True)
 
     def forget_after(self, name: str) -> None:
         """Delete checkpoints newer than `name`, the newest first, so that a crash leaves no gap."""
-        self._delete(self.path(other) for other in reversed(self.names()) if int(other) > int(name))
+        for other in reversed(self.names()):
+            if int(other) > int(name):
+                self.path(other).unlink(missing_ok=True)
 
-    def _delete(self, paths: Iterable[Path]) -> None:
-        """Delete files; files that cannot be deleted remain until the next save."""
-        for path in paths:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-
-    def load(self, name: str = "") -> Checkpoint:
-        """Checkpoint `name`, or the newest.
+    def load(self, name: str) -> Checkpoint:
+        """Checkpoint `name`.
 
         Raises `CheckpointError` if it is missing or damaged, with the command that resumes from an
         earlier complete one.
         """
         names = self.names()
-        chosen = name or (names[-1] if names else "at all")
-        if chosen not in names:
-            raise CheckpointError(
-                f"checkpoint: there is no checkpoint {chosen} in {self.run}; there are"
-                f" {', '.join(names) or 'none'}"
-            )
+        if name not in names:
+            known = ", ".join(names) or "none"
+            raise CheckpointError(f"no checkpoint {name} in {self.run}; there are {known}")
         try:
-            return load_checkpoint(self.path(chosen))
-        except CheckpointError as error:
+            return load_checkpoint(self.path(name))
+        except FlowrlError as error:
             advice = f"There is no earlier one in {self.run} (keep_checkpoints = {self.keep})"
-            for earlier in reversed(names[: names.index(chosen)]):
-                with suppress(CheckpointError):
+            for earlier in reversed(names[: names.index(name)]):
+                with suppress(FlowrlError):
                     load_checkpoint(self.path(earlier))
-                    advice = (
-                        f"Checkpoint {earlier} is complete; resume from it with:"
-                        f" {to_resume(self.run)} --from {earlier}"
-                    )
+                    command = f"{to_resume(self.run)} --from {earlier}"
+                    advice = f"Checkpoint {earlier} is complete; resume from it with: {command}"
                     break
             raise CheckpointError(f"{error}. {advice}") from error
 

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator, PlainValidator, model_validator
 
 from flowrl.core.errors import ConfigError, require
-from flowrl.core.options import Count, Seed, Whole
+from flowrl.core.options import Count, Seed, Share, Whole
 from flowrl.parts.settings import (
     flat,
     groups_of,
@@ -26,14 +26,18 @@ from flowrl.training.format import require_format
 from flowrl.training.presets import (
     MODEL_DEFAULTS,
     MODEL_ONLY,
-    accelerator_defaults,
     combine,
     method_overrides,
     world_defaults,
 )
 
 Precision = Literal["float32", "bfloat16", "float16"]
+# settings are finite, so these need no upper limit
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
 Decay = Annotated[float, Ge(0), Lt(1)]
+Many = Annotated[int, Ge(1), Le(10**6)]
+Members = Annotated[int, Ge(2), Le(10**6)]
 Batch = Count | Literal["auto"]
 Switch = Annotated[
     Literal["auto", "true", "false"],
@@ -79,14 +83,14 @@ class EnvironmentConfig:
     """A reward that replaces the task's: NAME, NAME(option=value) or path/to/file.py:Class; `flowrl
     parts` lists names.
     """
-    reward_noise: Annotated[float, Ge(0)] = 0.0
+    reward_noise: NonNegative = 0.0
     """Standard deviation of the noise added to every training score; evaluation has none."""
     reward_bias: float = 0.0
     """Weight of the mean pixel value added to every training score; evaluation has none."""
     prompts: str = ""
     """Training prompts for `model`: a text file with a prompt per line, .jsonl with "prompt" and
     metadata, a slice of a generated list, as in compositional[0:500] (also text, images), or a
-    dataset: hf(name=NAME, split=..., column=...), a folder or .parquet.
+    dataset: hf(name=NAME, split=..., column=...).
     """
     heldout_prompts: str = ""
     """Evaluation prompts for `model`, in the same forms as `prompts`; default: the training
@@ -124,7 +128,7 @@ class AlgorithmConfig:
     """Transition kernel; empty: the method's. flow-sde, dance-sde, cps, ddim-sde or, for
     forward-process losses, ode or multistep; a plug-in; path/to/file.py:Class.
     """
-    noise_level: Annotated[float, Ge(0)] = 0.0
+    noise_level: NonNegative = 0.0
     """The kernel's noise: a of flow-sde and ddim-sde, eta of dance-sde and cps; 0 = the method's,
     or the kernel's default.
     """
@@ -144,7 +148,7 @@ class AlgorithmConfig:
     policy-gradient, with options as in clipped(kl=without_delta); a plug-in or a file; or
     diffusion-nft, awm or dgpo. The methods of these names allow no policy loss.
     """
-    clip_range: Annotated[float, Ge(0)] = 0.0
+    clip_range: NonNegative = 0.0
     """Largest |ratio - 1|; beyond it a transition has no gradient (losses that clip). 0 = the
     method's, for the elements of the world's latents.
     """
@@ -160,11 +164,11 @@ class AlgorithmConfig:
 class RolloutConfig:
     """The number of trajectories per iteration, and their batches."""
 
-    groups: Annotated[int, Ge(1), Le(10**6)] = 16
+    groups: Many = 16
     """Prompts (groups) per iteration."""
-    group_size: Annotated[int, Ge(2), Le(10**5)] = 12
+    group_size: Members = 12
     """Samples per prompt."""
-    num_steps: Annotated[int, Ge(1), Le(10**5)] = 10
+    num_steps: Many = 10
     """Denoising steps during training."""
     max_batch: Batch = 512
     """Latents per network call without gradients; auto: measured at the start
@@ -192,15 +196,15 @@ class OptimConfig:
 
     optimizer: Literal["adamw", "adamw-8bit"] = "adamw"
     """adamw, or adamw-8bit (needs bitsandbytes)."""
-    learning_rate: Annotated[float, Gt(0)] = 4e-3
+    learning_rate: Positive = 4e-3
     """Initial learning rate."""
-    final_learning_rate: Annotated[float, Ge(0), Le(1)] = 1.0
+    final_learning_rate: Share = 1.0
     """Final learning rate as a fraction of the initial one; it falls linearly."""
     betas: tuple[Decay, Decay] = (0.9, 0.99)
     """Decays of AdamW's two moments."""
-    weight_decay: Annotated[float, Ge(0)] = 1e-4
+    weight_decay: NonNegative = 1e-4
     """Weight decay of AdamW."""
-    max_grad_norm: Annotated[float, Gt(0)] = 1.0
+    max_grad_norm: Positive = 1.0
     """Largest gradient norm; longer gradients are scaled down."""
     minibatches: Count = 4
     """Mini-batches (optimizer steps) per iteration; the trajectories are split between them."""
@@ -208,7 +212,7 @@ class OptimConfig:
     """(trajectory, step) pairs per backward pass; auto: measured at the start."""
     ema_decay: Decay = 0.8
     """Decay of the averaged weights that evaluation uses, per optimizer step; 0 = no averaging."""
-    loss_scale: Annotated[float, Ge(0)] = 65536.0
+    loss_scale: NonNegative = 65536.0
     """Initial loss scale when `dtype` is float16, adapted during training; 0 = none."""
 
 
@@ -233,7 +237,7 @@ class PolicyConfig:
     """Trained weights of `model`: lora or full."""
     lora_rank: Count = 8
     """Rank of the LoRA."""
-    lora_alpha: Annotated[float, Gt(0)] = 16.0
+    lora_alpha: Positive = 16.0
     """Alpha of the LoRA: its product is scaled by alpha / rank."""
     lora_targets: tuple[str, ...] = ()
     """Ends of the names of the layers of `model` that get a LoRA, as in attn.to_q; none: the
@@ -256,11 +260,11 @@ class PolicyConfig:
     """Frames of the videos of `model`; 1 for images."""
     guidance_scale: Annotated[float, Ge(1)] = 1.0
     """Classifier-free guidance of `model` in sampling, training and evaluation; 1 = off."""
-    train_guidance_scale: Annotated[float, Ge(0)] = 0.0
+    train_guidance_scale: NonNegative = 0.0
     """Guidance of the velocities in a forward-process loss; 1 = off (conditional velocities); 0 =
     `guidance_scale`.
     """
-    reference_guidance_scale: Annotated[float, Ge(0)] = 0.0
+    reference_guidance_scale: NonNegative = 0.0
     """Guidance of the base model's velocity in a forward-process loss; 0 = `train_guidance_scale`.
     """
     negative_prompt: str = ""
@@ -300,9 +304,9 @@ class EvaluationConfig:
 
     eval_every: Count = 6
     """Iterations between evaluations; the first and last iterations are always evaluated."""
-    eval_samples: Annotated[int, Ge(1), Le(10**6)] = 192
+    eval_samples: Many = 192
     """Held-out samples per evaluation (prompts are repeated if there are fewer)."""
-    eval_steps: Annotated[int, Ge(1), Le(10**5)] = 20
+    eval_steps: Many = 20
     """Denoising steps during evaluation."""
     eval_solver: Literal["euler", "heun", "dpm++", "unipc", "sa"] = "euler"
     """euler, heun (two evaluations per step), dpm++, unipc or sa."""
@@ -314,9 +318,9 @@ class EvaluationConfig:
     """Features in which the diversity of one prompt's samples is evaluated: pixels, latents, clip,
     or path/to/file.py:Class.
     """
-    diversity_prompts: Annotated[int, Ge(1), Le(10**6)] = 8
+    diversity_prompts: Many = 8
     """Held-out prompts whose samples are compared for `diversity`."""
-    diversity_samples: Annotated[int, Ge(2), Le(10**5)] = 8
+    diversity_samples: Members = 8
     """Samples of each of these prompts."""
 
 
@@ -475,11 +479,16 @@ class Preset:
         method = chosen.get("method", DEFAULTS["method"])
         world = "model" if chosen.get("model") else chosen.get("world", DEFAULTS["world"])
         base: dict[str, Any] = {}
-        if chosen.get("model"):
-            accelerator = accelerator_defaults(chosen.get("device", "cuda"), planned)
-            if not accelerator and "device" not in chosen and "dtype" not in changes:
+        if world == "model":
+            import torch
+
+            base = dict(MODEL_DEFAULTS)
+            if planned or torch.cuda.is_available():
+                base |= {"device": "cuda", "dtype": "bfloat16"}
+                if str(chosen.get("device", "cuda")).startswith("cuda"):
+                    base |= {"micro_batch": "auto", "max_batch": "auto"}
+            elif "device" not in chosen and "dtype" not in changes:
                 chosen.pop("dtype", None)
-            base = {**MODEL_DEFAULTS, **accelerator}
         # the world of a complete file is not built, nor one that only a file without trust names
         elif not chosen.keys() >= DEFAULTS.keys() and (
             "world" in changes or self.trust or not any(untrusted({"world": world}))

@@ -7,23 +7,24 @@ therefore reveal reward hacking. Also the trajectory record of a run.
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from flowrl.core.errors import RewardError, require
+from flowrl.core.errors import RewardError
 from flowrl.core.protocols import Features, FlowPolicy, RewardModel, World
 from flowrl.core.types import Prompt
 from flowrl.distributed import Assignment, Distributed
 from flowrl.io import write_bytes, write_json
-from flowrl.parts.registry import available, build
-from flowrl.probes import Completion, Tweedie
+from flowrl.parts.registry import build
+from flowrl.probes import Completion
 from flowrl.rewards import FunctionReward, NoisyReward, require_single, stills
 from flowrl.rewards.diversity import group_features, pairwise_diversity
 from flowrl.rollout import (
@@ -43,10 +44,14 @@ from flowrl.training.trainer import Trainer
 
 _LOG = logging.getLogger(__name__)
 DIVERSITY_SEED = 20241
-CUSTOM = "custom reward"
-"""The key of a training reward that is not one of the world's forms."""
-COMBINATIONS = ("weighted-sum", "clipped", "frame-mean", "group-sum", "win-rate")
-"""Rewards whose input is that of their components; flowrl's other rewards read images."""
+CUSTOM, ERRORS, HELDOUT, DIVERSITY = "custom reward", "errors", "held-out reward ", "diversity"
+"""Names of measurements: a training reward that is not one of the world's forms, the errors of the
+training reward, the prefix of held-out rewards, and features.
+"""
+
+
+def _none(images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+    return torch.zeros(len(images), device=images.device)
 
 
 @dataclass(frozen=True)
@@ -54,52 +59,42 @@ class HeldoutMetrics:
     """Held-out rewards, and the diversity of samples.
 
     If one fails (missing weights, an unavailable server), a warning is logged and the metric is
-    `None`; the run continues. `noise`, `bias` and `seed` are the errors of the training reward
-    (`rewards.NoisyReward`), which other scores do not include.
+    `None`; the run continues.
 
     Args:
         rewards: held-out rewards by name.
         features: features in which diversity is measured; None: not measured.
-        noise: standard deviation of the training reward's noise.
-        bias: weight of the training reward's bias.
-        seed: seed of the training reward's noise.
+        errors: noise and bias of the training reward, which other scores do not include.
         prompts: number of held-out prompts whose diversity is measured.
         samples: samples of each of these prompts.
         trials: called once, with the first images, prompts and scores of a held-out reward.
     """
 
-    rewards: Mapping[str, RewardModel]
+    rewards: Mapping[str, RewardModel] = field(default_factory=dict)
     features: Features | None = None
-    noise: float = 0.0
-    bias: float = 0.0
-    seed: int = 0
+    errors: NoisyReward = NoisyReward(FunctionReward(_none))
     prompts: int = 8
     samples: int = 8
     trials: dict[str, Inspect] = field(default_factory=dict)
 
-    def with_errors(self, batch: ImageBatch, scores: Tensor) -> Tensor:
-        """The training reward's `scores` [sample] of a batch, with its noise and bias."""
-        known = FunctionReward(lambda images, _: scores.to(images.device), marks_invalid=True)
-        noisy = NoisyReward(known, self.noise, self.bias, self.seed)
-        return score(noisy, batch.images, batch.prompts).total
+    def vectors(self, batch: ImageBatch) -> Tensor:
+        """The features of a batch [sample, 1, feature]."""
+        assert self.features is not None
+        return group_features(self.features, batch.images, batch.latents, (len(batch.prompts), 1))
 
 
-def make_heldout_metrics(config: RunConfig, world: World) -> HeldoutMetrics | None:
-    """The held-out metrics of a run in its `world`; None if it has none. Loads no weights.
+def make_heldout_metrics(config: RunConfig, world: World) -> HeldoutMetrics:
+    """The held-out metrics of a run in its `world`. Loads no weights.
 
     Raises `ConfigError` if a reward or features do not exist or do not fit the world.
     """
     config = config.allowed()
     evaluation, environment, device = config.evaluation, config.environment, config.policy.device
-    specs, diversity = evaluation.heldout_rewards, evaluation.diversity
-    if not specs and not diversity:
-        return None
+    errors = environment.reward_noise, environment.reward_bias, config.seed
     return HeldoutMetrics(
-        {spec: _heldout_reward(spec, config, world) for spec in specs},
-        build("features", diversity, device=device) if diversity else None,
-        environment.reward_noise,
-        environment.reward_bias,
-        config.seed,
+        {spec: _heldout_reward(spec, config, world) for spec in evaluation.heldout_rewards},
+        build("features", evaluation.diversity, device=device) if evaluation.diversity else None,
+        NoisyReward(FunctionReward(_none), *errors),
         evaluation.diversity_prompts,
         evaluation.diversity_samples,
     )
@@ -111,69 +106,45 @@ def _heldout_reward(spec: str, config: RunConfig, world: World) -> RewardModel:
         return qualities[spec]()
     if spec in world.forms and not config.policy.model:
         return world.reward(spec)
-    name = spec.partition("(")[0].strip()
-    ours = available("reward").get(name) in ("flowrl", "flowrl-lab")
-    fits = not (getattr(world, "points", False) and ours and name not in COMBINATIONS)
-    own = ", ".join([*world.forms, *qualities])
-    require(fits, "heldout_rewards", spec, f"a reward of points: {own} or path/to/file.py:Class")
     reward = build("reward", spec, device=config.policy.device)
     return require_single(reward, "heldout_rewards", spec)
 
 
-class _Scores:
-    """Measurements of this process's samples by name, batch by batch, in main memory.
+Measure = Callable[[ImageBatch], Tensor]
 
-    An optional one that raises an exception is reported once and not measured again.
+
+def _measured(
+    batches: Iterator[ImageBatch],
+    measures: Mapping[str, Measure],
+    optional: Collection[str],
+    trials: Mapping[str, Inspect] = MappingProxyType({}),
+) -> dict[str, Tensor | None]:
+    """The measurements of this process's samples by name, in main memory. An `optional` one that
+    raises an exception is reported once, left out and None.
     """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.parts: dict[str, list[Tensor] | None] = {name: [torch.empty(0)] for name in names}
-
-    def add(self, name: str, measure: Callable[[], Tensor], optional: bool = False) -> None:
-        parts = self.parts[name]
-        if parts is not None:
+    values: dict[str, list[Tensor] | None] = {name: [torch.empty(0)] for name in measures}
+    untried = dict(trials)
+    for batch in batches:
+        for name, measure in measures.items() if batch.prompts else ():
+            parts = values[name]
+            if parts is None:
+                continue
             try:
-                parts.append(measure().cpu())
+                parts.append(measure(batch).cpu())
             except Exception as error:
-                if not optional:
+                if name not in optional:
                     raise
-                _warn(name, error)
-                self.parts[name] = None
-
-    def own(self, name: str) -> Tensor | None:
-        """This process's values [sample, ...]; None after a failure."""
-        parts = self.parts[name]
-        return None if parts is None else torch.cat(parts)
+                values[name] = _warn(name, error)
+            else:
+                if (inspect := untried.pop(name, None)) is not None:
+                    inspect(batch.images, batch.prompts, parts[-1])
+        del batch  # before the next one is sampled
+    return {name: None if parts is None else torch.cat(parts) for name, parts in values.items()}
 
 
 def _warn(name: str, error: Exception) -> None:
     kind = type(error).__name__
     _LOG.warning("%s could not be measured and is left out: %s: %s", name, kind, error)
-
-
-def _diversity(
-    metrics: HeldoutMetrics,
-    heldout: Sequence[Prompt],
-    sample: Callable[..., Iterator[ImageBatch]],
-    scores: _Scores,
-    distributed: Distributed,
-) -> Tensor | None:
-    """Diversity of this process's prompts [prompt]; None if the features failed."""
-    chosen, each = heldout[: metrics.prompts], metrics.samples
-    if metrics.features is None:
-        return None
-    share = distributed.assign(len(chosen))
-    repeated = [prompt for prompt in chosen for _ in range(each)]
-    for batch in sample(repeated, DIVERSITY_SEED, share, each):
-        if batch.prompts:
-            features = partial(group_features, metrics.features, batch.images, batch.latents)
-            scores.add("diversity", partial(features, (len(batch.prompts), 1)), optional=True)
-            del features
-        del batch  # before the next one is sampled
-    features = scores.own("diversity")
-    if features is None or not share.own:
-        return features
-    return pairwise_diversity(features.view(len(share.own), each, -1))
 
 
 @dataclass(frozen=True)
@@ -182,38 +153,21 @@ class Evaluation:
 
     Args:
         scores: mean scores by form.
-        seconds: duration.
+        row: the entries of a metrics line: "reward", the trained score (that of the form, or of the
+            custom reward); `scores`; "seconds"; with held-out rewards "proxy", the mean training
+            reward with its errors, and "heldout", each held-out reward's mean over valid samples;
+            "diversity", the mean over prompts of `rewards.diversity.pairwise_diversity` of further
+            samples.
         images: images of the first samples; of videos, `stills`.
         image_scores: their scores, by the custom reward if there is one.
         prompts: their prompts.
-        custom_reward: mean of a training reward that is not the task's; None without one.
-        heldout: entries of a metrics line: "proxy", the mean training reward with its errors;
-            "heldout", each held-out reward's mean over valid samples; "diversity", the mean over
-            prompts of `rewards.diversity.pairwise_diversity` of further samples.
     """
 
     scores: dict[str, float]
-    seconds: float
+    row: dict[str, Any]
     images: Tensor
     image_scores: Tensor
     prompts: list[Prompt]
-    custom_reward: float | None = None
-    heldout: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def incomplete(self) -> bool:
-        """Whether a held-out metric could not be measured."""
-        return None in (
-            *self.heldout.get("heldout", {}).values(),
-            self.heldout.get("diversity", 0.0),
-        )
-
-    def row(self, form: str) -> dict[str, Any]:
-        """The entries of a metrics line; "reward" is the trained score: that of the form, or the
-        custom reward.
-        """
-        reward = self.scores[form] if self.custom_reward is None else self.custom_reward
-        return {"reward": reward, **self.scores, "seconds": self.seconds, **self.heldout}
 
 
 def evaluate(
@@ -227,7 +181,7 @@ def evaluate(
     keep: int = 8,
     reward: RewardModel | None = None,
     solver: str = "euler",
-    heldout_metrics: HeldoutMetrics | None = None,
+    heldout_metrics: HeldoutMetrics = HeldoutMetrics(),
     distributed: Distributed = Distributed(),
 ) -> Evaluation:
     """Sample images of the held-out prompts with the current weights and score them.
@@ -248,7 +202,7 @@ def evaluate(
         keep: number of images in the result.
         reward: a further reward to measure; None for the task's forms only.
         solver: name of the solver (see `rollout.solve`).
-        heldout_metrics: held-out rewards and diversity; None: not measured.
+        heldout_metrics: held-out rewards and diversity.
         distributed: the processes.
 
     Returns:
@@ -258,15 +212,15 @@ def evaluate(
         RewardError: a reward has marked all samples invalid.
     """
     started = time.perf_counter()
-    metrics = heldout_metrics or HeldoutMetrics({})
     heldout, share = world.prompts(task, "heldout"), distributed.assign(count)
     prompts = [heldout[i % len(heldout)] for i in range(count)]
+    metrics, training = heldout_metrics, form if reward is None else CUSTOM
     models = {name: world.reward(name) for name in world.forms}
     if reward is not None:
         models[CUSTOM] = reward
-    training = form if reward is None else CUSTOM
-    named = {f"held-out reward {name}": model for name, model in metrics.rewards.items()}
-    scores, shown = _Scores([*models, "proxy", *named, "diversity"]), [torch.empty(0)]
+    if metrics.rewards:
+        models[ERRORS] = metrics.errors
+    optional = {HELDOUT + spec: model for spec, model in metrics.rewards.items()}
 
     def sample(
         prompts: Sequence[Prompt], seed: int, share: Assignment, each: int = 1
@@ -279,105 +233,101 @@ def evaluate(
         batches = sample_images(policy, prompts[rows], noise, steps, solver, max_batch)
         # a generator would keep a batch while the next one is sampled
         starts = itertools.count(rows.start, max_batch)
-        own = share.own.start * each
-        return map(lambda batch, start: batch[max(0, own - start) :], batches, starts)
+        first = share.own.start * each
+        return map(lambda batch, start: batch[max(0, first - start) :], batches, starts)
 
-    def measure(batch: ImageBatch) -> None:
-        """Score a batch, and keep its images that are among the first `keep`; nothing of it stays
-        on the device.
-        """
+    def scored(model: RewardModel, batch: ImageBatch) -> Tensor:
+        return score(model, batch.images, batch.prompts).total
 
-        def scored(model: RewardModel) -> Tensor:
-            return score(model, batch.images, batch.prompts).total
+    shown = [torch.empty(0)]
 
-        for name, model in models.items():
-            scores.add(name, partial(scored, model))
-        if named:
-            trained = scores.parts[training] or shown
-            scores.add("proxy", partial(metrics.with_errors, batch, trained[-1]))
-        for spec, (name, model) in zip(metrics.rewards, named.items(), strict=True):
-            scores.add(name, partial(scored, model), optional=True)
-            if (parts := scores.parts[name]) and (inspect := metrics.trials.pop(spec, None)):
-                inspect(batch.images, batch.prompts, parts[-1])
+    def first_images(batch: ImageBatch) -> Tensor:
+        """The batch's images that are among the first `keep` of all processes."""
         missing = keep - share.own.start - sum(map(len, shown))
-        if missing > 0:
-            shown.append(stills(batch.images[:missing]).cpu().clone())
+        shown.append(stills(batch.images[: max(0, missing)]).cpu().clone())
+        return shown[-1]
 
+    measures: dict[str, Measure] = {
+        name: partial(scored, model) for name, model in (models | optional).items()
+    }
+    trials = {HELDOUT + spec: metrics.trials.pop(spec) for spec in list(metrics.trials)}
     with distributed.shared_errors():
-        for batch in sample(prompts, EVALUATION_SEED, share):
-            if batch.prompts:
-                measure(batch)
-            del batch  # before the next one is sampled
+        batches = sample(prompts, EVALUATION_SEED, share)
+        values = _measured(batches, {**measures, "images": first_images}, optional, trials)
     seconds = time.perf_counter() - started
-    with distributed.shared_errors():
-        diversity = _diversity(metrics, heldout, sample, scores, distributed)
-    mine = {name: scores.own(name) for name in scores.parts} | {"diversity": diversity}
-    gathered = distributed.gather((mine, torch.cat(shown)))
-    images = torch.cat([part for _, part in gathered if len(part)])
-    tables: dict[str, Any] = {}
-    for name in mine:
-        parts: list[Any] = [part[name] for part, _ in gathered]
-        tables[name] = None if any(part is None for part in parts) else torch.cat(parts)
-    means: dict[str, Any] = {name: _mean(name, tables[name]) for name in models}
-    entries: dict[str, Any] = {}
-    if named:
-        entries["proxy"] = _mean("proxy", tables["proxy"])
-        optional = [_mean(name, tables[name], optional=True) for name in named]
-        entries["heldout"] = dict(zip(metrics.rewards, optional, strict=True))
     if metrics.features is not None:
-        entries["diversity"] = _mean("diversity", tables["diversity"], optional=True)
-    custom = means.pop(CUSTOM, None)
-    shown_scores = tables[training][:keep]
-    return Evaluation(means, seconds, images, shown_scores, prompts[:keep], custom, entries)
+        with distributed.shared_errors():
+            chosen, each = heldout[: metrics.prompts], metrics.samples
+            units = distributed.assign(len(chosen))
+            repeated = [prompt for prompt in chosen for _ in range(each)]
+            batches = sample(repeated, DIVERSITY_SEED, units, each)
+            vectors = _measured(batches, {DIVERSITY: metrics.vectors}, (DIVERSITY,))[DIVERSITY]
+            if vectors is not None and units.own:
+                vectors = pairwise_diversity(vectors.view(len(units.own), each, -1))
+            values[DIVERSITY] = vectors
+    gathered = distributed.gather(values)
 
+    def together(name: str) -> Tensor | None:
+        """The measurements of all processes; None if one of them failed."""
+        parts: list[Any] = [values[name] for values in gathered]
+        return None if any(part is None for part in parts) else torch.cat(parts)
 
-def _mean(name: str, values: Tensor | None, optional: bool = False) -> float | None:
-    """The mean over valid samples; None if an optional value could not be measured."""
-    if values is None:
-        return None
-    if not bool(values.isnan().all()):
-        return float(values.nanmean())
-    error = RewardError(f"evaluation: {name} marked all {len(values)} samples invalid")
-    if not optional:
-        raise error
-    return _warn(name, error)
+    def mean(name: str, errors: Any = 0.0) -> float | None:
+        """The mean over valid samples; None if an optional metric could not be measured."""
+        table = together(name)
+        if table is None or not bool(table.isnan().all()):
+            return None if table is None else float((table + errors).nanmean())
+        error = RewardError(f"evaluation: {name} marked all {len(table)} samples invalid")
+        if name in models:
+            raise error
+        return _warn(name, error)
+
+    scores: dict[str, Any] = {name: mean(name) for name in world.forms}
+    row: dict[str, Any] = {"reward": mean(training), **scores, "seconds": seconds}
+    if metrics.rewards:
+        row["proxy"] = mean(training, together(ERRORS))
+        row["heldout"] = {spec: mean(HELDOUT + spec) for spec in metrics.rewards}
+    if metrics.features is not None:
+        row[DIVERSITY] = mean(DIVERSITY)
+    images, trained = together("images"), together(training)
+    assert images is not None and trained is not None
+    return Evaluation(scores, row, images, trained[:keep], prompts[:keep])
 
 
 def write_trajectory(folder: Path, trainer: Trainer, world: World, members: int = 12) -> None:
     """Write trajectory.json: values along the trajectories of one group, by ODE completion from the
     start of every decision.
 
-    The member with the largest changes of reward is "chosen". The file also contains its rewards by
-    one-step (Tweedie) estimates, and trajectory.safetensors contains the images of its completions.
+    The member with the largest changes of reward is "chosen"; trajectory.safetensors contains the
+    images of its completions.
     """
     policy, prompt = trainer.policy, world.prompts(trainer.config.environment.task, "heldout")[0]
-    generator = torch.Generator(policy.device).manual_seed(7)
-    groups = Groups(1, members)
-    noise = groups.noise(policy.latent_shape, generator)
-    start = generator.get_state()
-    sampler, batch = trainer.draw_sampler(), trainer.config.batches.max_batch
-    tables, latents = [], []
-    for probe in (Completion(), Tweedie()):
-        generator.set_state(start)  # the same trajectories
-        condition, usage = policy.encode([prompt]), Usage()
-        schedule = trainer.schedule
-        result = rollout(
-            policy, sampler, schedule, condition, noise, generator, groups, probe, usage, batch
-        )
-        table = score_rollout(policy, trainer.reward, result, [prompt]).total[0]
-        images = result.trajectories.images_latent
-        # without decisions the ODE leads to the image
-        tables.append(torch.where(table.isnan(), table[:, -1:], table))
-        starts = [result.estimates[node] for node in result.nodes] or [images]
-        latents = latents or [*starts, images]
-    chosen = int(tables[0].diff(dim=1).abs().sum(1).nan_to_num(-1.0).argmax())
+    generator, groups = torch.Generator(policy.device).manual_seed(7), Groups(1, members)
+    result = rollout(
+        policy,
+        trainer.draw_sampler(),
+        trainer.schedule,
+        policy.encode([prompt]),
+        groups.noise(policy.latent_shape, generator),
+        generator,
+        groups,
+        Completion(),
+        Usage(),
+        trainer.config.batches.max_batch,
+    )
+    table = score_rollout(policy, trainer.reward, result, [prompt]).total[0]
+    # without decisions the ODE leads to the image
+    table = torch.where(table.isnan(), table[:, -1:], table)
+    chosen = int(table.diff(dim=1).abs().sum(1).nan_to_num(-1.0).argmax())
+    final = result.trajectories.images_latent
+    latents = [result.estimates[node] for node in result.nodes] or [final]
     record = {
         "prompt": prompt.text,
         "chosen": chosen,
-        "rewards": tables[0][chosen].tolist(),
-        "members": tables[0].tolist(),
-        "tweedie": tables[1][chosen].tolist(),
+        "rewards": table[chosen].tolist(),
+        "members": table.tolist(),
     }
     write_json(folder / "trajectory.json", record)
-    images = torch.cat([stills(policy.decode(node[chosen : chosen + 1])) for node in latents])
+    row = slice(chosen, chosen + 1)
+    images = torch.cat([stills(policy.decode(node[row])) for node in (*latents, final)])
     write_bytes(folder / "trajectory.safetensors", save({"images": images.cpu().contiguous()}))

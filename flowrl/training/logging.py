@@ -18,12 +18,10 @@ from torch.nn import functional
 
 from flowrl.core.errors import ConfigError, require
 from flowrl.io import write_bytes
-from flowrl.reading import read_tensors
 from flowrl.training.build import method_parts
 from flowrl.training.config import RunConfig
 from flowrl.training.evaluation import Evaluation
 
-Row = dict[str, Any]
 SIDE = 256
 """Largest side of an image in a strip, in pixels."""
 GAP = 4
@@ -48,15 +46,8 @@ def tracker_name(config: RunConfig) -> str:
 
 
 def scalars(row: Mapping[str, Any] | list[Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of a metrics row by name: groups become "group/name", lists "name/0", "name/1",
-    ...
-
-    Args:
-        row: the row.
-        prefix: prefix of the names.
-
-    Returns:
-        Numbers by name, without all other entries.
+    """The numbers of a metrics row by name, without all other entries: groups become "group/name",
+    lists "name/0", "name/1", ...
     """
     numbers: dict[str, float] = {}
     for name, value in enumerate(row) if isinstance(row, list) else row.items():
@@ -88,32 +79,22 @@ class Journal:
         self._tracker: Any = None
 
     def row(self, row: Mapping[str, Any], evaluation: Evaluation | None = None) -> None:
-        """Log one row of metrics.jsonl, with the images of its evaluation; the untrained model's
-        (row 0) are those in before.safetensors.
-        """
+        """Log one row of metrics.jsonl, with the images of its evaluation."""
         step = int(row["iteration"])
         if self.name != "none":
             self._tracker = self._tracker or self._start()
             numbers = scalars(row)
             del numbers["iteration"]
             self._tracker.log(numbers, step=step)
-        images = None if evaluation is None else evaluation.images
-        if step == 0 and (self.writes_files or self._tracker is not None):
-            before = self.folder / "before.safetensors"
-            images = read_tensors(before, {"images": (None,) * 4})["images"]
-        if images is not None and images.shape[1] == 3:
-            self._show(strip(images), step)
-        if evaluation is not None and self.writes_files:
-            texts = "".join(f"{prompt.text}\n" for prompt in evaluation.prompts)
-            # from left to right
-            write_bytes(self.folder / "samples" / "prompts.txt", texts.encode())
-
-    def _show(self, sheet: Image.Image, step: int) -> None:
-        """Write the strip to a file, and send it in the format of the tracker."""
+        # points of the mixture world are no images
+        if evaluation is None or evaluation.images.shape[1] != 3:
+            return
+        sheet, samples = strip(evaluation.images), self.folder / "samples"
         if self.writes_files:
-            samples = self.folder / "samples"
             write_image(samples / f"iteration-{step:06d}.png", sheet)
             write_image(samples / "over-time.png", over_time(samples))
+            texts = "".join(f"{prompt.text}\n" for prompt in evaluation.prompts)
+            write_bytes(samples / "prompts.txt", texts.encode())  # from left to right
         pixels = np.asarray(sheet)
         if self.name in ("tensorboard", "wandb"):
             layout = {"dataformats": "NHWC"} if self.name == "tensorboard" else {}

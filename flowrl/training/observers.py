@@ -8,25 +8,24 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from annotated_types import Ge, Gt, Le
 from safetensors.torch import save
 from torch import Tensor
 
 from flowrl.core.errors import PartError, is_disk_error, require
 from flowrl.core.experience import FIELDS, LARGER, Actions, Record
-from flowrl.core.options import Whole, checked_options
+from flowrl.core.options import Fraction, NonNegative, Whole, checked_options
 from flowrl.core.protocols import Observer, Stateful
 from flowrl.core.types import part_call
 from flowrl.distributed import Distributed
 from flowrl.io import write_bytes
 from flowrl.parts.registry import build
 from flowrl.parts.specs import parse_spec
+from flowrl.training.checkpoint import prefixed, without_prefix
 from flowrl.training.config import RunConfig
 from flowrl.training.trainer import Iteration, Trainer
 
@@ -41,7 +40,7 @@ class StopOnCollapse:
         drop: the fraction, in (0, 1]; choose a small one for a reward with a large constant part.
     """
 
-    drop: Annotated[float, Gt(0), Le(1)] = 0.3
+    drop: Fraction = 0.3
     fields = ("metrics", "history")
 
     def observe(self, record: Record) -> Actions | None:
@@ -68,7 +67,7 @@ class Budget:
     """
 
     nfe: Whole = 0
-    seconds: Annotated[float, Ge(0)] = 0.0
+    seconds: NonNegative = 0.0
     fields = ("metrics",)
 
     def __post_init__(self) -> None:
@@ -89,7 +88,7 @@ class SaveExperience:
     """Writes the table and the tensors of every `every`-th iteration.
 
     experience/000010.csv has a line per sample: iteration, prompt (index of the group), member,
-    text, reward, valid, part_NAME for each component of a composite reward, advantage_k and
+    text, valid, reward, part_NAME for each component of a composite reward, advantage_k and
     weight_k for decision k. experience/000010.safetensors has values and part.NAME [prompt, member,
     decision+1]; advantages, weights and mask [prompt, member, decision]; valid [prompt, member];
     step, time and std [decision]. The entry "axes" of its metadata lists these axes as JSON.
@@ -106,31 +105,25 @@ class SaveExperience:
     def observe(self, record: Record) -> None:
         """Write both files; older ones of this iteration are replaced."""
         if record.iteration % self.every == 0:
-            place = self.folder / "experience" / f"{record.iteration:06d}"
-            write_bytes(place.with_suffix(".csv"), _table(record).encode())
-            write_bytes(place.with_suffix(".safetensors"), _tensors(record))
-
-    def forget_after(self, iteration: int) -> None:
-        """Delete the files of iterations after `iteration`, which will be computed again."""
-        for path in (self.folder / "experience").glob("[0-9]*.*"):
-            if int(path.stem) > iteration:
-                path.unlink()
+            path = self.folder / "experience" / f"{record.iteration:06d}"
+            write_bytes(path.with_suffix(".csv"), _table(record).encode())
+            write_bytes(path.with_suffix(".safetensors"), _tensors(record))
 
 
 def _table(record: Record) -> str:
     """One line per sample; a cell that is NaN is empty."""
-    names, count = ["reward", *(f"part_{name}" for name in record.parts)], len(record.decisions)
-    names += [f"{name}_{k}" for name in ("advantage", "weight") for k in range(count)]
-    finals = [table[..., -1:] for table in (record.values, *record.parts.values())]
-    numbers = torch.cat([*finals, record.advantages, record.weights], dim=-1)
+    columns = {"reward": record.values[..., -1]}
+    columns |= {f"part_{name}": table[..., -1] for name, table in record.parts.items()}
+    for name, table in (("advantage", record.advantages), ("weight", record.weights)):
+        columns |= {f"{name}_{k}": column for k, column in enumerate(table.unbind(-1))}
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(["iteration", "prompt", "member", "text", names[0], "valid", *names[1:]])
+    writer.writerow(["iteration", "prompt", "member", "text", "valid", *columns])
+    numbers = torch.stack(list(columns.values()), dim=-1).tolist()
     for i, prompt in enumerate(record.prompts):
-        for j, sample in enumerate(numbers[i].tolist()):
-            reward, *others = ("" if math.isnan(number) else f"{number:.9g}" for number in sample)
-            valid = bool(record.valid[i, j])
-            writer.writerow([record.iteration, i, j, prompt.text, reward, valid, *others])
+        for j, valid in enumerate(record.valid[i].tolist()):
+            cells = ["" if math.isnan(number) else f"{number:.9g}" for number in numbers[i][j]]
+            writer.writerow([record.iteration, i, j, prompt.text, valid, *cells])
     return lines.getvalue()
 
 
@@ -159,36 +152,27 @@ class _PartMetrics:
 
 
 class Observers:
-    """The observers of a run, which exist in the main process only; all processes receive their
-    decisions.
-
-    Args:
-        config: the run's settings.
-        folder: its folder.
-        others: observers besides those of the settings.
-        distributed: the processes.
-
-    Raises:
-        ConfigError: an observer cannot be built, or declares an unknown field.
+    """The observers of a run: those of its `config`, and `others`. They exist in the main process
+    only; all processes receive their decisions. Raises `ConfigError` if an observer cannot be built
+    or declares an unknown field.
     """
 
     def __init__(
         self, config: RunConfig, folder: Path, others: Sequence[Observer], distributed: Distributed
     ) -> None:
-        chosen, self.strict, self.distributed = config.logging, config.logging.strict, distributed
-        self.saved = SaveExperience(folder, chosen.save_experience or 1)
+        self.config, self.folder, self.distributed = config.logging, folder, distributed
         self.named: dict[str, Observer] = {}
         with distributed.shared_errors():
             if distributed.is_main:
-                if chosen.save_experience:
-                    self._add("save-experience", self.saved)
-                for spec in chosen.observe:
+                if every := self.config.save_experience:
+                    self._add("save-experience", SaveExperience(folder, every))
+                for spec in self.config.observe:
                     name = parse_spec(spec).name.rpartition(":")[2]
                     self._add(name, build("observer", spec))
                 for other in others:
                     self._add(type(other).__name__, other)
-        needed = {name for observer in self.named.values() for name in observer.fields}
-        self.recorded: set[str] = distributed.gather(needed & set(LARGER))[0]
+        fields = {name for observer in self.named.values() for name in observer.fields}
+        self.recorded: set[str] = distributed.gather(fields & set(LARGER))[0]
 
     def _add(self, name: str, observer: Observer) -> None:
         fields, known = observer.fields, ", ".join(FIELDS)
@@ -220,39 +204,37 @@ class Observers:
         Raises:
             PartError: an observer raised an exception, and `strict` is set.
         """
-        method, known = trainer.method, dict(vars(iteration.experience))
+        known = dict(vars(iteration.experience), metrics=row, history=rows)
         known |= {"advantages": iteration.credit.advantages, "weights": iteration.weights}
-        known |= {"metrics": row, "history": rows}
-        parts = {"credit": method.credit, "loss": method.loss, "sampler": method.sampler}
-        observers = {
+        parts = {kind: getattr(trainer.method, kind) for kind in ("credit", "loss", "sampler")}
+        parts["reward"] = trainer.reward
+        called: dict[str, Any] = {
             kind: _PartMetrics(part)
-            for kind, part in {**parts, "reward": trainer.reward}.items()
+            for kind, part in parts.items()
             if callable(getattr(part, "metrics", None))
         }
-        warned = {said["kind"] for earlier in rows for said in earlier.get("warnings", ())}
+        called |= self.named
+        warned = {warning["kind"] for earlier in rows for warning in earlier.get("warnings", ())}
         entries: dict[str, Any] = {"warnings": []}
         with self.distributed.shared_errors():
-            called = {**observers, **self.named} if self.distributed.is_main else {}
-            for name, observer in called.items():
+            for name, observer in called.items() if self.distributed.is_main else ():
                 kind = name
                 try:
-                    actions = _look(observer, known)
+                    actions = _call(observer, known)
                     numbers = {key: float(value) for key, value in actions.metrics.items()}
                 except (Exception, SystemExit) as error:
                     if is_disk_error(error):
                         raise
-                    what = "" if isinstance(error, PartError) else f"{type(error).__name__}: "
-                    text = f"observer {name}: {what}{error}"
-                    if self.strict:
+                    text = f"observer {name}: {error}"
+                    if self.config.strict:
                         raise PartError(text) from error
                     kind, numbers = f"{name} failed", {}
                     actions = Actions(warn="" if kind in warned else f"{text} (shown once)")
                 for key, number in numbers.items():
                     entries[f"{name}/{key}"] = number if math.isfinite(number) else None
                 if actions.warn:
-                    entries["warnings"].append(
-                        {"kind": kind, "text": " ".join(actions.warn.split())}
-                    )
+                    text = " ".join(actions.warn.split())
+                    entries["warnings"].append({"kind": kind, "text": text})
                 if actions.keep:
                     entries["kept"] = True
                 if actions.stop:
@@ -261,30 +243,26 @@ class Observers:
 
     def state(self) -> dict[str, Tensor]:
         """The state of the observers with memory, by name, for a checkpoint."""
-        return {
-            f"observer/{name}/{key}": tensor.detach().cpu().clone()
-            for name, observer in self.named.items()
-            if isinstance(observer, Stateful)
-            for key, tensor in observer.state_dict().items()
-        }
+        state: dict[str, Tensor] = {}
+        for name, observer in self.named.items():
+            if isinstance(observer, Stateful):
+                state |= prefixed(f"observer/{name}/", observer.state_dict())
+        # copies: an observer may go on writing to its tensors
+        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
     def restore(self, tensors: Mapping[str, Tensor], iteration: int) -> None:
         """Continue from the `tensors` of the checkpoint of `iteration`, in the main process."""
         for name, observer in self.named.items():
-            head = f"observer/{name}/"
-            state = {
-                key.removeprefix(head): tensor
-                for key, tensor in tensors.items()
-                if key.startswith(head)
-            }
+            state = without_prefix(f"observer/{name}/", tensors)
             if isinstance(observer, Stateful) and state:
                 observer.load_state_dict(state)
-        with suppress(FileNotFoundError):
-            self.saved.forget_after(iteration)
+        for path in (self.folder / "experience").glob("[0-9]*.*"):
+            if int(path.stem) > iteration:  # will be computed again
+                path.unlink()
 
 
-def _look(observer: Observer, known: Mapping[str, Any]) -> Actions:
-    """Call one observer with the fields that it declares."""
+def _call(observer: Observer, known: Mapping[str, Any]) -> Actions:
+    """The actions of one observer for the fields that it declares."""
     fields = {
         key: copy.deepcopy(known[key]) if key in ("metrics", "history") else known[key]
         for key in observer.fields

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -191,19 +190,8 @@ def _rollout(shape: Shape, probe: Probe) -> tuple[list[tuple[int, float]], int]:
     return calls, cost.images + shape.groups * shape.members
 
 
-def plan_text(
-    counts: Plan, config: RunConfig, origins: Mapping[str, str] = MappingProxyType({})
-) -> str:
-    """The plan as text, as ``flowrl train --plan`` prints it.
-
-    Args:
-        counts: the counts.
-        config: the run.
-        origins: where settings come from, by setting (`presets.origins`).
-
-    Returns:
-        The lines.
-    """
+def plan_text(counts: Plan, config: RunConfig) -> str:
+    """The plan as text, as ``flowrl train --plan`` prints it."""
     p, rollout, evaluation = counts, config.rollout, config.evaluation
     guidance = f" x {p.passes_per_evaluation} (guidance)" if p.passes_per_evaluation > 1 else ""
     micro, most = (
@@ -216,7 +204,7 @@ def plan_text(
     lines = {
         "trajectories": f"{rollout.groups} groups x {rollout.group_size} members ="
         f" {p.trajectories:,}; whole groups a process: {p.groups_per_process}",
-        "method": method_text(config, origins),
+        "method": method_text(config),
         "rows": f"{p.trained_steps} trained steps of {rollout.num_steps}: {p.rows:,} rows,"
         f" {p.evaluations:,} distinct states",
         "optimizer steps": f"{p.updates}; {p.evaluations_per_update_and_process:,} states a process"

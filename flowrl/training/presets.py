@@ -5,8 +5,7 @@ Clips, KL weights and rules of the method files are the published ones, with the
 released code. ``sd3.5-medium,tp-grpo,ocr,exact`` has flowrl's definitions and translated numbers.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from itertools import pairwise, product
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.core.errors import ConfigError, require
-from flowrl.parts.settings import read_settings, unknown
+from flowrl.parts.settings import SettingsFile, read_settings, unknown
 from flowrl.reading import load_document
 from flowrl.training.format import require_format
 
@@ -99,20 +98,12 @@ preset does not replace it.
 
 
 def world_defaults(world: Any) -> dict[str, Any]:
-    """Changes to the defaults in a world: those of `WORLD_DEFAULTS`, or the world's first task and
-    form and its own `defaults`; none for "model".
-
-    Args:
-        world: the setting `world`: a spec, which is built, or an object.
-
-    Returns:
-        The settings.
-
-    Raises:
-        ConfigError: the world cannot be built, or its defaults name a world or a model.
+    """Changes to the defaults in a world: those of `WORLD_DEFAULTS`, or of a user's world (a spec
+    or an object) its first task and form and its own `defaults`. Raises `ConfigError` if the world
+    cannot be built, or its defaults name a world or a model.
     """
-    if world == "model" or (isinstance(world, str) and world in WORLD_DEFAULTS):
-        return WORLD_DEFAULTS.get(world, {})
+    if isinstance(world, str) and world in WORLD_DEFAULTS:
+        return WORLD_DEFAULTS[world]
     from flowrl.worlds.base import world as build_world
 
     built = build_world(world)
@@ -123,8 +114,7 @@ def world_defaults(world: Any) -> dict[str, Any]:
 
 
 METHOD_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "shapes": {"tempflow-grpo": {"groups": 6, "group_size": 30}},
-    "mixture": {"tempflow-grpo": {"groups": 6, "group_size": 30}},
+    "world": {"tempflow-grpo": {"groups": 6, "group_size": 30}},
     "model": {"tempflow-grpo": {"group_size": 54}},
     "tiny": {
         "awm": {"loss": "awm(times=stratified(count=2))"},
@@ -141,68 +131,28 @@ METHOD_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "tree-grpo": {"group_size": 4},
     },
 }
-"""Changes by world (others: those of model), or for the preset tiny, that a method's groups, trees
-and times need.
+"""Changes that a method's groups, trees and times need: in the built-in worlds, in others and for
+models, or for the preset tiny.
 """
 
 
 def method_overrides(
     preset: str, world: Any, method: str, published: bool = False
 ) -> dict[str, Any]:
-    """The changes that a method needs to the settings of a built-in preset.
-
-    Args:
-        preset: name of the preset; a preset that contains a file needs none.
-        world: the setting `world`, or "model".
-        method: name of the method.
-        published: use the method's published window and clip instead of those of the world.
-
-    Returns:
-        Settings.
+    """The changes that a `method` needs to the settings of a built-in `preset` in a `world` (or
+    "model"): with `published` its published window and clip. A preset that contains a file needs
+    none.
     """
     names = preset.split(",")
     if not set(names) <= set(PRESETS):
         return {}
-    key = "tiny" if "tiny" in names else str(world) if str(world) in METHOD_SETTINGS else "model"
-    return {
-        **({"window": ""} if published or method in OWN_WINDOWS else {}),
-        **({"clip_range": 0.0} if published else {}),
-        **METHOD_SETTINGS[key].get(method, {}),
-    }
-
-
-def origins(
-    preset: str,
-    schema: type,
-    world: Any,
-    method: str,
-    chosen: Sequence[str],
-    published: bool = False,
-) -> dict[str, str]:
-    """Where the settings of a run come from, by setting: the world's or models' defaults, presets,
-    what the method needs of them, or an option.
-
-    Args:
-        preset: name of the preset.
-        schema: class of the settings.
-        world: the setting `world`, or "model".
-        method: name of the method.
-        chosen: settings that options set.
-        published: as in `method_overrides`.
-
-    Returns:
-        Origins; settings without one have their default.
-    """
-    base = MODEL_DEFAULTS if world == "model" else world_defaults(world)
-    label = "models" if world == "model" else f"world {getattr(world, 'name', world)}"
-    pieces = combine(preset, schema).origins.items()
-    overrides = method_overrides(preset, world, method, published)
-    return {
-        **dict.fromkeys(base, label),
-        **{name: f"preset {piece}" for name, piece in pieces},
-        **dict.fromkeys(overrides, f"{preset}, for {method}"),
-        **dict.fromkeys(chosen, "option"),
-    }
+    key = "world" if str(world) in WORLD_DEFAULTS else "model"
+    changes = dict(METHOD_SETTINGS["tiny" if "tiny" in names else key].get(method, {}))
+    if published:
+        changes["clip_range"] = 0.0
+    if published or method in OWN_WINDOWS:
+        changes = {"window": "", **changes}
+    return changes
 
 
 MODEL_ONLY = (
@@ -230,52 +180,20 @@ MODEL_ONLY = (
 """Settings of a model only."""
 
 
-def accelerator_defaults(device: str = "cuda", planned: bool = False) -> dict[str, Any]:
-    """Default device, precision and batches of a model on a GPU.
-
-    Args:
-        device: name of the device.
-        planned: return them even without CUDA, to plan for another machine.
-
-    Returns:
-        Settings; empty without CUDA.
-    """
-    import torch
-
-    if not (planned or torch.cuda.is_available()):
-        return {}
-    sizes = {"micro_batch": "auto", "max_batch": "auto"} if device.startswith("cuda") else {}
-    return {"device": "cuda", "dtype": "bfloat16", **sizes}
-
-
 @dataclass(frozen=True)
 class Piece:
-    """One preset.
-
-    Args:
-        name: name of the preset.
-        origin: the folder's name, "built-in" or "file".
-        settings: its settings.
-        when: further settings by the name of another preset that is also chosen.
-        about: facts in its file: gpus, memory, notes.
+    """One preset: its `name`, its `kind` (a folder of `KINDS`, "built-in" or "file"), and the
+    content of its file.
     """
 
     name: str
-    origin: str
-    settings: dict[str, Any]
-    when: dict[str, dict[str, Any]] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
+    kind: str
+    file: SettingsFile
 
 
 @dataclass(frozen=True)
 class Combined:
-    """Combined presets.
-
-    Args:
-        pieces: the presets.
-        settings: the resulting settings.
-        origins: the preset of each setting.
-    """
+    """Combined presets: the resulting `settings`, and for each of them its preset (`origins`)."""
 
     pieces: tuple[Piece, ...]
     settings: dict[str, Any]
@@ -302,34 +220,23 @@ def combine(name: str, schema: type) -> Combined:
     Model, method, task and definition files are applied in this order, then the settings that they
     have for each other, then built-in presets and the user's files in the given order.
 
-    Args:
-        name: shipped files by name, names of `PRESETS`, or paths of .yaml files, separated by
-            commas.
-        schema: class of the settings.
-
-    Returns:
-        The settings, and the preset of each.
-
-    Raises:
-        ConfigError: a name is unknown, or two presets are of one kind.
+    `name`: shipped files by name, names of `PRESETS`, or paths of .yaml files, separated by commas;
+    `schema`: class of the settings. Raises `ConfigError` if a name is unknown, or if two presets
+    are of one kind.
     """
     pieces = [_piece(part.strip(), schema) for part in name.split(",")]
-    files = [piece for kind in KINDS for piece in pieces if piece.origin == kind]
+    files = [piece for kind in KINDS for piece in pieces if piece.kind == kind]
     for first, second in pairwise(files):
-        fits = first.origin != second.origin
-        require(fits, "preset", name, f"one of {first.origin}: {first.name} or {second.name}")
+        need = f"one of {first.kind}: {first.name} or {second.name}"
+        require(first.kind != second.kind, "preset", name, need)
     others = [piece for piece in pieces if piece not in files]
     chosen = {piece.name for piece in pieces}
-    layers = [
-        *((piece.name, piece.settings) for piece in files),
-        *(
-            (f"{piece.name} with {other}", settings)
-            for piece in files
-            for other, settings in piece.when.items()
-            if set(other.split(",")) <= chosen
-        ),
-        *((piece.name, piece.settings) for piece in others),
-    ]
+    layers = [(piece.name, piece.file.settings) for piece in files]
+    for piece in files:
+        for other, settings in piece.file.when.items():
+            if set(other.split(",")) <= chosen:
+                layers.append((f"{piece.name} with {other}", settings))
+    layers += [(piece.name, piece.file.settings) for piece in others]
     settings, origins = {}, {}
     for origin, changes in layers:
         settings |= changes
@@ -339,29 +246,20 @@ def combine(name: str, schema: type) -> Combined:
 
 def _piece(name: str, schema: type) -> Piece:
     if name in PRESETS:
-        return Piece(name, "built-in", PRESETS[name])
-    files = {
-        stem: (kind, path) for kind, stems in shipped().items() for stem, path in stems.items()
-    }
-    kind, path = files.get(name, ("file", Path(name)))
+        return Piece(name, "built-in", SettingsFile(PRESETS[name], {}, {}))
+    kind = next((kind for kind, files in shipped().items() if name in files), "file")
+    path = shipped().get(kind, {}).get(name, Path(name))
     if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"{unknown(name, [*PRESETS, *files], 'preset')}; or a .yaml file")
-    require(path.is_file(), "preset", name, "a file that exists")
+        known = [*PRESETS, *(stem for files in shipped().values() for stem in files)]
+        raise ConfigError(f"{unknown(name, known, 'preset')}; or a .yaml file")
     require_format(path, load_document(path)[0])
-    read = read_settings(path, schema)
-    return Piece(name, kind, read.settings, read.when, read.about)
+    return Piece(name, kind, read_settings(path, schema))
 
 
 @dataclass(frozen=True)
 class Published:
-    """A setting with its published value.
-
-    Args:
-        setting: name of the setting.
-        ours: its value here.
-        value: the published value; None: not published.
-        where: source of the published value.
-        why: reason for a difference; "" if there is none.
+    """A setting with its value here (`ours`), the published `value` (None: not published), its
+    source (`where`), and the reason for a difference (`why`; "" if the values are the same).
     """
 
     setting: str
@@ -391,7 +289,7 @@ def published(combined: Combined) -> list[Published]:
             known |= {name: (*value, source) for name, value in entry.get("values", {}).items()}
             reasons |= entry.get("why", {})
             unpublished = entry.get("unpublished", unpublished)
-    users = {piece.name for piece in combined.pieces if piece.origin not in KINDS}
+    users = {piece.name for piece in combined.pieces if piece.kind not in KINDS}
     rows = []
     for name, ours in combined.settings.items():
         value, place, source = known.get(name, (None, "", ""))

@@ -1,6 +1,5 @@
 """What run folders contain: rows of metrics, and how far a run is."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,12 @@ class MetricsRow:
     trajectories: float = 1.0
 
 
-def holds(folder: Path, entries: Sequence[str]) -> bool:
-    """Whether config.json in `folder` was written by flowrl and has one of `entries`: "algorithm"
-    for a run, "arms" (in earlier versions "methods") for a comparison.
+def holds(folder: Path, entry: str) -> bool:
+    """Whether config.json in `folder` has the `entry`: "algorithm" for a run, "arms" for a
+    comparison.
     """
     try:
-        return not read_json(folder / "config.json", dict[str, Any]).keys().isdisjoint(entries)
+        return entry in read_json(folder / "config.json", dict[str, Any])
     except ConfigError:
         return False
 
@@ -44,12 +43,10 @@ def has_progress(folder: Path) -> bool:
     run would overwrite.
     """
     metrics = folder / "metrics.jsonl"
-    return (
-        any((folder / "checkpoints").glob("*"))
-        or any((folder / name).exists() for name in ("failure", "done.json"))
-        # row 0 is the untrained model's
-        or (metrics.exists() and read_bytes(metrics).count(b"\n") > 1)
-    )
+    if any((folder / "checkpoints").glob("*")) or (folder / "failure").exists():
+        return True
+    # row 0 is the untrained model's
+    return metrics.exists() and read_bytes(metrics).count(b"\n") > 1
 
 
 def short(spec: str) -> str:

@@ -2,30 +2,28 @@
 trajectory.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 
 from flowrl.core.errors import CheckpointError, part_errors, require
-from flowrl.core.protocols import FlowPolicy, Observer, World, extras
+from flowrl.core.protocols import Observer, extras
 from flowrl.core.types import watched_calls
 from flowrl.distributed import Distributed, full_tensors
 from flowrl.io import disk_errors, folder_lock, new_folder, write_bytes, write_json
 from flowrl.parts.plugins import versions
 from flowrl.parts.settings import settings_text
 from flowrl.parts.trust import check_code, record_code
-from flowrl.reading import as_kind, read_bytes, read_json, read_tensors, reading
+from flowrl.reading import as_kind, read_tensors, reading
 from flowrl.rewards import evaluation_reward
-from flowrl.training.build import make_reward, make_trainer, make_world, policy_options
+from flowrl.training.build import make_reward, make_trainer, make_world
 from flowrl.training.checkpoint import Checkpoint, Checkpoints, save_weights, to_resume
 from flowrl.training.config import RunConfig, load_config
 from flowrl.training.evaluation import (
@@ -34,7 +32,7 @@ from flowrl.training.evaluation import (
     make_heldout_metrics,
     write_trajectory,
 )
-from flowrl.training.format import COMMENT, FORMAT
+from flowrl.training.format import FORMAT
 from flowrl.training.logging import Journal
 from flowrl.training.memory import out_of_memory
 from flowrl.training.monitors import limits_of, notices
@@ -68,15 +66,11 @@ class Run:
         folder: the run's folder.
         report: called with the state of the run.
         stop: whether the run should pause.
-        shared: a folder in which the runs of a comparison store the evaluation of the untrained
-            model, which is the same for all.
         distributed: the processes.
         changed_code: continue although the files of the run's own parts have changed since it was
             started.
         observers: observers besides those of the setting `observe`; give them again when the run is
             resumed.
-        world: a world, as an object, that replaces that of the settings; to resume such a run it is
-            needed again.
         trial: try the user's own parts before a new run, or with `changed_code`
             (`flowrl.training.trial`).
         parts_tried: try only the reward, because the caller has tried the other parts.
@@ -86,17 +80,13 @@ class Run:
     folder: Path
     report: Report = lambda state: None
     stop: Callable[[], bool] = lambda: False
-    shared: Path | None = None
     distributed: Distributed = Distributed()
     changed_code: bool = False
     observers: Sequence[Observer] = ()
-    world: World | None = None
     trial: bool = True
     parts_tried: bool = False
 
     def __post_init__(self) -> None:
-        if self.world is not None:
-            self.config = self.config.replace(world=self.world)
         self._metrics = self.folder / "metrics.jsonl"
         self._checkpoints = Checkpoints(self.folder, self.config.logging.keep_checkpoints)
 
@@ -110,7 +100,7 @@ class Run:
         are then in failure/). If another process executes the run, a `ConfigError` names it.
         """
         self.config = self.config.allowed()
-        full = disk_errors(self.folder, self._checkpoints.newest, lambda: to_resume(self.folder))
+        full = disk_errors(self.folder, partial(to_resume, self.folder))
         with part_errors(), watched_calls(), full, out_of_memory(), ExitStack() as stack:
             self._in_main(lambda: self._enter(stack, resume))
             if resume and not start and (self.folder / "done.json").exists():
@@ -146,7 +136,7 @@ class Run:
             need = "a folder without a run; --resume continues one"
             require(not has_progress(self.folder), "out", str(self.folder), need)
             # a start that fails before its first iteration leaves no files, and may be repeated
-            made, kept = partial(holds, entries=("algorithm",)), partial(has_progress, self.folder)
+            made, kept = partial(holds, entry="algorithm"), partial(has_progress, self.folder)
             lock = new_folder(self.folder, "run", made, kept)
         stack.enter_context(lock)
 
@@ -156,27 +146,26 @@ class Run:
         """
         if resume:
             self.config = self.config.replace(**self._in_main(self._measured_sizes))
-        observers = Observers(self.config, self.folder, self.observers, self.distributed)
-        world = make_world(self.config)
-        self._heldout = make_heldout_metrics(self.config, world)
-        trainer = make_trainer(self.config, self.distributed, world)
+        self._observers = Observers(self.config, self.folder, self.observers, self.distributed)
+        self._world = make_world(self.config)
+        self._heldout = make_heldout_metrics(self.config, self._world)
+        self._trainer = trainer = make_trainer(self.config, self.distributed, self._world)
         self.config = trainer.config  # with the measured sizes
-        self._observers, self._world, self._trainer = observers, world, trainer
         trainer.on_phase = lambda phase: self._tell({"phase": phase})
-        trainer.recorded = observers.recorded
-        if self.trial and not resume and self.distributed.is_main:
+        trainer.recorded = self._observers.recorded
+        is_main = self.distributed.is_main
+        if self.trial and not resume and is_main:
             tried = partial(reward_trial, self.config, warn=self._warn_of_trial)
             trainer.collector.inspect = tried(trainer.reward)
-            if (heldout := self._heldout) is not None:
-                inspects = {spec: tried(r, heldout=spec) for spec, r in heldout.rewards.items()}
-                heldout.trials.update({s: inspect for s, inspect in inspects.items() if inspect})
+            for spec, reward in self._heldout.rewards.items():
+                if (inspect := tried(reward, heldout=spec)) is not None:
+                    self._heldout.trials[spec] = inspect
         self._rows = self._restore(start) if resume else []
         # a run that an observer stopped has ended, unless it continues from a named checkpoint
         self._stopped = self._rows[-1].get("stopped", "") if self._rows and not start else ""
         self._evaluation: Evaluation | None = None
-        is_main = self.distributed.is_main
         self._journal = Journal(self.config, self.folder, trainer.done, is_main)
-        if self.distributed.is_main:
+        if is_main:
             self._write_settings()
         if not self._rows:
             self._write_untrained()
@@ -206,7 +195,7 @@ class Run:
         write_json(self.folder / "config.json", values)
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())
         command = "flowrl train --config config.yaml --out NEW_FOLDER"
-        comment = f"{COMMENT}: {command} ({packages})"
+        comment = f"All settings of this run; repeat it with: {command} ({packages})"
         write_bytes(self.folder / "config.yaml", settings_text(values, comment).encode())
 
     def _restore(self, start: str) -> list[Row]:
@@ -214,11 +203,11 @@ class Run:
         checkpoint the run starts anew.
         """
         trainer, checkpoint = self._trainer, Checkpoint({}, {})
-        names = [start] if start else self._checkpoints.names()
-        with reading(self._checkpoints.path((names or [""])[-1]), CheckpointError):
+        name = start or self._checkpoints.newest
+        with reading(self._checkpoints.path(name), CheckpointError):
             with self.distributed.shared_errors():
-                if self.distributed.is_main and names:
-                    checkpoint = self._checkpoints.load(start)
+                if self.distributed.is_main and name:
+                    checkpoint = self._checkpoints.load(name)
                     as_kind(checkpoint.values.get("rows"), list[MetricsRow])
             if self.distributed.any(bool(checkpoint.values)):
                 trainer.restore(checkpoint)
@@ -239,38 +228,14 @@ class Run:
 
     def _write_untrained(self) -> None:
         """Row 0 and the samples of the untrained model."""
-        self._tell({"phase": "evaluation"})
-        images, scores = self._untrained(self._trainer.policy)
-        row = {"iteration": 0, "evaluation": scores, **{f"{name}_total": 0 for name in TOTALS}}
+        before = self._evaluate()
         if self.distributed.is_main:
+            images = save({"images": before.images, "scores": before.image_scores})
             write_bytes(self.folder / "before.safetensors", images)
             write_bytes(self._metrics, b"")
-        self._append(row)
-        self._tell({"heldout": scores["reward"]})
-
-    def _untrained(self, policy: FlowPolicy) -> tuple[bytes, dict[str, float]]:
-        """First samples (safetensors) and scores of the model before training, computed once per
-        evaluation setting.
-        """
-        environment, values = self.config.environment, self.config.as_dict()
-        settings = [
-            values["environment"],
-            values["policy"],
-            values["evaluation"],
-            self.config.seed if environment.reward_noise else 0,
-        ]
-        key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-        shared = self.shared and self.shared / f"untrained-{key}.json"
-        if shared and shared.exists():  # written after the images
-            images = read_bytes(shared.with_suffix(".safetensors"))
-            return images, read_json(shared, dict[str, Any])
-        before = self._score(policy)
-        images = save({"images": before.images, "scores": before.image_scores})
-        scores = before.row(environment.reward_form)
-        if shared and not before.incomplete:
-            write_bytes(shared.with_suffix(".safetensors"), images)
-            write_json(shared, scores)
-        return images, scores
+        totals = {f"{name}_total": 0 for name in TOTALS}
+        self._append({"iteration": 0, "evaluation": before.row, **totals})
+        self._tell({"heldout": before.row["reward"]})
 
     # ----- Iterations
 
@@ -295,7 +260,7 @@ class Run:
         row |= {f"{name}_total": rows[-1][f"{name}_total"] + row[name] for name in TOTALS}
         last, every = self._ended, self.config.evaluation.eval_every
         self._evaluation = None
-        row["evaluation"] = self._evaluate() if last or trainer.done % every == 0 else None
+        row["evaluation"] = self._evaluate().row if last or trainer.done % every == 0 else None
         entries = self._observers.observe(trainer, iteration, row, rows)
         warnings = entries.pop("warnings")
         if last:
@@ -303,7 +268,7 @@ class Run:
         row |= entries
         if "stopped" in row:
             self._stopped = row["stopped"]
-            row["evaluation"] = row["evaluation"] or self._evaluate()
+            row["evaluation"] = row["evaluation"] or self._evaluate().row
             when = f"after iteration {trainer.done} of {self.config.iterations}"
             warnings.append({"kind": "stopped", "text": f"stopped {when} by {self._stopped}"})
         warnings = [*map(asdict, notices([*rows, row], self._limits)), *warnings]
@@ -315,32 +280,29 @@ class Run:
         state = {"iteration": trainer.done, "reward": row["reward_mean"], **heldout}
         self._tell({**state, "nfe_total": row["nfe_total"]})
 
-    def _evaluate(self) -> dict[str, Any]:
-        """The row's entry of the held-out evaluation of the averaged weights."""
+    def _evaluate(self) -> Evaluation:
+        """The held-out evaluation of the averaged weights."""
         self._tell({"phase": "evaluation"})
-        with self._trainer.averaged():
-            self._evaluation = self._score(self._trainer.policy)
-        return self._evaluation.row(self.config.environment.reward_form)
-
-    def _score(self, policy: FlowPolicy) -> Evaluation:
         config, custom = self.config, None
         environment, settings = config.environment, config.evaluation
         if environment.reward and not config.policy.model:  # the only reward of a model's world
             exact = config.replace(reward_noise=0.0, reward_bias=0.0)
             custom = evaluation_reward(make_reward(exact))
-        return evaluate(
-            policy,
-            self._world,
-            environment.task,
-            environment.reward_form,
-            settings.eval_samples,
-            settings.eval_steps,
-            config.batches.max_batch,
-            reward=custom,
-            solver=settings.eval_solver,
-            heldout_metrics=self._heldout,
-            distributed=self.distributed,
-        )
+        with self._trainer.averaged():
+            self._evaluation = evaluate(
+                self._trainer.policy,
+                self._world,
+                environment.task,
+                environment.reward_form,
+                settings.eval_samples,
+                settings.eval_steps,
+                config.batches.max_batch,
+                reward=custom,
+                solver=settings.eval_solver,
+                heldout_metrics=self._heldout,
+                distributed=self.distributed,
+            )
+        return self._evaluation
 
     def _append(self, row: Row) -> None:
         self._rows.append(row)
@@ -383,10 +345,11 @@ class Run:
 
     def _finish(self) -> None:
         """Write samples, weights, a trajectory, and last done.json."""
-        if self._evaluation is None:  # the run was killed after its last checkpoint
-            self._evaluate()
-        before, after = self._before(), self._evaluation
-        assert after is not None
+        # none if the run was killed after its last checkpoint
+        after = self._evaluation or self._evaluate()
+        shapes = {"images": (None,) * 4, "scores": (None,)}
+        read = partial(read_tensors, self.folder / "before.safetensors", shapes)
+        before = self._in_main(read)
         if self.distributed.is_main:
             images = save({"before": before["images"], "after": after.images})
             write_bytes(self.folder / "samples.safetensors", images)
@@ -403,21 +366,6 @@ class Run:
         elif self.distributed.sharded:
             with TemporaryDirectory() as scratch:
                 self._export(Path(scratch))
-
-    def _before(self) -> dict[str, torch.Tensor]:
-        """The untrained model's samples and scores; computed again if the file is missing or
-        damaged.
-        """
-        path = self.folder / "before.safetensors"
-
-        def stored() -> dict[str, torch.Tensor] | None:
-            with suppress(CheckpointError):
-                return read_tensors(path, {"images": (None,) * 4, "scores": (None,)})
-            return None
-
-        if tensors := self._in_main(stored):
-            return tensors
-        return load(self._untrained(self._world.policy(policy_options(self.config)))[0])
 
     def _export(self, folder: Path) -> None:
         """Write the averaged weights, and a trajectory sampled with them."""

@@ -19,7 +19,7 @@ from flowrl.core.types import Condition, Prompt
 from flowrl.credit import credit_of, read_columns
 from flowrl.distributed import Distributed
 from flowrl.methods import Method, check_one_advantage
-from flowrl.parts.prompt_stream import PromptStream
+from flowrl.parts.prompts import PromptStream
 from flowrl.probes import whole
 from flowrl.rewards.contract import is_remote
 from flowrl.rollout import Groups, Usage, log_probs, transition_weights, usable

@@ -18,7 +18,7 @@ from flowrl.core.errors import CheckpointError, require
 from flowrl.core.options import Whole, allowed
 from flowrl.core.protocols import FlowPolicy, PolicyOptions, RewardModel, World
 from flowrl.core.types import Prompt
-from flowrl.parts.prompts import prompts_from
+from flowrl.parts.prompts import read_prompts
 from flowrl.parts.registry import build, check_part
 from flowrl.parts.specs import parse_spec
 from flowrl.policies.load import load_policy
@@ -158,8 +158,8 @@ class ModelWorld:
         allowed = "NAME of a reward or path/to/file.py:Class: a model has none of its own"
         require(bool(reward), "reward", reward, allowed)
         self._model, self._spec, self._options = model, reward, options
-        self._training = prompts_from(prompts)
-        self._heldout = prompts_from(heldout_prompts) if heldout_prompts else self._training
+        self._training = read_prompts(prompts)
+        self._heldout = read_prompts(heldout_prompts) if heldout_prompts else self._training
 
     def prompts(self, task: str, part: str) -> list[Prompt]:
         """The prompts of the training or the held-out file."""

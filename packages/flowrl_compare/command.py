@@ -27,7 +27,6 @@ from flowrl.parts.trust import trust_option
 from flowrl.signals import ignore_stops, on_stop
 from flowrl.training.config import RunConfig
 from flowrl.training.presets import method_overrides
-from flowrl.workers import import_modules
 
 if TYPE_CHECKING:
     from flowrl_compare.comparison import CompareConfig
@@ -144,9 +143,7 @@ class Compare:
 
     def main(self) -> int:
         """Run, show, report."""
-        # runs have one thread, and `run_jobs` forks a process without others
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        import_modules("flowrl_compare.comparison")
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # runs have one thread
         from flowrl.io import disk_errors
         from flowrl.policies import device_of
         from flowrl_compare.comparison import compare, load_compare, require_free
@@ -180,8 +177,7 @@ class Compare:
             changed_code=self.changed_code,
             trial=self.trial,
         )
-        kept = "Finished runs and checkpoints are kept"
-        with on_stop(_interrupt), disk_errors(out, lambda: kept, again):
+        with on_stop(_interrupt), disk_errors(out, again):
             try:
                 display.start()
                 if display.during(work):

@@ -208,7 +208,6 @@ def _run_job(
         folder,
         worker.send,
         worker.stopped,
-        shared=folder.parent,
         changed_code=changed_code,
         trial=trial,
         parts_tried=True,
@@ -274,7 +273,7 @@ def compare(
         lock = new_folder(
             out,
             "comparison",
-            partial(holds, entries=("arms", "methods")),
+            partial(holds, entry="arms"),
             partial(_started, out),
         )
     with lock:
@@ -311,9 +310,6 @@ def _compare(
         kinds = [f"trial {n}" for n in range(len(notes))]
         states[next(iter(jobs))] |= {"warning": "\n".join(notes), "kinds": kinds}
         watch(states)
-    imports = ("flowrl_compare.comparison", *getattr(make_world(config.run), "imports", ()))
-    # forks of a process that has used a GPU cannot use it
-    on_cpu = all(job.policy.device == "cpu" for job in jobs.values())
     completed = run_jobs(
         _run_job,
         {
@@ -325,7 +321,7 @@ def _compare(
         received=lambda name, state: states[name].update(state),
         watch=lambda: watch(states),
         describe=lambda name: f"the run {run_label(arms[name], jobs[name].seed)}",
-        preload=imports if on_cpu else (),
+        preload=getattr(make_world(config.run), "imports", ()),
     )
     failed = [name for name, result in results.items() if isinstance(result, str)]
     if failed and completed:

@@ -96,7 +96,7 @@ class Evaluate:
         from rich.progress import Progress
 
         from flowrl.io import new_folder, require_no_links
-        from flowrl.parts.prompts import prompts_from
+        from flowrl.parts.prompts import read_prompts
         from flowrl.parts.registry import build
         from flowrl.policies.load import load_policy
         from flowrl.rewards import evaluation_reward
@@ -113,7 +113,7 @@ class Evaluate:
         config = self.settings()
         world, options, environment = make_world(config), config.policy, config.environment
         if self.prompts:
-            texts = prompts_from(self.prompts)
+            texts = read_prompts(self.prompts)
             prompts = texts if options.model else [world.parse(prompt.text) for prompt in texts]
         else:  # all of a model's, as many as the run evaluated of another world's
             end = None if options.model else config.evaluation.eval_samples

@@ -405,7 +405,6 @@ def _draw_values(axes: Axes, record: Mapping[str, list]) -> None:
     lines = axes.plot(members.T, color=PALE, linewidth=0.8)
     lines[0].set_label("rest of the group")
     axes.plot(rewards, color=INK, marker="o", linewidth=2.5, label="ODE completion")
-    axes.plot(record["tweedie"], color=SOFT, linestyle=":", linewidth=2, label="one-step estimate")
     axes.set_ylabel("estimated final reward")
     turns = turning_points(members[None], consistent=False)[0, record["chosen"]].nonzero().flatten()
     if len(turns) and max(map(abs, _gains(record))) >= NOTICEABLE:

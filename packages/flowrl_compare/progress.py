@@ -190,7 +190,7 @@ def _recorded(folder: Path) -> dict[str, Any]:
     from flowrl.training.checkpoint import Checkpoints
     from flowrl_compare.results import load_run
 
-    kept = int((Checkpoints(folder).names() or ["0"])[-1])
+    kept = int(Checkpoints(folder).newest or 0)
     state: dict[str, Any] = {"phase": "waiting", "iteration": 0}
     try:
         run = load_run(folder)

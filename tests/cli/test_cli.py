@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -14,9 +13,10 @@ from pathlib import Path
 import pytest
 import tyro
 from flowrl_compare.results import load_comparison, summarise
+from small_run import MIXTURE, flowrl_
 
 import flowrl
-from flowrl.cli.main import COMMANDS, main, plugins
+from flowrl.cli.main import COMMANDS, plugins
 from flowrl.cli.options import LONGEST_NAME, changes, options_with, run_name
 from flowrl.cli.train import TrainOptions
 from flowrl.methods import METHODS
@@ -31,11 +31,6 @@ class LastStepsOnly:
         scores = (final - final.mean(1, keepdim=True)) / (final.std(1, keepdim=True) + 1e-4)
         return scores * (decisions.step >= 2)
 """
-MIXTURE = "--preset tiny --world mixture --task direction"
-
-
-def flowrl_(line):
-    return main(shlex.split(line))
 
 
 def shown(line, capsys):
@@ -107,7 +102,7 @@ def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("compare --methods ppo", "unknown method 'ppo'; allowed: flow-grpo"),
+        ("compare --methods ppo", "method = 'ppo' is not allowed; allowed: flow-grpo"),
         ("compare --task poetry", "compositional, text, preference"),
         ("compare --world mars", "mixture, shapes"),
         ("compare --group-size 1", "group_size = 1 is not allowed; allowed: a whole number, 2 or"),
@@ -118,7 +113,8 @@ def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
         ("train --resume x --iterations 9 --seed 1", "without --seed, --iterations"),
         ("train --processes 2", "given with --plan only"),
         ("train --device cuda:99", "device = 'cuda:99' is not allowed"),
-        ("train --learning-rate inf", "learning_rate = inf is not allowed; allowed: a number abov"),
+        ("train --learning-rate inf", "learning_rate = inf is not allowed; allowed: a number"),
+        ("train --learning-rate 0", "learning_rate = 0.0 is not allowed; allowed: a number above"),
         ("sample --prompts 'a green dog'", "allowed: 1 to 5 words"),
         ("sample --weights nowhere", "is not the folder of a finished run"),
         ("pretrain --updates 0", "updates = 0"),

@@ -208,7 +208,7 @@ def comparison_folder(folder, names, **config):
 
 
 def write_trajectory(folder, rewards):
-    values = {"rewards": rewards, "members": [rewards, rewards[::-1]], "tweedie": rewards}
+    values = {"rewards": rewards, "members": [rewards, rewards[::-1]]}
     (folder / "trajectory.json").write_text(json.dumps(values | {"prompt": "p", "chosen": 0}))
 
 

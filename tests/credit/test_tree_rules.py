@@ -359,7 +359,7 @@ def test_log_probabilities_are_named_when_they_are_missing() -> None:
     ],
 )
 def test_named_methods_fit_the_default_group(name: str, counts: list[int], decisions: int) -> None:
-    method = METHODS[name](FlowSDE(0.7), window=FixedWindow(2, 7))
+    method = replace(METHODS[name](), sampler=FlowSDE(0.7), window=FixedWindow(2, 7))
     probe, members = method.credit.probe, 30 if name == "tempflow-grpo" else 12
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)

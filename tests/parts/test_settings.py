@@ -5,15 +5,15 @@ nothing changes afterwards.
 import dataclasses
 import inspect
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from jaxtyping import TypeCheckError
 
 from flowrl.core.errors import ConfigError, CreditError
 from flowrl.core.experience import Decisions
-from flowrl.core.types import CHECKS_ON, Schedule
+from flowrl.core.options import Count, Positive, check_ranges, checked_options
+from flowrl.core.types import Schedule
 from flowrl.credit import (
     GDPO,
     MovingAverageGain,
@@ -22,19 +22,13 @@ from flowrl.credit import (
     Uniform,
     ValueTracker,
     Weighted,
-    balanced,
-    generalised_gains,
-    process_rewards,
-    turning_points,
 )
-from flowrl.credit.table import zscore
 from flowrl.flow import (
     DrawnSteps,
     LogitNormalTimes,
     PermutedTimes,
     StratifiedTimes,
     UniformTimes,
-    shifted_schedule,
     uniform_schedule,
 )
 from flowrl.flow.mixture import GaussianMixture
@@ -140,30 +134,8 @@ DEFAULTS: dict[type, dict[str, Any]] = {
 @pytest.mark.parametrize("part", DEFAULTS, ids=lambda part: part.__name__)
 def test_defaults_are_the_documented_ones(part: type) -> None:
     made = part()
-    assert {name: getattr(made, name) for name in inspect.signature(part).parameters} == DEFAULTS[
-        part
-    ]
-
-
-def test_defaults_of_windows_and_functions() -> None:
-    window = SlidingWindow(2)
-    assert (window.stride, window.every) == (1, 1)
-    assert list(window.steps(4, torch.Generator())) == [0, 1]
-    assert (RandomWindow(2).low, RandomWindow(2).high) == (0, None)
-    assert (FixedWindow().start, FixedWindow().stop) == (None, None)
-    for function, expected in (
-        (turning_points, {"consistent": True, "first_step": True}),
-        (balanced, {"by": "aggregate", "scope": "batch"}),
-        (process_rewards, {"add": False}),
-        (generalised_gains, {"lam": 0.0, "gamma": 1.0}),
-        (shifted_schedule, {"shift": 3.0}),
-        (zscore, {"std_over": None, "clamp": 5.0, "mask": None}),
-        (GaussianMixture.ring, {"modes": 8, "radius": 2.0, "std": 0.25}),
-    ):
-        parameters = inspect.signature(function).parameters.items()
-        assert {
-            n: p.default for n, p in parameters if p.default is not inspect.Parameter.empty
-        } == expected
+    defaults = {name: getattr(made, name) for name in inspect.signature(part).parameters}
+    assert defaults == DEFAULTS[part]
 
 
 @pytest.mark.parametrize(
@@ -183,95 +155,123 @@ def test_parts_are_values_that_cannot_be_changed(part: Any) -> None:
         part.anything = 1
 
 
-LIMITS: list[tuple[type, str, list[Any], list[Any]]] = [
-    (StepwiseGain, "lam", [0.0, 1.0], [-1e-6, 1 + 1e-6]),
-    (StepwiseGain, "gamma", [0.0, 1.0], [-1e-6, 1 + 1e-6]),
-    (StepwiseGain, "clamp", [None, 1e-6], [0.0, -1.0, math.inf, math.nan]),
-    (StepwiseGain, "pool", ["prompt", "batch"], ["member"]),
-    (StepwiseGain, "normalise", ["joint", "step"], ["both"]),
-    (Uniform, "clamp", [None, 1e-6], [0.0, -1.0, math.inf, math.nan]),
-    (Uniform, "std", ["group", "batch"], ["all"]),
-    (Weighted, "weights", ["noise", (1.0,), (0.0, -1.0)], [(), (math.nan,), "equal", [1.0]]),
-    (MovingAverageGain, "decay", [0.0, 0.999], [1.0, -1e-6]),
-    (MovingAverageGain, "clamp", [None, 1e-6], [0.0, math.inf]),
-    (ValueTracker, "decay", [0.0, 1.0], [1.1, -1e-6]),
-    (ValueTracker, "clamp", [None, 1e-6], [0.0, math.inf]),
-    (TurningPoint, "clamp", [None, 1e-6], [0.0, math.inf]),
-    (TurningPoint, "balance", ["aggregate", "trend", None], ["size"]),
-    (TurningPoint, "balance_scope", ["prompt", "batch"], ["member"]),
-    (TurningPoint, "normalise", ["step", "joint"], ["both"]),
-    (TurningPoint, "combine", ["replace", "add"], ["mean"]),
-    (FlowSDE, "noise_level", [0.0, 3.0], [-1e-6, math.inf, math.nan]),
-    (DanceSDE, "noise_level", [0.0, 3.0], [-1e-6, math.inf, math.nan]),
-    (DDIMSDE, "noise_level", [0.0, 3.0], [-1e-6, math.inf, math.nan]),
-    (CPS, "noise_level", [0.0, 1.0], [-1e-6, 1 + 1e-6, math.nan]),
-    (ClippedLoss, "clip_range", [1e-9, 0.999], [0.0, 1.0, -0.1]),
-    (ClippedLoss, "kl_weight", [0.0, 10.0], [-1e-6, math.inf, math.nan]),
-    (ClippedLoss, "log_prob", ["exact", "released_cps"], ["sum"]),
-    (GRPOGuard, "clip_range", [1e-9, 0.999], [0.0, 1.0, -0.1]),
-    (GRPOGuard, "kl_weight", [0.0, 10.0], [-1e-6, math.inf]),
-    (FlowDPPO, "bound", [1e-12, 10.0], [0.0, -1.0, math.inf, math.nan]),
-    (FlowDPPO, "kl_weight", [0.0, 10.0], [-1e-6, math.inf]),
-    (PolicyGradientLoss, "kl_weight", [0.0, 10.0], [-1e-6, math.inf]),
-    (Substeps, "count", [1, 50], [0, -1]),
-    (DiffusionNFT, "beta", [1e-6, 10.0], [0.0, -1.0, math.inf, math.nan]),
-    (DiffusionNFT, "advantage_clip", [1e-6, 10.0], [0.0, math.inf]),
-    (DiffusionNFT, "kl_weight", [0.0, 10.0], [-1e-6, math.inf]),
-    (DiffusionNFT, "error", ["normalised", "velocity"], ["x0"]),
-    (DiffusionNFT, "mode", ["all", "binary"], ["none"]),
-    (AWM, "weight", ["uniform", "t", "t2", "huber", "ghuber"], ["t3"]),
-    (AWM, "power", [1e-3, 2.0], [0.0, -1.0, math.inf]),
-    (AWM, "clip", [1e-5, 1.0], [0.0, math.inf]),
-    (AWM, "advantage_clip", [1e-6, 10.0], [0.0, math.inf]),
-    (AWM, "advantage_scale", [1e-6, 10.0], [0.0, math.inf]),
-    (AWM, "kl_weight", [0.0, 10.0], [-1e-6, math.inf]),
-    (AWM, "average_weight", [0.0, 10.0], [-1e-6, math.inf]),
-    (DGPO, "beta_dpo", [1e-6, 5000.0], [0.0, math.inf]),
-    (DGPO, "clip", [None, 1e-5, 2.0], [0.0, -1.0, math.inf]),
-    (DGPO, "kl_weight", [0.0, 10.0], [-1e-6, math.inf]),
-    (DGPO, "anchor", ["reference", "old"], ["average"]),
-    (DGPO, "times", [DrawnSteps(), PermutedTimes(shared=True)], [PermutedTimes(), "steps"]),
-    (PermutedTimes, "fraction", [1e-6, 1.0], [0.0, 1.1, math.nan]),
-    (StratifiedTimes, "fraction", [1e-6, 1.0], [0.0, 1.1]),
-    (UniformTimes, "low", [1e-6, 0.5], [0.0, 1.0, math.nan]),
-    (UniformTimes, "high", [0.3, 1.0], [0.2, 1.1]),
-    (UniformTimes, "shift", [0.5, 3.0], [0.0, math.inf]),
-    (LogitNormalTimes, "mean", [-2.0, 2.0], [math.inf, math.nan]),
-    (LogitNormalTimes, "std", [1e-3, 2.0], [0.0, math.inf]),
-    (LogitNormalTimes, "shift", [0.5, 3.0], [0.0, math.inf]),
-    (DrawnSteps, "count", [1, 7], [8]),
+@pytest.mark.parametrize("part", DEFAULTS, ids=lambda part: part.__name__)
+def test_options_of_another_kind_are_refused(part: type) -> None:
+    """Numbers are finite and are no truth values; words are those of a list."""
+    wrong = {float: (math.nan, math.inf, True, "x"), int: (0.5, True, "x"), str: (3, "no such")}
+    wrong[bool] = (1, None, "true")
+    for option, default in DEFAULTS[part].items():
+        for value in wrong.get(type(default), (object(),)):
+            refused(part, option, value)
+
+
+def refused(part: type, option: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{part.__name__}\.{option} = .* is not allowed"):
+        part(**{option: value})
+
+
+LIMITS: list[tuple[list[Any], list[Any], dict[type, str]]] = [
+    (
+        [0.0, 10.0],
+        [-1e-6],
+        {
+            **dict.fromkeys((FlowSDE, DanceSDE, DDIMSDE), "noise_level"),
+            **dict.fromkeys((ClippedLoss, GRPOGuard, FlowDPPO, PolicyGradientLoss), "kl_weight"),
+            **dict.fromkeys((DiffusionNFT, DGPO), "kl_weight"),
+            AWM: "kl_weight average_weight",
+        },
+    ),
+    (
+        [1e-9, 10.0],
+        [0.0, -1.0],
+        {
+            FlowDPPO: "bound",
+            DiffusionNFT: "beta advantage_clip",
+            AWM: "power clip advantage_clip advantage_scale",
+            DGPO: "beta_dpo",
+            UniformTimes: "shift",
+            LogitNormalTimes: "std shift",
+        },
+    ),
+    ([0.0, 1.0], [-1e-6, 1 + 1e-6], {StepwiseGain: "lam gamma", CPS: "noise_level"}),
+    ([0.0, 1.0], [-1e-6, 1.1], {ValueTracker: "decay"}),
+    ([0.0, 0.999], [1.0, -1e-6], {MovingAverageGain: "decay"}),
+    ([1e-9, 0.999], [0.0, 1.0], dict.fromkeys((ClippedLoss, GRPOGuard), "clip_range")),
+    ([1e-6, 1.0], [0.0, 1.1], dict.fromkeys((PermutedTimes, StratifiedTimes), "fraction")),
+    (
+        [None, 1e-6],
+        [0.0, -1.0],
+        dict.fromkeys((Uniform, StepwiseGain, MovingAverageGain, TurningPoint), "clamp"),
+    ),
+    ([None, 1e-6], [0.0], {ValueTracker: "clamp", DGPO: "clip"}),
+    (["noise", (1.0,), (0.0, -1.0)], [(), (math.nan,), "equal", [1.0]], {Weighted: "weights"}),
+    ([1, 50], [0, -1], {Substeps: "count"}),
+    ([1, 7], [8], {DrawnSteps: "count"}),
+    ([DrawnSteps(), PermutedTimes(shared=True)], [PermutedTimes(), "steps"], {DGPO: "times"}),
+    ([1e-6, 0.5], [0.0, 1.0], {UniformTimes: "low"}),
+    ([0.3, 1.0], [0.2, 1.1], {UniformTimes: "high"}),
 ]
 
 
-@pytest.mark.parametrize(
-    ("part", "option", "allowed", "refused"), LIMITS, ids=lambda x: getattr(x, "__name__", None)
-)
+@pytest.mark.parametrize(("inside", "outside", "options"), LIMITS)
 def test_options_end_where_they_should(
-    part: type, option: str, allowed: list[Any], refused: list[Any]
+    inside: list[Any], outside: list[Any], options: dict[type, str]
 ) -> None:
-    for value in allowed:
-        assert getattr(part(**{option: value}), option) == value
-    for value in refused:
-        with pytest.raises(ConfigError, match=rf"{part.__name__}\.{option} = .* is not allowed"):
-            part(**{option: value})
+    for part, names in options.items():
+        for option in names.split():
+            for value in inside:
+                assert getattr(part(**{option: value}), option) == value
+            for value in outside:
+                refused(part, option, value)
+
+
+@checked_options
+@dataclasses.dataclass(frozen=True)
+class Sized:
+    """Options of every form."""
+
+    size: Count | Literal["all"] | None = None
+    scale: float | None = 0.5
+    sizes: tuple[Count, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command with a group of options."""
+
+    group: Sized = Sized()
+    seconds: Positive = math.inf
+
+
+@pytest.mark.parametrize(
+    ("option", "inside", "outside"),
+    [
+        ("size", [1, "all", None], [0, "none", 1.0, True]),
+        ("scale", [2, 0.5, None], [math.nan, -math.inf, True, "2"]),
+        ("sizes", [(), (1, 2)], [(1, 0), [1], (1, True), 1]),
+    ],
+)
+def test_bounds_hold_in_every_form_of_an_option(option, inside, outside) -> None:
+    for value in inside:
+        assert getattr(Sized(**{option: value}), option) == value
+        check_ranges(Command(Sized(**{option: value})))
+    for value in outside:
+        refused(Sized, option, value)
+        group = Sized()
+        object.__setattr__(group, option, value)  # as a parser makes it, which knows no ranges
+        with pytest.raises(ConfigError, match=f"^{option} = "):
+            check_ranges(Command(group))
+    with pytest.raises(ConfigError, match=r"Sized\.size = 0"):
+        Sized(0)
 
 
 def test_windows_end_where_they_should() -> None:
-    schedule = uniform_schedule(4)
-    generator = torch.Generator()
+    schedule, generator = uniform_schedule(4), torch.Generator()
     x, step = torch.zeros(4, 2), torch.arange(4)
-    assert (Windowed(FlowSDE(), range(4)).transition(x, x, schedule, step).std > 0).all()
-    assert (Windowed(FlowSDE(), range(3, 4)).transition(x, x, schedule, step).std > 0).tolist() == [
-        False,
-        False,
-        False,
-        True,
-    ]
+    stochastic = Windowed(FlowSDE(), range(3, 4)).transition(x, x, schedule, step).std > 0
+    assert stochastic.tolist() == [False, False, False, True]
     assert list(RandomWindow(2, low=1, high=3).steps(4, generator)) == [1, 2]
-    assert list(RandomWindow(4).steps(4, generator)) == [0, 1, 2, 3]
-    assert list(RandomWindow(1, low=3).steps(4, generator)) == [3]
     assert SlidingWindow(4).starts(4) == [0]
-    assert list(FixedWindow(stop=-1).steps(2, generator)) == [0]
     assert list(FixedWindow(-4, 4).steps(4, generator)) == [0, 1, 2, 3]
     for make in (
         lambda: Windowed(CPS(), [-1]),
@@ -288,39 +288,6 @@ def test_windows_end_where_they_should() -> None:
     ):
         with pytest.raises(ConfigError, match="is not allowed"):
             make()
-
-
-@pytest.mark.skipif(not CHECKS_ON, reason="shape checks are switched off")
-@pytest.mark.parametrize(
-    "kind",
-    [kind for kind in DEFAULTS if not hasattr(kind, "draws")],
-    ids=lambda kind: kind.__name__,
-)
-def test_every_part_checks_its_door(kind: type) -> None:
-    """A tensor without the axes that a part needs is refused before any arithmetic."""
-    part, flat = kind(), torch.zeros(3)
-
-    def enter() -> None:
-        if hasattr(part, "assign"):
-            part.assign(flat, Decisions.like(torch.zeros(2, 3, 4)))
-        elif hasattr(part, "loss"):
-            part.loss(flat)
-        else:
-            part.transition(
-                torch.zeros(3, 2), torch.zeros(2, 2), uniform_schedule(3), torch.zeros(3).long()
-            )
-
-    inner = Uniform if kind in (Weighted, GDPO) else kind
-    with pytest.raises((TypeCheckError, CreditError), match=inner.__name__):
-        enter()
-
-
-@pytest.mark.skipif(not CHECKS_ON, reason="shape checks are switched off")
-def test_windowed_checks_its_door() -> None:
-    with pytest.raises(TypeCheckError, match="Windowed"):
-        Windowed(CPS(), range(1)).transition(
-            torch.zeros(3, 2), torch.zeros(2, 2), uniform_schedule(3), torch.zeros(3).long()
-        )
 
 
 def test_missing_values_are_named_by_column() -> None:

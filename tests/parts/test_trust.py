@@ -18,6 +18,7 @@ from flowrl_compare.comparison import CompareConfig, compare, load_compare
 from flowrl_rewards import Aesthetic, PickScore
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from small_run import MIXTURE, flowrl_
 from tiny_rewards import tiny_clip
 
 from flowrl.cli.main import main
@@ -43,8 +44,6 @@ from flowrl.training.plan import plan
 from flowrl.training.run import Run
 from flowrl.training.trial import try_parts
 
-TINY_MIXTURE = ["--preset", "tiny", "--world", "mixture", "--task", "direction"]
-
 
 @pytest.fixture
 def canary(tmp_path: Path, monkeypatch) -> Path:
@@ -66,23 +65,7 @@ def canary(tmp_path: Path, monkeypatch) -> Path:
 def finished(tmp_path_factory) -> Path:
     """A comparison of one finished run, of the 2-D world."""
     out = tmp_path_factory.mktemp("finished") / "out"
-    assert (
-        main(
-            [
-                "compare",
-                *TINY_MIXTURE,
-                "--methods",
-                "flow-grpo",
-                "--seeds",
-                "0",
-                "--workers",
-                "1",
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
+    assert flowrl_(f"compare {MIXTURE} --methods flow-grpo --seeds 0 --workers 1 --out {out}") == 0
     return out
 
 
@@ -152,27 +135,26 @@ def test_a_hostile_run_executes_nothing(
     run = write_hostile(finished, out, setting, spec.format(folder=tmp_path))
     before = sorted(out.rglob("*"))
     for command in (
-        ["train", "--resume", str(run)],
-        ["train", "--config", str(run / "config.json"), "--out", new],
-        ["train", "--preset", str(out / "mine.yaml"), "--plan"],
-        ["train", "--preset", f"{out}/mine.yaml,tiny", "--out", new],
-        ["compare", "--resume", str(out)],
-        ["compare", "--config", str(out / "config.json"), "--out", new],
-        ["compare", "--preset", str(out / "mine.yaml"), "--out", new],
-        ["sample", "--weights", str(run), "--out", f"{new}.png"],
-        ["evaluate", "--weights", str(run), "--out", new],
+        f"train --resume {run}",
+        f"train --config {run}/config.json --out {new}",
+        f"train --preset {out}/mine.yaml --plan",
+        f"train --preset {out}/mine.yaml,tiny --out {new}",
+        f"compare --resume {out}",
+        f"compare --config {out}/config.json --out {new}",
+        f"compare --preset {out}/mine.yaml --out {new}",
+        f"sample --weights {run} --out {new}.png",
+        f"evaluate --weights {run} --out {new}",
     ):
-        if "--preset" in command and (
-            setting == "window" or (command[0], setting) == ("compare", "credit")
-        ):
-            continue  # preset tiny sets the window, a comparison the rule
-        assert main(command) == 2, command
+        # preset tiny sets the window, a comparison the rule
+        unused = ("window", "credit") if command.startswith("compare") else ("window",)
+        if "--preset" in command and setting in unused:
+            continue
+        assert flowrl_(command) == 2, command
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and error.startswith("flowrl: error: "), error
-        assert all(found in error for found in (setting, word, "--trust", str(out))), error
-    assert (
-        not canary.exists() and not list(tmp_path.glob("new*")) and sorted(out.rglob("*")) == before
-    )
+        assert all(part in error for part in (setting, word, "--trust", str(out))), error
+    assert not canary.exists() and not list(tmp_path.glob("new*"))
+    assert sorted(out.rglob("*")) == before
 
 
 def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(
@@ -180,16 +162,8 @@ def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(
 ) -> None:
     """It is not built then. All other settings are judged as always."""
     run = write_hostile(finished, tmp_path / "hostile", "reward", f"{tmp_path}/evil.py:Evil")
-    options = [
-        "--reward",
-        "flowrl.worlds.mixture:DirectionReward",
-        "--limit",
-        "1",
-        "--num-steps",
-        "1",
-        "--out",
-        str(tmp_path / "new"),
-    ]
+    options = "--reward flowrl.worlds.mixture:DirectionReward --limit 1 --num-steps 1"
+    options += f" --out {tmp_path}/new"
     built, make_world = [], training_build.make_world
 
     def recorded(config: RunConfig) -> Any:
@@ -197,10 +171,10 @@ def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(
         return make_world(config)
 
     monkeypatch.setattr(training_build, "make_world", recorded)
-    assert main(["evaluate", "--weights", str(run), *options]) == 0
+    assert flowrl_(f"evaluate --weights {run} {options}") == 0
     assert set(built) == {"flowrl.worlds.mixture:DirectionReward"} and not canary.exists()
     other = write_hostile(finished, tmp_path / "other", "loss", f"{tmp_path}/evil.py:Evil")
-    assert main(["evaluate", "--weights", str(other), *options]) == 2
+    assert flowrl_(f"evaluate --weights {other} {options}") == 2
     assert not canary.exists()
 
 
@@ -257,8 +231,8 @@ def test_results_of_somebody_else_execute_nothing(
     path.write_text(json.dumps(make_line(config, entries, "x", key="0" * 16)) + "\n")
     with pytest.raises(ConfigError, match="code, which would run"):
         ResultsFile(path).settings(json.loads(path.read_text()))
-    for arguments in (["--judge"], ["--redo", "0" * 16]):
-        assert main(["bench", "claims", "--quick", "--out", str(path), *arguments]) == 2
+    for option in ("--judge", "--redo 0000000000000000"):
+        assert flowrl_(f"bench claims --quick --out {path} {option}") == 2
         error = capsys.readouterr().err
         assert f"{setting} names " in error and f"{word}: code, which would run" in error
     assert not canary.exists()
@@ -275,36 +249,33 @@ def test_with_trust_the_code_runs(
     """Otherwise the refusals prove nothing. That none is a loss is found after the import."""
     spec, new = SPECS[name][0].format(folder=tmp_path), str(tmp_path / "new")
     run = write_hostile(finished, tmp_path / "hostile", "loss", spec)
-    for command in (["--resume", str(run)], ["--config", str(run / "config.json"), "--out", new]):
+    for options in (f"--resume {run}", f"--config {run}/config.json --out {new}"):
         canary.unlink(missing_ok=True)
-        assert main(["train", *command]) == 2 and not canary.exists()
+        assert flowrl_(f"train {options}") == 2 and not canary.exists()
         assert "--trust" in capsys.readouterr().err
-        assert main(["train", *command, "--trust"]) == 2 and canary.exists()
+        assert flowrl_(f"train {options} --trust") == 2 and canary.exists()
         assert "is not a" in capsys.readouterr().err
 
 
 def test_a_module_of_our_own_needs_trust_only_in_a_file(tmp_path: Path) -> None:
     out, spec = tmp_path / "run", SPECS["own reward"][0]
-    assert main(["train", *TINY_MIXTURE, "--reward", spec, "--out", str(out)]) == 0
+    assert main(["train", *MIXTURE.split(), "--reward", spec, "--out", str(out)]) == 0
     (out / "done.json").unlink()
-    assert main(["train", "--resume", str(out)]) == 2
-    assert main(["train", "--resume", str(out), "--trust"]) == 0
+    assert flowrl_(f"train --resume {out}") == 2
+    assert flowrl_(f"train --resume {out} --trust") == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_option_of_a_built_in_part_names_code(kind: str) -> None:
     """In a file, under every name that an option has, and under one that none has."""
-    settings_of = {kind: setting for setting, kind in PARTS.items()} | {
-        "probe": "credit",
-        "times": "loss",
-    }
+    settings_of = {kind: setting for setting, kind in PARTS.items()}
+    settings_of |= {"probe": "credit", "times": "loss"}
     texts = ("evil.py:Evil", "evil_module:Evil", "flowrl.methods:awm", "clipped(reward='x.py:A')")
     for name in available(kind):
         for option, text in product({*options_of(kind, name), "nothing"}, texts):
             spec = f"{name}({option}={text!r})"
-            spec = {"probe": f"uniform(probe={spec!r})", "times": f"awm(times={spec!r})"}.get(
-                kind, spec
-            )
+            inner = {"probe": f"uniform(probe={spec!r})", "times": f"awm(times={spec!r})"}
+            spec = inner.get(kind, spec)
             with pytest.raises(ConfigError, match=rf"mine: {settings_of[kind]} names .*--trust"):
                 trusted({settings_of[kind]: spec}, "mine")
 
@@ -320,7 +291,7 @@ def test_no_setting_of_a_file_runs_code(setting: str, canary: Path, tmp_path: Pa
     for spec in (f"{tmp_path}/evil.py:Evil", "evil_module:Evil"):
         group[setting] = [spec] if isinstance(group[setting], list) else spec
         (tmp_path / "config.json").write_text(json.dumps(values))
-        main(["train", "--config", str(tmp_path / "config.json"), "--plan"])
+        flowrl_(f"train --config {tmp_path}/config.json --plan")
         assert not canary.exists()
 
 
@@ -439,14 +410,8 @@ def test_nothing_is_called_that_is_not_a_part(
 ) -> None:
     """Even the user's own word calls no function that does not promise to build a part."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"is not a .*; it needs .*(annotated to return one|, and has no `)|has no option|has no"
-            r" class|"
-            r"building functools:partial failed|cannot be read"
-        ),
-    ):
+    refusals = r"is not a .*; it needs .*annotated to return one|has no (option|class)"
+    with pytest.raises(ConfigError, match=rf"{refusals}|functools:partial failed|cannot be read"):
         build(kind, spec)
     assert list(tmp_path.iterdir()) == []
 
@@ -473,16 +438,11 @@ def test_the_users_own_rule_needs_one_word_to_go_on(tmp_path: Path, capsys) -> N
     """
     (tmp_path / "rules.py").write_text(RULE)
     out, again = tmp_path / "run", tmp_path / "again"
-    assert (
-        main(["train", *TINY_MIXTURE, "--credit", f"{tmp_path}/rules.py:Mine", "--out", str(out)])
-        == 0
-    )
+    assert flowrl_(f"train {MIXTURE} --credit {tmp_path}/rules.py:Mine --out {out}") == 0
     assert f"flowrl sample --weights {out} --trust" in capsys.readouterr().out
-    assert main(["train", "--resume", str(out)]) == 2
-    assert main(["train", "--resume", str(out), "--trust"]) == 0
-    assert (
-        main(["train", "--config", str(out / "config.yaml"), "--out", str(again), "--trust"]) == 0
-    )
+    assert flowrl_(f"train --resume {out}") == 2
+    assert flowrl_(f"train --resume {out} --trust") == 0
+    assert flowrl_(f"train --config {out}/config.yaml --out {again} --trust") == 0
     # reading runs nothing
     assert load_config(out / "config.json").algorithm.credit.endswith(":Mine")
     for read in (
@@ -494,24 +454,14 @@ def test_the_users_own_rule_needs_one_word_to_go_on(tmp_path: Path, capsys) -> N
     assert type(make_method(load_config(out / "config.json", trust=True)).credit).__name__ == "Mine"
     with pytest.raises(ConfigError, match="credit names"):
         preset(str(out / "config.yaml"))
-    capsys.readouterr()
-    chosen = [
-        "--preset",
-        f"{out / 'config.yaml'}",
-        "--credit",
-        "uniform",
-        "--out",
-        str(tmp_path / "other"),
-    ]
-    assert main(["train", *chosen]) == 0  # the option replaces what the file names
+    # the option replaces what the file names
+    assert flowrl_(f"train --preset {out}/config.yaml --credit uniform --out {tmp_path}/other") == 0
 
 
 def test_functions_that_promise_a_part_may_build_it(tmp_path: Path) -> None:
     (tmp_path / "rules.py").write_text(RULE)
     assert type(build("credit", f"{tmp_path}/rules.py:made(scale=2)")).__name__ == "Mine"
-    with pytest.raises(
-        ConfigError, match=r"unsaid is not a credit rule; .*annotated to return one"
-    ):
+    with pytest.raises(ConfigError, match=r"unsaid is not a credit rule; .*to return one"):
         build("credit", f"{tmp_path}/rules.py:unsaid")
 
 
@@ -542,18 +492,12 @@ def set_component(folder: Path, name: str, value: Any) -> None:
     index.write_text(json.dumps({**json.loads(index.read_text()), name: value}))
 
 
-def pickled_transformer(folder: Path) -> None:
-    (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
-    (folder / "transformer" / "diffusion_pytorch_model.bin").write_bytes(
-        pickle.dumps(Bomb(folder.parent / "canary"))
+def pickle_weights(weights: Path, pickled: str) -> None:
+    bomb = Bomb(
+        next(folder for folder in weights.parents if folder.name == "model").parent / "canary"
     )
-
-
-def pickled_encoder(folder: Path) -> None:
-    (folder / "text_encoder" / "model.safetensors").unlink()
-    (folder / "text_encoder" / "pytorch_model.bin").write_bytes(
-        pickle.dumps(Bomb(folder.parent / "canary"))
-    )
+    weights.unlink()
+    weights.with_name(pickled).write_bytes(pickle.dumps(bomb))
 
 
 def auto_map(folder: Path) -> None:
@@ -569,8 +513,13 @@ def auto_map(folder: Path) -> None:
     "change",
     [
         code_in_a_component,
-        pickled_transformer,
-        pickled_encoder,
+        lambda folder: pickle_weights(
+            folder / "transformer" / "diffusion_pytorch_model.safetensors",
+            "diffusion_pytorch_model.bin",
+        ),
+        lambda folder: pickle_weights(
+            folder / "text_encoder" / "model.safetensors", "pytorch_model.bin"
+        ),
         auto_map,
         lambda folder: set_component(folder, "vae", ["evil_module", "Evil"]),
         lambda folder: set_component(folder, "scheduler", ["os", "system"]),

@@ -88,7 +88,7 @@ def test_training_leaves_invalid_samples_out(groups, members, kl_weight, invalid
     part = trainer.config.environment
     given = trainer.policy, make_world(trainer.config), part.task, part.reward_form, 4, 2
     measured = evaluate(*given, reward=trainer.reward)
-    assert math.isfinite(measured.custom_reward) and measured.image_scores.isnan().sum() == 2
+    assert math.isfinite(measured.row["reward"]) and measured.image_scores.isnan().sum() == 2
 
 
 def dropping(reward):

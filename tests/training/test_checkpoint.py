@@ -3,10 +3,6 @@ ends with the same numbers.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +13,6 @@ from small_run import SMALL, numbers
 from flowrl.cli.main import main
 from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.distributed import Distributed
-from flowrl.testing.tiny import tiny_flux, tiny_sd3
 from flowrl.training.build import trained_policy
 from flowrl.training.checkpoint import (
     Checkpoint,
@@ -25,27 +20,21 @@ from flowrl.training.checkpoint import (
     restore_training_state,
     training_state,
 )
-from flowrl.training.config import preset
 from flowrl.training.run import Run
 
 
 def checkpoint(done):
-    return Checkpoint(
-        {"weight": torch.full((3,), float(done))},
-        {"done": done, "rows": [{"iteration": done, "x": float("nan")}]},
-    )
+    rows = [{"iteration": done, "x": float("nan")}]
+    return Checkpoint({"weight": torch.full((3,), float(done))}, {"done": done, "rows": rows})
 
 
-def complete(found):
-    """The iteration of a checkpoint that `checkpoint` has made, all of which must belong to it."""
-    done = found.values["done"]
-    assert torch.equal(found.tensors["weight"], checkpoint(done).tensors["weight"])
-    assert found.values["rows"][0]["iteration"] == done
+def read(kept, name=""):
+    """The iteration of the named or the newest checkpoint, all of which must belong to it."""
+    stored = kept.load(name or kept.newest)
+    done = stored.values["done"]
+    assert torch.equal(stored.tensors["weight"], checkpoint(done).tensors["weight"])
+    assert stored.values["rows"][0]["iteration"] == done
     return done
-
-
-# --- the folder
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", [1, 3])
@@ -54,17 +43,13 @@ def test_the_newest_few_are_kept_in_order_beyond_six_digits(tmp_path, keep):
     iterations = (10, 20, 999_999, 1_000_000)
     for done in iterations:
         kept.save(checkpoint(done), done)
-        assert complete(kept.load()) == done
+        assert read(kept) == done
     left = [f"{done:06d}" for done in iterations[-keep:]]
     assert kept.names() == left and len(list(kept.folder.iterdir())) == keep
-    assert [complete(kept.load(name)) for name in left] == list(map(int, left))
+    assert [read(kept, name) for name in left] == list(map(int, left))
     message = f"no checkpoint 000011 in .*; there are {', '.join(left)}"
     with pytest.raises(CheckpointError, match=message):
         kept.load("000011")
-
-
-def flipped(data):
-    return data[:-1] + bytes([data[-1] ^ 1])
 
 
 def edit(path, before, after):
@@ -74,8 +59,8 @@ def edit(path, before, after):
 
 
 DAMAGE = {
-    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-3]),
-    "one bit": lambda file: file.write_bytes(flipped(file.read_bytes())),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-3]),
+    "one bit": lambda file: edit(file, file.read_bytes()[-1:], b"?"),
     "half a header": lambda file: file.write_bytes(file.read_bytes()[:40]),
     "empty": lambda file: file.write_bytes(b""),
     "tensors alone": lambda file: file.write_bytes(save({"weight": torch.zeros(3)})),
@@ -92,13 +77,13 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_offered(tm
     for done in (10, 20):
         kept.save(checkpoint(done), done)
     DAMAGE[kind](kept.path("000020"))
-    words = r"000020.*Checkpoint 000010 is complete.*flowrl train --resume '.*a run' --from 000010$"
-    with pytest.raises(CheckpointError, match=words):
-        kept.load()
-    assert complete(kept.load("000010")) == 10
+    advice = r"000020.*Checkpoint 000010 is complete.*--resume '.*a run' --from 000010$"
+    with pytest.raises(CheckpointError, match=advice):
+        read(kept)
+    assert read(kept, "000010") == 10
     kept.path("000010").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"000020.*no earlier one.*keep_checkpoints"):
-        kept.load()
+        read(kept)
 
 
 def parameters_and(optimizer):
@@ -168,10 +153,6 @@ def test_numbers_and_bytes_of_an_optimizer_are_restored():
         assert restored["state1"].tolist() == [3, 4, 5, 6]
 
 
-# --- a failing disk
-# -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["error", "full", "before", "after", "half"])
 @pytest.mark.parametrize(("keep", "iteration"), [(1, 3), (1, 2), (2, 3)])
 def test_whatever_operation_of_a_save_fails_a_complete_checkpoint_is_left(
@@ -193,17 +174,13 @@ def test_whatever_operation_of_a_save_fails_a_complete_checkpoint_is_left(
             except (OSError, DiedError):
                 possible = (2, 3)
             fired = disk.fired
-        assert complete(kept.load()) in possible
+        assert read(kept) in possible
         for name in kept.names():
-            complete(kept.load(name))
+            read(kept, name)
         kept.save(checkpoint(4), 4)  # which removes what was left
-        assert complete(kept.load()) == 4 and len(kept.names()) == keep
+        assert read(kept) == 4 and len(kept.names()) == keep
         assert sorted(path.stem for path in kept.folder.iterdir()) == kept.names()
     assert operation > 6
-
-
-# --- resuming
-# --------------------------------------------------------------------------------------------------
 
 
 def test_a_run_resumes_from_the_previous_checkpoint_if_the_last_is_damaged(tmp_path, capsys):
@@ -211,7 +188,7 @@ def test_a_run_resumes_from_the_previous_checkpoint_if_the_last_is_damaged(tmp_p
     Run(SMALL.replace(iterations=4, keep_checkpoints=3), out).execute()
     expected, names = numbers(out), Checkpoints(out).names()
     assert names == ["000002", "000003", "000004"]
-    DAMAGE["one bit"](Checkpoints(out).path("000004"))
+    DAMAGE["cut"](Checkpoints(out).path("000004"))
     (out / "done.json").unlink()
     resume = ["train", "--resume", str(out)]
     assert main(resume) == 2
@@ -250,131 +227,7 @@ def test_a_paused_run_resumes_to_the_same_numbers_whatever_its_metrics(tmp_path,
     metrics.write_text(CHANGES[change](metrics.read_text()))
     assert Run(config, folder).execute(resume=True)
     assert numbers(folder) == numbers(tmp_path / "uninterrupted")
-    states = [Checkpoints(tmp_path / name).load() for name in ("run", "uninterrupted")]
-    for name, tensor in states[0].tensors.items():
-        assert torch.equal(tensor, states[1].tensors[name]), name
+    runs = [Checkpoints(tmp_path / name) for name in ("run", "uninterrupted")]
+    resumed, expected = (kept.load(kept.newest).tensors for kept in runs)
+    torch.testing.assert_close(resumed, expected, rtol=0, atol=0)
     trained_policy(folder)
-
-
-NURSERY = """
-import json, os, random, select, signal, sys, time
-from pathlib import Path
-
-import torch
-
-from flowrl.training.checkpoint import Checkpoints
-from flowrl.training.build import make_world, policy_options
-from flowrl.training.config import RunConfig
-from flowrl_compare.results import load_run
-from flowrl.training.run import Run
-
-torch.set_num_threads(1)
-values, out, kills, seed, longest, pauses = json.loads(sys.argv[1])
-config, out, draw = RunConfig.from_dict(values, trust=True), Path(out), random.Random(seed)
-make_world(config).policy(policy_options(config))  # what every child needs is imported once
-
-
-def child(folder, resume):
-    ours, theirs = os.pipe()
-    identity = os.fork()
-    if identity == 0:
-        os.write(theirs, b"0\\n")
-        report = lambda state: "iteration" in state and os.write(theirs, b"%d\\n" % state["iteration"])
-        Run(config, folder, report, lambda: pauses and folder.name != "whole").execute(resume)
-        os._exit(0)
-    os.close(theirs)
-    return identity, ours
-
-
-def ended(identity, ours):
-    _, status = os.waitpid(identity, 0)
-    told = os.read(ours, 65536).split()
-    os.close(ours)
-    return status, int(told[-1]) if told else 0
-
-
-assert ended(*child(out / "whole", False)) == (0, config.iterations)
-killed, runs = [], 0
-while len(killed) < kills:
-    folder, resume = out / f"run{runs}", False
-    while not (folder / "done.json").exists():
-        identity, ours = child(folder, resume)
-        if len(killed) < kills:
-            select.select([ours], [], [])
-            time.sleep(draw.uniform(0, longest))
-            os.kill(identity, signal.SIGKILL)
-        status, told = ended(identity, ours)
-        names = Checkpoints(folder).names()
-        assert not names or Checkpoints(folder).load().values["done"] == int(names[-1])
-        assert (int(names[-1]) if names else 0) >= told - 1, (names, told)
-        if (folder / "metrics.jsonl").exists():
-            load_run(folder)
-        if status:
-            assert os.WTERMSIG(status) == signal.SIGKILL
-            killed.append(int(names[-1]) if names else 0)
-        resume = (folder / "config.json").exists()
-    runs += 1
-print(json.dumps({"runs": runs, "killed": killed}))
-"""
-
-
-def kill(config, out, kills, longest, pauses=False):
-    """Run `config` in `out`/whole, and killed `kills` times at random moments in `out`/run0 and,
-    where that ends, run1 ...; with `pauses` it also pauses after every iteration.
-    """
-    given = json.dumps([config.as_dict(), str(out), kills, 20261121, longest, pauses])
-    done = subprocess.run(
-        [sys.executable, "-c", NURSERY, given],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_at_twenty_random_moments_a_run_loses_at_most_an_iteration(tmp_path):
-    report = kill(SMALL.replace(iterations=12), tmp_path, kills=20, longest=0.25)
-    assert len(report["killed"]) == 20
-    expected = numbers(tmp_path / "whole")
-    for number in range(report["runs"]):
-        assert numbers(tmp_path / f"run{number}") == expected
-        assert not list((tmp_path / f"run{number}").glob("*.tmp"))
-
-
-REWARD = """
-class Redness:
-    def score(self, images, prompts):
-        return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["sd3", "flux"])
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_paused_and_killed_diffusers_models_resume_to_the_same_bits(tmp_path, family):
-    {"sd3": tiny_sd3, "flux": tiny_flux}[family]().save_pretrained(tmp_path / "model")
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "prompts.txt").write_text("a red fox\na red car\na red hat\n")
-    config = preset("tiny").apply(
-        model=str(tmp_path / "model"),
-        prompts=str(tmp_path / "prompts.txt"),
-        reward=f"{tmp_path}/reward.py:Redness",
-        resolution=16,
-        max_sequence_length=24,
-        lora_rank=2,
-        iterations=3,
-        checkpoint_every=1,
-        device="cpu",
-        dtype="float32",
-        minibatches=2,
-        eval_samples=2,
-        learning_rate=0.01,
-    )
-    assert len(kill(config, tmp_path, kills=2, longest=1.0, pauses=True)["killed"]) == 2
-    assert numbers(tmp_path / "run0") == numbers(tmp_path / "whole")
-    adapter = Path("lora") / "pytorch_lora_weights.safetensors"
-    assert (tmp_path / "run0" / adapter).read_bytes() == (tmp_path / "whole" / adapter).read_bytes()

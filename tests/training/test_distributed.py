@@ -144,7 +144,7 @@ def compared(distributed):
     differences["sd3"] = largest_difference(*results)
     world = make_world(MIXTURE)
     policy, strict = world.policy(policy_options(MIXTURE)), world.reward("strict")
-    parts = attrgetter("scores", "images", "image_scores", "custom_reward")
+    parts = attrgetter("scores", "images", "image_scores")
     for count in (1, 9):
         options = dict(count=count, steps=5, keep=7, reward=strict)
         alone, together = (

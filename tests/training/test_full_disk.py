@@ -5,15 +5,10 @@ next command goes on.
 import contextlib
 import errno
 import os
-from types import SimpleNamespace
 
 import pytest
 from failing_disk import DiedError, FailingDisk
-from flowrl_compare.arms import method_arms
-from flowrl_compare.command import Compare
-from flowrl_compare.comparison import CompareConfig, compare
 from flowrl_compare.results import load_run
-from matplotlib.figure import Figure
 from small_run import SMALL, numbers, words
 
 from flowrl.cli.main import main
@@ -44,12 +39,12 @@ def test_a_disk_that_fills_at_any_operation_of_a_run_is_one_error_and_loses_noth
     tmp_path, whole, step, monkeypatch
 ):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    at, fired, expected = 1 - step, True, numbers(whole)
+    operation, fired, expected = 1 - step, True, numbers(whole)
     while fired:
-        at += step
-        folder, error = tmp_path / f"{at}" / "run", None
+        operation += step
+        folder, error = tmp_path / f"{operation}" / "run", None
         with pytest.MonkeyPatch.context() as patch:
-            disk = FailingDisk(patch, "full", at)
+            disk = FailingDisk(patch, "full", operation)
             try:
                 Run(SMALL, folder).execute()
             except DiskError as raised:
@@ -66,7 +61,7 @@ def test_a_disk_that_fills_at_any_operation_of_a_run_is_one_error_and_loses_noth
         assert go_on(folder)
         assert numbers(folder) == expected
         assert not list(folder.rglob("*.tmp"))
-    assert at > 60
+    assert operation > 60
 
 
 @pytest.mark.parametrize("step", [6, pytest.param(1, marks=pytest.mark.slow)])
@@ -75,12 +70,12 @@ def test_a_run_whose_process_dies_at_any_operation_resumes_to_the_same_numbers(
     tmp_path, whole, mode, step, monkeypatch
 ):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    at, fired, expected = -2 if step > 1 and mode == "half" else 1 - step, True, numbers(whole)
+    operation, fired, expected = 1 - step, True, numbers(whole)
     while fired:
-        at += step
-        folder = tmp_path / f"{at}"
+        operation += step
+        folder = tmp_path / f"{operation}"
         with pytest.MonkeyPatch.context() as patch:
-            disk = FailingDisk(patch, mode, at)
+            disk = FailingDisk(patch, mode, operation)
             with contextlib.suppress(OSError, DiedError):
                 Run(SMALL, folder).execute()
             fired = disk.fired
@@ -103,81 +98,10 @@ def test_a_full_disk_is_one_clear_error_and_the_old_checkpoint_stays(tmp_path, c
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", full)
         assert main(["train", *options]) == 1
-    error = capsys.readouterr().err.replace("\n", " ")
-    assert "No space left on device. Checkpoint 000002 is complete" in error
-    assert f"flowrl train --resume {out}" in error
+    shown = capsys.readouterr()
+    error = shown.err.replace("\n", " ")
+    assert f"No space left on device. Make room, then: flowrl train --resume {out}" in error
+    assert "checkpoint 000002 is kept" in shown.out
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["000002.safetensors"]
     assert main(["train", "--resume", str(out)]) == 0
     assert Checkpoints(out).names() == ["000004"]
-
-
-# --- comparisons
-# --------------------------------------------------------------------------------------------------
-
-
-def in_this_process(function, jobs, workers, *, finished, **_):
-    """`run_jobs` without processes."""
-    worker = SimpleNamespace(send=lambda message: None, stopped=lambda: False)
-    for key, arguments in jobs.items():
-        finished(key, function(worker, *arguments))
-    return True
-
-
-@pytest.fixture
-def small_report(monkeypatch):
-    """Figures that take milliseconds, written as the real ones are."""
-    drawn = {"curves": Figure((1, 1)), "samples": Figure((1, 1)), "proxy": None}
-    monkeypatch.setattr("flowrl_compare.report._figures", lambda comparison: drawn)
-    monkeypatch.setattr("flowrl_compare.comparison.run_jobs", in_this_process)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-def files(folder):
-    return {
-        path.name: path.read_bytes()
-        for path in folder.iterdir()
-        if path.is_file() and path.name != ".lock"
-    }
-
-
-@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_disk_that_fills_at_any_operation_of_a_report_leaves_the_old_or_the_new_one(
-    tmp_path, small_report, monkeypatch, capsys, step
-):
-    """Of a comparison whose runs are all complete: `--resume` draws the report."""
-    out = tmp_path / "out"
-    assert compare(CompareConfig(SMALL, method_arms(("flow-grpo",)), (0,)), out)
-    assert main(["compare", "--resume", str(out)]) == 0
-    new, run = files(out), numbers(out / "runs" / "flow-grpo-seed0")
-    old = {name: data if name == "config.json" else b"old" for name, data in new.items()}
-    assert {"report.html", "summary.json", "table.txt", "curves.png", "samples.png"} < new.keys()
-    # parsing takes longer than all else
-    monkeypatch.setattr("flowrl.cli.main.run_command", lambda _: Compare(resume=out).main())
-    at, fired, mixed = 1 - step, True, 0
-    while fired:
-        at += step
-        for name, data in old.items():
-            (out / name).write_bytes(data)
-        capsys.readouterr()
-        with pytest.MonkeyPatch.context() as patch:
-            disk = FailingDisk(patch, "full", at)
-            code = main()
-            fired = disk.fired
-        error, found = capsys.readouterr().err, files(out)
-        assert found.keys() == new.keys() and all(
-            found[name] in (old[name], new[name]) for name in found
-        )
-        mixed += found not in (old, new)
-        assert numbers(out / "runs" / "flow-grpo-seed0") == run
-        if code:
-            assert code == 1 and error.count("\n") == 1 and error.startswith("flowrl: error: "), (
-                error
-            )
-            assert "No space left on device" in error
-            assert (
-                "cannot be locked" in error
-                or f"Make room, then: flowrl compare --resume {out}" in error
-            )
-            assert main() == 0
-        assert files(out) == new
-    assert at > 25 and mixed > 5 / step

@@ -1,8 +1,7 @@
-"""What a run of a model leaves for people: event files, strips of samples, the settings as YAML,
-the model card.
-"""
+"""What a run of a model leaves for people: event files and strips of samples."""
 
 import json
+import shutil
 import sys
 import types
 from importlib.machinery import ModuleSpec
@@ -12,13 +11,16 @@ import torch
 from flowrl_compare.results import load_run
 from PIL import Image
 from safetensors.torch import load_file
+from small_run import numbers, words
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.testing.tiny import tiny_sd3
+from flowrl.training.build import make_world
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.logging import over_time, scalars, strip, tracker_name, write_image
 from flowrl.training.run import Run
+from flowrl.worlds.base import PolicyOptions
 
 REWARD = """
 class Redness:
@@ -29,16 +31,16 @@ class Redness:
 """
 SETTINGS = {
     "resolution": 16,
-    "max-sequence-length": 24,
+    "max_sequence_length": 24,
     "device": "cpu",
     "dtype": "float32",
-    "lora-rank": 2,
-    "lora-alpha": 8,
+    "lora_rank": 2,
+    "lora_alpha": 8,
     "preset": "tiny",
-    "learning-rate": 0.03,
+    "learning_rate": 0.03,
     "groups": 1,
-    "checkpoint-every": 1,
-    "guidance-scale": 2,
+    "checkpoint_every": 1,
+    "guidance_scale": 2,
 }
 
 
@@ -50,15 +52,9 @@ def folder(tmp_path_factory):
     (root / "prompts.txt").write_text("a red fox\na red car\na red hat\n")
     (root / "reward.py").write_text(REWARD)
     tiny_sd3().save_pretrained(root / "model")
-    files = {
-        "model": "model",
-        "prompts": "prompts.txt",
-        "reward": "reward.py:Redness",
-        "out": "run",
-    }
-    options = SETTINGS | {name: root / file for name, file in files.items()}
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    assert main(["train", *words]) == 0
+    files = dict(model="model", prompts="prompts.txt", reward="reward.py:Redness", out="run")
+    paths = {name: root / file for name, file in files.items()}
+    assert main(["train", *words(**SETTINGS, **paths)]) == 0
     return root
 
 
@@ -114,34 +110,18 @@ def test_strips_show_the_same_prompts_from_the_same_noise(folder):
         assert picture.size == (90 + (4 * 256 + 3 * 16) // 2, 3 * 128 + 2 * 4)
 
 
-def test_a_resumed_run_goes_on_in_the_event_files(folder):
+def test_a_resumed_run_has_the_same_numbers_and_goes_on_in_the_event_files(folder):
     out = folder / "paused"
     assert Run(trusted_config(folder), out, stop=lambda: True).execute() is False
     assert main(["train", "--resume", str(out), "--trust"]) == 0
+    assert numbers(out) == numbers(folder / "run")
     recorded = events(out / "tensorboard").Scalars("reward_mean")
     assert sorted(event.step for event in recorded) == [1, 2]
 
 
-def test_the_card_says_what_was_measured_and_plain_diffusers_ignores_it(folder):
-    from huggingface_hub import ModelCard
-
-    run = folder / "run"
-    card, rows = ModelCard.load(run / "README.md"), load_run(run).rows
-    assert card.data.library_name == "diffusers" and card.data.pipeline_tag == "text-to-image"
-    scores = [f"{rows[i]['evaluation']['reward']:.4f}" for i in (0, -1)]
-    for text in (*scores, "flowrl train --config config.yaml", "## Limitations", "guidance 2"):
-        assert text in card.text
-    names = {path.name for path in (run / "lora").iterdir()}
-    assert names == {"README.md", "config.yaml", "samples", "pytorch_lora_weights.safetensors"}
-    plain = tiny_sd3()
-    plain.load_lora_weights(run / "lora")
-    assert plain.get_active_adapters() == ["default_0"]
-
-
-def test_which_tracker(monkeypatch):
+def test_a_tracker_is_used_if_it_is_installed(monkeypatch):
     model = preset("ocr").apply(model="somewhere")
     assert tracker_name(RunConfig()) == "none"  # built-in worlds stay as fast as they are
-    assert tracker_name(model) in ("tensorboard", "none")
     monkeypatch.setattr("flowrl.training.logging.find_spec", lambda name: None)
     assert tracker_name(model) == "none"
     with pytest.raises(ConfigError, match="tracker = 'wandb' is not allowed"):
@@ -195,11 +175,13 @@ def test_strips_keep_the_shape_of_pictures_and_their_number_small(tmp_path):
 
 def test_a_run_is_sampled_where_its_device_is_not(folder, tmp_path):
     """A run that was trained on a GPU, on a machine without."""
-    import shutil
-
-    shutil.copytree(folder / "run", tmp_path / "run")
+    run = shutil.copytree(folder / "run", tmp_path / "run")
     config = trusted_config(folder).replace(device="cuda:99")
-    (tmp_path / "run" / "config.json").write_text(json.dumps(config.as_dict()))
-    options = ["--prompts", "a fox", "--count", "1", "--num-steps", "2", "--trust"]
-    files = ["--weights", str(tmp_path / "run"), "--out", str(tmp_path / "picture.png")]
-    assert main(["sample", *files, *options]) == 0
+    (run / "config.json").write_text(json.dumps(config.as_dict()))
+    options = words(prompts="a fox", count=1, num_steps=2, trust=True)
+    assert main(["sample", *words(weights=run, out=tmp_path / "picture.png"), *options]) == 0
+
+
+def test_the_policy_of_a_models_world_has_the_options_of_its_caller(folder):
+    policy = make_world(trusted_config(folder)).policy(PolicyOptions(lora_rank=3))
+    assert {min(weight.shape) for weight in policy.trainable().values()} == {3}

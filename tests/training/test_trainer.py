@@ -14,7 +14,7 @@ from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.losses import GSPO
 from flowrl.methods import named_method
-from flowrl.parts.prompt_stream import PromptStream
+from flowrl.parts.prompts import PromptStream
 from flowrl.parts.registry import build
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.probes import Branch, NoProbe

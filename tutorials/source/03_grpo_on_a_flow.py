@@ -444,7 +444,7 @@ plt.show()
 
 # %%
 from flowrl.losses import ClippedLoss
-from flowrl.methods import flow_grpo
+from flowrl.methods import Method
 from flowrl.samplers import FlowSDE
 
 mixture = world("mixture")
@@ -452,7 +452,7 @@ config = RunConfig.of(
     world="mixture", task="direction", iterations=30, groups=16, group_size=12, learning_rate=3e-3, minibatches=4, seed=0
 )
 policy = mixture.policy(PolicyOptions())
-method = flow_grpo(FlowSDE(0.7), ClippedLoss(clip_range=2e-2))  # the window: all steps but the last
+method = Method("flow-grpo", FlowSDE(0.7), loss=ClippedLoss(clip_range=2e-2))  # the window: all steps but the last
 trainer = Trainer(policy, method, mixture.reward("soft"), mixture.prompts("direction", "train"), config)
 history = [trainer.iteration() for _ in range(config.iterations)]
 for row in history[::10] + history[-1:]:

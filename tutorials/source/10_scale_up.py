@@ -613,7 +613,7 @@ settings = RunConfig.of(
 )  # fmt: skip
 histories, trained = {}, {}
 for make in (flow_grpo, tp_grpo):
-    method = make(FlowSDE(0.7), ClippedLoss(clip_range=1e-2))  # the window: all steps but the last
+    method = replace(make(), loss=ClippedLoss(clip_range=1e-2))  # Flow-SDE with a = 0.7 on all steps but the last
     trained[method.name] = load()
     trainer = Trainer(trained[method.name], method, REDNESS, PROMPTS, settings)
     metrics = [trainer.iteration() for _ in range(settings.iterations)]

@@ -22,7 +22,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.protocols import Sampler
 from flowrl.io import write_json
 from flowrl.methods import Method
-from flowrl.parts.prompt_stream import PromptStream
+from flowrl.parts.prompts import PromptStream
 from flowrl.probes import Branching, NoProbe, Probe
 from flowrl.reading import read_json
 from flowrl.rollout import Groups, Rollout, group_tree, minibatch_rows

@@ -20,7 +20,7 @@ from flowrl.core.errors import CreditError, PartError, require
 from flowrl.core.experience import Experience
 from flowrl.core.protocols import FlowPolicy, RewardModel, Sampler
 from flowrl.methods import named_method, try_credit
-from flowrl.parts.prompt_stream import PromptStream
+from flowrl.parts.prompts import PromptStream
 from flowrl.parts.registry import build
 from flowrl.probes import Branching, Continuation
 from flowrl.rewards import NoisyReward
