@@ -107,7 +107,9 @@ def test_an_interrupt_in_a_callback_pauses_and_keeps_results() -> None:
 def test_an_interrupt_while_workers_start_is_a_pause() -> None:
     """0.2 s after the process exists, the worker is importing torch; the job then never starts."""
     done = outcome("interrupt", "0.2")
-    assert done.stdout.startswith("False {}") and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert done.stdout.startswith("False {}") and "Traceback" not in done.stderr, done.stderr[
+        -2000:
+    ]
 
 
 def test_no_job_starts_after_the_time_is_up() -> None:

@@ -60,7 +60,7 @@ def test_the_time_left_counts_network_evaluations(tmp_path):
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_fallen_reward_is_a_mark_and_other_warnings_come_once(tmp_path, terminal):
-    shown, kinds = Clocked(tmp_path, terminal), ["collapse", "no-update"]
+    shown, kinds = Clocked(tmp_path, terminal), ["collapse", "zero-spread"]
     shown.watch(tp_grpo__1=running(1, warning="fell\nno update", kinds=kinds))
     text = shown.watch(tp_grpo__1=running(5, warning="fell again\nno update again", kinds=kinds))
     assert "fell\n" not in text and "again" not in text
