@@ -14,8 +14,6 @@ slightly above 1.
 
 import argparse
 import json
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -30,6 +28,7 @@ from flowrl_bench.gradients import (
     pathwise_gradients,
     policy_gradients,
 )
+from flowrl_bench.results_file import provenance
 from flowrl_bench.rules import TurningPointVariant
 from torch import Tensor
 
@@ -175,14 +174,9 @@ def main() -> None:
         )
         for number, name in enumerate(missing, 1):
             results[name] = asdict(measure(name, options.batches, options.seed, truths))
-            commit = subprocess.run(
-                ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-            ).stdout.strip()
             record = {
                 "command": "python benchmarks/bias.py",
-                "commit": commit,
-                "versions": {"torch": torch.__version__, "python": platform.python_version()},
-                "hardware": f"one core of {platform.machine()}",
+                **provenance(),
                 "settings": settings,
                 **reached,
                 "results": {n: results[n] for n in RULES if n in results},

@@ -90,19 +90,8 @@ def main() -> int:
     methods = dict.fromkeys(["flow-grpo", *papers().values()])
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/comparison"
-        command = [
-            "compare",
-            "--world",
-            "mixture",
-            "--methods",
-            *methods,
-            "--seeds",
-            "0",
-            "1",
-            "2",
-            "--out",
-            out,
-        ]
+        seeds = ["--seeds", "0", "1", "2"]
+        command = ["compare", "--world", "mixture", "--methods", *methods, *seeds, "--out", out]
         subprocess.run([sys.executable, "-m", "flowrl", *command], check=True)
         summaries = {summary.arm: summary for summary in summarise(load_comparison(Path(out)))}
     changed = {page: text for page, text in renewed(summaries).items() if text != page.read_text()}

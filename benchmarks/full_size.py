@@ -35,6 +35,7 @@ from typing import Any
 
 import diffusers
 import torch
+from flowrl_bench.page import Table
 from full_size_model import write_pipeline
 from safetensors.torch import load_file
 
@@ -324,50 +325,42 @@ def failures(found: dict[str, Any]) -> list[str]:
 def show(found: dict[str, Any]) -> str:
     """Three tables in Markdown: seconds, memory, images."""
     names = ("load", "evaluation", "rollout", "reward", "update")
-    lines = ["| run | seconds | processor | load | " + " | ".join(names) + " |", "|---" * 9 + "|"]
+    runs = []
     for run in found["runs"]:
-        parts = [
+        parts = (
             sum(phase["processor"] for phase in run["phases"] if phase["phase"] == name)
             for name in names
-        ]
-        cells = [
-            f"{run['method']}, {run['end']}",
-            f"{run['wall']:.0f}",
-            f"{run['processor']:.0f}",
-            f"{max(run['load']):.0f}",
-        ]
-        lines.append("| " + " | ".join([*cells, *(f"{part:.0f}" for part in parts)]) + " |")
-    lines += [
-        "",
-        "| method | phase | counted GB | planned GB | error | phase adds, counted | planned |",
-        "|---" * 7 + "|",
-    ]
+        )
+        numbers = (run["wall"], run["processor"], max(run["load"]), *parts)
+        label = f"{run['method']}, {run['end']}"
+        runs.append((label, *(f"{number:.0f}" for number in numbers)))
+    memory = []
     for line in found["memory"]:
-        sizes = [
+        counted, planned, *adds = (
             f"{line[key] / 1e9:.2f}"
             for key in ("counted", "planned", "counted_adds", "planned_adds")
-        ]
-        cells = [line["method"], line["phase"], *sizes[:2], f"{line['error']:+.1%}", *sizes[2:]]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "| method | diffusers' image against flowrl's | with the LoRA against without |",
-        "|---" * 3 + "|",
-    ]
-    lines += [
-        f"| {name} | {image['to_flowrl']:.5f} | {image['of_the_lora']:.5f} |"
+        )
+        row = (line["method"], line["phase"], counted, planned, f"{line['error']:+.1%}", *adds)
+        memory.append(row)
+    images = [
+        (name, f"{image['to_flowrl']:.5f}", f"{image['of_the_lora']:.5f}")
         for name, image in found["images"].items()
     ]
+    sizes = ("counted GB", "planned GB", "error", "phase adds, counted", "planned")
+    pairs = ("diffusers' image against flowrl's", "with the LoRA against without")
+    tables = (
+        Table(("run", "seconds", "processor", "load", *names), runs),
+        Table(("method", "phase", *sizes), memory),
+        Table(("method", *pairs), images),
+    )
     same = "equals" if found["resumed_equals_killed"] else "differs from"
-    own = sum(run["processor"] for run in found["runs"])
-    lines += [
-        "",
-        (
-            f"The resumed run {same} the killed one. {found['seconds'] / 60:.1f} minutes,"
-            f" {own / 60:.1f} of the processor."
-        ),
-    ]
-    return "\n".join([*lines, *(f"FAILED: {text}" for text in found["failures"])])
+    processor = sum(run["processor"] for run in found["runs"]) / 60
+    summary = (
+        f"The resumed run {same} the killed one. {found['seconds'] / 60:.1f} minutes,"
+        f" {processor:.1f} of the processor."
+    )
+    failed = [f"FAILED: {text}" for text in found["failures"]]
+    return "\n\n".join([*(table.markdown("") for table in tables), summary, *failed])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

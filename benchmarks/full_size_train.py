@@ -8,6 +8,7 @@ end has one member instead of twelve. With KILL_AFTER above 0 the process kills 
 iteration's line in metrics.jsonl, before its checkpoint.
 """
 
+import gc
 import json
 import os
 import resource
@@ -61,7 +62,9 @@ class PhaseMeter:
                 "processor": own,
                 "peak": self.counter.largest,
             }
-        self.counter.add_all()
+        for item in gc.get_objects():
+            if issubclass(type(item), torch.Tensor):
+                self.counter.add(item)
         self.counter.largest = self.counter.now
         clocks = {"start": time.perf_counter(), "processor_start": time.process_time()}
         self.phases.append({"phase": name, "held": self.counter.now, **clocks})

@@ -348,8 +348,6 @@ KINDS = (
     Kind(
         "bench: lines of results", "results.jsonl", change.mixed(change.lines_changed), read_results
     ),
-    Kind(
-        "bench: samples.json", "samples.json", JSON, lambda path: SamplesFile(path).observed(), 0.5
-    ),
+    Kind("bench: samples.json", "samples.json", JSON, lambda path: SamplesFile(path).read(), 0.5),
     Kind("bench: memory.json", "memory.json", JSON, lambda path: kept_memory(path, None), 0.5),
 )

@@ -167,10 +167,8 @@ def judge(kind: Kind, path: Path, canary: Path, found: Found) -> str:
     return problem
 
 
-def fuzz(kind: Kind, seeds: Path, inputs: int, seed: int, keep: Path | None = None) -> Found:
-    """Read `inputs` changed files of a kind; files that led to a problem are copied to the folder
-    `keep`.
-    """
+def fuzz(kind: Kind, seeds: Path, inputs: int, seed: int) -> Found:
+    """Read `inputs` changed files of a kind."""
     found = Found()
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch) / "work"
@@ -191,9 +189,6 @@ def fuzz(kind: Kind, seeds: Path, inputs: int, seed: int, keep: Path | None = No
                 problem = judge(kind, path, work / "CANARY", found)
                 if problem:
                     found.problems.append(f"input {number}: {problem}")
-                    if keep is not None and path.is_file():
-                        keep.mkdir(parents=True, exist_ok=True)
-                        shutil.copy(path, keep / f"{number}-{path.name}")
     return found
 
 
@@ -229,13 +224,13 @@ def shared_out(inputs: int, kinds: Sequence[Kind] = KINDS) -> dict[str, int]:
     return {kind.name: max(1, round(inputs * kind.share / total)) for kind in kinds}
 
 
-def forked(kind: Kind, seeds: Path, inputs: int, seed: int, keep: Path | None) -> Found:
+def forked(kind: Kind, seeds: Path, inputs: int, seed: int) -> Found:
     """`fuzz` in a process of its own, so that a crash of the interpreter is a problem like the
     others.
     """
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: sending.send(fuzz(kind, seeds, inputs, seed, keep)))
+    process = context.Process(target=lambda: sending.send(fuzz(kind, seeds, inputs, seed)))
     process.start()
     sending.close()
     try:
@@ -291,7 +286,6 @@ def main() -> int:
         type=Path,
         help=f"write the table to this file (the committed one: {TABLE.relative_to(ROOT)})",
     )
-    parser.add_argument("--keep", type=Path, help="folder for the inputs that led to a problem")
     options = parser.parse_args()
     torch.set_num_threads(1)
     counts, results = shared_out(options.inputs), dict[str, Found]()
@@ -299,8 +293,7 @@ def main() -> int:
         seeds = Path(folder)
         make_seeds(seeds)
         for kind in (kind for kind in KINDS if options.only in kind.name):
-            keep = options.keep and options.keep / kind.name.replace(": ", "-")
-            results[kind.name] = found = forked(kind, seeds, counts[kind.name], options.seed, keep)
+            results[kind.name] = found = forked(kind, seeds, counts[kind.name], options.seed)
             print("  ".join(row(kind.name, found)), flush=True)
             for text, times in Counter(p.partition(": ")[2] for p in found.problems).most_common(8):
                 print(f"    {times} x {text}", flush=True)

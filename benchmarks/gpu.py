@@ -28,16 +28,17 @@ import gc
 import json
 import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from flowrl_bench.digest import code_digest
+from flowrl_bench.page import Table
+from flowrl_bench.results_file import ResultsFile
 from gpu_cases import METHODS, MODELS, Case, RandomEmbeddings, Setting, cases, parse_changes
 from gpu_compute import (
     LARGE,
@@ -50,6 +51,7 @@ from gpu_compute import (
 )
 
 from flowrl import Prompt, Trainer, preset
+from flowrl.parts.plugins import versions
 from flowrl.policies import DTYPES, ModelOptions, PipelinePolicy
 from flowrl.rewards import FunctionReward
 from flowrl.training.build import make_method
@@ -197,53 +199,14 @@ def attempt(
 
 def environment(device: str) -> dict[str, Any]:
     """Where and with what: part of every line, and of what must agree for a line to be kept."""
-    packages = ("torch", "diffusers", "peft", "transformers", "triton")
     cuda = torch.cuda.get_device_properties(0) if device.startswith("cuda") else None
+    cores = f"{torch.get_num_threads()} threads, {usable_cores()} cores"
     return {
-        "device": (
-            cuda.name
-            if cuda
-            else (
-                f"CPU ({platform.machine()}), {torch.get_num_threads()} threads, {usable_cores()}"
-                " cores"
-            )
-        ),
+        "device": cuda.name if cuda else f"CPU ({platform.machine()}), {cores}",
         "memory_gigabytes": cuda.total_memory / 1e9 if cuda else None,
-        "driver": _driver() if cuda else None,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: _version(name) for name in packages},
-        },
-        "code": _code(),
+        "versions": {"python": platform.python_version(), **versions()},
+        "code": code_digest(),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _driver() -> str:
-    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(ask, capture_output=True, text=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-
-
-def _code() -> str:
-    """The hash of the package's sources and of this benchmark's."""
-    import hashlib
-
-    import flowrl
-
-    root = Path(flowrl.__file__).parent
-    total = hashlib.sha256()
-    for path in [*sorted(root.rglob("*.py")), *sorted(Path(__file__).parent.glob("gpu*.py"))]:
-        total.update(path.read_bytes())
-    return total.hexdigest()[:16]
 
 
 COLUMNS = (
@@ -262,20 +225,6 @@ COLUMNS = (
 COLUMNS = (*COLUMNS, "other: rollout", "other: update")
 
 
-def table(lines: Sequence[dict[str, Any]]) -> str:
-    """One aligned table."""
-    rows = [COLUMNS, *(_cells(line) for line in lines)]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(COLUMNS))]
-    shown = []
-    for row in rows:
-        cells = (
-            cell.ljust(w) if k < 3 else cell.rjust(w)
-            for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        shown.append("  ".join(cells).rstrip())
-    return "\n".join([shown[0], "-" * len(shown[0]), *shown[1:]])
-
-
 def _cells(line: dict[str, Any]) -> tuple[str, ...]:
     case = line["case"]
     head = (case["model"], case["method"], case["variant"])
@@ -290,17 +239,6 @@ def _cells(line: dict[str, Any]) -> tuple[str, ...]:
     ]
     rates = (f"{line['images_per_second']:.2f}", f"{line['pairs_per_second']:.1f}", f"{peak:.1f}")
     return (*head, *seconds, *rates, *shares)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Complete lines of an earlier run."""
-    found = []
-    for text in path.read_text().splitlines() if path.exists() else ():
-        try:
-            found.append(json.loads(text))
-        except json.JSONDecodeError:
-            print(f"a broken line of {path} is left out", file=sys.stderr)
-    return found
 
 
 def ceilings(device: str, dtypes: Sequence[str]) -> dict[str, float]:
@@ -329,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     file = args.out / "gpu.jsonl"
     kept = {
         json.dumps(line["case"], sort_keys=True): line
-        for line in read_lines(file)
+        for line in ResultsFile(file).unchecked()
         if line["where"] == where
     }
     limits = ceilings(device, sorted({case.setting.dtype for case in todo}))
@@ -386,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{where['device']}, torch {where['versions']['torch']}, {len(lines)} of {len(todo)}"
         " configurations"
     )
-    print(table(lines))
+    print(Table(COLUMNS, [_cells(line) for line in lines]).markdown(""))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -16,8 +16,8 @@ compared where the gradient is above 1e-5 or exactly 0: Adam's first step has fu
 small the gradient is, so that rounding decides the others. Of forward processes, losses of
 micro-batches are relative to the largest loss of a row, and copies of the weights absolute.
 
-SKIPPED rows name recorded tensors that are not compared, with the reason. FAILED rows have a
-difference beyond its tolerance, or the error that ended the replay; the exit status is then 1.
+FAILED rows have a difference beyond its tolerance, or the error that ended the replay; the exit
+status is then 1.
 
 The method "plain" is NOT the released code: parity_plain.py compares the trainer with formulas in
 plain torch where no recording tells settings apart.
@@ -27,18 +27,16 @@ import argparse
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.utils import logging as diffusers_logging
-from parity_compare import LEAST_GRADIENT, Difference, attempt, distance, reason, step_differences
-from parity_forward import LEFT_OUT, replay_forward
+from parity_compare import Difference, attempt, distance, reason, step_differences
+from parity_forward import replay_forward
 from parity_plain import CASES, plain_differences
 from parity_recording import ZERO_GROUP, RecordedUpdate, Recording, value_table
 from parity_replay import Replay, replay
@@ -55,8 +53,8 @@ from flowrl.flow import log_prob, log_prob_without_constants
 from flowrl.parts.registry import build
 
 DATA = Path(__file__).parents[1] / "tests" / "golden_iteration"
-FOLDERS = DATA, DATA.parent / "golden_forward", DATA.parent / "golden_trees"
-PLAIN, NOTE = "plain", "this is not the released code but formulas in plain torch (parity_plain.py)"
+FOLDERS = DATA, DATA.parent / "golden_forward"
+PLAIN = "plain"
 TOLERANCES = {
     "times": 1e-6,
     "standard deviations": 1e-6,
@@ -103,7 +101,6 @@ class Row:
     state: str
     quantity: str
     difference: float
-    skipped: bool = False
 
     @property
     def compared(self) -> bool:
@@ -111,17 +108,9 @@ class Row:
         return self.quantity in TOLERANCES
 
     @property
-    def verdict(self) -> str:
-        """pass, SKIPPED or FAILED."""
-        if self.skipped:
-            return "SKIPPED"
-        within = self.compared and self.difference <= TOLERANCES[self.quantity]
-        return "pass" if within else "FAILED"
-
-    @property
     def passed(self) -> bool:
-        """Whether nothing failed."""
-        return self.verdict != "FAILED"
+        """Whether there is a difference, and within its tolerance."""
+        return self.compared and self.difference <= TOLERANCES[self.quantity]
 
 
 def flow_grpo(recording: Recording) -> dict[str, Any]:
@@ -201,30 +190,6 @@ REPLAYS: dict[str, Callable[..., Iterator[Difference]]] = {
     **dict.fromkeys(("nft", "awm", "dgpo"), replay_forward),
 }
 """How to replay the recordings of each method, by the name of its folder."""
-OTHERS = {
-    "branch": "trees without an iteration, which tests/credit/test_tree_rules.py compares",
-}
-"""Recordings that are not training iterations -> what they are."""
-NOT_COMPARED: Mapping[str, Sequence[str]] = {
-    "ties, which the code breaks arbitrarily": ("credit/tie/*",),
-    "rules that flowrl lacks": ("credit/config_file/*", "credit/launch_global_std/*"),
-    "SA-Solver, which is not replayed": ("sampling/*",),
-    "penalties of weight 0, which are not evaluated": ("update/*/kl", "update/*/ema_kl"),
-    "parts of compared quantities": (
-        "trajectory_*/std_dev_t",
-        "credit/*_list",
-        "credit/delta_global",
-        "inputs/step_index",
-        "update_*/micro/approx_kl",
-        "update_*/micro/clipfrac_?t_one",
-        "update/*/micro/clipfrac",
-        "update/*/micro/*_loss",
-        "update/*/sample_weight",
-        "update/*/weight_????tive",
-        "update/*/v_*_draw0_*",
-    ),
-}
-"""Reason -> recorded tensors, as FILE/NAME, that no replay reads."""
 
 
 def trajectory_differences(recording: Recording, found: Replay) -> Iterator[tuple[str, float]]:
@@ -359,40 +324,16 @@ def parity(
     with tempfile.TemporaryDirectory(prefix="parity-") as work:
         for method in methods or sorted({path.stem for path in places} - {"common"}):
             try:
-                if method in OTHERS:
-                    yield Row(method, "-", "-", OTHERS[method], 0.0, skipped=True)
-                elif method not in REPLAYS:
+                if method not in REPLAYS:
                     raise KeyError(f"no replay for {method!r}; known: {', '.join(REPLAYS)}")
-                else:
-                    yield from method_rows(data, method, Path(work), cases, updates, changes)
+                for recording in Recording.every(data, method):
+                    if not cases or recording.case in cases:
+                        compared = REPLAYS[method](
+                            recording, work=Path(work), changes=changes, updates=updates
+                        )
+                        yield from (Row(method, recording.case, *one) for one in compared)
             except Exception as error:
                 yield Row(method, "-", "-", reason(error), float("inf"))
-
-
-def method_rows(
-    data: Path,
-    method: str,
-    work: Path,
-    cases: Sequence[str],
-    updates: Sequence[str],
-    changes: Mapping[str, Any],
-) -> Iterator[Row]:
-    """The comparisons with the recordings of one method, and what they leave out."""
-    recordings, complete = Recording.every(data, method), not cases and not updates
-    for recording in recordings:
-        if not cases or recording.case in cases:
-            compared = REPLAYS[method](recording, work=work, changes=changes, updates=updates)
-            for row in (Row(method, recording.case, *one) for one in compared):
-                complete = complete and row.compared
-                yield row
-    groups: dict[str, Counter[str]] = {}
-    for name in recordings[0].unread() if complete else ():
-        known = ((why, p) for why, every in NOT_COMPARED.items() for p in every if fnmatch(name, p))
-        why, pattern = next(known, ("no replay reads", "/".join(name.split("/")[:2])))
-        groups.setdefault(why, Counter())[pattern] += 1
-    for why, patterns in groups.items():
-        names = ", ".join(f"{pattern} ({count})" for pattern, count in sorted(patterns.items()))
-        yield Row(method, "-", "-", f"{why}: {names}", 0.0, skipped=True)
 
 
 def plain(cases: Sequence[str] = tuple(CASES), **changes: Any) -> Iterator[Row]:
@@ -403,17 +344,15 @@ def plain(cases: Sequence[str] = tuple(CASES), **changes: Any) -> Iterator[Row]:
 
 
 def print_rows(rows: Sequence[Row], console: Console) -> None:
-    """The table of all comparisons, the largest difference of every quantity, and what is not the
-    trainer's.
-    """
+    """The table of all comparisons, the largest difference of every quantity, and the failures."""
     state = Column("state", no_wrap=True)
     quantity = Column("quantity, or reason", overflow="fold", min_width=24)
     columns = "method", "model", state, quantity, "difference", "tolerance", Column(min_width=7)
     every = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
     for row in rows:
         number = f"{row.difference:.1e}", f"{TOLERANCES.get(row.quantity, 0):.0e}"
-        verdict = f"[bold red]{row.verdict}" if not row.passed else row.verdict
         values = number if row.compared else ("-", "-")
+        verdict = "pass" if row.passed else "[bold red]FAILED"
         every.add_row(row.method, row.model, row.state, escape(row.quantity), *values, verdict)
     console.print(every)
     methods = list(dict.fromkeys(row.method for row in rows if row.compared))
@@ -427,19 +366,10 @@ def print_rows(rows: Sequence[Row], console: Console) -> None:
             shown = [f"{max(cell):.1e}" if cell else "-" for cell in cells]
             largest.add_row(quantity, *shown, f"{tolerance:.0e}")
     console.print(largest)
-    title = "not done by the trainer, or not compared"
-    others = Table("method", title, box=SIMPLE_HEAD, pad_edge=False)
-    small = f"weights whose gradient is {LEAST_GRADIENT:.0e} or less"
-    for method in methods:
-        texts = (NOTE,) if method == PLAIN else (*LEFT_OUT.get(method, ()), small)
-        for number, text in enumerate(texts):
-            others.add_row(method if number == 0 else "", text)
-    console.print(others)
-    for verdict in ("SKIPPED", "FAILED"):
-        for row in rows:
-            if row.verdict == verdict:
-                words = verdict, row.method, row.model, row.state, escape(row.quantity)
-                console.print(*words, soft_wrap=True)
+    for row in rows:
+        if not row.passed:
+            words = "FAILED", row.method, row.model, row.state, escape(row.quantity)
+            console.print(*words, soft_wrap=True)
 
 
 def main() -> int:
@@ -458,9 +388,11 @@ def main() -> int:
         rows += list(parity(folder)) or [nothing]
     rows += plain()
     print_rows(rows, Console(width=134))
-    failed, skipped = sum(not row.passed for row in rows), sum(row.skipped for row in rows)
-    compared, seconds = sum(row.compared for row in rows), time.perf_counter() - began
-    print(f"{compared} comparisons, {failed} failed, {skipped} skipped, {seconds:.0f} s")
+    failed, compared = (
+        sum(not row.passed for row in rows),
+        sum(row.compared for row in rows),
+    )
+    print(f"{compared} comparisons, {failed} failed, {time.perf_counter() - began:.0f} s")
     return int(failed > 0)
 
 

@@ -6,7 +6,6 @@ defines the format. The trainer gets the recorded weights, copy of the weights, 
 samples, finished latents, times and noise.
 """
 
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 from parity_compare import Difference, attempt, clear_gradients, distance, step_differences
-from parity_recording import Recorded, Recording, Tensors, below
+from parity_recording import Recording, Tensors, below
 from parity_replay import ForwardTrainer, base_config, recorded_policy, recorded_trainer
 from safetensors.torch import load_file
 from torch import Tensor
@@ -173,22 +172,6 @@ QUANTITIES = {
     "group/weight": "group weights",
 }
 """Recorded table -> the quantity whose tolerance it has; "row losses" for the others."""
-LEFT_OUT = {
-    "nft": (
-        "finished latents, times and noise of the update: given",
-        (
-            "sampling's first step from t = 1, where flowrl has 1 - 1e-5, and whole numbers as the"
-            " network's times: given"
-        ),
-    ),
-    "awm": (
-        "sampling by SA-Solver; finished latents, times and noise of the update: given",
-        "drawing of times, there once per micro-batch: compared without a trainer (state times)",
-        "penalties of weight 1e-30 (policy_only, weight_*): weight 0, not evaluated",
-    ),
-    "dgpo": ("finished latents, times and noise of the update: given",),
-}
-"""What of a recorded iteration the trainer does not do itself; it replays all states."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +194,7 @@ class ForwardReplay:
     def inputs(self) -> Tensors:
         """What the states of the method share, and what all methods share."""
         common = load_file(self.recording.folder / "common" / "inputs.safetensors")
-        return ChainMap(common, self.recording.tensors("inputs"))
+        return {**self.recording.tensors("inputs"), **common}
 
     @property
     def code(self) -> Code:
@@ -477,8 +460,8 @@ def state_differences(
     steps: list[Tensors] = [recorded]
     if (count := settings["updates"]) > 1:
         steps = [below(recorded, f"update{number}") for number in range(count)]
-        last = {name: name for name in recorded if name.startswith("weights_after")}
-        steps[-1] = ChainMap(steps[-1], Recorded(recorded, last, set()))
+        last = {name: t for name, t in recorded.items() if name.startswith("weights_after")}
+        steps[-1] = {**last, **steps[-1]}
     rate = settings["config"]["train"]["learning_rate"]
     for quantity, difference in step_differences(trainer.optimizer_steps, steps, rate):
         yield state, quantity, difference

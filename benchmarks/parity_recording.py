@@ -3,8 +3,7 @@ folder of diffusers. tests/golden_iteration/README.md defines the format.
 """
 
 import json
-from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,40 +27,16 @@ WITHOUT_KL = "_beta0"
 Tensors = Mapping[str, Tensor]
 
 
-class Recorded(Mapping[str, Tensor]):
-    """Some of `tensors` under other names (name -> name there); `read` collects those looked up."""
-
-    def __init__(self, tensors: Tensors, names: Mapping[str, str], read: set[str]) -> None:
-        self.tensors, self.names, self.read = tensors, names, read
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self.tensors[self.names[name]]
-        self.read.add(name)
-        return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-
 @dataclass(frozen=True)
 class Recording:
     """One method on one model: the case `case` of `folder`/`method`/meta.json, with the tensors in
-    the same folder. `meta`:
-    sizes and settings; those of this case under "case". `read`: the tensors that were looked up, by
-    file; all cases of a method share it.
+    the same folder. `meta`: sizes and settings; those of this case under "case".
     """
 
     folder: Path
     method: str
     case: str
     meta: Mapping[str, Any]
-    read: dict[str, set[str]]
 
     @staticmethod
     def every(folder: Path, method: str) -> "list[Recording]":
@@ -70,9 +45,8 @@ class Recording:
         """
         meta = json.loads((folder / method / "meta.json").read_text())
         cases = {"dual": {}} if "states" in meta else meta["cases"]
-        read: dict[str, set[str]] = {}
         metas = {case: {**meta, "case": settings} for case, settings in cases.items()}
-        return [Recording(folder, method, case, one, read) for case, one in metas.items()]
+        return [Recording(folder, method, case, one) for case, one in metas.items()]
 
     @cached_property
     def inputs(self) -> dict[str, Tensor]:
@@ -91,16 +65,9 @@ class Recording:
         beside = [self.folder.parent / name / "common" for name in names]
         return next((place for place in beside if place.is_dir()), self.folder / "common")
 
-    def tensors(self, name: str) -> Recorded:
+    def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of `name`.safetensors."""
-        tensors = load_file(self.folder / self.method / f"{name}.safetensors")
-        return Recorded(tensors, {key: key for key in tensors}, self.read.setdefault(name, set()))
-
-    def unread(self) -> list[str]:
-        """The tensors of the method that no replay has looked up, as FILE/NAME."""
-        files = sorted((self.folder / self.method).glob("*.safetensors"))
-        left = {p.stem: load_file(p).keys() - self.read.get(p.stem, set()) for p in files}
-        return [f"{file}/{name}" for file, names in left.items() for name in sorted(names)]
+        return load_file(self.folder / self.method / f"{name}.safetensors")
 
     def common(self, kind: str, suffix: str = "safetensors") -> Path:
         """A file of this case's model: `kind` is "model" or "lora"."""
@@ -135,8 +102,8 @@ class RecordedUpdate:
         tables: Any = below(every, name)
         if name.endswith(WITHOUT_KL):
             with_kl = below(every, name.removesuffix(WITHOUT_KL))
-            kept = {key: key for key in with_kl if "weights_after" not in key}
-            tables = ChainMap(tables, Recorded(with_kl, kept, set()))
+            kept = {key: t for key, t in with_kl.items() if "weights_after" not in key}
+            tables = {**kept, **tables}
         steps = [
             below(tables, f"update{i}")
             for i in range(recording.meta["case"]["runs"][name]["updates"])
@@ -151,11 +118,10 @@ class RecordedUpdate:
         )
 
 
-def below(tensors: Tensors, prefix: str) -> Recorded:
+def below(tensors: Tensors, prefix: str) -> dict[str, Tensor]:
     """The tensors called `prefix`/NAME, by NAME."""
     start = f"{prefix}/"
-    names = {key.removeprefix(start): key for key in tensors if key.startswith(start)}
-    return Recorded(tensors, names, set())
+    return {key.removeprefix(start): tensors[key] for key in tensors if key.startswith(start)}
 
 
 def value_table(rewards: Tensor) -> Tensor:

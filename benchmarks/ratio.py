@@ -24,7 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from flowrl_compare.style import save
 from ratio_report import PRECISIONS, report, rounding_figure, shares_figure
 from torch import Tensor
 from torch.nn import functional
+from translation import steps_of
 
 from flowrl.core.protocols import Sampler
 from flowrl.core.types import Prompt, Schedule
@@ -113,24 +114,6 @@ def grids() -> dict[str, Schedule]:
         "shapes world, 10 steps": world("shapes").policy(PolicyOptions()).schedule(10),
         "2-D world, 10 steps": world("mixture").policy(PolicyOptions()).schedule(10),
     }
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Per step: the factor b of v in the mean, the std, and Delta; float64."""
-
-    slope: Tensor
-    std: Tensor
-    delta: Tensor
-
-
-def steps_of(sampler: Sampler, schedule: Schedule) -> Steps:
-    """From the sampler's own transitions at v = 0 and v = 1."""
-    zeros, step = torch.zeros(schedule.steps, 1), torch.arange(schedule.steps)
-    still, moved = (sampler.transition(zeros, v, schedule, step) for v in (zeros, zeros + 1))
-    return Steps(
-        (moved.mean - still.mean)[:, 0].double(), still.std.double(), schedule.deltas.double()
-    )
 
 
 def shares(sampler: Sampler, schedule: Schedule, form: str) -> list[float]:

@@ -9,9 +9,8 @@ a number differs. A second; no network evaluations.
 """
 
 import argparse
-import re
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -27,16 +26,11 @@ from reanalysis_statistics import (
     holm,
     read_runs,
     t_test,
-    wilson,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-MISSING = "too few runs yet"
-RULES = {"uniform": "flow-grpo", "stepwise": "stepwise-flow-grpo", "turning points": "tp-grpo"}
-ARMS = {
-    "stepwise": "asks: stepwise gains against uniform",
-    "turning points": "asks: turning points against uniform",
-}
+RESULTS = ROOT / "benchmarks/results/claims.jsonl"
+DOCS = ROOT / "docs"
 
 
 def family(claim: str, page: str) -> str:
@@ -94,10 +88,9 @@ def claim_rows(details: str, page: str, results: Results) -> tuple[list[Row], Le
 
 
 def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterator[Row]:
-    """The main comparison, and the counts of verdicts in the answers."""
+    """The main comparison."""
     settings, budgets = page_arms(details), list(AXES)[:3]
     for label, world in WORLDS.items():
-        verdicts: dict[str, Counter[str]] = defaultdict(Counter)
         title = f"{label[0].upper()}{label[1:]}"
         for cells in table(page.split(f"### {title}\n")[1].split("\n##")[0]):
             name = cells[0].removesuffix(" (control)").split(" = ")[0]
@@ -133,43 +126,6 @@ def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterat
                 larger,
             )
             yield from cell_rows(f"main comparison, {label}", cells, mine)
-            if "(control)" not in cells[0] and own[0] != "-":
-                for words, found in zip(
-                    ("per update", "per evaluation", "per second"), own, strict=True
-                ):
-                    verdicts[words][found[0]] += 1
-        for words, counts in verdicts.items():
-            # the page counts methods where there are others than the papers'
-            if counts.total() == len(PAPERS):
-                continue
-            answer = re.search(
-                rf"credit {words}\?\*\* .*?{title}: .*?Of all (\d+) methods, ([^;.]+)", page
-            )
-            printed = ", ".join([answer[1], *re.findall(r"\d+", answer[2])]) if answer else "none"
-            counted = [counts.total(), *(counts[symbol] for symbol in "▲▼=?" if counts[symbol])]
-            yield Row(
-                "answers",
-                f"{label}, {words}: methods, by verdict",
-                printed,
-                ", ".join(map(str, counted)),
-            )
-
-
-PAPERS = ("stepwise gains", "turning points")
-
-
-def spread_rows(details: str, results: Results) -> Iterator[Row]:
-    """The spread over seeds, without the bootstrap intervals."""
-    settings = page_arms(details)
-    for label, world in WORLDS.items():
-        for cells in table(details.split(f"## Spread over seeds, {label}")[1].split("\n## ")[0]):
-            runs = results.find(world, settings[world][cells[0]])
-            areas = by_seed({key: run.area() for key, run in runs.items()})
-            finals = by_seed({key: float(run.rewards[-1]) for key, run in runs.items()})
-            rates = interval(wilson(np.array([run.collapsed for run in runs.values()])))
-            ends = (f"{areas.min():.6f}", f"{finals.mean():.6f}", f"{finals.min():.6f}", rates)
-            mine = (cells[0], str(len(areas)), interval(t_test(areas)), *ends)
-            yield from cell_rows(f"spread, {label}", [*cells[:3], *cells[5:]], mine)
 
 
 def cell_rows(place: str, cells: Sequence[str], mine: Sequence[str]) -> Iterator[Row]:
@@ -178,79 +134,20 @@ def cell_rows(place: str, cells: Sequence[str], mine: Sequence[str]) -> Iterator
         yield Row(place, f"{cells[0]}, cell {number}", page, own)
 
 
-def default_rows(
-    page: str, details: str, results: Results, older: Results, leads: Leads
-) -> Iterator[Row]:
-    """Headlines at default settings: the seeds of the question `tuning` if it has runs, else those
-    of the older file.
-    """
-    tuning = {part.world: part.arms for part in page_parts(details) if part.claim == "tuning"}
-    found: list[tuple[Row, Comparison]] = []
-    for says, label, _, *cells in table(page.split("## What survives")[1].split("\n## ")[0]):
-        world, rule = WORLDS[label], next((name for name in ARMS if name in says), "")
-        arms = (
-            (f"{rule}, defaults", "uniform, defaults")
-            if rule and world in tuning
-            else ("arm", "than")
-        )
-        if not rule:
-            short = {"window": ":-1", "eval_steps": 40, "rule": "flow-grpo"}
-            runs = {
-                arm: older.find(world, {**short, "num_steps": steps})
-                for arm, steps in zip(arms, (10, 40), strict=True)
-            }
-        elif world in tuning:
-            runs = {name: results.find(world, arm) for name, arm in tuning[world].items()}
-        else:
-            runs = {
-                arm: older.find(world, {"rule": RULES[name]})
-                for arm, name in zip(arms, (rule, "uniform"), strict=True)
-            }
-        tuned = ARMS.get(rule, "expects better: 10 steps against 40 steps")
-        for column, budget in enumerate(list(AXES)[:2]):
-            own = compare(f"asks: {arms[0]} against {arms[1]} (mean reward over {budget})", runs)
-            if own and cells[column] not in ("-", MISSING):
-                found.append(
-                    (Row("default settings", f"{says}, {label}, {budget}", cells[column], ""), own)
-                )
-            mine = leads.get((world, f"{tuned} (mean reward over {budget})"), cells[column + 2])
-            yield Row(
-                "default settings", f"{says}, {label}, {budget}, tuned", cells[column + 2], mine
-            )
-    for (row, own), p in zip(found, holm([own.test.p for _, own in found]), strict=True):
-        yield row._replace(own=f"{own.verdict(p, 'asks')} {interval(own.test)}")
-
-
 def all_rows(results: Path, docs: Path) -> list[Row]:
     """Every number that is compared."""
     page, details = (
         (docs / name).read_text("utf-8").replace("\xa0", " ")
         for name in ("claims.md", "claims/details.md")
     )
-    runs, older = (
-        Results(read_runs(file))
-        for file in (results, results.with_name("claims-default-settings.jsonl"))
-    )
+    runs = Results(read_runs(results))
     rows, leads = claim_rows(details, page, runs)
-    rows += [*main_rows(page, details, runs, leads), *spread_rows(details, runs)]
-    return [*rows, *default_rows(page, details, runs, older, leads)]
+    return [*rows, *main_rows(page, details, runs, leads)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=ROOT / "benchmarks/results/claims.jsonl",
-        help="the published lines",
-    )
-    parser.add_argument(
-        "--docs",
-        type=Path,
-        default=ROOT / "docs",
-        help="the folder with claims.md and claims/details.md",
     )
     parser.add_argument(
         "--all", action="store_true", help="print every number, not only those that differ"
@@ -262,10 +159,10 @@ def main() -> int:
     )
     given = parser.parse_args()
     if given.robustness:
-        arms = page_arms((given.docs / "claims/details.md").read_text("utf-8"))["mixture"]
-        print("\n".join(robustness(arms, Results(read_runs(given.results)))))
+        arms = page_arms((DOCS / "claims/details.md").read_text("utf-8"))["mixture"]
+        print("\n".join(robustness(arms, Results(read_runs(RESULTS)))))
         return 0
-    rows = all_rows(given.results, given.docs)
+    rows = all_rows(RESULTS, DOCS)
     differing = [row for row in rows if not row.agrees]
     for row in rows if given.all else differing:
         print(

@@ -196,11 +196,6 @@ def bonett_price(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> Test:
     return Test(float(first.mean() - second.mean()), middle - half, middle + half, p)
 
 
-def wilson(events: NDArray[np.bool_]) -> tuple[float, float, float]:
-    found = stats.binomtest(int(events.sum()), len(events)).proportion_ci(method="wilson")
-    return float(events.mean()), found.low, found.high
-
-
 def holm(p: list[float]) -> list[float]:
     order = np.argsort(p, kind="stable")
     corrected = np.maximum.accumulate(np.array(p)[order] * (len(p) - np.arange(len(p))))

@@ -15,12 +15,12 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from flowrl_bench.results_file import provenance
 from flowrl_compare.results import RunRecord, load_run
 from flowrl_compare.style import clean
 from matplotlib.figure import Figure
@@ -63,16 +63,9 @@ def make(proxy: str, seed: int, folder: Path) -> None:
         (folder / "metrics.jsonl").exists()
     )
     (folder / "cpu.json").write_text(
-        json.dumps({"cpu_seconds": time.process_time() - began, "commit": commit()})
+        json.dumps({"cpu_seconds": time.process_time() - began, "commit": provenance()["commit"]})
     )
     print(f"{proxy}, seed {seed}: {time.process_time() - began:.0f} processor seconds", flush=True)
-
-
-def commit() -> str:
-    """The state of the sources."""
-    return subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
 
 
 def figure(runs: dict[str, list[RunRecord]]) -> Figure:

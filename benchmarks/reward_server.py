@@ -19,13 +19,13 @@ start and restarted at once.
 import argparse
 import json
 import platform
-import subprocess
 import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from flowrl_bench.results_file import provenance
 from server_fuzz import fuzz
 from server_load import TOKEN, Server, load
 
@@ -118,11 +118,7 @@ def main() -> None:
             "kills": lambda: measure_load(options.seconds / 2, Path(name), kill_every=5),
         }
         for part in () if options.report else (options.only,) if options.only else parts:
-            words = ["git", "rev-parse", "--short", "HEAD"]
-            commit = subprocess.run(
-                words, capture_output=True, text=True, check=False
-            ).stdout.strip()
-            results[part] = {**parts[part](), "commit": commit}
+            results[part] = {**parts[part](), "commit": provenance()["commit"]}
             record = {
                 "command": (
                     f"python benchmarks/reward_server.py --requests {options.requests} --seconds"

@@ -17,21 +17,19 @@ from flowrl.worlds.base import PolicyOptions
 BATCH = 128
 
 
-def rate(work, seconds: float = 6.0) -> tuple[float, float]:
-    """(mean, best of a call) evaluations per second of `work`, one batch a call."""
+def rate(work, seconds: float = 6.0) -> float:
+    """Evaluations per second of `work`, one batch a call."""
     for _ in range(3):
         work()
-    best, calls, start = 0.0, 0, time.perf_counter()
+    calls, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
-        began = time.perf_counter()
         work()
-        best = max(best, BATCH / (time.perf_counter() - began))
         calls += 1
-    return BATCH * calls / (time.perf_counter() - start), best
+    return BATCH * calls / (time.perf_counter() - start)
 
 
-def measure(worker: Worker | None = None) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(mean, best) rates of forward and of training evaluations."""
+def measure(worker: Worker | None = None) -> tuple[float, float]:
+    """Rates of forward and of training evaluations."""
     shapes = world("shapes")
     policy = shapes.policy(PolicyOptions())
     condition = policy.encode([shapes.parse("three red circles")] * BATCH)
@@ -62,8 +60,7 @@ def main() -> None:
     else:
         results, shown = [measure()], f"{torch.get_num_threads()} threads"
     for number, name in enumerate(("forward", "training (LoRA rank 8)")):
-        mean, best = (sum(result[number][k] for result in results) for k in (0, 1))
-        print(f"{name}, {shown}: {mean:.0f}/s (best calls {best:.0f}/s)")
+        print(f"{name}, {shown}: {sum(result[number] for result in results):.0f}/s")
 
 
 if __name__ == "__main__":

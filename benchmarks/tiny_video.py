@@ -12,14 +12,13 @@ LoRA's initial matrices and all noise of training.
 
 import argparse
 import json
-import platform
-import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from flowrl_bench.results_file import provenance
 from flowrl_compare.statistics import mean
 
 from flowrl.core.protocols import RewardModel
@@ -124,17 +123,12 @@ def main() -> None:
                 if name in results or options.report:
                     continue
                 results[name] = train(method, reward, seed, options.iterations)
-                commit = subprocess.run(
-                    ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-                ).stdout.strip()
                 record = {
                     "command": (
                         f"python benchmarks/tiny_video.py --seeds {options.seeds} --iterations"
                         f" {options.iterations}"
                     ),
-                    "commit": commit,
-                    "versions": {"torch": torch.__version__, "python": platform.python_version()},
-                    "hardware": f"one core of {platform.machine()}",
+                    **provenance(),
                     "settings": settings,
                     "results": results,
                 }

@@ -8,8 +8,7 @@ torchrun) starts the processes, monitors them, and ends all of them if one fails
 
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,10 +26,6 @@ TIMEOUT = "FLOWRL_TIMEOUT_MINUTES"
 """The environment variable with the minutes that a process waits for the others in a collective; 10
 if it is not set.
 """
-GRACE = 20.0
-"""Seconds that a process waits for the others after it has received a signal to stop."""
-POLL = 0.002
-"""Seconds between two checks whether a collective has finished."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -89,17 +84,13 @@ class Distributed:
     """
     reshard_after_forward: bool = True
     """Whether a block frees its gathered weights between its forward and its backward pass."""
-    stopping: Callable[[], bool] = lambda: False
-    """Whether this process has received a signal to stop; it then waits up to `GRACE` seconds for
-    the others.
-    """
 
     @staticmethod
-    def join(device: str, stopping: Callable[[], bool] = lambda: False) -> "Distributed":
+    def join(device: str) -> "Distributed":
         """Connect to the processes that the launcher's environment variables describe (RANK,
         WORLD_SIZE, ...).
 
-        Object collectives and waiting use gloo. Tensors on GPUs use NCCL, and the GPU number
+        Object collectives use gloo. Tensors on GPUs use NCCL, and the GPU number
         LOCAL_RANK becomes the current one. Raises `ConfigError` for a kind of training that is not
         supported.
         """
@@ -116,7 +107,7 @@ class Distributed:
         dist.init_process_group(backend, timeout=limit)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         reshard = _flag("FSDP_RESHARD_AFTER_FORWARD", "true")
-        return Distributed(rank, world_size, sharded, reshard, stopping)
+        return Distributed(rank, world_size, sharded, reshard)
 
     @property
     def is_main(self) -> bool:
@@ -134,29 +125,12 @@ class Distributed:
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true in at least one process. All processes synchronise here."""
-        if self.world_size == 1:
-            return flag
-        raised = torch.tensor(int(flag))
-        with self._connected():
-            largest = dist.ReduceOp.MAX
-            work: Any = dist.all_reduce(raised, largest, async_op=True)
-            waiting_since = time.monotonic()
-            while not work.is_completed():  # in Python, so that signal handlers run
-                if not self.stopping():
-                    waiting_since = time.monotonic()
-                elif time.monotonic() - waiting_since > GRACE:
-                    raise SystemExit(
-                        f"flowrl: {self._name} was asked to stop and waited {GRACE:g} s for others"
-                    )
-                time.sleep(POLL)
-            work.wait()
-        return bool(raised)
+        return any(self.gather(flag))
 
     def gather(self, value: T) -> list[T]:
         """The `value` of every process, in order of rank."""
         if self.world_size == 1:
             return [value]
-        self.any(False)
         values: list[Any] = [None] * self.world_size
         with self._connected():
             dist.all_gather_object(values, value)
@@ -175,11 +149,10 @@ class Distributed:
         except Exception as error:
             if self.world_size > 1 and not self.sharded:
                 with suppress(OtherProcessError):
-                    self.any(True)
                     self.gather(self._failure(error))
             raise
-        if self.any(False):
-            raise OtherProcessError("; ".join(filter(None, self.gather(""))))
+        if failures := "; ".join(filter(None, self.gather(""))):
+            raise OtherProcessError(failures)
 
     def all_reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replace every gradient by its sum over the processes; it remains None if no process has
@@ -329,8 +302,7 @@ def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Sharded tensors are gathered one after the other, so a device has at most one of them; all
     processes must call it.
     """
-    connected = dist.is_available() and dist.is_initialized()
-    is_main = not connected or dist.get_rank() == 0
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
     gathered = {}
     for name, tensor in tensors.items():
         complete = full(tensor.detach())

@@ -4,9 +4,14 @@ them.
 
 import json
 import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 
+import flowrl
 from flowrl.cli.main import main
 from flowrl.distributed import Distributed
 from flowrl.training.build import make_method, make_reward, make_world, policy_options
@@ -130,3 +135,21 @@ def trained(trainer, iterations=2):
     """Metrics without times, and the weights after some iterations."""
     rows = [plain(trainer.iteration()) for _ in range(iterations)]
     return rows, weights(trainer)
+
+
+def launch_file(name):
+    """A shipped config file of Accelerate."""
+    return str(Path(flowrl.__file__).parent / "data" / "launch" / f"{name}.yaml")
+
+
+def launch(config, folder, arguments):
+    """`flowrl train` in two processes by a shipped config file; the finished process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    launcher += [launch_file(config), "--num_processes", "2", "--main_process_port", str(port)]
+    command = [*launcher, "-m", "flowrl", "train", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=folder, check=False
+    )

@@ -62,7 +62,7 @@ def test_a_bad_reader_is_found(reader, problem, tmp_path):
     kind = fuzz_cases.Kind(
         "bad", "file", fuzz_mutations.mixed(), lambda path: next(reads, reader)(path)
     )
-    found = fuzz_files.forked(kind, tmp_path, 1, 0, None)
+    found = fuzz_files.forked(kind, tmp_path, 1, 0)
     assert len(found.problems) == 1
     assert any(text in found.problems[0] for text in problem.split("|"))
 

@@ -191,7 +191,7 @@ class Train:
         if config.policy.device == "cpu":
             torch.set_num_threads(1)
         with asked_to_stop() as asked:
-            with Distributed.join(config.policy.device, asked.is_set) as distributed:
+            with Distributed.join(config.policy.device) as distributed:
                 say = partial(print, flush=True) if distributed.is_main else lambda text: None
                 out = distributed.gather(out)[0]  # the clock in its name may differ
                 algorithm, size = config.algorithm, distributed.world_size

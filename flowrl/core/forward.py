@@ -216,8 +216,7 @@ class ForwardLoss(Protocol):
     Contract: rows of weight 0 contribute neither value nor gradient; only `new` takes a gradient;
     the order of rows has no effect. If new, old, average and reference are equal, the gradient of
     each row is its advantage times a positive multiple of the gradient of its error |v - v*|^2,
-    which does not depend on the advantages. With `unit` = "group" and advantages that sum to 0 over
-    a group, the weights of its errors in the gradient sum to 0, too.
+    which does not depend on the advantages.
     """
 
     @property

@@ -8,7 +8,6 @@ work space, and the allocator's unused reserve. `benchmarks/full_size.py` compar
 runs.
 """
 
-import gc
 import json
 import math
 import weakref
@@ -20,9 +19,9 @@ from importlib import import_module, resources
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -118,37 +117,28 @@ class Architecture:
 
     @staticmethod
     def of_folder(folder: Path) -> "Architecture":
-        """The architecture of the pipeline in `folder`, from its JSON files and its encoders'
-        headers.
+        """The architecture of the pipeline in `folder`, from its JSON files; its text encoders are
+        those of the published model with this transformer.
 
         Raises `OSError`, `KeyError` or `ValueError` if files are missing or have another form.
         """
         transformer, decoder = (
             read_json(folder / part / "config.json") for part in ("transformer", "vae")
         )
-        kinds = {known.transformer: known for known in ARCHITECTURES.values()}
+        published = {known.transformer: known for known in ARCHITECTURES.values()}
         return replace(
-            kinds[transformer["_class_name"]],
+            published[transformer["_class_name"]],
             config={name: value for name, value in transformer.items() if name[0] != "_"},
-            encoder_parameters=sum(map(_elements, folder.glob("text_encoder*/*.safetensors"))),
             decoder={name: value for name, value in decoder.items() if name[0] != "_"},
         )
 
 
-def _elements(file: Path) -> int:
-    """Numbers in a safetensors file, from its header."""
-    with safe_open(file, "pt") as tensors:
-        names = tensors.keys()  # not iterable itself
-        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
-
-
-def _published() -> dict[str, Architecture]:
-    file = resources.files("flowrl") / "data" / "architectures.json"
-    rows = json.loads(file.read_text()).items()
-    return {name: Architecture(family_of(row.pop("pipeline")), **row) for name, row in rows}
-
-
-ARCHITECTURES = _published()
+ARCHITECTURES = {
+    name: Architecture(family_of(row.pop("pipeline")), **row)
+    for name, row in json.loads(
+        (resources.files("flowrl") / "data" / "architectures.json").read_text()
+    ).items()
+}
 """The published architectures by name, from data/architectures.json. Text encoders: T5 v1.1 XXL and
 CLIP ViT-L/14 (FLUX.1), also OpenCLIP ViT-bigG/14 (SD3.5), Qwen2.5-VL-7B with the vision tower that
 the pipeline loads too (Qwen-Image), UMT5 XXL (Wan).
@@ -156,14 +146,15 @@ the pipeline loads too (Qwen-Image), UMT5 XXL (Wan).
 
 
 def architecture_of(model: str) -> Architecture | None:
-    """The architecture of the pipeline in the folder `model`, or of a model whose name determines
-    it.
+    """The architecture of the pipeline in the folder `model`, or of a model whose name contains a
+    published one's.
     """
     with suppress(OSError, KeyError, ValueError):
         return Architecture.of_folder(Path(model))
-    name = model.lower().rstrip("/").removesuffix("-diffusers")
-    ends = {end.removeprefix("sd"): known for end, known in ARCHITECTURES.items()}
-    return next((known for end, known in ends.items() if name.endswith(end)), None)
+    for name, known in ARCHITECTURES.items():
+        if name.removeprefix("sd") in model.lower():  # as in stable-diffusion-3.5-medium
+            return known
+    return None
 
 
 OPTIMIZER_BYTES = 4 * (1 + 1 + 2 + 1)
@@ -174,42 +165,36 @@ weight.
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in bytes, except for the two numbers of parameters.
+    """Memory in bytes, except for the number of parameters.
 
     `update`, `rollout`, `decode` and `encoders` occur one after the other, so their memory does not
     add up.
 
     Args:
-        parameters: number of parameters.
         trained_parameters: number of trained parameters.
         weights: frozen transformer and decoder.
         trained: LoRA (or all weights), gradient, AdamW's moments, average.
+        trajectories: stored nodes and velocities.
         update: peak added by a micro-batch of training (forward and backward).
         rollout: peak added by a call of sampling.
         decode: peak added by decoding all images that are scored together.
         encoders: weights of the text encoders, which are on the device only for new prompts.
-        trajectories: stored nodes and velocities.
     """
 
-    parameters: int
     trained_parameters: int
     weights: int
     trained: int
+    trajectories: int
     update: int
     rollout: int
     decode: int
     encoders: int
-    trajectories: int = 0
-
-    @property
-    def always(self) -> int:
-        """Memory that is occupied in every phase."""
-        return self.weights + self.trained + self.trajectories
 
     @property
     def peak(self) -> int:
         """Permanent memory and the largest phase, without the reward's network."""
-        return self.always + max(self.update, self.rollout, self.decode, self.encoders)
+        phase = max(self.update, self.rollout, self.decode, self.encoders)
+        return self.weights + self.trained + self.trajectories + phase
 
 
 def count_memory(
@@ -218,6 +203,7 @@ def count_memory(
     update_rows: int = 8,
     rollout_rows: int = 16,
     images: int = 0,
+    stored: int = 0,
 ) -> Memory:
     """The GPU memory that training a model needs, by part.
 
@@ -229,6 +215,7 @@ def count_memory(
         update_rows: latents per network call of the update; guidance doubles them.
         rollout_rows: latents per network call of the rollout; guidance doubles them.
         images: number of images that are scored together.
+        stored: number of stored latents and velocities, in float32.
 
     Returns:
         The memory of each part in bytes.
@@ -238,7 +225,9 @@ def count_memory(
     # diffusers' `to` warns of layers to keep in float32 even if there are none
     decoder = nn.Module.to(known.build_decoder(), decoding)
     network = nn.Module.to(known.build(), dtype).requires_grad_(full)
-    parameters, buffers = _numbers(network.parameters()), _numbers(network.buffers())
+    buffers = _numbers(network.buffers())
+    # full tuning stores float32 weights (in `trained`) and buffers; its reference is in `dtype`
+    frozen = _numbers(network.parameters()) + buffers if not full or options.keep_reference else 0
     if not full:
         targets = options.lora_targets or family.lora_targets
         Adapters(network, options.lora_rank, options.lora_alpha, targets, seed=0)
@@ -248,38 +237,32 @@ def count_memory(
         cast(Any, network).enable_gradient_checkpointing()
     network.train()
 
-    def update() -> None:
-        inputs = known.inputs(update_rows, options, dtype)
-        family.velocity(network, *inputs).float().square().mean().backward()
+    def call(rows: int) -> None:
+        inputs = known.inputs(rows, options, dtype)  # held until the end of the backward pass
+        velocity = family.velocity(network, *inputs)
+        if velocity.requires_grad:
+            velocity.float().square().mean().backward()
 
-    def rollout() -> None:
-        inputs = known.inputs(rollout_rows, options, dtype)
-        family.velocity(network, *inputs)
-
-    def decode() -> None:
-        latent, *_, image = inputs
-        family.decode(SimpleNamespace(vae=decoder), latent, image)
-
-    inputs = known.inputs(min(options.decode_batch, images or 2**30), options, decoding)
-    gradient, copies = trained * dtype.itemsize, 0 if dtype == torch.float32 else trained
-    training = _peak(update, network)
+    latent, *_, size = known.inputs(min(options.decode_batch, images or 2**30), options, decoding)
+    update = _peak(lambda: call(update_rows), network)
     with torch.no_grad():
-        sampling, decoded = _peak(rollout, network), _peak(decode, decoder)
+        rollout = _peak(lambda: call(rollout_rows), network)
+        pipe = SimpleNamespace(vae=decoder)
+        decode = _peak(lambda: family.decode(pipe, latent, size), decoder)
+    copies = 0 if dtype == torch.float32 else trained * dtype.itemsize
     scored = 4 * 3 * options.height * options.width * options.num_frames * images
-    # full tuning stores float32 weights (in `trained`) and buffers; its reference is in `dtype`
-    frozen = 0 if full and not options.keep_reference else parameters + buffers
     return Memory(
-        parameters=parameters,
         trained_parameters=trained,
         weights=frozen * dtype.itemsize
         + 4 * buffers * full
         + _numbers(decoder.parameters()) * decoding.itemsize,
         trained=trained * OPTIMIZER_BYTES,
+        trajectories=4 * stored * math.prod(latent.shape[1:]),
         # without the gradients, which `trained` includes
-        update=max(training - gradient, 0) + copies * dtype.itemsize,
-        rollout=sampling + copies * dtype.itemsize,
+        update=max(update - trained * dtype.itemsize, 0) + copies,
+        rollout=rollout + copies,
         # the images so far; at the end they are joined, which copies them
-        decode=max(decoded + scored, 2 * scored),
+        decode=max(decode + scored, 2 * scored),
         encoders=known.encoder_parameters * dtype.itemsize,
     )
 
@@ -291,8 +274,8 @@ def _numbers(tensors: Iterable[Tensor]) -> int:
 class StorageCounter(TorchDispatchMode):
     """Bytes of the live tensors (`now`) and the largest sum so far (`largest`).
 
-    Every storage that an operation returns within this context counts once, until it is freed;
-    `add_all` counts existing storages.
+    Every storage that an operation returns within this context, or that is given to `add`, counts
+    once, until it is freed.
 
     Args:
         kind: type of the device whose memory is counted.
@@ -312,12 +295,6 @@ class StorageCounter(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.add(tensor)
         return result
-
-    def add_all(self) -> None:
-        """Count all tensors that Python's garbage collector tracks."""
-        for item in gc.get_objects():
-            if issubclass(type(item), Tensor):
-                self.add(item)
 
     def add(self, tensor: Tensor) -> None:
         """Count the storage of `tensor` unless it counts already."""
@@ -347,14 +324,11 @@ def _peak(work: Callable[[], Any], network: Any) -> int:
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> Tensor:
         if query.dtype == torch.float32 or more or options.get("attn_mask") is not None:
-            return plain(query, key, value, *more, **options)  # pyright: ignore
+            return plain(query, key, value, *more, **options)
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
 
-    F.scaled_dot_product_attention = attention  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        with StorageCounter("meta", network) as counter:
-            work()
-    finally:
-        F.scaled_dot_product_attention = plain
+    counter = StorageCounter("meta", network)
+    with patch.object(F, "scaled_dot_product_attention", attention), counter:
+        work()
     network.zero_grad()
     return counter.largest

@@ -124,6 +124,10 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
+ENTRIES = 400
+"""Largest mean number of entries of a prompt with its metadata; a JSON object counts as 4."""
+HEADER_BYTES = 10_000
+"""Largest header of a safetensors part."""
 _PROMPTS: TypeAdapter[list[PromptMessage]] = TypeAdapter(list[PromptMessage])
 
 
@@ -182,17 +186,22 @@ def decode_prompts(data: bytes, most: int = 2**31) -> list[Prompt]:
     """A JSON list of at most `most` {"text": ..., "metadata": {...}}; without NaN, and with every
     name of an object once. Raises `WireFormatError`.
     """
+    # Counted before they cost seconds; an object takes as long as four other entries.
+    if (entries := data.count(b",") + 4 * data.count(b"{")) > ENTRIES * most:
+        message = f"prompts with {entries} entries; allowed: 1 to {most} samples of {ENTRIES}"
+        raise WireFormatError("too_many_samples", message)
     try:
-        prompts = _PROMPTS.validate_python(parse_json(data, finite=True))
+        messages = parse_json(data, finite=True)
+        if isinstance(messages, list) and len(messages) > most:
+            message = f"{len(messages)} samples in one request; allowed: 1 to {most}"
+            raise WireFormatError("too_many_samples", message)
+        prompts = _PROMPTS.validate_python(messages)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise WireFormatError("bad_prompts", f"prompts {place}: {first['msg'][:200]}") from error
     except ValueError as error:
         raise WireFormatError("bad_prompts", f"prompts: {str(error)[:200]}") from error
-    if len(prompts) > most:
-        message = f"{len(prompts)} samples in one request; allowed: 1 to {most}"
-        raise WireFormatError("too_many_samples", message)
     return [Prompt(item.text, item.metadata) for item in prompts]
 
 
@@ -200,6 +209,10 @@ def decode_safetensors(data: bytes) -> Tensor:
     """The tensor `images` [sample, channel, height, width] in float32; uint8 is divided by 255.
     Raises `WireFormatError`.
     """
+    header = int.from_bytes(data[:8], "little")
+    if header > HEADER_BYTES:  # of one tensor; the library reads a longer one in seconds
+        message = f"the safetensors header has {header} bytes; allowed: {HEADER_BYTES}"
+        raise WireFormatError("bad_safetensors", message)
     try:
         tensors = load(data)
     except Exception as error:  # the library raises many kinds for damaged files

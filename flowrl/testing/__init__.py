@@ -14,7 +14,6 @@ that would fail for the same reason are not tried.
 need pytest. Before a run, `flowrl.training.trial` checks the user's own parts with this package.
 """
 
-from flowrl.testing import credit, losses, policy, probe, rewards, samplers, world
 from flowrl.testing.contract import (
     ContractAdvice,
     ContractBroken,
@@ -22,6 +21,12 @@ from flowrl.testing.contract import (
     Findings,
     entry_points,
 )
+from flowrl.testing.credit import CreditContract
+from flowrl.testing.losses import ForwardLossContract, PolicyLossContract
+from flowrl.testing.policy import PolicyContract
+from flowrl.testing.probe import ProbeContract
+from flowrl.testing.rewards import GroupRewardContract, RewardContract
+from flowrl.testing.samplers import SamplerContract, SolverContract, WindowContract
 from flowrl.testing.tiny import (
     TINY,
     TINY_VIDEO,
@@ -34,6 +39,7 @@ from flowrl.testing.tiny import (
     tiny_wan,
     tiny_wan_policy,
 )
+from flowrl.testing.world import WorldContract
 
 __all__ = [
     "TINY",
@@ -74,14 +80,14 @@ __all__ = [
     "world_contract",
 ]
 
-check_credit, credit_contract = entry_points(credit.contract)
-check_sampler, sampler_contract = entry_points(samplers.sampler)
-check_solver, solver_contract = entry_points(samplers.solver)
-check_window, window_contract = entry_points(samplers.window)
-check_loss, loss_contract = entry_points(losses.policy_loss)
-check_forward_loss, forward_loss_contract = entry_points(losses.forward_loss)
-check_reward, reward_contract = entry_points(rewards.reward_model)
-check_group_reward, group_reward_contract = entry_points(rewards.group_reward)
-check_policy, policy_contract = entry_points(policy.contract)
-check_probe, probe_contract = entry_points(probe.contract)
-check_world, world_contract = entry_points(world.contract)
+check_credit, credit_contract = entry_points(CreditContract)
+check_sampler, sampler_contract = entry_points(SamplerContract)
+check_solver, solver_contract = entry_points(SolverContract)
+check_window, window_contract = entry_points(WindowContract)
+check_loss, loss_contract = entry_points(PolicyLossContract)
+check_forward_loss, forward_loss_contract = entry_points(ForwardLossContract)
+check_reward, reward_contract = entry_points(RewardContract)
+check_group_reward, group_reward_contract = entry_points(GroupRewardContract)
+check_policy, policy_contract = entry_points(PolicyContract)
+check_probe, probe_contract = entry_points(ProbeContract)
+check_world, world_contract = entry_points(WorldContract)

@@ -1,8 +1,8 @@
 """Contracts: promises of a protocol, the findings on them, and the comparisons that promises use.
 
-A promise is a function of a case, that is a part with test data. Its name is the promise's name,
-its docstring says what is promised. It raises `ContractBroken`, or returns advice, `INAPPLICABLE`
-or None.
+A contract is a class per kind of part, a promise one of its methods. The first paragraph of the
+method's docstring says what is promised, the second names the usual cause if it is broken. It
+raises `ContractBroken`, or returns advice, `INAPPLICABLE` or None.
 """
 
 import copy
@@ -12,22 +12,24 @@ import math
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import ConfigError, require
+from flowrl.core.errors import require
 
 T = TypeVar("T")
 P = ParamSpec("P")
-Promise = Callable[[Any], str | None]
+Promise = Any
+"""A method of a contract, marked by `promise` or `basic`, that returns advice or None."""
 TestFunction = Callable[..., None]
 
-INAPPLICABLE = "does not apply"
+INAPPLICABLE = "n/a"
 """What a promise returns that concerns only other parts of the kind."""
 OVER = "not tried: the time was over"
 BROKEN, UNTRIED = "BROKEN", "untried"
@@ -38,7 +40,7 @@ Returns:
     with one case for each promise.
 
 Raises:
-    ConfigError: an option is not allowed, or (`..._contract`) pytest is not installed.
+    ConfigError: an option is not allowed.
 """
 
 
@@ -72,19 +74,14 @@ class Finding:
     @property
     def ok(self) -> bool:
         """Whether the promise was kept, or does not apply."""
-        return self.tried and self.mark != BROKEN
-
-    @property
-    def tried(self) -> bool:
-        """Whether the promise was tried."""
-        return self.mark != UNTRIED
+        return self.mark not in (BROKEN, UNTRIED)
 
 
 class Findings(list[Finding]):
     """The findings on one part; `str()` shows them as a table.
 
     Args:
-        part: description of the part.
+        part: name of the part.
         findings: one finding per promise.
     """
 
@@ -107,109 +104,124 @@ class Findings(list[Finding]):
         return self.marked(BROKEN)
 
     def __str__(self) -> str:
-        untried, idle = len(self.marked(UNTRIED)), len(self.marked("n/a"))
-        kept, applicable = sum(finding.ok for finding in self) - idle, len(self) - idle
-        lines = [
-            f"{self.part}: {kept} of {applicable} promises kept"
-            + f"; {untried} not tried" * (untried > 0)
-            + f"; {idle} not applicable" * (idle > 0)
-        ]
+        counts = Counter(finding.mark for finding in self)
+        lines = [f"{self.part}: " + ", ".join(f"{n} {mark}" for mark, n in counts.items())]
         for finding in self:
             lines.append(f"{finding.mark:<7}  {finding.promise}")
-            if finding.mark != "n/a":
-                reason = finding.message.rpartition(f" breaks the promise {finding.promise!r} ")[2]
-                lines.append(textwrap.indent(textwrap.fill(reason, 111), " " * 9))
+            reason = finding.message.rpartition(f" breaks the promise {finding.promise!r} ")[2]
+            lines.append(textwrap.indent(textwrap.fill(reason, 111), " " * 9))
         return "\n".join(filter(None, lines))
 
     __repr__ = __str__
 
 
+def promise(method: Promise) -> Promise:
+    """Mark a method of a contract as a promise."""
+    method.is_basic = False
+    return method
+
+
+def basic(method: Promise) -> Promise:
+    """Mark a method as a promise that comes first; if it is broken, others are not tried, because
+    they would fail for the same reason.
+    """
+    method.is_basic = True
+    return method
+
+
 @dataclass(frozen=True)
 class Contract:
-    """The promises of a kind of part, to be tried on one part.
+    """The promises of a kind of part, which are the class's marked methods, with the data on which
+    they are tried.
 
     Args:
-        kind: the kind, for messages.
-        basic: promises that come first; if one is broken, later promises are not tried, because
-            they would fail for the same reason.
-        others: all other promises.
-        make: makes the part, anew for every promise.
-        case: makes the argument of the promises from the part.
-        without: names of promises to leave out.
+        part: an object, which is copied for every promise, a class, or a function that makes a
+            part.
+        without: names of promises that the part breaks on purpose.
 
     Raises:
         ConfigError: `without` has an unknown name.
     """
 
-    kind: str
-    basic: Sequence[Promise]
-    others: Sequence[Promise]
-    make: Callable[[], Any]
-    case: Callable[[Any], Any]
-    without: Sequence[str] = ()
-    known: dict[str, Finding] = field(default_factory=dict)
+    part: Any
+    without: Sequence[str] = field(default=(), kw_only=True)
+    shared: ClassVar[bool] = False
+    """Whether all promises are tried on one object, because parts are large models."""
 
     def __post_init__(self) -> None:
-        names = [promise.__name__ for promise in (*self.basic, *self.others)]
-        for name in self.without:
-            allowed = f"promises of a {self.kind} are {', '.join(names)}"
-            require(name in names, "without", name, allowed)
+        names = [promise.__name__ for promise in self.promises()]
+        require(set(self.without) <= set(names), "without", self.without, ", ".join(names))
 
-    @property
-    def promises(self) -> list[Promise]:
-        """The promises, except those left out."""
-        return [p for p in (*self.basic, *self.others) if p.__name__ not in self.without]
+    @classmethod
+    def promises(cls) -> list[Promise]:
+        """All promises of the kind."""
+        methods = [method for owner in cls.__mro__ for method in vars(owner).values()]
+        return [method for method in methods if hasattr(method, "is_basic")]
 
-    def findings(self, deadline: float = math.inf) -> Findings:
-        """The findings on all promises; none is begun after the `deadline` (`time.monotonic`)."""
-        tried = [self.finding(promise, deadline) for promise in self.promises]
-        return Findings(name_of(self.make()), tried)
+    def tried(self, first: Collection[str] = (), deadline: float = math.inf) -> Iterator[Finding]:
+        """The findings: on basic promises, on those named `first`, on the others. None is tried
+        after the `deadline` (`time.monotonic`).
+        """
+        make = functools.cache(self.fresh) if self.shared else self.fresh
+        obstacle = ""
+        order = sorted(self.promises(), key=lambda p: (not p.is_basic, p.__name__ not in first))
+        for promise in order:
+            name = promise.__name__
+            if name in self.without:
+                continue
+            if time.monotonic() > deadline:
+                obstacle = obstacle or OVER
+            finding = Finding(name, UNTRIED, obstacle) if obstacle else self._try(promise, make())
+            if finding.mark == BROKEN and promise.is_basic:
+                obstacle = f"not tried, because {name!r} is broken"
+            yield finding
 
-    def finding(self, promise: Promise, deadline: float = math.inf) -> Finding:
-        """The finding on one promise, which is tried once."""
-        name = promise.__name__
-        if name not in self.known:
-            self.known[name] = self._obstacle(promise, deadline) or self._try(promise)
-        return self.known[name]
+    def findings(self) -> Findings:
+        """The findings on all promises."""
+        return Findings(getattr(self.part, "__name__", type(self.part).__name__), self.tried())
 
-    def _obstacle(self, promise: Promise, deadline: float) -> Finding | None:
-        for earlier in self.promises[: self.promises.index(promise)]:
-            if earlier in self.basic and self.finding(earlier, deadline).mark == BROKEN:
-                reason = f"not tried, because {earlier.__name__!r} is broken"
-                return Finding(promise.__name__, UNTRIED, reason)
-        over = time.monotonic() > deadline
-        return Finding(promise.__name__, UNTRIED, OVER) if over else None
-
-    def _try(self, promise: Promise) -> Finding:
-        name, part = promise.__name__, self.make()
+    def fresh(self) -> Any:
+        """A part for a promise."""
+        if inspect.isclass(self.part) or inspect.isroutine(self.part):
+            return self.part()
         try:
-            advice = promise(self.case(part))
+            return self.part if self.shared else copy.deepcopy(self.part)
+        except Exception:  # it cannot be copied
+            return self.part
+
+    def _try(self, promise: Promise, part: Any) -> Finding:
+        name = promise.__name__
+        says, _, hint = inspect.cleandoc(promise.__doc__ or "").partition("\n\n")
+        try:
+            advice = promise(replace(self, part=part))
         except Exception as error:
             broken = isinstance(error, ContractBroken)
             reason = error if broken else f"it raised {type(error).__name__}: {error}"
-            says = " ".join((promise.__doc__ or "").split()).rstrip(".")
-            message = f"{name_of(part)} breaks the promise {name!r} ({says}): {reason}"
+            head = f"{type(part).__name__} breaks the promise {name!r} ({says.rstrip('.')})"
+            message = " ".join(f"{head}: {str(reason).rstrip('.')}. {hint}".split())
             return Finding(name, BROKEN, message, error)
-        mark = "n/a" if advice == INAPPLICABLE else "advice" if advice else "kept"
-        return Finding(name, mark, advice or "")
+        if advice == INAPPLICABLE:
+            return Finding(name, INAPPLICABLE)
+        return Finding(name, "advice" if advice else "kept", advice or "")
 
     def as_test(self) -> TestFunction:
         """A pytest function with one case per promise."""
-        try:
-            import pytest
-        except ImportError as error:
-            raise ConfigError("flowrl.testing makes pytest tests: pip install pytest") from error
+        import pytest
 
-        @pytest.mark.parametrize("promise", self.promises, ids=lambda promise: promise.__name__)
-        def test_contract(promise: Promise) -> None:
+        findings = functools.cache(lambda: {finding.promise: finding for finding in self.tried()})
+
+        @pytest.mark.parametrize(
+            "promise", [p.__name__ for p in self.promises() if p.__name__ not in self.without]
+        )
+        def test_contract(promise: str) -> None:
             __tracebackhide__ = True
-            finding = self.finding(promise)
-            if finding.mark in (UNTRIED, "n/a"):
-                pytest.skip(finding.message)
+            finding = findings()[promise]
+            if finding.mark in (UNTRIED, INAPPLICABLE):
+                pytest.skip(finding.message or "it concerns other parts")
             if finding.mark == BROKEN:
                 raise ContractBroken(finding.message) from finding.cause
             if finding.message:
-                warnings.warn(f"{finding.promise}: {finding.message}", ContractAdvice, stacklevel=1)
+                warnings.warn(f"{promise}: {finding.message}", ContractAdvice, stacklevel=1)
 
         return test_contract
 
@@ -219,11 +231,11 @@ def entry_points(
 ) -> tuple[Callable[P, Findings], Callable[P, TestFunction]]:
     """The functions `check_...` and `..._contract` with the arguments of `contract`."""
 
-    @functools.wraps(contract)
+    @functools.wraps(contract, updated=())
     def check(*args: P.args, **kwargs: P.kwargs) -> Findings:
         return contract(*args, **kwargs).findings()
 
-    @functools.wraps(contract)
+    @functools.wraps(contract, updated=())
     def test(*args: P.args, **kwargs: P.kwargs) -> TestFunction:
         return contract(*args, **kwargs).as_test()
 
@@ -231,53 +243,27 @@ def entry_points(
     return check, test
 
 
-def maker(part: Any, share: bool = False) -> Callable[[], Any]:
-    """A function that returns a fresh part: a call of `part` if it is a class or a function, else a
-    copy of it.
-
-    With `share` it returns the same part every time, for large models that the promises do not
-    change. A part that cannot be copied is shared, too.
-    """
-    if inspect.isclass(part) or inspect.isroutine(part) or isinstance(part, functools.partial):
-        return functools.cache(part) if share else part
-
-    def fresh() -> Any:
-        try:
-            return part if share else copy.deepcopy(part)
-        except Exception:
-            return part
-
-    return fresh
-
-
 def expect(condition: object, message: str) -> None:
     """Raise `ContractBroken` with `message` unless `condition`."""
     if not condition:
-        raise ContractBroken(message.strip())
+        raise ContractBroken(message)
 
 
 def same(
-    got: Tensor,
-    expected: Tensor,
-    what: str,
-    hint: str = "",
-    tolerance: float = 0.0,
-    floor: float = 1.0,
+    got: Tensor, expected: Tensor, what: str, tolerance: float = 0.0, floor: float = 1.0
 ) -> None:
     """Raise `ContractBroken` if an entry differs by more than `tolerance` times (`floor` + the
     largest expected entry). NaN equals NaN.
     """
-    got, expected = got.detach(), expected.detach()
+    got, expected = got.detach().double(), expected.detach().double()
     shapes = f"{tuple(got.shape)} instead of {tuple(expected.shape)}"
-    expect(got.shape == expected.shape, f"{what} has shape {shapes}. {hint}")
-    equal = (got == expected) | (got.isnan() & expected.isnan())
-    gap = (got - expected).abs().double().nan_to_num(torch.inf, posinf=torch.inf)
-    gap = gap.masked_fill(equal, 0.0)
-    index = tuple(int(place) for place in torch.unravel_index(gap.argmax(), gap.shape))
-    place = f" at index {index}" if index else ""
-    values = f"{float(got[index]):.7g} instead of {float(expected[index]):.7g}"
+    expect(got.shape == expected.shape, f"{what} has shape {shapes}")
     limit = tolerance * (floor + float(expected.abs().nan_to_num().max()))
-    expect(float(gap[index]) <= limit, f"{what}{place} is {values}. {hint}")
+    wrong = ~torch.isclose(got, expected, rtol=0.0, atol=limit, equal_nan=True)
+    if wrong.any():
+        index = tuple(wrong.nonzero()[0].tolist())
+        place = f" at index {index}" if index else ""
+        raise ContractBroken(f"{what}{place} is {got[index]:.7g} instead of {expected[index]:.7g}")
 
 
 def twice(call: Callable[[], T]) -> tuple[T, T]:
@@ -286,29 +272,6 @@ def twice(call: Callable[[], T]) -> tuple[T, T]:
     first = call()
     torch.manual_seed(2)
     return first, call()
-
-
-def is_pure(case: Any) -> None:
-    """The same input gives the same result, and is not changed."""
-    hint = "Keep no state, draw nothing, and use networks in eval mode without dropout."
-    with unchanged(**case.inputs):
-        first, second = twice(case.result)
-    same(second, first, "in a second call, the result", hint, case.repeats)
-
-
-def treats_samples_separately(case: Any) -> None:
-    """The result of a sample (of a prompt's group) does not depend on the others of its batch,
-    their order or number.
-    """
-    result = case.result()
-    count = len(result)
-    parts = [[i] for i in range(count)] + [range(count)[::-1], range(1, count), range(count // 2)]
-    shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
-    for rows in (*parts, shuffled):
-        index = torch.tensor(list(rows))
-        hint = "Is something normalised, sorted or padded over the batch, or an axis mixed up?"
-        what = f"with the samples {index.tolist()} of {count} only, the result"
-        same(case.result(index), result[index], what, hint, case.tolerance)
 
 
 def tensors(value: Any, name: str = "") -> dict[str, Tensor]:
@@ -324,26 +287,44 @@ def tensors(value: Any, name: str = "") -> dict[str, Tensor]:
 @contextmanager
 def unchanged(**inputs: Any) -> Iterator[None]:
     """Within this context the tensors in `inputs` must keep their values."""
-    before = {name: (t, t.detach().clone()) for name, t in tensors(inputs).items()}
+    before = {name: (tensor, tensor.detach().clone()) for name, tensor in tensors(inputs).items()}
     yield
     for name, (tensor, old) in before.items():
-        changed = ~((tensor == old) | (tensor.isnan() & old.isnan()))
-        expect(
-            not changed.any(),
-            f"{name} was modified in place: {int(changed.sum())} of its numbers changed. Work on a"
-            " clone; operations that end in _ and += change their tensor.",
-        )
+        same(tensor, old, f"{name} was modified in place; work on a clone: its value")
 
 
-def name_of(part: Any) -> str:
-    """A part on one short line; for a data class with the fields that differ from their
-    defaults.
-    """
-    if is_dataclass(part) and hasattr(type(part).__repr__, "__wrapped__"):  # the generated repr
-        shown = [(f, getattr(part, f.name)) for f in fields(part) if f.init and f.repr]
-        options = [f"{f.name}={name_of(v)}" for f, v in shown if repr(v) != repr(f.default)]
-        text = f"{type(part).__name__}({', '.join(options)})"
-    else:
-        text = repr(part)
-    line = type(part).__name__ if text.startswith("<") else " ".join(text.split())
-    return line if len(line) <= 100 else f"{line[:97]}..."
+class Pure(Contract):
+    """A contract with a `result` of `inputs`."""
+
+    inputs: Any
+    result: Any
+
+    @basic
+    def is_pure(self) -> None:
+        """The same input gives the same result, and is not changed.
+
+        Keep no state, draw nothing, and use networks in eval mode without dropout.
+        """
+        with unchanged(**self.inputs):
+            first, second = twice(self.result)
+        same(second, first, "in a second call, the result", 1e-6, floor=0.0)
+
+
+class Separate(Contract):
+    """A contract with a `result` per sample, or for a group reward per group."""
+
+    result: Any
+    tolerance: Any
+
+    @promise
+    def treats_samples_separately(self) -> None:
+        """The result of a sample (of a prompt's group) does not depend on the others of its batch,
+        their order or number.
+
+        Is something normalised, sorted or padded over the batch, or an axis mixed up?
+        """
+        result = self.result()
+        order = torch.arange(len(result)).roll(1)
+        for rows in (order, *order[:, None]):
+            what = f"with the samples {rows.tolist()} of {len(result)} only, the result"
+            same(self.result(rows), result[rows], what, self.tolerance)

@@ -1,9 +1,9 @@
 """The promises of policy losses and of forward-process losses."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, get_args
 
 import torch
@@ -14,13 +14,13 @@ from flowrl.core.forward import ForwardBatch, Noise
 from flowrl.core.types import Gaussian, LossBatch, Unit, unit_means
 from flowrl.flow import uniform_schedule
 from flowrl.flow.gaussian import log_prob
+from flowrl.parts.registry import check_part
+from flowrl.rollout.batches import checked_loss
 from flowrl.testing.contract import (
-    INAPPLICABLE,
-    Contract,
-    ContractBroken,
+    Pure,
+    basic,
     expect,
-    is_pure,
-    maker,
+    promise,
     same,
     tensors,
     twice,
@@ -28,24 +28,229 @@ from flowrl.testing.contract import (
 
 MOVE = 0.02
 """Distance between the new policy and the others in most promises."""
-COPIES = ("old", "average")
 HIDDEN = {"large numbers": 1e3, "nan": math.nan, "inf": math.inf}
+"""Numbers in rows that must have no effect."""
+NETWORKS = ("old", "average", "reference")
+CONSTANTS = ("next_node", "behaviour.mean", "reference.mean", "target", *NETWORKS)
+"""Tensors of a batch that take no gradient."""
+
+
+class LossContract(Pure):
+    """The promises that both kinds of losses have in common."""
+
+    batch: Any
+    """A function of a distance between networks and a number of repeats of the latent."""
+    uphill: Any
+    """A function of a batch: the direction of a row's gradient for an advantage of 1."""
+
+    @cached_property
+    def inputs(self) -> Mapping[str, Any]:
+        """What `result` must leave alone."""
+        return {"batch": self.batch()}
+
+    def result(self, batch: Any = None) -> Tensor:
+        """The loss of a batch, []."""
+        return checked_loss(self.part, batch or self.inputs["batch"]).loss
+
+    def gradient(self, batch: Any) -> Tensor:
+        """The gradient of the loss with respect to the new means or velocities [row, element]."""
+        value, network = self.result(batch), output(batch)
+        (gradient,) = torch.autograd.grad(value, network, materialize_grads=True, allow_unused=True)
+        return gradient.flatten(1)
+
+    @basic
+    def declares_what_it_needs(self) -> None:
+        """It declares what the trainer prepares: `unit`, `needs_reference`; a policy loss
+        `trains_zero_advantages`, a forward-process loss `copies` and `noise`; for units other than
+        "transition" it has a method row_terms(batch).
+        """
+        check_part("loss", self.part)
+        fits = self.part.unit in get_args(Unit) and getattr(self.part, "noise", "each") in get_args(
+            Noise
+        )
+        expect(fits, f"`unit` must be one of {get_args(Unit)}, `noise` one of {get_args(Noise)}")
+        expect(
+            self.part.unit == "transition" or hasattr(self.part, "row_terms"),
+            "row_terms is missing",
+        )
+
+    @basic
+    def returns_a_scalar(self) -> None:
+        """The loss is one finite number to differentiate, with finite gradients."""
+        for move in (0.0, MOVE, 1.0):
+            batch = self.batch(move)
+            value, finite = self.result(batch), self.gradient(batch).isfinite().all()
+            what = f"the loss {value.item()} or its gradient where means differ by about {move}"
+            expect(value.isfinite() and finite, f"{what} is not finite")
+
+    @promise
+    def ignores_rows_of_weight_0(self) -> None:
+        """Rows of weight 0 contribute neither value nor gradient, even if their numbers are not
+        finite.
+
+        Replace them before any arithmetic (0 * nan is nan); divide by the sum of the weights.
+        """
+        for name, value in HIDDEN.items():
+            batch = self.batch()
+            kept = torch.arange(len(batch.weight)) % 3 != 1
+            fields = tensors(batch)
+            for field in {"next_node", "new", "advantages"} & fields.keys():
+                fields[field].data[~kept] = value
+            batch = replace(batch, weight=kept.float())
+            self.counts_only(batch, kept, f"of weight 0, which contain {name}")
+
+    def counts_only(self, batch: Any, kept: Tensor, state: str) -> None:
+        """Check that loss and gradient are those of the rows `kept` [row] alone, and that the
+        others, in some `state`, have none.
+        """
+        few, gradient = batch.rows(kept.nonzero().flatten()), self.gradient(batch)
+        equal(self.result(batch), self.result(few), f"with rows {state}, the loss")
+        rest = gradient[~kept]
+        equal(rest, torch.zeros_like(rest), f"the gradient of rows {state}", tolerance=0.0)
+        equal(gradient[kept], self.gradient(few), f"with rows {state}, the other gradients")
+
+    @promise
+    def survives_weights_of_0(self) -> None:
+        """If all weights are 0 the loss is exactly 0, with a zero gradient; metrics, which never
+        carry a gradient, are finite.
+
+        0 / 0 is nan: divide by 1 if the sum of the weights is 0, and keep the loss's graph.
+        """
+        batch = self.batch()
+        batch = replace(batch, weight=torch.zeros_like(batch.weight))
+        value, gradient = self.result(batch), self.gradient(batch)
+        same(value, torch.zeros_like(value), "the loss")
+        same(gradient, torch.zeros_like(gradient), "the gradient")
+        for name, metric in self.part.loss(batch).metrics.items():
+            number = torch.as_tensor(metric)
+            fits = number.numel() == 1 and number.isfinite() and not number.requires_grad
+            expect(fits, f"the metric {name!r} is {metric}")
+
+    @promise
+    def starts_along_the_advantage(self) -> None:
+        """If all networks are equal, the gradient of a row is its advantage times that of -log pi
+        (of |v - v*|^2), times a weight above 0 that does not depend on the advantage.
+
+        Is a sign wrong? Losses are minimised. Normalising advantages is the credit rule's business;
+        a clip must not act at ratio 1.
+        """
+        batch = self.batch(0.0)
+        weights = self.row_weights(batch) / batch.advantages
+        row = int(weights.argmin())
+        wrong = "is pushed the wrong way" if float(weights[row]) < 0 else "is not pushed at all"
+        expect(weights[row] > 0, f"row {row} (A = {float(batch.advantages[row]):+.3g}) {wrong}")
+        other = replace(batch, advantages=-2.0 * batch.advantages)
+        ratio = self.row_weights(other) / other.advantages / weights
+        what = "with -2 A in place of A, the factor by which the weight changes"
+        equal(ratio, torch.ones_like(ratio), what, tolerance=1e-2)
+
+    def row_weights(self, batch: Any) -> Tensor:
+        """The factor of each row's gradient along its `uphill` direction [row], without the
+        gradient that remains for advantages of 0 (that of a penalty).
+        """
+        penalty = self.gradient(replace(batch, advantages=torch.zeros_like(batch.advantages)))
+        gradient, along = self.gradient(batch) - penalty, self.uphill(batch)
+        factor = (gradient * along).sum(1) / along.square().sum(1)
+        stray = (gradient - factor[:, None] * along).norm(dim=1) / gradient.norm(dim=1).clamp(
+            min=1e-12
+        )
+        what = (
+            f"up to {float(stray.max()):.0%} of a row's gradient is not along that of log pi, or of"
+        )
+        expect(stray.max() < 1e-2, f"{what} the error |v - v*|^2")
+        return factor
+
+    @promise
+    def trains_zero_advantages_as_declared(self) -> None:
+        """Units of advantage 0 have a gradient if and only if a policy loss declares
+        `trains_zero_advantages`; of a forward-process loss never, if all networks are equal.
+        """
+        declared = getattr(self.part, "trains_zero_advantages", False)
+        batch = self.batch(0.0 if isinstance(self, ForwardLossContract) else MOVE)
+        first_unit = [number == number[0] for number in batch.units(self.part.unit)]
+        silent = torch.stack(first_unit).all(0)
+        batch = replace(batch, advantages=batch.advantages.masked_fill(silent, 0.0))
+        largest = float(self.gradient(batch)[silent].abs().max())
+        what = f"with advantages of 0 in a unit, the largest gradient there is {largest:.3g}"
+        expect((largest > 1e-7) == declared, f"{what}, but trains_zero_advantages is {declared}")
+
+    @promise
+    def is_a_weighted_mean(self) -> None:
+        """The loss is the weighted mean of the loss of its rows alone, whatever their order and
+        weights, so that parts of a batch add up; a loss of whole units needs `pooled` for that, and
+        computes it if the batch has none.
+
+        Take sum(weight x terms) / sum(weight), also for penalties; group by numbers, not by place;
+        `unit` must declare which rows a term depends on, `pooled` replace the others.
+        """
+        batch = self.batch()
+        rows = torch.randperm(len(batch.weight), generator=torch.Generator().manual_seed(1))
+        batch = pooled = replace(batch.rows(rows), weight=0.5 * (rows * 5 % 3))
+        if self.part.unit != "transition":
+            terms = self.part.row_terms(batch)
+            expect(not terms.requires_grad, "row_terms carries a gradient; use torch.no_grad()")
+            means = unit_means(terms, batch.units(self.part.unit), batch.weight)
+            pooled = replace(batch, pooled=means)
+        alone = [pooled.rows(slice(i, i + 1)) for i in range(len(rows))]
+        share = batch.weight / batch.weight.sum()
+        if pooled is batch:
+            values = torch.stack([self.result(row) for row in alone])
+            equal(self.result(batch), values @ share, "the loss, against a mean of its rows',")
+        expected = torch.cat([self.gradient(row) for row in alone]) * share[:, None]
+        equal(self.gradient(batch), expected, "the gradient, against that of its rows alone,")
+
+    @promise
+    def does_not_depend_on_resolution(self) -> None:
+        """The loss does not depend on the resolution: repeating the latent's elements changes
+        nothing.
+
+        Take means, not sums, over latent elements (also in the log-probability).
+        """
+        for move in (0.0, MOVE):
+            large, small = self.result(self.batch(move, tiles=3)), self.result(self.batch(move))
+            equal(large, small, "the loss with every latent element three times", tolerance=1e-2)
+
+    @promise
+    def differentiates_the_new_policy_only(self) -> None:
+        """Data, advantages and other policies are constants: no gradient reaches them."""
+        batch = self.batch()
+        fields = tensors(batch)
+        others = {name: fields[name].requires_grad_() for name in CONSTANTS if name in fields}
+        self.result(batch).backward()
+        for name, tensor in others.items():
+            expect(tensor.grad is None or not tensor.grad.any(), f"a gradient reaches {name}")
+
+    @promise
+    def needs_what_it_declares(self) -> None:
+        """A reference or a copy that it declares is used, or its absence is a ConfigError that
+        names it; others are not needed.
+        """
+        batch, loss = self.batch(), self.part
+        needed = [name for name, made in getattr(loss, "copies", {}).items() if made.evaluated]
+        needed += ["reference"] * loss.needs_reference
+        for name in [name for name in NETWORKS if hasattr(batch, name)]:
+            bare = replace(batch, **{name: None})
+            try:
+                value = self.result(bare)
+            except FlowrlError as error:
+                fits = name in needed and name in str(error)
+                expect(fits, f"it declares {needed}; without {name} it raised {error}")
+            else:
+                expect(name not in needed, f"it declares {name}, but computes a loss without it")
+                equal(
+                    value, self.result(batch), f"the loss without {name}, which it does not need,"
+                )
 
 
 @dataclass(frozen=True)
-class Case:
-    """A policy loss, and batches of two steps of two trajectories of two groups."""
+class PolicyLossContract(LossContract):
+    """The contract of a policy loss (`PolicyLoss`).
 
-    loss: Any
-    repeats = 0.0
-    declares = (
-        ("unit", get_args(Unit)),
-        ("needs_reference", (True, False)),
-        ("trains_zero_advantages", (True, False)),
-    )
-    constants = ("next_node", "behaviour.mean", "reference.mean")
-    hidden = ("next_node", "advantages")
-    optional = ("reference",)
+    Args:
+        part: the policy loss: an object (copied for every promise), a class, or a function that
+            makes it.
+        without: names of promises that the part breaks on purpose.
+    """
 
     def batch(self, move: float = MOVE, tiles: int = 1) -> Any:
         """Transitions whose new means are `move` away from the behaviour's; `tiles` repeats the
@@ -54,9 +259,9 @@ class Case:
         std, row = torch.linspace(0.1, 0.8, 8), torch.arange(8)
         old, step, noise, far, column = noises(8, 5, tiles)
         sample, number, advantages = row % 4, row // 4, 2 * column[:, 0, 0]
-        one_each = getattr(self.loss, "one_advantage", False)
+        one_each = getattr(self.part, "one_advantage", False)
         return LossBatch(
-            new=Gaussian(old + move * step, std),
+            new=Gaussian((old + move * step).requires_grad_(), std),
             behaviour=Gaussian(old, std.clone()),
             next_node=old + std[:, None, None] * noise,
             advantages=advantages[sample] if one_each else advantages,
@@ -69,44 +274,42 @@ class Case:
             reference=Gaussian(old + 0.1 * far, std.clone()),
         )
 
-    @cached_property
-    def inputs(self) -> Mapping[str, Any]:
-        """What `result` must leave alone."""
-        return {"batch": self.batch()}
-
-    def result(self, batch: Any = None) -> Tensor:
-        """The loss of a batch, [1]."""
-        return self.loss.loss(self.inputs["batch"] if batch is None else batch).loss
-
-    def gradient(self, batch: Any) -> Tensor:
-        """The gradient of the loss with respect to the new means [row, element]; 0 if it does not
-        depend on them.
-        """
-        batch, leaf = with_leaf(batch)
-        value = self.loss.loss(batch).loss
-        if not value.requires_grad:
-            return torch.zeros_like(leaf).flatten(1)
-        (gradient,) = torch.autograd.grad(value, leaf, materialize_grads=True, allow_unused=True)
-        return gradient.flatten(1)
-
     def uphill(self, batch: Any) -> Tensor:
         """The direction of a row's gradient for an advantage of 1 [row, element]: of -log pi."""
-        batch, leaf = with_leaf(batch)
-        score = torch.autograd.grad(log_prob(batch.new, batch.next_node).sum(), leaf)[0]
+        score = torch.autograd.grad(log_prob(batch.new, batch.next_node).sum(), output(batch))[0]
         return -score.flatten(1)
 
+    @promise
+    def ignores_deterministic_rows(self) -> None:
+        """Rows whose std is 0 are no decisions: the loss and the gradient are those without them.
 
-class ForwardCase(Case):
-    """A forward-process loss, and batches of two times of four samples of two groups."""
+        Leave out rows whose behaviour std is 0, as if their weight were 0.
+        """
+        batch = self.batch()
+        kept = torch.arange(len(batch.weight)) % 5 != 2
+        for gaussian in (batch.new, batch.behaviour, batch.reference):
+            gaussian.std[~kept] = 0.0
+        self.counts_only(batch, kept, "of std 0")
 
-    declares = (
-        ("unit", get_args(Unit)),
-        ("needs_reference", (True, False)),
-        ("noise", get_args(Noise)),
-    )
-    constants = ("target", "time", "advantages", *COPIES, "reference")
-    hidden = ("new", "advantages")
-    optional = (*COPIES, "reference")
+    @promise
+    def starts_at_ratio_one(self) -> None:
+        """On policy (new = behaviour) the metrics, if given, are: ratio_mean 1; ratio_deviation,
+        clip_fraction, approx_kl 0.
+        """
+        metrics = self.part.loss(self.batch(0.0)).metrics
+        wanted = {"ratio_mean": 1.0, "ratio_deviation": 0.0, "clip_fraction": 0.0, "approx_kl": 0.0}
+        for name in wanted.keys() & metrics.keys():
+            same(torch.as_tensor(metrics[name]), torch.tensor(wanted[name]), name, 1e-6)
+
+
+@dataclass(frozen=True)
+class ForwardLossContract(LossContract):
+    """The contract of a forward-process loss (`ForwardLoss`).
+
+    Args:
+        part: as for `check_loss`.
+        without: names of promises that the part breaks on purpose.
+    """
 
     def batch(self, move: float = MOVE, tiles: int = 1) -> Any:
         """Rows in which `new`, old, average and reference are `move` apart. Advantages sum to 0
@@ -120,7 +323,7 @@ class ForwardCase(Case):
         return ForwardBatch(
             time=torch.tensor([0.9, 0.35])[number],
             target=target,
-            new=base + move * new,
+            new=(base + move * new).requires_grad_(),
             advantages=advantages.flatten()[sample],
             weight=torch.ones(16),
             group=sample // 4,
@@ -134,6 +337,20 @@ class ForwardCase(Case):
         """The direction of a row's gradient for an advantage of 1: of mean |v - v*|^2."""
         return 2.0 * (batch.new - batch.target).detach().flatten(1) / batch.new[0].numel()
 
+    @promise
+    def draws_times(self) -> None:
+        """Training times are in (0, 1], one row per sample, and the generator's only; the same for
+        a group's members if the unit is the group.
+        """
+        times, schedule = self.part.times, uniform_schedule(10)
+        first, second = twice(lambda: times.draw(schedule, 6, torch.Generator().manual_seed(3)))
+        wanted = (6, times.draws(schedule))
+        fits = first.shape == wanted and ((first > 0) & (first <= 1)).all()
+        expect(fits, f"times are {first}, not numbers [sample, draw] = {wanted} in (0, 1]")
+        same(second, first, "times drawn again with the same seed")
+        if self.part.unit == "group":
+            same(first, first[:1].expand(wanted), "times of a group's members")
+
 
 def noises(rows: int, count: int, tiles: int) -> list[Tensor]:
     """Tensors of noise [row, 2, 3], whose elements are repeated `tiles` times."""
@@ -142,288 +359,10 @@ def noises(rows: int, count: int, tiles: int) -> list[Tensor]:
     return list(drawn.repeat(1, 1, 1, tiles))
 
 
-def with_leaf(batch: Any) -> tuple[Any, Tensor]:
-    """The batch with a separate new mean or velocity, which carries the gradient."""
-    gaussian = isinstance(batch.new, Gaussian)
-    leaf = (batch.new.mean if gaussian else batch.new).detach().clone().requires_grad_()
-    return replace(batch, new=Gaussian(leaf, batch.new.std) if gaussian else leaf), leaf
+def output(batch: Any) -> Tensor:
+    """The new mean or velocity, which carries the gradient."""
+    return batch.new.mean if isinstance(batch, LossBatch) else batch.new
 
 
-def equal(
-    got: Tensor, expected: Tensor, what: str, hint: str = "", tolerance: float = 1e-4
-) -> None:
-    """Check that values are equal up to rounding, relative to the largest value."""
-    same(got, expected, what, hint, tolerance, floor=1e-6)
-
-
-def declares_what_it_needs(case: Case) -> None:
-    """It declares what the trainer prepares: `unit`, `needs_reference`; a policy loss
-    `trains_zero_advantages`, a forward-process loss `copies` and `noise`.
-    """
-    for name, allowed in case.declares:
-        value = getattr(case.loss, name, None)
-        expect(value in allowed, f"`{name}` is {value!r}; allowed: {allowed}")
-    terms = case.loss.unit == "transition" or hasattr(case.loss, "row_terms")
-    expect(terms, "unit is not 'transition', but there is no method row_terms(batch)")
-
-
-def returns_a_scalar(case: Case) -> None:
-    """The loss is one finite number to differentiate, with finite gradients."""
-    for move in (0.0, MOVE, 1.0):
-        batch = with_leaf(case.batch(move))[0]
-        value = case.loss.loss(batch).loss
-        expect(value.ndim == 0, f"the loss has shape {tuple(value.shape)}. Take a mean over rows.")
-        expect(value.requires_grad, "the loss carries no gradient. Was it detached?")
-        finite = value.isfinite() and case.gradient(batch).isfinite().all()
-        expect(
-            finite, f"the loss {value.item()} or its gradient where means differ by about {move}"
-        )
-
-
-def reports_detached_metrics(case: Case) -> None:
-    """Metrics are finite numbers without a gradient, also if all weights are 0."""
-    batch = with_leaf(case.batch())[0]
-    for given in (batch, replace(batch, weight=torch.zeros_like(batch.weight))):
-        for name, metric in case.loss.loss(given).metrics.items():
-            value = torch.as_tensor(metric)
-            expect(value.numel() == 1, f"metric {name!r} has shape {tuple(value.shape)}")
-            expect(not value.requires_grad, f"metric {name!r} carries a gradient: detach it")
-            expect(value.isfinite(), f"metric {name!r} is {value.item()}")
-
-
-def counts_only(case: Case, batch: Any, kept: Tensor, state: str, hint: str) -> None:
-    """Check that loss and gradient are those of the rows `kept` [row] alone, and that the others,
-    in some `state`, have none.
-    """
-    few, gradient = batch.rows(kept.nonzero().flatten()), case.gradient(batch)
-    equal(case.result(batch), case.result(few), f"with rows {state}, the loss", hint)
-    rest = gradient[~kept]
-    equal(rest, torch.zeros_like(rest), f"the gradient of rows {state}", hint, 0.0)
-    equal(gradient[kept], case.gradient(few), f"with rows {state}, the other gradients", hint)
-
-
-def ignores_rows_of_weight_0(case: Case) -> None:
-    """Rows of weight 0 contribute neither value nor gradient, even if their numbers are not
-    finite.
-    """
-    hint = "Replace them before any arithmetic (0 * nan is nan); divide by the sum of the weights."
-    for name, value in HIDDEN.items():
-        batch = case.batch()
-        kept = torch.arange(len(batch.weight)) % 3 != 1
-        for field in case.hidden:
-            getattr(batch, field)[~kept] = value
-        batch = replace(batch, weight=kept.float())
-        counts_only(case, batch, kept, f"of weight 0, which contain {name}", hint)
-
-
-def ignores_deterministic_rows(case: Case) -> None:
-    """Rows whose std is 0 are no decisions: the loss and the gradient are those without them."""
-    batch = case.batch()
-    kept = torch.arange(len(batch.weight)) % 5 != 2
-    for gaussian in (batch.new, batch.behaviour, batch.reference):
-        gaussian.std[~kept] = 0.0
-    hint = "Leave out rows whose behaviour std is 0, as if their weight were 0."
-    counts_only(case, batch, kept, "of std 0", hint)
-
-
-def survives_weights_of_0(case: Case) -> None:
-    """If all weights are 0 the loss is exactly 0, with a zero gradient."""
-    batch = case.batch()
-    batch = with_leaf(replace(batch, weight=torch.zeros_like(batch.weight)))[0]
-    value, gradient = case.result(batch), case.gradient(batch)
-    fits = value == 0 and value.requires_grad and (gradient == 0).all()
-    hint = "0 / 0 is nan: divide by 1 if the sum of the weights is 0, and keep the graph."
-    expect(fits, f"the loss is {value}, its largest gradient {gradient.abs().max():.3g}. {hint}")
-
-
-def starts_at_ratio_one(case: Case) -> None:
-    """On policy (new = behaviour) the metrics, if given, are: ratio_mean 1; ratio_deviation,
-    clip_fraction, approx_kl 0.
-    """
-    metrics = case.loss.loss(case.batch(0.0)).metrics
-    wanted = {"ratio_mean": 1.0, "ratio_deviation": 0.0, "clip_fraction": 0.0, "approx_kl": 0.0}
-    for name in wanted.keys() & metrics.keys():
-        value = float(metrics[name])
-        expect(abs(value - wanted[name]) <= 1e-6, f"{name} is {value:.8g}, not {wanted[name]:g}")
-
-
-def row_weights(case: Case, batch: Any) -> Tensor:
-    """The factor of each row's gradient along its `uphill` direction [row], without the gradient
-    that remains for advantages of 0 (that of a penalty).
-    """
-    penalty = case.gradient(replace(batch, advantages=torch.zeros_like(batch.advantages)))
-    gradient, along = case.gradient(batch) - penalty, case.uphill(batch)
-    factor = (gradient * along).sum(1) / along.square().sum(1)
-    stray = (gradient - factor[:, None] * along).norm(dim=1) / gradient.norm(dim=1).clamp(min=1e-12)
-    row = int(stray.argmax())
-    expect(
-        stray[row] < 1e-2,
-        f"row {row}: {float(stray[row]):.0%} of the gradient is not along that of log pi, or of"
-        " the error |v - v*|^2",
-    )
-    return factor
-
-
-def starts_along_the_advantage(case: Case) -> None:
-    """If all networks are equal, the gradient of a row is its advantage times that of -log pi (of
-    |v - v*|^2), times a weight above 0 that does not depend on the advantage.
-    """
-    batch = case.batch(0.0)
-    weights = row_weights(case, batch) / batch.advantages
-    row = int(weights.argmin())
-    wrong = "is pushed the wrong way" if float(weights[row]) < 0 else "is not pushed at all"
-    what = f"row {row} (A = {float(batch.advantages[row]):+.3g}) {wrong}"
-    expect(weights[row] > 0, f"{what}. Is a sign wrong? Losses are minimised.")
-    other = replace(batch, advantages=-2.0 * batch.advantages)
-    ratio = row_weights(case, other) / other.advantages / weights
-    hint = "Normalising advantages is the credit rule's business; a clip must not act at ratio 1."
-    what = "with -2 A in place of A, the factor by which the weight changes"
-    equal(ratio, torch.ones_like(ratio), what, hint, 1e-2)
-
-
-def trains_zero_advantages_as_declared(case: Case) -> None:
-    """Units of advantage 0 have a gradient if and only if a policy loss declares
-    `trains_zero_advantages`; of a forward-process loss never, if all networks are equal.
-    """
-    declared = getattr(case.loss, "trains_zero_advantages", False)
-    batch = case.batch(0.0 if isinstance(case, ForwardCase) else MOVE)
-    numbers = torch.stack([number.double() for number in batch.units(case.loss.unit)])
-    silent = (numbers == numbers[:, :1]).all(0)
-    batch = replace(batch, advantages=batch.advantages.masked_fill(silent, 0.0))
-    largest = float(case.gradient(batch)[silent].abs().max())
-    what = f"with advantages of 0 in a unit, the largest gradient there is {largest:.3g}"
-    expect((largest > 1e-7) == declared, f"{what}, but trains_zero_advantages is {declared}")
-
-
-def is_a_weighted_mean(case: Case) -> None:
-    """The loss is the weighted mean of the loss of its rows alone, whatever their order and
-    weights, so that parts of a batch add up; a loss of whole units needs `pooled` for that, and
-    computes it if the batch has none.
-    """
-    hint = (
-        "Take sum(weight x terms) / sum(weight), also for penalties; group by numbers, not by"
-        " place; `unit` must declare which rows a term depends on, `pooled` replace the others."
-    )
-    batch = case.batch()
-    rows = torch.randperm(len(batch.weight), generator=torch.Generator().manual_seed(1))
-    batch = replace(batch.rows(rows), weight=0.5 * (rows * 5 % 3))
-    share, gradient = batch.weight / batch.weight.sum(), case.gradient(batch)
-    pooled = batch
-    if case.loss.unit != "transition":
-        terms = case.loss.row_terms(with_leaf(batch)[0])
-        expect(not terms.requires_grad, "row_terms carries a gradient; use torch.no_grad()")
-        means = unit_means(terms, batch.units(case.loss.unit), batch.weight)
-        pooled = replace(batch, pooled=means)
-    alone = [pooled.rows(slice(i, i + 1)) for i in range(len(rows))]
-    if pooled is batch:
-        values = torch.stack([case.result(row) for row in alone])
-        equal(case.result(batch), values @ share, "the loss, against a mean of its rows',", hint)
-    expected = torch.cat([case.gradient(row) for row in alone]) * share[:, None]
-    equal(gradient, expected, "the gradient, against that of its rows alone,", hint)
-
-
-def does_not_depend_on_resolution(case: Case) -> None:
-    """The loss does not depend on the resolution: repeating the latent's elements changes
-    nothing.
-    """
-    hint = "Take means, not sums, over latent elements (also in the log-probability)."
-    for move in (0.0, MOVE):
-        large, small = case.result(case.batch(move, tiles=3)), case.result(case.batch(move))
-        equal(large, small, "the loss with every latent element three times", hint, 1e-2)
-
-
-def differentiates_the_new_policy_only(case: Case) -> None:
-    """Data, advantages and other policies are constants: no gradient reaches them."""
-    batch = with_leaf(case.batch())[0]
-    others = [tensors(batch)[name].requires_grad_() for name in case.constants]
-    reached = torch.autograd.grad(case.result(batch), others, allow_unused=True)
-    for name, gradient in zip(case.constants, reached, strict=True):
-        constant = gradient is None or not gradient.any()
-        expect(constant, f"a gradient reaches {name}. Detach it.")
-
-
-def needs_what_it_declares(case: Case) -> None:
-    """A reference or a copy that it declares is used, or its absence is a clear error; others are
-    not needed.
-    """
-    batch, loss = case.batch(), case.loss
-    copies = [name for name, made in getattr(loss, "copies", {}).items() if made.evaluated]
-    for name in case.optional:
-        bare, what = replace(batch, **{name: None}), f"it declares {name}, but without it"
-        if name not in copies and not (name == "reference" and loss.needs_reference):
-            expected = case.result(batch)
-            equal(case.result(bare), expected, f"the loss without {name}, which it does not need,")
-            continue
-        try:
-            case.result(bare)
-        except FlowrlError as error:
-            expect(name in str(error), f"{what} the error is only {str(error)!r}")
-        except Exception as error:
-            raise ContractBroken(f"{what} it raised {error!r}, not a ConfigError") from error
-        else:
-            raise ContractBroken(f"{what} it raised no ConfigError")
-
-
-def draws_times(case: Case) -> None:
-    """Training times are in (0, 1], one row per sample, and the generator's only."""
-    times, schedule = case.loss.times, uniform_schedule(10)
-    first, second = twice(lambda: times.draw(schedule, 6, torch.Generator().manual_seed(3)))
-    shape, wanted = tuple(first.shape), (6, times.draws(schedule))
-    expect(shape == wanted, f"times have shape {shape}, not [sample, draw] = {wanted}")
-    inside = bool(((first > 0) & (first <= 1)).all())
-    expect(inside, f"times are from {first.min():.3g} to {first.max():.3g}, not in (0, 1]")
-    equal(second, first, "times drawn again with the same seed", tolerance=0.0)
-    if case.loss.unit == "group":
-        equal(first, first[:1].expand(wanted), "times of a group's members", tolerance=0.0)
-
-
-def balances_groups(case: Case) -> str | None:
-    """With unit = 'group' and advantages that sum to 0, the weights of a group's errors in the
-    gradient sum to 0.
-    """
-    if case.loss.unit != "group":
-        return INAPPLICABLE
-    batch = case.batch()
-    batch = replace(batch, old=batch.new, average=batch.new)
-    weights = row_weights(case, batch)
-    means = unit_means(weights, batch.units("group"), batch.weight) / weights.abs().max()
-    hint = "All members of a group at one time need the same factor."
-    same(means, torch.zeros_like(means), "a group's mean weight of errors", hint, 1e-3)
-    return None
-
-
-BASIC = (declares_what_it_needs, returns_a_scalar, is_pure)
-COMMON = (
-    reports_detached_metrics,
-    ignores_rows_of_weight_0,
-    survives_weights_of_0,
-    starts_along_the_advantage,
-    trains_zero_advantages_as_declared,
-    is_a_weighted_mean,
-    does_not_depend_on_resolution,
-    differentiates_the_new_policy_only,
-    needs_what_it_declares,
-)
-POLICY = (*COMMON, ignores_deterministic_rows, starts_at_ratio_one)
-FORWARD = (*COMMON, draws_times, balances_groups)
-
-
-def policy_loss(part: Any, without: Sequence[str] = ()) -> Contract:
-    """The contract of a policy loss (`PolicyLoss`).
-
-    Args:
-        part: the policy loss: an object (copied for every promise), a class, or a function that
-            makes it.
-        without: names of promises that the part breaks on purpose.
-    """
-    return Contract("policy loss", BASIC, POLICY, maker(part), Case, without)
-
-
-def forward_loss(part: Any, without: Sequence[str] = ()) -> Contract:
-    """The contract of a forward-process loss (`ForwardLoss`).
-
-    Args:
-        part: as for `check_loss`.
-        without: names of promises that the part breaks on purpose.
-    """
-    return Contract("forward-process loss", BASIC, FORWARD, maker(part), ForwardCase, without)
+equal = partial(same, tolerance=1e-4, floor=1e-6)
+"""Check that values are equal up to rounding, relative to the largest value."""

@@ -6,7 +6,7 @@ of the real classes: they can be saved, loaded and get a LoRA like the published
 downloaded. The libraries are imported on use, because that takes seconds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -57,7 +57,7 @@ TEMPLATE_WORDS = [
 """Words of Qwen-Image's template; Ġ is a space before the word, in byte-level tokenizers."""
 
 
-def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
+def tiny_sd3(seed: int = 0) -> Any:
     """A `StableDiffusion3Pipeline` with a two-layer transformer, 2 x 2 patches and shift 3.
 
     As in SD3.5-Medium, queries and keys are normalised, and the first layer has a second
@@ -65,7 +65,6 @@ def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
 
     Args:
         seed: seed of the random weights.
-        large: leave out the second self-attention, as in SD3.5-Large.
 
     Returns:
         The pipeline.
@@ -84,7 +83,7 @@ def tiny_sd3(seed: int = 0, large: bool = False) -> Any:
             pooled_projection_dim=2 * WIDTH,
             pos_embed_max_size=16,
             qk_norm="rms_norm",
-            dual_attention_layers=() if large else (0,),
+            dual_attention_layers=(0,),
             **ATTENTION,
         )
         return diffusers.StableDiffusion3Pipeline(
@@ -200,24 +199,23 @@ def tiny_wan(seed: int = 0) -> Any:
         )
 
 
-def tiny_sd3_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
-    """A policy with these options over `tiny_sd3` with this seed."""
-    return PipelinePolicy(tiny_sd3(seed), SD3(), options)
+def _policy(make: Callable[[int], Any], family: Any, default: ModelOptions) -> Any:
+    """A maker of policies over the pipelines of `make`."""
+
+    def policy(options: ModelOptions = default, seed: int = 0) -> PipelinePolicy:
+        return PipelinePolicy(make(seed), family(), options)
+
+    return policy
 
 
-def tiny_flux_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
-    """A policy with these options over `tiny_flux` with this seed."""
-    return PipelinePolicy(tiny_flux(seed), Flux(), options)
-
-
-def tiny_qwen_image_policy(options: ModelOptions = TINY, seed: int = 0) -> PipelinePolicy:
-    """A policy with these options over `tiny_qwen_image` with this seed."""
-    return PipelinePolicy(tiny_qwen_image(seed), QwenImage(), options)
-
-
-def tiny_wan_policy(options: ModelOptions = TINY_VIDEO, seed: int = 0) -> PipelinePolicy:
-    """A policy with these options over `tiny_wan` with this seed."""
-    return PipelinePolicy(tiny_wan(seed), Wan(), options)
+tiny_sd3_policy = _policy(tiny_sd3, SD3, TINY)
+"""A policy with options and a seed over `tiny_sd3` with this seed."""
+tiny_flux_policy = _policy(tiny_flux, Flux, TINY)
+"""Likewise over `tiny_flux`."""
+tiny_qwen_image_policy = _policy(tiny_qwen_image, QwenImage, TINY)
+"""Likewise over `tiny_qwen_image`."""
+tiny_wan_policy = _policy(tiny_wan, Wan, TINY_VIDEO)
+"""Likewise over `tiny_wan`."""
 
 
 @contextmanager

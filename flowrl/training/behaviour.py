@@ -4,7 +4,7 @@ forward-process loss.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -96,20 +96,19 @@ class Copies:
         return tensors
 
     def state(self, copied: bool = True) -> Checkpoint:
-        """The state of all copies, `copied` as for the trainer; empty if there are none. The main
-        process has full tensors, gathered from all processes if they are sharded.
+        """The state of all copies, `copied` as for the trainer. The main process has full tensors,
+        gathered from all processes if they are sharded.
         """
-        if not self.by_name:
-            return Checkpoint({}, {})
         current = {f"copy.{name}.current": copy.is_current for name, copy in self.by_name.items()}
         return full_state(self._tensors(), {"optimizer_steps": self.steps, **current}, copied)
 
-    def restore(self, checkpoint: Checkpoint, distributed: Distributed = Distributed()) -> None:
-        """Continue from `state()`, in place, with the main process's checkpoint. Raises
-        `ConfigError` if it does not contain these copies.
+    def restore(
+        self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], distributed: Distributed
+    ) -> None:
+        """Continue from `state()`, in place, with the main process's `tensors`. Raises
+        `ConfigError` if they do not contain these copies.
         """
-        load_matching(self._tensors(), checkpoint.tensors, distributed)
-        values = distributed.gather(checkpoint.values)[0]
+        load_matching(self._tensors(), tensors, distributed)
         for name, copy in self.by_name.items():
-            copy.is_current = bool(values.get(f"copy.{name}.current", False))
-        self.steps = int(values.get("optimizer_steps", 0))
+            copy.is_current = values[f"copy.{name}.current"]
+        self.steps = values["optimizer_steps"]

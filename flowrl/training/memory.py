@@ -1,20 +1,20 @@
 """What fits on the device, measured before the first iteration: the sizes of settings that are
 auto.
 
-Automatic `micro_batch` and `max_batch`: sizes double from 1, or grow to the largest size that is
-predicted to fit from the memory of the last two, while a step raises the network evaluations per
-second by a factor of `GAIN` or more. A fraction `HEADROOM` of a GPU's memory stays free for image
-decoding, the reward's network and fragmentation, which are not measured. On the CPU only the speed
-counts. The sizes change results only by float rounding. The run's config.json and config.yaml
-contain the sizes, so a resumed or repeated run uses the same.
+Automatic `micro_batch` and `max_batch`: sizes double from 1 while a step raises the network
+evaluations per second by a factor of `GAIN` or more, and while twice the memory of the last call
+fits. A fraction `HEADROOM` of a GPU's memory stays free for image decoding, the reward's network
+and fragmentation, which are not measured. On the CPU only the speed counts. The sizes change
+results only by float rounding. The run's config.json and config.yaml contain the sizes, so a
+resumed or repeated run uses the same.
 """
 
 import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -48,42 +48,31 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A network call on `batch` latents: bytes `held` before it, peak `bytes`, and the fastest of
+class Measured(NamedTuple):
+    """A network call: bytes `held` before it (also without a call), its `peak`, and the fastest of
     several durations in `seconds`. Bytes are 0 on the CPU.
     """
 
-    batch: int
     held: int
-    bytes: int
-    seconds: float = 0.0
+    peak: int
+    seconds: float
 
 
 def measured(trainer: Trainer, batch: int, train: bool) -> Measured:
-    """Memory and time of a network call, as in the update (`train`) or the rollout.
-
-    The gradients of a call that runs out of memory are freed.
-    """
+    """Memory and time of a network call, as in the update (`train`) or the rollout."""
     device, durations = trainer.policy.device, []
     on_gpu = device.type == "cuda"
-    try:
-        if batch == 1:
-            velocities(trainer, 1, train)  # allocates permanent memory: handles, workspaces
-        held = torch.cuda.memory_allocated(device) if on_gpu else 0
-        reset_peak_memory(device)
+    if batch == 1:
+        velocities(trainer, 1, train)  # allocates permanent memory: handles, workspaces
+    held = torch.cuda.memory_allocated(device) if on_gpu else 0
+    reset_peak_memory(device)
+    for _ in range(REPEATS):
+        start = time.perf_counter()
         velocities(trainer, batch, train)
-        peak = peak_memory(device)
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            velocities(trainer, batch, train)
-            if on_gpu:
-                torch.cuda.synchronize(device)
-            durations.append(time.perf_counter() - start)
-    except torch.OutOfMemoryError:
-        drop_gradients(trainer)
-        raise
-    return Measured(batch, held, peak if on_gpu else 0, min(durations))
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        durations.append(time.perf_counter() - start)
+    return Measured(held, peak_memory(device) if on_gpu else 0, min(durations))
 
 
 def velocities(trainer: Trainer, batch: int, train: bool) -> None:
@@ -96,18 +85,13 @@ def velocities(trainer: Trainer, batch: int, train: bool) -> None:
     timestep = trainer.schedule.network_timesteps[:1].to(policy.device).expand(batch)
     first_prompt = torch.zeros(batch, dtype=torch.long, device=policy.device)
     rows = policy.encode(trainer.prompts.prompts[:1]).take(first_prompt)
-    if train:
-        policy.velocity(latent, timestep, rows).square().mean().backward()
-        drop_gradients(trainer)
-    else:
-        with policy.frozen():
-            policy.velocity(latent, timestep, rows)
-
-
-def drop_gradients(trainer: Trainer) -> None:
-    """Free the gradients of the trained weights."""
-    for parameter in trainer.parameters:
-        parameter.grad = None
+    try:
+        with nullcontext() if train else policy.frozen():
+            velocity = policy.velocity(latent, timestep, rows)
+        if train:
+            velocity.square().mean().backward()
+    finally:  # also if memory has run out
+        trainer.optimizer.zero_grad()
 
 
 def room(trainer: Trainer) -> float:
@@ -129,16 +113,6 @@ def room(trainer: Trainer) -> float:
     return usable - trajectories - bytes_per_weight * weights
 
 
-def largest_batch(small: Measured, large: Measured, room: float) -> float:
-    """The largest batch that is predicted to fit into `room` bytes, by a line through two
-    measurements; 0 if not even 1 fits, infinite if every batch does.
-    """
-    slope = (large.bytes - small.bytes) / (large.batch - small.batch)
-    if slope <= 0:
-        return math.inf if large.bytes <= room else 0
-    return max(0, (room - (large.bytes - slope * large.batch)) // slope)
-
-
 @contextmanager
 def out_of_memory() -> Iterator[None]:
     """A context that turns a GPU's "out of memory" into a `TrainingError` with settings that need
@@ -155,83 +129,59 @@ def out_of_memory() -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True)
-class Growth:
-    """The result of growing a batch: the last size with a gain in speed (0: not even 1 fits), its
-    evaluations per second, and whether memory excluded a larger size.
+def grow(trainer: Trainer, train: bool, limit: int) -> tuple[float, int]:
+    """The largest of the batches 1, 2, 4, ... and `limit` at which a step still gains a factor of
+    `GAIN` in speed (0: not even 1 fits), after its evaluations per second. It is the same in all
+    processes: that of the slowest, and of the one with the least free memory.
     """
-
-    batch: int
-    rate: float
-    full: bool
-
-
-def grow(trainer: Trainer, train: bool, limit: int) -> Growth:
-    """The largest batch up to `limit` at which a step still gains a factor of `GAIN` in speed, the
-    same in all processes: that of the slowest, and of the one with the least free memory.
-    """
-    distributed = trainer.distributed
-    best, batch = Growth(0, 0.0, full=True), 1
-    before: Measured | None = None
-    while True:
-        current: tuple[float, float] | None = None
+    distributed, rate, best, batch, fits = trainer.distributed, 0.0, 0, 1, True
+    while fits:
+        seconds = math.inf
         with distributed.shared_errors():
             try:
-                now = measured(trainer, batch, train)
+                call, free = measured(trainer, batch, train), room(trainer)
+                seconds = call.seconds if call.peak <= free else math.inf
+                fits = 2 * call.peak - call.held <= free
             except torch.OutOfMemoryError:
                 # with sharded weights the other processes wait inside the network
                 if distributed.sharded and distributed.world_size > 1:
                     raise
-            else:
-                # the first line goes through the memory in use without a call, which is less than
-                # what a call on 0 latents needs: it is too steep rather than too flat
-                small, usable = before or Measured(0, 0, now.held), room(trainer)
-                if now.bytes <= usable:
-                    current = now.seconds, largest_batch(small, now, usable)
-                before = now
-        known = [part for part in distributed.gather(current) if part is not None]
-        if len(known) < distributed.world_size:
-            return replace(best, full=True)
-        rate = batch / max(seconds for seconds, _ in known)
-        if rate < GAIN * best.rate:
-            return replace(best, full=False)
-        most = int(min(limit, *(max(batch, fits) for _, fits in known)))
-        best = Growth(batch, rate, most < limit)
-        if most <= batch:
-            return best
-        batch = min(2 * batch, most)
+        current = batch / max(distributed.gather(seconds))
+        if current <= GAIN * rate:
+            break
+        rate, best = current, batch
+        fits = batch < limit and not distributed.any(not fits)
+        batch = min(2 * batch, limit)
+    return rate, best
 
 
 def find_batches(trainer: Trainer) -> None:
     """Replace the auto sizes in `trainer.config` by measured ones.
 
-    If `micro_batch` is auto and gradient checkpointing is on, it is switched off unless memory
-    limits the size without it and the size with it gives more evaluations per second. All processes
-    call this. Raises `ConfigError` if not even a batch of 1 fits.
+    If `micro_batch` is auto and gradient checkpointing is on, it stays on only if it gives more
+    evaluations per second, each with the batch that fits. All processes call this. Raises
+    `ConfigError` if not even a batch of 1 fits.
     """
-    config, policy = trainer.config, trainer.policy
-    rollout, optim, changes = config.rollout, config.optim, {}
-    if policy.device.type == "cuda":
-        torch.cuda.empty_cache()
+    config, policy, changes = trainer.config, trainer.policy, {}
+    rollout, optim = config.rollout, config.optim
     samples = trainer.distributed.assign(rollout.groups, 0).count * rollout.group_size
     if optim.micro_batch == "auto":
         limit = math.ceil(samples * rollout.num_steps / optim.minibatches)
         checkpointing = config.policy.gradient_checkpointing
         switch = extras(policy, "checkpoint_gradients") if checkpointing else None
-        if switch:
-            switch.checkpoint_gradients(False)
-        growth = grow(trainer, True, limit)
-        if switch:
-            plain = growth
-            if plain.full:
-                switch.checkpoint_gradients(True)
-                growth = max(plain, grow(trainer, True, limit), key=lambda found: found.rate)
-            changes["gradient_checkpointing"] = growth is not plain
-            switch.checkpoint_gradients(growth is not plain)
-        changes["micro_batch"] = growth.batch
+        if switch is None:
+            changes["micro_batch"] = grow(trainer, True, limit)[1]
+        else:
+            sizes = {}
+            for checkpointing in (False, True):
+                switch.checkpoint_gradients(checkpointing)
+                sizes[checkpointing] = grow(trainer, True, limit)
+            fastest = max(sizes, key=sizes.__getitem__)
+            switch.checkpoint_gradients(fastest)
+            changes |= {"gradient_checkpointing": fastest, "micro_batch": sizes[fastest][1]}
     if rollout.max_batch == "auto":
         limit = max(samples, config.evaluation.eval_samples)
-        changes["max_batch"] = grow(trainer, False, limit).batch
+        changes["max_batch"] = grow(trainer, False, limit)[1]
     for setting in ("micro_batch", "max_batch"):
         need = (
             "more GPU memory: a smaller resolution, lora_rank, dtype or model, chunk 1 or offload"
@@ -240,4 +190,5 @@ def find_batches(trainer: Trainer) -> None:
     if policy.device.type == "cuda":
         torch.cuda.empty_cache()
     if changes:
-        trainer.use_batches(config.replace(**changes))
+        trainer.config = config.replace(**changes)
+        trainer.collector.max_batch = trainer.config.batches.max_batch

@@ -83,9 +83,8 @@ def limits_of(trainer: Trainer) -> Limits:
 def notices(rows: Sequence[Row], limits: Limits) -> list[Notice]:
     """Warnings after the last of `rows`.
 
-    A kind that is among the "warnings" of one of the `EVERY` - 1 rows before is not repeated.
-    step-share, which depends only on the settings, is given once. A resumed run therefore gives the
-    same warnings.
+    A kind that is among the "warnings" of one of the `EVERY` - 1 rows before is not repeated. A
+    resumed run therefore gives the same warnings.
 
     Args:
         rows: one row per iteration; row 0, the untrained model, may be included.
@@ -94,12 +93,12 @@ def notices(rows: Sequence[Row], limits: Limits) -> list[Notice]:
     Returns:
         The warnings.
     """
-    now = rows[-1].get("iteration", 0)
-    if now == 0:
-        return []
-    before = [(row, said["kind"]) for row in rows[:-1] for said in row.get("warnings", ())]
+    now = rows[-1]["iteration"]
     recent = {
-        kind for row, kind in before if now - row["iteration"] < EVERY or kind == "step-share"
+        warning["kind"]
+        for row in rows[:-1]
+        if now - row["iteration"] < EVERY
+        for warning in row.get("warnings", ())
     }
     texts = {kind: check(rows, limits) for kind, check in CHECKS.items() if kind not in recent}
     return [Notice(kind, text) for kind, text in texts.items() if text]
@@ -120,18 +119,6 @@ def zero_spread(rows: Sequence[Row], limits: Limits) -> str:
         f"{share:.0%} of the groups have equal rewards, so their advantages are 0. The prompts may"
         " be solved already, or too hard. Use a finer reward (reward_form soft instead of strict),"
         " other prompts, a larger group_size, or a larger noise_level"
-    )
-
-
-def no_update(rows: Sequence[Row], limits: Limits) -> str:
-    """`drop_zero_advantages` left no sample for the loss, so the weights did not change."""
-    dropped = rows[-1].get("dropped", 0)
-    if not dropped or rows[-1]["train_nfe"] > 0:
-        return ""
-    return (
-        f"all advantages are 0, so all {dropped} samples were dropped and the weights did not"
-        " change in this iteration. If this happens often, use a finer reward, other prompts, a"
-        " larger group_size, or a larger noise_level"
     )
 
 
@@ -222,7 +209,6 @@ def collapse(rows: Sequence[Row], limits: Limits) -> str:
 
 CHECKS: dict[str, Callable[[Sequence[Row], Limits], str]] = {
     "zero-spread": zero_spread,
-    "no-update": no_update,
     "ratio-noise": ratio_noise,
     "step-share": step_share,
     "kl": kl_runaway,

@@ -14,14 +14,13 @@ from torch import Tensor
 from flowrl.core.errors import TrainingError
 from flowrl.core.experience import Credit, Experience
 from flowrl.core.forward import ForwardBatch
-from flowrl.core.protocols import ForwardLoss, PolicyLoss
 from flowrl.core.types import LossBatch, Prompt
 from flowrl.flow.gaussian import kl, log_prob
 from flowrl.io import write_json
-from flowrl.rollout.batches import ForwardBatches, LossBatches, MicroBatch, checked_loss
+from flowrl.rollout.batches import ForwardBatches, LossBatches, MicroBatch
 
 LISTED = 64
-"""Largest number of rows that a dump lists."""
+"""Largest number of rows that failure.json lists."""
 ADVICE = {
     "advantage": "Look at the reward model and the credit rule",
     "sampled latent": "Use bfloat16 instead of float16, or a smaller noise_level",
@@ -59,7 +58,6 @@ class NonFiniteCheck:
         prompts: the prompts [prompt].
         experience: the record of the iteration.
         credit: the rule's credit.
-        loss: the loss.
         batches: makes the loss's batches, to compute a broken term again.
         first: index, among all samples, of the first sample that this process rolled out.
     """
@@ -68,7 +66,6 @@ class NonFiniteCheck:
     prompts: Sequence[Prompt]
     experience: Experience
     credit: Credit
-    loss: PolicyLoss | ForwardLoss
     batches: LossBatches | ForwardBatches
     first: int
 
@@ -76,83 +73,53 @@ class NonFiniteCheck:
         """Check the loss of every micro-batch in `rows`; the first one that is not finite is
         recomputed to find the broken term.
         """
-        for row, micro in zip(rows, minibatch, strict=False):
+        for row, micro in zip(rows, minibatch, strict=False):  # padding comes last, without a row
             if not math.isfinite(row["loss"]):
                 with torch.no_grad():
                     term, bad = culprit(self.batches.of(micro.sample, micro.column))
-                what = f"the loss is {row['loss']}"
+                bad, what = bad.to(micro.sample.device), f"the loss is {row['loss']}"
                 if term != "loss":
                     what += f", because the {term} is not finite in {int(bad.sum())} rows,"
-                bad = bad.to(micro.sample.device)
-                raise self._error(what, term, row["loss"], micro.sample[bad], micro.column[bad], ())
+                raise self._error(what, term, [(micro.sample[bad], micro.column[bad])])
 
-    def gradient(
-        self, norm: float, minibatch: Sequence[MicroBatch], trained: Mapping[str, Tensor]
-    ) -> None:
-        """Check the gradient `norm` of the mini-batch with respect to the parameters `trained`.
-
-        Only if `norm` is not finite, the gradient of every row is recomputed separately, to find
-        steps, samples and parameters.
+    def gradient(self, norm: float, minibatch: Sequence[MicroBatch]) -> None:
+        """Check the gradient's `norm`; one that is not finite is blamed on all rows of the
+        mini-batch.
         """
-        if math.isfinite(norm):
-            return
-        counted = [micro for micro in minibatch if micro.weight > 0] or minibatch
-        sample = torch.cat([micro.sample.cpu() for micro in counted])
-        column = torch.cat([micro.column.cpu() for micro in counted])
-        names: dict[str, None] = {}  # ordered
-        bad = torch.zeros(len(sample), dtype=torch.bool)
-        for i in range(len(sample)):
-            row = self.batches.of(sample[i : i + 1], column[i : i + 1])
-            loss = checked_loss(self.loss, row).loss
-            gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-            for name, gradient in zip(trained, gradients, strict=True):
-                if gradient is not None and not bool(gradient.isfinite().all()):
-                    names[name], bad[i] = None, True
-        # if every row is finite and only the sum is not, all rows are listed
-        bad |= ~bad.any()
-        where = ", ".join([*names][:4]) or "the sum of all rows"
-        what = f"the gradient norm is {norm}, the gradient of {where} is not finite,"
-        raise self._error(what, "gradient", norm, sample[bad], column[bad], [*names])
+        if not math.isfinite(norm):
+            every = [(micro.sample, micro.column) for micro in minibatch]
+            raise self._error(f"the gradient norm is {norm}", "gradient", every)
 
     def _error(
-        self,
-        what: str,
-        term: str,
-        value: float,
-        sample: Tensor,
-        column: Tensor,
-        parameters: Sequence[str],
+        self, what: str, term: str, places: Sequence[tuple[Tensor, Tensor]]
     ) -> NonFiniteError:
-        advantages = self.credit.advantages
-        all_steps, decisions = self.batches.origin(sample, column)
-        rows = [
-            {
-                "prompt": self.prompts[number // advantages.shape[1]].text,
-                "member": number % advantages.shape[1],
-                "step": step,
-                "reward": float(self.experience.values.flatten(0, 1)[number, -1]),
-                "advantage": float(advantages.flatten(0, 1)[number, decision]),
-            }
-            for number, step, decision in zip(
-                (sample + self.first).tolist(), all_steps.tolist(), decisions.tolist(), strict=True
+        """The error with the rows at `places`, pairs of samples and columns."""
+        tables = [(sample, *self.batches.origin(sample, column)) for sample, column in places]
+        entries = [entry for table in tables for entry in torch.stack(table, 1).tolist()]
+        rows = []
+        for sample, step, decision in entries:
+            prompt, member = divmod(sample + self.first, self.experience.values.shape[1])
+            rows.append(
+                {
+                    "prompt": self.prompts[prompt].text,
+                    "member": member,
+                    "step": step,
+                    "reward": float(self.experience.values[prompt, member, -1]),
+                    "advantage": float(self.credit.advantages[prompt, member, decision]),
+                }
             )
-        ]
         steps = sorted({row["step"] for row in rows})
-        texts = [prompt.text for prompt in self.prompts]
-        shown = sorted({row["prompt"] for row in rows} or texts)[:8]
+        prompts = sorted({row["prompt"] for row in rows})
         message = (
             f"iteration {self.iteration}: {what} at denoising step {', '.join(map(str, steps))};"
             " the weights are those of the last update. Prompts:"
-            f" {', '.join(map(repr, shown))}."
-            f" {ADVICE.get(term, OVERFLOW)}"
+            f" {', '.join(map(repr, prompts[:8]))}. {ADVICE.get(term, OVERFLOW)}"
         )
         values = {
             "iteration": self.iteration,
             "term": term,
-            "value": str(value),
             "denoising_steps": steps,
-            "parameters": list(parameters),
-            "prompts": texts,
+            "prompts": prompts,
             "bad_rows": len(rows),
             "rows": rows[:LISTED],
         }

@@ -54,15 +54,13 @@ def prepare_policy(
 
     A network whose blocks are compiled already (`policies.compile_blocks`) is not compiled again.
     Raises `ConfigError` if sharding or compilation is required and the policy has no
-    `velocity_network`, or if there is no C++ compiler for the CPU.
+    `velocity_network`.
     """
     distributed.broadcast([parameter.data for parameter in policy.trainable().values()])
     extra = extras(policy, "velocity_network")
     for name, wanted in (("compile", compiled), ("sharded weights", distributed.sharded)):
         allowed = f"for a policy with a velocity_network, which {type(policy).__name__} lacks"
         require(not wanted or extra is not None, name, True, allowed)
-    if compiled and policy.device.type == "cpu":
-        _require_compiler()
     if extra is not None and distributed.sharded:
         dtype = getattr(policy, "dtype", torch.float32)  # in which the network computes
         shard(extra.velocity_network, distributed, policy.device, dtype)
@@ -71,20 +69,9 @@ def prepare_policy(
     return policy.trainable()
 
 
-def _require_compiler() -> None:
-    cpp_builder: Any = import_module("torch._inductor.cpp_builder")
-    try:
-        cpp_builder.get_cpp_compiler()
-    except RuntimeError as error:
-        raise ConfigError(
-            "compile = True is not allowed on the CPU without a C++ compiler: install g++, or name"
-            " one in CXX"
-        ) from error
-
-
-class LossScaler:
+class LossScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler`, which scales the loss so that small gradients survive float16 (arXiv
-    1710.03740).
+    1710.03740), with a clip and a count of skipped steps.
 
     A step whose gradients are not finite is skipped, counted in `skipped`, and halves the scale;
     2,000 finite steps in a row double it. All processes decide alike: replicated gradients are
@@ -96,46 +83,30 @@ class LossScaler:
     """
 
     def __init__(self, init_scale: float, device: torch.device) -> None:
-        self.scaler = torch.amp.GradScaler(
-            device.type, init_scale=init_scale or 1.0, enabled=init_scale > 0
-        )
+        super().__init__(device.type, init_scale=init_scale or 1.0, enabled=init_scale > 0)
         # initialised by the first loss, which a process may not have
-        self.scaler.scale(torch.zeros((), device=device))
+        self.scale(torch.zeros((), device=device))
         self.skipped = 0
-
-    @property
-    def enabled(self) -> bool:
-        """Whether the loss is scaled."""
-        return self.scaler.is_enabled()
-
-    @property
-    def value(self) -> float:
-        """The scale; 1 if the loss is not scaled."""
-        return self.scaler.get_scale()
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """The scaled loss, to be differentiated."""
-        return self.scaler.scale(loss)
 
     def clip(self, optimizer: torch.optim.Optimizer, largest: float) -> float:
         """Undo the scale of the gradients and clip them to the norm `largest`; returns their norm
         before.
         """
-        self.scaler.unscale_(optimizer)
+        self.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return float(full(nn.utils.clip_grad_norm_(parameters, largest)))
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take the optimizer's step unless a gradient is not finite; returns whether it was taken.
-        Without scaling it always is.
+    def take(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Take the optimizer's step unless scaled gradients are not finite; returns whether it was
+        taken.
 
         Raises `TrainingError` if gradients are not finite at scale 1: float16's range is then not
         the reason.
         """
-        before = self.value
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        if self.value >= before:
+        before = self.get_scale()
+        self.step(optimizer)
+        self.update()
+        if self.get_scale() >= before:
             return True
         if before <= 1:
             raise TrainingError(
@@ -144,15 +115,15 @@ class LossScaler:
         self.skipped += 1
         return False
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint; none without scaling."""
-        return {**self.scaler.state_dict(), "skipped": self.skipped} if self.enabled else {}
+        return super().state_dict() | ({"skipped": self.skipped} if self.is_enabled() else {})
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`; the state of a run without scaling has no effect."""
-        if self.enabled and state:
-            self.scaler.load_state_dict(dict(state))
-            self.skipped = int(state["skipped"])
+        if self.is_enabled() and state_dict:
+            super().load_state_dict(state_dict)
+            self.skipped = state_dict["skipped"]
 
 
 def update_average(

@@ -4,7 +4,7 @@ evaluations, memory.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -13,10 +13,9 @@ from flowrl.core.errors import require
 from flowrl.core.experience import Credit, Decisions
 from flowrl.core.forward import guidance_passes
 from flowrl.core.protocols import ForwardLoss
-from flowrl.core.tree import Tree, plain_tree
+from flowrl.core.tree import plain_tree
 from flowrl.credit import read_columns
 from flowrl.flow import uniform_schedule
-from flowrl.methods import Method
 from flowrl.policies import Memory, architecture_of, count_memory
 from flowrl.probes import Probe, Shape, whole
 from flowrl.rollout.batches import minibatch_rows
@@ -58,8 +57,6 @@ class Plan:
             calls that compute less count fractions.
         sequential_calls: sequential network calls of the rollout.
         rows_per_call: latents per network call in sampling.
-        velocities: evaluations of the states in the update, by the network, the base model and
-            copies of the weights.
         train_nfe: network evaluations of the update, without guidance.
         gradient_nfe: those of `train_nfe` with a gradient.
         passes_per_evaluation: 2 with classifier-free guidance, else 1.
@@ -81,7 +78,6 @@ class Plan:
     nfe: float
     sequential_calls: int
     rows_per_call: int
-    velocities: int
     train_nfe: float
     gradient_nfe: float
     passes_per_evaluation: int
@@ -112,7 +108,10 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     loss, batches, groups = method.loss, config.batches, math.ceil(rollout.groups / processes)
 
     # One group: its decisions, and the rows of its trajectories in the update.
-    tree, grid = _tree(config, method), uniform_schedule(rollout.num_steps)
+    generator, grid = torch.Generator().manual_seed(0), uniform_schedule(rollout.num_steps)
+    all_groups = Groups(rollout.groups, rollout.group_size, method.shared_noise)
+    # a tree that changes between iterations is one draw
+    tree = group_tree(trial_stds(config), all_groups, method.credit.probe, generator)
     forward, valid = isinstance(loss, ForwardLoss), torch.ones(1, tree.members, dtype=torch.bool)
     trained = None if forward else first_trained_steps(config).tolist()
     decisions = Decisions.of(grid, trial_stds(config), tree, valid, trained)
@@ -148,9 +147,8 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     shape, probe = Shape(rollout.groups, grid, tree, nodes), method.credit.probe
     calls, images = _rollout(shape, probe)
     nfe = whole(sum(latents * fraction for latents, fraction in calls))
-    own_calls = [latents for latents, _ in _rollout(replace(shape, groups=groups), probe)[0]]
-    passes = guidance_passes(own)
-    largest = max(*own_calls, evaluation.eval_samples // processes)
+    largest = math.ceil(max(latents for latents, _ in calls) * groups / rollout.groups)
+    largest, passes = max(largest, evaluation.eval_samples // processes), guidance_passes(own)
     # the last step of Heun's method is one of Euler's
     heun = evaluation.eval_solver == "heun"
     solver_nfe = 2 * evaluation.eval_steps - 1 if heun else evaluation.eval_steps
@@ -168,7 +166,6 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
         nfe=nfe,
         sequential_calls=len(calls),
         rows_per_call=min(batches.max_batch, largest) * passes,
-        velocities=evaluations * (networks + loss.needs_reference),
         train_nfe=train_nfe,
         gradient_nfe=whole(evaluations * guidance.evaluations(1, False, own)),
         passes_per_evaluation=passes,
@@ -176,15 +173,6 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
         reward_calls=images,
         evaluation_nfe=evaluation.eval_samples * solver_nfe,
     )
-
-
-def _tree(config: RunConfig, method: Method) -> Tree:
-    """The tree of the first iteration's groups; a tree that changes between iterations is one
-    draw.
-    """
-    groups = Groups(config.rollout.groups, config.rollout.group_size, method.shared_noise)
-    generator = torch.Generator().manual_seed(0)
-    return group_tree(trial_stds(config), groups, method.credit.probe, generator)
 
 
 def _rollout(shape: Shape, probe: Probe) -> tuple[list[tuple[int, float]], int]:
@@ -206,7 +194,6 @@ def plan_text(counts: Plan, config: RunConfig) -> str:
     """The plan as text, as ``flowrl train --plan`` prints it."""
     p, rollout, evaluation = counts, config.rollout, config.evaluation
     guidance = f" x {p.passes_per_evaluation} (guidance)" if p.passes_per_evaluation > 1 else ""
-    networks = p.velocities // p.evaluations if p.evaluations else 1
     micro, most = (
         f"{name} {number}" + " (measured at the start)" * (setting == "auto")
         for name, setting, number in (
@@ -225,8 +212,8 @@ def plan_text(counts: Plan, config: RunConfig) -> str:
         " network rows",
         "rollout": f"{p.nfe:,} network evaluations ({p.nfe / p.trajectories:.1f} a trajectory) in"
         f" {p.sequential_calls} sequential calls, split by {most}",
-        "update": f"{p.evaluations:,} states x {networks} networks = {p.train_nfe:,} network"
-        f" evaluations, {p.gradient_nfe:,} of them with gradients",
+        "update": f"{p.evaluations:,} states x {p.train_nfe / max(p.evaluations, 1):g} ="
+        f" {p.train_nfe:,} network evaluations, {p.gradient_nfe:,} of them with gradients",
         "network in all": f"({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes",
         "reward": f"{p.reward_calls:,} images scored"
         f" ({p.reward_calls / p.trajectories:.1f} a trajectory)",
@@ -237,11 +224,11 @@ def plan_text(counts: Plan, config: RunConfig) -> str:
     }
     title = f"{config.algorithm.method}: one iteration of {config.iterations}, processes:"
     where = f"{p.processes}, {config.policy.dtype} on {config.policy.device}"
-    return "\n".join([f"{title} {where}", *_table(lines)])
+    return _table(f"{title} {where}", lines)
 
 
-def _table(lines: Mapping[str, str]) -> list[str]:
-    return [f"  {name:18s} {text}" for name, text in lines.items()]
+def _table(title: str, lines: Mapping[str, str]) -> str:
+    return "\n".join([title, *(f"  {name:18s} {text}" for name, text in lines.items())])
 
 
 SCORED_TOGETHER = 512
@@ -250,22 +237,17 @@ SCORED_TOGETHER = 512
 
 def memory(counts: Plan, config: RunConfig) -> Memory | None:
     """GPU memory of a process, counted (`policies.count_memory`); None for a model of unknown
-    architecture.
+    architecture. Groups that branch store less.
     """
-    model, rollout = config.policy.model, config.rollout
-    known = architecture_of(model) if model else None
+    rollout, groups = config.rollout, counts.groups_per_process
+    known = architecture_of(config.policy.model) if config.policy.model else None
     if known is None:
         return None
-    method = make_method(config)
-    own_images = math.ceil(counts.reward_calls * counts.groups_per_process / rollout.groups)
-    images, options = min(SCORED_TOGETHER, own_images), model_options(config)
     rows = counts.rows_per_micro_batch, counts.rows_per_call
-    counted = count_memory(known, options, *rows, images)
-    tree, stored = _tree(config, method), rollout.group_size * (2 * rollout.num_steps + 1)
-    if tree.branched:
-        stored = tree.units + tree.at(tree.steps).start
-    latents = 0 if rollout.offload else counts.groups_per_process * stored
-    return replace(counted, trajectories=4 * latents * math.prod(known.latent_shape(options)))
+    images = min(SCORED_TOGETHER, math.ceil(counts.reward_calls * groups / rollout.groups))
+    nodes_and_velocities = groups * rollout.group_size * (2 * rollout.num_steps + 1)
+    stored = 0 if rollout.offload else nodes_and_velocities
+    return count_memory(known, model_options(config), *rows, images, stored)
 
 
 def memory_text(counts: Plan, config: RunConfig) -> str:
@@ -273,17 +255,7 @@ def memory_text(counts: Plan, config: RunConfig) -> str:
     policy, counted = config.policy, memory(counts, config)
     if counted is None:
         return ""
-    parts = (
-        "weights",
-        "trained",
-        "trajectories",
-        "update",
-        "rollout",
-        "decode",
-        "encoders",
-        "peak",
-    )
-    size = {name: f"{getattr(counted, name) / 1e9:.1f} GB" for name in parts}
+    size = {name: f"{number / 1e9:.1f} GB" for name, number in asdict(counted).items()}
     lines = {
         "always": f"{size['weights']} frozen weights + {size['trained']} for"
         f" {counted.trained_parameters:,} trained ones",
@@ -291,8 +263,8 @@ def memory_text(counts: Plan, config: RunConfig) -> str:
         "and one of": f"{size['update']} micro-batch of {counts.rows_per_micro_batch} rows,"
         f" {size['rollout']} sampling {counts.rows_per_call} rows, {size['decode']} decoding"
         f" {policy.decode_batch} images at a time, {size['encoders']} text encoders",
-        "at most": f"{size['peak']}, without the reward's network, CUDA's work space and the"
-        " allocator's reserve",
+        "at most": f"{counted.peak / 1e9:.1f} GB, without the reward's network, CUDA's work space"
+        " and the allocator's reserve",
     }
     title = f"memory of a process, counted on the architecture of {Path(policy.model).name} in"
-    return "\n".join([f"{title} {policy.dtype}, not measured; GB = 10^9 bytes", *_table(lines)])
+    return _table(f"{title} {policy.dtype}, not measured; GB = 10^9 bytes", lines)

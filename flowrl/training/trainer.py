@@ -159,12 +159,6 @@ class Trainer:
         self.recorded: Collection[str] = ()
         self.on_phase: Callable[[str], None] = lambda phase: None
 
-    def use_batches(self, config: RunConfig) -> None:
-        """Use the sizes of `config`, whose other settings must equal those of the trainer as far as
-        they change results.
-        """
-        self.config, self.collector.max_batch = config, config.batches.max_batch
-
     def iteration(self) -> Iteration:
         """One pass from prompts to updated weights; returns its metrics and its record."""
         usage, clock, self.updated = Usage(), Clock(self.on_phase, "rollout"), False
@@ -196,7 +190,7 @@ class Trainer:
         loss, metrics, train_nfe = self.method.loss, LossMetrics(self.schedule.steps), 0
         batches, rows = self.loss_batches(sampler, collected, experience, credit, weights)
         first = collected.samples.start
-        check = NonFiniteCheck(self.done + 1, prompts, experience, credit, loss, batches, first)
+        check = NonFiniteCheck(self.done + 1, prompts, experience, credit, batches, first)
         for minibatch, all_rows in self.minibatches(rows, collected):
             self.optimizer.zero_grad()
             with self.distributed.shared_errors():
@@ -278,13 +272,16 @@ class Trainer:
         fields = {*self.rule_fields, *self.recorded}
         larger: dict[str, Any] = {}
         if fields & {"trajectories", "log_probs"}:
-            kept, gather = collected.to_gather(), self.distributed.gather
+            kept = collected.to_gather()
+
+            def gathered(table: Tensor) -> Tensor:
+                return torch.cat(self.distributed.gather(table.cpu()))
+
             if "trajectories" in fields:
-                tables = (torch.cat(gather(table.cpu())) for table in (kept.states, kept.outputs))
-                states, outputs = tables
+                states, outputs = gathered(kept.states), gathered(kept.outputs)
                 larger["trajectories"] = replace(kept, states=states, outputs=outputs)
             if "log_probs" in fields:
-                larger["log_probs"] = torch.cat(gather(log_probs(sampler, kept)))
+                larger["log_probs"] = gathered(log_probs(sampler, kept))
         if "condition" in fields:
             # a copy: the policy may keep these tensors for later iterations
             tensors = condition.tensors.items()
@@ -325,13 +322,12 @@ class Trainer:
         # in main memory
         advantages, weights = credit.advantages.flatten(0, 1), weights.flatten(0, 1)
         samples, decisions = collected.samples, experience.decisions
-        device = self.policy.device
+        device, tree = self.policy.device, rollout.trajectories.tree
         on_device = advantages[samples].to(device), weights[samples].to(device)
         if isinstance(loss, ForwardLoss):
             times, seed = self.draw_times(loss)
-            columns = credited(times.cpu(), decisions.time)
             parts = self.draw_parts(weights)
-            tree, weights = rollout.trajectories.tree, weights.gather(1, columns)
+            weights = weights.gather(1, credited(times.cpu(), decisions.time))
             rows = minibatch_rows(parts, weights, tree, loss.unit, share_states=False)
             copies, guidance = self.copies.by_name, loss_guidance(self.config)
             batches = ForwardBatches(
@@ -350,7 +346,7 @@ class Trainer:
             assert isinstance(sampler, Sampler), "log-probabilities need a kernel"
             parts = self.draw_parts(weights)
             check_one_advantage(loss, self.method.credit, credit.advantages, decisions.mask)
-            rows = minibatch_rows(parts, weights, rollout.trajectories.tree, loss.unit)
+            rows = minibatch_rows(parts, weights, tree, loss.unit)
             if not loss.trains_zero_advantages:
                 rows = [part.without_zeros(advantages) for part in rows if len(part)]
             batches = LossBatches(self.policy, loss, rollout, condition, *on_device, sampler)
@@ -393,11 +389,13 @@ class Trainer:
         """
         self.distributed.all_reduce_gradients(self.parameters)
         norm = self.scaler.clip(self.optimizer, self.config.optim.max_grad_norm)
-        if not self.scaler.enabled:
-            check.gradient(norm, [] if self.distributed.sharded else minibatch, self.named)
-        taken, self.updated = self.scaler.step(self.optimizer), True
-        if self.scaler.enabled:
-            metrics.means |= {"loss_scale": self.scaler.value, "skipped_steps": self.scaler.skipped}
+        scaled = self.scaler.is_enabled()
+        if not scaled:
+            check.gradient(norm, minibatch)
+        taken, self.updated = self.scaler.take(self.optimizer), True
+        if scaled:
+            scale = self.scaler.get_scale()
+            metrics.means |= {"loss_scale": scale, "skipped_steps": self.scaler.skipped}
         if taken:
             self.copies.after("update")
             metrics.means["grad_norm"] = norm
@@ -447,10 +445,10 @@ class Trainer:
         restore_training_state(
             checkpoint, self.named, self.average, self.optimizer, self.distributed
         )
-        self.copies.restore(checkpoint, self.distributed)
         saved = checkpoint.tensors.items()
         small = {name: tensor for name, tensor in saved if not name.startswith(PER_PARAMETER)}
         tensors, values = self.distributed.gather((small, checkpoint.values))[0]
+        self.copies.restore(checkpoint.tensors, values, self.distributed)
         if isinstance(self.method.credit, Stateful):
             self.method.credit.load_state_dict(without_prefix("credit.", tensors))
         self.scaler.load_state_dict(values["loss_scale"])

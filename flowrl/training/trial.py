@@ -15,8 +15,11 @@ from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
 from flowrl.parts.trust import own_parts
 from flowrl.rollout.values import Inspect, score
-from flowrl.testing import credit, losses, probe, samplers
-from flowrl.testing.contract import OVER, Contract
+from flowrl.testing.contract import Contract
+from flowrl.testing.credit import CreditContract
+from flowrl.testing.losses import ForwardLossContract, PolicyLossContract
+from flowrl.testing.probe import ProbeContract
+from flowrl.testing.samplers import SamplerContract, SolverContract, WindowContract
 from flowrl.training.build import run_method, trial_stds
 from flowrl.training.config import RunConfig
 
@@ -41,8 +44,6 @@ SEVERE = frozenset(
 """Promises that stop a run if they are broken. Others matter in some runs only, or a part may break
 them on purpose (as random credit does): the trial warns.
 """
-IGNORED = "makes_decisions"
-"""The ODE samples for forward-process losses."""
 REFUSED = "it raised ConfigError"
 """In the message of a finding: the part refuses the data of the promise."""
 GO_ON = "If this is intended, add --no-trial (trial=False in Python)"
@@ -81,29 +82,24 @@ def _try_part(
 ) -> None:
     """Try one part, severe promises first; `warn` of what does not stop the run."""
     check, contract = _contract(config, kind, part)
-    promises = [promise for promise in contract.promises if promise.__name__ != IGNORED]
-    promises.sort(key=lambda promise: promise.__name__ not in SEVERE)
-    broken, untried = [], []
-    for promise in promises:
-        finding = contract.finding(promise, deadline)
-        if finding.message == OVER or REFUSED in finding.message:
-            untried.append(finding.promise)
-        elif finding.mark == "BROKEN" and finding.promise in SEVERE:
+    doubtful = []
+    for finding in contract.tried(SEVERE, deadline):
+        if (
+            finding.mark == "BROKEN"
+            and finding.promise in SEVERE
+            and REFUSED not in finding.message
+        ):
             raise ConfigError(
                 f"{name} failed the trial before the run: {finding.message.rstrip('.')}."
                 f" {check} shows all findings. {GO_ON}"
             )
-        elif finding.mark == "BROKEN":
-            broken.append(finding.promise)
-        elif finding.mark == "advice":
+        if finding.mark == "advice":
             warn(f"{name}: {finding.message}")
-    if broken:
-        why = "promises that matter in some runs are not kept"
-        warn(f"{name}: {why}: {', '.join(broken)}; {check} explains them")
-    if untried:
-        why = f"{len(untried)} of {len(promises)} promises were not tried"
-        why += f" ({SECONDS:g} s were over, or the part refuses their data)"
-        warn(f"{name}: {why}: {', '.join(untried)}; {check} tries all")
+        elif not finding.ok:
+            doubtful.append(finding.promise)
+    if doubtful:
+        why = f"promises that are not kept, or were not tried within {SECONDS:g} s"
+        warn(f"{name}: {why}: {', '.join(doubtful)}; {check} explains them")
 
 
 def _contract(config: RunConfig, kind: str, part: Any) -> tuple[str, Contract]:
@@ -112,15 +108,20 @@ def _contract(config: RunConfig, kind: str, part: Any) -> tuple[str, Contract]:
     if kind in ("loss", "times"):
         forward = isinstance(part, ForwardLoss)
         kind = "forward_loss" if forward else "loss"
-        contract = losses.forward_loss(part) if forward else losses.policy_loss(part)
+        contract = (ForwardLossContract if forward else PolicyLossContract)(part)
     elif kind == "sampler" and isinstance(part, MultistepSolver):
-        kind, contract = "solver", samplers.solver(part)
+        kind, contract = "solver", SolverContract(part)
     elif kind == "credit":
-        contract = credit.contract(part, max(1, int((trial_stds(config) > 0).sum())))
+        contract = CreditContract(part, max(1, int((trial_stds(config) > 0).sum())))
     elif kind == "probe":
-        contract = probe.contract(part, None, members)
+        contract = ProbeContract(part, members=members)
     else:
-        contract = (samplers.sampler if kind == "sampler" else samplers.window)(part, steps)
+        limits = ("makes_decisions",)  # the ODE samples for forward-process losses
+        contract = (
+            SamplerContract(part, steps, without=limits)
+            if kind == "sampler"
+            else WindowContract(part, steps)
+        )
     return f"flowrl.testing.check_{kind}", contract
 
 
@@ -154,38 +155,35 @@ def reward_trial(
         scores = scores.cpu()
         table = scores.view(-1, members)
         valid = table.isfinite().all(1).nonzero().flatten()
-        if len(valid) < 2 and not grouped:
+        if len(valid) < 2:
             return
-        order = valid[table[valid].mean(1).argsort()].tolist()
+        order = valid[table[valid].mean(1).argsort()]
         # the best and one in the middle: not symmetric about the batch's mean
-        groups = dict.fromkeys((order[-1], order[(len(order) - 1) // 2]))
-        rows = [group * members + member for group in groups for member in range(members)[::-1]]
-        chosen = [prompts[row] for row in rows[::members]]
-
-        def scored() -> Tensor:
-            return score(reward, images[rows], chosen).total.cpu()
+        groups = order[[-1, (len(order) - 1) // 2]]
+        rows = (groups[:, None] * members + torch.arange(members).flip(0)).flatten()
+        chosen = [prompts[row] for row in rows[::members].tolist()]
 
         def gaps(expected: Tensor) -> Tensor:
+            again = score(reward, images[rows], chosen).total.cpu()
             return (again - expected).abs().nan_to_num(torch.inf)
 
         with torch.random.fork_rng(devices=[]):
-            again, finite = scored(), scores[scores.isfinite()]
+            finite = scores[scores.isfinite()]
             limit = max(SHARE * float(finite.std(unbiased=False)), 1e-3 * float(finite.abs().max()))
-            gap, place = gaps(scores[rows]).max(0)
+            gap = float(gaps(scores[rows]).max())
             if gap <= limit:
                 return
-            repeated = max(float(gaps(scored()).max()) for _ in range(3))
+            first = score(reward, images[rows], chosen).total.cpu()
+            repeated = max(float(gaps(first).max()) for _ in range(3))
         if repeated > gap / 10:
-            same = f"the same {len(rows)} samples scored again differ by up to {repeated:.3g}"
-            warn(f"{name}: the reward is random: {same}")
+            warn(f"{name}: the reward is random: scores repeat within {repeated:.3g} only")
             return
-        first, second = float(scores[rows][place]), float(again[place])
         raise ConfigError(
-            f"{name} failed the trial at its first scores: a score depends on the batch or on"
-            f" its order. A sample scored {first:.4g} among {len(scores)}, and {second:.4g} among"
-            f" {len(rows)} in another order; expected: the same within {limit:.2g} (5% of the"
-            " batch's standard deviation). Is something normalised over the batch, or are results"
-            f" out of order? flowrl.testing.check_{'group_' * grouped}reward tells more. {GO_ON}"
+            f"{name} failed the trial at its first scores: a score depends on the batch or on its"
+            f" order. {len(rows)} of {len(scores)} samples scored again in another order differ by"
+            f" {gap:.2g}; expected: the same within {limit:.2g} (5% of the batch's standard"
+            " deviation). Is something normalised over the batch, or are results out of order?"
+            f" flowrl.testing.check_{'group_' * grouped}reward tells more. {GO_ON}"
         )
 
     return inspect

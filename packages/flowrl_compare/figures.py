@@ -1,12 +1,12 @@
-"""Figures of reports and commands: learning curves, proxy against held-out rewards, grids of
-samples, and rewards along one trajectory.
+"""Figures of reports and commands: learning curves, proxy and held-out rewards, grids of samples,
+and rewards along one trajectory.
 """
 
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -47,24 +47,12 @@ Runs = Mapping[str, Sequence[RunRecord]]
 @dataclass(frozen=True)
 class Panel:
     """The axes of a panel: the metric at path `y` within an evaluation, against a counter of
-    `X_LABELS` or against the metric at another path.
+    `X_LABELS`.
     """
 
-    x: str | tuple[str, ...]
+    x: str
     y: tuple[str, ...]
-    x_label: str
-    y_label: str
-
-    def curve(self, runs: Sequence[RunRecord]) -> tuple[list[float], list[float]]:
-        """Means over the seeds."""
-        if isinstance(self.x, str):
-            return mean_curve(runs, self.x, *self.y)
-        x, y = (
-            dict(zip(*mean_curve(runs, "iteration", *path), strict=True))
-            for path in (self.x, self.y)
-        )
-        shared = [iteration for iteration in x if iteration in y]
-        return [x[iteration] for iteration in shared], [y[iteration] for iteration in shared]
+    label: str
 
 
 def _measured(runs: Runs, path: tuple[str, ...]) -> bool:
@@ -87,17 +75,13 @@ def curves(comparison: Comparison, metric: str = "reward") -> Figure | None:
     if not _measured(runs, path):
         return None
     label = f"held-out {short(path[-1])}"
-    panels = [Panel(x, path, x_label, label) for x, x_label in X_LABELS.items()]
     level = mean_curve(comparison.of(comparison.baseline), "iteration", *path)[1][-1:]
-    return _line_figure(runs, [panels], level)
+    return _line_figure(runs, [Panel(x, path, label) for x in X_LABELS], level)
 
 
 def proxy_and_heldout(runs: Runs) -> Figure | None:
-    """The proxy, every held-out reward and the diversity over iterations, and each held-out metric
-    against the proxy.
-
-    `runs` by arm. In the plots against the proxy, a hollow point marks the untrained model and a
-    filled one the last evaluation. None if no run contains a held-out reward or a diversity.
+    """The proxy, every held-out reward and the diversity over iterations; `runs` by arm. None if no
+    run contains a held-out reward or a diversity.
     """
     names = dict.fromkeys(
         name for seeds in runs.values() for run in seeds for name in run.heldout_rewards
@@ -109,34 +93,27 @@ def proxy_and_heldout(runs: Runs) -> Figure | None:
         return None
     proxy = ("proxy",) if names else ("reward",)
     shown = {"proxy (trained on)": proxy, **metrics}
-    over_time = [Panel("iteration", path, "iteration", label) for label, path in shown.items()]
-    against = [Panel(proxy, path, "proxy", label) for label, path in metrics.items()]
-    return _line_figure(runs, [over_time, [None, *against]])
+    panels = [Panel("iteration", path, label) for label, path in shown.items()]
+    return _line_figure(runs, panels)
 
 
-def _line_figure(
-    runs: Runs, blocks: Sequence[Sequence[Panel | None]], level: Sequence[float] = ()
-) -> Figure:
-    """A row of panels per block, or with many arms one per block and arm, in which the other arms
-    are grey. `level`: the height of a dashed line, if any.
+def _line_figure(runs: Runs, panels: Sequence[Panel], level: Sequence[float] = ()) -> Figure:
+    """A row of panels, or with many arms one per arm, in which the other arms are grey. `level`:
+    the height of a dashed line, if any.
     """
     arms = list(runs)
     together = len(arms) <= MOST_TOGETHER
-    rows = list(product(blocks, [arms] if together else [[arm] for arm in arms]))
-    columns = len(blocks[0])
-    size = 4.1 * columns, (3.6 if together else 2.4) * len(rows) + 0.5
+    rows = [arms] if together else [[arm] for arm in arms]
+    size = 4.1 * len(panels), (3.6 if together else 2.4) * len(rows) + 0.5
     figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(len(rows), columns, squeeze=False)
-    for cells, (block, shown) in zip(grid, rows, strict=True):
-        for axes, panel in zip(cells, block, strict=True):
-            if panel is None:
-                axes.set_axis_off()
-                continue
+    grid = figure.subplots(len(rows), len(panels), squeeze=False)
+    for cells, shown in zip(grid, rows, strict=True):
+        for axes, panel in zip(cells, panels, strict=True):
             for arm in sorted(arms, key=shown.__contains__):  # grey curves lie below
                 _draw(axes, runs, arm, panel, arm in shown)
             for height in level:
                 axes.axhline(height, color="#8a8f98", linestyle="--", linewidth=1)
-            axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
+            axes.set(xlabel=X_LABELS[panel.x], ylabel=panel.label)
             axes.set_title("" if together else shown[0], fontweight="bold", fontsize=9.5)
             axes.xaxis.set_major_locator(MaxNLocator(4, integer=panel.x == "iteration"))
             if panel.x == "nfe_total":
@@ -150,17 +127,13 @@ def _line_figure(
 
 def _draw(axes: Axes, runs: Runs, arm: str, panel: Panel, coloured: bool) -> None:
     """A thick line for the mean over seeds and thin ones for the seeds; only the mean if grey."""
-    x, y = panel.curve(runs[arm])
+    x, y = mean_curve(runs[arm], panel.x, *panel.y)
     if not coloured:
         axes.plot(x, y, color=PALE, linewidth=1)
         return
     shade = colour(arm, list(runs))
-    if isinstance(panel.x, str):
-        for run in runs[arm] if len(runs[arm]) > 1 else ():
-            axes.plot(*run.curve(panel.x, *panel.y), color=shade, alpha=0.3, linewidth=1)
-    elif x:  # from the untrained model to the last evaluation
-        ends = [x[0], x[-1]], [y[0], y[-1]]
-        axes.scatter(*ends, s=80, facecolors=["white", shade], edgecolors=shade, zorder=4)
+    for run in runs[arm] if len(runs[arm]) > 1 else ():
+        axes.plot(*run.curve(panel.x, *panel.y), color=shade, alpha=0.3, linewidth=1)
     style = {"linewidth": 2.2, "markersize": 4, "markevery": max(1, len(x) // 10), "zorder": 3}
     axes.plot(x, y, color=shade, marker=marker(arm, list(runs)), label=arm, **style)
 

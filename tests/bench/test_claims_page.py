@@ -188,7 +188,7 @@ class TestPage:
     @pytest.mark.slow
     def test_the_published_page_is_generated(self) -> None:
         path = ROOT / "benchmarks/results/claims.jsonl"
-        samples = SamplesFile(path.with_name("claims-samples.json")).read(any_code=True)
+        samples = SamplesFile(path.with_name("claims-samples.json")).read()
         lines = joined(ResultsFile(path).read(any_code=True), samples)
         defaults = ResultsFile(default_lines(path)).read(any_code=True)
         inputs = Inputs(judge_all(CLAIMS, lines), lines, path, defaults, read_calibration(path))

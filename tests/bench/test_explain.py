@@ -29,12 +29,6 @@ def test_the_example_shows_the_rule_at_work() -> None:
     assert shown._repr_html_().startswith("<pre>")
 
 
-def test_a_table_without_header_is_one_group() -> None:
-    read = parse_rewards("0.1, 0.2, 0.3\n\n0.3,0.2,0.1\n")
-    assert read.values.shape == (1, 2, 3) and not read.header
-    assert read.members == (("0", "1"),)
-
-
 def test_columns_may_come_in_any_order() -> None:
     read = parse_rewards("reward,prompt,Value_0\n2,p,1\n4,q,3\n6,p,5\n8,q,7\n")
     assert read.prompts == ("p", "q") and read.header

@@ -79,21 +79,6 @@ def test_return_and_reward_to_go_are_unbiased(setting, truths, directions, rule)
     assert alignment(estimates, truths).scale == pytest.approx(1.0, abs=0.2)
 
 
-def test_a_mean_that_includes_the_member_shrinks_the_gradient(setting, truths, directions) -> None:
-    """GRPO's own baseline: a factor (G - 1) / G, here a half."""
-
-    class GroupMean:
-        probe = NoProbe()
-
-        def assign(self, values, decisions):
-            final = values[..., -1:]
-            return (final - final.mean(1, keepdim=True)).repeat(1, 1, len(decisions))
-
-    estimates = policy_gradients(setting, GroupMean(), 150, 2, seed=4)
-    assert float(z_scores(2 * estimates, truths, directions).abs().max()) < LIMIT
-    assert float(z_scores(estimates, truths, directions)[0]) < -LIMIT
-
-
 class StepWeights:
     """A rule's advantages times a weight per decision."""
 

@@ -10,7 +10,6 @@ import merit as script
 import pytest
 import torch
 from flowrl_bench.merit import (
-    layout_of,
     layouts,
     setting_of,
     structure,
@@ -20,28 +19,13 @@ from flowrl_bench.merit_page import (
     recommendation,
     verdicts,
 )
-from flowrl_bench.merit_rows import PROBES, REFERENCE, ROWS, SHAPES, WORLDS
+from flowrl_bench.merit_rows import REFERENCE, ROWS, WORLDS
 from flowrl_bench.merit_train import sampling_nfe
 from flowrl_bench.true_advantage import Look, TrueAdvantages, credit_sums
 
-from flowrl.probes import Branch, NoProbe, Substeps
+from flowrl.probes import Branch, NoProbe
 from flowrl.training.build import make_method, make_trainer
 from flowrl.training.plan import plan
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_rows_are_the_defaults_with_another_rule(world: str) -> None:
-    assert ROWS[REFERENCE].run(world) == ROWS[REFERENCE].run(world, method="stepwise-flow-grpo")
-    assert isinstance(make_method(ROWS[REFERENCE].run(world)).credit.probe, Substeps)
-    assert {row.settings.get("method") for row in ROWS.values() if row.kind == "method"} >= set(
-        SHAPES
-    )
-    assert sum(row.kind == "probe" for row in ROWS.values()) == len(PROBES) - 1
-    for name in SHAPES:  # a named method's trajectories are those of the rules on its tree
-        assert layout_of(make_method(ROWS[name].run(world))) == layout_of(
-            make_method(ROWS[f"gain, tree of {name}"].run(world))
-        )
-
 
 FORMULAS = {
     # sampling, probe, update, decisions per trajectory: 16 groups of 12, T = 10, shapes with

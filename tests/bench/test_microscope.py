@@ -7,18 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from bench_lines import rule_file
 from flowrl_bench import microscope
-from flowrl_bench.continuations import Look, TrueAdvantages, true_advantages
+from flowrl_bench.continuations import Look, true_advantages
 from flowrl_bench.gradients import Setting
 from flowrl_bench.microscope import Cell, Size, cells, check_rules, run_of, session
 from flowrl_bench.microscope_numbers import (
     jackknife,
-    over_looks,
     row_of,
 )
-from flowrl_bench.microscope_study import Study, read_lines, seconds_left
+from flowrl_bench.microscope_study import Study, read_lines
 from flowrl_bench.true_advantage import compare_credit, credit_sums
 
 from flowrl.cli.main import main
@@ -104,7 +102,6 @@ class TestStudy:
             if line["cell"]["noise"] not in ("gradient", "check"):
                 assert {row["rule"] for row in line["rows"]} == set(GAINS)
                 assert {row["form"] for row in line["rows"]} == {"soft", "strict"}
-        assert seconds_left(study, lines) == pytest.approx(0.0, abs=1e-6)
 
     def test_resumption_gives_the_same_lines(self, study: Study, tmp_path: Path) -> None:
         """After a loss of half of the lines and in the middle of another, only these are made
@@ -135,7 +132,7 @@ class TestStudy:
         ids=["rules", "sizes"],
     )
     def test_lines_of_other_settings_are_refused(self, study: Study, changes) -> None:
-        with pytest.raises(ConfigError, match="other rules, sizes or code"):
+        with pytest.raises(ConfigError, match="other rules or sizes"):
             replace(study, **changes).read()
 
 
@@ -176,47 +173,7 @@ def test_a_broken_rule_is_refused_before_and_in_a_cell(
         line_of(BEFORE, replace(SMALL, prompts=3), rules)
 
 
-def synthetic(
-    count: int, seed: int, strength: tuple[float, ...], members: int = 12
-) -> tuple[dict, torch.Tensor]:
-    """A line with groups of known correlations: credit = c A* + sqrt(1 - c^2) noise, the noise
-    shared between rules.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    exact, common = (
-        torch.randn(count, members, 5, generator=generator, dtype=torch.float64) for _ in range(2)
-    )
-    errors = torch.full_like(exact, 0.5)
-    found = exact + 0.5 * torch.randn(exact.shape, generator=generator, dtype=torch.float64)
-    state = torch.zeros(count, members, 6)
-    truth = TrueAdvantages(found, errors, state, state, tuple(range(5)))
-    rows = []
-    for place, c in enumerate(strength):
-        own = torch.randn(exact.shape, generator=generator, dtype=torch.float64)
-        credit = c * exact + math.sqrt(1 - c**2) * (0.6 * common + 0.8 * own)
-        rows.append(
-            {
-                "form": "soft",
-                "noise": 0.0,
-                "rule": str(place),
-                **microscope.agreement_row(credit, truth),
-            }
-        )
-    return {"cell": {"look": seed}, "rows": rows, "trajectories": count * members}, exact
-
-
 class TestNumbers:
-    def test_intervals_over_looks_cover(self) -> None:
-        """Of 200 studies of 4 looks about 95% hold the true correlation; fewer than 178 has
-        probability 2e-4.
-        """
-        covered = 0
-        for number in range(200):
-            looks = [synthetic(4, 4 * number + look, (0.5,))[0] for look in range(4)]
-            found = over_looks(looks, "soft", "0")
-            covered += found.low <= 0.5 <= found.high
-        assert 178 <= covered <= 199
-
     def test_the_jackknife_of_a_mean_is_its_t_interval(self) -> None:
         values = np.random.default_rng(0).normal(size=7).tolist()
         found = jackknife(lambda chosen: float(np.mean(chosen)), values)
@@ -237,7 +194,7 @@ def test_results_and_page_go_where_the_options_say(tmp_path: Path, capsys, monke
     assert main([*command, "--page", "docs"]) == 0
     shown = capsys.readouterr().out
     count = len(list(cells("mixture", 0)))
-    assert f"{count} of {count} cells to measure in results/m.jsonl; about " in shown
+    assert f"{count} of {count} cells to measure in results/m.jsonl; Ctrl-C pauses" in shown
     assert f"{count}/{count} mixture, after tp-grpo, shared, look 0; about 0 seconds left" in shown
     line = read_lines(results)[0]
     assert {row["rule"] for row in line["rows"]} == {*GAINS, "Mine"}

@@ -2,23 +2,20 @@
 other code's.
 """
 
-import json
 import os
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from bench_lines import small_line, small_run
-from flowrl_bench import measurements, results_file
+from flowrl_bench import results_file
 from flowrl_bench.catalogue import CLAIMS
 from flowrl_bench.digest import code_digest, config_id, rules_digest
 from flowrl_bench.results_file import (
     OWN_RULES,
     ResultsFile,
-    SamplesFile,
     joined,
     make_line,
-    observer,
     require_unchanged,
     stamp,
 )
@@ -59,18 +56,6 @@ class TestLines:
 
 
 class TestReading:
-    def test_lines_come_back(self, file: ResultsFile) -> None:
-        assert seeds(file) == [0, 1]
-        assert set(file.read()) == {config_id(small_run(seed)) for seed in (0, 1)}
-
-    def test_other_code_with_the_same_numbers_goes_on(
-        self, file: ResultsFile, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(results_file, "code_digest", lambda: "0123456789abcdef")
-        file.append(small_line(2))
-        lines = file.read()
-        assert len(lines) == 3 and len({line["code"] for line in lines.values()}) == 2
-
     def test_code_or_libraries_with_another_golden_run_are_refused(
         self, file: ResultsFile, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -181,33 +166,6 @@ class TestSamples:
         }
         with pytest.raises(ConfigError, match="delete the file of samples"):
             joined({"a": {"curve": [[0.0] * 7 + [0.25 + 1e-7, 0.0, 0.0]]}}, {"a": row})
-
-    @pytest.mark.parametrize("other", [{"observer": "0123456789abcdef"}, {}])
-    def test_rows_that_other_code_observed_are_refused(self, tmp_path: Path, other: dict) -> None:
-        file = SamplesFile(tmp_path / "samples.json")
-        file.write({"a": {"final": 0.0}})
-        assert file.read() == {"a": {"final": 0.0}}
-        file.path.write_text(json.dumps({"rows": {"a": {"final": 0.0}}, **other}))
-        with pytest.raises(
-            ConfigError, match=r"samples\.json was observed by other code .* --look"
-        ):
-            file.read()
-        assert file.read(any_code=True) == {"a": {"final": 0.0}}
-
-    def test_the_observer_is_its_code_and_its_numbers(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        before = observer()
-        monkeypatch.setattr(measurements, "SAMPLES", 64)
-        assert observer() != before
-
-    @pytest.mark.parametrize("name", ["claims", "claims-default-settings"])
-    def test_the_published_samples_are_those_of_published_lines(self, name: str) -> None:
-        folder = Path(__file__).parents[2] / "benchmarks" / "results"
-        rows = SamplesFile(folder / f"{name}-samples.json").read(any_code=True)
-        lines = {line["id"]: line for line in ResultsFile(folder / f"{name}.jsonl").unchecked()}
-        assert len(rows) > 10 and rows.keys() <= lines.keys()
-        assert sum("samples" in line for line in joined(lines, rows).values()) == len(rows)
 
 
 @pytest.mark.parametrize("name", ["claims.jsonl", "claims-default-settings.jsonl", "tuning.jsonl"])

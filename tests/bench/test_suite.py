@@ -1,6 +1,4 @@
-"""Runs in parallel: resumable, one process per file, repeatable by their own command, with an
-estimate of the remaining time.
-"""
+"""Runs in parallel: resumable, one process per file, repeatable by their own command."""
 
 import json
 import shlex
@@ -11,7 +9,7 @@ from bench_lines import SMALL, small_line, small_run
 from flowrl_bench.claims import Claim
 from flowrl_bench.digest import config_id
 from flowrl_bench.measurements import measure, observe_run
-from flowrl_bench.remaining import RemainingTime
+from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import ResultsFile, SamplesFile, make_line
 from flowrl_bench.suite import (
     Suite,
@@ -152,25 +150,13 @@ class TestRedo:
             redo("nothing", suite.file)
 
 
-@pytest.mark.parametrize(("order", "speed"), [("seed", 1.0), ("seconds", 4.0)])
-def test_the_remaining_time_is_close_from_the_start(order: str, speed: float) -> None:
-    """On a machine of the known speed from the first run on, on another one as soon as a few have
-    finished; also if the expensive runs are last, of which a mean over the runs knows nothing.
-    """
-    published = Path(__file__).parents[2] / "benchmarks/results/claims-default-settings.jsonl"
-    lines = [
-        {**line, "config": RunConfig.from_dict(line["config"])}
-        for number, line in enumerate(ResultsFile(published).unchecked())
-        if number % 5 == 0 or line["config"]["environment"]["world"] == "shapes"
-    ]
-    lines.sort(key=lambda line: {"seed": line["seed"], **line["totals"]}[order])
-    remaining = RemainingTime({line["id"]: line["config"] for line in lines})
-    seconds = [speed * line["totals"]["seconds"] for line in lines]
-    left, elapsed, ratios = sum(seconds), 0.0, []
-    for line, took in zip(lines, seconds, strict=True):
-        ratios.append(remaining.seconds(elapsed) / left)
-        remaining.finished({**line, "totals": {"seconds": took}})
-        elapsed, left = elapsed + took, left - took
-    assert remaining.seconds(elapsed) == 0.0
-    known = ratios if speed == 1.0 else ratios[8:]
-    assert min(known) > 0.5 and max(known) < 2.0
+def test_the_time_left_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("flowrl_bench.remaining.time.monotonic", lambda: clock[0])
+    pace = Pace(missing=4)
+    texts = []
+    for seconds in (60.0, 120.0, 0.0, 60.0):
+        clock[0] += seconds
+        texts.append(pace.finished())
+    times = ("3 minutes", "3 minutes", "60 seconds", "0 seconds")
+    assert texts == [f"about {time} left" for time in times]

@@ -21,13 +21,11 @@ from flowrl_bench.true_advantage import (
     true_advantages,
 )
 
-from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.probes import Branch, Comb, Continuation
-from flowrl.rewards.combine import NoisyReward
 from flowrl.rollout import Usage
 from flowrl.samplers import FlowSDE, Windowed
 from flowrl.worlds.mixture import WIDTH, DirectionReward, angle_of, target
@@ -212,40 +210,3 @@ def test_the_noise_of_the_truth_is_taken_out(known) -> None:
     assert report.reliability == pytest.approx(truth.reliability, abs=1e-3)
     assert report.sign.value > 0.95 and 0.2 < report.resolved < 0.5
     assert report.bias.value < 0.05
-
-
-def test_intervals_cover(known) -> None:
-    """Of 40 independent data sets about 95% of the intervals hold the true correlation 0.8; 32 or
-    fewer has probability 1e-3.
-    """
-    covered = 0
-    for seed in range(40):
-        generator = torch.Generator().manual_seed(seed)
-        exact = torch.randn(30, 8, 3, generator=generator)
-        credit = 0.8 * exact + 0.6 * torch.randn(exact.shape, generator=generator)
-        found = exact + 0.5 * torch.randn(exact.shape, generator=generator)
-        state = torch.zeros(30, 8, 4)
-        truth = TrueAdvantages(found, torch.full_like(exact, 0.5), state, state, (0, 1, 2))
-        report = compare_credit(credit, truth, draws=400, seed=seed).overall
-        covered += report.correlation.low <= 0.8 <= report.correlation.high
-    assert covered >= 33
-
-
-def test_a_noisy_reward_adds_a_function_of_the_picture() -> None:
-    """Of standard deviation `std`, and another one for a picture that differs by a hair."""
-    points = torch.randn(2000, 2, 1, 1, generator=torch.Generator().manual_seed(0))
-    prompts = [PROMPTS[0]] * 2000
-    noisy = NoisyReward(DirectionReward(), std=0.2, bias=0.5)
-
-    def noise(points: torch.Tensor) -> torch.Tensor:
-        bias = 0.5 * points.flatten(1).mean(1)
-        return noisy.score(points, prompts) - DirectionReward().score(points, prompts) - bias
-
-    errors = noise(points)
-    assert float(errors.std()) == pytest.approx(0.2, rel=0.1)
-    assert abs(float(errors.mean())) < 5 * 0.2 / math.sqrt(2000)
-    torch.testing.assert_close(noise(points.flip(0)).flip(0), errors)
-    nearby = torch.corrcoef(torch.stack([errors, noise(points + 1e-3)]))
-    assert abs(float(nearby[0, 1])) < 0.12
-    with pytest.raises(ConfigError):
-        NoisyReward(DirectionReward(), std=-0.1)

@@ -9,8 +9,6 @@ import pytest
 import torch
 from full_size_train import PhaseMeter
 
-from flowrl.policies import Memory
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -55,34 +53,3 @@ def test_the_meter_counts_phases_and_kills_after_an_iteration(tmp_path, monkeypa
     assert (found["end"], update["phase"]) == ("killed", "update")
     assert update["held"] - rollout["held"] == pytest.approx(4 * 2**20, abs=100)
     assert update["peak"] - update["held"] == pytest.approx(8 * 2**20, abs=100)
-
-
-def test_failures_are_named(tmp_path):
-    memory = Memory(10, 1, 80, 20, 30, 10, 20, 0)
-    phases = [
-        {"phase": name, "held": 100, "peak": peak}
-        for name, peak in (("rollout", 109), ("reward", 121), ("update", 110))
-    ]
-    lines = full_size.memory_lines("flow-grpo", phases, memory)
-    assert [round(line["error"], 2) for line in lines] == [0.01, -0.01, 0.18] and lines[2][
-        "planned_adds"
-    ] == 30
-    good = {
-        "model": "sd3.5-medium",
-        "resumed_equals_killed": True,
-        "memory": lines[:2],
-        "images": {"flow-grpo": {"to_flowrl": 0.01, "of_the_lora": 0.1}},
-    }
-    assert full_size.failures(good) == []
-    bad = {
-        "memory": lines,
-        "resumed_equals_killed": False,
-        "images": {"flow-grpo": {"to_flowrl": 0.05, "of_the_lora": 0.1}},
-    }
-    resumed, update, image = full_size.failures({**good, **bad})
-    assert (
-        "resumed" in resumed
-        and "update: the plan is off by +18%" in update
-        and "diffusers' image differs" in image
-    )
-    assert len(full_size.failures({**good, **bad, "model": "tiny-sd3"})) == 2

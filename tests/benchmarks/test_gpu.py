@@ -3,8 +3,6 @@ size of a toy.
 """
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import gpu
@@ -23,7 +21,6 @@ from flowrl.testing.tiny import (
     CLIP_TOKENS,
     TINY,
     WIDTH,
-    tiny_flux_policy,
     tiny_sd3_policy,
 )
 
@@ -74,17 +71,6 @@ def test_operations_are_those_of_the_closed_form(rank):
     assert (cost.forward, cost.backward) == closed_form(rank)
 
 
-def test_frozen_weights_cost_no_weight_gradients_and_recomputation_does_not_count():
-    """All weights: gradients of activations and of weights, twice the forward pass. A LoRA: of
-    activations, and little more.
-    """
-    plain, full = cost_of(tiny_sd3_policy()), cost_of(tiny_sd3_policy(replace(TINY, tuning="full")))
-    assert full.backward > 1.9 * full.forward and plain.backward < 1.3 * plain.forward
-    assert cost_of(tiny_sd3_policy(replace(TINY, gradient_checkpointing=True))) == plain
-    assert cost_of(tiny_sd3_policy(replace(TINY, tuning="nothing"))).backward == 0
-    assert cost_of(tiny_flux_policy()).backward > 0
-
-
 def metered(make=tiny_sd3_policy, **changes):
     policy = make(replace(TINY, **changes))
     meter = Meter(policy.device)
@@ -113,27 +99,6 @@ def test_the_meter_counts_latents_and_the_networks_time(checkpointing, guidance)
     assert meter.work["update"].operations(NetworkCost(10, 7)) == 6 * factor * 17
     for work in meter.work.values():
         assert 0 < work.network_seconds <= work.seconds
-
-
-PEAKS = """
-import torch
-from flowrl.training.memory import peak_memory
-cpu, held = torch.device("cpu"), []
-before = peak_memory(cpu)
-held.append(torch.ones(2 * before // 4))
-after = peak_memory(cpu)
-held.clear()
-print(before, after, peak_memory(cpu))
-"""
-
-
-def test_the_peak_memory_of_a_process():
-    """In bytes: a process that has loaded PyTorch takes more than 100 MB, and the peak never
-    falls.
-    """
-    printed = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, check=True).stdout
-    before, after, later = map(int, printed.split())
-    assert 1e8 < before < 1e12 and later >= after > 1.9 * before
 
 
 def test_a_share_above_the_ceiling_is_refused():
@@ -170,8 +135,11 @@ def test_the_benchmark_runs_prints_one_table_and_goes_on_where_it_was(
     ]
     gpu.main(words)
     shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 3 + 3 and len({len(line) for line in shown[1:3]}) == 1
-    assert [line.split()[1] for line in shown[3:]] == ["flow-grpo", "tp-grpo", "flow-grpo"]
+    assert [line.split("|")[2].strip() for line in shown[3:]] == [
+        "flow-grpo",
+        "tp-grpo",
+        "flow-grpo",
+    ]
     whole = json.loads((tmp_path / "gpu.json").read_text())
     uniform, turning, guided = whole["lines"]
     assert whole["command"].endswith(str(tmp_path)) and whole["versions"]["torch"] == str(
@@ -190,5 +158,4 @@ def test_the_benchmark_runs_prints_one_table_and_goes_on_where_it_was(
     (tmp_path / "gpu.jsonl").write_text((tmp_path / "gpu.jsonl").read_text() + '{"case": {"mod')
     monkeypatch.setattr(gpu, "measure", lambda *given: pytest.fail("measured again"))
     gpu.main(words)
-    again = capsys.readouterr()
-    assert again.out.splitlines() == shown and "a broken line" in again.err
+    assert capsys.readouterr().out.splitlines() == shown

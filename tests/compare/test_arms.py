@@ -86,14 +86,6 @@ def test_two_arms_share_neither_a_folder_nor_their_settings(first, second, setti
         configured(**{first: settings[0], second: settings[1]})
 
 
-def test_arms_that_differ_are_compared() -> None:
-    rules = ("turning-point(consistent=False)", "turning-point", "gdpo", "a.py:Rule", "b.py:Other")
-    arms = method_arms(("flow-grpo",)) | credit_arms(rules)
-    assert len(CompareConfig(TINY, arms, (0, 1)).arm_of()) == 12
-    with pytest.raises(ConfigError, match=r"arm 'b': unknown loss 'gspx'.*did you mean 'gspo'"):
-        configured(a={}, b={"loss": "gspx"}).jobs()
-
-
 def test_a_method_has_its_own_credit_rule() -> None:
     run = TINY.replace(method="mine", credit="gdpo")
     assert arm_run(run, {"method": "tp-grpo"}).algorithm.credit == ""
@@ -246,15 +238,6 @@ def written(folder: Path, config: CompareConfig, scores: Mapping[str, tuple[floa
             for i in range(2)
         ]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def test_settings_that_all_arms_set_alike_are_shown_as_shared(tmp_path: Path) -> None:
-    config = configured(a={"groups": 7}, b={"groups": 7, "loss": "gspo"})
-    written(tmp_path, config, {"a": (0.4, 0.3), "b": (0.4, 0.3)})
-    comparison = load_comparison(tmp_path)
-    assert comparison.shared["rollout"]["groups"] == 7
-    assert "loss" not in comparison.shared["algorithm"]
-    assert list(comparison.differences["b"]) == ["loss"]
 
 
 def test_arms_with_different_rewards_are_compared_by_the_first_held_out_one(tmp_path: Path) -> None:

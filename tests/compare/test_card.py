@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from flowrl_compare.card import base_model, card_text, without_folders, write_card
+from flowrl_compare.card import card_text, without_folders, write_card
 
 from flowrl.training.config import preset
 
@@ -29,13 +29,6 @@ def run_config(folder, **changes):
     config = preset("sd3.5-medium,tp-grpo,ocr").apply(prompts=prompts, **changes)
     (folder / "config.json").write_text(json.dumps(config.as_dict()))
     return config
-
-
-@pytest.mark.parametrize(("name", "hub"), [(SD3, SD3), ("models/a/b", ""), ("nowhere", "")])
-def test_the_base_model_is_a_name_of_the_hub_or_nothing(name, hub, tmp_path):
-    assert base_model(name) == hub
-    (tmp_path / "model_index.json").write_text(json.dumps({"_name_or_path": name}))
-    assert base_model(str(tmp_path)) == hub
 
 
 def test_the_card_calls_each_pipeline_with_the_guidance_of_the_training(folder):

@@ -6,14 +6,12 @@ import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from flowrl_compare.arms import credit_arms, method_arms
+from flowrl_compare.arms import method_arms
 from flowrl_compare.comparison import CompareConfig
 from flowrl_compare.figures import curves, image_grid, proxy_and_heldout, trajectory
 from flowrl_compare.pages import inline, markdown_code, render
@@ -38,11 +36,7 @@ from flowrl_compare.results import (
     summarise,
 )
 from flowrl_compare.style import (
-    COLOURS,
-    INK,
-    OTHERS,
     PALE,
-    SOFT,
     colour,
     marker,
     save,
@@ -61,14 +55,6 @@ from flowrl.core.errors import ConfigError
 from flowrl.training.config import preset
 from flowrl.training.presets import MODEL_ONLY
 
-RULES = '''
-from flowrl.credit import Uniform
-class Mine(Uniform):
-    """Gains, doubled.
-
-    More of them.
-    """
-'''
 EVIL = '<script>alert("1")</script>'
 REMOTE = re.compile(r"""(src|href|url)\s*[=(]\s*["']?(http|//|file)""")
 FIGURES = ("curves", "strict", "samples", "trajectory", "proxy")
@@ -236,13 +222,6 @@ def test_the_report_contains_every_run_escapes_every_value_and_loads_nothing(tmp
     assert "<span>window</span><span>1:3</span>" in page
 
 
-def test_the_first_lines_of_docstrings_describe_the_methods(tmp_path):
-    (tmp_path / "rules.py").write_text(RULES)
-    arms = method_arms(("dense-grpo",)) | credit_arms((f"{tmp_path}/rules.py:Mine()",))
-    texts = CompareConfig(preset("tiny").apply(world="mixture"), arms, (0,)).descriptions()
-    assert texts["Mine()"] == "Gains, doubled" and "gains of ODE" in texts["dense-grpo"]
-
-
 def test_the_trajectory_is_the_one_that_changes_most_and_flat_ones_have_no_turning_points(tmp_path):
     comparison_folder(tmp_path, ["flow-grpo", "tp-grpo"])
     runs = load_comparison(tmp_path)
@@ -346,65 +325,6 @@ def test_packages_render_templates_of_their_own(tmp_path, monkeypatch):
         render("own.html.j2", "otherpages")
     assert inline("2 * 3 * 4 and `a<b`") == "2 * 3 * 4 and <code>a&lt;b</code>"
     assert markdown_code("plain") == "`plain`" and markdown_code("a`b\nc``d") == "``` a`b c``d ```"
-
-
-def test_the_command_line_starts_without_figures():
-    """Neither matplotlib nor the report are imported before they are used."""
-    code = "import sys; import flowrl.cli.main, flowrl.cli.progress; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"matplotlib", "jinja2", "flowrl_compare.report"} & set(done.stdout.split())
-
-
-# Linear RGB as dichromats see it: Machado, Oliveira and Fernandes (2009), severity 1.
-VISION = {
-    "normal": np.eye(3),
-    "protanopia": np.array(
-        [
-            [0.152286, 1.052583, -0.204868],
-            [0.114503, 0.786281, 0.099216],
-            [-0.003882, -0.048116, 1.051998],
-        ]
-    ),
-    "deuteranopia": np.array(
-        [
-            [0.367322, 0.860646, -0.227968],
-            [0.280085, 0.672501, 0.047413],
-            [-0.011820, 0.042940, 0.968881],
-        ]
-    ),
-}
-# Linear RGB to OKLab (Ottosson, 2020), in which a distance of about 0.02 is noticed side by side.
-TO_LMS = np.array(
-    [
-        [0.4122214708, 0.5363325363, 0.0514459929],
-        [0.2119034982, 0.6806995451, 0.1073969566],
-        [0.0883024619, 0.2817188376, 0.6299787005],
-    ]
-)
-TO_LAB = np.array(
-    [
-        [0.2104542553, 0.7936177850, -0.0040720468],
-        [1.9779984951, -2.4285922050, 0.4505937099],
-        [0.0259040371, 0.7827717662, -0.8086757660],
-    ]
-)
-
-
-def seen(shade: str, vision: str) -> np.ndarray:
-    values = np.array([int(shade[i : i + 2], 16) for i in (1, 3, 5)]) / 255
-    linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
-    return TO_LAB @ np.cbrt(TO_LMS @ np.clip(VISION[vision] @ linear, 0, 1))
-
-
-@pytest.mark.parametrize("vision", VISION)
-def test_methods_differ_under_colour_blindness(vision):
-    for first, second in itertools.combinations([*COLOURS.values(), *OTHERS], 2):
-        distance = np.linalg.norm(seen(first, vision) - seen(second, vision))
-        assert distance > 0.075, (first, second)
-    # brown beside vermilion
-    assert np.linalg.norm(seen("#D55E00", "protanopia") - seen("#8C6D1F", "protanopia")) < 0.075
-    for shade in (INK, SOFT, PALE):  # grey: no method's colour
-        assert np.hypot(*seen(shade, "normal")[1:]) < 0.025
 
 
 def test_eight_methods_have_markers_and_colours_of_their_own():

@@ -45,62 +45,61 @@ def kinds(*tensors):
     return {tensor.device.type for tensor in tensors if tensor is not None}
 
 
+def iterated(trainer):
+    """A row of metrics, and what the trainer collected and split on the way."""
+    seen, collect, minibatches = {}, trainer.collector.collect, trainer.minibatches
+    trainer.collector.collect = lambda *given: seen.setdefault("collected", collect(*given))
+    trainer.minibatches = lambda *given: seen.setdefault("parts", list(minibatches(*given)))
+    return trainer.iteration(), seen["collected"], seen["parts"][0][0][0]
+
+
+def state_of(trainer):
+    """Weights, gradients, averages and moments."""
+    moments = [state["exp_avg"] for state in trainer.optimizer.state.values()]
+    gradients = [parameter.grad for parameter in trainer.parameters if parameter.grad is not None]
+    return *trainer.parameters, *gradients, *trainer.average, *moments
+
+
 @pytest.mark.parametrize("method", ["tp-grpo", "stepwise-flow-grpo"])
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_what_an_iteration_makes_is_on_the_device(name, method, device):
     trainer = any_trainer(name, device, method=method, kl_weight=0.1, iterations=3)
-    seen, collect, of = {}, trainer.collector.collect, LossBatches.of
-    trainer.collector.collect = lambda *given: seen.setdefault("collected", collect(*given))
-    minibatches = trainer.minibatches
-    trainer.minibatches = lambda *given: seen.setdefault("minibatches", list(minibatches(*given)))
-    row = trainer.iteration()
-    collected, micro = seen["collected"], seen["minibatches"][0][0][0]
+    row, collected, micro = iterated(trainer)
     path = collected.rollout.trajectories
     ones = torch.ones(6, len(path.tree.drawn_steps), device=device)
     given = trainer.policy, trainer.method.loss, collected.rollout, collected.condition, ones, ones
-    batches = LossBatches(*given, trainer.draw_sampler())
-    batch = of(batches, micro.sample, micro.column)
-    moments = [
-        state[key]
-        for state in trainer.optimizer.state.values()
-        for key in ("exp_avg", "exp_avg_sq")
-    ]
-    assert kinds(
-        *trainer.parameters, *trainer.average, *moments, *(p.grad for p in trainer.parameters)
-    ) == {device}
-    assert kinds(path.states, path.outputs, path.schedule.times, path.stds) == {device}
-    assert kinds(micro.sample, micro.column, *collected.condition.tensors.values()) == {device}
-    assert kinds(
+    batch = LossBatches(*given, trainer.draw_sampler()).of(micro.sample, micro.column)
+    on_device = (
+        *state_of(trainer),
+        *collected.condition.tensors.values(),
+        micro.sample,
+        micro.column,
+        path.states,
+        path.outputs,
+        path.schedule.times,
+        path.stds,
         batch.new.mean,
         batch.behaviour.mean,
         batch.next_node,
         batch.advantages,
         batch.weight,
         batch.delta,
-    ) == {device}
-    assert trainer.generator.device.type == device
+    )
+    assert kinds(*on_device) == {device} and trainer.generator.device.type == device
     assert kinds(collected.values.total, collected.values.valid) == {"cpu"}
     assert row["grad_norm"] > 0 and row["kl"] >= 0 and row["ratio_noise"] < most_noise(device)
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_offloaded_trajectories_wait_in_main_memory_and_train_the_same(name, device):
-    seen, runs = [], []
-    for offload in (False, True):
+    changes = []
+    for offload, place in ((False, device), (True, "cpu")):
         trainer = any_trainer(name, device, offload=offload, chunk=1)
-        collect = trainer.collector.collect
-        trainer.collector.collect = lambda *given, collect=collect: (
-            seen.append(collect(*given)),
-            seen[-1],
-        )[1]
         before = flat(trainer.parameters)
-        trainer.iteration()
-        runs.append(flat(trainer.parameters) - before)
-    assert [kinds(c.rollout.trajectories.states, c.rollout.trajectories.outputs) for c in seen] == [
-        {device},
-        {"cpu"},
-    ]
-    assert_same(*runs, device)
+        path = iterated(trainer)[1].rollout.trajectories
+        changes.append(flat(trainer.parameters) - before)
+        assert kinds(path.states, path.outputs) == {place}
+    assert_same(*changes, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,41 +110,21 @@ def test_only_the_network_is_narrow(name, dtype, device):
     """
     narrow = DTYPES[dtype]
     trainer = model_trainer(name, device, dtype=dtype, guidance_scale=2.0, loss_scale=64.0)
-    policy, activations, seen = trainer.policy, set(), {}
-    layer = next(
-        module
-        for name, module in policy.transformer.named_modules()
-        if name.endswith(("attn.to_q", "attn1.to_q"))
-    )
-    layer.register_forward_hook(lambda module, given, found: activations.add(found.dtype))
-    collect = trainer.collector.collect
-    trainer.collector.collect = lambda *given: seen.setdefault("collected", collect(*given))
-    row = trainer.iteration()
+    policy, activations = trainer.policy, set()
+    network, ends = policy.transformer, ("attn.to_q", "attn1.to_q")
+    layer = next(module for name, module in network.named_modules() if name.endswith(ends))
+    layer.register_forward_hook(lambda module, given, result: activations.add(result.dtype))
+    row, collected, _ = iterated(trainer)
     assert activations == {narrow} and not torch.is_autocast_enabled(torch.device(device).type)
     trained = {id(p) for p in trainer.parameters}
-    kept = policy.transformer._keep_in_fp32_modules or ()  # as diffusers loads Wan
-    frozen = {
-        name: p.dtype for name, p in policy.transformer.named_parameters() if id(p) not in trained
-    }
-    assert {dtype for name, dtype in frozen.items() if not set(name.split(".")) & set(kept)} == {
-        narrow
-    }
-    rows = policy.prompts.rows(policy.encode(PROMPTS).tensors["prompt"])
-    assert {t.dtype for t in rows.values()} - {torch.bool} == {narrow} and kinds(
-        *rows.values()
-    ) == {device}
-    path = seen["collected"].rollout.trajectories
-    states = [state["exp_avg"] for state in trainer.optimizer.state.values()]
-    wide = [
-        path.states,
-        path.outputs,
-        *trainer.parameters,
-        *trainer.average,
-        *states,
-        *(p.grad for p in trainer.parameters),
-    ]
-    assert {t.dtype for t in wide if t is not None} == {torch.float32}
-    assert policy.decode(path.images_latent).dtype == torch.float32
+    kept = set(network._keep_in_fp32_modules or ())  # as diffusers loads Wan
+    frozen = {n: p.dtype for n, p in network.named_parameters() if id(p) not in trained}
+    assert {d for n, d in frozen.items() if not kept & set(n.split("."))} == {narrow}
+    rows = policy.prompts.rows(policy.encode(PROMPTS).tensors["prompt"]).values()
+    assert {t.dtype for t in rows} - {torch.bool} == {narrow} and kinds(*rows) == {device}
+    path = collected.rollout.trajectories
+    wide = path.states, path.outputs, *state_of(trainer), policy.decode(path.images_latent)
+    assert {t.dtype for t in wide} == {torch.float32}
     assert ("loss_scale" in row) == (dtype == "float16") and row["grad_norm"] > 0
 
 
@@ -154,13 +133,10 @@ def test_only_the_network_is_narrow(name, dtype, device):
 @pytest.mark.parametrize("name", MODELS)
 def test_on_policy_ratios_are_1_up_to_rounding(name, dtype, guidance, device):
     """Sampling and training see other batch sizes, and in float32 a merged adapter."""
-    row = model_trainer(
-        name, device, dtype=dtype, guidance_scale=guidance, method="tp-grpo"
-    ).iteration()
-    assert (
-        row["ratio_noise"] < most_noise(device, dtype)
-        and row["ratio_noise"] <= row["ratio_deviation"]
-    )
+    options = dict(dtype=dtype, guidance_scale=guidance, method="tp-grpo")
+    row = model_trainer(name, device, **options).iteration()
+    assert row["ratio_noise"] < most_noise(device, dtype)
+    assert row["ratio_noise"] <= row["ratio_deviation"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -180,11 +156,8 @@ def test_a_device_draws_the_images_of_the_cpu(name, dtype, device):
 def test_a_device_has_the_gradients_of_the_cpu(name, device):
     """Of one loss on the same trajectories, moved from the CPU to the device."""
     trainer, gradients = model_trainer(name, "cpu", method="flow-grpo"), []
-    sampler, prompts, generator = (
-        trainer.draw_sampler(),
-        PROMPTS[:2],
-        torch.Generator().manual_seed(0),
-    )
+    sampler, prompts = trainer.draw_sampler(), PROMPTS[:2]
+    generator = torch.Generator().manual_seed(0)
     noise = trainer.groups.noise(trainer.policy.latent_shape, generator)
     condition = trainer.policy.encode(prompts)
     result = trainer.collector.collect(
@@ -193,17 +166,12 @@ def test_a_device_has_the_gradients_of_the_cpu(name, device):
     path, count = result.trajectories, len(result.trajectories.tree.drawn_steps)
     for place in ("cpu", device):
         policy = model_policy(name, place)
-        tensors = {
-            part: getattr(path, part).to(place)
-            for part in ("states", "outputs", "schedule", "stds")
-        }
+        names = ("states", "outputs", "schedule", "stds")
+        tensors = {name: getattr(path, name).to(place) for name in names}
+        moved = replace(result, trajectories=replace(path, **tensors))
         advantages = torch.linspace(-1, 1, 6 * count, device=place).view(6, count)
-        on_device, weights = (
-            replace(result, trajectories=replace(path, **tensors)),
-            torch.ones_like(advantages),
-        )
-        given = policy, trainer.method.loss, on_device, policy.encode(prompts), advantages, weights
-        batches = LossBatches(*given, sampler)
+        credit = policy.encode(prompts), advantages, torch.ones_like(advantages)
+        batches = LossBatches(policy, trainer.method.loss, moved, *credit, sampler)
         index = torch.arange(6, device=place)
         trainer.method.loss.loss(batches.of(index, index % count)).loss.backward()
         # the text stream's last projections reach no image in Qwen-Image
@@ -213,14 +181,10 @@ def test_a_device_has_the_gradients_of_the_cpu(name, device):
     )
 
 
-def test_text_encoders_visit_the_device_and_leave_it(device, monkeypatch):
+def test_text_encoders_visit_the_device_and_leave_it(device):
     policy, seen = model_policy("sd3", device), set()
-    encode, encoder = type(policy.family).encode, policy.pipe.text_encoder_3
-    monkeypatch.setattr(
-        type(policy.family),
-        "encode",
-        lambda *given: (seen.update(kinds(*encoder.parameters())), encode(*given))[1],
-    )
+    encoder = policy.pipe.text_encoder_3
+    encoder.register_forward_hook(lambda *_: seen.update(kinds(*encoder.parameters())))
     policy.encode(PROMPTS)
     assert seen == {device} and kinds(*encoder.parameters()) == {"cpu"}
 

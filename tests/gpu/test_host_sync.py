@@ -12,6 +12,7 @@ from host_sync import HostSyncError, no_host_sync
 
 from flowrl.core.errors import PartError
 from flowrl.losses import ClippedLoss
+from flowrl.samplers import FlowSDE
 
 WAITS = {
     "item": lambda t: t[0].item(),
@@ -25,7 +26,7 @@ WAITS = {
     "number": lambda t: torch.tensor(1.0, device=t.device),
     "repeats": lambda t: t.repeat_interleave(torch.ones_like(t, dtype=torch.long)),
 }
-WAITS_NOT = {
+ALLOWED = {
     "index": lambda t: t[torch.arange(2, device=t.device)],
     "fill by mask": lambda t: t.masked_fill(t > 0, 0.0),
     "repeats": lambda t: t.repeat_interleave(3),
@@ -35,19 +36,15 @@ WAITS_NOT = {
 }
 
 
-@pytest.mark.parametrize("name", WAITS)
-def test_what_makes_the_host_wait_is_refused(name, device):
+def test_what_makes_the_host_wait_is_refused_and_nothing_else(device):
     values = torch.arange(1.0, 4.0, device=device)
-    with pytest.raises((HostSyncError, RuntimeError)), no_host_sync(device):
-        WAITS[name](values)
-    WAITS[name](values)
-
-
-@pytest.mark.parametrize("name", WAITS_NOT)
-def test_what_does_not_is_allowed(name, device):
-    values = torch.arange(1.0, 4.0, device=device)
+    for operation in WAITS.values():
+        with pytest.raises((HostSyncError, RuntimeError)), no_host_sync(device):
+            operation(values)
+        operation(values)
     with no_host_sync(device):
-        WAITS_NOT[name](values)
+        for operation in ALLOWED.values():
+            operation(values)
 
 
 def watched(trainer, device):
@@ -131,15 +128,9 @@ def test_the_host_never_waits_inside_rollouts_and_updates(name, case, device):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["sd3", "flux"])
 def test_nor_with_guidance_autocast_checkpointing_and_a_scaled_loss(name, dtype, device):
-    trainer = any_trainer(
-        name,
-        device,
-        dtype=dtype,
-        guidance_scale=3.0,
-        kl_weight=0.1,
-        loss_scale=64.0,
-        options={"gradient_checkpointing": True},
-    )
+    options = {"gradient_checkpointing": True}
+    changes = dict(guidance_scale=3.0, kl_weight=0.1, loss_scale=64.0, options=options)
+    trainer = any_trainer(name, device, dtype=dtype, **changes)
     entered = watched(trainer, device)
     assert trainer.iteration()["grad_norm"] > 0
     assert entered["micro-batch"] >= 2
@@ -155,34 +146,29 @@ class Reads(ClippedLoss):
 class Constant(ClippedLoss):
     def loss(self, batch):
         result = super().loss(batch)
-        return replace(
-            result, loss=result.loss + (batch.advantages * torch.ones(len(batch.weight))).sum()
-        )
+        on_host = (batch.advantages * torch.ones(len(batch.weight))).sum()
+        return replace(result, loss=result.loss + on_host)
 
 
-@pytest.mark.parametrize("loss", [Reads, Constant])
-def test_a_loss_that_reads_its_value_or_has_a_constant_on_the_host_is_caught(loss, device):
+class ReadsTime(FlowSDE):
+    def transition(self, latent, velocity, schedule, step):
+        step = step + 0 * int(schedule.times[int(step[0])] < 0)
+        return super().transition(latent, velocity, schedule, step)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"loss": Reads(clip_range=1e-3)},
+        {"loss": Constant(clip_range=1e-3)},
+        {"sampler": ReadsTime(0.7)},
+    ],
+    ids=str,
+)
+def test_a_part_that_reads_a_value_or_has_a_constant_on_the_host_is_caught(part, device):
     trainer = any_trainer("mixture", device)
-    trainer.method = replace(trainer.method, loss=loss(clip_range=1e-3))
+    trainer.method = replace(trainer.method, **part)
     watched(trainer, device)
-    with pytest.raises(
-        PartError,
-        match=r"_local_scalar_dense|synchronizing|on the host|same device",
-    ):
-        trainer.iteration()
-
-
-def test_a_sampler_that_reads_a_time_is_caught(device):
-    trainer = any_trainer("mixture", device)
-    kept = trainer.method.sampler.transition
-
-    class Sampler:
-        def transition(self, latent, velocity, schedule, step):
-            return kept(
-                latent, velocity, schedule, step + 0 * int(schedule.times[int(step[0])] < 0)
-            )
-
-    trainer.method = replace(trainer.method, sampler=Sampler())
-    watched(trainer, device)
-    with pytest.raises(PartError, match=r"_local_scalar_dense|synchronizing"):
+    message = r"_local_scalar_dense|synchronizing|on the host|same device"
+    with pytest.raises(PartError, match=message):
         trainer.iteration()

@@ -11,7 +11,7 @@ from flowrl.policies import ARCHITECTURES, SD3, Flux, ModelOptions, PipelinePoli
 from flowrl.policies.memory import StorageCounter
 from flowrl.training.build import make_method
 from flowrl.training.config import preset
-from flowrl.training.memory import Measured, largest_batch, velocities
+from flowrl.training.memory import velocities
 from flowrl.training.trainer import Trainer
 
 NARROW = {
@@ -74,17 +74,3 @@ def test_peaks_are_those_of_the_plan(name, checkpointing, device, monkeypatch):
     assert peak_of(lambda: velocities(trainer, SAMPLED, train=False), trainer) == pytest.approx(
         counted.rollout, rel=0.15
     )
-
-
-def test_memory_grows_with_the_batch_by_a_straight_line(device, monkeypatch):
-    """As the probe before the first iteration takes it to."""
-    trainer = trainer_of(
-        "sd3.5-medium", device, False, monkeypatch, "bfloat16" if device == "cuda" else "float32"
-    )
-    peaks = [
-        Measured(batch, 0, peak_of(lambda batch=batch: velocities(trainer, batch, True), trainer))
-        for batch in (2, 4, 8)
-    ]
-    assert peaks[0].bytes < peaks[1].bytes < peaks[2].bytes
-    assert largest_batch(peaks[0], peaks[1], 1.05 * peaks[2].bytes) >= 8
-    assert largest_batch(peaks[0], peaks[1], 0.95 * peaks[2].bytes) < 8

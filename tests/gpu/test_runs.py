@@ -3,20 +3,16 @@ evaluated, and on two GPUs.
 """
 
 import json
-import socket
-import subprocess
-import sys
-from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
 from device_cases import MODELS, PROMPTS, any_trainer, assert_same, flat, model_trainer
 from safetensors.torch import load_file
+from small_run import launch, rows_of, words
 
-import flowrl
 from flowrl.cli.main import main
 from flowrl.policies import DTYPES
+from flowrl.training import memory
 from flowrl.training.config import preset
 from flowrl.training.run import Run
 
@@ -70,29 +66,13 @@ def test_a_paused_run_goes_on_as_a_whole_one_and_is_evaluated(name, dtype, devic
     assert Run(config, tmp_path / "parts").execute(resume=True)
     whole, parts = (load_file(tmp_path / run / "weights.safetensors") for run in ("whole", "parts"))
     assert_same(flat(parts.values()), flat(whole.values()), device)
-    rows = [
-        json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [row["iteration"] for row in rows] == [0, 1, 2, 3] and all(
-        row["grad_norm"] > 0 for row in rows[1:]
-    )
-    words = [
-        "evaluate",
-        "--weights",
-        str(tmp_path / "parts"),
-        "--device",
-        device,
-        "--batch",
-        "2",
-        "--num-steps",
-        "2",
-        "--trust",
-    ]
-    assert main([*words, "--out", str(tmp_path / "out")]) == 0
-    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    assert (
-        found["prompts"] == len(PROMPTS) and found["dtype"] == dtype and found["device"] == device
-    )
+    rows = rows_of(tmp_path / "parts")
+    assert [row["iteration"] for row in rows] == [0, 1, 2, 3]
+    assert all(row["grad_norm"] > 0 for row in rows[1:])
+    options = words(weights=tmp_path / "parts", device=device, batch=2, num_steps=2, trust=True)
+    assert main(["evaluate", *options, "--out", str(tmp_path / "out")]) == 0
+    result = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert (result["prompts"], result["dtype"], result["device"]) == (len(PROMPTS), dtype, device)
 
 
 @pytest.mark.parametrize("name", ["mixture", "shapes", *MODELS])
@@ -117,20 +97,6 @@ def test_a_checkpoint_restores_weights_moments_and_generators(name, device):
     assert_same(flat(again.parameters) - before, flat(trainer.parameters) - before, device)
 
 
-def launched(config, folder, words):
-    """`flowrl train` in two processes, by a shipped config file of Accelerate."""
-    file = Path(flowrl.__file__).parent / "data" / "launch" / f"{config}.yaml"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    options = ["--config_file", str(file), "--num_processes", "2", "--main_process_port", port]
-    launcher = ["-m", "accelerate.commands.launch", *options]
-    command = [sys.executable, *launcher, "-m", "flowrl", "train", *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=folder, check=False
-    )
-
-
 @pytest.mark.parametrize(
     "place",
     [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu(2))],
@@ -139,7 +105,7 @@ def launched(config, folder, words):
 def test_two_processes_train_what_one_does(config, place, tmp_path):
     settings = config_of("sd3", place, "float32", tmp_path).replace(iterations=2)
     Run(settings, tmp_path / "alone").execute()
-    done = launched(
+    done = launch(
         config,
         tmp_path,
         ["--config", str(tmp_path / "alone" / "config.yaml"), "--out", "together", "--trust"],
@@ -156,10 +122,9 @@ def test_two_processes_train_what_one_does(config, place, tmp_path):
 
 
 def test_the_memory_probe_of_a_tiny_model_finds_room_and_leaves_no_gradient(device, monkeypatch):
-    memory = import_module("flowrl.training.memory")
     trainer = model_trainer("sd3", device, dtype="bfloat16", max_batch=6)
-    assert memory.grow(trainer, True, 6).batch > 0
+    assert memory.grow(trainer, True, 6)[1] > 0
     assert all(parameter.grad is None for parameter in trainer.parameters)
     if device == "cuda":
         monkeypatch.setattr(memory, "room", lambda trainer: 1.0)
-        assert memory.grow(trainer, True, 6).batch == 0
+        assert memory.grow(trainer, True, 6)[1] == 0

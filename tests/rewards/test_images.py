@@ -63,9 +63,9 @@ BRIGHT = FunctionReward(
     )
 )
 
-test_frame_mean = reward_contract(FrameMean(BRIGHT, 2), videos)
+test_frame_mean = reward_contract(FrameMean(BRIGHT, 2), videos())
 test_a_sum = reward_contract(
-    WeightedSum({"look": FrameMean(BRIGHT, 1), "motion": Motion()}, {"motion": 2.0}), videos
+    WeightedSum({"look": FrameMean(BRIGHT, 1), "motion": Motion()}, {"motion": 2.0}), videos()
 )
 
 

@@ -5,6 +5,7 @@ fail.
 import contextlib
 import io
 import itertools
+import json
 import os
 import pickle
 import re
@@ -43,7 +44,12 @@ from flowrl.parts.registry import build
 from flowrl.rewards import WeightedSum, component_methods
 from flowrl.serving import Listener, ServerLimits, ServerSettings, serve
 from flowrl.serving.client import RemoteReward, RemoteSum
-from flowrl.serving.wire_format import TransientError
+from flowrl.serving.wire_format import (
+    TransientError,
+    WireFormatError,
+    decode_prompts,
+    decode_safetensors,
+)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "png"])
@@ -615,3 +621,31 @@ def test_state_and_description():
     for line in ('requests_total{status="200"} 1.0', "samples_total 5.0"):
         assert f"flowrl_reward_{line}\n" in text, text
     assert "/v1/score" in document and "echo" not in document, "the description names the reward"
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b'[{"text": "a", "metadata": {"a": NaN}}]', "bad_prompts"),
+        (b'[{"text": "a", "text": "b"}]', "bad_prompts"),
+        (b'[{"text": "a", "metadata": {"a": 1e999}}]', "bad_prompts"),
+        (b'[{"text": ""}, {"text": ""}, {"text": ""}]', "too_many_samples"),
+        (b"[" + b'{"text": ""},' * 500_000 + b'{"text": ""}]', "too_many_samples"),
+        (b"[" + b'"",' * 1_900_000 + b'""]', "too_many_samples"),
+    ],
+    ids=["nan", "twice", "infinite", "more", "many", "texts"],
+)
+def test_prompts_are_strict_json_and_counted_before_they_are_read(data, code):
+    start = time.process_time()
+    with pytest.raises(WireFormatError) as raised:
+        decode_prompts(data, 2)
+    assert raised.value.code == code and time.process_time() - start < 0.1
+
+
+def test_a_header_of_many_tensors_is_not_read():
+    names = {f"t{i}": {} for i in range(300_000)}
+    header = json.dumps(names).encode()
+    start = time.process_time()
+    with pytest.raises(WireFormatError, match="header has"):
+        decode_safetensors(len(header).to_bytes(8, "little") + header)
+    assert time.process_time() - start < 0.1

@@ -21,11 +21,10 @@ from flowrl.credit import (
     Uniform,
     Weighted,
     gains,
-    group_deviations,
     group_zscore,
     zscore,
 )
-from flowrl.credit.table import centred, masked_std
+from flowrl.credit.table import masked_std
 from flowrl.flow import expand
 from flowrl.flow.gaussian import log_prob
 from flowrl.losses import DGPO, GSPO, ClippedLoss
@@ -44,17 +43,15 @@ from flowrl.testing import (
     check_solver,
     check_window,
     check_world,
-    credit,
     credit_contract,
-    losses,
-    policy,
-    probe,
-    rewards,
-    samplers,
-    world,
 )
 from flowrl.worlds import MixtureWorld
 from flowrl.worlds.mixture import DirectionReward
+
+
+def methods(check) -> list[Any]:
+    """The promises of a kind of part."""
+    return check.__wrapped__.promises()
 
 
 def rule(wrong, at: Any = Completion(), **extra):
@@ -124,74 +121,44 @@ def steep(values, decisions):
     return dense(values, decisions) / (spread - 1e-7).clamp(min=0)
 
 
-RULES = [
-    ("declares_a_probe", rule(dense, "completion")),
-    ("declares_a_probe", rule(dense, assign=lambda self, rewards, schedule: rewards[..., 1:])),
-    ("declares_a_probe", type("Rule", (), {"probe": NoProbe()})()),
-    ("leaves_its_input_alone", rule(in_place)),
-    (
-        "leaves_its_input_alone",
+RULES = {
+    "declares_a_probe": [rule(dense, "completion"), type("Rule", (), {"probe": NoProbe()})()],
+    "leaves_its_input_alone": [
+        rule(in_place),
         rule(lambda v, d: dense(v, d) * ~d.mask.logical_not_()),
-    ),
-    ("leaves_its_input_alone", rule(lambda v, d: v[..., -1:].expand_as(d.mask), NoProbe())),
-    (
-        "leaves_its_input_alone",
         tree_rule(lambda v, tree: group_zscore(v, tree.parent) + 0 * tree.node.sub_(1)),
-    ),
-    ("returns_advantages_per_decision", rule(lambda v, d: dense(v, d).transpose(0, 1))),
-    ("returns_advantages_per_decision", rule(lambda v, d: dense(v, d).long())),
-    ("returns_advantages_per_decision", record_rule(good)),
-    (
-        "returns_advantages_per_decision",
+    ],
+    "returns_advantages_per_decision": [
+        rule(lambda v, d: dense(v, d).transpose(0, 1)),
         record_rule(lambda shown: Credit(good(shown), 2.0 * shown.decisions.mask)),
-    ),
-    ("reads_only_what_its_probe_fills", rule(dense, NoProbe())),
-    ("is_deterministic", rule(lambda v, d: dense(v, d) + 1e-3 * torch.randn(1))),
-    (
-        "reads_nothing_outside_the_mask",
+        record_rule(lambda shown: Credit(good(shown)[: 3 - len(shown.parts)])),
+    ],
+    "reads_only_what_its_probe_fills": [rule(dense, NoProbe())],
+    "is_deterministic": [rule(lambda v, d: dense(v, d) + 1e-3 * torch.randn(1))],
+    "reads_nothing_outside_the_mask": [
         rule(lambda v, d: zscore(gains(v).nan_to_num(), over=("member",))),
-    ),
-    (
-        "reads_nothing_outside_the_mask",
         rule(lambda v, d: dense(v, d) * v[..., :1].nanmean(), reads=StepwiseGain().reads),
-    ),
-    (
-        "reads_nothing_outside_the_mask",
         rule(lambda v, d: dense(v, d) * d.mask.any(-1).float().mean()),
-    ),
-    (
-        "reads_nothing_outside_the_mask",
-        tree_rule(lambda v, tree: group_zscore(v, tree.parent) * (~v.isnan()).float().mean()),
-    ),
-    ("ignores_a_constant", rule(lambda v, d: v[..., 1:] - 0.5)),
-    ("treats_members_alike", rule(lambda v, d: dense(v, d) * place(1, v))),
-    ("treats_members_alike", rule(None, Branch((2, 2)), assign=by_members)),
-    ("treats_prompts_alike", rule(lambda v, d: dense(v, d) * place(0, v))),
-    ("treats_prompts_alike", Remembers(by_place=True)),
-    (
-        "gives_a_silent_group_zero",
+    ],
+    "ignores_a_constant": [rule(lambda v, d: v[..., 1:] - 0.5)],
+    "treats_members_alike": [
+        rule(lambda v, d: dense(v, d) * place(1, v)),
+        rule(None, Branch((2, 2)), assign=by_members),
+    ],
+    "treats_prompts_alike": [
+        rule(lambda v, d: dense(v, d) * place(0, v)),
+        Remembers(by_place=True),
+    ],
+    "gives_a_silent_group_zero": [
         rule(lambda v, d: zscore(gains(v), over=("prompt", "member", "decision"), mask=d.mask)),
-    ),
-    ("gives_a_silent_group_zero", rule(lambda v, d: dense(v, d) + 0.01)),
-    ("survives_extremes", rule(steep)),
-    (
-        "survives_extremes",
-        tree_rule(lambda v, tree: v / group_deviations(v, tree.node).abs().amax(1)[:, None]),
-    ),
-    ("keeps_its_memory", Remembers()),
-    ("keeps_its_memory", Forgets()),
-    (
-        "agrees_with_its_assign",
+    ],
+    "survives_extremes": [rule(steep)],
+    "keeps_its_memory": [Remembers(), Forgets()],
+    "agrees_with_its_assign": [
         rule(lambda v, d: 2.0 * dense(v, d), credit=lambda self, shown: Credit(good(shown))),
-    ),
-    (
-        "credits_components",
-        record_rule(
-            lambda shown: Credit(torch.stack([good(shown)] * max(1, len(shown.parts))).squeeze(0))
-        ),
-    ),
-    ("pays_the_better_member", rule(lambda v, d: -dense(v, d))),
-]
+    ],
+    "pays_the_better_member": [rule(lambda v, d: -dense(v, d))],
+}
 
 
 def sampler(change):
@@ -214,27 +181,28 @@ def std(change):
     return sampler(lambda g, x, v, s: Gaussian(g.mean, change(g.std, x, s)))
 
 
-SAMPLERS = [
-    (
-        "returns_a_gaussian_per_sample",
-        sampler(lambda g, *rest: Gaussian(g.mean, expand(g.std, g.mean))),
-    ),
-    ("is_finite_at_every_step", std(lambda std, x, s: torch.where(s == 0, torch.nan, std))),
-    ("knows_no_tiny_noise", std(lambda std, x, s: std.clamp(min=1e-8))),
-    ("moves_along_the_path", mean(lambda mean, v: 0.01 * v)),
-    (
-        "computes_in_float32",
-        sampler(lambda g, x, v, s: Gaussian((x - 0.1 * v).float() + 0.1 * v + g.mean - x, g.std)),
-    ),
-    ("treats_samples_separately", mean(lambda mean, v: 0.01 * mean.detach().mean(0))),
-    ("has_one_std_per_step", std(lambda std, x, s: std * (1 + 0.1 * (x.flatten(1).mean(1) > 0)))),
-    ("is_pure", mean(lambda mean, v: 1e-3 * torch.randn(1))),
-    (
-        "passes_gradient_through_the_mean",
-        sampler(lambda g, *rest: Gaussian(g.mean.detach(), g.std)),
-    ),
-    ("makes_decisions", std(lambda std, x, s: torch.zeros_like(std))),
-]
+SAMPLERS = {
+    "returns_a_gaussian_per_sample": [
+        sampler(lambda g, *rest: Gaussian(g.mean, expand(g.std, g.mean)))
+    ],
+    "is_finite_at_every_step": [
+        std(lambda std, x, s: torch.where(s == 0, torch.nan, std)),
+        std(lambda std, x, s: std.clamp(min=1e-8)),
+    ],
+    "moves_along_the_path": [mean(lambda mean, v: 0.01 * v)],
+    "computes_in_float32": [
+        sampler(lambda g, x, v, s: Gaussian((x - 0.1 * v).float() + 0.1 * v + g.mean - x, g.std))
+    ],
+    "treats_samples_separately": [mean(lambda mean, v: 0.01 * mean.detach().mean(0))],
+    "has_one_std_per_step": [
+        std(lambda std, x, s: std * (1 + 0.1 * (x.flatten(1).mean(1) > 0))),
+    ],
+    "is_pure": [mean(lambda mean, v: 1e-3 * torch.randn(1))],
+    "passes_gradient_through_the_mean": [
+        sampler(lambda g, *rest: Gaussian(g.mean.detach(), g.std))
+    ],
+    "makes_decisions": [std(lambda std, x, s: torch.zeros_like(std))],
+}
 
 
 class Midpoints:
@@ -279,12 +247,9 @@ class OwnNoise(Multistep):
         return super().solution(schedule, torch.randn_like)
 
 
-SOLVERS = [(p.__name__, Midpoints(p.__name__)) for p in (*samplers.SOLVER, samplers.returns_states)]
-SOLVERS += [
-    ("keeps_the_number_of_steps", Midpoints("keeps_the_number_of_steps")),
-    ("starts_anew", OwnNoise("sa", tau=0.4)),
-    ("returns_states", Midpoints("in place")),
-]
+SOLVERS = {p.__name__: [Midpoints(p.__name__)] for p in methods(check_solver)}
+SOLVERS["starts_anew"] += [OwnNoise("sa", tau=0.4)]
+SOLVERS["returns_states"] += [Midpoints("in place")]
 
 
 class FaultyWindow:
@@ -296,22 +261,27 @@ class FaultyWindow:
         return [start, start + self.step]
 
 
-WINDOWS = [
-    ("returns_steps", FaultyWindow(step=-1)),
-    ("draws_reproducibly", FaultyWindow(seeded=False)),
-]
+WINDOWS = {
+    "returns_steps": [FaultyWindow(step=-1)],
+    "draws_reproducibly": [FaultyWindow(seeded=False)],
+}
 
 
 def brightness(images):
     return images.flatten(1).mean(1)
 
 
-class FaultyReward:
-    def __init__(self, change=lambda scores, images: scores, factor=1.0):
-        self.change, self.factor = change, factor
+@dataclass
+class WithoutParts:
+    change: Any = lambda scores, images: scores
 
     def score(self, images, prompts):
         return self.change(brightness(images), images)
+
+
+@dataclass
+class FaultyReward(WithoutParts):
+    factor: float = 1.0
 
     def parts(self, images, prompts):
         return {"bright": brightness(images)}
@@ -320,55 +290,57 @@ class FaultyReward:
         return self.factor * parts["bright"]
 
 
-REWARDS = [
-    ("gives_one_number_per_image", FaultyReward(lambda s, images: s[:, None])),
-    ("is_pure", FaultyReward(lambda s, images: s + 1e-3 * torch.randn(1))),
-    ("is_pure", FaultyReward(lambda s, images: s + 0 * images.mul_(0.5).sum())),
-    ("treats_samples_separately", FaultyReward(lambda s, images: s.sort().values)),
-    ("treats_samples_separately", FaultyReward(lambda s, images: s - s.mean())),
-    ("treats_samples_separately", FaultyReward(lambda s, images: s.squeeze())),
-    ("needs_no_gradient", FaultyReward(lambda s, images: s * torch.ones(1, requires_grad=True))),
-    ("adds_up_its_parts", FaultyReward(factor=2.0)),
-]
+REWARDS = {
+    "gives_one_number_per_image": [
+        WithoutParts(lambda s, images: s[:, None]),
+        WithoutParts(lambda s, images: s + 0 * images.mul_(0.5).sum()),
+    ],
+    "treats_samples_separately": [
+        WithoutParts(lambda s, images: s.sort().values),
+        WithoutParts(lambda s, images: s - s.mean()),
+    ],
+    "adds_up_its_parts": [FaultyReward(factor=2.0)],
+}
 
 
-class FaultyGroupReward(FaultyReward):
+@dataclass
+class FaultyGroupReward:
+    change: Any = lambda rates, scores: rates
     evaluation: Any = Brightness()
 
     def score_groups(self, images, prompts):
-        return self.change(win_rates(images.flatten(2).mean(2)), images.flatten(2).mean(2))
+        scores = images.flatten(2).mean(2)
+        return self.change(win_rates(scores), scores)
+
+
+@dataclass
+class Doubled(FaultyGroupReward):
+    """Its components add up to twice the score."""
 
     def group_parts(self, images, prompts):
-        return {"bright": self.score_groups(images, prompts).detach()}
+        return {"bright": self.score_groups(images, prompts)}
+
+    def total(self, parts):
+        return 2.0 * parts["bright"]
 
 
 def ranks(rates, scores):
     return scores.argsort(dim=1, stable=True).argsort(dim=1).float()
 
 
-def named(evaluation):
-    made = FaultyGroupReward()
-    made.evaluation = evaluation
-    return made
-
-
-GROUP_REWARDS = [
-    ("gives_one_number_per_image", FaultyGroupReward(lambda rates, s: rates.flatten())),
-    ("names_an_evaluation_reward", named("brightness")),
-    ("is_pure", FaultyGroupReward(lambda rates, s: rates + 1e-3 * torch.randn(1))),
-    ("accepts_any_number_of_members", FaultyGroupReward(lambda rates, s: rates / (s.shape[1] > 2))),
-    ("treats_members_alike", FaultyGroupReward(lambda rates, s: rates + 0.01 * (s > s[:, :1]))),
-    (
-        "treats_samples_separately",
+GROUP_REWARDS = {
+    "gives_one_number_per_image": [FaultyGroupReward(lambda rates, s: rates.flatten())],
+    "names_an_evaluation_reward": [FaultyGroupReward(evaluation="brightness")],
+    "treats_members_alike": [
+        FaultyGroupReward(lambda rates, s: rates / (s.shape[1] > 2)),
+        FaultyGroupReward(lambda rates, s: rates + 0.01 * (s > s[:, :1])),
+    ],
+    "treats_samples_separately": [
         FaultyGroupReward(lambda rates, s: win_rates(s.view(1, -1)).view_as(s)),
-    ),
-    ("gives_equal_images_equal_scores", FaultyGroupReward(ranks)),
-    (
-        "needs_no_gradient",
-        FaultyGroupReward(lambda rates, s: rates * torch.ones(1, requires_grad=True)),
-    ),
-    ("adds_up_its_parts", FaultyGroupReward(factor=2.0)),
-]
+    ],
+    "gives_equal_images_equal_scores": [FaultyGroupReward(ranks)],
+    "adds_up_its_parts": [Doubled()],
+}
 
 
 @dataclass(frozen=True)
@@ -376,7 +348,7 @@ class FaultyLoss:
     """A clipped loss, changed by `change(batch, loss, mean)`, where `mean` is the weighted mean."""
 
     change: Any = lambda batch, loss, mean: loss
-    metrics: Any = lambda batch: {}
+    reported: Any = lambda batch: {}
     needs_reference: bool = False
     trains_zero_advantages: bool = False
     unit: str = "transition"
@@ -390,7 +362,7 @@ class FaultyLoss:
             terms = torch.where(counts, terms, 0.0)
             return (weight * terms).sum() / weight.sum().clamp(min=1e-9)
 
-        return LossResult(self.change(batch, loss, mean), self.metrics(batch))
+        return LossResult(self.change(batch, loss, mean), self.reported(batch))
 
 
 def distance(batch):
@@ -398,70 +370,11 @@ def distance(batch):
 
 
 def unmasked(batch, loss, mean):
-    ratio = (
-        log_prob(batch.new, batch.next_node) - log_prob(batch.behaviour, batch.next_node)
-    ).exp()
-    return loss + 0.0 * (batch.weight * batch.advantages * ratio).sum()
+    return loss + 0.0 * (batch.weight * batch.advantages).sum()
 
 
 def still(batch, loss, mean):
     return loss + 0.1 * (batch.weight * distance(batch) * (batch.behaviour.std == 0)).mean()
-
-
-LOSSES = [
-    ("declares_what_it_needs", FaultyLoss(unit="pair")),
-    ("declares_what_it_needs", FaultyLoss(unit="group")),
-    ("returns_a_scalar", FaultyLoss(lambda batch, loss, mean: loss[None])),
-    ("is_pure", FaultyLoss(lambda batch, loss, mean: loss * (1 + 1e-3 * torch.randn(())))),
-    ("reports_detached_metrics", FaultyLoss(metrics=lambda batch: {"mean": batch.new.mean.mean()})),
-    (
-        "starts_at_ratio_one",
-        FaultyLoss(metrics=lambda batch: {"ratio_mean": torch.tensor(1.1)}),
-    ),
-    ("ignores_rows_of_weight_0", FaultyLoss(unmasked)),
-    ("ignores_deterministic_rows", FaultyLoss(still)),
-    (
-        "survives_weights_of_0",
-        FaultyLoss(lambda batch, loss, mean: loss * batch.weight.sum() / batch.weight.sum()),
-    ),
-    ("starts_along_the_advantage", FaultyLoss(lambda batch, loss, mean: -loss)),
-    (
-        "trains_zero_advantages_as_declared",
-        FaultyLoss(lambda batch, loss, mean: loss + mean(distance(batch))),
-    ),
-    ("trains_zero_advantages_as_declared", FaultyLoss(trains_zero_advantages=True)),
-    (
-        "is_a_weighted_mean",
-        FaultyLoss(lambda batch, loss, mean: loss * (1 + mean(batch.delta))),
-    ),
-    (
-        "is_a_weighted_mean",
-        FaultyLoss(lambda batch, loss, mean: loss * len(batch.weight)),
-    ),
-    (
-        "is_a_weighted_mean",
-        FaultyLoss(
-            lambda batch, loss, mean: (
-                loss + mean(distance(batch) * batch.advantages * torch.arange(len(batch.weight)))
-            )
-        ),
-    ),
-    (
-        "does_not_depend_on_resolution",
-        FaultyLoss(lambda batch, loss, mean: loss * batch.new.mean[0].numel()),
-    ),
-    (
-        "differentiates_the_new_policy_only",
-        FaultyLoss(
-            lambda batch, loss, mean: loss + 1e-9 * mean(batch.behaviour.mean.flatten(1).sum(1))
-        ),
-    ),
-    (
-        "needs_what_it_declares",
-        FaultyLoss(lambda batch, loss, mean: loss + 0 * batch.reference.std.sum()),
-    ),
-    ("needs_what_it_declares", FaultyLoss(needs_reference=True)),
-]
 
 
 @dataclass(frozen=True)
@@ -484,24 +397,42 @@ def means_without_weights(batch):
     return batch if batch.pooled is not None else replace(batch, pooled=means)
 
 
-LOSSES += [
-    ("is_a_weighted_mean", FaultyUnits(lambda batch: replace(batch, pooled=None))),
-    ("is_a_weighted_mean", FaultyUnits(unit="transition")),
-    ("is_a_weighted_mean", FaultyUnits(unit="group")),
-    (
-        "is_a_weighted_mean",
+LOSSES = {
+    "declares_what_it_needs": [FaultyLoss(unit="pair"), FaultyLoss(unit="group")],
+    "returns_a_scalar": [FaultyLoss(lambda batch, loss, mean: loss / 0)],
+    "is_pure": [FaultyLoss(lambda batch, loss, mean: loss * (1 + 1e-3 * torch.randn(())))],
+    "ignores_rows_of_weight_0": [FaultyLoss(unmasked)],
+    "ignores_deterministic_rows": [FaultyLoss(still)],
+    "survives_weights_of_0": [
+        FaultyLoss(lambda batch, loss, mean: loss * batch.weight.sum() / batch.weight.sum()),
+        FaultyLoss(reported=lambda batch: {"mean": batch.new.mean.mean()}),
+    ],
+    "starts_at_ratio_one": [FaultyLoss(reported=lambda batch: {"ratio_mean": torch.tensor(1.1)})],
+    "starts_along_the_advantage": [FaultyLoss(lambda batch, loss, mean: -loss)],
+    "trains_zero_advantages_as_declared": [
+        FaultyLoss(lambda batch, loss, mean: loss + mean(distance(batch))),
+        FaultyLoss(trains_zero_advantages=True),
+    ],
+    "is_a_weighted_mean": [
+        FaultyLoss(lambda batch, loss, mean: loss * len(batch.weight)),
+        FaultyUnits(lambda batch: replace(batch, pooled=None)),
+        FaultyUnits(unit="group"),
         FaultyUnits(row_terms=lambda batch: log_prob(batch.new, batch.next_node)),
-    ),
-    (
-        "is_a_weighted_mean",
-        FaultyUnits(lambda batch: replace(batch, sample=torch.arange(len(batch.sample)) % 4)),
-    ),
-    ("is_a_weighted_mean", FaultyUnits(means_without_weights)),
-    (
-        "starts_along_the_advantage",
-        FaultyUnits(lambda batch: replace(batch, pooled=torch.where(batch.group == 1, 0.1, 0.0))),
-    ),
-]
+        FaultyUnits(means_without_weights),
+    ],
+    "does_not_depend_on_resolution": [
+        FaultyLoss(lambda batch, loss, mean: loss * batch.new.mean[0].numel()),
+    ],
+    "differentiates_the_new_policy_only": [
+        FaultyLoss(
+            lambda batch, loss, mean: loss + 1e-9 * mean(batch.behaviour.mean.flatten(1).sum(1))
+        ),
+    ],
+    "needs_what_it_declares": [
+        FaultyLoss(lambda batch, loss, mean: loss + 0 * batch.reference.std.sum()),
+        FaultyLoss(needs_reference=True),
+    ],
+}
 
 
 class FaultyTimes:
@@ -517,56 +448,42 @@ class FaultyTimes:
 class FaultyForwardLoss:
     """DGPO's policy term in a few lines, with one fault; like the others, without a penalty."""
 
-    needs_reference, unit, noise, times = True, "group", "group", DGPO().times
+    needs_reference, unit = True, "group"
 
     def __init__(self, fault=""):
         self.fault = fault
         self.copies = {"average": WeightCopy()} if fault == "needs_what_it_declares" else {}
-        self.times = FaultyTimes() if fault == "draws_times" else self.times
+        self.times = FaultyTimes() if fault == "draws_times" else DGPO().times
         self.noise = "all" if fault == "declares_what_it_needs" else "group"
 
     def row_terms(self, batch):
         with torch.no_grad():
             reference = batch.velocity_of("reference", self)
-            return (
-                50.0
-                * self.advantages(batch)
-                * (self.error(batch, batch.new) - self.error(batch, reference))
-            )
-
-    def advantages(self, batch):
-        return batch.advantages.detach().masked_fill(batch.weight == 0, 0.0)
+            gap = self.error(batch, batch.new) - self.error(batch, reference)
+            return 50.0 * batch.advantages.masked_fill(batch.weight == 0, 0.0) * gap
 
     def error(self, batch, velocity):
-        mask = (batch.weight > 0)[:, None, None] | (self.fault == "ignores_rows_of_weight_0")
-        leaks = self.fault == "differentiates_the_new_policy_only"
-        target = batch.target if leaks else batch.target.detach()
-        squares = torch.where(mask, velocity - target, 0.0).square().flatten(1)
-        return squares.sum(1) if self.fault == "does_not_depend_on_resolution" else squares.mean(1)
+        mask = (batch.weight > 0)[:, None, None]
+        return torch.where(mask, velocity - batch.target.detach(), 0.0).square().flatten(1).mean(1)
 
     def loss(self, batch):
-        fault, error, pooled = self.fault, self.error(batch, batch.new), batch.pooled
+        pooled = batch.pooled
         if pooled is None:
             pooled = unit_means(self.row_terms(batch), batch.units("group"), batch.weight)
-        if fault == "balances_groups":
-            pooled = self.row_terms(batch)
-        weight = batch.weight if fault != "is_a_weighted_mean" else (batch.weight > 0).float()
-        scale = torch.sigmoid(pooled).detach() * self.advantages(batch)
-        terms = (-scale if fault == "starts_along_the_advantage" else scale) * error
-        if fault == "trains_zero_advantages_as_declared":
-            terms = terms + 1e-3 * error
-        least = 0.0 if fault == "survives_weights_of_0" else 1e-9
-        value = (weight * terms).sum() / weight.sum().clamp(min=least)
-        if fault == "is_pure":
-            batch.advantages.mul_(0.5)
-        detached = error if fault == "reports_detached_metrics" else error.detach()
-        metrics = {"error": detached.mean()}
-        return LossResult(value[None] if fault == "returns_a_scalar" else value, metrics)
+        sign = -1.0 if self.fault == "starts_along_the_advantage" else 1.0
+        scale = torch.sigmoid(pooled).detach() * batch.advantages.masked_fill(batch.weight == 0, 0)
+        total = (batch.weight * sign * scale * self.error(batch, batch.new)).sum()
+        return LossResult(total / batch.weight.sum().clamp(min=1e-9), {})
 
 
-FORWARD_LOSSES = [
-    (p.__name__, FaultyForwardLoss(p.__name__)) for p in (*losses.BASIC, *losses.FORWARD)
-]
+# the other promises are those of policy losses
+FORWARD_FAULTS = (
+    "declares_what_it_needs",
+    "draws_times",
+    "starts_along_the_advantage",
+    "needs_what_it_declares",
+)
+FORWARD_LOSSES = {name: [FaultyForwardLoss(name)] for name in FORWARD_FAULTS}
 
 
 class FaultyPolicy:
@@ -612,8 +529,8 @@ def velocity(change):
     return FaultyPolicy(velocity=lambda p, *given: change(p.velocity(*given)))
 
 
-def grid(*ends, more=1):
-    return FaultyPolicy(schedule=lambda p, steps: Schedule(torch.linspace(*ends, steps + more)))
+def grid(*ends):
+    return FaultyPolicy(schedule=lambda p, steps: Schedule(torch.linspace(*ends, steps + 1)))
 
 
 def trained(change):
@@ -624,45 +541,45 @@ def by_size(p, prompts):
     return Condition({"direction": p.encode(prompts).tensors["direction"] * len(prompts)})
 
 
-POLICIES = [
-    ("has_all_members", FaultyPolicy(latent_shape=[2, 1, 1])),
-    ("has_all_members", FaultyPolicy(device="cpu")),
-    ("has_all_members", FaultyPolicy(decode=None)),
-    ("has_a_schedule", grid(1, 0, more=2)),
-    ("has_a_schedule", grid(1, 0.01)),
-    ("has_a_schedule", grid(0.5, 0)),
-    ("encodes_a_row_per_prompt", FaultyPolicy(encode=lambda p, prompts: p.encode(prompts[:1]))),
-    ("gives_velocities", velocity(lambda v: v.bfloat16())),
-    ("gives_velocities", velocity(lambda v: v.flatten(1))),
-    ("gives_velocities", velocity(lambda v: v / 0)),
-    ("is_pure", velocity(lambda v: v + 1e-3 * torch.randn_like(v))),
-    ("treats_samples_separately", velocity(lambda v: v - v.mean(0))),
-    (
-        "treats_samples_separately",
+POLICIES = {
+    "has_all_members": [FaultyPolicy(decode=None)],
+    "has_a_schedule": [grid(1, 0.01), grid(0.5, 0)],
+    "gives_velocities": [
+        FaultyPolicy(encode=lambda p, prompts: p.encode(prompts[:1])),
+        velocity(lambda v: v.bfloat16()),
+        velocity(lambda v: v / 0),
+    ],
+    "treats_samples_separately": [
+        velocity(lambda v: v - v.mean(0)),
         FaultyPolicy(velocity=lambda p, x, t, told: p.velocity(x, t[:1].expand(len(x)), told)),
-    ),
-    (
-        "conditions_can_be_rearranged",
+    ],
+    "conditions_can_be_rearranged": [
         FaultyPolicy(
             encode=by_size,
             velocity=lambda p, x, t, told: (
                 p.velocity(x, t, told) + told.tensors["direction"][..., None, None]
             ),
         ),
-    ),
-    ("decodes_images", FaultyPolicy(decode=lambda p, latent: latent.flatten(1))),
-    ("decodes_images", FaultyPolicy(decode=lambda p, x: x * p.net[0].bias.sum())),
-    ("names_what_is_trained", FaultyPolicy(trainable=lambda p: {})),
-    ("names_what_is_trained", trained(lambda q: torch.nn.Parameter(q.detach().clone()))),
-    ("names_what_is_trained", trained(lambda q: q.requires_grad_(False))),
-    ("carries_a_gradient", velocity(lambda v: v.detach())),
-    ("has_a_reference", FaultyPolicy(reference=lambda p: torch.no_grad())),
-    ("has_a_reference", FaultyPolicy(reference=lambda p: nullcontext())),
-    ("has_a_reference", FaultyPolicy(reference=stays_in_reference)),
-    ("may_be_frozen", FaultyPolicy(frozen=lambda p: nullcontext())),
-    ("may_be_frozen", FaultyPolicy(frozen=rounds_weights)),
-    ("may_be_frozen", FaultyPolicy(frozen=merges_badly)),
-]
+    ],
+    "decodes_images": [
+        FaultyPolicy(decode=lambda p, latent: latent.flatten(1)),
+        FaultyPolicy(decode=lambda p, x: x * p.net[0].bias.sum()),
+    ],
+    "names_what_is_trained": [
+        FaultyPolicy(trainable=lambda p: {}),
+        trained(lambda q: torch.nn.Parameter(q.detach().clone())),
+    ],
+    "carries_a_gradient": [velocity(lambda v: v.detach())],
+    "has_a_reference": [
+        FaultyPolicy(reference=lambda p: torch.no_grad()),
+        FaultyPolicy(reference=stays_in_reference),
+    ],
+    "may_be_frozen": [
+        FaultyPolicy(frozen=lambda p: nullcontext()),
+        FaultyPolicy(frozen=rounds_weights),
+        FaultyPolicy(frozen=merges_badly),
+    ],
+}
 
 
 def faulty_probe(**methods):
@@ -694,23 +611,27 @@ def costs(call):
     return faulty_probe(cost=lambda self, shape: Cost([call(shape.rows[n]) for n in shape.nodes]))
 
 
-PROBES = [
-    ("is_a_probe", "tweedie"),
-    (
-        "estimates_final_latents",
+PROBES = {
+    "is_a_probe": ["tweedie"],
+    "estimates_final_latents": [
         estimator(lambda x, run: x + run.trajectories.states.add_(1).sum()),
-    ),
-    ("estimates_final_latents", estimator(lambda x, run: x / 0)),
-    ("estimates_final_latents", faulty_probe(estimate=lambda self, run: {6: run.final})),
-    ("fills_what_it_says", faulty_probe(rewards=half)),
-    ("fills_what_it_says", faulty_probe(fills=lambda self, steps: range(2))),
-    ("leaves_the_rollout_alone", faulty_probe(estimate=changes_weights)),
-    ("is_deterministic", estimator(lambda x, run: x + 0.1 * torch.randn_like(x))),
-    ("does_not_depend_on_chunks", estimator(own_noise)),
-    ("does_not_depend_on_chunks", estimator(lambda x, run: x - x.mean(0))),
-    ("costs_what_it_declares", costs(lambda rows: Call(10))),
-    ("costs_what_it_declares", costs(lambda rows: Call(rows, 0.5))),
-]
+        estimator(lambda x, run: x / 0),
+    ],
+    "fills_what_it_says": [
+        faulty_probe(rewards=half),
+        faulty_probe(fills=lambda self, steps: range(2)),
+    ],
+    "leaves_the_rollout_alone": [faulty_probe(estimate=changes_weights)],
+    "is_deterministic": [estimator(lambda x, run: x + 0.1 * torch.randn_like(x))],
+    "does_not_depend_on_chunks": [
+        estimator(own_noise),
+        estimator(lambda x, run: x - x.mean(0)),
+    ],
+    "costs_what_it_declares": [
+        costs(lambda rows: Call(10)),
+        costs(lambda rows: Call(rows, 0.5)),
+    ],
+}
 
 
 class FaultyWorld(MixtureWorld):
@@ -768,51 +689,45 @@ def world_with(change):
     return FaultyWorld(policy=made)
 
 
-WORLDS = [
-    ("has_all_members", FaultyWorld(tasks="direction")),
-    ("has_all_members", FaultyWorld(forms=("soft", "soft"))),
-    ("has_all_members", FaultyWorld(elements=2.0)),
-    ("has_all_members", FaultyWorld(name="")),
-    ("has_all_members", FaultyWorld(qualities=("density",))),
-    ("gives_prompts", FaultyWorld(prompts=lambda task, part: [])),
-    ("gives_prompts", FaultyWorld(prompts=lambda task, part: ["towards 0 degrees"])),
-    ("gives_prompts", FaultyWorld(prompts=shuffled)),
-    ("makes_a_policy", FaultyWorld(elements=128)),
-    ("makes_a_policy", FaultyWorld(policy=lambda options: torch.nn.Linear(2, 2))),
-    (
-        "makes_equal_policies",
+WORLDS = {
+    "has_all_members": [FaultyWorld(parse=None)],
+    "gives_prompts": [FaultyWorld(prompts=shuffled)],
+    "makes_equal_policies": [
         world_with(lambda model: torch.nn.init.normal_(model.net[0].weight)),
-    ),
-    ("makes_equal_policies", world_with(lambda model: setattr(model, "net", SHARED.net))),
-    ("parses_its_prompts", FaultyWorld(parse=lambda text: Prompt(text.upper()))),
-    ("parses_its_prompts", FaultyWorld(parse=lambda text: None)),
-    ("parses_its_prompts", FaultyWorld(prompts=with_part, reward=ReadsMetadata)),
-    (
-        "policy_keeps_its_promises",
+        world_with(lambda model: setattr(model, "net", SHARED.net)),
+    ],
+    "parses_its_prompts": [
+        FaultyWorld(parse=lambda text: Prompt(text.upper())),
+        FaultyWorld(prompts=with_part, reward=ReadsMetadata),
+    ],
+    "policy_keeps_its_promises": [
         world_with(lambda model: setattr(model, "reference", torch.no_grad)),
-    ),
-    ("rewards_keep_their_promises", FaultyWorld(reward=OverBatch)),
-    ("qualities_keep_their_promises", FaultyWorld(qualities={"q": OverBatch})),
-    ("qualities_keep_their_promises", FaultyWorld(qualities={"q": Refuses})),
-]
-KINDS = {
-    check_credit: (RULES, (*credit.BASIC, *credit.OTHERS)),
-    check_sampler: (SAMPLERS, (samplers.is_pure, *samplers.SAMPLER)),
-    check_solver: (SOLVERS, samplers.SOLVER),
-    check_window: (WINDOWS, (samplers.returns_steps, samplers.draws_reproducibly)),
-    check_reward: (REWARDS, (*rewards.BASIC, *rewards.SINGLE)),
-    check_group_reward: (GROUP_REWARDS, (*rewards.BASIC, *rewards.GROUPED[:-1])),
-    check_loss: (LOSSES, (*losses.BASIC, *losses.POLICY)),
-    check_forward_loss: (FORWARD_LOSSES, (*losses.BASIC, *losses.FORWARD)),
-    check_policy: (POLICIES, (*policy.BASIC, *policy.OTHERS)),
-    check_probe: (PROBES, (*probe.BASIC, *probe.OTHERS)),
-    check_world: (WORLDS, (*world.BASIC, *world.OTHERS)),
+    ],
+    "rewards_keep_their_promises": [
+        FaultyWorld(reward=OverBatch),
+        FaultyWorld(qualities={"q": OverBatch}),
+        FaultyWorld(qualities={"q": Refuses}),
+    ],
+}
+FAULTS = {
+    check_credit: RULES,
+    check_sampler: SAMPLERS,
+    check_solver: SOLVERS,
+    check_window: WINDOWS,
+    check_reward: REWARDS,
+    check_group_reward: GROUP_REWARDS,
+    check_loss: LOSSES,
+    check_forward_loss: FORWARD_LOSSES,
+    check_policy: POLICIES,
+    check_probe: PROBES,
+    check_world: WORLDS,
 }
 NAMES = {getattr(testing, name): name for name in testing.__all__ if name.startswith("check_")}
 CASES = [
-    pytest.param(check, *fault, id=f"{NAMES[check]}-{fault[0]}")
-    for check, (faults, _) in KINDS.items()
-    for fault in faults
+    pytest.param(check, promise, part, id=f"{NAMES[check]}-{promise}")
+    for check, faults in FAULTS.items()
+    for promise, parts in faults.items()
+    for part in parts
 ]
 
 
@@ -823,38 +738,31 @@ def test_a_fault_breaks_its_promise(check, promise: str, part: Any) -> None:
     findings = check((lambda: part) if check is check_credit else part, **options)
     assert promise in findings.broken, str(findings)
     assert len(findings.broken) <= 3, str(findings)
-    message = next(finding.message for finding in findings if finding.promise == promise)
-    assert f"breaks the promise {promise!r}" in message
 
 
-@pytest.mark.parametrize("check", KINDS, ids=NAMES.get)
-def test_every_promise_has_a_fault(check) -> None:
-    faults, promises = KINDS[check]
-    assert {promise.__name__ for promise in promises} <= {name for name, _ in faults}
+def test_every_promise_has_a_fault() -> None:
+    """Kinds share some promises, such as `is_pure`; a fault in a part of one kind is enough."""
+    planted = {
+        promise
+        for check, faults in FAULTS.items()
+        for promise in methods(check)
+        if promise.__name__ in faults
+    }
+    assert not {promise for check in FAULTS for promise in methods(check)} - planted
 
 
 @pytest.mark.parametrize(
     ("check", "part"),
     [
         (check_solver, Midpoints()),
-        (check_window, FaultyWindow()),
-        (check_reward, FaultyReward()),
-        (check_group_reward, FaultyGroupReward()),
         (check_loss, FaultyLoss()),
         (check_loss, FaultyUnits()),
         (check_forward_loss, FaultyForwardLoss()),
-        (check_world, FaultyWorld()),
     ],
 )
 def test_the_parts_without_a_fault_keep_every_promise(check, part: Any) -> None:
     findings = check(part)
     assert findings.ok, str(findings)
-
-
-def over_the_final_spread(values, decisions):
-    """Gains divided by the spread of the final reward."""
-    spread = masked_std(values[..., -1:], ("member",), decisions.mask.any(-1, keepdim=True))
-    return centred(gains(values), ("member",), decisions.mask) / (spread + 1e-4)
 
 
 def upside_down(values, decisions):
@@ -865,8 +773,6 @@ def upside_down(values, decisions):
     ("check", "part", "promise"),
     [
         (check_credit, rule(upside_down), "pays_the_better_member"),
-        (check_credit, rule(over_the_final_spread), "gives_a_silent_group_zero"),
-        (check_group_reward, FaultyGroupReward(lambda rates, s: s), "compares_members"),
         (
             check_world,
             FaultyWorld(prompts=lambda task, part: mixture.prompts(task, "train")),
@@ -880,13 +786,12 @@ def test_odd_parts_get_advice(check, part: Any, promise: str) -> None:
     assert f"advice   {promise}" in str(findings)
 
 
-def test_findings_are_counted_by_kind() -> None:
-    findings, total = check_credit(Uniform()), len(credit.BASIC + credit.OTHERS)
-    assert findings.marked("n/a") == ["agrees_with_its_assign", "credits_components"]
-    head = f"Uniform(): {total - 2} of {total - 2} promises kept; 2 not applicable\n"
-    assert str(findings).startswith(head) and "n/a      credits_components" in str(findings)
+def test_findings_are_counted_by_mark() -> None:
+    findings, total = check_credit(Uniform()), len(methods(check_credit))
+    assert findings.marked("n/a") == ["agrees_with_its_assign"]
+    assert str(findings).startswith(f"Uniform: {total - 1} kept, 1 n/a\n")
     broken = str(check_credit(rule(lambda v, d: dense(v, d).transpose(0, 1))))
-    assert f": 2 of {total} promises kept; {total - 3} not tried\nkept" in broken
+    assert f": 2 kept, 1 BROKEN, {total - 3} untried\nkept" in broken
     words = "untried is_deterministic not tried, because 'returns_advantages_per_decision' is"
     assert words in " ".join(broken.split())
 
@@ -909,19 +814,17 @@ def test_every_promise_gets_a_fresh_part() -> None:
     memory = MovingAverageGain()
     assert check_credit(memory).ok and not memory.baseline
     model = mixture_policy()
-    before = [p.detach().clone() for p in model.trainable().values()]
+    before = copy.deepcopy(dict(model.trainable()))
     check_policy(model, DIRECTIONS)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.trainable().values(), strict=True))
+    torch.testing.assert_close(dict(model.trainable()), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: check_credit(Uniform(), without=("pays_rent",)), "promises of a credit rule are"),
-        (lambda: check_credit(Uniform(), decisions=0), "decisions"),
+        (lambda: check_credit(Uniform(), without=("pays_rent",)), "without = .*declares_a_probe"),
         (lambda: check_reward(FaultyReward(), (torch.rand(3, 3, 8, 8), [])), "examples"),
         (lambda: check_policy(mixture_policy(), ["one", "one"]), "two or more different prompts"),
-        (lambda: check_policy(mixture_policy(), DIRECTIONS, tolerance=0), "tolerance"),
     ],
 )
 def test_options_are_checked(call, words: str) -> None:
@@ -929,14 +832,10 @@ def test_options_are_checked(call, words: str) -> None:
         call()
 
 
-def test_promises_can_be_left_out() -> None:
-    part = rule(lambda values, decisions: -dense(values, decisions))
-    assert check_credit(part, without=("pays_the_better_member",)).ok
-
-
 def test_a_probe_whose_trees_fit_no_table_is_named() -> None:
     part = rule(None, Branch({0: 97}), assign=lambda self, values, decisions: values[..., 1:])
     assert "fit no group of up to 97" in str(check_credit(part))
 
 
-test_a_rule_with_pytest = credit_contract(StepwiseGain())
+negated = rule(lambda values, decisions: -dense(values, decisions))
+test_a_rule_with_pytest = credit_contract(negated, without=("pays_the_better_member",))

@@ -1,7 +1,5 @@
 """Copies of the weights: what they are after updates and iterations, and when they are current."""
 
-from contextlib import suppress
-
 import pytest
 import torch
 
@@ -42,22 +40,6 @@ def test_a_copy_follows_by_its_decay(mixture_policy, every, decay):
             expected = kept * expected + (1 - kept) * first(copy.parameters)
             assert copy.is_current == (kept == 0)
         torch.testing.assert_close(first(copy.values), expected, atol=1e-5, rtol=0)
-
-
-def test_within_its_weights_the_policy_is_the_copy(mixture_policy):
-    copy = made(mixture_policy)
-    before = [value.clone() for value in copy.values]
-    change(mixture_policy)
-    after = [parameter.detach().clone() for parameter in copy.parameters]
-    with copy.weights():  # as long as it counts as current
-        assert all(map(torch.equal, copy.parameters, after))
-    copy.after("update", 1)
-    for failure in (None, RuntimeError):
-        with suppress(RuntimeError), copy.weights():
-            assert all(map(torch.equal, copy.parameters, before))
-            if failure:
-                raise failure
-        assert all(map(torch.equal, copy.parameters, after))
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,8 @@
 import json
 import multiprocessing
 import os
-import re
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from dataclasses import replace
 from operator import attrgetter
@@ -17,21 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import BASE, CASES, plain, rows_of, trainer_of, words
+from small_run import BASE, CASES, launch, launch_file, plain, rows_of, trainer_of, words
 
-import flowrl
-from flowrl import distributed as module
-from flowrl.cli.train import asked_to_stop
-from flowrl.core.errors import ConfigError, PartError, RewardError, TrainingError
+from flowrl.core.errors import ConfigError, RewardError, TrainingError
 from flowrl.core.experience import Actions
 from flowrl.core.types import Prompt
-from flowrl.distributed import (
-    Assignment,
-    Distributed,
-    OtherProcessError,
-    full_tensors,
-    is_sharded,
-)
+from flowrl.distributed import Distributed, OtherProcessError, full_tensors, is_sharded
 from flowrl.rewards import FunctionReward
 from flowrl.training import memory
 from flowrl.training.build import (
@@ -94,22 +80,10 @@ def full_trainer(config, distributed):
     return pipeline_trainer(config, distributed, tuning="full")
 
 
-def full_weights(trainer):
-    """The trained ones and their copies, in every process."""
-    values = {"": trainer.parameters} | {
-        f"{name}.": copy.values for name, copy in trainer.copies.by_name.items()
-    }
-    return {
-        prefix + name: tensor.detach().clone()
-        for prefix, tensors in values.items()
-        for name, tensor in zip(trainer.names, map(module.full, tensors), strict=True)
-    }
-
-
 def trained(make, config, distributed, evaluated=False):
-    """Metrics of two iterations, and weights and averages after them; without the number of network
-    calls, which processes share. `evaluated`: also a velocity of the averaged weights after each
-    iteration.
+    """Metrics of two iterations without the number of network calls, which processes share; and, in
+    the main process, the weights with their copies. `evaluated`: also a velocity of the averaged
+    weights after each iteration.
     """
     trainer, rows = make(config, distributed), []
     for _ in range(config.iterations):
@@ -118,11 +92,16 @@ def trained(make, config, distributed, evaluated=False):
             with trainer.averaged(), torch.no_grad():
                 row["velocity"] = velocity(trainer.policy).tolist()
         rows.append(row)
-    average = full_tensors(dict(zip(trainer.names, trainer.average, strict=True)))
     state = trainer.state().tensors
-    assert all(torch.equal(average[name], state[f"average.{name}"]) for name in average)
-    assert distributed.is_main or not (average or state)
-    return rows, full_weights(trainer), {name: t.clone() for name, t in average.items()}
+    assert distributed.is_main or not state
+    kept = ("weight.", "average.", "copy.")
+    return rows, {name: state[name] for name in state if name.startswith(kept)}
+
+
+def both(distributed, *case):
+    """What this process trains alone, and what all train together."""
+    results = [trained(*case[:2], some, *case[2:]) for some in (Distributed(), distributed)]
+    return results if distributed.is_main else [(rows, {}) for rows, _ in results]
 
 
 def largest_difference(first, second):
@@ -150,20 +129,19 @@ def compared(distributed):
     together.
     """
     torch.manual_seed(distributed.rank)  # no number may depend on the global generator
-    both, differences = (Distributed(), distributed), {}
+    differences = {}
     for name, changes in TOGETHER.items():
         config = MIXTURE.replace(**{**CASES[name], **changes})
-        alone, together = (trained(world_trainer, config, some) for some in both)
-        differences[name] = largest_difference(alone[:2], together[:2])
+        differences[name] = largest_difference(*both(distributed, world_trainer, config))
     # Adam divides by the gradient's size: where that is near its epsilon of 1e-8, rounding errors
     # of 1e-10 in the gradient are 1% of the step, so the learning rate bounds how close weights can
     # be
-    alone, together = (trained(pipeline_trainer, IMAGES.replace(groups=3), some) for some in both)
+    results = both(distributed, pipeline_trainer, IMAGES.replace(groups=3))
     # a group's rewards differ by hundredths here, so advantages have a hundred times the rewards'
     # rounding errors
-    sizes = [[row.pop("abs_advantage") for row in rows] for rows, *_ in (alone, together)]
+    sizes = [[row.pop("abs_advantage") for row in rows] for rows, _ in results]
     assert largest_difference(*sizes) < 1e-5
-    differences["sd3"] = largest_difference(alone[:2], together[:2])
+    differences["sd3"] = largest_difference(*results)
     world = make_world(MIXTURE)
     policy, strict = world.policy(policy_options(MIXTURE)), world.reward("strict")
     parts = attrgetter("scores", "images", "image_scores")
@@ -171,7 +149,7 @@ def compared(distributed):
         options = dict(count=count, steps=5, keep=7, reward=strict)
         alone, together = (
             parts(evaluate(policy, world, "direction", "soft", **options, distributed=some))
-            for some in both
+            for some in (Distributed(), distributed)
         )
         differences[f"evaluation of {count}"] = largest_difference(alone, together)
     return differences
@@ -191,9 +169,7 @@ def sharded(distributed):
     for reshard, config in ((True, SHARDED), (False, COPIED)):
         distributed = replace(distributed, sharded=True, reshard_after_forward=reshard)
         make = full_trainer if reshard else pipeline_trainer
-        alone, together = (
-            trained(make, config, some, evaluated=True) for some in (Distributed(), distributed)
-        )
+        alone, together = both(distributed, make, config, True)
         assert largest_difference(alone[0], together[0]) < 1e-5
         differences[make.__name__] = largest_difference(alone[1], together[1])
         trainer, again = make(config, distributed), make(config, distributed)
@@ -224,17 +200,11 @@ def sharded(distributed):
 def narrow(distributed):
     """bfloat16 and float16 with sharded weights."""
     distributed = replace(distributed, sharded=True)
-    config = SHARDED.replace(dtype="bfloat16")
-    alone, together = full_trainer(config, Distributed()), full_trainer(config, distributed)
-    dtypes = set()
-    block = together.policy.transformer.transformer_blocks[0]
-    handle = block.register_forward_pre_hook(
-        lambda block, _: dtypes.add(str(next(block.parameters()).dtype))
+    trainer, gathered = full_trainer(SHARDED.replace(dtype="bfloat16"), distributed), set()
+    trainer.policy.transformer.transformer_blocks[0].register_forward_pre_hook(
+        lambda block, _: gathered.add(str(next(block.parameters()).dtype))
     )
-    with torch.no_grad():
-        velocities = [velocity(trainer.policy) for trainer in (alone, together)]
-    handle.remove()
-    norms = [trainer.iteration()["grad_norm"] for trainer in (alone, together)]
+    trainer.iteration()
     scaled, steps = full_trainer(SHARDED.replace(dtype="float16"), distributed), []
     scaled.scaler.load_state_dict({**scaled.scaler.state_dict(), "scale": 64.0})
     for bad in (True, False):
@@ -244,39 +214,28 @@ def narrow(distributed):
         if bad and distributed.rank == 1:  # in the shard of one process only
             largest.grad.to_local().fill_(float("inf"))
         scaled.scaler.clip(scaled.optimizer, 1.0)
-        steps.append(scaled.scaler.step(scaled.optimizer))
+        steps.append(scaled.scaler.take(scaled.optimizer))
     return {
-        "gathered": sorted(dtypes),
-        "shards": sorted({str(t.dtype) for p in together.parameters for t in (p, p.grad)}),
-        "velocity": float((velocities[0] - velocities[1]).norm() / velocities[0].norm()),
-        "norm": abs(norms[0] / norms[1] - 1),
+        "gathered": list(gathered),
+        "shards": list({str(t.dtype) for p in trainer.parameters for t in (p, p.grad)}),
         "steps taken": steps,
-        "scale": [scaled.scaler.value, scaled.scaler.skipped],
+        "scale": [scaled.scaler.get_scale(), scaled.scaler.skipped],
     }
 
 
-def error_of(call):
-    """The class and the message of the error that a call raises."""
+def failing(distributed, part):
+    """The error in each process if the reward or a backward pass fails in process 1."""
+    broken = distributed.rank == 1
+    value = float("nan") if broken and part == "reward" else 0.0
+    reward = FunctionReward(lambda images, prompts: torch.full((len(images),), value))
+    trainer = trainer_of(MIXTURE, reward=reward, distributed=distributed)
+    if broken and part == "update":
+        trainer.scaler.scale = lambda loss: (_ for _ in ()).throw(TrainingError("made up"))
     try:
-        call()
-    except (PartError, RewardError, TrainingError) as error:
+        trainer.iteration()
+    except (RewardError, TrainingError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
-
-
-def failing_reward(distributed):
-    """The error in each process if the reward fails in process 1."""
-    value = float("nan") if distributed.rank == 1 else 0.0
-    reward = FunctionReward(lambda images, prompts: torch.full((len(images),), value))
-    return error_of(trainer_of(MIXTURE, reward=reward, distributed=distributed).iteration)
-
-
-def failing_update(distributed):
-    """The error in each process if a backward pass fails in process 1."""
-    trainer = world_trainer(MIXTURE, distributed)
-    if distributed.rank == 1:
-        trainer.scaler.scale = lambda loss: (_ for _ in ()).throw(TrainingError("made up"))
-    return error_of(trainer.iteration)
 
 
 def found_batches(distributed, peaks=(1.0, 1.0), speed=(1e3, 1e3), fails=False):
@@ -284,11 +243,11 @@ def found_batches(distributed, peaks=(1.0, 1.0), speed=(1e3, 1e3), fails=False):
     half the top speed.
     """
 
-    def measured(trainer, batch, train, repeats=3):
+    def measured(trainer, batch, train):
         if fails and distributed.rank == 1 and batch > 3:
             raise torch.OutOfMemoryError
         peak, half = int(batch * peaks[distributed.rank]), speed[distributed.rank]
-        return memory.Measured(batch, 0, peak, half + batch)
+        return memory.Measured(0, peak, half + batch)
 
     config = MIXTURE.replace(micro_batch="auto", max_batch="auto", group_size=64)
     trainer = world_trainer(config, distributed)
@@ -306,8 +265,8 @@ def everything(distributed, tell, folder):
     leaves by an error.
     """
     tell("compared", compared(distributed))
-    tell("reward", failing_reward(distributed))
-    tell("update", failing_update(distributed))
+    for part in ("reward", "update"):
+        tell(part, failing(distributed, part))
     devices = ({}, dict(peaks=(1.0, 2.0)), dict(speed=(1e3, 0.0)), dict(fails=True))
     tell("batches", [found_batches(distributed, **device) for device in devices])
     tell("sharded", sharded(distributed))
@@ -326,61 +285,29 @@ def everything(distributed, tell, folder):
 
 
 class Observes:
-    """Sums of every field that processes gather; it keeps one checkpoint and stops the run, or
-    raises an exception.
-    """
+    """Sums of the tables that processes gather; it keeps one checkpoint and stops the run."""
 
-    fields = ("values", "advantages", "weights", "log_probs", "trajectories")
+    fields = ("log_probs", "trajectories")
 
-    def __init__(self, fails=False):
-        self.fails, self.calls = fails, 0
+    def __init__(self):
+        self.calls = 0
 
     def observe(self, record):
         self.calls += 1
-        if self.fails:
-            raise ValueError("made up")
-        tensors = {name: getattr(record, name) for name in self.fields[:-1]} | {
-            "states": record.trajectories.states
-        }
-        sums = {name: tensor.nan_to_num().abs().double().sum() for name, tensor in tensors.items()}
+        tables = {"log_probs": record.log_probs, "states": record.trajectories.states}
+        sums = {name: table.nan_to_num().abs().double().sum() for name, table in tables.items()}
         stop = "enough" if record.iteration == 2 else ""
-        return Actions(
-            stop=stop,
-            keep=record.iteration == 1,
-            metrics=sums | {"samples": len(record.trajectories.states)},
-        )
+        return Actions(stop=stop, keep=record.iteration == 1, metrics=sums)
 
 
 def observed(distributed, folder):
-    """Whether the run ended, and the calls of its observer, in this process; the error if one fails
-    in a strict run.
-    """
+    """Whether the run ended, and the calls of its observer, in this process."""
     observer = Observes()
     ended = Run(OBSERVED, folder, distributed=distributed, observers=(observer,)).execute()
-    strict = Run(
-        OBSERVED.replace(strict=True),
-        folder.with_name("strict"),
-        distributed=distributed,
-        observers=(Observes(fails=True),),
-    )
-    return ended, observer.calls, error_of(strict.execute)
+    return ended, observer.calls
 
 
-def stuck(distributed, tell, folder):
-    """Process 0 is asked to stop while process 1 computes."""
-    distributed.any(False)
-    if distributed.rank == 1:
-        time.sleep(3)
-        return
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    began = time.monotonic()
-    try:
-        distributed.any(False)
-    finally:
-        tell("seconds", time.monotonic() - began)
-
-
-def live(work, rank, world_size, port, folder, grace):
+def live(rank, world_size, port, folder):
     """The body of process `rank`; what it reports is in `folder`."""
     environment = dict(
         RANK=rank,
@@ -393,19 +320,18 @@ def live(work, rank, world_size, port, folder, grace):
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
     os.environ["FLOWRL_TIMEOUT_MINUTES"] = "1"
-    module.GRACE = grace
     reported = {}
     try:
-        with asked_to_stop() as asked, Distributed.join("cpu", asked.is_set) as distributed:
-            work(distributed, reported.__setitem__, folder)
-    except (Exception, SystemExit) as error:
+        with Distributed.join("cpu") as distributed:
+            everything(distributed, reported.__setitem__, folder)
+    except Exception as error:
         reported["end"] = f"{type(error).__name__}: {error}"
         raise
     finally:
         (folder / f"{rank}.json").write_text(json.dumps(reported))
 
 
-def lives(work, folder, world_size=2, limit=200.0, grace=20.0):
+def lives(folder, world_size=2, limit=400.0):
     """What each of `world_size` processes reported, with its exit code. Fails if one is still there
     after `limit` seconds.
     """
@@ -414,7 +340,7 @@ def lives(work, folder, world_size=2, limit=200.0, grace=20.0):
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=live, args=(work, rank, world_size, port, folder, grace))
+        context.Process(target=live, args=(rank, world_size, port, folder))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -439,7 +365,7 @@ def two(tmp_path_factory):
     Run(RESUMED, folder / "alone").execute()
     for name in ("one-two", "one-sharded"):
         Run(RESUMED, folder / name, stop=lambda: True).execute()
-    reports = lives(everything, folder)
+    reports = lives(folder)
     assert all("one-sharded" in report for report in reports), reports
     for name in ("two-one", "sharded-one"):
         assert Run(RESUMED, folder / name).execute(resume=True)
@@ -469,7 +395,6 @@ def test_narrow_sharded_weights_are_gathered_in_their_dtype_and_overflow_togethe
     """A gradient that overflows in one shard skips the step in all processes."""
     for narrow in (report["narrow"] for report in two):
         assert narrow["gathered"] == ["torch.bfloat16"] and narrow["shards"] == ["torch.float32"]
-        assert narrow["velocity"] < 0.01 and narrow["norm"] < 0.1
         assert narrow["steps taken"] == [False, True] and narrow["scale"] == [32.0, 1]
 
 
@@ -481,23 +406,19 @@ def test_a_run_resumes_on_another_number_of_processes(name, two):
 
 
 def test_observers_see_the_groups_of_all_processes_and_decide_in_the_first(two, tmp_path):
-    ended, calls, errors = zip(*(report["observed"] for report in two), strict=True)
-    assert ended == (True, True) and calls == (2, 0)
-    assert re.match(r"PartError: observer Observes.*ValueError: made up", errors[0])
-    assert errors[1].startswith("OtherProcessError: process 0 of 2 failed: PartError: observer")
+    assert [report["observed"] for report in two] == [[True, 2], [True, 0]]
     together, alone = two[0]["folder"] / "observed", tmp_path / "observed"
     assert Run(OBSERVED, alone, observers=(Observes(),)).execute()
     rows = [rows_of(folder, WITHOUT) for folder in (together, alone)]
-    assert rows[0][-1]["stopped"] == "Observes: enough" and rows[0][-1]["Observes/samples"] == 3
+    assert rows[0][-1]["stopped"] == "Observes: enough"
     sums = [
         [row.pop(name) for row in run[1:] for name in sorted(row) if "/" in name] for run in rows
     ]
-    assert sums[0] == pytest.approx(sums[1], rel=1e-5) and len(sums[0]) == 12
+    assert sums[0] == pytest.approx(sums[1], rel=1e-5) and len(sums[0]) == 4
     assert largest_difference(*rows) < 1e-6
     assert Checkpoints(together).names() == ["000001", "000002"]
-    for folder in (together, alone):
-        table = (folder / "experience" / "000001.csv").read_text()
-        assert len(table.splitlines()) == 1 + 3 * 4
+    table = (together / "experience" / "000001.csv").read_text()
+    assert len(table.splitlines()) == 1 + 3 * 4
 
 
 def test_an_error_in_one_process_stops_all_and_names_it(two):
@@ -513,15 +434,7 @@ def test_an_error_in_one_process_stops_all_and_names_it(two):
 
 def test_all_processes_find_the_sizes_of_the_fullest_and_slowest(two):
     for report in two:
-        assert report["batches"] == [24, 12, 24, 2]
-
-
-@pytest.mark.slow
-def test_a_process_that_was_asked_to_stop_does_not_wait_long_for_the_others(tmp_path):
-    stopped, _ = lives(stuck, tmp_path, grace=0.5)
-    message = "SystemExit: flowrl: process 0 of 2 was asked to stop and waited 0.5 s for others"
-    assert stopped["end"].startswith(message)
-    assert stopped["code"] == 1 and 0.9 < stopped["seconds"] < 3
+        assert report["batches"] == [16, 8, 16, 2]
 
 
 DEADLY = """
@@ -538,23 +451,6 @@ class Deadly:
             os.kill(os.getpid(), signal.SIGKILL)
         return images.flatten(1).mean(1)
 """
-
-
-def launch_file(name):
-    return str(Path(flowrl.__file__).parent / "data" / "launch" / f"{name}.yaml")
-
-
-def launch(config, folder, arguments):
-    """`flowrl train` on two CPU processes by a shipped config file."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    launcher += [launch_file(config), "--num_processes", "2", "--main_process_port", str(port)]
-    command = [*launcher, "-m", "flowrl", "train", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=folder, check=False
-    )
 
 
 @pytest.mark.slow
@@ -618,14 +514,6 @@ def test_assignments_cover_all_groups_once(world_size, total):
             )
 
 
-def test_a_single_process_needs_no_others():
-    alone = Distributed()
-    assert alone.is_main and alone.gather(3) == [3] and alone.any(True) and not alone.any(False)
-    assert alone.assign(5) == Assignment(0, 5, range(5))
-    with pytest.raises(ConfigError), alone, alone.shared_errors():
-        raise ConfigError("passes through")
-
-
 def test_with_sharded_weights_an_error_does_not_wait_for_processes_that_compute():
     """The others may be in a network call, which needs this process too: waiting for them elsewhere
     would never end.
@@ -645,7 +533,7 @@ def test_a_full_gpu_is_no_lost_connection():
         raise RuntimeError("Connection closed by peer")
 
 
-@pytest.mark.parametrize("minutes", ["0", "-1", "soon", ""])
+@pytest.mark.parametrize("minutes", ["0", "soon"])
 def test_the_timeout_is_checked(monkeypatch, minutes):
     monkeypatch.setenv("FLOWRL_TIMEOUT_MINUTES", minutes)
     monkeypatch.setenv("WORLD_SIZE", "2")

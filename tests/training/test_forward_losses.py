@@ -1,7 +1,7 @@
 """Forward-process losses in the trainer: rows and their credit, network calls, copies, samplers."""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from small_run import trained, trainer_of, weights
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Credit, Decisions
+from flowrl.core.types import Schedule
 from flowrl.credit import Uniform
 from flowrl.rollout import rollout
 from flowrl.rollout.batches import ForwardBatches, credited, training_noise
@@ -183,6 +184,22 @@ def test_without_drawn_transitions_the_initial_noise_is_the_only_decision(loss):
     assert bool(decisions.mask.all()) and seen.values.shape == (3, 4, 2)
     assert bool(seen.values[..., 0].isnan().all()) and bool(seen.log_probs.isnan().all())
     assert seen.trajectories.states.shape[:2] == (3, 4 * 11) and len(seen.condition) == 3
+
+
+@dataclass(frozen=True)
+class Halved(Multistep):
+    """A solver on half of the steps."""
+
+    def grid(self, schedule):
+        return Schedule(schedule.times[::2])
+
+
+def test_a_grid_of_another_length_is_one_error():
+    trainer = trainer_for("diffusion-nft")
+    trainer.method = replace(trainer.method, sampler=Halved())
+    message = r"Halved.grid = .* is not allowed; allowed: a Schedule of 10 steps"
+    with pytest.raises(ConfigError, match=message):
+        trainer.iteration()
 
 
 @pytest.mark.parametrize("sampler", [*SOLVERS.values(), "multistep(solver=sa, tau=0.4)"])

@@ -79,57 +79,6 @@ def test_the_trainer_reproduces_the_released_forward_processes(method):
 
 
 ROWS = {"row losses", "loss of micro-batches"}
-FORWARD_FAULTS = {
-    "another beta": ("nft", "ocr", {"beta": 0.2}, {*ROWS, "gradients"}),
-    "another bound of advantages": (
-        "nft",
-        "adv_clip1",
-        {"advantage_clip": 5.0},
-        {*ROWS, "weights of rows"},
-    ),
-    "another weight over time": (
-        "awm",
-        "policy_only",
-        {"weight": "huber"},
-        {"matching errors", "gradients"},
-    ),
-    "no clip": ("awm", "off_policy_clip_policy_only", {"clip": 1.0}, {*ROWS, "gradients"}),
-    "a ratio per time": (
-        "awm",
-        "off_policy_sum_first",
-        {"ratio": "exp_first"},
-        {"ratios of errors", "row losses"},
-    ),
-    "unweighted penalties": ("awm", "kl_elbo", {"kl": "uniform"}, {"loss of micro-batches"}),
-    "another anchor": (
-        "dgpo",
-        "ocr",
-        {"anchor": "old"},
-        {"group sums", "group weights", "gradients"},
-    ),
-    "a wider clip of errors": ("dgpo", "ocr", {"clip": 0.02}, {"clipped pairs", "gradients"}),
-    "the clip spares the KL": ("dgpo", "clip_kl", {"clip_kl": False}, {"gradients"}),
-    "the copy follows one step earlier": (
-        "dgpo",
-        "two_updates",
-        {"decay": (2, 0.001, 0.3)},
-        {"ratios of errors"},
-    ),
-    "std of the group": (
-        "awm",
-        "two_updates",
-        {"credit": "uniform(clamp=none)"},
-        {"advantages", "weights of rows", "gradients"},
-    ),
-    "an Euler sampler": ("nft", "geneval", {"sampler": "ode"}, {"latents"}),
-}
-
-
-@pytest.mark.parametrize(
-    ("method", "state", "options", "expected"), FORWARD_FAULTS.values(), ids=FORWARD_FAULTS
-)
-def test_another_option_of_a_forward_process_fails(method, state, options, expected):
-    assert expected <= failed(data=FORWARD, methods=[method], updates=[state], **options)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +110,12 @@ def test_the_split_of_the_work_changes_no_forward_process(method, state):
 
 GRADIENTS = {"gradients", "gradient norm"}
 FAULTS = {
+    "another beta": ("nft", "", "ocr", {"beta": 0.2}, {*ROWS, "gradients"}),
+    "no clip": ("awm", "", "off_policy_clip_policy_only", {"clip": 1.0}, {*ROWS, "gradients"}),
+    "unweighted penalties": ("awm", "", "kl_elbo", {"kl": "uniform"}, {"loss of micro-batches"}),
+    "another anchor": ("dgpo", "", "ocr", {"anchor": "old"}, {"group sums", "gradients"}),
+    "an early copy": ("dgpo", "", "two_updates", {"decay": (2, 0.001, 0.3)}, {"ratios of errors"}),
+    "an Euler sampler": ("nft", "", "geneval", {"sampler": "ode"}, {"latents"}),
     "gradient through both branches": (
         "fg",
         DUAL,
@@ -175,20 +130,12 @@ FAULTS = {
         {"betas": (0.9, 0.99)},
         {"weights / learning rate"},
     ),
-    "the last step is trained": ("fg", PLAIN, "on_policy_beta0", {"trained_steps": ":"}, GRADIENTS),
     "samples without advantage count": (
         "fg",
         DUAL,
         "zero_group",
         {"drop_zero_advantages": False},
         {*GRADIENTS, "mean loss"},
-    ),
-    "exact KL": (
-        "fg",
-        PLAIN,
-        "on_policy",
-        {"loss": "clipped"},
-        {*GRADIENTS, "KL", "loss / advantage", "mean loss"},
     ),
     "exact CPS density": (
         "tp",
@@ -204,13 +151,6 @@ FAULTS = {
         {"clip_range": 2e-5},
         {*GRADIENTS, "clipped pairs"},
     ),
-    "balancing of the batch": (
-        "tp",
-        PLAIN,
-        "on_policy_beta0",
-        {"credit": "turning-point(balance=trend)"},
-        {*GRADIENTS, "advantages"},
-    ),
     "no guidance": (
         "tp",
         DUAL,
@@ -225,10 +165,11 @@ FAULTS = {
     ("method", "case", "update", "settings", "expected"), FAULTS.values(), ids=FAULTS
 )
 def test_another_setting_fails(method, case, update, settings, expected):
-    found = failed(methods=[method], cases=[case], updates=[update], **settings)
-    assert expected <= found
-    if "betas" in settings or "learning_rate" in settings:
-        assert found == expected  # nothing before the optimizer's step has changed
+    recorded = {"cases": [case]} if case else {"data": FORWARD}
+    wrong = failed(methods=[method], updates=[update], **recorded, **settings)
+    assert expected <= wrong
+    if "betas" in settings:
+        assert wrong == expected  # nothing before the optimizer's step has changed
 
 
 def test_the_command_fails_if_one_recorded_gradient_differs(tmp_path, monkeypatch, capsys):
@@ -262,14 +203,15 @@ def test_the_trainer_agrees_with_formulas_in_plain_torch():
 
 
 UPDATED = SHARED | CLIPPED
-PLAIN_FAULTS = {
-    "no weight decay": ("grpo", {"weight_decay": 0.0}, {"weights / learning rate"}),
-    "no clip of the gradient": ("grpo", {"max_grad_norm": 1e9}, CLIPPED),
-    "another KL weight": ("grpo", {"kl_weight": 0.505}, UPDATED),
-    "another KL weight, nft": ("nft at the floor", {"kl_weight": 1.01e5}, UPDATED),
-}
 
 
-@pytest.mark.parametrize(("case", "settings", "expected"), PLAIN_FAULTS.values(), ids=PLAIN_FAULTS)
+@pytest.mark.parametrize(
+    ("case", "settings", "expected"),
+    [
+        ("grpo", {"weight_decay": 0.0}, {"weights / learning rate"}),
+        ("grpo", {"max_grad_norm": 1e9}, CLIPPED),
+        ("nft at the floor", {"kl_weight": 1.01e5}, UPDATED),
+    ],
+)
 def test_another_setting_than_the_plain_formulas_have_fails(case, settings, expected):
     assert expected <= {row.quantity for row in parity.plain([case], **settings) if not row.passed}

@@ -58,10 +58,7 @@ IN_PLACE = "changed its input in place"
 CASES = {
     "credit": {
         "return good.to('meta')": "assign.*device is meta",
-        "return good.to_sparse()": "assign.*is sparse",
         "return None": "assign.*NoneType",
-        "return good.to(torch.complex64)": "assign.*complex",
-        "return good.numpy()": "assign.*ndarray",
         "return good.long()": "assign.*int64",
         "return good[:, :1]": "assign.*shape",
         "return good * float('nan')": "assign.*not finite",
@@ -78,17 +75,14 @@ CASES = {
     },
     "loss": {
         "return good.loss": r"Part\.loss returned.*Tensor",
-        "return dataclasses.replace(good, loss=1.0)": "LossResult",
         "return dataclasses.replace(good, loss=good.loss.detach())": "no scalar with a gradient",
         "return dataclasses.replace(good, loss=good.loss.expand(3))": "no scalar with a gradient",
         "return dataclasses.replace(good, loss=good.loss.to('meta'))": "device is meta",
         "batch.advantages.zero_(); return good": rf"Part\.loss {IN_PLACE}",
-        "raise KeyError('a')": rf"Part\.loss {PLACE}: KeyError: 'a'",
     },
     "sampler": {
         "return (good.mean, good.std)": r"Part\.transition returned a tuple",
         "return dataclasses.replace(good, mean=good.mean.to('meta'))": "meta|expected device",
-        "raise ValueError('no')": rf"Part\.transition {PLACE}: ValueError: no",
         "latent.zero_(); return good": rf"Part\.transition {IN_PLACE}",
     },
 }

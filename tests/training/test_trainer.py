@@ -6,13 +6,13 @@ import pytest
 import torch
 from small_run import rows_of, trained, trainer_of, weights
 
-from flowrl.core.errors import ConfigError, CreditError, RewardError, TrainingError
+from flowrl.core.errors import ConfigError, CreditError
 from flowrl.core.experience import Credit, Decisions
 from flowrl.core.types import Prompt
 from flowrl.credit import GDPO, SiblingRelative, Uniform, Weighted
 from flowrl.flow import uniform_schedule
 from flowrl.flow.mixture import GaussianMixture
-from flowrl.losses import GSPO, ClippedLoss
+from flowrl.losses import GSPO
 from flowrl.methods import named_method
 from flowrl.parts.prompts import PromptStream
 from flowrl.parts.registry import build
@@ -40,8 +40,8 @@ def test_methods_learn_the_two_dimensional_world(method):
         for _ in range(iterations):
             trainer.iteration()
         with trainer.averaged():
-            found = evaluate(trainer.policy, world("mixture"), "direction", "soft", 240, 20)
-        scores.append(found.scores["soft"])
+            result = evaluate(trainer.policy, world("mixture"), "direction", "soft", 240, 20)
+        scores.append(result.scores["soft"])
     start = GaussianMixture.ring().expected_bump(torch.tensor([2.0, 0.0]), 1.0)
     assert scores[0] == pytest.approx(start, abs=0.06) and scores[1] > scores[0] + 0.15
 
@@ -112,40 +112,14 @@ def test_images_train_in_bfloat16_with_float32_weights(tmp_path):
     assert {t.dtype for name, t in saved.items() if name.startswith("weight.")} == {torch.float32}
 
 
-@dataclass(frozen=True)
-class NotFinite:
-    needs_reference: bool = False
-    trains_zero_advantages: bool = False
-    unit: str = "transition"
-
-    def loss(self, batch):
-        result = ClippedLoss().loss(batch)
-        return replace(result, loss=result.loss * float("nan"))
-
-
-def test_failures_name_the_cause_and_leave_the_weights_alone():
-    infinite = FunctionReward(lambda images, prompts: torch.full((len(images),), float("inf")))
-    with pytest.raises(RewardError, match="not finite"):
-        trainer_of(TINY, reward=infinite).iteration()
-    trainer = trainer_of(TINY, replace(make_method(TINY), loss=NotFinite()))
-    before = weights(trainer)
-    with pytest.raises(TrainingError, match=r"iteration 1: the loss is nan.*towards"):
-        trainer.iteration()
-    assert torch.equal(before, weights(trainer))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"group_size": 1}, "group_size = 1 is not allowed; allowed: a whole number, 2 or more"),
         ({"sampler": "ode"}, "log-probabilities"),
-        ({"sampler": "euler"}, "flow-sde"),
         ({"world": "mars"}, "mixture, shapes"),
-        ({"task": "poetry"}, "compositional, text, preference"),
-        ({"reward_form": "fuzzy"}, "strict, graded, soft"),
         ({"window": "8:17"}, "within the schedule's 10 steps"),
         ({"dtype": "int8"}, "float32"),
-        ({"ema_decay": 1.0}, "ema"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_built(changes, message):
@@ -234,7 +208,6 @@ PENALTY = build("loss", "kl-penalty")
         (None, TREE, {}, None),
         (build("loss", "grpo-guard"), HALF, {}, 56),
         (ByStep(), HALF, {}, 40),  # other steps of a trajectory depend on all of it
-        (ByStep(), HALF, {"micro_batch": 3}, 40),
         (None, Nothing(), {"weight_decay": 0.1}, 78),  # a row per update remains
         (None, HALF, {"kl_weight": 0.1}, 0),
         (PENALTY, HALF, {"learning_rate": 0.05}, 0),  # its trust region acts at advantage 0

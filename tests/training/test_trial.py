@@ -1,8 +1,6 @@
 """The trial of the user's own parts before a run: faults stop it, and parts that work do not."""
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,8 +9,7 @@ from small_run import words
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.parts.registry import KINDS
-from flowrl.training.build import check
-from flowrl.training.config import RunConfig, preset
+from flowrl.training.config import preset
 from flowrl.training.run import Run
 from flowrl.training.trial import SECONDS, try_parts
 
@@ -102,28 +99,28 @@ NESTED = {"gdpo": "Upside", "stepwise-gain": "Careless", "clipped": "Centred"}
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
+def mine(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(MINE)
     return path
 
 
-def spec_of(mine: Path, part: str) -> str:
+def spec_of(mine, part):
     nested = NESTED.get(part.partition("(")[0])
     return part.format(f"{mine}:{nested}") if nested else f"{mine}:{part}"
 
 
-def notes_on(*configs: RunConfig, seconds: float = SECONDS) -> list[str]:
+def notes_on(*configs, seconds=SECONDS):
     """The warnings of a trial."""
-    notes: list[str] = []
+    notes = []
     try_parts(configs, notes.append, seconds)
     return notes
 
 
 @pytest.mark.parametrize(("setting", "part", "message"), FAULTS)
 def test_a_faulty_part_stops_the_run_before_anything_is_written(
-    setting: str, part: str, message: str, mine: Path, tmp_path: Path
-) -> None:
+    setting, part, message, mine, tmp_path
+):
     config, out = TINY.replace(**{setting: spec_of(mine, part)}), tmp_path / "out"
     with pytest.raises(
         ConfigError, match=rf"(?s)^{setting}: .*{message}.*--no-trial \(trial=False"
@@ -134,9 +131,7 @@ def test_a_faulty_part_stops_the_run_before_anything_is_written(
 
 
 @pytest.mark.parametrize(("setting", "part"), [("loss", "Ascent"), ("heldout-rewards", "Centred")])
-def test_a_faulty_part_stops_a_comparison(
-    setting: str, part: str, mine: Path, tmp_path: Path, capsys
-) -> None:
+def test_a_faulty_part_stops_a_comparison(setting, part, mine, tmp_path, capsys):
     out = tmp_path / "out"
     options = words(preset="tiny", world="mixture", methods="flow-grpo", seeds=0, workers=1)
     options += words(**{setting: spec_of(mine, part)}, iterations=1, out=out)
@@ -151,20 +146,20 @@ def test_a_faulty_part_stops_a_comparison(
     ("part", "message"),
     [
         ("Zeros", "Zeros.*rising from 0 to 1 gets 0"),  # it may pay other decisions
-        ("Unmasked", "not kept: reads_nothing_outside_the_mask.*check_credit"),
+        ("Unmasked", "not kept.*: reads_nothing_outside_the_mask.*check_credit"),
     ],
 )
-def test_what_matters_in_some_runs_only_is_a_warning(part: str, message: str, mine: Path) -> None:
+def test_what_matters_in_some_runs_only_is_a_warning(part, message, mine):
     notes = notes_on(TINY.replace(credit=f"{mine}:{part}"))
     assert any(re.search(message, note) for note in notes), notes
 
 
 @pytest.mark.parametrize(("reward", "count"), [("Noisy", 1), ("Fine", 0), ("Ranks", 0)])
 def test_only_a_random_reward_is_a_warning_and_the_trial_changes_no_number(
-    reward: str, count: int, mine: Path, tmp_path: Path
-) -> None:
+    reward, count, mine, tmp_path
+):
     """Also of a reward that draws from PyTorch's generator."""
-    states: list[dict[str, Any]] = []
+    states = []
     weights = []
     for trial in (True, False):
         torch.manual_seed(0)
@@ -182,13 +177,8 @@ SPECIAL = {
     "FixedWindow": "(start=1, stop=3)",
     "Weighted": "(rule=uniform)",
 }
-ROLES = {
-    "ODE": "awm",
-    "Multistep": "awm",
-    "AWM": "awm",
-    "DGPO": "dgpo",
-    "DiffusionNFT": "diffusion-nft",
-}
+METHODS = {"ODE": "awm", "Multistep": "awm", "AWM": "awm", "DGPO": "dgpo"}
+METHODS["DiffusionNFT"] = "diffusion-nft"
 BUILT_IN = [
     (kind, made)
     for kind in ("loss", "sampler", "window", "credit", "probe")
@@ -197,7 +187,7 @@ BUILT_IN = [
 
 
 @pytest.mark.parametrize(("kind", "made"), BUILT_IN)
-def test_no_built_in_part_is_stopped(kind: str, made: str, tmp_path: Path) -> None:
+def test_no_built_in_part_is_stopped(kind, made, tmp_path):
     """Each as if it were the user's: imported by a file."""
     module, name = made.split(":")
     (tmp_path / "mine.py").write_text(f"from {module} import {name}\n")
@@ -206,17 +196,14 @@ def test_no_built_in_part_is_stopped(kind: str, made: str, tmp_path: Path) -> No
         rules = {"Branch": "sibling-relative", "Comb": "sibling-relative", "NoProbe": "uniform"}
         spec = f"{rules.get(name, 'stepwise-gain')}(probe={spec})"
     setting = "credit" if kind == "probe" else kind
-    config = TINY.replace(method=ROLES.get(name, "flow-grpo"), num_steps=10, window="2:5")
-    config = config.replace(**{setting: spec})
-    if "relative" in spec or "BackedUp" in spec or "Pruned" in spec:
-        config = config.replace(group_size=8 if "Comb" not in spec and "Depth" not in spec else 12)
-    check(config)
-    notes = notes_on(config)
-    assert all(name == "RandomCredit" or "not tried" in note for note in notes), notes
+    members = 24 if "relative" in spec.lower() or "BackedUp" in spec else 4
+    method = METHODS.get(name, "flow-grpo")
+    config = TINY.replace(method=method, num_steps=10, window="2:5", group_size=members)
+    try_parts([config.replace(**{setting: spec})])
 
 
-def test_only_users_parts_are_tried_and_each_once(mine: Path, monkeypatch) -> None:
-    tried: list[str] = []
+def test_only_users_parts_are_tried_and_each_once(mine, monkeypatch):
+    tried = []
     monkeypatch.setattr(
         "flowrl.training.trial._try_part", lambda config, name, *rest: tried.append(name)
     )
@@ -226,7 +213,7 @@ def test_only_users_parts_are_tried_and_each_once(mine: Path, monkeypatch) -> No
     assert len(tried) == 1
 
 
-def test_checks_that_do_not_fit_into_the_time_are_named(mine: Path) -> None:
+def test_checks_that_do_not_fit_into_the_time_are_named(mine):
     notes = notes_on(TINY.replace(credit=f"{mine}:Upside", loss=f"{mine}:Ascent"), seconds=0.0)
     assert len(notes) == 2
-    assert all(re.search(r"(\d+) of \1 promises were not tried", note) for note in notes)
+    assert all("not tried within 5 s: " in note for note in notes)

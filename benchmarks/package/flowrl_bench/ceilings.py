@@ -8,7 +8,7 @@ their ceiling by definition.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -31,22 +31,6 @@ extrapolated to 0.
 """
 FOLDS, DRAWS = 4, 3
 """Parts of the continuations, each of which is the truth once; draws of the added noise."""
-
-
-def group_ceiling(groups: Sequence[Tensor]) -> float:
-    """The ceiling of z-scores over sets of entries, in closed form: the mean std within a set over
-    the root mean square of A*.
-
-    `groups`: exact advantages, one tensor per set over which the rule z-scores (a group's members
-    at one decision, or all its entries). The mean of a set is taken as 0, its expectation. A set
-    without spread has credit 0.
-    """
-    spreads = torch.cat(
-        [values.std(unbiased=False).expand(values.numel()) for values in groups]
-    ).double()
-    every = torch.cat([values.flatten() for values in groups]).double()
-    used = float((spreads > 0).double().mean())
-    return float(spreads.mean()) / max(math.sqrt(used) * float(every.square().mean().sqrt()), 1e-30)
 
 
 def ceiling_sums(

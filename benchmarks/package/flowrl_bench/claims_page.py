@@ -10,7 +10,6 @@ from typing import Any
 from flowrl.reading import read_json
 from flowrl_bench.arms import WORLDS
 from flowrl_bench.claims import SEEDS, Claim
-from flowrl_bench.claims_figures import band as band  # `rule_ranking` uses it
 from flowrl_bench.claims_figures import leads
 from flowrl_bench.default_settings import FILE, survival_table
 from flowrl_bench.digest import rules_digest

@@ -3,7 +3,6 @@
 import math
 import shlex
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +118,11 @@ class Claims:
             file,
             needed(CLAIMS, "all", SEEDS),
         )
-        finished = self.judge or _execute(suite, self.workers, self.minutes)
+        finished = self.judge
+        if not self.judge:
+            missing = len(suite.runs.keys() - file.read(suite.allowed).keys())
+            progress = _progress(missing, len(suite.runs), "runs to make", self.out, _run_name)
+            finished = suite.execute(self.workers, progress, self.minutes)
         lines = file.read(suite.allowed, any_code=self.judge)
         memory = kept_memory(
             self.out.with_name(f"{self.out.stem}-memory.json"),
@@ -131,8 +134,8 @@ class Claims:
             observed = {
                 key: config for key, config in needed_samples(chosen, seeds).items() if key in lines
             }
-            finished = complete_samples(samples, observed, self.workers, _counter("samples"))
-        lines = joined(lines, samples.read(any_code=self.judge))
+            finished = complete_samples(samples, observed, self.workers, _samples)
+        lines = joined(lines, samples.read())
         judged = judge_all(CLAIMS, lines)
         defaults = ResultsFile(default_lines(self.out)).read(any_code=True)
         inputs = Inputs(judged, lines, self.out, defaults, read_calibration(self.out))
@@ -142,7 +145,7 @@ class Claims:
             if one.claim.id in chosen:
                 print(f"{one.claim.id} ({one.world}, {one.seeds} seeds): {one.label}")
         print(f"Wrote {', '.join(map(str, written))}")
-        return 0 if finished else 130
+        return 0 if finished else _paused()
 
 
 @dataclass(frozen=True)
@@ -225,9 +228,7 @@ class Tune:
         print(choices(searches, self.out))
         if self.save is not None:
             save(searches, self.out, self.save)
-        if not finished:
-            print(f"Paused; finished runs are kept. Continue with: {command}")
-        return 0 if finished else 130
+        return 0 if finished else _paused()
 
 
 @dataclass(frozen=True)
@@ -295,9 +296,7 @@ class Rule:
         world = self.world if self.world == "all" and not self.model else worlds[0]
         parts = make_parts(self.quick, world, self.seeds, self.budget)
         command = shlex.join(["flowrl", *sys.argv[1:]])
-        return (
-            0 if bench_rule(given[0], parts, self.out, self.workers, self.quick, command) else 130
-        )
+        return 0 if bench_rule(given[0], parts, self.out, self.workers, command) else 130
 
 
 @dataclass(frozen=True)
@@ -350,16 +349,17 @@ class Microscope:
         require_page(self.page or out.parent, "microscope", TITLE)
         command = shlex.join(["flowrl", *sys.argv[1:]])
         study = Study(chosen, rules, out, command)
-        finished = _examine(study, self.workers)
+        wanted = [cell.key for cells in study.sessions().values() for cell in cells]
+        missing = len(set(wanted) - study.read().keys())
+        progress = _progress(missing, len(wanted), "cells to measure", out, _cell_name)
+        finished = study.execute(self.workers, progress)
         found = study.read()
         lines = Lines(found)
         if lines.worlds():
             page = microscope_page(found, every, str(out), command)
             written = page.write(self.page or out.parent, "microscope", "microscope")
             print(f"{summary(lines)}\nWrote {', '.join(map(str, written))}")
-        if not finished:
-            print(f"Paused; finished cells are kept. Continue with: {command}")
-        return 0 if finished else 130
+        return 0 if finished else _paused()
 
 
 @dataclass(frozen=True)
@@ -398,82 +398,42 @@ def _redo(key: str, file: Any) -> int:
     return 0 if found.close else 1
 
 
-def _examine(study: Any, workers: int) -> bool:
-    """Measure the missing cells of a microscope's study, with one line of progress per cell."""
-    from flowrl.workers import worker_count
-    from flowrl_bench.microscope_study import seconds_left
-    from flowrl_bench.remaining import duration
+def _progress(
+    missing: int, total: int, what: str, path: Path, name: Callable[[Mapping[str, Any]], str]
+) -> Callable[[int, int, Mapping[str, Any]], None]:
+    """Print how many lines of a results file are missing; the returned function prints one line per
+    finished line of the file.
+    """
+    from flowrl_bench.remaining import Pace
 
-    lines, started = study.read(), time.monotonic()
-    total = sum(map(len, study.sessions().values()))
-    count = worker_count(workers, max(1, len(study.sessions())))
-    first = seconds_left(study, lines)
-    missing = sum(cell.key not in lines for wanted in study.sessions().values() for cell in wanted)
-    if not missing:
-        return True
-    print(
-        f"{missing} of {total} cells to measure in {study.path}; about {duration(first / count)};"
-        " Ctrl-C pauses",
-        flush=True,
-    )
+    if missing:
+        print(f"{missing} of {total} {what} in {path}; Ctrl-C pauses", flush=True)
+    pace = Pace(missing)
 
     def progress(done: int, total: int, line: Mapping[str, Any]) -> None:
-        from flowrl_bench.microscope import Cell
+        print(f"{done}/{total} {name(line)}; {pace.finished()}", flush=True)
 
-        cell = Cell(**line["cell"])
-        lines[cell.key] = line
-        left, elapsed = seconds_left(study, lines), time.monotonic() - started
-        pace = elapsed / (first - left) if first - left > 0.05 * first else 1 / count
-        print(
-            f"{done}/{total} {cell.key}; about {duration(max(left, 0.0) * pace)} left", flush=True
-        )
-
-    return study.execute(workers, progress)
+    return progress
 
 
-def _execute(suite: Any, workers: int, minutes: float) -> bool:
-    """Run a suite with one line of progress per run, and print how to continue if it was paused."""
-    from flowrl.workers import worker_count
-    from flowrl_bench.remaining import RemainingTime, duration
-
-    lines = suite.file.read(suite.allowed)
-    done = suite.runs.keys() & lines.keys()
-    remaining = RemainingTime(
-        suite.runs, worker_count(workers, max(1, len(suite.runs) - len(done)))
-    )
-    for key in done:
-        remaining.finished(lines[key], now=False)
-    estimate = f"about {duration(remaining.seconds(0.0))}; " if len(done) < len(suite.runs) else ""
-    print(
-        f"{len(suite.runs) - len(done)} of {len(suite.runs)} runs to make in {suite.file.path};"
-        f" {estimate}Ctrl-C pauses",
-        flush=True,
-    )
-    started = time.monotonic()
-
-    def progress(finished: int, total: int, line: Mapping[str, Any]) -> None:
-        remaining.finished(line)
-        config, left = line["config"], duration(remaining.seconds(time.monotonic() - started))
-        what = (
-            f"{config['environment']['world']} {config['algorithm']['method']} seed"
-            f" {config['seed']}"
-        )
-        print(f"{finished}/{total} {what}; about {left} left", flush=True)
-
-    finished = suite.execute(workers, progress, minutes)
-    if not finished:
-        print(
-            "Paused; finished runs are kept. Continue with:"
-            f" {shlex.join(['flowrl', *sys.argv[1:]])}"
-        )
-    return finished
+def _run_name(line: Mapping[str, Any]) -> str:
+    config = line["config"]
+    parts = config["environment"]["world"], config["algorithm"]["method"]
+    return f"{' '.join(parts)} seed {config['seed']}"
 
 
-def _counter(what: str) -> Callable[[int, int], None]:
-    def count(done: int, total: int) -> None:
-        if sys.stdout.isatty():
-            print(f"\r{what}: {done}/{total} jobs", end="\n" if done == total else "", flush=True)
-        elif done == total or done % 10 == 0:
-            print(f"{what}: {done}/{total} jobs", flush=True)
+def _cell_name(line: Mapping[str, Any]) -> str:
+    from flowrl_bench.microscope import Cell
 
-    return count
+    return Cell(**line["cell"]).key
+
+
+def _paused() -> int:
+    """Print how to continue; the exit status."""
+    print(f"Paused; finished runs are kept. Continue with: {shlex.join(['flowrl', *sys.argv[1:]])}")
+    return 130
+
+
+def _samples(done: int, total: int) -> None:
+    if done == total or done % 10 == 0:
+        print(f"samples: {done}/{total} jobs", flush=True)

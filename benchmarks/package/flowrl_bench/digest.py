@@ -1,20 +1,19 @@
 """Identification of results: digests of code and settings, a golden run, and the user's files.
 
-The code's digest covers the syntax trees of all top-level definitions in the modules that a run can
-import. Docstrings, comments, formatting, the names of modules and the order of definitions do not
-count, so a definition can move to another module. The golden run is two iterations of every method:
-it shows whether a change of the code, or of a library, changed numbers.
+The code's digest covers the syntax trees of all source files. The golden run is two iterations of
+every method: it shows whether a change of the code, or of a library, changed numbers.
 """
 
 import ast
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
-from inspect import getsource
 from pathlib import Path
 from typing import Any
+
+import flowrl_compare.statistics
 
 import flowrl
 from flowrl.core.errors import ConfigError
@@ -26,10 +25,6 @@ from flowrl_bench.measurements import CURVE, measure
 from flowrl_bench.older_windows import STEPS, to_older
 
 PACKAGES = {"flowrl": Path(flowrl.__file__).parent, "flowrl_bench": Path(__file__).parent}
-RUN = tuple(
-    f"flowrl_bench.{name}" for name in ("measurements", "negative_controls", "probes", "rules")
-)
-"""Modules from which the imports of a run are followed."""
 RENAMED = {
     "turning-point-variant(where=random)": "turning-point(where=random)",
     "turning-point-variant(where='none')": "turning-point(where='none')",
@@ -72,127 +67,22 @@ number: processors differ.
 """
 
 
-def _without_names(node: ast.AST) -> Any:
-    """A syntax tree as nested tuples, without docstrings and without the names of the project's
-    modules.
-    """
-    if isinstance(node, ast.ImportFrom | ast.Import):
-        module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-        ours = (module or node.names[0].name).partition(".")[0] in PACKAGES
-        names = [(item.name, item.asname) for item in node.names]
-        return (
-            [pair for pair in names if pair[1] not in (None, pair[0])] if ours else (module, names)
-        )
-    found: list[Any] = [type(node).__name__]
-    for name, value in ast.iter_fields(node):
-        if isinstance(value, list):
-            kept = [item for item in value if not _is_text(item)]
-            found += (
-                [
-                    (
-                        name,
-                        [
-                            _without_names(item) if isinstance(item, ast.AST) else item
-                            for item in kept
-                        ],
-                    )
-                ]
-                if kept
-                else []
-            )
-        elif value is not None:  # empty fields differ between versions of Python
-            found.append(
-                (name, _without_names(value) if isinstance(value, ast.AST) else repr(value))
-            )
-    return found
-
-
-def _is_text(node: Any) -> bool:
-    """Whether a statement is a docstring (of a module, a class, a function or an attribute)."""
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
-
-
-def _statements(tree: ast.Module) -> Iterator[Any]:
-    """A module's top-level statements; an import counts name by name, and `__all__` does not
-    count.
-    """
-    for node in tree.body:
-        exports = isinstance(node, ast.Assign) and any(
-            isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets
-        )
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for item in node.names:
-                single = (
-                    ast.Import([item])
-                    if isinstance(node, ast.Import)
-                    else ast.ImportFrom(node.module, [item], 0)
-                )
-                yield _without_names(single) or None
-        elif not exports and not _is_text(node):
-            yield _without_names(node)
-
-
 @cache
-def definitions(source: str) -> frozenset[str]:
-    """Digests of the top-level statements of a module."""
-    found = (statement for statement in _statements(ast.parse(source)) if statement is not None)
-    return frozenset(hashlib.sha256(repr(statement).encode()).hexdigest() for statement in found)
+def _syntax(source: str) -> str:
+    """A module's syntax tree as text, without comments and formatting."""
+    return ast.dump(ast.parse(source))
 
 
-@cache
-def _imports(source: str) -> tuple[str, ...]:
-    """Names of modules that a source may import, wherever the statement is."""
-    found: dict[str, None] = {}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= dict.fromkeys(item.name for item in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= dict.fromkeys(
-                (node.module, *(f"{node.module}.{item.name}" for item in node.names))
-            )
-    return tuple(found)
-
-
-def _file(module: str) -> Path | None:
-    """The file of one of the project's modules; None for a name that is none."""
-    package, *rest = module.split(".")
-    if package not in PACKAGES or not rest:
-        return None
-    place = PACKAGES[package].joinpath(*rest)
-    return next(
-        (path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None
-    )
-
-
-def imported(roots: Iterable[str] = RUN) -> set[Path]:
-    """The files of the project's modules that `roots` can import, directly or through others, and
-    their own.
-    """
-    found: set[Path] = set()
-    waiting = list(roots)
-    while waiting:
-        path = _file(waiting.pop())
-        if path is not None and path not in found:
-            found.add(path)
-            waiting += _imports(path.read_text())
-    return found
-
-
-def _digest(paths: Iterable[Path], data: Iterable[Path] = ()) -> str:
-    parts = {digest for path in paths for digest in definitions(path.read_text())}
-    parts |= {hashlib.sha256(path.read_bytes()).hexdigest() for path in data}
-    return hashlib.sha256("".join(sorted(parts)).encode()).hexdigest()[:16]
+def _digest(sources: Iterable[Path], data: Iterable[Path] = ()) -> str:
+    parts = [_syntax(path.read_text()).encode() for path in sources]
+    parts += [path.read_bytes() for path in data]
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def code_digest_now() -> str:
-    """The digest of all definitions and built-in weights that a run depends on, from the current
-    files.
-    """
-    return _digest(imported(), (PACKAGES["flowrl"] / "data").glob("*.safetensors"))
+    """The digest of the current source files of both packages, and of the built-in weights."""
+    sources = [path for folder in PACKAGES.values() for path in sorted(folder.rglob("*.py"))]
+    return _digest(sources, sorted((PACKAGES["flowrl"] / "data").glob("*.safetensors")))
 
 
 @cache
@@ -204,14 +94,8 @@ def code_digest() -> str:
 @cache
 def rules_digest() -> str:
     """The digest of the claims, their verdict rules and the statistics."""
-    names = [f"flowrl_bench.{name}" for name in RULES] + ["flowrl_compare.statistics"]
-    return _digest(path for path in map(_file, names) if path is not None)
-
-
-def functions_digest(functions: Iterable[Callable[..., Any]], *others: str) -> str:
-    """The digest of some functions, by the same rules, and of other texts."""
-    parts = [digest for function in functions for digest in definitions(getsource(function))]
-    return hashlib.sha256("".join([*sorted(parts), *others]).encode()).hexdigest()[:16]
+    rules = [PACKAGES["flowrl_bench"] / f"{name}.py" for name in RULES]
+    return _digest([*rules, Path(str(flowrl_compare.statistics.__file__))])
 
 
 @cache
@@ -304,13 +188,12 @@ def own_files(config: RunConfig) -> list[Path]:
     world = {} if config.environment.world == "model" else {"world": config.environment.world}
     specs = {**chosen, "reward": reward, **world}
     files = dict.fromkeys(path for kind, spec in specs.items() for path in _files(kind, spec))
-    return [path for path in files if path.is_file() and path.resolve() not in _covered()]
-
-
-@cache
-def _covered() -> frozenset[Path]:
-    """The files of the code's digest, as of the first call in this process."""
-    return frozenset(path.resolve() for path in imported())
+    ours = [folder.resolve() for folder in PACKAGES.values()]
+    return [
+        path
+        for path in files
+        if path.is_file() and not any(path.resolve().is_relative_to(folder) for folder in ours)
+    ]
 
 
 @cache

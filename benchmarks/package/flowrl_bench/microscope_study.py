@@ -15,12 +15,11 @@ from flowrl.parts.registry import files_of
 from flowrl.parts.specs import parse_spec
 from flowrl.reading import is_kind, read_bytes
 from flowrl.workers import Worker, run_jobs
-from flowrl_bench import ceilings, continuations, microscope, true_advantage
+from flowrl_bench import ceilings
 from flowrl_bench.digest import (
     PACKAGES,
     RENAMED,
     code_digest,
-    functions_digest,
     golden_run,
     same_golden,
 )
@@ -31,17 +30,6 @@ FORMAT = 1
 Line = dict[str, Any]
 Session = tuple[str, int, str]
 """(world, look, method): cells that share a training run."""
-SECONDS = {
-    ("mixture", ""): 20.0,
-    ("mixture", "flow-grpo"): 15.0,
-    ("mixture", "stepwise-flow-grpo"): 8.0,
-    ("mixture", "tp-grpo"): 8.0,
-    ("shapes", ""): 65.0,
-    ("shapes", "flow-grpo"): 50.0,
-    ("shapes", "stepwise-flow-grpo"): 70.0,
-    ("shapes", "tp-grpo"): 70.0,
-}
-"""Processor seconds of a session of the full study on one 2.5 GHz core."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +42,8 @@ class Study:
     command: str = "flowrl bench microscope"
 
     def settings(self, world: str) -> str:
-        """A digest of everything but the look that determines a world's numbers: size, rules with
-        the user's files, and the measuring code.
+        """A digest of all settings but the look that determine a world's numbers: the size, and the
+        rules with the user's files.
         """
         size = {name: value for name, value in asdict(self.sizes[world]).items() if name != "looks"}
         files = [
@@ -77,20 +65,7 @@ class Study:
                 ceilings.DRAWS,
             ]
         )
-        measured = (
-            microscope.measure,
-            microscope.session,
-            microscope.setting_of,
-            microscope.run_of,
-            microscope.gradients,
-            microscope.agreement_row,
-            microscope.check,
-            ceilings.ceiling_sums,
-            true_advantage.credit_sums,
-            continuations.continuation_rewards,
-            continuations.from_continuations,
-        )
-        return functions_digest(measured, text)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def sessions(self) -> dict[Session, list[Cell]]:
         """All cells by session, world by world, one look before the next."""
@@ -116,7 +91,7 @@ class Study:
             settings.setdefault(world, self.settings(world))
             if line["settings"] != settings[world]:
                 raise ConfigError(
-                    f"{where} was measured with other rules, sizes or code: choose another --out"
+                    f"{where} was measured with other rules or sizes: choose another --out"
                 )
             if not same_golden(line["golden"], golden_run()):
                 raise ConfigError(
@@ -229,33 +204,6 @@ def read_lines(path: Path) -> list[Line]:
             )
         found.append(line)
     return found
-
-
-def seconds_left(study: Study, lines: Mapping[str, Line]) -> float:
-    """Processor seconds that the missing cells need, by `SECONDS`, scaled to the sizes and by the
-    duration of the world's finished cells.
-    """
-    left = 0.0
-    for world, size in study.sizes.items():
-        full = microscope.SIZES[world]
-        scale = (
-            size.prompts
-            * (size.first + 2 * size.continuations)
-            / (full.prompts * (full.first + 2 * full.continuations))
-        )
-        usual = {key: SECONDS[world, key[2]] * scale for key in study.sessions() if key[0] == world}
-        spent = planned = missing = 0.0
-        for key, wanted in study.sessions().items():
-            if key[0] == world:
-                done = [lines[cell.key] for cell in wanted if cell.key in lines]
-                part = usual[key] * len(done) / len(wanted)
-                spent, planned, missing = (
-                    spent + sum(line["seconds"] for line in done),
-                    planned + part,
-                    missing + usual[key] - part,
-                )
-        left += missing * (spent / planned if planned else 1.0)
-    return left
 
 
 def check_out(path: Path) -> None:

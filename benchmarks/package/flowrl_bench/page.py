@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from flowrl_compare.pages import render
-from flowrl_compare.style import COLOURS as METHOD_COLOURS
-from flowrl_compare.style import OTHERS, clean, is_own, png, spread_labels
+from flowrl_compare.style import is_own, png
 from markupsafe import escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flowrl.io import require_new_file, write_bytes
 from flowrl.reading import read_bytes
-
-COLOURS = (*METHOD_COLOURS.values(), *OTHERS)
 
 
 @dataclass(frozen=True)
@@ -190,42 +187,3 @@ def dot_plot_axes(axes: Axes, labels: Sequence[str], title: str, size: float | N
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#e4e6ea", linewidth=0.8)
     axes.set_axisbelow(True)
-
-
-def bands(panels: Mapping[str, Mapping[str, Band]], x: str, y: str) -> Figure:
-    """A panel per setting, two in a row; a band per arm, labelled at its end."""
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(5.6 * columns + 0.6, 3.8 * rows), layout="constrained")
-    names = list(dict.fromkeys(name for arms in panels.values() for name in arms))
-    shades = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
-    cells = figure.subplots(rows, columns, squeeze=False).flatten()
-    for empty in cells[len(panels) :]:
-        empty.set_axis_off()
-    for axes, (title, arms) in zip(cells, panels.items(), strict=False):
-        for name, band in arms.items():
-            axes.fill_between(
-                band.x, band.low, band.high, color=shades[name], alpha=0.18, linewidth=0
-            )
-            axes.plot(band.x, band.middle, color=shades[name], linewidth=2)
-        low, high = axes.get_ylim()
-        heights = spread_labels(
-            [band.middle[-1] for band in arms.values()], low, high, (high - low) / 15
-        )
-        end = max(band.x[-1] for band in arms.values())
-        for name, height in zip(arms, heights, strict=True):
-            axes.annotate(
-                f" {name}",
-                (end, height),
-                color=shades[name],
-                fontsize=9,
-                va="center",
-                annotation_clip=False,
-            )
-        axes.set_xlim(0, end * 1.42)
-        axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= end])
-        axes.set_xlabel(x, loc="left")
-        axes.set_ylabel(y)
-        axes.set_title(title, loc="left", fontsize=10)
-        clean(axes)
-    return figure

@@ -23,13 +23,11 @@ from flowrl.parts.trust import trusted
 from flowrl.reading import is_kind, parse_json, read_bytes, read_json, reading
 from flowrl.training.config import RunConfig
 from flowrl.workers import usable_cores
-from flowrl_bench import measurements
 from flowrl_bench.digest import (
     PACKAGES,
     code_digest,
     code_digest_now,
     config_id,
-    functions_digest,
     golden_run,
     own_files,
     rules_digest,
@@ -332,20 +330,9 @@ def _require_same_numbers(line: Mapping[str, Any], where: str, golden: Any) -> N
         )
 
 
-def observer() -> str:
-    """Digest of the code that observes samples: `measurements.observe_run`, its helpers and its
-    numbers.
-    """
-    numbers = (measurements.SAMPLES, measurements.RANDOM_SIGNS, measurements.FIRST_SEED)
-    return functions_digest(
-        (measurements.observe, measurements.observe_run, measurements.log_density), str(numbers)
-    )
-
-
 @dataclass(frozen=True)
 class _Samples:
     rows: dict[str, dict[str, Any]]
-    observer: str = ""
 
 
 @dataclass(frozen=True)
@@ -356,35 +343,13 @@ class SamplesFile:
 
     path: Path
 
-    def read(self, any_code: bool = False) -> dict[str, dict[str, Any]]:
-        """All rows. Raises `ConfigError` for a file of another kind or, without `any_code`, one
-        that other code has observed.
-        """
-        rows, code = self.observed()
-        if rows and code != observer() and not any_code:
-            raise ConfigError(
-                f"samples: {self.path} was observed by other code ({code or 'unknown'}; expected"
-                f" {observer()}): delete the file, or measure it again with --look"
-            )
-        return rows
-
-    def observed(self) -> tuple[dict[str, dict[str, Any]], str]:
-        """All rows, and the digest of the code that observed them."""
-        if not self.path.exists():
-            return {}, ""
-        try:
-            found: _Samples = read_json(self.path, _Samples)
-        except ConfigError as error:
-            raise ConfigError(
-                f"samples: {self.path} does not hold what `flowrl bench claims` writes: {error}"
-            ) from error
-        return found.rows, found.observer
+    def read(self) -> dict[str, dict[str, Any]]:
+        """All rows. Raises `ConfigError` for a file of another kind."""
+        return read_json(self.path, _Samples).rows if self.path.exists() else {}
 
     def write(self, rows: Mapping[str, Any]) -> None:
         """Replace the file."""
-        write_json(
-            self.path, {"observer": observer(), **provenance(), "rows": dict(sorted(rows.items()))}
-        )
+        write_json(self.path, {**provenance(), "rows": dict(sorted(rows.items()))})
 
 
 def joined(lines: Lines, rows: Lines) -> dict[str, Mapping[str, Any]]:

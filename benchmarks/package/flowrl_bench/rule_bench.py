@@ -4,7 +4,6 @@ baselines in both worlds.
 
 import shlex
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ from typing import Any
 from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
 from flowrl.workers import worker_count
-from flowrl_bench.arms import SHORT, WORLDS, Arm, settings_of, tuned, world_label
+from flowrl_bench.arms import WORLDS, Arm, settings_of, tuned, world_label
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.page import require_page
-from flowrl_bench.remaining import duration
+from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.rule_names import (
     RESULTS,
@@ -27,7 +26,7 @@ from flowrl_bench.rule_names import (
     settings_text,
 )
 from flowrl_bench.rule_page import TITLE, World, judged, rule_page, sentence, terminal
-from flowrl_bench.rule_plan import START, Clock, Cost, Key, Part, costs
+from flowrl_bench.rule_plan import Key, Part
 from flowrl_bench.suite import Suite
 from flowrl_bench.tune import chosen, tune
 
@@ -35,7 +34,7 @@ Say = Callable[[str], None]
 
 
 class Bench:
-    """A comparison in a folder: what it holds, what is missing, and how long that takes.
+    """A comparison in a folder: what it holds, and what is missing.
 
     `rule` is the spec of a credit rule, or any other arm (`flowrl_bench.arms.own_arm`).
 
@@ -127,54 +126,17 @@ class Bench:
         results = [key for key, run in self.runs() if run is None or config_id(run) not in done]
         return {key: count for key, count in searches.items() if count}, results
 
-    def examples(self) -> dict[tuple[str, str], RunConfig]:
-        """A run of the results by world and arm, as long as all others."""
-        arms = {
-            part.world: part.arms(self.arm, self.arm.values(part.world, {})) for part in self.parts
-        }
-        return {
-            (world, name): runs[0]
-            for world, by_name in arms.items()
-            for name, runs in by_name.items()
-        }
-
-    def clock(self, cost: Mapping[tuple[str, str], Cost]) -> Clock:
-        """What is missing, with its expected time."""
-        (searches, results), examples = self.missing(), self.examples()
-        seconds = {key: cost[key].of(examples[key]) for key in cost}
-        short = {
-            key: cost[key].of(examples[key].replace(**SHORT.get(key[0], {}))) for key in searches
-        }
-        return Clock(
-            {key: [short[key]] * count for key, count in searches.items()},
-            {key: seconds[key[:2]] for key in sorted(results, key=lambda key: key[2])},
-            self.workers,
-        )
-
     def execute(self, say: Say = print) -> bool:
         """Make what is missing: the searches, then the results; False if Ctrl-C paused it."""
         searches, results = self.missing()
         if not searches and not results:
             return True
         keep_arm(self.folder, self.arm)
-        arms = dict.fromkeys([*searches, *(key[:2] for key in results)])
-        say(f"Timing {len(arms)} arms ...")
-        examples = self.examples()
-        cost = costs({key: examples[key] for key in arms}, self.workers)
-        if cost is None:
-            return False
-        clock, started = self.clock(cost), time.monotonic()
         total = sum(searches.values()) + len(results)
-        say(
-            f"{total} runs to make in {self.folder}: about {duration(START + clock.seconds())};"
-            " Ctrl-C pauses"
-        )
-
-        def left() -> str:
-            return f"about {duration(clock.seconds(time.monotonic() - started - START))} left"
+        say(f"{total} runs to make in {self.folder}; Ctrl-C pauses")
+        pace = Pace(total)
 
         def searched(line: Mapping[str, Any], done: int) -> None:
-            clock.searched((line["world"], line["arm"]))
             values = ", ".join(
                 f"{name.replace('_', ' ')} {value:g}" for name, value in line["values"].items()
             )
@@ -182,7 +144,7 @@ class Bench:
             arm = "" if line["arm"] == self.name else f"{line['arm']}, "
             say(
                 f"search {place}, {world_label(line['world'])}, {arm}{values}, seed {line['seed']}:"
-                f" {line['score']:.3f}; {left()}"
+                f" {line['score']:.3f}; {pace.finished()}"
             )
 
         if searches and not tune(
@@ -193,8 +155,7 @@ class Bench:
 
         def finished(place: int, count: int, line: Mapping[str, Any]) -> None:
             (world, arm, seed), _ = keys[line["id"]]
-            clock.finished((world, arm, seed))
-            say(f"{place}/{count} {world_label(world)}, {arm}, seed {seed}; {left()}")
+            say(f"{place}/{count} {world_label(world)}, {arm}, seed {seed}; {pace.finished()}")
 
         runs = {key: run for key, (_, run) in keys.items()}
         allowed = {**{line.get("id", ""): None for line in self.results.unchecked()}, **runs}
@@ -243,7 +204,6 @@ def bench_rule(
     parts: Sequence[Part],
     out: Path | None = None,
     workers: int = 0,
-    quick: bool = False,
     command: str = "",
     say: Say = print,
 ) -> bool:
@@ -258,9 +218,7 @@ def bench_rule(
     finished = bench.execute(say)
     worlds = bench.worlds()
     if worlds:
-        written = rule_page(bench.name, bench.text, worlds, bench.parts, quick, command).write(
-            bench.folder, "rule"
-        )
+        written = rule_page(bench.name, bench.text, worlds, command).write(bench.folder, "rule")
         say("\n" + "\n".join(textwrap.fill(sentence(bench.name, world), 80) for world in worlds))
         say("\n" + terminal(bench.name, worlds))
         say(f"\nWrote {', '.join(map(str, written))}")

@@ -1,16 +1,14 @@
-"""The names of credit rules and other arms and the folders of their results, chosen so that no two
-share one.
-"""
+"""The names of credit rules and other arms, and the folders of their results."""
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flowrl_compare.arms import arm_run, credit_arms, meaning, rule_name
 from flowrl_compare.results import difference
 
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, require
 from flowrl.io import write_json
 from flowrl.parts.specs import identity
 from flowrl.reading import read_json
@@ -24,49 +22,22 @@ TUNING, RESULTS, ARM = "tuning.jsonl", "results.jsonl", "arm.json"
 """The files of a rule's folder that hold runs, and the settings of the arm."""
 
 
-def _with_file(spec: str) -> str:
-    """`rule_name`, after the name of its file."""
-    name = rule_name(spec)
-    return name if name == spec else f"{Path(spec[: -len(name) - 1]).stem}:{name}"
-
-
-_NAMES: tuple[Callable[[str], str], ...] = (rule_name, _with_file, str)
-"""The possible names of a rule, shortest first."""
-
-
 def named_rules(specs: Sequence[str], taken: Collection[str] = ()) -> dict[str, str]:
-    """`specs` by names that differ from each other and from those `taken`.
+    """`specs` by names that differ from each other and from those `taken`: that of its class if it
+    is unique, else the whole spec.
 
-    A class in a file has its own name; if that is not unique, the file's name comes first
-    (v1:Mine), or its whole path. Raises `ConfigError` if two specs are the same rule, or a spec is
-    only the name of a built-in rule.
+    Raises `ConfigError` if two specs are the same rule, or a spec is only a name of `taken`.
     """
+    names, known = [rule_name(spec) for spec in specs], set[str]()
     named: dict[str, str] = {}
-    for place, spec in enumerate(specs):
-        for earlier in specs[:place]:
-            if identity(earlier) == identity(spec):
-                raise ConfigError(
-                    f"rule = {spec!r} is not allowed: it is the same rule as {earlier!r}; name each"
-                    " rule once"
-                )
-        free = (
-            name(spec)
-            for name in _NAMES
-            if sum(name(other) == name(spec) for other in specs) == 1
-            and name(spec) not in {*taken, *named}
-        )
-        found = next(free, None)
-        if found is None:
-            raise ConfigError(
-                f"rule = {spec!r} is not allowed: the built-in rule of that name is always included"
-            )
-        named[found] = spec
+    for spec, name in zip(specs, names, strict=True):
+        unique = names.count(name) == 1 and name not in taken
+        chosen = name if unique else spec
+        allowed = "a rule that is named once, and not one that is always included"
+        require(identity(spec) not in known and chosen not in taken, "rule", spec, allowed)
+        known.add(identity(spec))
+        named[chosen] = spec
     return named
-
-
-def _held(folder: Path) -> dict[str, Any] | None:
-    """The settings of the arm that has results in a folder."""
-    return read_json(folder / ARM, dict[str, Any]) if (folder / ARM).exists() else None
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -82,18 +53,9 @@ def settings_text(settings: Mapping[str, Any]) -> str:
 
 
 def results_folder(rule: str | Arm, root: Path = Path("runs")) -> Path:
-    """`root`/rule-NAME for an arm or a rule's spec; if another rule's results are there, with its
-    file's name, or its path.
-    """
-    names = [name(rule) for name in _NAMES] if isinstance(rule, str) else [rule.name]
-    settings = credit_arms([rule])[rule_name(rule)] if isinstance(rule, str) else rule.settings
-    folders = [root / ("rule-" + re.sub(r"[^\w.=,-]+", "_", name).strip("_")) for name in names]
-
-    def free(folder: Path) -> bool:
-        held = _held(folder)
-        return held is None or _same(held, settings)
-
-    return next(filter(free, folders), folders[-1])
+    """`root`/rule-NAME for an arm or a rule's spec."""
+    name = rule_name(rule) if isinstance(rule, str) else rule.name
+    return root / ("rule-" + re.sub(r"[^\w.=,-]+", "_", name).strip("_"))
 
 
 def known_arm(rule: str | Arm, folder: Path) -> Arm:
@@ -110,10 +72,9 @@ def known_arm(rule: str | Arm, folder: Path) -> Arm:
         if isinstance(rule, str)
         else (rule.name, rule.settings)
     )
-    held, instead = (
-        _held(folder),
-        f"choose another --out, or delete {TUNING} and {RESULTS} in {folder} to start again",
-    )
+    path = folder / ARM
+    held = read_json(path, dict[str, Any]) if path.exists() else None
+    instead = f"choose another --out, or delete {TUNING} and {RESULTS} in {folder} to start again"
     if held is not None and not _same(held, settings):
         raise ConfigError(
             f"results: {folder} holds runs of another rule, {settings_text(held)}: {instead}"

@@ -16,7 +16,7 @@ from flowrl_bench.arms import WORLDS, is_tuned, world_label
 from flowrl_bench.claims_figures import METHOD_COLOURS
 from flowrl_bench.evidence import Evidence, Line, curve, spent
 from flowrl_bench.page import Document, Image, Table
-from flowrl_bench.rule_plan import Part, usual
+from flowrl_bench.rule_plan import Part
 from flowrl_bench.statistics import Curve, detectable
 from flowrl_bench.tune import BUDGET
 from flowrl_bench.verdicts import (
@@ -148,22 +148,6 @@ def _power(world: World) -> str:
     return f"{found} would have been found with a probability of 80%."
 
 
-def _searched(rule: str, world: World) -> str:
-    """What the search for the rule's settings covered; empty if there was none."""
-    if not world.search:
-        return ""
-    knobs = list(world.search[0][0])
-    held = [knob for knob in knobs if len({values[knob] for values, _ in world.search}) == 1]
-    points = len({tuple(values.items()) for values, _ in world.search})
-    scores = [score for _, score in world.search]
-    where = f"The search for {rule}'s settings in the {world_label(world.part.world)}"
-    kept = f", all with the same {_listed([_words(knob) for knob in held])}" if held else ""
-    return (
-        f"{where} made {len(world.search)} runs of {points} settings{kept}; their mean rewards are"
-        f" {_range(scores)}."
-    )
-
-
 def _words(knob: str) -> str:
     return knob.replace("_", " ")
 
@@ -202,24 +186,18 @@ def terminal(rule: str, worlds: Sequence[World]) -> str:
     return "\n".join(lines[:-1])
 
 
-def rule_page(
-    rule: str, spec: str, worlds: Sequence[World], parts: Sequence[Part], quick: bool, made: str
-) -> Document:
+def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Document:
     """The page: the sentences, and per world the arms, the verdicts, learning curves, costs and the
     search.
     """
     page = Document(f"{rule}{TITLE}", kind=TITLE)
     for world in worlds:
         page.text(sentence(rule, world))
-        if searched := _searched(rule, world):
-            page.text(searched)
         if untuned := world.untuned(rule):
             page.text(
                 f"Not tuned in the {world_label(world.part.world)}: {_listed(untuned)}."
                 f" {_untuned_note(rule, untuned)}"
             )
-    if quick:
-        page.text(_left_out(parts))
     for world in worlds:
         _section(page, rule, world)
     page.heading("Method")
@@ -263,21 +241,6 @@ def _untuned_note(rule: str, untuned: Sequence[str]) -> str:
             ),
         ]
     )
-
-
-def _left_out(parts: Sequence[Part]) -> str:
-    """What the quick comparison leaves out of the full one."""
-    found = []
-    for part in parts:
-        full, words = usual(part.world, False), []
-        if part.budget < full.budget:
-            words.append(f"{full.budget - part.budget} of {full.budget} runs of the search")
-        if part.seeds < full.seeds:
-            words.append(f"{full.seeds - part.seeds} of {full.seeds} seeds")
-        words += [f"the baseline {name}" for name in full.baselines if name not in part.baselines]
-        if words:
-            found.append(f"in the {world_label(part.world)} {_listed(words)}")
-    return f"`--quick` leaves out, {'; '.join(found)}." if found else ""
 
 
 def _section(page: Document, rule: str, world: World) -> None:

@@ -1,18 +1,13 @@
-"""The runs that compare a rule with tuned baselines, and their duration on this machine."""
+"""The runs that compare a rule with tuned baselines."""
 
-import heapq
-import math
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from flowrl.core.errors import require
 from flowrl.training.config import RunConfig, preset
-from flowrl.workers import Worker, run_jobs, worker_count
 from flowrl_bench.arms import ARMS, SHORT, TASKS, WORLDS, Arm, chosen_worlds, settings_of, tuned
-from flowrl_bench.measurements import measure
 from flowrl_bench.tune import Search
 
 BASELINES = ("uniform", "stepwise gains", "turning points")
@@ -28,10 +23,6 @@ LENGTH: dict[str, dict[str, Any]] = {
 """How results differ from `arms.WORLDS`: runs in the image world are as long as those of the
 search.
 """
-START = 20.0
-"""Seconds until worker processes have started and every method's golden run is made."""
-
-
 Key = tuple[str, str, int]
 """World, arm and seed of a run of the results."""
 
@@ -123,124 +114,8 @@ def make_parts(
     require(
         seeds == 0 or 2 <= seeds <= 1000, "seeds", seeds, "2 to 1000, or 0 for the usual number"
     )
-    require(-1 <= budget <= 200, "budget", budget, "0 to 200 runs, or -1 for the usual number")
     parts = [usual(one, quick) for one in chosen_worlds(world)]
     return [
         Part(p.world, p.budget if budget < 0 else budget, seeds or p.seeds, p.baselines)
         for p in parts
     ]
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Wall-clock seconds of an arm in a world: of an iteration, and of an evaluation per held-out
-    sample.
-    """
-
-    iteration: float
-    sample: float
-
-    def of(self, config: RunConfig) -> float:
-        """Expected seconds of a run."""
-        evaluations = 1 + math.ceil(config.iterations / config.evaluation.eval_every)
-        return (
-            config.iterations * self.iteration
-            + evaluations * config.evaluation.eval_samples * self.sample
-        )
-
-
-PROBES: dict[str, dict[str, int]] = {
-    "mixture": {"iterations": 10, "eval_samples": 768},
-    "shapes": {"iterations": 2, "eval_samples": 192},
-}
-"""The run that is timed in each world, after one iteration that is not."""
-
-
-def probe(worker: Worker | None, config: RunConfig) -> Cost:
-    """The cost of an arm, by a short run in a process that has already made an iteration.
-
-    Processor seconds of iterations and of the rest (two evaluations), both times the ratio of
-    wall-clock to processor seconds.
-    """
-    settings = PROBES.get(
-        config.environment.world, {"iterations": 2, "eval_samples": config.evaluation.eval_samples}
-    )
-    measure(config.replace(iterations=1, eval_every=1, eval_samples=36))
-    started, before = time.monotonic(), time.process_time()
-    found = measure(config.replace(**settings, eval_every=settings["iterations"]))
-    assert found is not None  # nothing stops it
-    cpu = time.process_time() - before
-    ratio, training = (time.monotonic() - started) / cpu, found["totals"]["seconds"]
-    return Cost(
-        ratio * training / settings["iterations"],
-        ratio * (cpu - training) / 2 / settings["eval_samples"],
-    )
-
-
-def costs(
-    arms: Mapping[tuple[str, str], RunConfig], workers: int
-) -> dict[tuple[str, str], Cost] | None:
-    """The cost by world and arm, as many at a time as there will be runs; None if Ctrl-C ended
-    it.
-    """
-    found: dict[tuple[str, str], Cost] = {}
-    jobs = {key: (config,) for key, config in arms.items()}
-    done = run_jobs(
-        probe,
-        jobs,
-        workers,
-        finished=found.__setitem__,
-        describe=lambda key: f"timing {key[1]} ({key[0]})",
-    )
-    return found if done else None
-
-
-def makespan(jobs: Sequence[float], workers: int) -> float:
-    """The time at which the last of `jobs` (seconds) ends if each begins, in order, on the first of
-    `workers` that is free.
-    """
-    ends = [0.0] * max(1, workers)
-    for seconds in jobs:
-        heapq.heapreplace(ends, ends[0] + seconds)
-    return max(ends)
-
-
-@dataclass
-class Clock:
-    """Expected remaining time. `searches`: expected seconds of the missing runs of each search, by
-    its key; `results`: those of the other runs, in order. Searches come first; the runs of one
-    search follow each other on one worker.
-
-    After a part of the work, what is left is expected to take as much longer than planned as the
-    finished part did.
-    """
-
-    searches: dict[Any, list[float]]
-    results: dict[Key, float]
-    workers: int = 0
-    _total: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._total = self._planned()
-
-    def _planned(self) -> float:
-        chains = [sum(runs) for runs in self.searches.values() if runs]
-        first = makespan(chains, worker_count(self.workers, max(1, len(chains))))
-        return first + makespan(
-            list(self.results.values()), worker_count(self.workers, max(1, len(self.results)))
-        )
-
-    def searched(self, search: Any) -> None:
-        """Record a finished run of a search."""
-        self.searches[search].pop(0)
-
-    def finished(self, key: Key) -> None:
-        """Record another finished run."""
-        self.results.pop(key)
-
-    def seconds(self, elapsed: float = 0.0) -> float:
-        """Wall-clock seconds until the last run ends, `elapsed` seconds after the first began."""
-        left, prior = self._planned(), 0.1 * self._total
-        if elapsed <= 0 or self._total <= 0:
-            return left
-        return left * (elapsed + prior) / (self._total - left + prior)

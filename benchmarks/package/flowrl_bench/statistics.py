@@ -21,7 +21,7 @@ from flowrl_compare.statistics import (
     first_reached,
     t_interval,
 )
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from flowrl.core.errors import require
 
@@ -126,76 +126,29 @@ Statistic = Callable[..., Values]
 """statistic(values [..., seed], axis=-1) -> [...]."""
 
 
-def bootstrap(
-    statistic: Statistic, first: ArrayLike, second: ArrayLike | None = None, seed: int = 0
-) -> Inference:
-    """statistic(first), or statistic(first) - statistic(second) of paired seeds, with a widened
-    percentile interval.
-
-    Seeds are resampled together. `p` of two arms: the fraction of exchanges of the two runs of
-    every seed that change the statistic's difference as much (all 2^n of up to 12 seeds, else 4095
-    random ones and the identity): exact if the arms are alike. For a minimum the interval is
-    descriptive, since the bootstrap of a minimum does not converge.
-    """
-    a = np.asarray(first, float)
-    b = None if second is None else np.asarray(second, float)
-    require(a.ndim == 1 and a.size > 0, "values", a.shape, "[seed], one or more")
-    if b is not None:
-        require(
-            a.shape == b.shape,
-            "seeds of the arms",
-            (a.shape, b.shape),
-            "the same seeds for both arms",
-        )
-
-    def chosen(one: Values, other: Values | None) -> Values:
-        return (
-            statistic(one, axis=-1)
-            if other is None
-            else statistic(one, axis=-1) - statistic(other, axis=-1)
-        )
-
-    value = float(chosen(a, b))
-    if a.size < 2:
+def bootstrap(statistic: Statistic, values: ArrayLike, seed: int = 0) -> Inference:
+    """statistic(values [seed]) with a widened percentile interval."""
+    known = np.asarray(values, float)
+    require(known.ndim == 1 and known.size > 0, "values", known.shape, "[seed], one or more")
+    value = float(statistic(known, axis=-1))
+    if known.size < 2:
         return Inference(value, -math.inf, math.inf)
-    generator = np.random.default_rng(seed)
-    index = generator.integers(0, a.size, (DRAWS, a.size))
-    low, high = np.quantile(
-        chosen(a[index], None if b is None else b[index]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
-    )
-    stretch = widening(a.size)
-    p = math.nan
-    if b is not None:
-        swap = _exchanges(a.size, generator)
-        differences = chosen(np.where(swap, b, a), np.where(swap, a, b))
-        p = float((np.abs(differences) >= abs(value) - 1e-12).mean())
+    index = np.random.default_rng(seed).integers(0, known.size, (DRAWS, known.size))
+    low, high = np.quantile(statistic(known[index], axis=-1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    stretch = widening(known.size)
     return Inference(
-        value, value - (value - float(low)) * stretch, value + (float(high) - value) * stretch, p
+        value, value - (value - float(low)) * stretch, value + (float(high) - value) * stretch
     )
 
 
-def _exchanges(size: int, generator: np.random.Generator) -> NDArray[np.bool_]:
-    """Which pairs are exchanged, [exchange, seed]; the first row is none."""
-    if size <= 12:
-        return (np.arange(2**size)[:, None] >> np.arange(size)) % 2 == 1
-    drawn = generator.random((4096, size)) < 0.5
-    drawn[0] = False
-    return drawn
+def median(values: ArrayLike) -> Inference:
+    """Median over seeds (`bootstrap`)."""
+    return bootstrap(np.median, values)
 
 
-def median(first: ArrayLike, second: ArrayLike | None = None) -> Inference:
-    """Median over seeds, or the difference of two arms' medians (`bootstrap`)."""
-    return bootstrap(np.median, first, second)
-
-
-def interquartile_mean(first: ArrayLike, second: ArrayLike | None = None) -> Inference:
-    """Interquartile mean over seeds, or the difference of two arms' (`bootstrap`)."""
-    return bootstrap(interquartile, first, second)
-
-
-def worst(first: ArrayLike, second: ArrayLike | None = None) -> Inference:
-    """The lowest value over seeds, or the difference of two arms' lowest values (`bootstrap`)."""
-    return bootstrap(np.min, first, second)
+def interquartile_mean(values: ArrayLike) -> Inference:
+    """Interquartile mean over seeds (`bootstrap`)."""
+    return bootstrap(interquartile, values)
 
 
 def wins(first: ArrayLike, second: ArrayLike) -> float:
@@ -346,9 +299,3 @@ def shift_at_equal_reward(
     return float(
         np.linalg.lstsq(design, np.concatenate([part[1] for part in parts]), rcond=None)[0][0]
     )
-
-
-def profile(values: ArrayLike, levels: Sequence[float]) -> Values:
-    """Fraction of runs that reach each of `levels` (a performance profile): [level]."""
-    found = np.asarray(values, float).ravel()
-    return np.array([float((found >= level).mean()) for level in levels])

@@ -24,7 +24,6 @@ from flowrl_bench.results_file import (
     ResultsFile,
     SamplesFile,
     make_line,
-    observer,
     provenance,
     require_unchanged,
     stamp,
@@ -152,14 +151,11 @@ def complete_samples(
     workers: int,
     progress: Callable[[int, int], None],
 ) -> bool:
-    """Observe the runs that are missing in the file, or all of them if other code observed it;
-    False if it was paused.
-    """
+    """Observe the runs that are missing in the file; False if it was paused."""
     if not runs:
         return True
     with file_lock(file.path, "samples of flowrl bench claims"):
-        rows, code = file.observed()
-        rows = rows if code == observer() else {}
+        rows = file.read()
         missing = {key: (config,) for key, config in runs.items() if key not in rows}
         total = len(rows) + len(missing)
 

@@ -110,8 +110,8 @@ class Search:
     budget: int = BUDGET
 
     def __post_init__(self) -> None:
-        require(self.budget >= 1, "budget", self.budget, "1 or more runs per method and world")
-        require(self.budget <= 200, "budget", self.budget, "at most 200 runs per method and world")
+        allowed = "1 to 200 runs per method and world"
+        require(1 <= self.budget <= 200, "budget", self.budget, allowed)
 
     def config(self, trial: Trial) -> Any:
         """The settings of a run of the search."""
