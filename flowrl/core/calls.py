@@ -126,9 +126,13 @@ def _rules(protocols: frozenset[Any]) -> Any:
 
 
 def _protocols(hints: Iterable[Any]) -> frozenset[Any]:
-    """The protocols among annotations, alone or in a union, list or mapping."""
+    """The protocols of flowrl among annotations, alone or in a union, list or mapping."""
     inner = [kind for hint in hints for kind in (hint, *get_args(hint))]
-    return frozenset(kind for kind in inner if getattr(kind, "_is_protocol", False))
+    return frozenset(
+        kind
+        for kind in inner
+        if getattr(kind, "_is_protocol", False) and kind.__module__.startswith("flowrl")
+    )
 
 
 def _checked(function: Any) -> Any:

@@ -228,10 +228,13 @@ def credit_of(rule: CreditRule, experience: Experience) -> Credit:
     axis = [table for table in vars(decisions).values() if isinstance(table, Tensor)]
     with part_call(call, CreditError, values, *experience.parts.values(), *axis):
         assigned: Any = by_record or rule.assign  # pyright: ignore
-        credit = assigned(experience) if by_record else Credit(assigned(values, decisions))
+        credit = assigned(experience) if by_record else assigned(values, decisions)
+    mask = decisions.mask
+    if not by_record:
+        advantages = _checked_table(credit, mask, f"{call} returned")
+        return Credit(advantages, mask.to(advantages))
     if not isinstance(credit, Credit):
         raise CreditError(f"{call} returned {_shown(credit)}, not a Credit(advantages, weights)")
-    mask = decisions.mask
     advantages = _checked_table(credit.advantages, mask, f"{call} returned")
     if credit.weights is None:
         return Credit(advantages, mask.to(advantages))

@@ -279,7 +279,7 @@ def documentation_of(kind: str, name: str) -> str:
     return inspect.getdoc(_by_name(kind, name)) or ""
 
 
-def find_maker(kind: str, spec: Spec) -> Maker:
+def find_maker(kind: str, spec: Spec) -> Any:
     """The class or function that builds the part; `build` calls it.
 
     Args:
@@ -287,7 +287,7 @@ def find_maker(kind: str, spec: Spec) -> Maker:
         spec: the parsed spec.
 
     Returns:
-        The class or function, which is not called.
+        What the spec names, which is not called.
 
     Raises:
         ConfigError: the class or function cannot be found or imported.

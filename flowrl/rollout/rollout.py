@@ -116,7 +116,6 @@ def rollout(
         ConfigError: the policy lacks what the probe needs.
         ProbeError: the probe breaks its contract.
     """
-    require(isinstance(probe, Probe), "probe", probe, "an instance of flowrl.probes.Probe")
     guided = None
     if probe.network.guidance == "off":
         guided = extras(policy, "guided", "guidance_scale")

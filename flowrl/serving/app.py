@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from flowrl.core.protocols import RewardModel
+from flowrl.core.protocols import AnyReward
 from flowrl.rewards.combine import WeightedSum, require_single
 from flowrl.rewards.contract import ComponentScores
 from flowrl.serving.batching import Batcher, Metrics, is_transient
@@ -37,7 +37,7 @@ class RewardServer:
         settings: settings of the server.
     """
 
-    def __init__(self, reward: RewardModel, settings: ServerSettings) -> None:
+    def __init__(self, reward: AnyReward, settings: ServerSettings) -> None:
         reward = require_single(reward, "reward", settings.name)
         self.settings, self.limits = settings, settings.limits
         self.metrics = Metrics()
@@ -107,7 +107,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def create_app(reward: RewardModel, settings: ServerSettings | None = None) -> FastAPI:
+def create_app(reward: AnyReward, settings: ServerSettings | None = None) -> FastAPI:
     """An ASGI application that serves `reward`. Its thread stops with the application's lifespan.
 
     Args:

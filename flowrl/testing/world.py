@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from flowrl.core.errors import RewardError
-from flowrl.core.protocols import FlowPolicy, PolicyOptions, World
+from flowrl.core.protocols import FlowPolicy, PolicyOptions
 from flowrl.core.types import Prompt
 from flowrl.parts.registry import check_part
 from flowrl.testing.contract import Contract, basic, expect, promise, same, twice
@@ -26,7 +26,7 @@ class WorldContract(Contract):
         without: names of promises that the part breaks on purpose.
     """
 
-    part: World
+    part: Any
     shared = True
 
     def policy(self) -> FlowPolicy:

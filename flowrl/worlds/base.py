@@ -234,7 +234,7 @@ def _checked(chosen: World) -> World:
     return chosen
 
 
-def check_policy(chosen: World, policy: FlowPolicy) -> None:
+def check_policy(chosen: World, policy: Any) -> None:
     """Check that the policy of a world is a policy and has latents of `World.elements` numbers.
 
     Args:

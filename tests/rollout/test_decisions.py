@@ -70,7 +70,7 @@ def test_inserted_ode_steps_change_neither_states_nor_values_nor_credit(rule):
     assert paths[1].schedule.steps > paths[0].schedule.steps
     for later in (0, 1):
         states = (
-            torch.stack([path.at(step + later) for step in record.decisions.step])
+            torch.stack([path.at(int(step) + later) for step in record.decisions.step])
             for path, record in zip(paths, records, strict=True)
         )
         torch.testing.assert_close(*states, **close)

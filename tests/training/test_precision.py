@@ -142,7 +142,7 @@ def test_eight_bit_adam_is_made_by_its_package(monkeypatch):
 def test_adamw_is_fused_if_all_parameters_are_on_cuda(on_cuda, monkeypatch):
     parameters = [SimpleNamespace(is_cuda=cuda) for cuda in on_cuda]
     monkeypatch.setattr(torch.optim, "AdamW", lambda *given, **named: named)
-    assert make_optimizer(OptimConfig(), parameters)["fused"] is (all(on_cuda) or None)
+    assert make_optimizer.__wrapped__(OptimConfig(), parameters)["fused"] is (all(on_cuda) or None)
 
 
 def test_averages_of_many_tensors_have_the_bits_of_separate_ones():
