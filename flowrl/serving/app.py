@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from flowrl.core.protocols import AnyReward
+from flowrl.core.protocols import AnyReward, RewardModel
 from flowrl.rewards.combine import WeightedSum, require_single
 from flowrl.rewards.contract import ComponentScores
 from flowrl.serving.batching import Batcher, Metrics, is_transient
