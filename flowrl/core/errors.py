@@ -27,7 +27,7 @@ class ConfigError(FlowrlError, ValueError):
     """A setting is unknown, out of range, or contradicts another one."""
 
 
-class ArgumentError(FlowrlError, TypeError):
+class ArgumentError(ConfigError, TypeError):
     """An argument of a call has a wrong name, type or shape."""
 
 
