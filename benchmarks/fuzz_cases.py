@@ -24,6 +24,7 @@ from flowrl_compare.comparison import CompareConfig, load_compare
 from flowrl_compare.figures import samples, trajectory
 from flowrl_compare.results import load_comparison, load_run, run_folder, summarise
 from flowrl_rewards.clip import read_weights
+from flowrl_testing.tiny import tiny_sd3
 from safetensors.torch import load_file, save
 
 from flowrl.core.errors import FlowrlError
@@ -32,7 +33,6 @@ from flowrl.parts.prompts import read_prompts, write_prompts
 from flowrl.parts.trust import check_code
 from flowrl.policies import load_policy
 from flowrl.policies.pipeline import ModelOptions
-from flowrl.testing.tiny import tiny_sd3
 from flowrl.training.build import check, load_trained, make_policy, make_trainer
 from flowrl.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, save_weights
 from flowrl.training.config import RunConfig, load_config, preset

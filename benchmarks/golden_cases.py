@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from flowrl_testing.tiny import tiny_flux, tiny_sd3
+
 from flowrl.methods import METHODS
-from flowrl.testing.tiny import tiny_flux, tiny_sd3
 
 POINTS = "--preset tiny --world mixture --ema-decay 0.8 --minibatches 2 --checkpoint-every 2"
 IMAGES = "--preset tiny --world shapes --ema-decay 0.8 --minibatches 2 --checkpoint-every 2"

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from flowrl_compare.style import save
+from flowrl_testing.tiny import TINY, tiny_flux, tiny_sd3
 from ratio_report import PRECISIONS, report, rounding_figure, shares_figure
 from torch import Tensor
 from torch.nn import functional
@@ -42,7 +43,6 @@ from flowrl.flow.gaussian import log_prob, log_prob_without_constants, sample
 from flowrl.io import write_json
 from flowrl.policies import DTYPES, SD3, Flux, PipelinePolicy
 from flowrl.samplers import CPS, DDIMSDE, DanceSDE, FixedWindow, FlowSDE, Windowed, windowed
-from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3
 from flowrl.worlds.base import PolicyOptions, world
 
 HERE = Path(__file__).parent

@@ -3,7 +3,7 @@
     python benchmarks/tiny_video.py               # about 20 minutes on one core; resumable
     python benchmarks/tiny_video.py --report      # the table again
 
-The pipeline is `flowrl.testing.tiny_wan`: its videos are noise, and a LoRA of rank 8 is trained.
+The pipeline is `flowrl_testing.tiny_wan`: its videos are noise, and a LoRA of rank 8 is trained.
 Videos have 5 frames of 16 x 16 pixels (two latent frames). Rewards: `motion`, the mean absolute
 change between successive frames, and `fade-in`, the mean of the last frame minus that of the first.
 Scores are those of 64 videos from the same noise before and after, sampled by ODE. A seed draws the
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from flowrl_bench.results_file import provenance
 from flowrl_compare.statistics import mean
+from flowrl_testing.tiny import TINY_VIDEO, tiny_wan_policy
 
 from flowrl.core.protocols import RewardModel
 from flowrl.core.types import Prompt
@@ -27,7 +28,6 @@ from flowrl.io import write_json
 from flowrl.methods import flow_grpo, stepwise_flow_grpo, tp_grpo
 from flowrl.rewards import FunctionReward, Motion
 from flowrl.rollout import initial_noise, sample_images, score
-from flowrl.testing.tiny import TINY_VIDEO, tiny_wan_policy
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
 

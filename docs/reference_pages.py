@@ -32,7 +32,6 @@ PAGES = {
     "policies": "Policies: SD3, FLUX, Qwen-Image, Wan, two small networks",
     "worlds": "Worlds: built-in tasks, tasks from a model",
     "training": "Training: trainer, settings, runs, comparisons, evaluation",
-    "testing": "Contract tests, tiny pipelines",
     "cli": "Command line",
     "distributed": "Several processes: collectives, FSDP2",
     "io": "Atomic files, locks",
@@ -40,6 +39,7 @@ PAGES = {
     "workers": "Jobs in worker processes",
     "signals": "Ctrl-C, SIGTERM and closed pipes",
     "serving": "Reward server and its client",
+    "flowrl_testing": "Contract tests, tiny pipelines",
     "flowrl_rewards": "Reward networks: GenEval, OCR, PickScore, HPS, CLIP",
     "flowrl_compare": "Comparisons, evaluations, figures and reports",
 }

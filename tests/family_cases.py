@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from flowrl_testing.tiny import TINY, TINY_VIDEO, tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 
 from flowrl.core.types import Prompt
 from flowrl.losses import ClippedLoss
@@ -13,7 +14,6 @@ from flowrl.methods import flow_grpo
 from flowrl.policies import SD3, Flux, ModelOptions, PipelinePolicy, QwenImage, Wan
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Usage, solve
-from flowrl.testing.tiny import TINY, TINY_VIDEO, tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch._dynamo.utils
 from family_cases import PROMPTS, REDNESS
+from flowrl_testing.tiny import TINY, tiny_sd3_policy
 from host_sync import HostSyncs
 
 from flowrl.rewards import FunctionReward
-from flowrl.testing.tiny import TINY, tiny_sd3_policy
 from flowrl.training.build import make_method
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer

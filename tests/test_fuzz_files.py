@@ -14,12 +14,12 @@ import torch
 import yaml
 from flowrl_bench.explain import read_rewards
 from flowrl_compare.results import load_run
+from flowrl_testing.tiny import tiny_sd3
 from safetensors.torch import save
 
 from flowrl.core.errors import CheckpointError, ConfigError
 from flowrl.parts.prompts import read_prompts
 from flowrl.reading import DEPTH, NODES, load_document, parse_json, read_json, read_tensors, reading
-from flowrl.testing.tiny import tiny_sd3
 
 INPUTS = 300
 SLOW = ("base weights", "model: ")
@@ -183,10 +183,10 @@ def test_a_torn_last_line_is_ignored_and_another_bad_line_is_refused(seeds, tmp_
 
 
 def test_a_pipeline_with_missing_weights_is_refused(tmp_path):
+    from flowrl_testing.tiny import TINY
     from safetensors.torch import load_file, save_file
 
     from flowrl.policies import load_policy
-    from flowrl.testing.tiny import TINY
 
     tiny_sd3().save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors"

@@ -65,7 +65,6 @@ ROOMS = (
     "policies",
     "worlds",
     "rollout",
-    "testing",
 )
 
 

@@ -11,7 +11,14 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType
 
-OWN_PACKAGES = ("flowrl", "flowrl_bench", "flowrl_compare", "flowrl_course", "flowrl_rewards")
+OWN_PACKAGES = (
+    "flowrl",
+    "flowrl_bench",
+    "flowrl_compare",
+    "flowrl_course",
+    "flowrl_rewards",
+    "flowrl_testing",
+)
 """The packages of this distribution."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,7 +40,6 @@ from flowrl.training.monitors import limits_of, notices
 from flowrl.training.nonfinite import NonFiniteError
 from flowrl.training.observers import Observers
 from flowrl.training.results import MetricsRow, has_progress, holds
-from flowrl.training.trial import reward_trial, try_parts
 
 Row = dict[str, Any]
 TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
@@ -47,6 +47,11 @@ Report = Callable[[dict[str, Any]], None]
 """Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes,
 and with {"warning"}, whose "kinds" are those of its lines (`flowrl.training.monitors.Notice`).
 """
+
+
+def trials() -> list[Any]:
+    """The modules that try the user's parts before a run (entry points `flowrl.trial`)."""
+    return [point.load() for point in sorted(entry_points(group="flowrl.trial"))]
 
 
 @dataclass
@@ -72,7 +77,7 @@ class Run:
         observers: observers besides those of the setting `observe`; give them again when the run is
             resumed.
         trial: try the user's own parts before a new run, or with `changed_code`
-            (`flowrl.training.trial`).
+            (`flowrl_testing.trial`).
         parts_tried: try only the reward, because the caller has tried the other parts.
     """
 
@@ -130,7 +135,8 @@ class Run:
     def _enter(self, stack: ExitStack, resume: bool) -> None:
         """Try the user's parts and lock the folder."""
         if self.trial and not self.parts_tried and (self.changed_code or not resume):
-            try_parts([self.config], self._warn_of_trial)
+            for trial in trials():
+                trial.try_parts([self.config], self._warn_of_trial)
         lock = folder_lock(self.folder)
         if not resume:
             need = "a folder without a run; --resume continues one"
@@ -154,8 +160,8 @@ class Run:
         trainer.on_phase = lambda phase: self._tell({"phase": phase})
         trainer.recorded = self._observers.recorded
         is_main = self.distributed.is_main
-        if self.trial and not resume and is_main:
-            tried = partial(reward_trial, self.config, warn=self._warn_of_trial)
+        for trial in trials() if self.trial and not resume and is_main else ():
+            tried = partial(trial.reward_trial, self.config, warn=self._warn_of_trial)
             trainer.collector.inspect = tried(trainer.reward)
             for spec, reward in self._heldout.rewards.items():
                 if (inspect := tried(reward, heldout=spec)) is not None:

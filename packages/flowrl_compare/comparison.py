@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flowrl_testing.trial import try_parts
+
 from flowrl.core.errors import ConfigError, FlowrlError, PartError, require
 from flowrl.core.protocols import World
 from flowrl.io import folder_lock, new_folder, write_json
@@ -26,7 +28,6 @@ from flowrl.training.format import FORMAT, require_format
 from flowrl.training.plan import Plan, plan
 from flowrl.training.results import has_progress, holds
 from flowrl.training.run import Run
-from flowrl.training.trial import try_parts
 from flowrl.workers import Worker, run_jobs, usable_cores
 from flowrl_compare.arms import Arms, arm_run, check_arms, of_arm
 from flowrl_compare.results import ComparisonFile, run_folder

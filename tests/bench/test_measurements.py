@@ -18,8 +18,8 @@ from flowrl_bench.measurements import (
 )
 from flowrl_bench.rules import RandomCredit
 from flowrl_bench.suite import _differences, _named
+from flowrl_testing import credit_contract
 
-from flowrl.testing import credit_contract
 from flowrl.training.build import make_trainer
 
 test_random_credit = credit_contract(

@@ -9,6 +9,7 @@ from flowrl_bench.rules import (
     clear_swings,
     random_steps,
 )
+from flowrl_testing import credit_contract
 from hypothesis import given
 from hypothesis import strategies as st
 from published_trees import credit, published
@@ -29,7 +30,6 @@ from flowrl.credit import (
 )
 from flowrl.parts.registry import build
 from flowrl.probes import Branch
-from flowrl.testing import credit_contract
 from flowrl.training.build import make_method
 from flowrl.training.config import preset
 

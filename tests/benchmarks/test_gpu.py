@@ -8,6 +8,12 @@ from dataclasses import replace
 import gpu
 import pytest
 import torch
+from flowrl_testing.tiny import (
+    CLIP_TOKENS,
+    TINY,
+    WIDTH,
+    tiny_sd3_policy,
+)
 from gpu_compute import (
     Meter,
     MeteredFamily,
@@ -17,12 +23,6 @@ from gpu_compute import (
 )
 
 from flowrl.core.types import Prompt
-from flowrl.testing.tiny import (
-    CLIP_TOKENS,
-    TINY,
-    WIDTH,
-    tiny_sd3_policy,
-)
 
 
 def cost_of(policy):

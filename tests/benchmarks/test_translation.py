@@ -5,6 +5,12 @@ that has the numbers.
 import pytest
 import torch
 import translation
+from flowrl_testing.tiny import (
+    tiny_flux_policy,
+    tiny_qwen_image_policy,
+    tiny_sd3_policy,
+    tiny_wan_policy,
+)
 from translation import (
     CLIPPED,
     WAN_ELEMENTS,
@@ -18,12 +24,6 @@ from translation import (
 )
 
 from flowrl.samplers import CPS, FlowSDE
-from flowrl.testing.tiny import (
-    tiny_flux_policy,
-    tiny_qwen_image_policy,
-    tiny_sd3_policy,
-    tiny_wan_policy,
-)
 from flowrl.training.config import preset
 
 FLOW, CPS_SD3, CPS_FLUX = (

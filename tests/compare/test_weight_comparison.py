@@ -13,6 +13,7 @@ from flowrl_compare.weight_comparison import (
     compare_scores,
     sample_and_score,
 )
+from flowrl_testing.tiny import tiny_flux_policy, tiny_sd3
 from safetensors.torch import load_file, save_file
 from scipy import stats
 from small_run import words
@@ -20,7 +21,6 @@ from small_run import words
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.rewards.combine import FunctionReward
-from flowrl.testing.tiny import tiny_flux_policy, tiny_sd3
 from flowrl.worlds.base import PolicyOptions, world
 
 REWARDS = """

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from flowrl_testing.credit import chosen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_trees import GOLDEN, SPLITS, credit, published, record_of
@@ -32,7 +33,6 @@ from flowrl.credit import (
 from flowrl.methods import METHODS, try_credit
 from flowrl.probes import Branch, Comb, Probe
 from flowrl.samplers import FixedWindow, FlowSDE
-from flowrl.testing.credit import chosen
 
 WORKED = json.loads((GOLDEN / "worked.json").read_text())
 BRANCH = Branch((2,))

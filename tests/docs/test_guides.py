@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from flowrl.cli.main import main
-from flowrl.core.experience import Record
-from flowrl.testing import (
+from flowrl_testing import (
     check_credit,
     check_forward_loss,
     check_loss,
@@ -22,6 +19,9 @@ from flowrl.testing import (
     check_solver,
     check_world,
 )
+
+from flowrl.cli.main import main
+from flowrl.core.experience import Record
 from flowrl.training.build import make_trainer
 from flowrl.training.config import preset
 

@@ -8,12 +8,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from flowrl_testing import check_reward
 from PIL import Image
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
-from flowrl.testing import check_reward
 
 RECIPE = Path(__file__).parents[2] / "docs" / "recipes" / "image_reward.py"
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from flowrl_rewards.ocr import quoted_text
+from flowrl_testing.tiny import tiny_sd3
 from small_run import words
 from tiny_rewards import tiny_clip
 
@@ -24,7 +25,6 @@ from flowrl.parts.prompts import (
     text_prompts,
     write_prompts,
 )
-from flowrl.testing.tiny import tiny_sd3
 
 GENEVAL = [
     {

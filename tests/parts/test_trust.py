@@ -16,6 +16,8 @@ import pytest
 import torch
 from flowrl_compare.comparison import CompareConfig, compare, load_compare
 from flowrl_rewards import Aesthetic, PickScore
+from flowrl_testing.tiny import TINY, tiny_sd3
+from flowrl_testing.trial import try_parts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_run import MIXTURE, flowrl_
@@ -29,7 +31,6 @@ from flowrl.parts.specs import NESTED
 from flowrl.parts.trust import PARTS, trusted
 from flowrl.policies.load import load_policy
 from flowrl.probes import NoProbe
-from flowrl.testing.tiny import TINY, tiny_sd3
 from flowrl.training import build as training_build
 from flowrl.training.build import (
     check,
@@ -42,7 +43,6 @@ from flowrl.training.build import (
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.plan import plan
 from flowrl.training.run import Run
-from flowrl.training.trial import try_parts
 
 
 @pytest.fixture

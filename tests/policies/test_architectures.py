@@ -8,6 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from flowrl_testing.tiny import (
+    TINY,
+    tiny_flux_policy,
+    tiny_sd3,
+    tiny_sd3_policy,
+)
 
 from flowrl.core.types import Prompt
 from flowrl.policies import (
@@ -16,12 +22,6 @@ from flowrl.policies import (
     StorageCounter,
     architecture_of,
     memory,
-)
-from flowrl.testing.tiny import (
-    TINY,
-    tiny_flux_policy,
-    tiny_sd3,
-    tiny_sd3_policy,
 )
 from flowrl.training.config import preset
 from flowrl.training.plan import memory as count_plan

@@ -6,6 +6,8 @@ import pytest
 import torch
 from family_cases import CASES, PROMPTS, TEXTS, TIME, draw, fill, noise_of, trainer_of, velocity
 from flowrl_compare.results import load_run
+from flowrl_testing import policy_contract
+from flowrl_testing.tiny import TINY, tiny_flux, tiny_sd3
 from safetensors.torch import load_file
 
 from flowrl.cli.main import main
@@ -19,8 +21,6 @@ from flowrl.policies import (
     has_compiled_blocks,
     load_policy,
 )
-from flowrl.testing import policy_contract
-from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3
 from flowrl.training.build import trained_policy
 
 test_qwen_image = policy_contract(

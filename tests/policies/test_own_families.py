@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from family_cases import CASES, PROMPTS, TEXTS, TIME, draw, noise_of, velocity
+from flowrl_testing.tiny import TINY, tiny_flux, tiny_sd3, tiny_wan
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
 from flowrl.policies import Flux, load_policy
-from flowrl.testing.tiny import TINY, tiny_flux, tiny_sd3, tiny_wan
 
 SD3, FLUX, QWEN, WAN = CASES.values()
 

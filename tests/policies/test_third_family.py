@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 from family_cases import STEPS, Case, draw, noise_of, trainer_of
-
-from flowrl.testing import policy_contract, tiny
+from flowrl_testing import policy_contract, tiny
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "model-families.md"
 

@@ -11,13 +11,13 @@ import torch
 from flowrl_rewards import Aesthetic, CLIPScore, HPSv21, PickScore
 from flowrl_rewards.clip import clip_pixels
 from flowrl_rewards.geneval import load_detector
+from flowrl_testing import check_reward
 from safetensors.torch import load_file, save_file
 from tiny_rewards import tiny_clip, tiny_detector
 from torch import nn
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
-from flowrl.testing import check_reward
 
 PROMPTS = [Prompt("a red fox"), Prompt("two cats"), Prompt("a red fox"), Prompt("x" * 200)]
 TEXTS = [prompt.text for prompt in PROMPTS]

@@ -17,13 +17,13 @@ from flowrl_rewards.geneval import (
     relations,
     strict_score,
 )
+from flowrl_testing import check_reward
 from tiny_rewards import tiny_clip, tiny_detector
 
 from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.types import Prompt
 from flowrl.parts.geneval import COLOURS, request_of
 from flowrl.parts.registry import build
-from flowrl.testing import check_reward
 
 LEFT, RIGHT, TOP, BOTTOM = (0, 40, 20, 60), (70, 40, 90, 60), (40, 0, 60, 20), (40, 80, 60, 99)
 MASK = torch.ones(1, 1, dtype=torch.bool)

@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from flowrl_testing import reward_contract
 
 from flowrl.core.errors import ArgumentError, ConfigError, RewardContractError, RewardError
 from flowrl.core.types import Prompt
@@ -21,7 +22,6 @@ from flowrl.rewards.images import (
     to_bytes,
     to_pillow,
 )
-from flowrl.testing import reward_contract
 
 TWO = [Prompt("a"), Prompt("b")]
 

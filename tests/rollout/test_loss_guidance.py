@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from flowrl_testing.tiny import TINY, tiny_sd3_policy
 from rollouts import disturbed
 
 from flowrl.core.errors import ConfigError
@@ -19,7 +20,6 @@ from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups
 from flowrl.rollout.batches import ForwardBatches
 from flowrl.rollout.rollout import Rollout
-from flowrl.testing.tiny import TINY, tiny_sd3_policy
 from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
 from flowrl.training.plan import plan, plan_text

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from flowrl_bench.probes import SomeMembers
+from flowrl_testing import TINY, tiny_sd3_policy
+from flowrl_testing.probe import small_policy
 from rollouts import PROMPTS, SDE, Straight, rolled, valued
 
 from flowrl.core.errors import ConfigError, ProbeError
@@ -20,8 +22,6 @@ from flowrl.probes import (
     Substeps,
 )
 from flowrl.samplers import FlowSDE, Windowed
-from flowrl.testing import TINY, tiny_sd3_policy
-from flowrl.testing.probe import small_policy
 
 
 @pytest.fixture

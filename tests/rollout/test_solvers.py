@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from flowrl_testing.tiny import tiny_sd3_policy
 from recorded_forward import Recorded
 from rollouts import DIRECTIONS
 
@@ -26,7 +27,6 @@ from flowrl.rollout import (
 )
 from flowrl.samplers import Multistep
 from flowrl.samplers.multistep import SASolver, sa_schedule
-from flowrl.testing.tiny import tiny_sd3_policy
 from flowrl.worlds.base import world
 
 MEAN, STD, ROWS = torch.tensor([0.7, -1.2]), 0.7, 100

@@ -1,4 +1,4 @@
-"""Every built-in part, and parts as users write them, keep the promises of `flowrl.testing`."""
+"""Every built-in part, and parts as users write them, keep the promises of `flowrl_testing`."""
 
 import random
 from dataclasses import dataclass, replace
@@ -12,6 +12,23 @@ from all_but_last import AllButLast
 from contract_parts import DIRECTIONS, Brightness, Own, dense, mixture_policy, tree_rule
 from flowrl_bench.pretrain_pairs import draw_layout, render
 from flowrl_bench.probes import SomeMembers
+from flowrl_testing import (
+    TINY,
+    check_credit,
+    check_forward_loss,
+    check_group_reward,
+    check_loss,
+    check_policy,
+    check_probe,
+    check_reward,
+    check_sampler,
+    check_solver,
+    check_window,
+    check_world,
+    tiny_flux_policy,
+    tiny_sd3,
+    tiny_sd3_policy,
+)
 
 from flowrl.core.errors import RewardError
 from flowrl.core.experience import Credit
@@ -65,23 +82,6 @@ from flowrl.samplers import (
     RandomWindow,
     SlidingWindow,
     Windowed,
-)
-from flowrl.testing import (
-    TINY,
-    check_credit,
-    check_forward_loss,
-    check_group_reward,
-    check_loss,
-    check_policy,
-    check_probe,
-    check_reward,
-    check_sampler,
-    check_solver,
-    check_window,
-    check_world,
-    tiny_flux_policy,
-    tiny_sd3,
-    tiny_sd3_policy,
 )
 from flowrl.worlds import MixtureWorld, ModelWorld, PolicyOptions, ShapesWorld
 from flowrl.worlds.base import world

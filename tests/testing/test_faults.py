@@ -1,4 +1,4 @@
-"""`flowrl.testing` finds what is broken: planted faults, each named by the promise that it breaks."""
+"""`flowrl_testing` finds what is broken: planted faults, each named by the promise that it breaks."""
 
 import copy
 import random
@@ -6,11 +6,25 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import flowrl_testing as testing
 import pytest
 import torch
 from contract_parts import DIRECTIONS, Brightness, Own, dense, mixture_policy, tree_rule
+from flowrl_testing import (
+    check_credit,
+    check_forward_loss,
+    check_group_reward,
+    check_loss,
+    check_policy,
+    check_probe,
+    check_reward,
+    check_sampler,
+    check_solver,
+    check_window,
+    check_world,
+    credit_contract,
+)
 
-from flowrl import testing
 from flowrl.core.errors import ConfigError, RewardError
 from flowrl.core.experience import Credit
 from flowrl.core.forward import WeightCopy
@@ -31,20 +45,6 @@ from flowrl.losses import DGPO, GSPO, ClippedLoss
 from flowrl.probes import Branch, Call, Completion, Cost, NoProbe, Probe
 from flowrl.rewards import win_rates
 from flowrl.samplers import FlowSDE, Multistep, Windowed
-from flowrl.testing import (
-    check_credit,
-    check_forward_loss,
-    check_group_reward,
-    check_loss,
-    check_policy,
-    check_probe,
-    check_reward,
-    check_sampler,
-    check_solver,
-    check_window,
-    check_world,
-    credit_contract,
-)
 from flowrl.worlds import MixtureWorld
 from flowrl.worlds.mixture import DirectionReward
 

@@ -69,7 +69,7 @@ def world_trainer(config, distributed):
 
 
 def pipeline_trainer(config, distributed, **options):
-    from flowrl.testing.tiny import TINY, tiny_sd3_policy
+    from flowrl_testing.tiny import TINY, tiny_sd3_policy
 
     prompts = [Prompt(text) for text in ("three red circles", "a dog", "a small house")]
     policy = tiny_sd3_policy(replace(TINY, dtype=config.policy.dtype, **options))
@@ -163,7 +163,7 @@ COPIED = SHARDED.replace(
 
 def sharded(distributed):
     """The same for sharded weights; with what was saved, and after a resumption."""
-    from flowrl.testing.tiny import TINY, tiny_sd3_policy
+    from flowrl_testing.tiny import TINY, tiny_sd3_policy
 
     differences = {}
     for reshard, config in ((True, SHARDED), (False, COPIED)):

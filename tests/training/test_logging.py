@@ -9,13 +9,13 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 from flowrl_compare.results import load_run
+from flowrl_testing.tiny import tiny_sd3
 from PIL import Image
 from safetensors.torch import load_file
 from small_run import numbers, words
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
-from flowrl.testing.tiny import tiny_sd3
 from flowrl.training.build import make_world
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.logging import over_time, scalars, strip, tracker_name, write_image

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from flowrl_testing.tiny import TINY as TINY_MODEL
+from flowrl_testing.tiny import tiny_sd3_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_run import rows_of
@@ -16,8 +18,6 @@ from small_run import rows_of
 from flowrl.core.errors import ConfigError, TrainingError
 from flowrl.core.types import Prompt
 from flowrl.rewards import FunctionReward
-from flowrl.testing.tiny import TINY as TINY_MODEL
-from flowrl.testing.tiny import tiny_sd3_policy
 from flowrl.training import memory
 from flowrl.training.build import make_method, make_trainer
 from flowrl.training.config import load_config, preset

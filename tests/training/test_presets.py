@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from flowrl_compare.results import load_run
+from flowrl_testing.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 from tiny_rewards import tiny_clip, tiny_detector
 
 from flowrl.cli.main import main
@@ -16,7 +17,6 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.protocols import ForwardLoss
 from flowrl.io import write_json
 from flowrl.parts.settings import grouped, read_settings, settings_text
-from flowrl.testing.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 from flowrl.training.build import first_trained_steps, make_method, make_world
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.evaluation import write_trajectory

@@ -8,11 +8,11 @@ import logging
 import pytest
 import torch
 from flowrl_compare.results import load_run
+from flowrl_testing.tiny import tiny_flux, tiny_sd3
 from safetensors.torch import load_file
 
 from flowrl.cli.main import main
 from flowrl.losses import ClippedLoss
-from flowrl.testing.tiny import tiny_flux, tiny_sd3
 from flowrl.training.build import make_world, run_method
 from flowrl.training.config import RunConfig, preset
 

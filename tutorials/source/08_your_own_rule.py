@@ -31,7 +31,7 @@ from flowrl.credit import StepwiseGain, TurningPoint, Uniform, credit_of, gains,
 from flowrl.core.experience import Credit
 from flowrl.probes import Completion, NoProbe, Probe, Tweedie
 from flowrl.parts.registry import build
-from flowrl.testing import check_credit
+from flowrl_testing import check_credit
 from flowrl_course import lesson_08 as lesson
 from flowrl_course.batches import sample_groups
 from flowrl_course.figures import clean, panels
@@ -118,7 +118,7 @@ class Draft:
 
 
 # %% [markdown]
-# The trainer, `flowrl compare` and the checkpoints rely on the promises in the protocol's docstring. `flowrl.testing` checks all of them with difficult tables: groups of equal values, a group of one, values of $10^6$, permuted members, invalid samples, transitions that were not drawn.
+# The trainer, `flowrl compare` and the checkpoints rely on the promises in the protocol's docstring. `flowrl_testing` checks all of them with difficult tables: groups of equal values, a group of one, values of $10^6$, permuted members, invalid samples, transitions that were not drawn.
 
 # %%
 print(*[line for line in str(check_credit(Draft())).splitlines() if "not tried, because" not in line], sep="\n")
@@ -178,7 +178,7 @@ print(findings.ok, f"{sum(finding.ok for finding in findings)} of {len(findings)
 # In a test file the same suite takes two lines, with one pytest case per promise:
 #
 # ```python
-# from flowrl.testing import credit_contract
+# from flowrl_testing import credit_contract
 # test_estimate_gain = credit_contract(EstimateGain())
 # ```
 #

@@ -37,7 +37,7 @@ from flowrl.policies import ARCHITECTURES, LORA_TARGETS, ModelOptions, load_poli
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Usage, rollout, solve
 from flowrl.samplers import FlowSDE, Windowed
-from flowrl.testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
+from flowrl_testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 from flowrl_course import lesson_10 as lesson
 from flowrl_course.figures import ACCENT, COLOURS, DATA, NOISE, OTHERS, ImageRow, clean, panels, show_images
 

@@ -13,6 +13,7 @@ are multiplied by -K d.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +24,8 @@ from flowrl.core.protocols import (
     CreditRule,
     FlowPolicy,
     ForwardLoss,
-    MultistepSolver,
     PolicyLoss,
     RewardModel,
-    Sampler,
 )
 from flowrl.core.types import Prompt, Schedule
 from flowrl.credit import credit_of, generalised_gains
@@ -56,7 +55,7 @@ class Setting:
     """
 
     policy: FlowPolicy
-    sampler: Sampler | MultistepSolver
+    sampler: Any  # a Sampler for gradients, or a MultistepSolver
     schedule: Schedule
     reward: RewardModel
     prompts: Sequence[Prompt]

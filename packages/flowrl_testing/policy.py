@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl.core.errors import require
 from flowrl.core.protocols import FlowPolicy
 from flowrl.core.types import Condition, Prompt
-from flowrl.testing.contract import Pure, Separate, basic, expect, promise, same
+from flowrl_testing.contract import Pure, Separate, basic, expect, promise, same
 
 PROMPTS = ("a red fox", "two blue cars", "a house", "the sea at night")
 

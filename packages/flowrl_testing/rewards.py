@@ -11,7 +11,7 @@ from flowrl.core.protocols import GroupReward, RewardModel
 from flowrl.core.types import Prompt
 from flowrl.rewards.contract import checked_scores, component_methods
 from flowrl.rollout.values import score
-from flowrl.testing.contract import (
+from flowrl_testing.contract import (
     INAPPLICABLE,
     Pure,
     Separate,

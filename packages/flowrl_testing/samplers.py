@@ -12,7 +12,7 @@ from flowrl.core.errors import require
 from flowrl.core.types import Gaussian, Schedule
 from flowrl.flow import expand, shifted_schedule
 from flowrl.samplers.kernels import checked_transition
-from flowrl.testing.contract import (
+from flowrl_testing.contract import (
     INAPPLICABLE,
     Contract,
     Pure,

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from flowrl_testing.trial import SECONDS, try_parts
 from small_run import words
 
 from flowrl.cli.main import main
@@ -11,7 +12,6 @@ from flowrl.core.errors import ConfigError
 from flowrl.parts.registry import KINDS
 from flowrl.training.config import preset
 from flowrl.training.run import Run
-from flowrl.training.trial import SECONDS, try_parts
 
 MINE = """
 import torch
@@ -205,7 +205,7 @@ def test_no_built_in_part_is_stopped(kind, made, tmp_path):
 def test_only_users_parts_are_tried_and_each_once(mine, monkeypatch):
     tried = []
     monkeypatch.setattr(
-        "flowrl.training.trial._try_part", lambda config, name, *rest: tried.append(name)
+        "flowrl_testing.trial._try_part", lambda config, name, *rest: tried.append(name)
     )
     rule = TINY.replace(credit=f"{mine}:Upside")
     built_in = TINY.replace(credit="gdpo(rule=stepwise-gain)", loss="gspo")

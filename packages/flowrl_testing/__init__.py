@@ -2,7 +2,7 @@
 
 In a test file, two lines make one pytest case per promise::
 
-    from flowrl.testing import credit_contract
+    from flowrl_testing import credit_contract
     test_my_rule = credit_contract(MyRule())
 
 In a notebook, ``check_credit(MyRule())`` lists which promises are kept. The argument is an object
@@ -11,23 +11,23 @@ the observed value, and the usual cause. If a basic promise is broken (shape, ra
 that would fail for the same reason are not tried.
 
 `without` names promises that a part breaks on purpose. Only the functions that end in ``_contract``
-need pytest. Before a run, `flowrl.training.trial` checks the user's own parts with this package.
+need pytest. Before a run, `flowrl_testing.trial` checks the user's own parts with this package.
 """
 
-from flowrl.testing.contract import (
+from flowrl_testing.contract import (
     ContractAdvice,
     ContractBroken,
     Finding,
     Findings,
     entry_points,
 )
-from flowrl.testing.credit import CreditContract
-from flowrl.testing.losses import ForwardLossContract, PolicyLossContract
-from flowrl.testing.policy import PolicyContract
-from flowrl.testing.probe import ProbeContract
-from flowrl.testing.rewards import GroupRewardContract, RewardContract
-from flowrl.testing.samplers import SamplerContract, SolverContract, WindowContract
-from flowrl.testing.tiny import (
+from flowrl_testing.credit import CreditContract
+from flowrl_testing.losses import ForwardLossContract, PolicyLossContract
+from flowrl_testing.policy import PolicyContract
+from flowrl_testing.probe import ProbeContract
+from flowrl_testing.rewards import GroupRewardContract, RewardContract
+from flowrl_testing.samplers import SamplerContract, SolverContract, WindowContract
+from flowrl_testing.tiny import (
     TINY,
     TINY_VIDEO,
     tiny_flux,
@@ -39,7 +39,7 @@ from flowrl.testing.tiny import (
     tiny_wan,
     tiny_wan_policy,
 )
-from flowrl.testing.world import WorldContract
+from flowrl_testing.world import WorldContract
 
 __all__ = [
     "TINY",

@@ -16,8 +16,8 @@ from flowrl.probes import Branching, NetworkUse, NoProbe, Probe, Shape, whole
 from flowrl.rewards import FunctionReward
 from flowrl.rollout import Groups, Rollout, Usage, rollout, score_rollout
 from flowrl.samplers import FlowSDE, Windowed
-from flowrl.testing.contract import INAPPLICABLE, Contract, basic, expect, promise, same, twice
-from flowrl.testing.tiny import TINY, tiny_sd3_policy
+from flowrl_testing.contract import INAPPLICABLE, Contract, basic, expect, promise, same, twice
+from flowrl_testing.tiny import TINY, tiny_sd3_policy
 
 PROMPTS = [Prompt(text) for text in ("0", "90", "200")]
 REWARD = FunctionReward(lambda images, prompts: (images.flatten(1) - 0.3).square().mean(1))

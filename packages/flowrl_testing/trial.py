@@ -15,13 +15,13 @@ from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
 from flowrl.parts.trust import own_parts
 from flowrl.rollout.values import Inspect, score
-from flowrl.testing.contract import Contract
-from flowrl.testing.credit import CreditContract
-from flowrl.testing.losses import ForwardLossContract, PolicyLossContract
-from flowrl.testing.probe import ProbeContract
-from flowrl.testing.samplers import SamplerContract, SolverContract, WindowContract
 from flowrl.training.build import run_method, trial_stds
 from flowrl.training.config import RunConfig
+from flowrl_testing.contract import Contract
+from flowrl_testing.credit import CreditContract
+from flowrl_testing.losses import ForwardLossContract, PolicyLossContract
+from flowrl_testing.probe import ProbeContract
+from flowrl_testing.samplers import SamplerContract, SolverContract, WindowContract
 
 SECONDS = 5.0
 """Time of the trial of all parts."""
@@ -122,7 +122,7 @@ def _contract(config: RunConfig, kind: str, part: Any) -> tuple[str, Contract]:
             if kind == "sampler"
             else WindowContract(part, steps)
         )
-    return f"flowrl.testing.check_{kind}", contract
+    return f"flowrl_testing.check_{kind}", contract
 
 
 def reward_trial(
@@ -183,7 +183,7 @@ def reward_trial(
             f" order. {len(rows)} of {len(scores)} samples scored again in another order differ by"
             f" {gap:.2g}; expected: the same within {limit:.2g} (5% of the batch's standard"
             " deviation). Is something normalised over the batch, or are results out of order?"
-            f" flowrl.testing.check_{'group_' * grouped}reward tells more. {GO_ON}"
+            f" flowrl_testing.check_{'group_' * grouped}reward tells more. {GO_ON}"
         )
 
     return inspect

@@ -10,9 +10,9 @@ from flowrl.core.errors import RewardError
 from flowrl.core.protocols import FlowPolicy, PolicyOptions
 from flowrl.core.types import Prompt
 from flowrl.parts.registry import check_part
-from flowrl.testing.contract import Contract, basic, expect, promise, same, twice
-from flowrl.testing.policy import PolicyContract
-from flowrl.testing.rewards import RewardContract
+from flowrl_testing.contract import Contract, basic, expect, promise, same, twice
+from flowrl_testing.policy import PolicyContract
+from flowrl_testing.rewards import RewardContract
 
 FEW = 4
 """Prompts of a task that policies and rewards are tried on."""

@@ -14,7 +14,7 @@ from flowrl.core.experience import Decisions, Experience
 from flowrl.credit import check_signature, credit_of, example, on_tree, read_columns
 from flowrl.parts.registry import check_part
 from flowrl.probes import Branching
-from flowrl.testing.contract import (
+from flowrl_testing.contract import (
     INAPPLICABLE,
     Contract,
     ContractBroken,

@@ -16,7 +16,7 @@ from flowrl.flow import uniform_schedule
 from flowrl.flow.gaussian import log_prob
 from flowrl.parts.registry import check_part
 from flowrl.rollout.batches import checked_loss
-from flowrl.testing.contract import (
+from flowrl_testing.contract import (
     Pure,
     basic,
     expect,
