@@ -40,7 +40,8 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name.partition(".")[0] not in OWN_PACKAGES:
+        package = name.partition(".")[0]
+        if package not in OWN_PACKAGES or package == "flowrl_course":  # it explains wrong answers
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (other.find_spec(name, path, target) for other in others)), None)
@@ -113,10 +114,9 @@ def _rules(protocols: frozenset[Any]) -> Any:
     """beartype's settings: integers are numbers, and what stands for a protocol need not have the
     members that a call does not use, but one of them.
     """
-    from beartype import BeartypeConf, BeartypeHintOverrides
-    from beartype.vale import Is
+    from beartype import BeartypeConf, BeartypeHintOverrides, vale
 
-    is_: Any = Is
+    is_: Any = vale.Is
 
     def resembles(protocol: Any) -> Any:
         """At least one of the protocol's members, and no number, text or list."""
@@ -131,7 +131,7 @@ def _rules(protocols: frozenset[Any]) -> Any:
     return BeartypeConf(
         is_pep484_tower=True,
         violation_param_type=ArgumentError,
-        hint_overrides=BeartypeHintOverrides(overrides),
+        hint_overrides=BeartypeHintOverrides(overrides),  # pyright: ignore
     )
 
 

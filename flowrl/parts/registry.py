@@ -295,6 +295,8 @@ def find_maker(kind: str, spec: Spec) -> Any:
     if ":" not in spec.name and spec.file is None:
         return _by_name(kind, spec.name)
     place, _, name = spec.name.rpartition(":")
+    if spec.file is not None and not spec.file.is_file():
+        raise ConfigError(f"{kind}: the file {spec.file} does not exist")
     with _named(f"{kind}: importing {place}"):
         module = _file_module(spec.file) if spec.file else importlib.import_module(place)
     if not hasattr(module, name):
@@ -331,8 +333,6 @@ def files_of(kind: str, spec: Spec) -> list[Path]:
 
 def _file_module(path: Path) -> ModuleType:
     """The module in a user's file, imported anew."""
-    if not path.is_file():
-        raise ConfigError(f"the file {path} does not exist")
     place = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"flowrl_user_{path.stem}_{place}", path)
     assert spec is not None and spec.loader is not None  # of a name that ends in .py

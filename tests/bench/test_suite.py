@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ class TestRuns:
 
         def interrupt(done: int, total: int, line) -> None:
             progress.append((done, total))
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
         assert not suite.execute(1, interrupt)
         kept = path.read_text()

@@ -4,5 +4,3 @@ trajectories and short training runs.
 Lessons and this package import public names of `flowrl` only; nothing in `flowrl` imports this
 package.
 """
-
-from flowrl import __version__ as __version__
