@@ -49,7 +49,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.resolve().mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         write_file(temporary, data)

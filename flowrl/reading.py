@@ -6,7 +6,10 @@ import json
 import math
 import os
 import re
+import select
 import stat
+import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -17,7 +20,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from yaml.composer import ComposerError
 
-from flowrl.core.errors import CheckpointError, ConfigError, FlowrlError
+from flowrl.core.errors import CheckpointError, ConfigError, FlowrlError, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,6 +76,23 @@ def read_bytes(path: Path | str, limit: int | None = LARGEST) -> bytes:
             return file.read()
     finally:
         os.close(descriptor)
+
+
+def read_input(seconds: float = 60.0) -> str:
+    """The text on standard input, of at most `LARGEST` bytes. Raises `ConfigError` for more, for
+    other than UTF-8, and if it does not end within `seconds`.
+    """
+    data, deadline = bytearray(), time.monotonic() + seconds
+    while len(data) <= LARGEST:
+        left = max(0.0, deadline - time.monotonic())
+        ended = not select.select([sys.stdin], [], [], left)[0]
+        require(not ended, "standard input", f"open for {seconds:g} s", "text that ends before")
+        part = os.read(sys.stdin.fileno(), 2**16)
+        if not part:
+            with reading("standard input"):
+                return data.decode("utf-8-sig")
+        data += part
+    raise ConfigError(f"standard input has more than {LARGEST:,} bytes")
 
 
 def require_file(path: Path | str) -> None:

@@ -6,8 +6,10 @@ parsing (`check_ranges`). Ranges are those of `annotated_types`, as in ``Annotat
 
 import functools
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import PurePath
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -133,5 +135,12 @@ def check_ranges(command: Any) -> None:
         value = getattr(command, item.name)
         if is_dataclass(value):
             check_ranges(value)
-        elif value != item.default:
+            continue
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str | PurePath):
+                require("\0" not in str(text), item.name, text, "a text without NUL")
+            if isinstance(text, PurePath):
+                longest = max((len(os.fsencode(part)) for part in text.parts), default=0)
+                require(longest < 256, item.name, text, "names of at most 255 bytes")
+        if value != item.default:
             require(allowed(value, hints[item.name]), item.name, value, words(hints[item.name]))

@@ -17,7 +17,7 @@ from flowrl.io import require_new_file, write_bytes
 from flowrl.parts.geneval import Clause, Request, request_of
 from flowrl.parts.prompt_lists import compositional_prompts, image_prompts, text_prompts
 from flowrl.parts.specs import parse_spec
-from flowrl.reading import parse_json, read_text
+from flowrl.reading import parse_json, read_input, read_text
 
 __all__ = [
     "Clause",
@@ -47,8 +47,8 @@ TEXT_COLUMNS = ("prompt", "text", "caption")
 
 def read_prompts(source: Path | str) -> list[Prompt]:
     """The prompts of a text file (one per line; lines that start with # are comments), of a .jsonl
-    file, of a dataset, or of a generator. Repeated prompts, which are drawn more often, are a
-    warning; blank lines are left out.
+    file, of text on standard input (`-`), of a dataset, or of a generator. Repeated prompts, which
+    are drawn more often, are a warning; blank lines are left out.
 
     JSON lines are objects with an entry "prompt". Their other entries are the prompt's metadata; an
     entry "include" among them must be a request in GenEval's form (`flowrl.parts.geneval`).
@@ -80,7 +80,8 @@ def read_prompts(source: Path | str) -> list[Prompt]:
     if str(source).startswith("hf("):
         rows, unit, parse = list[Any](_dataset_prompts(str(source))), "row", copy.copy  # as it is
     else:
-        text = read_text(Path(source)).removesuffix("\n")
+        text = read_input() if str(source) == "-" else read_text(Path(source))
+        text = text.removesuffix("\n")
         rows, unit = list[Any](text.split("\n")), "line"  # splitlines would also cut at U+2028
         parse = _from_json if Path(source).suffix == ".jsonl" else _from_text
     prompts, first = list[Prompt](), dict[str, int]()

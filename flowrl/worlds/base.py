@@ -160,6 +160,8 @@ class ModelWorld:
         allowed = "NAME of a reward or path/to/file.py:Class: a model has none of its own"
         require(bool(reward), "reward", reward, allowed)
         self._model, self._spec, self._options = model, reward, options
+        files = "a file or a list, which a resumed run reads again"
+        require("-" not in (prompts, heldout_prompts), "prompts", "-", files)
         self._training = read_prompts(prompts)
         self._heldout = read_prompts(heldout_prompts) if heldout_prompts else self._training
 

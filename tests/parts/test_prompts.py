@@ -3,6 +3,8 @@ them local).
 """
 
 import json
+import os
+import sys
 
 import pytest
 from flowrl_rewards.ocr import quoted_text
@@ -25,6 +27,9 @@ from flowrl.parts.prompts import (
     text_prompts,
     write_prompts,
 )
+from flowrl.reading import read_input
+from flowrl.training.build import make_world
+from flowrl.training.config import RunConfig
 
 GENEVAL = [
     {
@@ -295,3 +300,22 @@ def test_a_bare_name_reads_no_file_of_the_current_folder(datasets, tmp_path, mon
     (tmp_path / "json").mkdir()
     written(tmp_path, "json/train.jsonl", {"prompt": "a car"})
     assert texts(read_prompts("hf(name=json)")) == ["a car"]
+
+
+def test_prompts_from_standard_input_end_in_time(monkeypatch, capsys):
+    """Text that ends is checked; text that does not, or of another encoding, is refused."""
+    inner, outer = os.pipe()
+    with open(inner) as stdin, open(outer, "wb") as pipe:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        pipe.write(b"a red circle\n# a comment\na dog\n")
+        pipe.flush()
+        with pytest.raises(ConfigError, match=r"standard input = 'open for 0.1 s'"):
+            read_input(0.1)
+        pipe.write(b"two dogs\n")
+        pipe.close()
+        assert main(["prompts", "check", "--file", "-"]) == 0
+    assert "1 prompts" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="prompts = '-' is not allowed"):
+        make_world(
+            RunConfig.of(world="model", model="x", prompts="-", reward="jpeg-compressibility")
+        )

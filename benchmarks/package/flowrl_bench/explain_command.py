@@ -77,7 +77,7 @@ class Explain:
         paths = numbered if len(parts) > 1 else [first]
         for path in paths:
             require_figure(path)
-        first.parent.mkdir(parents=True, exist_ok=True)
+        first.parent.resolve().mkdir(parents=True, exist_ok=True)
         for (one, prompt), path in zip(parts, paths, strict=True):
             if prompt == 0:
                 print(one)

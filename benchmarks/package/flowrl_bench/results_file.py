@@ -288,7 +288,7 @@ class ResultsFile:
         """Lines of the archive PATH.gz (published runs, never written here), then of the file."""
         archive = self.path.with_name(f"{self.path.name}.gz")
         older = gzip.decompress(read_bytes(archive)) if archive.exists() else b""
-        return (older + (read_bytes(self.path) if self.path.exists() else b"")).split(b"\n")
+        return (older + (read_bytes(self.path) if os.path.lexists(self.path) else b"")).split(b"\n")
 
 
 def _parsed(text: bytes) -> tuple[Any, str]:
