@@ -101,6 +101,12 @@ def test_a_command_that_is_complete_ends_with_its_own_exit_code() -> None:
     assert [shown.endswith("went on\n") for shown, _, _ in found] == [False] * 6 + [True]
 
 
+def test_a_run_under_nohup_is_not_stopped_by_a_closed_terminal() -> None:
+    stops = "from flowrl.signals import on_stop\nwith on_stop(print):\n"
+    code = f"import os\n{UNDER_NOHUP}\n{stops}    os.kill(os.getpid(), signal.SIGHUP)"
+    assert outcomes(["-c", code]) == [("", "", 0)]
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 def test_a_command_whose_reader_has_ended_is_silent(unbuffered: str) -> None:
     """The exit code is that of SIGPIPE, but an error keeps its own."""

@@ -76,6 +76,7 @@ def coefficient_preserving(
     """
     latent, velocity = latent.float(), velocity.float()
     clean, noise = tweedie(latent, velocity, t), noise_estimate(latent, velocity, t)
+    # Not below 0, as it might be by rounding if a compiler fuses the product and the difference.
     kept_noise = (s.square() - sigma.square()).clamp(min=0.0).sqrt()
     mean = expand(1.0 - s, latent) * clean + expand(kept_noise, latent) * noise
     return Gaussian(mean=mean, std=sigma)
