@@ -8,11 +8,12 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from itertools import pairwise
 from typing import Any
 
 from flowrl import __version__
 from flowrl.cli.terminal import fitted
-from flowrl.core.errors import FULL, ConfigError, FlowrlError, part_errors
+from flowrl.core.errors import FULL, ConfigError, FlowrlError, part_errors, require
 from flowrl.core.options import check_ranges
 from flowrl.parts.plugins import plugin
 from flowrl.parts.settings import unknown
@@ -80,9 +81,8 @@ def run_command(arguments: Sequence[str]) -> int:
     if name == "--version":
         print(f"flowrl {__version__}")
         return 0
-    for text in arguments:
-        if "\0" in text:
-            raise ConfigError(f"{text!r:.200} contains a NUL character")
+    for option, text in pairwise(arguments):
+        require("\0" not in text, option.lstrip("-"), text, "a text without NUL")
     import tyro
 
     from flowrl.cli.options import with_help

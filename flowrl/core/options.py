@@ -137,8 +137,6 @@ def check_ranges(command: Any) -> None:
             check_ranges(value)
             continue
         for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str | PurePath):
-                require("\0" not in str(text), item.name, text, "a text without NUL")
             if isinstance(text, PurePath):
                 longest = max((len(os.fsencode(part)) for part in text.parts), default=0)
                 require(longest < 256, item.name, text, "names of at most 255 bytes")
