@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
@@ -120,7 +121,7 @@ class MultipartForm:
             "multipart/form-data",
             on_field=lambda field: self._add(field.field_name, field.value or b""),
             # a file in memory, as there is no limit beyond which it is written to the disk
-            on_file=lambda file: self._add(file.field_name, file.file_object.getvalue()),  # pyright: ignore
+            on_file=self._add_file,
             on_end=self._end,
             boundary=boundary,
             config={"MAX_MEMORY_FILE_SIZE": math.inf},
@@ -151,6 +152,9 @@ class MultipartForm:
         if len(data) > size:
             raise RequestError(413, "part_too_large", f"part {name!r}; allowed: {size} bytes")
         self._parts[name].append(data)
+
+    def _add_file(self, file: Any) -> None:
+        self._add(file.field_name, file.file_object.getvalue())
 
     def _end(self) -> None:
         self._complete = True
