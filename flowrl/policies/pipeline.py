@@ -335,7 +335,7 @@ class PipelinePolicy:
         """
         tuning = self.options.tuning
         require(tuning != "nothing", "tuning", tuning, "lora or full: there is nothing to save")
-        new = folder.with_name(folder.name + ".new")
+        new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
         shutil.rmtree(new, ignore_errors=True)
         if self.adapters is not None:
             type(self.pipe).save_lora_weights(new, transformer_lora_layers=self.adapters.tensors())
@@ -344,8 +344,11 @@ class PipelinePolicy:
             if network is None:
                 return
             network.save_pretrained(new / "transformer")
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            os.replace(folder, old)
         os.replace(new, folder)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _full_network(network: Any) -> Any:
