@@ -23,6 +23,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 
 from hostile_cases import Case, all_cases, make_sandbox
@@ -65,6 +66,10 @@ def _child(case: Case, root: Path, log: Path) -> None:
     """The case itself; never returns."""
     os.setsid()
     os.chdir(root)
+    # this process is not the parent of a server that the forking one may have started: without
+    # forgetting it, `compare` would wait for somebody else's child
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_pid = server._forkserver_fd = server._forkserver_alive_fd = None
     handle = os.open(log, os.O_WRONLY | os.O_CREAT)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
