@@ -18,7 +18,6 @@ from flowrl_bench.tables import (
     MISSING,
     WORLD_NAMES,
     Judged,
-    by_task,
     comparison_table,
     cost_table,
     levels,
@@ -206,16 +205,19 @@ def _claim(page: Document, judged: Sequence[Judged]) -> None:
     claim = judged[0].claim
     page.heading(claim.id, 3)
     source = "" if claim.asks else f" ({claim.source}: {claim.number})"
-    page.text(f"{claim.says}{source} Rule: {claim.rule.words()}. {_arms(claim)}")
+    expects = f" Agrees if: {claim.expects}." if claim.expects else ""
+    secondary = "; ".join(rule.words() for rule in claim.secondary)
+    more = f" Secondary: {secondary}." if secondary else ""
+    page.text(
+        f"{claim.says}{source}{expects} Primary: {claim.primary.words()}.{more} {_arms(claim)}"
+    )
     for one in judged:
-        if one.verdict is None:
-            page.text(f"{_capital(WORLD_NAMES[one.world])}: {MISSING}.")
+        world = _capital(WORLD_NAMES[one.world])
+        if one.primary is None:
+            page.text(f"{world}: {MISSING}.")
             continue
-        page.text(
-            f"{_capital(WORLD_NAMES[one.world])}, {one.seeds} seeds: {marked(one.label)}."
-            f" {levels(one)}".rstrip()
-        )
-        page.blocks.append(comparison_table((*one.verdict.comparisons, *by_task(one)), claim.asks))
+        page.text(f"{world}: {marked(one.label)}. {levels(one)}".rstrip())
+        page.blocks.append(comparison_table(one))
 
 
 def _arms(claim: Claim) -> str:

@@ -71,7 +71,7 @@ def band(runs: Sequence[Line]) -> Band:
 
 def leads(arms: Mapping[str, Arm], world: str) -> Figure:
     """Leads over uniform credit with intervals, a column per budget and a row per arm, with the
-    symbol of the verdict.
+    symbol of the verdict, if it has one.
     """
     rows = [arm for name, arm in arms.items() if name != UNIFORM]
     estimates = [
@@ -116,7 +116,7 @@ def leads(arms: Mapping[str, Arm], world: str) -> Figure:
                 }
                 axes.annotate(f"  {found.value:+.2f}  ", (side * shown, row), **where)
             axes.annotate(
-                SYMBOLS[one.verdict],
+                SYMBOLS.get(one.verdict, ""),
                 (1.0, row),
                 xycoords=("axes fraction", "data"),
                 ha="right",
