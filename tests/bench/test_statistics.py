@@ -13,6 +13,7 @@ from flowrl_bench.statistics import (
     holm,
     mean_until,
     monotone,
+    outside,
     rate,
     rate_difference,
     shift_at_equal_reward,
@@ -61,6 +62,18 @@ class TestDetectable:
         power = 2 * stats.t.sf(np.abs(t), count - 1) < alpha
         assert power[:300].tolist() == found
         assert power.mean() == pytest.approx(0.8, abs=0.01)
+
+
+class TestEquivalence:
+    @pytest.mark.parametrize(("middle", "p"), [(0.0, 0.0331), (0.02, 0.0706), (-0.02, 0.0706)])
+    def test_two_one_sided_tests_by_hand(self, middle: float, p: float) -> None:
+        """t = (0.06 - |mean|) / error with 4 degrees of freedom; error 0.05 sqrt(1 / 5)."""
+        values = middle + 0.05 * np.array([-1.0, -1.0, 0.0, 1.0, 1.0])
+        assert outside(lambda null: mean(values, null), 0.06) == pytest.approx(p, abs=1e-4)
+
+    def test_beyond_the_margin(self) -> None:
+        assert outside(lambda null: mean([0.1, 0.1, 0.1], null), 0.06) == 1.0
+        assert outside(lambda null: mean([0.01] * 3, null), 0.06) == 0.0
 
 
 class TestBootstrap:

@@ -20,7 +20,7 @@ from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.results_file import Lines, ResultsFile
 from flowrl_bench.statistics import SMALLEST
 from flowrl_bench.tables import BRIEF, MISSING, SYMBOLS, WORLD_NAMES, Judged, marked
-from flowrl_bench.verdicts import FEWEST, GAINS, SECONDARY
+from flowrl_bench.verdicts import FEWEST, GAINS
 
 TITLE = "Tests of the papers' claims"
 DETAILS = "claims/details.md"
@@ -63,8 +63,9 @@ MARGIN_TEXT = (
     " results minus the reward before training. These gains are best known values and may grow."
 )
 CHANGED_TEXT = (
-    "Verdicts of the earlier rules on the same comparison, and by the present ones. The earlier"
-    " rules judged every comparison, with a smallest effect of 0.02 in every world."
+    "Primary outcomes whose arms had another verdict by the earlier rules, which judged all 239"
+    " comparisons, some of them twice, with a smallest effect of 0.02 in every world. All"
+    " comparisons that are not primary have lost their verdicts."
 )
 METHOD = (
     "The unit is the seed; runs of one seed share prompts and noise, and tasks are averaged within"
@@ -247,30 +248,30 @@ def margin_table() -> Table:
 
 
 def changed_table(judged: Sequence[Judged], earlier: Sequence[Mapping[str, Any]]) -> Table:
-    """The primary outcomes with the verdicts of the earlier rules, if the same arms were compared
-    by the same measure.
+    """The primary outcomes whose arms had other verdicts by the earlier rules: of the same measure,
+    or in the same claim.
     """
-    head = ("question", "world", "compared", "earlier verdict", "verdict")
+    head = ("question", "world", "earlier verdicts", "verdict")
     rows = []
     for one in judged:
-        found = one.primary
-        if found is None or found.verdict == SECONDARY:
+        if one.label not in SYMBOLS:
             continue
+        world, measure, *runs = one.claim.outcome(one.world, one.claim.primary)
         old = [
-            f"{row['verdict']} (as {row['claim']})"
+            f"{row['verdict']} (`{row['claim']}`{_by(row['measure'], measure)})"
             for row in earlier
-            if (row["world"], row["arms"], row["measure"]) == (one.world, found.arms, found.measure)
+            if row["outcome"][0] == world
+            and row["outcome"][2:] == runs
+            and (row["measure"] == measure or row["claim"] == one.claim.id)
         ]
-        rows.append(
-            (
-                one.claim.id,
-                WORLD_NAMES[one.world],
-                found.text,
-                "; ".join(old) or "-",
-                marked(found.verdict),
-            )
-        )
+        if any(not words.startswith(f"{one.label} (") for words in old):
+            names = f"`{one.claim.id}`", WORLD_NAMES[one.world]
+            rows.append((*names, "; ".join(old), marked(one.label)))
     return Table(head, rows, head)
+
+
+def _by(measure: str, other: str) -> str:
+    return "" if measure == other else f", {MEASURES[measure].label}"
 
 
 def processor(line: Mapping[str, Any]) -> str:

@@ -164,6 +164,10 @@ def comparison_table(judged: Judged) -> Table:
     return Table(head, rows, ("rule", "measured", "verdict"))
 
 
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
 def _won(comparison: Comparison) -> str:
     return "-" if comparison.won is None else f"{100 * comparison.won:.0f}%"
 
