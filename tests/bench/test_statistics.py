@@ -65,9 +65,9 @@ class TestDetectable:
 
 
 class TestEquivalence:
-    @pytest.mark.parametrize(("middle", "p"), [(0.0, 0.0331), (0.02, 0.0706), (-0.02, 0.0706)])
+    @pytest.mark.parametrize(("middle", "p"), [(0.0, 0.0275), (0.02, 0.0741), (-0.02, 0.0741)])
     def test_two_one_sided_tests_by_hand(self, middle: float, p: float) -> None:
-        """t = (0.06 - |mean|) / error with 4 degrees of freedom; error 0.05 sqrt(1 / 5)."""
+        """t = (0.06 - |mean|) / error with 4 degrees of freedom; error 0.05 / sqrt(5)."""
         values = middle + 0.05 * np.array([-1.0, -1.0, 0.0, 1.0, 1.0])
         assert outside(lambda null: mean(values, null), 0.06) == pytest.approx(p, abs=1e-4)
 

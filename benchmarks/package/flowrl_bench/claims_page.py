@@ -252,7 +252,7 @@ def changed_table(judged: Sequence[Judged], earlier: Sequence[Mapping[str, Any]]
     or in the same claim.
     """
     head = ("question", "world", "earlier verdicts", "verdict")
-    rows = []
+    leads, rows = [claim.id for claim in LEADS], []
     for one in judged:
         if one.label not in SYMBOLS:
             continue
@@ -262,7 +262,7 @@ def changed_table(judged: Sequence[Judged], earlier: Sequence[Mapping[str, Any]]
             for row in earlier
             if row["outcome"][0] == world
             and row["outcome"][2:] == runs
-            and (row["measure"] == measure or row["claim"] == one.claim.id)
+            and (row["measure"] == measure or row["claim"] == one.claim.id not in leads)
         ]
         if any(not words.startswith(f"{one.label} (") for words in old):
             names = f"`{one.claim.id}`", WORLD_NAMES[one.world]
