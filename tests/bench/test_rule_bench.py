@@ -114,7 +114,7 @@ class TestFindings:
         levels = {"uniform": 0.4, "stepwise_gains": 0.6, "turning_points": 0.501, "mine": 0.5}
         (judgement,) = judged("mine", [world_of(0.01, **levels)])
         expected = {"uniform": BETTER, "stepwise gains": WORSE, "turning points": ALIKE}
-        assert {(f.baseline, f.budget): f.comparison.size for f in judgement.findings} == {
+        assert {(f.baseline, f.budget): f.comparison.verdict for f in judgement.findings} == {
             (baseline, budget): size for baseline, size in expected.items() for budget in BUDGETS
         }
 

@@ -14,12 +14,12 @@ from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import ResultsFile, SamplesFile, make_line
 from flowrl_bench.suite import (
     Suite,
+    claim_runs,
     complete_samples,
-    evidence,
     needed,
     redo,
 )
-from flowrl_bench.verdicts import BETTER, Compare
+from flowrl_bench.verdicts import Compare
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
@@ -42,7 +42,7 @@ TINY = Claim(
     "Nobody, arXiv 0",
     "1",
     {"uniform": SMALL, "random": {**SMALL, "credit": "random"}},
-    Compare("uniform", "random", expects=BETTER),
+    Compare("uniform", "random"),
 )
 
 
@@ -73,8 +73,8 @@ class TestRuns:
         lines = suite.file.read(suite.allowed)
         assert set(lines) == set(suite.runs)
         assert suite.execute(1, interrupt)  # nothing is left to do
-        complete = evidence(TINY, "mixture", lines, (0, 1, 2))
-        assert complete is not None and complete.seeds == (0, 1, 2)
+        cells = claim_runs(TINY, "mixture", lines, (0, 1, 2)).lines
+        assert all(set(cell) == {0, 1, 2} for arm in cells.values() for cell in arm.values())
         for key, line in lines.items():
             assert line["command"] == f"flowrl bench claims --out {path} --redo {key}"
         assert redo(next(iter(lines)), suite.file).same  # made in a worker, repeated here
@@ -100,13 +100,14 @@ class TestRuns:
 
     def test_incomplete_seeds_are_left_out(self) -> None:
         both = [
-            small_line(seed, **more) for seed in (0, 1, 2) for more in ({}, {"credit": "random"})
+            small_line(seed, **more) for seed in range(5) for more in ({}, {"credit": "random"})
         ]
-        lines = {line["id"]: line for line in (*both, small_line(3))}
-        found = evidence(TINY, "mixture", lines, (0, 1, 2, 3))
-        assert found is not None and found.seeds == (0, 1, 2)
-        assert evidence(TINY, "mixture", lines, (1, 2, 3)) is None  # two complete seeds are too few
-        assert evidence(TINY, "mixture", {}, (0, 1)) is None
+        lines = {line["id"]: line for line in (*both, small_line(5))}
+        found = claim_runs(TINY, "mixture", lines, tuple(range(6))).evidence()
+        assert found is not None and found.seeds == tuple(range(5))
+        # four complete seeds are too few
+        assert claim_runs(TINY, "mixture", lines, tuple(range(1, 6))).evidence() is None
+        assert claim_runs(TINY, "mixture", {}, (0, 1)).evidence() is None
 
 
 def test_missing_samples_are_measured_and_others_are_kept(tmp_path: Path) -> None:
