@@ -1,7 +1,7 @@
 """Mutation testing: does a test fail if one operator, number or keyword of the mathematics changes?
 
     python benchmarks/mutation.py --sample 240    # a random sample; resumes from its results
-    python benchmarks/mutation.py --wider         # the survivors again, with tests of other rooms
+    python benchmarks/mutation.py --wider         # its survivors again, also with other tests
 
 The mutants of `flowrl/flow`, `samplers`, `credit` and `losses` are made from the syntax tree, one
 change each; annotations and f-strings stay as they are. Each is tried like a planted bug
@@ -28,13 +28,18 @@ OUT = ROOT / "benchmarks/results/mutation.jsonl"
 REASONS = Path(__file__).with_name("equivalent_mutants.yaml")
 CONTRACTS = "tests/testing/test_contracts.py"
 SHARED = ["tests/parts/test_settings.py", "tests/test_doors.py"]
+SOLVERS = "tests/rollout/test_solvers.py"
 TESTS = {
-    "flow": ["tests/samplers", "tests/losses", "tests/rollout/test_solvers.py"],
-    "samplers": ["tests/rollout/test_solvers.py", CONTRACTS, "-k", "sampler or solver or window"],
-    "credit": ["tests/rollout/test_weights.py", CONTRACTS, "-k", "credit or weights"],
-    "losses": ["tests/training/test_forward_losses.py", CONTRACTS, "-k", "loss"],
+    "flow": (["tests/flow"], ["tests/samplers", "tests/losses", SOLVERS]),
+    "samplers": (["tests/samplers", SOLVERS], [CONTRACTS, "-k", "sampler or solver or window"]),
+    "credit": (["tests/credit"], ["tests/rollout/test_weights.py"], [CONTRACTS, "-k", "credit"]),
+    "losses": (
+        ["tests/losses"],
+        ["tests/training/test_forward_losses.py"],
+        [CONTRACTS, "-k", "loss"],
+    ),
 }
-"""pytest's arguments for the mutants that survive the tests of their own room."""
+"""pytest's arguments by room; all runs but the first are for the option `--wider` only."""
 OPERATORS: dict[type, tuple[type, ...]] = {
     **{ast.Add: (ast.Sub,), ast.Sub: (ast.Add,), ast.Mult: (ast.Div,), ast.Div: (ast.Mult,)},
     **{ast.Pow: (ast.Mult,), ast.FloorDiv: (ast.Div,), ast.Mod: (ast.Mult,)},
@@ -117,8 +122,8 @@ def mutants() -> list[Bug]:
 
 def outcome(mutant: Bug, wider: bool) -> str:
     """Killed or survived; a module that cannot be imported is killed."""
-    room = mutant["room"]
-    for tests in (TESTS[room], SHARED) if wider else ([f"tests/{room}"],):
+    runs = TESTS[mutant["room"]]
+    for tests in (*runs, SHARED) if wider else runs[:1]:
         if try_bug(mutant | {"tests": tests})[0] != "survived":
             return "killed"
     return "survived"
@@ -160,7 +165,7 @@ def main() -> None:
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
     parser.add_argument("--sample", type=int, default=240, help="number of mutants of all rooms")
-    wider = "try the survivors without a reason again, with the tests of other rooms"
+    wider = "try the survivors without a reason again, also with tests outside of their room"
     parser.add_argument("--wider", action="store_true", help=wider)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=Path, default=OUT)
