@@ -144,7 +144,7 @@ def run(todo: list[Bug], wider: bool, workers: int) -> Iterator[dict[str, str]]:
 
 def report(lines: list[dict[str, str]], total: int, reasons: dict[str, str]) -> str:
     """The page: the table of rooms, and the survivors with their reasons."""
-    text = ["# Mutants killed", "", "Made by `python benchmarks/mutation.py`, then `--wider`.", ""]
+    text = ["# Mutants killed", "", "Made by `python benchmarks/mutation.py`.", ""]
     text += [f"A random sample of {len(lines)} of {total} mutants; outcomes in mutation.jsonl.", ""]
     text += ["| room | mutants | killed | survived | equivalent survivors | fraction killed |"]
     text += ["|---|---|---|---|---|---|"]
