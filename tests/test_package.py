@@ -56,16 +56,7 @@ def test_the_switch_turns_the_checks_off():
         python(code, FLOWRL_TYPECHECK="1")
 
 
-ROOMS = (
-    "flow",
-    "samplers",
-    "credit",
-    "losses",
-    "rewards",
-    "policies",
-    "worlds",
-    "rollout",
-)
+ROOMS = ("flow", "samplers", "credit", "losses", "rewards", "policies", "worlds", "rollout")
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -12,27 +12,14 @@ from flowrl_bench.arms import ARMS
 from flowrl_bench.catalogue import CLAIMS
 from flowrl_bench.claims import SEEDS, Claim
 from flowrl_bench.claims_details import details_page
-from flowrl_bench.claims_page import (
-    Inputs,
-    cell,
-    claims_page,
-    default_lines,
-    read_calibration,
-)
+from flowrl_bench.claims_page import Inputs, cell, claims_page, default_lines, read_calibration
 from flowrl_bench.digest import config_id
 from flowrl_bench.leads import LEADS, UNIFORM
 from flowrl_bench.main_comparison import answers, arms_of, choice, lead_table
 from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.results_file import ResultsFile, SamplesFile, joined, make_line
 from flowrl_bench.suite import needed
-from flowrl_bench.tables import (
-    MISSING,
-    Judged,
-    by_task,
-    judge_all,
-    judge_together,
-    levels,
-)
+from flowrl_bench.tables import MISSING, Judged, by_task, judge_all, judge_together, levels
 from flowrl_bench.verdicts import BETTER, FAILS, HOLDS, Compare
 from matplotlib.figure import Figure
 
@@ -108,7 +95,7 @@ LEADS_B = Compare("a", "b", expects=BETTER)
 
 
 class TestMainComparison:
-    def test_a_known_winner_is_better_and_chosen(self) -> None:
+    def test_a_known_winner_is_better_and_chosen(self):
         judged = judged_of(compared(lambda arm: FAST if arm == "branch-grpo" else SLOW))
         arms = arms_of(judged, "mixture")
         assert list(arms)[:2] == [UNIFORM, "branch-grpo"] and set(arms) == set(ARMS)
@@ -125,7 +112,7 @@ class TestMainComparison:
         assert "2-D world: branch-grpo (▲ +0.1" in lines[4] and "collapsed runs: 0 of 8" in lines[4]
         assert all("Image world: too few runs yet." in line for line in lines)
 
-    def test_papers_rules_that_lead_and_a_rule_that_costs_more(self) -> None:
+    def test_papers_rules_that_lead_and_a_rule_that_costs_more(self):
         """Ahead per update and behind per evaluation, so not taken."""
         papers = ("stepwise gains", "turning points")
         lines = compared(
@@ -137,7 +124,7 @@ class TestMainComparison:
         assert "2-D world: stepwise gains trail (▼ -0.2" in text[1]
         assert "2-D world: uniform credit, because no method leads it per evaluation" in text[4]
 
-    def test_a_collapse_is_visible_and_not_taken(self) -> None:
+    def test_a_collapse_is_visible_and_not_taken(self):
         lines = compared(lambda arm: [0.0, 0.9, 0.95, 0.7] if arm == "dgpo" else SLOW)
         arms = arms_of(judged_of(lines), "mixture")
         row = next(row for row in lead_table(arms).rows if row[0] == "dgpo")
@@ -146,7 +133,7 @@ class TestMainComparison:
 
 
 class TestPage:
-    def test_full_pages(self, tmp_path: Path) -> None:
+    def test_full_pages(self, tmp_path):
         """Answers and a figure come first, then tables; every claim has a row and a section of the
         details; it is short.
         """
@@ -178,7 +165,7 @@ class TestPage:
         assert all(len(image.alt) > 60 for image in images)
 
     @pytest.mark.slow
-    def test_the_published_runs_are_those_of_the_present_claims(self) -> None:
+    def test_the_published_runs_are_those_of_the_present_claims(self):
         """A changed arm or default would leave published runs without a claim, or ask for
         others.
         """
@@ -186,7 +173,7 @@ class TestPage:
         assert ResultsFile(ROOT / "benchmarks/results/claims.jsonl").read(wanted, any_code=True)
 
     @pytest.mark.slow
-    def test_the_published_page_is_generated(self) -> None:
+    def test_the_published_page_is_generated(self):
         path = ROOT / "benchmarks/results/claims.jsonl"
         samples = SamplesFile(path.with_name("claims-samples.json")).read()
         lines = joined(ResultsFile(path).read(any_code=True), samples)
@@ -203,12 +190,12 @@ class TestPage:
             (Compare("a", "b", "updates", BETTER), FAST, SLOW, "✓ holds here, ratio 0.", HOLDS),
         ],
     )
-    def test_cells_have_symbols(self, rule, first, second, text: str, label: str) -> None:
+    def test_cells_have_symbols(self, rule, first, second, text, label):
         judged = judged_pair(rule, first, second)
         assert cell(judged).startswith(text) and judged.label == label
 
 
-def test_tasks_alone_and_levels() -> None:
+def test_tasks_alone_and_levels():
     judged = judged_pair(LEADS_B, FAST, SLOW, tasks=("compositional", "text"))
     alone = by_task(judged)
     assert [c.text.rpartition(", ")[2] for c in alone] == ["compositional alone", "text alone"]
@@ -219,7 +206,7 @@ def test_tasks_alone_and_levels() -> None:
 
 
 class TestDocument:
-    def test_documents_say_the_same_twice(self, tmp_path: Path) -> None:
+    def test_documents_say_the_same_twice(self, tmp_path):
         page = Document("A title")
         page.text("Before <any> section, `code`, [a link](other.md#part).")
         page.items(["first", "second"])
@@ -236,7 +223,7 @@ class TestDocument:
         assert html.count("<section>") == html.count("</section>") <= 1
         assert "<ol><li>first</li><li>second</li></ol>" in html
 
-    def test_a_page_replaces_its_own_files_only(self, tmp_path: Path) -> None:
+    def test_a_page_replaces_its_own_files_only(self, tmp_path):
         """Before anything is written; figures of pages from before they were marked count as named
         by the page.
         """

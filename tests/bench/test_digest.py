@@ -13,7 +13,7 @@ MINE = "from flowrl.credit import Uniform\n\n\nclass Mine(Uniform):\n    pass\n"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
-def test_golden_runs_agree_up_to_rounding() -> None:
+def test_golden_runs_agree_up_to_rounding():
     numbers = golden_run()
     assert len(numbers) == 3 * len(METHODS) and same_golden(numbers, numbers)
     assert same_golden(numbers, [value + 5e-5 for value in numbers])
@@ -23,7 +23,7 @@ def test_golden_runs_agree_up_to_rounding() -> None:
 
 class TestIds:
     @pytest.fixture
-    def module(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def module(self, tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(str(tmp_path))
         path = tmp_path / f"mine_{tmp_path.name}.py"
         path.write_text(MINE)
@@ -39,7 +39,7 @@ class TestIds:
             "flowrl_bench.negative_controls:FreshNoiseFault(rule='{stem}:Mine')",
         ],
     )
-    def test_files_of_rules_are_part_of_the_id(self, module: Path, spec: str) -> None:
+    def test_files_of_rules_are_part_of_the_id(self, module, spec):
         config = small_run(credit=spec.format(path=module, stem=module.stem))
         before = config_id(config)
         module.write_text(MINE + "\n    # another rule\n")

@@ -29,7 +29,7 @@ LIMIT = 5.0
 
 
 @pytest.fixture(scope="module")
-def setting() -> Setting:
+def setting():
     """A policy that is not the optimum of anything, so that the gradient is not small."""
     mixture = world("mixture")
     policy = mixture.policy(PolicyOptions())
@@ -44,12 +44,12 @@ def setting() -> Setting:
 
 
 @pytest.fixture(scope="module")
-def truths(setting: Setting) -> torch.Tensor:
+def truths(setting):
     return pathwise_gradients(setting, 25, 200, decisions_only=True)
 
 
 @pytest.fixture(scope="module")
-def directions(setting: Setting) -> torch.Tensor:
+def directions(setting):
     """[direction, parameter] from trajectories of their own: the gradient, and its piece in each
     tensor.
     """
@@ -73,7 +73,7 @@ def z_scores(
 
 
 @pytest.mark.parametrize("rule", [RawCredit(), RawCredit(1.0, Completion())], ids=["R", "R - V"])
-def test_return_and_reward_to_go_are_unbiased(setting, truths, directions, rule) -> None:
+def test_return_and_reward_to_go_are_unbiased(setting, truths, directions, rule):
     estimates = policy_gradients(setting, rule, 30, 24, seed=3)
     assert float(z_scores(estimates, truths, directions).abs().max()) < LIMIT
     assert alignment(estimates, truths).scale == pytest.approx(1.0, abs=0.2)
@@ -82,14 +82,14 @@ def test_return_and_reward_to_go_are_unbiased(setting, truths, directions, rule)
 class StepWeights:
     """A rule's advantages times a weight per decision."""
 
-    def __init__(self, weights: torch.Tensor) -> None:
+    def __init__(self, weights: torch.Tensor):
         self.probe, self.weights = NoProbe(), weights
 
     def assign(self, values, decisions):
         return Uniform().assign(values, decisions) * self.weights
 
 
-def test_every_loss_starts_with_the_policy_gradient_of_the_world(setting) -> None:
+def test_every_loss_starts_with_the_policy_gradient_of_the_world(setting):
     """On policy, in the parameters of the 2-D policy: all losses agree, GRPO-Guard with the step
     weights std / Delta.
     """
@@ -107,7 +107,7 @@ def test_every_loss_starts_with_the_policy_gradient_of_the_world(setting) -> Non
 
 
 @pytest.fixture(scope="module")
-def untrained() -> Setting:
+def untrained():
     """The policy is the exact velocity of its data and the reference."""
     mixture = world("mixture")
     policy = mixture.policy(PolicyOptions())
@@ -122,7 +122,7 @@ def untrained() -> Setting:
 
 def test_at_the_reference_dgpo_has_half_of_the_gradient_of_matching_weighted_by_advantages(
     untrained,
-) -> None:
+):
     """S = 0, so every weight is A / 2; the same times, noise and images by the same seed."""
     times = DrawnSteps(4, 7)
     weighted = AWM(

@@ -9,13 +9,7 @@ import pytest
 import torch
 from bench_lines import SMALL, small_run
 from flowrl_bench.claims import make_run
-from flowrl_bench.measurements import (
-    CURVE,
-    measure,
-    observe,
-    observe_run,
-    reproducible,
-)
+from flowrl_bench.measurements import CURVE, measure, observe, observe_run, reproducible
 from flowrl_bench.rules import RandomCredit
 from flowrl_bench.suite import _differences, _named
 from flowrl_testing import credit_contract
@@ -41,7 +35,7 @@ class Mine:
 """
 
 
-def seed_everything(seed: int) -> None:
+def seed_everything(seed: int):
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
@@ -51,7 +45,7 @@ class TestRuns:
     @pytest.mark.parametrize(
         ("world", "task"), [("mixture", "direction"), ("shapes", "compositional")]
     )
-    def test_the_same_run_gives_the_same_numbers(self, world: str, task: str) -> None:
+    def test_the_same_run_gives_the_same_numbers(self, world, task):
         config = make_run(
             world,
             task,
@@ -67,7 +61,7 @@ class TestRuns:
         if world == "mixture":
             assert found[0]["totals"]["nfe"] > 2 * 3 * 5
 
-    def test_a_rules_draws_from_the_global_generators_depend_on_the_run(self, tmp_path) -> None:
+    def test_a_rules_draws_from_the_global_generators_depend_on_the_run(self, tmp_path):
         path = tmp_path / "mine.py"
         path.write_text(DRAWS)
         config = small_run(credit=f"{path}:Mine")
@@ -78,7 +72,7 @@ class TestRuns:
         other = measure(config.replace(seed=1))["curve"][-1][4:]
         assert found[0] == found[1] != other
 
-    def test_generators_and_threads_are_restored(self) -> None:
+    def test_generators_and_threads_are_restored(self):
         threads = torch.get_num_threads()
         torch.set_num_threads(2)
         try:
@@ -99,7 +93,7 @@ def trainer_of(seed=0, **changes):
 
 
 class TestSamples:
-    def test_every_seed_has_its_own_noise_and_a_visible_sampling_error(self) -> None:
+    def test_every_seed_has_its_own_noise_and_a_visible_sampling_error(self):
         """The untrained policy is the same for all seeds, so only the sampling differs."""
         found = torch.tensor([observe(trainer_of(seed), samples=8)["quality"] for seed in range(8)])
         assert found.unique().numel() == 8
@@ -108,12 +102,12 @@ class TestSamples:
         # a standard deviation of 8: outside less than once in 1,000
         assert 0.4 * error < float(found.std()) < 2.5 * error
 
-    def test_observing_changes_nothing(self) -> None:
+    def test_observing_changes_nothing(self):
         one, other = trainer_of(), trainer_of()
         observe(one, samples=2)
         assert one.iteration()["loss"] == other.iteration()["loss"]
 
-    def test_an_observed_run_is_the_measured_one(self) -> None:
+    def test_an_observed_run_is_the_measured_one(self):
         config = small_run(window=":-1")
         found = observe_run(None, config)
         assert found["final"] == measure(config)["curve"][-1][CURVE.index("soft")]

@@ -12,10 +12,7 @@ from flowrl_bench import microscope
 from flowrl_bench.continuations import Look, true_advantages
 from flowrl_bench.gradients import Setting
 from flowrl_bench.microscope import Cell, Size, cells, check_rules, run_of, session
-from flowrl_bench.microscope_numbers import (
-    jackknife,
-    row_of,
-)
+from flowrl_bench.microscope_numbers import jackknife, row_of
 from flowrl_bench.microscope_study import Study, read_lines
 from flowrl_bench.true_advantage import compare_credit, credit_sums
 
@@ -34,7 +31,7 @@ BEFORE, SHARED = (Cell("mixture", "", "before", noise, 0) for noise in ("indepen
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory) -> Study:
+def study(tmp_path_factory):
     """Both looks of the 2-D world, made in this process."""
     study = Study({"mixture": SMALL}, GAINS, tmp_path_factory.mktemp("microscope") / "m.jsonl")
     assert study.execute(1)
@@ -57,7 +54,7 @@ def plain(line: dict) -> dict:
 
 
 class TestCells:
-    def test_rows_are_those_of_a_comparison_step_by_step(self) -> None:
+    def test_rows_are_those_of_a_comparison_step_by_step(self):
         """The same numbers from `Look.credit` and `compare_credit`, under both rewards, with noise,
         on both kinds.
         """
@@ -87,7 +84,7 @@ class TestCells:
                 expected = [step.correlation.value for step in report.per_step]
                 assert np.allclose(row["steps"], expected, atol=1e-3)
 
-    def test_a_cell_does_not_depend_on_the_cells_before(self) -> None:
+    def test_a_cell_does_not_depend_on_the_cells_before(self):
         """A session that begins at the last stage gives the same numbers as a whole one."""
         wanted = [cell for cell in cells("mixture", 0) if cell.method == "tp-grpo"]
         whole = [plain(line) for line in session("tp-grpo", wanted, SMALL, GAINS)]
@@ -95,7 +92,7 @@ class TestCells:
 
 
 class TestStudy:
-    def test_every_cell_has_a_line_with_all_rules(self, study: Study) -> None:
+    def test_every_cell_has_a_line_with_all_rules(self, study):
         lines = study.read()
         assert len(lines) == sum(len(list(cells("mixture", look))) for look in (0, 1))
         for line in lines.values():
@@ -103,7 +100,7 @@ class TestStudy:
                 assert {row["rule"] for row in line["rows"]} == set(GAINS)
                 assert {row["form"] for row in line["rows"]} == {"soft", "strict"}
 
-    def test_resumption_gives_the_same_lines(self, study: Study, tmp_path: Path) -> None:
+    def test_resumption_gives_the_same_lines(self, study, tmp_path):
         """After a loss of half of the lines and in the middle of another, only these are made
         again.
         """
@@ -131,7 +128,7 @@ class TestStudy:
         ],
         ids=["rules", "sizes"],
     )
-    def test_lines_of_other_settings_are_refused(self, study: Study, changes) -> None:
+    def test_lines_of_other_settings_are_refused(self, study, changes):
         with pytest.raises(ConfigError, match="other rules or sizes"):
             replace(study, **changes).read()
 
@@ -158,9 +155,7 @@ class Mine:
         "advantages[0, 99]": "failed.*IndexError",
     }.items(),
 )
-def test_a_broken_rule_is_refused_before_and_in_a_cell(
-    tmp_path: Path, how: str, message: str
-) -> None:
+def test_a_broken_rule_is_refused_before_and_in_a_cell(tmp_path, how, message):
     path = tmp_path / "my.py"
     path.write_text(BROKEN.replace("BREAK", how))
     with pytest.raises(CreditError, match=f"rule 'x': Mine.assign.*{message}"):
@@ -174,7 +169,7 @@ def test_a_broken_rule_is_refused_before_and_in_a_cell(
 
 
 class TestNumbers:
-    def test_the_jackknife_of_a_mean_is_its_t_interval(self) -> None:
+    def test_the_jackknife_of_a_mean_is_its_t_interval(self):
         values = np.random.default_rng(0).normal(size=7).tolist()
         found = jackknife(lambda chosen: float(np.mean(chosen)), values)
         reach = 2.4469 * np.std(values, ddof=1) / math.sqrt(7)
@@ -184,7 +179,7 @@ class TestNumbers:
 
 
 @pytest.mark.slow
-def test_results_and_page_go_where_the_options_say(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_results_and_page_go_where_the_options_say(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(microscope, "QUICK", {"mixture": SMALL, "shapes": SMALL})
     monkeypatch.setattr(microscope, "RULES", GAINS)

@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> ResultsFile:
+def file(tmp_path):
     file = ResultsFile(tmp_path / "results.jsonl")
     for seed in (0, 1):
         file.append(small_line(seed))
@@ -41,13 +41,11 @@ def seeds(file: ResultsFile) -> list[int]:
 
 
 class TestLines:
-    def test_a_line_keeps_what_was_so_before_its_run(self) -> None:
+    def test_a_line_keeps_what_was_so_before_its_run(self):
         line = make_line(small_run(), {}, "-", "an id", {**stamp(), "code": "before"})
         assert (line["id"], line["code"], line["rules"]) == ("an id", "before", rules_digest())
 
-    def test_code_that_changes_during_a_run_is_noticed(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_code_that_changes_during_a_run_is_noticed(self, monkeypatch):
         config = small_run()
         require_unchanged(config, config_id(config), code_digest())
         monkeypatch.setattr(results_file, "code_digest_now", lambda: "0123456789abcdef")
@@ -56,9 +54,7 @@ class TestLines:
 
 
 class TestReading:
-    def test_code_or_libraries_with_another_golden_run_are_refused(
-        self, file: ResultsFile, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_code_or_libraries_with_another_golden_run_are_refused(self, file, monkeypatch):
         golden = results_file.golden_run()
         monkeypatch.setattr(results_file, "golden_run", lambda: (golden[0] + 1, *golden[1:]))
         with pytest.raises(
@@ -70,7 +66,7 @@ class TestReading:
         with pytest.raises(ConfigError, match=r"line 3 .* golden run"):
             file.read(any_code=True)
 
-    def test_the_rules_of_the_claims_need_no_trust(self, tmp_path: Path) -> None:
+    def test_the_rules_of_the_claims_need_no_trust(self, tmp_path):
         """All that they name by module, and nothing else; the command that repeats a run says
         so.
         """
@@ -86,11 +82,11 @@ class TestReading:
             with nullcontext() if trusted else pytest.raises(ConfigError, match="credit names"):
                 assert file.settings(line) == config
 
-    def test_other_settings_are_refused(self, file: ResultsFile) -> None:
+    def test_other_settings_are_refused(self, file):
         with pytest.raises(ConfigError, match=r"not part of this suite \(flow-grpo, seed 1\)"):
             file.read({config_id(small_run(0)): None})
 
-    def test_a_changed_line_is_refused(self, file: ResultsFile) -> None:
+    def test_a_changed_line_is_refused(self, file):
         file.path.write_text(
             file.path.read_text().replace('"learning_rate": 0.02', '"learning_rate": 0.03', 1)
         )
@@ -109,9 +105,7 @@ class TestReading:
             ("", "is not JSON"),
         ],
     )
-    def test_foreign_lines_are_one_clear_error(
-        self, file: ResultsFile, text: str, message: str
-    ) -> None:
+    def test_foreign_lines_are_one_clear_error(self, file, text, message):
         file.path.write_text(f"{text}\n" + file.path.read_text())
         for any_code in (False, True):
             with pytest.raises(ConfigError, match=rf"line 1 of .*results\.jsonl {message}"):
@@ -119,16 +113,14 @@ class TestReading:
 
 
 class TestWriting:
-    def test_a_whole_last_line_without_its_line_break_is_kept(self, file: ResultsFile) -> None:
+    def test_a_whole_last_line_without_its_line_break_is_kept(self, file):
         file.path.write_bytes(file.path.read_bytes()[:-1])
         assert seeds(file) == [0, 1]
         file.append(small_line(2))
         assert seeds(file) == [0, 1, 2]
 
     @pytest.mark.parametrize("tail", [b'{"format": 3, "id"', b"\0\0\0\0", "é".encode()[:1]])
-    def test_a_torn_last_line_is_cut_off_and_the_others_stay(
-        self, file: ResultsFile, tail: bytes, monkeypatch
-    ) -> None:
+    def test_a_torn_last_line_is_cut_off_and_the_others_stay(self, file, tail, monkeypatch):
         whole = file.path.read_bytes()
         file.path.write_bytes(whole + tail)
         assert seeds(file) == [0, 1]
@@ -138,12 +130,10 @@ class TestWriting:
         file.append(small_line(2))
         assert file.path.read_bytes().startswith(whole) and seeds(file) == [0, 1, 2]
 
-    def test_a_full_disk_takes_no_line_away(
-        self, file: ResultsFile, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_full_disk_takes_no_line_away(self, file, monkeypatch):
         whole, write = file.path.read_bytes(), os.write
 
-        def full(handle: int, data: bytes) -> int:
+        def full(handle, data):
             if len(data) < 50:
                 raise OSError(28, "No space left on device")
             return write(handle, data[:50] if len(data) > 100 else data[:10])
@@ -157,7 +147,7 @@ class TestWriting:
 
 
 class TestSamples:
-    def test_only_the_observed_run_is_joined(self) -> None:
+    def test_only_the_observed_run_is_joined(self):
         row = {"final": 0.25}
         line = {"curve": [[0.0] * 7 + [0.25, 0.0, 0.0]]}
         assert joined({"a": line, "b": line}, {"a": row}) == {
@@ -169,7 +159,7 @@ class TestSamples:
 
 
 @pytest.mark.parametrize("name", ["claims.jsonl", "claims-default-settings.jsonl", "tuning.jsonl"])
-def test_committed_results_are_read_under_their_ids(name: str) -> None:
+def test_committed_results_are_read_under_their_ids(name):
     lines = ResultsFile(RESULTS / name).unchecked()
     assert len(lines) > 100
     for line in lines[::50]:

@@ -26,14 +26,14 @@ rewards = st.lists(st.floats(0, 1), min_size=2, max_size=12)
 
 
 class TestRates:
-    def test_wilson_by_hand(self) -> None:
+    def test_wilson_by_hand(self):
         """2 of 10: 0.0567 to 0.5098 (Newcombe 1998, method 3)."""
         found = rate([True] * 2 + [False] * 8)
         assert (found.value, found.low, found.high) == pytest.approx(
             (0.2, 0.0567, 0.5098), abs=1e-4
         )
 
-    def test_paired_difference_by_hand(self) -> None:
+    def test_paired_difference_by_hand(self):
         """5 of 10 pairs discordant, all one way: d = 5 / 12, error sqrt((7 / 12 - 25 / 144) /
         12).
         """
@@ -49,7 +49,7 @@ class TestRates:
 class TestDetectable:
     @pytest.mark.parametrize("count", [3, 6, 10])
     @pytest.mark.parametrize("alpha", [0.05, 0.05 / 18])
-    def test_power_by_simulation(self, count: int, alpha: float) -> None:
+    def test_power_by_simulation(self, count, alpha):
         """20,000 experiments: a power of 0.8 is found within 0.01 with probability 0.9996."""
         draws = np.random.default_rng(count).normal(
             detectable(2.0, count, alpha), 2.0, (20_000, count)
@@ -64,25 +64,25 @@ class TestDetectable:
 
 
 class TestBootstrap:
-    def test_widening(self) -> None:
+    def test_widening(self):
         assert widening(10) == pytest.approx(2.2622 / 1.95996 * math.sqrt(10 / 9), rel=1e-4)
         assert math.isinf(widening(1))
 
 
 class TestHolm:
-    def test_by_hand(self) -> None:
+    def test_by_hand(self):
         assert holm([0.01, 0.04, 0.03, math.nan, 0.005]) == pytest.approx(
             [0.03, 0.06, 0.06, math.nan, 0.02], nan_ok=True
         )
 
     @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-    def test_the_smallest_p_value_has_bonferronis_correction(self, ps: list[float]) -> None:
+    def test_the_smallest_p_value_has_bonferronis_correction(self, ps):
         assert all(p <= adjusted <= 1 for p, adjusted in zip(ps, holm(ps), strict=True))
         assert min(holm(ps)) == pytest.approx(min(1.0, len(ps) * min(ps)))
 
 
 class TestCurves:
-    def test_mean_until_by_hand(self) -> None:
+    def test_mean_until_by_hand(self):
         curve = Curve([0.0, 2.0, 4.0], [0.0, 1.0, 1.0])
         assert mean_until(curve, 4.0) == pytest.approx(0.75)
         assert mean_until(curve, 1.0) == pytest.approx(0.25) and mean_until(
@@ -90,11 +90,11 @@ class TestCurves:
         ) == pytest.approx(2 / 3)
 
     @given(rewards)
-    def test_monotone(self, values: list[float]) -> None:
+    def test_monotone(self, values):
         found = monotone(values)
         assert 1 <= len(found) <= len(values) and (np.diff(found) >= -1e-12).all()
 
-    def test_a_collapse_is_left_out(self) -> None:
+    def test_a_collapse_is_left_out(self):
         assert monotone([0.2, 0.5, 0.9, 0.9, 0.9, 0.3, 0.2]).tolist() == pytest.approx(
             [0.2, 0.5, 0.9, 0.9, 0.9]
         )
@@ -102,7 +102,7 @@ class TestCurves:
 
 class TestFirstPassage:
     @given(rewards, rewards)
-    def test_exchange_inverts_the_ratio(self, one: list[float], other: list[float]) -> None:
+    def test_exchange_inverts_the_ratio(self, one, other):
         first, second = (Curve(list(range(len(values))), values) for values in (one, other))
         forth, back = first_passage(first, second), first_passage(second, first)
         assert forth.log_ratio == pytest.approx(-back.log_ratio, abs=1e-9)
@@ -110,7 +110,7 @@ class TestFirstPassage:
 
 
 class TestQualityAtEqualReward:
-    def test_a_shift_is_found(self) -> None:
+    def test_a_shift_is_found(self):
         fast, slow = np.linspace(0.2, 0.9, 8), np.linspace(0.2, 0.7, 12)
         curves = Curve(list(range(8)), fast.tolist()), Curve(list(range(12)), slow.tolist())
         found = shift_at_equal_reward(*curves, (fast**2 + 0.3).tolist(), (slow**2).tolist())

@@ -12,13 +12,7 @@ from flowrl_bench.digest import config_id
 from flowrl_bench.measurements import measure, observe_run
 from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import ResultsFile, SamplesFile, make_line
-from flowrl_bench.suite import (
-    Suite,
-    complete_samples,
-    evidence,
-    needed,
-    redo,
-)
+from flowrl_bench.suite import Suite, complete_samples, evidence, needed, redo
 from flowrl_bench.verdicts import BETTER, Compare
 
 from flowrl.cli.main import main
@@ -54,13 +48,13 @@ def suite_of(
 
 
 class TestRuns:
-    def test_runs_resumes_and_pauses(self, tmp_path: Path) -> None:
+    def test_runs_resumes_and_pauses(self, tmp_path):
         runs, progress = needed({"tiny": TINY}, "mixture", {"mixture": (0, 1, 2)}), []
         path = tmp_path / "results.jsonl"
         suite = Suite(runs, ResultsFile(path), runs)
         assert not suite.execute(1, minutes=0) and suite.file.read() == {}
 
-        def interrupt(done: int, total: int, line) -> None:
+        def interrupt(done, total, line):
             progress.append((done, total))
             signal.raise_signal(signal.SIGINT)
 
@@ -79,7 +73,7 @@ class TestRuns:
             assert line["command"] == f"flowrl bench claims --out {path} --redo {key}"
         assert redo(next(iter(lines)), suite.file).same  # made in a worker, repeated here
 
-    def test_a_file_that_is_edited_during_its_run_leaves_no_line(self, tmp_path: Path) -> None:
+    def test_a_file_that_is_edited_during_its_run_leaves_no_line(self, tmp_path):
         """The rule edits its own file when it is first called: what ran is not what would be hashed
         afterwards.
         """
@@ -90,7 +84,7 @@ class TestRuns:
             suite.execute(1)
         assert not suite.file.path.exists()
 
-    def test_only_one_process_works_on_a_file(self, tmp_path: Path) -> None:
+    def test_only_one_process_works_on_a_file(self, tmp_path):
         suite = suite_of(tmp_path / "results.jsonl", small_run(), command="flowrl bench other")
         with file_lock(suite.file.path, "flowrl bench one"):
             with pytest.raises(ConfigError, match=r"results\.jsonl is being written by process"):
@@ -98,7 +92,7 @@ class TestRuns:
             assert suite.file.read() == {}  # reading needs no lock
         assert not suite.execute(1, minutes=0)
 
-    def test_incomplete_seeds_are_left_out(self) -> None:
+    def test_incomplete_seeds_are_left_out(self):
         both = [
             small_line(seed, **more) for seed in (0, 1, 2) for more in ({}, {"credit": "random"})
         ]
@@ -109,7 +103,7 @@ class TestRuns:
         assert evidence(TINY, "mixture", {}, (0, 1)) is None
 
 
-def test_missing_samples_are_measured_and_others_are_kept(tmp_path: Path) -> None:
+def test_missing_samples_are_measured_and_others_are_kept(tmp_path):
     file, progress, small = SamplesFile(tmp_path / "samples.json"), [], small_run(window=":-1")
     file.write({"kept": {"final": 0.0}})
     runs = {"a": small, "kept": small}
@@ -123,7 +117,7 @@ class TestRedo:
     """Lines name a command that repeats them."""
 
     @pytest.fixture
-    def suite(self, tmp_path: Path) -> Suite:
+    def suite(self, tmp_path):
         path = tmp_path / "a rule's file.py"
         path.write_text(MINE)
         suite = suite_of(
@@ -133,12 +127,12 @@ class TestRedo:
         suite.file.append(make_line(config, measure(config), suite.redo_command(key), key))
         return suite
 
-    def change(self, suite: Suite, change) -> None:
+    def change(self, suite: Suite, change):
         (line,) = suite.file.read().values()
         change(line)
         suite.file.path.write_text(json.dumps(line) + "\n")
 
-    def test_the_stored_command_repeats_the_line(self, suite: Suite, capsys) -> None:
+    def test_the_stored_command_repeats_the_line(self, suite, capsys):
         (line,) = suite.file.read().values()
         words = shlex.split(line["command"])
         assert words[0] == "flowrl"
@@ -151,7 +145,7 @@ class TestRedo:
             redo("nothing", suite.file)
 
 
-def test_the_time_left_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_follows_the_pace(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr("flowrl_bench.remaining.time.monotonic", lambda: clock[0])
     pace = Pace(missing=4)

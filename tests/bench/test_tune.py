@@ -4,7 +4,6 @@ on from.
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from bench_lines import here
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 
 from flowrl.core.errors import ConfigError, TrainingError
 from flowrl.training.build import check
-from flowrl.training.config import RunConfig
 
 
 def run(score: Callable[[Trial], float], knobs: int = 3, budget: int = 12) -> dict[Trial, float]:
@@ -34,15 +32,15 @@ def hill(top: Point, slope: float = 1.0) -> Callable[[Trial], float]:
 
 class TestSearch:
     @given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 2**32 - 1))
-    def test_every_method_gets_exactly_its_budget(self, budget: int, knobs: int, seed: int) -> None:
+    def test_every_method_gets_exactly_its_budget(self, budget, knobs, seed):
         """Whatever the scores are."""
         assert len(run(lambda trial: hash((trial, seed)) % 1000, knobs, budget)) == budget
 
     @given(st.integers(-5, 5))
-    def test_an_optimum_at_an_edge_widens_the_grid(self, top: int) -> None:
+    def test_an_optimum_at_an_edge_widens_the_grid(self, top):
         assert best(run(hill((top,)), knobs=1)) == (top,)
 
-    def test_a_third_of_the_budget_confirms_two_finalists_with_two_more_seeds(self) -> None:
+    def test_a_third_of_the_budget_confirms_two_finalists_with_two_more_seeds(self):
         scores = run(hill((3, 0, 0)))
         again = [trial for trial in scores if trial[1] != SEEDS[0]]
         assert (
@@ -51,11 +49,11 @@ class TestSearch:
             and {seed for _, seed in again} == set(SEEDS[1:3])
         )
 
-    def test_a_lucky_seed_is_not_chosen(self) -> None:
+    def test_a_lucky_seed_is_not_chosen(self):
         """The best point of the first seed loses to the second once both have three seeds."""
         lucky = (2, 0, 0)
 
-        def score(trial: Trial) -> float:
+        def score(trial):
             return 0.5 if trial == (lucky, SEEDS[0]) else hill((1, 0, 0), 0.01)(trial)
 
         scores = run(score)
@@ -64,7 +62,7 @@ class TestSearch:
 
 class TestArms:
     @pytest.mark.parametrize("name", ARMS)
-    def test_every_arm_can_be_built_at_every_neighbour(self, name: str) -> None:
+    def test_every_arm_can_be_built_at_every_neighbour(self, name):
         arm = ARMS[name]
         for world in arm.worlds:
             for knob in arm.knobs:
@@ -83,7 +81,7 @@ class TestArms:
             ({"loss": "gspx"}, "arm 'mine': unknown loss 'gspx'"),
         ],
     )
-    def test_arms_that_are_refused(self, settings: dict[str, object], told: str) -> None:
+    def test_arms_that_are_refused(self, settings, told):
         with pytest.raises(ConfigError, match=told):
             own_arm("mine", settings)
         with pytest.raises(ConfigError, match="arm = 'uniform' is not allowed"):
@@ -91,9 +89,7 @@ class TestArms:
 
 
 class TestLog:
-    def test_a_run_that_diverges_has_the_lowest_score(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_run_that_diverges_has_the_lowest_score(self, tmp_path, monkeypatch):
         """The search goes on, and its file can be read."""
         monkeypatch.setitem(
             tune.SHORT,
@@ -103,10 +99,10 @@ class TestLog:
         monkeypatch.setattr(tune, "run_jobs", here)
         measured = tune.measure
 
-        def measure(config: RunConfig, *more: object) -> object:
+        def measure(config, *more):
             if config.optim.learning_rate > 0.02:
                 raise TrainingError("the gradient is not finite")
-            return measured(config, *more)  # type: ignore[arg-type]
+            return measured(config, *more)
 
         monkeypatch.setattr(tune, "measure", measure)
         search = Search(
@@ -128,9 +124,7 @@ class TestLog:
         values = chosen(search, list(lines.values()))
         assert values is not None and values["learning_rate"] <= 0.02
 
-    def test_the_log_is_complete_and_goes_on(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_log_is_complete_and_goes_on(self, tmp_path, monkeypatch):
         monkeypatch.setitem(
             tune.SHORT,
             "mixture",

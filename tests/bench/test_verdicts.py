@@ -31,13 +31,13 @@ LEAD = Compare("fast", "slow", expects=BETTER)
 
 
 class TestEvidence:
-    def test_measures_by_hand(self) -> None:
+    def test_measures_by_hand(self):
         found = fake_evidence(2, slow=SLOW, fast=FAST)
 
-        def one(arm: str, name: str) -> float:
+        def one(arm, name):
             return float(found.values(arm, name)[0, 0])
 
-        def between(name: str) -> float:
+        def between(name):
             return float(found.differences("fast", "slow", name)[0, 0])
 
         # of the piecewise linear curve 0, .2, .4, .6
@@ -61,7 +61,7 @@ class TestEvidence:
         with pytest.raises(ConfigError, match="compares two runs"):
             found.values("fast", "updates")
 
-    def test_every_measure_reads_a_real_line(self) -> None:
+    def test_every_measure_reads_a_real_line(self):
         line = {**measure(small_run()), "samples": fake_line(SLOW)["samples"]}
         line["gains"] = [[0.2, 0.1, 0.1], [0.1, 0.1, 0.1]]
         found = Evidence({"a": {"direction": [line, line]}}, (0, 1))
@@ -93,7 +93,7 @@ class TestVerdicts:
         ],
         ids=lambda x: str(x)[:60],
     )
-    def test_clear_cases(self, rule, verdict: str) -> None:
+    def test_clear_cases(self, rule, verdict):
         found = fake_evidence(12, slow=SLOW, fast=FAST, flat=FLAT, falling=[0.0, 0.5, 0.6, 0.3])
         assert judge(rule, found).verdict == verdict and rule.words()
 
@@ -109,23 +109,23 @@ class TestVerdicts:
         ids=str,
     )
     @pytest.mark.parametrize("seeds", [1, 3])
-    def test_few_noisy_seeds_decide_nothing(self, rule, seeds: int) -> None:
+    def test_few_noisy_seeds_decide_nothing(self, rule, seeds):
         assert (
             judge(rule, fake_evidence(seeds, spread=0.6, slow=SLOW, fast=FAST)).verdict == UNDECIDED
         )
 
-    def test_a_small_significant_difference_does_not_matter(self) -> None:
+    def test_a_small_significant_difference_does_not_matter(self):
         found = fake_evidence(8, slow=SLOW, same=[r + 0.01 for r in SLOW])
         (comparison,) = judge(Compare("same", "slow"), found).comparisons
         assert comparison.adjusted < 0.001 and comparison.verdict == ALIKE
 
-    def test_a_family_decides_less_than_its_parts(self) -> None:
+    def test_a_family_decides_less_than_its_parts(self):
         found = fake_evidence(10, spread=0.35, slow=SLOW, fast=[r + 0.1 for r in FAST])
         rule = Compare("fast", "slow")
         assert judge(rule, found).verdict == BETTER
         assert {one.verdict for one in judge_family([rule.compare(found)] * 2000)} == {UNDECIDED}
 
-    def test_tasks_are_averaged_within_the_seed(self) -> None:
+    def test_tasks_are_averaged_within_the_seed(self):
         """Two tasks with opposite effects that cancel in every seed: the unit is the seed, so
         nothing differs.
         """
@@ -148,7 +148,7 @@ class TestCalibration:
     """
 
     @pytest.mark.parametrize("law", LAWS)
-    def test_false_alarms(self, law: str) -> None:
+    def test_false_alarms(self, law):
         """At most 5% and three standard errors (13.4%) for every case."""
         rates = alarms(CASES, LAWS[law], 10, 60, seed=10_000)
         assert max(rates.values()) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 60), rates

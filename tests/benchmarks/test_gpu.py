@@ -8,19 +8,8 @@ from dataclasses import replace
 import gpu
 import pytest
 import torch
-from flowrl_testing.tiny import (
-    CLIP_TOKENS,
-    TINY,
-    WIDTH,
-    tiny_sd3_policy,
-)
-from gpu_compute import (
-    Meter,
-    MeteredFamily,
-    NetworkCost,
-    network_cost,
-    share_of_ceiling,
-)
+from flowrl_testing.tiny import CLIP_TOKENS, TINY, WIDTH, tiny_sd3_policy
+from gpu_compute import Meter, MeteredFamily, NetworkCost, network_cost, share_of_ceiling
 
 from flowrl.core.types import Prompt
 

@@ -24,13 +24,13 @@ def differing(results: Path, docs: Path = DOCS) -> list[Row]:
 
 
 @pytest.fixture
-def copies(tmp_path: Path) -> Path:
+def copies(tmp_path):
     path = tmp_path / "claims.jsonl"
     path.write_bytes(gzip.decompress((RESULTS / "claims.jsonl.gz").read_bytes()))
     return path
 
 
-def test_the_published_pages_agree_with_the_second_analysis() -> None:
+def test_the_published_pages_agree_with_the_second_analysis():
     rows = reanalysis.all_rows(RESULTS / "claims.jsonl", DOCS)
     assert [row for row in rows if not row.agrees] == []
     places = {row.place for row in rows}
@@ -42,7 +42,7 @@ def test_the_published_pages_agree_with_the_second_analysis() -> None:
     } <= places
 
 
-def test_a_changed_learning_curve_is_found(copies: Path) -> None:
+def test_a_changed_learning_curve_is_found(copies):
     lines = [json.loads(line) for line in copies.read_text().splitlines()]
     changed = next(
         line for line in lines if line["config"]["algorithm"]["credit"] == "moving-average-gain"
@@ -60,7 +60,7 @@ def test_a_changed_learning_curve_is_found(copies: Path) -> None:
     )
 
 
-def test_statistics_against_closed_forms() -> None:
+def test_statistics_against_closed_forms():
     # 4 x 0.01, 3 x 0.03, at least that, 0.5
     assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
     values = np.array([0.1, 0.3, 0.2, 0.6])
@@ -77,7 +77,7 @@ def test_statistics_against_closed_forms() -> None:
     )
 
 
-def test_robustness() -> None:
+def test_robustness():
     assert sign_flip(np.array([1.0, 2.0, 3.0])) == pytest.approx(2 / 8)  # all signs equal
     assert sign_flip(np.array([1.0, -1.0])) == pytest.approx(1.0)
     curve = np.zeros((2, 10))

@@ -35,13 +35,7 @@ from flowrl_compare.results import (
     run_folder,
     summarise,
 )
-from flowrl_compare.style import (
-    PALE,
-    colour,
-    marker,
-    save,
-    spread_labels,
-)
+from flowrl_compare.style import PALE, colour, marker, save, spread_labels
 from flowrl_compare.weight_comparison import (
     SamplingSettings,
     ScoredImages,

@@ -8,11 +8,7 @@ import shutil
 
 import pytest
 import torch
-from flowrl_compare.weight_comparison import (
-    SamplingSettings,
-    compare_scores,
-    sample_and_score,
-)
+from flowrl_compare.weight_comparison import SamplingSettings, compare_scores, sample_and_score
 from flowrl_testing.tiny import tiny_flux_policy, tiny_sd3
 from safetensors.torch import load_file, save_file
 from scipy import stats

@@ -85,20 +85,20 @@ def own_checks(lesson: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("lesson", "check"), CHECKS)
-def test_the_solution_passes_and_the_starting_cell_does_not(lesson: str, check: str, monkeypatch):
+def test_the_solution_passes_and_the_starting_cell_does_not(lesson, check, monkeypatch):
     """Every hint in a table of the check is shown for the value that the table gives; without a
     known mistake the check still refuses.
     """
     shown: dict[str, bool] = {}
     close = checking.close
 
-    def hint(*given: Any) -> str | None:
+    def hint(*given):
         try:
             return close(*given)
         except Unsolved as error:
             return str(error)
 
-    def watched(got, wanted, otherwise, mistakes=None, tolerance=1e-4) -> None:
+    def watched(got, wanted, otherwise, mistakes=None, tolerance=1e-4):
         for message, value in (mistakes or {}).items():
             told = hint(value, wanted, otherwise, mistakes, tolerance)
             shown[message] = shown.get(message, False) or told == message
@@ -121,14 +121,14 @@ def test_the_solution_passes_and_the_starting_cell_does_not(lesson: str, check: 
         for wrong in answers
     ],
 )
-def test_likely_mistakes_are_named(lesson, check, find: str, replace: str, message: str) -> None:
+def test_likely_mistakes_are_named(lesson, check, find, replace, message):
     problem = verdict(lesson, check, find, replace).problem
     assert problem is not None, "a wrong answer is accepted"
     assert message in problem
 
 
 @pytest.mark.parametrize("lesson", SOURCES)
-def test_lessons_have_their_parts(lesson: str) -> None:
+def test_lessons_have_their_parts(lesson):
     """Three exercises or more, each with its ratings, starting cell, hint, solution, explanation,
     check and likely mistakes; the course's table has their number.
     """
@@ -151,7 +151,7 @@ def test_lessons_have_their_parts(lesson: str) -> None:
                     importlib.import_module(f"{node.module}.{alias.name}")
 
 
-def test_a_failed_check_raises_where_lessons_are_built(monkeypatch) -> None:
+def test_a_failed_check_raises_where_lessons_are_built(monkeypatch):
     monkeypatch.setenv("FLOWRL_COURSE", "strict")
     with pytest.raises(Unsolved, match=r"Exercise 1: .*swapped"):
         verdict(

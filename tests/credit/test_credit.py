@@ -68,7 +68,7 @@ def random_mask(*shape: int, seed: int = 1) -> torch.Tensor:
 # Golden values and worked examples
 
 
-def test_uniform_matches_the_public_flow_grpo_code() -> None:
+def test_uniform_matches_the_public_flow_grpo_code():
     """yifan123/flow_grpo ac4c86e; every column but the last is NaN: the rule must not read it."""
     for case in load("advantages.json"):
         final = torch.tensor(case["rewards"])
@@ -92,7 +92,7 @@ way.
 """
 
 
-def test_turning_points_match_the_public_tp_grpo_code() -> None:
+def test_turning_points_match_the_public_tp_grpo_code():
     """YunzeTong/TurningPoint-GRPO 994d26a, one table = one balancing batch."""
     for index, case in enumerate(load("turning_points.json")):
         values = torch.tensor(case["rewards"])[None]
@@ -120,7 +120,7 @@ E1 = torch.tensor(
 E4 = torch.tensor([[[0.50, 0.70, 0.75, 0.72, 0.80], [0.50, 0.55, 0.60, 0.70, 0.72]]])
 
 
-def test_worked_examples() -> None:
+def test_worked_examples():
     """TP-GRPO's by the public code. Stepwise's mean is .065, its std .06265; the published numbers
     divide by the std alone.
     """
@@ -136,7 +136,7 @@ def test_worked_examples() -> None:
     torch.testing.assert_close(credit(StepwiseGain(), E4)[0], exact, rtol=2e-4, atol=1e-4)
 
 
-def test_generalised_gains_by_hand() -> None:
+def test_generalised_gains_by_hand():
     """gamma lam = 1/2, gains 1, 2, 4: 1 + 2/2 + 4/4, 2 + 4/2, 4."""
     values = torch.tensor([[[0.0, 1.0, 3.0, 7.0]]])
     assert generalised_gains(values, lam=0.625, gamma=0.8).flatten().tolist() == pytest.approx(
@@ -153,7 +153,7 @@ def test_generalised_gains_by_hand() -> None:
 @seeds
 @pytest.mark.parametrize("by", ["aggregate", "trend"])
 @pytest.mark.parametrize("scope", ["prompt", "batch"])
-def test_balancing_leaves_equally_many_of_either_sign_and_the_largest(seed: int, by, scope) -> None:
+def test_balancing_leaves_equally_many_of_either_sign_and_the_largest(seed, by, scope):
     values = table(seed)
     turns, trend = turning_points(values), values[..., -1:] - values[..., :1]
     kept = balanced(values, turns, by, scope)
@@ -169,7 +169,7 @@ def test_balancing_leaves_equally_many_of_either_sign_and_the_largest(seed: int,
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_balancing_leaves_entries_without_size_out_of_the_count(sign: float) -> None:
+def test_balancing_leaves_entries_without_size_out_of_the_count(sign):
     """One turning point upwards, two downwards and one of size 0, which remains."""
     last = torch.tensor([[3.0, -2.0, -1.0, 0.0]]) * sign
     values = torch.stack([torch.zeros(1, 4), last], dim=-1)
@@ -177,7 +177,7 @@ def test_balancing_leaves_entries_without_size_out_of_the_count(sign: float) -> 
     assert kept[0, :, 0].tolist() == [True, True, False, True]
 
 
-def test_balancing_counts_the_mask_only() -> None:
+def test_balancing_counts_the_mask_only():
     rule, mask = TurningPoint(), torch.ones(1, 3, 4, dtype=torch.bool)
     assert rule.selected(E1, mask)[0].nonzero().tolist() == [[0, 2], [1, 2]]
     mask[0, 1] = False  # the only one downwards
@@ -188,7 +188,7 @@ def test_balancing_counts_the_mask_only() -> None:
 
 
 @seeds
-def test_rules_reduce_to_each_other(seed: int) -> None:
+def test_rules_reduce_to_each_other(seed):
     values, everywhere = table(seed), torch.ones(3, 5, COUNT, dtype=torch.bool)
     monotone = values.sort(dim=-1).values  # at most the first step is a turning point
     one_step = table(seed, columns=2)
@@ -207,7 +207,7 @@ def test_rules_reduce_to_each_other(seed: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_turning_points_do_not_depend_on_the_window() -> None:
+def test_turning_points_do_not_depend_on_the_window():
     values = table(9, columns=4)
     early = Decisions.like(values, times=(1.0, 0.9, 0.8))
     late = replace(Decisions.like(values, times=(0.8, 0.7, 0.6)), step=early.step + 2)
@@ -219,7 +219,7 @@ def test_turning_points_do_not_depend_on_the_window() -> None:
 # Weights and several rewards
 
 
-def test_weights_multiply_the_advantages() -> None:
+def test_weights_multiply_the_advantages():
     values, uniform = table(0), credit(Uniform(), table(0))
     ratio = credit(Weighted(weights=lambda time: 2 * time), values) / uniform
     assert ratio[0, 0].tolist() == pytest.approx([2.0, 1.5, 1.0, 0.5])
@@ -234,7 +234,7 @@ def test_weights_multiply_the_advantages() -> None:
         credit(Weighted(weights=(1.0, 1.0, 1.0)), values)
 
 
-def test_gdpo_by_hand() -> None:
+def test_gdpo_by_hand():
     """Two rewards that order the members oppositely cancel at equal weights, whatever their
     scales.
     """
@@ -243,7 +243,7 @@ def test_gdpo_by_hand() -> None:
     parts = {n: torch.cat([nodes, v[..., None]], -1) for n, v in (("a", first), ("b", second))}
     record = replace(example(parts["a"], Completion()), parts=parts)
 
-    def of_parts(**options: Any) -> torch.Tensor:
+    def of_parts(**options):
         return credit_of(GDPO(**options), record).advantages
 
     assert of_parts(batch=False).abs().max() < 2e-4
@@ -265,7 +265,7 @@ class Halved(Uniform):
         return Credit(advantages, torch.where(above, 0.5, 1.0))
 
 
-def test_gdpo_takes_weights_probe_and_noise_from_its_rule() -> None:
+def test_gdpo_takes_weights_probe_and_noise_from_its_rule():
     values = table(0, 1, 3) * 0.5
     first, second = values.clone(), values.clone()
     first[0, 0, -1] = second[0, 2, -1] = 2.0
@@ -276,7 +276,7 @@ def test_gdpo_takes_weights_probe_and_noise_from_its_rule() -> None:
     assert rule.probe == Tweedie() and rule.shared_noise and not GDPO().shared_noise
 
 
-def test_the_sum_of_several_rewards_is_divided_by_its_std_over_the_mask() -> None:
+def test_the_sum_of_several_rewards_is_divided_by_its_std_over_the_mask():
     values, mask = table(4), random_mask(3, 5, COUNT)
     decisions = replace(Decisions.like(values), mask=mask)
     got = GDPO(StepwiseGain(pool="batch")).assign(values, decisions)
@@ -286,7 +286,7 @@ def test_the_sum_of_several_rewards_is_divided_by_its_std_over_the_mask() -> Non
 # A baseline with memory
 
 
-def test_moving_average_by_hand() -> None:
+def test_moving_average_by_hand():
     rule = MovingAverageGain(decay=0.5, clamp=None)
     first = torch.tensor([[[0.0, 1.0, 1.0], [0.0, 3.0, 4.0]]])  # gains (1, 0), (3, 1): mean (2, .5)
     centred = torch.tensor([[[-1.0, -0.5], [1.0, 0.5]]])
@@ -303,7 +303,7 @@ def test_moving_average_by_hand() -> None:
     assert found[0].any() and not found[1].any()
 
 
-def test_a_baseline_belongs_to_a_time_and_is_the_mean_over_the_mask() -> None:
+def test_a_baseline_belongs_to_a_time_and_is_the_mean_over_the_mask():
     """A window moves by one decision: the shared time keeps its baseline, a new one starts with its
     mean gain.
     """
@@ -326,7 +326,7 @@ def test_a_baseline_belongs_to_a_time_and_is_the_mean_over_the_mask() -> None:
 # The table: zeros, clamp, mask, columns
 
 
-def test_equal_rewards_and_a_group_of_one_give_exactly_zero() -> None:
+def test_equal_rewards_and_a_group_of_one_give_exactly_zero():
     values = table(1, members=7).float()
     for rule in RULES:
         for value in (0.1, 12345.678, 1e8 / 3, 1e30):
@@ -335,7 +335,7 @@ def test_equal_rewards_and_a_group_of_one_give_exactly_zero() -> None:
         assert not credit(rule, table(2, members=1)).any()
 
 
-def test_a_group_with_one_member_is_in_no_statistic() -> None:
+def test_a_group_with_one_member_is_in_no_statistic():
     values, mask = table(6), torch.ones(3, 5, COUNT, dtype=torch.bool)
     mask[2, 1:] = False
     rule, decisions = Uniform(std="batch"), replace(Decisions.like(values), mask=mask)
@@ -344,7 +344,7 @@ def test_a_group_with_one_member_is_in_no_statistic() -> None:
     assert not found[2].any()
 
 
-def test_scores_are_clamped() -> None:
+def test_scores_are_clamped():
     values = torch.zeros(1, 100, 2)
     values[0, 0, 1] = 1.0
     for clamp, expected in ((5.0, 5.0), (2.0, 2.0), (None, math.sqrt(99))):
@@ -354,7 +354,7 @@ def test_scores_are_clamped() -> None:
 
 
 @seeds
-def test_zscore_over_a_mask_is_a_loop_over_its_entries(seed: int) -> None:
+def test_zscore_over_a_mask_is_a_loop_over_its_entries(seed):
     values = table(seed, prompts=2)
     mask = random_mask(*values.shape, seed=seed)
     masked = values.masked_fill(~mask, torch.nan)
@@ -368,7 +368,7 @@ def test_zscore_over_a_mask_is_a_loop_over_its_entries(seed: int) -> None:
         torch.testing.assert_close(got[prompt][mask[prompt]], expected)
 
 
-def test_columns_that_a_rule_reads() -> None:
+def test_columns_that_a_rule_reads():
     """Of the decision 2 of 4."""
     for rule, expected in (
         (Uniform(), [0, 1, 2, 3, 4]),
@@ -394,12 +394,12 @@ class MyRule:
     result: Any
     probe: Completion = Completion()
 
-    def assign(self, values: torch.Tensor, decisions: Decisions) -> Any:
+    def assign(self, values: torch.Tensor, decisions: Decisions):
         return self.result(values, decisions) if callable(self.result) else self.result
 
 
 class MyRecordRule(MyRule):
-    def credit(self, experience: Experience) -> Any:
+    def credit(self, experience: Experience):
         return Credit(*self.result) if isinstance(self.result, tuple) else self.result
 
 
@@ -409,10 +409,7 @@ ZEROS = torch.zeros(3, 5, COUNT)
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (
-            MyRule([[1.0]]),
-            r"MyRule\.assign returned a list, not floating point .* \(3, 5, 4\)",
-        ),
+        (MyRule([[1.0]]), r"MyRule\.assign returned a list, not floating point .* \(3, 5, 4\)"),
         (MyRule(torch.zeros(3, 5, 5)), r"torch\.float32 \(3, 5, 5\), not .* \(3, 5, 4\)"),
         (MyRule(ZEROS.long()), r"torch\.int64"),
         (MyRule(ZEROS.to_sparse()), "a tensor that is sparse"),
@@ -424,17 +421,17 @@ ZEROS = torch.zeros(3, 5, COUNT)
         (MyRecordRule((ZEROS, ZEROS)), "not all 0"),
     ],
 )
-def test_a_broken_rule_is_named_with_its_fault(rule: Any, message: str) -> None:
+def test_a_broken_rule_is_named_with_its_fault(rule, message):
     with pytest.raises(CreditError, match=message):
         credit_of(rule, example(table(0), Completion()))
 
 
-def test_other_parameters_and_columns_of_a_rule_are_refused() -> None:
+def test_other_parameters_and_columns_of_a_rule_are_refused():
     class Older(MyRule):
-        def assign(self, rewards: torch.Tensor, schedule: object = None) -> torch.Tensor:
+        def assign(self, rewards, schedule=None):
             return reward_to_go(rewards)
 
-        def reads(self, trained: torch.Tensor) -> torch.Tensor:
+        def reads(self, trained):
             return trained
 
     rule: Any = Older(None)
@@ -445,7 +442,7 @@ def test_other_parameters_and_columns_of_a_rule_are_refused() -> None:
 
 
 @pytest.mark.parametrize("outside", [torch.nan, 1.0])
-def test_credit_outside_the_mask_is_0_whatever_the_rule_returns(outside: float) -> None:
+def test_credit_outside_the_mask_is_0_whatever_the_rule_returns(outside):
     mask = random_mask(3, 5, COUNT)
     result = torch.full((3, 5, COUNT), 2.0).masked_fill(~mask, outside).requires_grad_()
     decisions = replace(Decisions.like(table(0)), mask=mask)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from flowrl.core.errors import ConfigError, CreditError
 from flowrl.core.experience import Experience
-from flowrl.core.protocols import CreditAssigner
 from flowrl.core.tree import Tree, tree_of
 from flowrl.credit import (
     GDPO,
@@ -80,7 +79,7 @@ def worked(name: str) -> Worked:
 
 
 @pytest.mark.parametrize("name", ["E1", "E2"])
-def test_values_and_advantages_of_the_worked_examples(name: str) -> None:
+def test_values_and_advantages_of_the_worked_examples(name):
     case, entry = worked(name), WORKED[name]
     for kind, key in (("leaf", "V"), ("child", "child_mean")):
         if key in entry:
@@ -102,7 +101,7 @@ RELEASED = DepthRelative("tree", "sample", clamp=None)
 
 
 @pytest.mark.parametrize("name", list(SPLITS))
-def test_values_and_advantages_of_the_published_code(name: str) -> None:
+def test_values_and_advantages_of_the_published_code(name):
     case = published(name)
     values = case.tree.values(case.record.values[..., -1])
     torch.testing.assert_close(values, case.read("default/value"), rtol=0, atol=2e-7)
@@ -162,7 +161,7 @@ EVERY = [
 
 @settings(max_examples=15, deadline=None)
 @given(grown())
-def test_gains_sum_to_0_over_siblings_and_to_the_reward_over_decisions(case: Worked) -> None:
+def test_gains_sum_to_0_over_siblings_and_to_the_reward_over_decisions(case):
     tree, values = replace(case.tree, mean="leaf"), case.record.values
     torch.testing.assert_close(gains(values).sum(-1), case.rewards - values[..., 0])
     increments = tree.edge_means(gains(tree.value_table(tree.values(case.rewards))))
@@ -174,7 +173,7 @@ def test_gains_sum_to_0_over_siblings_and_to_the_reward_over_decisions(case: Wor
 
 @settings(max_examples=15, deadline=None)
 @given(grown())
-def test_plain_means_up_the_tree_are_uniform_credit(case: Worked) -> None:
+def test_plain_means_up_the_tree_are_uniform_credit(case):
     tree = replace(case.tree, mean="child")
     members = torch.ones(2, tree.members, 1, dtype=torch.bool)
     scores = zscore(case.rewards[..., None], ("member",), clamp=None, mask=members)[..., 0]
@@ -184,7 +183,7 @@ def test_plain_means_up_the_tree_are_uniform_credit(case: Worked) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(grown(), st.sampled_from([rule for rule in EVERY if not isinstance(rule, StepwiseGain)]))
-def test_invalid_leaves_change_nothing_for_the_others(case: Worked, rule: CreditAssigner) -> None:
+def test_invalid_leaves_change_nothing_for_the_others(case, rule):
     """The credit of the others is that of a tree without the invalid leaf; other prompts are
     untouched.
     """
@@ -218,11 +217,11 @@ def zscores(values: Tensor) -> Tensor:
     )
 
 
-def test_leave_one_out_is_the_difference_to_the_others() -> None:
+def test_leave_one_out_is_the_difference_to_the_others():
     values = torch.tensor([1.0, 3.0, 8.0], dtype=torch.float64)[None, :, None].expand(1, -1, 2)
     record = example(values, Branch((3,)))
 
-    def siblings(**options: bool) -> Tensor:
+    def siblings(**options):
         return credit(SiblingRelative(clamp=None, **options), record)[0, :, 0]
 
     plain, others = siblings(normalise=False), siblings(normalise=False, leave_one_out=True)
@@ -231,7 +230,7 @@ def test_leave_one_out_is_the_difference_to_the_others() -> None:
     torch.testing.assert_close(siblings(leave_one_out=True), 1.5 * siblings())
 
 
-def test_strides_are_normalised_one_by_one_and_summed() -> None:
+def test_strides_are_normalised_one_by_one_and_summed():
     probe = Comb(branches=3, count=1, high=1, strides=(1, 2, 3))
     shown = drawn(probe, 2, 9, 6, seed=3)
     scores = zscores(shown.values[..., -1].view(2, 3, 3))  # [prompt, branch, stride]
@@ -239,7 +238,7 @@ def test_strides_are_normalised_one_by_one_and_summed() -> None:
     torch.testing.assert_close(found, scores.sum(-1).repeat_interleave(3, dim=1)[..., None])
 
 
-def test_a_comb_compares_draws_not_the_trunk() -> None:
+def test_a_comb_compares_draws_not_the_trunk():
     probe = Comb(branches=2, high=3)
     shown = drawn(probe, 1, 6, 4)
     expected = zscores(shown.values[0, :, -1].view(3, 2))
@@ -249,7 +248,7 @@ def test_a_comb_compares_draws_not_the_trunk() -> None:
         assert (found != 0).sum() == 6, "every member has one decision"
 
 
-def test_shared_noise_is_a_tree_of_one_split() -> None:
+def test_shared_noise_is_a_tree_of_one_split():
     """Sibling- and depth-relative credit of the first decision is then uniform credit."""
     shown = drawn(Branch((6,)), 3, 6, 4)
     uniform = credit(Uniform(probe=Branch((6,))), shown)
@@ -265,7 +264,7 @@ TREE_RULES = [SiblingRelative(), DepthRelative(), BackedUp("mean"), GDPO(DepthRe
 
 
 @pytest.mark.parametrize("rule", TREE_RULES, ids=lambda rule: type(rule).__name__)
-def test_errors_name_what_is_missing(rule: CreditAssigner) -> None:
+def test_errors_name_what_is_missing(rule):
     shown = drawn(Branch((2, 2)), 2, 4, 5)
     with pytest.raises(CreditError, match="needs decisions with a branched tree"):
         rule.assign(shown.values, replace(shown.decisions, tree=None))
@@ -275,7 +274,7 @@ def test_errors_name_what_is_missing(rule: CreditAssigner) -> None:
         rule.assign(missing, shown.decisions)
 
 
-def test_log_probabilities_are_named_when_they_are_missing() -> None:
+def test_log_probabilities_are_named_when_they_are_missing():
     shown = drawn(Branch((2, 2)), 2, 4, 5)
     for rule in (
         BackedUp(),
@@ -306,7 +305,7 @@ def test_log_probabilities_are_named_when_they_are_missing() -> None:
         ("tempflow-grpo", None, 30),
     ],
 )
-def test_named_methods_fit_the_default_group(name: str, counts: list[int], decisions: int) -> None:
+def test_named_methods_fit_the_default_group(name, counts, decisions):
     method = replace(METHODS[name](), sampler=FlowSDE(0.7), window=FixedWindow(2, 7))
     probe, members = method.credit.probe, 30 if name == "tempflow-grpo" else 12
     for seed in range(3):

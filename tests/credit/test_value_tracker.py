@@ -140,7 +140,7 @@ def test_a_trial_is_not_remembered():
     assert not rule.memory
 
 
-def test_the_state_restores_the_memory() -> None:
+def test_the_state_restores_the_memory():
     rule, restored = ValueTracker(), ValueTracker()
     visit(rule, torch.rand(2, 2, 3), [FOX, CAR])
     state = rule.state_dict()

@@ -27,7 +27,7 @@ def log_density(mixture: GaussianMixture, x: torch.Tensor, t: float) -> torch.Te
 
 @pytest.mark.parametrize("mixture", [RING, UNEVEN], ids=["ring", "uneven"])
 @pytest.mark.parametrize("t", [0.05, 0.4, 1.0])
-def test_estimates_follow_from_the_score(mixture: GaussianMixture, t: float) -> None:
+def test_estimates_follow_from_the_score(mixture, t):
     """E[eps | x] = -t score, and x = (1-t) E[x_0 | x] + t E[eps | x]; v is their difference."""
     x = (2 * torch.randn(50, 2, generator=torch.Generator().manual_seed(0))).requires_grad_()
     (score,) = torch.autograd.grad(log_density(mixture, x, t).sum(), x)
@@ -44,7 +44,7 @@ def test_estimates_follow_from_the_score(mixture: GaussianMixture, t: float) -> 
     )
 
 
-def test_samples_have_the_mixtures_moments() -> None:
+def test_samples_have_the_mixtures_moments():
     """40,000 draws: means within 5 standard errors, which fails for 2e-6 of seeds."""
     draws = UNEVEN.sample(40_000, torch.Generator().manual_seed(0))
     mean = (UNEVEN.weights[:, None] * UNEVEN.means).sum(0)
@@ -54,7 +54,7 @@ def test_samples_have_the_mixtures_moments() -> None:
 
 
 @pytest.mark.parametrize(("mixture", "width"), [(RING, 0.5), (UNEVEN, 1.0)])
-def test_the_expected_bump_is_its_integral(mixture: GaussianMixture, width: float) -> None:
+def test_the_expected_bump_is_its_integral(mixture, width):
     axis = torch.linspace(-6, 6, 241)
     grid = torch.cartesian_prod(axis, axis)
     target = torch.tensor([1.5, -0.7])

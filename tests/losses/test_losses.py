@@ -25,7 +25,7 @@ LOSSES = [
 N = 6
 
 
-def rows_of(new: torch.Tensor, behaviour: Gaussian, **fields: Any) -> LossBatch:
+def rows_of(new: torch.Tensor, behaviour: Gaussian, **fields) -> LossBatch:
     """Rows whose new mean takes gradients; the first half is at step 1, the second at step 2 of the
     same trajectories, two of each group.
     """
@@ -62,7 +62,7 @@ def make_batch(move: float = 0.0, weight: torch.Tensor | None = None) -> LossBat
     )
 
 
-def scalars(new: list[float], **fields: Any) -> LossBatch:
+def scalars(new: list[float], **fields) -> LossBatch:
     """Rows of one element with std 1, node 1 and behaviour 0: log ratio d - d^2 / 2."""
     count = len(new)
     behaviour = Gaussian(torch.zeros(count, 1), torch.ones(count))
@@ -74,7 +74,7 @@ def gradient(loss: PolicyLoss, batch: LossBatch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
-def test_the_reference_penalty_and_its_parity_form(loss: Any) -> None:
+def test_the_reference_penalty_and_its_parity_form(loss):
     batch = make_batch(0.01)
     assert batch.reference is not None
     plain = replace(loss, kl_weight=0.0).loss(batch).loss
@@ -90,14 +90,14 @@ def test_the_reference_penalty_and_its_parity_form(loss: Any) -> None:
     assert "kl" not in replace(loss, kl_weight=0.0).loss(replace(batch, reference=None)).metrics
 
 
-def test_the_std_gets_no_gradient() -> None:
+def test_the_std_gets_no_gradient():
     batch = make_batch()
     std = batch.new.std.clone().requires_grad_()
     ClippedLoss().loss(replace(batch, new=Gaussian(batch.new.mean, std))).loss.backward()
     assert std.grad is None
 
 
-def test_on_policy_gradient_is_the_policy_gradient() -> None:
+def test_on_policy_gradient_is_the_policy_gradient():
     """-mean over pairs of A grad logp, with grad logp = (x - mu) / std^2 over the number of
     elements.
     """
@@ -120,7 +120,7 @@ def test_on_policy_gradient_is_the_policy_gradient() -> None:
     # a gain beyond 1 + c is clipped, a loss of probability is not
     [(1.0, -(1.05 + 0.904837) / 2), (-1.0, (1.105171 + 0.95) / 2)],
 )
-def test_clipped_loss_by_hand(advantage: float, expected: float) -> None:
+def test_clipped_loss_by_hand(advantage, expected):
     """Ratios e^.1 and e^-.1 around a clip of .05; the clipped row has no gradient."""
     batch = scalars([0.10557281, -0.09544512], advantages=torch.full((2,), advantage))
     result = ClippedLoss(clip_range=0.05).loss(batch)
@@ -130,7 +130,7 @@ def test_clipped_loss_by_hand(advantage: float, expected: float) -> None:
     assert int((gradient(ClippedLoss(clip_range=0.05), batch) == 0).sum()) == 1
 
 
-def test_dppo_drops_rows_that_are_far_and_would_move_further() -> None:
+def test_dppo_drops_rows_that_are_far_and_would_move_further():
     """Shifts towards (+) and away from (-) the node, with A = 1 and A = -2: KL = move^2 / 2 =
     .00125 and .045. Dropped rows count in the mean, and in the penalty.
     """
@@ -150,14 +150,14 @@ def test_dppo_drops_rows_that_are_far_and_would_move_further() -> None:
     assert gradient(FlowDPPO(bound=0.046), batch).all()
 
 
-def test_the_plain_policy_gradient_ignores_the_behaviour() -> None:
+def test_the_plain_policy_gradient_ignores_the_behaviour():
     far, loss = make_batch(0.3), PolicyGradientLoss()
     near = replace(far, behaviour=Gaussian(far.new.mean.detach(), far.new.std))
     torch.testing.assert_close(gradient(loss, far), gradient(loss, near))
     assert not torch.allclose(gradient(FlowDPPO(1e6), far), gradient(loss, far), rtol=1e-3)
 
 
-def test_guards_ratio_is_the_projected_noise() -> None:
+def test_guards_ratio_is_the_projected_noise():
     """std (log ratio + |mu - mu_old|^2 / (2 std^2)) = mean of eps (mu - mu_old), eps = (x - mu_old)
     / std.
     """
@@ -170,7 +170,7 @@ def test_guards_ratio_is_the_projected_noise() -> None:
     torch.testing.assert_close(metrics["policy_loss"], terms.mean().detach())
 
 
-def test_gspo_by_hand() -> None:
+def test_gspo_by_hand():
     """Two trajectories of two steps, with weights 1 and 3 within a trajectory."""
     moves, weight = torch.tensor([0.3, -0.3, 0.1, 0.02]), torch.tensor([1.0, 1.0, 3.0, 3.0])
     advantages = torch.tensor([1.0, -2.0, 1.0, -2.0])
@@ -188,7 +188,7 @@ def test_gspo_by_hand() -> None:
     torch.testing.assert_close(found[[1, 3]], expected[[1, 3]])
 
 
-def test_the_penalty_pulls_to_the_behaviour_also_at_advantage_0() -> None:
+def test_the_penalty_pulls_to_the_behaviour_also_at_advantage_0():
     """Gradient of c KL: c (mu - mu_old) / std^2 per element, times weight / elements / sum of
     weights.
     """

@@ -132,7 +132,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("part", DEFAULTS, ids=lambda part: part.__name__)
-def test_defaults_are_the_documented_ones(part: type) -> None:
+def test_defaults_are_the_documented_ones(part):
     made = part()
     defaults = {name: getattr(made, name) for name in inspect.signature(part).parameters}
     assert defaults == DEFAULTS[part]
@@ -150,13 +150,13 @@ def test_defaults_are_the_documented_ones(part: type) -> None:
     ],
     ids=lambda part: type(part).__name__,
 )
-def test_parts_are_values_that_cannot_be_changed(part: Any) -> None:
+def test_parts_are_values_that_cannot_be_changed(part):
     with pytest.raises(dataclasses.FrozenInstanceError):
         part.anything = 1
 
 
 @pytest.mark.parametrize("part", DEFAULTS, ids=lambda part: part.__name__)
-def test_options_of_another_kind_are_refused(part: type) -> None:
+def test_options_of_another_kind_are_refused(part):
     """Numbers are finite and are no truth values; words are those of a list."""
     wrong = {float: (math.nan, math.inf, True, "x"), int: (0.5, True, "x"), str: (3, "no such")}
     wrong[bool] = (1, None, "true")
@@ -165,7 +165,7 @@ def test_options_of_another_kind_are_refused(part: type) -> None:
             refused(part, option, value)
 
 
-def refused(part: type, option: str, value: Any) -> None:
+def refused(part: type, option: str, value):
     with pytest.raises(ConfigError, match=rf"{part.__name__}\.{option} = .* is not allowed"):
         part(**{option: value})
 
@@ -214,9 +214,7 @@ LIMITS: list[tuple[list[Any], list[Any], dict[type, str]]] = [
 
 
 @pytest.mark.parametrize(("inside", "outside", "options"), LIMITS)
-def test_options_end_where_they_should(
-    inside: list[Any], outside: list[Any], options: dict[type, str]
-) -> None:
+def test_options_end_where_they_should(inside, outside, options):
     for part, names in options.items():
         for option in names.split():
             for value in inside:
@@ -251,7 +249,7 @@ class Command:
         ("sizes", [(), (1, 2)], [(1, 0), [1], (1, True), 1]),
     ],
 )
-def test_bounds_hold_in_every_form_of_an_option(option, inside, outside) -> None:
+def test_bounds_hold_in_every_form_of_an_option(option, inside, outside):
     for value in inside:
         assert getattr(Sized(**{option: value}), option) == value
         check_ranges(Command(Sized(**{option: value})))
@@ -265,7 +263,7 @@ def test_bounds_hold_in_every_form_of_an_option(option, inside, outside) -> None
         Sized(0)
 
 
-def test_windows_end_where_they_should() -> None:
+def test_windows_end_where_they_should():
     schedule, generator = uniform_schedule(4), torch.Generator()
     x, step = torch.zeros(4, 2), torch.arange(4)
     stochastic = Windowed(FlowSDE(), range(3, 4)).transition(x, x, schedule, step).std > 0
@@ -290,7 +288,7 @@ def test_windows_end_where_they_should() -> None:
             make()
 
 
-def test_missing_values_are_named_by_column() -> None:
+def test_missing_values_are_named_by_column():
     values = torch.rand(2, 3, 5)
     decisions = Decisions.like(values)
     values[1, 2, 3] = math.nan
@@ -311,7 +309,7 @@ def test_missing_values_are_named_by_column() -> None:
         Uniform().assign(torch.full((2, 3, 5), math.nan), decisions)
 
 
-def test_noise_larger_than_there_is_leaves_no_old_noise() -> None:
+def test_noise_larger_than_there_is_leaves_no_old_noise():
     """DDIM's sigma is capped at s: the share of old noise is then 0."""
     schedule, x = Schedule(torch.tensor([1.0, 0.5, 0.3, 0.0])), torch.ones(1, 1)
     found = DDIMSDE(9.0).transition(x, 2 * x, schedule, torch.tensor([1]))
@@ -320,7 +318,7 @@ def test_noise_larger_than_there_is_leaves_no_old_noise() -> None:
     assert float(found.std) == pytest.approx(0.3)
 
 
-def test_one_step_estimates_are_one_substep() -> None:
+def test_one_step_estimates_are_one_substep():
     assert Tweedie() == Substeps(1)
 
 
@@ -330,7 +328,6 @@ def test_trajectories_that_cannot_fit_are_refused_with_their_size():
 
     config = preset("tiny").apply(world="mixture", groups=10**6, group_size=10**5)
     with pytest.raises(
-        ConfigError,
-        match=r"groups = 1000000 is not allowed; .* trajectories take [\d.e+]+ GB",
+        ConfigError, match=r"groups = 1000000 is not allowed; .* trajectories take [\d.e+]+ GB"
     ):
         make_trainer(config)

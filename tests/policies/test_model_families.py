@@ -43,8 +43,7 @@ def pair(request):
 
 
 @pytest.mark.parametrize(
-    ("guidance", "height", "width", "steps", "frames"),
-    [(4.5, 32, 16, 5, 9), (1.0, 16, 64, 3, 1)],
+    ("guidance", "height", "width", "steps", "frames"), [(4.5, 32, 16, 5, 9), (1.0, 16, 64, 3, 1)]
 )
 def test_images_and_grid_are_the_plain_pipelines(case, guidance, height, width, steps, frames):
     """Prompts of different length, in one batch with a negative prompt of a third; 1e-6 is
@@ -87,10 +86,7 @@ def test_guidance_and_its_gradient_without_the_negative_branch(case):
 
 @pytest.mark.parametrize(
     ("dtype", "guidance", "method"),
-    [
-        ("float32", 3.0, stepwise_flow_grpo),
-        ("bfloat16", 1.0, tp_grpo),
-    ],
+    [("float32", 3.0, stepwise_flow_grpo), ("bfloat16", 1.0, tp_grpo)],
     ids=["float32", "bfloat16"],
 )
 def test_train_save_reload_resume(case, dtype, guidance, method, tmp_path):

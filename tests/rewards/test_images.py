@@ -17,11 +17,7 @@ from flowrl.rewards import (
     WeightedSum,
     stills,
 )
-from flowrl.rewards.images import (
-    chosen_frames,
-    to_bytes,
-    to_pillow,
-)
+from flowrl.rewards.images import chosen_frames, to_bytes, to_pillow
 
 TWO = [Prompt("a"), Prompt("b")]
 

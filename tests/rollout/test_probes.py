@@ -13,14 +13,7 @@ from rollouts import PROMPTS, SDE, Straight, rolled, valued
 
 from flowrl.core.errors import ConfigError, ProbeError
 from flowrl.credit import gains
-from flowrl.probes import (
-    Completion,
-    NetworkUse,
-    NoProbe,
-    Probe,
-    Scored,
-    Substeps,
-)
+from flowrl.probes import Completion, NetworkUse, NoProbe, Probe, Scored, Substeps
 from flowrl.samplers import FlowSDE, Windowed
 
 

@@ -175,10 +175,7 @@ def test_log_probabilities_are_those_of_the_draws(mixture_policy, probe):
         torch.testing.assert_close(densities[..., column], expected, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("probe", "shared"),
-    [(Branch((1, 1, 2, 1, 2)), True), (Comb(4), False)],
-)
+@pytest.mark.parametrize(("probe", "shared"), [(Branch((1, 1, 2, 1, 2)), True), (Comb(4), False)])
 def test_minibatches_of_trees_have_about_equally_many_rows_of_all_depths(probe, shared):
     """Most parents are passed by some sample of the first mini-batch; they do not all belong to
     it.

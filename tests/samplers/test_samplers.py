@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.core.protocols import Sampler
 from flowrl.core.types import Schedule
 from flowrl.flow import log_prob, log_prob_without_constants, shifted_schedule, tweedie
 from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE, Windowed, transition_stds
@@ -17,7 +16,7 @@ STEPS = 10
 SCHEDULE = shifted_schedule(STEPS)
 
 
-def name(part: object) -> str:
+def name(part) -> str:
     return type(part).__name__
 
 
@@ -36,7 +35,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     ],
     ids=name,
 )
-def test_worked_example(kernel: Sampler, mean: float, std: float) -> None:
+def test_worked_example(kernel, mean, std):
     """x = .5, v = -.8, t = .6, s = .5, computed by hand from each paper's formula."""
     schedule = Schedule(torch.tensor([1.0, 0.6, 0.5, 0.0]))
     x, v = torch.tensor([[0.5]]), torch.tensor([[-0.8]])
@@ -46,7 +45,7 @@ def test_worked_example(kernel: Sampler, mean: float, std: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sde", "cps"])
-def test_matches_the_public_flow_grpo_step(kind: str) -> None:
+def test_matches_the_public_flow_grpo_step(kind):
     """YunzeTong/TurningPoint-GRPO 994d26a (the formula of yifan123/flow_grpo), float32 on the
     CPU.
     """
@@ -66,7 +65,7 @@ def test_matches_the_public_flow_grpo_step(kind: str) -> None:
             torch.testing.assert_close(density(gaussian, x_next), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_matches_the_public_dancegrpo_step() -> None:
+def test_matches_the_public_dancegrpo_step():
     """XueZeyue/DanceGRPO 15cc71d; its log-probability determines mean and std together."""
     schedule = Schedule(torch.tensor(GOLDEN["dance"]["sigmas"]))
     for case in GOLDEN["dance"]["steps"]:
@@ -79,14 +78,14 @@ def test_matches_the_public_dancegrpo_step() -> None:
 
 
 @pytest.mark.parametrize("kernel", [FlowSDE(0.0), DanceSDE(0.0), CPS(0.0), DDIMSDE(0.0)], ids=name)
-def test_noise_level_zero_is_the_ode(kernel: Sampler) -> None:
+def test_noise_level_zero_is_the_ode(kernel):
     x, v = randn(STEPS, 4), randn(STEPS, 4, seed=1)
     found, ode = (k.transition(x, v, SCHEDULE, torch.arange(STEPS)) for k in (kernel, ODE()))
     torch.testing.assert_close(found.mean, ode.mean, rtol=0, atol=1e-6)
     assert not found.std.any()
 
 
-def test_which_steps_are_decisions() -> None:
+def test_which_steps_are_decisions():
     steps = {name(k): (transition_stds(k, SCHEDULE) > 0).nonzero().flatten() for k in KERNELS}
     assert {kernel: places.tolist() for kernel, places in steps.items()} == {
         "ODE": [],
@@ -100,7 +99,7 @@ def test_which_steps_are_decisions() -> None:
     assert transition_stds(DDIMSDE(3.0), schedule).tolist() == pytest.approx([0.0, 0.1, 0.0])
 
 
-def test_a_window_is_the_kernel_inside_and_the_ode_outside() -> None:
+def test_a_window_is_the_kernel_inside_and_the_ode_outside():
     """Its steps need no order and no neighbours."""
     x, v, step = randn(STEPS, 3), randn(STEPS, 3, seed=1), torch.arange(STEPS)
     kernels = (Windowed(FlowSDE(), [7, 1, 4]), FlowSDE(), ODE())

@@ -2,9 +2,7 @@
 
 import random
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 import torch
@@ -60,16 +58,7 @@ from flowrl.losses import (
     PolicyGradientLoss,
 )
 from flowrl.parts.registry import KINDS, build
-from flowrl.probes import (
-    Branch,
-    Comb,
-    Completion,
-    Continuation,
-    NoProbe,
-    Probe,
-    Substeps,
-    Tweedie,
-)
+from flowrl.probes import Branch, Comb, Completion, Continuation, NoProbe, Probe, Substeps, Tweedie
 from flowrl.rewards import FunctionReward, GroupSum, WeightedSum, WinRate
 from flowrl.samplers import (
     CPS,
@@ -228,19 +217,19 @@ PROBES = [
 ]
 
 
-def small_sd3() -> Any:
+def small_sd3():
     return ShapesWorld().policy(PolicyOptions(lora_rank=4))
 
 
-def guided_sd3() -> Any:
+def guided_sd3():
     return tiny_sd3_policy(replace(TINY, guidance_scale=3.0))
 
 
-def narrow_sd3() -> Any:
+def narrow_sd3():
     return tiny_sd3_policy(replace(TINY, dtype="bfloat16"))
 
 
-def whole_flux() -> Any:
+def whole_flux():
     return tiny_flux_policy(replace(TINY, tuning="full"))
 
 
@@ -250,7 +239,7 @@ class TwoTasks(MixtureWorld):
     tasks = ("direction", "other")
 
     class OneTask(DirectionReward):
-        def score(self, images: torch.Tensor, prompts: Any) -> torch.Tensor:
+        def score(self, images: torch.Tensor, prompts) -> torch.Tensor:
             if prompts[0].metadata["task"] == "other":
                 raise RewardError("another task")
             return super().score(images, prompts)
@@ -290,7 +279,7 @@ PARTS = [
 ]
 
 
-def name(value: Any) -> str:
+def name(value) -> str:
     return (
         ""
         if isinstance(value, dict) or hasattr(value, "__wrapped__")
@@ -299,23 +288,23 @@ def name(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("check", "part", "options"), PARTS, ids=name)
-def test_a_part_keeps_its_promises(check, part: Any, options: dict[str, Any]) -> None:
+def test_a_part_keeps_its_promises(check, part, options):
     findings = check(part, **options)
     assert findings.ok and not findings.marked("advice"), str(findings)
 
 
 @pytest.mark.parametrize("part", [ODE(), FlowSDE(0.0), CPS(0.0)], ids=name)
-def test_samplers_without_noise_keep_all_promises_but_that_of_decisions(part: Any) -> None:
+def test_samplers_without_noise_keep_all_promises_but_that_of_decisions(part):
     """ODE steps are for evaluation; noise 0 is the ODE."""
     assert check_sampler(part).broken == ["makes_decisions"]
 
 
 @pytest.mark.parametrize("mode", ["positive_only", "negative_only", "one_only", "binary"])
-def test_modes_that_select_advantages_are_not_proportional_to_them(mode: Any) -> None:
+def test_modes_that_select_advantages_are_not_proportional_to_them(mode):
     assert check_forward_loss(DiffusionNFT(mode=mode)).broken == ["starts_along_the_advantage"]
 
 
-def test_the_points_of_the_mixture_are_no_images() -> None:
+def test_the_points_of_the_mixture_are_no_images():
     findings = check_policy(mixture_policy(), DIRECTIONS)
     assert findings.ok and findings.marked("advice") == ["decodes_images"]
 
@@ -336,14 +325,14 @@ def world_examples(name: str) -> tuple[torch.Tensor, list[Prompt]]:
 @pytest.mark.parametrize(
     "form", [(name, form) for name in ("shapes", "mixture") for form in world(name).forms]
 )
-def test_rewards_of_the_worlds(form: tuple[str, str]) -> None:
+def test_rewards_of_the_worlds(form):
     name, text = form
     findings = check_reward(world(name).reward(text), world_examples(name))
     assert findings.ok, str(findings)
 
 
 @pytest.mark.parametrize("kind", ["credit", "sampler", "window", "loss"])
-def test_every_built_in_name_is_held_to_its_contract(kind: str) -> None:
+def test_every_built_in_name_is_held_to_its_contract(kind):
     """A part added to the registry must be added here."""
     held = {type(part) for _, part, *_ in (p if isinstance(p, tuple) else p.values for p in PARTS)}
     size = "(size=2)" if kind == "window" else ""
@@ -352,7 +341,7 @@ def test_every_built_in_name_is_held_to_its_contract(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_world_of_a_model(tmp_path: Path) -> None:
+def test_the_world_of_a_model(tmp_path):
     tiny_sd3().save_pretrained(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("a red fox\na red car\n")
     (tmp_path / "held.txt").write_text("a red hat\n")

@@ -65,8 +65,7 @@ def by_threads(size, policy, count, metrics) -> list[Evaluation]:
     with ThreadPoolExecutor(size) as pool:
         return list(
             pool.map(
-                lambda rank: evaluated(policy, count, metrics, Threads(rank, exchange)),
-                range(size),
+                lambda rank: evaluated(policy, count, metrics, Threads(rank, exchange)), range(size)
             )
         )
 
