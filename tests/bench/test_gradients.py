@@ -16,6 +16,7 @@ from flowrl_bench.gradients import (
     pathwise_gradients,
     policy_gradients,
 )
+from torch.testing import assert_close
 
 from flowrl.credit import Uniform
 from flowrl.flow import DrawnSteps
@@ -100,10 +101,10 @@ def test_every_loss_starts_with_the_policy_gradient_of_the_world(setting):
 
     plain = gradient(PolicyGradientLoss())
     for loss in (ClippedLoss(), FlowDPPO()):
-        torch.testing.assert_close(gradient(loss), plain, rtol=1e-3, atol=1e-5)
+        assert_close(gradient(loss), plain, rtol=1e-3, atol=1e-5)
     drawn = setting.stds > 0
     weighted = gradient(PolicyGradientLoss(), (setting.stds / setting.schedule.deltas)[drawn])
-    torch.testing.assert_close(gradient(GRPOGuard()), weighted, rtol=1e-3, atol=1e-5)
+    assert_close(gradient(GRPOGuard()), weighted, rtol=1e-3, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +140,6 @@ def test_at_the_reference_dgpo_has_half_of_the_gradient_of_matching_weighted_by_
     dgpo = forward_gradients(
         untrained, Uniform(), DGPO(clip=None, kl_weight=0.0, times=times), 2, 6, seed=1
     )
-    torch.testing.assert_close(2 * dgpo, awm, atol=1e-6, rtol=1e-4)
+    assert_close(2 * dgpo, awm, atol=1e-6, rtol=1e-4)
     assert float((awm[0] - awm[1]).norm()) > 0.1 * float(awm[0].norm())
     assert usage.nfe == 2 * 18 * 6 * 10

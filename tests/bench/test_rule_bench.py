@@ -27,57 +27,54 @@ from flowrl_bench.verdicts import ALIKE, BETTER, UNDECIDED, WORSE
 from flowrl.core.errors import ConfigError
 
 
-class TestNames:
-    @pytest.mark.parametrize(
-        ("specs", "names"),
-        [
-            (
-                ["a/v1.py:Mine", "weighted", "package.module:Other"],
-                ["Mine", "weighted", "package.module:Other"],
-            ),
-            (
-                ["v1.py:Mine", "sub/v2.py:Mine", "sub/v2.py:Mine(scale=2)"],
-                ["v1.py:Mine", "sub/v2.py:Mine", "Mine(scale=2)"],
-            ),
-            (["a/v.py:Mine", "b/v.py:Mine"], ["a/v.py:Mine", "b/v.py:Mine"]),
-            (["x.py:uniform"], ["x.py:uniform"]),
-        ],
-    )
-    def test_rules_are_called_by_their_classes(self, specs, names):
-        """By their specs if that is not unique."""
-        assert named_rules(specs, RULES) == dict(zip(names, specs, strict=True))
-
-    @pytest.mark.parametrize(
-        "specs", [["uniform"], ["weighted", "weighted"], ["x.py:Mine", "./x.py:Mine"]]
-    )
-    def test_what_cannot_be_told_apart_is_refused(self, specs):
-        with pytest.raises(ConfigError, match=r"rule = .* is not allowed"):
-            named_rules(specs, RULES)
+@pytest.mark.parametrize(
+    ("specs", "names"),
+    [
+        (
+            ["a/v1.py:Mine", "weighted", "package.module:Other"],
+            ["Mine", "weighted", "package.module:Other"],
+        ),
+        (
+            ["v1.py:Mine", "sub/v2.py:Mine", "sub/v2.py:Mine(scale=2)"],
+            ["v1.py:Mine", "sub/v2.py:Mine", "Mine(scale=2)"],
+        ),
+        (["a/v.py:Mine", "b/v.py:Mine"], ["a/v.py:Mine", "b/v.py:Mine"]),
+        (["x.py:uniform"], ["x.py:uniform"]),
+    ],
+)
+def test_rules_are_called_by_their_classes(specs, names):
+    """By their specs if that is not unique."""
+    assert named_rules(specs, RULES) == dict(zip(names, specs, strict=True))
 
 
-class TestPlan:
-    @pytest.mark.parametrize("part", [*FULL.values(), *QUICK.values()])
-    def test_all_arms_have_the_same_budget_and_seeds(self, part):
-        """Everything is equal but the method and what was tuned; no search and no other result has
-        the seeds.
-        """
-        rule = replace(ARMS["stepwise gains"], name="mine")
-        arms = part.arms(rule, tuned(part.world, "uniform"))
-        assert set(arms) == {*part.baselines, "mine"}
-        assert part.numbers == tuple(range(200, 200 + part.seeds))
-        searched = {"method", "credit", "clip_range", "learning_rate", "noise_level"}
-        for runs in zip(*arms.values(), strict=True):
-            settings = [run.flat() for run in runs]
-            assert all(
-                settings[0][name] == other[name]
-                for other in settings
-                for name in other.keys() - searched
-            )
-        for name in part.baselines:
-            settings = arms[name][0].flat()
-            assert {knob: settings[knob] for knob in tuned(part.world, name)} == tuned(
-                part.world, name
-            )
+@pytest.mark.parametrize(
+    "specs", [["uniform"], ["weighted", "weighted"], ["x.py:Mine", "./x.py:Mine"]]
+)
+def test_what_cannot_be_told_apart_is_refused(specs):
+    with pytest.raises(ConfigError, match=r"rule = .* is not allowed"):
+        named_rules(specs, RULES)
+
+
+@pytest.mark.parametrize("part", [*FULL.values(), *QUICK.values()])
+def test_all_arms_have_the_same_budget_and_seeds(part):
+    """Everything is equal but the method and what was tuned; no search and no other result has
+    the seeds.
+    """
+    rule = replace(ARMS["stepwise gains"], name="mine")
+    arms = part.arms(rule, tuned(part.world, "uniform"))
+    assert set(arms) == {*part.baselines, "mine"}
+    assert part.numbers == tuple(range(200, 200 + part.seeds))
+    searched = {"method", "credit", "clip_range", "learning_rate", "noise_level"}
+    for runs in zip(*arms.values(), strict=True):
+        settings = [run.flat() for run in runs]
+        assert all(
+            settings[0][name] == other[name]
+            for other in settings
+            for name in other.keys() - searched
+        )
+    for name in part.baselines:
+        settings = arms[name][0].flat()
+        assert {knob: settings[knob] for knob in tuned(part.world, name)} == tuned(part.world, name)
 
 
 def world_of(
@@ -109,26 +106,26 @@ def world_of(
 BUDGETS = ("updates", "evaluations", "seconds")
 
 
-class TestFindings:
-    def test_a_known_effect_is_found_at_every_budget(self):
-        levels = {"uniform": 0.4, "stepwise_gains": 0.6, "turning_points": 0.501, "mine": 0.5}
-        (judgement,) = judged("mine", [world_of(0.01, **levels)])
-        expected = {"uniform": BETTER, "stepwise gains": WORSE, "turning points": ALIKE}
-        assert {(f.baseline, f.budget): f.comparison.size for f in judgement.findings} == {
-            (baseline, budget): size for baseline, size in expected.items() for budget in BUDGETS
-        }
+def test_a_known_effect_is_found_at_every_budget():
+    levels = {"uniform": 0.4, "stepwise_gains": 0.6, "turning_points": 0.501, "mine": 0.5}
+    (judgement,) = judged("mine", [world_of(0.01, **levels)])
+    expected = {"uniform": BETTER, "stepwise gains": WORSE, "turning points": ALIKE}
+    assert {(f.baseline, f.budget): f.comparison.size for f in judgement.findings} == {
+        (baseline, budget): size for baseline, size in expected.items() for budget in BUDGETS
+    }
 
-    @pytest.mark.parametrize(
-        ("level", "spread", "size"),
-        [(0.5, 0.01, BETTER), (0.3, 0.01, WORSE), (0.4, 0.001, ALIKE), (0.41, 0.1, UNDECIDED)],
-    )
-    def test_the_sentence_for_each_outcome(self, level, spread, size):
-        (judgement,) = judged("mine", [world_of(spread, seed=1, uniform=0.4, mine=level)])
-        text = sentence("mine", judgement)
-        verdict = f"mine against uniform: {size} at equal updates, evaluations and seconds."
-        assert text.startswith(f"2-D world, 8 seeds. {verdict}")
-        power = r"Differences in mean reward of 0\.\d{3}.* with a probability of 80%\.$"
-        assert bool(re.search(power, text)) == (size == UNDECIDED)
+
+@pytest.mark.parametrize(
+    ("level", "spread", "size"),
+    [(0.5, 0.01, BETTER), (0.3, 0.01, WORSE), (0.4, 0.001, ALIKE), (0.41, 0.1, UNDECIDED)],
+)
+def test_the_sentence_for_each_outcome(level, spread, size):
+    (judgement,) = judged("mine", [world_of(spread, seed=1, uniform=0.4, mine=level)])
+    text = sentence("mine", judgement)
+    verdict = f"mine against uniform: {size} at equal updates, evaluations and seconds."
+    assert text.startswith(f"2-D world, 8 seeds. {verdict}")
+    power = r"Differences in mean reward of 0\.\d{3}.* with a probability of 80%\.$"
+    assert bool(re.search(power, text)) == (size == UNDECIDED)
 
 
 TINY = {name: value for name, value in SMALL.items() if name != "arm"} | {"eval_samples": 18}

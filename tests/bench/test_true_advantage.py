@@ -20,6 +20,7 @@ from flowrl_bench.true_advantage import (
     credit_sums,
     true_advantages,
 )
+from torch.testing import assert_close
 
 from flowrl.core.types import Prompt
 from flowrl.flow import uniform_schedule
@@ -98,7 +99,7 @@ def test_true_advantages_are_the_exact_ones_of_a_gaussian(sampler):
     # the stated errors are the real ones
     assert float(z.square().mean()) == pytest.approx(1.0, abs=0.35)
     after = values[..., found.steps[-1] + 1]
-    torch.testing.assert_close(found.state_values[..., -1], after, atol=1e-5, rtol=1e-4)
+    assert_close(found.state_values[..., -1], after, atol=1e-5, rtol=1e-4)
     assert bool((found.state_errors[..., -1] == 0).all())
 
 
@@ -125,7 +126,7 @@ def test_true_advantages_of_the_edges_of_a_tree_are_the_exact_ones(case):
         assert truth.weights is not None and truth.steps == tuple(tree.drawn_steps)
         counted = truth.weights > 0
         assert torch.equal(counted, tree.decisions[:, tree.drawn_steps].expand_as(counted))
-        torch.testing.assert_close(truth.state_values[..., -1], values[..., -1], atol=1e-4, rtol=0)
+        assert_close(truth.state_values[..., -1], values[..., -1], atol=1e-4, rtol=0)
         assert bool((truth.values[~counted] == 0).all())
         known = counted & (truth.errors > 0)
         exact = values.diff(dim=-1)[..., list(truth.steps)]
@@ -165,9 +166,7 @@ def test_gains_of_the_continuation_probe_are_true_advantages():
     setting, members = gaussian_setting(), 12
     look = Look(setting, members, seed=3)
     nodes = look.trajectories(shared_noise=False).trajectories.nodes
-    torch.testing.assert_close(
-        look.trajectories(False, Continuation(100)).trajectories.nodes, nodes
-    )
+    assert_close(look.trajectories(False, Continuation(100)).trajectories.nodes, nodes)
 
     class Gains:
         probe = Continuation(100)

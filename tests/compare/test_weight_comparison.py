@@ -13,6 +13,7 @@ from flowrl_testing.tiny import tiny_flux_policy, tiny_sd3
 from safetensors.torch import load_file, save_file
 from scipy import stats
 from small_run import words
+from torch.testing import assert_close
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
@@ -162,11 +163,11 @@ def test_images_do_not_depend_on_batches():
         for count, batch in ((1, 64), (2, 4), (2, 64))
     )
     scores = [side.scores["bright"] for side in (single, parts, together)]
-    torch.testing.assert_close(scores[2], scores[1], atol=1e-5, rtol=0)
+    assert_close(scores[2], scores[1], atol=1e-5, rtol=0)
     # the first image of each prompt is shown
     means = parts.shown.mean((1, 2, 3))
     assert parts.shown.shape == together.shown.shape == (2, 3, 64, 64)
-    torch.testing.assert_close(means, scores[1][:2, 0], atol=1e-5, rtol=0)
+    assert_close(means, scores[1][:2, 0], atol=1e-5, rtol=0)
     # image j of prompt i: noise i count + j
     assert not torch.equal(scores[2][1:, 0], scores[0][1:, 0])
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, CreditError
 from flowrl.core.experience import Credit, Decisions, Experience
@@ -76,7 +77,7 @@ def test_uniform_matches_the_public_flow_grpo_code():
         values[..., -1] = final
         advantages = credit(Uniform(std="batch" if case["global_std"] else "group"), values)
         expected = torch.tensor(case["advantages"]).unsqueeze(-1).expand(-1, -1, 2)
-        torch.testing.assert_close(advantages, expected, rtol=1e-5, atol=1e-6)
+        assert_close(advantages, expected, rtol=1e-5, atol=1e-6)
 
 
 VARIANTS = {
@@ -103,9 +104,7 @@ def test_turning_points_match_the_public_tp_grpo_code():
         else:
             assert torch.equal(selected, expected), index
         rewards = torch.tensor(case["process_rewards"])
-        torch.testing.assert_close(
-            process_rewards(values, expected)[0], rewards, rtol=1e-5, atol=1e-6
-        )
+        assert_close(process_rewards(values, expected)[0], rewards, rtol=1e-5, atol=1e-6)
 
 
 E1 = torch.tensor(
@@ -130,10 +129,10 @@ def test_worked_examples():
         [0.8046, -0.2411, 0.6581, -0.1621],
     ]
     found = credit(TurningPoint(balance="trend"), E1)[0]
-    torch.testing.assert_close(found, torch.tensor(advantages), rtol=0, atol=6e-5)
+    assert_close(found, torch.tensor(advantages), rtol=0, atol=6e-5)
     published = [[2.1548, -0.2394, -1.5164, 0.2394], [-0.2394, -0.2394, 0.5587, -0.7183]]
     exact = torch.tensor(published) * 0.06265 / (0.06265 + 1e-4)
-    torch.testing.assert_close(credit(StepwiseGain(), E4)[0], exact, rtol=2e-4, atol=1e-4)
+    assert_close(credit(StepwiseGain(), E4)[0], exact, rtol=2e-4, atol=1e-4)
 
 
 def test_generalised_gains_by_hand():
@@ -204,7 +203,7 @@ def test_rules_reduce_to_each_other(seed):
         (credit(TurningPoint(), one_step), credit(Uniform(), one_step)),
         (credit(GDPO(Uniform(), batch=False), values), credit(Uniform(), values)),
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_turning_points_do_not_depend_on_the_window():
@@ -249,9 +248,9 @@ def test_gdpo_by_hand():
     assert of_parts(batch=False).abs().max() < 2e-4
     double = of_parts(batch=False, weights={"a": 2.0})
     expected = (first - 1) / (math.sqrt(2 / 3) + 1e-4)
-    torch.testing.assert_close(double[..., 0], expected, atol=2e-4, rtol=1e-3)
+    assert_close(double[..., 0], expected, atol=2e-4, rtol=1e-3)
     scaled = of_parts(weights={"a": 2.0})
-    torch.testing.assert_close(scaled, double / (double.std(unbiased=False) + 1e-4))
+    assert_close(scaled, double / (double.std(unbiased=False) + 1e-4))
     with pytest.raises(CreditError, match=r"names rewards look; there are a, b"):
         of_parts(weights={"look": 1.0})
 
@@ -290,13 +289,13 @@ def test_moving_average_by_hand():
     rule = MovingAverageGain(decay=0.5, clamp=None)
     first = torch.tensor([[[0.0, 1.0, 1.0], [0.0, 3.0, 4.0]]])  # gains (1, 0), (3, 1): mean (2, .5)
     centred = torch.tensor([[[-1.0, -0.5], [1.0, 0.5]]])
-    torch.testing.assert_close(credit(rule, first), centred / (math.sqrt(2.5 / 4) + 1e-4))
+    assert_close(credit(rule, first), centred / (math.sqrt(2.5 / 4) + 1e-4))
     restored = MovingAverageGain(decay=0.5, clamp=None)
     restored.load_state_dict(rule.state_dict())
     # gains (4, .5): mean (4, .5); baseline (2, .5)
     second = torch.tensor([[[0.0, 4.0, 4.5], [0.0, 4.0, 4.5]]])
     expected = torch.tensor([[[1.0, -1.0]] * 2]) / (1 + 1e-4)
-    torch.testing.assert_close(credit(restored, second), expected)
+    assert_close(credit(restored, second), expected)
     assert restored.state_dict()["baseline"].tolist() == [3.0, 0.5]
     equal = torch.cat([second, second.new_full((1, 2, 3), 0.3)])
     found = credit(restored, equal)
@@ -318,7 +317,7 @@ def test_a_baseline_belongs_to_a_time_and_is_the_mean_over_the_mask():
     new = gains(moved).mean((0, 1))
     got = rule.assign(moved, Decisions.like(moved, times=(0.6, 0.3)))
     baseline = torch.tensor([shared, float(new[1])])
-    torch.testing.assert_close(got, zscore(gains(moved) - baseline, ("member", "decision")))
+    assert_close(got, zscore(gains(moved) - baseline, ("member", "decision")))
     expected = [early, (shared + float(new[0])) / 2, float(new[1])]
     assert rule.state_dict()["baseline"].tolist() == pytest.approx(expected)
 
@@ -340,7 +339,7 @@ def test_a_group_with_one_member_is_in_no_statistic():
     mask[2, 1:] = False
     rule, decisions = Uniform(std="batch"), replace(Decisions.like(values), mask=mask)
     found = rule.assign(values, decisions)
-    torch.testing.assert_close(found[:2], credit(rule, values[:2]))
+    assert_close(found[:2], credit(rule, values[:2]))
     assert not found[2].any()
 
 
@@ -365,7 +364,7 @@ def test_zscore_over_a_mask_is_a_loop_over_its_entries(seed):
         expected = (inside - inside.mean()) / (inside.std(correction=0) + 1e-4)
         if int(mask[prompt].any(-1).sum()) < 2:
             expected = torch.zeros_like(inside)
-        torch.testing.assert_close(got[prompt][mask[prompt]], expected)
+        assert_close(got[prompt][mask[prompt]], expected)
 
 
 def test_columns_that_a_rule_reads():

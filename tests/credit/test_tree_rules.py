@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_trees import GOLDEN, SPLITS, credit, published, record_of
 from torch import Tensor
+from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, CreditError
 from flowrl.core.experience import Experience
@@ -85,7 +86,7 @@ def test_values_and_advantages_of_the_worked_examples(name):
         if key in entry:
             expected = [entry[key][str(unit)] for unit in range(case.tree.units)]
             found = replace(case.tree, mean=kind).values(case.rewards)[0]
-            torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=1e-6)
+            assert_close(found, torch.tensor(expected), rtol=0, atol=1e-6)
     for rule, expected in entry["advantages"].items():
         gain = rule == "gain"
         table = gains(case.record.values) if gain else credit(RULES[rule], case.record)
@@ -104,15 +105,15 @@ RELEASED = DepthRelative("tree", "sample", clamp=None)
 def test_values_and_advantages_of_the_published_code(name):
     case = published(name)
     values = case.tree.values(case.record.values[..., -1])
-    torch.testing.assert_close(values, case.read("default/value"), rtol=0, atol=2e-7)
+    assert_close(values, case.read("default/value"), rtol=0, atol=2e-7)
     expected = case.tree.decision_table(case.read("default/advantage"))
-    torch.testing.assert_close(credit(RELEASED, case.record), expected, rtol=0, atol=5e-6)
+    assert_close(credit(RELEASED, case.record), expected, rtol=0, atol=5e-6)
     found = credit(METHODS["branch-grpo"]().credit, case.record)
-    torch.testing.assert_close(found, expected.clamp(-5, 5), rtol=0, atol=5e-6)
+    assert_close(found, expected.clamp(-5, 5), rtol=0, atol=5e-6)
     if name in ("published", "small", "late", "mixed"):
         weighted = credit(replace(RELEASED, backup="softmax"), case.record)
         expected = case.tree.decision_table(case.read("prob_weighted/advantage"))
-        torch.testing.assert_close(weighted, expected, rtol=0, atol=2e-5)
+        assert_close(weighted, expected, rtol=0, atol=2e-5)
 
 
 # Invariants on random trees
@@ -163,12 +164,12 @@ EVERY = [
 @given(grown())
 def test_gains_sum_to_0_over_siblings_and_to_the_reward_over_decisions(case):
     tree, values = replace(case.tree, mean="leaf"), case.record.values
-    torch.testing.assert_close(gains(values).sum(-1), case.rewards - values[..., 0])
+    assert_close(gains(values).sum(-1), case.rewards - values[..., 0])
     increments = tree.edge_means(gains(tree.value_table(tree.values(case.rewards))))
     sums = torch.zeros_like(increments).index_add(
         1, tree.parent.clamp(min=0), increments * tree.leaves * tree.drawn
     )
-    torch.testing.assert_close(sums, torch.zeros_like(sums), rtol=0, atol=1e-12)
+    assert_close(sums, torch.zeros_like(sums), rtol=0, atol=1e-12)
 
 
 @settings(max_examples=15, deadline=None)
@@ -178,7 +179,7 @@ def test_plain_means_up_the_tree_are_uniform_credit(case):
     members = torch.ones(2, tree.members, 1, dtype=torch.bool)
     scores = zscore(case.rewards[..., None], ("member",), clamp=None, mask=members)[..., 0]
     expected = tree.decision_table(tree.values(scores))
-    torch.testing.assert_close(credit(BackedUp("mean", clamp=None), case.record), expected)
+    assert_close(credit(BackedUp("mean", clamp=None), case.record), expected)
 
 
 @settings(max_examples=20, deadline=None)
@@ -197,7 +198,7 @@ def test_invalid_leaves_change_nothing_for_the_others(case, rule):
     rewards[1, ~left] = torch.nan
     both = record_of(case.tree, rewards, case.log_probs)
     expected = credit(rule, chosen(both, torch.arange(len(rewards)), left.nonzero().flatten()))
-    torch.testing.assert_close(credit(rule, both)[:, left], expected, rtol=0, atol=1e-6)
+    assert_close(credit(rule, both)[:, left], expected, rtol=0, atol=1e-6)
     assert not credit(rule, both)[:, ~left].any()
 
 
@@ -226,8 +227,8 @@ def test_leave_one_out_is_the_difference_to_the_others():
 
     plain, others = siblings(normalise=False), siblings(normalise=False, leave_one_out=True)
     assert others.tolist() == pytest.approx([1 - 5.5, 3 - 4.5, 8 - 2.0])
-    torch.testing.assert_close(others, 1.5 * plain)
-    torch.testing.assert_close(siblings(leave_one_out=True), 1.5 * siblings())
+    assert_close(others, 1.5 * plain)
+    assert_close(siblings(leave_one_out=True), 1.5 * siblings())
 
 
 def test_strides_are_normalised_one_by_one_and_summed():
@@ -235,7 +236,7 @@ def test_strides_are_normalised_one_by_one_and_summed():
     shown = drawn(probe, 2, 9, 6, seed=3)
     scores = zscores(shown.values[..., -1].view(2, 3, 3))  # [prompt, branch, stride]
     found = credit(SiblingRelative(clamp=None, probe=probe), shown)
-    torch.testing.assert_close(found, scores.sum(-1).repeat_interleave(3, dim=1)[..., None])
+    assert_close(found, scores.sum(-1).repeat_interleave(3, dim=1)[..., None])
 
 
 def test_a_comb_compares_draws_not_the_trunk():
@@ -244,7 +245,7 @@ def test_a_comb_compares_draws_not_the_trunk():
     expected = zscores(shown.values[0, :, -1].view(3, 2))
     for rule in (SiblingRelative(probe=probe), DepthRelative(probe=probe)):
         found = credit(rule, shown)[0]
-        torch.testing.assert_close(found.sum(-1), expected.flatten())
+        assert_close(found.sum(-1), expected.flatten())
         assert (found != 0).sum() == 6, "every member has one decision"
 
 
@@ -253,10 +254,10 @@ def test_shared_noise_is_a_tree_of_one_split():
     shown = drawn(Branch((6,)), 3, 6, 4)
     uniform = credit(Uniform(probe=Branch((6,))), shown)
     for rule in (SiblingRelative(), DepthRelative(), BackedUp()):
-        torch.testing.assert_close(credit(rule, shown)[..., 0], uniform[..., 0])
-    torch.testing.assert_close(credit(DepthRelative(), shown), uniform)
+        assert_close(credit(rule, shown)[..., 0], uniform[..., 0])
+    assert_close(credit(DepthRelative(), shown), uniform)
     plain = drawn(Branch({}), 3, 6, 4)
-    torch.testing.assert_close(credit(DepthRelative(), plain), credit(Uniform(), plain))
+    assert_close(credit(DepthRelative(), plain), credit(Uniform(), plain))
     assert not credit(SiblingRelative(), plain).any()
 
 

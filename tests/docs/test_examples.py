@@ -163,29 +163,27 @@ def readme():
     return load(".ci/readme.py")
 
 
-class TestReadmeInCI:
-    """CI runs README.md's blocks; only markers with a reason change that."""
+def test_all_blocks_run_but_marked_ones(readme):
+    found = readme.blocks((ROOT / "README.md").read_text())
+    assert sum(bool(block.commands) for block in found) == len(found) - sum(
+        block.marker == "skip" for block in found
+    )
+    assert "pip install" in found[0].commands[0] and "#" not in found[0].commands[0]
+    tests = '-m pytest -n 2 -m "not slow and not satellite"'
+    assert any(command.endswith(tests) for block in found for command in block.commands)
 
-    def test_all_blocks_run_but_marked_ones(self, readme):
-        found = readme.blocks((ROOT / "README.md").read_text())
-        assert sum(bool(block.commands) for block in found) == len(found) - sum(
-            block.marker == "skip" for block in found
-        )
-        assert "pip install" in found[0].commands[0] and "#" not in found[0].commands[0]
-        tests = '-m pytest -n 2 -m "not slow and not satellite"'
-        assert any(command.endswith(tests) for block in found for command in block.commands)
 
-    def test_markers(self, readme):
-        bash = "```bash\na b  # why\nc \\\n  d\n```\n"
-        python = "```python\n# my.py\nx = 1\n```\n"
-        text = (
-            f"{bash}<!-- ci: skip: needs weights -->\n{bash}\n<!-- ci: add --seeds 0: fast"
-            f" -->\n{bash}{python}"
-        )
-        plain, skipped, reduced, file = readme.blocks(text)
-        assert plain.commands == ["a b", "c    d"] and skipped.commands == []
-        assert reduced.commands == ["a b", "c    d --seeds 0"] and reduced.reason == "fast"
-        assert len(file.commands) == 1 and file.commands[0].startswith("cat > my.py")
-        assert "needs weights" in readme.describe(
-            [plain, skipped]
-        ) and "fast" not in readme.describe([plain, skipped])
+def test_markers(readme):
+    bash = "```bash\na b  # why\nc \\\n  d\n```\n"
+    python = "```python\n# my.py\nx = 1\n```\n"
+    text = (
+        f"{bash}<!-- ci: skip: needs weights -->\n{bash}\n<!-- ci: add --seeds 0: fast"
+        f" -->\n{bash}{python}"
+    )
+    plain, skipped, reduced, file = readme.blocks(text)
+    assert plain.commands == ["a b", "c    d"] and skipped.commands == []
+    assert reduced.commands == ["a b", "c    d --seeds 0"] and reduced.reason == "fast"
+    assert len(file.commands) == 1 and file.commands[0].startswith("cat > my.py")
+    assert "needs weights" in readme.describe([plain, skipped]) and "fast" not in readme.describe(
+        [plain, skipped]
+    )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from flowrl.core.types import Gaussian
 from flowrl.flow import (
@@ -29,25 +30,25 @@ def test_shifted_schedule_is_dancegrpos_grid():
     """XueZeyue/DanceGRPO 15cc71d, 10 steps, shift 3."""
     golden = json.loads((Path(__file__).parents[1] / "golden" / "kernels.json").read_text())
     expected, times = torch.tensor(golden["dance"]["sigmas"]), shifted_schedule(10, 3.0).times
-    torch.testing.assert_close(times, expected, rtol=0, atol=1e-6)
+    assert_close(times, expected, rtol=0, atol=1e-6)
     assert times[0] == 1.0 and times[-1] == 0.0
 
 
 def test_estimates_invert_the_interpolant():
     clean, noise, time = randn(5, 2, 3), randn(5, 2, 3, seed=1), torch.linspace(0, 1, 5)
     x, v = interpolate(clean, noise, time), velocity_target(clean, noise)
-    torch.testing.assert_close(tweedie(x, v, time), clean, rtol=0, atol=1e-5)
-    torch.testing.assert_close(noise_estimate(x, v, time), noise, rtol=0, atol=1e-5)
+    assert_close(tweedie(x, v, time), clean, rtol=0, atol=1e-5)
+    assert_close(noise_estimate(x, v, time), noise, rtol=0, atol=1e-5)
 
 
 def test_densities_and_kl_are_means_of_those_of_torch_distributions():
     std, x = torch.tensor([0.01, 0.3, 1.0, 5.0]), randn(4, 6, seed=2)
     p, q = Gaussian(randn(4, 6), std), Gaussian(randn(4, 6, seed=1), std)
     normal, other = (torch.distributions.Normal(g.mean, std[:, None]) for g in (p, q))
-    torch.testing.assert_close(log_prob(p, x), normal.log_prob(x).mean(1))
-    torch.testing.assert_close(log_prob_without_constants(p, x), -(x - p.mean).square().mean(1))
+    assert_close(log_prob(p, x), normal.log_prob(x).mean(1))
+    assert_close(log_prob_without_constants(p, x), -(x - p.mean).square().mean(1))
     exact = torch.distributions.kl_divergence(normal, other).mean(1)
-    torch.testing.assert_close(kl(p, q), exact)
+    assert_close(kl(p, q), exact)
 
 
 @pytest.mark.parametrize("density", [log_prob, log_prob_without_constants])

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from flowrl.flow.mixture import GaussianMixture
 
@@ -33,10 +34,10 @@ def test_estimates_follow_from_the_score(mixture, t):
     (score,) = torch.autograd.grad(log_density(mixture, x, t).sum(), x)
     times = torch.full((50,), t)
     clean, noise = mixture.clean_and_noise(x.detach(), times)
-    torch.testing.assert_close(noise, -t * score, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close((1 - t) * clean + t * noise, x.detach(), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(mixture.velocity(x.detach(), times), noise - clean)
-    torch.testing.assert_close(
+    assert_close(noise, -t * score, rtol=1e-4, atol=1e-5)
+    assert_close((1 - t) * clean + t * noise, x.detach(), rtol=1e-4, atol=1e-5)
+    assert_close(mixture.velocity(x.detach(), times), noise - clean)
+    assert_close(
         mixture.log_marginal(x.detach(), times),
         log_density(mixture, x, t).detach(),
         rtol=1e-4,
@@ -50,7 +51,7 @@ def test_samples_have_the_mixtures_moments():
     mean = (UNEVEN.weights[:, None] * UNEVEN.means).sum(0)
     spread = (UNEVEN.weights[:, None] * (UNEVEN.means - mean).square()).sum(0) + UNEVEN.std**2
     assert bool(((draws.mean(0) - mean).abs() < 5 * (spread / 40_000).sqrt()).all())
-    torch.testing.assert_close(draws.var(0), spread, rtol=0.05, atol=0.0)
+    assert_close(draws.var(0), spread, rtol=0.05, atol=0.0)
 
 
 @pytest.mark.parametrize(("mixture", "width"), [(RING, 0.5), (UNEVEN, 1.0)])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.protocols import TimeDraw
@@ -62,7 +63,7 @@ def counts(kind, samples=4000):
 def test_every_step_has_its_probability(kind, shares):
     """Tolerance: five standard deviations of a share of 4,000 samples."""
     close = dict(rtol=0.0, atol=5 * 0.5 / 4000**0.5)
-    torch.testing.assert_close(counts(kind), torch.tensor(shares), **close)
+    assert_close(counts(kind), torch.tensor(shares), **close)
 
 
 def test_strata_and_shift():
@@ -70,10 +71,10 @@ def test_strata_and_shift():
     even, shifted = (
         UniformTimes(**options, shift=shift).times(numbers, GRID) for shift in (1.0, 3.0)
     )
-    torch.testing.assert_close(even, torch.tensor([[0.1, 0.4, 0.6998]]))
-    torch.testing.assert_close(shifted, 3 * even / (1 + 2 * even))
+    assert_close(even, torch.tensor([[0.1, 0.4, 0.6998]]))
+    assert_close(shifted, 3 * even / (1 + 2 * even))
     middle = LogitNormalTimes(count=1, mean=0.3, shift=1.0).times(torch.tensor([[0.5]]), GRID)
-    torch.testing.assert_close(middle, torch.sigmoid(torch.tensor([[0.3]])))
+    assert_close(middle, torch.sigmoid(torch.tensor([[0.3]])))
 
 
 def test_the_smallest_uniform_number_gives_a_time_above_0():

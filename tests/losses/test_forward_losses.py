@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from flowrl.core.forward import Decay, ForwardBatch, WeightCopy
 from flowrl.core.types import unit_means
@@ -70,7 +71,7 @@ def gradient(loss, batch):
 
 
 def close(got, expected, tolerance=1e-12):
-    torch.testing.assert_close(
+    assert_close(
         got, expected, rtol=tolerance, atol=tolerance * float(expected.detach().abs().max())
     )
 
@@ -236,7 +237,7 @@ def test_modes_of_nft():
     }
     for mode, values in expected.items():
         found = DiffusionNFT(mode=mode).optimality(advantages)
-        torch.testing.assert_close(found, torch.tensor(values))
+        assert_close(found, torch.tensor(values))
 
 
 AVERAGE = Decay(0, 0.001, 0.3)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.protocols import PolicyLoss
@@ -81,10 +82,10 @@ def test_the_reference_penalty_and_its_parity_form(loss):
     exact = kl(batch.new, batch.reference)
     for form, divergence in (("exact", exact), ("without_delta", exact * batch.delta)):
         result = replace(loss, kl_weight=0.3, kl=form).loss(batch)
-        torch.testing.assert_close(result.loss, plain + 0.3 * divergence.mean())
-        torch.testing.assert_close(result.metrics["kl"], divergence.mean().detach())
+        assert_close(result.loss, plain + 0.3 * divergence.mean())
+        assert_close(result.metrics["kl"], divergence.mean().detach())
         if not isinstance(loss, KLPenalty):  # the policy term has no penalty
-            torch.testing.assert_close(result.policy_term, plain)
+            assert_close(result.policy_term, plain)
     with pytest.raises(ConfigError, match=r"kl_weight = 0\.3 needs LossBatch\.reference"):
         replace(loss, kl_weight=0.3).loss(replace(batch, reference=None))
     assert "kl" not in replace(loss, kl_weight=0.0).loss(replace(batch, reference=None)).metrics
@@ -112,7 +113,7 @@ def test_on_policy_gradient_is_the_policy_gradient():
         (GRPOGuard(), std / batch.delta.reshape(N, 1, 1)),
         (ClippedLoss(log_prob="released_cps"), 2 * std.square()),
     ):
-        torch.testing.assert_close(gradient(loss, batch), expected * factor)
+        assert_close(gradient(loss, batch), expected * factor)
 
 
 @pytest.mark.parametrize(
@@ -141,19 +142,19 @@ def test_dppo_drops_rows_that_are_far_and_would_move_further():
     batch = scalars(moves, advantages=advantages, reference=reference)
     result, mean = FlowDPPO(bound=0.01).loss(batch), batch.new.mean.detach()
     terms = torch.where(dropped, 0.0, -advantages * (mean - mean.square() / 2).exp().flatten())
-    torch.testing.assert_close(result.loss.detach(), terms.mean())
+    assert_close(result.loss.detach(), terms.mean())
     assert float(result.metrics["clip_fraction"]) == 0.25
     found = gradient(FlowDPPO(bound=0.01), batch)
-    torch.testing.assert_close(found, terms[:, None] * (1 - mean) / 8)
+    assert_close(found, terms[:, None] * (1 - mean) / 8)
     pulled = gradient(FlowDPPO(bound=0.01, kl_weight=0.5), batch)
-    torch.testing.assert_close(pulled - found, 0.5 * (mean - 1) / 8)
+    assert_close(pulled - found, 0.5 * (mean - 1) / 8)
     assert gradient(FlowDPPO(bound=0.046), batch).all()
 
 
 def test_the_plain_policy_gradient_ignores_the_behaviour():
     far, loss = make_batch(0.3), PolicyGradientLoss()
     near = replace(far, behaviour=Gaussian(far.new.mean.detach(), far.new.std))
-    torch.testing.assert_close(gradient(loss, far), gradient(loss, near))
+    assert_close(gradient(loss, far), gradient(loss, near))
     assert not torch.allclose(gradient(FlowDPPO(1e6), far), gradient(loss, far), rtol=1e-3)
 
 
@@ -165,9 +166,9 @@ def test_guards_ratio_is_the_projected_noise():
     eps = (batch.next_node - batch.behaviour.mean) / batch.new.std.reshape(N, 1, 1)
     log_ratio = (eps * (batch.new.mean - batch.behaviour.mean)).mean(dim=(1, 2))
     metrics = GRPOGuard(clip_range=0.5).loss(batch).metrics
-    torch.testing.assert_close(metrics["ratio_mean"], log_ratio.exp().mean().detach())
+    assert_close(metrics["ratio_mean"], log_ratio.exp().mean().detach())
     terms = -batch.advantages * log_ratio.exp() / batch.delta
-    torch.testing.assert_close(metrics["policy_loss"], terms.mean().detach())
+    assert_close(metrics["policy_loss"], terms.mean().detach())
 
 
 def test_gspo_by_hand():
@@ -185,7 +186,7 @@ def test_gspo_by_hand():
     found = gradient(GSPO(clip_range=0.1), batch).flatten()
     assert not found[[0, 2]].any()  # the trajectory is clipped
     expected = 2 * ratios[1] * weight / weight.sum() * (1 - moves)
-    torch.testing.assert_close(found[[1, 3]], expected[[1, 3]])
+    assert_close(found[[1, 3]], expected[[1, 3]])
 
 
 def test_the_penalty_pulls_to_the_behaviour_also_at_advantage_0():
@@ -196,7 +197,7 @@ def test_the_penalty_pulls_to_the_behaviour_also_at_advantage_0():
     batch = replace(make_batch(0.05, weight=weight), advantages=torch.zeros(N))
     pull = (batch.new.mean - batch.behaviour.mean).detach() / batch.new.std.square()[:, None, None]
     expected = 3.0 * pull * (weight / weight.sum())[:, None, None] / 6
-    torch.testing.assert_close(gradient(KLPenalty(coefficient=3.0), batch), expected)
+    assert_close(gradient(KLPenalty(coefficient=3.0), batch), expected)
     result = KLPenalty(coefficient=3.0).loss(batch)
     assert result.policy_term is not None and float(result.policy_term.detach()) == 0.0
     far = make_batch(0.05)

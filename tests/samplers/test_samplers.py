@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from flowrl.core.types import Schedule
 from flowrl.flow import log_prob, log_prob_without_constants, shifted_schedule, tweedie
@@ -58,11 +59,11 @@ def test_matches_the_public_flow_grpo_step(kind):
         gaussian = kernel.transition(x, v, schedule, torch.full((len(x),), case["index"]))
         delta = schedule.deltas[case["index"]]
         std = torch.tensor(case["std_dev_t"]) * (delta.sqrt() if sde else 1.0)
-        torch.testing.assert_close(gaussian.mean, torch.tensor(case["mean"]), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(gaussian.std, std, rtol=1e-5, atol=1e-7)
+        assert_close(gaussian.mean, torch.tensor(case["mean"]), rtol=1e-5, atol=1e-5)
+        assert_close(gaussian.std, std, rtol=1e-5, atol=1e-7)
         if bool((std > 0).all()):
             expected = torch.tensor(case["log_prob"])
-            torch.testing.assert_close(density(gaussian, x_next), expected, rtol=1e-5, atol=1e-5)
+            assert_close(density(gaussian, x_next), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_matches_the_public_dancegrpo_step():
@@ -73,15 +74,15 @@ def test_matches_the_public_dancegrpo_step():
         x, v, x_next = (torch.tensor(case[key]) for key in ("x", "v", "x_next"))
         gaussian = DanceSDE(case["eta"]).transition(x, v, schedule, step)
         clean, density = tweedie(x, v, schedule.times[step]), log_prob(gaussian, x_next)
-        torch.testing.assert_close(clean, torch.tensor(case["x0"]), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(density, torch.tensor(case["log_prob"]), rtol=1e-5, atol=1e-5)
+        assert_close(clean, torch.tensor(case["x0"]), rtol=1e-5, atol=1e-6)
+        assert_close(density, torch.tensor(case["log_prob"]), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", [FlowSDE(0.0), DanceSDE(0.0), CPS(0.0), DDIMSDE(0.0)], ids=name)
 def test_noise_level_zero_is_the_ode(kernel):
     x, v = randn(STEPS, 4), randn(STEPS, 4, seed=1)
     found, ode = (k.transition(x, v, SCHEDULE, torch.arange(STEPS)) for k in (kernel, ODE()))
-    torch.testing.assert_close(found.mean, ode.mean, rtol=0, atol=1e-6)
+    assert_close(found.mean, ode.mean, rtol=0, atol=1e-6)
     assert not found.std.any()
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from flowrl.distributed import Distributed
 from flowrl.rewards import FunctionReward, NoisyReward
@@ -86,8 +87,8 @@ def test_processes_divide_the_samples_and_the_heldout_metrics(mixture_policy, si
     rows.clear()
     for found in by_threads(size, mixture_policy, count, metrics):
         assert found.prompts == alone.prompts
-        torch.testing.assert_close(found.images, alone.images)
-        torch.testing.assert_close(found.image_scores, alone.image_scores)
+        assert_close(found.images, alone.images)
+        assert_close(found.image_scores, alone.image_scores)
         for key in alone.row.keys() - {"seconds"}:
             assert found.row[key] == pytest.approx(alone.row[key], abs=1e-5), key
     assert sum(rows) == count and max(rows) == -(-count // size), "each sample is scored once"
