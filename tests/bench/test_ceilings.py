@@ -59,8 +59,8 @@ def walk(scales: torch.Tensor, noise: float, groups: int = 60, continuations: in
     these standard deviations by decision; the scores are the value and `noise` x the walk's own
     future.
     """
-    one = GaussianMixture(torch.tensor([[1.2, 0.4]]), 0.6, torch.ones(1))
-    policy, steps = MixturePolicy(one, angle_of), len(scales) + 1
+    mode = GaussianMixture(torch.tensor([[1.2, 0.4]]), 0.6, torch.ones(1))
+    policy, steps = MixturePolicy(mode, angle_of), len(scales) + 1
     setting = Setting(
         policy,
         AllButLast(FlowSDE(0.7)),
@@ -106,8 +106,8 @@ def test_noise_of_the_values_is_extrapolated_away(spec):
     noisy = walk(SCALES, 1.4, groups=200, continuations=24)
     assert 0.85 < from_continuations(noisy.scores, noisy.result).reliability < 0.9
     sums = noisy.sums(spec)
-    known, found, raw = noisy.ceiling(spec), ceiling(sums), correlation(sums[0])
-    assert found == pytest.approx(known, abs=0.02)
+    known, corrected, raw = noisy.ceiling(spec), ceiling(sums), correlation(sums[0])
+    assert corrected == pytest.approx(known, abs=0.02)
     if spec in (JOINT, BY_STEP, "turning-point"):
         assert known - raw > 0.05
     if spec == UNIFORM:

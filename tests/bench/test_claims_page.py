@@ -86,9 +86,9 @@ def judged_pair(rule, first: list[float], second: list[float], **more) -> Judged
 
 
 def judged_of(lines: Mapping[str, dict]) -> list[Judged]:
-    found = [Judged(claim, world, lines) for claim in LEADS for world in claim.worlds]
-    judge_together(found)
-    return found
+    judged = [Judged(claim, world, lines) for claim in LEADS for world in claim.worlds]
+    judge_together(judged)
+    return judged
 
 
 LEADS_B = Compare("a", "b", expects=BETTER)

@@ -54,11 +54,11 @@ def directions(setting):
     """[direction, parameter] from trajectories of their own: the gradient, and its piece in each
     tensor.
     """
-    whole = pathwise_gradients(setting, 5, 200, seed=99, decisions_only=True).mean(0)
-    rows, start = [whole], 0
+    gradient = pathwise_gradients(setting, 5, 200, seed=99, decisions_only=True).mean(0)
+    rows, start = [gradient], 0
     for parameter in setting.parameters:
-        row = torch.zeros_like(whole)
-        row[start : start + parameter.numel()] = whole[start : start + parameter.numel()]
+        row = torch.zeros_like(gradient)
+        row[start : start + parameter.numel()] = gradient[start : start + parameter.numel()]
         start += parameter.numel()
         rows.append(row)
     return torch.stack([row / row.norm() for row in rows])

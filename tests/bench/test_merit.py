@@ -44,8 +44,8 @@ def test_costs_are_the_formulas(name):
     setting = setting_of("mixture", 0, trainer.policy, 2)
     look = Look(replace(setting, sampler=trainer.draw_sampler()))
     tree = method.credit.probe if isinstance(method.credit.probe, Branch) else NoProbe()
-    found = structure(look.trajectories(method.shared_noise, tree))
-    assert found == pytest.approx({"sampling": sampling, "update": update, "decisions": decisions})
+    shares = structure(look.trajectories(method.shared_noise, tree))
+    assert shares == pytest.approx({"sampling": sampling, "update": update, "decisions": decisions})
     credit = look.credit(method.credit, method.shared_noise)
     assert credit.nfe_per_trajectory == pytest.approx(sampling + probe)
 
@@ -68,7 +68,7 @@ def cells_of(probes: dict[str, tuple[float, float]]):
     their probe.
     """
     rows = {REFERENCE: (0.5, 40.0), **probes}
-    found = {
+    cell = {
         name: {
             "sums": [sums_of(noise, seed) for seed in (0, 1)],
             "steps": list(range(5)),
@@ -79,7 +79,7 @@ def cells_of(probes: dict[str, tuple[float, float]]):
         }
         for name, (noise, probe) in rows.items()
     }
-    return {(world, stage): found for world in WORLDS for stage in ("before", "after")}
+    return {(world, stage): cell for world in WORLDS for stage in ("before", "after")}
 
 
 def lines_of(finals: dict[str, list[float]]):
@@ -88,8 +88,8 @@ def lines_of(finals: dict[str, list[float]]):
     return {
         (world, row, seed): {"base": 0.2, "final": final, **rest}
         for world in WORLDS
-        for row, found in finals.items()
-        for seed, final in enumerate(found)
+        for row, rewards in finals.items()
+        for seed, final in enumerate(rewards)
     }
 
 

@@ -65,8 +65,8 @@ def test_rows_are_those_of_a_comparison_step_by_step():
         look = Look(setting, 3, 10_000, SMALL.max_batch)
         for form, noise in (("soft", 0.0), ("strict", 0.0), ("soft", 0.3)):
             reward = make_world(run).reward(form)
-            there = replace(setting, reward=reward)
-            truth = true_advantages(there, look.trajectories(shared), 8, 20_000)
+            rewarded = replace(setting, reward=reward)
+            truth = true_advantages(rewarded, look.trajectories(shared), 8, 20_000)
             seen = NoisyReward(reward, noise) if noise else reward
             credit = look.credit(build("credit", "stepwise-gain"), shared, seen)
             report = compare_credit(credit.advantages, truth)
@@ -83,8 +83,8 @@ def test_rows_are_those_of_a_comparison_step_by_step():
 def test_a_cell_does_not_depend_on_the_cells_before():
     """A session that begins at the last stage gives the same numbers as a whole one."""
     wanted = [cell for cell in cells("mixture", 0) if cell.method == "tp-grpo"]
-    whole = [plain(line) for line in session("tp-grpo", wanted, SMALL, GAINS)]
-    assert [plain(line) for line in session("tp-grpo", wanted[-1:], SMALL, GAINS)] == whole[-1:]
+    lines = [plain(line) for line in session("tp-grpo", wanted, SMALL, GAINS)]
+    assert [plain(line) for line in session("tp-grpo", wanted[-1:], SMALL, GAINS)] == lines[-1:]
 
 
 def test_every_cell_has_a_line_with_all_rules(study):
@@ -106,9 +106,9 @@ def test_resumption_gives_the_same_lines(study, tmp_path):
     resumed, made = replace(study, path=path), []
     assert resumed.execute(1, lambda done, total, line: made.append((done, total)))
     assert made == [(n, len(texts)) for n in range(len(texts) // 2 + 1, len(texts) + 1)]
-    whole = study.read()
+    complete = study.read()
     assert {key: plain(line)["rows"] for key, line in resumed.read().items()} == {
-        key: plain(line)["rows"] for key, line in whole.items()
+        key: plain(line)["rows"] for key, line in complete.items()
     }
     assert (
         path.read_bytes().splitlines(keepends=True)[: len(texts) // 2] == texts[: len(texts) // 2]
@@ -166,11 +166,11 @@ def test_a_broken_rule_is_refused_before_and_in_a_cell(tmp_path, how, message):
 
 def test_the_jackknife_of_a_mean_is_its_t_interval():
     values = np.random.default_rng(0).normal(size=7).tolist()
-    found = jackknife(lambda chosen: float(np.mean(chosen)), values)
+    interval = jackknife(lambda chosen: float(np.mean(chosen)), values)
     reach = 2.4469 * np.std(values, ddof=1) / math.sqrt(7)
-    assert found.value == pytest.approx(
+    assert interval.value == pytest.approx(
         np.mean(values)
-    ) and found.high - found.value == pytest.approx(reach, rel=1e-4)
+    ) and interval.high - interval.value == pytest.approx(reach, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -122,30 +122,30 @@ def test_a_whole_last_line_without_its_line_break_is_kept(file):
 
 @pytest.mark.parametrize("tail", [b'{"format": 3, "id"', b"\0\0\0\0", "é".encode()[:1]])
 def test_a_torn_last_line_is_cut_off_and_the_others_stay(file, tail, monkeypatch):
-    whole = file.path.read_bytes()
-    file.path.write_bytes(whole + tail)
+    content = file.path.read_bytes()
+    file.path.write_bytes(content + tail)
     assert seeds(file) == [0, 1]
     monkeypatch.setattr(
         Path, "write_bytes", lambda *_: pytest.fail("the whole file is written anew")
     )
     file.append(small_line(2))
-    assert file.path.read_bytes().startswith(whole) and seeds(file) == [0, 1, 2]
+    assert file.path.read_bytes().startswith(content) and seeds(file) == [0, 1, 2]
 
 
 def test_a_full_disk_takes_no_line_away(file, monkeypatch):
-    whole, write = file.path.read_bytes(), os.write
+    content, write = file.path.read_bytes(), os.write
 
     def full(handle, data):
         if len(data) < 50:
             raise OSError(28, "No space left on device")
         return write(handle, data[:50] if len(data) > 100 else data[:10])
 
-    file.path.write_bytes(whole + b"torn")
+    file.path.write_bytes(content + b"torn")
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(ConfigError, match="cannot be written: No space left"):
         file.append(small_line(2))
     monkeypatch.undo()
-    assert file.path.read_bytes() == whole
+    assert file.path.read_bytes() == content
 
 
 def test_only_the_observed_run_is_joined():

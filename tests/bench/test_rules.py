@@ -50,13 +50,13 @@ def test_random_credit_has_the_runs_seed_unless_its_own_is_given():
     assert make_method(config).credit.seed == 7
     assert make_method(config.replace(credit="random(seed=0)", seed=3)).credit.seed == 0
     values = table(0)
-    zero, one = (
+    zero, other = (
         make_method(config.replace(credit="random", seed=seed)).credit.assign(
             values, Decisions.like(values)
         )
         for seed in (0, 1)
     )
-    assert not torch.equal(zero, one)
+    assert not torch.equal(zero, other)
     assert torch.equal(zero, build("credit", "random").assign(values, Decisions.like(values)))
 
 

@@ -97,8 +97,8 @@ def test_only_one_process_works_on_a_file(tmp_path):
 def test_incomplete_seeds_are_left_out():
     both = [small_line(seed, **more) for seed in (0, 1, 2) for more in ({}, {"credit": "random"})]
     lines = {line["id"]: line for line in (*both, small_line(3))}
-    found = evidence(TINY, "mixture", lines, (0, 1, 2, 3))
-    assert found is not None and found.seeds == (0, 1, 2)
+    complete = evidence(TINY, "mixture", lines, (0, 1, 2, 3))
+    assert complete is not None and complete.seeds == (0, 1, 2)
     assert evidence(TINY, "mixture", lines, (1, 2, 3)) is None  # two complete seeds are too few
     assert evidence(TINY, "mixture", {}, (0, 1)) is None
 

@@ -38,8 +38,8 @@ def gaussian_setting(sampler=None, steps: int = 6) -> Setting:
     """One mode: the velocity is affine in x, so that the finished point given any node is exactly
     Gaussian.
     """
-    one = GaussianMixture(torch.tensor([[1.2, 0.4]]), 0.6, torch.ones(1))
-    policy = MixturePolicy(one, angle_of)
+    mode = GaussianMixture(torch.tensor([[1.2, 0.4]]), 0.6, torch.ones(1))
+    policy = MixturePolicy(mode, angle_of)
     return Setting(
         policy,
         sampler or AllButLast(FlowSDE(0.7)),
@@ -66,10 +66,10 @@ def exact_values(setting: Setting, nodes: torch.Tensor, members: int) -> torch.T
             )
             step = setting.sampler.transition(corners, velocity, schedule, torch.full((2,), node))
             mean = step.mean.flatten(1).detach()
-            own = float((mean[1] - mean[0])[0])
+            step_slope = float((mean[1] - mean[0])[0])
             offset = slope * mean[0] + offset
             variance += slope**2 * float(step.std[0]) ** 2
-            slope *= own
+            slope *= step_slope
         gap = (slope * nodes[:, node].flatten(1) + offset - goals).square().sum(1)
         total = WIDTH**2 + variance
         columns.append(WIDTH**2 / total * torch.exp(-gap / (2 * total)))
@@ -89,18 +89,18 @@ def of_decisions(nodes: torch.Tensor, steps) -> torch.Tensor:
 def test_true_advantages_are_the_exact_ones_of_a_gaussian(sampler):
     setting, members = gaussian_setting(sampler), 12
     result = Look(setting, members, seed=3).trajectories(shared_noise=False)
-    found = true_advantages(setting, result, continuations=400, seed=5)
+    truth = true_advantages(setting, result, continuations=400, seed=5)
     values = exact_values(setting, result.trajectories.nodes, members).view(3, members, -1)
-    quiet = [i for i in range(6) if i not in found.steps]
+    quiet = [i for i in range(6) if i not in truth.steps]
     assert float(values.diff(dim=-1)[..., quiet].abs().max()) < 1e-5  # nothing is decided there
-    exact = of_decisions(values, found.steps).diff(dim=-1)
-    z = (found.values - exact) / found.errors
+    exact = of_decisions(values, truth.steps).diff(dim=-1)
+    z = (truth.values - exact) / truth.errors
     assert float(z.abs().max()) < 5
     # the stated errors are the real ones
     assert float(z.square().mean()) == pytest.approx(1.0, abs=0.35)
-    after = values[..., found.steps[-1] + 1]
-    assert_close(found.state_values[..., -1], after, atol=1e-5, rtol=1e-4)
-    assert bool((found.state_errors[..., -1] == 0).all())
+    after = values[..., truth.steps[-1] + 1]
+    assert_close(truth.state_values[..., -1], after, atol=1e-5, rtol=1e-4)
+    assert bool((truth.state_errors[..., -1] == 0).all())
 
 
 TREES = {
@@ -187,9 +187,9 @@ def known():
     generator = torch.Generator().manual_seed(0)
     exact = 0.3 * torch.randn(60, 10, 4, generator=generator)
     errors = torch.full_like(exact, 0.2)
-    found = exact + 0.2 * torch.randn(exact.shape, generator=generator)
+    estimates = exact + 0.2 * torch.randn(exact.shape, generator=generator)
     state = torch.zeros(60, 10, 5)
-    return exact, TrueAdvantages(found, errors, state, state, (0, 1, 2, 3))
+    return exact, TrueAdvantages(estimates, errors, state, state, (0, 1, 2, 3))
 
 
 def test_the_noise_of_the_truth_is_taken_out(known):
@@ -200,11 +200,11 @@ def test_the_noise_of_the_truth_is_taken_out(known):
     assert report.correlation.high - report.correlation.low < 0.04
     drowned = dataclasses.replace(truth, errors=torch.full_like(truth.errors, 9.0))
     faint = exact + 3.0 * torch.randn(exact.shape, generator=torch.Generator().manual_seed(2))
-    found = compare_credit(faint, drowned).overall
-    assert 0.03 < found.raw_correlation < 0.2 and found.reliability == LEAST_RELIABILITY
+    overall = compare_credit(faint, drowned).overall
+    assert 0.03 < overall.raw_correlation < 0.2 and overall.reliability == LEAST_RELIABILITY
     # and no further
-    assert found.correlation.value == pytest.approx(
-        found.raw_correlation / math.sqrt(LEAST_RELIABILITY)
+    assert overall.correlation.value == pytest.approx(
+        overall.raw_correlation / math.sqrt(LEAST_RELIABILITY)
     )
     assert report.reliability == pytest.approx(truth.reliability, abs=1e-3)
     assert report.sign.value > 0.95 and 0.2 < report.resolved < 0.5

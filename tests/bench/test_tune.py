@@ -74,7 +74,7 @@ def test_every_arm_can_be_built_at_every_neighbour(name):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({}, "settings other than 'uniform' has"),
         ({"los": "gspo"}, r"arm 'mine': unknown setting 'los' \(did you mean 'loss'"),
@@ -83,8 +83,8 @@ def test_every_arm_can_be_built_at_every_neighbour(name):
         ({"loss": "gspx"}, "arm 'mine': unknown loss 'gspx'"),
     ],
 )
-def test_arms_that_are_refused(settings, told):
-    with pytest.raises(ConfigError, match=told):
+def test_arms_that_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
         own_arm("mine", settings)
     with pytest.raises(ConfigError, match="arm = 'uniform' is not allowed"):
         own_arm("uniform", {"loss": "gspo"})

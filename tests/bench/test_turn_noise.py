@@ -52,7 +52,7 @@ def test_orders_have_the_probability_of_the_orthant_of_their_differences(order):
         float,
     )
     means = rng.normal(0, 1.5, (8, len(letters)))
-    found = order_moments(
+    probabilities = order_moments(
         {letter: torch.from_numpy(means[:, k]) for k, letter in enumerate(letters)}, [order]
     )[0]
     covariance = difference @ difference.T
@@ -60,7 +60,7 @@ def test_orders_have_the_probability_of_the_orthant_of_their_differences(order):
         multivariate_normal(-difference @ mean, covariance).cdf(np.zeros(len(relations)))
         for mean in means
     ]
-    close(found, torch.tensor(expected, dtype=torch.float64), 5e-5)
+    close(probabilities, torch.tensor(expected, dtype=torch.float64), 5e-5)
 
 
 # Expected calls

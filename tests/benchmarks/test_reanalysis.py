@@ -49,14 +49,14 @@ def test_a_changed_learning_curve_is_found(copies):
     )
     changed["curve"][5][7] -= 0.3
     copies.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    found = differing(copies)
-    assert found
+    rows = differing(copies)
+    assert rows
     assert all(
-        "moving average" in row.what for row in found if row.place.startswith("main comparison")
+        "moving average" in row.what for row in rows if row.place.startswith("main comparison")
     )
     assert any(
         row.place == "lead-gains-over-a-moving-average" and "over training" in row.what
-        for row in found
+        for row in rows
     )
 
 
@@ -65,9 +65,9 @@ def test_statistics_against_closed_forms():
     assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
     values = np.array([0.1, 0.3, 0.2, 0.6])
     known = stats.ttest_1samp(values, 0.2)
-    found = t_test(values, 0.2)
-    assert found.p == pytest.approx(known.pvalue)
-    assert (found.low, found.high) == pytest.approx(tuple(known.confidence_interval()))
+    test = t_test(values, 0.2)
+    assert test.p == pytest.approx(known.pvalue)
+    assert (test.low, test.high) == pytest.approx(tuple(known.confidence_interval()))
     first, second = np.zeros(15, bool), np.arange(15) < 3
     rates = bonett_price(first, second)  # (1 - 4) / 17, standard error sqrt((5/17 - 9/289) / 17)
     assert rates.mean == pytest.approx(-0.2)

@@ -38,7 +38,7 @@ def configured(**arms: Mapping[str, Any]) -> CompareConfig:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"clip_rang": 0.1}, r"arm 'b': unknown setting .*did you mean 'clip_range'\?"),
         ({"clip_range": "small"}, r"arm 'b': clip_range = 'small' is not allowed"),
@@ -50,8 +50,8 @@ def configured(**arms: Mapping[str, Any]) -> CompareConfig:
         ({"reward_form": "strict"}, r"heldout_rewards = \(\) is not allowed"),
     ],
 )
-def test_what_an_arm_may_not_be(settings, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_an_arm_may_not_be(settings, message):
+    with pytest.raises(ConfigError, match=message):
         configured(a={}, b=settings)
 
 
@@ -121,14 +121,14 @@ def test_arms_in_a_file(tmp_path):
         "base": {},
         "gspo": {"loss": "gspo", "learning_rate": 1e-3, "window": "0:2"},
     }
-    for text, told in (
+    for text, message in (
         ("a: {}", "write 'arms:'"),
         ("arms:\n  a: {los: gspo}", "arms.yaml, line 2: unknown setting 'los'"),
         ("arms:\n  a: gspo", "line 2: a must hold lines"),
         ("arms:\n  a: {loss: evil.py:Evil}", "arms.yaml: loss names evil.py:Evil: code"),
     ):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             load_arms(path)
     assert load_arms(path, trust=True) == {"a": {"loss": "evil.py:Evil"}}
 

@@ -100,8 +100,8 @@ def test_the_solution_passes_and_the_starting_cell_does_not(lesson, check, monke
 
     def watched(got, wanted, otherwise, mistakes=None, tolerance=1e-4):
         for message, value in (mistakes or {}).items():
-            told = hint(value, wanted, otherwise, mistakes, tolerance)
-            shown[message] = shown.get(message, False) or told == message
+            problem = hint(value, wanted, otherwise, mistakes, tolerance)
+            shown[message] = shown.get(message, False) or problem == message
         close(got, wanted, otherwise, mistakes, tolerance)
 
     for name in (lesson, "rule_checks"):

@@ -128,8 +128,8 @@ def test_worked_examples():
         [0.6034, 1.3259, -1.4124, -1.1346],
         [0.8046, -0.2411, 0.6581, -0.1621],
     ]
-    found = credit(TurningPoint(balance="trend"), E1)[0]
-    assert_close(found, torch.tensor(advantages), rtol=0, atol=6e-5)
+    credited = credit(TurningPoint(balance="trend"), E1)[0]
+    assert_close(credited, torch.tensor(advantages), rtol=0, atol=6e-5)
     published = [[2.1548, -0.2394, -1.5164, 0.2394], [-0.2394, -0.2394, 0.5587, -0.7183]]
     exact = torch.tensor(published) * 0.06265 / (0.06265 + 1e-4)
     assert_close(credit(StepwiseGain(), E4)[0], exact, rtol=2e-4, atol=1e-4)
@@ -194,7 +194,7 @@ def test_rules_reduce_to_each_other(seed):
     one_step[..., 0] = one_step[:, :1, 0]  # from shared noise: the gain is R minus a constant
     by_step, later = StepwiseGain(normalise="step"), StepwiseGain(normalise="step", lam=1.0)
     rule = TurningPoint(balance_scope="prompt")
-    for found, expected in (
+    for advantages, expected in (
         (generalised_gains(values, lam=1.0), reward_to_go(values)),
         (zscore(process_rewards(values, everywhere), ("member",)), credit(later, values)),
         (credit(TurningPoint(first_step=False), monotone), credit(by_step, monotone)),
@@ -203,7 +203,7 @@ def test_rules_reduce_to_each_other(seed):
         (credit(TurningPoint(), one_step), credit(Uniform(), one_step)),
         (credit(GDPO(Uniform(), batch=False), values), credit(Uniform(), values)),
     ):
-        assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        assert_close(advantages, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_turning_points_do_not_depend_on_the_window():
@@ -269,8 +269,8 @@ def test_gdpo_takes_weights_probe_and_noise_from_its_rule():
     first, second = values.clone(), values.clone()
     first[0, 0, -1] = second[0, 2, -1] = 2.0
     record = replace(example(values, Completion()), parts={"first": first, "second": second})
-    found = GDPO(Halved()).credit(record)
-    assert found.weights is not None and found.weights[0, :, 0].tolist() == [0.5, 1.0, 0.5]
+    assigned = GDPO(Halved()).credit(record)
+    assert assigned.weights is not None and assigned.weights[0, :, 0].tolist() == [0.5, 1.0, 0.5]
     rule = GDPO(StepwiseGain(probe=Tweedie()))
     assert rule.probe == Tweedie() and rule.shared_noise and not GDPO().shared_noise
 
@@ -298,8 +298,8 @@ def test_moving_average_by_hand():
     assert_close(credit(restored, second), expected)
     assert restored.state_dict()["baseline"].tolist() == [3.0, 0.5]
     equal = torch.cat([second, second.new_full((1, 2, 3), 0.3)])
-    found = credit(restored, equal)
-    assert found[0].any() and not found[1].any()
+    advantages = credit(restored, equal)
+    assert advantages[0].any() and not advantages[1].any()
 
 
 def test_a_baseline_belongs_to_a_time_and_is_the_mean_over_the_mask():
@@ -338,9 +338,9 @@ def test_a_group_with_one_member_is_in_no_statistic():
     values, mask = table(6), torch.ones(3, 5, COUNT, dtype=torch.bool)
     mask[2, 1:] = False
     rule, decisions = Uniform(std="batch"), replace(Decisions.like(values), mask=mask)
-    found = rule.assign(values, decisions)
-    assert_close(found[:2], credit(rule, values[:2]))
-    assert not found[2].any()
+    advantages = rule.assign(values, decisions)
+    assert_close(advantages[:2], credit(rule, values[:2]))
+    assert not advantages[2].any()
 
 
 def test_scores_are_clamped():

@@ -85,14 +85,14 @@ def test_values_and_advantages_of_the_worked_examples(name):
     for kind, key in (("leaf", "V"), ("child", "child_mean")):
         if key in entry:
             expected = [entry[key][str(unit)] for unit in range(case.tree.units)]
-            found = replace(case.tree, mean=kind).values(case.rewards)[0]
-            assert_close(found, torch.tensor(expected), rtol=0, atol=1e-6)
+            values = replace(case.tree, mean=kind).values(case.rewards)[0]
+            assert_close(values, torch.tensor(expected), rtol=0, atol=1e-6)
     for rule, expected in entry["advantages"].items():
         gain = rule == "gain"
         table = gains(case.record.values) if gain else credit(RULES[rule], case.record)
-        found = case.tree.edge_means(table)[0]  # uniform: the mean of the leaves behind a unit
+        values = case.tree.edge_means(table)[0]  # uniform: the mean of the leaves behind a unit
         for unit, value in expected.items():
-            assert found[int(unit)] == pytest.approx(value, abs=6e-5), (rule, unit)
+            assert values[int(unit)] == pytest.approx(value, abs=6e-5), (rule, unit)
 
 
 # BranchGRPO's published code
@@ -108,8 +108,8 @@ def test_values_and_advantages_of_the_published_code(name):
     assert_close(values, case.read("default/value"), rtol=0, atol=2e-7)
     expected = case.tree.decision_table(case.read("default/advantage"))
     assert_close(credit(RELEASED, case.record), expected, rtol=0, atol=5e-6)
-    found = credit(METHODS["branch-grpo"]().credit, case.record)
-    assert_close(found, expected.clamp(-5, 5), rtol=0, atol=5e-6)
+    advantages = credit(METHODS["branch-grpo"]().credit, case.record)
+    assert_close(advantages, expected.clamp(-5, 5), rtol=0, atol=5e-6)
     if name in ("published", "small", "late", "mixed"):
         weighted = credit(replace(RELEASED, backup="softmax"), case.record)
         expected = case.tree.decision_table(case.read("prob_weighted/advantage"))
@@ -192,9 +192,9 @@ def test_invalid_leaves_change_nothing_for_the_others(case, rule):
     left = left if case.tree.members > 1 else ~left
     rewards = case.rewards.clone()
     rewards[0, ~left] = torch.nan
-    whole, found = case.record, credit(rule, record_of(case.tree, rewards, case.log_probs))
+    record, advantages = case.record, credit(rule, record_of(case.tree, rewards, case.log_probs))
     if not isinstance(rule, GDPO):  # it divides by the std of the batch
-        assert torch.equal(found[1], credit(rule, whole)[1])
+        assert torch.equal(advantages[1], credit(rule, record)[1])
     rewards[1, ~left] = torch.nan
     both = record_of(case.tree, rewards, case.log_probs)
     expected = credit(rule, chosen(both, torch.arange(len(rewards)), left.nonzero().flatten()))
@@ -235,8 +235,8 @@ def test_strides_are_normalised_one_by_one_and_summed():
     probe = Comb(branches=3, count=1, high=1, strides=(1, 2, 3))
     shown = drawn(probe, 2, 9, 6, seed=3)
     scores = zscores(shown.values[..., -1].view(2, 3, 3))  # [prompt, branch, stride]
-    found = credit(SiblingRelative(clamp=None, probe=probe), shown)
-    assert_close(found, scores.sum(-1).repeat_interleave(3, dim=1)[..., None])
+    advantages = credit(SiblingRelative(clamp=None, probe=probe), shown)
+    assert_close(advantages, scores.sum(-1).repeat_interleave(3, dim=1)[..., None])
 
 
 def test_a_comb_compares_draws_not_the_trunk():
@@ -244,9 +244,9 @@ def test_a_comb_compares_draws_not_the_trunk():
     shown = drawn(probe, 1, 6, 4)
     expected = zscores(shown.values[0, :, -1].view(3, 2))
     for rule in (SiblingRelative(probe=probe), DepthRelative(probe=probe)):
-        found = credit(rule, shown)[0]
-        assert_close(found.sum(-1), expected.flatten())
-        assert (found != 0).sum() == 6, "every member has one decision"
+        advantages = credit(rule, shown)[0]
+        assert_close(advantages.sum(-1), expected.flatten())
+        assert (advantages != 0).sum() == 6, "every member has one decision"
 
 
 def test_shared_noise_is_a_tree_of_one_split():

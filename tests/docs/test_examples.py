@@ -164,13 +164,15 @@ def readme():
 
 
 def test_all_blocks_run_but_marked_ones(readme):
-    found = readme.blocks((ROOT / "README.md").read_text())
-    assert sum(bool(block.commands) for block in found) == len(found) - sum(
-        block.marker == "skip" for block in found
+    readme_blocks = readme.blocks((ROOT / "README.md").read_text())
+    assert sum(bool(block.commands) for block in readme_blocks) == len(blocks_of_readme) - sum(
+        block.marker == "skip" for block in readme_blocks
     )
-    assert "pip install" in found[0].commands[0] and "#" not in found[0].commands[0]
+    assert (
+        "pip install" in readme_blocks[0].commands[0] and "#" not in blocks_of_readme[0].commands[0]
+    )
     tests = '-m pytest -n 2 -m "not slow and not satellite"'
-    assert any(command.endswith(tests) for block in found for command in block.commands)
+    assert any(command.endswith(tests) for block in readme_blocks for command in block.commands)
 
 
 def test_markers(readme):

@@ -64,8 +64,10 @@ def test_a_paused_run_goes_on_as_a_whole_one_and_is_evaluated(name, dtype, devic
     assert not Run(config, tmp_path / "parts", stop=lambda: True).execute()
     assert len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()) == 2
     assert Run(config, tmp_path / "parts").execute(resume=True)
-    whole, parts = (load_file(tmp_path / run / "weights.safetensors") for run in ("whole", "parts"))
-    assert_same(flat(parts.values()), flat(whole.values()), device)
+    uninterrupted, parts = (
+        load_file(tmp_path / run / "weights.safetensors") for run in ("whole", "parts")
+    )
+    assert_same(flat(parts.values()), flat(uninterrupted.values()), device)
     rows = rows_of(tmp_path / "parts")
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3]
     assert all(row["grad_norm"] > 0 for row in rows[1:])
@@ -86,14 +88,14 @@ def test_a_checkpoint_restores_weights_moments_and_generators(name, device):
     assert {tensor.device.type for tensor in state.tensors.values()} == {"cpu"}
     again.restore(state)
     draws = [
-        torch.randn(4, generator=one.generator, device=one.generator.device)
-        for one in (trainer, again)
+        torch.randn(4, generator=some.generator, device=some.generator.device)
+        for some in (trainer, again)
     ]
     assert torch.equal(*draws)
     before = flat(trainer.parameters)
     assert torch.equal(flat(again.parameters), before)
-    for one in (trainer, again):
-        one.iteration()
+    for some in (trainer, again):
+        some.iteration()
     assert_same(flat(again.parameters) - before, flat(trainer.parameters) - before, device)
 
 

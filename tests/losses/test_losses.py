@@ -144,10 +144,10 @@ def test_dppo_drops_rows_that_are_far_and_would_move_further():
     terms = torch.where(dropped, 0.0, -advantages * (mean - mean.square() / 2).exp().flatten())
     assert_close(result.loss.detach(), terms.mean())
     assert float(result.metrics["clip_fraction"]) == 0.25
-    found = gradient(FlowDPPO(bound=0.01), batch)
-    assert_close(found, terms[:, None] * (1 - mean) / 8)
+    plain = gradient(FlowDPPO(bound=0.01), batch)
+    assert_close(plain, terms[:, None] * (1 - mean) / 8)
     pulled = gradient(FlowDPPO(bound=0.01, kl_weight=0.5), batch)
-    assert_close(pulled - found, 0.5 * (mean - 1) / 8)
+    assert_close(pulled - plain, 0.5 * (mean - 1) / 8)
     assert gradient(FlowDPPO(bound=0.046), batch).all()
 
 
@@ -183,10 +183,10 @@ def test_gspo_by_hand():
     assert float(result.loss.detach()) == pytest.approx((-1.1 + 2 * ratios[1]) / 2, abs=1e-6)
     assert float(result.metrics["clip_fraction"]) == 0.5
     assert float(result.metrics["ratio_mean"]) == pytest.approx(sum(ratios) / 2)
-    found = gradient(GSPO(clip_range=0.1), batch).flatten()
-    assert not found[[0, 2]].any()  # the trajectory is clipped
+    rows = gradient(GSPO(clip_range=0.1), batch).flatten()
+    assert not rows[[0, 2]].any()  # the trajectory is clipped
     expected = 2 * ratios[1] * weight / weight.sum() * (1 - moves)
-    assert_close(found[[1, 3]], expected[[1, 3]])
+    assert_close(rows[[1, 3]], expected[[1, 3]])
 
 
 def test_the_penalty_pulls_to_the_behaviour_also_at_advantage_0():

@@ -343,10 +343,10 @@ def test_errors_name_the_place(text, place):
 
 
 def test_the_differences_of_an_arm_have_the_notation_of_options():
-    found = parse_options(
+    options = parse_options(
         "loss=my.py:GSPO(a=1), clip_range=.1, window=1:3, heldout_rewards=[ocr, pickscore]", "arm"
     )
-    assert found == {
+    assert options == {
         "loss": "my.py:GSPO(a=1)",
         "clip_range": 0.1,
         "window": "1:3",
@@ -385,12 +385,12 @@ def test_a_file_imports_its_neighbours_and_no_others(tmp_path, monkeypatch):
     for name in ("helpers", "tools", "tools.scale"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.chdir(first)
-    found = [
+    rules = [
         type(build("credit", f"{folder}/my_rules.py:Mine"))
         for folder in (first, second, Path(), second, first)
     ]
-    assert [rule.name for rule in found] == ["a A", "b B", "a A", "b B", "a A"]
-    assert found[0].__module__ != found[1].__module__
+    assert [rule.name for rule in rules] == ["a A", "b B", "a A", "b B", "a A"]
+    assert rules[0].__module__ != rules[1].__module__
     assert sys.path[0] != str(first) and sys.path.count(str(second)) == 1
     for name in ("helpers", "tools", "tools.scale"):
         monkeypatch.delitem(sys.modules, name, raising=False)

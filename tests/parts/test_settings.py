@@ -312,10 +312,10 @@ def test_missing_values_are_named_by_column():
 def test_noise_larger_than_there_is_leaves_no_old_noise():
     """DDIM's sigma is capped at s: the share of old noise is then 0."""
     schedule, x = Schedule(torch.tensor([1.0, 0.5, 0.3, 0.0])), torch.ones(1, 1)
-    found = DDIMSDE(9.0).transition(x, 2 * x, schedule, torch.tensor([1]))
+    kernel = DDIMSDE(9.0).transition(x, 2 * x, schedule, torch.tensor([1]))
     clean = 1.0 - 0.5 * 2.0
-    torch.testing.assert_close(found.mean, torch.tensor([[0.7 * clean]]))
-    assert float(found.std) == pytest.approx(0.3)
+    torch.testing.assert_close(kernel.mean, torch.tensor([[0.7 * clean]]))
+    assert float(kernel.std) == pytest.approx(0.3)
 
 
 def test_one_step_estimates_are_one_substep():

@@ -95,10 +95,10 @@ def test_a_sample_that_is_invalid_in_one_value_has_none():
         return torch.ones(len(images)).where(torch.arange(len(images)) != 15 + finished, torch.nan)
 
     reward = WeightedSum({"all": SQUARES, "some": FunctionReward(marked, marks_invalid=True)})
-    found = score_rollout(Straight(), reward, result, PROMPTS)
-    assert found.valid.tolist() == [[True, True, True, False, True, True], [True] * 6]
-    for values in (found.total, *found.parts.values()):
-        assert bool(values[0, 3].isnan().all()) and bool(values[found.valid].isfinite().all())
+    scored = score_rollout(Straight(), reward, result, PROMPTS)
+    assert scored.valid.tolist() == [[True, True, True, False, True, True], [True] * 6]
+    for values in (scored.total, *scored.parts.values()):
+        assert bool(values[0, 3].isnan().all()) and bool(values[scored.valid].isfinite().all())
 
 
 @pytest.mark.parametrize(

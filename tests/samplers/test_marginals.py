@@ -34,17 +34,17 @@ def moments(
     offset, at_one = transition.mean.double().view(2, steps)
     slope, noise = at_one - offset, transition.std[:steps].double().square()
     exact = slope.square() * variance[:steps, 0] + noise
-    found = [((1 - start) * MEAN, float(variance[0]), float(variance[0]))]
+    moments = [((1 - start) * MEAN, float(variance[0]), float(variance[0]))]
     for k in range(steps):
-        mean, var, _ = found[-1]
-        found.append(
+        mean, var, _ = moments[-1]
+        moments.append(
             (
                 float(offset[k] + slope[k] * mean),
                 float(slope[k] ** 2 * var + noise[k]),
                 float(exact[k]),
             )
         )
-    return found
+    return moments
 
 
 @pytest.mark.parametrize(

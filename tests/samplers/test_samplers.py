@@ -81,9 +81,9 @@ def test_matches_the_public_dancegrpo_step():
 @pytest.mark.parametrize("kernel", [FlowSDE(0.0), DanceSDE(0.0), CPS(0.0), DDIMSDE(0.0)], ids=name)
 def test_noise_level_zero_is_the_ode(kernel):
     x, v = randn(STEPS, 4), randn(STEPS, 4, seed=1)
-    found, ode = (k.transition(x, v, SCHEDULE, torch.arange(STEPS)) for k in (kernel, ODE()))
-    assert_close(found.mean, ode.mean, rtol=0, atol=1e-6)
-    assert not found.std.any()
+    quiet, ode = (k.transition(x, v, SCHEDULE, torch.arange(STEPS)) for k in (kernel, ODE()))
+    assert_close(quiet.mean, ode.mean, rtol=0, atol=1e-6)
+    assert not quiet.std.any()
 
 
 def test_which_steps_are_decisions():

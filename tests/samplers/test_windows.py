@@ -22,9 +22,9 @@ def steps_of(window: Window, count: int = 10, iteration: int = 0, seed: int = 0)
 
 
 def starts(window: SlidingWindow, iterations: int) -> list[int]:
-    found = [steps_of(window, iteration=i) for i in range(iterations)]
-    assert all(steps == list(range(steps[0], steps[0] + window.size)) for steps in found)
-    return [steps[0] for steps in found]
+    windows = [steps_of(window, iteration=i) for i in range(iterations)]
+    assert all(steps == list(range(steps[0], steps[0] + window.size)) for steps in windows)
+    return [steps[0] for steps in windows]
 
 
 ENDS = st.none() | st.integers(-12, 12)

@@ -54,15 +54,15 @@ def methods(check) -> list[Any]:
     return check.__wrapped__.promises()
 
 
-def rule(wrong, at=Completion(), **extra):
+def rule(wrong, probe=Completion(), **extra):
     """A rule whose assign is `wrong(values, decisions)`."""
-    body = {"assign": lambda self, values, decisions: wrong(values, decisions), "probe": at}
+    body = {"assign": lambda self, values, decisions: wrong(values, decisions), "probe": probe}
     return type("Rule", (), {**body, **extra})()
 
 
-def record_rule(wrong, at=Completion()):
+def record_rule(wrong, probe=Completion()):
     """A rule with `credit` only, which is `wrong(experience)`."""
-    return type("Rule", (), {"credit": lambda self, shown: wrong(shown), "probe": at})()
+    return type("Rule", (), {"credit": lambda self, shown: wrong(shown), "probe": probe})()
 
 
 def good(shown):
@@ -216,11 +216,11 @@ class Midpoints:
         return type(schedule)(schedule.times[::skip])
 
     def solution(self, schedule, draw):
-        times, fault, own = schedule.times, self.fault, []
+        times, fault, slopes = schedule.times, self.fault, []
         self.last = []
 
         def step(number, velocity, x):
-            history = self.last if fault == "starts_anew" else own
+            history = self.last if fault == "starts_anew" else slopes
             length, slope = times[number] - times[number + 1], velocity
             if history:
                 ratio = length / (times[number - 1] - times[number])
@@ -549,13 +549,15 @@ POLICIES = {
     ],
     "treats_samples_separately": [
         velocity(lambda v: v - v.mean(0)),
-        FaultyPolicy(velocity=lambda p, x, t, told: p.velocity(x, t[:1].expand(len(x)), told)),
+        FaultyPolicy(
+            velocity=lambda p, x, t, condition: p.velocity(x, t[:1].expand(len(x)), condition)
+        ),
     ],
     "conditions_can_be_rearranged": [
         FaultyPolicy(
             encode=by_size,
-            velocity=lambda p, x, t, told: (
-                p.velocity(x, t, told) + told.tensors["direction"][..., None, None]
+            velocity=lambda p, x, t, condition: (
+                p.velocity(x, t, condition) + condition.tensors["direction"][..., None, None]
             ),
         )
     ],
@@ -650,8 +652,8 @@ class ReadsMetadata(DirectionReward):
     """A reward that needs what only the world's prompts have."""
 
     def score(self, images, prompts):
-        told = [float("part" in prompt.metadata) for prompt in prompts]
-        return super().score(images, prompts) + torch.tensor(told)
+        known = [float("part" in prompt.metadata) for prompt in prompts]
+        return super().score(images, prompts) + torch.tensor(known)
 
 
 class OverBatch(DirectionReward):
