@@ -103,8 +103,7 @@ def test_a_known_winner_is_better_and_chosen():
     assert all(lead.fullmatch(text) for text in rows["branch-grpo"][3:6])
     assert all(text.startswith("=") for text in rows["turning points"][3:6])
     assert rows["uniform"][3:6] == ("-",) * 3 and rows["uniform"][1] == "8"
-    best = choice(arms)
-    assert best is not None and best.name == "branch-grpo"
+    assert choice(arms).name == "branch-grpo"
     lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in answers(judged)]
     assert "branch-grpo has the largest lead (▲ +0.1" in lines[0]
     assert "Of all 13 methods, 1 leads, 12 do not differ" in lines[0]

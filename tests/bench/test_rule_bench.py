@@ -219,7 +219,7 @@ class TestFolder:
         best = Bench("my.py:Mine", [Part("mixture", 3, 2)]).values(Part("mixture", 3, 2))
         settings = [line["config"]["algorithm"] for line in lines_in("runs/rule-Mine")]
         clips = [run["clip_range"] for run in settings if run["credit"] == "my.py:Mine"]
-        assert best is not None and clips == [best["clip_range"]] * 2
+        assert clips == [best["clip_range"]] * 2
         assert "Not tuned" not in Path("runs/rule-Mine/rule.md").read_text()
 
     def test_results_of_another_rule_or_code_are_refused(self, tmp_path):

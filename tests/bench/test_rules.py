@@ -82,7 +82,7 @@ def test_random_steps_keep_the_density_of_every_trajectory_and_nothing_else(seed
     mask = torch.rand(3, 6, 10, generator=torch.Generator().manual_seed(seed)) > 0.3
     turns = turning_points(values) & mask
     moved = random_steps(values, turns, seed, mask)
-    assert torch.equal(moved.sum(-1), turns.sum(-1)) and not bool((moved & ~mask).any())
+    assert torch.equal(moved.sum(-1), turns.sum(-1)) and not (moved & ~mask).any()
     order = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
     rows = (values[:, order], turns[:, order], seed, mask[:, order])
     assert torch.equal(random_steps(*rows), moved[:, order])
@@ -151,7 +151,7 @@ PRUNING = {
 def trained(rule: Pruned, record: Experience) -> torch.Tensor:
     """The decisions of weight 1 [prompt, member, decision]."""
     weights = credit_of(rule, record).weights
-    assert weights is not None and bool(((weights == 0) | (weights == 1)).all())
+    assert ((weights == 0) | (weights == 1)).all()
     return weights.bool()
 
 

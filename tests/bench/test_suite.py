@@ -67,7 +67,7 @@ def test_runs_resumes_and_pauses(tmp_path):
     assert set(lines) == set(suite.runs)
     assert suite.execute(1, interrupt)  # nothing is left to do
     complete = evidence(TINY, "mixture", lines, (0, 1, 2))
-    assert complete is not None and complete.seeds == (0, 1, 2)
+    assert complete.seeds == (0, 1, 2)
     for key, line in lines.items():
         assert line["command"] == f"flowrl bench claims --out {path} --redo {key}"
     assert redo(next(iter(lines)), suite.file).same  # made in a worker, repeated here
@@ -98,7 +98,7 @@ def test_incomplete_seeds_are_left_out():
     both = [small_line(seed, **more) for seed in (0, 1, 2) for more in ({}, {"credit": "random"})]
     lines = {line["id"]: line for line in (*both, small_line(3))}
     complete = evidence(TINY, "mixture", lines, (0, 1, 2, 3))
-    assert complete is not None and complete.seeds == (0, 1, 2)
+    assert complete.seeds == (0, 1, 2)
     assert evidence(TINY, "mixture", lines, (1, 2, 3)) is None  # two complete seeds are too few
     assert evidence(TINY, "mixture", {}, (0, 1)) is None
 

@@ -100,7 +100,7 @@ def test_true_advantages_are_the_exact_ones_of_a_gaussian(sampler):
     assert float(z.square().mean()) == pytest.approx(1.0, abs=0.35)
     after = values[..., truth.steps[-1] + 1]
     assert_close(truth.state_values[..., -1], after, atol=1e-5, rtol=1e-4)
-    assert bool((truth.state_errors[..., -1] == 0).all())
+    assert (truth.state_errors[..., -1] == 0).all()
 
 
 TREES = {
@@ -123,11 +123,11 @@ def test_true_advantages_of_the_edges_of_a_tree_are_the_exact_ones(case):
         truth = true_advantages(setting, result, 200, seed=5 + seed, usage=usage)
         tree, schedule = result.trajectories.tree, setting.schedule
         values = exact_values(setting, result.trajectories.nodes, members).view(3, members, -1)
-        assert truth.weights is not None and truth.steps == tuple(tree.drawn_steps)
+        assert truth.steps == tuple(tree.drawn_steps)
         counted = truth.weights > 0
         assert torch.equal(counted, tree.decisions[:, tree.drawn_steps].expand_as(counted))
         assert_close(truth.state_values[..., -1], values[..., -1], atol=1e-4, rtol=0)
-        assert bool((truth.values[~counted] == 0).all())
+        assert (truth.values[~counted] == 0).all()
         known = counted & (truth.errors > 0)
         exact = values.diff(dim=-1)[..., list(truth.steps)]
         z = (truth.values - exact)[known] / truth.errors[known]

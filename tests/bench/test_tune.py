@@ -121,7 +121,7 @@ def test_a_run_that_diverges_has_the_lowest_score(tmp_path, monkeypatch):
         "",
     ]
     values = chosen(search, list(lines.values()))
-    assert values is not None and values["learning_rate"] <= 0.02
+    assert values["learning_rate"] <= 0.02
 
 
 def test_the_log_is_complete_and_goes_on(tmp_path, monkeypatch):
@@ -143,4 +143,4 @@ def test_the_log_is_complete_and_goes_on(tmp_path, monkeypatch):
     assert [(line["point"], line["seed"], line["score"]) for line in again] == [
         (line["point"], line["seed"], line["score"]) for line in lines
     ]
-    assert chosen(search, again) is not None
+    assert chosen(search, again)

@@ -85,7 +85,7 @@ def test_calls_bias_and_variance_agree_with_monte_carlo(count, consistent, first
         (deviations**2, expected.variance),
     ):
         error = sample.std(0)[0] / math.sqrt(draws)
-        assert bool(((sample.mean(0)[0] - prediction[0, 0]).abs() <= limit * error + 1e-9).all())
+        assert ((sample.mean(0)[0] - prediction[0, 0]).abs() <= limit * error + 1e-9).all()
 
 
 # The criterion
@@ -133,7 +133,7 @@ def test_the_criterion_is_monotone_and_none_without_noise(seed, consistent):
         turn_probability(rewards, turns, noise, consistent) for noise in (0.01, 0.05, 0.2, 1.0)
     ]
     for quiet, loud in pairwise(probabilities):
-        assert bool((loud <= quiet + 1e-9).all())
+        assert (loud <= quiet + 1e-9).all()
     assert not probabilities[0][~turns].any()
     kept = [
         likely_turns(rewards, turns, 0.05, confidence, consistent) for confidence in (0.0, 1.0, 2.0)

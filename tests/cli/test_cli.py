@@ -154,8 +154,6 @@ def test_help_names_the_command_and_fits_the_terminal(name, capsys, monkeypatch)
     assert max(map(len, re.split(" -{9}", text)[1].splitlines())) <= 80
     if name in ("compare", "train"):
         assert set(METHODS) <= set(re.findall(r"[\w-]+", text.replace("│", " ")))
-    if name == "prompts":
-        assert "marks, for OCR), images (general prompts) or check (summarise a" in text
 
 
 def test_lists_fit_the_terminal_and_a_part_is_described(capsys, monkeypatch):

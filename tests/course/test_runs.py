@@ -17,7 +17,7 @@ def test_counts_of_a_run():
     assert run.trained.tolist() == [0, 960, 1440]
     assert torch.equal(run.work, run.sampled + 3 * run.trained)
     assert run.points.shape == (3, 96, 2)
-    assert bool((run.seconds.diff() > 0).all())
+    assert (run.seconds.diff() > 0).all()
     assert 0 < run.clipped < 1
 
 

@@ -156,7 +156,7 @@ def test_balancing_leaves_equally_many_of_either_sign_and_the_largest(seed, by, 
     values = table(seed)
     turns, trend = turning_points(values), values[..., -1:] - values[..., :1]
     kept = balanced(values, turns, by, scope)
-    assert not bool((kept & ~turns).any())
+    assert not (kept & ~turns).any()
     size = reward_to_go(values) if by == "aggregate" else trend.expand_as(turns)
     for part in [slice(None)] if scope == "batch" else [slice(p, p + 1) for p in range(3)]:
         for sign in (1, -1):
@@ -212,7 +212,7 @@ def test_turning_points_do_not_depend_on_the_window():
     late = replace(Decisions.like(values, times=(0.8, 0.7, 0.6)), step=early.step + 2)
     rule = TurningPoint(balance=None)
     assert torch.equal(rule.assign(values, early), rule.assign(values, late))
-    assert bool(rule.selected(values)[..., 0].any())
+    assert rule.selected(values)[..., 0].any()
 
 
 # Weights and several rewards
@@ -270,7 +270,7 @@ def test_gdpo_takes_weights_probe_and_noise_from_its_rule():
     first[0, 0, -1] = second[0, 2, -1] = 2.0
     record = replace(example(values, Completion()), parts={"first": first, "second": second})
     assigned = GDPO(Halved()).credit(record)
-    assert assigned.weights is not None and assigned.weights[0, :, 0].tolist() == [0.5, 1.0, 0.5]
+    assert assigned.weights[0, :, 0].tolist() == [0.5, 1.0, 0.5]
     rule = GDPO(StepwiseGain(probe=Tweedie()))
     assert rule.probe == Tweedie() and rule.shared_noise and not GDPO().shared_noise
 
@@ -449,6 +449,6 @@ def test_credit_outside_the_mask_is_0_whatever_the_rule_returns(outside):
     rules: list[Any] = [MyRule(result), MyRecordRule((result, result / 4))]
     for rule, weight in zip(rules, (1.0, 0.5), strict=True):
         got = credit_of(rule, record)
-        assert torch.equal(got.advantages, 2.0 * mask) and got.weights is not None
+        assert torch.equal(got.advantages, 2.0 * mask)
         assert torch.equal(got.weights, mask * weight)
         assert not got.advantages.requires_grad and not got.weights.requires_grad

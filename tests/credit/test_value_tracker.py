@@ -93,7 +93,7 @@ def test_a_group_of_equal_rewards_teaches_once_its_prompt_is_known(std):
     assert credit(rule, [[0.3, 0.3], [0.2, 0.4]], [FOX, CAR])[0].tolist() == [0.0, 0.0]
     better = credit(rule, [[0.9, 0.9], [0.2, 0.4]], [FOX, CAR])[0]
     worse = credit(rule, [[0.0, 0.0], [0.2, 0.4]], [FOX, CAR])[0]
-    assert bool((better > 0).all()) and bool((worse < 0).all())
+    assert (better > 0).all() and (worse < 0).all()
 
 
 def test_the_scale_of_a_batch_is_the_root_mean_square_of_all_deviations():

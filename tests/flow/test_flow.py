@@ -55,7 +55,7 @@ def test_densities_and_kl_are_means_of_those_of_torch_distributions():
 def test_densities_give_no_gradient_to_the_sample(density):
     mean, x = randn(3, 4).requires_grad_(), randn(3, 4, seed=1).requires_grad_()
     density(Gaussian(mean, torch.full((3,), 0.4)), x).sum().backward()
-    assert x.grad is None and mean.grad is not None and bool((mean.grad != 0).all())
+    assert x.grad is None and (mean.grad != 0).all()
 
 
 def test_std_zero_gives_exact_zeros_with_finite_gradients():
@@ -66,9 +66,9 @@ def test_std_zero_gives_exact_zeros_with_finite_gradients():
     values = torch.stack(
         [log_prob(gaussian, x), log_prob_without_constants(gaussian, x), kl(gaussian, other)]
     )
-    assert bool((values[:, 0] != 0).all()) and not values[:, 1:].any()
+    assert (values[:, 0] != 0).all() and not values[:, 1:].any()
     values.sum().backward()
-    assert mean.grad is not None and not mean.grad[1:].any() and bool((mean.grad[0] != 0).all())
+    assert not mean.grad[1:].any() and (mean.grad[0] != 0).all()
 
 
 def test_samples_are_detached_float32_and_depend_on_their_generator_alone():

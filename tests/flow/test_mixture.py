@@ -50,7 +50,7 @@ def test_samples_have_the_mixtures_moments():
     draws = UNEVEN.sample(40_000, torch.Generator().manual_seed(0))
     mean = (UNEVEN.weights[:, None] * UNEVEN.means).sum(0)
     spread = (UNEVEN.weights[:, None] * (UNEVEN.means - mean).square()).sum(0) + UNEVEN.std**2
-    assert bool(((draws.mean(0) - mean).abs() < 5 * (spread / 40_000).sqrt()).all())
+    assert ((draws.mean(0) - mean).abs() < 5 * (spread / 40_000).sqrt()).all()
     assert_close(draws.var(0), spread, rtol=0.05, atol=0.0)
 
 

@@ -37,11 +37,11 @@ def test_times_are_in_range_and_repeatable(kind):
     times = drawn(kind)
     assert isinstance(kind, TimeDraw) and times.dtype == torch.float32
     assert times.shape == (50, kind.draws(GRID))
-    assert bool(((times > 0) & (times <= 1)).all())
+    assert ((times > 0) & (times <= 1)).all()
     assert torch.equal(times, drawn(kind)) and not torch.equal(times, drawn(kind, seed=1))
     assert torch.equal(times, times[:1].expand_as(times)) == kind.shared
     if not isinstance(kind, UniformTimes | LogitNormalTimes):  # distinct times of the grid
-        assert bool(torch.isclose(times[..., None], GRID.times[:-1], atol=1e-6).any(-1).all())
+        assert torch.isclose(times[..., None], GRID.times[:-1], atol=1e-6).any(-1).all()
         assert all(len(row.unique()) == len(row) for row in times)
 
 

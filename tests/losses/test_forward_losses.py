@@ -164,7 +164,7 @@ def test_awm_clips_only_what_the_advantage_pushes_outwards():
     clipped = torch.where(batch.advantages > 0, ratio > 1.05, ratio < 0.95)
     assert 0 < int(clipped.sum()) < ROWS
     rows = gradient(loss, batch).flatten(1)
-    assert bool((rows[clipped] == 0).all()) and bool((rows[~clipped] != 0).any(1).all())
+    assert (rows[clipped] == 0).all() and (rows[~clipped] != 0).any(1).all()
 
 
 def test_sum_first_is_one_ratio_per_sample():

@@ -50,7 +50,7 @@ def test_sd3_without_t5():
     pipe.text_encoder_3 = pipe.tokenizer_3 = None
     policy = SD3.policy(pipe)
     rows = policy.prompts.rows(policy.encode([Prompt("a dog")]).tensors["prompt"])
-    assert rows["words"].shape[1] == 40 + 24 and not bool(rows["words"][0, 40:].any())
+    assert rows["words"].shape[1] == 40 + 24 and not rows["words"][0, 40:].any()
 
 
 def test_padding_changes_nothing_and_is_masked():

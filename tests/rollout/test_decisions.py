@@ -98,7 +98,7 @@ def test_a_sample_that_is_invalid_in_one_value_has_none():
     scored = score_rollout(Straight(), reward, result, PROMPTS)
     assert scored.valid.tolist() == [[True, True, True, False, True, True], [True] * 6]
     for values in (scored.total, *scored.parts.values()):
-        assert bool(values[0, 3].isnan().all()) and bool(values[scored.valid].isfinite().all())
+        assert values[0, 3].isnan().all() and values[scored.valid].isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_only_the_columns_that_are_asked_for_are_estimated(probe, saved):
     assert list(some.estimates) == [every.nodes[0], every.nodes[2]]
     expected = record.values.where(asked, torch.nan)
     assert_close(fewer.values, expected, equal_nan=True)
-    assert bool(fewer.valid.all())
+    assert fewer.valid.all()
     assert spent.reward_calls - usage.reward_calls == 12 and spent.nfe - usage.nfe == 12 * saved
 
 

@@ -51,7 +51,7 @@ def test_every_state_is_stored_and_evaluated_once_in_as_many_calls_as_steps(mixt
     (rows,) = minibatch_rows([torch.arange(2 * members)], weights, path.tree)
     assert rows.evaluations == 2 * training
     table = score_rollout(mixture_policy, SOFT, result, DIRECTIONS[:2], usage).total
-    assert usage.reward_calls == 2 * members and bool(table.isfinite().all())
+    assert usage.reward_calls == 2 * members and table.isfinite().all()
 
 
 @pytest.mark.parametrize("sampler", [SDE, Windowed(FlowSDE(0.7), range(2, 5))])
@@ -93,7 +93,7 @@ def test_values_are_means_over_the_valid_leaves_behind_a_state(mixture_policy):
     reward = FunctionReward(one_invalid, marks_invalid=True)
     values = score_rollout(mixture_policy, reward, result, DIRECTIONS[:2])
     assert (~values.valid).nonzero().tolist() == [[0, 5]]
-    assert bool(values.total[0, 5].isnan().all()) and torch.equal(values.total[1], complete[1])
+    assert values.total[0, 5].isnan().all() and torch.equal(values.total[1], complete[1])
     assert_close(values.total[0, 0, 0], complete[0, :5, -1].mean())
 
 

@@ -165,7 +165,6 @@ def test_a_run_whose_reader_ends_is_paused(command, tmp_path):
         runs = [out / "runs" / name for name in ("flow-grpo-seed0", "Prints-seed0")]
     arguments = [sys.executable, "-m", "flowrl", *words]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert any("/500" in line for line in process.stdout)
     process.stdout.close()
     assert (process.wait(60), process.stderr and process.stderr.read()) == (141, "")
