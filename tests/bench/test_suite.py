@@ -113,36 +113,23 @@ def test_missing_samples_are_measured_and_others_are_kept(tmp_path):
     assert complete_samples(file, runs, 1, lambda *_: pytest.fail("measured again"))
 
 
-class TestRedo:
-    """Lines name a command that repeats them."""
-
-    @pytest.fixture
-    def suite(self, tmp_path):
-        path = tmp_path / "a rule's file.py"
-        path.write_text(MINE)
-        suite = suite_of(
-            tmp_path / "with spaces" / "results.jsonl", small_run(credit=f"{path}:Mine"), trust=True
-        )
-        ((key, config),) = suite.runs.items()
-        suite.file.append(make_line(config, measure(config), suite.redo_command(key), key))
-        return suite
-
-    def change(self, suite: Suite, change):
-        (line,) = suite.file.read().values()
-        change(line)
-        suite.file.path.write_text(json.dumps(line) + "\n")
-
-    def test_the_stored_command_repeats_the_line(self, suite, capsys):
-        (line,) = suite.file.read().values()
-        words = shlex.split(line["command"])
-        assert words[0] == "flowrl"
-        assert main(words[1:]) == 0
-        assert f"{line['id']}: the same to the last digit" in capsys.readouterr().out
-        self.change(suite, lambda line: line["totals"].update(nfe=1.0))
-        assert main(words[1:]) == 1
-        assert "differs in 1 numbers (first: totals.nfe), by at most 29" in capsys.readouterr().out
-        with pytest.raises(ConfigError, match="redo = 'nothing' is not allowed"):
-            redo("nothing", suite.file)
+def test_the_stored_command_repeats_the_line(tmp_path, capsys):
+    path = tmp_path / "a rule's file.py"
+    path.write_text(MINE)
+    config, out = small_run(credit=f"{path}:Mine"), tmp_path / "with spaces" / "results.jsonl"
+    suite = suite_of(out, config, trust=True)
+    (key,) = suite.runs
+    suite.file.append(make_line(config, measure(config), suite.redo_command(key), key))
+    (line,) = suite.file.read().values()
+    words = shlex.split(line["command"])
+    assert words[0] == "flowrl" and main(words[1:]) == 0
+    assert f"{line['id']}: the same to the last digit" in capsys.readouterr().out
+    line["totals"].update(nfe=1.0)
+    out.write_text(json.dumps(line) + "\n")
+    assert main(words[1:]) == 1
+    assert "differs in 1 numbers (first: totals.nfe), by at most 29" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="redo = 'nothing' is not allowed"):
+        redo("nothing", suite.file)
 
 
 def test_the_time_left_follows_the_pace(monkeypatch):

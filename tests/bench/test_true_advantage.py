@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 from all_but_last import AllButLast
+from bench_lines import PROMPTS, gaussian_setting
 from flowrl_bench.gradients import Setting
 from flowrl_bench.true_advantage import (
     LEAST_RELIABILITY,
@@ -22,31 +23,10 @@ from flowrl_bench.true_advantage import (
 )
 from torch.testing import assert_close
 
-from flowrl.core.types import Prompt
-from flowrl.flow import uniform_schedule
-from flowrl.flow.mixture import GaussianMixture
-from flowrl.policies.mixture import MixturePolicy
 from flowrl.probes import Branch, Comb, Continuation
 from flowrl.rollout import Usage
 from flowrl.samplers import FlowSDE, Windowed
-from flowrl.worlds.mixture import WIDTH, DirectionReward, angle_of, target
-
-PROMPTS = [Prompt(f"towards {angle} degrees") for angle in (0, 100, 200)]
-
-
-def gaussian_setting(sampler=None, steps: int = 6) -> Setting:
-    """One mode: the velocity is affine in x, so that the finished point given any node is exactly
-    Gaussian.
-    """
-    mode = GaussianMixture(torch.tensor([[1.2, 0.4]]), 0.6, torch.ones(1))
-    policy = MixturePolicy(mode, angle_of)
-    return Setting(
-        policy,
-        sampler or AllButLast(FlowSDE(0.7)),
-        uniform_schedule(steps),
-        DirectionReward("soft"),
-        PROMPTS,
-    )
+from flowrl.worlds.mixture import WIDTH, target
 
 
 def exact_values(setting: Setting, nodes: torch.Tensor, members: int) -> torch.Tensor:

@@ -90,12 +90,17 @@ def test_arms_that_are_refused(settings, message):
         own_arm("uniform", {"loss": "gspo"})
 
 
-def test_a_run_that_diverges_has_the_lowest_score(tmp_path, monkeypatch):
-    """The search goes on, and its file can be read."""
-    monkeypatch.setitem(
-        tune.SHORT, "mixture", {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2}
-    )
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    """The path of a log of searches with tiny runs in this process."""
+    sizes = {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2}
+    monkeypatch.setitem(tune.SHORT, "mixture", sizes)
     monkeypatch.setattr(tune, "run_jobs", here)
+    return tmp_path / "tuning.jsonl"
+
+
+def test_a_run_that_diverges_has_the_lowest_score(log, monkeypatch):
+    """The search goes on, and its file can be read."""
     measured = tune.measure
 
     def measure(config, *more):
@@ -104,35 +109,17 @@ def test_a_run_that_diverges_has_the_lowest_score(tmp_path, monkeypatch):
         return measured(config, *more)
 
     monkeypatch.setattr(tune, "measure", measure)
-    search = Search(
-        Arm(
-            "mine",
-            {"loss": "policy-gradient"},
-            {"learning_rate": ARMS["uniform"].knobs["learning_rate"]},
-        ),
-        "mixture",
-        3,
-    )
-    assert tune.tune([search], tmp_path / "tuning.jsonl", "-")
-    lines = ResultsFile(tmp_path / "tuning.jsonl").read()
-    assert [line.get("diverged", "") for line in lines.values()] == [
-        "",
-        "the gradient is not finite",
-        "",
-    ]
-    values = chosen(search, list(lines.values()))
-    assert values["learning_rate"] <= 0.02
+    knobs = {"learning_rate": ARMS["uniform"].knobs["learning_rate"]}
+    search = Search(Arm("mine", {"loss": "policy-gradient"}, knobs), "mixture", 3)
+    assert tune.tune([search], log, "-")
+    lines = [*ResultsFile(log).read().values()]
+    errors = [line.get("diverged", "") for line in lines]
+    assert errors == ["", "the gradient is not finite", ""]
+    assert chosen(search, lines)["learning_rate"] <= 0.02
 
 
-def test_the_log_is_complete_and_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setitem(
-        tune.SHORT, "mixture", {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2}
-    )
-    search, log = (
-        Search(Arm("uniform", {"method": "flow-grpo"}), "mixture", 4),
-        tmp_path / "tuning.jsonl",
-    )
-    monkeypatch.setattr(tune, "run_jobs", here)
+def test_the_log_is_complete_and_goes_on(log):
+    search = Search(Arm("uniform", {"method": "flow-grpo"}), "mixture", 4)
     assert tune.tune([search], log, "flowrl bench tune")
     lines = [json.loads(text) for text in log.read_text().splitlines()]
     assert len(lines) == 4 and {line["command"] for line in lines} == {"flowrl bench tune"}
@@ -140,7 +127,6 @@ def test_the_log_is_complete_and_goes_on(tmp_path, monkeypatch):
     assert chosen(search, lines[:2]) is None and "2 of 4 runs are missing" in choices([search], log)
     assert tune.tune([search], log, "flowrl bench tune")
     again = [json.loads(text) for text in log.read_text().splitlines()]
-    assert [(line["point"], line["seed"], line["score"]) for line in again] == [
-        (line["point"], line["seed"], line["score"]) for line in lines
-    ]
+    for line, before in zip(again, lines, strict=True):
+        assert all(line[name] == before[name] for name in ("point", "seed", "score"))
     assert chosen(search, again)

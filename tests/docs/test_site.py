@@ -21,19 +21,6 @@ def test_figures_have_alternative_texts_in_words(name):
         assert (DOCS / name).parent.joinpath(file).exists(), file
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in IDS if name.startswith("papers/") and "grpo" in name]
-)
-def test_pages_of_papers_have_command_result_and_differences(name):
-    for part in (
-        "arxiv.org/abs/",
-        "## Command and expected result",
-        "flowrl compare",
-        "../claims.md",
-    ):
-        assert part in TEXTS[name], part
-
-
 @pytest.mark.parametrize("name", IDS)
 def test_rows_of_a_table_have_the_cells_of_its_head(name):
     """A bar within a formula ends its cell: formulas in tables have \\lvert and \\rvert."""
