@@ -3,6 +3,7 @@ evaluated, and on two GPUs.
 """
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -53,11 +54,16 @@ def config_of(name, device, dtype, folder):
     return preset("tiny").apply(device=device, dtype=dtype, **files, **SIZES)
 
 
+QUICK = ("sd3", "bfloat16"), ("wan", "bfloat16")
+
+
 @pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(name, marks=[] if name == "bfloat16" else pytest.mark.slow) for name in DTYPES],
+    ("name", "dtype"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+        for case in product(MODELS, DTYPES)
+    ],
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_a_paused_run_goes_on_as_a_whole_one_and_is_evaluated(name, dtype, device, tmp_path):
     config = config_of(name, device, dtype, tmp_path)
     Run(config, tmp_path / "whole").execute()
