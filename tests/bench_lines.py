@@ -6,22 +6,13 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
-import torch
-from all_but_last import AllButLast
 from flowrl_bench.claims import make_run
 from flowrl_bench.evidence import Evidence
-from flowrl_bench.gradients import Setting
 from flowrl_bench.measurements import CURVE
 from flowrl_bench.results_file import make_line
 from flowrl_bench.verdicts import Parts
 
-from flowrl.core.types import Prompt
-from flowrl.flow import uniform_schedule
-from flowrl.flow.mixture import GaussianMixture
-from flowrl.policies.mixture import MixturePolicy
-from flowrl.samplers import FlowSDE
 from flowrl.training.config import RunConfig
-from flowrl.worlds.mixture import DirectionReward, angle_of
 
 
 def fake_line(rewards: list[float], nfe: float = 100.0, seconds: float = 1.0) -> dict:
@@ -55,18 +46,6 @@ def fake_evidence(seeds: int = 8, spread: float = 0.0, **arms: list[float]) -> E
         for arm, rewards in arms.items()
     }
     return Evidence(runs, tuple(range(seeds)))
-
-
-PROMPTS = [Prompt(f"towards {angle} degrees") for angle in (0, 100, 200)]
-
-
-def gaussian_setting(sampler=AllButLast(FlowSDE(0.7)), steps=6, prompts=PROMPTS) -> Setting:
-    """One mode: the velocity is affine in x, so that the finished point given any node is exactly
-    Gaussian.
-    """
-    mode = GaussianMixture(torch.tensor([[1.2, 0.4]]), 0.6, torch.ones(1))
-    policy, schedule = MixturePolicy(mode, angle_of), uniform_schedule(steps)
-    return Setting(policy, sampler, schedule, DirectionReward("soft"), prompts)
 
 
 SLOW, FAST, FLAT = [0.0, 0.2, 0.4, 0.6], [0.0, 0.5, 0.6, 0.7], [0.0, 0.01, 0.0, 0.01]

@@ -7,16 +7,24 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from bench_lines import PROMPTS, gaussian_setting
+from all_but_last import AllButLast
 from flowrl_bench.ceilings import ceiling, ceiling_sums, with_values
 from flowrl_bench.continuations import Look, TrueAdvantages, from_continuations
+from flowrl_bench.gradients import Setting
 from flowrl_bench.true_advantage import correlation, credit_sums
 
 from flowrl.core.experience import Experience
+from flowrl.core.types import Prompt
+from flowrl.flow import uniform_schedule
+from flowrl.flow.mixture import GaussianMixture
 from flowrl.parts.registry import build
+from flowrl.policies.mixture import MixturePolicy
 from flowrl.rollout import Rollout
+from flowrl.samplers import FlowSDE
+from flowrl.worlds.mixture import DirectionReward, angle_of
 
 JOINT, BY_STEP, UNIFORM = "stepwise-gain", "stepwise-gain(normalise=step)", "uniform"
+PROMPTS = [Prompt(f"towards {angle} degrees") for angle in (0, 100, 200)]
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,15 @@ def walk(scales: torch.Tensor, noise: float, groups: int = 60, continuations: in
     these standard deviations by decision; the scores are the value and `noise` x the walk's own
     future.
     """
-    setting = gaussian_setting(steps=len(scales) + 1, prompts=PROMPTS[:1] * groups)
+    mode = GaussianMixture(torch.tensor([[1.2, 0.4]]), 0.6, torch.ones(1))
+    policy, steps = MixturePolicy(mode, angle_of), len(scales) + 1
+    setting = Setting(
+        policy,
+        AllButLast(FlowSDE(0.7)),
+        uniform_schedule(steps),
+        DirectionReward(),
+        PROMPTS[:1] * groups,
+    )
     result = Look(setting, 12, 0).trajectories(True)
     generator = torch.Generator().manual_seed(1)
     increments = torch.randn(groups, 12, len(scales), generator=generator) * scales

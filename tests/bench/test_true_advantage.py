@@ -10,7 +10,6 @@ import math
 import pytest
 import torch
 from all_but_last import AllButLast
-from bench_lines import PROMPTS, gaussian_setting
 from flowrl_bench.gradients import Setting
 from flowrl_bench.true_advantage import (
     LEAST_RELIABILITY,
@@ -21,12 +20,32 @@ from flowrl_bench.true_advantage import (
     credit_sums,
     true_advantages,
 )
-from torch.testing import assert_close
 
+from flowrl.core.types import Prompt
+from flowrl.flow import uniform_schedule
+from flowrl.flow.mixture import GaussianMixture
+from flowrl.policies.mixture import MixturePolicy
 from flowrl.probes import Branch, Comb, Continuation
 from flowrl.rollout import Usage
 from flowrl.samplers import FlowSDE, Windowed
-from flowrl.worlds.mixture import WIDTH, target
+from flowrl.worlds.mixture import WIDTH, DirectionReward, angle_of, target
+
+PROMPTS = [Prompt(f"towards {angle} degrees") for angle in (0, 100, 200)]
+
+
+def gaussian_setting(sampler=None, steps: int = 6) -> Setting:
+    """One mode: the velocity is affine in x, so that the finished point given any node is exactly
+    Gaussian.
+    """
+    one = GaussianMixture(torch.tensor([[1.2, 0.4]]), 0.6, torch.ones(1))
+    policy = MixturePolicy(one, angle_of)
+    return Setting(
+        policy,
+        sampler or AllButLast(FlowSDE(0.7)),
+        uniform_schedule(steps),
+        DirectionReward("soft"),
+        PROMPTS,
+    )
 
 
 def exact_values(setting: Setting, nodes: torch.Tensor, members: int) -> torch.Tensor:
@@ -46,10 +65,10 @@ def exact_values(setting: Setting, nodes: torch.Tensor, members: int) -> torch.T
             )
             step = setting.sampler.transition(corners, velocity, schedule, torch.full((2,), node))
             mean = step.mean.flatten(1).detach()
-            step_slope = float((mean[1] - mean[0])[0])
+            own = float((mean[1] - mean[0])[0])
             offset = slope * mean[0] + offset
             variance += slope**2 * float(step.std[0]) ** 2
-            slope *= step_slope
+            slope *= own
         gap = (slope * nodes[:, node].flatten(1) + offset - goals).square().sum(1)
         total = WIDTH**2 + variance
         columns.append(WIDTH**2 / total * torch.exp(-gap / (2 * total)))
@@ -66,21 +85,21 @@ def of_decisions(nodes: torch.Tensor, steps) -> torch.Tensor:
     [AllButLast(FlowSDE(0.7)), Windowed(FlowSDE(1.0), range(1, 4))],
     ids=["all but last", "window"],
 )
-def test_true_advantages_are_the_exact_ones_of_a_gaussian(sampler):
+def test_true_advantages_are_the_exact_ones_of_a_gaussian(sampler) -> None:
     setting, members = gaussian_setting(sampler), 12
     result = Look(setting, members, seed=3).trajectories(shared_noise=False)
-    truth = true_advantages(setting, result, continuations=400, seed=5)
+    found = true_advantages(setting, result, continuations=400, seed=5)
     values = exact_values(setting, result.trajectories.nodes, members).view(3, members, -1)
-    quiet = [i for i in range(6) if i not in truth.steps]
+    quiet = [i for i in range(6) if i not in found.steps]
     assert float(values.diff(dim=-1)[..., quiet].abs().max()) < 1e-5  # nothing is decided there
-    exact = of_decisions(values, truth.steps).diff(dim=-1)
-    z = (truth.values - exact) / truth.errors
+    exact = of_decisions(values, found.steps).diff(dim=-1)
+    z = (found.values - exact) / found.errors
     assert float(z.abs().max()) < 5
     # the stated errors are the real ones
     assert float(z.square().mean()) == pytest.approx(1.0, abs=0.35)
-    after = values[..., truth.steps[-1] + 1]
-    assert_close(truth.state_values[..., -1], after, atol=1e-5, rtol=1e-4)
-    assert (truth.state_errors[..., -1] == 0).all()
+    after = values[..., found.steps[-1] + 1]
+    torch.testing.assert_close(found.state_values[..., -1], after, atol=1e-5, rtol=1e-4)
+    assert bool((found.state_errors[..., -1] == 0).all())
 
 
 TREES = {
@@ -91,7 +110,7 @@ TREES = {
 
 
 @pytest.mark.parametrize("case", TREES)
-def test_true_advantages_of_the_edges_of_a_tree_are_the_exact_ones(case):
+def test_true_advantages_of_the_edges_of_a_tree_are_the_exact_ones(case) -> None:
     """Against the closed form along every member's path; the distinct states alone are continued,
     each once.
     """
@@ -103,11 +122,11 @@ def test_true_advantages_of_the_edges_of_a_tree_are_the_exact_ones(case):
         truth = true_advantages(setting, result, 200, seed=5 + seed, usage=usage)
         tree, schedule = result.trajectories.tree, setting.schedule
         values = exact_values(setting, result.trajectories.nodes, members).view(3, members, -1)
-        assert truth.steps == tuple(tree.drawn_steps)
+        assert truth.weights is not None and truth.steps == tuple(tree.drawn_steps)
         counted = truth.weights > 0
         assert torch.equal(counted, tree.decisions[:, tree.drawn_steps].expand_as(counted))
-        assert_close(truth.state_values[..., -1], values[..., -1], atol=1e-4, rtol=0)
-        assert (truth.values[~counted] == 0).all()
+        torch.testing.assert_close(truth.state_values[..., -1], values[..., -1], atol=1e-4, rtol=0)
+        assert bool((truth.values[~counted] == 0).all())
         known = counted & (truth.errors > 0)
         exact = values.diff(dim=-1)[..., list(truth.steps)]
         z = (truth.values - exact)[known] / truth.errors[known]
@@ -122,7 +141,7 @@ def test_true_advantages_of_the_edges_of_a_tree_are_the_exact_ones(case):
     assert sum(squares) / 4 == pytest.approx(1.0, abs=0.4)
 
 
-def test_the_truth_as_credit_has_correlation_and_slope_1_on_a_tree():
+def test_the_truth_as_credit_has_correlation_and_slope_1_on_a_tree() -> None:
     """Also with the noise of the truth, which the corrections take out."""
     setting, members = gaussian_setting(), 8
     look = Look(dataclasses.replace(setting, prompts=PROMPTS * 12), members, seed=3)
@@ -141,12 +160,14 @@ def test_the_truth_as_credit_has_correlation_and_slope_1_on_a_tree():
     assert correlation_difference(itself, opposite).low == pytest.approx(2.0)
 
 
-def test_gains_of_the_continuation_probe_are_true_advantages():
+def test_gains_of_the_continuation_probe_are_true_advantages() -> None:
     """The probe with which a rule estimates V itself, against the closed form."""
     setting, members = gaussian_setting(), 12
     look = Look(setting, members, seed=3)
     nodes = look.trajectories(shared_noise=False).trajectories.nodes
-    assert_close(look.trajectories(False, Continuation(100)).trajectories.nodes, nodes)
+    torch.testing.assert_close(
+        look.trajectories(False, Continuation(100)).trajectories.nodes, nodes
+    )
 
     class Gains:
         probe = Continuation(100)
@@ -162,17 +183,17 @@ def test_gains_of_the_continuation_probe_are_true_advantages():
 
 
 @pytest.fixture(scope="module")
-def known():
+def known() -> tuple[torch.Tensor, TrueAdvantages]:
     """Exact advantages of many groups, and a noisy estimate of them with known errors."""
     generator = torch.Generator().manual_seed(0)
     exact = 0.3 * torch.randn(60, 10, 4, generator=generator)
     errors = torch.full_like(exact, 0.2)
-    estimates = exact + 0.2 * torch.randn(exact.shape, generator=generator)
+    found = exact + 0.2 * torch.randn(exact.shape, generator=generator)
     state = torch.zeros(60, 10, 5)
-    return exact, TrueAdvantages(estimates, errors, state, state, (0, 1, 2, 3))
+    return exact, TrueAdvantages(found, errors, state, state, (0, 1, 2, 3))
 
 
-def test_the_noise_of_the_truth_is_taken_out(known):
+def test_the_noise_of_the_truth_is_taken_out(known) -> None:
     exact, truth = known
     report = compare_credit(exact * 7, truth).overall
     assert report.raw_correlation == pytest.approx(0.3 / math.hypot(0.3, 0.2), abs=0.02)
@@ -180,11 +201,11 @@ def test_the_noise_of_the_truth_is_taken_out(known):
     assert report.correlation.high - report.correlation.low < 0.04
     drowned = dataclasses.replace(truth, errors=torch.full_like(truth.errors, 9.0))
     faint = exact + 3.0 * torch.randn(exact.shape, generator=torch.Generator().manual_seed(2))
-    overall = compare_credit(faint, drowned).overall
-    assert 0.03 < overall.raw_correlation < 0.2 and overall.reliability == LEAST_RELIABILITY
+    found = compare_credit(faint, drowned).overall
+    assert 0.03 < found.raw_correlation < 0.2 and found.reliability == LEAST_RELIABILITY
     # and no further
-    assert overall.correlation.value == pytest.approx(
-        overall.raw_correlation / math.sqrt(LEAST_RELIABILITY)
+    assert found.correlation.value == pytest.approx(
+        found.raw_correlation / math.sqrt(LEAST_RELIABILITY)
     )
     assert report.reliability == pytest.approx(truth.reliability, abs=1e-3)
     assert report.sign.value > 0.95 and 0.2 < report.resolved < 0.5
