@@ -165,12 +165,10 @@ def readme():
 
 def test_all_blocks_run_but_marked_ones(readme):
     readme_blocks = readme.blocks((ROOT / "README.md").read_text())
-    assert sum(bool(block.commands) for block in readme_blocks) == len(blocks_of_readme) - sum(
+    assert sum(bool(block.commands) for block in readme_blocks) == len(readme_blocks) - sum(
         block.marker == "skip" for block in readme_blocks
     )
-    assert (
-        "pip install" in readme_blocks[0].commands[0] and "#" not in blocks_of_readme[0].commands[0]
-    )
+    assert "pip install" in readme_blocks[0].commands[0] and "#" not in readme_blocks[0].commands[0]
     tests = '-m pytest -n 2 -m "not slow and not satellite"'
     assert any(command.endswith(tests) for block in readme_blocks for command in block.commands)
 
