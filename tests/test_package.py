@@ -6,14 +6,12 @@ import subprocess
 import sys
 import tomllib
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import yaml
+from loading import ROOT
 
 import flowrl
-
-ROOT = Path(__file__).parents[1]
 
 
 def python(code, **environment):

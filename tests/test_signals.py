@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 from flowrl_compare.arms import method_arms
 from flowrl_compare.comparison import CompareConfig
+from loading import ROOT
 
 from flowrl.cli.main import main
 from flowrl.signals import STOPPING, ignore_stops, on_stop, same_handlers
@@ -28,7 +28,7 @@ pytestmark = [
 
 CONFIG = preset("tiny").apply(world="mixture", task="direction", iterations=2)
 OPTIONS = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--iterations", "2"]
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULE, _, FUNCTION = PROJECT["scripts"]["flowrl"].partition(":")
 CONSOLE = f"from {MODULE} import {FUNCTION}\nsys.exit({FUNCTION}())"
 AS_MODULE = "import runpy\nrunpy.run_module('flowrl', run_name='__main__', alter_sys=True)"

@@ -4,7 +4,6 @@ runs.
 
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import pytest
 from bench_lines import FAST, SLOW, fake_line
@@ -21,11 +20,11 @@ from flowrl_bench.results_file import ResultsFile, SamplesFile, joined, make_lin
 from flowrl_bench.suite import needed
 from flowrl_bench.tables import MISSING, Judged, by_task, judge_all, judge_together, levels
 from flowrl_bench.verdicts import BETTER, FAILS, HOLDS, Compare
+from loading import ROOT
 from matplotlib.figure import Figure
 
 from flowrl.core.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
 A, B, C = (
     {"arm": "uniform"},
     {"arm": "uniform", "learning_rate": 1e-3},

@@ -1,16 +1,16 @@
 """What a result is bound to: the golden run, the settings, and the user's own files."""
 
 import sys
-from pathlib import Path
 
 import pytest
 from bench_lines import small_run
 from flowrl_bench.digest import config_id, golden_run, same_golden
+from loading import ROOT
 
 from flowrl.methods import METHODS
 
 MINE = "from flowrl.credit import Uniform\n\n\nclass Mine(Uniform):\n    pass\n"
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_golden_runs_agree_up_to_rounding():

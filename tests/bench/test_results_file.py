@@ -20,12 +20,13 @@ from flowrl_bench.results_file import (
     stamp,
 )
 from flowrl_bench.suite import Suite
+from loading import ROOT
 
 from flowrl.core.errors import ConfigError
 from flowrl.parts.trust import untrusted
 from flowrl.training.config import RunConfig
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from flowrl_compare.weight_comparison import SamplingSettings, compare_scores, s
 from flowrl_testing.tiny import tiny_flux_policy, tiny_sd3
 from safetensors.torch import load_file, save_file
 from scipy import stats
-from small_run import words
+from small_run import TINY_MODEL, words
 from torch.testing import assert_close
 
 from flowrl.cli.main import main
@@ -33,7 +33,6 @@ class Dark:
         return scores
 """
 PROMPTS = ("a red fox", "a red car", "a red hat")
-SIZES = {"resolution": 16, "max_sequence_length": 24, "device": "cpu", "dtype": "float32"}
 BRIGHT = {"bright": FunctionReward(lambda images, _: images.mean((1, 2, 3)))}
 
 
@@ -52,7 +51,7 @@ def folder(tmp_path_factory):
 
 def base(folder):
     """The model and its prompts."""
-    return {"model": folder / "model", "prompts": folder / "prompts.txt", **SIZES}
+    return {"model": folder / "model", "prompts": folder / "prompts.txt", **TINY_MODEL}
 
 
 def redness(folder):

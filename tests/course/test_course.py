@@ -14,10 +14,10 @@ import pytest
 from course.wrong_answers import WRONG_ANSWERS
 from flowrl_course import checking
 from flowrl_course.checking import Unsolved, Verdict
+from loading import ROOT
 
 from flowrl.flow import GaussianMixture
 
-ROOT = Path(__file__).parents[2]
 SOURCES = {
     f"lesson_{path.name[:2]}": path
     for path in sorted((ROOT / "tutorials" / "source").glob("[0-9][0-9]_*.py"))

@@ -3,13 +3,13 @@
 import json
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loading import ROOT
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, CreditError
@@ -35,7 +35,7 @@ from flowrl.credit import (
 )
 from flowrl.probes import Completion, Tweedie
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = ROOT / "tests" / "golden"
 COUNT = 4
 RULES = [
     Uniform(std="batch"),

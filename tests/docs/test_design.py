@@ -2,9 +2,9 @@
 
 import re
 import tomllib
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from loading import ROOT
+
 PAGE = (ROOT / "docs" / "design.md").read_text()
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

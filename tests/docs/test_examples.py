@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from loading import load
+from loading import ROOT, load
 
 from flowrl.cli.main import load_command, run_command
 from flowrl.parts.registry import build
 from flowrl.parts.settings import read_arms, read_settings
 from flowrl.training.config import RunConfig
 
-ROOT = Path(__file__).parents[2]
 MADE = {"_build", "course", "api"}
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),

@@ -6,11 +6,10 @@ import importlib
 import json
 import re
 import runpy
-from pathlib import Path
 
 import pytest
+from loading import ROOT
 
-ROOT = Path(__file__).parents[2]
 KATEX = ROOT / "docs" / "_static" / "katex"
 MADE = {"_build", "course", "api"}
 PAGES = [

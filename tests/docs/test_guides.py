@@ -19,13 +19,14 @@ from flowrl_testing import (
     check_solver,
     check_world,
 )
+from loading import ROOT
 
 from flowrl.cli.main import main
 from flowrl.core.experience import Record
 from flowrl.training.build import make_trainer
 from flowrl.training.config import preset
 
-GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+GUIDES = ROOT / "docs" / "guides"
 
 
 def python_blocks(guide: str) -> list[str]:

@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+from loading import ROOT
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 MADE = {"_build", "course", "api"}
 PAGES = [
     path for path in sorted(DOCS.rglob("*.md")) if not MADE & set(path.relative_to(DOCS).parts)

@@ -2,10 +2,10 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from loading import ROOT
 from torch.testing import assert_close
 
 from flowrl.core.types import Gaussian
@@ -28,7 +28,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def test_shifted_schedule_is_dancegrpos_grid():
     """XueZeyue/DanceGRPO 15cc71d, 10 steps, shift 3."""
-    golden = json.loads((Path(__file__).parents[1] / "golden" / "kernels.json").read_text())
+    golden = json.loads((ROOT / "tests" / "golden" / "kernels.json").read_text())
     expected, times = torch.tensor(golden["dance"]["sigmas"]), shifted_schedule(10, 3.0).times
     assert_close(times, expected, rtol=0, atol=1e-6)
     assert times[0] == 1.0 and times[-1] == 0.0

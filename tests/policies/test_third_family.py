@@ -1,14 +1,14 @@
 """The how-to's example of a further family, run as it stands in docs/model-families.md."""
 
 import re
-from pathlib import Path
 
 import torch
 from family_cases import STEPS, Case, draw, noise_of, trainer_of
 from flowrl_testing import policy_contract, tiny
+from loading import ROOT
 from torch.testing import assert_close
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "model-families.md"
+DOCUMENT = ROOT / "docs" / "model-families.md"
 
 
 def documented_family():

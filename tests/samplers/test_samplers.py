@@ -1,17 +1,17 @@
 """Transition kernels against golden values, each other, and their contract."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from loading import ROOT
 from torch.testing import assert_close
 
 from flowrl.core.types import Schedule
 from flowrl.flow import log_prob, log_prob_without_constants, shifted_schedule, tweedie
 from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE, Windowed, transition_stds
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "kernels.json").read_text())
+GOLDEN = json.loads((ROOT / "tests" / "golden" / "kernels.json").read_text())
 KERNELS = [ODE(), FlowSDE(), DanceSDE(), CPS(), DDIMSDE(), Windowed(CPS(), range(2, 5))]
 STEPS = 10
 SCHEDULE = shifted_schedule(STEPS)
