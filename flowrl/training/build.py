@@ -327,7 +327,7 @@ def trained_policy(folder: Path, trust: bool = False) -> tuple[FlowPolicy, RunCo
     for settings that name code, without `trust`, and `CheckpointError` if the weights are missing,
     damaged or of another model.
     """
-    if not (folder / "weights.safetensors").is_file():
+    if not os.path.isfile(folder / "weights.safetensors"):
         raise CheckpointError(f"weights: {folder} is not the folder of a finished run")
     config = load_config(folder / "config.json", trust)
     on_gpu = config.policy.model and torch.cuda.is_available()

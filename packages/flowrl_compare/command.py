@@ -16,6 +16,7 @@ from flowrl.cli.options import (
     Base,
     base_of,
     changes,
+    config_of,
     options_class,
     options_with,
     refuse_others,
@@ -152,9 +153,10 @@ class Compare:
         if self.resume is not None:
             refuse_others(self, "resume", ("workers", "trust", "changed_code", "trial"))
         out = self.resume or self.out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
-        config = (
-            load_compare(out / "config.json", self.trust) if self.resume else self.configuration()
-        )
+        if self.resume:
+            config = load_compare(config_of("resume", out), self.trust)
+        else:
+            config = self.configuration()
         runs = config.jobs().values()
         for device in {run.policy.device for run in runs}:
             device_of(device)

@@ -108,7 +108,7 @@ def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
         ("compare --group-size 1", "group_size = 1 is not allowed; allowed: a whole number, 2 or"),
         ("compare --preset huge", "unknown preset 'huge'; allowed: "),
         ("compare --credit none.py:Rule", "none.py does not exist"),
-        ("compare --resume nowhere", "nowhere/config.json does not exist"),
+        ("compare --resume nowhere", "resume = 'nowhere' is not allowed"),
         ("train --config none.json", "none.json does not exist"),
         ("train --resume x --iterations 9 --seed 1", "without --seed, --iterations"),
         ("train --processes 2", "given with --plan only"),
