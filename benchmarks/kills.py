@@ -35,8 +35,8 @@ stayed, a write without the lock, a damaged file, an exit code that is not docum
 After the last kill of a run, {damaged} folders were damaged: a link to the undisturbed run's checkpoints or files, or a pipe in
 place of the settings, metrics or weights. Each must be refused by name within two minutes, with no file changed anywhere.
 
-`torchrun` is `flowrl train` on two processes with gloo, with 3 prompts on one and 2 on the other; SIGKILL to the process is sent
-to one of the two, other signals to the launcher, whose exit code is its own.
+`torchrun` is `flowrl train` on two processes with gloo, with 3 prompts on one and 2 on the other; signals go to the launcher,
+whose exit code is its own, or to all three (group); SIGKILL to the process goes to one of the two.
 
 Exit code 130 is a pause, 0 a command that was completed before it saw the signal, -N death by signal N (SIGHUP 1, SIGINT 2,
 SIGKILL 9, SIGTERM 15). The slowest end is from the signal to the end of the last process. The last column counts kills whose
@@ -49,11 +49,12 @@ Command: `python benchmarks/kills.py --kills {planned} --seed {seed}`.
 
 
 def planned(kills: int, seed: int) -> dict[str, list[Kill]]:
-    """Three fifths of train, one of train on two processes, one of compare; phases in turn within a
-    run, each signal to each target equally often.
+    """A fifth of compare, a tenth of train on two processes, and the rest of train; phases in turn
+    within a run, each signal to each target equally often.
     """
-    plan, fifth = {}, kills // 5
-    for command, count in (("torchrun", fifth), ("compare", fifth), ("train", kills - 2 * fifth)):
+    plan, fifth, tenth = {}, kills // 5, kills // 10
+    counts = {"torchrun": tenth, "compare": fifth, "train": kills - tenth - fifth}
+    for command, count in counts.items():
         pairs = [(name, target) for name in SIGNALS for target in ("process", "group")]
         random.Random(f"{seed} {command}").shuffle(pairs)
         # The pair moves on by one more after each round of phases, so that every phase meets every

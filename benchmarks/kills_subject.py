@@ -167,6 +167,17 @@ class Subject:
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
 
+    def living(self, leader: int) -> list[int]:
+        """The living processes of a command: of its session, and those that torchrun has started
+        in sessions of their own.
+        """
+        pids = set(session(leader))
+        for path in Path("/proc").glob("[0-9]*/cmdline") if self.command == "torchrun" else ():
+            with contextlib.suppress(OSError):
+                if os.fsencode(self.out) in path.read_bytes().split(b"\0"):
+                    pids.add(int(path.parent.name))
+        return sorted(pids)
+
     def due(self, phase: str, process: subprocess.Popen[bytes]) -> bool:
         """Wait for a moment in `phase`; False if the process ended before."""
         before, start, changes = files_of(self.out), time.monotonic(), self.draw.randint(1, 4)
@@ -220,13 +231,16 @@ class Subject:
                     else Killed(kill, process.returncode, 0, 0, [self.said()])
                 )
             began = time.monotonic()
-            number, victim = getattr(signal, kill.signal), process.pid
-            if self.command == "torchrun" and kill.signal == "SIGKILL":
+            number = getattr(signal, kill.signal)
+            if self.command != "torchrun":
+                send = os.killpg if kill.target == "group" else os.kill
+                send(process.pid, number)
+            else:
+                everyone = self.living(process.pid)
                 # a launcher that is killed cannot end its processes: one of these is killed
-                victim = max(session(process.pid))
-            (os.killpg if kill.target == "group" else os.kill)(
-                process.pid if kill.target == "group" else victim, number
-            )
+                victim = max(everyone) if kill.signal == "SIGKILL" else process.pid
+                for pid in everyone if kill.target == "group" else [victim]:
+                    os.kill(pid, number)
             code = self.ended(process)
             result = Killed(kill, code, 0, 0)
             result.problems += self.second_writers(process.pid)
@@ -235,8 +249,9 @@ class Subject:
             result.problems += [*self.wrong_exit(kill, code), *self.damaged()]
             return result
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            for pid in self.living(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             process.wait()
 
     def ended(self, process: subprocess.Popen[bytes]) -> int | None:
@@ -260,7 +275,7 @@ class Subject:
         )
         with contextlib.ExitStack() as locks:
             while True:
-                left = session(leader)
+                left = self.living(leader)
                 for folder in {self.out, *runs_of(self.command, self.out)} - held.keys():
                     with contextlib.suppress(FlowrlError):
                         if folder.exists():
