@@ -755,7 +755,9 @@ def spec_cases(seed: int, count: int) -> Iterator[Case]:
         elif number % 3 == 1:
             yield case("specs", ["train", *TINY, f"--{kind}={spec}", "--out", "new"])
         else:
-            yield case("specs", ["compare", *TINY, "--arm", f"a: {kind}={spec}", "--out", "new"])
+            # one comma at the end of an arm is legal, as in a call of Python; two are not
+            arm = f"a: {kind}={spec}" + ("," if spec.endswith(",") else "")
+            yield case("specs", ["compare", *TINY, "--arm", arm, "--out", "new"])
 
 
 # 7. Valid commands with one error

@@ -35,6 +35,7 @@ __all__ = [
     "available",
     "build",
     "check_part",
+    "check_spec",
     "files_of",
     "find_maker",
     "options_of",
@@ -86,6 +87,20 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
     return part
 
 
+def check_spec(kind: str, spec: str) -> None:
+    """Raise `ConfigError` for a spec whose name or option is unknown; builds nothing."""
+    parsed = parse_spec(spec, kind)
+    parameters = _parameters(find_maker(kind, parsed))
+    if parameters is not None:
+        _require_known(f"{kind}: {parsed.name}", parameters, parsed.options)
+
+
+def _require_known(part: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    if extra := sorted(given.keys() - known.keys()):
+        allowed = ", ".join(known) or "none"
+        raise ConfigError(f"{part} has no option {', '.join(extra)}; allowed: {allowed}")
+
+
 def _options(
     part: str,
     parameters: Mapping[str, inspect.Parameter],
@@ -93,9 +108,7 @@ def _options(
     defaults: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The options of a part from its spec and the defaults, checked by name."""
-    if extra := sorted(given.keys() - parameters.keys()):
-        allowed = ", ".join(parameters) or "none"
-        raise ConfigError(f"{part} has no option {', '.join(extra)}; allowed: {allowed}")
+    _require_known(part, parameters, given)
     options = {name: value for name, value in defaults.items() if name in parameters}
     options |= {name: _nested(name, value, defaults) for name, value in given.items()}
     for name, parameter in parameters.items():
