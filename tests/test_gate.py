@@ -158,6 +158,11 @@ def test_a_link_in_a_run_folder_is_neither_written_nor_deleted(tmp_path: Path, c
     assert {path.name: path.read_bytes() for path in other.iterdir()} == before
     (run / "checkpoints").unlink()
     os.rename(other, run / "checkpoints")
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    assert flowrl_(f"train --resume {run}") == 2
+    assert "metrics.jsonl is no regular file" in capsys.readouterr().err
+    (run / "metrics.jsonl").unlink()
     (tmp_path / "linked").symlink_to(run)  # the folder itself may be one
     with folder_lock(tmp_path / "linked"):
         pass

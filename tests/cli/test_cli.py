@@ -120,6 +120,11 @@ def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
         ("pretrain --updates 0", "updates = 0"),
         ("trian", "did you mean 'train'?"),
         ("parts cliped", "did you mean 'clipped'?"),
+        ("parts uniform --kind all", "kind = 'all'"),
+        ("explain uniform --out no/../x.png", "out = 'no/../x.png' is not allowed"),
+        (f"evaluate --weights {'y' * 999}", "weights = "),
+        ("compare --arm 'a: reward=weighted-sum(x=6)'", "weighted-sum has no option x"),
+        ("compare --out=a\0b", "out = '--out=a"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_exit_code_2(line, words, tmp_path, capsys, monkeypatch):
