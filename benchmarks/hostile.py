@@ -23,14 +23,26 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
+from pkgutil import walk_packages
 
 from hostile_cases import Case, all_cases, make_sandbox
 from hostile_mutants import drawn, mutants
 
+from flowrl.core.errors import OWN_PACKAGES
+
 LIMIT = 10.0
 """Seconds after which a case counts as hanging, or as having started work."""
+
+
+def preload() -> None:
+    """Import what commands import when they run, once for all cases."""
+    for package in OWN_PACKAGES:
+        for module in walk_packages(import_module(package).__path__, f"{package}."):
+            if not module.name.endswith("__main__"):
+                import_module(module.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +218,7 @@ def main() -> int:
     else:
         known = mutants(args.mutants)
     cases = [case for case in known if not args.only or case.family in args.only][:: args.every]
+    preload()
     outcomes = list(progress(cases, partial(tried, limit=args.limit)))
     unclear = [outcome for outcome in outcomes if outcome.problem]
     for outcome in unclear[: args.show]:

@@ -184,14 +184,22 @@ def main() -> int:
     parser.add_argument(
         "--minutes", type=float, default=30.0, help="no run is started later than this"
     )
+    parser.add_argument(
+        "--only", nargs="*", choices=PHASES, help="kill these only, and keep the others' results"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kills.md")
     options = parser.parse_args()
     # a child inherits what is ignored here
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
+    plan, path = planned(options.kills, options.seed), options.out.with_suffix(".json")
+    chosen = {name: kills for name, kills in plan.items() if name in (options.only or plan)}
+    kept = json.loads(path.read_text()) if chosen.keys() != plan.keys() else []
+    kept = [Killed(**{**row, "kill": Kill(**row["kill"])}) for row in kept]
     with tempfile.TemporaryDirectory(prefix="flowrl-kills-") as folder:
-        found = tried(
-            planned(options.kills, options.seed),
+        found = [result for result in kept if result.kill.command not in chosen]
+        found += tried(
+            chosen,
             Path(folder),
             options.seed,
             minutes=options.minutes,
@@ -207,9 +215,7 @@ def main() -> int:
     options.out.write_text(
         TEXT.format(**counts, planned=options.kills, seed=options.seed, table=rows)
     )
-    options.out.with_suffix(".json").write_text(
-        json.dumps([asdict(result) for result in found], indent=1) + "\n"
-    )
+    path.write_text(json.dumps([asdict(result) for result in found], indent=1) + "\n")
     print(rows, *(json.dumps(asdict(result)) for result in failed), sep="\n")
     return int(bool(failed) or not found)
 

@@ -111,6 +111,12 @@ def _options(
     _require_known(part, parameters, given)
     options = {name: value for name, value in defaults.items() if name in parameters}
     options |= {name: _nested(name, value, defaults) for name, value in given.items()}
+    for name, value in options.items():
+        inside = [part or 0 for part in value.values()] if isinstance(value, dict) else [value]
+        wrong = [each for each in inside if isinstance(each, list | tuple | int | float)]
+        is_number = type(parameters[name].default) in (int, float)
+        fits = name not in NESTED or is_number or not wrong
+        require(fits, f"{part}: {name}", value, "a part: NAME, NAME(option=value) or a file")
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in options:
             raise ConfigError(f"{part} needs {name}, as in {part.split()[-1]}({name}=...)")
