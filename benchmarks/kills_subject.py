@@ -276,7 +276,8 @@ class Subject:
         with contextlib.ExitStack() as locks:
             while True:
                 left = self.living(leader)
-                for folder in {self.out, *runs_of(self.command, self.out)} - held.keys():
+                folders = {self.out, *runs_of(self.command, self.out)}
+                for folder in folders - held.keys():
                     with contextlib.suppress(FlowrlError):
                         if folder.exists():
                             locks.enter_context(folder_lock(folder))
@@ -285,7 +286,9 @@ class Subject:
                                 if folder != self.out or self.command != "compare"
                                 else {}
                             )
-                if not left or time.monotonic() > deadline:
+                # a process that is gone may not have closed its files yet
+                is_free = all(folder in held or not folder.exists() for folder in folders)
+                if (not left and is_free) or time.monotonic() > deadline:
                     break
                 time.sleep(0.02)
             problems += [f"{len(left)} orphans"] if left else []
