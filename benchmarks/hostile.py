@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -198,7 +199,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="*", default=(), help="classes to try")
-    parser.add_argument("--out", type=Path, help="write the table as JSON")
+    parser.add_argument("--out", type=Path, help="write the table into this JSON, by command")
     parser.add_argument("--show", type=int, default=20, help="print so many of the unclear cases")
     parser.add_argument(
         "--every", type=int, default=1, help="try every n-th case of each class only"
@@ -227,7 +228,10 @@ def main() -> int:
     rows = table(outcomes)
     print(shown(rows))
     if args.out:
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+        record = json.loads(args.out.read_text()) if args.out.exists() else {}
+        words = [word for word in sys.argv[1:] if word not in ("--out", str(args.out))]
+        record[shlex.join(["python", "benchmarks/hostile.py", *words])] = rows
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
     return bool(unclear)
 
 

@@ -23,6 +23,7 @@ from flowrl.cli.options import (
     typed_command,
     with_options,
 )
+from flowrl.core.errors import require
 from flowrl.core.options import Seed, Workers
 from flowrl.parts.trust import trust_option
 from flowrl.signals import ignore_stops, on_stop
@@ -115,6 +116,7 @@ class Compare:
 
     def configuration(self) -> "CompareConfig":
         """The comparison that these options describe."""
+        from flowrl.methods import METHODS
         from flowrl_compare.arms import credit_arms, load_arms, method_arms, parse_arm, together
         from flowrl_compare.comparison import CompareConfig, load_compare
 
@@ -122,6 +124,8 @@ class Compare:
             refuse_others(self, "config", ("out", "workers", "trust", "trial"))
             loaded = load_compare(self.config, self.trust)
             return dataclasses.replace(loaded, command=typed_command())
+        for name in self.methods:
+            require(name in METHODS, "methods", name, ", ".join(METHODS))
         base, usual = self.base, self.base.flat()
         chosen = changes(self.run, base)
         run = with_options(self.preset, base, chosen, self.trust)

@@ -102,7 +102,7 @@ def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("compare --methods ppo", "method = 'ppo' is not allowed; allowed: flow-grpo"),
+        ("compare --methods ppo", "methods = 'ppo' is not allowed; allowed: flow-grpo"),
         ("compare --task poetry", "compositional, text, preference"),
         ("compare --world mars", "mixture, shapes"),
         ("compare --group-size 1", "group_size = 1 is not allowed; allowed: a whole number, 2 or"),
