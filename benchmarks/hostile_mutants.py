@@ -779,7 +779,7 @@ VALID: tuple[list[str], ...] = (
     ["presets", "--accelerate", "ddp"],
     ["prompts", "text", "--count", "3", "--file", "new.txt"],
     ["prompts", "check", "--file", "p.txt"],
-    ["bench", "rule", "uniform", "--quick", "--world", "mixture", "--out", "new"],
+    ["bench", "rule", "uniform(clamp=4.0)", "--quick", "--world", "mixture", "--out", "new"],
     ["bench", "tune", "flow-grpo", "--world", "mixture", "--budget", "3", "--out", "new.jsonl"],
     ["bench", "claims", "--judge", "--out", "lines.jsonl"],
     ["bench", "microscope", "--quick", "--world", "mixture", "--out", "new.jsonl"],
