@@ -227,6 +227,8 @@ class TestFolder:
         mine = rule_file(tmp_path / "my.py")
         rule_file(tmp_path / "other.py")
         out = tmp_path / "out"
+        with pytest.raises(ConfigError, match=r"out = .* this one contains other files"):
+            self.bench("my.py:Mine", out=tmp_path)
         self.bench("my.py:Mine", out=out)
         with pytest.raises(ConfigError, match=r"another rule, my.py:Mine: choose another --out"):
             self.bench("other.py:Mine", out=out)
