@@ -35,13 +35,13 @@ TITLE = " against tuned baselines"
 """The end of the page's title."""
 BUDGETS = {
     "updates": "area",
-    "evaluations": "reward at equal nfe",
+    "evaluations": "reward at equal forwards",
     "seconds": "reward at equal seconds",
 }
 """The measure at equal budgets; evaluations of the network include those of the update, seconds are
 the processor's.
 """
-AXES = {"updates": ("updates", 1.0), "evaluations": ("nfe", 1e3), "seconds": ("seconds", 1.0)}
+AXES = {"updates": ("updates", 1.0), "evaluations": ("forwards", 1e3), "seconds": ("seconds", 1.0)}
 SHORT_WORDS = {ALIKE: "no difference", UNDECIDED: "undecided"}
 
 
@@ -338,7 +338,7 @@ def _cost(lines: Sequence[Line]) -> tuple[float, float]:
     """Network evaluations and processor seconds per update."""
     updates = sum(spent(line, "updates")[-1] for line in lines)
     return tuple(
-        sum(spent(line, axis)[-1] for line in lines) / updates for axis in ("nfe", "seconds")
+        sum(spent(line, axis)[-1] for line in lines) / updates for axis in ("forwards", "seconds")
     )  # type: ignore[return-value]
 
 
