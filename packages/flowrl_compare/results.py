@@ -311,9 +311,6 @@ class ArmSummary:
             mean reward; None: not reached.
         to_baseline_nfe: the same point in forward equivalents.
         to_baseline_seconds: the same point in seconds.
-        to_baseline_stated: the same point in seconds of the stated model, in the built-in worlds.
-        cost: forward equivalents per trajectory.
-        priced: where the prices of decodes and reward calls come from.
         nfe_per_trajectory: network evaluations of the rollout per trajectory.
         calls_per_iteration: sequential network calls per iteration.
         rewards_per_trajectory: scored images per trajectory.
@@ -323,6 +320,10 @@ class ArmSummary:
         seconds_update: seconds of an iteration's update.
         heldout: changes of the proxy, the held-out rewards and the diversity by label.
         settings: the settings in which arms differ.
+        to_baseline_stated: where the baseline's reward is reached, in seconds of the stated model;
+            None outside the built-in worlds.
+        cost: forward equivalents per trajectory.
+        priced: where the prices of decodes and reward calls come from.
     """
 
     arm: str
@@ -336,9 +337,6 @@ class ArmSummary:
     to_baseline_iterations: float | None
     to_baseline_nfe: float | None
     to_baseline_seconds: float | None
-    to_baseline_stated: float | None
-    cost: Parts
-    priced: str
     nfe_per_trajectory: float
     calls_per_iteration: float
     rewards_per_trajectory: float
@@ -348,6 +346,9 @@ class ArmSummary:
     seconds_update: float
     heldout: dict[str, Change] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    to_baseline_stated: float | None = None
+    cost: Parts = Parts(0, 0, 0, 0, 0)
+    priced: str = ""
 
     @property
     def difference(self) -> str:
