@@ -27,7 +27,7 @@ from flowrl_compare.weight_comparison import WeightComparison
 
 X_LABELS = {
     "iteration": "iteration",
-    "nfe_total": "network evaluations while sampling",
+    "forwards": "forward equivalents",
     "seconds_total": "training seconds",
 }
 MOST_TOGETHER = 4
@@ -60,7 +60,7 @@ def _measured(runs: Runs, path: tuple[str, ...]) -> bool:
 
 
 def curves(comparison: Comparison, metric: str = "reward") -> Figure | None:
-    """An evaluation metric against iterations, network evaluations and seconds; None if no run
+    """An evaluation metric against iterations, forward equivalents and seconds; None if no run
     contains it.
 
     Args:
@@ -116,7 +116,7 @@ def _line_figure(runs: Runs, panels: Sequence[Panel], level: Sequence[float] = (
             axes.set(xlabel=X_LABELS[panel.x], ylabel=panel.label)
             axes.set_title("" if together else shown[0], fontweight="bold", fontsize=9.5)
             axes.xaxis.set_major_locator(MaxNLocator(4, integer=panel.x == "iteration"))
-            if panel.x == "nfe_total":
+            if panel.x == "forwards":
                 axes.xaxis.set_major_formatter(EngFormatter(sep=""))
             clean(axes)
     if together:

@@ -151,8 +151,9 @@ def test_equal_cost_scales_the_iterations():
     arms = {"base": {}, "tp": {"method": "tp-grpo"}, "small": {"groups": 1}}
     config = CompareConfig(TINY.replace(iterations=20), arms, (0,))
     iterations = {arm: job.iterations for arm, job in config.equal_cost().examples().items()}
-    passes = {arm: plan(job).passes for arm, job in config.examples().items()}
-    cheaper = round(20 * passes["base"] / passes["tp"])
+    plans = {arm: plan(job) for arm, job in config.examples().items()}
+    costs = {arm: counts.nfe + 3 * counts.train_nfe for arm, counts in plans.items()}
+    cheaper = round(20 * costs["base"] / costs["tp"])
     assert iterations == {"base": 20, "tp": cheaper, "small": 40} and 1 < cheaper < 20
     with pytest.raises(ConfigError, match="arm 'b': iterations = 3 is not allowed"):
         configured(a={}, b={"iterations": 3}).equal_cost()
