@@ -19,6 +19,7 @@ from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.rule_plan import Part
 from flowrl_bench.statistics import Curve, detectable
 from flowrl_bench.tune import BUDGET
+from flowrl_bench.tune import BUDGETS as SEARCHES
 from flowrl_bench.verdicts import (
     ALIKE,
     ALPHA,
@@ -211,9 +212,9 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Docum
     )
     page.text(
         f"The rule is `{spec}`. Its settings were searched as those of the baselines were (`flowrl"
-        f" bench tune`, {BUDGET} runs per arm and world; the tables of settings show how many the"
-        " rule had), with seeds that no result has. A third of the runs of a search repeats the"
-        " two best settings. Network evaluations are those of sampling, scoring and the update;"
+        f" bench tune`, {SEARCHES['mixture']} runs per arm in the 2-D world and {BUDGET} in others; the"
+        " tables of settings show how many the rule had), with seeds that no result has. Half of"
+        " the runs repeat the two best settings. Network evaluations are those of sampling, scoring and the update;"
         " calls of the reward model are not among them, and a rule that scores every node has one"
         " per node."
     )
