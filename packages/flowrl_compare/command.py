@@ -22,6 +22,7 @@ from flowrl.cli.options import (
     typed_command,
     with_options,
 )
+from flowrl.core.errors import require
 from flowrl.core.options import Seed, Workers
 from flowrl.parts.trust import trust_option
 from flowrl.signals import ignore_stops, on_stop
@@ -78,9 +79,11 @@ class Compare:
     """default (about five minutes on 2 cores), long (about 15 minutes per method) or tiny (seconds,
     for a first look).
     """
-    settings: Literal["world", "published"] = "world"
-    """Window and clip that are not given: the world's, or the method's published ones. A published
-    clip is scaled to the elements of the world's latents.
+    settings: Literal["tuned", "published", "world"] | None = None
+    """Settings that are not given. tuned: found for each method in the built-in worlds with the
+    same number of runs (`flowrl bench tune`), the default of the preset default there; published:
+    each method's window and clip, scaled to the elements of the world's latents; world: the same
+    for all methods.
     """
     out: Path | None = None
     """Folder for the results; default runs/compare-DATE."""
@@ -116,6 +119,7 @@ class Compare:
         """The comparison that these options describe."""
         from flowrl_compare.arms import credit_arms, load_arms, method_arms, parse_arm, together
         from flowrl_compare.comparison import CompareConfig, load_compare
+        from flowrl_compare.tuned import tuned, tuned_arms
 
         if self.config is not None:
             refuse_others(self, "config", ("out", "workers", "trust", "trial"))
@@ -128,6 +132,14 @@ class Compare:
         given = together(
             method_arms(self.methods), *map(parse_arm, self.arm), file, credit_arms(self.credit)
         )
+        usual_run = self.preset == "default" and base.environment.world in tuned()
+        if self.settings == "tuned" or (self.settings is None and usual_run):
+            require(
+                usual_run, "settings", "tuned", f"with --preset default in {', '.join(tuned())}"
+            )
+            given, untuned = tuned_arms(run, given, chosen)
+            if untuned:
+                print(f"Note: not tuned here, with the settings of flow-grpo: {', '.join(untuned)}")
         for arm, settings in given.items():
             if isinstance(method := settings.get("method"), str):
                 # what the preset needs for this method, unless an option gives another value

@@ -22,7 +22,7 @@ from flowrl.core.errors import RewardContractError, TrainingError, require
 from flowrl.io import file_lock, write_json
 from flowrl.reading import read_json
 from flowrl.workers import Worker, run_jobs
-from flowrl_bench.arms import SHORT, Arm, short_name
+from flowrl_bench.arms import SHORT, Arm, short_name, tuned_entry
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import column
 from flowrl_bench.measurements import CURVE, measure
@@ -298,7 +298,7 @@ def choices(searches: Sequence[Search], path: Path) -> str:
 
 
 def save(searches: Sequence[Search], log: Path, path: Path) -> None:
-    """Write the values of every finished search, by world and arm, to the JSON file at `path`;
+    """Write the values and settings of every finished search, by world and arm, to the JSON file at `path`;
     other entries stay.
     """
     lines = ResultsFile(log).unchecked()
@@ -308,5 +308,6 @@ def save(searches: Sequence[Search], log: Path, path: Path) -> None:
     for search in searches:
         found = chosen(search, lines)
         if found is not None:
-            values.setdefault(search.world, {})[search.arm.name] = found
+            entry = tuned_entry(search.arm, search.world, found)
+            values.setdefault(search.world, {})[search.arm.name] = entry
     write_json(path, values)
