@@ -229,6 +229,28 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Docum
     return page
 
 
+def findings_table(worlds: Sequence[World]) -> Table:
+    """The findings as numbers, for CSV and LaTeX."""
+    head = ("world", "baseline", "budget", "verdict", "difference", "low", "high", "p", "seeds")
+    rows = [
+        (
+            world_label(world.part.world),
+            finding.baseline,
+            finding.budget,
+            finding.comparison.size,
+            *(
+                f"{getattr(finding.comparison.estimate, end):.4f}"
+                for end in ("value", "low", "high")
+            ),
+            f"{finding.comparison.adjusted:.2g}",
+            str(len(world.evidence.seeds)),
+        )
+        for world in worlds
+        for finding in world.findings
+    ]
+    return Table(head, rows)
+
+
 def _untuned_note(rule: str, untuned: Sequence[str]) -> str:
     """How arms ran that were not tuned."""
     notes = ["The rule has the settings of uniform credit."] if rule in untuned else []
