@@ -71,6 +71,10 @@ class Compare:
     """
     seeds: tuple[Seed, ...] = (0, 1, 2)
     """One run per arm and seed."""
+    bound: bool = False
+    """Add an arm that knows the exact value of every state, which no rule can beat by its credit
+    (2-D world; half a minute per seed). The report has a shipped curve for the default settings.
+    """
     equal_cost: bool = False
     """Train every arm for as many iterations as need the network evaluations of the baseline's run
     (sampling, probes and update).
@@ -118,6 +122,7 @@ class Compare:
     def configuration(self) -> "CompareConfig":
         """The comparison that these options describe."""
         from flowrl_compare.arms import credit_arms, load_arms, method_arms, parse_arm, together
+        from flowrl_compare.bounds import ARM, bound_settings
         from flowrl_compare.comparison import CompareConfig, load_compare
         from flowrl_compare.tuned import tuned, tuned_arms
 
@@ -148,6 +153,8 @@ class Compare:
                 )
                 needed = {n: v for n, v in needed.items() if n not in chosen and v != usual[n]}
                 given[arm] = {**needed, **settings}
+        if self.bound:
+            given = together(given, {ARM: bound_settings(str(base.environment.world))})
         compared = CompareConfig(run, given, self.seeds, self.preset, typed_command())
         for text in compared.require_read(chosen):
             print(f"Note: {text}")
