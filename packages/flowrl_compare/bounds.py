@@ -1,17 +1,18 @@
 """How much credit per decision can gain: learning curves of credit by exact values (2-D world)."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from flowrl_compare.results import Comparison, mean_curve
+from flowrl_compare.results import Comparison
 from flowrl_compare.tuned import tuned
 
 FILE = Path(__file__).parent / "bounds.json"
-"""Shipped curves (`python benchmarks/bounds.py`): the settings that count, seeds, command, curve."""
+"""Shipped curves (`python benchmarks/bounds.py`): the settings that count, seeds, command, curves."""
 ARM = "exact values (bound)"
 """The arm of a comparison with `--bound`."""
 CREDIT = "stepwise-gain(probe=exact)"
@@ -31,12 +32,18 @@ def bound_settings(world: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Bound:
-    """The mean held-out reward of tuned exact values over iterations, and where it comes from."""
+    """Held-out rewards of tuned exact values over iterations, `curves` by seed, and the command
+    that made them.
+    """
 
-    iterations: list[float]
-    rewards: list[float]
-    seeds: int
+    iterations: Sequence[float]
+    curves: Sequence[Sequence[float]]
     command: str
+
+    @property
+    def rewards(self) -> list[float]:
+        """The mean over seeds."""
+        return [fmean(column) for column in zip(*self.curves, strict=True)]
 
 
 @cache
@@ -50,16 +57,17 @@ def shipped_bound(run: Mapping[str, Any]) -> Bound | None:
     counts = {name: run.get(name) for name in COUNTS}
     for entry in shipped():
         if entry["settings"] == counts:
-            seeds, command = len(entry["seeds"]), entry["command"]
-            return Bound(entry["iterations"], entry["rewards"], seeds, command)
+            return Bound(entry["iterations"], entry["curves"], entry["command"])
     return None
 
 
 def bound_of(comparison: Comparison) -> Bound | None:
     """The bound of a comparison: of its own arm, or a shipped one for exactly its settings."""
     if runs := comparison.of(ARM):
-        x, y = mean_curve(runs, "iteration", *comparison.metric)
-        return Bound(list(x), list(y), len(runs), comparison.config["command"])
+        curves = [run.curve("iteration", *comparison.metric) for run in runs]
+        length = min(len(x) for x, _ in curves)
+        rewards = [y[:length] for _, y in curves]
+        return Bound(curves[0][0][:length], rewards, comparison.config["command"])
     run = comparison.config["run"]
     groups = (value if isinstance(value, dict) else {name: value} for name, value in run.items())
     settings = {name: value for group in groups for name, value in group.items()}
