@@ -69,7 +69,7 @@ def bound_entry(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Run, and save if all runs are finished."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--worlds", nargs="+", choices=SEEDS, default=[*SEEDS])
     parser.add_argument("--workers", type=int, default=0)

@@ -12,10 +12,10 @@ from flowrl_compare.results import Comparison
 from flowrl_compare.tuned import tuned
 
 FILE = Path(__file__).parent / "bounds.json"
-"""Shipped curves (`python benchmarks/bounds.py`): the settings that count, seeds, command, curves."""
+"""Shipped curves, with the settings that they belong to (`python benchmarks/first_comparison.py`)."""
 ARM = "exact values (bound)"
 """The arm of a comparison with `--bound`."""
-CREDIT = "stepwise-gain(probe=exact)"
+CREDIT = "stepwise-gain(probe='exact(points=29, reach=4)')"
 COUNTS = (
     *("world", "task", "reward", "reward_form", "reward_noise", "reward_bias"),
     *("iterations", "groups", "group_size", "num_steps", "window", "minibatches", "ema_decay"),
