@@ -12,7 +12,8 @@ from flowrl_compare.results import Comparison
 from flowrl_compare.tuned import tuned
 
 FILE = Path(__file__).parent / "bounds.json"
-"""Shipped curves, with the settings that they belong to (`python benchmarks/first_comparison.py`)."""
+"""Shipped curves with the settings that they belong to (`python benchmarks/first_comparison.py`).
+"""
 ARM = "exact values (bound)"
 """The arm of a comparison with `--bound`."""
 CREDIT = "stepwise-gain(probe='exact(points=29, reach=4)')"
