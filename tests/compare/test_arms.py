@@ -277,7 +277,7 @@ def test_tuned_settings_lie_below_an_arms_own() -> None:
     )
     assert arms["mine"]["noise_level"] == 0.9 and "learning_rate" not in arms["mine"]
     CompareConfig(run, arms, (0,)).require_read(["learning_rate"])
-    elsewhere = preset("default").apply(world="mixture").replace(world="model")
+    elsewhere = preset("default").apply(model="some-model")
     with pytest.raises(ConfigError, match="settings = 'tuned' is not allowed"):
         tuned_arms(elsewhere, given, {})
 
