@@ -15,6 +15,7 @@ from rich.table import Table
 from flowrl.io import write_bytes, write_json
 from flowrl.training.presets import MODEL_ONLY
 from flowrl.training.results import short
+from flowrl_compare.bounds import bound_of
 from flowrl_compare.costs import RATE, STATED, STATED_NAME
 from flowrl_compare.figures import (
     MOST_TOGETHER,
@@ -245,6 +246,7 @@ def write_report(folder: Path) -> Path:
         many=len(summaries) > MOST_TOGETHER,
         images=images,
         noticeable=NOTICEABLE,
+        bound=bound_of(comparison),
     )
     write_bytes(folder / "report.html", page.encode())
     return folder / "report.html"

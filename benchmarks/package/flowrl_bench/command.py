@@ -13,7 +13,7 @@ import tyro
 from annotated_types import Ge, Gt, Le
 
 from flowrl.core.errors import require
-from flowrl.core.options import Count, Workers
+from flowrl.core.options import Workers
 from flowrl.io import require_new_file
 from flowrl.reading import is_json
 
@@ -183,8 +183,10 @@ class Tune:
     """Reward of the model's runs, as for `flowrl train`."""
     set: str = ""
     """Further settings of the model's runs, as in "resolution=512, guidance_scale=4.5"."""
-    budget: Count = 12
-    """Runs per method and world, a third of them for two finalists with further seeds."""
+    budget: Annotated[int, Ge(0), Le(200)] = 0
+    """Runs per arm and world, half of them for two finalists with further seeds; 0 = 24 in the 2-D
+    world, 12 in others.
+    """
     out: Path = Path("runs/tuning.jsonl")
     """The log: one line per run. Runs that it has are not made again."""
     workers: Workers = 0
@@ -197,7 +199,7 @@ class Tune:
     def main(self) -> int:
         """Search, print and save the choices."""
         from flowrl_bench.arms import ARMS, chosen_worlds, in_world, named_arm, own_arms, short_name
-        from flowrl_bench.tune import Search, choices, save, tune
+        from flowrl_bench.tune import Search, choices, save, tune, usual_budget
 
         if self.show:
             default = Tune.__dataclass_fields__["budget"].default
@@ -212,12 +214,12 @@ class Tune:
         names = [arm.name for arm in arms]
         require(len(set(names)) == len(names), "arm", names, "each name once")
         searches = [
-            Search(arm, world, self.budget)
+            Search(arm, world, self.budget or usual_budget(world))
             for world in worlds
             for arm in arms
             if in_world(arm, world)
         ]
-        total = self.budget * len(searches)
+        total = sum(search.budget for search in searches)
 
         def progress(line: Mapping[str, Any], done: int) -> None:
             values = ", ".join(f"{name} {value:g}" for name, value in line["values"].items())

@@ -19,6 +19,7 @@ from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.rule_plan import Part
 from flowrl_bench.statistics import Curve, detectable
 from flowrl_bench.tune import BUDGET
+from flowrl_bench.tune import BUDGETS as SEARCHES
 from flowrl_bench.verdicts import (
     ALIKE,
     ALPHA,
@@ -211,10 +212,10 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Docum
     )
     page.text(
         f"The rule is `{spec}`. Its settings were searched as those of the baselines were (`flowrl"
-        f" bench tune`, {BUDGET} runs per arm and world; the tables of settings show how many the"
-        " rule had), with seeds that no result has. A third of the runs of a search repeats the"
-        " two best settings. Evaluations are forward equivalents: an evaluation"
-        " with a gradient counts three, decodes and reward calls count by their FLOPs."
+        f" bench tune`, {SEARCHES['mixture']} runs per arm in the 2-D world and {BUDGET} in others;"
+        " the tables of settings show how many the rule had), with seeds that no result has. Half"
+        " of the runs repeat the two best settings. Evaluations are forward equivalents: an"
+        " evaluation with a gradient counts three, decodes and reward calls count by their FLOPs."
     )
     own = (
         " compares the rule's credit with the true advantage."
@@ -225,6 +226,28 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Docum
         f"Made by `{made}`." + (f" `flowrl bench microscope --rules '{spec}'`{own}" if own else "")
     )
     return page
+
+
+def findings_table(worlds: Sequence[World]) -> Table:
+    """The findings as numbers, for CSV and LaTeX."""
+    head = ("world", "baseline", "budget", "verdict", "difference", "low", "high", "p", "seeds")
+    rows = [
+        (
+            world_label(world.part.world),
+            finding.baseline,
+            finding.budget,
+            finding.comparison.size,
+            *(
+                f"{getattr(finding.comparison.estimate, end):.4f}"
+                for end in ("value", "low", "high")
+            ),
+            f"{finding.comparison.adjusted:.2g}",
+            str(len(world.evidence.seeds)),
+        )
+        for world in worlds
+        for finding in world.findings
+    ]
+    return Table(head, rows)
 
 
 def _untuned_note(rule: str, untuned: Sequence[str]) -> str:
