@@ -39,17 +39,22 @@ Point = tuple[int, ...]
 """A level of the grid per knob of the arm, in their order."""
 Trial = tuple[Point, int]
 """A run of the search: a point and a seed."""
+Level = Callable[[Sequence[float]], Any]
+"""A summary of a point's scores over seeds."""
 
 
-def proposals(scores: Mapping[Trial, float], knobs: int, budget: int = BUDGET) -> Iterator[Trial]:
+def proposals(
+    scores: Mapping[Trial, float], knobs: int, budget: int = BUDGET, seeds: int = 0
+) -> Iterator[Trial]:
     """The next run of the search, from the scores of the runs so far; nothing once `budget` runs
     are scored.
 
-    Deterministic: the order of the runs is a function of the scores alone.
+    Deterministic: the order of the runs is a function of the scores alone. `seeds`: further seeds
+    that are reserved for each finalist; 0: those of a third of the budget.
     """
     if len(scores) >= budget:
         return
-    confirming = budget // 3 // FINALISTS * FINALISTS
+    confirming = (seeds or budget // 3 // FINALISTS) * FINALISTS
     first = {point: score for (point, seed), score in scores.items() if seed == SEEDS[0]}
     step = _climb(first, knobs) if len(first) < budget - confirming else None
     if step is not None:
@@ -81,9 +86,9 @@ def _climb(first: Mapping[Point, float], knobs: int) -> Point | None:
             return None
 
 
-def best(scores: Mapping[Trial, float]) -> Point:
-    """The finalist with the highest mean score over the further seeds; without finalists, the best
-    point of the first seed.
+def best(scores: Mapping[Trial, float], level: Level = np.mean) -> Point:
+    """The finalist with the highest `level` of the scores over the further seeds, by default the
+    mean; without finalists, the best point of the first seed.
 
     The first seed selected the finalists, so its score would be biased upwards.
     """
@@ -91,23 +96,34 @@ def best(scores: Mapping[Trial, float]) -> Point:
     for (point, seed), score in scores.items():
         if seed != SEEDS[0]:
             confirmed.setdefault(point, []).append(score)
-    means = {point: float(np.mean(values)) for point, values in confirmed.items()}
+    means = {point: float(level(values)) for point, values in confirmed.items()}
     judged = means or {point: score for (point, _), score in scores.items()}
     return min(judged, key=lambda point: (-judged[point], point))
 
 
-def score_of(line: Mapping[str, Any]) -> float:
-    """Mean held-out reward of a run over its training."""
-    return float(np.mean(column(line, "soft")[1:]))
+def lower_quartile(scores: Sequence[float]) -> float:
+    """A level that a quarter of collapsed runs pulls down as far as they fell."""
+    return float(np.quantile(scores, 0.25))
+
+
+def score_of(line: Mapping[str, Any], form: str = "soft") -> float:
+    """Mean held-out reward of a run over its training; `form` "reward" is the trained form."""
+    return float(np.mean(column(line, form)[1:]))
 
 
 @dataclass(frozen=True)
 class Search:
-    """The search for one arm in one world."""
+    """The search for one arm in one world.
+
+    `seeds`, `level`: see `proposals` and `best`; `form`: that of the score, see `score_of`.
+    """
 
     arm: Arm
     world: str
     budget: int = BUDGET
+    seeds: int = 0
+    level: Level = np.mean
+    form: str = "soft"
 
     def __post_init__(self) -> None:
         allowed = "1 to 200 runs per method and world"
@@ -139,15 +155,23 @@ class Search:
         proposed.
         """
         mine = {
-            (tuple(line["point"]), line["seed"]): score_of(line)
+            (tuple(line["point"]), line["seed"]): score_of(line, self.form)
             for line in lines
             if self.made(line)
         }
         found: dict[Trial, float] = {}
-        while (trial := next(proposals(found, len(self.arm.knobs), self.budget), None)) in mine:
+        while (trial := self.proposed(found)) in mine:
             assert trial is not None
             found[trial] = mine[trial]
         return found
+
+    def proposed(self, scores: Mapping[Trial, float]) -> Trial | None:
+        """The next run; None after the last."""
+        return next(proposals(scores, len(self.arm.knobs), self.budget, self.seeds), None)
+
+    def best(self, scores: Mapping[Trial, float]) -> Point:
+        """The chosen point."""
+        return best(scores, self.level)
 
 
 def diverged(iterations: int, message: str) -> dict[str, Any]:
@@ -172,9 +196,7 @@ def _tune(
 ) -> bool:
     """Make the missing runs of a search, a message each; False if it was stopped."""
     scores = search.scores(lines)
-    while (
-        trial := next(proposals(scores, len(search.arm.knobs), search.budget), None)
-    ) is not None:
+    while (trial := search.proposed(scores)) is not None:
         config = search.config(trial)
         key = config_id(config)
         try:
@@ -184,7 +206,7 @@ def _tune(
         if found is None:
             return False
         require_unchanged(config, key, made["code"])
-        scores[trial] = score_of(found)
+        scores[trial] = score_of(found, search.form)
         head = {
             "arm": search.arm.name,
             "world": search.world,
@@ -244,7 +266,7 @@ def tune(
 def chosen(search: Search, lines: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
     """The values that the search found; None while runs are missing."""
     scores = search.scores(lines)
-    return search.values(best(scores)) if len(scores) == search.budget else None
+    return search.values(search.best(scores)) if len(scores) == search.budget else None
 
 
 def choices(searches: Sequence[Search], path: Path) -> str:
@@ -263,7 +285,7 @@ def choices(searches: Sequence[Search], path: Path) -> str:
         further = [
             score
             for (point, seed), score in scores.items()
-            if point == best(scores) and seed != SEEDS[0]
+            if point == search.best(scores) and seed != SEEDS[0]
         ]
         mine = further or [max(scores.values())]
         found = ", ".join(f"{name} {value:g}" for name, value in values.items())
