@@ -17,11 +17,11 @@ class MixturePolicy:
     """`FlowPolicy` with v(x, t, c) = v_exact(x, t) + net(x, t, c); net is 0 at the start, so the
     policy starts exact.
 
-    Latents are [sample, dim, 1, 1], dim that of the mixture. The condition is the cosine and sine of the prompt's direction.
+    Latents are [sample, dim, 1, 1]. The condition is the cosine and sine of the prompt's direction.
     The reference is v_exact alone.
 
     Args:
-        mixture: the data.
+        mixture: the data, in any dimension.
         direction: turns a prompt's text into degrees.
         hidden: width of the network.
         seed: seed of the network.

@@ -11,7 +11,17 @@ from bench_lines import here
 from flowrl_bench import tune
 from flowrl_bench.arms import ARMS, Arm, own_arm
 from flowrl_bench.results_file import ResultsFile
-from flowrl_bench.tune import SEEDS, Point, Search, Trial, best, choices, chosen, proposals
+from flowrl_bench.tune import (
+    SEEDS,
+    Point,
+    Search,
+    Trial,
+    best,
+    choices,
+    chosen,
+    lower_quartile,
+    proposals,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +60,15 @@ class TestSearch:
             and len({point for point, _ in again}) == 2
             and {seed for _, seed in again} == set(SEEDS[1:3])
         )
+
+    def test_a_point_that_collapses_is_not_chosen(self) -> None:
+        """The lower quartile prefers a steady finalist; the mean of the same scores does not."""
+        scores: dict[Trial, float] = {((0,), SEEDS[0]): 1.0, ((1,), SEEDS[0]): 1.0}
+        for number, score in enumerate((1.0, 1.0, 1.0, 0.5, 0.5), 1):
+            scores |= {((0,), SEEDS[number]): score, ((1,), SEEDS[number]): 0.75}
+        assert best(scores) == (0,) and best(scores, lower_quartile) == (1,)
+        further = [next(proposals(dict(list(scores.items())[:n]), 1, 12, 5)) for n in range(2, 12)]
+        assert {seed for _, seed in further} == set(SEEDS[1:6])
 
     def test_a_lucky_seed_is_not_chosen(self) -> None:
         """The best point of the first seed loses to the second once both have three seeds."""

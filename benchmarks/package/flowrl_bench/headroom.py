@@ -177,7 +177,7 @@ def row_of(
     )
 
 
-class Headroom:
+class HeadroomStudy:
     """The searches and the runs of some tasks, in two files: PATH with the runs on fresh seeds, and
     PATH-tuning with the searches. Runs that they have are not made again.
 
