@@ -383,9 +383,11 @@ class Headroom:
     quick: bool = False
     """Shorter runs, smaller searches, fewer tasks; for a first impression."""
     out: Path = Path("runs/headroom/headroom.jsonl")
-    """The results file, one line per run. The searches (-tuning.jsonl), the page headroom.md and
-    headroom.html, its map and headroom.csv are written in its folder.
+    """The results file, one line per run. Next to it are the searches (-tuning.jsonl) and the table
+    as .csv.
     """
+    page: Path | None = None
+    """Folder of the page headroom.md, headroom.html and their map; default: that of the results."""
     workers: Workers = 0
     """Number of processes; 0 = one per core. The numbers do not depend on it."""
 
@@ -398,7 +400,7 @@ class Headroom:
         names = self.tasks or (QUICK if self.quick else tuple(TASKS))
         for name in names:
             require(name in TASKS, "tasks", name, f"one of {', '.join(TASKS)}")
-        folder, spreadsheet = self.out.parent, self.out.parent / "headroom.csv"
+        folder, spreadsheet = self.page or self.out.parent, self.out.with_suffix(".csv")
         require_new_file(self.out, lambda data: True)
         require_new_file(spreadsheet, lambda data: data.startswith(b"task,"))
         require_page(folder, "headroom", TITLE)
@@ -411,7 +413,7 @@ class Headroom:
         command = shlex.join(["flowrl", *sys.argv[1:]])
         finished = study.execute(command)
         if rows := study.rows():
-            written = headroom_page(rows, size, command).write(folder, "headroom")
+            written = headroom_page(rows, size, command).write(folder, "headroom", "headroom")
             write_bytes(spreadsheet, table(rows).encode())
             print(f"{summary(rows)}\nWrote {', '.join(map(str, [*written, spreadsheet]))}")
         return 0 if finished else _paused()
