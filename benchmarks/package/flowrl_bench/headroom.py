@@ -18,7 +18,7 @@ from flowrl_compare.statistics import Estimate, mean
 from flowrl.core.errors import require
 from flowrl.training.build import check
 from flowrl.training.config import RunConfig
-from flowrl_bench.arms import Arm, Knob
+from flowrl_bench.arms import MOST_CLIP, Arm, Knob
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Line, column
 from flowrl_bench.remaining import Pace
@@ -75,7 +75,7 @@ class Task:
         """
         clip = 0.06 * (2 / self.dimension) ** 0.5
         knobs = {
-            "clip_range": Knob(3.0, {self.world: clip}),
+            "clip_range": Knob(3.0, {self.world: clip}, most=MOST_CLIP),
             "learning_rate": Knob(2.0, {self.world: 2e-2}),
             "noise_level": Knob(1.4, {self.world: 0.7}),
         }
