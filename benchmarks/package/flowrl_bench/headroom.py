@@ -101,6 +101,9 @@ TASKS: dict[str, Task] = {
     "noise-0.1": Task("noise of 0.1 on the score", {"reward_noise": 0.1}),
     "noise-0.3": Task("noise of 0.3 on the score", _NOISY),
     "noise-0.3-9-of-10": Task("noise of 0.3, 9 of 10 steps drawn", {**_ALL, **_NOISY}),
+    "noise-0.3-19-of-20": Task(
+        "noise of 0.3, 19 of 20 steps drawn", {**_ALL, **_NOISY, "num_steps": 20}
+    ),
     "parts": Task(
         "early and late part, 9 of 10 steps drawn",
         _ALL,
