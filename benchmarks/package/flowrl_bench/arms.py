@@ -1,6 +1,7 @@
 """The arms of the tuned comparison: each method's settings, and its searched numbers."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -72,19 +73,20 @@ class Knob:
     braces in a spec.
 
     `start` has the start per world; in a world of the user's it is `elsewhere` of a run of uniform
-    credit.
+    credit. `most` is the largest value that is tried.
     """
 
     factor: float
     start: Mapping[str, float]
     elsewhere: Callable[[RunConfig], float] | None = None
+    most: float = math.inf
 
     def value(self, world: str, level: int) -> float:
         """The value at a level, to three digits."""
         start = self.start.get(world, next(iter(self.start.values())))
         if world not in self.start and self.elsewhere is not None:
             start = self.elsewhere(preset("default").apply(**settings_of(world)))
-        return float(f"{start * self.factor**level:.3g}")
+        return float(f"{min(start * self.factor**level, self.most):.3g}")
 
 
 def settings_of(world: str) -> dict[str, Any]:
@@ -136,6 +138,10 @@ def chosen_worlds(
     return [world]
 
 
+MOST_CLIP = 0.9
+"""The largest clip range that is tried; losses allow less than 1."""
+
+
 def _own_clip(run: RunConfig) -> float:
     return float(getattr(run_method(run).loss, "clip_range", 0.0))
 
@@ -144,7 +150,7 @@ def _own_rate(run: RunConfig) -> float:
     return run.optim.learning_rate
 
 
-CLIP = Knob(3.0, {"mixture": 2e-2, "shapes": 2e-3}, _own_clip)
+CLIP = Knob(3.0, {"mixture": 2e-2, "shapes": 2e-3}, _own_clip, MOST_CLIP)
 """The clip range of log-ratios grows with the square root of the latent's dimension at equal KL:
 1e-4 at d = 65,536 is 1.8e-2 at d = 2, and images of this world are near 1e-3.
 """

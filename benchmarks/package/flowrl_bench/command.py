@@ -1,11 +1,11 @@
-"""`flowrl bench claims`, `flowrl bench tune`, `flowrl bench rule` and `flowrl bench microscope`."""
+"""`flowrl bench claims`, `tune`, `rule`, `microscope` and `headroom`."""
 
 import math
 import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le
 
 from flowrl.core.errors import require
 from flowrl.core.options import Workers
-from flowrl.io import require_new_file
+from flowrl.io import require_new_file, write_bytes
 from flowrl.reading import is_json
 
 
@@ -367,12 +367,69 @@ class Microscope:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Benchmarks: tests of the papers' claims, your own rule against tuned baselines, and a
-    microscope for credit.
+class Headroom:
+    """Measure how much better credit could be than uniform credit, in a family of tasks around the
+    2-D world: an oracle against uniform credit, both tuned.
+
+    Example: flowrl bench headroom --tasks default 9-of-10 noise-0.3 --workers 2
     """
 
-    which: tyro.conf.OmitSubcommandPrefixes[Claims | Tune | Rule | Microscope]
+    tasks: tuple[str, ...] = ()
+    """Tasks by name; default: all (--quick: default, 9-of-10 and noise-0.3). Tasks whose runs are in
+    `out` are not run again.
+    """
+    credit: str = ""
+    """A credit rule in place of the oracle, as a control: random has less than no headroom, uniform
+    none.
+    """
+    seeds: Annotated[int, Ge(0), Le(1000)] = 0
+    """Fresh seeds per arm and task; 0 = 5 (--quick: 3)."""
+    quick: bool = False
+    """Shorter runs, smaller searches, fewer tasks; for a first impression."""
+    out: Path = Path("runs/headroom/headroom.jsonl")
+    """The results file, one line per run. Next to it are the searches (-tuning.jsonl) and the table
+    as .csv.
+    """
+    page: Path | None = None
+    """Folder of the page headroom.md, headroom.html and their map; default: that of the results."""
+    workers: Workers = 0
+    """Number of processes; 0 = one per core. The numbers do not depend on it."""
+
+    def main(self) -> int:
+        """Search, run, write."""
+        from flowrl_bench.headroom import QUICK, QUICK_SIZE, TASKS, HeadroomStudy, Size
+        from flowrl_bench.headroom_page import TITLE, headroom_page, summary, table
+        from flowrl_bench.page import require_page
+
+        names = self.tasks or (QUICK if self.quick else tuple(TASKS))
+        for name in names:
+            require(name in TASKS, "tasks", name, f"one of {', '.join(TASKS)}")
+        folder, spreadsheet = self.page or self.out.parent, self.out.with_suffix(".csv")
+        require_new_file(self.out, lambda data: True)
+        require_new_file(spreadsheet, lambda data: data.startswith(b"task,"))
+        require_page(folder, "headroom", TITLE)
+        size = QUICK_SIZE if self.quick else Size()
+        size = replace(size, seeds=self.seeds or size.seeds)
+        tasks = {name: TASKS[name] for name in dict.fromkeys(names)}
+        if self.credit:
+            tasks = {name: replace(task, oracle=self.credit) for name, task in tasks.items()}
+        study = HeadroomStudy(tasks, self.out, size, self.workers)
+        command = shlex.join(["flowrl", *sys.argv[1:]])
+        finished = study.execute(command)
+        if rows := study.rows():
+            written = headroom_page(rows, size, command).write(folder, "headroom", "headroom")
+            write_bytes(spreadsheet, table(rows).encode())
+            print(f"{summary(rows)}\nWrote {', '.join(map(str, [*written, spreadsheet]))}")
+        return 0 if finished else _paused()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Benchmarks: tests of the papers' claims, your own rule against tuned baselines, a microscope
+    for credit, and what credit can gain.
+    """
+
+    which: tyro.conf.OmitSubcommandPrefixes[Claims | Tune | Rule | Microscope | Headroom]
 
     def main(self) -> int:
         """Run the chosen one."""

@@ -166,7 +166,7 @@ def _plausible(
         policy.encode(prompts).repeat(repeats),
     )
     points = solve(policy, schedule, condition, noise, Usage(), 4096)
-    by_prompt = points.flatten(1).view(-1, repeats, 2)
+    by_prompt = points.flatten(1).view(len(prompts), repeats, -1)
     spread = torch.cdist(by_prompt, by_prompt)
     return log_density(policy, points), float(spread.sum((1, 2)).mean() / (repeats * (repeats - 1)))
 

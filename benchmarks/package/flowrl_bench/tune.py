@@ -3,10 +3,11 @@ every method.
 
 The search climbs on a grid (`arms.Knob`): from the start it tries the neighbours of the best point
 so far, knob by knob, and continues in a direction while the score improves, so an optimum at an
-edge extends the grid. Half of the budget is reserved for the two best points, which are run with
-further seeds; the better mean over these is chosen. The score of a run is the mean held-out reward
-over training, the measure of the comparison, but of a run that collapsed its final reward: the mean
-alone prefers fast settings that a few seeds in ten do not survive. No result uses tuning seeds.
+edge extends the grid. The second half of the budget repeats points with further seeds, always the
+one that is best on average so far, until two of them have their share: a point that won by luck, or
+that collapses in some seeds, falls behind and another is repeated. Of the points with enough
+further seeds, the one whose lower quartile over these is highest is chosen. The score of a run is
+the mean held-out reward over training, the measure of the comparison. No result uses tuning seeds.
 """
 
 import itertools
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flowrl_compare.statistics import collapsed
 
 from flowrl.core.errors import RewardContractError, TrainingError, require
 from flowrl.io import file_lock, write_json
@@ -31,11 +31,9 @@ from flowrl_bench.results_file import ResultsFile, make_line, require_unchanged,
 SEEDS = tuple(range(9000, 9100))
 """Seeds of tuning runs, first to last; no result has one of them."""
 BUDGETS = {"mixture": 24}
-"""Runs per arm by world: 12 points and 6 further seeds of two of them, so that settings which
-collapse in 1 of 4 runs are caught in 82%.
-"""
+"""Runs per arm by world: 12 points, and 12 further seeds, at most 6 of a point."""
 BUDGET = 12
-"""Runs per arm in other worlds: 6 points, and 3 further seeds of two of them."""
+"""Runs per arm in other worlds: 6 points, and 6 further seeds, at most 3 of a point."""
 FINALISTS = 2
 STRIDE = 2
 """Steps in one direction before the next knob's turn, so that a long way along one does not use up
@@ -60,17 +58,20 @@ def proposals(scores: Mapping[Trial, float], knobs: int, budget: int) -> Iterato
     """
     if len(scores) >= budget:
         return
-    confirming = budget // 2 // FINALISTS * FINALISTS
+    confirming = budget // 2
     first = {point: score for (point, seed), score in scores.items() if seed == SEEDS[0]}
     step = _climb(first, knobs) if len(first) < budget - confirming else None
     if step is not None:
         yield step, SEEDS[0]
         return
-    ranked = sorted(first, key=lambda point: (-first[point], point))[:FINALISTS]
-    for number, point in itertools.product(range(1, len(SEEDS)), ranked):
-        if (point, SEEDS[number]) not in scores:
-            yield point, SEEDS[number]
-            return
+    most = max(1, confirming // FINALISTS)
+    by_point = {point: [scores[point, SEEDS[0]]] for point in first}
+    for (point, seed), score in scores.items():
+        if seed != SEEDS[0]:
+            by_point[point].append(score)
+    open_points = [p for p, known in by_point.items() if len(known) <= most] or [*by_point]
+    point = min(open_points, key=lambda point: (-float(np.mean(by_point[point])), point))
+    yield point, SEEDS[len(by_point[point])]
 
 
 def _climb(first: Mapping[Point, float], knobs: int) -> Point | None:
@@ -93,38 +94,35 @@ def _climb(first: Mapping[Point, float], knobs: int) -> Point | None:
 
 
 def best(scores: Mapping[Trial, float]) -> Point:
-    """The finalist with the highest mean score over the further seeds; without finalists, the best
-    point of the first seed.
+    """Of the points with at least half as many further seeds as any other, the one whose lower
+    quartile over them is highest; without further seeds, the best point of the first seed.
 
-    The first seed selected the finalists, so its score would be biased upwards.
+    The first seed selected the points, so its score would be biased upwards. The lower quartile
+    falls with a quarter of collapsed runs as far as these fell.
     """
-    confirmed: dict[Point, list[float]] = {}
+    further: dict[Point, list[float]] = {}
     for (point, seed), score in scores.items():
         if seed != SEEDS[0]:
-            confirmed.setdefault(point, []).append(score)
-    means = {point: float(np.mean(values)) for point, values in confirmed.items()}
-    judged = means or {point: score for (point, _), score in scores.items()}
+            further.setdefault(point, []).append(score)
+    enough = max(map(len, further.values()), default=0) / 2
+    levels = {p: float(np.quantile(v, 0.25)) for p, v in further.items() if len(v) >= enough}
+    judged = levels or {point: score for (point, _), score in scores.items()}
     return min(judged, key=lambda point: (-judged[point], point))
 
 
-def score_of(line: Mapping[str, Any]) -> float:
-    """Mean held-out reward of a run over its training; its final reward if it collapsed."""
-    rewards = column(line, "soft")
-    return rewards[-1] if collapsed(rewards) else mean_reward(line)
-
-
-def mean_reward(line: Mapping[str, Any]) -> float:
-    """Mean held-out reward over training, after the first evaluation."""
-    return float(np.mean(column(line, "soft")[1:]))
+def score_of(line: Mapping[str, Any], form: str = "soft") -> float:
+    """Mean held-out reward of a run over its training; `form` "reward" is the trained form."""
+    return float(np.mean(column(line, form)[1:]))
 
 
 @dataclass(frozen=True)
 class Search:
-    """The search for one arm in one world."""
+    """The search for one arm in one world. `form`: that of the score, see `score_of`."""
 
     arm: Arm
     world: str
     budget: int
+    form: str = "soft"
 
     def __post_init__(self) -> None:
         allowed = "1 to 200 runs per method and world"
@@ -155,22 +153,24 @@ class Search:
         """The scores of the search's runs among `lines`, in the order in which they were
         proposed.
         """
-        mine, scores = self.known(lines), dict[Trial, float]()
-        while (trial := self.proposed(scores)) in mine:
+        known, scores = self.known(lines), dict[Trial, float]()
+        while (trial := self.proposed(scores)) in known:
             assert trial is not None
-            scores[trial] = mine[trial]
+            scores[trial] = known[trial]
         return scores
 
     def known(self, lines: Sequence[Mapping[str, Any]]) -> dict[Trial, float]:
-        """The scores of all runs of this arm among `lines`, also of a search with another budget."""
+        """The scores of all runs of this arm among `lines`, also of a search with another
+        budget.
+        """
         return {
-            (tuple(line["point"]), line["seed"]): score_of(line)
+            (tuple(line["point"]), line["seed"]): score_of(line, self.form)
             for line in lines
             if self.made(line)
         }
 
     def proposed(self, scores: Mapping[Trial, float]) -> Trial | None:
-        """The next run of the search; None once it has its budget."""
+        """The next run; None after the last."""
         return next(proposals(scores, len(self.arm.knobs), self.budget), None)
 
 
@@ -209,7 +209,7 @@ def _tune(
         if found is None:
             return False
         require_unchanged(config, key, made["code"])
-        scores[trial] = score_of(found)
+        scores[trial] = score_of(found, search.form)
         head = {
             "arm": search.arm.name,
             "world": search.world,
