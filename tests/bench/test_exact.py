@@ -9,6 +9,8 @@ from flowrl_bench.exact import Exact, ValueGrid, exact_advantages
 from flowrl_bench.gradients import Setting
 
 from flowrl.core.errors import ConfigError
+from flowrl.probes import Shape
+from flowrl.rollout import Usage
 from flowrl.samplers import CPS, DDIMSDE, DanceSDE, FlowSDE, Windowed
 from flowrl.training.build import make_trainer, make_world
 from flowrl.training.config import preset
