@@ -16,12 +16,14 @@ from flowrl.cli.options import (
     Base,
     base_of,
     changes,
+    config_of,
     options_class,
     options_with,
     refuse_others,
     typed_command,
     with_options,
 )
+from flowrl.core.errors import require
 from flowrl.core.options import Seed, Workers
 from flowrl.parts.trust import trust_option
 from flowrl.signals import ignore_stops, on_stop
@@ -114,6 +116,7 @@ class Compare:
 
     def configuration(self) -> "CompareConfig":
         """The comparison that these options describe."""
+        from flowrl.methods import METHODS
         from flowrl_compare.arms import credit_arms, load_arms, method_arms, parse_arm, together
         from flowrl_compare.comparison import CompareConfig, load_compare
 
@@ -121,6 +124,8 @@ class Compare:
             refuse_others(self, "config", ("out", "workers", "trust", "trial"))
             loaded = load_compare(self.config, self.trust)
             return dataclasses.replace(loaded, command=typed_command())
+        for name in self.methods:
+            require(name in METHODS, "methods", name, ", ".join(METHODS))
         base, usual = self.base, self.base.flat()
         chosen = changes(self.run, base)
         run = with_options(self.preset, base, chosen, self.trust)
@@ -152,9 +157,10 @@ class Compare:
         if self.resume is not None:
             refuse_others(self, "resume", ("workers", "trust", "changed_code", "trial"))
         out = self.resume or self.out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
-        config = (
-            load_compare(out / "config.json", self.trust) if self.resume else self.configuration()
-        )
+        if self.resume:
+            config = load_compare(config_of("resume", out), self.trust)
+        else:
+            config = self.configuration()
         runs = config.jobs().values()
         for device in {run.policy.device for run in runs}:
             device_of(device)

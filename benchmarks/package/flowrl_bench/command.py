@@ -1,6 +1,7 @@
 """`flowrl bench claims`, `flowrl bench tune`, `flowrl bench rule` and `flowrl bench microscope`."""
 
 import math
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from annotated_types import Ge, Gt, Le
 from flowrl.core.errors import require
 from flowrl.core.options import Count, Workers
 from flowrl.io import require_new_file
-from flowrl.reading import is_json, require_file
+from flowrl.reading import is_json
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ class Claims:
             self.world,
             "mixture, shapes or all",
         )
-        if self.judge and not Path(f"{self.out}.gz").is_file():
-            require_file(self.out)
+        exists = any(map(os.path.isfile, (self.out, f"{self.out}.gz")))
+        require(exists or not self.judge, "out", str(self.out), "a results file, with --judge")
         for name in self.only:
             require(name in CLAIMS, "only", name, f"one of {', '.join(CLAIMS)}")
         offered = CLAIMS if self.only or not self.quick else quick(CLAIMS)
@@ -109,9 +110,9 @@ class Claims:
         file = ResultsFile(self.out, self.trust)
         if self.redo is not None:
             return _redo(self.redo, file)
-        folder = self.page or self.out.parent
-        require_page(folder, "claims", TITLE)
-        require_page(folder / "claims", "details", claims_details.TITLE)
+        folder, option = self.page or self.out.parent, "page" if self.page else "out"
+        require_page(folder, "claims", TITLE, option)
+        require_page(folder / "claims", "details", claims_details.TITLE, option)
         seeds = {"mixture": QUICK_SEEDS, "shapes": ()} if self.quick else SEEDS
         suite = Suite(
             needed(chosen, "mixture" if self.quick else self.world, seeds),
@@ -346,7 +347,8 @@ class Microscope:
             "quick.jsonl" if self.quick else "microscope.jsonl"
         )
         check_out(out)
-        require_page(self.page or out.parent, "microscope", TITLE)
+        option = "page" if self.page else "out"
+        require_page(self.page or out.parent, "microscope", TITLE, option)
         command = shlex.join(["flowrl", *sys.argv[1:]])
         study = Study(chosen, rules, out, command)
         wanted = [cell.key for cells in study.sessions().values() for cell in cells]

@@ -93,17 +93,17 @@ class Image:
         return f"![{self.alt}]({images + '/' if images else ''}{self.name}.png)"
 
 
-def require_page(folder: Path, name: str, title: str) -> None:
-    """Raise `ConfigError` unless `name`.md and `name`.html in `folder` are new, or pages whose
-    title ends in `title`.
+def require_page(folder: Path, name: str, title: str, option: str = "page") -> None:
+    """Raise `ConfigError`, which names the `option`, unless `name`.md and `name`.html in `folder`
+    are new, or pages whose title ends in `title`.
     """
     heading, tag = f"{title}\n".encode(), f"{escape(title)}</title>".encode()
     require_new_file(
         folder / f"{name}.md",
         lambda data: data.startswith(b"# ") and heading in data[:1000],
-        "page",
+        option,
     )
-    require_new_file(folder / f"{name}.html", lambda data: tag in data[:1000], "page")
+    require_new_file(folder / f"{name}.html", lambda data: tag in data[:1000], option)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrl.core.errors import require
 from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
 from flowrl.workers import worker_count
@@ -18,6 +19,7 @@ from flowrl_bench.page import require_page
 from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.rule_names import (
+    ARM,
     RESULTS,
     TUNING,
     keep_arm,
@@ -50,7 +52,11 @@ class Bench:
         self.folder = out or results_folder(rule)
         self.arm = known_arm(rule, self.folder)
         self.name, self.text = self.arm.name, settings_text(self.arm.settings)
-        require_page(self.folder, "rule", TITLE)
+        require_page(self.folder, "rule", TITLE, "out")
+        is_ours = any((self.folder / name).exists() for name in (ARM, TUNING, RESULTS))
+        is_free = is_ours or not self.folder.exists() or not any(self.folder.iterdir())
+        need = "a new folder, or one of `flowrl bench rule`; this one contains other files"
+        require(is_free, "out", str(self.folder), need)
         self.parts, self.workers = list(parts), workers
         named = {
             name: value
