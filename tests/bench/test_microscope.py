@@ -55,7 +55,7 @@ def plain(line: dict) -> dict:
 
 
 @pytest.mark.parametrize("count", [0, 8], ids=["exact", "continuations"])
-def test_rows_are_those_of_a_comparison_step_by_step(self, count: int) -> None:
+def test_rows_are_those_of_a_comparison_step_by_step(count):
     """The same numbers from `Look.credit` and `compare_credit`, under both rewards, with noise,
     on both kinds; ceilings are those of the rule on the true values.
     """
@@ -97,7 +97,7 @@ def test_rows_are_those_of_a_comparison_step_by_step(self, count: int) -> None:
                 assert len(line["truth"][form]["error"]) == 9
 
 
-def test_a_cell_does_not_depend_on_the_cells_before(self) -> None:
+def test_a_cell_does_not_depend_on_the_cells_before():
     """A session that begins at the last stage gives the same numbers as a whole one."""
     wanted = [cell for cell in cells("mixture", 0) if cell.method == "tp-grpo"]
     whole = [plain(line) for line in session("tp-grpo", wanted, SMALL, GAINS)]
