@@ -70,7 +70,7 @@ def test_rows_are_those_of_a_comparison_step_by_step(count):
             reward = make_world(run).reward(form)
             there = replace(setting, reward=reward)
             walked = look.trajectories(shared)
-            truth = exact_advantages(there, walked)[0]
+            truth = exact_advantages(there, walked, (), microscope.GRID)[0]
             if count:
                 truth = true_advantages(there, walked, count, 20_000)
             seen = NoisyReward(reward, noise) if noise else reward

@@ -185,7 +185,7 @@ class Backup:
         """U_i by stochastic step, from the rewards of `ends`."""
         grid, found = self.grid, dict[int, Tensor]()
         values = _square(rewards.double())
-        for step in reversed(self.stds):
+        for step in reversed([*self.stds]):
             found[step] = grid.smoothed(values, self.stds[step])
             if step in self.landings:
                 values = _square(grid.at(found[step], self.landings[step]))
