@@ -1,12 +1,16 @@
 """Exact values against closed forms and continuations, and the probe `exact` in training."""
 
 import pytest
+import torch
 from all_but_last import AllButLast
 from closed_form import PROMPTS, exact_values, gaussian_setting
 from flowrl_bench.continuations import Look, continuation_rewards
-from flowrl_bench.exact import ValueGrid, exact_advantages
+from flowrl_bench.exact import Exact, ValueGrid, exact_advantages
 from flowrl_bench.gradients import Setting
 
+from flowrl.core.errors import ConfigError
+from flowrl.probes import Shape
+from flowrl.rollout import Usage
 from flowrl.samplers import CPS, DDIMSDE, DanceSDE, FlowSDE, Windowed
 from flowrl.training.build import make_trainer, make_world
 from flowrl.training.config import preset
@@ -66,3 +70,59 @@ class _Squared(DirectionReward):
 
     def score(self, images, prompts):
         return super().score(images, prompts).square()
+
+
+EXACT = "stepwise-gain(probe=exact(points=29))"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("window", ["0:5", "2:4"])
+def test_the_probe_has_these_values_and_counts_its_cost(window: str, shared: bool) -> None:
+    """Also in one chunk of groups only, and if the first node is not the first step."""
+    setting, probe = trained(window=window), Exact(29)
+    usage, look = Usage(), Look(setting, 4, seed=5)
+    result = look.trajectories(shared, probe, usage)
+    plain = Usage()
+    known = exact_advantages(setting, look.trajectories(shared, usage=plain), (), probe.grid)[0]
+    values = setting.experience(result, usage).values
+    torch.testing.assert_close(values, known.state_values, atol=1e-6, rtol=0)
+    path = result.trajectories
+    cost = probe.cost(Shape(3, setting.schedule, path.tree, result.nodes))
+    assert usage.nfe - plain.nfe == cost.nfe
+    assert usage.reward_calls == cost.images + result.groups.samples
+    assert usage.calls - plain.calls == len(cost.calls)
+    part = result.part(1, 1)
+    with pytest.raises(ConfigError, match="groups of exact values"):
+        setting.experience(part)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampler": "multistep(solver='dpm++')", "window": ""}, "multistep|deterministic"),
+        (
+            {"world": "shapes", "groups": 1, "group_size": 2, "num_steps": 2, "window": "0:1"},
+            "2-D world only",
+        ),
+    ],
+    ids=["multistep", "shapes"],
+)
+def test_what_has_no_exact_value_is_refused(changes, message: str) -> None:
+    run = preset("default").apply(
+        **{"world": "mixture", "method": "flow-grpo", "credit": EXACT, **changes}
+    )
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(run).iteration()
+
+
+def test_the_estimated_error_covers_the_error() -> None:
+    """Against a grid of three times as many points per axis, for smooth and 0/1 rewards."""
+    setting = trained(2, window="0:5")
+    result = Look(setting, 12, seed=1).trajectories(False)
+    for form in ("soft", "strict"):
+        reward = [DirectionReward(form)]
+        known, found = (
+            exact_advantages(setting, result, reward, ValueGrid(points))[0] for points in (169, 57)
+        )
+        error = float((found.values - known.values).square().mean().sqrt())
+        assert error < 1.5 * float(found.errors.square().mean().sqrt())

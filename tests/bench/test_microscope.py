@@ -7,9 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from bench_lines import rule_file
 from flowrl_bench import microscope
+from flowrl_bench.ceilings import LEVELS, ceiling, with_values
 from flowrl_bench.continuations import Look, true_advantages
+from flowrl_bench.exact import exact_advantages
 from flowrl_bench.gradients import Setting
 from flowrl_bench.microscope import Cell, Size, cells, check_rules, run_of, session
 from flowrl_bench.microscope_numbers import jackknife, row_of
@@ -23,9 +26,7 @@ from flowrl.rewards import NoisyReward
 from flowrl.training.build import make_trainer, make_world
 from flowrl.training.trainer import Trainer
 
-SMALL = Size(
-    2, 3, 8, 4, {"during": 1, "after": 2}, 3, 2, looks=2, run={"groups": 2, "group_size": 3}
-)
+SMALL = Size(2, 3, 0, {"during": 1, "after": 2}, 3, 2, looks=2, run={"groups": 2, "group_size": 3})
 GAINS = {"stepwise gains": "stepwise-gain", "random": "random", "uniform": "uniform"}
 BEFORE, SHARED = (Cell("mixture", "", "before", noise, 0) for noise in ("independent", "shared"))
 
@@ -53,20 +54,25 @@ def plain(line: dict) -> dict:
     )
 
 
-def test_rows_are_those_of_a_comparison_step_by_step():
+@pytest.mark.parametrize("count", [0, 8], ids=["exact", "continuations"])
+def test_rows_are_those_of_a_comparison_step_by_step(count):
     """The same numbers from `Look.credit` and `compare_credit`, under both rewards, with noise,
-    on both kinds.
+    on both kinds; ceilings are those of the rule on the true values.
     """
     for cell in (BEFORE, SHARED):
-        line, shared = line_of(cell), cell.noise == "shared"
+        line = line_of(cell, replace(SMALL, continuations=count))
+        shared = cell.noise == "shared"
         run = run_of("mixture", "", 0, SMALL)
         trainer = make_trainer(run)
         setting = setting_in(cell, trainer)
         look = Look(setting, 3, 10_000, SMALL.max_batch)
         for form, noise in (("soft", 0.0), ("strict", 0.0), ("soft", 0.3)):
             reward = make_world(run).reward(form)
-            rewarded = replace(setting, reward=reward)
-            truth = true_advantages(rewarded, look.trajectories(shared), 8, 20_000)
+            there = replace(setting, reward=reward)
+            walked = look.trajectories(shared)
+            truth = exact_advantages(there, walked, (), microscope.GRID)[0]
+            if count:
+                truth = true_advantages(there, walked, count, 20_000)
             seen = NoisyReward(reward, noise) if noise else reward
             credit = look.credit(build("credit", "stepwise-gain"), shared, seen)
             report = compare_credit(credit.advantages, truth)
@@ -74,24 +80,35 @@ def test_rows_are_those_of_a_comparison_step_by_step():
             assert row["correlation"] == pytest.approx(report.overall.correlation.value, abs=1e-5)
             assert row["nfe"] == pytest.approx(credit.nfe_per_trajectory)
             assert np.allclose(
-                row["sums"], credit_sums(credit.advantages, truth).sum((0, 1)).tolist(), rtol=1e-6
+                row["sums"],
+                credit_sums(credit.advantages, truth).sum((0, 1)).tolist(),
+                rtol=1e-6,
             )
             expected = [step.correlation.value for step in report.per_step]
             assert np.allclose(row["steps"], expected, atol=1e-3)
+            if not noise:
+                levels = torch.tensor(row["ceiling"], dtype=torch.float64)
+                assert len(levels) == (len(LEVELS) if count else 1)
+            if not (count or noise):
+                record = setting.experience(walked, reward=reward)
+                best = with_values(build("credit", "stepwise-gain"), record, truth.state_values)
+                known = compare_credit(best, truth).overall.correlation.value
+                assert ceiling(levels) == pytest.approx(known, abs=1e-6) and known > 0.8
+                assert len(line["truth"][form]["error"]) == 9
 
 
 def test_a_cell_does_not_depend_on_the_cells_before():
     """A session that begins at the last stage gives the same numbers as a whole one."""
     wanted = [cell for cell in cells("mixture", 0) if cell.method == "tp-grpo"]
-    lines = [plain(line) for line in session("tp-grpo", wanted, SMALL, GAINS)]
-    assert [plain(line) for line in session("tp-grpo", wanted[-1:], SMALL, GAINS)] == lines[-1:]
+    whole = [plain(line) for line in session("tp-grpo", wanted, SMALL, GAINS)]
+    assert [plain(line) for line in session("tp-grpo", wanted[-1:], SMALL, GAINS)] == whole[-1:]
 
 
 def test_every_cell_has_a_line_with_all_rules(study):
     lines = study.read()
     assert len(lines) == sum(len(list(cells("mixture", look))) for look in (0, 1))
     for line in lines.values():
-        if line["cell"]["noise"] not in ("gradient", "check"):
+        if line["cell"]["noise"] != "gradient":
             assert {row["rule"] for row in line["rows"]} == set(GAINS)
             assert {row["form"] for row in line["rows"]} == {"soft", "strict"}
 

@@ -12,6 +12,7 @@ exact expectation of the interpolant, without a quadrature over z. U_i is smooth
 at mean_i of the grid points and of the states to be valued. No number is drawn.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -70,14 +71,14 @@ class ValueGrid:
         return torch.linspace(-self.reach, self.reach, self.points, dtype=torch.float64)
 
     @property
-    def latents(self) -> Float[Tensor, "row 2"]:
-        """All points, float32."""
-        return torch.cartesian_prod(self.axis, self.axis).float()
+    def places(self) -> Float[Tensor, "row 2"]:
+        """All points."""
+        return torch.cartesian_prod(self.axis, self.axis)
 
     @property
     def coarse(self) -> "ValueGrid":
         """Every other point."""
-        return ValueGrid((self.points + 1) // 2, self.reach, self.interpolation)
+        return replace(self, points=(self.points + 1) // 2)
 
     def taps(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """The points that enter the interpolation at coordinates `places`, and their weights,
@@ -162,7 +163,8 @@ class Backup:
                 " alone; multistep solvers (dpm++, unipc, sa) and the ODE have none"
             )
         landings = dict[int, Tensor]()
-        points = grid.latents.to(walk.policy.device).view(-1, *shape).repeat(count, 1, 1, 1)
+        points = grid.places.float().to(walk.policy.device).view(-1, *shape)
+        points = points.repeat(count, *(1 for _ in shape))
         x = points
         for step in range(drawn[0] + 1, walk.schedule.steps):
             if step - 1 in drawn:
@@ -176,18 +178,17 @@ class Backup:
     @property
     def coarse(self) -> "Backup":
         """The same on every other grid point, without `ends`."""
-        every = {step: _halved(self.grid, places) for step, places in self.landings.items()}
+        every = {step: _halved(places) for step, places in self.landings.items()}
         return Backup(self.grid.coarse, self.stds, every, self.ends[:0])
 
     def tables(self, rewards: Float[Tensor, "prompt row"]) -> dict[int, Tables]:
         """U_i by stochastic step, from the rewards of `ends`."""
         grid, found = self.grid, dict[int, Tensor]()
-        values = rewards.double()
-        for step in reversed(self.stds):
-            square = values.view(-1, grid.points, grid.points)
-            found[step] = grid.smoothed(square, self.stds[step])
+        values = _square(rewards.double())
+        for step in reversed([*self.stds]):
+            found[step] = grid.smoothed(values, self.stds[step])
             if step in self.landings:
-                values = grid.at(found[step], self.landings[step])
+                values = _square(grid.at(found[step], self.landings[step]))
         return found
 
     def values(
@@ -204,14 +205,18 @@ class Backup:
         other point, as if the order of convergence were 2.
         """
         fine, other = self.values(rewards, means), self.coarse
-        coarse = other.values(_halved(self.grid, rewards[..., None])[..., 0], means)
+        coarse = other.values(_halved(rewards[..., None])[..., 0], means)
         return {step: (fine[step] - coarse[step]) / 3 for step in fine}
 
 
-def _halved(grid: ValueGrid, rows: Float[Tensor, "prompt row n"]) -> Float[Tensor, "prompt row n"]:
+def _square(rows: Float[Tensor, "prompt row *n"]) -> Float[Tensor, "prompt point point *n"]:
+    """Rows of all points as tables."""
+    return rows.unflatten(1, (math.isqrt(rows.shape[1]), -1))
+
+
+def _halved(rows: Float[Tensor, "prompt row n"]) -> Float[Tensor, "prompt row n"]:
     """The rows of every other point."""
-    square = rows.unflatten(1, (grid.points, grid.points))
-    return square[:, ::2, ::2].flatten(1, 2)
+    return _square(rows)[:, ::2, ::2].flatten(1, 2)
 
 
 def _mean(walk: Walk, x: Tensor, step: int) -> Tensor:
@@ -245,7 +250,6 @@ class Exact(Probe):
     Args:
         points: points of the grid per axis, odd.
         reach: half of the side of the grid's square.
-        interpolation: "cubic" or "linear".
 
     Raises:
         ConfigError: a field is out of range.
@@ -253,7 +257,6 @@ class Exact(Probe):
 
     points: int = 57
     reach: Positive = 5.0
-    interpolation: Literal["cubic", "linear"] = "cubic"
 
     def __post_init__(self) -> None:
         _ = self.grid
@@ -261,7 +264,7 @@ class Exact(Probe):
     @property
     def grid(self) -> ValueGrid:
         """The grid."""
-        return ValueGrid(self.points, self.reach, self.interpolation)
+        return ValueGrid(self.points, self.reach)
 
     def estimate(self, run: Probing) -> Estimates:
         """The final latents of the grid points after the last stochastic step, as many under each
@@ -351,7 +354,14 @@ def exact_advantages(
                 for table in (backup.values(scores, means), backup.errors(scores, means))
             ]
             values = torch.stack([*columns[0], final], -1)
-            errors = torch.stack([*columns[1], torch.zeros_like(final)], -1).abs()
-            both = (errors[..., 1:].square() + errors[..., :-1].square()).sqrt()
-            found.append(TrueAdvantages(values.diff(dim=-1), both, values, errors, tuple(steps)))
+            errors = torch.stack([*columns[1], torch.zeros_like(final)], -1)
+            both = errors.diff(dim=-1).abs()
+            advantages = values.diff(dim=-1)
+            found.append(TrueAdvantages(advantages, both, values, errors.abs(), tuple(steps)))
     return found
+
+
+def relative_errors(truth: TrueAdvantages) -> Float[Tensor, " decision"]:
+    """The root mean square error of A* by decision, relative to that of A*."""
+    error, size = (table.square().mean((0, 1)).sqrt() for table in (truth.errors, truth.values))
+    return error / size.clamp(min=1e-12)
