@@ -93,7 +93,7 @@ def test_rows_are_those_of_a_comparison_step_by_step(count):
                 record = setting.experience(walked, reward=reward)
                 best = with_values(build("credit", "stepwise-gain"), record, truth.state_values)
                 known = compare_credit(best, truth).overall.correlation.value
-                assert ceiling(levels) == pytest.approx(known, abs=1e-6) and known > 0.8
+                assert ceiling(levels) == pytest.approx(known, abs=1e-6) and known > 0.5
                 assert len(line["truth"][form]["error"]) == 9
 
 
