@@ -161,7 +161,7 @@ def check_rules(rules: Mapping[str, str], size: Size) -> None:
     stds = trial_stds(run_of("mixture", "", 0, size))
     for name, spec in rules.items():
         try:
-            method = named_method("", credit=spec)
+            method = named_method("", credit=spec, trust=True)
             allowed = (
                 "a probe without branches: trajectories that branch are compared in"
                 " docs/branching.md"
@@ -174,7 +174,7 @@ def check_rules(rules: Mapping[str, str], size: Size) -> None:
 
 def shared_noise(spec: str) -> bool:
     """Whether a rule's own trajectories have shared initial noise."""
-    return bool(getattr(build("credit", spec), "shared_noise", False))
+    return bool(getattr(build("credit", spec, trust=True), "shared_noise", False))
 
 
 def session(
@@ -244,7 +244,7 @@ def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) 
         seen: RewardModel = NoisyReward(forms[form], noise) if noise else forms[form]
         records = dict[str, Experience]()
         for name, spec in rules.items():
-            rule = build("credit", spec)
+            rule = build("credit", spec, trust=True)
             key = repr(rule.probe)
             if key not in rolled:
                 usages[key] = Usage()
@@ -261,7 +261,9 @@ def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) 
             rows.append(row | agreement_row(credit, truths[form]))
             if first and not noise:
                 known = scores[FORMS.index(form)], plain, records[key]
-                levels = ceiling_sums(lambda spec=spec: build("credit", spec), *known, cell.look)
+                levels = ceiling_sums(
+                    lambda spec=spec: build("credit", spec, trust=True), *known, cell.look
+                )
                 rows[-1]["ceiling"] = rounded(levels)
     rewards = {form: float(truth.state_values[..., -1].mean()) for form, truth in truths.items()}
     truth = {
@@ -299,8 +301,10 @@ def check(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) ->
             setting.experience(plain, reward=place.reward(form)),
         )
         for name, spec in rules.items():
-            credit = look.credit(build("credit", spec), False, place.reward(form)).advantages
-            best = with_values(build("credit", spec), record, truth.state_values)
+            credit = look.credit(
+                build("credit", spec, trust=True), False, place.reward(form)
+            ).advantages
+            best = with_values(build("credit", spec, trust=True), record, truth.state_values)
             pairs = [
                 torch.stack([part.flatten(), truth.values.flatten()]) for part in (credit, best)
             ]
@@ -347,7 +351,7 @@ def gradients(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]
     )
     train_nfe = update_evaluations(setting, members)
     for name, spec in rules.items():
-        rule, usage = build("credit", spec), Usage()
+        rule, usage = build("credit", spec, trust=True), Usage()
         if isinstance(rule.probe, Continuation):
             continue
         found = policy_gradients(
