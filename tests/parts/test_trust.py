@@ -247,6 +247,16 @@ def test_parts_of_packages_that_may_connect_need_trust(kind: str, monkeypatch) -
     assert trust_option({"tracker": "trackio"}) and not trust_option({"tracker": "tensorboard"})
 
 
+def test_braces_of_an_arm_name_no_code(canary: Path, tmp_path: Path, capsys) -> None:
+    """`flowrl bench` fills in its knobs after the file was judged."""
+    colon = f"{{learning_rate.join.__doc__[{str.join.__doc__.index(':')}]}}"
+    spec = f"{tmp_path}/evil.py{colon}Evil"
+    arms = {"arms": {"evil": {"credit": spec, "method": "mine"}}}
+    (tmp_path / "arms.yaml").write_text(json.dumps(arms))
+    assert flowrl_(f"bench rule --arms {tmp_path}/arms.yaml --quick --out {tmp_path}/new") == 2
+    assert "evil.py:Evil: code" in capsys.readouterr().err and not canary.exists()
+
+
 def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(
     finished: Path, canary: Path, tmp_path: Path, monkeypatch
 ) -> None:
