@@ -59,31 +59,34 @@ def claim_rows(details: str, page: str, results: Results) -> tuple[list[Row], Le
         families[family(part.claim, page)].append((part, compare(part.rule, runs)))
     rows, leads = list[Row](), Leads()
     for members in families.values():
-        whole = all(found for _, found in members)
-        corrected = iter(holm([found.test.p for _, found in members if found]))
-        for part, found in members:
+        complete = all(compared for _, compared in members)
+        corrected = iter(holm([compared.test.p for _, compared in members if compared]))
+        for part, compared in members:
             what, numbers, wins, alone = part.page.split(" | ")
-            if found is None:  # its p-value is missing from the family's correction
+            if compared is None:  # its p-value is missing from the family's correction
                 continue
             p = next(corrected)
-            symbol = found.verdict(p, part.rule)
-            own = interval(np.exp(found.test[:3]).tolist() if found.log else found.test)
-            if whole:
-                own += f"{', p < .001' if p < 0.001 else f', p {p:.6f}'} {symbol}"
-                rows.append(Row(part.claim, what, f"{numbers} {alone[-1]}", own))
+            symbol = compared.verdict(p, part.rule)
+            second = interval(np.exp(compared.test[:3]).tolist() if compared.log else compared.test)
+            if complete:
+                second += f"{', p < .001' if p < 0.001 else f', p {p:.6f}'} {symbol}"
+                rows.append(Row(part.claim, what, f"{numbers} {alone[-1]}", second))
             else:
                 rows.append(
                     Row(
                         part.claim,
                         f"{what} (the p-value is not compared)",
                         numbers.split(", p")[0],
-                        own,
+                        second,
                     )
                 )
-            counts = f"{part.seeds} seeds, {wins}", f"{found.seeds} seeds, {100 * found.won:.0f}%"
+            counts = (
+                f"{part.seeds} seeds, {wins}",
+                f"{compared.seeds} seeds, {100 * compared.won:.0f}%",
+            )
             rows.append(Row(part.claim, f"{what}: seeds won", *counts))
             if part.claim == "train-short" or part.claim.startswith("lead-"):
-                leads[part.world, part.rule] = f"{symbol} {interval(found.test)}"
+                leads[part.world, part.rule] = f"{symbol} {interval(compared.test)}"
     return rows, leads
 
 
@@ -107,7 +110,7 @@ def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterat
             asks = [
                 f"asks: {name} against uniform (mean reward over {budget})" for budget in budgets
             ]
-            own = [leads.get((world, rule), "-") for rule in asks]
+            asked = [leads.get((world, rule), "-") for rule in asks]
             larger = leads.get(
                 (
                     world,
@@ -120,7 +123,7 @@ def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterat
                 cells[0],
                 str(len(areas)),
                 interval(t_test(areas)),
-                *own,
+                *asked,
                 lost,
                 f"{areas.min():.6f}",
                 larger,
@@ -130,8 +133,8 @@ def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterat
 
 def cell_rows(place: str, cells: Sequence[str], mine: Sequence[str]) -> Iterator[Row]:
     """A row per cell of a table."""
-    for number, (page, own) in enumerate(zip(cells, mine, strict=True)):
-        yield Row(place, f"{cells[0]}, cell {number}", page, own)
+    for number, (page, second) in enumerate(zip(cells, mine, strict=True)):
+        yield Row(place, f"{cells[0]}, cell {number}", page, second)
 
 
 def all_rows(results: Path, docs: Path) -> list[Row]:

@@ -150,16 +150,16 @@ class Results:
         return self.found[name]
 
     def _find(self, world: str, wanted: Settings) -> dict[Key, Run]:
-        found: dict[Key, Run] = {}
+        matching: dict[Key, Run] = {}
         for run in self.runs[world]:
             if all(run.settings.get(name) == value for name, value in wanted.items()):
-                if run.key in found:
+                if run.key in matching:
                     raise ValueError(
                         f"two runs of seed and task {run.key} have the settings {wanted}"
                     )
-                found[run.key] = run
-        tasks = Counter(seed for seed, _ in found)  # a seed counts once all its tasks are there
-        return {key: run for key, run in found.items() if tasks[key[0]] == max(tasks.values())}
+                matching[run.key] = run
+        tasks = Counter(seed for seed, _ in matching)  # a seed counts once all its tasks are there
+        return {key: run for key, run in matching.items() if tasks[key[0]] == max(tasks.values())}
 
 
 class Test(NamedTuple):
@@ -260,8 +260,8 @@ def lead(first: Run, second: Run, measure: str) -> float:
     """first - second of two runs of a seed, or the log of their ratio."""
     if measure == "final reward":
         return float(first.rewards[-1] - second.rewards[-1])
-    if found := re.fullmatch(r"(updates|NFE|seconds) to equal rewards, ratio", measure):
-        return log_ratio(first, second, found[1])
+    if match := re.fullmatch(r"(updates|NFE|seconds) to equal rewards, ratio", measure):
+        return log_ratio(first, second, match[1])
     axis = AXES[measure.removeprefix("mean reward over ")]
     budget = min(first.budgets(axis)[-1], second.budgets(axis)[-1])
     return first.area(axis, budget) - second.area(axis, budget)
@@ -271,8 +271,8 @@ def compare(rule: str, runs: Mapping[str, Mapping[Key, Run]]) -> Comparison | No
     """A rule over the runs that all arms of its claim have; None for a measure that is not
     covered.
     """
-    keys = sorted(set.intersection(*(set(found) for found in runs.values())))
-    arms = {name: [found[key] for key in keys] for name, found in runs.items()}
+    keys = sorted(set.intersection(*(set(runs_of_arm) for runs_of_arm in runs.values())))
+    arms = {name: [runs_of_arm[key] for key in keys] for name, runs_of_arm in runs.items()}
     two = re.fullmatch(
         r"\S.*?: (.+) against (.+) \((mean reward over .+|final reward|collapse rate|.+ to equal"
         r" rewards, ratio)\)",

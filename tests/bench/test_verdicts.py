@@ -30,125 +30,120 @@ from flowrl.core.errors import ConfigError
 LEAD = Compare("fast", "slow", expects=BETTER)
 
 
-class TestEvidence:
-    def test_measures_by_hand(self) -> None:
-        found = fake_evidence(2, slow=SLOW, fast=FAST)
+def test_measures_by_hand():
+    evidence = fake_evidence(2, slow=SLOW, fast=FAST)
 
-        def one(arm: str, name: str) -> float:
-            return float(found.values(arm, name)[0, 0])
+    def one(arm, name):
+        return float(evidence.values(arm, name)[0, 0])
 
-        def between(name: str) -> float:
-            return float(found.differences("fast", "slow", name)[0, 0])
+    def between(name):
+        return float(evidence.differences("fast", "slow", name)[0, 0])
 
-        # of the piecewise linear curve 0, .2, .4, .6
-        assert one("slow", "area") == pytest.approx(0.3)
-        assert one("slow", "early") == pytest.approx(0.075)  # up to 0.75 updates
-        assert one("fast", "final") == pytest.approx(0.7)
-        assert one("fast", "strict area") == pytest.approx((0.25 + 0.55 + 0.65) / 6)
-        assert one("slow", "drop") == one("slow", "collapse") == 0.0
-        assert one("fast", "early gains") == pytest.approx(2.0)
-        assert one("fast", "turning points over null") == pytest.approx(0.5)
-        assert between("final") == pytest.approx(0.1)
-        # levels .3, .42, .54: slow after 1.5, 2.1, 2.7; fast after its first evaluation at most
-        # (1), 1, 1.4
-        assert between("updates") == pytest.approx(np.log([1 / 1.5, 1 / 2.1, 1.4 / 2.7]).mean())
-        assert between("nfe") == pytest.approx(between("updates"))
-        assert between("reward at equal nfe") == pytest.approx((0.25 + 0.55 + 0.65) / 3 - 0.3)
-        # minus the reward in both arms
-        assert between("quality at equal reward") == pytest.approx(0.0, abs=1e-9)
-        with pytest.raises(ConfigError, match="no arm"):
-            found.values("other", "area")
-        with pytest.raises(ConfigError, match="compares two runs"):
-            found.values("fast", "updates")
-
-    def test_every_measure_reads_a_real_line(self) -> None:
-        line = {**measure(small_run()), "samples": fake_line(SLOW)["samples"]}
-        line["gains"] = [[0.2, 0.1, 0.1], [0.1, 0.1, 0.1]]
-        found = Evidence({"a": {"direction": [line, line]}}, (0, 1))
-        for name in MEASURES:
-            assert found.differences("a", "a", name) == pytest.approx(
-                np.zeros((2, 1)), abs=1e-12
-            ), name
+    # of the piecewise linear curve 0, .2, .4, .6
+    assert one("slow", "area") == pytest.approx(0.3)
+    assert one("slow", "early") == pytest.approx(0.075)  # up to 0.75 updates
+    assert one("fast", "final") == pytest.approx(0.7)
+    assert one("fast", "strict area") == pytest.approx((0.25 + 0.55 + 0.65) / 6)
+    assert one("slow", "drop") == one("slow", "collapse") == 0.0
+    assert one("fast", "early gains") == pytest.approx(2.0)
+    assert one("fast", "turning points over null") == pytest.approx(0.5)
+    assert between("final") == pytest.approx(0.1)
+    # levels .3, .42, .54: slow after 1.5, 2.1, 2.7; fast after its first evaluation at most
+    # (1), 1, 1.4
+    assert between("updates") == pytest.approx(np.log([1 / 1.5, 1 / 2.1, 1.4 / 2.7]).mean())
+    assert between("nfe") == pytest.approx(between("updates"))
+    assert between("reward at equal nfe") == pytest.approx((0.25 + 0.55 + 0.65) / 3 - 0.3)
+    # minus the reward in both arms
+    assert between("quality at equal reward") == pytest.approx(0.0, abs=1e-9)
+    with pytest.raises(ConfigError, match="no arm"):
+        evidence.values("other", "area")
+    with pytest.raises(ConfigError, match="compares two runs"):
+        evidence.values("fast", "updates")
 
 
-class TestVerdicts:
-    @pytest.mark.parametrize(
-        ("rule", "verdict"),
-        [
-            (LEAD, HOLDS),
-            (Compare("slow", "slow", expects=BETTER), FAILS),  # no difference that matters
-            (Compare("slow", "falling", "collapse", BETTER), HOLDS),
-            (Compare("slow", "slow", expects=NO_WORSE), HOLDS),
-            (Compare("flat", "slow", expects=NO_WORSE), FAILS),
-            (each(("slow", "slow"), "slow", expects=ALIKE), HOLDS),
-            (each(("slow", "fast"), "slow", expects=ALIKE), "1 of 2 parts hold"),
-            (Compare("fast", "slow", "updates", BETTER), HOLDS),
-            (Compare("fast", "slow", "updates", BETTER, at_most=0.5), FAILS),
-            (Compare("flat", "slow", "updates", BETTER), FAILS),
-            (Level("slow", "early gains"), HOLDS),
-            (Interaction("fast", "flat", "slow", "flat"), HOLDS),
-            (Parts((LEAD, Compare("flat", "slow", expects=BETTER))), "1 of 2 parts hold"),
-            (each(("flat",), "slow"), WORSE),
-            (each(("slow", "fast"), "slow"), "depends on the arm"),
-        ],
-        ids=lambda x: str(x)[:60],
-    )
-    def test_clear_cases(self, rule, verdict: str) -> None:
-        found = fake_evidence(12, slow=SLOW, fast=FAST, flat=FLAT, falling=[0.0, 0.5, 0.6, 0.3])
-        assert judge(rule, found).verdict == verdict and rule.words()
-
-    @pytest.mark.parametrize(
-        "rule",
-        [
-            LEAD,
-            Compare("slow", "fast", expects=NO_WORSE),
-            Compare("fast", "slow", expects=ALIKE),
-            Compare("fast", "slow", "updates"),
-            Interaction("fast", "slow", "slow", "fast"),
-        ],
-        ids=str,
-    )
-    @pytest.mark.parametrize("seeds", [1, 3])
-    def test_few_noisy_seeds_decide_nothing(self, rule, seeds: int) -> None:
-        assert (
-            judge(rule, fake_evidence(seeds, spread=0.6, slow=SLOW, fast=FAST)).verdict == UNDECIDED
-        )
-
-    def test_a_small_significant_difference_does_not_matter(self) -> None:
-        found = fake_evidence(8, slow=SLOW, same=[r + 0.01 for r in SLOW])
-        (comparison,) = judge(Compare("same", "slow"), found).comparisons
-        assert comparison.adjusted < 0.001 and comparison.verdict == ALIKE
-
-    def test_a_family_decides_less_than_its_parts(self) -> None:
-        found = fake_evidence(10, spread=0.35, slow=SLOW, fast=[r + 0.1 for r in FAST])
-        rule = Compare("fast", "slow")
-        assert judge(rule, found).verdict == BETTER
-        assert {one.verdict for one in judge_family([rule.compare(found)] * 2000)} == {UNDECIDED}
-
-    def test_tasks_are_averaged_within_the_seed(self) -> None:
-        """Two tasks with opposite effects that cancel in every seed: the unit is the seed, so
-        nothing differs.
-        """
-        one, other = (
-            [fake_line([0.0, 0.1 * s]) for s in range(5)],
-            [fake_line([0.0, 0.1 * s + 0.2]) for s in range(5)],
-        )
-        found = Evidence(
-            {"a": {"x": one, "y": other}, "b": {"x": other, "y": one}}, tuple(range(5))
-        )
-        (comparison,) = judge(Compare("a", "b", "final"), found).comparisons
-        assert comparison.verdict == ALIKE and comparison.estimate.high == pytest.approx(
-            0.0, abs=1e-12
+def test_every_measure_reads_a_real_line():
+    line = {**measure(small_run()), "samples": fake_line(SLOW)["samples"]}
+    line["gains"] = [[0.2, 0.1, 0.1], [0.1, 0.1, 0.1]]
+    evidence = Evidence({"a": {"direction": [line, line]}}, (0, 1))
+    for name in MEASURES:
+        assert evidence.differences("a", "a", name) == pytest.approx(np.zeros((2, 1)), abs=1e-12), (
+            name
         )
 
 
-class TestCalibration:
-    """A quick version of `python -m flowrl_bench.calibration`: 60 experiments of 10 seeds, whose
-    draws are fixed.
+@pytest.mark.parametrize(
+    ("rule", "verdict"),
+    [
+        (LEAD, HOLDS),
+        (Compare("slow", "slow", expects=BETTER), FAILS),  # no difference that matters
+        (Compare("slow", "falling", "collapse", BETTER), HOLDS),
+        (Compare("slow", "slow", expects=NO_WORSE), HOLDS),
+        (Compare("flat", "slow", expects=NO_WORSE), FAILS),
+        (each(("slow", "slow"), "slow", expects=ALIKE), HOLDS),
+        (each(("slow", "fast"), "slow", expects=ALIKE), "1 of 2 parts hold"),
+        (Compare("fast", "slow", "updates", BETTER), HOLDS),
+        (Compare("fast", "slow", "updates", BETTER, at_most=0.5), FAILS),
+        (Compare("flat", "slow", "updates", BETTER), FAILS),
+        (Level("slow", "early gains"), HOLDS),
+        (Interaction("fast", "flat", "slow", "flat"), HOLDS),
+        (Parts((LEAD, Compare("flat", "slow", expects=BETTER))), "1 of 2 parts hold"),
+        (each(("flat",), "slow"), WORSE),
+        (each(("slow", "fast"), "slow"), "depends on the arm"),
+    ],
+    ids=lambda x: str(x)[:60],
+)
+def test_clear_cases(rule, verdict):
+    evidence = fake_evidence(12, slow=SLOW, fast=FAST, flat=FLAT, falling=[0.0, 0.5, 0.6, 0.3])
+    assert judge(rule, evidence).verdict == verdict and rule.words()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        LEAD,
+        Compare("slow", "fast", expects=NO_WORSE),
+        Compare("fast", "slow", expects=ALIKE),
+        Compare("fast", "slow", "updates"),
+        Interaction("fast", "slow", "slow", "fast"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_few_noisy_seeds_decide_nothing(rule, seeds):
+    assert judge(rule, fake_evidence(seeds, spread=0.6, slow=SLOW, fast=FAST)).verdict == UNDECIDED
+
+
+def test_a_small_significant_difference_does_not_matter():
+    evidence = fake_evidence(8, slow=SLOW, same=[r + 0.01 for r in SLOW])
+    (comparison,) = judge(Compare("same", "slow"), evidence).comparisons
+    assert comparison.adjusted < 0.001 and comparison.verdict == ALIKE
+
+
+def test_a_family_decides_less_than_its_parts():
+    evidence = fake_evidence(10, spread=0.35, slow=SLOW, fast=[r + 0.1 for r in FAST])
+    rule = Compare("fast", "slow")
+    assert judge(rule, evidence).verdict == BETTER
+    family = judge_family([rule.compare(evidence)] * 2000)
+    assert {verdict.verdict for verdict in family} == {UNDECIDED}
+
+
+def test_tasks_are_averaged_within_the_seed():
+    """Two tasks with opposite effects that cancel in every seed: the unit is the seed, so
+    nothing differs.
     """
+    low, other = (
+        [fake_line([0.0, 0.1 * s]) for s in range(5)],
+        [fake_line([0.0, 0.1 * s + 0.2]) for s in range(5)],
+    )
+    evidence = Evidence({"a": {"x": low, "y": other}, "b": {"x": other, "y": low}}, tuple(range(5)))
+    (comparison,) = judge(Compare("a", "b", "final"), evidence).comparisons
+    assert comparison.verdict == ALIKE and comparison.estimate.high == pytest.approx(0.0, abs=1e-12)
 
-    @pytest.mark.parametrize("law", LAWS)
-    def test_false_alarms(self, law: str) -> None:
-        """At most 5% and three standard errors (13.4%) for every case."""
-        rates = alarms(CASES, LAWS[law], 10, 60, seed=10_000)
-        assert max(rates.values()) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 60), rates
+
+@pytest.mark.parametrize("law", LAWS)
+def test_false_alarms(law):
+    """A quick version of `python -m flowrl_bench.calibration`, with fixed draws: in 60 experiments of 10
+    seeds at most 5% and three standard errors (13.4%) for every case.
+    """
+    rates = alarms(CASES, LAWS[law], 10, 60, seed=10_000)
+    assert max(rates.values()) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 60), rates

@@ -3,19 +3,19 @@ environment of its own.
 """
 
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from flowrl_testing import check_reward
+from loading import ROOT
 from PIL import Image
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
 
-RECIPE = Path(__file__).parents[2] / "docs" / "recipes" / "image_reward.py"
+RECIPE = ROOT / "docs" / "recipes" / "image_reward.py"
 
 
 class FakeNetwork:

@@ -21,13 +21,7 @@ from flowrl.training.build import first_trained_steps, make_method, make_world
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.evaluation import write_trajectory
 from flowrl.training.plan import plan, plan_text
-from flowrl.training.presets import (
-    combinations,
-    combine,
-    published,
-    published_values,
-    shipped,
-)
+from flowrl.training.presets import combinations, combine, published, published_values, shipped
 
 FLOW, STEPWISE, TURNING, DANCE = "flow-grpo", "stepwise-flow-grpo", "tp-grpo", "dance-grpo"
 BRANCH, TEMPFLOW, GRANULAR, TREE = "branch-grpo", "tempflow-grpo", "granular-grpo", "tree-grpo"
