@@ -89,7 +89,7 @@ class CompareConfig:
         """Raise `ConfigError` if the comparison was read without trust and has settings that need
         consent (`flowrl.parts.trust`).
         """
-        for config in self.examples().values():
+        for config in (self.run, *self.examples().values()):
             config.allowed()
 
     def descriptions(self) -> dict[str, str]:
