@@ -71,7 +71,10 @@ class DirectionReward:
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Points [sample, 2, 1, 1] and as many prompts -> [sample]."""
         _require_points(images, prompts)
-        targets = torch.tensor([target(prompt) for prompt in prompts], device=images.device)
+        # each distinct text once: many samples have the same prompt
+        points = {prompt.text: prompt for prompt in prompts}
+        points = {text: target(prompt) for text, prompt in points.items()}
+        targets = torch.tensor([points[prompt.text] for prompt in prompts], device=images.device)
         distance = (images.flatten(1) - targets).norm(dim=1)
         if self.form == "soft":
             return torch.exp(-distance.square() / (2 * WIDTH**2))

@@ -22,6 +22,7 @@ from flowrl.reading import is_kind, parse_json, read_bytes, read_json, reading
 from flowrl.training.config import RunConfig, words
 from flowrl.workers import usable_cores
 from flowrl_bench.digest import (
+    OWN_RULES,
     PACKAGES,
     code_digest,
     code_digest_now,
@@ -52,8 +53,6 @@ ENTRIES: dict[str, Any] = {
 }
 """What every line holds, besides `gains`, which may be null."""
 Lines = Mapping[str, Mapping[str, Any]]
-OWN_RULES = ("flowrl_bench.negative_controls:FreshNoiseFault",)
-"""Credit rules that the claims name by module and class; lines may contain exactly this text."""
 
 
 @cache

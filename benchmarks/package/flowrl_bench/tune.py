@@ -3,9 +3,10 @@ every method.
 
 The search climbs on a grid (`arms.Knob`): from the start it tries the neighbours of the best point
 so far, knob by knob, and continues in a direction while the score improves, so an optimum at an
-edge extends the grid. A third of the budget is reserved for the two best points, which are run with
-two further seeds; the best mean over these is chosen. The score of a run is the mean held-out
-reward over training, the measure of the comparison. No result uses tuning seeds.
+edge extends the grid. Half of the budget is reserved for the two best points, which are run with
+further seeds; the better mean over these is chosen. The score of a run is the mean held-out reward
+over training, the measure of the comparison, but of a run that collapsed its final reward: the mean
+alone prefers fast settings that a few seeds in ten do not survive. No result uses tuning seeds.
 """
 
 import itertools
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flowrl_compare.statistics import collapsed
 
 from flowrl.core.errors import RewardContractError, TrainingError, require
 from flowrl.io import file_lock, write_json
 from flowrl.reading import read_json
 from flowrl.workers import Worker, run_jobs
-from flowrl_bench.arms import SHORT, Arm, short_name
+from flowrl_bench.arms import SHORT, Arm, short_name, tuned_entry
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import column
 from flowrl_bench.measurements import CURVE, measure
@@ -28,8 +30,12 @@ from flowrl_bench.results_file import ResultsFile, make_line, require_unchanged,
 
 SEEDS = tuple(range(9000, 9100))
 """Seeds of tuning runs, first to last; no result has one of them."""
+BUDGETS = {"mixture": 24}
+"""Runs per arm by world: 12 points and 6 further seeds of two of them, so that settings which
+collapse in 1 of 4 runs are caught in 82%.
+"""
 BUDGET = 12
-"""Runs per method and world."""
+"""Runs per arm in other worlds: 6 points, and 3 further seeds of two of them."""
 FINALISTS = 2
 STRIDE = 2
 """Steps in one direction before the next knob's turn, so that a long way along one does not use up
@@ -41,7 +47,12 @@ Trial = tuple[Point, int]
 """A run of the search: a point and a seed."""
 
 
-def proposals(scores: Mapping[Trial, float], knobs: int, budget: int = BUDGET) -> Iterator[Trial]:
+def usual_budget(world: str) -> int:
+    """Runs per arm in a world."""
+    return BUDGETS.get(world, BUDGET)
+
+
+def proposals(scores: Mapping[Trial, float], knobs: int, budget: int) -> Iterator[Trial]:
     """The next run of the search, from the scores of the runs so far; nothing once `budget` runs
     are scored.
 
@@ -49,7 +60,7 @@ def proposals(scores: Mapping[Trial, float], knobs: int, budget: int = BUDGET) -
     """
     if len(scores) >= budget:
         return
-    confirming = budget // 3 // FINALISTS * FINALISTS
+    confirming = budget // 2 // FINALISTS * FINALISTS
     first = {point: score for (point, seed), score in scores.items() if seed == SEEDS[0]}
     step = _climb(first, knobs) if len(first) < budget - confirming else None
     if step is not None:
@@ -97,7 +108,13 @@ def best(scores: Mapping[Trial, float]) -> Point:
 
 
 def score_of(line: Mapping[str, Any]) -> float:
-    """Mean held-out reward of a run over its training."""
+    """Mean held-out reward of a run over its training; its final reward if it collapsed."""
+    rewards = column(line, "soft")
+    return rewards[-1] if collapsed(rewards) else mean_reward(line)
+
+
+def mean_reward(line: Mapping[str, Any]) -> float:
+    """Mean held-out reward over training, after the first evaluation."""
     return float(np.mean(column(line, "soft")[1:]))
 
 
@@ -107,7 +124,7 @@ class Search:
 
     arm: Arm
     world: str
-    budget: int = BUDGET
+    budget: int
 
     def __post_init__(self) -> None:
         allowed = "1 to 200 runs per method and world"
@@ -138,16 +155,23 @@ class Search:
         """The scores of the search's runs among `lines`, in the order in which they were
         proposed.
         """
-        mine = {
+        mine, scores = self.known(lines), dict[Trial, float]()
+        while (trial := self.proposed(scores)) in mine:
+            assert trial is not None
+            scores[trial] = mine[trial]
+        return scores
+
+    def known(self, lines: Sequence[Mapping[str, Any]]) -> dict[Trial, float]:
+        """The scores of all runs of this arm among `lines`, also of a search with another budget."""
+        return {
             (tuple(line["point"]), line["seed"]): score_of(line)
             for line in lines
             if self.made(line)
         }
-        found: dict[Trial, float] = {}
-        while (trial := next(proposals(found, len(self.arm.knobs), self.budget), None)) in mine:
-            assert trial is not None
-            found[trial] = mine[trial]
-        return found
+
+    def proposed(self, scores: Mapping[Trial, float]) -> Trial | None:
+        """The next run of the search; None once it has its budget."""
+        return next(proposals(scores, len(self.arm.knobs), self.budget), None)
 
 
 def diverged(iterations: int, message: str) -> dict[str, Any]:
@@ -171,10 +195,11 @@ def _tune(
     worker: Worker, search: Search, lines: list[dict[str, Any]], command: str, made: dict[str, Any]
 ) -> bool:
     """Make the missing runs of a search, a message each; False if it was stopped."""
-    scores = search.scores(lines)
-    while (
-        trial := next(proposals(scores, len(search.arm.knobs), search.budget), None)
-    ) is not None:
+    scores, known = search.scores(lines), search.known(lines)
+    while (trial := search.proposed(scores)) is not None:
+        if trial in known:
+            scores[trial] = known[trial]
+            continue
         config = search.config(trial)
         key = config_id(config)
         try:
@@ -273,7 +298,7 @@ def choices(searches: Sequence[Search], path: Path) -> str:
 
 
 def save(searches: Sequence[Search], log: Path, path: Path) -> None:
-    """Write the values of every finished search, by world and arm, to the JSON file at `path`;
+    """Write the values and settings of every finished search, by world and arm, to the JSON file at `path`;
     other entries stay.
     """
     lines = ResultsFile(log).unchecked()
@@ -283,5 +308,6 @@ def save(searches: Sequence[Search], log: Path, path: Path) -> None:
     for search in searches:
         found = chosen(search, lines)
         if found is not None:
-            values.setdefault(search.world, {})[search.arm.name] = found
+            entry = tuned_entry(search.arm, search.world, found)
+            values.setdefault(search.world, {})[search.arm.name] = entry
     write_json(path, values)
