@@ -23,8 +23,8 @@ from flowrl.core.calls import CHECKS_ON
 from flowrl.core.errors import OWN_PACKAGES, ConfigError, CreditError, FlowrlError, PartError
 from flowrl.core.types import part_call, watched_calls
 from flowrl.io import folder_lock
-from flowrl.parts.registry import check_part
-from flowrl.parts.trust import PARTS, trusted
+from flowrl.parts.registry import KINDS, build, check_part, find_maker
+from flowrl.parts.specs import Spec
 from flowrl.probes import Completion, NoProbe
 from flowrl.reading import read_bytes
 from flowrl.training.build import unread
@@ -38,8 +38,17 @@ TINY = preset("tiny").apply(world="mixture")
 
 
 def test_no_callable_of_the_packages_is_built_from_a_file() -> None:
-    """By its module's name, alone or as an option of a built-in part, for every setting."""
-    count = 0
+    """By its module's name, as every kind of part, alone or inside a registered one."""
+    count, inside = (
+        0,
+        [
+            ("credit", "weighted(rule='{}')"),
+            ("credit", "uniform(probe='{}')"),
+            ("reward", "weighted-sum(models={{'a': '{}'}})"),
+            ("reward", "clipped(reward='{}', low=0, high=1)"),
+            ("loss", "awm(times='{}')"),
+        ],
+    )
     for package in OWN_PACKAGES:
         room = import_module(package)
         for module in walk_packages(room.__path__, f"{package}."):
@@ -49,13 +58,13 @@ def test_no_callable_of_the_packages_is_built_from_a_file() -> None:
                 if not callable(value):
                     continue
                 spec, count = f"{module.name}:{name}", count + 1
-                for setting, kind in PARTS.items():
-                    for text in (spec, f"{spec}(x=1)", f"nested(a=[{{b: '{spec}'}}])"):
-                        with pytest.raises(ConfigError, match="trust"):
-                            trusted({setting: [text] if kind == "observer" else text}, "a file")
+                for kind in KINDS:
+                    with pytest.raises(ConfigError, match="consent"):
+                        find_maker(kind, Spec(spec, {}))
+                kind, text = inside[count % len(inside)]
+                with pytest.raises(ConfigError, match="consent"):
+                    build(kind, text.format(spec))
     assert count > 3000
-    with pytest.raises(ConfigError, match=r"tracker names wandb"):
-        trusted({"tracker": "wandb"}, "a file")
 
 
 def required(call: Any) -> dict[str, Any]:

@@ -22,9 +22,7 @@ import tyro
 
 from flowrl.core.errors import require
 from flowrl.parts.settings import fields_of, flat, groups_of
-from flowrl.parts.trust import trusted
-from flowrl.training.config import Preset, RunConfig
-from flowrl.training.presets import combine
+from flowrl.training.config import RunConfig, preset
 
 Base = tyro.conf.Suppress[tyro.conf.Fixed[RunConfig]]
 """The settings that the options of a command start from: no option."""
@@ -126,15 +124,10 @@ def base_of(arguments: Sequence[str]) -> RunConfig:
         given = vars(parser.parse_known_args(arguments)[0])
     except argparse.ArgumentError:  # an option without its value: the command's own parser says so
         return RunConfig()
-    start = unchecked_preset(given.pop("preset"), "--trust" in arguments)
+    start = preset(given.pop("preset"), "--trust" in arguments)
     published = given.pop("settings") == "published"
     chosen = {name: value for name, value in given.items() if value}
     return start.apply(planned="--plan" in arguments, published=published, **chosen)
-
-
-def unchecked_preset(name: str, trust: bool) -> Preset:
-    """The preset before its settings are checked; without `trust`, nothing is built from them."""
-    return Preset(name, combine(name, RunConfig).settings, trust)
 
 
 LONGEST_NAME = 120
@@ -148,15 +141,11 @@ UNNAMED = (
 
 
 def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool) -> RunConfig:
-    """The settings `base` of preset `name` with the `chosen` ones and the world, which are the
-    user's own word, on top.
+    """The settings `base` of preset `name` with the `chosen` ones on top, which like the world are
+    the user's own words. Raises `ConfigError` for others of a file that need `trust`.
     """
-    changed, values = unchecked_preset(name, trust).changes, base.flat()
-    named = {setting: values[setting] for setting in changed if setting not in chosen}
-    if changed.get("world") != values["world"]:
-        named.pop("world", None)
-    trusted(named, name, trust)
-    return base.replace(**chosen)
+    run = dataclasses.replace(base, source=preset(name, trust).source).in_own_words(**chosen)
+    return run.allowed()
 
 
 def refuse_others(command: Any, mode: str, allowed: Sequence[str]) -> None:

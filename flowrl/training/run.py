@@ -104,7 +104,7 @@ class Run:
         `DiskError` for a full disk, and `NonFiniteError` for a loss that is not finite (its data
         are then in failure/). If another process executes the run, a `ConfigError` names it.
         """
-        self.config = self.config.allowed()
+        self.config.allowed()
         full = disk_errors(self.folder, partial(to_resume, self.folder))
         with part_errors(), watched_calls(), full, out_of_memory(), ExitStack() as stack:
             self._in_main(lambda: self._enter(stack, resume))
@@ -186,7 +186,7 @@ class Run:
         refuses changed code.
         """
         given, path = self.config.flat(), self.folder / "config.json"
-        check_code(self.folder, given, self.changed_code)
+        check_code(self.folder, given, self.changed_code, self.config.trusts)
         if not path.exists():
             return {}
         recorded = load_config(path).flat()
@@ -196,7 +196,7 @@ class Run:
 
     def _write_settings(self) -> None:
         """code.json, config.json, and config.yaml for ``flowrl train --config``."""
-        record_code(self.folder, self.config.flat())
+        record_code(self.folder, self.config.flat(), self.config.trusts)
         values = {"format": FORMAT, **self.config.as_dict()}
         write_json(self.folder / "config.json", values)
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -27,7 +28,7 @@ from flowrl.core.errors import require
 from flowrl.core.options import Seed, Workers
 from flowrl.parts.trust import trust_option
 from flowrl.signals import ignore_stops, on_stop
-from flowrl.training.config import RunConfig
+from flowrl.training.config import RunConfig, words
 from flowrl.training.presets import method_overrides
 
 if TYPE_CHECKING:
@@ -137,10 +138,12 @@ class Compare:
         base, usual = self.base, self.base.flat()
         chosen = changes(self.run, base)
         run = with_options(self.preset, base, chosen, self.trust)
+        own = [method_arms(self.methods), *map(parse_arm, self.arm)]
+        rules = credit_arms(self.credit)
         file = load_arms(self.arms, self.trust) if self.arms else {}
-        given = together(
-            method_arms(self.methods), *map(parse_arm, self.arm), file, credit_arms(self.credit)
-        )
+        given = together(*own, file, rules)
+        typed = [words(settings) for settings in together(*own, rules).values()]
+        run = run.with_file(None if self.trust else self.arms).in_own_words(*chain(*typed))
         usual_run = self.preset == "default" and base.environment.world in tuned()
         if self.settings == "tuned" or (self.settings is None and usual_run):
             require(

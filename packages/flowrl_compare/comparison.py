@@ -19,7 +19,7 @@ from flowrl.methods import METHODS
 from flowrl.parts.plugins import versions
 from flowrl.parts.registry import build
 from flowrl.parts.sources import first_paragraph
-from flowrl.parts.trust import code_of, trusted
+from flowrl.parts.trust import code_of
 from flowrl.probes import NoProbe
 from flowrl.reading import as_kind, load_document, reading
 from flowrl.training.build import check, make_method, make_world, method_parts, require_read, unread
@@ -90,8 +90,8 @@ class CompareConfig:
         """Raise `ConfigError` if the comparison was read without trust and has settings that need
         consent (`flowrl.parts.trust`).
         """
-        for settings in (self.run.flat(), *self.arms.values()):
-            trusted(dict(settings), self.run.source, not self.run.source)
+        for config in (self.run, *self.examples().values()):
+            config.allowed()
 
     def descriptions(self) -> dict[str, str]:
         """By arm, the first paragraph of the docstring of its credit rule if it names one, else of
@@ -191,7 +191,8 @@ def planned_cost(counts: Plan | None, config: RunConfig) -> float:
 
 def _description(config: RunConfig) -> str:
     credit, method = config.algorithm.credit, config.algorithm.method
-    part = type(build("credit", credit)) if credit else METHODS.get(method)
+    trust = config.trusts(credit)
+    part = type(build("credit", credit, trust)) if credit else METHODS.get(method)
     line = first_paragraph(inspect.getdoc(part) or "")
     # a data class without a docstring gets one of its fields
     return "" if line.startswith(f"{getattr(part, '__name__', '')}(") else line.rstrip(".")
@@ -330,7 +331,8 @@ def _compare(
     failed = [name for name, result in results.items() if isinstance(result, str)]
     if failed and completed:
         label = run_label(arms[failed[0]], jobs[failed[0]].seed)
-        options = " --changed-code" if any(code_of(jobs[name].flat()) for name in failed) else ""
+        has_code = any(code_of(jobs[name].flat(), jobs[name].trusts) for name in failed)
+        options = " --changed-code" if has_code else ""
         raise PartError(
             f"{len(failed)} of {len(jobs)} runs failed, and the others are complete. {label}:"
             f" {results[failed[0]]}. Correct the cause, then run the missing ones with:"

@@ -46,12 +46,16 @@ class Walk:
             gains, none[..., 1:], self.exact, none, tuple(range(gains.shape[-1]))
         )
         return correlation(
-            credit_sums(with_values(build("credit", spec), self.record, self.exact), truth)
+            credit_sums(
+                with_values(build("credit", spec, trust=True), self.record, self.exact), truth
+            )
         )
 
     def sums(self, spec: str) -> torch.Tensor:
         """`ceiling_sums` of a rule."""
-        return ceiling_sums(lambda: build("credit", spec), self.scores, self.result, self.record)
+        return ceiling_sums(
+            lambda: build("credit", spec, trust=True), self.scores, self.result, self.record
+        )
 
 
 def walk(scales: torch.Tensor, noise: float, groups: int = 60, continuations: int = 16) -> Walk:

@@ -95,7 +95,7 @@ def test_training_through_a_server_gives_the_same_numbers(tmp_path):
         return tiny.replace(reward=f"remote(url='{url}', batch=512, retries=0)")
 
     Run(tiny.replace(reward=reward), tmp_path / "local").execute()
-    counted = Function(build("reward", reward).score)
+    counted = Function(build("reward", reward, trust=True).score)
     with served(counted, ServerSettings(merge=False)) as (url, _):
         Run(remote(url), tmp_path / "remote").execute()
     assert weights(tmp_path / "remote") == weights(tmp_path / "local")

@@ -59,7 +59,7 @@ def test_scores_equal_those_in_process(form):
         images = (images * 255).round() / 255
     prompts = [Prompt("p")] * 20
     with served(Function()) as (url, _):
-        remote = build("reward", f"remote(url='{url}', batch=7, images={form})")
+        remote = build("reward", f"remote(url='{url}', batch=7, images={form})", trust=True)
         assert torch.equal(remote.score(images, prompts), Function().score(images, prompts))
         grey = remote.score(images[:, :1], prompts)
         assert torch.equal(grey, images[:, 0].flatten(1).amax(1))
@@ -171,7 +171,7 @@ def test_components_of_a_weighted_sum_travel():
     images = torch.rand(9, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     prompts = [Prompt("p")] * 9
     with served(local) as (url, _):
-        remote = build("reward", f"remote-sum(url='{url}', batch=4)")
+        remote = build("reward", f"remote-sum(url='{url}', batch=4)", trust=True)
         assert component_methods(remote) and not component_methods(RemoteReward(url))
         parts, wanted = remote.parts(images, prompts), local.parts(images, prompts)
         assert list(parts) == ["a", "b"]
@@ -603,7 +603,7 @@ def test_only_failures_that_may_pass_are_to_be_retried(error, retry):
 def test_fuzzed_requests_do_no_harm(tmp_path):
     """The generator of benchmarks/reward_server.py, which sends 10,000."""
     (tmp_path / "echo.py").write_text(REWARD)
-    reward = build("reward", f"{tmp_path / 'echo.py'}:Echo")
+    reward = build("reward", f"{tmp_path / 'echo.py'}:Echo", trust=True)
     with served(reward, ServerSettings(token=TOKEN)) as (url, state):
         seen = fuzzing.fuzz(url, TOKEN, 200)
         wait_until(lambda: state.memory.used == 0)  # the last connection may still be closing

@@ -24,7 +24,7 @@ from flowrl.methods import METHODS
 from flowrl.parts.registry import options_of
 from flowrl.parts.specs import parse_options, parse_spec
 from flowrl.training.build import check, run_method
-from flowrl.training.config import RunConfig, preset
+from flowrl.training.config import RunConfig, preset, words
 from flowrl_bench.digest import MEASURED
 
 _EULER = {"eval_steps": 20, "eval_solver": "euler"}
@@ -174,6 +174,7 @@ class Arm:
     exact values, whose evaluations are recorded but compared with those of no other arm. `same`
     names a method that is the same rule with the same settings, whose runs would repeat this arm's
     numbers.
+    `source` is the file, read without trust, with the settings; "" for the user's own.
     """
 
     name: str
@@ -183,6 +184,7 @@ class Arm:
     control: bool = False
     oracle: bool = False
     same: str = ""
+    source: str = ""
 
     @property
     def label(self) -> str:
@@ -210,9 +212,9 @@ class Arm:
 
     def run(self, world: str, values: Mapping[str, float], **more: Any) -> RunConfig:
         """The run in a world."""
-        return preset("default").apply(
-            **{**settings_of(world), **self.changes(world, values), **more}
-        )
+        others, changes = {**settings_of(world), **more}, self.changes(world, values)
+        run = preset("default").apply(**{**others, **changes, **more})
+        return replace(run, source=self.source, own=words(others))
 
 
 BOTH = ("mixture", "shapes")
@@ -346,7 +348,7 @@ def named_arm(name: str) -> Arm:
         ) from error
 
 
-def own_arm(name: str, settings: Mapping[str, Any]) -> Arm:
+def own_arm(name: str, settings: Mapping[str, Any], source: str = "") -> Arm:
     """An arm of one's own, as in `flowrl compare --arm`, in both worlds.
 
     The knobs are those of `POLICY` that `settings` do not set and that its kernel or its loss has.
@@ -360,6 +362,7 @@ def own_arm(name: str, settings: Mapping[str, Any]) -> Arm:
         settings,
         {knob: value for knob, value in POLICY.items() if knob not in settings},
         BOTH,
+        source=source,
     )
     for world in BOTH:
         # rewards may differ: all arms have the world's scores
@@ -379,24 +382,30 @@ def own_arm(name: str, settings: Mapping[str, Any]) -> Arm:
     without = [
         knob
         for knob, (kind, part) in has.items()
-        if not (hasattr(part, knob) or _accepts(kind, settings, knob))
+        if not (hasattr(part, knob) or _accepts(kind, settings, knob, run))
     ]
     return replace(
         arm, knobs={knob: value for knob, value in arm.knobs.items() if knob not in without}
     )
 
 
-def _accepts(kind: str, settings: Mapping[str, Any], option: str) -> bool:
+def _accepts(kind: str, settings: Mapping[str, Any], option: str, run: RunConfig) -> bool:
     """Whether the part of a `kind` that `settings` name has an `option`, under whatever attribute
     it keeps the value.
     """
     spec = settings.get(kind)
-    return bool(spec) and option in options_of(kind, parse_spec(spec, kind).name)
+    return bool(spec) and option in options_of(
+        kind, parse_spec(spec, kind).name, run.trusts(getattr(run.algorithm, kind))
+    )
 
 
 def own_arms(texts: Sequence[str], file: Path | None = None, trust: bool = False) -> list[Arm]:
     """The arms of `texts` ("NAME: setting=value, ...") and of a YAML file, as `flowrl compare`
     reads them.
     """
-    given = together(*map(parse_arm, texts), load_arms(file, trust) if file else {})
-    return [own_arm(name, settings) for name, settings in given.items()]
+    typed, read = together(*map(parse_arm, texts)), load_arms(file, trust) if file else {}
+    source = "" if trust else str(file)
+    return [
+        own_arm(name, settings, source if name in read else "")
+        for name, settings in together(typed, read).items()
+    ]

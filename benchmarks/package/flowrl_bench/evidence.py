@@ -15,6 +15,7 @@ from flowrl_compare.statistics import Values, collapsed
 from flowrl.core.errors import ConfigError, FlowrlError
 from flowrl.training.config import RunConfig
 from flowrl.training.plan import plan
+from flowrl_bench.digest import OWN_RULES
 from flowrl_bench.measurements import CURVE
 from flowrl_bench.statistics import (
     SMALLEST,
@@ -79,7 +80,7 @@ def counts(line: Line) -> list[dict[str, float]]:
 def gradient_share(settings: str) -> float:
     """The planned fraction of the update's evaluations with a gradient; 1 if it is unknown."""
     with suppress(FlowrlError):
-        planned = plan(RunConfig.from_dict(json.loads(settings), trust=True))
+        planned = plan(RunConfig.from_dict(json.loads(settings)).in_own_words(*OWN_RULES))
         return planned.gradient_nfe / (planned.train_nfe or 1.0)
     return 1.0
 

@@ -160,7 +160,7 @@ def check_rules(rules: Mapping[str, str], size: Size) -> None:
     stds = trial_stds(run_of("mixture", "", 0, size))
     for name, spec in rules.items():
         try:
-            method = named_method("", credit=spec)
+            method = named_method("", credit=spec, trust=True)
             allowed = (
                 "a probe without branches: trajectories that branch are compared in"
                 " docs/branching.md"
@@ -173,7 +173,7 @@ def check_rules(rules: Mapping[str, str], size: Size) -> None:
 
 def shared_noise(spec: str) -> bool:
     """Whether a rule's own trajectories have shared initial noise."""
-    return bool(getattr(build("credit", spec), "shared_noise", False))
+    return bool(getattr(build("credit", spec, trust=True), "shared_noise", False))
 
 
 def session(
@@ -247,7 +247,7 @@ def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) 
         seen: RewardModel = NoisyReward(forms[form], noise) if noise else forms[form]
         records = dict[str, Experience]()
         for name, spec in rules.items():
-            rule = build("credit", spec)
+            rule = build("credit", spec, trust=True)
             key = repr(rule.probe)
             if key not in rolled:
                 usages[key] = Usage()
@@ -264,10 +264,14 @@ def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) 
             rows.append(row | agreement_row(credit, truths[form]))
             if first and not noise and scores is not None:
                 known = scores[FORMS.index(form)], plain, records[key]
-                levels = ceiling_sums(lambda spec=spec: build("credit", spec), *known, cell.look)
+                levels = ceiling_sums(
+                    lambda spec=spec: build("credit", spec, trust=True), *known, cell.look
+                )
                 rows[-1]["ceiling"] = rounded(levels)
             elif first and not noise:
-                best = with_values(build("credit", spec), records[key], truths[form].state_values)
+                best = with_values(
+                    build("credit", spec, trust=True), records[key], truths[form].state_values
+                )
                 rows[-1]["ceiling"] = rounded(credit_sums(best, truths[form]).sum((0, 1))[None])
     truth = {
         form: {
@@ -321,7 +325,7 @@ def gradients(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]
     )
     train_nfe = update_evaluations(setting, members)
     for name, spec in rules.items():
-        rule, usage = build("credit", spec), Usage()
+        rule, usage = build("credit", spec, trust=True), Usage()
         if isinstance(rule.probe, Continuation):
             continue
         found = policy_gradients(

@@ -22,6 +22,7 @@ from flowrl_bench.digest import code_digest, config_id
 from flowrl_bench.evidence import Evidence, column
 from flowrl_bench.measurements import CURVE, measure, observe_run, peak_memory
 from flowrl_bench.results_file import (
+    OWN_RULES,
     Lines,
     ResultsFile,
     SamplesFile,
@@ -29,7 +30,6 @@ from flowrl_bench.results_file import (
     provenance,
     require_unchanged,
     stamp,
-    without_rules,
 )
 
 Progress = Callable[[int, int, Mapping[str, Any]], None]
@@ -132,7 +132,7 @@ class Suite:
         files.
         """
         words = ["flowrl", "bench", "claims", "--out", str(self.file.path), "--redo", key]
-        option = trust_option(without_rules(self.runs[key])) if key in self.runs else ""
+        option = trust_option(self.runs[key].flat(), OWN_RULES) if key in self.runs else ""
         return shlex.join(words) + option
 
 
@@ -280,7 +280,7 @@ def redo(key: str, file: ResultsFile) -> Repeat:
     lines = file.read(any_code=True)
     if key not in lines:
         raise ConfigError(f"redo = {key!r} is not allowed; allowed: an id in {file.path}")
-    found = json.loads(json.dumps(measure(RunConfig.from_dict(lines[key]["config"], trust=True))))
+    found = json.loads(json.dumps(measure(file.settings(lines[key]))))
     old, new = _named({name: lines[key].get(name, ...) for name in found}), _named(found)
     differences = dict(_differences(old, _known(old, new)))
     pairs = zip(column(lines[key], "soft"), column(found, "soft"), strict=False)

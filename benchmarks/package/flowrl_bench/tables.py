@@ -301,7 +301,7 @@ def cost_table(
     by_settings: dict[str, list[Line]] = {}
     for line in lines.values():
         by_settings.setdefault(
-            config_id(RunConfig.from_dict(line["config"], trust=True).replace(seed=0)), []
+            config_id(RunConfig.from_dict(line["config"]).replace(seed=0)), []
         ).append(line)
     for world, tasks in TASKS.items():
         for name, changes in arms.items():
