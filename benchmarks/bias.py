@@ -109,10 +109,10 @@ def setting(seed: int) -> Setting:
 def measure(name: str, batches: int, seed: int, truths: Tensor) -> Alignment:
     """One rule."""
     entry = RULES[name]
-    found = policy_gradients(
+    gradients = policy_gradients(
         setting(seed), entry.make(), batches, GROUP_SIZE, entry.shared_noise, seed=seed + 1000
     )
-    return alignment(found, truths)
+    return alignment(gradients, truths)
 
 
 def table(results: dict[str, dict]) -> str:
@@ -161,10 +161,12 @@ def main() -> None:
         truths = pathwise_gradients(
             setting(options.seed), options.truth_batches, 400, options.seed, decisions_only=True
         )
-        whole = pathwise_gradients(setting(options.seed), options.truth_batches, 400, options.seed)
+        all_steps = pathwise_gradients(
+            setting(options.seed), options.truth_batches, 400, options.seed
+        )
         reached = {
             "share of the last, deterministic step": (
-                1 - float(truths.mean(0) @ whole.mean(0) / whole.mean(0).square().sum())
+                1 - float(truths.mean(0) @ all_steps.mean(0) / all_steps.mean(0).square().sum())
             ),
         }
         print(

@@ -149,7 +149,7 @@ def compare(table: Tensor, noise: float, consistent: bool, seed: int) -> dict[st
     """
     true = table.double()
     expected = expected_calls(true, noise, consistent)
-    found: dict[str, list[Tensor]] = {}
+    sampled: dict[str, list[Tensor]] = {}
     for noisy in noisy_tables(true, noise, DRAWS, seed):
         called = turning_points(noisy, consistent)
         rewards = process_rewards(noisy, called)
@@ -160,15 +160,15 @@ def compare(table: Tensor, noise: float, consistent: bool, seed: int) -> dict[st
             expected,
         )
         for name, value in drawn.items():
-            found.setdefault(name, []).append(value)
+            sampled.setdefault(name, []).append(value)
     predicted = totals(expected.called, expected.bias, expected.variance, expected)
     return {
         "turns": float(expected.turns.double().sum(-1).mean()),
         "reward at turns": float((expected.rewards.abs() * expected.turns).sum(-1).mean()),
         "increments' variance": 2 * noise**2 * expected.turns.shape[-1],
-        "measured": {name: float(torch.stack(values).mean()) for name, values in found.items()},
+        "measured": {name: float(torch.stack(values).mean()) for name, values in sampled.items()},
         "error": {
-            name: float(torch.stack(values).std() / DRAWS**0.5) for name, values in found.items()
+            name: float(torch.stack(values).std() / DRAWS**0.5) for name, values in sampled.items()
         },
         "predicted": {name: float(value) for name, value in predicted.items()},
     }
@@ -176,8 +176,11 @@ def compare(table: Tensor, noise: float, consistent: bool, seed: int) -> dict[st
 
 def curve(table: Tensor) -> dict[str, list[float]]:
     """Predicted calls and false calls per trajectory at the noise of `CURVE`, consistent rule."""
-    found = [expected_calls(table, noise) for noise in CURVE]
-    per = {"called": [one.called for one in found], "false": [one.false_calls for one in found]}
+    levels = [expected_calls(table, noise) for noise in CURVE]
+    per = {
+        "called": [calls.called for calls in levels],
+        "false": [calls.false_calls for calls in levels],
+    }
     return {name: [float(values.sum(-1).mean()) for values in some] for name, some in per.items()}
 
 
@@ -273,16 +276,16 @@ def cell(world: str, window: str, stage: str, table: Tensor, seed: int) -> dict[
     kept = [
         {**key, "noise": noise, **row} for noise in LEVELS for row in criteria(table, noise, seed)
     ]
-    found: dict[str, Any] = {"rows": rows, "criteria": kept}
+    record: dict[str, Any] = {"rows": rows, "criteria": kept}
     if window == "0:9":
-        found["calibration"] = [
+        record["calibration"] = [
             {**key, "noise": noise, **calibration(table, noise, seed)} for noise in LEVELS
         ]
         size = float(gains(table).abs().mean())
-        found["curves"] = [
+        record["curves"] = [
             {**key, "mean |d|": size, "turns": rows[0]["turns"], "noise": CURVE, **curve(table)}
         ]
-    return found
+    return record
 
 
 def main() -> None:

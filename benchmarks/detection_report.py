@@ -173,13 +173,13 @@ def densities(axes: Any, record: dict[str, Any], world: str) -> None:
     )
     axes.plot(noise, called, color=INK, linewidth=2)
     axes.axhline(row["turns"], color=INK, linewidth=1, linestyle="--")
-    for one in record["rows"]:
+    for other in record["rows"]:
         wanted = (world, "0:9", "before", True)
-        if (one["world"], one["window"], one["stage"], one["consistent"]) == wanted:
-            found = one["measured"]
+        if (other["world"], other["window"], other["stage"], other["consistent"]) == wanted:
+            measured = other["measured"]
             axes.plot(
-                [one["noise"]] * 2,
-                [found["called"], found["called"] - found["false"]],
+                [other["noise"]] * 2,
+                [measured["called"], measured["called"] - measured["false"]],
                 "o",
                 color=INK,
                 markersize=5,

@@ -47,10 +47,10 @@ def sentence(summary: ArmSummary) -> str:
 
 def papers() -> dict[Path, str]:
     """The method of every page that has the command: the last one that the command names."""
-    found = {
+    commands = {
         page: COMMAND.search(page.read_text()) for page in sorted((DOCS / "papers").glob("*.md"))
     }
-    return {page: command["methods"].split()[-1] for page, command in found.items() if command}
+    return {page: command["methods"].split()[-1] for page, command in commands.items() if command}
 
 
 def renewed(summaries: Mapping[str, ArmSummary]) -> dict[Path, str]:
@@ -67,7 +67,8 @@ def renewed(summaries: Mapping[str, ArmSummary]) -> dict[Path, str]:
         for column in block
     )
     cells = {
-        name: [columns[column][at] for column in FIRST_RESULT] for at, name in enumerate(names)
+        name: [columns[column][number] for column in FIRST_RESULT]
+        for number, name in enumerate(names)
     }
     pages[first] = ROW.sub(
         lambda row: _row([row["method"], *cells[row["method"]]]), first.read_text()

@@ -117,8 +117,8 @@ def train(
     """
     out = folder.with_name(method)
     report, log = out.with_suffix(f".{end}.json"), out.with_suffix(f".{end}.log")
-    if report.exists() and "wall" in (found := json.loads(report.read_text())):
-        return found
+    if report.exists() and "wall" in (record := json.loads(report.read_text())):
+        return record
     if end != "resumed":
         shutil.rmtree(out, ignore_errors=True)
     words = (
@@ -137,7 +137,7 @@ def train(
     seconds = time.perf_counter() - start
     if code != (-signal.SIGKILL if end == "killed" else 0):
         raise SystemExit(f"{method}, {end}: exit code {code}\n{log.read_text()[-3000:]}")
-    found = {
+    record = {
         **json.loads(report.read_text()),
         "method": method,
         "end": end,
@@ -145,21 +145,21 @@ def train(
         "load": [load, os.getloadavg()[0]],
     }
     print(
-        f"{method:<19s} {end:<9s} {seconds:6.0f} s, {found['processor']:.0f} of the processor",
+        f"{method:<19s} {end:<9s} {seconds:6.0f} s, {record['processor']:.0f} of the processor",
         file=sys.stderr,
         flush=True,
     )
     if end == "killed":
-        found["rows"] = rows(out)
-    write_json(report, found)
-    return found
+        record["rows"] = rows(out)
+    write_json(report, record)
+    return record
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without times."""
-    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     timeless = [
-        {key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in found
+        {key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in lines
     ]
     return [
         {
@@ -181,7 +181,7 @@ def compare_images(
         folder, dtype=torch.bfloat16, use_safetensors=True
     )
     pipe.set_progress_bar_config(disable=True)
-    policy, family, found = config.policy, family_of(type(pipe).__name__), {}
+    policy, family, differences = config.policy, family_of(type(pipe).__name__), {}
     side = policy.resolution
     noise = torch.randn(
         (1, *family.latent_shape(pipe, side, side)),
@@ -205,12 +205,12 @@ def compare_images(
             pixels = family.decode(
                 pipe, latent.to(pipe.vae.dtype), (side // pipe.vae_scale_factor,) * 2
             ).float()
-        image, own = (pixels[0] / 2 + 0.5).clamp(0, 1), load_file(out / "samples.safetensors")
-        found[method] = {
-            "to_flowrl": float((image - own["after"][0]).abs().mean()),
-            "of_the_lora": float((own["before"][0] - own["after"][0]).abs().mean()),
+        image, samples = (pixels[0] / 2 + 0.5).clamp(0, 1), load_file(out / "samples.safetensors")
+        differences[method] = {
+            "to_flowrl": float((image - samples["after"][0]).abs().mean()),
+            "of_the_lora": float((samples["before"][0] - samples["after"][0]).abs().mean()),
         }
-    return found
+    return differences
 
 
 def memory_lines(
@@ -272,7 +272,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         folder, {method: work / method for method in args.methods}, configs[first]
     )
     drawn = time.perf_counter() - start
-    found = {
+    record = {
         "model": args.model,
         "blocks": args.blocks,
         "steps": args.steps,
@@ -294,25 +294,25 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         "memory": lines,
         "plan": texts,
     }
-    return {**found, "failures": failures(found)}
+    return {**record, "failures": failures(record)}
 
 
-def failures(found: dict[str, Any]) -> list[str]:
+def failures(record: dict[str, Any]) -> list[str]:
     """What did not hold. The memory of a tiny model does not count: its weights are smaller than
     what surrounds them.
     """
     wrong = (
         []
-        if found["resumed_equals_killed"]
+        if record["resumed_equals_killed"]
         else ["the resumed run's numbers differ from the killed one's"]
     )
-    for line in found["memory"] if not found["model"].startswith("tiny") else ():
+    for line in record["memory"] if not record["model"].startswith("tiny") else ():
         if abs(line["error"]) > TOLERANCE:
             wrong.append(
                 f"memory of {line['method']}, {line['phase']}: the plan is off by"
                 f" {line['error']:+.0%}"
             )
-    for method, image in found["images"].items():
+    for method, image in record["images"].items():
         far, effect = image["to_flowrl"], image["of_the_lora"]
         if not far < SAME_IMAGE * effect:
             wrong.append(
@@ -322,11 +322,11 @@ def failures(found: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def show(found: dict[str, Any]) -> str:
+def show(record: dict[str, Any]) -> str:
     """Three tables in Markdown: seconds, memory, images."""
     names = ("load", "evaluation", "rollout", "reward", "update")
     runs = []
-    for run in found["runs"]:
+    for run in record["runs"]:
         parts = (
             sum(phase["processor"] for phase in run["phases"] if phase["phase"] == name)
             for name in names
@@ -335,7 +335,7 @@ def show(found: dict[str, Any]) -> str:
         label = f"{run['method']}, {run['end']}"
         runs.append((label, *(f"{number:.0f}" for number in numbers)))
     memory = []
-    for line in found["memory"]:
+    for line in record["memory"]:
         counted, planned, *adds = (
             f"{line[key] / 1e9:.2f}"
             for key in ("counted", "planned", "counted_adds", "planned_adds")
@@ -344,7 +344,7 @@ def show(found: dict[str, Any]) -> str:
         memory.append(row)
     images = [
         (name, f"{image['to_flowrl']:.5f}", f"{image['of_the_lora']:.5f}")
-        for name, image in found["images"].items()
+        for name, image in record["images"].items()
     ]
     sizes = ("counted GB", "planned GB", "error", "phase adds, counted", "planned")
     pairs = ("diffusers' image against flowrl's", "with the LoRA against without")
@@ -353,13 +353,13 @@ def show(found: dict[str, Any]) -> str:
         Table(("method", "phase", *sizes), memory),
         Table(("method", *pairs), images),
     )
-    same = "equals" if found["resumed_equals_killed"] else "differs from"
-    processor = sum(run["processor"] for run in found["runs"]) / 60
+    same = "equals" if record["resumed_equals_killed"] else "differs from"
+    processor = sum(run["processor"] for run in record["runs"]) / 60
     summary = (
-        f"The resumed run {same} the killed one. {found['seconds'] / 60:.1f} minutes,"
+        f"The resumed run {same} the killed one. {record['seconds'] / 60:.1f} minutes,"
         f" {processor:.1f} of the processor."
     )
-    failed = [f"FAILED: {text}" for text in found["failures"]]
+    failed = [f"FAILED: {text}" for text in record["failures"]]
     return "\n\n".join([*(table.markdown("") for table in tables), summary, *failed])
 
 
@@ -397,14 +397,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = args.work or Path(tempfile.mkdtemp(prefix="full-size-"))
     work.mkdir(parents=True, exist_ok=True)
     try:
-        found = measure(args, work)
+        record = measure(args, work)
     finally:
         if args.work is None:
             shutil.rmtree(work)
     args.out.mkdir(parents=True, exist_ok=True)
-    write_json(args.out / f"full_size-{args.model}.json", found)
-    print(show(found))
-    return 1 if found["failures"] else 0
+    write_json(args.out / f"full_size-{args.model}.json", record)
+    print(show(record))
+    return 1 if record["failures"] else 0
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def small_encoders(sd3: bool) -> dict[str, Any]:
             )
         ).eval()
         return {"text_encoder": text, "tokenizer": clip, "text_encoder_2": wide, "tokenizer_2": t5}
-    found: dict[str, Any] = {"text_encoder_3": wide, "tokenizer_3": t5}
+    encoders: dict[str, Any] = {"text_encoder_3": wide, "tokenizer_3": t5}
     for suffix, width in (("", 768), ("_2", 1280)):
         config = CLIPTextConfig(
             **layers,
@@ -118,8 +118,8 @@ def small_encoders(sd3: bool) -> dict[str, Any]:
             projection_dim=width,
             max_position_embeddings=CLIP_TOKENS,
         )
-        found |= {
+        encoders |= {
             f"text_encoder{suffix}": CLIPTextModelWithProjection(config).eval(),
             f"tokenizer{suffix}": clip,
         }
-    return found
+    return encoders

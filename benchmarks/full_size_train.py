@@ -56,10 +56,10 @@ class PhaseMeter:
         now = time.perf_counter()
         if self.phases:
             last = self.phases[-1]
-            own = time.process_time() - last.pop("processor_start")
+            processor = time.process_time() - last.pop("processor_start")
             last |= {
                 "seconds": now - last.pop("start"),
-                "processor": own,
+                "processor": processor,
                 "peak": self.counter.largest,
             }
         for item in gc.get_objects():
@@ -72,14 +72,14 @@ class PhaseMeter:
     def write(self, end: str) -> None:
         """Write what was counted."""
         self.begin("end")
-        found = {
+        report = {
             "end": end,
             "seconds": time.perf_counter() - self.started,
             "processor": time.process_time(),
             "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "phases": self.phases[:-1],
         }
-        self.file.write_text(json.dumps(found))
+        self.file.write_text(json.dumps(report))
 
 
 def main(file: str, threads: str, kill_after: str, *words: str) -> int:

@@ -269,7 +269,7 @@ KINDS = (
         "run: code.json",
         f"{RUN}/code.json",
         JSON,
-        lambda path: check_code(path.parent, RunConfig().flat(), True),
+        lambda path: check_code(path.parent, RunConfig().flat(), True, bool),
         0.5,
     ),
     Kind("run: samples.json", f"{RUN}/samples.json", JSON, partial(read_figure, samples), 0.5),

@@ -112,7 +112,7 @@ def limits() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def judge(kind: Kind, path: Path, canary: Path, found: Found) -> str:
+def judge(kind: Kind, path: Path, canary: Path, tally: Found) -> str:
     """Read the file and count it as accepted or refused; the problem, or ""."""
     problem, error = "", None
     started, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -137,7 +137,7 @@ def judge(kind: Kind, path: Path, canary: Path, found: Found) -> str:
     except BaseException as other:
         error = other
         place = traceback.extract_tb(other.__traceback__)[-1]
-        own = next(
+        frame = next(
             (
                 f
                 for f in reversed(traceback.extract_tb(other.__traceback__))
@@ -145,15 +145,14 @@ def judge(kind: Kind, path: Path, canary: Path, found: Found) -> str:
             ),
             place,
         )
-        problem = (
-            f"{type(other).__name__}: {str(other)[:150]} ({Path(own.filename).name}:{own.lineno})"
-        )
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        problem = f"{type(other).__name__}: {str(other)[:150]} ({where})"
     finally:
         watch().on = False
     seconds = time.process_time() - started
-    found.slowest = max(found.slowest, seconds)
-    found.memory = max(
-        found.memory, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
+    tally.slowest = max(tally.slowest, seconds)
+    tally.memory = max(
+        tally.memory, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
     )
     if seconds > SECONDS and not problem:
         problem = f"{seconds:.1f} s of CPU time"
@@ -162,14 +161,14 @@ def judge(kind: Kind, path: Path, canary: Path, found: Found) -> str:
         watch().seen.clear()
         canary.unlink(missing_ok=True)
     if not problem:
-        found.accepted += error is None
-        found.refused += error is not None
+        tally.accepted += error is None
+        tally.refused += error is not None
     return problem
 
 
 def fuzz(kind: Kind, seeds: Path, inputs: int, seed: int) -> Found:
     """Read `inputs` changed files of a kind."""
-    found = Found()
+    tally = Found()
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch) / "work"
         shutil.copytree(seeds, work)
@@ -186,10 +185,10 @@ def fuzz(kind: Kind, seeds: Path, inputs: int, seed: int) -> Found:
                 return Found(problems=[f"the valid file: {problem}"])
             for number in range(inputs):
                 put(path, data, others, kind, random.Random(f"{seed} {kind.name} {number}"))
-                problem = judge(kind, path, work / "CANARY", found)
+                problem = judge(kind, path, work / "CANARY", tally)
                 if problem:
-                    found.problems.append(f"input {number}: {problem}")
-    return found
+                    tally.problems.append(f"input {number}: {problem}")
+    return tally
 
 
 @contextlib.contextmanager
@@ -245,20 +244,20 @@ def forked(kind: Kind, seeds: Path, inputs: int, seed: int) -> Found:
 HEAD = ("file", "tried", "accepted", "refused", "problems", "slowest (s)", "memory (MB)")
 
 
-def row(name: str, found: Found) -> list[str]:
-    numbers = (found.tried, found.accepted, found.refused, len(found.problems))
-    return [name, *map(str, numbers), f"{found.slowest:.2f}", f"{found.memory:.0f}"]
+def row(name: str, tally: Found) -> list[str]:
+    numbers = (tally.tried, tally.accepted, tally.refused, len(tally.problems))
+    return [name, *map(str, numbers), f"{tally.slowest:.2f}", f"{tally.memory:.0f}"]
 
 
 def page(results: Mapping[str, Found], command: str) -> str:
     """The table in Markdown."""
-    rows = [row(name, found) for name, found in results.items()]
+    rows = [row(name, tally) for name, tally in results.items()]
     total = Found(
-        sum(found.accepted for found in results.values()),
-        sum(found.refused for found in results.values()),
-        [problem for found in results.values() for problem in found.problems],
-        max(found.slowest for found in results.values()),
-        max(found.memory for found in results.values()),
+        sum(tally.accepted for tally in results.values()),
+        sum(tally.refused for tally in results.values()),
+        [problem for tally in results.values() for problem in tally.problems],
+        max(tally.slowest for tally in results.values()),
+        max(tally.memory for tally in results.values()),
     )
     lines = [HEAD, ["---", *["---:"] * (len(HEAD) - 1)], *rows, row("all", total)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -293,14 +292,14 @@ def main() -> int:
         seeds = Path(folder)
         make_seeds(seeds)
         for kind in (kind for kind in KINDS if options.only in kind.name):
-            results[kind.name] = found = forked(kind, seeds, counts[kind.name], options.seed)
-            print("  ".join(row(kind.name, found)), flush=True)
-            for text, times in Counter(p.partition(": ")[2] for p in found.problems).most_common(8):
+            results[kind.name] = tally = forked(kind, seeds, counts[kind.name], options.seed)
+            print("  ".join(row(kind.name, tally)), flush=True)
+            for text, times in Counter(p.partition(": ")[2] for p in tally.problems).most_common(8):
                 print(f"    {times} x {text}", flush=True)
     if options.out:
         command = f"python benchmarks/fuzz_files.py --inputs {options.inputs} --seed {options.seed}"
         options.out.write_text(page(results, command))
-    return 1 if any(found.problems for found in results.values()) else 0
+    return 1 if any(tally.problems for tally in results.values()) else 0
 
 
 if __name__ == "__main__":

@@ -206,27 +206,27 @@ def places_in(owner: Any) -> Any:
 
 def bytes_changed(data: bytes, draw: random.Random) -> bytes:
     """Bytes flipped, cut, doubled, put in or cut off; another encoding; another kind of file."""
-    found = bytearray(data)
+    changed = bytearray(data)
     for _ in range(draw.randint(1, 4)):
-        at, length = draw.randint(0, len(found)), draw.choice((1, 2, 8, 100, 1000))
+        place, length = draw.randint(0, len(changed)), draw.choice((1, 2, 8, 100, 1000))
         kind = draw.choice(
             ("flip", "flip", "cut", "double", "token", "token", "truncate", "noise", "whole")
         )
-        if kind == "flip" and at < len(found):
-            found[at] ^= draw.randint(1, 255)
+        if kind == "flip" and place < len(changed):
+            changed[place] ^= draw.randint(1, 255)
         elif kind == "cut":
-            del found[at : at + length]
+            del changed[place : place + length]
         elif kind == "double":
-            found[at:at] = found[at : at + length]
+            changed[place:place] = changed[place : place + length]
         elif kind == "token":
-            found[at:at] = draw.choice(TOKENS)
+            changed[place:place] = draw.choice(TOKENS)
         elif kind == "truncate":
-            del found[at:]
+            del changed[place:]
         elif kind == "noise":
-            found[at : at + 8] = draw.randbytes(8)
+            changed[place : place + 8] = draw.randbytes(8)
         elif draw.random() < 0.3:
-            found = bytearray(whole(bytes(found), draw))
-    return bytes(found)
+            changed = bytearray(whole(bytes(changed), draw))
+    return bytes(changed)
 
 
 def whole(data: bytes, draw: random.Random) -> bytes:
@@ -266,18 +266,18 @@ def json_changed(data: bytes, draw: random.Random) -> bytes:
 def lines_changed(data: bytes, draw: random.Random) -> bytes:
     """One line of JSON lines changed, dropped, repeated or torn."""
     lines = data.splitlines()
-    at = draw.randrange(len(lines))
+    number = draw.randrange(len(lines))
     kind = draw.choice(("value", "value", "value", "drop", "repeat", "tear", "swap"))
     if kind == "drop":
-        del lines[at]
+        del lines[number]
     elif kind == "repeat":
-        lines.insert(at, lines[at])
+        lines.insert(number, lines[number])
     elif kind == "tear":
-        lines[at] = lines[at][: draw.randint(0, len(lines[at]))]
+        lines[number] = lines[number][: draw.randint(0, len(lines[number]))]
     elif kind == "swap":
         lines.reverse()
     else:
-        lines[at] = json.dumps(changed_value(json.loads(lines[at]), draw)).encode()
+        lines[number] = json.dumps(changed_value(json.loads(lines[number]), draw)).encode()
     return b"\n".join(lines) + draw.choice((b"\n", b""))
 
 
@@ -292,9 +292,9 @@ def yaml_changed(data: bytes, draw: random.Random) -> bytes:
                 )
             return json.dumps(values).encode()  # JSON is YAML
     lines = data.splitlines(keepends=True)
-    at, token = draw.randrange(len(lines)), draw.choice(YAML_TOKENS)
-    name, colon, _ = lines[at].partition(b":")
-    lines[at] = name + b": " + token if colon and draw.random() < 0.6 else lines[at] + token
+    number, token = draw.randrange(len(lines)), draw.choice(YAML_TOKENS)
+    name, colon, _ = lines[number].partition(b":")
+    lines[number] = name + b": " + token if colon and draw.random() < 0.6 else lines[number] + token
     return b"".join(lines)
 
 
@@ -363,17 +363,17 @@ def tensors_changed(
     tensors: dict[str, torch.Tensor], draw: random.Random
 ) -> dict[str, torch.Tensor]:
     """Tensors of another type or shape, not finite, missing, renamed or too many."""
-    found = dict(tensors)
+    changed = dict(tensors)
     for _ in range(draw.randint(1, 2)):
-        if not found:
+        if not changed:
             break
-        name = draw.choice(sorted(found))
-        tensor = found[name]
+        name = draw.choice(sorted(changed))
+        tensor = changed[name]
         kind = draw.choice(("dtype", "shape", "values", "drop", "rename", "more", "empty"))
         if kind == "dtype":
-            found[name] = tensor.to(draw.choice(DTYPES))
+            changed[name] = tensor.to(draw.choice(DTYPES))
         elif kind == "shape":
-            found[name] = draw.choice(
+            changed[name] = draw.choice(
                 (
                     tensor.flatten(),
                     tensor[None],
@@ -383,18 +383,18 @@ def tensors_changed(
                 )
             ).contiguous()
         elif kind == "values" and tensor.is_floating_point():
-            found[name] = torch.full_like(tensor, draw.choice((math.nan, math.inf, -1e38, 0.0)))
+            changed[name] = torch.full_like(tensor, draw.choice((math.nan, math.inf, -1e38, 0.0)))
         elif kind == "drop":
-            del found[name]
+            del changed[name]
         elif kind == "rename":
-            found[draw.choice((name + "x", "", "__metadata", "../x", "\0", name.upper()))] = (
-                found.pop(name)
+            changed[draw.choice((name + "x", "", "__metadata", "../x", "\0", name.upper()))] = (
+                changed.pop(name)
             )
         elif kind == "more":
-            found["another"] = torch.zeros(3)
+            changed["another"] = torch.zeros(3)
         else:
-            found[name] = torch.zeros(0, dtype=tensor.dtype)
-    return found
+            changed[name] = torch.zeros(0, dtype=tensor.dtype)
+    return changed
 
 
 def safetensors_changed(data: bytes, draw: random.Random) -> bytes:
@@ -432,15 +432,15 @@ def safetensors_changed(data: bytes, draw: random.Random) -> bytes:
 Mutation = Callable[[bytes, random.Random], bytes]
 
 
-def mixed(*own: Mutation) -> Mutation:
-    """`own` mutations of a kind of file in two of three cases, changes of bytes in the others and
+def mixed(*mutations: Mutation) -> Mutation:
+    """`mutations` of a kind of file in two of three cases, changes of bytes in the others and
     sometimes afterwards.
     """
 
     def change(data: bytes, draw: random.Random) -> bytes:
-        mutation = draw.choice(own) if own and draw.random() < 0.67 else bytes_changed
-        found = mutation(data, draw)
-        return bytes_changed(found, draw) if draw.random() < 0.1 else found
+        mutation = draw.choice(mutations) if mutations and draw.random() < 0.67 else bytes_changed
+        changed = mutation(data, draw)
+        return bytes_changed(changed, draw) if draw.random() < 0.1 else changed
 
     return change
 

@@ -101,13 +101,13 @@ def difference(old: Any, new: Any) -> str:
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What differs between the contents of two runs, metrics first."""
-    found = []
+    texts = []
     for key in dict.fromkeys((*old, *new)):
         if key not in old or key not in new:
-            found.append(f"{key}: only in the {'working tree' if key in new else 'reference'}")
+            texts.append(f"{key}: only in the {'working tree' if key in new else 'reference'}")
         elif text := difference(old[key], new[key]):
-            found.append(f"{key}: {text}")
-    return sorted(found, key=lambda text: not text.startswith("metrics.jsonl"))
+            texts.append(f"{key}: {text}")
+    return sorted(texts, key=lambda text: not text.startswith("metrics.jsonl"))
 
 
 def verdict(old: Path, new: Path) -> tuple[str, list[str]]:
@@ -116,10 +116,10 @@ def verdict(old: Path, new: Path) -> tuple[str, list[str]]:
     if failed:
         return "FAILED", [f"{run} did not finish: see log.txt" for run in failed]
     before, after = content(old), content(new)
-    found = differences(before, after)
+    reasons = differences(before, after)
     if not before:
         return "FAILED", ["there is nothing to compare"]
-    return ("DIFFERENT" if found else f"equal, {len(before):,} values"), found
+    return ("DIFFERENT" if reasons else f"equal, {len(before):,} values"), reasons
 
 
 def main() -> int:

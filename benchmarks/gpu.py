@@ -127,7 +127,7 @@ def measure(
         trainer.optimizer = torch.optim.AdamW(
             trainer.parameters, config.optim.learning_rate, foreach=False
         )
-    found: list[dict[str, Any]] = []
+    measured: list[dict[str, Any]] = []
     for _ in range(repeats + 1):
         meter.work.clear()
         start = time.perf_counter()
@@ -135,16 +135,16 @@ def measure(
         trainer.iteration()
         meter.phase("")
         seconds = time.perf_counter() - start
-        found.append(summary(case, meter, cost, ceiling, seconds))
+        measured.append(summary(case, meter, cost, ceiling, seconds))
         if left() < 1.2 * seconds:
             break
-    timed = found[1:] or found
+    timed = measured[1:] or measured
     best = min(timed, key=lambda line: line["seconds"])
     return {
         **best,
-        "warm": len(found) > 1,
+        "warm": len(measured) > 1,
         "repeats": len(timed),
-        "all_seconds": [line["seconds"] for line in found],
+        "all_seconds": [line["seconds"] for line in measured],
     }
 
 
@@ -288,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 )
                 continue
             start = time.monotonic()
-            found = attempt(
+            result = attempt(
                 case,
                 device,
                 args.repeats,
@@ -299,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "case": asdict(case),
                 "where": where,
                 "ceiling": limits[case.setting.dtype],
-                **found,
+                **result,
             }
             with file.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")
@@ -318,8 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = shlex.join(
         ["python", "benchmarks/gpu.py", *(sys.argv[1:] if arguments is None else arguments)]
     )
-    whole = {"command": command, **where, "ceilings": limits, "lines": lines}
-    (args.out / "gpu.json").write_text(json.dumps(whole, indent=1) + "\n")
+    record = {"command": command, **where, "ceilings": limits, "lines": lines}
+    (args.out / "gpu.json").write_text(json.dumps(record, indent=1) + "\n")
     print(
         f"{where['device']}, torch {where['versions']['torch']}, {len(lines)} of {len(todo)}"
         " configurations"

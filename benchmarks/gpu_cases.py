@@ -216,14 +216,16 @@ def cases(
 
 def parse_changes(words: Sequence[str]) -> dict[str, Any]:
     """`name=value` pairs as changes of a `Setting`."""
-    defaults, found = asdict(Setting()), {}
+    defaults, changes = asdict(Setting()), {}
     for word in words:
         name, _, text = word.partition("=")
         if name not in defaults:
             raise SystemExit(f"--set {word}: no such setting; allowed: {', '.join(defaults)}")
         kind = type(defaults[name])
         try:
-            found[name] = text.lower() in ("1", "true", "on", "yes") if kind is bool else kind(text)
+            changes[name] = (
+                text.lower() in ("1", "true", "on", "yes") if kind is bool else kind(text)
+            )
         except ValueError:
             raise SystemExit(f"--set {word}: a {kind.__name__} is needed") from None
-    return found
+    return changes

@@ -422,7 +422,7 @@ def _bad_for(option: str, default: Any) -> list[Any]:
 
 
 def _build(kind: str, spec: str) -> Callable[[], Any]:
-    return lambda: build(kind, spec)
+    return lambda: build(kind, spec, trust=True)
 
 
 NEEDED: dict[tuple[str, str], dict[str, Any]] = {
@@ -437,7 +437,7 @@ NEEDED: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def _make(kind: str, name: str, option: str, value: Any) -> Callable[[], Any]:
-    return lambda: find_maker(kind, parse_spec(name, kind))(
+    return lambda: find_maker(kind, parse_spec(name, kind), trust=True)(
         **{**NEEDED.get((kind, name), {}), option: value}
     )
 

@@ -109,12 +109,12 @@ seeds, widened for their small number. Seconds are those of one core.
 
 def sizes_text(quick: bool, looks: Mapping[str, int]) -> str:
     """How much was measured."""
-    found = [
+    sizes_of_worlds = [
         f"{NAMES[world]}: {looks.get(world, 0)} look(s) of {size.prompts} prompts x {size.members}"
         " trajectories"
         for world, size in sizes(quick).items()
     ]
-    return "; ".join(found) + "."
+    return "; ".join(sizes_of_worlds) + "."
 
 
 def write(
@@ -124,7 +124,7 @@ def write(
     sums, lines = read_sums(work, wanted, quick), read_lines(folder / "merit-train.jsonl")
     if sums:
         cells, left_out = judged(sums), not_applicable(sums)
-        found = verdicts(cells, lines)
+        probes = verdicts(cells, lines)
         made = {"command": command, "code": code_digest(), **provenance()}
         looks = {
             world: max(
@@ -137,7 +137,7 @@ def write(
         }
         write_json(
             folder / "merit.json",
-            record(cells, left_out, found, lines, {**made, "looks": looks}, quick),
+            record(cells, left_out, probes, lines, {**made, "looks": looks}, quick),
         )
         training = "\n".join(train_table(lines))
         full = [full_text(cells, left_out), "## Training runs", training]
@@ -156,8 +156,8 @@ def write(
                 commands=COMMANDS,
                 commit=made["commit"],
                 hardware=made["hardware"],
-                recommendation=recommendation(found),
-                verdicts="\n".join(verdict_table(found)),
+                recommendation=recommendation(probes),
+                verdicts="\n".join(verdict_table(probes)),
                 margin=MARGIN,
                 continuations=continuations,
                 sizes=sizes_text(quick, looks),
@@ -185,7 +185,7 @@ def full_text(
 def record(
     cells: Mapping[Cell, Sequence[Judged]],
     left_out: Mapping[tuple[str, str], str],
-    found: Sequence[Any],
+    probes: Sequence[Any],
     lines: Mapping[Any, Mapping[str, Any]],
     made: Mapping[str, Any],
     quick: bool,
@@ -196,14 +196,14 @@ def record(
         "sizes": {world: asdict(size) for world, size in sizes(quick).items()},
         "margin": MARGIN,
         "cells": [
-            {"world": world, "stage": stage, "rows": [one.as_dict() for one in rows]}
+            {"world": world, "stage": stage, "rows": [entry.as_dict() for entry in rows]}
             for (world, stage), rows in cells.items()
         ],
         "not_applicable": [
             {"world": world, "row": row, "why": why} for (world, row), why in left_out.items()
         ],
-        "verdicts": [{**asdict(one), "recommended": one.recommended} for one in found],
-        "training": [{**asdict(one), "learns": one.learns} for one in learned(lines)[0]],
+        "verdicts": [{**asdict(entry), "recommended": entry.recommended} for entry in probes],
+        "training": [{**asdict(entry), "learns": entry.learns} for entry in learned(lines)[0]],
     }
 
 

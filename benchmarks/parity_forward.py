@@ -122,13 +122,13 @@ def dgpo_tables(loss: DGPO, batch: ForwardBatch, row: Mapping[str, Tensor]) -> d
     """What DGPO's code recorded of every row; sums and weights of a group for each of its rows."""
     assert batch.pooled is not None
     members = int((batch.group == 0).sum()) // len(batch.time[batch.sample == 0])
-    found = {
+    tables = {
         "group/sum": batch.pooled,
         "group/weight": row["group_weight"],
         "group_term": loss.row_terms(batch) / members,
     }
-    found["matching"] = row["matching"]
-    return found | (
+    tables["matching"] = row["matching"]
+    return tables | (
         {"ratio": row["ratio_mean"], "clipped": row["clip_fraction"]}
         if loss.clip is not None
         else {}
@@ -292,12 +292,12 @@ def row_values(loss: Loss, batch: ForwardBatch) -> tuple[ForwardBatch, dict[str,
                 batch,
                 pooled=unit_means(loss.row_terms(batch), batch.units(loss.unit), batch.weight),
             )
-        found: dict[str, list[Tensor]] = {}
+        columns: dict[str, list[Tensor]] = {}
         for row in range(len(batch.time)):
             result = loss.loss(batch.rows(slice(row, row + 1)))
             for name, value in {**result.metrics, "loss": result.loss}.items():
-                found.setdefault(name, []).append(value.reshape(()))
-    return batch, {name: torch.stack(values) for name, values in found.items()}
+                columns.setdefault(name, []).append(value.reshape(()))
+    return batch, {name: torch.stack(values) for name, values in columns.items()}
 
 
 def squared_distances(loss: Loss, batch: ForwardBatch) -> dict[str, Tensor]:
@@ -309,14 +309,14 @@ def squared_distances(loss: Loss, batch: ForwardBatch) -> dict[str, Tensor]:
         "matching_reference": (anchor, batch.target),
         "matching_old": (batch.old, batch.target),
     }
-    found = {
-        name: (one, other)
-        for name, (one, other) in pairs.items()
-        if one is not None and other is not None
+    known = {
+        name: (first, other)
+        for name, (first, other) in pairs.items()
+        if first is not None and other is not None
     }
     return {
-        name: (one.detach() - other).square().flatten(1).mean(1)
-        for name, (one, other) in found.items()
+        name: (first.detach() - other).square().flatten(1).mean(1)
+        for name, (first, other) in known.items()
     }
 
 
@@ -335,7 +335,7 @@ def table_differences(
     samples = meta["prompts"] * meta["members"]
     batch, values = row_values(loss, trainer.batches.rows())
     tables = code.tables(loss, batch, values) | squared_distances(loss, batch)
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for name, ours in tables.items():
         if name in recorded:
             ours = ours.view(samples, -1)
@@ -347,13 +347,14 @@ def table_differences(
                 else recorded[name][:, None].expand_as(ours)
             )
             quantity = QUANTITIES.get(name, "row losses")
-            found[quantity] = max(
-                found.get(quantity, 0.0), distance(ours, theirs, 1.0 if name == "clipped" else 0.0)
+            largest[quantity] = max(
+                largest.get(quantity, 0.0),
+                distance(ours, theirs, 1.0 if name == "clipped" else 0.0),
             )
     theirs, loss_of_rows = recorded[code.total], values["loss"].view(samples, -1)
     micro = loss_of_rows[trainer.given_order].unflatten(0, (len(theirs), -1)).mean(1)
     size = float(max(loss_of_rows.abs().max(), theirs.abs().max()))
-    found["loss of micro-batches"] = max(
+    largest["loss of micro-batches"] = max(
         distance(micro if theirs.ndim == 2 else micro.mean(1), theirs, size),
         distance(torch.tensor(trainer.metrics["loss"]), theirs.mean(), size),
     )
@@ -361,10 +362,10 @@ def table_differences(
         name := next((name for name in recorded if name.startswith("v_draw0_sample_")), None)
     ) is not None:
         row = int(name.rpartition("_")[2]) * trainer.times.shape[1]
-        found["velocities"] = distance(batch.new[row], recorded[name])
+        largest["velocities"] = distance(batch.new[row], recorded[name])
     if "rewards" not in recorded and meta["states"][state]["config"]["sample"]["global_std"]:
-        found["advantages"] = distance(trainer.advantages[:, 0], replay.inputs["advantages"])
-    yield from found.items()
+        largest["advantages"] = distance(trainer.advantages[:, 0], replay.inputs["advantages"])
+    yield from largest.items()
 
 
 def sampling_differences(

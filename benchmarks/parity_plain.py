@@ -72,11 +72,11 @@ def make_inputs(size: float) -> dict[str, Tensor]:
     rewards = normal(PROMPTS, MEMBERS, scale=0.02)
     rewards[[0, 1], [3, 30]] += torch.tensor([1.0, -1.0])
     first, second = normal(HIDDEN, SIZE, scale=4.0), normal(SIZE, HIDDEN, scale=4.0)
-    found = {"rewards": rewards, "new/first": first, "new/second": second}
+    tensors = {"rewards": rewards, "new/first": first, "new/second": second}
     for copy in ("old", "base"):
-        found[f"{copy}/first"] = first + normal(HIDDEN, SIZE)
-        found[f"{copy}/second"] = second + normal(SIZE, HIDDEN)
-    return found | {
+        tensors[f"{copy}/first"] = first + normal(HIDDEN, SIZE)
+        tensors[f"{copy}/second"] = second + normal(SIZE, HIDDEN)
+    return tensors | {
         "order": torch.randperm(samples, generator=generator),
         "init_noise": normal(samples, *latent, scale=size),
         "step_noise": normal(samples, STEPS, *latent),
@@ -115,11 +115,11 @@ def grpo(given: Tensors, kl_weight: float) -> tuple[Tensor, Tensor, Loss]:
         terms, advantage = [], advantages[rows]
         for step in range(STEPS - 1):
             x, after = nodes[step][rows], nodes[step + 1][rows]
-            means = [transition(one, x, step)[0] for one in (weights, behaviour, base)]
+            means = [transition(term, x, step)[0] for term in (weights, behaviour, base)]
             new, old = ((after - mean).square().flatten(1).mean(1) for mean in means[:2])
             variance = transition(weights, x, step)[1] ** 2
             ratio = ((old - new) / (2 * variance)).exp()
-            policy = [-advantage * one for one in (ratio, ratio.clamp(1 - CLIP, 1 + CLIP))]
+            policy = [-advantage * term for term in (ratio, ratio.clamp(1 - CLIP, 1 + CLIP))]
             kl = (means[0] - means[2]).square().flatten(1).mean(1) / (2 * variance)
             terms.append(torch.maximum(*policy) + kl_weight * kl)
         return torch.stack(terms).mean()
@@ -156,7 +156,7 @@ def optimizer_steps(weights: Tensors, loss: Loss, order: Tensor, largest: float)
         leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
         gradients = torch.autograd.grad(loss(leaves, rows), list(leaves.values()))
         norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
-        found, weights = {"grad_norm": norm}, {}
+        recorded, weights = {"grad_norm": norm}, {}
         for (name, weight), gradient in zip(leaves.items(), gradients, strict=True):
             clipped, (mean, square) = gradient * min(1, largest / (norm + 1e-6)), moments[name]
             mean = BETAS[0] * mean + (1 - BETAS[0]) * clipped
@@ -165,8 +165,8 @@ def optimizer_steps(weights: Tensors, loss: Loss, order: Tensor, largest: float)
             decayed, moments[name] = weight.detach() * (1 - RATE * DECAY), (mean, square)
             weights[name] = decayed - RATE * first / (second.sqrt() + 1e-8)
             values = {"grad": gradient, "clipped": clipped, "weights_after": weights[name]}
-            found |= {f"{kind}/{peft_name(name)}": value for kind, value in values.items()}
-        steps.append(found)
+            recorded |= {f"{kind}/{peft_name(name)}": value for kind, value in values.items()}
+        steps.append(recorded)
     return steps
 
 

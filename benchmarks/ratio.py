@@ -233,7 +233,7 @@ def rounding(dtype: str, guidance: float, samples: int) -> dict[str, Any]:
     policy = deep_policy(dtype)
     schedule, condition = policy.schedule(10), policy.encode([Prompt("a fox")])
     generator = torch.Generator().manual_seed(0)
-    found: dict[str, Any] = {"velocity": [], "difference": [], **{name: [] for name in RATIOS}}
+    sizes: dict[str, Any] = {"velocity": [], "difference": [], **{name: [] for name in RATIOS}}
     with torch.no_grad(), policy.guided(guidance):
         for i in range(schedule.steps - 1):
             t, step, pairs = schedule.times[i], torch.tensor([i]), []
@@ -246,8 +246,8 @@ def rounding(dtype: str, guidance: float, samples: int) -> dict[str, Any]:
                 with other_kernels(DTYPES[dtype]):
                     new = policy.velocity(x, schedule.network_timesteps[step], condition)
                 pairs.append((x, old, new))
-            found["velocity"].append(statistics.fmean(rms(old) for _, old, _ in pairs))
-            found["difference"].append(statistics.fmean(rms(new - old) for _, old, new in pairs))
+            sizes["velocity"].append(statistics.fmean(rms(old) for _, old, _ in pairs))
+            sizes["difference"].append(statistics.fmean(rms(new - old) for _, old, new in pairs))
             for name, (sampler, density, _) in RATIOS.items():
                 ratios = []
                 for x, old, new in pairs:
@@ -256,13 +256,13 @@ def rounding(dtype: str, guidance: float, samples: int) -> dict[str, Any]:
                     )
                     taken = sample(behaviour, generator)
                     ratios.append(float(density(policy_now, taken) - density(behaviour, taken)))
-                found[name].append(ratios)
+                sizes[name].append(ratios)
     for name, (sampler, density, _) in RATIOS.items():
         steps = steps_of(sampler, schedule)
         factor = steps.std**-2 / 2 if density is log_prob else torch.ones_like(steps.std)
-        moved = (steps.slope[:-1] * torch.tensor(found["difference"], dtype=torch.float64)).square()
-        found[f"{name}, predicted"] = (-moved * factor[:-1]).tolist()
-    return found
+        moved = (steps.slope[:-1] * torch.tensor(sizes["difference"], dtype=torch.float64)).square()
+        sizes[f"{name}, predicted"] = (-moved * factor[:-1]).tolist()
+    return sizes
 
 
 def main() -> None:
@@ -277,10 +277,10 @@ def main() -> None:
     torch.set_num_threads(1)
     if not options.report:
         began = time.monotonic()
-        found = {}
+        rounded = {}
         for dtype in PRECISIONS:
             for guidance in (1.0, 4.5):
-                found[f"{dtype}, guidance {guidance:g}"] = rounding(
+                rounded[f"{dtype}, guidance {guidance:g}"] = rounding(
                     dtype, guidance, options.samples
                 )
                 print(
@@ -294,7 +294,7 @@ def main() -> None:
             "clips": clips(),
             "shares": all_shares(),
             "published_clips": {name: clip for name, (_, _, clip) in RATIOS.items()},
-            "rounding": found,
+            "rounding": rounded,
         }
         write_json(RESULTS, record)
     record = json.loads(RESULTS.read_text())

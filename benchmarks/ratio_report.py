@@ -20,24 +20,24 @@ PRECISIONS = {
 }
 
 
-def shares_figure(found: dict[str, Any]) -> Figure:
+def shares_figure(shares: dict[str, Any]) -> Figure:
     """A row per grid, a column per sampler; bars by step."""
-    rows = [name for name in found if not name.startswith("2-D")]
+    rows = [name for name in shares if not name.startswith("2-D")]
     chosen = [
         name
-        for name in found[rows[0]]["samplers"]
+        for name in shares[rows[0]]["samplers"]
         if name not in ("CPS 0.8", "Flow-SDE 0.7, all but last")
     ]
     drawn = Figure(figsize=(13, 2.5 * len(rows)), layout="constrained")
     grid: Any = drawn.subplots(len(rows), len(chosen), sharey=True, squeeze=False)
     for row, name in enumerate(rows):
         for column, sampler in enumerate(chosen):
-            axes, values = grid[row, column], found[name]["samplers"][sampler]
+            axes, values = grid[row, column], shares[name]["samplers"][sampler]
             forms = [form for form in FORMS if form in values]
             count, width = len(values["std"]), 0.8 / len(forms)
             for k, form in enumerate(forms):
-                at = [i - 0.4 + (k + 0.5) * width for i in range(count)]
-                axes.bar(at, values[form], width, color=SHADES[form], label=FORMS[form])
+                places = [i - 0.4 + (k + 0.5) * width for i in range(count)]
+                axes.bar(places, values[form], width, color=SHADES[form], label=FORMS[form])
             top = max(range(count), key=lambda i: values["exact"][i])
             place, label = (
                 (top - 0.4 + width / 2, values["exact"][top]),
@@ -62,9 +62,9 @@ def rounding_figure(record: dict[str, Any]) -> Figure:
     panels: Any = drawn.subplots(1, len(record["published_clips"]), sharey=True)
     for axes, (name, clip) in zip(panels, record["published_clips"].items(), strict=True):
         for dtype, shade in PRECISIONS.items():
-            found = record["rounding"][f"{dtype}, guidance 4.5"]
+            rounded = record["rounding"][f"{dtype}, guidance 4.5"]
             _points(
-                axes, found[name], [-mean for mean in found[f"{name}, predicted"]], shade, dtype
+                axes, rounded[name], [-mean for mean in rounded[f"{name}, predicted"]], shade, dtype
             )
         axes.axhline(clip, color=INK, linewidth=1.2, linestyle="--")
         axes.set(
@@ -119,20 +119,20 @@ def report(record: dict[str, Any]) -> str:
         f" {row['log_density']:.2g} |"
         for row in record["clips"]
     ]
-    for grid, found in record["shares"].items():
-        count = len(found["times"]) - 1
+    for grid, values_of_grid in record["shares"].items():
+        count = len(values_of_grid["times"]) - 1
         lines += [
             "",
             f"### Shares: {grid}",
             "",
-            f"Times {', '.join(f'{t:.4g}' for t in found['times'])}.",
+            f"Times {', '.join(f'{t:.4g}' for t in values_of_grid['times'])}.",
             "",
         ]
         lines += [
             f"| sampler | form | {' | '.join(map(str, range(count)))} |",
             "|---|---|" + "---|" * count,
         ]
-        for sampler, values in found["samplers"].items():
+        for sampler, values in values_of_grid["samplers"].items():
             lines += [f"| {sampler} | std | {' | '.join(f'{std:.3g}' for std in values['std'])} |"]
             for form in (form for form in FORMS if form in values):
                 lines += [
@@ -148,9 +148,9 @@ def report(record: dict[str, Any]) -> str:
         "|---|---|" + "---|" * 9,
     ]
     for name, clip in record["published_clips"].items():
-        for case, found in record["rounding"].items():
+        for case, rounded in record["rounding"].items():
             cells = [
-                f"{min(values) / clip:.2g} to {max(values) / clip:.2g}" for values in found[name]
+                f"{min(values) / clip:.2g} to {max(values) / clip:.2g}" for values in rounded[name]
             ]
             lines += [f"| {name}, {clip:.0e} | {case} | {' | '.join(cells)} |"]
     lines += [
@@ -162,8 +162,8 @@ def report(record: dict[str, Any]) -> str:
         "| precision, guidance | " + " | ".join(map(str, range(9))) + " |",
         "|---|" + "---|" * 9,
     ]
-    for case, found in record["rounding"].items():
-        pairs = zip(found["velocity"], found["difference"], strict=True)
+    for case, rounded in record["rounding"].items():
+        pairs = zip(rounded["velocity"], rounded["difference"], strict=True)
         lines += [f"| {case} | {' | '.join(f'{size:.2f}, {gap:.1e}' for size, gap in pairs)} |"]
     return "\n".join(lines) + "\n"
 

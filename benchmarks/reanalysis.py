@@ -128,11 +128,11 @@ def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterat
             }
             areas = by_seed({key: run.area() for key, run in runs.items()})
             asks = [f"{name} against uniform (mean reward over {budget})" for budget in budgets]
-            own = [leads.get((world, rule), "-") for rule in asks]
+            printed = [leads.get((world, rule), "-") for rule in asks]
             larger = leads.get(
                 (
                     world,
-                    f"{name} against uniform, larger groups (mean reward over equal NFE)",
+                    f"{name} against uniform, larger groups (mean reward over equal forward equivalents)",
                 ),
                 "-",
             )
@@ -141,7 +141,7 @@ def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterat
                 cells[0],
                 str(len(areas)),
                 interval(t_test(areas)),
-                *own,
+                *printed,
                 lost,
                 f"{areas.min():.6f}",
                 larger,
@@ -151,8 +151,8 @@ def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterat
 
 def cell_rows(place: str, cells: Sequence[str], mine: Sequence[str]) -> Iterator[Row]:
     """A row per cell of a table."""
-    for number, (page, own) in enumerate(zip(cells, mine, strict=True)):
-        yield Row(place, f"{cells[0]}, cell {number}", page, own)
+    for number, (page, second) in enumerate(zip(cells, mine, strict=True)):
+        yield Row(place, f"{cells[0]}, cell {number}", page, second)
 
 
 def all_rows(results: Path, docs: Path) -> list[Row]:

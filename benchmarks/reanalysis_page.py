@@ -87,7 +87,7 @@ def flags(text: str) -> Settings:
         n.removeprefix("--").replace("-", "_"): value(v)
         for n, v in zip(words[::2], words[1::2], strict=True)
     }
-    return {"rule" if name == "credit" else name: found for name, found in named.items()}
+    return {"rule" if name == "credit" else name: setting for name, setting in named.items()}
 
 
 def page_parts(details: str) -> Iterator[Part]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 from reanalysis_statistics import (
+    FORWARDS,
     SAMPLING,
     SECONDS,
     Key,
@@ -19,7 +20,7 @@ from reanalysis_statistics import (
 )
 from scipy import stats
 
-BUDGETS = ("training", "equal NFE", "equal seconds")
+BUDGETS = ("training", f"equal {FORWARDS}", "equal seconds")
 LATE_NODES = 4 * 4
 """Evaluations per trajectory of stepwise gains at the nodes after the one that follows the window's
 last stochastic step: 4 new evaluations of 5 substeps at nodes 6 to 9, for steps that are
@@ -59,13 +60,13 @@ def leads(first: Mapping[Key, Run], second: Mapping[Key, Run], budget: str) -> V
 
 def lines(arms: Mapping[str, Settings], results: Results, world: str = "mixture") -> Iterator[str]:
     """A line per arm and budget; p-values are uncorrected."""
-    found = {name: results.find(world, settings) for name, settings in arms.items()}
-    uniform = found.pop("uniform")
+    runs_of = {name: results.find(world, settings) for name, settings in arms.items()}
+    uniform = runs_of.pop("uniform")
     yield (
         "arm, budget: lead over uniform; p of t / sign flips / t without one seed (lowest to"
         " highest)"
     )
-    for name, runs in found.items():
+    for name, runs in runs_of.items():
         for budget in BUDGETS:
             values = leads(runs, uniform, budget)
             if len(values) < 3:
@@ -77,14 +78,16 @@ def lines(arms: Mapping[str, Settings], results: Results, world: str = "mixture"
             )
             yield f"{name}, {budget}: {values.mean():+.3f}; {tests}"
     yield "\ncollapse rates: p of the interval's normal statistic is on the page; exact McNemar p"
-    for name, runs in found.items():
+    for name, runs in runs_of.items():
         keys = sorted(set(runs) & set(uniform))
         more = sum(runs[key].collapsed and not uniform[key].collapsed for key in keys)
         less = sum(uniform[key].collapsed and not runs[key].collapsed for key in keys)
         exact = stats.binomtest(more, more + less).pvalue if more + less else 1.0
         yield f"{name}: {more} seeds more, {less} fewer; {exact:.2g}"
     fewer = leads(
-        {key: cheaper(run) for key, run in found["stepwise gains"].items()}, uniform, "equal NFE"
+        {key: cheaper(run) for key, run in runs_of["stepwise gains"].items()},
+        uniform,
+        f"equal {FORWARDS}",
     )
     text = "mean {0.mean:+.3f} [{0.low:.3f}, {0.high:.3f}], p {0.p:.2g}".format(t_test(fewer))
     yield (
@@ -92,7 +95,7 @@ def lines(arms: Mapping[str, Settings], results: Results, world: str = "mixture"
         f" the window: {text}"
     )
     yield "\nruns whose first interval took more than five times the arm's median seconds"
-    for name, runs in {"uniform": uniform, **found}.items():
+    for name, runs in {"uniform": uniform, **runs_of}.items():
         first = {key: run.curve[1, SECONDS] for key, run in runs.items()}
         middle = float(np.median(list(first.values()))) if first else 0.0
         slow = [key for key, seconds in first.items() if seconds > 5 * middle]

@@ -36,10 +36,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # of settings that a search or an arm c
 }
 IGNORED = {"seed", "task", "method", "credit", "rule", "overlap_rewards", "world"}
 UPDATE, SAMPLING, TRAINING, SECONDS, REWARD, QUALITY = 0, 1, 2, 3, 7, 8
-"""Columns of a line's curve. Network evaluations are SAMPLING (with scoring) + TRAINING; evaluating
-the curve costs none.
+"""Columns of a line's curve. SAMPLING includes probes; evaluating the curve costs nothing."""
+FORWARDS = "forward equivalents"
+AXES = {"training": "updates", f"equal {FORWARDS}": FORWARDS, "equal seconds": "seconds"}
+BACKWARD, CHECKPOINTED = 3, 4
+"""Forward passes that a forward with its backward pass counts, without and with checkpointing."""
+SCORED = {"mixture": 0.0, "shapes": (3_178_496 + 1_333_248) / 8_396_800}
+"""Forward passes that decoding and scoring an image count, by the FLOPs in
+``benchmarks/results/flops.json``.
 """
-AXES = {"training": "updates", "equal NFE": "NFE", "equal seconds": "seconds"}
+NETWORKS = {"clipped": 1, "diffusion-nft": 2, "dgpo": 3, "awm": 4}
+"""Evaluations of a loss's update for each with a gradient; a KL penalty needs another one."""
 AT_REWARD = "log-density under the data at equal reward"
 NUMBER = r"[-+]?\d+\.\d+"
 SMALLEST, RATIO, RATE, DENSITY = 0.05, float(np.log(1.1)), 0.1, 0.05
@@ -54,6 +61,7 @@ class Run(NamedTuple):
     key: Key
     settings: Settings
     curve: Values
+    scored: float
 
     @property
     def rewards(self) -> Values:
@@ -76,10 +84,25 @@ class Run(NamedTuple):
             self.rewards[-1] < self.rewards.max() - 0.1 or self.rewards[-1] < self.rewards[0] - 0.02
         )
 
+    @property
+    def update(self) -> float:
+        """Forward passes that an evaluation of the update counts, on average."""
+        networks = NETWORKS[self.settings["loss"].split("(")[0]] + (self.settings["kl_weight"] > 0)
+        backward = CHECKPOINTED if self.settings["gradient_checkpointing"] else BACKWARD
+        return 1 + (backward - 1) / networks
+
+    @property
+    def scoring(self) -> float:
+        """Forward passes that decoding and scoring counts for every evaluation of sampling, because
+        lines have only the run's total of scored images.
+        """
+        return SCORED[self.world] * self.scored / self.curve[-1, SAMPLING]
+
     def budgets(self, axis: str) -> Values:
-        """Updates, network evaluations or seconds spent at the evaluations."""
-        if axis == "NFE":
-            return self.curve[:, SAMPLING] + self.curve[:, TRAINING]
+        """Updates, forward equivalents or seconds spent at the evaluations."""
+        if axis == FORWARDS:
+            sampled, updated = self.curve[:, SAMPLING], self.curve[:, TRAINING]
+            return sampled * (1 + self.scoring) + updated * self.update
         return self.curve[:, {"updates": UPDATE, "seconds": SECONDS}[axis]]
 
     def area(self, axis: str = "updates", budget: float | None = None) -> float:
@@ -120,7 +143,8 @@ def read_runs(path: Path) -> list[Run]:
         settings["rule"] = "random" if rule == "random(seed=0)" else rule
         settings["sampler"] = settings["sampler"] or "flow-sde"
         curve = np.array(line["curve"], dtype=float)
-        runs.append(Run(settings["world"], (line["seed"], settings["task"]), settings, curve))
+        key, scored = (line["seed"], settings["task"]), line["totals"]["reward_calls"]
+        runs.append(Run(settings["world"], key, settings, curve, scored))
     return runs
 
 
@@ -167,16 +191,16 @@ class Results:
         return self.found[name]
 
     def _find(self, world: str, wanted: Settings) -> dict[Key, Run]:
-        found: dict[Key, Run] = {}
+        matching: dict[Key, Run] = {}
         for run in self.runs[world]:
             if all(run.settings.get(name) == value for name, value in wanted.items()):
-                if run.key in found:
+                if run.key in matching:
                     raise ValueError(
                         f"two runs of seed and task {run.key} have the settings {wanted}"
                     )
-                found[run.key] = run
-        tasks = Counter(seed for seed, _ in found)  # a seed counts once all its tasks are there
-        return {key: run for key, run in found.items() if tasks[key[0]] == max(tasks.values())}
+                matching[run.key] = run
+        tasks = Counter(seed for seed, _ in matching)  # a seed counts once all its tasks are there
+        return {key: run for key, run in matching.items() if tasks[key[0]] == max(tasks.values())}
 
 
 class Test(NamedTuple):
@@ -293,7 +317,7 @@ def lead(first: Run, second: Run, measure: str) -> float:
     """first - second of two runs of a seed, or the log of their ratio."""
     if measure == "final reward":
         return float(first.rewards[-1] - second.rewards[-1])
-    if found := re.fullmatch(r"(updates|NFE|seconds) to equal rewards, ratio", measure):
+    if found := re.fullmatch(rf"(updates|{FORWARDS}|seconds) to equal rewards, ratio", measure):
         return log_ratio(first, second, found[1])
     if measure == AT_REWARD:
         return quality_shift(first, second)

@@ -167,8 +167,8 @@ def main() -> None:
         for folder in some
     ]
     seconds, commits = (
-        [one["cpu_seconds"] for one in made],
-        ", ".join(sorted({one["commit"] for one in made})),
+        [run["cpu_seconds"] for run in made],
+        ", ".join(sorted({run["commit"] for run in made})),
     )
     record = {
         "commit": commits,

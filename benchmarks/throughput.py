@@ -52,11 +52,11 @@ def main() -> None:
     )
     count = parser.parse_args().processes
     if count:
-        found: dict[int, tuple] = {}
+        rates: dict[int, tuple] = {}
         run_jobs(
-            measure, {number: () for number in range(count)}, count, finished=found.__setitem__
+            measure, {number: () for number in range(count)}, count, finished=rates.__setitem__
         )
-        results, shown = list(found.values()), f"{count} processes of one thread"
+        results, shown = list(rates.values()), f"{count} processes of one thread"
     else:
         results, shown = [measure()], f"{torch.get_num_threads()} threads"
     for number, name in enumerate(("forward", "training (LoRA rank 8)")):

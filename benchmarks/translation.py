@@ -98,12 +98,14 @@ class Steps:
 
 def steps_of(sampler: Sampler, schedule: Schedule) -> Steps:
     """Slopes, stds and lengths of `sampler` on `schedule`, from its own transitions."""
-    index, zero, one = (
+    index, zero, unit = (
         torch.arange(schedule.steps),
         torch.zeros(schedule.steps, 1),
         torch.ones(schedule.steps, 1),
     )
-    moved, still = (sampler.transition(zero, velocity, schedule, index) for velocity in (one, zero))
+    moved, still = (
+        sampler.transition(zero, velocity, schedule, index) for velocity in (unit, zero)
+    )
     slope = (moved.mean - still.mean).abs().flatten()
     return Steps(slope.double(), still.std.double(), schedule.deltas.double())
 
@@ -119,13 +121,13 @@ def clipped(
     """The fraction of pairs whose log-ratio leaves +-`clip` at each trained step, for a velocity
     change u = `change`.
     """
-    found = []
+    fractions = []
     for step in trained:
         scale = 2 * float(steps.std[step]) ** 2 if released else 1.0
         divergence = float(steps.kl[step]) * change**2
         log_ratio = NormalDist(-scale * divergence, scale * math.sqrt(2 * divergence / elements))
-        found.append(log_ratio.cdf(-clip) + 1 - log_ratio.cdf(clip))
-    return found
+        fractions.append(log_ratio.cdf(-clip) + 1 - log_ratio.cdf(clip))
+    return fractions
 
 
 def bisect(

@@ -99,14 +99,14 @@ def rule_file(path: Path, name: str = "Mine", steps: str = "steps") -> Path:
     return path
 
 
-def here(function, jobs, workers, *, finished, received, describe) -> bool:  # type: ignore[no-untyped-def]
+def here(function, jobs, workers, *, finished, received, describe) -> bool:
     """`run_jobs` in this process."""
 
     class Worker:
-        def __init__(self, key) -> None:  # type: ignore[no-untyped-def]
+        def __init__(self, key):
             self.key = key
 
-        def send(self, message) -> None:  # type: ignore[no-untyped-def]
+        def send(self, message):
             received(self.key, message)
 
         def stopped(self) -> bool:

@@ -30,14 +30,14 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.path.relative_to(Path(__file__).parent).parts[0] in SATELLITES:
             item.add_marker("satellite")
-    there = torch.cuda.device_count()
+    available = torch.cuda.device_count()
     needed = [
         (mark.args or (1,))[0] if (mark := item.get_closest_marker("gpu")) else 0 for item in items
     ]
     config.hook.pytest_deselected(
-        items=[item for item, count in zip(items, needed, strict=True) if count > there]
+        items=[item for item, count in zip(items, needed, strict=True) if count > available]
     )
-    items[:] = [item for item, count in zip(items, needed, strict=True) if count <= there]
+    items[:] = [item for item, count in zip(items, needed, strict=True) if count <= available]
 
 
 @pytest.fixture

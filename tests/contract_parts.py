@@ -1,7 +1,6 @@
 """Parts that the tests of the contracts share."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from flowrl.credit import branched_tree, gains, unit_values, zscore
 from flowrl.probes import Branch, Call, Cost, Probe
@@ -63,5 +62,5 @@ class Own(Probe):
         return Cost([Call(count) for count in rows], 2 * sum(rows))
 
 
-def mixture_policy() -> Any:
+def mixture_policy():
     return MixtureWorld().policy(PolicyOptions())

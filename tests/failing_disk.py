@@ -18,8 +18,8 @@ class FailingDisk:
     it, "half" in the middle of a write.
     """
 
-    def __init__(self, monkeypatch, mode, at):
-        self.mode, self.at, self.count, self.dead, self.fired = mode, at, 0, False, False
+    def __init__(self, monkeypatch, mode, step):
+        self.mode, self.at, self.count, self.dead, self.fired = mode, step, 0, False, False
         for name in NAMES:
             monkeypatch.setattr(os, name, self.failing(name, getattr(os, name)))
 

@@ -10,8 +10,6 @@ ROOT = Path(__file__).parents[1]
 def load(script: str) -> ModuleType:
     """The module of the script at this path, relative to the root of the repository."""
     spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -22,7 +22,7 @@ COMMON = FORWARD / "common" / "inputs.safetensors"
 class Recorded:
     """A recording, its policy with the current weights, and the condition on its prompts."""
 
-    def __init__(self, method: str, work: Path) -> None:
+    def __init__(self, method: str, work: Path):
         (self.recording,) = Recording.every(FORWARD, method)
         folder, lora = pipeline_folder(self.recording, work), self.recording.meta["lora"]
         config = RunConfig.of(
@@ -45,7 +45,7 @@ class Recorded:
         self.common = load_file(COMMON)
         self.put("lora_current")
 
-    def put(self, name: str) -> None:
+    def put(self, name: str):
         """Let the policy have these weights of the recording."""
         weights = below(self.common, name)
         with torch.no_grad():

@@ -94,7 +94,7 @@ class Compared(Trainer):
         expected = torch.autograd.grad(loss * share, self.parameters)
         for parameter, gradient in zip(self.parameters, expected, strict=True):
             scale = max(float(gradient.abs().max()), 1e-6)
-            found, wanted = parameter.grad / scale, gradient / scale
-            torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
+            actual, wanted = parameter.grad / scale, gradient / scale
+            torch.testing.assert_close(actual, wanted, atol=2e-5, rtol=1e-4)
         assert abs(sum(micro.weight for micro in minibatch) - share) < 1e-6
         super().optimizer_step(minibatch, check, metrics)

@@ -95,6 +95,13 @@ def numbers(folder):
     return json.dumps(rows_of(folder)), *((folder / name).read_bytes() for name in FILES)
 
 
+TINY_MODEL = {
+    "resolution": 16,
+    "max_sequence_length": 24,
+    "device": "cpu",
+    "dtype": "float32",
+}
+"""Settings of a tiny pipeline."""
 MIXTURE = "--preset tiny --world mixture --task direction"
 """Options of the shortest run."""
 

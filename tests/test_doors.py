@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ def path(states=44, velocities=40, prompts=1, stds=STDS) -> Trajectories:
     )
 
 
-def credited(shape: tuple[int, ...]) -> object:
+def credited(shape: tuple[int, ...]):
     """The credit of a rule whose advantages have this shape."""
 
     class Mine:
@@ -119,7 +118,7 @@ DOORS: dict[str, tuple[Callable[[], object], str]] = {
 
 @pytest.mark.skipif(not CHECKS_ON, reason="shape checks are switched off")
 @pytest.mark.parametrize("name", DOORS)
-def test_wrong_shapes_are_refused_by_axis(name: str) -> None:
+def test_wrong_shapes_are_refused_by_axis(name):
     enter, words = DOORS[name]
     with pytest.raises(FlowrlError) as caught:
         enter()
@@ -159,7 +158,7 @@ def policies(one: MixturePolicy, other: SmallSD3Policy) -> list[FlowPolicy]:
 """
 
 
-def test_parts_conform_to_their_protocols_statically(tmp_path: Path) -> None:
+def test_parts_conform_to_their_protocols_statically(tmp_path):
     """basedpyright accepts every built-in part as its protocol, and refuses parts of another
     kind.
     """

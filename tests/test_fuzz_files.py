@@ -35,9 +35,9 @@ def seeds(tmp_path_factory):
 @pytest.mark.parametrize("kind", fuzz_cases.KINDS, ids=lambda kind: kind.name)
 def test_no_reader_crashes_or_runs_code(kind, seeds):
     inputs = 3 if kind.name.startswith(SLOW) else fuzz_files.shared_out(INPUTS)[kind.name]
-    found = fuzz_files.fuzz(kind, seeds, inputs, seed=1)
-    assert not found.problems
-    assert found.tried == inputs
+    result = fuzz_files.fuzz(kind, seeds, inputs, seed=1)
+    assert not result.problems
+    assert result.tried == inputs
 
 
 def refuse(path, end):
@@ -62,9 +62,9 @@ def test_a_bad_reader_is_found(reader, problem, tmp_path):
     kind = fuzz_cases.Kind(
         "bad", "file", fuzz_mutations.mixed(), lambda path: next(reads, reader)(path)
     )
-    found = fuzz_files.forked(kind, tmp_path, 1, 0)
-    assert len(found.problems) == 1
-    assert any(text in found.problems[0] for text in problem.split("|"))
+    result = fuzz_files.forked(kind, tmp_path, 1, 0)
+    assert len(result.problems) == 1
+    assert any(text in result.problems[0] for text in problem.split("|"))
 
 
 def written(path, content):
@@ -158,10 +158,10 @@ def test_tensors_of_another_shape_or_type_are_refused(tensor, tmp_path):
 
 
 def test_a_table_from_a_spreadsheet_is_read(tmp_path):
-    found = read_rewards(
+    rewards = read_rewards(
         written(tmp_path / "r.csv", b"\xef\xbb\xbfprompt,Value_0,Reward\r\na,1,2\r\na,3,4\r\n")
     )
-    assert found.values.tolist() == [[[1.0, 2.0], [3.0, 4.0]]] and found.prompts == ("a",)
+    assert rewards.values.tolist() == [[[1.0, 2.0], [3.0, 4.0]]] and rewards.prompts == ("a",)
 
 
 def test_half_a_surrogate_pair_or_a_name_given_twice_is_no_prompt(tmp_path):

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from inspect import isabstract, isclass, iscoroutinefunction, isfunction, signature
@@ -23,8 +23,8 @@ from flowrl.core.calls import CHECKS_ON
 from flowrl.core.errors import OWN_PACKAGES, ConfigError, CreditError, FlowrlError, PartError
 from flowrl.core.types import part_call, watched_calls
 from flowrl.io import folder_lock
-from flowrl.parts.registry import check_part
-from flowrl.parts.trust import PARTS, trusted
+from flowrl.parts.registry import KINDS, build, check_part, find_maker
+from flowrl.parts.specs import Spec
 from flowrl.probes import Completion, NoProbe
 from flowrl.reading import read_bytes
 from flowrl.training.build import unread
@@ -38,8 +38,17 @@ TINY = preset("tiny").apply(world="mixture")
 
 
 def test_no_callable_of_the_packages_is_built_from_a_file() -> None:
-    """By its module's name, alone or as an option of a built-in part, for every setting."""
-    count = 0
+    """By its module's name, as every kind of part, alone or inside a registered one."""
+    count, inside = (
+        0,
+        [
+            ("credit", "weighted(rule='{}')"),
+            ("credit", "uniform(probe='{}')"),
+            ("reward", "weighted-sum(models={{'a': '{}'}})"),
+            ("reward", "clipped(reward='{}', low=0, high=1)"),
+            ("loss", "awm(times='{}')"),
+        ],
+    )
     for package in OWN_PACKAGES:
         room = import_module(package)
         for module in walk_packages(room.__path__, f"{package}."):
@@ -49,13 +58,13 @@ def test_no_callable_of_the_packages_is_built_from_a_file() -> None:
                 if not callable(value):
                     continue
                 spec, count = f"{module.name}:{name}", count + 1
-                for setting, kind in PARTS.items():
-                    for text in (spec, f"{spec}(x=1)", f"nested(a=[{{b: '{spec}'}}])"):
-                        with pytest.raises(ConfigError, match="trust"):
-                            trusted({setting: [text] if kind == "observer" else text}, "a file")
+                for kind in KINDS:
+                    with pytest.raises(ConfigError, match="consent"):
+                        find_maker(kind, Spec(spec, {}))
+                kind, text = inside[count % len(inside)]
+                with pytest.raises(ConfigError, match="consent"):
+                    build(kind, text.format(spec))
     assert count > 3000
-    with pytest.raises(ConfigError, match=r"tracker names wandb"):
-        trusted({"tracker": "wandb"}, "a file")
 
 
 def required(call: Any) -> dict[str, Any]:
@@ -68,6 +77,15 @@ def required(call: Any) -> dict[str, Any]:
     return {p.name: hints.get(p.name, Any) for p in arguments if p.default is p.empty}
 
 
+def callables(module: Any) -> Iterator[tuple[str, Any]]:
+    """The members of a module, and the static and class methods of its classes."""
+    for name, value in vars(module).items():
+        yield name, value
+        for inside, method in vars(value).items() if isclass(value) else ():
+            if isinstance(method, staticmethod | classmethod):
+                yield inside, getattr(value, inside)
+
+
 @pytest.mark.skipif(not CHECKS_ON, reason="checks of arguments are switched off")
 @pytest.mark.parametrize("package", sorted({*OWN_PACKAGES} - {"flowrl_course"}))
 def test_a_wrong_argument_of_a_public_call_is_named(package: str) -> None:
@@ -78,7 +96,7 @@ def test_a_wrong_argument_of_a_public_call_is_named(package: str) -> None:
     for module in walk_packages(import_module(package).__path__, f"{package}."):
         if module.name in ("flowrl.core.calls", "flowrl.core.errors"):  # the checks need these
             continue
-        for name, call in vars(import_module(module.name)).items():
+        for name, call in callables(import_module(module.name)):
             public = getattr(call, "__module__", "") == module.name and name[0] != "_"
             if not public or not (isclass(call) or isfunction(call)) or isabstract(call):
                 continue
@@ -149,6 +167,11 @@ def test_a_link_in_a_run_folder_is_neither_written_nor_deleted(tmp_path: Path, c
     assert {path.name: path.read_bytes() for path in other.iterdir()} == before
     (run / "checkpoints").unlink()
     os.rename(other, run / "checkpoints")
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    assert flowrl_(f"train --resume {run}") == 2
+    assert "metrics.jsonl is no regular file" in capsys.readouterr().err
+    (run / "metrics.jsonl").unlink()
     (tmp_path / "linked").symlink_to(run)  # the folder itself may be one
     with folder_lock(tmp_path / "linked"):
         pass

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ os._exit(9)
 """
 
 
-def test_only_one_process_has_the_lock(tmp_path: Path) -> None:
+def test_only_one_process_has_the_lock(tmp_path):
     path = tmp_path / "results.jsonl"
     with file_lock(path, "flowrl bench one"):
         holder = (
@@ -37,7 +36,7 @@ def test_only_one_process_has_the_lock(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["results.jsonl.lock"]
 
 
-def test_a_lock_is_released_with_its_process(tmp_path: Path) -> None:
+def test_a_lock_is_released_with_its_process(tmp_path):
     path = tmp_path / "results.jsonl"
     assert subprocess.run([sys.executable, "-c", DIES, str(path)]).returncode == 9
     assert (tmp_path / "results.jsonl.lock.json").exists()
@@ -45,7 +44,7 @@ def test_a_lock_is_released_with_its_process(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "results.jsonl.lock.json").read_text())["work"] == "the next"
 
 
-def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(ConfigError, match="cannot be locked"),

@@ -4,7 +4,6 @@ start leaves nothing.
 
 import json
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from flowrl_compare.arms import method_arms
@@ -34,14 +33,16 @@ OUTPUTS = {
     f" run/samples.json file/x.png {'x' * 300}.png",
     "explain uniform --out": f"mine.png file/x.png {'x' * 300}.png",
     "prompts text --count 2 --file": "mine.jsonl prompts.jsonl file/x.jsonl run",
-    "pretrain --updates 1 --out": "run/weights.safetensors file/x.safetensors run",
+    "pretrain --updates 1 --out": "run/weights.safetensors file/x.safetensors run /dev/full",
+    "bench tune flow-grpo --save": "/ /dev/full file/x mine.jsonl",
+    "bench rule --arm 'a: clip_range=0.3' --out": "notes file/x .",
     "bench microscope --out": "run/config.json mine.jsonl file file/x.jsonl run",
     "bench claims --page": "file",
 }
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
+def made(tmp_path_factory):
     """One of every kind of folder and file."""
     root = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
@@ -54,7 +55,7 @@ def made(tmp_path_factory) -> Path:
     return root
 
 
-def run(*lines: str) -> None:
+def run(*lines: str):
     for line in lines:
         assert flowrl_(line) == 0
 
@@ -62,7 +63,7 @@ def run(*lines: str) -> None:
 @pytest.mark.parametrize(
     ("command", "taken"), [(c, taken) for c, names in OUTPUTS.items() for taken in names.split()]
 )
-def test_nothing_of_others_is_written_over(command, taken, made, monkeypatch, capsys) -> None:
+def test_nothing_of_others_is_written_over(command, taken, made, monkeypatch, capsys):
     """One error before the work (minutes for `pretrain` and the microscope), and every byte is as
     it was.
     """
@@ -75,7 +76,7 @@ def test_nothing_of_others_is_written_over(command, taken, made, monkeypatch, ca
     assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
 
 
-def test_what_the_same_command_has_made_is_replaced(made, tmp_path, monkeypatch) -> None:
+def test_what_the_same_command_has_made_is_replaced(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sample, explain, prompts = (
         line for line in OUTPUTS if line.split()[0] in ("sample", "explain", "prompts")
@@ -87,7 +88,7 @@ def test_what_the_same_command_has_made_is_replaced(made, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("least", [4, 6])
-def test_a_start_that_fails_leaves_nothing_and_does_not_block_the_next(least, tmp_path) -> None:
+def test_a_start_that_fails_leaves_nothing_and_does_not_block_the_next(least, tmp_path):
     """In the evaluation of 4 samples before training, or in the first iteration, of 6."""
     (tmp_path / "reward.py").write_text(REWARD.replace("LEAST", str(least)))
     out = tmp_path / "new" / "deep" / "out"
@@ -104,13 +105,13 @@ def test_a_start_that_fails_leaves_nothing_and_does_not_block_the_next(least, tm
     assert Run(CONFIG, out).execute()
 
 
-def test_a_start_that_was_killed_may_be_repeated_but_an_iteration_is_kept(tmp_path) -> None:
+def test_a_start_that_was_killed_may_be_repeated_but_an_iteration_is_kept(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "config.json").write_text(json.dumps(CONFIG.as_dict()))
     (out / "metrics.jsonl").write_text('{"iteration": 0}\n')
 
-    def stop(state: dict) -> None:
+    def stop(state):
         if state.get("iteration") == 1:
             raise KeyError("later")
 
@@ -122,7 +123,7 @@ def test_a_start_that_was_killed_may_be_repeated_but_an_iteration_is_kept(tmp_pa
     assert Run(CONFIG, out).execute(resume=True)
 
 
-def test_a_new_folder_is_removed_with_its_new_content_alone(tmp_path: Path) -> None:
+def test_a_new_folder_is_removed_with_its_new_content_alone(tmp_path):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "mine").write_text("mine")
     for folder in (tmp_path / "a" / "b", tmp_path / "kept"):

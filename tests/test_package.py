@@ -6,14 +6,12 @@ import subprocess
 import sys
 import tomllib
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import yaml
+from loading import ROOT
 
 import flowrl
-
-ROOT = Path(__file__).parents[1]
 
 
 def python(code, **environment):
@@ -56,16 +54,7 @@ def test_the_switch_turns_the_checks_off():
         python(code, FLOWRL_TYPECHECK="1")
 
 
-ROOMS = (
-    "flow",
-    "samplers",
-    "credit",
-    "losses",
-    "rewards",
-    "policies",
-    "worlds",
-    "rollout",
-)
+ROOMS = ("flow", "samplers", "credit", "losses", "rewards", "policies", "worlds", "rollout")
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 from flowrl_compare.arms import method_arms
 from flowrl_compare.comparison import CompareConfig
+from loading import ROOT
 
 from flowrl.cli.main import main
 from flowrl.signals import STOPPING, ignore_stops, on_stop, same_handlers
@@ -28,7 +28,7 @@ pytestmark = [
 
 CONFIG = preset("tiny").apply(world="mixture", task="direction", iterations=2)
 OPTIONS = ["--preset", "tiny", "--world", "mixture", "--task", "direction", "--iterations", "2"]
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULE, _, FUNCTION = PROJECT["scripts"]["flowrl"].partition(":")
 CONSOLE = f"from {MODULE} import {FUNCTION}\nsys.exit({FUNCTION}())"
 AS_MODULE = "import runpy\nrunpy.run_module('flowrl', run_name='__main__', alter_sys=True)"
@@ -79,14 +79,14 @@ def outcomes(*commands, **settings):
 
 
 @pytest.mark.parametrize("start", [CONSOLE, AS_MODULE], ids=["console script", "python -m"])
-def test_an_interrupt_while_flowrl_imports_is_one_line(start: str) -> None:
+def test_an_interrupt_while_flowrl_imports_is_one_line(start):
     modules = ("flowrl.signals", "flowrl.cli.main", "pydantic", "tyro", "flowrl.cli.lookup")
     scripts = [["-c", INTERRUPT.format(name) + start] for name in modules]
     for name, outcome in zip(modules, outcomes(*scripts), strict=True):
         assert outcome == ("", "flowrl: interrupted\n", 130), name
 
 
-def test_a_command_that_is_complete_ends_with_its_own_exit_code() -> None:
+def test_a_command_that_is_complete_ends_with_its_own_exit_code():
     """Also if a thread of a user's part keeps the process from ending: there the signal ends it at
     once, but not SIGHUP under nohup.
     """
@@ -96,19 +96,19 @@ def test_a_command_that_is_complete_ends_with_its_own_exit_code() -> None:
         for number in STOPPING
     ]
     wait = IN_A_THREAD.format(int(signal.SIGHUP), "print('went on')") + CONSOLE
-    for shown, errors, code in (found := outcomes(*scripts, ["-c", UNDER_NOHUP + wait])):
+    for shown, errors, code in (ends := outcomes(*scripts, ["-c", UNDER_NOHUP + wait])):
         assert (shown.startswith("flowrl 0."), errors, code) == (True, "", 0)
-    assert [shown.endswith("went on\n") for shown, _, _ in found] == [False] * 6 + [True]
+    assert [shown.endswith("went on\n") for shown, _, _ in ends] == [False] * 6 + [True]
 
 
-def test_a_run_under_nohup_is_not_stopped_by_a_closed_terminal() -> None:
+def test_a_run_under_nohup_is_not_stopped_by_a_closed_terminal():
     stops = "from flowrl.signals import on_stop\nwith on_stop(print):\n"
     code = f"import os\n{UNDER_NOHUP}\n{stops}    os.kill(os.getpid(), signal.SIGHUP)"
     assert outcomes(["-c", code]) == [("", "", 0)]
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
-def test_a_command_whose_reader_has_ended_is_silent(unbuffered: str) -> None:
+def test_a_command_whose_reader_has_ended_is_silent(unbuffered):
     """The exit code is that of SIGPIPE, but an error keeps its own."""
     read, write = os.pipe()
     os.close(read)
@@ -120,9 +120,7 @@ def test_a_command_whose_reader_has_ended_is_silent(unbuffered: str) -> None:
     os.close(write)
 
 
-def test_a_closed_output_is_no_error_but_another_broken_pipe_is(
-    tmp_path, capsys, monkeypatch
-) -> None:
+def test_a_closed_output_is_no_error_but_another_broken_pipe_is(tmp_path, capsys, monkeypatch):
     command = [sys.executable, "-m", "flowrl", "parts"]
     shell = ["sh", "-c", '"$@" >&-', "sh", *command]
     done = subprocess.run(shell, stderr=subprocess.PIPE, check=True)
@@ -167,8 +165,8 @@ def shown_with(monkeypatch):
 @pytest.mark.parametrize("number", STOPPING)
 @pytest.mark.parametrize("text", ["Comparing", "Writing the report", "Finished", "Paused"])
 def test_a_comparison_pauses_until_its_last_line_and_is_then_complete(
-    text: str, number: int, tmp_path, monkeypatch, shown_with
-) -> None:
+    text, number, tmp_path, monkeypatch, shown_with
+):
     (tmp_path / "config.json").write_text("{}")
     compared = CompareConfig(CONFIG, method_arms(("flow-grpo",)), (0,))
     # the report first: its module imports the other names
@@ -188,7 +186,7 @@ def test_a_comparison_pauses_until_its_last_line_and_is_then_complete(
 
 def test_a_comparison_that_is_stopped_before_its_first_run_does_not_say_how_to_resume(
     tmp_path, shown_with
-) -> None:
+):
     out = tmp_path / "out"
     code, lines = shown_with("Comparing", signal.SIGTERM, "compare", *OPTIONS, "--out", str(out))
     assert (code, lines[-1]) == (130, "Stopped before the first run; nothing was written.")
@@ -198,8 +196,8 @@ def test_a_comparison_that_is_stopped_before_its_first_run_does_not_say_how_to_r
 @pytest.mark.parametrize("number", STOPPING)
 @pytest.mark.parametrize("text", ["iteration   1", "iteration   2", "Proxy", "Done", "Paused"])
 def test_a_training_pauses_until_its_last_iteration_and_then_ends_as_usual(
-    text: str, number: int, tmp_path, monkeypatch, shown_with
-) -> None:
+    text, number, tmp_path, monkeypatch, shown_with
+):
     finished = SimpleNamespace(load=lambda: lambda folder: ["Proxy"])
     monkeypatch.setattr("flowrl.cli.train.entry_points", lambda group: [finished])
     if text == "Paused":
@@ -214,7 +212,7 @@ def test_a_training_pauses_until_its_last_iteration_and_then_ends_as_usual(
         assert lines[-1].startswith("Done. Weights and metrics in")
 
 
-def test_stops_stay_ignored_after_a_block_but_not_after_main() -> None:
+def test_stops_stay_ignored_after_a_block_but_not_after_main():
     before, caught = signal.getsignal(signal.SIGTERM), []
     with on_stop(caught.append):
         signal.raise_signal(signal.SIGTERM)

@@ -41,9 +41,9 @@ def heavy(line: str, folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_what_prints_and_ends_imports_nothing_heavy(line: str, tmp_path: Path) -> None:
+def test_what_prints_and_ends_imports_nothing_heavy(line, tmp_path):
     assert heavy(line, tmp_path) == set()
 
 
-def test_the_count_finds_what_is_imported(tmp_path: Path) -> None:
+def test_the_count_finds_what_is_imported(tmp_path):
     assert {"torch", "numpy", "jaxtyping"} <= heavy("parts --kind sampler", tmp_path)

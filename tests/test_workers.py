@@ -15,10 +15,10 @@ from flowrl.io import folder_lock
 from flowrl.workers import MOST_WORKERS, run_jobs, usable_cores, worker_count
 
 
-def test_results_and_messages_arrive_and_workers_have_one_thread() -> None:
+def test_results_and_messages_arrive_and_workers_have_one_thread():
     messages, results, counts = [], {}, []
 
-    def received(key: str, message: str) -> None:
+    def received(key, message):
         messages.append((key, len(message), key in results))
 
     completed = run_jobs(
@@ -46,7 +46,7 @@ def test_results_and_messages_arrive_and_workers_have_one_thread() -> None:
         ("killed", RuntimeError, "the process of job bad was killed"),
     ],
 )
-def test_the_first_error_stops_all_jobs(kind: str, error: type, message: str) -> None:
+def test_the_first_error_stops_all_jobs(kind, error, message):
     """The other job would take a minute."""
     started, results = time.monotonic(), {}
     jobs = {"long": ("none",), "bad": (kind,), "never": ("none",)}
@@ -57,7 +57,7 @@ def test_the_first_error_stops_all_jobs(kind: str, error: type, message: str) ->
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers start anew")
-def test_workers_are_forks_of_a_process_that_has_imported_the_modules() -> None:
+def test_workers_are_forks_of_a_process_that_has_imported_the_modules():
     done = outcome("preload", "")
     assert done.stdout.split() == ["True", "True", "True"], done.stderr[-2000:]
 
@@ -76,7 +76,7 @@ def runs(process: str) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_workers_end_with_a_killed_parent_and_leave_its_locks_free(tmp_path: Path) -> None:
+def test_workers_end_with_a_killed_parent_and_leave_its_locks_free(tmp_path):
     process = subprocess.Popen([sys.executable, worker_jobs.__file__, "lock", str(tmp_path)])
     try:
         deadline = time.monotonic() + 120
@@ -93,8 +93,8 @@ def test_workers_end_with_a_killed_parent_and_leave_its_locks_free(tmp_path: Pat
         pass
 
 
-def test_an_interrupt_in_a_callback_pauses_and_keeps_results() -> None:
-    def interrupt(key: str, message: str) -> None:
+def test_an_interrupt_in_a_callback_pauses_and_keeps_results():
+    def interrupt(key, message):
         signal.raise_signal(signal.SIGINT)
 
     results = {}
@@ -104,7 +104,7 @@ def test_an_interrupt_in_a_callback_pauses_and_keeps_results() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
-def test_an_interrupt_while_workers_start_is_a_pause() -> None:
+def test_an_interrupt_while_workers_start_is_a_pause():
     """0.2 s after the process exists, the worker is importing torch; the job then never starts."""
     done = outcome("interrupt", "0.2")
     assert done.stdout.startswith("False {}") and "Traceback" not in done.stderr, done.stderr[
@@ -112,13 +112,13 @@ def test_an_interrupt_while_workers_start_is_a_pause() -> None:
     ]
 
 
-def test_no_job_starts_after_the_time_is_up() -> None:
+def test_no_job_starts_after_the_time_is_up():
     results = {}
     named = dict(finished=results.__setitem__, seconds=0)
     assert not run_jobs(worker_jobs.describe, {"a": (1,)}, 1, **named) and results == {}
 
 
-def test_how_many() -> None:
+def test_how_many():
     assert (
         worker_count(0, 100) == min(usable_cores(), MOST_WORKERS)
         and worker_count(3, 2) == 2
@@ -159,13 +159,11 @@ def cores(tmp_path: Path, monkeypatch, cgroup: str, files: dict[str, str]) -> in
         ("0::/a/b\n", {"a/b/cpu.max": "what is this\n"}, AFFINITY),
     ],
 )
-def test_cores_are_those_of_affinity_and_quota(
-    cgroup, files, expected, tmp_path: Path, monkeypatch
-) -> None:
+def test_cores_are_those_of_affinity_and_quota(cgroup, files, expected, tmp_path, monkeypatch):
     assert cores(tmp_path, monkeypatch, cgroup, files) == expected
 
 
-def test_cores_without_control_groups_or_affinity(tmp_path: Path, monkeypatch) -> None:
+def test_cores_without_control_groups_or_affinity(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     assert usable_cores(tmp_path / "none", tmp_path) == 3

@@ -21,7 +21,7 @@ def describe(worker: Worker, argument: int) -> dict:
     return {"argument": argument, "threads": torch.get_num_threads(), "process": os.getpid()}
 
 
-def fail(worker: Worker, kind: str) -> None:
+def fail(worker: Worker, kind: str):
     if kind == "flowrl":
         raise ConfigError("the job's own words")
     if kind == "killed":
@@ -48,13 +48,13 @@ def server(worker: Worker) -> tuple[bool, int]:
     return "xml.dom.minidom" in sys.modules, os.getppid()
 
 
-def until_killed(worker: Worker, held: str) -> None:
+def until_killed(worker: Worker, held: str):
     """Ends with its process only; `held` is a folder that the parent has locked."""
     Path(held, f"{os.getpid()}.pid").touch()
     time.sleep(60)
 
 
-def interrupt_everything(delay: float) -> None:
+def interrupt_everything(delay: float):
     """Ctrl-C for the whole process group, as a terminal sends it, once a worker exists."""
     while not multiprocessing.active_children():
         time.sleep(0.001)

@@ -6,6 +6,7 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import os
 import re
 import shlex
 import sys
@@ -14,15 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
 import tyro
 
 from flowrl.core.errors import require
 from flowrl.parts.settings import fields_of, flat, groups_of
-from flowrl.parts.trust import trusted
-from flowrl.training.config import Preset, RunConfig
-from flowrl.training.presets import combine
+from flowrl.training.config import RunConfig, preset
 
 Base = tyro.conf.Suppress[tyro.conf.Fixed[RunConfig]]
 """The settings that the options of a command start from: no option."""
@@ -124,15 +124,10 @@ def base_of(arguments: Sequence[str]) -> RunConfig:
         given = vars(parser.parse_known_args(arguments)[0])
     except argparse.ArgumentError:  # an option without its value: the command's own parser says so
         return RunConfig()
-    start = unchecked_preset(given.pop("preset"), "--trust" in arguments)
+    start = preset(given.pop("preset"), "--trust" in arguments)
     published = given.pop("settings") == "published"
     chosen = {name: value for name, value in given.items() if value}
     return start.apply(planned="--plan" in arguments, published=published, **chosen)
-
-
-def unchecked_preset(name: str, trust: bool) -> Preset:
-    """The preset before its settings are checked; without `trust`, nothing is built from them."""
-    return Preset(name, combine(name, RunConfig).settings, trust)
 
 
 LONGEST_NAME = 120
@@ -146,15 +141,11 @@ UNNAMED = (
 
 
 def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool) -> RunConfig:
-    """The settings `base` of preset `name` with the `chosen` ones and the world, which are the
-    user's own word, on top.
+    """The settings `base` of preset `name` with the `chosen` ones on top, which like the world are
+    the user's own words. Raises `ConfigError` for others of a file that need `trust`.
     """
-    changed, values = unchecked_preset(name, trust).changes, base.flat()
-    named = {setting: values[setting] for setting in changed if setting not in chosen}
-    if changed.get("world") != values["world"]:
-        named.pop("world", None)
-    trusted(named, name, trust)
-    return base.replace(**chosen)
+    run = dataclasses.replace(base, source=preset(name, trust).source).in_own_words(**chosen)
+    return run.allowed()
 
 
 def refuse_others(command: Any, mode: str, allowed: Sequence[str]) -> None:
@@ -174,6 +165,14 @@ def refuse_others(command: Any, mode: str, allowed: Sequence[str]) -> None:
         if item.name not in (mode, "run", "base", *allowed):
             fits = value == usual or not value
             require(fits, item.name, value, f"left out with --{mode}, which has it")
+
+
+def config_of(option: str, folder: Path, allowed: str = "") -> Path:
+    """The config.json of the folder that `option` names. Raises `ConfigError` if there is none."""
+    path = folder / "config.json"
+    # False also for a name that is too long
+    require(os.path.exists(path), option, str(folder), allowed or "a folder with its config.json")
+    return path
 
 
 def run_name(config: RunConfig, base: RunConfig) -> str:

@@ -18,6 +18,8 @@ class Kind:
         built_in: built-in makers by name.
         protocols: protocols, one of which a part must satisfy.
         needs: description of the protocols in messages.
+        acts: whether parts of this kind may start processes or open connections. A file that is not
+            trusted may then name flowrl's own only, not those of other packages.
     """
 
     noun: str
@@ -25,6 +27,7 @@ class Kind:
     built_in: Mapping[str, str]
     protocols: tuple[str, ...]
     needs: str
+    acts: bool = False
 
     def protocol_types(self) -> tuple[type, ...]:
         """The protocols themselves."""
@@ -146,6 +149,7 @@ KINDS: dict[str, Kind] = {
         },
         ("flowrl.core.protocols:Observer",),
         "an attribute `fields` and a method `observe(record)`",
+        acts=True,
     ),
     "times": Kind(
         "distribution of training times",
@@ -170,5 +174,6 @@ KINDS: dict[str, Kind] = {
         ("flowrl.core.protocols:World",),
         "attributes `name`, `tasks`, `forms` and `elements` and methods `prompts(task, part)`,"
         " `parse(text)`, `reward(form)` and `policy(options)`",
+        acts=True,
     ),
 }

@@ -11,10 +11,12 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -35,13 +37,23 @@ __all__ = [
     "available",
     "build",
     "check_part",
+    "check_spec",
     "files_of",
     "find_maker",
     "options_of",
+    "risk",
     "summary_of",
 ]
 
 Maker = Callable[..., Any]
+_TRUST: ContextVar[bool] = ContextVar("trust", default=False)
+"""Whether the part that is being built is in the user's own words: so are then the parts in its
+options, also if its constructor builds them by itself.
+"""
+CODE = "code, which would run"
+NAMES_CODE = re.compile(r":|\.py[co]?$")
+"""In the name of a part: only the names of built-in parts and of plug-ins have neither."""
+PICKLED = re.compile(r"\.(bin|ckpt|pickle|pkl|pt|pth)\b")
 
 
 @contextmanager
@@ -55,12 +67,14 @@ def _named(work: str) -> Iterator[None]:
         raise ConfigError(f"{work} failed: {type(error).__name__}: {error}") from error
 
 
-def build(kind: str, spec: str, **defaults: Any) -> Any:
+def build(kind: str, spec: str, trust: bool | None = None, **defaults: Any) -> Any:
     """The part that a spec describes.
 
     Args:
         kind: a name of `KINDS`.
         spec: name, file or module of the part, with options (see `flowrl.parts.specs`).
+        trust: whether the spec is in the user's own words, and may name code and connections
+            (`find_maker`); of a run's settings `RunConfig.trusts` says it.
         **defaults: options for parts that have them, unless `spec` sets them.
 
     Returns:
@@ -68,22 +82,42 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
 
     Raises:
         ConfigError: the name or an option is unknown, a file is missing, the part raises, or it is
-            of another kind.
+            of another kind; or `spec` needs trust.
     """
     parsed = parse_spec(spec, kind)
-    head, maker = parsed.name, find_maker(kind, parsed)
-    if head not in KINDS[kind].built_in:
-        _check_maker(kind, head, maker)
-    parameters = _parameters(maker)
-    if parameters is None:  # it takes any option
-        options = {name: _nested(name, value, defaults) for name, value in parsed.options.items()}
-    else:
-        options = _options(f"{kind}: {head}", parameters, parsed.options, defaults)
-    with _named(f"{kind}: building {spec}"):
-        part = maker(**options)
+    token = _TRUST.set(_TRUST.get() if trust is None else trust)
+    try:
+        head, maker = parsed.name, find_maker(kind, parsed)
+        if head not in KINDS[kind].built_in:
+            _check_maker(kind, head, maker)
+        parameters, given = _parameters(maker), parsed.options
+        if parameters is None:  # it takes any option
+            options = {name: _nested(name, value, defaults) for name, value in given.items()}
+        else:
+            options = _options(f"{kind}: {head}", parameters, given, defaults)
+        with _named(f"{kind}: building {spec}"):
+            part = maker(**options)
+    finally:
+        _TRUST.reset(token)
     with part_errors():
         check_part(kind, part, head)
     return part
+
+
+def check_spec(kind: str, spec: str, trust: bool | None = None) -> None:
+    """Raise `ConfigError` for a spec whose name or option is unknown, or that needs `trust` (as for
+    `build`); builds nothing.
+    """
+    parsed = parse_spec(spec, kind)
+    parameters = _parameters(find_maker(kind, parsed, trust))
+    if parameters is not None:
+        _require_known(f"{kind}: {parsed.name}", parameters, parsed.options)
+
+
+def _require_known(part: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    if extra := sorted(given.keys() - known.keys()):
+        allowed = ", ".join(known) or "none"
+        raise ConfigError(f"{part} has no option {', '.join(extra)}; allowed: {allowed}")
 
 
 def _options(
@@ -93,11 +127,15 @@ def _options(
     defaults: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The options of a part from its spec and the defaults, checked by name."""
-    if extra := sorted(given.keys() - parameters.keys()):
-        allowed = ", ".join(parameters) or "none"
-        raise ConfigError(f"{part} has no option {', '.join(extra)}; allowed: {allowed}")
+    _require_known(part, parameters, given)
     options = {name: value for name, value in defaults.items() if name in parameters}
     options |= {name: _nested(name, value, defaults) for name, value in given.items()}
+    for name, value in options.items():
+        inside = [part or 0 for part in value.values()] if isinstance(value, dict) else [value]
+        wrong = [each for each in inside if isinstance(each, list | tuple | int | float)]
+        is_number = type(parameters[name].default) in (int, float)
+        fits = name not in NESTED or is_number or not wrong
+        require(fits, f"{part}: {name}", value, "a part: NAME, NAME(option=value) or a file")
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in options:
             raise ConfigError(f"{part} needs {name}, as in {part.split()[-1]}({name}=...)")
@@ -238,12 +276,13 @@ def shadowed() -> list[str]:
     ]
 
 
-def options_of(kind: str, name: str) -> dict[str, Any]:
+def options_of(kind: str, name: str, trust: bool | None = None) -> dict[str, Any]:
     """The options of a part and their defaults (`inspect.Parameter.empty` if there is none).
 
     Args:
         kind: a name of `KINDS`.
         name: a name of `available`, or of a class in a file or a module.
+        trust: as for `build`.
 
     Returns:
         Defaults by name of the option.
@@ -251,7 +290,8 @@ def options_of(kind: str, name: str) -> dict[str, Any]:
     Raises:
         ConfigError: the name is unknown, or the part cannot be imported.
     """
-    parameters = _parameters(find_maker(kind, Spec(name, {})))
+    installed = ":" not in name and not name.endswith(".py")  # looked at, not built
+    parameters = _parameters(find_maker(kind, Spec(name, {}), trust or installed or None))
     return {} if parameters is None else {n: p.default for n, p in parameters.items()}
 
 
@@ -279,19 +319,51 @@ def documentation_of(kind: str, name: str) -> str:
     return inspect.getdoc(_by_name(kind, name)) or ""
 
 
-def find_maker(kind: str, spec: Spec) -> Any:
-    """The class or function that builds the part; `build` calls it.
+def risk(kind: str, spec: Spec) -> str:
+    """Why a part needs the user's own word or trust, in words; "" if it does not.
+
+    A registered class or function that connects, or starts a process, has an attribute `connects`;
+    parts of some kinds may (`Kind.acts`).
+    """
+    entry = KINDS[kind]
+    if NAMES_CODE.search(spec.name):
+        return CODE
+    for option, value in spec.options.items():
+        content = f"{option}={value!r}"
+        if "://" in content:
+            return f"an address for a connection ({content})"
+        if PICKLED.search(content):
+            return f"a pickled file ({content})"
+    if spec.name in entry.built_in or plugin(entry.group, spec.name, kind) is None:
+        return ""
+    if entry.acts:
+        return f"a {entry.noun} of another package, which may start a process or connect"
+    maker = _by_name(kind, spec.name)
+    connects = getattr(getattr(maker, "func", maker), "connects", False)
+    return "a part that sends data to another machine or starts a process" if connects else ""
+
+
+def find_maker(kind: str, spec: Spec, trust: bool | None = None) -> Any:
+    """The class or function that builds the part; `build` calls it. No other place imports what a
+    spec names.
 
     Args:
         kind: a name of `KINDS`.
         spec: the parsed spec.
+        trust: whether the spec is in the user's own words; None: as the part is that is being
+            built, and otherwise not.
 
     Returns:
         What the spec names, which is not called.
 
     Raises:
-        ConfigError: the class or function cannot be found or imported.
+        ConfigError: the class or function cannot be found or imported, or needs trust.
     """
+    if not (_TRUST.get() if trust is None else trust) and (why := risk(kind, spec)):
+        raise ConfigError(
+            f"{kind} names {spec.name}: {why}. A file, or text of unknown origin, may name this"
+            " only with your consent: --trust (trust=True in Python)"
+        )
     if ":" not in spec.name and spec.file is None:
         return _by_name(kind, spec.name)
     place, _, name = spec.name.rpartition(":")
@@ -305,23 +377,24 @@ def find_maker(kind: str, spec: Spec) -> Any:
     return getattr(module, name)
 
 
-def files_of(kind: str, spec: Spec) -> list[Path]:
+def files_of(kind: str, spec: Spec, trust: bool | None = None) -> list[Path]:
     """The files that define a part: its own, or that of a module's or a plug-in's class and the
     module's.
 
     Args:
         kind: a name of `KINDS`.
         spec: the parsed spec.
+        trust: as for `build`.
 
     Returns:
-        The files; empty for a built-in part, or if no Python source is found.
+        The files; empty for a built-in part, without trust, or if no Python source is found.
     """
     if spec.file is not None:
         return [spec.file]
     if spec.name in KINDS[kind].built_in:
         return []
     try:
-        maker = find_maker(kind, spec)
+        maker = find_maker(kind, spec, trust)
         maker = maker.func if isinstance(maker, partial) else maker
         # A module's own file counts too; a plug-in's name may be that of an unrelated module.
         module = spec.name.partition(":")[0] if ":" in spec.name else maker.__module__

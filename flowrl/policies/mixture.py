@@ -1,4 +1,4 @@
-"""The 2-D policy: the mixture's exact velocity plus a small network that starts at zero."""
+"""The policy of points: the mixture's exact velocity plus a small network that starts at zero."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +17,11 @@ class MixturePolicy:
     """`FlowPolicy` with v(x, t, c) = v_exact(x, t) + net(x, t, c); net is 0 at the start, so the
     policy starts exact.
 
-    Latents are [sample, 2, 1, 1]. The condition is the cosine and sine of the prompt's direction.
+    Latents are [sample, dim, 1, 1]. The condition is the cosine and sine of the prompt's direction.
     The reference is v_exact alone.
 
     Args:
-        mixture: the data.
+        mixture: the data, in any dimension.
         direction: turns a prompt's text into degrees.
         hidden: width of the network.
         seed: seed of the network.
@@ -37,18 +37,19 @@ class MixturePolicy:
         device: str | torch.device = "cpu",
     ) -> None:
         self.device = device = device_of(device)
-        self.latent_shape = (2, 1, 1)  # a point
+        dim = mixture.means.shape[1]
+        self.latent_shape = (dim, 1, 1)  # a point
         means, weights = mixture.means.to(device), mixture.weights.to(device)
         self.mixture = GaussianMixture(means, mixture.std, weights)
         self.direction = direction
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.net = nn.Sequential(
-                nn.Linear(2 + 3 + 2, hidden),
+                nn.Linear(dim + 3 + 2, hidden),
                 nn.SiLU(),
                 nn.Linear(hidden, hidden),
                 nn.SiLU(),
-                nn.Linear(hidden, 2),
+                nn.Linear(hidden, dim),
             )
         nn.init.zeros_(self.net[-1].weight)  # pyright: ignore[reportArgumentType]
         nn.init.zeros_(self.net[-1].bias)  # pyright: ignore[reportArgumentType]

@@ -88,6 +88,7 @@ class RemoteReward:
     certificate: str = ""
     marks_invalid: ClassVar[bool] = True
     remote: ClassVar[bool] = True
+    connects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_endpoint("remote", self.url)

@@ -80,7 +80,8 @@ class ServeReward:
         )
         listener = Listener.open(self.host, self.port)
         with listener.socket:
-            reward = require_single(build("reward", self.reward), "reward", self.reward)
+            reward = build("reward", self.reward, trust=True)
+            reward = require_single(reward, "reward", self.reward)
             load_weights(reward)
             if not token and not listener.loopback and not self.no_token:
                 token = secrets.token_urlsafe(32)

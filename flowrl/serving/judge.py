@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -99,6 +99,7 @@ class Judge:
     tokens: Count = 512
     key: str = "OPENAI_API_KEY"
     mark_invalid: bool = False
+    connects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_endpoint("judge", self.url)

@@ -25,8 +25,8 @@ from flowrl.core.protocols import (
 from flowrl.distributed import Distributed
 from flowrl.flow import uniform_schedule
 from flowrl.methods import Method, check_one_advantage, named_method, try_credit, with_options
-from flowrl.parts.registry import KINDS, build, find_maker
-from flowrl.parts.specs import parse_slice, parse_spec
+from flowrl.parts.registry import KINDS, build, check_spec
+from flowrl.parts.specs import parse_slice
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.probes import NoProbe
 from flowrl.rewards import NoisyReward
@@ -44,13 +44,14 @@ def make_world(config: RunConfig) -> World:
 
     Raises `ConfigError` for a task or a form that the world does not have.
     """
-    config = config.allowed()
+    config.allowed()
     environment, model = config.environment, config.policy.model
     if model:
         files = environment.prompts, environment.heldout_prompts
-        chosen = ModelWorld(model, *files, environment.reward, model_options(config))
+        trust = config.trusts(environment.reward)
+        chosen = ModelWorld(model, *files, environment.reward, model_options(config), trust)
     else:
-        chosen = world(environment.world)
+        chosen = world(environment.world, config.trusts(environment.world))
     for name, value, known in (
         (f"task of world {chosen.name}", environment.task, chosen.tasks),
         ("reward_form", environment.reward_form, chosen.forms),
@@ -67,28 +68,30 @@ def run_method(config: RunConfig) -> Method:
     world's latents (`Method.clip_for`). Raises `ConfigError` for an unknown part, or for a policy
     loss with a method that needs a forward-process loss.
     """
-    config = config.allowed()
-    chosen = config.algorithm
-    method = named_method(chosen.method, chosen.credit)
-    elements = 0 if config.policy.model else world(config.environment.world).elements
+    chosen, named = config.allowed().algorithm, config.environment.world
+    method = named_method(chosen.method, chosen.credit, config.trusts(chosen.credit))
+    elements = 0 if config.policy.model else world(named, config.trusts(named)).elements
     noise = {"noise_level": chosen.noise_level} if chosen.noise_level > 0 else {}
     clip = chosen.clip_range or method.clip_for(elements or method.elements)
     options = {"kl_weight": chosen.kl_weight, **({"clip_range": clip} if clip > 0 else {})}
     sampler, loss = with_options(method.sampler, **noise), with_options(method.loss, **options)
     if chosen.sampler:
-        sampler = build("sampler", chosen.sampler, **noise)
+        sampler = build("sampler", chosen.sampler, config.trusts(chosen.sampler), **noise)
     if chosen.loss:
-        loss = build("loss", chosen.loss, **options)
+        loss = build("loss", chosen.loss, config.trusts(chosen.loss), **options)
     fits = isinstance(loss, ForwardLoss) or not isinstance(method.loss, ForwardLoss)
     require(fits, "loss", chosen.loss, f"a forward-process loss with {chosen.method}")
     shared = {"auto": method.shared_noise, "shared": True, "independent": False}
     credit = method.credit
     if getattr(credit, "seed", 0) is None:  # a rule that draws; None is the run's seed
         credit = with_options(credit, seed=config.seed)
+    window = method.window
+    if chosen.window:
+        window = build("window", chosen.window, config.trusts(chosen.window))
     return replace(
         method,
         sampler=sampler,
-        window=build("window", chosen.window) if chosen.window else method.window,
+        window=window,
         loss=loss,
         credit=credit,
         shared_noise=shared[chosen.initial_noise],
@@ -130,7 +133,8 @@ def make_reward(config: RunConfig) -> AnyReward:
     """
     environment = config.allowed().environment
     if environment.reward:
-        model: AnyReward = build("reward", environment.reward, device=config.policy.device)
+        spec, device = environment.reward, config.policy.device
+        model: AnyReward = build("reward", spec, config.trusts(spec), device=device)
     else:
         model = make_world(config).reward(environment.reward_form)
     errors = environment.reward_noise, environment.reward_bias
@@ -147,11 +151,11 @@ def check(config: RunConfig) -> None:
     """
     world = make_world(config)
     make_method(config)
-    if config.environment.reward:
-        find_maker("reward", parse_spec(config.environment.reward, "reward"))
+    if spec := config.environment.reward:
+        check_spec("reward", spec, config.trusts(spec))
     make_heldout_metrics(config, world)
     for spec in config.logging.observe:
-        find_maker("observer", parse_spec(spec, "observe"))
+        check_spec("observer", spec, config.trusts(spec))
     if config.policy.base_weights and config.environment.world in KINDS["world"].built_in:
         check_hash(Path(config.policy.base_weights))
 
@@ -327,7 +331,7 @@ def trained_policy(folder: Path, trust: bool = False) -> tuple[FlowPolicy, RunCo
     for settings that name code, without `trust`, and `CheckpointError` if the weights are missing,
     damaged or of another model.
     """
-    if not (folder / "weights.safetensors").is_file():
+    if not os.path.isfile(folder / "weights.safetensors"):
         raise CheckpointError(f"weights: {folder} is not the folder of a finished run")
     config = load_config(folder / "config.json", trust)
     on_gpu = config.policy.model and torch.cuda.is_available()

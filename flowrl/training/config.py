@@ -2,6 +2,7 @@
 `flowrl.training.build` uses them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -15,6 +16,7 @@ from flowrl.parts.settings import (
     flat,
     groups_of,
     nested,
+    owners,
     read_settings,
     read_values,
     replaced,
@@ -22,7 +24,7 @@ from flowrl.parts.settings import (
 )
 from flowrl.parts.trust import trusted, untrusted
 from flowrl.reading import load_document, reading
-from flowrl.training.format import require_format
+from flowrl.training.format import require_complete, require_format
 from flowrl.training.presets import (
     MODEL_DEFAULTS,
     MODEL_ONLY,
@@ -368,9 +370,11 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     source: str = field(default="", repr=False, compare=False)
-    """No setting: the file that was read without trust; code that the settings name is then not run
-    (`allowed`).
+    """No setting: the file that was read without trust, also of changed copies. Parts that need
+    trust are then not built (`trusts`).
     """
+    own: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    """No setting: texts in the user's own words, which need no trust."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
@@ -391,29 +395,48 @@ class RunConfig:
         """This run with some settings changed, named without their groups."""
         return replaced(self, settings)
 
-    def allowed(self, unused: tuple[str, ...] = ()) -> "RunConfig":
-        """The run, to build its parts. Raises `ConfigError` if it was read without trust and has
-        settings with code, addresses and similar entries that need the user's consent
-        (`flowrl.parts.trust`), except those that the caller replaces (`unused`).
+    def trusts(self, text: str) -> bool:
+        """Whether a text of the settings may name code and connections: all of a run that was made
+        in Python, or read with trust, and otherwise those in the user's own words.
         """
-        if not self.source:
+        return not self.source or text in self.own
+
+    def in_own_words(self, *texts: str, **settings: Any) -> "RunConfig":
+        """This run changed by `settings`, which like `texts` need no trust, although others come
+        from a file.
+        """
+        return replace(self.replace(**settings), own=self.own | words(settings) | set(texts))
+
+    def with_file(self, path: Path | str | None) -> "RunConfig":
+        """This run before settings of a file that was read without trust are added (none: as it
+        is); its present ones keep their trust.
+        """
+        if not path:
             return self
-        used = {name: value for name, value in self.flat().items() if name not in unused}
-        trusted(used, self.source)
-        return replace(self, source="")
+        own = self.own if self.source else words(self.flat())
+        return replace(self, source=self.source or str(path), own=own)
+
+    def allowed(self) -> "RunConfig":
+        """The run. Raises `ConfigError`, which names the file and the setting, for settings that
+        need trust (`flowrl.parts.trust`). Building such a part raises it too, without this call.
+        """
+        trusted(self.flat(), self.source, not self.source, self.own)
+        return self
 
     @staticmethod
     def from_dict(values: Any, trust: bool = False, source: object = "config.json") -> "RunConfig":
         """The inverse of `as_dict`. Raises `ConfigError` for unknown or invalid settings. Without
-        `trust`, parts are built only from settings that need no consent (`allowed`); the message
+        `trust`, parts are built only from settings that need no consent (`trusts`); the message
         names the `source`.
         """
         require_format("config.json", values)
-        if isinstance(values, dict):
+        is_written = isinstance(values, dict) and "format" in values
+        if is_written:
             values = {name: value for name, value in values.items() if name != "format"}
-        return replace(
-            RunConfig.of(**read_values(values, RunConfig)), source="" if trust else str(source)
-        )
+        settings = read_values(values, RunConfig)
+        if is_written:
+            require_complete(str(source), settings, owners(RunConfig))
+        return replace(RunConfig.of(**settings), source="" if trust else str(source))
 
     @property
     def batches(self) -> Batches:
@@ -437,6 +460,12 @@ class RunConfig:
         return values
 
 
+def words(settings: Mapping[str, Any]) -> frozenset[str]:
+    """The texts among `settings` by name, and in their lists."""
+    values = [value if isinstance(value, list | tuple) else [value] for value in settings.values()]
+    return frozenset(text for texts in values for text in texts if isinstance(text, str))
+
+
 DEFAULTS: dict[str, Any] = {
     item.name: item.default
     for group in groups_of(RunConfig).values()
@@ -445,8 +474,9 @@ DEFAULTS: dict[str, Any] = {
 
 
 def load_config(path: Path, trust: bool = False, planned: bool = False) -> RunConfig:
-    """The run that the config.json or config.yaml at `path` describes; other settings have their
-    defaults (`planned`: see `Preset.apply`). Raises `ConfigError` if the file cannot be read.
+    """The run that the config.json or config.yaml at `path` describes; settings that a file of the
+    user leaves out have their defaults (`planned`: see `Preset.apply`). Raises `ConfigError` if the
+    file cannot be read, or has a format and not all settings.
     Without `trust`, building a part raises it for settings that need the user's consent
     (`flowrl.parts.trust`).
     """
@@ -454,8 +484,9 @@ def load_config(path: Path, trust: bool = False, planned: bool = False) -> RunCo
     require_format(path, values)
     with reading(path):
         settings = read_settings(path, RunConfig).settings
-        run = Preset(str(path), settings, trust).apply(planned=planned)
-        return replace(run, source="" if trust else str(path))
+        if "format" in values:
+            require_complete(path, settings, owners(RunConfig))
+        return Preset(str(path), settings, "" if trust else str(path)).apply(planned=planned)
 
 
 @dataclass(frozen=True)
@@ -466,8 +497,8 @@ class Preset:
     """Name of the preset."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Settings that differ from the defaults."""
-    trust: bool = False
-    """Whether a user's world that the settings name may be built, for its own defaults."""
+    source: str = ""
+    """The file among these settings that was read without trust; "" for none."""
 
     def apply(self, *, planned: bool = False, published: bool = False, **changes: Any) -> RunConfig:
         """The run with this preset's settings, then `changes`, on the defaults of the world or of
@@ -490,17 +521,20 @@ class Preset:
             elif "device" not in chosen and "dtype" not in changes:
                 chosen.pop("dtype", None)
         # the world of a complete file is not built, nor one that only a file without trust names
-        elif not chosen.keys() >= DEFAULTS.keys() and (
-            "world" in changes or self.trust or not any(untrusted({"world": world}))
-        ):
-            base = world_defaults(world)
+        trust = "world" in changes or not self.source
+        is_complete = chosen.keys() >= DEFAULTS.keys()
+        if world != "model" and not is_complete and (trust or not any(untrusted({"world": world}))):
+            base = world_defaults(world, trust)
         overrides = method_overrides(self.name, world, method, published)
-        return RunConfig.of(**{**base, **chosen, **overrides, **changes})
+        run = RunConfig.of(**{**base, **chosen, **overrides, **changes})
+        return replace(run, source=self.source, own=words(changes))
 
 
 def preset(name: str, trust: bool = False) -> Preset:
     """A preset by `name`, a .yaml file, or several of them separated by commas (see
-    `flowrl.training.presets`). Raises `ConfigError` for an unknown name and, without `trust`, for
-    settings that need the user's consent (`flowrl.parts.trust`).
+    `flowrl.training.presets`). Raises `ConfigError` for an unknown name. Without `trust`, parts are
+    built from the settings of a file as from those of `load_config`.
     """
-    return Preset(name, trusted(combine(name, RunConfig).settings, name, trust), trust)
+    combined = combine(name, RunConfig)
+    is_read = not trust and any(piece.kind == "file" for piece in combined.pieces)
+    return Preset(name, combined.settings, name if is_read else "")

@@ -88,12 +88,13 @@ def make_heldout_metrics(config: RunConfig, world: World) -> HeldoutMetrics:
 
     Raises `ConfigError` if a reward or features do not exist or do not fit the world.
     """
-    config = config.allowed()
+    config.allowed()
     evaluation, environment, device = config.evaluation, config.environment, config.policy.device
     errors = environment.reward_noise, environment.reward_bias, config.seed
+    space = evaluation.diversity
     return HeldoutMetrics(
         {spec: _heldout_reward(spec, config, world) for spec in evaluation.heldout_rewards},
-        build("features", evaluation.diversity, device=device) if evaluation.diversity else None,
+        build("features", space, config.trusts(space), device=device) if space else None,
         NoisyReward(FunctionReward(_none), *errors),
         evaluation.diversity_prompts,
         evaluation.diversity_samples,
@@ -106,7 +107,7 @@ def _heldout_reward(spec: str, config: RunConfig, world: World) -> RewardModel:
         return qualities[spec]()
     if spec in world.forms and not config.policy.model:
         return world.reward(spec)
-    reward = build("reward", spec, device=config.policy.device)
+    reward = build("reward", spec, config.trusts(spec), device=config.policy.device)
     return require_single(reward, "heldout_rewards", spec)
 
 

@@ -168,7 +168,7 @@ class Observers:
                     self._add("save-experience", SaveExperience(folder, every))
                 for spec in self.config.observe:
                     name = parse_spec(spec).name.rpartition(":")[2]
-                    self._add(name, build("observer", spec))
+                    self._add(name, build("observer", spec, config.trusts(spec)))
                 for other in others:
                     self._add(type(other).__name__, other)
         fields = {name for observer in self.named.values() for name in observer.fields}

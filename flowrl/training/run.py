@@ -42,7 +42,7 @@ from flowrl.training.observers import Observers
 from flowrl.training.results import MetricsRow, has_progress, holds
 
 Row = dict[str, Any]
-TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
+TOTALS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls", "seconds")
 Report = Callable[[dict[str, Any]], None]
 """Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes,
 and with {"warning"}, whose "kinds" are those of its lines (`flowrl.training.monitors.Notice`).
@@ -104,7 +104,7 @@ class Run:
         `DiskError` for a full disk, and `NonFiniteError` for a loss that is not finite (its data
         are then in failure/). If another process executes the run, a `ConfigError` names it.
         """
-        self.config = self.config.allowed()
+        self.config.allowed()
         full = disk_errors(self.folder, partial(to_resume, self.folder))
         with part_errors(), watched_calls(), full, out_of_memory(), ExitStack() as stack:
             self._in_main(lambda: self._enter(stack, resume))
@@ -186,7 +186,7 @@ class Run:
         refuses changed code.
         """
         given, path = self.config.flat(), self.folder / "config.json"
-        check_code(self.folder, given, self.changed_code)
+        check_code(self.folder, given, self.changed_code, self.config.trusts)
         if not path.exists():
             return {}
         recorded = load_config(path).flat()
@@ -196,7 +196,7 @@ class Run:
 
     def _write_settings(self) -> None:
         """code.json, config.json, and config.yaml for ``flowrl train --config``."""
-        record_code(self.folder, self.config.flat())
+        record_code(self.folder, self.config.flat(), self.config.trusts)
         values = {"format": FORMAT, **self.config.as_dict()}
         write_json(self.folder / "config.json", values)
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())
@@ -263,7 +263,11 @@ class Run:
             self._save_before(before)
             raise
         row: Row = dict(iteration)
-        row |= {f"{name}_total": rows[-1][f"{name}_total"] + row[name] for name in TOTALS}
+        row |= {
+            f"{name}_total": rows[-1][f"{name}_total"] + row[name]
+            for name in TOTALS
+            if f"{name}_total" in rows[-1]  # a run that an older version began has fewer
+        }
         last, every = self._ended, self.config.evaluation.eval_every
         self._evaluation = None
         row["evaluation"] = self._evaluate().row if last or trainer.done % every == 0 else None

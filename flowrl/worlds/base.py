@@ -143,6 +143,7 @@ class ModelWorld:
         heldout_prompts: file of the held-out prompts; empty for the training prompts.
         reward: spec of the reward.
         options: options of the policy.
+        trust: whether the spec of the reward is in the user's own words (`RunConfig.trusts`).
 
     Raises:
         ConfigError: `prompts` or `reward` is empty, or a file of prompts cannot be read.
@@ -154,12 +155,18 @@ class ModelWorld:
     elements = 0
 
     def __init__(
-        self, model: str, prompts: str, heldout_prompts: str, reward: str, options: ModelOptions
+        self,
+        model: str,
+        prompts: str,
+        heldout_prompts: str,
+        reward: str,
+        options: ModelOptions,
+        trust: bool = False,
     ) -> None:
         require(bool(prompts), "prompts", prompts, "a file of prompts, or hf(name=NAME)")
         allowed = "NAME of a reward or path/to/file.py:Class: a model has none of its own"
         require(bool(reward), "reward", reward, allowed)
-        self._model, self._spec, self._options = model, reward, options
+        self._model, self._spec, self._options, self._trust = model, reward, options, trust
         files = "a file or a list, which a resumed run reads again"
         require("-" not in (prompts, heldout_prompts), "prompts", "-", files)
         self._training = read_prompts(prompts)
@@ -179,7 +186,8 @@ class ModelWorld:
 
     @cached_property
     def _reward(self) -> RewardModel:
-        return evaluation_reward(build("reward", self._spec, device=self._options.device))
+        reward = build("reward", self._spec, self._trust, device=self._options.device)
+        return evaluation_reward(reward)
 
     def policy(self, options: PolicyOptions) -> FlowPolicy:
         """The pipeline's transformer, as a policy."""
@@ -188,32 +196,33 @@ class ModelWorld:
         return load_policy(self._model, replace(self._options, **shared))
 
 
-def world(named: str | World) -> World:
+def world(named: str | World, trust: bool = False) -> World:
     """A world by name, from a plug-in or a user's file, or given as an object; files are loaded
     again after a change only.
 
     Args:
         named: NAME, NAME(option=value) or path/to/file.py:Class; or the world itself.
+        trust: whether a spec is in the user's own words, and may name code.
 
     Returns:
         The world.
 
     Raises:
         ConfigError: the name is unknown, the file cannot be loaded, or a member of the world is
-            missing or of another type.
+            missing or of another type; or it needs trust.
     """
     if not isinstance(named, str):
         check_part("world", named)
         return _checked(named)
     file = parse_spec(named, "world").file
     changed = file.stat().st_mtime_ns if file and file.is_file() else 0
-    return _built(named, file and file.resolve(), changed)
+    return _built(named, file and file.resolve(), changed, trust)
 
 
 @cache
-def _built(spec: str, file: Path | None, changed: int) -> World:
+def _built(spec: str, file: Path | None, changed: int, trust: bool) -> World:
     """The world of a spec; a file is loaded again after a change."""
-    return _checked(build("world", spec))
+    return _checked(build("world", spec, trust))
 
 
 class _Members(BaseModel):

@@ -71,7 +71,11 @@ class DirectionReward:
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Points [sample, 2, 1, 1] and as many prompts -> [sample]."""
         _require_points(images, prompts)
-        targets = torch.tensor([target(prompt) for prompt in prompts], device=images.device)
+        # the target of each distinct text once: many samples have the same prompt
+        known = {prompt.text: prompt for prompt in prompts}
+        place = {text: number for number, text in enumerate(known)}
+        points = torch.tensor([target(prompt) for prompt in known.values()], device=images.device)
+        targets = points[[place[prompt.text] for prompt in prompts]]
         distance = (images.flatten(1) - targets).norm(dim=1)
         if self.form == "soft":
             return torch.exp(-distance.square() / (2 * WIDTH**2))

@@ -19,7 +19,7 @@ from flowrl.methods import METHODS
 from flowrl.parts.plugins import versions
 from flowrl.parts.registry import build
 from flowrl.parts.sources import first_paragraph
-from flowrl.parts.trust import code_of, trusted
+from flowrl.parts.trust import code_of
 from flowrl.probes import NoProbe
 from flowrl.reading import as_kind, load_document, reading
 from flowrl.training.build import check, make_method, make_world, method_parts, require_read, unread
@@ -30,6 +30,7 @@ from flowrl.training.results import has_progress, holds
 from flowrl.training.run import Run
 from flowrl.workers import Worker, run_jobs, usable_cores
 from flowrl_compare.arms import Arms, arm_run, check_arms, of_arm
+from flowrl_compare.costs import prices_of
 from flowrl_compare.results import ComparisonFile, run_folder
 
 
@@ -89,8 +90,8 @@ class CompareConfig:
         """Raise `ConfigError` if the comparison was read without trust and has settings that need
         consent (`flowrl.parts.trust`).
         """
-        for settings in (self.run.flat(), *self.arms.values()):
-            trusted(dict(settings), self.run.source, not self.run.source)
+        for config in (self.run, *self.examples().values()):
+            config.allowed()
 
     def descriptions(self) -> dict[str, str]:
         """By arm, the first paragraph of the docstring of its credit rule if it names one, else of
@@ -131,23 +132,20 @@ class CompareConfig:
         return notes
 
     def equal_cost(self) -> "CompareConfig":
-        """This comparison with as many iterations of each arm as need the network evaluations of
-        the baseline's run.
-
-        Evaluations of sampling, probes and update count alike, those with guidance twice; held-out
-        evaluations do not count.
+        """This comparison with as many iterations of each arm as need the forward equivalents of
+        the baseline's run (`flowrl_compare.costs`); held-out evaluations do not count.
 
         Raises:
             ConfigError: an arm sets `iterations`, or the cost of a probe is unknown.
         """
-        arms, passes = dict[str, dict[str, Any]](), dict[str, float]()
+        arms, costs = dict[str, dict[str, Any]](), dict[str, float]()
         for arm, config in self.examples().items():
             given, arms[arm] = self.arms[arm].get("iterations"), dict(self.arms[arm])
             with of_arm(arm):
                 require(given is None, "iterations", given, "left out: all arms cost the same")
-                passes[arm] = plan(config).passes
-            total = self.run.iterations * next(iter(passes.values()))
-            if (iterations := max(1, round(total / passes[arm]))) != self.run.iterations:
+                costs[arm] = planned_cost(plan(config), config)
+            total = self.run.iterations * next(iter(costs.values()))
+            if (iterations := max(1, round(total / costs[arm]))) != self.run.iterations:
                 arms[arm]["iterations"] = iterations
         return replace(self, arms=arms)
 
@@ -177,7 +175,7 @@ class CompareConfig:
         require_format(source, values)
         with reading(source):
             file: ComparisonFile = as_kind(values, ComparisonFile)
-        run = RunConfig.from_dict(file.run, trust, source)
+        run = RunConfig.from_dict({"format": FORMAT, **file.run}, trust, source)
         # JSON has no tuples
         arms = {
             arm: {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()}
@@ -186,9 +184,15 @@ class CompareConfig:
         return CompareConfig(run, arms, tuple(file.seeds), file.preset, file.command)
 
 
+def planned_cost(counts: Plan | None, config: RunConfig) -> float:
+    """Forward equivalents of an iteration; 1 without a plan."""
+    return prices_of(config.as_dict()).parts(vars(counts)).total if counts else 1.0
+
+
 def _description(config: RunConfig) -> str:
     credit, method = config.algorithm.credit, config.algorithm.method
-    part = type(build("credit", credit)) if credit else METHODS.get(method)
+    trust = config.trusts(credit)
+    part = type(build("credit", credit, trust)) if credit else METHODS.get(method)
     line = first_paragraph(inspect.getdoc(part) or "")
     # a data class without a docstring gets one of its fields
     return "" if line.startswith(f"{getattr(part, '__name__', '')}(") else line.rstrip(".")
@@ -327,7 +331,8 @@ def _compare(
     failed = [name for name, result in results.items() if isinstance(result, str)]
     if failed and completed:
         label = run_label(arms[failed[0]], jobs[failed[0]].seed)
-        options = " --changed-code" if any(code_of(jobs[name].flat()) for name in failed) else ""
+        has_code = any(code_of(jobs[name].flat(), jobs[name].trusts) for name in failed)
+        options = " --changed-code" if has_code else ""
         raise PartError(
             f"{len(failed)} of {len(jobs)} runs failed, and the others are complete. {label}:"
             f" {results[failed[0]]}. Correct the cause, then run the missing ones with:"

@@ -1,5 +1,6 @@
 """`flowrl evaluate` and `flowrl sample`: images from base and trained weights."""
 
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from annotated_types import Ge, Le
 
-from flowrl.cli.options import typed_command
+from flowrl.cli.options import config_of, typed_command
 from flowrl.core.errors import CheckpointError, ConfigError, require
 from flowrl.core.options import Count, Seed, Whole
 
@@ -121,7 +122,10 @@ class Evaluate:
         prompts = prompts[: self.limit]
         specs = self.reward or tuple(filter(None, [environment.reward]))
         rewards = {
-            spec: evaluation_reward(build("reward", spec, device=options.device)) for spec in specs
+            spec: evaluation_reward(
+                build("reward", spec, config.trusts(spec), device=options.device)
+            )
+            for spec in specs
         } or {form: world.reward(form) for form in world.forms}
         # The embeddings of all prompts and of the negative one are computed once, for both weights.
         config = config.replace(prompt_cache=len(prompts) + 1) if options.model else config
@@ -177,19 +181,20 @@ class Evaluate:
         changes = {name: value for name, value in changes.items() if value is not None}
         if self.num_steps:
             changes["eval_steps"] = self.num_steps
-        if self.reward:  # the run's own reward is not built, and may need consent
+        if self.reward:
             changes["reward"] = self.reward[0]
         if self.model:
             require(bool(self.prompts), "prompts", self.prompts, "a file, or a slice as text[0:64]")
             require(bool(self.reward), "reward", self.reward, "one or more: --reward NAME")
-            if not self.weights.exists():
+            if not os.path.exists(self.weights):
                 raise CheckpointError(f"weights: {self.weights} does not exist")
             config = preset("default").apply(model=self.model, prompts=self.prompts, **changes)
         else:
-            file = self.weights / "config.json"
             allowed = "the folder of a run; for a LoRA or a transformer give its --model too"
-            require(file.is_file(), "weights", str(self.weights), allowed)
-            config = load_config(file, self.trust).allowed(("reward",) if self.reward else ())
+            file = config_of("weights", self.weights, allowed)
+            # the run's own reward, which is not built if another is given, may need consent
+            own = {"reward": self.reward[0]} if self.reward else {}
+            config = load_config(file, self.trust).in_own_words(*self.reward, **own).allowed()
             read = changes.keys() - {"eval_steps", "reward"}
             require_read(config.replace(**{name: changes[name] for name in read}), read)
         is_cuda = bool(config.policy.model) and torch.cuda.is_available()

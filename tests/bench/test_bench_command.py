@@ -1,19 +1,17 @@
 """`flowrl bench claims`: the list, errors in one line, and a page without runs."""
 
-from pathlib import Path
-
 from flowrl_bench.catalogue import CLAIMS
 
 from flowrl.cli.main import main
 
 
-def test_list(capsys) -> None:
+def test_list(capsys):
     assert main(["bench", "claims", "--list"]) == 0
     shown = capsys.readouterr().out
     assert all(f"{key}: " in shown for key in CLAIMS)
 
 
-def test_errors_are_one_line(capsys, tmp_path: Path) -> None:
+def test_errors_are_one_line(capsys, tmp_path):
     assert main(["bench", "claims", "--only", "nothing"]) == 2
     assert "only = 'nothing' is not allowed" in capsys.readouterr().err
     assert main(["bench", "rule", "nothing", "--out", str(tmp_path)]) == 2
@@ -22,10 +20,10 @@ def test_errors_are_one_line(capsys, tmp_path: Path) -> None:
     assert "world = 'nowhere' is not allowed" in capsys.readouterr().err
 
 
-def test_judge_without_runs_writes_an_empty_page(tmp_path: Path, capsys) -> None:
+def test_judge_without_runs_writes_an_empty_page(tmp_path, capsys):
     out = ["--out", str(tmp_path / "none.jsonl"), "--page", str(tmp_path / "page")]
     assert main(["bench", "claims", "--judge", *out]) == 2
-    assert "none.jsonl is no regular file" in capsys.readouterr().err
+    assert "a results file, with --judge" in capsys.readouterr().err
     (tmp_path / "none.jsonl").touch()
     assert main(["bench", "claims", "--judge", *out]) == 0
     assert "too few runs yet" in capsys.readouterr().out

@@ -1,19 +1,19 @@
 """What a result is bound to: the golden run, the settings, and the user's own files."""
 
 import sys
-from pathlib import Path
 
 import pytest
 from bench_lines import small_run
 from flowrl_bench.digest import config_id, golden_run, same_golden
+from loading import ROOT
 
 from flowrl.methods import METHODS
 
 MINE = "from flowrl.credit import Uniform\n\n\nclass Mine(Uniform):\n    pass\n"
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
-def test_golden_runs_agree_up_to_rounding() -> None:
+def test_golden_runs_agree_up_to_rounding():
     numbers = golden_run()
     assert len(numbers) == 3 * len(METHODS) and same_golden(numbers, numbers)
     assert same_golden(numbers, [value + 5e-5 for value in numbers])
@@ -21,29 +21,29 @@ def test_golden_runs_agree_up_to_rounding() -> None:
     assert not same_golden(numbers, numbers[:-1])
 
 
-class TestIds:
-    @pytest.fixture
-    def module(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        monkeypatch.syspath_prepend(str(tmp_path))
-        path = tmp_path / f"mine_{tmp_path.name}.py"
-        path.write_text(MINE)
-        yield path
-        sys.modules.pop(path.stem, None)
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / f"mine_{tmp_path.name}.py"
+    path.write_text(MINE)
+    yield path
+    sys.modules.pop(path.stem, None)
 
-    @pytest.mark.parametrize(
-        "spec",
-        [
-            "{path}:Mine",
-            "{stem}:Mine",
-            "flowrl_bench.negative_controls:FreshNoiseFault(rule='{path}:Mine')",
-            "flowrl_bench.negative_controls:FreshNoiseFault(rule='{stem}:Mine')",
-        ],
-    )
-    def test_files_of_rules_are_part_of_the_id(self, module: Path, spec: str) -> None:
-        config = small_run(credit=spec.format(path=module, stem=module.stem))
-        before = config_id(config)
-        module.write_text(MINE + "\n    # another rule\n")
-        after = config_id(config)
-        assert before != after
-        module.write_text(MINE)
-        assert config_id(config) == before
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "{path}:Mine",
+        "{stem}:Mine",
+        "flowrl_bench.negative_controls:FreshNoiseFault(rule='{path}:Mine')",
+        "flowrl_bench.negative_controls:FreshNoiseFault(rule='{stem}:Mine')",
+    ],
+)
+def test_files_of_rules_are_part_of_the_id(module, spec):
+    config = small_run(credit=spec.format(path=module, stem=module.stem))
+    before = config_id(config)
+    module.write_text(MINE + "\n    # another rule\n")
+    after = config_id(config)
+    assert before != after
+    module.write_text(MINE)
+    assert config_id(config) == before

@@ -16,6 +16,7 @@ from flowrl_bench.gradients import (
     pathwise_gradients,
     policy_gradients,
 )
+from torch.testing import assert_close
 
 from flowrl.credit import Uniform
 from flowrl.flow import DrawnSteps
@@ -29,7 +30,7 @@ LIMIT = 5.0
 
 
 @pytest.fixture(scope="module")
-def setting() -> Setting:
+def setting():
     """A policy that is not the optimum of anything, so that the gradient is not small."""
     mixture = world("mixture")
     policy = mixture.policy(PolicyOptions())
@@ -44,20 +45,20 @@ def setting() -> Setting:
 
 
 @pytest.fixture(scope="module")
-def truths(setting: Setting) -> torch.Tensor:
+def truths(setting):
     return pathwise_gradients(setting, 25, 200, decisions_only=True)
 
 
 @pytest.fixture(scope="module")
-def directions(setting: Setting) -> torch.Tensor:
+def directions(setting):
     """[direction, parameter] from trajectories of their own: the gradient, and its piece in each
     tensor.
     """
-    whole = pathwise_gradients(setting, 5, 200, seed=99, decisions_only=True).mean(0)
-    rows, start = [whole], 0
+    gradient = pathwise_gradients(setting, 5, 200, seed=99, decisions_only=True).mean(0)
+    rows, start = [gradient], 0
     for parameter in setting.parameters:
-        row = torch.zeros_like(whole)
-        row[start : start + parameter.numel()] = whole[start : start + parameter.numel()]
+        row = torch.zeros_like(gradient)
+        row[start : start + parameter.numel()] = gradient[start : start + parameter.numel()]
         start += parameter.numel()
         rows.append(row)
     return torch.stack([row / row.norm() for row in rows])
@@ -73,7 +74,7 @@ def z_scores(
 
 
 @pytest.mark.parametrize("rule", [RawCredit(), RawCredit(1.0, Completion())], ids=["R", "R - V"])
-def test_return_and_reward_to_go_are_unbiased(setting, truths, directions, rule) -> None:
+def test_return_and_reward_to_go_are_unbiased(setting, truths, directions, rule):
     estimates = policy_gradients(setting, rule, 30, 24, seed=3)
     assert float(z_scores(estimates, truths, directions).abs().max()) < LIMIT
     assert alignment(estimates, truths).scale == pytest.approx(1.0, abs=0.2)
@@ -82,14 +83,14 @@ def test_return_and_reward_to_go_are_unbiased(setting, truths, directions, rule)
 class StepWeights:
     """A rule's advantages times a weight per decision."""
 
-    def __init__(self, weights: torch.Tensor) -> None:
+    def __init__(self, weights: torch.Tensor):
         self.probe, self.weights = NoProbe(), weights
 
     def assign(self, values, decisions):
         return Uniform().assign(values, decisions) * self.weights
 
 
-def test_every_loss_starts_with_the_policy_gradient_of_the_world(setting) -> None:
+def test_every_loss_starts_with_the_policy_gradient_of_the_world(setting):
     """On policy, in the parameters of the 2-D policy: all losses agree, GRPO-Guard with the step
     weights std / Delta.
     """
@@ -100,14 +101,14 @@ def test_every_loss_starts_with_the_policy_gradient_of_the_world(setting) -> Non
 
     plain = gradient(PolicyGradientLoss())
     for loss in (ClippedLoss(), FlowDPPO()):
-        torch.testing.assert_close(gradient(loss), plain, rtol=1e-3, atol=1e-5)
+        assert_close(gradient(loss), plain, rtol=1e-3, atol=1e-5)
     drawn = setting.stds > 0
     weighted = gradient(PolicyGradientLoss(), (setting.stds / setting.schedule.deltas)[drawn])
-    torch.testing.assert_close(gradient(GRPOGuard()), weighted, rtol=1e-3, atol=1e-5)
+    assert_close(gradient(GRPOGuard()), weighted, rtol=1e-3, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
-def untrained() -> Setting:
+def untrained():
     """The policy is the exact velocity of its data and the reference."""
     mixture = world("mixture")
     policy = mixture.policy(PolicyOptions())
@@ -122,7 +123,7 @@ def untrained() -> Setting:
 
 def test_at_the_reference_dgpo_has_half_of_the_gradient_of_matching_weighted_by_advantages(
     untrained,
-) -> None:
+):
     """S = 0, so every weight is A / 2; the same times, noise and images by the same seed."""
     times = DrawnSteps(4, 7)
     weighted = AWM(
@@ -139,6 +140,6 @@ def test_at_the_reference_dgpo_has_half_of_the_gradient_of_matching_weighted_by_
     dgpo = forward_gradients(
         untrained, Uniform(), DGPO(clip=None, kl_weight=0.0, times=times), 2, 6, seed=1
     )
-    torch.testing.assert_close(2 * dgpo, awm, atol=1e-6, rtol=1e-4)
+    assert_close(2 * dgpo, awm, atol=1e-6, rtol=1e-4)
     assert float((awm[0] - awm[1]).norm()) > 0.1 * float(awm[0].norm())
     assert usage.nfe == 2 * 18 * 6 * 10

@@ -9,13 +9,7 @@ import pytest
 import torch
 from bench_lines import SMALL, small_run
 from flowrl_bench.claims import make_run
-from flowrl_bench.measurements import (
-    CURVE,
-    measure,
-    observe,
-    observe_run,
-    reproducible,
-)
+from flowrl_bench.measurements import CURVE, measure, observe, observe_run, reproducible
 from flowrl_bench.rules import RandomCredit
 from flowrl_bench.suite import _differences, _named
 from flowrl_testing import credit_contract
@@ -41,84 +35,84 @@ class Mine:
 """
 
 
-def seed_everything(seed: int) -> None:
+def seed_everything(seed: int):
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
 
 
-class TestRuns:
-    @pytest.mark.parametrize(
-        ("world", "task"), [("mixture", "direction"), ("shapes", "compositional")]
+@pytest.mark.parametrize(("world", "task"), [("mixture", "direction"), ("shapes", "compositional")])
+def test_the_same_run_gives_the_same_numbers(world, task):
+    config = make_run(
+        world,
+        task,
+        0,
+        {**SMALL, "credit": "turning-point-variant(where=random)", "reward_noise": 0.1},
     )
-    def test_the_same_run_gives_the_same_numbers(self, world: str, task: str) -> None:
-        config = make_run(
-            world,
-            task,
-            0,
-            {**SMALL, "credit": "turning-point-variant(where=random)", "reward_noise": 0.1},
-        )
-        found = []
-        for other in (1, 2):
-            seed_everything(other)
-            found.append(measure(config))
-        assert not list(_differences(*map(_named, found)))
-        assert [row[0] for row in found[0]["curve"]] == [0, 1]
-        if world == "mixture":
-            assert found[0]["totals"]["nfe"] > 2 * 3 * 5
+    lines = []
+    for other in (1, 2):
+        seed_everything(other)
+        lines.append(measure(config))
+    assert not list(_differences(*map(_named, lines)))
+    assert [row[0] for row in lines[0]["curve"]] == [0, 1]
+    if world == "mixture":
+        assert lines[0]["totals"]["nfe"] > 2 * 3 * 5
 
-    def test_a_rules_draws_from_the_global_generators_depend_on_the_run(self, tmp_path) -> None:
-        path = tmp_path / "mine.py"
-        path.write_text(DRAWS)
-        config = small_run(credit=f"{path}:Mine")
-        found = []
-        for other in (1, 2):
-            seed_everything(other)
-            found.append(measure(config)["curve"][-1][4:])
-        other = measure(config.replace(seed=1))["curve"][-1][4:]
-        assert found[0] == found[1] != other
 
-    def test_generators_and_threads_are_restored(self) -> None:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(2)
-        try:
-            seed_everything(1)
-            expected = torch.rand(2).tolist(), random.random(), float(np.random.rand())  # noqa: NPY002
-            seed_everything(1)
-            with reproducible("x"):
-                assert torch.get_num_threads() == 1
-                torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
-            assert (torch.rand(2).tolist(), random.random(), float(np.random.rand())) == expected  # noqa: NPY002
-            assert torch.get_num_threads() == 2
-        finally:
-            torch.set_num_threads(threads)
+def test_a_rules_draws_from_the_global_generators_depend_on_the_run(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(DRAWS)
+    config = small_run(credit=f"{path}:Mine")
+    curves = []
+    for other in (1, 2):
+        seed_everything(other)
+        curves.append(measure(config)["curve"][-1][4:])
+    other = measure(config.replace(seed=1))["curve"][-1][4:]
+    assert curves[0] == curves[1] != other
+
+
+def test_generators_and_threads_are_restored():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        seed_everything(1)
+        expected = torch.rand(2).tolist(), random.random(), float(np.random.rand())  # noqa: NPY002
+        seed_everything(1)
+        with reproducible("x"):
+            assert torch.get_num_threads() == 1
+            torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
+        assert (torch.rand(2).tolist(), random.random(), float(np.random.rand())) == expected  # noqa: NPY002
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def trainer_of(seed=0, **changes):
     return make_trainer(small_run(seed, window=":-1", **changes))
 
 
-class TestSamples:
-    def test_every_seed_has_its_own_noise_and_a_visible_sampling_error(self) -> None:
-        """The untrained policy is the same for all seeds, so only the sampling differs."""
-        found = torch.tensor([observe(trainer_of(seed), samples=8)["quality"] for seed in range(8)])
-        assert found.unique().numel() == 8
-        # the log-density of a two-dimensional Gaussian's own samples has standard deviation 1
-        error = 1.0 / (8 * 18) ** 0.5
-        # a standard deviation of 8: outside less than once in 1,000
-        assert 0.4 * error < float(found.std()) < 2.5 * error
+def test_every_seed_has_its_own_noise_and_a_visible_sampling_error():
+    """The untrained policy is the same for all seeds, so only the sampling differs."""
+    qualities = torch.tensor([observe(trainer_of(seed), samples=8)["quality"] for seed in range(8)])
+    assert qualities.unique().numel() == 8
+    # the log-density of a two-dimensional Gaussian's own samples has standard deviation 1
+    error = 1.0 / (8 * 18) ** 0.5
+    # a standard deviation of 8: outside less than once in 1,000
+    assert 0.4 * error < float(qualities.std()) < 2.5 * error
 
-    def test_observing_changes_nothing(self) -> None:
-        one, other = trainer_of(), trainer_of()
-        observe(one, samples=2)
-        assert one.iteration()["loss"] == other.iteration()["loss"]
 
-    def test_an_observed_run_is_the_measured_one(self) -> None:
-        config = small_run(window=":-1")
-        found = observe_run(None, config)
-        assert found["final"] == measure(config)["curve"][-1][CURVE.index("soft")]
-        assert found["before"] != found["after"] and set(found["after"]) == {
-            "quality",
-            "points",
-            "null",
-        }
+def test_observing_changes_nothing():
+    observed, other = trainer_of(), trainer_of()
+    observe(observed, samples=2)
+    assert observed.iteration()["loss"] == other.iteration()["loss"]
+
+
+def test_an_observed_run_is_the_measured_one():
+    config = small_run(window=":-1")
+    samples = observe_run(None, config)
+    assert samples["final"] == measure(config)["curve"][-1][CURVE.index("soft")]
+    assert samples["before"] != samples["after"] and set(samples["after"]) == {
+        "quality",
+        "points",
+        "null",
+    }

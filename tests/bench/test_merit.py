@@ -4,21 +4,12 @@ session.
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import merit as script
 import pytest
 import torch
-from flowrl_bench.merit import (
-    layouts,
-    setting_of,
-    structure,
-)
-from flowrl_bench.merit_page import (
-    judged,
-    recommendation,
-    verdicts,
-)
+from flowrl_bench.merit import layouts, setting_of, structure
+from flowrl_bench.merit_page import judged, recommendation, verdicts
 from flowrl_bench.merit_rows import REFERENCE, ROWS, WORLDS
 from flowrl_bench.merit_train import sampling_nfe
 from flowrl_bench.true_advantage import Look, TrueAdvantages, credit_sums
@@ -40,7 +31,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_costs_are_the_formulas(name: str) -> None:
+def test_costs_are_the_formulas(name):
     sampling, probe, update, decisions = FORMULAS[name]
     run = ROWS[name].run("shapes")
     counted = plan(run)
@@ -53,8 +44,8 @@ def test_costs_are_the_formulas(name: str) -> None:
     setting = setting_of("mixture", 0, trainer.policy, 2)
     look = Look(replace(setting, sampler=trainer.draw_sampler()))
     tree = method.credit.probe if isinstance(method.credit.probe, Branch) else NoProbe()
-    found = structure(look.trajectories(method.shared_noise, tree))
-    assert found == pytest.approx({"sampling": sampling, "update": update, "decisions": decisions})
+    shares = structure(look.trajectories(method.shared_noise, tree))
+    assert shares == pytest.approx({"sampling": sampling, "update": update, "decisions": decisions})
     credit = look.credit(method.credit, method.shared_noise)
     assert credit.nfe_per_trajectory == pytest.approx(sampling + probe)
 
@@ -77,7 +68,7 @@ def cells_of(probes: dict[str, tuple[float, float]]):
     their probe.
     """
     rows = {REFERENCE: (0.5, 40.0), **probes}
-    found = {
+    cell = {
         name: {
             "sums": [sums_of(noise, seed) for seed in (0, 1)],
             "steps": list(range(5)),
@@ -88,7 +79,7 @@ def cells_of(probes: dict[str, tuple[float, float]]):
         }
         for name, (noise, probe) in rows.items()
     }
-    return {(world, stage): found for world in WORLDS for stage in ("before", "after")}
+    return {(world, stage): cell for world in WORLDS for stage in ("before", "after")}
 
 
 def lines_of(finals: dict[str, list[float]]):
@@ -97,8 +88,8 @@ def lines_of(finals: dict[str, list[float]]):
     return {
         (world, row, seed): {"base": 0.2, "final": final, **rest}
         for world in WORLDS
-        for row, found in finals.items()
-        for seed, final in enumerate(found)
+        for row, rewards in finals.items()
+        for seed, final in enumerate(rewards)
     }
 
 
@@ -109,7 +100,7 @@ GOOD, CHEAP, POOR = (
 )
 
 
-def test_a_probe_is_recommended_if_it_is_cheap_and_agrees_and_trains() -> None:
+def test_a_probe_is_recommended_if_it_is_cheap_and_agrees_and_trains():
     costly = "gains, Completion"
     probes = {GOOD: (0.5, 10.0), CHEAP: (0.45, 14.0), POOR: (1.5, 0.0), costly: (0.4, 45.0)}
     cells = judged(cells_of(probes), 200)
@@ -136,7 +127,7 @@ def test_a_probe_is_recommended_if_it_is_cheap_and_agrees_and_trains() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+def test_the_command_goes_on_where_it_was_stopped(tmp_path):
     work = tmp_path / "work"
     command = f"--quick --out {tmp_path} --work {work} --worlds mixture --workers 1".split()
     assert script.main([*command, "--looks", "1"]) == 0

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from bench_lines import rule_file
 from flowrl_bench import microscope
+from flowrl_bench.ceilings import LEVELS, ceiling, with_values
 from flowrl_bench.continuations import Look, true_advantages
+from flowrl_bench.exact import exact_advantages
 from flowrl_bench.gradients import Setting
 from flowrl_bench.microscope import Cell, Size, cells, check_rules, run_of, session
-from flowrl_bench.microscope_numbers import (
-    jackknife,
-    row_of,
-)
+from flowrl_bench.microscope_numbers import jackknife, row_of
 from flowrl_bench.microscope_study import Study, read_lines
 from flowrl_bench.true_advantage import compare_credit, credit_sums
 
@@ -26,15 +26,13 @@ from flowrl.rewards import NoisyReward
 from flowrl.training.build import make_trainer, make_world
 from flowrl.training.trainer import Trainer
 
-SMALL = Size(
-    2, 3, 8, 4, {"during": 1, "after": 2}, 3, 2, looks=2, run={"groups": 2, "group_size": 3}
-)
+SMALL = Size(2, 3, 0, {"during": 1, "after": 2}, 3, 2, looks=2, run={"groups": 2, "group_size": 3})
 GAINS = {"stepwise gains": "stepwise-gain", "random": "random", "uniform": "uniform"}
 BEFORE, SHARED = (Cell("mixture", "", "before", noise, 0) for noise in ("independent", "shared"))
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory) -> Study:
+def study(tmp_path_factory):
     """Both looks of the 2-D world, made in this process."""
     study = Study({"mixture": SMALL}, GAINS, tmp_path_factory.mktemp("microscope") / "m.jsonl")
     assert study.execute(1)
@@ -56,84 +54,96 @@ def plain(line: dict) -> dict:
     )
 
 
-class TestCells:
-    def test_rows_are_those_of_a_comparison_step_by_step(self) -> None:
-        """The same numbers from `Look.credit` and `compare_credit`, under both rewards, with noise,
-        on both kinds.
-        """
-        for cell in (BEFORE, SHARED):
-            line, shared = line_of(cell), cell.noise == "shared"
-            run = run_of("mixture", "", 0, SMALL)
-            trainer = make_trainer(run)
-            setting = setting_in(cell, trainer)
-            look = Look(setting, 3, 10_000, SMALL.max_batch)
-            for form, noise in (("soft", 0.0), ("strict", 0.0), ("soft", 0.3)):
-                reward = make_world(run).reward(form)
-                there = replace(setting, reward=reward)
-                truth = true_advantages(there, look.trajectories(shared), 8, 20_000)
-                seen = NoisyReward(reward, noise) if noise else reward
-                credit = look.credit(build("credit", "stepwise-gain"), shared, seen)
-                report = compare_credit(credit.advantages, truth)
-                row = row_of(line, form, "stepwise gains", noise)
-                assert row["correlation"] == pytest.approx(
-                    report.overall.correlation.value, abs=1e-5
-                )
-                assert row["nfe"] == pytest.approx(credit.nfe_per_trajectory)
-                assert np.allclose(
-                    row["sums"],
-                    credit_sums(credit.advantages, truth).sum((0, 1)).tolist(),
-                    rtol=1e-6,
-                )
-                expected = [step.correlation.value for step in report.per_step]
-                assert np.allclose(row["steps"], expected, atol=1e-3)
+@pytest.mark.parametrize("count", [0, 8], ids=["exact", "continuations"])
+def test_rows_are_those_of_a_comparison_step_by_step(count):
+    """The same numbers from `Look.credit` and `compare_credit`, under both rewards, with noise,
+    on both kinds; ceilings are those of the rule on the true values.
+    """
+    for cell in (BEFORE, SHARED):
+        line = line_of(cell, replace(SMALL, continuations=count))
+        shared = cell.noise == "shared"
+        run = run_of("mixture", "", 0, SMALL)
+        trainer = make_trainer(run)
+        setting = setting_in(cell, trainer)
+        look = Look(setting, 3, 10_000, SMALL.max_batch)
+        for form, noise in (("soft", 0.0), ("strict", 0.0), ("soft", 0.3)):
+            reward = make_world(run).reward(form)
+            there = replace(setting, reward=reward)
+            walked = look.trajectories(shared)
+            truth = exact_advantages(there, walked, (), microscope.GRID)[0]
+            if count:
+                truth = true_advantages(there, walked, count, 20_000)
+            seen = NoisyReward(reward, noise) if noise else reward
+            credit = look.credit(build("credit", "stepwise-gain"), shared, seen)
+            report = compare_credit(credit.advantages, truth)
+            row = row_of(line, form, "stepwise gains", noise)
+            assert row["correlation"] == pytest.approx(report.overall.correlation.value, abs=1e-5)
+            assert row["nfe"] == pytest.approx(credit.nfe_per_trajectory)
+            assert np.allclose(
+                row["sums"],
+                credit_sums(credit.advantages, truth).sum((0, 1)).tolist(),
+                rtol=1e-6,
+            )
+            expected = [step.correlation.value for step in report.per_step]
+            assert np.allclose(row["steps"], expected, atol=1e-3)
+            if not noise:
+                levels = torch.tensor(row["ceiling"], dtype=torch.float64)
+                assert len(levels) == (len(LEVELS) if count else 1)
+            if not (count or noise):
+                record = setting.experience(walked, reward=reward)
+                best = with_values(build("credit", "stepwise-gain"), record, truth.state_values)
+                known = compare_credit(best, truth).overall.correlation.value
+                assert ceiling(levels) == pytest.approx(known, abs=1e-6) and known > 0.5
+                assert len(line["truth"][form]["error"]) == 9
 
-    def test_a_cell_does_not_depend_on_the_cells_before(self) -> None:
-        """A session that begins at the last stage gives the same numbers as a whole one."""
-        wanted = [cell for cell in cells("mixture", 0) if cell.method == "tp-grpo"]
-        whole = [plain(line) for line in session("tp-grpo", wanted, SMALL, GAINS)]
-        assert [plain(line) for line in session("tp-grpo", wanted[-1:], SMALL, GAINS)] == whole[-1:]
+
+def test_a_cell_does_not_depend_on_the_cells_before():
+    """A session that begins at the last stage gives the same numbers as a whole one."""
+    wanted = [cell for cell in cells("mixture", 0) if cell.method == "tp-grpo"]
+    whole = [plain(line) for line in session("tp-grpo", wanted, SMALL, GAINS)]
+    assert [plain(line) for line in session("tp-grpo", wanted[-1:], SMALL, GAINS)] == whole[-1:]
 
 
-class TestStudy:
-    def test_every_cell_has_a_line_with_all_rules(self, study: Study) -> None:
-        lines = study.read()
-        assert len(lines) == sum(len(list(cells("mixture", look))) for look in (0, 1))
-        for line in lines.values():
-            if line["cell"]["noise"] not in ("gradient", "check"):
-                assert {row["rule"] for row in line["rows"]} == set(GAINS)
-                assert {row["form"] for row in line["rows"]} == {"soft", "strict"}
+def test_every_cell_has_a_line_with_all_rules(study):
+    lines = study.read()
+    assert len(lines) == sum(len(list(cells("mixture", look))) for look in (0, 1))
+    for line in lines.values():
+        if line["cell"]["noise"] != "gradient":
+            assert {row["rule"] for row in line["rows"]} == set(GAINS)
+            assert {row["form"] for row in line["rows"]} == {"soft", "strict"}
 
-    def test_resumption_gives_the_same_lines(self, study: Study, tmp_path: Path) -> None:
-        """After a loss of half of the lines and in the middle of another, only these are made
-        again.
-        """
-        texts = study.path.read_bytes().splitlines(keepends=True)
-        path = tmp_path / "half.jsonl"
-        path.write_bytes(b"".join(texts[: len(texts) // 2]) + texts[len(texts) // 2][:50])
-        resumed, made = replace(study, path=path), []
-        assert resumed.execute(1, lambda done, total, line: made.append((done, total)))
-        assert made == [(n, len(texts)) for n in range(len(texts) // 2 + 1, len(texts) + 1)]
-        whole = study.read()
-        assert {key: plain(line)["rows"] for key, line in resumed.read().items()} == {
-            key: plain(line)["rows"] for key, line in whole.items()
-        }
-        assert (
-            path.read_bytes().splitlines(keepends=True)[: len(texts) // 2]
-            == texts[: len(texts) // 2]
-        )
-        assert resumed.execute(1, lambda done, total, line: pytest.fail("nothing is missing"))
 
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"rules": {**GAINS, "more": "weighted"}},
-            {"sizes": {"mixture": replace(SMALL, continuations=8)}},
-        ],
-        ids=["rules", "sizes"],
+def test_resumption_gives_the_same_lines(study, tmp_path):
+    """After a loss of half of the lines and in the middle of another, only these are made
+    again.
+    """
+    texts = study.path.read_bytes().splitlines(keepends=True)
+    path = tmp_path / "half.jsonl"
+    path.write_bytes(b"".join(texts[: len(texts) // 2]) + texts[len(texts) // 2][:50])
+    resumed, made = replace(study, path=path), []
+    assert resumed.execute(1, lambda done, total, line: made.append((done, total)))
+    assert made == [(n, len(texts)) for n in range(len(texts) // 2 + 1, len(texts) + 1)]
+    complete = study.read()
+    assert {key: plain(line)["rows"] for key, line in resumed.read().items()} == {
+        key: plain(line)["rows"] for key, line in complete.items()
+    }
+    assert (
+        path.read_bytes().splitlines(keepends=True)[: len(texts) // 2] == texts[: len(texts) // 2]
     )
-    def test_lines_of_other_settings_are_refused(self, study: Study, changes) -> None:
-        with pytest.raises(ConfigError, match="other rules or sizes"):
-            replace(study, **changes).read()
+    assert resumed.execute(1, lambda done, total, line: pytest.fail("nothing is missing"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rules": {**GAINS, "more": "weighted"}},
+        {"sizes": {"mixture": replace(SMALL, continuations=8)}},
+    ],
+    ids=["rules", "sizes"],
+)
+def test_lines_of_other_settings_are_refused(study, changes):
+    with pytest.raises(ConfigError, match="other rules or sizes"):
+        replace(study, **changes).read()
 
 
 BROKEN = """
@@ -158,9 +168,7 @@ class Mine:
         "advantages[0, 99]": "failed.*IndexError",
     }.items(),
 )
-def test_a_broken_rule_is_refused_before_and_in_a_cell(
-    tmp_path: Path, how: str, message: str
-) -> None:
+def test_a_broken_rule_is_refused_before_and_in_a_cell(tmp_path, how, message):
     path = tmp_path / "my.py"
     path.write_text(BROKEN.replace("BREAK", how))
     with pytest.raises(CreditError, match=f"rule 'x': Mine.assign.*{message}"):
@@ -173,18 +181,17 @@ def test_a_broken_rule_is_refused_before_and_in_a_cell(
         line_of(BEFORE, replace(SMALL, prompts=3), rules)
 
 
-class TestNumbers:
-    def test_the_jackknife_of_a_mean_is_its_t_interval(self) -> None:
-        values = np.random.default_rng(0).normal(size=7).tolist()
-        found = jackknife(lambda chosen: float(np.mean(chosen)), values)
-        reach = 2.4469 * np.std(values, ddof=1) / math.sqrt(7)
-        assert found.value == pytest.approx(
-            np.mean(values)
-        ) and found.high - found.value == pytest.approx(reach, rel=1e-4)
+def test_the_jackknife_of_a_mean_is_its_t_interval():
+    values = np.random.default_rng(0).normal(size=7).tolist()
+    interval = jackknife(lambda chosen: float(np.mean(chosen)), values)
+    reach = 2.4469 * np.std(values, ddof=1) / math.sqrt(7)
+    assert interval.value == pytest.approx(
+        np.mean(values)
+    ) and interval.high - interval.value == pytest.approx(reach, rel=1e-4)
 
 
 @pytest.mark.slow
-def test_results_and_page_go_where_the_options_say(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_results_and_page_go_where_the_options_say(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(microscope, "QUICK", {"mixture": SMALL, "shapes": SMALL})
     monkeypatch.setattr(microscope, "RULES", GAINS)

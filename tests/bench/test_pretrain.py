@@ -35,7 +35,7 @@ def test_weights_are_reproducible_and_fit_the_world(tmp_path):
     velocity = policy.velocity(
         latent, torch.tensor([500.0]), policy.encode([world("shapes").parse("three red circles")])
     )
-    assert bool(velocity.isfinite().all())
+    assert velocity.isfinite().all()
 
 
 def test_settings_are_checked():

@@ -20,16 +20,17 @@ from flowrl_bench.results_file import (
     stamp,
 )
 from flowrl_bench.suite import Suite
+from loading import ROOT
 
 from flowrl.core.errors import ConfigError
 from flowrl.parts.trust import untrusted
 from flowrl.training.config import RunConfig
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> ResultsFile:
+def file(tmp_path):
     file = ResultsFile(tmp_path / "results.jsonl")
     for seed in (0, 1):
         file.append(small_line(seed))
@@ -40,136 +41,124 @@ def seeds(file: ResultsFile) -> list[int]:
     return [line["seed"] for line in file.read().values()]
 
 
-class TestLines:
-    def test_a_line_keeps_what_was_so_before_its_run(self) -> None:
-        line = make_line(small_run(), {}, "-", "an id", {**stamp(), "code": "before"})
-        assert (line["id"], line["code"], line["rules"]) == ("an id", "before", rules_digest())
+def test_a_line_keeps_what_was_so_before_its_run():
+    line = make_line(small_run(), {}, "-", "an id", {**stamp(), "code": "before"})
+    assert (line["id"], line["code"], line["rules"]) == ("an id", "before", rules_digest())
 
-    def test_code_that_changes_during_a_run_is_noticed(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        config = small_run()
+
+def test_code_that_changes_during_a_run_is_noticed(monkeypatch):
+    config = small_run()
+    require_unchanged(config, config_id(config), code_digest())
+    monkeypatch.setattr(results_file, "code_digest_now", lambda: "0123456789abcdef")
+    with pytest.raises(ConfigError, match=r"the code in .* changed during the run"):
         require_unchanged(config, config_id(config), code_digest())
-        monkeypatch.setattr(results_file, "code_digest_now", lambda: "0123456789abcdef")
-        with pytest.raises(ConfigError, match=r"the code in .* changed during the run"):
-            require_unchanged(config, config_id(config), code_digest())
 
 
-class TestReading:
-    def test_code_or_libraries_with_another_golden_run_are_refused(
-        self, file: ResultsFile, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        golden = results_file.golden_run()
-        monkeypatch.setattr(results_file, "golden_run", lambda: (golden[0] + 1, *golden[1:]))
-        with pytest.raises(
-            ConfigError, match=r"line 1 .* other numbers in the golden run \(.* torch"
-        ):
-            file.read()
-        assert len(file.read(any_code=True)) == 2
-        file.append(small_line(2))
-        with pytest.raises(ConfigError, match=r"line 3 .* golden run"):
-            file.read(any_code=True)
+def test_code_or_libraries_with_another_golden_run_are_refused(file, monkeypatch):
+    golden = results_file.golden_run()
+    monkeypatch.setattr(results_file, "golden_run", lambda: (golden[0] + 1, *golden[1:]))
+    with pytest.raises(ConfigError, match=r"line 1 .* other numbers in the golden run \(.* torch"):
+        file.read()
+    assert len(file.read(any_code=True)) == 2
+    file.append(small_line(2))
+    with pytest.raises(ConfigError, match=r"line 3 .* golden run"):
+        file.read(any_code=True)
 
-    def test_the_rules_of_the_claims_need_no_trust(self, tmp_path: Path) -> None:
-        """All that they name by module, and nothing else; the command that repeats a run says
-        so.
-        """
-        arms = [arm for claim in CLAIMS.values() for arm in claim.arms.values()]
-        assert {arm["credit"] for arm in arms if any(untrusted(arm))} == set(OWN_RULES)
-        other = OWN_RULES[0].replace("FreshNoiseFault", "TurningPoint")
-        for rule, trusted in ((OWN_RULES[0], True), (other, False), (f"{OWN_RULES[0]}()", False)):
-            config = small_run(credit=rule)
-            file = ResultsFile(tmp_path / "results.jsonl")
-            command = Suite({"key": config}, file, {}).redo_command("key")
-            assert command.endswith("--redo key" if trusted else "--redo key --trust")
-            line = {"config": config.as_dict()}
-            with nullcontext() if trusted else pytest.raises(ConfigError, match="credit names"):
-                assert file.settings(line) == config
 
-    def test_other_settings_are_refused(self, file: ResultsFile) -> None:
-        with pytest.raises(ConfigError, match=r"not part of this suite \(flow-grpo, seed 1\)"):
-            file.read({config_id(small_run(0)): None})
+def test_the_rules_of_the_claims_need_no_trust(tmp_path):
+    """All that they name by module, and nothing else; the command that repeats a run says
+    so.
+    """
+    arms = [arm for claim in CLAIMS.values() for arm in claim.arms.values()]
+    assert {arm["credit"] for arm in arms if any(untrusted(arm))} == set(OWN_RULES)
+    other = OWN_RULES[0].replace("FreshNoiseFault", "TurningPoint")
+    for rule, trusted in ((OWN_RULES[0], True), (other, False), (f"{OWN_RULES[0]}()", False)):
+        config = small_run(credit=rule)
+        file = ResultsFile(tmp_path / "results.jsonl")
+        command = Suite({"key": config}, file, {}).redo_command("key")
+        assert command.endswith("--redo key" if trusted else "--redo key --trust")
+        line = {"config": config.as_dict()}
+        with nullcontext() if trusted else pytest.raises(ConfigError, match="credit names"):
+            assert file.settings(line) == config
 
-    def test_a_changed_line_is_refused(self, file: ResultsFile) -> None:
-        file.path.write_text(
-            file.path.read_text().replace('"learning_rate": 0.02', '"learning_rate": 0.03', 1)
-        )
-        with pytest.raises(ConfigError, match=r"line 1 .* does not hold the settings"):
-            file.read()
 
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("3", "is no run but '3'"),
-            ("[]", "is no run"),
-            ('{"format": 3}', "lacks id, code, golden"),
-            ('{"id": "x"}', "has format None"),
-            ('{"format": 1}', "has format 1; allowed: 3"),
-            ('{"format": 3, "id"', "is not JSON"),
-            ("", "is not JSON"),
-        ],
+def test_other_settings_are_refused(file):
+    with pytest.raises(ConfigError, match=r"not part of this suite \(flow-grpo, seed 1\)"):
+        file.read({config_id(small_run(0)): None})
+
+
+def test_a_changed_line_is_refused(file):
+    file.path.write_text(
+        file.path.read_text().replace('"learning_rate": 0.02', '"learning_rate": 0.03', 1)
     )
-    def test_foreign_lines_are_one_clear_error(
-        self, file: ResultsFile, text: str, message: str
-    ) -> None:
-        file.path.write_text(f"{text}\n" + file.path.read_text())
-        for any_code in (False, True):
-            with pytest.raises(ConfigError, match=rf"line 1 of .*results\.jsonl {message}"):
-                file.read(any_code=any_code)
+    with pytest.raises(ConfigError, match=r"line 1 .* does not hold the settings"):
+        file.read()
 
 
-class TestWriting:
-    def test_a_whole_last_line_without_its_line_break_is_kept(self, file: ResultsFile) -> None:
-        file.path.write_bytes(file.path.read_bytes()[:-1])
-        assert seeds(file) == [0, 1]
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("3", "is no run but '3'"),
+        ("[]", "is no run"),
+        ('{"format": 3}', "lacks id, code, golden"),
+        ('{"id": "x"}', "has format None"),
+        ('{"format": 1}', "has format 1; allowed: 3"),
+        ('{"format": 3, "id"', "is not JSON"),
+        ("", "is not JSON"),
+    ],
+)
+def test_foreign_lines_are_one_clear_error(file, text, message):
+    file.path.write_text(f"{text}\n" + file.path.read_text())
+    for any_code in (False, True):
+        with pytest.raises(ConfigError, match=rf"line 1 of .*results\.jsonl {message}"):
+            file.read(any_code=any_code)
+
+
+def test_a_whole_last_line_without_its_line_break_is_kept(file):
+    file.path.write_bytes(file.path.read_bytes()[:-1])
+    assert seeds(file) == [0, 1]
+    file.append(small_line(2))
+    assert seeds(file) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("tail", [b'{"format": 3, "id"', b"\0\0\0\0", "é".encode()[:1]])
+def test_a_torn_last_line_is_cut_off_and_the_others_stay(file, tail, monkeypatch):
+    content = file.path.read_bytes()
+    file.path.write_bytes(content + tail)
+    assert seeds(file) == [0, 1]
+    monkeypatch.setattr(
+        Path, "write_bytes", lambda *_: pytest.fail("the whole file is written anew")
+    )
+    file.append(small_line(2))
+    assert file.path.read_bytes().startswith(content) and seeds(file) == [0, 1, 2]
+
+
+def test_a_full_disk_takes_no_line_away(file, monkeypatch):
+    content, write = file.path.read_bytes(), os.write
+
+    def full(handle, data):
+        if len(data) < 50:
+            raise OSError(28, "No space left on device")
+        return write(handle, data[:50] if len(data) > 100 else data[:10])
+
+    file.path.write_bytes(content + b"torn")
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(ConfigError, match="cannot be written: No space left"):
         file.append(small_line(2))
-        assert seeds(file) == [0, 1, 2]
-
-    @pytest.mark.parametrize("tail", [b'{"format": 3, "id"', b"\0\0\0\0", "é".encode()[:1]])
-    def test_a_torn_last_line_is_cut_off_and_the_others_stay(
-        self, file: ResultsFile, tail: bytes, monkeypatch
-    ) -> None:
-        whole = file.path.read_bytes()
-        file.path.write_bytes(whole + tail)
-        assert seeds(file) == [0, 1]
-        monkeypatch.setattr(
-            Path, "write_bytes", lambda *_: pytest.fail("the whole file is written anew")
-        )
-        file.append(small_line(2))
-        assert file.path.read_bytes().startswith(whole) and seeds(file) == [0, 1, 2]
-
-    def test_a_full_disk_takes_no_line_away(
-        self, file: ResultsFile, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        whole, write = file.path.read_bytes(), os.write
-
-        def full(handle: int, data: bytes) -> int:
-            if len(data) < 50:
-                raise OSError(28, "No space left on device")
-            return write(handle, data[:50] if len(data) > 100 else data[:10])
-
-        file.path.write_bytes(whole + b"torn")
-        monkeypatch.setattr(os, "write", full)
-        with pytest.raises(ConfigError, match="cannot be written: No space left"):
-            file.append(small_line(2))
-        monkeypatch.undo()
-        assert file.path.read_bytes() == whole
+    monkeypatch.undo()
+    assert file.path.read_bytes() == content
 
 
-class TestSamples:
-    def test_only_the_observed_run_is_joined(self) -> None:
-        row = {"final": 0.25}
-        line = {"curve": [[0.0] * 7 + [0.25, 0.0, 0.0]]}
-        assert joined({"a": line, "b": line}, {"a": row}) == {
-            "a": {**line, "samples": row},
-            "b": line,
-        }
-        with pytest.raises(ConfigError, match="delete the file of samples"):
-            joined({"a": {"curve": [[0.0] * 7 + [0.25 + 1e-7, 0.0, 0.0]]}}, {"a": row})
+def test_only_the_observed_run_is_joined():
+    row = {"final": 0.25}
+    line = {"curve": [[0.0] * 7 + [0.25, 0.0, 0.0]]}
+    assert joined({"a": line, "b": line}, {"a": row}) == {"a": {**line, "samples": row}, "b": line}
+    with pytest.raises(ConfigError, match="delete the file of samples"):
+        joined({"a": {"curve": [[0.0] * 7 + [0.25 + 1e-7, 0.0, 0.0]]}}, {"a": row})
 
 
 @pytest.mark.parametrize("name", ["claims.jsonl", "claims-default-settings.jsonl", "tuning.jsonl"])
-def test_committed_results_are_read_under_their_ids(name: str) -> None:
+def test_committed_results_are_read_under_their_ids(name):
     lines = ResultsFile(RESULTS / name).unchecked()
     assert len(lines) > 100
     for line in lines[::50]:

@@ -2,6 +2,7 @@
 time, verdicts and page.
 """
 
+import csv
 import json
 import re
 from collections.abc import Callable
@@ -27,57 +28,54 @@ from flowrl_bench.verdicts import ALIKE, BETTER, UNDECIDED, WORSE
 from flowrl.core.errors import ConfigError
 
 
-class TestNames:
-    @pytest.mark.parametrize(
-        ("specs", "names"),
-        [
-            (
-                ["a/v1.py:Mine", "weighted", "package.module:Other"],
-                ["Mine", "weighted", "package.module:Other"],
-            ),
-            (
-                ["v1.py:Mine", "sub/v2.py:Mine", "sub/v2.py:Mine(scale=2)"],
-                ["v1.py:Mine", "sub/v2.py:Mine", "Mine(scale=2)"],
-            ),
-            (["a/v.py:Mine", "b/v.py:Mine"], ["a/v.py:Mine", "b/v.py:Mine"]),
-            (["x.py:uniform"], ["x.py:uniform"]),
-        ],
-    )
-    def test_rules_are_called_by_their_classes(self, specs: list[str], names: list[str]) -> None:
-        """By their specs if that is not unique."""
-        assert named_rules(specs, RULES) == dict(zip(names, specs, strict=True))
-
-    @pytest.mark.parametrize(
-        "specs", [["uniform"], ["weighted", "weighted"], ["x.py:Mine", "./x.py:Mine"]]
-    )
-    def test_what_cannot_be_told_apart_is_refused(self, specs: list[str]) -> None:
-        with pytest.raises(ConfigError, match=r"rule = .* is not allowed"):
-            named_rules(specs, RULES)
+@pytest.mark.parametrize(
+    ("specs", "names"),
+    [
+        (
+            ["a/v1.py:Mine", "weighted", "package.module:Other"],
+            ["Mine", "weighted", "package.module:Other"],
+        ),
+        (
+            ["v1.py:Mine", "sub/v2.py:Mine", "sub/v2.py:Mine(scale=2)"],
+            ["v1.py:Mine", "sub/v2.py:Mine", "Mine(scale=2)"],
+        ),
+        (["a/v.py:Mine", "b/v.py:Mine"], ["a/v.py:Mine", "b/v.py:Mine"]),
+        (["x.py:uniform"], ["x.py:uniform"]),
+    ],
+)
+def test_rules_are_called_by_their_classes(specs, names):
+    """By their specs if that is not unique."""
+    assert named_rules(specs, RULES) == dict(zip(names, specs, strict=True))
 
 
-class TestPlan:
-    @pytest.mark.parametrize("part", [*FULL.values(), *QUICK.values()])
-    def test_all_arms_have_the_same_budget_and_seeds(self, part: Part) -> None:
-        """Everything is equal but the method and what was tuned; no search and no other result has
-        the seeds.
-        """
-        rule = replace(ARMS["stepwise gains"], name="mine")
-        arms = part.arms(rule, tuned(part.world, "uniform"))
-        assert set(arms) == {*part.baselines, "mine"}
-        assert part.numbers == tuple(range(200, 200 + part.seeds))
-        searched = {"method", "credit", "clip_range", "learning_rate", "noise_level"}
-        for runs in zip(*arms.values(), strict=True):
-            settings = [run.flat() for run in runs]
-            assert all(
-                settings[0][name] == other[name]
-                for other in settings
-                for name in other.keys() - searched
-            )
-        for name in part.baselines:
-            settings = arms[name][0].flat()
-            assert {knob: settings[knob] for knob in tuned(part.world, name)} == tuned(
-                part.world, name
-            )
+@pytest.mark.parametrize(
+    "specs", [["uniform"], ["weighted", "weighted"], ["x.py:Mine", "./x.py:Mine"]]
+)
+def test_what_cannot_be_told_apart_is_refused(specs):
+    with pytest.raises(ConfigError, match=r"rule = .* is not allowed"):
+        named_rules(specs, RULES)
+
+
+@pytest.mark.parametrize("part", [*FULL.values(), *QUICK.values()])
+def test_all_arms_have_the_same_budget_and_seeds(part):
+    """Everything is equal but the method and what was tuned; no search and no other result has
+    the seeds.
+    """
+    rule = replace(ARMS["stepwise gains"], name="mine")
+    arms = part.arms(rule, tuned(part.world, "uniform"))
+    assert set(arms) == {*part.baselines, "mine"}
+    assert part.numbers == tuple(range(200, 200 + part.seeds))
+    searched = {"method", "credit", "clip_range", "learning_rate", "noise_level"}
+    for runs in zip(*arms.values(), strict=True):
+        settings = [run.flat() for run in runs]
+        assert all(
+            settings[0][name] == other[name]
+            for other in settings
+            for name in other.keys() - searched
+        )
+    for name in part.baselines:
+        settings = arms[name][0].flat()
+        assert {knob: settings[knob] for knob in tuned(part.world, name)} == tuned(part.world, name)
 
 
 def world_of(
@@ -109,26 +107,26 @@ def world_of(
 BUDGETS = ("updates", "evaluations", "seconds")
 
 
-class TestFindings:
-    def test_a_known_effect_is_found_at_every_budget(self) -> None:
-        levels = {"uniform": 0.4, "stepwise_gains": 0.6, "turning_points": 0.501, "mine": 0.5}
-        (judgement,) = judged("mine", [world_of(0.01, **levels)])
-        expected = {"uniform": BETTER, "stepwise gains": WORSE, "turning points": ALIKE}
-        assert {(f.baseline, f.budget): f.comparison.verdict for f in judgement.findings} == {
-            (baseline, budget): size for baseline, size in expected.items() for budget in BUDGETS
-        }
+def test_a_known_effect_is_found_at_every_budget():
+    levels = {"uniform": 0.4, "stepwise_gains": 0.6, "turning_points": 0.501, "mine": 0.5}
+    (judgement,) = judged("mine", [world_of(0.01, **levels)])
+    expected = {"uniform": BETTER, "stepwise gains": WORSE, "turning points": ALIKE}
+    assert {(f.baseline, f.budget): f.comparison.verdict for f in judgement.findings} == {
+        (baseline, budget): size for baseline, size in expected.items() for budget in BUDGETS
+    }
 
-    @pytest.mark.parametrize(
-        ("level", "spread", "size"),
-        [(0.5, 0.01, BETTER), (0.3, 0.01, WORSE), (0.4, 0.001, ALIKE), (0.41, 0.1, UNDECIDED)],
-    )
-    def test_the_sentence_for_each_outcome(self, level: float, spread: float, size: str) -> None:
-        (judgement,) = judged("mine", [world_of(spread, seed=1, uniform=0.4, mine=level)])
-        text = sentence("mine", judgement)
-        verdict = f"mine against uniform: {size} at equal updates, evaluations and seconds."
-        assert text.startswith(f"2-D world, 8 seeds. {verdict}")
-        power = r"Differences in mean reward of 0\.\d{3}.* with a probability of 80%\.$"
-        assert bool(re.search(power, text)) == (size == UNDECIDED)
+
+@pytest.mark.parametrize(
+    ("level", "spread", "size"),
+    [(0.5, 0.01, BETTER), (0.3, 0.01, WORSE), (0.4, 0.001, ALIKE), (0.41, 0.1, UNDECIDED)],
+)
+def test_the_sentence_for_each_outcome(level, spread, size):
+    (judgement,) = judged("mine", [world_of(spread, seed=1, uniform=0.4, mine=level)])
+    text = sentence("mine", judgement)
+    verdict = f"mine against uniform: {size} at equal updates, evaluations and seconds."
+    assert text.startswith(f"2-D world, 8 seeds. {verdict}")
+    power = r"Differences in mean reward of 0\.\d{3}.* with a probability of 80%\.$"
+    assert bool(re.search(power, text)) == (size == UNDECIDED)
 
 
 TINY = {name: value for name, value in SMALL.items() if name != "arm"} | {"eval_samples": 18}
@@ -142,7 +140,7 @@ class TestFolder:
     """Whole comparisons of tiny runs in the 2-D world, in this process."""
 
     @pytest.fixture(autouse=True)
-    def tiny(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tiny(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setitem(rule_plan.LENGTH, "mixture", TINY)
         monkeypatch.setitem(SHORT, "mixture", TINY)
@@ -151,13 +149,13 @@ class TestFolder:
         self.made: list[str] = []
         self.most = 1000
 
-        def execute(suite: Suite, workers: int = 0, progress: Callable = lambda *_: None) -> bool:
+        def execute(suite, workers=0, progress=lambda *_: None):
             done = suite.file.read(suite.allowed)
             for key, config in suite.runs.items():
                 if key not in done and len(self.made) >= self.most:
                     return False
                 if key not in done:
-                    line = make_line(config, measure(config), "-", key)  # type: ignore[arg-type]
+                    line = make_line(config, measure(config), "-", key)
                     suite.file.append(line)
                     self.made.append(key)
                     progress(len(self.made), len(suite.runs), line)
@@ -179,7 +177,7 @@ class TestFolder:
         assert finished == (len(self.made) < self.most)
         return len(self.made) - before
 
-    def test_a_copy_of_uniform_has_its_numbers(self, tmp_path: Path) -> None:
+    def test_a_copy_of_uniform_has_its_numbers(self, tmp_path):
         (tmp_path / "my.py").write_text(
             "from flowrl.credit import Uniform\n\n\nclass Copy(Uniform):\n    pass\n"
         )
@@ -189,9 +187,18 @@ class TestFolder:
         row = next(line for line in text.splitlines() if line.startswith("uniform "))
         assert row.count("+0.000 no difference") >= 2
         assert "8 runs to make in runs/rule-Copy; Ctrl-C pauses" in text
+        folder = tmp_path / "runs" / "rule-Copy"
+        rows = list(csv.DictReader((folder / "rule.csv").open()))
+        assert next(row["difference"] for row in rows if row["baseline"] == "uniform") == "0.0000"
+        tex = (folder / "rule.tex").read_text()
+        assert tex.count(r" \\") == len(rows) + 1 and r"\midrule" in tex
+        assert (folder / "rule-mixture.pdf").read_bytes().startswith(b"%PDF")
         assert self.bench("my.py:Copy") == 0 and self.bench("my.py:Copy", 3) == 4
+        (folder / "rule.tex").write_text("mine")
+        with pytest.raises(ConfigError, match=r"page = .*rule\.tex"):
+            self.bench("my.py:Copy", 3)
 
-    def test_an_arm_with_a_loss_of_its_own(self, tmp_path: Path) -> None:
+    def test_an_arm_with_a_loss_of_its_own(self, tmp_path):
         """It runs in a folder of its name, also under other spellings of its parts, but not with
         other settings.
         """
@@ -210,7 +217,7 @@ class TestFolder:
         with pytest.raises(ConfigError, match=r"another rule, loss=my\.py:Copy\(.*another --out"):
             self.bench(own_arm("copy", {"loss": "my.py:Copy"}))
 
-    def test_search_pause_and_resume(self, tmp_path: Path) -> None:
+    def test_search_pause_and_resume(self, tmp_path):
         rule_file(tmp_path / "my.py")
         self.most = 3
         assert self.bench("my.py:Mine", budget=3) == 3
@@ -222,14 +229,16 @@ class TestFolder:
         best = Bench("my.py:Mine", [Part("mixture", 3, 2)]).values(Part("mixture", 3, 2))
         settings = [line["config"]["algorithm"] for line in lines_in("runs/rule-Mine")]
         clips = [run["clip_range"] for run in settings if run["credit"] == "my.py:Mine"]
-        assert best is not None and clips == [best["clip_range"]] * 2
+        assert clips == [best["clip_range"]] * 2
         assert "Not tuned" not in Path("runs/rule-Mine/rule.md").read_text()
 
-    def test_results_of_another_rule_or_code_are_refused(self, tmp_path: Path) -> None:
+    def test_results_of_another_rule_or_code_are_refused(self, tmp_path):
         """Also if only the search has runs; the message says what to do."""
         mine = rule_file(tmp_path / "my.py")
         rule_file(tmp_path / "other.py")
         out = tmp_path / "out"
+        with pytest.raises(ConfigError, match=r"out = .* this one contains other files"):
+            self.bench("my.py:Mine", out=tmp_path)
         self.bench("my.py:Mine", out=out)
         with pytest.raises(ConfigError, match=r"another rule, my.py:Mine: choose another --out"):
             self.bench("other.py:Mine", out=out)

@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from flowrl_bench.rules import (
-    Pruned,
-    RandomCredit,
-    TurningPointVariant,
-    clear_swings,
-    random_steps,
-)
+from flowrl_bench.rules import Pruned, RandomCredit, TurningPointVariant, clear_swings, random_steps
 from flowrl_testing import credit_contract
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,22 +45,22 @@ def table(seed: int, prompts: int = 3, members: int = 6, columns: int = 11) -> t
 # Random credit
 
 
-def test_random_credit_has_the_runs_seed_unless_its_own_is_given() -> None:
+def test_random_credit_has_the_runs_seed_unless_its_own_is_given():
     config = preset("tiny").apply(world="mixture", task="direction", credit="random", seed=7)
     assert make_method(config).credit.seed == 7
     assert make_method(config.replace(credit="random(seed=0)", seed=3)).credit.seed == 0
     values = table(0)
-    zero, one = (
+    zero, other = (
         make_method(config.replace(credit="random", seed=seed)).credit.assign(
             values, Decisions.like(values)
         )
         for seed in (0, 1)
     )
-    assert not torch.equal(zero, one)
+    assert not torch.equal(zero, other)
     assert torch.equal(zero, build("credit", "random").assign(values, Decisions.like(values)))
 
 
-def test_random_credit_follows_the_ranks_and_changes_with_every_table() -> None:
+def test_random_credit_follows_the_ranks_and_changes_with_every_table():
     rule, values, order = RandomCredit(), table(1), [3, 1, 0, 5, 4, 2]
     first, second = (rule.assign(values, Decisions.like(values)) for _ in range(2))
     assert not torch.equal(first, second)
@@ -83,19 +77,19 @@ def test_random_credit_follows_the_ranks_and_changes_with_every_table() -> None:
 
 
 @given(st.integers(0, 10_000))
-def test_random_steps_keep_the_density_of_every_trajectory_and_nothing_else(seed: int) -> None:
+def test_random_steps_keep_the_density_of_every_trajectory_and_nothing_else(seed):
     values = table(seed)
     mask = torch.rand(3, 6, 10, generator=torch.Generator().manual_seed(seed)) > 0.3
     turns = turning_points(values) & mask
     moved = random_steps(values, turns, seed, mask)
-    assert torch.equal(moved.sum(-1), turns.sum(-1)) and not bool((moved & ~mask).any())
+    assert torch.equal(moved.sum(-1), turns.sum(-1)) and not (moved & ~mask).any()
     order = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
     rows = (values[:, order], turns[:, order], seed, mask[:, order])
     assert torch.equal(random_steps(*rows), moved[:, order])
     assert torch.equal(random_steps(values + 0.5, turns, seed, mask), moved)
 
 
-def test_filters_by_hand() -> None:
+def test_filters_by_hand():
     values = torch.tensor(
         [[[0.5, 0.4, 0.3, 0.45, 0.6], [0.5, 0.6, 0.7, 0.55, 0.4], [0.5, 0.55, 0.52, 0.65, 0.62]]]
     )
@@ -157,12 +151,12 @@ PRUNING = {
 def trained(rule: Pruned, record: Experience) -> torch.Tensor:
     """The decisions of weight 1 [prompt, member, decision]."""
     weights = credit_of(rule, record).weights
-    assert weights is not None and bool(((weights == 0) | (weights == 1)).all())
+    assert ((weights == 0) | (weights == 1)).all()
     return weights.bool()
 
 
 @pytest.mark.parametrize(("name", "variant"), list(PRUNING))
-def test_pruning_masks_of_the_published_code(name: str, variant: str) -> None:
+def test_pruning_masks_of_the_published_code(name, variant):
     case, (options, iteration) = published(name), PRUNING[name, variant]
     rule = Pruned(DepthRelative("tree", "sample", clamp=None), released=True, **options)
     rule.iteration = iteration
@@ -170,7 +164,7 @@ def test_pruning_masks_of_the_published_code(name: str, variant: str) -> None:
     assert torch.equal(trained(rule, case.record), expected)
 
 
-def test_width_pruning_keeps_whole_branches_of_every_state() -> None:
+def test_width_pruning_keeps_whole_branches_of_every_state():
     probe = Branch((2, 1, 4))
     values = torch.rand(2, 8, 6, generator=torch.Generator().manual_seed(0)).sort(dim=1).values
     shown = example(values, probe)
@@ -186,7 +180,7 @@ def test_width_pruning_keeps_whole_branches_of_every_state() -> None:
         torch.testing.assert_close(chosen, worth[prompt].sort().values[[0, 1, 6, 7]])
 
 
-def test_pruned_keeps_count_and_the_memory_of_its_rule() -> None:
+def test_pruned_keeps_count_and_the_memory_of_its_rule():
     rule, restored = (
         Pruned(RandomCredit(probe=Branch((2,))), steps=(2,), every=1) for _ in range(2)
     )
@@ -211,6 +205,6 @@ def test_pruned_keeps_count_and_the_memory_of_its_rule() -> None:
         (lambda: TurningPointVariant(min_size=-1.0), "TurningPointVariant.min_size"),
     ],
 )
-def test_bad_options_are_named(make, field: str) -> None:
+def test_bad_options_are_named(make, field):
     with pytest.raises(ConfigError, match=field.replace(".", r"\.")):
         make()

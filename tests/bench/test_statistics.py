@@ -26,105 +26,102 @@ from hypothesis import strategies as st
 rewards = st.lists(st.floats(0, 1), min_size=2, max_size=12)
 
 
-class TestRates:
-    def test_wilson_by_hand(self) -> None:
-        """2 of 10: 0.0567 to 0.5098 (Newcombe 1998, method 3)."""
-        found = rate([True] * 2 + [False] * 8)
-        assert (found.value, found.low, found.high) == pytest.approx(
-            (0.2, 0.0567, 0.5098), abs=1e-4
-        )
-
-    def test_paired_difference_by_hand(self) -> None:
-        """5 of 10 pairs discordant, all one way: d = 5 / 12, error sqrt((7 / 12 - 25 / 144) /
-        12).
-        """
-        found = rate_difference([True] * 5 + [False] * 5, [False] * 10)
-        assert found.value == 0.5
-        assert found.low == pytest.approx(
-            5 / 12 - 1.95996 * math.sqrt((7 / 12 - 25 / 144) / 12), rel=1e-4
-        )
-        other = rate_difference([False] * 10, [True] * 5 + [False] * 5)
-        assert (other.value, other.low, other.p) == pytest.approx((-0.5, -found.high, found.p))
+def test_wilson_by_hand():
+    """2 of 10: 0.0567 to 0.5098 (Newcombe 1998, method 3)."""
+    interval = rate([True] * 2 + [False] * 8)
+    assert (interval.value, interval.low, interval.high) == pytest.approx(
+        (0.2, 0.0567, 0.5098), abs=1e-4
+    )
 
 
-class TestDetectable:
-    @pytest.mark.parametrize("count", [3, 6, 10])
-    @pytest.mark.parametrize("alpha", [0.05, 0.05 / 18])
-    def test_power_by_simulation(self, count: int, alpha: float) -> None:
-        """20,000 experiments: a power of 0.8 is found within 0.01 with probability 0.9996."""
-        draws = np.random.default_rng(count).normal(
-            detectable(2.0, count, alpha), 2.0, (20_000, count)
-        )
-        found = [mean(row).p < alpha for row in draws[:300]]
-        t = draws.mean(1) / (draws.std(1, ddof=1) / math.sqrt(count))
-        from scipy import stats
-
-        power = 2 * stats.t.sf(np.abs(t), count - 1) < alpha
-        assert power[:300].tolist() == found
-        assert power.mean() == pytest.approx(0.8, abs=0.01)
+def test_paired_difference_by_hand():
+    """5 of 10 pairs discordant, all one way: d = 5 / 12, error sqrt((7 / 12 - 25 / 144) /
+    12).
+    """
+    difference = rate_difference([True] * 5 + [False] * 5, [False] * 10)
+    assert difference.value == 0.5
+    assert difference.low == pytest.approx(
+        5 / 12 - 1.95996 * math.sqrt((7 / 12 - 25 / 144) / 12), rel=1e-4
+    )
+    other = rate_difference([False] * 10, [True] * 5 + [False] * 5)
+    assert (other.value, other.low, other.p) == pytest.approx(
+        (-0.5, -difference.high, difference.p)
+    )
 
 
-class TestEquivalence:
-    @pytest.mark.parametrize(("middle", "p"), [(0.0, 0.0275), (0.02, 0.0741), (-0.02, 0.0741)])
-    def test_two_one_sided_tests_by_hand(self, middle: float, p: float) -> None:
-        """t = (0.06 - |mean|) / error with 4 degrees of freedom; error 0.05 / sqrt(5)."""
-        values = middle + 0.05 * np.array([-1.0, -1.0, 0.0, 1.0, 1.0])
-        assert outside(lambda null: mean(values, null), 0.06) == pytest.approx(p, abs=1e-4)
+@pytest.mark.parametrize("count", [3, 6, 10])
+@pytest.mark.parametrize("alpha", [0.05, 0.05 / 18])
+def test_power_by_simulation(count, alpha):
+    """20,000 experiments: a power of 0.8 is found within 0.01 with probability 0.9996."""
+    draws = np.random.default_rng(count).normal(detectable(2.0, count, alpha), 2.0, (20_000, count))
+    significant = [mean(row).p < alpha for row in draws[:300]]
+    t = draws.mean(1) / (draws.std(1, ddof=1) / math.sqrt(count))
+    from scipy import stats
 
-    def test_beyond_the_margin(self) -> None:
-        assert outside(lambda null: mean([0.1, 0.1, 0.1], null), 0.06) == 1.0
-        assert outside(lambda null: mean([0.01] * 3, null), 0.06) == 0.0
-
-
-class TestBootstrap:
-    def test_widening(self) -> None:
-        assert widening(10) == pytest.approx(2.2622 / 1.95996 * math.sqrt(10 / 9), rel=1e-4)
-        assert math.isinf(widening(1))
+    power = 2 * stats.t.sf(np.abs(t), count - 1) < alpha
+    assert power[:300].tolist() == significant
+    assert power.mean() == pytest.approx(0.8, abs=0.01)
 
 
-class TestHolm:
-    def test_by_hand(self) -> None:
-        assert holm([0.01, 0.04, 0.03, math.nan, 0.005]) == pytest.approx(
-            [0.03, 0.06, 0.06, math.nan, 0.02], nan_ok=True
-        )
-
-    @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-    def test_the_smallest_p_value_has_bonferronis_correction(self, ps: list[float]) -> None:
-        assert all(p <= adjusted <= 1 for p, adjusted in zip(ps, holm(ps), strict=True))
-        assert min(holm(ps)) == pytest.approx(min(1.0, len(ps) * min(ps)))
+@pytest.mark.parametrize(("middle", "p"), [(0.0, 0.0275), (0.02, 0.0741), (-0.02, 0.0741)])
+def test_two_one_sided_tests_by_hand(middle, p):
+    """t = (0.06 - |mean|) / error with 4 degrees of freedom; error 0.05 / sqrt(5)."""
+    values = middle + 0.05 * np.array([-1.0, -1.0, 0.0, 1.0, 1.0])
+    assert outside(lambda null: mean(values, null), 0.06) == pytest.approx(p, abs=1e-4)
 
 
-class TestCurves:
-    def test_mean_until_by_hand(self) -> None:
-        curve = Curve([0.0, 2.0, 4.0], [0.0, 1.0, 1.0])
-        assert mean_until(curve, 4.0) == pytest.approx(0.75)
-        assert mean_until(curve, 1.0) == pytest.approx(0.25) and mean_until(
-            curve, 3.0
-        ) == pytest.approx(2 / 3)
-
-    @given(rewards)
-    def test_monotone(self, values: list[float]) -> None:
-        found = monotone(values)
-        assert 1 <= len(found) <= len(values) and (np.diff(found) >= -1e-12).all()
-
-    def test_a_collapse_is_left_out(self) -> None:
-        assert monotone([0.2, 0.5, 0.9, 0.9, 0.9, 0.3, 0.2]).tolist() == pytest.approx(
-            [0.2, 0.5, 0.9, 0.9, 0.9]
-        )
+def test_beyond_the_margin():
+    assert outside(lambda null: mean([0.1, 0.1, 0.1], null), 0.06) == 1.0
+    assert outside(lambda null: mean([0.01] * 3, null), 0.06) == 0.0
 
 
-class TestFirstPassage:
-    @given(rewards, rewards)
-    def test_exchange_inverts_the_ratio(self, one: list[float], other: list[float]) -> None:
-        first, second = (Curve(list(range(len(values))), values) for values in (one, other))
-        forth, back = first_passage(first, second), first_passage(second, first)
-        assert forth.log_ratio == pytest.approx(-back.log_ratio, abs=1e-9)
-        assert (forth.first_never, forth.second_never) == (back.second_never, back.first_never)
+def test_widening():
+    assert widening(10) == pytest.approx(2.2622 / 1.95996 * math.sqrt(10 / 9), rel=1e-4)
+    assert math.isinf(widening(1))
 
 
-class TestQualityAtEqualReward:
-    def test_a_shift_is_found(self) -> None:
-        fast, slow = np.linspace(0.2, 0.9, 8), np.linspace(0.2, 0.7, 12)
-        curves = Curve(list(range(8)), fast.tolist()), Curve(list(range(12)), slow.tolist())
-        found = shift_at_equal_reward(*curves, (fast**2 + 0.3).tolist(), (slow**2).tolist())
-        assert found == pytest.approx(0.3, abs=1e-6)
+def test_holm_by_hand():
+    assert holm([0.01, 0.04, 0.03, math.nan, 0.005]) == pytest.approx(
+        [0.03, 0.06, 0.06, math.nan, 0.02], nan_ok=True
+    )
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_the_smallest_p_value_has_bonferronis_correction(ps):
+    assert all(p <= adjusted <= 1 for p, adjusted in zip(ps, holm(ps), strict=True))
+    assert min(holm(ps)) == pytest.approx(min(1.0, len(ps) * min(ps)))
+
+
+def test_mean_until_by_hand():
+    curve = Curve([0.0, 2.0, 4.0], [0.0, 1.0, 1.0])
+    assert mean_until(curve, 4.0) == pytest.approx(0.75)
+    assert mean_until(curve, 1.0) == pytest.approx(0.25) and mean_until(
+        curve, 3.0
+    ) == pytest.approx(2 / 3)
+
+
+@given(rewards)
+def test_monotone(values):
+    rising = monotone(values)
+    assert 1 <= len(rising) <= len(values) and (np.diff(rising) >= -1e-12).all()
+
+
+def test_a_collapse_is_left_out():
+    assert monotone([0.2, 0.5, 0.9, 0.9, 0.9, 0.3, 0.2]).tolist() == pytest.approx(
+        [0.2, 0.5, 0.9, 0.9, 0.9]
+    )
+
+
+@given(rewards, rewards)
+def test_exchange_inverts_the_ratio(left, right):
+    first, second = (Curve(list(range(len(values))), values) for values in (left, right))
+    forth, back = first_passage(first, second), first_passage(second, first)
+    assert forth.log_ratio == pytest.approx(-back.log_ratio, abs=1e-9)
+    assert (forth.first_never, forth.second_never) == (back.second_never, back.first_never)
+
+
+def test_a_shift_is_found():
+    fast, slow = np.linspace(0.2, 0.9, 8), np.linspace(0.2, 0.7, 12)
+    curves = Curve(list(range(8)), fast.tolist()), Curve(list(range(12)), slow.tolist())
+    shift = shift_at_equal_reward(*curves, (fast**2 + 0.3).tolist(), (slow**2).tolist())
+    assert shift == pytest.approx(0.3, abs=1e-6)

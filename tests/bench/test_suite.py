@@ -12,13 +12,7 @@ from flowrl_bench.digest import config_id
 from flowrl_bench.measurements import measure, observe_run
 from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import ResultsFile, SamplesFile, make_line
-from flowrl_bench.suite import (
-    Suite,
-    claim_runs,
-    complete_samples,
-    needed,
-    redo,
-)
+from flowrl_bench.suite import Suite, claim_runs, complete_samples, needed, redo
 from flowrl_bench.verdicts import Compare
 
 from flowrl.cli.main import main
@@ -53,64 +47,64 @@ def suite_of(
     return Suite(runs, ResultsFile(path, trust), runs, command)
 
 
-class TestRuns:
-    def test_runs_resumes_and_pauses(self, tmp_path: Path) -> None:
-        runs, progress = needed({"tiny": TINY}, "mixture", {"mixture": (0, 1, 2)}), []
-        path = tmp_path / "results.jsonl"
-        suite = Suite(runs, ResultsFile(path), runs)
-        assert not suite.execute(1, minutes=0) and suite.file.read() == {}
+def test_runs_resumes_and_pauses(tmp_path):
+    runs, progress = needed({"tiny": TINY}, "mixture", {"mixture": (0, 1, 2)}), []
+    path = tmp_path / "results.jsonl"
+    suite = Suite(runs, ResultsFile(path), runs)
+    assert not suite.execute(1, minutes=0) and suite.file.read() == {}
 
-        def interrupt(done: int, total: int, line) -> None:
-            progress.append((done, total))
-            signal.raise_signal(signal.SIGINT)
+    def interrupt(done, total, line):
+        progress.append((done, total))
+        signal.raise_signal(signal.SIGINT)
 
-        assert not suite.execute(1, interrupt)
-        kept = path.read_text()
-        assert progress == [(1, 6)] and 1 <= kept.count("\n") < 6
-        order = []
-        assert suite.execute(1, lambda done, total, line: order.append(line["seed"]))
-        assert path.read_text().startswith(kept) and order == sorted(order)
-        lines = suite.file.read(suite.allowed)
-        assert set(lines) == set(suite.runs)
-        assert suite.execute(1, interrupt)  # nothing is left to do
-        cells = claim_runs(TINY, "mixture", lines, (0, 1, 2)).lines
-        assert all(set(cell) == {0, 1, 2} for arm in cells.values() for cell in arm.values())
-        for key, line in lines.items():
-            assert line["command"] == f"flowrl bench claims --out {path} --redo {key}"
-        assert redo(next(iter(lines)), suite.file).same  # made in a worker, repeated here
+    assert not suite.execute(1, interrupt)
+    kept = path.read_text()
+    assert progress == [(1, 6)] and 1 <= kept.count("\n") < 6
+    order = []
+    assert suite.execute(1, lambda done, total, line: order.append(line["seed"]))
+    assert path.read_text().startswith(kept) and order == sorted(order)
+    lines = suite.file.read(suite.allowed)
+    assert set(lines) == set(suite.runs)
+    assert suite.execute(1, interrupt)  # nothing is left to do
+    cells = claim_runs(TINY, "mixture", lines, (0, 1, 2)).lines
+    assert all(set(cell) == {0, 1, 2} for arm in cells.values() for cell in arm.values())
+    for key, line in lines.items():
+        assert line["command"] == f"flowrl bench claims --out {path} --redo {key}"
+    assert redo(next(iter(lines)), suite.file).same  # made in a worker, repeated here
 
-    def test_a_file_that_is_edited_during_its_run_leaves_no_line(self, tmp_path: Path) -> None:
-        """The rule edits its own file when it is first called: what ran is not what would be hashed
-        afterwards.
-        """
-        path = tmp_path / "mine.py"
-        path.write_text(EDITS_ITSELF)
-        suite = suite_of(tmp_path / "results.jsonl", small_run(credit=f"{path}:Mine"))
-        with pytest.raises(ConfigError, match=r"mine\.py changed or was deleted during the run"):
+
+def test_a_file_that_is_edited_during_its_run_leaves_no_line(tmp_path):
+    """The rule edits its own file when it is first called: what ran is not what would be hashed
+    afterwards.
+    """
+    path = tmp_path / "mine.py"
+    path.write_text(EDITS_ITSELF)
+    suite = suite_of(tmp_path / "results.jsonl", small_run(credit=f"{path}:Mine"))
+    with pytest.raises(ConfigError, match=r"mine\.py changed or was deleted during the run"):
+        suite.execute(1)
+    assert not suite.file.path.exists()
+
+
+def test_only_one_process_works_on_a_file(tmp_path):
+    suite = suite_of(tmp_path / "results.jsonl", small_run(), command="flowrl bench other")
+    with file_lock(suite.file.path, "flowrl bench one"):
+        with pytest.raises(ConfigError, match=r"results\.jsonl is being written by process"):
             suite.execute(1)
-        assert not suite.file.path.exists()
-
-    def test_only_one_process_works_on_a_file(self, tmp_path: Path) -> None:
-        suite = suite_of(tmp_path / "results.jsonl", small_run(), command="flowrl bench other")
-        with file_lock(suite.file.path, "flowrl bench one"):
-            with pytest.raises(ConfigError, match=r"results\.jsonl is being written by process"):
-                suite.execute(1)
-            assert suite.file.read() == {}  # reading needs no lock
-        assert not suite.execute(1, minutes=0)
-
-    def test_incomplete_seeds_are_left_out(self) -> None:
-        both = [
-            small_line(seed, **more) for seed in range(5) for more in ({}, {"credit": "random"})
-        ]
-        lines = {line["id"]: line for line in (*both, small_line(5))}
-        found = claim_runs(TINY, "mixture", lines, tuple(range(6))).evidence()
-        assert found is not None and found.seeds == tuple(range(5))
-        # four complete seeds are too few
-        assert claim_runs(TINY, "mixture", lines, tuple(range(1, 6))).evidence() is None
-        assert claim_runs(TINY, "mixture", {}, (0, 1)).evidence() is None
+        assert suite.file.read() == {}  # reading needs no lock
+    assert not suite.execute(1, minutes=0)
 
 
-def test_missing_samples_are_measured_and_others_are_kept(tmp_path: Path) -> None:
+def test_incomplete_seeds_are_left_out():
+    both = [small_line(seed, **more) for seed in range(5) for more in ({}, {"credit": "random"})]
+    lines = {line["id"]: line for line in (*both, small_line(5))}
+    found = claim_runs(TINY, "mixture", lines, tuple(range(6))).evidence()
+    assert found is not None and found.seeds == tuple(range(5))
+    # four complete seeds are too few
+    assert claim_runs(TINY, "mixture", lines, tuple(range(1, 6))).evidence() is None
+    assert claim_runs(TINY, "mixture", {}, (0, 1)).evidence() is None
+
+
+def test_missing_samples_are_measured_and_others_are_kept(tmp_path):
     file, progress, small = SamplesFile(tmp_path / "samples.json"), [], small_run(window=":-1")
     file.write({"kept": {"final": 0.0}})
     runs = {"a": small, "kept": small}
@@ -120,39 +114,26 @@ def test_missing_samples_are_measured_and_others_are_kept(tmp_path: Path) -> Non
     assert complete_samples(file, runs, 1, lambda *_: pytest.fail("measured again"))
 
 
-class TestRedo:
-    """Lines name a command that repeats them."""
-
-    @pytest.fixture
-    def suite(self, tmp_path: Path) -> Suite:
-        path = tmp_path / "a rule's file.py"
-        path.write_text(MINE)
-        suite = suite_of(
-            tmp_path / "with spaces" / "results.jsonl", small_run(credit=f"{path}:Mine"), trust=True
-        )
-        ((key, config),) = suite.runs.items()
-        suite.file.append(make_line(config, measure(config), suite.redo_command(key), key))
-        return suite
-
-    def change(self, suite: Suite, change) -> None:
-        (line,) = suite.file.read().values()
-        change(line)
-        suite.file.path.write_text(json.dumps(line) + "\n")
-
-    def test_the_stored_command_repeats_the_line(self, suite: Suite, capsys) -> None:
-        (line,) = suite.file.read().values()
-        words = shlex.split(line["command"])
-        assert words[0] == "flowrl"
-        assert main(words[1:]) == 0
-        assert f"{line['id']}: the same to the last digit" in capsys.readouterr().out
-        self.change(suite, lambda line: line["totals"].update(nfe=1.0))
-        assert main(words[1:]) == 1
-        assert "differs in 1 numbers (first: totals.nfe), by at most 29" in capsys.readouterr().out
-        with pytest.raises(ConfigError, match="redo = 'nothing' is not allowed"):
-            redo("nothing", suite.file)
+def test_the_stored_command_repeats_the_line(tmp_path, capsys):
+    path = tmp_path / "a rule's file.py"
+    path.write_text(MINE)
+    config, out = small_run(credit=f"{path}:Mine"), tmp_path / "with spaces" / "results.jsonl"
+    suite = suite_of(out, config, trust=True)
+    (key,) = suite.runs
+    suite.file.append(make_line(config, measure(config), suite.redo_command(key), key))
+    (line,) = suite.file.read().values()
+    words = shlex.split(line["command"])
+    assert words[0] == "flowrl" and main(words[1:]) == 0
+    assert f"{line['id']}: the same to the last digit" in capsys.readouterr().out
+    line["totals"].update(nfe=1.0)
+    out.write_text(json.dumps(line) + "\n")
+    assert main(words[1:]) == 1
+    assert "differs in 1 numbers (first: totals.nfe), by at most 29" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="redo = 'nothing' is not allowed"):
+        redo("nothing", suite.file)
 
 
-def test_the_time_left_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_follows_the_pace(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr("flowrl_bench.remaining.time.monotonic", lambda: clock[0])
     pace = Pace(missing=4)

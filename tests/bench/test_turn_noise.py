@@ -34,7 +34,7 @@ def table(seed: int, count: int = 6, prompts: int = 2, members: int = 3) -> torc
     return torch.rand(prompts, members, count + 1, generator=generator, dtype=torch.float64)
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor, atol: float) -> None:
+def close(actual: torch.Tensor, expected: torch.Tensor, atol: float):
     torch.testing.assert_close(actual.double(), expected.double(), atol=atol, rtol=0)
 
 
@@ -42,7 +42,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, atol: float) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_orders_have_the_probability_of_the_orthant_of_their_differences(order: str) -> None:
+def test_orders_have_the_probability_of_the_orthant_of_their_differences(order):
     """scipy integrates the correlated differences with an absolute error of 1e-5."""
     rng = np.random.default_rng(len(order))
     relations = [relation.split("<") for relation in order.split()]
@@ -52,7 +52,7 @@ def test_orders_have_the_probability_of_the_orthant_of_their_differences(order: 
         float,
     )
     means = rng.normal(0, 1.5, (8, len(letters)))
-    found = order_moments(
+    probabilities = order_moments(
         {letter: torch.from_numpy(means[:, k]) for k, letter in enumerate(letters)}, [order]
     )[0]
     covariance = difference @ difference.T
@@ -60,7 +60,7 @@ def test_orders_have_the_probability_of_the_orthant_of_their_differences(order: 
         multivariate_normal(-difference @ mean, covariance).cdf(np.zeros(len(relations)))
         for mean in means
     ]
-    close(found, torch.tensor(expected, dtype=torch.float64), 5e-5)
+    close(probabilities, torch.tensor(expected, dtype=torch.float64), 5e-5)
 
 
 # Expected calls
@@ -68,9 +68,7 @@ def test_orders_have_the_probability_of_the_orthant_of_their_differences(order: 
 
 @pytest.mark.parametrize(("consistent", "first_step"), DEFINITIONS)
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
-def test_calls_bias_and_variance_agree_with_monte_carlo(
-    count: int, consistent: bool, first_step: bool
-) -> None:
+def test_calls_bias_and_variance_agree_with_monte_carlo(count, consistent, first_step):
     true, noise, draws = table(3, count, 1, 1), 0.3, 100_000
     expected = expected_calls(true, noise, consistent, first_step)
     generator = torch.Generator().manual_seed(4)
@@ -87,13 +85,13 @@ def test_calls_bias_and_variance_agree_with_monte_carlo(
         (deviations**2, expected.variance),
     ):
         error = sample.std(0)[0] / math.sqrt(draws)
-        assert bool(((sample.mean(0)[0] - prediction[0, 0]).abs() <= limit * error + 1e-9).all())
+        assert ((sample.mean(0)[0] - prediction[0, 0]).abs() <= limit * error + 1e-9).all()
 
 
 # The criterion
 
 
-def test_one_uncertain_difference_is_judged_by_its_standard_deviations() -> None:
+def test_one_uncertain_difference_is_judged_by_its_standard_deviations():
     """All other differences are certain: the probability is Phi(d / (sqrt(2) noise))."""
     noise = 0.01
     for z in (0.2, 1.0, 2.5):
@@ -111,7 +109,7 @@ def test_one_uncertain_difference_is_judged_by_its_standard_deviations() -> None
             assert not likely_turns(rows, turns, noise, z + 1e-6, consistent)[:, 0, 2].any()
 
 
-def test_the_last_step_compares_one_score_with_two() -> None:
+def test_the_last_step_compares_one_score_with_two():
     """R_T must exceed R_{T-1} and R_0; if all three are equal but for a hair, it is the largest
     with a probability of 1/3.
     """
@@ -127,7 +125,7 @@ def test_the_last_step_compares_one_score_with_two() -> None:
 
 @given(seeds, st.booleans())
 @settings(max_examples=15, deadline=None)
-def test_the_criterion_is_monotone_and_none_without_noise(seed: int, consistent: bool) -> None:
+def test_the_criterion_is_monotone_and_none_without_noise(seed, consistent):
     rewards = table(seed)
     turns = turning_points(rewards, consistent)
     assert torch.equal(likely_turns(rewards, turns, 1e-9, 3.0, consistent), turns)
@@ -135,7 +133,7 @@ def test_the_criterion_is_monotone_and_none_without_noise(seed: int, consistent:
         turn_probability(rewards, turns, noise, consistent) for noise in (0.01, 0.05, 0.2, 1.0)
     ]
     for quiet, loud in pairwise(probabilities):
-        assert bool((loud <= quiet + 1e-9).all())
+        assert (loud <= quiet + 1e-9).all()
     assert not probabilities[0][~turns].any()
     kept = [
         likely_turns(rewards, turns, 0.05, confidence, consistent) for confidence in (0.0, 1.0, 2.0)

@@ -2,14 +2,13 @@
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 from bench_lines import FAST, FLAT, SLOW, fake_evidence, fake_line, small_run
 from flowrl_bench.calibration import TRUTHS, Pool, alarms, comparisons, rate_comparisons
-from flowrl_bench.evidence import MEASURES, Evidence
-from flowrl_bench.measurements import measure
+from flowrl_bench.evidence import MEASURES, Evidence, spent
+from flowrl_bench.measurements import CURVE, measure
 from flowrl_bench.verdicts import (
     ALIKE,
     ALPHA,
@@ -26,10 +25,12 @@ from flowrl_bench.verdicts import (
     gain,
     judge_family,
 )
+from flowrl_compare.costs import PICKSCORE, RATE, SD35_MEDIUM
+from loading import ROOT
 
 from flowrl.core.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
+SD35 = SD35_MEDIUM[512]
 LEAD = Compare("fast", "slow")
 
 
@@ -38,155 +39,189 @@ def judged(rule, found: Evidence) -> Comparison:
     return judge_family([rule.compare(found, 0.7)])[0]
 
 
-class TestEvidence:
-    def test_measures_by_hand(self) -> None:
-        found = fake_evidence(2, slow=SLOW, fast=FAST)
+def test_measures_by_hand():
+    evidence = fake_evidence(2, slow=SLOW, fast=FAST)
 
-        def one(arm: str, name: str) -> float:
-            return float(found.values(arm, name)[0, 0])
+    def one(arm, name):
+        return float(evidence.values(arm, name)[0, 0])
 
-        def between(name: str) -> float:
-            return float(found.differences("fast", "slow", name)[0, 0])
+    def between(name):
+        return float(evidence.differences("fast", "slow", name)[0, 0])
 
-        # of the piecewise linear curve 0, .2, .4, .6
-        assert one("slow", "area") == pytest.approx(0.3)
-        assert one("slow", "early") == pytest.approx(0.075)  # up to 0.75 updates
-        assert one("fast", "final") == pytest.approx(0.7)
-        assert one("fast", "strict area") == pytest.approx((0.25 + 0.55 + 0.65) / 6)
-        assert one("slow", "drop") == one("slow", "collapse") == 0.0
-        assert one("fast", "early gains") == pytest.approx(2.0)
-        assert one("fast", "turning points over null") == pytest.approx(0.5)
-        assert between("final") == pytest.approx(0.1)
-        # levels .3, .42, .54: slow after 1.5, 2.1, 2.7; fast after its first evaluation at most
-        # (1), 1, 1.4
-        assert between("updates") == pytest.approx(np.log([1 / 1.5, 1 / 2.1, 1.4 / 2.7]).mean())
-        assert between("nfe") == pytest.approx(between("updates"))
-        assert between("reward at equal nfe") == pytest.approx((0.25 + 0.55 + 0.65) / 3 - 0.3)
-        # minus the reward in both arms
-        assert between("quality at equal reward") == pytest.approx(0.0, abs=1e-9)
-        with pytest.raises(ConfigError, match="no arm"):
-            found.values("other", "area")
-        with pytest.raises(ConfigError, match="compares two runs"):
-            found.values("fast", "updates")
-
-    def test_every_measure_reads_a_real_line(self) -> None:
-        line = {**measure(small_run()), "samples": fake_line(SLOW)["samples"]}
-        line["gains"] = [[0.2, 0.1, 0.1], [0.1, 0.1, 0.1]]
-        found = Evidence({"a": {"direction": [line, line]}}, (0, 1))
-        for name in MEASURES:
-            assert found.differences("a", "a", name) == pytest.approx(
-                np.zeros((2, 1)), abs=1e-12
-            ), name
+    # of the piecewise linear curve 0, .2, .4, .6
+    assert one("slow", "area") == pytest.approx(0.3)
+    assert one("slow", "early") == pytest.approx(0.075)  # up to 0.75 updates
+    assert one("fast", "final") == pytest.approx(0.7)
+    assert one("fast", "strict area") == pytest.approx((0.25 + 0.55 + 0.65) / 6)
+    assert one("slow", "drop") == one("slow", "collapse") == 0.0
+    assert one("fast", "early gains") == pytest.approx(2.0)
+    assert one("fast", "turning points over null") == pytest.approx(0.5)
+    assert between("final") == pytest.approx(0.1)
+    # levels .3, .42, .54: slow after 1.5, 2.1, 2.7; fast after its first evaluation at most
+    # (1), 1, 1.4
+    assert between("updates") == pytest.approx(np.log([1 / 1.5, 1 / 2.1, 1.4 / 2.7]).mean())
+    assert between("forwards") == pytest.approx(between("updates"))
+    assert between("reward at equal forwards") == pytest.approx((0.25 + 0.55 + 0.65) / 3 - 0.3)
+    # minus the reward in both arms
+    assert between("quality at equal reward") == pytest.approx(0.0, abs=1e-9)
+    with pytest.raises(ConfigError, match="no arm"):
+        evidence.values("other", "area")
+    with pytest.raises(ConfigError, match="compares two runs"):
+        evidence.values("fast", "updates")
 
 
-class TestVerdicts:
-    @pytest.mark.parametrize(
-        ("rule", "verdict"),
-        [
-            (LEAD, BETTER),
-            (Compare("flat", "slow"), WORSE),
-            (Compare("slow", "slow"), ALIKE),
-            (Compare("slow", "falling", "collapse"), BETTER),
-            (Compare("falling", "slow", "collapse"), WORSE),
-            (Compare("fast", "slow", "updates"), BETTER),
-            (Compare("flat", "slow", "updates"), WORSE),
-            (Level("slow", "early gains"), BETTER),
-            (Interaction("fast", "flat", "slow", "flat"), BETTER),
-        ],
-        ids=str,
+def test_budgets_by_hand_of_new_and_older_lines():
+    """An evaluation with a gradient counts three. Older lines lack it: the settings tell that
+    one evaluation of two is the reference's.
+    """
+    line = {**measure(small_run()), "config": small_run().as_dict()}
+    row = dict(zip(CURVE, line["curve"][-1], strict=True))
+    nfe, gradient = 2 * 3 * 5, row["gradient_nfe"]
+    assert (row["nfe"], row["probe_nfe"], row["train_nfe"]) == (nfe, 0, gradient)
+    assert 0 < gradient <= 2 * 3 * 3 and row["decodes"] == row["reward_calls"] == 6
+    assert spent(line, "forwards")[-1] == nfe + 3 * gradient
+    seconds = 2 * nfe * SD35["forward"] + 2 * gradient * SD35["gradient"]
+    seconds += 6 * (SD35["decode"] + PICKSCORE)
+    assert spent(line, "stated seconds")[-1] == pytest.approx(seconds / RATE)
+    for weight, share in ((0.0, 1.0), (0.1, 0.5)):
+        older = {**line, "config": small_run(kl_weight=weight).as_dict()}
+        older["curve"] = [row[: CURVE.index("probe_nfe")] for row in line["curve"]]
+        assert spent(older, "forwards")[-1] == nfe + gradient * (1 + 2 * share)
+
+
+def test_an_arm_with_a_tenth_fewer_evaluations_is_found():
+    """A planted fault: uniform credit whose iterations cost less. The cost differs and nothing
+    else does.
+    """
+    found = fake_evidence(8, 0.01, uniform=SLOW, cheaper=SLOW)
+    found.runs["cheaper"]["task"][:] = [
+        {**line, "curve": [[row[0], 0.9 * row[1], *row[2:]] for row in line["curve"]]}
+        for line in found.runs["uniform"]["task"]
+    ]
+    verdicts = {
+        axis: judged(Compare("cheaper", "uniform", axis), found)
+        for axis in ("area", "updates", "forwards", "stated seconds")
+    }
+    assert [one.verdict for one in verdicts.values()] == [ALIKE, ALIKE, BETTER, BETTER]
+    assert verdicts["forwards"].estimate.value == pytest.approx(0.9)
+
+
+def test_every_measure_reads_a_real_line():
+    line = {**measure(small_run()), "samples": fake_line(SLOW)["samples"]}
+    line["gains"] = [[0.2, 0.1, 0.1], [0.1, 0.1, 0.1]]
+    evidence = Evidence({"a": {"direction": [line, line]}}, (0, 1))
+    for name in MEASURES:
+        assert evidence.differences("a", "a", name) == pytest.approx(np.zeros((2, 1)), abs=1e-12), (
+            name
+        )
+
+
+@pytest.mark.parametrize(
+    ("rule", "verdict"),
+    [
+        (LEAD, BETTER),
+        (Compare("flat", "slow"), WORSE),
+        (Compare("slow", "slow"), ALIKE),
+        (Compare("slow", "falling", "collapse"), BETTER),
+        (Compare("falling", "slow", "collapse"), WORSE),
+        (Compare("fast", "slow", "updates"), BETTER),
+        (Compare("flat", "slow", "updates"), WORSE),
+        (Level("slow", "early gains"), BETTER),
+        (Interaction("fast", "flat", "slow", "flat"), BETTER),
+    ],
+    ids=str,
+)
+def test_clear_cases(rule, verdict):
+    found = fake_evidence(12, slow=SLOW, fast=FAST, flat=FLAT, falling=[0.0, 0.5, 0.6, 0.3])
+    assert judged(rule, found).verdict == verdict and rule.words()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [LEAD, Compare("fast", "slow", "updates"), Interaction("fast", "slow", "slow", "fast")],
+    ids=str,
+)
+@pytest.mark.parametrize("seeds", [1, 6])
+def test_few_noisy_seeds_decide_nothing(rule, seeds):
+    noisy = fake_evidence(seeds, spread=0.6, slow=SLOW, fast=FAST)
+    assert judged(rule, noisy).verdict == UNDECIDED
+
+
+def test_too_few_seeds_decide_nothing():
+    for seeds, verdict in ((FEWEST - 1, UNDECIDED), (FEWEST, BETTER)):
+        assert judged(LEAD, fake_evidence(seeds, slow=SLOW, fast=FAST)).verdict == verdict
+
+
+@pytest.mark.parametrize(("size", "verdict"), [(0.01, BARELY_BETTER), (0.04, BETTER)])
+def test_a_small_difference_is_not_called_none(size, verdict):
+    """Known in sign and in size: better, by less than matters. The margin is 0.035."""
+    found = fake_evidence(8, slow=SLOW, more=[r + size for r in SLOW])
+    assert judged(Compare("more", "slow"), found).verdict == verdict
+
+
+def test_the_margin_is_a_fraction_of_the_gain():
+    found = fake_evidence(8, slow=SLOW, more=[r + 0.04 for r in SLOW])
+    (verdict,) = judge_family([Compare("more", "slow").compare(found, 1.0)])
+    assert verdict.verdict == BARELY_BETTER
+    assert gain("mixture", Evidence({"a": {"direction": []}}, ())) == pytest.approx(0.7906)
+    assert gain("own", found) == pytest.approx(0.64 - 0.02)  # best final minus mean start
+
+
+def test_equivalence_is_corrected_too():
+    """One comparison shows that a difference is small; it does not among 2000."""
+    found = fake_evidence(10, spread=0.02, slow=SLOW, same=SLOW)
+    rule = Compare("same", "slow")
+    assert judged(rule, found).verdict == ALIKE
+    many = judge_family([rule.compare(found, 0.7)] * 2000)
+    assert {one.verdict for one in many} == {UNDECIDED}
+
+
+def test_a_family_decides_less_than_its_parts():
+    found = fake_evidence(10, spread=0.35, slow=SLOW, fast=[r + 0.1 for r in FAST])
+    assert judged(LEAD, found).verdict == BETTER
+    assert {one.verdict for one in judge_family([LEAD.compare(found, 0.7)] * 2000)} == {UNDECIDED}
+
+
+def test_tasks_are_averaged_within_the_seed():
+    """Two tasks with opposite effects that cancel in every seed: the unit is the seed, so
+    nothing differs.
+    """
+    low, other = (
+        [fake_line([0.0, 0.1 * s]) for s in range(5)],
+        [fake_line([0.0, 0.1 * s + 0.2]) for s in range(5)],
     )
-    def test_clear_cases(self, rule, verdict: str) -> None:
-        found = fake_evidence(12, slow=SLOW, fast=FAST, flat=FLAT, falling=[0.0, 0.5, 0.6, 0.3])
-        assert judged(rule, found).verdict == verdict and rule.words()
-
-    @pytest.mark.parametrize(
-        "rule",
-        [LEAD, Compare("fast", "slow", "updates"), Interaction("fast", "slow", "slow", "fast")],
-        ids=str,
-    )
-    @pytest.mark.parametrize("seeds", [1, 6])
-    def test_few_noisy_seeds_decide_nothing(self, rule, seeds: int) -> None:
-        noisy = fake_evidence(seeds, spread=0.6, slow=SLOW, fast=FAST)
-        assert judged(rule, noisy).verdict == UNDECIDED
-
-    def test_too_few_seeds_decide_nothing(self) -> None:
-        for seeds, verdict in ((FEWEST - 1, UNDECIDED), (FEWEST, BETTER)):
-            assert judged(LEAD, fake_evidence(seeds, slow=SLOW, fast=FAST)).verdict == verdict
-
-    @pytest.mark.parametrize(("size", "verdict"), [(0.01, BARELY_BETTER), (0.04, BETTER)])
-    def test_a_small_difference_is_not_called_none(self, size: float, verdict: str) -> None:
-        """Known in sign and in size: better, by less than matters. The margin is 0.035."""
-        found = fake_evidence(8, slow=SLOW, more=[r + size for r in SLOW])
-        assert judged(Compare("more", "slow"), found).verdict == verdict
-
-    def test_the_margin_is_a_fraction_of_the_gain(self) -> None:
-        found = fake_evidence(8, slow=SLOW, more=[r + 0.04 for r in SLOW])
-        assert judge_family([Compare("more", "slow").compare(found, 1.0)])[0].verdict == (
-            BARELY_BETTER
-        )
-        assert gain("mixture", Evidence({"a": {"direction": []}}, ())) == pytest.approx(0.7906)
-        assert gain("own", found) == pytest.approx(0.64 - 0.02)  # best final minus mean start
-
-    def test_equivalence_is_corrected_too(self) -> None:
-        """One comparison shows that a difference is small; it does not among 2000."""
-        found = fake_evidence(10, spread=0.02, slow=SLOW, same=SLOW)
-        rule = Compare("same", "slow")
-        assert judged(rule, found).verdict == ALIKE
-        many = judge_family([rule.compare(found, 0.7)] * 2000)
-        assert {one.verdict for one in many} == {UNDECIDED}
-
-    def test_a_family_decides_less_than_its_parts(self) -> None:
-        found = fake_evidence(10, spread=0.35, slow=SLOW, fast=[r + 0.1 for r in FAST])
-        assert judged(LEAD, found).verdict == BETTER
-        assert {one.verdict for one in judge_family([LEAD.compare(found, 0.7)] * 2000)} == {
-            UNDECIDED
-        }
-
-    def test_tasks_are_averaged_within_the_seed(self) -> None:
-        """Two tasks with opposite effects that cancel in every seed: the unit is the seed, so
-        nothing differs.
-        """
-        one, other = (
-            [fake_line([0.0, 0.1 * s]) for s in range(5)],
-            [fake_line([0.0, 0.1 * s + 0.2]) for s in range(5)],
-        )
-        found = Evidence(
-            {"a": {"x": one, "y": other}, "b": {"x": other, "y": one}}, tuple(range(5))
-        )
-        comparison = judged(Compare("a", "b", "final"), found)
-        assert comparison.verdict == ALIKE and comparison.estimate.high == pytest.approx(
-            0.0, abs=1e-12
-        )
+    evidence = Evidence({"a": {"x": low, "y": other}, "b": {"x": other, "y": low}}, tuple(range(5)))
+    comparison = judged(Compare("a", "b", "final"), evidence)
+    assert comparison.verdict == ALIKE and comparison.estimate.high == pytest.approx(0.0, abs=1e-12)
 
 
-class TestCalibration:
-    """The committed rates, and a quick version of `python -m flowrl_bench.calibration`."""
+def test_committed_rates():
+    """At most 5% of families have a wrong verdict, of every label and of any."""
+    known = json.loads((ROOT / "benchmarks/results/calibration.json").read_text())
+    assert known["alpha"] == ALPHA and known["family"] == 20 and known["experiments"] >= 1000
+    rates = [row["any"] for row in known["families"]]
+    assert len(rates) > 200 and max(rates) <= 0.05
 
-    def test_committed_rates(self) -> None:
-        """At most 5% of families have a wrong verdict, of every label and of any."""
-        known = json.loads((ROOT / "benchmarks/results/calibration.json").read_text())
-        assert known["alpha"] == ALPHA and known["family"] == 20 and known["experiments"] >= 1000
-        rates = [row["any"] for row in known["families"]]
-        assert len(rates) > 200 and max(rates) <= 0.05
 
-    @pytest.mark.parametrize("truth", TRUTHS)
-    def test_false_alarms(self, truth: str) -> None:
-        """Runs of which a fifth collapse; 100 families: at most 5% and three standard errors."""
-        values = np.append(np.linspace(0.90, 0.93, 12), [0.55, 0.7, 0.4])
-        table = np.subtract.outer(values, values)
-        pool = Pool("mixture", "direction", "a", "area", 0.04, table)
-        found = alarms(pool, 10, truth, 100)
-        assert found["any"] <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 100)
+@pytest.mark.parametrize("truth", TRUTHS)
+def test_false_alarms(truth):
+    """Runs of which a fifth collapse; 100 families: at most 5% and three standard errors."""
+    values = np.append(np.linspace(0.90, 0.93, 12), [0.55, 0.7, 0.4])
+    table = np.subtract.outer(values, values)
+    pool = Pool("mixture", "direction", "a", "area", 0.04, table)
+    found = alarms(pool, 10, truth, 100)
+    assert found["any"] <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 100)
 
-    def test_simulated_p_values_are_those_of_the_rules(self) -> None:
-        found = fake_evidence(8, spread=0.2, slow=SLOW, fast=FAST, falling=[0.0, 0.5, 0.6, 0.3])
-        runs = by_seed(found.differences("fast", "slow", "area"))
-        lost = [found.values(arm, "collapse").T for arm in ("falling", "slow")]
-        for rule, (mine,) in (
-            (Compare("fast", "slow"), comparisons(runs[None], 0.5, "area")),
-            (Compare("slow", "slow", "collapse"), rate_comparisons(lost[1], lost[1], 0.1)),
-            (Compare("falling", "slow", "collapse"), rate_comparisons(*lost, 0.1)),
-        ):
-            expected = rule.compare(found, 10.0)
-            assert mine.estimate.p == pytest.approx(expected.estimate.p)
-            assert mine.outside == pytest.approx(expected.outside) or expected.outside == 1.0
+
+def test_simulated_p_values_are_those_of_the_rules():
+    found = fake_evidence(8, spread=0.2, slow=SLOW, fast=FAST, falling=[0.0, 0.5, 0.6, 0.3])
+    runs = by_seed(found.differences("fast", "slow", "area"))
+    lost = [found.values(arm, "collapse").T for arm in ("falling", "slow")]
+    for rule, (mine,) in (
+        (Compare("fast", "slow"), comparisons(runs[None], 0.5, "area")),
+        (Compare("slow", "slow", "collapse"), rate_comparisons(lost[1], lost[1], 0.1)),
+        (Compare("falling", "slow", "collapse"), rate_comparisons(*lost, 0.1)),
+    ):
+        expected = rule.compare(found, 10.0)
+        assert mine.estimate.p == pytest.approx(expected.estimate.p)
+        assert mine.outside == pytest.approx(expected.outside) or expected.outside == 1.0

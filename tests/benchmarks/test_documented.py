@@ -12,7 +12,7 @@ from flowrl_compare.results import ArmSummary, Mean
 from flowrl.methods import METHODS
 
 
-def summary(method: str, **known: object) -> ArmSummary:
+def summary(method: str, **known) -> ArmSummary:
     """Results with these values; the others are 0."""
     zeros = {
         entry.name: Mean(0.0, 0.0) if entry.name in ("base", "final", "lead", "final_strict") else 0
@@ -21,7 +21,7 @@ def summary(method: str, **known: object) -> ArmSummary:
     return ArmSummary(**{**zeros, "arm": method, "heldout": {}, "settings": {}, **known})  # pyright: ignore[reportArgumentType]
 
 
-def test_every_method_with_a_page_has_a_command_and_a_result() -> None:
+def test_every_method_with_a_page_has_a_command_and_a_result():
     methods = documented.papers()
     assert set(methods.values()) == set(METHODS) - {"noise-weighted"}
     for page, method in methods.items():
@@ -30,7 +30,7 @@ def test_every_method_with_a_page_has_a_command_and_a_result() -> None:
 
 
 @pytest.mark.parametrize("name", ["papers/tp-grpo.md", "start/first-result.md"])
-def test_only_the_results_change(name: str) -> None:
+def test_only_the_results_change(name):
     page = documented.DOCS / name
     methods = {*documented.papers().values()}
     pages = documented.renewed(

@@ -21,17 +21,17 @@ def test_the_whole_path_at_tiny_size(model, method, evaluations, tmp_path, capsy
     code = full_size.main(
         ["--model", model, "--methods", method, "--threads", "1", "--out", str(tmp_path)]
     )
-    found = json.loads((tmp_path / f"full_size-{model}.json").read_text())
-    assert (code, found["failures"], found["resumed_equals_killed"]) == (0, [], True), (
+    report = json.loads((tmp_path / f"full_size-{model}.json").read_text())
+    assert (code, report["failures"], report["resumed_equals_killed"]) == (0, [], True), (
         capsys.readouterr().out
     )
-    killed, resumed = found["runs"]
+    killed, resumed = report["runs"]
     assert (killed["end"], resumed["end"]) == ("killed", "resumed")
-    assert [run["phases"][0]["phase"] for run in found["runs"]] == ["load", "load"]
+    assert [run["phases"][0]["phase"] for run in report["runs"]] == ["load", "load"]
     assert sum(phase["phase"] == "rollout" for phase in killed["phases"]) == 2
-    assert [line["phase"] for line in found["memory"]] == ["rollout", "reward", "update"]
-    assert f"{evaluations} network evaluations" in "\n".join(found["plan"][method])
-    assert all(abs(line["error"]) < 0.5 for line in found["memory"])  # of a megabyte
+    assert [line["phase"] for line in report["memory"]] == ["rollout", "reward", "update"]
+    assert f"{evaluations} network evaluations" in "\n".join(report["plan"][method])
+    assert all(abs(line["error"]) < 0.5 for line in report["memory"])  # of a megabyte
 
 
 def test_the_meter_counts_phases_and_kills_after_an_iteration(tmp_path, monkeypatch):
@@ -48,8 +48,8 @@ def test_the_meter_counts_phases_and_kills_after_an_iteration(tmp_path, monkeypa
         assert not killed
         meter.record({"iteration": 2})
     assert len(killed) == 1 and len(kept) == 2**20
-    found = json.loads((tmp_path / "report.json").read_text())
-    rollout, update, *_ = found["phases"]
-    assert (found["end"], update["phase"]) == ("killed", "update")
+    report = json.loads((tmp_path / "report.json").read_text())
+    rollout, update, *_ = report["phases"]
+    assert (report["end"], update["phase"]) == ("killed", "update")
     assert update["held"] - rollout["held"] == pytest.approx(4 * 2**20, abs=100)
     assert update["peak"] - update["held"] == pytest.approx(8 * 2**20, abs=100)

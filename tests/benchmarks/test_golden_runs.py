@@ -58,10 +58,10 @@ KEY = "weights.safetensors:weight.a"
     ],
 )
 def test_every_difference_is_found_and_no_other(compared, changes, differing):
-    word, found = compared(**changes)
+    word, differences = compared(**changes)
     assert word == ("DIFFERENT" if differing else "equal, 7 values")
-    assert len(found) == len(differing)
-    for text, start in zip(sorted(found), sorted(differing), strict=True):
+    assert len(differences) == len(differing)
+    for text, start in zip(sorted(differences), sorted(differing), strict=True):
         assert text.startswith(start)
 
 

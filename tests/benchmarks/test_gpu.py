@@ -8,19 +8,8 @@ from dataclasses import replace
 import gpu
 import pytest
 import torch
-from flowrl_testing.tiny import (
-    CLIP_TOKENS,
-    TINY,
-    WIDTH,
-    tiny_sd3_policy,
-)
-from gpu_compute import (
-    Meter,
-    MeteredFamily,
-    NetworkCost,
-    network_cost,
-    share_of_ceiling,
-)
+from flowrl_testing.tiny import CLIP_TOKENS, TINY, WIDTH, tiny_sd3_policy
+from gpu_compute import Meter, MeteredFamily, NetworkCost, network_cost, share_of_ceiling
 
 from flowrl.core.types import Prompt
 
@@ -83,15 +72,15 @@ def metered(make=tiny_sd3_policy, **changes):
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_the_meter_counts_latents_and_the_networks_time(checkpointing, guidance):
     policy, meter = metered(gradient_checkpointing=checkpointing, guidance_scale=guidance)
-    noise, told = torch.randn(3, *policy.latent_shape), torch.full((3,), 500.0)
+    noise, time = torch.randn(3, *policy.latent_shape), torch.full((3,), 500.0)
     condition = policy.encode([Prompt("a")] * 3)
     factor = 2 if guidance > 1 else 1
     meter.phase("rollout")
     with policy.frozen():
-        policy.velocity(noise, told, condition)
+        policy.velocity(noise, time, condition)
     meter.phase("update")
     for _ in range(2):
-        policy.velocity(noise, told, condition).square().sum().backward()
+        policy.velocity(noise, time, condition).square().sum().backward()
     meter.phase("rollout")
     meter.phase("")
     assert (meter.work["rollout"].sampled, meter.work["rollout"].trained) == (3 * factor, 0)
@@ -140,9 +129,9 @@ def test_the_benchmark_runs_prints_one_table_and_goes_on_where_it_was(
         "tp-grpo",
         "flow-grpo",
     ]
-    whole = json.loads((tmp_path / "gpu.json").read_text())
-    uniform, turning, guided = whole["lines"]
-    assert whole["command"].endswith(str(tmp_path)) and whole["versions"]["torch"] == str(
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    uniform, turning, guided = results["lines"]
+    assert results["command"].endswith(str(tmp_path)) and results["versions"]["torch"] == str(
         torch.__version__
     )
     for line, samples, trained in ((uniform, 6, 4), (turning, 2 * 6, 4), (guided, 12, 8)):

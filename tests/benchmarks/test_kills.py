@@ -25,11 +25,7 @@ pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="n
             [("checkpoint", "SIGKILL", "process"), ("evaluation", "SIGTERM", "group")],
             [-signal.SIGKILL, 130],
         ),
-        (
-            "compare",
-            [("evaluation", "SIGHUP", "group"), ("report", "SIGTERM", "process")],
-            None,
-        ),
+        ("compare", [("evaluation", "SIGHUP", "group"), ("report", "SIGTERM", "process")], None),
     ],
 )
 def test_a_command_that_is_killed_twice_ends_with_the_same_numbers(command, ways, codes, tmp_path):

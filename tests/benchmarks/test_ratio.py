@@ -12,9 +12,9 @@ RECORD = json.loads(ratio.RESULTS.read_text())
 
 
 def test_the_committed_shares_and_clips_are_the_present_ones():
-    found = ratio.all_shares()
-    assert found.keys() == RECORD["shares"].keys()
-    for grid, values in found.items():
+    shares = ratio.all_shares()
+    assert shares.keys() == RECORD["shares"].keys()
+    for grid, values in shares.items():
         assert values["times"] == pytest.approx(RECORD["shares"][grid]["times"], abs=1e-6)
         for name, columns in values["samplers"].items():
             for form, numbers in columns.items():
@@ -60,7 +60,7 @@ def test_a_share_is_that_of_the_loss_itself():
             schedule.times[:-1],
             velocity=velocity,
         )
-        found = step_gradients(loss.loss(batch), batch, step, 10)
-        assert (found / found.sum()).tolist() == pytest.approx(
+        gradients = step_gradients(loss.loss(batch), batch, step, 10)
+        assert (gradients / gradients.sum()).tolist() == pytest.approx(
             ratio.shares(sampler, schedule, form), rel=1e-4
         )

@@ -12,7 +12,7 @@ import pytest
 import reanalysis
 from reanalysis_page import Row
 from reanalysis_robustness import cheaper, sign_flip
-from reanalysis_statistics import Run, bonett_price, holm, t_test
+from reanalysis_statistics import FORWARDS, Run, bonett_price, holm, t_test
 from scipy import stats
 
 RESULTS = reanalysis.ROOT / "benchmarks/results"
@@ -24,13 +24,13 @@ def differing(results: Path, docs: Path = DOCS) -> list[Row]:
 
 
 @pytest.fixture
-def copies(tmp_path: Path) -> Path:
+def copies(tmp_path):
     path = tmp_path / "claims.jsonl"
     path.write_bytes(gzip.decompress((RESULTS / "claims.jsonl.gz").read_bytes()))
     return path
 
 
-def test_the_published_pages_agree_with_the_second_analysis() -> None:
+def test_the_published_pages_agree_with_the_second_analysis():
     rows = reanalysis.all_rows(RESULTS / "claims.jsonl", DOCS)
     assert [row for row in rows if not row.agrees] == []
     places = {row.place for row in rows}
@@ -42,32 +42,32 @@ def test_the_published_pages_agree_with_the_second_analysis() -> None:
     } <= places
 
 
-def test_a_changed_learning_curve_is_found(copies: Path) -> None:
+def test_a_changed_learning_curve_is_found(copies):
     lines = [json.loads(line) for line in copies.read_text().splitlines()]
     changed = next(
         line for line in lines if line["config"]["algorithm"]["credit"] == "moving-average-gain"
     )
     changed["curve"][5][7] -= 0.3
     copies.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    found = differing(copies)
-    assert found
+    rows = differing(copies)
+    assert rows
     assert all(
-        "moving average" in row.what for row in found if row.place.startswith("main comparison")
+        "moving average" in row.what for row in rows if row.place.startswith("main comparison")
     )
     assert any(
         row.place == "lead-gains-over-a-moving-average" and "over training" in row.what
-        for row in found
+        for row in rows
     )
 
 
-def test_statistics_against_closed_forms() -> None:
+def test_statistics_against_closed_forms():
     # 4 x 0.01, 3 x 0.03, at least that, 0.5
     assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
     values = np.array([0.1, 0.3, 0.2, 0.6])
     known = stats.ttest_1samp(values, 0.2)
-    found = t_test(values, 0.2)
-    assert found.p == pytest.approx(known.pvalue)
-    assert (found.low, found.high) == pytest.approx(tuple(known.confidence_interval()))
+    test = t_test(values, 0.2)
+    assert test.p == pytest.approx(known.pvalue)
+    assert (test.low, test.high) == pytest.approx(tuple(known.confidence_interval()))
     first, second = np.zeros(15, bool), np.arange(15) < 3
     rates = bonett_price(first, second)  # (1 - 4) / 17, standard error sqrt((5/17 - 9/289) / 17)
     assert rates.mean == pytest.approx(-0.2)
@@ -77,10 +77,23 @@ def test_statistics_against_closed_forms() -> None:
     )
 
 
-def test_robustness() -> None:
+def test_robustness():
     assert sign_flip(np.array([1.0, 2.0, 3.0])) == pytest.approx(2 / 8)  # all signs equal
     assert sign_flip(np.array([1.0, -1.0])) == pytest.approx(1.0)
     curve = np.zeros((2, 10))
     curve[1, :3] = 1, 45.0 * 24, 5.0 * 24
-    run = Run("mixture", (0, "direction"), {"iterations": 1, "groups": 2, "group_size": 12}, curve)
-    assert cheaper(run).budgets("NFE")[-1] == pytest.approx((45 - 16 + 5) * 24)
+    settings = {"iterations": 1, "groups": 2, "group_size": 12, "loss": "clipped"}
+    run = Run(
+        "mixture",
+        (0, "direction"),
+        {**settings, "kl_weight": 0.0, "gradient_checkpointing": False},
+        curve,
+        24.0,
+    )
+    assert cheaper(run).budgets(FORWARDS)[-1] == pytest.approx((45 - 16 + 3 * 5) * 24)
+    # decoding and scoring count .54 forwards, one of two evaluations of the update has a gradient
+    dearer = run._replace(
+        world="shapes", settings={**run.settings, "kl_weight": 0.1, "gradient_checkpointing": True}
+    )
+    known = 45 + 4_511_744 / 8_396_800 + 5 * (4 + 1) / 2
+    assert dearer.budgets(FORWARDS)[-1] == pytest.approx(known * 24)

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from flowrl_compare.arms import arm_run, credit_arms, load_arms, method_arms, parse_arm, together
+from flowrl_compare.bounds import shipped_bound
 from flowrl_compare.comparison import CompareConfig, load_compare
 from flowrl_compare.progress import Display
 from flowrl_compare.report import headline, table_text, write_report
 from flowrl_compare.results import load_comparison, summarise, summary_values
+from flowrl_compare.tuned import tuned, tuned_arms
 from rich.console import Console
 
 from flowrl.cli.main import main
@@ -38,7 +40,7 @@ def configured(**arms: Mapping[str, Any]) -> CompareConfig:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"clip_rang": 0.1}, r"arm 'b': unknown setting .*did you mean 'clip_range'\?"),
         ({"clip_range": "small"}, r"arm 'b': clip_range = 'small' is not allowed"),
@@ -50,13 +52,13 @@ def configured(**arms: Mapping[str, Any]) -> CompareConfig:
         ({"reward_form": "strict"}, r"heldout_rewards = \(\) is not allowed"),
     ],
 )
-def test_what_an_arm_may_not_be(settings: Mapping[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_an_arm_may_not_be(settings, message):
+    with pytest.raises(ConfigError, match=message):
         configured(a={}, b=settings)
 
 
 @pytest.mark.parametrize("name", ["", " a", "a\n", "\x1b[2J", "x" * 300])
-def test_names_that_are_refused(name: str) -> None:
+def test_names_that_are_refused(name):
     with pytest.raises(ConfigError, match=r"arm = .* is not allowed; allowed: a name"):
         configured(base={}, **{name: {"loss": "gspo"}})
 
@@ -81,19 +83,19 @@ def test_names_that_are_refused(name: str) -> None:
         ),
     ],
 )
-def test_two_arms_share_neither_a_folder_nor_their_settings(first, second, settings) -> None:
+def test_two_arms_share_neither_a_folder_nor_their_settings(first, second, settings):
     with pytest.raises(ConfigError, match=r"arm = .* allowed: a folder and settings other than"):
         configured(**{first: settings[0], second: settings[1]})
 
 
-def test_a_method_has_its_own_credit_rule() -> None:
+def test_a_method_has_its_own_credit_rule():
     run = TINY.replace(method="mine", credit="gdpo")
     assert arm_run(run, {"method": "tp-grpo"}).algorithm.credit == ""
     assert arm_run(run, {"loss": "gspo"}).algorithm.credit == "gdpo"
     assert arm_run(run, {"method": "other", "credit": "uniform"}).algorithm.credit == "uniform"
 
 
-def test_arms_as_text() -> None:
+def test_arms_as_text():
     assert parse_arm("gspo: loss=my.py:GSPO(x=[1, 2]), clip_range=.1, window=1:3") == {
         "gspo": {"loss": "my.py:GSPO(x=[1, 2])", "clip_range": 0.1, "window": "1:3"}
     }
@@ -114,56 +116,55 @@ def test_arms_as_text() -> None:
             twice()
 
 
-def test_arms_in_a_file(tmp_path: Path) -> None:
+def test_arms_in_a_file(tmp_path):
     path = tmp_path / "arms.yaml"
     path.write_text("arms:\n  base:\n  gspo: {loss: gspo, learning_rate: 1e-3, window: 0:2}\n")
     assert load_arms(path) == {
         "base": {},
         "gspo": {"loss": "gspo", "learning_rate": 1e-3, "window": "0:2"},
     }
-    for text, told in (
+    for text, message in (
         ("a: {}", "write 'arms:'"),
         ("arms:\n  a: {los: gspo}", "arms.yaml, line 2: unknown setting 'los'"),
         ("arms:\n  a: gspo", "line 2: a must hold lines"),
         ("arms:\n  a: {loss: evil.py:Evil}", "arms.yaml: loss names evil.py:Evil: code"),
     ):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             load_arms(path)
     assert load_arms(path, trust=True) == {"a": {"loss": "evil.py:Evil"}}
 
 
-def test_a_comparison_is_read_as_written(tmp_path: Path) -> None:
+def test_a_comparison_is_read_as_written(tmp_path):
     arms = {"lora_alpha": 8.0, "betas": (0.5, 0.9), "heldout_rewards": ()}
     config = configured(base={}, mine=arms)
     (tmp_path / "config.json").write_text(json.dumps(config.as_dict()))
     assert load_compare(tmp_path / "config.json") == config
 
 
-def test_every_arm_needs_trust() -> None:
+def test_every_arm_needs_trust():
     values = configured(base={}, mine={"sampler": "evil.py:Evil"}).as_dict()
     with pytest.raises(ConfigError, match=r"sampler names evil\.py:Evil: code"):
         CompareConfig.from_dict(values).allowed()
     CompareConfig.from_dict(values, trust=True).allowed()
 
 
-def test_equal_cost_scales_the_iterations() -> None:
+def test_equal_cost_scales_the_iterations():
     arms = {"base": {}, "tp": {"method": "tp-grpo"}, "small": {"groups": 1}}
     config = CompareConfig(TINY.replace(iterations=20), arms, (0,))
     iterations = {arm: job.iterations for arm, job in config.equal_cost().examples().items()}
-    passes = {arm: plan(job).passes for arm, job in config.examples().items()}
-    cheaper = round(20 * passes["base"] / passes["tp"])
+    plans = {arm: plan(job) for arm, job in config.examples().items()}
+    costs = {arm: counts.nfe + 3 * counts.train_nfe for arm, counts in plans.items()}
+    cheaper = round(20 * costs["base"] / costs["tp"])
     assert iterations == {"base": 20, "tp": cheaper, "small": 40} and 1 < cheaper < 20
     with pytest.raises(ConfigError, match="arm 'b': iterations = 3 is not allowed"):
         configured(a={}, b={"iterations": 3}).equal_cost()
 
 
-def test_the_command_orders_methods_arms_and_credit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_orders_methods_arms_and_credit(tmp_path, monkeypatch):
     compared: list[CompareConfig] = []
 
-    def kept(config: CompareConfig, *_: Any, **__: Any) -> bool:
+    def kept(config, *_, **__):
         compared.append(config)
         return False
 
@@ -188,9 +189,7 @@ def test_the_command_orders_methods_arms_and_credit(
     assert compared[-1].arms == {"tree": {"method": "tree-grpo", "window": "", "group_size": 4}}
 
 
-def test_reports_name_the_parts_in_which_arms_differ(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reports_name_the_parts_in_which_arms_differ(tmp_path, capsys):
     (tmp_path / "my.py").write_text(PARTS)
     out, file = tmp_path / "out", f"{tmp_path}/my.py"
     settings = {"sampler": f"{file}:DecaySDE", "loss": f"{file}:ReinforceKL", "group_size": 6}
@@ -218,7 +217,7 @@ def test_reports_name_the_parts_in_which_arms_differ(
     assert "<span>groups</span><span>2</span>" in shared
 
 
-def written(folder: Path, config: CompareConfig, scores: Mapping[str, tuple[float, float]]) -> None:
+def written(folder: Path, config: CompareConfig, scores: Mapping[str, tuple[float, float]]):
     """A comparison whose runs have two evaluations: reward, and a held-out strict score."""
     (folder / "config.json").write_text(json.dumps(config.as_dict()))
     costs = dict.fromkeys(("nfe", "calls", "reward_calls", "train_nfe"), 1)
@@ -240,7 +239,7 @@ def written(folder: Path, config: CompareConfig, scores: Mapping[str, tuple[floa
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_arms_with_different_rewards_are_compared_by_the_first_held_out_one(tmp_path: Path) -> None:
+def test_arms_with_different_rewards_are_compared_by_the_first_held_out_one(tmp_path):
     run = TINY.replace(heldout_rewards=("strict",))
     config = CompareConfig(run, {"soft": {}, "graded": {"reward_form": "graded"}}, (0,))
     written(tmp_path, config, {"soft": (0.4, 0.3), "graded": (0.9, 0.5)})
@@ -252,3 +251,39 @@ def test_arms_with_different_rewards_are_compared_by_the_first_held_out_one(tmp_
     file = io.StringIO()
     Display(config, tmp_path / "new", Console(file=file, width=200)).start()
     assert "(soft and graded rewards)" in file.getvalue()
+
+
+def test_tuned_settings_lie_below_an_arms_own() -> None:
+    """A method has those found for it; everything else those of uniform credit, as far as it reads
+    them, and is named. Settings of all arms win.
+    """
+    run = preset("default").apply(world="mixture", learning_rate=0.01)
+    given = {
+        "flow-grpo": {"method": "flow-grpo"},
+        "tp-grpo": {"method": "tp-grpo"},
+        "mine": {"loss": "gspo", "noise_level": 0.9},
+        "dance": {"method": "dance-grpo"},
+    }
+    arms, untuned = tuned_arms(run, given, {"learning_rate": 0.01})
+    assert untuned == ["mine", "dance"]
+    uniform = tuned()["mixture"]["uniform"]["values"]
+    assert arms["flow-grpo"]["clip_range"] == arms["mine"]["clip_range"] == uniform["clip_range"]
+    assert (
+        arms["tp-grpo"]["clip_range"]
+        == tuned()["mixture"]["turning points"]["values"]["clip_range"]
+    )
+    assert arms["mine"]["noise_level"] == 0.9 and "learning_rate" not in arms["mine"]
+    CompareConfig(run, arms, (0,)).require_read(["learning_rate"])
+    elsewhere = preset("default").apply(model="some-model")
+    with pytest.raises(ConfigError, match="settings = 'tuned' is not allowed"):
+        tuned_arms(elsewhere, given, {})
+
+
+def test_a_shipped_bound_is_for_exactly_its_settings() -> None:
+    run = preset("default").apply(world="mixture")
+    bound = shipped_bound(run.flat())
+    assert bound is not None and len(bound.curves) >= 5
+    assert bound.rewards[-1] > bound.rewards[0] + 0.3
+    for other in ({"iterations": 20}, {"reward_noise": 0.3}, {"window": ":-1"}, {"group_size": 24}):
+        assert shipped_bound(run.replace(**other).flat()) is None
+    assert shipped_bound(run.replace(seed=7, max_batch=64).flat()) == bound

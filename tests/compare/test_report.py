@@ -35,13 +35,7 @@ from flowrl_compare.results import (
     run_folder,
     summarise,
 )
-from flowrl_compare.style import (
-    PALE,
-    colour,
-    marker,
-    save,
-    spread_labels,
-)
+from flowrl_compare.style import PALE, colour, marker, save, spread_labels
 from flowrl_compare.weight_comparison import (
     SamplingSettings,
     ScoredImages,
@@ -91,7 +85,7 @@ def test_summary_numbers_worked_out_by_hand():
     assert (base.collapsed, fast.collapsed, fast.worst) == (0, 0, 0.7)
     reached = (fast.to_baseline_iterations, fast.to_baseline_nfe, fast.to_baseline_seconds)
     assert base.to_baseline_iterations == pytest.approx(2.0)
-    assert reached == pytest.approx((0.75, 75, 1.5))
+    assert reached == pytest.approx((0.75, 0.75 * (100 + 3 * 40), 1.5))
     assert (fast.nfe_per_trajectory, fast.rewards_per_trajectory) == (10, 2)
     assert mean_of([]).text() == "-" and mean_of([0.5]).text() == "0.500"
     assert mean_curve([], "iteration") == ([], [])
@@ -261,18 +255,18 @@ def weight_comparison(channels, size):
 @pytest.mark.parametrize(("channels", "size", "kind"), [(3, 8, "images"), (2, 1, "samples")])
 def test_the_page_of_an_evaluation(channels, size, kind, tmp_path):
     """Numbers as in evaluation.json, escaped, self-contained; gains first."""
-    found = weight_comparison(channels, size)
-    write_evaluation(found, tmp_path, html=False)
+    compared = weight_comparison(channels, size)
+    write_evaluation(compared, tmp_path, html=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluation.json", "grid.png"]
-    write_evaluation(found, tmp_path, html=True)
-    page, score = (tmp_path / "report.html").read_text(), found.scores[EVIL]
+    write_evaluation(compared, tmp_path, html=True)
+    page, score = (tmp_path / "report.html").read_text(), compared.scores[EVIL]
     assert "<script" not in page and not REMOTE.search(page)
     for value in (f"{score.base:.4f}", f"{score.difference:+.4f}", f"{score.low:+.4f} to "):
         assert value in page
     assert "<span>guidance</span><span>1.5</span>" in page and "<span>resolution</span>" not in page
     assert f"3 prompts, 2 {kind} per prompt" in " ".join(page.split())
     assert page.count("data:image/png;base64,") == 1
-    change = (found.trained.scores[EVIL] - found.base.scores[EVIL]).mean(1).tolist()
+    change = (compared.trained.scores[EVIL] - compared.base.scores[EVIL]).mean(1).tolist()
     shown = re.findall(r"<td>([+-]0\.\d{4})</td></tr>", page)
     assert shown == [f"{value:+.4f}" for value in sorted(change, reverse=True)]
 

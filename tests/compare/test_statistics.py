@@ -25,7 +25,7 @@ def crossing(xs: list[float], ys: list[float], target: float) -> float:
     st.lists(st.tuples(st.floats(0.1, 5), st.floats(0, 1)), min_size=1, max_size=8),
     st.lists(st.floats(0, 1.2), max_size=4),
 )
-def test_the_first_crossing(points: list[tuple[float, float]], targets: list[float]) -> None:
+def test_the_first_crossing(points, targets):
     xs, ys = np.cumsum([step for step, _ in points]).tolist(), [y for _, y in points]
     expected = [crossing(xs, ys, target) for target in [*targets, math.inf]]
     assert first_reached(xs, ys, [*targets, math.inf]).tolist() == pytest.approx(expected, abs=1e-9)

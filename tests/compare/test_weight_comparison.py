@@ -8,15 +8,12 @@ import shutil
 
 import pytest
 import torch
-from flowrl_compare.weight_comparison import (
-    SamplingSettings,
-    compare_scores,
-    sample_and_score,
-)
+from flowrl_compare.weight_comparison import SamplingSettings, compare_scores, sample_and_score
 from flowrl_testing.tiny import tiny_flux_policy, tiny_sd3
 from safetensors.torch import load_file, save_file
 from scipy import stats
-from small_run import words
+from small_run import TINY_MODEL, words
+from torch.testing import assert_close
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
@@ -36,7 +33,6 @@ class Dark:
         return scores
 """
 PROMPTS = ("a red fox", "a red car", "a red hat")
-SIZES = {"resolution": 16, "max_sequence_length": 24, "device": "cpu", "dtype": "float32"}
 BRIGHT = {"bright": FunctionReward(lambda images, _: images.mean((1, 2, 3)))}
 
 
@@ -55,7 +51,7 @@ def folder(tmp_path_factory):
 
 def base(folder):
     """The model and its prompts."""
-    return {"model": folder / "model", "prompts": folder / "prompts.txt", **SIZES}
+    return {"model": folder / "model", "prompts": folder / "prompts.txt", **TINY_MODEL}
 
 
 def redness(folder):
@@ -100,16 +96,16 @@ def test_a_lora_gives_the_numbers_of_the_run_it_comes_from(folder, tmp_path):
     other = {name: 0 * tensor for name, tensor in load_file(lora / usual).items()}
     save_file(other, tmp_path / usual)
     for weights in (lora, tmp_path / "mine.safetensors"):
-        _, found = evaluated(tmp_path / weights.stem, weights=weights, **base(folder), **common)
+        _, score = evaluated(tmp_path / weights.stem, weights=weights, **base(folder), **common)
         for key in ("base", "trained", "low", "high"):
-            assert found[key] == pytest.approx(expected[key], abs=2e-6), (weights, key)
+            assert score[key] == pytest.approx(expected[key], abs=2e-6), (weights, key)
 
 
 def test_whole_transformers_can_be_compared_too(folder, tmp_path):
     tiny_sd3(seed=5).transformer.save_pretrained(tmp_path / "full" / "transformer")
     options = {"reward": redness(folder), "num_steps": 2, "limit": 2}
-    _, found = evaluated(tmp_path / "out", weights=tmp_path / "full", **base(folder), **options)
-    assert found["prompts"] == 2 and found["base"] != found["trained"]
+    _, score = evaluated(tmp_path / "out", weights=tmp_path / "full", **base(folder), **options)
+    assert score["prompts"] == 2 and score["base"] != score["trained"]
 
 
 def test_every_prompt_is_embedded_once_for_both_weights(folder, tmp_path, monkeypatch):
@@ -139,20 +135,20 @@ def test_the_interval_is_students_over_prompts():
     generator = torch.Generator().manual_seed(3)
     before = torch.rand(12, 4, generator=generator)
     after = before + 0.1 + 0.3 * torch.randn(12, 4, generator=generator)
-    found = compare_scores(before, after)
+    score = compare_scores(before, after)
     test = stats.ttest_rel(after.double().mean(1), before.double().mean(1))
     interval = test.confidence_interval(0.95)  # pyright: ignore[reportAttributeAccessIssue]
-    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), abs=1e-9)
-    assert found.difference == pytest.approx(found.trained - found.base)
-    assert found.better == pytest.approx(float((after.mean(1) > before.mean(1)).double().mean()))
+    assert (score.low, score.high) == pytest.approx((interval.low, interval.high), abs=1e-9)
+    assert score.difference == pytest.approx(score.trained - score.base)
+    assert score.better == pytest.approx(float((after.mean(1) > before.mean(1)).double().mean()))
 
 
 def test_invalid_pairs_are_left_out():
     nan = math.nan
     before, after = [[1.0, nan], [nan, nan], [3.0, 5.0]], [[2.0, 9.0], [1.0, 1.0], [4.0, 8.0]]
-    found = compare_scores(torch.tensor(before), torch.tensor(after))
-    assert (found.base, found.trained, found.difference) == (2.5, 4.0, 1.5)
-    assert (found.prompts, found.invalid) == (2, 3)
+    score = compare_scores(torch.tensor(before), torch.tensor(after))
+    assert (score.base, score.trained, score.difference) == (2.5, 4.0, 1.5)
+    assert (score.prompts, score.invalid) == (2, 3)
     with pytest.raises(ConfigError, match="scores = 'NaN' is not allowed"):
         compare_scores(torch.tensor([[nan]]), torch.tensor([[1.0]]))
     assert compare_scores(torch.tensor([[1.0]]), torch.tensor([[2.0]])).high == math.inf
@@ -166,11 +162,11 @@ def test_images_do_not_depend_on_batches():
         for count, batch in ((1, 64), (2, 4), (2, 64))
     )
     scores = [side.scores["bright"] for side in (single, parts, together)]
-    torch.testing.assert_close(scores[2], scores[1], atol=1e-5, rtol=0)
+    assert_close(scores[2], scores[1], atol=1e-5, rtol=0)
     # the first image of each prompt is shown
     means = parts.shown.mean((1, 2, 3))
     assert parts.shown.shape == together.shown.shape == (2, 3, 64, 64)
-    torch.testing.assert_close(means, scores[1][:2, 0], atol=1e-5, rtol=0)
+    assert_close(means, scores[1][:2, 0], atol=1e-5, rtol=0)
     # image j of prompt i: noise i count + j
     assert not torch.equal(scores[2][1:, 0], scores[0][1:, 0])
 
@@ -179,7 +175,7 @@ LORA = {"weights": ".", "model": "m", "prompts": "text[0:2]", "reward": "ocr"}
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"weights": "nowhere"}, "the folder of a run; for a LoRA or a transformer give"),
         (LORA | {"weights": "nowhere"}, "nowhere does not exist"),
@@ -190,10 +186,10 @@ LORA = {"weights": ".", "model": "m", "prompts": "text[0:2]", "reward": "ocr"}
         (LORA | {"resolution": 0}, "resolution = 0"),
     ],
 )
-def test_what_is_wrong_is_said(options, told, capsys, tmp_path, monkeypatch):
+def test_what_is_wrong_is_said(options, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", *words(**options)]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -201,8 +197,8 @@ def test_a_lora_of_another_model_is_refused(folder, tmp_path, capsys):
     tiny_flux_policy().save(tmp_path / "flux")
     options = {"weights": tmp_path / "flux", "reward": redness(folder), "num_steps": 1, "limit": 1}
     assert main(["evaluate", *words(**base(folder), **options)]) == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert "holds no LoRA and no transformer for this model" in told
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "holds no LoRA and no transformer for this model" in error
     run = words(weights=folder / "run", trust=True, num_steps=0, out=tmp_path)
     assert main(["evaluate", *run]) == 2
     assert "steps = 0 is not allowed" in capsys.readouterr().err

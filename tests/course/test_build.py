@@ -65,19 +65,19 @@ def stored(folder: Path, notebook) -> Path:
         ("reward 0.80", "reward 0.80", "reward 0.80%"),
     ],
 )
-def test_outputs_are_compared_number_by_number(expected: str, equal: str, different: str) -> None:
+def test_outputs_are_compared_number_by_number(expected, equal, different):
     assert build.differs(expected, equal) is None
     assert build.differs(expected, different) is not None
 
 
-def test_an_expected_output_is_in_neither_version(tmp_path: Path) -> None:
+def test_an_expected_output_is_in_neither_version(tmp_path):
     source = lesson(tmp_path, TRAINED)
     assert build.expected_outputs(source) == [None, "reward 0.75..0.90, ratio 1.00"]
     for notebook in (build.solved(source), build.student(source)):
         assert "0.75..0.90" not in nbformat.writes(notebook)
 
 
-def test_check_compares_trained_cells_with_their_ranges(tmp_path: Path) -> None:
+def test_check_compares_trained_cells_with_their_ranges(tmp_path):
     """The stored and the fresh output may differ inside the range; each must be inside."""
     source = lesson(tmp_path, TRAINED)
     expected = build.expected_outputs(source)
@@ -90,7 +90,7 @@ def test_check_compares_trained_cells_with_their_ranges(tmp_path: Path) -> None:
     assert build.stale(stored(tmp_path, outside), inside, expected)
 
 
-def test_check_compares_other_cells_with_their_stored_output(tmp_path: Path) -> None:
+def test_check_compares_other_cells_with_their_stored_output(tmp_path):
     source = lesson(
         tmp_path, '# %%\nprint("mean 0.50")\n\n# %% tags=["varies"]\nprint("9 seconds")\n\n'
     )
@@ -106,7 +106,7 @@ def test_check_compares_other_cells_with_their_stored_output(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_committed_notebooks_match_their_source(source: Path) -> None:
+def test_committed_notebooks_match_their_source(source):
     notebook = nbformat.read(ROOT / "tutorials" / f"{source.stem}.ipynb", as_version=4)
     assert [cell.source for cell in notebook.cells] == [
         cell.source for cell in build.solved(source).cells
@@ -138,7 +138,7 @@ check(answer)
 """
 
 
-def test_hint_and_solution_are_folded_after_the_check(tmp_path: Path) -> None:
+def test_hint_and_solution_are_folded_after_the_check(tmp_path):
     """The student meets the check's message first, then the hint, then the solution."""
     source = lesson(tmp_path, EXERCISE)
     starting, check, hint, solution = [cell.source for cell in build.student(source).cells][2:]
@@ -156,7 +156,7 @@ def test_hint_and_solution_are_folded_after_the_check(tmp_path: Path) -> None:
     ]
 
 
-def test_only_the_colab_version_installs(tmp_path: Path) -> None:
+def test_only_the_colab_version_installs(tmp_path):
     """It installs from the address in pyproject.toml, and is the student's version otherwise."""
     source = lesson(tmp_path, EXERCISE)
     student, colab = build.student(source), build.colab(source)
@@ -167,9 +167,7 @@ def test_only_the_colab_version_installs(tmp_path: Path) -> None:
         assert "pip install" not in nbformat.writes(notebook)
 
 
-def test_text_keeps_the_outputs_unless_code_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_keeps_the_outputs_unless_code_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "HERE", tmp_path)
     monkeypatch.setattr(build, "BEGINNINGS", {"student": build.student})
     code = '# %%\nprint("mean 0.50")\n\n'

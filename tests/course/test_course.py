@@ -14,18 +14,14 @@ import pytest
 from course.wrong_answers import WRONG_ANSWERS
 from flowrl_course import checking
 from flowrl_course.checking import Unsolved, Verdict
+from loading import ROOT
 
 from flowrl.flow import GaussianMixture
 
-ROOT = Path(__file__).parents[2]
 SOURCES = {
     f"lesson_{path.name[:2]}": path
     for path in sorted((ROOT / "tutorials" / "source").glob("[0-9][0-9]_*.py"))
 }
-RATINGS = (
-    r"\*Difficulty: (?:easy|medium|harder|project) · importance: (?:essential|useful|optional) ·"
-    r" time: \d+ minutes\*"
-)
 CHECKS = [
     (name, check)
     for name, source in SOURCES.items()
@@ -85,23 +81,23 @@ def own_checks(lesson: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("lesson", "check"), CHECKS)
-def test_the_solution_passes_and_the_starting_cell_does_not(lesson: str, check: str, monkeypatch):
+def test_the_solution_passes_and_the_starting_cell_does_not(lesson, check, monkeypatch):
     """Every hint in a table of the check is shown for the value that the table gives; without a
     known mistake the check still refuses.
     """
     shown: dict[str, bool] = {}
     close = checking.close
 
-    def hint(*given: Any) -> str | None:
+    def hint(*given):
         try:
             return close(*given)
         except Unsolved as error:
             return str(error)
 
-    def watched(got, wanted, otherwise, mistakes=None, tolerance=1e-4) -> None:
+    def watched(got, wanted, otherwise, mistakes=None, tolerance=1e-4):
         for message, value in (mistakes or {}).items():
-            told = hint(value, wanted, otherwise, mistakes, tolerance)
-            shown[message] = shown.get(message, False) or told == message
+            problem = hint(value, wanted, otherwise, mistakes, tolerance)
+            shown[message] = shown.get(message, False) or problem == message
         close(got, wanted, otherwise, mistakes, tolerance)
 
     for name in (lesson, "rule_checks"):
@@ -121,22 +117,20 @@ def test_the_solution_passes_and_the_starting_cell_does_not(lesson: str, check: 
         for wrong in answers
     ],
 )
-def test_likely_mistakes_are_named(lesson, check, find: str, replace: str, message: str) -> None:
+def test_likely_mistakes_are_named(lesson, check, find, replace, message):
     problem = verdict(lesson, check, find, replace).problem
-    assert problem is not None, "a wrong answer is accepted"
-    assert message in problem
+    assert message in str(problem), "a wrong answer is accepted"
 
 
 @pytest.mark.parametrize("lesson", SOURCES)
-def test_lessons_have_their_parts(lesson: str) -> None:
-    """Three exercises or more, each with its ratings, starting cell, hint, solution, explanation,
+def test_lessons_have_their_parts(lesson):
+    """Three exercises or more, each with its starting cell, hint, solution, explanation,
     check and likely mistakes; the course's table has their number.
     """
     source = SOURCES[lesson]
     text = source.read_text()
-    rated = re.findall(rf"^# ### Exercise \d+ · [^*\n]+\n#\n# {RATINGS}$", text, re.MULTILINE)
     count = len(re.findall(r"^# ### Exercise \d+ · ", text, re.MULTILINE))
-    assert len(rated) == count >= 3
+    assert count >= 3
     assert {text.count(f'tags=["{tag}"]') for tag in ("exercise", "hint", "explanation")} == {count}
     assert {check for name, check in CHECKS if name == lesson} == own_checks(lesson)
     assert set(WRONG_ANSWERS[lesson]) == own_checks(lesson) and len(own_checks(lesson)) >= count
@@ -151,7 +145,7 @@ def test_lessons_have_their_parts(lesson: str) -> None:
                     importlib.import_module(f"{node.module}.{alias.name}")
 
 
-def test_a_failed_check_raises_where_lessons_are_built(monkeypatch) -> None:
+def test_a_failed_check_raises_where_lessons_are_built(monkeypatch):
     monkeypatch.setenv("FLOWRL_COURSE", "strict")
     with pytest.raises(Unsolved, match=r"Exercise 1: .*swapped"):
         verdict(

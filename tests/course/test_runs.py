@@ -7,7 +7,7 @@ from flowrl.credit import StepwiseGain, Uniform
 from flowrl.probes import Tweedie
 
 
-def test_counts_of_a_run() -> None:
+def test_counts_of_a_run():
     """12 x 8 trajectories of 10 steps, of which 5 are trained; a trained pair counts as three
     forward passes.
     """
@@ -17,18 +17,18 @@ def test_counts_of_a_run() -> None:
     assert run.trained.tolist() == [0, 960, 1440]
     assert torch.equal(run.work, run.sampled + 3 * run.trained)
     assert run.points.shape == (3, 96, 2)
-    assert bool((run.seconds.diff() > 0).all())
+    assert (run.seconds.diff() > 0).all()
     assert 0 < run.clipped < 1
 
 
-def test_the_same_arguments_give_the_same_curve() -> None:
+def test_the_same_arguments_give_the_same_curve():
     first, second, other = (learn("tp-grpo", seed, iterations=2) for seed in (1, 1, 2))
     assert torch.equal(first.reward, second.reward)
     assert torch.equal(first.points, second.points)
     assert not torch.equal(first.reward, other.reward)
 
 
-def test_a_rule_brings_its_own_noise_sharing() -> None:
+def test_a_rule_brings_its_own_noise_sharing():
     """The rule's attribute decides unless `initial_noise` is set; with shared noise, node 0 of a
     group is evaluated once.
     """

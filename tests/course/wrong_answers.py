@@ -18,9 +18,7 @@ WRONG_ANSWERS = {
         ],
     },
     "lesson_01": {
-        "check_interpolate": [
-            ("time[:, None]", "time", "time[:, None]"),
-        ],
+        "check_interpolate": [("time[:, None]", "time", "time[:, None]")],
         "check_loss": [
             ("network(x,", "network(clean,", "given the clean data"),
             ("mean()", "mean().detach()", "do not detach"),
@@ -29,17 +27,11 @@ WRONG_ANSWERS = {
             ("t.expand", "s.expand", "where the step starts"),
             ("stack(nodes)", "stack(nodes[:1])", "only the noise came back"),
         ],
-        "check_tweedie": [
-            ("time[:, None]", "time", "time[:, None]"),
-        ],
-        "check_euler_error": [
-            (".sqrt())", ".sqrt()) + 0.1", "must be 0"),
-        ],
+        "check_tweedie": [("time[:, None]", "time", "time[:, None]")],
+        "check_euler_error": [(".sqrt())", ".sqrt()) + 0.1", "must be 0")],
     },
     "lesson_02": {
-        "check_score": [
-            ("/ t", "/ t**2", "t squared"),
-        ],
+        "check_score": [("/ t", "/ t**2", "t squared")],
         "check_flow_sde": [
             ("return mean, (variance * delta) ** 0.5", "return mean", "return two values"),
             ("return mean,", "return mean + torch.randn(7, 2),", "noise is not drawn"),
@@ -48,12 +40,8 @@ WRONG_ANSWERS = {
             ("+ std * torch.randn(x.shape, generator=generator)", "* 0 + x", "returned unchanged"),
             ("x.shape", "2", "of the shape of x"),
         ],
-        "check_excess_variance": [
-            (" - s**2", "", "subtract s squared"),
-        ],
-        "check_cps": [
-            ("eta * math.pi / 2", "eta", "radians"),
-        ],
+        "check_excess_variance": [(" - s**2", "", "subtract s squared")],
+        "check_cps": [("eta * math.pi / 2", "eta", "radians")],
         "check_decisions": [
             ("10", "9", "takes a wrapper"),
             ("9", "10", "factor s at the last step"),
@@ -68,12 +56,8 @@ WRONG_ANSWERS = {
                 "one number per sample",
             ),
         ],
-        "check_gradient_samples": [
-            ("(rewards - baseline)", "rewards", "baseline is missing"),
-        ],
-        "check_group_advantage": [
-            (" + 1e-4", "", "gives nan"),
-        ],
+        "check_gradient_samples": [("(rewards - baseline)", "rewards", "baseline is missing")],
+        "check_group_advantage": [(" + 1e-4", "", "gives nan")],
         "check_clipped_loss": [
             ("mean()", "mean().detach()", "no gradient to the new"),
             ("mean()", "mean().item()", "leave out .item()"),
@@ -83,7 +67,7 @@ WRONG_ANSWERS = {
                 "mean(dim=1) / (2 * std**2)",
                 "mean(dim=1).div(2 * std**2).mean()",
                 "not the mean over the batch",
-            ),
+            )
         ],
         "check_translated_clip": [
             ("(elements / own_elements)", "(own_elements / elements)", "inverse factor"),
@@ -104,31 +88,25 @@ WRONG_ANSWERS = {
                 "float((success**size + (1 - success) ** size).mean())",
                 "success**size + (1 - success) ** size",
                 "one share per prompt",
-            ),
+            )
         ],
-        "check_cost": [
-            ("3 * ", "", "backward pass is missing"),
-        ],
-        "check_kl_from_velocities": [
-            (".mean(dim=1)", ".mean()", "mean"),
-        ],
+        "check_cost": [("3 * ", "", "backward pass is missing")],
+        "check_kl_from_velocities": [(".mean(dim=1)", ".mean()", "mean")],
         "check_kl_estimates": [
             (
                 "return log_ratio, log_ratio.square() / 2, (-log_ratio)",
                 "return (-log_ratio)",
                 "three tensors",
-            ),
+            )
         ],
         "check_path_kl": [
             (
                 "float(elements * step_kl.sum(dim=1).mean())",
                 "elements * step_kl.sum(dim=1)",
                 "return one number",
-            ),
+            )
         ],
-        "check_pushing": [
-            ("far_down)", "far_down) * 1.0", "booleans are wanted"),
-        ],
+        "check_pushing": [("far_down)", "far_down) * 1.0", "booleans are wanted")],
     },
     "lesson_05": {
         "check_gains": [
@@ -143,19 +121,15 @@ WRONG_ANSWERS = {
             ("t - k * length)", "torch.full((4,), t - k * length))", "one per sample"),
             ("k > 0", "True", "3 suffice"),
         ],
-        "check_joint": [
-            ("unbiased=False", "unbiased=True", "unbiased=False"),
-        ],
-        "check_generalised": [
-            ("sums = torch.zeros_like(gained)", "sums = gained", "was changed"),
-        ],
+        "check_joint": [("unbiased=False", "unbiased=True", "unbiased=False")],
+        "check_generalised": [("sums = torch.zeros_like(gained)", "sums = gained", "was changed")],
         "check_worth": [
-            ("strong / (1 - strong) * (1 - weak) / weak", "strong / weak", "of the cosines"),
+            ("strong / (1 - strong) * (1 - weak) / weak", "strong / weak", "of the cosines")
         ],
     },
     "lesson_06": {
         "check_complete": [
-            ("velocity(x, times[i])", "velocity(x, times[i].expand(len(x)))", "one per sample"),
+            ("velocity(x, times[i])", "velocity(x, times[i].expand(len(x)))", "one per sample")
         ],
         "check_by_hand": [
             (
@@ -169,17 +143,13 @@ WRONG_ANSWERS = {
                 "one too large",
             ),
         ],
-        "check_plain": [
-            ("turns[..., 1:] = (along", "turns = (along", "fill decision 0"),
-        ],
+        "check_plain": [("turns[..., 1:] = (along", "turns = (along", "fill decision 0")],
         "check_consistent": [("turns &= agrees", "", "plain")],
         "check_paper_labels": [
             ("{5: 0.35, 2: 0.45}", "{4: 0.35, 1: 0.45}", "one too small"),
             ("{5: 0.35, 2: 0.45}", "{5: -0.35, 2: -0.45}", "signs are wrong"),
         ],
-        "check_balance": [
-            ("return turns & ((", "return ((", "keep the min"),
-        ],
+        "check_balance": [("return turns & ((", "return ((", "keep the min")],
         "check_null": [
             (".sum(dim=-1).mean()", ".mean()", "share of decisions"),
             (
@@ -190,19 +160,13 @@ WRONG_ANSWERS = {
         ],
     },
     "lesson_07": {
-        "check_interval": [
-            ("return float(values.mean()), ", "return ", "return two numbers"),
-        ],
-        "check_permutation": [
-            ("- 1e-6", "+ 1e-6", "p = 0 cannot be"),
-        ],
+        "check_interval": [("return float(values.mean()), ", "return ", "return two numbers")],
+        "check_permutation": [("- 1e-6", "+ 1e-6", "p = 0 cannot be")],
         "check_reach": [
             ("return math.nan", "return None", "not None"),
             ("return math.nan", "return float(cost[-1])", "return nan"),
         ],
-        "check_tuned": [
-            ("tuning:].mean", ":].mean", "this reports all seeds"),
-        ],
+        "check_tuned": [("tuning:].mean", ":].mean", "this reports all seeds")],
         "check_claims": [
             ('"C": "contradicted"', '"C": "supported"', "without any turning point"),
             ('"E": "open"', '"E": "supported"', "overhead per call"),
@@ -213,9 +177,7 @@ WRONG_ANSWERS = {
             ("Probe = Tweedie()", "Probe = Tweedie", "with brackets"),
             ("Tweedie()", "NoProbe()", "scores the finished sample only"),
         ],
-        "check_to_go": [
-            (", mask=decisions.mask", "", "mask=decisions.mask"),
-        ],
+        "check_to_go": [(", mask=decisions.mask", "", "mask=decisions.mask")],
         "check_rank": [
             (
                 "below + (equal - 1) / 2",
@@ -235,7 +197,7 @@ WRONG_ANSWERS = {
     },
     "lesson_09": {
         "check_state_value": [
-            ("range(node, steps)", "range(steps - node)", "the steps 1, 2, 3 follow"),
+            ("range(node, steps)", "range(steps - node)", "the steps 1, 2, 3 follow")
         ],
         "check_mean_reward": [("area / budget", "area", "divide it by the budget")],
         "check_verdict": [
@@ -259,22 +221,16 @@ WRONG_ANSWERS = {
         "check_shifted": [("shift * u / (1 + (shift - 1)", "3 * u / (1 + 2", "change nothing")],
         "check_lora_parameters": [("rank * (out + wide)", "out * wide", "own weights")],
         "check_folded": [
-            ("return A, B *", "B *= alpha / A.shape[0]\n    return A, B + 0 *", "in place"),
+            ("return A, B *", "B *= alpha / A.shape[0]\n    return A, B + 0 *", "in place")
         ],
         "check_guided": [("scale *", "4.5 *", "written into the function")],
-        "check_arithmetic": [
-            ("math.ceil(groups / processes)", "groups", "over all processes"),
-        ],
+        "check_arithmetic": [("math.ceil(groups / processes)", "groups", "over all processes")],
         "check_memory": [("* 4 /", "* 2 /", "would be bfloat16")],
         "check_iteration": [("(backward + 1)", "backward", "checkpointing is missing")],
     },
     "lesson_11": {
-        "check_values": [
-            ("(rewards @ passes) / passes.sum(dim=0)", "rewards", "shape"),
-        ],
-        "check_siblings": [
-            ("unbiased=False", "unbiased=True", "NaN"),
-        ],
+        "check_values": [("(rewards @ passes) / passes.sum(dim=0)", "rewards", "shape")],
+        "check_siblings": [("unbiased=False", "unbiased=True", "NaN")],
         "check_shrinkage": [
             ("estimate - mean", "mean", "the share that is lost"),
             (
@@ -292,7 +248,7 @@ WRONG_ANSWERS = {
     "lesson_12": {
         "check_target": [("x - x_next", "x + x_next", "this")],
         "check_branches": [
-            ("r * positive + (1 - r) * negative", "r * negative + (1 - r) * positive", "swapped"),
+            ("r * positive + (1 - r) * negative", "r * negative + (1 - r) * positive", "swapped")
         ],
         "check_gradient": [("return 2 *", "return -2 *", "the sign is wrong")],
         "check_optimum": [

@@ -38,9 +38,9 @@ def visit(rule, values, prompts):
 
 def credit(rule, groups, prompts):
     """Advantages [prompt, member] of one decision; both have the same."""
-    found = visit(rule, table(*groups), prompts)
-    assert torch.equal(found[..., 0], found[..., 1])
-    return found[..., 0]
+    advantages = visit(rule, table(*groups), prompts)
+    assert torch.equal(advantages[..., 0], advantages[..., 1])
+    return advantages[..., 0]
 
 
 def tracked(rule, prompt):
@@ -93,44 +93,46 @@ def test_a_group_of_equal_rewards_teaches_once_its_prompt_is_known(std):
     assert credit(rule, [[0.3, 0.3], [0.2, 0.4]], [FOX, CAR])[0].tolist() == [0.0, 0.0]
     better = credit(rule, [[0.9, 0.9], [0.2, 0.4]], [FOX, CAR])[0]
     worse = credit(rule, [[0.0, 0.0], [0.2, 0.4]], [FOX, CAR])[0]
-    assert bool((better > 0).all()) and bool((worse < 0).all())
+    assert (better > 0).all() and (worse < 0).all()
 
 
 def test_the_scale_of_a_batch_is_the_root_mean_square_of_all_deviations():
     rule = ValueTracker(std="batch", clamp=None)
-    found = credit(rule, [[0.0, 2.0], [5.0, 11.0]], [FOX, CAR])
+    advantages = credit(rule, [[0.0, 2.0], [5.0, 11.0]], [FOX, CAR])
     scale = ((1 + 1 + 9 + 9) / 4) ** 0.5 + 1e-4
-    assert found.flatten().tolist() == pytest.approx([-1 / scale, 1 / scale, -3 / scale, 3 / scale])
+    assert advantages.flatten().tolist() == pytest.approx(
+        [-1 / scale, 1 / scale, -3 / scale, 3 / scale]
+    )
 
 
 def test_prompts_are_told_apart_by_text_in_any_order():
-    one, other = ValueTracker(), ValueTracker()
+    rule, other = ValueTracker(), ValueTracker()
     first, second = [[0.1, 0.5], [0.7, 0.8]], [[0.4, 0.6], [0.2, 0.9]]
-    credit(one, first, [FOX, CAR])
+    credit(rule, first, [FOX, CAR])
     credit(other, first[::-1], [CAR, Prompt("a fox", {"seed": 1})])
     assert torch.equal(
-        credit(one, second, [FOX, CAR]), credit(other, second[::-1], [CAR, FOX]).flip(0)
+        credit(rule, second, [FOX, CAR]), credit(other, second[::-1], [CAR, FOX]).flip(0)
     )
-    assert tracked(one, FOX) == tracked(other, FOX) and tracked(one, CAR) == tracked(other, CAR)
+    assert tracked(rule, FOX) == tracked(other, FOX) and tracked(rule, CAR) == tracked(other, CAR)
 
 
 def test_members_outside_the_mask_are_not_remembered():
     nan, rule, other = float("nan"), ValueTracker(std="batch"), ValueTracker(std="batch")
-    found = credit(rule, [[0.1, nan, 0.5], [nan, 0.7, 0.8]], [FOX, CAR])
+    advantages = credit(rule, [[0.1, nan, 0.5], [nan, 0.7, 0.8]], [FOX, CAR])
     expected = credit(other, [[0.1, 0.5], [0.7, 0.8]], [FOX, CAR])
-    torch.testing.assert_close(found[found != 0], expected.flatten())
+    torch.testing.assert_close(advantages[advantages != 0], expected.flatten())
     assert rule.memory == other.memory
     for prompt in (FOX, Prompt("unseen")):
         assert not credit(rule, [[nan, nan]], [prompt]).any() and rule.memory == other.memory
 
 
 def test_equal_prompts_of_one_table_are_one_visit():
-    split, whole = ValueTracker(), ValueTracker()
+    split, joined = ValueTracker(), ValueTracker()
     for rewards in ([[0.1, 0.5], [0.3, 0.4]], [[0.6, 0.5], [0.2, 0.9]]):
         twice = credit(split, rewards, [FOX, FOX])
-        once = credit(whole, [rewards[0] + rewards[1]], [FOX])
+        once = credit(joined, [rewards[0] + rewards[1]], [FOX])
         assert torch.equal(twice.flatten(), once.flatten())
-    assert tracked(split, FOX) == tracked(whole, FOX)
+    assert tracked(split, FOX) == tracked(joined, FOX)
 
 
 def test_a_trial_is_not_remembered():
@@ -140,7 +142,7 @@ def test_a_trial_is_not_remembered():
     assert not rule.memory
 
 
-def test_the_state_restores_the_memory() -> None:
+def test_the_state_restores_the_memory():
     rule, restored = ValueTracker(), ValueTracker()
     visit(rule, torch.rand(2, 2, 3), [FOX, CAR])
     state = rule.state_dict()
@@ -151,6 +153,8 @@ def test_the_state_restores_the_memory() -> None:
     assert restored.memory != rule.memory and len(state["prompts"]) == 2
     restored.load_state_dict(ValueTracker().state_dict())
     assert restored.memory == {}
+    with pytest.raises(TypeError, match="memory"):  # not an option
+        ValueTracker(memory={})  # pyright: ignore[reportCallIssue]
 
 
 def test_rules_around_a_rule_refuse_one_with_a_memory():

@@ -1,7 +1,5 @@
 """The pages of the course: what is folded, and the links to the other versions of a lesson."""
 
-from pathlib import Path
-
 import nbformat
 import pytest
 from loading import ROOT, load
@@ -19,7 +17,7 @@ def page_cells(notebook: nbformat.NotebookNode, name: str = "01_a.ipynb"):
     return course_pages.page(notebook, name, "https://example.org/a").cells
 
 
-def test_hint_solution_and_explanation_are_folded() -> None:
+def test_hint_solution_and_explanation_are_folded():
     solution = nbformat.v4.new_code_cell("x = 1", metadata={"tags": ["solution"]})
     hint, why = markdown("**Hint.** One.", "hint"), markdown("**Why.** $1$.", "explanation")
     cells = page_cells(nbformat.v4.new_notebook(cells=[markdown("# T"), hint, solution, why]))
@@ -39,7 +37,7 @@ def test_hint_solution_and_explanation_are_folded() -> None:
         ("https://github.com.evil.org/some/name", False),
     ],
 )
-def test_colab_and_binder_open_repositories_on_github(address: str, opened: bool) -> None:
+def test_colab_and_binder_open_repositories_on_github(address, opened):
     links = course_pages.links("01_a.ipynb", address)
     colab = "colab.research.google.com/github/some/name/blob/HEAD/tutorials/colab/01_a.ipynb"
     binder = "mybinder.org/v2/gh/some/name/HEAD?labpath=tutorials/student/01_a.ipynb"
@@ -48,7 +46,7 @@ def test_colab_and_binder_open_repositories_on_github(address: str, opened: bool
     assert opened or "student/01_a.ipynb" in links
 
 
-def test_alternative_texts_are_the_sentence_that_announces_the_figure() -> None:
+def test_alternative_texts_are_the_sentence_that_announces_the_figure():
     made = course_pages.alternative
     text = "First. The *figure* has two groups. Last."
     assert made(text, "Two") == "Figure: The figure has two groups. (Two)"
@@ -57,7 +55,7 @@ def test_alternative_texts_are_the_sentence_that_announces_the_figure() -> None:
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
-def test_a_lesson_has_alternative_texts_and_folded_solutions(path: Path) -> None:
+def test_a_lesson_has_alternative_texts_and_folded_solutions(path):
     cells = page_cells(nbformat.read(path, as_version=4), path.name)
     figures = [cell for cell in cells if course_pages.has_figure(cell)]
     assert figures

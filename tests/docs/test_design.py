@@ -2,14 +2,14 @@
 
 import re
 import tomllib
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from loading import ROOT
+
 PAGE = (ROOT / "docs" / "design.md").read_text()
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_import_order_is_that_of_the_linter() -> None:
+def test_import_order_is_that_of_the_linter():
     layers = SETTINGS["tool"]["importlinter"]["contracts"][0]["layers"]
     rows = re.findall(r"^\| \d+ \| (.*) \|$", PAGE, re.MULTILINE)
     documented = [
@@ -21,7 +21,7 @@ def test_import_order_is_that_of_the_linter() -> None:
     ]
 
 
-def test_every_dependency_has_a_reason() -> None:
+def test_every_dependency_has_a_reason():
     project = SETTINGS["project"]
     wanted = [
         *project["dependencies"],

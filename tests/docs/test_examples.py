@@ -9,17 +9,15 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from loading import load
+from loading import ROOT, load
 
 from flowrl.cli.main import load_command, run_command
 from flowrl.parts.registry import build
 from flowrl.parts.settings import read_arms, read_settings
 from flowrl.training.config import RunConfig
 
-ROOT = Path(__file__).parents[2]
 MADE = {"_build", "course", "api"}
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
@@ -60,9 +58,7 @@ def flowrl_commands(page: Path) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_commands_parse(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_parse(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for text in blocks(page, "python"):  # the help of a world of the page is that world's
         if file := re.match(r"# (\w+\.py)\n", text):
@@ -85,7 +81,7 @@ def prose(page: Path) -> str:
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def test_options_exist(reference: ModuleType) -> None:
+def test_options_exist(reference):
     known = set(re.findall(r"--[a-z][a-z-]*", reference.all_commands()))
     spans = {span for page in PAGES for span in re.findall(r"`(--[^`]*)`", prose(page))}
     assert spans
@@ -94,7 +90,7 @@ def test_options_exist(reference: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("kind", ["credit", "loss", "sampler", "reward"])
-def test_parts_build(kind: str) -> None:
+def test_parts_build(kind):
     specs = {
         spec
         for page in PAGES
@@ -103,11 +99,11 @@ def test_parts_build(kind: str) -> None:
     specs = {spec.strip('"') for spec in specs if ".py" not in spec}
     assert specs
     for spec in specs:
-        build(kind, spec)
+        build(kind, spec, trust=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_python_compiles_and_imports_public_names(page: Path, public: set[str]) -> None:
+def test_python_compiles_and_imports_public_names(page, public):
     for text in blocks(page, "python"):
         compile(text, str(page), "exec")
         for node in ast.walk(ast.parse(text)):
@@ -116,7 +112,7 @@ def test_python_compiles_and_imports_public_names(page: Path, public: set[str]) 
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_settings_are_valid(page: Path, tmp_path: Path) -> None:
+def test_settings_are_valid(page, tmp_path):
     for text in blocks(page, "yaml"):
         (tmp_path / "settings.yaml").write_text(text)
         read = read_arms if text.startswith("arms:") else read_settings
@@ -124,20 +120,20 @@ def test_settings_are_valid(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
-def test_links_have_targets(name: str) -> None:
+def test_links_have_targets(name):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", prose(ROOT / name)):
         assert (ROOT / target).exists(), target
 
 
 @pytest.fixture(scope="module")
-def reference() -> Iterator[ModuleType]:
+def reference():
     sys.path.insert(0, str(ROOT / "docs"))
     yield importlib.import_module("reference_pages")
     sys.path.remove(str(ROOT / "docs"))
 
 
 @pytest.fixture(scope="module")
-def public(reference: ModuleType) -> set[str]:
+def public(reference):
     """The public modules, and the full names of what they export."""
     modules = [
         importlib.import_module("flowrl"),
@@ -149,11 +145,11 @@ def public(reference: ModuleType) -> set[str]:
     return names | {module.__name__ for module in modules}
 
 
-def test_every_room_has_a_page(reference: ModuleType) -> None:
+def test_every_room_has_a_page(reference):
     assert not reference.unlisted(), "docs/reference_pages.py: PAGES lists every module of flowrl"
 
 
-def test_references_name_public_things(public: set[str]) -> None:
+def test_references_name_public_things(public):
     named = {
         name for page in PAGES for name in re.findall(r"\{py:\w+\}`([\w.]+)`", page.read_text())
     }
@@ -161,34 +157,32 @@ def test_references_name_public_things(public: set[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def readme() -> ModuleType:
+def readme():
     """The script with which CI runs the blocks of README.md."""
     return load(".ci/readme.py")
 
 
-class TestReadmeInCI:
-    """CI runs README.md's blocks; only markers with a reason change that."""
+def test_all_blocks_run_but_marked_ones(readme):
+    readme_blocks = readme.blocks((ROOT / "README.md").read_text())
+    assert sum(bool(block.commands) for block in readme_blocks) == len(readme_blocks) - sum(
+        block.marker == "skip" for block in readme_blocks
+    )
+    assert "pip install" in readme_blocks[0].commands[0] and "#" not in readme_blocks[0].commands[0]
+    tests = '-m pytest -n 2 -m "not slow and not satellite"'
+    assert any(command.endswith(tests) for block in readme_blocks for command in block.commands)
 
-    def test_all_blocks_run_but_marked_ones(self, readme: ModuleType) -> None:
-        found = readme.blocks((ROOT / "README.md").read_text())
-        assert sum(bool(block.commands) for block in found) == len(found) - sum(
-            block.marker == "skip" for block in found
-        )
-        assert "pip install" in found[0].commands[0] and "#" not in found[0].commands[0]
-        tests = '-m pytest -n 2 -m "not slow and not satellite"'
-        assert any(command.endswith(tests) for block in found for command in block.commands)
 
-    def test_markers(self, readme: ModuleType) -> None:
-        bash = "```bash\na b  # why\nc \\\n  d\n```\n"
-        python = "```python\n# my.py\nx = 1\n```\n"
-        text = (
-            f"{bash}<!-- ci: skip: needs weights -->\n{bash}\n<!-- ci: add --seeds 0: fast"
-            f" -->\n{bash}{python}"
-        )
-        plain, skipped, reduced, file = readme.blocks(text)
-        assert plain.commands == ["a b", "c    d"] and skipped.commands == []
-        assert reduced.commands == ["a b", "c    d --seeds 0"] and reduced.reason == "fast"
-        assert len(file.commands) == 1 and file.commands[0].startswith("cat > my.py")
-        assert "needs weights" in readme.describe(
-            [plain, skipped]
-        ) and "fast" not in readme.describe([plain, skipped])
+def test_markers(readme):
+    bash = "```bash\na b  # why\nc \\\n  d\n```\n"
+    python = "```python\n# my.py\nx = 1\n```\n"
+    text = (
+        f"{bash}<!-- ci: skip: needs weights -->\n{bash}\n<!-- ci: add --seeds 0: fast"
+        f" -->\n{bash}{python}"
+    )
+    plain, skipped, reduced, file = readme.blocks(text)
+    assert plain.commands == ["a b", "c    d"] and skipped.commands == []
+    assert reduced.commands == ["a b", "c    d --seeds 0"] and reduced.reason == "fast"
+    assert len(file.commands) == 1 and file.commands[0].startswith("cat > my.py")
+    assert "needs weights" in readme.describe([plain, skipped]) and "fast" not in readme.describe(
+        [plain, skipped]
+    )

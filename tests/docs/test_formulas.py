@@ -6,11 +6,10 @@ import importlib
 import json
 import re
 import runpy
-from pathlib import Path
 
 import pytest
+from loading import ROOT
 
-ROOT = Path(__file__).parents[2]
 KATEX = ROOT / "docs" / "_static" / "katex"
 MADE = {"_build", "course", "api"}
 PAGES = [
@@ -62,25 +61,25 @@ def unknown_commands(text: str, known: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def katex() -> str:
+def katex():
     return (KATEX / "katex.min.js").read_text()
 
 
-def test_formulas_of_the_reference_belong_to_public_parts() -> None:
+def test_formulas_of_the_reference_belong_to_public_parts():
     for name in REFERENCE:
         module, _, part = name.rpartition(".")
         assert part in importlib.import_module(module).__all__, name
         assert getattr(importlib.import_module(module), part).__doc__, name
 
 
-def test_formulas_and_misspelt_commands_are_seen(katex: str) -> None:
+def test_formulas_and_misspelt_commands_are_seen(katex):
     assert formulas("a $x_t$ and\n$$\\sqrt{t}$$ `$no$`\n```\n$no$\n```\n") == ["\\sqrt{t}", "x_t"]
     assert sum(map(len, FORMULAS.values())) > 300
     assert unknown_commands(r"\sqrt{\epsilom}", katex) == {"epsilom"}
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_commands_are_known_to_katex(name: str, katex: str) -> None:
+def test_commands_are_known_to_katex(name, katex):
     for text in FORMULAS[name]:
         assert not unknown_commands(text, katex), text
         assert text.replace("\\{", "").count("{") == text.replace("\\}", "").count("}"), text
@@ -88,6 +87,6 @@ def test_commands_are_known_to_katex(name: str, katex: str) -> None:
         assert sorted(begun) == sorted(ended), text
 
 
-def test_fonts_are_in_the_repository() -> None:
+def test_fonts_are_in_the_repository():
     named = re.findall(r"url\(([^)]+)\)", (KATEX / "katex.min.css").read_text())
     assert named and all((KATEX / name).exists() for name in named)

@@ -19,13 +19,14 @@ from flowrl_testing import (
     check_solver,
     check_world,
 )
+from loading import ROOT
 
 from flowrl.cli.main import main
 from flowrl.core.experience import Record
 from flowrl.training.build import make_trainer
 from flowrl.training.config import preset
 
-GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+GUIDES = ROOT / "docs" / "guides"
 
 
 def python_blocks(guide: str) -> list[str]:
@@ -47,7 +48,7 @@ def python_blocks(guide: str) -> list[str]:
         ("extend", "TwoSteps", check_probe),
     ],
 )
-def test_a_guides_part_keeps_its_promises(guide: str, name: str, check, tmp_path: Path) -> None:
+def test_a_guides_part_keeps_its_promises(guide, name, check, tmp_path):
     (block,) = [text for text in python_blocks(guide) if f"class {name}" in text]
     file = block.splitlines()[0].removeprefix("# ")
     if name != "DiscountedSiblings":  # no command of its page trains with this rule
@@ -58,7 +59,7 @@ def test_a_guides_part_keeps_its_promises(guide: str, name: str, check, tmp_path
     assert findings.ok, str(findings)
 
 
-def test_the_observers_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_observers_of_the_guide_run(tmp_path, monkeypatch):
     """The page's file, command and Python, in the order of the page; the command with the smallest
     settings, to the end.
     """
@@ -89,7 +90,7 @@ def test_the_observers_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(names["samples"]) == rows[1]["trajectories"] and len(names["by_decision"]) == 2
 
 
-def test_the_stopping_rule_of_the_guide_stops(tmp_path: Path) -> None:
+def test_the_stopping_rule_of_the_guide_stops(tmp_path):
     (tmp_path / "my_observers.py").write_text(python_blocks("observe")[0])
     rule = runpy.run_path(str(tmp_path / "my_observers.py"))["Plateau"](patience=2)
     rows = [{"evaluation": reward and {"reward": reward}} for reward in (0.5, 0.6, None, 0.4, 0.5)]
@@ -102,7 +103,7 @@ def test_the_stopping_rule_of_the_guide_stops(tmp_path: Path) -> None:
     ]
 
 
-def test_the_page_by_hand_computes_what_the_trainer_does() -> None:
+def test_the_page_by_hand_computes_what_the_trainer_does():
     (block,) = python_blocks("by-hand")
     names: dict[str, Any] = {}
     exec(block, names)

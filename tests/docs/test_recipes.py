@@ -3,19 +3,19 @@ environment of its own.
 """
 
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from flowrl_testing import check_reward
+from loading import ROOT
 from PIL import Image
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
 
-RECIPE = Path(__file__).parents[2] / "docs" / "recipes" / "image_reward.py"
+RECIPE = ROOT / "docs" / "recipes" / "image_reward.py"
 
 
 class FakeNetwork:
@@ -43,7 +43,7 @@ def package(monkeypatch):
 
 
 def test_image_reward_keeps_the_contract(package):
-    reward = build("reward", f"{RECIPE}:ImageRewardScore", device="cpu")
+    reward = build("reward", f"{RECIPE}:ImageRewardScore", trust=True, device="cpu")
     findings = check_reward(reward)
     assert findings.ok, findings
     images = torch.stack([torch.zeros(3, 4, 4), torch.ones(3, 4, 4)])
@@ -54,6 +54,6 @@ def test_image_reward_keeps_the_contract(package):
 
 def test_without_the_package_there_is_one_clear_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "ImageReward", None)
-    reward = build("reward", f"{RECIPE}:ImageRewardScore(model='another')")
+    reward = build("reward", f"{RECIPE}:ImageRewardScore(model='another')", trust=True)
     with pytest.raises(ConfigError, match="the package image-reward cannot be imported"):
         reward.score(torch.zeros(1, 3, 4, 4), [Prompt("a")])

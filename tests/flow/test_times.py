@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.protocols import TimeDraw
@@ -17,7 +18,7 @@ from flowrl.flow import (
 )
 
 KINDS = [
-    PermutedTimes(fraction=0.5, shared=True),
+    PermutedTimes(0.5, shared=True),
     StratifiedTimes(),
     UniformTimes(shift=1.0, shared=True),
     LogitNormalTimes(count=2, mean=1.0, std=2.0),
@@ -36,11 +37,11 @@ def test_times_are_in_range_and_repeatable(kind):
     times = drawn(kind)
     assert isinstance(kind, TimeDraw) and times.dtype == torch.float32
     assert times.shape == (50, kind.draws(GRID))
-    assert bool(((times > 0) & (times <= 1)).all())
+    assert ((times > 0) & (times <= 1)).all()
     assert torch.equal(times, drawn(kind)) and not torch.equal(times, drawn(kind, seed=1))
     assert torch.equal(times, times[:1].expand_as(times)) == kind.shared
     if not isinstance(kind, UniformTimes | LogitNormalTimes):  # distinct times of the grid
-        assert bool(torch.isclose(times[..., None], GRID.times[:-1], atol=1e-6).any(-1).all())
+        assert torch.isclose(times[..., None], GRID.times[:-1], atol=1e-6).any(-1).all()
         assert all(len(row.unique()) == len(row) for row in times)
 
 
@@ -62,7 +63,7 @@ def counts(kind, samples=4000):
 def test_every_step_has_its_probability(kind, shares):
     """Tolerance: five standard deviations of a share of 4,000 samples."""
     close = dict(rtol=0.0, atol=5 * 0.5 / 4000**0.5)
-    torch.testing.assert_close(counts(kind), torch.tensor(shares), **close)
+    assert_close(counts(kind), torch.tensor(shares), **close)
 
 
 def test_strata_and_shift():
@@ -70,10 +71,12 @@ def test_strata_and_shift():
     even, shifted = (
         UniformTimes(**options, shift=shift).times(numbers, GRID) for shift in (1.0, 3.0)
     )
-    torch.testing.assert_close(even, torch.tensor([[0.1, 0.4, 0.6998]]))
-    torch.testing.assert_close(shifted, 3 * even / (1 + 2 * even))
+    assert_close(even, torch.tensor([[0.1, 0.4, 0.6998]]))
+    assert_close(shifted, 3 * even / (1 + 2 * even))
     middle = LogitNormalTimes(count=1, mean=0.3, shift=1.0).times(torch.tensor([[0.5]]), GRID)
-    torch.testing.assert_close(middle, torch.sigmoid(torch.tensor([[0.3]])))
+    assert_close(middle, torch.sigmoid(torch.tensor([[0.3]])))
+    median = LogitNormalTimes(count=1).times(torch.tensor([[0.5]]), GRID)  # 3 (1/2) / (1 + 2 / 2)
+    assert float(median) == 0.75 and LogitNormalTimes().count == UniformTimes().count == 6
 
 
 def test_the_smallest_uniform_number_gives_a_time_above_0():

@@ -64,11 +64,11 @@ def flat(tensors):
     return torch.cat([tensor.detach().flatten().cpu() for tensor in tensors])
 
 
-def assert_same(found, expected, device):
+def assert_same(tensors, expected, device):
     """Equal on the CPU; on a GPU equal up to 5% of the norm, because some of its sums have no fixed
     order and Adam enlarges small gradients.
     """
     if device == "cpu":
-        assert torch.equal(found, expected)
+        assert torch.equal(tensors, expected)
     else:
-        assert float((found - expected).norm() / expected.norm()) < 0.05
+        assert float((tensors - expected).norm() / expected.norm()) < 0.05

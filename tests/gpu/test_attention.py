@@ -40,7 +40,8 @@ def images_and_gradient(policy, device):
     return images, gradient, kernels.seen
 
 
-OPTIONS = [{}, {"gradient_checkpointing": True}, {"tuning": "full"}, {"compile": "aot_eager"}]
+OPTIONS = [{}, {"gradient_checkpointing": True}, {"tuning": "full"}]
+COMPILED = {"compile": "aot_eager"}
 
 
 @pytest.mark.parametrize("backend", ["native", "_native_math"])
@@ -48,6 +49,7 @@ OPTIONS = [{}, {"gradient_checkpointing": True}, {"tuning": "full"}, {"compile":
     ("name", "options"),
     [
         *((name, more) for name in ("sd3", "flux") for more in OPTIONS),
+        *(pytest.param(name, COMPILED, marks=pytest.mark.slow) for name in ("sd3", "flux")),
         ("qwen-image", {}),
         ("wan", {}),
     ],

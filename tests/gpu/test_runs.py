@@ -3,6 +3,7 @@ evaluated, and on two GPUs.
 """
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -53,19 +54,26 @@ def config_of(name, device, dtype, folder):
     return preset("tiny").apply(device=device, dtype=dtype, **files, **SIZES)
 
 
+QUICK = ("sd3", "bfloat16"), ("wan", "bfloat16")
+
+
 @pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(name, marks=[] if name == "bfloat16" else pytest.mark.slow) for name in DTYPES],
+    ("name", "dtype"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+        for case in product(MODELS, DTYPES)
+    ],
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_a_paused_run_goes_on_as_a_whole_one_and_is_evaluated(name, dtype, device, tmp_path):
     config = config_of(name, device, dtype, tmp_path)
     Run(config, tmp_path / "whole").execute()
     assert not Run(config, tmp_path / "parts", stop=lambda: True).execute()
     assert len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()) == 2
     assert Run(config, tmp_path / "parts").execute(resume=True)
-    whole, parts = (load_file(tmp_path / run / "weights.safetensors") for run in ("whole", "parts"))
-    assert_same(flat(parts.values()), flat(whole.values()), device)
+    uninterrupted, parts = (
+        load_file(tmp_path / run / "weights.safetensors") for run in ("whole", "parts")
+    )
+    assert_same(flat(parts.values()), flat(uninterrupted.values()), device)
     rows = rows_of(tmp_path / "parts")
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3]
     assert all(row["grad_norm"] > 0 for row in rows[1:])
@@ -86,14 +94,14 @@ def test_a_checkpoint_restores_weights_moments_and_generators(name, device):
     assert {tensor.device.type for tensor in state.tensors.values()} == {"cpu"}
     again.restore(state)
     draws = [
-        torch.randn(4, generator=one.generator, device=one.generator.device)
-        for one in (trainer, again)
+        torch.randn(4, generator=some.generator, device=some.generator.device)
+        for some in (trainer, again)
     ]
     assert torch.equal(*draws)
     before = flat(trainer.parameters)
     assert torch.equal(flat(again.parameters), before)
-    for one in (trainer, again):
-        one.iteration()
+    for some in (trainer, again):
+        some.iteration()
     assert_same(flat(again.parameters) - before, flat(trainer.parameters) - before, device)
 
 

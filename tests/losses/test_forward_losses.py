@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from flowrl.core.forward import Decay, ForwardBatch, WeightCopy
 from flowrl.core.types import unit_means
@@ -65,12 +66,12 @@ def at_old(batch):
 
 
 def gradient(loss, batch):
-    (found,) = torch.autograd.grad(loss.loss(batch).loss, batch.new)
-    return found
+    (derivative,) = torch.autograd.grad(loss.loss(batch).loss, batch.new)
+    return derivative
 
 
 def close(got, expected, tolerance=1e-12):
-    torch.testing.assert_close(
+    assert_close(
         got, expected, rtol=tolerance, atol=tolerance * float(expected.detach().abs().max())
     )
 
@@ -141,7 +142,7 @@ def test_awm_at_the_old_weights_is_advantage_weighted_matching(weight):
     or t l^(p-1).
     """
     batch = at_old(batch_of(1))
-    loss = AWM(weight=weight, kl_weight=0.0, average_weight=0.0, advantage_clip=5.0)
+    loss = AWM(weight=weight, kl_weight=0.0, average_weight=0.0)
     error, t = (batch.new - batch.target).detach(), batch.time
     matching = squares(error) + 1e-10
     factor = {
@@ -154,6 +155,7 @@ def test_awm_at_the_old_weights_is_advantage_weighted_matching(weight):
     expected = expand(batch.advantages / 5 * factor, error) * 2 * error / 6 / ROWS
     close(gradient(loss, batch), expected)
     assert float(loss.loss(batch).metrics["ratio_deviation"]) == 0.0
+    assert loss.log_prob(batch.target, batch.target, t).abs().max() < 1e-12
 
 
 def test_awm_clips_only_what_the_advantage_pushes_outwards():
@@ -162,8 +164,8 @@ def test_awm_clips_only_what_the_advantage_pushes_outwards():
     ratio = (squares(batch.old - batch.target) - squares(batch.new.detach() - batch.target)).exp()
     clipped = torch.where(batch.advantages > 0, ratio > 1.05, ratio < 0.95)
     assert 0 < int(clipped.sum()) < ROWS
-    found = gradient(loss, batch).flatten(1)
-    assert bool((found[clipped] == 0).all()) and bool((found[~clipped] != 0).any(1).all())
+    rows = gradient(loss, batch).flatten(1)
+    assert (rows[clipped] == 0).all() and (rows[~clipped] != 0).any(1).all()
 
 
 def test_sum_first_is_one_ratio_per_sample():
@@ -217,12 +219,12 @@ def test_dgpo_clips_by_the_errors_of_the_old_network():
     clipped = torch.where(batch.advantages > 0, ratio > 1.1, ratio < 0.9)
     assert 0 < int(clipped.sum()) < ROWS
     for kl_weight, clip_kl in ((0.0, False), (0.5, False), (0.5, True)):
-        found = gradient(dgpo(clip=0.1, kl_weight=kl_weight, clip_kl=clip_kl), batch)
+        rows = gradient(dgpo(clip=0.1, kl_weight=kl_weight, clip_kl=clip_kl), batch)
         penalty = 2 * kl_weight * (1 - clip_kl) * (batch.new - batch.reference).detach() / 6 / ROWS
-        close(found[clipped], penalty[clipped]) if kl_weight * (1 - clip_kl) else close(
-            found[clipped], 0 * penalty[clipped]
+        close(rows[clipped], penalty[clipped]) if kl_weight * (1 - clip_kl) else close(
+            rows[clipped], 0 * penalty[clipped]
         )
-        assert float((found - penalty)[~clipped].abs().flatten(1).max(1).values.min()) > 0
+        assert float((rows - penalty)[~clipped].abs().flatten(1).max(1).values.min()) > 0
 
 
 def test_modes_of_nft():
@@ -235,17 +237,18 @@ def test_modes_of_nft():
         "binary": [0.4, 0.4, 0.5, 0.6, 0.6],
     }
     for mode, values in expected.items():
-        found = DiffusionNFT(mode=mode).optimality(advantages)
-        torch.testing.assert_close(found, torch.tensor(values))
+        optimality = DiffusionNFT(mode=mode).optimality(advantages)
+        assert_close(optimality, torch.tensor(values))
 
 
-AVERAGE = Decay(0, 0.001, 0.3)
+AVERAGE, NFT_DECAY = Decay(0, 0.001, 0.3), Decay(0, 0.001, 0.5)
 
 
 @pytest.mark.parametrize(
     ("loss", "copies", "needs_reference"),
     [
-        (DiffusionNFT(), {"old": WeightCopy(Decay(0, 0.001, 0.5), sample_from=0)}, True),
+        (DiffusionNFT(), {"old": WeightCopy(NFT_DECAY, sample_from=0)}, True),
+        (DiffusionNFT(kl_weight=0.0), {"old": WeightCopy(NFT_DECAY, sample_from=0)}, False),
         (AWM(), {"old": WeightCopy(), "average": WeightCopy(AVERAGE)}, True),
         (AWM(kl_weight=0.0, average_weight=0.0), {"old": WeightCopy()}, False),
         (AWM(off_policy=True), {"average": WeightCopy(AVERAGE, sample_from=0)}, True),

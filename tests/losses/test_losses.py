@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.protocols import PolicyLoss
@@ -25,7 +26,7 @@ LOSSES = [
 N = 6
 
 
-def rows_of(new: torch.Tensor, behaviour: Gaussian, **fields: Any) -> LossBatch:
+def rows_of(new: torch.Tensor, behaviour: Gaussian, **fields) -> LossBatch:
     """Rows whose new mean takes gradients; the first half is at step 1, the second at step 2 of the
     same trajectories, two of each group.
     """
@@ -62,7 +63,7 @@ def make_batch(move: float = 0.0, weight: torch.Tensor | None = None) -> LossBat
     )
 
 
-def scalars(new: list[float], **fields: Any) -> LossBatch:
+def scalars(new: list[float], **fields) -> LossBatch:
     """Rows of one element with std 1, node 1 and behaviour 0: log ratio d - d^2 / 2."""
     count = len(new)
     behaviour = Gaussian(torch.zeros(count, 1), torch.ones(count))
@@ -74,30 +75,29 @@ def gradient(loss: PolicyLoss, batch: LossBatch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
-def test_the_reference_penalty_and_its_parity_form(loss: Any) -> None:
+def test_the_reference_penalty_and_its_parity_form(loss):
     batch = make_batch(0.01)
-    assert batch.reference is not None
     plain = replace(loss, kl_weight=0.0).loss(batch).loss
     exact = kl(batch.new, batch.reference)
     for form, divergence in (("exact", exact), ("without_delta", exact * batch.delta)):
         result = replace(loss, kl_weight=0.3, kl=form).loss(batch)
-        torch.testing.assert_close(result.loss, plain + 0.3 * divergence.mean())
-        torch.testing.assert_close(result.metrics["kl"], divergence.mean().detach())
+        assert_close(result.loss, plain + 0.3 * divergence.mean())
+        assert_close(result.metrics["kl"], divergence.mean().detach())
         if not isinstance(loss, KLPenalty):  # the policy term has no penalty
-            torch.testing.assert_close(result.policy_term, plain)
+            assert_close(result.policy_term, plain)
     with pytest.raises(ConfigError, match=r"kl_weight = 0\.3 needs LossBatch\.reference"):
         replace(loss, kl_weight=0.3).loss(replace(batch, reference=None))
     assert "kl" not in replace(loss, kl_weight=0.0).loss(replace(batch, reference=None)).metrics
 
 
-def test_the_std_gets_no_gradient() -> None:
+def test_the_std_gets_no_gradient():
     batch = make_batch()
     std = batch.new.std.clone().requires_grad_()
     ClippedLoss().loss(replace(batch, new=Gaussian(batch.new.mean, std))).loss.backward()
     assert std.grad is None
 
 
-def test_on_policy_gradient_is_the_policy_gradient() -> None:
+def test_on_policy_gradient_is_the_policy_gradient():
     """-mean over pairs of A grad logp, with grad logp = (x - mu) / std^2 over the number of
     elements.
     """
@@ -112,7 +112,7 @@ def test_on_policy_gradient_is_the_policy_gradient() -> None:
         (GRPOGuard(), std / batch.delta.reshape(N, 1, 1)),
         (ClippedLoss(log_prob="released_cps"), 2 * std.square()),
     ):
-        torch.testing.assert_close(gradient(loss, batch), expected * factor)
+        assert_close(gradient(loss, batch), expected * factor)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_on_policy_gradient_is_the_policy_gradient() -> None:
     # a gain beyond 1 + c is clipped, a loss of probability is not
     [(1.0, -(1.05 + 0.904837) / 2), (-1.0, (1.105171 + 0.95) / 2)],
 )
-def test_clipped_loss_by_hand(advantage: float, expected: float) -> None:
+def test_clipped_loss_by_hand(advantage, expected):
     """Ratios e^.1 and e^-.1 around a clip of .05; the clipped row has no gradient."""
     batch = scalars([0.10557281, -0.09544512], advantages=torch.full((2,), advantage))
     result = ClippedLoss(clip_range=0.05).loss(batch)
@@ -130,7 +130,7 @@ def test_clipped_loss_by_hand(advantage: float, expected: float) -> None:
     assert int((gradient(ClippedLoss(clip_range=0.05), batch) == 0).sum()) == 1
 
 
-def test_dppo_drops_rows_that_are_far_and_would_move_further() -> None:
+def test_dppo_drops_rows_that_are_far_and_would_move_further():
     """Shifts towards (+) and away from (-) the node, with A = 1 and A = -2: KL = move^2 / 2 =
     .00125 and .045. Dropped rows count in the mean, and in the penalty.
     """
@@ -141,23 +141,24 @@ def test_dppo_drops_rows_that_are_far_and_would_move_further() -> None:
     batch = scalars(moves, advantages=advantages, reference=reference)
     result, mean = FlowDPPO(bound=0.01).loss(batch), batch.new.mean.detach()
     terms = torch.where(dropped, 0.0, -advantages * (mean - mean.square() / 2).exp().flatten())
-    torch.testing.assert_close(result.loss.detach(), terms.mean())
+    assert_close(result.loss.detach(), terms.mean())
     assert float(result.metrics["clip_fraction"]) == 0.25
-    found = gradient(FlowDPPO(bound=0.01), batch)
-    torch.testing.assert_close(found, terms[:, None] * (1 - mean) / 8)
+    plain = gradient(FlowDPPO(bound=0.01), batch)
+    assert_close(plain, terms[:, None] * (1 - mean) / 8)
     pulled = gradient(FlowDPPO(bound=0.01, kl_weight=0.5), batch)
-    torch.testing.assert_close(pulled - found, 0.5 * (mean - 1) / 8)
+    assert_close(pulled - plain, 0.5 * (mean - 1) / 8)
     assert gradient(FlowDPPO(bound=0.046), batch).all()
 
 
-def test_the_plain_policy_gradient_ignores_the_behaviour() -> None:
+def test_the_plain_policy_gradient_ignores_the_behaviour():
     far, loss = make_batch(0.3), PolicyGradientLoss()
     near = replace(far, behaviour=Gaussian(far.new.mean.detach(), far.new.std))
-    torch.testing.assert_close(gradient(loss, far), gradient(loss, near))
+    assert_close(gradient(loss, far), gradient(loss, near))
+    assert float(loss.loss(near).metrics["ratio_mean"]) == pytest.approx(1.0)
     assert not torch.allclose(gradient(FlowDPPO(1e6), far), gradient(loss, far), rtol=1e-3)
 
 
-def test_guards_ratio_is_the_projected_noise() -> None:
+def test_guards_ratio_is_the_projected_noise():
     """std (log ratio + |mu - mu_old|^2 / (2 std^2)) = mean of eps (mu - mu_old), eps = (x - mu_old)
     / std.
     """
@@ -165,12 +166,12 @@ def test_guards_ratio_is_the_projected_noise() -> None:
     eps = (batch.next_node - batch.behaviour.mean) / batch.new.std.reshape(N, 1, 1)
     log_ratio = (eps * (batch.new.mean - batch.behaviour.mean)).mean(dim=(1, 2))
     metrics = GRPOGuard(clip_range=0.5).loss(batch).metrics
-    torch.testing.assert_close(metrics["ratio_mean"], log_ratio.exp().mean().detach())
+    assert_close(metrics["ratio_mean"], log_ratio.exp().mean().detach())
     terms = -batch.advantages * log_ratio.exp() / batch.delta
-    torch.testing.assert_close(metrics["policy_loss"], terms.mean().detach())
+    assert_close(metrics["policy_loss"], terms.mean().detach())
 
 
-def test_gspo_by_hand() -> None:
+def test_gspo_by_hand():
     """Two trajectories of two steps, with weights 1 and 3 within a trajectory."""
     moves, weight = torch.tensor([0.3, -0.3, 0.1, 0.02]), torch.tensor([1.0, 1.0, 3.0, 3.0])
     advantages = torch.tensor([1.0, -2.0, 1.0, -2.0])
@@ -182,13 +183,13 @@ def test_gspo_by_hand() -> None:
     assert float(result.loss.detach()) == pytest.approx((-1.1 + 2 * ratios[1]) / 2, abs=1e-6)
     assert float(result.metrics["clip_fraction"]) == 0.5
     assert float(result.metrics["ratio_mean"]) == pytest.approx(sum(ratios) / 2)
-    found = gradient(GSPO(clip_range=0.1), batch).flatten()
-    assert not found[[0, 2]].any()  # the trajectory is clipped
+    rows = gradient(GSPO(clip_range=0.1), batch).flatten()
+    assert not rows[[0, 2]].any()  # the trajectory is clipped
     expected = 2 * ratios[1] * weight / weight.sum() * (1 - moves)
-    torch.testing.assert_close(found[[1, 3]], expected[[1, 3]])
+    assert_close(rows[[1, 3]], expected[[1, 3]])
 
 
-def test_the_penalty_pulls_to_the_behaviour_also_at_advantage_0() -> None:
+def test_the_penalty_pulls_to_the_behaviour_also_at_advantage_0():
     """Gradient of c KL: c (mu - mu_old) / std^2 per element, times weight / elements / sum of
     weights.
     """
@@ -196,9 +197,10 @@ def test_the_penalty_pulls_to_the_behaviour_also_at_advantage_0() -> None:
     batch = replace(make_batch(0.05, weight=weight), advantages=torch.zeros(N))
     pull = (batch.new.mean - batch.behaviour.mean).detach() / batch.new.std.square()[:, None, None]
     expected = 3.0 * pull * (weight / weight.sum())[:, None, None] / 6
-    torch.testing.assert_close(gradient(KLPenalty(coefficient=3.0), batch), expected)
+    assert_close(gradient(KLPenalty(coefficient=3.0), batch), expected)
     result = KLPenalty(coefficient=3.0).loss(batch)
-    assert result.policy_term is not None and float(result.policy_term.detach()) == 0.0
+    assert float(result.policy_term.detach()) == 0.0
+    assert KLPenalty().trains_zero_advantages and not ClippedLoss().trains_zero_advantages
     far = make_batch(0.05)
     difference = gradient(KLPenalty(1e-9), far) - gradient(ClippedLoss(clip_range=0.999), far)
     assert difference.abs().max() < 1e-7

@@ -9,7 +9,7 @@ import sys
 import pytest
 from flowrl_rewards.ocr import quoted_text
 from flowrl_testing.tiny import tiny_sd3
-from small_run import words
+from small_run import TINY_MODEL, words
 from tiny_rewards import tiny_clip
 
 from flowrl.cli.main import main
@@ -273,8 +273,7 @@ def test_training_on_a_dataset(datasets, tmp_path):
     spec, run = f"hf(name={tmp_path}/data, split=dev, column=words)", tmp_path / "run"
     options = {"model": tmp_path / "model", "prompts": spec, "heldout_prompts": spec, "out": run}
     options |= {"reward": f"clipscore(model='{clip}')", "preset": "tiny", "iterations": 1}
-    options |= {"resolution": 16, "max_sequence_length": 24, "device": "cpu", "dtype": "float32"}
-    options |= {"groups": 2, "lora_rank": 2, "lora_alpha": 8}
+    options |= {**TINY_MODEL, "groups": 2, "lora_rank": 2, "lora_alpha": 8}
     assert main(["train", *words(**options)]) == 0
     assert json.loads((run / "config.json").read_text())["environment"]["prompts"] == spec
     samples = json.loads((run / "samples.json").read_text())

@@ -57,7 +57,7 @@ class Brightness:
 
 
 @pytest.fixture
-def plugin_folder(tmp_path: Path) -> Path:
+def plugin_folder(tmp_path):
     """A folder with an installed package that has entry points of two kinds."""
     site, points = tmp_path / "site", "last-decisions = {0}:LastDecisions\nbroken = {0}:Missing\n"
     points += "[flowrl.rewards]\nbrightness = {0}:Brightness"
@@ -77,9 +77,7 @@ def declared(site: Path, package: str, group: str, points: str) -> Path:
     return site
 
 
-def test_an_installed_plugin_is_found_by_name_on_the_command_line(
-    plugin_folder: Path, tmp_path: Path
-) -> None:
+def test_an_installed_plugin_is_found_by_name_on_the_command_line(plugin_folder, tmp_path):
     out = tmp_path / "run"
     script = f"""
 import sys
@@ -103,7 +101,7 @@ assert flowrl_(f"train {{MIXTURE}} --credit broken") == 2
     assert rows[0]["evaluation"]["reward"] != rows[0]["evaluation"]["soft"]
 
 
-def test_options_reach_the_part() -> None:
+def test_options_reach_the_part():
     rule = build(
         "credit", "turning-point(consistent=False, balance=None, probe=completion, combine=add)"
     )
@@ -136,12 +134,12 @@ def test_options_reach_the_part() -> None:
         ("reward", "pretty", "unknown reward 'pretty'"),
     ],
 )
-def test_what_is_wrong_is_named(kind: str, spec: str, words: str) -> None:
+def test_what_is_wrong_is_named(kind, spec, words):
     with pytest.raises(ConfigError, match=words):
-        build(kind, spec)
+        build(kind, spec, trust=True)
 
 
-def test_a_part_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_part_of_another_kind_is_refused(tmp_path):
     file = tmp_path / "mine.py"
     imports = "from flowrl.core.protocols import RewardModel\nfrom flowrl.samplers import CPS\n"
     file.write_text(
@@ -150,13 +148,13 @@ def test_a_part_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="CPS is not a credit rule; it needs an attribute `probe`"
     ):
-        build("credit", f"{file}:CPS")
-    assert build("sampler", f"{file}:CPS(noise_level=0.2)") == CPS(0.2)
+        build("credit", f"{file}:CPS", trust=True)
+    assert build("sampler", f"{file}:CPS(noise_level=0.2)", trust=True) == CPS(0.2)
     with pytest.raises(ConfigError, match="RuntimeError: no such model"):
-        build("reward", f"{file}:fails")
+        build("reward", f"{file}:fails", trust=True)
 
 
-def test_every_built_in_part_can_be_listed_and_built() -> None:
+def test_every_built_in_part_can_be_listed_and_built():
     for kind in KINDS:
         for name, origin in available(kind).items():
             if origin == "flowrl":
@@ -165,11 +163,11 @@ def test_every_built_in_part_can_be_listed_and_built() -> None:
                     with pytest.raises(ConfigError, match=f"{name} needs "):
                         build(kind, name)
                 else:
-                    assert build(kind, name, noise_level=0.5, seconds=60.0) is not None
+                    build(kind, name, noise_level=0.5, seconds=60.0)
                 options_of(kind, name)
 
 
-def test_probes_by_word() -> None:
+def test_probes_by_word():
     probes = [
         build("probe", words)
         for words in ("none", "tweedie", "substeps:3", "completion", "continuation:7")
@@ -192,7 +190,7 @@ class Last(Probe):
 """
 
 
-def test_probes_as_parts(tmp_path: Path) -> None:
+def test_probes_as_parts(tmp_path):
     """Options in an inner spec, a bare word that ends in ++, and a class in a file, which needs
     trust like any part's.
     """
@@ -205,9 +203,9 @@ def test_probes_as_parts(tmp_path: Path) -> None:
     ).probe == Completion(solver="dpm++")
     assert build("credit", "stepwise-gain(probe=none)").probe == NoProbe()
     spec = f"stepwise-gain(probe='{file}:Last(nodes=4)')"
-    assert build("credit", spec).probe.nodes == 4
+    assert build("credit", spec, trust=True).probe.nodes == 4
     assert [content for _, content, _ in untrusted({"credit": spec})] == [f"{file}:Last"]
-    assert list(code_of({"credit": spec})) == [f"credit: {file}:Last"]
+    assert list(code_of({"credit": spec}, bool)) == [f"credit: {file}:Last"]
     assert not list(untrusted({"credit": "stepwise-gain(probe='substeps:5')"}))
     assert identity("stepwise-gain(probe='substeps:5')") == identity(
         "stepwise-gain(probe='substeps(count=5)')"
@@ -228,12 +226,12 @@ def test_probes_as_parts(tmp_path: Path) -> None:
         ("substeps(solver=dpm++", r"is expected at its end"),
     ],
 )
-def test_bad_probes_are_named(spec: str, words: str) -> None:
+def test_bad_probes_are_named(spec, words):
     with pytest.raises(ConfigError, match=words):
-        build("credit", f"stepwise-gain(probe='{spec}')")
+        build("credit", f"stepwise-gain(probe='{spec}')", trust=True)
 
 
-def test_training_times_by_spec() -> None:
+def test_training_times_by_spec():
     assert build("loss", "awm(times='uniform(low=0.1, shared=true)')").times == UniformTimes(
         low=0.1, shared=True
     )
@@ -254,13 +252,13 @@ def test_training_times_by_spec() -> None:
             "times: uniform has no option lo; allowed: count, low, high, shift, shared",
         ),
         ("awm(times='uniform(low=2)')", "UniformTimes.low = 2 is not allowed"),
-        ("awm(times=3)", "AWM.times = 3 is not allowed; allowed: a TimeDraw"),
+        ("awm(times=3)", "awm: times = 3 is not allowed; allowed: a part"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             build("loss", spec)
 
 
-def test_a_spec_is_a_name_with_options() -> None:
+def test_a_spec_is_a_name_with_options():
     spec = parse_spec(
         " weighted-sum(models={'pick': 'pickscore', 'text': 'ocr(side=64)'}, weights={'text':"
         " 2.0}) "
@@ -297,8 +295,8 @@ def test_the_list_of_parts_names_options_of_train(capsys):
     ],
 )
 def test_a_name_of_two_packages_is_one_error_that_names_both(
-    group, name, use, tmp_path: Path, monkeypatch
-) -> None:
+    group, name, use, tmp_path, monkeypatch
+):
     for package in ("one", "other"):
         monkeypatch.syspath_prepend(
             str(declared(tmp_path / package, package, group, f"{name} = {package}:Thing"))
@@ -310,7 +308,7 @@ def test_a_name_of_two_packages_is_one_error_that_names_both(
         use(name)
 
 
-def test_parts_within_parts_need_no_quotes() -> None:
+def test_parts_within_parts_need_no_quotes():
     rule = build("credit", "weighted(rule=sibling-relative(probe=comb(branches=6)))")
     assert rule.rule.probe.branches == 6
     assert (
@@ -339,16 +337,16 @@ def test_parts_within_parts_need_no_quotes() -> None:
         ("uniform(std=" + "(" * 60, "at most 50 levels of brackets is expected at character 63"),
     ],
 )
-def test_errors_name_the_place(text: str, place: str) -> None:
+def test_errors_name_the_place(text, place):
     with pytest.raises(ConfigError, match=re.escape(f"credit = {text!r} cannot be read: {place}")):
         parse_spec(text, "credit")
 
 
-def test_the_differences_of_an_arm_have_the_notation_of_options() -> None:
-    found = parse_options(
+def test_the_differences_of_an_arm_have_the_notation_of_options():
+    options = parse_options(
         "loss=my.py:GSPO(a=1), clip_range=.1, window=1:3, heldout_rewards=[ocr, pickscore]", "arm"
     )
-    assert found == {
+    assert options == {
         "loss": "my.py:GSPO(a=1)",
         "clip_range": 0.1,
         "window": "1:3",
@@ -380,25 +378,25 @@ def two_folders(tmp_path: Path) -> list[Path]:
     return [tmp_path / "a", tmp_path / "b"]
 
 
-def test_a_file_imports_its_neighbours_and_no_others(tmp_path: Path, monkeypatch) -> None:
+def test_a_file_imports_its_neighbours_and_no_others(tmp_path, monkeypatch):
     """From any working directory, in any order, and twice."""
     first, second = two_folders(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("helpers", "tools", "tools.scale"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.chdir(first)
-    found = [
-        type(build("credit", f"{folder}/my_rules.py:Mine"))
+    rules = [
+        type(build("credit", f"{folder}/my_rules.py:Mine", trust=True))
         for folder in (first, second, Path(), second, first)
     ]
-    assert [rule.name for rule in found] == ["a A", "b B", "a A", "b B", "a A"]
-    assert found[0].__module__ != found[1].__module__
+    assert [rule.name for rule in rules] == ["a A", "b B", "a A", "b B", "a A"]
+    assert rules[0].__module__ != rules[1].__module__
     assert sys.path[0] != str(first) and sys.path.count(str(second)) == 1
     for name in ("helpers", "tools", "tools.scale"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-def test_a_run_in_a_worker_process_imports_neighbours(tmp_path: Path, monkeypatch) -> None:
+def test_a_run_in_a_worker_process_imports_neighbours(tmp_path, monkeypatch):
     second = two_folders(tmp_path)[1]
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -414,9 +412,7 @@ def test_a_run_in_a_worker_process_imports_neighbours(tmp_path: Path, monkeypatc
     assert (tmp_path / "elsewhere" / "out" / "runs" / "Mine-seed0" / "done.json").exists()
 
 
-def test_a_plugin_with_the_name_of_a_built_in_part_is_reported(
-    tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_a_plugin_with_the_name_of_a_built_in_part_is_reported(tmp_path, monkeypatch, capsys):
     points = "uniform = one:Thing"
     monkeypatch.syspath_prepend(str(declared(tmp_path / "one", "one", "flowrl.credit", points)))
     line = "Warning: one offers a credit rule 'uniform' (one:Thing), which is never used by this"
@@ -427,7 +423,7 @@ def test_a_plugin_with_the_name_of_a_built_in_part_is_reported(
     assert shadowed() == []
 
 
-def test_the_first_line_of_a_run_names_the_users_parts(tmp_path: Path, capsys) -> None:
+def test_the_first_line_of_a_run_names_the_users_parts(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text("from flowrl.credit import Uniform\nfrom flowrl.losses import ClippedLoss\n")
     parts = f"--loss {file}:ClippedLoss --credit 'gdpo(rule={file}:Uniform)'"

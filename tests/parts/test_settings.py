@@ -5,7 +5,7 @@ nothing changes afterwards.
 import dataclasses
 import inspect
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ from flowrl.losses import (
     GRPOGuard,
     PolicyGradientLoss,
 )
-from flowrl.probes import Completion, NoProbe, Substeps, Tweedie
+from flowrl.probes import Substeps
 from flowrl.samplers import (
     CPS,
     DDIMSDE,
@@ -54,88 +54,54 @@ from flowrl.samplers import (
     Windowed,
 )
 
-DEFAULTS: dict[type, dict[str, Any]] = {
-    Uniform: {"std": "group", "clamp": 5.0, "probe": NoProbe()},
-    Weighted: {"weights": "noise", "rule": Uniform()},
-    StepwiseGain: {
-        "normalise": "joint",
-        "lam": 0.0,
-        "gamma": 1.0,
-        "pool": "prompt",
-        "clamp": 5.0,
-        "probe": Substeps(5),
-    },
-    MovingAverageGain: {"decay": 0.9, "clamp": 5.0, "probe": Substeps(5)},
-    ValueTracker: {"decay": 0.9, "std": "prompt", "clamp": 5.0},
-    TurningPoint: {
-        "consistent": True,
-        "balance": "aggregate",
-        "balance_scope": "batch",
-        "first_step": True,
-        "normalise": "step",
-        "combine": "replace",
-        "clamp": 5.0,
-        "probe": Completion(),
-    },
-    GDPO: {"rule": Uniform(), "weights": None, "batch": True},
-    FlowSDE: {"noise_level": 0.7},
-    DanceSDE: {"noise_level": 0.3},
-    CPS: {"noise_level": 0.7},
-    DDIMSDE: {"noise_level": 0.7},
-    ODE: {},
-    ClippedLoss: {"clip_range": 1e-4, "kl_weight": 0.0, "kl": "exact", "log_prob": "exact"},
-    GRPOGuard: {"clip_range": 1e-4, "kl_weight": 0.0, "kl": "exact"},
-    FlowDPPO: {"bound": 1e-5, "kl_weight": 0.0, "kl": "exact"},
-    PolicyGradientLoss: {"kl_weight": 0.0, "kl": "exact"},
-    DiffusionNFT: {
-        "beta": 1.0,
-        "advantage_clip": 5.0,
-        "kl_weight": 1e-4,
-        "error": "normalised",
-        "mode": "all",
-        "decay": (0, 0.001, 0.5),
-        "times": PermutedTimes(0.99),
-        "noise": "each",
-    },
-    AWM: {
-        "weight": "ghuber",
-        "power": 0.25,
-        "clip": 1.0,
-        "ratio": "exp_first",
-        "advantage_clip": 5.0,
-        "advantage_scale": 1.0,
-        "kl_weight": 1e-3,
-        "average_weight": 1.0,
-        "kl": "uniform",
-        "off_policy": False,
-        "decay": (0, 0.001, 0.3),
-        "times": StratifiedTimes(6, 0.9),
-        "noise": "each",
-    },
-    DGPO: {
-        "beta_dpo": 100.0,
-        "clip": 0.01,
-        "clip_kl": False,
-        "kl_weight": 0.02,
-        "anchor": "reference",
-        "decay": (1, 0.001, 0.3),
-        "sample_from": 200,
-        "times": DrawnSteps(4, 7),
-        "noise": "group",
-    },
-    PermutedTimes: {"fraction": 0.99, "shared": False},
-    StratifiedTimes: {"count": 6, "fraction": 0.9, "shared": False},
-    UniformTimes: {"count": 6, "low": 0.2, "high": 1.0, "shift": 3.0, "shared": False},
-    LogitNormalTimes: {"count": 6, "mean": 0.0, "std": 1.0, "shift": 3.0, "shared": False},
-    DrawnSteps: {"count": 4, "steps": 7, "shared": True},
+DEFAULTS = {
+    Uniform: "std='group', clamp=5.0, probe=NoProbe()",
+    Weighted: "weights='noise', rule=Uniform(std='group', clamp=5.0, probe=NoProbe())",
+    StepwiseGain: (
+        "normalise='joint', lam=0.0, gamma=1.0, pool='prompt', clamp=5.0, probe=Substeps(count=5)"
+    ),
+    MovingAverageGain: "decay=0.9, clamp=5.0, probe=Substeps(count=5)",
+    ValueTracker: "decay=0.9, std='prompt', clamp=5.0",
+    TurningPoint: (
+        "consistent=True, balance='aggregate', balance_scope='batch', first_step=True, "
+        "normalise='step', combine='replace', clamp=5.0, probe=Completion()"
+    ),
+    GDPO: "rule=Uniform(std='group', clamp=5.0, probe=NoProbe()), weights=None, batch=True",
+    FlowSDE: "noise_level=0.7",
+    DanceSDE: "noise_level=0.3",
+    CPS: "noise_level=0.7",
+    DDIMSDE: "noise_level=0.7",
+    ODE: "",
+    ClippedLoss: "kl_weight=0.0, kl='exact', clip_range=0.0001, log_prob='exact'",
+    GRPOGuard: "kl_weight=0.0, kl='exact', clip_range=0.0001",
+    FlowDPPO: "kl_weight=0.0, kl='exact', bound=1e-05",
+    PolicyGradientLoss: "kl_weight=0.0, kl='exact'",
+    DiffusionNFT: (
+        "beta=1.0, advantage_clip=5.0, kl_weight=0.0001, error='normalised', mode='all', "
+        "decay=(0, 0.001, 0.5), times=PermutedTimes(shared=False, fraction=0.99), noise='each'"
+    ),
+    AWM: (
+        "weight='ghuber', power=0.25, clip=1.0, ratio='exp_first', advantage_clip=5.0, "
+        "advantage_scale=1.0, kl_weight=0.001, average_weight=1.0, kl='uniform', "
+        "off_policy=False, decay=(0, 0.001, 0.3), times=StratifiedTimes(shared=False, count=6, "
+        "fraction=0.9), noise='each'"
+    ),
+    DGPO: (
+        "beta_dpo=100.0, clip=0.01, clip_kl=False, kl_weight=0.02, anchor='reference', "
+        "decay=(1, 0.001, 0.3), sample_from=200, times=DrawnSteps(shared=True, count=4, "
+        "steps=7), noise='group'"
+    ),
+    PermutedTimes: "shared=False, fraction=0.99",
+    StratifiedTimes: "shared=False, count=6, fraction=0.9",
+    UniformTimes: "shared=False, count=6, low=0.2, high=1.0, shift=3.0",
+    LogitNormalTimes: "shared=False, count=6, mean=0.0, std=1.0, shift=3.0",
+    DrawnSteps: "shared=True, count=4, steps=7",
 }
 
 
 @pytest.mark.parametrize("part", DEFAULTS, ids=lambda part: part.__name__)
-def test_defaults_are_the_documented_ones(part: type) -> None:
-    made = part()
-    defaults = {name: getattr(made, name) for name in inspect.signature(part).parameters}
-    assert defaults == DEFAULTS[part]
+def test_defaults_are_the_documented_ones(part):
+    assert repr(part()) == f"{part.__name__}({DEFAULTS[part]})"
 
 
 @pytest.mark.parametrize(
@@ -150,27 +116,27 @@ def test_defaults_are_the_documented_ones(part: type) -> None:
     ],
     ids=lambda part: type(part).__name__,
 )
-def test_parts_are_values_that_cannot_be_changed(part: Any) -> None:
+def test_parts_are_values_that_cannot_be_changed(part):
     with pytest.raises(dataclasses.FrozenInstanceError):
         part.anything = 1
 
 
 @pytest.mark.parametrize("part", DEFAULTS, ids=lambda part: part.__name__)
-def test_options_of_another_kind_are_refused(part: type) -> None:
+def test_options_of_another_kind_are_refused(part):
     """Numbers are finite and are no truth values; words are those of a list."""
     wrong = {float: (math.nan, math.inf, True, "x"), int: (0.5, True, "x"), str: (3, "no such")}
     wrong[bool] = (1, None, "true")
-    for option, default in DEFAULTS[part].items():
-        for value in wrong.get(type(default), (object(),)):
+    for option in inspect.signature(part).parameters:
+        for value in wrong.get(type(getattr(part(), option)), (object(),)):
             refused(part, option, value)
 
 
-def refused(part: type, option: str, value: Any) -> None:
+def refused(part: type, option: str, value):
     with pytest.raises(ConfigError, match=rf"{part.__name__}\.{option} = .* is not allowed"):
         part(**{option: value})
 
 
-LIMITS: list[tuple[list[Any], list[Any], dict[type, str]]] = [
+LIMITS = [
     (
         [0.0, 10.0],
         [-1e-6],
@@ -214,9 +180,7 @@ LIMITS: list[tuple[list[Any], list[Any], dict[type, str]]] = [
 
 
 @pytest.mark.parametrize(("inside", "outside", "options"), LIMITS)
-def test_options_end_where_they_should(
-    inside: list[Any], outside: list[Any], options: dict[type, str]
-) -> None:
+def test_options_end_where_they_should(inside, outside, options):
     for part, names in options.items():
         for option in names.split():
             for value in inside:
@@ -251,7 +215,7 @@ class Command:
         ("sizes", [(), (1, 2)], [(1, 0), [1], (1, True), 1]),
     ],
 )
-def test_bounds_hold_in_every_form_of_an_option(option, inside, outside) -> None:
+def test_bounds_hold_in_every_form_of_an_option(option, inside, outside):
     for value in inside:
         assert getattr(Sized(**{option: value}), option) == value
         check_ranges(Command(Sized(**{option: value})))
@@ -265,7 +229,7 @@ def test_bounds_hold_in_every_form_of_an_option(option, inside, outside) -> None
         Sized(0)
 
 
-def test_windows_end_where_they_should() -> None:
+def test_windows_end_where_they_should():
     schedule, generator = uniform_schedule(4), torch.Generator()
     x, step = torch.zeros(4, 2), torch.arange(4)
     stochastic = Windowed(FlowSDE(), range(3, 4)).transition(x, x, schedule, step).std > 0
@@ -290,7 +254,7 @@ def test_windows_end_where_they_should() -> None:
             make()
 
 
-def test_missing_values_are_named_by_column() -> None:
+def test_missing_values_are_named_by_column():
     values = torch.rand(2, 3, 5)
     decisions = Decisions.like(values)
     values[1, 2, 3] = math.nan
@@ -311,17 +275,13 @@ def test_missing_values_are_named_by_column() -> None:
         Uniform().assign(torch.full((2, 3, 5), math.nan), decisions)
 
 
-def test_noise_larger_than_there_is_leaves_no_old_noise() -> None:
+def test_noise_larger_than_there_is_leaves_no_old_noise():
     """DDIM's sigma is capped at s: the share of old noise is then 0."""
     schedule, x = Schedule(torch.tensor([1.0, 0.5, 0.3, 0.0])), torch.ones(1, 1)
-    found = DDIMSDE(9.0).transition(x, 2 * x, schedule, torch.tensor([1]))
+    kernel = DDIMSDE(9.0).transition(x, 2 * x, schedule, torch.tensor([1]))
     clean = 1.0 - 0.5 * 2.0
-    torch.testing.assert_close(found.mean, torch.tensor([[0.7 * clean]]))
-    assert float(found.std) == pytest.approx(0.3)
-
-
-def test_one_step_estimates_are_one_substep() -> None:
-    assert Tweedie() == Substeps(1)
+    torch.testing.assert_close(kernel.mean, torch.tensor([[0.7 * clean]]))
+    assert float(kernel.std) == pytest.approx(0.3)
 
 
 def test_trajectories_that_cannot_fit_are_refused_with_their_size():
@@ -330,7 +290,6 @@ def test_trajectories_that_cannot_fit_are_refused_with_their_size():
 
     config = preset("tiny").apply(world="mixture", groups=10**6, group_size=10**5)
     with pytest.raises(
-        ConfigError,
-        match=r"groups = 1000000 is not allowed; .* trajectories take [\d.e+]+ GB",
+        ConfigError, match=r"groups = 1000000 is not allowed; .* trajectories take [\d.e+]+ GB"
     ):
         make_trainer(config)

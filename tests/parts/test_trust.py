@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from flowrl_bench.results_file import OWN_RULES, ResultsFile, make_line
 from flowrl_compare.comparison import CompareConfig, compare, load_compare
 from flowrl_rewards import Aesthetic, PickScore
 from flowrl_testing.tiny import TINY, tiny_sd3
@@ -24,11 +25,14 @@ from small_run import MIXTURE, flowrl_
 from tiny_rewards import tiny_clip
 
 from flowrl.cli.main import main
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, FlowrlError
 from flowrl.core.types import Prompt
-from flowrl.parts.registry import KINDS, available, build, options_of
-from flowrl.parts.specs import NESTED
-from flowrl.parts.trust import PARTS, trusted
+from flowrl.io import write_json
+from flowrl.methods import named_method
+from flowrl.parts import registry
+from flowrl.parts.registry import KINDS, available, build, files_of, find_maker, options_of
+from flowrl.parts.specs import NESTED, parse_spec
+from flowrl.parts.trust import PARTS, trust_option, trusted
 from flowrl.policies.load import load_policy
 from flowrl.probes import NoProbe
 from flowrl.training import build as training_build
@@ -43,6 +47,7 @@ from flowrl.training.build import (
 from flowrl.training.config import RunConfig, load_config, preset
 from flowrl.training.plan import plan
 from flowrl.training.run import Run
+from flowrl.worlds.base import world
 
 
 @pytest.fixture
@@ -65,7 +70,10 @@ def canary(tmp_path: Path, monkeypatch) -> Path:
 def finished(tmp_path_factory) -> Path:
     """A comparison of one finished run, of the 2-D world."""
     out = tmp_path_factory.mktemp("finished") / "out"
-    assert flowrl_(f"compare {MIXTURE} --methods flow-grpo --seeds 0 --workers 1 --out {out}") == 0
+    config = preset("tiny").apply(world="mixture", task="direction")
+    compared = CompareConfig(config, {"flow-grpo": {"method": "flow-grpo"}}, (0,))
+    assert Run(config, out / "runs" / "flow-grpo-seed0").execute()
+    write_json(out / "config.json", compared.as_dict())
     return out
 
 
@@ -89,12 +97,11 @@ SPECS = {
     ),
     "own class": ("flowrl.io:FileLock(lock_file='{folder}/canary')", "flowrl.io:FileLock"),
     "own reward": ("win-rate(reward='flowrl.worlds.mixture:DirectionReward')", "DirectionReward"),
-    "any option": ("uniform(std=[{{'x': 'gdpo(x=\"{folder}/evil.py:Evil\")'}}])", "evil.py:Evil"),
-    "address": ("judge(url='http://127.0.0.1:9/v1', model='m')", "judge(url="),
-    "key": ("judge(model='m', key='AWS_SECRET_ACCESS_KEY')", "judge(key="),
-    "server": ("remote(url='http://127.0.0.1:9')", "remote(url="),
-    "token": ("remote(token_file='/etc/passwd')", "remote(token_file="),
-    "pickle": ("aesthetic(head='evil.pth')", "aesthetic(head="),
+    "address": ("judge(url='http://127.0.0.1:9/v1', model='m')", "judge: an address"),
+    "key": ("judge(model='m', key='AWS_SECRET_ACCESS_KEY')", "judge: a part that sends data"),
+    "server": ("remote(url='http://127.0.0.1:9')", "remote: an address"),
+    "token": ("remote(token_file='/etc/passwd')", "remote: a part that sends data"),
+    "pickle": ("aesthetic(head='evil.pth')", "aesthetic: a pickled file (head="),
 }
 """Specs that need the user's own word, and what the message must contain."""
 
@@ -118,7 +125,22 @@ def write_hostile(finished: Path, folder: Path, setting: str, spec: str) -> Path
     return run
 
 
-OF_OTHERS = {"own function": "loss", "own class": "diversity", "any option": "credit"}
+def openings(out: Path, run: Path, new: Path) -> list[str]:
+    """The commands that read somebody else's settings, of a folder of `write_hostile`."""
+    return [
+        f"train --resume {run}",
+        f"train --config {run}/config.json --out {new}",
+        f"train --preset {out}/mine.yaml --plan",
+        f"train --preset {out}/mine.yaml,tiny --out {new}",
+        f"compare --resume {out}",
+        f"compare --config {out}/config.json --out {new}",
+        f"compare --preset {out}/mine.yaml --out {new}",
+        f"sample --weights {run} --out {new}.png",
+        f"evaluate --weights {run} --out {new}",
+    ]
+
+
+OF_OTHERS = {"own function": "loss", "own class": "diversity"}
 """The settings of specs that are none of a reward."""
 HOSTILE_SETTINGS = [(OF_OTHERS.get(name, "reward"), name) for name in SPECS]
 HOSTILE_SETTINGS += [(setting, "file") for setting in PARTS]
@@ -131,20 +153,10 @@ def test_a_hostile_run_executes_nothing(
     """Every command that reads somebody else's settings: one error that names the setting, the
     value, the file and --trust.
     """
-    out, new, (spec, word) = tmp_path / "hostile", str(tmp_path / "new"), SPECS[name]
+    out, (spec, word) = tmp_path / "hostile", SPECS[name]
     run = write_hostile(finished, out, setting, spec.format(folder=tmp_path))
     before = sorted(out.rglob("*"))
-    for command in (
-        f"train --resume {run}",
-        f"train --config {run}/config.json --out {new}",
-        f"train --preset {out}/mine.yaml --plan",
-        f"train --preset {out}/mine.yaml,tiny --out {new}",
-        f"compare --resume {out}",
-        f"compare --config {out}/config.json --out {new}",
-        f"compare --preset {out}/mine.yaml --out {new}",
-        f"sample --weights {run} --out {new}.png",
-        f"evaluate --weights {run} --out {new}",
-    ):
+    for command in openings(out, run, tmp_path / "new"):
         # preset tiny sets the window, a comparison the rule
         unused = ("window", "credit") if command.startswith("compare") else ("window",)
         if "--preset" in command and setting in unused:
@@ -155,6 +167,94 @@ def test_a_hostile_run_executes_nothing(
         assert all(part in error for part in (setting, word, "--trust", str(out))), error
     assert not canary.exists() and not list(tmp_path.glob("new*"))
     assert sorted(out.rglob("*")) == before
+
+
+@pytest.mark.parametrize("setting", [setting for setting in PARTS if setting != "heldout_rewards"])
+def test_what_imports_refuses_by_itself(
+    setting: str, finished: Path, canary: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """In every opening without the early message, which most refuse nevertheless."""
+    for module in ("parts.trust", "training.config"):
+        monkeypatch.setattr(f"flowrl.{module}.untrusted", lambda *_: iter(()))
+    out, spec = tmp_path / "hostile", f"{tmp_path}/evil.py:Evil"
+    run = write_hostile(finished, out, setting, spec)
+    values = {setting: [spec] if setting == "observe" else spec}
+    (out / "arms.yaml").write_text(json.dumps({"arms": {"base": {}, "evil": values}}))
+    (out / "arm.yaml").write_text(json.dumps({"arms": {"evil": values}}))
+    config = preset("tiny").apply(world="mixture", task="direction").replace(**values)
+    entries = {"curve": [], "totals": {}, "phases": {}, "gains": None}
+    line = make_line(config, entries, "x", key="0" * 16)
+    (out / "lines.jsonl").write_text(json.dumps(line) + "\n")
+    asked = 0
+    for command in (
+        *openings(out, run, tmp_path / "new"),
+        f"compare {MIXTURE} --arms {out}/arms.yaml --out {tmp_path}/new",
+        f"bench rule --arms {out}/arm.yaml --quick --world mixture --out {tmp_path}/new",
+        f"bench claims --quick --out {out}/lines.jsonl --redo {'0' * 16}",
+    ):
+        if "compare --preset" in command and setting in ("window", "credit"):
+            continue  # replaced, so the comparison would run
+        shutil.rmtree(tmp_path / "new", ignore_errors=True)
+        flowrl_(command)
+        asked += "--trust" in capsys.readouterr().err
+        assert not canary.exists(), command
+    assert asked >= 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_caller_that_forgets_is_refused(kind: str, canary: Path, tmp_path: Path) -> None:
+    for text in (f"{tmp_path}/evil.py:Evil", "evil_module:Evil"):
+        calls = [
+            lambda text=text: build(kind, text),
+            lambda text=text: find_maker(kind, parse_spec(text)),
+            lambda text=text: options_of(kind, text),
+            *([lambda text=text: world(text)] if kind == "world" else []),
+            *([lambda text=text: named_method("x", text)] if kind == "credit" else []),
+        ]
+        for call in calls:
+            with pytest.raises(ConfigError, match="consent"):
+                call()
+        files_of(kind, parse_spec(text))
+    assert not canary.exists()
+
+
+class Plugin:
+    """An entry point of an installed package."""
+
+    value, module, dist, name = "somebody:Part", "somebody", None, "part"
+
+    def __init__(self, **members: Any) -> None:
+        self.part = type("Part", (), members)
+
+    def load(self) -> type:
+        return self.part
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_packages_that_may_connect_need_trust(kind: str, monkeypatch) -> None:
+    """All of some kinds, and others that say so; their class is not called."""
+    setting = {k: name for name, k in PARTS.items()}.get(kind, "")
+    for connects in (True, False):
+        plugin = Plugin(connects=connects)
+        monkeypatch.setattr(registry, "plugin", lambda *_, plugin=plugin: plugin)
+        needs = connects or kind in ("observer", "world")
+        with pytest.raises(ConfigError, match="consent") if needs else nullcontext():
+            assert find_maker(kind, parse_spec("part")) is plugin.part
+        assert find_maker(kind, parse_spec("part"), trust=True) is plugin.part
+        if setting:
+            assert bool(trust_option({setting: "part"})) == needs
+    assert not trust_option({"observe": ("budget(nfe=9)",), "world": "shapes"})
+    assert trust_option({"tracker": "trackio"}) and not trust_option({"tracker": "tensorboard"})
+
+
+def test_braces_of_an_arm_name_no_code(canary: Path, tmp_path: Path, capsys) -> None:
+    """`flowrl bench` fills in its knobs after the file was judged."""
+    colon = f"{{learning_rate.join.__doc__[{str.join.__doc__.index(':')}]}}"
+    spec = f"{tmp_path}/evil.py{colon}Evil"
+    arms = {"arms": {"evil": {"credit": spec, "method": "mine"}}}
+    (tmp_path / "arms.yaml").write_text(json.dumps(arms))
+    assert flowrl_(f"bench rule --arms {tmp_path}/arms.yaml --quick --out {tmp_path}/new") == 2
+    assert "evil.py:Evil: code" in capsys.readouterr().err and not canary.exists()
 
 
 def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(
@@ -221,8 +321,6 @@ def test_results_of_somebody_else_execute_nothing(
     """A line of `flowrl bench` that could be read otherwise: of this code, and with the id of its
     settings.
     """
-    from flowrl_bench.results_file import OWN_RULES, ResultsFile, make_line
-
     own = (f"{OWN_RULES[0]}(rule='{{folder}}/evil.py:Evil')",)
     spec = {**SPECS, "own fault": own}[name][0].format(folder=tmp_path)
     config = preset("tiny").apply(world="mixture", task="direction", **{setting: spec})
@@ -266,18 +364,17 @@ def test_a_module_of_our_own_needs_trust_only_in_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_option_of_a_built_in_part_names_code(kind: str) -> None:
-    """In a file, under every name that an option has, and under one that none has."""
-    settings_of = {kind: setting for setting, kind in PARTS.items()}
-    settings_of |= {"probe": "credit", "times": "loss"}
+def test_no_option_of_a_part_runs_code(
+    kind: str, canary: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """Under every name that an option of a registered part has, and under one that none has."""
+    monkeypatch.chdir(tmp_path)
     texts = ("evil.py:Evil", "evil_module:Evil", "flowrl.methods:awm", "clipped(reward='x.py:A')")
     for name in available(kind):
         for option, text in product({*options_of(kind, name), "nothing"}, texts):
-            spec = f"{name}({option}={text!r})"
-            inner = {"probe": f"uniform(probe={spec!r})", "times": f"awm(times={spec!r})"}
-            spec = inner.get(kind, spec)
-            with pytest.raises(ConfigError, match=rf"mine: {settings_of[kind]} names .*--trust"):
-                trusted({settings_of[kind]: spec}, "mine")
+            with suppress(FlowrlError):
+                build(kind, f"{name}({option}={text!r})")
+    assert not canary.exists()
 
 
 TEXTS = [name for name, value in RunConfig().flat().items() if isinstance(value, str | tuple)]
@@ -369,15 +466,11 @@ def test_what_needs_no_trust_runs_no_code_at_any_depth(
     monkeypatch.chdir(tmp_path)
     built_in: Any = KINDS["credit"].built_in
     monkeypatch.setitem(built_in, "greedy", f"{__name__}:Greedy")
-    for value in (hostile, [harmless, hostile], {"a": harmless, "b": (hostile,)}):
-        with pytest.raises(ConfigError, match=r"mine: credit names .*--trust"):
-            trusted({"credit": f"greedy({option}={value!r})"}, "mine")
-    spec = f"greedy({option}={harmless!r})"
-    trusted({"credit": spec}, "mine")
-    with suppress(ConfigError):  # the option may be one of another kind of part
-        build("credit", spec)
+    for value in (hostile, harmless, [harmless, hostile], {"a": harmless, "b": (hostile,)}):
+        with suppress(ConfigError):  # the option may be one of another kind of part
+            build("credit", f"greedy({option}={value!r})")
     assert not canary.exists()
-    build("credit", "greedy(x=[{'a': 'evil.py:Evil'}])")
+    build("credit", "greedy(x=[{'a': 'evil.py:Evil'}])", trust=True)
     canary.unlink()
 
 
@@ -412,7 +505,7 @@ def test_nothing_is_called_that_is_not_a_part(
     monkeypatch.chdir(tmp_path)
     refusals = r"is not a .*; it needs .*annotated to return one|has no (option|class)"
     with pytest.raises(ConfigError, match=rf"{refusals}|functools:partial failed|cannot be read"):
-        build(kind, spec)
+        build(kind, spec, trust=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -453,16 +546,16 @@ def test_the_users_own_rule_needs_one_word_to_go_on(tmp_path: Path, capsys) -> N
             make_method(read)
     assert type(make_method(load_config(out / "config.json", trust=True)).credit).__name__ == "Mine"
     with pytest.raises(ConfigError, match="credit names"):
-        preset(str(out / "config.yaml"))
+        make_method(preset(str(out / "config.yaml")).apply())
     # the option replaces what the file names
     assert flowrl_(f"train --preset {out}/config.yaml --credit uniform --out {tmp_path}/other") == 0
 
 
 def test_functions_that_promise_a_part_may_build_it(tmp_path: Path) -> None:
     (tmp_path / "rules.py").write_text(RULE)
-    assert type(build("credit", f"{tmp_path}/rules.py:made(scale=2)")).__name__ == "Mine"
+    assert type(build("credit", f"{tmp_path}/rules.py:made(scale=2)", True)).__name__ == "Mine"
     with pytest.raises(ConfigError, match=r"unsaid is not a credit rule; .*to return one"):
-        build("credit", f"{tmp_path}/rules.py:unsaid")
+        build("credit", f"{tmp_path}/rules.py:unsaid", trust=True)
 
 
 @pytest.fixture(scope="module")

@@ -8,21 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flowrl_testing.tiny import (
-    TINY,
-    tiny_flux_policy,
-    tiny_sd3,
-    tiny_sd3_policy,
-)
+from flowrl_testing.tiny import TINY, tiny_flux_policy, tiny_sd3, tiny_sd3_policy
 
 from flowrl.core.types import Prompt
-from flowrl.policies import (
-    ARCHITECTURES,
-    Adapters,
-    StorageCounter,
-    architecture_of,
-    memory,
-)
+from flowrl.policies import ARCHITECTURES, Adapters, StorageCounter, architecture_of, memory
 from flowrl.training.config import preset
 from flowrl.training.plan import memory as count_plan
 from flowrl.training.plan import memory_text, plan

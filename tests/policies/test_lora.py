@@ -4,6 +4,7 @@ import pytest
 import torch
 from family_cases import CASES, draw, fill, noise_of, trainer_of
 from family_cases import velocity as velocity_of
+from torch.testing import assert_close
 
 from flowrl.core.errors import CheckpointError
 from flowrl.training.build import model_options
@@ -31,7 +32,7 @@ def test_a_frozen_adapter_is_part_of_policy_and_reference(style, tmp_path):
     policy = FLUX.policy(frozen_adapters=(f"style={path}",))
     assert policy.adapters.frozen == ("style",)
     assert all(".default." in name for name in policy.trainable())
-    torch.testing.assert_close(velocity(policy), with_style, atol=2e-6, rtol=0)
+    assert_close(velocity(policy), with_style, atol=2e-6, rtol=0)
     assert (with_style - velocity(FLUX.policy())).abs().max() > 1e-2
     weights = dict(policy.transformer.named_parameters())
     frozen = {n: p.detach().clone() for n, p in weights.items() if not p.requires_grad}
@@ -40,12 +41,12 @@ def test_a_frozen_adapter_is_part_of_policy_and_reference(style, tmp_path):
     assert all(torch.equal(p, weights[n]) for n, p in frozen.items())
     assert (velocity(policy) - with_style).abs().max() > 1e-3
     with policy.reference():
-        torch.testing.assert_close(velocity(policy), with_style, atol=2e-6, rtol=0)
+        assert_close(velocity(policy), with_style, atol=2e-6, rtol=0)
     with policy.reference(), policy.frozen():  # merges the frozen adapters only
-        torch.testing.assert_close(velocity(policy), with_style, atol=5e-6, rtol=0)
+        assert_close(velocity(policy), with_style, atol=5e-6, rtol=0)
     trained = velocity(policy)
     with policy.frozen():
-        torch.testing.assert_close(velocity(policy), trained, atol=5e-6, rtol=0)
+        assert_close(velocity(policy), trained, atol=5e-6, rtol=0)
     assert torch.equal(velocity(policy), trained)  # merging left nothing behind
     policy.save(tmp_path / "mine")
     pipe = FLUX.make()  # plain diffusers stacks the files to the same image
@@ -53,7 +54,7 @@ def test_a_frozen_adapter_is_part_of_policy_and_reference(style, tmp_path):
     pipe.load_lora_weights(tmp_path / "mine", adapter_name="mine")
     pipe.set_adapters(["style", "mine"])
     picture = FLUX.picture(pipe, noise_of(policy))
-    torch.testing.assert_close(draw(policy), picture, atol=5e-6, rtol=0)
+    assert_close(draw(policy), picture, atol=5e-6, rtol=0)
 
 
 def test_files_that_are_no_loras_are_refused(tmp_path):

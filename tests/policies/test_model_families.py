@@ -9,6 +9,7 @@ from flowrl_compare.results import load_run
 from flowrl_testing import policy_contract
 from flowrl_testing.tiny import TINY, tiny_flux, tiny_sd3
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from flowrl.cli.main import main
 from flowrl.core.errors import CheckpointError, ConfigError
@@ -43,8 +44,7 @@ def pair(request):
 
 
 @pytest.mark.parametrize(
-    ("guidance", "height", "width", "steps", "frames"),
-    [(4.5, 32, 16, 5, 9), (1.0, 16, 64, 3, 1)],
+    ("guidance", "height", "width", "steps", "frames"), [(4.5, 32, 16, 5, 9), (1.0, 16, 64, 3, 1)]
 )
 def test_images_and_grid_are_the_plain_pipelines(case, guidance, height, width, steps, frames):
     """Prompts of different length, in one batch with a negative prompt of a third; 1e-6 is
@@ -55,7 +55,7 @@ def test_images_and_grid_are_the_plain_pipelines(case, guidance, height, width, 
     policy = case.policy(guidance_scale=guidance, negative_prompt="blurry", **sizes)
     pipe = case.make()
     plain = case.picture(pipe, noise_of(policy), guidance, steps, **sizes)
-    torch.testing.assert_close(draw(policy, steps=steps), plain, atol=5e-6, rtol=0)
+    assert_close(draw(policy, steps=steps), plain, atol=5e-6, rtol=0)
     schedule = policy.schedule(steps)
     assert torch.equal(schedule.times, pipe.scheduler.sigmas)
     assert torch.equal(schedule.network_timesteps, pipe.scheduler.timesteps)
@@ -75,10 +75,10 @@ def test_guidance_and_its_gradient_without_the_negative_branch(case):
         parts = torch.autograd.grad(loss, weights, materialize_grads=True, allow_unused=True)
         gradients[name] = torch.cat([part.flatten() for part in parts])
         velocities[name] = result.detach()
-    torch.testing.assert_close(velocities["on"], velocities["prompt"], atol=5e-6, rtol=0)
+    assert_close(velocities["on"], velocities["prompt"], atol=5e-6, rtol=0)
     assert (gradients["on"] - gradients["prompt"]).norm() > 1e-3 * gradients["on"].norm()
     with policies["on"].guided(1.0):
-        torch.testing.assert_close(velocity(policies["on"]), velocities["off"], atol=5e-6, rtol=0)
+        assert_close(velocity(policies["on"]), velocities["off"], atol=5e-6, rtol=0)
     with pytest.raises(ZeroDivisionError), policies["on"].guided(1.0):
         raise ZeroDivisionError
     assert torch.equal(velocity(policies["on"]).detach(), velocities["on"])
@@ -87,10 +87,7 @@ def test_guidance_and_its_gradient_without_the_negative_branch(case):
 
 @pytest.mark.parametrize(
     ("dtype", "guidance", "method"),
-    [
-        ("float32", 3.0, stepwise_flow_grpo),
-        ("bfloat16", 1.0, tp_grpo),
-    ],
+    [("float32", 3.0, stepwise_flow_grpo), ("bfloat16", 1.0, tp_grpo)],
     ids=["float32", "bfloat16"],
 )
 def test_train_save_reload_resume(case, dtype, guidance, method, tmp_path):
@@ -127,7 +124,7 @@ def test_train_save_reload_resume(case, dtype, guidance, method, tmp_path):
     assert [path.suffix for path in (tmp_path / "lora").iterdir()] == [".safetensors"]
     loaded = case.policy(**changes, adapter=str(tmp_path / "lora")).trainable()
     for name, parameter in trainer.policy.trainable().items():
-        torch.testing.assert_close(loaded[name], parameter, atol=0, rtol=0)
+        assert_close(loaded[name], parameter, atol=0, rtol=0)
     pipe, noise = case.make(), noise_of(trainer.policy)
     if not wan or dtype == "float32":  # whose layers in float32 are not rounded
         pipe.transformer.to(getattr(torch, dtype)).to(torch.float32)
@@ -155,7 +152,7 @@ def test_a_lora_of_plain_diffusers_is_taken_up_with_its_own_alpha(pair, tmp_path
     options = {"lora_targets": ("to_q", "to_k"), "adapter": str(tmp_path)}
     policy = pair.policy(lora_rank=2, lora_alpha=2.0, **options)
     picture = pair.picture(pipe, noise_of(policy))
-    torch.testing.assert_close(draw(policy), picture, atol=5e-6, rtol=0)
+    assert_close(draw(policy), picture, atol=5e-6, rtol=0)
     with pytest.raises(CheckpointError, match="other layers or another rank"):
         pair.policy(lora_rank=4, **options)
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -169,15 +166,13 @@ def test_full_fine_tuning_and_its_reference(pair, tmp_path):
     with torch.no_grad():
         assert (velocity(policy) - base).abs().max() > 1e-3
     with policy.reference():
-        torch.testing.assert_close(velocity(policy), base, atol=0, rtol=0)
+        assert_close(velocity(policy), base, atol=0, rtol=0)
     policy.save(tmp_path / "full")
     plain = pair.make()
     plain.transformer = type(plain.transformer).from_pretrained(
         tmp_path / "full", subfolder="transformer"
     )
-    torch.testing.assert_close(
-        pair.picture(plain, noise_of(policy)), draw(policy), atol=5e-6, rtol=0
-    )
+    assert_close(pair.picture(plain, noise_of(policy)), draw(policy), atol=5e-6, rtol=0)
     with (
         pytest.raises(ConfigError, match="keep_reference"),
         pair.policy(tuning="full", keep_reference=False).reference(),
@@ -221,7 +216,7 @@ def test_gradient_checkpointing_changes_nothing(case):
         assert len(calls) == 2 + checkpointing  # computed again in the backward pass
         gradients.append([p.grad for p in policy.trainable().values() if p.grad is not None])
     assert len(gradients[0]) > 0
-    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-5)
+    assert_close(*gradients, atol=1e-6, rtol=1e-5)
 
 
 def test_pictures_are_decoded_in_small_batches_and_in_the_decoders_precision(pair):
@@ -230,7 +225,7 @@ def test_pictures_are_decoded_in_small_batches_and_in_the_decoders_precision(pai
     parts.pipe.vae.decode = lambda z, **more: (sizes.append(len(z)), decode(z, **more))[1]
     images, rounded = parts.decode(latents), narrow.decode(latents)
     assert sizes == [2, 2, 1]
-    torch.testing.assert_close(images, pair.policy().decode(latents), atol=1e-6, rtol=0)
+    assert_close(images, pair.policy().decode(latents), atol=1e-6, rtol=0)
     assert {p.dtype for p in narrow.pipe.vae.parameters()} == {torch.bfloat16}
     assert rounded.dtype == torch.float32 and 0 < (rounded - images).abs().max() < 0.05
 
@@ -304,7 +299,7 @@ def test_compiled_blocks_compute_the_same():
             policy.velocity(noise_of(policy, count), TIME[:count], few).square().sum().backward()
         gradients = [p.grad for p in policy.trainable().values() if p.grad is not None]
         results.append([sampled, reference, *gradients])
-    torch.testing.assert_close(*results, atol=1e-6, rtol=1e-5)
+    assert_close(*results, atol=1e-6, rtol=1e-5)
     with pytest.raises(ConfigError, match="compile = 'nothing'"):
         compile_blocks(policy.transformer, "nothing")
 
@@ -341,7 +336,7 @@ def test_a_preset_of_videos_is_trained_and_resumed(tmp_path):
     plain = case.make()
     plain.load_lora_weights(run / "lora")
     trained = case.picture(plain, noise_of(policy), policy.guidance_scale)
-    torch.testing.assert_close(draw(policy), trained, atol=1e-5, rtol=0)
+    assert_close(draw(policy), trained, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

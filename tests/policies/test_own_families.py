@@ -6,6 +6,7 @@ import pytest
 import torch
 from family_cases import CASES, PROMPTS, TEXTS, TIME, draw, noise_of, velocity
 from flowrl_testing.tiny import TINY, tiny_flux, tiny_sd3, tiny_wan
+from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
@@ -39,7 +40,7 @@ def test_the_distilled_guidance_of_flux_is_an_input_if_the_network_has_it():
         (c.policy(tiny_flux(distilled=False)) for c in (weak, strong)),
     )
     plain = FLUX.picture(tiny_flux(), noise_of(policy), guidance_scale=7.0)
-    torch.testing.assert_close(draw(policy), plain, atol=2e-6, rtol=0)
+    assert_close(draw(policy), plain, atol=2e-6, rtol=0)
     assert (draw(weak.policy()) - plain).abs().max() > 1e-4
     assert torch.equal(*map(velocity, without))
 
@@ -49,7 +50,7 @@ def test_sd3_without_t5():
     pipe.text_encoder_3 = pipe.tokenizer_3 = None
     policy = SD3.policy(pipe)
     rows = policy.prompts.rows(policy.encode([Prompt("a dog")]).tensors["prompt"])
-    assert rows["words"].shape[1] == 40 + 24 and not bool(rows["words"][0, 40:].any())
+    assert rows["words"].shape[1] == 40 + 24 and not rows["words"][0, 40:].any()
 
 
 def test_padding_changes_nothing_and_is_masked():
@@ -72,7 +73,7 @@ def test_padding_changes_nothing_and_is_masked():
     alone = second(**{name: tensor[:, :9] for name, tensor in rows.items()})
     wrong = torch.where(rows["mask"].unsqueeze(-1), rows["words"], 3.0)
     for result in (second(), velocity(policy)[1:].detach(), second(words=wrong)):
-        torch.testing.assert_close(result, alone, atol=2e-6, rtol=0)
+        assert_close(result, alone, atol=2e-6, rtol=0)
     assert (second(mask=torch.ones_like(rows["mask"])) - alone).abs().max() > 1e-3
 
 
@@ -88,7 +89,7 @@ def test_a_prompt_of_wan_has_zeros_up_to_its_full_length_which_is_part_of_the_mo
     tokens = [len(policy.pipe.tokenizer(text).input_ids) for text in TEXTS]
     assert words.shape == (2, 512, 32) and (words.abs().sum(-1) > 0).sum(1).tolist() == tokens
     plain = WAN.picture(tiny_wan(), noise_of(policy), max_sequence_length=512)
-    torch.testing.assert_close(draw(policy), plain, atol=5e-6, rtol=0)
+    assert_close(draw(policy), plain, atol=5e-6, rtol=0)
 
 
 def test_layers_that_diffusers_keeps_in_float32_stay_there(tmp_path):

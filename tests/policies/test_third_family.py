@@ -1,13 +1,14 @@
 """The how-to's example of a further family, run as it stands in docs/model-families.md."""
 
 import re
-from pathlib import Path
 
 import torch
 from family_cases import STEPS, Case, draw, noise_of, trainer_of
 from flowrl_testing import policy_contract, tiny
+from loading import ROOT
+from torch.testing import assert_close
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "model-families.md"
+DOCUMENT = ROOT / "docs" / "model-families.md"
 
 
 def documented_family():
@@ -66,10 +67,10 @@ def test_samples_and_grid_are_the_pipelines_own_before_and_after_an_update(tmp_p
     policy, pipe = AURA.policy(guidance_scale=3.5, lora_alpha=128.0), AURA.make()
     before = AURA.picture(pipe, noise_of(policy), 3.5)
     assert torch.equal(policy.schedule(STEPS).times, pipe.scheduler.sigmas)
-    torch.testing.assert_close(draw(policy), before, atol=5e-6, rtol=0)
+    assert_close(draw(policy), before, atol=5e-6, rtol=0)
     trainer_of(policy, learning_rate=3e-2).iteration()
     policy.save(tmp_path / "lora")
     pipe.load_lora_weights(tmp_path / "lora")
     after = AURA.picture(pipe, noise_of(policy), 3.5)
-    torch.testing.assert_close(after, draw(policy), atol=5e-6, rtol=0)
+    assert_close(after, draw(policy), atol=5e-6, rtol=0)
     assert (after - before).abs().max() > 1e-4

@@ -4,7 +4,7 @@ import pytest
 
 from flowrl.core.tree import plain_tree
 from flowrl.flow import uniform_schedule
-from flowrl.probes import Completion, ODEProbe, Shape, Substeps
+from flowrl.probes import Completion, Shape, Substeps
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from flowrl.probes import Completion, ODEProbe, Shape, Substeps
     ],
     ids=repr,
 )
-def test_costs_of_three_trajectories_of_four_steps(probe: ODEProbe, evaluations: float) -> None:
+def test_costs_of_three_trajectories_of_four_steps(probe, evaluations):
     """Without guidance an evaluation costs a half; whole numbers are integers."""
     shape = Shape(1, uniform_schedule(4), plain_tree(3, 4, (0, 1, 2, 3)), range(4))
     nfe = probe.cost(shape).nfe

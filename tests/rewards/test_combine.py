@@ -86,7 +86,7 @@ def test_members_are_compared_decision_by_decision_and_copy_by_copy(mixture_poli
     scores, rates = totals(mixture_policy, result, BASE, WinRate(BASE))
     expected = torch.stack([win_rates(column) for column in scores.unbind(-1)], -1)
     assert torch.equal(rates.nan_to_num(9), expected.nan_to_num(9))
-    assert bool((rates[..., 0] == 0.5).all())  # all members have the same state
+    assert (rates[..., 0] == 0.5).all()  # all members have the same state
     result = sampled(mixture_policy, Continuation(3))
     (rates,) = totals(mixture_policy, result, WinRate(BASE))
     ends = [result.estimates[str(number), 2].view(3, 4, -1) for number in range(3)]

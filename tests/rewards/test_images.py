@@ -17,11 +17,7 @@ from flowrl.rewards import (
     WeightedSum,
     stills,
 )
-from flowrl.rewards.images import (
-    chosen_frames,
-    to_bytes,
-    to_pillow,
-)
+from flowrl.rewards.images import chosen_frames, to_bytes, to_pillow
 
 TWO = [Prompt("a"), Prompt("b")]
 
@@ -39,7 +35,7 @@ def test_jpeg_size_is_that_of_the_file():
     sizes = JPEGIncompressibility().score(images, TWO)
     to_pillow(images)[1].save(file, format="JPEG", quality=95)
     assert float(sizes[1]) == pytest.approx(len(file.getvalue()) / 1000)
-    assert bool((JPEGIncompressibility(50).score(images, TWO) < sizes).all())
+    assert (JPEGIncompressibility(50).score(images, TWO) < sizes).all()
     with pytest.raises(ConfigError, match=r"quality = 100 .* in \[1, 95\]"):
         build("reward", "jpeg-compressibility(quality=100)")
     with pytest.raises(ArgumentError, match=r"images = torch.float32 \[4, 5, 3, 8, 8\]"):

@@ -5,6 +5,7 @@ other state is estimated.
 import pytest
 import torch
 from rollouts import PROMPTS, SQUARES, Straight, rolled
+from torch.testing import assert_close
 
 from flowrl.core.experience import Credit, Decisions, Experience
 from flowrl.core.tree import plain_tree
@@ -73,14 +74,14 @@ def test_inserted_ode_steps_change_neither_states_nor_values_nor_credit(rule):
             torch.stack([path.at(int(step) + later) for step in record.decisions.step])
             for path, record in zip(paths, records, strict=True)
         )
-        torch.testing.assert_close(*states, **close)
+        assert_close(*states, **close)
     for name in ("time", "delta", "std"):
-        torch.testing.assert_close(*(getattr(record.decisions, name) for record in records))
-    torch.testing.assert_close(*(record.values for record in records), **close)
-    torch.testing.assert_close(*(record.log_probs for record in records), atol=1e-3, rtol=0)
+        assert_close(*(getattr(record.decisions, name) for record in records))
+    assert_close(*(record.values for record in records), **close)
+    assert_close(*(record.log_probs for record in records), atol=1e-3, rtol=0)
     credits = [credit_of(rule, record) for record in records]
-    torch.testing.assert_close(*(credit.advantages for credit in credits), atol=1e-4, rtol=0)
-    torch.testing.assert_close(*(credit.weights for credit in credits), atol=1e-4, rtol=0)
+    assert_close(*(credit.advantages for credit in credits), atol=1e-4, rtol=0)
+    assert_close(*(credit.weights for credit in credits), atol=1e-4, rtol=0)
     assert coarse[2].reward_calls == fine[2].reward_calls
     assert float(credits[0].advantages.abs().max()) > 0.5
 
@@ -94,10 +95,10 @@ def test_a_sample_that_is_invalid_in_one_value_has_none():
         return torch.ones(len(images)).where(torch.arange(len(images)) != 15 + finished, torch.nan)
 
     reward = WeightedSum({"all": SQUARES, "some": FunctionReward(marked, marks_invalid=True)})
-    found = score_rollout(Straight(), reward, result, PROMPTS)
-    assert found.valid.tolist() == [[True, True, True, False, True, True], [True] * 6]
-    for values in (found.total, *found.parts.values()):
-        assert bool(values[0, 3].isnan().all()) and bool(values[found.valid].isfinite().all())
+    scored = score_rollout(Straight(), reward, result, PROMPTS)
+    assert scored.valid.tolist() == [[True, True, True, False, True, True], [True] * 6]
+    for values in (scored.total, *scored.parts.values()):
+        assert values[0, 3].isnan().all() and values[scored.valid].isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -113,8 +114,8 @@ def test_only_the_columns_that_are_asked_for_are_estimated(probe, saved):
     some, fewer, usage = walk(COARSE, probe, asked)
     assert list(some.estimates) == [every.nodes[0], every.nodes[2]]
     expected = record.values.where(asked, torch.nan)
-    torch.testing.assert_close(fewer.values, expected, equal_nan=True)
-    assert bool(fewer.valid.all())
+    assert_close(fewer.values, expected, equal_nan=True)
+    assert fewer.valid.all()
     assert spent.reward_calls - usage.reward_calls == 12 and spent.nfe - usage.nfe == 12 * saved
 
 

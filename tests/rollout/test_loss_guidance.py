@@ -8,6 +8,7 @@ import pytest
 import torch
 from flowrl_testing.tiny import TINY, tiny_sd3_policy
 from rollouts import disturbed
+from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Decisions
@@ -70,13 +71,13 @@ def test_velocities_have_the_guidance_that_was_chosen(scale, guidance, scales):
         expected = policy.velocity(*inputs)
     with torch.no_grad(), policy.guided(scales[1]), policy.reference():
         base = policy.velocity(*inputs)
-    torch.testing.assert_close(batch.new, expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(batch.reference, base, atol=1e-5, rtol=1e-4)
+    assert_close(batch.new, expected, atol=1e-5, rtol=1e-4)
+    assert_close(batch.reference, base, atol=1e-5, rtol=1e-4)
     gradients = (
         torch.autograd.grad(v.square().sum(), [*policy.trainable().values()])
         for v in (batch.new, expected)
     )
-    torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-3)
+    assert_close(*gradients, atol=1e-3, rtol=1e-3)
     assert policy.guidance_scale == scale
     changed = (policy.velocity(*inputs) - expected).abs().max() > 1e-3
     assert bool(changed) == (scales[0] != scale)
@@ -123,7 +124,7 @@ def test_metrics_and_plan_count_the_passes_of_the_network(scale, chosen, evaluat
     passes, trained = (1 if s == 1 else 2 for s in (scale, config.policy.train_guidance_scale or 1))
     assert (row["nfe"], row["train_nfe"]) == (planned.nfe, planned.train_nfe) == counts
     assert sum(rows) == planned.passes == passes * sum(counts)
-    assert planned.gradient_nfe == 18 * trained / passes
+    assert row["gradient_nfe"] == planned.gradient_nfe == 18 * trained / passes
     assert planned.rows_per_micro_batch == 18 * trained
     assert f"= {planned.train_nfe:,} network evaluations" in plan_text(planned, config)
 

@@ -10,17 +10,11 @@ from flowrl_bench.probes import SomeMembers
 from flowrl_testing import TINY, tiny_sd3_policy
 from flowrl_testing.probe import small_policy
 from rollouts import PROMPTS, SDE, Straight, rolled, valued
+from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, ProbeError
 from flowrl.credit import gains
-from flowrl.probes import (
-    Completion,
-    NetworkUse,
-    NoProbe,
-    Probe,
-    Scored,
-    Substeps,
-)
+from flowrl.probes import Completion, NetworkUse, NoProbe, Probe, Scored, Substeps
 from flowrl.samplers import FlowSDE, Windowed
 
 
@@ -38,7 +32,7 @@ def test_straight_lines_are_exact_for_every_solver(solver):
         for node, latents in result.estimates.items():
             path = result.trajectories
             expected = path.at(node) - path.schedule.times[node] * slope
-            torch.testing.assert_close(latents, expected, atol=5e-5, rtol=0)
+            assert_close(latents, expected, atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +46,9 @@ def test_gains_of_every_second_decision_are_split_evenly(policy, probe, sampler,
     )
     assert complete.shape[-1] == thin.shape[-1] == count + 1
     scored = [*range(0, count, 2), count]
-    torch.testing.assert_close(thin[..., scored], complete[..., scored], atol=2e-6, rtol=1e-5)
+    assert_close(thin[..., scored], complete[..., scored], atol=2e-6, rtol=1e-5)
     first, second = gains(thin)[..., : count - count % 2].unflatten(-1, (-1, 2)).unbind(-1)
-    torch.testing.assert_close(first, second, atol=1e-6, rtol=0)
+    assert_close(first, second, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("control", ["tweedie", "uniform"])
@@ -72,14 +66,14 @@ def test_the_mean_over_all_orders_of_the_members_is_the_full_table(policy, contr
         return torch.stack([*(values[node] for node in nodes), full[..., -1]], -1)
 
     tables = [table(full.roll(n, 1), cheap.roll(n, 1)).roll(-n, 1) for n in range(5)]
-    torch.testing.assert_close(torch.stack(tables).mean(0), full, atol=1e-12, rtol=0)
+    assert_close(torch.stack(tables).mean(0), full, atol=1e-12, rtol=0)
     if control == "tweedie":
-        torch.testing.assert_close(table(full, full), full)
+        assert_close(table(full, full), full)
     else:
         full[..., :-1] = 0  # of members 0 and 1; the others rise to their final reward
         mean, steps = full[..., -1:].mean(1, keepdim=True), torch.arange(6) / 6
         expected = mean + (full[:, 2:, -1:] - mean) * steps
-        torch.testing.assert_close(table(full, cheap)[:, 2:, :6], expected)
+        assert_close(table(full, cheap)[:, 2:, :6], expected)
     latents = rolled(policy, replace(probe, fraction=0.01), shared=True)[0].estimates
     assert len(latents[0]) == len(latents["some", 1]) == len(PROMPTS)  # 1 of 4 members
 
@@ -91,7 +85,7 @@ def test_probes_without_guidance_take_the_unguided_velocity():
     x, condition = path.at(1) - half * path.velocities[:, 1], policy.encode(PROMPTS).repeat(2)
     with policy.frozen(), policy.guided(1.0):
         expected = x - half * policy.velocity(x, (1000 * half).expand(4), condition)
-    torch.testing.assert_close(result.estimates[1], expected, atol=1e-5, rtol=1e-4)
+    assert_close(result.estimates[1], expected, atol=1e-5, rtol=1e-4)
     assert usage.nfe == 4 * (3 + 2 * 0.5)  # two decisions
 
 

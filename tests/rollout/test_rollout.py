@@ -3,6 +3,7 @@
 import pytest
 import torch
 from rollouts import DIRECTIONS, SDE, disturbed, rolled
+from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
 from flowrl.flow import shifted_schedule
@@ -44,14 +45,14 @@ def test_batched_estimates_equal_sequential_ones(mixture_policy, probe, sampler,
             for delta, timestep in zip(grid.lengths, grid.timesteps, strict=True):
                 velocity = mixture_policy.velocity(x, timestep[None], condition.take(prompt))
                 x = x - delta * velocity.detach()
-            torch.testing.assert_close(ends.flatten(0, 1)[sample], x[0], atol=2e-5, rtol=1e-4)
+            assert_close(ends.flatten(0, 1)[sample], x[0], atol=2e-5, rtol=1e-4)
 
 
 def test_deterministic_steps_draw_nothing(mixture_policy):
     path = run(mixture_policy, sampler=Windowed(FlowSDE(0.7), range(2, 5)))[0].trajectories
     for step in (0, 1, 5, 9):
         following = path.at(step) - path.schedule.deltas[step] * path.velocities[:, step]
-        torch.testing.assert_close(path.at(step + 1), following)
+        assert_close(path.at(step + 1), following)
     assert (path.stds > 0).nonzero().flatten().tolist() == path.tree.drawn_steps == [2, 3, 4]
     generator, of_noise = torch.Generator(), torch.Generator().manual_seed(0)
     run(mixture_policy, sampler=ODE(), generator=generator)
@@ -68,8 +69,7 @@ def test_low_precision_noise_gives_trajectories_in_float32(mixture_policy):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [({"probe": "tweedie"}, "probe.*Probe"), ({"max_batch": 0}, "max_batch")],
+    ("options", "words"), [({"probe": "tweedie"}, "probe.*Probe"), ({"max_batch": 0}, "max_batch")]
 )
 def test_bad_arguments_are_named(mixture_policy, options, words):
     with pytest.raises(ConfigError, match=words):

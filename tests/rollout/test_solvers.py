@@ -10,6 +10,7 @@ import torch
 from flowrl_testing.tiny import tiny_sd3_policy
 from recorded_forward import Recorded
 from rollouts import DIRECTIONS
+from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import Condition, Prompt
@@ -92,7 +93,7 @@ def test_evaluations_are_counted_and_chunks_do_not_matter(solver):
     complete = end(solver, schedule, usage=usage)
     calls = 11 if solver == "heun" else 6
     assert (usage.calls, usage.nfe) == (calls, ROWS * calls)
-    torch.testing.assert_close(complete, end(solver, schedule, max_batch=33))
+    assert_close(complete, end(solver, schedule, max_batch=33))
 
 
 def test_it_samples_what_the_released_code_samples(tmp_path):
@@ -109,7 +110,7 @@ def test_it_samples_what_the_released_code_samples(tmp_path):
     sampled = rollout(*given).trajectories.images_latent
     each = condition.take(torch.arange(8) // 4)
     for latents in (sampled, solve(policy, schedule, each, noise, Usage(), solver="sa")):
-        torch.testing.assert_close(latents, expected, atol=1e-5, rtol=0)
+        assert_close(latents, expected, atol=1e-5, rtol=0)
     assert sa_schedule(uniform_schedule(1)).times.tolist() == pytest.approx([0.999, 0.0])
 
 
@@ -144,7 +145,7 @@ def test_the_noise_is_the_rollouts_own(mixture_policy):
         return path.states, generator.get_state()
 
     (complete, state), (chunk, left) = sampled(), sampled(1, 2, max_batch=5)
-    torch.testing.assert_close(chunk, complete[1:], atol=1e-6, rtol=0)
+    assert_close(chunk, complete[1:], atol=1e-6, rtol=0)
     assert torch.equal(left, state)
     quiet, untouched = sampled(tau=0.0)
     assert not torch.allclose(quiet, complete, atol=1e-2)

@@ -5,6 +5,7 @@ updates that share a parent's evaluation.
 import pytest
 import torch
 from rollouts import DIRECTIONS, SDE, SOFT, Compared, disturbed, rolled
+from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Decisions
@@ -50,7 +51,7 @@ def test_every_state_is_stored_and_evaluated_once_in_as_many_calls_as_steps(mixt
     (rows,) = minibatch_rows([torch.arange(2 * members)], weights, path.tree)
     assert rows.evaluations == 2 * training
     table = score_rollout(mixture_policy, SOFT, result, DIRECTIONS[:2], usage).total
-    assert usage.reward_calls == 2 * members and bool(table.isfinite().all())
+    assert usage.reward_calls == 2 * members and table.isfinite().all()
 
 
 @pytest.mark.parametrize("sampler", [SDE, Windowed(FlowSDE(0.7), range(2, 5))])
@@ -75,7 +76,7 @@ def test_strides_skip_nodes(mixture_policy):
     states, outputs = path.states[:, tree.paths[1]], path.outputs[:, tree.paths[1, :-1]]
     for start, end in ((0, 1), (2, 5), (5, 8), (8, 9)):
         following = states[:, start] - (times[start] - times[end]) * outputs[:, start]
-        torch.testing.assert_close(states[:, end], following)
+        assert_close(states[:, end], following)
     assert tree.decisions.nonzero().tolist() == [[member, 1] for member in range(4)]
 
 
@@ -88,12 +89,12 @@ def test_values_are_means_over_the_valid_leaves_behind_a_state(mixture_policy):
     final = complete[..., -1].view(2, 2, 2, 3)
     for column, axes in ((0, (2, 3)), (2, 3)):
         expected = final.mean(axes, keepdim=True).expand_as(final).reshape(2, 12)
-        torch.testing.assert_close(complete[..., column], expected)
+        assert_close(complete[..., column], expected)
     reward = FunctionReward(one_invalid, marks_invalid=True)
     values = score_rollout(mixture_policy, reward, result, DIRECTIONS[:2])
     assert (~values.valid).nonzero().tolist() == [[0, 5]]
-    assert bool(values.total[0, 5].isnan().all()) and torch.equal(values.total[1], complete[1])
-    torch.testing.assert_close(values.total[0, 0, 0], complete[0, :5, -1].mean())
+    assert values.total[0, 5].isnan().all() and torch.equal(values.total[1], complete[1])
+    assert_close(values.total[0, 0, 0], complete[0, :5, -1].mean())
 
 
 METHODS = {
@@ -122,7 +123,7 @@ def test_neither_chunks_nor_micro_batches_nor_main_memory_change_what_is_trained
     in_chunks = dict(micro_batch=5, max_batch=7, chunk=2, offload=True, overlap_rewards=True)
     for changes in (dict(chunk=1), in_chunks):
         again, weights = trained(trainer_for(case, CONFIG.replace(**changes)))
-        torch.testing.assert_close(weights, expected, atol=2e-6, rtol=1e-4)
+        assert_close(weights, expected, atol=2e-6, rtol=1e-4)
         assert again[0]["reward_mean"] == pytest.approx(rows[0]["reward_mean"], abs=1e-6)
         assert again[0]["nfe"] == rows[0]["nfe"]
 
@@ -172,13 +173,10 @@ def test_log_probabilities_are_those_of_the_draws(mixture_policy, probe):
         gaussian = SDE.transition(*given, torch.full((24,), step))
         drawn = path.tree.decisions[:, step].expand(2, -1)
         expected = log_prob(gaussian, path.at(step + 1)).view(2, 12).where(drawn, torch.nan)
-        torch.testing.assert_close(densities[..., column], expected, equal_nan=True)
+        assert_close(densities[..., column], expected, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("probe", "shared"),
-    [(Branch((1, 1, 2, 1, 2)), True), (Comb(4), False)],
-)
+@pytest.mark.parametrize(("probe", "shared"), [(Branch((1, 1, 2, 1, 2)), True), (Comb(4), False)])
 def test_minibatches_of_trees_have_about_equally_many_rows_of_all_depths(probe, shared):
     """Most parents are passed by some sample of the first mini-batch; they do not all belong to
     it.

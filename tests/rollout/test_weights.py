@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from rollouts import Compared
+from torch.testing import assert_close
 
 from flowrl.core.errors import RewardError
 from flowrl.core.experience import Credit, Decisions
@@ -149,8 +150,8 @@ def test_members_that_share_a_transition_share_its_weight_if_edges_count(weight,
     tree = Branch((2, 3), weight=weight).tree(3, (0, 1), 6, False, torch.Generator())
     decisions = Decisions.of(uniform_schedule(3), torch.tensor([0.5, 0.5, 0.0]), tree, valid)
     weights = transition_weights(Credit(torch.ones(decisions.mask.shape)), decisions)
-    torch.testing.assert_close(weights[..., 0], valid / torch.tensor(sharing))
-    torch.testing.assert_close(weights[..., 1], valid.float())
+    assert_close(weights[..., 0], valid / torch.tensor(sharing))
+    assert_close(weights[..., 1], valid.float())
 
 
 class Factors(Uniform):

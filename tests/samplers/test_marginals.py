@@ -34,25 +34,23 @@ def moments(
     offset, at_one = transition.mean.double().view(2, steps)
     slope, noise = at_one - offset, transition.std[:steps].double().square()
     exact = slope.square() * variance[:steps, 0] + noise
-    found = [((1 - start) * MEAN, float(variance[0]), float(variance[0]))]
+    moments = [((1 - start) * MEAN, float(variance[0]), float(variance[0]))]
     for k in range(steps):
-        mean, var, _ = found[-1]
-        found.append(
+        mean, var, _ = moments[-1]
+        moments.append(
             (
                 float(offset[k] + slope[k] * mean),
                 float(slope[k] ** 2 * var + noise[k]),
                 float(exact[k]),
             )
         )
-    return found
+    return moments
 
 
 @pytest.mark.parametrize(
-    ("kernel", "start"),
-    [(ODE(), 1.0), (DanceSDE(1.0), 1.0), (FlowSDE(0.7), 0.9)],
-    ids=repr,
+    ("kernel", "start"), [(ODE(), 1.0), (DanceSDE(1.0), 1.0), (FlowSDE(0.7), 0.9)], ids=repr
 )
-def test_the_ode_and_the_sde_have_weak_order_one(kernel: Sampler, start: float) -> None:
+def test_the_ode_and_the_sde_have_weak_order_one(kernel, start):
     ends = [moments(kernel, steps, start)[-1] for steps in (100, 200, 400)]
     errors = [variance - 0.25 for _, variance, _ in ends]
     orders = [math.log2(abs(a / b)) for a, b in pairwise(errors)]
@@ -61,7 +59,7 @@ def test_the_ode_and_the_sde_have_weak_order_one(kernel: Sampler, start: float) 
 
 
 @pytest.mark.parametrize("kernel", [CPS(0.1), DDIMSDE(0.1)], ids=repr)
-def test_preserving_kernels_converge_when_the_noise_of_a_step_shrinks_with_it(kernel) -> None:
+def test_preserving_kernels_converge_when_the_noise_of_a_step_shrinks_with_it(kernel):
     """With the variance of a step proportional to its length the limit is an SDE with the right
     marginals.
     """
@@ -72,7 +70,7 @@ def test_preserving_kernels_converge_when_the_noise_of_a_step_shrinks_with_it(ke
 
 
 @pytest.mark.parametrize("kernel", [FlowSDE(0.7), DanceSDE(0.3), CPS(0.9), DDIMSDE(0.7)], ids=repr)
-def test_the_variance_after_a_step_from_the_marginal_of_a_point(kernel) -> None:
+def test_the_variance_after_a_step_from_the_marginal_of_a_point(kernel):
     """CPS and DDIM-SDE keep the marginal's s^2; the SDE adds Delta^2 sigma^2 (1/t + sigma^2 / (4
     t^2)).
     """

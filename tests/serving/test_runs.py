@@ -68,7 +68,6 @@ def test_the_command_makes_a_token_where_others_can_connect(tmp_path, monkeypatc
     command = [sys.executable, "-m", "flowrl", "serve-reward", reward]
     command += ["--port", "0", "--host", "0.0.0.0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         token = process.stdout.readline().strip().partition("FLOWRL_REWARD_TOKEN=")[2]
         line = process.stdout.readline()
         url = f"http://127.0.0.1:{line.partition('0.0.0.0:')[2].partition(' ')[0]}"
@@ -96,7 +95,7 @@ def test_training_through_a_server_gives_the_same_numbers(tmp_path):
         return tiny.replace(reward=f"remote(url='{url}', batch=512, retries=0)")
 
     Run(tiny.replace(reward=reward), tmp_path / "local").execute()
-    counted = Function(build("reward", reward).score)
+    counted = Function(build("reward", reward, trust=True).score)
     with served(counted, ServerSettings(merge=False)) as (url, _):
         Run(remote(url), tmp_path / "remote").execute()
     assert weights(tmp_path / "remote") == weights(tmp_path / "local")

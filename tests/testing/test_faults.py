@@ -54,15 +54,15 @@ def methods(check) -> list[Any]:
     return check.__wrapped__.promises()
 
 
-def rule(wrong, at: Any = Completion(), **extra):
+def rule(wrong, probe=Completion(), **extra):
     """A rule whose assign is `wrong(values, decisions)`."""
-    body = {"assign": lambda self, values, decisions: wrong(values, decisions), "probe": at}
+    body = {"assign": lambda self, values, decisions: wrong(values, decisions), "probe": probe}
     return type("Rule", (), {**body, **extra})()
 
 
-def record_rule(wrong, at: Any = Completion()):
+def record_rule(wrong, probe=Completion()):
     """A rule with `credit` only, which is `wrong(experience)`."""
-    return type("Rule", (), {"credit": lambda self, shown: wrong(shown), "probe": at})()
+    return type("Rule", (), {"credit": lambda self, shown: wrong(shown), "probe": probe})()
 
 
 def good(shown):
@@ -150,12 +150,12 @@ RULES = {
         Remembers(by_place=True),
     ],
     "gives_a_silent_group_zero": [
-        rule(lambda v, d: zscore(gains(v), over=("prompt", "member", "decision"), mask=d.mask)),
+        rule(lambda v, d: zscore(gains(v), over=("prompt", "member", "decision"), mask=d.mask))
     ],
     "survives_extremes": [rule(steep)],
     "keeps_its_memory": [Remembers(), Forgets()],
     "agrees_with_its_assign": [
-        rule(lambda v, d: 2.0 * dense(v, d), credit=lambda self, shown: Credit(good(shown))),
+        rule(lambda v, d: 2.0 * dense(v, d), credit=lambda self, shown: Credit(good(shown)))
     ],
     "pays_the_better_member": [rule(lambda v, d: -dense(v, d))],
 }
@@ -194,9 +194,7 @@ SAMPLERS = {
         sampler(lambda g, x, v, s: Gaussian((x - 0.1 * v).float() + 0.1 * v + g.mean - x, g.std))
     ],
     "treats_samples_separately": [mean(lambda mean, v: 0.01 * mean.detach().mean(0))],
-    "has_one_std_per_step": [
-        std(lambda std, x, s: std * (1 + 0.1 * (x.flatten(1).mean(1) > 0))),
-    ],
+    "has_one_std_per_step": [std(lambda std, x, s: std * (1 + 0.1 * (x.flatten(1).mean(1) > 0)))],
     "is_pure": [mean(lambda mean, v: 1e-3 * torch.randn(1))],
     "passes_gradient_through_the_mean": [
         sampler(lambda g, *rest: Gaussian(g.mean.detach(), g.std))
@@ -218,11 +216,11 @@ class Midpoints:
         return type(schedule)(schedule.times[::skip])
 
     def solution(self, schedule, draw):
-        times, fault, own = schedule.times, self.fault, []
+        times, fault, slopes = schedule.times, self.fault, []
         self.last = []
 
         def step(number, velocity, x):
-            history = self.last if fault == "starts_anew" else own
+            history = self.last if fault == "starts_anew" else slopes
             length, slope = times[number] - times[number + 1], velocity
             if history:
                 ratio = length / (times[number - 1] - times[number])
@@ -336,7 +334,7 @@ GROUP_REWARDS = {
         FaultyGroupReward(lambda rates, s: rates + 0.01 * (s > s[:, :1])),
     ],
     "treats_samples_separately": [
-        FaultyGroupReward(lambda rates, s: win_rates(s.view(1, -1)).view_as(s)),
+        FaultyGroupReward(lambda rates, s: win_rates(s.view(1, -1)).view_as(s))
     ],
     "gives_equal_images_equal_scores": [FaultyGroupReward(ranks)],
     "adds_up_its_parts": [Doubled()],
@@ -421,12 +419,12 @@ LOSSES = {
         FaultyUnits(means_without_weights),
     ],
     "does_not_depend_on_resolution": [
-        FaultyLoss(lambda batch, loss, mean: loss * batch.new.mean[0].numel()),
+        FaultyLoss(lambda batch, loss, mean: loss * batch.new.mean[0].numel())
     ],
     "differentiates_the_new_policy_only": [
         FaultyLoss(
             lambda batch, loss, mean: loss + 1e-9 * mean(batch.behaviour.mean.flatten(1).sum(1))
-        ),
+        )
     ],
     "needs_what_it_declares": [
         FaultyLoss(lambda batch, loss, mean: loss + 0 * batch.reference.std.sum()),
@@ -551,15 +549,17 @@ POLICIES = {
     ],
     "treats_samples_separately": [
         velocity(lambda v: v - v.mean(0)),
-        FaultyPolicy(velocity=lambda p, x, t, told: p.velocity(x, t[:1].expand(len(x)), told)),
+        FaultyPolicy(
+            velocity=lambda p, x, t, condition: p.velocity(x, t[:1].expand(len(x)), condition)
+        ),
     ],
     "conditions_can_be_rearranged": [
         FaultyPolicy(
             encode=by_size,
-            velocity=lambda p, x, t, told: (
-                p.velocity(x, t, told) + told.tensors["direction"][..., None, None]
+            velocity=lambda p, x, t, condition: (
+                p.velocity(x, t, condition) + condition.tensors["direction"][..., None, None]
             ),
-        ),
+        )
     ],
     "decodes_images": [
         FaultyPolicy(decode=lambda p, latent: latent.flatten(1)),
@@ -623,21 +623,15 @@ PROBES = {
     ],
     "leaves_the_rollout_alone": [faulty_probe(estimate=changes_weights)],
     "is_deterministic": [estimator(lambda x, run: x + 0.1 * torch.randn_like(x))],
-    "does_not_depend_on_chunks": [
-        estimator(own_noise),
-        estimator(lambda x, run: x - x.mean(0)),
-    ],
-    "costs_what_it_declares": [
-        costs(lambda rows: Call(10)),
-        costs(lambda rows: Call(rows, 0.5)),
-    ],
+    "does_not_depend_on_chunks": [estimator(own_noise), estimator(lambda x, run: x - x.mean(0))],
+    "costs_what_it_declares": [costs(lambda rows: Call(10)), costs(lambda rows: Call(rows, 0.5))],
 }
 
 
 class FaultyWorld(MixtureWorld):
     """The mixture with some members replaced."""
 
-    def __init__(self, **faults: Any) -> None:
+    def __init__(self, **faults: Any):
         for name, fault in faults.items():
             setattr(self, name, fault)
 
@@ -658,8 +652,8 @@ class ReadsMetadata(DirectionReward):
     """A reward that needs what only the world's prompts have."""
 
     def score(self, images, prompts):
-        told = [float("part" in prompt.metadata) for prompt in prompts]
-        return super().score(images, prompts) + torch.tensor(told)
+        known = [float("part" in prompt.metadata) for prompt in prompts]
+        return super().score(images, prompts) + torch.tensor(known)
 
 
 class OverBatch(DirectionReward):
@@ -701,7 +695,7 @@ WORLDS = {
         FaultyWorld(prompts=with_part, reward=ReadsMetadata),
     ],
     "policy_keeps_its_promises": [
-        world_with(lambda model: setattr(model, "reference", torch.no_grad)),
+        world_with(lambda model: setattr(model, "reference", torch.no_grad))
     ],
     "rewards_keep_their_promises": [
         FaultyWorld(reward=OverBatch),
@@ -732,7 +726,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("check", "promise", "part"), CASES)
-def test_a_fault_breaks_its_promise(check, promise: str, part: Any) -> None:
+def test_a_fault_breaks_its_promise(check, promise, part):
     random.seed(3)
     options = {"prompts": DIRECTIONS} if check is check_policy else {}
     findings = check((lambda: part) if check is check_credit else part, **options)
@@ -740,7 +734,7 @@ def test_a_fault_breaks_its_promise(check, promise: str, part: Any) -> None:
     assert len(findings.broken) <= 3, str(findings)
 
 
-def test_every_promise_has_a_fault() -> None:
+def test_every_promise_has_a_fault():
     """Kinds share some promises, such as `is_pure`; a fault in a part of one kind is enough."""
     planted = {
         promise
@@ -760,7 +754,7 @@ def test_every_promise_has_a_fault() -> None:
         (check_forward_loss, FaultyForwardLoss()),
     ],
 )
-def test_the_parts_without_a_fault_keep_every_promise(check, part: Any) -> None:
+def test_the_parts_without_a_fault_keep_every_promise(check, part):
     findings = check(part)
     assert findings.ok, str(findings)
 
@@ -780,13 +774,13 @@ def upside_down(values, decisions):
         ),
     ],
 )
-def test_odd_parts_get_advice(check, part: Any, promise: str) -> None:
+def test_odd_parts_get_advice(check, part, promise):
     findings = check(part)
     assert findings.ok and findings.marked("advice") == [promise]
     assert f"advice   {promise}" in str(findings)
 
 
-def test_findings_are_counted_by_mark() -> None:
+def test_findings_are_counted_by_mark():
     findings, total = check_credit(Uniform()), len(methods(check_credit))
     assert findings.marked("n/a") == ["agrees_with_its_assign"]
     assert str(findings).startswith(f"Uniform: {total - 1} kept, 1 n/a\n")
@@ -796,8 +790,8 @@ def test_findings_are_counted_by_mark() -> None:
     assert words in " ".join(broken.split())
 
 
-def test_an_exception_of_the_part_is_told_with_its_promise() -> None:
-    def fails(values: Any, decisions: Any) -> Any:
+def test_an_exception_of_the_part_is_told_with_its_promise():
+    def fails(values, decisions):
         raise RuntimeError("no such node")
 
     findings = check_credit(rule(fails))
@@ -805,7 +799,7 @@ def test_an_exception_of_the_part_is_told_with_its_promise() -> None:
     assert "'leaves_its_input_alone'" in message and "RuntimeError: no such node" in message
 
 
-def test_every_promise_gets_a_fresh_part() -> None:
+def test_every_promise_gets_a_fresh_part():
     """A part that counts its calls, and breaks after some, keeps all promises."""
     part = Weighted(weights=(1.8, 1.0, 0.0, 1.3))
     used = copy.deepcopy(part)
@@ -827,12 +821,12 @@ def test_every_promise_gets_a_fresh_part() -> None:
         (lambda: check_policy(mixture_policy(), ["one", "one"]), "two or more different prompts"),
     ],
 )
-def test_options_are_checked(call, words: str) -> None:
+def test_options_are_checked(call, words):
     with pytest.raises(ConfigError, match=words):
         call()
 
 
-def test_a_probe_whose_trees_fit_no_table_is_named() -> None:
+def test_a_probe_whose_trees_fit_no_table_is_named():
     part = rule(None, Branch({0: 97}), assign=lambda self, values, decisions: values[..., 1:])
     assert "fit no group of up to 97" in str(check_credit(part))
 

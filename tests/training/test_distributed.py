@@ -20,12 +20,7 @@ from flowrl.core.types import Prompt
 from flowrl.distributed import Distributed, OtherProcessError, full_tensors, is_sharded
 from flowrl.rewards import FunctionReward
 from flowrl.training import memory
-from flowrl.training.build import (
-    make_method,
-    make_world,
-    policy_options,
-    trained_policy,
-)
+from flowrl.training.build import make_method, make_world, policy_options, trained_policy
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.config import load_config, preset
 from flowrl.training.evaluation import evaluate

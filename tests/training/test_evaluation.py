@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from flowrl.distributed import Distributed
 from flowrl.rewards import FunctionReward, NoisyReward
@@ -49,9 +50,9 @@ class Threads(Distributed):
     def gather(self, value):
         self.exchange.slots[self.rank] = value
         self.exchange.barrier.wait(60)
-        found = list(self.exchange.slots)
+        values = list(self.exchange.slots)
         self.exchange.barrier.wait(60)
-        return found
+        return values
 
 
 def evaluated(policy, count, metrics, distributed) -> Evaluation:
@@ -65,8 +66,7 @@ def by_threads(size, policy, count, metrics) -> list[Evaluation]:
     with ThreadPoolExecutor(size) as pool:
         return list(
             pool.map(
-                lambda rank: evaluated(policy, count, metrics, Threads(rank, exchange)),
-                range(size),
+                lambda rank: evaluated(policy, count, metrics, Threads(rank, exchange)), range(size)
             )
         )
 
@@ -85,12 +85,12 @@ def test_processes_divide_the_samples_and_the_heldout_metrics(mixture_policy, si
     alone = evaluated(mixture_policy, count, metrics, Distributed())
     assert {"proxy", "heldout", "diversity"} < alone.row.keys() and rows == [count]
     rows.clear()
-    for found in by_threads(size, mixture_policy, count, metrics):
-        assert found.prompts == alone.prompts
-        torch.testing.assert_close(found.images, alone.images)
-        torch.testing.assert_close(found.image_scores, alone.image_scores)
+    for evaluation in by_threads(size, mixture_policy, count, metrics):
+        assert evaluation.prompts == alone.prompts
+        assert_close(evaluation.images, alone.images)
+        assert_close(evaluation.image_scores, alone.image_scores)
         for key in alone.row.keys() - {"seconds"}:
-            assert found.row[key] == pytest.approx(alone.row[key], abs=1e-5), key
+            assert evaluation.row[key] == pytest.approx(alone.row[key], abs=1e-5), key
     assert sum(rows) == count and max(rows) == -(-count // size), "each sample is scored once"
 
 
@@ -168,12 +168,12 @@ def test_an_evaluation_has_one_batch_in_memory_and_measures_what_all_at_once_wou
     rewards = {quality: here.qualities[quality]()}
     metrics = HeldoutMetrics(rewards, LatentFeatures(), prompts=2, samples=3)
     given = (policy, here, task, "soft", count, steps, batch)
-    found = evaluate(*given, keep=3, heldout_metrics=metrics)
+    evaluation = evaluate(*given, keep=3, heldout_metrics=metrics)
     assert images.most == latents.most == conditions.most == batch
     assert images.now == latents.now == 0
-    assert found.scores == {form: float(values.nanmean()) for form, values in expected.items()}
-    assert torch.equal(found.image_scores, expected["soft"][:3])
-    assert torch.equal(found.images, together.images[:3])
-    assert found.row["reward"] == found.row["proxy"] == found.scores["soft"]
-    assert found.row["heldout"] == {quality: float(density.nanmean())}
-    assert found.row["diversity"] == float(pairwise_diversity(features).nanmean())
+    assert evaluation.scores == {form: float(values.nanmean()) for form, values in expected.items()}
+    assert torch.equal(evaluation.image_scores, expected["soft"][:3])
+    assert torch.equal(evaluation.images, together.images[:3])
+    assert evaluation.row["reward"] == evaluation.row["proxy"] == evaluation.scores["soft"]
+    assert evaluation.row["heldout"] == {quality: float(density.nanmean())}
+    assert evaluation.row["diversity"] == float(pairwise_diversity(features).nanmean())

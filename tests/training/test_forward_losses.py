@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from small_run import trained, trainer_of, weights
+from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.experience import Credit, Decisions
@@ -142,7 +143,7 @@ def test_a_row_takes_the_credit_of_the_last_decision_above_its_time(sampler):
     x = batches.images + batch.time[:12].view(12, 1, 1, 1) * batch.target[:12]
     with torch.no_grad():
         expected = trainer.policy.velocity(x, 1000 * batch.time[:12], condition.repeat(4))
-    torch.testing.assert_close(batch.new[:12], expected)
+    assert_close(batch.new[:12], expected)
 
 
 def test_rows_at_above_and_below_the_times_of_decisions():
@@ -159,7 +160,7 @@ def test_own_states_are_those_that_the_trajectory_has_passed():
         steps = credited(batch.time, trainer.schedule.times[:-1])
         states = batches.images + batch.time.view(-1, 1, 1, 1) * batch.target
         passed = batches.rollout.trajectories.nodes[torch.arange(12), steps]
-        torch.testing.assert_close(states, passed, atol=1e-5, rtol=1e-4)
+        assert_close(states, passed, atol=1e-5, rtol=1e-4)
 
 
 class Recorded(Uniform):
@@ -181,8 +182,8 @@ def test_without_drawn_transitions_the_initial_noise_is_the_only_decision(loss):
     decisions = seen.decisions
     tables = (decisions.step, decisions.time, decisions.delta, decisions.std)
     assert [table.tolist() for table in tables] == [[-1], [1.0], [0.0], [1.0]]
-    assert bool(decisions.mask.all()) and seen.values.shape == (3, 4, 2)
-    assert bool(seen.values[..., 0].isnan().all()) and bool(seen.log_probs.isnan().all())
+    assert decisions.mask.all() and seen.values.shape == (3, 4, 2)
+    assert seen.values[..., 0].isnan().all() and seen.log_probs.isnan().all()
     assert seen.trajectories.states.shape[:2] == (3, 4 * 11) and len(seen.condition) == 3
 
 

@@ -20,8 +20,8 @@ from flowrl.training.run import Run
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole") / "run"
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     Run(SMALL, folder).execute()
     return folder
 
@@ -36,10 +36,10 @@ def go_on(folder):
 
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_disk_that_fills_at_any_operation_of_a_run_is_one_error_and_loses_nothing(
-    tmp_path, whole, step, monkeypatch
+    tmp_path, uninterrupted, step, monkeypatch
 ):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    operation, fired, expected = 1 - step, True, numbers(whole)
+    operation, fired, expected = 1 - step, True, numbers(uninterrupted)
     while fired:
         operation += step
         folder, error = tmp_path / f"{operation}" / "run", None
@@ -67,10 +67,10 @@ def test_a_disk_that_fills_at_any_operation_of_a_run_is_one_error_and_loses_noth
 @pytest.mark.parametrize("step", [6, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["before", "half"])
 def test_a_run_whose_process_dies_at_any_operation_resumes_to_the_same_numbers(
-    tmp_path, whole, mode, step, monkeypatch
+    tmp_path, uninterrupted, mode, step, monkeypatch
 ):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    operation, fired, expected = 1 - step, True, numbers(whole)
+    operation, fired, expected = 1 - step, True, numbers(uninterrupted)
     while fired:
         operation += step
         folder = tmp_path / f"{operation}"

@@ -12,7 +12,7 @@ from flowrl_compare.results import load_run
 from flowrl_testing.tiny import tiny_sd3
 from PIL import Image
 from safetensors.torch import load_file
-from small_run import numbers, words
+from small_run import TINY_MODEL, numbers, words
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
@@ -30,10 +30,7 @@ class Redness:
         return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
 """
 SETTINGS = {
-    "resolution": 16,
-    "max_sequence_length": 24,
-    "device": "cpu",
-    "dtype": "float32",
+    **TINY_MODEL,
     "lora_rank": 2,
     "lora_alpha": 8,
     "preset": "tiny",

@@ -114,7 +114,7 @@ RED = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)))
 
 
 @pytest.mark.parametrize(
-    ("room", "changes", "found", "on"),
+    ("room", "changes", "size", "on"),
     [
         (10**4, {}, 128, False),  # the speed ends the growth without checkpointing
         (40, {}, 16, True),  # 4 without, 0.33 rows per second; 16 with, 0.53
@@ -122,7 +122,7 @@ RED = FunctionReward(lambda images, prompts: images[:, 0].mean((1, 2)))
         (40, {"gradient_checkpointing": False}, 4, False),
     ],
 )
-def test_gradient_checkpointing_is_on_where_it_pays_only(room, changes, found, on, monkeypatch):
+def test_gradient_checkpointing_is_on_where_it_pays_only(room, changes, size, on, monkeypatch):
     auto = {"micro_batch": "auto", "max_batch": "auto", "gradient_checkpointing": True}
     config = preset("tiny").apply(model="none", iterations=1, group_size=64, **{**auto, **changes})
     checkpointing = config.policy.gradient_checkpointing
@@ -138,7 +138,7 @@ def test_gradient_checkpointing_is_on_where_it_pays_only(room, changes, found, o
     monkeypatch.setattr(memory, "room", lambda trainer: room)
     find_batches(run)
     config = run.config
-    assert (config.optim.micro_batch, config.policy.gradient_checkpointing) == (found, on)
+    assert (config.optim.micro_batch, config.policy.gradient_checkpointing) == (size, on)
     assert run.policy.transformer.is_gradient_checkpointing == on
     assert run.collector.max_batch == config.rollout.max_batch != "auto"
 

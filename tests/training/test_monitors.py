@@ -45,7 +45,7 @@ SHARES = [[0.0, 0.05, 0.95, 0.0]] * 3
 
 
 @pytest.mark.parametrize(
-    ("kind", "columns", "told"),
+    ("kind", "columns", "text"),
     [
         ("zero-spread", {"zero_spread_groups": [0.0, 1.0, 1.0]}, "67% of the groups"),
         ("zero-spread", {"zero_spread_groups": [1.0, 1.0]}, None),
@@ -74,13 +74,13 @@ SHARES = [[0.0, 0.05, 0.95, 0.0]] * 3
         ("collapse", {"evaluation": [0.2, None, 0.9, 0.6]}, None),
     ],
 )
-def test_every_warning_has_its_condition(kind, columns, told):
+def test_every_warning_has_its_condition(kind, columns, text):
     if "evaluation" in columns:
         scores = columns["evaluation"]
         columns = {"evaluation": [score and {"reward": score} for score in scores]}
-    found = CHECKS[kind](rows(**columns), Limits(clip=1e-5, prompts=16))
-    assert bool(found) == (told is not None)
-    assert told is None or re.search(told, found)
+    warning = CHECKS[kind](rows(**columns), Limits(clip=1e-5, prompts=16))
+    assert bool(warning) == (text is not None)
+    assert text is None or re.search(text, warning)
 
 
 def test_a_rule_that_remembers_prompts_is_warned_only_if_all_groups_are_equal():
@@ -115,15 +115,15 @@ def test_a_warning_comes_again_only_after_a_while_also_in_a_resumed_run():
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "text"),
     [({"iterations": 10}, ""), ({"clip_range": 0.2, "seed": 1}, "reward has fallen back")],
 )
-def test_a_run_that_collapses_says_so_and_a_usual_run_warns_of_nothing(tmp_path, changes, told):
+def test_a_run_that_collapses_says_so_and_a_usual_run_warns_of_nothing(tmp_path, changes, text):
     said = []
     Run(preset("default").apply(world="mixture", **changes), tmp_path, said.append).execute()
     warnings = "".join(state.get("warning", "") for state in said)
-    assert told in warnings and bool(warnings) == bool(told)
-    assert ('"warnings"' in (tmp_path / "metrics.jsonl").read_text()) == bool(told)
+    assert text in warnings and bool(warnings) == bool(text)
+    assert ('"warnings"' in (tmp_path / "metrics.jsonl").read_text()) == bool(text)
 
 
 CONSTANT = """

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from small_run import SMALL, rows_of, words
+from torch.testing import assert_close
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, PartError
@@ -129,7 +130,7 @@ def test_an_observer_sees_the_record_of_every_iteration(tmp_path):
             (record.trajectories.states, experience.trajectories.states),
             (record.condition.tensors["direction"], experience.condition.tensors["direction"]),
         ):
-            torch.testing.assert_close(observed, expected, **exactly)
+            assert_close(observed, expected, **exactly)
         assert record.metrics["reward_mean"] == iteration["reward_mean"]
         assert [row["iteration"] for row in record.history] == list(range(record.iteration))
     assert [record.iteration for record in cheap.seen] == [1, 2, 3, 4]
@@ -347,7 +348,7 @@ def test_tables_of_samples(tmp_path):
         name: len(names.split()) for name, names in axes.items()
     }
     for name, table in (tables | {"mask": decisions.mask, "part.pick": 2 * values}).items():
-        torch.testing.assert_close(tensors[name], table, rtol=0, atol=0, equal_nan=True)
+        assert_close(tensors[name], table, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_run_saves_every_other_iteration_and_overwrites_after_a_resume(tmp_path):

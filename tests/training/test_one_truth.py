@@ -19,9 +19,9 @@ WORLDS_AND_METHODS = [(world, name) for world in WORLD_DEFAULTS for name in METH
 
 @pytest.mark.parametrize("name", METHODS)
 def test_settings_without_further_words_are_the_method(name):
-    found, published = run_method(RunConfig.of(method=name)), METHODS[name]()
-    assert replace(found, loss=published.loss) == published
-    assert with_options(found.loss, **NUMBERS) == with_options(published.loss, **NUMBERS)
+    method, published = run_method(RunConfig.of(method=name)), METHODS[name]()
+    assert replace(method, loss=published.loss) == published
+    assert with_options(method.loss, **NUMBERS) == with_options(published.loss, **NUMBERS)
 
 
 @pytest.mark.parametrize(("world", "name"), WORLDS_AND_METHODS)
@@ -48,9 +48,9 @@ def test_changes_for_a_method_belong_to_methods():
 def test_a_setting_replaces_a_part_of_the_method():
     parts = dict(sampler="cps", noise_level=0.4, window="1:4", loss="gspo", clip_range=0.02)
     config = RunConfig.of(method="dance-grpo", **parts)
-    found = run_method(config)
-    assert found.sampler == CPS(0.4) and found.window == FixedWindow(1, 4)
-    assert found.loss.clip_range == 0.02 and found.shared_noise
+    method = run_method(config)
+    assert method.sampler == CPS(0.4) and method.window == FixedWindow(1, 4)
+    assert method.loss.clip_range == 0.02 and method.shared_noise
     assert not run_method(config.replace(initial_noise="independent")).shared_noise
     assert run_method(RunConfig.of(method="dance-grpo", noise_level=0.5)).sampler.noise_level == 0.5
     with pytest.raises(ConfigError, match="a forward-process loss with awm"):

@@ -50,10 +50,11 @@ def test_a_run_records_what_the_plan_counts(changes, tmp_path):
     assert Run(config, tmp_path / "run").execute()
     row, counts = load_run(tmp_path / "run").rows[1], vars(plan(config))
     recorded = {"calls": "sequential_calls"}
-    for name in ("trajectories", "nfe", "calls", "reward_calls", "train_nfe"):
+    names = ("trajectories", "nfe", "calls", "reward_calls", "train_nfe", "gradient_nfe")
+    for name in names:
         value = counts[recorded.get(name, name)]
         # the plan cannot know which advantages are 0
-        fewer = name == "train_nfe" and row["zero_rows"] > 0
+        fewer = name in ("train_nfe", "gradient_nfe") and row["zero_rows"] > 0
         assert row[name] < value if fewer else row[name] == value, name
     # alone among its siblings a step gains nothing
     assert (row["zero_rows"] > 0) == ("branch(" in config.algorithm.credit)
@@ -64,12 +65,12 @@ def test_the_arithmetic_of_the_published_batch():
     guidance, KL, 32 processes.
     """
     config = preset("sd3.5-medium,flow-grpo,geneval").apply(groups=48)
-    found = plan(config, 32)
-    assert (found.trajectories, found.rows, found.updates) == (1152, 1152 * 9, 2)
-    assert (found.groups_per_process, found.evaluations_per_update_and_process) == (2, 216)
-    assert (found.micro_batches_per_update, found.rows_per_micro_batch) == (54, 4)
-    assert (found.nfe, found.train_nfe, found.reward_calls) == (11520, 2 * 10368, 1152)
-    assert found.passes == 2 * (11520 + 2 * 10368)
+    counts = plan(config, 32)
+    assert (counts.trajectories, counts.rows, counts.updates) == (1152, 1152 * 9, 2)
+    assert (counts.groups_per_process, counts.evaluations_per_update_and_process) == (2, 216)
+    assert (counts.micro_batches_per_update, counts.rows_per_micro_batch) == (54, 4)
+    assert (counts.nfe, counts.train_nfe, counts.reward_calls) == (11520, 2 * 10368, 1152)
+    assert counts.passes == 2 * (11520 + 2 * 10368)
 
 
 def test_the_passes_of_the_published_dgpo():
@@ -89,9 +90,9 @@ def test_the_passes_of_the_published_dgpo():
     ("groups", "processes", "each"), [(4, 1, 4), (4, 3, 2), (5, 2, 3), (4, 8, 1)]
 )
 def test_groups_are_not_split(groups, processes, each):
-    found = plan(preset("sd3.5-medium,flow-grpo,ocr").apply(groups=groups), processes)
+    counts = plan(preset("sd3.5-medium,flow-grpo,ocr").apply(groups=groups), processes)
     # the batch does not grow with the processes
-    assert found.groups_per_process == each and found.trajectories == 24 * groups
+    assert counts.groups_per_process == each and counts.trajectories == 24 * groups
 
 
 def test_train_prints_it_and_trains_nothing(tmp_path, capsys):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from small_run import rows_of, trained, trainer_of, weights
+from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, CreditError
 from flowrl.core.experience import Credit, Decisions
@@ -93,7 +94,7 @@ def test_components_are_logged_and_credited_separately():
     assert set(record.parts) == set(parts) == {"small", "large"}
     small = replace(record, parts={"small": record.parts["small"]})
     expected = Uniform().assign(record.parts["small"], record.decisions)
-    torch.testing.assert_close(GDPO(batch=False).credit(small).advantages, expected)
+    assert_close(GDPO(batch=False).credit(small).advantages, expected)
     assert trainer_of(TINY, reward=reward).iteration()["parts"].keys() == parts.keys()
 
 
@@ -223,7 +224,7 @@ def test_rows_of_advantage_0_are_evaluated_only_if_they_have_a_gradient(
     few, result = trained(trainer_of(config, method))
     monkeypatch.setattr(Rows, "without_zeros", lambda rows, advantages: rows)
     every, expected = trained(trainer_of(config, method))
-    torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-4)
+    assert_close(result, expected, atol=1e-6, rtol=1e-4)
     for row, other in zip(few, every, strict=True):
         assert row["zero_rows"] == zeros if zeros is not None else row["zero_rows"] > 0
         assert other["zero_rows"] == 0

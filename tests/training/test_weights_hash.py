@@ -1,7 +1,6 @@
 """The weights of a finished run: any change of the file is one message."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from flowrl.training.run import Run
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
+def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished") / "run"
     Run(SMALL, folder).execute()
     return folder
@@ -33,7 +32,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_changed_weights_are_one_message(kind: str, finished: Path, tmp_path: Path, capsys) -> None:
+def test_changed_weights_are_one_message(kind, finished, tmp_path, capsys):
     run = shutil.copytree(finished, tmp_path / "run")
     CHANGES[kind](run / "weights.safetensors")
     with pytest.raises(CheckpointError):
@@ -44,7 +43,7 @@ def test_changed_weights_are_one_message(kind: str, finished: Path, tmp_path: Pa
     assert not (tmp_path / "new.png").exists()
 
 
-def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_found(tmp_path):
     """Also the same bytes under another shape or type."""
     path = tmp_path / "weights.safetensors"
     tensors = {"a": torch.arange(4.0).view(2, 2), "b": torch.ones(2, dtype=torch.bfloat16)}

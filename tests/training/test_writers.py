@@ -40,7 +40,7 @@ def lines_of(run: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def test_the_folder_of_a_run_or_a_comparison_has_one_writer(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_or_a_comparison_has_one_writer(tmp_path):
     out = tmp_path / "out"
     comparison = CompareConfig(TINY, method_arms(("flow-grpo",)), (0,))
     message = rf"out is being written by process {os.getpid()} on .* \(`the first`, since 20"
@@ -70,7 +70,7 @@ def alive(process: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix" or shutil.which("ps") is None, reason="needs signals and ps")
-def test_workers_end_with_a_killed_comparison(tmp_path: Path) -> None:
+def test_workers_end_with_a_killed_comparison(tmp_path):
     out = tmp_path / "out"
     runs = [out / "runs" / f"{name}-seed0" for name in ("flow-grpo", "dance-grpo")]
     options = ["--methods", "flow-grpo", "dance-grpo", *words(seeds=0, workers=2, out=out)]
@@ -104,7 +104,7 @@ class Mine(Uniform):
 """
 
 
-def test_a_resume_after_the_code_has_changed_asks(tmp_path: Path, capsys) -> None:
+def test_a_resume_after_the_code_has_changed_asks(tmp_path, capsys):
     """By name, for a part within another part; the flag goes on, and the new code is then the known
     one, so the next resume does not ask.
     """
@@ -153,7 +153,7 @@ class Prints(Uniform):
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs pipes of POSIX")
 @pytest.mark.parametrize("command", ["train", "compare"])
-def test_a_run_whose_reader_ends_is_paused(command: str, tmp_path: Path) -> None:
+def test_a_run_whose_reader_ends_is_paused(command, tmp_path):
     """As in `flowrl train | head -3`: the iteration ends, and a checkpoint is written. Workers of a
     comparison may print too.
     """
@@ -165,7 +165,6 @@ def test_a_run_whose_reader_ends_is_paused(command: str, tmp_path: Path) -> None
         runs = [out / "runs" / name for name in ("flow-grpo-seed0", "Prints-seed0")]
     arguments = [sys.executable, "-m", "flowrl", *words]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert any("/500" in line for line in process.stdout)
     process.stdout.close()
     assert (process.wait(60), process.stderr and process.stderr.read()) == (141, "")

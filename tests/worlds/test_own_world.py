@@ -27,7 +27,7 @@ TINY = ["--preset", "tiny", "--world", OWN]
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_world.py").write_text(CODE)
     return tmp_path
@@ -41,7 +41,7 @@ def with_class(name: str, body: str) -> str:
     return f"other.py:{name}"
 
 
-def test_the_settings_start_from_the_worlds_defaults(capsys) -> None:
+def test_the_settings_start_from_the_worlds_defaults(capsys):
     run = preset("default").apply(world=OWN)
     assert (run.environment.task, run.environment.reward_form) == ("hours", "near")
     assert (run.iterations, run.optim.learning_rate) == (20, 1e-3)
@@ -56,7 +56,7 @@ def test_the_settings_start_from_the_worlds_defaults(capsys) -> None:
     assert "(default: hours)" in re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
-def test_a_killed_run_resumes_to_the_same_weights(monkeypatch, capsys) -> None:
+def test_a_killed_run_resumes_to_the_same_weights(monkeypatch, capsys):
     train = ["train", *TINY, "--heldout-rewards=hit", "--checkpoint-every=1"]
     assert main([*train, "--out=whole"]) == 0
     iteration = Trainer.iteration
@@ -81,15 +81,15 @@ def test_a_killed_run_resumes_to_the_same_weights(monkeypatch, capsys) -> None:
     assert set(scores) == {"near", "hit"} and Path("base.png").exists()
 
 
-def test_a_changed_file_is_another_world() -> None:
-    before = world(OWN)
-    assert world(OWN) is before
+def test_a_changed_file_is_another_world():
+    before = world(OWN, trust=True)
+    assert world(OWN, trust=True) is before
     Path("my_world.py").write_text(CODE.replace('name = "clock"', 'name = "changed"'))
-    assert world(OWN).name == "changed"
+    assert world(OWN, trust=True).name == "changed"
 
 
 @pytest.mark.parametrize("how", ["name", "object"])
-def test_a_python_object_is_the_same_world_as_its_name(how: str, tmp_path: Path) -> None:
+def test_a_python_object_is_the_same_world_as_its_name(how, tmp_path):
     mine = runpy.run_path("my_world.py")["World"]()
     assert isinstance(mine, World)
     config = preset("tiny").apply(world=OWN if how == "name" else mine)
@@ -120,7 +120,7 @@ def refused(capsys, *arguments: str) -> str:
         ("prompts = lambda self, task, part: ['1']", "train prompts of world clock = ['1']"),
     ],
 )
-def test_what_is_wrong_with_a_world_is_said_in_one_line(body: str, words: str, capsys) -> None:
+def test_what_is_wrong_with_a_world_is_said_in_one_line(body, words, capsys):
     spec = with_class("Other", body)
     if body.startswith("parse"):
         code = CODE.replace("def parse", "def parsed").replace("class World", "class Other")
@@ -138,11 +138,11 @@ def test_what_is_wrong_with_a_world_is_said_in_one_line(body: str, words: str, c
         ("--world model", "model if `model` is given"),
     ],
 )
-def test_what_is_wrong_with_a_command_is_said_in_one_line(more, words, capsys) -> None:
+def test_what_is_wrong_with_a_command_is_said_in_one_line(more, words, capsys):
     assert words in refused(capsys, "train", *more.split())
 
 
-def test_an_exception_in_a_world_names_the_line(capsys) -> None:
+def test_an_exception_in_a_world_names_the_line(capsys):
     spec = with_class("Other", "def policy(self, options): raise ValueError('no network')")
     assert main(["train", "--preset", "tiny", "--world", spec, "--out", "run"]) == 1
     error = capsys.readouterr().err

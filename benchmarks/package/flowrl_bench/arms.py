@@ -1,12 +1,14 @@
 """The arms of the tuned comparison: each method's settings, and its searched numbers."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import flowrl_compare.tuned
 from flowrl_compare.arms import (
     check_arms,
     credit_arms,
@@ -22,7 +24,7 @@ from flowrl.methods import METHODS
 from flowrl.parts.registry import options_of
 from flowrl.parts.specs import parse_options, parse_spec
 from flowrl.training.build import check, run_method
-from flowrl.training.config import RunConfig, preset
+from flowrl.training.config import RunConfig, preset, words
 from flowrl_bench.digest import MEASURED
 
 _EULER = {"eval_steps": 20, "eval_solver": "euler"}
@@ -71,19 +73,20 @@ class Knob:
     braces in a spec.
 
     `start` has the start per world; in a world of the user's it is `elsewhere` of a run of uniform
-    credit.
+    credit. `most` is the largest value that is tried.
     """
 
     factor: float
     start: Mapping[str, float]
     elsewhere: Callable[[RunConfig], float] | None = None
+    most: float = math.inf
 
     def value(self, world: str, level: int) -> float:
         """The value at a level, to three digits."""
         start = self.start.get(world, next(iter(self.start.values())))
         if world not in self.start and self.elsewhere is not None:
             start = self.elsewhere(preset("default").apply(**settings_of(world)))
-        return float(f"{start * self.factor**level:.3g}")
+        return float(f"{min(start * self.factor**level, self.most):.3g}")
 
 
 def settings_of(world: str) -> dict[str, Any]:
@@ -135,6 +138,10 @@ def chosen_worlds(
     return [world]
 
 
+MOST_CLIP = 0.9
+"""The largest clip range that is tried; losses allow less than 1."""
+
+
 def _own_clip(run: RunConfig) -> float:
     return float(getattr(run_method(run).loss, "clip_range", 0.0))
 
@@ -143,7 +150,7 @@ def _own_rate(run: RunConfig) -> float:
     return run.optim.learning_rate
 
 
-CLIP = Knob(3.0, {"mixture": 2e-2, "shapes": 2e-3}, _own_clip)
+CLIP = Knob(3.0, {"mixture": 2e-2, "shapes": 2e-3}, _own_clip, MOST_CLIP)
 """The clip range of log-ratios grows with the square root of the latent's dimension at equal KL:
 1e-4 at d = 65,536 is 1.8e-2 at d = 2, and images of this world are near 1e-3.
 """
@@ -163,8 +170,11 @@ class Arm:
     """A method with fixed `settings`, in whose specs `{name}` stands for the value of a knob, and
     the `knobs` to search.
 
-    `worlds` are those in which it is compared; `control` marks a control. `same` names a method
-    that is the same rule with the same settings, whose runs would repeat this arm's numbers.
+    `worlds` are those in which it is compared; `control` marks a control, and `oracle` one with
+    exact values, whose evaluations are recorded but compared with those of no other arm. `same`
+    names a method that is the same rule with the same settings, whose runs would repeat this arm's
+    numbers.
+    `source` is the file, read without trust, with the settings; "" for the user's own.
     """
 
     name: str
@@ -172,13 +182,16 @@ class Arm:
     knobs: Mapping[str, Knob] = field(default_factory=lambda: POLICY)
     worlds: tuple[str, ...] = ("mixture",)
     control: bool = False
+    oracle: bool = False
     same: str = ""
+    source: str = ""
 
     @property
     def label(self) -> str:
         """The name in tables and figures."""
         same = f" = {self.same}" if self.same else ""
-        return f"{self.name}{same}{' (control)' if self.control else ''}"
+        kind = " (oracle)" if self.oracle else " (control)" if self.control else ""
+        return f"{self.name}{same}{kind}"
 
     def values(self, world: str, levels: Mapping[str, int]) -> dict[str, float]:
         """The knobs' values at levels of the grid; a knob without a level is at its start."""
@@ -199,9 +212,9 @@ class Arm:
 
     def run(self, world: str, values: Mapping[str, float], **more: Any) -> RunConfig:
         """The run in a world."""
-        return preset("default").apply(
-            **{**settings_of(world), **self.changes(world, values), **more}
-        )
+        others, changes = {**settings_of(world), **more}, self.changes(world, values)
+        run = preset("default").apply(**{**others, **changes, **more})
+        return replace(run, source=self.source, own=words(others))
 
 
 BOTH = ("mixture", "shapes")
@@ -253,7 +266,7 @@ _ARMS = (
     Arm("gains over a moving average", {"credit": "moving-average-gain"}),
     Arm("gains, one-step estimate", {"credit": "stepwise-gain(probe=tweedie)"}),
     Arm("random credit", {"method": "flow-grpo", "credit": "random(seed=0)"}, control=True),
-    Arm("true advantages", {"credit": "stepwise-gain(probe='continuation:8')"}, control=True),
+    Arm("true advantages", {"credit": "stepwise-gain(probe=exact)"}, control=True, oracle=True),
 )
 ARMS: dict[str, Arm] = {arm.name: arm for arm in _ARMS}
 """The compared arms. "uniform, larger groups" has as many network evaluations per iteration as
@@ -261,13 +274,26 @@ turning points in the 2-D world, and an eighth more in the image world.
 """
 
 
-TUNED = Path(__file__).parent / "tuned.json"
-"""What `flowrl bench tune --save` has written: the values that were found, by world and arm."""
-
-
 def tuned(world: str, arm: str) -> dict[str, float]:
     """The values found for an arm in a world; the start of the grid without a search."""
-    return _tuned().get(world, {}).get(arm) or ARMS[arm].values(world, {})
+    known = flowrl_compare.tuned.tuned().get(world, {}).get(arm)
+    return known["values"] if known else ARMS[arm].values(world, {})
+
+
+CLAIMS = Path(__file__).parent / "claims_values.json"
+"""The values with which the runs of the claims were made, from searches of 12 runs per arm that did
+not yet count a collapse.
+"""
+
+
+@cache
+def _claims_values() -> dict[str, dict[str, dict[str, float]]]:
+    return json.loads(CLAIMS.read_text())
+
+
+def claims_values(world: str, arm: str) -> dict[str, float] | None:
+    """An arm's values in the runs of the claims; None if they were not searched."""
+    return _claims_values().get(world, {}).get(arm)
 
 
 def in_world(arm: Arm, world: str) -> bool:
@@ -277,12 +303,19 @@ def in_world(arm: Arm, world: str) -> bool:
 
 def is_tuned(world: str, arm: str) -> bool:
     """Whether values were found for an arm in a world."""
-    return arm in _tuned().get(world, {})
+    return arm in flowrl_compare.tuned.tuned().get(world, {})
 
 
-@cache
-def _tuned() -> dict[str, dict[str, dict[str, float]]]:
-    return json.loads(TUNED.read_text()) if TUNED.exists() else {}
+def tuned_entry(arm: Arm, world: str, values: Mapping[str, float]) -> dict[str, Any]:
+    """What `flowrl bench tune --save` writes for an arm: the method that it is, the values that
+    were found, and the settings of a run with them.
+    """
+    method = "" if arm.control else arm.same or arm.settings.get("method", "")
+    settings = {"window": settings_of(world).get("window", ""), **arm.changes(world, values)}
+    if arm.same:
+        settings = {**settings, "method": arm.same}
+        del settings["credit"]
+    return {"method": method, "values": dict(values), "settings": settings}
 
 
 def named_arm(name: str) -> Arm:
@@ -315,7 +348,7 @@ def named_arm(name: str) -> Arm:
         ) from error
 
 
-def own_arm(name: str, settings: Mapping[str, Any]) -> Arm:
+def own_arm(name: str, settings: Mapping[str, Any], source: str = "") -> Arm:
     """An arm of one's own, as in `flowrl compare --arm`, in both worlds.
 
     The knobs are those of `POLICY` that `settings` do not set and that its kernel or its loss has.
@@ -329,6 +362,7 @@ def own_arm(name: str, settings: Mapping[str, Any]) -> Arm:
         settings,
         {knob: value for knob, value in POLICY.items() if knob not in settings},
         BOTH,
+        source=source,
     )
     for world in BOTH:
         # rewards may differ: all arms have the world's scores
@@ -348,24 +382,30 @@ def own_arm(name: str, settings: Mapping[str, Any]) -> Arm:
     without = [
         knob
         for knob, (kind, part) in has.items()
-        if not (hasattr(part, knob) or _accepts(kind, settings, knob))
+        if not (hasattr(part, knob) or _accepts(kind, settings, knob, run))
     ]
     return replace(
         arm, knobs={knob: value for knob, value in arm.knobs.items() if knob not in without}
     )
 
 
-def _accepts(kind: str, settings: Mapping[str, Any], option: str) -> bool:
+def _accepts(kind: str, settings: Mapping[str, Any], option: str, run: RunConfig) -> bool:
     """Whether the part of a `kind` that `settings` name has an `option`, under whatever attribute
     it keeps the value.
     """
     spec = settings.get(kind)
-    return bool(spec) and option in options_of(kind, parse_spec(spec, kind).name)
+    return bool(spec) and option in options_of(
+        kind, parse_spec(spec, kind).name, run.trusts(getattr(run.algorithm, kind))
+    )
 
 
 def own_arms(texts: Sequence[str], file: Path | None = None, trust: bool = False) -> list[Arm]:
     """The arms of `texts` ("NAME: setting=value, ...") and of a YAML file, as `flowrl compare`
     reads them.
     """
-    given = together(*map(parse_arm, texts), load_arms(file, trust) if file else {})
-    return [own_arm(name, settings) for name, settings in given.items()]
+    typed, read = together(*map(parse_arm, texts)), load_arms(file, trust) if file else {}
+    source = "" if trust else str(file)
+    return [
+        own_arm(name, settings, source if name in read else "")
+        for name, settings in together(typed, read).items()
+    ]

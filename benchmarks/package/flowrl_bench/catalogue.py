@@ -42,10 +42,10 @@ _STEPWISE_CLAIMS = (
         STEPWISE,
         "better in 3 of 4 settings per hour; an iteration costs 1.8 to 2.4 times as much",
         {"uniform": UNIFORM, "stepwise": GAINS},
-        Compare("stepwise", "uniform", "reward at equal nfe"),
+        Compare("stepwise", "uniform", "reward at equal forwards"),
         tuple(
             Compare("stepwise", "uniform", measure)
-            for measure in ("nfe", "reward at equal seconds", "seconds")
+            for measure in ("forwards", "reward at equal seconds", "seconds")
         ),
         expects=BETTER,
         tasks=TASKS["shapes"],
@@ -199,7 +199,7 @@ _FLOW_CLAIMS = (
             "10 steps": {**UNIFORM, "num_steps": 10, "iterations": 80},
             "40 steps": {**UNIFORM, "num_steps": 40},
         },
-        Compare("10 steps", "40 steps", "reward at equal nfe"),
+        Compare("10 steps", "40 steps", "reward at equal forwards"),
         (Compare("10 steps", "40 steps", "final"),),
         expects=BETTER,
         base={**LONG_WINDOW, "eval_steps": 40},

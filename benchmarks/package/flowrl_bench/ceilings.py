@@ -84,9 +84,11 @@ def with_values(rule: CreditRule, experience: Experience, values: ValueTable) ->
 
 def ceiling(sums: Float[Tensor, "level 9"]) -> float:
     """The correlation without noise in the table, by a parabola in the variance of the noise;
-    within [-1, 1].
+    within [-1, 1]. Without noise (one level), the correlation itself.
 
     Source: simulation and extrapolation (SIMEX), Cook and Stefanski 1994.
     """
+    if len(sums) == 1:
+        return correlation(sums)
     correlations = [correlation(row) for row in sums]
     return max(-1.0, min(1.0, float(np.polyval(np.polyfit(LEVELS, correlations, 2), 0.0))))

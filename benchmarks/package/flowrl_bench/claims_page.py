@@ -32,9 +32,8 @@ LEGEND = (
     " verdict rules](verdicts.md) say how verdicts are corrected for the number of questions."
 )
 DEFINITIONS = (
-    "The runs use the definitions of version 0.1: credit rules count ODE steps as steps, and a "
-    "network evaluation is one forward pass, with or without its gradient. In the image runs "
-    "TP-GRPO's rule for the first step was inactive: it applies to step 0 only, and their "
+    "The runs use the definitions of version 0.1: credit rules count ODE steps as steps. "
+    "In the image runs TP-GRPO's rule for the first step was inactive: it applies to step 0 only, and their "
     "stochastic steps are 2 to 6."
 )
 """Also in the README, next to the same numbers."""
@@ -71,8 +70,8 @@ METHOD = (
     "The unit is the seed; runs of one seed share prompts and noise, and tasks are averaged within"
     " the seed. Holm's correction covers all verdicts of a world; each self-test is a family"
     " of its own. Held-out prompts and their noise are the same for"
-    " all runs, so intervals do not cover the choice of prompts. *Per evaluation* counts network"
-    " evaluations for sampling, scoring and the update. *Per second* is processor time of one core"
+    " all runs, so intervals do not cover the choice of prompts. *Per evaluation* counts forward"
+    " equivalents ([definition](verdicts.md#forward-equivalents)). *Per second* is processor time of one core"
     " with tiny networks; large models can differ. Verdicts are about these worlds. The primary outcomes were chosen after the"
     " runs of this page had been seen, and before all later ones."
 )

@@ -1,10 +1,11 @@
-"""`flowrl bench claims`, `flowrl bench tune`, `flowrl bench rule` and `flowrl bench microscope`."""
+"""`flowrl bench claims`, `tune`, `rule`, `microscope` and `headroom`."""
 
 import math
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,9 +13,9 @@ import tyro
 from annotated_types import Ge, Gt, Le
 
 from flowrl.core.errors import require
-from flowrl.core.options import Count, Workers
-from flowrl.io import require_new_file
-from flowrl.reading import is_json, require_file
+from flowrl.core.options import Workers
+from flowrl.io import require_new_file, write_bytes
+from flowrl.reading import is_json
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ class Claims:
             self.world,
             "mixture, shapes or all",
         )
-        if self.judge and not Path(f"{self.out}.gz").is_file():
-            require_file(self.out)
+        exists = any(map(os.path.isfile, (self.out, f"{self.out}.gz")))
+        require(exists or not self.judge, "out", str(self.out), "a results file, with --judge")
         for name in self.only:
             require(name in CLAIMS, "only", name, f"one of {', '.join(CLAIMS)}")
         offered = CLAIMS if self.only or not self.quick else quick(CLAIMS)
@@ -107,9 +108,9 @@ class Claims:
         file = ResultsFile(self.out, self.trust)
         if self.redo is not None:
             return _redo(self.redo, file)
-        folder = self.page or self.out.parent
-        require_page(folder, "claims", TITLE)
-        require_page(folder / "claims", "details", claims_details.TITLE)
+        folder, option = self.page or self.out.parent, "page" if self.page else "out"
+        require_page(folder, "claims", TITLE, option)
+        require_page(folder / "claims", "details", claims_details.TITLE, option)
         seeds = {"mixture": QUICK_SEEDS, "shapes": ()} if self.quick else SEEDS
         suite = Suite(
             needed(chosen, "mixture" if self.quick else self.world, seeds),
@@ -179,8 +180,10 @@ class Tune:
     """Reward of the model's runs, as for `flowrl train`."""
     set: str = ""
     """Further settings of the model's runs, as in "resolution=512, guidance_scale=4.5"."""
-    budget: Count = 12
-    """Runs per method and world, a third of them for two finalists with further seeds."""
+    budget: Annotated[int, Ge(0), Le(200)] = 0
+    """Runs per arm and world, half of them for two finalists with further seeds; 0 = 24 in the 2-D
+    world, 12 in others.
+    """
     out: Path = Path("runs/tuning.jsonl")
     """The log: one line per run. Runs that it has are not made again."""
     workers: Workers = 0
@@ -193,7 +196,7 @@ class Tune:
     def main(self) -> int:
         """Search, print and save the choices."""
         from flowrl_bench.arms import ARMS, chosen_worlds, in_world, named_arm, own_arms, short_name
-        from flowrl_bench.tune import Search, choices, save, tune
+        from flowrl_bench.tune import Search, choices, save, tune, usual_budget
 
         if self.show:
             default = Tune.__dataclass_fields__["budget"].default
@@ -208,12 +211,12 @@ class Tune:
         names = [arm.name for arm in arms]
         require(len(set(names)) == len(names), "arm", names, "each name once")
         searches = [
-            Search(arm, world, self.budget)
+            Search(arm, world, self.budget or usual_budget(world))
             for world in worlds
             for arm in arms
             if in_world(arm, world)
         ]
-        total = self.budget * len(searches)
+        total = sum(search.budget for search in searches)
 
         def progress(line: Mapping[str, Any], done: int) -> None:
             values = ", ".join(f"{name} {value:g}" for name, value in line["values"].items())
@@ -343,7 +346,8 @@ class Microscope:
             "quick.jsonl" if self.quick else "microscope.jsonl"
         )
         check_out(out)
-        require_page(self.page or out.parent, "microscope", TITLE)
+        option = "page" if self.page else "out"
+        require_page(self.page or out.parent, "microscope", TITLE, option)
         command = shlex.join(["flowrl", *sys.argv[1:]])
         study = Study(chosen, rules, out, command)
         wanted = [cell.key for cells in study.sessions().values() for cell in cells]
@@ -360,12 +364,69 @@ class Microscope:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Benchmarks: tests of the papers' claims, your own rule against tuned baselines, and a
-    microscope for credit.
+class Headroom:
+    """Measure how much better credit could be than uniform credit, in a family of tasks around the
+    2-D world: an oracle against uniform credit, both tuned.
+
+    Example: flowrl bench headroom --tasks default 9-of-10 noise-0.3 --workers 2
     """
 
-    which: tyro.conf.OmitSubcommandPrefixes[Claims | Tune | Rule | Microscope]
+    tasks: tuple[str, ...] = ()
+    """Tasks by name; default: all (--quick: default, 9-of-10 and noise-0.3). Tasks whose runs are in
+    `out` are not run again.
+    """
+    credit: str = ""
+    """A credit rule in place of the oracle, as a control: random has less than no headroom, uniform
+    none.
+    """
+    seeds: Annotated[int, Ge(0), Le(1000)] = 0
+    """Fresh seeds per arm and task; 0 = 5 (--quick: 3)."""
+    quick: bool = False
+    """Shorter runs, smaller searches, fewer tasks; for a first impression."""
+    out: Path = Path("runs/headroom/headroom.jsonl")
+    """The results file, one line per run. Next to it are the searches (-tuning.jsonl) and the table
+    as .csv.
+    """
+    page: Path | None = None
+    """Folder of the page headroom.md, headroom.html and their map; default: that of the results."""
+    workers: Workers = 0
+    """Number of processes; 0 = one per core. The numbers do not depend on it."""
+
+    def main(self) -> int:
+        """Search, run, write."""
+        from flowrl_bench.headroom import QUICK, QUICK_SIZE, TASKS, HeadroomStudy, Size
+        from flowrl_bench.headroom_page import TITLE, headroom_page, summary, table
+        from flowrl_bench.page import require_page
+
+        names = self.tasks or (QUICK if self.quick else tuple(TASKS))
+        for name in names:
+            require(name in TASKS, "tasks", name, f"one of {', '.join(TASKS)}")
+        folder, spreadsheet = self.page or self.out.parent, self.out.with_suffix(".csv")
+        require_new_file(self.out, lambda data: True)
+        require_new_file(spreadsheet, lambda data: data.startswith(b"task,"))
+        require_page(folder, "headroom", TITLE)
+        size = QUICK_SIZE if self.quick else Size()
+        size = replace(size, seeds=self.seeds or size.seeds)
+        tasks = {name: TASKS[name] for name in dict.fromkeys(names)}
+        if self.credit:
+            tasks = {name: replace(task, oracle=self.credit) for name, task in tasks.items()}
+        study = HeadroomStudy(tasks, self.out, size, self.workers)
+        command = shlex.join(["flowrl", *sys.argv[1:]])
+        finished = study.execute(command)
+        if rows := study.rows():
+            written = headroom_page(rows, size, command).write(folder, "headroom", "headroom")
+            write_bytes(spreadsheet, table(rows).encode())
+            print(f"{summary(rows)}\nWrote {', '.join(map(str, [*written, spreadsheet]))}")
+        return 0 if finished else _paused()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Benchmarks: tests of the papers' claims, your own rule against tuned baselines, a microscope
+    for credit, and what credit can gain.
+    """
+
+    which: tyro.conf.OmitSubcommandPrefixes[Claims | Tune | Rule | Microscope | Headroom]
 
     def main(self) -> int:
         """Run the chosen one."""

@@ -95,7 +95,9 @@ def _require_two(continuations: int) -> None:
     )
 
 
-def _walk(setting: Setting, groups: Groups, seed: int, usage: Usage | None, max_batch: int) -> Walk:
+def walk_of(
+    setting: Setting, groups: Groups, seed: int, usage: Usage | None, max_batch: int
+) -> Walk:
     condition, generator = setting.policy.encode(setting.prompts), torch.Generator()
     return Walk(
         setting.policy,
@@ -129,7 +131,7 @@ def continuation_rewards(
     groups, path, policy = trajectories.groups, trajectories.trajectories, setting.policy
     prompts = [prompt for prompt in setting.prompts for _ in range(groups.members)]
     owners = [prompt for prompt in prompts for _ in range(continuations)]
-    walk, steps = _walk(setting, groups, seed, usage, max_batch), path.tree.drawn_steps
+    walk, steps = walk_of(setting, groups, seed, usage, max_batch), path.tree.drawn_steps
     found = torch.zeros(len(rewards), groups.samples, len(steps) + 1, continuations)
     with policy.frozen(), torch.no_grad():
         images = policy.decode(path.images_latent)
@@ -170,7 +172,7 @@ def _on_a_tree(
     tree, count = result.trajectories.tree, result.groups.prompts
     last, walk = (
         int(setting.stds.nonzero().max()),
-        _walk(setting, result.groups, seed, usage, max_batch),
+        walk_of(setting, result.groups, seed, usage, max_batch),
     )
     into, parent = tree.drawn.nonzero().flatten(), tree.parent[tree.drawn]
     needed = torch.zeros(tree.units, dtype=torch.bool)

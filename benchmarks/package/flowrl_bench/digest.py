@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import flowrl_compare.costs
 import flowrl_compare.statistics
 
 import flowrl
@@ -42,7 +43,9 @@ RULES = (
     "evidence",
     "statistics",
 )
-"""Modules of this package that decide on verdicts, with `flowrl_compare.statistics`."""
+"""Modules of this package that decide on verdicts, with `costs` and `statistics` of
+`flowrl_compare`.
+"""
 GOLDEN: dict[str, Any] = {
     "world": "mixture",
     "iterations": 2,
@@ -56,6 +59,8 @@ ONE_STEP = "weighted(weights=noise, rule=\"sibling-relative(probe='comb(branches
 """The rule of the arms called tempflow-grpo: 6 draws at one drawn step. The method now draws 6 at
 every step.
 """
+OWN_RULES = ("flowrl_bench.negative_controls:FreshNoiseFault",)
+"""Credit rules that the claims name by module and class; lines may contain exactly this text."""
 MEASURED = {"tempflow-grpo": {"credit": ONE_STEP, "groups": 16}}
 """Settings with which a method runs here, where its own have changed since the first results."""
 GOLDEN_COLUMNS = ("nfe", "train_nfe", "soft")
@@ -95,7 +100,8 @@ def code_digest() -> str:
 def rules_digest() -> str:
     """The digest of the claims, their verdict rules and the statistics."""
     rules = [PACKAGES["flowrl_bench"] / f"{name}.py" for name in RULES]
-    return _digest([*rules, Path(str(flowrl_compare.statistics.__file__))])
+    shared = (flowrl_compare.costs, flowrl_compare.statistics)
+    return _digest([*rules, *(Path(str(module.__file__)) for module in shared)])
 
 
 @cache
@@ -187,7 +193,9 @@ def own_files(config: RunConfig) -> list[Path]:
     chosen = {kind: getattr(algorithm, kind) for kind in ("credit", "sampler", "window", "loss")}
     world = {} if config.environment.world == "model" else {"world": config.environment.world}
     specs = {**chosen, "reward": reward, **world}
-    files = dict.fromkeys(path for kind, spec in specs.items() for path in _files(kind, spec))
+    files = dict.fromkeys(
+        path for kind, spec in specs.items() for path in _files(kind, spec, config.trusts(spec))
+    )
     ours = [folder.resolve() for folder in PACKAGES.values()]
     return [
         path
@@ -197,11 +205,11 @@ def own_files(config: RunConfig) -> list[Path]:
 
 
 @cache
-def _files(kind: str, spec: str) -> tuple[Path, ...]:
+def _files(kind: str, spec: str, trust: bool) -> tuple[Path, ...]:
     """Files of a part and of the parts in its options; none if the spec cannot be read."""
     try:
         parsed = parse_spec(spec, kind)
     except ConfigError:
         return ()
-    inner = [path for nested in parsed.nested() for path in _files(*nested)]
-    return (*files_of(kind, parsed), *inner)
+    inner = [path for nested in parsed.nested() for path in _files(*nested, trust)]
+    return (*files_of(kind, parsed, trust), *inner)

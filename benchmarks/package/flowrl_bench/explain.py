@@ -112,8 +112,8 @@ def parse_rewards(text: str, origin: str = "rewards", decisions: Sequence[int] =
         raise ConfigError(f"{origin}: every prompt needs as many members; found {sizes!s:.200}")
     table = torch.tensor([[values for _, values in members] for members in groups.values()])
     if table.shape[1] < 2 or table.shape[2] < 2:
-        found = f"{table.shape[1]} members and {table.shape[2]} columns"
-        raise ConfigError(f"{origin}: {found}; 2 or more of each are needed")
+        shape = f"{table.shape[1]} members and {table.shape[2]} columns"
+        raise ConfigError(f"{origin}: {shape}; 2 or more of each are needed")
     members = tuple(tuple(name for name, _ in rows) for rows in groups.values())
     return RewardFile(table, tuple(groups), members, header)
 
@@ -140,13 +140,13 @@ def _columns(names: list[str], header: bool, where: str, decisions: Sequence[int
         allowed = "left out: the columns are decisions already"
         require(not decisions, "decisions", tuple(decisions), allowed)
         return [names.index(name) for name in wanted]
-    found = f"{where}: the columns {', '.join(others)!s:.120}"
+    columns = f"{where}: the columns {', '.join(others)!s:.120}"
     if by_node:
         raise ConfigError(
-            f"{found} are nodes, and a value table has one column per decision: give the drawn"
+            f"{columns} are nodes, and a value table has one column per decision: give the drawn"
             " steps with --decisions"
         )
-    raise ConfigError(f"{found} are not allowed; allowed: {', '.join(wanted)!s:.120}")
+    raise ConfigError(f"{columns} are not allowed; allowed: {', '.join(wanted)!s:.120}")
 
 
 def read_rewards(path: Path, decisions: Sequence[int] = ()) -> RewardFile:

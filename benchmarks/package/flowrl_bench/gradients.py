@@ -131,9 +131,9 @@ class RawCredit:
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
         """Advantages [prompt, member, decision]."""
         final = values[..., -1:].expand(-1, -1, len(decisions))
-        found = final if self.lam is None else generalised_gains(values, self.lam)
-        others = (found.sum(1, keepdim=True) - found) / max(1, found.shape[1] - 1)
-        return found - others if self.baseline else found
+        credit = final if self.lam is None else generalised_gains(values, self.lam)
+        others = (credit.sum(1, keepdim=True) - credit) / max(1, credit.shape[1] - 1)
+        return credit - others if self.baseline else credit
 
 
 def assigned(rule: CreditRule, experience: Experience) -> Credit:
@@ -144,8 +144,8 @@ def assigned(rule: CreditRule, experience: Experience) -> Credit:
         raise
     except Exception as error:
         call = f"{type(rule).__name__}.{'credit' if hasattr(rule, 'credit') else 'assign'}"
-        found = f"{call} failed on values of shape {tuple(experience.values.shape)}"
-        raise CreditError(f"{found}: {type(error).__name__}: {error}") from error
+        failure = f"{call} failed on values of shape {tuple(experience.values.shape)}"
+        raise CreditError(f"{failure}: {type(error).__name__}: {error}") from error
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -227,14 +227,14 @@ def policy_gradients(
     )
     rows = []
     for _ in range(batches):
-        found = _credited(setting, rule, groups, generator, usage, reward)
+        credited = _credited(setting, rule, groups, generator, usage, reward)
         batches_of = LossBatches(
             setting.policy,
             loss,
-            found.result,
+            credited.result,
             condition,
-            found.advantages,
-            found.weights,
+            credited.advantages,
+            credited.weights,
             setting.sampler,
         )
         result = loss.loss(batches_of.of(sample, column))
@@ -264,18 +264,18 @@ def forward_gradients(
     copies = Copies(loss, setting.policy, dict(setting.policy.trainable())).by_name
     rows = []
     for _ in range(batches):
-        found = _credited(setting, rule, groups, generator, usage)
+        credited = _credited(setting, rule, groups, generator, usage)
         times = loss.times.draw(setting.schedule, groups.samples, generator)
         noise_seed = int(torch.randint(2**62, (), generator=generator))
         every = ForwardBatches(
             setting.policy,
             loss,
-            found.result,
+            credited.result,
             condition,
-            found.advantages,
-            found.weights,
+            credited.advantages,
+            credited.weights,
             times,
-            found.decisions,
+            credited.decisions,
             noise_seed,
             copies,
         )

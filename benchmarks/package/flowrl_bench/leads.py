@@ -16,13 +16,13 @@ def _lead(name: str) -> Claim:
     larger = (
         ()
         if name == LARGER
-        else (Compare(name, LARGER), Compare(name, LARGER, "reward at equal nfe"))
+        else (Compare(name, LARGER), Compare(name, LARGER, "reward at equal forwards"))
     )
     return question(
         f"lead-{name.replace(',', '').replace(' ', '-')}",
         f"Does {name} lead uniform credit per network evaluation?",
         arms,
-        Compare(name, UNIFORM, "reward at equal nfe"),
+        Compare(name, UNIFORM, "reward at equal forwards"),
         *(Compare(name, UNIFORM, measure) for measure in others),
         *larger,
         tasks=TASKS["shapes"] if "shapes" in ARMS[name].worlds else (),

@@ -22,7 +22,7 @@ from flowrl_bench.verdicts import (
 
 BUDGETS = {
     "per update": "area",
-    "per evaluation": "reward at equal nfe",
+    "per evaluation": "reward at equal forwards",
     "per second": "reward at equal seconds",
 }
 """The measure of the lead at equal budgets."""

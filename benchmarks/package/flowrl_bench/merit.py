@@ -76,10 +76,10 @@ def layout_of(method: Method) -> str:
 @cache
 def layouts(world: str) -> dict[str, list[Row]]:
     """Rows by layout."""
-    found: dict[str, list[Row]] = {}
+    by_layout: dict[str, list[Row]] = {}
     for row in (row for row in ROWS.values() if row.judged):
-        found.setdefault(layout_of(make_method(row.run(world))), []).append(row)
-    return found
+        by_layout.setdefault(layout_of(make_method(row.run(world))), []).append(row)
+    return by_layout
 
 
 def trained_policy(world: str, seed: int, folder: Path, quick: bool) -> Setting:
@@ -124,17 +124,17 @@ def look_seeds(
     first for every stochastic step at which it branches.
     """
     groups = Groups(len(setting.prompts), size.members, shared_noise)
-    stds, found = setting.stds, dict[tuple[int, ...], int]()
+    stds, first_seeds = setting.stds, dict[tuple[int, ...], int]()
     if getattr(probe, "count", None) != 1 or not isinstance(probe, Branching):
         return [seed]
     for number in range(SEARCHED):
         generator = torch.Generator().manual_seed(seed + 1000 * number)
         groups.noise(setting.policy.latent_shape, generator)
         tree = group_tree(stds, groups, probe, generator)
-        found.setdefault(tuple(tree.drawn_steps), seed + 1000 * number)
-        if len(found) == int((stds > 0).sum()):
+        first_seeds.setdefault(tuple(tree.drawn_steps), seed + 1000 * number)
+        if len(first_seeds) == int((stds > 0).sum()):
             break
-    return [found[steps] for steps in sorted(found)]
+    return [first_seeds[steps] for steps in sorted(first_seeds)]
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,8 @@ def measure_layout(job: Job, folder: Path, quick: bool = False) -> dict[str, Any
     shared, probe = layout.startswith("shared"), next(iter(rows.values())).credit.probe
     tree = probe if isinstance(probe, Branching) else NoProbe()
     looks = [
-        Look(setting, size.members, found, size.max_batch)
-        for found in look_seeds(setting, shared, tree, size, seed)
+        Look(setting, size.members, look_seed, size.max_batch)
+        for look_seed in look_seeds(setting, shared, tree, size, seed)
     ]
     sampled = [look.trajectories(shared, tree) for look in looks]
     truths = [
@@ -195,20 +195,20 @@ def measure_layout(job: Job, folder: Path, quick: bool = False) -> dict[str, Any
         )
         for look, result in zip(looks, sampled, strict=True)
     ]
-    found, steps = dict[str, Any](), sorted({step for truth in truths for step in truth.steps})
+    entries, steps = dict[str, Any](), sorted({step for truth in truths for step in truth.steps})
     for name, method in rows.items():
         with reproducible("merit", *job, name):
-            found[name] = _row(method, looks, shared, truths, steps, sampled[0])
-    return {"rows": found, "steps": steps}
+            entries[name] = _row(method, looks, shared, truths, steps, sampled[0])
+    return {"rows": entries, "steps": steps}
 
 
-def on_steps(sums: Tensor, own: Sequence[int], steps: Sequence[int]) -> Tensor:
-    """`credit_sums` [group, decision, 9] of decisions at the steps `own` as [group, step, 9]; 0 at
-    other `steps`.
+def on_steps(sums: Tensor, decided: Sequence[int], steps: Sequence[int]) -> Tensor:
+    """`credit_sums` [group, decision, 9] of decisions at the steps `decided` as [group, step, 9]; 0
+    at other `steps`.
     """
-    found = sums.new_zeros(len(sums), len(steps), sums.shape[-1])
-    found[:, [steps.index(step) for step in own]] = sums
-    return found
+    by_step = sums.new_zeros(len(sums), len(steps), sums.shape[-1])
+    by_step[:, [steps.index(step) for step in decided]] = sums
+    return by_step
 
 
 def _row(
@@ -235,7 +235,8 @@ def _row(
     costs = Costs(**fixed, probe=nfe - fixed["sampling"], seconds=seconds)
     pairs = zip(credits, truths, strict=True)
     sums = [
-        on_steps(credit_sums(one.advantages, truth), truth.steps, steps) for one, truth in pairs
+        on_steps(credit_sums(credit.advantages, truth), truth.steps, steps)
+        for credit, truth in pairs
     ]
     return {"sums": torch.cat(sums).tolist(), "costs": asdict(costs)}
 
@@ -295,14 +296,14 @@ def read_sums(
     """By cell and row: "sums" [group, step, 9] by look, "costs" (means over looks), or
     "not_applicable".
     """
-    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for job in wanted:
         path = job_path(folder, job, quick)
         if not path.exists():
             continue
         result = read_json(path)
         for name, row in result["rows"].items():
-            kept = found.setdefault(job[:2], {}).setdefault(
+            kept = cells.setdefault(job[:2], {}).setdefault(
                 name, {"sums": [], "costs": [], "steps": result["steps"]}
             )
             if "not_applicable" in row:
@@ -310,7 +311,7 @@ def read_sums(
             else:
                 kept["sums"].append(torch.tensor(row["sums"], dtype=torch.float64))
                 kept["costs"].append(row["costs"])
-    return found
+    return cells
 
 
 def mean_costs(costs: list[Mapping[str, float]]) -> Costs:

@@ -52,9 +52,9 @@ class Judged:
         """By step, over the slope of all steps together; None at a step where nothing was
         decided.
         """
-        whole = self.report.overall.slope.value
+        overall = self.report.overall.slope.value
         return [
-            step.slope.value / whole if step.count and whole else None
+            step.slope.value / overall if step.count and overall else None
             for step in self.report.per_step
         ]
 
@@ -85,12 +85,12 @@ class Judged:
 
 
 def judged(
-    found: Mapping[Cell, Mapping[str, Mapping[str, Any]]], draws: int = 1000
+    cells: Mapping[Cell, Mapping[str, Mapping[str, Any]]], draws: int = 1000
 ) -> dict[Cell, list[Judged]]:
     """Agreement and costs of every row of every cell, in the order of `ROWS`."""
     result: dict[Cell, list[Judged]] = {}
     for cell in ((world, stage) for world in WORLDS for stage in STAGES):
-        rows = found.get(cell, {})
+        rows = cells.get(cell, {})
         reference = rows.get(REFERENCE)
         for name in (name for name in ROWS if name in rows and rows[name]["sums"]):
             row = rows[name]
@@ -117,12 +117,12 @@ def judged(
 
 
 def not_applicable(
-    found: Mapping[Cell, Mapping[str, Mapping[str, Any]]],
+    cells: Mapping[Cell, Mapping[str, Mapping[str, Any]]],
 ) -> dict[tuple[str, str], str]:
     """Reasons by world and row."""
     return {
         (world, name): row["not_applicable"]
-        for (world, _), rows in found.items()
+        for (world, _), rows in cells.items()
         for name, row in rows.items()
         if "not_applicable" in row
     }
@@ -171,9 +171,9 @@ def verdicts(
     applicable: Iterable[str] = WORLDS,
 ) -> list[Verdict]:
     """Of every probe that was measured in all worlds."""
-    runs = {(one.world, one.row): one for one in learned(lines)[0]}
-    by_cell = {cell: {one.row: one for one in rows} for cell, rows in cells.items()}
-    found = []
+    runs = {(result.world, result.row): result for result in learned(lines)[0]}
+    by_cell = {cell: {result.row: result for result in rows} for cell, rows in cells.items()}
+    judgements = []
     for name in (row.name for row in ROWS.values() if row.kind == "probe"):
         if not by_cell or any(
             name not in rows or REFERENCE not in rows for rows in by_cell.values()
@@ -181,11 +181,11 @@ def verdicts(
             continue
         why, share = list[str](), dict[str, float]()
         for (world, stage), rows in by_cell.items():
-            one, other = rows[name], rows[REFERENCE]
-            share[world] = (one.costs.sampling + one.costs.probe) / (
+            result, other = rows[name], rows[REFERENCE]
+            share[world] = (result.costs.sampling + result.costs.probe) / (
                 other.costs.sampling + other.costs.probe
             )
-            if one.difference is None or one.difference.low <= -MARGIN:
+            if result.difference is None or result.difference.low <= -MARGIN:
                 why.append(f"lower correlation, {NAMES[world]} {stage} training")
         reaches = not why
         why += [
@@ -201,12 +201,12 @@ def verdicts(
             elif not run.learns or difference.high < 0:
                 trained = False
                 why.append(f"{'ends lower' if run.learns else 'does not learn'}, {NAMES[world]}")
-        found.append(Verdict(name, share, reaches, trained, tuple(why)))
-    return found
+        judgements.append(Verdict(name, share, reaches, trained, tuple(why)))
+    return judgements
 
 
-def _interval(found: Estimate | None, digits: int = 2, sign: bool = False) -> str:
-    return "" if found is None else found.text(digits, sign)
+def _interval(estimate: Estimate | None, digits: int = 2, sign: bool = False) -> str:
+    return "" if estimate is None else estimate.text(digits, sign)
 
 
 def _number(value: float, digits: int = 1) -> str:
@@ -224,21 +224,21 @@ def credit_table(
         ),
         "|---|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    by_name = {one.row: one for one in rows}
+    by_name = {result.row: result for result in rows}
     for row in (row for row in ROWS.values() if row.kind in kinds):
         if row.name in left_out:
             lines.append(f"| {row.name} | not applicable | | | | | | | | | | |")
         elif row.name in by_name:
-            one = by_name[row.name]
-            overall, costs = one.report.overall, one.costs
-            slopes = " ".join("-" if slope is None else f"{slope:.1f}" for slope in one.slopes)
-            gap = _interval(one.difference, 2, True)
+            result = by_name[row.name]
+            overall, costs = result.report.overall, result.costs
+            slopes = " ".join("-" if slope is None else f"{slope:.1f}" for slope in result.slopes)
+            gap = _interval(result.difference, 2, True)
             lines.append(
                 f"| {row.name} | {_interval(overall.correlation)} | {gap} |"
                 f" {overall.sign.value:.2f} | {slopes} | {_number(costs.sampling)} |"
                 f" {_number(costs.probe)} | {_number(costs.update, 2)} |"
-                f" {_number(costs.decisions, 2)} | {1000 * one.merit:.1f} |"
-                f" {1000 * one.merit_of_decisions:.1f} | {1000 * costs.seconds:.2g} |"
+                f" {_number(costs.decisions, 2)} | {1000 * result.merit:.1f} |"
+                f" {1000 * result.merit_of_decisions:.1f} | {1000 * costs.seconds:.2g} |"
             )
     return lines
 
@@ -260,7 +260,7 @@ def compact_table(
         ),
         f"|---|{'---|' * len(columns)}---|---:|---:|",
     ]
-    by_cell = {cell: {one.row: one for one in rows} for cell, rows in cells.items()}
+    by_cell = {cell: {result.row: result for result in rows} for cell, rows in cells.items()}
     for name in (row.name for row in ROWS.values() if row.kind in kinds):
         texts = []
         for (place, _), rows in by_cell.items():
@@ -268,18 +268,19 @@ def compact_table(
             texts.append(
                 _interval(rows[name].report.overall.correlation) if name in rows else missing
             )
-        one = by_cell.get((world, STAGES[-1]), {}).get(name)
+        result = by_cell.get((world, STAGES[-1]), {}).get(name)
         spent, merits = "", ("", "")
-        if one is not None:
-            spent = f"{one.costs.sampling:.1f} + {one.costs.probe:.1f} + {one.costs.update:.2f}"
-            merits = f"{1000 * one.merit:.1f}", f"{1000 * one.merit_of_decisions:.1f}"
+        if result is not None:
+            costs = result.costs
+            spent = f"{costs.sampling:.1f} + {costs.probe:.1f} + {costs.update:.2f}"
+            merits = f"{1000 * result.merit:.1f}", f"{1000 * result.merit_of_decisions:.1f}"
         lines.append(f"| {name} | {' | '.join(texts)} | {spent} | {merits[0]} | {merits[1]} |")
     return lines
 
 
 def train_table(lines: Mapping[Key, Mapping[str, Any]]) -> list[str]:
     """Markdown of the training runs of both worlds."""
-    found, left_out = learned(lines)
+    trained, left_out = learned(lines)
     table = [
         (
             "| world | row | seeds | base | final minus base | worst seed | minus Substeps(5) |"
@@ -287,7 +288,7 @@ def train_table(lines: Mapping[Key, Mapping[str, Any]]) -> list[str]:
         ),
         "|---|---|---:|---:|---|---:|---|---:|---:|---:|---:|---|",
     ]
-    runs = {(one.world, one.row): one for one in found}
+    runs = {(run.world, run.row): run for run in trained}
     for world in WORLDS:
         for row in (row.name for row in ROWS.values() if row.trained):
             if (world, row) in left_out:
@@ -297,25 +298,25 @@ def train_table(lines: Mapping[Key, Mapping[str, Any]]) -> list[str]:
     return table
 
 
-def _train_line(one: Learned, difference: Estimate | None) -> str:
-    gap = "" if one.row == REFERENCE else _interval(difference, 3, True)
-    answer = "yes" if one.learns else "one seed only" if one.seeds < 2 else "**no**"
+def _train_line(run: Learned, difference: Estimate | None) -> str:
+    gap = "" if run.row == REFERENCE else _interval(difference, 3, True)
+    answer = "yes" if run.learns else "one seed only" if run.seeds < 2 else "**no**"
     return (
-        f"| {NAMES[one.world]} | {one.row} | {one.seeds} | {one.base:.3f} |"
-        f" {_interval(one.gain, 3, True)} | {one.worst:+.3f} | {gap} | {one.sampling:.1f} |"
-        f" {one.probe:.1f} | {one.update:.2f} | {one.seconds:.0f} | {answer} |"
+        f"| {NAMES[run.world]} | {run.row} | {run.seeds} | {run.base:.3f} |"
+        f" {_interval(run.gain, 3, True)} | {run.worst:+.3f} | {gap} | {run.sampling:.1f} |"
+        f" {run.probe:.1f} | {run.update:.2f} | {run.seconds:.0f} | {answer} |"
     )
 
 
-def recommendation(found: Sequence[Verdict]) -> str:
+def recommendation(judgements: Sequence[Verdict]) -> str:
     """One paragraph."""
-    chosen = [one for one in found if one.recommended]
+    chosen = [verdict for verdict in judgements if verdict.recommended]
     if chosen:
-        best = min(chosen, key=lambda one: max(one.share.values()))
+        best = min(chosen, key=lambda verdict: max(verdict.share.values()))
         share = " and ".join(
             f"{100 * part:.0f}% in the {NAMES[world]}" for world, part in best.share.items()
         )
-        others = ", ".join(f"*{one.row}*" for one in chosen if one is not best)
+        others = ", ".join(f"*{verdict.row}*" for verdict in chosen if verdict is not best)
         also = (
             f" {others} fulfil{'s' if len(chosen) == 2 else ''} the criteria too." if others else ""
         )
@@ -329,7 +330,7 @@ def recommendation(found: Sequence[Verdict]) -> str:
     return "No probe fulfils all criteria."
 
 
-def verdict_table(found: Sequence[Verdict]) -> list[str]:
+def verdict_table(judgements: Sequence[Verdict]) -> list[str]:
     """Markdown: why a probe is recommended or not."""
     table = [
         (
@@ -338,16 +339,16 @@ def verdict_table(found: Sequence[Verdict]) -> list[str]:
         ),
         "|---|---|---|---|---|",
     ]
-    for one in found:
-        share = ", ".join(f"{100 * part:.0f}%" for part in one.share.values())
-        holds = {True: "yes", False: "no", None: "not run yet"}[one.trained]
+    for verdict in judgements:
+        share = ", ".join(f"{100 * part:.0f}%" for part in verdict.share.values())
+        holds = {True: "yes", False: "no", None: "not run yet"}[verdict.trained]
         places: dict[str, list[str]] = {}
-        for reason in one.why:
+        for reason in verdict.why:
             what, _, where = reason.partition(", ")
             if not what.endswith("of the evaluations"):  # the second column has these
                 places.setdefault(what, []).append(where.removesuffix(" training"))
         fails = "; ".join(f"{what}: {', '.join(where)}" for what, where in places.items())
         table.append(
-            f"| {one.row} | {share} | {'yes' if one.reaches else 'no'} | {holds} | {fails} |"
+            f"| {verdict.row} | {share} | {'yes' if verdict.reaches else 'no'} | {holds} | {fails} |"
         )
     return table

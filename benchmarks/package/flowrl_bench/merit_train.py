@@ -64,27 +64,27 @@ def train_run(worker: Worker, key: Key, quick: bool) -> dict[str, Any] | None:
     """
     config, started = train_config(key, quick), time.time()
     try:
-        found = measure(config, worker.stopped)
+        measured = measure(config, worker.stopped)
     except ConfigError as error:
         if "guidance of the probe" not in str(error):
             raise
         return {"not_applicable": str(error)}
-    if found is None:
+    if measured is None:
         return None
     first, last = (
-        dict(zip(CURVE, row, strict=True)) for row in (found["curve"][0], found["curve"][-1])
+        dict(zip(CURVE, row, strict=True)) for row in (measured["curve"][0], measured["curve"][-1])
     )
-    per = found["totals"]["trajectories"]
-    whole, plain = found["totals"]["nfe"] / per, sampling_nfe(config)
+    per = measured["totals"]["trajectories"]
+    nfe, plain = measured["totals"]["nfe"] / per, sampling_nfe(config)
     return {
         "base": first["reward"],
         "final": last["reward"],
         "strict": [first["strict"], last["strict"]],
-        "sampling": whole if plain is None else plain,
-        "probe": 0.0 if plain is None else whole - plain,
-        "update": found["totals"]["train_nfe"] / per,
-        "images": found["totals"]["reward_calls"] / per,
-        "seconds": found["totals"]["seconds"],
+        "sampling": nfe if plain is None else plain,
+        "probe": 0.0 if plain is None else nfe - plain,
+        "update": measured["totals"]["train_nfe"] / per,
+        "images": measured["totals"]["reward_calls"] / per,
+        "seconds": measured["totals"]["seconds"],
         "wall_seconds": time.time() - started,
     }
 
@@ -167,7 +167,7 @@ def learned(
     lines: Mapping[Key, Mapping[str, Any]],
 ) -> tuple[list[Learned], dict[tuple[str, str], str]]:
     """By world and row, and the reasons of those that are not applicable."""
-    found, left_out = list[Learned](), dict[tuple[str, str], str]()
+    results, left_out = list[Learned](), dict[tuple[str, str], str]()
     for world in WORLDS:
         for row in ROWS:
             runs = [line for key, line in sorted(lines.items()) if key[:2] == (world, row)]
@@ -179,7 +179,7 @@ def learned(
                 means = {
                     name: float(np.mean([line[name] for line in kept])) for name in ("base", *COSTS)
                 }
-                found.append(
+                results.append(
                     Learned(
                         world,
                         row,
@@ -189,7 +189,7 @@ def learned(
                         **means,
                     )
                 )
-    return found, left_out
+    return results, left_out
 
 
 COSTS = ("sampling", "probe", "update", "seconds")

@@ -27,6 +27,7 @@ from flowrl.rewards import NoisyReward
 from flowrl.rollout import Rollout, Usage
 from flowrl.training.build import make_trainer, make_world, trial_stds
 from flowrl.training.config import RunConfig, preset
+from flowrl_bench.arms import named_arm, tuned
 from flowrl_bench.ceilings import ceiling_sums, with_values
 from flowrl_bench.continuations import (
     Look,
@@ -34,6 +35,7 @@ from flowrl_bench.continuations import (
     continuation_rewards,
     from_continuations,
 )
+from flowrl_bench.exact import ValueGrid, exact_advantages, relative_errors
 from flowrl_bench.gradients import (
     Setting,
     alignment,
@@ -65,8 +67,8 @@ WORLDS, FORMS, METHODS = (
 )
 NOISES = (0.1, 0.3)
 """Standard deviations of the noise on the soft rewards that rules see, tried before training."""
-CHECKED = 6
-"""How many times as many continuations `check` takes."""
+GRID = ValueGrid(81)
+"""The grid of exact values: 0/1 rewards need more points than smooth ones."""
 DETECTED = 2.0
 """A mean gradient shorter than this many of its standard errors has no reliable direction."""
 EQUAL_NFE = 10_000
@@ -77,13 +79,12 @@ EQUAL_NFE = 10_000
 @dataclass(frozen=True)
 class Size:
     """The size of a world's cells: `prompts` x `members` trajectories, `continuations` per state
-    for V (`first` before training, where the ceilings are computed too); iterations of training at
-    the stages; batches of gradients and of the true one.
+    for V (0: exact values, in two dimensions); iterations of training at the stages; batches of
+    gradients and of the true one.
     """
 
     prompts: int
     members: int
-    first: int
     continuations: int
     stages: Mapping[str, int]
     batches: int = 0
@@ -94,21 +95,17 @@ class Size:
 
 
 SIZES: dict[str, Size] = {
-    "mixture": Size(
-        18, 12, 96, 48, {"during": 10, "after": 40}, batches=16, truth_batches=8, looks=5
-    ),
+    "mixture": Size(18, 12, 0, {"during": 10, "after": 40}, batches=16, truth_batches=8, looks=5),
     "shapes": Size(
-        4, 12, 24, 6, {"during": 4, "after": 8}, looks=3, max_batch=2048, run={"groups": 8}
+        4, 12, 64, {"during": 4, "after": 8}, looks=3, max_batch=2048, run={"groups": 8}
     ),
 }
 """Of the full study. Image runs have half of the default's groups, which halves the time of
 training.
 """
 QUICK: dict[str, Size] = {
-    "mixture": Size(6, 12, 32, 16, {"during": 5, "after": 10}, batches=4, truth_batches=4, looks=3),
-    "shapes": Size(
-        2, 12, 8, 2, {"during": 1, "after": 2}, looks=2, max_batch=2048, run={"groups": 2}
-    ),
+    "mixture": Size(6, 12, 0, {"during": 5, "after": 10}, batches=4, truth_batches=4, looks=3),
+    "shapes": Size(2, 6, 64, {"during": 1, "after": 2}, looks=1, max_batch=2048, run={"groups": 2}),
 }
 
 
@@ -116,7 +113,7 @@ QUICK: dict[str, Size] = {
 class Cell:
     """`method` trained the policy ("" before training). `noise`: "independent" or "shared" initial
     noise of a group's members; "gradient": a comparison of policy gradients, where every rule has
-    its own kind of noise; "check": `check`.
+    its own kind of noise.
     """
 
     world: str
@@ -134,7 +131,7 @@ class Cell:
 
 def cells(world: str, look: int) -> Iterator[Cell]:
     """All cells of a look. Shared noise is left out during training."""
-    more = (("gradient", "check") if look == 0 else ("gradient",)) if world == "mixture" else ()
+    more = ("gradient",) if world == "mixture" else ()
     yield from (
         Cell(world, "", "before", noise, look) for noise in ("independent", "shared", *more)
     )
@@ -147,9 +144,11 @@ def cells(world: str, look: int) -> Iterator[Cell]:
 
 def run_of(world: str, method: str, look: int, size: Size) -> RunConfig:
     """The training run: the world's default with noise at all steps but the last, as in the
-    papers.
+    papers, at the settings found for the method.
     """
+    arm = named_arm(method or "flow-grpo")
     changes = {"method": method or "flow-grpo", "window": ":-1", "seed": look, **(size.run or {})}
+    changes |= tuned(world, arm.name)
     return preset("default").apply(world=world, iterations=max(size.stages.values()), **changes)
 
 
@@ -161,7 +160,7 @@ def check_rules(rules: Mapping[str, str], size: Size) -> None:
     stds = trial_stds(run_of("mixture", "", 0, size))
     for name, spec in rules.items():
         try:
-            method = named_method("", credit=spec)
+            method = named_method("", credit=spec, trust=True)
             allowed = (
                 "a probe without branches: trajectories that branch are compared in"
                 " docs/branching.md"
@@ -174,7 +173,7 @@ def check_rules(rules: Mapping[str, str], size: Size) -> None:
 
 def shared_noise(spec: str) -> bool:
     """Whether a rule's own trajectories have shared initial noise."""
-    return bool(getattr(build("credit", spec), "shared_noise", False))
+    return bool(getattr(build("credit", spec, trust=True), "shared_noise", False))
 
 
 def session(
@@ -197,7 +196,7 @@ def session(
             for cell in (cell for cell in wanted if cell.stage == stage):
                 setting = setting_of(cell, trainer.policy, sampler, size)
                 with reproducible("measure", cell.key):
-                    found = {"gradient": gradients, "check": check}.get(cell.noise, measure)(
+                    found = (gradients if cell.noise == "gradient" else measure)(
                         cell, setting, size, rules
                     )
                 now = time.process_time()
@@ -223,19 +222,23 @@ def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) 
     rows: one per form, noise of the reward and rule: "correlation" (corrected), "sums"
     (`credit_sums`, added up), "groups" (jackknife pseudo-values of the correlation by group),
     "steps" (correlations by decision) and before training "ceiling" (`ceiling_sums`). truth: by
-    form, mean reward of the trajectories and reliability of A*.
+    form, mean reward of the trajectories, reliability of A* and, if V is exact, the error of A* by
+    decision relative to its standard deviation.
     """
     first, shared = cell.stage == "before", cell.noise == "shared"
     place = make_world(run_of(cell.world, cell.method, cell.look, size))
     forms = {form: place.reward(form) for form in FORMS}
     look = Look(setting, size.members, 10_000 + cell.look, size.max_batch)
-    plain, count = look.trajectories(shared), size.first if first else size.continuations
-    scores = continuation_rewards(
-        setting, plain, count, list(forms.values()), 20_000 + cell.look, None, size.max_batch
-    )
-    truths = {
-        form: from_continuations(found, plain) for form, found in zip(forms, scores, strict=True)
-    }
+    plain, count, scores = look.trajectories(shared), size.continuations, None
+    if count:
+        seen_by = list(forms.values())
+        scores = continuation_rewards(
+            setting, plain, count, seen_by, 20_000 + cell.look, None, size.max_batch
+        )
+        values = [from_continuations(found, plain) for found in scores]
+    else:
+        values = exact_advantages(setting, plain, list(forms.values()), GRID)
+    truths = dict(zip(forms, values, strict=True))
     rolled, usages = dict[str, Rollout](), dict[str, Usage]()
     rows = list[dict[str, Any]]()
     for form, noise in [(form, 0.0) for form in FORMS] + [
@@ -244,7 +247,7 @@ def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) 
         seen: RewardModel = NoisyReward(forms[form], noise) if noise else forms[form]
         records = dict[str, Experience]()
         for name, spec in rules.items():
-            rule = build("credit", spec)
+            rule = build("credit", spec, trust=True)
             key = repr(rule.probe)
             if key not in rolled:
                 usages[key] = Usage()
@@ -259,13 +262,24 @@ def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) 
                 "nfe": usages[key].nfe / plain.groups.samples,
             }
             rows.append(row | agreement_row(credit, truths[form]))
-            if first and not noise:
+            if first and not noise and scores is not None:
                 known = scores[FORMS.index(form)], plain, records[key]
-                levels = ceiling_sums(lambda spec=spec: build("credit", spec), *known, cell.look)
+                levels = ceiling_sums(
+                    lambda spec=spec: build("credit", spec, trust=True), *known, cell.look
+                )
                 rows[-1]["ceiling"] = rounded(levels)
-    rewards = {form: float(truth.state_values[..., -1].mean()) for form, truth in truths.items()}
+            elif first and not noise:
+                best = with_values(
+                    build("credit", spec, trust=True), records[key], truths[form].state_values
+                )
+                rows[-1]["ceiling"] = rounded(credit_sums(best, truths[form]).sum((0, 1))[None])
     truth = {
-        form: {"reward": rewards[form], "reliability": truths[form].reliability} for form in FORMS
+        form: {
+            "reward": float(found.state_values[..., -1].mean()),
+            "reliability": found.reliability,
+            "error": None if count else rounded(relative_errors(found), 3),
+        }
+        for form, found in truths.items()
     }
     return {
         "trajectories": plain.groups.samples,
@@ -273,42 +287,6 @@ def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) 
         "truth": truth,
         "rows": rows,
     }
-
-
-def check(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) -> dict[str, Any]:
-    """Correlations and ceilings from other seeds and so many continuations that no correction is
-    needed.
-
-    These are plain Pearson correlations, and rules applied to plain tables of V.
-    """
-    place, count = (
-        make_world(run_of(cell.world, cell.method, cell.look, size)),
-        CHECKED * size.first,
-    )
-    look, rows = (
-        Look(setting, size.members, 50_000 + cell.look, size.max_batch),
-        list[dict[str, Any]](),
-    )
-    plain = look.trajectories(False)
-    scores = continuation_rewards(
-        setting, plain, count, [place.reward(form) for form in FORMS], 60_000, None, size.max_batch
-    )
-    for form, found in zip(FORMS, scores, strict=True):
-        truth, record = (
-            from_continuations(found, plain),
-            setting.experience(plain, reward=place.reward(form)),
-        )
-        for name, spec in rules.items():
-            credit = look.credit(build("credit", spec), False, place.reward(form)).advantages
-            best = with_values(build("credit", spec), record, truth.state_values)
-            pairs = [
-                torch.stack([part.flatten(), truth.values.flatten()]) for part in (credit, best)
-            ]
-            one, other = (float(torch.corrcoef(pair)[0, 1]) for pair in pairs)
-            rows.append(
-                {"form": form, "noise": 0.0, "rule": name, "correlation": one, "ceiling": other}
-            )
-    return {"trajectories": plain.groups.samples, "continuations": count, "rows": rows}
 
 
 def agreement_row(credit: Tensor, truth: TrueAdvantages) -> dict[str, Any]:
@@ -347,7 +325,7 @@ def gradients(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]
     )
     train_nfe = update_evaluations(setting, members)
     for name, spec in rules.items():
-        rule, usage = build("credit", spec), Usage()
+        rule, usage = build("credit", spec, trust=True), Usage()
         if isinstance(rule.probe, Continuation):
             continue
         found = policy_gradients(

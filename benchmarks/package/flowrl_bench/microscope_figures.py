@@ -34,17 +34,17 @@ def panels(lines: Lines) -> list[tuple[str, str, str]]:
     ]
 
 
-def _interval(axes: Axes, found: Estimate, place: float, shade: str, filled: bool) -> None:
+def _interval(axes: Axes, estimate: Estimate, place: float, shade: str, filled: bool) -> None:
     low, high = (
-        max(-1.0, min(1.0, end)) if math.isfinite(end) else found.value
-        for end in (found.low, found.high)
+        max(-1.0, min(1.0, end)) if math.isfinite(end) else estimate.value
+        for end in (estimate.low, estimate.high)
     )
     axes.plot(
         [low, high], [place, place], color=shade, linewidth=1.8, solid_capstyle="round", alpha=0.55
     )
     face = shade if filled else "white"
     axes.plot(
-        [found.value],
+        [estimate.value],
         [place],
         "o",
         color=shade,
@@ -169,21 +169,21 @@ def _stage_lines(
         shade, style = SHADES.get(rule, INK), "--" if rule == DASHED else "-"
         axes.plot(
             [x for x, _ in places],
-            [found.value for _, found in places],
+            [estimate.value for _, estimate in places],
             style,
             color=shade,
             linewidth=1.6,
         )
-        for x, found in places:
-            if math.isfinite(found.low):
+        for x, estimate in places:
+            if math.isfinite(estimate.low):
                 axes.plot(
                     [x, x],
-                    [max(-1, found.low), min(1, found.high)],
+                    [max(-1, estimate.low), min(1, estimate.high)],
                     color=shade,
                     linewidth=1.2,
                     alpha=0.55,
                 )
-            axes.plot([x], [found.value], "o", color=shade, markersize=4)
+            axes.plot([x], [estimate.value], "o", color=shade, markersize=4)
         ends += [(rule, places[-1][1].value)] if places else []
     return ends
 

@@ -29,13 +29,13 @@ def jackknife(statistic: Callable[[Sequence[Any]], float], looks: Sequence[Any])
     `statistic` pools all looks that it gets, which has less bias than a mean of ratios of small
     looks. The value is the statistic of all looks. Source: Tukey 1958.
     """
-    whole, count = statistic(looks), len(looks)
+    pooled, count = statistic(looks), len(looks)
     if count < 2:
-        return Inference(whole, -math.inf, math.inf)
+        return Inference(pooled, -math.inf, math.inf)
     left_out = [statistic([*looks[:i], *looks[i + 1 :]]) for i in range(count)]
-    found = mean([count * whole - (count - 1) * value for value in left_out])
-    shift = whole - found.value
-    return Inference(whole, found.low + shift, found.high + shift, found.p)
+    estimate = mean([count * pooled - (count - 1) * value for value in left_out])
+    shift = pooled - estimate.value
+    return Inference(pooled, estimate.low + shift, estimate.high + shift, estimate.p)
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Lines:
     ) -> list[Line]:
         """The lines of all looks of a cell, in order."""
         wanted = {"world": world, "stage": stage, "noise": noise, "method": method}
-        found = [
+        lines = [
             line
             for line in self.lines.values()
             if {**line["cell"], "look": 0} == {**wanted, "look": 0}
         ]
-        return sorted(found, key=lambda line: line["cell"]["look"])
+        return sorted(lines, key=lambda line: line["cell"]["look"])
 
     def worlds(self) -> list[str]:
         """Worlds whose untrained policy has lines, the 2-D world first."""
@@ -102,11 +102,11 @@ def measurable(lines: Sequence[Line], form: str) -> bool:
 
 def over_looks(lines: Sequence[Line], form: str, rule: str, noise: float = 0.0) -> Inference:
     """A rule's correlation in a cell, with its interval over looks, within [-1, 1]."""
-    found = jackknife(pooled_correlation, [row_of(line, form, rule, noise) for line in lines])
+    inference = jackknife(pooled_correlation, [row_of(line, form, rule, noise) for line in lines])
     return (
-        found
+        inference
         if len(lines) < 2
-        else replace(found, low=max(-1.0, found.low), high=min(1.0, found.high))
+        else replace(inference, low=max(-1.0, inference.low), high=min(1.0, inference.high))
     )
 
 
@@ -197,7 +197,7 @@ class Needed:
 def needed(lines: Sequence[Line], form: str, rules: Sequence[str]) -> Needed:
     """Over all pairs of `rules` in a cell."""
     members = lines[0]["trajectories"] // len(row_of(lines[0], form, rules[0])["groups"])
-    counts, found = [], []
+    counts, detectable = [], []
     for rule, other in combinations(rules, 2):
         spread = spread_of(lines, form, rule, other)
         if spread < 1e-6:  # the same credit
@@ -205,10 +205,14 @@ def needed(lines: Sequence[Line], form: str, rules: Sequence[str]) -> Needed:
         counts.append(groups_needed(spread) * members)
         interval = difference(lines, form, rule, other)
         reach = (interval.high - interval.low) / 2
-        found.append(_detectable_from(reach, len(lines)))
+        detectable.append(_detectable_from(reach, len(lines)))
     total = sum(line["trajectories"] for line in lines)
     return Needed(
-        total, round(float(np.median(counts))), max(counts), len(lines), float(np.median(found))
+        total,
+        round(float(np.median(counts))),
+        max(counts),
+        len(lines),
+        float(np.median(detectable)),
     )
 
 

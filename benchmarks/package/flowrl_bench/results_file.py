@@ -13,17 +13,16 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from flowrl.core.errors import ConfigError, FlowrlError
 from flowrl.io import write_json
 from flowrl.parts.plugins import versions
-from flowrl.parts.trust import trusted
 from flowrl.reading import is_kind, parse_json, read_bytes, read_json, reading
-from flowrl.training.config import RunConfig
+from flowrl.training.config import RunConfig, words
 from flowrl.workers import usable_cores
 from flowrl_bench.digest import (
+    OWN_RULES,
     PACKAGES,
     code_digest,
     code_digest_now,
@@ -54,8 +53,6 @@ ENTRIES: dict[str, Any] = {
 }
 """What every line holds, besides `gains`, which may be null."""
 Lines = Mapping[str, Mapping[str, Any]]
-OWN_RULES = ("flowrl_bench.negative_controls:FreshNoiseFault",)
-"""Credit rules that the claims name by module and class; lines may contain exactly this text."""
 
 
 @cache
@@ -150,22 +147,6 @@ def make_line(
     return {**head, **(made or stamp()), "config": config.as_dict(), **found}
 
 
-def without_rules(
-    config: RunConfig, own: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, Any]:
-    """The settings of a run, without those of an arm that the user has named, and without a credit
-    rule of `OWN_RULES`.
-    """
-    settings = {
-        name: value
-        for name, value in config.flat().items()
-        if name not in own or value != own[name]
-    }
-    if settings.get("credit") in OWN_RULES:
-        del settings["credit"]
-    return settings
-
-
 @dataclass(frozen=True)
 class ResultsFile:
     """One JSON line per run, appended and flushed as runs finish. Writers hold its lock
@@ -210,9 +191,8 @@ class ResultsFile:
         """The settings of a line. Raises `ConfigError` for those that do not exist, and for code
         that is not trusted.
         """
-        config = RunConfig.from_dict(line["config"], trust=True)
-        trusted(without_rules(config, self.own), self.path, self.trust)
-        return config
+        config = RunConfig.from_dict(line["config"], self.trust, self.path)
+        return config.in_own_words(*OWN_RULES, *words(self.own)).allowed()
 
     def _require_settings(
         self, line: Mapping[str, Any], where: str, allowed: Mapping[str, Any] | None

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl_compare.costs import COUNTS
+
 from flowrl.core.errors import ConfigError
 from flowrl.io import file_lock, write_json
 from flowrl.parts.trust import trust_option
@@ -20,6 +22,7 @@ from flowrl_bench.digest import code_digest, config_id
 from flowrl_bench.evidence import Evidence, column
 from flowrl_bench.measurements import CURVE, measure, observe_run, peak_memory
 from flowrl_bench.results_file import (
+    OWN_RULES,
     Lines,
     ResultsFile,
     SamplesFile,
@@ -27,7 +30,6 @@ from flowrl_bench.results_file import (
     provenance,
     require_unchanged,
     stamp,
-    without_rules,
 )
 from flowrl_bench.verdicts import FEWEST
 
@@ -129,7 +131,7 @@ class Suite:
         files.
         """
         words = ["flowrl", "bench", "claims", "--out", str(self.file.path), "--redo", key]
-        option = trust_option(without_rules(self.runs[key])) if key in self.runs else ""
+        option = trust_option(self.runs[key].flat(), OWN_RULES) if key in self.runs else ""
         return shlex.join(words) + option
 
 
@@ -249,7 +251,7 @@ Flow-GRPO 0.0003, Stepwise-Flow-GRPO 0.027, TP-GRPO 0.0055), of one by more than
 """
 
 
-COUNTS = ("nfe", "train_nfe", "reward_calls", "calls", "trajectories")
+COUNTED = (*COUNTS, "calls", "trajectories")
 
 
 @dataclass(frozen=True)
@@ -286,14 +288,13 @@ def redo(key: str, file: ResultsFile) -> Repeat:
     lines = file.read(any_code=True)
     if key not in lines:
         raise ConfigError(f"redo = {key!r} is not allowed; allowed: an id in {file.path}")
-    found = json.loads(json.dumps(measure(RunConfig.from_dict(lines[key]["config"], trust=True))))
-    differences = dict(
-        _differences(_named({name: lines[key].get(name, ...) for name in found}), _named(found))
-    )
+    found = json.loads(json.dumps(measure(file.settings(lines[key]))))
+    old, new = _named({name: lines[key].get(name, ...) for name in found}), _named(found)
+    differences = dict(_differences(old, _known(old, new)))
     pairs = zip(column(lines[key], "soft"), column(found, "soft"), strict=False)
     gaps = [abs(old - new) for old, new in pairs] or [math.inf]
     early = max(gaps[: max(1, round(EARLY * len(gaps)))])
-    counts = not any(name.rpartition(".")[2] in COUNTS for name in differences)
+    counts = not any(name.rpartition(".")[2] in COUNTED for name in differences)
     return Repeat(
         tuple(differences), max(differences.values(), default=0.0), early, gaps[-1], counts
     )
@@ -301,12 +302,17 @@ def redo(key: str, file: ResultsFile) -> Repeat:
 
 def _named(found: dict[str, Any]) -> dict[str, Any]:
     """A run's numbers with the curve's columns by name."""
-    return {
-        **found,
-        "curve": [
-            dict(zip(CURVE, row, strict=False)) | {"columns": len(row)} for row in found["curve"]
-        ],
-    }
+    return {**found, "curve": [dict(zip(CURVE, row, strict=False)) for row in found["curve"]]}
+
+
+def _known(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """`new` without the counts that lines of older versions lack."""
+    first = old["curve"][0] if old["curve"] else {}
+    curve = [
+        {n: v for n, v in row.items() if n in first or n not in COUNTS} for row in new["curve"]
+    ]
+    totals = {n: v for n, v in new["totals"].items() if n in old["totals"] or n not in COUNTS}
+    return {**new, "curve": curve, "totals": totals}
 
 
 def _differences(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, float]]:

@@ -259,14 +259,14 @@ def cost_table(
         "reward calls/trajectory",
         "network calls/iteration",
         *(f"s/iteration: {phase}" for phase in PHASES),
-        "reward gained per million NFE, whole run",
+        "reward gained per million forward equivalents, whole run",
         "peak memory (MiB)",
     )
     rows = []
     by_settings: dict[str, list[Line]] = {}
     for line in lines.values():
         by_settings.setdefault(
-            config_id(RunConfig.from_dict(line["config"], trust=True).replace(seed=0)), []
+            config_id(RunConfig.from_dict(line["config"]).replace(seed=0)), []
         ).append(line)
     for world, tasks in TASKS.items():
         for name, changes in arms.items():
@@ -290,7 +290,7 @@ def _cost(runs: Sequence[Line]) -> tuple[str, ...]:
 
     iterations = runs[0]["config"]["iterations"]
     gained = [
-        1e6 * (column(run, "soft")[-1] - column(run, "soft")[0]) / spent(run, "nfe")[-1]
+        1e6 * (column(run, "soft")[-1] - column(run, "soft")[0]) / spent(run, "forwards")[-1]
         for run in runs
     ]
     return (

@@ -3,9 +3,11 @@ every method.
 
 The search climbs on a grid (`arms.Knob`): from the start it tries the neighbours of the best point
 so far, knob by knob, and continues in a direction while the score improves, so an optimum at an
-edge extends the grid. A third of the budget is reserved for the two best points, which are run with
-two further seeds; the best mean over these is chosen. The score of a run is the mean held-out
-reward over training, the measure of the comparison. No result uses tuning seeds.
+edge extends the grid. The second half of the budget repeats points with further seeds, always the
+one that is best on average so far, until two of them have their share: a point that won by luck, or
+that collapses in some seeds, falls behind and another is repeated. Of the points with enough
+further seeds, the one whose lower quartile over these is highest is chosen. The score of a run is
+the mean held-out reward over training, the measure of the comparison. No result uses tuning seeds.
 """
 
 import itertools
@@ -20,7 +22,7 @@ from flowrl.core.errors import RewardContractError, TrainingError, require
 from flowrl.io import file_lock, write_json
 from flowrl.reading import read_json
 from flowrl.workers import Worker, run_jobs
-from flowrl_bench.arms import SHORT, Arm, short_name
+from flowrl_bench.arms import SHORT, Arm, short_name, tuned_entry
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import column
 from flowrl_bench.measurements import CURVE, measure
@@ -28,8 +30,10 @@ from flowrl_bench.results_file import ResultsFile, make_line, require_unchanged,
 
 SEEDS = tuple(range(9000, 9100))
 """Seeds of tuning runs, first to last; no result has one of them."""
+BUDGETS = {"mixture": 24}
+"""Runs per arm by world: 12 points, and 12 further seeds, at most 6 of a point."""
 BUDGET = 12
-"""Runs per method and world."""
+"""Runs per arm in other worlds: 6 points, and 6 further seeds, at most 3 of a point."""
 FINALISTS = 2
 STRIDE = 2
 """Steps in one direction before the next knob's turn, so that a long way along one does not use up
@@ -41,7 +45,12 @@ Trial = tuple[Point, int]
 """A run of the search: a point and a seed."""
 
 
-def proposals(scores: Mapping[Trial, float], knobs: int, budget: int = BUDGET) -> Iterator[Trial]:
+def usual_budget(world: str) -> int:
+    """Runs per arm in a world."""
+    return BUDGETS.get(world, BUDGET)
+
+
+def proposals(scores: Mapping[Trial, float], knobs: int, budget: int) -> Iterator[Trial]:
     """The next run of the search, from the scores of the runs so far; nothing once `budget` runs
     are scored.
 
@@ -49,17 +58,20 @@ def proposals(scores: Mapping[Trial, float], knobs: int, budget: int = BUDGET) -
     """
     if len(scores) >= budget:
         return
-    confirming = budget // 3 // FINALISTS * FINALISTS
+    confirming = budget // 2
     first = {point: score for (point, seed), score in scores.items() if seed == SEEDS[0]}
     step = _climb(first, knobs) if len(first) < budget - confirming else None
     if step is not None:
         yield step, SEEDS[0]
         return
-    ranked = sorted(first, key=lambda point: (-first[point], point))[:FINALISTS]
-    for number, point in itertools.product(range(1, len(SEEDS)), ranked):
-        if (point, SEEDS[number]) not in scores:
-            yield point, SEEDS[number]
-            return
+    most = max(1, confirming // FINALISTS)
+    by_point = {point: [scores[point, SEEDS[0]]] for point in first}
+    for (point, seed), score in scores.items():
+        if seed != SEEDS[0]:
+            by_point[point].append(score)
+    open_points = [p for p, known in by_point.items() if len(known) <= most] or [*by_point]
+    point = min(open_points, key=lambda point: (-float(np.mean(by_point[point])), point))
+    yield point, SEEDS[len(by_point[point])]
 
 
 def _climb(first: Mapping[Point, float], knobs: int) -> Point | None:
@@ -82,32 +94,35 @@ def _climb(first: Mapping[Point, float], knobs: int) -> Point | None:
 
 
 def best(scores: Mapping[Trial, float]) -> Point:
-    """The finalist with the highest mean score over the further seeds; without finalists, the best
-    point of the first seed.
+    """Of the points with at least half as many further seeds as any other, the one whose lower
+    quartile over them is highest; without further seeds, the best point of the first seed.
 
-    The first seed selected the finalists, so its score would be biased upwards.
+    The first seed selected the points, so its score would be biased upwards. The lower quartile
+    falls with a quarter of collapsed runs as far as these fell.
     """
-    confirmed: dict[Point, list[float]] = {}
+    further: dict[Point, list[float]] = {}
     for (point, seed), score in scores.items():
         if seed != SEEDS[0]:
-            confirmed.setdefault(point, []).append(score)
-    means = {point: float(np.mean(values)) for point, values in confirmed.items()}
-    judged = means or {point: score for (point, _), score in scores.items()}
+            further.setdefault(point, []).append(score)
+    enough = max(map(len, further.values()), default=0) / 2
+    levels = {p: float(np.quantile(v, 0.25)) for p, v in further.items() if len(v) >= enough}
+    judged = levels or {point: score for (point, _), score in scores.items()}
     return min(judged, key=lambda point: (-judged[point], point))
 
 
-def score_of(line: Mapping[str, Any]) -> float:
-    """Mean held-out reward of a run over its training."""
-    return float(np.mean(column(line, "soft")[1:]))
+def score_of(line: Mapping[str, Any], form: str = "soft") -> float:
+    """Mean held-out reward of a run over its training; `form` "reward" is the trained form."""
+    return float(np.mean(column(line, form)[1:]))
 
 
 @dataclass(frozen=True)
 class Search:
-    """The search for one arm in one world."""
+    """The search for one arm in one world. `form`: that of the score, see `score_of`."""
 
     arm: Arm
     world: str
-    budget: int = BUDGET
+    budget: int
+    form: str = "soft"
 
     def __post_init__(self) -> None:
         allowed = "1 to 200 runs per method and world"
@@ -138,16 +153,25 @@ class Search:
         """The scores of the search's runs among `lines`, in the order in which they were
         proposed.
         """
-        mine = {
-            (tuple(line["point"]), line["seed"]): score_of(line)
+        known, scores = self.known(lines), dict[Trial, float]()
+        while (trial := self.proposed(scores)) in known:
+            assert trial is not None
+            scores[trial] = known[trial]
+        return scores
+
+    def known(self, lines: Sequence[Mapping[str, Any]]) -> dict[Trial, float]:
+        """The scores of all runs of this arm among `lines`, also of a search with another
+        budget.
+        """
+        return {
+            (tuple(line["point"]), line["seed"]): score_of(line, self.form)
             for line in lines
             if self.made(line)
         }
-        found: dict[Trial, float] = {}
-        while (trial := next(proposals(found, len(self.arm.knobs), self.budget), None)) in mine:
-            assert trial is not None
-            found[trial] = mine[trial]
-        return found
+
+    def proposed(self, scores: Mapping[Trial, float]) -> Trial | None:
+        """The next run; None after the last."""
+        return next(proposals(scores, len(self.arm.knobs), self.budget), None)
 
 
 def diverged(iterations: int, message: str) -> dict[str, Any]:
@@ -171,10 +195,11 @@ def _tune(
     worker: Worker, search: Search, lines: list[dict[str, Any]], command: str, made: dict[str, Any]
 ) -> bool:
     """Make the missing runs of a search, a message each; False if it was stopped."""
-    scores = search.scores(lines)
-    while (
-        trial := next(proposals(scores, len(search.arm.knobs), search.budget), None)
-    ) is not None:
+    scores, known = search.scores(lines), search.known(lines)
+    while (trial := search.proposed(scores)) is not None:
+        if trial in known:
+            scores[trial] = known[trial]
+            continue
         config = search.config(trial)
         key = config_id(config)
         try:
@@ -184,7 +209,7 @@ def _tune(
         if found is None:
             return False
         require_unchanged(config, key, made["code"])
-        scores[trial] = score_of(found)
+        scores[trial] = score_of(found, search.form)
         head = {
             "arm": search.arm.name,
             "world": search.world,
@@ -273,7 +298,7 @@ def choices(searches: Sequence[Search], path: Path) -> str:
 
 
 def save(searches: Sequence[Search], log: Path, path: Path) -> None:
-    """Write the values of every finished search, by world and arm, to the JSON file at `path`;
+    """Write the values and settings of every finished search, by world and arm, to the JSON file at `path`;
     other entries stay.
     """
     lines = ResultsFile(log).unchecked()
@@ -283,5 +308,6 @@ def save(searches: Sequence[Search], log: Path, path: Path) -> None:
     for search in searches:
         found = chosen(search, lines)
         if found is not None:
-            values.setdefault(search.world, {})[search.arm.name] = found
+            entry = tuned_entry(search.arm, search.world, found)
+            values.setdefault(search.world, {})[search.arm.name] = entry
     write_json(path, values)

@@ -120,9 +120,9 @@ class _Order:
 
     def _integral(self, values: Tensor, above: bool) -> Tensor:
         """The integral of `values` below every point of the grid, or above it."""
-        whole = values @ self.weights
-        below = values @ self.matrix.T + (whole.cumsum(-1) - whole)[..., None]
-        return whole.sum(-1)[:, None, None] - below if above else below
+        masses = values @ self.weights
+        below = values @ self.matrix.T + (masses.cumsum(-1) - masses)[..., None]
+        return masses.sum(-1)[:, None, None] - below if above else below
 
 
 @cache
@@ -200,7 +200,7 @@ def turn_probability(
     known = {letter: table[turns] for letter, table in deciding_columns(values).items()}
     direction = (known["y"] - known["x"]).sign() / noise
     zero = torch.arange(turns.shape[-1], device=turns.device).expand_as(turns)[turns] == 0
-    found = torch.zeros(len(zero), dtype=torch.float64, device=turns.device)
+    probabilities = torch.zeros(len(zero), dtype=torch.float64, device=turns.device)
     for first, at_start, at_end in product((True, False), repeat=3):
         case = (
             (zero == first)
@@ -209,11 +209,11 @@ def turn_probability(
         )
         orders = turn_orders(first, consistent, at_start, at_end)
         if orders and bool(case.any()):
-            found[case] = order_moments(
+            probabilities[case] = order_moments(
                 {letter: (direction * value)[case] for letter, value in known.items()}, orders
             )[0]
     table = torch.zeros(turns.shape, dtype=torch.float64, device=turns.device)
-    table[turns] = found
+    table[turns] = probabilities
     return table
 
 
@@ -293,13 +293,13 @@ def expected_calls(
     true = values.double()
     turns = turning_points(true, consistent, first_step)
     last, letters = turns.shape[-1] - 1, deciding_columns(true / noise)
-    found = []
+    moments = []
     for k in range(last + 1):
         orders = turn_orders(k == 0, consistent, k <= 1, k == last) if k > 0 or first_step else ()
         means = {letter: table[..., k].flatten() for letter, table in letters.items()}
-        found.append(_moments(means, orders, k == last))
+        moments.append(_moments(means, orders, k == last))
     called, mean, variance = (
-        torch.stack(parts, -1).view(turns.shape) for parts in zip(*found, strict=True)
+        torch.stack(parts, -1).view(turns.shape) for parts in zip(*moments, strict=True)
     )
     return ExpectedCalls(
         turns, called, process_rewards(true, turns), mean * noise, variance * noise**2

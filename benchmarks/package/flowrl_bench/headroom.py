@@ -1,0 +1,283 @@
+"""Headroom: how much better credit could be than uniform credit, task by task.
+
+A task is the 2-D world with one thing changed. Its headroom is the primary outcome of the oracle
+minus that of uniform credit, both tuned with the same number of runs, on fresh seeds that are
+paired. The primary outcome is the mean held-out reward over training, in the trained form, without
+the noise of the scores. Both arms have equally many iterations and trajectories; what the oracle's
+values cost does not count, so headroom is a bound for what any credit rule can gain.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from flowrl_compare.statistics import Estimate, mean
+
+from flowrl.core.errors import require
+from flowrl.training.build import check
+from flowrl.training.config import RunConfig
+from flowrl_bench.arms import MOST_CLIP, Arm, Knob
+from flowrl_bench.digest import config_id
+from flowrl_bench.evidence import Line, column
+from flowrl_bench.remaining import Pace
+from flowrl_bench.results_file import Lines, ResultsFile
+from flowrl_bench.suite import Suite
+from flowrl_bench.tune import SEEDS, Search, chosen, score_of, tune
+
+
+def exact(points: int = 29, reach: float = 4.0) -> str:
+    """The oracle in two dimensions, on a grid.
+
+    After six iterations, advantages on the default grid correlate with those of 113 x 113 points by
+    0.9998 (5 of 10 steps drawn) and 0.9965 (9 of 10). Rewards with steps need a finer grid: their
+    values are soon constant within most groups, where normalisation amplifies the grid's errors.
+    """
+    return f"stepwise-gain(probe='exact(points={points}, reach={reach:g})')"
+
+
+SAMPLED = "stepwise-gain(probe='continuation:64')"
+"""The oracle elsewhere: Monte Carlo, so that its headroom is the best known, at least."""
+FORM = "reward"
+"""The column of the primary outcome: the trained form of the score."""
+FIRST_SEED = 5000
+"""The first fresh seed; searches use those of `tune.SEEDS`."""
+MARGIN = 0.05
+"""The smallest effect of interest, as a fraction of what can be gained in a task."""
+TELLS, CANNOT, UNCLEAR = "can tell", "cannot tell", "unclear"
+
+
+@dataclass(frozen=True)
+class Task:
+    """The 2-D world with `changes` of its settings, or a world of `flowrl_bench.worlds`.
+
+    `dimension` scales the first clip of the search: log-ratios are means over the coordinates.
+    `oracle` is the credit rule whose lead over uniform credit is the headroom.
+    """
+
+    label: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    world: str = "mixture"
+    dimension: int = 2
+    oracle: str = exact()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the oracle has exact values."""
+        return "probe='exact" in self.oracle
+
+    def arms(self, size: "Size") -> dict[str, Arm]:
+        """Uniform credit and the oracle, with the searched numbers.
+
+        The oracle with exact values trains on scores without noise, which are the expectations of
+        noisy ones.
+        """
+        clip = 0.06 * (2 / self.dimension) ** 0.5
+        knobs = {
+            "clip_range": Knob(3.0, {self.world: clip}, most=MOST_CLIP),
+            "learning_rate": Knob(2.0, {self.world: 2e-2}),
+            "noise_level": Knob(1.4, {self.world: 0.7}),
+        }
+        shared = {
+            **dict(iterations=size.iterations, eval_every=2, eval_samples=384, eval_steps=20),
+            **dict(initial_noise="independent", method="flow-grpo"),
+            **self.changes,
+        }
+        known = {"reward_noise": 0.0} if self.is_exact else {}
+        credit = {"uniform": {}, "oracle": {"credit": self.oracle, **known}}
+        return {name: Arm(name, {**shared, **more}, knobs) for name, more in credit.items()}
+
+
+_ALL: dict[str, Any] = {"window": ":-1"}
+_NOISY: dict[str, Any] = {"reward_noise": 0.3}
+TASKS: dict[str, Task] = {
+    "default": Task("default: 5 of 10 steps drawn, smooth reward"),
+    "9-of-10": Task("9 of 10 steps drawn", _ALL),
+    "19-of-20": Task("19 of 20 steps drawn", {**_ALL, "num_steps": 20}),
+    "39-of-40": Task("39 of 40 steps drawn", {**_ALL, "num_steps": 40}),
+    "graded": Task("graded reward", {"reward_form": "graded"}, oracle=exact(57, 5)),
+    "strict": Task("strict reward", {"reward_form": "strict"}, oracle=exact(57, 5)),
+    "noise-0.1": Task("noise of 0.1 on the score", {"reward_noise": 0.1}),
+    "noise-0.3": Task("noise of 0.3 on the score", _NOISY),
+    "noise-0.3-9-of-10": Task("noise of 0.3, 9 of 10 steps drawn", {**_ALL, **_NOISY}),
+    "noise-0.3-19-of-20": Task(
+        "noise of 0.3, 19 of 20 steps drawn", {**_ALL, **_NOISY, "num_steps": 20}
+    ),
+    "parts": Task(
+        "early and late part, 9 of 10 steps drawn",
+        _ALL,
+        "points(nested=true)",
+        oracle=exact(57),
+    ),
+    "16-dimensions": Task("16 dimensions", {}, "points(dimension=16)", 16, SAMPLED),
+    "64-dimensions": Task("64 dimensions", {}, "points(dimension=64)", 64, SAMPLED),
+}
+"""The family, by name."""
+QUICK = ("default", "9-of-10", "noise-0.3")
+
+
+@dataclass(frozen=True)
+class Size:
+    """`iterations` of a run, `budget` of an arm's search in runs, and fresh `seeds`."""
+
+    iterations: int = 20
+    budget: int = 18
+    seeds: int = 5
+
+
+QUICK_SIZE = Size(10, 8, 3)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result of a task: means over seeds of the primary outcome of both arms, the held-out
+    reward before training, the best during training (of the better arm), and the headroom.
+    """
+
+    name: str
+    task: Task
+    uniform: float
+    oracle: float
+    start: float
+    best: float
+    headroom: Estimate
+    values: Mapping[str, Mapping[str, float]]
+    seeds: int
+
+    @property
+    def gain(self) -> float:
+        """What can be gained."""
+        return self.best - self.start
+
+    @property
+    def margin(self) -> float:
+        """The smallest effect of interest."""
+        return MARGIN * self.gain
+
+    @property
+    def label(self) -> str:
+        """The verdict on the task."""
+        return verdict(self.headroom, self.margin)
+
+
+def verdict(headroom: Estimate, margin: float) -> str:
+    """Whether a task can tell rules of credit apart: not if the upper bound of the headroom is
+    below the margin; yes if the headroom is at least twice the margin and its interval excludes 0.
+    """
+    if headroom.high < margin:
+        return CANNOT
+    return TELLS if headroom.value >= 2 * margin and headroom.low > 0 else UNCLEAR
+
+
+def row_of(
+    name: str, task: Task, pairs: Sequence[Mapping[str, Line]], values: Mapping[str, Any]
+) -> Row:
+    """The result of a task from the lines of both arms, by seed."""
+    scores = {arm: [score_of(pair[arm], FORM) for pair in pairs] for arm in ("uniform", "oracle")}
+    curves = {arm: [column(pair[arm], FORM) for pair in pairs] for arm in scores}
+    differences = [b - a for a, b in zip(*scores.values(), strict=True)]
+    return Row(
+        name,
+        task,
+        *map(fmean, scores.values()),
+        fmean(curve[0] for curve in curves["uniform"]),
+        max(fmean(map(max, runs)) for runs in curves.values()),
+        mean(differences),
+        values,
+        len(pairs),
+    )
+
+
+class HeadroomStudy:
+    """The searches and the runs of some tasks, in two files: PATH with the runs on fresh seeds, and
+    PATH-tuning with the searches. Runs that they have are not made again.
+
+    Raises `ConfigError` for a task or settings that do not exist.
+    """
+
+    def __init__(
+        self, tasks: Mapping[str, Task], path: Path, size: Size = Size(), workers: int = 0
+    ) -> None:
+        self.tasks, self.size, self.workers = dict(tasks), size, workers
+        require(size.seeds >= 2, "seeds", size.seeds, "2 or more: an interval needs a spread")
+        # rules that the command names
+        own = {"credit": next((task.oracle for task in tasks.values()), "")}
+        tuning = path.with_name(f"{path.stem}-tuning{path.suffix}")
+        self.tuning, self.results = (ResultsFile(file, own=own) for file in (tuning, path))
+        self.searches = {
+            (name, arm.name): self._search(name, task, arm)
+            for name, task in self.tasks.items()
+            for arm in task.arms(size).values()
+        }
+        for search in self.searches.values():
+            check(search.config(((0, 0, 0), SEEDS[0])))
+
+    def _search(self, name: str, task: Task, arm: Arm) -> Search:
+        """The search for an arm. Tasks that differ in nothing that the arm reads share it."""
+        twins = (other for other, known in TASKS.items() if same(known.arms(self.size), arm))
+        named = Arm(f"{arm.name}, {next(twins, name)}", arm.settings, arm.knobs)
+        return Search(named, task.world, self.size.budget, FORM)
+
+    def values(self) -> dict[tuple[str, str], dict[str, float]]:
+        """The values that the finished searches have chosen, by task and arm."""
+        lines = self.tuning.unchecked()
+        found = {key: chosen(search, lines) for key, search in self.searches.items()}
+        return {key: values for key, values in found.items() if values is not None}
+
+    def runs(self) -> Iterator[tuple[tuple[str, str, int], RunConfig]]:
+        """The runs on fresh seeds, by task, arm and seed, of finished searches."""
+        for (name, arm), values in self.values().items():
+            search = self.searches[name, arm]
+            for seed in range(FIRST_SEED, FIRST_SEED + self.size.seeds):
+                yield (name, arm, seed), search.arm.run(search.world, values, seed=seed)
+
+    def execute(self, command: str, say: Any = print) -> bool:
+        """Make what is missing: the searches, then the runs on fresh seeds; False if paused."""
+        searches = list({search.arm.name: search for search in self.searches.values()}.values())
+        lines = self.tuning.unchecked()
+        missing = sum(search.budget - len(search.scores(lines)) for search in searches)
+        total, pace = sum(search.budget for search in searches), Pace(missing)
+
+        def searched(line: Mapping[str, Any], done: int) -> None:
+            values = ", ".join(f"{knob} {value:g}" for knob, value in line["values"].items())
+            place = f"search {done}/{total} {line['arm']}, {values}, seed {line['seed']}"
+            say(f"{place}: {line['score']:.3f}; {pace.finished()}", flush=True)
+
+        if missing and not tune(searches, self.tuning.path, command, self.workers, searched):
+            return False
+        names = {config_id(run): key for key, run in self.runs()}
+        runs = {config_id(run): run for _, run in self.runs()}
+        pace = Pace(len(runs.keys() - self.results.read().keys()))
+
+        def finished(done: int, count: int, line: Mapping[str, Any]) -> None:
+            task, arm, seed = names[line["id"]]
+            say(f"{done}/{count} {task}, {arm}, seed {seed}; {pace.finished()}", flush=True)
+
+        allowed = {**{line.get("id", ""): None for line in self.results.unchecked()}, **runs}
+        return Suite(runs, self.results, allowed, command).execute(self.workers, finished)
+
+    def rows(self) -> list[Row]:
+        """The results of the tasks of which two or more seeds are complete."""
+        lines, values, found = self.results.read(), self.values(), list[Row]()
+        runs = {key: lines.get(config_id(run)) for key, run in self.runs()}
+        for name, task in self.tasks.items():
+            pairs = list(_pairs(name, runs))
+            if len(pairs) >= 2:
+                at = {arm: values[name, arm] for arm in ("uniform", "oracle")}
+                found.append(row_of(name, task, pairs, at))
+        return found
+
+
+def same(arms: Mapping[str, Arm], arm: Arm) -> bool:
+    """Whether the arm of this name has the same settings and knobs."""
+    other = arms[arm.name]
+    return (other.settings, other.knobs) == (arm.settings, arm.knobs)
+
+
+def _pairs(name: str, runs: Mapping[tuple[str, str, int], Line | None]) -> Iterator[Lines]:
+    """The lines of both arms of a task, by seed."""
+    for seed in sorted({seed for task, _, seed in runs if task == name}):
+        pair = {arm: runs.get((name, arm, seed)) for arm in ("uniform", "oracle")}
+        if None not in pair.values():
+            yield {arm: line for arm, line in pair.items() if line is not None}

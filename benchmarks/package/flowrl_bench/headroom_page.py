@@ -1,0 +1,141 @@
+"""The page of the headroom: the map, the table, and the table as CSV."""
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+
+from flowrl_compare.style import COLOURS, INK, SOFT
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from flowrl_bench.headroom import CANNOT, MARGIN, TELLS, UNCLEAR, Row, Size
+from flowrl_bench.page import Document, Image, Table, dot_plot_axes
+
+TITLE = "Headroom of credit"
+SHADES = {TELLS: COLOURS["tp-grpo"], UNCLEAR: SOFT, CANNOT: COLOURS["stepwise-flow-grpo"]}
+ALT = "Per task the lead of the oracle over uniform credit, in percent of what can be gained"
+COLUMNS = ("task", "uniform", "oracle", "start", "best", "margin", "headroom", "low", "high")
+
+
+def headroom_map(rows: Sequence[Row]) -> Figure:
+    """Tasks by headroom, with 95% intervals, in percent of what can be gained; open circles are
+    bounds by Monte Carlo. Lines: the margin and twice the margin.
+    """
+    figure = Figure(figsize=(8.2, 1.7 + 0.4 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for place, row in enumerate(rows):
+        scale, shade = 100 / max(row.gain, 1e-9), SHADES[row.label]
+        ends = [scale * row.headroom.low, scale * row.headroom.high]
+        if all(map(math.isfinite, ends)):
+            axes.plot(ends, [place, place], color=shade, linewidth=2, solid_capstyle="round")
+        face = shade if row.task.is_exact else "white"
+        value = [scale * row.headroom.value]
+        axes.plot(value, [place], "o", color=shade, markerfacecolor=face, markeredgewidth=1.6)
+    dot_plot_axes(axes, [row.task.label for row in rows], "")
+    for factor, style in ((0, "-"), (1, ":"), (2, "--")):
+        axes.axvline(100 * factor * MARGIN, color=INK, linewidth=1, linestyle=style, zorder=0)
+    axes.set_xlabel("Headroom, % of what can be gained in the task")
+    marks = [
+        *(
+            Line2D([], [], color=shade, marker="o", linewidth=2, label=f"{label} rules apart")
+            for label, shade in SHADES.items()
+        ),
+        Line2D([], [], color=INK, linestyle=":", label="margin"),
+        Line2D([], [], color=INK, linestyle="--", label="twice the margin"),
+    ]
+    if not all(row.task.is_exact for row in rows):
+        known = "best known, at least"
+        marks.append(Line2D([], [], color=SOFT, marker="o", mfc="white", ls="", label=known))
+    figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure
+
+
+def sentence(row: Row) -> str:
+    """The verdict on a task."""
+    kind = "" if row.task.is_exact else " (best known, at least)"
+    numbers = f"headroom {row.headroom.text(sign=True)}{kind}, margin {row.margin:.3f}"
+    return f"{row.name}: {row.label}; {numbers}"
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """A line per task."""
+    return "\n".join(map(sentence, rows))
+
+
+def _numbers(row: Row) -> list[float]:
+    found = row.headroom
+    return [
+        *(row.uniform, row.oracle, row.start, row.best, row.margin),
+        *(found.value, found.low, found.high),
+    ]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The results as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*COLUMNS, "seeds", "verdict", "values of the oracle"])
+    for row in rows:
+        kind = "exact" if row.task.is_exact else "best known, at least"
+        numbers = [f"{number:.5g}" for number in _numbers(row)]
+        writer.writerow([row.name, *numbers, row.seeds, row.label, kind])
+    return text.getvalue()
+
+
+def headroom_page(rows: Sequence[Row], size: Size, command: str) -> Document:
+    """The page."""
+    page = Document(TITLE)
+    page.text(
+        "Headroom is the lead of an oracle, which credits every decision with its exact value, over"
+        " uniform credit. It bounds what a credit rule can gain in a task. Both arms have the same"
+        " number of iterations and trajectories; the cost of the oracle's values does not count."
+    )
+    page.blocks.append(Image("headroom", headroom_map(rows), ALT))
+    head = ["task", "uniform", "oracle", "before training", "best", "margin", "headroom", "verdict"]
+    cells = [
+        [
+            row.task.label,
+            *(f"{number:.3f}" for number in _numbers(row)[:5]),
+            row.headroom.text(sign=True) + ("" if row.task.is_exact else " or more"),
+            f"{row.label} ({row.headroom.value / max(row.margin, 1e-9):.1f} margins)",
+        ]
+        for row in rows
+    ]
+    page.blocks.append(Table(head, cells, ("task",)))
+    page.text(
+        f"Primary outcome: mean held-out reward over {size.iterations} iterations, in the trained"
+        " form and without noise on the score; means over"
+        f" {min(row.seeds for row in rows)} or more fresh seeds, paired by seed, with t intervals"
+        " (95%). The margin is"
+        f" {MARGIN:.0%} of what can be gained: the best held-out reward during training minus the"
+        " reward before it. A task cannot tell rules apart if the upper bound is below the margin;"
+        " it can if the headroom is twice the margin or more and its interval excludes 0."
+    )
+    page.text(
+        f"Both arms were tuned with {size.budget} runs: half on a grid of clip range, learning rate"
+        " and noise level, half further seeds of the best points. The point whose lower quartile"
+        " over these is highest is chosen, so that a setting that collapses in a quarter of the"
+        " seeds loses."
+    )
+    page.text(
+        "With noise on the score, the oracle is trained on the expected score. The headroom then"
+        " includes the noise of the finished samples' scores, which a rule that observes them cannot"
+        " remove completely. In more than two dimensions the values are means of 64 stochastic"
+        " continuations: a better oracle may lead by more. Exact values exist in two dimensions"
+        " only, because the trained policy may couple the coordinates that are independent before"
+        " training."
+    )
+    page.heading("Chosen settings")
+    page.blocks.append(
+        Table(
+            ["task", "arm", "clip range", "learning rate", "noise level"],
+            [
+                [row.name, arm, *(f"{value:g}" for value in values.values())]
+                for row in rows
+                for arm, values in row.values.items()
+            ],
+        )
+    )
+    page.text(f"Made by `{command}`.")
+    return page

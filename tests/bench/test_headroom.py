@@ -1,0 +1,143 @@
+"""The family of tasks, the verdicts on them, and an instrument that shows faults: uniform credit
+under another name has no headroom, random credit less.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from bench_lines import fake_line
+from flowrl_bench.headroom import (
+    CANNOT,
+    SAMPLED,
+    TASKS,
+    TELLS,
+    UNCLEAR,
+    HeadroomStudy,
+    Row,
+    Size,
+    row_of,
+    verdict,
+)
+from flowrl_bench.headroom_page import headroom_page, sentence, table
+from flowrl_bench.worlds import CENTRES, SCALE, PlaneReward, Points, data
+from flowrl_compare.statistics import Estimate
+from flowrl_testing import check_world
+
+from flowrl.cli.main import main
+from flowrl.core.types import Prompt
+from flowrl.worlds import mixture
+
+
+@pytest.mark.parametrize("world", [Points(), Points(16), Points(nested=True)])
+def test_worlds_keep_their_promises(world: Points) -> None:
+    findings = check_world(world)
+    assert findings.ok and not findings.marked("advice"), str(findings)
+
+
+def test_further_coordinates_are_independent_of_the_modes() -> None:
+    """The base flow moves the plane as in two dimensions, and each other coordinate as N(0, s^2)
+    alone.
+    """
+    x, t = torch.randn(50, 5, generator=torch.Generator().manual_seed(0)), torch.linspace(0, 1, 50)
+    velocity, ring = data(5, False).velocity(x, t), mixture.ring()
+    torch.testing.assert_close(velocity[:, :2], ring.velocity(x[:, :2], t))
+    variance = (1 - t).square() * ring.std**2 + t.square()
+    alone = (t - (1 - t) * ring.std**2) / variance
+    torch.testing.assert_close(velocity[:, 2:], alone[:, None] * x[:, 2:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", Points().forms)
+def test_the_parts_of_a_nested_reward(form: mixture.Form) -> None:
+    """On the target's ring both parts count; on the opposite ring only the fine part; with its
+    inverted position only the coarse one.
+    """
+    prompt, target = Prompt("towards 0 degrees"), CENTRES[0]
+    inner, far = SCALE * target, CENTRES[2]
+    points = torch.stack([target + inner, far + inner, target - inner])[..., None, None]
+    both, fine, coarse = PlaneReward(form, True).score(points, [prompt] * 3).tolist()
+    alone = mixture.DirectionReward(form).score(points, [prompt] * 3).tolist()
+    assert both == pytest.approx((alone[0] + 1) / 2, abs=1e-6)
+    assert fine == pytest.approx((alone[1] + 1) / 2, abs=1e-3)
+    assert coarse == pytest.approx(alone[2] / 2, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("headroom", "expected"),
+    [
+        (Estimate(0.03, 0.02, 0.039), CANNOT),
+        (Estimate(-0.2, -0.3, -0.1), CANNOT),
+        (Estimate(0.03, 0.02, 0.04), UNCLEAR),
+        (Estimate(0.079, 0.07, 0.09), UNCLEAR),
+        (Estimate(0.08, 0.01, 0.15), TELLS),
+        (Estimate(0.08, -0.01, 0.17), UNCLEAR),
+    ],
+)
+def test_verdicts(headroom: Estimate, expected: str) -> None:
+    """With a margin of 0.04."""
+    assert verdict(headroom, 0.04) == expected
+
+
+def closed_form(name: str) -> Row:
+    """Uniform credit reaches 0.6 and 0.8, the oracle 1, after a start of 0.2."""
+    oracle = fake_line([0.2, 1.0, 1.0])
+    pairs = [{"uniform": fake_line([0.2, 0.4, end]), "oracle": oracle} for end in (0.6, 0.8)]
+    return row_of(name, TASKS[name], pairs, {"uniform": {}, "oracle": {}})
+
+
+def test_a_row_and_its_page(tmp_path: Path) -> None:
+    row = closed_form("default")
+    assert (row.uniform, row.oracle, row.start, row.best) == pytest.approx((0.55, 1.0, 0.2, 1.0))
+    assert row.headroom.value == pytest.approx(0.45) and row.margin == pytest.approx(0.04)
+    assert row.headroom.high == pytest.approx(0.45 + 12.706 * 0.05, rel=1e-4)
+    rows = [row, closed_form("16-dimensions")]
+    page = headroom_page(rows, Size(), "flowrl bench headroom")
+    written = [path.read_text() for path in page.write(tmp_path, "headroom")]
+    assert all(row.task.label in text and "or more" in text for text in written)
+    assert (tmp_path / "headroom.png").read_bytes().startswith(b"\x89PNG")
+    assert "best known, at least" in sentence(rows[1]) and "at least" not in sentence(row)
+    assert table(rows).splitlines()[1] == (
+        "default,0.55,1,0.2,1,0.04,0.45,-0.18531,1.0853,2,unclear,exact"
+    )
+
+
+def test_arms_of_a_task_differ_in_credit_alone(tmp_path: Path) -> None:
+    """The oracle is trained without the noise that it knows to have mean 0, and shares its search
+    with the task without noise.
+    """
+    study = HeadroomStudy(TASKS, tmp_path / "runs.jsonl")
+    trial = ((0, 0, 0), 9000)
+    for name, task in TASKS.items():
+        uniform, oracle = (study.searches[name, arm].config(trial) for arm in ("uniform", "oracle"))
+        assert (
+            oracle.replace(credit="", reward_noise=task.changes.get("reward_noise", 0)) == uniform
+        )
+        assert task.is_exact != (oracle.algorithm.credit == SAMPLED)
+    searches = {(name, arm): search.arm.name for (name, arm), search in study.searches.items()}
+    assert searches["noise-0.3", "oracle"] == "oracle, default"
+    assert searches["noise-0.3", "uniform"] == "uniform, noise-0.3"
+    assert len({search.budget for search in study.searches.values()}) == 1
+
+
+@pytest.mark.slow
+def test_controls_have_no_headroom(tmp_path: Path) -> None:
+    """Uniform credit under another name cannot lead, random credit must trail; finished runs are
+    not made again.
+    """
+    found, size = {}, Size(iterations=6, budget=2, seeds=3)
+    for credit in ("uniform", "random(seed=0)"):
+        tasks = {"default": replace(TASKS["default"], oracle=credit)}
+        study = HeadroomStudy(tasks, tmp_path / "runs.jsonl", size, workers=1)
+        assert study.execute("test", lambda *words, **more: None)
+        found[credit] = study.rows()[0]
+    same, random = found["uniform"].headroom, found["random(seed=0)"].headroom
+    assert same.low <= 0 <= same.high and found["uniform"].label == CANNOT
+    assert random.high < 0 and found["random(seed=0)"].label == CANNOT
+    assert len(study.tuning.unchecked()) == len(study.results.unchecked()) == 3 * 3
+
+
+def test_an_unknown_task_is_refused_in_one_line(capsys, tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "runs.jsonl")]
+    assert main(["bench", "headroom", "--tasks", "nothing", *out]) == 2
+    assert "tasks = 'nothing' is not allowed; allowed: one of default, 9" in capsys.readouterr().err
