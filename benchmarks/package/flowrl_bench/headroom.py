@@ -177,18 +177,20 @@ def row_of(
     name: str, task: Task, pairs: Sequence[Mapping[str, Line]], values: Mapping[str, Any]
 ) -> Row:
     """The result of a task from the lines of both arms, by seed."""
-    scores = {arm: [score_of(pair[arm], FORM) for pair in pairs] for arm in ("uniform", "oracle")}
-    curves = {arm: [column(pair[arm], FORM) for pair in pairs] for arm in scores}
-    differences = [b - a for a, b in zip(*scores.values(), strict=True)]
+    uniform, oracle = (
+        [score_of(pair[arm], FORM) for pair in pairs] for arm in ("uniform", "oracle")
+    )
+    curves = {arm: [column(pair[arm], FORM) for pair in pairs] for arm in ("uniform", "oracle")}
     return Row(
         name,
         task,
-        *map(fmean, scores.values()),
-        fmean(curve[0] for curve in curves["uniform"]),
-        max(fmean(map(max, runs)) for runs in curves.values()),
-        mean(differences),
-        values,
-        len(pairs),
+        uniform=fmean(uniform),
+        oracle=fmean(oracle),
+        start=fmean(curve[0] for curve in curves["uniform"]),
+        best=max(fmean(map(max, runs)) for runs in curves.values()),
+        headroom=mean([b - a for a, b in zip(uniform, oracle, strict=True)]),
+        values=values,
+        seeds=len(pairs),
     )
 
 
