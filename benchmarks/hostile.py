@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -23,14 +24,26 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
+from pkgutil import walk_packages
 
 from hostile_cases import Case, all_cases, make_sandbox
 from hostile_mutants import drawn, mutants
 
+from flowrl.core.errors import OWN_PACKAGES
+
 LIMIT = 10.0
 """Seconds after which a case counts as hanging, or as having started work."""
+
+
+def preload() -> None:
+    """Import what commands import when they run, once for all cases."""
+    for package in OWN_PACKAGES:
+        for module in walk_packages(import_module(package).__path__, f"{package}."):
+            if not module.name.endswith("__main__"):
+                import_module(module.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +199,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="*", default=(), help="classes to try")
-    parser.add_argument("--out", type=Path, help="write the table as JSON")
+    parser.add_argument("--out", type=Path, help="write the table into this JSON, by command")
     parser.add_argument("--show", type=int, default=20, help="print so many of the unclear cases")
     parser.add_argument(
         "--every", type=int, default=1, help="try every n-th case of each class only"
@@ -206,6 +219,7 @@ def main() -> int:
     else:
         known = mutants(args.mutants)
     cases = [case for case in known if not args.only or case.family in args.only][:: args.every]
+    preload()
     outcomes = list(progress(cases, partial(tried, limit=args.limit)))
     unclear = [outcome for outcome in outcomes if outcome.problem]
     for outcome in unclear[: args.show]:
@@ -214,7 +228,10 @@ def main() -> int:
     rows = table(outcomes)
     print(shown(rows))
     if args.out:
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+        record = json.loads(args.out.read_text()) if args.out.exists() else {}
+        words = [word for word in sys.argv[1:] if word not in ("--out", str(args.out))]
+        record[shlex.join(["python", "benchmarks/hostile.py", *words])] = rows
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
     return bool(unclear)
 
 

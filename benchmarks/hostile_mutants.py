@@ -755,7 +755,9 @@ def spec_cases(seed: int, count: int) -> Iterator[Case]:
         elif number % 3 == 1:
             yield case("specs", ["train", *TINY, f"--{kind}={spec}", "--out", "new"])
         else:
-            yield case("specs", ["compare", *TINY, "--arm", f"a: {kind}={spec}", "--out", "new"])
+            # one comma at the end of an arm is legal, as in a call of Python; two are not
+            arm = f"a: {kind}={spec}" + ("," if spec.endswith(",") else "")
+            yield case("specs", ["compare", *TINY, "--arm", arm, "--out", "new"])
 
 
 # 7. Valid commands with one error
@@ -777,7 +779,7 @@ VALID: tuple[list[str], ...] = (
     ["presets", "--accelerate", "ddp"],
     ["prompts", "text", "--count", "3", "--file", "new.txt"],
     ["prompts", "check", "--file", "p.txt"],
-    ["bench", "rule", "uniform", "--quick", "--world", "mixture", "--out", "new"],
+    ["bench", "rule", "uniform(clamp=4.0)", "--quick", "--world", "mixture", "--out", "new"],
     ["bench", "tune", "flow-grpo", "--world", "mixture", "--budget", "3", "--out", "new.jsonl"],
     ["bench", "claims", "--judge", "--out", "lines.jsonl"],
     ["bench", "microscope", "--quick", "--world", "mixture", "--out", "new.jsonl"],

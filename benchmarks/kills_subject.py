@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,13 +27,37 @@ SETTINGS = (
 )
 COMMANDS = {
     "train": SETTINGS,
+    "torchrun": f"{SETTINGS} --groups 5",
     "compare": f"{SETTINGS} --methods flow-grpo dance-grpo --seeds 0 1 --workers 2",
 }
+"""torchrun: `flowrl train` on two processes, three prompts on one and two on the other."""
+LAUNCHER = (
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc_per_node",
+    "2",
+    "-m",
+    "flowrl",
+    "train",
+)
 PHASES = {
     "train": ("evaluation", "checkpoint", "any", "results"),
+    "torchrun": ("evaluation", "checkpoint", "any", "results"),
     "compare": ("evaluation", "checkpoint", "any", "report"),
 }
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT")
+DAMAGE = (
+    ("checkpoints", "link"),
+    ("metrics.jsonl", "pipe"),
+    ("config.json", "pipe"),
+    ("before.safetensors", "link"),
+    ("config.yaml", "pipe"),
+    ("weights.safetensors", "pipe"),
+    ("metrics.jsonl", "link"),
+)
+"""What a killed run's folder may not contain: a link to a file or folder of the undisturbed run, or
+a pipe. Of a comparison, in the folder of its first run.
+"""
 GONE = 5.0
 """Seconds after the end of a command in which its last process must be gone."""
 PATIENCE = 120.0
@@ -62,13 +86,15 @@ class Killed:
     """Temporary files that were left, which nothing may read."""
     problems: list[str] = field(default_factory=list)
     resumed_the_same: bool = False
+    damage: str = ""
+    """What the folder was damaged with after its last kill."""
 
 
 def runs_of(command: str, out: Path) -> list[Path]:
     """The folders of the single runs in `out`."""
     return (
         [out]
-        if command == "train"
+        if command != "compare"
         else sorted(path for path in out.glob("runs/*") if path.is_dir())
     )
 
@@ -119,8 +145,8 @@ class Subject:
         self.command, self.out, self.draw, self.seconds = command, out, draw, seconds
         self.log = out.with_name(f"{out.name}.log")
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """Start it, or go on if it has begun."""
+    def start(self, arguments: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        """Start it, or go on if it has begun; or run another flowrl command."""
         resumed = (self.out / "config.json").exists()
         words = (
             ["--resume", str(self.out)]
@@ -129,16 +155,28 @@ class Subject:
         )
         if resumed and self.command == "compare":
             words += ["--workers", "2"]
-        arguments = [sys.executable, "-m", "flowrl", self.command, *words]
+        module = LAUNCHER if self.command == "torchrun" else ("flowrl", self.command)
+        command = ("flowrl", *arguments) if arguments else (*module, *words)
         with self.log.open("wb") as log:
             return subprocess.Popen(
-                arguments,
+                [sys.executable, "-m", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
+
+    def living(self, leader: int) -> list[int]:
+        """The living processes of a command: of its session, and those that torchrun has started
+        in sessions of their own.
+        """
+        pids = set(session(leader))
+        for path in Path("/proc").glob("[0-9]*/cmdline") if self.command == "torchrun" else ():
+            with contextlib.suppress(OSError):
+                if os.fsencode(self.out) in path.read_bytes().split(b"\0"):
+                    pids.add(int(path.parent.name))
+        return sorted(pids)
 
     def due(self, phase: str, process: subprocess.Popen[bytes]) -> bool:
         """Wait for a moment in `phase`; False if the process ended before."""
@@ -193,9 +231,16 @@ class Subject:
                     else Killed(kill, process.returncode, 0, 0, [self.said()])
                 )
             began = time.monotonic()
-            (os.killpg if kill.target == "group" else os.kill)(
-                process.pid, getattr(signal, kill.signal)
-            )
+            number = getattr(signal, kill.signal)
+            if self.command != "torchrun":
+                send = os.killpg if kill.target == "group" else os.kill
+                send(process.pid, number)
+            else:
+                everyone = self.living(process.pid)
+                # a launcher that is killed cannot end its processes: one of these is killed
+                victim = max(everyone) if kill.signal == "SIGKILL" else process.pid
+                for pid in everyone if kill.target == "group" else [victim]:
+                    os.kill(pid, number)
             code = self.ended(process)
             result = Killed(kill, code, 0, 0)
             result.problems += self.second_writers(process.pid)
@@ -204,8 +249,9 @@ class Subject:
             result.problems += [*self.wrong_exit(kill, code), *self.damaged()]
             return result
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            for pid in self.living(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             process.wait()
 
     def ended(self, process: subprocess.Popen[bytes]) -> int | None:
@@ -229,17 +275,20 @@ class Subject:
         )
         with contextlib.ExitStack() as locks:
             while True:
-                left = session(leader)
-                for folder in {self.out, *runs_of(self.command, self.out)} - held.keys():
+                left = self.living(leader)
+                folders = {self.out, *runs_of(self.command, self.out)}
+                for folder in folders - held.keys():
                     with contextlib.suppress(FlowrlError):
                         if folder.exists():
                             locks.enter_context(folder_lock(folder))
                             held[folder] = (
                                 files_of(folder)
-                                if folder != self.out or self.command == "train"
+                                if folder != self.out or self.command != "compare"
                                 else {}
                             )
-                if not left or time.monotonic() > deadline:
+                # a process that is gone may not have closed its files yet
+                is_free = all(folder in held or not folder.exists() for folder in folders)
+                if (not left and is_free) or time.monotonic() > deadline:
                     break
                 time.sleep(0.02)
             problems += [f"{len(left)} orphans"] if left else []
@@ -257,6 +306,12 @@ class Subject:
         """
         number, shown = getattr(signal, kill.signal), self.said()
         flat = " ".join(shown.split())
+        if self.command == "torchrun":  # its code and its traceback are its own
+            if code is None or (code == 0 and not (self.out / "done.json").exists()):
+                yield f"exit code {code}: {shown}"
+            if "unexpected error" in shown:
+                yield f"unexpected error: {shown}"
+            return
         early, done = (
             flat in ("", "flowrl: interrupted"),
             "done.json" if self.command == "train" else "report.html",
@@ -292,6 +347,39 @@ class Subject:
                     load_run(run)
             except (FlowrlError, OSError, ValueError) as error:
                 yield f"{run.name}: {error}"
+
+    def refuses(self, name: str, how: str, other: Path) -> list[str]:
+        """Put a link to a file of `other`, or a pipe, in place of the file `name`; a command that
+        would use it must name it and change nothing. Then the file is put back.
+        """
+        folder = (runs_of(self.command, self.out) or [self.out])[0]
+        theirs = runs_of(self.command, other)[0]
+        path, aside = folder / name, self.out.with_name(f"{self.out.name}-aside")
+        resumed = ["compare" if self.command == "compare" else "train", "--resume", str(self.out)]
+        commands = {
+            "config.yaml": ["train", "--config", str(path), "--out", f"{self.out}-new"],
+            "weights.safetensors": ["sample", "--weights", str(folder), "--out", f"{aside}.png"],
+        }
+        if os.path.lexists(path):
+            os.rename(path, aside)
+        if how == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to(theirs / name)
+        before = files_of(self.out), files_of(other)
+        process = self.start(commands.get(name, resumed))
+        code, problems = self.ended(process), list[str]()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if code != 2 or name.partition(".")[0] not in self.said():
+            problems.append(f"{name} as a {how}: exit code {code}: {self.said()}")
+        if (files_of(self.out), files_of(other)) != before:
+            problems.append(f"{name} as a {how}: files were changed")
+        if os.path.lexists(path):
+            path.unlink()
+        if os.path.lexists(aside):
+            os.rename(aside, path)
+        return problems
 
     def completed(self) -> list[str]:
         """Resume it to its end; what is wrong then, apart from the numbers."""

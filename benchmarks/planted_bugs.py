@@ -37,6 +37,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BANK = Path(__file__).with_suffix("")
 OUT = ROOT / "benchmarks/results/planted_bugs.md"
 TIME_LIMIT = 180
-"""Seconds per bug."""
+"""Seconds per bug; longer in proportion if more processes run than there are cores."""
 KEYS = {"id", "meaning", "source", "tests"}
 EDIT = {"file", "find", "replace"}
 PACKAGES = ("", "tutorials/package", "benchmarks/package", "packages", "benchmarks", "tests")
@@ -160,7 +161,8 @@ def _run(tests: list[str]) -> tuple[int | None, str]:
     child = os.fork()
     if child == 0:
         _run_pytest(tests, output)
-    code, end = None, time.monotonic() + TIME_LIMIT
+    code = None
+    end = time.monotonic() + TIME_LIMIT * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     while code is None and time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
@@ -204,7 +206,7 @@ def _failing(tests: list[str]) -> list[str]:
     return [test for test in tests if _run([test])[0] != 0]
 
 
-def _try_bug(bug: Bug) -> tuple[str, str]:
+def try_bug(bug: Bug) -> tuple[str, str]:
     """Outcome and reason: killed, survived, or neither."""
     texts = planted(bug, _copy)
     original = {path: path.read_text() for path in texts}
@@ -220,6 +222,17 @@ def _try_bug(bug: Bug) -> tuple[str, str]:
     return {0: "survived", 1: "killed"}.get(code, "no result"), line or f"pytest exit code {code}"
 
 
+@contextlib.contextmanager
+def copies(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Worker processes, each with a copy of the tracked files, for `try_bug`."""
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory(prefix="planted-", ignore_cleanup_errors=True) as parent,
+        ProcessPoolExecutor(workers, context, _prepare, (Path(parent),)) as pool,
+    ):
+        yield pool
+
+
 def outcomes(bugs: list[Bug], workers: int) -> tuple[dict[str, str], list[str]]:
     """The outcome of every bug by its id, and the tests that fail without a bug."""
     result = {bug["id"]: "not plantable" for bug in bugs if unplantable(bug)}
@@ -228,20 +241,18 @@ def outcomes(bugs: list[Bug], workers: int) -> tuple[dict[str, str], list[str]]:
     files: dict[str, list[str]] = {}
     for test in sorted({test for bug in todo for test in bug["tests"]}):
         files.setdefault(test.partition("::")[0], []).append(test)
-    context, broken = multiprocessing.get_context("spawn"), []
-    with tempfile.TemporaryDirectory(prefix="planted-", ignore_cleanup_errors=True) as parent:
-        arguments = (Path(parent),)
-        with ProcessPoolExecutor(workers, context, _prepare, arguments) as pool:
-            for failing in pool.map(_failing, files.values()):
-                broken += failing
-                for test in failing:
-                    print(f"fails without a bug: {test}", flush=True)
-            futures = {pool.submit(_try_bug, bug): bug["id"] for bug in todo}
-            for number, future in enumerate(as_completed(futures), 1):
-                outcome, reason = future.result()
-                result[futures[future]] = outcome
-                line = f"{number}/{len(todo)} {outcome}: {futures[future]}: {reason[:160]}"
-                print(line, flush=True)
+    broken: list[str] = []
+    with copies(workers) as pool:
+        for failing in pool.map(_failing, files.values()):
+            broken += failing
+            for test in failing:
+                print(f"fails without a bug: {test}", flush=True)
+        futures = {pool.submit(try_bug, bug): bug["id"] for bug in todo}
+        for number, future in enumerate(as_completed(futures), 1):
+            outcome, reason = future.result()
+            result[futures[future]] = outcome
+            line = f"{number}/{len(todo)} {outcome}: {futures[future]}: {reason[:160]}"
+            print(line, flush=True)
     return result, broken
 
 

@@ -1,15 +1,17 @@
-"""A reward server under fuzzed requests and under load.
+"""A reward server under fuzzed requests, abuse and load.
 
     python benchmarks/reward_server.py                  # about six minutes; writes benchmarks/results/reward_server.*
     python benchmarks/reward_server.py --report         # writes the page again
 
-Three parts, each against a server in a process of its own (`flowrl serve-reward`), over the
+Four parts, each against a server in a process of its own (`flowrl serve-reward`), over the
 loopback:
 
 fuzz   10,000 requests made by Hypothesis: damaged PNG and safetensors files, wrong counts, shapes and types, bad JSON, damaged
        multipart bodies, other methods and paths, and bytes that are no HTTP. No response may be an
        error of the server itself (status 500 and more), every refusal must be typed JSON, and the
        server must score correctly afterwards.
+abuse  Requests that are refused: hundreds of thousands of prompts or tensors, JSON that is none, and two lengths in both orders.
+       Each may cost at most .1 s of the server's processor time.
 load   64 clients (threads of two processes), each with its own connection, one minute of requests of 1 to 8 images. A score
        encodes its sample and its client, so that a lost, repeated or swapped one is visible.
 kills  the same for half a minute, while the server is killed (SIGKILL) five seconds after every
@@ -27,7 +29,7 @@ from typing import Any
 
 from flowrl_bench.results_file import provenance
 from server_fuzz import fuzz
-from server_load import TOKEN, Server, load
+from server_load import TOKEN, Server, abuse, load
 
 from flowrl.workers import usable_cores
 
@@ -52,6 +54,14 @@ def measure_fuzz(count: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+def measure_abuse(folder: Path) -> dict[str, Any]:
+    server = Server(folder).start()
+    try:
+        return abuse(server)
+    finally:
+        server.end()
+
+
 def measure_load(seconds: float, folder: Path, kill_every: float = 0.0) -> dict[str, Any]:
     server = Server(folder).start()
     found = load(server, 64, seconds, kill_every)
@@ -68,7 +78,7 @@ def measure_load(seconds: float, folder: Path, kill_every: float = 0.0) -> dict[
 def page(record: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     lines = [
-        "# A reward server under fuzzed requests and under load",
+        "# A reward server under fuzzed requests, abuse and load",
         "",
         (__doc__ or "").partition("\n")[2].strip(),
         "",
@@ -76,7 +86,7 @@ def page(record: dict[str, Any]) -> str:
         "",
     ]
     lines += [f"{record['hardware']}; {versions}.", ""]
-    for title in (part for part in ("fuzz", "load", "kills") if part in record["results"]):
+    for title in (part for part in ("fuzz", "abuse", "load", "kills") if part in record["results"]):
         found = record["results"][title]
         lines += [f"| {title} | |", "|---|---|"]
         for name, value in found.items():
@@ -102,7 +112,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--only",
-        choices=("fuzz", "load", "kills"),
+        choices=("fuzz", "abuse", "load", "kills"),
         help="measure one part again and keep the other results",
     )
     parser.add_argument(
@@ -114,6 +124,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         parts = {
             "fuzz": lambda: measure_fuzz(options.requests, Path(name)),
+            "abuse": lambda: measure_abuse(Path(name)),
             "load": lambda: measure_load(options.seconds, Path(name)),
             "kills": lambda: measure_load(options.seconds / 2, Path(name), kill_every=5),
         }

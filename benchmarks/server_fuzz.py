@@ -272,11 +272,11 @@ def judge(attempt: Attempt, status: int, content: bytes) -> None:
         assert all(abs(value) < 2**24 for value in json.loads(content)["scores"])
 
 
-def send_raw(host: str, port: int, data: bytes) -> bytes:
+def send_raw(host: str, port: int, data: bytes, pause: float = 0.02) -> bytes:
     """Send bytes over a new connection. Returns the response until it ends or pauses."""
     received = b""
     with socket.create_connection((host, port), timeout=5) as connection:
-        connection.settimeout(0.02)
+        connection.settimeout(pause)
         with contextlib.suppress(OSError):
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)

@@ -1,7 +1,9 @@
 """A reward server in a process of its own, and many clients whose scores identify their samples."""
 
 import collections
+import json
 import multiprocessing
+import os
 import random
 import signal
 import statistics
@@ -15,12 +17,15 @@ from typing import Any
 
 import httpx
 import torch
-from server_fuzz import numbered_image
+from safetensors.torch import save
+from server_fuzz import TWO_LENGTHS, Attempt, listed, numbered_image, posted, send_raw
 
 from flowrl import Prompt
 from flowrl.serving.client import RemoteReward
 
 TOKEN = "a token for the benchmark"
+MOST = 0.1
+"""Seconds of processor time that a request may cost before it is refused."""
 REWARD = '''
 from dataclasses import dataclass
 import time
@@ -181,3 +186,58 @@ def load(server: Server, clients: int, seconds: float, kill_every: float = 0.0) 
         "milliseconds, 99th percentile": round(1000 * cuts[98], 1),
         "milliseconds, longest": round(1000 * waits[-1], 1),
     }
+
+
+def abuses() -> dict[str, Attempt]:
+    """Requests that must be refused before they cost work, by name."""
+    image = ("safetensors", save({"images": numbered_image(1)}))
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"a{number}": entry for number in range(300_000)}).encode()
+    tensors = ("safetensors", len(header).to_bytes(8, "little") + header)
+    prompts = {
+        "500,000 empty prompts": b"[" + b",".join([b'{"text":""}'] * 500_000) + b"]",
+        "1,900,000 empty texts": b"[" + b",".join([b'""'] * 1_900_000) + b"]",
+        "NaN": b'[{"text": "p", "metadata": {"sample": NaN}}]',
+        "a key twice": b'[{"text": "p", "text": "q"}]',
+        "5,000 levels": b'[{"text": "p", "metadata": {"a": ' + b"[" * 5000 + b"]" * 5000 + b"}}]",
+    }
+    lengths = TWO_LENGTHS.split(b"\r\n")
+    lengths[2:4] = lengths[3:1:-1]
+    return {
+        **{name: posted([("prompts", data), image]) for name, data in prompts.items()},
+        "300,000 empty tensors": posted([("prompts", listed([1])), tensors]),
+        "Content-Length, Transfer-Encoding": Attempt(raw=TWO_LENGTHS),
+        "Transfer-Encoding, Content-Length": Attempt(raw=b"\r\n".join(lengths)),
+    }
+
+
+def processor_seconds(process: int) -> float:
+    """Processor time of a process and its threads so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def abuse(server: Server, repeats: int = 10) -> dict[str, str]:
+    """What the server answers to each of `abuses`, and its processor time per request."""
+    assert server.process is not None
+    results = {}
+    for name, attempt in abuses().items():
+        before = processor_seconds(server.process.pid)
+        for _ in range(repeats):
+            if attempt.raw:
+                received = send_raw("127.0.0.1", server.port, attempt.raw, pause=2.0)
+                status, body = int(received.split()[1]), received.partition(b"\r\n\r\n")[2]
+            else:
+                headers = {**attempt.headers, "Authorization": f"Bearer {TOKEN}"}
+                url = f"{server.url}{attempt.path}"
+                answer = httpx.post(
+                    url, content=attempt.body, headers=headers, trust_env=False, timeout=60
+                )
+                status, body = answer.status_code, answer.content
+            code = json.loads(body)["error"]["code"]
+            assert 400 <= status < 500, (name, status, body)
+        seconds = (processor_seconds(server.process.pid) - before) / repeats
+        size = len(attempt.raw or attempt.body) / 2**20
+        results[name] = f"{status} {code}; {size:.1f} MiB, {seconds:.3f} s of processor time"
+        assert seconds <= MOST, (name, seconds)
+    return results

@@ -165,13 +165,15 @@ def folder_lock(folder: Path, work: str = "") -> Iterator[None]:
 
 def require_no_links(folder: Path) -> None:
     """Raise `ConfigError` if a file or folder in `folder` is a link, through which files elsewhere
-    would be written or deleted. The folder itself may be one.
+    would be written or deleted, or a pipe or a device. The folder itself may be a link.
     """
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(parent, name)
             if path.is_symlink():
                 raise ConfigError(f"{path} is a link; replace it by what it links to")
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                raise ConfigError(f"{path} is no regular file, but a pipe or a device; remove it")
 
 
 @contextmanager
@@ -192,6 +194,7 @@ def new_folder(
     Raises:
         ConfigError: the folder has other content, which is left unchanged, or cannot be used.
     """
+    _require_way(folder, "out")
     try:
         usable = not folder.is_file() and folder.resolve() != Path.cwd()
         require(usable, "out", str(folder), "a folder other than the current one; it may be new")
@@ -236,6 +239,7 @@ def require_new_file(
     Raises:
         ConfigError: `path` cannot be written, or exists with other content.
     """
+    _require_way(path, option)
     try:
         replaceable = not path.exists() or (path.is_file() and made(read_bytes(path)))
         require(replaceable, option, str(path), "a new file, or one from this command")
@@ -247,6 +251,13 @@ def require_new_file(
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise refused(error, f"{option}: {path} cannot be written: {error.strerror}") from error
+
+
+def _require_way(path: Path, option: str) -> None:
+    """Raise `ConfigError` for a ".." after a folder that does not exist, which would be made."""
+    ways = [place for place in (path, *path.parents) if place.name == ".."]
+    need = "a path with '..' after folders that exist"
+    require(all(map(os.path.isdir, ways)), option, str(path), need)
 
 
 def command_line() -> str:

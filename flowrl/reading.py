@@ -95,14 +95,6 @@ def read_input(seconds: float = 60.0) -> str:
     raise ConfigError(f"standard input has more than {LARGEST:,} bytes")
 
 
-def require_file(path: Path | str) -> None:
-    """Raise `ConfigError` unless `path` is a regular file or a link to one, for libraries that open
-    files themselves.
-    """
-    if not Path(path).is_file():
-        raise ConfigError(f"{path} is no regular file")
-
-
 def read_text(path: Path) -> str:
     """The text of a file in UTF-8, with or without a byte order mark. Raises `ConfigError`."""
     with reading(path):
@@ -232,7 +224,7 @@ def load_document(path: Path) -> tuple[Any, yaml.Node | None]:
     """The content of a YAML or JSON file, and the tree with its lines. Raises `ConfigError` with
     the place of an error.
     """
-    if not path.exists():
+    if not os.path.exists(path):  # also False for a name that is too long
         raise ConfigError(f"config: the file {path} does not exist")
     text = read_text(path)
     if len(text) > LONGEST:

@@ -43,6 +43,10 @@ def evaluations(trained):
     trained.on_phase = lambda phase: state.update(updating=phase == "update")
     row = trained.iteration()
     assert row["calls"] == len(rows["sampling"]) and row["nfe"] == sum(rows["sampling"])
+    assert row["gradient_nfe"] == sum(rows["update"]) == row["train_nfe"] - sum(rows["reference"])
+    starts = GROUPS if trained.groups.shared_noise else SAMPLES
+    assert row["nfe"] - row["probe_nfe"] == starts + SAMPLES * (STEPS - 1)
+    assert row["decodes"] == row["reward_calls"] >= SAMPLES
     return rows
 
 

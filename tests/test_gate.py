@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from inspect import isabstract, isclass, iscoroutinefunction, isfunction, signature
@@ -68,6 +68,15 @@ def required(call: Any) -> dict[str, Any]:
     return {p.name: hints.get(p.name, Any) for p in arguments if p.default is p.empty}
 
 
+def callables(module: Any) -> Iterator[tuple[str, Any]]:
+    """The members of a module, and the static and class methods of its classes."""
+    for name, value in vars(module).items():
+        yield name, value
+        for inside, method in vars(value).items() if isclass(value) else ():
+            if isinstance(method, staticmethod | classmethod):
+                yield inside, getattr(value, inside)
+
+
 @pytest.mark.skipif(not CHECKS_ON, reason="checks of arguments are switched off")
 @pytest.mark.parametrize("package", sorted({*OWN_PACKAGES} - {"flowrl_course"}))
 def test_a_wrong_argument_of_a_public_call_is_named(package: str) -> None:
@@ -78,7 +87,7 @@ def test_a_wrong_argument_of_a_public_call_is_named(package: str) -> None:
     for module in walk_packages(import_module(package).__path__, f"{package}."):
         if module.name in ("flowrl.core.calls", "flowrl.core.errors"):  # the checks need these
             continue
-        for name, call in vars(import_module(module.name)).items():
+        for name, call in callables(import_module(module.name)):
             public = getattr(call, "__module__", "") == module.name and name[0] != "_"
             if not public or not (isclass(call) or isfunction(call)) or isabstract(call):
                 continue
@@ -149,6 +158,11 @@ def test_a_link_in_a_run_folder_is_neither_written_nor_deleted(tmp_path: Path, c
     assert {path.name: path.read_bytes() for path in other.iterdir()} == before
     (run / "checkpoints").unlink()
     os.rename(other, run / "checkpoints")
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    assert flowrl_(f"train --resume {run}") == 2
+    assert "metrics.jsonl is no regular file" in capsys.readouterr().err
+    (run / "metrics.jsonl").unlink()
     (tmp_path / "linked").symlink_to(run)  # the folder itself may be one
     with folder_lock(tmp_path / "linked"):
         pass

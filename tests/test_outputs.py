@@ -33,7 +33,9 @@ OUTPUTS = {
     f" run/samples.json file/x.png {'x' * 300}.png",
     "explain uniform --out": f"mine.png file/x.png {'x' * 300}.png",
     "prompts text --count 2 --file": "mine.jsonl prompts.jsonl file/x.jsonl run",
-    "pretrain --updates 1 --out": "run/weights.safetensors file/x.safetensors run",
+    "pretrain --updates 1 --out": "run/weights.safetensors file/x.safetensors run /dev/full",
+    "bench tune flow-grpo --save": "/ /dev/full file/x mine.jsonl",
+    "bench rule --arm 'a: clip_range=0.3' --out": "notes file/x .",
     "bench microscope --out": "run/config.json mine.jsonl file file/x.jsonl run",
     "bench claims --page": "file",
 }

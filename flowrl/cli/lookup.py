@@ -73,6 +73,8 @@ class Parts:
         """Print the list, or one part."""
         known = ("", "all", *KINDS)
         require(self.kind in known, "kind", self.kind, f"one of {', '.join(KINDS)}, all")
+        fits = not self.name or self.kind != "all"
+        require(fits, "kind", self.kind, "left out with a name, which is looked up in all kinds")
         kinds = (self.kind,) if self.kind in KINDS else tuple(KINDS)
         lines = described(self.name, kinds) if self.name else self._list(kinds)
         print("\n".join(lines))

@@ -81,7 +81,8 @@ def run_command(arguments: Sequence[str]) -> int:
     if name == "--version":
         print(f"flowrl {__version__}")
         return 0
-    for option, text in pairwise(arguments):
+    for before, text in pairwise(arguments):
+        option = text.partition("=")[0] if text.startswith("--") else before
         require("\0" not in text, option.lstrip("-"), text, "a text without NUL")
     import tyro
 

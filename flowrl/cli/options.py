@@ -6,6 +6,7 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import os
 import re
 import shlex
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
 import tyro
@@ -174,6 +176,14 @@ def refuse_others(command: Any, mode: str, allowed: Sequence[str]) -> None:
         if item.name not in (mode, "run", "base", *allowed):
             fits = value == usual or not value
             require(fits, item.name, value, f"left out with --{mode}, which has it")
+
+
+def config_of(option: str, folder: Path, allowed: str = "") -> Path:
+    """The config.json of the folder that `option` names. Raises `ConfigError` if there is none."""
+    path = folder / "config.json"
+    # False also for a name that is too long
+    require(os.path.exists(path), option, str(folder), allowed or "a folder with its config.json")
+    return path
 
 
 def run_name(config: RunConfig, base: RunConfig) -> str:

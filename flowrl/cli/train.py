@@ -17,6 +17,7 @@ from flowrl.cli.options import (
     Base,
     base_of,
     changes,
+    config_of,
     options_class,
     options_with,
     refuse_others,
@@ -147,7 +148,7 @@ class Train:
         if source := self.resume or self.config:
             mode = "resume" if self.resume else "config"
             refuse_others(self, mode, READ[mode])
-            path = self.config or source / "config.json"
+            path = config_of("resume", source) if self.resume else source
             return load_config(path, self.trust, planned=self.plan)
         chosen = changes(self.run, self.base)
         if "credit" in chosen:

@@ -7,7 +7,6 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType
 
@@ -157,6 +156,9 @@ def _is_foreign(frame: FrameType) -> bool:
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     if not any(file.is_relative_to(folder) for folder in libraries):
         return True
+    # here, since a Ctrl-C while `flowrl` itself is imported shows a traceback
+    from importlib.metadata import entry_points
+
     groups = [group for group in entry_points().groups if group.startswith("flowrl.")]
     modules = [point.module for group in groups for point in entry_points(group=group)]
     return any(module.partition(".")[0] == package for module in modules)

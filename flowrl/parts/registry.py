@@ -35,6 +35,7 @@ __all__ = [
     "available",
     "build",
     "check_part",
+    "check_spec",
     "files_of",
     "find_maker",
     "options_of",
@@ -86,6 +87,20 @@ def build(kind: str, spec: str, **defaults: Any) -> Any:
     return part
 
 
+def check_spec(kind: str, spec: str) -> None:
+    """Raise `ConfigError` for a spec whose name or option is unknown; builds nothing."""
+    parsed = parse_spec(spec, kind)
+    parameters = _parameters(find_maker(kind, parsed))
+    if parameters is not None:
+        _require_known(f"{kind}: {parsed.name}", parameters, parsed.options)
+
+
+def _require_known(part: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    if extra := sorted(given.keys() - known.keys()):
+        allowed = ", ".join(known) or "none"
+        raise ConfigError(f"{part} has no option {', '.join(extra)}; allowed: {allowed}")
+
+
 def _options(
     part: str,
     parameters: Mapping[str, inspect.Parameter],
@@ -93,11 +108,15 @@ def _options(
     defaults: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The options of a part from its spec and the defaults, checked by name."""
-    if extra := sorted(given.keys() - parameters.keys()):
-        allowed = ", ".join(parameters) or "none"
-        raise ConfigError(f"{part} has no option {', '.join(extra)}; allowed: {allowed}")
+    _require_known(part, parameters, given)
     options = {name: value for name, value in defaults.items() if name in parameters}
     options |= {name: _nested(name, value, defaults) for name, value in given.items()}
+    for name, value in options.items():
+        inside = [part or 0 for part in value.values()] if isinstance(value, dict) else [value]
+        wrong = [each for each in inside if isinstance(each, list | tuple | int | float)]
+        is_number = type(parameters[name].default) in (int, float)
+        fits = name not in NESTED or is_number or not wrong
+        require(fits, f"{part}: {name}", value, "a part: NAME, NAME(option=value) or a file")
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in options:
             raise ConfigError(f"{part} needs {name}, as in {part.split()[-1]}({name}=...)")

@@ -237,6 +237,7 @@ class Batches:
         advantages: the credit rule's advantages [sample, decision].
         weights: the weights of the transitions [sample, decision].
         pooled: means over units that are spread over micro-batches; set by `prepare`.
+        with_gradient: network evaluations of a row that carry the gradient.
         steps: the step of every row [sample, column]; set by the subclasses.
         decided: the decision whose credit every row takes [sample, column].
     """
@@ -248,6 +249,7 @@ class Batches:
     advantages: Tensor
     weights: Tensor
     pooled: Tensor | None = field(default=None, init=False)
+    with_gradient: float = field(default=1, init=False)
     steps: Tensor = field(init=False)
     decided: Tensor = field(init=False)
     of: ClassVar[Callable[..., Any]]
@@ -445,6 +447,7 @@ class ForwardBatches(Batches):
         self.sampled = 1.0 if guided is None else guided.guidance_scale
         self.guided = (lambda scale: nullcontext()) if guided is None else guided.guided
         self.scales = self.guidance.scales(self.sampled)
+        self.with_gradient = self.guidance.evaluations(1, False, self.sampled)
         fits = guided is not None or self.scales == (1.0, 1.0)
         require(fits, "guidance of the loss", self.scales, "1: the policy has no guidance")
         steps = credited(self.times, path.schedule.times[:-1])

@@ -151,9 +151,13 @@ class Collector:
                 own_tables = [job.result() for job in jobs]
         finally:
             rewards.shutdown(cancel_futures=True)
-        gathered = self.distributed.gather((own_tables, scored.reward_calls))
-        usage.nfe = whole(usage.nfe / assigned.count * self.groups.prompts)
-        usage.reward_calls += sum(calls for _, calls in gathered)
+        gathered = self.distributed.gather((own_tables, scored))
+        usage.nfe, usage.probe_nfe = (
+            whole(count / assigned.count * self.groups.prompts)
+            for count in (usage.nfe, usage.probe_nfe)
+        )
+        usage.decodes += sum(counts.decodes for _, counts in gathered)
+        usage.reward_calls += sum(counts.reward_calls for _, counts in gathered)
         copies_done(device)
         path = paths[0]
         if len(paths) > 1:

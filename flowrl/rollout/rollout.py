@@ -132,6 +132,7 @@ def rollout(
         sampler = _Deterministic(sampler.solution(grid, lambda x: groups.normal(x, generator)))
     tree = group_tree(stds, groups, probe, generator)
     nodes, usage = tree.drawn_steps, usage or Usage()
+    before = usage.nfe
     if columns is not None:
         nodes = [step for step, asked in zip(nodes, columns.tolist(), strict=False) if asked]
     walk = Walk(policy, sampler, schedule, stds, condition, groups, generator, usage, max_batch)
@@ -140,6 +141,8 @@ def rollout(
         run = ProbeRun(path, path.images_latent, nodes, completed, walk, probe.network)
         with guided.guided(1.0) if guided else nullcontext():
             estimates = run.estimates(probe)
+    # every output is an evaluation of the trajectories themselves
+    usage.probe_nfe += usage.nfe - before - path.outputs.shape[:2].numel()
     return Rollout(path, estimates, groups, probe, nodes)
 
 

@@ -26,12 +26,16 @@ class Usage:
 
     Args:
         nfe: network evaluations, one per latent; a fraction for calls that compute less.
+        probe_nfe: those of `nfe` that a probe adds to the trajectories.
         calls: sequential network calls; a call that is split to respect `max_batch` counts once.
+        decodes: decoded latents.
         reward_calls: scored images.
     """
 
     nfe: float = 0
+    probe_nfe: float = 0
     calls: int = 0
+    decodes: int = 0
     reward_calls: int = 0
 
     def velocity(

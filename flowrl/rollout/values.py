@@ -123,7 +123,7 @@ def score_rollout(
         reward: the reward model.
         result: the rollout.
         prompts: one prompt per group.
-        usage: counters of scored images, which are updated; None for new ones.
+        usage: counters of decoded and scored images, which are updated; None for no count.
         max_batch: largest number of images per call of the reward.
         inspect: called with the images, prompts and total scores of the first batch.
 
@@ -153,6 +153,8 @@ def score_rollout(
         if len(rows):
             images, texts, owners = policy.decode(rows), owners[: len(rows)], owners[len(rows) :]
             scores = score(reward, images, texts[:: groups.members] if compared else texts, usage)
+            if usage is not None:
+                usage.decodes += len(rows)
             for name, column in {_TOTAL: scores.total, **scores.parts}.items():
                 columns.setdefault(name, []).append(column.cpu())
             if inspect is not None:

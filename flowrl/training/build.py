@@ -25,8 +25,8 @@ from flowrl.core.protocols import (
 from flowrl.distributed import Distributed
 from flowrl.flow import uniform_schedule
 from flowrl.methods import Method, check_one_advantage, named_method, try_credit, with_options
-from flowrl.parts.registry import KINDS, build, find_maker
-from flowrl.parts.specs import parse_slice, parse_spec
+from flowrl.parts.registry import KINDS, build, check_spec
+from flowrl.parts.specs import parse_slice
 from flowrl.policies.pipeline import ModelOptions
 from flowrl.probes import NoProbe
 from flowrl.rewards import NoisyReward
@@ -148,10 +148,10 @@ def check(config: RunConfig) -> None:
     world = make_world(config)
     make_method(config)
     if config.environment.reward:
-        find_maker("reward", parse_spec(config.environment.reward, "reward"))
+        check_spec("reward", config.environment.reward)
     make_heldout_metrics(config, world)
     for spec in config.logging.observe:
-        find_maker("observer", parse_spec(spec, "observe"))
+        check_spec("observer", spec)
     if config.policy.base_weights and config.environment.world in KINDS["world"].built_in:
         check_hash(Path(config.policy.base_weights))
 
@@ -327,7 +327,7 @@ def trained_policy(folder: Path, trust: bool = False) -> tuple[FlowPolicy, RunCo
     for settings that name code, without `trust`, and `CheckpointError` if the weights are missing,
     damaged or of another model.
     """
-    if not (folder / "weights.safetensors").is_file():
+    if not os.path.isfile(folder / "weights.safetensors"):
         raise CheckpointError(f"weights: {folder} is not the folder of a finished run")
     config = load_config(folder / "config.json", trust)
     on_gpu = config.policy.model and torch.cuda.is_available()

@@ -15,6 +15,7 @@ from flowrl.parts.settings import (
     flat,
     groups_of,
     nested,
+    owners,
     read_settings,
     read_values,
     replaced,
@@ -22,7 +23,7 @@ from flowrl.parts.settings import (
 )
 from flowrl.parts.trust import trusted, untrusted
 from flowrl.reading import load_document, reading
-from flowrl.training.format import require_format
+from flowrl.training.format import require_complete, require_format
 from flowrl.training.presets import (
     MODEL_DEFAULTS,
     MODEL_ONLY,
@@ -409,11 +410,13 @@ class RunConfig:
         names the `source`.
         """
         require_format("config.json", values)
-        if isinstance(values, dict):
+        is_written = isinstance(values, dict) and "format" in values
+        if is_written:
             values = {name: value for name, value in values.items() if name != "format"}
-        return replace(
-            RunConfig.of(**read_values(values, RunConfig)), source="" if trust else str(source)
-        )
+        settings = read_values(values, RunConfig)
+        if is_written:
+            require_complete(str(source), settings, owners(RunConfig))
+        return replace(RunConfig.of(**settings), source="" if trust else str(source))
 
     @property
     def batches(self) -> Batches:
@@ -445,8 +448,9 @@ DEFAULTS: dict[str, Any] = {
 
 
 def load_config(path: Path, trust: bool = False, planned: bool = False) -> RunConfig:
-    """The run that the config.json or config.yaml at `path` describes; other settings have their
-    defaults (`planned`: see `Preset.apply`). Raises `ConfigError` if the file cannot be read.
+    """The run that the config.json or config.yaml at `path` describes; settings that a file of the
+    user leaves out have their defaults (`planned`: see `Preset.apply`). Raises `ConfigError` if the
+    file cannot be read, or has a format and not all settings.
     Without `trust`, building a part raises it for settings that need the user's consent
     (`flowrl.parts.trust`).
     """
@@ -454,6 +458,8 @@ def load_config(path: Path, trust: bool = False, planned: bool = False) -> RunCo
     require_format(path, values)
     with reading(path):
         settings = read_settings(path, RunConfig).settings
+        if "format" in values:
+            require_complete(path, settings, owners(RunConfig))
         run = Preset(str(path), settings, trust).apply(planned=planned)
         return replace(run, source="" if trust else str(path))
 

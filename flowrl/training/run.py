@@ -42,7 +42,7 @@ from flowrl.training.observers import Observers
 from flowrl.training.results import MetricsRow, has_progress, holds
 
 Row = dict[str, Any]
-TOTALS = ("nfe", "reward_calls", "train_nfe", "seconds")
+TOTALS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls", "seconds")
 Report = Callable[[dict[str, Any]], None]
 """Called with {"phase", "iteration", "reward", "heldout", "nfe_total"} when one of them changes,
 and with {"warning"}, whose "kinds" are those of its lines (`flowrl.training.monitors.Notice`).
@@ -263,7 +263,11 @@ class Run:
             self._save_before(before)
             raise
         row: Row = dict(iteration)
-        row |= {f"{name}_total": rows[-1][f"{name}_total"] + row[name] for name in TOTALS}
+        row |= {
+            f"{name}_total": rows[-1][f"{name}_total"] + row[name]
+            for name in TOTALS
+            if f"{name}_total" in rows[-1]  # a run that an older version began has fewer
+        }
         last, every = self._ended, self.config.evaluation.eval_every
         self._evaluation = None
         row["evaluation"] = self._evaluate().row if last or trainer.done % every == 0 else None

@@ -10,12 +10,14 @@ from flowrl import __version__ as __version__
 if TYPE_CHECKING:
     from flowrl_compare.comparison import CompareConfig, compare
     from flowrl_compare.results import load_comparison, load_run, summarise
+    from flowrl_compare.tuned import tuned_arms
     from flowrl_compare.weight_comparison import compare_weights
 
 _HOMES = {
     **dict.fromkeys(("CompareConfig", "compare"), "comparison"),
     **dict.fromkeys(("load_comparison", "load_run", "summarise"), "results"),
     "compare_weights": "weight_comparison",
+    "tuned_arms": "tuned",
 }
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "load_comparison",
     "load_run",
     "summarise",
+    "tuned_arms",
 ]
 
 

@@ -16,12 +16,14 @@ from flowrl.cli.options import (
     Base,
     base_of,
     changes,
+    config_of,
     options_class,
     options_with,
     refuse_others,
     typed_command,
     with_options,
 )
+from flowrl.core.errors import require
 from flowrl.core.options import Seed, Workers
 from flowrl.parts.trust import trust_option
 from flowrl.signals import ignore_stops, on_stop
@@ -70,6 +72,10 @@ class Compare:
     """
     seeds: tuple[Seed, ...] = (0, 1, 2)
     """One run per arm and seed."""
+    bound: bool = False
+    """Add an arm that knows the exact value of every state, which no rule can beat by its credit
+    (2-D world; half a minute per seed). The report has a shipped curve for the default settings.
+    """
     equal_cost: bool = False
     """Train every arm for as many iterations as need the network evaluations of the baseline's run
     (sampling, probes and update).
@@ -78,9 +84,11 @@ class Compare:
     """default (about five minutes on 2 cores), long (about 15 minutes per method) or tiny (seconds,
     for a first look).
     """
-    settings: Literal["world", "published"] = "world"
-    """Window and clip that are not given: the world's, or the method's published ones. A published
-    clip is scaled to the elements of the world's latents.
+    settings: Literal["tuned", "published", "world"] | None = None
+    """Settings that are not given. tuned: found for each method in the built-in worlds with the
+    same number of runs (`flowrl bench tune`), the default of the preset default there; published:
+    each method's window and clip, scaled to the elements of the world's latents; world: the same
+    for all methods.
     """
     out: Path | None = None
     """Folder for the results; default runs/compare-DATE."""
@@ -114,13 +122,18 @@ class Compare:
 
     def configuration(self) -> "CompareConfig":
         """The comparison that these options describe."""
+        from flowrl.methods import METHODS
         from flowrl_compare.arms import credit_arms, load_arms, method_arms, parse_arm, together
+        from flowrl_compare.bounds import ARM, bound_settings
         from flowrl_compare.comparison import CompareConfig, load_compare
+        from flowrl_compare.tuned import tuned, tuned_arms
 
         if self.config is not None:
             refuse_others(self, "config", ("out", "workers", "trust", "trial"))
             loaded = load_compare(self.config, self.trust)
             return dataclasses.replace(loaded, command=typed_command())
+        for name in self.methods:
+            require(name in METHODS, "methods", name, ", ".join(METHODS))
         base, usual = self.base, self.base.flat()
         chosen = changes(self.run, base)
         run = with_options(self.preset, base, chosen, self.trust)
@@ -128,6 +141,14 @@ class Compare:
         given = together(
             method_arms(self.methods), *map(parse_arm, self.arm), file, credit_arms(self.credit)
         )
+        usual_run = self.preset == "default" and base.environment.world in tuned()
+        if self.settings == "tuned" or (self.settings is None and usual_run):
+            require(
+                usual_run, "settings", "tuned", f"with --preset default in {', '.join(tuned())}"
+            )
+            given, untuned = tuned_arms(run, given, chosen)
+            if untuned:
+                print(f"Note: not tuned here, with the settings of flow-grpo: {', '.join(untuned)}")
         for arm, settings in given.items():
             if isinstance(method := settings.get("method"), str):
                 # what the preset needs for this method, unless an option gives another value
@@ -136,6 +157,8 @@ class Compare:
                 )
                 needed = {n: v for n, v in needed.items() if n not in chosen and v != usual[n]}
                 given[arm] = {**needed, **settings}
+        if self.bound:
+            given = together(given, {ARM: bound_settings(str(base.environment.world))})
         compared = CompareConfig(run, given, self.seeds, self.preset, typed_command())
         for text in compared.require_read(chosen):
             print(f"Note: {text}")
@@ -152,9 +175,10 @@ class Compare:
         if self.resume is not None:
             refuse_others(self, "resume", ("workers", "trust", "changed_code", "trial"))
         out = self.resume or self.out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
-        config = (
-            load_compare(out / "config.json", self.trust) if self.resume else self.configuration()
-        )
+        if self.resume:
+            config = load_compare(config_of("resume", out), self.trust)
+        else:
+            config = self.configuration()
         runs = config.jobs().values()
         for device in {run.policy.device for run in runs}:
             device_of(device)

@@ -30,6 +30,7 @@ from flowrl.training.results import has_progress, holds
 from flowrl.training.run import Run
 from flowrl.workers import Worker, run_jobs, usable_cores
 from flowrl_compare.arms import Arms, arm_run, check_arms, of_arm
+from flowrl_compare.costs import prices_of
 from flowrl_compare.results import ComparisonFile, run_folder
 
 
@@ -131,23 +132,20 @@ class CompareConfig:
         return notes
 
     def equal_cost(self) -> "CompareConfig":
-        """This comparison with as many iterations of each arm as need the network evaluations of
-        the baseline's run.
-
-        Evaluations of sampling, probes and update count alike, those with guidance twice; held-out
-        evaluations do not count.
+        """This comparison with as many iterations of each arm as need the forward equivalents of
+        the baseline's run (`flowrl_compare.costs`); held-out evaluations do not count.
 
         Raises:
             ConfigError: an arm sets `iterations`, or the cost of a probe is unknown.
         """
-        arms, passes = dict[str, dict[str, Any]](), dict[str, float]()
+        arms, costs = dict[str, dict[str, Any]](), dict[str, float]()
         for arm, config in self.examples().items():
             given, arms[arm] = self.arms[arm].get("iterations"), dict(self.arms[arm])
             with of_arm(arm):
                 require(given is None, "iterations", given, "left out: all arms cost the same")
-                passes[arm] = plan(config).passes
-            total = self.run.iterations * next(iter(passes.values()))
-            if (iterations := max(1, round(total / passes[arm]))) != self.run.iterations:
+                costs[arm] = planned_cost(plan(config), config)
+            total = self.run.iterations * next(iter(costs.values()))
+            if (iterations := max(1, round(total / costs[arm]))) != self.run.iterations:
                 arms[arm]["iterations"] = iterations
         return replace(self, arms=arms)
 
@@ -177,13 +175,18 @@ class CompareConfig:
         require_format(source, values)
         with reading(source):
             file: ComparisonFile = as_kind(values, ComparisonFile)
-        run = RunConfig.from_dict(file.run, trust, source)
+        run = RunConfig.from_dict({"format": FORMAT, **file.run}, trust, source)
         # JSON has no tuples
         arms = {
             arm: {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()}
             for arm, settings in file.arms.items()
         }
         return CompareConfig(run, arms, tuple(file.seeds), file.preset, file.command)
+
+
+def planned_cost(counts: Plan | None, config: RunConfig) -> float:
+    """Forward equivalents of an iteration; 1 without a plan."""
+    return prices_of(config.as_dict()).parts(vars(counts)).total if counts else 1.0
 
 
 def _description(config: RunConfig) -> str:

@@ -1,5 +1,6 @@
 """`flowrl evaluate` and `flowrl sample`: images from base and trained weights."""
 
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from annotated_types import Ge, Le
 
-from flowrl.cli.options import typed_command
+from flowrl.cli.options import config_of, typed_command
 from flowrl.core.errors import CheckpointError, ConfigError, require
 from flowrl.core.options import Count, Seed, Whole
 
@@ -182,13 +183,12 @@ class Evaluate:
         if self.model:
             require(bool(self.prompts), "prompts", self.prompts, "a file, or a slice as text[0:64]")
             require(bool(self.reward), "reward", self.reward, "one or more: --reward NAME")
-            if not self.weights.exists():
+            if not os.path.exists(self.weights):
                 raise CheckpointError(f"weights: {self.weights} does not exist")
             config = preset("default").apply(model=self.model, prompts=self.prompts, **changes)
         else:
-            file = self.weights / "config.json"
             allowed = "the folder of a run; for a LoRA or a transformer give its --model too"
-            require(file.is_file(), "weights", str(self.weights), allowed)
+            file = config_of("weights", self.weights, allowed)
             config = load_config(file, self.trust).allowed(("reward",) if self.reward else ())
             read = changes.keys() - {"eval_steps", "reward"}
             require_read(config.replace(**{name: changes[name] for name in read}), read)

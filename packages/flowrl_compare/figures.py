@@ -20,6 +20,7 @@ from flowrl.credit import turning_points
 from flowrl.reading import read_json, read_tensors, reading
 from flowrl.training.results import short
 from flowrl.worlds.mixture import target
+from flowrl_compare.bounds import ARM, Bound, bound_of
 from flowrl_compare.comparison import run_label
 from flowrl_compare.results import Comparison, RunRecord, mean_curve
 from flowrl_compare.style import INK, PALE, SOFT, clean, colour, marker
@@ -27,7 +28,7 @@ from flowrl_compare.weight_comparison import WeightComparison
 
 X_LABELS = {
     "iteration": "iteration",
-    "nfe_total": "network evaluations while sampling",
+    "forwards": "forward equivalents",
     "seconds_total": "training seconds",
 }
 MOST_TOGETHER = 4
@@ -60,7 +61,7 @@ def _measured(runs: Runs, path: tuple[str, ...]) -> bool:
 
 
 def curves(comparison: Comparison, metric: str = "reward") -> Figure | None:
-    """An evaluation metric against iterations, network evaluations and seconds; None if no run
+    """An evaluation metric against iterations, forward equivalents and seconds; None if no run
     contains it.
 
     Args:
@@ -70,13 +71,14 @@ def curves(comparison: Comparison, metric: str = "reward") -> Figure | None:
     Returns:
         The figure.
     """
-    runs = {arm: comparison.of(arm) for arm in comparison.arms}
+    runs = {arm: comparison.of(arm) for arm in comparison.arms if arm != ARM}
     path = comparison.metric if metric == "reward" else (metric,)
     if not _measured(runs, path):
         return None
     label = f"held-out {short(path[-1])}"
     level = mean_curve(comparison.of(comparison.baseline), "iteration", *path)[1][-1:]
-    return _line_figure(runs, [Panel(x, path, label) for x in X_LABELS], level)
+    bound = bound_of(comparison) if metric == "reward" else None
+    return _line_figure(runs, [Panel(x, path, label) for x in X_LABELS], level, bound)
 
 
 def proxy_and_heldout(runs: Runs) -> Figure | None:
@@ -97,9 +99,12 @@ def proxy_and_heldout(runs: Runs) -> Figure | None:
     return _line_figure(runs, panels)
 
 
-def _line_figure(runs: Runs, panels: Sequence[Panel], level: Sequence[float] = ()) -> Figure:
+def _line_figure(
+    runs: Runs, panels: Sequence[Panel], level: Sequence[float] = (), bound: Bound | None = None
+) -> Figure:
     """A row of panels, or with many arms one per arm, in which the other arms are grey. `level`:
-    the height of a dashed line, if any.
+    the height of a dashed line, if any. `bound`: dotted over iterations, elsewhere its final value,
+    because its cost has no counterpart.
     """
     arms = list(runs)
     together = len(arms) <= MOST_TOGETHER
@@ -113,10 +118,14 @@ def _line_figure(runs: Runs, panels: Sequence[Panel], level: Sequence[float] = (
                 _draw(axes, runs, arm, panel, arm in shown)
             for height in level:
                 axes.axhline(height, color="#8a8f98", linestyle="--", linewidth=1)
+            if bound and panel.x == "iteration":
+                axes.plot(bound.iterations, bound.rewards, ":", color=INK, label=ARM)
+            elif bound:
+                axes.axhline(bound.rewards[-1], color=INK, linestyle=":", linewidth=1)
             axes.set(xlabel=X_LABELS[panel.x], ylabel=panel.label)
             axes.set_title("" if together else shown[0], fontweight="bold", fontsize=9.5)
             axes.xaxis.set_major_locator(MaxNLocator(4, integer=panel.x == "iteration"))
-            if panel.x == "nfe_total":
+            if panel.x == "forwards":
                 axes.xaxis.set_major_formatter(EngFormatter(sep=""))
             clean(axes)
     if together:

@@ -43,7 +43,7 @@ class Display:
     """
 
     def __init__(self, config: "CompareConfig", out: Path, console: Console | None = None) -> None:
-        from flowrl_compare.comparison import run_label
+        from flowrl_compare.comparison import planned_cost, run_label
 
         self.config, self.out, self.console = config, out, console or Console()
         self.jobs, arms, self.costs = config.jobs(), config.arm_of(), config.costs()
@@ -56,16 +56,15 @@ class Display:
         self.bars = _bars(self.console)
         for arm in config.arms:
             self.bars.add_task(arm, total=self._iterations(arm), text="")
-        # Iterations of costly arms count for more: the unit is a network evaluation.
-        works = [self._iterations(arm) * self._cost(arm) for arm in config.arms]
+        # Iterations of costly arms count for more.
+        self.forwards = {
+            arm: planned_cost(self.costs[arm], job) for arm, job in config.examples().items()
+        }
+        works = [self._iterations(arm) * self.forwards[arm] for arm in config.arms]
         self.all = self.bars.add_task("all runs", total=sum(works), text="")
 
     def _iterations(self, arm: str) -> int:
         return sum(self.jobs[name].iterations for name in self.runs[arm])
-
-    def _cost(self, arm: str) -> float:
-        plan = self.costs[arm]
-        return plan.nfe + plan.train_nfe if plan else 1
 
     def _mark(self, name: str) -> tuple[bool, bool, int]:
         """A line is printed when this changes: at the end, and at iterations 1, 5, 10, ..."""
@@ -90,9 +89,10 @@ class Display:
             given, plan, size = self.config.arms[arm], self.costs[arm], config.rollout
             changed = {name: value for name, value in given.items() if value != usual[name]}
             cost = f"{plan.nfe:,} + {plan.train_nfe:,}" if plan else "an unknown number of"
+            passes = f", {self.forwards[arm]:,.0f} forward equivalents" if plan else ""
             self.say(
                 f"{arm}: {config.iterations} iterations of {size.groups} x {size.group_size}"
-                f" samples, each {cost} network evaluations (sampling and probes + update)"
+                f" samples, each {cost} network evaluations (sampling and probes + update){passes}"
                 f"{'; ' * bool(difference(arm, changed))}{difference(arm, changed)}"
             )
         for text in shadowed():
@@ -130,7 +130,7 @@ class Display:
         for task, (arm, names) in zip(self.bars.tasks, self.runs.items(), strict=False):
             reached = sum(map(self._done, names))
             self.bars.update(task.id, completed=reached, text=self._text(names))
-            done += reached * self._cost(arm)
+            done += reached * self.forwards[arm]
         self.bars.update(self.all, completed=done)
         self.bars.update(self.all, text=self._overall())
         self.bars.refresh()

@@ -15,6 +15,8 @@ from rich.table import Table
 from flowrl.io import write_bytes, write_json
 from flowrl.training.presets import MODEL_ONLY
 from flowrl.training.results import short
+from flowrl_compare.bounds import bound_of
+from flowrl_compare.costs import RATE, STATED, STATED_NAME
 from flowrl_compare.figures import (
     MOST_TOGETHER,
     NOTICEABLE,
@@ -66,8 +68,10 @@ BLOCKS: dict[str, Cells] = {
         "iterations to baseline": partial(_reached, "iterations", ".1f"),
         "NFE to baseline": partial(_reached, "nfe", ",.0f"),
         "seconds to baseline": partial(_reached, "seconds", ".0f"),
+        f"{STATED_NAME} seconds to baseline": partial(_reached, "stated", ",.0f"),
     },
     "Cost of an iteration": {
+        "forward equivalents/trajectory": lambda s: s.cost.text(),
         "NFE/trajectory": lambda s: f"{s.nfe_per_trajectory:.1f}",
         "network calls/iteration": lambda s: f"{s.calls_per_iteration:.0f}",
         "reward calls/trajectory": lambda s: f"{s.rewards_per_trajectory:.1f}",
@@ -229,6 +233,9 @@ def write_report(folder: Path) -> Path:
         unfinished=len(arms) * len(config["seeds"]) - finished,
         colours={summary.arm: colour(summary.arm, arms) for summary in summaries},
         blocks=result_blocks(summaries) if summaries else {},
+        priced=summaries[0].priced if summaries else "",
+        stated=STATED.source,
+        rate=f"{RATE / 1e12:.0f}",
         leave_out=[
             *("method", "credit", *of_methods),
             *(() if shared["environment"]["world"] == "model" else MODEL_ONLY),
@@ -239,6 +246,7 @@ def write_report(folder: Path) -> Path:
         many=len(summaries) > MOST_TOGETHER,
         images=images,
         noticeable=NOTICEABLE,
+        bound=bound_of(comparison),
     )
     write_bytes(folder / "report.html", page.encode())
     return folder / "report.html"

@@ -4,7 +4,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,13 +15,24 @@ from flowrl.core.errors import ConfigError
 from flowrl.reading import as_kind, parse_json, read_bytes, read_json, reading
 from flowrl.training.format import require_format
 from flowrl.training.results import MetricsRow, short
+from flowrl_compare.costs import (
+    STATED,
+    WORLDS,
+    Parts,
+    Prices,
+    cumulated,
+    measured_prices,
+    prices_of,
+)
 from flowrl_compare.statistics import collapsed, first_reached, mean
 
 REWARDS = ("reward", "reward_form")
 """Settings of the training reward: where they differ, so does what an evaluation calls the reward.
 """
-AXES = ("iteration", "nfe_total", "seconds_total")
-"""Horizontal axes of learning curves: entries of every row."""
+AXES = ("iteration", "forwards", "seconds_total", "stated_seconds")
+"""Budgets of learning curves: iterations, forward equivalents (`flowrl_compare.costs`), seconds,
+and seconds of the stated model.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,8 @@ class ComparisonFile:
 @dataclass(frozen=True)
 class RunRecord:
     """One run: its `arm` (of a run by itself: its method) and `seed`, its `folder`, `rows` (one per
-    iteration; row 0: untrained), whether it has `finished`, and the `config` in its config.json.
+    iteration; row 0: untrained), whether it has `finished`, the `config` in its config.json, and
+    the `prices` of its evaluations (default: those of its config).
     """
 
     arm: str
@@ -53,6 +65,22 @@ class RunRecord:
     rows: tuple[dict[str, Any], ...]
     finished: bool
     config: dict[str, Any] = field(default_factory=dict)
+    prices: Prices | None = None
+
+    def costs(self, prices: Prices | None = None) -> list[Parts]:
+        """The cost so far at every row, by the given `prices`, or else by the run's."""
+        counts = [row if row["iteration"] > 0 else {} for row in self.rows]
+        return cumulated(counts, prices or self.prices or prices_of(self.config))
+
+    def spent(self, x: str) -> dict[int, float]:
+        """The budget `x` of `AXES`, or another entry of every row, by iteration."""
+        if x == "forwards":
+            values = [cost.total for cost in self.costs()]
+        elif x == "stated_seconds":
+            values = [STATED.seconds * cost.total for cost in self.costs(STATED)]
+        else:
+            values = [float(row[x]) for row in self.rows]
+        return dict(zip((row["iteration"] for row in self.rows), values, strict=True))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -91,14 +119,14 @@ class RunRecord:
         return points
 
     def curve(self, x: str, *path: str) -> tuple[list[float], list[float]]:
-        """`x` (iteration, nfe_total or seconds_total) and the metric at `path` within each
-        evaluation that contains it.
+        """`x` (see `spent`) and the metric at `path` within each evaluation that contains it.
 
         `path` is for example ("strict",), ("proxy",), ("diversity",) or ("heldout", NAME); the
         default is the reward.
         """
         points = self._points("evaluation", *(path or ("reward",)))
-        return [float(row[x]) for row, _ in points], [value for _, value in points]
+        spent = self.spent(x) if points else {}
+        return [spent[row["iteration"]] for row, _ in points], [value for _, value in points]
 
     def mean(self, *path: str) -> float:
         """Mean over the training rows of the number at `path`; NaN if no row contains it."""
@@ -218,7 +246,11 @@ def load_comparison(folder: Path) -> Comparison:
     }
     with reading(folder / "config.json"):  # a name may be too long for the file system
         started = [place for place in places if (place / "metrics.jsonl").exists()]
-    return Comparison(folder, config, tuple(load_run(place, places[place]) for place in started))
+    runs = [load_run(place, places[place]) for place in started]
+    passes = prices_of(runs[0].config).passes if runs else 1
+    measured = measured_prices((row for run in runs for row in run.rows), passes)
+    priced = [replace(run, prices=prices_of(run.config, measured)) for run in runs]
+    return Comparison(folder, config, tuple(priced))
 
 
 @dataclass(frozen=True)
@@ -277,7 +309,7 @@ class ArmSummary:
         final_strict: success rate by the strict score.
         to_baseline_iterations: where the mean curve over seeds first reaches the baseline's final
             mean reward; None: not reached.
-        to_baseline_nfe: the same point in network evaluations of the rollout.
+        to_baseline_nfe: the same point in forward equivalents.
         to_baseline_seconds: the same point in seconds.
         nfe_per_trajectory: network evaluations of the rollout per trajectory.
         calls_per_iteration: sequential network calls per iteration.
@@ -288,6 +320,10 @@ class ArmSummary:
         seconds_update: seconds of an iteration's update.
         heldout: changes of the proxy, the held-out rewards and the diversity by label.
         settings: the settings in which arms differ.
+        to_baseline_stated: where the baseline's reward is reached, in seconds of the stated model;
+            None outside the built-in worlds.
+        cost: forward equivalents per trajectory.
+        priced: where the prices of decodes and reward calls come from.
     """
 
     arm: str
@@ -310,6 +346,9 @@ class ArmSummary:
     seconds_update: float
     heldout: dict[str, Change] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    to_baseline_stated: float | None = None
+    cost: Parts = Parts(0, 0, 0, 0, 0)
+    priced: str = ""
 
     @property
     def difference(self) -> str:
@@ -369,6 +408,8 @@ def _summary(
     rewards = [run.curve("iteration", *path)[1] for run in runs]
     finals = {run.seed: curve[-1] for run, curve in zip(runs, rewards, strict=True)}
     reached = [float(first_reached(*mean_curve(runs, x, *path), target)) for x in AXES]
+    if runs[0].settings.get("world", "mixture") not in WORLDS:
+        reached[-1] = math.inf
 
     def over_seeds(*path: str) -> float:
         return statistics.fmean(run.mean(*path) for run in runs)
@@ -385,8 +426,10 @@ def _summary(
         final_strict=_change(runs, "strict").after,
         **{
             f"to_baseline_{name}": point if math.isfinite(point) else None
-            for name, point in zip(("iterations", "nfe", "seconds"), reached, strict=True)
+            for name, point in zip(("iterations", "nfe", "seconds", "stated"), reached, strict=True)
         },
+        cost=_cost(runs),
+        priced=(runs[0].prices or prices_of(runs[0].config)).source,
         nfe_per_trajectory=over_seeds("nfe") / trajectories,
         calls_per_iteration=over_seeds("calls"),
         rewards_per_trajectory=over_seeds("reward_calls") / trajectories,
@@ -395,6 +438,15 @@ def _summary(
         heldout=_heldout(runs),
         settings=comparison.differences[arm],
     )
+
+
+def _cost(runs: Sequence[RunRecord]) -> Parts:
+    """Forward equivalents per trajectory of all `runs`."""
+    rows = [row for run in runs for row in run.rows if row["iteration"] > 0]
+    trajectories = sum(row.get("trajectories", math.nan) for row in rows) or math.nan
+    ends = [vars(run.costs()[-1]) for run in runs]
+    sums = Parts(**{name: sum(end[name] for end in ends) for name in ends[0]})
+    return sums.scaled(1 / trajectories)
 
 
 def _change(runs: Sequence[RunRecord], *path: str) -> Change:

@@ -29,6 +29,7 @@ MARKERS = "osD^vP*X"
 """Markers of the methods in their order, so that curves differ in more than their colour."""
 MADE = {"Software": "flowrl"}
 """Metadata of the PNG files of this package."""
+MADE_PDF = {"Creator": "flowrl", "CreationDate": None}
 
 matplotlib.rcParams.update(
     {
@@ -105,6 +106,13 @@ def png(figure: Figure, dpi: int = 130) -> bytes:
     return buffer.getvalue()
 
 
+def pdf(figure: Figure) -> bytes:
+    """The figure as a PDF file on white, without a date, so that equal figures are equal files."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="pdf", facecolor="white", metadata=MADE_PDF)
+    return buffer.getvalue()
+
+
 def require_figure(path: Path) -> None:
     """Raise `ConfigError` unless a figure can be written to `path`, which is new or a PNG of this
     package.
@@ -116,8 +124,8 @@ def require_figure(path: Path) -> None:
 
 
 def is_own(data: bytes) -> bool:
-    """Whether `data` is a PNG file of this package."""
-    return b"Software\0flowrl" in data[:4096]
+    """Whether `data` is a PNG or PDF file of this package."""
+    return b"Software\0flowrl" in data[:4096] or b"/Creator (flowrl)" in data
 
 
 def save(figure: Figure, path: Path, dpi: int = 150) -> None:

@@ -23,7 +23,7 @@ def test_errors_are_one_line(capsys, tmp_path):
 def test_judge_without_runs_writes_an_empty_page(tmp_path, capsys):
     out = ["--out", str(tmp_path / "none.jsonl"), "--page", str(tmp_path / "page")]
     assert main(["bench", "claims", "--judge", *out]) == 2
-    assert "none.jsonl is no regular file" in capsys.readouterr().err
+    assert "a results file, with --judge" in capsys.readouterr().err
     (tmp_path / "none.jsonl").touch()
     assert main(["bench", "claims", "--judge", *out]) == 0
     assert "too few runs yet" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 time, verdicts and page.
 """
 
+import csv
 import json
 import re
 from collections.abc import Callable
@@ -186,7 +187,16 @@ class TestFolder:
         row = next(line for line in text.splitlines() if line.startswith("uniform "))
         assert row.count("+0.000 no difference") >= 2
         assert "8 runs to make in runs/rule-Copy; Ctrl-C pauses" in text
+        folder = tmp_path / "runs" / "rule-Copy"
+        rows = list(csv.DictReader((folder / "rule.csv").open()))
+        assert next(row["difference"] for row in rows if row["baseline"] == "uniform") == "0.0000"
+        tex = (folder / "rule.tex").read_text()
+        assert tex.count(r" \\") == len(rows) + 1 and r"\midrule" in tex
+        assert (folder / "rule-mixture.pdf").read_bytes().startswith(b"%PDF")
         assert self.bench("my.py:Copy") == 0 and self.bench("my.py:Copy", 3) == 4
+        (folder / "rule.tex").write_text("mine")
+        with pytest.raises(ConfigError, match=r"page = .*rule\.tex"):
+            self.bench("my.py:Copy", 3)
 
     def test_an_arm_with_a_loss_of_its_own(self, tmp_path):
         """It runs in a folder of its name, also under other spellings of its parts, but not with
@@ -227,6 +237,8 @@ class TestFolder:
         mine = rule_file(tmp_path / "my.py")
         rule_file(tmp_path / "other.py")
         out = tmp_path / "out"
+        with pytest.raises(ConfigError, match=r"out = .* this one contains other files"):
+            self.bench("my.py:Mine", out=tmp_path)
         self.bench("my.py:Mine", out=out)
         with pytest.raises(ConfigError, match=r"another rule, my.py:Mine: choose another --out"):
             self.bench("other.py:Mine", out=out)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from bench_lines import FAST, FLAT, SLOW, fake_evidence, fake_line, small_run
 from flowrl_bench.calibration import CASES, LAWS, alarms
-from flowrl_bench.evidence import MEASURES, Evidence
-from flowrl_bench.measurements import measure
+from flowrl_bench.evidence import MEASURES, Evidence, spent
+from flowrl_bench.measurements import CURVE, measure
 from flowrl_bench.verdicts import (
     ALIKE,
     BETTER,
@@ -24,9 +24,11 @@ from flowrl_bench.verdicts import (
     judge,
     judge_family,
 )
+from flowrl_compare.costs import PICKSCORE, RATE, SD35_MEDIUM
 
 from flowrl.core.errors import ConfigError
 
+SD35 = SD35_MEDIUM[512]
 LEAD = Compare("fast", "slow", expects=BETTER)
 
 
@@ -51,14 +53,50 @@ def test_measures_by_hand():
     # levels .3, .42, .54: slow after 1.5, 2.1, 2.7; fast after its first evaluation at most
     # (1), 1, 1.4
     assert between("updates") == pytest.approx(np.log([1 / 1.5, 1 / 2.1, 1.4 / 2.7]).mean())
-    assert between("nfe") == pytest.approx(between("updates"))
-    assert between("reward at equal nfe") == pytest.approx((0.25 + 0.55 + 0.65) / 3 - 0.3)
+    assert between("forwards") == pytest.approx(between("updates"))
+    assert between("reward at equal forwards") == pytest.approx((0.25 + 0.55 + 0.65) / 3 - 0.3)
     # minus the reward in both arms
     assert between("quality at equal reward") == pytest.approx(0.0, abs=1e-9)
     with pytest.raises(ConfigError, match="no arm"):
         evidence.values("other", "area")
     with pytest.raises(ConfigError, match="compares two runs"):
         evidence.values("fast", "updates")
+
+
+def test_budgets_by_hand_of_new_and_older_lines():
+    """An evaluation with a gradient counts three. Older lines lack it: the settings tell that
+    one evaluation of two is the reference's.
+    """
+    line = {**measure(small_run()), "config": small_run().as_dict()}
+    row = dict(zip(CURVE, line["curve"][-1], strict=True))
+    nfe, gradient = 2 * 3 * 5, row["gradient_nfe"]
+    assert (row["nfe"], row["probe_nfe"], row["train_nfe"]) == (nfe, 0, gradient)
+    assert 0 < gradient <= 2 * 3 * 3 and row["decodes"] == row["reward_calls"] == 6
+    assert spent(line, "forwards")[-1] == nfe + 3 * gradient
+    seconds = 2 * nfe * SD35["forward"] + 2 * gradient * SD35["gradient"]
+    seconds += 6 * (SD35["decode"] + PICKSCORE)
+    assert spent(line, "stated seconds")[-1] == pytest.approx(seconds / RATE)
+    for weight, share in ((0.0, 1.0), (0.1, 0.5)):
+        older = {**line, "config": small_run(kl_weight=weight).as_dict()}
+        older["curve"] = [row[: CURVE.index("probe_nfe")] for row in line["curve"]]
+        assert spent(older, "forwards")[-1] == nfe + gradient * (1 + 2 * share)
+
+
+def test_an_arm_with_a_tenth_fewer_evaluations_is_found():
+    """A planted fault: uniform credit whose iterations cost less. The cost differs and nothing
+    else does.
+    """
+    found = fake_evidence(8, 0.01, uniform=SLOW, cheaper=SLOW)
+    found.runs["cheaper"]["task"][:] = [
+        {**line, "curve": [[row[0], 0.9 * row[1], *row[2:]] for row in line["curve"]]}
+        for line in found.runs["uniform"]["task"]
+    ]
+    verdicts = {
+        axis: judge(Compare("cheaper", "uniform", axis), found).comparisons[0]
+        for axis in ("area", "updates", "forwards", "stated seconds")
+    }
+    assert [one.verdict for one in verdicts.values()] == [ALIKE, ALIKE, BETTER, BETTER]
+    assert verdicts["forwards"].estimate.value == pytest.approx(0.9)
 
 
 def test_every_measure_reads_a_real_line():

@@ -1,7 +1,8 @@
-"""The entries of benchmarks/planted_bugs: complete, plantable, and checked by name."""
+"""The entries of benchmarks/planted_bugs and the mutants of benchmarks/mutation.py."""
 
 import pytest
-from planted_bugs import load, mistakes, unplantable
+from mutation import mutants_of
+from planted_bugs import copies, load, mistakes, try_bug, unplantable
 
 BUG = {
     "room": "credit",
@@ -11,7 +12,7 @@ BUG = {
     "file": "flowrl/credit/stepwise.py",
     "find": "increments = gains(values)",
     "replace": "increments = 0 * gains(values)",
-    "tests": ["tests/credit/test_credit.py"],
+    "tests": ["tests/credit/test_credit.py::test_worked_examples"],
 }
 
 
@@ -45,3 +46,24 @@ def test_missing_keys_repeated_ids_and_texts_that_do_not_occur_once_are_named():
     assert not unplantable(BUG)
     assert "occurs 0 times" in unplantable(BUG | {"find": "increment = gains(value)"})
     assert "does not exist" in unplantable(BUG | {"file": "flowrl/credit/none.py"})
+
+
+def test_a_mutant_has_one_change_outside_of_annotations_and_texts():
+    source = 'x: Literal[1] = 2\nif x < y and g(x, k=True):\n    print(f"{x + 1}")'
+    assert [change.split(" -> ")[1] for _, change in mutants_of(source)] == [
+        "x: Literal[1] = 3",
+        "x: Literal[1] = 1",
+        "if not (x < y and g(x, k=True)):",
+        "if x < y or g(x, k=True):",
+        "if x <= y and g(x, k=True):",
+        "if x > y and g(x, k=True):",
+        "if x < y and g(x):",
+        "if x < y and g(x, k=False):",
+    ]
+
+
+@pytest.mark.slow
+def test_a_bug_is_killed_and_an_equivalent_change_survives():
+    changes = [BUG, BUG | {"replace": "increments = 1 * gains(values)"}]
+    with copies(1) as pool:
+        assert [outcome for outcome, _ in pool.map(try_bug, changes)] == ["killed", "survived"]

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from flowrl_compare.arms import arm_run, credit_arms, load_arms, method_arms, parse_arm, together
+from flowrl_compare.bounds import shipped_bound
 from flowrl_compare.comparison import CompareConfig, load_compare
 from flowrl_compare.progress import Display
 from flowrl_compare.report import headline, table_text, write_report
 from flowrl_compare.results import load_comparison, summarise, summary_values
+from flowrl_compare.tuned import tuned, tuned_arms
 from rich.console import Console
 
 from flowrl.cli.main import main
@@ -151,8 +153,9 @@ def test_equal_cost_scales_the_iterations():
     arms = {"base": {}, "tp": {"method": "tp-grpo"}, "small": {"groups": 1}}
     config = CompareConfig(TINY.replace(iterations=20), arms, (0,))
     iterations = {arm: job.iterations for arm, job in config.equal_cost().examples().items()}
-    passes = {arm: plan(job).passes for arm, job in config.examples().items()}
-    cheaper = round(20 * passes["base"] / passes["tp"])
+    plans = {arm: plan(job) for arm, job in config.examples().items()}
+    costs = {arm: counts.nfe + 3 * counts.train_nfe for arm, counts in plans.items()}
+    cheaper = round(20 * costs["base"] / costs["tp"])
     assert iterations == {"base": 20, "tp": cheaper, "small": 40} and 1 < cheaper < 20
     with pytest.raises(ConfigError, match="arm 'b': iterations = 3 is not allowed"):
         configured(a={}, b={"iterations": 3}).equal_cost()
@@ -248,3 +251,39 @@ def test_arms_with_different_rewards_are_compared_by_the_first_held_out_one(tmp_
     file = io.StringIO()
     Display(config, tmp_path / "new", Console(file=file, width=200)).start()
     assert "(soft and graded rewards)" in file.getvalue()
+
+
+def test_tuned_settings_lie_below_an_arms_own() -> None:
+    """A method has those found for it; everything else those of uniform credit, as far as it reads
+    them, and is named. Settings of all arms win.
+    """
+    run = preset("default").apply(world="mixture", learning_rate=0.01)
+    given = {
+        "flow-grpo": {"method": "flow-grpo"},
+        "tp-grpo": {"method": "tp-grpo"},
+        "mine": {"loss": "gspo", "noise_level": 0.9},
+        "dance": {"method": "dance-grpo"},
+    }
+    arms, untuned = tuned_arms(run, given, {"learning_rate": 0.01})
+    assert untuned == ["mine", "dance"]
+    uniform = tuned()["mixture"]["uniform"]["values"]
+    assert arms["flow-grpo"]["clip_range"] == arms["mine"]["clip_range"] == uniform["clip_range"]
+    assert (
+        arms["tp-grpo"]["clip_range"]
+        == tuned()["mixture"]["turning points"]["values"]["clip_range"]
+    )
+    assert arms["mine"]["noise_level"] == 0.9 and "learning_rate" not in arms["mine"]
+    CompareConfig(run, arms, (0,)).require_read(["learning_rate"])
+    elsewhere = preset("default").apply(model="some-model")
+    with pytest.raises(ConfigError, match="settings = 'tuned' is not allowed"):
+        tuned_arms(elsewhere, given, {})
+
+
+def test_a_shipped_bound_is_for_exactly_its_settings() -> None:
+    run = preset("default").apply(world="mixture")
+    bound = shipped_bound(run.flat())
+    assert bound is not None and len(bound.curves) >= 5
+    assert bound.rewards[-1] > bound.rewards[0] + 0.3
+    for other in ({"iterations": 20}, {"reward_noise": 0.3}, {"window": ":-1"}, {"group_size": 24}):
+        assert shipped_bound(run.replace(**other).flat()) is None
+    assert shipped_bound(run.replace(seed=7, max_batch=64).flat()) == bound

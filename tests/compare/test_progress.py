@@ -44,17 +44,17 @@ def running(iteration, **more):
     return {"phase": "rollout", "iteration": iteration, "reward": 0.5, "nfe_total": 9, **more}
 
 
-def test_the_time_left_counts_network_evaluations(tmp_path):
+def test_the_time_left_counts_forward_equivalents(tmp_path):
     """Iterations of the second arm cost more; exact from the second iteration on."""
     shown = Clocked(tmp_path, False, config=CompareConfig(RUN.replace(iterations=40), ARMS, (0,)))
-    flow, tp = (plan.nfe + plan.train_nfe for plan in shown.display.costs.values())
+    flow, tp = shown.display.forwards.values()
     for iteration in range(1, 5):
         shown.now = 0.1 * tp * iteration
         text = shown.watch(tp_grpo__0=running(iteration))
     assert "left: unknown" in text and flow != tp
     left = 0.1 * (36 * tp + 40 * flow)
     assert shown.display.bars.tasks[-1].time_remaining == pytest.approx(left, abs=1)
-    assert text.splitlines()[-1].endswith("1/80 iterations, 0:00:05 elapsed, left: unknown")
+    assert text.splitlines()[-1].endswith("1/80 iterations, 0:00:07 elapsed, left: unknown")
     assert clock(None) == "unknown" and clock(3725.9) == "1:02:05"
 
 

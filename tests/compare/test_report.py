@@ -85,7 +85,7 @@ def test_summary_numbers_worked_out_by_hand():
     assert (base.collapsed, fast.collapsed, fast.worst) == (0, 0, 0.7)
     reached = (fast.to_baseline_iterations, fast.to_baseline_nfe, fast.to_baseline_seconds)
     assert base.to_baseline_iterations == pytest.approx(2.0)
-    assert reached == pytest.approx((0.75, 75, 1.5))
+    assert reached == pytest.approx((0.75, 0.75 * (100 + 3 * 40), 1.5))
     assert (fast.nfe_per_trajectory, fast.rewards_per_trajectory) == (10, 2)
     assert mean_of([]).text() == "-" and mean_of([0.5]).text() == "0.500"
     assert mean_curve([], "iteration") == ([], [])

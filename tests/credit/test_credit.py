@@ -27,6 +27,7 @@ from flowrl.credit import (
     example,
     gains,
     generalised_gains,
+    probed,
     process_rewards,
     read_columns,
     reward_to_go,
@@ -105,6 +106,8 @@ def test_turning_points_match_the_public_tp_grpo_code():
             assert torch.equal(selected, expected), index
         rewards = torch.tensor(case["process_rewards"])
         assert_close(process_rewards(values, expected)[0], rewards, rtol=1e-5, atol=1e-6)
+    still = torch.tensor([[[0.5, 0.4, 0.4, 0.6, 0.6, 0.7], [0.5, 0.5, 0.4, 0.4, 0.4, 0.6]]])
+    assert not turning_points(still, consistent=False).any()  # a gain of 0 has no direction
 
 
 E1 = torch.tensor(
@@ -229,8 +232,8 @@ def test_weights_multiply_the_advantages():
     for weights in ((), (1.0, math.nan), "loud"):
         with pytest.raises(ConfigError, match=r"Weighted\.weights = .* is not allowed"):
             Weighted(weights=weights)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(CreditError, match=r"weights \(3,\), but the table has 4 decisions"):
-        credit(Weighted(weights=(1.0, 1.0, 1.0)), values)
+    with pytest.raises(CreditError, match=r"weights \(1,\), but the table has 4 decisions"):
+        credit(Weighted(weights=(1.0,)), values)
 
 
 def test_gdpo_by_hand():
@@ -346,10 +349,10 @@ def test_a_group_with_one_member_is_in_no_statistic():
 def test_scores_are_clamped():
     values = torch.zeros(1, 100, 2)
     values[0, 0, 1] = 1.0
-    for clamp, expected in ((5.0, 5.0), (2.0, 2.0), (None, math.sqrt(99))):
-        assert float(credit(Uniform(clamp=clamp), values)[0, 0, 0]) == pytest.approx(
-            expected, rel=2e-3
-        )
+    rules = [Uniform(), StepwiseGain(), TurningPoint(), MovingAverageGain()]
+    others = [(Uniform(clamp=2.0), 2.0), (Uniform(clamp=None), math.sqrt(99))]
+    for rule, expected in [*((rule, 5.0) for rule in rules), *others]:
+        assert float(credit(rule, values)[0, 0, 0]) == pytest.approx(expected, rel=2e-3)
 
 
 @seeds
@@ -379,6 +382,8 @@ def test_columns_that_a_rule_reads():
         columns = read_columns(rule, torch.tensor([False, False, True, False]))
         assert columns.nonzero().flatten().tolist() == expected
         assert not read_columns(rule, torch.zeros(4).bool()).any()
+    values = table(0, members=2)
+    assert torch.equal(probed(values, Completion()), values)
     last = read_columns(TurningPoint(), torch.arange(5) == 4)
     assert last.nonzero().flatten().tolist() == [0, 3, 4, 5]
 
@@ -436,6 +441,8 @@ def test_other_parameters_and_columns_of_a_rule_are_refused():
     rule: Any = Older(None)
     with pytest.raises(ConfigError, match=r"Older\.assign = .*rewards.*\(self, values, decisions"):
         credit_of(rule, example(table(0), Completion()))
+    with pytest.raises(ConfigError, match=r"zscore axes = \(\) .* one or more of prompt"):
+        zscore(table(0), ())
     with pytest.raises(CreditError, match=r"Older\.reads returned torch\.bool \(4,\), not"):
         read_columns(rule, torch.ones(4).bool())
 
@@ -446,6 +453,7 @@ def test_credit_outside_the_mask_is_0_whatever_the_rule_returns(outside):
     result = torch.full((3, 5, COUNT), 2.0).masked_fill(~mask, outside).requires_grad_()
     decisions = replace(Decisions.like(table(0)), mask=mask)
     record = example(table(0), Completion(), decisions)
+    assert record.trajectories.states.shape[2:] == (1, 2, 2)
     rules: list[Any] = [MyRule(result), MyRecordRule((result, result / 4))]
     for rule, weight in zip(rules, (1.0, 0.5), strict=True):
         got = credit_of(rule, record)

@@ -256,6 +256,7 @@ def test_shared_noise_is_a_tree_of_one_split():
     for rule in (SiblingRelative(), DepthRelative(), BackedUp()):
         assert_close(credit(rule, shown)[..., 0], uniform[..., 0])
     assert_close(credit(DepthRelative(), shown), uniform)
+    assert not credit(DepthRelative(), example(torch.full((1, 7, 2), 0.3), Branch((7,)))).any()
     plain = drawn(Branch({}), 3, 6, 4)
     assert_close(credit(DepthRelative(), plain), credit(Uniform(), plain))
     assert not credit(SiblingRelative(), plain).any()

@@ -153,6 +153,8 @@ def test_the_state_restores_the_memory():
     assert restored.memory != rule.memory and len(state["prompts"]) == 2
     restored.load_state_dict(ValueTracker().state_dict())
     assert restored.memory == {}
+    with pytest.raises(TypeError, match="memory"):  # not an option
+        ValueTracker(memory={})  # pyright: ignore[reportCallIssue]
 
 
 def test_rules_around_a_rule_refuse_one_with_a_memory():

@@ -52,6 +52,8 @@ def test_samples_have_the_mixtures_moments():
     spread = (UNEVEN.weights[:, None] * (UNEVEN.means - mean).square()).sum(0) + UNEVEN.std**2
     assert ((draws.mean(0) - mean).abs() < 5 * (spread / 40_000).sqrt()).all()
     assert_close(draws.var(0), spread, rtol=0.05, atol=0.0)
+    right_and_top = torch.tensor([[2.0, 0.0], [0.0, 2.0]])
+    assert_close(RING.means[:3:2], right_and_top, rtol=0.0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("mixture", "width"), [(RING, 0.5), (UNEVEN, 1.0)])

@@ -18,7 +18,7 @@ from flowrl.flow import (
 )
 
 KINDS = [
-    PermutedTimes(fraction=0.5, shared=True),
+    PermutedTimes(0.5, shared=True),
     StratifiedTimes(),
     UniformTimes(shift=1.0, shared=True),
     LogitNormalTimes(count=2, mean=1.0, std=2.0),
@@ -75,6 +75,8 @@ def test_strata_and_shift():
     assert_close(shifted, 3 * even / (1 + 2 * even))
     middle = LogitNormalTimes(count=1, mean=0.3, shift=1.0).times(torch.tensor([[0.5]]), GRID)
     assert_close(middle, torch.sigmoid(torch.tensor([[0.3]])))
+    median = LogitNormalTimes(count=1).times(torch.tensor([[0.5]]), GRID)  # 3 (1/2) / (1 + 2 / 2)
+    assert float(median) == 0.75 and LogitNormalTimes().count == UniformTimes().count == 6
 
 
 def test_the_smallest_uniform_number_gives_a_time_above_0():

@@ -142,7 +142,7 @@ def test_awm_at_the_old_weights_is_advantage_weighted_matching(weight):
     or t l^(p-1).
     """
     batch = at_old(batch_of(1))
-    loss = AWM(weight=weight, kl_weight=0.0, average_weight=0.0, advantage_clip=5.0)
+    loss = AWM(weight=weight, kl_weight=0.0, average_weight=0.0)
     error, t = (batch.new - batch.target).detach(), batch.time
     matching = squares(error) + 1e-10
     factor = {
@@ -155,6 +155,7 @@ def test_awm_at_the_old_weights_is_advantage_weighted_matching(weight):
     expected = expand(batch.advantages / 5 * factor, error) * 2 * error / 6 / ROWS
     close(gradient(loss, batch), expected)
     assert float(loss.loss(batch).metrics["ratio_deviation"]) == 0.0
+    assert loss.log_prob(batch.target, batch.target, t).abs().max() < 1e-12
 
 
 def test_awm_clips_only_what_the_advantage_pushes_outwards():
@@ -240,13 +241,14 @@ def test_modes_of_nft():
         assert_close(optimality, torch.tensor(values))
 
 
-AVERAGE = Decay(0, 0.001, 0.3)
+AVERAGE, NFT_DECAY = Decay(0, 0.001, 0.3), Decay(0, 0.001, 0.5)
 
 
 @pytest.mark.parametrize(
     ("loss", "copies", "needs_reference"),
     [
-        (DiffusionNFT(), {"old": WeightCopy(Decay(0, 0.001, 0.5), sample_from=0)}, True),
+        (DiffusionNFT(), {"old": WeightCopy(NFT_DECAY, sample_from=0)}, True),
+        (DiffusionNFT(kl_weight=0.0), {"old": WeightCopy(NFT_DECAY, sample_from=0)}, False),
         (AWM(), {"old": WeightCopy(), "average": WeightCopy(AVERAGE)}, True),
         (AWM(kl_weight=0.0, average_weight=0.0), {"old": WeightCopy()}, False),
         (AWM(off_policy=True), {"average": WeightCopy(AVERAGE, sample_from=0)}, True),

@@ -154,6 +154,7 @@ def test_the_plain_policy_gradient_ignores_the_behaviour():
     far, loss = make_batch(0.3), PolicyGradientLoss()
     near = replace(far, behaviour=Gaussian(far.new.mean.detach(), far.new.std))
     assert_close(gradient(loss, far), gradient(loss, near))
+    assert float(loss.loss(near).metrics["ratio_mean"]) == pytest.approx(1.0)
     assert not torch.allclose(gradient(FlowDPPO(1e6), far), gradient(loss, far), rtol=1e-3)
 
 
@@ -199,6 +200,7 @@ def test_the_penalty_pulls_to_the_behaviour_also_at_advantage_0():
     assert_close(gradient(KLPenalty(coefficient=3.0), batch), expected)
     result = KLPenalty(coefficient=3.0).loss(batch)
     assert float(result.policy_term.detach()) == 0.0
+    assert KLPenalty().trains_zero_advantages and not ClippedLoss().trains_zero_advantages
     far = make_batch(0.05)
     difference = gradient(KLPenalty(1e-9), far) - gradient(ClippedLoss(clip_range=0.999), far)
     assert difference.abs().max() < 1e-7

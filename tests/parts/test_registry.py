@@ -252,7 +252,7 @@ def test_training_times_by_spec():
             "times: uniform has no option lo; allowed: count, low, high, shift, shared",
         ),
         ("awm(times='uniform(low=2)')", "UniformTimes.low = 2 is not allowed"),
-        ("awm(times=3)", "AWM.times = 3 is not allowed; allowed: a TimeDraw"),
+        ("awm(times=3)", "awm: times = 3 is not allowed; allowed: a part"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             build("loss", spec)

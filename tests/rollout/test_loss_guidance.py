@@ -124,7 +124,7 @@ def test_metrics_and_plan_count_the_passes_of_the_network(scale, chosen, evaluat
     passes, trained = (1 if s == 1 else 2 for s in (scale, config.policy.train_guidance_scale or 1))
     assert (row["nfe"], row["train_nfe"]) == (planned.nfe, planned.train_nfe) == counts
     assert sum(rows) == planned.passes == passes * sum(counts)
-    assert planned.gradient_nfe == 18 * trained / passes
+    assert row["gradient_nfe"] == planned.gradient_nfe == 18 * trained / passes
     assert planned.rows_per_micro_batch == 18 * trained
     assert f"= {planned.train_nfe:,} network evaluations" in plan_text(planned, config)
 

@@ -56,7 +56,7 @@ def test_a_random_window_is_reproducible_and_covers_every_place():
         return [list(window.steps(8, generator)) for _ in range(100)]
 
     assert {tuple(steps) for steps in drawn()} == {(1, 2, 3), (2, 3, 4), (3, 4, 5), (4, 5, 6)}
-    assert drawn() == drawn()
+    assert drawn() == drawn() and steps_of(RandomWindow(10)) == list(range(10))
     for iteration in (1, 50):
         assert steps_of(window, iteration=iteration, seed=7) == steps_of(window, seed=7)
 
@@ -80,6 +80,7 @@ def chosen(spec: str, stds: list[float], seed: int = 0) -> list[int]:
         ("0:3", [1, 2]),
         ("2:9", [2, 3, 5]),
         ("-3:", [3, 5]),
+        ("3:5", [3]),
         ("random(fraction=1)", [1, 2, 3, 5]),
     ],
 )

@@ -50,10 +50,11 @@ def test_a_run_records_what_the_plan_counts(changes, tmp_path):
     assert Run(config, tmp_path / "run").execute()
     row, counts = load_run(tmp_path / "run").rows[1], vars(plan(config))
     recorded = {"calls": "sequential_calls"}
-    for name in ("trajectories", "nfe", "calls", "reward_calls", "train_nfe"):
+    names = ("trajectories", "nfe", "calls", "reward_calls", "train_nfe", "gradient_nfe")
+    for name in names:
         value = counts[recorded.get(name, name)]
         # the plan cannot know which advantages are 0
-        fewer = name == "train_nfe" and row["zero_rows"] > 0
+        fewer = name in ("train_nfe", "gradient_nfe") and row["zero_rows"] > 0
         assert row[name] < value if fewer else row[name] == value, name
     # alone among its siblings a step gains nothing
     assert (row["zero_rows"] > 0) == ("branch(" in config.algorithm.credit)

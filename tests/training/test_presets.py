@@ -5,9 +5,11 @@ and what is wrong with them.
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from flowrl_compare.comparison import CompareConfig
 from flowrl_compare.results import load_run
 from flowrl_testing.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan
 from tiny_rewards import tiny_clip, tiny_detector
@@ -262,3 +264,20 @@ def test_a_run_folder_of_another_format_is_one_line(tmp_path, capsys):
         load_run(tmp_path)
     write_json(path, {"format": "flowrl-run-3", **RunConfig(seed=3).as_dict()})
     assert load_config(path) == RunConfig(seed=3)
+
+
+@pytest.mark.parametrize("lost", ["optim", "seed", "clip_range"])
+def test_written_settings_are_complete_and_a_users_own_need_not_be(lost, tmp_path):
+    values: dict[str, Any] = RunConfig(seed=3).as_dict()
+    for group in (values, values["algorithm"]):
+        group.pop(lost, None)
+    path = tmp_path / "config.json"
+    write_json(path, values)
+    load_config(path)
+    write_json(path, {"format": "flowrl-run-3", **values})
+    name = "optimizer, learning_rate, final_learning_rate and others" if lost == "optim" else lost
+    with pytest.raises(ConfigError, match=f"{path} is damaged: {name} missing"):
+        load_config(path)
+    compared = CompareConfig(RunConfig(), {"a": {}}, (0,)).as_dict()
+    with pytest.raises(ConfigError, match=f"damaged: {name} missing"):
+        CompareConfig.from_dict({**compared, "run": values})

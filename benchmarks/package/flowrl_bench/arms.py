@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import flowrl_compare.tuned
 from flowrl_compare.arms import (
     check_arms,
     credit_arms,
@@ -267,13 +268,26 @@ turning points in the 2-D world, and an eighth more in the image world.
 """
 
 
-TUNED = Path(__file__).parent / "tuned.json"
-"""What `flowrl bench tune --save` has written: the values that were found, by world and arm."""
-
-
 def tuned(world: str, arm: str) -> dict[str, float]:
     """The values found for an arm in a world; the start of the grid without a search."""
-    return _tuned().get(world, {}).get(arm) or ARMS[arm].values(world, {})
+    known = flowrl_compare.tuned.tuned().get(world, {}).get(arm)
+    return known["values"] if known else ARMS[arm].values(world, {})
+
+
+CLAIMS = Path(__file__).parent / "claims_values.json"
+"""The values with which the runs of the claims were made, from searches of 12 runs per arm that did
+not yet count a collapse.
+"""
+
+
+@cache
+def _claims_values() -> dict[str, dict[str, dict[str, float]]]:
+    return json.loads(CLAIMS.read_text())
+
+
+def claims_values(world: str, arm: str) -> dict[str, float] | None:
+    """An arm's values in the runs of the claims; None if they were not searched."""
+    return _claims_values().get(world, {}).get(arm)
 
 
 def in_world(arm: Arm, world: str) -> bool:
@@ -283,12 +297,19 @@ def in_world(arm: Arm, world: str) -> bool:
 
 def is_tuned(world: str, arm: str) -> bool:
     """Whether values were found for an arm in a world."""
-    return arm in _tuned().get(world, {})
+    return arm in flowrl_compare.tuned.tuned().get(world, {})
 
 
-@cache
-def _tuned() -> dict[str, dict[str, dict[str, float]]]:
-    return json.loads(TUNED.read_text()) if TUNED.exists() else {}
+def tuned_entry(arm: Arm, world: str, values: Mapping[str, float]) -> dict[str, Any]:
+    """What `flowrl bench tune --save` writes for an arm: the method that it is, the values that
+    were found, and the settings of a run with them.
+    """
+    method = "" if arm.control else arm.same or arm.settings.get("method", "")
+    settings = {"window": settings_of(world).get("window", ""), **arm.changes(world, values)}
+    if arm.same:
+        settings = {**settings, "method": arm.same}
+        del settings["credit"]
+    return {"method": method, "values": dict(values), "settings": settings}
 
 
 def named_arm(name: str) -> Arm:

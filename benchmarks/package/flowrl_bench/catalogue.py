@@ -39,7 +39,7 @@ _STEPWISE_CLAIMS = (
         Parts(
             (
                 Compare("stepwise", "uniform", "seconds", BETTER),
-                Compare("stepwise", "uniform", "nfe", BETTER),
+                Compare("stepwise", "uniform", "forwards", BETTER),
             )
         ),
         tasks=TASKS["shapes"],
@@ -191,7 +191,7 @@ _FLOW_CLAIMS = (
         },
         Parts(
             (
-                Compare("10 steps", "40 steps", "reward at equal nfe", BETTER),
+                Compare("10 steps", "40 steps", "reward at equal forwards", BETTER),
                 Compare("10 steps", "40 steps", "final", NO_WORSE),
             )
         ),

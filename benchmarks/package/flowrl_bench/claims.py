@@ -7,7 +7,7 @@ from typing import Any
 
 from flowrl.core.errors import require
 from flowrl.training.config import RunConfig
-from flowrl_bench.arms import ARMS, TASKS, tuned
+from flowrl_bench.arms import ARMS, TASKS, claims_values
 from flowrl_bench.verdicts import Rule
 
 SEEDS: dict[str, tuple[int, ...]] = {
@@ -133,4 +133,5 @@ def _made(arm: str, world: str, settings: tuple[tuple[str, Any], ...]) -> RunCon
     """Cached, because a check of a run's settings takes milliseconds and the page needs the same
     thousand runs several times.
     """
-    return ARMS[arm].run(world, tuned(world, arm), **dict(settings))
+    values = claims_values(world, arm) or ARMS[arm].values(world, {})
+    return ARMS[arm].run(world, values, **dict(settings))

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl_bench.arms import ARMS, WORLDS, is_tuned, tuned
+from flowrl_bench.arms import ARMS, WORLDS, claims_values
 from flowrl_bench.claims import KL_WEIGHTS, Claim
 from flowrl_bench.claims import Arm as Changes
 from flowrl_bench.claims_figures import curves, frontier, survival_levels, survivals
@@ -189,8 +189,10 @@ def _settings() -> Table:
 
 
 def _values(world: str, name: str) -> str:
-    values = ", ".join(f"{knob} {value:g}" for knob, value in tuned(world, name).items())
-    return values if is_tuned(world, name) else f"{values} (not searched)"
+    searched = claims_values(world, name)
+    values = searched or ARMS[name].values(world, {})
+    text = ", ".join(f"{knob} {value:g}" for knob, value in values.items())
+    return text if searched else f"{text} (not searched)"
 
 
 def _setting(value: Any) -> str:

@@ -41,9 +41,8 @@ LEGEND = (
     " before the runs."
 )
 DEFINITIONS = (
-    "The runs use the definitions of version 0.1: credit rules count ODE steps as steps, and a "
-    "network evaluation is one forward pass, with or without its gradient. In the image runs "
-    "TP-GRPO's rule for the first step was inactive: it applies to step 0 only, and their "
+    "The runs use the definitions of version 0.1: credit rules count ODE steps as steps. "
+    "In the image runs TP-GRPO's rule for the first step was inactive: it applies to step 0 only, and their "
     "stochastic steps are 2 to 6."
 )
 """Also in the README, next to the same numbers."""
@@ -72,8 +71,8 @@ METHOD = (
     "The unit is the seed; runs of one seed share prompts and noise, and tasks are averaged within"
     " the seed. p-values have Holm's correction over a family: the main comparison, the papers'"
     " claims, the other questions, the self-test. Held-out prompts and their noise are the same for"
-    " all runs, so intervals do not cover the choice of prompts. *Per evaluation* counts network"
-    " evaluations for sampling, scoring and the update. *Per second* is processor time of one core"
+    " all runs, so intervals do not cover the choice of prompts. *Per evaluation* counts forward"
+    " equivalents ([definition](verdicts.md#forward-equivalents)). *Per second* is processor time of one core"
     " with tiny networks; large models can differ. Verdicts are about these worlds."
 )
 CHOICE = (

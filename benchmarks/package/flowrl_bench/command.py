@@ -1,6 +1,7 @@
 """`flowrl bench claims`, `tune`, `rule`, `microscope` and `headroom`."""
 
 import math
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -12,9 +13,9 @@ import tyro
 from annotated_types import Ge, Gt, Le
 
 from flowrl.core.errors import require
-from flowrl.core.options import Count, Workers
+from flowrl.core.options import Workers
 from flowrl.io import require_new_file, write_bytes
-from flowrl.reading import is_json, require_file
+from flowrl.reading import is_json
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ class Claims:
             self.world,
             "mixture, shapes or all",
         )
-        if self.judge and not Path(f"{self.out}.gz").is_file():
-            require_file(self.out)
+        exists = any(map(os.path.isfile, (self.out, f"{self.out}.gz")))
+        require(exists or not self.judge, "out", str(self.out), "a results file, with --judge")
         for name in self.only:
             require(name in CLAIMS, "only", name, f"one of {', '.join(CLAIMS)}")
         offered = CLAIMS if self.only or not self.quick else quick(CLAIMS)
@@ -109,9 +110,9 @@ class Claims:
         file = ResultsFile(self.out, self.trust)
         if self.redo is not None:
             return _redo(self.redo, file)
-        folder = self.page or self.out.parent
-        require_page(folder, "claims", TITLE)
-        require_page(folder / "claims", "details", claims_details.TITLE)
+        folder, option = self.page or self.out.parent, "page" if self.page else "out"
+        require_page(folder, "claims", TITLE, option)
+        require_page(folder / "claims", "details", claims_details.TITLE, option)
         seeds = {"mixture": QUICK_SEEDS, "shapes": ()} if self.quick else SEEDS
         suite = Suite(
             needed(chosen, "mixture" if self.quick else self.world, seeds),
@@ -182,8 +183,10 @@ class Tune:
     """Reward of the model's runs, as for `flowrl train`."""
     set: str = ""
     """Further settings of the model's runs, as in "resolution=512, guidance_scale=4.5"."""
-    budget: Count = 12
-    """Runs per method and world, a third of them for two finalists with further seeds."""
+    budget: Annotated[int, Ge(0), Le(200)] = 0
+    """Runs per arm and world, half of them for two finalists with further seeds; 0 = 24 in the 2-D
+    world, 12 in others.
+    """
     out: Path = Path("runs/tuning.jsonl")
     """The log: one line per run. Runs that it has are not made again."""
     workers: Workers = 0
@@ -196,7 +199,7 @@ class Tune:
     def main(self) -> int:
         """Search, print and save the choices."""
         from flowrl_bench.arms import ARMS, chosen_worlds, in_world, named_arm, own_arms, short_name
-        from flowrl_bench.tune import Search, choices, save, tune
+        from flowrl_bench.tune import Search, choices, save, tune, usual_budget
 
         if self.show:
             default = Tune.__dataclass_fields__["budget"].default
@@ -211,12 +214,12 @@ class Tune:
         names = [arm.name for arm in arms]
         require(len(set(names)) == len(names), "arm", names, "each name once")
         searches = [
-            Search(arm, world, self.budget)
+            Search(arm, world, self.budget or usual_budget(world))
             for world in worlds
             for arm in arms
             if in_world(arm, world)
         ]
-        total = self.budget * len(searches)
+        total = sum(search.budget for search in searches)
 
         def progress(line: Mapping[str, Any], done: int) -> None:
             values = ", ".join(f"{name} {value:g}" for name, value in line["values"].items())
@@ -346,7 +349,8 @@ class Microscope:
             "quick.jsonl" if self.quick else "microscope.jsonl"
         )
         check_out(out)
-        require_page(self.page or out.parent, "microscope", TITLE)
+        option = "page" if self.page else "out"
+        require_page(self.page or out.parent, "microscope", TITLE, option)
         command = shlex.join(["flowrl", *sys.argv[1:]])
         study = Study(chosen, rules, out, command)
         wanted = [cell.key for cells in study.sessions().values() for cell in cells]

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import flowrl_compare.costs
 import flowrl_compare.statistics
 
 import flowrl
@@ -42,7 +43,9 @@ RULES = (
     "evidence",
     "statistics",
 )
-"""Modules of this package that decide on verdicts, with `flowrl_compare.statistics`."""
+"""Modules of this package that decide on verdicts, with `costs` and `statistics` of
+`flowrl_compare`.
+"""
 GOLDEN: dict[str, Any] = {
     "world": "mixture",
     "iterations": 2,
@@ -95,7 +98,8 @@ def code_digest() -> str:
 def rules_digest() -> str:
     """The digest of the claims, their verdict rules and the statistics."""
     rules = [PACKAGES["flowrl_bench"] / f"{name}.py" for name in RULES]
-    return _digest([*rules, Path(str(flowrl_compare.statistics.__file__))])
+    shared = (flowrl_compare.costs, flowrl_compare.statistics)
+    return _digest([*rules, *(Path(str(module.__file__)) for module in shared)])
 
 
 @cache

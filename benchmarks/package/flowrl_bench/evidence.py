@@ -1,14 +1,20 @@
 """Numbers computed from finished runs, on which verdicts are based."""
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
+from flowrl_compare.costs import COUNTS, STATED, STATED_NAME, prices_of
 from flowrl_compare.statistics import Values, collapsed
 
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, FlowrlError
+from flowrl.training.config import RunConfig
+from flowrl.training.plan import plan
 from flowrl_bench.measurements import CURVE
 from flowrl_bench.statistics import (
     SMALLEST,
@@ -44,15 +50,54 @@ def column(line: Line, name: str) -> list[float]:
     return [math.nan if row[place] is None else float(row[place]) for row in line["curve"]]
 
 
+def counts(line: Line) -> list[dict[str, float]]:
+    """The `COUNTS` so far at each evaluation.
+
+    Lines of older versions have `nfe` and `train_nfe` alone. The fraction of `train_nfe` with a
+    gradient then follows from the settings, decodes and reward calls grow in proportion to `nfe`,
+    and probes remain a part of sampling.
+    """
+    if CURVE.index(COUNTS[-1]) < len(line["curve"][-1]):
+        return [dict(zip(CURVE, row, strict=True)) for row in line["curve"]]
+    totals, share = line["totals"], 1.0
+    if "config" in line:
+        settings = {name: value for name, value in line["config"].items() if name != "seed"}
+        share = gradient_share(json.dumps(settings, sort_keys=True))
+    scored = totals.get("reward_calls", 0.0) / (totals["nfe"] or 1.0)
+    return [
+        {
+            "nfe": nfe,
+            "train_nfe": train,
+            "gradient_nfe": share * train,
+            "reward_calls": scored * nfe,
+        }
+        for nfe, train in zip(column(line, "nfe"), column(line, "train_nfe"), strict=True)
+    ]
+
+
+@cache
+def gradient_share(settings: str) -> float:
+    """The planned fraction of the update's evaluations with a gradient; 1 if it is unknown."""
+    with suppress(FlowrlError):
+        planned = plan(RunConfig.from_dict(json.loads(settings), trust=True))
+        return planned.gradient_nfe / (planned.train_nfe or 1.0)
+    return 1.0
+
+
 def spent(line: Line, axis: str) -> list[float]:
-    """The budget at each evaluation: updates (iterations), nfe (sampling, scoring and training) or
-    seconds.
+    """The budget at each evaluation: updates (iterations), forwards (forward equivalents by
+    `flowrl_compare.costs`), seconds, stated seconds (those of the stated model), or nfe (evaluations
+    of the network, all alike).
     """
     if axis == "updates":
         return column(line, "iteration")
     if axis == "nfe":
         return [a + b for a, b in zip(column(line, "nfe"), column(line, "train_nfe"), strict=True)]
-    return column(line, axis)
+    if axis == "seconds":
+        return column(line, axis)
+    prices = STATED if axis == "stated seconds" else prices_of(line.get("config", {}))
+    unit = STATED.seconds if axis == "stated seconds" else 1.0
+    return [unit * prices.parts(row).total for row in counts(line)]
 
 
 def curve(line: Line, axis: str = "updates", rewards: str = "soft") -> Curve:
@@ -140,6 +185,15 @@ def _budget(axis: str, label: str) -> Measure:
     return Measure(f"{label} to equal rewards, ratio", BUDGET, between=log_ratio, higher=False)
 
 
+AXES = {
+    "updates": "updates",
+    "nfe": "NFE",
+    "forwards": "forward equivalents",
+    "seconds": "seconds",
+    "stated seconds": f"seconds of {STATED_NAME}",
+}
+"""Budgets by name, in words."""
+
 MEASURES: dict[str, Measure] = {
     "area": _reward("mean reward over training", _mean_reward("soft"), "soft"),
     "strict area": _reward("mean strict success over training", _mean_reward("strict"), "strict"),
@@ -181,16 +235,14 @@ MEASURES: dict[str, Measure] = {
     "turning points over null": Measure(
         "turning points per trajectory, minus those of random signs", OTHER, _points_over_null
     ),
+    **{axis: _budget(axis, words) for axis, words in AXES.items()},
     **{
-        axis: _budget(axis, words)
-        for axis, words in (("updates", "updates"), ("nfe", "NFE"), ("seconds", "seconds"))
+        f"reward at equal {axis}": Measure(
+            f"mean reward over equal {words}", REWARD, between=_reward_at_equal(axis)
+        )
+        for axis, words in AXES.items()
+        if axis != "updates"
     },
-    "reward at equal nfe": Measure(
-        "mean reward over equal NFE", REWARD, between=_reward_at_equal("nfe")
-    ),
-    "reward at equal seconds": Measure(
-        "mean reward over equal seconds", REWARD, between=_reward_at_equal("seconds")
-    ),
     "quality at equal reward": Measure(
         "log-density under the data at equal reward", DENSITY, between=_quality_at_reward
     ),

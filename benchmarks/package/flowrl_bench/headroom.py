@@ -9,6 +9,7 @@ values cost does not count, so headroom is a bound for what any credit rule can 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +25,7 @@ from flowrl_bench.evidence import Line, column
 from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import Lines, ResultsFile
 from flowrl_bench.suite import Suite
-from flowrl_bench.tune import SEEDS, Search, chosen, lower_quartile, score_of, tune
+from flowrl_bench.tune import SEEDS, Search, chosen, lower_quartile, mean_reward, tune
 
 
 def exact(points: int = 29, reach: float = 4.0) -> str:
@@ -178,7 +179,7 @@ def row_of(
 ) -> Row:
     """The result of a task from the lines of both arms, by seed."""
     uniform, oracle = (
-        [score_of(pair[arm], FORM) for pair in pairs] for arm in ("uniform", "oracle")
+        [mean_reward(pair[arm], FORM) for pair in pairs] for arm in ("uniform", "oracle")
     )
     curves = {arm: [column(pair[arm], FORM) for pair in pairs] for arm in ("uniform", "oracle")}
     return Row(
@@ -224,7 +225,9 @@ class HeadroomStudy:
         named = Arm(f"{arm.name}, {next(twins, name)}", arm.settings, arm.knobs)
         size = self.size
         budget = size.trials + 2 * size.finals
-        return Search(named, task.world, budget, size.finals, lower_quartile, FORM)
+        return Search(
+            named, task.world, budget, size.finals, lower_quartile, partial(mean_reward, form=FORM)
+        )
 
     def values(self) -> dict[tuple[str, str], dict[str, float]]:
         """The values that the finished searches have chosen, by task and arm."""

@@ -14,11 +14,11 @@ def _lead(name: str) -> Claim:
     groups as expensive.
     """
     arms = {arm: {"arm": arm} for arm in dict.fromkeys((UNIFORM, LARGER, name))}
-    budgets = ("area", "reward at equal nfe", "reward at equal seconds")
+    budgets = ("area", "reward at equal forwards", "reward at equal seconds")
     larger = (
         ()
         if name == LARGER
-        else (Compare(name, LARGER), Compare(name, LARGER, "reward at equal nfe"))
+        else (Compare(name, LARGER), Compare(name, LARGER, "reward at equal forwards"))
     )
     return question(
         f"lead-{name.replace(',', '').replace(' ', '-')}",

@@ -16,7 +16,7 @@ from flowrl_bench.verdicts import ALIKE, BETTER, UNDECIDED, WORSE, Comparison, b
 
 BUDGETS = {
     "per update": "area",
-    "per evaluation": "reward at equal nfe",
+    "per evaluation": "reward at equal forwards",
     "per second": "reward at equal seconds",
 }
 """The measure of the lead at equal budgets."""

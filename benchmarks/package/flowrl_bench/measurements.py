@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from flowrl_compare.costs import COUNTS
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError
@@ -36,9 +37,15 @@ CURVE = (
     "soft",
     "quality",
     "diversity",
+    "probe_nfe",
+    "gradient_nfe",
+    "decodes",
+    "reward_calls",
 )
-"""Columns of a run's learning curve: totals up to the evaluation, and its scores."""
-TOTALS = ("nfe", "train_nfe", "seconds", "reward_calls", "calls")
+"""Columns of a run's learning curve: totals up to the evaluation, its scores, and further totals,
+which older lines lack.
+"""
+TOTALS = (*COUNTS, "seconds", "calls")
 PHASES = ("rollout", "reward", "update")
 SAMPLES, RANDOM_SIGNS, FIRST_SEED = 128, 32, 50_000
 """Of `observe`: samples per prompt, draws of random signs, and the generator's seed for a run with
@@ -123,8 +130,9 @@ def _evaluated(trainer: Trainer, world: World, totals: Mapping[str, float]) -> l
         scores = _scores(trainer, world)
         quality, diversity = _plausible(trainer.policy, world, trainer.config)
     forms = (trainer.config.environment.reward_form, "strict", "graded", "soft")
-    spent = (totals["nfe"], totals["train_nfe"], totals["seconds"])
-    return [trainer.done, *spent, *(scores.get(form) for form in forms), quality, diversity]
+    row: dict[str, float | None] = {"iteration": trainer.done, **totals, "quality": quality}
+    row |= {"diversity": diversity, **dict(zip(CURVE[4:8], map(scores.get, forms), strict=True))}
+    return [row[name] for name in CURVE]
 
 
 def _scores(trainer: Trainer, world: World) -> dict[str, float]:

@@ -97,7 +97,7 @@ _ESTIMATES = (
         "At equal network evaluations, which estimate of unfinished images is best: one step, 5"
         " substeps or the whole ODE?",
         {"5 substeps": GAINS, "one step": _ONE_STEP, "whole ODE": gains("probe=completion")},
-        each(("one step", "whole ODE"), "5 substeps", "reward at equal nfe"),
+        each(("one step", "whole ODE"), "5 substeps", "reward at equal forwards"),
     ),
     question(
         "true-limit",
@@ -126,7 +126,9 @@ _ESTIMATES = (
                 *each(("clip 0.06",), "uniform").rules,
                 Compare("clip 0.06", "uniform", "collapse"),
                 *each(("stepwise", "turning points"), "clip 0.06").rules,
-                *each(("stepwise", "turning points"), "clip 0.06", "reward at equal nfe").rules,
+                *each(
+                    ("stepwise", "turning points"), "clip 0.06", "reward at equal forwards"
+                ).rules,
             )
         ),
     ),
@@ -144,7 +146,7 @@ _ESTIMATES = (
                 *each(("rate 0.004",), "diffusion-nft").rules,
                 Compare("rate 0.004", "diffusion-nft", "collapse"),
                 *each(("rate 0.004",), "uniform").rules,
-                *each(("rate 0.004",), "uniform", "reward at equal nfe").rules,
+                *each(("rate 0.004",), "uniform", "reward at equal forwards").rules,
             )
         ),
         tasks=TASKS["shapes"],

@@ -2,6 +2,8 @@
 general figures.
 """
 
+import csv
+import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from flowrl_compare.pages import render
-from flowrl_compare.style import is_own, png
+from flowrl_compare.style import is_own, pdf, png
 from markupsafe import escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -78,6 +80,20 @@ class Table:
             "| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines
         )
 
+    def csv(self) -> str:
+        """The table as CSV."""
+        buffer = io.StringIO()
+        csv.writer(buffer, lineterminator="\n").writerows([self.head, *self.rows])
+        return buffer.getvalue()
+
+    def latex(self, made: str) -> str:
+        """The table as LaTeX (booktabs), with the command that it was `made` by as a comment."""
+        lines = [" & ".join(map(_latex, line)) + r" \\" for line in (self.head, *self.rows)]
+        columns = "l" * len(self.head)
+        body = [r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"]
+        begin, end = rf"\begin{{tabular}}{{{columns}}}", r"\end{tabular}"
+        return "\n".join([f"{LATEX}{made}", begin, *body, end]) + "\n"
+
 
 @dataclass(frozen=True)
 class Image:
@@ -93,17 +109,51 @@ class Image:
         return f"![{self.alt}]({images + '/' if images else ''}{self.name}.png)"
 
 
-def require_page(folder: Path, name: str, title: str) -> None:
-    """Raise `ConfigError` unless `name`.md and `name`.html in `folder` are new, or pages whose
-    title ends in `title`.
+LATEX = "% flowrl: made by "
+"""Begins the tables in LaTeX, which the next run of the command may replace."""
+_SPECIAL = {
+    **{character: "\\" + character for character in "&%$#_{}"},
+    **{"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"},
+    **{"<": "$<$", ">": "$>$", "±": r"$\pm$"},
+}
+
+
+def _latex(text: str) -> str:
+    return "".join(_SPECIAL.get(character, character) for character in text)
+
+
+def write_for_papers(
+    folder: Path, name: str, table: Table, figures: Mapping[str, Figure], made: str
+) -> list[Path]:
+    """Write `table` as `name`.csv and `name`.tex, and the figures as PDF files.
+
+    Raises `ConfigError`, before anything is written, for files of these names that are not of an
+    earlier call.
+    """
+    head = table.csv().partition("\n")[0].encode()
+    files = {
+        f"{name}.csv": (table.csv().encode(), lambda data: data.startswith(head)),
+        f"{name}.tex": (table.latex(made).encode(), lambda data: data.startswith(LATEX.encode())),
+        **{f"{key}.pdf": (pdf(figure), is_own) for key, figure in figures.items()},
+    }
+    for file, (_, own) in files.items():
+        require_new_file(folder / file, own, "page")
+    for file, (data, _) in files.items():
+        write_bytes(folder / file, data)
+    return [folder / file for file in files]
+
+
+def require_page(folder: Path, name: str, title: str, option: str = "page") -> None:
+    """Raise `ConfigError`, which names the `option`, unless `name`.md and `name`.html in `folder`
+    are new, or pages whose title ends in `title`.
     """
     heading, tag = f"{title}\n".encode(), f"{escape(title)}</title>".encode()
     require_new_file(
         folder / f"{name}.md",
         lambda data: data.startswith(b"# ") and heading in data[:1000],
-        "page",
+        option,
     )
-    require_new_file(folder / f"{name}.html", lambda data: tag in data[:1000], "page")
+    require_new_file(folder / f"{name}.html", lambda data: tag in data[:1000], option)
 
 
 @dataclass

@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrl.core.errors import require
 from flowrl.training.build import make_method
 from flowrl.training.config import RunConfig
 from flowrl.workers import worker_count
 from flowrl_bench.arms import WORLDS, Arm, settings_of, tuned, world_label
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import Evidence
-from flowrl_bench.page import require_page
+from flowrl_bench.page import Image, require_page, write_for_papers
 from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.rule_names import (
+    ARM,
     RESULTS,
     TUNING,
     keep_arm,
@@ -25,7 +27,15 @@ from flowrl_bench.rule_names import (
     results_folder,
     settings_text,
 )
-from flowrl_bench.rule_page import TITLE, World, judged, rule_page, sentence, terminal
+from flowrl_bench.rule_page import (
+    TITLE,
+    World,
+    findings_table,
+    judged,
+    rule_page,
+    sentence,
+    terminal,
+)
 from flowrl_bench.rule_plan import Key, Part
 from flowrl_bench.suite import Suite
 from flowrl_bench.tune import chosen, tune
@@ -50,7 +60,11 @@ class Bench:
         self.folder = out or results_folder(rule)
         self.arm = known_arm(rule, self.folder)
         self.name, self.text = self.arm.name, settings_text(self.arm.settings)
-        require_page(self.folder, "rule", TITLE)
+        require_page(self.folder, "rule", TITLE, "out")
+        is_ours = any((self.folder / name).exists() for name in (ARM, TUNING, RESULTS))
+        is_free = is_ours or not self.folder.exists() or not any(self.folder.iterdir())
+        need = "a new folder, or one of `flowrl bench rule`; this one contains other files"
+        require(is_free, "out", str(self.folder), need)
         self.parts, self.workers = list(parts), workers
         named = {
             name: value
@@ -207,7 +221,8 @@ def bench_rule(
     command: str = "",
     say: Say = print,
 ) -> bool:
-    """Tune and compare the rule, print what was found, and write rule.md and rule.html; False if
+    """Tune and compare the rule, print what was found, and write rule.md, rule.html, the
+    findings as CSV and LaTeX, and the curves as PDF; False if
     the runs were paused.
 
     Runs that the folder has are used, whatever path the rule was named by then. Raises what `Bench`
@@ -218,7 +233,11 @@ def bench_rule(
     finished = bench.execute(say)
     worlds = bench.worlds()
     if worlds:
-        written = rule_page(bench.name, bench.text, worlds, command).write(bench.folder, "rule")
+        page = rule_page(bench.name, bench.text, worlds, command)
+        figures = {block.name: block.figure for block in page.blocks if isinstance(block, Image)}
+        written = page.write(bench.folder, "rule")
+        table = findings_table(worlds)
+        written += write_for_papers(bench.folder, "rule", table, figures, command)
         say("\n" + "\n".join(textwrap.fill(sentence(bench.name, world), 80) for world in worlds))
         say("\n" + terminal(bench.name, worlds))
         say(f"\nWrote {', '.join(map(str, written))}")

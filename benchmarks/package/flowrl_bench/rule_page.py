@@ -19,6 +19,7 @@ from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.rule_plan import Part
 from flowrl_bench.statistics import Curve, detectable
 from flowrl_bench.tune import BUDGET
+from flowrl_bench.tune import BUDGETS as SEARCHES
 from flowrl_bench.verdicts import (
     ALIKE,
     ALPHA,
@@ -35,13 +36,13 @@ TITLE = " against tuned baselines"
 """The end of the page's title."""
 BUDGETS = {
     "updates": "area",
-    "evaluations": "reward at equal nfe",
+    "evaluations": "reward at equal forwards",
     "seconds": "reward at equal seconds",
 }
-"""The measure at equal budgets; evaluations of the network include those of the update, seconds are
+"""The measure at equal budgets; evaluations are forward equivalents, seconds are
 the processor's.
 """
-AXES = {"updates": ("updates", 1.0), "evaluations": ("nfe", 1e3), "seconds": ("seconds", 1.0)}
+AXES = {"updates": ("updates", 1.0), "evaluations": ("forwards", 1e3), "seconds": ("seconds", 1.0)}
 SHORT_WORDS = {ALIKE: "no difference", UNDECIDED: "undecided"}
 
 
@@ -204,18 +205,17 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Docum
     page.text(
         "Every comparison pairs runs of one seed. Mean reward over training is the mean of the"
         " held-out learning curve up to the budget that both arms have spent: updates, network"
-        " evaluations (sampling, scoring and update) or processor seconds of training. All"
+        " evaluations (forward equivalents) or processor seconds of training. All"
         " comparisons of the rule on this page are one family with Holm's correction; the smallest"
         " difference that matters is 0.02 (`docs/verdicts.md`). A run collapsed if it ends more"
         " than 0.1 below its best reward, or more than 0.02 below its first."
     )
     page.text(
         f"The rule is `{spec}`. Its settings were searched as those of the baselines were (`flowrl"
-        f" bench tune`, {BUDGET} runs per arm and world; the tables of settings show how many the"
-        " rule had), with seeds that no result has. A third of the runs of a search repeats the"
-        " two best settings. Network evaluations are those of sampling, scoring and the update;"
-        " calls of the reward model are not among them, and a rule that scores every node has one"
-        " per node."
+        f" bench tune`, {SEARCHES['mixture']} runs per arm in the 2-D world and {BUDGET} in others;"
+        " the tables of settings show how many the rule had), with seeds that no result has. Half"
+        " of the runs repeat the two best settings. Evaluations are forward equivalents: an"
+        " evaluation with a gradient counts three, decodes and reward calls count by their FLOPs."
     )
     own = (
         " compares the rule's credit with the true advantage."
@@ -226,6 +226,28 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Docum
         f"Made by `{made}`." + (f" `flowrl bench microscope --rules '{spec}'`{own}" if own else "")
     )
     return page
+
+
+def findings_table(worlds: Sequence[World]) -> Table:
+    """The findings as numbers, for CSV and LaTeX."""
+    head = ("world", "baseline", "budget", "verdict", "difference", "low", "high", "p", "seeds")
+    rows = [
+        (
+            world_label(world.part.world),
+            finding.baseline,
+            finding.budget,
+            finding.comparison.size,
+            *(
+                f"{getattr(finding.comparison.estimate, end):.4f}"
+                for end in ("value", "low", "high")
+            ),
+            f"{finding.comparison.adjusted:.2g}",
+            str(len(world.evidence.seeds)),
+        )
+        for world in worlds
+        for finding in world.findings
+    ]
+    return Table(head, rows)
 
 
 def _untuned_note(rule: str, untuned: Sequence[str]) -> str:
@@ -335,10 +357,10 @@ def _finding_row(finding: Finding) -> tuple[str, ...]:
 
 
 def _cost(lines: Sequence[Line]) -> tuple[float, float]:
-    """Network evaluations and processor seconds per update."""
+    """Forward equivalents and processor seconds per update."""
     updates = sum(spent(line, "updates")[-1] for line in lines)
     return tuple(
-        sum(spent(line, axis)[-1] for line in lines) / updates for axis in ("nfe", "seconds")
+        sum(spent(line, axis)[-1] for line in lines) / updates for axis in ("forwards", "seconds")
     )  # type: ignore[return-value]
 
 
@@ -368,7 +390,7 @@ def curves_figure(arms: Mapping[str, Mapping[str, Sequence[Line]]], task: str) -
             if len(table) > 1:
                 axes.fill_between(x / unit, low, high, color=shade, alpha=0.15, linewidth=0)
         axes.set_xlabel(
-            {"evaluations": "network evaluations (thousands)", "seconds": "processor seconds"}.get(
+            {"evaluations": "forward equivalents (thousands)", "seconds": "processor seconds"}.get(
                 budget, budget
             )
         )

@@ -86,8 +86,8 @@ class Part:
         )
 
 
-FULL = {"mixture": Part("mixture", 12, 20), "shapes": Part("shapes", 6, 8)}
-QUICK = {"mixture": Part("mixture", 6, 8), "shapes": Part("shapes", 0, 4, ("uniform",))}
+FULL = {"mixture": Part("mixture", 24, 20), "shapes": Part("shapes", 12, 8)}
+QUICK = {"mixture": Part("mixture", 24, 8), "shapes": Part("shapes", 0, 4, ("uniform",))}
 """The parts of the usual and the quick comparison: by the costs of single runs 21 to 25 and 4 to 6
 minutes on two idle cores.
 """

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl_compare.costs import COUNTS
+
 from flowrl.core.errors import ConfigError
 from flowrl.io import file_lock, write_json
 from flowrl.parts.trust import trust_option
@@ -241,7 +243,7 @@ Flow-GRPO 0.0003, Stepwise-Flow-GRPO 0.027, TP-GRPO 0.0055), of one by more than
 """
 
 
-COUNTS = ("nfe", "train_nfe", "reward_calls", "calls", "trajectories")
+COUNTED = (*COUNTS, "calls", "trajectories")
 
 
 @dataclass(frozen=True)
@@ -279,13 +281,12 @@ def redo(key: str, file: ResultsFile) -> Repeat:
     if key not in lines:
         raise ConfigError(f"redo = {key!r} is not allowed; allowed: an id in {file.path}")
     found = json.loads(json.dumps(measure(RunConfig.from_dict(lines[key]["config"], trust=True))))
-    differences = dict(
-        _differences(_named({name: lines[key].get(name, ...) for name in found}), _named(found))
-    )
+    old, new = _named({name: lines[key].get(name, ...) for name in found}), _named(found)
+    differences = dict(_differences(old, _known(old, new)))
     pairs = zip(column(lines[key], "soft"), column(found, "soft"), strict=False)
     gaps = [abs(old - new) for old, new in pairs] or [math.inf]
     early = max(gaps[: max(1, round(EARLY * len(gaps)))])
-    counts = not any(name.rpartition(".")[2] in COUNTS for name in differences)
+    counts = not any(name.rpartition(".")[2] in COUNTED for name in differences)
     return Repeat(
         tuple(differences), max(differences.values(), default=0.0), early, gaps[-1], counts
     )
@@ -293,12 +294,17 @@ def redo(key: str, file: ResultsFile) -> Repeat:
 
 def _named(found: dict[str, Any]) -> dict[str, Any]:
     """A run's numbers with the curve's columns by name."""
-    return {
-        **found,
-        "curve": [
-            dict(zip(CURVE, row, strict=False)) | {"columns": len(row)} for row in found["curve"]
-        ],
-    }
+    return {**found, "curve": [dict(zip(CURVE, row, strict=False)) for row in found["curve"]]}
+
+
+def _known(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """`new` without the counts that lines of older versions lack."""
+    first = old["curve"][0] if old["curve"] else {}
+    curve = [
+        {n: v for n, v in row.items() if n in first or n not in COUNTS} for row in new["curve"]
+    ]
+    totals = {n: v for n, v in new["totals"].items() if n in old["totals"] or n not in COUNTS}
+    return {**new, "curve": curve, "totals": totals}
 
 
 def _differences(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, float]]:

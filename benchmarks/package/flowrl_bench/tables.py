@@ -294,7 +294,7 @@ def cost_table(
         "reward calls/trajectory",
         "network calls/iteration",
         *(f"s/iteration: {phase}" for phase in PHASES),
-        "reward gained per million NFE, whole run",
+        "reward gained per million forward equivalents, whole run",
         "peak memory (MiB)",
     )
     rows = []
@@ -325,7 +325,7 @@ def _cost(runs: Sequence[Line]) -> tuple[str, ...]:
 
     iterations = runs[0]["config"]["iterations"]
     gained = [
-        1e6 * (column(run, "soft")[-1] - column(run, "soft")[0]) / spent(run, "nfe")[-1]
+        1e6 * (column(run, "soft")[-1] - column(run, "soft")[0]) / spent(run, "forwards")[-1]
         for run in runs
     ]
     return (

@@ -3,9 +3,10 @@ every method.
 
 The search climbs on a grid (`arms.Knob`): from the start it tries the neighbours of the best point
 so far, knob by knob, and continues in a direction while the score improves, so an optimum at an
-edge extends the grid. A third of the budget is reserved for the two best points, which are run with
-two further seeds; the best mean over these is chosen. The score of a run is the mean held-out
-reward over training, the measure of the comparison. No result uses tuning seeds.
+edge extends the grid. Half of the budget is reserved for the two best points, which are run with
+further seeds; the better mean over these is chosen. The score of a run is the mean held-out reward
+over training, the measure of the comparison, but of a run that collapsed its final reward: the mean
+alone prefers fast settings that a few seeds in ten do not survive. No result uses tuning seeds.
 """
 
 import itertools
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flowrl_compare.statistics import collapsed
 
 from flowrl.core.errors import RewardContractError, TrainingError, require
 from flowrl.io import file_lock, write_json
 from flowrl.reading import read_json
 from flowrl.workers import Worker, run_jobs
-from flowrl_bench.arms import SHORT, Arm, short_name
+from flowrl_bench.arms import SHORT, Arm, short_name, tuned_entry
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import column
 from flowrl_bench.measurements import CURVE, measure
@@ -28,8 +30,12 @@ from flowrl_bench.results_file import ResultsFile, make_line, require_unchanged,
 
 SEEDS = tuple(range(9000, 9100))
 """Seeds of tuning runs, first to last; no result has one of them."""
+BUDGETS = {"mixture": 24}
+"""Runs per arm by world: 12 points and 6 further seeds of two of them, so that settings which
+collapse in 1 of 4 runs are caught in 82%.
+"""
 BUDGET = 12
-"""Runs per method and world."""
+"""Runs per arm in other worlds: 6 points, and 3 further seeds of two of them."""
 FINALISTS = 2
 STRIDE = 2
 """Steps in one direction before the next knob's turn, so that a long way along one does not use up
@@ -43,18 +49,23 @@ Level = Callable[[Sequence[float]], Any]
 """A summary of a point's scores over seeds."""
 
 
+def usual_budget(world: str) -> int:
+    """Runs per arm in a world."""
+    return BUDGETS.get(world, BUDGET)
+
+
 def proposals(
-    scores: Mapping[Trial, float], knobs: int, budget: int = BUDGET, seeds: int = 0
+    scores: Mapping[Trial, float], knobs: int, budget: int, seeds: int = 0
 ) -> Iterator[Trial]:
     """The next run of the search, from the scores of the runs so far; nothing once `budget` runs
     are scored.
 
     Deterministic: the order of the runs is a function of the scores alone. `seeds`: further seeds
-    that are reserved for each finalist; 0: those of a third of the budget.
+    that are reserved for each finalist; 0: those of half of the budget.
     """
     if len(scores) >= budget:
         return
-    confirming = (seeds or budget // 3 // FINALISTS) * FINALISTS
+    confirming = (seeds or budget // 2 // FINALISTS) * FINALISTS
     first = {point: score for (point, seed), score in scores.items() if seed == SEEDS[0]}
     step = _climb(first, knobs) if len(first) < budget - confirming else None
     if step is not None:
@@ -106,8 +117,16 @@ def lower_quartile(scores: Sequence[float]) -> float:
     return float(np.quantile(scores, 0.25))
 
 
-def score_of(line: Mapping[str, Any], form: str = "soft") -> float:
-    """Mean held-out reward of a run over its training; `form` "reward" is the trained form."""
+def score_of(line: Mapping[str, Any]) -> float:
+    """Mean held-out reward of a run over its training; its final reward if it collapsed."""
+    rewards = column(line, "soft")
+    return rewards[-1] if collapsed(rewards) else mean_reward(line)
+
+
+def mean_reward(line: Mapping[str, Any], form: str = "soft") -> float:
+    """Mean held-out reward over training, after the first evaluation; `form` "reward" is the
+    trained form.
+    """
     return float(np.mean(column(line, form)[1:]))
 
 
@@ -115,15 +134,15 @@ def score_of(line: Mapping[str, Any], form: str = "soft") -> float:
 class Search:
     """The search for one arm in one world.
 
-    `seeds`, `level`: see `proposals` and `best`; `form`: that of the score, see `score_of`.
+    `seeds`, `level`: see `proposals` and `best`; `score`: that of a run, from its line.
     """
 
     arm: Arm
     world: str
-    budget: int = BUDGET
+    budget: int
     seeds: int = 0
     level: Level = np.mean
-    form: str = "soft"
+    score: Callable[[Mapping[str, Any]], float] = score_of
 
     def __post_init__(self) -> None:
         allowed = "1 to 200 runs per method and world"
@@ -154,16 +173,19 @@ class Search:
         """The scores of the search's runs among `lines`, in the order in which they were
         proposed.
         """
-        mine = {
-            (tuple(line["point"]), line["seed"]): score_of(line, self.form)
+        mine, scores = self.known(lines), dict[Trial, float]()
+        while (trial := self.proposed(scores)) in mine:
+            assert trial is not None
+            scores[trial] = mine[trial]
+        return scores
+
+    def known(self, lines: Sequence[Mapping[str, Any]]) -> dict[Trial, float]:
+        """The scores of all runs of this arm among `lines`, also of a search with another budget."""
+        return {
+            (tuple(line["point"]), line["seed"]): self.score(line)
             for line in lines
             if self.made(line)
         }
-        found: dict[Trial, float] = {}
-        while (trial := self.proposed(found)) in mine:
-            assert trial is not None
-            found[trial] = mine[trial]
-        return found
 
     def proposed(self, scores: Mapping[Trial, float]) -> Trial | None:
         """The next run; None after the last."""
@@ -195,8 +217,11 @@ def _tune(
     worker: Worker, search: Search, lines: list[dict[str, Any]], command: str, made: dict[str, Any]
 ) -> bool:
     """Make the missing runs of a search, a message each; False if it was stopped."""
-    scores = search.scores(lines)
+    scores, known = search.scores(lines), search.known(lines)
     while (trial := search.proposed(scores)) is not None:
+        if trial in known:
+            scores[trial] = known[trial]
+            continue
         config = search.config(trial)
         key = config_id(config)
         try:
@@ -206,7 +231,7 @@ def _tune(
         if found is None:
             return False
         require_unchanged(config, key, made["code"])
-        scores[trial] = score_of(found, search.form)
+        scores[trial] = search.score(found)
         head = {
             "arm": search.arm.name,
             "world": search.world,
@@ -295,7 +320,7 @@ def choices(searches: Sequence[Search], path: Path) -> str:
 
 
 def save(searches: Sequence[Search], log: Path, path: Path) -> None:
-    """Write the values of every finished search, by world and arm, to the JSON file at `path`;
+    """Write the values and settings of every finished search, by world and arm, to the JSON file at `path`;
     other entries stay.
     """
     lines = ResultsFile(log).unchecked()
@@ -305,5 +330,6 @@ def save(searches: Sequence[Search], log: Path, path: Path) -> None:
     for search in searches:
         found = chosen(search, lines)
         if found is not None:
-            values.setdefault(search.world, {})[search.arm.name] = found
+            entry = tuned_entry(search.arm, search.world, found)
+            values.setdefault(search.world, {})[search.arm.name] = entry
     write_json(path, values)

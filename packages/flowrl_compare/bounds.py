@@ -1,0 +1,75 @@
+"""How much credit per decision can gain: learning curves of credit by exact values (2-D world)."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from flowrl_compare.results import Comparison
+from flowrl_compare.tuned import tuned
+
+FILE = Path(__file__).parent / "bounds.json"
+"""Shipped curves with the settings that they belong to (`python benchmarks/first_comparison.py`).
+"""
+ARM = "exact values (bound)"
+"""The arm of a comparison with `--bound`."""
+CREDIT = "stepwise-gain(probe='exact(points=29, reach=4)')"
+COUNTS = (
+    *("world", "task", "reward", "reward_form", "reward_noise", "reward_bias"),
+    *("iterations", "groups", "group_size", "num_steps", "window", "minibatches", "ema_decay"),
+    *("eval_samples", "eval_steps", "eval_solver"),
+)
+"""The settings of all runs on which a bound depends."""
+
+
+def bound_settings(world: str) -> dict[str, Any]:
+    """The settings of `ARM`: those tuned for exact values in the world, if it has any."""
+    found = tuned().get(world, {}).get("exact values", {"settings": {}})["settings"]
+    return {**found, "credit": CREDIT}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Held-out rewards of tuned exact values over iterations, `curves` by seed, and the command
+    that made them.
+    """
+
+    iterations: Sequence[float]
+    curves: Sequence[Sequence[float]]
+    command: str
+
+    @property
+    def rewards(self) -> list[float]:
+        """The mean over seeds."""
+        return [fmean(column) for column in zip(*self.curves, strict=True)]
+
+
+@cache
+def shipped() -> list[dict[str, Any]]:
+    """The entries of `FILE`."""
+    return json.loads(FILE.read_text())
+
+
+def shipped_bound(run: Mapping[str, Any]) -> Bound | None:
+    """The shipped curve for these settings of all runs, by name; None if there is none."""
+    counts = {name: run.get(name) for name in COUNTS}
+    for entry in shipped():
+        if entry["settings"] == counts:
+            return Bound(entry["iterations"], entry["curves"], entry["command"])
+    return None
+
+
+def bound_of(comparison: Comparison) -> Bound | None:
+    """The bound of a comparison: of its own arm, or a shipped one for exactly its settings."""
+    if runs := comparison.of(ARM):
+        curves = [run.curve("iteration", *comparison.metric) for run in runs]
+        length = min(len(x) for x, _ in curves)
+        rewards = [y[:length] for _, y in curves]
+        return Bound(curves[0][0][:length], rewards, comparison.config["command"])
+    run = comparison.config["run"]
+    groups = (value if isinstance(value, dict) else {name: value} for name, value in run.items())
+    settings = {name: value for group in groups for name, value in group.items()}
+    return shipped_bound(settings) if comparison.metric == ("reward",) else None

@@ -1,0 +1,204 @@
+"""Costs of runs in forward equivalents: the formula by which runs are compared at equal cost."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from flowrl.core.forward import Guidance, guidance_passes
+
+COUNTS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls")
+"""Counts of an iteration in metrics.jsonl: network evaluations of the rollout, those of them for
+probes, network evaluations of the update, those of them with a gradient, decoded latents and scored
+images.
+"""
+GRADIENT, CHECKPOINTED = 3.0, 4.0
+"""Cost of a forward pass with its backward pass, without and with gradient checkpointing, in
+forward passes: for weights that are all trained. A LoRA needs no gradients of the frozen weights.
+"""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The cost of a run by its parts, in forward equivalents."""
+
+    sampling: float
+    probes: float
+    update: float
+    decodes: float
+    rewards: float
+
+    @property
+    def total(self) -> float:
+        """The sum of the parts."""
+        return sum(vars(self).values())
+
+    def scaled(self, factor: float) -> "Parts":
+        """Every part times `factor`."""
+        return Parts(**{name: factor * value for name, value in vars(self).items()})
+
+    def text(self) -> str:
+        """'114.0 = 10.0 sampling + 8.0 probes + 96.0 update'."""
+        named = {name: value for name, value in vars(self).items() if value > 0}
+        parts = " + ".join(f"{value:.1f} {name}" for name, value in named.items())
+        return f"{self.total:.1f} = {parts}" if parts else "-"
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Costs of a network evaluation with its gradient, a decoded latent and a reward call, in
+    forward passes of the network for one latent.
+
+    Args:
+        source: where `decode` and `reward` come from.
+        decode: cost of a decoded latent.
+        reward: cost of a scored image.
+        gradient: cost of a forward pass with its backward pass.
+        passes: forward passes of an evaluation, 2 with classifier-free guidance.
+        gradient_passes: those of an evaluation with a gradient through which the gradient flows.
+        seconds: seconds of a forward pass of a stated model; NaN if there is none.
+    """
+
+    source: str
+    decode: float = 0.0
+    reward: float = 0.0
+    gradient: float = GRADIENT
+    passes: float = 1.0
+    gradient_passes: float = 1.0
+    seconds: float = math.nan
+
+    def parts(self, counts: Mapping[str, Any]) -> Parts:
+        """The cost of work with these `COUNTS`:
+
+        sampling + probes + update without gradients + `gradient` x update with gradients
+        + decodes x `decode` + reward calls x `reward`.
+
+        Records of older versions lack some counts. Their probes are part of sampling, every
+        evaluation of their update has a gradient, and every scored image was decoded.
+        """
+        nfe, train, calls = (counts.get(n, 0) for n in ("nfe", "train_nfe", "reward_calls"))
+        probes = counts.get("probe_nfe", 0)
+        with_gradient = self.gradient_passes * counts.get("gradient_nfe", train)
+        return Parts(
+            sampling=self.passes * (nfe - probes),
+            probes=self.passes * probes,
+            update=self.passes * train + (self.gradient - 1) * with_gradient,
+            decodes=self.decode * counts.get("decodes", calls),
+            rewards=self.reward * calls,
+        )
+
+
+SHAPES = {"forward": 8_396_800, "decode": 3_178_496, "reward": 1_333_248}
+"""FLOPs of the shapes world for one image: its `SD3Transformer2DModel` with a merged LoRA, the cell
+decoder, and the verifier. Counted by ``python benchmarks/flops.py``, as all FLOPs here: of matrix
+products, convolutions and attention, where a multiplication and an addition count as two.
+"""
+WORLDS = {
+    "mixture": Prices("2-D world: points need no decoder, and their reward is a formula"),
+    "shapes": Prices(
+        "shapes world: counted FLOPs of the cell decoder and the verifier",
+        SHAPES["decode"] / SHAPES["forward"],
+        SHAPES["reward"] / SHAPES["forward"],
+    ),
+}
+"""Prices of the built-in worlds, without guidance."""
+SD35_MEDIUM = {
+    512: {
+        "forward": 2_442_642_604_032,
+        "gradient": 5_259_447_582_720,
+        "decode": 2_514_971_787_264,
+    },
+    1024: {
+        "forward": 11_249_573_707_776,
+        "gradient": 26_628_252_057_600,
+        "decode": 10_472_204_009_472,
+    },
+}
+"""FLOPs of SD3.5-Medium for one latent by resolution: forward pass, forward with backward pass of a
+LoRA of rank 32 without gradient checkpointing, and its VAE's decoder.
+"""
+PICKSCORE, OCR = 381_679_304_704, 13_644_267_456
+"""FLOPs of a score: CLIP-H for an image and a prompt, and PP-OCRv6 (small) for an image of 512 x
+512, enlarged to 736 x 736, with one line of text.
+"""
+RATE = 200e12
+"""Assumed sustained FLOP/s of one NVIDIA H100 in bfloat16, a fifth of its peak without sparsity."""
+
+
+def sd35_medium(resolution: int = 512, reward: int = PICKSCORE) -> Prices:
+    """Prices of SD3.5-Medium with classifier-free guidance in sampling and update: counted FLOPs,
+    and seconds at `RATE`.
+
+    Args:
+        resolution: 512 or 1024.
+        reward: FLOPs of a score.
+
+    Returns:
+        The prices.
+    """
+    flops = SD35_MEDIUM[resolution]
+    forward = flops["forward"]
+    return Prices(
+        f"SD3.5-Medium at {resolution} x {resolution} pixels: counted FLOPs",
+        flops["decode"] / forward,
+        reward / forward,
+        flops["gradient"] / forward,
+        passes=2,
+        gradient_passes=2,
+        seconds=forward / RATE,
+    )
+
+
+STATED = sd35_medium()
+"""The stated model of budgets in seconds."""
+STATED_NAME = "SD3.5-Medium"
+
+
+def prices_of(config: Mapping[str, Any], measured: Prices | None = None) -> Prices:
+    """The prices of a run.
+
+    Args:
+        config: its settings, as in config.json.
+        measured: prices of a decode and of a score outside the built-in worlds; default: 0.
+
+    Returns:
+        The prices.
+    """
+    world = config.get("environment", {}).get("world", "mixture")
+    base = WORLDS.get(world, measured or Prices("decodes and reward calls are not counted"))
+    policy = config.get("policy", {})
+    own, train = (policy.get(f"{n}guidance_scale", d) for n, d in (("", 1.0), ("train_", 0.0)))
+    passes, guided = guidance_passes(own), Guidance(train).scales(own)[0] != 1
+    half = guided and policy.get("guidance_gradient") == "prompt"
+    return replace(
+        base,
+        gradient=CHECKPOINTED if policy.get("gradient_checkpointing") else GRADIENT,
+        passes=passes,
+        gradient_passes=passes / 2 if half else passes,
+    )
+
+
+def measured_prices(rows: Iterable[Mapping[str, Any]], passes: float = 1.0) -> Prices | None:
+    """The price of decoding and scoring an image, from the seconds of the phases of `rows` of
+    metrics.jsonl; None if they lack seconds or counts.
+    """
+    rows = [row for row in rows if row["iteration"] > 0]
+    seconds = {
+        name: sum(row.get("phases", {}).get(name, 0.0) for row in rows)
+        for name in ("rollout", "reward")
+    }
+    nfe, calls = (sum(row.get(name, 0) for row in rows) for name in ("nfe", "reward_calls"))
+    if min(nfe, calls, *seconds.values()) <= 0:
+        return None
+    both = (seconds["reward"] / calls) / (seconds["rollout"] / (nfe * passes))
+    return Prices("decoding and scoring together, by seconds measured in these runs", reward=both)
+
+
+def cumulated(counts: Iterable[Mapping[str, Any]], prices: Prices) -> list[Parts]:
+    """The cost so far at every row of `counts`."""
+    sums, costs = dict.fromkeys((field.name for field in fields(Parts)), 0.0), list[Parts]()
+    for row in counts:
+        for name, value in vars(prices.parts(row)).items():
+            sums[name] += value
+        costs.append(Parts(**sums))
+    return costs

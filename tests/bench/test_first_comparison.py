@@ -1,0 +1,27 @@
+"""What the first comparison of a user says, against the same comparison with more seeds."""
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flowrl_compare.statistics import mean
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "first-comparison.json"
+
+
+@pytest.mark.parametrize("world", ["mixture", "shapes"])
+def test_no_decided_lead_of_three_seeds_is_reversed_by_all(world: str) -> None:
+    """A lead is decided if its 95% interval excludes 0."""
+    runs = json.loads(RESULTS.read_text())[world]["final"]
+    table = {
+        arm: np.array([row[seed] for seed in sorted(row, key=int)]) for arm, row in runs.items()
+    }
+    for first, other in combinations(table, 2):
+        differences = table[other] - table[first]
+        signs = []
+        for part in (differences[:3], differences):
+            lead = mean(part)
+            signs.append(np.sign(lead.value) if lead.low > 0 or lead.high < 0 else 0.0)
+        assert signs[0] * signs[1] >= 0, (first, other, differences)

@@ -1,0 +1,95 @@
+"""Costs in forward equivalents: the formula by hand, and its constants counted again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from flowrl_compare import costs
+from flowrl_compare.costs import STATED, WORLDS, Prices, measured_prices, prices_of
+from torch.utils.flop_counter import FlopCounterMode
+
+from flowrl.training.build import make_trainer
+from flowrl.training.config import preset
+
+COUNTED = Path(__file__).parents[2] / "benchmarks/results/flops.json"
+COUNTS = {"nfe": 50, "probe_nfe": 20, "train_nfe": 30, "gradient_nfe": 10}
+COUNTS |= {"decodes": 6, "reward_calls": 4}
+
+
+def run(world="model", **policy):
+    return {"environment": {"world": world}, "policy": policy}
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        (run("mixture"), (30, 20, 30 + 2 * 10, 0, 0)),
+        (run("mixture", gradient_checkpointing=True), (30, 20, 30 + 3 * 10, 0, 0)),
+        (run(guidance_scale=4.5), (60, 40, 60 + 2 * 20, 0, 0)),
+        # the gradient flows through the pass with the prompt alone
+        (run(guidance_scale=4.5, guidance_gradient="prompt"), (60, 40, 60 + 2 * 10, 0, 0)),
+        # half of an evaluation is one pass
+        (
+            run(guidance_scale=4.5, guidance_gradient="prompt", train_guidance_scale=1.0),
+            (60, 40, 60 + 2 * 20, 0, 0),
+        ),
+        (run("shapes"), (30, 20, 50, 6 * 3_178_496 / 8_396_800, 4 * 1_333_248 / 8_396_800)),
+    ],
+)
+def test_the_parts_by_hand(config, parts):
+    found = prices_of(config).parts(COUNTS)
+    assert tuple(vars(found).values()) == pytest.approx(parts)
+    assert found.total == pytest.approx(sum(parts))
+    # older records have neither probes, gradients nor decodes apart
+    older = {name: COUNTS[name] for name in ("nfe", "train_nfe", "reward_calls")}
+    assert Prices("", decode=1.0).parts(older).total == 50 + 3 * 30 + 4
+
+
+def test_prices_of_other_worlds_are_measured():
+    rows = [{"iteration": 0}] + [
+        {"iteration": i, "nfe": 10, "reward_calls": 5, "phases": {"rollout": 2.0, "reward": 0.5}}
+        for i in (1, 2)
+    ]
+    found = measured_prices(rows, passes=2)
+    assert found.reward == pytest.approx((0.5 / 5) / (2.0 / 20))
+    assert prices_of(run(), found).reward == found.reward
+    assert prices_of(run("mixture"), found).reward == 0 and measured_prices(rows[:1]) is None
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_prices_of_the_built_in_worlds_are_their_flops(world):
+    """Counted again, and as `benchmarks/flops.py` wrote them. A backward pass takes two forward
+    passes, less those for the input of the first layer and for frozen weights.
+    """
+    trainer, flops = (
+        make_trainer(preset("tiny").apply(world=world)),
+        json.loads(COUNTED.read_text()),
+    )
+    policy, counted = trainer.policy, dict[str, int]()
+    latent, condition = torch.zeros(1, *policy.latent_shape), policy.encode(trainer.prompts.take(1))
+    time = torch.full((1,), 500.0)
+    with policy.frozen(), FlopCounterMode(display=False) as counter:
+        policy.velocity(latent, time, condition)
+    counted["forward"] = counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter:
+        policy.velocity(latent, time, condition).sum().backward()
+    counted["gradient"] = counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter:
+        policy.decode(latent)
+    assert {**counted, "decode": counter.get_total_flops()}.items() <= flops[world].items()
+    ratio = counted["gradient"] / counted["forward"]
+    assert ratio == pytest.approx({"mixture": 2.90, "shapes": 2.11}[world], abs=0.01)
+    assert WORLDS[world].decode == flops[world]["decode"] / flops[world]["forward"]
+    assert WORLDS[world].reward == flops[world]["reward"] / flops[world]["forward"]
+
+
+def test_the_stated_model_has_the_counted_flops():
+    flops = json.loads(COUNTED.read_text())
+    for resolution, known in costs.SD35_MEDIUM.items():
+        assert known == flops[f"sd3.5-medium {resolution}, lora, no checkpointing"]
+    assert [flops[name]["reward"] for name in ("pickscore", "ocr")] == [costs.PICKSCORE, costs.OCR]
+    guided = 2 * (2_442_642_604_032 + 2 * 5_259_447_582_720) + 2_514_971_787_264
+    counts = {"nfe": 1, "train_nfe": 2, "gradient_nfe": 2, "decodes": 1}
+    seconds = STATED.seconds * STATED.parts(counts).total
+    assert seconds == pytest.approx(guided / costs.RATE)
