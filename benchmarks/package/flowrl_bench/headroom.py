@@ -175,7 +175,7 @@ def row_of(
 ) -> Row:
     """The result of a task from the lines of both arms, by seed."""
     uniform, oracle = (
-        [mean_reward(pair[arm], FORM) for pair in pairs] for arm in ("uniform", "oracle")
+        [score_of(pair[arm], FORM) for pair in pairs] for arm in ("uniform", "oracle")
     )
     curves = {arm: [column(pair[arm], FORM) for pair in pairs] for arm in ("uniform", "oracle")}
     return Row(
