@@ -24,7 +24,7 @@ from flowrl_bench.evidence import Line, column
 from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import Lines, ResultsFile
 from flowrl_bench.suite import Suite
-from flowrl_bench.tune import SEEDS, Search, chosen, score_of, tune
+from flowrl_bench.tune import SEEDS, Search, chosen, tune
 
 
 def exact(points: int = 29, reach: float = 4.0) -> str:
@@ -174,18 +174,20 @@ def row_of(
     name: str, task: Task, pairs: Sequence[Mapping[str, Line]], values: Mapping[str, Any]
 ) -> Row:
     """The result of a task from the lines of both arms, by seed."""
-    scores = {arm: [score_of(pair[arm], FORM) for pair in pairs] for arm in ("uniform", "oracle")}
-    curves = {arm: [column(pair[arm], FORM) for pair in pairs] for arm in scores}
-    differences = [b - a for a, b in zip(*scores.values(), strict=True)]
+    uniform, oracle = (
+        [score_of(pair[arm], FORM) for pair in pairs] for arm in ("uniform", "oracle")
+    )
+    curves = {arm: [column(pair[arm], FORM) for pair in pairs] for arm in ("uniform", "oracle")}
     return Row(
         name,
         task,
-        *map(fmean, scores.values()),
-        fmean(curve[0] for curve in curves["uniform"]),
-        max(fmean(map(max, runs)) for runs in curves.values()),
-        mean(differences),
-        values,
-        len(pairs),
+        uniform=fmean(uniform),
+        oracle=fmean(oracle),
+        start=fmean(curve[0] for curve in curves["uniform"]),
+        best=max(fmean(map(max, runs)) for runs in curves.values()),
+        headroom=mean([b - a for a, b in zip(uniform, oracle, strict=True)]),
+        values=values,
+        seeds=len(pairs),
     )
 
 

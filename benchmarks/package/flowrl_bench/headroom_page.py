@@ -38,7 +38,7 @@ def headroom_map(rows: Sequence[Row]) -> Figure:
     axes.set_xlabel("Headroom, % of what can be gained in the task")
     marks = [
         *(
-            Line2D([], [], color=shade, marker="o", linewidth=2, label=f"{label} rules apart")
+            Line2D([], [], color=shade, marker="o", linewidth=2, label=label)
             for label, shade in SHADES.items()
         ),
         Line2D([], [], color=INK, linestyle=":", label="margin"),
@@ -121,7 +121,8 @@ def headroom_page(rows: Sequence[Row], size: Size, command: str) -> Document:
     page.text(
         "With noise on the score, the oracle is trained on the expected score. The headroom then"
         " includes the noise of the finished samples' scores, which a rule that observes them cannot"
-        " remove completely. In more than two dimensions the values are means of 64 stochastic"
+        " remove completely: the part of it by which uniform credit is lower than without noise is"
+        " lost to the noise, and the rest to credit. In more than two dimensions the values are means of 64 stochastic"
         " continuations: a better oracle may lead by more. Exact values exist in two dimensions"
         " only, because the trained policy may couple the coordinates that are independent before"
         " training."
