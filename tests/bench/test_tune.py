@@ -84,6 +84,8 @@ class TestSearch:
 
         scores = run(score)
         assert (lucky, SEEDS[1]) in scores and best(scores) == (1, 0, 0)
+        two = {((0,), SEEDS[0]): 1.0, ((0,), SEEDS[1]): 0.0, ((1,), SEEDS[0]): 0.0}
+        assert best({**two, ((1,), SEEDS[1]): 0.1}) == (1,)
 
 
 class TestArms:

@@ -24,7 +24,7 @@ from flowrl_bench.evidence import Line, column
 from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import Lines, ResultsFile
 from flowrl_bench.suite import Suite
-from flowrl_bench.tune import SEEDS, Search, chosen, tune
+from flowrl_bench.tune import SEEDS, Search, chosen, score_of, tune
 
 
 def exact(points: int = 29, reach: float = 4.0) -> str:
