@@ -1,7 +1,7 @@
 """The form of a claim, the arms of most claims, and the runs that a claim needs."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -18,6 +18,15 @@ SEEDS: dict[str, tuple[int, ...]] = {
 """Seeds that no earlier result and no search has used."""
 QUICK_SEEDS = (100, 101, 102, 103, 104)
 """Seeds of the quick suite, which has runs in the 2-D world only."""
+
+_NOISY = {"credit": "stepwise-gain(probe='continuation:8')"}
+MADE = {
+    **ARMS,
+    "true advantages": replace(ARMS["true advantages"], settings=_NOISY, oracle=False),
+}
+"""The arms as the committed runs of the claims have them. There, true advantages are estimated by 8
+continuations: they were made before there were exact values.
+"""
 
 Arm = Mapping[str, Any]
 """The settings that make up one arm: those that were found for the entry "arm" of
@@ -160,5 +169,5 @@ def _made(arm: str, world: str, settings: tuple[tuple[str, Any], ...]) -> RunCon
     """Cached, because a check of a run's settings takes milliseconds and the page needs the same
     thousand runs several times.
     """
-    values = claims_values(world, arm) or ARMS[arm].values(world, {})
-    return ARMS[arm].run(world, values, **dict(settings))
+    values = claims_values(world, arm) or MADE[arm].values(world, {})
+    return MADE[arm].run(world, values, **dict(settings))

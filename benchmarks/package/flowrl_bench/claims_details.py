@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl_bench.arms import ARMS, WORLDS, claims_values
-from flowrl_bench.claims import KL_WEIGHTS, Claim
+from flowrl_bench.arms import WORLDS, claims_values
+from flowrl_bench.claims import KL_WEIGHTS, MADE, Claim
 from flowrl_bench.claims import Arm as Changes
 from flowrl_bench.claims_figures import curves, frontier, survival_levels, survivals
 from flowrl_bench.claims_page import Inputs
@@ -179,7 +179,7 @@ def _frontier_words(judged: Mapping[str, Judged]) -> str:
 def _settings() -> Table:
     """Every arm's fixed settings, and the numbers found per world."""
     rows = []
-    for name, arm in ARMS.items():
+    for name, arm in MADE.items():
         found = [_values(world, name) if world in arm.worlds else "-" for world in WORLDS]
         fixed = "; ".join(f"`{key}` = `{_setting(value)}`" for key, value in arm.settings.items())
         rows.append((name, fixed, *found))
@@ -189,7 +189,7 @@ def _settings() -> Table:
 
 def _values(world: str, name: str) -> str:
     searched = claims_values(world, name)
-    values = searched or ARMS[name].values(world, {})
+    values = searched or MADE[name].values(world, {})
     text = ", ".join(f"{knob} {value:g}" for knob, value in values.items())
     return text if searched else f"{text} (not searched)"
 

@@ -14,8 +14,7 @@ from flowrl_compare.style import COLOURS, INK, OTHERS, clean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flowrl_bench.arms import ARMS
-from flowrl_bench.claims import KL_WEIGHTS
+from flowrl_bench.claims import KL_WEIGHTS, MADE
 from flowrl_bench.evidence import Line, column, curve
 from flowrl_bench.leads import UNIFORM
 from flowrl_bench.main_comparison import BUDGETS, Arm
@@ -132,7 +131,7 @@ def leads(arms: Mapping[str, Arm], world: str) -> Figure:
 
 
 def _label(arm: Arm) -> str:
-    return ARMS[arm.name].label if arm.name in ARMS else arm.name
+    return MADE[arm.name].label if arm.name in MADE else arm.name
 
 
 def _grid(names: Sequence[str], height: float = 2.0) -> tuple[Figure, list[Axes]]:

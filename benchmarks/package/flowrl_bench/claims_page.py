@@ -32,9 +32,10 @@ LEGEND = (
     " verdict rules](verdicts.md) say how verdicts are corrected for the number of questions."
 )
 DEFINITIONS = (
-    "The runs use the definitions of version 0.1: credit rules count ODE steps as steps. "
-    "In the image runs TP-GRPO's rule for the first step was inactive: it applies to step 0 only, and their "
-    "stochastic steps are 2 to 6."
+    "The runs use the definitions of version 0.1: credit rules count ODE steps as steps. In the"
+    " image runs TP-GRPO's rule for the first step was inactive: it applies to step 0 only, and"
+    " their stochastic steps are 2 to 6. *True advantages* are means of 8 stochastic continuations"
+    " in these runs, which have noise: this control is no upper bound."
 )
 """Also in the README, next to the same numbers."""
 MAIN_TEXT = (
@@ -64,7 +65,8 @@ MARGIN_TEXT = (
 CHANGED_TEXT = (
     "Primary outcomes whose arms had another verdict by the earlier rules, which judged all 239"
     " comparisons, some of them twice, with a smallest effect of 0.02 in every world. All"
-    " comparisons that are not primary have lost their verdicts."
+    " comparisons that are not primary have lost their verdicts. The earlier NFE counted an"
+    " evaluation with a gradient as one."
 )
 METHOD = (
     "The unit is the seed; runs of one seed share prompts and noise, and tasks are averaged within"
@@ -247,8 +249,8 @@ def margin_table() -> Table:
 
 
 def changed_table(judged: Sequence[Judged], earlier: Sequence[Mapping[str, Any]]) -> Table:
-    """The primary outcomes whose arms had other verdicts by the earlier rules: of the same measure,
-    or in the same claim.
+    """The primary outcomes whose arms had other verdicts by the earlier rules: of the same measure
+    (also at equal NFE instead of forward equivalents), or in the same claim.
     """
     head = ("question", "world", "earlier verdicts", "verdict")
     leads, rows = [claim.id for claim in LEADS], []
@@ -261,7 +263,10 @@ def changed_table(judged: Sequence[Judged], earlier: Sequence[Mapping[str, Any]]
             for row in earlier
             if row["outcome"][0] == world
             and row["outcome"][2:] == runs
-            and (row["measure"] == measure or row["claim"] == one.claim.id not in leads)
+            and (
+                row["measure"].replace("nfe", "forwards") == measure
+                or row["claim"] == one.claim.id not in leads
+            )
         ]
         if any(not words.startswith(f"{one.label} (") for words in old):
             names = f"`{one.claim.id}`", WORLD_NAMES[one.world]

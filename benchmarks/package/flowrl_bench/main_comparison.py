@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from flowrl_compare.statistics import Estimate, Values, mean
 
-from flowrl_bench.arms import ARMS, WORLDS
+from flowrl_bench.arms import WORLDS
+from flowrl_bench.claims import MADE
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.leads import LARGER, LEADS, UNIFORM
 from flowrl_bench.page import Table
@@ -46,7 +47,7 @@ class Arm:
     @property
     def control(self) -> bool:
         """Whether it is no method of its own."""
-        return ARMS[self.name].control
+        return MADE[self.name].control
 
     def lead(self, measure: str, than: str = UNIFORM) -> Comparison | None:
         """Its comparison with another arm; None if there is none."""
@@ -76,7 +77,7 @@ def arms_of(judged: Sequence[Judged], world: str) -> dict[str, Arm]:
     by lead per update.
     """
     names = dict(
-        zip((claim.id for claim in LEADS), (name for name in ARMS if name != UNIFORM), strict=True)
+        zip((claim.id for claim in LEADS), (name for name in MADE if name != UNIFORM), strict=True)
     )
     found: list[Arm] = []
     base: Evidence | None = None
@@ -121,7 +122,7 @@ def lead_table(arms: Mapping[str, Arm]) -> Table:
     head = ("arm", "seeds", "mean reward over training", *leads, "collapsed", "worst seed", larger)
     rows = []
     for name, arm in arms.items():
-        label, seeds = ARMS[name].label, str(len(arm.evidence.seeds))
+        label, seeds = MADE[name].label, str(len(arm.evidence.seeds))
         found = [number(arm.lead(measure)) for measure in BUDGETS.values()]
         lost, runs = arm.collapses
         bad = (f"{lost}{_SPACE}of{_SPACE}{runs}", f"{arm.values('area').min():.3f}")
