@@ -1,4 +1,4 @@
-"""The main comparison: every arm against uniform credit, per network evaluation; per update and per
+"""The main comparison: every arm against uniform credit, per forward equivalent; per update and per
 second are secondary.
 """
 
@@ -20,7 +20,7 @@ def _lead(name: str) -> Claim:
     )
     return question(
         f"lead-{name.replace(',', '').replace(' ', '-')}",
-        f"Does {name} lead uniform credit per network evaluation?",
+        f"Does {name} lead uniform credit per forward equivalent?",
         arms,
         Compare(name, UNIFORM, "reward at equal forwards"),
         *(Compare(name, UNIFORM, measure) for measure in others),

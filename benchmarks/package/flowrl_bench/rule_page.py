@@ -245,18 +245,24 @@ def findings_table(worlds: Sequence[World]) -> Table:
             world_label(world.part.world),
             finding.baseline,
             finding.budget,
-            finding.comparison.size,
+            finding.comparison.verdict,
             *(
                 f"{getattr(finding.comparison.estimate, end):.4f}"
                 for end in ("value", "low", "high")
             ),
-            f"{finding.comparison.adjusted:.2g}",
+            _p_value(finding.comparison),
             str(len(world.evidence.seeds)),
         )
         for world in worlds
         for finding in world.findings
     ]
     return Table(head, rows)
+
+
+def _p_value(comparison: Comparison) -> str:
+    """The corrected p-value of no difference; empty with too few seeds."""
+    p = comparison.adjusted[0] if comparison.adjusted else math.nan
+    return "" if math.isnan(p) else f"{p:.2g}"
 
 
 def _untuned_note(rule: str, untuned: Sequence[str]) -> str:
