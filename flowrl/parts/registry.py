@@ -24,7 +24,7 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from flowrl.core.errors import ConfigError, FlowrlError, part_errors, require
+from flowrl.core.errors import OWN_PACKAGES, ConfigError, FlowrlError, part_errors, require
 from flowrl.parts.kinds import KINDS as KINDS
 from flowrl.parts.kinds import Kind as Kind
 from flowrl.parts.plugins import package_of, plugin
@@ -334,9 +334,10 @@ def risk(kind: str, spec: Spec) -> str:
             return f"an address for a connection ({content})"
         if PICKLED.search(content):
             return f"a pickled file ({content})"
-    if spec.name in entry.built_in or plugin(entry.group, spec.name, kind) is None:
+    point = None if spec.name in entry.built_in else plugin(entry.group, spec.name, kind)
+    if point is None:
         return ""
-    if entry.acts:
+    if entry.acts and point.module.partition(".")[0] not in OWN_PACKAGES:
         return f"a {entry.noun} of another package, which may start a process or connect"
     maker = _by_name(kind, spec.name)
     connects = getattr(getattr(maker, "func", maker), "connects", False)

@@ -234,10 +234,11 @@ class Plugin:
 def test_parts_of_packages_that_may_connect_need_trust(kind: str, monkeypatch) -> None:
     """All of some kinds, and others that say so; their class is not called."""
     setting = {k: name for name, k in PARTS.items()}.get(kind, "")
-    for connects in (True, False):
+    for connects, package in product((True, False), ("somebody", "flowrl_bench")):
         plugin = Plugin(connects=connects)
+        plugin.module = f"{package}.parts"
         monkeypatch.setattr(registry, "plugin", lambda *_, plugin=plugin: plugin)
-        needs = connects or kind in ("observer", "world")
+        needs = connects or (kind in ("observer", "world") and package == "somebody")
         with pytest.raises(ConfigError, match="consent") if needs else nullcontext():
             assert find_maker(kind, parse_spec("part")) is plugin.part
         assert find_maker(kind, parse_spec("part"), trust=True) is plugin.part
