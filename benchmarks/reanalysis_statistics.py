@@ -357,7 +357,8 @@ def compare(rule: Asked, runs: Mapping[str, Mapping[Key, Run]], gain: float) -> 
         wins = won(by_seed(dict(zip(keys, down[1] * 1.0 - down[0], strict=True))))
         test = bonett_price(*down)
         half = (test.high - test.low) / 2
-        p = outside((test.low + test.high) / 2, half / stats.norm.ppf(0.975), RATE, np.inf)
+        error = half / float(stats.norm.ppf(0.975))
+        p = outside((test.low + test.high) / 2, error, RATE, np.inf)
         return Comparison(test, p, seeds, wins, -1)
 
     def leads(first: list[Run], second: list[Run]) -> Values:

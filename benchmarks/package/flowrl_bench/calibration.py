@@ -199,7 +199,8 @@ def alarms(chosen: Pool, seeds: int, truth: str, experiments: int, seed: int = 0
     comparisons with any verdict.
     """
     generator = np.random.default_rng(seed)
-    counts, decided = dict.fromkeys((*VERDICTS, "any"), 0), 0
+    counts: dict[str, int] = dict.fromkeys((*VERDICTS, "any"), 0)
+    decided = 0
     for _ in range(experiments):
         true = shifts(truth, chosen.margin, generator)
         family = judge_family(chosen.family(seeds, true.tolist(), generator))

@@ -170,10 +170,6 @@ def claims_page(inputs: Inputs) -> Document:
     return page
 
 
-def _capital(words: str) -> str:
-    return words[:1].upper() + words[1:]
-
-
 def _missing(world: str) -> str:
     return f"{_capital(WORLD_NAMES[world])}: {MISSING}."
 

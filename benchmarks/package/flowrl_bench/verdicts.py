@@ -190,8 +190,8 @@ class Compare:
 
         def test(null: float) -> Inference:
             if measure.unit == RATE:
-                sides = (evidence.values(arm, self.measure) for arm in self.arms)
-                return rate_difference(*sides, null)
+                first, second = (evidence.values(arm, self.measure) for arm in self.arms)
+                return rate_difference(first, second, null)
             return mean(by_seed(runs), null)
 
         found, outer = _tested(test, self.measure, gain, len(runs))
