@@ -4,7 +4,7 @@ counted.
 
 from flowrl.rollout.batches import ForwardBatches, LossBatches, minibatch_rows
 from flowrl.rollout.groups import Groups
-from flowrl.rollout.rollout import Rollout, Walk, group_tree, log_probs, rollout
+from flowrl.rollout.rollout import ProbeRun, Rollout, Walk, group_tree, log_probs, rollout
 from flowrl.rollout.sampling import EVALUATION_SEED, ImageBatch, initial_noise, sample_images
 from flowrl.rollout.solvers import SOLVERS, Usage, solve
 from flowrl.rollout.values import Values, score, score_rollout, transition_weights, usable
@@ -16,6 +16,7 @@ __all__ = [
     "Groups",
     "ImageBatch",
     "LossBatches",
+    "ProbeRun",
     "Rollout",
     "Usage",
     "Values",

@@ -27,7 +27,7 @@ COUNTS = (
 
 def bound_settings(world: str) -> dict[str, Any]:
     """The settings of `ARM`: those tuned for exact values in the world, if it has any."""
-    found = tuned().get(world, {}).get("exact values", {"settings": {}})["settings"]
+    found = tuned().get(world, {}).get("true advantages", {"settings": {}})["settings"]
     return {**found, "credit": CREDIT}
 
 

@@ -103,7 +103,7 @@ def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
     [
         ("compare --methods ppo", "methods = 'ppo' is not allowed; allowed: flow-grpo"),
         ("compare --task poetry", "compositional, text, preference"),
-        ("compare --world mars", "mixture, shapes"),
+        ("compare --world mars", "mixture, points, shapes"),
         ("compare --group-size 1", "group_size = 1 is not allowed; allowed: a whole number, 2 or"),
         ("compare --preset huge", "unknown preset 'huge'; allowed: "),
         ("compare --credit none.py:Rule", "none.py does not exist"),

@@ -18,6 +18,7 @@ from flowrl_compare.arms import (
     rule_name,
     together,
 )
+from flowrl_compare.bounds import CREDIT
 
 from flowrl.core.errors import ConfigError, require
 from flowrl.methods import METHODS
@@ -266,7 +267,7 @@ _ARMS = (
     Arm("gains over a moving average", {"credit": "moving-average-gain"}),
     Arm("gains, one-step estimate", {"credit": "stepwise-gain(probe=tweedie)"}),
     Arm("random credit", {"method": "flow-grpo", "credit": "random(seed=0)"}, control=True),
-    Arm("true advantages", {"credit": "stepwise-gain(probe=exact)"}, control=True, oracle=True),
+    Arm("true advantages", {"credit": CREDIT}, control=True, oracle=True),
 )
 ARMS: dict[str, Arm] = {arm.name: arm for arm in _ARMS}
 """The compared arms. "uniform, larger groups" has as many network evaluations per iteration as

@@ -26,8 +26,7 @@ from flowrl.core.errors import ConfigError, require
 from flowrl.core.options import Positive, checked_options
 from flowrl.core.probe import Call, Cost, Estimates, Probe, Probing, Scored, Shape
 from flowrl.core.protocols import MultistepSolver, RewardModel
-from flowrl.rollout import Rollout, Usage, Walk, score
-from flowrl.rollout.rollout import ProbeRun
+from flowrl.rollout import ProbeRun, Rollout, Usage, Walk, score
 from flowrl_bench.continuations import TrueAdvantages, walk_of
 from flowrl_bench.gradients import Setting
 
