@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from flowrl_compare.bounds import ARM, COUNTS, FILE, bound_settings
-from flowrl_compare.command import Compare
-from flowrl_compare.comparison import compare
 from flowrl_compare.results import load_comparison
 
+from flowrl.cli.main import main as main_of_flowrl
 from flowrl.io import write_json
 
 SEEDS = {"mixture": range(15), "shapes": range(8)}
@@ -34,11 +33,9 @@ def command(world: str) -> list[str]:
 
 def compared(world: str, folder: Path, workers: int) -> bool:
     """Run the comparison, or what is missing of it."""
-    import tyro
-
-    words = command(world)
-    options = tyro.cli(Compare, args=words, default=Compare.defaults(words))
-    return compare(options.configuration(), folder, (folder / "config.json").exists(), workers)
+    done = (folder / "config.json").exists()
+    words = ["--resume", str(folder)] if done else [*command(world), "--out", str(folder)]
+    return main_of_flowrl(["compare", *words, "--workers", str(workers)]) == 0
 
 
 def finals(folder: Path) -> dict[str, dict[int, float]]:

@@ -160,7 +160,9 @@ def _checkpoint(path: Path, tensors: dict[str, torch.Tensor], draw: random.Rando
         values = change.changed_value(values, draw)
     else:
         tensors = change.tensors_changed(tensors, draw)
-    save_checkpoint(path, Checkpoint(tensors, values))
+    changed = Checkpoint(tensors, {})
+    object.__setattr__(changed, "values", values)  # of any kind, as a damaged file may hold
+    save_checkpoint(path, changed)
 
 
 def _base(path: Path, tensors: dict[str, torch.Tensor], draw: random.Random) -> None:

@@ -14,6 +14,7 @@ that would fail for the same reason are not tried.
 need pytest. Before a run, `flowrl_testing.trial` checks the user's own parts with this package.
 """
 
+from flowrl import __version__ as __version__
 from flowrl_testing.contract import (
     ContractAdvice,
     ContractBroken,
