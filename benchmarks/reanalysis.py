@@ -11,7 +11,7 @@ a number differs. A second; no network evaluations.
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,10 @@ from reanalysis_page import WORLDS, Part, Row, page_arms, page_parts, table
 from reanalysis_robustness import lines as robustness
 from reanalysis_statistics import (
     AXES,
+    SMALLEST,
     Comparison,
     Results,
+    asked,
     by_seed,
     compare,
     holm,
@@ -33,13 +35,6 @@ RESULTS = ROOT / "benchmarks/results/claims.jsonl"
 DOCS = ROOT / "docs"
 
 
-def family(claim: str, page: str) -> str:
-    if claim == "self-test" or claim.startswith("lead-"):
-        return claim.split("-")[0]
-    papers = page.split("## Claims of the papers")[1].split("## Open questions")[0]
-    return "papers" if f"[{claim}]" in papers else "questions"
-
-
 def interval(ends: Sequence[float]) -> str:
     mean, low, high = list(ends)[:3]
     return f"{mean:+.6f} [{low:.6f}, {high:.6f}]"
@@ -49,45 +44,70 @@ Leads = dict[tuple[str, str], str]
 """The cell of the first page, by world and rule in words."""
 
 
-def claim_rows(details: str, page: str, results: Results) -> tuple[list[Row], Leads]:
-    """Every row of the claims' tables, with Holm's correction over the family's rows; and leads as
-    the first page prints them.
+def claim_rows(details: str, results: Results) -> tuple[list[Row], Leads]:
+    """Every row of the claims' tables, with Holm's correction over the different outcomes that have
+    a verdict in a world; and leads as the first page prints them.
     """
-    families: dict[str, list[tuple[Part, Comparison | None]]] = defaultdict(list)
+    gains, parts = results.gains(), list[tuple[Part, str, Comparison]]()
+    families: dict[str, dict[str, Comparison]] = defaultdict(dict)
     for part in page_parts(details):
+        rule = asked(part.rule)
+        own = [best - start for (world, _), (start, best) in gains.items() if world == part.world]
         runs = {name: results.find(part.world, settings) for name, settings in part.arms.items()}
-        families[family(part.claim, page)].append((part, compare(part.rule, runs)))
+        found = compare(rule, runs, float(np.mean(own))) if rule else None
+        if rule is None or found is None:
+            assert part.verdict == "secondary", f"{part.claim}: a verdict by {part.rule!r}"
+            continue
+        outcome = str((rule.measure, [part.arms[arm] for arm in rule.arms]))
+        group = part.claim if part.claim.startswith("self-test") else part.world
+        parts.append((part, outcome, found))
+        if part.verdict != "secondary":
+            families[group][outcome] = found
     rows, leads = list[Row](), Leads()
-    for members in families.values():
-        complete = all(compared for _, compared in members)
-        corrected = iter(holm([compared.test.p for _, compared in members if compared]))
-        for part, compared in members:
-            what, numbers, wins, alone = part.page.split(" | ")
-            if compared is None:  # its p-value is missing from the family's correction
-                continue
-            p = next(corrected)
-            symbol = compared.verdict(p, part.rule)
-            second = interval(np.exp(compared.test[:3]).tolist() if compared.log else compared.test)
-            if complete:
-                second += f"{', p < .001' if p < 0.001 else f', p {p:.6f}'} {symbol}"
-                rows.append(Row(part.claim, what, f"{numbers} {alone[-1]}", second))
-            else:
-                rows.append(
-                    Row(
-                        part.claim,
-                        f"{what} (the p-value is not compared)",
-                        numbers.split(", p")[0],
-                        second,
-                    )
-                )
-            counts = (
-                f"{part.seeds} seeds, {wins}",
-                f"{compared.seeds} seeds, {100 * compared.won:.0f}%",
+    corrected = {group: corrected_pairs(members) for group, members in families.items()}
+    for part, outcome, found in parts:
+        group = part.claim if part.claim.startswith("self-test") else part.world
+        numbers = interval(np.exp(found.test[:3]).tolist() if found.log else found.test)
+        pair = corrected.get(group, {}).get(outcome)
+        symbol = ""
+        if pair:
+            numbers += ", p < .001" if pair[0] < 0.001 else f", p {pair[0]:.6f}"
+            symbol = found.symbol(*pair)
+        rows.append(
+            Row(
+                part.claim,
+                part.what,
+                f"{part.numbers} {symbol and part.verdict[-1]}",
+                f"{numbers} {symbol}",
             )
-            rows.append(Row(part.claim, f"{what}: seeds won", *counts))
-            if part.claim == "train-short" or part.claim.startswith("lead-"):
-                leads[part.world, part.rule] = f"{symbol} {interval(compared.test)}"
+        )
+        rows.append(
+            Row(
+                part.claim,
+                f"{part.what}: seeds won",
+                f"{part.seeds} seeds, {part.won}",
+                f"{found.seeds} seeds, {100 * found.won:.0f}%",
+            )
+        )
+        if part.claim.startswith("lead-"):
+            leads[part.world, part.rule] = f"{symbol} {interval(found.test)}".strip()
     return rows, leads
+
+
+def corrected_pairs(members: Mapping[str, Comparison]) -> dict[str, tuple[float, float]]:
+    """Both corrected p-values by outcome."""
+    known = list(members.values())
+    p = holm([one.test.p for one in known] + [one.outside for one in known])
+    return dict(zip(members, zip(p[: len(known)], p[len(known) :], strict=True), strict=True))
+
+
+def margin_rows(page: str, results: Results) -> Iterator[Row]:
+    """What can be gained, and the smallest difference that matters."""
+    gains = results.gains()
+    for world, task, *cells in table(page.split("## Smallest difference")[1].split("\n## ")[0]):
+        start, best = gains[WORLDS[world], task]
+        own = f"{start:.6f} {best:.6f} {SMALLEST * (best - start):.6f}"
+        yield Row(f"margin, {world}", task, " ".join((*cells[:2], cells[3])), own)
 
 
 def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterator[Row]:
@@ -107,14 +127,12 @@ def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterat
                 if key in keys
             }
             areas = by_seed({key: run.area() for key, run in runs.items()})
-            asks = [
-                f"asks: {name} against uniform (mean reward over {budget})" for budget in budgets
-            ]
-            asked = [leads.get((world, rule), "-") for rule in asks]
+            asks = [f"{name} against uniform (mean reward over {budget})" for budget in budgets]
+            printed = [leads.get((world, rule), "-") for rule in asks]
             larger = leads.get(
                 (
                     world,
-                    f"asks: {name} against uniform, larger groups (mean reward over equal NFE)",
+                    f"{name} against uniform, larger groups (mean reward over equal forward equivalents)",
                 ),
                 "-",
             )
@@ -123,7 +141,7 @@ def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterat
                 cells[0],
                 str(len(areas)),
                 interval(t_test(areas)),
-                *asked,
+                *printed,
                 lost,
                 f"{areas.min():.6f}",
                 larger,
@@ -144,8 +162,8 @@ def all_rows(results: Path, docs: Path) -> list[Row]:
         for name in ("claims.md", "claims/details.md")
     )
     runs = Results(read_runs(results))
-    rows, leads = claim_rows(details, page, runs)
-    return [*rows, *main_rows(page, details, runs, leads)]
+    rows, leads = claim_rows(details, runs)
+    return [*rows, *margin_rows(page, runs), *main_rows(page, details, runs, leads)]
 
 
 def main() -> int:

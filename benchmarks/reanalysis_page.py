@@ -32,16 +32,17 @@ class Row(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A row of a claim's table: the rule in words, the settings of the claim's arms, and what the
-    page reports.
-    """
+    """A row of a claim's table: the settings of the claim's arms, and what the page reports."""
 
     claim: str
     world: str
-    seeds: int
     arms: Mapping[str, Settings]
     rule: str
-    page: str
+    what: str
+    seeds: str
+    numbers: str
+    won: str
+    verdict: str
 
 
 def value(text: str) -> Any:
@@ -94,22 +95,21 @@ def page_parts(details: str) -> Iterator[Part]:
     arms = page_arms(details)
     for section in re.split(r"^### ", details.split("## Claims and questions")[1], flags=re.M)[1:]:
         claim = section.split("\n", 1)[0]
-        stated = re.search(r" Rule: (.+)\. Arms: (.+)\.$", section, re.M)
-        assert stated, f"{claim}: no rule"
-        named, _, common = stated[2].partition(". All: ")
+        stated = re.search(r" Arms: (.+)\.$", section, re.M)
+        assert stated, f"{claim}: no arms"
+        named, _, common = stated[1].partition(". All: ")
         members = re.findall(r"(?:^|; )(.+?) = \*(.+?)\*(?: with `(.+?)`)?(?=;|$)", named)
-        for label, seeds, block in re.findall(
-            r"^(2-D world|Image world), (\d+) seeds?: .+\n((?:\n?\|.+\n)+)", section, re.M
+        for label, block in re.findall(
+            r"^(2-D world|Image world): .+\n((?:\n?\|.+\n)+)", section, re.M
         ):
             world = WORLDS[label.replace("Image", "image")]
             chosen = {
                 name: {**arms[world][base], **flags(common), **flags(changes)}
                 for name, base, changes in members
             }
-            rows = [row.strip("| ") for row in block.splitlines() if row.startswith("|")][2:]
-            # rows of single tasks follow
-            for rule, row in zip(stated[1].split("; "), rows, strict=False):
-                yield Part(claim, world, int(seeds), chosen, rule, row)
+            # rows of single tasks have no rule
+            rows = (cells for cells in table(block) if cells[0] != "-")
+            yield from (Part(claim, world, chosen, *cells) for cells in rows)
 
 
 def table(text: str) -> list[list[str]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 from reanalysis_statistics import (
+    FORWARDS,
     SAMPLING,
     SECONDS,
     Key,
@@ -19,7 +20,7 @@ from reanalysis_statistics import (
 )
 from scipy import stats
 
-BUDGETS = ("training", "equal NFE", "equal seconds")
+BUDGETS = ("training", f"equal {FORWARDS}", "equal seconds")
 LATE_NODES = 4 * 4
 """Evaluations per trajectory of stepwise gains at the nodes after the one that follows the window's
 last stochastic step: 4 new evaluations of 5 substeps at nodes 6 to 9, for steps that are
@@ -84,7 +85,9 @@ def lines(arms: Mapping[str, Settings], results: Results, world: str = "mixture"
         exact = stats.binomtest(more, more + less).pvalue if more + less else 1.0
         yield f"{name}: {more} seeds more, {less} fewer; {exact:.2g}"
     fewer = leads(
-        {key: cheaper(run) for key, run in runs_of["stepwise gains"].items()}, uniform, "equal NFE"
+        {key: cheaper(run) for key, run in runs_of["stepwise gains"].items()},
+        uniform,
+        f"equal {FORWARDS}",
     )
     text = "mean {0.mean:+.3f} [{0.low:.3f}, {0.high:.3f}], p {0.p:.2g}".format(t_test(fewer))
     yield (

@@ -35,13 +35,23 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # of settings that a search or an arm c
     },
 }
 IGNORED = {"seed", "task", "method", "credit", "rule", "overlap_rewards", "world"}
-UPDATE, SAMPLING, TRAINING, SECONDS, REWARD = 0, 1, 2, 3, 7
-"""Columns of a line's curve. Network evaluations are SAMPLING (with scoring) + TRAINING; evaluating
-the curve costs none.
+UPDATE, SAMPLING, TRAINING, SECONDS, REWARD, QUALITY = 0, 1, 2, 3, 7, 8
+"""Columns of a line's curve. SAMPLING includes probes; evaluating the curve costs nothing."""
+FORWARDS = "forward equivalents"
+AXES = {"training": "updates", f"equal {FORWARDS}": FORWARDS, "equal seconds": "seconds"}
+BACKWARD, CHECKPOINTED = 3, 4
+"""Forward passes that a forward with its backward pass counts, without and with checkpointing."""
+SCORED = {"mixture": 0.0, "shapes": (3_178_496 + 1_333_248) / 8_396_800}
+"""Forward passes that decoding and scoring an image count, by the FLOPs in
+``benchmarks/results/flops.json``.
 """
-AXES = {"training": "updates", "equal NFE": "NFE", "equal seconds": "seconds"}
+NETWORKS = {"clipped": 1, "diffusion-nft": 2, "dgpo": 3, "awm": 4}
+"""Evaluations of a loss's update for each with a gradient; a KL penalty needs another one."""
+AT_REWARD = "log-density under the data at equal reward"
 NUMBER = r"[-+]?\d+\.\d+"
-SMALLEST, RATIO, RATE = 0.02, float(np.log(1.1)), 0.1
+SMALLEST, RATIO, RATE, DENSITY = 0.05, float(np.log(1.1)), 0.1, 0.05
+"""The smallest difference in reward is a fraction of what can be gained."""
+LEVEL, FEWEST = 0.025, 5
 
 
 class Run(NamedTuple):
@@ -51,6 +61,7 @@ class Run(NamedTuple):
     key: Key
     settings: Settings
     curve: Values
+    scored: float
 
     @property
     def rewards(self) -> Values:
@@ -73,10 +84,25 @@ class Run(NamedTuple):
             self.rewards[-1] < self.rewards.max() - 0.1 or self.rewards[-1] < self.rewards[0] - 0.02
         )
 
+    @property
+    def update(self) -> float:
+        """Forward passes that an evaluation of the update counts, on average."""
+        networks = NETWORKS[self.settings["loss"].split("(")[0]] + (self.settings["kl_weight"] > 0)
+        backward = CHECKPOINTED if self.settings["gradient_checkpointing"] else BACKWARD
+        return 1 + (backward - 1) / networks
+
+    @property
+    def scoring(self) -> float:
+        """Forward passes that decoding and scoring counts for every evaluation of sampling, because
+        lines have only the run's total of scored images.
+        """
+        return SCORED[self.world] * self.scored / self.curve[-1, SAMPLING]
+
     def budgets(self, axis: str) -> Values:
-        """Updates, network evaluations or seconds spent at the evaluations."""
-        if axis == "NFE":
-            return self.curve[:, SAMPLING] + self.curve[:, TRAINING]
+        """Updates, forward equivalents or seconds spent at the evaluations."""
+        if axis == FORWARDS:
+            sampled, updated = self.curve[:, SAMPLING], self.curve[:, TRAINING]
+            return sampled * (1 + self.scoring) + updated * self.update
         return self.curve[:, {"updates": UPDATE, "seconds": SECONDS}[axis]]
 
     def area(self, axis: str = "updates", budget: float | None = None) -> float:
@@ -117,7 +143,8 @@ def read_runs(path: Path) -> list[Run]:
         settings["rule"] = "random" if rule == "random(seed=0)" else rule
         settings["sampler"] = settings["sampler"] or "flow-sde"
         curve = np.array(line["curve"], dtype=float)
-        runs.append(Run(settings["world"], (line["seed"], settings["task"]), settings, curve))
+        key, scored = (line["seed"], settings["task"]), line["totals"]["reward_calls"]
+        runs.append(Run(settings["world"], key, settings, curve, scored))
     return runs
 
 
@@ -138,6 +165,20 @@ class Results:
             world: {name: json.loads(count.most_common(1)[0][0]) for name, count in named.items()}
             for world, named in counts.items()
         }
+
+    def gains(self) -> dict[tuple[str, str], tuple[float, float]]:
+        """By world and task: reward before training, and mean final reward of the best arm."""
+        found = {}
+        for world, runs in self.runs.items():
+            for task in {run.key[1] for run in runs}:
+                ends: dict[str, list[float]] = defaultdict(list)
+                mine = [run for run in runs if run.key[1] == task]
+                for run in mine:
+                    named = {n: v for n, v in run.settings.items() if n != "seed"}
+                    ends[json.dumps(named, sort_keys=True)].append(float(run.rewards[-1]))
+                best = max(float(np.mean(values)) for values in ends.values())
+                found[world, task] = float(np.mean([run.rewards[0] for run in mine])), best
+        return found
 
     def find(self, world: str, settings: Settings) -> dict[Key, Run]:
         """The runs with these settings, by seed and task, of the seeds that have runs of all
@@ -219,6 +260,21 @@ def log_ratio(first: Run, second: Run, axis: str) -> float:
     return float(logs[0] - logs[1])
 
 
+def quality_shift(first: Run, second: Run) -> float:
+    """The shift of the first run in a common cubic of quality in monotone reward, over the rewards
+    that both reach.
+    """
+    top = min(first.rise()[-1], second.rise()[-1]) + 1e-9
+    rows: list[tuple[float, float, float]] = []
+    for run, shift in ((first, 1.0), (second, 0.0)):
+        pairs = zip(run.rise(), run.curve[:, QUALITY], strict=False)
+        rows += [(reward, quality, shift) for reward, quality in pairs if reward <= top]
+    x, y, mine = np.array(rows).T
+    z = (x - x.mean()) / max(float(np.ptp(x)), 1e-9)
+    design = np.stack([z**0, z, z**2, z**3, mine], axis=1)
+    return float(np.linalg.lstsq(design, y, rcond=None)[0][-1])
+
+
 def by_seed(pairs: Mapping[Key, float]) -> Values:
     """Tasks averaged within the seed."""
     return np.array(
@@ -230,87 +286,92 @@ def by_seed(pairs: Mapping[Key, float]) -> Values:
     )
 
 
+def outside(middle: float, error: float, margin: float, freedom: float) -> float:
+    """p-value of a difference of at least the margin, by two one-sided tests."""
+    if error == 0:
+        return float(abs(middle) >= margin)
+    return float(stats.t.cdf((abs(middle) - margin) / error, freedom))
+
+
 class Comparison(NamedTuple):
-    """`test` of first minus second (of log ratios); `sign` is -1 if less is better; `null` and
-    `smallest` in the same unit.
+    """`test` of first minus second (of log ratios), and the p-value of a difference that matters;
+    `sign` is -1 if less is better.
     """
 
     test: Test
+    outside: float
     seeds: int
     won: float
     sign: int = 1
-    smallest: float = SMALLEST
-    null: float = 0.0
     log: bool = False
 
-    def verdict(self, p: float, rule: str) -> str:
-        """A symbol of the page, at the corrected p-value."""
-        inside = -self.smallest < self.test.low and self.test.high < self.smallest
-        if rule.startswith("expects no difference"):
-            inside = p < 0.05 and abs(self.test.mean) < self.smallest
-        inside = inside and not rule.startswith("expects no worse")
-        better = self.sign * (self.test.mean - self.null) > 0
-        word = "=" if inside else "?" if p >= 0.05 else "▲" if better else "▼"
-        if rule.startswith("asks") or word == "?":
-            return word
-        return "✓" if word == ("=" if rule.startswith("expects no difference") else "▲") else "✗"
+    def symbol(self, equal: float, outside: float) -> str:
+        """A symbol of the page, from the corrected p-values."""
+        if equal >= LEVEL:
+            return "=" if outside < LEVEL else "?"
+        better = self.sign * self.test.mean > 0
+        return {1: "△▲", 0: "▽▼"}[better][outside >= LEVEL]
 
 
 def lead(first: Run, second: Run, measure: str) -> float:
     """first - second of two runs of a seed, or the log of their ratio."""
     if measure == "final reward":
         return float(first.rewards[-1] - second.rewards[-1])
-    if match := re.fullmatch(r"(updates|NFE|seconds) to equal rewards, ratio", measure):
-        return log_ratio(first, second, match[1])
+    if found := re.fullmatch(rf"(updates|{FORWARDS}|seconds) to equal rewards, ratio", measure):
+        return log_ratio(first, second, found[1])
+    if measure == AT_REWARD:
+        return quality_shift(first, second)
     axis = AXES[measure.removeprefix("mean reward over ")]
     budget = min(first.budgets(axis)[-1], second.budgets(axis)[-1])
     return first.area(axis, budget) - second.area(axis, budget)
 
 
-def compare(rule: str, runs: Mapping[str, Mapping[Key, Run]]) -> Comparison | None:
-    """A rule over the runs that all arms of its claim have; None for a measure that is not
-    covered.
-    """
-    keys = sorted(set.intersection(*(set(runs_of_arm) for runs_of_arm in runs.values())))
-    arms = {name: [runs_of_arm[key] for key in keys] for name, runs_of_arm in runs.items()}
-    two = re.fullmatch(
-        r"\S.*?: (.+) against (.+) \((mean reward over .+|final reward|collapse rate|.+ to equal"
-        r" rewards, ratio)\)",
+class Asked(NamedTuple):
+    """A rule of the page: the arms that it compares, and the measure."""
+
+    arms: tuple[str, ...]
+    measure: str
+
+
+def asked(rule: str) -> Asked | None:
+    """A rule in words; None for a measure that is not covered."""
+    if two := re.fullmatch(
+        r"(.+) against (.+) \((mean reward over .+|final reward|collapse rate|.+ to equal rewards,"
+        rf" ratio|{AT_REWARD})\)",
         rule,
-    )
-    four = re.fullmatch(r"\S.*?: the lead of (.+) over (.+) against that of (.+) over (.+)", rule)
-    if four:
-        leads = [
-            by_seed(
-                {
-                    key: lead(a, b, "mean reward over training")
-                    for key, a, b in zip(keys, arms[x], arms[y], strict=True)
-                }
-            )
-            for x, y in (four.groups()[:2], four.groups()[2:])
-        ]
-        return Comparison(t_test(leads[0] - leads[1]), len(leads[0]), won(leads[0] - leads[1]))
-    if not two:
+    ):
+        return Asked((two[1], two[2]), two[3])
+    four = re.fullmatch(r"the lead of (.+) over (.+) against that of (.+) over (.+)", rule)
+    return Asked(tuple(four.groups()), "mean reward over training") if four else None
+
+
+def compare(rule: Asked, runs: Mapping[str, Mapping[Key, Run]], gain: float) -> Comparison | None:
+    """A rule over the runs that its arms have in common; None for too few seeds."""
+    keys = sorted(set.intersection(*(set(runs[arm]) for arm in rule.arms)))
+    arms = [[runs[arm][key] for key in keys] for arm in rule.arms]
+    seeds = len({seed for seed, _ in keys})
+    if seeds < FEWEST:
         return None
-    first, second, measure = arms[two[1]], arms[two[2]], two[3]
-    if measure == "collapse rate":
-        down = [np.array([run.collapsed for run in side]) for side in (first, second)]
+    if rule.measure == "collapse rate":
+        down = [np.array([run.collapsed for run in side]) for side in arms]
         wins = won(by_seed(dict(zip(keys, down[1] * 1.0 - down[0], strict=True))))
-        return Comparison(bonett_price(*down), len({seed for seed, _ in keys}), wins, -1, RATE)
-    values = by_seed(
-        {key: lead(a, b, measure) for key, a, b in zip(keys, first, second, strict=True)}
-    )
-    log = measure.endswith("ratio")
-    sign, smallest, null = (-1, RATIO, 0.0) if log else (1, SMALLEST, 0.0)
-    if limit := re.match(rf"expects better than ({NUMBER}) of it", rule):
-        null = float(np.log(float(limit[1])))
-    if rule.startswith("expects no worse"):
-        null = -sign * smallest
-    if rule.startswith("expects no difference"):
-        null = float(np.copysign(smallest, values.mean()))
-    return Comparison(
-        t_test(values, null), len(values), won(sign * values), sign, smallest, null, log
-    )
+        test = bonett_price(*down)
+        half = (test.high - test.low) / 2
+        error = half / float(stats.norm.ppf(0.975))
+        p = outside((test.low + test.high) / 2, error, RATE, np.inf)
+        return Comparison(test, p, seeds, wins, -1)
+
+    def leads(first: list[Run], second: list[Run]) -> Values:
+        pairs = zip(keys, first, second, strict=True)
+        return by_seed({key: lead(a, b, rule.measure) for key, a, b in pairs})
+
+    values = leads(*arms[:2]) - (leads(*arms[2:]) if len(arms) > 2 else 0.0)
+    log = rule.measure.endswith("ratio")
+    margin = RATIO if log else DENSITY if rule.measure == AT_REWARD else SMALLEST * gain
+    sign = -1 if log else 1
+    error = float(values.std(ddof=1)) / seeds**0.5
+    p = outside(float(values.mean()), error, margin, seeds - 1)
+    return Comparison(t_test(values), p, seeds, won(sign * values), sign, log)
 
 
 def won(values: Values) -> float:

@@ -2,7 +2,6 @@
 measured ones.
 """
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ from flowrl_bench.claims import make_run
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.measurements import CURVE
 from flowrl_bench.results_file import make_line
-from flowrl_bench.verdicts import Parts
 
 from flowrl.training.config import RunConfig
 
@@ -78,14 +76,6 @@ def small_line(seed: int = 0, **changes) -> dict:
         "gains": None,
     }
     return make_line(small_run(seed, **changes), result, "-")
-
-
-def arms_of(rule) -> set[str]:
-    """The arms that a rule compares."""
-    if isinstance(rule, Parts):
-        return set().union(*(arms_of(part) for part in rule.rules))
-    names = ("arm", "than", "other", "other_than")
-    return {value for name, value in dataclasses.asdict(rule).items() if name in names}
 
 
 RULE = """

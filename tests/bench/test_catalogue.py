@@ -1,12 +1,12 @@
-"""The catalogue: rules use arms that exist, arms are different runs, and runs are shared between
-claims.
+"""The catalogue: rules use arms that exist, arms are different runs, and each question has one
+answer.
 """
 
 import pytest
-from bench_lines import arms_of
 from flowrl_bench.arms import ARMS, TASKS
-from flowrl_bench.catalogue import CLAIMS
-from flowrl_bench.claims import SEEDS
+from flowrl_bench.calibration import FAMILY
+from flowrl_bench.catalogue import CLAIMS, PRIMARY
+from flowrl_bench.claims import SEEDS, SELF_TEST
 from flowrl_bench.digest import config_id
 from flowrl_bench.leads import LEADS, UNIFORM
 
@@ -15,8 +15,9 @@ from flowrl.training.build import make_method
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=list(CLAIMS))
 def test_rules_speak_of_arms_that_exist(claim):
-    assert arms_of(claim.rule) <= set(claim.arms)
-    assert claim.asks or claim.id == "self-test" or "arXiv" in claim.source
+    assert {arm for rule in claim.rules for arm in rule.arms} <= set(claim.arms)
+    assert claim.asks or claim.source == SELF_TEST or "arXiv" in claim.source
+    assert claim.asks != bool(claim.expects)
     for world in claim.worlds:
         for _, _, _, config in claim.configs(world, (0,)):
             make_method(config)
@@ -38,3 +39,15 @@ def test_the_main_comparison_has_every_arm_in_each_of_its_worlds():
 
 def test_seeds_are_those_that_no_search_has_used():
     assert set(SEEDS) == set(TASKS) and min(min(seeds) for seeds in SEEDS.values()) >= 100
+
+
+@pytest.mark.parametrize("world", PRIMARY)
+def test_primary_families_are_small_and_ask_each_pair_once(world):
+    """At most 20 outcomes, the number of the calibration; a pair of arms has one primary
+    measure per budget, and no question repeats another with the arms exchanged.
+    """
+    chosen = [CLAIMS[key] for key in PRIMARY[world]]
+    assert all(world in claim.worlds for claim in chosen)
+    outcomes = {claim.outcome(world, claim.primary) for claim in chosen}
+    assert len(outcomes) <= FAMILY
+    assert len({(one[1], frozenset(one[2:])) for one in outcomes}) == len(outcomes)

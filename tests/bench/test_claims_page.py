@@ -5,26 +5,48 @@ runs.
 import re
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import pytest
 from bench_lines import FAST, SLOW, fake_line
 from flowrl_bench.arms import ARMS
-from flowrl_bench.catalogue import CLAIMS
+from flowrl_bench.catalogue import CLAIMS, PRIMARY, RETIRED
 from flowrl_bench.claims import SEEDS, Claim
 from flowrl_bench.claims_details import details_page
-from flowrl_bench.claims_page import Inputs, cell, claims_page, default_lines, read_calibration
+from flowrl_bench.claims_page import Inputs, cell, changed_table, claims_page, read_inputs
 from flowrl_bench.digest import config_id
+from flowrl_bench.evidence import Evidence, column
 from flowrl_bench.leads import LEADS, UNIFORM
 from flowrl_bench.main_comparison import answers, arms_of, choice, lead_table
+from flowrl_bench.measurements import CURVE
 from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.results_file import ResultsFile, SamplesFile, joined, make_line
 from flowrl_bench.suite import needed
-from flowrl_bench.tables import MISSING, Judged, by_task, judge_all, judge_together, levels
-from flowrl_bench.verdicts import BETTER, FAILS, HOLDS, Compare
+from flowrl_bench.tables import (
+    MISSING,
+    Judged,
+    by_task,
+    compared,
+    judge_all,
+    judge_together,
+    levels,
+)
+from flowrl_bench.verdicts import (
+    ALIKE,
+    BETTER,
+    GAINS,
+    SECONDARY,
+    UNDECIDED,
+    WORSE,
+    Compare,
+    judge_family,
+)
 from loading import ROOT
 from matplotlib.figure import Figure
 
 from flowrl.core.errors import ConfigError
+from flowrl.training.config import RunConfig
 
+RESULTS = ROOT / "benchmarks/results/claims.jsonl"
 A, B, C = (
     {"arm": "uniform"},
     {"arm": "uniform", "learning_rate": 1e-3},
@@ -61,7 +83,7 @@ def made(
     return lines
 
 
-def compared(
+def main_lines(
     curve: Callable[[str], list[float]],
     world: str = "mixture",
     cost: Mapping[str, float] | None = None,
@@ -80,54 +102,53 @@ def judged_pair(rule, first: list[float], second: list[float], **more) -> Judged
     """A claim about arm "a" with the first curve and arm "b" with the second, judged."""
     claim = Claim("c", "A beats b.", "-", "-", {"a": A, "b": B}, rule, **more)
     world = "shapes" if claim.tasks else "mixture"
-    lines = made(claim, world, {"a": first, "b": second}, (0, 1, 2))
-    return Judged(claim, world, lines, (0, 1, 2))
+    seeds = tuple(range(5))
+    one = compared(claim, world, made(claim, world, {"a": first, "b": second}, seeds), seeds)
+    judge_together([one], [one])
+    return one
 
 
 def judged_of(lines: Mapping[str, dict]) -> list[Judged]:
-    judged = [Judged(claim, world, lines) for claim in LEADS for world in claim.worlds]
-    judge_together(judged)
-    return judged
+    return judge_all({claim.id: claim for claim in LEADS}, lines)
 
 
-LEADS_B = Compare("a", "b", expects=BETTER)
+LEADS_B = Compare("a", "b")
 
 
 def test_a_known_winner_is_better_and_chosen():
-    judged = judged_of(compared(lambda arm: FAST if arm == "branch-grpo" else SLOW))
+    judged = judged_of(main_lines(lambda arm: FAST if arm == "branch-grpo" else SLOW))
     arms = arms_of(judged, "mixture")
     assert list(arms)[:2] == [UNIFORM, "branch-grpo"] and set(arms) == set(ARMS)
     rows = {row[0]: row for row in lead_table(arms).rows}
-    lead = re.compile(r"▲\s\+0\.1\d\d \[0\.\d+,\s0\.\d+\]")
-    assert all(lead.fullmatch(text) for text in rows["branch-grpo"][3:6])
-    assert all(text.startswith("=") for text in rows["turning points"][3:6])
+    lead = r"\+0\.1\d\d \[0\.\d+,\s0\.\d+\]"
+    update, evaluation, second = rows["branch-grpo"][3:6]
+    assert re.fullmatch(rf"▲\s{lead}", evaluation)
+    assert re.fullmatch(lead, update) and re.fullmatch(lead, second)  # secondary: no verdict
+    assert rows["turning points"][4].startswith("=")
     assert rows["uniform"][3:6] == ("-",) * 3 and rows["uniform"][1] == "8"
     assert choice(arms).name == "branch-grpo"
     lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in answers(judged)]
-    assert "branch-grpo has the largest lead (▲ +0.1" in lines[0]
-    assert "Of all 13 methods, 1 leads, 12 do not differ" in lines[0]
-    assert "2-D world: branch-grpo (▲ +0.1" in lines[4] and "collapsed runs: 0 of 8" in lines[4]
+    assert "Of 9 methods: 1 ▲ better, 8 = no difference." in lines[0]
+    assert "2-D world: branch-grpo (▲ +0.1" in lines[3] and "collapsed runs: 0 of 8" in lines[3]
     assert all("Image world: too few runs yet." in line for line in lines)
 
 
 def test_papers_rules_that_lead_and_a_rule_that_costs_more():
     """Ahead per update and behind per evaluation, so not taken."""
     papers = ("stepwise gains", "turning points")
-    lines = compared(
+    lines = main_lines(
         lambda arm: FAST if arm in papers else SLOW, cost=dict.fromkeys(papers, 1000.0)
     )
     text = [line.replace("\N{NO-BREAK SPACE}", " ") for line in answers(judged_of(lines))]
-    assert "2-D world: stepwise gains lead (▲ +0.1" in text[0]
-    assert "Of all 13 methods, 2 lead, 11" in text[0]
-    assert "2-D world: stepwise gains trail (▼ -0.2" in text[1]
-    assert "2-D world: uniform credit, because no method leads it per evaluation" in text[4]
+    assert "2-D world: stepwise gains worse (▼ -0.2" in text[0]
+    assert "2-D world: uniform credit, because no method leads it per evaluation" in text[3]
 
 
 def test_a_collapse_is_visible_and_not_taken():
-    lines = compared(lambda arm: [0.0, 0.9, 0.95, 0.7] if arm == "dgpo" else SLOW)
+    lines = main_lines(lambda arm: [0.0, 0.9, 0.95, 0.7] if arm == "tree-grpo" else SLOW)
     arms = arms_of(judged_of(lines), "mixture")
-    row = next(row for row in lead_table(arms).rows if row[0] == "dgpo")
-    assert row[6].split() == ["8", "of", "8"] and row[3].startswith("▲")
+    row = next(row for row in lead_table(arms).rows if row[0] == "tree-grpo")
+    assert row[6].split() == ["8", "of", "8"] and row[4].startswith("▲")
     assert choice(arms) is None
 
 
@@ -139,7 +160,7 @@ def test_full_pages(tmp_path):
     for claim in CLAIMS.values():
         for world in claim.worlds:
             curves = {arm: FAST if arm == "turning points" else SLOW for arm in claim.arms}
-            lines = made(claim, world, curves, (100, 101, 102)) | lines
+            lines = made(claim, world, curves, tuple(range(100, 105))) | lines
     inputs = Inputs(judge_all(CLAIMS, lines), lines, tmp_path / "claims.jsonl")
     page, details = claims_page(inputs), details_page(inputs)
     kinds = [block.kind for block in page.blocks]
@@ -148,7 +169,7 @@ def test_full_pages(tmp_path):
     written += details.write(tmp_path / "claims", "details")
     text, html, details_text, details_html = (path.read_text() for path in written)
     for claim in CLAIMS.values():
-        assert f"\n### {claim.id}\n" in details_text and claim.rule.words() in details_text
+        assert f"\n### {claim.id}\n" in details_text and claim.primary.words() in details_text
         row = f"| [{claim.id}](claims/details.md#{claim.id}) | {claim.says} |"
         assert claim in LEADS or row in text
     assert '<a href="claims/details.html#tuning">tuning</a>' in html
@@ -164,32 +185,139 @@ def test_the_published_runs_are_those_of_the_present_claims():
     """A changed arm or default would leave published runs without a claim, or ask for
     others.
     """
-    wanted = needed(CLAIMS, "all", SEEDS)
-    assert ResultsFile(ROOT / "benchmarks/results/claims.jsonl").read(wanted, any_code=True)
+    wanted = {**needed(CLAIMS, "all", SEEDS), **needed(RETIRED, "all", SEEDS)}
+    assert ResultsFile(RESULTS).read(wanted, any_code=True)
 
 
 @pytest.mark.slow
 def test_the_published_page_is_generated():
-    path = ROOT / "benchmarks/results/claims.jsonl"
-    samples = SamplesFile(path.with_name("claims-samples.json")).read()
-    lines = joined(ResultsFile(path).read(any_code=True), samples)
-    defaults = ResultsFile(default_lines(path)).read(any_code=True)
-    inputs = Inputs(judge_all(CLAIMS, lines), lines, path, defaults, read_calibration(path))
-    assert claims_page(inputs).markdown("claims") == (ROOT / "docs/claims.md").read_text()
+    """No comparison has two verdicts, none outside the primary families has one, and `GAINS` is
+    what the lines say.
+    """
+    samples = SamplesFile(RESULTS.with_name("claims-samples.json")).read()
+    lines = joined(ResultsFile(RESULTS).read(any_code=True), samples)
+    judged = judge_all(CLAIMS, lines)
+    page = claims_page(read_inputs(judged, lines, RESULTS)).markdown("claims")
+    assert page == (ROOT / "docs/claims.md").read_text()
+    verdicts: dict[tuple, set[str]] = {}
+    for one in judged:
+        for rule, found in zip(one.claim.rules, one.comparisons, strict=True):
+            if found is not None:
+                world, measure, *runs = one.claim.outcome(one.world, rule)
+                key = (world, measure, frozenset(runs))
+                verdicts.setdefault(key, set()).add(found.verdict)
+    assert all(len(words) == 1 for words in verdicts.values())
+    decided = [key for key, words in verdicts.items() if words != {SECONDARY}]
+    assert len(decided) <= sum(map(len, PRIMARY.values())) + 2  # and the self-tests
+    for (world, task), known in GAINS.items():
+        start, best = gained(lines, world, task)
+        assert (known.start, known.best) == pytest.approx((start, best), abs=6e-5)
 
 
 @pytest.mark.parametrize(
-    ("rule", "first", "second", "text", "label"),
+    ("rule", "first", "second", "text"),
     [
-        (LEADS_B, FAST, SLOW, "✓ holds here, +0.18 [+0.18, +0.18]", HOLDS),
-        (LEADS_B, SLOW, FAST, "✗ does not hold here, -0.18", FAILS),
-        (LEADS_B, SLOW, SLOW, "✗ does not hold here, +0.00", FAILS),
-        (Compare("a", "b", "updates", BETTER), FAST, SLOW, "✓ holds here, ratio 0.", HOLDS),
+        (LEADS_B, FAST, SLOW, "▲ better, +0.183 [+0.183, +0.183]"),
+        (LEADS_B, SLOW, FAST, "▼ worse, -0.183"),
+        (LEADS_B, SLOW, SLOW, "= no difference, +0.000"),
+        (Compare("a", "b", "updates"), FAST, SLOW, "▲ better, ratio 0."),
     ],
 )
-def test_cells_have_symbols(rule, first, second, text, label):
-    judged = judged_pair(rule, first, second)
-    assert cell(judged).startswith(text) and judged.label == label
+def test_cells_have_symbols(rule, first, second, text):
+    assert cell(judged_pair(rule, first, second)).startswith(text)
+
+
+def test_changed_verdicts():
+    """Of the same arms: by the same measure, or in the same claim."""
+    one = judged_pair(LEADS_B, FAST, SLOW)
+    outcome = list(one.claim.outcome("mixture", LEADS_B))
+    row = {"claim": "d", "measure": "area", "verdict": "holds", "outcome": outcome}
+    rows = [row, {**row, "measure": "nfe"}, {**row, "claim": "c", "measure": "collapse"}]
+    (found,) = changed_table([one], rows).rows
+    assert found[2:] == ("holds (`d`); holds (`c`, collapse rate)", "better ▲")
+    assert not changed_table([one], [{**row, "verdict": BETTER}]).rows
+
+
+def test_one_verdict_per_outcome():
+    """A secondary comparison that is another claim's primary outcome has its verdict, from one
+    test in the family; other secondary comparisons have none.
+    """
+    arms = {"a": A, "b": B}
+    first = Claim("first", "-", "-", "-", arms, LEADS_B)
+    measures = (Compare("a", "b", "final"), LEADS_B)
+    second = Claim("second", "-", "-", "-", arms, Compare("b", "a", "early"), measures)
+    lines = made(first, "mixture", {"a": FAST, "b": SLOW}, tuple(range(100, 106)))
+    primary = {"mixture": ("first",)}
+    judged = judge_all({"first": first, "second": second}, lines, primary)
+    words = [c.verdict if c else "" for one in judged for c in one.comparisons]
+    assert words == [BETTER, SECONDARY, SECONDARY, BETTER]
+    again = judge_all({"first": first, "again": first}, lines, {"mixture": ("first", "again")})
+    assert again[0].primary == judged[0].primary  # not two tests in Holm's correction
+
+
+def test_rules_use_the_seeds_of_their_own_arms():
+    claim = Claim("c", "-", "-", "-", {"a": A, "b": B, "c": C}, LEADS_B, (Compare("a", "c"),))
+    lines = made(claim, "mixture", {"a": FAST, "b": SLOW, "c": SLOW}, tuple(range(100, 108)))
+    missing = [key for _, _, seed, key in ids(claim) if seed > 104][2::3]
+    for key in missing:
+        lines.pop(key, None)
+    assert compared(claim, "mixture", lines).seeds == [8, 5]
+
+
+@pytest.mark.slow
+def test_faults():
+    """Uniform credit with other seeds under another name has no verdict of better or worse, a
+    copy is no difference, random credit is worse, and an arm that is truly better is.
+    """
+    lines = ResultsFile(RESULTS).read(any_code=True)
+    lead = next(claim for claim in LEADS if "random credit" in claim.arms)
+    claim = compared(lead, "mixture", lines)
+    assert claim.evidence is not None
+    runs = claim.evidence.runs
+    uniform = list(runs[UNIFORM]["direction"])
+    faults = {
+        "other seeds": [*uniform[1:], uniform[0]],
+        "copy": uniform,
+        "random": runs["random credit"]["direction"],
+        "better": [raised(line, 0.1) for line in uniform[2:] + uniform[:2]],
+    }
+    arms = {UNIFORM: {"direction": uniform}}
+    arms |= {name: {"direction": found} for name, found in faults.items()}
+    found = Evidence(arms, claim.evidence.seeds)
+    size = GAINS["mixture", "direction"].size
+    family = [Compare(name, UNIFORM).compare(found, size) for name in faults]
+    words = dict(zip(faults, [c.verdict for c in judge_family(family)], strict=True))
+    assert words["copy"] == ALIKE and words["other seeds"] in (ALIKE, UNDECIDED)
+    assert words["random"] == WORSE and words["better"] == BETTER
+
+
+def raised(line: dict, size: float) -> dict:
+    """A line with higher rewards after the start."""
+    place = CURVE.index("soft")
+    curve = [
+        [*row[:place], row[place] + size * (i > 0), *row[place + 1 :]]
+        for i, row in enumerate(line["curve"])
+    ]
+    return {**line, "curve": curve}
+
+
+def ids(claim: Claim) -> list[tuple[str, str, int, str]]:
+    """Arm, task, seed and id of the runs in the 2-D world."""
+    found = claim.configs("mixture", tuple(range(100, 108)))
+    return [(arm, task, seed, config_id(config)) for arm, task, seed, config in found]
+
+
+def gained(lines: Mapping[str, dict], world: str, task: str) -> tuple[float, float]:
+    """Reward before training, and mean final reward of the best arm."""
+    ends: dict[str, list[float]] = {}
+    starts = []
+    for line in lines.values():
+        config = RunConfig.from_dict(line["config"])
+        if (config.environment.world, config.environment.task) == (world, task):
+            rewards = column(line, "soft")
+            starts.append(rewards[0])
+            ends.setdefault(config_id(config.replace(seed=0)), []).append(rewards[-1])
+    return float(np.mean(starts)), max(float(np.mean(values)) for values in ends.values())
 
 
 def test_tasks_alone_and_levels():
@@ -197,7 +325,7 @@ def test_tasks_alone_and_levels():
     alone = by_task(judged)
     assert [c.text.rpartition(", ")[2] for c in alone] == ["compositional alone", "text alone"]
     assert all(c.estimate.value == pytest.approx(1.1 / 6) for c in alone)
-    text = "Mean reward over training: a 0.485, b 0.302; before training 0.000."
+    text = "Mean reward over training: a 0.487, b 0.303; before training 0.000."
     assert levels(judged) == text
     assert by_task(judged_pair(LEADS_B, FAST, SLOW)) == []
 

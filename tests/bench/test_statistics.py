@@ -13,6 +13,7 @@ from flowrl_bench.statistics import (
     holm,
     mean_until,
     monotone,
+    outside,
     rate,
     rate_difference,
     shift_at_equal_reward,
@@ -60,6 +61,18 @@ def test_power_by_simulation(count, alpha):
     power = 2 * stats.t.sf(np.abs(t), count - 1) < alpha
     assert power[:300].tolist() == significant
     assert power.mean() == pytest.approx(0.8, abs=0.01)
+
+
+@pytest.mark.parametrize(("middle", "p"), [(0.0, 0.0275), (0.02, 0.0741), (-0.02, 0.0741)])
+def test_two_one_sided_tests_by_hand(middle, p):
+    """t = (0.06 - |mean|) / error with 4 degrees of freedom; error 0.05 / sqrt(5)."""
+    values = middle + 0.05 * np.array([-1.0, -1.0, 0.0, 1.0, 1.0])
+    assert outside(lambda null: mean(values, null), 0.06) == pytest.approx(p, abs=1e-4)
+
+
+def test_beyond_the_margin():
+    assert outside(lambda null: mean([0.1, 0.1, 0.1], null), 0.06) == 1.0
+    assert outside(lambda null: mean([0.01] * 3, null), 0.06) == 0.0
 
 
 def test_widening():

@@ -12,8 +12,8 @@ from flowrl_bench.digest import config_id
 from flowrl_bench.measurements import measure, observe_run
 from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import ResultsFile, SamplesFile, make_line
-from flowrl_bench.suite import Suite, complete_samples, evidence, needed, redo
-from flowrl_bench.verdicts import BETTER, Compare
+from flowrl_bench.suite import Suite, claim_runs, complete_samples, needed, redo
+from flowrl_bench.verdicts import Compare
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
@@ -36,7 +36,7 @@ TINY = Claim(
     "Nobody, arXiv 0",
     "1",
     {"uniform": SMALL, "random": {**SMALL, "credit": "random"}},
-    Compare("uniform", "random", expects=BETTER),
+    Compare("uniform", "random"),
 )
 
 
@@ -66,8 +66,8 @@ def test_runs_resumes_and_pauses(tmp_path):
     lines = suite.file.read(suite.allowed)
     assert set(lines) == set(suite.runs)
     assert suite.execute(1, interrupt)  # nothing is left to do
-    complete = evidence(TINY, "mixture", lines, (0, 1, 2))
-    assert complete.seeds == (0, 1, 2)
+    cells = claim_runs(TINY, "mixture", lines, (0, 1, 2)).lines
+    assert all(set(cell) == {0, 1, 2} for arm in cells.values() for cell in arm.values())
     for key, line in lines.items():
         assert line["command"] == f"flowrl bench claims --out {path} --redo {key}"
     assert redo(next(iter(lines)), suite.file).same  # made in a worker, repeated here
@@ -95,12 +95,13 @@ def test_only_one_process_works_on_a_file(tmp_path):
 
 
 def test_incomplete_seeds_are_left_out():
-    both = [small_line(seed, **more) for seed in (0, 1, 2) for more in ({}, {"credit": "random"})]
-    lines = {line["id"]: line for line in (*both, small_line(3))}
-    complete = evidence(TINY, "mixture", lines, (0, 1, 2, 3))
-    assert complete.seeds == (0, 1, 2)
-    assert evidence(TINY, "mixture", lines, (1, 2, 3)) is None  # two complete seeds are too few
-    assert evidence(TINY, "mixture", {}, (0, 1)) is None
+    both = [small_line(seed, **more) for seed in range(5) for more in ({}, {"credit": "random"})]
+    lines = {line["id"]: line for line in (*both, small_line(5))}
+    found = claim_runs(TINY, "mixture", lines, tuple(range(6))).evidence()
+    assert found is not None and found.seeds == tuple(range(5))
+    # four complete seeds are too few
+    assert claim_runs(TINY, "mixture", lines, tuple(range(1, 6))).evidence() is None
+    assert claim_runs(TINY, "mixture", {}, (0, 1)).evidence() is None
 
 
 def test_missing_samples_are_measured_and_others_are_kept(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import reanalysis
 from reanalysis_page import Row
 from reanalysis_robustness import cheaper, sign_flip
-from reanalysis_statistics import Run, bonett_price, holm, t_test
+from reanalysis_statistics import FORWARDS, Run, bonett_price, holm, t_test
 from scipy import stats
 
 RESULTS = reanalysis.ROOT / "benchmarks/results"
@@ -82,5 +82,18 @@ def test_robustness():
     assert sign_flip(np.array([1.0, -1.0])) == pytest.approx(1.0)
     curve = np.zeros((2, 10))
     curve[1, :3] = 1, 45.0 * 24, 5.0 * 24
-    run = Run("mixture", (0, "direction"), {"iterations": 1, "groups": 2, "group_size": 12}, curve)
-    assert cheaper(run).budgets("NFE")[-1] == pytest.approx((45 - 16 + 5) * 24)
+    settings = {"iterations": 1, "groups": 2, "group_size": 12, "loss": "clipped"}
+    run = Run(
+        "mixture",
+        (0, "direction"),
+        {**settings, "kl_weight": 0.0, "gradient_checkpointing": False},
+        curve,
+        24.0,
+    )
+    assert cheaper(run).budgets(FORWARDS)[-1] == pytest.approx((45 - 16 + 3 * 5) * 24)
+    # decoding and scoring count .54 forwards, one of two evaluations of the update has a gradient
+    dearer = run._replace(
+        world="shapes", settings={**run.settings, "kl_weight": 0.1, "gradient_checkpointing": True}
+    )
+    known = 45 + 4_511_744 / 8_396_800 + 5 * (4 + 1) / 2
+    assert dearer.budgets(FORWARDS)[-1] == pytest.approx(known * 24)

@@ -566,7 +566,7 @@ for price, budget in (("iterations", 6), ("work", 14_400)):
 # %% [markdown]
 # (14,400 forward passes are six iterations of Flow-GRPO.) Per iteration and tuned, the three rules are close. Per forward pass, tuned uniform credit is ahead. Two seeds per rule, three clip ranges, one learning rate and one world decide nothing about the rules. They show that the *first figure* of this lesson measures mainly the effect of a clip range.
 #
-# The project's own comparison has 15 seeds, 40 iterations and a larger search (`docs/claims.md`). Per iteration, Stepwise leads tuned uniform credit by 0.034 [0.013, 0.055] and TP-GRPO by 0.040 [0.020, 0.060] in mean reward over training. Per network evaluation both trail it, by 0.095. The direction is the one found here; the size is not visible with two seeds.
+# The project's own comparison has 15 seeds, 40 iterations and a larger search (`docs/claims.md`). Per iteration, Stepwise leads tuned uniform credit by 0.034 [0.013, 0.055] and TP-GRPO by 0.040 [0.020, 0.060] in mean reward over training. Per forward equivalent they trail it, by 0.044 and 0.041. The direction is the one found here; the size is not visible with two seeds.
 #
 # ## 4 Is it the part that gives the rule its name?
 #

@@ -583,7 +583,7 @@ plt.show()
 # %% [markdown]
 # On the machine that built this page, `EstimateToGo` is *better* than tuned uniform credit at both budgets. Compared with Stepwise it is *undecided* at equal updates and *better* at equal forward passes, because Stepwise spends more than four times the evaluations on sampling.
 #
-# The answer belongs to its protocol: 12 updates, three clip ranges, one learning rate, one small world. The project's comparison (`docs/claims.md`) has 40 updates, a larger search and 15 seeds. Over 40 updates stepwise gains trail tuned uniform credit per network evaluation, and lead it by +0.034 [0.013, 0.055] per update.
+# The answer belongs to its protocol: 12 updates, three clip ranges, one learning rate, one small world. The project's comparison (`docs/claims.md`) has 40 updates, a larger search and 15 seeds. Over 40 updates stepwise gains trail tuned uniform credit per forward equivalent, and lead it by +0.034 [0.013, 0.055] per update.
 # A short budget rewards the rule that rises fastest. A long one also counts what happens afterwards.
 #
 # ## How small a difference could have been found?

@@ -570,7 +570,7 @@ plt.show()
 # %% [markdown]
 # With the wide clip, the depth rule and uniform credit end above the sibling rule, as the signal-to-noise ratios suggest, and the trees take fewer evaluations of both kinds. The sibling rule takes the fewest in updates: a decision without a sibling has advantage 0, and such decisions need no evaluation. With the narrow clip none of the three gets far within these iterations: the clip limits the runs, not the credit. Lesson 7 found the same of uniform credit. A comparison at that clip, tuned for none of the methods, would have seen no difference.
 #
-# These runs do not decide between the methods: they have three seeds, one tree shape, one world and no tuning. In the project's comparison (15 seeds, tuned, `docs/claims.md`) BranchGRPO's lead over uniform credit is undecided per update, +0.005 [-0.022, 0.032], and per evaluation, +0.046 [0.021, 0.072] before Holm's correction. The structural results hold in general: siblings isolate a decision, two of them measure half its advantage, depth rules add the ancestors' luck as variance, and a tree's evaluations are counted by its states.
+# These runs do not decide between the methods: they have three seeds, one tree shape, one world and no tuning. In the project's comparison (15 seeds, tuned, `docs/claims.md`) BranchGRPO's lead over uniform credit is +0.005 [-0.022, 0.032] per update, without a verdict; per forward equivalent it is better, +0.065 [0.042, 0.088]. The structural results hold in general: siblings isolate a decision, two of them measure half its advantage, depth rules add the ancestors' luck as variance, and a tree's evaluations are counted by its states.
 #
 # ## To keep
 #

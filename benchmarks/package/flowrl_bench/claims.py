@@ -1,13 +1,14 @@
 """The form of a claim, the arms of most claims, and the runs that a claim needs."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from flowrl.core.errors import require
 from flowrl.training.config import RunConfig
 from flowrl_bench.arms import ARMS, TASKS, claims_values
+from flowrl_bench.digest import config_id
 from flowrl_bench.verdicts import Rule
 
 SEEDS: dict[str, tuple[int, ...]] = {
@@ -15,8 +16,17 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "shapes": tuple(range(100, 115)),
 }
 """Seeds that no earlier result and no search has used."""
-QUICK_SEEDS = (100, 101, 102)
+QUICK_SEEDS = (100, 101, 102, 103, 104)
 """Seeds of the quick suite, which has runs in the 2-D world only."""
+
+_NOISY = {"credit": "stepwise-gain(probe='continuation:8')"}
+MADE = {
+    **ARMS,
+    "true advantages": replace(ARMS["true advantages"], settings=_NOISY, oracle=False),
+}
+"""The arms as the committed runs of the claims have them. There, true advantages are estimated by 8
+continuations: they were made before there were exact values.
+"""
 
 Arm = Mapping[str, Any]
 """The settings that make up one arm: those that were found for the entry "arm" of
@@ -36,7 +46,7 @@ for turning points; seed 9050, 40 iterations), so that the KL changes what is le
 """
 KL_WEIGHTS = (0.03, BINDING_KL, 0.3)
 """The frontier of reward and closeness to the base model."""
-NO_PAPER = "no paper reports it"
+NO_PAPER, SELF_TEST = "no paper reports it", "self-test"
 
 
 def gains(options: str) -> Arm:
@@ -62,12 +72,13 @@ def variant(options: str) -> Arm:
 class Claim:
     """A claim or an open question as data.
 
-    `says`: the paper's claim in our words; `source`: the paper; `number`: the result it reports.
-    `arms`: changes to the run's settings, by name; `base`: changes that all arms share; `rule`
-    turns runs into a verdict. `tasks`: image tasks on which the claim is also tested (none: the 2-D
-    world only); `in_2d`: whether it is tested in the 2-D world. `asks` marks an open question.
-    `samples`: arms that are also judged by samples of their stochastic sampler
-    (`flowrl_bench.measurements.observe`).
+    `says`: the paper's claim in our words; `source`: the paper; `number`: the result it reports,
+    and the verdict that agrees with it, `expects`. `arms`: changes to the run's settings, by name;
+    `base`: changes that all arms share. `primary` has the answer, in the worlds in which
+    `flowrl_bench.catalogue.PRIMARY` lists the claim; the estimates of `secondary` accompany it.
+    `tasks`: image tasks on which the claim is also tested (none: the 2-D world only); `in_2d`:
+    whether it is tested in the 2-D world. `samples`: arms that are also judged by samples of their
+    stochastic sampler (`flowrl_bench.measurements.observe`).
     """
 
     id: str
@@ -75,11 +86,12 @@ class Claim:
     source: str
     number: str
     arms: Mapping[str, Arm]
-    rule: Rule
+    primary: Rule
+    secondary: tuple[Rule, ...] = ()
+    expects: str = ""
     base: Arm = field(default_factory=dict)
     tasks: tuple[str, ...] = ()
     in_2d: bool = True
-    asks: bool = False
     samples: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -92,9 +104,31 @@ class Claim:
         )
 
     @property
+    def asks(self) -> bool:
+        """Whether it is an open question."""
+        return self.source == NO_PAPER
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The primary rule, then the secondary ones."""
+        return (self.primary, *self.secondary)
+
+    @property
     def worlds(self) -> tuple[str, ...]:
         """The worlds in which the claim is tested."""
         return (*(("mixture",) if self.in_2d else ()), *(("shapes",) if self.tasks else ()))
+
+    def outcome(self, world: str, rule: Rule) -> tuple[str, ...]:
+        """What a rule compares: the world, the measure, and the runs of the arms. Equal for two
+        claims that ask the same.
+        """
+        tasks = TASKS[world] if world == "mixture" else self.tasks
+        runs = (
+            config_id(make_run(world, task, 0, {**self.base, **self.arms[arm]}))
+            for arm in rule.arms
+            for task in tasks
+        )
+        return (world, rule.measure, *runs)
 
     def configs(
         self, world: str, seeds: tuple[int, ...]
@@ -107,9 +141,11 @@ class Claim:
                     yield arm, task, seed, make_run(world, task, seed, {**self.base, **changes})
 
 
-def question(key: str, says: str, arms: Mapping[str, Arm], rule: Rule, **options: Any) -> Claim:
+def question(
+    key: str, says: str, arms: Mapping[str, Arm], primary: Rule, *secondary: Rule, **options: Any
+) -> Claim:
     """An open question."""
-    return Claim(key, says, NO_PAPER, "-", arms, rule, asks=True, **options)
+    return Claim(key, says, NO_PAPER, "-", arms, primary, secondary, **options)
 
 
 def make_run(world: str, task: str, seed: int, changes: Arm) -> RunConfig:
@@ -133,5 +169,5 @@ def _made(arm: str, world: str, settings: tuple[tuple[str, Any], ...]) -> RunCon
     """Cached, because a check of a run's settings takes milliseconds and the page needs the same
     thousand runs several times.
     """
-    values = claims_values(world, arm) or ARMS[arm].values(world, {})
-    return ARMS[arm].run(world, values, **dict(settings))
+    values = claims_values(world, arm) or MADE[arm].values(world, {})
+    return MADE[arm].run(world, values, **dict(settings))

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl_bench.arms import ARMS, WORLDS, claims_values
-from flowrl_bench.claims import KL_WEIGHTS, Claim
+from flowrl_bench.arms import WORLDS, claims_values
+from flowrl_bench.claims import KL_WEIGHTS, MADE, Claim
 from flowrl_bench.claims import Arm as Changes
 from flowrl_bench.claims_figures import curves, frontier, survival_levels, survivals
 from flowrl_bench.claims_page import Inputs
@@ -18,7 +18,6 @@ from flowrl_bench.tables import (
     MISSING,
     WORLD_NAMES,
     Judged,
-    by_task,
     comparison_table,
     cost_table,
     levels,
@@ -180,7 +179,7 @@ def _frontier_words(judged: Mapping[str, Judged]) -> str:
 def _settings() -> Table:
     """Every arm's fixed settings, and the numbers found per world."""
     rows = []
-    for name, arm in ARMS.items():
+    for name, arm in MADE.items():
         found = [_values(world, name) if world in arm.worlds else "-" for world in WORLDS]
         fixed = "; ".join(f"`{key}` = `{_setting(value)}`" for key, value in arm.settings.items())
         rows.append((name, fixed, *found))
@@ -190,7 +189,7 @@ def _settings() -> Table:
 
 def _values(world: str, name: str) -> str:
     searched = claims_values(world, name)
-    values = searched or ARMS[name].values(world, {})
+    values = searched or MADE[name].values(world, {})
     text = ", ".join(f"{knob} {value:g}" for knob, value in values.items())
     return text if searched else f"{text} (not searched)"
 
@@ -208,16 +207,19 @@ def _claim(page: Document, judged: Sequence[Judged]) -> None:
     claim = judged[0].claim
     page.heading(claim.id, 3)
     source = "" if claim.asks else f" ({claim.source}: {claim.number})"
-    page.text(f"{claim.says}{source} Rule: {claim.rule.words()}. {_arms(claim)}")
+    expects = f" Agrees if: {claim.expects}." if claim.expects else ""
+    secondary = "; ".join(rule.words() for rule in claim.secondary)
+    more = f" Secondary: {secondary}." if secondary else ""
+    page.text(
+        f"{claim.says}{source}{expects} Primary: {claim.primary.words()}.{more} {_arms(claim)}"
+    )
     for one in judged:
-        if one.verdict is None:
-            page.text(f"{_capital(WORLD_NAMES[one.world])}: {MISSING}.")
+        world = _capital(WORLD_NAMES[one.world])
+        if one.primary is None:
+            page.text(f"{world}: {MISSING}.")
             continue
-        page.text(
-            f"{_capital(WORLD_NAMES[one.world])}, {one.seeds} seeds: {marked(one.label)}."
-            f" {levels(one)}".rstrip()
-        )
-        page.blocks.append(comparison_table((*one.verdict.comparisons, *by_task(one)), claim.asks))
+        page.text(f"{world}: {marked(one.label)}. {levels(one)}".rstrip())
+        page.blocks.append(comparison_table(one))
 
 
 def _arms(claim: Claim) -> str:

@@ -14,8 +14,7 @@ from flowrl_compare.style import COLOURS, INK, OTHERS, clean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flowrl_bench.arms import ARMS
-from flowrl_bench.claims import KL_WEIGHTS
+from flowrl_bench.claims import KL_WEIGHTS, MADE
 from flowrl_bench.evidence import Line, column, curve
 from flowrl_bench.leads import UNIFORM
 from flowrl_bench.main_comparison import BUDGETS, Arm
@@ -71,7 +70,7 @@ def band(runs: Sequence[Line]) -> Band:
 
 def leads(arms: Mapping[str, Arm], world: str) -> Figure:
     """Leads over uniform credit with intervals, a column per budget and a row per arm, with the
-    symbol of the verdict.
+    symbol of the verdict, if it has one.
     """
     rows = [arm for name, arm in arms.items() if name != UNIFORM]
     estimates = [
@@ -116,7 +115,7 @@ def leads(arms: Mapping[str, Arm], world: str) -> Figure:
                 }
                 axes.annotate(f"  {found.value:+.2f}  ", (side * shown, row), **where)
             axes.annotate(
-                SYMBOLS[one.verdict],
+                SYMBOLS.get(one.verdict, ""),
                 (1.0, row),
                 xycoords=("axes fraction", "data"),
                 ha="right",
@@ -132,7 +131,7 @@ def leads(arms: Mapping[str, Arm], world: str) -> Figure:
 
 
 def _label(arm: Arm) -> str:
-    return ARMS[arm.name].label if arm.name in ARMS else arm.name
+    return MADE[arm.name].label if arm.name in MADE else arm.name
 
 
 def _grid(names: Sequence[str], height: float = 2.0) -> tuple[Figure, list[Axes]]:

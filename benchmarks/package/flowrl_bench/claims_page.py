@@ -9,41 +9,33 @@ from typing import Any
 
 from flowrl.reading import read_json
 from flowrl_bench.arms import WORLDS
-from flowrl_bench.claims import SEEDS, Claim
+from flowrl_bench.claims import Claim
 from flowrl_bench.claims_figures import leads
 from flowrl_bench.default_settings import FILE, survival_table
 from flowrl_bench.digest import rules_digest
 from flowrl_bench.evidence import BUDGET, MEASURES
-from flowrl_bench.main_comparison import Arm, answers, arms_of, lead_table
+from flowrl_bench.leads import LEADS
+from flowrl_bench.main_comparison import answers, arms_of, lead_table
 from flowrl_bench.page import Document, Image, Table
-from flowrl_bench.results_file import Lines
-from flowrl_bench.tables import (
-    BRIEF,
-    CLAIM,
-    DEPENDS,
-    MISSING,
-    QUESTION,
-    SELF_TEST,
-    SYMBOLS,
-    WORLD_NAMES,
-    Judged,
-    family,
-)
-from flowrl_bench.verdicts import ALIKE, BETTER, FAILS, HOLDS, UNDECIDED, WORSE
+from flowrl_bench.results_file import Lines, ResultsFile
+from flowrl_bench.statistics import SMALLEST
+from flowrl_bench.tables import BRIEF, MISSING, SYMBOLS, WORLD_NAMES, Judged, marked
+from flowrl_bench.verdicts import FEWEST, GAINS
 
 TITLE = "Tests of the papers' claims"
 DETAILS = "claims/details.md"
 LEGEND = (
-    f"{SYMBOLS[BETTER]} better, {SYMBOLS[WORSE]} worse, {SYMBOLS[ALIKE]} no difference that"
-    f" matters, {SYMBOLS[UNDECIDED]} undecided; {SYMBOLS[HOLDS]} the claim holds, {SYMBOLS[FAILS]}"
-    " it does not. Numbers are differences of mean reward (0 to 1) over training, at equal"
-    " budgets, with 95% intervals over paired seeds. [The verdict rules](verdicts.md) were written"
-    " before the runs."
+    f"{', '.join(f'{symbol} {verdict}' for verdict, symbol in SYMBOLS.items())}. Matters: at least"
+    " 5% of what can be gained in the world. Numbers are differences of mean reward (0 to 1) over"
+    " training, at equal budgets, with 95% intervals over paired seeds. Each question has one"
+    " primary outcome with a verdict; numbers without a symbol are secondary and have none. [The"
+    " verdict rules](verdicts.md) say how verdicts are corrected for the number of questions."
 )
 DEFINITIONS = (
-    "The runs use the definitions of version 0.1: credit rules count ODE steps as steps. "
-    "In the image runs TP-GRPO's rule for the first step was inactive: it applies to step 0 only, and their "
-    "stochastic steps are 2 to 6."
+    "The runs use the definitions of version 0.1: credit rules count ODE steps as steps. In the"
+    " image runs TP-GRPO's rule for the first step was inactive: it applies to step 0 only, and"
+    " their stochastic steps are 2 to 6. *True advantages* are means of 8 stochastic continuations"
+    " in these runs, which have noise: this control is no upper bound."
 )
 """Also in the README, next to the same numbers."""
 MAIN_TEXT = (
@@ -54,31 +46,41 @@ MAIN_TEXT = (
     " compares the papers' rules with its second-best clip. A click on a column's head sorts."
 )
 SURVIVAL_TEXT = (
-    "The papers' headlines at the worlds' default settings and at tuned settings. The runs at"
+    "The papers' headlines at the worlds' default settings (secondary) and at tuned settings. The runs at"
     " default settings are those of the question [tuning](claims/details.md#tuning), if it has runs"
     " in that world; else they are older and have [a page of their"
     " own](claims/at-default-settings.md)."
 )
 CLAIMS_TEXT = (
-    "The papers' statements in our words. A link leads to the rule, the arms, every comparison and"
-    " the reported number."
+    "The papers' statements in our words, and the verdict that would agree with them. A link leads"
+    " to the rules, the arms, every comparison and the reported number."
 )
 QUESTIONS_TEXT = (
-    "No paper reports these. The answer refers to the arms that it names, or to the arm that the"
-    " details name first."
+    "No paper reports these. A number is that of the first comparison that the details name."
+)
+MARGIN_TEXT = (
+    "A difference matters from 5% of the gain on: the mean final reward of the best arm in the"
+    " results minus the reward before training. These gains are best known values and may grow."
+)
+CHANGED_TEXT = (
+    "Primary outcomes whose arms had another verdict by the earlier rules, which judged all 239"
+    " comparisons, some of them twice, with a smallest effect of 0.02 in every world. All"
+    " comparisons that are not primary have lost their verdicts. The earlier NFE counted an"
+    " evaluation with a gradient as one."
 )
 METHOD = (
     "The unit is the seed; runs of one seed share prompts and noise, and tasks are averaged within"
-    " the seed. p-values have Holm's correction over a family: the main comparison, the papers'"
-    " claims, the other questions, the self-test. Held-out prompts and their noise are the same for"
+    " the seed. Holm's correction covers all verdicts of a world; each self-test is a family"
+    " of its own. Held-out prompts and their noise are the same for"
     " all runs, so intervals do not cover the choice of prompts. *Per evaluation* counts forward"
     " equivalents ([definition](verdicts.md#forward-equivalents)). *Per second* is processor time of one core"
-    " with tiny networks; large models can differ. Verdicts are about these worlds."
+    " with tiny networks; large models can differ. Verdicts are about these worlds. The primary outcomes were chosen after the"
+    " runs of this page had been seen, and before all later ones."
 )
 CHOICE = (
-    "The rule to take has the largest lead per evaluation among methods that are better than"
-    " uniform credit there, not worse than larger groups, and neither worse per second nor in"
-    " collapses. This selection was defined after the first 2-D runs had been seen. All numbers are"
+    "The rule to take has the largest lead per evaluation among methods whose verdict is better"
+    " and for which no interval shows a loss per second, against larger groups, or in collapses."
+    " This selection was defined after the first 2-D runs had been seen. All numbers are"
     " on [the page of details](claims/details.md)."
 )
 AGAIN = (
@@ -91,7 +93,7 @@ AGAIN = (
 @dataclass(frozen=True)
 class Inputs:
     """The data of the page: the verdicts, the lines and their file, the lines at default settings,
-    and the false-alarm rates (benchmarks/results/calibration.json).
+    the false-alarm rates (calibration.json), and earlier verdicts (claims-earlier-verdicts.json).
     """
 
     judged: Sequence[Judged]
@@ -99,12 +101,21 @@ class Inputs:
     path: Path
     defaults: Lines = field(default_factory=dict)
     calibration: Mapping[str, Any] = field(default_factory=dict)
+    earlier: Sequence[Mapping[str, Any]] = ()
 
 
-def read_calibration(results: Path) -> dict[str, Any]:
-    """The calibration next to a results file; empty if there is none."""
-    path = results.with_name("calibration.json")
+def read_beside(results: Path, name: str) -> Any:
+    """A JSON file next to a results file; an empty object if there is none."""
+    path = results.with_name(name)
     return read_json(path) if path.exists() else {}
+
+
+def read_inputs(judged: Sequence[Judged], lines: Lines, path: Path) -> Inputs:
+    """The page's data, with the files next to the results."""
+    defaults = ResultsFile(path.with_name(FILE)).read(any_code=True)
+    earlier = read_beside(path, f"{path.stem}-earlier-verdicts.json")
+    calibration = read_beside(path, "calibration.json")
+    return Inputs(judged, lines, path, defaults, calibration, earlier.get("rows", ()))
 
 
 def claims_page(inputs: Inputs) -> Document:
@@ -124,7 +135,7 @@ def claims_page(inputs: Inputs) -> Document:
             )
     page.text(LEGEND)
     page.text(DEFINITIONS)
-    page.text(_false_alarms(inputs.calibration, worlds))
+    page.text(_false_alarms(inputs.calibration))
     page.heading("Main comparison: every arm against uniform credit")
     page.text(MAIN_TEXT)
     for world, arms in worlds.items():
@@ -132,17 +143,24 @@ def claims_page(inputs: Inputs) -> Document:
         if arms:
             page.blocks.append(lead_table(arms))
         else:
-            page.text(_missing(world))
+            page.text(f"{_capital(WORLD_NAMES[world])}: {MISSING}.")
     page.heading("What survives: default settings and tuned settings")
     page.text(SURVIVAL_TEXT)
     page.blocks.append(survival_table(judged, inputs.defaults))
-    for title, kind, words in (
-        ("Claims of the papers", (CLAIM, SELF_TEST), CLAIMS_TEXT),
-        ("Open questions", (QUESTION,), QUESTIONS_TEXT),
+    for title, asks, words in (
+        ("Claims of the papers", False, CLAIMS_TEXT),
+        ("Open questions", True, QUESTIONS_TEXT),
     ):
         page.heading(title)
         page.text(words)
-        page.blocks.append(by_world([one for one in judged if family(one) in kind]))
+        page.blocks.append(by_world([j for j in judged if j.claim.asks == asks]))
+    page.heading("Smallest difference that matters")
+    page.text(MARGIN_TEXT)
+    page.blocks.append(margin_table())
+    if inputs.earlier:
+        page.heading("What changed")
+        page.text(CHANGED_TEXT)
+        page.blocks.append(changed_table(judged, inputs.earlier))
     page.heading("Method and provenance")
     page.text(METHOD)
     page.text(CHOICE)
@@ -152,88 +170,108 @@ def claims_page(inputs: Inputs) -> Document:
     return page
 
 
-def _capital(words: str) -> str:
-    return words[:1].upper() + words[1:]
-
-
 def _missing(world: str) -> str:
     return f"{_capital(WORLD_NAMES[world])}: {MISSING}."
 
 
-def _false_alarms(calibration: Mapping[str, Any], worlds: Mapping[str, Mapping[str, Arm]]) -> str:
-    """The simulated rates for the number of seeds of each world's main comparison."""
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def _false_alarms(calibration: Mapping[str, Any]) -> str:
+    """The largest measured rates of families with a wrong label."""
     if not calibration:
         return "False-alarm rates: see [the verdict rules](verdicts.md)."
-    parts = []
-    for world, arms in worlds.items():
-        number = max((len(arm.evidence.seeds) for arm in arms.values()), default=len(SEEDS[world]))
-        laws = calibration["false alarms"].values()
-        known = [int(seeds) for seeds in next(iter(laws))]
-        seeds = str(max([n for n in known if n <= number] or [min(known)]))
-        single = [law[seeds]["better or worse, mean reward over training"] for law in laws]
-        every = [law[seeds] for law in calibration["families"].values()]
-        parts.append(
-            f"{WORLD_NAMES[world]} ({seeds} seeds): {_percent(single)} of single comparisons,"
-            f" {_percent(every)} of families of 20"
-        )
+    families = calibration["families"]
+    rates = [row for row in families if row["seeds"] >= FEWEST]
+    mean = sum(row["any"] for row in rates) / len(rates)
+    worst = max(row["any"] for row in rates)
     return (
-        "False alarms among arms that are alike, in simulated learning curves (mean, largest over"
-        f" laws): {'; '.join(parts)}."
+        f"False alarms in learning curves resampled from these runs: {100 * mean:.1f}% of families"
+        f" of {calibration['family']} have a wrong label of any kind; {100 * worst:.1f}% for the"
+        f" worst of {len(rates)} combinations of arm, number of seeds and truth"
+        f" ({calibration['experiments']} families each)."
     )
-
-
-def _percent(rates: Sequence[float]) -> str:
-    return f"{100 * sum(rates) / len(rates):.1f}% ({100 * max(rates):.1f}%)"
 
 
 def by_world(judged: Sequence[Judged]) -> Table:
     """A row per claim, with the answer in each world."""
     claims: dict[str, Claim] = {one.claim.id: one.claim for one in judged}
     cells = {(one.claim.id, one.world): cell(one) for one in judged}
+    asks = bool(judged) and judged[0].claim.asks
     rows = [
         (
             f"[{key}]({DETAILS}#{key})",
             claim.says,
+            *(() if asks else (claim.expects,)),
             *(cells.get((key, world), "-") for world in WORLDS),
         )
         for key, claim in claims.items()
+        if claim not in LEADS
     ]
-    asks = bool(judged) and judged[-1].claim.asks
-    head = ("question" if asks else "claim", "in words", *(WORLD_NAMES[world] for world in WORLDS))
-    return Table(head, rows, (head[0], "in words", *head[2:]))
+    names = ("question" if asks else "claim", "in words", *(() if asks else ("agrees if",)))
+    head = (*names, *(WORLD_NAMES[world] for world in WORLDS))
+    return Table(head, rows, head)
 
 
 def cell(one: Judged) -> str:
-    """The symbol and the verdict; the number of a single comparison, and the symbols of several by
-    arm.
+    """The symbol, the verdict and the number of the primary comparison; the number of a secondary
+    one.
     """
-    if one.verdict is None:
+    found = one.primary
+    if found is None:
         return MISSING
-    found = one.verdict.comparisons
-    if len(found) == 1:
-        estimate = found[0].estimate
-        number = estimate.text(2, found[0].difference)
-        ratio = "ratio " if MEASURES[found[0].measure].unit == BUDGET else ""
-        return f"{_brief(one.label)}, {ratio}{number}"
-    if one.label != DEPENDS and not one.label.endswith("parts hold"):
-        return _brief(one.label)
-    names = [part.arms.partition(" minus ")[0].partition(" over ")[0] for part in found]
-    named = len(set(names)) == len(names) and not any(name.startswith("(") for name in names)
-    symbols = [SYMBOLS[part.verdict] for part in found]
-    parts = (
-        [f"{name} {symbol}" for name, symbol in zip(names, symbols, strict=True)]
-        if named
-        else symbols
-    )
-    return (
-        (", " if named else " ").join(parts)
-        if one.label == DEPENDS
-        else f"{one.label}: {' '.join(symbols)}"
-    )
+    ratio = "ratio " if MEASURES[found.measure].unit == BUDGET else ""
+    label = BRIEF.get(one.label, one.label)
+    words = f"{SYMBOLS[one.label]} {label}" if one.label in SYMBOLS else label
+    return f"{words}, {ratio}{found.estimate.text(3, found.difference)}"
 
 
-def _brief(label: str) -> str:
-    return f"{SYMBOLS[label]} {BRIEF.get(label, label)}"
+def margin_table() -> Table:
+    """What can be gained, and the smallest difference that matters, by task."""
+    head = ("world", "task", "before training", "best known", "by", "smallest difference")
+    rows = [
+        (
+            WORLD_NAMES[world],
+            task,
+            f"{known.start:.4f}",
+            f"{known.best:.4f}",
+            known.arm,
+            f"{SMALLEST * known.size:.4f}",
+        )
+        for (world, task), known in GAINS.items()
+    ]
+    return Table(head, rows, ("world", "task", "by"))
+
+
+def changed_table(judged: Sequence[Judged], earlier: Sequence[Mapping[str, Any]]) -> Table:
+    """The primary outcomes whose arms had other verdicts by the earlier rules: of the same measure
+    (also at equal NFE instead of forward equivalents), or in the same claim.
+    """
+    head = ("question", "world", "earlier verdicts", "verdict")
+    leads, rows = [claim.id for claim in LEADS], []
+    for one in judged:
+        if one.label not in SYMBOLS:
+            continue
+        world, measure, *runs = one.claim.outcome(one.world, one.claim.primary)
+        old = [
+            f"{row['verdict']} (`{row['claim']}`{_by(row['measure'], measure)})"
+            for row in earlier
+            if row["outcome"][0] == world
+            and row["outcome"][2:] == runs
+            and (
+                row["measure"].replace("nfe", "forwards") == measure
+                or row["claim"] == one.claim.id not in leads
+            )
+        ]
+        if any(not words.startswith(f"{one.label} (") for words in old):
+            names = f"`{one.claim.id}`", WORLD_NAMES[one.world]
+            rows.append((*names, "; ".join(old), marked(one.label)))
+    return Table(head, rows, head)
+
+
+def _by(measure: str, other: str) -> str:
+    return "" if measure == other else f", {MEASURES[measure].label}"
 
 
 def processor(line: Mapping[str, Any]) -> str:
@@ -288,8 +326,3 @@ def provenance(lines: Lines, path: Path) -> list[str]:
             f" differences contain rounding: {seeds}."
         ),
     ]
-
-
-def default_lines(results: Path) -> Path:
-    """The results file at default settings, next to a results file."""
-    return results.with_name(FILE)

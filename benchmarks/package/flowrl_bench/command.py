@@ -30,7 +30,7 @@ class Claims:
     """
 
     quick: bool = False
-    """Only the 2-D world with three seeds and some of the open questions: a subset of the full
+    """Only the 2-D world with five seeds and some of the open questions: a subset of the full
     suite's runs, in the same file.
     """
     world: str = "all"
@@ -68,14 +68,12 @@ class Claims:
     def main(self) -> int:
         """Run, judge, write."""
         from flowrl_bench import claims_details
-        from flowrl_bench.catalogue import CLAIMS
+        from flowrl_bench.catalogue import CLAIMS, RETIRED
         from flowrl_bench.claims import QUICK_SEEDS, SEEDS
         from flowrl_bench.claims_page import (
             TITLE,
-            Inputs,
             claims_page,
-            default_lines,
-            read_calibration,
+            read_inputs,
         )
         from flowrl_bench.page import require_page
         from flowrl_bench.results_file import ResultsFile, SamplesFile, joined
@@ -102,7 +100,7 @@ class Claims:
         offered = CLAIMS if self.only or not self.quick else quick(CLAIMS)
         chosen = {key: claim for key, claim in offered.items() if not self.only or key in self.only}
         if self.list:
-            print("\n".join(f"{c.id}: {c.says} ({c.rule.words()})" for c in chosen.values()))
+            print("\n".join(f"{c.id}: {c.says} ({c.primary.words()})" for c in chosen.values()))
             return 0
         require(self.judge or not self.look, "look", self.look, "given with --judge only")
         if self.redo is None and not self.judge:
@@ -117,7 +115,7 @@ class Claims:
         suite = Suite(
             needed(chosen, "mixture" if self.quick else self.world, seeds),
             file,
-            needed(CLAIMS, "all", SEEDS),
+            {**needed(CLAIMS, "all", SEEDS), **needed(RETIRED, "all", SEEDS)},
         )
         finished = self.judge
         if not self.judge:
@@ -138,13 +136,12 @@ class Claims:
             finished = complete_samples(samples, observed, self.workers, _samples)
         lines = joined(lines, samples.read())
         judged = judge_all(CLAIMS, lines)
-        defaults = ResultsFile(default_lines(self.out)).read(any_code=True)
-        inputs = Inputs(judged, lines, self.out, defaults, read_calibration(self.out))
+        inputs = read_inputs(judged, lines, self.out)
         written = claims_page(inputs).write(folder, "claims", "claims")
         written += claims_details.details_page(inputs, memory).write(folder / "claims", "details")
         for one in judged:
             if one.claim.id in chosen:
-                print(f"{one.claim.id} ({one.world}, {one.seeds} seeds): {one.label}")
+                print(f"{one.claim.id} ({one.world}, {one.seeds[0]} seeds): {one.label}")
         print(f"Wrote {', '.join(map(str, written))}")
         return 0 if finished else _paused()
 

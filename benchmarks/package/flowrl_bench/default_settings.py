@@ -1,6 +1,6 @@
 """The papers' headlines at the worlds' default settings, next to the tuned comparison."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from flowrl_bench.main_comparison import BUDGETS, number
 from flowrl_bench.page import Table
 from flowrl_bench.results_file import Lines
 from flowrl_bench.tables import MISSING, WORLD_NAMES, Judged
-from flowrl_bench.verdicts import Compare, Comparison, judge_family
+from flowrl_bench.verdicts import Compare, Comparison
 
 FILE = "claims-default-settings.jsonl"
 """The results file of the runs at default settings, next to that of the tuned ones."""
@@ -124,36 +124,16 @@ def _at_defaults(
 
 def survival_table(judged: Sequence[Judged], lines: Lines) -> Table:
     """A row per headline and world: its lead at default and at tuned settings. `lines`: of the file
-    at default settings.
-
-    The comparisons at default settings are a family of their own.
+    at default settings. Leads at default settings are secondary.
     """
-    cells: list[tuple[Headline, str, str]] = []
-    found: list[tuple[Comparison, ...]] = []
-    counts: dict[tuple[str, str], int] = {}
-    for one in HEADLINES:
-        for world in one.worlds:
-            kept = _at_defaults(one, world, judged, lines)
-            if kept is None:
-                continue
-            counts[one.says, world] = len(kept[0].seeds)
-            for budget in one.budgets:
-                cells.append((one, world, budget))
-                found.append(Compare(kept[1], kept[2], BUDGETS[budget]).compare(kept[0]))
-    default = {
-        cell: verdict.comparisons[0]
-        for cell, verdict in zip(cells, judge_family(found), strict=True)
-    }
     rows = []
     for one in HEADLINES:
         for world in one.worlds:
-            tuned = next(
-                (j for j in judged if j.claim.id == one.claim and j.world == world and j.verdict),
-                None,
-            )
-            seeds = f"{counts.get((one.says, world), 0)} / {tuned.seeds if tuned else 0}"
+            kept = _at_defaults(one, world, judged, lines)
+            tuned = next((j for j in judged if j.claim.id == one.claim and j.world == world), None)
+            seeds = f"{len(kept[0].seeds) if kept else 0} / {tuned.seeds[0] if tuned else 0}"
             at_defaults = [
-                _cell(one, budget, default.get((one, world, budget))) for budget in _SHOWN
+                _cell(one, budget, _compared(kept, budget) if kept else None) for budget in _SHOWN
             ]
             at_tuned = [_cell(one, budget, _tuned(one, tuned, budget)) for budget in _SHOWN]
             rows.append((one.says, WORLD_NAMES[world], seeds, *at_defaults, *at_tuned))
@@ -162,13 +142,13 @@ def survival_table(judged: Sequence[Judged], lines: Lines) -> Table:
     return Table(head, rows, ("headline",))
 
 
+def _compared(kept: tuple[Evidence, str, str], budget: str) -> Comparison:
+    return Compare(kept[1], kept[2], BUDGETS[budget]).compare(kept[0], 0.0)
+
+
 def _tuned(one: Headline, judged: Judged | None, budget: str) -> Comparison | None:
     text = " minus ".join(one.tuned)
-    found: Mapping[tuple[str, str], Comparison] = (
-        {(c.arms, c.measure): c for c in judged.verdict.comparisons}
-        if judged and judged.verdict
-        else {}
-    )
+    found = {(c.arms, c.measure): c for c in (judged.comparisons if judged else ()) if c}
     return found.get((text, BUDGETS[budget]))
 
 

@@ -1,20 +1,18 @@
-"""The main comparison: every arm against uniform credit, per update, per network evaluation and per
-second.
+"""The main comparison: every arm against uniform credit, per forward equivalent; per update and per
+second are secondary.
 """
 
 from flowrl_bench.arms import ARMS, TASKS
 from flowrl_bench.claims import Claim, question
-from flowrl_bench.verdicts import Compare, Parts
+from flowrl_bench.verdicts import Compare
 
 UNIFORM, LARGER = "uniform", "uniform, larger groups"
 
 
 def _lead(name: str) -> Claim:
-    """One arm against uniform credit; also, if it has more evaluations, against uniform credit with
-    groups as expensive.
-    """
+    """One arm against uniform credit, and against uniform credit with larger groups."""
     arms = {arm: {"arm": arm} for arm in dict.fromkeys((UNIFORM, LARGER, name))}
-    budgets = ("area", "reward at equal forwards", "reward at equal seconds")
+    others = ("area", "reward at equal seconds", "collapse")
     larger = (
         ()
         if name == LARGER
@@ -22,18 +20,14 @@ def _lead(name: str) -> Claim:
     )
     return question(
         f"lead-{name.replace(',', '').replace(' ', '-')}",
-        f"Does {name} lead over uniform credit: per update, per network evaluation and per second?",
+        f"Does {name} lead uniform credit per forward equivalent?",
         arms,
-        Parts(
-            (
-                *(Compare(name, UNIFORM, measure) for measure in budgets),
-                *larger,
-                Compare(name, UNIFORM, "collapse"),
-            )
-        ),
+        Compare(name, UNIFORM, "reward at equal forwards"),
+        *(Compare(name, UNIFORM, measure) for measure in others),
+        *larger,
         tasks=TASKS["shapes"] if "shapes" in ARMS[name].worlds else (),
     )
 
 
 LEADS: tuple[Claim, ...] = tuple(_lead(name) for name in ARMS if name != UNIFORM)
-"""One question per arm; they are a family of their own."""
+"""One question per arm."""

@@ -7,12 +7,19 @@ from dataclasses import dataclass
 
 from flowrl_compare.statistics import Estimate, Values, mean
 
-from flowrl_bench.arms import ARMS, WORLDS
+from flowrl_bench.arms import WORLDS
+from flowrl_bench.claims import MADE
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.leads import LARGER, LEADS, UNIFORM
 from flowrl_bench.page import Table
-from flowrl_bench.tables import MISSING, SYMBOLS, WORLD_NAMES, Judged
-from flowrl_bench.verdicts import ALIKE, BETTER, UNDECIDED, WORSE, Comparison, by_seed
+from flowrl_bench.tables import BRIEF, MISSING, SYMBOLS, WORLD_NAMES, Judged
+from flowrl_bench.verdicts import (
+    BETTER,
+    SECONDARY,
+    VERDICTS,
+    Comparison,
+    by_seed,
+)
 
 BUDGETS = {
     "per update": "area",
@@ -22,13 +29,6 @@ BUDGETS = {
 """The measure of the lead at equal budgets."""
 STEPWISE = ("stepwise gains", "turning points")
 """The per-step credit of the papers, which the answers name first."""
-_VERBS = {BETTER: "lead", WORSE: "trail", ALIKE: "do not differ", UNDECIDED: "are undecided"}
-_COUNTED = {
-    BETTER: ("leads", "lead"),
-    WORSE: ("trails", "trail"),
-    ALIKE: ("does not differ", "do not differ"),
-    UNDECIDED: ("is undecided", "are undecided"),
-}
 _SPACE = "\N{NO-BREAK SPACE}"
 POSITION = "random-points"
 """The question about the place of a turning point."""
@@ -47,7 +47,7 @@ class Arm:
     @property
     def control(self) -> bool:
         """Whether it is no method of its own."""
-        return ARMS[self.name].control
+        return MADE[self.name].control
 
     def lead(self, measure: str, than: str = UNIFORM) -> Comparison | None:
         """Its comparison with another arm; None if there is none."""
@@ -77,19 +77,16 @@ def arms_of(judged: Sequence[Judged], world: str) -> dict[str, Arm]:
     by lead per update.
     """
     names = dict(
-        zip((claim.id for claim in LEADS), (name for name in ARMS if name != UNIFORM), strict=True)
+        zip((claim.id for claim in LEADS), (name for name in MADE if name != UNIFORM), strict=True)
     )
     found: list[Arm] = []
     base: Evidence | None = None
     for one in judged:
-        if (
-            one.claim.id in names
-            and one.world == world
-            and one.evidence is not None
-            and one.verdict is not None
-        ):
-            found.append(Arm(names[one.claim.id], one.evidence, one.verdict.comparisons))
-            base = one.evidence if base is None or one.seeds > len(base.seeds) else base
+        if one.claim.id in names and one.world == world and one.evidence is not None:
+            comparisons = [comparison for comparison in one.comparisons if comparison]
+            found.append(Arm(names[one.claim.id], one.evidence, comparisons))
+            more = base is None or len(one.evidence.seeds) > len(base.seeds)
+            base = one.evidence if more else base
     if base is None:
         return {}
     found.sort(key=lambda arm: -_size(arm.lead("area")))
@@ -101,7 +98,9 @@ def _size(one: Comparison | None) -> float:
 
 
 def number(one: Comparison | None) -> str:
-    """'▲ +0.012 [0.003, 0.021]', or a dash. Line breaks are possible before the interval only."""
+    """'▲ +0.012 [0.003, 0.021]', without a symbol if it is secondary, or a dash. Line breaks are
+    possible before the interval only.
+    """
     if one is None:
         return "-"
     found = one.estimate
@@ -110,7 +109,8 @@ def number(one: Comparison | None) -> str:
         if abs(found.high) < 1e9
         else f"(one{_SPACE}seed)"
     )
-    return f"{SYMBOLS[one.verdict]}{_SPACE}{found.value:+.3f} {interval}"
+    symbol = "" if one.verdict == SECONDARY else f"{SYMBOLS[one.verdict]}{_SPACE}"
+    return f"{symbol}{found.value:+.3f} {interval}"
 
 
 def lead_table(arms: Mapping[str, Arm]) -> Table:
@@ -122,7 +122,7 @@ def lead_table(arms: Mapping[str, Arm]) -> Table:
     head = ("arm", "seeds", "mean reward over training", *leads, "collapsed", "worst seed", larger)
     rows = []
     for name, arm in arms.items():
-        label, seeds = ARMS[name].label, str(len(arm.evidence.seeds))
+        label, seeds = MADE[name].label, str(len(arm.evidence.seeds))
         found = [number(arm.lead(measure)) for measure in BUDGETS.values()]
         lost, runs = arm.collapses
         bad = (f"{lost}{_SPACE}of{_SPACE}{runs}", f"{arm.values('area').min():.3f}")
@@ -132,8 +132,8 @@ def lead_table(arms: Mapping[str, Arm]) -> Table:
 
 
 def answers(judged: Sequence[Judged]) -> list[str]:
-    """Five lines: the lead per update, per evaluation and per second, the place of a turning point,
-    and the rule to take.
+    """Four lines: the lead per evaluation and per update, the place of a turning point, and the
+    rule to take.
     """
     worlds = {world: arms_of(judged, world) for world in WORLDS}
 
@@ -145,9 +145,9 @@ def answers(judged: Sequence[Judged]) -> list[str]:
     lines = [
         line(
             f"Does per-step credit lead uniform credit {words}?",
-            {w: _leads(arms, measure) for w, arms in worlds.items()},
+            {w: _leads(arms, BUDGETS[words]) for w, arms in worlds.items()},
         )
-        for words, measure in BUDGETS.items()
+        for words in ("per evaluation", "per update")
     ]
     lines.append(
         line(
@@ -166,74 +166,46 @@ def _capital(words: str) -> str:
 
 
 def _leads(arms: Mapping[str, Arm], measure: str) -> str:
-    """The leads of the papers' rules, and the count of all methods."""
-    methods = {
-        name: arm.lead(measure) for name, arm in arms.items() if name != UNIFORM and not arm.control
-    }
-    found = {name: one for name, one in methods.items() if one is not None}
+    """The leads of the papers' rules, and the count of all methods that have a verdict."""
+    leads = {name: arm.lead(measure) for name, arm in arms.items() if not arm.control}
+    found = {name: one for name, one in leads.items() if one and one.verdict != SECONDARY}
     if not found:
         return MISSING
-    papers = [
-        f"{name} {_VERBS[found[name].verdict]} ({number(found[name])})"
-        for name in STEPWISE
-        if name in found
-    ]
+    papers = [f"{name} {_said(found[name])}" for name in STEPWISE if name in found]
     verdicts = [one.verdict for one in found.values()]
-    counts = [
-        f"{count} {_COUNTED[v][count > 1]}"
-        for v in (BETTER, WORSE, ALIKE, UNDECIDED)
-        if (count := verdicts.count(v))
-    ]
-    largest = max(found, key=lambda name: found[name].estimate.value)
-    best = (
-        f"; {largest} has the largest lead ({number(found[largest])})"
-        if largest not in STEPWISE
-        else ""
-    )
-    others = (
-        f". Of all {len(found)} methods, {', '.join(counts)}{best}"
-        if len(found) > len(papers)
-        else ""
-    )
+    counts = [f"{verdicts.count(v)} {_said(v)}" for v in VERDICTS if v in verdicts]
+    others = f". Of {len(found)} methods: {', '.join(counts)}" if len(found) > len(papers) else ""
     return f"{', '.join(papers)}{others}"
+
+
+def _said(one: Comparison | str) -> str:
+    """A verdict in words, after its symbol; of a comparison with the number."""
+    verdict = one if isinstance(one, str) else one.verdict
+    words = BRIEF.get(verdict, verdict)
+    return f"{SYMBOLS[verdict]} {words}" if isinstance(one, str) else f"{words} ({number(one)})"
 
 
 def _place(judged: Sequence[Judged], world: str) -> str:
     one = next((j for j in judged if j.claim.id == POSITION and j.world == world), None)
-    if one is None or one.verdict is None:
+    if one is None or one.primary is None:
         return MISSING
-    comparison = one.verdict.comparisons[0]
-    found = {
-        ALIKE: "no, turning points at random steps do as well",
-        WORSE: "yes, turning points at random steps do worse",
-        BETTER: "yes, turning points at random steps do better",
-        UNDECIDED: "undecided",
-    }[comparison.verdict]
-    return f"{found} ({number(comparison)})"
+    return f"turning points at random steps minus real ones: {_said(one.primary)}"
 
 
 def choice(arms: Mapping[str, Arm]) -> Arm | None:
-    """The method with the largest lead per evaluation, of those that are better per evaluation, not
-    worse per second, and do not collapse more often than uniform credit; None if there is none.
+    """The method with the largest lead per evaluation, of those that are better by verdict, and
+    whose secondary intervals show no loss: per second, in collapses, and to larger groups per
+    evaluation. None if there is none.
     """
     measure = BUDGETS["per evaluation"]
 
     def allowed(arm: Arm) -> bool:
-        lead, second, collapse = (
-            arm.lead(measure),
-            arm.lead(BUDGETS["per second"]),
-            arm.lead("collapse"),
-        )
-        worse = [one for one in (second, collapse) if one is not None and one.verdict == WORSE]
-        larger = arm.lead(measure, LARGER)
-        beaten = larger is not None and larger.verdict == WORSE
-        return (
-            not arm.control
-            and not worse
-            and not beaten
-            and lead is not None
-            and lead.verdict == BETTER
-        )
+        lead, collapse = arm.lead(measure), arm.lead("collapse")
+        others = arm.lead(BUDGETS["per second"]), arm.lead(measure, LARGER)
+        loses = any(one is not None and one.estimate.high < 0 for one in others)
+        collapses = collapse is not None and collapse.estimate.low > 0
+        better = lead is not None and lead.verdict == BETTER
+        return better and not (arm.control or loses or collapses)
 
     return max(
         filter(allowed, arms.values()), key=lambda arm: _size(arm.lead(measure)), default=None

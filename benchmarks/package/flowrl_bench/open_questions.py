@@ -16,7 +16,7 @@ from flowrl_bench.claims import (
     question,
     variant,
 )
-from flowrl_bench.verdicts import Compare, Interaction, Level, Parts, each
+from flowrl_bench.verdicts import Compare, Interaction, Level, each
 
 _ONE_STEP = gains("probe=tweedie")
 
@@ -25,7 +25,7 @@ _CREDIT = (
         "increments-alone",
         "Do incremental rewards alone achieve what turning points do?",
         {"turning points": POINTS, "increments alone": {"arm": "increments alone"}},
-        each(("increments alone",), "turning points"),
+        *each(("increments alone",), "turning points"),
         tasks=TASKS["shapes"],
     ),
     question(
@@ -33,14 +33,14 @@ _CREDIT = (
         "Does the position of a turning point matter, or only that some steps get the reward that"
         " follows?",
         {"turning points": POINTS, "random steps": {"arm": "turning points at random steps"}},
-        each(("random steps",), "turning points"),
+        *each(("random steps",), "turning points"),
         tasks=TASKS["shapes"],
     ),
     question(
         "balancing",
         "What does balancing the signs of the turning points do?",
         {"balanced": POINTS, "not balanced": points("balance=none")},
-        each(("not balanced",), "balanced"),
+        *each(("not balanced",), "balanced"),
     ),
     question(
         "fresh-noise-fault",
@@ -49,13 +49,13 @@ _CREDIT = (
             "right": POINTS,
             "fresh noise": {**POINTS, "credit": "flowrl_bench.negative_controls:FreshNoiseFault"},
         },
-        each(("fresh noise",), "right"),
+        *each(("fresh noise",), "right"),
     ),
     question(
         "tp-normalisation",
         "Does joint normalisation help turning points too?",
         {"per step": POINTS, "joint": points("normalise=joint")},
-        each(("joint",), "per step"),
+        *each(("joint",), "per step"),
     ),
     question(
         "lambda",
@@ -64,13 +64,13 @@ _CREDIT = (
             "lambda 0": GAINS,
             **{f"lambda {lam:g}": gains(f"lam={lam}") for lam in (0.25, 0.5, 0.75, 1.0)},
         },
-        each(("lambda 1", "lambda 0.25", "lambda 0.5", "lambda 0.75"), "lambda 0"),
+        *each(("lambda 1", "lambda 0.25", "lambda 0.5", "lambda 0.75"), "lambda 0"),
     ),
     question(
         "shared-noise-gains",
         "Do stepwise gains need groups that start from the same noise?",
         {"shared": GAINS, "independent": {**GAINS, "initial_noise": "independent"}},
-        each(("independent",), "shared"),
+        *each(("independent",), "shared"),
     ),
     question(
         "point-criteria",
@@ -80,7 +80,7 @@ _CREDIT = (
             "at least 0.1": variant("min_size=0.1"),
             "clear swings": variant("confidence=1.0"),
         },
-        each(("at least 0.1", "clear swings"), "turning points"),
+        *each(("at least 0.1", "clear swings"), "turning points"),
     ),
     question(
         "point-density",
@@ -97,19 +97,19 @@ _ESTIMATES = (
         "At equal network evaluations, which estimate of unfinished images is best: one step, 5"
         " substeps or the whole ODE?",
         {"5 substeps": GAINS, "one step": _ONE_STEP, "whole ODE": gains("probe=completion")},
-        each(("one step", "whole ODE"), "5 substeps", "reward at equal forwards"),
+        *each(("one step", "whole ODE"), "5 substeps", "reward at equal forwards"),
     ),
     question(
         "true-limit",
         "How far are the rules from credit by true advantages?",
         {"true advantages": {"arm": "true advantages"}, **METHODS},
-        each(("uniform", "stepwise", "turning points"), "true advantages"),
+        *each(("uniform", "stepwise", "turning points"), "true advantages"),
     ),
     question(
         "tuning",
         "What does a rule lose at the world's default learning rate, clip and noise level?",
         {**METHODS, **{f"{rule}, defaults": {**arm, **DEFAULTS} for rule, arm in METHODS.items()}},
-        Parts(tuple(Compare(f"{rule}, defaults", rule) for rule in METHODS)),
+        *(Compare(f"{rule}, defaults", rule) for rule in METHODS),
     ),
     question(
         "narrower-clip",
@@ -121,16 +121,10 @@ _ESTIMATES = (
             "stepwise": GAINS,
             "turning points": POINTS,
         },
-        Parts(
-            (
-                *each(("clip 0.06",), "uniform").rules,
-                Compare("clip 0.06", "uniform", "collapse"),
-                *each(("stepwise", "turning points"), "clip 0.06").rules,
-                *each(
-                    ("stepwise", "turning points"), "clip 0.06", "reward at equal forwards"
-                ).rules,
-            )
-        ),
+        *each(("clip 0.06",), "uniform"),
+        Compare("clip 0.06", "uniform", "collapse"),
+        *each(("stepwise", "turning points"), "clip 0.06"),
+        *each(("stepwise", "turning points"), "clip 0.06", "reward at equal forwards"),
     ),
     question(
         "slower-forward",
@@ -141,14 +135,10 @@ _ESTIMATES = (
             "diffusion-nft": {"arm": "diffusion-nft"},
             "rate 0.004": {"arm": "diffusion-nft", "learning_rate": 0.004},
         },
-        Parts(
-            (
-                *each(("rate 0.004",), "diffusion-nft").rules,
-                Compare("rate 0.004", "diffusion-nft", "collapse"),
-                *each(("rate 0.004",), "uniform").rules,
-                *each(("rate 0.004",), "uniform", "reward at equal forwards").rules,
-            )
-        ),
+        *each(("rate 0.004",), "diffusion-nft"),
+        Compare("rate 0.004", "diffusion-nft", "collapse"),
+        *each(("rate 0.004",), "uniform"),
+        *each(("rate 0.004",), "uniform", "reward at equal forwards"),
         tasks=TASKS["shapes"],
         in_2d=False,
     ),
@@ -159,7 +149,7 @@ _REWARDS = tuple(
         f"reward-{name}",
         f"Which rules beat uniform credit with a reward {words}?",
         {"uniform": UNIFORM, "stepwise": GAINS, "one step": _ONE_STEP, "turning points": POINTS},
-        each(("stepwise", "one step", "turning points"), "uniform"),
+        *each(("stepwise", "one step", "turning points"), "uniform"),
         base=changes,
     )
     for name, words, changes in (
@@ -184,13 +174,9 @@ def _scale(name: str, words: str, setting: str, label: str, value: int) -> Claim
                 f"{rule}, {label} {value}": {**arm, setting: value} for rule, arm in METHODS.items()
             },
         },
-        Parts(
-            tuple(
-                Interaction(
-                    rule, "uniform", f"{rule}, {label} {value}", f"uniform, {label} {value}"
-                )
-                for rule in ("stepwise", "turning points")
-            )
+        *(
+            Interaction(rule, "uniform", f"{rule}, {label} {value}", f"uniform, {label} {value}")
+            for rule in ("stepwise", "turning points")
         ),
         base=LONG_WINDOW if setting == "num_steps" else {},
     )
@@ -210,21 +196,21 @@ _LOSS = (
             "exact KL": UNIFORM,
             "without the length": {**UNIFORM, "loss": "clipped(kl=without_delta)"},
         },
-        each(("without the length",), "exact KL"),
+        *each(("without the length",), "exact KL"),
         base={"kl_weight": BINDING_KL},
     ),
     question(
         "cps-scaling",
         "Does it matter that public code omits the variance from CPS's log-probability?",
         {"density": UNIFORM, "as released": {**UNIFORM, "loss": "clipped(log_prob=released_cps)"}},
-        each(("as released",), "density"),
+        *each(("as released",), "density"),
         base={"sampler": "cps", **LONG_WINDOW},
     ),
     question(
         "binding-kl",
         "What does the KL of `tp-explores` and `kl-quality` cost in reward?",
         {"uniform": UNIFORM, "uniform, KL": {**UNIFORM, "kl_weight": BINDING_KL}},
-        each(("uniform, KL",), "uniform"),
+        *each(("uniform, KL",), "uniform"),
     ),
     *(
         question(
@@ -234,7 +220,7 @@ _LOSS = (
                 "no KL": arm,
                 **{f"KL {weight:g}": {**arm, "kl_weight": weight} for weight in KL_WEIGHTS},
             },
-            each(tuple(f"KL {weight:g}" for weight in KL_WEIGHTS), "no KL", "quality"),
+            *each(tuple(f"KL {weight:g}" for weight in KL_WEIGHTS), "no KL", "quality"),
         )
         for name, words, arm in (
             ("uniform", "uniform credit", UNIFORM),

@@ -23,12 +23,14 @@ from flowrl_bench.tune import BUDGETS as SEARCHES
 from flowrl_bench.verdicts import (
     ALIKE,
     ALPHA,
-    BETTER,
+    BARELY_BETTER,
+    BARELY_WORSE,
     UNDECIDED,
-    WORSE,
+    VERDICTS,
     Compare,
     Comparison,
     by_seed,
+    gain,
     judge_family,
 )
 
@@ -43,7 +45,12 @@ BUDGETS = {
 the processor's.
 """
 AXES = {"updates": ("updates", 1.0), "evaluations": ("forwards", 1e3), "seconds": ("seconds", 1.0)}
-SHORT_WORDS = {ALIKE: "no difference", UNDECIDED: "undecided"}
+SHORT_WORDS = {
+    ALIKE: "no difference",
+    UNDECIDED: "undecided",
+    BARELY_BETTER: "barely better",
+    BARELY_WORSE: "barely worse",
+}
 
 
 @dataclass(frozen=True)
@@ -98,19 +105,19 @@ def judged(rule: str, worlds: Sequence[World]) -> list[World]:
         for budget in BUDGETS
     ]
     found = [
-        Compare(rule, baseline, BUDGETS[budget]).compare(world.evidence)
+        Compare(rule, baseline, BUDGETS[budget]).compare(
+            world.evidence, gain(world.part.world, world.evidence)
+        )
         for world, baseline, budget in asked
     ]
     findings: dict[str, list[Finding]] = {world.part.world: [] for world in worlds}
-    for (world, baseline, budget), verdict in zip(asked, judge_family(found), strict=True):
+    for (world, baseline, budget), comparison in zip(asked, judge_family(found), strict=True):
         differences = by_seed(world.evidence.differences(rule, baseline, BUDGETS[budget]))
         spread = float(differences.std(ddof=1)) if len(differences) > 1 else math.inf
         visible, alone = (
-            detectable(spread, len(differences), ALPHA / share) for share in (len(asked), 1)
+            detectable(spread, len(differences), ALPHA / share) for share in (2 * len(asked), 1)
         )
-        findings[world.part.world].append(
-            Finding(baseline, budget, verdict.comparisons[0], visible, alone)
-        )
+        findings[world.part.world].append(Finding(baseline, budget, comparison, visible, alone))
     return [replace(w, findings=tuple(findings[w.part.world])) for w in worlds]
 
 
@@ -122,8 +129,8 @@ def sentence(rule: str, world: World) -> str:
     for baseline in dict.fromkeys(finding.baseline for finding in world.findings):
         mine = [finding for finding in world.findings if finding.baseline == baseline]
         parts = []
-        for verdict in (BETTER, WORSE, ALIKE, UNDECIDED):
-            budgets = [finding.budget for finding in mine if finding.comparison.size == verdict]
+        for verdict in VERDICTS:
+            budgets = [finding.budget for finding in mine if finding.comparison.verdict == verdict]
             if budgets:
                 parts.append(f"{verdict} at equal {_listed(budgets)}")
         patterns.setdefault(", ".join(parts), []).append(baseline)
@@ -138,7 +145,7 @@ def sentence(rule: str, world: World) -> str:
 
 def _power(world: World) -> str:
     """How small a difference would have been found; empty if every comparison is decided."""
-    if all(finding.comparison.size != UNDECIDED for finding in world.findings):
+    if all(finding.comparison.verdict != UNDECIDED for finding in world.findings):
         return ""
     visible, alone = (
         [getattr(finding, name) for finding in world.findings] for name in ("visible", "alone")
@@ -173,7 +180,8 @@ def terminal(rule: str, worlds: Sequence[World]) -> str:
         lines += [" " * 17 + "".join(f"{budget:<21}" for budget in BUDGETS).rstrip()]
         for baseline in world.part.baselines:
             cells = [f.comparison for f in world.findings if f.baseline == baseline]
-            shown = [f"{c.estimate.value:+.3f} {SHORT_WORDS.get(c.size, c.size)}" for c in cells]
+            words = [SHORT_WORDS.get(c.verdict, c.verdict) for c in cells]
+            shown = [f"{c.estimate.value:+.3f} {w}" for c, w in zip(cells, words, strict=True)]
             lines += [f"{baseline:<17}" + "".join(f"{cell:<21}" for cell in shown).rstrip()]
         lines += [f"{'arm':<27}{'mean reward [95%]':<27}{'worst seed':<12}collapsed"]
         for arm in world.evidence.runs:
@@ -207,8 +215,9 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Docum
         " held-out learning curve up to the budget that both arms have spent: updates, network"
         " evaluations (forward equivalents) or processor seconds of training. All"
         " comparisons of the rule on this page are one family with Holm's correction; the smallest"
-        " difference that matters is 0.02 (`docs/verdicts.md`). A run collapsed if it ends more"
-        " than 0.1 below its best reward, or more than 0.02 below its first."
+        " difference that matters is 5% of what can be gained in the world (`docs/verdicts.md`). A"
+        " run collapsed if it ends more than 0.1 below its best reward, or more than 0.02 below its"
+        " first."
     )
     page.text(
         f"The rule is `{spec}`. Its settings were searched as those of the baselines were (`flowrl"
@@ -236,18 +245,24 @@ def findings_table(worlds: Sequence[World]) -> Table:
             world_label(world.part.world),
             finding.baseline,
             finding.budget,
-            finding.comparison.size,
+            finding.comparison.verdict,
             *(
                 f"{getattr(finding.comparison.estimate, end):.4f}"
                 for end in ("value", "low", "high")
             ),
-            f"{finding.comparison.adjusted:.2g}",
+            _p_value(finding.comparison),
             str(len(world.evidence.seeds)),
         )
         for world in worlds
         for finding in world.findings
     ]
     return Table(head, rows)
+
+
+def _p_value(comparison: Comparison) -> str:
+    """The corrected p-value of no difference; empty with too few seeds."""
+    p = comparison.adjusted[0] if comparison.adjusted else math.nan
+    return "" if math.isnan(p) else f"{p:.2g}"
 
 
 def _untuned_note(rule: str, untuned: Sequence[str]) -> str:
@@ -351,9 +366,10 @@ def _settings(world: World, rule: str) -> Table:
 def _finding_row(finding: Finding) -> tuple[str, ...]:
     c = finding.comparison
     won = "-" if c.won is None else f"{100 * c.won:.0f}%"
-    p = "-" if math.isnan(c.adjusted) else "< .001" if c.adjusted < 1e-3 else f"{c.adjusted:.3f}"
+    known = c.adjusted[0] if c.adjusted else math.nan
+    p = "-" if math.isnan(known) else "< .001" if known < 1e-3 else f"{known:.3f}"
     visible = (f"{finding.visible:.3f}", f"{finding.alone:.3f}")
-    return finding.baseline, finding.budget, c.size, c.estimate.text(3, True), p, won, *visible
+    return finding.baseline, finding.budget, c.verdict, c.estimate.text(3, True), p, won, *visible
 
 
 def _cost(lines: Sequence[Line]) -> tuple[float, float]:

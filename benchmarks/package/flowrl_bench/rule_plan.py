@@ -87,7 +87,7 @@ class Part:
 
 
 FULL = {"mixture": Part("mixture", 24, 20), "shapes": Part("shapes", 12, 8)}
-QUICK = {"mixture": Part("mixture", 24, 8), "shapes": Part("shapes", 0, 4, ("uniform",))}
+QUICK = {"mixture": Part("mixture", 24, 8), "shapes": Part("shapes", 0, 5, ("uniform",))}
 """The parts of the usual and the quick comparison: by the costs of single runs 21 to 25 and 4 to 6
 minutes on two idle cores.
 """
@@ -99,7 +99,7 @@ def usual(world: str, quick: bool) -> Part:
     return (
         known[world]
         if world in known
-        else Part(world, 6, 4, ("uniform",))
+        else Part(world, 6, 5, ("uniform",))
         if quick
         else Part(world, 12, 8)
     )

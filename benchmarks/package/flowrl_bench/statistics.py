@@ -26,8 +26,10 @@ from numpy.typing import ArrayLike
 from flowrl.core.errors import require
 
 DRAWS = 2000
-SMALLEST = 0.02
-"""The smallest difference of interest in reward, in both directions (docs/verdicts.md)."""
+SMALLEST = 0.05
+"""The smallest difference of interest in reward, in both directions, as a fraction of what can be
+gained (docs/verdicts.md).
+"""
 SMALLEST_RATIO = 1.1
 """The smallest budget ratio of interest, in both directions."""
 SMALLEST_RATE = 0.1
@@ -95,6 +97,17 @@ def rate_difference(first: ArrayLike, second: ArrayLike, null: float = 0.0) -> I
     centre = only_first - only_second
     error = math.sqrt((only_first + only_second - centre**2) / count)
     return t_interval(float(a.mean() - b.mean()), centre, error, 1e9, null)
+
+
+def outside(test: Callable[[float], Inference], margin: float) -> float:
+    """p-value of the hypothesis that a difference is at least `margin` in either direction: the
+    larger one of two one-sided tests. `test` has the two-sided p-value of a null; 1 for an estimate
+    beyond the margin.
+    """
+    low, high = test(-margin), test(margin)
+    if not abs(low.low + low.high) < 2 * margin:
+        return 1.0
+    return max(low.p, high.p) / 2
 
 
 def interquartile(values: Values, axis: int = -1) -> Values:

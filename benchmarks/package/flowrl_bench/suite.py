@@ -31,11 +31,10 @@ from flowrl_bench.results_file import (
     require_unchanged,
     stamp,
 )
+from flowrl_bench.verdicts import FEWEST
 
 Progress = Callable[[int, int, Mapping[str, Any]], None]
 """Called with (runs in the file, runs in all, the line of the run that has just finished)."""
-FEWEST = 3
-"""Complete seeds that a verdict needs; the false-alarm rates are known from this number on."""
 QUICK_QUESTIONS = ("random-points", "increments-alone", "point-density")
 """Open questions of the quick suite, which has all claims."""
 
@@ -211,28 +210,37 @@ def kept_memory(path: Path, arms: Mapping[str, Arm] | None, code: str = "") -> l
     return rows
 
 
-def evidence(claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...]) -> Evidence | None:
-    """The claim's runs in a world: every seed that all its arms and tasks have (with samples, if it
-    needs them).
+@dataclass(frozen=True)
+class Runs:
+    """The runs of a claim in a world by arm, task and seed."""
 
-    None for fewer than `FEWEST` seeds.
-    """
+    lines: Mapping[str, Mapping[str, Mapping[int, Mapping[str, Any]]]]
+
+    def evidence(self, arms: Sequence[str] = ()) -> Evidence | None:
+        """The seeds that all tasks of the `arms` have (none named: of all arms); None for fewer
+        than `FEWEST`.
+        """
+        chosen = {arm: self.lines[arm] for arm in arms or self.lines}
+        cells = [cell for tasks in chosen.values() for cell in tasks.values()]
+        seeds = tuple(sorted(set.intersection(*(set(cell) for cell in cells))))
+        if len(seeds) < FEWEST:
+            return None
+        runs = {
+            arm: {task: [cell[s] for s in seeds] for task, cell in tasks.items()}
+            for arm, tasks in chosen.items()
+        }
+        return Evidence(runs, seeds)
+
+
+def claim_runs(claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...]) -> Runs:
+    """The claim's finished runs in a world (with samples, if it needs them)."""
     found: dict[str, dict[str, dict[int, Mapping[str, Any]]]] = {arm: {} for arm in claim.arms}
     for arm, task, seed, config in claim.configs(world, seeds):
         line = lines.get(config_id(config))
         cell = found[arm].setdefault(task, {})
         if line is not None and ("samples" in line or arm not in claim.samples):
             cell[seed] = line
-    complete = [
-        s for s in seeds if all(s in cell for tasks in found.values() for cell in tasks.values())
-    ]
-    if len(complete) < FEWEST:
-        return None
-    runs = {
-        arm: {task: [cell[s] for s in complete] for task, cell in tasks.items()}
-        for arm, tasks in found.items()
-    }
-    return Evidence(runs, tuple(complete))
+    return Runs(found)
 
 
 EARLY, ROUNDING, TOLERANCE = 0.25, 1e-3, 0.05

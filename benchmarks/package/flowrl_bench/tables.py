@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,53 +11,50 @@ from flowrl_compare.statistics import mean
 
 from flowrl.training.config import RunConfig
 from flowrl_bench.arms import TASKS
-from flowrl_bench.claims import GAINS, POINTS, SEEDS, UNIFORM, Arm, Claim, gains, make_run
+from flowrl_bench.catalogue import PRIMARY
+from flowrl_bench.claims import (
+    GAINS,
+    POINTS,
+    SEEDS,
+    SELF_TEST,
+    UNIFORM,
+    Arm,
+    Claim,
+    gains,
+    make_run,
+)
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import MEASURES, Evidence, Line, column, spent
-from flowrl_bench.leads import LEADS
 from flowrl_bench.measurements import PHASES
 from flowrl_bench.page import Table
 from flowrl_bench.results_file import Lines
-from flowrl_bench.suite import evidence
+from flowrl_bench.suite import claim_runs
 from flowrl_bench.verdicts import (
     ALIKE,
+    BARELY_BETTER,
+    BARELY_WORSE,
     BETTER,
-    FAILS,
-    HOLDS,
+    SECONDARY,
     UNDECIDED,
     WORSE,
     Comparison,
-    Verdict,
     by_seed,
+    gain,
     judge_family,
 )
 
-ANSWERS = {
-    HOLDS: "yes",
-    FAILS: "no",
-    UNDECIDED: UNDECIDED,
-    BETTER: BETTER,
-    WORSE: WORSE,
-    ALIKE: ALIKE,
-}
-DEPENDS = "depends on the arm"
 SYMBOLS = {
     BETTER: "▲",
-    WORSE: "▼",
+    BARELY_BETTER: "△",
     ALIKE: "=",
+    BARELY_WORSE: "▽",
+    WORSE: "▼",
     UNDECIDED: "?",
-    HOLDS: "✓",
-    FAILS: "✗",
-    "yes": "✓",
-    "no": "✗",
 }
-"""By verdict or answer; colours belong to methods."""
+"""By verdict; colours belong to methods."""
 BRIEF = {UNDECIDED: "undecided", ALIKE: "no difference"}
 """Shorter words for tables that have a legend."""
 MISSING = "too few runs yet"
-SELF_TEST, MAIN, QUESTION, CLAIM = "self-test", "main comparison", "question", "claim"
-"""The families of Holm's correction."""
-_MAIN = frozenset(claim.id for claim in LEADS)
 WORLD_NAMES = {"mixture": "2-D world", "shapes": "image world"}
 COST_ARMS: dict[str, Arm] = {
     "uniform (no probe)": UNIFORM,
@@ -69,135 +66,106 @@ COST_ARMS: dict[str, Arm] = {
 """One arm per probe."""
 
 
+@dataclass
 class Judged:
-    """A claim in a world: its evidence and verdict (None if no seed is complete). Alone, the claim
-    is a family of its own.
+    """A claim in a world: the comparisons of its rules, the primary one first, and the seeds that
+    each has (0 and None without runs). `gain`: what can be gained in the world.
     """
 
-    def __init__(self, claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...] = ()) -> None:
-        self.claim, self.world = claim, world
-        self.evidence: Evidence | None = evidence(claim, world, lines, seeds or SEEDS[world])
-        self.found: tuple[Comparison, ...] = (
-            claim.rule.compare(self.evidence) if self.evidence else ()
-        )
-        self.verdict: Verdict | None = judge_family([self.found])[0] if self.evidence else None
+    claim: Claim
+    world: str
+    evidence: Evidence | None
+    gain: float
+    comparisons: list[Comparison | None]
+    seeds: list[int]
+
+    @property
+    def primary(self) -> Comparison | None:
+        """The primary comparison; None without runs."""
+        return self.comparisons[0]
 
     @property
     def label(self) -> str:
-        """The verdict in words; for an open question, the answer that all its arms have."""
-        if self.verdict is None:
-            return MISSING
-        if not self.claim.asks:
-            return self.verdict.verdict
-        answers = {ANSWERS[comparison.verdict] for comparison in self.verdict.comparisons}
-        return answers.pop() if len(answers) == 1 else DEPENDS
-
-    @property
-    def seeds(self) -> int:
-        """The number of seeds that all arms have."""
-        return len(self.evidence.seeds) if self.evidence else 0
+        """The verdict in words."""
+        return self.primary.verdict if self.primary else MISSING
 
 
-def judge_all(claims: Mapping[str, Claim], lines: Lines) -> list[Judged]:
+def compared(claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...] = ()) -> Judged:
+    """A claim in a world, not yet judged. Every rule has the seeds that its own arms have."""
+    runs = claim_runs(claim, world, lines, seeds or SEEDS[world])
+    every, found = runs.evidence(), [runs.evidence(rule.arms) for rule in claim.rules]
+    size = next((gain(world, one) for one in (every, *found) if one), 0.0)
+    comparisons = [
+        rule.compare(one, size) if one else None
+        for rule, one in zip(claim.rules, found, strict=True)
+    ]
+    counts = [len(one.seeds) if one else 0 for one in found]
+    return Judged(claim, world, every, size, comparisons, counts)
+
+
+def judge_all(
+    claims: Mapping[str, Claim], lines: Lines, primary: Mapping[str, Sequence[str]] = PRIMARY
+) -> list[Judged]:
     """Every claim in every world in which it is tested.
 
-    The families are the main comparison (`flowrl_bench.leads`), the papers' claims, the other
-    questions, and the self-test.
+    A family is the primary outcomes of a world, each of them once; a self-test is one of its own.
+    A secondary comparison that is another claim's primary outcome has its verdict.
     """
-    found = [Judged(claim, world, lines) for claim in claims.values() for world in claim.worlds]
-    for kind in dict.fromkeys(map(family, found)):
-        judge_together([one for one in found if family(one) == kind])
+    found = [compared(claim, world, lines) for claim in claims.values() for world in claim.worlds]
+    tests = [[one] for one in found if one.claim.source == SELF_TEST]
+    for family in (
+        *tests,
+        *([j for j in found if j.world == w and j.claim.id in ids] for w, ids in primary.items()),
+    ):
+        judge_together(found, family)
     return found
 
 
-def family(one: Judged) -> str:
-    """The name of a claim's family."""
-    if one.claim.id in _MAIN:
-        return MAIN
-    if one.claim.source == SELF_TEST:
-        return SELF_TEST
-    return QUESTION if one.claim.asks else CLAIM
-
-
-def judge_together(found: Sequence[Judged]) -> None:
-    """Judge again, as one family."""
-    judged = [one for one in found if one.verdict is not None]
-    for one, verdict in zip(judged, judge_family([one.found for one in judged]), strict=True):
-        one.verdict = verdict
-
-
-def summary(judged: Sequence[Judged], last: str) -> Table:
-    """A line per claim and world: its id and words, the verdict, and every comparison."""
-    asks = bool(judged) and judged[0].claim.asks
-    rows = []
+def judge_together(judged: Sequence[Judged], family: Sequence[Judged]) -> None:
+    """Judge the primary outcomes of `family`, and give their verdicts to `judged`."""
+    outcomes = {
+        one.claim.outcome(one.world, one.claim.primary): one.primary
+        for one in family
+        if one.primary is not None
+    }
+    verdicts = dict(zip(outcomes, judge_family(list(outcomes.values())), strict=True))
     for one in judged:
-        here = _measured(one.verdict.comparisons, one.claim.asks) if one.verdict else "-"
-        source = () if asks else (f"{one.claim.source}: {one.claim.number}",)
-        says = f"`{one.claim.id}` {one.claim.says}"
-        rows.append(
-            (says, marked(one.label), here, *source, WORLD_NAMES[one.world], str(one.seeds))
-        )
-    source = () if asks else ("source and its number",)
-    head = ("question" if asks else "claim", last, "measured here", *source, "world", "seeds")
-    return Table(head, rows, ("claim", "question", "source and its number", "measured here", last))
+        for place, (rule, known) in enumerate(zip(one.claim.rules, one.comparisons, strict=True)):
+            verdict = verdicts.get(one.claim.outcome(one.world, rule))
+            if known and verdict:
+                one.comparisons[place] = replace(known, adjusted=verdict.adjusted)
 
 
 def marked(label: str) -> str:
-    """A verdict or an answer with its symbol."""
+    """A verdict with its symbol."""
     return f"{label} {SYMBOLS[label]}" if label in SYMBOLS else label
 
 
-def _measured(found: Sequence[Comparison], asks: bool) -> str:
-    """All comparisons in a cell: the measure once, then every arm, each with its own verdict if
-    there are several.
+def shown(comparison: Comparison) -> str:
+    """The number with its interval, and the corrected p-value of no difference if it is judged; a
+    single seed has no interval.
     """
-    parts: dict[str, list[str]] = {}
-    for comparison in found:
-        alone = (
-            f" ({_alone(comparison, asks)})"
-            if len(found) > 1 or comparison.verdict == FAILS
-            else ""
-        )
-        parts.setdefault(comparison.label, []).append(
-            f"{comparison.arms} {shown(comparison)}{alone}"
-        )
-    return ". ".join(f"{_capital(label)}: {'; '.join(rows)}" for label, rows in parts.items())
+    signed, found = comparison.difference, comparison.estimate
+    if not math.isfinite(found.high):
+        return f"{found.value:{'+' if signed else ''}.3f} (one seed: no interval)"
+    p = comparison.adjusted[0] if comparison.adjusted else math.nan
+    return found.text(3, signed) + ("" if math.isnan(p) else f", p {_p_value(p)}")
+
+
+def comparison_table(judged: Judged) -> Table:
+    """The comparisons of a claim, then those on every task alone."""
+    rows = [
+        (rule.words(), c.text, str(seeds), shown(c), _won(c), marked(c.verdict))
+        for rule, c, seeds in zip(judged.claim.rules, judged.comparisons, judged.seeds, strict=True)
+        if c
+    ]
+    rows += [("-", c.text, "-", shown(c), _won(c), SECONDARY) for c in by_task(judged)]
+    head = ("rule", "measured", "seeds", "here", "seeds won", "verdict")
+    return Table(head, rows, ("rule", "measured", "verdict"))
 
 
 def _capital(words: str) -> str:
     return words[:1].upper() + words[1:]
-
-
-def _alone(comparison: Comparison, asks: bool) -> str:
-    """A comparison's own verdict in a word or two, and the reason if a claim fails."""
-    if asks:
-        return BRIEF.get(comparison.verdict, ANSWERS[comparison.verdict])
-    if comparison.verdict != FAILS:
-        return {HOLDS: "holds", UNDECIDED: "undecided"}[comparison.verdict]
-    return "does not hold: too small to matter" if comparison.size == ALIKE else "does not hold"
-
-
-def shown(comparison: Comparison) -> str:
-    """The number with its interval; a single seed has none."""
-    signed, found = comparison.difference, comparison.estimate
-    if math.isfinite(found.high):
-        return found.text(3, signed) + (
-            f", p {_p_value(comparison.adjusted)}" if not math.isnan(comparison.adjusted) else ""
-        )
-    return f"{found.value:{'+' if signed else ''}.3f} (one seed: no interval)"
-
-
-def comparison_table(found: Sequence[Comparison], asks: bool) -> Table:
-    """The comparisons behind a verdict; one without a verdict is no part of the rule."""
-    rows = [
-        (c.text, shown(c), _won(c), "-" if math.isnan(c.adjusted) else _judged(c, asks))
-        for c in found
-    ]
-    return Table(("measured", "here", "seeds won", "alone"), rows, ("measured", "alone"))
-
-
-def _judged(comparison: Comparison, asks: bool) -> str:
-    return marked(ANSWERS[comparison.verdict] if asks else comparison.verdict)
 
 
 def _won(comparison: Comparison) -> str:
@@ -209,9 +177,7 @@ def _p_value(adjusted: float) -> str:
 
 
 def by_task(judged: Judged) -> list[Comparison]:
-    """The claim's comparisons on every task alone, if several were pooled; without verdicts, since
-    no rule uses them.
-    """
+    """The claim's comparisons on every task alone, if several were pooled."""
     if judged.evidence is None:
         return []
     tasks = list(next(iter(judged.evidence.runs.values())))
@@ -221,9 +187,8 @@ def by_task(judged: Judged) -> list[Comparison]:
             {arm: {task: lines[task]} for arm, lines in judged.evidence.runs.items()},
             judged.evidence.seeds,
         )
-        found += [
-            replace(c, note=f"{c.note}, {task} alone") for c in judged.claim.rule.compare(alone)
-        ]
+        rows = (rule.compare(alone, judged.gain) for rule in judged.claim.rules)
+        found += [replace(c, note=f"{c.note}, {task} alone") for c in rows]
     return found
 
 
@@ -234,7 +199,7 @@ def levels(judged: Judged) -> str:
     if judged.evidence is None:
         return ""
     sentences = []
-    for name in dict.fromkeys(comparison.measure for comparison in judged.found):
+    for name in dict.fromkeys(rule.measure for rule in judged.claim.rules):
         start = MEASURES[name].start
         if name == "turning points over null":
             sentences.append(_density(judged.evidence))

@@ -2,46 +2,88 @@
 at its time.
 
 docs/verdicts.md has them in words, with the reasons. A rule compares; `judge_family` corrects the
-p-values of all comparisons of a family, which determine the verdicts.
+p-values of a family, which determine the verdicts. A comparison outside a family has none.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from flowrl_compare.statistics import LEVEL, Inference, Values, mean
+from flowrl_compare.statistics import Inference, Values, mean
 
-from flowrl_bench.evidence import BUDGET, MEASURES, RATE, SMALLEST_OF, Evidence
-from flowrl_bench.statistics import holm, rate_difference, wins
+from flowrl_bench.evidence import BUDGET, MEASURES, RATE, REWARD, SMALLEST_OF, Evidence, column
+from flowrl_bench.statistics import holm, outside, rate_difference, wins
 
-HOLDS = "holds here"
-FAILS = "does not hold here"
-UNDECIDED = "undecided at this power"
 BETTER, WORSE, ALIKE = "better", "worse", "no difference that matters"
-NO_WORSE = "no worse"
-ALPHA = 1 - LEVEL
+BARELY_BETTER, BARELY_WORSE = "better, by less than matters", "worse, by less than matters"
+UNDECIDED, SECONDARY = "undecided at this power", "secondary"
+VERDICTS = (BETTER, BARELY_BETTER, ALIKE, BARELY_WORSE, WORSE, UNDECIDED)
+ALPHA = 0.025
+"""The level of Holm's correction. The t test of few seeds has more false alarms on real learning
+curves than its level says; at this one, fewer than 5% of families have any
+(benchmarks/results/calibration.md).
+"""
+FEWEST = 5
+"""Seeds that a verdict needs."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What can be gained in a task: mean final reward of the best known arm, minus the reward
+    before training.
+    """
+
+    start: float
+    best: float
+    arm: str
+
+    @property
+    def size(self) -> float:
+        """Best minus start."""
+        return self.best - self.start
+
+
+GAINS: dict[tuple[str, str], Gain] = {
+    ("mixture", "direction"): Gain(0.2070, 0.9976, "turning points, 40 steps"),
+    ("shapes", "compositional"): Gain(0.7272, 0.8889, "uniform, larger groups"),
+    ("shapes", "text"): Gain(0.7456, 0.9374, "stepwise gains"),
+    ("shapes", "preference"): Gain(0.7403, 0.9511, "stepwise gains"),
+}
+"""By world and task: best known, over all arms of benchmarks/results/claims.jsonl.gz."""
+
+
+def gain(world: str, evidence: Evidence) -> float:
+    """What can be gained, averaged over tasks: of `GAINS`, else of the best arm of the evidence."""
+    tasks = next(iter(evidence.runs.values()))
+
+    def best(task: str) -> float:
+        if (world, task) in GAINS:
+            return GAINS[world, task].size
+        curves = [[column(run, "soft") for run in runs[task]] for runs in evidence.runs.values()]
+        ends = [float(np.mean([curve[-1] for curve in arm])) for arm in curves]
+        return max(ends) - float(np.mean([curve[0] for arm in curves for curve in arm]))
+
+    return float(np.mean([best(task) for task in tasks]))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One comparison behind a verdict.
+    """One comparison.
 
     `arms` names one arm or a difference ("a minus b", if `difference`). `estimate`: with the
-    p-value of `null`; ratios of budgets are ratios, with `null` 1 by default. `expects`: what a
-    claim expects (`BETTER`, `NO_WORSE` or `ALIKE`), "" for a question. `smallest`: the ends of the
-    effects that do not matter. `adjusted`: the p-value after the family's correction. `won`:
-    fraction of seeds at which the first arm is better. `note` follows the measure's label.
+    p-value of no difference; ratios of budgets are ratios. `outside`: the p-value of a difference
+    of at least the margin. `adjusted`: both p-values after the family's correction; None: no
+    member of a family. `won`: fraction of seeds at which the first arm is better. `note` follows
+    the measure's label.
     """
 
     arms: str
     measure: str
     estimate: Inference
-    null: float = 0.0
-    expects: str = ""
-    smallest: tuple[float, float] = (0.0, 0.0)
-    adjusted: float = math.nan
+    outside: float = math.nan
+    adjusted: tuple[float, float] | None = None
     won: float | None = None
     difference: bool = True
     note: str = ""
@@ -62,57 +104,35 @@ class Comparison:
         return f"{self.arms}: {self.label}"
 
     @property
-    def size(self) -> str:
-        """`BETTER`, `WORSE`, `ALIKE` or `UNDECIDED`, relative to `null` (for `ALIKE` claims,
-        relative to 0).
-        """
-        found, (low, high) = self.estimate, self.smallest
-        significant = self.adjusted < ALPHA
-        inside = low < found.low and found.high < high
-        if self.expects == ALIKE:
-            inside = significant and low < found.value < high
-        elif self.expects == NO_WORSE:
-            inside = False
-        if inside:
-            return ALIKE
-        return (
-            (BETTER if (found.value > self.null) == MEASURES[self.measure].higher else WORSE)
-            if significant
-            else UNDECIDED
-        )
-
-    @property
     def verdict(self) -> str:
-        """The answer to a question, or whether the claim's part holds."""
-        if not self.expects or self.size == UNDECIDED:
-            return self.size
-        return HOLDS if self.size == (ALIKE if self.expects == ALIKE else BETTER) else FAILS
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """All comparisons of a rule, judged."""
-
-    comparisons: tuple[Comparison, ...]
-
-    @property
-    def verdict(self) -> str:
-        """The verdict that all comparisons share; else how many parts of a claim hold, or that the
-        answer depends on the arm.
-        """
-        found = [comparison.verdict for comparison in self.comparisons]
-        if len(set(found)) == 1:
-            return found[0]
-        asks = not self.comparisons[0].expects
-        return "depends on the arm" if asks else f"{found.count(HOLDS)} of {len(found)} parts hold"
+        """One of `VERDICTS`, or `SECONDARY`."""
+        if self.adjusted is None:
+            return SECONDARY
+        differs, within = (p < ALPHA for p in self.adjusted)
+        if not differs:
+            return ALIKE if within else UNDECIDED
+        null = 1.0 if MEASURES[self.measure].unit == BUDGET else 0.0
+        if (self.estimate.value > null) == MEASURES[self.measure].higher:
+            return BARELY_BETTER if within else BETTER
+        return BARELY_WORSE if within else WORSE
 
 
 @runtime_checkable
 class Rule(Protocol):
-    """From runs to comparisons."""
+    """From runs to a comparison."""
 
-    def compare(self, evidence: Evidence) -> tuple[Comparison, ...]:
-        """The comparisons, not yet judged."""
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The arms that it compares; runs of the others do not count."""
+        ...
+
+    @property
+    def measure(self) -> str:
+        """The measure by its name in `MEASURES`."""
+        ...
+
+    def compare(self, evidence: Evidence, gain: float) -> Comparison:
+        """The comparison, not yet judged; `gain`: what can be gained in the world."""
         ...
 
     def words(self) -> str:
@@ -120,21 +140,15 @@ class Rule(Protocol):
         ...
 
 
-def judge_family(found: Iterable[Sequence[Comparison]]) -> list[Verdict]:
-    """Verdicts of the rules of a family, with Holm's correction over all of their comparisons."""
-    rules = [tuple(comparisons) for comparisons in found]
-    adjusted = iter(
-        holm([comparison.estimate.p for comparisons in rules for comparison in comparisons])
-    )
-    return [
-        Verdict(tuple(replace(c, adjusted=next(adjusted)) for c in comparisons))
-        for comparisons in rules
-    ]
+def judge_family(found: Sequence[Comparison]) -> list[Comparison]:
+    """The comparisons with verdicts.
 
-
-def judge(rule: Rule, evidence: Evidence) -> Verdict:
-    """The verdict of a rule that is a family of its own."""
-    return judge_family([rule.compare(evidence)])[0]
+    Holm's correction is over both p-values of all comparisons, so that the probability of any
+    wrong label in the family is bounded. Fewer than `FEWEST` seeds have NaN as p-values.
+    """
+    corrected = holm([c.estimate.p for c in found] + [c.outside for c in found])
+    pairs = zip(corrected[: len(found)], corrected[len(found) :], strict=True)
+    return [replace(c, adjusted=pair) for c, pair in zip(found, pairs, strict=True)]
 
 
 def by_seed(values: Values) -> Values:
@@ -144,83 +158,60 @@ def by_seed(values: Values) -> Values:
     return values.mean(axis=1)
 
 
-def _null(measure: str, value: float, expects: str) -> float:
-    """The null of a difference: 0, the nearer end of the smallest effect (`ALIKE`), or its losing
-    end (`NO_WORSE`).
-    """
-    smallest = SMALLEST_OF[MEASURES[measure].unit]
-    if expects == NO_WORSE:
-        return -smallest if MEASURES[measure].higher else smallest
-    return math.copysign(smallest, value) if expects == ALIKE else 0.0
+def _tested(
+    test: Callable[[float], Inference], measure: str, gain: float, seeds: int
+) -> tuple[Inference, float]:
+    """The estimate with the p-value of no difference, and the p-value of one that matters."""
+    unit = MEASURES[measure].unit
+    found = test(0.0)
+    if seeds < FEWEST:
+        return replace(found, p=math.nan), math.nan
+    return found, outside(test, SMALLEST_OF[unit] * (gain if unit == REWARD else 1.0))
 
 
 @dataclass(frozen=True)
 class Compare:
-    """`arm` against `than` by `measure`. `expects`: see `Comparison`. `at_most`: of ratios of
-    budgets, the null instead of 1.
-    """
+    """`arm` against `than` by `measure`."""
 
     arm: str
     than: str
     measure: str = "area"
-    expects: str = ""
-    at_most: float = 1.0
 
-    def compare(self, evidence: Evidence) -> tuple[Comparison, ...]:
-        """One comparison of paired seeds (collapse rates: of paired runs)."""
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Both arms."""
+        return self.arm, self.than
+
+    def compare(self, evidence: Evidence, gain: float) -> Comparison:
+        """Paired seeds are compared (collapse rates: paired runs)."""
         measure = MEASURES[self.measure]
         runs = evidence.differences(self.arm, self.than, self.measure)
         gains = by_seed(runs) if measure.higher else -by_seed(runs)
-        null = (
-            math.log(self.at_most)
-            if self.at_most != 1
-            else _null(self.measure, float(runs.mean()), self.expects)
-        )
-        smallest, note, arms = SMALLEST_OF[measure.unit], "", f"{self.arm} minus {self.than}"
-        ends = (-smallest, smallest)
-        if measure.unit == RATE:
-            found = rate_difference(
-                evidence.values(self.arm, self.measure),
-                evidence.values(self.than, self.measure),
-                null,
-            )
-        else:
-            found = mean(by_seed(runs), null)
-        if measure.unit == BUDGET:
-            found, null, ends, arms = (
-                found.exponential(),
-                math.exp(null),
-                (1 / math.exp(smallest), math.exp(smallest)),
-                self.arm,
-            )
-            never = evidence.never(self.arm, self.than, self.measure)
-            note = f" to {self.than}'s{_never(never, (self.arm, self.than))}"
-            arms = f"{self.arm} over {self.than}"
+
+        def test(null: float) -> Inference:
+            if measure.unit == RATE:
+                first, second = (evidence.values(arm, self.measure) for arm in self.arms)
+                return rate_difference(first, second, null)
+            return mean(by_seed(runs), null)
+
+        found, outer = _tested(test, self.measure, gain, len(runs))
         won = wins(gains, np.zeros_like(gains))
-        return (
-            Comparison(
-                arms,
-                self.measure,
-                found,
-                null,
-                self.expects,
-                ends,
-                math.nan,
-                won,
-                measure.unit != BUDGET,
-                note,
-            ),
+        if measure.unit != BUDGET:
+            arms = f"{self.arm} minus {self.than}"
+            return Comparison(arms, self.measure, found, outer, None, won)
+        never = evidence.never(self.arm, self.than, self.measure)
+        note = f" to {self.than}'s{_never(never, self.arms)}"
+        arms = f"{self.arm} over {self.than}"
+        return Comparison(
+            arms, self.measure, found.exponential(), outer, None, won, difference=False, note=note
         )
 
     def words(self) -> str:
         """The rule in words."""
-        measure = MEASURES[self.measure]
-        limit = f" than {self.at_most:g} of it" if self.at_most != 1 else ""
-        expected = f"expects {self.expects}{limit}" if self.expects else "asks"
-        return f"{expected}: {self.arm} against {self.than} ({measure.label})"
+        return f"{self.arm} against {self.than} ({MEASURES[self.measure].label})"
 
 
-def _never(count: tuple[int, int], arms: tuple[str, str]) -> str:
+def _never(count: tuple[int, int], arms: tuple[str, ...]) -> str:
     """Censored pairs of runs in words."""
     parts = [
         f"{arm} missed a reward in {number}"
@@ -232,79 +223,58 @@ def _never(count: tuple[int, int], arms: tuple[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Interaction:
-    """`arm` minus `than` is larger than `other` minus `other_than`, by `measure`."""
+    """`arm` minus `than`, minus `other` minus `other_than`, by `measure`."""
 
     arm: str
     than: str
     other: str
     other_than: str
     measure: str = "area"
-    expects: str = BETTER
 
-    def compare(self, evidence: Evidence) -> tuple[Comparison, ...]:
-        """One comparison of the two paired differences."""
-        first = evidence.differences(self.arm, self.than, self.measure)
-        second = evidence.differences(self.other, self.other_than, self.measure)
-        smallest = SMALLEST_OF[MEASURES[self.measure].unit]
-        found = mean(
-            by_seed(first - second),
-            _null(self.measure, float((first - second).mean()), self.expects),
-        )
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The four arms."""
+        return self.arm, self.than, self.other, self.other_than
+
+    def compare(self, evidence: Evidence, gain: float) -> Comparison:
+        """The two paired differences are compared."""
+        first = by_seed(evidence.differences(self.arm, self.than, self.measure))
+        second = by_seed(evidence.differences(self.other, self.other_than, self.measure))
+        tested = _tested(lambda null: mean(first - second, null), self.measure, gain, len(first))
         arms = f"({self.arm} minus {self.than}) minus ({self.other} minus {self.other_than})"
-        won = wins(by_seed(first), by_seed(second))
-        return (
-            Comparison(
-                arms, self.measure, found, 0.0, self.expects, (-smallest, smallest), won=won
-            ),
-        )
+        return Comparison(arms, self.measure, *tested, None, wins(first, second))
 
     def words(self) -> str:
         """The rule in words."""
-        expected = f"expects {self.expects}" if self.expects else "asks"
         return (
-            f"{expected}: the lead of {self.arm} over {self.than} against that of {self.other} over"
+            f"the lead of {self.arm} over {self.than} against that of {self.other} over"
             f" {self.other_than}"
         )
 
 
 @dataclass(frozen=True)
 class Level:
-    """`measure` of `arm` is above `threshold`."""
+    """`measure` of `arm` against 0."""
 
     arm: str
     measure: str
-    threshold: float = 0.0
-    expects: str = BETTER
 
-    def compare(self, evidence: Evidence) -> tuple[Comparison, ...]:
-        """One comparison with the threshold."""
-        found = mean(by_seed(evidence.values(self.arm, self.measure)), self.threshold)
-        return (
-            Comparison(
-                self.arm, self.measure, found, self.threshold, self.expects, difference=False
-            ),
-        )
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The arm."""
+        return (self.arm,)
+
+    def compare(self, evidence: Evidence, gain: float) -> Comparison:
+        """The mean over seeds is compared with 0."""
+        values = by_seed(evidence.values(self.arm, self.measure))
+        tested = _tested(lambda null: mean(values, null), self.measure, gain, len(values))
+        return Comparison(self.arm, self.measure, *tested, difference=False)
 
     def words(self) -> str:
         """The rule in words."""
-        return f"expects more than {self.threshold:g}: {self.arm} ({MEASURES[self.measure].label})"
+        return f"{self.arm} against 0 ({MEASURES[self.measure].label})"
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Several rules, counted one by one."""
-
-    rules: tuple[Rule, ...] = field(default_factory=tuple)
-
-    def compare(self, evidence: Evidence) -> tuple[Comparison, ...]:
-        """The comparisons of all rules."""
-        return tuple(comparison for rule in self.rules for comparison in rule.compare(evidence))
-
-    def words(self) -> str:
-        """The rules in words."""
-        return "; ".join(rule.words() for rule in self.rules)
-
-
-def each(arms: Iterable[str], than: str, measure: str = "area", expects: str = "") -> Parts:
+def each(arms: Sequence[str], than: str, measure: str = "area") -> tuple[Compare, ...]:
     """Each of `arms` against `than`."""
-    return Parts(tuple(Compare(arm, than, measure, expects) for arm in arms))
+    return tuple(Compare(arm, than, measure) for arm in arms)
