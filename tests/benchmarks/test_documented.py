@@ -17,6 +17,7 @@ def summary(method: str, **known) -> ArmSummary:
     zeros = {
         entry.name: Mean(0.0, 0.0) if entry.name in ("base", "final", "lead", "final_strict") else 0
         for entry in fields(ArmSummary)
+        if entry.name not in ("cost", "priced")
     }
     return ArmSummary(**{**zeros, "arm": method, "heldout": {}, "settings": {}, **known})  # pyright: ignore[reportArgumentType]
 
