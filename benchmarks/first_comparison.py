@@ -1,89 +1,105 @@
 """The comparison that a user sees first, with more seeds: what three seeds may say, and the bound.
 
-    python benchmarks/first_comparison.py --out runs/first [--worlds mixture shapes] [--save]
+    python benchmarks/first_comparison.py --out runs/first
 
-Runs `flowrl compare` with its default settings (tuned) and `SEEDS` in each world, in the 2-D world
-also the arm with exact values. It can be stopped and called again. `--save` writes the final rewards
-by arm and seed to benchmarks/results/first-comparison.json, and the curves of exact values to
-packages/flowrl_compare/bounds.json. tests/bench/test_first_comparison.py: no lead that seeds 0, 1
-and 2 decide has the opposite sign of one that all seeds decide.
+Runs `flowrl compare --world mixture` with its default (tuned) settings, 15 seeds and the arm with
+exact values; it can be stopped and called again. In the image world it takes the claims' runs with
+the same settings, up to the default number of iterations. Writes final rewards and mean rewards over
+training by world, arm and seed to benchmarks/results/first-comparison.json, and the curves of exact
+values to packages/flowrl_compare/bounds.json. tests/bench/test_first_comparison.py: no lead that
+seeds 0, 1 and 2 decide has the opposite sign of one that all seeds decide.
 """
 
 import argparse
-import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from flowrl_bench.arms import ARMS, tuned
+from flowrl_bench.digest import config_id
+from flowrl_bench.evidence import column
+from flowrl_bench.results_file import ResultsFile
 from flowrl_compare.bounds import ARM, COUNTS, FILE, bound_settings
 from flowrl_compare.results import load_comparison
 
-from flowrl.cli.main import main as main_of_flowrl
+from flowrl.cli.main import main as flowrl
 from flowrl.io import write_json
+from flowrl.training.config import RunConfig
 
-SEEDS = {"mixture": range(15), "shapes": range(8)}
-RESULTS = Path(__file__).parent / "results" / "first-comparison.json"
-
-
-def command(world: str) -> list[str]:
-    """The arguments of `flowrl compare`."""
-    seeds = [*map(str, SEEDS[world])]
-    bound = ["--bound"] if world == "mixture" else []
-    return ["--world", world, "--seeds", *seeds, *bound]
-
-
-def compared(world: str, folder: Path, workers: int) -> bool:
-    """Run the comparison, or what is missing of it."""
-    done = (folder / "config.json").exists()
-    words = ["--resume", str(folder)] if done else [*command(world), "--out", str(folder)]
-    return main_of_flowrl(["compare", *words, "--workers", str(workers)]) == 0
+ROOT = Path(__file__).parent / "results"
+SEEDS = range(15)
+WORDS = ["--world", "mixture", "--seeds", *map(str, SEEDS), "--bound"]
+COMMAND = "flowrl compare " + " ".join(WORDS)
+IMAGES = ("uniform", "stepwise gains", "turning points")
+Curves = dict[str, dict[int, list[float]]]
+"""Held-out rewards from before training to its end, by arm and seed."""
 
 
-def finals(folder: Path) -> dict[str, dict[int, float]]:
-    """Final held-out rewards by arm and seed."""
+def of_folder(folder: Path) -> tuple[Curves, list[float]]:
+    """The curves of a comparison, and their iterations."""
     comparison = load_comparison(folder)
+    runs = {arm: comparison.of(arm) for arm in comparison.arms}
+    curves = {
+        arm: {run.seed: run.curve("iteration", "reward")[1] for run in seeds}
+        for arm, seeds in runs.items()
+    }
+    return curves, runs[ARM][0].curve("iteration", "reward")[0]
+
+
+def of_claims(iterations: int = RunConfig().iterations) -> Curves:
+    """The curves of the claims' runs on images at the tuned settings, up to an iteration."""
+    lines = ResultsFile(ROOT / "claims.jsonl").unchecked()
+    by_id, curves = {line["id"]: line for line in lines}, Curves()
+    for name in IMAGES:
+        arm, curves[name] = ARMS[name], {}
+        for seed in SEEDS:
+            run = arm.run("shapes", tuned("shapes", name), task="compositional", seed=seed)
+            if line := by_id.get(config_id(run)):
+                rewards = zip(column(line, "iteration"), column(line, "soft"), strict=True)
+                curves[name][seed] = [reward for at, reward in rewards if at <= iterations]
+    return curves
+
+
+def summary(curves: Curves) -> dict[str, dict[str, dict[int, float]]]:
+    """Final rewards, and means over the evaluations after the first."""
     return {
-        arm: {run.seed: run.curve("iteration", "reward")[1][-1] for run in comparison.of(arm)}
-        for arm in comparison.arms
+        name: {arm: {s: round(of(c), 5) for s, c in runs.items()} for arm, runs in curves.items()}
+        for name, of in {"final": lambda c: c[-1], "mean": lambda c: fmean(c[1:])}.items()
     }
 
 
-def bound_entry(folder: Path) -> dict[str, Any]:
+def bound_entry(folder: Path, curves: Curves, iterations: list[float]) -> dict[str, Any]:
     """The curves of exact values, and the settings that they belong to."""
-    comparison = load_comparison(folder)
-    run = comparison.config["run"]
+    run = load_comparison(folder).config["run"]
     groups = [value if isinstance(value, dict) else {name: value} for name, value in run.items()]
     settings = {name: value for group in groups for name, value in group.items()}
-    curves = [run.curve("iteration", "reward") for run in comparison.of(ARM)]
     return {
         "settings": {name: settings.get(name) for name in COUNTS},
         "arm": bound_settings("mixture"),
-        "command": "flowrl compare " + " ".join(command("mixture")),
-        "seeds": [run.seed for run in comparison.of(ARM)],
-        "iterations": curves[0][0],
-        "curves": [[round(value, 4) for value in y] for _, y in curves],
+        "command": COMMAND,
+        "seeds": [*curves[ARM]],
+        "iterations": iterations,
+        "curves": [[round(reward, 4) for reward in rewards] for rewards in curves[ARM].values()],
     }
 
 
-def main() -> None:
-    """Run, and save if all runs are finished."""
+def main() -> int:
+    """Run what is missing, and save."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--worlds", nargs="+", choices=SEEDS, default=[*SEEDS])
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    done = [compared(world, options.out / world, options.workers) for world in options.worlds]
-    if options.save and all(done):
-        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        found = {
-            world: {"command": "flowrl compare " + " ".join(command(world)), "final": rewards}
-            for world in options.worlds
-            if (rewards := finals(options.out / world))
-        }
-        write_json(RESULTS, {**known, **found})
-        if "mixture" in options.worlds:
-            write_json(FILE, [bound_entry(options.out / "mixture")])
+    started = (options.out / "config.json").exists()
+    words = ["--resume", str(options.out)] if started else [*WORDS, "--out", str(options.out)]
+    if code := flowrl(["compare", *words, "--workers", str(options.workers)]):
+        return code
+    curves, iterations = of_folder(options.out)
+    images = {"command": "flowrl bench claims --world shapes", **summary(of_claims())}
+    results = {"mixture": {"command": COMMAND, **summary(curves)}, "shapes": images}
+    write_json(ROOT / "first-comparison.json", results)
+    write_json(FILE, [bound_entry(options.out, curves, iterations)])
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
