@@ -16,7 +16,7 @@ FILE = Path(__file__).parent / "bounds.json"
 """
 ARM = "exact values (bound)"
 """The arm of a comparison with `--bound`."""
-CREDIT = "stepwise-gain(probe='exact(points=29, reach=4)')"
+CREDIT = "stepwise-gain(probe=exact)"
 COUNTS = (
     *("world", "task", "reward", "reward_form", "reward_noise", "reward_bias"),
     *("iterations", "groups", "group_size", "num_steps", "window", "minibatches", "ema_decay"),

@@ -118,7 +118,7 @@ def test_images_train_in_bfloat16_with_float32_weights(tmp_path):
     [
         ({"group_size": 1}, "group_size = 1 is not allowed; allowed: a whole number, 2 or more"),
         ({"sampler": "ode"}, "log-probabilities"),
-        ({"world": "mars"}, "mixture, shapes"),
+        ({"world": "mars"}, "mixture, points, shapes"),
         ({"window": "8:17"}, "within the schedule's 10 steps"),
         ({"dtype": "int8"}, "float32"),
     ],
