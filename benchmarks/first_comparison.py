@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from flowrl_bench import claims
 from flowrl_bench.arms import ARMS, tuned
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import column
@@ -52,7 +53,7 @@ def of_claims(iterations: int = RunConfig().iterations) -> Curves:
     by_id, curves = {line["id"]: line for line in lines}, Curves()
     for name in IMAGES:
         arm, curves[name] = ARMS[name], {}
-        for seed in SEEDS:
+        for seed in claims.SEEDS["shapes"]:
             run = arm.run("shapes", tuned("shapes", name), task="compositional", seed=seed)
             if line := by_id.get(config_id(run)):
                 rewards = zip(column(line, "iteration"), column(line, "soft"), strict=True)
