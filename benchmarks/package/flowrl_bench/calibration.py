@@ -323,7 +323,8 @@ def tables(found: Mapping[str, Any]) -> str:
     rates = ", ".join(f"{n} seeds {100 * r:.0f}%" for n, r in found["rare collapses"].items())
     lines += [
         "",
-        f"Limit: a copy of turning points in the 2-D world that loses {DROP} in rare collapses, and so"
+        f"Limit: a copy of turning points in the 2-D world that loses {DROP} in rare"
+        " collapses, and so"
         f" exactly the margin on average, is called without a difference that matters: {rates} of"
         " the comparisons in families of 20 such copies. Some samples of so few seeds contain no"
         " collapse.",

@@ -46,7 +46,8 @@ MAIN_TEXT = (
     " compares the papers' rules with its second-best clip. A click on a column's head sorts."
 )
 SURVIVAL_TEXT = (
-    "The papers' headlines at the worlds' default settings (secondary) and at tuned settings. The runs at"
+    "The papers' headlines at the worlds' default settings (secondary) and at tuned"
+    " settings. The runs at"
     " default settings are those of the question [tuning](claims/details.md#tuning), if it has runs"
     " in that world; else they are older and have [a page of their"
     " own](claims/at-default-settings.md)."
@@ -73,8 +74,10 @@ METHOD = (
     " the seed. Holm's correction covers all verdicts of a world; each self-test is a family"
     " of its own. Held-out prompts and their noise are the same for"
     " all runs, so intervals do not cover the choice of prompts. *Per evaluation* counts forward"
-    " equivalents ([definition](verdicts.md#forward-equivalents)). *Per second* is processor time of one core"
-    " with tiny networks; large models can differ. Verdicts are about these worlds. The primary outcomes were chosen after the"
+    " equivalents ([definition](verdicts.md#forward-equivalents)). *Per second* is"
+    " processor time of one core"
+    " with tiny networks; large models can differ. Verdicts are about these worlds. The"
+    " primary outcomes were chosen after the"
     " runs of this page had been seen, and before all later ones."
 )
 CHOICE = (

@@ -372,7 +372,8 @@ class Headroom:
     """
 
     tasks: tuple[str, ...] = ()
-    """Tasks by name; default: all (--quick: default, 9-of-10 and noise-0.3). Tasks whose runs are in
+    """Tasks by name; default: all (--quick: default, 9-of-10 and noise-0.3). Tasks whose runs are
+    in
     `out` are not run again.
     """
     credit: str = ""

@@ -7,7 +7,8 @@ policy. V is estimated by Monte Carlo continuation, so every A* has a standard e
 correlations are corrected for it (`flowrl_bench.true_advantage`).
 
 In a branched tree (`flowrl.core.tree`) the truth belongs to the edge into each state that was
-drawn: A* = V(child) - V(parent). A distinct state is continued once, however many members pass it, and
+drawn: A* = V(child) - V(parent). A distinct state is continued once, however many members pass it,
+and
 an edge counts in the agreement as it does in the update.
 """
 

@@ -87,7 +87,8 @@ def gradient_share(settings: str) -> float:
 
 def spent(line: Line, axis: str) -> list[float]:
     """The budget at each evaluation: updates (iterations), forwards (forward equivalents by
-    `flowrl_compare.costs`), seconds, stated seconds (those of the stated model), or nfe (evaluations
+    `flowrl_compare.costs`), seconds, stated seconds (those of the stated model), or nfe
+    (evaluations
     of the network, all alike).
     """
     if axis == "updates":

@@ -8,7 +8,8 @@ stretch ends in images, which the reward scores. A stochastic step i draws mean_
     V_i(x) = U_i(mean_i(x)),    U_i(m) = E V_{i+1}(m + s_i z).
 
 V_{i+1} is known on the grid. U_i is a convolution with a Gaussian, computed axis by axis with the
-exact expectation of the interpolant, without a quadrature over z. U_i is smooth, and is interpolated
+exact expectation of the interpolant, without a quadrature over z. U_i is smooth, and is
+interpolated
 at mean_i of the grid points and of the states to be valued. No number is drawn.
 """
 

@@ -120,10 +120,12 @@ def headroom_page(rows: Sequence[Row], size: Size, command: str) -> Document:
     )
     page.text(
         "With noise on the score, the oracle is trained on the expected score. The headroom then"
-        " includes the noise of the finished samples' scores, which a rule that observes them cannot"
+        " includes the noise of the finished samples' scores, which a rule that observes"
+        " them cannot"
         " remove completely: the part of it by which uniform credit is lower than without noise is"
         " lost to the noise, and the rest to credit. In more than two dimensions the values are"
-        " means of 64 stochastic continuations: a better oracle may lead by more. Exact values exist in two dimensions"
+        " means of 64 stochastic continuations: a better oracle may lead by more. Exact"
+        " values exist in two dimensions"
         " only, because the trained policy may couple the coordinates that are independent before"
         " training."
     )

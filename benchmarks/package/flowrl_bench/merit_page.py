@@ -349,6 +349,7 @@ def verdict_table(judgements: Sequence[Verdict]) -> list[str]:
                 places.setdefault(what, []).append(where.removesuffix(" training"))
         fails = "; ".join(f"{what}: {', '.join(where)}" for what, where in places.items())
         table.append(
-            f"| {verdict.row} | {share} | {'yes' if verdict.reaches else 'no'} | {holds} | {fails} |"
+            f"| {verdict.row} | {share} | {'yes' if verdict.reaches else 'no'} | {holds}"
+            f" | {fails} |"
         )
     return table

@@ -48,7 +48,8 @@ def microscope_page(
     )
     page.text(
         "The true advantage of a step is $V(x_{i+1}) - V(x_i)$: the expected final reward if the"
-        " stochastic sampler continues, after the step and before it. In the 2-D world $V$ is exact."
+        " stochastic sampler continues, after the step and before it. In the 2-D world"
+        " $V$ is exact."
         " On images it is the best known: a mean of continuations, so a ceiling is at least the"
         " stated one. A *ceiling* is the correlation of the rule if every value is known: the rule"
         " is applied to a table of $V$ instead of estimated rewards. Rules that read only the final"
@@ -314,7 +315,8 @@ def method_text(lines: Lines, sizes: Mapping[str, Size]) -> list[str]:
         parts.append(
             f"{PLACES[world][0].upper()}{PLACES[world][1:]}: {_looks(len(first))} before training"
             f" and {_looks(len(later))} after it, {size.prompts} prompts x {size.members}"
-            f" trajectories in each, {f'{count} continuations per state' if count else 'exact values'},"
+            f" trajectories in each,"
+            f" {f'{count} continuations per state' if count else 'exact values'},"
             f" {size.stages['during']} and {size.stages['after']} iterations of training"
         )
     found = [

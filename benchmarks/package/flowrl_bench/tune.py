@@ -298,7 +298,8 @@ def choices(searches: Sequence[Search], path: Path) -> str:
 
 
 def save(searches: Sequence[Search], log: Path, path: Path) -> None:
-    """Write the values and settings of every finished search, by world and arm, to the JSON file at `path`;
+    """Write the values and settings of every finished search, by world and arm, to the JSON file
+    at `path`;
     other entries stay.
     """
     lines = ResultsFile(log).unchecked()
