@@ -5,16 +5,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 from flowrl_compare.results import Comparison
+from flowrl_compare.statistics import collapsed
 from flowrl_compare.tuned import tuned
 
 FILE = Path(__file__).parent / "bounds.json"
 """Shipped curves with the settings that they belong to (`python benchmarks/first_comparison.py`).
 """
-ARM = "exact values (bound)"
+ARM = "exact values (oracle)"
 """The arm of a comparison with `--bound`."""
 CREDIT = "stepwise-gain(probe=exact)"
 COUNTS = (
@@ -43,8 +44,13 @@ class Bound:
 
     @property
     def rewards(self) -> list[float]:
-        """The mean over seeds."""
-        return [fmean(column) for column in zip(*self.curves, strict=True)]
+        """The median over seeds, since the oracle itself collapses in some."""
+        return [median(column) for column in zip(*self.curves, strict=True)]
+
+    @property
+    def collapsed(self) -> int:
+        """How many seeds collapsed."""
+        return sum(map(collapsed, self.curves))
 
 
 @cache

@@ -74,8 +74,8 @@ class Compare:
     seeds: tuple[Seed, ...] = (0, 1, 2)
     """One run per arm and seed."""
     bound: bool = False
-    """Add an arm that knows the exact value of every state, which no rule can beat by its credit
-    (2-D world; half a minute per seed). The report has a shipped curve for the default settings.
+    """Add an oracle, which knows the exact value of every state (2-D world; half a minute per seed).
+    The report has a shipped curve for the default settings.
     """
     equal_cost: bool = False
     """Train every arm for as many iterations as need the network evaluations of the baseline's run

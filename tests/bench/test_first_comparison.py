@@ -15,11 +15,9 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "first-comparis
 def test_no_decided_lead_of_three_seeds_is_reversed_by_all(world: str) -> None:
     """A lead is decided if its 95% interval excludes 0."""
     runs = json.loads(RESULTS.read_text())[world]["final"]
-    table = {
-        arm: np.array([row[seed] for seed in sorted(row, key=int)]) for arm, row in runs.items()
-    }
-    for first, other in combinations(table, 2):
-        differences = table[other] - table[first]
+    for first, other in combinations(runs, 2):
+        seeds = sorted(runs[first].keys() & runs[other].keys(), key=int)
+        differences = np.array([runs[other][seed] - runs[first][seed] for seed in seeds])
         signs = []
         for part in (differences[:3], differences):
             lead = mean(part)
