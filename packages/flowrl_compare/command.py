@@ -74,7 +74,7 @@ class Compare:
     seeds: tuple[Seed, ...] = (0, 1, 2)
     """One run per arm and seed."""
     bound: bool = False
-    """Add an oracle, which knows the exact value of every state (2-D world; half a minute per seed).
+    """Add an oracle, which knows the exact value of every state (2-D world; half a minute a seed).
     The report has a shipped curve for the default settings.
     """
     equal_cost: bool = False

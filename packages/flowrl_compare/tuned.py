@@ -59,8 +59,8 @@ def tuned_arms(
         found = {n: v for n, v in found.items() if n not in chosen and n not in settings}
         if not own:
             untuned.append(arm)
-            with of_arm(arm):
-                config = arm_run(run, {**found, **settings})
-                found = {n: v for n, v in found.items() if n not in unread(config, found)}
+        with of_arm(arm):
+            without = unread(arm_run(run, {**found, **settings}), found)
+        found = {name: value for name, value in found.items() if name not in without}
         changed[arm] = {**found, **settings}
     return changed, untuned

@@ -263,6 +263,7 @@ def test_tuned_settings_lie_below_an_arms_own() -> None:
         "tp-grpo": {"method": "tp-grpo"},
         "mine": {"loss": "gspo", "noise_level": 0.9},
         "dance": {"method": "dance-grpo"},
+        "awm": {"method": "awm"},
     }
     arms, untuned = tuned_arms(run, given, {"learning_rate": 0.01})
     assert untuned == ["mine", "dance"]

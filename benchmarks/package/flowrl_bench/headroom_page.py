@@ -131,7 +131,7 @@ def headroom_page(rows: Sequence[Row], size: Size, command: str) -> Document:
     )
     page.text(
         "The oracle of the smooth rewards has a grid of 29 x 29 points. In runs of 40 iterations of"
-        " the default task it collapsed in 2 of 15 seeds, and with 57 x 57 points in 2 other ones:"
+        " the default task it collapsed in 2 of 15 seeds, and with 57 x 57 points in 3 other ones:"
         " divided by the spread of a nearly solved group, exact gains can be noise, too. The oracle"
         " is no strict bound."
     )
