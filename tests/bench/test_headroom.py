@@ -125,7 +125,7 @@ def test_controls_have_no_headroom(tmp_path: Path) -> None:
     """Uniform credit under another name cannot lead, random credit must trail; finished runs are
     not made again.
     """
-    found, size = {}, Size(iterations=6, budget=2, seeds=3)
+    found, size = {}, Size(iterations=6, budget=3, seeds=3)
     for credit in ("uniform", "random(seed=0)"):
         tasks = {"default": replace(TASKS["default"], oracle=credit)}
         study = HeadroomStudy(tasks, tmp_path / "runs.jsonl", size, workers=1)
