@@ -226,7 +226,7 @@ def memory_lines(
         adds = getattr(planned, name)
         line = {
             "counted": counted,
-            "planned": planned.always + adds,
+            "planned": planned.weights + planned.trained + planned.trajectories + adds,
             "counted_adds": counted - held,
             "planned_adds": adds,
         }
