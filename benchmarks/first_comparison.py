@@ -20,8 +20,8 @@ from flowrl_bench.arms import ARMS, tuned
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import column
 from flowrl_bench.results_file import ResultsFile
-from flowrl_compare.bounds import ARM, COUNTS, FILE, bound_settings
-from flowrl_compare.results import load_comparison
+from flowrl_compare.bounds import ARM, FILE, bound_settings, settings_that_count
+from flowrl_compare.results import load_comparison, without_groups
 
 from flowrl.cli.main import main as flowrl
 from flowrl.io import write_json
@@ -71,11 +71,8 @@ def summary(curves: Curves) -> dict[str, dict[str, dict[int, float]]]:
 
 def bound_entry(folder: Path, curves: Curves, iterations: list[float]) -> dict[str, Any]:
     """The curves of exact values, and the settings that they belong to."""
-    run = load_comparison(folder).config["run"]
-    groups = [value if isinstance(value, dict) else {name: value} for name, value in run.items()]
-    settings = {name: value for group in groups for name, value in group.items()}
     return {
-        "settings": {name: settings.get(name) for name in COUNTS},
+        "settings": settings_that_count(without_groups(load_comparison(folder).config["run"])),
         "arm": bound_settings("mixture"),
         "command": COMMAND,
         "seeds": [*curves[ARM]],

@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flowrl_compare.results import Comparison
+from flowrl.training.config import RunConfig
+from flowrl_compare.results import Comparison, without_groups
 from flowrl_compare.statistics import collapsed
 from flowrl_compare.tuned import tuned
 
@@ -18,12 +19,21 @@ FILE = Path(__file__).parent / "bounds.json"
 ARM = "exact values (oracle)"
 """The arm of a comparison with `--bound`."""
 CREDIT = "stepwise-gain(probe=exact)"
-COUNTS = (
-    *("world", "task", "reward", "reward_form", "reward_noise", "reward_bias"),
-    *("iterations", "groups", "group_size", "num_steps", "window", "minibatches", "ema_decay"),
-    *("eval_samples", "eval_steps", "eval_solver"),
+WITHOUT_EFFECT = (
+    *(
+        "format",
+        "seed",
+        "device",
+        "tracker",
+        "observe",
+        "strict",
+        "checkpoint_every",
+        "keep_checkpoints",
+    ),
+    *("save_experience", "max_batch", "chunk", "overlap_rewards", "offload"),
+    *("eval_every", "heldout_rewards", "diversity", "diversity_prompts", "diversity_samples"),
 )
-"""The settings of all runs on which a bound depends."""
+"""The settings on which the curve does not depend."""
 
 
 def bound_settings(world: str) -> dict[str, Any]:
@@ -59,11 +69,18 @@ def shipped() -> list[dict[str, Any]]:
     return json.loads(FILE.read_text())
 
 
+def settings_that_count(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings on which a curve depends, by name; those that `run` lacks are the defaults."""
+    values = {**RunConfig().flat(), **run}
+    known = {name: value for name, value in values.items() if name not in WITHOUT_EFFECT}
+    return json.loads(json.dumps(known))  # JSON has no tuples
+
+
 def shipped_bound(run: Mapping[str, Any]) -> Bound | None:
     """The shipped curve for these settings of all runs, by name; None if there is none."""
-    counts = {name: run.get(name) for name in COUNTS}
+    settings = settings_that_count(run)
     for entry in shipped():
-        if entry["settings"] == counts:
+        if settings_that_count(entry["settings"]) == settings:
             return Bound(entry["iterations"], entry["curves"], entry["command"])
     return None
 
@@ -75,7 +92,5 @@ def bound_of(comparison: Comparison) -> Bound | None:
         length = min(len(x) for x, _ in curves)
         rewards = [y[:length] for _, y in curves]
         return Bound(curves[0][0][:length], rewards, comparison.config["command"])
-    run = comparison.config["run"]
-    groups = (value if isinstance(value, dict) else {name: value} for name, value in run.items())
-    settings = {name: value for group in groups for name, value in group.items()}
-    return shipped_bound(settings) if comparison.metric == ("reward",) else None
+    run = without_groups(comparison.config["run"])
+    return shipped_bound(run) if comparison.metric == ("reward",) else None

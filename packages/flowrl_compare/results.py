@@ -52,6 +52,12 @@ class ComparisonFile:
     command: str = ""
 
 
+def without_groups(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run's config.json by name."""
+    groups = (v if isinstance(v, dict) else {name: v} for name, v in config.items())
+    return {name: value for group in groups for name, value in group.items()}
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """One run: its `arm` (of a run by itself: its method) and `seed`, its `folder`, `rows` (one per
@@ -85,8 +91,7 @@ class RunRecord:
     @property
     def settings(self) -> dict[str, Any]:
         """The run's settings without their groups, except the seed."""
-        groups = [v if isinstance(v, dict) else {name: v} for name, v in self.config.items()]
-        flat = {name: value for group in groups for name, value in group.items()}
+        flat = without_groups(self.config)
         return {name: value for name, value in flat.items() if name not in ("seed", "format")}
 
     @property

@@ -285,6 +285,15 @@ def test_a_shipped_bound_is_for_exactly_its_settings() -> None:
     bound = shipped_bound(run.flat())
     assert bound is not None and len(bound.curves) >= 5
     assert bound.rewards[-1] > bound.rewards[0] + 0.3
-    for other in ({"iterations": 20}, {"reward_noise": 0.3}, {"window": ":-1"}, {"group_size": 24}):
+    for other in (
+        {"iterations": 20},
+        {"reward_noise": 0.3},
+        {"window": ":-1"},
+        {"clip_range": 0.2},
+        {"learning_rate": 0.01},
+        {"sampler": "cps"},
+        {"loss": "gspo"},
+        {"kl_weight": 0.1},
+    ):
         assert shipped_bound(run.replace(**other).flat()) is None
     assert shipped_bound(run.replace(seed=7, max_batch=64).flat()) == bound

@@ -8,7 +8,7 @@ from typing import Any
 from flowrl.core.errors import require
 from flowrl.training.config import RunConfig, preset
 from flowrl_bench.arms import ARMS, SHORT, TASKS, WORLDS, Arm, chosen_worlds, settings_of, tuned
-from flowrl_bench.tune import Search
+from flowrl_bench.tune import Search, usual_budget
 
 BASELINES = ("uniform", "stepwise gains", "turning points")
 """The arms that a rule is compared with, at the settings that `flowrl bench tune` found for them.
@@ -86,8 +86,14 @@ class Part:
         )
 
 
-FULL = {"mixture": Part("mixture", 24, 20), "shapes": Part("shapes", 12, 8)}
-QUICK = {"mixture": Part("mixture", 24, 8), "shapes": Part("shapes", 0, 5, ("uniform",))}
+FULL = {
+    "mixture": Part("mixture", usual_budget("mixture"), 20),
+    "shapes": Part("shapes", usual_budget("shapes"), 8),
+}
+QUICK = {
+    "mixture": Part("mixture", usual_budget("mixture"), 8),
+    "shapes": Part("shapes", 0, 5, ("uniform",)),
+}
 """The parts of the usual and the quick comparison: by the costs of single runs 21 to 25 and 4 to 6
 minutes on two idle cores.
 """
@@ -101,7 +107,7 @@ def usual(world: str, quick: bool) -> Part:
         if world in known
         else Part(world, 6, 5, ("uniform",))
         if quick
-        else Part(world, 12, 8)
+        else Part(world, usual_budget(world), 8)
     )
 
 

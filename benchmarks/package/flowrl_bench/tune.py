@@ -35,6 +35,7 @@ BUDGETS = {"mixture": 24}
 BUDGET = 12
 """Runs per arm in other worlds: 6 points, and 6 further seeds, at most 3 of a point."""
 FINALISTS = 2
+"""The points for which the further seeds suffice."""
 STRIDE = 2
 """Steps in one direction before the next knob's turn, so that a long way along one does not use up
 the budget.
