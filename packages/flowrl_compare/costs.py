@@ -37,12 +37,6 @@ class Parts:
         """Every part times `factor`."""
         return Parts(**{name: factor * value for name, value in vars(self).items()})
 
-    def text(self) -> str:
-        """'114.0 = 10.0 sampling + 8.0 probes + 96.0 update'."""
-        named = {name: value for name, value in vars(self).items() if value > 0}
-        parts = " + ".join(f"{value:.1f} {name}" for name, value in named.items())
-        return f"{self.total:.1f} = {parts}" if parts else "-"
-
 
 @dataclass(frozen=True)
 class Prices:

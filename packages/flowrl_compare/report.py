@@ -16,7 +16,7 @@ from flowrl.io import write_bytes, write_json
 from flowrl.training.presets import MODEL_ONLY
 from flowrl.training.results import short
 from flowrl_compare.bounds import bound_of
-from flowrl_compare.costs import RATE, STATED, STATED_NAME
+from flowrl_compare.costs import RATE, STATED, STATED_NAME, Parts
 from flowrl_compare.figures import (
     MOST_TOGETHER,
     NOTICEABLE,
@@ -53,6 +53,10 @@ def _heldout(name: str, summary: ArmSummary) -> str:
     return summary.heldout[name].text() if name in summary.heldout else "-"
 
 
+def _part(name: str, summary: ArmSummary) -> str:
+    return f"{getattr(summary.cost, name):.1f}"
+
+
 BLOCKS: dict[str, Cells] = {
     "Rewards": {
         "final reward": lambda s: s.final.text(),
@@ -67,11 +71,14 @@ BLOCKS: dict[str, Cells] = {
     "Cost until the baseline is reached": {
         "iterations to baseline": partial(_reached, "iterations", ".1f"),
         "NFE to baseline": partial(_reached, "nfe", ",.0f"),
-        "seconds to baseline": partial(_reached, "seconds", ".0f"),
+        "seconds to baseline": partial(_reached, "seconds", ".1f"),
         f"{STATED_NAME} seconds to baseline": partial(_reached, "stated", ",.0f"),
     },
+    "Cost of a trajectory in forward equivalents": {
+        "in all": lambda s: f"{s.cost.total:.1f}",
+        **{name: partial(_part, name) for name in vars(Parts(0, 0, 0, 0, 0))},
+    },
     "Cost of an iteration": {
-        "forward equivalents/trajectory": lambda s: s.cost.text(),
         "NFE/trajectory": lambda s: f"{s.nfe_per_trajectory:.1f}",
         "network calls/iteration": lambda s: f"{s.calls_per_iteration:.0f}",
         "reward calls/trajectory": lambda s: f"{s.rewards_per_trajectory:.1f}",
