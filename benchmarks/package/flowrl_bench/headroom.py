@@ -4,7 +4,8 @@ A task is the 2-D world with one thing changed. Its headroom is the primary outc
 minus that of uniform credit, both tuned with the same number of runs, on fresh seeds that are
 paired. The primary outcome is the mean held-out reward over training, in the trained form, without
 the noise of the scores. Both arms have equally many iterations and trajectories; what the oracle's
-values cost does not count, so headroom is a bound for what any credit rule can gain.
+values cost does not count. Headroom indicates what a credit rule can gain; it is no strict bound,
+because the oracle, too, divides by the spread of a group and can collapse.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
