@@ -339,5 +339,5 @@ def test_the_world_of_a_model(tmp_path):
     red = "class Red:\n    def score(self, images, prompts):\n        return images[:, 0].mean((1, 2))"
     (tmp_path / "r.py").write_text(red)
     files = (str(tmp_path / name) for name in ("model", "prompts.txt", "held.txt", "r.py:Red"))
-    findings = check_world(ModelWorld(*files, options=TINY))
+    findings = check_world(ModelWorld(*files, options=TINY, trust=True))
     assert findings.ok, str(findings)
