@@ -37,7 +37,7 @@ class Case:
     plain: dict[str, Any] = field(default_factory=dict)
     options: ModelOptions = TINY
 
-    def policy(self, pipe=None, **changes) -> PipelinePolicy:
+    def policy(self, pipe=None, **changes):
         return PipelinePolicy(pipe or self.make(), self.family, replace(self.options, **changes))
 
     def picture(self, pipe, noise, guidance=1.0, steps=STEPS, **changes):

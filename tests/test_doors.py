@@ -5,9 +5,7 @@ axis.
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -28,13 +26,13 @@ PAIR = Gaussian(torch.zeros(4, 2), torch.ones(4))
 STEP = torch.zeros(4, dtype=torch.long)
 
 
-def path(states=44, velocities=40, prompts=1, stds=STDS) -> Trajectories:
+def path(states=44, velocities=40, prompts=1, stds=STDS):
     return Trajectories(
         torch.zeros(1, states, 2), torch.zeros(prompts, velocities, 2), GRID, TREE, stds
     )
 
 
-def credited(shape: tuple[int, ...]):
+def credited(shape):
     """The credit of a rule whose advantages have this shape."""
 
     class Mine:
@@ -44,13 +42,13 @@ def credited(shape: tuple[int, ...]):
             return torch.zeros(shape)
 
     values = torch.zeros(2, 3, 11)
-    rule: Any = Mine()
+    rule = Mine()
     return credit_of(
         rule, Experience([Prompt("a")] * 2, values, TEN, torch.ones(2, 3, dtype=torch.bool))
     )
 
 
-def batch(**changes) -> LossBatch:
+def batch(**changes):
     good = {
         "new": PAIR,
         "behaviour": PAIR,
@@ -62,7 +60,7 @@ def batch(**changes) -> LossBatch:
     return LossBatch(**{**good, "delta": torch.ones(4), **places, **changes})
 
 
-DOORS: dict[str, tuple[Callable[[], object], str]] = {
+DOORS = {
     "a state missing": (
         lambda: path(states=43),
         r"states, velocities.* = \[43, 40, .* allowed: \[44, 40, 10, 10\]",

@@ -62,14 +62,14 @@ def test_workers_are_forks_of_a_process_that_has_imported_the_modules():
     assert done.stdout.split() == ["True", "True", "True"], done.stderr[-2000:]
 
 
-def outcome(*words: str) -> subprocess.CompletedProcess:
+def outcome(*words):
     """Of worker_jobs.py as a program with its own process group."""
     command = [sys.executable, worker_jobs.__file__, *words]
     named = dict(capture_output=True, text=True, timeout=300, start_new_session=True)
     return subprocess.run(command, **named)
 
 
-def runs(process: str) -> bool:
+def runs(process):
     """Whether there is such a process that has not ended."""
     stat = Path("/proc", process, "stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
@@ -131,7 +131,7 @@ def test_how_many():
 AFFINITY = 6
 
 
-def cores(tmp_path: Path, monkeypatch, cgroup: str, files: dict[str, str]) -> int:
+def cores(tmp_path, monkeypatch, cgroup, files):
     """`usable_cores` of a process in these control groups, with an affinity of 6 cores."""
     monkeypatch.setattr(
         os, "sched_getaffinity", lambda process: set(range(AFFINITY)), raising=False

@@ -38,7 +38,7 @@ class Walk:
     exact: torch.Tensor
     scores: torch.Tensor
 
-    def ceiling(self, spec: str) -> float:
+    def ceiling(self, spec):
         """The ceiling of a rule, from the exact values."""
         gains = self.exact.diff(dim=-1)
         none = torch.zeros_like(self.exact)
@@ -51,14 +51,14 @@ class Walk:
             )
         )
 
-    def sums(self, spec: str) -> torch.Tensor:
+    def sums(self, spec):
         """`ceiling_sums` of a rule."""
         return ceiling_sums(
             lambda: build("credit", spec, trust=True), self.scores, self.result, self.record
         )
 
 
-def walk(scales: torch.Tensor, noise: float, groups: int = 60, continuations: int = 16) -> Walk:
+def walk(scales, noise, groups=60, continuations=16):
     """Trajectories of the 2-D world whose values are replaced by a random walk with increments of
     these standard deviations by decision; the scores are the value and `noise` x the walk's own
     future.

@@ -3,7 +3,6 @@ runs.
 """
 
 import re
-from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from flowrl_bench.results_file import ResultsFile, SamplesFile, joined, make_lin
 from flowrl_bench.suite import needed
 from flowrl_bench.tables import (
     MISSING,
-    Judged,
     by_task,
     compared,
     judge_all,
@@ -64,12 +62,12 @@ STAMP = {
 
 
 def made(
-    claim: Claim,
-    world: str,
-    curves: Mapping[str, list[float]],
-    seeds: tuple[int, ...],
-    cost: Mapping[str, float] | None = None,
-) -> dict[str, dict]:
+    claim,
+    world,
+    curves,
+    seeds,
+    cost=None,
+):
     """Lines of a claim's runs with made-up learning curves by arm; a hundredth of reward tells the
     seeds apart. `cost`: network evaluations per update.
     """
@@ -84,10 +82,10 @@ def made(
 
 
 def main_lines(
-    curve: Callable[[str], list[float]],
-    world: str = "mixture",
-    cost: Mapping[str, float] | None = None,
-) -> dict[str, dict]:
+    curve,
+    world="mixture",
+    cost=None,
+):
     """Lines of the main comparison in a world: the arm's learning curve by its name."""
     lines = {}
     for claim in LEADS:
@@ -98,7 +96,7 @@ def main_lines(
     return lines
 
 
-def judged_pair(rule, first: list[float], second: list[float], **more) -> Judged:
+def judged_pair(rule, first, second, **more):
     """A claim about arm "a" with the first curve and arm "b" with the second, judged."""
     claim = Claim("c", "A beats b.", "-", "-", {"a": A, "b": B}, rule, **more)
     world = "shapes" if claim.tasks else "mixture"
@@ -108,7 +106,7 @@ def judged_pair(rule, first: list[float], second: list[float], **more) -> Judged
     return one
 
 
-def judged_of(lines: Mapping[str, dict]) -> list[Judged]:
+def judged_of(lines):
     return judge_all({claim.id: claim for claim in LEADS}, lines)
 
 
@@ -156,7 +154,7 @@ def test_full_pages(tmp_path):
     """Answers and a figure come first, then tables; every claim has a row and a section of the
     details.
     """
-    lines: dict[str, dict] = {}
+    lines = {}
     for claim in CLAIMS.values():
         for world in claim.worlds:
             curves = {arm: FAST if arm == "turning points" else SLOW for arm in claim.arms}
@@ -199,7 +197,7 @@ def test_the_published_page_is_generated():
     judged = judge_all(CLAIMS, lines)
     page = claims_page(read_inputs(judged, lines, RESULTS)).markdown("claims")
     assert page == (ROOT / "docs/claims.md").read_text()
-    verdicts: dict[tuple, set[str]] = {}
+    verdicts = {}
     for one in judged:
         for rule, found in zip(one.claim.rules, one.comparisons, strict=True):
             if found is not None:
@@ -291,7 +289,7 @@ def test_faults():
     assert words["random"] == WORSE and words["better"] == BETTER
 
 
-def raised(line: dict, size: float) -> dict:
+def raised(line, size):
     """A line with higher rewards after the start."""
     place = CURVE.index("soft")
     curve = [
@@ -301,15 +299,15 @@ def raised(line: dict, size: float) -> dict:
     return {**line, "curve": curve}
 
 
-def ids(claim: Claim) -> list[tuple[str, str, int, str]]:
+def ids(claim):
     """Arm, task, seed and id of the runs in the 2-D world."""
     found = claim.configs("mixture", tuple(range(100, 108)))
     return [(arm, task, seed, config_id(config)) for arm, task, seed, config in found]
 
 
-def gained(lines: Mapping[str, dict], world: str, task: str) -> tuple[float, float]:
+def gained(lines, world, task):
     """Reward before training, and mean final reward of the best arm."""
-    ends: dict[str, list[float]] = {}
+    ends = {}
     starts = []
     for line in lines.values():
         config = RunConfig.from_dict(line["config"])

@@ -12,7 +12,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "first-comparis
 
 
 @pytest.mark.parametrize("world", ["mixture", "shapes"])
-def test_no_decided_lead_of_three_seeds_is_reversed_by_all(world: str) -> None:
+def test_no_decided_lead_of_three_seeds_is_reversed_by_all(world):
     """A lead is decided if its 95% interval excludes 0."""
     runs = json.loads(RESULTS.read_text())[world]["final"]
     for first, other in combinations(runs, 2):

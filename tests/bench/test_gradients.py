@@ -64,9 +64,7 @@ def directions(setting):
     return torch.stack([row / row.norm() for row in rows])
 
 
-def z_scores(
-    estimates: torch.Tensor, truths: torch.Tensor, directions: torch.Tensor
-) -> torch.Tensor:
+def z_scores(estimates, truths, directions):
     """Difference of the means in units of its standard error, per direction."""
     a, b = estimates @ directions.T, truths @ directions.T
     error = (a.var(0) / len(a) + b.var(0) / len(b)).sqrt()

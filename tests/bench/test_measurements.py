@@ -35,7 +35,7 @@ class Mine:
 """
 
 
-def seed_everything(seed: int):
+def seed_everything(seed):
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002

@@ -50,7 +50,7 @@ def test_costs_are_the_formulas(name):
     assert credit.nfe_per_trajectory == pytest.approx(sampling + probe)
 
 
-def sums_of(noise: float, seed: int = 0) -> torch.Tensor:
+def sums_of(noise, seed=0):
     """`credit_sums` of credit = truth + noise on 40 groups of 12 members and 5 steps; the truth has
     no noise.
     """
@@ -63,7 +63,7 @@ def sums_of(noise: float, seed: int = 0) -> torch.Tensor:
     return credit_sums(exact + noise * errors, truth)
 
 
-def cells_of(probes: dict[str, tuple[float, float]]):
+def cells_of(probes):
     """Two worlds, two stages: rows by name with the noise of their credit and the evaluations of
     their probe.
     """
@@ -82,7 +82,7 @@ def cells_of(probes: dict[str, tuple[float, float]]):
     return {(world, stage): cell for world in WORLDS for stage in ("before", "after")}
 
 
-def lines_of(finals: dict[str, list[float]]):
+def lines_of(finals):
     """Training lines of both worlds, base 0.2."""
     rest = {"sampling": 10.0, "probe": 0.0, "update": 5.0, "seconds": 1.0}
     return {

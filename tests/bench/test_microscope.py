@@ -13,7 +13,6 @@ from flowrl_bench import microscope
 from flowrl_bench.ceilings import LEVELS, ceiling, with_values
 from flowrl_bench.continuations import Look, true_advantages
 from flowrl_bench.exact import exact_advantages
-from flowrl_bench.gradients import Setting
 from flowrl_bench.microscope import Cell, Size, cells, check_rules, run_of, session
 from flowrl_bench.microscope_numbers import jackknife, row_of
 from flowrl_bench.microscope_study import Study, read_lines
@@ -24,7 +23,6 @@ from flowrl.core.errors import ConfigError, CreditError, FlowrlError
 from flowrl.parts.registry import build
 from flowrl.rewards import NoisyReward
 from flowrl.training.build import make_trainer, make_world
-from flowrl.training.trainer import Trainer
 
 SMALL = Size(2, 3, 0, {"during": 1, "after": 2}, 3, 2, looks=2, run={"groups": 2, "group_size": 3})
 GAINS = {"stepwise gains": "stepwise-gain", "random": "random", "uniform": "uniform"}
@@ -39,15 +37,15 @@ def study(tmp_path_factory):
     return study
 
 
-def line_of(cell: Cell, size: Size = SMALL, rules: dict[str, str] = GAINS) -> dict:
+def line_of(cell, size=SMALL, rules=GAINS):
     return next(session(cell.method, [cell], size, rules))
 
 
-def setting_in(cell: Cell, trainer: Trainer) -> Setting:
+def setting_in(cell, trainer):
     return microscope.setting_of(cell, trainer.policy, trainer.draw_sampler(), SMALL)
 
 
-def plain(line: dict) -> dict:
+def plain(line):
     """Without what depends on the time."""
     return json.loads(
         json.dumps({name: value for name, value in line.items() if name != "seconds"})

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from published_trees import credit, published
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.experience import Decisions, Experience
+from flowrl.core.experience import Decisions
 from flowrl.core.protocols import Stateful
 from flowrl.credit import (
     GDPO,
@@ -38,7 +38,7 @@ test_moving_depths_contract = credit_contract(
 )
 
 
-def table(seed: int, prompts: int = 3, members: int = 6, columns: int = 11) -> torch.Tensor:
+def table(seed, prompts=3, members=6, columns=11):
     return torch.rand(prompts, members, columns, generator=torch.Generator().manual_seed(seed))
 
 
@@ -148,7 +148,7 @@ PRUNING = {
 }
 
 
-def trained(rule: Pruned, record: Experience) -> torch.Tensor:
+def trained(rule, record):
     """The decisions of weight 1 [prompt, member, decision]."""
     weights = credit_of(rule, record).weights
     assert ((weights == 0) | (weights == 1)).all()

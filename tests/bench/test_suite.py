@@ -3,7 +3,6 @@
 import json
 import shlex
 import signal
-from pathlib import Path
 
 import pytest
 from bench_lines import SMALL, small_line, small_run
@@ -18,7 +17,6 @@ from flowrl_bench.verdicts import Compare
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
 from flowrl.io import file_lock
-from flowrl.training.config import RunConfig
 
 MINE = "from flowrl.credit import Uniform\n\n\nclass Mine(Uniform):\n    pass\n"
 EDITS_ITSELF = """
@@ -40,9 +38,7 @@ TINY = Claim(
 )
 
 
-def suite_of(
-    path: Path, *configs: RunConfig, command: str = "a test", trust: bool = False
-) -> Suite:
+def suite_of(path, *configs, command="a test", trust=False):
     runs = {config_id(config): config for config in configs}
     return Suite(runs, ResultsFile(path, trust), runs, command)
 

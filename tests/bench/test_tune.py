@@ -3,8 +3,6 @@ on from.
 """
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from bench_lines import here
@@ -13,9 +11,7 @@ from flowrl_bench.arms import ARMS, Arm, own_arm
 from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.tune import (
     SEEDS,
-    Point,
     Search,
-    Trial,
     best,
     choices,
     chosen,
@@ -26,32 +22,31 @@ from hypothesis import strategies as st
 
 from flowrl.core.errors import ConfigError, TrainingError
 from flowrl.training.build import check
-from flowrl.training.config import RunConfig
 
 
-def run(score: Callable[[Trial], float], knobs: int = 3, budget: int = 24) -> dict[Trial, float]:
-    scores: dict[Trial, float] = {}
+def run(score, knobs=3, budget=24):
+    scores = {}
     while (trial := next(proposals(scores, knobs, budget), None)) is not None:
         assert trial not in scores
         scores[trial] = score(trial)
     return scores
 
 
-def hill(top: Point, slope: float = 1.0) -> Callable[[Trial], float]:
+def hill(top, slope=1.0):
     return lambda trial: -slope * sum((a - b) ** 2 for a, b in zip(trial[0], top, strict=True))
 
 
 class TestSearch:
     @given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 2**32 - 1))
-    def test_every_method_gets_exactly_its_budget(self, budget: int, knobs: int, seed: int) -> None:
+    def test_every_method_gets_exactly_its_budget(self, budget, knobs, seed):
         """Whatever the scores are."""
         assert len(run(lambda trial: hash((trial, seed)) % 1000, knobs, budget)) == budget
 
     @given(st.integers(-5, 5))
-    def test_an_optimum_at_an_edge_widens_the_grid(self, top: int) -> None:
+    def test_an_optimum_at_an_edge_widens_the_grid(self, top):
         assert best(run(hill((top,)), knobs=1)) == (top,)
 
-    def test_half_of_the_budget_confirms_two_finalists_with_further_seeds(self) -> None:
+    def test_half_of_the_budget_confirms_two_finalists_with_further_seeds(self):
         scores = run(hill((3, 0, 0)))
         again = [trial for trial in scores if trial[1] != SEEDS[0]]
         assert (
@@ -60,13 +55,13 @@ class TestSearch:
             and {seed for _, seed in again} == set(SEEDS[1:7])
         )
 
-    def test_settings_that_collapse_are_not_chosen(self) -> None:
+    def test_settings_that_collapse_are_not_chosen(self):
         """Two points that win with the first seed and collapse in a third of the others lose to a
         steady one, which is repeated once they have fallen behind it. By the first seed it was third.
         """
         lucky = {(2, 0, 0), (2, 1, 0)}
 
-        def score(trial: Trial) -> float:
+        def score(trial):
             point, seed = trial
             if point in lucky:
                 return 0.5 if seed in SEEDS[3::3] else 1.0
@@ -75,11 +70,11 @@ class TestSearch:
         scores = run(score)
         assert best(scores) == (1, 0, 0)
 
-    def test_a_lucky_seed_is_not_chosen(self) -> None:
+    def test_a_lucky_seed_is_not_chosen(self):
         """The best point of the first seed loses to the second once both have three seeds."""
         lucky = (2, 0, 0)
 
-        def score(trial: Trial) -> float:
+        def score(trial):
             return 0.5 if trial == (lucky, SEEDS[0]) else hill((1, 0, 0), 0.01)(trial)
 
         scores = run(score)
@@ -90,7 +85,7 @@ class TestSearch:
 
 class TestArms:
     @pytest.mark.parametrize("name", ARMS)
-    def test_every_arm_can_be_built_at_every_neighbour(self, name: str) -> None:
+    def test_every_arm_can_be_built_at_every_neighbour(self, name):
         arm = ARMS[name]
         for world in arm.worlds:
             for knob in arm.knobs:
@@ -109,7 +104,7 @@ class TestArms:
             ({"loss": "gspx"}, "arm 'mine': unknown loss 'gspx'"),
         ],
     )
-    def test_arms_that_are_refused(self, settings: dict[str, object], told: str) -> None:
+    def test_arms_that_are_refused(self, settings, told):
         with pytest.raises(ConfigError, match=told):
             own_arm("mine", settings)
         with pytest.raises(ConfigError, match="arm = 'uniform' is not allowed"):
@@ -117,9 +112,7 @@ class TestArms:
 
 
 class TestLog:
-    def test_a_run_that_diverges_has_the_lowest_score(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_run_that_diverges_has_the_lowest_score(self, tmp_path, monkeypatch):
         """The search goes on, and its file can be read."""
         monkeypatch.setitem(
             tune.SHORT,
@@ -129,10 +122,10 @@ class TestLog:
         monkeypatch.setattr(tune, "run_jobs", here)
         measured = tune.measure
 
-        def measure(config: RunConfig, *more: object) -> object:
+        def measure(config, *more):
             if config.optim.learning_rate > 0.02:
                 raise TrainingError("the gradient is not finite")
-            return measured(config, *more)  # type: ignore[arg-type]
+            return measured(config, *more)
 
         monkeypatch.setattr(tune, "measure", measure)
         search = Search(
@@ -154,9 +147,7 @@ class TestLog:
         values = chosen(search, list(lines.values()))
         assert values is not None and values["learning_rate"] <= 0.02
 
-    def test_the_log_is_complete_and_goes_on(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_log_is_complete_and_goes_on(self, tmp_path, monkeypatch):
         monkeypatch.setitem(
             tune.SHORT,
             "mixture",

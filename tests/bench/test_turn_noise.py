@@ -28,13 +28,13 @@ DEFINITIONS = [
 seeds = st.integers(0, 10**6)
 
 
-def table(seed: int, count: int = 6, prompts: int = 2, members: int = 3) -> torch.Tensor:
+def table(seed, count=6, prompts=2, members=3):
     """Random values of `count` decisions."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(prompts, members, count + 1, generator=generator, dtype=torch.float64)
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor, atol: float):
+def close(actual, expected, atol):
     torch.testing.assert_close(actual.double(), expected.double(), atol=atol, rtol=0)
 
 

@@ -18,7 +18,6 @@ from flowrl_bench.verdicts import (
     UNDECIDED,
     WORSE,
     Compare,
-    Comparison,
     Interaction,
     Level,
     by_seed,
@@ -34,7 +33,7 @@ SD35 = SD35_MEDIUM[512]
 LEAD = Compare("fast", "slow")
 
 
-def judged(rule, found: Evidence) -> Comparison:
+def judged(rule, found):
     """A family of one; 0.7 can be gained, so that 0.035 matters."""
     return judge_family([rule.compare(found, 0.7)])[0]
 

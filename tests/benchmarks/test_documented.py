@@ -12,14 +12,14 @@ from flowrl_compare.results import ArmSummary, Mean
 from flowrl.methods import METHODS
 
 
-def summary(method: str, **known) -> ArmSummary:
+def summary(method, **known):
     """Results with these values; the others are 0."""
     zeros = {
         entry.name: Mean(0.0, 0.0) if entry.name in ("base", "final", "lead", "final_strict") else 0
         for entry in fields(ArmSummary)
         if entry.name not in ("cost", "priced")
     }
-    return ArmSummary(**{**zeros, "arm": method, "heldout": {}, "settings": {}, **known})  # pyright: ignore[reportArgumentType]
+    return ArmSummary(**{**zeros, "arm": method, "heldout": {}, "settings": {}, **known})
 
 
 def test_every_method_with_a_page_has_a_command_and_a_result():

@@ -5,12 +5,10 @@ what the pages say.
 import gzip
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import reanalysis
-from reanalysis_page import Row
 from reanalysis_robustness import cheaper, sign_flip
 from reanalysis_statistics import FORWARDS, Run, bonett_price, holm, t_test
 from scipy import stats
@@ -19,7 +17,7 @@ RESULTS = reanalysis.ROOT / "benchmarks/results"
 DOCS = reanalysis.ROOT / "docs"
 
 
-def differing(results: Path, docs: Path = DOCS) -> list[Row]:
+def differing(results, docs=DOCS):
     return [row for row in reanalysis.all_rows(results, docs) if not row.agrees]
 
 

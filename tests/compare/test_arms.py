@@ -3,9 +3,6 @@
 import io
 import json
 import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 from flowrl_compare.arms import arm_run, credit_arms, load_arms, method_arms, parse_arm, together
@@ -35,7 +32,7 @@ class DecaySDE(FlowSDE):
 """
 
 
-def configured(**arms: Mapping[str, Any]) -> CompareConfig:
+def configured(**arms):
     return CompareConfig(TINY, arms, (0,))
 
 
@@ -162,7 +159,7 @@ def test_equal_cost_scales_the_iterations():
 
 
 def test_the_command_orders_methods_arms_and_credit(tmp_path, monkeypatch):
-    compared: list[CompareConfig] = []
+    compared = []
 
     def kept(config, *_, **__):
         compared.append(config)
@@ -217,7 +214,7 @@ def test_reports_name_the_parts_in_which_arms_differ(tmp_path, capsys):
     assert "<span>groups</span><span>2</span>" in shared
 
 
-def written(folder: Path, config: CompareConfig, scores: Mapping[str, tuple[float, float]]):
+def written(folder, config, scores):
     """A comparison whose runs have two evaluations: reward, and a held-out strict score."""
     (folder / "config.json").write_text(json.dumps(config.as_dict()))
     costs = dict.fromkeys(("nfe", "calls", "reward_calls", "train_nfe"), 1)
@@ -253,7 +250,7 @@ def test_arms_with_different_rewards_are_compared_by_the_first_held_out_one(tmp_
     assert "(soft and graded rewards)" in file.getvalue()
 
 
-def test_tuned_settings_lie_below_an_arms_own() -> None:
+def test_tuned_settings_lie_below_an_arms_own():
     """A method has those found for it; everything else those of uniform credit, as far as it reads
     them, and is named. Settings of all arms win.
     """
@@ -280,7 +277,7 @@ def test_tuned_settings_lie_below_an_arms_own() -> None:
         tuned_arms(elsewhere, given, {})
 
 
-def test_a_shipped_bound_is_for_exactly_its_settings() -> None:
+def test_a_shipped_bound_is_for_exactly_its_settings():
     run = preset("default").apply(world="mixture")
     bound = shipped_bound(run.flat())
     assert bound is not None and len(bound.curves) >= 5

@@ -6,14 +6,12 @@ import ast
 import importlib
 import re
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from course.wrong_answers import WRONG_ANSWERS
 from flowrl_course import checking
-from flowrl_course.checking import Unsolved, Verdict
+from flowrl_course.checking import Unsolved
 from loading import ROOT
 
 from flowrl.flow import GaussianMixture
@@ -29,18 +27,18 @@ CHECKS = [
 ]
 
 
-def cells(source: Path) -> list[tuple[str, str]]:
+def cells(source):
     """The tags and the text of each cell."""
     parts = re.split(r"^# %%(.*)\n", source.read_text(), flags=re.MULTILINE)
     return list(zip(parts[1::2], parts[2::2], strict=True))
 
 
 @cache
-def exercises(lesson: str, role: str = "solution") -> dict[str, SimpleNamespace]:
+def exercises(lesson, role="solution"):
     """The answer cell of each check, and the variables before it: the lesson's imports and
     definitions, and its answers so far. Nothing else of the lesson is executed.
     """
-    variables: dict[str, Any] = {"__name__": lesson, "ring": GaussianMixture.ring()}
+    variables = {"__name__": lesson, "ring": GaussianMixture.ring()}
     answer, result = "", {}
     for tags, text in cells(SOURCES[lesson]):
         if f'"{role}"' in tags:
@@ -61,7 +59,7 @@ def exercises(lesson: str, role: str = "solution") -> dict[str, SimpleNamespace]
     return result
 
 
-def verdict(lesson: str, check: str, find: str = "", replace: str = "", role="solution") -> Verdict:
+def verdict(lesson, check, find="", replace="", role="solution"):
     """The check's verdict on the lesson's answer, with one text replaced."""
     exercise = exercises(lesson, role)[check]
     assert find in exercise.answer, (check, find)
@@ -70,7 +68,7 @@ def verdict(lesson: str, check: str, find: str = "", replace: str = "", role="so
     return eval(exercise.call, variables)
 
 
-def own_checks(lesson: str) -> set[str]:
+def own_checks(lesson):
     """The checks that a module of the course defines."""
     module = importlib.import_module(f"flowrl_course.{lesson}")
     return {
@@ -85,7 +83,7 @@ def test_the_solution_passes_and_the_starting_cell_does_not(lesson, check, monke
     """Every hint in a table of the check is shown for the value that the table gives; without a
     known mistake the check still refuses.
     """
-    shown: dict[str, bool] = {}
+    shown = {}
     close = checking.close
 
     def hint(*given):

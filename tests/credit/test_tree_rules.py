@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, CreditError
-from flowrl.core.experience import Experience
 from flowrl.core.tree import Tree, tree_of
 from flowrl.credit import (
     GDPO,
@@ -31,7 +30,7 @@ from flowrl.credit import (
     zscore,
 )
 from flowrl.methods import METHODS, try_credit
-from flowrl.probes import Branch, Comb, Probe
+from flowrl.probes import Branch, Comb
 from flowrl.samplers import FixedWindow, FlowSDE
 
 WORKED = json.loads((GOLDEN / "worked.json").read_text())
@@ -56,12 +55,12 @@ class Worked:
     log_probs: Tensor
 
     @property
-    def record(self) -> Experience:
+    def record(self):
         return record_of(self.tree, self.rewards, self.log_probs)
 
 
 @cache
-def worked(name: str) -> Worked:
+def worked(name):
     entry = WORKED[name]
     parent, node = entry["parent"], entry["node"]
     leaves = [int(unit) for unit in entry["leaf_reward"]]
@@ -120,13 +119,13 @@ def test_values_and_advantages_of_the_published_code(name):
 
 
 @st.composite
-def grown(draw: st.DrawFn) -> Worked:
+def grown(draw):
     """Trees of up to 5 steps in which every state has 1 to 3 children, some of the steps being no
     decisions.
     """
     steps = draw(st.integers(1, 5))
     decisions = draw(st.lists(st.booleans(), min_size=steps, max_size=steps).filter(any))
-    paths: list[tuple[int, ...]] = [(root,) for root in range(draw(st.integers(1, 3)))]
+    paths = [(root,) for root in range(draw(st.integers(1, 3)))]
     for step in range(steps):
         many = [
             draw(st.integers(1, 3)) if decisions[step] and len(paths) < 20 else 1 for _ in paths
@@ -205,13 +204,13 @@ def test_invalid_leaves_change_nothing_for_the_others(case, rule):
 # Closed forms and special cases
 
 
-def drawn(probe: Probe, prompts: int, members: int, count: int, seed: int = 0) -> Experience:
+def drawn(probe, prompts, members, count, seed=0):
     """A record of `count` decisions with random rewards in float64."""
     generator, shape = torch.Generator().manual_seed(seed), (prompts, members, count + 1)
     return example(torch.rand(shape, generator=generator, dtype=torch.float64), probe)
 
 
-def zscores(values: Tensor) -> Tensor:
+def zscores(values):
     """Z over axis 1."""
     return (values - values.mean(1, keepdim=True)) / (
         values.std(1, unbiased=False, keepdim=True) + 1e-4

@@ -9,11 +9,11 @@ course_pages = load("docs/course_pages.py")
 STORED = sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.ipynb"))
 
 
-def markdown(text: str, *tags: str):
+def markdown(text, *tags):
     return nbformat.v4.new_markdown_cell(text, metadata={"tags": list(tags)})
 
 
-def page_cells(notebook: nbformat.NotebookNode, name: str = "01_a.ipynb"):
+def page_cells(notebook, name="01_a.ipynb"):
     return course_pages.page(notebook, name, "https://example.org/a").cells
 
 

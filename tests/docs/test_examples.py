@@ -7,8 +7,6 @@ import importlib
 import re
 import shlex
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from loading import ROOT, load
@@ -26,11 +24,11 @@ PAGES = [
 IDS = [path.relative_to(ROOT).as_posix() for path in PAGES]
 
 
-def blocks(page: Path, language: str) -> list[str]:
+def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def flowrl_commands(page: Path) -> Iterator[list[str]]:
+def flowrl_commands(page):
     """The arguments of every `flowrl` or `-m flowrl` in a page's bash blocks, and of every code
     span with options.
     """
@@ -39,7 +37,7 @@ def flowrl_commands(page: Path) -> Iterator[list[str]]:
     for line in [*lines, *(" ".join(span.split()) for span in spans)]:
         lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;<>")
         lexer.whitespace_split = True
-        command: list[str] = []
+        command = []
         for word in [*lexer, ";"]:
             if word not in ("&&", "|", ";", ">"):
                 command.append(word)
@@ -76,7 +74,7 @@ def test_commands_parse(page, tmp_path, monkeypatch, capsys):
         assert code == 0, f"flowrl {shlex.join(arguments)}: {capsys.readouterr().err}"
 
 
-def prose(page: Path) -> str:
+def prose(page):
     """A page without its code blocks."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 

@@ -5,7 +5,6 @@ import re
 import runpy
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from flowrl.training.config import preset
 GUIDES = ROOT / "docs" / "guides"
 
 
-def python_blocks(guide: str) -> list[str]:
+def python_blocks(guide):
     page = (GUIDES / f"{guide}.md").read_text()
     return re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
@@ -85,7 +84,7 @@ def test_the_observers_of_the_guide_run(tmp_path, monkeypatch):
         exec(block, {})
     assert Path("runs/in-python/experience/000001.csv").exists()
     pytest.importorskip("pandas")
-    names: dict[str, Any] = {}
+    names = {}
     exec(table, names)
     assert len(names["samples"]) == rows[1]["trajectories"] and len(names["by_decision"]) == 2
 
@@ -105,7 +104,7 @@ def test_the_stopping_rule_of_the_guide_stops(tmp_path):
 
 def test_the_page_by_hand_computes_what_the_trainer_does():
     (block,) = python_blocks("by-hand")
-    names: dict[str, Any] = {}
+    names = {}
     exec(block, names)
     rows = re.findall(
         r"^\| `(.*?)` \|.*\| ([\d, ]+) \|$", (GUIDES / "by-hand.md").read_text(), re.MULTILINE

@@ -66,7 +66,7 @@ def plugin_folder(tmp_path):
     return site
 
 
-def declared(site: Path, package: str, group: str, points: str) -> Path:
+def declared(site, package, group, points):
     """A folder for the path of imports with the metadata of an installed package that declares
     these entry points.
     """
@@ -364,7 +364,7 @@ class Mine(Uniform):
 """
 
 
-def two_folders(tmp_path: Path) -> list[Path]:
+def two_folders(tmp_path):
     """Two folders with files of the same names."""
     for name in ("a", "b"):
         (tmp_path / name / "tools").mkdir(parents=True)

@@ -131,7 +131,7 @@ def test_options_of_another_kind_are_refused(part):
             refused(part, option, value)
 
 
-def refused(part: type, option: str, value):
+def refused(part, option, value):
     with pytest.raises(ConfigError, match=rf"{part.__name__}\.{option} = .* is not allowed"):
         part(**{option: value})
 

@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from flowrl.core.protocols import Sampler
 from flowrl.core.types import Schedule
 from flowrl.flow import uniform_schedule
 from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE
@@ -18,9 +17,7 @@ from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE
 MEAN = 0.8
 
 
-def moments(
-    kernel: Sampler, steps: int, start: float = 1.0, spread: float = 0.5
-) -> list[tuple[float, float, float]]:
+def moments(kernel, steps, start=1.0, spread=0.5):
     """Mean and variance at every node from the exact ones at `start`, and the variance after the
     step to it from the exact marginal.
     """

@@ -198,14 +198,14 @@ class TwoTasks(MixtureWorld):
     tasks = ("direction", "other")
 
     class OneTask(DirectionReward):
-        def score(self, images: torch.Tensor, prompts) -> torch.Tensor:
+        def score(self, images, prompts):
             if prompts[0].metadata["task"] == "other":
                 raise RewardError("another task")
             return super().score(images, prompts)
 
     qualities = MappingProxyType({"q": OneTask})
 
-    def prompts(self, task: str, part: str) -> list[Prompt]:
+    def prompts(self, task, part):
         known = MixtureWorld().prompts("direction", part)
         return [Prompt(prompt.text, {"task": task}) for prompt in known]
 
@@ -302,7 +302,7 @@ def test_the_points_of_the_mixture_are_no_images():
     assert findings.ok and findings.marked("advice") == ["decodes_images"]
 
 
-def world_examples(name: str) -> tuple[torch.Tensor, list[Prompt]]:
+def world_examples(name):
     """Pictures of what each prompt asks for, every other one spoiled a little; or random points."""
     tasks = world(name).tasks
     prompts = [p for task in tasks for p in world(name).prompts(task, "heldout")[:3]]

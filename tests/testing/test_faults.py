@@ -49,7 +49,7 @@ from flowrl.worlds import MixtureWorld
 from flowrl.worlds.mixture import DirectionReward
 
 
-def methods(check) -> list[Any]:
+def methods(check):
     """The promises of a kind of part."""
     return check.__wrapped__.promises()
 
@@ -639,12 +639,12 @@ class FaultyWorld(MixtureWorld):
 mixture = MixtureWorld()
 
 
-def shuffled(task: str, part: str) -> list[Prompt]:
+def shuffled(task, part):
     prompts = mixture.prompts(task, part)
     return [prompts[number] for number in torch.randperm(len(prompts))]
 
 
-def with_part(task: str, part: str) -> list[Prompt]:
+def with_part(task, part):
     return [Prompt(prompt.text, {"part": part}) for prompt in mixture.prompts(task, part)]
 
 
@@ -676,7 +676,7 @@ def world_with(change):
     """The mixture's world with a changed policy."""
 
     def made(options):
-        model: Any = mixture.policy(options)
+        model = mixture.policy(options)
         change(model)
         return model
 

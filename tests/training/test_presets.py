@@ -5,7 +5,6 @@ and what is wrong with them.
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -268,7 +267,7 @@ def test_a_run_folder_of_another_format_is_one_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("lost", ["optim", "seed", "clip_range"])
 def test_written_settings_are_complete_and_a_users_own_need_not_be(lost, tmp_path):
-    values: dict[str, Any] = RunConfig(seed=3).as_dict()
+    values = RunConfig(seed=3).as_dict()
     for group in (values, values["algorithm"]):
         group.pop(lost, None)
     path = tmp_path / "config.json"

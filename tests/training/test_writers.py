@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from flowrl_compare.arms import method_arms
@@ -26,7 +25,7 @@ SHORT = {"preset": "tiny", "world": "mixture", "task": "direction"}
 LONG = words(**SHORT, iterations=500, eval_every=500)
 
 
-def wait_until(condition, seconds: float = 60.0) -> bool:
+def wait_until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -35,7 +34,7 @@ def wait_until(condition, seconds: float = 60.0) -> bool:
     return True
 
 
-def lines_of(run: Path) -> int:
+def lines_of(run):
     path = run / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
 
@@ -54,7 +53,7 @@ def test_the_folder_of_a_run_or_a_comparison_has_one_writer(tmp_path):
     assert Run(TINY, out).execute()
 
 
-def descendants(process: int) -> set[int]:
+def descendants(process):
     """Processes whose parent is `process`, and theirs."""
     command = ["ps", "-o", "pid=", "--ppid", str(process)]
     shown = subprocess.run(command, capture_output=True, text=True).stdout
@@ -62,7 +61,7 @@ def descendants(process: int) -> set[int]:
     return children.union(*map(descendants, children))
 
 
-def alive(process: int) -> bool:
+def alive(process):
     command = ["ps", "-o", "stat=", "-p", str(process)]
     state = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     return bool(state) and not state.startswith("Z")
