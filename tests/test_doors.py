@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from loss_rows import loss_rows
 
 from flowrl.core.calls import CHECKS_ON
 from flowrl.core.errors import FlowrlError
 from flowrl.core.experience import Decisions, Experience
 from flowrl.core.tree import plain_tree
-from flowrl.core.types import Gaussian, LossBatch, Prompt, Schedule, Trajectories
+from flowrl.core.types import Gaussian, Prompt, Schedule, Trajectories
 from flowrl.credit import StepwiseGain, Uniform, credit_of
 from flowrl.flow import uniform_schedule
 from flowrl.samplers import CPS
@@ -49,15 +50,7 @@ def credited(shape):
 
 
 def batch(**changes):
-    good = {
-        "new": PAIR,
-        "behaviour": PAIR,
-        "next_node": torch.zeros(4, 2),
-        "advantages": torch.zeros(4),
-        "weight": torch.ones(4),
-    }
-    places = {"sample": STEP, "group": STEP, "step": STEP, "time": torch.ones(4)}
-    return LossBatch(**{**good, "delta": torch.ones(4), **places, **changes})
+    return loss_rows(PAIR, PAIR, **changes)
 
 
 DOORS = {

@@ -147,8 +147,10 @@ def test_few_noisy_seeds_decide_nothing(rule, seeds):
 
 
 def test_too_few_seeds_decide_nothing():
-    for seeds, verdict in ((FEWEST - 1, UNDECIDED), (FEWEST, BETTER)):
-        assert judged(LEAD, fake_evidence(seeds, slow=SLOW, fast=FAST)).verdict == verdict
+    verdicts = [
+        judged(LEAD, fake_evidence(n, slow=SLOW, fast=FAST)).verdict for n in (FEWEST - 1, FEWEST)
+    ]
+    assert verdicts == [UNDECIDED, BETTER]
 
 
 @pytest.mark.parametrize(("size", "verdict"), [(0.01, BARELY_BETTER), (0.04, BETTER)])

@@ -277,19 +277,13 @@ def test_errors_name_what_is_missing(rule):
 
 def test_log_probabilities_are_named_when_they_are_missing():
     shown = drawn(Branch((2, 2)), 2, 4, 5)
-    for rule in (
-        BackedUp(),
-        DepthRelative(backup="softmax"),
-        GDPO(BackedUp()),
-        Weighted(rule=BackedUp()),
-    ):
+    softmax, message = DepthRelative(backup="softmax"), "needs log-probabilities: "
+    for rule in (BackedUp(), softmax, GDPO(BackedUp()), Weighted(rule=BackedUp())):
         assert rule.reads_fields == ("log_probs",)
-        for call in (
-            lambda r=rule: r.assign(shown.values, shown.decisions),
-            lambda r=rule: r.credit(replace(shown, log_probs=None)),
-        ):
-            with pytest.raises(CreditError, match="needs log-probabilities: "):
-                call()
+        with pytest.raises(CreditError, match=message):
+            rule.assign(shown.values, shown.decisions)
+        with pytest.raises(CreditError, match=message):
+            rule.credit(replace(shown, log_probs=None))
     assert credit(BackedUp("mean"), replace(shown, log_probs=None)).isfinite().all()
     assert BackedUp("mean").reads_fields == ()
 

@@ -165,7 +165,6 @@ def test_all_blocks_run_but_marked_ones(readme):
     assert sum(bool(block.commands) for block in readme_blocks) == len(readme_blocks) - sum(
         block.marker == "skip" for block in readme_blocks
     )
-    assert "pip install" in readme_blocks[0].commands[0] and "#" not in readme_blocks[0].commands[0]
     tests = '-m pytest -n 2 -m "not slow and not satellite"'
     assert any(command.endswith(tests) for block in readme_blocks for command in block.commands)
 
@@ -181,6 +180,4 @@ def test_markers(readme):
     assert plain.commands == ["a b", "c    d"] and skipped.commands == []
     assert reduced.commands == ["a b", "c    d --seeds 0"] and reduced.reason == "fast"
     assert len(file.commands) == 1 and file.commands[0].startswith("cat > my.py")
-    assert "needs weights" in readme.describe([plain, skipped]) and "fast" not in readme.describe(
-        [plain, skipped]
-    )
+    assert "needs weights" in readme.describe([plain, skipped])

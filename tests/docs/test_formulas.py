@@ -85,8 +85,3 @@ def test_commands_are_known_to_katex(name, katex):
         assert text.replace("\\{", "").count("{") == text.replace("\\}", "").count("}"), text
         begun, ended = (re.findall(rf"\\{word}{{(\w+)}}", text) for word in ("begin", "end"))
         assert sorted(begun) == sorted(ended), text
-
-
-def test_fonts_are_in_the_repository():
-    named = re.findall(r"url\(([^)]+)\)", (KATEX / "katex.min.css").read_text())
-    assert named and all((KATEX / name).exists() for name in named)

@@ -16,13 +16,6 @@ TEXTS = {name: path.read_text() for name, path in zip(IDS, PAGES, strict=True)}
 
 
 @pytest.mark.parametrize("name", IDS)
-def test_figures_have_alternative_texts_in_words(name):
-    for alt, file in re.findall(r"!\[([^\]]*)\]\(([^)]*)\)", TEXTS[name]):
-        assert len(alt.split()) >= 5, f"{file}: {alt!r}"
-        assert (DOCS / name).parent.joinpath(file).exists(), file
-
-
-@pytest.mark.parametrize("name", IDS)
 def test_rows_of_a_table_have_the_cells_of_its_head(name):
     """A bar within a formula ends its cell: formulas in tables have \\lvert and \\rvert."""
     prose = re.sub(r"^```.*?^```", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from loss_rows import loss_rows
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.types import Gaussian, LossBatch
+from flowrl.core.types import Gaussian
 from flowrl.flow import kl, sample
 from flowrl.losses import GSPO, ClippedLoss, FlowDPPO, GRPOGuard, KLPenalty, PolicyGradientLoss
 
@@ -25,24 +26,8 @@ N = 6
 
 
 def rows_of(new, behaviour, **fields):
-    """Rows whose new mean takes gradients; the first half is at step 1, the second at step 2 of the
-    same trajectories, two of each group.
-    """
-    count = len(new)
-    row, half = torch.arange(count), max(count // 2, 1)
-    step = 1 + row // half
-    values = {
-        "next_node": torch.ones_like(new),
-        "advantages": torch.ones(count),
-        "weight": torch.ones(count),
-        "delta": torch.ones(count),
-        "sample": row % half,
-        "group": row % half // 2,
-        "step": step,
-        "time": 1.0 - 0.1 * step,
-    }
-    leaf = Gaussian(new.clone().requires_grad_(), behaviour.std)
-    return LossBatch(new=leaf, behaviour=behaviour, **values | fields)
+    """Rows whose new mean takes gradients."""
+    return loss_rows(Gaussian(new.clone().requires_grad_(), behaviour.std), behaviour, **fields)
 
 
 def make_batch(move=0.0, weight=None):

@@ -31,17 +31,11 @@ def moments(kernel, steps, start=1.0, spread=0.5):
     offset, at_one = transition.mean.double().view(2, steps)
     slope, noise = at_one - offset, transition.std[:steps].double().square()
     exact = slope.square() * variance[:steps, 0] + noise
-    moments = [((1 - start) * MEAN, float(variance[0]), float(variance[0]))]
-    for k in range(steps):
-        mean, var, _ = moments[-1]
-        moments.append(
-            (
-                float(offset[k] + slope[k] * mean),
-                float(slope[k] ** 2 * var + noise[k]),
-                float(exact[k]),
-            )
-        )
-    return moments
+    rows = [((1 - start) * MEAN, variance[0], variance[0])]
+    for a, b, added, reached in zip(offset, slope, noise, exact, strict=True):
+        mean, var, _ = rows[-1]
+        rows.append((a + b * mean, b**2 * var + added, reached))
+    return [tuple(map(float, row)) for row in rows]
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ from flowrl_testing import (
     check_window,
     check_world,
     tiny_flux_policy,
-    tiny_sd3,
     tiny_sd3_policy,
 )
+from small_run import model_files
 
 from flowrl.core.errors import RewardError
 from flowrl.core.experience import Credit
@@ -333,11 +333,9 @@ def test_every_built_in_name_is_held_to_its_contract(kind):
 
 @pytest.mark.slow
 def test_the_world_of_a_model(tmp_path):
-    tiny_sd3().save_pretrained(tmp_path / "model")
-    (tmp_path / "prompts.txt").write_text("a red fox\na red car\n")
+    model_files(tmp_path)
     (tmp_path / "held.txt").write_text("a red hat\n")
-    red = "class Red:\n    def score(self, images, prompts):\n        return images[:, 0].mean((1, 2))"
-    (tmp_path / "r.py").write_text(red)
-    files = (str(tmp_path / name) for name in ("model", "prompts.txt", "held.txt", "r.py:Red"))
+    names = ("model", "prompts.txt", "held.txt", "reward.py:Redness")
+    files = (str(tmp_path / name) for name in names)
     findings = check_world(ModelWorld(*files, options=TINY, trust=True))
     assert findings.ok, str(findings)
