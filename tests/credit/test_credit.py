@@ -180,6 +180,7 @@ def test_balancing_leaves_entries_without_size_out_of_the_count(sign):
 
 def test_balancing_counts_the_mask_only():
     rule, mask = TurningPoint(), torch.ones(1, 3, 4, dtype=torch.bool)
+    assert turning_points(E1)[0].nonzero().tolist() == [[0, 2], [1, 2], [2, 0]]
     assert rule.selected(E1, mask)[0].nonzero().tolist() == [[0, 2], [1, 2]]
     mask[0, 1] = False  # the only one downwards
     assert rule.selected(E1, mask)[0].nonzero().tolist() == [[0, 2], [2, 0]]

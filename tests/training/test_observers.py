@@ -320,11 +320,11 @@ def test_tables_of_samples(tmp_path):
     with open(path, newline="", encoding="utf-8") as file:
         rows = ["|".join(row) for row in csv.reader(file)]
     assert rows == [
-        "iteration|prompt|member|text|reward|valid|part_pick|advantage_0|weight_0",
-        '4|0|0|a "red", thing|0.5|True|1|1|1',
-        '4|0|1|a "red", thing||False||0|0',
-        "4|1|0|zwei\nZeilen é|-1.5|True|-3|-0.75|1",
-        "4|1|1|zwei\nZeilen é|0.333333343|True|0.666666687|0.75|1",  # enough for float32
+        "iteration|prompt|member|text|valid|reward|part_pick|advantage_0|weight_0",
+        '4|0|0|a "red", thing|True|0.5|1|1|1',
+        '4|0|1|a "red", thing|False|||0|0',
+        "4|1|0|zwei\nZeilen é|True|-1.5|-3|-0.75|1",
+        "4|1|1|zwei\nZeilen é|True|0.333333343|0.666666687|0.75|1",  # enough for float32
     ]
     with safe_open(path.with_suffix(".safetensors"), "pt") as file:
         axes = json.loads(file.metadata()["axes"])
