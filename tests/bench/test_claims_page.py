@@ -55,13 +55,7 @@ STAMP = {
 }
 
 
-def made(
-    claim,
-    world,
-    curves,
-    seeds,
-    cost=None,
-):
+def made(claim, world, curves, seeds, cost=None):
     """Lines of a claim's runs with made-up learning curves by arm; a hundredth of reward tells the
     seeds apart. `cost`: network evaluations per update.
     """
@@ -75,11 +69,7 @@ def made(
     return lines
 
 
-def main_lines(
-    curve,
-    world="mixture",
-    cost=None,
-):
+def main_lines(curve, world="mixture", cost=None):
     """Lines of the main comparison in a world: the arm's learning curve by its name."""
     lines = {}
     for claim in LEADS:

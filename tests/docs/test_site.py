@@ -1,7 +1,6 @@
 """The site: alternative texts of figures, pages of papers, tables, and the contents."""
 
 import re
-from pathlib import Path
 
 import pytest
 from loading import ROOT
@@ -38,10 +37,3 @@ def test_numbers_of_the_findings_about_trees_are_those_of_the_tables():
                 )
                 checked += 1
     assert checked > 80
-
-
-def test_every_method_has_a_page():
-    from flowrl.methods import METHODS
-
-    pages = {Path(name).stem for name in IDS if name.startswith("papers/")} | {"noise-weighted"}
-    assert set(METHODS) <= pages

@@ -103,21 +103,12 @@ def test_defaults_are_the_documented_ones(part):
     assert repr(part()) == f"{part.__name__}({DEFAULTS[part]})"
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        *(kind() for kind in DEFAULTS if kind not in (MovingAverageGain, ValueTracker)),
-        Windowed(CPS(), range(1)),
-        FixedWindow(1),
-        RandomWindow(1),
-        SlidingWindow(1),
-        GaussianMixture.ring(),
-    ],
-    ids=lambda part: type(part).__name__,
-)
-def test_parts_are_values_that_cannot_be_changed(part):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        part.anything = 1
+def test_parts_are_values_that_cannot_be_changed():
+    parts = [kind() for kind in DEFAULTS if kind not in (MovingAverageGain, ValueTracker)]
+    windows = [FixedWindow(1), RandomWindow(1), SlidingWindow(1)]
+    for part in [*parts, *windows, Windowed(CPS(), range(1)), GaussianMixture.ring()]:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            part.anything = 1
 
 
 @pytest.mark.parametrize("part", DEFAULTS, ids=lambda part: part.__name__)
