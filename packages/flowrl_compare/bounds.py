@@ -18,7 +18,7 @@ FILE = Path(__file__).parent / "bounds.json"
 """
 ARM = "exact values (oracle)"
 """The arm of a comparison with `--bound`."""
-CREDIT = "stepwise-gain(probe=exact)"
+CREDIT = "stepwise-gain(normalise=step, probe=exact)"
 WITHOUT_EFFECT = (
     *(
         "format",
