@@ -84,18 +84,23 @@ class Values:
             samples.
         parts: a table [prompt, member, decision+1] per component; empty for other rewards.
         valid: False where the reward marked the sample invalid in any column [prompt, member].
+        features: those of a `ValueProbe` [prompt, member, decision, feature]; NaN in columns that
+            were not asked for.
     """
 
     total: Tensor
     parts: Mapping[str, Tensor]
     valid: Bool[Tensor, "prompt member"]
+    features: Tensor | None = None
 
     @staticmethod
     def cat(tables: Sequence["Values"]) -> "Values":
         """Concatenate along the prompts."""
         parts = {name: torch.cat([t.parts[name] for t in tables]) for name in tables[0].parts}
         total, valid = ([getattr(t, name) for t in tables] for name in ("total", "valid"))
-        return Values(torch.cat(total), parts, torch.cat(valid))
+        features = [table.features for table in tables if table.features is not None]
+        learned = torch.cat(features) if features else None
+        return Values(torch.cat(total), parts, torch.cat(valid), learned)
 
 
 def score_rollout(
@@ -167,7 +172,13 @@ def score_rollout(
         valid &= judged
     for table in tables.values():
         table[~valid] = float("nan")
-    return Values(tables.pop(_TOTAL), tables, valid)
+    total, features = tables.pop(_TOTAL), result.features
+    if features is not None:
+        steps = result.trajectories.tree.drawn_steps
+        shape = (*total.shape[:2], total.shape[-1] - 1, features.shape[-1])
+        columns_of = [steps.index(node) for node in result.nodes]
+        features = torch.full(shape, float("nan")).index_copy_(2, torch.tensor(columns_of), features)
+    return Values(total, tables, valid, features)
 
 
 _TOTAL = ""
