@@ -1,5 +1,4 @@
-"""A critic: values from a small network that is fitted to the final rewards of earlier iterations.
-"""
+"""A critic: values from a small network, fitted to the final rewards of earlier iterations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -177,7 +177,9 @@ def score_rollout(
         steps = result.trajectories.tree.drawn_steps
         shape = (*total.shape[:2], total.shape[-1] - 1, features.shape[-1])
         columns_of = [steps.index(node) for node in result.nodes]
-        features = torch.full(shape, float("nan")).index_copy_(2, torch.tensor(columns_of), features)
+        features = torch.full(shape, float("nan")).index_copy_(
+            2, torch.tensor(columns_of), features
+        )
     return Values(total, tables, valid, features)
 
 

@@ -119,9 +119,9 @@ class AlgorithmConfig:
     """The method: sampling of trajectories, credit of steps, and loss."""
 
     method: str = "flow-grpo"
-    """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, branch-grpo,
-    tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm or dgpo; with `credit`, the name in
-    tables.
+    """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, value-grpo,
+    branch-grpo, tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm or dgpo; with `credit`,
+    the name in tables.
     """
     credit: str = ""
     """A credit rule that replaces the method's: NAME, NAME(option=value) or path/to/file.py:Class.
