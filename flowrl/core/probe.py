@@ -287,8 +287,10 @@ class ValueProbe(Probe, ABC):
     process only if all randomness of `fit` is its own.
     """
 
-    reads_hidden: bool = False
-    """Whether `Probing.hidden` is recorded; needs a policy with a `hidden_layer`."""
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether `Probing.hidden` is recorded, which needs a policy with a `hidden_layer`."""
+        return False
 
     @abstractmethod
     def features(self, run: Probing) -> Float[Tensor, "prompt member node feature"]:

@@ -4,16 +4,17 @@ credit to the weights in the loss.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from flowrl.core.errors import RewardContractError, RewardError, require
+from flowrl.core.errors import ProbeError, RewardContractError, RewardError, require
 from flowrl.core.experience import Credit, CreditTable, Decisions
 from flowrl.core.protocols import AnyReward, FlowPolicy, GroupReward
 from flowrl.core.types import Prompt, part_call
-from flowrl.probes import Key, Scored
+from flowrl.probes import Key, Probe, Scored, ValueProbe
 from flowrl.rewards.contract import (
     ComponentScores,
     check_scores,
@@ -202,6 +203,35 @@ def _table(
     table = torch.full((*final.shape, len(steps) + 1), float("nan"))
     table[..., [[*steps, tree.steps].index(node) for node in values]] = filled
     return table, ~filled.isnan().any(-1)
+
+
+def predicted(probe: Probe, values: Values) -> Tensor:
+    """The value table [prompt, member, decision+1] of a probe: `values.total`, with the predictions
+    of a `ValueProbe`.
+
+    Args:
+        probe: the probe.
+        values: the tables of its rollout.
+
+    Returns:
+        The table; NaN in columns that were not asked for, and for invalid samples.
+
+    Raises:
+        ProbeError: the predictions are no finite numbers of the table's shape.
+    """
+    if not isinstance(probe, ValueProbe) or values.features is None:
+        return values.total
+    table, features = values.total.clone(), values.features
+    asked = features.isfinite().all(-1) & values.valid[..., None]
+    name, estimates = f"{type(probe).__name__}.predict", table[..., :-1]
+    with part_call(name, ProbeError, features, values.total):
+        result: Any = probe.predict(features, estimates)
+    fits = isinstance(result, Tensor) and result.shape == asked.shape and result.is_floating_point()
+    if not fits or not bool(result[asked].isfinite().all()):
+        allowed = f"finite numbers [prompt, member, decision] = {tuple(asked.shape)}"
+        raise ProbeError(f"{name} did not return {allowed}")
+    table[..., :-1] = torch.where(asked, result.detach(), torch.nan)
+    return table
 
 
 def usable(valid: Bool[Tensor, "prompt member"]) -> Bool[Tensor, "prompt member"]:

@@ -12,18 +12,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import ProbeError
 from flowrl.core.experience import Credit, Decisions, Experience
 from flowrl.core.forward import Guidance
 from flowrl.core.protocols import AnyReward, AnySampler, FlowPolicy, ForwardLoss, Sampler, Stateful
-from flowrl.core.types import Condition, Prompt, part_call
+from flowrl.core.types import Condition, Prompt
 from flowrl.credit import credit_of, read_columns
 from flowrl.distributed import Distributed
 from flowrl.methods import Method, check_one_advantage
 from flowrl.parts.prompts import PromptStream
 from flowrl.probes import ValueProbe, whole
 from flowrl.rewards.contract import is_remote
-from flowrl.rollout import Groups, Usage, Values, log_probs, transition_weights, usable
+from flowrl.rollout import Groups, Usage, log_probs, predicted, transition_weights, usable
 from flowrl.rollout.batches import (
     ForwardBatches,
     LossBatches,
@@ -80,24 +79,6 @@ def overlaps_rewards(config: RunConfig, reward: AnyReward) -> bool:
     rollout = config.rollout
     remote = rollout.overlap_rewards == "auto" and rollout.chunk >= 1 and is_remote(reward)
     return remote or rollout.overlap_rewards == "true"
-
-
-def predicted(probe: ValueProbe, values: Values) -> Tensor:
-    """The value table [prompt, member, decision+1] of a probe that computes values from features.
-
-    Raises:
-        ProbeError: the values are no numbers of this shape.
-    """
-    table, features = values.total.clone(), values.features
-    assert features is not None
-    name, asked = f"{type(probe).__name__}.predict", features.isfinite().all(-1)
-    with part_call(name, ProbeError, features, values.total):
-        found: Any = probe.predict(features, values.total[..., :-1])
-    fits = isinstance(found, Tensor) and found.shape == asked.shape and found.is_floating_point()
-    if not fits or not bool(found[asked & values.valid[..., None]].isfinite().all()):
-        raise ProbeError(f"{name} must return finite numbers [prompt, member, decision]")
-    table[..., :-1] = torch.where(asked & values.valid[..., None], found.detach(), torch.nan)
-    return table
 
 
 class Iteration(dict[str, Any]):
@@ -295,10 +276,7 @@ class Trainer:
         `recorded` names.
         """
         path, values = collected.rollout.trajectories, collected.values
-        total = values.total
-        if values.features is not None:
-            probe = cast(ValueProbe, self.method.credit.probe)
-            total = predicted(probe, values)
+        total = predicted(self.method.credit.probe, values)
         forward = isinstance(self.method.loss, ForwardLoss)
         trained = None if forward else self.trained_steps(path.stds).tolist()
         decisions = Decisions.of(path.schedule, path.stds, path.tree, usable(values.valid), trained)
