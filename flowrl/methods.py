@@ -120,14 +120,6 @@ def dense_grpo() -> Method:
 
 
 @_published
-def value_grpo() -> Method:
-    """Calibrated gains of Tweedie estimates, with Flow-GRPO's sampler and loss: no network
-    evaluation more than Flow-GRPO. Not a published method.
-    """
-    return Method("value-grpo", credit=CalibratedGain())
-
-
-@_published
 def branch_grpo() -> Method:
     """BranchGRPO (arXiv 2509.06040): trees from one x_T per prompt, values compared within tree and
     node; Dance-SDE on all steps.
@@ -229,6 +221,14 @@ def dgpo() -> Method:
     """
     loss = DGPO(beta_dpo=1.0, sample_from=None, kl_weight=0.0)
     return _forward_process("dgpo", Multistep(), loss)
+
+
+@_published
+def value_grpo() -> Method:
+    """Calibrated gains of Tweedie estimates, with Flow-GRPO's sampler and loss: no network
+    evaluation more than Flow-GRPO. Not a published method.
+    """
+    return Method("value-grpo", credit=CalibratedGain())
 
 
 def try_credit(

@@ -119,8 +119,8 @@ class AlgorithmConfig:
     """The method: sampling of trajectories, credit of steps, and loss."""
 
     method: str = "flow-grpo"
-    """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, value-grpo,
-    branch-grpo, tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm or dgpo; with `credit`,
+    """flow-grpo, stepwise-flow-grpo, tp-grpo, dance-grpo, noise-weighted, dense-grpo, branch-grpo,
+    tempflow-grpo, granular-grpo, tree-grpo, diffusion-nft, awm, dgpo or value-grpo; with `credit`,
     the name in tables.
     """
     credit: str = ""
