@@ -127,7 +127,7 @@ def same_golden(one: Sequence[float], other: Sequence[float]) -> bool:
         for a, b in zip(one, other, strict=False)
     )
     count = len(GOLDEN_COLUMNS)
-    whole = 0 < len(one) and 0 < len(other) and len(one) % count == len(other) % count == 0
+    whole = len(one) > 0 and len(other) > 0 and len(one) % count == len(other) % count == 0
     return whole and all(close)
 
 
