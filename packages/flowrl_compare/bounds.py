@@ -20,7 +20,10 @@ FILE = Path(__file__).parent / "bounds.json"
 """
 ARM = "exact values (oracle)"
 """The arm of a comparison with `--bound`."""
-CREDIT = "stepwise-gain(probe=exact)"
+CREDIT = "stepwise-gain(normalise=step, probe=exact)"
+"""Z per decision, the scale of uniform credit: with joint Z nearly all of an update is at the last
+drawn step, and the steps after the window, which have no credit, drift (`benchmarks/exact.py`).
+"""
 WITHOUT_EFFECT = (
     *(
         "format",
@@ -57,7 +60,7 @@ class Bound:
 
     @property
     def rewards(self) -> list[float]:
-        """The median over seeds, since the oracle itself collapses in some."""
+        """The median over seeds, since the oracle itself can collapse."""
         return [median(column) for column in zip(*self.curves, strict=True)]
 
     @property

@@ -383,6 +383,8 @@ class Headroom:
     """A credit rule in place of the oracle, as a control: random has less than no headroom, uniform
     none.
     """
+    methods: bool = False
+    """Also tune and run Stepwise-Flow-GRPO, TP-GRPO and random credit."""
     seeds: Annotated[int, Ge(0), Le(1000)] = 0
     """Fresh seeds per arm and task; 0 = 5 (--quick: 3)."""
     quick: bool = False
@@ -398,7 +400,7 @@ class Headroom:
 
     def main(self) -> int:
         """Search, run, write."""
-        from flowrl_bench.headroom import QUICK, QUICK_SIZE, TASKS, HeadroomStudy, Size
+        from flowrl_bench.headroom import METHODS, QUICK, QUICK_SIZE, TASKS, HeadroomStudy, Size
         from flowrl_bench.headroom_page import TITLE, headroom_page, summary, table
         from flowrl_bench.page import require_page
 
@@ -410,7 +412,8 @@ class Headroom:
         require_new_file(spreadsheet, lambda data: data.startswith(b"task,"))
         require_page(folder, "headroom", TITLE)
         size = QUICK_SIZE if self.quick else Size()
-        size = replace(size, seeds=self.seeds or size.seeds)
+        arms = tuple(METHODS) if self.methods else ()
+        size = replace(size, seeds=self.seeds or size.seeds, methods=arms)
         tasks = {name: TASKS[name] for name in dict.fromkeys(names)}
         if self.credit:
             tasks = {name: replace(task, oracle=self.credit) for name, task in tasks.items()}

@@ -125,7 +125,12 @@ def best(scores: Mapping[Trial, float]) -> Point:
 
 def score_of(line: Mapping[str, Any], form: str = "soft") -> float:
     """Mean held-out reward of a run over its training; `form` "reward" is the trained form."""
-    return float(np.mean(column(line, form)[1:]))
+    return over_training(column(line, form))
+
+
+def over_training(curve: Sequence[float]) -> float:
+    """The mean of a learning curve without the evaluation before training."""
+    return float(np.mean(curve[1:]))
 
 
 @dataclass(frozen=True)
