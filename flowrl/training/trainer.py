@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import PartError
 from flowrl.core.experience import Credit, Decisions, Experience
 from flowrl.core.forward import Guidance
 from flowrl.core.protocols import AnyReward, AnySampler, FlowPolicy, ForwardLoss, Sampler, Stateful
-from flowrl.core.types import Condition, Prompt
+from flowrl.core.types import Condition, Prompt, part_call, state_of
 from flowrl.credit import credit_of, read_columns
 from flowrl.distributed import Distributed
 from flowrl.methods import Method, check_one_advantage
@@ -425,9 +426,8 @@ class Trainer:
             "prompts.generator": self.prompts.generator.get_state(),
         }
         if isinstance(self.method.credit, Stateful):
-            # copies: the rule may go on writing to its tensors
-            memory = self.method.credit.state_dict().items()
-            tensors |= prefixed("credit.", {name: tensor.clone() for name, tensor in memory})
+            credit = self.method.credit
+            tensors |= prefixed("credit.", state_of(f"credit: {type(credit).__name__}", credit))
         values = {
             "done": self.done,
             "order": list(self.prompts.order),
@@ -449,7 +449,8 @@ class Trainer:
         tensors, values = self.distributed.gather((small, checkpoint.values))[0]
         self.copies.restore(checkpoint.tensors, values, self.distributed)
         if isinstance(self.method.credit, Stateful):
-            self.method.credit.load_state_dict(without_prefix("credit.", tensors))
+            with part_call(f"{type(self.method.credit).__name__}.load_state_dict", PartError):
+                self.method.credit.load_state_dict(without_prefix("credit.", tensors))
         self.scaler.load_state_dict(values["loss_scale"])
         self.generator.set_state(tensors["generator"])
         self.prompts.generator.set_state(tensors["prompts.generator"])
