@@ -252,6 +252,16 @@ def test_a_prompt_has_no_nul(tmp_path: Path, capsys) -> None:
         assert f"{name}, line 1 " in error and "without NUL" in error
 
 
+def test_terminal_codes_and_wide_tables(tmp_path: Path, capsys) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a cat", "tag": "\\u001b[31mred"}\n')
+    assert flowrl_(f"prompts check --file {tmp_path}/p.jsonl") == 0
+    assert r"\x1b[31mred" in (shown := capsys.readouterr().out) and "\x1b" not in shown
+    lines = [",".join(f"value_{k}" for k in range(1001)), *(["0," * 1000 + "1"] * 2)]
+    (tmp_path / "wide.csv").write_text("\n".join(lines))
+    assert flowrl_(f"explain uniform --rewards {tmp_path}/wide.csv --out {tmp_path}/t.png") == 2
+    assert "columns = 1001 is not allowed; allowed: 1000" in capsys.readouterr().err
+
+
 def test_what_a_call_of_a_part_breaks_is_named(capfd) -> None:
     values = torch.zeros(2)
 
