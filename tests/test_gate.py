@@ -22,7 +22,7 @@ from small_run import MIXTURE, flowrl_
 import flowrl.core.types as types
 from flowrl.core.calls import CHECKS_ON
 from flowrl.core.errors import OWN_PACKAGES, ConfigError, CreditError, FlowrlError, PartError
-from flowrl.core.types import Prompt, part_call, watched_calls
+from flowrl.core.types import Prompt, part_call, state_of, watched_calls
 from flowrl.io import folder_lock, write_json
 from flowrl.parts.registry import KINDS, build, check_part, find_maker
 from flowrl.parts.specs import Spec
@@ -240,6 +240,14 @@ def test_a_state_that_changes_its_type_is_named_in_that_iteration(tmp_path: Path
     with pytest.raises(PartError, match=need):
         Run(config, tmp_path / "run", trial=False).execute()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) < 5
+
+
+def test_a_saved_state_is_a_copy() -> None:
+    memory = torch.zeros(2)
+    part = type("Remembers", (), {"state_dict": lambda self: {"memory": memory}})()
+    state = state_of("credit: Remembers", part)
+    memory.add_(1)
+    assert state["memory"].tolist() == [0, 0]
 
 
 def test_a_prompt_has_no_nul(tmp_path: Path, capsys) -> None:

@@ -169,13 +169,13 @@ def _numbers(call: str, metrics: Any) -> dict[str, float]:
         raise MetricsError(f"{call} = {metrics!r:.200} is not allowed; {need}")
     numbers = dict[str, float]()
     for name, value in metrics.items():
+        fits = isinstance(name, str) and not isinstance(value, str | bytes)  # float() reads texts
         try:
-            # float() would read a text
-            fits = isinstance(name, str) and not isinstance(value, str | bytes)
-            numbers[name] = float(value) if fits else float([])
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            text = f"{call}: {name!r:.100} = {value!r:.100} is not allowed"
-            raise MetricsError(f"{text}; {need}") from error
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            fits = False
+        if not fits:
+            raise MetricsError(f"{call}: {name!r:.100} = {value!r:.100} is not allowed; {need}")
     return numbers
 
 
