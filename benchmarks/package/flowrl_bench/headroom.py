@@ -33,8 +33,8 @@ from flowrl_bench.tune import SEEDS, Search, chosen, over_training, tune
 def exact(points: int = 29, reach: float = 4.0) -> str:
     """The oracle in two dimensions, on a grid.
 
-    Z per decision gives all decisions the same scale, as uniform credit has it. Joint Z leaves nine
-    tenths of the variance to the last drawn step once groups are nearly solved. The network then
+    Z per decision gives all decisions the same scale, as uniform credit has it. With joint Z, most
+    of the variance belongs to the last drawn step once groups are nearly solved. The network then
     changes most at the steps after it, which have no credit, and the reward can collapse.
 
     Advantages on the default grid correlate with those of 113 x 113 points by 0.998 or more in each
