@@ -79,7 +79,7 @@ def test_train_resumes_and_repeats(tmp_path):
         ("compare --credit none.py:Rule", "none.py does not exist"),
         ("compare --resume nowhere", "resume = 'nowhere' is not allowed"),
         ("train --config none.json", "none.json does not exist"),
-        ("train --resume x --iterations 9 --seed 1", "without --seed, --iterations"),
+        ("train --resume '' --iterations 9", "resume = '.' is not allowed"),
         ("train --processes 2", "given with --plan only"),
         ("train --device cuda:99", "device = 'cuda:99' is not allowed"),
         ("train --learning-rate inf", "learning_rate = inf is not allowed; allowed: a number"),
