@@ -121,10 +121,10 @@ class Compare:
         """The options start from the settings of the chosen preset and world, or from those of the
         comparison that is resumed or repeated.
         """
-        from flowrl_compare.comparison import load_compare
-
         given = any(text.partition("=")[0] in ("--arm", "--arms") for text in arguments)
         if file := named_file(arguments):
+            from flowrl_compare.comparison import load_compare
+
             run = load_compare(file, "--trust" in arguments).run
             base = run.in_own_words(*typed_settings(arguments))
         else:
