@@ -130,7 +130,7 @@ def test_a_known_winner_is_better_and_chosen():
     lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in answers(judged)]
     assert "Of 9 methods: 1 ▲ better, 8 = no difference." in lines[0]
     assert "2-D world: branch-grpo (▲ +0.1" in lines[3] and "collapsed runs: 0 of 8" in lines[3]
-    assert all("Image world: too few runs yet." in line for line in lines)
+    assert all("Image world: runs to be made." in line for line in lines)
 
 
 def test_papers_rules_that_lead_and_a_rule_that_costs_more():
