@@ -32,6 +32,7 @@ from flowrl.core.errors import ConfigError
 
 SD35 = SD35_MEDIUM[512]
 LEAD = Compare("fast", "slow")
+IMAGES = {"config": {"environment": {"world": "shapes"}}}
 
 
 def judged(rule, found: Evidence) -> Comparison:
@@ -82,7 +83,8 @@ def test_budgets_by_hand_of_new_and_older_lines():
     assert spent(line, "forwards")[-1] == nfe + 3 * gradient
     seconds = 2 * nfe * SD35["forward"] + 2 * gradient * SD35["gradient"]
     seconds += 6 * (SD35["decode"] + PICKSCORE)
-    assert spent(line, "stated seconds")[-1] == pytest.approx(seconds / RATE)
+    assert spent({**line, **IMAGES}, "stated seconds")[-1] == pytest.approx(seconds / RATE)
+    assert spent(line, "stated seconds")[-1] == row["seconds"]  # the 2-D world as it is
     for weight, share in ((0.0, 1.0), (0.1, 0.5)):
         older = {**line, "config": small_run(kl_weight=weight).as_dict()}
         older["curve"] = [row[: CURVE.index("probe_nfe")] for row in line["curve"]]
@@ -94,6 +96,7 @@ def test_an_arm_with_a_tenth_fewer_evaluations_is_found():
     else does.
     """
     found = fake_evidence(8, 0.01, uniform=SLOW, cheaper=SLOW)
+    found.runs["uniform"]["task"][:] = [{**one, **IMAGES} for one in found.runs["uniform"]["task"]]
     found.runs["cheaper"]["task"][:] = [
         {**line, "curve": [[row[0], 0.9 * row[1], *row[2:]] for row in line["curve"]]}
         for line in found.runs["uniform"]["task"]

@@ -87,7 +87,8 @@ def arms_of(judged: Sequence[Judged], world: str) -> dict[str, Arm]:
     for one in judged:
         if one.claim.id in names and one.world == world and one.evidence is not None:
             comparisons = [comparison for comparison in one.comparisons if comparison]
-            found.append(Arm(names[one.claim.id], one.evidence, comparisons))
+            if (name := names[one.claim.id]) in one.evidence.runs:
+                found.append(Arm(name, one.evidence, comparisons))
             more = base is None or len(one.evidence.seeds) > len(base.seeds)
             base = one.evidence if more else base
     if base is None:

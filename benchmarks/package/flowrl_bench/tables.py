@@ -92,10 +92,11 @@ class Judged:
 
 def compared(claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...] = ()) -> Judged:
     """A claim in a world, not yet judged. Every rule has the seeds that its own arms have. The
-    evidence is that of all arms, or of the primary rule's arms if another one has too few seeds.
+    evidence is that of the arms that have enough seeds.
     """
     runs = claim_runs(claim, world, lines, seeds or SEEDS[world])
-    every = runs.evidence() or runs.evidence(claim.primary.arms)
+    ready = [arm for arm in claim.arms if runs.evidence((arm,))]
+    every = runs.evidence(ready) if ready else None
     found = [runs.evidence(rule.arms) for rule in claim.rules]
     size = next((gain(world, one) for one in (every, *found) if one), 0.0)
     comparisons = [
