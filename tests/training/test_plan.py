@@ -50,7 +50,15 @@ def test_a_run_records_what_the_plan_counts(changes, tmp_path):
     assert Run(config, tmp_path / "run").execute()
     row, counts = load_run(tmp_path / "run").rows[1], vars(plan(config))
     recorded = {"calls": "sequential_calls"}
-    names = ("trajectories", "nfe", "calls", "reward_calls", "train_nfe", "gradient_nfe")
+    names = (
+        "trajectories",
+        "nfe",
+        "probe_nfe",
+        "calls",
+        "reward_calls",
+        "train_nfe",
+        "gradient_nfe",
+    )
     for name in names:
         value = counts[recorded.get(name, name)]
         # the plan cannot know which advantages are 0
@@ -71,6 +79,8 @@ def test_the_arithmetic_of_the_published_batch():
     assert (counts.micro_batches_per_update, counts.rows_per_micro_batch) == (54, 4)
     assert (counts.nfe, counts.train_nfe, counts.reward_calls) == (11520, 2 * 10368, 1152)
     assert counts.passes == 2 * (11520 + 2 * 10368)
+    # checkpointing counts 3 more; of the two passes only the one with the prompt has a gradient
+    assert counts.forwards == counts.passes + 3 * 10368
 
 
 def test_the_passes_of_the_published_dgpo():
@@ -103,7 +113,8 @@ def test_train_prints_it_and_trains_nothing(tmp_path, capsys):
     for words in (
         "4 groups x 24 members = 96",
         "9 trained steps of 10: 864 rows",
-        "5,280 network evaluations (55.0 a trajectory)",
+        "960 (sampling) + 4,320 (probes) = 5,280 network evaluations (55.0 a trajectory)",
+        "14,016 forward passes; with backward passes 19,200 forward equivalents",
         "x 2 (guidance)",
         "processes: 2",
         "216 states a process / micro_batch 4 = 54",
