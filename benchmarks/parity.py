@@ -172,11 +172,11 @@ def replay_iterations(
 
     def replayed(name: str) -> Iterator[Difference]:
         update = RecordedUpdate.of(recording, name)
-        found = replay(recording, update, {**settings(recording), **changes}, work)
+        result = replay(recording, update, {**settings(recording), **changes}, work)
         if name == recording.updates[0]:
-            for quantity, difference in trajectory_differences(recording, found):
+            for quantity, difference in trajectory_differences(recording, result):
                 yield "trajectory", quantity, difference
-        for quantity, difference in update_differences(recording, update, found):
+        for quantity, difference in update_differences(recording, update, result):
             yield name, quantity, difference
 
     for name in updates or recording.updates:
@@ -192,10 +192,10 @@ REPLAYS: dict[str, Callable[..., Iterator[Difference]]] = {
 """How to replay the recordings of each method, by the name of its folder."""
 
 
-def trajectory_differences(recording: Recording, found: Replay) -> Iterator[tuple[str, float]]:
+def trajectory_differences(recording: Recording, run: Replay) -> Iterator[tuple[str, float]]:
     """What sampling recorded."""
     recorded = recording.tensors(f"trajectory_{recording.case}")
-    path = found.trainer.collected.rollout.trajectories
+    path = run.trainer.collected.rollout.trajectories
     schedule, steps = path.schedule, recorded["log_probs"].shape[1]
     yield (
         "times",
@@ -221,13 +221,13 @@ def trajectory_differences(recording: Recording, found: Replay) -> Iterator[tupl
     sample, step = torch.cartesian_prod(torch.arange(len(path.nodes)), torch.arange(steps)).unbind(
         1
     )
-    sampler = found.trainer.draw_sampler()
+    sampler = run.trainer.draw_sampler()
     gaussian = sampler.transition(
         path.nodes[sample, step], path.velocities[sample, step], schedule, step
     )
     density = (
         log_prob_without_constants
-        if "released_cps" in found.trainer.config.algorithm.loss
+        if "released_cps" in run.trainer.config.algorithm.loss
         else log_prob
     )
     ours = density(gaussian, path.nodes[sample, step + 1]).view(-1, steps)
@@ -238,7 +238,7 @@ def trajectory_differences(recording: Recording, found: Replay) -> Iterator[tupl
             distance(gaussian.mean.unflatten(0, (-1, steps))[::4], recorded["mean_samples_0_4"]),
         )
     if "completions_samples_0_4" in recorded:
-        finished, *unfinished = torch.cat(list(found.decoded)).unflatten(0, (-1, len(path.nodes)))
+        finished, *unfinished = torch.cat(list(run.decoded)).unflatten(0, (-1, len(path.nodes)))
         decoded = torch.stack([*unfinished, finished])
         yield (
             "completions",
@@ -247,21 +247,21 @@ def trajectory_differences(recording: Recording, found: Replay) -> Iterator[tupl
 
 
 def update_differences(
-    recording: Recording, update: RecordedUpdate, found: Replay
+    recording: Recording, update: RecordedUpdate, run: Replay
 ) -> Iterator[tuple[str, float]]:
     """What `update` recorded."""
-    tables, kept, drawn = update.tables, update.kept, found.trainer.record.decisions.step.tolist()
+    tables, kept, drawn = update.tables, update.kept, run.trainer.record.decisions.step.tolist()
     trained = [drawn.index(step) for step in recording.meta["case"]["trained_steps"]]
     largest = float(tables["advantages"].abs().max())
 
     def ours(name: str) -> Tensor:
-        return found.table(name)[:, trained]
+        return run.table(name)[:, trained]
 
     def micro(name: str) -> Tensor:
         """Means over the recorded micro-batches, [micro-batch, step]."""
         return ours(name)[update.order.view(len(tables["micro/loss"]), -1)].mean(1)
 
-    yield "advantages", distance(found.trainer.advantages[kept][:, trained], tables["advantages"])
+    yield "advantages", distance(run.trainer.advantages[kept][:, trained], tables["advantages"])
     yield "log-probabilities", distance(ours("log_prob")[kept], tables["log_prob"])
     yield "ratios", distance(ours("ratio_mean")[kept], tables["ratio"])
     yield "clipped pairs", distance(micro("clip_fraction"), tables["micro/clipfrac"], 1.0)
@@ -272,9 +272,9 @@ def update_differences(
     yield "loss / advantage", distance(micro("loss"), tables["micro/loss"], largest)
     if tables["micro/kl_loss"].any():
         yield "KL", distance(micro("kl"), tables["micro/kl_loss"])
-    yield "mean loss", abs(found.metrics["loss"] - float(tables["micro/loss"].mean()))
+    yield "mean loss", abs(run.metrics["loss"] - float(tables["micro/loss"].mean()))
     yield from step_differences(
-        found.trainer.optimizer_steps, update.steps, recording.meta["optimizer"]["lr"]
+        run.trainer.optimizer_steps, update.steps, recording.meta["optimizer"]["lr"]
     )
 
 

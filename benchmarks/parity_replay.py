@@ -311,14 +311,14 @@ class Replay:
         loss does not compute it.
         """
         trainer = self.trainer
-        found = torch.full_like(trainer.advantages, float("nan"))
+        table = torch.full_like(trainer.advantages, float("nan"))
         sample, column = (
             torch.cat([getattr(micro, axis) for micro in trainer.pairs])
             for axis in ("sample", "column")
         )
         if name in self.values.rows:
-            found[sample, column] = torch.stack(self.values.rows[name])
-        return found
+            table[sample, column] = torch.stack(self.values.rows[name])
+        return table
 
 
 def replay(

@@ -91,26 +91,26 @@ def mistakes(bugs: list[Bug]) -> list[str]:
 
 def _wrong_fields(bug: Bug) -> list[str]:
     expected = KEYS | ({"edits"} if "edits" in bug else EDIT)
-    found = [f"unknown key {key}" for key in sorted({*bug} - {"room"} - expected)]
+    wrong = [f"unknown key {key}" for key in sorted({*bug} - {"room"} - expected)]
     if missing := sorted(expected - {*bug}):
-        return [*found, *(f"missing key {key}" for key in missing)]
+        return [*wrong, *(f"missing key {key}" for key in missing)]
     if not all(isinstance(edit, dict) and {*edit} == EDIT for edit in edits(bug)):
-        return [*found, f"edits is not a list of mappings with {', '.join(sorted(EDIT))}"]
+        return [*wrong, f"edits is not a list of mappings with {', '.join(sorted(EDIT))}"]
     fields = [(k, bug[k]) for k in ("id", "meaning", "source")]
     fields += [field for edit in edits(bug) for field in edit.items()]
-    found += [f"{key} is not text in quotes" for key, text in fields if not isinstance(text, str)]
-    found += [f"{key} is empty" for key in ("id", "meaning") if not str(bug[key]).strip()]
-    found += ["find and replace are equal" for e in edits(bug) if e["find"] == e["replace"]]
+    wrong += [f"{key} is not text in quotes" for key, text in fields if not isinstance(text, str)]
+    wrong += [f"{key} is empty" for key in ("id", "meaning") if not str(bug[key]).strip()]
+    wrong += ["find and replace are equal" for e in edits(bug) if e["find"] == e["replace"]]
     if not isinstance(bug["tests"], list) or not all(isinstance(t, str) for t in bug["tests"]):
-        return [*found, "tests is not a list of node ids"]
+        return [*wrong, "tests is not a list of node ids"]
     for test in bug["tests"]:
         file, _, node = test.partition("::")
         name = node.partition("[")[0].rpartition("::")[2]
         if not (ROOT / file).is_file():
-            found.append(f"the test file {file} does not exist")
+            wrong.append(f"the test file {file} does not exist")
         elif not re.search(rf"\b{re.escape(name)}\b", (ROOT / file).read_text()):
-            found.append(f"{file} has no {name}")
-    return found
+            wrong.append(f"{file} has no {name}")
+    return wrong
 
 
 def planted(bug: Bug, root: Path) -> dict[Path, str]:

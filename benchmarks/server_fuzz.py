@@ -95,23 +95,23 @@ def png(height: int, width: int, mode: str, level: int) -> bytes:
 @st.composite
 def damaged(draw: st.DrawFn, data: bytes) -> bytes:
     """Bytes flipped, cut out, put in or cut off."""
-    found = bytearray(data)
+    mutated = bytearray(data)
     for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, max(len(found) - 1, 0)))
+        at = draw(st.integers(0, max(len(mutated) - 1, 0)))
         kind = draw(st.sampled_from(("flip", "cut", "insert", "truncate", "grow")))
-        if kind == "flip" and found:
-            found[at] ^= draw(st.integers(1, 255))
+        if kind == "flip" and mutated:
+            mutated[at] ^= draw(st.integers(1, 255))
         elif kind == "cut":
-            del found[at : at + draw(st.integers(1, 16))]
+            del mutated[at : at + draw(st.integers(1, 16))]
         elif kind == "insert":
-            found[at:at] = draw(st.binary(min_size=1, max_size=16))
+            mutated[at:at] = draw(st.binary(min_size=1, max_size=16))
         elif kind == "truncate":
-            del found[at:]
-        elif len(found) >= 8:  # a length field
-            found[at : at + 4] = draw(st.integers(0, 2**32 - 1)).to_bytes(4, "big")[
-                : len(found) - at
+            del mutated[at:]
+        elif len(mutated) >= 8:  # a length field
+            mutated[at : at + 4] = draw(st.integers(0, 2**32 - 1)).to_bytes(4, "big")[
+                : len(mutated) - at
             ]
-    return bytes(found)
+    return bytes(mutated)
 
 
 @st.composite

@@ -40,10 +40,10 @@ class Echo:
 
     def score(self, images, prompts):
         time.sleep(self.seconds)
-        found = images.flatten(1).amax(1) * 2**24
+        numbers = images.flatten(1).amax(1) * 2**24
         wanted = [prompt.metadata.get("sample") for prompt in prompts]
         wanted_values = torch.tensor([float(w) if isinstance(w, (int, float)) and abs(w) < 2**24 else -1.0 for w in wanted])
-        return torch.where(found.round() == wanted_values, wanted_values, -1.0)
+        return torch.where(numbers.round() == wanted_values, wanted_values, -1.0)
 '''
 
 

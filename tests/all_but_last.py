@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from flowrl.core.protocols import Sampler
-from flowrl.core.types import Gaussian, Schedule
 from flowrl.samplers import Windowed
 
 
@@ -15,9 +12,7 @@ class AllButLast:
 
     sampler: Sampler
 
-    def transition(
-        self, latent: Tensor, velocity: Tensor, schedule: Schedule, step: Tensor
-    ) -> Gaussian:
+    def transition(self, latent, velocity, schedule, step):
         """The Gaussian over node `step + 1`."""
         return Windowed(self.sampler, range(schedule.steps - 1)).transition(
             latent, velocity, schedule, step

@@ -2,18 +2,14 @@
 measured ones.
 """
 
-from pathlib import Path
-
 import numpy as np
 from flowrl_bench.claims import make_run
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.measurements import CURVE
 from flowrl_bench.results_file import make_line
 
-from flowrl.training.config import RunConfig
 
-
-def fake_line(rewards: list[float], nfe: float = 100.0, seconds: float = 1.0) -> dict:
+def fake_line(rewards, nfe=100.0, seconds=1.0):
     """A line whose curve has one evaluation per iteration, costing `nfe` and `seconds` each."""
     rows = []
     for i, reward in enumerate(rewards):
@@ -31,7 +27,7 @@ def fake_line(rewards: list[float], nfe: float = 100.0, seconds: float = 1.0) ->
     }
 
 
-def fake_evidence(seeds: int = 8, spread: float = 0.0, **arms: list[float]) -> Evidence:
+def fake_evidence(seeds=8, spread=0.0, **arms):
     """Arms with the given rewards along training, and noise of `spread` on every seed's curve."""
     generator = np.random.default_rng(0)
     runs = {
@@ -48,25 +44,16 @@ def fake_evidence(seeds: int = 8, spread: float = 0.0, **arms: list[float]) -> E
 
 SLOW, FAST, FLAT = [0.0, 0.2, 0.4, 0.6], [0.0, 0.5, 0.6, 0.7], [0.0, 0.01, 0.0, 0.01]
 
-SMALL = {
-    "arm": "uniform",
-    "iterations": 1,
-    "groups": 2,
-    "group_size": 3,
-    "eval_every": 1,
-    "eval_samples": 6,
-    "eval_steps": 4,
-    "num_steps": 5,
-    "window": "0:3",
-}
+SMALL = dict(arm="uniform", iterations=1, groups=2, group_size=3, num_steps=5, window="0:3")
+SMALL |= dict(eval_every=1, eval_samples=6, eval_steps=4)
 
 
-def small_run(seed: int = 0, **changes) -> RunConfig:
+def small_run(seed=0, **changes):
     """A run of one tiny iteration."""
     return make_run("mixture", "direction", seed, {**SMALL, **changes})
 
 
-def small_line(seed: int = 0, **changes) -> dict:
+def small_line(seed=0, **changes):
     """A tiny run's line with an invented result."""
     row = dict.fromkeys(CURVE, 0.5) | {"iteration": 1, "seconds": 9.0}
     result = {
@@ -93,13 +80,13 @@ class {name}:
 """
 
 
-def rule_file(path: Path, name: str = "Mine", steps: str = "steps") -> Path:
+def rule_file(path, name="Mine", steps="steps"):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(RULE.format(name=name, steps=steps))
     return path
 
 
-def here(function, jobs, workers, *, finished, received, describe) -> bool:
+def here(function, jobs, workers, *, finished, received, describe):
     """`run_jobs` in this process."""
 
     class Worker:
@@ -109,7 +96,7 @@ def here(function, jobs, workers, *, finished, received, describe) -> bool:
         def send(self, message):
             received(self.key, message)
 
-        def stopped(self) -> bool:
+        def stopped(self):
             return False
 
     for key, arguments in jobs.items():

@@ -14,7 +14,7 @@ from flowrl.worlds.mixture import WIDTH, DirectionReward, angle_of, target
 PROMPTS = [Prompt(f"towards {angle} degrees") for angle in (0, 100, 200)]
 
 
-def gaussian_setting(sampler=None, steps: int = 6) -> Setting:
+def gaussian_setting(sampler=None, steps=6):
     """One mode: the velocity is affine in x, so that the finished point given any node is exactly
     Gaussian.
     """
@@ -29,7 +29,7 @@ def gaussian_setting(sampler=None, steps: int = 6) -> Setting:
     )
 
 
-def exact_values(setting: Setting, nodes: torch.Tensor, members: int) -> torch.Tensor:
+def exact_values(setting, nodes, members):
     """V [sample, node] in closed form: x_T | x_j ~ N(a x_j + b, s^2 I), and E exp(-|x_T - y|^2 / (2
     w^2)) of a Gaussian.
     """

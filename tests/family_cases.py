@@ -37,25 +37,16 @@ class Case:
     plain: dict[str, Any] = field(default_factory=dict)
     options: ModelOptions = TINY
 
-    def policy(self, pipe=None, **changes) -> PipelinePolicy:
+    def policy(self, pipe=None, **changes):
         return PipelinePolicy(pipe or self.make(), self.family, replace(self.options, **changes))
 
     def picture(self, pipe, noise, guidance=1.0, steps=STEPS, **changes):
         """The plain pipeline's own images or videos."""
         pipe.set_progress_bar_config(disable=True)
-        settings = dict(
-            height=16,
-            width=16,
-            max_sequence_length=24,
-            negative_prompt=["blurry"] * 2,
-            output_type="pt",
-        )
-        output = pipe(
-            TEXTS,
-            latents=noise,
-            num_inference_steps=steps,
-            **{**settings, **self.plain, self.scale: guidance, **changes},
-        )
+        settings = dict(height=16, width=16, max_sequence_length=24, output_type="pt")
+        settings |= dict(negative_prompt=["blurry"] * 2, num_inference_steps=steps)
+        settings |= {**self.plain, self.scale: guidance, **changes}
+        output = pipe(TEXTS, latents=noise, **settings)
         return output.frames if hasattr(output, "frames") else output.images
 
 
@@ -77,9 +68,8 @@ def velocity(policy):
 
 def draw(policy, noise=None, steps=STEPS):
     noise = noise_of(policy) if noise is None else noise
-    return policy.decode(
-        solve(policy, policy.schedule(steps), policy.encode(PROMPTS), noise, Usage())
-    )
+    given = policy.schedule(steps), policy.encode(PROMPTS), noise, Usage()
+    return policy.decode(solve(policy, *given))
 
 
 def fill(policy, seed=1, std=0.15):
@@ -91,20 +81,7 @@ def fill(policy, seed=1, std=0.15):
 
 
 def trainer_of(policy, method=flow_grpo, **changes):
-    config = preset("tiny").apply(
-        **{
-            "num_steps": STEPS,
-            "groups": 2,
-            "group_size": 3,
-            "minibatches": 1,
-            "learning_rate": 1e-2,
-            **changes,
-        }
-    )
-    return Trainer(
-        policy,
-        replace(method(), loss=ClippedLoss(clip_range=1e-2, kl_weight=0.1)),
-        REDNESS,
-        PROMPTS,
-        config,
-    )
+    sizes = dict(num_steps=STEPS, groups=2, group_size=3, minibatches=1, learning_rate=1e-2)
+    config = preset("tiny").apply(**{**sizes, **changes})
+    method = replace(method(), loss=ClippedLoss(clip_range=1e-2, kl_weight=0.1))
+    return Trainer(policy, method, REDNESS, PROMPTS, config)

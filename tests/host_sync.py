@@ -7,7 +7,6 @@ the operations that would.
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
@@ -94,7 +93,7 @@ def _waits(func, args, kwargs):
 
 
 @contextmanager
-def no_host_sync(device: torch.device | str) -> Iterator[None]:
+def no_host_sync(device):
     """Within this context an operation on `device` that the host must wait for raises: a
     `HostSyncError` on the CPU, PyTorch's `RuntimeError` on a GPU.
     """

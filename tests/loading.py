@@ -2,12 +2,11 @@
 
 import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 
 
-def load(script: str) -> ModuleType:
+def load(script):
     """The module of the script at this path, relative to the root of the repository."""
     spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
     module = importlib.util.module_from_spec(spec)

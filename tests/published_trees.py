@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flowrl.core.experience import Decisions, Experience
-from flowrl.core.protocols import CreditRule
+from flowrl.core.experience import Decisions
 from flowrl.core.tree import Tree
 from flowrl.credit import credit_of, on_tree
 from flowrl.probes import Branch
@@ -17,7 +16,7 @@ from flowrl.probes import Branch
 GOLDEN = Path(__file__).parent / "golden_trees"
 
 
-def record_of(tree: Tree, rewards: Tensor, log_probs: Tensor | None = None) -> Experience:
+def record_of(tree, rewards, log_probs=None):
     """The record of a tree from the leaves' rewards [prompt, member] and log-probabilities [prompt,
     unit].
     """
@@ -28,7 +27,7 @@ def record_of(tree: Tree, rewards: Tensor, log_probs: Tensor | None = None) -> E
     return replace(record, log_probs=table)
 
 
-def credit(rule: CreditRule, record: Experience) -> Tensor:
+def credit(rule, record):
     """Advantages [prompt, member, decision]."""
     return credit_of(rule, record).advantages
 
@@ -54,18 +53,18 @@ class Published:
     tree: Tree
     units: Tensor
 
-    def read(self, what: str) -> Tensor:
+    def read(self, what):
         """A number per unit [prompt, unit]."""
         return FILES[f"{self.name}/{what}"][self.units]
 
     @property
-    def record(self) -> Experience:
+    def record(self):
         log_probs = FILES[f"{self.name}/log_prob"][self.units]
         return record_of(self.tree, FILES[f"{self.name}/rewards"].view(2, -1), log_probs)
 
 
 @cache
-def published(name: str) -> Published:
+def published(name):
     steps, splits = SPLITS[name]
     depth, parent, leaf = (FILES[f"{name}/{what}"].tolist() for what in ("step", "parent", "leaf"))
     decisions = sorted(

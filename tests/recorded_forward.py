@@ -10,7 +10,6 @@ from parity_recording import Recording, below, pipeline_folder
 from parity_replay import give_embeddings, peft_name
 from safetensors.torch import load_file
 
-from flowrl.core.types import Condition
 from flowrl.policies import PipelinePolicy
 from flowrl.training.build import make_policy, make_world
 from flowrl.training.config import RunConfig
@@ -40,12 +39,12 @@ class Recorded:
         policy, prompts = make_policy(config), make_world(config).prompts("prompts", "train")
         assert isinstance(policy, PipelinePolicy)
         give_embeddings(policy.pipe, self.recording.inputs, prompts)
-        self.policy: PipelinePolicy = policy
-        self.condition: Condition = policy.encode(prompts)
+        self.policy = policy
+        self.condition = policy.encode(prompts)
         self.common = load_file(COMMON)
         self.put("lora_current")
 
-    def put(self, name: str):
+    def put(self, name):
         """Let the policy have these weights of the recording."""
         weights = below(self.common, name)
         with torch.no_grad():

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+from flowrl_testing.tiny import tiny_sd3
 
 import flowrl
 from flowrl.cli.main import main
@@ -102,6 +103,11 @@ TINY_MODEL = {
     "dtype": "float32",
 }
 """Settings of a tiny pipeline."""
+REDNESS = """
+class Redness:
+    def score(self, images, prompts):
+        return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
+"""
 MIXTURE = "--preset tiny --world mixture --task direction"
 """Options of the shortest run."""
 
@@ -118,6 +124,15 @@ def words(**options):
         for item in value if isinstance(value, list) else [value]:
             command += [f"--{name.replace('_', '-')}", *([] if item is True else [str(item)])]
     return command
+
+
+def model_files(folder, prompts=("a red fox", "a red car", "a red hat")):
+    """A tiny pipeline, its prompts and a reward in `folder`, as settings."""
+    tiny_sd3().save_pretrained(folder / "model")
+    (folder / "prompts.txt").write_text("\n".join(prompts))
+    (folder / "reward.py").write_text(REDNESS)
+    files = {"model": folder / "model", "prompts": folder / "prompts.txt", **TINY_MODEL}
+    return files | {"reward": f"{folder}/reward.py:Redness"}
 
 
 def trainer_of(config, method=None, reward=None, distributed=Distributed()):
@@ -149,13 +164,16 @@ def launch_file(name):
     return str(Path(flowrl.__file__).parent / "data" / "launch" / f"{name}.yaml")
 
 
-def launch(config, folder, arguments):
-    """`flowrl train` in two processes by a shipped config file; the finished process."""
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return str(free.getsockname()[1])
+
+
+def launch(config, folder, arguments):
+    """`flowrl train` in two processes by a shipped config file; the finished process."""
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    launcher += [launch_file(config), "--num_processes", "2", "--main_process_port", str(port)]
+    launcher += [launch_file(config), "--num_processes", "2", "--main_process_port", free_port()]
     command = [*launcher, "-m", "flowrl", "train", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=300, cwd=folder, check=False

@@ -5,18 +5,17 @@ axis.
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from loss_rows import loss_rows
 
 from flowrl.core.calls import CHECKS_ON
 from flowrl.core.errors import FlowrlError
 from flowrl.core.experience import Decisions, Experience
 from flowrl.core.tree import plain_tree
-from flowrl.core.types import Gaussian, LossBatch, Prompt, Schedule, Trajectories
+from flowrl.core.types import Gaussian, Prompt, Schedule, Trajectories
 from flowrl.credit import StepwiseGain, Uniform, credit_of
 from flowrl.flow import uniform_schedule
 from flowrl.samplers import CPS
@@ -28,13 +27,13 @@ PAIR = Gaussian(torch.zeros(4, 2), torch.ones(4))
 STEP = torch.zeros(4, dtype=torch.long)
 
 
-def path(states=44, velocities=40, prompts=1, stds=STDS) -> Trajectories:
+def path(states=44, velocities=40, prompts=1, stds=STDS):
     return Trajectories(
         torch.zeros(1, states, 2), torch.zeros(prompts, velocities, 2), GRID, TREE, stds
     )
 
 
-def credited(shape: tuple[int, ...]):
+def credited(shape):
     """The credit of a rule whose advantages have this shape."""
 
     class Mine:
@@ -44,25 +43,17 @@ def credited(shape: tuple[int, ...]):
             return torch.zeros(shape)
 
     values = torch.zeros(2, 3, 11)
-    rule: Any = Mine()
+    rule = Mine()
     return credit_of(
         rule, Experience([Prompt("a")] * 2, values, TEN, torch.ones(2, 3, dtype=torch.bool))
     )
 
 
-def batch(**changes) -> LossBatch:
-    good = {
-        "new": PAIR,
-        "behaviour": PAIR,
-        "next_node": torch.zeros(4, 2),
-        "advantages": torch.zeros(4),
-        "weight": torch.ones(4),
-    }
-    places = {"sample": STEP, "group": STEP, "step": STEP, "time": torch.ones(4)}
-    return LossBatch(**{**good, "delta": torch.ones(4), **places, **changes})
+def batch(**changes):
+    return loss_rows(PAIR, PAIR, **changes)
 
 
-DOORS: dict[str, tuple[Callable[[], object], str]] = {
+DOORS = {
     "a state missing": (
         lambda: path(states=43),
         r"states, velocities.* = \[43, 40, .* allowed: \[44, 40, 10, 10\]",

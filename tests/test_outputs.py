@@ -55,7 +55,7 @@ def made(tmp_path_factory):
     return root
 
 
-def run(*lines: str):
+def run(*lines):
     for line in lines:
         assert flowrl_(line) == 0
 

@@ -83,18 +83,10 @@ def test_satellites_use_public_names(folder):
     """Whatever module of a room they import a name from, the room lists it."""
     private = []
     for path in (ROOT / folder).rglob("*.py"):
-        for statement in ast.walk(ast.parse(path.read_text())):
-            parts = (getattr(statement, "module", None) or "").split(".")
-            if (
-                isinstance(statement, ast.ImportFrom)
-                and parts[0] == "flowrl"
-                and parts[1:2]
-                and parts[1] in ROOMS
-            ):
-                modules = [".".join(parts[:depth]) for depth in range(2, len(parts) + 1)]
-                public = {
-                    name for m in modules for name in getattr(import_module(m), "__all__", ())
-                }
-                names = [f"{path.name}: {statement.module}.{a.name}" for a in statement.names]
-                private += [name for name in names if name.rpartition(".")[2] not in public]
+        for node in ast.walk(ast.parse(path.read_text())):
+            package, *parts = (getattr(node, "module", None) or "").split(".")
+            if isinstance(node, ast.ImportFrom) and package == "flowrl" and {*parts[:1]} & {*ROOMS}:
+                modules = (".".join(["flowrl", *parts[:n]]) for n in range(1, len(parts) + 1))
+                public = {n for m in modules for n in getattr(import_module(m), "__all__", ())}
+                private += [(path.name, a.name) for a in node.names if a.name not in public]
     assert not private

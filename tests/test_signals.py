@@ -137,7 +137,7 @@ class Signalling(io.StringIO):
 
     text, number = "", 0
 
-    def write(self, text: str) -> int:
+    def write(self, text):
         count = super().write(text)
         if self.text in text:
             signal.raise_signal(self.number)

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +29,7 @@ LINES = [
 LINES += ["prompts check --file prompts.txt", *(f"{name} --help" for name in [*COMMANDS, *OURS])]
 
 
-def heavy(line: str, folder: Path) -> set[str]:
+def heavy(line, folder):
     """The heavy packages that a command imports, which must print something."""
     (folder / "prompts.txt").write_text("a cat\n")
     command = [sys.executable, "-c", CODE, *line.split()]

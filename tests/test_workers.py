@@ -62,14 +62,14 @@ def test_workers_are_forks_of_a_process_that_has_imported_the_modules():
     assert done.stdout.split() == ["True", "True", "True"], done.stderr[-2000:]
 
 
-def outcome(*words: str) -> subprocess.CompletedProcess:
+def outcome(*words):
     """Of worker_jobs.py as a program with its own process group."""
     command = [sys.executable, worker_jobs.__file__, *words]
     named = dict(capture_output=True, text=True, timeout=300, start_new_session=True)
     return subprocess.run(command, **named)
 
 
-def runs(process: str) -> bool:
+def runs(process):
     """Whether there is such a process that has not ended."""
     stat = Path("/proc", process, "stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
@@ -119,11 +119,8 @@ def test_no_job_starts_after_the_time_is_up():
 
 
 def test_how_many():
-    assert (
-        worker_count(0, 100) == min(usable_cores(), MOST_WORKERS)
-        and worker_count(3, 2) == 2
-        and worker_count(1, 0) == 1
-    )
+    assert worker_count(0, 100) == min(usable_cores(), MOST_WORKERS)
+    assert worker_count(3, 2) == 2 and worker_count(1, 0) == 1
     with pytest.raises(ConfigError, match="workers = -1 is not allowed; allowed: 1 or more, or 0"):
         worker_count(-1, 3)
 
@@ -131,7 +128,7 @@ def test_how_many():
 AFFINITY = 6
 
 
-def cores(tmp_path: Path, monkeypatch, cgroup: str, files: dict[str, str]) -> int:
+def cores(tmp_path, monkeypatch, cgroup, files):
     """`usable_cores` of a process in these control groups, with an affinity of 6 cores."""
     monkeypatch.setattr(
         os, "sched_getaffinity", lambda process: set(range(AFFINITY)), raising=False
@@ -149,7 +146,6 @@ def cores(tmp_path: Path, monkeypatch, cgroup: str, files: dict[str, str]) -> in
         ("0::/a/b\n", {}, AFFINITY),
         ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n"}, AFFINITY),
         ("0::/a/b\n", {"a/b/cpu.max": "200000 100000\n"}, 2),
-        ("0::/a/b\n", {"a/b/cpu.max": "250000 100000\n"}, 3),
         ("0::/a/b\n", {"a/b/cpu.max": "10000 100000\n"}, 1),
         ("0::/a/b\n", {"a/b/cpu.max": "900000 100000\n"}, AFFINITY),
         ("0::/a/b\n", {"a/b/cpu.max": "400000 100000\n", "a/cpu.max": "150000 50000\n"}, 3),

@@ -3,15 +3,13 @@ rewards that use them.
 """
 
 from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 import torch
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789'\".,:-()"
 
 
-def tiny_clip(folder: Path, seed: int = 0, size: int = 32) -> Path:
+def tiny_clip(folder, seed=0, size=32):
     """Write a `CLIPModel` of two layers for images of `size` pixels, and a tokenizer of letters, to
     `folder`; returns it.
     """
@@ -36,9 +34,9 @@ def tiny_clip(folder: Path, seed: int = 0, size: int = 32) -> Path:
     return folder
 
 
-def tiny_detector(folder: Path, seed: int = 0) -> Path:
+def tiny_detector(folder, seed=0):
     """Write a Mask2Former of COCO objects for images of 64 pixels to `folder`; returns it."""
-    transformers: Any = import_module("transformers")
+    transformers = import_module("transformers")
     swin = transformers.SwinConfig(
         image_size=64,
         embed_dim=8,

@@ -12,16 +12,16 @@ import torch
 
 from flowrl.core.errors import ConfigError
 from flowrl.io import folder_lock
-from flowrl.workers import Worker, run_jobs
+from flowrl.workers import run_jobs
 
 
-def describe(worker: Worker, argument: int) -> dict:
+def describe(worker, argument):
     worker.send("started")
     worker.send("x" * 200_000)  # more than a pipe holds
     return {"argument": argument, "threads": torch.get_num_threads(), "process": os.getpid()}
 
 
-def fail(worker: Worker, kind: str):
+def fail(worker, kind):
     if kind == "flowrl":
         raise ConfigError("the job's own words")
     if kind == "killed":
@@ -33,7 +33,7 @@ def fail(worker: Worker, kind: str):
     until_stopped(worker)
 
 
-def until_stopped(worker: Worker) -> str:
+def until_stopped(worker):
     worker.send("running")
     ends = time.monotonic() + 60
     while time.monotonic() < ends:
@@ -43,18 +43,18 @@ def until_stopped(worker: Worker) -> str:
     return "not stopped"
 
 
-def server(worker: Worker) -> tuple[bool, int]:
+def server(worker):
     """Whether a module was imported before the job; the process of which this one is a fork."""
     return "xml.dom.minidom" in sys.modules, os.getppid()
 
 
-def until_killed(worker: Worker, held: str):
+def until_killed(worker, held):
     """Ends with its process only; `held` is a folder that the parent has locked."""
     Path(held, f"{os.getpid()}.pid").touch()
     time.sleep(60)
 
 
-def interrupt_everything(delay: float):
+def interrupt_everything(delay):
     """Ctrl-C for the whole process group, as a terminal sends it, once a worker exists."""
     while not multiprocessing.active_children():
         time.sleep(0.001)
@@ -65,7 +65,7 @@ def interrupt_everything(delay: float):
 # a script with its own process group: what it does, and for how long or where
 if __name__ == "__main__":
     work, argument = sys.argv[1:]
-    results: dict[str, object] = {}
+    results = {}
     if work == "preload":
         jobs, names = {"a": (), "b": ()}, ("xml.dom.minidom",)
         run_jobs(server, jobs, 2, finished=results.__setitem__, preload=names)

@@ -24,7 +24,6 @@ from flowrl.samplers import FlowSDE
 from flowrl.worlds.mixture import DirectionReward, angle_of
 
 JOINT, BY_STEP, UNIFORM = "stepwise-gain", "stepwise-gain(normalise=step)", "uniform"
-PROMPTS = [Prompt(f"towards {angle} degrees") for angle in (0, 100, 200)]
 
 
 @dataclass(frozen=True)
@@ -38,40 +37,28 @@ class Walk:
     exact: torch.Tensor
     scores: torch.Tensor
 
-    def ceiling(self, spec: str) -> float:
+    def ceiling(self, spec):
         """The ceiling of a rule, from the exact values."""
-        gains = self.exact.diff(dim=-1)
-        none = torch.zeros_like(self.exact)
-        truth = TrueAdvantages(
-            gains, none[..., 1:], self.exact, none, tuple(range(gains.shape[-1]))
-        )
-        return correlation(
-            credit_sums(
-                with_values(build("credit", spec, trust=True), self.record, self.exact), truth
-            )
-        )
+        gains, none = self.exact.diff(dim=-1), torch.zeros_like(self.exact)
+        steps = tuple(range(gains.shape[-1]))
+        truth = TrueAdvantages(gains, none[..., 1:], self.exact, none, steps)
+        credit = with_values(build("credit", spec), self.record, self.exact)
+        return correlation(credit_sums(credit, truth))
 
-    def sums(self, spec: str) -> torch.Tensor:
+    def sums(self, spec):
         """`ceiling_sums` of a rule."""
-        return ceiling_sums(
-            lambda: build("credit", spec, trust=True), self.scores, self.result, self.record
-        )
+        return ceiling_sums(lambda: build("credit", spec), self.scores, self.result, self.record)
 
 
-def walk(scales: torch.Tensor, noise: float, groups: int = 60, continuations: int = 16) -> Walk:
+def walk(scales, noise, groups=60, continuations=16):
     """Trajectories of the 2-D world whose values are replaced by a random walk with increments of
     these standard deviations by decision; the scores are the value and `noise` x the walk's own
     future.
     """
     mode = GaussianMixture(torch.tensor([[1.2, 0.4]]), 0.6, torch.ones(1))
-    policy, steps = MixturePolicy(mode, angle_of), len(scales) + 1
-    setting = Setting(
-        policy,
-        AllButLast(FlowSDE(0.7)),
-        uniform_schedule(steps),
-        DirectionReward(),
-        PROMPTS[:1] * groups,
-    )
+    policy, grid = MixturePolicy(mode, angle_of), uniform_schedule(len(scales) + 1)
+    prompts = [Prompt("towards 0 degrees")] * groups
+    setting = Setting(policy, AllButLast(FlowSDE(0.7)), grid, DirectionReward(), prompts)
     result = Look(setting, 12, 0).trajectories(True)
     generator = torch.Generator().manual_seed(1)
     increments = torch.randn(groups, 12, len(scales), generator=generator) * scales

@@ -3,7 +3,6 @@ runs.
 """
 
 import re
-from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -12,18 +11,16 @@ from flowrl_bench.arms import ARMS
 from flowrl_bench.catalogue import CLAIMS, PRIMARY, RETIRED
 from flowrl_bench.claims import SEEDS, Claim
 from flowrl_bench.claims_details import details_page
-from flowrl_bench.claims_page import Inputs, cell, changed_table, claims_page, read_inputs
+from flowrl_bench.claims_page import Inputs, changed_table, claims_page, read_inputs
 from flowrl_bench.digest import config_id
-from flowrl_bench.evidence import Evidence, column
+from flowrl_bench.evidence import column
 from flowrl_bench.leads import LARGER, LEADS, UNIFORM
 from flowrl_bench.main_comparison import answers, arms_of, choice, lead_table
-from flowrl_bench.measurements import CURVE
 from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.results_file import ResultsFile, SamplesFile, joined, make_line
 from flowrl_bench.suite import needed
 from flowrl_bench.tables import (
     MISSING,
-    Judged,
     by_task,
     compared,
     judge_all,
@@ -31,14 +28,10 @@ from flowrl_bench.tables import (
     levels,
 )
 from flowrl_bench.verdicts import (
-    ALIKE,
     BETTER,
     GAINS,
     SECONDARY,
-    UNDECIDED,
-    WORSE,
     Compare,
-    judge_family,
 )
 from loading import ROOT
 from matplotlib.figure import Figure
@@ -52,7 +45,6 @@ A, B, C = (
     {"arm": "uniform", "learning_rate": 1e-3},
     {"arm": "uniform", "learning_rate": 2e-3},
 )
-FALLEN = [0.0, 0.6, 0.7, 0.1]
 STAMP = {
     "golden": [],
     "code": "c",
@@ -63,13 +55,7 @@ STAMP = {
 }
 
 
-def made(
-    claim: Claim,
-    world: str,
-    curves: Mapping[str, list[float]],
-    seeds: tuple[int, ...],
-    cost: Mapping[str, float] | None = None,
-) -> dict[str, dict]:
+def made(claim, world, curves, seeds, cost=None):
     """Lines of a claim's runs with made-up learning curves by arm; a hundredth of reward tells the
     seeds apart. `cost`: network evaluations per update.
     """
@@ -83,11 +69,7 @@ def made(
     return lines
 
 
-def main_lines(
-    curve: Callable[[str], list[float]],
-    world: str = "mixture",
-    cost: Mapping[str, float] | None = None,
-) -> dict[str, dict]:
+def main_lines(curve, world="mixture", cost=None):
     """Lines of the main comparison in a world: the arm's learning curve by its name."""
     lines = {}
     for claim in LEADS:
@@ -98,7 +80,7 @@ def main_lines(
     return lines
 
 
-def judged_pair(rule, first: list[float], second: list[float], **more) -> Judged:
+def judged_pair(rule, first, second, **more):
     """A claim about arm "a" with the first curve and arm "b" with the second, judged."""
     claim = Claim("c", "A beats b.", "-", "-", {"a": A, "b": B}, rule, **more)
     world = "shapes" if claim.tasks else "mixture"
@@ -108,7 +90,7 @@ def judged_pair(rule, first: list[float], second: list[float], **more) -> Judged
     return one
 
 
-def judged_of(lines: Mapping[str, dict]) -> list[Judged]:
+def judged_of(lines):
     return judge_all({claim.id: claim for claim in LEADS}, lines)
 
 
@@ -161,27 +143,20 @@ def test_a_collapse_is_visible_and_not_taken():
 
 
 def test_full_pages(tmp_path):
-    """Answers and a figure come first, then tables; every claim has a row and a section of the
-    details.
-    """
-    lines: dict[str, dict] = {}
+    """Every claim has a row, and a section of the details."""
+    lines = {}
     for claim in CLAIMS.values():
         for world in claim.worlds:
             curves = {arm: FAST if arm == "turning points" else SLOW for arm in claim.arms}
             lines = made(claim, world, curves, tuple(range(100, 105))) | lines
     inputs = Inputs(judge_all(CLAIMS, lines), lines, tmp_path / "claims.jsonl")
     page, details = claims_page(inputs), details_page(inputs)
-    kinds = [block.kind for block in page.blocks]
-    assert kinds[:2] == ["items", "image"] and kinds.index("image") < kinds.index("table")
     written = page.write(tmp_path, "claims", "claims")
     written += details.write(tmp_path / "claims", "details")
-    text, html, details_text, details_html = (path.read_text() for path in written)
+    text, _, details_text, _ = (path.read_text() for path in written)
     for claim in CLAIMS.values():
         assert f"\n### {claim.id}\n" in details_text and claim.primary.words() in details_text
-        row = f"| [{claim.id}](claims/details.md#{claim.id}) | {claim.says} |"
-        assert claim in LEADS or row in text
-    assert '<a href="claims/details.html#tuning">tuning</a>' in html
-    assert '<h3 id="tuning">' in details_html
+        assert claim in LEADS or f"(claims/details.md#{claim.id}) | {claim.says} |" in text
     assert MISSING not in text.partition("## What survives")[0]
     images = {block.name for block in (*page.blocks, *details.blocks) if isinstance(block, Image)}
     names = {"leads-mixture", "leads-shapes", "survival-mixture", "curves-shapes", "frontier"}
@@ -207,7 +182,7 @@ def test_the_published_page_is_generated():
     judged = judge_all(CLAIMS, lines)
     page = claims_page(read_inputs(judged, lines, RESULTS)).markdown("claims")
     assert page == (ROOT / "docs/claims.md").read_text()
-    verdicts: dict[tuple, set[str]] = {}
+    verdicts = {}
     for one in judged:
         for rule, found in zip(one.claim.rules, one.comparisons, strict=True):
             if found is not None:
@@ -220,19 +195,6 @@ def test_the_published_page_is_generated():
     for (world, task), known in GAINS.items():
         start, best = gained(lines, world, task)
         assert (known.start, known.best) == pytest.approx((start, best), abs=6e-5)
-
-
-@pytest.mark.parametrize(
-    ("rule", "first", "second", "text"),
-    [
-        (LEADS_B, FAST, SLOW, "▲ better, +0.183 [+0.183, +0.183]"),
-        (LEADS_B, SLOW, FAST, "▼ worse, -0.183"),
-        (LEADS_B, SLOW, SLOW, "= no difference, +0.000"),
-        (Compare("a", "b", "updates"), FAST, SLOW, "▲ better, ratio 0."),
-    ],
-)
-def test_cells_have_symbols(rule, first, second, text):
-    assert cell(judged_pair(rule, first, second)).startswith(text)
 
 
 def test_changed_verdicts():
@@ -272,52 +234,15 @@ def test_rules_use_the_seeds_of_their_own_arms():
     assert compared(claim, "mixture", lines).seeds == [8, 5]
 
 
-@pytest.mark.slow
-def test_faults():
-    """Uniform credit with other seeds under another name has no verdict of better or worse, a
-    copy is no difference, random credit is worse, and an arm that is truly better is.
-    """
-    lines = ResultsFile(RESULTS).read(any_code=True)
-    lead = next(claim for claim in LEADS if "random credit" in claim.arms)
-    claim = compared(lead, "mixture", lines)
-    assert claim.evidence is not None
-    runs = claim.evidence.runs
-    uniform = list(runs[UNIFORM]["direction"])
-    faults = {
-        "other seeds": [*uniform[1:], uniform[0]],
-        "copy": uniform,
-        "random": runs["random credit"]["direction"],
-        "better": [raised(line, 0.1) for line in uniform[2:] + uniform[:2]],
-    }
-    arms = {UNIFORM: {"direction": uniform}}
-    arms |= {name: {"direction": found} for name, found in faults.items()}
-    found = Evidence(arms, claim.evidence.seeds)
-    size = GAINS["mixture", "direction"].size
-    family = [Compare(name, UNIFORM).compare(found, size) for name in faults]
-    words = dict(zip(faults, [c.verdict for c in judge_family(family)], strict=True))
-    assert words["copy"] == ALIKE and words["other seeds"] in (ALIKE, UNDECIDED)
-    assert words["random"] == WORSE and words["better"] == BETTER
-
-
-def raised(line: dict, size: float) -> dict:
-    """A line with higher rewards after the start."""
-    place = CURVE.index("soft")
-    curve = [
-        [*row[:place], row[place] + size * (i > 0), *row[place + 1 :]]
-        for i, row in enumerate(line["curve"])
-    ]
-    return {**line, "curve": curve}
-
-
-def ids(claim: Claim) -> list[tuple[str, str, int, str]]:
+def ids(claim):
     """Arm, task, seed and id of the runs in the 2-D world."""
     found = claim.configs("mixture", tuple(range(100, 108)))
     return [(arm, task, seed, config_id(config)) for arm, task, seed, config in found]
 
 
-def gained(lines: Mapping[str, dict], world: str, task: str) -> tuple[float, float]:
+def gained(lines, world, task):
     """Reward before training, and mean final reward of the best arm."""
-    ends: dict[str, list[float]] = {}
+    ends = {}
     starts = []
     for line in lines.values():
         config = RunConfig.from_dict(line["config"])
@@ -330,30 +255,18 @@ def gained(lines: Mapping[str, dict], world: str, task: str) -> tuple[float, flo
 
 def test_tasks_alone_and_levels():
     judged = judged_pair(LEADS_B, FAST, SLOW, tasks=("compositional", "text"))
-    alone = by_task(judged)
-    assert [c.text.rpartition(", ")[2] for c in alone] == ["compositional alone", "text alone"]
-    assert all(c.estimate.value == pytest.approx(1.1 / 6) for c in alone)
-    text = "Mean reward over training: a 0.487, b 0.303; before training 0.000."
-    assert levels(judged) == text
+    assert [c.estimate.value for c in by_task(judged)] == pytest.approx([1.1 / 6] * 2)
+    assert "a 0.487, b 0.303" in levels(judged)
     assert by_task(judged_pair(LEADS_B, FAST, SLOW)) == []
 
 
-def test_documents_say_the_same_twice(tmp_path):
+def test_texts_of_a_page_are_escaped(tmp_path):
     page = Document("A title")
     page.text("Before <any> section, `code`, [a link](other.md#part).")
-    page.items(["first", "second"])
-    page.heading("One")
-    page.blocks.append(Table(("what", "x"), [("a | b", "1"), ("good", "2")], ("what",)))
+    page.blocks.append(Table(("what",), [("a | b",)], ("what",)))
     markdown, html = (path.read_text() for path in page.write(tmp_path, "page"))
-    assert markdown == (
-        "# A title\n\nBefore <any> section, `code`, [a link](other.md#part).\n\n"
-        "1. first\n2. second\n\n"
-        "## One\n\n| what | x |\n| --- | --- |\n| a / b | 1 |\n| good | 2 |\n"
-    )
-    assert "&lt;any&gt;" in html and "<code>code</code>" in html
+    assert "| a / b |" in markdown and "&lt;any&gt;" in html and "<code>code</code>" in html
     assert '<a href="other.html#part">a link</a>' in html
-    assert html.count("<section>") == html.count("</section>") <= 1
-    assert "<ol><li>first</li><li>second</li></ol>" in html
 
 
 def test_a_page_replaces_its_own_files_only(tmp_path):

@@ -5,12 +5,10 @@ import sys
 import pytest
 from bench_lines import small_run
 from flowrl_bench.digest import config_id, golden_run, same_golden
-from loading import ROOT
 
 from flowrl.methods import METHODS
 
 MINE = "from flowrl.credit import Uniform\n\n\nclass Mine(Uniform):\n    pass\n"
-RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_golden_runs_agree_up_to_rounding():

@@ -69,25 +69,17 @@ def test_bad_tables_name_the_line(text, words):
 
 def test_the_command_prints_and_draws(tmp_path, capsys):
     table, out = tmp_path / "rewards.csv", tmp_path / "figure.png"
-    table.write_text(
-        "prompt,member,value_0,value_1,reward\ncat,x,0,1,2\ncat,y,0,2,1\ndog,x,1,1,0\ndog,y,1,0,1\n"
-    )
-    rules = ["stepwise-gain(normalise=step)", "weighted(weights=noise)"]
-    assert main(["explain", *rules, "--rewards", str(table), "--out", str(out)]) == 0
-    printed = capsys.readouterr().out
-    assert "cat: stepwise-gain(normalise=step)" in printed
+    table.write_text("cat,x,0,1,2\ncat,y,0,2,1\ndog,x,1,1,0\ndog,y,1,0,1\n")
+    table.write_text("prompt,member,value_0,value_1,reward\n" + table.read_text())
+    command = ["--rewards", str(table), "--out", str(out)]
+    assert main(["explain", "stepwise-gain(normalise=step)", "uniform", *command]) == 0
     assert all((tmp_path / f"figure-{n}.png").stat().st_size > 5000 for n in (1, 2, 3, 4))
-    values = parse_rewards(table.read_text()).values
+    values, printed = parse_rewards(table.read_text()).values, capsys.readouterr().out
     first = StepwiseGain(normalise="step").assign(values, Decisions.like(values))[0, 0, 0]
     assert f"{float(first):+.3f}" in printed and "columns read as" not in printed
     table.write_text("0,1,2\n1,0,1\n")
-    command = ["explain", "uniform", "--rewards", str(table), "--out", str(out)]
-    assert main(command) == 0
-    assert "3 columns read as 2 decisions" in capsys.readouterr().out
-    assert main([*command, "--decisions", "1"]) == 0
-    assert "columns read as" not in capsys.readouterr().out
-    assert main(["explain", "uniform", "stepwise-gain", "--out", str(tmp_path / "new")]) == 0
-    names = {path.name for path in (tmp_path / "new").iterdir()}
-    assert names == {"explain-1.png", "explain-2.png"}
+    for options, named in (((), True), (("--decisions", "1"), False)):
+        assert main(["explain", "uniform", *command, *options]) == 0
+        assert ("3 columns read as 2 decisions" in capsys.readouterr().out) == named
     assert main(["explain", "uniform", "--rewards", str(tmp_path / "none.csv")]) == 2
     assert "does not exist" in capsys.readouterr().err

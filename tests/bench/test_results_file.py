@@ -37,7 +37,7 @@ def file(tmp_path):
     return file
 
 
-def seeds(file: ResultsFile) -> list[int]:
+def seeds(file):
     return [line["seed"] for line in file.read().values()]
 
 

@@ -3,7 +3,6 @@
 import json
 import shlex
 import signal
-from pathlib import Path
 
 import pytest
 from bench_lines import SMALL, small_line, small_run
@@ -17,8 +16,6 @@ from flowrl_bench.verdicts import Compare
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
-from flowrl.io import file_lock
-from flowrl.training.config import RunConfig
 
 MINE = "from flowrl.credit import Uniform\n\n\nclass Mine(Uniform):\n    pass\n"
 EDITS_ITSELF = """
@@ -40,9 +37,7 @@ TINY = Claim(
 )
 
 
-def suite_of(
-    path: Path, *configs: RunConfig, command: str = "a test", trust: bool = False
-) -> Suite:
+def suite_of(path, *configs, command="a test", trust=False):
     runs = {config_id(config): config for config in configs}
     return Suite(runs, ResultsFile(path, trust), runs, command)
 
@@ -68,8 +63,6 @@ def test_runs_resumes_and_pauses(tmp_path):
     assert suite.execute(1, interrupt)  # nothing is left to do
     cells = claim_runs(TINY, "mixture", lines, (0, 1, 2)).lines
     assert all(set(cell) == {0, 1, 2} for arm in cells.values() for cell in arm.values())
-    for key, line in lines.items():
-        assert line["command"] == f"flowrl bench claims --out {path} --redo {key}"
     assert redo(next(iter(lines)), suite.file).same  # made in a worker, repeated here
 
 
@@ -83,15 +76,6 @@ def test_a_file_that_is_edited_during_its_run_leaves_no_line(tmp_path):
     with pytest.raises(ConfigError, match=r"mine\.py changed or was deleted during the run"):
         suite.execute(1)
     assert not suite.file.path.exists()
-
-
-def test_only_one_process_works_on_a_file(tmp_path):
-    suite = suite_of(tmp_path / "results.jsonl", small_run(), command="flowrl bench other")
-    with file_lock(suite.file.path, "flowrl bench one"):
-        with pytest.raises(ConfigError, match=r"results\.jsonl is being written by process"):
-            suite.execute(1)
-        assert suite.file.read() == {}  # reading needs no lock
-    assert not suite.execute(1, minutes=0)
 
 
 def test_incomplete_seeds_are_left_out():

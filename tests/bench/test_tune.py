@@ -3,8 +3,6 @@ on from.
 """
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from bench_lines import here
@@ -13,9 +11,7 @@ from flowrl_bench.arms import ARMS, Arm, own_arm
 from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.tune import (
     SEEDS,
-    Point,
     Search,
-    Trial,
     best,
     choices,
     chosen,
@@ -26,157 +22,134 @@ from hypothesis import strategies as st
 
 from flowrl.core.errors import ConfigError, TrainingError
 from flowrl.training.build import check
-from flowrl.training.config import RunConfig
 
 
-def run(score: Callable[[Trial], float], knobs: int = 3, budget: int = 24) -> dict[Trial, float]:
-    scores: dict[Trial, float] = {}
+def run(score, knobs=3, budget=24):
+    scores = {}
     while (trial := next(proposals(scores, knobs, budget), None)) is not None:
         assert trial not in scores
         scores[trial] = score(trial)
     return scores
 
 
-def hill(top: Point, slope: float = 1.0) -> Callable[[Trial], float]:
+def hill(top, slope=1.0):
     return lambda trial: -slope * sum((a - b) ** 2 for a, b in zip(trial[0], top, strict=True))
 
 
-class TestSearch:
-    @given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 2**32 - 1))
-    def test_every_method_gets_exactly_its_budget(self, budget: int, knobs: int, seed: int) -> None:
-        """Whatever the scores are."""
-        assert len(run(lambda trial: hash((trial, seed)) % 1000, knobs, budget)) == budget
-
-    @given(st.integers(-5, 5))
-    def test_an_optimum_at_an_edge_widens_the_grid(self, top: int) -> None:
-        assert best(run(hill((top,)), knobs=1)) == (top,)
-
-    def test_half_of_the_budget_confirms_two_finalists_with_further_seeds(self) -> None:
-        scores = run(hill((3, 0, 0)))
-        again = [trial for trial in scores if trial[1] != SEEDS[0]]
-        assert (
-            len(again) == 12
-            and len({point for point, _ in again}) == 2
-            and {seed for _, seed in again} == set(SEEDS[1:7])
-        )
-
-    def test_settings_that_collapse_are_not_chosen(self) -> None:
-        """Two points that win with the first seed and collapse in a third of the others lose to a
-        steady one, which is repeated once they have fallen behind it. By the first seed it was third.
-        """
-        lucky = {(2, 0, 0), (2, 1, 0)}
-
-        def score(trial: Trial) -> float:
-            point, seed = trial
-            if point in lucky:
-                return 0.5 if seed in SEEDS[3::3] else 1.0
-            return 0.9 + hill((1, 0, 0), 0.01)(trial)
-
-        scores = run(score)
-        assert best(scores) == (1, 0, 0)
-
-    def test_a_lucky_seed_is_not_chosen(self) -> None:
-        """The best point of the first seed loses to the second once both have three seeds."""
-        lucky = (2, 0, 0)
-
-        def score(trial: Trial) -> float:
-            return 0.5 if trial == (lucky, SEEDS[0]) else hill((1, 0, 0), 0.01)(trial)
-
-        scores = run(score)
-        assert (lucky, SEEDS[1]) in scores and best(scores) == (1, 0, 0)
-        two = {((0,), SEEDS[0]): 1.0, ((0,), SEEDS[1]): 0.0, ((1,), SEEDS[0]): 0.0}
-        assert best({**two, ((1,), SEEDS[1]): 0.1}) == (1,)
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_every_method_gets_exactly_its_budget(budget, knobs, seed):
+    """Whatever the scores are."""
+    assert len(run(lambda trial: hash((trial, seed)) % 1000, knobs, budget)) == budget
 
 
-class TestArms:
-    @pytest.mark.parametrize("name", ARMS)
-    def test_every_arm_can_be_built_at_every_neighbour(self, name: str) -> None:
-        arm = ARMS[name]
-        for world in arm.worlds:
-            for knob in arm.knobs:
-                for level in (-1, 0, 1):
-                    config = arm.run(world, arm.values(world, {knob: level}))
-                    check(config)
-                    assert config.environment.world == world
-
-    @pytest.mark.parametrize(
-        ("settings", "told"),
-        [
-            ({}, "settings other than 'uniform' has"),
-            ({"los": "gspo"}, r"arm 'mine': unknown setting 'los' \(did you mean 'loss'"),
-            ({"iterations": 80}, "arm 'mine': iterations = 80 is not allowed; allowed: left out"),
-            ({"world": "shapes"}, "the same in all arms, because"),
-            ({"loss": "gspx"}, "arm 'mine': unknown loss 'gspx'"),
-        ],
-    )
-    def test_arms_that_are_refused(self, settings: dict[str, object], told: str) -> None:
-        with pytest.raises(ConfigError, match=told):
-            own_arm("mine", settings)
-        with pytest.raises(ConfigError, match="arm = 'uniform' is not allowed"):
-            own_arm("uniform", {"loss": "gspo"})
+@given(st.integers(-5, 5))
+def test_an_optimum_at_an_edge_widens_the_grid(top):
+    assert best(run(hill((top,)), knobs=1)) == (top,)
 
 
-class TestLog:
-    def test_a_run_that_diverges_has_the_lowest_score(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The search goes on, and its file can be read."""
-        monkeypatch.setitem(
-            tune.SHORT,
-            "mixture",
-            {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2},
-        )
-        monkeypatch.setattr(tune, "run_jobs", here)
-        measured = tune.measure
+def test_half_of_the_budget_confirms_two_finalists_with_further_seeds():
+    again = [trial for trial in run(hill((3, 0, 0))) if trial[1] != SEEDS[0]]
+    points, seeds = map(set, zip(*again, strict=True))
+    assert len(again) == 12 and len(points) == 2 and seeds == set(SEEDS[1:7])
 
-        def measure(config: RunConfig, *more: object) -> object:
-            if config.optim.learning_rate > 0.02:
-                raise TrainingError("the gradient is not finite")
-            return measured(config, *more)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(tune, "measure", measure)
-        search = Search(
-            Arm(
-                "mine",
-                {"loss": "policy-gradient"},
-                {"learning_rate": ARMS["uniform"].knobs["learning_rate"]},
-            ),
-            "mixture",
-            3,
-        )
-        assert tune.tune([search], tmp_path / "tuning.jsonl", "-")
-        lines = ResultsFile(tmp_path / "tuning.jsonl").read()
-        assert [line.get("diverged", "") for line in lines.values()] == [
-            "",
-            "the gradient is not finite",
-            "",
-        ]
-        values = chosen(search, list(lines.values()))
-        assert values is not None and values["learning_rate"] <= 0.02
+def near(trial):
+    """Highest at (1, 0, 0), and nowhere much lower."""
+    return 0.9 + hill((1, 0, 0), 0.01)(trial)
 
-    def test_the_log_is_complete_and_goes_on(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setitem(
-            tune.SHORT,
-            "mixture",
-            {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2},
-        )
-        search, log = (
-            Search(Arm("uniform", {"method": "flow-grpo"}), "mixture", 4),
-            tmp_path / "tuning.jsonl",
-        )
-        monkeypatch.setattr(tune, "run_jobs", here)
+
+def test_settings_that_collapse_are_not_chosen():
+    """Two points that win with the first seed and collapse in a third of the others lose to a
+    steady one, which is repeated once they have fallen behind it. By the first seed it was third.
+    """
+
+    def score(trial):
+        point, seed = trial
+        if point in ((2, 0, 0), (2, 1, 0)):
+            return 0.5 if seed in SEEDS[3::3] else 1.0
+        return near(trial)
+
+    assert best(run(score)) == (1, 0, 0)
+
+
+def test_a_lucky_seed_is_not_chosen():
+    """The best point of the first seed loses to the second once both have three seeds."""
+    lucky = (2, 0, 0)
+    scores = run(lambda trial: 1.4 if trial == (lucky, SEEDS[0]) else near(trial))
+    assert (lucky, SEEDS[1]) in scores and best(scores) == (1, 0, 0)
+    points = {(0,): (1.0, 0.0), (1,): (0.0, 0.1)}
+    two = {(p, seed): s for p, both in points.items() for seed, s in zip(SEEDS, both, strict=False)}
+    assert best(two) == (1,)
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_every_arm_can_be_built_at_every_neighbour(name):
+    arm = ARMS[name]
+    for world in arm.worlds:
+        for knob in arm.knobs:
+            for level in (-1, 0, 1):
+                config = arm.run(world, arm.values(world, {knob: level}))
+                check(config)
+                assert config.environment.world == world
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "settings other than 'uniform' has"),
+        ({"los": "gspo"}, r"arm 'mine': unknown setting 'los' \(did you mean 'loss'"),
+        ({"iterations": 80}, "arm 'mine': iterations = 80 is not allowed; allowed: left out"),
+        ({"world": "shapes"}, "the same in all arms, because"),
+        ({"loss": "gspx"}, "arm 'mine': unknown loss 'gspx'"),
+    ],
+)
+def test_arms_that_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        own_arm("mine", settings)
+    with pytest.raises(ConfigError, match="arm = 'uniform' is not allowed"):
+        own_arm("uniform", {"loss": "gspo"})
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Searches with runs of one iteration, in this process."""
+    small = {"iterations": 1, "eval_every": 1, "eval_samples": 18, "groups": 2}
+    monkeypatch.setitem(tune.SHORT, "mixture", small)
+    monkeypatch.setattr(tune, "run_jobs", here)
+
+
+def test_a_run_that_diverges_has_the_lowest_score(short, tmp_path, monkeypatch):
+    """The search goes on, and its file can be read."""
+    measured = tune.measure
+
+    def measure(config, *more):
+        if config.optim.learning_rate > 0.02:
+            raise TrainingError("the gradient is not finite")
+        return measured(config, *more)
+
+    monkeypatch.setattr(tune, "measure", measure)
+    knobs = {"learning_rate": ARMS["uniform"].knobs["learning_rate"]}
+    search = Search(Arm("mine", {"loss": "policy-gradient"}, knobs), "mixture", 3)
+    assert tune.tune([search], tmp_path / "tuning.jsonl", "-")
+    lines = [*ResultsFile(tmp_path / "tuning.jsonl").read().values()]
+    assert [line.get("diverged", "") for line in lines] == ["", "the gradient is not finite", ""]
+    assert chosen(search, lines)["learning_rate"] <= 0.02
+
+
+def test_the_log_is_complete_and_goes_on(short, tmp_path):
+    log = tmp_path / "tuning.jsonl"
+    search = Search(Arm("uniform", {"method": "flow-grpo"}), "mixture", 4)
+
+    def tuned():
         assert tune.tune([search], log, "flowrl bench tune")
-        lines = [json.loads(text) for text in log.read_text().splitlines()]
-        assert len(lines) == 4 and {line["command"] for line in lines} == {"flowrl bench tune"}
-        log.write_text("\n".join(json.dumps(line) for line in lines[:2]) + "\n")
-        assert chosen(search, lines[:2]) is None and "2 of 4 runs are missing" in choices(
-            [search], log
-        )
-        assert tune.tune([search], log, "flowrl bench tune")
-        again = [json.loads(text) for text in log.read_text().splitlines()]
-        assert [(line["point"], line["seed"], line["score"]) for line in again] == [
-            (line["point"], line["seed"], line["score"]) for line in lines
-        ]
-        assert chosen(search, again) is not None
+        return [json.loads(text) for text in log.read_text().splitlines()]
+
+    def numbers(lines):
+        return [(line["point"], line["seed"], line["score"]) for line in lines]
+
+    lines = tuned()
+    assert len(lines) == 4 and {line["command"] for line in lines} == {"flowrl bench tune"}
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines[:2]))
+    assert chosen(search, lines[:2]) is None
+    assert "2 of 4 runs are missing" in choices([search], log)
+    assert numbers(tuned()) == numbers(lines) and chosen(search, lines) is not None

@@ -28,13 +28,13 @@ DEFINITIONS = [
 seeds = st.integers(0, 10**6)
 
 
-def table(seed: int, count: int = 6, prompts: int = 2, members: int = 3) -> torch.Tensor:
+def table(seed, count=6, prompts=2, members=3):
     """Random values of `count` decisions."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(prompts, members, count + 1, generator=generator, dtype=torch.float64)
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor, atol: float):
+def close(actual, expected, atol):
     torch.testing.assert_close(actual.double(), expected.double(), atol=atol, rtol=0)
 
 
@@ -52,9 +52,8 @@ def test_orders_have_the_probability_of_the_orthant_of_their_differences(order):
         float,
     )
     means = rng.normal(0, 1.5, (8, len(letters)))
-    probabilities = order_moments(
-        {letter: torch.from_numpy(means[:, k]) for k, letter in enumerate(letters)}, [order]
-    )[0]
+    columns = map(torch.from_numpy, means.T.copy())
+    probabilities = order_moments(dict(zip(letters, columns, strict=True)), [order])[0]
     covariance = difference @ difference.T
     expected = [
         multivariate_normal(-difference @ mean, covariance).cdf(np.zeros(len(relations)))
@@ -129,9 +128,8 @@ def test_the_criterion_is_monotone_and_none_without_noise(seed, consistent):
     rewards = table(seed)
     turns = turning_points(rewards, consistent)
     assert torch.equal(likely_turns(rewards, turns, 1e-9, 3.0, consistent), turns)
-    probabilities = [
-        turn_probability(rewards, turns, noise, consistent) for noise in (0.01, 0.05, 0.2, 1.0)
-    ]
+    noises = (0.01, 0.05, 0.2, 1.0)
+    probabilities = [turn_probability(rewards, turns, noise, consistent) for noise in noises]
     for quiet, loud in pairwise(probabilities):
         assert (loud <= quiet + 1e-9).all()
     assert not probabilities[0][~turns].any()

@@ -18,7 +18,6 @@ from flowrl_bench.verdicts import (
     UNDECIDED,
     WORSE,
     Compare,
-    Comparison,
     Interaction,
     Level,
     by_seed,
@@ -35,7 +34,7 @@ LEAD = Compare("fast", "slow")
 IMAGES = {"config": {"environment": {"world": "shapes"}}}
 
 
-def judged(rule, found: Evidence) -> Comparison:
+def judged(rule, found):
     """A family of one; 0.7 can be gained, so that 0.035 matters."""
     return judge_family([rule.compare(found, 0.7)])[0]
 
@@ -151,8 +150,10 @@ def test_few_noisy_seeds_decide_nothing(rule, seeds):
 
 
 def test_too_few_seeds_decide_nothing():
-    for seeds, verdict in ((FEWEST - 1, UNDECIDED), (FEWEST, BETTER)):
-        assert judged(LEAD, fake_evidence(seeds, slow=SLOW, fast=FAST)).verdict == verdict
+    verdicts = [
+        judged(LEAD, fake_evidence(n, slow=SLOW, fast=FAST)).verdict for n in (FEWEST - 1, FEWEST)
+    ]
+    assert verdicts == [UNDECIDED, BETTER]
 
 
 @pytest.mark.parametrize(("size", "verdict"), [(0.01, BARELY_BETTER), (0.04, BETTER)])

@@ -8,8 +8,8 @@ import sys
 import time
 
 import pytest
-from kills import missed, table, tried
-from kills_subject import Kill, Killed, Subject, session
+from kills import missed, tried
+from kills_subject import Kill, Subject, session
 
 from flowrl.io import folder_lock
 
@@ -91,5 +91,3 @@ def test_the_judge_sees_undocumented_ends(tmp_path):
     ):
         subject.log.write_text(shown)
         assert len(list(subject.wrong_exit(kill, code))) == wrong, (shown, code)
-    result = Killed(kill, 130, 1.25, 0, ["1 orphans"], True)
-    assert table([result])[2] == "| train | SIGTERM | process | 1 | 130: 1 | 1 | 1.2 | 1 |"

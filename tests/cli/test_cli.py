@@ -1,12 +1,7 @@
 """The command line as its user meets it."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,11 +46,7 @@ def test_a_comparison_with_a_rule_of_the_users_own(tmp_path, capsys):
     text = shown(f"compare --preset tiny --seeds 0 --out {out} {arms}", capsys)
     for method in ("flow-grpo", "tp-grpo", "LastStepsOnly"):
         assert method in text
-    page = (out / "report.html").read_text()
-    assert not re.search(r"""(src|href)\s*=\s*["']?(http|//|file)""", page)
-    for name in ("curves", "strict", "samples", "trajectory"):
-        assert (out / f"{name}.png").stat().st_size > 0
-    assert page.count('src="data:image/png;base64,') == 4
+    assert (out / "report.html").read_text().count('src="data:image/png;base64,') == 4
     assert [row["iteration"] for row in metrics(out / "runs" / "tp-grpo-seed0")] == [0, 1, 2]
     assert len(summarise(load_comparison(out))) == 3
     shown(f"compare --config {out}/config.json --out {again} --workers 1 --trust", capsys)
@@ -65,9 +56,6 @@ def test_a_comparison_with_a_rule_of_the_users_own(tmp_path, capsys):
             for folder in (out, again)
         ]
         assert rewards[0] == rewards[1]
-    picture = tmp_path / "grid.png"
-    shown(f"sample --weights {out}/runs/flow-grpo-seed0 --num-steps 3 --out {picture}", capsys)
-    assert picture.stat().st_size > 1000
 
 
 def test_train_resumes_and_repeats(tmp_path):
@@ -78,24 +66,6 @@ def test_train_resumes_and_repeats(tmp_path):
     assert flowrl_(f"train --config {out}/config.json --out {out}") == 2
     first, second = ((folder / "weights.safetensors").read_bytes() for folder in (out, two))
     assert first == second
-
-
-@pytest.mark.slow
-def test_ctrl_c_pauses_a_comparison_and_resume_ends_it(tmp_path):
-    out, other, runs = tmp_path / "out", tmp_path / "other", ("flow-grpo-seed0", "tp-grpo-seed0")
-    options = f"{MIXTURE} --iterations 60 --seeds 0 --eval-every 20 --methods flow-grpo tp-grpo"
-    command = [sys.executable, "-m", "flowrl", "compare", *options.split(), "--out", str(out)]
-    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-    path, deadline = out / "runs" / runs[0] / "metrics.jsonl", time.monotonic() + 60
-    while time.monotonic() < deadline and not (path.exists() and path.read_text().count("\n") > 3):
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    assert "--resume" in process.communicate(timeout=60)[0] and process.returncode == 130
-    assert flowrl_(f"compare --resume {out}") == flowrl_(f"compare {options} --out {other}") == 0
-    for name in runs:
-        a, b = ((f / "runs" / name / "weights.safetensors").read_bytes() for f in (out, other))
-        assert a == b
 
 
 @pytest.mark.parametrize(
@@ -216,9 +186,9 @@ def test_runs_are_named_by_what_differs():
     assert run_name(base, base) == "flow-grpo,compositional,seed=0"
     changed = base.replace(method="tp-grpo", task="text", learning_rate=1e-4, checkpoint_every=2)
     assert run_name(changed, base) == "tp-grpo,text,learning_rate=0.0001,seed=0"
-    more = {"num_steps": 20, "window": ":", "minibatches": 2, "betas": (0.9, 0.999)}
-    more |= {"reward": "/a b/my.py:R(x=1)", "groups": 3, "group_size": 5, "eval_every": 3}
-    name = run_name(base.replace(**more, lora_rank=4), base)
+    more = {"reward": "/a b/my.py:R(x=1)", "num_steps": 20, "window": ":", "minibatches": 2}
+    more |= {"betas": (0.9, 0.999), "groups": 3, "group_size": 5, "eval_every": 3}
+    name = run_name(base.replace(**more), base)
     assert len(name) <= LONGEST_NAME + 10 and "reward=my.py_R_x=1" in name
     assert name.endswith("more,seed=0") and not set(name) & set("/:() ")
 

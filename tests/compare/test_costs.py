@@ -66,7 +66,7 @@ def test_prices_of_the_built_in_worlds_are_their_flops(world):
         make_trainer(preset("tiny").apply(world=world)),
         json.loads(COUNTED.read_text()),
     )
-    policy, counted = trainer.policy, dict[str, int]()
+    policy, counted = trainer.policy, {}
     latent, condition = torch.zeros(1, *policy.latent_shape), policy.encode(trainer.prompts.take(1))
     time = torch.full((1,), 500.0)
     with policy.frozen(), FlopCounterMode(display=False) as counter:

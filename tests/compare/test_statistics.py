@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-def crossing(xs: list[float], ys: list[float], target: float) -> float:
+def crossing(xs, ys, target):
     """The definition, point by point."""
     for i, y in enumerate(ys):
         if y >= target - 1e-12:

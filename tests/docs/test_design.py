@@ -19,18 +19,3 @@ def test_import_order_is_that_of_the_linter():
         {name.strip().removeprefix("flowrl.") for name in re.split(r"[|:]", layer)}
         for layer in reversed(layers)
     ]
-
-
-def test_every_dependency_has_a_reason():
-    project = SETTINGS["project"]
-    wanted = [
-        *project["dependencies"],
-        *(name for extra in project["optional-dependencies"].values() for name in extra),
-    ]
-    names = {re.split(r"[<>=\[]", name)[0].lower().replace("_", "-") for name in wanted} - {
-        "flowrl-lab"
-    }
-    table = PAGE[PAGE.index("## What each dependency is for") :]
-    rows = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)
-    documented = {name.strip().lower().replace("_", "-") for row in rows for name in row.split(",")}
-    assert not names - documented

@@ -7,8 +7,6 @@ import importlib
 import re
 import shlex
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from loading import ROOT, load
@@ -26,11 +24,11 @@ PAGES = [
 IDS = [path.relative_to(ROOT).as_posix() for path in PAGES]
 
 
-def blocks(page: Path, language: str) -> list[str]:
+def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def flowrl_commands(page: Path) -> Iterator[list[str]]:
+def flowrl_commands(page):
     """The arguments of every `flowrl` or `-m flowrl` in a page's bash blocks, and of every code
     span with options.
     """
@@ -39,7 +37,7 @@ def flowrl_commands(page: Path) -> Iterator[list[str]]:
     for line in [*lines, *(" ".join(span.split()) for span in spans)]:
         lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;<>")
         lexer.whitespace_split = True
-        command: list[str] = []
+        command = []
         for word in [*lexer, ";"]:
             if word not in ("&&", "|", ";", ">"):
                 command.append(word)
@@ -76,7 +74,7 @@ def test_commands_parse(page, tmp_path, monkeypatch, capsys):
         assert code == 0, f"flowrl {shlex.join(arguments)}: {capsys.readouterr().err}"
 
 
-def prose(page: Path) -> str:
+def prose(page):
     """A page without its code blocks."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
@@ -167,7 +165,6 @@ def test_all_blocks_run_but_marked_ones(readme):
     assert sum(bool(block.commands) for block in readme_blocks) == len(readme_blocks) - sum(
         block.marker == "skip" for block in readme_blocks
     )
-    assert "pip install" in readme_blocks[0].commands[0] and "#" not in readme_blocks[0].commands[0]
     tests = '-m pytest -n 2 -m "not slow and not satellite"'
     assert any(command.endswith(tests) for block in readme_blocks for command in block.commands)
 
@@ -183,6 +180,4 @@ def test_markers(readme):
     assert plain.commands == ["a b", "c    d"] and skipped.commands == []
     assert reduced.commands == ["a b", "c    d --seeds 0"] and reduced.reason == "fast"
     assert len(file.commands) == 1 and file.commands[0].startswith("cat > my.py")
-    assert "needs weights" in readme.describe([plain, skipped]) and "fast" not in readme.describe(
-        [plain, skipped]
-    )
+    assert "needs weights" in readme.describe([plain, skipped])

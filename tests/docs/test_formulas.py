@@ -20,7 +20,7 @@ PAGES = [
 LESSONS = sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.ipynb"))
 
 
-def formulas(text: str) -> list[str]:
+def formulas(text):
     """The LaTeX of a page in Markdown, without its code."""
     text = re.sub(r"^(```+|:::+\{code).*?^\1", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", text, flags=re.DOTALL)
@@ -32,7 +32,7 @@ def formulas(text: str) -> list[str]:
     return [*blocks, *inline]
 
 
-def all_formulas() -> dict[str, list[str]]:
+def all_formulas():
     """By file; lessons' texts are Markdown cells."""
     by_file = {path.relative_to(ROOT).as_posix(): formulas(path.read_text()) for path in PAGES}
     for path in LESSONS:
@@ -48,11 +48,11 @@ def all_formulas() -> dict[str, list[str]]:
     return {name: texts for name, texts in by_file.items() if texts}
 
 
-REFERENCE: dict[str, str] = runpy.run_path(str(ROOT / "docs" / "formulas.py"))["FORMULAS"]
+REFERENCE = runpy.run_path(str(ROOT / "docs" / "formulas.py"))["FORMULAS"]
 FORMULAS = all_formulas()
 
 
-def unknown_commands(text: str, known: str) -> set[str]:
+def unknown_commands(text, known):
     return {
         name
         for name in re.findall(r"\\([A-Za-z]+)", text)
@@ -85,8 +85,3 @@ def test_commands_are_known_to_katex(name, katex):
         assert text.replace("\\{", "").count("{") == text.replace("\\}", "").count("}"), text
         begun, ended = (re.findall(rf"\\{word}{{(\w+)}}", text) for word in ("begin", "end"))
         assert sorted(begun) == sorted(ended), text
-
-
-def test_fonts_are_in_the_repository():
-    named = re.findall(r"url\(([^)]+)\)", (KATEX / "katex.min.css").read_text())
-    assert named and all((KATEX / name).exists() for name in named)

@@ -23,7 +23,7 @@ class FakeNetwork:
     float.
     """
 
-    def score(self, prompt: str, image: Image.Image) -> float:
+    def score(self, prompt, image):
         assert isinstance(prompt, str) and isinstance(image, Image.Image) and image.mode == "RGB"
         assert not torch.is_grad_enabled()
         return (
@@ -37,7 +37,7 @@ def package(monkeypatch):
     """The package's door `load(name, device=...)`; remembers how it was called."""
     calls = []
     fake = ModuleType("ImageReward")
-    fake.load = lambda name, device: (calls.append((name, device)), FakeNetwork())[1]  # pyright: ignore[reportAttributeAccessIssue]
+    fake.load = lambda name, device: (calls.append((name, device)), FakeNetwork())[1]
     monkeypatch.setitem(sys.modules, "ImageReward", fake)
     return calls
 

@@ -14,7 +14,7 @@ UNEVEN = GaussianMixture(
 )
 
 
-def log_density(mixture: GaussianMixture, x: torch.Tensor, t: float) -> torch.Tensor:
+def log_density(mixture, x, t):
     """log p_t: a mixture of N((1-t) mean, ((1-t)^2 std^2 + t^2) I), written out."""
     variance = (1 - t) ** 2 * mixture.std**2 + t**2
     gap = x[:, None] - (1 - t) * mixture.means

@@ -92,32 +92,6 @@ def test_nft_is_linear_matching_plus_a_proximal_term(seed, beta, clip):
     close(loss.loss(batch).loss, expected.mean())
 
 
-def test_nft_identity_with_the_released_weights():
-    """w+ = w-, because all elements of the error are equal and the step adds to one half of them
-    what it takes from the other.
-    """
-    size = torch.linspace(0.5, 2.0, ROWS, dtype=torch.float64)[:, None, None]
-    halves = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64).view(1, *SHAPE)
-    batch, error, step = batch_of(), size.expand(-1, *SHAPE), 0.3 * size * halves + 0.0
-    batch = replace(
-        batch, old=batch.target + error, new=(batch.target + error + step).requires_grad_()
-    )
-    for beta in (1.0, 0.1):
-        loss = DiffusionNFT(beta=beta, kl_weight=0.0)
-        w = batch.time * size.flatten()
-        inside = (
-            5 / beta * squares(error)
-            + 2 * batch.advantages * inner(error, step)
-            + 5 * beta * squares(step)
-        )
-        result = loss.loss(batch)
-        close(result.loss, (batch.time.square() / w * inside).mean())
-        close(
-            result.metrics["positive"],
-            (batch.time.square() * squares(error + beta * step) / w).mean(),
-        )
-
-
 def test_nft_gradient_by_the_closed_form():
     """dL/dv = (c/beta) (t^2/d) 2 beta [r (v+ - v*)/w+ - (1-r)(v- - v*)/w-] + 2 kl (v - v_ref)/d,
     over the number of rows.
@@ -134,6 +108,8 @@ def test_nft_gradient_by_the_closed_form():
         + 2 * 0.2 * (new - batch.reference) / d
     )
     close(gradient(loss, batch), expected / ROWS)
+    positive = (batch.time.square() * squares(plus) / w_plus[:, 0, 0]).mean()
+    close(loss.loss(batch).metrics["positive"], positive)
 
 
 @pytest.mark.parametrize("weight", ["uniform", "t", "t2", "huber", "ghuber"])
@@ -263,16 +239,13 @@ def test_the_copies_of_the_weights_and_the_reference_that_a_loss_needs(
 
 
 def test_unit_means_by_hand():
-    values, weight = (
-        torch.tensor([1.0, 2.0, 4.0, float("nan"), 10.0]),
-        torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0]),
-    )
+    values, weight = torch.tensor([1.0, 2.0, 4.0, float("nan"), 10.0]), torch.ones(5)
+    weight[3] = 0.0
     group, time = torch.tensor([0, 0, 1, 0, 0]), torch.tensor([0.5, 0.5, 0.5, 0.5, 0.25])
     assert unit_means(values, (group, time), weight).tolist() == [1.5, 1.5, 4.0, 1.5, 10.0]
-    assert unit_means(values, (group,), weight).tolist()[0] == pytest.approx(13 / 3)
     uneven = torch.tensor([1.0, 0.5, 2.0, 0.0, 0.25])
-    assert unit_means(values, (group,), uneven).tolist()[0] == pytest.approx((1 + 1 + 2.5) / 1.75)
-    assert unit_means(values, (group,), 0 * weight).tolist() == [0.0] * 5
+    for weights, expected in ((weight, 13 / 3), (uneven, (1 + 1 + 2.5) / 1.75), (0 * weight, 0.0)):
+        assert unit_means(values, (group,), weights).tolist()[0] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

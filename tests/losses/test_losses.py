@@ -2,15 +2,14 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from loss_rows import loss_rows
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.protocols import PolicyLoss
-from flowrl.core.types import Gaussian, LossBatch
+from flowrl.core.types import Gaussian
 from flowrl.flow import kl, sample
 from flowrl.losses import GSPO, ClippedLoss, FlowDPPO, GRPOGuard, KLPenalty, PolicyGradientLoss
 
@@ -26,28 +25,12 @@ LOSSES = [
 N = 6
 
 
-def rows_of(new: torch.Tensor, behaviour: Gaussian, **fields) -> LossBatch:
-    """Rows whose new mean takes gradients; the first half is at step 1, the second at step 2 of the
-    same trajectories, two of each group.
-    """
-    count = len(new)
-    row, half = torch.arange(count), max(count // 2, 1)
-    step = 1 + row // half
-    values: dict[str, Any] = {
-        "next_node": torch.ones_like(new),
-        "advantages": torch.ones(count),
-        "weight": torch.ones(count),
-        "delta": torch.ones(count),
-        "sample": row % half,
-        "group": row % half // 2,
-        "step": step,
-        "time": 1.0 - 0.1 * step,
-    }
-    leaf = Gaussian(new.clone().requires_grad_(), behaviour.std)
-    return LossBatch(new=leaf, behaviour=behaviour, **values | fields)
+def rows_of(new, behaviour, **fields):
+    """Rows whose new mean takes gradients."""
+    return loss_rows(Gaussian(new.clone().requires_grad_(), behaviour.std), behaviour, **fields)
 
 
-def make_batch(move: float = 0.0, weight: torch.Tensor | None = None) -> LossBatch:
+def make_batch(move=0.0, weight=None):
     """Random rows whose new mean is `move` away from the behaviour's."""
     generator, std = torch.Generator().manual_seed(0), torch.linspace(0.1, 1.0, N)
     means = torch.randn(3, N, 2, 3, generator=generator)
@@ -63,14 +46,14 @@ def make_batch(move: float = 0.0, weight: torch.Tensor | None = None) -> LossBat
     )
 
 
-def scalars(new: list[float], **fields) -> LossBatch:
+def scalars(new, **fields):
     """Rows of one element with std 1, node 1 and behaviour 0: log ratio d - d^2 / 2."""
     count = len(new)
     behaviour = Gaussian(torch.zeros(count, 1), torch.ones(count))
     return rows_of(torch.tensor(new)[:, None], behaviour, **fields)
 
 
-def gradient(loss: PolicyLoss, batch: LossBatch) -> torch.Tensor:
+def gradient(loss, batch):
     return torch.autograd.grad(loss.loss(batch).loss, batch.new.mean)[0]
 
 

@@ -8,9 +8,6 @@ import sys
 
 import pytest
 from flowrl_rewards.ocr import quoted_text
-from flowrl_testing.tiny import tiny_sd3
-from small_run import TINY_MODEL, words
-from tiny_rewards import tiny_clip
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
@@ -19,7 +16,6 @@ from flowrl.parts.geneval import OBJECTS, TAGS
 from flowrl.parts.prompt_lists import plural
 from flowrl.parts.prompts import (
     Clause,
-    PromptStream,
     compositional_prompts,
     image_prompts,
     read_prompts,
@@ -147,22 +143,6 @@ def test_generators_make_as_many_different_prompts_as_there_are():
         image_prompts(10**6)
 
 
-def test_looking_ahead_does_not_move_the_stream():
-    stream, other = (PromptStream(text_prompts(6), seed=3) for _ in range(2))
-    assert len(stream.upcoming(20)) == 6
-    assert stream.take(20) == other.take(20)
-
-
-def test_command(tmp_path, capsys):
-    path = tmp_path / "p.jsonl"
-    assert main(["prompts", "compositional", "--count", "12", "--file", str(path)]) == 0
-    assert f"12 prompts ({', '.join(sorted(TAGS))})" in capsys.readouterr().out
-    with path.open("a") as file:
-        file.write(path.read_text().splitlines()[0] + "\n")
-    assert main(["prompts", "check", "--file", str(path)]) == 0
-    assert "line 13 repeats line 1" in capsys.readouterr().out
-
-
 # --- datasets
 # --------------------------------------------------------------------------------------------------
 
@@ -253,31 +233,10 @@ def test_metadata_of_a_table(datasets, tmp_path):
         ],
     }
 
-    def read(name):
-        table = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
-        return read_prompts(f"hf(name={saved(table, tmp_path / name)})")
-
-    first, second = read("table")
+    table = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+    first, second = read_prompts(f"hf(name={saved(table, tmp_path / 'table')})")
     assert first.metadata == {"include": [{"class": "dog", "count": 2}]}
     assert request_of(second.metadata).include == (Clause("cat", colour="red"),)
-    rows["include"][1][0]["color"] = "mauve"
-    with pytest.raises(ConfigError, match=r"row 2 .*not 'mauve'"):
-        read("bad")
-
-
-def test_training_on_a_dataset(datasets, tmp_path):
-    tiny_sd3().save_pretrained(tmp_path / "model")
-    clip = tiny_clip(tmp_path / "clip", size=16)
-    table = datasets.Dataset.from_dict({"words": ["a fox", "a car"]})
-    datasets.DatasetDict({"dev": table}).save_to_disk(tmp_path / "data")
-    spec, run = f"hf(name={tmp_path}/data, split=dev, column=words)", tmp_path / "run"
-    options = {"model": tmp_path / "model", "prompts": spec, "heldout_prompts": spec, "out": run}
-    options |= {"reward": f"clipscore(model='{clip}')", "preset": "tiny", "iterations": 1}
-    options |= {**TINY_MODEL, "groups": 2, "lora_rank": 2, "lora_alpha": 8}
-    assert main(["train", *words(**options)]) == 0
-    assert json.loads((run / "config.json").read_text())["environment"]["prompts"] == spec
-    samples = json.loads((run / "samples.json").read_text())
-    assert set(samples["prompts"]) == {"a fox", "a car"}
 
 
 def test_without_the_package_there_is_one_clear_error(monkeypatch):

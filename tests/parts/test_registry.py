@@ -19,10 +19,10 @@ from flowrl.flow import UniformTimes
 from flowrl.losses import ClippedLoss
 from flowrl.parts.registry import KINDS, available, build, options_of, shadowed, summary_of
 from flowrl.parts.settings import owners
-from flowrl.parts.specs import Spec, identity, parse_options, parse_spec
+from flowrl.parts.specs import Spec, identity, parse_spec
 from flowrl.parts.trust import code_of, untrusted
 from flowrl.policies.families import family_of
-from flowrl.probes import Completion, Continuation, NoProbe, Substeps, Tweedie
+from flowrl.probes import Completion, NoProbe, Substeps
 from flowrl.samplers import CPS, FlowSDE
 from flowrl.training.config import RunConfig
 
@@ -66,7 +66,7 @@ def plugin_folder(tmp_path):
     return site
 
 
-def declared(site: Path, package: str, group: str, points: str) -> Path:
+def declared(site, package, group, points):
     """A folder for the path of imports with the metadata of an installed package that declares
     these entry points.
     """
@@ -102,20 +102,15 @@ assert flowrl_(f"train {{MIXTURE}} --credit broken") == 2
 
 
 def test_options_reach_the_part():
-    rule = build(
-        "credit", "turning-point(consistent=False, balance=None, probe=completion, combine=add)"
-    )
-    assert rule == TurningPoint(consistent=False, balance=None, combine="add")
-    assert build("credit", "turning-point(balance=trend, first_step=false)") == TurningPoint(
-        balance="trend", first_step=False
-    )
+    turning = "turning-point(consistent=False, balance=None, probe=completion, combine=add)"
+    rule = TurningPoint(consistent=False, balance=None, combine="add")
+    assert build("credit", turning) == rule
     assert build("credit", "gdpo(rule='stepwise-gain(lam=0.5)')") == GDPO(StepwiseGain(lam=0.5))
     assert build("credit", " uniform ( std = batch ) ").std == "batch"
     assert build("sampler", "cps", noise_level=0.3) == CPS(0.3)
     assert build("sampler", "flow-sde(noise_level=0.5)", noise_level=0.3) == FlowSDE(0.5)
-    assert build(
-        "loss", "clipped(kl=without_delta)", clip_range=1e-5, kl_weight=0.1
-    ) == ClippedLoss(1e-5, kl_weight=0.1, kl="without_delta")
+    loss = build("loss", "clipped(kl=without_delta)", clip_range=1e-5, kl_weight=0.1)
+    assert loss == ClippedLoss(1e-5, kl_weight=0.1, kl="without_delta")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +127,14 @@ def test_options_reach_the_part():
         ("loss", "clipped(clip_range=2)", "ClippedLoss.clip_range"),
         ("sampler", "euler", "unknown sampler 'euler'"),
         ("reward", "pretty", "unknown reward 'pretty'"),
+        (
+            "loss",
+            "awm(times=even)",
+            "unknown distribution of training times 'even'; allowed: logit",
+        ),
+        ("loss", "awm(times='uniform(lo=0.1)')", "times: uniform has no option lo; allowed: count"),
+        ("loss", "awm(times='uniform(low=2)')", "UniformTimes.low = 2 is not allowed"),
+        ("loss", "awm(times=3)", "awm: times = 3 is not allowed; allowed: a part"),
     ],
 )
 def test_what_is_wrong_is_named(kind, spec, words):
@@ -167,14 +170,6 @@ def test_every_built_in_part_can_be_listed_and_built():
                 options_of(kind, name)
 
 
-def test_probes_by_word():
-    probes = [
-        build("probe", words)
-        for words in ("none", "tweedie", "substeps:3", "completion", "continuation:7")
-    ]
-    assert probes == [NoProbe(), Tweedie(), Substeps(3), Completion(), Continuation(7)]
-
-
 PROBE = """
 from dataclasses import dataclass
 
@@ -196,20 +191,17 @@ def test_probes_as_parts(tmp_path):
     """
     file = tmp_path / "my.py"
     file.write_text(PROBE)
-    rule = build("credit", "stepwise-gain(probe='substeps(count=3,solver=dpm++,every=2)')")
-    assert rule.probe == Substeps(3, solver="dpm++", every=2)
-    assert build(
-        "credit", "gdpo(rule=\"stepwise-gain(probe='completion(solver=dpm++ )')\")"
-    ).probe == Completion(solver="dpm++")
+    rule = build("credit", "gdpo(rule=\"stepwise-gain(probe='completion(solver=dpm++ )')\")")
+    assert rule.probe == Completion(solver="dpm++")
+    assert build("credit", "stepwise-gain(probe='substeps:3')").probe == Substeps(3)
     assert build("credit", "stepwise-gain(probe=none)").probe == NoProbe()
     spec = f"stepwise-gain(probe='{file}:Last(nodes=4)')"
     assert build("credit", spec, trust=True).probe.nodes == 4
     assert [content for _, content, _ in untrusted({"credit": spec})] == [f"{file}:Last"]
     assert list(code_of({"credit": spec}, bool)) == [f"credit: {file}:Last"]
     assert not list(untrusted({"credit": "stepwise-gain(probe='substeps:5')"}))
-    assert identity("stepwise-gain(probe='substeps:5')") == identity(
-        "stepwise-gain(probe='substeps(count=5)')"
-    )
+    both = (f"stepwise-gain(probe='substeps{text}')" for text in (":5", "(count=5)"))
+    assert len(set(map(identity, both))) == 1
 
 
 @pytest.mark.parametrize(
@@ -232,45 +224,19 @@ def test_bad_probes_are_named(spec, words):
 
 
 def test_training_times_by_spec():
-    assert build("loss", "awm(times='uniform(low=0.1, shared=true)')").times == UniformTimes(
-        low=0.1, shared=True
-    )
-    assert {
-        type(build("loss", f"diffusion-nft(times={name})").times)
-        for name in KINDS["times"].built_in
-    } == set(map(resolve_name, KINDS["times"].built_in.values()))
-    for spec, words in (
-        (
-            "awm(times=even)",
-            (
-                "unknown distribution of training times 'even'; allowed: logit-normal, permuted,"
-                " steps, stratified, uniform"
-            ),
-        ),
-        (
-            "awm(times='uniform(lo=0.1)')",
-            "times: uniform has no option lo; allowed: count, low, high, shift, shared",
-        ),
-        ("awm(times='uniform(low=2)')", "UniformTimes.low = 2 is not allowed"),
-        ("awm(times=3)", "awm: times = 3 is not allowed; allowed: a part"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(words)):
-            build("loss", spec)
+    loss = build("loss", "awm(times='uniform(low=0.1, shared=true)')")
+    assert loss.times == UniformTimes(low=0.1, shared=True)
+    times = KINDS["times"].built_in
+    made = {type(build("loss", f"diffusion-nft(times={name})").times) for name in times}
+    assert made == set(map(resolve_name, times.values()))
 
 
 def test_a_spec_is_a_name_with_options():
-    spec = parse_spec(
-        " weighted-sum(models={'pick': 'pickscore', 'text': 'ocr(side=64)'}, weights={'text':"
-        " 2.0}) "
-    )
-    assert (spec.name, spec.file, spec.options["weights"]) == ("weighted-sum", None, {"text": 2.0})
+    spec = parse_spec(" weighted-sum(models={'pick': 'pickscore', 'text': 'ocr(side=64)'}) ")
+    assert (spec.name, spec.file) == ("weighted-sum", None)
     assert spec.nested() == [("reward", "pickscore"), ("reward", "ocr(side=64)")]
     mine = parse_spec("some/rules.py:Mine(scale=2, rule=uniform)")
-    assert (mine.name, mine.file, mine.nested()) == (
-        "some/rules.py:Mine",
-        Path("some/rules.py"),
-        [("credit", "uniform")],
-    )
+    assert (mine.file, mine.nested()) == (Path("some/rules.py"), [("credit", "uniform")])
     assert parse_spec("uniform") == Spec("uniform", {})
     for text in ("uniform(1)", "uniform(**{'std': 1})"):
         with pytest.raises(ConfigError, match="option=value is expected at character 9, before"):
@@ -288,22 +254,20 @@ def test_the_list_of_parts_names_options_of_train(capsys):
 @pytest.mark.parametrize(
     ("group", "name", "use"),
     [
-        ("flowrl.commands", "twice", lambda name: load_command(name)),
+        ("flowrl.commands", "twice", load_command),
         ("flowrl.rewards", "twice", lambda name: build("reward", name)),
         ("flowrl.credit", "twice", lambda name: build("credit", name)),
-        ("flowrl.families", "TwicePipeline", lambda name: family_of(name)),
+        ("flowrl.families", "TwicePipeline", family_of),
     ],
 )
 def test_a_name_of_two_packages_is_one_error_that_names_both(
     group, name, use, tmp_path, monkeypatch
 ):
     for package in ("one", "other"):
-        monkeypatch.syspath_prepend(
-            str(declared(tmp_path / package, package, group, f"{name} = {package}:Thing"))
-        )
+        site = declared(tmp_path / package, package, group, f"{name} = {package}:Thing")
+        monkeypatch.syspath_prepend(str(site))
     with pytest.raises(
-        ConfigError,
-        match=rf"'{name}' is offered by several installed packages: one, other; remove all but one",
+        ConfigError, match=rf"'{name}' is offered by several .*: one, other; remove"
     ):
         use(name)
 
@@ -311,20 +275,11 @@ def test_a_name_of_two_packages_is_one_error_that_names_both(
 def test_parts_within_parts_need_no_quotes():
     rule = build("credit", "weighted(rule=sibling-relative(probe=comb(branches=6)))")
     assert rule.rule.probe.branches == 6
-    assert (
-        type(build("reward", "frame-mean(reward=jpeg-compressibility)").reward).__name__
-        == "JPEGCompressibility"
-    )
-    parsed = parse_spec(
-        "weighted-sum(models={pick: pickscore, text: ocr(side=64)}, weights={text: .5})"
-    )
-    assert parsed.options == {
-        "models": {"pick": "pickscore", "text": "ocr(side=64)"},
-        "weights": {"text": 0.5},
-    }
-    assert identity("weighted(rule=uniform(std=none))") == identity(
-        "weighted(rule='uniform( std = None )')"
-    )
+    text = "weighted-sum(models={pick: pickscore, text: ocr(side=64)}, weights={text: .5})"
+    models = {"pick": "pickscore", "text": "ocr(side=64)"}
+    assert parse_spec(text).options == {"models": models, "weights": {"text": 0.5}}
+    both = "weighted(rule=uniform(std=none))", "weighted(rule='uniform( std = None )')"
+    assert len(set(map(identity, both))) == 1
 
 
 @pytest.mark.parametrize(
@@ -342,18 +297,6 @@ def test_errors_name_the_place(text, place):
         parse_spec(text, "credit")
 
 
-def test_the_differences_of_an_arm_have_the_notation_of_options():
-    options = parse_options(
-        "loss=my.py:GSPO(a=1), clip_range=.1, window=1:3, heldout_rewards=[ocr, pickscore]", "arm"
-    )
-    assert options == {
-        "loss": "my.py:GSPO(a=1)",
-        "clip_range": 0.1,
-        "window": "1:3",
-        "heldout_rewards": ["ocr", "pickscore"],
-    }
-
-
 RULE_WITH_NEIGHBOUR = """
 import helpers
 from tools.scale import SCALE
@@ -364,7 +307,7 @@ class Mine(Uniform):
 """
 
 
-def two_folders(tmp_path: Path) -> list[Path]:
+def two_folders(tmp_path):
     """Two folders with files of the same names."""
     for name in ("a", "b"):
         (tmp_path / name / "tools").mkdir(parents=True)

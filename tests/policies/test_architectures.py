@@ -46,19 +46,10 @@ def test_a_plan_counts_what_its_settings_say(tmp_path):
     length; all images that are scored together; no trajectories if they wait in main memory.
     """
     tiny_sd3().save_pretrained(tmp_path)
+    sizes = dict(resolution=32, groups=2, group_size=3, max_batch=4, micro_batch=2, lora_rank=4)
+    sizes |= dict(eval_samples=1, decode_batch=2, max_sequence_length=24, guidance_gradient="both")
     config = preset("sd3.5-medium,flow-grpo,ocr").apply(
-        model=str(tmp_path),
-        resolution=32,
-        groups=2,
-        group_size=3,
-        max_batch=4,
-        micro_batch=2,
-        eval_samples=1,
-        decode_batch=2,
-        dtype="bfloat16",
-        lora_rank=4,
-        max_sequence_length=24,
-        guidance_gradient="both",
+        model=str(tmp_path), dtype="bfloat16", **sizes
     )
 
     def counted(**changes):

@@ -204,10 +204,8 @@ def test_the_same_weights_sample_and_train_in_a_narrow_network(case):
 def test_gradient_checkpointing_changes_nothing(case):
     gradients = []
     for checkpointing in (False, True):
-        policy, calls = (
-            fill(case.policy(gradient_checkpointing=checkpointing, dtype="bfloat16")),
-            [],
-        )
+        options, calls = dict(gradient_checkpointing=checkpointing, dtype="bfloat16"), []
+        policy = fill(case.policy(**options))
         policy.adapters.layers[0].register_forward_hook(lambda *_: calls.append(1))  # noqa: B023
         loss = velocity(policy).square().sum()
         with policy.reference():  # in between, as a KL term has it
@@ -325,8 +323,6 @@ def test_a_preset_of_videos_is_trained_and_resumed(tmp_path):
     record, weights = load_run(run), load_file(run / "weights.safetensors")
     last = record.rows[-1]["evaluation"]
     assert record.finished and last["heldout"]["motion"] > 0.01 and last["diversity"] > 0
-    grid = ["--prompts=a dog", "--count=2", f"--out={run}/grid.png", "--trust"]
-    assert main(["sample", f"--weights={run}", *grid]) == 0
     # first, middle and last frame
     assert load_file(run / "samples.safetensors")["after"].shape == (2, 3, 16, 3 * 16)
     assert main(["train", "--resume", str(run), "--from", "000001", "--trust"]) == 0

@@ -35,10 +35,8 @@ def test_grids_of_other_schedulers_are_the_pipelines_own(case, options):
 
 def test_the_distilled_guidance_of_flux_is_an_input_if_the_network_has_it():
     weak, strong = (replace(FLUX, family=Flux(distilled_guidance=scale)) for scale in (1.0, 7.0))
-    policy, without = (
-        strong.policy(),
-        (c.policy(tiny_flux(distilled=False)) for c in (weak, strong)),
-    )
+    policy = strong.policy()
+    without = (c.policy(tiny_flux(distilled=False)) for c in (weak, strong))
     plain = FLUX.picture(tiny_flux(), noise_of(policy), guidance_scale=7.0)
     assert_close(draw(policy), plain, atol=2e-6, rtol=0)
     assert (draw(weak.policy()) - plain).abs().max() > 1e-4

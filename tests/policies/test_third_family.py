@@ -26,36 +26,14 @@ def tiny_aura_flow():
 
     with tiny._seeded(0):
         names = tiny._tokenizer(clip=False)
-        transformer = AuraFlowTransformer2DModel(
-            sample_size=8,
-            patch_size=2,
-            in_channels=4,
-            num_mmdit_layers=1,
-            num_single_dit_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=32,
-            caption_projection_dim=32,
-            out_channels=4,
-            pos_embed_max_size=64,
-        )
-        config = UMT5Config(
-            vocab_size=len(names),
-            d_model=32,
-            d_kv=16,
-            d_ff=64,
-            num_layers=2,
-            num_heads=2,
-            pad_token_id=0,
-            eos_token_id=1,
-        )
-        return AuraFlowPipeline(
-            names,
-            UMT5EncoderModel(config).eval(),
-            tiny._decoder(4),
-            transformer,
-            tiny._scheduler(shift=1.73),
-        )
+        sizes = dict(sample_size=8, in_channels=4, out_channels=4, pos_embed_max_size=64)
+        sizes |= dict(attention_head_dim=16, num_attention_heads=2)
+        sizes |= dict.fromkeys(("joint_attention_dim", "caption_projection_dim"), 32)
+        sizes |= dict.fromkeys(("num_mmdit_layers", "num_single_dit_layers"), 1)
+        text = dict(d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, pad_token_id=0)
+        encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(names), **text)).eval()
+        network, scheduler = AuraFlowTransformer2DModel(**sizes), tiny._scheduler(shift=1.73)
+        return AuraFlowPipeline(names, encoder, tiny._decoder(4), network, scheduler)
 
 
 AURA = Case(tiny_aura_flow, documented_family(), "guidance_scale", {"negative_prompt": None})

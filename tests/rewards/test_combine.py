@@ -7,6 +7,7 @@ import torch
 from all_but_last import AllButLast
 from flowrl_bench.probes import SomeMembers
 from flowrl_compare.results import load_run
+from small_run import words
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, RewardContractError, RewardError
@@ -163,13 +164,7 @@ def test_chunks_and_threads_change_no_number():
 def test_a_run_is_evaluated_by_the_reward_that_is_compared(tmp_path):
     run = str(tmp_path / "run")
     reward = f"group-sum(models={{'win': \"{WIN}\", 'own': '{DIRECTION}'}}, weights={{'own': 2.0}})"
-    sizes = [
-        "--world=mixture",
-        "--groups=2",
-        "--group-size=4",
-        "--iterations=1",
-        "--eval-samples=4",
-    ]
+    sizes = words(world="mixture", groups=2, group_size=4, iterations=1, eval_samples=4)
     assert main(["train", *sizes, "--reward", reward, "--out", run, "--trust"]) == 0
     row = load_run(tmp_path / "run").rows[-1]
     assert row["parts"]["win"] == pytest.approx(0.5)
@@ -178,17 +173,10 @@ def test_a_run_is_evaluated_by_the_reward_that_is_compared(tmp_path):
 
 
 def test_rewards_within_a_reward_take_their_options_and_the_device():
-    models = (
-        "{'size': 'jpeg-compressibility(quality=50)', 'cut': \"clipped(reward='clipscore',"
-        ' high=1)"}'
-    )
+    models = "{size: jpeg-compressibility(quality=50), cut: clipped(reward=clipscore, high=1)}"
     reward = build("reward", f"weighted-sum(models={models})", device="meta")
-    assert reward == WeightedSum(
-        {
-            "size": JPEGCompressibility(50),
-            "cut": Clipped(build("reward", "clipscore(device=meta)"), high=1),
-        }
-    )
+    cut = Clipped(build("reward", "clipscore(device=meta)"), high=1)
+    assert reward == WeightedSum({"size": JPEGCompressibility(50), "cut": cut})
 
 
 @pytest.mark.parametrize(

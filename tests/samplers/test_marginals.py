@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from flowrl.core.protocols import Sampler
 from flowrl.core.types import Schedule
 from flowrl.flow import uniform_schedule
 from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE
@@ -18,9 +17,7 @@ from flowrl.samplers import CPS, DDIMSDE, ODE, DanceSDE, FlowSDE
 MEAN = 0.8
 
 
-def moments(
-    kernel: Sampler, steps: int, start: float = 1.0, spread: float = 0.5
-) -> list[tuple[float, float, float]]:
+def moments(kernel, steps, start=1.0, spread=0.5):
     """Mean and variance at every node from the exact ones at `start`, and the variance after the
     step to it from the exact marginal.
     """
@@ -34,17 +31,11 @@ def moments(
     offset, at_one = transition.mean.double().view(2, steps)
     slope, noise = at_one - offset, transition.std[:steps].double().square()
     exact = slope.square() * variance[:steps, 0] + noise
-    moments = [((1 - start) * MEAN, float(variance[0]), float(variance[0]))]
-    for k in range(steps):
-        mean, var, _ = moments[-1]
-        moments.append(
-            (
-                float(offset[k] + slope[k] * mean),
-                float(slope[k] ** 2 * var + noise[k]),
-                float(exact[k]),
-            )
-        )
-    return moments
+    rows = [((1 - start) * MEAN, variance[0], variance[0])]
+    for a, b, added, reached in zip(offset, slope, noise, exact, strict=True):
+        mean, var, _ = rows[-1]
+        rows.append((a + b * mean, b**2 * var + added, reached))
+    return [tuple(map(float, row)) for row in rows]
 
 
 @pytest.mark.parametrize(

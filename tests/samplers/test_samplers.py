@@ -17,11 +17,11 @@ STEPS = 10
 SCHEDULE = shifted_schedule(STEPS)
 
 
-def name(part) -> str:
+def name(part):
     return type(part).__name__
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.protocols import Window
 from flowrl.samplers import (
     FixedWindow,
     Multistep,
@@ -17,11 +16,11 @@ from flowrl.samplers import (
 )
 
 
-def steps_of(window: Window, count: int = 10, iteration: int = 0, seed: int = 0) -> list[int]:
+def steps_of(window, count=10, iteration=0, seed=0):
     return list(window.steps(count, torch.Generator().manual_seed(seed), iteration))
 
 
-def starts(window: SlidingWindow, iterations: int) -> list[int]:
+def starts(window, iterations):
     windows = [steps_of(window, iteration=i) for i in range(iterations)]
     assert all(steps == list(range(steps[0], steps[0] + window.size)) for steps in windows)
     return [steps[0] for steps in windows]
@@ -68,7 +67,7 @@ def test_a_multistep_solver_has_no_window():
     assert torch.equal(generator.get_state(), before)
 
 
-def chosen(spec: str, stds: list[float], seed: int = 0) -> list[int]:
+def chosen(spec, stds, seed=0):
     return trained_steps(spec, torch.tensor(stds), torch.Generator().manual_seed(seed)).tolist()
 
 

@@ -25,9 +25,9 @@ from flowrl_testing import (
     check_window,
     check_world,
     tiny_flux_policy,
-    tiny_sd3,
     tiny_sd3_policy,
 )
+from small_run import model_files
 
 from flowrl.core.errors import RewardError
 from flowrl.core.experience import Credit
@@ -198,14 +198,14 @@ class TwoTasks(MixtureWorld):
     tasks = ("direction", "other")
 
     class OneTask(DirectionReward):
-        def score(self, images: torch.Tensor, prompts) -> torch.Tensor:
+        def score(self, images, prompts):
             if prompts[0].metadata["task"] == "other":
                 raise RewardError("another task")
             return super().score(images, prompts)
 
     qualities = MappingProxyType({"q": OneTask})
 
-    def prompts(self, task: str, part: str) -> list[Prompt]:
+    def prompts(self, task, part):
         known = MixtureWorld().prompts("direction", part)
         return [Prompt(prompt.text, {"task": task}) for prompt in known]
 
@@ -302,7 +302,7 @@ def test_the_points_of_the_mixture_are_no_images():
     assert findings.ok and findings.marked("advice") == ["decodes_images"]
 
 
-def world_examples(name: str) -> tuple[torch.Tensor, list[Prompt]]:
+def world_examples(name):
     """Pictures of what each prompt asks for, every other one spoiled a little; or random points."""
     tasks = world(name).tasks
     prompts = [p for task in tasks for p in world(name).prompts(task, "heldout")[:3]]
@@ -333,11 +333,9 @@ def test_every_built_in_name_is_held_to_its_contract(kind):
 
 @pytest.mark.slow
 def test_the_world_of_a_model(tmp_path):
-    tiny_sd3().save_pretrained(tmp_path / "model")
-    (tmp_path / "prompts.txt").write_text("a red fox\na red car\n")
+    model_files(tmp_path)
     (tmp_path / "held.txt").write_text("a red hat\n")
-    red = "class Red:\n    def score(self, images, prompts):\n        return images[:, 0].mean((1, 2))"
-    (tmp_path / "r.py").write_text(red)
-    files = (str(tmp_path / name) for name in ("model", "prompts.txt", "held.txt", "r.py:Red"))
+    names = ("model", "prompts.txt", "held.txt", "reward.py:Redness")
+    files = (str(tmp_path / name) for name in names)
     findings = check_world(ModelWorld(*files, options=TINY, trust=True))
     assert findings.ok, str(findings)

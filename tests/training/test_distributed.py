@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import BASE, CASES, launch, launch_file, plain, rows_of, trainer_of, words
+from small_run import BASE, CASES, free_port, launch, launch_file, plain, rows_of, trainer_of, words
 
 from flowrl.core.errors import ConfigError, RewardError, TrainingError
 from flowrl.core.experience import Actions
@@ -304,17 +303,11 @@ def observed(distributed, folder):
 
 def live(rank, world_size, port, folder):
     """The body of process `rank`; what it reports is in `folder`."""
-    environment = dict(
-        RANK=rank,
-        LOCAL_RANK=rank,
-        WORLD_SIZE=world_size,
-        LOCAL_WORLD_SIZE=world_size,
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=port,
-    )
+    environment = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, FLOWRL_TIMEOUT_MINUTES=1)
+    environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), rank)
+    environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), world_size)
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
-    os.environ["FLOWRL_TIMEOUT_MINUTES"] = "1"
     reported = {}
     try:
         with Distributed.join("cpu") as distributed:
@@ -330,14 +323,8 @@ def lives(folder, world_size=2, limit=400.0):
     """What each of `world_size` processes reported, with its exit code. Fails if one is still there
     after `limit` seconds.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=live, args=(rank, world_size, port, folder))
-        for rank in range(world_size)
-    ]
+    given, context = (world_size, free_port(), folder), multiprocessing.get_context("spawn")
+    processes = [context.Process(target=live, args=(rank, *given)) for rank in range(world_size)]
     for process in processes:
         process.start()
     until = time.monotonic() + limit
@@ -459,7 +446,6 @@ def test_a_killed_process_ends_the_run_by_name_and_the_run_resumes(tmp_path):
         device="cpu",
         out="run",
         world="mixture",
-        task="direction",
         groups=3,
         iterations=4,
         checkpoint_every=1,
@@ -484,12 +470,12 @@ def test_a_killed_process_ends_the_run_by_name_and_the_run_resumes(tmp_path):
 def test_config_files_are_accelerates(name):
     from accelerate.commands.config.config_args import load_config_from_file
 
-    config = load_config_from_file(launch_file(name))
-    assert config.mixed_precision == "no" and config.num_processes == 8
-    assert (config.distributed_type == "FSDP") == (name != "ddp")
-    if name != "ddp":
-        assert config.fsdp_config["fsdp_version"] == 2
-        assert config.fsdp_config["fsdp_reshard_after_forward"] == (name == "fsdp2")
+    config, sharded = load_config_from_file(launch_file(name)), name != "ddp"
+    assert (config.mixed_precision, config.distributed_type == "FSDP") == ("no", sharded)
+    if sharded:
+        options = config.fsdp_config
+        assert options["fsdp_version"] == 2
+        assert options["fsdp_reshard_after_forward"] == (name == "fsdp2")
 
 
 @pytest.mark.parametrize(("world_size", "total"), [(1, 5), (2, 3), (2, 1), (4, 5), (3, 9), (8, 3)])

@@ -20,7 +20,7 @@ from flowrl.rewards.diversity import (
     pairwise_diversity,
 )
 from flowrl.rollout import EVALUATION_SEED, ImageBatch, initial_noise, sample_images, score
-from flowrl.training.evaluation import DIVERSITY_SEED, Evaluation, HeldoutMetrics, evaluate
+from flowrl.training.evaluation import DIVERSITY_SEED, HeldoutMetrics, evaluate
 from flowrl.worlds.base import PolicyOptions, world
 
 WORLD = world("mixture")
@@ -55,13 +55,13 @@ class Threads(Distributed):
         return values
 
 
-def evaluated(policy, count, metrics, distributed) -> Evaluation:
+def evaluated(policy, count, metrics, distributed):
     options = dict(keep=5, reward=WORLD.reward("strict"), heldout_metrics=metrics)
     given = (policy, WORLD, "direction", "soft", count, 5)
     return evaluate(*given, **options, distributed=distributed)
 
 
-def by_threads(size, policy, count, metrics) -> list[Evaluation]:
+def by_threads(size, policy, count, metrics):
     exchange = Exchange(size)
     with ThreadPoolExecutor(size) as pool:
         return list(

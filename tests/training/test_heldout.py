@@ -99,20 +99,6 @@ def test_density_of_points():
         DensityReward().score(torch.zeros(1, 3, 4, 4), [Prompt("p")])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"world": "mixture", "heldout_rewards": ("clarity",)}, "unknown reward 'clarity'"),
-        ({"heldout_rewards": ("ocr(speed=1)",)}, "has no option speed"),
-        ({"diversity": "pixel"}, "unknown feature space 'pixel'.*did you mean 'pixels'"),
-    ],
-)
-def test_what_does_not_exist_or_fit_is_refused_before_the_run(changes, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        Run(preset("tiny").apply(**changes), tmp_path / "run").execute()
-    assert not (tmp_path / "run").exists()
-
-
 def test_measuring_changes_no_number_of_the_run(tmp_path):
     """Weights, training and evaluation are bit for bit those of a run without."""
     plain, full = tmp_path / "plain", tmp_path / "full"

@@ -3,16 +3,15 @@
 import json
 import shutil
 import sys
-import types
 from importlib.machinery import ModuleSpec
+from unittest.mock import Mock
 
 import pytest
 import torch
 from flowrl_compare.results import load_run
-from flowrl_testing.tiny import tiny_sd3
 from PIL import Image
 from safetensors.torch import load_file
-from small_run import TINY_MODEL, numbers, words
+from small_run import model_files, numbers, words
 
 from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError
@@ -22,15 +21,7 @@ from flowrl.training.logging import over_time, scalars, strip, tracker_name, wri
 from flowrl.training.run import Run
 from flowrl.worlds.base import PolicyOptions
 
-REWARD = """
-class Redness:
-    def __init__(self, device="cpu"):
-        assert device == "cpu"
-    def score(self, images, prompts):
-        return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
-"""
 SETTINGS = {
-    **TINY_MODEL,
     "lora_rank": 2,
     "lora_alpha": 8,
     "preset": "tiny",
@@ -46,12 +37,7 @@ def folder(tmp_path_factory):
     """A finished run of a tiny SD3 pipeline with TensorBoard."""
     pytest.importorskip("tensorboard")
     root = tmp_path_factory.mktemp("tracked")
-    (root / "prompts.txt").write_text("a red fox\na red car\na red hat\n")
-    (root / "reward.py").write_text(REWARD)
-    tiny_sd3().save_pretrained(root / "model")
-    files = dict(model="model", prompts="prompts.txt", reward="reward.py:Redness", out="run")
-    paths = {name: root / file for name, file in files.items()}
-    assert main(["train", *words(**SETTINGS, **paths)]) == 0
+    assert main(["train", *words(**SETTINGS, **model_files(root), out=root / "run")]) == 0
     return root
 
 
@@ -91,8 +77,6 @@ def test_event_files_hold_the_metrics_and_the_pictures(folder):
         expected = [(row["iteration"], scalars(row)[name]) for row in rows if name in scalars(row)]
         assert torch.allclose(torch.tensor(points), torch.tensor(expected)) and len(points) >= 2
     assert [event.step for event in recorded.Images("samples")] == [0, 1, 2]
-    (settings,) = (folder / "run" / "tensorboard").glob("*/hparams.yml")
-    assert "sampler: flow-sde(noise_level=0.7)" in settings.read_text()
 
 
 def test_strips_show_the_same_prompts_from_the_same_noise(folder):
@@ -102,9 +86,6 @@ def test_strips_show_the_same_prompts_from_the_same_noise(folder):
     for number, side in ((0, "before"), (2, "after")):
         with Image.open(run / "samples" / f"iteration-{number:06d}.png") as picture:
             assert picture.tobytes() == strip(images[side]).tobytes()
-            assert picture.size == (4 * 256 + 3 * 16, 256)
-    with Image.open(run / "samples" / "over-time.png") as picture:
-        assert picture.size == (90 + (4 * 256 + 3 * 16) // 2, 3 * 128 + 2 * 4)
 
 
 def test_a_resumed_run_has_the_same_numbers_and_goes_on_in_the_event_files(folder):
@@ -131,26 +112,18 @@ def test_other_trackers_get_the_same(name, tmp_path, monkeypatch):
     interface.
     """
     calls = []
-    running = types.SimpleNamespace(
-        log=lambda values, step=None, **more: calls.append((step, values)),
-        finish=lambda: calls.append("finished"),
-    )
-    package = types.ModuleType(name)
-    package.__dict__.update(
-        __spec__=ModuleSpec(name, None),
-        init=lambda **words: calls.append(words) or running,
-        config=types.SimpleNamespace(update=lambda values, **more: calls.append(values)),
-        Image=lambda pixels: ("image", tuple(pixels.shape)),
-    )
+    package = Mock(__spec__=ModuleSpec(name, None), Image=lambda pixels: tuple(pixels.shape))
+    package.init.return_value.log = lambda values, step=None, **more: calls.append((step, values))
     monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.setattr("flowrl.training.logging.find_spec", lambda package: True)
     Run(preset("tiny").apply(tracker=name), tmp_path / "run").execute()
-    _, settings, *rest, last = calls
-    assert last == "finished" and settings["sampler"] == "flow-sde(noise_level=0.7)"
-    logged = {step: values for step, values in rest if "samples" not in values}
+    package.init.return_value.finish.assert_called_once()
+    (settings,) = package.config.update.call_args.args
+    assert settings["sampler"] == "flow-sde(noise_level=0.7)"
+    logged = {step: values for step, values in calls if "samples" not in values}
     assert set(logged) == {0, 1, 2} and {"reward_mean", "evaluation/strict"} <= set(logged[2])
-    pictures = [(step, values["samples"]) for step, values in rest if "samples" in values]
-    picture = ("image", (256, 1036, 3))
+    pictures = [(step, values["samples"]) for step, values in calls if "samples" in values]
+    picture = (256, 1036, 3)
     assert pictures == [(step, [picture] if name == "wandb" else picture) for step in (0, 1, 2)]
 
 

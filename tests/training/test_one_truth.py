@@ -58,17 +58,9 @@ def test_a_setting_replaces_a_part_of_the_method():
 
 
 def test_the_plan_shows_which_parts_are_the_methods(capsys):
-    options = ["--world", "mixture", "--method", "tempflow-grpo", "--kl-weight", "0.1", "--plan"]
-    assert main(["train", "--preset", "tiny", *options]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    for words in (
-        "sampler flow-sde(noise_level=0.7) [method]",
-        "window 1:3, ",
-        "clip_range 0.002, ",
-        "initial_noise independent [method]",
-        "kl_weight 0.1 ",
+    for options, shown in (
+        ("--method tempflow-grpo --kl-weight 0.1", "sampler flow-sde(noise_level=0.7) [method]"),
+        ("--settings published", "window :-1 [method]"),
     ):
-        assert words in shown
-    assert main(["train", "--settings", "published", "--world", "mixture", "--plan"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "window :-1 [method]" in shown and "clip_range 0.0181 [method]" in shown
+        assert main(["train", "--world", "mixture", *options.split(), "--plan"]) == 0
+        assert shown in " ".join(capsys.readouterr().out.split())

@@ -116,11 +116,11 @@ def test_images_train_in_bfloat16_with_float32_weights(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"group_size": 1}, "group_size = 1 is not allowed; allowed: a whole number, 2 or more"),
         ({"sampler": "ode"}, "log-probabilities"),
-        ({"world": "mars"}, "mixture, points, shapes"),
         ({"window": "8:17"}, "within the schedule's 10 steps"),
         ({"dtype": "int8"}, "float32"),
+        ({"heldout_rewards": ("clarityy",)}, "unknown reward 'clarityy'"),
+        ({"diversity": "pixel"}, "unknown feature space 'pixel'.*did you mean 'pixels'"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_built(changes, message):

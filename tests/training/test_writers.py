@@ -3,12 +3,8 @@
 import json
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 from flowrl_compare.arms import method_arms
@@ -26,16 +22,7 @@ SHORT = {"preset": "tiny", "world": "mixture", "task": "direction"}
 LONG = words(**SHORT, iterations=500, eval_every=500)
 
 
-def wait_until(condition, seconds: float = 60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def lines_of(run: Path) -> int:
+def lines_of(run):
     path = run / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
 
@@ -52,43 +39,6 @@ def test_the_folder_of_a_run_or_a_comparison_has_one_writer(tmp_path):
                 compare(comparison, out, resume)
     assert [path.name for path in out.iterdir()] == [".lock"]
     assert Run(TINY, out).execute()
-
-
-def descendants(process: int) -> set[int]:
-    """Processes whose parent is `process`, and theirs."""
-    command = ["ps", "-o", "pid=", "--ppid", str(process)]
-    shown = subprocess.run(command, capture_output=True, text=True).stdout
-    children = set(map(int, shown.split()))
-    return children.union(*map(descendants, children))
-
-
-def alive(process: int) -> bool:
-    command = ["ps", "-o", "stat=", "-p", str(process)]
-    state = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return bool(state) and not state.startswith("Z")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix" or shutil.which("ps") is None, reason="needs signals and ps")
-def test_workers_end_with_a_killed_comparison(tmp_path):
-    out = tmp_path / "out"
-    runs = [out / "runs" / f"{name}-seed0" for name in ("flow-grpo", "dance-grpo")]
-    options = ["--methods", "flow-grpo", "dance-grpo", *words(seeds=0, workers=2, out=out)]
-    process = subprocess.Popen([sys.executable, "-m", "flowrl", "compare", *LONG, *options])
-    try:
-        assert wait_until(lambda: all(lines_of(run) > 2 for run in runs))
-        workers = descendants(process.pid)
-        assert len(workers) >= 2
-        process.kill()
-        assert process.wait(30) == -signal.SIGKILL
-        assert wait_until(lambda: not any(map(alive, workers)), 10)
-        before = [(run / "metrics.jsonl").read_bytes() for run in runs]
-        time.sleep(0.5)
-        assert [(run / "metrics.jsonl").read_bytes() for run in runs] == before
-        with folder_lock(out), folder_lock(runs[0]):  # nobody holds them
-            assert json.loads((out / "config.json").read_text())["seeds"] == [0]
-    finally:
-        process.kill()
 
 
 CODE = """

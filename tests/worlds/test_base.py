@@ -8,36 +8,22 @@ import logging
 import pytest
 import torch
 from flowrl_compare.results import load_run
-from flowrl_testing.tiny import tiny_flux, tiny_sd3
+from flowrl_testing.tiny import tiny_flux
 from safetensors.torch import load_file
+from small_run import TINY_MODEL, model_files, words
 
 from flowrl.cli.main import main
 from flowrl.losses import ClippedLoss
 from flowrl.training.build import make_world, run_method
 from flowrl.training.config import RunConfig, preset
 
-REWARD = """
-class Redness:
-    def score(self, images, prompts):
-        return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
-"""
-SIZES = [
-    "--resolution=16",
-    "--max-sequence-length=24",
-    "--device=cpu",
-    "--dtype=float32",
-    "--lora-rank=2",
-    "--lora-alpha=8",
-    "--preset=tiny",
-]
+SIZES = words(**TINY_MODEL, lora_rank=2, lora_alpha=8, preset="tiny")
 
 
 @pytest.fixture
 def folder(tmp_path):
     """Prompts, a reward, and a tiny SD3 pipeline on disk."""
-    (tmp_path / "prompts.txt").write_text("# prompts\na red fox\n\n  a red car  \na red hat\n")
-    (tmp_path / "reward.py").write_text(REWARD)
-    tiny_sd3().save_pretrained(tmp_path / "model")
+    model_files(tmp_path, ("# prompts", "a red fox", "", "  a red car  ", "a red hat"))
     return tmp_path
 
 

@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def with_class(name: str, body: str) -> str:
+def with_class(name, body):
     """The spec of a class in other.py that changes the world of the page."""
     Path("other.py").write_text(
         f"{CODE.partition('if __name__')[0]}\n\nclass {name}(World):\n    {body}\n"
@@ -102,7 +102,7 @@ def test_a_python_object_is_the_same_world_as_its_name(how, tmp_path):
     assert main(["sample", "--weights", "run", "--out", "a.png", *trusted]) == 2 * (how != "name")
 
 
-def refused(capsys, *arguments: str) -> str:
+def refused(capsys, *arguments):
     assert main([*arguments, "--out", "run"]) == 2 and not Path("run").exists()
     error = capsys.readouterr().err
     assert error.startswith("flowrl: error: ") and error.count("\n") == 1

@@ -98,8 +98,8 @@ class Pool:
         true = np.asarray(shifts)[:, None]
         if self.events is None:
             lost = DROP * (generator.random(shape) < rare)
-            found = self.differences[arms, base] + true - lost
-            return comparisons(found, self.margin, self.measure)
+            differences = self.differences[arms, base] + true - lost
+            return comparisons(differences, self.margin, self.measure)
         # a rate rises or falls by exactly the shift: some runs change sides
         rate, first = self.events.mean(), self.events[arms]
         room = np.where(true > 0, 1 - rate, max(rate, 1e-9))
@@ -164,14 +164,14 @@ def pool(
     world: str, task: str, arm: str, measure: str, runs: Sequence[Line], gain: float = 1.0
 ) -> Pool:
     """The pool of an arm's runs by a measure."""
-    found = MEASURES[measure]
-    margin = SMALLEST_OF[found.unit] * (gain if found.unit == REWARD else 1.0)
-    if found.between is not None:
-        table = np.array([[found.between(a, b) for b in runs] for a in runs])
+    kind = MEASURES[measure]
+    margin = SMALLEST_OF[kind.unit] * (gain if kind.unit == REWARD else 1.0)
+    if kind.between is not None:
+        table = np.array([[kind.between(a, b) for b in runs] for a in runs])
         return Pool(world, task, arm, measure, margin, table)
-    assert found.of is not None
-    values = np.array([found.of(run) for run in runs])
-    events = values if found.unit == RATE else None
+    assert kind.of is not None
+    values = np.array([kind.of(run) for run in runs])
+    events = values if kind.unit == RATE else None
     return Pool(world, task, arm, measure, margin, np.subtract.outer(values, values), events)
 
 
@@ -180,9 +180,9 @@ TRUTHS = ("alike", "at the margin", "half of each")
 
 def shifts(truth: str, margin: float, generator: np.random.Generator) -> Values:
     """The true differences of a family."""
-    found = margin * generator.choice([-1.0, 1.0], FAMILY)
-    found[: {"alike": FAMILY, "at the margin": 0, "half of each": FAMILY // 2}[truth]] = 0.0
-    return found
+    differences = margin * generator.choice([-1.0, 1.0], FAMILY)
+    differences[: {"alike": FAMILY, "at the margin": 0, "half of each": FAMILY // 2}[truth]] = 0.0
+    return differences
 
 
 def wrong(comparison: Comparison, shift: float) -> bool:
@@ -272,17 +272,17 @@ def calibrate(lines: Lines, experiments: int, command: str) -> dict[str, Any]:
     }
 
 
-def tables(found: Mapping[str, Any]) -> str:
+def tables(results: Mapping[str, Any]) -> str:
     """The rates as Markdown."""
-    size, rows = found["family"], found["families"]
+    size, rows = results["family"], results["families"]
     labels = [label for label in VERDICTS if label != UNDECIDED]
-    error = 100 * (0.05 * 0.95 / found["experiments"]) ** 0.5
+    error = 100 * (0.05 * 0.95 / results["experiments"]) ** 0.5
     lines = [
         "# Calibration of the verdict rules",
         "",
-        f"Made by `{found['command']}`. Families of {size} comparisons, runs resampled from one arm"
-        f" ({found['experiments']} families per cell; standard error {error:.1f} percentage points"
-        f" at 5%). Level of Holm's correction: {found['alpha']:g}.",
+        f"Made by `{results['command']}`. Families of {size} comparisons, runs resampled from one arm"
+        f" ({results['experiments']} families per cell; standard error {error:.1f} percentage points"
+        f" at 5%). Level of Holm's correction: {results['alpha']:g}.",
         "",
         "Families with at least one wrong verdict, in percent: mean over pools, and the largest.",
         "",
@@ -314,16 +314,16 @@ def tables(found: Mapping[str, Any]) -> str:
     effects = [f"{effect:g}" for effect in EFFECTS]
     lines += [
         "",
-        f"Power in percent to call one arm better, the other {size - 1} alike ({found['fewer']}"
+        f"Power in percent to call one arm better, the other {size - 1} alike ({results['fewer']}"
         " families; differences in margins):",
         "",
         f"| pool | seeds | {' | '.join(effects)} |",
         "|---|---|" + "---|" * len(effects),
     ]
-    for row in found["power"]:
+    for row in results["power"]:
         cells = [f"{100 * row[effect]:.0f}" for effect in effects]
         lines.append(f"| {row['pool']} | {row['seeds']} | {' | '.join(cells)} |")
-    rates = ", ".join(f"{n} seeds {100 * r:.0f}%" for n, r in found["rare collapses"].items())
+    rates = ", ".join(f"{n} seeds {100 * r:.0f}%" for n, r in results["rare collapses"].items())
     lines += [
         "",
         f"Limit: a copy of turning points in the 2-D world that loses {DROP} in rare"
@@ -347,10 +347,10 @@ def main() -> None:
     experiments = int(sys.argv[2]) if len(sys.argv) > 2 else 2000
     lines = ResultsFile(Path(folder) / "claims.jsonl").read(any_code=True)
     command = f"python -m flowrl_bench.calibration {folder} {experiments}"
-    found = calibrate(lines, experiments, command)
-    Path(folder, "calibration.json").write_text(json.dumps(found, indent=1) + "\n")
-    Path(folder, "calibration.md").write_text(tables(found))
-    print(tables(found))
+    results = calibrate(lines, experiments, command)
+    Path(folder, "calibration.json").write_text(json.dumps(results, indent=1) + "\n")
+    Path(folder, "calibration.md").write_text(tables(results))
+    print(tables(results))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def ceiling_sums(
     generator = torch.Generator().manual_seed(seed)
     whole, part = from_continuations(rewards, trajectories), count // FOLDS
     error = whole.state_errors * math.sqrt(count / (count - part))
-    found = torch.zeros(len(LEVELS), 9, dtype=torch.float64)
+    sums = torch.zeros(len(LEVELS), 9, dtype=torch.float64)
     for fold in range(FOLDS):
         out = torch.zeros(count, dtype=torch.bool)
         out[fold * part : (fold + 1) * part] = True
@@ -71,8 +71,8 @@ def ceiling_sums(
                 noise = torch.randn(error.shape, generator=generator) * error * math.sqrt(level - 1)
                 rule = make()
                 credit = with_values(rule, experience, table.state_values + noise)
-                found[row] += credit_sums(credit, truth).sum((0, 1)) / draws
-    return found
+                sums[row] += credit_sums(credit, truth).sum((0, 1)) / draws
+    return sums
 
 
 def with_values(rule: CreditRule, experience: Experience, values: ValueTable) -> CreditTable:

@@ -188,9 +188,9 @@ def _settings() -> Table:
     """Every arm's fixed settings, and the numbers found per world."""
     rows = []
     for name, arm in MADE.items():
-        found = [_values(world, name) if world in arm.worlds else "-" for world in WORLDS]
+        numbers = [_values(world, name) if world in arm.worlds else "-" for world in WORLDS]
         fixed = "; ".join(f"`{key}` = `{_setting(value)}`" for key, value in arm.settings.items())
-        rows.append((name, fixed, *found))
+        rows.append((name, fixed, *numbers))
     head = ("arm", "settings", *(WORLD_NAMES[world] for world in WORLDS))
     return Table(head, rows, head)
 

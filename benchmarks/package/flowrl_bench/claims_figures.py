@@ -56,10 +56,10 @@ def colour(arm: str) -> str:
 def band(runs: Sequence[Line]) -> Band:
     """The learning curve of several seeds with its interval."""
     table = np.array([column(run, "soft") for run in runs])
-    found = [mean(values) for values in table.T]
-    middle = [estimate.value for estimate in found]
-    low = [e.low if math.isfinite(e.low) else m for e, m in zip(found, middle, strict=True)]
-    high = [e.high if math.isfinite(e.high) else m for e, m in zip(found, middle, strict=True)]
+    estimates = [mean(values) for values in table.T]
+    middle = [estimate.value for estimate in estimates]
+    low = [e.low if math.isfinite(e.low) else m for e, m in zip(estimates, middle, strict=True)]
+    high = [e.high if math.isfinite(e.high) else m for e, m in zip(estimates, middle, strict=True)]
     return Band(
         column(runs[0], "iteration"),
         middle,
@@ -94,16 +94,16 @@ def leads(arms: Mapping[str, Arm], world: str) -> Figure:
             one = arm.lead(measure)
             if one is None:
                 continue
-            found, shade = one.estimate, colour(arm.name)
-            if math.isfinite(found.high):
-                ends = np.clip([found.low, found.high], -shown, shown)
+            estimate, shade = one.estimate, colour(arm.name)
+            if math.isfinite(estimate.high):
+                ends = np.clip([estimate.low, estimate.high], -shown, shown)
                 axes.plot(
                     ends, [row, row], color=shade, linewidth=2.4, alpha=0.65, solid_capstyle="butt"
                 )
-            if abs(found.value) <= shown:
-                axes.plot([found.value], [row], "o", color=shade, markersize=6)
+            if abs(estimate.value) <= shown:
+                axes.plot([estimate.value], [row], "o", color=shade, markersize=6)
             else:
-                side = math.copysign(1, found.value)
+                side = math.copysign(1, estimate.value)
                 axes.plot(
                     [side * shown], [row], "<" if side < 0 else ">", color=shade, markersize=7
                 )
@@ -113,7 +113,7 @@ def leads(arms: Mapping[str, Arm], world: str) -> Figure:
                     "fontsize": 8.5,
                     "color": shade,
                 }
-                axes.annotate(f"  {found.value:+.2f}  ", (side * shown, row), **where)
+                axes.annotate(f"  {estimate.value:+.2f}  ", (side * shown, row), **where)
             axes.annotate(
                 SYMBOLS.get(one.verdict, ""),
                 (1.0, row),
@@ -173,14 +173,19 @@ def curves(arms: Mapping[str, Arm]) -> Figure:
     """
 
     def draw(axes: Axes, arm: Arm, name: str, behind: bool) -> None:
-        found = band(_runs(arm, name))
+        arm_band = band(_runs(arm, name))
         shade = colour(name)
         axes.fill_between(
-            found.x, found.low, found.high, color=shade, alpha=0.12 if behind else 0.25, linewidth=0
+            arm_band.x,
+            arm_band.low,
+            arm_band.high,
+            color=shade,
+            alpha=0.12 if behind else 0.25,
+            linewidth=0,
         )
         axes.plot(
-            found.x,
-            found.middle,
+            arm_band.x,
+            arm_band.middle,
             "--" if behind else "-",
             color=shade,
             linewidth=1.2 if behind else 1.8,
@@ -208,9 +213,9 @@ def survivals(arms: Mapping[str, Arm]) -> Figure:
     def draw(axes: Axes, arm: Arm, name: str, behind: bool) -> None:
         runs = [curve(line) for line in _runs(arm, name)]
         end = runs[0].budgets[-1]
-        for style, found in zip(LINES, survival(runs, levels), strict=True):
-            times = [runs[0].budgets[0] + 1e-3, *found.budgets, end]
-            shares = [found.fraction(at) for at in times]
+        for style, part in zip(LINES, survival(runs, levels), strict=True):
+            times = [runs[0].budgets[0] + 1e-3, *part.budgets, end]
+            shares = [part.fraction(at) for at in times]
             axes.step(
                 times,
                 shares,
@@ -249,10 +254,10 @@ def frontier(judged: Mapping[str, Judged]) -> Figure | None:
         "diversity": "distance between samples of a prompt",
     }
     for axes, (measure, words) in zip(figure.subplots(1, 2), labels.items(), strict=True):
-        for name, found in shown.items():
+        for name, evidence in shown.items():
             order = [("no KL", 0.0), *((f"KL {weight:g}", weight) for weight in KL_WEIGHTS)]
             points = [
-                (found.values(arm, "final").mean(), found.values(arm, measure).mean(), w)
+                (evidence.values(arm, "final").mean(), evidence.values(arm, measure).mean(), w)
                 for arm, w in order
             ]
             xs, ys, weights = zip(*points, strict=True)

@@ -227,13 +227,13 @@ def cell(one: Judged) -> str:
     """The symbol, the verdict and the number of the primary comparison; the number of a secondary
     one.
     """
-    found = one.primary
-    if found is None:
+    primary = one.primary
+    if primary is None:
         return MISSING
-    ratio = "ratio " if MEASURES[found.measure].unit == BUDGET else ""
+    ratio = "ratio " if MEASURES[primary.measure].unit == BUDGET else ""
     label = BRIEF.get(one.label, one.label)
     words = f"{SYMBOLS[one.label]} {label}" if one.label in SYMBOLS else label
-    return f"{words}, {ratio}{found.estimate.text(3, found.difference)}"
+    return f"{words}, {ratio}{primary.estimate.text(3, primary.difference)}"
 
 
 def margin_table() -> Table:
@@ -292,12 +292,12 @@ def mixed_seeds(lines: Lines) -> dict[tuple[str, int], list[str]]:
     """World and seed of runs that were made on more than one kind of processor, with the
     processors.
     """
-    found: dict[tuple[str, int], set[str]] = {}
+    processors: dict[tuple[str, int], set[str]] = {}
     for line in lines.values():
-        found.setdefault((line["config"]["environment"]["world"], line["seed"]), set()).add(
+        processors.setdefault((line["config"]["environment"]["world"], line["seed"]), set()).add(
             processor(line)
         )
-    return {key: sorted(kinds) for key, kinds in sorted(found.items()) if len(kinds) > 1}
+    return {key: sorted(kinds) for key, kinds in sorted(processors.items()) if len(kinds) > 1}
 
 
 def provenance(lines: Lines, path: Path) -> list[str]:
@@ -309,8 +309,8 @@ def provenance(lines: Lines, path: Path) -> list[str]:
     values = list(lines.values())
 
     def counted(name: str) -> str:
-        found = [line[name] for line in values]
-        return ", ".join(f"`{one}` ({found.count(one)} runs)" for one in sorted(set(found)))
+        entries = [line[name] for line in values]
+        return ", ".join(f"`{one}` ({entries.count(one)} runs)" for one in sorted(set(entries)))
 
     hours = sum(line["totals"]["seconds"] for line in values) / 3600
     kinds = [processor(line) for line in values]
