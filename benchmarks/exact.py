@@ -1,37 +1,59 @@
-"""Exact values of the 2-D world: convergence of the grid, and how far credit can trust it.
+"""Exact values of the 2-D world: convergence of the grid, how far credit can trust it, and why
+training with exact credit can collapse.
 
-    python benchmarks/exact.py          # about two minutes of one core
+    python benchmarks/exact.py          # about three minutes of one core
+    python benchmarks/exact.py --only drift
 
 Writes results/exact.json and results/exact.md. Errors are those of the true advantages A*, relative
 to their root mean square over all decisions, against a grid of 225 points per axis. Trust: the
 policy is trained with exact gains; at each stage, the advantages of the rule from the probe's grid
 are compared with those from 169 points, group by group.
+
+Drift: a run that collapses. The value of the trained steps with the networks of later iterations,
+the steps after the window with the network before the fall, and the other way round. The policy
+gradient is that of the trained steps; the steps after the window have the same network and no
+gradient.
 """
 
+import argparse
+import copy
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from flowrl_bench.arms import tuned
 from flowrl_bench.ceilings import with_values
-from flowrl_bench.continuations import Look
-from flowrl_bench.exact import Exact, ValueGrid, exact_advantages
+from flowrl_bench.continuations import Look, TrueAdvantages, walk_of
+from flowrl_bench.exact import MAX_BATCH, Exact, ValueGrid, exact_advantages
 from flowrl_bench.gradients import Setting
+from flowrl_bench.measurements import reproducible
 from flowrl_bench.results_file import provenance
 from torch import Tensor
+from torch.nn import Module
 
 from flowrl.io import write_json
 from flowrl.parts.prompts import PromptStream
 from flowrl.parts.registry import build
+from flowrl.policies import MixturePolicy
+from flowrl.reading import read_json
+from flowrl.rollout import Groups, score
 from flowrl.training.build import make_trainer, make_world
 from flowrl.training.config import preset
 from flowrl.training.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results"
+Compared = tuple[TrueAdvantages, TrueAdvantages]
 WINDOWS, FORMS, PROMPTS, MEMBERS = ("0:5", ":-1"), ("soft", "strict"), 4, 12
 STAGES = (0, 3, 6, 10, 15, 20)
 RULE, TRUSTED = "stepwise-gain", 0.99
+DRIFT_SEED, DRIFT, DRIFT_MEMBERS = 13, 5, 64
+"""A seed that collapses with joint normalisation at the tuned settings, the iterations of its fall,
+and trajectories per prompt.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,10 +99,10 @@ def trainer_of(window: str, form: str, clip_range: float = 0.06) -> Trainer:
     return make_trainer(run)
 
 
-def setting_of(trainer: Trainer, form: str) -> Setting:
+def setting_of(trainer: Trainer, form: str, count: int = PROMPTS) -> Setting:
     """The current policy with prompts of its training."""
     place = make_world(trainer.config)
-    prompts = PromptStream(place.prompts("direction", "train"), 0).take(PROMPTS)
+    prompts = PromptStream(place.prompts("direction", "train"), 0).take(count)
     reward = place.reward(form)
     return Setting(trainer.policy, trainer.draw_sampler(), trainer.schedule, reward, prompts)
 
@@ -107,23 +129,28 @@ def convergence(window: str, form: str, stage: int) -> list[dict]:
     return rows
 
 
+def agreements(setting: Setting, members: int, seed: int) -> tuple[list[float], Compared]:
+    """The correlation within each group that has credit of the advantages from the probe's grid
+    with those from 169 points; and both.
+    """
+    result = Look(setting, members, seed).trajectories(True)
+    found, known = (
+        exact_advantages(setting, result, (), grid)[0] for grid in (Exact().grid, ValueGrid(169))
+    )
+    record, rule = setting.experience(result), build("credit", RULE)
+    credit, best = (with_values(rule, record, t.state_values) for t in (found, known))
+    kept = best.abs().mean((1, 2)) > 0.05  # groups with credit
+    pairs = zip(credit[kept].flatten(1), best[kept].flatten(1), strict=True)
+    return [float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in pairs], (found, known)
+
+
 def trust(window: str, form: str) -> list[dict]:
     """By stage of training: the spread of rewards and the agreement of credit within groups."""
     trainer, rows = trainer_of(window, form), []
     for stage in STAGES:
         while trainer.done < stage:
             trainer.iteration()
-        setting = setting_of(trainer, form)
-        result = Look(setting, MEMBERS, stage).trajectories(True)
-        found, known = (
-            exact_advantages(setting, result, (), grid)[0]
-            for grid in (Exact().grid, ValueGrid(169))
-        )
-        record, rule = setting.experience(result), build("credit", RULE)
-        credit, best = (with_values(rule, record, t.state_values) for t in (found, known))
-        kept = best.abs().mean((1, 2)) > 0.05  # groups with credit
-        pairs = zip(credit[kept].flatten(1), best[kept].flatten(1), strict=True)
-        agreement = [float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in pairs]
+        agreement, (found, known) = agreements(setting_of(trainer, form), MEMBERS, stage)
         rows.append(
             {
                 "window": window,
@@ -139,6 +166,55 @@ def trust(window: str, form: str) -> list[dict]:
             }
         )
     return rows
+
+
+def drift() -> list[dict]:
+    """The fall of a run, by iteration: mean rewards of stochastic samples with the network of this
+    iteration, with it within the window only, and after the window only; and the lowest agreement
+    of credit.
+    """
+    run = preset("default").apply(
+        **{"world": "mixture", "task": "direction", "method": "flow-grpo", "seed": DRIFT_SEED},
+        **{**tuned("mixture", "true advantages"), "credit": f"{RULE}(probe=exact)"},
+    )
+    with reproducible("run", run.seed):
+        trainer = make_trainer(run)
+        assert isinstance(trainer.policy, MixturePolicy)
+        network = trainer.policy.velocity_network
+        weights, rewards = [copy.deepcopy(network.state_dict())], []
+        while trainer.done < run.iterations:
+            rewards.append(trainer.iteration()["reward_mean"])
+            weights.append(copy.deepcopy(network.state_dict()))
+    falls = [rewards[i] - rewards[i + DRIFT] for i in range(len(rewards) - DRIFT)]
+    first = falls.index(max(falls))
+    setting, rows = setting_of(trainer, "soft", 16), []
+    for at in range(first, first + DRIFT + 1):
+        both, within, after = (
+            sampled(setting, network, [weights[i] for i in pair])
+            for pair in ((at, at), (at, first), (first, at))
+        )
+        network.load_state_dict(weights[at])
+        lowest = min(agreements(setting_of(trainer, "soft"), MEMBERS, at)[0], default=1.0)
+        means = {"both": both, "within": within, "after": after}
+        rows.append({"iterations": at, **means, "lowest": lowest})
+    return rows
+
+
+def sampled(setting: Setting, network: Module, weights: Sequence[dict]) -> float:
+    """The mean reward of samples with `weights` in the steps up to the last drawn one, and after
+    it.
+    """
+    groups = Groups(len(setting.prompts), DRIFT_MEMBERS, False)
+    walk = walk_of(setting, groups, 0, None, MAX_BATCH)
+    x, last = groups.noise(setting.policy.latent_shape, walk.generator), max(walk.stds.nonzero())
+    with torch.no_grad():
+        for step in range(walk.schedule.steps):
+            network.load_state_dict(weights[step > int(last)])
+            timestep = walk.schedule.network_timesteps[step].expand(len(x))
+            mean = walk.transition(x, walk.velocity(x, timestep, walk.conditions(x)), step).mean
+            x = mean + walk.stds[step] * torch.randn(x.shape, generator=walk.generator)
+    prompts = [prompt for prompt in setting.prompts for _ in range(DRIFT_MEMBERS)]
+    return float(score(setting.reward, setting.policy.decode(x), prompts).total.mean())
 
 
 def page(results: dict) -> str:
@@ -173,17 +249,39 @@ def page(results: dict) -> str:
             f" {r['spread']:.1e} | {r['estimate']:.1%} | {r['groups']} | {r['lowest']:.4f} |"
             f" {r['distrusted']} |"
         )
+    lines += [
+        "",
+        f"Drift: seed {DRIFT_SEED} at the tuned settings, joint normalisation, window 0:5 of 10"
+        f" steps; {16 * DRIFT_MEMBERS} samples. The other network is that of the first row.",
+        "",
+        "| iterations | mean reward | this network within the window only"
+        " | after the window only | lowest agreement |",
+        "|---" * 5 + "|",
+    ]
+    for r in results["drift"]:
+        cells = [f"{r[name]:.3f}" for name in ("both", "within", "after")]
+        lines.append(f"| {r['iterations']} | {' | '.join(cells)} | {r['lowest']:.4f} |")
     return "\n".join(lines) + "\n"
+
+
+def measured(part: str) -> list[dict]:
+    """A part of the results."""
+    cases = [(window, form) for window in WINDOWS for form in FORMS]
+    if part == "grids":
+        return [row for case in cases for stage in (0, 5) for row in convergence(*case, stage)]
+    return drift() if part == "drift" else [row for case in cases for row in trust(*case)]
 
 
 def main() -> None:
     """Measure and write."""
-    cases = [(window, form) for window in WINDOWS for form in FORMS]
-    results = {
-        **provenance(),
-        "grids": [row for case in cases for stage in (0, 5) for row in convergence(*case, stage)],
-        "trust": [row for case in cases for row in trust(*case)],
-    }
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parts = ("grids", "trust", "drift")
+    parser.add_argument("--only", choices=parts, help="the other parts stay as they are")
+    only = parser.parse_args().only
+    known = read_json(RESULTS / "exact.json", dict[str, Any]) if only else {}
+    made = {part: measured(part) for part in parts if only in (None, part)}
+    origin = {f"{only} made at": provenance()} if only else provenance()
+    results = {**known, **origin, **made}
     write_json(RESULTS / "exact.json", results)
     (RESULTS / "exact.md").write_text(page(json.loads(json.dumps(results))))
 

@@ -20,7 +20,7 @@ from flowrl_bench.arms import ARMS, tuned
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import column
 from flowrl_bench.results_file import ResultsFile
-from flowrl_compare.bounds import ARM, FILE, bound_settings, settings_that_count
+from flowrl_compare.bounds import ARM, bound_settings, settings_that_count, ship
 from flowrl_compare.results import load_comparison, without_groups
 
 from flowrl.cli.main import main as flowrl
@@ -95,7 +95,7 @@ def main() -> int:
     images = {"command": "flowrl bench claims --world shapes", **summary(of_claims())}
     results = {"mixture": {"command": COMMAND, **summary(curves)}, "shapes": images}
     write_json(ROOT / "first-comparison.json", results)
-    write_json(FILE, [bound_entry(options.out, curves, iterations)])
+    ship(bound_entry(options.out, curves, iterations))
     return 0
 
 

@@ -14,6 +14,7 @@ from flowrl.core.experience import Credit, Decisions, Experience
 from flowrl.core.protocols import AnySampler, CreditRule, ForwardLoss, PolicyLoss, Window
 from flowrl.credit import (
     BackedUp,
+    CalibratedGain,
     DenseGain,
     DepthRelative,
     SiblingRelative,
@@ -63,7 +64,9 @@ class Method:
 
 
 METHODS: dict[str, Callable[[], Method]] = {}
-"""The published methods by name; a call makes a new one, since a rule may have memory."""
+"""The methods by name, all published but value-grpo; a call makes a new one, since a rule may have
+memory.
+"""
 
 
 def _published(compose: Callable[[], Method]) -> Callable[[], Method]:
@@ -218,6 +221,14 @@ def dgpo() -> Method:
     """
     loss = DGPO(beta_dpo=1.0, sample_from=None, kl_weight=0.0)
     return _forward_process("dgpo", Multistep(), loss)
+
+
+@_published
+def value_grpo() -> Method:
+    """Calibrated gains of Tweedie estimates, with Flow-GRPO's sampler and loss: no network
+    evaluation more than Flow-GRPO. Not a published method.
+    """
+    return Method("value-grpo", credit=CalibratedGain())
 
 
 def try_credit(

@@ -45,6 +45,7 @@ TRANSITIONS = {
     "uniform": dict(window="random(size=2)"),
     "stepwise": dict(method="stepwise-flow-grpo"),
     "turning points": dict(method="tp-grpo"),
+    "critic": dict(credit="calibrated-gain(probe='critic(reads=hidden)')", window="1:4"),
     "moving average": dict(method="average", credit="moving-average-gain", window="2:5"),
     "value tracker": dict(credit="value-tracker"),
     "win rates": dict(reward="win-rate(reward='flowrl.worlds.mixture:DirectionReward')"),

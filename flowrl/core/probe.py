@@ -10,9 +10,10 @@ from typing import Any, Literal
 from jaxtyping import Float
 from torch import Tensor
 
+from flowrl.core.experience import Experience
 from flowrl.core.options import checked_options
 from flowrl.core.tree import Tree
-from flowrl.core.types import Gaussian, Schedule, Trajectories
+from flowrl.core.types import Condition, Gaussian, Schedule, Trajectories
 
 Key = int | tuple[str, int]
 """The key of an estimate: a node, or (a name, a node) for a further estimate of that node."""
@@ -162,12 +163,17 @@ class Probing(ABC):
         nodes: the nodes to be estimated, in order: those from which the decisions start whose
             values the credit rule reads.
         completed: the ends of the ODE from the nodes in the probe's `ahead` [row, *latent].
+        condition: the prompts' embeddings, one row per prompt.
+        hidden: for a probe with `reads_hidden`, the policy's last hidden state, a mean over tokens,
+            where it was evaluated [prompt, inner, feature] (see `Trajectories.outputs`).
     """
 
     trajectories: Trajectories
     final: Tensor
     nodes: Sequence[int]
     completed: Mapping[int, Tensor]
+    condition: Condition
+    hidden: Tensor | None
 
     @property
     def groups(self) -> int:
@@ -267,6 +273,52 @@ class Probe:
         if unknown.
         """
         return None
+
+
+class ValueProbe(Probe, ABC):
+    """A probe that computes values from features of unfinished states, by itself or as a correction
+    of rewards of estimates, and may learn from every iteration.
+
+    `features` is called in every chunk of a rollout. All else is called in main memory and in every
+    process, once per iteration and with the numbers of all processes: `predict`, then, once the
+    credit of the iteration is formed, `fit`. A value therefore never depends on the reward that it
+    is compared with, nor on chunks and processes. A probe that learns has `state_dict` and
+    `load_state_dict` (`flowrl.core.protocols.Stateful`), too; its numbers are the same in every
+    process only if all randomness of `fit` is its own.
+    """
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether `Probing.hidden` is recorded, which needs a policy with a `hidden_layer`."""
+        return False
+
+    @abstractmethod
+    def features(self, run: Probing) -> Float[Tensor, "prompt member node feature"]:
+        """Features of the nodes `run.nodes`, without gradient."""
+
+    @abstractmethod
+    def predict(
+        self,
+        features: Float[Tensor, "prompt member decision feature"],
+        estimates: Float[Tensor, "prompt member decision"],
+    ) -> Float[Tensor, "prompt member decision"]:
+        """The values of all columns but the last.
+
+        Args:
+            features: their features; NaN in columns that were not asked for.
+            estimates: rewards of the probe's estimates; NaN without one.
+
+        Returns:
+            The values, which count in the columns that have features.
+        """
+
+    def fit(
+        self,
+        features: Float[Tensor, "prompt member decision feature"],
+        estimates: Float[Tensor, "prompt member decision"],
+        experience: Experience,
+    ) -> None:
+        """Learn from an iteration: its record, and the arguments of `predict`."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Credit rules: pure functions from a value table to a table of advantages."""
 
+from flowrl.credit.calibrated import CalibratedGain, calibrated_gains, calibration
 from flowrl.credit.example import example, on_tree, probed
 from flowrl.credit.memory import MovingAverageGain, ValueTracker
 from flowrl.credit.stepwise import DenseGain, StepwiseGain, generalised_gains
@@ -31,6 +32,7 @@ from flowrl.credit.wrappers import GDPO, RuleAround, Weighted
 __all__ = [
     "GDPO",
     "BackedUp",
+    "CalibratedGain",
     "DenseGain",
     "DepthRelative",
     "MovingAverageGain",
@@ -43,6 +45,8 @@ __all__ = [
     "Weighted",
     "balanced",
     "branched_tree",
+    "calibrated_gains",
+    "calibration",
     "check_signature",
     "credit_of",
     "example",

@@ -41,6 +41,8 @@ class Family:
     """The default length of its prompts: tokens of its T5 encoder, or of its only encoder."""
     lora_targets: tuple[str, ...] = LORA_TARGETS
     """Ends of the names of the layers that get a LoRA by default."""
+    hidden_layer: str = ""
+    """The transformer's layer whose input a critic reads; empty if that was never tried."""
 
     def latent_shape(self, pipe: Any, height: int, width: int) -> Shape:
         """Shape of one latent. Raises `ConfigError` for a size that the pipeline does not
@@ -192,6 +194,7 @@ class SD3(Family):
     pipeline = "StableDiffusion3Pipeline"
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
     text_tokens = 256
+    hidden_layer = "proj_out"
 
     def latent_shape(self, pipe, height, width):
         """(channels, height / 8, width / 8); sizes are multiples of 8 x patch size."""
@@ -254,6 +257,7 @@ class Flux(Family):
 
     pipeline = "FluxPipeline"
     encoders = ("text_encoder", "text_encoder_2")
+    hidden_layer = "proj_out"
 
     def latent_shape(self, pipe, height, width):
         """(height / 16 x width / 16, channels)."""

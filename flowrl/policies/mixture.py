@@ -61,6 +61,11 @@ class MixturePolicy:
         """The network whose output is added to the exact velocity."""
         return self.net
 
+    @property
+    def hidden_layer(self) -> nn.Module:
+        """The last layer."""
+        return self.net[-1]
+
     def schedule(self, steps: int) -> Schedule:
         """The even grid."""
         return uniform_schedule(steps).to(self.device)

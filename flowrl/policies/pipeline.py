@@ -163,6 +163,8 @@ class PipelinePolicy:
         self.device, self.dtype = device_of(options.device), DTYPES[options.dtype]
         self.transformer: Any = pipe.transformer
         self.velocity_network: nn.Module = pipe.transformer
+        if family.hidden_layer:
+            self.hidden_layer: nn.Module = getattr(pipe.transformer, family.hidden_layer)
         trained = torch.float32 if options.tuning == "full" else self.dtype
         _place(self.transformer, self.device, trained)
         if name := options.attention_backend:

@@ -153,6 +153,7 @@ class SmallSD3Policy:
         self.device = device_of(device)
         self.network = network.to(self.device).eval().requires_grad_(False)
         self.velocity_network: nn.Module = network.transformer
+        self.hidden_layer: nn.Module = network.transformer.proj_out
         self.latent_shape = (CHANNELS, GRID, GRID)
         self.tokenise, self.dtype = tokenise, dtype
         euler: Any = import_module("diffusers").FlowMatchEulerDiscreteScheduler

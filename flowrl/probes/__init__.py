@@ -15,9 +15,11 @@ from flowrl.core.probe import (
     Scored,
     Shape,
     Solver,
+    ValueProbe,
     whole,
 )
 from flowrl.probes.branching import Branch, Branching, Comb
+from flowrl.probes.critic import Critic
 from flowrl.probes.solved import Completion, Continuation, ODEProbe, Substeps, Tweedie
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Completion",
     "Continuation",
     "Cost",
+    "Critic",
     "Estimates",
     "Grid",
     "Key",
@@ -41,5 +44,6 @@ __all__ = [
     "Solver",
     "Substeps",
     "Tweedie",
+    "ValueProbe",
     "whole",
 ]

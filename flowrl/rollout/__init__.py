@@ -7,7 +7,14 @@ from flowrl.rollout.groups import Groups
 from flowrl.rollout.rollout import ProbeRun, Rollout, Walk, group_tree, log_probs, rollout
 from flowrl.rollout.sampling import EVALUATION_SEED, ImageBatch, initial_noise, sample_images
 from flowrl.rollout.solvers import SOLVERS, Usage, solve
-from flowrl.rollout.values import Values, score, score_rollout, transition_weights, usable
+from flowrl.rollout.values import (
+    Values,
+    predicted,
+    score,
+    score_rollout,
+    transition_weights,
+    usable,
+)
 
 __all__ = [
     "EVALUATION_SEED",
@@ -25,6 +32,7 @@ __all__ = [
     "initial_noise",
     "log_probs",
     "minibatch_rows",
+    "predicted",
     "rollout",
     "sample_images",
     "score",

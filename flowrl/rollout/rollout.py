@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from flowrl.probes import (
     Probe,
     Probing,
     Solver,
+    ValueProbe,
 )
 from flowrl.rollout.groups import Groups
 from flowrl.rollout.solvers import Solution, Usage, advance
@@ -49,6 +51,7 @@ class Rollout:
         groups: sizes of the groups.
         probe: the probe.
         nodes: the nodes that the probe was to estimate (`flowrl.probes.Probing`).
+        features: those of a `ValueProbe` at these nodes [prompt, member, node, feature].
     """
 
     trajectories: Trajectories
@@ -56,6 +59,7 @@ class Rollout:
     groups: Groups
     probe: Probe = NoProbe()
     nodes: Sequence[int] = ()
+    features: Tensor | None = None
 
     def part(self, first: int, count: int) -> "Rollout":
         """`count` of its groups, from index `first` on."""
@@ -68,6 +72,7 @@ class Rollout:
                 for key, rows in self.estimates.items()
             },
             groups=self.groups.part(first, count),
+            features=None if self.features is None else self.features[chosen],
         )
 
 
@@ -136,14 +141,18 @@ def rollout(
     if columns is not None:
         nodes = [step for step, asked in zip(nodes, columns.tolist(), strict=False) if asked]
     walk = Walk(policy, sampler, schedule, stds, condition, groups, generator, usage, max_batch)
+    values = probe if isinstance(probe, ValueProbe) else None
+    recorder = HiddenStates(policy) if values and values.reads_hidden else None
     with policy.frozen(), torch.no_grad():
-        path, completed = walk.run(noise, tree, probe.ahead(nodes))
-        run = ProbeRun(path, path.images_latent, nodes, completed, walk, probe.network)
+        path, completed = walk.run(noise, tree, probe.ahead(nodes), recorder)
+        last, hidden = path.images_latent, recorder.table if recorder else None
+        run = ProbeRun(path, last, nodes, completed, condition, hidden, walk, probe.network)
+        features = run.features(values) if values else None
         with guided.guided(1.0) if guided else nullcontext():
             estimates = run.estimates(probe)
     # every output is an evaluation of the trajectories themselves
     usage.probe_nfe += usage.nfe - before - path.outputs.shape[:2].numel()
-    return Rollout(path, estimates, groups, probe, nodes)
+    return Rollout(path, estimates, groups, probe, nodes, features)
 
 
 def group_tree(stds: Tensor, groups: Groups, probe: Probe, generator: torch.Generator) -> Tree:
@@ -208,16 +217,28 @@ class Walk:
         return self.condition.repeat(len(latents) // self.groups.prompts)
 
     def velocity(
-        self, latents: Tensor, timestep: Tensor, condition: Condition, share: float = 1
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        condition: Condition,
+        share: float = 1,
+        policy: Any = None,
     ) -> Tensor:
-        """The network's output, counted as `share` of an evaluation per latent."""
-        return self.usage.velocity(self.policy, latents, timestep, condition, self.max_batch, share)
+        """The network's output, counted as `share` of an evaluation per latent; `policy` may
+        replace the policy.
+        """
+        policy = policy or self.policy
+        return self.usage.velocity(policy, latents, timestep, condition, self.max_batch, share)
 
     def run(
-        self, noise: Tensor, tree: Tree, ahead: Sequence[int]
+        self,
+        noise: Tensor,
+        tree: Tree,
+        ahead: Sequence[int],
+        recorder: "HiddenStates | None" = None,
     ) -> tuple[Trajectories, dict[int, Tensor]]:
         """The trajectories from `noise` [sample, *latent], and the ends of the ODE from the nodes
-        in `ahead`.
+        in `ahead`. `recorder` keeps the trajectories' hidden states.
 
         One batched call per step, for all states of a node and all ODE solutions that have begun.
         """
@@ -235,9 +256,11 @@ class Walk:
             conditions = Condition.cat([self.conditions(part) for part in parts])
             batch = torch.cat(parts)
             timestep = schedule.network_timesteps[i].expand(len(batch))
-            velocity, *others = self.velocity(batch, timestep, conditions).split(
+            velocity, *others = self.velocity(batch, timestep, conditions, policy=recorder).split(
                 [len(part) for part in parts]
             )
+            if recorder:
+                recorder.keep(len(velocity), prompts)
             if i in ahead:
                 ends[i], others = parts[0], [*others, velocity]
             for node, other in zip(ends, others, strict=True):
@@ -293,6 +316,52 @@ class Walk:
         return x
 
 
+class HiddenStates:
+    """A policy that records its last hidden states, means over tokens, in every call.
+
+    Args:
+        policy: the policy, with a `hidden_layer`.
+
+    Raises:
+        ConfigError: the policy has none.
+    """
+
+    def __init__(self, policy: FlowPolicy) -> None:
+        extra = extras(policy, "hidden_layer")
+        allowed = "one with a hidden_layer, which the probe reads"
+        require(extra is not None, "policy", type(policy).__name__, allowed)
+        self.policy, self.layer = policy, extra.hidden_layer
+        self.rows, self.kept = list[Tensor](), list[Tensor]()
+
+    def velocity(self, latent: Tensor, timestep: Tensor, condition: Condition) -> Tensor:
+        """The policy's; the states of its last `len(latent)` rows are those of the prompts, since
+        guidance evaluates the negative prompt first.
+        """
+        calls = list[Tensor]()
+
+        def record(layer: Any, inputs: tuple[Tensor, ...]) -> None:
+            hidden = inputs[0].float()
+            calls.append(hidden.flatten(1, -2).mean(1) if hidden.ndim > 2 else hidden)
+
+        handle = self.layer.register_forward_pre_hook(record)
+        try:
+            velocity = self.policy.velocity(latent, timestep, condition)
+        finally:
+            handle.remove()
+        self.rows.append(torch.cat(calls)[-len(latent) :])
+        return velocity
+
+    def keep(self, count: int, prompts: int) -> None:
+        """Keep the first `count` rows since the last call of this method."""
+        self.kept.append(torch.cat(self.rows)[:count].unflatten(0, (prompts, -1)))
+        self.rows.clear()
+
+    @property
+    def table(self) -> Tensor:
+        """What was kept [prompt, unit, feature]."""
+        return torch.cat(self.kept, 1)
+
+
 @dataclass(frozen=True)
 class ProbeRun(Probing):
     """The input of a probe that calls the network `walk.policy` as `network` says."""
@@ -346,6 +415,22 @@ class ProbeRun(Probing):
     def draw(self, gaussian: Gaussian) -> Tensor:
         """Draws of Gaussians."""
         return self.walk.groups.draw(gaussian, self.generator)
+
+    def features(self, probe: ValueProbe) -> Tensor:
+        """The probe's features. Raises `ProbeError` if it changes its input or returns anything but
+        numbers [prompt, member, node, feature].
+        """
+        name, path, groups = f"{type(probe).__name__}.features", self.trajectories, self.walk.groups
+        condition = self.walk.condition.tensors.values()
+        with part_call(name, ProbeError, path.states, path.outputs, self.final, *condition):
+            features: Any = probe.features(self)
+        shape = (groups.prompts, groups.members, len(self.nodes))
+        fits = isinstance(features, Tensor) and features.is_floating_point() and features.ndim == 4
+        if not fits or features.shape[:3] != shape or not bool(features.isfinite().all()):
+            given = tuple(features.shape) if fits else type(features).__name__
+            allowed = f"finite numbers [prompt, member, node, feature] = {(*shape, '...')}"
+            raise ProbeError(f"{name} returned {given}; allowed: {allowed}")
+        return features.detach().float().cpu()
 
     def estimates(self, probe: Probe) -> Estimates:
         """The probe's estimates. Raises `ProbeError` if it changes its input or returns anything

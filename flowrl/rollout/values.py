@@ -4,16 +4,17 @@ credit to the weights in the loss.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from flowrl.core.errors import RewardContractError, RewardError, require
+from flowrl.core.errors import ProbeError, RewardContractError, RewardError, require
 from flowrl.core.experience import Credit, CreditTable, Decisions
 from flowrl.core.protocols import AnyReward, FlowPolicy, GroupReward
 from flowrl.core.types import Prompt, part_call
-from flowrl.probes import Key, Scored
+from flowrl.probes import Key, Probe, Scored, ValueProbe
 from flowrl.rewards.contract import (
     ComponentScores,
     check_scores,
@@ -84,18 +85,23 @@ class Values:
             samples.
         parts: a table [prompt, member, decision+1] per component; empty for other rewards.
         valid: False where the reward marked the sample invalid in any column [prompt, member].
+        features: those of a `ValueProbe` [prompt, member, decision, feature]; NaN in columns that
+            were not asked for.
     """
 
     total: Tensor
     parts: Mapping[str, Tensor]
     valid: Bool[Tensor, "prompt member"]
+    features: Tensor | None = None
 
     @staticmethod
     def cat(tables: Sequence["Values"]) -> "Values":
         """Concatenate along the prompts."""
         parts = {name: torch.cat([t.parts[name] for t in tables]) for name in tables[0].parts}
         total, valid = ([getattr(t, name) for t in tables] for name in ("total", "valid"))
-        return Values(torch.cat(total), parts, torch.cat(valid))
+        features = [table.features for table in tables if table.features is not None]
+        learned = torch.cat(features) if features else None
+        return Values(torch.cat(total), parts, torch.cat(valid), learned)
 
 
 def score_rollout(
@@ -167,7 +173,15 @@ def score_rollout(
         valid &= judged
     for table in tables.values():
         table[~valid] = float("nan")
-    return Values(tables.pop(_TOTAL), tables, valid)
+    total, features = tables.pop(_TOTAL), result.features
+    if features is not None:
+        steps = result.trajectories.tree.drawn_steps
+        shape = (*total.shape[:2], total.shape[-1] - 1, features.shape[-1])
+        columns_of = [steps.index(node) for node in result.nodes]
+        features = torch.full(shape, float("nan")).index_copy_(
+            2, torch.tensor(columns_of), features
+        )
+    return Values(total, tables, valid, features)
 
 
 _TOTAL = ""
@@ -189,6 +203,35 @@ def _table(
     table = torch.full((*final.shape, len(steps) + 1), float("nan"))
     table[..., [[*steps, tree.steps].index(node) for node in values]] = filled
     return table, ~filled.isnan().any(-1)
+
+
+def predicted(probe: Probe, values: Values) -> Tensor:
+    """The value table [prompt, member, decision+1] of a probe: `values.total`, with the predictions
+    of a `ValueProbe`.
+
+    Args:
+        probe: the probe.
+        values: the tables of its rollout.
+
+    Returns:
+        The table; NaN in columns that were not asked for, and for invalid samples.
+
+    Raises:
+        ProbeError: the predictions are no finite numbers of the table's shape.
+    """
+    if not isinstance(probe, ValueProbe) or values.features is None:
+        return values.total
+    table, features = values.total.clone(), values.features
+    asked = features.isfinite().all(-1) & values.valid[..., None]
+    name, estimates = f"{type(probe).__name__}.predict", table[..., :-1]
+    with part_call(name, ProbeError, features, values.total):
+        result: Any = probe.predict(features, estimates)
+    fits = isinstance(result, Tensor) and result.shape == asked.shape and result.is_floating_point()
+    if not fits or not bool(result[asked].isfinite().all()):
+        allowed = f"finite numbers [prompt, member, decision] = {tuple(asked.shape)}"
+        raise ProbeError(f"{name} did not return {allowed}")
+    table[..., :-1] = torch.where(asked, result.detach(), torch.nan)
+    return table
 
 
 def usable(valid: Bool[Tensor, "prompt member"]) -> Bool[Tensor, "prompt member"]:

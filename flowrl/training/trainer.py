@@ -7,7 +7,7 @@ prompts -> trajectories + estimates -> values [prompt, member, decision+1] -> ad
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,9 +20,9 @@ from flowrl.credit import credit_of, read_columns
 from flowrl.distributed import Distributed
 from flowrl.methods import Method, check_one_advantage
 from flowrl.parts.prompts import PromptStream
-from flowrl.probes import whole
+from flowrl.probes import ValueProbe, whole
 from flowrl.rewards.contract import is_remote
-from flowrl.rollout import Groups, Usage, log_probs, transition_weights, usable
+from flowrl.rollout import Groups, Usage, log_probs, predicted, transition_weights, usable
 from flowrl.rollout.batches import (
     ForwardBatches,
     LossBatches,
@@ -179,6 +179,9 @@ class Trainer:
         # has weight 0.
         experience = self.experience(prompts, condition, sampler, collected)
         credit = credit_of(self.method.credit, experience.only(self.rule_fields))
+        if (features := collected.values.features) is not None:
+            probe = cast(ValueProbe, self.method.credit.probe)
+            probe.fit(features, collected.values.total[..., :-1], experience)
         drop_zeros = self.config.algorithm.drop_zero_advantages
         weights = transition_weights(credit, experience.decisions, drop_zeros)
 
@@ -234,6 +237,15 @@ class Trainer:
         return Iteration(row, experience.only(self.recorded), credit, weights)
 
     @property
+    def with_memory(self) -> Mapping[str, Stateful]:
+        """The credit rule and its probe, if they have a memory, by the prefix of its tensors in a
+        checkpoint.
+        """
+        rule = self.method.credit
+        parts: dict[str, Any] = {"credit.": rule, "probe.": rule.probe}
+        return {prefix: part for prefix, part in parts.items() if isinstance(part, Stateful)}
+
+    @property
     def rule_fields(self) -> Collection[str]:
         """The larger fields of the record that the credit rule reads."""
         return getattr(self.method.credit, "reads_fields", ())
@@ -264,10 +276,11 @@ class Trainer:
         `recorded` names.
         """
         path, values = collected.rollout.trajectories, collected.values
+        total = predicted(self.method.credit.probe, values)
         forward = isinstance(self.method.loss, ForwardLoss)
         trained = None if forward else self.trained_steps(path.stds).tolist()
         decisions = Decisions.of(path.schedule, path.stds, path.tree, usable(values.valid), trained)
-        experience = Experience(prompts, values.total, decisions, values.valid, values.parts)
+        experience = Experience(prompts, total, decisions, values.valid, values.parts)
         fields = {*self.rule_fields, *self.recorded}
         larger: dict[str, Any] = {}
         if fields & {"trajectories", "log_probs"}:
@@ -424,10 +437,10 @@ class Trainer:
             "generator": self.generator.get_state(),
             "prompts.generator": self.prompts.generator.get_state(),
         }
-        if isinstance(self.method.credit, Stateful):
-            # copies: the rule may go on writing to its tensors
-            memory = self.method.credit.state_dict().items()
-            tensors |= prefixed("credit.", {name: tensor.clone() for name, tensor in memory})
+        for prefix, part in self.with_memory.items():
+            # copies: the part may go on writing to its tensors
+            memory = part.state_dict().items()
+            tensors |= prefixed(prefix, {name: tensor.clone() for name, tensor in memory})
         values = {
             "done": self.done,
             "order": list(self.prompts.order),
@@ -448,8 +461,8 @@ class Trainer:
         small = {name: tensor for name, tensor in saved if not name.startswith(PER_PARAMETER)}
         tensors, values = self.distributed.gather((small, checkpoint.values))[0]
         self.copies.restore(checkpoint.tensors, values, self.distributed)
-        if isinstance(self.method.credit, Stateful):
-            self.method.credit.load_state_dict(without_prefix("credit.", tensors))
+        for prefix, part in self.with_memory.items():
+            part.load_state_dict(without_prefix(prefix, tensors))
         self.scaler.load_state_dict(values["loss_scale"])
         self.generator.set_state(tensors["generator"])
         self.prompts.generator.set_state(tensors["prompts.generator"])

@@ -8,17 +8,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from flowrl.io import write_json
 from flowrl.training.config import RunConfig
 from flowrl_compare.results import Comparison, without_groups
 from flowrl_compare.statistics import collapsed
 from flowrl_compare.tuned import tuned
 
 FILE = Path(__file__).parent / "bounds.json"
-"""Shipped curves with the settings that they belong to (`python benchmarks/first_comparison.py`).
+"""Shipped curves with the settings that they belong to (`python benchmarks/first_comparison.py`,
+`python benchmarks/rule_bound.py`).
 """
 ARM = "exact values (oracle)"
 """The arm of a comparison with `--bound`."""
-CREDIT = "stepwise-gain(probe=exact)"
+CREDIT = "stepwise-gain(normalise=step, probe=exact)"
+"""Z per decision, the scale of uniform credit: with joint Z nearly all of an update is at the last
+drawn step, and the steps after the window, which have no credit, drift (`benchmarks/exact.py`).
+"""
 WITHOUT_EFFECT = (
     *(
         "format",
@@ -44,17 +49,18 @@ def bound_settings(world: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Bound:
-    """Held-out rewards of tuned exact values over iterations, `curves` by seed, and the command
-    that made them.
+    """Held-out rewards of tuned exact values over iterations, a curve for each of `seeds`, and the
+    command that made them.
     """
 
     iterations: Sequence[float]
     curves: Sequence[Sequence[float]]
+    seeds: Sequence[int]
     command: str
 
     @property
     def rewards(self) -> list[float]:
-        """The median over seeds, since the oracle itself collapses in some."""
+        """The median over seeds, since the oracle itself can collapse."""
         return [median(column) for column in zip(*self.curves, strict=True)]
 
     @property
@@ -81,8 +87,14 @@ def shipped_bound(run: Mapping[str, Any]) -> Bound | None:
     settings = settings_that_count(run)
     for entry in shipped():
         if settings_that_count(entry["settings"]) == settings:
-            return Bound(entry["iterations"], entry["curves"], entry["command"])
+            return Bound(*(entry[name] for name in ("iterations", "curves", "seeds", "command")))
     return None
+
+
+def ship(entry: Mapping[str, Any]) -> None:
+    """Put an entry into `FILE`, in place of one that the same command has made."""
+    others = [one for one in shipped() if one["command"] != entry["command"]]
+    write_json(FILE, [*others, entry])
 
 
 def bound_of(comparison: Comparison) -> Bound | None:
@@ -91,6 +103,7 @@ def bound_of(comparison: Comparison) -> Bound | None:
         curves = [run.curve("iteration", *comparison.metric) for run in runs]
         length = min(len(x) for x, _ in curves)
         rewards = [y[:length] for _, y in curves]
-        return Bound(curves[0][0][:length], rewards, comparison.config["command"])
+        seeds = [run.seed for run in runs]
+        return Bound(curves[0][0][:length], rewards, seeds, comparison.config["command"])
     run = without_groups(comparison.config["run"])
     return shipped_bound(run) if comparison.metric == ("reward",) else None

@@ -14,7 +14,7 @@ from flowrl_compare.arms import Arms, arm_run, of_arm
 FILE = Path(__file__).parent / "tuned.json"
 """By world and arm: its `method` ("" for rules that are none), the `values` that were found, and
 the `settings` of a run with them. In a world every arm had the same number of runs (`flowrl bench
-tune`); the oracle's values were found on a grid of 29 x 29 points.
+tune`); the oracle's values were found with joint normalisation, on a grid of 29 x 29 points.
 """
 BASELINE = "flow-grpo"
 

@@ -14,7 +14,7 @@ from flowrl.flow.mixture import GaussianMixture
 from flowrl.policies.mixture import MixturePolicy
 from flowrl.probes import Branching, NetworkUse, NoProbe, Probe, Shape, whole
 from flowrl.rewards import FunctionReward
-from flowrl.rollout import Groups, Rollout, Usage, rollout, score_rollout
+from flowrl.rollout import Groups, Rollout, Usage, predicted, rollout, score_rollout
 from flowrl.samplers import FlowSDE, Windowed
 from flowrl_testing.contract import INAPPLICABLE, Contract, basic, expect, promise, same, twice
 from flowrl_testing.tiny import TINY, tiny_sd3_policy
@@ -90,7 +90,8 @@ class ProbeContract(Contract):
             usage,
             max_batch,
         )
-        table = score_rollout(policy, REWARD, result, prompts, usage).total
+        values = score_rollout(policy, REWARD, result, prompts, usage)
+        table = predicted(probe or self.part, values)
         return Trial(result, table, usage, generator.get_state())
 
     @basic

@@ -16,6 +16,7 @@ def test_golden_runs_agree_up_to_rounding():
     assert len(numbers) == 3 * len(METHODS) and same_golden(numbers, numbers)
     assert same_golden(numbers, [value + 5e-5 for value in numbers])
     assert not same_golden(numbers, [*numbers[:-1], numbers[-1] + 1e-2])
+    assert same_golden(numbers, numbers[:-3])  # from before the last method was added
     assert not same_golden(numbers, numbers[:-1])
 
 

@@ -22,11 +22,14 @@ from flowrl_bench.headroom import (
 )
 from flowrl_bench.headroom_page import headroom_page, sentence, table
 from flowrl_bench.worlds import CENTRES, SCALE, PlaneReward, Points, data
+from flowrl_compare.bounds import CREDIT
 from flowrl_compare.statistics import Estimate
 from flowrl_testing import check_world
 
 from flowrl.cli.main import main
+from flowrl.core.experience import Decisions
 from flowrl.core.types import Prompt
+from flowrl.parts.registry import build
 from flowrl.worlds import mixture
 
 
@@ -118,6 +121,15 @@ def test_arms_of_a_task_differ_in_credit_alone(tmp_path: Path) -> None:
     assert searches["noise-0.3", "oracle"] == "oracle, default"
     assert searches["noise-0.3", "uniform"] == "uniform, noise-0.3"
     assert len({search.budget for search in study.searches.values()}) == 1
+
+
+@pytest.mark.parametrize("spec", [CREDIT, *{task.oracle for task in TASKS.values()}])
+def test_oracles_give_all_decisions_the_same_scale(spec: str) -> None:
+    """Gains of the first decision 1,000 times as small as those of the second."""
+    gains = torch.randn(3, 12, 2, dtype=torch.float64) * torch.tensor([1e-2, 10.0])
+    values = torch.cat([torch.zeros(3, 12, 1), gains.cumsum(-1)], -1)
+    stds = build("credit", spec).assign(values, Decisions.like(values)).std(1, correction=0)
+    torch.testing.assert_close(stds, torch.ones_like(stds), atol=0.05, rtol=0)
 
 
 @pytest.mark.slow

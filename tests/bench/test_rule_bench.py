@@ -15,7 +15,8 @@ from bench_lines import SMALL, fake_line, here, rule_file
 from flowrl_bench import rule_plan, tune
 from flowrl_bench.arms import ARMS, SHORT, Arm, own_arm, tuned
 from flowrl_bench.evidence import Evidence
-from flowrl_bench.measurements import measure
+from flowrl_bench.headroom import CANNOT, TELLS, UNCLEAR
+from flowrl_bench.measurements import CURVE, measure
 from flowrl_bench.microscope import RULES
 from flowrl_bench.results_file import make_line
 from flowrl_bench.rule_bench import Bench, bench_rule
@@ -24,6 +25,8 @@ from flowrl_bench.rule_page import World, judged, sentence
 from flowrl_bench.rule_plan import FULL, QUICK, Part
 from flowrl_bench.suite import Suite
 from flowrl_bench.verdicts import ALIKE, BETTER, UNDECIDED, WORSE
+from flowrl_compare import bounds
+from flowrl_compare.bounds import Bound
 
 from flowrl.core.errors import ConfigError
 
@@ -104,7 +107,7 @@ def world_of(
     return World(part, Evidence(runs, part.numbers), {arm: {"learning_rate": 0.02} for arm in runs})
 
 
-BUDGETS = ("updates", "evaluations", "seconds")
+BUDGETS = ("updates", "evaluations", "stated seconds")
 
 
 def test_a_known_effect_is_found_at_every_budget():
@@ -123,10 +126,45 @@ def test_a_known_effect_is_found_at_every_budget():
 def test_the_sentence_for_each_outcome(level, spread, size):
     (judgement,) = judged("mine", [world_of(spread, seed=1, uniform=0.4, mine=level)])
     text = sentence("mine", judgement)
-    verdict = f"mine against uniform: {size} at equal updates, evaluations and seconds."
+    verdict = f"mine against uniform: {size} at equal updates, evaluations and stated seconds."
     assert text.startswith(f"2-D world, 8 seeds. {verdict}")
     power = r"Differences in mean reward of 0\.\d{3}.* with a probability of 80%\.$"
     assert bool(re.search(power, text)) == (size == UNDECIDED)
+
+
+@pytest.mark.parametrize(
+    ("lead", "spread", "label"),
+    [(0.1, 0.001, TELLS), (0.02, 0.001, CANNOT), (0.06, 0.001, UNCLEAR), (0.1, 0.2, UNCLEAR)],
+)
+def test_what_a_world_can_tell(lead, spread, label):
+    """Pairs of one seed, in whatever order; the rule itself is no part of it."""
+    found = world_of(0.1, uniform=0.4, mine=0.9)
+    levels = found.evidence.values("uniform", "area")[:, 0]
+    noise = spread * np.array([-1, 1] * 4)
+    known = dict(zip(found.part.numbers, levels + lead + noise, strict=True)) | {999: 0.0}
+    curves = [[level] * 5 for level in reversed(known.values())]
+    bound = Bound(range(5), curves, list(reversed(known)), "-")
+    headroom = replace(found, bound=bound).headroom("mine")
+    assert (headroom.label, headroom.seeds) == (label, 8)
+    assert headroom.lead.value == pytest.approx(lead)
+    assert ("CANNOT" in replace(found, bound=bound).tells("mine")) == (label == CANNOT)
+
+
+def test_a_small_lead_of_a_baseline_shows_no_small_headroom():
+    found = world_of(0.001, uniform=0.4, stepwise_gains=0.401, turning_points=0.3, mine=0.9)
+    headroom = found.headroom("mine")
+    assert (headroom.arm, headroom.label) == ("stepwise gains", UNCLEAR)
+    assert "`--bound` does" in found.tells("mine")
+
+
+def test_a_cheaper_rule_with_the_same_curve_leads_per_budget_alone():
+    found = world_of(uniform=0.4, mine=0.4, nfe=90.0)
+    for line in (run for runs in found.evidence.runs.values() for run in runs["direction"]):
+        for i, row in enumerate(line["curve"]):
+            row[CURVE.index("soft")] = 0.2 * i
+    (judgement,) = judged("mine", [found])
+    leads = {f.budget: f.comparison.estimate.value for f in judgement.findings}
+    assert leads == pytest.approx({"updates": 0, "evaluations": 0.04, "stated seconds": 0.04})
 
 
 TINY = {name: value for name, value in SMALL.items() if name != "arm"} | {"eval_samples": 18}
@@ -170,10 +208,11 @@ class TestFolder:
         out: Path | None = None,
         budget: int = 0,
         say: Callable = lambda _: None,
+        bound: bool = False,
     ) -> int:
         """How many runs of the results were made."""
         before = len(self.made)
-        finished = bench_rule(spec, [Part("mixture", budget, seeds)], out, 1, say=say)
+        finished = bench_rule(spec, [Part("mixture", budget, seeds, bound=bound)], out, 1, say=say)
         assert finished == (len(self.made) < self.most)
         return len(self.made) - before
 
@@ -197,6 +236,22 @@ class TestFolder:
         (folder / "rule.tex").write_text("mine")
         with pytest.raises(ConfigError, match=r"page = .*rule\.tex"):
             self.bench("my.py:Copy", 3)
+
+    def test_exact_credit_is_made_on_demand_unless_it_is_shipped(self, monkeypatch):
+        page = Path("runs/rule-weighted/rule.md")
+        assert self.bench("weighted") == 2 * 4
+        assert "No curve of exact credit was computed" in page.read_text()
+        assert self.bench("weighted", bound=True) == 2
+        assert "exact credit minus uniform credit is" in page.read_text()
+        row = next(csv.DictReader((page.parent / "rule-worlds.csv").open()))
+        assert (row["lead over uniform of"], row["seeds"]) == ("exact credit", "2")
+        assert self.bench("weighted") == 0 and "Dashed: exact credit" in page.read_text()
+        run = Part("mixture", 0, 2).exact()[0].flat()
+        curves = {"iterations": [0, 1], "curves": [[0, 1]] * 2, "seeds": [200, 201]}
+        entry = {"settings": run, "command": "shipped by", **curves}
+        monkeypatch.setattr(bounds, "shipped", lambda: [entry])
+        assert self.bench("weighted", out=Path("new"), bound=True) == 2 * 4
+        assert "made by `shipped by`" in Path("new/rule.md").read_text()
 
     def test_an_arm_with_a_loss_of_its_own(self, tmp_path):
         """It runs in a folder of its name, also under other spellings of its parts, but not with
@@ -230,7 +285,10 @@ class TestFolder:
         settings = [line["config"]["algorithm"] for line in lines_in("runs/rule-Mine")]
         clips = [run["clip_range"] for run in settings if run["credit"] == "my.py:Mine"]
         assert clips == [best["clip_range"]] * 2
-        assert "Not tuned" not in Path("runs/rule-Mine/rule.md").read_text()
+        page = Path("runs/rule-Mine/rule.md").read_text()
+        assert "Not tuned" not in page and Path("runs/rule-Mine/rule-mixture-search.pdf").exists()
+        (row,) = re.findall(r"\| .* \| yes \|", page.partition("tried:")[2])
+        assert row.startswith("| " + " | ".join(f"{value:g}" for value in best.values()))
 
     def test_results_of_another_rule_or_code_are_refused(self, tmp_path):
         """Also if only the search has runs; the message says what to do."""

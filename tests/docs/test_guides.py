@@ -46,6 +46,7 @@ def python_blocks(guide):
         ("world", "World", check_world),
         ("extend", "DiscountedSiblings", check_credit),
         ("extend", "TwoSteps", check_probe),
+        ("cheap-values", "Linear", check_probe),
     ],
 )
 def test_a_guides_part_keeps_its_promises(guide, name, check, tmp_path):

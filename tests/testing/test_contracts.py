@@ -86,6 +86,7 @@ RULES = [
     "stepwise-gain(normalise=step, lam=0.5, gamma=0.9, probe=completion)",
     "stepwise-gain(lam=0.9, pool=batch, clamp=none, probe=tweedie)",
     "dense-gain",
+    "calibrated-gain(cross_fit=true)",
     "moving-average-gain",
     "value-tracker",
     "value-tracker(decay=1.0, std=batch, clamp=none)",
@@ -171,6 +172,8 @@ PROBES = [
     "completion",
     "completion(dtype=bfloat16)",
     "continuation:2",
+    "critic(reads=hidden)",
+    "critic(base=zero)",
     "branch(children={0: 2, 2: 2})",
     "comb(branches=2, count=2)",
 ]

@@ -268,10 +268,13 @@ class Rule:
     set: str = ""
     """Further settings of the model's runs, as in "resolution=512, guidance_scale=4.5"."""
     seeds: Annotated[int, Ge(0), Le(1000)] = 0
-    """Seeds per arm and world; 0 = 20 in two dimensions and 8 elsewhere (--quick: 8 and 4)."""
+    """Seeds per arm and world; 0 = 20 in two dimensions and 8 elsewhere (--quick: 8 and 5)."""
     budget: Annotated[int, Ge(-1), Le(200)] = -1
-    """Runs of the search per world (0: none); -1 = 12, and 6 for images (--quick: 6, and 0 for
-    images).
+    """Runs of the search per world (0: none); -1 = 24 in two dimensions and 12 elsewhere (--quick:
+    24, none for images, and 6 elsewhere).
+    """
+    bound: bool = False
+    """Run exact credit in the 2-D world as well, if its curves are not shipped for these settings.
     """
     out: Path | None = None
     """Folder of the results and the page; default: runs/rule-NAME. Runs that it has are not made
@@ -294,7 +297,7 @@ class Rule:
         require(len(given) == 1, "rule", names, "a credit rule, or one arm by --arm or --arms")
         worlds = chosen_worlds(self.world, self.model, self.prompts, self.reward, self.set)
         world = self.world if self.world == "all" and not self.model else worlds[0]
-        parts = make_parts(self.quick, world, self.seeds, self.budget)
+        parts = make_parts(self.quick, world, self.seeds, self.budget, self.bound)
         command = shlex.join(["flowrl", *sys.argv[1:]])
         return 0 if bench_rule(given[0], parts, self.out, self.workers, command) else 130
 
@@ -380,6 +383,8 @@ class Headroom:
     """A credit rule in place of the oracle, as a control: random has less than no headroom, uniform
     none.
     """
+    methods: bool = False
+    """Also tune and run Stepwise-Flow-GRPO, TP-GRPO and random credit."""
     seeds: Annotated[int, Ge(0), Le(1000)] = 0
     """Fresh seeds per arm and task; 0 = 5 (--quick: 3)."""
     quick: bool = False
@@ -395,7 +400,7 @@ class Headroom:
 
     def main(self) -> int:
         """Search, run, write."""
-        from flowrl_bench.headroom import QUICK, QUICK_SIZE, TASKS, HeadroomStudy, Size
+        from flowrl_bench.headroom import METHODS, QUICK, QUICK_SIZE, TASKS, HeadroomStudy, Size
         from flowrl_bench.headroom_page import TITLE, headroom_page, summary, table
         from flowrl_bench.page import require_page
 
@@ -407,7 +412,8 @@ class Headroom:
         require_new_file(spreadsheet, lambda data: data.startswith(b"task,"))
         require_page(folder, "headroom", TITLE)
         size = QUICK_SIZE if self.quick else Size()
-        size = replace(size, seeds=self.seeds or size.seeds)
+        arms = tuple(METHODS) if self.methods else ()
+        size = replace(size, seeds=self.seeds or size.seeds, methods=arms)
         tasks = {name: TASKS[name] for name in dict.fromkeys(names)}
         if self.credit:
             tasks = {name: replace(task, oracle=self.credit) for name, task in tasks.items()}

@@ -4,17 +4,19 @@ A task is the 2-D world with one thing changed. Its headroom is the primary outc
 minus that of uniform credit, both tuned with the same number of runs, on fresh seeds that are
 paired. The primary outcome is the mean held-out reward over training, in the trained form, without
 the noise of the scores. Both arms have equally many iterations and trajectories; what the oracle's
-values cost does not count. Headroom indicates what a credit rule can gain; it is no strict bound,
-because the oracle, too, divides by the spread of a group and can collapse.
+values cost does not count. Headroom indicates what a credit rule can gain; it is no strict bound: a
+window leaves steps without credit, and the network changes there, too (`benchmarks/exact.py`).
+
+`METHODS` can be tuned and run like these two, and random credit as a control.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from flowrl_compare.statistics import Estimate, mean
+from flowrl_compare.statistics import Estimate, collapsed, mean
 
 from flowrl.core.errors import require
 from flowrl.training.build import check
@@ -25,21 +27,32 @@ from flowrl_bench.evidence import Line, column
 from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import Lines, ResultsFile
 from flowrl_bench.suite import Suite
-from flowrl_bench.tune import SEEDS, Search, chosen, score_of, tune
+from flowrl_bench.tune import SEEDS, Search, chosen, over_training, tune
 
 
 def exact(points: int = 29, reach: float = 4.0) -> str:
     """The oracle in two dimensions, on a grid.
 
-    After six iterations, advantages on the default grid correlate with those of 113 x 113 points by
-    0.9998 (5 of 10 steps drawn) and 0.9965 (9 of 10). Rewards with steps need a finer grid: their
-    values are soon constant within most groups, where normalisation amplifies the grid's errors.
+    Z per decision gives all decisions the same scale, as uniform credit has it. Joint Z leaves nine
+    tenths of the variance to the last drawn step once groups are nearly solved. The network then
+    changes most at the steps after it, which have no credit, and the reward can collapse.
+
+    Advantages on the default grid correlate with those of 113 x 113 points by 0.998 or more in each
+    group and decision if 5 of 10 steps are drawn (up to 12 iterations). With 9 of 10, medians over
+    groups are 0.987 or more, and single ones of small gains lower. Rewards with steps need a finer
+    grid.
     """
-    return f"stepwise-gain(probe='exact(points={points}, reach={reach:g})')"
+    return f"stepwise-gain(normalise='step', probe='exact(points={points}, reach={reach:g})')"
 
 
-SAMPLED = "stepwise-gain(probe='continuation:64')"
+SAMPLED = "stepwise-gain(normalise='step', probe='continuation:64')"
 """The oracle elsewhere: Monte Carlo, so that its headroom is the best known, at least."""
+METHODS: dict[str, dict[str, Any]] = {
+    "stepwise gains": {"method": "stepwise-flow-grpo", "initial_noise": "auto"},
+    "turning points": {"method": "tp-grpo", "initial_noise": "auto"},
+    "random credit": {"credit": "random(seed=0)"},
+}
+"""Further arms. Stepwise-Flow-GRPO has the shared initial noise of its paper."""
 FORM = "reward"
 """The column of the primary outcome: the trained form of the score."""
 FIRST_SEED = 5000
@@ -69,7 +82,7 @@ class Task:
         return "probe='exact" in self.oracle
 
     def arms(self, size: "Size") -> dict[str, Arm]:
-        """Uniform credit and the oracle, with the searched numbers.
+        """Uniform credit, the oracle and further arms, with the searched numbers.
 
         The oracle with exact values trains on scores without noise, which are the expectations of
         noisy ones.
@@ -86,8 +99,9 @@ class Task:
             **self.changes,
         }
         known = {"reward_noise": 0.0} if self.is_exact else {}
-        credit = {"uniform": {}, "oracle": {"credit": self.oracle, **known}}
-        return {name: Arm(name, {**shared, **more}, knobs) for name, more in credit.items()}
+        arms = {"uniform": {}, "oracle": {"credit": self.oracle, **known}}
+        arms |= {name: METHODS[name] for name in size.methods}
+        return {name: Arm(name, {**shared, **more}, knobs) for name, more in arms.items()}
 
 
 _ALL: dict[str, Any] = {"window": ":-1"}
@@ -120,20 +134,47 @@ QUICK = ("default", "9-of-10", "noise-0.3")
 
 @dataclass(frozen=True)
 class Size:
-    """`iterations` of a run, `budget` of an arm's search in runs, and fresh `seeds`."""
+    """`iterations` of a run, `budget` of an arm's search in runs, fresh `seeds`, and the further
+    arms, of `METHODS`.
+    """
 
     iterations: int = 20
     budget: int = 18
     seeds: int = 5
+    methods: tuple[str, ...] = ()
 
 
 QUICK_SIZE = Size(10, 8, 3)
 
 
 @dataclass(frozen=True)
+class Result:
+    """An arm's mean and final held-out reward, how many seeds collapsed, and the leads over uniform
+    credit in both, paired by seed.
+    """
+
+    mean: float
+    final: float
+    collapses: int
+    lead: Estimate
+    final_lead: Estimate
+
+    @staticmethod
+    def of(curves: Sequence[Sequence[float]], uniform: Sequence[Sequence[float]]) -> "Result":
+        """From the learning curves of the seeds."""
+        means, finals = (
+            [[of(curve) for curve in runs] for runs in (curves, uniform)]
+            for of in (over_training, lambda curve: curve[-1])
+        )
+        leads = (mean([a - b for a, b in zip(*both, strict=True)]) for both in (means, finals))
+        return Result(fmean(means[0]), fmean(finals[0]), sum(map(collapsed, curves)), *leads)
+
+
+@dataclass(frozen=True)
 class Row:
     """The result of a task: means over seeds of the primary outcome of both arms, the held-out
-    reward before training, the best during training (of the better arm), and the headroom.
+    reward before training, the best during training (of the better arm), the headroom, and the
+    results of all arms.
     """
 
     name: str
@@ -145,6 +186,7 @@ class Row:
     headroom: Estimate
     values: Mapping[str, Mapping[str, float]]
     seeds: int
+    arms: Mapping[str, Result]
 
     @property
     def gain(self) -> float:
@@ -174,21 +216,20 @@ def verdict(headroom: Estimate, margin: float) -> str:
 def row_of(
     name: str, task: Task, pairs: Sequence[Mapping[str, Line]], values: Mapping[str, Any]
 ) -> Row:
-    """The result of a task from the lines of both arms, by seed."""
-    uniform, oracle = (
-        [score_of(pair[arm], FORM) for pair in pairs] for arm in ("uniform", "oracle")
-    )
-    curves = {arm: [column(pair[arm], FORM) for pair in pairs] for arm in ("uniform", "oracle")}
+    """The result of a task from the lines of all arms, by seed."""
+    curves = {arm: [column(pair[arm], FORM) for pair in pairs] for arm in pairs[0]}
+    arms = {arm: Result.of(runs, curves["uniform"]) for arm, runs in curves.items()}
     return Row(
         name,
         task,
-        uniform=fmean(uniform),
-        oracle=fmean(oracle),
+        uniform=arms["uniform"].mean,
+        oracle=arms["oracle"].mean,
         start=fmean(curve[0] for curve in curves["uniform"]),
-        best=max(fmean(map(max, runs)) for runs in curves.values()),
-        headroom=mean([b - a for a, b in zip(uniform, oracle, strict=True)]),
+        best=max(fmean(map(max, curves[arm])) for arm in ("uniform", "oracle")),
+        headroom=arms["oracle"].lead,
         values=values,
         seeds=len(pairs),
+        arms=arms,
     )
 
 
@@ -265,9 +306,10 @@ class HeadroomStudy:
         lines, values, found = self.results.read(), self.values(), list[Row]()
         runs = {key: lines.get(config_id(run)) for key, run in self.runs()}
         for name, task in self.tasks.items():
-            pairs = list(_pairs(name, runs))
+            arms = task.arms(self.size)
+            pairs = list(_pairs(name, arms, runs))
             if len(pairs) >= 2:
-                at = {arm: values[name, arm] for arm in ("uniform", "oracle")}
+                at = {arm: values[name, arm] for arm in arms}
                 found.append(row_of(name, task, pairs, at))
         return found
 
@@ -278,9 +320,11 @@ def same(arms: Mapping[str, Arm], arm: Arm) -> bool:
     return (other.settings, other.knobs) == (arm.settings, arm.knobs)
 
 
-def _pairs(name: str, runs: Mapping[tuple[str, str, int], Line | None]) -> Iterator[Lines]:
-    """The lines of both arms of a task, by seed."""
+def _pairs(
+    name: str, arms: Iterable[str], runs: Mapping[tuple[str, str, int], Line | None]
+) -> Iterator[Lines]:
+    """The lines of all arms of a task, by seed."""
     for seed in sorted({seed for task, _, seed in runs if task == name}):
-        pair = {arm: runs.get((name, arm, seed)) for arm in ("uniform", "oracle")}
-        if None not in pair.values():
-            yield {arm: line for arm, line in pair.items() if line is not None}
+        pair = {arm: line for arm in arms if (line := runs.get((name, arm, seed)))}
+        if pair.keys() == set(arms):
+            yield pair

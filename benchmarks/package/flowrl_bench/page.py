@@ -123,19 +123,19 @@ def _latex(text: str) -> str:
 
 
 def write_for_papers(
-    folder: Path, name: str, table: Table, figures: Mapping[str, Figure], made: str
+    folder: Path, tables: Mapping[str, Table], figures: Mapping[str, Figure], made: str
 ) -> list[Path]:
-    """Write `table` as `name`.csv and `name`.tex, and the figures as PDF files.
+    """Write tables by name as CSV and LaTeX, and figures as PDF files.
 
     Raises `ConfigError`, before anything is written, for files of these names that are not of an
     earlier call.
     """
-    head = table.csv().partition("\n")[0].encode()
-    files = {
-        f"{name}.csv": (table.csv().encode(), lambda data: data.startswith(head)),
-        f"{name}.tex": (table.latex(made).encode(), lambda data: data.startswith(LATEX.encode())),
-        **{f"{key}.pdf": (pdf(figure), is_own) for key, figure in figures.items()},
-    }
+    files = {f"{name}.pdf": (pdf(figure), is_own) for name, figure in figures.items()}
+    for name, table in tables.items():
+        text, tex = table.csv().encode(), table.latex(made).encode()
+        head = text.partition(b"\n")[0]
+        files[f"{name}.csv"] = text, lambda data, head=head: data.startswith(head)
+        files[f"{name}.tex"] = tex, lambda data: data.startswith(LATEX.encode())
     for file, (_, own) in files.items():
         require_new_file(folder / file, own, "page")
     for file, (data, _) in files.items():

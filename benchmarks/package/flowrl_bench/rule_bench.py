@@ -18,6 +18,7 @@ from flowrl_bench.evidence import Evidence
 from flowrl_bench.page import Image, require_page, write_for_papers
 from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import ResultsFile
+from flowrl_bench.rule_headroom import bound_among
 from flowrl_bench.rule_names import (
     ARM,
     RESULTS,
@@ -32,13 +33,14 @@ from flowrl_bench.rule_page import (
     World,
     findings_table,
     judged,
+    known_headroom,
     rule_page,
     sentence,
     terminal,
 )
-from flowrl_bench.rule_plan import Key, Part
+from flowrl_bench.rule_plan import ORACLE, Key, Part
 from flowrl_bench.suite import Suite
-from flowrl_bench.tune import chosen, tune
+from flowrl_bench.tune import Tried, chosen, tried, tune
 
 Say = Callable[[str], None]
 
@@ -109,15 +111,15 @@ class Bench:
             if search.arm is not self.arm
         }
 
-    def trials(self, part: Part) -> tuple[tuple[dict[str, float], float], ...]:
-        """The values and the score of every run of the part's search, in the order of the runs."""
-        search = part.search(self.arm)
-        scores = search.scores(self.tuning.unchecked()) if search else {}
-        return (
-            tuple((search.values(point), score) for (point, _), score in scores.items())
-            if search
-            else ()
-        )
+    def searched(self, part: Part) -> dict[str, list[Tried]]:
+        """The settings that the searches in the part's world have tried, by arm."""
+        lines = self.tuning.unchecked()
+        return {search.arm.name: tried(search, lines) for search in part.searches(self.arm)}
+
+    def exact(self, part: Part) -> list[RunConfig]:
+        """The runs of exact credit that are to be made: those of no shipped curves."""
+        runs = part.exact() if part.bound else []
+        return [] if bound_among(runs, {}, self.command) else runs
 
     def runs(self) -> Iterator[tuple[Key, RunConfig | None]]:
         """World, arm and seed of every run of the results, and its settings, if they are known."""
@@ -130,6 +132,8 @@ class Bench:
             ).items():
                 for run in runs:
                     yield (part.world, name, run.seed), run if known.get(name, True) else None
+            for run in self.exact(part):
+                yield (part.world, ORACLE.name, run.seed), run
 
     def missing(self) -> tuple[dict[tuple[str, str], int], list[Key]]:
         """The number of runs that each search has to make, and the runs of the results that are
@@ -207,7 +211,8 @@ class Bench:
                     part,
                     Evidence(runs, tuple(part.numbers[place] for place in whole)),
                     at,
-                    self.trials(part),
+                    self.searched(part),
+                    bound_among(part.exact(), lines, self.command),
                 )
             )
         return judged(self.name, found) if found else []
@@ -221,9 +226,8 @@ def bench_rule(
     command: str = "",
     say: Say = print,
 ) -> bool:
-    """Tune and compare the rule, print what was found, and write rule.md, rule.html, the
-    findings as CSV and LaTeX, and the curves as PDF; False if
-    the runs were paused.
+    """Tune and compare the rule, print what was found, and write rule.md, rule.html, the findings
+    and the headroom as CSV and LaTeX, and the figures as PDF; False if the runs were paused.
 
     Runs that the folder has are used, whatever path the rule was named by then. Raises what `Bench`
     raises.
@@ -236,9 +240,14 @@ def bench_rule(
         page = rule_page(bench.name, bench.text, worlds, command)
         figures = {block.name: block.figure for block in page.blocks if isinstance(block, Image)}
         written = page.write(bench.folder, "rule")
-        table = findings_table(worlds)
-        written += write_for_papers(bench.folder, "rule", table, figures, command)
-        say("\n" + "\n".join(textwrap.fill(sentence(bench.name, world), 80) for world in worlds))
+        tables = {
+            "rule": findings_table(worlds),
+            "rule-worlds": known_headroom(bench.name, worlds),
+        }
+        written += write_for_papers(bench.folder, tables, figures, command)
+        for world in worlds:
+            for text in (sentence(bench.name, world), world.tells(bench.name)):
+                say("\n" + textwrap.fill(text, 80))
         say("\n" + terminal(bench.name, worlds))
         say(f"\nWrote {', '.join(map(str, written))}")
     if not finished:

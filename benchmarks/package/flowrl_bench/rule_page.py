@@ -5,20 +5,21 @@ terminal, and a page.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-import numpy as np
+from flowrl_compare.bounds import Bound
+from flowrl_compare.costs import STATED_NAME
 from flowrl_compare.statistics import mean
-from flowrl_compare.style import OTHERS, clean, marker
-from matplotlib.figure import Figure
 
 from flowrl_bench.arms import WORLDS, is_tuned, world_label
-from flowrl_bench.claims_figures import METHOD_COLOURS
-from flowrl_bench.evidence import Evidence, Line, curve, spent
+from flowrl_bench.evidence import Evidence, Line, spent
 from flowrl_bench.page import Document, Image, Table
-from flowrl_bench.rule_plan import Part
-from flowrl_bench.statistics import Curve, detectable
-from flowrl_bench.tune import BUDGET
+from flowrl_bench.rule_figures import curves_figure, search_figure
+from flowrl_bench.rule_headroom import Headroom, headroom, worlds_table
+from flowrl_bench.rule_headroom import sentence as headroom_sentence
+from flowrl_bench.rule_plan import ORACLE, Part
+from flowrl_bench.statistics import SMALLEST, detectable
+from flowrl_bench.tune import BUDGET, Tried, level
 from flowrl_bench.tune import BUDGETS as SEARCHES
 from flowrl_bench.verdicts import (
     ALIKE,
@@ -39,12 +40,11 @@ TITLE = " against tuned baselines"
 BUDGETS = {
     "updates": "area",
     "evaluations": "reward at equal forwards",
-    "seconds": "reward at equal seconds",
+    "stated seconds": "reward at equal stated seconds",
 }
-"""The measure at equal budgets; evaluations are forward equivalents, seconds are
-the processor's.
+"""The measure at equal budgets; evaluations are forward equivalents, stated seconds those of the
+stated model for the same work.
 """
-AXES = {"updates": ("updates", 1.0), "evaluations": ("forwards", 1e3), "seconds": ("seconds", 1.0)}
 SHORT_WORDS = {
     ALIKE: "no difference",
     UNDECIDED: "undecided",
@@ -69,20 +69,36 @@ class Finding:
 
 @dataclass(frozen=True)
 class World:
-    """What is known in a world: the runs, the values at which every arm ran, the search for the
-    rule's values with the score of each of its runs, and the findings.
+    """What is known in a world: the runs, the values at which every arm ran, the searches that were
+    made here by arm, exact credit, and the findings.
     """
 
     part: Part
     evidence: Evidence
     values: Mapping[str, Mapping[str, float]]
-    search: tuple[tuple[Mapping[str, float], float], ...] = ()
+    searches: Mapping[str, Sequence[Tried]] = field(default_factory=dict)
+    bound: Bound | None = None
     findings: tuple[Finding, ...] = ()
 
     @property
     def name(self) -> str:
         """The world and the number of seeds in words."""
         return f"{world_label(self.part.world)}, {len(self.evidence.seeds)} seeds"
+
+    @property
+    def gain(self) -> float:
+        """What can be gained."""
+        return gain(self.part.world, self.evidence)
+
+    def headroom(self, rule: str) -> Headroom | None:
+        """The headroom that is known without the rule."""
+        runs = {arm: tasks for arm, tasks in self.evidence.runs.items() if arm != rule}
+        return headroom(Evidence(runs, self.evidence.seeds), SMALLEST * self.gain, self.bound)
+
+    def tells(self, rule: str) -> str:
+        """Whether a rule can be judged here, in a sentence."""
+        has_exact = self.part.world in ORACLE.worlds
+        return headroom_sentence(world_label(self.part.world), self.headroom(rule), has_exact)
 
     def untuned(self, rule: str) -> list[str]:
         """The arms whose settings were not searched in this world."""
@@ -105,9 +121,7 @@ def judged(rule: str, worlds: Sequence[World]) -> list[World]:
         for budget in BUDGETS
     ]
     found = [
-        Compare(rule, baseline, BUDGETS[budget]).compare(
-            world.evidence, gain(world.part.world, world.evidence)
-        )
+        Compare(rule, baseline, BUDGETS[budget]).compare(world.evidence, world.gain)
         for world, baseline, budget in asked
     ]
     findings: dict[str, list[Finding]] = {world.part.world: [] for world in worlds}
@@ -202,6 +216,7 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Docum
     page = Document(f"{rule}{TITLE}", kind=TITLE)
     for world in worlds:
         page.text(sentence(rule, world))
+        page.text(world.tells(rule))
         if untuned := world.untuned(rule):
             page.text(
                 f"Not tuned in the {world_label(world.part.world)}: {_listed(untuned)}."
@@ -209,11 +224,28 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Docum
             )
     for world in worlds:
         _section(page, rule, world)
+    page.heading("Headroom")
+    page.blocks.append(known_headroom(rule, worlds))
+    page.text(
+        "Headroom is the lead of exact credit over uniform credit in mean reward over training, both"
+        " tuned; what exact values cost does not count. It indicates what a rule can gain, and is no"
+        " strict bound. Without exact credit, the lead of the best baseline is the least that is"
+        " known. A world cannot tell rules apart if the upper bound of the headroom is below the"
+        " smallest difference that matters; it can if the headroom is at least twice that difference"
+        " and its interval excludes 0 (`flowrl bench headroom`)."
+    )
+    for world in worlds:
+        if world.bound is not None:
+            page.text(
+                f"The curves of exact credit in the {world_label(world.part.world)} were made by"
+                f" `{world.bound.command}`."
+            )
     page.heading("Method")
     page.text(
         "Every comparison pairs runs of one seed. Mean reward over training is the mean of the"
         " held-out learning curve up to the budget that both arms have spent: updates, network"
-        " evaluations (forward equivalents) or processor seconds of training. All"
+        f" evaluations (forward equivalents), or seconds of {STATED_NAME} for the same numbers of"
+        " evaluations, decodes and scores, with guidance, by counted FLOPs. All"
         " comparisons of the rule on this page are one family with Holm's correction; the smallest"
         " difference that matters is 5% of what can be gained in the world (`docs/verdicts.md`). A"
         " run collapsed if it ends more than 0.1 below its best reward, or more than 0.02 below its"
@@ -235,6 +267,11 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Docum
         f"Made by `{made}`." + (f" `flowrl bench microscope --rules '{spec}'`{own}" if own else "")
     )
     return page
+
+
+def known_headroom(rule: str, worlds: Sequence[World]) -> Table:
+    """The headroom of the worlds as numbers, for the page, CSV and LaTeX."""
+    return worlds_table({world_label(w.part.world): w.headroom(rule) for w in worlds})
 
 
 def findings_table(worlds: Sequence[World]) -> Table:
@@ -299,48 +336,50 @@ def _section(page: Document, rule: str, world: World) -> None:
     )
     page.blocks.append(Table(head, [_finding_row(finding) for finding in world.findings]))
     shown = (
-        f"Learning curves at equal updates, network evaluations and processor seconds, {world.name}"
+        f"Learning curves at equal updates, network evaluations and seconds of {STATED_NAME},"
+        f" {world.name}"
     )
-    page.blocks.append(
-        Image(
-            f"rule-{re.sub(r'[^a-z0-9]+', '-', world.part.world.lower())}",
-            curves_figure(arms, world.part.task),
-            shown,
-        )
-    )
-    page.text(f"{shown}: the mean over seeds, and the band of its 95% interval.")
+    file = f"rule-{re.sub(r'[^a-z0-9]+', '-', world.part.world.lower())}"
+    page.blocks.append(Image(file, curves_figure(arms, world.part.task, world.bound), shown))
+    dashed = " Dashed: exact credit, at the cost of uniform credit." if world.bound else ""
+    page.text(f"{shown}: the mean over seeds, and the band of its 95% interval.{dashed}")
+    page.text("The settings of every arm:")
     page.blocks.append(_settings(world, rule))
-    if world.search:
+    if world.searches:
+        shown = f"Scores of the runs of the search, {world_label(world.part.world)}"
+        page.blocks.append(Image(f"{file}-search", search_figure(world.searches), shown))
         page.text(
-            f"The search for {rule}'s settings, in the order of its runs (score: mean held-out"
-            " reward over a short training):"
+            f"{shown} (mean held-out reward over a short training). Open: the first seed of a"
+            " setting; filled: further seeds; coloured: the chosen setting, with the lower quartile"
+            " of its further seeds as a line."
         )
-        rows = [
-            (*(f"{value:g}" for value in values.values()), f"{score:.3f}")
-            for values, score in world.search
-        ]
-        page.blocks.append(Table((*map(_words, world.search[0][0]), "score"), rows))
-    head = (
-        "arm",
-        "evaluations per update",
-        "seconds per update",
-        "evaluations over uniform's",
-        "seconds over uniform's",
-    )
-    base = _cost(arms[first][world.part.task])
-    rows = []
+    for arm, settings in world.searches.items():
+        page.text(f"The settings that the search for {arm} tried:")
+        page.blocks.append(_search_table(settings))
+    base, rows = _cost(arms[first][world.part.task]), []
     for arm, tasks in arms.items():
-        nfe, seconds = _cost(tasks[world.part.task])
-        rows.append(
-            (
-                arm,
-                f"{nfe:.0f}",
-                f"{seconds:.3f}",
-                f"{nfe / base[0]:.2f}",
-                f"{seconds / base[1]:.2f}",
-            )
-        )
-    page.blocks.append(Table(head, rows))
+        costs = _cost(tasks[world.part.task])
+        ratios = [f"{cost / other:.2f}" for cost, other in zip(costs, base, strict=True)]
+        nfe, stated, seconds = costs
+        rows.append((arm, f"{nfe:.0f}", f"{stated:.1f}", f"{seconds:.3f}", *ratios))
+    of = ("evaluations", f"seconds of {STATED_NAME}", "processor seconds")
+    page.text(f"Costs of every arm, also as multiples of those of {first}:")
+    head = (*(f"{one} per update" for one in of), *(f"{one} over {first}'s" for one in of))
+    page.blocks.append(Table(("arm", *head), rows))
+
+
+def _search_table(settings: Sequence[Tried]) -> Table:
+    """The settings of a search with their scores."""
+    head = ("first seed", "further seeds", "lower quartile", "range", "chosen")
+    rows = []
+    for one in settings:
+        first, *more = one.scores.values()
+        cells = [str(len(more)), "-", "-"]
+        if more:
+            cells[1:] = [f"{level(more):.3f}", _range(more)]
+        values = [f"{value:g}" for value in one.values.values()]
+        rows.append((*values, f"{first:.3f}", *cells, "yes" if one.chosen else ""))
+    return Table((*map(_words, settings[0].values), *head), rows)
 
 
 def _arm_row(world: World, arm: str) -> tuple[str, ...]:
@@ -372,62 +411,8 @@ def _finding_row(finding: Finding) -> tuple[str, ...]:
     return finding.baseline, finding.budget, c.verdict, c.estimate.text(3, True), p, won, *visible
 
 
-def _cost(lines: Sequence[Line]) -> tuple[float, float]:
-    """Forward equivalents and processor seconds per update."""
+def _cost(lines: Sequence[Line]) -> tuple[float, ...]:
+    """Forward equivalents, seconds of the stated model, and processor seconds per update."""
     updates = sum(spent(line, "updates")[-1] for line in lines)
-    return tuple(
-        sum(spent(line, axis)[-1] for line in lines) / updates for axis in ("forwards", "seconds")
-    )  # type: ignore[return-value]
-
-
-def curves_figure(arms: Mapping[str, Mapping[str, Sequence[Line]]], task: str) -> Figure:
-    """Mean learning curves with their 95% intervals, a panel per budget."""
-    figure, names = Figure(figsize=(12.5, 4.2), layout="constrained"), list(arms)
-    for axes, (budget, (axis, unit)) in zip(
-        figure.subplots(1, 3, sharey=True), AXES.items(), strict=True
-    ):
-        for arm, tasks in arms.items():
-            x, table = _common([curve(line, axis) for line in tasks[task]])
-            found = [mean(column) for column in table.T]
-            shade, middle = METHOD_COLOURS.get(arm, OTHERS[1]), [one.value for one in found]
-            axes.plot(
-                x / unit,
-                middle,
-                color=shade,
-                linewidth=2,
-                marker=marker(arm, names),
-                markevery=8,
-                markersize=5,
-                label=arm,
-            )
-            low, high = (
-                np.clip([getattr(one, end) for one in found], 0, 1) for end in ("low", "high")
-            )
-            if len(table) > 1:
-                axes.fill_between(x / unit, low, high, color=shade, alpha=0.15, linewidth=0)
-        axes.set_xlabel(
-            {"evaluations": "forward equivalents (thousands)", "seconds": "processor seconds"}.get(
-                budget, budget
-            )
-        )
-        axes.set_title(f"equal {budget}", loc="left", fontsize=10)
-        axes.set_xlim(0, axes.dataLim.x1)
-        clean(axes)
-        if axis == "updates":
-            axes.set_ylabel("held-out reward")
-            figure.legend(
-                *axes.get_legend_handles_labels(),
-                loc="outside upper left",
-                ncols=5,
-                frameon=False,
-                fontsize=9,
-            )
-    return figure
-
-
-def _common(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
-    """Budgets up to the smallest that a run has spent, and the rewards of all runs there, [run,
-    budget].
-    """
-    x = np.linspace(0.0, min(one.budgets[-1] for one in curves), 41)
-    return x, np.array([np.interp(x, one.budgets, one.rewards) for one in curves])
+    axes = ("forwards", "stated seconds", "seconds")
+    return tuple(sum(spent(line, axis)[-1] for line in lines) / updates for axis in axes)

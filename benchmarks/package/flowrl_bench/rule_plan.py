@@ -1,7 +1,7 @@
 """The runs that compare a rule with tuned baselines."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +23,10 @@ LENGTH: dict[str, dict[str, Any]] = {
 """How results differ from `arms.WORLDS`: runs in the image world are as long as those of the
 search.
 """
+ORACLE = ARMS["true advantages"]
+"""Exact credit, the bound of the pages: no competitor, because its values cost no other arm's
+evaluations.
+"""
 Key = tuple[str, str, int]
 """World, arm and seed of a run of the results."""
 
@@ -30,13 +34,15 @@ Key = tuple[str, str, int]
 @dataclass(frozen=True)
 class Part:
     """What is made in a world: `budget` runs of the rule's search (0: none), and `seeds` runs of
-    the rule and each baseline. In a world of the user's, the baselines are searched, too.
+    the rule and each baseline. In a world of the user's, the baselines are searched, too. `bound`:
+    exact credit is run as well, unless its curves are shipped.
     """
 
     world: str
     budget: int
     seeds: int
     baselines: tuple[str, ...] = BASELINES
+    bound: bool = False
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -68,13 +74,17 @@ class Part:
             for name in self.baselines
         }
         chosen = {**at_baselines, rule.name: (rule, values)}
-        return {
-            name: [
-                arm.run(self.world, at, **LENGTH.get(self.world, {}), seed=seed)
-                for seed in self.numbers
-            ]
-            for name, (arm, at) in chosen.items()
-        }
+        return {name: self._runs(arm, at) for name, (arm, at) in chosen.items()}
+
+    def exact(self) -> list[RunConfig]:
+        """The runs of exact credit, by seed; none outside the 2-D world."""
+        known = self.world in ORACLE.worlds
+        return self._runs(ORACLE, tuned(self.world, ORACLE.name)) if known else []
+
+    def _runs(self, arm: Arm, values: Mapping[str, float]) -> list[RunConfig]:
+        """The runs of an arm, by seed."""
+        length = LENGTH.get(self.world, {})
+        return [arm.run(self.world, values, **length, seed=seed) for seed in self.numbers]
 
     @property
     def task(self) -> str:
@@ -112,16 +122,19 @@ def usual(world: str, quick: bool) -> Part:
 
 
 def make_parts(
-    quick: bool = False, world: str = "all", seeds: int = 0, budget: int = -1
+    quick: bool = False, world: str = "all", seeds: int = 0, budget: int = -1, bound: bool = False
 ) -> list[Part]:
     """The parts of a comparison. `seeds`: of every world, 0 for the usual number; `budget`:
-    likewise, -1 for the usual one.
+    likewise, -1 for the usual one; `bound`: with exact credit. Raises `ConfigError` for values
+    that are not allowed, and for `bound` without the 2-D world.
     """
     require(
         seeds == 0 or 2 <= seeds <= 1000, "seeds", seeds, "2 to 1000, or 0 for the usual number"
     )
     parts = [usual(one, quick) for one in chosen_worlds(world)]
+    exact = any(part.exact() for part in parts)
+    require(exact or not bound, "bound", bound, "for the 2-D world, which has exact values")
     return [
-        Part(p.world, p.budget if budget < 0 else budget, seeds or p.seeds, p.baselines)
+        replace(p, budget=p.budget if budget < 0 else budget, seeds=seeds or p.seeds, bound=bound)
         for p in parts
     ]

@@ -94,26 +94,43 @@ def _climb(first: Mapping[Point, float], knobs: int) -> Point | None:
             return None
 
 
-def best(scores: Mapping[Trial, float]) -> Point:
-    """Of the points with at least half as many further seeds as any other, the one whose lower
-    quartile over them is highest; without further seeds, the best point of the first seed.
-
-    The first seed selected the points, so its score would be biased upwards. The lower quartile
-    falls with a quarter of collapsed runs as far as these fell.
-    """
-    further: dict[Point, list[float]] = {}
+def further(scores: Mapping[Trial, float]) -> dict[Point, list[float]]:
+    """The scores of the points that have further seeds, without that of the first seed."""
+    found: dict[Point, list[float]] = {}
     for (point, seed), score in scores.items():
         if seed != SEEDS[0]:
-            further.setdefault(point, []).append(score)
-    enough = max(map(len, further.values()), default=0) / 2
-    levels = {p: float(np.quantile(v, 0.25)) for p, v in further.items() if len(v) >= enough}
+            found.setdefault(point, []).append(score)
+    return found
+
+
+def level(scores: Sequence[float]) -> float:
+    """The number by which points are compared: the lower quartile over seeds, which falls with a
+    quarter of collapsed runs as far as these fell.
+    """
+    return float(np.quantile(scores, 0.25))
+
+
+def best(scores: Mapping[Trial, float]) -> Point:
+    """Of the points with at least half as many further seeds as any other, the one whose `level` is
+    highest; without further seeds, the best point of the first seed.
+
+    The first seed selected the points, so its score would be biased upwards.
+    """
+    repeated = further(scores)
+    enough = max(map(len, repeated.values()), default=0) / 2
+    levels = {point: level(known) for point, known in repeated.items() if len(known) >= enough}
     judged = levels or {point: score for (point, _), score in scores.items()}
     return min(judged, key=lambda point: (-judged[point], point))
 
 
 def score_of(line: Mapping[str, Any], form: str = "soft") -> float:
     """Mean held-out reward of a run over its training; `form` "reward" is the trained form."""
-    return float(np.mean(column(line, form)[1:]))
+    return over_training(column(line, form))
+
+
+def over_training(curve: Sequence[float]) -> float:
+    """The mean of a learning curve without the evaluation before training."""
+    return float(np.mean(curve[1:]))
 
 
 @dataclass(frozen=True)
@@ -273,6 +290,26 @@ def chosen(search: Search, lines: Sequence[Mapping[str, Any]]) -> dict[str, floa
     return search.values(best(scores)) if len(scores) == search.budget else None
 
 
+@dataclass(frozen=True)
+class Tried:
+    """Settings that a search tried: their `values`, the score of each run by its place in the
+    search, that of the first seed first, and whether the search chose them.
+    """
+
+    values: Mapping[str, float]
+    scores: Mapping[int, float]
+    chosen: bool
+
+
+def tried(search: Search, lines: Sequence[Mapping[str, Any]]) -> list[Tried]:
+    """The settings that a search has tried, in order."""
+    scores, found = search.scores(lines), dict[Point, dict[int, float]]()
+    for place, ((point, _), score) in enumerate(scores.items(), 1):
+        found.setdefault(point, {})[place] = score
+    winner = best(scores) if scores else None
+    return [Tried(search.values(p), known, p == winner) for p, known in found.items()]
+
+
 def choices(searches: Sequence[Search], path: Path) -> str:
     """A line per search: the chosen values and their score with its range over seeds, or the number
     of missing runs.
@@ -286,12 +323,7 @@ def choices(searches: Sequence[Search], path: Path) -> str:
                 f"{place}: {search.budget - len(scores)} of {search.budget} runs are missing"
             )
             continue
-        further = [
-            score
-            for (point, seed), score in scores.items()
-            if point == best(scores) and seed != SEEDS[0]
-        ]
-        mine = further or [max(scores.values())]
+        mine = further(scores).get(best(scores)) or [max(scores.values())]
         found = ", ".join(f"{name} {value:g}" for name, value in values.items())
         range_ = f"{np.mean(mine):.3f} ({min(mine):.3f} to {max(mine):.3f}, {len(mine)} seeds)"
         texts.append(f"{place}: {found}; mean reward over training {range_}")

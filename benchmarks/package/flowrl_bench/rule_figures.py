@@ -1,0 +1,107 @@
+"""The figures of a rule's page: learning curves at equal budgets, and the searches."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from flowrl_compare.bounds import Bound
+from flowrl_compare.costs import STATED_NAME
+from flowrl_compare.statistics import mean
+from flowrl_compare.style import INK, OTHERS, SOFT, clean, marker
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from flowrl_bench.claims_figures import METHOD_COLOURS
+from flowrl_bench.evidence import Line, curve, spent
+from flowrl_bench.rule_headroom import EXACT, UNIFORM
+from flowrl_bench.statistics import Curve
+from flowrl_bench.tune import Tried, level
+
+AXES = {
+    "updates": ("updates", 1.0, "updates"),
+    "evaluations": ("forwards", 1e3, "forward equivalents (thousands)"),
+    "stated seconds": ("stated seconds", 3600.0, f"hours of {STATED_NAME}, by FLOPs"),
+}
+"""Budgets by name: the axis of `evidence.spent`, its unit, and its label."""
+
+
+def curves_figure(
+    arms: Mapping[str, Mapping[str, Sequence[Line]]], task: str, bound: Bound | None = None
+) -> Figure:
+    """Mean learning curves with their 95% intervals, a panel per budget; dashed: exact credit."""
+    figure, names = Figure(figsize=(12.5, 4.2), layout="constrained"), list(arms)
+    for axes, (budget, (axis, unit, label)) in zip(
+        figure.subplots(1, len(AXES), sharey=True), AXES.items(), strict=True
+    ):
+        for arm, tasks in arms.items():
+            x, table = _common([curve(line, axis) for line in tasks[task]])
+            found = [mean(column) for column in table.T]
+            shade, middle = METHOD_COLOURS.get(arm, OTHERS[1]), [one.value for one in found]
+            axes.plot(
+                x / unit,
+                middle,
+                color=shade,
+                linewidth=2,
+                marker=marker(arm, names),
+                markevery=8,
+                markersize=5,
+                label=arm,
+            )
+            low, high = (
+                np.clip([getattr(one, end) for one in found], 0, 1) for end in ("low", "high")
+            )
+            if len(table) > 1:
+                axes.fill_between(x / unit, low, high, color=shade, alpha=0.15, linewidth=0)
+        if bound is not None and UNIFORM in arms:
+            at = _costs(arms[UNIFORM][task], axis, bound.iterations)
+            axes.plot(at / unit, np.mean(bound.curves, 0), "--", color=INK, label=EXACT)
+        axes.set_xlabel(label)
+        axes.set_title(f"equal {budget}", loc="left", fontsize=10)
+        axes.set_xlim(0, axes.dataLim.x1)
+        clean(axes)
+        if axis == "updates":
+            axes.set_ylabel("held-out reward")
+            figure.legend(
+                *axes.get_legend_handles_labels(),
+                loc="outside upper left",
+                ncols=5,
+                frameon=False,
+                fontsize=9,
+            )
+    return figure
+
+
+def _common(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
+    """Budgets up to the smallest that a run has spent, and the rewards of all runs there, [run,
+    budget].
+    """
+    x = np.linspace(0.0, min(one.budgets[-1] for one in curves), 41)
+    return x, np.array([np.interp(x, one.budgets, one.rewards) for one in curves])
+
+
+def _costs(lines: Sequence[Line], axis: str, iterations: Sequence[float]) -> np.ndarray:
+    """What `iterations` of these runs cost, on average."""
+    found = [np.interp(iterations, spent(one, "updates"), spent(one, axis)) for one in lines]
+    return np.mean(found, 0)
+
+
+def search_figure(searches: Mapping[str, Sequence[Tried]]) -> Figure:
+    """The scores of the runs of each arm's search, in their order, and the choice."""
+    figure = Figure(figsize=(12.5, 3.4), layout="constrained")
+    panels = figure.subplots(1, len(searches), sharey=True, squeeze=False)[0]
+    for axes, (arm, settings) in zip(panels, searches.items(), strict=True):
+        shade = METHOD_COLOURS.get(arm, OTHERS[1])
+        for one in sorted(settings, key=lambda one: one.chosen):
+            colour = shade if one.chosen else SOFT
+            (first, *more), scores = one.scores.items(), [*one.scores.values()]
+            axes.plot(*first, "o", mfc="white", mec=colour, mew=1.6)
+            if more:
+                axes.plot(*zip(*more, strict=True), "o", color=colour)
+            if one.chosen:
+                at = level(scores[1:] or scores)
+                axes.axhline(at, color=shade, linewidth=1.2, linestyle=":")
+        axes.set_title(arm, loc="left", fontsize=10)
+        axes.set_xlabel("run of the search")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        clean(axes)
+    panels[0].set_ylabel("score")
+    return figure

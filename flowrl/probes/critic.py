@@ -1,0 +1,178 @@
+"""A critic: values from a small network, fitted to the final rewards of earlier iterations."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Gt, Le
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from flowrl.core.errors import require
+from flowrl.core.experience import Experience
+from flowrl.core.options import Count, checked_options
+from flowrl.core.probe import Cost, Estimates, Probing, Shape, ValueProbe
+from flowrl.probes.solved import Tweedie
+
+ROWS = 256
+"""Rows of a step of the fit."""
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""The entries of AdamW's state."""
+
+
+@checked_options
+@dataclass
+class Critic(ValueProbe):
+    """V_j = r(Tweedie estimate) + f(features of the state), or f alone; f is a small network.
+
+    f minimises the mean of (R - V_j)^2 over the valid samples of an iteration and the decisions j,
+    with R the final reward: Monte Carlo targets, as for lambda = 1. It is fitted after the credit
+    of the iteration is formed, so V_j never depends on the rewards that it is compared with. f is 0
+    before the first fit. The fit runs in main memory and gives the same numbers in every process,
+    since every process has the features of all. Sources: a head on the policy's last hidden state,
+    detached, as in pi_RL (arXiv 2510.25889) for robots; GAE (arXiv 1506.02438).
+
+    Args:
+        reads: "state": x_j, the Tweedie estimate, t_j and the prompt's embedding, for policies with
+            small latents and embeddings; "hidden": the mean over tokens of the policy's last hidden
+            state, which the rollout computes anyway, and t_j.
+        base: "tweedie": f corrects the reward of the Tweedie estimate, at the price of a decoded
+            and scored image per decision; "zero": f alone, which costs no evaluation, no decode and
+            no reward call.
+        width: units of the two hidden layers of f.
+        learning_rate: AdamW's.
+        passes: passes over an iteration's rows, in steps of 256.
+        seed: seed of the initial weights and the order of rows.
+
+    Raises:
+        ConfigError: a field is out of range.
+    """
+
+    reads: Literal["state", "hidden"] = "state"
+    base: Literal["tweedie", "zero"] = "tweedie"
+    width: Count = 64
+    learning_rate: Annotated[float, Gt(0), Le(1)] = 1e-3
+    passes: Count = 5
+    seed: int = 0
+    memory: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether the hidden state is recorded."""
+        return self.reads == "hidden"
+
+    def estimate(self, run: Probing) -> Estimates:
+        """The Tweedie estimates if `base` scores them."""
+        return Tweedie().estimate(run) if self.base == "tweedie" else {}
+
+    def cost(self, shape: Shape) -> Cost:
+        """A decode and a reward call per state with a base; no evaluation."""
+        return Tweedie().cost(shape) if self.base == "tweedie" else Cost()
+
+    def features(self, run: Probing) -> Float[Tensor, "prompt member node feature"]:
+        """t_j, and what `reads` says.
+
+        Raises:
+            ConfigError: the prompts' embeddings are no floating-point numbers ("state").
+        """
+        path, tree = run.trajectories, run.trajectories.tree
+        embedding = [t.flatten(1) for t in run.condition.tensors.values() if t.is_floating_point()]
+        fits = self.reads_hidden or len(embedding) > 0
+        require(fits, "critic.reads", self.reads, "hidden: this policy's embeddings are no numbers")
+        columns = []
+        for node in run.nodes:
+            units = tree.paths[:, node].to(path.states.device)
+            time = path.schedule.times[node].float()
+            if run.hidden is not None:
+                parts = [run.hidden[:, units]]
+            else:
+                x, velocity = (t[:, units].flatten(2) for t in (path.states, path.outputs))
+                prompt = torch.cat(embedding, 1)[:, None].expand(-1, len(units), -1)
+                parts = [x, x - time * velocity, prompt]
+            parts.append(time.expand(*parts[0].shape[:2], 1))
+            columns.append(torch.cat(parts, -1))
+        return torch.stack(columns, 2)
+
+    def predict(
+        self,
+        features: Float[Tensor, "prompt member decision feature"],
+        estimates: Float[Tensor, "prompt member decision"],
+    ) -> Float[Tensor, "prompt member decision"]:
+        """The base plus f."""
+        base = estimates if self.base == "tweedie" else torch.zeros_like(estimates)
+        if not self.memory:
+            return base
+        with torch.no_grad():
+            return base + self._network(self.memory)(self._scaled(features)).squeeze(-1)
+
+    def fit(
+        self,
+        features: Float[Tensor, "prompt member decision feature"],
+        estimates: Float[Tensor, "prompt member decision"],
+        experience: Experience,
+    ) -> None:
+        """AdamW on the mean squared error; its moments continue from the last iteration."""
+        final = experience.values[..., -1:]
+        base = estimates if self.base == "tweedie" else torch.zeros_like(estimates)
+        rows = features.isfinite().all(-1) & (final - base).isfinite()
+        inputs, targets = features[rows], (final - base)[rows]
+        if not len(inputs):
+            return
+        if not self.memory:
+            # features keep the scale of the first iteration
+            scale = inputs.std(0, unbiased=False).clamp(min=1e-3)
+            self.memory = {"mean": inputs.mean(0), "scale": scale, "fits": torch.zeros(())}
+        network = self._network(self.memory)
+        optimizer = torch.optim.AdamW(network.parameters(), self.learning_rate)
+        named = dict(network.named_parameters())
+        if f"step.{next(iter(named))}" in self.memory:
+            for name, parameter in named.items():
+                optimizer.state[parameter] = {
+                    key: self.memory[f"{key}.{name}"].clone() for key in MOMENTS
+                }
+        fits = int(self.memory["fits"])
+        generator = torch.Generator().manual_seed(self.seed + fits)
+        inputs = self._scaled(inputs)
+        with torch.enable_grad():
+            for _ in range(self.passes):
+                for rows in torch.randperm(len(inputs), generator=generator).split(ROWS):
+                    optimizer.zero_grad()
+                    error = network(inputs[rows]).squeeze(-1) - targets[rows]
+                    error.square().mean().backward()
+                    optimizer.step()
+        self.memory["fits"] = torch.tensor(float(fits + 1))
+        for name, parameter in named.items():
+            self.memory[f"weight.{name}"] = parameter.detach()
+            for key in MOMENTS:
+                self.memory[f"{key}.{name}"] = optimizer.state[parameter][key]
+
+    def _scaled(self, features: Tensor) -> Tensor:
+        return (features - self.memory["mean"]) / self.memory["scale"]
+
+    def _network(self, memory: Mapping[str, Tensor]) -> nn.Module:
+        """f with the weights of `memory`; without them 0, from the seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            network = nn.Sequential(
+                nn.Linear(len(memory["mean"]), self.width),
+                nn.SiLU(),
+                nn.Linear(self.width, self.width),
+                nn.SiLU(),
+                nn.Linear(self.width, 1),
+            )
+        nn.init.zeros_(network[-1].weight)  # pyright: ignore[reportArgumentType]
+        nn.init.zeros_(network[-1].bias)  # pyright: ignore[reportArgumentType]
+        prefix = "weight."
+        weights = {k.removeprefix(prefix): v for k, v in memory.items() if k.startswith(prefix)}
+        if weights:
+            network.load_state_dict(weights)
+        return network
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Weights, moments, the scale of the features, and the number of fits; empty at first."""
+        return dict(self.memory)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `state_dict`."""
+        self.memory = {name: tensor.clone() for name, tensor in state.items()}

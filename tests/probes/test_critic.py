@@ -1,0 +1,121 @@
+"""Critics: what they read, what they learn, and that no value depends on the rewards of its own
+iteration.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from flowrl_testing import TINY, tiny_flux_policy, tiny_qwen_image_policy, tiny_sd3_policy
+from small_run import BASE, trainer_of
+from torch.testing import assert_close
+
+from flowrl.core.errors import ConfigError, ProbeError
+from flowrl.core.experience import Decisions
+from flowrl.core.types import Prompt
+from flowrl.credit import CalibratedGain, example
+from flowrl.probes import Critic, NoProbe, Probing, ValueProbe
+from flowrl.rollout import Groups, rollout
+from flowrl.samplers import FlowSDE
+
+PROMPTS = [Prompt("a"), Prompt("b c")]
+
+
+class Hidden(ValueProbe):
+    """The hidden states themselves as features."""
+
+    reads_hidden = True
+
+    def features(self, run: Probing):
+        paths = run.trajectories.tree.paths[:, run.nodes]
+        assert run.hidden is not None
+        return run.hidden[:, paths]
+
+    def predict(self, features, estimates):
+        return features.sum(-1)
+
+
+@pytest.mark.parametrize("make", [tiny_sd3_policy, tiny_flux_policy])
+@pytest.mark.parametrize("gradient", ["both", "prompt"])
+@pytest.mark.parametrize("size", [100, 3])
+def test_the_hidden_states_are_those_of_the_prompt_at_every_state(make, gradient, size):
+    """Also with guidance, in calls of any size; recomputed without guidance, state by state."""
+    policy = make(replace(TINY, guidance_scale=3.0, guidance_gradient=gradient))
+    generator, groups = torch.Generator().manual_seed(0), Groups(2, 2, True)
+    noise, condition = groups.noise(policy.latent_shape, generator), policy.encode(PROMPTS)
+    result = rollout(
+        policy, FlowSDE(0.7), policy.schedule(3), condition, noise, generator, groups, Hidden(),
+        max_batch=size,
+    )  # fmt: skip
+    seen = list[torch.Tensor]()
+    hook = policy.hidden_layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    path = result.trajectories
+    with torch.no_grad(), policy.guided(1.0):
+        for place, node in enumerate(result.nodes):
+            timestep = path.schedule.network_timesteps[node].expand(4)
+            policy.velocity(path.at(node), timestep, condition.repeat(2))
+            expected = seen.pop().float().mean(1).unflatten(0, (2, 2))
+            assert_close(result.features[:, :, place], expected, atol=1e-4, rtol=1e-4)
+    hook.remove()
+
+
+def test_no_value_depends_on_the_rewards_of_its_own_iteration():
+    """The first iteration has the base's values; the fit after it changes the next ones only."""
+    trainers = [
+        trainer_of(BASE.replace(credit=f"calibrated-gain(probe={probe!r})"))
+        for probe in ("critic", "tweedie")
+    ]
+    first = [trainer.iteration().experience.values for trainer in trainers]
+    assert torch.equal(*first)
+    critic = trainers[0].method.credit.probe
+    before, run = critic.state_dict()["fits"], trainers[0].iteration().experience
+    assert float(before) == 1 and float(critic.state_dict()["fits"]) == 2
+    assert run.values[..., :-1].isfinite().all()
+
+
+def test_a_critic_learns_what_its_features_say():
+    """R = x_0 + a base that is wrong by 3 and a sample's own noise: the error falls to the noise."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(16, 12, 5, 3, generator=generator)
+    noise = 0.1 * torch.randn(16, 12, generator=generator)
+    base = torch.randn(16, 12, 1, generator=generator).expand(-1, -1, 5)
+    values = torch.cat([base, (base[..., 0] + 3 + noise)[..., None]], -1)
+    values[..., -1] += features[:, :, 0, 0]
+    features[..., 0] = features[:, :, :1, 0]
+    critic = Critic(learning_rate=1e-2)
+    for _ in range(20):
+        critic.fit(features, base, example(values, NoProbe(), Decisions.like(values)))
+    values[0, 0] = torch.nan  # an invalid sample is left out
+    critic.fit(features, base, replace(example(values, NoProbe()), values=values))
+    error = (critic.predict(features, base) - values[..., -1:])[1:]
+    assert 0.08 < float(error.square().mean().sqrt()) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("make", "reads", "words"),
+    [
+        (tiny_qwen_image_policy, "hidden", "one with a hidden_layer, which the probe reads"),
+        (tiny_sd3_policy, "state", "hidden: this policy's embeddings are no numbers"),
+    ],
+)
+def test_a_policy_that_lacks_what_the_critic_reads_is_refused(make, reads, words):
+    policy, groups = make(), Groups(2, 2)
+    generator = torch.Generator().manual_seed(0)
+    noise, condition = groups.noise(policy.latent_shape, generator), policy.encode(PROMPTS)
+    grid, sampler, critic = policy.schedule(2), FlowSDE(0.7), Critic(reads=reads)
+    with pytest.raises(ConfigError, match=words):
+        rollout(policy, sampler, grid, condition, noise, generator, groups, critic)
+
+
+@pytest.mark.parametrize("fault", ["features", "predict"])
+def test_faults_of_a_value_probe_are_named(fault):
+    class Faulty(Hidden):
+        pass
+
+    setattr(Faulty, fault, lambda self, *given: torch.full((1,), torch.nan))
+    rule = CalibratedGain(probe=Faulty())
+    trainer = trainer_of(BASE)
+    trainer.method = replace(trainer.method, credit=rule)
+    trainer.collector.probe = rule.probe
+    with pytest.raises(ProbeError, match=rf"Faulty\.{fault}"):
+        trainer.iteration()
