@@ -82,8 +82,9 @@ def test_budgets_by_hand_of_new_and_older_lines():
     assert spent(line, "forwards")[-1] == nfe + 3 * gradient
     seconds = 2 * nfe * SD35["forward"] + 2 * gradient * SD35["gradient"]
     seconds += 6 * (SD35["decode"] + PICKSCORE)
-    assert spent({**line, **IMAGES}, "stated seconds")[-1] == pytest.approx(seconds / RATE)
-    assert spent(line, "stated seconds")[-1] == row["seconds"]  # the 2-D world as it is
+    assert spent(line, "stated seconds")[-1] == pytest.approx(seconds / RATE)
+    assert spent({**line, **IMAGES}, "world seconds")[-1] == pytest.approx(seconds / RATE)
+    assert spent(line, "world seconds")[-1] == row["seconds"]  # the 2-D world as it is
     for weight, share in ((0.0, 1.0), (0.1, 0.5)):
         older = {**line, "config": small_run(kl_weight=weight).as_dict()}
         older["curve"] = [row[: CURVE.index("probe_nfe")] for row in line["curve"]]

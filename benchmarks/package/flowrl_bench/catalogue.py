@@ -47,7 +47,7 @@ _STEPWISE_CLAIMS = (
         Compare("stepwise", "uniform", "reward at equal forwards"),
         tuple(
             Compare("stepwise", "uniform", measure)
-            for measure in ("forwards", "reward at equal stated seconds", "stated seconds")
+            for measure in ("forwards", "reward at equal world seconds", "world seconds")
         ),
         expects=BETTER,
         tasks=TASKS["shapes"],

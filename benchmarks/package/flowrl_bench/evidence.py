@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from flowrl_compare.costs import COUNTS, STATED, prices_of
+from flowrl_compare.costs import COUNTS, STATED, STATED_NAME, prices_of
 from flowrl_compare.statistics import Values, collapsed
 
 from flowrl.core.errors import ConfigError, FlowrlError
@@ -87,8 +87,9 @@ def gradient_share(settings: str) -> float:
 
 def spent(line: Line, axis: str) -> list[float]:
     """The budget at each evaluation: updates (iterations), forwards (forward equivalents by
-    `flowrl_compare.costs`), seconds (of the processor), stated seconds (of the stated model; in the
-    2-D world those of the processor), or nfe (evaluations of the network, all alike).
+    `flowrl_compare.costs`), seconds (of the processor), stated seconds (of the stated model), world
+    seconds (in the 2-D world the processor's, else the stated model's), or nfe (evaluations of the
+    network, all alike).
     """
     if axis == "updates":
         return column(line, "iteration")
@@ -96,11 +97,9 @@ def spent(line: Line, axis: str) -> list[float]:
         return [a + b for a, b in zip(column(line, "nfe"), column(line, "train_nfe"), strict=True)]
     config = line.get("config", {})
     in_2d = config.get("environment", {}).get("world", "mixture") == "mixture"
-    if axis == "seconds" or (axis == "stated seconds" and in_2d):
+    if axis == "seconds" or (axis == "world seconds" and in_2d):
         return column(line, "seconds")
-    prices, unit = (
-        (STATED, STATED.seconds) if axis == "stated seconds" else (prices_of(config), 1.0)
-    )
+    prices, unit = (prices_of(config), 1.0) if axis == "forwards" else (STATED, STATED.seconds)
     return [unit * prices.parts(row).total for row in counts(line)]
 
 
@@ -194,7 +193,8 @@ AXES = {
     "nfe": "NFE",
     "forwards": "forward equivalents",
     "seconds": "seconds",
-    "stated seconds": "seconds of the stated model",
+    "stated seconds": f"seconds of {STATED_NAME}",
+    "world seconds": "seconds of the stated model",
 }
 """Budgets by name, in words."""
 

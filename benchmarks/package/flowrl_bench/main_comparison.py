@@ -25,7 +25,7 @@ from flowrl_bench.verdicts import (
 BUDGETS = {
     "per update": "area",
     "per evaluation": "reward at equal forwards",
-    "per second": "reward at equal stated seconds",
+    "per second": "reward at equal world seconds",
 }
 """The measure of the lead at equal budgets."""
 SECONDS = {"mixture": "processor second", "shapes": f"{STATED_NAME} second"}
