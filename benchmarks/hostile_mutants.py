@@ -447,7 +447,34 @@ RULES = {
         "    def assign",
         "    state_dict = {}\n    load_state_dict = {}\n    def assign",
     ),
+    "state is a number later": (
+        "    def assign",
+        "    calls = 0\n    def state_dict(self):\n        X.calls += 1\n"
+        "        return {} if X.calls < 3 else {'a': 1.0}\n"
+        "    def load_state_dict(self, s):\n        pass\n    def assign",
+    ),
     "metrics is no function": ("    def assign", "    metrics = {'a': 1}\n    def assign"),
+    "metrics are a text": (
+        "    def assign",
+        "    def metrics(self):\n        return 'a'\n    def assign",
+    ),
+    "metrics are a number": (
+        "    def assign",
+        "    def metrics(self):\n        return 0.5\n    def assign",
+    ),
+    "a metric is a text": (
+        "    def assign",
+        "    def metrics(self):\n        return {'a': '0.5'}\n    def assign",
+    ),
+    "a metric is a vector": (
+        "    def assign",
+        "    def metrics(self):\n        return {'a': torch.ones(2)}\n    def assign",
+    ),
+    "metrics change their names": (
+        "    def assign",
+        "    calls = 0\n    def metrics(self):\n        X.calls += 1\n"
+        "        return {f'a{X.calls}': 1.0}\n    def assign",
+    ),
     "constructor needs values": (
         "    probe = NoProbe()",
         "    probe = NoProbe()\n    def __init__(self, a): pass",

@@ -208,7 +208,7 @@ def new_folder(
             # of `write_bytes`, by a killed process
             halves = {name for name in before if re.fullmatch(r".+\.\d+\.tmp", name)}
             is_ours = not before - {LOCK, f"{LOCK}.json"} - halves or made(folder)
-            need = f"a new folder, or one of a {kind} of flowrl; this one contains other files"
+            need = f"a new folder, or an earlier {kind}; this one contains other files"
             require(is_ours, "out", str(folder), need)
             try:
                 yield

@@ -15,20 +15,22 @@ from typing import Any, Protocol, get_type_hints
 
 import pytest
 import torch
+from flowrl_compare.comparison import CompareConfig
 from pydantic import BaseModel
 from small_run import MIXTURE, flowrl_
 
 import flowrl.core.types as types
 from flowrl.core.calls import CHECKS_ON
 from flowrl.core.errors import OWN_PACKAGES, ConfigError, CreditError, FlowrlError, PartError
-from flowrl.core.types import part_call, watched_calls
-from flowrl.io import folder_lock
+from flowrl.core.types import Prompt, part_call, state_of, watched_calls
+from flowrl.io import folder_lock, write_json
 from flowrl.parts.registry import KINDS, build, check_part, find_maker
 from flowrl.parts.specs import Spec
 from flowrl.probes import Completion, NoProbe
 from flowrl.reading import read_bytes
 from flowrl.training.build import unread
 from flowrl.training.config import preset
+from flowrl.training.run import Run
 
 ROOT = Path(__file__).parent.parent
 WRONG = object()
@@ -219,6 +221,55 @@ def test_mistakes_of_authors_are_named_when_the_part_is_built(kind, members, mes
         check_part(kind, type("Wrong", (base,), members)())
 
 
+STATES = """
+from flowrl.credit import Uniform
+class Rule(Uniform):
+    calls = 0
+    def state_dict(self):
+        Rule.calls += 1
+        return {"mean": 1.0} if Rule.calls > 3 else {}
+    def load_state_dict(self, state):
+        pass
+"""
+
+
+def test_a_state_that_changes_its_type_is_named_in_that_iteration(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(STATES)
+    config = TINY.replace(iterations=9, checkpoint_every=9, credit=f"{tmp_path}/my.py:Rule")
+    need = r"credit: Rule\.state_dict\(\) = {'mean': 1\.0} is not allowed; allowed: a dictionary of"
+    with pytest.raises(PartError, match=need):
+        Run(config, tmp_path / "run", trial=False).execute()
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) < 5
+
+
+def test_a_saved_state_is_a_copy() -> None:
+    memory = torch.zeros(2)
+    part = type("Remembers", (), {"state_dict": lambda self: {"memory": memory}})()
+    state = state_of("credit: Remembers", part)
+    memory.add_(1)
+    assert state["memory"].tolist() == [0, 0]
+
+
+def test_a_prompt_has_no_nul(tmp_path: Path, capsys) -> None:
+    with pytest.raises(ConfigError, match=r"prompt = 'a\\x00b' is not allowed; .*without NUL"):
+        Prompt("a\0b")
+    for name, text in (("a.txt", "a\0b\n"), ("a.jsonl", '{"prompt": "a\\u0000b"}\n')):
+        (tmp_path / name).write_text(text)
+        assert flowrl_(f"prompts check --file {tmp_path / name}") == 2
+        error = capsys.readouterr().err
+        assert f"{name}, line 1 " in error and "without NUL" in error
+
+
+def test_terminal_codes_and_wide_tables(tmp_path: Path, capsys) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a cat", "tag": "\\u001b[31mred"}\n')
+    assert flowrl_(f"prompts check --file {tmp_path}/p.jsonl") == 0
+    assert r"\x1b[31mred" in (shown := capsys.readouterr().out) and "\x1b" not in shown
+    lines = [",".join(f"value_{k}" for k in range(1001)), *(["0," * 1000 + "1"] * 2)]
+    (tmp_path / "wide.csv").write_text("\n".join(lines))
+    assert flowrl_(f"explain uniform --rewards {tmp_path}/wide.csv --out {tmp_path}/t.png") == 2
+    assert "columns = 1001 is not allowed; allowed: 1000" in capsys.readouterr().err
+
+
 def test_what_a_call_of_a_part_breaks_is_named(capfd) -> None:
     values = torch.zeros(2)
 
@@ -286,18 +337,36 @@ def test_an_option_that_nothing_reads_is_refused(tmp_path: Path, capsys) -> None
     assert "Note: clip_range has no effect on b" in capsys.readouterr().out
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> dict[str, Path]:
+    """The settings of a run and of a comparison by command."""
+    folder = tmp_path_factory.mktemp("begun")
+    arms = {"base": {}, "soft": {"clip_range": 0.1}}
+    contents = {"train": TINY.as_dict(), "compare": CompareConfig(TINY, arms, (0,)).as_dict()}
+    for name, values in contents.items():
+        write_json(folder / name / "config.json", values)
+    return {name: folder / name for name in contents}
+
+
+@pytest.mark.parametrize("mode", ["--resume {}", "--config {}/config.json"])
 @pytest.mark.parametrize("command", ["train", "compare"])
 @pytest.mark.parametrize(
     ("option", "named"),
     [
-        ("--iterations 9", "--iterations"),
-        ("--world mixture", "--world"),
-        ("--method awm", "--method"),
-        ("--out new", "out = "),
+        ("--iterations 9", "iterations = 9 "),
+        ("--num-steps 10", "num_steps = 10 is not allowed; allowed: 4 or left out"),  # the default
+        ("--world shapes", "world = 'shapes' "),
+        ("--kl-weight 0.1 --kl-weight 0.2", "kl_weight = 0.2 "),
+        ("--preset tiny", "preset = 'tiny' "),
     ],
 )
-def test_a_run_that_goes_on_keeps_its_settings(command, option, named, tmp_path, capsys) -> None:
-    if (command, named) == ("compare", "--method"):
-        option, named = "--arm a:", "arm = "
-    assert flowrl_(f"{command} --resume {tmp_path} {option}") == 2
-    assert named in capsys.readouterr().err
+def test_a_run_that_goes_on_keeps_its_settings(mode, command, option, named, begun, capsys) -> None:
+    assert flowrl_(f"{command} {mode.format(begun[command])} {option}") == 2
+    error = capsys.readouterr().err
+    assert named in error and error.count("\n") == 1
+
+
+def test_a_comparison_that_goes_on_keeps_its_arms(begun, capsys) -> None:
+    for option in ("--arm a:", "--seeds 3", "--credit uniform"):
+        assert flowrl_(f"compare --resume {begun['compare']} {option}") == 2
+        assert "left out with --resume, which has it" in capsys.readouterr().err

@@ -3,6 +3,7 @@ start leaves nothing.
 """
 
 import json
+import shutil
 from contextlib import suppress
 
 import pytest
@@ -74,6 +75,23 @@ def test_nothing_of_others_is_written_over(command, taken, made, monkeypatch, ca
     assert error.startswith("flowrl: error: ") and error.count("\n") == 1
     assert taken.split("/")[0][:20] in error
     assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
+
+
+def test_an_evaluation_of_others_is_not_written_over(made, tmp_path, capsys):
+    """In the default folder, which is inside the run."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(made / "run", run, ignore=shutil.ignore_patterns("evaluation"))
+    for folder in (other, run / "evaluation"):
+        folder.mkdir()
+        (folder / "evaluation.json").write_text('{"mine": 1}')
+    assert flowrl_(f"evaluate --weights {run} --limit 1 --num-steps 1") == 2
+    assert "evaluation' is not allowed; allowed: a new folder, or" in capsys.readouterr().err
+    assert (run / "evaluation" / "evaluation.json").read_text() == '{"mine": 1}'
+    shutil.rmtree(run / "evaluation")
+    (run / "evaluation").symlink_to(other)
+    assert flowrl_(f"evaluate --weights {run} --limit 1 --num-steps 1") == 2
+    assert "evaluation is a link" in capsys.readouterr().err
+    assert (other / "evaluation.json").read_text() == '{"mine": 1}' and len([*other.iterdir()]) == 1
 
 
 def test_what_the_same_command_has_made_is_replaced(made, tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from typing import Annotated, Any, cast, get_args
 import tyro
 
 from flowrl.core.errors import require
-from flowrl.parts.settings import fields_of, flat, groups_of
+from flowrl.parts.settings import fields_of, flat, groups_of, owners
 from flowrl.training.config import RunConfig, preset
 
 Base = tyro.conf.Suppress[tyro.conf.Fixed[RunConfig]]
@@ -111,23 +111,48 @@ def changes(options: Any, base: RunConfig) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value != values[name]}
 
 
+def early(arguments: Sequence[str], *names: str) -> dict[str, str]:
+    """The options `names` that are given, read before all others."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in names:
+        parser.add_argument(f"--{name}")
+    try:
+        given = vars(parser.parse_known_args(arguments)[0])
+    except argparse.ArgumentError:  # an option without its value: the command's own parser says so
+        return {}
+    return {name: text for name, text in given.items() if text is not None}
+
+
 def base_of(arguments: Sequence[str]) -> RunConfig:
     """The run that the options start from: that of `--preset`, `--settings`, `--world`, `--model`
     and `--method`, read before all other options. With `--plan`, it is that of a machine with a
     GPU.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--preset", default="default")
-    for name in ("settings", "world", "model", "method"):
-        parser.add_argument(f"--{name}")
-    try:
-        given = vars(parser.parse_known_args(arguments)[0])
-    except argparse.ArgumentError:  # an option without its value: the command's own parser says so
-        return RunConfig()
-    start = preset(given.pop("preset"), "--trust" in arguments)
-    published = given.pop("settings") == "published"
+    given = early(arguments, "preset", "settings", "world", "model", "method")
+    start = preset(given.pop("preset", "default"), "--trust" in arguments)
+    published = given.pop("settings", "") == "published"
     chosen = {name: value for name, value in given.items() if value}
     return start.apply(planned="--plan" in arguments, published=published, **chosen)
+
+
+def named_file(arguments: Sequence[str]) -> Path | None:
+    """The settings file that `--resume` or `--config` names, or None."""
+    given = early(arguments, "resume", "config")
+    if "resume" in given:
+        return config_of("resume", Path(given["resume"]))
+    return Path(given["config"]) if "config" in given else None
+
+
+def typed_settings(arguments: Sequence[str]) -> set[str]:
+    """The values of settings on the command line. Those that repeat a setting of the file that
+    `--resume` or `--config` names are the user's own words, and need no `--trust`.
+    """
+    option, known, values = "", owners(RunConfig), set[str]()
+    for word in arguments:
+        name, _, value = word.partition("=") if word.startswith("--") else (option, "", word)
+        option = name.removeprefix("--").replace("-", "_")
+        values |= {value} if option in known else set()
+    return values
 
 
 LONGEST_NAME = 120
@@ -149,15 +174,13 @@ def with_options(name: str, base: RunConfig, chosen: dict[str, Any], trust: bool
 
 
 def refuse_others(command: Any, mode: str, allowed: Sequence[str]) -> None:
-    """Raise `ConfigError` for an option or a setting that is given with the option `mode`, which
-    reads only the `allowed` ones.
+    """Raise `ConfigError` for an option that is given with the option `mode`, which reads only the
+    `allowed` ones, or for a setting other than that of the file which `mode` names.
     """
-    usual, base = base_of(()).flat(), command.base.flat()
-    settings = [name for name in ("world", "model", "method") if base[name] != usual[name]]
-    settings += changes(command.run, command.base)
-    given = ", ".join(f"--{setting.replace('_', '-')}" for setting in settings)
-    need = f"without {given}: the run keeps its settings; --preset FILE.yaml takes changes"
-    require(not settings, mode, str(getattr(command, mode)), need)
+    kept = command.base.flat()
+    for name, value in changes(command.run, command.base).items():
+        need = f"{kept[name]!r} or left out: {getattr(command, mode)} keeps its settings"
+        require(False, name, value, f"{need}; a new run may differ (--preset CONFIG.yaml)")
     for item in dataclasses.fields(command):
         value = getattr(command, item.name)
         made = item.default_factory

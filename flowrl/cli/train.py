@@ -17,12 +17,13 @@ from flowrl.cli.options import (
     Base,
     base_of,
     changes,
-    config_of,
+    named_file,
     options_class,
     options_with,
     refuse_others,
     rule_name,
     run_name,
+    typed_settings,
     with_options,
 )
 from flowrl.cli.terminal import fitted
@@ -135,8 +136,14 @@ class Train:
 
     @staticmethod
     def defaults(arguments: Sequence[str]) -> "Train":
-        """The options start from the settings of the chosen preset, world or model."""
-        base = base_of(arguments)
+        """The options start from the settings of the chosen preset, world or model, or from those
+        of the run that is resumed or repeated.
+        """
+        if file := named_file(arguments):
+            trust, planned = "--trust" in arguments, "--plan" in arguments
+            base = load_config(file, trust, planned).in_own_words(*typed_settings(arguments))
+        else:
+            base = base_of(arguments)
         return Train(run=options_with(TrainOptions, base), base=base)
 
     def configuration(self) -> RunConfig:
@@ -145,11 +152,10 @@ class Train:
         """
         from flowrl.training.build import require_read
 
-        if source := self.resume or self.config:
+        if self.resume or self.config:
             mode = "resume" if self.resume else "config"
             refuse_others(self, mode, READ[mode])
-            path = config_of("resume", source) if self.resume else source
-            return load_config(path, self.trust, planned=self.plan)
+            return self.base
         chosen = changes(self.run, self.base)
         if "credit" in chosen:
             chosen.setdefault("method", rule_name(chosen["credit"]))
@@ -186,7 +192,7 @@ class Train:
         from flowrl.training.checkpoint import to_resume
         from flowrl.training.run import Run
 
-        name = run_name(config, config if self.config else self.base)
+        name = run_name(config, self.base)
         out = self.resume or self.out or Path("runs") / time.strftime(f"{name}-%Y%m%d-%H%M%S")
         device_of(config.policy.device)
         if config.policy.device == "cpu":

@@ -457,8 +457,9 @@ class Observer(Protocol):
     exception is a warning, once per observer, unless the setting `strict` is true.
 
     Credit rules, losses, rewards and samplers may have metrics of their own without an observer: an
-    optional method `metrics()` returns numbers by name. It is called in the main process after each
-    iteration, and the numbers are called KIND/NAME in metrics.jsonl, as in credit/baseline.
+    optional method `metrics()` returns numbers by name, the same names in every iteration. It is
+    called in the main process after each iteration, and the numbers are called KIND/NAME in
+    metrics.jsonl, as in credit/baseline.
     """
 
     @property

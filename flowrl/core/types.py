@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowrl.core.errors import FlowrlError, part_errors, require
+from flowrl.core.errors import FlowrlError, PartError, part_errors, require
 from flowrl.core.prompt import Prompt as Prompt
 from flowrl.core.tree import Tree
 
@@ -92,6 +92,22 @@ def part_call(call: str, error: type[FlowrlError], *inputs: Tensor) -> Iterator[
         torch.set_default_dtype(modes[0])
         torch.set_grad_enabled(modes[1])
         raise error(f"{call} changed torch's default dtype or gradient mode; restore them")
+
+
+def state_of(name: str, part: Any, error: type[FlowrlError] = PartError) -> dict[str, Tensor]:
+    """Copies of the memory of a part with `state_dict`. A part may return something else than
+    tensors only after some iterations: then `error` has its `name`.
+    """
+    with part_call(f"{type(part).__name__}.state_dict", error):
+        state = part.state_dict()
+    wrong = state
+    if isinstance(state, Mapping):
+        fits = {key: isinstance(key, str) and isinstance(state[key], Tensor) for key in state}
+        if all(fits.values()):
+            return {key: tensor.detach().cpu().clone() for key, tensor in state.items()}
+        wrong = {key: state[key] for key in state if not fits[key]}
+    text = f"{name}.state_dict() = {wrong!r:.200} is not allowed"
+    raise error(f"{text}; allowed: a dictionary of tensors by name")
 
 
 _calls: dict[object, tuple[str, float]] = {}

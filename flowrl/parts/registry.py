@@ -53,6 +53,7 @@ options, also if its constructor builds them by itself.
 CODE = "code, which would run"
 NAMES_CODE = re.compile(r":|\.py[co]?$")
 """In the name of a part: only the names of built-in parts and of plug-ins have neither."""
+FILE = re.compile(r"\.py[co]?:")
 PICKLED = re.compile(r"\.(bin|ckpt|pickle|pkl|pt|pth)\b")
 
 
@@ -191,10 +192,9 @@ def check_part(kind: str, part: Any, name: str = "") -> None:
     if kind != "credit":
         return
     if states:
-        state = part.state_dict()
-        tensor = sys.modules["torch"].Tensor
-        fits = isinstance(state, Mapping) and all(isinstance(v, tensor) for v in state.values())
-        require(fits, f"{name}.state_dict()", state, "a dictionary of tensors by name")
+        from flowrl.core.types import state_of  # here, since lists of parts do without torch
+
+        state_of(name, part, ConfigError)
     is_probe = isinstance(part.probe, KINDS["probe"].protocol_types())
     need = "an instance of a class derived from flowrl.probes.Probe, such as NoProbe()"
     require(is_probe, f"{name}.probe", part.probe, need)
@@ -334,6 +334,8 @@ def risk(kind: str, spec: Spec) -> str:
             return f"an address for a connection ({content})"
         if PICKLED.search(content):
             return f"a pickled file ({content})"
+        if FILE.search(content):  # also as a key, or of an option that contains no part
+            return f"{CODE} ({content})"
     point = None if spec.name in entry.built_in else plugin(entry.group, spec.name, kind)
     if point is None:
         return ""

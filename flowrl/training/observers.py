@@ -20,7 +20,7 @@ from flowrl.core.errors import PartError, is_disk_error, require
 from flowrl.core.experience import FIELDS, LARGER, Actions, Record
 from flowrl.core.options import Fraction, NonNegative, Whole, checked_options
 from flowrl.core.protocols import Observer, Stateful
-from flowrl.core.types import part_call
+from flowrl.core.types import part_call, state_of
 from flowrl.distributed import Distributed
 from flowrl.io import write_bytes
 from flowrl.parts.registry import build
@@ -145,11 +145,39 @@ def _tensors(record: Record) -> bytes:
 class _PartMetrics:
     """The optional `metrics` of a part as an observer."""
 
+    kind: str
     part: Any
     fields = ()
 
+    @property
+    def call(self) -> str:
+        return f"{self.kind}: {type(self.part).__name__}.metrics()"
+
     def observe(self, record: Record) -> Actions:
-        return Actions(metrics=self.part.metrics())
+        with part_call(f"{type(self.part).__name__}.metrics", PartError):
+            metrics = self.part.metrics()
+        return Actions(metrics=_numbers(self.call, metrics))
+
+
+class MetricsError(PartError):
+    """Metrics of a part that are no numbers by name, or have other names than before."""
+
+
+def _numbers(call: str, metrics: Any) -> dict[str, float]:
+    """Metrics as numbers by name. Raises `MetricsError`, which names the `call`, for others."""
+    need = "allowed: a dictionary of numbers by name"
+    if not isinstance(metrics, Mapping):
+        raise MetricsError(f"{call} = {metrics!r:.200} is not allowed; {need}")
+    numbers = dict[str, float]()
+    for name, value in metrics.items():
+        fits = isinstance(name, str) and not isinstance(value, str | bytes)  # float() reads texts
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            fits = False
+        if not fits:
+            raise MetricsError(f"{call}: {name!r:.100} = {value!r:.100} is not allowed; {need}")
+    return numbers
 
 
 class Observers:
@@ -163,6 +191,7 @@ class Observers:
     ) -> None:
         self.config, self.folder, self.distributed = config.logging, folder, distributed
         self.named: dict[str, Observer] = {}
+        self._names: dict[str, set[str]] = {}
         with distributed.shared_errors():
             if distributed.is_main:
                 if every := self.config.save_experience:
@@ -203,14 +232,15 @@ class Observers:
             first that stops the run.
 
         Raises:
-            PartError: an observer raised an exception, and `strict` is set.
+            PartError: an observer raised an exception, and `strict` is set; or the `metrics` of a
+                part are no numbers by name, or have other names than before.
         """
         known = dict(vars(iteration.experience), metrics=row, history=rows)
         known |= {"advantages": iteration.credit.advantages, "weights": iteration.weights}
         parts = {kind: getattr(trainer.method, kind) for kind in ("credit", "loss", "sampler")}
         parts["reward"] = trainer.reward
         called: dict[str, Any] = {
-            kind: _PartMetrics(part)
+            kind: _PartMetrics(kind, part)
             for kind, part in parts.items()
             if callable(getattr(part, "metrics", None))
         }
@@ -219,14 +249,16 @@ class Observers:
         entries: dict[str, Any] = {"warnings": []}
         with self.distributed.shared_errors():
             for name, observer in called.items() if self.distributed.is_main else ():
-                kind = name
+                kind, is_part = name, isinstance(observer, _PartMetrics)
                 try:
                     actions = _call(observer, known)
-                    numbers = {key: float(value) for key, value in actions.metrics.items()}
+                    numbers = _numbers("its metrics", actions.metrics)
+                    if is_part:
+                        self._require_same_names(observer.call, numbers)
                 except (Exception, SystemExit) as error:
-                    if is_disk_error(error):
+                    if is_disk_error(error) or (is_part and isinstance(error, MetricsError)):
                         raise
-                    text = f"observer {name}: {error}"
+                    text = f"{name}: {error}" if is_part else f"observer {name}: {error}"
                     if self.config.strict:
                         raise PartError(text) from error
                     kind, numbers = f"{name} failed", {}
@@ -242,21 +274,28 @@ class Observers:
                     entries.setdefault("stopped", f"{name}: {actions.stop}")
         return self.distributed.gather(entries)[0]
 
+    def _require_same_names(self, call: str, numbers: Mapping[str, float]) -> None:
+        """Raise `MetricsError` if the names differ from those of the first iteration."""
+        names = self._names.setdefault(call, {*numbers})
+        if names != {*numbers}:
+            text = f"{call} has the names {sorted(numbers)} now, and {sorted(names)} before"
+            raise MetricsError(f"{text}; allowed: the same in every iteration (NaN for no value)")
+
     def state(self) -> dict[str, Tensor]:
         """The state of the observers with memory, by name, for a checkpoint."""
         state: dict[str, Tensor] = {}
         for name, observer in self.named.items():
             if isinstance(observer, Stateful):
-                state |= prefixed(f"observer/{name}/", observer.state_dict())
-        # copies: an observer may go on writing to its tensors
-        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+                state |= prefixed(f"observer/{name}/", state_of(f"observer: {name}", observer))
+        return state
 
     def restore(self, tensors: Mapping[str, Tensor], iteration: int) -> None:
         """Continue from the `tensors` of the checkpoint of `iteration`, in the main process."""
         for name, observer in self.named.items():
             state = without_prefix(f"observer/{name}/", tensors)
             if isinstance(observer, Stateful) and state:
-                observer.load_state_dict(state)
+                with part_call(f"{type(observer).__name__}.load_state_dict", PartError):
+                    observer.load_state_dict(state)
         for path in (self.folder / "experience").glob("[0-9]*.*"):
             if int(path.stem) > iteration:  # will be computed again
                 path.unlink()

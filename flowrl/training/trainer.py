@@ -12,10 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import PartError
 from flowrl.core.experience import Credit, Decisions, Experience
 from flowrl.core.forward import Guidance
 from flowrl.core.protocols import AnyReward, AnySampler, FlowPolicy, ForwardLoss, Sampler, Stateful
-from flowrl.core.types import Condition, Prompt
+from flowrl.core.types import Condition, Prompt, part_call, state_of
 from flowrl.credit import credit_of, read_columns
 from flowrl.distributed import Distributed
 from flowrl.methods import Method, check_one_advantage
@@ -438,9 +439,8 @@ class Trainer:
             "prompts.generator": self.prompts.generator.get_state(),
         }
         for prefix, part in self.with_memory.items():
-            # copies: the part may go on writing to its tensors
-            memory = part.state_dict().items()
-            tensors |= prefixed(prefix, {name: tensor.clone() for name, tensor in memory})
+            name = f"{prefix.removesuffix('.')}: {type(part).__name__}"
+            tensors |= prefixed(prefix, state_of(name, part))
         values = {
             "done": self.done,
             "order": list(self.prompts.order),
@@ -462,7 +462,8 @@ class Trainer:
         tensors, values = self.distributed.gather((small, checkpoint.values))[0]
         self.copies.restore(checkpoint.tensors, values, self.distributed)
         for prefix, part in self.with_memory.items():
-            part.load_state_dict(without_prefix(prefix, tensors))
+            with part_call(f"{type(part).__name__}.load_state_dict", PartError):
+                part.load_state_dict(without_prefix(prefix, tensors))
         self.scaler.load_state_dict(values["loss_scale"])
         self.generator.set_state(tensors["generator"])
         self.prompts.generator.set_state(tensors["prompts.generator"])

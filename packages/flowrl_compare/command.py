@@ -18,10 +18,12 @@ from flowrl.cli.options import (
     base_of,
     changes,
     config_of,
+    named_file,
     options_class,
     options_with,
     refuse_others,
     typed_command,
+    typed_settings,
     with_options,
 )
 from flowrl.core.errors import require
@@ -116,9 +118,17 @@ class Compare:
 
     @staticmethod
     def defaults(arguments: Sequence[str]) -> "Compare":
-        """The options start from the settings of the chosen preset and world."""
+        """The options start from the settings of the chosen preset and world, or from those of the
+        comparison that is resumed or repeated.
+        """
         given = any(text.partition("=")[0] in ("--arm", "--arms") for text in arguments)
-        base = base_of(arguments)
+        if file := named_file(arguments):
+            from flowrl_compare.comparison import load_compare
+
+            run = load_compare(file, "--trust" in arguments).run
+            base = run.in_own_words(*typed_settings(arguments))
+        else:
+            base = base_of(arguments)
         return Compare(() if given else PAPERS, run=options_with(CompareOptions, base), base=base)
 
     def configuration(self) -> "CompareConfig":
@@ -132,7 +142,7 @@ class Compare:
         if self.config is not None:
             refuse_others(self, "config", ("out", "workers", "trust", "trial"))
             loaded = load_compare(self.config, self.trust)
-            return dataclasses.replace(loaded, command=typed_command())
+            return dataclasses.replace(loaded, run=self.base, command=typed_command())
         for name in self.methods:
             require(name in METHODS, "methods", name, ", ".join(METHODS))
         base, usual = self.base, self.base.flat()
@@ -179,7 +189,8 @@ class Compare:
             refuse_others(self, "resume", ("workers", "trust", "changed_code", "trial"))
         out = self.resume or self.out or Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
         if self.resume:
-            config = load_compare(config_of("resume", out), self.trust)
+            loaded = load_compare(config_of("resume", out), self.trust)
+            config = dataclasses.replace(loaded, run=self.base)
         else:
             config = self.configuration()
         runs = config.jobs().values()

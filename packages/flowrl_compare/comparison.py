@@ -19,7 +19,7 @@ from flowrl.methods import METHODS
 from flowrl.parts.plugins import versions
 from flowrl.parts.registry import build
 from flowrl.parts.sources import first_paragraph
-from flowrl.parts.trust import code_of
+from flowrl.parts.trust import code_of, trust_option
 from flowrl.probes import NoProbe
 from flowrl.reading import as_kind, load_document, reading
 from flowrl.training.build import check, make_method, make_world, method_parts, require_read, unread
@@ -332,7 +332,7 @@ def _compare(
     if failed and completed:
         label = run_label(arms[failed[0]], jobs[failed[0]].seed)
         has_code = any(code_of(jobs[name].flat(), jobs[name].trusts) for name in failed)
-        options = " --changed-code" if has_code else ""
+        options = trust_option(jobs[failed[0]].flat()) + " --changed-code" * has_code
         raise PartError(
             f"{len(failed)} of {len(jobs)} runs failed, and the others are complete. {label}:"
             f" {results[failed[0]]}. Correct the cause, then run the missing ones with:"

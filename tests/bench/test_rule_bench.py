@@ -183,7 +183,9 @@ class TestFolder:
         monkeypatch.setitem(rule_plan.LENGTH, "mixture", TINY)
         monkeypatch.setitem(SHORT, "mixture", TINY)
         monkeypatch.setattr(tune, "run_jobs", here)
-        monkeypatch.setattr("flowrl_bench.results_file.golden_run", lambda: (1.0,))  # else seconds
+        monkeypatch.setattr(
+            "flowrl_bench.results_file.golden_run", lambda: (1.0,) * 3
+        )  # else seconds
         self.made: list[str] = []
         self.most = 1000
 

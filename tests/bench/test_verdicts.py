@@ -91,6 +91,7 @@ def test_budgets_by_hand_of_new_and_older_lines():
         assert spent(older, "forwards")[-1] == nfe + gradient * (1 + 2 * share)
 
 
+<<<<<<< HEAD
 def test_an_arm_with_a_tenth_fewer_evaluations_is_found():
     """A planted fault: uniform credit whose iterations cost less. The cost differs and nothing
     else does.
@@ -109,6 +110,8 @@ def test_an_arm_with_a_tenth_fewer_evaluations_is_found():
     assert verdicts["forwards"].estimate.value == pytest.approx(0.9)
 
 
+=======
+>>>>>>> main
 def test_every_measure_reads_a_real_line():
     line = {**measure(small_run()), "samples": fake_line(SLOW)["samples"]}
     line["gains"] = [[0.2, 0.1, 0.1], [0.1, 0.1, 0.1]]

@@ -97,6 +97,8 @@ SPECS = {
     ),
     "own class": ("flowrl.io:FileLock(lock_file='{folder}/canary')", "flowrl.io:FileLock"),
     "own reward": ("win-rate(reward='flowrl.worlds.mixture:DirectionReward')", "DirectionReward"),
+    "key of a dictionary": ("weighted-sum(models={{'{folder}/evil.py:Evil': 1}})", "evil.py:Evil"),
+    "other option": ("ocr(confidence='{folder}/evil.pyc:Evil')", "evil.pyc:Evil"),
     "address": ("judge(url='http://127.0.0.1:9/v1', model='m')", "judge: an address"),
     "key": ("judge(model='m', key='AWS_SECRET_ACCESS_KEY')", "judge: a part that sends data"),
     "server": ("remote(url='http://127.0.0.1:9')", "remote: an address"),
@@ -249,13 +251,14 @@ def test_parts_of_packages_that_may_connect_need_trust(kind: str, monkeypatch) -
 
 
 def test_braces_of_an_arm_name_no_code(canary: Path, tmp_path: Path, capsys) -> None:
-    """`flowrl bench` fills in its knobs after the file was judged."""
+    """`flowrl bench` fills in its knobs after the file was judged, and leaves other braces."""
     colon = f"{{learning_rate.join.__doc__[{str.join.__doc__.index(':')}]}}"
     spec = f"{tmp_path}/evil.py{colon}Evil"
-    arms = {"arms": {"evil": {"credit": spec, "method": "mine"}}}
-    (tmp_path / "arms.yaml").write_text(json.dumps(arms))
-    assert flowrl_(f"bench rule --arms {tmp_path}/arms.yaml --quick --out {tmp_path}/new") == 2
-    assert "evil.py:Evil: code" in capsys.readouterr().err and not canary.exists()
+    for text, named in ((spec, "unknown credit rule"), ("uniform{nope}", "{nope}")):
+        arms = {"arms": {"evil": {"credit": text, "method": "mine"}}}
+        (tmp_path / "arms.yaml").write_text(json.dumps(arms))
+        assert flowrl_(f"bench rule --arms {tmp_path}/arms.yaml --quick --out {tmp_path}/new") == 2
+        assert named in capsys.readouterr().err and not canary.exists()
 
 
 def test_evaluating_with_another_reward_needs_no_trust_in_the_runs_own(
@@ -362,6 +365,29 @@ def test_a_module_of_our_own_needs_trust_only_in_a_file(tmp_path: Path) -> None:
     (out / "done.json").unlink()
     assert flowrl_(f"train --resume {out}") == 2
     assert flowrl_(f"train --resume {out} --trust") == 0
+
+
+@pytest.mark.parametrize(("setting", "name"), [("reward", "file"), ("observe", "file")])
+def test_a_repeated_setting_is_in_the_users_own_words(
+    setting: str, name: str, finished: Path, canary: Path, tmp_path: Path, capsys
+) -> None:
+    """Only the same text as the setting, and for that text alone."""
+    out, spec = tmp_path / "hostile", SPECS[name][0].format(folder=tmp_path)
+    run = write_hostile(finished, out, setting, spec)
+    for options in (f"train --resume {run}", f"compare --resume {out} --workers 1"):
+        name = f"--from {spec}" if "train" in options else ""  # which is no setting
+        for others in ("", f"--loss {spec}", f"--{setting} {spec}2", name):
+            assert flowrl_(f"{options} {others}") == 2 and not canary.exists()
+        capsys.readouterr()
+        assert flowrl_(f"{options} --{setting} {spec}") == 2
+        assert "is not a" in capsys.readouterr().err and canary.exists()
+        canary.unlink()
+    other = write_hostile(finished, tmp_path / "two", "loss", "evil_module:Evil")
+    for path in (other / "config.json", tmp_path / "two" / "config.json"):
+        path.write_text(path.read_text().replace('"reward": ""', f'"reward": "{spec}"', 1))
+    for options in (f"train --resume {other}", f"compare --resume {tmp_path}/two"):
+        assert flowrl_(f"{options} --reward {spec}") == 2 and not canary.exists()
+        assert "loss names evil_module:Evil" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", KINDS)

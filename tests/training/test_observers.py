@@ -251,7 +251,29 @@ def test_parts_may_have_metrics(tmp_path):
         assert [row[f"{kind}/calls"] for row in rows] == [1, 2, 3, 4]
     assert [row.get("reward/calls") for row in rows] == [1, 2, None, None]
     ((_, text),) = warnings_of(rows, "reward failed")
-    assert "Reward.metrics (" in text and "AssertionError: enough" in text
+    assert text.startswith("reward: Reward.metrics (") and "AssertionError: enough" in text
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ("'0.5'", r"credit: Rule\.metrics\(\) = '0\.5' is not allowed; allowed: a dictionary of"),
+        ("0.5", r"credit: Rule\.metrics\(\) = 0\.5 "),
+        ("{'mean': '0.5'}", r"credit: Rule\.metrics\(\): 'mean' = '0\.5' "),
+        ("{'mean': [1.0, 2.0]}", r"credit: Rule\.metrics\(\): 'mean' = \[1\.0, 2\.0\] "),
+        ("{'mean': torch.ones(2)}", r"credit: Rule\.metrics\(\): 'mean' = tensor"),
+        ("{3: 1.0}", r"credit: Rule\.metrics\(\): 3 = 1\.0 "),
+        ("{f'mean_{Metrics.calls}': 1.0}", r"names \['mean_2'\] now, and \['mean_1'\] before"),
+    ],
+)
+def test_metrics_of_a_part_are_numbers_by_the_same_names(metrics, message, tmp_path):
+    file = tmp_path / "parts.py"
+    file.write_text("import torch\n" + PARTS.replace('{"calls": self.calls}', metrics))
+    run = Run(RUN.replace(credit=f"{file}:Rule"), tmp_path / "run")
+    with pytest.raises(PartError, match=message):
+        run.execute()
+    # a run that fails in its first iteration leaves no files
+    assert (tmp_path / "run").exists() == ("names" in message)
 
 
 def test_a_stopped_run_ends_like_a_finished_one(plain, tmp_path):

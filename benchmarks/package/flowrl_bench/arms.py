@@ -205,9 +205,10 @@ class Arm:
             chosen = (
                 setting.get(world, setting["shapes"]) if isinstance(setting, Mapping) else setting
             )
-            if isinstance(chosen, str) and "{" in chosen:
-                used |= {knob for knob in self.knobs if f"{{{knob}}}" in chosen}
-                chosen = chosen.format(**{knob: format(values[knob], "g") for knob in self.knobs})
+            for knob in self.knobs:  # other braces are a dictionary's
+                if isinstance(chosen, str) and f"{{{knob}}}" in chosen:
+                    used.add(knob)
+                    chosen = chosen.replace(f"{{{knob}}}", format(values[knob], "g"))
             found[name] = chosen
         return {**found, **{name: value for name, value in values.items() if name not in used}}
 

@@ -119,7 +119,7 @@ class Bench:
     def exact(self, part: Part) -> list[RunConfig]:
         """The runs of exact credit that are to be made: those of no shipped curves."""
         runs = part.exact() if part.bound else []
-        return [] if bound_among(runs, {}, self.command) else runs
+        return [] if bound_among(runs, {}, "") else runs
 
     def runs(self) -> Iterator[tuple[Key, RunConfig | None]]:
         """World, arm and seed of every run of the results, and its settings, if they are known."""
@@ -212,7 +212,7 @@ class Bench:
                     Evidence(runs, tuple(part.numbers[place] for place in whole)),
                     at,
                     self.searched(part),
-                    bound_among(part.exact(), lines, self.command),
+                    bound_among(part.exact(), lines, f"{self.command} --bound"),
                 )
             )
         return judged(self.name, found) if found else []
