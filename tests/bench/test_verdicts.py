@@ -91,27 +91,6 @@ def test_budgets_by_hand_of_new_and_older_lines():
         assert spent(older, "forwards")[-1] == nfe + gradient * (1 + 2 * share)
 
 
-<<<<<<< HEAD
-def test_an_arm_with_a_tenth_fewer_evaluations_is_found():
-    """A planted fault: uniform credit whose iterations cost less. The cost differs and nothing
-    else does.
-    """
-    found = fake_evidence(8, 0.01, uniform=SLOW, cheaper=SLOW)
-    found.runs["uniform"]["task"][:] = [{**one, **IMAGES} for one in found.runs["uniform"]["task"]]
-    found.runs["cheaper"]["task"][:] = [
-        {**line, "curve": [[row[0], 0.9 * row[1], *row[2:]] for row in line["curve"]]}
-        for line in found.runs["uniform"]["task"]
-    ]
-    verdicts = {
-        axis: judged(Compare("cheaper", "uniform", axis), found)
-        for axis in ("area", "updates", "forwards", "stated seconds")
-    }
-    assert [one.verdict for one in verdicts.values()] == [ALIKE, ALIKE, BETTER, BETTER]
-    assert verdicts["forwards"].estimate.value == pytest.approx(0.9)
-
-
-=======
->>>>>>> main
 def test_every_measure_reads_a_real_line():
     line = {**measure(small_run()), "samples": fake_line(SLOW)["samples"]}
     line["gains"] = [[0.2, 0.1, 0.1], [0.1, 0.1, 0.1]]
