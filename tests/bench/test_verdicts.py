@@ -31,6 +31,7 @@ from flowrl.core.errors import ConfigError
 
 SD35 = SD35_MEDIUM[512]
 LEAD = Compare("fast", "slow")
+IMAGES = {"config": {"environment": {"world": "shapes"}}}
 
 
 def judged(rule, found):
@@ -82,6 +83,8 @@ def test_budgets_by_hand_of_new_and_older_lines():
     seconds = 2 * nfe * SD35["forward"] + 2 * gradient * SD35["gradient"]
     seconds += 6 * (SD35["decode"] + PICKSCORE)
     assert spent(line, "stated seconds")[-1] == pytest.approx(seconds / RATE)
+    assert spent({**line, **IMAGES}, "world seconds")[-1] == pytest.approx(seconds / RATE)
+    assert spent(line, "world seconds")[-1] == row["seconds"]  # the 2-D world as it is
     for weight, share in ((0.0, 1.0), (0.1, 0.5)):
         older = {**line, "config": small_run(kl_weight=weight).as_dict()}
         older["curve"] = [row[: CURVE.index("probe_nfe")] for row in line["curve"]]
