@@ -25,6 +25,7 @@ from flowrl_compare.results import load_comparison, without_groups
 
 from flowrl.cli.main import main as flowrl
 from flowrl.io import write_json
+from flowrl.reading import read_json
 from flowrl.training.config import RunConfig
 
 ROOT = Path(__file__).parent / "results"
@@ -86,14 +87,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=0)
+    text = (
+        "after a change of the exact arm: only it and uniform credit; the others stay as they are"
+    )
+    parser.add_argument("--only-bound", action="store_true", help=text)
     options = parser.parse_args()
     started = (options.out / "config.json").exists()
-    words = ["--resume", str(options.out)] if started else [*WORDS, "--out", str(options.out)]
+    methods = ["--methods", "flow-grpo"] if options.only_bound else []
+    new = [*WORDS, *methods, "--out", str(options.out)]
+    words = ["--resume", str(options.out)] if started else new
     if code := flowrl(["compare", *words, "--workers", str(options.workers)]):
         return code
     curves, iterations = of_folder(options.out)
     images = {"command": "flowrl bench claims --world shapes", **summary(of_claims())}
-    results = {"mixture": {"command": COMMAND, **summary(curves)}, "shapes": images}
+    known = read_json(ROOT / "first-comparison.json", dict[str, Any])["mixture"]
+    made = {name: {**known[name], **arms} for name, arms in summary(curves).items()}
+    results = {"mixture": {"command": COMMAND, **made}, "shapes": images}
     write_json(ROOT / "first-comparison.json", results)
     ship(bound_entry(options.out, curves, iterations))
     return 0

@@ -19,6 +19,7 @@ from reanalysis_page import WORLDS, Part, Row, page_arms, page_parts, table
 from reanalysis_robustness import lines as robustness
 from reanalysis_statistics import (
     AXES,
+    FORWARDS,
     SMALLEST,
     Comparison,
     Results,
@@ -117,7 +118,7 @@ def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterat
         title = f"{label[0].upper()}{label[1:]}"
         for cells in table(page.split(f"### {title}\n")[1].split("\n##")[0]):
             name = cells[0].removesuffix(" (control)").split(" = ")[0]
-            claim = {"uniform", "uniform, larger groups", name}
+            claim = {"uniform", name}
             keys = set.intersection(
                 *(set(results.find(world, settings[world][arm])) for arm in claim)
             )
@@ -129,13 +130,8 @@ def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterat
             areas = by_seed({key: run.area() for key, run in runs.items()})
             asks = [f"{name} against uniform (mean reward over {budget})" for budget in budgets]
             printed = [leads.get((world, rule), "-") for rule in asks]
-            larger = leads.get(
-                (
-                    world,
-                    f"{name} against uniform, larger groups (mean reward over equal forward equivalents)",
-                ),
-                "-",
-            )
+            rule = f"{name} against uniform, larger groups (mean reward over equal {FORWARDS})"
+            larger = [leads.get((world, rule), "-")] * (len(cells) > 8)  # without runs no column
             lost = f"{sum(run.collapsed for run in runs.values())} of {len(runs)}"
             mine = (
                 cells[0],
@@ -144,7 +140,7 @@ def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterat
                 *printed,
                 lost,
                 f"{areas.min():.6f}",
-                larger,
+                *larger,
             )
             yield from cell_rows(f"main comparison, {label}", cells, mine)
 

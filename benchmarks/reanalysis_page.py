@@ -106,6 +106,7 @@ def page_parts(details: str) -> Iterator[Part]:
             chosen = {
                 name: {**arms[world][base], **flags(common), **flags(changes)}
                 for name, base, changes in members
+                if base in arms[world]
             }
             # rows of single tasks have no rule
             rows = (cells for cells in table(block) if cells[0] != "-")

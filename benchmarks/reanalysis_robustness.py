@@ -9,6 +9,7 @@ from reanalysis_statistics import (
     FORWARDS,
     SAMPLING,
     SECONDS,
+    STATED,
     Key,
     Results,
     Run,
@@ -20,7 +21,7 @@ from reanalysis_statistics import (
 )
 from scipy import stats
 
-BUDGETS = ("training", f"equal {FORWARDS}", "equal seconds")
+BUDGETS = ("training", f"equal {FORWARDS}", f"equal {STATED}")
 LATE_NODES = 4 * 4
 """Evaluations per trajectory of stepwise gains at the nodes after the one that follows the window's
 last stochastic step: 4 new evaluations of 5 substeps at nodes 6 to 9, for steps that are
@@ -101,7 +102,7 @@ def lines(arms: Mapping[str, Settings], results: Results, world: str = "mixture"
         slow = [key for key, seconds in first.items() if seconds > 5 * middle]
         for key in slow:
             rest = {other: run for other, run in runs.items() if other not in slow}
-            without = leads(rest, uniform, "equal seconds").mean() if name != "uniform" else 0.0
+            without = leads(rest, uniform, BUDGETS[2]).mean() if name != "uniform" else 0.0
             yield (
                 f"{name}, seed {key[0]}: {first[key]:.2f} s, median {middle:.2f} s; lead per second"
                 f" without it {without:+.3f}"

@@ -37,14 +37,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # of settings that a search or an arm c
 IGNORED = {"seed", "task", "method", "credit", "rule", "overlap_rewards", "world"}
 UPDATE, SAMPLING, TRAINING, SECONDS, REWARD, QUALITY = 0, 1, 2, 3, 7, 8
 """Columns of a line's curve. SAMPLING includes probes; evaluating the curve costs nothing."""
-FORWARDS = "forward equivalents"
-AXES = {"training": "updates", f"equal {FORWARDS}": FORWARDS, "equal seconds": "seconds"}
+FORWARDS, STATED = "forward equivalents", "seconds of the stated model"
+AXES = {"training": "updates", f"equal {FORWARDS}": FORWARDS, f"equal {STATED}": STATED}
 BACKWARD, CHECKPOINTED = 3, 4
 """Forward passes that a forward with its backward pass counts, without and with checkpointing."""
 SCORED = {"mixture": 0.0, "shapes": (3_178_496 + 1_333_248) / 8_396_800}
 """Forward passes that decoding and scoring an image count, by the FLOPs in
 ``benchmarks/results/flops.json``.
 """
+FLOPS = {"forward": 2_442_642_604_032, "gradient": 5_259_447_582_720}
+"""Of SD3.5-Medium at 512 pixels for one latent, with a LoRA, by the same file; guidance doubles
+both.
+"""
+FLOPS_SCORED = 2_514_971_787_264 + 381_679_304_704
+"""Of its decoder and PickScore for one image."""
+RATE = 200e12
+"""Assumed FLOP/s."""
 NETWORKS = {"clipped": 1, "diffusion-nft": 2, "dgpo": 3, "awm": 4}
 """Evaluations of a loss's update for each with a gradient; a KL penalty needs another one."""
 AT_REWARD = "log-density under the data at equal reward"
@@ -85,25 +93,36 @@ class Run(NamedTuple):
         )
 
     @property
-    def update(self) -> float:
-        """Forward passes that an evaluation of the update counts, on average."""
-        networks = NETWORKS[self.settings["loss"].split("(")[0]] + (self.settings["kl_weight"] > 0)
-        backward = CHECKPOINTED if self.settings["gradient_checkpointing"] else BACKWARD
-        return 1 + (backward - 1) / networks
+    def networks(self) -> int:
+        """Evaluations of the update for each with a gradient."""
+        return NETWORKS[self.settings["loss"].split("(")[0]] + (self.settings["kl_weight"] > 0)
 
     @property
-    def scoring(self) -> float:
-        """Forward passes that decoding and scoring counts for every evaluation of sampling, because
-        lines have only the run's total of scored images.
+    def update(self) -> float:
+        """Forward passes that an evaluation of the update counts, on average."""
+        backward = CHECKPOINTED if self.settings["gradient_checkpointing"] else BACKWARD
+        return 1 + (backward - 1) / self.networks
+
+    @property
+    def images(self) -> float:
+        """Scored images for every evaluation of sampling, because lines have only the run's
+        total.
         """
-        return SCORED[self.world] * self.scored / self.curve[-1, SAMPLING]
+        return self.scored / self.curve[-1, SAMPLING]
 
     def budgets(self, axis: str) -> Values:
-        """Updates, forward equivalents or seconds spent at the evaluations."""
+        """Updates, forward equivalents or seconds spent at the evaluations; in the 2-D world those
+        of the processor.
+        """
+        sampled, updated = self.curve[:, SAMPLING], self.curve[:, TRAINING]
         if axis == FORWARDS:
-            sampled, updated = self.curve[:, SAMPLING], self.curve[:, TRAINING]
-            return sampled * (1 + self.scoring) + updated * self.update
-        return self.curve[:, {"updates": UPDATE, "seconds": SECONDS}[axis]]
+            return sampled * (1 + SCORED[self.world] * self.images) + updated * self.update
+        if axis == STATED and self.world == "shapes":
+            trained = updated / self.networks
+            flops = 2 * FLOPS["forward"] * (sampled + updated - trained)
+            flops += 2 * FLOPS["gradient"] * trained + FLOPS_SCORED * self.images * sampled
+            return flops / RATE
+        return self.curve[:, {"updates": UPDATE, STATED: SECONDS}[axis]]
 
     def area(self, axis: str = "updates", budget: float | None = None) -> float:
         """Mean of the piecewise linear curve up to `budget` (the whole one)."""
@@ -317,7 +336,7 @@ def lead(first: Run, second: Run, measure: str) -> float:
     """first - second of two runs of a seed, or the log of their ratio."""
     if measure == "final reward":
         return float(first.rewards[-1] - second.rewards[-1])
-    if found := re.fullmatch(rf"(updates|{FORWARDS}|seconds) to equal rewards, ratio", measure):
+    if found := re.fullmatch(rf"(updates|{FORWARDS}|{STATED}) to equal rewards, ratio", measure):
         return log_ratio(first, second, found[1])
     if measure == AT_REWARD:
         return quality_shift(first, second)

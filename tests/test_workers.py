@@ -146,6 +146,7 @@ def cores(tmp_path, monkeypatch, cgroup, files):
         ("0::/a/b\n", {}, AFFINITY),
         ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n"}, AFFINITY),
         ("0::/a/b\n", {"a/b/cpu.max": "200000 100000\n"}, 2),
+        ("0::/a/b\n", {"a/b/cpu.max": "250000 100000\n"}, 3),
         ("0::/a/b\n", {"a/b/cpu.max": "10000 100000\n"}, 1),
         ("0::/a/b\n", {"a/b/cpu.max": "900000 100000\n"}, AFFINITY),
         ("0::/a/b\n", {"a/b/cpu.max": "400000 100000\n", "a/cpu.max": "150000 50000\n"}, 3),

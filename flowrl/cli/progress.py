@@ -37,7 +37,7 @@ def train_line(out: Path, config: "RunConfig") -> Callable[[dict[str, Any]], Non
         left = seconds / done * (config.iterations - done) if done else None
         line = (
             f"iteration {done:3d}/{config.iterations}  reward {row['reward_mean']:.3f}  "
-            f"NFE {row['nfe_total']:>9,d}  {clock(seconds)}, left: {clock(left)}"
+            f"rollout NFE {row['nfe_total']:>9,}  {clock(seconds)}, left: {clock(left)}"
         )
         if evaluation := row["evaluation"]:
             scores = {"strict": evaluation.get("strict"), **evaluation.get("heldout", {})}

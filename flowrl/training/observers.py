@@ -61,7 +61,8 @@ class Budget:
     count.
 
     Args:
-        nfe: network evaluations of the rollouts (`nfe_total`); 0 = no limit.
+        nfe: network evaluations of sampling and probes (`nfe_total`), each counted once, without
+            those of the update; 0 = no limit.
         seconds: seconds of training (`seconds_total`), without evaluations on held-out prompts; 0 =
             no limit.
     """
@@ -77,7 +78,7 @@ class Budget:
         """Compare the totals so far with the limits."""
         nfe, seconds = record.metrics["nfe_total"], record.metrics["seconds_total"]
         if 0 < self.nfe <= nfe:
-            return Actions(stop=f"{nfe:,} network evaluations, of {self.nfe:,} allowed")
+            return Actions(stop=f"{nfe:,} network evaluations of rollouts, of {self.nfe:,} allowed")
         if 0 < self.seconds <= seconds:
             return Actions(stop=f"{seconds:.0f} seconds, of {self.seconds:g} allowed")
         return None

@@ -11,7 +11,7 @@ import torch
 
 from flowrl.core.errors import require
 from flowrl.core.experience import Credit, Decisions
-from flowrl.core.forward import guidance_passes
+from flowrl.core.forward import NetworkPrices, guidance_passes
 from flowrl.core.protocols import ForwardLoss
 from flowrl.core.tree import plain_tree
 from flowrl.credit import read_columns
@@ -55,12 +55,15 @@ class Plan:
         rows_per_micro_batch: latents per network call in training.
         nfe: network evaluations of the rollout and its probe (`Probe.cost`), without guidance;
             calls that compute less count fractions.
+        probe_nfe: those of `nfe` for the probe.
         sequential_calls: sequential network calls of the rollout.
         rows_per_call: latents per network call in sampling.
         train_nfe: network evaluations of the update, without guidance.
         gradient_nfe: those of `train_nfe` with a gradient.
         passes_per_evaluation: 2 with classifier-free guidance, else 1.
         passes: forward passes of the iteration, one per latent, with guidance.
+        forwards: forward equivalents of the iteration's network evaluations
+            (`core.forward.NetworkPrices`), without decodes and reward calls.
         reward_calls: scored images.
         evaluation_nfe: network evaluations of an evaluation.
     """
@@ -76,12 +79,14 @@ class Plan:
     micro_batches_per_update: int
     rows_per_micro_batch: int
     nfe: float
+    probe_nfe: float
     sequential_calls: int
     rows_per_call: int
     train_nfe: float
     gradient_nfe: float
     passes_per_evaluation: int
     passes: float
+    forwards: float
     reward_calls: int
     evaluation_nfe: int
 
@@ -137,6 +142,8 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
     twice = 1 + (unit > batches.micro_batch)
     each = guidance.evaluations(networks, loss.needs_reference, own)
     train_nfe = whole(evaluations * each * twice)
+    gradient_nfe = whole(evaluations * guidance.evaluations(1, False, own))
+    prices = NetworkPrices.of(vars(config.policy))
     both = config.policy.guidance_gradient == "both"
     branches = guidance_passes(guidance.scales(own)[0]) if both else 1
 
@@ -164,12 +171,14 @@ def plan(config: RunConfig, processes: int = 1) -> Plan:
         micro_batches_per_update=math.ceil(per_process / batches.micro_batch),
         rows_per_micro_batch=min(batches.micro_batch, per_process) * branches,
         nfe=nfe,
+        probe_nfe=whole(nfe - sum(shape.rows[:-1])),
         sequential_calls=len(calls),
         rows_per_call=min(batches.max_batch, largest) * passes,
         train_nfe=train_nfe,
-        gradient_nfe=whole(evaluations * guidance.evaluations(1, False, own)),
+        gradient_nfe=gradient_nfe,
         passes_per_evaluation=passes,
         passes=whole((nfe + train_nfe) * passes),
+        forwards=whole(prices.passes * nfe + prices.update(train_nfe, gradient_nfe)),
         reward_calls=images,
         evaluation_nfe=evaluation.eval_samples * solver_nfe,
     )
@@ -210,17 +219,19 @@ def plan_text(counts: Plan, config: RunConfig) -> str:
         "optimizer steps": f"{p.updates}; {p.evaluations_per_update_and_process:,} states a process"
         f" / {micro} = {p.micro_batches_per_update} backward passes of {p.rows_per_micro_batch}"
         " network rows",
-        "rollout": f"{p.nfe:,} network evaluations ({p.nfe / p.trajectories:.1f} a trajectory) in"
+        "rollout": f"{p.nfe - p.probe_nfe:,} (sampling) + {p.probe_nfe:,} (probes) = {p.nfe:,}"
+        f" network evaluations ({p.nfe / p.trajectories:.1f} a trajectory) in"
         f" {p.sequential_calls} sequential calls, split by {most}",
         "update": f"{p.evaluations:,} states x {p.train_nfe / max(p.evaluations, 1):g} ="
         f" {p.train_nfe:,} network evaluations, {p.gradient_nfe:,} of them with gradients",
-        "network in all": f"({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes",
+        "network in all": f"({p.nfe:,} + {p.train_nfe:,}){guidance} = {p.passes:,} forward passes;"
+        f" with backward passes {p.forwards:,} forward equivalents",
         "reward": f"{p.reward_calls:,} images scored"
         f" ({p.reward_calls / p.trajectories:.1f} a trajectory)",
         "evaluation": f"{evaluation.eval_samples} samples every {evaluation.eval_every} iterations:"
         f" {p.evaluation_nfe:,} network evaluations{guidance}",
         "in all": f"{config.iterations * p.updates:,} optimizer steps,"
-        f" {config.iterations * p.passes:,} forward passes in training",
+        f" {config.iterations * p.forwards:,} forward equivalents of the network in training",
     }
     title = f"{config.algorithm.method}: one iteration of {config.iterations}, processes:"
     where = f"{p.processes}, {config.policy.dtype} on {config.policy.device}"

@@ -21,8 +21,8 @@ FILE = Path(__file__).parent / "bounds.json"
 ARM = "exact values (oracle)"
 """The arm of a comparison with `--bound`."""
 CREDIT = "stepwise-gain(normalise=step, probe=exact)"
-"""Z per decision, the scale of uniform credit: with joint Z nearly all of an update is at the last
-drawn step, and the steps after the window, which have no credit, drift (`benchmarks/exact.py`).
+"""Z per decision, the scale of uniform credit: with joint Z most of an update is at the last drawn
+step, and the steps after the window, which have no credit, drift (`benchmarks/exact.py`).
 """
 WITHOUT_EFFECT = (
     *(

@@ -5,16 +5,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from flowrl.core.forward import Guidance, guidance_passes
+from flowrl.core.forward import NetworkPrices
 
 COUNTS = ("nfe", "probe_nfe", "train_nfe", "gradient_nfe", "decodes", "reward_calls")
 """Counts of an iteration in metrics.jsonl: network evaluations of the rollout, those of them for
 probes, network evaluations of the update, those of them with a gradient, decoded latents and scored
 images.
-"""
-GRADIENT, CHECKPOINTED = 3.0, 4.0
-"""Cost of a forward pass with its backward pass, without and with gradient checkpointing, in
-forward passes: for weights that are all trained. A LoRA needs no gradients of the frozen weights.
 """
 
 
@@ -39,26 +35,20 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Prices:
-    """Costs of a network evaluation with its gradient, a decoded latent and a reward call, in
-    forward passes of the network for one latent.
+class Prices(NetworkPrices):
+    """Costs of network evaluations, a decoded latent and a reward call, in forward passes of the
+    network for one latent.
 
     Args:
         source: where `decode` and `reward` come from.
         decode: cost of a decoded latent.
         reward: cost of a scored image.
-        gradient: cost of a forward pass with its backward pass.
-        passes: forward passes of an evaluation, 2 with classifier-free guidance.
-        gradient_passes: those of an evaluation with a gradient through which the gradient flows.
         seconds: seconds of a forward pass of a stated model; NaN if there is none.
     """
 
     source: str
     decode: float = 0.0
     reward: float = 0.0
-    gradient: float = GRADIENT
-    passes: float = 1.0
-    gradient_passes: float = 1.0
     seconds: float = math.nan
 
     def parts(self, counts: Mapping[str, Any]) -> Parts:
@@ -72,11 +62,10 @@ class Prices:
         """
         nfe, train, calls = (counts.get(n, 0) for n in ("nfe", "train_nfe", "reward_calls"))
         probes = counts.get("probe_nfe", 0)
-        with_gradient = self.gradient_passes * counts.get("gradient_nfe", train)
         return Parts(
             sampling=self.passes * (nfe - probes),
             probes=self.passes * probes,
-            update=self.passes * train + (self.gradient - 1) * with_gradient,
+            update=self.update(train, counts.get("gradient_nfe", train)),
             decodes=self.decode * counts.get("decodes", calls),
             rewards=self.reward * calls,
         )
@@ -136,7 +125,7 @@ def sd35_medium(resolution: int = 512, reward: int = PICKSCORE) -> Prices:
         f"SD3.5-Medium at {resolution} x {resolution} pixels: counted FLOPs",
         flops["decode"] / forward,
         reward / forward,
-        flops["gradient"] / forward,
+        gradient=flops["gradient"] / forward,
         passes=2,
         gradient_passes=2,
         seconds=forward / RATE,
@@ -160,16 +149,7 @@ def prices_of(config: Mapping[str, Any], measured: Prices | None = None) -> Pric
     """
     world = config.get("environment", {}).get("world", "mixture")
     base = WORLDS.get(world, measured or Prices("decodes and reward calls are not counted"))
-    policy = config.get("policy", {})
-    own, train = (policy.get(f"{n}guidance_scale", d) for n, d in (("", 1.0), ("train_", 0.0)))
-    passes, guided = guidance_passes(own), Guidance(train).scales(own)[0] != 1
-    half = guided and policy.get("guidance_gradient") == "prompt"
-    return replace(
-        base,
-        gradient=CHECKPOINTED if policy.get("gradient_checkpointing") else GRADIENT,
-        passes=passes,
-        gradient_passes=passes / 2 if half else passes,
-    )
+    return replace(base, **vars(NetworkPrices.of(config.get("policy", {}))))
 
 
 def measured_prices(rows: Iterable[Mapping[str, Any]], passes: float = 1.0) -> Prices | None:

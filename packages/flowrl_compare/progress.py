@@ -144,7 +144,7 @@ class Display:
                 self.say(f"{phase}  {self._text([name])}  {self._overall()}")
 
     def _text(self, names: list[str]) -> str:
-        """How far the runs are: finished seeds, means of the rewards, network evaluations."""
+        """How far the runs are: finished seeds, means of the rewards, evaluations of rollouts."""
         states = [self.states[name] for name in names]
         kinds = Counter(state["phase"] for state in states)
         kinds["fell back"] = sum((name, "collapse") in self.warned for name in names)
@@ -153,7 +153,7 @@ class Display:
         for key, label in (("reward", "reward"), ("heldout", "held out")):
             values = [state[key] for state in states if key in state]
             texts += [f"{label} {statistics.fmean(values):.3f}"] if values else []
-        return ", ".join([*texts, f"NFE {sum(s.get('nfe_total', 0) for s in states):,}"])
+        return ", ".join([*texts, f"rollout NFE {sum(s.get('nfe_total', 0) for s in states):,}"])
 
     def _overall(self) -> str:
         task = self.bars.tasks[-1]

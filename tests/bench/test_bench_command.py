@@ -26,5 +26,5 @@ def test_judge_without_runs_writes_an_empty_page(tmp_path, capsys):
     assert "a results file, with --judge" in capsys.readouterr().err
     (tmp_path / "none.jsonl").touch()
     assert main(["bench", "claims", "--judge", *out]) == 0
-    assert "too few runs yet" in capsys.readouterr().out
+    assert "runs to be made" in capsys.readouterr().out
     assert "No run has finished yet" in (tmp_path / "page" / "claims.md").read_text()

@@ -6,11 +6,13 @@ import pytest
 from flowrl_bench.arms import ARMS, TASKS
 from flowrl_bench.calibration import FAMILY
 from flowrl_bench.catalogue import CLAIMS, PRIMARY
-from flowrl_bench.claims import SEEDS, SELF_TEST
+from flowrl_bench.claims import SEEDS, SELF_TEST, make_run
 from flowrl_bench.digest import config_id
-from flowrl_bench.leads import LEADS, UNIFORM
+from flowrl_bench.leads import LARGER, LEADS, UNIFORM
+from flowrl_compare.comparison import planned_cost
 
 from flowrl.training.build import make_method
+from flowrl.training.plan import plan
 
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=list(CLAIMS))
@@ -35,6 +37,15 @@ def test_the_main_comparison_has_every_arm_in_each_of_its_worlds():
         LEADS, (arm for name, arm in ARMS.items() if name != UNIFORM), strict=True
     ):
         assert {UNIFORM, arm.name} <= set(claim.arms) and set(claim.worlds) == set(arm.worlds)
+
+
+@pytest.mark.parametrize("world", PRIMARY)
+def test_updates_of_larger_groups_cost_as_much_as_those_of_turning_points(world):
+    runs = [
+        make_run(world, TASKS[world][0], 0, {"arm": name}) for name in (LARGER, "turning points")
+    ]
+    larger, points = (planned_cost(plan(run), run) for run in runs)
+    assert larger / points == pytest.approx(1, abs=0.5 / runs[0].rollout.group_size)
 
 
 def test_seeds_are_those_that_no_search_has_used():

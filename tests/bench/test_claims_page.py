@@ -14,7 +14,7 @@ from flowrl_bench.claims_details import details_page
 from flowrl_bench.claims_page import Inputs, changed_table, claims_page, read_inputs
 from flowrl_bench.digest import config_id
 from flowrl_bench.evidence import column
-from flowrl_bench.leads import LEADS, UNIFORM
+from flowrl_bench.leads import LARGER, LEADS, UNIFORM
 from flowrl_bench.main_comparison import answers, arms_of, choice, lead_table
 from flowrl_bench.page import Document, Image, Table
 from flowrl_bench.results_file import ResultsFile, SamplesFile, joined, make_line
@@ -98,10 +98,11 @@ LEADS_B = Compare("a", "b")
 
 
 def test_a_known_winner_is_better_and_chosen():
-    judged = judged_of(main_lines(lambda arm: FAST if arm == "branch-grpo" else SLOW))
+    runs = main_lines(lambda arm: FAST if arm == "branch-grpo" else SLOW)
+    judged = judged_of(runs)
     arms = arms_of(judged, "mixture")
     assert list(arms)[:2] == [UNIFORM, "branch-grpo"] and set(arms) == set(ARMS)
-    rows = {row[0]: row for row in lead_table(arms).rows}
+    rows = {row[0]: row for row in lead_table(arms, "mixture").rows}
     lead = r"\+0\.1\d\d \[0\.\d+,\s0\.\d+\]"
     update, evaluation, second = rows["branch-grpo"][3:6]
     assert re.fullmatch(rf"▲\s{lead}", evaluation)
@@ -112,7 +113,14 @@ def test_a_known_winner_is_better_and_chosen():
     lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in answers(judged)]
     assert "Of 9 methods: 1 ▲ better, 8 = no difference." in lines[0]
     assert "2-D world: branch-grpo (▲ +0.1" in lines[3] and "collapsed runs: 0 of 8" in lines[3]
-    assert all("Image world: too few runs yet." in line for line in lines)
+    assert all("Image world: runs to be made." in line for line in lines)
+    # a control without runs hides no other arm
+    others = {key: run for key, run in runs.items() if run["config"]["rollout"]["group_size"] != 29}
+    fewer = arms_of(judged_of(others), "mixture")
+    assert set(ARMS) - set(fewer) == {LARGER} and choice(fewer).name == "branch-grpo"
+    heads = [lead_table(found, "shapes").head for found in (arms, fewer)]
+    assert heads[0][5] == "minus uniform, per SD3.5-Medium second"
+    assert heads[0][:-1] == heads[1]
 
 
 def test_papers_rules_that_lead_and_a_rule_that_costs_more():
@@ -129,7 +137,7 @@ def test_papers_rules_that_lead_and_a_rule_that_costs_more():
 def test_a_collapse_is_visible_and_not_taken():
     lines = main_lines(lambda arm: [0.0, 0.9, 0.95, 0.7] if arm == "tree-grpo" else SLOW)
     arms = arms_of(judged_of(lines), "mixture")
-    row = next(row for row in lead_table(arms).rows if row[0] == "tree-grpo")
+    row = next(row for row in lead_table(arms, "mixture").rows if row[0] == "tree-grpo")
     assert row[6].split() == ["8", "of", "8"] and row[4].startswith("▲")
     assert choice(arms) is None
 

@@ -20,7 +20,7 @@ from flowrl_bench.headroom import (
     row_of,
     verdict,
 )
-from flowrl_bench.headroom_page import headroom_page, sentence, table
+from flowrl_bench.headroom_page import headroom_page, methods, sentence, table
 from flowrl_bench.worlds import CENTRES, SCALE, PlaneReward, Points, data
 from flowrl_compare.bounds import CREDIT
 from flowrl_compare.statistics import Estimate
@@ -103,6 +103,28 @@ def test_a_row_and_its_page(tmp_path: Path) -> None:
     assert table(rows).splitlines()[1] == (
         "default,0.55,1,0.2,1,0.04,0.45,-0.18531,1.0853,2,unclear,exact"
     )
+
+
+def test_a_method_with_fewer_evaluations_is_found() -> None:
+    """The same rewards as uniform credit at 90% of its evaluations: no lead, and a cost of 0.9. A
+    run that falls by more than 0.1 collapsed.
+    """
+    curves = [[0.2, 0.6, 0.9], [0.2, 0.9, 0.7]]
+    pairs = [
+        {
+            "uniform": fake_line(curve, nfe=100.0),
+            "oracle": fake_line([0.2, 1.0, 1.0]),
+            "cheaper": fake_line(curve, nfe=90.0),
+        }
+        for curve in curves
+    ]
+    row = row_of("default", TASKS["default"], pairs, {})
+    cheaper, oracle = row.arms["cheaper"], row.arms["oracle"]
+    assert cheaper.cost == pytest.approx(0.9) and cheaper.lead.value == cheaper.lead.high == 0.0
+    assert (cheaper.collapses, oracle.collapses) == (1, 0)
+    assert oracle.final_lead.value == pytest.approx(0.2) and oracle.lead == row.headroom
+    text = methods([row]).markdown("")
+    assert "cheaper | 0.775 | +0.000 [+0.000, +0.000] | 0.800" in text and "1 of 2 | 0.90" in text
 
 
 def test_arms_of_a_task_differ_in_credit_alone(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
 """The command line as its user meets it."""
 
-import json
 import re
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import tyro
-from flowrl_compare.results import load_comparison, summarise
 from small_run import MIXTURE, flowrl_
 
 import flowrl
@@ -17,45 +15,12 @@ from flowrl.cli.train import TrainOptions
 from flowrl.methods import METHODS
 from flowrl.training.config import RunConfig
 
-RULE = """
-from flowrl.probes import NoProbe
-class LastStepsOnly:
-    probe = NoProbe()
-    def assign(self, values, decisions):
-        final = values[..., -1:]
-        scores = (final - final.mean(1, keepdim=True)) / (final.std(1, keepdim=True) + 1e-4)
-        return scores * (decisions.step >= 2)
-"""
-
 
 def shown(line, capsys):
     """The output of a command that is complete, or of its help."""
     with suppress(SystemExit):
         assert flowrl_(line) == 0
     return capsys.readouterr().out
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_a_comparison_with_a_rule_of_the_users_own(tmp_path, capsys):
-    rule, out, again = tmp_path / "my_rules.py", tmp_path / "out", tmp_path / "again"
-    rule.write_text(RULE)
-    arms = f"--methods flow-grpo tp-grpo --credit {rule}:LastStepsOnly"
-    text = shown(f"compare --preset tiny --seeds 0 --out {out} {arms}", capsys)
-    for method in ("flow-grpo", "tp-grpo", "LastStepsOnly"):
-        assert method in text
-    assert (out / "report.html").read_text().count('src="data:image/png;base64,') == 4
-    assert [row["iteration"] for row in metrics(out / "runs" / "tp-grpo-seed0")] == [0, 1, 2]
-    assert len(summarise(load_comparison(out))) == 3
-    shown(f"compare --config {out}/config.json --out {again} --workers 1 --trust", capsys)
-    for method in ("flow-grpo", "LastStepsOnly"):
-        rewards = [
-            [row.get("reward_mean") for row in metrics(folder / "runs" / f"{method}-seed0")]
-            for folder in (out, again)
-        ]
-        assert rewards[0] == rewards[1]
 
 
 def test_train_resumes_and_repeats(tmp_path):

@@ -78,8 +78,6 @@ def test_prices_of_the_built_in_worlds_are_their_flops(world):
     with FlopCounterMode(display=False) as counter:
         policy.decode(latent)
     assert {**counted, "decode": counter.get_total_flops()}.items() <= flops[world].items()
-    ratio = counted["gradient"] / counted["forward"]
-    assert ratio == pytest.approx({"mixture": 2.90, "shapes": 2.11}[world], abs=0.01)
     assert WORLDS[world].decode == flops[world]["decode"] / flops[world]["forward"]
     assert WORLDS[world].reward == flops[world]["reward"] / flops[world]["forward"]
 

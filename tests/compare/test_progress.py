@@ -105,7 +105,10 @@ def test_a_resumed_comparison_shows_what_finished_runs_recorded(tmp_path):
     stopped = {"phase": "done", "iteration": 1}  # by an observer
     text = again.watch(tp_grpo__0=done, flow_grpo__0=stopped)
     assert again.display.resumed and "4/8 iterations" in text
-    assert "2/2  reward 0.500, held out 0.500, NFE 2,000" in text and "1/2  NFE 0" in text
+    assert (
+        "2/2  reward 0.500, held out 0.500, rollout NFE 2,000" in text
+        and "1/2  rollout NFE 0" in text
+    )
 
 
 def summary(arm):

@@ -19,12 +19,6 @@ def test_counts_of_a_run():
     assert run.points.shape == (3, 96, 2) and 0 < run.clipped < 1
 
 
-def test_the_same_arguments_give_the_same_curve():
-    first, second, other = (learn("tp-grpo", seed, iterations=2) for seed in (1, 1, 2))
-    assert torch.equal(first.reward, second.reward)
-    assert not torch.equal(first.reward, other.reward)
-
-
 def test_a_rule_brings_its_own_noise_sharing():
     """The rule's attribute decides unless `initial_noise` is set; with shared noise, node 0 of a
     group is evaluated once.

@@ -22,7 +22,6 @@ from loading import ROOT
 from small_run import rows_of
 
 from flowrl.cli.main import main
-from flowrl.core.experience import Record
 from flowrl.training.build import make_trainer
 from flowrl.training.config import preset
 
@@ -82,19 +81,6 @@ def test_the_observers_of_the_guide_run(tmp_path, monkeypatch):
     names = {}
     exec(table, names)
     assert len(names["samples"]) == rows[1]["trajectories"] and len(names["by_decision"]) == 2
-
-
-def test_the_stopping_rule_of_the_guide_stops(tmp_path):
-    (tmp_path / "my_observers.py").write_text(python_blocks("observe")[0])
-    rule = runpy.run_path(str(tmp_path / "my_observers.py"))["Plateau"](patience=2)
-    rows = [{"evaluation": reward and {"reward": reward}} for reward in (0.5, 0.6, None, 0.4, 0.5)]
-    actions = [rule.observe(Record(i, metrics=rows[i], history=rows[:i])) for i in range(1, 5)]
-    assert [action and (action.keep, bool(action.stop)) for action in actions] == [
-        (True, False),
-        None,
-        (False, False),
-        (False, True),
-    ]
 
 
 def test_the_page_by_hand_computes_what_the_trainer_does():

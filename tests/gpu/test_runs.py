@@ -9,7 +9,7 @@ import pytest
 import torch
 from device_cases import MODELS, PROMPTS, any_trainer, assert_same, flat, model_trainer
 from safetensors.torch import load_file
-from small_run import launch, rows_of, words
+from small_run import rows_of, words
 
 from flowrl.cli.main import main
 from flowrl.policies import DTYPES
@@ -103,30 +103,6 @@ def test_a_checkpoint_restores_weights_moments_and_generators(name, device):
     for some in (trainer, again):
         some.iteration()
     assert_same(flat(again.parameters) - before, flat(trainer.parameters) - before, device)
-
-
-@pytest.mark.parametrize(
-    "place",
-    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu(2))],
-)
-@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
-def test_two_processes_train_what_one_does(config, place, tmp_path):
-    settings = config_of("sd3", place, "float32", tmp_path).replace(iterations=2)
-    Run(settings, tmp_path / "alone").execute()
-    done = launch(
-        config,
-        tmp_path,
-        ["--config", str(tmp_path / "alone" / "config.yaml"), "--out", "together", "--trust"],
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 processes" in done.stdout
-    alone, together = (
-        load_file(tmp_path / run / "weights.safetensors") for run in ("alone", "together")
-    )
-    difference = flat(together.values()) - flat(alone.values())
-    assert float(difference.norm() / flat(alone.values()).norm()) < (
-        1e-3 if place == "cpu" else 0.05
-    )
 
 
 def test_the_memory_probe_of_a_tiny_model_finds_room_and_leaves_no_gradient(device, monkeypatch):

@@ -364,14 +364,3 @@ def test_a_plugin_with_the_name_of_a_built_in_part_is_reported(tmp_path, monkeyp
         assert capsys.readouterr().out.count(line) == 1
     monkeypatch.undo()
     assert shadowed() == []
-
-
-def test_the_first_line_of_a_run_names_the_users_parts(tmp_path, capsys):
-    file = tmp_path / "mine.py"
-    file.write_text("from flowrl.credit import Uniform\nfrom flowrl.losses import ClippedLoss\n")
-    parts = f"--loss {file}:ClippedLoss --credit 'gdpo(rule={file}:Uniform)'"
-    for command in (f"train {MIXTURE} --out {tmp_path}/run", f"{COMPARE}{tmp_path}/out"):
-        assert flowrl_(f"{command} {parts}") == 0
-        first = capsys.readouterr().out.splitlines()[0]
-        text = first.partition("; your parts: ")[2].partition(" ->")[0]
-        assert set(text.split(", ")) == {f"credit {file}:Uniform", f"loss {file}:ClippedLoss"}

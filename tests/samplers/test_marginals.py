@@ -49,17 +49,6 @@ def test_the_ode_and_the_sde_have_weak_order_one(kernel, start):
     assert abs(errors[-1]) < 0.02 and all(abs(mean - MEAN) < 1e-5 for mean, _, _ in ends)
 
 
-@pytest.mark.parametrize("kernel", [CPS(0.1), DDIMSDE(0.1)], ids=repr)
-def test_preserving_kernels_converge_when_the_noise_of_a_step_shrinks_with_it(kernel):
-    """With the variance of a step proportional to its length the limit is an SDE with the right
-    marginals.
-    """
-    kind = type(kernel)
-    errors = [moments(kind(math.sqrt(1 / n)), n)[-1][1] - 0.25 for n in (100, 200, 400)]
-    orders = [math.log2(abs(a / b)) for a, b in pairwise(errors)]
-    assert all(0.85 < order < 1.15 for order in orders), errors
-
-
 @pytest.mark.parametrize("kernel", [FlowSDE(0.7), DanceSDE(0.3), CPS(0.9), DDIMSDE(0.7)], ids=repr)
 def test_the_variance_after_a_step_from_the_marginal_of_a_point(kernel):
     """CPS and DDIM-SDE keep the marginal's s^2; the SDE adds Delta^2 sigma^2 (1/t + sigma^2 / (4

@@ -37,7 +37,8 @@ def test_a_run_records_what_the_plan_counts(changes, tmp_path):
     assert Run(config, tmp_path / "run").execute()
     row, counts = load_run(tmp_path / "run").rows[1], dict(vars(plan(config)))
     counts["calls"] = counts["sequential_calls"]
-    for name in ("trajectories", "nfe", "calls", "reward_calls", "train_nfe", "gradient_nfe"):
+    names = ("trajectories", "calls", "reward_calls")
+    for name in (*names, "nfe", "probe_nfe", "train_nfe", "gradient_nfe"):
         value = counts[name]
         # the plan cannot know which advantages are 0
         fewer = name in ("train_nfe", "gradient_nfe") and row["zero_rows"] > 0
@@ -57,6 +58,8 @@ def test_the_arithmetic_of_the_published_batch():
     assert (counts.micro_batches_per_update, counts.rows_per_micro_batch) == (54, 4)
     assert (counts.nfe, counts.train_nfe, counts.reward_calls) == (11520, 2 * 10368, 1152)
     assert counts.passes == 2 * (11520 + 2 * 10368)
+    # checkpointing counts 3 more; of the two passes only the one with the prompt has a gradient
+    assert counts.forwards == counts.passes + 3 * 10368
 
 
 def test_the_passes_of_the_published_dgpo():
@@ -86,7 +89,12 @@ def test_train_prints_it_and_trains_nothing(tmp_path, capsys):
     options = ["--preset", "sd3.5-medium,tp-grpo,ocr", "--model", "of/unknown-architecture"]
     assert main(["train", *options, "--plan", "--processes", "2", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert "5,280 network evaluations" in shown and "216 states a process" in shown
+    for words in (
+        "5,280 network evaluations",
+        "216 states a process",
+        "19,200 forward equivalents",
+    ):
+        assert words in shown
     assert not out.exists()
     with pytest.raises(ConfigError, match="processes = 0"):
         plan(RunConfig(), 0)

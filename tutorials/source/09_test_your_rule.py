@@ -638,7 +638,7 @@ for seeds in (3, 8, 20):
 # %% [markdown]
 # Three seeds find a difference of 0.06 in about a quarter of the experiments. A report needs a statement of this kind: "no significant difference" may mean that none could have been found. The simulation assumes normal differences. Runs that collapse are not normal, so report collapses and the worst seed as well.
 #
-# `flowrl bench rule` does all of this for a rule in a file: the search, the runs, the verdicts with Holm's correction at equal updates, evaluations and seconds, and the smallest difference that it could have found.
+# `flowrl bench rule` does all of this for a rule in a file: the search, the runs, the verdicts with Holm's correction at equal updates, forward equivalents and seconds of SD3.5-Medium, and the smallest difference that it could have found.
 #
 # ```bash
 # flowrl bench rule my_rules.py:EstimateToGo --quick    # 8 seeds, uniform credit as baseline

@@ -224,7 +224,7 @@ _ARMS = (
     Arm("uniform", {"method": "flow-grpo"}, worlds=BOTH),
     Arm(
         "uniform, larger groups",
-        {"method": "flow-grpo", "group_size": {"mixture": 40, "shapes": 36}},
+        {"method": "flow-grpo", "group_size": {"mixture": 29, "shapes": 25}},
         worlds=BOTH,
         control=True,
     ),
@@ -271,8 +271,8 @@ _ARMS = (
     Arm("true advantages", {"credit": CREDIT}, control=True, oracle=True),
 )
 ARMS: dict[str, Arm] = {arm.name: arm for arm in _ARMS}
-"""The compared arms. "uniform, larger groups" has as many network evaluations per iteration as
-turning points in the 2-D world, and an eighth more in the image world.
+"""The compared arms. An iteration of "uniform, larger groups" costs as many forward equivalents
+(`flowrl_compare.costs`) as one of turning points, up to the rounding of the size.
 """
 
 

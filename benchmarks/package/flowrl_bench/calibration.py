@@ -19,7 +19,8 @@ from flowrl_compare.statistics import Inference, Values
 from scipy import special
 
 from flowrl_bench.arms import TASKS
-from flowrl_bench.claims import SEEDS
+from flowrl_bench.catalogue import RETIRED
+from flowrl_bench.claims import EQUAL_EVALUATIONS, SEEDS
 from flowrl_bench.evidence import MEASURES, RATE, REWARD, SMALLEST_OF, Line
 from flowrl_bench.leads import LEADS, UNIFORM
 from flowrl_bench.results_file import Lines, ResultsFile
@@ -43,7 +44,7 @@ FAMILY, COUNTS = 20, (5, 10, 15)
 ARMS = {
     "mixture": (
         UNIFORM,
-        "uniform, larger groups",
+        EQUAL_EVALUATIONS,
         "stepwise gains",
         "turning points",
         "increments alone",
@@ -147,7 +148,9 @@ def pools(lines: Lines) -> Iterator[Pool]:
     """
     for world, names in ARMS.items():
         for name in names:
-            claim = next(c for c in LEADS if name in c.arms and (world in c.worlds))
+            claim = next(
+                c for c in (*LEADS, *RETIRED.values()) if name in c.arms and world in c.worlds
+            )
             runs = claim_runs(claim, world, lines, SEEDS[world]).lines[name]
             for task in TASKS[world]:
                 made, size = list(runs[task].values()), GAINS[world, task].size

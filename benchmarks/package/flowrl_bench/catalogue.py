@@ -2,10 +2,11 @@
 before the runs.
 """
 
-from flowrl_bench.arms import TASKS
+from flowrl_bench.arms import ARMS, TASKS
 from flowrl_bench.claims import (
     BINDING_KL,
     DEFAULTS,
+    EQUAL_EVALUATIONS,
     GAINS,
     LONG_WINDOW,
     POINTS,
@@ -15,8 +16,9 @@ from flowrl_bench.claims import (
     Claim,
     gains,
     points,
+    question,
 )
-from flowrl_bench.leads import LEADS
+from flowrl_bench.leads import LARGER, LEADS
 from flowrl_bench.open_questions import QUESTIONS
 from flowrl_bench.verdicts import ALIKE, BETTER, WORSE, Compare, Interaction, Level, each
 
@@ -45,7 +47,7 @@ _STEPWISE_CLAIMS = (
         Compare("stepwise", "uniform", "reward at equal forwards"),
         tuple(
             Compare("stepwise", "uniform", measure)
-            for measure in ("forwards", "reward at equal seconds", "seconds")
+            for measure in ("forwards", "reward at equal world seconds", "world seconds")
         ),
         expects=BETTER,
         tasks=TASKS["shapes"],
@@ -327,15 +329,35 @@ PRIMARY: dict[str, tuple[str, ...]] = {
 correction each, of at most 20 different outcomes. Everything else is secondary.
 """
 
+_OTHERS = tuple(name for name in ARMS if name not in ("uniform", LARGER))
 RETIRED: dict[str, Claim] = {
-    "small-groups": Claim(
-        "small-groups",
-        "The runs of an earlier form of this claim: 13 of 15 groups of 12 collapsed, and 12 of 15"
-        " groups of 24, so that they could not tell the sizes apart.",
-        FLOW,
-        "-",
-        {f"groups of {g}": {**UNIFORM, "group_size": g, "iterations": 80} for g in (6, 12, 24)},
-        Compare("groups of 24", "groups of 6", "collapse"),
-    ),
+    claim.id: claim
+    for claim in (
+        Claim(
+            "small-groups-earlier",
+            "The runs of an earlier form of small-groups: 13 of 15 groups of 12 collapsed, and 12"
+            " of 15 groups of 24, so that they could not tell the sizes apart.",
+            FLOW,
+            "-",
+            {f"groups of {g}": {**UNIFORM, "group_size": g, "iterations": 80} for g in (6, 12, 24)},
+            Compare("groups of 24", "groups of 6", "collapse"),
+        ),
+        question(
+            "larger-groups-earlier",
+            "The runs of an earlier form of larger groups: 40 members in the 2-D world, and 36 on"
+            " images, so that an update had as many network evaluations as one of turning points"
+            " (on images an eighth more), when an evaluation with a gradient counted as one. In"
+            " forward equivalents such an update costs 1.4 times as much as one of turning points.",
+            {name: {"arm": name} for name in ("uniform", EQUAL_EVALUATIONS, *_OTHERS)},
+            *(
+                Compare(EQUAL_EVALUATIONS, "uniform", measure)
+                for measure in ("reward at equal forwards", "area", "collapse")
+            ),
+            *each(_OTHERS, EQUAL_EVALUATIONS, "reward at equal forwards"),
+            tasks=TASKS["shapes"],
+        ),
+    )
 }
-"""Claims that are no longer made. Results may contain their runs."""
+"""Claims that are no longer made. Their runs are in the results; their comparisons have no
+verdict.
+"""

@@ -7,7 +7,7 @@ from typing import Any
 
 from flowrl.core.errors import require
 from flowrl.training.config import RunConfig
-from flowrl_bench.arms import ARMS, TASKS, claims_values
+from flowrl_bench.arms import ARMS, TASKS, claims_values, tuned
 from flowrl_bench.digest import config_id
 from flowrl_bench.verdicts import Rule
 
@@ -20,12 +20,19 @@ QUICK_SEEDS = (100, 101, 102, 103, 104)
 """Seeds of the quick suite, which has runs in the 2-D world only."""
 
 _NOISY = {"credit": "stepwise-gain(probe='continuation:8')"}
+EQUAL_EVALUATIONS = "uniform, equal evaluations"
+_EARLIER = {"method": "flow-grpo", "group_size": {"mixture": 40, "shapes": 36}}
 MADE = {
     **ARMS,
+    EQUAL_EVALUATIONS: replace(
+        ARMS["uniform, larger groups"], name=EQUAL_EVALUATIONS, settings=_EARLIER
+    ),
     "true advantages": replace(ARMS["true advantages"], settings=_NOISY, oracle=False),
 }
 """The arms as the committed runs of the claims have them. There, true advantages are estimated by 8
-continuations: they were made before there were exact values.
+continuations: they were made before there were exact values. Larger groups were made with as many
+evaluations as turning points, before an evaluation with a gradient counted three: this arm keeps
+these runs under another name.
 """
 
 Arm = Mapping[str, Any]
@@ -164,10 +171,17 @@ def make_run(world: str, task: str, seed: int, changes: Arm) -> RunConfig:
     return _made(changes["arm"], world, tuple(sorted(settings.items())))
 
 
+def made_values(world: str, arm: str) -> dict[str, float]:
+    """The values of an arm's runs; of a newer arm those of the present search."""
+    return claims_values(world, arm) or (
+        tuned(world, arm) if arm in ARMS else MADE[arm].values(world, {})
+    )
+
+
 @cache
 def _made(arm: str, world: str, settings: tuple[tuple[str, Any], ...]) -> RunConfig:
     """Cached, because a check of a run's settings takes milliseconds and the page needs the same
     thousand runs several times.
     """
-    values = claims_values(world, arm) or MADE[arm].values(world, {})
+    values = made_values(world, arm)
     return MADE[arm].run(world, values, **dict(settings))

@@ -6,8 +6,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl_bench.arms import WORLDS, claims_values
-from flowrl_bench.claims import KL_WEIGHTS, MADE, Claim
+from flowrl_bench.arms import WORLDS, claims_values, is_tuned
+from flowrl_bench.catalogue import RETIRED
+from flowrl_bench.claims import KL_WEIGHTS, MADE, Claim, made_values
 from flowrl_bench.claims import Arm as Changes
 from flowrl_bench.claims_figures import curves, frontier, survival_levels, survivals
 from flowrl_bench.claims_page import Inputs
@@ -18,6 +19,7 @@ from flowrl_bench.tables import (
     MISSING,
     WORLD_NAMES,
     Judged,
+    compared,
     comparison_table,
     cost_table,
     levels,
@@ -86,6 +88,12 @@ def details_page(inputs: Inputs, memory: Sequence[Mapping[str, Any]] = ()) -> Do
     page.heading("Claims and questions")
     for key in dict.fromkeys(one.claim.id for one in judged):
         _claim(page, [one for one in judged if one.claim.id == key])
+    page.heading("Earlier definitions")
+    page.text(
+        "Questions that are no longer asked in this form. Their runs are kept, without verdict."
+    )
+    for claim in RETIRED.values():
+        _claim(page, [compared(claim, world, inputs.lines) for world in claim.worlds])
     return page
 
 
@@ -188,9 +196,8 @@ def _settings() -> Table:
 
 
 def _values(world: str, name: str) -> str:
-    searched = claims_values(world, name)
-    values = searched or MADE[name].values(world, {})
-    text = ", ".join(f"{knob} {value:g}" for knob, value in values.items())
+    text = ", ".join(f"{knob} {value:g}" for knob, value in made_values(world, name).items())
+    searched = claims_values(world, name) or is_tuned(world, name)
     return text if searched else f"{text} (not searched)"
 
 

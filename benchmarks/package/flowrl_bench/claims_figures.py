@@ -17,10 +17,10 @@ from matplotlib.figure import Figure
 from flowrl_bench.claims import KL_WEIGHTS, MADE
 from flowrl_bench.evidence import Line, column, curve
 from flowrl_bench.leads import UNIFORM
-from flowrl_bench.main_comparison import BUDGETS, Arm
+from flowrl_bench.main_comparison import BUDGETS, SECONDS, Arm
 from flowrl_bench.page import Band, dot_plot_axes
 from flowrl_bench.statistics import REACHED, survival
-from flowrl_bench.tables import SYMBOLS, Judged
+from flowrl_bench.tables import SYMBOLS, WORLD_NAMES, Judged
 from flowrl_bench.verdicts import by_seed
 
 _FAMILIES = {
@@ -122,11 +122,12 @@ def leads(arms: Mapping[str, Arm], world: str) -> Figure:
                 va="center",
                 fontsize=11,
             )
-        dot_plot_axes(axes, [_label(arm) for arm in rows], words, 9)
+        title = words.replace("second", SECONDS[world])
+        dot_plot_axes(axes, [_label(arm) for arm in rows], title, 9)
         if place:
             axes.tick_params(labelleft=False)
     cells[0].set_xlim(-1.1 * shown, 1.4 * shown)  # room for the symbols
-    figure.supxlabel(f"mean reward minus uniform credit's, {world}", fontsize=10)
+    figure.supxlabel(f"mean reward minus uniform credit's, {WORLD_NAMES[world]}", fontsize=10)
     return figure
 
 

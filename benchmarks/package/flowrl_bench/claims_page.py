@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flowrl_compare.costs import RATE, STATED_NAME
+
 from flowrl.reading import read_json
 from flowrl_bench.arms import WORLDS
 from flowrl_bench.claims import Claim
@@ -40,8 +42,11 @@ DEFINITIONS = (
 """Also in the README, next to the same numbers."""
 MAIN_TEXT = (
     "Every arm has the learning rate, clip and noise level that a search of equal size found for"
-    " it. *Larger groups*: uniform credit with as many network evaluations per update as stepwise"
-    " gains. The worst seed is by mean reward over training. The clip that the search found for"
+    " it. *Larger groups*: uniform credit in groups of 29 (2-D world) and 25 (images), whose updates"
+    " cost as many forward equivalents as those of turning points; their search and runs are to"
+    " be made."
+    " [larger-groups-earlier](claims/details.md#larger-groups-earlier) has the runs of an earlier"
+    " definition. The worst seed is by mean reward over training. The clip that the search found for"
     " uniform credit collapses in some seeds; [narrower-clip](claims/details.md#narrower-clip)"
     " compares the papers' rules with its second-best clip. A click on a column's head sorts."
 )
@@ -75,8 +80,9 @@ METHOD = (
     " of its own. Held-out prompts and their noise are the same for"
     " all runs, so intervals do not cover the choice of prompts. *Per evaluation* counts forward"
     " equivalents ([definition](verdicts.md#forward-equivalents)). *Per second* is"
-    " processor time of one core"
-    " with tiny networks; large models can differ. Verdicts are about these worlds. The"
+    " processor time of one core in the 2-D world. On images it is"
+    f" {STATED_NAME} at 512 pixels: counted FLOPs with guidance over an assumed {RATE / 1e12:.0f}"
+    " TFLOP/s ([definition](verdicts.md#forward-equivalents)). Verdicts are about these worlds. The"
     " primary outcomes were chosen after the"
     " runs of this page had been seen, and before all later ones."
 )
@@ -132,7 +138,7 @@ def claims_page(inputs: Inputs) -> Document:
             page.blocks.append(
                 Image(
                     f"leads-{world}",
-                    leads(arms, name),
+                    leads(arms, world),
                     f"Dot plot of each method's lead over uniform credit in the {name}",
                 )
             )
@@ -144,7 +150,7 @@ def claims_page(inputs: Inputs) -> Document:
     for world, arms in worlds.items():
         page.heading(_capital(WORLD_NAMES[world]), 3)
         if arms:
-            page.blocks.append(lead_table(arms))
+            page.blocks.append(lead_table(arms, world))
         else:
             page.text(f"{_capital(WORLD_NAMES[world])}: {MISSING}.")
     page.heading("What survives: default settings and tuned settings")

@@ -87,18 +87,19 @@ def gradient_share(settings: str) -> float:
 
 def spent(line: Line, axis: str) -> list[float]:
     """The budget at each evaluation: updates (iterations), forwards (forward equivalents by
-    `flowrl_compare.costs`), seconds, stated seconds (those of the stated model), or nfe
-    (evaluations
-    of the network, all alike).
+    `flowrl_compare.costs`), seconds (of the processor), stated seconds (of the stated model), world
+    seconds (in the 2-D world the processor's, else the stated model's), or nfe (evaluations of the
+    network, all alike).
     """
     if axis == "updates":
         return column(line, "iteration")
     if axis == "nfe":
         return [a + b for a, b in zip(column(line, "nfe"), column(line, "train_nfe"), strict=True)]
-    if axis == "seconds":
-        return column(line, axis)
-    prices = STATED if axis == "stated seconds" else prices_of(line.get("config", {}))
-    unit = STATED.seconds if axis == "stated seconds" else 1.0
+    config = line.get("config", {})
+    in_2d = config.get("environment", {}).get("world", "mixture") == "mixture"
+    if axis == "seconds" or (axis == "world seconds" and in_2d):
+        return column(line, "seconds")
+    prices, unit = (prices_of(config), 1.0) if axis == "forwards" else (STATED, STATED.seconds)
     return [unit * prices.parts(row).total for row in counts(line)]
 
 
@@ -193,6 +194,7 @@ AXES = {
     "forwards": "forward equivalents",
     "seconds": "seconds",
     "stated seconds": f"seconds of {STATED_NAME}",
+    "world seconds": "seconds of the stated model",
 }
 """Budgets by name, in words."""
 

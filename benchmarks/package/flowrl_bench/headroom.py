@@ -23,7 +23,7 @@ from flowrl.training.build import check
 from flowrl.training.config import RunConfig
 from flowrl_bench.arms import MOST_CLIP, Arm, Knob
 from flowrl_bench.digest import config_id
-from flowrl_bench.evidence import Line, column
+from flowrl_bench.evidence import Line, column, spent
 from flowrl_bench.remaining import Pace
 from flowrl_bench.results_file import Lines, ResultsFile
 from flowrl_bench.suite import Suite
@@ -33,8 +33,8 @@ from flowrl_bench.tune import SEEDS, Search, chosen, over_training, tune
 def exact(points: int = 29, reach: float = 4.0) -> str:
     """The oracle in two dimensions, on a grid.
 
-    Z per decision gives all decisions the same scale, as uniform credit has it. Joint Z leaves nine
-    tenths of the variance to the last drawn step once groups are nearly solved. The network then
+    Z per decision gives all decisions the same scale, as uniform credit has it. With joint Z, most
+    of the variance belongs to the last drawn step once groups are nearly solved. The network then
     changes most at the steps after it, which have no credit, and the reward can collapse.
 
     Advantages on the default grid correlate with those of 113 x 113 points by 0.998 or more in each
@@ -149,8 +149,9 @@ QUICK_SIZE = Size(10, 8, 3)
 
 @dataclass(frozen=True)
 class Result:
-    """An arm's mean and final held-out reward, how many seeds collapsed, and the leads over uniform
-    credit in both, paired by seed.
+    """An arm's mean and final held-out reward, how many seeds collapsed, the leads over uniform
+    credit in both, paired by seed, and its forward equivalents as a multiple of those of uniform
+    credit.
     """
 
     mean: float
@@ -158,16 +159,20 @@ class Result:
     collapses: int
     lead: Estimate
     final_lead: Estimate
+    cost: float
 
     @staticmethod
-    def of(curves: Sequence[Sequence[float]], uniform: Sequence[Sequence[float]]) -> "Result":
-        """From the learning curves of the seeds."""
+    def of(lines: Sequence[Line], uniform: Sequence[Line]) -> "Result":
+        """From the lines of both arms, by seed."""
+        curves, others = ([column(line, FORM) for line in runs] for runs in (lines, uniform))
         means, finals = (
-            [[of(curve) for curve in runs] for runs in (curves, uniform)]
+            [[of(curve) for curve in runs] for runs in (curves, others)]
             for of in (over_training, lambda curve: curve[-1])
         )
         leads = (mean([a - b for a, b in zip(*both, strict=True)]) for both in (means, finals))
-        return Result(fmean(means[0]), fmean(finals[0]), sum(map(collapsed, curves)), *leads)
+        costs = (sum(spent(line, "forwards")[-1] for line in runs) for runs in (lines, uniform))
+        cost = next(costs) / next(costs)
+        return Result(fmean(means[0]), fmean(finals[0]), sum(map(collapsed, curves)), *leads, cost)
 
 
 @dataclass(frozen=True)
@@ -217,15 +222,16 @@ def row_of(
     name: str, task: Task, pairs: Sequence[Mapping[str, Line]], values: Mapping[str, Any]
 ) -> Row:
     """The result of a task from the lines of all arms, by seed."""
-    curves = {arm: [column(pair[arm], FORM) for pair in pairs] for arm in pairs[0]}
-    arms = {arm: Result.of(runs, curves["uniform"]) for arm, runs in curves.items()}
+    lines = {arm: [pair[arm] for pair in pairs] for arm in pairs[0]}
+    arms = {arm: Result.of(runs, lines["uniform"]) for arm, runs in lines.items()}
+    curves = {arm: [column(line, FORM) for line in lines[arm]] for arm in ("uniform", "oracle")}
     return Row(
         name,
         task,
         uniform=arms["uniform"].mean,
         oracle=arms["oracle"].mean,
         start=fmean(curve[0] for curve in curves["uniform"]),
-        best=max(fmean(map(max, curves[arm])) for arm in ("uniform", "oracle")),
+        best=max(fmean(map(max, runs)) for runs in curves.values()),
         headroom=arms["oracle"].lead,
         values=values,
         seeds=len(pairs),

@@ -86,7 +86,8 @@ def table(rows: Sequence[Row]) -> str:
 
 def methods(rows: Sequence[Row]) -> Table:
     """All arms of the tasks that have more than two."""
-    head = ["task", "arm", "mean over training", "lead", "final", "lead in the final", "collapsed"]
+    head = ["task", "arm", "mean over training", "lead", "final", "lead in the final"]
+    head += ["collapsed", "cost"]
     cells = [
         [
             row.name,
@@ -96,6 +97,7 @@ def methods(rows: Sequence[Row]) -> Table:
             f"{found.final:.3f}",
             "-" if arm == "uniform" else found.final_lead.text(sign=True),
             f"{found.collapses} of {row.seeds}",
+            f"{found.cost:.2f}",
         ]
         for row in rows
         if len(row.arms) > 2
@@ -164,7 +166,8 @@ def headroom_page(rows: Sequence[Row], size: Size, command: str) -> Document:
             "Every arm has a search of its own, of the same number of runs. Leads over uniform"
             " credit are paired by seed, with t intervals (95%). A run collapsed if it ends more"
             f" than {COLLAPSE} below its best reward, or more than {BELOW_START} below its first."
-            " Random credit is a control. Evaluations are not equal: probes are not counted here."
+            " Random credit is a control. The cost is in forward equivalents, as a multiple of that of"
+            " uniform credit; the leads are at equal updates, not at equal cost."
         )
     page.heading("Chosen settings")
     page.blocks.append(

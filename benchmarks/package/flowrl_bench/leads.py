@@ -1,5 +1,5 @@
 """The main comparison: every arm against uniform credit, per forward equivalent; per update and per
-second are secondary.
+second of the stated model are secondary.
 """
 
 from flowrl_bench.arms import ARMS, TASKS
@@ -12,7 +12,7 @@ UNIFORM, LARGER = "uniform", "uniform, larger groups"
 def _lead(name: str) -> Claim:
     """One arm against uniform credit, and against uniform credit with larger groups."""
     arms = {arm: {"arm": arm} for arm in dict.fromkeys((UNIFORM, LARGER, name))}
-    others = ("area", "reward at equal seconds", "collapse")
+    others = ("area", "reward at equal world seconds", "collapse")
     larger = (
         ()
         if name == LARGER

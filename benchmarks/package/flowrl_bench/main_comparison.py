@@ -5,9 +5,10 @@ the answers in words.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flowrl_compare.costs import STATED_NAME
 from flowrl_compare.statistics import Estimate, Values, mean
 
-from flowrl_bench.arms import WORLDS
+from flowrl_bench.arms import ARMS, WORLDS
 from flowrl_bench.claims import MADE
 from flowrl_bench.evidence import Evidence
 from flowrl_bench.leads import LARGER, LEADS, UNIFORM
@@ -24,9 +25,11 @@ from flowrl_bench.verdicts import (
 BUDGETS = {
     "per update": "area",
     "per evaluation": "reward at equal forwards",
-    "per second": "reward at equal seconds",
+    "per second": "reward at equal world seconds",
 }
 """The measure of the lead at equal budgets."""
+SECONDS = {"mixture": "processor second", "shapes": f"{STATED_NAME} second"}
+"""The seconds of the third budget by world."""
 STEPWISE = ("stepwise gains", "turning points")
 """The per-step credit of the papers, which the answers name first."""
 _SPACE = "\N{NO-BREAK SPACE}"
@@ -77,14 +80,15 @@ def arms_of(judged: Sequence[Judged], world: str) -> dict[str, Arm]:
     by lead per update.
     """
     names = dict(
-        zip((claim.id for claim in LEADS), (name for name in MADE if name != UNIFORM), strict=True)
+        zip((claim.id for claim in LEADS), (name for name in ARMS if name != UNIFORM), strict=True)
     )
     found: list[Arm] = []
     base: Evidence | None = None
     for one in judged:
         if one.claim.id in names and one.world == world and one.evidence is not None:
             comparisons = [comparison for comparison in one.comparisons if comparison]
-            found.append(Arm(names[one.claim.id], one.evidence, comparisons))
+            if (name := names[one.claim.id]) in one.evidence.runs:
+                found.append(Arm(name, one.evidence, comparisons))
             more = base is None or len(one.evidence.seeds) > len(base.seeds)
             base = one.evidence if more else base
     if base is None:
@@ -113,21 +117,23 @@ def number(one: Comparison | None) -> str:
     return f"{symbol}{found.value:+.3f} {interval}"
 
 
-def lead_table(arms: Mapping[str, Arm]) -> Table:
-    """A row per arm: levels, then leads over uniform credit at equal budgets, then its bad
-    seeds.
+def lead_table(arms: Mapping[str, Arm], world: str) -> Table:
+    """A row per arm: levels, then leads over uniform credit at equal budgets, then its bad seeds,
+    and the lead over larger groups as soon as they have runs.
     """
-    leads = (f"minus uniform, {words}" for words in BUDGETS)
-    larger = "minus larger groups, per evaluation"
-    head = ("arm", "seeds", "mean reward over training", *leads, "collapsed", "worst seed", larger)
+    budgets = (words.replace("second", SECONDS[world]) for words in BUDGETS)
+    leads = (f"minus uniform, {words}" for words in budgets)
+    larger = ("minus larger groups, per evaluation",) if LARGER in arms else ()
+    head = ("arm", "seeds", "mean reward over training", *leads, "collapsed", "worst seed", *larger)
     rows = []
     for name, arm in arms.items():
         label, seeds = MADE[name].label, str(len(arm.evidence.seeds))
         found = [number(arm.lead(measure)) for measure in BUDGETS.values()]
         lost, runs = arm.collapses
         bad = (f"{lost}{_SPACE}of{_SPACE}{runs}", f"{arm.values('area').min():.3f}")
-        ends = (*bad, number(arm.lead(BUDGETS["per evaluation"], LARGER)))
-        rows.append((label, seeds, arm.level.text().replace(", ", f",{_SPACE}"), *found, *ends))
+        ends = [number(arm.lead(BUDGETS["per evaluation"], LARGER)) for _ in larger]
+        level = arm.level.text().replace(", ", f",{_SPACE}")
+        rows.append((label, seeds, level, *found, *bad, *ends))
     return Table(head, rows, ("arm",))
 
 

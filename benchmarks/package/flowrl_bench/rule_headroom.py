@@ -89,8 +89,8 @@ def sentence(where: str, found: Headroom | None, has_exact: bool) -> str:
     )
     if found is None:
         return (
-            f"It is not known whether the {where} can tell rules apart: no baseline but uniform"
-            f" credit. {missing}"
+            f"It is not known whether the {where} can tell rules apart: uniform credit is the"
+            f" only baseline. {missing}"
         )
     begin = {
         TELLS: f"The {where} can tell rules apart",

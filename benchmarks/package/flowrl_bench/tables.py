@@ -54,7 +54,7 @@ SYMBOLS = {
 """By verdict; colours belong to methods."""
 BRIEF = {UNDECIDED: "undecided", ALIKE: "no difference"}
 """Shorter words for tables that have a legend."""
-MISSING = "too few runs yet"
+MISSING = "runs to be made"
 WORLD_NAMES = {"mixture": "2-D world", "shapes": "image world"}
 COST_ARMS: dict[str, Arm] = {
     "uniform (no probe)": UNIFORM,
@@ -91,9 +91,13 @@ class Judged:
 
 
 def compared(claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...] = ()) -> Judged:
-    """A claim in a world, not yet judged. Every rule has the seeds that its own arms have."""
+    """A claim in a world, not yet judged. Every rule has the seeds that its own arms have. The
+    evidence is that of the arms that have enough seeds.
+    """
     runs = claim_runs(claim, world, lines, seeds or SEEDS[world])
-    every, found = runs.evidence(), [runs.evidence(rule.arms) for rule in claim.rules]
+    ready = [arm for arm in claim.arms if runs.evidence((arm,))]
+    every = runs.evidence(ready) if ready else None
+    found = [runs.evidence(rule.arms) for rule in claim.rules]
     size = next((gain(world, one) for one in (every, *found) if one), 0.0)
     comparisons = [
         rule.compare(one, size) if one else None
@@ -187,7 +191,8 @@ def by_task(judged: Judged) -> list[Comparison]:
             {arm: {task: lines[task]} for arm, lines in judged.evidence.runs.items()},
             judged.evidence.seeds,
         )
-        rows = (rule.compare(alone, judged.gain) for rule in judged.claim.rules)
+        rules = (rule for rule in judged.claim.rules if set(rule.arms) <= alone.runs.keys())
+        rows = (rule.compare(alone, judged.gain) for rule in rules)
         found += [replace(c, note=f"{c.note}, {task} alone") for c in rows]
     return found
 

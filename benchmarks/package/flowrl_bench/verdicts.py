@@ -47,7 +47,7 @@ class Gain:
 
 GAINS: dict[tuple[str, str], Gain] = {
     ("mixture", "direction"): Gain(0.2070, 0.9976, "turning points, 40 steps"),
-    ("shapes", "compositional"): Gain(0.7272, 0.8889, "uniform, larger groups"),
+    ("shapes", "compositional"): Gain(0.7272, 0.8889, "uniform, equal evaluations"),
     ("shapes", "text"): Gain(0.7456, 0.9374, "stepwise gains"),
     ("shapes", "preference"): Gain(0.7403, 0.9511, "stepwise gains"),
 }
