@@ -2,10 +2,8 @@
 size of a toy.
 """
 
-import json
 from dataclasses import replace
 
-import gpu
 import pytest
 import torch
 from flowrl_testing.tiny import CLIP_TOKENS, TINY, tiny_sd3_policy
@@ -72,28 +70,3 @@ def test_a_share_above_the_ceiling_is_refused():
     assert share_of_ceiling(50.0, 2.0, 100.0) == 0.25 and share_of_ceiling(0.0, 0.0, 1.0) == 0.0
     with pytest.raises(ValueError, match=r"use of 327% is impossible.*1 threads"):
         share_of_ceiling(654e9, 2.0, 100e9)
-
-
-TOY = "--tiny --models tiny-flux --repeats 1 --set members=2 steps=3 checkpointing=off"
-
-
-def test_the_benchmark_runs_prints_one_table_and_goes_on_where_it_was(
-    tmp_path, capsys, monkeypatch
-):
-    words = f"{TOY} --methods flow-grpo tp-grpo --out {tmp_path} --variants".split()
-    words += ["guidance 4.5"]
-    gpu.main(words)
-    shown = capsys.readouterr().out.splitlines()
-    named = [line.split("|")[2].strip() for line in shown[3:]]
-    assert named == ["flow-grpo", "tp-grpo", "flow-grpo"]
-    uniform, turning, guided = json.loads((tmp_path / "gpu.json").read_text())["lines"]
-    for line, samples, trained in ((uniform, 6, 4), (turning, 2 * 6, 4), (guided, 12, 8)):
-        rollout, update = (line["phases"][phase] for phase in ("rollout", "update"))
-        assert (rollout["sampled"], update["trained"]) == (samples, trained)
-        operations = line["forward_operations"] + line["backward_operations"]
-        assert update["operations"] == trained * operations
-        assert update["use"] > 0 and 0 < update["other"] < 1 and line["warm"]
-    (tmp_path / "gpu.jsonl").write_text((tmp_path / "gpu.jsonl").read_text() + '{"case": {"mod')
-    monkeypatch.setattr(gpu, "measure", lambda *given: pytest.fail("measured again"))
-    gpu.main(words)
-    assert capsys.readouterr().out.splitlines() == shown

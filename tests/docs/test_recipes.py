@@ -11,7 +11,6 @@ from flowrl_testing import check_reward
 from loading import ROOT
 from PIL import Image
 
-from flowrl.core.errors import ConfigError
 from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
 
@@ -50,10 +49,3 @@ def test_image_reward_keeps_the_contract(package):
     assert reward.score(images, [Prompt("ab"), Prompt("a")]).tolist() == pytest.approx([2.0, 2.0])
     assert reward.score(images, [Prompt("a"), Prompt("abcd")]).tolist() == pytest.approx([1.0, 5.0])
     assert package == [("ImageReward-v1.0", "cpu")], "loaded once, at the first score"
-
-
-def test_without_the_package_there_is_one_clear_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ImageReward", None)
-    reward = build("reward", f"{RECIPE}:ImageRewardScore(model='another')", trust=True)
-    with pytest.raises(ConfigError, match="the package image-reward cannot be imported"):
-        reward.score(torch.zeros(1, 3, 4, 4), [Prompt("a")])
