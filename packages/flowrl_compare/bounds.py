@@ -22,7 +22,8 @@ ARM = "exact values (oracle)"
 """The arm of a comparison with `--bound`."""
 CREDIT = "stepwise-gain(normalise=step, probe=exact)"
 """Z per decision, the scale of uniform credit: with joint Z most of an update is at the last drawn
-step, and the steps after the window, which have no credit, drift (`benchmarks/exact.py`).
+step, next to steps without credit. In a window that leaves such steps the oracle can collapse with
+either (`benchmarks/exact.py`).
 """
 WITHOUT_EFFECT = (
     *(

@@ -84,9 +84,22 @@ def test_verdicts(headroom: Estimate, expected: str) -> None:
 
 def closed_form(name: str) -> Row:
     """Uniform credit reaches 0.6 and 0.8, the oracle 1, after a start of 0.2."""
-    oracle = fake_line([0.2, 1.0, 1.0])
+    return made(name, 1.0)
+
+
+def made(name: str, reached: float) -> Row:
+    """An oracle that reaches this reward."""
+    oracle = fake_line([0.2, reached, reached])
     pairs = [{"uniform": fake_line([0.2, 0.4, end]), "oracle": oracle} for end in (0.6, 0.8)]
     return row_of(name, TASKS[name], pairs, {"uniform": {}, "oracle": {}})
+
+
+def test_an_oracle_that_is_no_bound_rules_nothing_out() -> None:
+    """An oracle far below uniform credit says that a task cannot tell rules apart only if no steps
+    are left without credit.
+    """
+    assert made("9-of-10", -20.0).label == made("noise-0.3-9-of-10", -20.0).label == CANNOT
+    assert made("default", -20.0).label == made("16-dimensions", -20.0).label == UNCLEAR
 
 
 def test_a_row_and_its_page(tmp_path: Path) -> None:
@@ -160,8 +173,9 @@ def test_controls_have_no_headroom(tmp_path: Path) -> None:
     not made again.
     """
     found, size = {}, Size(iterations=6, budget=3, seeds=3)
+    name = "9-of-10"
     for credit in ("uniform", "random(seed=0)"):
-        tasks = {"default": replace(TASKS["default"], oracle=credit)}
+        tasks = {name: replace(TASKS[name], oracle=credit)}
         study = HeadroomStudy(tasks, tmp_path / "runs.jsonl", size, workers=1)
         assert study.execute("test", lambda *words, **more: None)
         found[credit] = study.rows()[0]

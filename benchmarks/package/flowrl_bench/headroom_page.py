@@ -133,7 +133,8 @@ def headroom_page(rows: Sequence[Row], size: Size, command: str) -> Document:
         f" {min(row.seeds for row in rows)} or more fresh seeds, paired by seed, with t intervals"
         " (95%). The margin is"
         f" {MARGIN:.0%} of what can be gained: the best held-out reward during training minus the"
-        " reward before it. A task cannot tell rules apart if the upper bound is below the margin;"
+        " reward before it. A task cannot tell rules apart if the upper bound is below the margin"
+        " and all steps but the last have credit;"
         " it can if the headroom is twice the margin or more and its interval excludes 0."
     )
     page.text(
