@@ -169,10 +169,14 @@ class Result:
             [[of(curve) for curve in runs] for runs in (curves, others)]
             for of in (over_training, lambda curve: curve[-1])
         )
-        leads = (mean([a - b for a, b in zip(*both, strict=True)]) for both in (means, finals))
+        lead, at_end = (
+            mean([a - b for a, b in zip(*both, strict=True)]) for both in (means, finals)
+        )
         costs = (sum(spent(line, "forwards")[-1] for line in runs) for runs in (lines, uniform))
         cost = next(costs) / next(costs)
-        return Result(fmean(means[0]), fmean(finals[0]), sum(map(collapsed, curves)), *leads, cost)
+        return Result(
+            fmean(means[0]), fmean(finals[0]), sum(map(collapsed, curves)), lead, at_end, cost
+        )
 
 
 @dataclass(frozen=True)
