@@ -84,8 +84,7 @@ def calibrated_gains(
     slope, r2 = calibration(deviations, cross_fit)
     predicted, reward = slope * deviations, deviations[..., -1:]
     predicted[..., -1:] = reward
-    weight = r2[..., 1:].clone() if trust == "r2" else torch.full_like(r2[..., 1:], trust)
-    weight[..., -1] = 1
+    weight = r2[..., 1:] if trust == "r2" else torch.full_like(r2[..., 1:], trust)
     return weight * predicted[..., 1:] + (1 - weight) * reward - predicted[..., :-1]
 
 
@@ -97,7 +96,7 @@ class CalibratedGain:
 
     A_k = Z(w_{k+1} s_{k+1} v_{k+1} + (1 - w_{k+1}) r - s_k v_k), with v_j and r the deviations of
     V_j and of the final reward R from the means of their group, s_j the slope of r on v_j, and w_j
-    its r2 (`calibration`). At the end v_D = r and w_D = 1. Z(y) = (y - mean) / (std + 1e-4) over
+    its r2 (`calibration`). At the end s_D v_D = r. Z(y) = (y - mean) / (std + 1e-4) over
     members and decisions, clamped to +-`clamp`. A group of equal rewards gets 0.
 
     This is the gain V'_{k+1} - V'_k of the calibrated value V' with weight w, and the reward-to-go

@@ -189,7 +189,6 @@ class Result:
             lead=lead,
             final_lead=final_lead,
             cost=cost / usual,
-        )
 
 
 @dataclass(frozen=True)
