@@ -189,6 +189,7 @@ class Result:
             lead=lead,
             final_lead=final_lead,
             cost=cost / usual,
+        )
 
 
 @dataclass(frozen=True)
