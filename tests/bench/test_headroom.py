@@ -10,6 +10,8 @@ import torch
 from bench_lines import fake_line
 from flowrl_bench.headroom import (
     CANNOT,
+    METHODS,
+    QUICK_SIZE,
     SAMPLED,
     TASKS,
     TELLS,
@@ -31,6 +33,8 @@ from flowrl.core.experience import Decisions
 from flowrl.core.types import Prompt
 from flowrl.parts.registry import build
 from flowrl.worlds import mixture
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize("world", [Points(), Points(16), Points(nested=True)])
@@ -165,6 +169,18 @@ def test_oracles_give_all_decisions_the_same_scale(spec: str) -> None:
     values = torch.cat([torch.zeros(3, 12, 1), gains.cumsum(-1)], -1)
     stds = build("credit", spec).assign(values, Decisions.like(values)).std(1, correction=0)
     torch.testing.assert_close(stds, torch.ones_like(stds), atol=0.05, rtol=0)
+
+
+def test_published_controls_at_tuned_settings() -> None:
+    """In a task with headroom and credit at all steps but the last, exact credit leads, random
+    credit trails, and neither uniform credit nor the oracle collapses.
+    """
+    size, name = replace(QUICK_SIZE, seeds=6, methods=tuple(METHODS)), "noise-0.3-9-of-10"
+    path = RESULTS / "headroom-methods.jsonl"
+    [row] = HeadroomStudy({name: TASKS[name]}, path, size).rows()
+    oracle, random = row.arms["oracle"], row.arms["random credit"]
+    assert row.seeds == 6 and row.label == TELLS and oracle.lead.low > 0 > random.lead.high
+    assert oracle.collapses == row.arms["uniform"].collapses == 0
 
 
 @pytest.mark.slow
