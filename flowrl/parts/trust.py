@@ -92,10 +92,11 @@ def untrusted(
 
 def _risks(kind: str, spec: Spec) -> Iterator[tuple[str, str]]:
     """(name, risk) of a part and of the parts in its options that `build` builds."""
-    if why := risk(kind, spec):
+    inner = [each for k, text in spec.nested() for each in _risks(k, parse_spec(text, k))]
+    why = risk(kind, spec)
+    if why and not (inner and why.startswith(f"{CODE} (")):  # a part in the option names it
         yield spec.name, why
-    for inner, text in spec.nested():
-        yield from _risks(inner, parse_spec(text, inner))
+    yield from inner
 
 
 def trusted(
