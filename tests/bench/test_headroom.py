@@ -162,7 +162,7 @@ def test_arms_of_a_task_differ_in_credit_alone(tmp_path: Path) -> None:
     assert len({search.budget for search in study.searches.values()}) == 1
 
 
-@pytest.mark.parametrize("spec", [CREDIT, *{task.oracle for task in TASKS.values()}])
+@pytest.mark.parametrize("spec", dict.fromkeys([CREDIT, *(task.oracle for task in TASKS.values())]))
 def test_oracles_give_all_decisions_the_same_scale(spec: str) -> None:
     """Gains of the first decision 1,000 times as small as those of the second."""
     gains = torch.randn(3, 12, 2, dtype=torch.float64) * torch.tensor([1e-2, 10.0])
