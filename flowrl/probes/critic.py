@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -54,7 +54,7 @@ class Critic(ValueProbe):
     width: Count = 64
     learning_rate: Annotated[float, Gt(0), Le(1)] = 1e-3
     passes: Count = 5
-    seed: int = 0
+    seed: Annotated[int, Ge(0), Lt(2**62)] = 0
     memory: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property

@@ -55,7 +55,7 @@ def test_by_hand():
     values = torch.tensor([[[0.0, 1.0, 1.0], [0.0, 2.0, 4.0], [0.0, 3.0, 4.0]]])
     equal = torch.cat([values, torch.full_like(values, 2.0)])
     v, r = torch.tensor([-1.0, 0.0, 1.0]), torch.tensor([-2.0, 1.0, 1.0])
-    for trust, weight in (("r2", 0.75), (0.5, 0.5)):
+    for trust, weight in ((None, 0.75), (0.5, 0.5)):
         raw = torch.stack([weight * v + (1 - weight) * r, r - v], -1)
         assert_close(calibrated_gains(values, trust)[0], raw)
         rule = CalibratedGain(trust=trust)
@@ -64,7 +64,7 @@ def test_by_hand():
         assert not second.any()
 
 
-@pytest.mark.parametrize("trust", ["r2", 0.0, 1.0, 0.4])
+@pytest.mark.parametrize("trust", [None, 0.0, 1.0, 0.4])
 def test_exact_values_give_the_advantage_of_the_step(trust):
     """E[A_k | x_k, x_{k+1}] = (1 - 1/G) A*_k: A_k has this covariance with eps_k, and none with an
     earlier step.

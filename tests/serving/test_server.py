@@ -77,11 +77,11 @@ def test_prompts_arrive_whole():
     remember = Function(lambda images, prompts: (seen.extend(prompts), torch.zeros(1))[1])
     image, sent = torch.zeros(1, 3, 2, 2), {"request": Request(), "x": [1.5, None, True]}
     with served(remember) as (url, _):
-        RemoteReward(url).score(image, [Prompt("snöw\u2603\0", sent)])
+        RemoteReward(url).score(image, [Prompt("snöw\u2603\x01", sent)])
         with pytest.raises(RewardError, match="metadata of prompt 'p' cannot be sent"):
             RemoteReward(url).score(image, [Prompt("p", {"a": (0.0, float("nan"))})])
     words = {"words": list(Request.words), "number": 2**62}
-    assert seen == [Prompt("snöw\u2603\0", {"request": words, "x": [1.5, None, True]})]
+    assert seen == [Prompt("snöw\u2603\x01", {"request": words, "x": [1.5, None, True]})]
 
 
 def together(functions):
