@@ -113,8 +113,8 @@ class CalibratedGain:
     Args:
         probe: the probe that scores unfinished states. The Tweedie estimate costs no network
             evaluation, but a decode and a reward call per decision.
-        trust: w_j for j < D, the same number in [0, 1] at every decision; None for r2_j. 1: gains of
-            the calibrated value; 0: the reward-to-go, for which the value is a baseline only.
+        trust: w_j for j < D, the same number in [0, 1] at every decision; None for r2_j. 1: gains
+            of the calibrated value; 0: the reward-to-go, with the value as a baseline only.
         cross_fit: see `calibration`.
         clamp: largest absolute advantage; None for no clamp.
 
