@@ -27,6 +27,7 @@ from flowrl.core.types import Condition, Schedule, Trajectories
 
 ValueTable = Float[Tensor, "prompt member column"]
 CreditTable = Float[Tensor, "prompt member decision"]
+FeatureTable = Float[Tensor, "prompt member decision feature"]
 Mask = Bool[Tensor, "prompt member decision"]
 LARGER = ("trajectories", "log_probs", "condition")
 """The fields of an `Experience` that exist on request only."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from flowrl.core.experience import Experience
+from flowrl.core.experience import CreditTable, Experience, FeatureTable
 from flowrl.core.options import checked_options
 from flowrl.core.tree import Tree
 from flowrl.core.types import Condition, Gaussian, Schedule, Trajectories
@@ -297,11 +297,7 @@ class ValueProbe(Probe, ABC):
         """Features of the nodes `run.nodes`, without gradient."""
 
     @abstractmethod
-    def predict(
-        self,
-        features: Float[Tensor, "prompt member decision feature"],
-        estimates: Float[Tensor, "prompt member decision"],
-    ) -> Float[Tensor, "prompt member decision"]:
+    def predict(self, features: FeatureTable, estimates: CreditTable) -> CreditTable:
         """The values of all columns but the last.
 
         Args:
@@ -312,12 +308,7 @@ class ValueProbe(Probe, ABC):
             The values, which count in the columns that have features.
         """
 
-    def fit(
-        self,
-        features: Float[Tensor, "prompt member decision feature"],
-        estimates: Float[Tensor, "prompt member decision"],
-        experience: Experience,
-    ) -> None:
+    def fit(self, features: FeatureTable, estimates: CreditTable, experience: Experience) -> None:
         """Learn from an iteration: its record, and the arguments of `predict`."""
 
 

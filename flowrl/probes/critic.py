@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from flowrl.core.errors import require
-from flowrl.core.experience import Experience
+from flowrl.core.experience import CreditTable, Experience, FeatureTable
 from flowrl.core.options import Count, checked_options
 from flowrl.core.probe import Cost, Estimates, Probing, Shape, ValueProbe
 from flowrl.probes.solved import Tweedie
@@ -80,6 +80,7 @@ class Critic(ValueProbe):
         embedding = [t.flatten(1) for t in run.condition.tensors.values() if t.is_floating_point()]
         fits = self.reads_hidden or len(embedding) > 0
         require(fits, "critic.reads", self.reads, "hidden: this policy's embeddings are no numbers")
+        clean = {} if self.reads_hidden else Tweedie().estimate(run)
         columns = []
         for node in run.nodes:
             units = tree.paths[:, node].to(path.states.device)
@@ -87,46 +88,37 @@ class Critic(ValueProbe):
             if run.hidden is not None:
                 parts = [run.hidden[:, units]]
             else:
-                x, velocity = (t[:, units].flatten(2) for t in (path.states, path.outputs))
+                estimate = clean[node].unflatten(0, (run.groups, -1))
+                at_node = estimate[:, units - tree.at(node).start]
                 prompt = torch.cat(embedding, 1)[:, None].expand(-1, len(units), -1)
-                parts = [x, x - time * velocity, prompt]
+                parts = [path.states[:, units].flatten(2), at_node.flatten(2), prompt]
             parts.append(time.expand(*parts[0].shape[:2], 1))
             columns.append(torch.cat(parts, -1))
         return torch.stack(columns, 2)
 
-    def predict(
-        self,
-        features: Float[Tensor, "prompt member decision feature"],
-        estimates: Float[Tensor, "prompt member decision"],
-    ) -> Float[Tensor, "prompt member decision"]:
+    def predict(self, features: FeatureTable, estimates: CreditTable) -> CreditTable:
         """The base plus f."""
-        base = estimates if self.base == "tweedie" else torch.zeros_like(estimates)
+        base = self._base(estimates)
         if not self.memory:
             return base
         with torch.no_grad():
-            return base + self._network(self.memory)(self._scaled(features)).squeeze(-1)
+            return base + self._network()(self._scaled(features)).squeeze(-1)
 
-    def fit(
-        self,
-        features: Float[Tensor, "prompt member decision feature"],
-        estimates: Float[Tensor, "prompt member decision"],
-        experience: Experience,
-    ) -> None:
+    def fit(self, features: FeatureTable, estimates: CreditTable, experience: Experience) -> None:
         """AdamW on the mean squared error; its moments continue from the last iteration."""
-        final = experience.values[..., -1:]
-        base = estimates if self.base == "tweedie" else torch.zeros_like(estimates)
-        rows = features.isfinite().all(-1) & (final - base).isfinite()
-        inputs, targets = features[rows], (final - base)[rows]
+        errors = experience.values[..., -1:] - self._base(estimates)
+        rows = features.isfinite().all(-1) & errors.isfinite()
+        inputs, targets = features[rows], errors[rows]
         if not len(inputs):
             return
         if not self.memory:
             # features keep the scale of the first iteration
             scale = inputs.std(0, unbiased=False).clamp(min=1e-3)
             self.memory = {"mean": inputs.mean(0), "scale": scale, "fits": torch.zeros(())}
-        network = self._network(self.memory)
+        network = self._network()
         optimizer = torch.optim.AdamW(network.parameters(), self.learning_rate)
         named = dict(network.named_parameters())
-        if f"step.{next(iter(named))}" in self.memory:
+        if self.memory["fits"]:
             for name, parameter in named.items():
                 optimizer.state[parameter] = {
                     key: self.memory[f"{key}.{name}"].clone() for key in MOMENTS
@@ -150,12 +142,15 @@ class Critic(ValueProbe):
     def _scaled(self, features: Tensor) -> Tensor:
         return (features - self.memory["mean"]) / self.memory["scale"]
 
-    def _network(self, memory: Mapping[str, Tensor]) -> nn.Module:
-        """f with the weights of `memory`; without them 0, from the seed."""
+    def _base(self, estimates: Tensor) -> Tensor:
+        return estimates if self.base == "tweedie" else torch.zeros_like(estimates)
+
+    def _network(self) -> nn.Module:
+        """f with the weights of the last fit; before the first one 0, from the seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             network = nn.Sequential(
-                nn.Linear(len(memory["mean"]), self.width),
+                nn.Linear(len(self.memory["mean"]), self.width),
                 nn.SiLU(),
                 nn.Linear(self.width, self.width),
                 nn.SiLU(),
@@ -163,10 +158,9 @@ class Critic(ValueProbe):
             )
         nn.init.zeros_(network[-1].weight)  # pyright: ignore[reportArgumentType]
         nn.init.zeros_(network[-1].bias)  # pyright: ignore[reportArgumentType]
-        prefix = "weight."
-        weights = {k.removeprefix(prefix): v for k, v in memory.items() if k.startswith(prefix)}
-        if weights:
-            network.load_state_dict(weights)
+        if self.memory["fits"]:
+            names = dict(network.named_parameters())
+            network.load_state_dict({name: self.memory[f"weight.{name}"] for name in names})
         return network
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -43,10 +43,10 @@ def test_the_hidden_states_are_those_of_the_prompt_at_every_state(make, gradient
     policy = make(replace(TINY, guidance_scale=3.0, guidance_gradient=gradient))
     generator, groups = torch.Generator().manual_seed(0), Groups(2, 2, True)
     noise, condition = groups.noise(policy.latent_shape, generator), policy.encode(PROMPTS)
+    sampler, grid = FlowSDE(0.7), policy.schedule(3)
     result = rollout(
-        policy, FlowSDE(0.7), policy.schedule(3), condition, noise, generator, groups, Hidden(),
-        max_batch=size,
-    )  # fmt: skip
+        policy, sampler, grid, condition, noise, generator, groups, Hidden(), None, size
+    )
     seen = list[torch.Tensor]()
     hook = policy.hidden_layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     path = result.trajectories

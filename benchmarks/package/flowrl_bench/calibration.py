@@ -280,9 +280,9 @@ def tables(results: Mapping[str, Any]) -> str:
     lines = [
         "# Calibration of the verdict rules",
         "",
-        f"Made by `{results['command']}`. Families of {size} comparisons, runs resampled from one arm"
-        f" ({results['experiments']} families per cell; standard error {error:.1f} percentage points"
-        f" at 5%). Level of Holm's correction: {results['alpha']:g}.",
+        f"Made by `{results['command']}`. Families of {size} comparisons, runs resampled from one"
+        f" arm ({results['experiments']} families per cell; standard error {error:.1f} percentage"
+        f" points at 5%). Level of Holm's correction: {results['alpha']:g}.",
         "",
         "Families with at least one wrong verdict, in percent: mean over pools, and the largest.",
         "",

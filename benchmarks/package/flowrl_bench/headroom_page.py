@@ -167,8 +167,8 @@ def headroom_page(rows: Sequence[Row], size: Size, command: str) -> Document:
             "Every arm has a search of its own, of the same number of runs. Leads over uniform"
             " credit are paired by seed, with t intervals (95%). A run collapsed if it ends more"
             f" than {COLLAPSE} below its best reward, or more than {BELOW_START} below its first."
-            " Random credit is a control. The cost is in forward equivalents, as a multiple of that of"
-            " uniform credit; the leads are at equal updates, not at equal cost."
+            " Random credit is a control. The cost is in forward equivalents, as a multiple of that"
+            " of uniform credit; the leads are at equal updates, not at equal cost."
         )
     page.heading("Chosen settings")
     page.blocks.append(
