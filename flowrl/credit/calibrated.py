@@ -63,7 +63,7 @@ def calibration(deviations: ValueTable, cross_fit: bool = False) -> Calibration:
 
 def calibrated_gains(
     values: ValueTable,
-    trust: float | None = None,
+    gain_weight: float | None = None,
     cross_fit: bool = False,
     known: Bool[Tensor, "prompt member column"] | None = None,
 ) -> CreditTable:
@@ -71,7 +71,7 @@ def calibrated_gains(
 
     Args:
         values: value table V [prompt, member, decision+1]; its last column is the final reward R.
-        trust: w_j for j < D, one number in [0, 1]; None for r2_j.
+        gain_weight: w_j for j < D, one number in [0, 1]; None for r2_j.
         cross_fit: see `calibration`.
         known: the entries that count; None for all. A column counts for all of its members or for
             none.
@@ -84,7 +84,7 @@ def calibrated_gains(
     slope, r2 = calibration(deviations, cross_fit)
     predicted, reward = slope * deviations, deviations[..., -1:]
     predicted[..., -1:] = reward
-    weight = r2[..., 1:] if trust is None else torch.full_like(r2[..., 1:], trust)
+    weight = r2[..., 1:] if gain_weight is None else torch.full_like(r2[..., 1:], gain_weight)
     return weight * predicted[..., 1:] + (1 - weight) * reward - predicted[..., :-1]
 
 
@@ -113,8 +113,8 @@ class CalibratedGain:
     Args:
         probe: the probe that scores unfinished states. The Tweedie estimate costs no network
             evaluation, but a decode and a reward call per decision.
-        trust: w_j for j < D, the same number in [0, 1] at every decision; None for r2_j. 1: gains
-            of the calibrated value; 0: the reward-to-go, with the value as a baseline only.
+        gain_weight: w_j for j < D, the same number in [0, 1] at every decision; None for r2_j. 1:
+            gains of the calibrated value; 0: the reward-to-go, with the value as a baseline only.
         cross_fit: see `calibration`.
         clamp: largest absolute advantage; None for no clamp.
 
@@ -123,7 +123,7 @@ class CalibratedGain:
     """
 
     probe: Probe = Tweedie()
-    trust: Share | None = None
+    gain_weight: Share | None = None
     cross_fit: bool = False
     clamp: Clamp = 5.0
 
@@ -136,7 +136,7 @@ class CalibratedGain:
         require_columns(values, decisions, self)
         mask = decisions.mask
         known = mask.any(-1, keepdim=True) & self.reads(mask).any(1, keepdim=True)
-        credit = calibrated_gains(values, self.trust, self.cross_fit, known)
+        credit = calibrated_gains(values, self.gain_weight, self.cross_fit, known)
         # equal rewards do not tell which values are right, and Z would amplify their differences
         final = centred(values[..., -1:], ("member",), known[..., -1:])
         credit = credit.masked_fill((final == 0).all(1, keepdim=True), 0.0)

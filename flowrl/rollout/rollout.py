@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -217,18 +217,10 @@ class Walk:
         return self.condition.repeat(len(latents) // self.groups.prompts)
 
     def velocity(
-        self,
-        latents: Tensor,
-        timestep: Tensor,
-        condition: Condition,
-        share: float = 1,
-        policy: Any = None,
+        self, latents: Tensor, timestep: Tensor, condition: Condition, share: float = 1
     ) -> Tensor:
-        """The network's output, counted as `share` of an evaluation per latent; `policy` may
-        replace the policy.
-        """
-        policy = policy or self.policy
-        return self.usage.velocity(policy, latents, timestep, condition, self.max_batch, share)
+        """The network's output, counted as `share` of an evaluation per latent."""
+        return self.usage.velocity(self.policy, latents, timestep, condition, self.max_batch, share)
 
     def run(
         self,
@@ -250,13 +242,14 @@ class Walk:
         for member in reversed(range(tree.members)):  # the first member's noise is its tree's
             states[:, int(tree.paths[member, 0])] = members[member]
         ends: dict[int, Tensor] = {}
+        walk = replace(self, policy=cast(FlowPolicy, recorder)) if recorder else self
         for i in range(schedule.steps):
             x = states[:, tree.at(i)]
             parts = [x.flatten(0, 1), *ends.values()]
             conditions = Condition.cat([self.conditions(part) for part in parts])
             batch = torch.cat(parts)
             timestep = schedule.network_timesteps[i].expand(len(batch))
-            velocity, *others = self.velocity(batch, timestep, conditions, policy=recorder).split(
+            velocity, *others = walk.velocity(batch, timestep, conditions).split(
                 [len(part) for part in parts]
             )
             if recorder:

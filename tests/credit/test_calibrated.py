@@ -55,22 +55,22 @@ def test_by_hand():
     values = torch.tensor([[[0.0, 1.0, 1.0], [0.0, 2.0, 4.0], [0.0, 3.0, 4.0]]])
     equal = torch.cat([values, torch.full_like(values, 2.0)])
     v, r = torch.tensor([-1.0, 0.0, 1.0]), torch.tensor([-2.0, 1.0, 1.0])
-    for trust, weight in ((None, 0.75), (0.5, 0.5)):
+    for gain_weight, weight in ((None, 0.75), (0.5, 0.5)):
         raw = torch.stack([weight * v + (1 - weight) * r, r - v], -1)
-        assert_close(calibrated_gains(values, trust)[0], raw)
-        rule = CalibratedGain(trust=trust)
+        assert_close(calibrated_gains(values, gain_weight)[0], raw)
+        rule = CalibratedGain(gain_weight=gain_weight)
         first, second = rule.assign(equal, Decisions.like(equal))
         assert_close(first, raw / (raw.std(correction=0) + 1e-4))
         assert not second.any()
 
 
-@pytest.mark.parametrize("trust", [None, 0.0, 1.0, 0.4])
-def test_exact_values_give_the_advantage_of_the_step(trust):
+@pytest.mark.parametrize("gain_weight", [None, 0.0, 1.0, 0.4])
+def test_exact_values_give_the_advantage_of_the_step(gain_weight):
     """E[A_k | x_k, x_{k+1}] = (1 - 1/G) A*_k: A_k has this covariance with eps_k, and none with an
     earlier step.
     """
     states, steps = walk(2000, 8)
-    table = calibrated_gains(states, trust)
+    table = calibrated_gains(states, gain_weight)
     assert (error(table, steps, 7 / 8).abs() < Z).all()
     for k in range(1, STEPS):
         assert (error(table[..., k:], steps[..., k - 1 : k], 0.0).abs() < Z).all()
