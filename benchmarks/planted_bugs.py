@@ -189,7 +189,7 @@ def _run_pytest(tests: list[str], output: Path) -> None:
         paths = [str(_copy / package) for package in PACKAGES]
         there = [p for p in sys.path if not Path(p or ".").resolve().is_relative_to(ROOT)]
         sys.path[:] = paths + there
-        os.environ |= {"PYTHONPATH": os.pathsep.join(paths[:3]), "PYTHONDONTWRITEBYTECODE": "1"}
+        os.environ |= {"PYTHONPATH": os.pathsep.join(paths[:4]), "PYTHONDONTWRITEBYTECODE": "1"}
         sys.dont_write_bytecode = True
         pytest = importlib.import_module("pytest")
         base = f"--basetemp={_copy.parent / 'tmp'}"

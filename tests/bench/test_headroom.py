@@ -83,7 +83,8 @@ def test_the_parts_of_a_nested_reward(form: mixture.Form) -> None:
 )
 def test_verdicts(headroom: Estimate, expected: str) -> None:
     """With a margin of 0.04."""
-    assert verdict(headroom, 0.04) == expected
+    assert verdict(headroom, 0.04, True) == expected
+    assert verdict(headroom, 0.04, False) == (UNCLEAR if expected == CANNOT else expected)
 
 
 def closed_form(name: str) -> Row:

@@ -148,6 +148,8 @@ def test_what_a_world_can_tell(lead, spread, label):
     assert (headroom.label, headroom.seeds) == (label, 8)
     assert headroom.lead.value == pytest.approx(lead)
     assert ("CANNOT" in replace(found, bound=bound).tells("mine")) == (label == CANNOT)
+    falls = Bound(range(5), [[1.0, *curve[1:]] for curve in curves], bound.seeds, "-")
+    assert falls.collapsed and replace(found, bound=falls).headroom("mine").label != CANNOT
 
 
 def test_a_small_lead_of_a_baseline_shows_no_small_headroom():

@@ -223,15 +223,15 @@ class Row:
     @property
     def label(self) -> str:
         """The verdict on the task: "cannot tell" only if the oracle is an upper bound."""
-        found = verdict(self.headroom, self.margin)
-        return UNCLEAR if found == CANNOT and not self.task.covered else found
+        return verdict(self.headroom, self.margin, self.task.covered)
 
 
-def verdict(headroom: Estimate, margin: float) -> str:
-    """Whether a task can tell rules of credit apart: not if the upper bound of the headroom is
-    below the margin; yes if the headroom is at least twice the margin and its interval excludes 0.
+def verdict(headroom: Estimate, margin: float, is_bound: bool) -> str:
+    """Whether a task can tell rules of credit apart: not if the headroom is a bound of what a rule
+    can gain and its upper confidence limit is below the margin; yes if the headroom is at least
+    twice the margin and its interval excludes 0.
     """
-    if headroom.high < margin:
+    if is_bound and headroom.high < margin:
         return CANNOT
     return TELLS if headroom.value >= 2 * margin and headroom.low > 0 else UNCLEAR
 

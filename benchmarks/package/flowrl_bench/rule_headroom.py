@@ -47,11 +47,10 @@ class Headroom:
 
     @property
     def label(self) -> str:
-        """The verdict on the world, that of `flowrl bench headroom`; a best baseline without a lead
-        does not show that no rule has one.
+        """The verdict on the world, that of `flowrl bench headroom`; neither a best baseline
+        without a lead nor exact credit that collapsed shows that no rule has one.
         """
-        found = verdict(self.lead, self.margin)
-        return UNCLEAR if found == CANNOT and self.bound is None else found
+        return verdict(self.lead, self.margin, self.bound is not None and not self.bound.collapsed)
 
 
 def headroom(evidence: Evidence, margin: float, bound: Bound | None) -> Headroom | None:
