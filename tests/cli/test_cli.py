@@ -118,6 +118,8 @@ def test_lists_fit_the_terminal_and_a_part_is_described(capsys, monkeypatch):
     for name in ("ddp", "fsdp2", "zero2"):
         path = Path(shown(f"presets --accelerate {name}", capsys).strip())
         assert "distributed_type" in path.read_text()
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "or a folder with transformer/ in" in shown("evaluate --help", capsys)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,11 @@ def test_flat_noise_is_no_collapse():
         assert not any(collapse(made[:end], Limits(prompts=4)) for end in range(1, 101))
 
 
+def test_a_reward_that_compares_samples_has_no_collapse():
+    fallen = rows(reward_mean=[0.2, 0.9] * 10 + [0.1] * 20, reward_std=0.1)
+    assert collapse(fallen, Limits()) and not collapse(fallen, Limits(compared=True))
+
+
 def test_a_warning_comes_again_only_after_a_while_also_in_a_resumed_run():
     made = [{"iteration": 0, "evaluation": {"reward": 0.5}}]
     for row in rows(50, zero_spread_groups=1.0):
