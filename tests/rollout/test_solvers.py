@@ -155,15 +155,16 @@ def test_the_noise_is_the_rollouts_own(mixture_policy):
 
 @pytest.mark.parametrize("solver", ["euler", "heun"])
 def test_batches_are_the_samples_of_the_solver_decoded(shapes_policy, solver):
-    """Bit for bit, if the solver splits its network calls at the same samples."""
+    """Up to rounding: prompts are encoded batch by batch."""
     noise = initial_noise(shapes_policy, len(PROMPTS), seed=3)
     schedule, condition = shapes_policy.schedule(4), shapes_policy.encode(PROMPTS)
     expected = solve(shapes_policy, schedule, condition, noise, Usage(), 4, solver)
     batches = list(sample_images(shapes_policy, PROMPTS, noise, 4, solver, max_batch=4))
     assert [len(batch.images) for batch in batches] == [4, 2]
     images = ImageBatch.cat(batches)
-    assert torch.equal(images.latents, expected) and images.prompts == PROMPTS
-    decoded = torch.cat([shapes_policy.decode(part) for part in expected.split(4)])
+    assert_close(images.latents, expected, atol=1e-4, rtol=0)
+    assert images.prompts == PROMPTS
+    decoded = torch.cat([shapes_policy.decode(part) for part in images.latents.split(4)])
     assert torch.equal(images.images, decoded)
     assert torch.equal(images[2:5].images, decoded[2:5]) and images[2:5].prompts == PROMPTS[2:5]
 
