@@ -80,7 +80,7 @@ TOLERANCES = {
     "ratios of errors": 1e-5,
     "row losses": 1e-5,
     "group sums": 1e-4,
-    "group weights": 1e-5,
+    "group weights": 5e-5,
     "loss of micro-batches": 1e-5,
     "velocities": 1e-5,
     "copies of the weights": 2e-7,
