@@ -71,7 +71,7 @@ TOLERANCES = {
     "loss / advantage": 1e-6,
     "mean loss": 1e-7,
     "KL": 2e-6,
-    "gradients": 2e-5,
+    "gradients": 6e-5,
     "gradient norm": 2e-5,
     "weights / learning rate": 1e-3,
     "weights of rows": 1e-6,
