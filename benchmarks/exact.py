@@ -1,5 +1,4 @@
-"""Exact values of the 2-D world: convergence of the grid, how far credit can trust it, and why
-training with exact credit can collapse.
+"""Exact values of the 2-D world: the grid's convergence, trust in credit, and collapses.
 
     python benchmarks/exact.py          # about three minutes of one core
     python benchmarks/exact.py --only drift
@@ -9,10 +8,9 @@ to their root mean square over all decisions, against a grid of 225 points per a
 policy is trained with exact gains; at each stage, the advantages of the rule from the probe's grid
 are compared with those from 169 points, group by group.
 
-Drift: a run that collapses. The value of the trained steps with the networks of later iterations,
-the steps after the window with the network before the fall, and the other way round. The policy
-gradient is that of the trained steps; the steps after the window have the same network and no
-gradient.
+Drift: a run that collapses, sampled with a later iteration's network in the trained steps and the
+network before the fall in the steps after the window, and the other way round. Only the trained
+steps contribute to the policy gradient, though the steps after the window use the same network.
 """
 
 import argparse
@@ -86,7 +84,7 @@ GRIDS = {
 
 
 def trainer_of(window: str, form: str, clip_range: float = 0.06) -> Trainer:
-    """Exact gains at a clip at which few runs collapse, and the searched noise level."""
+    """Exact gains, a clip range at which few runs collapse, and the tuned noise level."""
     run = preset("default").apply(
         world="mixture",
         method="flow-grpo",
@@ -100,10 +98,10 @@ def trainer_of(window: str, form: str, clip_range: float = 0.06) -> Trainer:
 
 
 def setting_of(trainer: Trainer, form: str, count: int = PROMPTS) -> Setting:
-    """The current policy with prompts of its training."""
-    place = make_world(trainer.config)
-    prompts = PromptStream(place.prompts("direction", "train"), 0).take(count)
-    reward = place.reward(form)
+    """The current policy with training prompts."""
+    world = make_world(trainer.config)
+    prompts = PromptStream(world.prompts("direction", "train"), 0).take(count)
+    reward = world.reward(form)
     return Setting(trainer.policy, trainer.draw_sampler(), trainer.schedule, reward, prompts)
 
 
@@ -119,29 +117,30 @@ def convergence(window: str, form: str, stage: int) -> list[dict]:
         trainer.iteration()
     setting = setting_of(trainer, form)
     result = Look(setting, MEMBERS, 1).trajectories(False)
-    known = exact_advantages(setting, result, (), ValueGrid(225, 6.0))[0].values
+    reference = exact_advantages(setting, result, (), ValueGrid(225, 6.0))[0].values
     rows = []
     for name, grid in GRIDS.items():
-        found = exact_advantages(setting, result, (), grid)[0]
-        error, estimate = rms(found.values - known) / rms(known), rms(found.errors) / rms(known)
+        advantages = exact_advantages(setting, result, (), grid)[0]
+        error = rms(advantages.values - reference) / rms(reference)
+        estimate = rms(advantages.errors) / rms(reference)
         case = {"window": window, "form": form, "iterations": stage, "grid": name}
         rows.append({**case, "error": error, "estimate": estimate})
     return rows
 
 
 def agreements(setting: Setting, members: int, seed: int) -> tuple[list[float], Compared]:
-    """The correlation within each group that has credit of the advantages from the probe's grid
-    with those from 169 points; and both.
+    """Within each group that has credit, the correlation of the advantages from the probe's grid
+    with those from 169 points; and both sets of advantages.
     """
     result = Look(setting, members, seed).trajectories(True)
-    found, known = (
+    probe, reference = (
         exact_advantages(setting, result, (), grid)[0] for grid in (Exact().grid, ValueGrid(169))
     )
     record, rule = setting.experience(result), build("credit", RULE)
-    credit, best = (with_values(rule, record, t.state_values) for t in (found, known))
-    kept = best.abs().mean((1, 2)) > 0.05  # groups with credit
-    pairs = zip(credit[kept].flatten(1), best[kept].flatten(1), strict=True)
-    return [float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in pairs], (found, known)
+    credit, best = (with_values(rule, record, t.state_values) for t in (probe, reference))
+    credited = best.abs().mean((1, 2)) > 0.05  # groups with credit
+    pairs = zip(credit[credited].flatten(1), best[credited].flatten(1), strict=True)
+    return [float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in pairs], (probe, reference)
 
 
 def trust(window: str, form: str) -> list[dict]:
@@ -150,16 +149,16 @@ def trust(window: str, form: str) -> list[dict]:
     for stage in STAGES:
         while trainer.done < stage:
             trainer.iteration()
-        agreement, (found, known) = agreements(setting_of(trainer, form), MEMBERS, stage)
+        agreement, (probe, reference) = agreements(setting_of(trainer, form), MEMBERS, stage)
         rows.append(
             {
                 "window": window,
                 "form": form,
                 "iterations": stage,
-                "reward": float(known.state_values[..., -1].mean()),
-                "spread": float(known.state_values[..., -1].std(1).median()),
-                "gain": rms(known.values),
-                "estimate": rms(found.errors) / max(rms(found.values), 1e-12),
+                "reward": float(reference.state_values[..., -1].mean()),
+                "spread": float(reference.state_values[..., -1].std(1).median()),
+                "gain": rms(reference.values),
+                "estimate": rms(probe.errors) / max(rms(probe.values), 1e-12),
                 "groups": len(agreement),
                 "lowest": min(agreement, default=1.0),
                 "distrusted": sum(value < TRUSTED for value in agreement),
@@ -188,21 +187,21 @@ def drift() -> list[dict]:
     falls = [rewards[i] - rewards[i + DRIFT] for i in range(len(rewards) - DRIFT)]
     first = falls.index(max(falls))
     setting, rows = setting_of(trainer, "soft", 16), []
-    for at in range(first, first + DRIFT + 1):
+    for iteration in range(first, first + DRIFT + 1):
         both, within, after = (
             sampled(setting, network, [weights[i] for i in pair])
-            for pair in ((at, at), (at, first), (first, at))
+            for pair in ((iteration, iteration), (iteration, first), (first, iteration))
         )
-        network.load_state_dict(weights[at])
-        lowest = min(agreements(setting_of(trainer, "soft"), MEMBERS, at)[0], default=1.0)
+        network.load_state_dict(weights[iteration])
+        lowest = min(agreements(setting_of(trainer, "soft"), MEMBERS, iteration)[0], default=1.0)
         means = {"both": both, "within": within, "after": after}
-        rows.append({"iterations": at, **means, "lowest": lowest})
+        rows.append({"iterations": iteration, **means, "lowest": lowest})
     return rows
 
 
 def sampled(setting: Setting, network: Module, weights: Sequence[dict]) -> float:
-    """The mean reward of samples with `weights` in the steps up to the last drawn one, and after
-    it.
+    """The mean reward of samples whose network has the first `weights` up to the last stochastic
+    step and the second after it.
     """
     groups = Groups(len(setting.prompts), DRIFT_MEMBERS, False)
     walk = walk_of(setting, groups, 0, None, MAX_BATCH)
@@ -278,10 +277,10 @@ def main() -> None:
     parts = ("grids", "trust", "drift")
     parser.add_argument("--only", choices=parts, help="the other parts stay as they are")
     only = parser.parse_args().only
-    known = read_json(RESULTS / "exact.json", dict[str, Any]) if only else {}
-    made = {part: measured(part) for part in parts if only in (None, part)}
+    previous = read_json(RESULTS / "exact.json", dict[str, Any]) if only else {}
+    measurements = {part: measured(part) for part in parts if only in (None, part)}
     origin = {f"{only} made at": provenance()} if only else provenance()
-    results = {**known, **origin, **made}
+    results = {**previous, **origin, **measurements}
     write_json(RESULTS / "exact.json", results)
     (RESULTS / "exact.md").write_text(page(json.loads(json.dumps(results))))
 

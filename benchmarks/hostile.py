@@ -79,8 +79,8 @@ def _child(case: Case, root: Path, log: Path) -> None:
     """The case itself; never returns."""
     os.setsid()
     os.chdir(root)
-    # this process is not the parent of a server that the forking one may have started: without
-    # forgetting it, `compare` would wait for somebody else's child
+    # the parent may have started a fork server; unless this process forgets it, `compare` waits
+    # for a child that is not its own
     server = forkserver._forkserver  # type: ignore[attr-defined]
     server._forkserver_pid = server._forkserver_fd = server._forkserver_alive_fd = None
     handle = os.open(log, os.O_WRONLY | os.O_CREAT)
@@ -118,14 +118,14 @@ def _wait(child: int, start: float, limit: float) -> int | None:
 
 
 def snapshot(root: Path) -> dict[str, str]:
-    """Every file and folder below `root` with a digest of its content."""
-    found = {}
+    """A digest of every file and folder below `root`."""
+    digests = {}
     for path in sorted(root.rglob("*")):
         regular = path.is_file() and not path.is_symlink()
-        found[str(path.relative_to(root))] = (
+        digests[str(path.relative_to(root))] = (
             hashlib.sha256(path.read_bytes()).hexdigest() if regular else "-"
         )
-    return found
+    return digests
 
 
 def judged(
@@ -213,12 +213,14 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of a case")
     args = parser.parse_args()
     if args.mutants is None:
-        known = all_cases()
+        candidates = all_cases()
     elif args.drawn:
-        known = drawn(args.mutants, specs=60, commands=90, files=60, calls=90)
+        candidates = drawn(args.mutants, specs=60, commands=90, files=60, calls=90)
     else:
-        known = mutants(args.mutants)
-    cases = [case for case in known if not args.only or case.family in args.only][:: args.every]
+        candidates = mutants(args.mutants)
+    cases = [case for case in candidates if not args.only or case.family in args.only][
+        :: args.every
+    ]
     preload()
     outcomes = list(progress(cases, partial(tried, limit=args.limit)))
     unclear = [outcome for outcome in outcomes if outcome.problem]

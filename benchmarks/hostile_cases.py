@@ -40,7 +40,7 @@ def _nothing(root: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One bad input: its class, what it is, one of the words that the message must contain, and how
+    """One bad input: its class, a label, the words of which the message must contain one, and how
     it is tried.
     """
 
@@ -88,30 +88,30 @@ def python(family: str, label: str, call: Callable[[], Any], *named: str) -> Cas
 
 
 def bad_values(kind: Any, bounds: list[Any]) -> Values:
-    """Texts for the command line and values for Python and files that are not allowed for a setting
-    of this type.
+    """Invalid values of a setting of this type: texts for the command line, values for Python and
+    files.
     """
-    found: Values = []
+    values: Values = []
     if kind is int:
-        found = [(text, text) for text in ("x", "", "1.5", "nan", "1e-3", "½")] + [
+        values = [(text, text) for text in ("x", "", "1.5", "nan", "1e-3", "½")] + [
             ("4.5", 4.5),
             ("inf", float("inf")),
         ]
-        found += [("10000000000000000000000000", 10**25), ("-1000000000000", -(10**12))]
+        values += [("10000000000000000000000000", 10**25), ("-1000000000000", -(10**12))]
     elif kind is float:
-        found = [(text, text) for text in ("x", "", "1,5", "1e-3e", "½")]
-        found += [("nan", float("nan")), ("inf", float("inf")), ("-inf", -float("inf"))]
+        values = [(text, text) for text in ("x", "", "1,5", "1e-3e", "½")]
+        values += [("nan", float("nan")), ("inf", float("inf")), ("-inf", -float("inf"))]
     elif kind is bool:
-        found = [("yes!", "yes"), ("2", 2), ("", "")]
+        values = [("yes!", "yes"), ("2", 2), ("", "")]
     elif get_origin(kind) is Literal:
-        found = [
+        values = [
             (text, text) for text in ("nope", "", str(get_args(kind)[0]).upper() + "!", "☃")
         ] + [("1", 1)]
     for bound in bounds:
         limit = next(getattr(bound, key) for key in ("ge", "gt", "le", "lt") if hasattr(bound, key))
         beyond = {Ge: -1, Gt: 0, Le: 1, Lt: 0}[type(bound)]
-        found.append((repr(kind(limit + beyond)), kind(limit + beyond)))
-    return found
+        values.append((repr(kind(limit + beyond)), kind(limit + beyond)))
+    return values
 
 
 SPECS = (
@@ -242,7 +242,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "heldout_rewards": ("nope", "no.py:R", "ocr(x=1)", " ", "☃"),
     "lora_targets": ("nope", " "),
 }
-"""Texts that are not allowed, for the settings that are texts; on the built-in worlds."""
+"""Invalid texts for the text settings, on the built-in worlds."""
 
 
 KNOWN_AS = {"diversity": ("feature",), "heldout_rewards": ("reward",), "credit": ("probe",)}
@@ -321,15 +321,15 @@ def load_command_settings(name: str) -> list[str]:
     """The settings that a command has as options."""
     run = next(item for item in dataclasses.fields(load_command(name)) if item.name == "run")
     kind = run.default_factory
-    found = []
+    names = []
     for item in dataclasses.fields(cast(Any, kind)):
         inside = getattr(item.type, "__origin__", item.type)
-        found += (
+        names += (
             [inner.name for inner in dataclasses.fields(inside)]
             if dataclasses.is_dataclass(inside)
             else [item.name]
         )
-    return found
+    return names
 
 
 def _of(name: str, value: Any) -> Callable[[], Any]:
@@ -337,7 +337,7 @@ def _of(name: str, value: Any) -> Callable[[], Any]:
 
 
 def _from_file(family: str, file: str, group: str, name: str, value: Any) -> Case:
-    """A settings file with one bad value, trained from."""
+    """Training from a settings file with one bad value."""
     content: Any = {group: {name: value}} if group else {name: value}
 
     def prepare(root: Path) -> None:
@@ -354,9 +354,7 @@ def _from_file(family: str, file: str, group: str, name: str, value: Any) -> Cas
 
 
 def part_cases() -> Iterator[Case]:
-    """Every option of every part that is built in, with values of other types, in a spec and in
-    Python.
-    """
+    """Every option of every built-in part with values of other types, in a spec and in Python."""
     for kind in KINDS:
         for name in (name for name, origin in available(kind).items() if origin == "flowrl"):
             options = options_of(kind, name)
@@ -405,7 +403,7 @@ def part_cases() -> Iterator[Case]:
 
 
 def _bad_for(option: str, default: Any) -> list[Any]:
-    """Values of another type, and numbers that are none."""
+    """Values of other types, and invalid numbers."""
     if isinstance(default, bool):
         return ["yes", 2, "", [1], {"a": 1}]
     if isinstance(default, int):
@@ -604,7 +602,7 @@ def command_cases() -> Iterator[Case]:
 
 
 def file_cases() -> Iterator[Case]:
-    """Files that are broken or hostile: settings, prompts, tables of rewards."""
+    """Broken or hostile files: settings, prompts, tables of rewards."""
     settings: dict[str, tuple[str, str]] = {
         "empty": ("", "empty"),
         "text": ("hello", "groups"),
@@ -705,6 +703,6 @@ def _write(name: str, text: str) -> Callable[[Path], None]:
 
 def all_cases() -> list[Case]:
     """Every case; settings first."""
-    known = owners(RunConfig)
-    assert set(TEXTS) <= set(known), f"settings that no longer exist: {set(TEXTS) - set(known)}"
+    names = owners(RunConfig)
+    assert set(TEXTS) <= set(names), f"settings that no longer exist: {set(TEXTS) - set(names)}"
     return [*setting_cases(), *part_cases(), *command_cases(), *file_cases()]

@@ -3,13 +3,12 @@ uninterrupted runs.
 
     python benchmarks/kills.py [--kills 100] [--seed 0] [--minutes 30] [--out FILE]
 
-The real commands run as processes of a session of their own. A signal goes to the command alone or
-to its whole process group, as from a terminal, at a moment aimed at a phase: an evaluation, the
-writing of a checkpoint, the writing of results or the drawing of the report, or any moment between
-the start and the end. After each kill the exit code must be a documented one, every process gone,
-every lock free, nothing written by a process without the lock, and every checkpoint and run
-complete. Then the work is resumed, killed again, and in the end its weights and metrics must be
-those of the undisturbed run, bit for bit. Needs Linux. Writes a table and a JSON file next to it;
+The real commands run in sessions of their own. A signal goes to the command alone or to its whole
+process group, as from a terminal. It is timed to hit a phase (an evaluation, writing a checkpoint,
+writing results, drawing the report) or any moment between start and end. After each kill the exit
+code must be a documented one, every process gone, every lock free, nothing written without the
+lock, and every checkpoint and run complete. Then the work is resumed and killed again; in the end
+its weights and metrics must be those of the undisturbed run, bit for bit. Needs Linux. Writes a table and a JSON file next to it;
 exit code 1 if anything failed.
 """
 
@@ -49,16 +48,16 @@ Command: `python benchmarks/kills.py --kills {planned} --seed {seed}`.
 
 
 def planned(kills: int, seed: int) -> dict[str, list[Kill]]:
-    """A fifth of compare, a tenth of train on two processes, and the rest of train; phases in turn
-    within a run, each signal to each target equally often.
+    """A fifth of the kills for compare, a tenth for train on two processes, and the rest for train;
+    phases alternate within a run, each signal goes to each target equally often.
     """
     plan, fifth, tenth = {}, kills // 5, kills // 10
     counts = {"torchrun": tenth, "compare": fifth, "train": kills - tenth - fifth}
     for command, count in counts.items():
         pairs = [(name, target) for name in SIGNALS for target in ("process", "group")]
         random.Random(f"{seed} {command}").shuffle(pairs)
-        # The pair moves on by one more after each round of phases, so that every phase meets every
-        # signal and target.
+        # The pair shifts by one after each round of phases, so that every phase meets every signal
+        # and target.
         plan[command] = [
             Kill(command, PHASES[command][number % 4], *pairs[(number + number // 8) % 8])
             for number in range(count)
@@ -72,66 +71,70 @@ def tried(
     """Kill as planned, `per_run` times before a run may end: two trainings at a time, or one
     comparison or training on two processes.
     """
-    deadline, found = time.monotonic() + 60 * minutes, list[Killed]()
-    for command, waiting in kills.items():
-        if not waiting:
+    deadline, outcomes = time.monotonic() + 60 * minutes, list[Killed]()
+    for command, pending in kills.items():
+        if not pending:
             continue
-        whole, start, count = (
+        reference, start, count = (
             Subject(command, folder / f"{command}-whole", random.Random(seed)),
             time.monotonic(),
             0,
         )
-        if problems := whole.completed():
+        if problems := reference.completed():
             raise RuntimeError(f"{command} fails undisturbed: {problems}")
         seconds = time.monotonic() - start
         with ThreadPoolExecutor(2 if command == "train" else 1) as pool:
-            while waiting and time.monotonic() < deadline:
-                futures, parts = (
+            while pending and time.monotonic() < deadline:
+                futures, batches = (
                     [],
-                    [waiting[first : first + per_run] for first in range(0, len(waiting), per_run)],
+                    [pending[first : first + per_run] for first in range(0, len(pending), per_run)],
                 )
-                for number, part in enumerate(parts, count):
+                for number, batch in enumerate(batches, count):
                     draw = random.Random(f"{seed} {command} {number}")
                     subject = Subject(command, folder / f"{command}-{number}", draw, seconds)
-                    futures.append(pool.submit(killed, subject, whole, part, deadline))
+                    futures.append(pool.submit(killed, subject, reference, batch, deadline))
                 results = [future.result() for future in futures]
-                found += [result for part in results for result in part]
-                count += len(parts)
-                # A command that ended before its phase came gives no kill: again in a new run.
-                waiting = [
+                outcomes += [result for batch in results for result in batch]
+                count += len(batches)
+                # A command that ended before its phase gives no kill: it is tried in a new run.
+                pending = [
                     kill
-                    for part, done in zip(parts, results, strict=True)
-                    for kill in missed(part, done)
+                    for batch, done in zip(batches, results, strict=True)
+                    for kill in missed(batch, done)
                 ]
-    return found
+    return outcomes
 
 
-def missed(part: list[Kill], done: list[Killed]) -> list[Kill]:
-    """The kills of `part` that are not `done`."""
-    return [kill for kill in part if all(result.kill != kill for result in done)]
+def missed(batch: list[Kill], done: list[Killed]) -> list[Kill]:
+    """The kills of `batch` that are not `done`."""
+    return [kill for kill in batch if all(result.kill != kill for result in done)]
 
 
-def killed(subject: Subject, whole: Subject, part: list[Kill], deadline: float) -> list[Killed]:
-    """Kill `subject` as in `part`, resume it to its end, and compare it with `whole`; nothing after
-    the `deadline`.
+def killed(
+    subject: Subject, reference: Subject, batch: list[Kill], deadline: float
+) -> list[Killed]:
+    """Kill `subject` as in `batch`, resume it to its end, and compare it with `reference`; nothing
+    after the `deadline`.
     """
     if time.monotonic() > deadline:
         return []
-    results = [result for kill in part if (result := subject.kill(kill))]
+    results = [result for kill in batch if (result := subject.kill(kill))]
     problems, damage = list[str](), DAMAGE[subject.draw.randrange(len(DAMAGE))]
     if results and any(
         (run / "config.json").exists() for run in runs_of(subject.command, subject.out)
     ):
-        problems += subject.refuses(*damage, whole.out)
+        problems += subject.refuses(*damage, reference.out)
         results[-1].damage = " ".join(damage)
     problems += subject.completed()
-    ours, theirs = (runs_of(each.command, each.out) for each in (subject, whole))
-    same = not problems and len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=False):
+    resumed_runs, reference_runs = (
+        runs_of(each.command, each.out) for each in (subject, reference)
+    )
+    same = not problems and len(resumed_runs) == len(reference_runs)
+    for resumed, undisturbed in zip(resumed_runs, reference_runs, strict=False):
         same = (
             same
-            and (one.name == other.name or subject.command != "compare")
-            and numbers(one) == numbers(other)
+            and (resumed.name == undisturbed.name or subject.command != "compare")
+            and numbers(resumed) == numbers(undisturbed)
         )
     for result in results:
         result.resumed_the_same = same
@@ -145,7 +148,7 @@ def killed(subject: Subject, whole: Subject, part: list[Kill], deadline: float) 
     return results
 
 
-def table(found: list[Killed]) -> list[str]:
+def table(outcomes: list[Killed]) -> list[str]:
     """A row per command, signal and target, and a row per command and phase."""
     rows = [
         "| command | signal or phase | sent to | kills | exit codes | with problems | slowest end"
@@ -154,10 +157,10 @@ def table(found: list[Killed]) -> list[str]:
     rows.append("| --- | --- | --- | ---: | --- | ---: | ---: | ---: |")
     for key in ("signal", "phase"):
         groups = defaultdict[tuple[str, ...], list[Killed]](list)
-        for result in found:
+        for result in outcomes:
             kill = result.kill
-            where = (kill.signal, kill.target) if key == "signal" else (kill.phase, "either")
-            groups[kill.command, *where].append(result)
+            columns = (kill.signal, kill.target) if key == "signal" else (kill.phase, "either")
+            groups[kill.command, *columns].append(result)
         for names, results in sorted(groups.items()):
             codes = ", ".join(
                 f"{code}: {n}"
@@ -189,35 +192,35 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kills.md")
     options = parser.parse_args()
-    # a child inherits what is ignored here
+    # children inherit ignored signals
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     plan, path = planned(options.kills, options.seed), options.out.with_suffix(".json")
     chosen = {name: kills for name, kills in plan.items() if name in (options.only or plan)}
-    kept = json.loads(path.read_text()) if chosen.keys() != plan.keys() else []
-    kept = [Killed(**{**row, "kill": Kill(**row["kill"])}) for row in kept]
+    previous = json.loads(path.read_text()) if chosen.keys() != plan.keys() else []
+    previous = [Killed(**{**row, "kill": Kill(**row["kill"])}) for row in previous]
     with tempfile.TemporaryDirectory(prefix="flowrl-kills-") as folder:
-        found = [result for result in kept if result.kill.command not in chosen]
-        found += tried(
+        outcomes = [result for result in previous if result.kill.command not in chosen]
+        outcomes += tried(
             chosen,
             Path(folder),
             options.seed,
             minutes=options.minutes,
         )
-    failed = [result for result in found if result.problems or not result.resumed_the_same]
+    failed = [result for result in outcomes if result.problems or not result.resumed_the_same]
     counts = {
-        "kills": len(found),
-        "unfinished": sum(result.unfinished > 0 for result in found),
+        "kills": len(outcomes),
+        "unfinished": sum(result.unfinished > 0 for result in outcomes),
         "failed": len(failed),
-        "damaged": sum(bool(result.damage) for result in found),
+        "damaged": sum(bool(result.damage) for result in outcomes),
     }
-    rows = "\n".join(table(found))
+    rows = "\n".join(table(outcomes))
     options.out.write_text(
         TEXT.format(**counts, planned=options.kills, seed=options.seed, table=rows)
     )
-    path.write_text(json.dumps([asdict(result) for result in found], indent=1) + "\n")
+    path.write_text(json.dumps([asdict(result) for result in outcomes], indent=1) + "\n")
     print(rows, *(json.dumps(asdict(result)) for result in failed), sep="\n")
-    return int(bool(failed) or not found)
+    return int(bool(failed) or not outcomes)
 
 
 if __name__ == "__main__":

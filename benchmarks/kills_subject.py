@@ -55,18 +55,18 @@ DAMAGE = (
     ("weights.safetensors", "pipe"),
     ("metrics.jsonl", "link"),
 )
-"""What a killed run's folder may not contain: a link to a file or folder of the undisturbed run, or
-a pipe. Of a comparison, in the folder of its first run.
+"""What a killed run's folder must not contain: a link to a file or folder of the undisturbed run, or
+a pipe. For a comparison, in the folder of its first run.
 """
 GONE = 5.0
-"""Seconds after the end of a command in which its last process must be gone."""
+"""Seconds after a command's end within which its last process must be gone."""
 PATIENCE = 120.0
 """Seconds after which a command counts as hanging."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """A signal that is to be sent."""
+    """A signal to be sent."""
 
     command: str
     phase: str
@@ -83,7 +83,7 @@ class Killed:
     seconds: float
     """From the signal to the end of the last process."""
     unfinished: int
-    """Temporary files that were left, which nothing may read."""
+    """Temporary files left behind, which nothing may read."""
     problems: list[str] = field(default_factory=list)
     resumed_the_same: bool = False
     damage: str = ""
@@ -101,23 +101,23 @@ def runs_of(command: str, out: Path) -> list[Path]:
 
 def session(leader: int) -> list[int]:
     """The living processes of a session."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, _, number = path.read_text().rpartition(")")[2].split()[:4]
             if int(number) == leader and state not in "ZX":
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def files_of(out: Path) -> dict[str, tuple[int, int]]:
-    """Sizes and times of all files but the locks'."""
-    found = {}
+    """Size and modification time of every file except locks."""
+    stats = {}
     for path in out.rglob("*"):
         with contextlib.suppress(OSError):
             if path.is_file() and not path.name.startswith(".lock"):
-                found[str(path.relative_to(out))] = (path.stat().st_size, path.stat().st_mtime_ns)
-    return found
+                stats[str(path.relative_to(out))] = (path.stat().st_size, path.stat().st_mtime_ns)
+    return stats
 
 
 def numbers(run: Path) -> tuple[str, bytes]:
@@ -146,7 +146,7 @@ class Subject:
         self.log = out.with_name(f"{out.name}.log")
 
     def start(self, arguments: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-        """Start it, or go on if it has begun; or run another flowrl command."""
+        """Start it, or resume it if it has begun; or run another flowrl command."""
         resumed = (self.out / "config.json").exists()
         words = (
             ["--resume", str(self.out)]
@@ -179,7 +179,7 @@ class Subject:
         return sorted(pids)
 
     def due(self, phase: str, process: subprocess.Popen[bytes]) -> bool:
-        """Wait for a moment in `phase`; False if the process ended before."""
+        """Wait for a moment in `phase`; False if the process ended first."""
         before, start, changes = files_of(self.out), time.monotonic(), self.draw.randint(1, 4)
         moment = start + self.draw.uniform(0, self.seconds)
 
@@ -198,15 +198,15 @@ class Subject:
                     sum((run / "done.json").exists() for run in runs_of(self.command, self.out))
                     == 4
                 )
-            found = files_of(self.out)
-            new = {Path(name) for name, state in found.items() if before.get(name) != state}
+            files = files_of(self.out)
+            changed = {Path(name) for name, state in files.items() if before.get(name) != state}
             if phase == "evaluation":
-                changes -= any(path.name == "metrics.jsonl" for path in new)
-                before = found
+                changes -= any(path.name == "metrics.jsonl" for path in changed)
+                before = files
                 return changes <= 0
             return any(
                 len(path.parts) == 1 and path.name.startswith(("samples", "trajectory", "weights"))
-                for path in new
+                for path in changed
             )
 
         while not reached():
@@ -221,7 +221,7 @@ class Subject:
         return process.poll() is None
 
     def kill(self, kill: Kill) -> Killed | None:
-        """Start or resume it and send the signal; None if it ended before the phase came."""
+        """Start or resume it and send the signal; None if it ended before the phase."""
         process = self.start()
         try:
             if not self.due(kill.phase, process):
@@ -237,7 +237,7 @@ class Subject:
                 send(process.pid, number)
             else:
                 everyone = self.living(process.pid)
-                # a launcher that is killed cannot end its processes: one of these is killed
+                # a killed launcher cannot end its processes, so one of these is killed instead
                 victim = max(everyone) if kill.signal == "SIGKILL" else process.pid
                 for pid in everyone if kill.target == "group" else [victim]:
                     os.kill(pid, number)
@@ -265,52 +265,52 @@ class Subject:
         return self.log.read_text(errors="replace")[-800:]
 
     def second_writers(self, leader: int) -> list[str]:
-        """Wait until all processes are gone. A folder is locked here once that can be done; nothing
-        may then change.
+        """Wait until all processes are gone. Each folder is locked as soon as it can be; nothing may
+        change after that.
         """
-        deadline, held, problems = (
+        deadline, locked, problems = (
             time.monotonic() + GONE,
             dict[Path, dict[str, tuple[int, int]]](),
             list[str](),
         )
         with contextlib.ExitStack() as locks:
             while True:
-                left = self.living(leader)
+                orphans = self.living(leader)
                 folders = {self.out, *runs_of(self.command, self.out)}
-                for folder in folders - held.keys():
+                for folder in folders - locked.keys():
                     with contextlib.suppress(FlowrlError):
                         if folder.exists():
                             locks.enter_context(folder_lock(folder))
-                            held[folder] = (
+                            locked[folder] = (
                                 files_of(folder)
                                 if folder != self.out or self.command != "compare"
                                 else {}
                             )
                 # a process that is gone may not have closed its files yet
-                is_free = all(folder in held or not folder.exists() for folder in folders)
-                if (not left and is_free) or time.monotonic() > deadline:
+                is_free = all(folder in locked or not folder.exists() for folder in folders)
+                if (not orphans and is_free) or time.monotonic() > deadline:
                     break
                 time.sleep(0.02)
-            problems += [f"{len(left)} orphans"] if left else []
+            problems += [f"{len(orphans)} orphans"] if orphans else []
             for folder in {self.out, *runs_of(self.command, self.out)}:
-                if folder.exists() and folder not in held:
+                if folder.exists() and folder not in locked:
                     problems.append(f"{folder.name} is still locked")
-                elif held.get(folder) and files_of(folder) != held[folder]:
+                elif locked.get(folder) and files_of(folder) != locked[folder]:
                     problems.append(f"{folder.name} was written without its lock")
         return problems
 
     def wrong_exit(self, kill: Kill, code: int | None) -> Iterator[str]:
-        """A command that is asked to stop pauses with 130 and says how to go on, or has just been
-        completed. Before its work begins, while Python imports, a signal may end it as it ends any
+        """A command that is asked to stop exits with 130 and says how to resume, or has just been
+        completed. Before its work begins, while Python imports, a signal may end it like any
         process.
         """
-        number, shown = getattr(signal, kill.signal), self.said()
-        flat = " ".join(shown.split())
+        number, output = getattr(signal, kill.signal), self.said()
+        flat = " ".join(output.split())
         if self.command == "torchrun":  # its code and its traceback are its own
             if code is None or (code == 0 and not (self.out / "done.json").exists()):
-                yield f"exit code {code}: {shown}"
-            if "unexpected error" in shown:
-                yield f"unexpected error: {shown}"
+                yield f"exit code {code}: {output}"
+            if "unexpected error" in output:
+                yield f"unexpected error: {output}"
             return
         early, done = (
             flat in ("", "flowrl: interrupted"),
@@ -322,11 +322,11 @@ class Subject:
             else {130, 0} | ({-number} if early else set[int]())
         )
         if code not in allowed:
-            yield f"exit code {code}: {shown}"
+            yield f"exit code {code}: {output}"
         if code == 0 and not (self.out / done).exists():
-            yield f"exit code 0, but no {done}: {shown}"
-        if "Traceback" in shown:
-            yield f"traceback: {shown}"
+            yield f"exit code 0, but no {done}: {output}"
+        if "Traceback" in output:
+            yield f"traceback: {output}"
         begun = (self.out / "config.json").exists()
         if (
             code == 130
@@ -334,7 +334,7 @@ class Subject:
             and not early
             and f"--resume {shlex.quote(str(self.out))}" not in flat
         ):
-            yield f"does not say how to resume: {shown}"
+            yield f"does not say how to resume: {output}"
 
     def damaged(self) -> Iterator[str]:
         """Checkpoints and runs that cannot be read."""
@@ -348,7 +348,7 @@ class Subject:
             except (FlowrlError, OSError, ValueError) as error:
                 yield f"{run.name}: {error}"
 
-    def refuses(self, name: str, how: str, other: Path) -> list[str]:
+    def refuses(self, name: str, kind: str, other: Path) -> list[str]:
         """Put a link to a file of `other`, or a pipe, in place of the file `name`; a command that
         would use it must name it and change nothing. Then the file is put back.
         """
@@ -362,7 +362,7 @@ class Subject:
         }
         if os.path.lexists(path):
             os.rename(path, aside)
-        if how == "pipe":
+        if kind == "pipe":
             os.mkfifo(path)
         else:
             path.symlink_to(theirs / name)
@@ -372,9 +372,9 @@ class Subject:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         if code != 2 or name.partition(".")[0] not in self.said():
-            problems.append(f"{name} as a {how}: exit code {code}: {self.said()}")
+            problems.append(f"{name} as a {kind}: exit code {code}: {self.said()}")
         if (files_of(self.out), files_of(other)) != before:
-            problems.append(f"{name} as a {how}: files were changed")
+            problems.append(f"{name} as a {kind}: files were changed")
         if os.path.lexists(path):
             path.unlink()
         if os.path.lexists(aside):
@@ -382,7 +382,7 @@ class Subject:
         return problems
 
     def completed(self) -> list[str]:
-        """Resume it to its end; what is wrong then, apart from the numbers."""
+        """Resume it to its end; the problems then, apart from the numbers."""
         process = self.start()
         code = self.ended(process)
         problems = self.second_writers(process.pid)

@@ -1,5 +1,5 @@
-"""A recorded training iteration, replayed by the trainer, which gets the recorded weights,
-embeddings, noise, rewards, order.
+"""A recorded training iteration, replayed by the trainer with the recorded weights, embeddings,
+noise, rewards and order of samples.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -127,7 +127,7 @@ class OptimizerStep:
 
 class ReplayTrainer(Trainer):
     """The trainer with a given order of samples and, off policy, given weights for the update;
-    keeps what passes through.
+    keeps the intermediate values.
     """
 
     collected: Collected
@@ -151,16 +151,16 @@ class ReplayTrainer(Trainer):
         }
 
     def resume(self, weights: Tensors, copies: Mapping[str, Tensors], steps: int) -> None:
-        """Go on from these weights and copies of the weights after `steps` optimizer steps, as from
+        """Resume from these weights and copies of the weights after `steps` optimizer steps, as from
         a checkpoint.
         """
         state = self.state()
-        for prefix, given in {
+        for prefix, tensors in {
             "weight": weights,
             **{f"copy.{name}": copy for name, copy in copies.items()},
         }.items():
             state.tensors.update(
-                {f"{prefix}.{name}": given[peft_name(name)] for name in self.names}
+                {f"{prefix}.{name}": tensors[peft_name(name)] for name in self.names}
             )
         state.values.update(
             {f"copy.{name}.current": copy is weights for name, copy in copies.items()},
@@ -182,8 +182,10 @@ class ReplayTrainer(Trainer):
 
     def draw_order(self) -> Tensor:
         """The given order; samples that it lacks come last."""
-        others = [sample for sample in range(self.groups.samples) if sample not in self.given_order]
-        return torch.cat([self.given_order, torch.tensor(others, dtype=torch.int64)])
+        missing = [
+            sample for sample in range(self.groups.samples) if sample not in self.given_order
+        ]
+        return torch.cat([self.given_order, torch.tensor(missing, dtype=torch.int64)])
 
     def minibatches(
         self, rows: Sequence[Rows], collected: Collected
@@ -195,9 +197,9 @@ class ReplayTrainer(Trainer):
         with torch.no_grad():
             for name, weight in self.given_weights.items():
                 self.weights[name].copy_(weight)
-        for minibatch, of in super().minibatches(rows, collected):
+        for minibatch, selected in super().minibatches(rows, collected):
             self.pairs += minibatch
-            yield minibatch, of
+            yield minibatch, selected
 
     def optimizer_step(
         self, minibatch: Sequence[MicroBatch], check: NonFiniteCheck, metrics: LossMetrics
@@ -234,9 +236,9 @@ class KeptBatches(ForwardBatches):
 
     def prepare(self, minibatch: Sequence[MicroBatch]) -> None:
         """Rows of this pass are not kept."""
-        kept = len(self.kept)
+        size = len(self.kept)
         super().prepare(minibatch)
-        del self.kept[kept:]
+        del self.kept[size:]
 
     def rows(self) -> ForwardBatch:
         """All rows as the loss has seen them, sample by sample."""
@@ -246,8 +248,10 @@ class KeptBatches(ForwardBatches):
             field.name: [getattr(batch, field.name) for batch in batches]
             for field in fields(ForwardBatch)
         }
-        whole = {name: torch.cat(column) for name, column in columns.items() if None not in column}
-        return ForwardBatch(**whole).rows(order)
+        tensors = {
+            name: torch.cat(column) for name, column in columns.items() if None not in column
+        }
+        return ForwardBatch(**tensors).rows(order)
 
 
 class ForwardTrainer(ReplayTrainer):
@@ -278,10 +282,10 @@ class ForwardTrainer(ReplayTrainer):
         self.sampled = path = collected.rollout.trajectories
         states = path.states.clone()
         states[:, path.tree.at(path.schedule.steps)] = self.finished.unflatten(0, (len(states), -1))
-        given = replace(
+        replaced = replace(
             collected, rollout=replace(collected.rollout, trajectories=replace(path, states=states))
         )
-        made, rows = super().loss_batches(sampler, given, experience, credit, weights)
+        made, rows = super().loss_batches(sampler, replaced, experience, credit, weights)
         assert isinstance(made, ForwardBatches)
         self.batches = KeptBatches(made, self.noise)
         return self.batches, rows
@@ -339,8 +343,8 @@ def replay(
 def recorded_policy(
     recording: Recording, config: RunConfig, decoded: list[Tensor]
 ) -> PipelinePolicy:
-    """The recorded model, which looks the recorded embeddings up, and keeps the latents that it
-    decodes, to black images.
+    """The recorded model. It looks up the recorded embeddings, keeps the latents that it decodes,
+    and returns black images.
     """
     policy = make_policy(config)
     assert isinstance(policy, PipelinePolicy)
@@ -357,15 +361,15 @@ def recorded_trainer(
     rewards: Tensor,
     config: RunConfig,
 ) -> Trained:
-    """A trainer that gets this noise and `rewards` [prompt, member, decision+1]."""
+    """A trainer with this noise and `rewards` [prompt, member, decision+1]."""
     groups, members = rewards.shape[:2]
     if (groups, members) != (config.rollout.groups, config.rollout.group_size):
         raise ValueError(f"groups and group_size differ from the recorded {groups} and {members}")
     prompts = make_world(config).prompts(config.environment.task, "train")[:groups]
     trainer = kind(policy, method, RecordedReward(rewards, prompts), prompts, config)
     trainer.prompts.order = list(range(len(prompts)))
-    given = {"initial": noise["init_noise"], "steps": noise["step_noise"]}
-    trainer.groups = RecordedNoise(groups, members, **given)
+    recorded = {"initial": noise["init_noise"], "steps": noise["step_noise"]}
+    trainer.groups = RecordedNoise(groups, members, **recorded)
     trainer.collector.groups = trainer.groups
     return trainer
 
@@ -392,7 +396,7 @@ def base_config(recording: Recording, work: Path) -> RunConfig:
 
 
 def run_config(recording: Recording, update: RecordedUpdate, work: Path) -> RunConfig:
-    """The settings that all methods with trajectories read from the recording in the same way."""
+    """The settings that all methods with trajectories take from the recording in the same way."""
     meta, case = recording.meta, recording.meta["case"]
     training, optimizer = case["config"]["train"], meta["optimizer"]
     return base_config(recording, work).replace(
@@ -415,20 +419,20 @@ def run_config(recording: Recording, update: RecordedUpdate, work: Path) -> RunC
 def give_embeddings(pipe: Any, inputs: Tensors, prompts: Sequence[Prompt]) -> None:
     """Let the pipeline "embed" prompts by looking them up."""
     names = ("prompt_embeds", "pooled_prompt_embeds")
-    known = {
+    embeddings = {
         prompt.text: [inputs[name][i : i + 1] for name in names] for i, prompt in enumerate(prompts)
     }
-    known[""] = [inputs[f"negative_{name}"] for name in names]
+    embeddings[""] = [inputs[f"negative_{name}"] for name in names]
 
     def encode_prompt(text: str, *_: Any, **__: Any) -> tuple[Tensor, None, Tensor, None]:
-        words, pooled = known[text]
+        words, pooled = embeddings[text]
         return words, None, pooled, None
 
     pipe.encode_prompt = encode_prompt
 
 
 def _watch_decoder(vae: Any, decoded: list[Tensor]) -> None:
-    """Let the image decoder return black images and keep the latents that it got."""
+    """Let the image decoder return black images and keep the latents that it receives."""
 
     def decode(latent: Tensor, **_: Any) -> tuple[Tensor]:
         decoded.append(latent)

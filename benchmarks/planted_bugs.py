@@ -81,36 +81,36 @@ def edits(bug: Bug) -> list[dict[str, str]]:
 
 def mistakes(bugs: list[Bug]) -> list[str]:
     """What is wrong with the form of the entries, one line per mistake."""
-    seen = Counter(bug.get("id") for bug in bugs)
+    counts = Counter(bug.get("id") for bug in bugs)
     return [
         f"{bug['room']}: {bug.get('id', 'entry without id')}: {mistake}"
         for bug in bugs
-        for mistake in (*_wrong_fields(bug), *["id is not unique"] * (seen[bug.get("id")] > 1))
+        for mistake in (*_wrong_fields(bug), *["id is not unique"] * (counts[bug.get("id")] > 1))
     ]
 
 
 def _wrong_fields(bug: Bug) -> list[str]:
     expected = KEYS | ({"edits"} if "edits" in bug else EDIT)
-    wrong = [f"unknown key {key}" for key in sorted({*bug} - {"room"} - expected)]
+    errors = [f"unknown key {key}" for key in sorted({*bug} - {"room"} - expected)]
     if missing := sorted(expected - {*bug}):
-        return [*wrong, *(f"missing key {key}" for key in missing)]
+        return [*errors, *(f"missing key {key}" for key in missing)]
     if not all(isinstance(edit, dict) and {*edit} == EDIT for edit in edits(bug)):
-        return [*wrong, f"edits is not a list of mappings with {', '.join(sorted(EDIT))}"]
+        return [*errors, f"edits is not a list of mappings with {', '.join(sorted(EDIT))}"]
     fields = [(k, bug[k]) for k in ("id", "meaning", "source")]
     fields += [field for edit in edits(bug) for field in edit.items()]
-    wrong += [f"{key} is not text in quotes" for key, text in fields if not isinstance(text, str)]
-    wrong += [f"{key} is empty" for key in ("id", "meaning") if not str(bug[key]).strip()]
-    wrong += ["find and replace are equal" for e in edits(bug) if e["find"] == e["replace"]]
+    errors += [f"{key} is not text in quotes" for key, text in fields if not isinstance(text, str)]
+    errors += [f"{key} is empty" for key in ("id", "meaning") if not str(bug[key]).strip()]
+    errors += ["find and replace are equal" for e in edits(bug) if e["find"] == e["replace"]]
     if not isinstance(bug["tests"], list) or not all(isinstance(t, str) for t in bug["tests"]):
-        return [*wrong, "tests is not a list of node ids"]
+        return [*errors, "tests is not a list of node ids"]
     for test in bug["tests"]:
         file, _, node = test.partition("::")
         name = node.partition("[")[0].rpartition("::")[2]
         if not (ROOT / file).is_file():
-            wrong.append(f"the test file {file} does not exist")
+            errors.append(f"the test file {file} does not exist")
         elif not re.search(rf"\b{re.escape(name)}\b", (ROOT / file).read_text()):
-            wrong.append(f"{file} has no {name}")
-    return wrong
+            errors.append(f"{file} has no {name}")
+    return errors
 
 
 def planted(bug: Bug, root: Path) -> dict[Path, str]:
@@ -138,7 +138,7 @@ def unplantable(bug: Bug, root: Path = ROOT) -> str:
 
 
 def _prepare(parent: Path) -> None:
-    """In a worker: a copy of the tracked files, and imports of all that does not change."""
+    """In a worker: copy the tracked files and import everything that does not change."""
     global _copy
     torch = importlib.import_module("torch")
     for name in PRELOADED:
@@ -156,7 +156,7 @@ def _prepare(parent: Path) -> None:
 
 
 def _run(tests: list[str]) -> tuple[int | None, str]:
-    """pytest's exit code in a fork, None at the time limit, and its output's line of the error."""
+    """pytest's exit code in a fork, None at the time limit, and the error's line of its output."""
     output = _copy.parent / "output"
     child = os.fork()
     if child == 0:
@@ -187,8 +187,8 @@ def _run_pytest(tests: list[str], output: Path) -> None:
         os.dup2(file, 2)
         os.chdir(_copy)
         paths = [str(_copy / package) for package in PACKAGES]
-        there = [p for p in sys.path if not Path(p or ".").resolve().is_relative_to(ROOT)]
-        sys.path[:] = paths + there
+        outside = [p for p in sys.path if not Path(p or ".").resolve().is_relative_to(ROOT)]
+        sys.path[:] = paths + outside
         os.environ |= {"PYTHONPATH": os.pathsep.join(paths[:4]), "PYTHONDONTWRITEBYTECODE": "1"}
         sys.dont_write_bytecode = True
         pytest = importlib.import_module("pytest")
@@ -298,21 +298,21 @@ def main() -> None:
     options = parser.parse_args()
     try:
         bugs = load()
-        wrong = mistakes(bugs)
+        errors = mistakes(bugs)
     except (ValueError, yaml.YAMLError) as error:
         sys.exit(f"planted bugs: {error}")
-    known = {"rooms": {bug["room"] for bug in bugs}, "ids": {bug.get("id") for bug in bugs}}
-    for option, names in known.items():
-        wrong += [f"--{option}: no {n}" for n in getattr(options, option) or () if n not in names]
-    if options.check and not wrong:
+    choices = {"rooms": {bug["room"] for bug in bugs}, "ids": {bug.get("id") for bug in bugs}}
+    for option, names in choices.items():
+        errors += [f"--{option}: no {n}" for n in getattr(options, option) or () if n not in names]
+    if options.check and not errors:
         reasons = {f"{bug['room']}: {bug['id']}": unplantable(bug) for bug in bugs}
-        wrong = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
-    if wrong:
-        sys.exit("\n".join(wrong))
+        errors = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
+    if errors:
+        sys.exit("\n".join(errors))
     if options.check:
         print(f"{len(bugs)} bugs, {sum(bool(bug['tests']) for bug in bugs)} with tests")
         return
-    rooms, ids = options.rooms or known["rooms"], options.ids or known["ids"]
+    rooms, ids = options.rooms or choices["rooms"], options.ids or choices["ids"]
     chosen = [bug for bug in bugs if bug["room"] in rooms and bug["id"] in ids]
     result, broken = outcomes(chosen, options.workers)
     print("\n".join(table(chosen, result)))

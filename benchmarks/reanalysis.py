@@ -53,27 +53,31 @@ def claim_rows(details: str, results: Results) -> tuple[list[Row], Leads]:
     families: dict[str, dict[str, Comparison]] = defaultdict(dict)
     for part in page_parts(details):
         rule = asked(part.rule)
-        own = [best - start for (world, _), (start, best) in gains.items() if world == part.world]
+        gained = [
+            best - start for (world, _), (start, best) in gains.items() if world == part.world
+        ]
         runs = {name: results.find(part.world, settings) for name, settings in part.arms.items()}
-        found = compare(rule, runs, float(np.mean(own))) if rule else None
-        if rule is None or found is None:
+        comparison = compare(rule, runs, float(np.mean(gained))) if rule else None
+        if rule is None or comparison is None:
             assert part.verdict == "secondary", f"{part.claim}: a verdict by {part.rule!r}"
             continue
         outcome = str((rule.measure, [part.arms[arm] for arm in rule.arms]))
         group = part.claim if part.claim.startswith("self-test") else part.world
-        parts.append((part, outcome, found))
+        parts.append((part, outcome, comparison))
         if part.verdict != "secondary":
-            families[group][outcome] = found
+            families[group][outcome] = comparison
     rows, leads = list[Row](), Leads()
     corrected = {group: corrected_pairs(members) for group, members in families.items()}
-    for part, outcome, found in parts:
+    for part, outcome, comparison in parts:
         group = part.claim if part.claim.startswith("self-test") else part.world
-        numbers = interval(np.exp(found.test[:3]).tolist() if found.log else found.test)
+        numbers = interval(
+            np.exp(comparison.test[:3]).tolist() if comparison.log else comparison.test
+        )
         pair = corrected.get(group, {}).get(outcome)
         symbol = ""
         if pair:
             numbers += ", p < .001" if pair[0] < 0.001 else f", p {pair[0]:.6f}"
-            symbol = found.symbol(*pair)
+            symbol = comparison.symbol(*pair)
         rows.append(
             Row(
                 part.claim,
@@ -87,28 +91,33 @@ def claim_rows(details: str, results: Results) -> tuple[list[Row], Leads]:
                 part.claim,
                 f"{part.what}: seeds won",
                 f"{part.seeds} seeds, {part.won}",
-                f"{found.seeds} seeds, {100 * found.won:.0f}%",
+                f"{comparison.seeds} seeds, {100 * comparison.won:.0f}%",
             )
         )
         if part.claim.startswith("lead-"):
-            leads[part.world, part.rule] = f"{symbol} {interval(found.test)}".strip()
+            leads[part.world, part.rule] = f"{symbol} {interval(comparison.test)}".strip()
     return rows, leads
 
 
 def corrected_pairs(members: Mapping[str, Comparison]) -> dict[str, tuple[float, float]]:
     """Both corrected p-values by outcome."""
-    known = list(members.values())
-    p = holm([one.test.p for one in known] + [one.outside for one in known])
-    return dict(zip(members, zip(p[: len(known)], p[len(known) :], strict=True), strict=True))
+    comparisons = list(members.values())
+    p = holm(
+        [comparison.test.p for comparison in comparisons]
+        + [comparison.outside for comparison in comparisons]
+    )
+    return dict(
+        zip(members, zip(p[: len(comparisons)], p[len(comparisons) :], strict=True), strict=True)
+    )
 
 
 def margin_rows(page: str, results: Results) -> Iterator[Row]:
-    """What can be gained, and the smallest difference that matters."""
+    """The possible gain, and the smallest difference that matters."""
     gains = results.gains()
     for world, task, *cells in table(page.split("## Smallest difference")[1].split("\n## ")[0]):
         start, best = gains[WORLDS[world], task]
-        own = f"{start:.6f} {best:.6f} {SMALLEST * (best - start):.6f}"
-        yield Row(f"margin, {world}", task, " ".join((*cells[:2], cells[3])), own)
+        recomputed = f"{start:.6f} {best:.6f} {SMALLEST * (best - start):.6f}"
+        yield Row(f"margin, {world}", task, " ".join((*cells[:2], cells[3])), recomputed)
 
 
 def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterator[Row]:
@@ -133,7 +142,7 @@ def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterat
             rule = f"{name} against uniform, larger groups (mean reward over equal {FORWARDS})"
             larger = [leads.get((world, rule), "-")] * (len(cells) > 8)  # without runs no column
             lost = f"{sum(run.collapsed for run in runs.values())} of {len(runs)}"
-            mine = (
+            recomputed = (
                 cells[0],
                 str(len(areas)),
                 interval(t_test(areas)),
@@ -142,12 +151,12 @@ def main_rows(page: str, details: str, results: Results, leads: Leads) -> Iterat
                 f"{areas.min():.6f}",
                 *larger,
             )
-            yield from cell_rows(f"main comparison, {label}", cells, mine)
+            yield from cell_rows(f"main comparison, {label}", cells, recomputed)
 
 
-def cell_rows(place: str, cells: Sequence[str], mine: Sequence[str]) -> Iterator[Row]:
+def cell_rows(place: str, cells: Sequence[str], recomputed: Sequence[str]) -> Iterator[Row]:
     """A row per cell of a table."""
-    for number, (page, second) in enumerate(zip(cells, mine, strict=True)):
+    for number, (page, second) in enumerate(zip(cells, recomputed, strict=True)):
         yield Row(place, f"{cells[0]}, cell {number}", page, second)
 
 
@@ -174,14 +183,14 @@ def main() -> int:
         action="store_true",
         help="print other tests of the 2-D main comparison instead",
     )
-    given = parser.parse_args()
-    if given.robustness:
+    options = parser.parse_args()
+    if options.robustness:
         arms = page_arms((DOCS / "claims/details.md").read_text("utf-8"))["mixture"]
         print("\n".join(robustness(arms, Results(read_runs(RESULTS)))))
         return 0
     rows = all_rows(RESULTS, DOCS)
     differing = [row for row in rows if not row.agrees]
-    for row in rows if given.all else differing:
+    for row in rows if options.all else differing:
         print(
             f"{' ' if row.agrees else '!'} {row.place:<34} {row.what}\n      page {row.page}\n     "
             f" own  {row.own}"

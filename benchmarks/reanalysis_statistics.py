@@ -40,9 +40,9 @@ UPDATE, SAMPLING, TRAINING, SECONDS, REWARD, QUALITY = 0, 1, 2, 3, 7, 8
 FORWARDS, STATED = "forward equivalents", "seconds of the stated model"
 AXES = {"training": "updates", f"equal {FORWARDS}": FORWARDS, f"equal {STATED}": STATED}
 BACKWARD, CHECKPOINTED = 3, 4
-"""Forward passes that a forward with its backward pass counts, without and with checkpointing."""
+"""Cost of a forward with its backward pass in forward passes, without and with checkpointing."""
 SCORED = {"mixture": 0.0, "shapes": (3_178_496 + 1_333_248) / 8_396_800}
-"""Forward passes that decoding and scoring an image count, by the FLOPs in
+"""Cost of decoding and scoring an image in forward passes, by the FLOPs in
 ``benchmarks/results/flops.json``.
 """
 FLOPS = {"forward": 2_442_642_604_032, "gradient": 5_259_447_582_720}
@@ -54,11 +54,11 @@ FLOPS_SCORED = 2_514_971_787_264 + 381_679_304_704
 RATE = 200e12
 """Assumed FLOP/s."""
 NETWORKS = {"clipped": 1, "diffusion-nft": 2, "dgpo": 3, "awm": 4}
-"""Evaluations of a loss's update for each with a gradient; a KL penalty needs another one."""
+"""Network evaluations in a loss's update for each one with a gradient; a KL penalty needs one more."""
 AT_REWARD = "log-density under the data at equal reward"
 NUMBER = r"[-+]?\d+\.\d+"
 SMALLEST, RATIO, RATE, DENSITY = 0.05, float(np.log(1.1)), 0.1, 0.05
-"""The smallest difference in reward is a fraction of what can be gained."""
+"""The smallest difference in reward is a fraction of the possible gain."""
 LEVEL, FEWEST = 0.025, 5
 
 
@@ -94,25 +94,23 @@ class Run(NamedTuple):
 
     @property
     def networks(self) -> int:
-        """Evaluations of the update for each with a gradient."""
+        """Network evaluations in the update for each one with a gradient."""
         return NETWORKS[self.settings["loss"].split("(")[0]] + (self.settings["kl_weight"] > 0)
 
     @property
     def update(self) -> float:
-        """Forward passes that an evaluation of the update counts, on average."""
+        """Cost of an evaluation in the update in forward passes, on average."""
         backward = CHECKPOINTED if self.settings["gradient_checkpointing"] else BACKWARD
         return 1 + (backward - 1) / self.networks
 
     @property
     def images(self) -> float:
-        """Scored images for every evaluation of sampling, because lines have only the run's
-        total.
-        """
+        """Scored images per sampling evaluation, averaged over the run: lines have only its total."""
         return self.scored / self.curve[-1, SAMPLING]
 
     def budgets(self, axis: str) -> Values:
-        """Updates, forward equivalents or seconds spent at the evaluations; in the 2-D world those
-        of the processor.
+        """Updates, forward equivalents or seconds spent up to each evaluation; in the 2-D world, the
+        seconds measured on the processor.
         """
         sampled, updated = self.curve[:, SAMPLING], self.curve[:, TRAINING]
         if axis == FORWARDS:
@@ -132,8 +130,8 @@ class Run(NamedTuple):
         return float(np.trapezoid(np.interp(points, x, self.rewards), points) / end)
 
     def rise(self) -> Values:
-        """Monotone rewards up to a collapse: the first evaluation after the best mean of three that
-        is 0.1 below that mean.
+        """Monotone rewards up to a collapse: the first evaluation, after the best mean of three, that
+        is 0.1 below it.
         """
         y = self.rewards
         smooth = np.array([y[0], *((y[:-2] + y[1:-1] + y[2:]) / 3), (y[-2] + 2 * y[-1]) / 3])
@@ -168,54 +166,52 @@ def read_runs(path: Path) -> list[Run]:
 
 
 class Results:
-    """The runs of a file, found by settings; those that are not named have the file's most frequent
-    value in that world.
+    """The runs of a file, found by settings; settings that are not named have the file's most
+    frequent value in that world.
     """
 
     def __init__(self, runs: list[Run]) -> None:
         self.runs: dict[str, list[Run]] = defaultdict(list)
-        self.found: dict[str, dict[Key, Run]] = {}
+        self.cache: dict[str, dict[Key, Run]] = {}
         counts: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
         for run in runs:
             self.runs[run.world].append(run)
             for name in run.settings.keys() - IGNORED:
                 counts[run.world][name][json.dumps(run.settings[name])] += 1
-        self.usual = {
+        self.most_frequent = {
             world: {name: json.loads(count.most_common(1)[0][0]) for name, count in named.items()}
             for world, named in counts.items()
         }
 
     def gains(self) -> dict[tuple[str, str], tuple[float, float]]:
         """By world and task: reward before training, and mean final reward of the best arm."""
-        found = {}
+        gains = {}
         for world, runs in self.runs.items():
             for task in {run.key[1] for run in runs}:
                 ends: dict[str, list[float]] = defaultdict(list)
-                mine = [run for run in runs if run.key[1] == task]
-                for run in mine:
+                task_runs = [run for run in runs if run.key[1] == task]
+                for run in task_runs:
                     named = {n: v for n, v in run.settings.items() if n != "seed"}
                     ends[json.dumps(named, sort_keys=True)].append(float(run.rewards[-1]))
                 best = max(float(np.mean(values)) for values in ends.values())
-                found[world, task] = float(np.mean([run.rewards[0] for run in mine])), best
-        return found
+                gains[world, task] = float(np.mean([run.rewards[0] for run in task_runs])), best
+        return gains
 
     def find(self, world: str, settings: Settings) -> dict[Key, Run]:
-        """The runs with these settings, by seed and task, of the seeds that have runs of all
-        tasks.
-        """
-        wanted = {**self.usual.get(world, {}), **DEFAULTS[world], **settings}
-        name = world + json.dumps(wanted, sort_keys=True)
-        if name not in self.found:
-            self.found[name] = self._find(world, wanted)
-        return self.found[name]
+        """The runs with these settings, by seed and task; only seeds that have runs of all tasks."""
+        complete = {**self.most_frequent.get(world, {}), **DEFAULTS[world], **settings}
+        name = world + json.dumps(complete, sort_keys=True)
+        if name not in self.cache:
+            self.cache[name] = self._find(world, complete)
+        return self.cache[name]
 
-    def _find(self, world: str, wanted: Settings) -> dict[Key, Run]:
+    def _find(self, world: str, settings: Settings) -> dict[Key, Run]:
         matching: dict[Key, Run] = {}
         for run in self.runs[world]:
-            if all(run.settings.get(name) == value for name, value in wanted.items()):
+            if all(run.settings.get(name) == value for name, value in settings.items()):
                 if run.key in matching:
                     raise ValueError(
-                        f"two runs of seed and task {run.key} have the settings {wanted}"
+                        f"two runs of seed and task {run.key} have the settings {settings}"
                     )
                 matching[run.key] = run
         tasks = Counter(seed for seed, _ in matching)  # a seed counts once all its tasks are there
@@ -245,7 +241,7 @@ def t_test(values: Values, null: float = 0.0) -> Test:
 
 
 def bonett_price(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> Test:
-    """Difference of paired rates: a run is added to both kinds of discordant pairs, then a normal
+    """Difference of paired rates: a run is added to each kind of discordant pair, then a normal
     interval and test.
     """
     n = len(first) + 2
@@ -288,9 +284,9 @@ def quality_shift(first: Run, second: Run) -> float:
     for run, shift in ((first, 1.0), (second, 0.0)):
         pairs = zip(run.rise(), run.curve[:, QUALITY], strict=False)
         rows += [(reward, quality, shift) for reward, quality in pairs if reward <= top]
-    x, y, mine = np.array(rows).T
+    x, y, indicator = np.array(rows).T
     z = (x - x.mean()) / max(float(np.ptp(x)), 1e-9)
-    design = np.stack([z**0, z, z**2, z**3, mine], axis=1)
+    design = np.stack([z**0, z, z**2, z**3, indicator], axis=1)
     return float(np.linalg.lstsq(design, y, rcond=None)[0][-1])
 
 
@@ -313,7 +309,7 @@ def outside(middle: float, error: float, margin: float, freedom: float) -> float
 
 
 class Comparison(NamedTuple):
-    """`test` of first minus second (of log ratios), and the p-value of a difference that matters;
+    """`test` of first minus second (of log ratios), the p-value against a difference that matters;
     `sign` is -1 if less is better.
     """
 
@@ -336,8 +332,8 @@ def lead(first: Run, second: Run, measure: str) -> float:
     """first - second of two runs of a seed, or the log of their ratio."""
     if measure == "final reward":
         return float(first.rewards[-1] - second.rewards[-1])
-    if found := re.fullmatch(rf"(updates|{FORWARDS}|{STATED}) to equal rewards, ratio", measure):
-        return log_ratio(first, second, found[1])
+    if match := re.fullmatch(rf"(updates|{FORWARDS}|{STATED}) to equal rewards, ratio", measure):
+        return log_ratio(first, second, match[1])
     if measure == AT_REWARD:
         return quality_shift(first, second)
     axis = AXES[measure.removeprefix("mean reward over ")]
@@ -354,27 +350,27 @@ class Asked(NamedTuple):
 
 def asked(rule: str) -> Asked | None:
     """A rule in words; None for a measure that is not covered."""
-    if two := re.fullmatch(
+    if match := re.fullmatch(
         r"(.+) against (.+) \((mean reward over .+|final reward|collapse rate|.+ to equal rewards,"
         rf" ratio|{AT_REWARD})\)",
         rule,
     ):
-        return Asked((two[1], two[2]), two[3])
-    four = re.fullmatch(r"the lead of (.+) over (.+) against that of (.+) over (.+)", rule)
-    return Asked(tuple(four.groups()), "mean reward over training") if four else None
+        return Asked((match[1], match[2]), match[3])
+    interaction = re.fullmatch(r"the lead of (.+) over (.+) against that of (.+) over (.+)", rule)
+    return Asked(tuple(interaction.groups()), "mean reward over training") if interaction else None
 
 
 def compare(rule: Asked, runs: Mapping[str, Mapping[Key, Run]], gain: float) -> Comparison | None:
-    """A rule over the runs that its arms have in common; None for too few seeds."""
+    """A rule over the runs that its arms have in common; None if there are too few seeds."""
     keys = sorted(set.intersection(*(set(runs[arm]) for arm in rule.arms)))
     arms = [[runs[arm][key] for key in keys] for arm in rule.arms]
     seeds = len({seed for seed, _ in keys})
     if seeds < FEWEST:
         return None
     if rule.measure == "collapse rate":
-        down = [np.array([run.collapsed for run in side]) for side in arms]
-        wins = won(by_seed(dict(zip(keys, down[1] * 1.0 - down[0], strict=True))))
-        test = bonett_price(*down)
+        collapsed = [np.array([run.collapsed for run in side]) for side in arms]
+        wins = won(by_seed(dict(zip(keys, collapsed[1] * 1.0 - collapsed[0], strict=True))))
+        test = bonett_price(*collapsed)
         half = (test.high - test.low) / 2
         error = half / float(stats.norm.ppf(0.975))
         p = outside((test.low + test.high) / 2, error, RATE, np.inf)

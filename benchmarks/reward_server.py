@@ -39,19 +39,22 @@ RESULTS = Path(__file__).parent / "results" / "reward_server"
 def measure_fuzz(count: int, folder: Path) -> dict[str, Any]:
     server = Server(folder).start()
     began = time.monotonic()
-    seen = fuzz(server.url, TOKEN, count)
-    found = {
-        "requests": sum(seen.values()),
+    statuses = fuzz(server.url, TOKEN, count)
+    result = {
+        "requests": sum(statuses.values()),
         "seconds": round(time.monotonic() - began, 1),
         "by status": {
-            str(status) if status else "no HTTP": number for status, number in sorted(seen.items())
+            str(status) if status else "no HTTP": number
+            for status, number in sorted(statuses.items())
         },
-        "answers of 500 and more": sum(number for status, number in seen.items() if status >= 500),
+        "answers of 500 and more": sum(
+            number for status, number in statuses.items() if status >= 500
+        ),
         "errors in the server's log": (folder / "log").read_text().count("Traceback"),
         "memory held afterwards, bytes": int(server.metrics()["flowrl_reward_memory_bytes"]),
     }
     server.end()
-    return found
+    return result
 
 
 def measure_abuse(folder: Path) -> dict[str, Any]:
@@ -64,15 +67,15 @@ def measure_abuse(folder: Path) -> dict[str, Any]:
 
 def measure_load(seconds: float, folder: Path, kill_every: float = 0.0) -> dict[str, Any]:
     server = Server(folder).start()
-    found = load(server, 64, seconds, kill_every)
+    result = load(server, 64, seconds, kill_every)
     if not kill_every:
         metrics = server.metrics()
         calls = metrics["flowrl_reward_batch_samples_count"]
-        found["samples in a call of the model, mean"] = round(
+        result["samples in a call of the model, mean"] = round(
             metrics["flowrl_reward_batch_samples_sum"] / calls, 1
         )
     server.end()
-    return found
+    return result
 
 
 def page(record: dict[str, Any]) -> str:
@@ -87,17 +90,17 @@ def page(record: dict[str, Any]) -> str:
     ]
     lines += [f"{record['hardware']}; {versions}.", ""]
     for title in (part for part in ("fuzz", "abuse", "load", "kills") if part in record["results"]):
-        found = record["results"][title]
+        result = record["results"][title]
         lines += [f"| {title} | |", "|---|---|"]
-        for name, value in found.items():
-            shown = (
+        for name, value in result.items():
+            cell = (
                 ", ".join(f"{k}: {v:,}" for k, v in value.items())
                 if isinstance(value, dict)
                 else value
                 if isinstance(value, str)
                 else f"{value:,}"
             )
-            lines.append(f"| {name} | {shown} |")
+            lines.append(f"| {name} | {cell} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -122,14 +125,14 @@ def main() -> None:
     path = RESULTS.with_suffix(".json")
     results = json.loads(path.read_text())["results"] if path.exists() else {}
     with tempfile.TemporaryDirectory() as name:
-        parts = {
+        measurements = {
             "fuzz": lambda: measure_fuzz(options.requests, Path(name)),
             "abuse": lambda: measure_abuse(Path(name)),
             "load": lambda: measure_load(options.seconds, Path(name)),
             "kills": lambda: measure_load(options.seconds / 2, Path(name), kill_every=5),
         }
-        for part in () if options.report else (options.only,) if options.only else parts:
-            results[part] = {**parts[part](), "commit": provenance()["commit"]}
+        for part in () if options.report else (options.only,) if options.only else measurements:
+            results[part] = {**measurements[part](), "commit": provenance()["commit"]}
             record = {
                 "command": (
                     f"python benchmarks/reward_server.py --requests {options.requests} --seconds"

@@ -1,4 +1,4 @@
-"""The settings that `flowrl bench tune` found for the methods in the built-in worlds."""
+"""The settings tuned by `flowrl bench tune` for the methods in the built-in worlds."""
 
 import json
 from collections.abc import Mapping
@@ -12,9 +12,10 @@ from flowrl.training.config import RunConfig
 from flowrl_compare.arms import Arms, arm_run, of_arm
 
 FILE = Path(__file__).parent / "tuned.json"
-"""By world and arm: its `method` ("" for rules that are none), the `values` that were found, and
-the `settings` of a run with them. In a world every arm had the same number of runs (`flowrl bench
-tune`); the oracle's values were found with joint normalisation, on a grid of 29 x 29 points.
+"""By world and arm: its `method` ("" for a rule that is not a method), the tuned `values`, and the
+`settings` of a run with them. Within a world every arm was tuned with the same number of runs
+(`flowrl bench tune`); the oracle's values were tuned with joint normalisation, on a grid of 29 x 29
+points.
 """
 BASELINE = "flow-grpo"
 
@@ -38,8 +39,8 @@ def tuned_arms(
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """The `arms` of a comparison with tuned settings below their own.
 
-    An arm that was not tuned (a credit rule of one's own, a loss, another method) has those of
-    uniform credit, as far as its parts read them. The settings `chosen` for all arms win.
+    An arm that was not tuned (a credit rule of one's own, a loss, another method) gets those of
+    uniform credit that its parts read. The settings `chosen` for all arms take precedence.
 
     Args:
         run: the settings that the arms do not change.
@@ -51,17 +52,17 @@ def tuned_arms(
         world has no tuned settings or an arm is not allowed.
     """
     world = str(run.environment.world)
-    usual = of_method(world, BASELINE) or {}
-    require(bool(usual), "settings", "tuned", f"world or published in {world}")
+    baseline = of_method(world, BASELINE) or {}
+    require(bool(baseline), "settings", "tuned", f"world or published in {world}")
     changed, untuned = dict[str, dict[str, Any]](), list[str]()
     for arm, settings in arms.items():
-        own = set(settings) <= {"method"} and of_method(world, settings.get("method", BASELINE))
-        found = own or usual
-        found = {n: v for n, v in found.items() if n not in chosen and n not in settings}
-        if not own:
+        matched = set(settings) <= {"method"} and of_method(world, settings.get("method", BASELINE))
+        values = matched or baseline
+        values = {n: v for n, v in values.items() if n not in chosen and n not in settings}
+        if not matched:
             untuned.append(arm)
         with of_arm(arm):
-            without = unread(arm_run(run, {**found, **settings}), found)
-        found = {name: value for name, value in found.items() if name not in without}
-        changed[arm] = {**found, **settings}
+            unused = unread(arm_run(run, {**values, **settings}), values)
+        values = {name: value for name, value in values.items() if name not in unused}
+        changed[arm] = {**values, **settings}
     return changed, untuned
