@@ -63,8 +63,8 @@ SHORT: dict[str, dict[str, Any]] = {
     "mixture": {"eval_every": 4, "eval_samples": 384},
     "shapes": {"iterations": 12, "eval_every": 4, "eval_samples": 384, **_EULER},
 }
-"""How a world's tuning runs differ from these. Images are sampled by 20 Euler steps there, and by
-10 of DPM-Solver++ in results, for half the cost.
+"""How a world's tuning runs differ from these. They sample images by 20 Euler steps; results use 10
+steps of DPM-Solver++ at half the cost.
 """
 
 
@@ -73,8 +73,8 @@ class Knob:
     """A number that is searched on the grid start * factor^k: a setting of the run, or a name in
     braces in a spec.
 
-    `start` has the start per world; in a world of the user's it is `elsewhere` of a run of uniform
-    credit. `most` is the largest value that is tried.
+    `start` has the start per world; in a user's world it is `elsewhere` of a run of uniform credit.
+    `most` is the largest value that is tried.
     """
 
     factor: float
@@ -107,8 +107,8 @@ def short_name(world: str) -> str:
 
 def world_label(world: str) -> str:
     """A world in words."""
-    known = {"mixture": "2-D world", "shapes": "image world"}
-    return known.get(world) or (
+    labels = {"mixture": "2-D world", "shapes": "image world"}
+    return labels.get(world) or (
         short_name(world) if world.startswith("model(") else f"world {world.rpartition('/')[2]}"
     )
 
@@ -116,18 +116,18 @@ def world_label(world: str) -> str:
 def chosen_worlds(
     world: str, model: str = "", prompts: str = "", reward: str = "", settings: str = ""
 ) -> list[str]:
-    """The worlds that options name: those of `WORLDS` for "all", one of them, a user's by its spec,
-    or a model with its prompts, its reward and further `settings` as ``option=value, ...``. Raises
-    `ConfigError` for a world or settings that do not exist.
+    """The worlds that options name: those of `WORLDS` for "all", one of them, a user's world by its
+    spec, or a model with its prompts, its reward and further `settings` as ``option=value, ...``.
+    Raises `ConfigError` for a world or settings that do not exist.
     """
     if model:
-        given = {
+        chosen = {
             "model": model,
             "prompts": prompts,
             "reward": reward,
             **parse_options(settings, "set"),
         }
-        options = ", ".join(f"{name}={value!r}" for name, value in given.items() if value != "")
+        options = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value != "")
         world = f"model({options})"
     else:
         alone = prompts or reward or settings
@@ -158,7 +158,7 @@ CLIP = Knob(3.0, {"mixture": 2e-2, "shapes": 2e-3}, _own_clip, MOST_CLIP)
 RATE = Knob(2.0, {"mixture": 2e-2, "shapes": 4e-3}, _own_rate)
 NOISE = Knob(1.4, {"mixture": 0.7, "shapes": 0.7})
 POLICY: dict[str, Knob] = {"clip_range": CLIP, "learning_rate": RATE, "noise_level": NOISE}
-"""Of every method that trains on the steps of a stochastic sampler."""
+"""The knobs of every method that trains on the steps of a stochastic sampler."""
 
 
 def everywhere(factor: float, start: float) -> Knob:
@@ -200,7 +200,7 @@ class Arm:
 
     def changes(self, world: str, values: Mapping[str, float]) -> dict[str, Any]:
         """The settings of a run with these values of the knobs."""
-        found, used = dict[str, Any](), set[str]()
+        settings, used = dict[str, Any](), set[str]()
         for name, setting in self.settings.items():
             chosen = (
                 setting.get(world, setting["shapes"]) if isinstance(setting, Mapping) else setting
@@ -209,14 +209,14 @@ class Arm:
                 if isinstance(chosen, str) and f"{{{knob}}}" in chosen:
                     used.add(knob)
                     chosen = chosen.replace(f"{{{knob}}}", format(values[knob], "g"))
-            found[name] = chosen
-        return {**found, **{name: value for name, value in values.items() if name not in used}}
+            settings[name] = chosen
+        return {**settings, **{name: value for name, value in values.items() if name not in used}}
 
     def run(self, world: str, values: Mapping[str, float], **more: Any) -> RunConfig:
         """The run in a world."""
-        others, changes = {**settings_of(world), **more}, self.changes(world, values)
-        run = preset("default").apply(**{**others, **changes, **more})
-        return replace(run, source=self.source, own=words(others))
+        shared, changes = {**settings_of(world), **more}, self.changes(world, values)
+        run = preset("default").apply(**{**shared, **changes, **more})
+        return replace(run, source=self.source, own=words(shared))
 
 
 BOTH = ("mixture", "shapes")
@@ -277,9 +277,9 @@ ARMS: dict[str, Arm] = {arm.name: arm for arm in _ARMS}
 
 
 def tuned(world: str, arm: str) -> dict[str, float]:
-    """The values found for an arm in a world; the start of the grid without a search."""
-    known = flowrl_compare.tuned.tuned().get(world, {}).get(arm)
-    return known["values"] if known else ARMS[arm].values(world, {})
+    """The tuned values of an arm in a world; the start of the grid without a search."""
+    entry = flowrl_compare.tuned.tuned().get(world, {}).get(arm)
+    return entry["values"] if entry else ARMS[arm].values(world, {})
 
 
 CLAIMS = Path(__file__).parent / "claims_values.json"
@@ -304,13 +304,13 @@ def in_world(arm: Arm, world: str) -> bool:
 
 
 def is_tuned(world: str, arm: str) -> bool:
-    """Whether values were found for an arm in a world."""
+    """Whether an arm has tuned values in a world."""
     return arm in flowrl_compare.tuned.tuned().get(world, {})
 
 
 def tuned_entry(arm: Arm, world: str, values: Mapping[str, float]) -> dict[str, Any]:
-    """What `flowrl bench tune --save` writes for an arm: the method that it is, the values that
-    were found, and the settings of a run with them.
+    """What `flowrl bench tune --save` writes for an arm: its method, the tuned values, and the
+    settings of a run with them.
     """
     method = "" if arm.control else arm.same or arm.settings.get("method", "")
     settings = {"window": settings_of(world).get("window", ""), **arm.changes(world, values)}
@@ -371,19 +371,19 @@ def own_arm(name: str, settings: Mapping[str, Any], source: str = "") -> Arm:
         base = ARMS["uniform"].run(world, {}, heldout_rewards=("soft",))
         check_arms(base, {"uniform": {}, name: settings}, (0,))
     with of_arm(name):
-        given = settings.get("iterations")
+        count = settings.get("iterations")
         require(
-            given is None, "iterations", given, "left out: all arms have those of the benchmark"
+            count is None, "iterations", count, "left out: all arms have those of the benchmark"
         )
         run = arm.run("mixture", arm.values("mixture", {}))
         check(run)
-    has = {
+    parts = {
         "clip_range": ("loss", run_method(run).loss),
         "noise_level": ("sampler", run_method(run).sampler),
     }
     without = [
         knob
-        for knob, (kind, part) in has.items()
+        for knob, (kind, part) in parts.items()
         if not (hasattr(part, knob) or _accepts(kind, settings, knob, run))
     ]
     return replace(

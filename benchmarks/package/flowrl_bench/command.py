@@ -139,9 +139,9 @@ class Claims:
         inputs = read_inputs(judged, lines, self.out)
         written = claims_page(inputs).write(folder, "claims", "claims")
         written += claims_details.details_page(inputs, memory).write(folder / "claims", "details")
-        for one in judged:
-            if one.claim.id in chosen:
-                print(f"{one.claim.id} ({one.world}, {one.seeds[0]} seeds): {one.label}")
+        for case in judged:
+            if case.claim.id in chosen:
+                print(f"{case.claim.id} ({case.world}, {case.seeds[0]} seeds): {case.label}")
         print(f"Wrote {', '.join(map(str, written))}")
         return 0 if finished else _paused()
 
@@ -206,8 +206,8 @@ class Tune:
         if self.save is not None:
             require_new_file(self.save, is_json, "save")
         worlds = chosen_worlds(self.world, self.model, self.prompts, self.reward, self.set)
-        own = own_arms(self.arm, self.arms, self.trust)
-        arms = [*(named_arm(name) for name in self.methods or (ARMS if not own else ())), *own]
+        extra = own_arms(self.arm, self.arms, self.trust)
+        arms = [*(named_arm(name) for name in self.methods or (ARMS if not extra else ())), *extra]
         names = [arm.name for arm in arms]
         require(len(set(names)) == len(names), "arm", names, "each name once")
         searches = [
@@ -289,17 +289,17 @@ class Rule:
         from flowrl_bench.rule_bench import bench_rule
         from flowrl_bench.rule_plan import make_parts
 
-        given = [
+        arms = [
             *([self.rule] if self.rule else []),
             *own_arms([self.arm] if self.arm else [], self.arms, self.trust),
         ]
-        names = [one if isinstance(one, str) else one.name for one in given]
-        require(len(given) == 1, "rule", names, "a credit rule, or one arm by --arm or --arms")
+        names = [arm if isinstance(arm, str) else arm.name for arm in arms]
+        require(len(arms) == 1, "rule", names, "a credit rule, or one arm by --arm or --arms")
         worlds = chosen_worlds(self.world, self.model, self.prompts, self.reward, self.set)
         world = self.world if self.world == "all" and not self.model else worlds[0]
         parts = make_parts(self.quick, world, self.seeds, self.budget, self.bound)
         command = shlex.join(["flowrl", *sys.argv[1:]])
-        return 0 if bench_rule(given[0], parts, self.out, self.workers, command) else 130
+        return 0 if bench_rule(arms[0], parts, self.out, self.workers, command) else 130
 
 
 @dataclass(frozen=True)
@@ -341,10 +341,12 @@ class Microscope:
         from flowrl_bench.rule_names import named_rules
 
         require(self.world in ("all", *WORLDS), "world", self.world, "mixture, shapes or all")
-        every = {world: with_looks(size, self.looks) for world, size in sizes(self.quick).items()}
-        chosen = {world: size for world, size in every.items() if self.world in ("all", world)}
+        all_sizes = {
+            world: with_looks(size, self.looks) for world, size in sizes(self.quick).items()
+        }
+        chosen = {world: size for world, size in all_sizes.items() if self.world in ("all", world)}
         rules = {**RULES, **named_rules(self.rules, RULES)}
-        check_rules(rules, every["mixture"])
+        check_rules(rules, all_sizes["mixture"])
         out = self.out or Path("runs/microscope") / (
             "quick.jsonl" if self.quick else "microscope.jsonl"
         )
@@ -353,14 +355,14 @@ class Microscope:
         require_page(self.page or out.parent, "microscope", TITLE, option)
         command = shlex.join(["flowrl", *sys.argv[1:]])
         study = Study(chosen, rules, out, command)
-        wanted = [cell.key for cells in study.sessions().values() for cell in cells]
-        missing = len(set(wanted) - study.read().keys())
-        progress = _progress(missing, len(wanted), "cells to measure", out, _cell_name)
+        keys = [cell.key for cells in study.sessions().values() for cell in cells]
+        missing = len(set(keys) - study.read().keys())
+        progress = _progress(missing, len(keys), "cells to measure", out, _cell_name)
         finished = study.execute(self.workers, progress)
-        found = study.read()
-        lines = Lines(found)
+        cell_lines = study.read()
+        lines = Lines(cell_lines)
         if lines.worlds():
-            page = microscope_page(found, every, str(out), command)
+            page = microscope_page(cell_lines, all_sizes, str(out), command)
             written = page.write(self.page or out.parent, "microscope", "microscope")
             print(f"{summary(lines)}\nWrote {', '.join(map(str, written))}")
         return 0 if finished else _paused()
@@ -443,28 +445,28 @@ class Bench:
 def _redo(key: str, file: Any) -> int:
     from flowrl_bench.suite import redo
 
-    found = redo(key, file)
-    if found.same:
+    repeat = redo(key, file)
+    if repeat.same:
         print(f"{key}: the same to the last digit")
         return 0
     print(
-        f"{key}: differs in {len(found.differing)} numbers (first: {found.differing[0]}), by at"
-        f" most {found.largest:.3g}"
+        f"{key}: differs in {len(repeat.differing)} numbers (first: {repeat.differing[0]}), by at"
+        f" most {repeat.largest:.3g}"
     )
     judged = (
         "as much as the rounding of another processor explains"
-        if found.close
+        if repeat.close
         else "more than another processor's rounding"
     )
     print(
-        f"Reward: {found.early:.2g} apart in the first quarter of the evaluations,"
-        f" {found.final:.2g} in the last; {judged}"
+        f"Reward: {repeat.early:.2g} apart in the first quarter of the evaluations,"
+        f" {repeat.final:.2g} in the last; {judged}"
     )
-    return 0 if found.close else 1
+    return 0 if repeat.close else 1
 
 
 def _progress(
-    missing: int, total: int, what: str, path: Path, name: Callable[[Mapping[str, Any]], str]
+    missing: int, total: int, noun: str, path: Path, name: Callable[[Mapping[str, Any]], str]
 ) -> Callable[[int, int, Mapping[str, Any]], None]:
     """Print how many lines of a results file are missing; the returned function prints one line per
     finished line of the file.
@@ -472,7 +474,7 @@ def _progress(
     from flowrl_bench.remaining import Pace
 
     if missing:
-        print(f"{missing} of {total} {what} in {path}; Ctrl-C pauses", flush=True)
+        print(f"{missing} of {total} {noun} in {path}; Ctrl-C pauses", flush=True)
     pace = Pace(missing)
 
     def progress(done: int, total: int, line: Mapping[str, Any]) -> None:
@@ -494,7 +496,7 @@ def _cell_name(line: Mapping[str, Any]) -> str:
 
 
 def _paused() -> int:
-    """Print how to continue; the exit status."""
+    """Print how to continue; returns the exit status."""
     print(f"Paused; finished runs are kept. Continue with: {shlex.join(['flowrl', *sys.argv[1:]])}")
     return 130
 

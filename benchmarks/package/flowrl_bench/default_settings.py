@@ -104,57 +104,62 @@ def _evidence(lines: Lines, world: str, arms: tuple[str, str]) -> Evidence | Non
 
 
 def _at_defaults(
-    one: Headline, world: str, judged: Sequence[Judged], lines: Lines
+    headline: Headline, world: str, judged: Sequence[Judged], lines: Lines
 ) -> tuple[Evidence, str, str] | None:
-    """Runs at default settings, and the names of the arms in them: those of the question `tuning`
-    if it has runs.
+    """Runs at default settings, and the names of their arms; the runs of the question `tuning` if
+    it has any.
     """
-    for found in judged:
-        arm, than = f"{one.arm}, defaults", f"{one.than}, defaults"
+    for outcome in judged:
+        arm, than = f"{headline.arm}, defaults", f"{headline.than}, defaults"
         if (
-            found.claim.id == "tuning"
-            and found.world == world
-            and found.evidence
-            and {arm, than} <= found.evidence.runs.keys()
+            outcome.claim.id == "tuning"
+            and outcome.world == world
+            and outcome.evidence
+            and {arm, than} <= outcome.evidence.runs.keys()
         ):
-            return found.evidence, arm, than
-    kept = _evidence(lines, world, (one.arm, one.than))
-    return (kept, one.arm, one.than) if kept else None
+            return outcome.evidence, arm, than
+    evidence = _evidence(lines, world, (headline.arm, headline.than))
+    return (evidence, headline.arm, headline.than) if evidence else None
 
 
 def survival_table(judged: Sequence[Judged], lines: Lines) -> Table:
-    """A row per headline and world: its lead at default and at tuned settings. `lines`: of the file
-    at default settings. Leads at default settings are secondary.
+    """A row per headline and world: its lead at default and at tuned settings. `lines`: the lines
+    of the file at default settings. Leads at default settings are secondary.
     """
     rows = []
-    for one in HEADLINES:
-        for world in one.worlds:
-            kept = _at_defaults(one, world, judged, lines)
-            tuned = next((j for j in judged if j.claim.id == one.claim and j.world == world), None)
-            seeds = f"{len(kept[0].seeds) if kept else 0} / {tuned.seeds[0] if tuned else 0}"
+    for headline in HEADLINES:
+        for world in headline.worlds:
+            runs = _at_defaults(headline, world, judged, lines)
+            tuned = next(
+                (j for j in judged if j.claim.id == headline.claim and j.world == world), None
+            )
+            seeds = f"{len(runs[0].seeds) if runs else 0} / {tuned.seeds[0] if tuned else 0}"
             at_defaults = [
-                _cell(one, budget, _compared(kept, budget) if kept else None) for budget in _SHOWN
+                _cell(headline, budget, _compared(runs, budget) if runs else None)
+                for budget in _SHOWN
             ]
-            at_tuned = [_cell(one, budget, _tuned(one, tuned, budget)) for budget in _SHOWN]
-            rows.append((one.says, WORLD_NAMES[world], seeds, *at_defaults, *at_tuned))
+            at_tuned = [
+                _cell(headline, budget, _tuned(headline, tuned, budget)) for budget in _SHOWN
+            ]
+            rows.append((headline.says, WORLD_NAMES[world], seeds, *at_defaults, *at_tuned))
     columns = (f"{kind}, {budget}" for kind in ("default", "tuned") for budget in _SHOWN)
     head = ("headline", "world", "seeds, default / tuned", *columns)
     return Table(head, rows, ("headline",))
 
 
-def _compared(kept: tuple[Evidence, str, str], budget: str) -> Comparison:
-    return Compare(kept[1], kept[2], BUDGETS[budget]).compare(kept[0], 0.0)
+def _compared(runs: tuple[Evidence, str, str], budget: str) -> Comparison:
+    return Compare(runs[1], runs[2], BUDGETS[budget]).compare(runs[0], 0.0)
 
 
-def _tuned(one: Headline, judged: Judged | None, budget: str) -> Comparison | None:
-    text = " minus ".join(one.tuned)
-    found = {(c.arms, c.measure): c for c in (judged.comparisons if judged else ()) if c}
-    return found.get((text, BUDGETS[budget]))
+def _tuned(headline: Headline, judged: Judged | None, budget: str) -> Comparison | None:
+    text = " minus ".join(headline.tuned)
+    comparisons = {(c.arms, c.measure): c for c in (judged.comparisons if judged else ()) if c}
+    return comparisons.get((text, BUDGETS[budget]))
 
 
-def _cell(one: Headline, budget: str, found: Comparison | None) -> str:
-    if budget not in one.budgets:
+def _cell(headline: Headline, budget: str, comparison: Comparison | None) -> str:
+    if budget not in headline.budgets:
         return "-"
-    if found is None:
+    if comparison is None:
         return MISSING
-    return number(found)
+    return number(comparison)

@@ -38,17 +38,15 @@ SMALLEST_OF: dict[str, float] = {
     BUDGET: math.log(SMALLEST_RATIO),
     OTHER: 0.0,
 }
-"""The smallest effect of interest by unit, for ratios of budgets that of their logarithm; 0: there
-is none.
-"""
+"""The smallest effect of interest by unit (for ratios of budgets, of their logarithm); 0: none."""
 
 
 def column(line: Line, name: str) -> list[float]:
-    """A column of the learning curve; of a form that the run's world does not have, the reward."""
+    """A column of the learning curve; the reward for a form that the run's world does not have."""
     if name in CURVE[5:8] and all(row[CURVE.index(name)] is None for row in line["curve"]):
         name = "reward"
-    place = CURVE.index(name)
-    return [math.nan if row[place] is None else float(row[place]) for row in line["curve"]]
+    index = CURVE.index(name)
+    return [math.nan if row[index] is None else float(row[index]) for row in line["curve"]]
 
 
 def counts(line: Line) -> list[dict[str, float]]:
@@ -132,9 +130,9 @@ def _mean_reward(column_name: str, fraction: float = 1.0) -> Callable[[Line], fl
     """
 
     def reward(line: Line) -> float:
-        found = curve(line, "updates", column_name)
+        history = curve(line, "updates", column_name)
         return mean_until(
-            found, found.budgets[0] + fraction * (found.budgets[-1] - found.budgets[0])
+            history, history.budgets[0] + fraction * (history.budgets[-1] - history.budgets[0])
         )
 
     return reward
@@ -144,9 +142,9 @@ def _reward_at_equal(axis: str) -> Callable[[Line, Line], float]:
     """The difference of mean rewards up to the budget that both runs have spent."""
 
     def difference(line: Line, other: Line) -> float:
-        mine, theirs = curve(line, axis), curve(other, axis)
-        common = min(mine.budgets[-1], theirs.budgets[-1])
-        return mean_until(mine, common) - mean_until(theirs, common)
+        first, second = curve(line, axis), curve(other, axis)
+        common = min(first.budgets[-1], second.budgets[-1])
+        return mean_until(first, common) - mean_until(second, common)
 
     return difference
 
@@ -164,8 +162,8 @@ def _quality_at_reward(line: Line, other: Line) -> float:
 
 
 def _early_gains(line: Line) -> float:
-    """log2 of mean |g_i| over the first third of the steps that gain anything, over the last third;
-    first quarter of training.
+    """log2 of the ratio of mean |g_i| in the first third to that in the last third of the steps
+    with a gain; first quarter of training.
     """
     gains = [g for g in line["gains"][0] if g > 1e-9]
     third = max(1, len(gains) // 3)
@@ -177,8 +175,8 @@ def _points_over_null(line: Line) -> float:
     return after["points"] - after["null"]
 
 
-def _reward(label: str, of: Callable[[Line], float], start: str, higher: bool = True) -> Measure:
-    return Measure(label, REWARD, of, higher=higher, start=start)
+def _reward(label: str, value: Callable[[Line], float], start: str, higher: bool = True) -> Measure:
+    return Measure(label, REWARD, value, higher=higher, start=start)
 
 
 def _budget(axis: str, label: str) -> Measure:
@@ -267,10 +265,10 @@ class Evidence:
         """The measure of every run of an arm, [seed, task]. `ConfigError`: no such arm, or the
         measure needs two runs.
         """
-        of = self._measure(measure, arm).of
-        if of is None:
+        value = self._measure(measure, arm).of
+        if value is None:
             raise ConfigError(f"evidence: {measure!r} compares two runs")
-        return np.array([[of(line) for line in lines] for lines in self.runs[arm].values()]).T
+        return np.array([[value(line) for line in lines] for lines in self.runs[arm].values()]).T
 
     def differences(self, arm: str, than: str, measure: str) -> Values:
         """arm - than of every pair of runs, [seed, task] (ratios of budgets: of the logarithms).
@@ -291,12 +289,12 @@ class Evidence:
     def never(self, arm: str, than: str, axis: str) -> tuple[int, int]:
         """Pairs of runs in which `arm` and in which `than` missed a common reward."""
         tasks = self.runs[arm]
-        found = [
+        passages = [
             passage(*pair, axis)
             for task in tasks
             for pair in zip(tasks[task], self.runs[than][task], strict=True)
         ]
-        return sum(one.first_never for one in found), sum(one.second_never for one in found)
+        return sum(p.first_never for p in passages), sum(p.second_never for p in passages)
 
     def _measure(self, measure: str, *arms: str) -> Measure:
         missing = [arm for arm in arms if arm not in self.runs]

@@ -9,8 +9,7 @@ stretch ends in images, which the reward scores. A stochastic step i draws mean_
 
 V_{i+1} is known on the grid. U_i is a convolution with a Gaussian, computed axis by axis with the
 exact expectation of the interpolant, without a quadrature over z. U_i is smooth, and is
-interpolated
-at mean_i of the grid points and of the states to be valued. No number is drawn.
+interpolated at mean_i of the grid points and of the states to be valued. Nothing is sampled.
 """
 
 import math
@@ -103,9 +102,11 @@ class ValueGrid:
 
     def at(self, tables: Tables, places: Places) -> Float[Tensor, "prompt row"]:
         """The interpolants of `tables` at `places`."""
-        (rows, one), (columns, other) = (self.taps(places[..., axis]) for axis in (0, 1))
+        (rows, row_weights), (columns, column_weights) = (
+            self.taps(places[..., axis]) for axis in (0, 1)
+        )
         index = rows[..., :, None] * self.points + columns[..., None, :]
-        weights = one[..., :, None] * other[..., None, :]
+        weights = row_weights[..., :, None] * column_weights[..., None, :]
         values = tables.flatten(1).gather(1, index.flatten(1)).view(index.shape)
         return (values * weights).flatten(2).sum(-1)
 
@@ -130,7 +131,7 @@ def _smoothing(grid: ValueGrid, std: float) -> Float[Tensor, "point point"]:
 
 @dataclass(frozen=True)
 class Backup:
-    """The sampler on the grid: all that dynamic programming needs but the rewards.
+    """The sampler on the grid: all that dynamic programming needs except the rewards.
 
     Args:
         grid: the grid.
@@ -151,7 +152,7 @@ class Backup:
         """The sampler's stochastic steps from step `first` on.
 
         The network is evaluated on the grid at every step after `first`. Raises `ConfigError` for
-        latents of other than two elements, and for a sampler without noise at or after `first`.
+        latents that do not have two elements, and for a sampler without noise at or after `first`.
         """
         shape, count = tuple(walk.policy.latent_shape), walk.groups.prompts
         allowed = "two elements: exact values are computed in the 2-D world only"
@@ -177,19 +178,19 @@ class Backup:
 
     @property
     def coarse(self) -> "Backup":
-        """The same on every other grid point, without `ends`."""
-        every = {step: _halved(places) for step, places in self.landings.items()}
-        return Backup(self.grid.coarse, self.stds, every, self.ends[:0])
+        """The backup on every other grid point, without `ends`."""
+        landings = {step: _halved(places) for step, places in self.landings.items()}
+        return Backup(self.grid.coarse, self.stds, landings, self.ends[:0])
 
     def tables(self, rewards: Float[Tensor, "prompt row"]) -> dict[int, Tables]:
         """U_i by stochastic step, from the rewards of `ends`."""
-        grid, found = self.grid, dict[int, Tensor]()
+        grid, tables = self.grid, dict[int, Tensor]()
         values = _square(rewards.double())
         for step in reversed([*self.stds]):
-            found[step] = grid.smoothed(values, self.stds[step])
+            tables[step] = grid.smoothed(values, self.stds[step])
             if step in self.landings:
-                values = _square(grid.at(found[step], self.landings[step]))
-        return found
+                values = _square(grid.at(tables[step], self.landings[step]))
+        return tables
 
     def values(
         self, rewards: Float[Tensor, "prompt row"], means: Mapping[int, Places]
@@ -201,11 +202,11 @@ class Backup:
     def errors(
         self, rewards: Float[Tensor, "prompt row"], means: Mapping[int, Places]
     ) -> dict[int, Float[Tensor, "prompt row"]]:
-        """An estimate of the grid's error of `values`: a third of the difference to those on every
-        other point, as if the order of convergence were 2.
+        """An estimate of the grid's error of `values`: a third of the difference from those on
+        every other point, assuming convergence of order 2.
         """
-        fine, other = self.values(rewards, means), self.coarse
-        coarse = other.values(_halved(rewards[..., None])[..., 0], means)
+        fine, coarse_backup = self.values(rewards, means), self.coarse
+        coarse = coarse_backup.values(_halved(rewards[..., None])[..., 0], means)
         return {step: (fine[step] - coarse[step]) / 3 for step in fine}
 
 
@@ -220,7 +221,7 @@ def _halved(rows: Float[Tensor, "prompt row n"]) -> Float[Tensor, "prompt row n"
 
 
 def _mean(walk: Walk, x: Tensor, step: int) -> Tensor:
-    """The mean of the sampler's step from the latents x, equally many for every prompt."""
+    """The mean of the sampler's step from the latents x, the same number for every prompt."""
     timestep = walk.schedule.network_timesteps[step].expand(len(x))
     return walk.transition(x, walk.velocity(x, timestep, walk.conditions(x)), step).mean
 
@@ -286,8 +287,8 @@ class Exact(Probe):
         return estimates
 
     def rewards(self, scored: Scored) -> Mapping[int, Tensor]:
-        """The values of all nodes to be estimated. Raises `ConfigError` if groups are scored apart
-        from those that they were rolled out with, as several processes may do.
+        """The values of all nodes to be estimated. Raises `ConfigError` if groups that were rolled
+        out together are scored apart, as several processes may do.
         """
         if not scored.rewards:
             return {}
@@ -309,7 +310,7 @@ class Exact(Probe):
 
 
 def _fast(walk: Walk) -> Walk:
-    """With as many latents per call as main memory easily holds."""
+    """The walk with as many latents per call as main memory easily holds."""
     return replace(walk, max_batch=max(walk.max_batch, MAX_BATCH))
 
 
@@ -320,8 +321,8 @@ def exact_advantages(
     grid: ValueGrid = ValueGrid(),
     usage: Usage | None = None,
 ) -> list[TrueAdvantages]:
-    """A* of every decision of `trajectories` under each of `rewards` (the setting's without any),
-    exact up to the error of the grid, which is estimated in `errors`.
+    """A* of every decision of `trajectories` under each of `rewards` (default: the setting's),
+    exact up to the error of the grid, which `errors` estimates.
 
     Not for branched trees. Raises `ConfigError` as `Backup.of` does, and for a `MultistepSolver`.
     """
@@ -330,7 +331,7 @@ def exact_advantages(
     )
     path, groups = trajectories.trajectories, trajectories.groups
     steps, walk = path.tree.drawn_steps, walk_of(setting, groups, 0, usage, MAX_BATCH)
-    found = []
+    results = []
     with setting.policy.frozen(), torch.no_grad():
         backup = Backup.of(walk, steps[0] if steps else 0, grid)
         means = {}
@@ -355,10 +356,10 @@ def exact_advantages(
             ]
             values = torch.stack([*columns[0], final], -1)
             errors = torch.stack([*columns[1], torch.zeros_like(final)], -1)
-            both = errors.diff(dim=-1).abs()
+            bounds = errors.diff(dim=-1).abs()
             advantages = values.diff(dim=-1)
-            found.append(TrueAdvantages(advantages, both, values, errors.abs(), tuple(steps)))
-    return found
+            results.append(TrueAdvantages(advantages, bounds, values, errors.abs(), tuple(steps)))
+    return results
 
 
 def relative_errors(truth: TrueAdvantages) -> Float[Tensor, " decision"]:

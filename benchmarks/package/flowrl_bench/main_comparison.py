@@ -34,7 +34,7 @@ STEPWISE = ("stepwise gains", "turning points")
 """The per-step credit of the papers, which the answers name first."""
 _SPACE = "\N{NO-BREAK SPACE}"
 POSITION = "random-points"
-"""The question about the place of a turning point."""
+"""The question about the position of a turning point."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,13 @@ class Arm:
 
     @property
     def control(self) -> bool:
-        """Whether it is no method of its own."""
+        """Whether it is a control, not a method of its own."""
         return MADE[self.name].control
 
     def lead(self, measure: str, than: str = UNIFORM) -> Comparison | None:
         """Its comparison with another arm; None if there is none."""
         text = f"{self.name} minus {than}"
-        return next(
-            (one for one in self.comparisons if one.arms == text and one.measure == measure), None
-        )
+        return next((c for c in self.comparisons if c.arms == text and c.measure == measure), None)
 
     def values(self, measure: str) -> Values:
         """A measure per seed."""
@@ -71,8 +69,8 @@ class Arm:
     @property
     def collapses(self) -> tuple[int, int]:
         """Collapsed runs, and all runs."""
-        found = self.evidence.values(self.name, "collapse")
-        return int(found.sum()), found.size
+        collapsed = self.evidence.values(self.name, "collapse")
+        return int(collapsed.sum()), collapsed.size
 
 
 def arms_of(judged: Sequence[Judged], world: str) -> dict[str, Arm]:
@@ -82,44 +80,44 @@ def arms_of(judged: Sequence[Judged], world: str) -> dict[str, Arm]:
     names = dict(
         zip((claim.id for claim in LEADS), (name for name in ARMS if name != UNIFORM), strict=True)
     )
-    found: list[Arm] = []
+    arms: list[Arm] = []
     base: Evidence | None = None
-    for one in judged:
-        if one.claim.id in names and one.world == world and one.evidence is not None:
-            comparisons = [comparison for comparison in one.comparisons if comparison]
-            if (name := names[one.claim.id]) in one.evidence.runs:
-                found.append(Arm(name, one.evidence, comparisons))
-            more = base is None or len(one.evidence.seeds) > len(base.seeds)
-            base = one.evidence if more else base
+    for case in judged:
+        if case.claim.id in names and case.world == world and case.evidence is not None:
+            comparisons = [comparison for comparison in case.comparisons if comparison]
+            if (name := names[case.claim.id]) in case.evidence.runs:
+                arms.append(Arm(name, case.evidence, comparisons))
+            more = base is None or len(case.evidence.seeds) > len(base.seeds)
+            base = case.evidence if more else base
     if base is None:
         return {}
-    found.sort(key=lambda arm: -_size(arm.lead("area")))
-    return {arm.name: arm for arm in (Arm(UNIFORM, base), *found)}
+    arms.sort(key=lambda arm: -_size(arm.lead("area")))
+    return {arm.name: arm for arm in (Arm(UNIFORM, base), *arms)}
 
 
-def _size(one: Comparison | None) -> float:
-    return one.estimate.value if one else 0.0
+def _size(comparison: Comparison | None) -> float:
+    return comparison.estimate.value if comparison else 0.0
 
 
-def number(one: Comparison | None) -> str:
+def number(comparison: Comparison | None) -> str:
     """'▲ +0.012 [0.003, 0.021]', without a symbol if it is secondary, or a dash. Line breaks are
     possible before the interval only.
     """
-    if one is None:
+    if comparison is None:
         return "-"
-    found = one.estimate
+    estimate = comparison.estimate
     interval = (
-        f"[{found.low:.3f},{_SPACE}{found.high:.3f}]"
-        if abs(found.high) < 1e9
+        f"[{estimate.low:.3f},{_SPACE}{estimate.high:.3f}]"
+        if abs(estimate.high) < 1e9
         else f"(one{_SPACE}seed)"
     )
-    symbol = "" if one.verdict == SECONDARY else f"{SYMBOLS[one.verdict]}{_SPACE}"
-    return f"{symbol}{found.value:+.3f} {interval}"
+    symbol = "" if comparison.verdict == SECONDARY else f"{SYMBOLS[comparison.verdict]}{_SPACE}"
+    return f"{symbol}{estimate.value:+.3f} {interval}"
 
 
 def lead_table(arms: Mapping[str, Arm], world: str) -> Table:
-    """A row per arm: levels, then leads over uniform credit at equal budgets, then its bad seeds,
-    and the lead over larger groups as soon as they have runs.
+    """A row per arm: level, leads over uniform credit at equal budgets, collapsed and worst seeds,
+    and the lead over larger groups if these have runs.
     """
     budgets = (words.replace("second", SECONDS[world]) for words in BUDGETS)
     leads = (f"minus uniform, {words}" for words in budgets)
@@ -128,24 +126,24 @@ def lead_table(arms: Mapping[str, Arm], world: str) -> Table:
     rows = []
     for name, arm in arms.items():
         label, seeds = MADE[name].label, str(len(arm.evidence.seeds))
-        found = [number(arm.lead(measure)) for measure in BUDGETS.values()]
+        lead_cells = [number(arm.lead(measure)) for measure in BUDGETS.values()]
         lost, runs = arm.collapses
-        bad = (f"{lost}{_SPACE}of{_SPACE}{runs}", f"{arm.values('area').min():.3f}")
-        ends = [number(arm.lead(BUDGETS["per evaluation"], LARGER)) for _ in larger]
+        seed_cells = (f"{lost}{_SPACE}of{_SPACE}{runs}", f"{arm.values('area').min():.3f}")
+        larger_cells = [number(arm.lead(BUDGETS["per evaluation"], LARGER)) for _ in larger]
         level = arm.level.text().replace(", ", f",{_SPACE}")
-        rows.append((label, seeds, level, *found, *bad, *ends))
+        rows.append((label, seeds, level, *lead_cells, *seed_cells, *larger_cells))
     return Table(head, rows, ("arm",))
 
 
 def answers(judged: Sequence[Judged]) -> list[str]:
-    """Four lines: the lead per evaluation and per update, the place of a turning point, and the
-    rule to take.
+    """Four lines: the lead per evaluation and per update, the position of a turning point, and the
+    rule to use.
     """
     worlds = {world: arms_of(judged, world) for world in WORLDS}
 
-    def line(question: str, found: Mapping[str, str]) -> str:
+    def line(question: str, answer_by_world: Mapping[str, str]) -> str:
         return f"**{question}** " + " ".join(
-            f"{_capital(WORLD_NAMES[world])}: {words}." for world, words in found.items()
+            f"{_capital(WORLD_NAMES[world])}: {words}." for world, words in answer_by_world.items()
         )
 
     lines = [
@@ -174,28 +172,32 @@ def _capital(words: str) -> str:
 def _leads(arms: Mapping[str, Arm], measure: str) -> str:
     """The leads of the papers' rules, and the count of all methods that have a verdict."""
     leads = {name: arm.lead(measure) for name, arm in arms.items() if not arm.control}
-    found = {name: one for name, one in leads.items() if one and one.verdict != SECONDARY}
-    if not found:
+    valid = {
+        name: comparison
+        for name, comparison in leads.items()
+        if comparison and comparison.verdict != SECONDARY
+    }
+    if not valid:
         return MISSING
-    papers = [f"{name} {_said(found[name])}" for name in STEPWISE if name in found]
-    verdicts = [one.verdict for one in found.values()]
+    papers = [f"{name} {_said(valid[name])}" for name in STEPWISE if name in valid]
+    verdicts = [comparison.verdict for comparison in valid.values()]
     counts = [f"{verdicts.count(v)} {_said(v)}" for v in VERDICTS if v in verdicts]
-    others = f". Of {len(found)} methods: {', '.join(counts)}" if len(found) > len(papers) else ""
-    return f"{', '.join(papers)}{others}"
+    totals = f". Of {len(valid)} methods: {', '.join(counts)}" if len(valid) > len(papers) else ""
+    return f"{', '.join(papers)}{totals}"
 
 
-def _said(one: Comparison | str) -> str:
-    """A verdict in words, after its symbol; of a comparison with the number."""
-    verdict = one if isinstance(one, str) else one.verdict
+def _said(lead: Comparison | str) -> str:
+    """A verdict in words after its symbol; for a comparison, the words and the number."""
+    verdict = lead if isinstance(lead, str) else lead.verdict
     words = BRIEF.get(verdict, verdict)
-    return f"{SYMBOLS[verdict]} {words}" if isinstance(one, str) else f"{words} ({number(one)})"
+    return f"{SYMBOLS[verdict]} {words}" if isinstance(lead, str) else f"{words} ({number(lead)})"
 
 
 def _place(judged: Sequence[Judged], world: str) -> str:
-    one = next((j for j in judged if j.claim.id == POSITION and j.world == world), None)
-    if one is None or one.primary is None:
+    question = next((j for j in judged if j.claim.id == POSITION and j.world == world), None)
+    if question is None or question.primary is None:
         return MISSING
-    return f"turning points at random steps minus real ones: {_said(one.primary)}"
+    return f"turning points at random steps minus real ones: {_said(question.primary)}"
 
 
 def choice(arms: Mapping[str, Arm]) -> Arm | None:
@@ -207,8 +209,8 @@ def choice(arms: Mapping[str, Arm]) -> Arm | None:
 
     def allowed(arm: Arm) -> bool:
         lead, collapse = arm.lead(measure), arm.lead("collapse")
-        others = arm.lead(BUDGETS["per second"]), arm.lead(measure, LARGER)
-        loses = any(one is not None and one.estimate.high < 0 for one in others)
+        secondary = arm.lead(BUDGETS["per second"]), arm.lead(measure, LARGER)
+        loses = any(c is not None and c.estimate.high < 0 for c in secondary)
         collapses = collapse is not None and collapse.estimate.low > 0
         better = lead is not None and lead.verdict == BETTER
         return better and not (arm.control or loses or collapses)

@@ -66,7 +66,7 @@ WORLDS, FORMS, METHODS = (
     ("flow-grpo", "stepwise-flow-grpo", "tp-grpo"),
 )
 NOISES = (0.1, 0.3)
-"""Standard deviations of the noise on the soft rewards that rules see, tried before training."""
+"""Standard deviations of the noise on the soft rewards that rules see, used before training."""
 GRID = ValueGrid(81)
 """The grid of exact values: 0/1 rewards need more points than smooth ones."""
 DETECTED = 2.0
@@ -100,8 +100,8 @@ SIZES: dict[str, Size] = {
         4, 12, 64, {"during": 4, "after": 8}, looks=3, max_batch=2048, run={"groups": 8}
     ),
 }
-"""Of the full study. Image runs have half of the default's groups, which halves the time of
-training.
+"""Sizes of the full study. Image runs have half of the default's groups, which halves the training
+time.
 """
 QUICK: dict[str, Size] = {
     "mixture": Size(6, 12, 0, {"during": 5, "after": 10}, batches=4, truth_batches=4, looks=3),
@@ -177,42 +177,42 @@ def shared_noise(spec: str) -> bool:
 
 
 def session(
-    method: str, wanted: list[Cell], size: Size, rules: Mapping[str, str]
+    method: str, selected: list[Cell], size: Size, rules: Mapping[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """Lines of the `wanted` cells, which have one world, one look and the training `method`; stages
+    """Lines of the `selected` cells, which share a world, a look and the training `method`; stages
     in order.
 
     A line is {"cell", "seconds" (processor time, training included), and what `measure` returns}.
     """
-    world, look = wanted[0].world, wanted[0].look
+    world, look = selected[0].world, selected[0].look
     started = time.process_time()
     with reproducible("training", world, method, look):
         trainer = make_trainer(run_of(world, method, look, size))
-        for stage in dict.fromkeys(cell.stage for cell in wanted):
+        for stage in dict.fromkeys(cell.stage for cell in selected):
             while trainer.done < size.stages.get(stage, 0):
                 trainer.iteration()
             sampler = trainer.draw_sampler()
             assert isinstance(sampler, Sampler)
-            for cell in (cell for cell in wanted if cell.stage == stage):
+            for cell in (cell for cell in selected if cell.stage == stage):
                 setting = setting_of(cell, trainer.policy, sampler, size)
                 with reproducible("measure", cell.key):
-                    found = (gradients if cell.noise == "gradient" else measure)(
+                    result = (gradients if cell.noise == "gradient" else measure)(
                         cell, setting, size, rules
                     )
                 now = time.process_time()
-                yield {"cell": asdict(cell), "seconds": round(now - started, 2), **found}
+                yield {"cell": asdict(cell), "seconds": round(now - started, 2), **result}
                 started = now
 
 
 def setting_of(cell: Cell, policy: FlowPolicy, sampler: Sampler, size: Size) -> Setting:
     """The look's prompts and the soft reward."""
     run = run_of(cell.world, cell.method, cell.look, size)
-    place = make_world(run)
-    prompts = PromptStream(place.prompts(run.environment.task, "train"), cell.look).take(
+    world = make_world(run)
+    prompts = PromptStream(world.prompts(run.environment.task, "train"), cell.look).take(
         size.prompts
     )
     return Setting(
-        policy, sampler, policy.schedule(run.rollout.num_steps), place.reward("soft"), prompts
+        policy, sampler, policy.schedule(run.rollout.num_steps), world.reward("soft"), prompts
     )
 
 
@@ -226,16 +226,16 @@ def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) 
     decision relative to its standard deviation.
     """
     first, shared = cell.stage == "before", cell.noise == "shared"
-    place = make_world(run_of(cell.world, cell.method, cell.look, size))
-    forms = {form: place.reward(form) for form in FORMS}
+    world = make_world(run_of(cell.world, cell.method, cell.look, size))
+    forms = {form: world.reward(form) for form in FORMS}
     look = Look(setting, size.members, 10_000 + cell.look, size.max_batch)
     plain, count, scores = look.trajectories(shared), size.continuations, None
     if count:
-        seen_by = list(forms.values())
+        reward_models = list(forms.values())
         scores = continuation_rewards(
-            setting, plain, count, seen_by, 20_000 + cell.look, None, size.max_batch
+            setting, plain, count, reward_models, 20_000 + cell.look, None, size.max_batch
         )
-        values = [from_continuations(found, plain) for found in scores]
+        values = [from_continuations(rewards, plain) for rewards in scores]
     else:
         values = exact_advantages(setting, plain, list(forms.values()), GRID)
     truths = dict(zip(forms, values, strict=True))
@@ -244,7 +244,7 @@ def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) 
     for form, noise in [(form, 0.0) for form in FORMS] + [
         ("soft", noise) for noise in (NOISES if first else ())
     ]:
-        seen: RewardModel = NoisyReward(forms[form], noise) if noise else forms[form]
+        reward: RewardModel = NoisyReward(forms[form], noise) if noise else forms[form]
         records = dict[str, Experience]()
         for name, spec in rules.items():
             rule = build("credit", spec, trust=True)
@@ -253,7 +253,7 @@ def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) 
                 usages[key] = Usage()
                 rolled[key] = look.trajectories(shared, rule.probe, usages[key])
             if key not in records:
-                records[key] = setting.experience(rolled[key], reward=seen)
+                records[key] = setting.experience(rolled[key], reward=reward)
             credit = assigned(rule, records[key]).advantages
             row = {
                 "form": form,
@@ -263,9 +263,9 @@ def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) 
             }
             rows.append(row | agreement_row(credit, truths[form]))
             if first and not noise and scores is not None:
-                known = scores[FORMS.index(form)], plain, records[key]
+                arguments = scores[FORMS.index(form)], plain, records[key]
                 levels = ceiling_sums(
-                    lambda spec=spec: build("credit", spec, trust=True), *known, cell.look
+                    lambda spec=spec: build("credit", spec, trust=True), *arguments, cell.look
                 )
                 rows[-1]["ceiling"] = rounded(levels)
             elif first and not noise:
@@ -275,11 +275,11 @@ def measure(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]) 
                 rows[-1]["ceiling"] = rounded(credit_sums(best, truths[form]).sum((0, 1))[None])
     truth = {
         form: {
-            "reward": float(found.state_values[..., -1].mean()),
-            "reliability": found.reliability,
-            "error": None if count else rounded(relative_errors(found), 3),
+            "reward": float(advantages.state_values[..., -1].mean()),
+            "reliability": advantages.reliability,
+            "error": None if count else rounded(relative_errors(advantages), 3),
         }
-        for form, found in truths.items()
+        for form, advantages in truths.items()
     }
     return {
         "trajectories": plain.groups.samples,
@@ -293,13 +293,13 @@ def agreement_row(credit: Tensor, truth: TrueAdvantages) -> dict[str, Any]:
     """The stored part of a rule's agreement with the truth in a cell."""
     sums = credit_sums(credit, truth)
     total, count = sums.sum(0), len(sums)
-    whole = correlation(total)
-    left_out = [correlation(total - group) for group in sums] if count > 1 else [whole]
+    overall = correlation(total)
+    left_out = [correlation(total - group) for group in sums] if count > 1 else [overall]
     return {
-        "correlation": round(whole, 5),
+        "correlation": round(overall, 5),
         "sums": rounded(total.sum(0)),
         "groups": rounded(
-            torch.tensor([count * whole - (count - 1) * value for value in left_out]), 4
+            torch.tensor([count * overall - (count - 1) * value for value in left_out]), 4
         ),
         "steps": [round(correlation(total[step]), 3) for step in range(total.shape[0])],
     }
@@ -328,7 +328,7 @@ def gradients(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]
         rule, usage = build("credit", spec, trust=True), Usage()
         if isinstance(rule.probe, Continuation):
             continue
-        found = policy_gradients(
+        estimates = policy_gradients(
             setting,
             rule,
             size.batches,
@@ -337,7 +337,7 @@ def gradients(cell: Cell, setting: Setting, size: Size, rules: Mapping[str, str]
             40_000 + cell.look,
             usage=usage,
         )
-        result, nfe = alignment(found, truths), usage.nfe / size.batches
+        result, nfe = alignment(estimates, truths), usage.nfe / size.batches
         rows.append(
             {
                 "rule": name,

@@ -30,14 +30,14 @@ GAINS, ONE_STEP, BY_STEP, RANDOM = (
     "gains, z-scored by step",
     "random",
 )
-"""Rules that the answers name."""
+"""Rules named in the answers."""
 
 
 def microscope_page(
-    found: Mapping[str, Mapping[str, Any]], sizes: Mapping[str, Size], results: str, command: str
+    rows: Mapping[str, Mapping[str, Any]], sizes: Mapping[str, Size], results: str, command: str
 ) -> Document:
-    """The page of the lines `found` (by cell), which came from the file `results`."""
-    lines, page = Lines(found), Document(TITLE)
+    """The page of the lines `rows` (by cell) of the file `results`."""
+    lines, page = Lines(rows), Document(TITLE)
     page.items(answers(lines))
     page.blocks.append(
         Image(
@@ -109,23 +109,23 @@ def microscope_page(
     return page
 
 
-def _number(found: Estimate, digits: int = 2, sign: bool = False) -> str:
-    if not math.isfinite(found.low):
-        return f"{found.value:{'+' if sign else ''}.{digits}f}"
-    return found.text(digits, sign)
+def _number(estimate: Estimate, digits: int = 2, sign: bool = False) -> str:
+    if not math.isfinite(estimate.low):
+        return f"{estimate.value:{'+' if sign else ''}.{digits}f}"
+    return estimate.text(digits, sign)
 
 
 def answers(lines: Lines) -> list[str]:
     """Up to five sentences, computed from the lines; those whose rules or cells are missing are
     left out.
     """
-    rules, shown, rows = (
+    rules, columns, rows = (
         [rule for rule in lines.rules() if rule != RANDOM],
         panels(lines),
         list[str](),
     )
     best = []
-    for world, form, title in shown:
+    for world, form, title in columns:
         rule = max(rules, key=lambda rule: over_looks(lines.of(world), form, rule).value)
         best.append(f"{title}: {rule}, {_number(over_looks(lines.of(world), form, rule))}")
     rows.append(
@@ -134,7 +134,7 @@ def answers(lines: Lines) -> list[str]:
     if {ONE_STEP, GAINS} <= set(rules):
         gaps = "; ".join(
             f"{title}: {_number(difference(lines.of(w), f, ONE_STEP, GAINS), sign=True)}"
-            for w, f, title in shown
+            for w, f, title in columns
         )
         rows.append(
             "**One-step gains minus stepwise gains** (five substeps), on the same trajectories."
@@ -144,7 +144,7 @@ def answers(lines: Lines) -> list[str]:
         tops = "; ".join(
             f"{title}: {ceiling_of(lines.of(w), f, GAINS):.2f},"
             f" {ceiling_of(lines.of(w), f, BY_STEP):.2f}"
-            for w, f, title in shown
+            for w, f, title in columns
         )
         rows.append(
             "**Ceilings**: correlation of the true advantage with itself, z-scored over the group,"
@@ -160,11 +160,11 @@ def _noise_change(lines: Lines, rules: Sequence[str]) -> str:
     parts = []
     for world, form, title in panels(lines):
         if lines.of(world, noise="shared"):
-            found = [
+            changes = [
                 (change(lines.of(world), lines.of(world, noise="shared"), form, rule), rule)
                 for rule in rules
             ]
-            largest, rule = max(found, key=lambda item: abs(item[0].value))
+            largest, rule = max(changes, key=lambda item: abs(item[0].value))
             parts.append(f"{title}: {rule}, {_number(largest, sign=True)}")
     return (
         "**Shared instead of independent noise**: the largest change of a correlation, before"
@@ -179,31 +179,31 @@ def _training_change(lines: Lines, rules: Sequence[str]) -> str:
     parts = []
     for world, form, title in panels(lines):
         trained = [(method, lines.of(world, "after", method=method)) for method in METHODS]
-        known = [(method, after) for method, after in trained if after and measurable(after, form)]
-        found = [
+        valid = [(method, after) for method, after in trained if after and measurable(after, form)]
+        changes = [
             (change(lines.of(world), after, form, rule), rule, method)
-            for method, after in known
+            for method, after in valid
             for rule in rules
         ]
-        if found:
-            largest, rule, method = min(found, key=lambda item: item[0].value)
+        if changes:
+            largest, rule, method = min(changes, key=lambda item: item[0].value)
             parts.append(f"{title}: {rule} after {method}, {_number(largest, sign=True)}")
     return f"**Training**: the largest fall of a correlation. {'; '.join(parts)}." if parts else ""
 
 
 def correlation_table(lines: Lines) -> Table:
     """A row per rule."""
-    shown, rows = panels(lines), []
+    columns, rows = panels(lines), []
     for rule in lines.rules():
-        found = []
-        for world, form, _ in shown:
-            these = lines.of(world)
-            found.append(
-                f"{_number(over_looks(these, form, rule))} / {ceiling_of(these, form, rule):.2f}"
+        row = []
+        for world, form, _ in columns:
+            group = lines.of(world)
+            row.append(
+                f"{_number(over_looks(group, form, rule))} / {ceiling_of(group, form, rule):.2f}"
             )
         nfe = row_of(lines.of(lines.worlds()[0])[0], FORMS[0], rule)["nfe"]
-        rows.append((rule, *found, f"{nfe:.0f}"))
-    return Table(("rule", *(title for _, _, title in shown), "NFE"), rows)
+        rows.append((rule, *row, f"{nfe:.0f}"))
+    return Table(("rule", *(title for _, _, title in columns), "NFE"), rows)
 
 
 def stages_text(lines: Lines) -> str:
@@ -214,8 +214,8 @@ def stages_text(lines: Lines) -> str:
             after = lines.of(world, "after", method=method)
             if after:
                 old, new = (
-                    _mean([line["truth"]["soft"]["reward"] for line in these])
-                    for these in (lines.of(world), after)
+                    _mean([line["truth"]["soft"]["reward"] for line in group])
+                    for group in (lines.of(world), after)
                 )
                 parts.append(f"{PLACES[world]}, {method}: {old:.2f} to {new:.2f}")
     silent = [
@@ -255,10 +255,11 @@ NOISE = (
 
 def gradient_table(lines: Lines) -> Table:
     """A row per rule."""
-    these, credit, rows = lines.of("mixture", noise="gradient"), lines.of("mixture"), []
+    gradient_lines, credit, rows = lines.of("mixture", noise="gradient"), lines.of("mixture"), []
     for rule in lines.rules():
         cosine, ratio = (
-            gradient_mean(these, rule, name) for name in ("cosine", "signal_to_noise_at_equal_nfe")
+            gradient_mean(gradient_lines, rule, name)
+            for name in ("cosine", "signal_to_noise_at_equal_nfe")
         )
         noisy = [_number(over_looks(credit, "soft", rule, noise)) for noise in NOISES]
         rows.append(
@@ -287,15 +288,15 @@ def needed_table(lines: Lines) -> Table:
     )
     rules, rows = [rule for rule in lines.rules() if rule != RANDOM], []
     for world, form, title in panels(lines):
-        found = needed(lines.of(world), form, rules)
-        reach = f"{found.found:.2f}" if math.isfinite(found.found) else "-"
+        requirement = needed(lines.of(world), form, rules)
+        reach = f"{requirement.found:.2f}" if math.isfinite(requirement.found) else "-"
         rows.append(
             (
                 title,
-                f"{found.middle:,}",
-                f"{found.worst:,}",
-                f"{found.trajectories:,}",
-                str(found.looks),
+                f"{requirement.middle:,}",
+                f"{requirement.worst:,}",
+                f"{requirement.trajectories:,}",
+                str(requirement.looks),
                 reach,
             )
         )
@@ -303,8 +304,8 @@ def needed_table(lines: Lines) -> Table:
 
 
 def method_text(lines: Lines, sizes: Mapping[str, Size]) -> list[str]:
-    """The method of measurement."""
-    parts = []
+    """How the numbers were measured."""
+    sentences = []
     for world in lines.worlds():
         size, first, later = (
             sizes[world],
@@ -312,18 +313,18 @@ def method_text(lines: Lines, sizes: Mapping[str, Size]) -> list[str]:
             lines.of(world, "after", method=METHODS[0]),
         )
         count = first[0]["continuations"]
-        parts.append(
+        sentences.append(
             f"{PLACES[world][0].upper()}{PLACES[world][1:]}: {_looks(len(first))} before training"
             f" and {_looks(len(later))} after it, {size.prompts} prompts x {size.members}"
             f" trajectories in each,"
             f" {f'{count} continuations per state' if count else 'exact values'},"
             f" {size.stages['during']} and {size.stages['after']} iterations of training"
         )
-    found = [
+    paragraphs = [
         (
-            f"{'. '.join(parts)}. The sampler has noise at all of 10 steps but the last. Policies"
-            " are trained on the smooth reward at the settings found for each method (image runs"
-            " have 8 groups instead of 16), and examined under both rewards."
+            f"{'. '.join(sentences)}. The sampler has noise at all of 10 steps but the last."
+            " Policies are trained on the smooth reward at the settings found for each method (image"
+            " runs have 8 groups instead of 16), and examined under both rewards."
         ),
         (
             "The correlation is Pearson's over all stochastic steps of all trajectories of all"
@@ -332,14 +333,14 @@ def method_text(lines: Lines, sizes: Mapping[str, Size]) -> list[str]:
         ),
     ]
     if lines.of("mixture"):
-        found.append(exact_text(lines))
+        paragraphs.append(exact_text(lines))
     if lines.of("shapes"):
         reliable = "; ".join(
             f"{title} {_mean([line['truth'][form]['reliability'] for line in lines.of(world)]):.2f}"
             for world, form, title in panels(lines)
             if world == "shapes"
         )
-        found.append(
+        paragraphs.append(
             "On images, correlations are divided by the root of the reliability of the truth."
             f" Reliability before training: {reliable}. For a 0/1 reward, $V$ is a probability, and"
             " the standard error comes from the sample variance. Tests compare both corrections"
@@ -348,11 +349,11 @@ def method_text(lines: Lines, sizes: Mapping[str, Size]) -> list[str]:
             " adding noise to it and extrapolating to none (SIMEX, a parabola). In simulations with"
             " known ceilings and reliabilities of 0.7 to 0.9, the result was 0.00 to 0.03 too low."
         )
-    return found
+    return paragraphs
 
 
 def exact_text(lines: Lines) -> str:
-    """The computation of exact values, and the largest error by stage of training."""
+    """How exact values are computed, and their largest error by stage of training."""
     parts = []
     for stage in ("before", "during", "after"):
         errors = [
@@ -375,34 +376,37 @@ def exact_text(lines: Lines) -> str:
 
 def provenance_text(lines: Lines, results: str, command: str, planned: int) -> str:
     """The machines and versions behind the lines."""
-    every = list(lines.lines.values())
-    versions = ", ".join(f"{name} {number}" for name, number in every[0]["versions"].items())
+    all_lines = list(lines.lines.values())
+    versions = ", ".join(f"{name} {number}" for name, number in all_lines[0]["versions"].items())
     commits, machines = (
-        ", ".join(sorted({str(line[name]) for line in every})) for name in ("commit", "hardware")
+        ", ".join(sorted({str(line[name]) for line in all_lines}))
+        for name in ("commit", "hardware")
     )
-    minutes = sum(line["seconds"] for line in every) / 60
-    left = (
-        f" of {planned} planned ones (the command makes the rest)" if len(every) < planned else ""
+    minutes = sum(line["seconds"] for line in all_lines) / 60
+    rest = (
+        f" of {planned} planned ones (the command makes the rest)"
+        if len(all_lines) < planned
+        else ""
     )
     return (
-        f"Made by `{command}` in {minutes:.0f} minutes of processor time: {len(every)} cells{left}"
-        f" in `{results}`, which holds all raw numbers, also by step. Commit {commits}; {versions};"
-        f" {machines}; code `{every[0]['code']}`."
+        f"Made by `{command}` in {minutes:.0f} minutes of processor time: {len(all_lines)} cells"
+        f"{rest} in `{results}`, which holds all raw numbers, also by step. Commit {commits};"
+        f" {versions}; {machines}; code `{all_lines[0]['code']}`."
     )
 
 
 def summary(lines: Lines) -> str:
     """For the terminal: correlations of every rule before training."""
-    shown, rules = panels(lines), lines.rules()
+    columns, rules = panels(lines), lines.rules()
     width = max(map(len, rules))
     rows = [
         f"{'':{width}}  "
-        + "  ".join(f"{PLACES[world]}, {SCORES[form]:14}" for world, form, _ in shown)
+        + "  ".join(f"{PLACES[world]}, {SCORES[form]:14}" for world, form, _ in columns)
     ]
     for rule in rules:
         cells = [
             f"{pooled_correlation([row_of(line, form, rule) for line in lines.of(w)]):.2f}"
-            for w, form, _ in shown
+            for w, form, _ in columns
         ]
         rows.append(f"{rule:{width}}  " + "  ".join(f"{cell:25}" for cell in cells))
     return "\n".join(rows)

@@ -52,12 +52,12 @@ class Study:
             for path in files_of("credit", parse_spec(spec, "credit"), trust=True)
             if not path.is_relative_to(PACKAGES["flowrl_bench"])
         ]
-        own = [hashlib.sha256(data).hexdigest() for data in files]
+        digests = [hashlib.sha256(data).hexdigest() for data in files]
         text = json.dumps(
             [
                 size,
                 {name: RENAMED.get(spec, spec) for name, spec in self.rules.items()},
-                own,
+                digests,
                 FORMS,
                 NOISES,
                 ceilings.LEVELS,
@@ -69,37 +69,37 @@ class Study:
 
     def sessions(self) -> dict[Session, list[Cell]]:
         """All cells by session, world by world, one look before the next."""
-        found: dict[Session, list[Cell]] = {}
+        by_session: dict[Session, list[Cell]] = {}
         for world, size in self.sizes.items():
             for look in range(size.looks):
                 for cell in cells(world, look):
-                    found.setdefault((world, look, cell.method), []).append(cell)
-        return found
+                    by_session.setdefault((world, look, cell.method), []).append(cell)
+        return by_session
 
     def read(self) -> dict[str, Line]:
-        """Lines by the key of their cell, also of looks beyond those of this study.
+        """Lines by the key of their cell, including looks beyond those of this study.
 
-        Raises `ConfigError` for a line that is none of the microscope's, of other settings, or of
+        Raises `ConfigError` for a line that the microscope did not write, of other settings, or of
         code with other numbers (by the golden run); a torn last line is ignored.
         """
-        found: dict[str, Line] = {}
+        lines: dict[str, Line] = {}
         settings: dict[str, str] = {}
         for number, line in enumerate(read_lines(self.path), 1):
-            world, where = line["cell"]["world"], f"out: line {number} of {self.path}"
+            world, location = line["cell"]["world"], f"out: line {number} of {self.path}"
             if world not in self.sizes:
                 continue
             settings.setdefault(world, self.settings(world))
             if line["settings"] != settings[world]:
                 raise ConfigError(
-                    f"{where} was measured with other rules or sizes: choose another --out"
+                    f"{location} was measured with other rules or sizes: choose another --out"
                 )
             if not same_golden(line["golden"], golden_run()):
                 raise ConfigError(
-                    f"{where} was made by code or libraries that give other numbers: choose another"
-                    " --out"
+                    f"{location} was made by code or libraries that give other numbers: choose"
+                    " another --out"
                 )
-            found[Cell(**line["cell"]).key] = line
-        return found
+            lines[Cell(**line["cell"]).key] = line
+        return lines
 
     def execute(
         self,
@@ -112,13 +112,13 @@ class Study:
         with file_lock(self.path, self.command):
             done, total = self.read(), sum(map(len, self.sessions().values()))
             missing = {
-                key: [cell for cell in wanted if cell.key not in done]
-                for key, wanted in self.sessions().items()
+                key: [cell for cell in selected if cell.key not in done]
+                for key, selected in self.sessions().items()
             }
             jobs = {
-                key: (key[2], wanted, self.sizes[key[0]], dict(self.rules))
-                for key, wanted in missing.items()
-                if wanted
+                key: (key[2], selected, self.sizes[key[0]], dict(self.rules))
+                for key, selected in missing.items()
+                if selected
             }
             if not jobs:
                 return True
@@ -155,9 +155,9 @@ def _nothing(key: Any, result: Any) -> None:
 
 
 def _session(
-    worker: Worker, method: str, wanted: list[Cell], size: Size, rules: Mapping[str, str]
+    worker: Worker, method: str, selected: list[Cell], size: Size, rules: Mapping[str, str]
 ) -> None:
-    for line in session(method, wanted, size, rules):
+    for line in session(method, selected, size, rules):
         worker.send(line)
         if worker.stopped():
             return
@@ -175,7 +175,7 @@ ENTRIES: dict[str, Any] = {
     "seconds": float,
     "rows": list[dict[str, Any]],
 }
-"""What every line holds."""
+"""The entries of a line."""
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -186,7 +186,7 @@ def read_lines(path: Path) -> list[Line]:
         return []
     if path.is_dir():
         raise ConfigError(f"out = {str(path)!r} is not allowed: a folder; allowed: a file")
-    found, texts = list[Line](), read_bytes(path).split(b"\n")
+    lines, texts = list[Line](), read_bytes(path).split(b"\n")
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
@@ -194,16 +194,16 @@ def read_lines(path: Path) -> list[Line]:
             if number == len(texts) and (not text or text.startswith(b'{"format": ')):
                 break  # nothing, or torn
             raise ConfigError(f"out: line {number} of {path} is not JSON: {error}") from error
-        whole = isinstance(line, dict) and line.get("format") == FORMAT
-        if not whole or not all(
+        valid = isinstance(line, dict) and line.get("format") == FORMAT
+        if not valid or not all(
             name in line and is_kind(line[name], kind) for name, kind in ENTRIES.items()
         ):
             raise ConfigError(
                 f"out: line {number} of {path} is no cell of `flowrl bench microscope`; choose"
                 " another --out"
             )
-        found.append(line)
-    return found
+        lines.append(line)
+    return lines
 
 
 def check_out(path: Path) -> None:

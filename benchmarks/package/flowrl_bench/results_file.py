@@ -51,7 +51,7 @@ ENTRIES: dict[str, Any] = {
     "totals": dict[str, float],
     "phases": dict[str, float],
 }
-"""What every line holds, besides `gains`, which may be null."""
+"""The entries of a line, besides `gains`, which may be null."""
 Lines = Mapping[str, Mapping[str, Any]]
 
 
@@ -84,24 +84,24 @@ def _commit() -> str:
 
 
 def _processor() -> str:
-    """The processor's name, with family and model where the system tells them: rounding may differ
+    """The processor's name, with family and model if the system has them: rounding may differ
     between models of one name.
     """
     try:
         pairs = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
     except OSError:
         return platform.machine()
-    found = {name.strip(): value.strip() for name, _, value in reversed(pairs)}
+    entries = {name.strip(): value.strip() for name, _, value in reversed(pairs)}
     kind = [
-        f"{word} {found[entry]}"
+        f"{word} {entries[entry]}"
         for entry, word in (("cpu family", "family"), ("model", "model"))
-        if entry in found
+        if entry in entries
     ]
-    return ", ".join([found.get("model name", platform.machine()), *kind])
+    return ", ".join([entries.get("model name", platform.machine()), *kind])
 
 
 def stamp() -> dict[str, Any]:
-    """Digests of the code and the rules, and the provenance, from before the run."""
+    """Digests of the code and the rules, and the provenance; taken before the run."""
     return {
         "code": code_digest(),
         "golden": list(golden_run()),
@@ -130,7 +130,7 @@ def require_unchanged(config: RunConfig, key: str, code: str) -> None:
 
 def make_line(
     config: RunConfig,
-    found: Mapping[str, Any],
+    measured: Mapping[str, Any],
     command: str,
     key: str = "",
     made: Mapping[str, Any] | None = None,
@@ -144,7 +144,7 @@ def make_line(
         "seed": config.seed,
         "command": command,
     }
-    return {**head, **(made or stamp()), "config": config.as_dict(), **found}
+    return {**head, **(made or stamp()), "config": config.as_dict(), **measured}
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ class ResultsFile:
     path: Path
     trust: bool = False
     own: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of an arm or a world that the user has named: lines may contain them. With `trust`
-    they may contain any code.
+    """Settings of an arm or a world that the user has named, which lines may contain. With `trust`
+    lines may contain any code.
     """
 
     def read(
@@ -170,22 +170,22 @@ class ResultsFile:
         have the same golden run. A half-written last line (after a power cut) is ignored; its run
         is made again.
         """
-        found: dict[str, dict[str, Any]] = {}
+        lines: dict[str, dict[str, Any]] = {}
         with reading(self.path):
             texts = self._texts()
         for number, text in enumerate(texts, 1):
             line, error = _parsed(text)
             if number == len(texts) and error:
                 break  # what follows the last line break is nothing, or torn
-            where = f"results: line {number} of {self.path}"
+            location = f"results: line {number} of {self.path}"
             if error:
-                raise ConfigError(f"{where} is not JSON: {error}")
-            _require_whole(line, where)
-            first = next(iter(found.values()), line)
-            _require_same_numbers(line, where, first["golden"] if any_code else golden_run())
-            self._require_settings(line, where, allowed)
-            found[line["id"]] = line
-        return found
+                raise ConfigError(f"{location} is not JSON: {error}")
+            _require_whole(line, location)
+            first = next(iter(lines.values()), line)
+            _require_same_numbers(line, location, first["golden"] if any_code else golden_run())
+            self._require_settings(line, location, allowed)
+            lines[line["id"]] = line
+        return lines
 
     def settings(self, line: Mapping[str, Any]) -> RunConfig:
         """The settings of a line. Raises `ConfigError` for those that do not exist, and for code
@@ -195,22 +195,22 @@ class ResultsFile:
         return config.in_own_words(*OWN_RULES, *words(self.own)).allowed()
 
     def _require_settings(
-        self, line: Mapping[str, Any], where: str, allowed: Mapping[str, Any] | None
+        self, line: Mapping[str, Any], location: str, allowed: Mapping[str, Any] | None
     ) -> None:
-        """Of the settings that its id stands for, and of this suite."""
+        """Raise `ConfigError` unless its settings are those of its id and belong to this suite."""
         try:
             key = config_id(self.settings(line))
         except (FlowrlError, TypeError, ValueError) as error:
-            raise ConfigError(f"{where} has settings that cannot be read: {error}") from error
+            raise ConfigError(f"{location} has settings that cannot be read: {error}") from error
         if key != line["id"]:
             raise ConfigError(
-                f"{where} does not hold the settings that its id {line['id']} was made from (or a"
-                " file of its parts changed)"
+                f"{location} does not hold the settings that its id {line['id']} was made from (or"
+                " a file of its parts changed)"
             )
         if allowed is not None and key not in allowed:
             method = line["config"].get("algorithm", {}).get("method")
             raise ConfigError(
-                f"{where} has settings that are not part of this suite ({method}, seed"
+                f"{location} has settings that are not part of this suite ({method}, seed"
                 f" {line['seed']}): results of different settings are not mixed; choose another"
                 " --out"
             )
@@ -246,8 +246,8 @@ class ResultsFile:
             ) from error
 
     def _mended(self, handle: int) -> int:
-        """The position of the next line: a complete last line gets its line break, an incomplete
-        one is cut off.
+        """The position of the next line, after completing the last line's break or cutting off a
+        torn line.
         """
         tail = read_bytes(self.path).rpartition(b"\n")[2]
         if tail and _parsed(tail)[1]:
@@ -257,7 +257,7 @@ class ResultsFile:
         return os.fstat(handle).st_size
 
     def unchecked(self) -> list[dict[str, Any]]:
-        """The lines that are JSON objects, whatever they hold (`read` names what is wrong with the
+        """The lines that are JSON objects, whatever they contain (`read` reports errors in the
         others).
         """
         with reading(self.path):
@@ -279,32 +279,32 @@ def _parsed(text: bytes) -> tuple[Any, str]:
         return None, str(error)
 
 
-def _require_whole(line: Any, where: str) -> None:
-    """A line of this format with every entry."""
+def _require_whole(line: Any, location: str) -> None:
+    """Raise `ConfigError` unless it is a line of this format with every entry."""
     if not isinstance(line, dict):
         raise ConfigError(
-            f"{where} is no run but {str(line)[:40]!r}; allowed: a JSON object as `flowrl bench`"
+            f"{location} is no run but {str(line)[:40]!r}; allowed: a JSON object as `flowrl bench`"
             " writes it"
         )
     if line.get("format") != FORMAT:
-        raise ConfigError(f"{where} has format {line.get('format')!r:.60}; allowed: {FORMAT}")
+        raise ConfigError(f"{location} has format {line.get('format')!r:.60}; allowed: {FORMAT}")
     missing = [
         name for name, kind in ENTRIES.items() if name not in line or not is_kind(line[name], kind)
     ]
     if missing:
         raise ConfigError(
-            f"{where} lacks {', '.join(missing)}; allowed: a line as `flowrl bench` writes it"
+            f"{location} lacks {', '.join(missing)}; allowed: a line as `flowrl bench` writes it"
         )
 
 
-def _require_same_numbers(line: Mapping[str, Any], where: str, golden: Any) -> None:
-    """Of code and libraries with the same golden run: code may change between runs as long as the
-    numbers do not.
+def _require_same_numbers(line: Mapping[str, Any], location: str, golden: Any) -> None:
+    """Raise `ConfigError` unless the line's golden run is the same: code may change between runs as
+    long as the numbers do not.
     """
     if not same_golden(line["golden"], golden):
         versions = ", ".join(f"{name} {number}" for name, number in line["versions"].items())
         raise ConfigError(
-            f"{where} was made by code or libraries that give other numbers in the golden run"
+            f"{location} was made by code or libraries that give other numbers in the golden run"
             f" ({line['code']}, commit {line['commit']}, {versions}): such results are not mixed;"
             " choose another --out, return to that commit, or only --judge the file"
         )
@@ -333,10 +333,10 @@ class SamplesFile:
 
 
 def joined(lines: Lines, rows: Lines) -> dict[str, Mapping[str, Any]]:
-    """Lines, the observed ones with an entry "samples". Raises `ConfigError` if another run was
-    observed than the line's: its last held-out reward must be the line's to the last digit.
+    """Lines, with an entry "samples" if they were observed. Raises `ConfigError` if the observed
+    run is not the line's: their last held-out rewards must agree to the last digit.
     """
-    found = dict(lines)
+    merged = dict(lines)
     for key in rows.keys() & lines.keys():
         line, row = lines[key], rows[key]
         if row["final"] != column(line, "soft")[-1]:
@@ -345,5 +345,5 @@ def joined(lines: Lines, rows: Lines) -> dict[str, Mapping[str, Any]]:
                 f" its line says {column(line, 'soft')[-1]!r}: other code or another machine made"
                 " one of them; delete the file of samples"
             )
-        found[key] = {**line, "samples": row}
-    return found
+        merged[key] = {**line, "samples": row}
+    return merged

@@ -1,4 +1,4 @@
-"""`flowrl bench rule`: a credit rule or another arm of your own is tuned and compared with tuned
+"""`flowrl bench rule`: tune a credit rule or another arm of your own and compare it with tuned
 baselines in both worlds.
 """
 
@@ -46,7 +46,7 @@ Say = Callable[[str], None]
 
 
 class Bench:
-    """A comparison in a folder: what it holds, and what is missing.
+    """A comparison in a folder: what it contains, and what is missing.
 
     `rule` is the spec of a credit rule, or any other arm (`flowrl_bench.arms.own_arm`).
 
@@ -92,8 +92,8 @@ class Bench:
         return [self.text] if isinstance(rule, str) else ["--arm", f"{self.name}: {self.text}"]
 
     def values(self, part: Part) -> dict[str, float] | None:
-        """The values at which the rule runs: found by its search (None: unfinished), else uniform
-        credit's.
+        """The values at which the rule runs: those its search chose (None: unfinished), else
+        uniform credit's.
         """
         search, usual = part.search(self.arm), tuned(part.world, "uniform")
         return (
@@ -117,21 +117,23 @@ class Bench:
         return {search.arm.name: tried(search, lines) for search in part.searches(self.arm)}
 
     def exact(self, part: Part) -> list[RunConfig]:
-        """The runs of exact credit that are to be made: those of no shipped curves."""
+        """The runs of exact credit to make: none if their curves are shipped."""
         runs = part.exact() if part.bound else []
         return [] if bound_among(runs, {}, "") else runs
 
     def runs(self) -> Iterator[tuple[Key, RunConfig | None]]:
-        """World, arm and seed of every run of the results, and its settings, if they are known."""
+        """World, arm and seed of every run of the results, and its settings, None until its search
+        is finished.
+        """
         for part in self.parts:
             values, searched = self.values(part), self.baselines(part)
-            known = {self.name: values, **searched}
-            at = {name: found for name, found in searched.items() if found}
+            by_arm = {self.name: values, **searched}
+            complete = {name: numbers for name, numbers in searched.items() if numbers}
             for name, runs in part.arms(
-                self.arm, values or self.arm.values(part.world, {}), at
+                self.arm, values or self.arm.values(part.world, {}), complete
             ).items():
                 for run in runs:
-                    yield (part.world, name, run.seed), run if known.get(name, True) else None
+                    yield (part.world, name, run.seed), run if by_arm.get(name, True) else None
             for run in self.exact(part):
                 yield (part.world, ORACLE.name, run.seed), run
 
@@ -145,7 +147,7 @@ class Bench:
         return {key: count for key, count in searches.items() if count}, results
 
     def execute(self, say: Say = print) -> bool:
-        """Make what is missing: the searches, then the results; False if Ctrl-C paused it."""
+        """Make the missing searches, then the missing results; False if Ctrl-C paused it."""
         searches, results = self.missing()
         if not searches and not results:
             return True
@@ -158,11 +160,11 @@ class Bench:
             values = ", ".join(
                 f"{name.replace('_', ' ')} {value:g}" for name, value in line["values"].items()
             )
-            place = f"{done}/{sum(search.budget for search in self.searches)}"
+            position = f"{done}/{sum(search.budget for search in self.searches)}"
             arm = "" if line["arm"] == self.name else f"{line['arm']}, "
             say(
-                f"search {place}, {world_label(line['world'])}, {arm}{values}, seed {line['seed']}:"
-                f" {line['score']:.3f}; {pace.finished()}"
+                f"search {position}, {world_label(line['world'])}, {arm}{values}, seed"
+                f" {line['seed']}: {line['score']:.3f}; {pace.finished()}"
             )
 
         if searches and not tune(
@@ -171,9 +173,9 @@ class Bench:
             return False
         keys = {config_id(run): (key, run) for key, run in self.runs() if run is not None}
 
-        def finished(place: int, count: int, line: Mapping[str, Any]) -> None:
+        def finished(position: int, count: int, line: Mapping[str, Any]) -> None:
             (world, arm, seed), _ = keys[line["id"]]
-            say(f"{place}/{count} {world_label(world)}, {arm}, seed {seed}; {pace.finished()}")
+            say(f"{position}/{count} {world_label(world)}, {arm}, seed {seed}; {pace.finished()}")
 
         runs = {key: run for key, (_, run) in keys.items()}
         allowed = {**{line.get("id", ""): None for line in self.results.unchecked()}, **runs}
@@ -181,41 +183,41 @@ class Bench:
 
     def worlds(self) -> list[World]:
         """The worlds with two or more seeds that all arms have, judged."""
-        lines, found = self.results.read(), []
+        lines, evaluated = self.results.read(), []
         for part in self.parts:
             values, searched = self.values(part), self.baselines(part)
-            own = {name: found for name, found in searched.items() if found}
-            if values is None or len(own) < len(searched):
+            complete = {name: numbers for name, numbers in searched.items() if numbers}
+            if values is None or len(complete) < len(searched):
                 continue
             arms = {
                 name: [lines.get(config_id(run)) for run in runs]
-                for name, runs in part.arms(self.arm, values, own).items()
+                for name, runs in part.arms(self.arm, values, complete).items()
             }
-            whole = [
-                place
-                for place in range(part.seeds)
-                if all(of[place] is not None for of in arms.values())
+            indices = [
+                index
+                for index in range(part.seeds)
+                if all(arm_lines[index] is not None for arm_lines in arms.values())
             ]
-            if len(whole) < 2:
+            if len(indices) < 2:
                 continue
             runs = {
-                name: {part.task: [line for place in whole if (line := of[place])]}
-                for name, of in arms.items()
+                name: {part.task: [line for index in indices if (line := arm_lines[index])]}
+                for name, arm_lines in arms.items()
             }
-            at = {
-                **{name: own.get(name) or tuned(part.world, name) for name in part.baselines},
+            arm_values = {
+                **{name: complete.get(name) or tuned(part.world, name) for name in part.baselines},
                 self.name: values,
             }
-            found.append(
+            evaluated.append(
                 World(
                     part,
-                    Evidence(runs, tuple(part.numbers[place] for place in whole)),
-                    at,
+                    Evidence(runs, tuple(part.numbers[index] for index in indices)),
+                    arm_values,
                     self.searched(part),
                     bound_among(part.exact(), lines, f"{self.command} --bound"),
                 )
             )
-        return judged(self.name, found) if found else []
+        return judged(self.name, evaluated) if evaluated else []
 
 
 def bench_rule(
@@ -226,11 +228,10 @@ def bench_rule(
     command: str = "",
     say: Say = print,
 ) -> bool:
-    """Tune and compare the rule, print what was found, and write rule.md, rule.html, the findings
-    and the headroom as CSV and LaTeX, and the figures as PDF; False if the runs were paused.
+    """Tune and compare the rule, print the findings, and write rule.md, rule.html, the findings and
+    the headroom as CSV and LaTeX, and the figures as PDF; False if the runs were paused.
 
-    Runs that the folder has are used, whatever path the rule was named by then. Raises what `Bench`
-    raises.
+    Runs in the folder are reused, whatever path named the rule then. Raises what `Bench` raises.
     """
     bench = Bench(rule, parts, out, workers)
     command = command or bench.command

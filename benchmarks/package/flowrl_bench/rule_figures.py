@@ -34,8 +34,8 @@ def curves_figure(
     ):
         for arm, tasks in arms.items():
             x, table = _common([curve(line, axis) for line in tasks[task]])
-            found = [mean(column) for column in table.T]
-            shade, middle = METHOD_COLOURS.get(arm, OTHERS[1]), [one.value for one in found]
+            means = [mean(column) for column in table.T]
+            shade, middle = METHOD_COLOURS.get(arm, OTHERS[1]), [e.value for e in means]
             axes.plot(
                 x / unit,
                 middle,
@@ -46,14 +46,12 @@ def curves_figure(
                 markersize=5,
                 label=arm,
             )
-            low, high = (
-                np.clip([getattr(one, end) for one in found], 0, 1) for end in ("low", "high")
-            )
+            low, high = (np.clip([getattr(e, end) for e in means], 0, 1) for end in ("low", "high"))
             if len(table) > 1:
                 axes.fill_between(x / unit, low, high, color=shade, alpha=0.15, linewidth=0)
         if bound is not None and UNIFORM in arms:
-            at = _costs(arms[UNIFORM][task], axis, bound.iterations)
-            axes.plot(at / unit, np.mean(bound.curves, 0), "--", color=INK, label=EXACT)
+            costs = _costs(arms[UNIFORM][task], axis, bound.iterations)
+            axes.plot(costs / unit, np.mean(bound.curves, 0), "--", color=INK, label=EXACT)
         axes.set_xlabel(label)
         axes.set_title(f"equal {budget}", loc="left", fontsize=10)
         axes.set_xlim(0, axes.dataLim.x1)
@@ -71,34 +69,34 @@ def curves_figure(
 
 
 def _common(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
-    """Budgets up to the smallest that a run has spent, and the rewards of all runs there, [run,
+    """Budgets up to the smallest total of a run, and the rewards of all runs at them, [run,
     budget].
     """
-    x = np.linspace(0.0, min(one.budgets[-1] for one in curves), 41)
-    return x, np.array([np.interp(x, one.budgets, one.rewards) for one in curves])
+    x = np.linspace(0.0, min(run.budgets[-1] for run in curves), 41)
+    return x, np.array([np.interp(x, run.budgets, run.rewards) for run in curves])
 
 
 def _costs(lines: Sequence[Line], axis: str, iterations: Sequence[float]) -> np.ndarray:
-    """What `iterations` of these runs cost, on average."""
-    found = [np.interp(iterations, spent(one, "updates"), spent(one, axis)) for one in lines]
-    return np.mean(found, 0)
+    """The mean cost of these runs up to each of `iterations`."""
+    costs = [np.interp(iterations, spent(line, "updates"), spent(line, axis)) for line in lines]
+    return np.mean(costs, 0)
 
 
 def search_figure(searches: Mapping[str, Sequence[Tried]]) -> Figure:
-    """The scores of the runs of each arm's search, in their order, and the choice."""
+    """The scores of the runs of each arm's search, in order, and the chosen setting."""
     figure = Figure(figsize=(12.5, 3.4), layout="constrained")
     panels = figure.subplots(1, len(searches), sharey=True, squeeze=False)[0]
     for axes, (arm, settings) in zip(panels, searches.items(), strict=True):
         shade = METHOD_COLOURS.get(arm, OTHERS[1])
-        for one in sorted(settings, key=lambda one: one.chosen):
-            colour = shade if one.chosen else SOFT
-            (first, *more), scores = one.scores.items(), [*one.scores.values()]
+        for trial in sorted(settings, key=lambda trial: trial.chosen):
+            colour = shade if trial.chosen else SOFT
+            (first, *more), scores = trial.scores.items(), [*trial.scores.values()]
             axes.plot(*first, "o", mfc="white", mec=colour, mew=1.6)
             if more:
                 axes.plot(*zip(*more, strict=True), "o", color=colour)
-            if one.chosen:
-                at = level(scores[1:] or scores)
-                axes.axhline(at, color=shade, linewidth=1.2, linestyle=":")
+            if trial.chosen:
+                score = level(scores[1:] or scores)
+                axes.axhline(score, color=shade, linewidth=1.2, linestyle=":")
         axes.set_title(arm, loc="left", fontsize=10)
         axes.set_xlabel("run of the search")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

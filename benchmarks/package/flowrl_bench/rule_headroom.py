@@ -1,5 +1,5 @@
-"""What a world can tell about a rule: how far exact credit leads uniform credit there, or without
-exact credit the best baseline.
+"""What a world can tell about a rule: how far exact credit, or else the best baseline, leads
+uniform credit there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,10 +24,10 @@ def bound_among(runs: Sequence[RunConfig], lines: Lines, command: str) -> Bound 
     """The curves of exact credit: those of `runs` that `lines` has, else shipped ones for exactly
     these settings.
     """
-    found = [line for run in runs if (line := lines.get(config_id(run))) is not None]
-    if len(found) >= 2:
-        curves, seeds = ([column(one, "soft") for one in found], [one["seed"] for one in found])
-        return Bound(column(found[0], "iteration"), curves, seeds, command)
+    exact = [line for run in runs if (line := lines.get(config_id(run))) is not None]
+    if len(exact) >= 2:
+        curves, seeds = ([column(line, "soft") for line in exact], [line["seed"] for line in exact])
+        return Bound(column(exact[0], "iteration"), curves, seeds, command)
     return shipped_bound(runs[0].flat()) if runs else None
 
 
@@ -47,8 +47,8 @@ class Headroom:
 
     @property
     def label(self) -> str:
-        """The verdict on the world, that of `flowrl bench headroom`; neither a best baseline
-        without a lead nor exact credit that collapsed shows that no rule has one.
+        """The verdict on the world, as in `flowrl bench headroom`. A best baseline without a lead,
+        or exact credit that collapsed, does not show that no rule leads.
         """
         return verdict(self.lead, self.margin, self.bound is not None and not self.bound.collapsed)
 
@@ -65,9 +65,9 @@ def headroom(evidence: Evidence, margin: float, bound: Bound | None) -> Headroom
             seed: mean_until(Curve(bound.iterations, curve), bound.iterations[-1])
             for seed, curve in zip(bound.seeds, bound.curves, strict=True)
         }
-        if len(both := sorted(uniform.keys() & exact.keys())) >= 2:
-            lead = mean([exact[seed] - uniform[seed] for seed in both])
-            return Headroom(EXACT, lead, margin, len(both), bound)
+        if len(shared := sorted(uniform.keys() & exact.keys())) >= 2:
+            lead = mean([exact[seed] - uniform[seed] for seed in shared])
+            return Headroom(EXACT, lead, margin, len(shared), bound)
     leads = {
         arm: mean(by_seed(evidence.differences(arm, UNIFORM, "area")))
         for arm in evidence.runs
@@ -79,35 +79,37 @@ def headroom(evidence: Evidence, margin: float, bound: Bound | None) -> Headroom
     return Headroom(arm, leads[arm], margin, len(evidence.seeds))
 
 
-def sentence(where: str, found: Headroom | None, has_exact: bool) -> str:
-    """What a world can tell, in words; `has_exact`: whether exact credit exists there."""
+def sentence(world: str, result: Headroom | None, has_exact: bool) -> str:
+    """Whether a world can tell rules apart, in words; `has_exact`: whether exact credit exists
+    there.
+    """
     missing = (
         "No curve of exact credit was computed for these settings (`--bound` does)."
         if has_exact
         else "Exact credit exists in the 2-D world only."
     )
-    if found is None:
+    if result is None:
         return (
-            f"It is not known whether the {where} can tell rules apart: uniform credit is the"
+            f"It is not known whether the {world} can tell rules apart: uniform credit is the"
             f" only baseline. {missing}"
         )
     begin = {
-        TELLS: f"The {where} can tell rules apart",
-        CANNOT: f"A rule CANNOT be judged in the {where}",
-        UNCLEAR: f"It is unclear whether the {where} can tell rules apart",
-    }[found.label]
-    matters = {
-        TELLS: f", at least twice the smallest difference that matters ({found.margin:.3f})",
-        CANNOT: f", all of it below the smallest difference that matters ({found.margin:.3f})",
-        UNCLEAR: f"; the smallest difference that matters is {found.margin:.3f}",
-    }[found.label]
-    lead = f"minus uniform credit is {found.lead.text(sign=True)} over {found.seeds} seeds{matters}"
-    if found.bound is None:
+        TELLS: f"The {world} can tell rules apart",
+        CANNOT: f"A rule CANNOT be judged in the {world}",
+        UNCLEAR: f"It is unclear whether the {world} can tell rules apart",
+    }[result.label]
+    limit = {
+        TELLS: f", at least twice the smallest difference that matters ({result.margin:.3f})",
+        CANNOT: f", all of it below the smallest difference that matters ({result.margin:.3f})",
+        UNCLEAR: f"; the smallest difference that matters is {result.margin:.3f}",
+    }[result.label]
+    lead = f"minus uniform credit is {result.lead.text(sign=True)} over {result.seeds} seeds{limit}"
+    if result.bound is None:
         return (
-            f"{begin}: {found.arm}, the best baseline, {lead}. Another rule may lead by more."
+            f"{begin}: {result.arm}, the best baseline, {lead}. Another rule may lead by more."
             f" {missing}"
         )
-    lost, count = found.bound.collapsed, len(found.bound.curves)
+    lost, count = result.bound.collapsed, len(result.bound.curves)
     collapsed = f" Exact credit collapsed in {lost} of {count} seeds." if lost else ""
     return f"{begin}: exact credit {lead}.{collapsed}"
 
@@ -117,16 +119,16 @@ def worlds_table(worlds: Mapping[str, Headroom | None]) -> Table:
     head = ("world", "verdict", "lead over uniform of", "lead", "low", "high", "margin", "seeds")
     rows = [
         (
-            where,
-            found.label,
-            found.arm if found.bound else f"{found.arm} (best known, at least)",
-            *(f"{getattr(found.lead, end):.4f}" for end in ("value", "low", "high")),
-            f"{found.margin:.4f}",
-            str(found.seeds),
-            f"{found.bound.collapsed} of {len(found.bound.curves)}" if found.bound else "",
+            world,
+            result.label,
+            result.arm if result.bound else f"{result.arm} (best known, at least)",
+            *(f"{getattr(result.lead, end):.4f}" for end in ("value", "low", "high")),
+            f"{result.margin:.4f}",
+            str(result.seeds),
+            f"{result.bound.collapsed} of {len(result.bound.curves)}" if result.bound else "",
         )
-        if found
-        else (where, "not known", *[""] * (len(head) - 1))
-        for where, found in worlds.items()
+        if result
+        else (world, "not known", *[""] * (len(head) - 1))
+        for world, result in worlds.items()
     ]
     return Table((*head, "collapsed"), rows)

@@ -1,4 +1,4 @@
-"""What a comparison of a rule with tuned baselines has found: a sentence per world, tables for a
+"""Findings of a comparison of a rule with tuned baselines: a sentence per world, tables for a
 terminal, and a page.
 """
 
@@ -69,7 +69,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class World:
-    """What is known in a world: the runs, the values at which every arm ran, the searches that were
+    """The results in a world: the runs, the values at which every arm ran, the searches that were
     made here by arm, exact credit, and the findings.
     """
 
@@ -87,11 +87,11 @@ class World:
 
     @property
     def gain(self) -> float:
-        """What can be gained."""
+        """The possible gain."""
         return gain(self.part.world, self.evidence)
 
     def headroom(self, rule: str) -> Headroom | None:
-        """The headroom that is known without the rule."""
+        """The headroom by the arms other than the rule."""
         runs = {arm: tasks for arm, tasks in self.evidence.runs.items() if arm != rule}
         return headroom(Evidence(runs, self.evidence.seeds), SMALLEST * self.gain, self.bound)
 
@@ -103,58 +103,60 @@ class World:
     def untuned(self, rule: str) -> list[str]:
         """The arms whose settings were not searched in this world."""
         searched = {rule} if self.part.world in WORLDS else set(self.evidence.runs)
-        known = {
+        tuned = {
             arm: bool(self.part.budget) if arm in searched else is_tuned(self.part.world, arm)
             for arm in self.evidence.runs
         }
-        return [arm for arm in known if not known[arm]]
+        return [arm for arm in tuned if not tuned[arm]]
 
 
 def judged(rule: str, worlds: Sequence[World]) -> list[World]:
     """The worlds with findings: the rule against every baseline at every budget, one family over
     all worlds.
     """
-    asked = [
+    cases = [
         (world, baseline, budget)
         for world in worlds
         for baseline in world.part.baselines
         for budget in BUDGETS
     ]
-    found = [
+    comparisons = [
         Compare(rule, baseline, BUDGETS[budget]).compare(world.evidence, world.gain)
-        for world, baseline, budget in asked
+        for world, baseline, budget in cases
     ]
     findings: dict[str, list[Finding]] = {world.part.world: [] for world in worlds}
-    for (world, baseline, budget), comparison in zip(asked, judge_family(found), strict=True):
+    for (world, baseline, budget), comparison in zip(cases, judge_family(comparisons), strict=True):
         differences = by_seed(world.evidence.differences(rule, baseline, BUDGETS[budget]))
         spread = float(differences.std(ddof=1)) if len(differences) > 1 else math.inf
         visible, alone = (
-            detectable(spread, len(differences), ALPHA / share) for share in (2 * len(asked), 1)
+            detectable(spread, len(differences), ALPHA / share) for share in (2 * len(cases), 1)
         )
         findings[world.part.world].append(Finding(baseline, budget, comparison, visible, alone))
     return [replace(w, findings=tuple(findings[w.part.world])) for w in worlds]
 
 
 def sentence(rule: str, world: World) -> str:
-    """What was found in a world; how many seeds of the rule collapsed, and how small a difference
-    would have been found, if an answer is open.
+    """The findings in a world; how many seeds of the rule collapsed; and, if a comparison is
+    undecided, how small a difference would have been found.
     """
     patterns: dict[str, list[str]] = {}
     for baseline in dict.fromkeys(finding.baseline for finding in world.findings):
-        mine = [finding for finding in world.findings if finding.baseline == baseline]
+        findings = [finding for finding in world.findings if finding.baseline == baseline]
         parts = []
         for verdict in VERDICTS:
-            budgets = [finding.budget for finding in mine if finding.comparison.verdict == verdict]
+            budgets = [
+                finding.budget for finding in findings if finding.comparison.verdict == verdict
+            ]
             if budgets:
                 parts.append(f"{verdict} at equal {_listed(budgets)}")
         patterns.setdefault(", ".join(parts), []).append(baseline)
-    found = "; ".join(
+    answer = "; ".join(
         f"against {_listed(baselines)}: {pattern}" for pattern, baselines in patterns.items()
     )
-    where = world.name[0].upper() + world.name[1:]
+    place = world.name[0].upper() + world.name[1:]
     lost = world.evidence.values(rule, "collapse")
     collapse = f" {rule} collapsed in {lost.sum():.0f} of {lost.size} seeds." if lost.sum() else ""
-    return f"{where}. {rule} {found}.{collapse}{_power(world)}"
+    return f"{place}. {rule} {answer}.{collapse}{_power(world)}"
 
 
 def _power(world: World) -> str:
@@ -164,10 +166,10 @@ def _power(world: World) -> str:
     visible, alone = (
         [getattr(finding, name) for finding in world.findings] for name in ("visible", "alone")
     )
-    found = (
+    text = (
         f" Differences in mean reward of {_range(visible)} ({_range(alone)} without the correction)"
     )
-    return f"{found} would have been found with a probability of 80%."
+    return f"{text} would have been found with a probability of 80%."
 
 
 def _words(knob: str) -> str:
@@ -195,8 +197,8 @@ def terminal(rule: str, worlds: Sequence[World]) -> str:
         for baseline in world.part.baselines:
             cells = [f.comparison for f in world.findings if f.baseline == baseline]
             words = [SHORT_WORDS.get(c.verdict, c.verdict) for c in cells]
-            shown = [f"{c.estimate.value:+.3f} {w}" for c, w in zip(cells, words, strict=True)]
-            lines += [f"{baseline:<17}" + "".join(f"{cell:<21}" for cell in shown).rstrip()]
+            texts = [f"{c.estimate.value:+.3f} {w}" for c, w in zip(cells, words, strict=True)]
+            lines += [f"{baseline:<17}" + "".join(f"{cell:<21}" for cell in texts).rstrip()]
         lines += [f"{'arm':<27}{'mean reward [95%]':<27}{'worst seed':<12}collapsed"]
         for arm in world.evidence.runs:
             area, lost = world.evidence.values(arm, "area"), world.evidence.values(arm, "collapse")
@@ -258,13 +260,14 @@ def rule_page(rule: str, spec: str, worlds: Sequence[World], made: str) -> Docum
         " of the runs repeat the two best settings. Evaluations are forward equivalents: an"
         " evaluation with a gradient counts three, decodes and reward calls count by their FLOPs."
     )
-    own = (
+    note = (
         " compares the rule's credit with the true advantage."
         if "=" not in spec.partition("(")[0]
         else ""
     )
     page.text(
-        f"Made by `{made}`." + (f" `flowrl bench microscope --rules '{spec}'`{own}" if own else "")
+        f"Made by `{made}`."
+        + (f" `flowrl bench microscope --rules '{spec}'`{note}" if note else "")
     )
     return page
 
@@ -303,7 +306,7 @@ def _p_value(comparison: Comparison) -> str:
 
 
 def _untuned_note(rule: str, untuned: Sequence[str]) -> str:
-    """How arms ran that were not tuned."""
+    """The settings of the untuned arms."""
     notes = ["The rule has the settings of uniform credit."] if rule in untuned else []
     return " ".join(
         [
@@ -335,21 +338,21 @@ def _section(page: Document, rule: str, world: World) -> None:
         "without correction",
     )
     page.blocks.append(Table(head, [_finding_row(finding) for finding in world.findings]))
-    shown = (
+    caption = (
         f"Learning curves at equal updates, network evaluations and seconds of {STATED_NAME},"
         f" {world.name}"
     )
     file = f"rule-{re.sub(r'[^a-z0-9]+', '-', world.part.world.lower())}"
-    page.blocks.append(Image(file, curves_figure(arms, world.part.task, world.bound), shown))
+    page.blocks.append(Image(file, curves_figure(arms, world.part.task, world.bound), caption))
     dashed = " Dashed: exact credit, at the cost of uniform credit." if world.bound else ""
-    page.text(f"{shown}: the mean over seeds, and the band of its 95% interval.{dashed}")
+    page.text(f"{caption}: the mean over seeds, and the band of its 95% interval.{dashed}")
     page.text("The settings of every arm:")
     page.blocks.append(_settings(world, rule))
     if world.searches:
-        shown = f"Scores of the runs of the search, {world_label(world.part.world)}"
-        page.blocks.append(Image(f"{file}-search", search_figure(world.searches), shown))
+        caption = f"Scores of the runs of the search, {world_label(world.part.world)}"
+        page.blocks.append(Image(f"{file}-search", search_figure(world.searches), caption))
         page.text(
-            f"{shown} (mean held-out reward over a short training). Open: the first seed of a"
+            f"{caption} (mean held-out reward over a short training). Open: the first seed of a"
             " setting; filled: further seeds; coloured: the chosen setting, with the lower quartile"
             " of its further seeds as a line."
         )
@@ -359,12 +362,12 @@ def _section(page: Document, rule: str, world: World) -> None:
     base, rows = _cost(arms[first][world.part.task]), []
     for arm, tasks in arms.items():
         costs = _cost(tasks[world.part.task])
-        ratios = [f"{cost / other:.2f}" for cost, other in zip(costs, base, strict=True)]
+        ratios = [f"{cost / reference:.2f}" for cost, reference in zip(costs, base, strict=True)]
         nfe, stated, seconds = costs
         rows.append((arm, f"{nfe:.0f}", f"{stated:.1f}", f"{seconds:.3f}", *ratios))
-    of = ("evaluations", f"seconds of {STATED_NAME}", "processor seconds")
+    units = ("evaluations", f"seconds of {STATED_NAME}", "processor seconds")
     page.text(f"Costs of every arm, also as multiples of those of {first}:")
-    head = (*(f"{one} per update" for one in of), *(f"{one} over {first}'s" for one in of))
+    head = (*(f"{u} per update" for u in units), *(f"{u} over {first}'s" for u in units))
     page.blocks.append(Table(("arm", *head), rows))
 
 
@@ -372,13 +375,13 @@ def _search_table(settings: Sequence[Tried]) -> Table:
     """The settings of a search with their scores."""
     head = ("first seed", "further seeds", "lower quartile", "range", "chosen")
     rows = []
-    for one in settings:
-        first, *more = one.scores.values()
+    for trial in settings:
+        first, *more = trial.scores.values()
         cells = [str(len(more)), "-", "-"]
         if more:
             cells[1:] = [f"{level(more):.3f}", _range(more)]
-        values = [f"{value:g}" for value in one.values.values()]
-        rows.append((*values, f"{first:.3f}", *cells, "yes" if one.chosen else ""))
+        values = [f"{value:g}" for value in trial.values.values()]
+        rows.append((*values, f"{first:.3f}", *cells, "yes" if trial.chosen else ""))
     return Table((*map(_words, settings[0].values), *head), rows)
 
 
@@ -405,8 +408,8 @@ def _settings(world: World, rule: str) -> Table:
 def _finding_row(finding: Finding) -> tuple[str, ...]:
     c = finding.comparison
     won = "-" if c.won is None else f"{100 * c.won:.0f}%"
-    known = c.adjusted[0] if c.adjusted else math.nan
-    p = "-" if math.isnan(known) else "< .001" if known < 1e-3 else f"{known:.3f}"
+    p_value = c.adjusted[0] if c.adjusted else math.nan
+    p = "-" if math.isnan(p_value) else "< .001" if p_value < 1e-3 else f"{p_value:.3f}"
     visible = (f"{finding.visible:.3f}", f"{finding.alone:.3f}")
     return finding.baseline, finding.budget, c.verdict, c.estimate.text(3, True), p, won, *visible
 

@@ -1,10 +1,9 @@
 """Means, intervals, tests and first passage for runs that are paired by seed. The rules of use:
 docs/verdicts.md.
 
-The unit is the seed. Of the intervals that were tried (t, widened percentile, studentised
-bootstrap; 3 to 15 seeds; normal, skewed and collapse-contaminated differences), the t interval of
-the mean of paired differences covers best; `flowrl_bench.calibration` measures its false-alarm
-rates.
+The unit is the seed. Of several intervals (t, widened percentile, studentised bootstrap; 3 to 15
+seeds; normal, skewed and collapse-contaminated differences), the t interval of the mean of paired
+differences covers best; `flowrl_bench.calibration` measures its false-alarm rates.
 """
 
 import math
@@ -27,8 +26,8 @@ from flowrl.core.errors import require
 
 DRAWS = 2000
 SMALLEST = 0.05
-"""The smallest difference of interest in reward, in both directions, as a fraction of what can be
-gained (docs/verdicts.md).
+"""The smallest difference of interest in reward, in both directions, as a fraction of the possible
+gain (docs/verdicts.md).
 """
 SMALLEST_RATIO = 1.1
 """The smallest budget ratio of interest, in both directions."""
@@ -57,16 +56,16 @@ def detectable(spread: float, count: int, alpha: float = 1 - LEVEL, power: float
     if count < 2:
         return math.inf
     critical = float(stats.t.ppf(1 - alpha / 2, count - 1))
-    found = optimize.root_scalar(
+    solution = optimize.root_scalar(
         lambda d: stats.nct.sf(critical, count - 1, d) - power, bracket=(0.0, 4 * critical + 4)
     )
-    return float(found.root) * spread / math.sqrt(count)
+    return float(solution.root) * spread / math.sqrt(count)
 
 
 def rate(events: ArrayLike) -> Estimate:
     """The fraction of runs with an event (Boolean [run]) with Wilson's interval."""
-    found = np.asarray(events, float).ravel()
-    count, value = found.size, float(found.mean())
+    outcomes = np.asarray(events, float).ravel()
+    count, value = outcomes.size, float(outcomes.mean())
     from scipy import stats  # a second of import time
 
     z = float(stats.norm.ppf((1 + LEVEL) / 2))
@@ -141,14 +140,14 @@ Statistic = Callable[..., Values]
 
 def bootstrap(statistic: Statistic, values: ArrayLike, seed: int = 0) -> Inference:
     """statistic(values [seed]) with a widened percentile interval."""
-    known = np.asarray(values, float)
-    require(known.ndim == 1 and known.size > 0, "values", known.shape, "[seed], one or more")
-    value = float(statistic(known, axis=-1))
-    if known.size < 2:
+    sample = np.asarray(values, float)
+    require(sample.ndim == 1 and sample.size > 0, "values", sample.shape, "[seed], one or more")
+    value = float(statistic(sample, axis=-1))
+    if sample.size < 2:
         return Inference(value, -math.inf, math.inf)
-    index = np.random.default_rng(seed).integers(0, known.size, (DRAWS, known.size))
-    low, high = np.quantile(statistic(known[index], axis=-1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    stretch = widening(known.size)
+    index = np.random.default_rng(seed).integers(0, sample.size, (DRAWS, sample.size))
+    low, high = np.quantile(statistic(sample[index], axis=-1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    stretch = widening(sample.size)
     return Inference(
         value, value - (value - float(low)) * stretch, value + (float(high) - value) * stretch
     )
@@ -180,11 +179,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     order = sorted(
         (i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i]
     )
-    found, largest = [math.nan] * len(p_values), 0.0
-    for place, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - place) * p_values[i]))
-        found[i] = largest
-    return found
+    adjusted, largest = [math.nan] * len(p_values), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * p_values[i]))
+        adjusted[i] = largest
+    return adjusted
 
 
 @dataclass(frozen=True)
@@ -196,8 +195,8 @@ class Curve:
 
 
 def mean_until(curve: Curve, budget: float) -> float:
-    """The mean of the piecewise linear curve over budgets from its first to `budget`, which it must
-    have spent.
+    """The mean of the piecewise linear curve over budgets from its first to `budget`, which must
+    not exceed its last.
     """
     xs, ys = np.asarray(curve.budgets, float), np.asarray(curve.rewards, float)
     if budget <= xs[0]:
@@ -230,8 +229,8 @@ def monotone(rewards: Sequence[float]) -> Values:
 
 @dataclass(frozen=True)
 class Passage:
-    """Of one seed: log of the first arm's budget over the second's, averaged over levels, and which
-    arms missed a level.
+    """First passage in one seed: log of the first arm's budget over the second's, averaged over
+    levels, and which arms missed a level.
     """
 
     log_ratio: float
@@ -254,9 +253,9 @@ def first_passage(first: Curve, second: Curve) -> Passage:
     logs, never = [], []
     for curve, rise in zip((first, second), rises, strict=True):
         xs = curve.budgets
-        at = first_reached(xs[: len(rise)], rise.tolist(), levels)
-        never.append(bool(np.isinf(at).any()))
-        logs.append(np.log(np.clip(at, xs[min(1, len(xs) - 1)], xs[-1])).mean())
+        reached = first_reached(xs[: len(rise)], rise.tolist(), levels)
+        never.append(bool(np.isinf(reached).any()))
+        logs.append(np.log(np.clip(reached, xs[min(1, len(xs) - 1)], xs[-1])).mean())
     return Passage(float(logs[0] - logs[1]), *never)
 
 
@@ -272,28 +271,28 @@ class Survival:
 
     def fraction(self, budget: float) -> float:
         """Fraction of all runs that had reached the level by `budget`."""
-        return sum(at <= budget for at in self.budgets) / self.runs
+        return sum(reached <= budget for reached in self.budgets) / self.runs
 
 
 def survival(curves: Sequence[Curve], levels: Sequence[float]) -> list[Survival]:
-    """First passage of every level by monotone curves (`monotone`), for figures that show runs
-    which never arrive.
+    """First passage of every level by monotone curves (`monotone`), for figures that include runs
+    which never reach it.
     """
-    found = []
+    survivals = []
     for level in levels:
         rises = [(curve.budgets, monotone(curve.rewards)) for curve in curves]
         times = [float(first_reached(xs[: len(rise)], rise.tolist(), level)) for xs, rise in rises]
-        found.append(
-            Survival(level, tuple(sorted(at for at in times if math.isfinite(at))), len(curves))
+        survivals.append(
+            Survival(level, tuple(sorted(t for t in times if math.isfinite(t))), len(curves))
         )
-    return found
+    return survivals
 
 
 def shift_at_equal_reward(
     first: Curve, second: Curve, of_first: Sequence[float], of_second: Sequence[float]
 ) -> float:
-    """By how much a quantity (`of_first`, `of_second`, at the evaluations) is higher in the first
-    run at the same reward.
+    """How much higher a quantity (`of_first`, `of_second`, at the evaluations) is in the first run
+    at the same reward.
 
     The coefficient s of quantity = cubic(reward) + s [first run], fitted by least squares to the
     evaluations of both runs with monotone rewards up to the smaller of both best rewards. 0 if the
@@ -301,14 +300,14 @@ def shift_at_equal_reward(
     """
     rises = monotone(first.rewards), monotone(second.rewards)
     top = min(float(rise[-1]) for rise in rises) + 1e-9
-    parts = [
+    points = [
         (rise[rise <= top], np.asarray(q, float)[: len(rise)][rise <= top])
         for rise, q in zip(rises, (of_first, of_second), strict=True)
     ]
-    rewards = np.concatenate([part[0] for part in parts])
+    rewards = np.concatenate([point[0] for point in points])
     scaled = (rewards - rewards.mean()) / max(float(np.ptp(rewards)), 1e-9)
-    mine = np.repeat([1.0, 0.0], [len(part[0]) for part in parts])
-    design = np.column_stack([mine, np.vander(scaled, 4)])
+    indicator = np.repeat([1.0, 0.0], [len(point[0]) for point in points])
+    design = np.column_stack([indicator, np.vander(scaled, 4)])
     return float(
-        np.linalg.lstsq(design, np.concatenate([part[1] for part in parts]), rcond=None)[0][0]
+        np.linalg.lstsq(design, np.concatenate([point[1] for point in points]), rcond=None)[0][0]
     )

@@ -34,13 +34,13 @@ from flowrl_bench.results_file import (
 from flowrl_bench.verdicts import FEWEST
 
 Progress = Callable[[int, int, Mapping[str, Any]], None]
-"""Called with (runs in the file, runs in all, the line of the run that has just finished)."""
+"""Called with (runs in the file, all runs, the line of the run that has just finished)."""
 QUICK_QUESTIONS = ("random-points", "increments-alone", "point-density")
 """Open questions of the quick suite, which has all claims."""
 
 
 def quick(claims: Mapping[str, Claim]) -> dict[str, Claim]:
-    """The claims of the quick suite: those of the papers, and `QUICK_QUESTIONS`."""
+    """The claims of the quick suite: the papers' claims and `QUICK_QUESTIONS`."""
     return {key: claim for key, claim in claims.items() if not claim.asks or key in QUICK_QUESTIONS}
 
 
@@ -50,25 +50,25 @@ def needed(
     """All runs that the claims need, by id; a run that several claims share appears once. `world`:
     its name, or "all".
     """
-    found: dict[str, RunConfig] = {}
+    runs: dict[str, RunConfig] = {}
     for claim in claims.values():
-        for where in claim.worlds:
-            if world in ("all", where):
-                for _, _, _, config in claim.configs(where, seeds[where]):
-                    found.setdefault(config_id(config), config)
-    return found
+        for name in claim.worlds:
+            if world in ("all", name):
+                for _, _, _, config in claim.configs(name, seeds[name]):
+                    runs.setdefault(config_id(config), config)
+    return runs
 
 
 def needed_samples(
     claims: Mapping[str, Claim], seeds: Mapping[str, tuple[int, ...]]
 ) -> dict[str, RunConfig]:
-    """The runs whose stochastic samples a claim is judged by, by id."""
-    found = {}
+    """The runs whose stochastic samples decide a claim, by id."""
+    runs = {}
     for claim in claims.values():
         for arm, _, _, config in claim.configs("mixture", seeds["mixture"]):
             if arm in claim.samples:
-                found[config_id(config)] = config
-    return found
+                runs[config_id(config)] = config
+    return runs
 
 
 def describe(config: RunConfig) -> str:
@@ -94,8 +94,8 @@ class Suite:
 
         Ctrl-C stops immediately: finished runs are in the file, and the next call repeats the
         interrupted ones. After `minutes` no run is started, and the current ones are finished.
-        Raises the `FlowrlError` of a run that failed, after the others have stopped; also if a
-        run's code changed before it ended, or another process writes the file.
+        Raises the `FlowrlError` of a run that failed, after the others have stopped; also if the
+        code changed during a run, or another process writes the file.
         """
         with file_lock(self.file.path, self.command):
             done = self.file.read(self.allowed)
@@ -139,11 +139,11 @@ def _run(
     worker: Worker, config: RunConfig, key: str, command: str, made: dict[str, Any]
 ) -> dict[str, Any] | None:
     """The line of one run; None if it was stopped."""
-    found = measure(config, worker.stopped)
-    if found is None:
+    measured = measure(config, worker.stopped)
+    if measured is None:
         return None
     require_unchanged(config, key, made["code"])
-    return make_line(config, found, command, key, made)
+    return make_line(config, measured, command, key, made)
 
 
 def complete_samples(
@@ -195,14 +195,14 @@ class _Memory:
 
 def kept_memory(path: Path, arms: Mapping[str, Arm] | None, code: str = "") -> list[dict[str, Any]]:
     """The peak memory rows in the file at `path`; if it is missing or of other code, those of
-    `arms` measured now, if given.
+    `arms`, measured now, if given.
 
     `code`: the digest that the file must have; default: that of this code.
     """
     if path.exists():
-        kept: _Memory = read_json(path, _Memory)
-        if kept.code == (code or code_digest()):
-            return kept.rows
+        stored: _Memory = read_json(path, _Memory)
+        if stored.code == (code or code_digest()):
+            return stored.rows
     if arms is None:
         return []
     rows = arm_memory(list(TASKS), arms)
@@ -217,8 +217,8 @@ class Runs:
     lines: Mapping[str, Mapping[str, Mapping[int, Mapping[str, Any]]]]
 
     def evidence(self, arms: Sequence[str] = ()) -> Evidence | None:
-        """The seeds that all tasks of the `arms` have (none named: of all arms); None for fewer
-        than `FEWEST`.
+        """The seeds that all tasks of the `arms` (default: all arms) have; None for fewer than
+        `FEWEST`.
         """
         chosen = {arm: self.lines[arm] for arm in arms or self.lines}
         cells = [cell for tasks in chosen.values() for cell in tasks.values()]
@@ -234,20 +234,20 @@ class Runs:
 
 def claim_runs(claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...]) -> Runs:
     """The claim's finished runs in a world (with samples, if it needs them)."""
-    found: dict[str, dict[str, dict[int, Mapping[str, Any]]]] = {arm: {} for arm in claim.arms}
+    runs: dict[str, dict[str, dict[int, Mapping[str, Any]]]] = {arm: {} for arm in claim.arms}
     for arm, task, seed, config in claim.configs(world, seeds):
         line = lines.get(config_id(config))
-        cell = found[arm].setdefault(task, {})
+        cell = runs[arm].setdefault(task, {})
         if line is not None and ("samples" in line or arm not in claim.samples):
             cell[seed] = line
-    return Runs(found)
+    return Runs(runs)
 
 
 EARLY, ROUNDING, TOLERANCE = 0.25, 1e-3, 0.05
-"""A repeated run is the same run on another processor if the first quarter of its evaluations agree
-to `ROUNDING` and its last to `TOLERANCE`: rounding grows in training. Between an AMD EPYC and an
-Intel Xeon the final reward of 30 runs in the 2-D world differed by 0.016 (root mean square;
-Flow-GRPO 0.0003, Stepwise-Flow-GRPO 0.027, TP-GRPO 0.0055), of one by more than 0.05.
+"""A repeated run is the same run on another processor if the first quarter of its evaluations
+agrees to `ROUNDING` and the last one to `TOLERANCE`: rounding errors grow in training. Between an
+AMD EPYC and an Intel Xeon the final reward of 30 runs in the 2-D world differed by 0.016 (root mean
+square; Flow-GRPO 0.0003, Stepwise-Flow-GRPO 0.027, TP-GRPO 0.0055), of one by more than 0.05.
 """
 
 
@@ -288,10 +288,10 @@ def redo(key: str, file: ResultsFile) -> Repeat:
     lines = file.read(any_code=True)
     if key not in lines:
         raise ConfigError(f"redo = {key!r} is not allowed; allowed: an id in {file.path}")
-    found = json.loads(json.dumps(measure(file.settings(lines[key]))))
-    old, new = _named({name: lines[key].get(name, ...) for name in found}), _named(found)
+    repeated = json.loads(json.dumps(measure(file.settings(lines[key]))))
+    old, new = _named({name: lines[key].get(name, ...) for name in repeated}), _named(repeated)
     differences = dict(_differences(old, _known(old, new)))
-    pairs = zip(column(lines[key], "soft"), column(found, "soft"), strict=False)
+    pairs = zip(column(lines[key], "soft"), column(repeated, "soft"), strict=False)
     gaps = [abs(old - new) for old, new in pairs] or [math.inf]
     early = max(gaps[: max(1, round(EARLY * len(gaps)))])
     counts = not any(name.rpartition(".")[2] in COUNTED for name in differences)
@@ -300,9 +300,9 @@ def redo(key: str, file: ResultsFile) -> Repeat:
     )
 
 
-def _named(found: dict[str, Any]) -> dict[str, Any]:
+def _named(run: dict[str, Any]) -> dict[str, Any]:
     """A run's numbers with the curve's columns by name."""
-    return {**found, "curve": [dict(zip(CURVE, row, strict=False)) for row in found["curve"]]}
+    return {**run, "curve": [dict(zip(CURVE, row, strict=False)) for row in run["curve"]]}
 
 
 def _known(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -315,22 +315,22 @@ def _known(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return {**new, "curve": curve, "totals": totals}
 
 
-def _differences(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, float]]:
-    """(name, size) of the differences between two nests of numbers, except seconds. NaN equals NaN
-    and nothing else.
+def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """(name, size) of the differences between two nested structures of numbers, except seconds. NaN
+    equals NaN only.
     """
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted(old.keys() | new.keys()):
             if name not in ("seconds", "phases"):
                 yield from _differences(
-                    old.get(name, ...), new.get(name, ...), f"{where}.{name}".lstrip(".")
+                    old.get(name, ...), new.get(name, ...), f"{path}.{name}".lstrip(".")
                 )
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for place, (a, b) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(a, b, f"{where}[{place}]")
+        for index, (a, b) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(a, b, f"{path}[{index}]")
     elif isinstance(old, int | float) and isinstance(new, int | float):
         if old != new and not (math.isnan(old) and math.isnan(new)):
             size = abs(old - new)
-            yield where, math.inf if math.isnan(size) else size
+            yield path, math.inf if math.isnan(size) else size
     elif old != new:
-        yield where, math.inf
+        yield path, math.inf

@@ -69,7 +69,7 @@ COST_ARMS: dict[str, Arm] = {
 @dataclass
 class Judged:
     """A claim in a world: the comparisons of its rules, the primary one first, and the seeds that
-    each has (0 and None without runs). `gain`: what can be gained in the world.
+    each has (0 and None without runs). `gain`: the possible gain in the world.
     """
 
     claim: Claim
@@ -91,20 +91,20 @@ class Judged:
 
 
 def compared(claim: Claim, world: str, lines: Lines, seeds: tuple[int, ...] = ()) -> Judged:
-    """A claim in a world, not yet judged. Every rule has the seeds that its own arms have. The
-    evidence is that of the arms that have enough seeds.
+    """A claim in a world, not yet judged. Every rule has the seeds that its own arms share. The
+    evidence covers the arms that have enough seeds.
     """
     runs = claim_runs(claim, world, lines, seeds or SEEDS[world])
     ready = [arm for arm in claim.arms if runs.evidence((arm,))]
-    every = runs.evidence(ready) if ready else None
-    found = [runs.evidence(rule.arms) for rule in claim.rules]
-    size = next((gain(world, one) for one in (every, *found) if one), 0.0)
+    pooled = runs.evidence(ready) if ready else None
+    evidences = [runs.evidence(rule.arms) for rule in claim.rules]
+    size = next((gain(world, evidence) for evidence in (pooled, *evidences) if evidence), 0.0)
     comparisons = [
-        rule.compare(one, size) if one else None
-        for rule, one in zip(claim.rules, found, strict=True)
+        rule.compare(evidence, size) if evidence else None
+        for rule, evidence in zip(claim.rules, evidences, strict=True)
     ]
-    counts = [len(one.seeds) if one else 0 for one in found]
-    return Judged(claim, world, every, size, comparisons, counts)
+    counts = [len(evidence.seeds) if evidence else 0 for evidence in evidences]
+    return Judged(claim, world, pooled, size, comparisons, counts)
 
 
 def judge_all(
@@ -112,32 +112,37 @@ def judge_all(
 ) -> list[Judged]:
     """Every claim in every world in which it is tested.
 
-    A family is the primary outcomes of a world, each of them once; a self-test is one of its own.
-    A secondary comparison that is another claim's primary outcome has its verdict.
+    A family is the primary outcomes of a world, each of them once; a self-test is its own family. A
+    secondary comparison that is another claim's primary outcome gets its verdict.
     """
-    found = [compared(claim, world, lines) for claim in claims.values() for world in claim.worlds]
-    tests = [[one] for one in found if one.claim.source == SELF_TEST]
+    judged = [compared(claim, world, lines) for claim in claims.values() for world in claim.worlds]
+    tests = [[outcome] for outcome in judged if outcome.claim.source == SELF_TEST]
     for family in (
         *tests,
-        *([j for j in found if j.world == w and j.claim.id in ids] for w, ids in primary.items()),
+        *(
+            [outcome for outcome in judged if outcome.world == w and outcome.claim.id in ids]
+            for w, ids in primary.items()
+        ),
     ):
-        judge_together(found, family)
-    return found
+        judge_together(judged, family)
+    return judged
 
 
 def judge_together(judged: Sequence[Judged], family: Sequence[Judged]) -> None:
     """Judge the primary outcomes of `family`, and give their verdicts to `judged`."""
     outcomes = {
-        one.claim.outcome(one.world, one.claim.primary): one.primary
-        for one in family
-        if one.primary is not None
+        outcome.claim.outcome(outcome.world, outcome.claim.primary): outcome.primary
+        for outcome in family
+        if outcome.primary is not None
     }
     verdicts = dict(zip(outcomes, judge_family(list(outcomes.values())), strict=True))
-    for one in judged:
-        for place, (rule, known) in enumerate(zip(one.claim.rules, one.comparisons, strict=True)):
-            verdict = verdicts.get(one.claim.outcome(one.world, rule))
-            if known and verdict:
-                one.comparisons[place] = replace(known, adjusted=verdict.adjusted)
+    for outcome in judged:
+        for index, (rule, comparison) in enumerate(
+            zip(outcome.claim.rules, outcome.comparisons, strict=True)
+        ):
+            verdict = verdicts.get(outcome.claim.outcome(outcome.world, rule))
+            if comparison and verdict:
+                outcome.comparisons[index] = replace(comparison, adjusted=verdict.adjusted)
 
 
 def marked(label: str) -> str:
@@ -149,11 +154,11 @@ def shown(comparison: Comparison) -> str:
     """The number with its interval, and the corrected p-value of no difference if it is judged; a
     single seed has no interval.
     """
-    signed, found = comparison.difference, comparison.estimate
-    if not math.isfinite(found.high):
-        return f"{found.value:{'+' if signed else ''}.3f} (one seed: no interval)"
+    signed, estimate = comparison.difference, comparison.estimate
+    if not math.isfinite(estimate.high):
+        return f"{estimate.value:{'+' if signed else ''}.3f} (one seed: no interval)"
     p = comparison.adjusted[0] if comparison.adjusted else math.nan
-    return found.text(3, signed) + ("" if math.isnan(p) else f", p {_p_value(p)}")
+    return estimate.text(3, signed) + ("" if math.isnan(p) else f", p {_p_value(p)}")
 
 
 def comparison_table(judged: Judged) -> Table:
@@ -185,7 +190,7 @@ def by_task(judged: Judged) -> list[Comparison]:
     if judged.evidence is None:
         return []
     tasks = list(next(iter(judged.evidence.runs.values())))
-    found = []
+    comparisons = []
     for task in tasks if len(tasks) > 1 else ():
         alone = Evidence(
             {arm: {task: lines[task]} for arm, lines in judged.evidence.runs.items()},
@@ -193,14 +198,12 @@ def by_task(judged: Judged) -> list[Comparison]:
         )
         rules = (rule for rule in judged.claim.rules if set(rule.arms) <= alone.runs.keys())
         rows = (rule.compare(alone, judged.gain) for rule in rules)
-        found += [replace(c, note=f"{c.note}, {task} alone") for c in rows]
-    return found
+        comparisons += [replace(c, note=f"{c.note}, {task} alone") for c in rows]
+    return comparisons
 
 
 def levels(judged: Judged) -> str:
-    """The value of each arm by the measures that the rule compares, and that of the untrained
-    policy.
-    """
+    """Each arm's value of the measures that the rules compare, and the untrained policy's."""
     if judged.evidence is None:
         return ""
     sentences = []
@@ -220,24 +223,24 @@ def levels(judged: Judged) -> str:
     return " ".join(sentences)
 
 
-def _start(found: Evidence, name: str) -> float:
+def _start(evidence: Evidence, name: str) -> float:
     return float(
         np.mean(
             [
                 [column(line, name)[0] for line in lines]
-                for lines in next(iter(found.runs.values())).values()
+                for lines in next(iter(evidence.runs.values())).values()
             ]
         )
     )
 
 
-def _density(found: Evidence) -> str:
+def _density(evidence: Evidence) -> str:
     """Turning points per trajectory and those of random signs, before and after training."""
-    parts = []
-    for when in ("before", "after"):
+    phrases = []
+    for stage in ("before", "after"):
         rows = [
-            [line["samples"][when] for line in lines]
-            for lines in next(iter(found.runs.values())).values()
+            [line["samples"][stage] for line in lines]
+            for lines in next(iter(evidence.runs.values())).values()
         ]
         points, null = (
             np.array([[row[key] for row in task] for task in rows]).T for key in ("points", "null")
@@ -246,8 +249,8 @@ def _density(found: Evidence) -> str:
         numbers = (
             f"{points.mean():.2f}, with random signs {null.mean():.2f} ({beyond.text(3, True)})"
         )
-        parts.append(f"{when} training {numbers}")
-    return f"Turning points per trajectory: {'; '.join(parts)}."
+        phrases.append(f"{stage} training {numbers}")
+    return f"Turning points per trajectory: {'; '.join(phrases)}."
 
 
 def cost_table(
@@ -290,8 +293,8 @@ def cost_table(
 
 
 def _cost(runs: Sequence[Line]) -> tuple[str, ...]:
-    def mean(of: Callable[[dict[str, Any]], float]) -> float:
-        return statistics.fmean(of(run["totals"]) for run in runs)
+    def mean(measure: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.fmean(measure(run["totals"]) for run in runs)
 
     iterations = runs[0]["config"]["iterations"]
     gained = [

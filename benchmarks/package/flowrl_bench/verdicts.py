@@ -1,8 +1,8 @@
 """Rules that turn runs into verdicts, fixed before the runs; every line has the digest of the rules
-at its time.
+when it was made.
 
-docs/verdicts.md has them in words, with the reasons. A rule compares; `judge_family` corrects the
-p-values of a family, which determine the verdicts. A comparison outside a family has none.
+docs/verdicts.md states them in words, with the reasons. A rule compares; `judge_family` corrects
+the p-values of a family, which determine the verdicts. A comparison outside a family has none.
 """
 
 import math
@@ -31,8 +31,8 @@ FEWEST = 5
 
 @dataclass(frozen=True)
 class Gain:
-    """What can be gained in a task: mean final reward of the best known arm, minus the reward
-    before training.
+    """The possible gain in a task: mean final reward of the best known arm, minus the reward before
+    training.
     """
 
     start: float
@@ -55,7 +55,7 @@ GAINS: dict[tuple[str, str], Gain] = {
 
 
 def gain(world: str, evidence: Evidence) -> float:
-    """What can be gained, averaged over tasks: of `GAINS`, else of the best arm of the evidence."""
+    """The possible gain, averaged over tasks: from `GAINS`, else the evidence's best arm."""
     tasks = next(iter(evidence.runs.values()))
 
     def best(task: str) -> float:
@@ -74,9 +74,9 @@ class Comparison:
 
     `arms` names one arm or a difference ("a minus b", if `difference`). `estimate`: with the
     p-value of no difference; ratios of budgets are ratios. `outside`: the p-value of a difference
-    of at least the margin. `adjusted`: both p-values after the family's correction; None: no
-    member of a family. `won`: fraction of seeds at which the first arm is better. `note` follows
-    the measure's label.
+    of at least the margin. `adjusted`: both p-values after the family's correction; None: not in a
+    family. `won`: fraction of seeds at which the first arm is better. `note` follows the measure's
+    label.
     """
 
     arms: str
@@ -119,11 +119,11 @@ class Comparison:
 
 @runtime_checkable
 class Rule(Protocol):
-    """From runs to a comparison."""
+    """Turns runs into a comparison."""
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """The arms that it compares; runs of the others do not count."""
+        """The arms that it compares; runs of other arms do not count."""
         ...
 
     @property
@@ -132,7 +132,7 @@ class Rule(Protocol):
         ...
 
     def compare(self, evidence: Evidence, gain: float) -> Comparison:
-        """The comparison, not yet judged; `gain`: what can be gained in the world."""
+        """The comparison, not yet judged; `gain`: the possible gain in the world."""
         ...
 
     def words(self) -> str:
@@ -140,15 +140,15 @@ class Rule(Protocol):
         ...
 
 
-def judge_family(found: Sequence[Comparison]) -> list[Comparison]:
+def judge_family(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """The comparisons with verdicts.
 
-    Holm's correction is over both p-values of all comparisons, so that the probability of any
-    wrong label in the family is bounded. Fewer than `FEWEST` seeds have NaN as p-values.
+    Holm's correction covers both p-values of all comparisons, so that the probability of any wrong
+    label in the family is bounded. With fewer than `FEWEST` seeds p-values are NaN.
     """
-    corrected = holm([c.estimate.p for c in found] + [c.outside for c in found])
-    pairs = zip(corrected[: len(found)], corrected[len(found) :], strict=True)
-    return [replace(c, adjusted=pair) for c, pair in zip(found, pairs, strict=True)]
+    corrected = holm([c.estimate.p for c in comparisons] + [c.outside for c in comparisons])
+    pairs = zip(corrected[: len(comparisons)], corrected[len(comparisons) :], strict=True)
+    return [replace(c, adjusted=pair) for c, pair in zip(comparisons, pairs, strict=True)]
 
 
 def by_seed(values: Values) -> Values:
@@ -163,10 +163,10 @@ def _tested(
 ) -> tuple[Inference, float]:
     """The estimate with the p-value of no difference, and the p-value of one that matters."""
     unit = MEASURES[measure].unit
-    found = test(0.0)
+    estimate = test(0.0)
     if seeds < FEWEST:
-        return replace(found, p=math.nan), math.nan
-    return found, outside(test, SMALLEST_OF[unit] * (gain if unit == REWARD else 1.0))
+        return replace(estimate, p=math.nan), math.nan
+    return estimate, outside(test, SMALLEST_OF[unit] * (gain if unit == REWARD else 1.0))
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Compare:
         return self.arm, self.than
 
     def compare(self, evidence: Evidence, gain: float) -> Comparison:
-        """Paired seeds are compared (collapse rates: paired runs)."""
+        """Compare paired seeds (for collapse rates, paired runs)."""
         measure = MEASURES[self.measure]
         runs = evidence.differences(self.arm, self.than, self.measure)
         gains = by_seed(runs) if measure.higher else -by_seed(runs)
@@ -194,16 +194,16 @@ class Compare:
                 return rate_difference(first, second, null)
             return mean(by_seed(runs), null)
 
-        found, outer = _tested(test, self.measure, gain, len(runs))
+        effect, outer = _tested(test, self.measure, gain, len(runs))
         won = wins(gains, np.zeros_like(gains))
         if measure.unit != BUDGET:
             arms = f"{self.arm} minus {self.than}"
-            return Comparison(arms, self.measure, found, outer, None, won)
+            return Comparison(arms, self.measure, effect, outer, None, won)
         never = evidence.never(self.arm, self.than, self.measure)
         note = f" to {self.than}'s{_never(never, self.arms)}"
         arms = f"{self.arm} over {self.than}"
         return Comparison(
-            arms, self.measure, found.exponential(), outer, None, won, difference=False, note=note
+            arms, self.measure, effect.exponential(), outer, None, won, difference=False, note=note
         )
 
     def words(self) -> str:
@@ -237,7 +237,7 @@ class Interaction:
         return self.arm, self.than, self.other, self.other_than
 
     def compare(self, evidence: Evidence, gain: float) -> Comparison:
-        """The two paired differences are compared."""
+        """Compare the two paired differences."""
         first = by_seed(evidence.differences(self.arm, self.than, self.measure))
         second = by_seed(evidence.differences(self.other, self.other_than, self.measure))
         tested = _tested(lambda null: mean(first - second, null), self.measure, gain, len(first))
@@ -265,7 +265,7 @@ class Level:
         return (self.arm,)
 
     def compare(self, evidence: Evidence, gain: float) -> Comparison:
-        """The mean over seeds is compared with 0."""
+        """Compare the mean over seeds with 0."""
         values = by_seed(evidence.values(self.arm, self.measure))
         tested = _tested(lambda null: mean(values, null), self.measure, gain, len(values))
         return Comparison(self.arm, self.measure, *tested, difference=False)
