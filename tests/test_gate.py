@@ -141,14 +141,14 @@ def test_only_regular_files_of_limited_size_are_read(kind: str, tmp_path: Path) 
 def test_the_library_opens_files_in_one_place() -> None:
     opening = re.compile(r"\.read_text\(|\.read_bytes\(|[^\w.]open\(")
     allowed = {"reading.py", "io.py", "signals.py", "workers.py", "sources.py", "run.py"}
-    found = [
+    lines = [
         f"{path}: {line.strip()}"
         for path in (ROOT / "flowrl").rglob("*.py")
         if path.name not in allowed and "serving" not in path.parts
         for line in path.read_text().splitlines()
         if opening.search(line) and "files(" not in line
     ]
-    assert len(found) <= 1, found  # data that ship with the package
+    assert len(lines) <= 1, lines  # data that ship with the package
 
 
 def interrupted_run(folder: Path) -> Path:

@@ -7,8 +7,8 @@ from flowrl.cli.main import main
 
 def test_list(capsys):
     assert main(["bench", "claims", "--list"]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"{key}: " in shown for key in CLAIMS)
+    output = capsys.readouterr().out
+    assert all(f"{key}: " in output for key in CLAIMS)
 
 
 def test_errors_are_one_line(capsys, tmp_path):

@@ -61,4 +61,4 @@ def test_primary_families_are_small_and_ask_each_pair_once(world):
     assert all(world in claim.worlds for claim in chosen)
     outcomes = {claim.outcome(world, claim.primary) for claim in chosen}
     assert len(outcomes) <= FAMILY
-    assert len({(one[1], frozenset(one[2:])) for one in outcomes}) == len(outcomes)
+    assert len({(outcome[1], frozenset(outcome[2:])) for outcome in outcomes}) == len(outcomes)

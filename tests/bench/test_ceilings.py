@@ -39,9 +39,9 @@ class Walk:
 
     def ceiling(self, spec):
         """The ceiling of a rule, from the exact values."""
-        gains, none = self.exact.diff(dim=-1), torch.zeros_like(self.exact)
+        gains, zeros = self.exact.diff(dim=-1), torch.zeros_like(self.exact)
         steps = tuple(range(gains.shape[-1]))
-        truth = TrueAdvantages(gains, none[..., 1:], self.exact, none, steps)
+        truth = TrueAdvantages(gains, zeros[..., 1:], self.exact, zeros, steps)
         credit = with_values(build("credit", spec), self.record, self.exact)
         return correlation(credit_sums(credit, truth))
 
@@ -63,8 +63,8 @@ def walk(scales, noise, groups=60, continuations=16):
     generator = torch.Generator().manual_seed(1)
     increments = torch.randn(groups, 12, len(scales), generator=generator) * scales
     exact = torch.cat([torch.zeros(groups, 12, 1), increments.cumsum(2)], 2)
-    left = torch.cat([scales.square().flip(0).cumsum(0).flip(0), torch.zeros(1)]).sqrt()
-    future = left[:, None] * torch.randn(
+    remaining = torch.cat([scales.square().flip(0).cumsum(0).flip(0), torch.zeros(1)]).sqrt()
+    future = remaining[:, None] * torch.randn(
         groups * 12, len(scales) + 1, continuations, generator=generator
     )
     scores = exact.flatten(0, 1)[..., None] + noise * future
@@ -80,13 +80,13 @@ def test_ceilings_in_closed_form():
     rms(s), where c = E[std] / sigma of 12 normal numbers; Z over the group: nearly 1; uniform: c
     times the correlation of a sum of 4 terms with one of them.
     """
-    known = walk(SCALES, 0.0)
+    sample = walk(SCALES, 0.0)
     rms = float(SCALES.square().mean().sqrt())
     # mean population std of 12 standard normal numbers
     spread = math.sqrt(2 / 12) * math.gamma(6) / math.gamma(5.5)
-    assert known.ceiling(BY_STEP) == pytest.approx(spread * float(SCALES.mean()) / rms, abs=0.02)
-    assert known.ceiling(JOINT) == pytest.approx(1.0, abs=0.04)
-    assert known.ceiling(UNIFORM) == pytest.approx(spread * 0.5, abs=0.02)
+    assert sample.ceiling(BY_STEP) == pytest.approx(spread * float(SCALES.mean()) / rms, abs=0.02)
+    assert sample.ceiling(JOINT) == pytest.approx(1.0, abs=0.04)
+    assert sample.ceiling(UNIFORM) == pytest.approx(spread * 0.5, abs=0.02)
 
 
 @pytest.mark.parametrize("spec", [JOINT, BY_STEP, UNIFORM, "turning-point", "stepwise-gain(lam=1)"])
@@ -97,9 +97,9 @@ def test_noise_of_the_values_is_extrapolated_away(spec):
     noisy = walk(SCALES, 1.4, groups=200, continuations=24)
     assert 0.85 < from_continuations(noisy.scores, noisy.result).reliability < 0.9
     sums = noisy.sums(spec)
-    known, corrected, raw = noisy.ceiling(spec), ceiling(sums), correlation(sums[0])
-    assert corrected == pytest.approx(known, abs=0.02)
+    exact, corrected, raw = noisy.ceiling(spec), ceiling(sums), correlation(sums[0])
+    assert corrected == pytest.approx(exact, abs=0.02)
     if spec in (JOINT, BY_STEP, "turning-point"):
-        assert known - raw > 0.05
+        assert exact - raw > 0.05
     if spec == UNIFORM:
-        assert raw == pytest.approx(known, abs=0.01)
+        assert raw == pytest.approx(exact, abs=0.01)

@@ -85,9 +85,9 @@ def judged_pair(rule, first, second, **more):
     claim = Claim("c", "A beats b.", "-", "-", {"a": A, "b": B}, rule, **more)
     world = "shapes" if claim.tasks else "mixture"
     seeds = tuple(range(5))
-    one = compared(claim, world, made(claim, world, {"a": first, "b": second}, seeds), seeds)
-    judge_together([one], [one])
-    return one
+    case = compared(claim, world, made(claim, world, {"a": first, "b": second}, seeds), seeds)
+    judge_together([case], [case])
+    return case
 
 
 def judged_of(lines):
@@ -115,10 +115,12 @@ def test_a_known_winner_is_better_and_chosen():
     assert "2-D world: branch-grpo (▲ +0.1" in lines[3] and "collapsed runs: 0 of 8" in lines[3]
     assert all("Image world: runs to be made." in line for line in lines)
     # a control without runs hides no other arm
-    others = {key: run for key, run in runs.items() if run["config"]["rollout"]["group_size"] != 29}
-    fewer = arms_of(judged_of(others), "mixture")
+    remaining = {
+        key: run for key, run in runs.items() if run["config"]["rollout"]["group_size"] != 29
+    }
+    fewer = arms_of(judged_of(remaining), "mixture")
     assert set(ARMS) - set(fewer) == {LARGER} and choice(fewer).name == "branch-grpo"
-    heads = [lead_table(found, "shapes").head for found in (arms, fewer)]
+    heads = [lead_table(group, "shapes").head for group in (arms, fewer)]
     assert heads[0][5] == "minus uniform, per SD3.5-Medium second"
     assert heads[0][:-1] == heads[1]
 
@@ -168,8 +170,8 @@ def test_the_published_runs_are_those_of_the_present_claims():
     """A changed arm or default would leave published runs without a claim, or ask for
     others.
     """
-    wanted = {**needed(CLAIMS, "all", SEEDS), **needed(RETIRED, "all", SEEDS)}
-    assert ResultsFile(RESULTS).read(wanted, any_code=True)
+    runs = {**needed(CLAIMS, "all", SEEDS), **needed(RETIRED, "all", SEEDS)}
+    assert ResultsFile(RESULTS).read(runs, any_code=True)
 
 
 @pytest.mark.slow
@@ -183,29 +185,29 @@ def test_the_published_page_is_generated():
     page = claims_page(read_inputs(judged, lines, RESULTS)).markdown("claims")
     assert page == (ROOT / "docs/claims.md").read_text()
     verdicts = {}
-    for one in judged:
-        for rule, found in zip(one.claim.rules, one.comparisons, strict=True):
-            if found is not None:
-                world, measure, *runs = one.claim.outcome(one.world, rule)
+    for case in judged:
+        for rule, comparison in zip(case.claim.rules, case.comparisons, strict=True):
+            if comparison is not None:
+                world, measure, *runs = case.claim.outcome(case.world, rule)
                 key = (world, measure, frozenset(runs))
-                verdicts.setdefault(key, set()).add(found.verdict)
+                verdicts.setdefault(key, set()).add(comparison.verdict)
     assert all(len(words) == 1 for words in verdicts.values())
     decided = [key for key, words in verdicts.items() if words != {SECONDARY}]
     assert len(decided) <= sum(map(len, PRIMARY.values())) + 2  # and the self-tests
-    for (world, task), known in GAINS.items():
+    for (world, task), gain in GAINS.items():
         start, best = gained(lines, world, task)
-        assert (known.start, known.best) == pytest.approx((start, best), abs=6e-5)
+        assert (gain.start, gain.best) == pytest.approx((start, best), abs=6e-5)
 
 
 def test_changed_verdicts():
     """Of the same arms: by the same measure, or in the same claim."""
-    one = judged_pair(LEADS_B, FAST, SLOW)
-    outcome = list(one.claim.outcome("mixture", LEADS_B))
+    case = judged_pair(LEADS_B, FAST, SLOW)
+    outcome = list(case.claim.outcome("mixture", LEADS_B))
     row = {"claim": "d", "measure": "area", "verdict": "holds", "outcome": outcome}
     rows = [row, {**row, "measure": "nfe"}, {**row, "claim": "c", "measure": "collapse"}]
-    (found,) = changed_table([one], rows).rows
-    assert found[2:] == ("holds (`d`); holds (`c`, collapse rate)", "better ▲")
-    assert not changed_table([one], [{**row, "verdict": BETTER}]).rows
+    (changed,) = changed_table([case], rows).rows
+    assert changed[2:] == ("holds (`d`); holds (`c`, collapse rate)", "better ▲")
+    assert not changed_table([case], [{**row, "verdict": BETTER}]).rows
 
 
 def test_one_verdict_per_outcome():
@@ -219,10 +221,10 @@ def test_one_verdict_per_outcome():
     lines = made(first, "mixture", {"a": FAST, "b": SLOW}, tuple(range(100, 106)))
     primary = {"mixture": ("first",)}
     judged = judge_all({"first": first, "second": second}, lines, primary)
-    words = [c.verdict if c else "" for one in judged for c in one.comparisons]
+    words = [c.verdict if c else "" for case in judged for c in case.comparisons]
     assert words == [BETTER, SECONDARY, SECONDARY, BETTER]
-    again = judge_all({"first": first, "again": first}, lines, {"mixture": ("first", "again")})
-    assert again[0].primary == judged[0].primary  # not two tests in Holm's correction
+    repeated = judge_all({"first": first, "again": first}, lines, {"mixture": ("first", "again")})
+    assert repeated[0].primary == judged[0].primary  # not two tests in Holm's correction
 
 
 def test_rules_use_the_seeds_of_their_own_arms():
@@ -236,8 +238,8 @@ def test_rules_use_the_seeds_of_their_own_arms():
 
 def ids(claim):
     """Arm, task, seed and id of the runs in the 2-D world."""
-    found = claim.configs("mixture", tuple(range(100, 108)))
-    return [(arm, task, seed, config_id(config)) for arm, task, seed, config in found]
+    configs = claim.configs("mixture", tuple(range(100, 108)))
+    return [(arm, task, seed, config_id(config)) for arm, task, seed, config in configs]
 
 
 def gained(lines, world, task):

@@ -32,10 +32,10 @@ def test_values_are_those_of_the_closed_form(sampler: str) -> None:
     setting, members = gaussian_setting(SAMPLERS[sampler]), 6
     for shared in (False, True):
         result = Look(setting, members, seed=3).trajectories(shared)
-        found = exact_advantages(setting, result)[0]
-        every = exact_values(setting, result.trajectories.nodes, members).view(3, members, -1)
-        exact = every[..., [*found.steps, -1]]
-        assert float((found.state_values - exact).abs().max()) < 1e-3
+        advantages = exact_advantages(setting, result)[0]
+        values = exact_values(setting, result.trajectories.nodes, members).view(3, members, -1)
+        exact = values[..., [*advantages.steps, -1]]
+        assert float((advantages.state_values - exact).abs().max()) < 1e-3
 
 
 def trained(iterations: int = 0, **changes) -> Setting:
@@ -83,9 +83,9 @@ def test_the_probe_has_these_values_and_counts_its_cost(window: str, shared: boo
     usage, look = Usage(), Look(setting, 4, seed=5)
     result = look.trajectories(shared, probe, usage)
     plain = Usage()
-    known = exact_advantages(setting, look.trajectories(shared, usage=plain), (), probe.grid)[0]
+    expected = exact_advantages(setting, look.trajectories(shared, usage=plain), (), probe.grid)[0]
     values = setting.experience(result, usage).values
-    torch.testing.assert_close(values, known.state_values, atol=1e-6, rtol=0)
+    torch.testing.assert_close(values, expected.state_values, atol=1e-6, rtol=0)
     path = result.trajectories
     cost = probe.cost(Shape(3, setting.schedule, path.tree, result.nodes))
     assert usage.nfe - plain.nfe == cost.nfe
@@ -121,8 +121,8 @@ def test_the_estimated_error_covers_the_error() -> None:
     result = Look(setting, 12, seed=1).trajectories(False)
     for form in ("soft", "strict"):
         reward = [DirectionReward(form)]
-        known, found = (
+        reference, estimate = (
             exact_advantages(setting, result, reward, ValueGrid(points))[0] for points in (169, 57)
         )
-        error = float((found.values - known.values).square().mean().sqrt())
-        assert error < 1.5 * float(found.errors.square().mean().sqrt())
+        error = float((estimate.values - reference.values).square().mean().sqrt())
+        assert error < 1.5 * float(estimate.errors.square().mean().sqrt())

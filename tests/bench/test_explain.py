@@ -13,18 +13,18 @@ from flowrl.credit import StepwiseGain, TurningPoint
 
 
 def test_the_example_shows_the_rule_at_work():
-    shown = explain(TurningPoint())
-    assert shown.selected.nonzero().tolist() == [[0, 0, 2], [0, 1, 2]]
-    assert shown.consistent.nonzero().tolist() == [[0, 0, 2], [0, 1, 2], [0, 2, 0]]
+    example = explain(TurningPoint())
+    assert example.selected.nonzero().tolist() == [[0, 0, 2], [0, 1, 2]]
+    assert example.consistent.nonzero().tolist() == [[0, 0, 2], [0, 1, 2], [0, 2, 0]]
     torch.testing.assert_close(
-        shown.advantages, TurningPoint().assign(shown.values, Decisions.like(shown.values))
+        example.advantages, TurningPoint().assign(example.values, Decisions.like(example.values))
     )
-    text = str(shown)
+    text = str(example)
     assert re.search(r"a +value V +0\.500 +0\.400 +0\.300 +0\.450 +0\.600", text)
     assert "[x]+0.150" in text
     assert "(x)+0.050" in text
     assert "~+0.130" in text
-    assert shown._repr_html_().startswith("<pre>")
+    assert example._repr_html_().startswith("<pre>")
 
 
 def test_columns_may_come_in_any_order():

@@ -15,9 +15,9 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "first-comparis
 def test_no_decided_lead_of_three_seeds_is_reversed_by_all(world):
     """A lead is decided if its 95% interval excludes 0."""
     runs = json.loads(RESULTS.read_text())[world]["final"]
-    for first, other in combinations(runs, 2):
-        seeds = sorted(runs[first].keys() & runs[other].keys(), key=int)
-        differences = np.array([runs[other][seed] - runs[first][seed] for seed in seeds])
-        few, every = mean(differences[:3]), mean(differences)
-        decided = all(lead.low > 0 or lead.high < 0 for lead in (few, every))
-        assert not decided or few.value * every.value > 0, (first, other, differences)
+    for first, second in combinations(runs, 2):
+        seeds = sorted(runs[first].keys() & runs[second].keys(), key=int)
+        differences = np.array([runs[second][seed] - runs[first][seed] for seed in seeds])
+        few, overall = mean(differences[:3]), mean(differences)
+        decided = all(lead.low > 0 or lead.high < 0 for lead in (few, overall))
+        assert not decided or few.value * overall.value > 0, (first, second, differences)

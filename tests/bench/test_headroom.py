@@ -189,16 +189,16 @@ def test_controls_have_no_headroom(tmp_path: Path) -> None:
     """Uniform credit under another name cannot lead, random credit must trail; finished runs are
     not made again.
     """
-    found, size = {}, Size(iterations=6, budget=3, seeds=3)
+    rows, size = {}, Size(iterations=6, budget=3, seeds=3)
     name = "9-of-10"
     for credit in ("uniform", "random(seed=0)"):
         tasks = {name: replace(TASKS[name], oracle=credit)}
         study = HeadroomStudy(tasks, tmp_path / "runs.jsonl", size, workers=1)
         assert study.execute("test", lambda *words, **more: None)
-        found[credit] = study.rows()[0]
-    same, random = found["uniform"].headroom, found["random(seed=0)"].headroom
-    assert same.low <= 0 <= same.high and found["uniform"].label == CANNOT
-    assert random.high < 0 and found["random(seed=0)"].label == CANNOT
+        rows[credit] = study.rows()[0]
+    same, random = rows["uniform"].headroom, rows["random(seed=0)"].headroom
+    assert same.low <= 0 <= same.high and rows["uniform"].label == CANNOT
+    assert random.high < 0 and rows["random(seed=0)"].label == CANNOT
     assert len(study.tuning.unchecked()) == len(study.results.unchecked()) == 3 * 3
 
 

@@ -78,9 +78,9 @@ def cells_of(probes):
 
 def lines_of(finals):
     """Training lines of both worlds, base 0.2."""
-    rest = {"sampling": 10.0, "probe": 0.0, "update": 5.0, "seconds": 1.0}
+    costs = {"sampling": 10.0, "probe": 0.0, "update": 5.0, "seconds": 1.0}
     return {
-        (world, row, seed): {"base": 0.2, "final": final, **rest}
+        (world, row, seed): {"base": 0.2, "final": final, **costs}
         for world in WORLDS
         for row, rewards in finals.items()
         for seed, final in enumerate(rewards)
@@ -125,12 +125,12 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path):
     work = tmp_path / "work"
     command = f"--quick --out {tmp_path} --work {work} --worlds mixture --workers 1".split()
     assert script.main([*command, "--looks", "1"]) == 0
-    kept = sorted(work.glob("*.json"))
-    assert len(kept) == 2 * len(layouts("mixture"))
-    before = {path: path.stat().st_mtime_ns for path in kept}
-    kept[0].unlink()
+    paths = sorted(work.glob("*.json"))
+    assert len(paths) == 2 * len(layouts("mixture"))
+    before = {path: path.stat().st_mtime_ns for path in paths}
+    paths[0].unlink()
     assert script.main([*command, "--looks", "1"]) == 0
-    assert [path for path in kept if path.stat().st_mtime_ns != before[path]] == kept[:1]
+    assert [path for path in paths if path.stat().st_mtime_ns != before[path]] == paths[:1]
     unguided = "gains, Substeps(5), no guidance"
     training = ["--train", "--seeds", "2", "--rows", REFERENCE, unguided]
     assert script.main([*command, *training]) == 0

@@ -81,15 +81,15 @@ def test_rows_are_those_of_a_comparison_step_by_step(count):
             if not (count or noise):
                 record = setting.experience(walked, reward=reward)
                 best = with_values(rule, record, truth.state_values)
-                known = compare_credit(best, truth).overall.correlation.value
-                assert ceiling(levels) == pytest.approx(known, abs=1e-6) and known > 0.5
+                exact = compare_credit(best, truth).overall.correlation.value
+                assert ceiling(levels) == pytest.approx(exact, abs=1e-6) and exact > 0.5
 
 
 def test_a_cell_does_not_depend_on_the_cells_before():
     """A session that begins at the last stage gives the same numbers as a whole one."""
-    wanted = [cell for cell in cells("mixture", 0) if cell.method == "tp-grpo"]
-    whole = [plain(line) for line in session("tp-grpo", wanted, SMALL, GAINS)]
-    assert [plain(line) for line in session("tp-grpo", wanted[-1:], SMALL, GAINS)] == whole[-1:]
+    selected = [cell for cell in cells("mixture", 0) if cell.method == "tp-grpo"]
+    lines = [plain(line) for line in session("tp-grpo", selected, SMALL, GAINS)]
+    assert [plain(line) for line in session("tp-grpo", selected[-1:], SMALL, GAINS)] == lines[-1:]
 
 
 def test_every_cell_has_a_line_with_all_rules(study):
@@ -111,9 +111,9 @@ def test_resumption_gives_the_same_lines(study, tmp_path):
     resumed, made = replace(study, path=path), []
     assert resumed.execute(1, lambda done, total, line: made.append((done, total)))
     assert made == [(n, len(texts)) for n in range(len(texts) // 2 + 1, len(texts) + 1)]
-    again, complete = resumed.read(), study.read()
-    assert again.keys() == complete.keys()
-    assert all(plain(line)["rows"] == plain(complete[key])["rows"] for key, line in again.items())
+    lines, complete = resumed.read(), study.read()
+    assert lines.keys() == complete.keys()
+    assert all(plain(line)["rows"] == plain(complete[key])["rows"] for key, line in lines.items())
     assert path.read_bytes().startswith(b"".join(texts[: len(texts) // 2]))
     assert resumed.execute(1, lambda done, total, line: pytest.fail("nothing is missing"))
 
@@ -146,20 +146,20 @@ class Mine:
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("fault", "message"),
     {
         "advantages = values": "of shape \\[prompt, member, decision\\]",
         "advantages = advantages * float('nan')": "not finite",
         "advantages[0, 99]": "failed.*IndexError",
     }.items(),
 )
-def test_a_broken_rule_is_refused_before_and_in_a_cell(tmp_path, how, message):
+def test_a_broken_rule_is_refused_before_and_in_a_cell(tmp_path, fault, message):
     path = tmp_path / "my.py"
-    path.write_text(BROKEN.replace("BREAK", how))
+    path.write_text(BROKEN.replace("BREAK", fault))
     with pytest.raises(CreditError, match=f"rule 'x': Mine.assign.*{message}"):
         check_rules({"x": f"{path}:Mine"}, SMALL)
     late = tmp_path / "late.py"
-    late.write_text(BROKEN.replace("BREAK", f"if len(values) > 2: {how}"))
+    late.write_text(BROKEN.replace("BREAK", f"if len(values) > 2: {fault}"))
     rules = {"x": f"{late}:Mine"}
     check_rules(rules, SMALL)
     with pytest.raises(FlowrlError, match=f"Mine.assign.*{message}"):

@@ -138,33 +138,33 @@ def test_the_sentence_for_each_outcome(level, spread, size):
 )
 def test_what_a_world_can_tell(lead, spread, label):
     """Pairs of one seed, in whatever order; the rule itself is no part of it."""
-    found = world_of(0.1, uniform=0.4, mine=0.9)
-    levels = found.evidence.values("uniform", "area")[:, 0]
+    world = world_of(0.1, uniform=0.4, mine=0.9)
+    levels = world.evidence.values("uniform", "area")[:, 0]
     noise = spread * np.array([-1, 1] * 4)
-    known = dict(zip(found.part.numbers, levels + lead + noise, strict=True)) | {999: 0.0}
-    curves = [[level] * 5 for level in reversed(known.values())]
-    bound = Bound(range(5), curves, list(reversed(known)), "-")
-    headroom = replace(found, bound=bound).headroom("mine")
+    exact = dict(zip(world.part.numbers, levels + lead + noise, strict=True)) | {999: 0.0}
+    curves = [[level] * 5 for level in reversed(exact.values())]
+    bound = Bound(range(5), curves, list(reversed(exact)), "-")
+    headroom = replace(world, bound=bound).headroom("mine")
     assert (headroom.label, headroom.seeds) == (label, 8)
     assert headroom.lead.value == pytest.approx(lead)
-    assert ("CANNOT" in replace(found, bound=bound).tells("mine")) == (label == CANNOT)
+    assert ("CANNOT" in replace(world, bound=bound).tells("mine")) == (label == CANNOT)
     falls = Bound(range(5), [[1.0, *curve[1:]] for curve in curves], bound.seeds, "-")
-    assert falls.collapsed and replace(found, bound=falls).headroom("mine").label != CANNOT
+    assert falls.collapsed and replace(world, bound=falls).headroom("mine").label != CANNOT
 
 
 def test_a_small_lead_of_a_baseline_shows_no_small_headroom():
-    found = world_of(0.001, uniform=0.4, stepwise_gains=0.401, turning_points=0.3, mine=0.9)
-    headroom = found.headroom("mine")
+    world = world_of(0.001, uniform=0.4, stepwise_gains=0.401, turning_points=0.3, mine=0.9)
+    headroom = world.headroom("mine")
     assert (headroom.arm, headroom.label) == ("stepwise gains", UNCLEAR)
-    assert "`--bound` does" in found.tells("mine")
+    assert "`--bound` does" in world.tells("mine")
 
 
 def test_a_cheaper_rule_with_the_same_curve_leads_per_budget_alone():
-    found = world_of(uniform=0.4, mine=0.4, nfe=90.0)
-    for line in (run for runs in found.evidence.runs.values() for run in runs["direction"]):
+    world = world_of(uniform=0.4, mine=0.4, nfe=90.0)
+    for line in (run for runs in world.evidence.runs.values() for run in runs["direction"]):
         for i, row in enumerate(line["curve"]):
             row[CURVE.index("soft")] = 0.2 * i
-    (judgement,) = judged("mine", [found])
+    (judgement,) = judged("mine", [world])
     leads = {f.budget: f.comparison.estimate.value for f in judgement.findings}
     assert leads == pytest.approx({"updates": 0, "evaluations": 0.04, "stated seconds": 0.04})
 
@@ -224,9 +224,9 @@ class TestFolder:
         (tmp_path / "my.py").write_text(
             "from flowrl.credit import Uniform\n\n\nclass Copy(Uniform):\n    pass\n"
         )
-        shown: list[str] = []
-        assert self.bench("my.py:Copy", say=shown.append) == 2 * 4
-        text = "\n".join(shown)
+        output: list[str] = []
+        assert self.bench("my.py:Copy", say=output.append) == 2 * 4
+        text = "\n".join(output)
         row = next(line for line in text.splitlines() if line.startswith("uniform "))
         assert row.count("+0.000 undecided") >= 2  # a verdict needs five seeds
         assert "8 runs to make in runs/rule-Copy; Ctrl-C pauses" in text

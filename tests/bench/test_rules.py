@@ -49,8 +49,8 @@ def test_random_credit_has_the_runs_seed_unless_its_own_is_given():
     assert make_method(config).credit.seed == 7
     assert make_method(config.replace(credit="random(seed=0)", seed=3)).credit.seed == 0
     values = table(0)
-    zero, one = (RandomCredit(seed=n).assign(values, Decisions.like(values)) for n in (0, 1))
-    assert not torch.equal(zero, one)
+    first, second = (RandomCredit(seed=n).assign(values, Decisions.like(values)) for n in (0, 1))
+    assert not torch.equal(first, second)
 
 
 def test_random_credit_follows_the_ranks_and_changes_with_every_table():
@@ -86,14 +86,14 @@ def test_filters_by_hand():
     values = torch.tensor(
         [[[0.5, 0.4, 0.3, 0.45, 0.6], [0.5, 0.6, 0.7, 0.55, 0.4], [0.5, 0.55, 0.52, 0.65, 0.62]]]
     )
-    turns, every = turning_points(values), torch.ones(1, 3, 4, dtype=torch.bool)
+    turns, mask = turning_points(values), torch.ones(1, 3, 4, dtype=torch.bool)
     assert turns.nonzero().tolist() == [[0, 0, 2], [0, 1, 2], [0, 2, 0]]
     # std of d_0 over the members is 0.0850, of d_2 0.1370
-    assert (turns & clear_swings(values, 1.0, every)).nonzero().tolist() == [[0, 0, 2], [0, 1, 2]]
+    assert (turns & clear_swings(values, 1.0, mask)).nonzero().tolist() == [[0, 0, 2], [0, 1, 2]]
     # another group's spread does not count
-    both = torch.cat([values, 100 * values])
+    groups = torch.cat([values, 100 * values])
     assert torch.equal(
-        clear_swings(both, 1.0, every.repeat(2, 1, 1))[:1], clear_swings(values, 1.0, every)
+        clear_swings(groups, 1.0, mask.repeat(2, 1, 1))[:1], clear_swings(values, 1.0, mask)
     )
     rule = TurningPoint(balance=None)
     for options, count in (
@@ -160,14 +160,14 @@ def test_pruning_masks_of_the_published_code(name, variant):
 def test_width_pruning_keeps_whole_branches_of_every_state():
     probe = Branch((2, 1, 4))
     values = torch.rand(2, 8, 6, generator=torch.Generator().manual_seed(0)).sort(dim=1).values
-    shown = example(values, probe)
-    kept = trained(Pruned(DepthRelative(probe=probe), width="best", ratio=0.5), shown)
-    assert kept[..., :3].all(), "the split itself is trained"
-    assert torch.equal(kept[..., 3], kept[..., 4]), "whole branches"
-    halves, final = kept[..., 3].view(2, 2, 4), shown.values[..., -1].view(2, 2, 4)
+    record = example(values, probe)
+    mask = trained(Pruned(DepthRelative(probe=probe), width="best", ratio=0.5), record)
+    assert mask[..., :3].all(), "the split itself is trained"
+    assert torch.equal(mask[..., 3], mask[..., 4]), "whole branches"
+    halves, final = mask[..., 3].view(2, 2, 4), record.values[..., -1].view(2, 2, 4)
     assert torch.equal(halves, final >= final.sort(descending=True).values[..., 1:2])
-    extremes = trained(Pruned(SiblingRelative(), width="extremes", ratio=0.5), shown)
-    worth = credit(SiblingRelative(probe=probe), shown)[..., 2]
+    extremes = trained(Pruned(SiblingRelative(), width="extremes", ratio=0.5), record)
+    worth = credit(SiblingRelative(probe=probe), record)[..., 2]
     for prompt in range(2):
         chosen = worth[prompt][extremes[prompt, :, 3]].sort().values
         torch.testing.assert_close(chosen, worth[prompt].sort().values[[0, 1, 6, 7]])
@@ -178,12 +178,12 @@ def test_pruned_keeps_count_and_the_memory_of_its_rule():
         Pruned(RandomCredit(probe=Branch((2,))), steps=(2,), every=1) for _ in range(2)
     )
     assert isinstance(rule, Stateful)
-    shown = example(torch.rand(1, 4, 4), rule.probe)
-    left = [(~trained(rule, shown)[0, 0]).nonzero().flatten().tolist() for _ in range(4)]
-    assert left == [[2], [1], [0], [0]]
+    record = example(torch.rand(1, 4, 4), rule.probe)
+    pruned = [(~trained(rule, record)[0, 0]).nonzero().flatten().tolist() for _ in range(4)]
+    assert pruned == [[2], [1], [0], [0]]
     restored.load_state_dict(rule.state_dict())
     assert restored.iteration == 4
-    assert torch.equal(credit(restored, shown), credit(rule, shown))
+    assert torch.equal(credit(restored, record), credit(rule, record))
 
 
 @pytest.mark.parametrize(

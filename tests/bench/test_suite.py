@@ -53,11 +53,11 @@ def test_runs_resumes_and_pauses(tmp_path):
         signal.raise_signal(signal.SIGINT)
 
     assert not suite.execute(1, interrupt)
-    kept = path.read_text()
-    assert progress == [(1, 6)] and 1 <= kept.count("\n") < 6
+    text = path.read_text()
+    assert progress == [(1, 6)] and 1 <= text.count("\n") < 6
     order = []
     assert suite.execute(1, lambda done, total, line: order.append(line["seed"]))
-    assert path.read_text().startswith(kept) and order == sorted(order)
+    assert path.read_text().startswith(text) and order == sorted(order)
     lines = suite.file.read(suite.allowed)
     assert set(lines) == set(suite.runs)
     assert suite.execute(1, interrupt)  # nothing is left to do
@@ -79,10 +79,12 @@ def test_a_file_that_is_edited_during_its_run_leaves_no_line(tmp_path):
 
 
 def test_incomplete_seeds_are_left_out():
-    both = [small_line(seed, **more) for seed in range(5) for more in ({}, {"credit": "random"})]
-    lines = {line["id"]: line for line in (*both, small_line(5))}
-    found = claim_runs(TINY, "mixture", lines, tuple(range(6))).evidence()
-    assert found is not None and found.seeds == tuple(range(5))
+    complete = [
+        small_line(seed, **more) for seed in range(5) for more in ({}, {"credit": "random"})
+    ]
+    lines = {line["id"]: line for line in (*complete, small_line(5))}
+    evidence = claim_runs(TINY, "mixture", lines, tuple(range(6))).evidence()
+    assert evidence is not None and evidence.seeds == tuple(range(5))
     # four complete seeds are too few
     assert claim_runs(TINY, "mixture", lines, tuple(range(1, 6))).evidence() is None
     assert claim_runs(TINY, "mixture", {}, (0, 1)).evidence() is None

@@ -37,18 +37,18 @@ def of_decisions(nodes, steps):
 def test_true_advantages_are_the_exact_ones_of_a_gaussian(sampler):
     setting, members = gaussian_setting(sampler), 12
     result = Look(setting, members, seed=3).trajectories(shared_noise=False)
-    found = true_advantages(setting, result, continuations=400, seed=5)
+    truth = true_advantages(setting, result, continuations=400, seed=5)
     values = exact_values(setting, result.trajectories.nodes, members).view(3, members, -1)
-    quiet = [i for i in range(6) if i not in found.steps]
+    quiet = [i for i in range(6) if i not in truth.steps]
     assert float(values.diff(dim=-1)[..., quiet].abs().max()) < 1e-5  # nothing is decided there
-    exact = of_decisions(values, found.steps).diff(dim=-1)
-    z = (found.values - exact) / found.errors
+    exact = of_decisions(values, truth.steps).diff(dim=-1)
+    z = (truth.values - exact) / truth.errors
     assert float(z.abs().max()) < 5
     # the stated errors are the real ones
     assert float(z.square().mean()) == pytest.approx(1.0, abs=0.35)
-    after = values[..., found.steps[-1] + 1]
-    torch.testing.assert_close(found.state_values[..., -1], after, atol=1e-5, rtol=1e-4)
-    assert bool((found.state_errors[..., -1] == 0).all())
+    after = values[..., truth.steps[-1] + 1]
+    torch.testing.assert_close(truth.state_values[..., -1], after, atol=1e-5, rtol=1e-4)
+    assert bool((truth.state_errors[..., -1] == 0).all())
 
 
 TREES = {
@@ -76,9 +76,9 @@ def test_true_advantages_of_the_edges_of_a_tree_are_the_exact_ones(case):
         assert torch.equal(counted, tree.decisions[:, tree.drawn_steps].expand_as(counted))
         torch.testing.assert_close(truth.state_values[..., -1], values[..., -1], atol=1e-4, rtol=0)
         assert bool((truth.values[~counted] == 0).all())
-        known = counted & (truth.errors > 0)
+        uncertain = counted & (truth.errors > 0)
         exact = values.diff(dim=-1)[..., list(truth.steps)]
-        z = (truth.values - exact)[known] / truth.errors[known]
+        z = (truth.values - exact)[uncertain] / truth.errors[uncertain]
         assert float(z.abs().max()) < 5
         squares.append(float(z.square().mean()))
         ends = {*tree.drawn.nonzero().flatten().tolist(), *tree.parent[tree.drawn].tolist()}
@@ -113,29 +113,29 @@ def test_gains_of_the_continuation_probe_are_true_advantages():
 
 
 @pytest.fixture(scope="module")
-def known():
+def noisy():
     """Exact advantages of many groups, and a noisy estimate of them with known errors."""
     generator = torch.Generator().manual_seed(0)
     exact = 0.3 * torch.randn(60, 10, 4, generator=generator)
     errors = torch.full_like(exact, 0.2)
-    found = exact + 0.2 * torch.randn(exact.shape, generator=generator)
+    estimates = exact + 0.2 * torch.randn(exact.shape, generator=generator)
     state = torch.zeros(60, 10, 5)
-    return exact, TrueAdvantages(found, errors, state, state, (0, 1, 2, 3))
+    return exact, TrueAdvantages(estimates, errors, state, state, (0, 1, 2, 3))
 
 
-def test_the_noise_of_the_truth_is_taken_out(known):
-    exact, truth = known
+def test_the_noise_of_the_truth_is_taken_out(noisy):
+    exact, truth = noisy
     report = compare_credit(exact * 7, truth).overall
     assert report.raw_correlation == pytest.approx(0.3 / math.hypot(0.3, 0.2), abs=0.02)
     assert report.correlation.value == pytest.approx(1.0, abs=0.03)
     assert report.correlation.high - report.correlation.low < 0.04
     drowned = dataclasses.replace(truth, errors=torch.full_like(truth.errors, 9.0))
     faint = exact + 3.0 * torch.randn(exact.shape, generator=torch.Generator().manual_seed(2))
-    found = compare_credit(faint, drowned).overall
-    assert 0.03 < found.raw_correlation < 0.2 and found.reliability == LEAST_RELIABILITY
+    result = compare_credit(faint, drowned).overall
+    assert 0.03 < result.raw_correlation < 0.2 and result.reliability == LEAST_RELIABILITY
     # and no further
-    assert found.correlation.value == pytest.approx(
-        found.raw_correlation / math.sqrt(LEAST_RELIABILITY)
+    assert result.correlation.value == pytest.approx(
+        result.raw_correlation / math.sqrt(LEAST_RELIABILITY)
     )
     assert report.reliability == pytest.approx(truth.reliability, abs=1e-3)
     assert report.sign.value > 0.95 and 0.2 < report.resolved < 0.5

@@ -48,9 +48,9 @@ def test_an_optimum_at_an_edge_widens_the_grid(top):
 
 
 def test_half_of_the_budget_confirms_two_finalists_with_further_seeds():
-    again = [trial for trial in run(hill((3, 0, 0))) if trial[1] != SEEDS[0]]
-    points, seeds = map(set, zip(*again, strict=True))
-    assert len(again) == 12 and len(points) == 2 and seeds == set(SEEDS[1:7])
+    repeats = [trial for trial in run(hill((3, 0, 0))) if trial[1] != SEEDS[0]]
+    points, seeds = map(set, zip(*repeats, strict=True))
+    assert len(repeats) == 12 and len(points) == 2 and seeds == set(SEEDS[1:7])
 
 
 def near(trial):
@@ -78,8 +78,10 @@ def test_a_lucky_seed_is_not_chosen():
     scores = run(lambda trial: 1.4 if trial == (lucky, SEEDS[0]) else near(trial))
     assert (lucky, SEEDS[1]) in scores and best(scores) == (1, 0, 0)
     points = {(0,): (1.0, 0.0), (1,): (0.0, 0.1)}
-    two = {(p, seed): s for p, both in points.items() for seed, s in zip(SEEDS, both, strict=False)}
-    assert best(two) == (1,)
+    scores = {
+        (p, seed): s for p, pair in points.items() for seed, s in zip(SEEDS, pair, strict=False)
+    }
+    assert best(scores) == (1,)
 
 
 @pytest.mark.parametrize("name", ARMS)

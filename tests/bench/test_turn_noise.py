@@ -133,8 +133,8 @@ def test_the_criterion_is_monotone_and_none_without_noise(seed, consistent):
     for quiet, loud in pairwise(probabilities):
         assert (loud <= quiet + 1e-9).all()
     assert not probabilities[0][~turns].any()
-    kept = [
+    selections = [
         likely_turns(rewards, turns, 0.05, confidence, consistent) for confidence in (0.0, 1.0, 2.0)
     ]
-    for loose, strict in pairwise(kept):
+    for loose, strict in pairwise(selections):
         assert not (strict & ~loose).any()

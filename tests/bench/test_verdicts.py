@@ -34,28 +34,28 @@ LEAD = Compare("fast", "slow")
 IMAGES = {"config": {"environment": {"world": "shapes"}}}
 
 
-def judged(rule, found):
+def judged(rule, evidence):
     """A family of one; 0.7 can be gained, so that 0.035 matters."""
-    return judge_family([rule.compare(found, 0.7)])[0]
+    return judge_family([rule.compare(evidence, 0.7)])[0]
 
 
 def test_measures_by_hand():
     evidence = fake_evidence(2, slow=SLOW, fast=FAST)
 
-    def one(arm, name):
+    def value(arm, name):
         return float(evidence.values(arm, name)[0, 0])
 
     def between(name):
         return float(evidence.differences("fast", "slow", name)[0, 0])
 
     # of the piecewise linear curve 0, .2, .4, .6
-    assert one("slow", "area") == pytest.approx(0.3)
-    assert one("slow", "early") == pytest.approx(0.075)  # up to 0.75 updates
-    assert one("fast", "final") == pytest.approx(0.7)
-    assert one("fast", "strict area") == pytest.approx((0.25 + 0.55 + 0.65) / 6)
-    assert one("slow", "drop") == one("slow", "collapse") == 0.0
-    assert one("fast", "early gains") == pytest.approx(2.0)
-    assert one("fast", "turning points over null") == pytest.approx(0.5)
+    assert value("slow", "area") == pytest.approx(0.3)
+    assert value("slow", "early") == pytest.approx(0.075)  # up to 0.75 updates
+    assert value("fast", "final") == pytest.approx(0.7)
+    assert value("fast", "strict area") == pytest.approx((0.25 + 0.55 + 0.65) / 6)
+    assert value("slow", "drop") == value("slow", "collapse") == 0.0
+    assert value("fast", "early gains") == pytest.approx(2.0)
+    assert value("fast", "turning points over null") == pytest.approx(0.5)
     assert between("final") == pytest.approx(0.1)
     # levels .3, .42, .54: slow after 1.5, 2.1, 2.7; fast after its first evaluation at most
     # (1), 1, 1.4
@@ -117,8 +117,8 @@ def test_every_measure_reads_a_real_line():
     ids=str,
 )
 def test_clear_cases(rule, verdict):
-    found = fake_evidence(12, slow=SLOW, fast=FAST, flat=FLAT, falling=[0.0, 0.5, 0.6, 0.3])
-    assert judged(rule, found).verdict == verdict and rule.words()
+    evidence = fake_evidence(12, slow=SLOW, fast=FAST, flat=FLAT, falling=[0.0, 0.5, 0.6, 0.3])
+    assert judged(rule, evidence).verdict == verdict and rule.words()
 
 
 @pytest.mark.parametrize(
@@ -142,31 +142,33 @@ def test_too_few_seeds_decide_nothing():
 @pytest.mark.parametrize(("size", "verdict"), [(0.01, BARELY_BETTER), (0.04, BETTER)])
 def test_a_small_difference_is_not_called_none(size, verdict):
     """Known in sign and in size: better, by less than matters. The margin is 0.035."""
-    found = fake_evidence(8, slow=SLOW, more=[r + size for r in SLOW])
-    assert judged(Compare("more", "slow"), found).verdict == verdict
+    evidence = fake_evidence(8, slow=SLOW, more=[r + size for r in SLOW])
+    assert judged(Compare("more", "slow"), evidence).verdict == verdict
 
 
 def test_the_margin_is_a_fraction_of_the_gain():
-    found = fake_evidence(8, slow=SLOW, more=[r + 0.04 for r in SLOW])
-    (verdict,) = judge_family([Compare("more", "slow").compare(found, 1.0)])
+    evidence = fake_evidence(8, slow=SLOW, more=[r + 0.04 for r in SLOW])
+    (verdict,) = judge_family([Compare("more", "slow").compare(evidence, 1.0)])
     assert verdict.verdict == BARELY_BETTER
     assert gain("mixture", Evidence({"a": {"direction": []}}, ())) == pytest.approx(0.7906)
-    assert gain("own", found) == pytest.approx(0.64 - 0.02)  # best final minus mean start
+    assert gain("own", evidence) == pytest.approx(0.64 - 0.02)  # best final minus mean start
 
 
 def test_equivalence_is_corrected_too():
     """One comparison shows that a difference is small; it does not among 2000."""
-    found = fake_evidence(10, spread=0.02, slow=SLOW, same=SLOW)
+    evidence = fake_evidence(10, spread=0.02, slow=SLOW, same=SLOW)
     rule = Compare("same", "slow")
-    assert judged(rule, found).verdict == ALIKE
-    many = judge_family([rule.compare(found, 0.7)] * 2000)
-    assert {one.verdict for one in many} == {UNDECIDED}
+    assert judged(rule, evidence).verdict == ALIKE
+    family = judge_family([rule.compare(evidence, 0.7)] * 2000)
+    assert {comparison.verdict for comparison in family} == {UNDECIDED}
 
 
 def test_a_family_decides_less_than_its_parts():
-    found = fake_evidence(10, spread=0.35, slow=SLOW, fast=[r + 0.1 for r in FAST])
-    assert judged(LEAD, found).verdict == BETTER
-    assert {one.verdict for one in judge_family([LEAD.compare(found, 0.7)] * 2000)} == {UNDECIDED}
+    evidence = fake_evidence(10, spread=0.35, slow=SLOW, fast=[r + 0.1 for r in FAST])
+    assert judged(LEAD, evidence).verdict == BETTER
+    assert {
+        comparison.verdict for comparison in judge_family([LEAD.compare(evidence, 0.7)] * 2000)
+    } == {UNDECIDED}
 
 
 def test_tasks_are_averaged_within_the_seed():
@@ -184,9 +186,13 @@ def test_tasks_are_averaged_within_the_seed():
 
 def test_committed_rates():
     """At most 5% of families have a wrong verdict, of every label and of any."""
-    known = json.loads((ROOT / "benchmarks/results/calibration.json").read_text())
-    assert known["alpha"] == ALPHA and known["family"] == 20 and known["experiments"] >= 1000
-    rates = [row["any"] for row in known["families"]]
+    calibration = json.loads((ROOT / "benchmarks/results/calibration.json").read_text())
+    assert (
+        calibration["alpha"] == ALPHA
+        and calibration["family"] == 20
+        and calibration["experiments"] >= 1000
+    )
+    rates = [row["any"] for row in calibration["families"]]
     assert len(rates) > 200 and max(rates) <= 0.05
 
 
@@ -196,19 +202,19 @@ def test_false_alarms(truth):
     values = np.append(np.linspace(0.90, 0.93, 12), [0.55, 0.7, 0.4])
     table = np.subtract.outer(values, values)
     pool = Pool("mixture", "direction", "a", "area", 0.04, table)
-    found = alarms(pool, 10, truth, 100)
-    assert found["any"] <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 100)
+    rates = alarms(pool, 10, truth, 100)
+    assert rates["any"] <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 100)
 
 
 def test_simulated_p_values_are_those_of_the_rules():
-    found = fake_evidence(8, spread=0.2, slow=SLOW, fast=FAST, falling=[0.0, 0.5, 0.6, 0.3])
-    runs = by_seed(found.differences("fast", "slow", "area"))
-    lost = [found.values(arm, "collapse").T for arm in ("falling", "slow")]
-    for rule, (mine,) in (
+    evidence = fake_evidence(8, spread=0.2, slow=SLOW, fast=FAST, falling=[0.0, 0.5, 0.6, 0.3])
+    runs = by_seed(evidence.differences("fast", "slow", "area"))
+    collapses = [evidence.values(arm, "collapse").T for arm in ("falling", "slow")]
+    for rule, (simulated,) in (
         (Compare("fast", "slow"), comparisons(runs[None], 0.5, "area")),
-        (Compare("slow", "slow", "collapse"), rate_comparisons(lost[1], lost[1], 0.1)),
-        (Compare("falling", "slow", "collapse"), rate_comparisons(*lost, 0.1)),
+        (Compare("slow", "slow", "collapse"), rate_comparisons(collapses[1], collapses[1], 0.1)),
+        (Compare("falling", "slow", "collapse"), rate_comparisons(*collapses, 0.1)),
     ):
-        expected = rule.compare(found, 10.0)
-        assert mine.estimate.p == pytest.approx(expected.estimate.p)
-        assert mine.outside == pytest.approx(expected.outside) or expected.outside == 1.0
+        expected = rule.compare(evidence, 10.0)
+        assert simulated.estimate.p == pytest.approx(expected.estimate.p)
+        assert simulated.outside == pytest.approx(expected.outside) or expected.outside == 1.0

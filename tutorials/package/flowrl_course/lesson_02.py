@@ -141,8 +141,8 @@ def _std_after(
     """
     std = start
     for t, s in pairwise(times):
-        one = torch.ones(1, 1)
-        v = float(_linear_velocity(one, torch.tensor([t])))
+        unit = torch.ones(1, 1)
+        v = float(_linear_velocity(unit, torch.tensor([t])))
         delta, variance = t - s, a**2 * t / (1 - t) * (t - s)
         gain = 1 - delta * v - pull * variance / (2 * t) * (1 + (1 - t) * v)
         std = math.hypot(gain * std, noise(variance))
@@ -165,7 +165,7 @@ def check_sde_ends(answer: Answer) -> None:
     times, a, count = torch.linspace(0.9, 0.0, 13).tolist(), 0.8, 40_000
     first = torch.randn(count, 2, generator=torch.Generator().manual_seed(6))
     start = float(first.std())
-    found = {}
+    stds = {}
     for correct in (True, False):
         ends = answered(
             answer(
@@ -178,66 +178,66 @@ def check_sde_ends(answer: Answer) -> None:
             not same(ends, first),
             "the points are returned unchanged: replace the dots, and assign the new points to x",
         )
-        found[correct] = float(ends.std())
-    again = answer(
+        stds[correct] = float(ends.std())
+    repeated = answer(
         _linear_velocity, first.clone(), times, a, True, torch.Generator().manual_seed(7)
     )
     expect(
-        math.isclose(float(again.std()), found[True], rel_tol=1e-6),
+        math.isclose(float(repeated.std()), stds[True], rel_tol=1e-6),
         "two calls with equal generators differ: draw the noise with torch.randn(x.shape,"
         " generator=generator)",
     )
-    right = {correct: _std_after(start, times, a, float(correct)) for correct in (True, False)}
+    expected = {correct: _std_after(start, times, a, float(correct)) for correct in (True, False)}
     expect(
-        not math.isclose(found[True], found[False], rel_tol=1e-3),
+        not math.isclose(stds[True], stds[False], rel_tol=1e-3),
         "`correct` has no effect: if it is False, the mean is that of the ODE, x - Delta v",
     )
     mistakes = {
         (
-            right[False],
-            right[True],
+            expected[False],
+            expected[True],
         ): "the two cases are swapped: the correction is left out if `correct` is False",
         (
-            right[True],
+            expected[True],
             _std_after(start, times, 0.0, 0.0),
         ): "with correct=False the noise is missing too: replace the mean only",
         (
-            right[True],
+            expected[True],
             _std_after(start, times, a, -1.0),
         ): "with correct=False the correction has the opposite sign; leave it out",
         (
-            right[True],
+            expected[True],
             _std_after(start, times, a, 2.0),
         ): "with correct=False the correction is twice as large; leave it out",
     }
-    for (one, other), message in mistakes.items():
-        near = math.isclose(found[True], one, rel_tol=0.015) and math.isclose(
-            found[False], other, rel_tol=0.015
+    for (corrected, uncorrected), message in mistakes.items():
+        near = math.isclose(stds[True], corrected, rel_tol=0.015) and math.isclose(
+            stds[False], uncorrected, rel_tol=0.015
         )
         expect(not near, message)
-    none = _std_after(start, times, a, 1.0, lambda _: 0.0)
+    noiseless = _std_after(start, times, a, 1.0, lambda _: 0.0)
     expect(
-        not math.isclose(found[True], none, rel_tol=0.01),
+        not math.isclose(stds[True], noiseless, rel_tol=0.01),
         "the noise is missing: add std times torch.randn(...)",
     )
     squared = _std_after(start, times, a, 1.0, lambda variance: variance)
     expect(
-        not math.isclose(found[True], squared, rel_tol=0.01), "the noise is multiplied by std twice"
+        not math.isclose(stds[True], squared, rel_tol=0.01), "the noise is multiplied by std twice"
     )
     early = _std_after(start, times[:2], a, 1.0)
     expect(
-        not math.isclose(found[True], early, rel_tol=0.01),
+        not math.isclose(stds[True], early, rel_tol=0.01),
         "the loop ends after one step: `return x` comes after the loop",
     )
     expect(
         not _one_draw(answer, times, a),
         "all samples get the same noise: draw noise of the shape of x",
     )
-    for correct, value in found.items():
+    for correct, value in stds.items():
         expect(
-            math.isclose(value, right[correct], rel_tol=0.01),
+            math.isclose(value, expected[correct], rel_tol=0.01),
             f"with correct={correct} the final points have a standard deviation of {value:.3f}"
-            f" instead of {right[correct]:.3f}",
+            f" instead of {expected[correct]:.3f}",
         )
 
 
@@ -308,9 +308,9 @@ def check_cps(answer: Answer) -> None:
     wanted = (1 - s) * clean + rest * noise
     got = tensor(got_mean, (7, 2), "the mean")
     close(got, wanted, "the mean is not (1-s) x0_hat + sqrt(s^2 - sigma^2) eps_hat", mistakes)
-    still = _two(answer(x, v, t, 0.0, eta))
+    final = _two(answer(x, v, t, 0.0, eta))
     expect(
-        bool(torch.isfinite(torch.as_tensor(still[0])).all()),
+        bool(torch.isfinite(torch.as_tensor(final[0])).all()),
         "at s = 0 the mean is not finite: is the root taken of a tiny negative?",
     )
 

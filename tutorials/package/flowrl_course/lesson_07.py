@@ -92,12 +92,12 @@ def check_interval(answer: Answer) -> None:
 def _differences(a: Tensor, b: Tensor) -> Tensor:
     """mean - mean of every way to split the values into groups of these sizes."""
     everything = torch.cat([a, b]).double()
-    found = []
+    differences = []
     for chosen in itertools.combinations(range(len(everything)), len(a)):
         mask = torch.zeros(len(everything), dtype=torch.bool)
         mask[list(chosen)] = True
-        found.append(everything[mask].mean() - everything[~mask].mean())
-    return torch.stack(found)
+        differences.append(everything[mask].mean() - everything[~mask].mean())
+    return torch.stack(differences)
 
 
 @check("Exercise 2")
@@ -109,8 +109,8 @@ def check_permutation(answer: Answer) -> None:
         (torch.tensor([0.40, 0.53, 0.47]), torch.tensor([0.44, 0.50, 0.55])),
     )
     for a, b in tables:
-        splits, seen = _differences(a, b), float(a.double().mean() - b.double().mean())
-        size = abs(seen)
+        splits, observed = _differences(a, b), float(a.double().mean() - b.double().mean())
+        size = abs(observed)
         got = number(answer(a, b), "p")
         expect(
             got > 0,
@@ -125,8 +125,8 @@ def check_permutation(answer: Answer) -> None:
             "this is the other tail: count the splits that differ as much or more": (
                 splits.abs() <= size + 1e-9
             ),
-            one_sided: splits >= seen - 1e-9,
-            f"{one_sided} (it was the left side)": splits <= seen + 1e-9,
+            one_sided: splits >= observed - 1e-9,
+            f"{one_sided} (it was the left side)": splits <= observed + 1e-9,
         }
         wrong = {message: float(chosen.double().mean()) for message, chosen in mistakes.items()}
         wanted = float((splits.abs() >= size - 1e-9).double().mean())
@@ -192,7 +192,7 @@ def check_tuned(answer: Answer) -> None:
         tune, report = scores[..., :tuning].mean(-1), scores[..., tuning:].mean(-1)
         everything = scores.mean(-1)
 
-        def at(choice: Tensor, values: Tensor) -> Tensor:
+        def pick(choice: Tensor, values: Tensor) -> Tensor:
             return values.gather(1, choice[:, None])[:, 0]
 
         best = tune.argmax(1)
@@ -201,13 +201,13 @@ def check_tuned(answer: Answer) -> None:
             "the setting is chosen on the reporting seeds, so luck is reported as skill; "
             "choose on the first ones": report.amax(1),
             "the setting is chosen with all seeds, the reporting ones among them; choose on "
-            "the first ones only": at(everything.argmax(1), report),
+            "the first ones only": pick(everything.argmax(1), report),
             "this reports the seeds that chose the setting: the best of several is too good. "
             "Report the others": tune.amax(1),
             "one setting for all rules favours the rule it suits; choose for each rule by itself": (
-                at(common, report)
+                pick(common, report)
             ),
-            "this reports all seeds, those that chose among them; report the others only": at(
+            "this reports all seeds, those that chose among them; report the others only": pick(
                 best, everything
             ),
             "all seeds choose and all report: choose with the first ones, report the others": (
@@ -217,7 +217,7 @@ def check_tuned(answer: Answer) -> None:
         got = tensor(answer(scores.clone(), tuning), (3,), "tuned")
         close(
             got,
-            at(best, report),
+            pick(best, report),
             "this is not each rule's own best setting, scored on the seeds left over",
             mistakes,
         )
@@ -279,12 +279,12 @@ def check_claims(answer: Mapping[str, str]) -> None:
     expect(isinstance(answer, Mapping), "write a dictionary from letters to words")
     for letter, (verdict, reason) in _CLAIMS.items():
         expect(letter in answer, f"claim {letter} has no verdict")
-        given = answered(answer[letter], f"claim {letter}")
-        expect(given in allowed, f"claim {letter}: {given!r} is none of {', '.join(allowed)}")
+        choice = answered(answer[letter], f"claim {letter}")
+        expect(choice in allowed, f"claim {letter}: {choice!r} is none of {', '.join(allowed)}")
         if verdict == OPEN:
             wrong = f"claim {letter} is about something that was not measured here: {reason}"
-        elif given == OPEN:
+        elif choice == OPEN:
             wrong = f"claim {letter} can be decided with the runs above: {reason}"
         else:
             wrong = f"claim {letter}: {reason}"
-        expect(given == verdict, wrong)
+        expect(choice == verdict, wrong)

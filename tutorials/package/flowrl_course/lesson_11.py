@@ -19,10 +19,10 @@ def _uneven() -> Tree:
     """Two trees of one prompt from which two leaves are missing, so that siblings have unequally
     many leaves behind them.
     """
-    whole = Branch({0: 2, 1: 3}).tree(3, (0, 1, 2), 12, False, torch.Generator())
+    full = Branch({0: 2, 1: 3}).tree(3, (0, 1, 2), 12, False, torch.Generator())
     visits = [
         list(enumerate(path))
-        for member, path in enumerate(whole.paths.tolist())
+        for member, path in enumerate(full.paths.tolist())
         if member not in (4, 7)
     ]
     return tree_of(visits, lambda node, unit: True)
@@ -80,10 +80,10 @@ def check_siblings(answer: Answer) -> None:
     )
     alone = torch.where(parent >= 0, parent, tree.units + torch.arange(tree.units))
     wanted = group_zscore(values, alone, clamp=None)
-    at = parent.clamp(min=0)
+    parents = parent.clamp(min=0)
     std = torch.stack([values[:, alone == family].std(1, unbiased=False) for family in alone], 1)
     count = (alone == alone[:, None]).sum(0)
-    from_parent = torch.where(parent >= 0, values - values[:, at], torch.zeros_like(values))
+    from_parent = torch.where(parent >= 0, values - values[:, parents], torch.zeros_like(values))
     mistakes = {
         "roots are compared with each other; they were not drawn from the same state, so "
         "their credit is 0": group_zscore(values, parent, clamp=None),
@@ -188,10 +188,10 @@ _SHAPES: tuple[tuple[int, dict[int, int], int], ...] = (
 
 
 def _counts(roots: int, children: dict[int, int], steps: int) -> list[int]:
-    found = [roots]
+    counts = [roots]
     for step in range(steps):
-        found.append(found[-1] * children.get(step, 1))
-    return found
+        counts.append(counts[-1] * children.get(step, 1))
+    return counts
 
 
 @check("Exercise 5")

@@ -55,30 +55,31 @@ def value_tables(count: int = 3) -> list[Tensor]:
     """Value tables [prompt, member, decision+1] whose groups differ in level and spread, as groups
     of different prompts do.
     """
-    found = []
+    tables = []
     for seed in range(count):
         generator = torch.Generator().manual_seed(40 + seed)
         level = torch.rand(4, 1, 1, generator=generator)
         spread = 0.05 + 0.3 * torch.rand(4, 1, 1, generator=generator)
         walk = torch.randn(4, 5, COUNT + 1, generator=generator).cumsum(-1)
-        found.append(level + spread * walk)
-    return found
+        tables.append(level + spread * walk)
+    return tables
 
 
 def make_rule(rule: Any) -> Any:
     """A rule from a class or an object; raises `Unsolved` if its `assign` still has the dots."""
     answered(rule, "the rule")
-    made: Any = rule() if inspect.isclass(rule) else rule
+    instance: Any = rule() if inspect.isclass(rule) else rule
     expect(
-        callable(getattr(made, "assign", None)), "the rule has no method assign(values, decisions)"
+        callable(getattr(instance, "assign", None)),
+        "the rule has no method assign(values, decisions)",
     )
     try:
         table = value_tables(1)[0]
-        found = copy.deepcopy(made).assign(table, Decisions.like(table))
+        advantages = copy.deepcopy(instance).assign(table, Decisions.like(table))
     except Exception:  # `check_contract` gives the reason
-        return made
-    answered(found, "assign")
-    return made
+        return instance
+    answered(advantages, "assign")
+    return instance
 
 
 def advantages_of(rule: Any, table: Tensor) -> Tensor:
@@ -86,8 +87,8 @@ def advantages_of(rule: Any, table: Tensor) -> Tensor:
     for another shape.
     """
     prompts, members, columns = table.shape
-    found = rule.assign(table.clone(), Decisions.like(table))
-    return tensor(found, (prompts, members, columns - 1), "the advantages")
+    advantages = rule.assign(table.clone(), Decisions.like(table))
+    return tensor(advantages, (prompts, members, columns - 1), "the advantages")
 
 
 def check_contract(rule: Any, hints: Mapping[str, str], rounding: bool = False) -> None:
@@ -121,8 +122,8 @@ def _nearly_silent(rule: Any) -> bool:
 def check_equal_values(rule: Any, message: str) -> None:
     """Raise `Unsolved` with `message` if a table of equal values gives NaN."""
     equal = torch.full((4, 5, COUNT + 1), 0.5)
-    found = copy.deepcopy(rule).assign(equal, Decisions.like(equal))
-    expect(not (isinstance(found, Tensor) and bool(found.isnan().any())), message)
+    advantages = copy.deepcopy(rule).assign(equal, Decisions.like(equal))
+    expect(not (isinstance(advantages, Tensor) and bool(advantages.isnan().any())), message)
 
 
 def check_advantages(
