@@ -270,8 +270,8 @@ class Rule:
     seeds: Annotated[int, Ge(0), Le(1000)] = 0
     """Seeds per arm and world; 0 = 20 in two dimensions and 8 elsewhere (--quick: 8 and 5)."""
     budget: Annotated[int, Ge(-1), Le(200)] = -1
-    """Runs of the search per world (0: none); -1 = 24 in two dimensions and 12 elsewhere (--quick:
-    24, none for images, and 6 elsewhere).
+    """Runs of the search per world (0: none); -1 = 72 in two dimensions and 12 elsewhere (--quick:
+    72, none for images, and 6 elsewhere).
     """
     bound: bool = False
     """Run exact credit in the 2-D world as well, if its curves are not shipped for these settings.

@@ -82,6 +82,10 @@ def _costs(lines: Sequence[Line], axis: str, iterations: Sequence[float]) -> np.
     return np.mean(costs, 0)
 
 
+def _dots(scores: Mapping[int, float]) -> tuple[list[int], list[float]]:
+    return [*scores], [*scores.values()]
+
+
 def search_figure(searches: Mapping[str, Sequence[Tried]]) -> Figure:
     """The scores of the runs of each arm's search, in order, and the chosen setting."""
     figure = Figure(figsize=(12.5, 3.4), layout="constrained")
@@ -90,12 +94,10 @@ def search_figure(searches: Mapping[str, Sequence[Tried]]) -> Figure:
         shade = METHOD_COLOURS.get(arm, OTHERS[1])
         for trial in sorted(settings, key=lambda trial: trial.chosen):
             colour = shade if trial.chosen else SOFT
-            (first, *more), scores = trial.scores.items(), [*trial.scores.values()]
-            axes.plot(*first, "o", mfc="white", mec=colour, mew=1.6)
-            if more:
-                axes.plot(*zip(*more, strict=True), "o", color=colour)
+            axes.plot(*_dots(trial.first), "o", mfc="white", mec=colour, mew=1.6)
+            axes.plot(*_dots(trial.further), "o", color=colour)
             if trial.chosen:
-                score = level(scores[1:] or scores)
+                score = level([*(trial.further or trial.first).values()])
                 axes.axhline(score, color=shade, linewidth=1.2, linestyle=":")
         axes.set_title(arm, loc="left", fontsize=10)
         axes.set_xlabel("run of the search")

@@ -352,9 +352,9 @@ def _section(page: Document, rule: str, world: World) -> None:
         caption = f"Scores of the runs of the search, {world_label(world.part.world)}"
         page.blocks.append(Image(f"{file}-search", search_figure(world.searches), caption))
         page.text(
-            f"{caption} (mean held-out reward over a short training). Open: the first seed of a"
-            " setting; filled: further seeds; coloured: the chosen setting, with the lower quartile"
-            " of its further seeds as a line."
+            f"{caption} (mean held-out reward over a short training). Open: the seeds of every"
+            " setting; filled: further seeds; coloured: the chosen setting. Its line is the lower"
+            " of mean and lower quartile of the further seeds, the number that chooses."
         )
     for arm, settings in world.searches.items():
         page.text(f"The settings that the search for {arm} tried:")
@@ -373,15 +373,17 @@ def _section(page: Document, rule: str, world: World) -> None:
 
 def _search_table(settings: Sequence[Tried]) -> Table:
     """The settings of a search with their scores."""
-    head = ("first seed", "further seeds", "lower quartile", "range", "chosen")
+    seeds = max(len(trial.first) for trial in settings)
+    first_column = "first seed" if seeds == 1 else f"mean of the first {seeds} seeds"
+    head = (first_column, "further seeds", "mean or quartile", "range", "chosen")
     rows = []
     for trial in settings:
-        first, *more = trial.scores.values()
-        cells = [str(len(more)), "-", "-"]
+        more = [*trial.further.values()]
+        cells = [f"{np.mean([*trial.first.values()]):.3f}", str(len(more)), "-", "-"]
         if more:
-            cells[1:] = [f"{level(more):.3f}", _range(more)]
+            cells[2:] = [f"{level(more):.3f}", _range(more)]
         values = [f"{value:g}" for value in trial.values.values()]
-        rows.append((*values, f"{first:.3f}", *cells, "yes" if trial.chosen else ""))
+        rows.append((*values, *cells, "yes" if trial.chosen else ""))
     return Table((*map(_words, settings[0].values), *head), rows)
 
 

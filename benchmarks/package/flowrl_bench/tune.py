@@ -3,10 +3,11 @@ every method.
 
 The search climbs on a grid (`arms.Knob`): from the start it tries the neighbours of the best point
 so far, knob by knob, and continues in a direction while the score improves, so an optimum at an
-edge extends the grid. The second half of the budget repeats points with further seeds, always the
-one that is best on average so far, until two of them have their share: a point that won by luck, or
-that collapses in some seeds, falls behind and another is repeated. Of the points with enough
-further seeds, the one whose lower quartile over these is highest is chosen. The score of a run is
+edge extends the grid. It tries 12 points at most and every point with the same seeds, of which a
+larger budget has more (`pilots`). The second half of the budget repeats points with further seeds,
+always the one that is best on average so far, until two of them have their share: a point that won
+by luck, or that collapses in some seeds, falls behind and another is repeated. Of the points with
+enough further seeds, the one whose `level` over these is highest is chosen. The score of a run is
 the mean held-out reward over training, the measure of the comparison. No result uses tuning seeds.
 """
 
@@ -30,8 +31,10 @@ from flowrl_bench.results_file import ResultsFile, make_line, require_unchanged,
 
 SEEDS = tuple(range(9000, 9100))
 """Seeds of tuning runs, first to last; no result has one of them."""
-BUDGETS = {"mixture": 24}
-"""Runs per arm by world: 12 points, and 12 further seeds, at most 6 of a point."""
+BUDGETS = {"mixture": 72}
+"""Runs per arm by world: 12 points with 3 seeds, and 36 further seeds, at most 18 of a point. One
+seed per point misses the best one and takes points that collapse in every tenth run.
+"""
 BUDGET = 12
 """Runs per arm in other worlds: 6 points, and 6 further seeds, at most 3 of a point."""
 FINALISTS = 2
@@ -51,6 +54,11 @@ def usual_budget(world: str) -> int:
     return BUDGETS.get(world, BUDGET)
 
 
+def pilots(budget: int) -> int:
+    """Seeds with which every point is tried before the best two are repeated."""
+    return max(1, budget // 24)
+
+
 def proposals(scores: Mapping[Trial, float], knobs: int, budget: int) -> Iterator[Trial]:
     """The next run of the search, from the scores of the runs so far; nothing once `budget` runs
     are scored.
@@ -59,20 +67,28 @@ def proposals(scores: Mapping[Trial, float], knobs: int, budget: int) -> Iterato
     """
     if len(scores) >= budget:
         return
-    confirming = budget // 2
-    first = {point: score for (point, seed), score in scores.items() if seed == SEEDS[0]}
-    step = _climb(first, knobs) if len(first) < budget - confirming else None
+    confirming, each = budget // 2, pilots(budget)
+    by_point = _by_point(scores)
+    for point, known in by_point.items():
+        if len(known) < each:
+            yield point, SEEDS[len(known)]
+            return
+    means = {point: float(np.mean(known[:each])) for point, known in by_point.items()}
+    step = _climb(means, knobs) if (len(means) + 1) * each <= budget - confirming else None
     if step is not None:
         yield step, SEEDS[0]
         return
-    most = max(1, confirming // FINALISTS)
-    by_point = {point: [scores[point, SEEDS[0]]] for point in first}
-    for (point, seed), score in scores.items():
-        if seed != SEEDS[0]:
-            by_point[point].append(score)
-    open_points = [p for p, known in by_point.items() if len(known) <= most] or [*by_point]
+    most = each + max(1, confirming // FINALISTS)
+    open_points = [p for p, known in by_point.items() if len(known) < most] or [*by_point]
     point = min(open_points, key=lambda point: (-float(np.mean(by_point[point])), point))
     yield point, SEEDS[len(by_point[point])]
+
+
+def _by_point(scores: Mapping[Trial, float]) -> dict[Point, list[float]]:
+    by_point: dict[Point, list[float]] = {}
+    for (point, _), score in scores.items():
+        by_point.setdefault(point, []).append(score)
+    return by_point
 
 
 def _climb(first: Mapping[Point, float], knobs: int) -> Point | None:
@@ -94,32 +110,28 @@ def _climb(first: Mapping[Point, float], knobs: int) -> Point | None:
             return None
 
 
-def further(scores: Mapping[Trial, float]) -> dict[Point, list[float]]:
-    """The scores of the points that have further seeds, without that of the first seed."""
-    found: dict[Point, list[float]] = {}
-    for (point, seed), score in scores.items():
-        if seed != SEEDS[0]:
-            found.setdefault(point, []).append(score)
-    return found
+def further(scores: Mapping[Trial, float], each: int = 1) -> dict[Point, list[float]]:
+    """The scores of the points that have further seeds, without those of the first `each`."""
+    return {p: known[each:] for p, known in _by_point(scores).items() if len(known) > each}
 
 
 def level(scores: Sequence[float]) -> float:
-    """The number by which points are compared: the lower quartile over seeds, which falls with a
-    quarter of collapsed runs as far as these fell.
+    """The number by which points are compared: the lower of mean and lower quartile over seeds. A
+    few collapsed runs lower the mean, a quarter of them the quartile as far as they fell.
     """
-    return float(np.quantile(scores, 0.25))
+    return float(min(np.mean(scores), np.quantile(scores, 0.25)))
 
 
-def best(scores: Mapping[Trial, float]) -> Point:
+def best(scores: Mapping[Trial, float], each: int = 1) -> Point:
     """Of the points with at least half as many further seeds as any other, the one whose `level` is
-    highest; without further seeds, the best point of the first seed.
+    highest; without further seeds, the point that is best on average.
 
-    The first seed selected the points, so its score would be biased upwards.
+    The first `each` seeds selected the points, so their scores would be biased upwards.
     """
-    repeated = further(scores)
+    repeated = further(scores, each)
     enough = max(map(len, repeated.values()), default=0) / 2
     levels = {point: level(known) for point, known in repeated.items() if len(known) >= enough}
-    judged = levels or {point: score for (point, _), score in scores.items()}
+    judged = levels or {p: float(np.mean(known)) for p, known in _by_point(scores).items()}
     return min(judged, key=lambda point: (-judged[point], point))
 
 
@@ -221,20 +233,20 @@ def _tune(
         config = search.config(trial)
         key = config_id(config)
         try:
-            found = measure(config, worker.stopped)
+            result = measure(config, worker.stopped)
         except (TrainingError, RewardContractError) as error:
-            found = diverged(config.iterations, str(error))
-        if found is None:
+            result = diverged(config.iterations, str(error))
+        if result is None:
             return False
         require_unchanged(config, key, made["code"])
-        scores[trial] = score_of(found, search.form)
+        scores[trial] = score_of(result, search.form)
         head = {
             "arm": search.arm.name,
             "world": search.world,
             "point": trial[0],
             "values": search.values(trial[0]),
         }
-        line = {**head, "score": scores[trial], **make_line(config, found, command, key, made)}
+        line = {**head, "score": scores[trial], **make_line(config, result, command, key, made)}
         worker.send(line)
     return True
 
@@ -287,27 +299,34 @@ def tune(
 def chosen(search: Search, lines: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
     """The values that the search found; None while runs are missing."""
     scores = search.scores(lines)
-    return search.values(best(scores)) if len(scores) == search.budget else None
+    winner = best(scores, pilots(search.budget))
+    return search.values(winner) if len(scores) == search.budget else None
 
 
 @dataclass(frozen=True)
 class Tried:
     """Settings that a search tried: their `values`, the score of each run by its place in the
-    search, that of the first seed first, and whether the search chose them.
+    search, those of the seeds of all points (`first`) and of further ones, and whether the search
+    chose them.
     """
 
     values: Mapping[str, float]
-    scores: Mapping[int, float]
+    first: Mapping[int, float]
+    further: Mapping[int, float]
     chosen: bool
 
 
 def tried(search: Search, lines: Sequence[Mapping[str, Any]]) -> list[Tried]:
     """The settings that a search has tried, in order."""
-    scores, found = search.scores(lines), dict[Point, dict[int, float]]()
+    scores, each = search.scores(lines), pilots(search.budget)
+    places: dict[Point, list[tuple[int, float]]] = {}
     for place, ((point, _), score) in enumerate(scores.items(), 1):
-        found.setdefault(point, {})[place] = score
-    winner = best(scores) if scores else None
-    return [Tried(search.values(p), known, p == winner) for p, known in found.items()]
+        places.setdefault(point, []).append((place, score))
+    winner = best(scores, each) if scores else None
+    return [
+        Tried(search.values(p), dict(known[:each]), dict(known[each:]), p == winner)
+        for p, known in places.items()
+    ]
 
 
 def choices(searches: Sequence[Search], path: Path) -> str:
@@ -323,10 +342,12 @@ def choices(searches: Sequence[Search], path: Path) -> str:
                 f"{place}: {search.budget - len(scores)} of {search.budget} runs are missing"
             )
             continue
-        mine = further(scores).get(best(scores)) or [max(scores.values())]
-        found = ", ".join(f"{name} {value:g}" for name, value in values.items())
-        range_ = f"{np.mean(mine):.3f} ({min(mine):.3f} to {max(mine):.3f}, {len(mine)} seeds)"
-        texts.append(f"{place}: {found}; mean reward over training {range_}")
+        each = pilots(search.budget)
+        repeated = further(scores, each).get(best(scores, each)) or [max(scores.values())]
+        settings = ", ".join(f"{name} {value:g}" for name, value in values.items())
+        spread = f"{min(repeated):.3f} to {max(repeated):.3f}, {len(repeated)} seeds"
+        reward = f"mean reward over training {np.mean(repeated):.3f} ({spread})"
+        texts.append(f"{place}: {settings}; {reward}")
     return "\n".join(texts)
 
 
