@@ -57,7 +57,8 @@ def test_by_hand():
     v, r = torch.tensor([-1.0, 0.0, 1.0]), torch.tensor([-2.0, 1.0, 1.0])
     for gain_weight, weight in ((None, 0.75), (0.5, 0.5)):
         raw = torch.stack([weight * v + (1 - weight) * r, r - v], -1)
-        assert_close(calibrated_gains(values, gain_weight)[0], raw)
+        for unit in (1.0, 0.1):
+            assert_close(calibrated_gains(unit * values, gain_weight)[0], unit * raw)
         rule = CalibratedGain(gain_weight=gain_weight)
         first, second = rule.assign(equal, Decisions.like(equal))
         assert_close(first, raw / (raw.std(correction=0) + 1e-4))
@@ -93,6 +94,7 @@ def test_the_shrinkage_of_a_group_does_not_depend_on_its_own_rewards():
     first, second = (calibrated_gains(table, 0.0, cross_fit=True) for table in (values, other))
     r = values[..., -1:] - values[..., -1:].mean(1, keepdim=True)
     assert_close((second - first)[0], r[0].expand(-1, STEPS))
+    assert_close(calibrated_gains(values[:1], cross_fit=True), r[:1].expand(-1, -1, STEPS))
     first, second = (calibrated_gains(table, 0.0) for table in (values, other))
     assert not torch.allclose((second - first)[0], r[0].expand(-1, STEPS))
 
@@ -104,6 +106,6 @@ def test_the_correlation_with_the_true_advantages():
     states, steps = walk(2000, 12)
     table = calibrated_gains(states)
     pairs = zip(table.flatten(0, 1).T, steps.flatten(0, 1).T, strict=True)
-    found = torch.stack([torch.corrcoef(torch.stack(pair))[0, 1] for pair in pairs])
-    expected = found.new_tensor([0.53, 0.69, 0.87, 0.98, 1.0])
-    assert_close(found, expected * (11 / 12) ** 0.5, atol=0.015, rtol=0)
+    correlation = torch.stack([torch.corrcoef(torch.stack(pair))[0, 1] for pair in pairs])
+    expected = correlation.new_tensor([0.53, 0.69, 0.87, 0.98, 1.0])
+    assert_close(correlation, expected * (11 / 12) ** 0.5, atol=0.015, rtol=0)

@@ -381,7 +381,7 @@ def test_columns_that_a_rule_reads():
     ):
         columns = read_columns(rule, torch.tensor([False, False, True, False]))
         assert columns.nonzero().flatten().tolist() == expected
-        assert not read_columns(rule, torch.zeros(4).bool()).any()
+        assert not read_columns(rule, torch.zeros(2, 3, 4).bool()).any()
     values = table(0, members=2)
     assert torch.equal(probed(values, Completion()), values)
     last = read_columns(TurningPoint(), torch.arange(5) == 4)

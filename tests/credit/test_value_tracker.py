@@ -112,6 +112,7 @@ def test_prompts_are_told_apart_by_text_in_any_order():
         credit(rule, second, [FOX, CAR]), credit(other, second[::-1], [CAR, FOX]).flip(0)
     )
     assert tracked(rule, FOX) == tracked(other, FOX) and tracked(rule, CAR) == tracked(other, CAR)
+    assert torch.tensor([text_key(str(number)) for number in range(9)]).min() < 0  # fits int64
 
 
 def test_members_outside_the_mask_are_not_remembered():

@@ -238,6 +238,15 @@ def test_the_copies_of_the_weights_and_the_reference_that_a_loss_needs(
     assert (loss.copies, loss.needs_reference) == (copies, needs_reference)
 
 
+@pytest.mark.parametrize("loss", [DiffusionNFT(), AWM(), dgpo()])
+def test_a_row_of_weight_0_may_hold_anything(loss):
+    batch = batch_of(13)
+    batch.weight[0] = 0.0
+    spoiled = replace(batch, target=batch.target.clone())
+    spoiled.target[0] = torch.nan
+    close(gradient(loss, spoiled), gradient(loss, batch))
+
+
 def test_unit_means_by_hand():
     values, weight = torch.tensor([1.0, 2.0, 4.0, float("nan"), 10.0]), torch.ones(5)
     weight[3] = 0.0

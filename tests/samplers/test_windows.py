@@ -1,5 +1,7 @@
 """Fixed, random and sliding windows, and the steps of them that are trained."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -50,12 +52,14 @@ def test_a_random_window_is_reproducible_and_covers_every_place():
     """100 draws over 4 places miss one of them with probability below 1e-11."""
     window = RandomWindow(size=3, low=1, high=7)
 
-    def drawn():
+    def drawn(window):
         generator = torch.Generator().manual_seed(0)
-        return [list(window.steps(8, generator)) for _ in range(100)]
+        return [tuple(window.steps(8, generator)) for _ in range(100)]
 
-    assert {tuple(steps) for steps in drawn()} == {(1, 2, 3), (2, 3, 4), (3, 4, 5), (4, 5, 6)}
-    assert drawn() == drawn() and steps_of(RandomWindow(10)) == list(range(10))
+    assert {*drawn(window)} == {(1, 2, 3), (2, 3, 4), (3, 4, 5), (4, 5, 6)}
+    for geometric in (None, 0.5):
+        assert len({str(drawn(replace(window, geometric=geometric))) for _ in range(2)}) == 1
+    assert steps_of(RandomWindow(10)) == list(range(10))
     for iteration in (1, 50):
         assert steps_of(window, iteration=iteration, seed=7) == steps_of(window, seed=7)
 
