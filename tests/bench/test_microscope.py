@@ -3,22 +3,19 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from bench_lines import rule_file
 from flowrl_bench import microscope
 from flowrl_bench.ceilings import LEVELS, ceiling, with_values
 from flowrl_bench.continuations import Look, true_advantages
 from flowrl_bench.exact import exact_advantages
 from flowrl_bench.microscope import Cell, Size, cells, check_rules, run_of, session
 from flowrl_bench.microscope_numbers import jackknife, row_of
-from flowrl_bench.microscope_study import Study, read_lines
+from flowrl_bench.microscope_study import Study
 from flowrl_bench.true_advantage import compare_credit, credit_sums
 
-from flowrl.cli.main import main
 from flowrl.core.errors import ConfigError, CreditError, FlowrlError
 from flowrl.parts.registry import build
 from flowrl.rewards import NoisyReward
@@ -173,22 +170,3 @@ def test_the_jackknife_of_a_mean_is_its_t_interval():
     assert interval.value == pytest.approx(
         np.mean(values)
     ) and interval.high - interval.value == pytest.approx(reach, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_results_and_page_go_where_the_options_say(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(microscope, "QUICK", {"mixture": SMALL, "shapes": SMALL})
-    monkeypatch.setattr(microscope, "RULES", GAINS)
-    mine, results = rule_file(tmp_path / "v1.py"), Path("results/m.jsonl")
-    command = f"bench microscope --quick --world mixture --looks 1 --workers 1 --out {results}"
-    command = [*command.split(), "--page", "docs", "--rules", f"{mine}:Mine"]
-    assert main(command) == 0
-    count = len(list(cells("mixture", 0)))
-    assert f"{count} of {count} cells to measure in results/m.jsonl" in capsys.readouterr().out
-    line, made = read_lines(results)[0], results.read_bytes()
-    assert {row["rule"] for row in line["rows"]} == {*GAINS, "Mine"}
-    page = Path("docs/microscope.md").read_text()
-    assert "| Mine |" in page and line["commit"] in page
-    assert main(command) == 0
-    assert "cells to measure" not in capsys.readouterr().out and results.read_bytes() == made

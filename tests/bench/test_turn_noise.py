@@ -1,4 +1,4 @@
-"""Turning points under reward noise: closed forms, the Gaussian orthant, Monte Carlo, limits, and
+"""Turning points under reward noise: closed forms, Monte Carlo, limits, and
 the criterion that uses them.
 
 Monte Carlo comparisons have fixed seeds; had they not, each test would fail by chance with a
@@ -9,19 +9,17 @@ inequality).
 import math
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from flowrl_bench.rules import likely_turns
-from flowrl_bench.turn_noise import expected_calls, order_moments, turn_orders, turn_probability
+from flowrl_bench.turn_noise import expected_calls, turn_probability
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import multivariate_normal, norm
+from scipy.stats import norm
 
 from flowrl.credit import process_rewards, turning_points
 
 FALSE_ALARM = 1e-3
-ORDERS = sorted({order for key in np.ndindex(2, 2, 2, 2) for order in turn_orders(*map(bool, key))})
 DEFINITIONS = [
     (consistent, first_step) for consistent in (True, False) for first_step in (True, False)
 ]
@@ -36,30 +34,6 @@ def table(seed, count=6, prompts=2, members=3):
 
 def close(actual, expected, atol):
     torch.testing.assert_close(actual.double(), expected.double(), atol=atol, rtol=0)
-
-
-# Probabilities of orders
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_orders_have_the_probability_of_the_orthant_of_their_differences(order):
-    """scipy integrates the correlated differences with an absolute error of 1e-5."""
-    rng = np.random.default_rng(len(order))
-    relations = [relation.split("<") for relation in order.split()]
-    letters = sorted({letter for relation in relations for letter in relation})
-    difference = np.array(
-        [[(letter == high) - (letter == low) for letter in letters] for low, high in relations],
-        float,
-    )
-    means = rng.normal(0, 1.5, (8, len(letters)))
-    columns = map(torch.from_numpy, means.T.copy())
-    probabilities = order_moments(dict(zip(letters, columns, strict=True)), [order])[0]
-    covariance = difference @ difference.T
-    expected = [
-        multivariate_normal(-difference @ mean, covariance).cdf(np.zeros(len(relations)))
-        for mean in means
-    ]
-    close(probabilities, torch.tensor(expected, dtype=torch.float64), 5e-5)
 
 
 # Expected calls

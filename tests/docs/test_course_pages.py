@@ -31,8 +31,3 @@ def test_colab_and_binder_open_repositories_on_github(address, opened):
     for link, site in ((colab, "colab"), (binder, "binder")):
         assert f"(https://{link})" in links if opened else site not in links.lower()
     assert opened or "student/01_a.ipynb" in links
-
-
-def test_alternative_texts_are_the_sentence_that_announces_the_figure():
-    text = "First. The *figure* has two groups. Last."
-    assert course_pages.alternative(text, "Two") == "Figure: The figure has two groups. (Two)"
