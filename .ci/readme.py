@@ -62,7 +62,7 @@ def blocks(text: str) -> list[Block]:
     """The bash and Python blocks of a page. Raises `ValueError` for a marker that cannot be read or
     stands elsewhere.
     """
-    found = []
+    code_blocks = []
     for above, language, body in BLOCK.findall(text):
         markers = MARKER.findall(above)
         if len(markers) != above.count("<!-- ci:") or len(markers) > 1:
@@ -72,24 +72,24 @@ def blocks(text: str) -> list[Block]:
             )
         marker, _, reason = markers[0] if markers else ("", "", "")
         if language in ("bash", "python"):
-            found.append(Block(language, body, marker, reason))
+            code_blocks.append(Block(language, body, marker, reason))
         elif marker:
             raise ValueError(f"a marker above a block that CI does not run: {above}")
-    marked = [block for block in found if block.marker]
+    marked = [block for block in code_blocks if block.marker]
     if len(marked) != text.count("<!-- ci:"):
         raise ValueError("a marker `<!-- ci:` does not stand directly above a code block")
     if len(marked) > MOST_MARKERS:
         raise ValueError(
             f"{len(marked)} blocks are reduced or skipped; at most {MOST_MARKERS} are allowed"
         )
-    return found
+    return code_blocks
 
 
-def describe(found: list[Block]) -> str:
+def describe(code_blocks: list[Block]) -> str:
     """What is skipped or reduced, with the reasons."""
     lines = [
         f"  {command}\n    {block.marker}: {block.reason}"
-        for block in found
+        for block in code_blocks
         if block.marker
         for command in (block.all_commands if block.marker == "skip" else block.commands[-1:])
     ]
@@ -121,16 +121,16 @@ def run(command: str, folder: Path, environment: Path) -> float:
 
 def main() -> None:
     """Run all blocks, or list them."""
-    found = blocks((ROOT / "README.md").read_text())
-    print(describe(found), flush=True)
+    code_blocks = blocks((ROOT / "README.md").read_text())
+    print(describe(code_blocks), flush=True)
     if sys.argv[1:] == ["--list"]:
-        print("\n".join(command for block in found for command in block.commands))
+        print("\n".join(command for block in code_blocks for command in block.commands))
         return
     work = Path(sys.argv[1]).resolve()
     clone, environments = work / "clone", 0
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     seconds: dict[str, float] = {}
-    for command in (command for block in found for command in block.commands):
+    for command in (command for block in code_blocks for command in block.commands):
         if "pip install" in command:
             environments += 1
             subprocess.run(

@@ -187,9 +187,9 @@ def counted() -> dict[str, dict[str, int]]:
 
 
 if __name__ == "__main__":
-    found = counted()
-    write_json(RESULTS, found)
-    for model, row in found.items():
+    by_model = counted()
+    write_json(RESULTS, by_model)
+    for model, row in by_model.items():
         update = f"{row['gradient'] / row['forward']:.3f}" if "gradient" in row else "-"
         print(
             f"{model:42s} update {update:>6s}  " + "  ".join(f"{k} {v:,}" for k, v in row.items())

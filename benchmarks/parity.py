@@ -127,13 +127,13 @@ def flow_grpo(recording: Recording) -> dict[str, Any]:
     """The settings that are Flow-GRPO's published code, in addition to those that are read from the
     recording.
     """
-    whole = recording.meta["case"]["config"]["sample"]["global_std"]
+    global_std = recording.meta["case"]["config"]["sample"]["global_std"]
     return {
         "method": "flow-grpo",
         "sampler": "flow-sde",
         "window": ":",
         "trained_steps": ":-1",
-        "credit": f"uniform(std={'batch' if whole else 'group'})",
+        "credit": f"uniform(std={'batch' if global_std else 'group'})",
         "loss": "clipped(kl=without_delta)",
         "guidance_gradient": "prompt",
     }

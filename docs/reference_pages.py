@@ -81,8 +81,8 @@ def modules_of(name: str) -> list[ModuleType]:
     room = importlib.import_module(module_name(name))
     if not hasattr(room, "__path__"):
         return [room]
-    found = pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
-    inside = [importlib.import_module(module.name) for module in found if "._" not in module.name]
+    names = pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
+    inside = [importlib.import_module(module.name) for module in names if "._" not in module.name]
     return [
         room,
         *(

@@ -67,11 +67,11 @@ def read_bytes(path: Path | str, limit: int | None = LARGEST) -> bytes:
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"{path} is no regular file, but a pipe, a device or a folder")
-        if limit is not None and found.st_size > limit:
-            raise ConfigError(f"{path} has {found.st_size:,} bytes; allowed: {limit:,}")
+        if limit is not None and status.st_size > limit:
+            raise ConfigError(f"{path} has {status.st_size:,} bytes; allowed: {limit:,}")
         with open(descriptor, "rb", closefd=False) as file:
             return file.read()
     finally:

@@ -53,17 +53,17 @@ Notebook = nbformat.NotebookNode
 
 def sources(only: list[str]) -> list[Path]:
     """Source files, all or those whose name starts with one of `only`."""
-    found = [
+    chosen = [
         p
         for p in sorted((HERE / "source").glob("[0-9][0-9]_*.py"))
         if not only or p.name.startswith(tuple(only))
     ]
-    if not found:
+    if not chosen:
         raise SystemExit(
             f"no lesson starts with {', '.join(only)}; there are"
             f" {[p.name for p in (HERE / 'source').glob('*.py')]}"
         )
-    return found
+    return chosen
 
 
 def role(cell: Notebook) -> str | None:
@@ -312,10 +312,10 @@ def unexpected(name: str, notebook: Notebook, expected: list[str | None]) -> lis
         for cell, text in zip(notebook.cells, expected, strict=True)
         if text is not None
     ]
-    found = [(cell, differs(text, text_of(cell))) for cell, text in pairs]
+    differing = [(cell, differs(text, text_of(cell))) for cell, text in pairs]
     return [
         f"{name}, cell {cell.id}: unexpected output: {problem}"
-        for cell, problem in found
+        for cell, problem in differing
         if problem
     ]
 
@@ -329,13 +329,13 @@ def stale(stored: Path, fresh: Notebook, expected: list[str | None]) -> list[str
     old = nbformat.read(stored, as_version=4)
     if [c.source for c in old.cells] != [c.source for c in fresh.cells]:
         return [f"{stored.name} was not built from the present source"]
-    found = unexpected(f"{stored.name} as stored", old, expected)
+    outdated = unexpected(f"{stored.name} as stored", old, expected)
     for before, after, text in zip(old.cells, fresh.cells, expected, strict=True):
         if text is None and "varies" not in before.metadata.get("tags", []):
             problem = differs(text_of(before), text_of(after))
             if problem:
-                found.append(f"{stored.name}, cell {before.id}: output is stale: {problem}")
-    return found
+                outdated.append(f"{stored.name}, cell {before.id}: output is stale: {problem}")
+    return outdated
 
 
 def write_beginnings(source: Path) -> None:

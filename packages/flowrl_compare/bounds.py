@@ -44,8 +44,8 @@ WITHOUT_EFFECT = (
 
 def bound_settings(world: str) -> dict[str, Any]:
     """The settings of `ARM`: those tuned for exact values in the world, if it has any."""
-    found = tuned().get(world, {}).get("true advantages", {"settings": {}})["settings"]
-    return {**found, "credit": CREDIT}
+    chosen = tuned().get(world, {}).get("true advantages", {"settings": {}})["settings"]
+    return {**chosen, "credit": CREDIT}
 
 
 @dataclass(frozen=True)

@@ -148,11 +148,11 @@ class Compare:
         base, usual = self.base, self.base.flat()
         chosen = changes(self.run, base)
         run = with_options(self.preset, base, chosen, self.trust)
-        own = [method_arms(self.methods), *map(parse_arm, self.arm)]
+        in_options = [method_arms(self.methods), *map(parse_arm, self.arm)]
         rules = credit_arms(self.credit)
         file = load_arms(self.arms, self.trust) if self.arms else {}
-        given = together(*own, file, rules)
-        typed = [words(settings) for settings in together(*own, rules).values()]
+        given = together(*in_options, file, rules)
+        typed = [words(settings) for settings in together(*in_options, rules).values()]
         run = run.with_file(None if self.trust else self.arms).in_own_words(*chain(*typed))
         usual_run = self.preset == "default" and base.environment.world in tuned()
         if self.settings == "tuned" or (self.settings is None and usual_run):

@@ -161,13 +161,13 @@ class Evaluate:
             def show(side: str, done: int, total: int) -> None:
                 bars.update(tasks[side], completed=done, total=total)
 
-            found = compare_weights(policy, load, prompts, rewards, how, facts, show)
-            write_evaluation(found, out, self.html)
+            evaluation = compare_weights(policy, load, prompts, rewards, how, facts, show)
+            write_evaluation(evaluation, out, self.html)
         of_run = not self.model and out == self.weights / "evaluation"
         if of_run and (self.weights / "README.md").exists():
             write_card(self.weights)
         page = f" and {out}/report.html" if self.html else ""
-        print(f"{table(found)}\nWrote {out}/evaluation.json and {out}/grid.png{page}")
+        print(f"{table(evaluation)}\nWrote {out}/evaluation.json and {out}/grid.png{page}")
         return 0
 
     def settings(self) -> "RunConfig":
@@ -193,8 +193,8 @@ class Evaluate:
             allowed = "the folder of a run; for a LoRA or a transformer give its --model too"
             file = config_of("weights", self.weights, allowed)
             # the run's own reward, which is not built if another is given, may need consent
-            own = {"reward": self.reward[0]} if self.reward else {}
-            config = load_config(file, self.trust).in_own_words(*self.reward, **own).allowed()
+            option = {"reward": self.reward[0]} if self.reward else {}
+            config = load_config(file, self.trust).in_own_words(*self.reward, **option).allowed()
             read = changes.keys() - {"eval_steps", "reward"}
             require_read(config.replace(**{name: changes[name] for name in read}), read)
         is_cuda = bool(config.policy.model) and torch.cuda.is_available()
@@ -292,8 +292,8 @@ class Sample:
         images, scores = [], []
         for batch in sample_images(policy, repeated, noise, self.num_steps, max_batch=most):
             images.append(stills(batch.images).cpu())
-            found = score(reward, batch.images, batch.prompts, invalid=False)
-            scores.append(found.total.cpu())
+            result = score(reward, batch.images, batch.prompts, invalid=False)
+            scores.append(result.total.cpu())
         shape = (len(prompts), self.count)
         cells, values = torch.cat(images).unflatten(0, shape), torch.cat(scores).view(shape)
         save(image_grid(cells, values, [prompt.text for prompt in prompts]), self.out)

@@ -38,9 +38,9 @@ def run(world="model", **policy):
     ],
 )
 def test_the_parts_by_hand(config, parts):
-    found = prices_of(config).parts(COUNTS)
-    assert tuple(vars(found).values()) == pytest.approx(parts)
-    assert found.total == pytest.approx(sum(parts))
+    prices = prices_of(config).parts(COUNTS)
+    assert tuple(vars(prices).values()) == pytest.approx(parts)
+    assert prices.total == pytest.approx(sum(parts))
     # older records have neither probes, gradients nor decodes apart
     older = {name: COUNTS[name] for name in ("nfe", "train_nfe", "reward_calls")}
     assert Prices("", decode=1.0).parts(older).total == 50 + 3 * 30 + 4
@@ -51,10 +51,10 @@ def test_prices_of_other_worlds_are_measured():
         {"iteration": i, "nfe": 10, "reward_calls": 5, "phases": {"rollout": 2.0, "reward": 0.5}}
         for i in (1, 2)
     ]
-    found = measured_prices(rows, passes=2)
-    assert found.reward == pytest.approx((0.5 / 5) / (2.0 / 20))
-    assert prices_of(run(), found).reward == found.reward
-    assert prices_of(run("mixture"), found).reward == 0 and measured_prices(rows[:1]) is None
+    prices = measured_prices(rows, passes=2)
+    assert prices.reward == pytest.approx((0.5 / 5) / (2.0 / 20))
+    assert prices_of(run(), prices).reward == prices.reward
+    assert prices_of(run("mixture"), prices).reward == 0 and measured_prices(rows[:1]) is None
 
 
 @pytest.mark.parametrize("world", WORLDS)

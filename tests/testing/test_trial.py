@@ -27,8 +27,8 @@ class Ascent(ClippedLoss):
 
 class Biased(FlowSDE):
     def transition(self, latent, velocity, schedule, step):
-        found = super().transition(latent, velocity, schedule, step)
-        return Gaussian(found.mean + 0.05, found.std)
+        gaussian = super().transition(latent, velocity, schedule, step)
+        return Gaussian(gaussian.mean + 0.05, gaussian.std)
 
 class Upside(Uniform):
     def assign(self, values, decisions):
@@ -46,8 +46,8 @@ class Drawn(FixedWindow):
 
 class Careless(Completion):
     def estimate(self, run):
-        found = super().estimate(run)
-        return {node: latents + latents.mean(0) for node, latents in found.items()}
+        estimates = super().estimate(run)
+        return {node: latents + latents.mean(0) for node, latents in estimates.items()}
 
 class Unmasked(Uniform):
     def assign(self, values, decisions):

@@ -43,8 +43,8 @@ DEFINITIONS = (
 MAIN_TEXT = (
     "Every arm has the learning rate, clip and noise level that a search of equal size found for"
     " it. *Larger groups*: uniform credit in groups of 29 (2-D world) and 25 (images), whose"
-    " updates cost as many forward equivalents as those of turning points; their search and runs are to"
-    " be made."
+    " updates cost as many forward equivalents as those of turning points; their search and runs are"
+    " to be made."
     " [larger-groups-earlier](claims/details.md#larger-groups-earlier) has the runs of an earlier"
     " definition. The worst seed is by mean reward over training. The clip that the search found"
     " for uniform credit collapses in some seeds; [narrower-clip](claims/details.md#narrower-clip)"

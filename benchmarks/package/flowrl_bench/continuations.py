@@ -133,19 +133,19 @@ def continuation_rewards(
     prompts = [prompt for prompt in setting.prompts for _ in range(groups.members)]
     owners = [prompt for prompt in prompts for _ in range(continuations)]
     walk, steps = walk_of(setting, groups, seed, usage, max_batch), path.tree.drawn_steps
-    found = torch.zeros(len(rewards), groups.samples, len(steps) + 1, continuations)
+    scores = torch.zeros(len(rewards), groups.samples, len(steps) + 1, continuations)
     with policy.frozen(), torch.no_grad():
         images = policy.decode(path.images_latent)
-        found[:, :, -1] = torch.stack([score(reward, images, prompts).total for reward in rewards])[
-            ..., None
-        ]
+        scores[:, :, -1] = torch.stack(
+            [score(reward, images, prompts).total for reward in rewards]
+        )[..., None]
         for column, step in reversed(list(enumerate(steps))):
             images = policy.decode(
                 walk.continued(path.at(step), step, continuations, walk.generator)
             )
             for row, reward in enumerate(rewards):
-                found[row, :, column] = score(reward, images, owners).total.view(-1, continuations)
-    return found
+                scores[row, :, column] = score(reward, images, owners).total.view(-1, continuations)
+    return scores
 
 
 def from_continuations(

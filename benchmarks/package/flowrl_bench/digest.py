@@ -109,11 +109,11 @@ def golden_run() -> tuple[float, ...]:
     """Final score and evaluation counts of every method's golden run; about five seconds."""
     numbers: list[float] = []
     for method in METHODS:
-        found = measure(
+        result = measure(
             preset("default").apply(**{**MEASURED.get(method, {}), **GOLDEN, "method": method})
         )
-        assert found is not None
-        row = dict(zip(CURVE, found["curve"][-1], strict=True))
+        assert result is not None
+        row = dict(zip(CURVE, result["curve"][-1], strict=True))
         numbers += [round(float(row[name]), 6) for name in GOLDEN_COLUMNS]
     return tuple(numbers)
 
@@ -127,8 +127,8 @@ def same_golden(one: Sequence[float], other: Sequence[float]) -> bool:
         for a, b in zip(one, other, strict=False)
     )
     count = len(GOLDEN_COLUMNS)
-    whole = len(one) > 0 and len(other) > 0 and len(one) % count == len(other) % count == 0
-    return whole and all(close)
+    aligned = len(one) > 0 and len(other) > 0 and len(one) % count == len(other) % count == 0
+    return aligned and all(close)
 
 
 def config_id(config: RunConfig) -> str:

@@ -290,8 +290,8 @@ class HeadroomStudy:
     def values(self) -> dict[tuple[str, str], dict[str, float]]:
         """The values that the finished searches have chosen, by task and arm."""
         lines = self.tuning.unchecked()
-        found = {key: chosen(search, lines) for key, search in self.searches.items()}
-        return {key: values for key, values in found.items() if values is not None}
+        by_search = {key: chosen(search, lines) for key, search in self.searches.items()}
+        return {key: values for key, values in by_search.items() if values is not None}
 
     def runs(self) -> Iterator[tuple[tuple[str, str, int], RunConfig]]:
         """The runs on fresh seeds, by task, arm and seed, of finished searches."""
@@ -327,15 +327,15 @@ class HeadroomStudy:
 
     def rows(self) -> list[Row]:
         """The results of the tasks of which two or more seeds are complete."""
-        lines, values, found = self.results.read(), self.values(), list[Row]()
+        lines, values, complete = self.results.read(), self.values(), list[Row]()
         runs = {key: lines.get(config_id(run)) for key, run in self.runs()}
         for name, task in self.tasks.items():
             arms = task.arms(self.size)
             pairs = list(_pairs(name, arms, runs))
             if len(pairs) >= 2:
                 at = {arm: values[name, arm] for arm in arms}
-                found.append(row_of(name, task, pairs, at))
-        return found
+                complete.append(row_of(name, task, pairs, at))
+        return complete
 
 
 def same(arms: Mapping[str, Arm], arm: Arm) -> bool:

@@ -65,10 +65,10 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def _numbers(row: Row) -> list[float]:
-    found = row.headroom
+    lead = row.headroom
     return [
         *(row.uniform, row.oracle, row.start, row.best, row.margin),
-        *(found.value, found.low, found.high),
+        *(lead.value, lead.low, lead.high),
     ]
 
 
@@ -92,16 +92,16 @@ def methods(rows: Sequence[Row]) -> Table:
         [
             row.name,
             arm,
-            f"{found.mean:.3f}",
-            "-" if arm == "uniform" else found.lead.text(sign=True),
-            f"{found.final:.3f}",
-            "-" if arm == "uniform" else found.final_lead.text(sign=True),
-            f"{found.collapses} of {row.seeds}",
-            f"{found.cost:.2f}",
+            f"{result.mean:.3f}",
+            "-" if arm == "uniform" else result.lead.text(sign=True),
+            f"{result.final:.3f}",
+            "-" if arm == "uniform" else result.final_lead.text(sign=True),
+            f"{result.collapses} of {row.seeds}",
+            f"{result.cost:.2f}",
         ]
         for row in rows
         if len(row.arms) > 2
-        for arm, found in row.arms.items()
+        for arm, result in row.arms.items()
     ]
     return Table(head, cells)
 

@@ -247,11 +247,11 @@ def observe_run(worker: Worker | None, config: RunConfig) -> dict[str, Any]:
 
 def peak_memory(config: RunConfig) -> float:
     """Peak resident memory in MiB of the first two iterations of a run, in a process of its own."""
-    found: dict[str, float] = {}
+    peaks: dict[str, float] = {}
     run_jobs(
-        _peak, {"run": (config.replace(iterations=2, eval_every=2),)}, 1, finished=found.__setitem__
+        _peak, {"run": (config.replace(iterations=2, eval_every=2),)}, 1, finished=peaks.__setitem__
     )
-    return found["run"]
+    return peaks["run"]
 
 
 def _peak(worker: Worker, config: RunConfig) -> float:

@@ -175,8 +175,8 @@ def _moments(sums: Tensor) -> _Moments:
 
 
 def _raw(m: _Moments) -> Tensor:
-    found = m.covariance / (m.variance_a * m.variance_t).clamp(min=1e-60).sqrt()
-    return torch.where(m.variance_a > 0, found, torch.zeros_like(m.count))
+    raw = m.covariance / (m.variance_a * m.variance_t).clamp(min=1e-60).sqrt()
+    return torch.where(m.variance_a > 0, raw, torch.zeros_like(m.count))
 
 
 def _corrected(m: _Moments) -> Tensor:

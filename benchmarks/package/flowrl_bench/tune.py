@@ -100,12 +100,14 @@ def _climb(first: Mapping[Point, float], knobs: int) -> Point | None:
         start = here
         for knob, sign in itertools.product(range(knobs), (1, -1)):
             for _ in range(STRIDE):
-                there = tuple(level + sign * (place == knob) for place, level in enumerate(here))
-                if there not in first:
-                    return there
-                if first[there] <= first[here]:
+                neighbour = tuple(
+                    level + sign * (place == knob) for place, level in enumerate(here)
+                )
+                if neighbour not in first:
+                    return neighbour
+                if first[neighbour] <= first[here]:
                     break
-                here = there
+                here = neighbour
         if here == start:
             return None
 
@@ -361,8 +363,8 @@ def save(searches: Sequence[Search], log: Path, path: Path) -> None:
         read_json(path, dict[str, dict[str, Any]]) if path.exists() else {}
     )
     for search in searches:
-        found = chosen(search, lines)
-        if found is not None:
-            entry = tuned_entry(search.arm, search.world, found)
+        winner = chosen(search, lines)
+        if winner is not None:
+            entry = tuned_entry(search.arm, search.world, winner)
             values.setdefault(search.world, {})[search.arm.name] = entry
     write_json(path, values)

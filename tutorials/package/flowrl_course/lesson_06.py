@@ -229,16 +229,16 @@ def check_consistent(answer: Answer) -> None:
     def first(turns: Tensor, mark: Tensor) -> Tensor:
         return torch.cat([mark[..., :1], turns[..., 1:]], dim=-1)
 
-    own = step * reward_to_go(values).sign() > 0
+    local = step * reward_to_go(values).sign() > 0
     mistakes = {
         "the first decision is missing: it counts where d_0 (R - R_1) > 0": plain & agrees,
         "the first decision follows the plain rule here, d_0 Δ > 0; the consistent one "
         "requires d_0 (R - R_1) > 0": first(plain & agrees, step * trend > 0),
         "R - R_k contains the decision's own gain; what comes after decision k is R - R_{k+1}": (
-            first(plain & own, own)
+            first(plain & local, local)
         ),
         "R - R_k contains the decision's own gain; what comes after it is R - R_{k+1} (the "
-        "first decision is right)": first(plain & own, agrees),
+        "first decision is right)": first(plain & local, agrees),
         "consistency is not required: these are the plain turning points": turning_points(
             values, consistent=False
         ),

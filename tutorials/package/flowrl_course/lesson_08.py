@@ -128,16 +128,16 @@ def _refuse_wrong_ranks(rule: Any, sorting: str) -> None:
     """Raise `Unsolved` if the rule returns the ranks themselves, or sorts once."""
     table = rules.value_tables(1)[0]
     try:
-        found = rules.advantages_of(copy.deepcopy(rule), table)
+        advantages = rules.advantages_of(copy.deepcopy(rule), table)
     except Exception:  # `check_contract` gives the reason
         return
     raw = any(
-        same(found, _every_decision(_ranks(table[..., -1]) + first, table), 2e-3)
+        same(advantages, _every_decision(_ranks(table[..., -1]) + first, table), 2e-3)
         for first in (0.0, 1.0)
     )
     expect(not raw, "the ranks are right but not normalised: take the z-score over the members")
     once = by_step(_every_decision(table[..., -1].argsort(1).to(table), table))
-    expect(not same(found, once, 2e-3), sorting)
+    expect(not same(advantages, once, 2e-3), sorting)
 
 
 @check("Exercise 3")

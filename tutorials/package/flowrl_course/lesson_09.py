@@ -200,14 +200,14 @@ _VERDICTS = (
 @check("Exercise 3")
 def check_verdict(answer: Answer) -> None:
     """`answer(found, adjusted, smallest)` is one of `WORDS`."""
-    for found, adjusted, wanted, mistake in _VERDICTS:
-        got = answered(answer(found, adjusted), "verdict")
+    for interval, adjusted, wanted, mistake in _VERDICTS:
+        got = answered(answer(interval, adjusted), "verdict")
         expect(
             got in WORDS, f"{got!r} is not one of the four strings {', '.join(map(repr, WORDS))}"
         )
         expect(
             got == wanted,
-            f"{got!r} for [{found.low:g}, {found.high:g}] with p = {adjusted:g}: {mistake}",
+            f"{got!r} for [{interval.low:g}, {interval.high:g}] with p = {adjusted:g}: {mistake}",
         )
     wide = answer(_Found(0.03, 0.01, 0.05), 0.001, 0.06)
     expect(
