@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 from flowrl_compare.bounds import Bound
 from flowrl_compare.costs import STATED_NAME
 from flowrl_compare.statistics import mean
