@@ -73,7 +73,7 @@ class ModelOptions:
     """
     tuning: Literal["lora", "full", "nothing"] = "lora"
     """lora, full (all weights of the transformer) or nothing."""
-    lora_rank: Count = 32
+    lora_rank: Annotated[int, Ge(1), Le(2**14)] = 32
     lora_alpha: Annotated[float, Gt(0)] = 64.0
     lora_targets: tuple[str, ...] = ()
     """Ends of the names of the layers that get a LoRA; empty: the family's default."""

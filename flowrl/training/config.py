@@ -237,7 +237,7 @@ class PolicyConfig:
     """
     tuning: Literal["lora", "full"] = "lora"
     """Trained weights of `model`: lora or full."""
-    lora_rank: Count = 8
+    lora_rank: Annotated[int, Ge(1), Le(2**14)] = 8
     """Rank of the LoRA."""
     lora_alpha: Positive = 16.0
     """Alpha of the LoRA: its product is scaled by alpha / rank."""

@@ -360,9 +360,9 @@ prompts = [mixture.parse("towards 45 degrees")] * 200
 usage = Usage()
 start = torch.randn(200, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
 points = solve(policy, policy.schedule(20), policy.encode(prompts), start, usage)
-own = euler(ring.velocity, start.flatten(1), torch.linspace(1, 0, 21))[-1]
+reference = euler(ring.velocity, start.flatten(1), torch.linspace(1, 0, 21))[-1]
 print(
-    f"{usage.nfe} network evaluations in {usage.calls} calls; largest difference from ours {float((points.flatten(1) - own).abs().max()):.1e}"
+    f"{usage.nfe} network evaluations in {usage.calls} calls; largest difference from ours {float((points.flatten(1) - reference).abs().max()):.1e}"
 )
 x, t = path[10], times[10].expand(600)
 print("tweedie agrees:", torch.allclose(library_tweedie(x, ring.velocity(x, t), t), tweedie(x, ring.velocity(x, t), t)))

@@ -166,8 +166,8 @@ for name, values, b in (
     print(f"{name:<28} mean {estimate.mean():6.3f}, std of one sample {estimate.std():6.2f}")
 for size in (2, 4, 12):
     grouped = reward[: count // size * size].view(-1, size)
-    own = grouped.mean(dim=1, keepdim=True).expand_as(grouped).flatten()
-    estimate = gradient_samples(x[: len(own)], mu, width, grouped.flatten(), own)
+    means = grouped.mean(dim=1, keepdim=True).expand_as(grouped).flatten()
+    estimate = gradient_samples(x[: len(means)], mu, width, grouped.flatten(), means)
     print(
         f"b = mean of a group of {size:2d}       mean {estimate.mean():6.3f}, which is {float(estimate.mean()) / truth:.2f} of the exact gradient"
     )
@@ -542,9 +542,9 @@ lesson.check_translated_clip(translated_clip)
 # acts equally on both signs of the advantage. GRPO-Guard (arXiv 2510.22319) subtracts this mean from the log-ratio.
 
 # %%
-for own in (2, 128, 16384):
+for elements in (2, 128, 16384):
     print(
-        f"Flow-GRPO's clip range of 1e-4 at 65536 elements corresponds to {translated_clip(1e-4, 65536, own):.1e} at {own} elements"
+        f"Flow-GRPO's clip range of 1e-4 at 65536 elements corresponds to {translated_clip(1e-4, 65536, elements):.1e} at {elements} elements"
     )
 
 # %% [markdown]

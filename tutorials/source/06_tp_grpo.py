@@ -313,9 +313,9 @@ lesson.check_consistent(consistent_turns)
 # cannot rise further. Use a continuous reward with this rule.
 
 # %%
-found = consistent_turns(values)
-print(f"consistent turning points per trajectory: {float(found.float().sum(-1).mean()):.2f}")
-print("fraction of trajectories by decision:", " ".join(f"{value:.2f}" for value in found.float().mean((0, 1))))
+consistent = consistent_turns(values)
+print(f"consistent turning points per trajectory: {float(consistent.float().sum(-1).mean()):.2f}")
+print("fraction of trajectories by decision:", " ".join(f"{value:.2f}" for value in consistent.float().mean((0, 1))))
 
 # %% [markdown]
 # ## The paper's notation and figures
@@ -430,9 +430,9 @@ print("kept by R - R_k:", [f"{names[m]} at decision {i}" for _, m, i in kept.non
 by_trend = TurningPoint(balance="trend").selected(table)
 print("kept by trend  :", [f"{names[m]} at decision {i}" for _, m, i in by_trend.nonzero().tolist()])
 rule = TurningPoint()
-selected, aggregated = rule.selected(values, decisions.mask), reward_to_go(values)[found]
+selected, aggregated = rule.selected(values, decisions.mask), reward_to_go(values)[consistent]
 print(f"in our batch: {int((aggregated > 0).sum())} turns up, {int((aggregated < 0).sum())} down; {int(selected.sum())} remain")
-print("same as ours:", torch.equal(selected, balance(found, reward_to_go(values))))
+print("same as ours:", torch.equal(selected, balance(consistent, reward_to_go(values))))
 
 # %% [markdown] tags=["expected"]
 # kept by R - R_k: ['a at decision 2', 'b at decision 2']
@@ -497,9 +497,9 @@ increments = gains(values).flatten(0, 1)
 shuffles = torch.stack([increments.gather(0, torch.rand(increments.shape, generator=generator).argsort(0)) for _ in range(50)])
 start = values[..., 0].flatten()[None, :, None]
 shuffled = torch.cat([start.expand(50, -1, -1), start + shuffles.cumsum(-1)], dim=-1)
-error = float(found.float().sum(-1).std()) / len(increments) ** 0.5
+error = float(consistent.float().sum(-1).std()) / len(increments) ** 0.5
 counts = {
-    "measured": float(found.float().sum(-1).mean()),
+    "measured": float(consistent.float().sum(-1).mean()),
     "independent noise": noise_count(consistent_turns),
     "random walk": float(consistent_turns(walk).float().sum(-1).mean()),
     "shuffled increments": float(consistent_turns(shuffled).float().sum(-1).mean()),
@@ -512,15 +512,15 @@ for name, value in counts.items():
 for name, tried in (("measured", values), ("shuffled", shuffled)):
     fractions = consistent_turns(tried).float().mean((0, 1))
     print(f"{name:<9} fraction by decision: " + " ".join(f"{value:.2f}" for value in fractions))
-aggregated = reward_to_go(values)[found].abs()
-swing = gains(values).abs()[found]
+aggregated = reward_to_go(values)[consistent].abs()
+swing = gains(values).abs()[consistent]
 print(
     f"of the measured ones, {float((aggregated < 0.01).float().mean()):.0%} have |R - R_k| < 0.01 and {float((swing < 0.01).float().mean()):.0%} have |d_k| < 0.01"
 )
 
 # %% tags=["hide-input"]
 figure, axes = panels(2, width=4.4, height=3.0)
-axes[0].bar(range(9), found.float().mean((0, 1)), color=COLOURS["tp-grpo"], alpha=0.75, label="measured")
+axes[0].bar(range(9), consistent.float().mean((0, 1)), color=COLOURS["tp-grpo"], alpha=0.75, label="measured")
 for name, tried, style in (
     ("independent noise", torch.randn(100, 400, 10, generator=generator), ":"),
     ("random walk", walk, "--"),
@@ -534,7 +534,7 @@ axes[0].set(
 axes[0].legend(frameon=False, fontsize=8)
 size = reward_to_go(values).abs()
 axes[1].semilogy(range(8), [size[..., i].median() for i in range(8)], "o--", color=NOISE)
-axes[1].semilogy(range(8), [size[..., i][found[..., i]].median() for i in range(8)], "o-", color=COLOURS["tp-grpo"])
+axes[1].semilogy(range(8), [size[..., i][consistent[..., i]].median() for i in range(8)], "o-", color=COLOURS["tp-grpo"])
 axes[1].text(0.1, 0.06, "all decisions", color=NOISE)
 axes[1].text(2.6, 0.35, "turning points", color=COLOURS["tp-grpo"])
 axes[1].set(xlabel="decision", ylabel=r"median of $|R - R_k|$", title="Late turning points have no effect")
@@ -559,7 +559,7 @@ flipped = (wrong[..., -1] - wrong[..., 0]).sign() != (values[..., -1] - values[.
 after = consistent_turns(wrong)
 print(f"trend of another sign: {float(flipped.float().mean()):.0%} of the trajectories")
 print(
-    f"turning points: {int((found & after).sum())} stay, {int((found & ~after).sum())} are lost, {int((~found & after).sum())} are new"
+    f"turning points: {int((consistent & after).sum())} stay, {int((consistent & ~after).sum())} are lost, {int((~consistent & after).sum())} are new"
 )
 first = [TurningPoint().assign(table, decisions)[..., 0].flatten() for table in (values, wrong)]
 print(

@@ -142,7 +142,7 @@ lesson.check_interval(interval)
 # %%
 for rule in RULES:
     runs[rule, TIGHT] += [tight_run(rule, seed) for seed in range(1, 6)]
-rewards = {key: torch.stack([run.reward for run in found]) for key, found in runs.items()}
+rewards = {key: torch.stack([run.reward for run in repeats]) for key, repeats in runs.items()}
 iterations = runs[RULES[0], TIGHT][0].iterations
 for at in (4, -1):
     print(f"reward after {'8 iterations' if at == 4 else '20 (Flow-GRPO) or 12 iterations'}, mean and 95% interval")
@@ -355,9 +355,9 @@ lesson.check_reach(reach)
 PRICES = {"iterations": "iterations", "sampled": "NFE while sampling", "work": "forward passes in all", "seconds": "seconds"}
 
 
-def mean_curve(found, price):
+def mean_curve(repeats, price):
     """Mean cost and mean reward over seeds, both [evaluation]."""
-    return torch.stack([getattr(run, price) for run in found]).mean(0), torch.stack([run.reward for run in found]).mean(0)
+    return torch.stack([getattr(run, price) for run in repeats]).mean(0), torch.stack([run.reward for run in repeats]).mean(0)
 
 
 def speedup(rule, price, goal):
@@ -366,8 +366,8 @@ def speedup(rule, price, goal):
 
 
 for rule in RULES[1:]:
-    found = ", ".join(f"{speedup(rule, price, 0.4):.1f} in {label}" for price, label in PRICES.items() if price != "seconds")
-    print(f"to reach 0.4, {rule} is cheaper by a factor of {found}")
+    ratios = ", ".join(f"{speedup(rule, price, 0.4):.1f} in {label}" for price, label in PRICES.items() if price != "seconds")
+    print(f"to reach 0.4, {rule} is cheaper by a factor of {ratios}")
 
 # %% [markdown] tags=["expected"]
 # to reach 0.4, stepwise-flow-grpo is cheaper by a factor of 3.0..4.4 in iterations, 1.1..1.6 in NFE while sampling, 1.8..2.6 in forward passes in all
@@ -581,8 +581,8 @@ controls = {
     ],
     "none": [learn(rule=TurningPointVariant(where="none"), seed=s, clip_range=TIGHT, iterations=8).reward for s in range(6)],
 }
-controls = {name: torch.stack(found) for name, found in controls.items()}
-ends = {name: found[:, -1] for name, found in controls.items()}
+controls = {name: torch.stack(curves) for name, curves in controls.items()}
+ends = {name: curves[:, -1] for name, curves in controls.items()}
 for name in ("random steps", "none"):
     mean, half = interval(ends["turning points"] - ends[name])
     p = permutation_p(ends["turning points"], ends[name])
@@ -600,9 +600,9 @@ figure, axes = panels(2, width=4.2, height=3.1)
 shades = {"turning points": COLOURS["tp-grpo"], "random steps": "#E69F00", "none": NOISE}
 axes[0].plot(iterations[:5], rewards["flow-grpo", TIGHT][:, :5].mean(0), color=COLOURS["flow-grpo"], linewidth=2)
 axes[0].text(6, 0.275, "Flow-GRPO", color=COLOURS["flow-grpo"], fontsize=9)
-for name, found in controls.items():
-    axes[0].plot(iterations[:5], found.T, color=shades[name], linewidth=0.7, alpha=0.5)
-    axes[0].plot(iterations[:5], found.mean(0), color=shades[name], linewidth=2.2)
+for name, curves in controls.items():
+    axes[0].plot(iterations[:5], curves.T, color=shades[name], linewidth=0.7, alpha=0.5)
+    axes[0].plot(iterations[:5], curves.mean(0), color=shades[name], linewidth=2.2)
 axes[0].set(xlabel="iteration", ylabel="held-out reward", title="TP-GRPO and its controls")
 for place, (name, values) in enumerate(ends.items()):
     mean, half = interval(values)

@@ -359,11 +359,11 @@ table = tables["ODE completion"]
 correct = Uniform().assign(table, decisions).flatten()
 print("correlation with uniform credit on correct scores")
 for fraction in (0.0, 0.05, 0.2):
-    found = [
+    means = [
         torch.corrcoef(torch.stack([rule.assign(broken(table, fraction), decisions).flatten(), correct]))[0, 1]
         for rule in (Uniform(), RankCredit())
     ]
-    print(f"{fraction:4.0%} of the scores broken: rewards {float(found[0]):.2f}   ranks {float(found[1]):.2f}")
+    print(f"{fraction:4.0%} of the scores broken: rewards {float(means[0]):.2f}   ranks {float(means[1]):.2f}")
 
 # %% [markdown]
 # Ranks ignore the *size* of a difference, so their correlation is below 1 with correct scores. With broken scores it is higher than that of the rewards.
@@ -473,9 +473,9 @@ class LikelyDraws:
         return Credit(EstimateToGo().assign(experience.values, experience.decisions), weights)
 
 
-found = credit_of(LikelyDraws(), batches["one-step estimate"].experience)
-print("advantages", tuple(found.advantages.shape), " weights", tuple(found.weights.shape))
-print("mean weight by decision:", " ".join(f"{weight:.2f}" for weight in found.weights.mean((0, 1))))
+credit = credit_of(LikelyDraws(), batches["one-step estimate"].experience)
+print("advantages", tuple(credit.advantages.shape), " weights", tuple(credit.weights.shape))
+print("mean weight by decision:", " ".join(f"{weight:.2f}" for weight in credit.weights.mean((0, 1))))
 print(f"{sum(finding.ok for finding in check_credit(LikelyDraws()))} of {len(check_credit(LikelyDraws()))} promises kept")
 
 # %% [markdown]

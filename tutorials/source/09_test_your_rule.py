@@ -180,10 +180,10 @@ def score(latents):
 
 nodes = look.trajectories(True).trajectories.nodes[: look.members]  # the group of the first prompt
 for node in (3, 7):
-    own = state_value(nodes[:, node], node, schedule.steps, go, score, 400)
+    estimate = state_value(nodes[:, node], node, schedule.steps, go, score, 400)
     theirs, error = truths[True].state_values[0, :, node], truths[True].state_errors[0, :, node]  # decision k starts at node k
     print(
-        f"node {node}: yours {own[:3].numpy().round(2)}, library {theirs[:3].numpy().round(2)} ± {error[:3].numpy().round(2)} for three members"
+        f"node {node}: yours {estimate[:3].numpy().round(2)}, library {theirs[:3].numpy().round(2)} ± {error[:3].numpy().round(2)} for three members"
     )
 
 # %% [markdown]
@@ -209,9 +209,11 @@ reports = {}
 for name, (rule, shared, _) in RULES.items():
     credit, report = examine(rule, shared)
     reports[name] = credit, report
-    found = report.overall
-    interval = f"[{found.correlation.low:.2f}, {found.correlation.high:.2f}]"
-    print(f"{name:<16} {credit.nfe_per_trajectory:10.1f} {found.correlation.value:29.2f} {interval:<14} {found.sign.value:10.0%}")
+    overall = report.overall
+    interval = f"[{overall.correlation.low:.2f}, {overall.correlation.high:.2f}]"
+    print(
+        f"{name:<16} {credit.nfe_per_trajectory:10.1f} {overall.correlation.value:29.2f} {interval:<14} {overall.sign.value:10.0%}"
+    )
 
 # %% tags=["hide-input"]
 figure, axes = panels(5, width=2.5, height=2.9)
@@ -242,11 +244,11 @@ plt.show()
 direction = pathwise_gradients(beginning, batches=20, repeats=100, seed=1, decisions_only=True)
 print("              cosine to the true gradient   signal to noise of a batch   the same per 10,000 evaluations")
 for name, (rule, shared, _) in RULES.items():
-    found = alignment(policy_gradients(beginning, rule, batches=40, members=8, shared_noise=shared, seed=2), direction)
+    result = alignment(policy_gradients(beginning, rule, batches=40, members=8, shared_noise=shared, seed=2), direction)
     batch = reports[name][0].nfe_per_trajectory * 8 * len(beginning.prompts) + update_evaluations(beginning, 8)
-    interval = f"[{found.cosine_interval[0]:.2f}, {found.cosine_interval[1]:.2f}]"
-    equal = found.signal_to_noise * math.sqrt(10_000 / batch)
-    print(f"{name:<14} {found.cosine:10.2f} {interval:<16} {found.signal_to_noise:16.2f} {equal:28.2f}")
+    interval = f"[{result.cosine_interval[0]:.2f}, {result.cosine_interval[1]:.2f}]"
+    equal = result.signal_to_noise * math.sqrt(10_000 / batch)
+    print(f"{name:<14} {result.cosine:10.2f} {interval:<16} {result.signal_to_noise:16.2f} {equal:28.2f}")
 
 # %% [markdown]
 # (An interval may exceed 1: the length of a gradient is corrected for noise, and the estimate of the noise is noisy itself.) Everything so far favours the one-step estimate. The cosine is not measurably below Stepwise's, the signal-to-noise ratio of a batch is the highest of the four, and its lead per evaluation is larger still.
@@ -271,9 +273,9 @@ class LikelyDraws(EstimateToGo):
 
 
 for name, rule in (("equal weights", EstimateToGo()), ("likely draws", LikelyDraws())):
-    found = alignment(policy_gradients(beginning, rule, batches=40, members=8, shared_noise=True, seed=2), direction)
-    interval = f"[{found.cosine_interval[0]:.2f}, {found.cosine_interval[1]:.2f}]"
-    print(f"{name:<14} {found.cosine:10.2f} {interval:<16} {found.signal_to_noise:16.2f}")
+    result = alignment(policy_gradients(beginning, rule, batches=40, members=8, shared_noise=True, seed=2), direction)
+    interval = f"[{result.cosine_interval[0]:.2f}, {result.cosine_interval[1]:.2f}]"
+    print(f"{name:<14} {result.cosine:10.2f} {interval:<16} {result.signal_to_noise:16.2f}")
 
 # %% [markdown]
 # These weights are harmless and useless: both gradients have the right direction, and the weighted one is slightly noisier, because weights that have nothing to do with the credit only reduce the effective number of decisions.
@@ -323,8 +325,8 @@ for stage in (0, 6, 18):
     stages[stage] = known[True].state_values.mean((0, 1)), estimated.mean((0, 1)), pointing(rolled, later.setting.prompts)
     parts = []
     for name, rule in (("Stepwise", StepwiseGain()), ("EstimateGain", EstimateGain())):
-        found = examine(rule, True, later, known)[1].overall.correlation
-        parts.append(f"{name} {found.value:.2f} [{found.low:.2f}, {found.high:.2f}]")
+        correlation = examine(rule, True, later, known)[1].overall.correlation
+        parts.append(f"{name} {correlation.value:.2f} [{correlation.low:.2f}, {correlation.high:.2f}]")
     print(f"after {stage:2d} iterations, correlation with A*: {', '.join(parts)}")
 
 # %% [markdown] tags=["expected"]
@@ -354,7 +356,7 @@ axes[2].set(
 clean(axes[2])
 plt.show()
 print(
-    "distance of the estimate at node 0:", ", ".join(f"{float(found[2][0]):.1f} after {stage}" for stage, found in stages.items())
+    "distance of the estimate at node 0:", ", ".join(f"{float(rows[2][0]):.1f} after {stage}" for stage, rows in stages.items())
 )
 
 # %% [markdown] tags=["expected"]
@@ -373,8 +375,8 @@ print(
     f"correlation with A*: before training {before.overall.correlation.value:.2f}, after 18 iterations {after.overall.correlation.value:.2f}"
 )
 runs["EstimateToGo"] = train(EstimateToGo)
-for name, found in runs.items():
-    reward = torch.stack([run.reward for run in found]).mean(0)
+for name, repeats in runs.items():
+    reward = torch.stack([run.reward for run in repeats]).mean(0)
     print(f"{name:<13} mean over three seeds: highest reward {float(reward.max()):.2f}, last reward {float(reward[-1]):.2f}")
 
 # %% [markdown] tags=["expected"]
@@ -450,7 +452,7 @@ lesson.check_mean_reward(mean_reward)
 
 
 # %% tags=["exercise"]
-def verdict(found, adjusted, smallest=0.02):
+def verdict(inference, adjusted, smallest=0.02):
     """The verdict on a mean paired difference (rule minus baseline; more reward is better)."""
     return ...
 
@@ -460,12 +462,12 @@ def verdict(found, adjusted, smallest=0.02):
 
 
 # %% tags=["solution"]
-def verdict(found, adjusted, smallest=0.02):
+def verdict(inference, adjusted, smallest=0.02):
     """The verdict on a mean paired difference (rule minus baseline; more reward is better)."""
-    if -smallest < found.low and found.high < smallest:
+    if -smallest < inference.low and inference.high < smallest:
         return "no difference that matters"
     if adjusted < 0.05:
-        return "better" if found.value > 0 else "worse"
+        return "better" if inference.value > 0 else "worse"
     return "undecided"
 
 
@@ -489,8 +491,8 @@ def tuned_runs(name, seeds=8, **how):
     settings = {"iterations": UPDATES, "window": ":-1", **how}
 
     def search(clip):
-        found = [learn(seed=seed, clip_range=clip, **settings) for seed in (100, 101)]
-        return sum(mean_reward(run.iterations, run.reward, UPDATES) for run in found) / 2
+        repeats = [learn(seed=seed, clip_range=clip, **settings) for seed in (100, 101)]
+        return sum(mean_reward(run.iterations, run.reward, UPDATES) for run in repeats) / 2
 
     scores = [search(clip) for clip in CLIPS]
     best = CLIPS[scores.index(max(scores))]
@@ -509,30 +511,30 @@ def compare(rule, baselines):
                 torch.tensor([mean_reward(getattr(run, price), run.reward, budget) for run in each]) for each in (rule, theirs)
             )
             differences[name, price] = mine - other
-    found = {key: mean(values) for key, values in differences.items()}
-    adjusted = dict(zip(found, holm([inference.p for inference in found.values()]), strict=True))
-    return differences, found, adjusted
+    inferences = {key: mean(values) for key, values in differences.items()}
+    adjusted = dict(zip(inferences, holm([inference.p for inference in inferences.values()]), strict=True))
+    return differences, inferences, adjusted
 
 
-def report(name, found):
+def report(name, inferences):
     """The differences of the rule `name` to each baseline, with their 95% intervals."""
     print(f"\n{name} minus baseline, mean reward over training, 8 paired seeds")
-    for (baseline, price), inference in found.items():
+    for (baseline, price), inference in inferences.items():
         unit = "updates" if price == "iterations" else "forward passes"
         print(f"  {baseline:<10} at equal {unit:<15} {inference.value:+.3f} [{inference.low:+.3f}, {inference.high:+.3f}]")
 
 
-def conclude(found, adjusted):
+def conclude(inferences, adjusted):
     """The verdict on each difference."""
-    for (baseline, price), inference in found.items():
+    for (baseline, price), inference in inferences.items():
         unit, p = "updates" if price == "iterations" else "forward passes", adjusted[baseline, price]
         print(f"{baseline:<10} at equal {unit:<15} p after correction {p:.2g}: {verdict(inference, p)}")
 
 
 baselines = {name: tuned_runs(name, **how) for name, how in BASELINES.items()}
 togo = tuned_runs("EstimateToGo", rule=EstimateToGo())
-differences, found, adjusted = compare(togo, baselines)
-report("EstimateToGo", found)
+differences, inferences, adjusted = compare(togo, baselines)
+report("EstimateToGo", inferences)
 
 # %% [markdown] tags=["expected"]
 # Flow-GRPO      mean reward on the search seeds by clip range 0.06: 0.50..0.62, 0.2: 0.66..0.77, 0.6: 0.60..0.77; chosen 0.2..0.6
@@ -546,7 +548,7 @@ report("EstimateToGo", found)
 #   Stepwise   at equal forward passes  +0.140..0.240 [+0.100..0.200, +0.180..0.280]
 
 # %% tags=["varies"]
-conclude(found, adjusted)
+conclude(inferences, adjusted)
 
 # %% tags=["hide-input"]
 figure, axes = panels(3, width=3.6, height=3.1)
@@ -570,7 +572,7 @@ axes[1].set_xticks(range(0, 80_001, 20_000), ["0", "20", "40", "60", "80"])
 for row, ((name, price), values) in enumerate(differences.items()):
     shade = arms[name][1]
     axes[2].plot(values, [row] * len(values), "o", color=shade, markersize=4, alpha=0.6)
-    axes[2].errorbar(found[name, price].value, row, xerr=[[found[name, price].value - found[name, price].low], [found[name, price].high - found[name, price].value]], color=INK, marker="|", capsize=3)  # fmt: skip
+    axes[2].errorbar(inferences[name, price].value, row, xerr=[[inferences[name, price].value - inferences[name, price].low], [inferences[name, price].high - inferences[name, price].value]], color=INK, marker="|", capsize=3)  # fmt: skip
     axes[2].text(0.32, row, f"{name}\nper {'update' if price == 'iterations' else 'pass'}", fontsize=8, va="center", color=shade)
 axes[2].axvspan(-0.02, 0.02, color=NOISE, alpha=0.2, linewidth=0)
 axes[2].set(
@@ -610,8 +612,8 @@ def rate_of_better(judge, spread, seeds, effect, draws, generator):
 # %% tags=["solution"]
 def rate_of_better(judge, spread, seeds, effect, draws, generator):
     """How often an experiment ends with the verdict "better"."""
-    found = [judge(effect + spread * torch.randn(seeds, generator=generator)) for _ in range(draws)]
-    return found.count("better") / draws
+    verdicts = [judge(effect + spread * torch.randn(seeds, generator=generator)) for _ in range(draws)]
+    return verdicts.count("better") / draws
 
 
 # %%
@@ -715,8 +717,8 @@ for title, table in (("before training", tables["one-step estimate"]), ("after 1
 
 # %%
 calibrated = tuned_runs("CalibratedGain", rule=CalibratedGain())
-_, found, adjusted = compare(calibrated, baselines)
-report("CalibratedGain", found)
+_, inferences, adjusted = compare(calibrated, baselines)
+report("CalibratedGain", inferences)
 
 # %% [markdown] tags=["expected"]
 # CalibratedGain mean reward on the search seeds by clip range 0.06: 0.72..0.83, 0.2: 0.73..0.83, 0.6: 0.68..0.80; chosen 0.06..0.6
@@ -728,7 +730,7 @@ report("CalibratedGain", found)
 #   Stepwise   at equal forward passes  +0.160..0.260 [+0.120..0.220, +0.190..0.300]
 
 # %% tags=["varies"]
-conclude(found, adjusted)
+conclude(inferences, adjusted)
 
 # %% [markdown]
 # On the machine that built this page, the difference to Stepwise at equal updates is one that does not matter: the whole interval lies within ± 0.02. The rule needs fewer forward passes for it. This result is about 12 updates in a world of two dimensions. Nothing has been measured for images, where one-step estimates are blurred.

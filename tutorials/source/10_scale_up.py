@@ -334,9 +334,11 @@ for name, evaluate in (
     ("without guidance", unguided),
     ("base model (LoRA off)", reference),
 ):
-    found = ratios(sampled, evaluate)
-    largest = float((found - 1).abs().max())
-    size = "below 1e-6" if largest < 1e-6 else f"{largest:.3f}; {float((found < 1).float().mean()):.0%} of the ratios are below 1"
+    values = ratios(sampled, evaluate)
+    largest = float((values - 1).abs().max())
+    size = (
+        "below 1e-6" if largest < 1e-6 else f"{largest:.3f}; {float((values < 1).float().mean()):.0%} of the ratios are below 1"
+    )
     print(f"{name:22} largest |ratio - 1| = {size}")
 
 # %% [markdown]

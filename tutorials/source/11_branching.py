@@ -163,13 +163,13 @@ def within(table):
 
 
 truth = truths["plain"]
-own = within(truth.values) - truth.errors.square().mean((0, 1))
+variance = within(truth.values) - truth.errors.square().mean((0, 1))
 beginnings = within(truth.state_values[..., :1]) - truth.state_errors[..., :1].square().mean((0, 1))
 total = within(truth.state_values[..., -1:])
 print("variance of V(x_0), the initial noise:   " + " ".join(f"{value:.4f}" for value in beginnings))
-print("variance of A*_k, decisions 0 to 4:      " + " ".join(f"{value:.4f}" for value in own))
-print(f"their sum: {float(own.sum() + beginnings.sum()):.3f}; variance of R: {float(total):.3f}")
-print("share of each decision:                  " + " ".join(f"{value:.0%}" for value in own / total))
+print("variance of A*_k, decisions 0 to 4:      " + " ".join(f"{value:.4f}" for value in variance))
+print(f"their sum: {float(variance.sum() + beginnings.sum()):.3f}; variance of R: {float(total):.3f}")
+print("share of each decision:                  " + " ".join(f"{value:.0%}" for value in variance / total))
 
 # %% [markdown]
 # The sum of the variances is that of $R$, up to the sampling error. No decision is responsible for more than a quarter of it; the rest of a decision's uniform credit is the luck of the others.
@@ -512,10 +512,10 @@ candidates = {
 print(f"{'':<38}{'cosine':>7}{'':<15}{'scale':>7}{'signal/noise of a batch':>26}{'NFE':>6}")
 for name, rule in candidates.items():
     used = Usage()
-    found = alignment(policy_gradients(beginning, rule, 24, MEMBERS, seed=2, usage=used), direction)
-    interval = f"[{found.cosine_interval[0]:.2f}, {found.cosine_interval[1]:.2f}]"
+    result = alignment(policy_gradients(beginning, rule, 24, MEMBERS, seed=2, usage=used), direction)
+    interval = f"[{result.cosine_interval[0]:.2f}, {result.cosine_interval[1]:.2f}]"
     print(
-        f"{name:<38}{found.cosine:>7.2f} {interval:<14}{found.scale:>7.2f}{found.signal_to_noise:>26.2f}{used.nfe // 24 // 18:>6}"
+        f"{name:<38}{result.cosine:>7.2f} {interval:<14}{result.scale:>7.2f}{result.signal_to_noise:>26.2f}{used.nfe // 24 // 18:>6}"
     )
 
 # %% [markdown]

@@ -585,18 +585,18 @@ LOSSES = {
 
 def compared(trainer, rule, names, truth):
     """The gradients of the losses by name; prints one row each."""
-    settings, found = settings_of(trainer), {}
+    settings, gradients = settings_of(trainer), {}
     for name in names:
         kind, loss = LOSSES[name]
         given = (settings[kind], rule)
-        found[name] = (
+        gradients[name] = (
             policy_gradients(*given, 24, 12, seed=2) if loss is None else forward_gradients(*given, loss, 24, 12, seed=2)
         )
-        result = alignment(found[name], truth)
-        one = torch.nn.functional.cosine_similarity(found[name], truth.mean(0)[None]).mean()
+        result = alignment(gradients[name], truth)
+        one = torch.nn.functional.cosine_similarity(gradients[name], truth.mean(0)[None]).mean()
         low, high = result.cosine_interval
         print(f"{name:<20}{result.cosine:>7.2f} [{low:.2f}, {high:.2f}]{result.signal_to_noise:>14.2f}{one:>12.2f}")
-    return found
+    return gradients
 
 
 HEAD = f"{'':<20}{'cosine with the truth':>21}{'signal/noise':>14}{'one batch':>12}"
@@ -749,8 +749,8 @@ def reward_at(run, budget):
 
 def trained_runs(name, number, seeds):
     """Runs of a method with one of its four choices of own setting and learning rate."""
-    own, iterations = OWN[name]
-    rate, changes = RATES[number % 2], dict(sampler="flow-sde()", **own[number // 2])
+    options, iterations = OWN[name]
+    rate, changes = RATES[number % 2], dict(sampler="flow-sde()", **options[number // 2])
     return [learn(name, seed, learning_rate=rate, iterations=iterations, **changes) for seed in seeds]
 
 
@@ -834,8 +834,11 @@ axes[0].set(
 )
 axes[0].invert_xaxis()
 names = ("Flow-GRPO", "AWM, same states", "AWM, fresh noise")
-for shift, found, shade, label in ((-0.18, early, NOISE, "uniform"), (0.18, stepwise, COLOURS["stepwise-flow-grpo"], "stepwise")):
-    heights = [alignment(found[name], truth).signal_to_noise for name in names]
+for shift, gradients, shade, label in (
+    (-0.18, early, NOISE, "uniform"),
+    (0.18, stepwise, COLOURS["stepwise-flow-grpo"], "stepwise"),
+):
+    heights = [alignment(gradients[name], truth).signal_to_noise for name in names]
     axes[1].bar([place + shift for place in range(3)], heights, width=0.34, color=shade, label=label)
 axes[1].set_xticks(range(3), [name.replace(", ", ",\n") for name in names])
 axes[1].set(ylabel="signal / noise of a batch", title="Better for transitions, worse for samples")
