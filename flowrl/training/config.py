@@ -39,7 +39,7 @@ Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
 Decay = Annotated[float, Ge(0), Lt(1)]
 Many = Annotated[int, Ge(1), Le(10**6)]
-Members = Annotated[int, Ge(2), Le(10**6)]
+Members = Annotated[int, Ge(2), Le(10**4)]
 Batch = Count | Literal["auto"]
 Switch = Annotated[
     Literal["auto", "true", "false"],

@@ -254,7 +254,7 @@ def test_trajectories_that_cannot_fit_are_refused_with_their_size():
     from flowrl.training.build import make_trainer
     from flowrl.training.config import preset
 
-    config = preset("tiny").apply(world="mixture", groups=10**6, group_size=10**5)
+    config = preset("tiny").apply(world="mixture", groups=10**6, group_size=10**4)
     with pytest.raises(
         ConfigError, match=r"groups = 1000000 is not allowed; .* trajectories take [\d.e+]+ GB"
     ):

@@ -181,7 +181,7 @@ class Tune:
     set: str = ""
     """Further settings of the model's runs, as in "resolution=512, guidance_scale=4.5"."""
     budget: Annotated[int, Ge(0), Le(200)] = 0
-    """Runs per arm and world, half of them further seeds of the best points; 0 = 24 in the 2-D
+    """Runs per arm and world, half of them further seeds of the best points; 0 = 72 in the 2-D
     world, 12 in others.
     """
     out: Path = Path("runs/tuning.jsonl")
