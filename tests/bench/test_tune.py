@@ -8,6 +8,7 @@ import pytest
 from bench_lines import here
 from flowrl_bench import tune
 from flowrl_bench.arms import ARMS, Arm, own_arm
+from flowrl_bench.measurements import CURVE
 from flowrl_bench.results_file import ResultsFile
 from flowrl_bench.tune import (
     SEEDS,
@@ -16,6 +17,7 @@ from flowrl_bench.tune import (
     choices,
     chosen,
     proposals,
+    score_of,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -126,6 +128,12 @@ def test_arms_that_are_refused(settings, message):
         own_arm("mine", settings)
     with pytest.raises(ConfigError, match="arm = 'uniform' is not allowed"):
         own_arm("uniform", {"loss": "gspo"})
+
+
+def test_a_run_that_ends_low_scores_its_end():
+    for rewards, score in (((0.1, 0.9, 0.9, 0.2), 0.2), ((0.1, 0.5, 0.7, 0.9), 0.7)):
+        line = {"curve": [[reward] * len(CURVE) for reward in rewards]}
+        assert score_of(line) == pytest.approx(score)
 
 
 @pytest.fixture

@@ -353,8 +353,8 @@ def _section(page: Document, rule: str, world: World) -> None:
         caption = f"Scores of the runs of the search, {world_label(world.part.world)}"
         page.blocks.append(Image(f"{file}-search", search_figure(world.searches), caption))
         page.text(
-            f"{caption} (mean held-out reward over a short training). Open: the seeds of every"
-            " setting; filled: further seeds; coloured: the chosen setting. Its line is the lower"
+            f"{caption} (mean held-out reward over training, or the last one if it is lower)."
+            " Open: the seeds of every setting; filled: further seeds; coloured: the chosen setting. Its line is the lower"
             " of mean and lower quartile of the further seeds, the number that chooses."
         )
     for arm, settings in world.searches.items():
