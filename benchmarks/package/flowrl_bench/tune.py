@@ -305,8 +305,9 @@ def tune(
 def chosen(search: Search, lines: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
     """The values that the search found; None while runs are missing."""
     scores = search.scores(lines)
-    winner = best(scores, pilots(search.budget))
-    return search.values(winner) if len(scores) == search.budget else None
+    if len(scores) < search.budget:
+        return None
+    return search.values(best(scores, pilots(search.budget)))
 
 
 @dataclass(frozen=True)
