@@ -87,6 +87,11 @@ def test_other_settings_are_refused(file):
         file.read({config_id(small_run(0)): None})
 
 
+def test_an_archive_is_not_written():
+    with pytest.raises(ConfigError, match=r"r.jsonl.gz' is not allowed; allowed: its name without"):
+        ResultsFile(Path("r.jsonl.gz"))
+
+
 def test_a_changed_line_is_refused(file):
     file.path.write_text(
         file.path.read_text().replace('"learning_rate": 0.02', '"learning_rate": 0.03', 1)

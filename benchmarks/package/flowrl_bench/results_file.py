@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from flowrl.core.errors import ConfigError, FlowrlError
+from flowrl.core.errors import ConfigError, FlowrlError, require
 from flowrl.io import write_json
 from flowrl.parts.plugins import versions
 from flowrl.reading import is_kind, parse_json, read_bytes, read_json, reading
@@ -159,6 +159,10 @@ class ResultsFile:
     """Settings of an arm or a world that the user has named, which lines may contain. With `trust`
     lines may contain any code.
     """
+
+    def __post_init__(self) -> None:
+        allowed = "its name without .gz: lines of the archive are read before those of the file"
+        require(self.path.suffix != ".gz", "out", str(self.path), allowed)
 
     def read(
         self, allowed: Mapping[str, Any] | None = None, any_code: bool = False
