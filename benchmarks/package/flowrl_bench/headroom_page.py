@@ -139,9 +139,9 @@ def headroom_page(rows: Sequence[Row], size: Size, command: str) -> Document:
     )
     page.text(
         f"Each arm was tuned with {size.budget} runs: half on a grid of clip range, learning rate"
-        " and noise level, half further seeds of the best points. The point whose lower quartile"
-        " over these is highest is chosen, so that a setting that collapses in a quarter of the"
-        " seeds loses."
+        " and noise level, half further seeds of the best points. A run scores its mean held-out"
+        " reward, or its last one if that is lower. Of the points with further seeds, the one with"
+        " the highest mean or lower quartile over these, whichever is lower, is chosen."
     )
     page.text(
         "With noise on the score, the oracle is trained on the expected score. The headroom then"
