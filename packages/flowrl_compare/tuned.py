@@ -14,8 +14,8 @@ from flowrl_compare.arms import Arms, arm_run, of_arm
 FILE = Path(__file__).parent / "tuned.json"
 """By world and arm: its `method` ("" for a rule that is not a method), the tuned `values`, and the
 `settings` of a run with them. Within a world every arm was tuned with the same number of runs
-(`flowrl bench tune`); the oracle's values were tuned with joint normalisation, on a grid of 29 x 29
-points.
+(`flowrl bench tune`); a run of the oracle's search scores its mean reward over training, even if
+its last reward is lower.
 """
 BASELINE = "flow-grpo"
 
