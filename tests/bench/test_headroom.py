@@ -176,11 +176,11 @@ def test_published_controls_at_tuned_settings() -> None:
     """In a task with headroom and credit at all steps but the last, exact credit leads, random
     credit trails, and neither uniform credit nor the oracle collapses.
     """
-    size, name = replace(QUICK_SIZE, seeds=6, methods=tuple(METHODS)), "noise-0.3-9-of-10"
+    size, name = Size(seeds=10, methods=tuple(METHODS)), "noise-0.3-9-of-10"
     path = RESULTS / "headroom-methods.jsonl"
     [row] = HeadroomStudy({name: TASKS[name]}, path, size).rows()
     oracle, random = row.arms["oracle"], row.arms["random credit"]
-    assert row.seeds == 6 and row.label == TELLS and oracle.lead.low > 0 > random.lead.high
+    assert row.seeds == 10 and row.label == TELLS and oracle.lead.low > 0 > random.lead.high
     assert oracle.collapses == row.arms["uniform"].collapses == 0
 
 
