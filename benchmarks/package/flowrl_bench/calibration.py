@@ -247,11 +247,11 @@ def rare(chosen: Pool, seeds: int, experiments: int) -> float:
 def calibrate(lines: Lines, experiments: int, command: str) -> dict[str, Any]:
     """All rates, as plain data."""
     known, few = list(pools(lines)), max(20, experiments // 10)
-    rewards = [one for one in known if one.measure == "area"]
+    rewards = [pool for pool in known if pool.measure == "area"]
     chosen = {
-        f"{one.world}, {one.task}, {one.arm}": one
-        for one in rewards
-        if one.arm in (UNIFORM, "turning points")
+        f"{pool.world}, {pool.task}, {pool.arm}": pool
+        for pool in rewards
+        if pool.arm in (UNIFORM, "turning points")
     }
     steady = chosen["mixture, direction, turning points"]
     return {
@@ -261,11 +261,14 @@ def calibrate(lines: Lines, experiments: int, command: str) -> dict[str, Any]:
         "alpha": ALPHA,
         "family": FAMILY,
         "families": [
-            alarms(one, n, truth, experiments) for one in known for n in COUNTS for truth in TRUTHS
+            alarms(pool, n, truth, experiments)
+            for pool in known
+            for n in COUNTS
+            for truth in TRUTHS
         ],
         "power": [
-            {"pool": name, "seeds": n, **{f"{e:g}": power(one, n, e, few) for e in EFFECTS}}
-            for name, one in chosen.items()
+            {"pool": name, "seeds": n, **{f"{e:g}": power(pool, n, e, few) for e in EFFECTS}}
+            for name, pool in chosen.items()
             for n in COUNTS
         ],
         "rare collapses": {str(n): rare(steady, n, few) for n in COUNTS},

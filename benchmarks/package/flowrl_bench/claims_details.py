@@ -61,7 +61,7 @@ def details_page(inputs: Inputs, memory: Sequence[Mapping[str, Any]] = ()) -> Do
         _world(page, world, arms_of(judged, world))
     page.heading("Reward, closeness to the data and diversity by weight of the KL")
     ids = {key: name for name, key in FRONTIERS.items()}
-    drawn = frontier({ids[one.claim.id]: one for one in judged if one.claim.id in ids})
+    drawn = frontier({ids[case.claim.id]: case for case in judged if case.claim.id in ids})
     if drawn is None:
         page.text(f"{_capital(MISSING)}.")
     else:
@@ -86,8 +86,8 @@ def details_page(inputs: Inputs, memory: Sequence[Mapping[str, Any]] = ()) -> Do
     )
     page.blocks.append(_settings())
     page.heading("Claims and questions")
-    for key in dict.fromkeys(one.claim.id for one in judged):
-        _claim(page, [one for one in judged if one.claim.id == key])
+    for key in dict.fromkeys(case.claim.id for case in judged):
+        _claim(page, [case for case in judged if case.claim.id == key])
     page.heading("Earlier definitions")
     page.text(
         "Questions that are no longer asked in this form. Their runs are kept, without verdict."
@@ -148,8 +148,8 @@ def _spread(arms: Mapping[str, Arm]) -> Table:
         area, final = arm.values("area"), arm.values("final")
         several = len(area) > 1
         middle = [
-            one.text() if several else f"{one.value:.3f}"
-            for one in (arm.level, median(area), interquartile_mean(area))
+            estimate.text() if several else f"{estimate.value:.3f}"
+            for estimate in (arm.level, median(area), interquartile_mean(area))
         ]
         ends = (f"{area.min():.3f}", f"{final.mean():.3f}", f"{final.min():.3f}")
         rows.append(
@@ -220,13 +220,13 @@ def _claim(page: Document, judged: Sequence[Judged]) -> None:
     page.text(
         f"{claim.says}{source}{expects} Primary: {claim.primary.words()}.{more} {_arms(claim)}"
     )
-    for one in judged:
-        world = _capital(WORLD_NAMES[one.world])
-        if one.primary is None:
+    for case in judged:
+        world = _capital(WORLD_NAMES[case.world])
+        if case.primary is None:
             page.text(f"{world}: {MISSING}.")
             continue
-        page.text(f"{world}: {marked(one.label)}. {levels(one)}".rstrip())
-        page.blocks.append(comparison_table(one))
+        page.text(f"{world}: {marked(case.label)}. {levels(case)}".rstrip())
+        page.blocks.append(comparison_table(case))
 
 
 def _arms(claim: Claim) -> str:

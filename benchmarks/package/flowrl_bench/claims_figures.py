@@ -91,10 +91,10 @@ def leads(arms: Mapping[str, Arm], world: str) -> Figure:
     for place, (axes, (words, measure)) in enumerate(zip(cells, BUDGETS.items(), strict=True)):
         axes.axvline(0, color=INK, linewidth=0.9)
         for row, arm in enumerate(rows):
-            one = arm.lead(measure)
-            if one is None:
+            lead = arm.lead(measure)
+            if lead is None:
                 continue
-            estimate, shade = one.estimate, colour(arm.name)
+            estimate, shade = lead.estimate, colour(arm.name)
             if math.isfinite(estimate.high):
                 ends = np.clip([estimate.low, estimate.high], -shown, shown)
                 axes.plot(

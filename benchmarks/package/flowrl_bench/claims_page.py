@@ -205,8 +205,8 @@ def _false_alarms(calibration: Mapping[str, Any]) -> str:
 
 def by_world(judged: Sequence[Judged]) -> Table:
     """A row per claim, with the answer in each world."""
-    claims: dict[str, Claim] = {one.claim.id: one.claim for one in judged}
-    cells = {(one.claim.id, one.world): cell(one) for one in judged}
+    claims: dict[str, Claim] = {case.claim.id: case.claim for case in judged}
+    cells = {(case.claim.id, case.world): cell(case) for case in judged}
     asks = bool(judged) and judged[0].claim.asks
     rows = [
         (
@@ -259,10 +259,10 @@ def changed_table(judged: Sequence[Judged], earlier: Sequence[Mapping[str, Any]]
     """
     head = ("question", "world", "earlier verdicts", "verdict")
     leads, rows = [claim.id for claim in LEADS], []
-    for one in judged:
-        if one.label not in SYMBOLS:
+    for case in judged:
+        if case.label not in SYMBOLS:
             continue
-        world, measure, *runs = one.claim.outcome(one.world, one.claim.primary)
+        world, measure, *runs = case.claim.outcome(case.world, case.claim.primary)
         old = [
             f"{row['verdict']} (`{row['claim']}`{_by(row['measure'], measure)})"
             for row in earlier
@@ -270,12 +270,12 @@ def changed_table(judged: Sequence[Judged], earlier: Sequence[Mapping[str, Any]]
             and row["outcome"][2:] == runs
             and (
                 row["measure"].replace("nfe", "forwards") == measure
-                or row["claim"] == one.claim.id not in leads
+                or row["claim"] == case.claim.id not in leads
             )
         ]
-        if any(not words.startswith(f"{one.label} (") for words in old):
-            names = f"`{one.claim.id}`", WORLD_NAMES[one.world]
-            rows.append((*names, "; ".join(old), marked(one.label)))
+        if any(not words.startswith(f"{case.label} (") for words in old):
+            names = f"`{case.claim.id}`", WORLD_NAMES[case.world]
+            rows.append((*names, "; ".join(old), marked(case.label)))
     return Table(head, rows, head)
 
 
@@ -310,7 +310,9 @@ def provenance(lines: Lines, path: Path) -> list[str]:
 
     def counted(name: str) -> str:
         entries = [line[name] for line in values]
-        return ", ".join(f"`{one}` ({entries.count(one)} runs)" for one in sorted(set(entries)))
+        return ", ".join(
+            f"`{entry}` ({entries.count(entry)} runs)" for entry in sorted(set(entries))
+        )
 
     hours = sum(line["totals"]["seconds"] for line in values) / 3600
     kinds = [processor(line) for line in values]

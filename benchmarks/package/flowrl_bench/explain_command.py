@@ -72,7 +72,7 @@ class Explain:
             acts = list(map(str, shown)) != list(map(str, with_sampler(*usual)))
             name = "sampler" if self.sampler != usual[0] else "noise_level"
             require(acts, name, getattr(self, name), "left out: these rules do not read the noise")
-        parts = [(one, prompt) for one in shown for prompt in range(len(table.prompts))]
+        parts = [(rule, prompt) for rule in shown for prompt in range(len(table.prompts))]
         first = (
             self.out / "explain.png" if os.path.isdir(self.out) or not self.out.suffix else self.out
         )

@@ -131,7 +131,7 @@ def make_parts(
     require(
         seeds == 0 or 2 <= seeds <= 1000, "seeds", seeds, "2 to 1000, or 0 for the usual number"
     )
-    parts = [usual(one, quick) for one in chosen_worlds(world)]
+    parts = [usual(name, quick) for name in chosen_worlds(world)]
     exact = any(part.exact() for part in parts)
     require(exact or not bound, "bound", bound, "for the 2-D world, which has exact values")
     return [

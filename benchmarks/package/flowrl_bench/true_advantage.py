@@ -135,9 +135,9 @@ def _sums(credit: Tensor, truth: Tensor, errors: Tensor, weights: Tensor | None 
     """The sums over members from which all statistics are computed, [group, step, 9]."""
     resolved = (truth.abs() > RESOLVED * errors).to(truth)
     agrees = torch.where(credit == 0, 0.5, (credit.sign() == truth.sign()).to(truth))
-    one = torch.ones_like(truth)
+    ones = torch.ones_like(truth)
     columns = [
-        one,
+        ones,
         credit,
         truth,
         credit.square(),
