@@ -11,7 +11,6 @@ from bench_lines import fake_line
 from flowrl_bench.headroom import (
     CANNOT,
     METHODS,
-    QUICK_SIZE,
     SAMPLED,
     TASKS,
     TELLS,

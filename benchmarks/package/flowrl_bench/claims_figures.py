@@ -115,7 +115,7 @@ def leads(arms: Mapping[str, Arm], world: str) -> Figure:
                 }
                 axes.annotate(f"  {estimate.value:+.2f}  ", (side * shown, row), **where)
             axes.annotate(
-                SYMBOLS.get(one.verdict, ""),
+                SYMBOLS.get(lead.verdict, ""),
                 (1.0, row),
                 xycoords=("axes fraction", "data"),
                 ha="right",
