@@ -39,7 +39,7 @@ def test_train_resumes_and_repeats(tmp_path):
         ("compare --methods ppo", "methods = 'ppo' is not allowed; allowed: flow-grpo"),
         ("compare --task poetry", "compositional, text, preference"),
         ("compare --world mars", "mixture, points, shapes"),
-        ("compare --group-size 1", "group_size = 1 is not allowed; allowed: a whole number, 2 or"),
+        ("compare --group-size 1", "group_size = 1 is not allowed; allowed: a whole number"),
         ("compare --preset huge", "unknown preset 'huge'; allowed: "),
         ("compare --credit none.py:Rule", "none.py does not exist"),
         ("compare --resume nowhere", "resume = 'nowhere' is not allowed"),
