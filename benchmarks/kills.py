@@ -8,8 +8,8 @@ process group, as from a terminal. It is timed to hit a phase (an evaluation, wr
 writing results, drawing the report) or any moment between start and end. After each kill the exit
 code must be a documented one, every process gone, every lock free, nothing written without the
 lock, and every checkpoint and run complete. Then the work is resumed and killed again; in the end
-its weights and metrics must be those of the undisturbed run, bit for bit. Needs Linux. Writes a table and a JSON file next to it;
-exit code 1 if anything failed.
+its weights and metrics must be those of the undisturbed run, bit for bit. Needs Linux. Writes a
+table and a JSON file next to it; exit code 1 if anything failed.
 """
 
 import argparse

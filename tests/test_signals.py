@@ -134,10 +134,12 @@ def test_a_closed_output_is_no_error_but_another_broken_pipe_is(tmp_path, capsys
     done = subprocess.run(shell, stderr=subprocess.PIPE, check=True)
     assert done.stderr == b""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    lost = BrokenPipeError(errno.EPIPE, "Broken pipe")
-    monkeypatch.setattr("flowrl.cli.main.run_command", Mock(side_effect=lost))
-    assert main(["parts"]) == 1
-    assert capsys.readouterr().err.startswith("flowrl: unexpected error: BrokenPipeError")
+    for error, line in (
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), "unexpected error: BrokenPipeError"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 GB"), "error: memory ran out"),
+    ):
+        monkeypatch.setattr("flowrl.cli.main.run_command", Mock(side_effect=error))
+        assert main(["parts"]) == 1 and capsys.readouterr().err.startswith(f"flowrl: {line}")
 
 
 class Signalling(io.StringIO):

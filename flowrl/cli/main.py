@@ -127,8 +127,8 @@ def run(arguments: Sequence[str]) -> int:
             print("flowrl: interrupted", file=sys.stderr)
     except Exception as error:
         if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
-            needed = str(error).partition("can't allocate memory: ")[2]
-            print(f"flowrl: error: memory ran out {needed}".rstrip(), file=sys.stderr)
+            needed = str(error).rpartition("allocate memory: ")[2]
+            print(f"flowrl: error: memory ran out: {needed}", file=sys.stderr)
             return 1
         if not isinstance(error, OSError) or (not error.filename and error.errno not in FULL):
             return report_unforeseen(error)

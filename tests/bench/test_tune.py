@@ -87,15 +87,14 @@ def test_a_lucky_seed_is_not_chosen():
 
 
 def test_a_larger_budget_tries_every_point_with_more_seeds():
-    """A point that wins with one seed of three does not lead the climb, and one that collapses in
-    every sixth further run is not chosen. Its lower quartile would be the highest.
+    """A point that collapses in every sixth further run is not chosen, though its lower quartile is
+    the highest.
     """
 
     def score(trial):
         point, seed = trial
-        lucky = point == (0, 1, 0) and seed == SEEDS[0]
         fallen = point == (2, 0, 0) and seed in SEEDS[8::6]
-        return near(trial) + 0.03 * (lucky + (point == (2, 0, 0))) - 0.3 * fallen
+        return near(trial) + 0.03 * (point == (2, 0, 0)) - 0.3 * fallen
 
     scores = run(score, budget=72)
     assert best(scores, each=3) == (1, 0, 0)

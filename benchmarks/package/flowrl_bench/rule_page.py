@@ -354,8 +354,9 @@ def _section(page: Document, rule: str, world: World) -> None:
         page.blocks.append(Image(f"{file}-search", search_figure(world.searches), caption))
         page.text(
             f"{caption} (mean held-out reward over training, or the last one if it is lower)."
-            " Open: the seeds of every setting; filled: further seeds; coloured: the chosen setting. Its line is the lower"
-            " of mean and lower quartile of the further seeds, the number that chooses."
+            " Open: the seeds of every setting; filled: further seeds; coloured: the chosen"
+            " setting. The dotted line is the number that chooses: the lower of mean and lower"
+            " quartile over its further seeds."
         )
     for arm, settings in world.searches.items():
         page.text(f"The settings that the search for {arm} tried:")
