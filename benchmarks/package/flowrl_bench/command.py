@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from flowrl.core.errors import require
 from flowrl.core.options import Workers
@@ -385,10 +385,14 @@ class Headroom:
     """A credit rule in place of the oracle, as a control: random has less than no headroom, uniform
     none.
     """
-    methods: bool = False
-    """Also tune and run Stepwise-Flow-GRPO, TP-GRPO and random credit."""
+    arms: tuple[Literal["published", "values"], ...] = ()
+    """Further arms to tune and run. published: Stepwise-Flow-GRPO, TP-GRPO and random credit; values:
+    credit from cheap values, and smaller numbers of larger groups.
+    """
     seeds: Annotated[int, Ge(0), Le(1000)] = 0
     """Fresh seeds per arm and task; 0 = 5 (--quick: 3)."""
+    first_seed: Annotated[int, Ge(0), Lt(2**31)] = 5000
+    """The first fresh seed."""
     quick: bool = False
     """Shorter runs, smaller searches, fewer tasks; for a first impression."""
     out: Path = Path("runs/headroom/headroom.jsonl")
@@ -396,13 +400,15 @@ class Headroom:
     as .csv.
     """
     page: Path | None = None
-    """Folder of the page headroom.md, headroom.html and their map; default: that of the results."""
+    """Folder of the page and its map, which have the name of the results file; default: that of the
+    results.
+    """
     workers: Workers = 0
     """Number of processes; 0 = one per core. The numbers do not depend on it."""
 
     def main(self) -> int:
         """Search, run, write."""
-        from flowrl_bench.headroom import METHODS, QUICK, QUICK_SIZE, TASKS, HeadroomStudy, Size
+        from flowrl_bench.headroom import QUICK, QUICK_SIZE, TASKS, HeadroomStudy, Size
         from flowrl_bench.headroom_page import TITLE, headroom_page, summary, table
         from flowrl_bench.page import require_page
 
@@ -412,10 +418,11 @@ class Headroom:
         folder, spreadsheet = self.page or self.out.parent, self.out.with_suffix(".csv")
         require_new_file(self.out, lambda data: True)
         require_new_file(spreadsheet, lambda data: data.startswith(b"task,"))
-        require_page(folder, "headroom", TITLE)
+        page = self.out.stem
+        require_page(folder, page, TITLE)
         size = QUICK_SIZE if self.quick else Size()
-        arms = tuple(METHODS) if self.methods else ()
-        size = replace(size, seeds=self.seeds or size.seeds, methods=arms)
+        seeds = self.seeds or size.seeds
+        size = replace(size, seeds=seeds, first_seed=self.first_seed, sets=self.arms)
         tasks = {name: TASKS[name] for name in dict.fromkeys(names)}
         if self.credit:
             tasks = {name: replace(task, oracle=self.credit) for name, task in tasks.items()}
@@ -423,7 +430,7 @@ class Headroom:
         command = shlex.join(["flowrl", *sys.argv[1:]])
         finished = study.execute(command)
         if rows := study.rows():
-            written = headroom_page(rows, size, command).write(folder, "headroom", "headroom")
+            written = headroom_page(rows, size, command).write(folder, page, page)
             write_bytes(spreadsheet, table(rows).encode())
             print(f"{summary(rows)}\nWrote {', '.join(map(str, [*written, spreadsheet]))}")
         return 0 if finished else _paused()

@@ -7,7 +7,7 @@ the noise of the scores. Both arms have equally many iterations and trajectories
 values cost does not count. Headroom indicates what a credit rule can gain; it is no strict bound: a
 window leaves steps without credit, and the network changes there, too (`benchmarks/exact.py`).
 
-`METHODS` can be tuned and run like these two, and random credit as a control.
+`ARMS` can be tuned and run like these two, random credit as a control.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,18 +47,20 @@ def exact(points: int = 29, reach: float = 4.0) -> str:
 
 SAMPLED = "stepwise-gain(normalise='step', probe='continuation:64')"
 """The oracle elsewhere: Monte Carlo, so that its headroom is the best known, at least."""
-METHODS: dict[str, dict[str, Any]] = {
-    "stepwise gains": {"method": "stepwise-flow-grpo", "initial_noise": "auto"},
-    "turning points": {"method": "tp-grpo", "initial_noise": "auto"},
-    "random credit": {"credit": "random(seed=0)"},
+ARMS: dict[str, dict[str, dict[str, Any]]] = {
+    "published": {
+        "stepwise gains": {"method": "stepwise-flow-grpo", "initial_noise": "auto"},
+        "turning points": {"method": "tp-grpo", "initial_noise": "auto"},
+        "random credit": {"credit": "random(seed=0)"},
+    },
 }
-"""Further arms. Stepwise-Flow-GRPO has the shared initial noise of its paper."""
+"""Further arms, in sets. Stepwise-Flow-GRPO has the shared initial noise of its paper."""
 FORM = "reward"
 """The column of the primary outcome: the trained form of the score."""
-FIRST_SEED = 5000
-"""The first fresh seed; searches use those of `tune.SEEDS`."""
 MARGIN = 0.05
 """The smallest effect of interest, as a fraction of what can be gained in a task."""
+COSTS = ("forwards", "stated seconds")
+"""Budgets in which the costs of arms are compared, of `flowrl_bench.evidence.AXES`."""
 TELLS, CANNOT, UNCLEAR = "can tell", "cannot tell", "unclear"
 
 
@@ -81,13 +83,6 @@ class Task:
         """Whether the oracle has exact values."""
         return "probe='exact" in self.oracle
 
-    @property
-    def covered(self) -> bool:
-        """Whether all steps but the last have credit. The network also changes at steps without it,
-        and there nothing corrects the oracle, which can collapse (`benchmarks/exact.py`).
-        """
-        return self.changes.get("window") == _ALL["window"]
-
     def arms(self, size: "Size") -> dict[str, Arm]:
         """Uniform credit, the oracle and further arms, with the searched numbers.
 
@@ -107,7 +102,8 @@ class Task:
         }
         known = {"reward_noise": 0.0} if self.is_exact else {}
         arms = {"uniform": {}, "oracle": {"credit": self.oracle, **known}}
-        arms |= {name: METHODS[name] for name in size.methods}
+        for name in size.sets:
+            arms |= ARMS[name]
         return {name: Arm(name, {**shared, **more}, knobs) for name, more in arms.items()}
 
 
@@ -141,14 +137,15 @@ QUICK = ("default", "9-of-10", "noise-0.3")
 
 @dataclass(frozen=True)
 class Size:
-    """`iterations` of a run, `budget` of an arm's search in runs, fresh `seeds`, and the further
-    arms, of `METHODS`.
+    """`iterations` of a run, `budget` of an arm's search in runs, the number of fresh `seeds` and the
+    first of them (searches use `tune.SEEDS`), and further arms, the `sets` of `ARMS`.
     """
 
     iterations: int = 20
     budget: int = 18
     seeds: int = 5
-    methods: tuple[str, ...] = ()
+    first_seed: int = 5000
+    sets: tuple[str, ...] = ()
 
 
 QUICK_SIZE = Size(10, 8, 3)
@@ -157,8 +154,8 @@ QUICK_SIZE = Size(10, 8, 3)
 @dataclass(frozen=True)
 class Result:
     """An arm's mean and final held-out reward, how many seeds collapsed, the leads over uniform
-    credit in both, paired by seed, and its forward equivalents as a multiple of those of uniform
-    credit.
+    credit in both, paired by seed, its cost by budget (of `COSTS`) as a multiple of that of uniform
+    credit, and the processor's seconds of a run.
     """
 
     mean: float
@@ -166,7 +163,8 @@ class Result:
     collapses: int
     lead: Estimate
     final_lead: Estimate
-    cost: float
+    costs: Mapping[str, float]
+    seconds: float
 
     @staticmethod
     def of(lines: Sequence[Line], uniform: Sequence[Line]) -> "Result":
@@ -179,16 +177,18 @@ class Result:
         lead, final_lead = (
             mean([a - b for a, b in zip(*both, strict=True)]) for both in (means, finals)
         )
-        cost, usual = (
-            sum(spent(line, "forwards")[-1] for line in runs) for runs in (lines, uniform)
-        )
+
+        def total(runs: Sequence[Line], budget: str) -> float:
+            return sum(spent(line, budget)[-1] for line in runs)
+
         return Result(
             mean=fmean(means[0]),
             final=fmean(finals[0]),
             collapses=sum(map(collapsed, curves)),
             lead=lead,
             final_lead=final_lead,
-            cost=cost / usual,
+            costs={budget: total(lines, budget) / total(uniform, budget) for budget in COSTS},
+            seconds=total(lines, "seconds") / len(lines),
         )
 
 
@@ -222,8 +222,11 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The verdict on the task: "cannot tell" only if the oracle is an upper bound."""
-        return verdict(self.headroom, self.margin, self.task.covered)
+        """The verdict on the task. An oracle that collapsed shows no bound: a window leaves steps
+        without credit, where the network changes, too (`benchmarks/exact.py`).
+        """
+        is_bound = self.task.is_exact and not self.arms["oracle"].collapses
+        return verdict(self.headroom, self.margin, is_bound)
 
 
 def verdict(headroom: Estimate, margin: float, is_bound: bool) -> str:
@@ -297,7 +300,7 @@ class HeadroomStudy:
         """The runs on fresh seeds, by task, arm and seed, of finished searches."""
         for (name, arm), values in self.values().items():
             search = self.searches[name, arm]
-            for seed in range(FIRST_SEED, FIRST_SEED + self.size.seeds):
+            for seed in range(self.size.first_seed, self.size.first_seed + self.size.seeds):
                 yield (name, arm, seed), search.arm.run(search.world, values, seed=seed)
 
     def execute(self, command: str, say: Any = print) -> bool:

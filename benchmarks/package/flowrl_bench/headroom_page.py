@@ -5,6 +5,7 @@ import io
 import math
 from collections.abc import Sequence
 
+from flowrl_compare.costs import STATED, STATED_NAME
 from flowrl_compare.statistics import BELOW_START, COLLAPSE
 from flowrl_compare.style import COLOURS, INK, SOFT
 from matplotlib.figure import Figure
@@ -87,7 +88,7 @@ def table(rows: Sequence[Row]) -> str:
 def methods(rows: Sequence[Row]) -> Table:
     """All arms of the tasks that have more than two."""
     head = ["task", "arm", "mean over training", "lead", "final", "lead in the final"]
-    head += ["collapsed", "cost"]
+    head += ["collapsed", "cost", f"cost as {STATED_NAME}", "seconds"]
     cells = [
         [
             row.name,
@@ -97,7 +98,8 @@ def methods(rows: Sequence[Row]) -> Table:
             f"{result.final:.3f}",
             "-" if arm == "uniform" else result.final_lead.text(sign=True),
             f"{result.collapses} of {row.seeds}",
-            f"{result.cost:.2f}",
+            *(f"{cost:.2f}" for cost in result.costs.values()),
+            f"{result.seconds:.1f}",
         ]
         for row in rows
         if len(row.arms) > 2
@@ -134,7 +136,7 @@ def headroom_page(rows: Sequence[Row], size: Size, command: str) -> Document:
         " (95%). The margin is"
         f" {MARGIN:.0%} of what can be gained: the best held-out reward during training minus the"
         " reward before it. A task cannot tell rules apart if the upper bound is below the margin"
-        " and all steps but the last have credit;"
+        " and an exact oracle never collapsed;"
         " it can if the headroom is twice the margin or more and its interval excludes 0."
     )
     page.text(
@@ -167,8 +169,10 @@ def headroom_page(rows: Sequence[Row], size: Size, command: str) -> Document:
             "Every arm has a search of its own, of the same number of runs. Leads over uniform"
             " credit are paired by seed, with t intervals (95%). A run collapsed if it ends more"
             f" than {COLLAPSE} below its best reward, or more than {BELOW_START} below its first."
-            " Random credit is a control. The cost is in forward equivalents, as a multiple of that"
-            " of uniform credit; the leads are at equal updates, not at equal cost."
+            " The cost is in forward equivalents of the task's network, as a multiple of that of"
+            " uniform credit; next to it is the cost of the same evaluations, decodes and reward"
+            f" calls in {STATED_NAME} ({STATED.source}, PickScore). The leads are at equal updates,"
+            " not at equal cost. Seconds are those of a processor core per run."
         )
     page.heading("Chosen settings")
     page.blocks.append(
