@@ -1,6 +1,6 @@
 """Credit rules: pure functions from a value table to a table of advantages."""
 
-from flowrl.credit.calibrated import CalibratedGain, calibrated_gains, calibration
+from flowrl.credit.calibrated import CalibratedGain, calibrated_gains, calibration, value_quality
 from flowrl.credit.example import example, on_tree, probed
 from flowrl.credit.memory import MovingAverageGain, ValueTracker
 from flowrl.credit.stepwise import DenseGain, StepwiseGain, generalised_gains
@@ -65,5 +65,6 @@ __all__ = [
     "reward_to_go",
     "turning_points",
     "unit_values",
+    "value_quality",
     "zscore",
 ]

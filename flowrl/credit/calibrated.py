@@ -61,6 +61,30 @@ def calibration(deviations: ValueTable, cross_fit: bool = False) -> Calibration:
     return Calibration(slope.to(deviations), r2.to(deviations))
 
 
+def value_quality(values: ValueTable) -> dict[str, list[float | None]]:
+    """How well the values predict the final reward: by decision, "value_slope" and "value_r2" as
+    `calibration` has them, over the samples with a reward.
+
+    Args:
+        values: value table V [prompt, member, decision+1]; NaN in columns without values and for
+            samples without a reward.
+
+    Returns:
+        Lists by name [decision], None for a column without values; empty if there is none.
+    """
+    judged = values[..., -1:].isfinite()
+    known = (values.isfinite() | ~judged).all(1).all(0) & judged
+    if not known[..., :-1].any():
+        return {}
+    slope, r2 = calibration(centred(values, ("member",), known))
+    used = known.any(1).any(0)[:-1].tolist()
+    tables = {"value_slope": slope, "value_r2": r2}
+    return {
+        name: [value if is_known else None for value, is_known in zip(row, used, strict=True)]
+        for name, row in ((name, table[0, 0, :-1].tolist()) for name, table in tables.items())
+    }
+
+
 def calibrated_gains(
     values: ValueTable,
     gain_weight: float | None = None,
@@ -131,12 +155,16 @@ class CalibratedGain:
         """Columns k and k + 1 of trained decisions, and the last one."""
         return gain_columns(trained) | last_column(trained)
 
+    def gains(self, values: ValueTable, known: Bool[Tensor, "prompt member column"]) -> CreditTable:
+        """Credit before Z, from the entries that are `known`."""
+        return calibrated_gains(values, self.gain_weight, self.cross_fit, known)
+
     def assign(self, values: ValueTable, decisions: Decisions) -> CreditTable:
         """Advantages [prompt, member, decision]."""
         require_columns(values, decisions, self)
         mask = decisions.mask
         known = mask.any(-1, keepdim=True) & self.reads(mask).any(1, keepdim=True)
-        credit = calibrated_gains(values, self.gain_weight, self.cross_fit, known)
+        credit = self.gains(values, known)
         # equal rewards do not tell which values are right, and Z would amplify their differences
         final = centred(values[..., -1:], ("member",), known[..., -1:])
         credit = credit.masked_fill((final == 0).all(1, keepdim=True), 0.0)

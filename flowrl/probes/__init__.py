@@ -19,7 +19,7 @@ from flowrl.core.probe import (
     whole,
 )
 from flowrl.probes.branching import Branch, Branching, Comb
-from flowrl.probes.critic import Critic
+from flowrl.probes.critic import Critic, LatentReward
 from flowrl.probes.solved import Completion, Continuation, ODEProbe, Substeps, Tweedie
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "Estimates",
     "Grid",
     "Key",
+    "LatentReward",
     "NetworkUse",
     "NoProbe",
     "ODEProbe",

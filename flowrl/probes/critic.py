@@ -1,5 +1,8 @@
-"""A critic: values from a small network, fitted to the final rewards of earlier iterations."""
+"""Values of unfinished states from a network: a reward model of noisy latents, or a critic that is
+fitted to the final rewards of earlier iterations.
+"""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -13,12 +16,50 @@ from flowrl.core.errors import require
 from flowrl.core.experience import CreditTable, Experience, FeatureTable
 from flowrl.core.options import Count, checked_options
 from flowrl.core.probe import Cost, Estimates, Probing, Shape, ValueProbe
+from flowrl.core.types import Condition
 from flowrl.probes.solved import Tweedie
 
 ROWS = 256
 """Rows of a step of the fit."""
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """The entries of AdamW's state."""
+
+
+class LatentReward(ValueProbe):
+    """V_j = s(x_j, t_j, c): a reward model that scores noisy latents, such as DiNa-LRM (arXiv
+    2602.11146). It needs no evaluation of the policy and no decode; what it costs itself is not
+    counted. To use one, derive a class with `score`.
+
+    A model that is trained on comparisons at equal t, as DiNa-LRM is, has another scale at every t,
+    so that s(x_{j+1}) - s(x_j) is no gain; `flowrl.credit.CalibratedGain` regresses the final
+    reward on s at every decision.
+    """
+
+    @abstractmethod
+    def score(self, latents: Tensor, times: Tensor, condition: Condition) -> Tensor:
+        """s [row] of noisy latents [row, *latent] at times t in [0, 1] [row], for the prompts whose
+        embeddings are the rows of `condition`; without gradient.
+        """
+
+    def features(self, run: Probing) -> Float[Tensor, "prompt member node feature"]:
+        """The scores, one call per node."""
+        path, tree, columns = run.trajectories, run.trajectories.tree, list[Tensor]()
+        for node in run.nodes:
+            latents, _ = run.start(node)
+            condition = run.condition.repeat(len(latents) // run.groups)
+            times = path.schedule.times[node].float().to(latents.device).expand(len(latents))
+            with torch.no_grad():
+                scores = self.score(latents, times, condition).unflatten(0, (run.groups, -1))
+            columns.append(scores[:, tree.paths[:, node] - tree.at(node).start])
+        return torch.stack(columns, 2)[..., None]
+
+    def predict(self, features: FeatureTable, estimates: CreditTable) -> CreditTable:
+        """The scores."""
+        return features[..., 0]
+
+    def cost(self, shape: Shape) -> Cost:
+        """None of the policy's evaluations, no decode and no reward call."""
+        return Cost()
 
 
 @checked_options

@@ -17,7 +17,7 @@ from flowrl.core.experience import Credit, Decisions, Experience
 from flowrl.core.forward import Guidance
 from flowrl.core.protocols import AnyReward, AnySampler, FlowPolicy, ForwardLoss, Sampler, Stateful
 from flowrl.core.types import Condition, Prompt, part_call, state_of
-from flowrl.credit import credit_of, read_columns
+from flowrl.credit import credit_of, read_columns, value_quality
 from flowrl.distributed import Distributed
 from flowrl.methods import Method, check_one_advantage
 from flowrl.parts.prompts import PromptStream
@@ -219,6 +219,7 @@ class Trainer:
         row = {
             "iteration": self.done,
             **reward_metrics(experience.values),
+            **value_quality(experience.values),
             "invalid": int((~experience.valid).sum()),
             "trajectories": self.groups.samples,
             **vars(usage),

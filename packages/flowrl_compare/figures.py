@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -323,6 +324,35 @@ def image_grid(images: Tensor, scores: Tensor, prompts: Sequence[str]) -> Figure
         for text, cells, values in zip(prompts, images, scores, strict=True)
     ]
     return sample_figure(rows)
+
+
+def value_quality(comparison: Comparison) -> Figure | None:
+    """r2 of the final reward on the values, within groups, by decision and iteration: one panel per
+    arm whose rule reads values, with the mean over its seeds. None if there is no such arm.
+    """
+    tables = {}
+    for arm in comparison.arms:
+        seeds = [
+            [row["value_r2"] for row in run.rows if row.get("value_r2")]
+            for run in comparison.of(arm)
+        ]
+        length = min(map(len, seeds), default=0)
+        shapes = {len(r2) for rows in seeds for r2 in rows[:length]}
+        if len(shapes) == 1:
+            tables[arm] = np.mean([np.array(rows[:length], float) for rows in seeds], 0)
+    if not tables:
+        return None
+    figure = Figure(figsize=(1.2 + 3.9 * len(tables), 3.1), layout="constrained")
+    (panels,) = figure.subplots(1, len(tables), squeeze=False)
+    for axes, (arm, table) in zip(panels, tables.items(), strict=True):
+        ends = 0.5, len(table) + 0.5, table.shape[1] + 0.5, 0.5
+        image = axes.imshow(table.T, aspect="auto", vmin=0, vmax=1, cmap="Blues", extent=ends)
+        axes.set_title(arm, fontsize=9.5, fontweight="bold")
+        axes.set(xlabel="iteration", ylabel="decision")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(5, integer=True))
+    figure.colorbar(image, ax=panels, label="r² of the final reward")  # pyright: ignore
+    return figure
 
 
 def _gains(record: Mapping[str, list[float]]) -> list[float]:

@@ -26,6 +26,7 @@ from flowrl_compare.figures import (
     samples,
     shows_points,
     trajectory,
+    value_quality,
 )
 from flowrl_compare.pages import render
 from flowrl_compare.results import (
@@ -265,6 +266,7 @@ def _figures(comparison: Comparison) -> dict[str, Figure | None]:
         "strict": curves(comparison, "strict"),
         "samples": samples(comparison),
         "trajectory": trajectory(comparison),
+        "values": value_quality(comparison),
         "proxy": proxy_and_heldout({arm: comparison.of(arm) for arm in comparison.arms}),
     }
 

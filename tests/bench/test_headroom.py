@@ -138,7 +138,10 @@ def test_a_method_with_fewer_evaluations_is_found() -> None:
     ]
     row = row_of("default", TASKS["default"], pairs, {})
     cheaper, oracle = row.arms["cheaper"], row.arms["oracle"]
-    assert cheaper.costs["forwards"] == pytest.approx(0.9) and cheaper.lead.value == cheaper.lead.high == 0.0
+    assert (
+        cheaper.costs["forwards"] == pytest.approx(0.9)
+        and cheaper.lead.value == cheaper.lead.high == 0.0
+    )
     assert (cheaper.collapses, oracle.collapses) == (1, 0)
     assert oracle.final_lead.value == pytest.approx(0.2) and oracle.lead == row.headroom
     text = methods([row]).markdown("")

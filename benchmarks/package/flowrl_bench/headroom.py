@@ -53,8 +53,31 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
         "turning points": {"method": "tp-grpo", "initial_noise": "auto"},
         "random credit": {"credit": "random(seed=0)"},
     },
+    "values": {
+        "larger groups": {"groups": 8, "group_size": 24},
+        **{
+            name: {"credit": f"calibrated-gain({options})"}
+            for name, options in {
+                "calibrated, Tweedie": "",
+                "calibrated, critic": "probe='critic(base=zero)'",
+                "calibrated, both": "probe=critic",
+                "calibrated, hidden": "probe='critic(reads=hidden, base=zero)'",
+                "calibrated, cross-fit": "cross_fit=true",
+                "weight 0": "gain_weight=0",
+                "weight 1": "gain_weight=1",
+            }.items()
+        },
+        "even weight": {"credit": "even-gain"},
+        "gains, Tweedie": {"credit": "stepwise-gain(probe=tweedie)"},
+        **{
+            f"GAE {lam:g}": {"credit": f"stepwise-gain(probe=critic, lam={lam:g})"}
+            for lam in (0, 0.8, 1)
+        },
+    },
 }
-"""Further arms, in sets. Stepwise-Flow-GRPO has the shared initial noise of its paper."""
+"""Further arms, in sets. Stepwise-Flow-GRPO has the shared initial noise of its paper. Larger groups
+are half as many, for the same number of samples.
+"""
 FORM = "reward"
 """The column of the primary outcome: the trained form of the score."""
 MARGIN = 0.05

@@ -20,18 +20,26 @@ from flowrl.core.options import Count, Fraction, NonNegative, Seed, Whole, check
 from flowrl.core.protocols import CreditAssigner, CreditRule, Stateful
 from flowrl.core.tree import Tree
 from flowrl.credit import (
+    CalibratedGain,
     DepthRelative,
     RuleAround,
     TurningPoint,
     balanced,
     branched_tree,
+    calibration,
     credit_of,
     gains,
     read_columns,
     reward_to_go,
     turning_points,
 )
-from flowrl.credit.table import gain_columns, last_column, masked_std, require_columns
+from flowrl.credit.table import (
+    centred,
+    gain_columns,
+    last_column,
+    masked_std,
+    require_columns,
+)
 from flowrl.probes import Branching, NoProbe, Probe
 from flowrl_bench.turn_noise import turn_probability
 
@@ -82,6 +90,36 @@ class RandomCredit:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict`."""
         self.tables = int(state.get("tables", torch.tensor(0)))
+
+
+@checked_options
+@dataclass(frozen=True)
+class EvenGain(CalibratedGain):
+    """`calibrated-gain` with the weight of least squares in place of r2.
+
+    A_k = Z(g_k + c_k u_{k+1}) with g_k = s_{k+1} v_{k+1} - s_k v_k, u_j = r - s_j v_j, and c_k =
+    (1 - r2_{D-1}) / (D (1 - r2_{k+1})); at the last decision Z(g_k / D).
+
+    Among all combinations of g_k and u_{k+1}, this one has the least mean squared error as an
+    estimate of the true advantage A*_k if gains are calibrated and uncorrelated, so that cov(A*_k,
+    g_k) = var(g_k) and cov(A*_k, u_{k+1}) = var(A*_k) - var(g_k), and if what the values leave
+    unexplained, (1 - r2_{D-1}) var(r), is decided evenly over the D decisions. How much of it a
+    decision holds cannot be measured from values and rewards. `gain_weight` has no effect.
+    """
+
+    def gains(self, values: ValueTable, known: Bool[Tensor, "prompt member column"]) -> CreditTable:
+        """Credit before Z."""
+        deviations = centred(values, ("member",), known)
+        slope, r2 = calibration(deviations, self.cross_fit)
+        predicted, reward = slope * deviations, deviations[..., -1:]
+        predicted[..., -1:] = reward
+        columns = known.any(1).any(0)
+        share = 1 / max(int(columns.sum()) - 1, 1)
+        unexplained = (1 - r2[..., :-1]).where(columns[:-1], 1.0).amin(-1, keepdim=True)
+        ratio = share * unexplained / (1 - r2[..., 1:]).clamp(min=1e-9)
+        credit = predicted.diff(dim=-1) + ratio.clamp(max=1) * (reward - predicted[..., 1:])
+        credit[..., -1] *= share
+        return credit
 
 
 # Turning points
